@@ -1,0 +1,57 @@
+"""The reward-modelling loss on pairs of scores."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def pairwise_loss(
+    chosen: jax.Array,
+    rejected: jax.Array,
+    *,
+    weight: jax.Array,
+    margin: jax.Array | None = None,
+    center_rewards_coefficient: float | None = None,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    r"""Bradley-Terry loss of `P` pairs.
+
+    $$ L = \sum_i w_i \left[ -\log \sigma(c_i - r_i - m_i) + \lambda (c_i + r_i)^2 \right] $$
+
+    The first term is the negative log-likelihood that the chosen answer wins (Ouyang et al. 2022, eq. 1,
+    arXiv:2203.02155) with a margin as in Llama 2 (arXiv:2307.09288, eq. 2); the second keeps scores centred
+    (Eisenstein et al. 2023, arXiv:2312.09244, eq. 2).
+
+    Args:
+        chosen: `[P]` scores of the preferred answers.
+        rejected: `[P]` scores of the others.
+        weight: `[P]` share of each pair in the step's loss; 0 marks a pair that only fills the shape. TRL's mean over
+            the pairs of each micro-batch, then over the micro-batches, is `1 / (micro-batches x pairs in its own)`.
+        margin: `[P]` by how much a chosen score should lead.
+        center_rewards_coefficient: the factor of the centring term; None leaves it out.
+
+    Returns:
+        The loss, a float32 scalar, and sums over the pairs with a weight: `pairs` (their number), `correct`,
+        `margin_sum`, `reward_sum` (both answers), and the extremes `reward_min`, `reward_max`. Means are left to
+        whoever knows what to divide by.
+    """
+    chosen, rejected = chosen.astype(jnp.float32), rejected.astype(jnp.float32)
+    lead = chosen - rejected
+    losses = -jax.nn.log_sigmoid(lead if margin is None else lead - margin)
+    if center_rewards_coefficient is not None:
+        losses += center_rewards_coefficient * jnp.square(chosen + rejected)
+    return jnp.sum(weight * losses), _sums(chosen, rejected, counted=weight > 0)
+
+
+def _sums(chosen: jax.Array, rejected: jax.Array, counted: jax.Array) -> dict[str, jax.Array]:
+    def total(values):
+        return jnp.sum(jnp.where(counted, values, 0), dtype=jnp.float32)
+
+    return {
+        "pairs": total(1.0),
+        "correct": total(chosen > rejected),
+        "margin_sum": total(chosen - rejected),
+        "reward_sum": total(chosen + rejected),
+        "reward_min": jnp.min(jnp.where(counted, jnp.minimum(chosen, rejected), jnp.inf)),
+        "reward_max": jnp.max(jnp.where(counted, jnp.maximum(chosen, rejected), -jnp.inf)),
+    }

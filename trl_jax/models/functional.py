@@ -1,0 +1,30 @@
+"""NNX's last word: a module becomes a static graph and a flat dict of arrays, keyed by dotted path."""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+
+from trl_jax.models.arch import Arch
+from trl_jax.models.heads import SequenceScorer
+
+
+def abstract_scorer(arch: Arch) -> tuple[nnx.GraphDef, dict[str, jax.ShapeDtypeStruct]]:
+    """The graph of a SequenceScorer and the shape of each of its parameters; nothing is allocated."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: SequenceScorer(arch)))
+    return graph, {
+        ".".join(map(str, path)): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        for path, leaf in nnx.to_flat_state(state)
+    }
+
+
+def merge(graph: nnx.GraphDef, params: dict[str, jax.Array]) -> nnx.Module:
+    """The module with these parameters: the inverse of taking it apart."""
+    nested: dict = {}
+    for path, array in params.items():
+        *parents, name = path.split(".")
+        level = nested
+        for parent in parents:
+            level = level.setdefault(parent, {})
+        level[name] = array
+    return nnx.merge(graph, nested)

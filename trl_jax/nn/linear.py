@@ -1,0 +1,29 @@
+"""Linear maps and embeddings."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+class Linear(nnx.Module):
+    """`[..., in] -> [..., out]`, weight (out, in) as on disk."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False):
+        self.weight = nnx.Param(jnp.zeros((out_features, in_features), jnp.float32))
+        self.bias = nnx.Param(jnp.zeros((out_features,), jnp.float32)) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = jnp.einsum("...i,oi->...o", x, self.weight[...].astype(x.dtype))
+        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+
+
+class Embedding(nnx.Module):
+    """Token ids `[...]` to `[..., D]` in `dtype`."""
+
+    def __init__(self, num_embeddings: int, features: int):
+        self.weight = nnx.Param(jnp.zeros((num_embeddings, features), jnp.float32))
+
+    def __call__(self, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        return jnp.take(self.weight[...], ids, axis=0).astype(dtype)
