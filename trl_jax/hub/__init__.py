@@ -1,0 +1,1 @@
+"""The only room that knows Hugging Face's formats: config.json, safetensors, and which name on disk is which array."""

@@ -1,0 +1,123 @@
+"""A strict reader of config.json: every key is read, declared inert, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+# Keys that say nothing about what a reward model computes: bookkeeping, labels, token ids, generation settings.
+INERT = frozenset(
+    """
+    _name_or_path add_cross_attention architectures attn_implementation auto_map bad_words_ids begin_suppress_tokens
+    bos_token_id chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample
+    dtype early_stopping encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task
+    forced_bos_token_id forced_eos_token_id id2label is_decoder is_encoder_decoder is_llama_config label2id
+    length_penalty max_length max_position_embeddings min_length model_type name no_repeat_ngram_size num_beam_groups
+    num_beams num_labels num_return_sequences output_attentions output_hidden_states output_scores pad_token_id prefix
+    pretraining_tp problem_type pruned_heads remove_invalid_values repetition_penalty return_dict
+    return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
+    tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config transformers_version
+    typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache
+    """.split()
+)
+
+
+class ConfigReader:
+    """Hands out the values of a config.json and remembers which keys were asked for."""
+
+    def __init__(self, raw: dict[str, Any], source: str):
+        self.raw, self.source = raw, source
+        self._asked = {"tie_word_embeddings"}
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """The value as it stands; `default` where the key is absent or null."""
+        self._asked.add(key)
+        found = self.raw.get(key)
+        return default if found is None else found
+
+    def size(self, key: str, default: int | None = None, *, most: int = 2**31 - 1) -> int:
+        """A whole number from 1 to `most`."""
+        found = self.value(key, default)
+        if isinstance(found, bool) or not isinstance(found, int) or not 1 <= found <= most:
+            raise ValueError(f"{self.source}: {key} is {found!r}, wanted a whole number from 1 to {most:,}.")
+        return found
+
+    def number(self, key: str, default: float | None = None) -> float:
+        found = self.value(key, default)
+        if isinstance(found, bool) or not isinstance(found, int | float):
+            raise ValueError(f"{self.source}: {key} is {found!r}, wanted a number.")
+        return float(found)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        found = self.value(key, default)
+        if not isinstance(found, bool):
+            raise ValueError(f"{self.source}: {key} is {found!r}, wanted true or false.")
+        return found
+
+    def one_of(self, key: str, choices: Any, default: Any = None) -> Any:
+        found = self.value(key, default)
+        if found not in choices:
+            raise ValueError(f"{self.source}: {key} is {found!r}, supported are {', '.join(sorted(map(str, choices)))}.")
+        return found
+
+    def finish(self) -> None:
+        """Refuse what nobody read: an unknown key may change what the model computes."""
+        unknown = sorted(set(self.raw) - self._asked - INERT)
+        if unknown:
+            found = ", ".join(f"{key}={self.raw[key]!r}" for key in unknown)
+            raise ValueError(
+                f"{self.source} has keys that trl_jax does not know for model_type {self.raw.get('model_type')!r}: "
+                f"{found}. They might change what the model computes, so they are not ignored. Remove them if they "
+                "have no effect."
+            )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of `folder/config.json`.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is not a JSON object, or the checkpoint is quantised.
+    """
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: a checkpoint folder holds config.json and *.safetensors.")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error}). Download the checkpoint again.") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} holds a JSON {type(raw).__name__}, wanted an object.")
+    if raw.get("quantization_config") is not None:
+        method = raw["quantization_config"].get("quant_method")
+        raise ValueError(
+            f"{path}: the weights are quantised (quant_method={method!r}), which this release of trl_jax cannot read. "
+            "Pass the unquantised checkpoint."
+        )
+    return raw
+
+
+def classifier_config(
+    raw: dict[str, Any],
+    *,
+    architecture: str,
+    dtype: str,
+    pad_token_id: int | None,
+    eos_token_id: int | list[int] | None,
+) -> dict[str, Any]:
+    """A copy of `raw` that describes a reward model: the keys TRL's save changes, and no others.
+
+    Args:
+        architecture: the class of transformers that loads the result.
+        dtype: the name of the dtype on disk.
+        pad_token_id: the id before which scores are read; None leaves the key as it is.
+        eos_token_id: the end of a text; None leaves the key as it is.
+    """
+    written = {**raw, "architectures": [architecture], "use_cache": False}
+    written.pop("num_labels", None)  # transformers derives it from id2label
+    written["id2label"], written["label2id"] = {"0": "LABEL_0"}, {"LABEL_0": 0}
+    written.pop("torch_dtype", None)
+    written["dtype"] = dtype
+    given = {"pad_token_id": pad_token_id, "eos_token_id": eos_token_id}
+    return written | {key: value for key, value in given.items() if value is not None}

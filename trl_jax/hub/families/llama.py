@@ -1,0 +1,69 @@
+"""llama: Llama 1 to 3, SmolLM, TinyLlama, Vicuna and most that copied them."""
+
+from __future__ import annotations
+
+from trl_jax.hub.config import ConfigReader
+from trl_jax.hub.families import Family
+from trl_jax.hub.rope import read_rope
+from trl_jax.hub.wires import HEAD, Wire
+from trl_jax.models.arch import Arch
+from trl_jax.nn.mlp import ACTIVATIONS
+
+
+def arch(config: ConfigReader) -> Arch:
+    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    layers, bias = config.size("num_hidden_layers", most=4096), config.flag("attention_bias")
+    if hidden % heads and config.value("head_dim") is None:
+        raise ValueError(f"{config.source}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}.")
+    key_heads = config.size("num_key_value_heads", heads)
+    if heads % key_heads:
+        raise ValueError(
+            f"{config.source}: num_attention_heads {heads} is not a multiple of num_key_value_heads {key_heads}."
+        )
+    return Arch(
+        vocab_size=config.size("vocab_size"),
+        hidden_size=hidden,
+        mlp_size=config.size("intermediate_size"),
+        num_layers=layers,
+        num_heads=heads,
+        num_key_heads=key_heads,
+        head_dim=config.size("head_dim", hidden // heads),
+        norm_eps=config.number("rms_norm_eps", 1e-6),
+        rope=read_rope(config),
+        windows=(None,) * layers,
+        activation=config.one_of("hidden_act", ACTIVATIONS, "silu"),
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=config.flag("mlp_bias"),
+        attention_dropout=config.number("attention_dropout", 0.0),
+        initializer_range=config.number("initializer_range", 0.02),
+        tied_embeddings=config.flag("tie_word_embeddings"),
+    )
+
+
+def table(arch: Arch) -> list[Wire]:
+    layer = {
+        "attention_norm": "input_layernorm",
+        "attention.q": "self_attn.q_proj",
+        "attention.k": "self_attn.k_proj",
+        "attention.v": "self_attn.v_proj",
+        "attention.o": "self_attn.o_proj",
+        "mlp_norm": "post_attention_layernorm",
+        "mlp.gate": "mlp.gate_proj",
+        "mlp.up": "mlp.up_proj",
+        "mlp.down": "mlp.down_proj",
+    }
+    if arch.qk_norm:
+        layer |= {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
+    biased = {"attention.q": arch.qkv_bias, "attention.k": arch.qkv_bias, "attention.v": arch.qkv_bias}
+    biased |= {"attention.o": arch.o_bias, "mlp.gate": arch.mlp_bias, "mlp.up": arch.mlp_bias, "mlp.down": arch.mlp_bias}
+
+    wires = [Wire("decoder.embed.weight", "model.embed_tokens.weight")]
+    for ours, theirs in layer.items():
+        wires.append(Wire(f"decoder.layers.{ours}.weight", f"model.layers.{{}}.{theirs}.weight"))
+        if biased.get(ours):
+            wires.append(Wire(f"decoder.layers.{ours}.bias", f"model.layers.{{}}.{theirs}.bias"))
+    return [*wires, Wire("decoder.norm.weight", "model.norm.weight"), Wire("score.weight", HEAD)]
+
+
+FAMILY = Family("llama", "LlamaForSequenceClassification", arch, table)

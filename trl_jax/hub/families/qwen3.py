@@ -1,0 +1,25 @@
+"""qwen3: llama with each head's q and k normed, and a sliding window on some layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trl_jax.hub.config import ConfigReader
+from trl_jax.hub.families import Family, llama
+from trl_jax.hub.families.qwen2 import read_windows
+from trl_jax.models.arch import Arch
+
+
+def arch(config: ConfigReader) -> Arch:
+    config.size("num_key_value_heads")  # unlike llama's, it does not default to num_attention_heads
+    base = llama.arch(config)
+    return replace(
+        base,
+        head_dim=config.size("head_dim", 128),
+        qk_norm=True,
+        mlp_bias=False,
+        windows=read_windows(config, base.num_layers),
+    )
+
+
+FAMILY = Family("qwen3", "Qwen3ForSequenceClassification", arch, llama.table)

@@ -1,0 +1,121 @@
+"""Safetensors on disk: opened with care, one tensor at a time; written in the shards they came in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_OPENINGS = {
+    b"version https://git-lfs": "this is a git-LFS pointer, not the weights: run `git lfs pull`",
+    b"<": "this is an HTML or XML page, probably an error page saved in place of the file: download it again",
+    b"PK\x03\x04": "this is a zip archive, probably a PyTorch .bin under another name: convert it to safetensors",
+    b"\x80\x02": "this is a pickle, probably a PyTorch .bin under another name: convert it to safetensors",
+}
+
+
+class CheckpointFiles:
+    """The tensors of a checkpoint folder, by name. Headers are read at once, data only when asked for.
+
+    Attributes:
+        shards: file name -> the tensors it holds, in the file's order.
+        shapes: tensor -> shape.
+        dtypes: tensor -> "float32", "bfloat16" or "float16".
+    """
+
+    def __init__(self, folder: Path):
+        self.shards: dict[str, list[str]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        self._handles = {}
+        for name in _shard_names(folder):
+            self._open(folder / name)
+
+    def _open(self, path: Path) -> None:
+        try:
+            handle = safe_open(path, framework="numpy")
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a readable safetensors file: {_diagnosis(path) or error}.") from error
+        self.shards[path.name] = list(handle.keys())
+        for tensor in self.shards[path.name]:
+            if tensor in self._handles:
+                raise ValueError(f"{path} holds the tensor {tensor}, which an earlier shard holds too.")
+            header = handle.get_slice(tensor)
+            if header.get_dtype() not in DTYPES:
+                raise ValueError(
+                    f"{path}: tensor {tensor} has dtype {header.get_dtype()}; trl_jax reads {', '.join(DTYPES)}. "
+                    "Dequantise the checkpoint, or save it again in one of these."
+                )
+            self.dtypes[tensor], self.shapes[tensor] = DTYPES[header.get_dtype()], tuple(header.get_shape())
+            self._handles[tensor] = handle
+
+    def read(self, tensor: str) -> np.ndarray:
+        """The values of one tensor, in the dtype of the file."""
+        return self._handles[tensor].get_tensor(tensor)
+
+
+def _shard_names(folder: Path) -> list[str]:
+    if (folder / INDEX).is_file():
+        return _indexed(folder)
+    if (folder / SINGLE).is_file():
+        return [SINGLE]
+    if any(folder.glob("pytorch_model*.bin")):
+        raise ValueError(
+            f"{folder} has its weights only as pytorch_model.bin, which this release of trl_jax does not read. Convert "
+            "them where torch is installed: AutoModel.from_pretrained(folder).save_pretrained(folder)."
+        )
+    raise FileNotFoundError(f"{folder} has neither {SINGLE} nor {INDEX}: there are no weights to load.")
+
+
+def _indexed(folder: Path) -> list[str]:
+    path = folder / INDEX
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not an index: wanted a JSON object with weight_map, tensor to file.") from error
+    strange = [name for name in names if not isinstance(name, str) or Path(name).name != name or "\\" in name]
+    if strange or not names:
+        raise ValueError(f"{path} names shards outside its folder or none at all: {strange}. Nothing was opened.")
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise FileNotFoundError(f"{folder} lacks {len(missing)} of {len(names)} shards: {', '.join(missing)}.")
+    return names
+
+
+def _diagnosis(path: Path) -> str | None:
+    """What a file that is no safetensors file seems to be."""
+    opening = path.read_bytes()[:64] if path.stat().st_size < 64 else path.open("rb").read(64)
+    if len(opening) < 8:
+        return f"it has {len(opening)} bytes, an interrupted download perhaps"
+    return next((text for mark, text in _OPENINGS.items() if opening.lstrip().startswith(mark)), None)
+
+
+def write_checkpoint(folder: Path, shards: dict[str, list[str]], read: Callable[[str], np.ndarray]) -> None:
+    """Write `shards` (file name -> tensors) and, for more than one, the index; one shard is in memory at a time."""
+    weight_map, parameters, size = {}, 0, 0
+    for name, tensors in shards.items():
+        arrays = {tensor: np.ascontiguousarray(read(tensor)) for tensor in tensors}
+        save_file(arrays, folder / name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, name)
+        parameters += sum(array.size for array in arrays.values())
+        size += sum(array.nbytes for array in arrays.values())
+    if len(shards) > 1:
+        index = {"metadata": {"total_parameters": parameters, "total_size": size}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def shard_plan(source: dict[str, list[str]], kept: set[str], added: list[str]) -> dict[str, list[str]]:
+    """The shards to write: those of the source without what is left out, new tensors in the last one."""
+    groups = [[tensor for tensor in tensors if tensor in kept] for tensors in source.values()]
+    groups = [group for group in groups if group] or [[]]
+    groups[-1] = groups[-1] + added
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}

@@ -1,0 +1,163 @@
+"""A loaded reward model as scripts know it: call it, read its config, save it."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from trl_jax.data.layout import padded_length, scored_token
+from trl_jax.hub.fetch import checkpoint_folder
+from trl_jax.hub.loading import Source, load
+from trl_jax.hub.saving import save
+from trl_jax.models.functional import abstract_scorer, merge
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = ("float32", "bfloat16", "float16", "auto")
+_PLACEMENT = ("device_map", "low_cpu_mem_usage", "max_memory", "offload_folder")
+_ATTENTION = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+_FETCH = ("revision", "subfolder", "token", "cache_dir", "local_files_only")
+
+
+class ScoreOutput(NamedTuple):
+    """What calling the model returns: `logits`, float32 `[rows, 1]`."""
+
+    logits: jax.Array
+
+
+class PreTrainedModel:
+    """A sequence classifier with one label. `params` is the flat dict of its arrays, float32, by dotted path.
+
+    `config` is the transformers config object of the checkpoint; changing it changes what is saved only where
+    `save_pretrained` says so.
+    """
+
+    def __init__(self, params: dict[str, jax.Array], source: Source, config: Any, folder: Path, name: str):
+        self.params, self.source, self.config = params, source, config
+        self.folder, self.name_or_path = folder, name
+        self.graph, _ = abstract_scorer(source.arch)
+
+    def __call__(self, input_ids: Any, attention_mask: Any | None = None) -> ScoreOutput:
+        """Score rows of token ids.
+
+        Args:
+            input_ids: int `[rows, T]`, padded with `config.pad_token_id` on either side.
+            attention_mask: `[rows, T]`, 0 where a token is to be hidden; None hides nothing.
+
+        Raises:
+            ValueError: more than one row and no `pad_token_id`, or an id outside the vocabulary.
+        """
+        tokens = np.asarray(input_ids)
+        self._check(tokens)
+        mask = np.ones(tokens.shape, bool) if attention_mask is None else np.asarray(attention_mask).astype(bool)
+        pad = self.config.pad_token_id
+        at = [scored_token(row, pad) if pad is not None else len(row) - 1 for row in tokens]
+        extra = padded_length(tokens.shape[1], "auto") - tokens.shape[1]
+        tokens = np.pad(tokens, ((0, 0), (0, extra))).astype(np.int32)
+        mask = np.pad(mask, ((0, 0), (0, extra)))
+        return ScoreOutput(_scores(self.graph, self.params, tokens, mask, np.asarray(at, np.int32))[:, None])
+
+    def _check(self, tokens: np.ndarray) -> None:
+        if tokens.ndim != 2 or tokens.dtype.kind not in "iu":
+            raise ValueError(f"input_ids must be whole numbers [rows, T], got {tokens.dtype} {list(tokens.shape)}.")
+        if len(tokens) > 1 and self.config.pad_token_id is None:
+            raise ValueError(
+                f"{len(tokens)} rows cannot be scored without config.pad_token_id: it tells where each one ends. "
+                "Set model.config.pad_token_id = tokenizer.pad_token_id."
+            )
+        size = self.source.arch.vocab_size
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < size:
+            raise ValueError(f"input_ids run from {tokens.min()} to {tokens.max()}, the vocabulary from 0 to {size - 1}.")
+
+    def num_parameters(self, exclude_embeddings: bool = False) -> int:
+        """How many numbers the model has, the head among them."""
+        counted = {path: array.size for path, array in self.params.items()}
+        if exclude_embeddings:
+            counted.pop("decoder.embed.weight")
+        return sum(counted.values())
+
+    def save_pretrained(self, save_directory: str | Path) -> None:
+        """Write config.json and safetensors that transformers loads: names, shards and dtypes of the checkpoint it
+        came from, `pad_token_id` and `eos_token_id` of `config`."""
+        save(
+            Path(save_directory),
+            self.params,
+            self.source,
+            pad_token_id=self.config.pad_token_id,
+            eos_token_id=self.config.eos_token_id,
+        )
+
+
+@partial(jax.jit, static_argnums=0)
+def _scores(graph: nnx.GraphDef, params: dict, tokens: jax.Array, mask: jax.Array, at: jax.Array) -> jax.Array:
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    return merge(graph, params)(tokens, positions, at=at, valid=mask)
+
+
+class AutoModelForSequenceClassification:
+    """Loads a reward model by name or folder, as transformers' class of that name does."""
+
+    @staticmethod
+    def from_pretrained(
+        pretrained_model_name_or_path: str | Path, *, num_labels: int = 1, dtype: Any = "auto", seed: int = 42, **kwargs
+    ) -> PreTrainedModel:
+        """Load a checkpoint of a supported model_type: classifier, causal LM (its head is dropped) or bare base.
+
+        Args:
+            pretrained_model_name_or_path: a folder, or a repository on the Hub.
+            num_labels: 1; a reward model has one score a sequence.
+            dtype: "float32", "bfloat16", "float16" or "auto" (as stored): what the weights are rounded to, and saved
+                in. Arrays and computation are float32.
+            seed: draws the score head where the checkpoint has none.
+            kwargs: revision, subfolder, token, cache_dir, local_files_only as in transformers; attn_implementation is
+                accepted (kernels are chosen by the backend); device_map and its like are warned of.
+
+        Raises:
+            ValueError, TypeError: an argument or a checkpoint at fault, by name.
+        """
+        if num_labels != 1:
+            raise ValueError(f"num_labels is {num_labels}, but a reward model has one score a sequence: num_labels=1.")
+        fetch, dtype = _checked(dict(kwargs), dtype)
+        name = str(pretrained_model_name_or_path)
+        folder = checkpoint_folder(name, **fetch)
+        params, source = load(folder, dtype=dtype, seed=seed)
+        return PreTrainedModel(params, source, _config(folder), folder, name)
+
+
+def _checked(kwargs: dict[str, Any], dtype: Any) -> tuple[dict[str, Any], str]:
+    """The arguments that say where to fetch from, and the dtype's name; every other one is judged by name."""
+    dtype = kwargs.pop("torch_dtype", dtype)
+    dtype = str(dtype).removeprefix("torch.") if dtype is not None else "auto"
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype is {dtype!r}, wanted one of {', '.join(_DTYPES)}.")
+    attention = kwargs.pop("attn_implementation", None)
+    if attention not in _ATTENTION:
+        raise ValueError(f"attn_implementation is {attention!r}, wanted one of {', '.join(map(str, _ATTENTION))}.")
+    for key in _PLACEMENT:
+        if kwargs.pop(key, None) is not None:
+            logger.warning("%s has no effect in trl_jax: arrays go to JAX's default device.", key)
+    if kwargs.pop("trust_remote_code", False):
+        logger.warning("trust_remote_code has no effect on models: trl_jax never runs a repository's code.")
+    fetch = {key: kwargs.pop(key) for key in _FETCH if key in kwargs}
+    if kwargs:
+        raise TypeError(
+            f"from_pretrained (model_init_kwargs) does not take {', '.join(sorted(kwargs))}. It takes num_labels, "
+            f"dtype, attn_implementation, {', '.join(_FETCH)}."
+        )
+    return {key: value for key, value in fetch.items() if value is not None}, dtype
+
+
+def _config(folder: Path) -> Any:
+    """transformers' config object: what tokenizers, trackers and scripts ask `model.config` for."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, num_labels=1)
+    config.use_cache = False
+    return config
