@@ -1,0 +1,76 @@
+"""EOS, pad and the chat template end up on the tokenizer as TRL leaves them there."""
+
+from __future__ import annotations
+
+import pytest
+
+from compat_tests.tiny import tiny_tokenizer
+from trl_jax.data import special_tokens
+from trl_jax.data.special_tokens import settle, settle_chat_template
+
+
+@pytest.fixture(autouse=True)
+def _warn_afresh():
+    special_tokens._warn_shared.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("made", "asked", "eos", "pad"),
+    [
+        ({}, {}, "</s>", "<pad>"),
+        ({"pad": None}, {}, "</s>", "</s>"),
+        ({}, {"pad_token": "</s>"}, "</s>", "</s>"),
+        ({"bos": "<s>"}, {"eos_token": "<s>"}, "<s>", "<pad>"),
+        ({"pad": None, "bos": "<s>"}, {"eos_token": "<s>"}, "<s>", "<s>"),
+        ({"pad": None, "eos": None, "bos": "<s>"}, {"pad_token": "<s>"}, None, "<s>"),
+        ({"eos": None}, {}, None, "<pad>"),
+    ],
+)
+def test_tokens_are_set_on_the_tokenizer_itself(made, asked, eos, pad):
+    tokenizer = tiny_tokenizer(**made)
+    assert settle(tokenizer, **asked) is tokenizer
+    assert (tokenizer.eos_token, tokenizer.pad_token) == (eos, pad)
+
+
+@pytest.mark.parametrize("argument", ["eos_token", "pad_token"])
+def test_a_token_outside_the_vocabulary_is_refused(argument):
+    tokenizer = tiny_tokenizer()
+    with pytest.raises(ValueError, match=f"{argument}='<nope>' is not in the vocabulary of the tokenizer"):
+        settle(tokenizer, **{argument: "<nope>"})
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("</s>", "<pad>")
+    assert len(tokenizer) == len(tiny_tokenizer())
+
+
+def test_neither_pad_nor_eos():
+    tokenizer = tiny_tokenizer(pad=None, eos=None, bos="<s>")
+    with pytest.raises(ValueError, match="neither a pad nor an EOS token.*pad_token=.*eos_token="):
+        settle(tokenizer)
+
+
+def test_pad_equal_to_eos_is_warned_of_once_per_process(caplog):
+    settle(tiny_tokenizer())
+    assert not caplog.messages
+    for _ in range(3):
+        settle(tiny_tokenizer(pad=None))
+    assert len(caplog.messages) == 1
+    assert "both '</s>': the score is read at the last token that is not EOS, as TRL does" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["own.jinja", "own.j2"])
+def test_a_template_file_is_read(name, tmp_path):
+    file = tmp_path / name
+    file.write_text("{{ messages[0]['content'] }} – ś", encoding="utf-8")
+    tokenizer = tiny_tokenizer()
+    assert settle_chat_template(tokenizer, str(file)) is tokenizer
+    assert tokenizer.chat_template == "{{ messages[0]['content'] }} – ś"
+
+
+def test_other_template_sources_are_refused(tmp_path):
+    with pytest.raises(
+        ValueError, match="chat_template_path='org/model': this release takes a .jinja or .j2 file"
+    ):
+        settle_chat_template(tiny_tokenizer(), "org/model")
+    with pytest.raises(ValueError, match="takes a .jinja or .j2 file"):
+        settle_chat_template(tiny_tokenizer(), str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="gone.jinja': there is no such file"):
+        settle_chat_template(tiny_tokenizer(), str(tmp_path / "gone.jinja"))

@@ -1,0 +1,63 @@
+"""Which rows a run visits, and when: TRL's order to the index."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from trl_jax.core.torch_random import TorchGenerator
+
+
+def epoch_order(rows: int, *, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
+    """Row indices of one epoch: `torch.randperm` seeded with `seed + epoch`, or 0, 1, 2, ..."""
+    return TorchGenerator(seed + epoch).permutation(rows) if shuffle else np.arange(rows)
+
+
+def micro_batches(items: Iterator[Any], size: int, *, drop_last: bool) -> Iterator[list]:
+    """Runs of `size` items; the last may be shorter, or is left out."""
+    items = iter(items)
+    while batch := list(islice(items, size)):
+        if len(batch) == size or not drop_last:
+            yield batch
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long a run is. A step is an optimizer step; the last one of an epoch may have fewer micro-batches.
+
+    `micro_batches_per_epoch` of a dataset without a length is what `max_steps` asks for.
+    """
+
+    max_steps: int
+    num_epochs: int
+    steps_per_epoch: int
+    micro_batches_per_epoch: int
+
+
+def plan(rows: int | None, *, batch_size: int, accumulation: int, drop_last: bool, epochs: float, max_steps: int):
+    """The Schedule of TRL's arguments: `max_steps` beats `epochs`; a ragged last step counts as a step.
+
+    Raises:
+        ValueError: a dataset without a length and no `max_steps`.
+    """
+    if rows is None:
+        if max_steps <= 0:
+            raise ValueError(
+                f"train_dataset has no length, so max_steps must say how long to train; it is {max_steps}. "
+                "Set max_steps in RewardConfig."
+            )
+        return Schedule(max_steps, 2**31 - 1, max_steps, max_steps * accumulation)
+    batches = rows // batch_size if drop_last else math.ceil(rows / batch_size)
+    if batches == 0:
+        raise ValueError(
+            f"dataloader_drop_last=True leaves no batch: {rows} rows, {batch_size} a batch. Lower the batch size."
+        )
+    steps = math.ceil(batches / accumulation)
+    if max_steps > 0:
+        return Schedule(max_steps, math.ceil(max_steps / steps), steps, batches)
+    return Schedule(math.ceil(epochs * steps), math.ceil(epochs), steps, batches)
