@@ -1,0 +1,18 @@
+"""transformers' callbacks, fired with the state and control they expect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
+
+
+class Events:
+    """One place that holds what every callback sees; any of them may answer with another control."""
+
+    def __init__(self, handler: CallbackHandler, args: Any, state: TrainerState, control: TrainerControl):
+        self.handler, self.args, self.state, self.control = handler, args, state, control
+
+    def fire(self, event: str, *extra: Any) -> None:
+        """Call `event` ("on_step_end", ...) of every callback, in order."""
+        self.control = getattr(self.handler, event)(self.args, self.state, self.control, *extra)
