@@ -1,0 +1,504 @@
+"""Flags, YAML and data by name: TrlParser beside TRL's own, and the command line's answers."""
+
+import argparse
+import dataclasses
+import gzip
+import json
+import os
+import subprocess
+import sys
+import types
+from dataclasses import dataclass, field
+
+import pytest
+from datasets import Dataset, DatasetDict, IterableDataset
+
+from trl_jax.cli.main import main
+from trl_jax.scripts import reward
+from trl_jax.scripts.datasets import load_preferences
+from trl_jax.scripts.utils import ScriptArguments, TrlParser
+from trl_jax.trainer.model_config import ModelConfig
+from trl_jax.trainer.reward_config import RewardConfig
+
+
+@dataclass
+class Flags:
+    size: int = 3
+    limit: int | None = 7
+    share: float | None = 0.5
+    name: str | None = "a"
+    names: list[str] | None = None
+    on: bool = False
+    off: bool = True
+    maybe: bool | None = None
+    pad: int | str | None = "auto"
+    extra: dict | str | None = None
+    kind: str = field(default="x", metadata={"choices": ["x", "y"]})
+
+
+@dataclass
+class Needs:
+    must: int
+
+
+@pytest.fixture(autouse=True)
+def nowhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def yaml_file(tmp_path, text):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+CASES = [
+    [], ["--size", "5"], ["--limit", "None"], ["--limit", "null"], ["--limit", "4"], ["--share", "none"],
+    ["--share", "0.25"], ["--name", "None"], ["--names", "a", "b"], ["--on"], ["--on", "true"], ["--no_off"],
+    ["--no-off"], ["--off", "False"], ["--maybe", "yes"], ["--pad", "none"], ["--pad", "64"],
+    ["--extra", '{"a": 1}'], ["--kind", "y"], ["--size=9"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("args", CASES, ids=" ".join)
+def test_flags_mean_what_they_mean_in_trl(args):
+    trl = pytest.importorskip("trl")
+    assert TrlParser(Flags).parse_args_and_config(args) == trl.TrlParser(Flags).parse_args_and_config(args)
+
+
+@pytest.mark.parametrize("args", [["--size", "None"], ["--size", "abc"], ["--limit", "abc"], ["--kind", "z"],
+                                  ["--maybe", "None"], ["--size"]], ids=" ".join)  # fmt: skip
+def test_flags_that_trl_refuses_too(args, capsys):
+    trl = pytest.importorskip("trl")
+    for parser in (trl.TrlParser(Flags), TrlParser(Flags)):
+        with pytest.raises(SystemExit) as stop:
+            parser.parse_args_and_config(args)
+        assert stop.value.code == 2
+    theirs, ours = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
+    assert ours.partition("error: ")[2] == theirs.partition("error: ")[2]
+
+
+YAMLS = [
+    "size: 5", "limit: null", "limit: None", "share: 1e-3", "names: [a, b]", "'on': true", "'off': no",
+    "extra: {a: 1}", "pad: 8", "kind: y", "size: 4\nlimit: 9",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", YAMLS)
+@pytest.mark.parametrize("args", [[], ["--size", "11"]], ids=["yaml", "flag wins"])
+def test_yaml_means_what_it_means_in_trl(tmp_path, text, args):
+    trl = pytest.importorskip("trl")
+    args = ["--config", yaml_file(tmp_path, text), *args]
+    assert TrlParser(Flags).parse_args_and_config(args) == trl.TrlParser(Flags).parse_args_and_config(args)
+
+
+def test_leftovers_are_handed_over_as_trl_does(tmp_path):
+    trl = pytest.importorskip("trl")
+    args = ["--config", yaml_file(tmp_path, "size: 5\nother: 1"), "--more", "2"]
+    for how in (dict(return_remaining_strings=True),
+                dict(return_remaining_strings=True, separate_remaining_strings=True)):  # fmt: skip
+        ours = TrlParser(Flags).parse_args_and_config(args, **how)
+        assert ours == trl.TrlParser(Flags).parse_args_and_config(args, **how)
+        assert ours[0].size == 5 and "--more" in ours[-1]
+    [parsed] = TrlParser(Flags).parse_args_and_config(args[:2], fail_with_unknown_args=False)
+    assert parsed.size == 5
+
+
+def test_a_required_flag_may_stand_in_the_file(tmp_path):
+    [parsed] = TrlParser(Needs).parse_args_and_config(["--config", yaml_file(tmp_path, "must: 4")])
+    assert parsed.must == 4
+
+
+def test_config_with_an_equals_sign(tmp_path):
+    [parsed] = TrlParser(Flags).parse_args_and_config(
+        [f"--config={yaml_file(tmp_path, 'size: 4')}", "--limit", "1"]
+    )
+    assert (parsed.size, parsed.limit) == (4, 1)
+
+
+def test_several_dataclasses_and_subparsers(tmp_path):
+    both = TrlParser((Flags, Needs)).parse_args_and_config(["--must", "1", "--size", "2"])
+    assert both == (Flags(size=2), Needs(must=1))
+    top = TrlParser()
+    top.add_subparsers().add_parser("run", dataclass_types=(Needs,))
+    assert top.set_defaults_with_config(must=3, other=1) == ["--other", "1"]
+
+
+def test_env_block(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRL_JAX_TEST_VARIABLE", "")
+    TrlParser(Flags).parse_args_and_config(
+        ["--config", yaml_file(tmp_path, "env: {TRL_JAX_TEST_VARIABLE: 12}")]
+    )
+    assert os.environ["TRL_JAX_TEST_VARIABLE"] == "12"
+
+
+@pytest.mark.parametrize("text, message", [
+    ("siez: 1", "{path}: unknown key siez: did you mean size?"),
+    ("- 1", "{path} holds a list: wanted flags as keys, such as `max_steps: 10`."),
+    ("", "{path} holds a NoneType: wanted flags as keys, such as `max_steps: 10`."),
+    ("env: 3", "{path}: env=3 is a int: wanted names and values."),
+    ("on: true", "{path}: the keys [True] are not text: wanted names of flags."),
+    ("kind: z", "kind: 'z' in the config file; wanted one of ['x', 'y']."),
+])  # fmt: skip
+def test_bad_yaml(tmp_path, text, message):
+    path = yaml_file(tmp_path, text)
+    with pytest.raises(ValueError) as error:
+        TrlParser(Flags).parse_args_and_config(["--config", path])
+    assert str(error.value) == message.format(path=path)
+
+
+def test_no_yaml(tmp_path):
+    with pytest.raises(ValueError, match="is not YAML"):
+        TrlParser(Flags).parse_args_and_config(["--config", yaml_file(tmp_path, "a: [")])
+    with pytest.raises(FileNotFoundError, match="--config none.yaml: there is no such file."):
+        TrlParser(Flags).parse_args_and_config(["--config", "none.yaml"])
+    with pytest.raises(ValueError, match="--config names no file: write --config FILE.yaml."):
+        TrlParser(Flags).parse_args_and_config(["--config"])
+
+
+@pytest.mark.parametrize("args, text", [
+    (["--siez", "1"], "unknown argument --siez: did you mean size?"),
+    (["--torch-dtype=float32"], "unknown argument --torch_dtype: use dtype."),
+    (["stray"], "unexpected 'stray': a value follows its flag, as in --max_steps 10."),
+])  # fmt: skip
+def test_unknown_flags(args, text):
+    with pytest.raises(ValueError) as error:
+        TrlParser(Flags).parse_args_and_config(args)
+    assert str(error.value) == text
+
+
+def test_config_is_a_taken_name():
+    @dataclass
+    class Taken:
+        config: str = ""
+
+    with pytest.raises(
+        ValueError, match="Taken has a field 'config', but --config names the YAML file. Rename it."
+    ):
+        TrlParser(Taken)
+
+
+def test_parsing_leaves_the_dataclass_as_it_was():
+    before = {f.name: f.type for f in dataclasses.fields(RewardConfig)}
+    reward.make_parser()
+    assert {f.name: f.type for f in dataclasses.fields(RewardConfig)} == before
+
+
+def test_script_arguments_are_trls():
+    trl = pytest.importorskip("trl")
+    ours, theirs = (
+        [(f.name, f.default) for f in dataclasses.fields(c)] for c in (ScriptArguments, trl.ScriptArguments)
+    )
+    assert ours == theirs
+
+
+def test_the_reward_parser_reads_trls_flags(tmp_path):
+    config = yaml_file(
+        tmp_path, "learning_rate: 2.0e-5\nmax_length: null\nmodel_init_kwargs: {revision: x}\nbf16: false"
+    )
+    args = [
+        "--model_name_or_path",
+        "m",
+        "--dataset_name",
+        "d",
+        "--config",
+        config,
+        "--output_dir",
+        "out",
+        "--center_rewards_coefficient",
+        "0.01",
+        "--pad_to_multiple_of",
+        "none",
+        "--optim",
+        "adamw_torch",
+    ]
+    script, training, model = reward.make_parser().parse_args_and_config(args)
+    assert (script.dataset_name, model.model_name_or_path, model.dtype) == ("d", "m", "float32")
+    assert (training.learning_rate, training.max_length, training.center_rewards_coefficient) == (
+        2e-5,
+        None,
+        0.01,
+    )
+    assert training.model_init_kwargs == {"revision": "x"} and training.bf16 is False
+    assert training.pad_to_multiple_of is None
+
+
+def test_the_reward_parser_as_a_subcommand():
+    top = TrlParser(prog="trl-jax")
+    parser = reward.make_parser(top.add_subparsers())
+    assert parser.parse_args_and_config(["--max_length", "None"])[1].max_length is None
+
+
+class Recorder:
+    """Stands where RewardTrainer does."""
+
+    def __init__(self, **kwargs):
+        self.given, self.done = kwargs, []
+        Recorder.last = self
+
+    def train(self, resume_from_checkpoint=None):
+        self.done.append(("train", resume_from_checkpoint))
+
+    def save_model(self, folder):
+        self.done.append(("save", folder))
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    module = types.ModuleType("trl_jax.trainer.reward_trainer")
+    module.RewardTrainer = Recorder
+    monkeypatch.setitem(sys.modules, "trl_jax.trainer.reward_trainer", module)
+    return Recorder
+
+
+ROWS = [{"chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(4)]
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    folder = tmp_path / "pairs"
+    folder.mkdir()
+    for split in ("train", "test"):
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return folder
+
+
+def test_a_run_from_the_command_line(pairs, recorder, capsys):
+    code = main(["reward", "--model_name_or_path", "m", "--dataset_name", str(pairs), "--output_dir", "out",
+                 "--eval_strategy", "steps", "--model_init_kwargs", '{"dtype": "bfloat16"}'])  # fmt: skip
+    assert code == 0, capsys.readouterr().err
+    given = recorder.last.given
+    assert (
+        given["model"] == "m" and given["train_dataset"].to_list() == ROWS and len(given["eval_dataset"]) == 4
+    )
+    assert given["args"].model_init_kwargs == {"revision": "main", "dtype": "bfloat16"}
+    assert recorder.last.done == [("train", None), ("save", "out")]
+    assert capsys.readouterr().out == "Training completed.\nModel saved to out.\n"
+
+
+def test_a_run_changes_none_of_its_arguments(pairs, recorder):
+    script, model = ScriptArguments(dataset_name=str(pairs)), ModelConfig(model_name_or_path="m")
+    training = RewardConfig("out")
+    before = training.to_dict()
+    reward.main(script, training, model)
+    assert training.to_dict() == before and recorder.last.given["eval_dataset"] is None
+
+
+NOT_HERE = "is not in this release of trl_jax"
+
+
+@pytest.mark.parametrize(
+    "args, text",
+    [
+        (["--use_peft"], f"--use_peft {NOT_HERE}: train the whole model, or adapt it with TRL."),
+        (
+            ["--load_in_4bit"],
+            f"--load_in_4bit {NOT_HERE}: load the whole weights; --dtype bfloat16 halves them.",
+        ),
+        (
+            ["--load_in_8bit"],
+            f"--load_in_8bit {NOT_HERE}: load the whole weights; --dtype bfloat16 halves them.",
+        ),
+        ([], "--model_name_or_path is missing: name a checkpoint's folder or Hub id."),
+        (
+            ["--model_name_or_path", "m"],
+            "--dataset_name is missing: name a Hub id, a folder, or a jsonl or parquet file of pairs.",
+        ),
+        (
+            ["--model_name_or_path", "m", "--dataset_name", "./none.jsonl"],
+            "dataset './none.jsonl': there is no such file or folder, and it is not a Hub id.",
+        ),
+        (
+            ["--model_name_or_path", "m", "--dataset_name", "pairs", "--dataset_train_split", "all"],
+            "--dataset_train_split all: pairs has train, test. Name one of these.",
+        ),
+        (
+            [
+                "--model_name_or_path",
+                "m",
+                "--dataset_name",
+                "pairs",
+                "--eval_strategy",
+                "epoch",
+                "--dataset_test_split",
+                "dev",
+            ],
+            (
+                "--dataset_test_split dev: pairs has train, test. Name one of these, or train with"
+                " --eval_strategy no."
+            ),
+        ),
+        (
+            ["--optim", "sgd"],
+            (
+                f"optim='sgd' {NOT_HERE}; supported: adamw_torch, adamw_torch_fused, adamw_torch_xla, "
+                "adamw_torch_npu_fused."
+            ),
+        ),
+        (["--evaluation_strategy", "steps"], "unknown argument --evaluation_strategy: use eval_strategy."),
+        (
+            ["--fsdp", "full_shard", "--push_to_hub"],
+            (
+                f"push_to_hub=True {NOT_HERE}: train, then upload the saved folder with `hf upload`. "
+                f"fsdp='full_shard' {NOT_HERE}: this release trains on one device; leave it out."
+            ),
+        ),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(pairs, args, text, capsys):
+    assert main(["reward", *args]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", f"trl-jax: error: {text}\n")
+
+
+def test_the_whole_traceback_on_demand(monkeypatch):
+    monkeypatch.setenv("TRL_JAX_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="--use_peft is not in this release"):
+        main(["reward", "--use_peft"])
+
+
+def test_a_warning_is_one_line(capsys):
+    assert main(["reward", "--label_names", "x"]) == 2
+    first = capsys.readouterr().err.splitlines()[0]
+    assert (
+        first
+        == "trl-jax: warning: label_names=['x'] has no effect in trl_jax: preference pairs have no labels."
+    )
+
+
+def test_an_interrupt(monkeypatch, capsys):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(reward, "main", interrupted)
+    assert main(["reward"]) == 130
+    assert capsys.readouterr().err == "trl-jax: interrupted\n"
+
+
+def test_help_and_version(capsys):
+    assert main([]) == 0
+    assert "train a reward model on preference pairs" in capsys.readouterr().out
+    for args, text in ((["--version"], "trl-jax "), (["--help"], "usage: trl-jax")):
+        with pytest.raises(SystemExit) as stop:
+            main(args)
+        assert stop.value.code == 0 and capsys.readouterr().out.startswith(text)
+    with pytest.raises(SystemExit) as stop:
+        main(["rewrad"])
+    assert stop.value.code == 2 and "invalid choice: 'rewrad'" in capsys.readouterr().err
+
+
+def test_help_is_readable_at_80_columns(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(["reward", "--help"])
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert "  --max_length INT " in text and "--max-length" not in text and "--fsdp" not in text
+    assert [line for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")] == [
+        "options:", "data:", "training:", "model:"
+    ]  # fmt: skip
+    assert "Refused in this release:" in text and "One of linear, cosine, constant," in text
+
+
+def test_starting_imports_neither_jax_nor_transformers():
+    code = (
+        "import sys, trl_jax.cli.main as m; m.main([]); print({'jax', 'transformers', 'torch'} &"
+        " set(sys.modules))"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert run.stdout.endswith("set()\n"), run.stderr
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "jsonl.gz", "parquet", "csv"])
+@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streaming"])
+def test_one_file(tmp_path, kind, streaming):
+    path = tmp_path / f"pairs.{kind}"
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS)
+    if kind == "jsonl.gz":
+        path.write_bytes(gzip.compress(lines.encode()))
+    elif kind in ("parquet", "csv"):
+        {"parquet": Dataset.to_parquet, "csv": Dataset.to_csv}[kind](Dataset.from_list(ROWS), str(path))
+    else:
+        path.write_text(json.dumps(ROWS) if kind == "json" else lines)
+    splits = load_preferences(str(path), streaming=streaming)
+    assert list(splits) == ["train"] and list(splits["train"]) == ROWS
+    assert isinstance(splits["train"], IterableDataset if streaming else Dataset)
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streaming"])
+def test_folders(tmp_path, pairs, streaming):
+    Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
+    DatasetDict(train=Dataset.from_list(ROWS), test=Dataset.from_list(ROWS[:2])).save_to_disk(
+        tmp_path / "two"
+    )
+    assert {k: list(v) for k, v in load_preferences("one", streaming=streaming).items()} == {"train": ROWS}
+    two = load_preferences("two", streaming=streaming)
+    assert {k: list(v) for k, v in two.items()} == {"train": ROWS, "test": ROWS[:2]}
+    files = load_preferences(str(pairs), streaming=streaming)
+    assert {k: list(v) for k, v in files.items()} == {"train": ROWS, "test": ROWS}
+    assert isinstance(two["train"], IterableDataset if streaming else Dataset)
+
+
+@pytest.mark.parametrize(
+    "name, config, error, text",
+    [
+        (
+            "none.jsonl",
+            None,
+            FileNotFoundError,
+            "dataset 'none.jsonl': there is no such file or folder, and it is not a Hub id.",
+        ),
+        (
+            "a/b/c",
+            None,
+            FileNotFoundError,
+            "dataset 'a/b/c': there is no such file or folder, and it is not a Hub id.",
+        ),
+        (
+            "empty",
+            None,
+            FileNotFoundError,
+            "dataset folder empty holds no .jsonl, .json, .parquet, .csv file and was not saved by datasets.",
+        ),
+        (
+            "notes.txt",
+            None,
+            ValueError,
+            (
+                "dataset file notes.txt ends in '.txt': wanted .jsonl, .json, .parquet, .csv, or one of them"
+                " .gz."
+            ),
+        ),
+        (
+            "zero.jsonl",
+            None,
+            ValueError,
+            "dataset file zero.jsonl is empty: wanted rows with chosen and rejected.",
+        ),
+        (
+            "zero.jsonl",
+            "en",
+            ValueError,
+            "dataset_config='en': zero.jsonl has no configurations. Leave dataset_config out.",
+        ),
+    ],
+)
+def test_bad_names(tmp_path, name, config, error, text):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "zero.jsonl").write_text("")
+    with pytest.raises(error) as caught:
+        load_preferences(name, config)
+    assert str(caught.value) == text
+
+
+def test_a_plain_parser_shows_its_help():
+    parser = TrlParser(Flags, prog="p")
+    assert isinstance(parser, argparse.ArgumentParser) and "--limit INT" in parser.format_help()
+
+
+def test_ignore_bias_buffers_is_warned_of():
+    script = ScriptArguments(dataset_name="d", ignore_bias_buffers=True)
+    with pytest.warns(UserWarning, match="--ignore_bias_buffers has no effect in trl_jax: there are no"):
+        reward.check_flags(script, ModelConfig(model_name_or_path="m"))

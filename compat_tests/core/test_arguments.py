@@ -1,0 +1,329 @@
+"""The table of arguments: every field has a fate, and every warning and refusal says what it should."""
+
+import dataclasses
+
+import pytest
+
+from trl_jax.core.argument_rules import DETERMINISTIC_FLAG, as_dict
+from trl_jax.core.arguments import SUPPORTED, TABLE, defaults_of, judge
+from trl_jax.core.renamed import GONE, RENAMED, way_out
+from trl_jax.trainer.reward_config import RewardConfig
+
+FIELDS = dataclasses.fields(RewardConfig)
+DEFAULTS = defaults_of(FIELDS)
+
+
+def verdict(**changed):
+    return judge(DEFAULTS | changed, DEFAULTS)
+
+
+def test_every_field_is_classified_and_nothing_else():
+    assert {f.name for f in FIELDS} == set(TABLE)
+
+
+def test_every_field_has_a_default():
+    assert set(DEFAULTS) == set(TABLE)
+
+
+def test_defaults_are_accepted_in_silence():
+    assert verdict() == ([], [])
+
+
+WARNED = {
+    "label_smoothing_factor": (0.1, "preference pairs have no labels to smooth."),
+    "torch_compile_backend": ("inductor", "XLA compiles every step."),
+    "torch_compile_mode": ("max-autotune", "XLA compiles every step."),
+    "use_liger_kernel": (True, "XLA brings the kernels; results are equal."),
+    "liger_kernel_config": ({"rope": True}, "XLA brings the kernels; results are equal."),
+    "torch_empty_cache_steps": (5, "JAX manages its own memory."),
+    "dataloader_num_workers": (4, "batches are made in this process, ahead of the step."),
+    "dataloader_prefetch_factor": (2, "batches are made in this process, ahead of the step."),
+    "dataloader_multiprocessing_context": ("spawn", "batches are made in this process, ahead of the step."),
+    "dataloader_in_order": (False, "batches always come in order."),
+    "label_names": (["labels"], "preference pairs have no labels."),
+    "ddp_bucket_cap_mb": (25, "collectives are XLA's."),
+    "ddp_backend": ("nccl", "collectives are XLA's."),
+    "save_only_model": (True, "a checkpoint of this release holds the model only in any case."),
+    "ignore_data_skip": (True, "it only matters when resuming."),
+    "restore_callback_states_from_checkpoint": (True, "it only matters when resuming."),
+}
+
+
+def test_the_list_of_warnings_is_whole():
+    assert set(WARNED) == {name for name, fate in TABLE.items() if fate.kind == "warned"}
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_warned(name):
+    value, why = WARNED[name]
+    assert verdict(**{name: value}) == ([], [f"{name}={value!r} has no effect in trl_jax: {why}"])
+
+
+@pytest.mark.parametrize("name", ["fp16", "fp16_full_eval"])
+def test_float16_runs_as_bfloat16(name):
+    refusals, warnings = verdict(**{name: True})
+    assert refusals == []
+    assert warnings == [
+        f"{name}=True: float16 is run as bfloat16, which needs no loss scaling. Pass the bf16 argument to"
+        " say so."
+    ]
+
+
+HUB = "train, then upload the saved folder with `hf upload`."
+MESH = "this release trains on one device; leave it out."
+REFUSED = {
+    "optim_args": ("a=1", "AdamW takes adam_beta1, adam_beta2, adam_epsilon and weight_decay."),
+    "optim_target_modules": ("all-linear", "it belongs to GaLore and APOLLO; leave it out."),
+    "neftune_noise_alpha": (5.0, "train without embedding noise."),
+    "auto_find_batch_size": (True, "choose per_device_train_batch_size yourself."),
+    "include_num_input_tokens_seen": ("all", "the num_tokens of every log line counts them."),
+    "eval_do_concat_batches": (False, "predictions are one array; split it by the batch size."),
+    "include_for_metrics": (["inputs"], "compute_metrics gets the predictions only."),
+    "batch_eval_metrics": (True, "compute_metrics is called once, with all predictions."),
+    "enable_jit_checkpoint": (True, "use save_steps to save often enough."),
+    "push_to_hub": (True, HUB),
+    "hub_model_id": ("me/model", HUB),
+    "hub_strategy": ("end", HUB),
+    "hub_always_push": (True, HUB),
+    "hub_revision": ("v1", HUB),
+    "parallelism_config": ({"tp_size": 2}, MESH),
+    "fsdp": ("full_shard", MESH),
+    "fsdp_config": ({"version": 2}, MESH),
+    "deepspeed": ("zero3.json", MESH),
+    "debug": ("underflow_overflow", "set JAX_DEBUG_NANS=True in the environment to find a NaN."),
+    "skip_memory_metrics": (False, "jax.local_devices()[0].memory_stats() tells the memory used."),
+    "activation_offloading": (True, "gradient_checkpointing=True saves memory too."),
+}
+
+
+def test_the_list_of_refusals_is_whole():
+    assert {*REFUSED, "hub_token"} == {name for name, fate in TABLE.items() if fate.kind == "refused"}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    value, instead = REFUSED[name]
+    assert verdict(**{name: value}) == (
+        [f"{name}={value!r} is not in this release of trl_jax: {instead}"],
+        [],
+    )
+
+
+def test_a_refused_token_is_not_shown():
+    assert verdict(hub_token="hf_secret") == (
+        [f"hub_token=<hidden> is not in this release of trl_jax: {HUB}"],
+        [],
+    )
+
+
+@pytest.mark.parametrize("name, value", [
+    ("fsdp", ""), ("fsdp", []), ("fsdp", False), ("fsdp_config", {}),
+    ("deepspeed", ""), ("debug", []),
+    ("include_for_metrics", []), ("include_num_input_tokens_seen", False), ("neftune_noise_alpha", 0.0),
+    ("label_smoothing_factor", 0), ("hub_strategy", "every_save"),
+    ("accelerator_config", {"split_batches": False}), ("accelerator_config", "{}"),
+    ("lr_scheduler_kwargs", "{}"), ("gradient_checkpointing_kwargs", {"use_reentrant": False}),
+    ("activation_checkpointing_kwargs", '{"use_reentrant": true}'), ("max_grad_norm", None),
+    ("max_grad_norm", 0), ("pad_to_multiple_of", "None"), ("pad_to_multiple_of", "64"),
+    ("pad_to_multiple_of", 8), ("max_length", None), ("model_init_kwargs", '{"dtype": "bfloat16"}'),
+    ("dataset_num_proc", 0), ("save_total_limit", 0), ("torch_compile", True), ("use_cache", True),
+    ("eval_accumulation_steps", 4), ("local_rank", 0), ("ddp_find_unused_parameters", False),
+    ("logging_nan_inf_filter", False), ("resume_from_checkpoint", "last"),
+])  # fmt: skip
+def test_accepted_in_silence(name, value):
+    assert verdict(**{name: value}) == ([], [])
+
+
+@pytest.mark.parametrize(
+    "name, value, text",
+    [
+        (
+            "optim",
+            "sgd",
+            (
+                "optim='sgd' is not in this release of trl_jax; supported: adamw_torch, adamw_torch_fused, "
+                "adamw_torch_xla, adamw_torch_npu_fused."
+            ),
+        ),
+        (
+            "lr_scheduler_type",
+            "reduce_lr_on_plateau",
+            (
+                "lr_scheduler_type='reduce_lr_on_plateau' is not in this release of "
+                "trl_jax; supported: linear, cosine, constant, constant_with_warmup."
+            ),
+        ),
+        (
+            "train_sampling_strategy",
+            "group_by_length",
+            (
+                "train_sampling_strategy='group_by_length' is not in this release "
+                "of trl_jax; supported: random, sequential."
+            ),
+        ),
+        (
+            "lr_scheduler_kwargs",
+            {"num_cycles": 2},
+            (
+                "lr_scheduler_kwargs holds ['num_cycles']: lr_scheduler_type='linear' "
+                "takes no keys. Leave ['num_cycles'] out."
+            ),
+        ),
+        (
+            "lr_scheduler_kwargs",
+            "cycles",
+            (
+                "lr_scheduler_kwargs='cycles' is not JSON (Expecting value: line 1 column 1 (char 0)): pass"
+                " lr_scheduler_kwargs as a dict, or as a JSON object in a string such as '{\"key\": 1}'."
+            ),
+        ),
+        (
+            "model_init_kwargs",
+            "[1]",
+            (
+                "model_init_kwargs=[1] is a list: pass model_init_kwargs as a dict, or as a JSON "
+                "object in a string such as '{\"key\": 1}'."
+            ),
+        ),
+        (
+            "gradient_checkpointing_kwargs",
+            {"every_n_layers": 2},
+            (
+                "gradient_checkpointing_kwargs holds ['every_n_layers'], which are not in this release of"
+                " trl_jax: it takes use_reentrant only. Leave ['every_n_layers'] out."
+            ),
+        ),
+        (
+            "accelerator_config",
+            {"split_batches": True},
+            (
+                "accelerator_config sets ['split_batches'], which are not in this "
+                "release of trl_jax: there is no accelerate here to configure; leave it out."
+            ),
+        ),
+        (
+            "accelerator_config",
+            "a.json",
+            (
+                "accelerator_config='a.json' (a file) is not in this release of trl_jax: "
+                "there is no accelerate here to configure; leave it out."
+            ),
+        ),
+        (
+            "hub_private_repo",
+            True,
+            (
+                "hub_private_repo=True is not in this release of trl_jax: train, then upload "
+                "with `hf upload --private`."
+            ),
+        ),
+        (
+            "pad_to_multiple_of",
+            "much",
+            "pad_to_multiple_of='much': wanted \"auto\", a whole number of at least 1, or None.",
+        ),
+        (
+            "pad_to_multiple_of",
+            0,
+            'pad_to_multiple_of=0: wanted "auto", a whole number of at least 1, or None.',
+        ),
+        (
+            "per_device_train_batch_size",
+            0,
+            "per_device_train_batch_size=0: wanted a whole number of at least 1.",
+        ),
+        (
+            "gradient_accumulation_steps",
+            1.5,
+            "gradient_accumulation_steps=1.5: wanted a whole number of at least 1.",
+        ),
+        ("max_length", 0, "max_length=0: wanted a whole number of at least 1 or None."),
+        ("learning_rate", "1e-4", "learning_rate='1e-4': wanted a number of at least 0."),
+        ("weight_decay", float("nan"), "weight_decay=nan: wanted a number of at least 0."),
+        (
+            "center_rewards_coefficient",
+            -1.0,
+            "center_rewards_coefficient=-1.0: wanted a number of at least 0 or None.",
+        ),
+        ("num_train_epochs", -1, "num_train_epochs=-1: wanted a number of at least 0."),
+    ],
+)
+def test_single_values_refused(name, value, text):
+    assert verdict(**{name: value}) == ([text], [])
+
+
+def test_cosine_takes_num_cycles_only():
+    cosine = {"lr_scheduler_type": "cosine"}
+    assert verdict(**cosine, lr_scheduler_kwargs={"num_cycles": 0.5}) == ([], [])
+    [refusal], _ = verdict(**cosine, lr_scheduler_kwargs={"min_lr": 0.1})
+    assert (
+        refusal
+        == "lr_scheduler_kwargs holds ['min_lr']: lr_scheduler_type='cosine' takes num_cycles. Leave"
+        " ['min_lr'] out."
+    )
+
+
+def test_epochs_do_not_matter_beside_max_steps():
+    assert verdict(num_train_epochs=-1, max_steps=10) == ([], [])
+
+
+def test_a_private_trackio_space_is_allowed():
+    assert verdict(hub_private_repo=True, trackio_space_id="me/board") == ([], [])
+
+
+def test_full_determinism_wants_the_flag(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=x")
+    [refusal], _ = verdict(full_determinism=True)
+    assert (
+        refusal
+        == "full_determinism=True needs XLA_FLAGS=--xla_gpu_deterministic_ops=true in the environment before"
+        " Python starts, and found XLA_FLAGS='--xla_dump_to=x'. Set it, or pass use_cpu=True."
+    )
+    assert verdict(full_determinism=True, use_cpu=True) == ([], [])
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to=x {DETERMINISTIC_FLAG}")
+    assert verdict(full_determinism=True) == ([], [])
+
+
+def test_all_refusals_are_told_at_once():
+    refusals, warnings = verdict(optim="lomo", push_to_hub=True, label_names=["x"])
+    assert len(refusals) == 2 and len(warnings) == 1
+
+
+def test_a_long_value_is_cut():
+    [refusal], _ = verdict(deepspeed={"zero_optimization": {"stage": 3}, "train_batch_size": "auto" * 20})
+    assert refusal.startswith(
+        "deepspeed={'zero_optimization': {'stage': 3}, 'train_batch_size': '... is not in"
+    )
+
+
+def test_judging_changes_nothing():
+    kwargs = {"num_cycles": 1}
+    values = DEFAULTS | {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": kwargs}
+    before = dict(values)
+    judge(values, DEFAULTS)
+    assert values == before and kwargs == {"num_cycles": 1}
+    assert as_dict("lr_scheduler_kwargs", kwargs) is not kwargs
+
+
+@pytest.mark.parametrize("name, text", [
+    ("evaluation_strategy", "use eval_strategy."),
+    ("warmup_ratio", "use warmup_steps: a number below 1 is a ratio."),
+    ("overwrite_output_dir", "leave it out: transformers no longer has it."),
+    ("lerning_rate", "did you mean learning_rate?"),
+    ("zzz", "no argument has a name like it."),
+])  # fmt: skip
+def test_way_out_of_an_unknown_name(name, text):
+    assert way_out(name, TABLE) == text
+
+
+def test_a_renamed_argument_is_not_also_a_field():
+    assert not set(RENAMED) & set(TABLE)
+    assert set(GONE.split()) <= set(RENAMED)
+
+
+def test_the_supported_names_are_names_of_transformers():
+    from transformers.trainer_utils import SchedulerType
+    from transformers.training_args import OptimizerNames
+
+    assert set(SUPPORTED["optim"]) <= {name.value for name in OptimizerNames}
+    assert set(SUPPORTED["lr_scheduler_type"]) <= {name.value for name in SchedulerType}

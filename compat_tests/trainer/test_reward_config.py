@@ -1,0 +1,328 @@
+"""RewardConfig: TRL's fields, and construction with and without torch."""
+
+import copy
+import dataclasses
+import inspect
+import json
+import os
+import pickle
+import subprocess
+import sys
+import typing
+import warnings
+
+import pytest
+from transformers import TrainingArguments
+
+from trl_jax.trainer.base_config import BaseConfig
+from trl_jax.trainer.model_config import ModelConfig
+from trl_jax.trainer.reward_config import RewardConfig
+
+
+@pytest.fixture(autouse=True)
+def nowhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def declared(cls):
+    hints = typing.get_type_hints(cls)
+    return [(f.name, hints[f.name], f.default, f.default_factory, f.init) for f in dataclasses.fields(cls)]
+
+
+@pytest.mark.parametrize("ours, theirs", [(RewardConfig, "RewardConfig"), (ModelConfig, "ModelConfig")])
+def test_fields_order_defaults_and_types_are_trls(ours, theirs):
+    trl = pytest.importorskip("trl")
+    assert declared(ours) == declared(getattr(trl, theirs))
+
+
+def test_positional_arguments_are_trls():
+    trl = pytest.importorskip("trl")
+    assert list(inspect.signature(RewardConfig.__init__).parameters) == list(
+        inspect.signature(trl.RewardConfig.__init__).parameters
+    )
+    args = RewardConfig("out", 2, 1.5)
+    assert (args.output_dir, args.per_device_train_batch_size, args.num_train_epochs) == ("out", 2, 1.5)
+
+
+def test_the_same_values_as_trl_after_construction():
+    trl = pytest.importorskip("trl")
+    given = dict(use_cpu=True, eval_strategy="steps", load_best_model_at_end=True, save_steps=20,
+                 model_init_kwargs='{"dtype": "float32"}', pad_to_multiple_of="64", report_to="none",
+                 lr_scheduler_type="cosine", lr_scheduler_kwargs='{"num_cycles": 1}')  # fmt: skip
+    ours, theirs = RewardConfig("out", **given).to_dict(), trl.RewardConfig("out", **given).to_dict()
+    # accelerate takes use_configured_state out of its own when torch picks a device; ours never picks one.
+    assert ours.pop("accelerator_config").items() >= theirs.pop("accelerator_config").items()
+    assert ours == theirs
+
+
+def test_defaults():
+    args = RewardConfig()
+    assert isinstance(args, TrainingArguments)
+    assert (args.output_dir, args.learning_rate, args.logging_steps) == ("trainer_output", 1e-4, 10)
+    assert args.bf16 is True and args.activation_checkpointing is True and args.gradient_checkpointing is True
+    assert args.pad_to_multiple_of == "auto" and args.compute_dtype == "bfloat16" and args.eval_dtype is None
+
+
+def test_a_plain_construction_says_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        RewardConfig("out", bf16=False, torch_compile=True, tf32=True, gradient_checkpointing_kwargs=None)
+
+
+@pytest.mark.parametrize("given, found", [
+    (dict(gradient_checkpointing=False), False), (dict(activation_checkpointing=False), False),
+    (dict(gradient_checkpointing=None), False), (dict(activation_checkpointing=True), True),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")
+def test_the_two_names_of_checkpointing_agree(given, found):
+    args = RewardConfig("out", **given)
+    assert args.activation_checkpointing is found and args.gradient_checkpointing is found
+
+
+@pytest.mark.parametrize("given, bf16, computes", [
+    (dict(), True, "bfloat16"), (dict(bf16=False), False, "float32"), (dict(fp16=True), False, "bfloat16"),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore:fp16=True")
+def test_precision(given, bf16, computes):
+    args = RewardConfig("out", **given)
+    assert args.bf16 is bf16 and args.compute_dtype == computes
+
+
+@pytest.mark.filterwarnings("ignore:fp16_full_eval=True")
+def test_full_eval_in_half_precision():
+    assert RewardConfig("out", bf16_full_eval=True).eval_dtype == "bfloat16"
+    assert RewardConfig("out", fp16_full_eval=True).eval_dtype == "bfloat16"
+
+
+def test_both_half_precisions_are_an_error():
+    with pytest.raises(ValueError, match="At most one of fp16 and bf16 can be True, but not both"):
+        RewardConfig("out", fp16=True, bf16=True)
+
+
+def test_a_warning_names_the_argument_and_points_at_the_caller():
+    with pytest.warns(UserWarning) as seen:
+        args = RewardConfig("out", label_smoothing_factor=0.1)
+    [warning] = seen
+    assert str(warning.message).startswith("label_smoothing_factor=0.1 has no effect in trl_jax")
+    assert warning.filename == __file__
+    assert args.label_smoothing_factor == 0.1
+
+
+def test_pad_token_is_deprecated():
+    text = (
+        r"pad_token='<pad>' is deprecated: set tokenizer.pad_token and pass the tokenizer to the trainer as"
+    )
+    with pytest.warns(FutureWarning, match=text) as seen:
+        assert RewardConfig("out", pad_token="<pad>").pad_token == "<pad>"
+    assert seen[0].filename == __file__
+
+
+def test_every_refusal_is_in_the_error():
+    with pytest.raises(ValueError) as error:
+        RewardConfig(
+            "out", fsdp="full_shard", deepspeed={"stage": 3}, lr_scheduler_type="reduce_lr_on_plateau"
+        )
+    assert str(error.value).splitlines() == [
+        (
+            "lr_scheduler_type='reduce_lr_on_plateau' is not in this release of trl_jax; supported: linear,"
+            " cosine, constant, constant_with_warmup."
+        ),
+        (
+            "fsdp='full_shard' is not in this release of trl_jax: this release trains on one device; leave it"
+            " out."
+        ),
+        (
+            "deepspeed={'stage': 3} is not in this release of trl_jax: this release trains on one device;"
+            " leave it out."
+        ),
+    ]
+
+
+def test_a_deepspeed_launcher_is_refused(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ValueError, match="start the script with python, not with accelerate launch"):
+        RewardConfig("out")
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        (
+            "warmup_ratio",
+            "RewardConfig has no argument 'warmup_ratio': use warmup_steps: a number below 1 is a ratio.",
+        ),
+        ("max_lenght", "RewardConfig has no argument 'max_lenght': did you mean max_length?"),
+    ],
+)
+def test_unknown_names(name, text):
+    with pytest.raises(TypeError) as error:
+        RewardConfig("out", **{name: 1})
+    assert str(error.value) == text
+
+
+def test_a_subclass_may_add_its_own():
+    @dataclasses.dataclass
+    class Mine(RewardConfig):
+        temperature: float = 1.0
+
+    class Wrapped(RewardConfig):
+        def __init__(self, name, **kwargs):
+            super().__init__(f"runs/{name}", **kwargs)
+
+    assert Mine("out", temperature=2.0).temperature == 2.0
+    assert Wrapped(name="a", max_length=7).output_dir == "runs/a"
+
+
+@pytest.mark.parametrize(
+    "given, kept", [("None", None), ("null", None), ("128", 128), (None, None), ("AUTO", "auto")]
+)
+def test_pad_to_multiple_of(given, kept):
+    assert RewardConfig("out", pad_to_multiple_of=given).pad_to_multiple_of == kept
+
+
+def test_what_torch_would_get_is_kept_as_given():
+    with pytest.warns(UserWarning, match="torch_compile_mode"):
+        args = RewardConfig("out", torch_compile=True, torch_compile_mode="default", tf32=False)
+    assert (args.torch_compile, args.torch_compile_mode, args.torch_compile_backend) == (
+        True,
+        "default",
+        None,
+    )
+    assert args.tf32 is False and args.use_cpu is False
+
+
+def test_one_device():
+    args = RewardConfig("out", use_cpu=True, per_device_train_batch_size=3, per_device_eval_batch_size=5)
+    assert (str(args.device), args.device.type, args.n_gpu) == ("cpu", "cpu", 0)
+    assert (args.world_size, args.process_index, args.local_process_index) == (1, 0, 0)
+    assert (args.train_batch_size, args.eval_batch_size) == (3, 5)
+    assert args.should_log and args.should_save and args.parallel_mode.value == "not_parallel"
+    assert args.get_process_log_level() >= 0
+    with args.main_process_first():
+        pass
+
+
+@pytest.mark.parametrize("backend, kind, shown, gpus", [
+    ("cpu", "cpu", "cpu", 0), ("gpu", "cuda", "cuda:0", 1), ("tpu", "tpu", "tpu:0", 1),
+])  # fmt: skip
+def test_device_speaks_torchs_words(monkeypatch, backend, kind, shown, gpus):
+    import jax
+
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    args = RewardConfig("out")
+    assert (args.device.type, str(args.device), args.n_gpu) == (kind, shown, gpus)
+
+
+def test_torch_is_never_asked_for_a_device(monkeypatch):
+    torch = pytest.importorskip("torch")
+
+    def asked(*args, **kwargs):
+        raise AssertionError("torch was asked")
+
+    for name in ("is_available", "device_count", "is_bf16_supported"):
+        monkeypatch.setattr(torch.cuda, name, asked)
+    args = RewardConfig("out", tf32=True, torch_compile=True, bf16_full_eval=True)
+    assert args.n_gpu in (0, 1)
+
+
+def test_dictionaries_hide_tokens():
+    args = RewardConfig("out")
+    args.hub_token = "hf_secret"
+    for text in (args.to_json_string(), str(args), repr(args), str(args.to_sanitized_dict())):
+        assert "hf_secret" not in text
+    assert json.loads(args.to_json_string())["learning_rate"] == 1e-4
+    assert args.to_sanitized_dict()["train_batch_size"] == 8
+
+
+def test_copies():
+    args = RewardConfig("out", max_length=64, eval_strategy="steps", eval_steps=5)
+    for twin in (
+        copy.copy(args),
+        copy.deepcopy(args),
+        pickle.loads(pickle.dumps(args)),
+        dataclasses.replace(args),
+    ):
+        assert twin.to_dict() == args.to_dict()
+
+
+def test_checked_again_after_a_change():
+    args = RewardConfig("out")
+    assert args.check() == []
+    args.set_optimizer(name="adafactor")
+    with pytest.raises(
+        ValueError, match="optim='adafactor' is not in this release of trl_jax; supported: adamw_torch"
+    ):
+        args.check()
+
+
+def test_the_users_dict_is_left_alone():
+    given = {"num_cycles": 1}
+    args = RewardConfig(
+        "out", lr_scheduler_type="cosine", lr_scheduler_kwargs=given, model_init_kwargs={"a": "1"}
+    )
+    assert given == {"num_cycles": 1} and args.model_init_kwargs == {"a": "1"}
+
+
+def test_output_dir(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError) as error:
+        RewardConfig(str(tmp_path / "file" / "out"))
+    assert (
+        str(error.value)
+        == f"output_dir='{tmp_path}/file/out': {tmp_path}/file is a file. Choose another output_dir."
+    )
+    with pytest.raises(NotADirectoryError, match="is a file. Choose another output_dir."):
+        RewardConfig(str(tmp_path / "file"))
+    assert not (tmp_path / "new").exists()
+    RewardConfig(str(tmp_path / "new" / "run"))
+    assert not (tmp_path / "new").exists()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(PermissionError, match=f"{tmp_path} is not writable. Choose another output_dir."):
+        RewardConfig(str(tmp_path / "run"))
+
+
+def test_home_is_expanded(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert RewardConfig("~/run").output_dir == f"{tmp_path}/run"
+
+
+TORCH_FREE = """
+import sys
+for name in ("torch", "trl", "accelerate", "peft"):
+    sys.modules[name] = None  # importing it fails, and finding it finds nothing
+from trl_jax.trainer.reward_config import RewardConfig
+args = RewardConfig("out", eval_strategy="steps", bf16_full_eval=True, tf32=True, torch_compile=True)
+assert "jax" not in sys.modules, "a configuration starts no backend"
+plateau = dict(lr_scheduler_type="reduce_lr_on_plateau")
+for refused in (dict(fsdp="full_shard"), dict(deepspeed="zero.json"), plateau):
+    try:
+        RewardConfig("out", **refused)
+    except ValueError as error:
+        assert "not in this release of trl_jax" in str(error), error
+    else:
+        raise AssertionError(refused)
+assert args.to_json_string() and args.to_sanitized_dict()["eval_batch_size"] == 8
+assert args.optim == "adamw_torch" and args.get_process_log_level() and args.should_save
+with args.main_process_first():
+    assert args.device.type in ("cpu", "cuda", "tpu")
+print("fine")
+"""
+
+
+def test_construction_without_torch(tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-c", TORCH_FREE], capture_output=True, text=True, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )  # fmt: skip
+    assert run.stdout == "fine\n", run.stderr
+
+
+def test_model_config():
+    assert ModelConfig(lora_target_modules=["all-linear"]).lora_target_modules == "all-linear"
+    assert ModelConfig(lora_target_modules=["q", "k"]).lora_target_modules == ["q", "k"]
+    with pytest.raises(ValueError, match="load_in_8bit=True and load_in_4bit=True: a model has one of them"):
+        ModelConfig(load_in_8bit=True, load_in_4bit=True)
+
+
+def test_base_config_is_a_training_arguments():
+    assert issubclass(RewardConfig, BaseConfig) and issubclass(BaseConfig, TrainingArguments)

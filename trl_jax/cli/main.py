@@ -1,0 +1,75 @@
+"""`trl-jax reward ...`: TRL's flags and YAML. Each command imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import warnings
+from importlib import metadata
+
+COMMANDS = {"reward": "train a reward model on preference pairs"}
+# What a wrong flag, file or value raises; anything else is our own mistake and keeps its traceback.
+USER_ERRORS = (ValueError, TypeError, OSError)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status: 0 done, 2 a mistake of the user's (one line on stderr), 130 interrupted."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    command = parser.parse_args(argv[:1]).command
+    if command is None:
+        parser.print_help()
+        return 0
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            _run(command, argv[1:])
+    except USER_ERRORS as error:
+        if os.environ.get("TRL_JAX_TRACEBACK") == "1":
+            raise
+        print(f"trl-jax: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("trl-jax: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _run(command: str, argv: list[str]) -> None:
+    # transformers advises to install torch at import; nothing here needs it.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    script = importlib.import_module(f"trl_jax.scripts.{command}")
+    arguments = script.make_parser(prog=f"trl-jax {command}").parse_args_and_config(argv)
+    script.main(*arguments)
+
+
+def _show_warning(message, category, filename, lineno, file=None, line=None) -> None:
+    print(f"trl-jax: warning: {' '.join(str(message).split())}", file=sys.stderr)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="trl-jax",
+        description="Train reward models in JAX, with TRL's flags.",
+        epilog=(
+            "`trl-jax COMMAND --help` lists a command's flags. TRL_JAX_TRACEBACK=1 shows an error's origin."
+        ),
+    )
+    parser.add_argument("--version", action="version", version=f"trl-jax {_version()}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, text in COMMANDS.items():
+        commands.add_parser(name, help=text, add_help=False)
+    return parser
+
+
+def _version() -> str:
+    try:
+        return metadata.version("trl_jax")
+    except metadata.PackageNotFoundError:
+        return "(run from its source, not installed)"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

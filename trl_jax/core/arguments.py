@@ -1,0 +1,167 @@
+"""The one table of arguments: what becomes of each field of RewardConfig in this release.
+
+native: works as in TRL.  mapped: a JAX notion does it (a text, where there is one, is told when it is used).
+silent: accepted, because nothing would change.  warned: accepted without effect, and said once.
+refused: an error when away from its default.  A rule may refuse single values of any of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trl_jax.core import argument_rules as rules
+from trl_jax.core.argument_rules import HERE, Rule, show
+
+Kind = Literal["native", "mapped", "silent", "warned", "refused"]
+
+
+@dataclass(frozen=True)
+class Fate:
+    kind: Kind
+    text: str = ""
+    rule: Rule | None = None
+    # True of values that mean the default though they are not equal to it.
+    is_off: Callable[[Any], bool] | None = None
+
+
+def _each(names: str, kind: Kind, text: str = "", **how: Any) -> dict[str, Fate]:
+    return {name: Fate(kind, text, **how) for name in names.split()}
+
+
+def _falsy(value: Any) -> bool:
+    return not value
+
+
+AS_BF16 = "float16 is run as bfloat16, which needs no loss scaling. Pass the bf16 argument to say so."
+NO_HUB = "train, then upload the saved folder with `hf upload`."
+NO_MESH = "this release trains on one device; leave it out."
+
+# The names that this release knows, of the arguments that choose by name.
+SUPPORTED: dict[str, tuple[str, ...]] = {
+    "optim": ("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused"),
+    "lr_scheduler_type": ("linear", "cosine", "constant", "constant_with_warmup"),
+    "train_sampling_strategy": ("random", "sequential"),
+}
+
+TABLE: dict[str, Fate] = {
+    # Output, duration, batches
+    **_each("output_dir max_steps", "native"),
+    **_each("num_train_epochs", "native", rule=rules.epochs),
+    **_each("per_device_train_batch_size per_device_eval_batch_size", "mapped", rule=rules.whole(1)),
+    **_each("gradient_accumulation_steps", "native", rule=rules.whole(1)),
+    **_each("auto_find_batch_size", "refused", "choose per_device_train_batch_size yourself."),
+    # Optimiser, schedule and order of rows
+    **{name: Fate("native", rule=rules.one_of(*known)) for name, known in SUPPORTED.items()},
+    **_each("learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon", "native", rule=rules.number(0)),
+    **_each("max_grad_norm", "native", rule=rules.number(0, optional=True)),
+    **_each("warmup_steps", "native"),
+    **_each("optim_args", "refused", "AdamW takes adam_beta1, adam_beta2, adam_epsilon and weight_decay."),
+    **_each("optim_target_modules", "refused", "it belongs to GaLore and APOLLO; leave it out."),
+    **_each("lr_scheduler_kwargs", "native", rule=rules.scheduler_kwargs),
+    **_each("average_tokens_across_devices", "silent", "the loss is a mean over pairs"),
+    **_each("label_smoothing_factor", "warned", "preference pairs have no labels to smooth."),
+    **_each("neftune_noise_alpha", "refused", "train without embedding noise.", is_off=_falsy),
+    # Precision, memory, compilation
+    **_each("bf16", "native"),
+    **_each("fp16 fp16_full_eval", "mapped", AS_BF16),
+    **_each("bf16_full_eval tf32 use_cpu activation_checkpointing gradient_checkpointing", "mapped"),
+    **_each("activation_checkpointing_kwargs gradient_checkpointing_kwargs", "mapped",
+            rule=rules.checkpointing_kwargs),
+    **_each("activation_offloading", "refused", "gradient_checkpointing=True saves memory too."),
+    **_each("torch_compile", "silent", "every step is compiled"),
+    **_each("torch_compile_backend torch_compile_mode", "warned", "XLA compiles every step."),
+    **_each("use_liger_kernel liger_kernel_config", "warned", "XLA brings the kernels; results are equal."),
+    **_each("use_cache", "silent", "a forward pass over whole rows keeps no cache"),
+    **_each("torch_empty_cache_steps", "warned", "JAX manages its own memory."),
+    # Logging and tracking
+    **_each("logging_strategy logging_steps logging_first_step log_level log_level_replica", "native"),
+    **_each("disable_tqdm report_to run_name project", "native"),
+    **_each("trackio_space_id trackio_bucket_id trackio_static_space_id", "native"),
+    **_each("log_on_each_node", "silent", "one process logs"),
+    **_each("logging_nan_inf_filter", "silent", "a NaN is always logged as it is"),
+    **_each("include_num_input_tokens_seen", "refused", "the num_tokens of every log line counts them.",
+            is_off=lambda value: value in ("no", False)),
+    # Evaluation
+    **_each("eval_strategy eval_steps eval_delay eval_on_start prediction_loss_only", "native"),
+    **_each("eval_use_gather_object eval_accumulation_steps", "silent", "each batch goes to the host"),
+    **_each("eval_do_concat_batches", "refused", "predictions are one array; split it by the batch size."),
+    **_each("include_for_metrics", "refused", "compute_metrics gets the predictions only.", is_off=_falsy),
+    **_each("batch_eval_metrics", "refused", "compute_metrics is called once, with all predictions."),
+    # Saving, the Hub, resuming
+    **_each("save_strategy save_steps", "native"),
+    **_each("load_best_model_at_end metric_for_best_model greater_is_better", "native"),
+    **_each("save_total_limit", "native"),
+    **_each("save_only_model", "warned", "a checkpoint of this release holds the model only in any case."),
+    **_each("save_on_each_node", "silent", "one process saves"),
+    **_each("enable_jit_checkpoint", "refused", "use save_steps to save often enough."),
+    **_each("push_to_hub hub_token hub_model_id", "refused", NO_HUB),
+    **_each("hub_strategy hub_always_push hub_revision", "refused", NO_HUB),
+    **_each("hub_private_repo", "native", rule=rules.private_repo),
+    **_each("ignore_data_skip restore_callback_states_from_checkpoint", "warned",
+            "it only matters when resuming."),
+    **_each("resume_from_checkpoint", "native"),  # scripts hand it to train(), which answers
+    # Reproducibility
+    **_each("seed data_seed", "native"),
+    **_each("full_determinism", "mapped", rule=rules.deterministic),
+    # Data
+    **_each("dataloader_drop_last remove_unused_columns", "native"),
+    **_each("length_column_name", "silent", "only sampling by length reads it"),
+    **_each("dataloader_pin_memory dataloader_persistent_workers", "silent", "there are no worker processes"),
+    **_each("dataloader_num_workers dataloader_prefetch_factor dataloader_multiprocessing_context", "warned",
+            "batches are made in this process, ahead of the step."),
+    **_each("dataloader_in_order", "warned", "batches always come in order."),
+    **_each("label_names", "warned", "preference pairs have no labels."),
+    # Devices and launchers
+    **_each("accelerator_config", "mapped", rule=rules.untouched_accelerator),
+    **_each("parallelism_config fsdp fsdp_config deepspeed", "refused", NO_MESH, is_off=_falsy),
+    **_each("ddp_find_unused_parameters ddp_broadcast_buffers ddp_static_graph ddp_timeout", "silent",
+            "collectives are XLA's"),
+    **_each("ddp_bucket_cap_mb ddp_backend", "warned", "collectives are XLA's."),
+    **_each("local_rank do_train do_eval do_predict", "silent", "scripts read it, the trainer does not"),
+    **_each("debug", "refused", "set JAX_DEBUG_NANS=True in the environment to find a NaN.", is_off=_falsy),
+    **_each("skip_memory_metrics", "refused", "jax.local_devices()[0].memory_stats() tells the memory used."),
+    # RewardConfig's own
+    **_each("model_init_kwargs", "native", rule=rules.a_dict),
+    **_each("trust_remote_code chat_template_path disable_dropout eos_token", "native"),
+    **_each("max_length", "native", rule=rules.whole(1, optional=True)),
+    **_each("dataset_num_proc", "native", rule=rules.whole(0, optional=True)),
+    **_each("pad_to_multiple_of", "mapped", rule=rules.pad_multiple),
+    **_each("center_rewards_coefficient", "native", rule=rules.number(0, optional=True)),
+    **_each("pad_token", "native"),
+}  # fmt: skip
+
+
+def defaults_of(fields: Iterable[dataclasses.Field]) -> dict[str, Any]:
+    """name -> default, for every field that has one."""
+    made = {f.name: f.default_factory() for f in fields if f.default_factory is not dataclasses.MISSING}
+    plain = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+    return plain | made
+
+
+def judge(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """What the table says to these values: (refusals, warnings), one line each.
+
+    `values` holds every name of the table; names that are not in the table (a subclass's own) are left alone.
+    """
+    refusals, warnings = [], []
+    for name, fate in TABLE.items():
+        value = values[name]
+        if fate.rule is not None and (problem := fate.rule(name, value, values)):
+            refusals.append(problem)
+        elif _is_away(value, defaults[name], fate):
+            if fate.kind == "refused":
+                refusals.append(f"{show(name, value)} is not {HERE}: {fate.text}")
+            elif fate.kind == "warned":
+                warnings.append(f"{show(name, value)} has no effect in trl_jax: {fate.text}")
+            elif fate.kind == "mapped" and fate.text:
+                warnings.append(f"{show(name, value)}: {fate.text}")
+    return refusals, warnings
+
+
+def _is_away(value: Any, default: Any, fate: Fate) -> bool:
+    if fate.is_off is not None and fate.is_off(value):
+        return False
+    return value != default

@@ -1,0 +1,1 @@
+"""Training scripts: what `trl-jax NAME` runs."""

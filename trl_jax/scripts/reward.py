@@ -1,0 +1,141 @@
+"""Train a reward model on preference pairs: what `trl-jax reward` runs."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trl_jax.scripts.utils import ScriptArguments, TrlParser
+    from trl_jax.trainer.model_config import ModelConfig
+    from trl_jax.trainer.reward_config import RewardConfig
+
+# Flags of ModelConfig that need parts this release lacks, and what to do instead.
+NOT_YET = {
+    "use_peft": "train the whole model, or adapt it with TRL.",
+    "load_in_8bit": "load the whole weights; --dtype bfloat16 halves them.",
+    "load_in_4bit": "load the whole weights; --dtype bfloat16 halves them.",
+}
+# Read only where use_peft or load_in_4bit is on, as in TRL.
+ONLY_WITH_PEFT = (
+    "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters",
+    "lora_modules_to_save", "lora_task_type", "use_rslora", "use_dora",
+    "bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage",
+)  # fmt: skip
+
+
+def main(script_args: ScriptArguments, training_args: RewardConfig, model_args: ModelConfig) -> None:
+    """Train, save to training_args.output_dir, and say so. Changes none of its arguments."""
+    check_flags(script_args, model_args)
+    training_args = copy.copy(training_args)
+    training_args.model_init_kwargs = _model_init_kwargs(training_args, model_args)
+
+    from trl_jax.scripts.datasets import load_preferences
+
+    splits = load_preferences(
+        script_args.dataset_name, script_args.dataset_config, script_args.dataset_streaming
+    )
+    train = _split(splits, script_args, "dataset_train_split")
+    test = None
+    if training_args.eval_strategy != "no":
+        test = _split(splits, script_args, "dataset_test_split")
+
+    from trl_jax.trainer.reward_trainer import RewardTrainer
+
+    trainer = RewardTrainer(
+        model=model_args.model_name_or_path, args=training_args, train_dataset=train, eval_dataset=test
+    )
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    print("Training completed.")
+    trainer.save_model(training_args.output_dir)
+    print(f"Model saved to {training_args.output_dir}.")
+
+
+def check_flags(script_args: ScriptArguments, model_args: ModelConfig) -> None:
+    """Raises ValueError on flags that are missing or not in this release, before anything is loaded."""
+    for flag, instead in NOT_YET.items():
+        if vars(model_args)[flag]:
+            raise ValueError(f"--{flag} is not in this release of trl_jax: {instead}")
+    if model_args.model_name_or_path is None:
+        raise ValueError("--model_name_or_path is missing: name a checkpoint's folder or Hub id.")
+    if script_args.dataset_name is None:
+        raise ValueError(
+            "--dataset_name is missing: name a Hub id, a folder, or a jsonl or parquet file of pairs."
+        )
+    if script_args.ignore_bias_buffers:
+        text = "--ignore_bias_buffers has no effect in trl_jax: there are no buffers to keep in step."
+        warnings.warn(text, stacklevel=2)
+
+
+def _model_init_kwargs(training_args: RewardConfig, model_args: ModelConfig) -> dict[str, Any]:
+    """The model's flags, under what --model_init_kwargs says; flags left at None say nothing."""
+    flags = {
+        "revision": model_args.model_revision,
+        "dtype": model_args.dtype,
+        "attn_implementation": model_args.attn_implementation,
+    }
+    given = {key: value for key, value in flags.items() if value is not None}
+    return given | (training_args.model_init_kwargs or {})
+
+
+def _split(splits: Mapping[str, Any], script_args: ScriptArguments, flag: str) -> Any:
+    split = vars(script_args)[flag]
+    if split not in splits:
+        raise ValueError(
+            f"--{flag} {split}: {script_args.dataset_name} has {', '.join(splits)}. Name one of these"
+            + (", or train with --eval_strategy no." if flag == "dataset_test_split" else ".")
+        )
+    return splits[split]
+
+
+def make_parser(subparsers: argparse._SubParsersAction | None = None, prog: str | None = None) -> TrlParser:
+    """Parser of (ScriptArguments, RewardConfig, ModelConfig), alone or as the command `reward`."""
+    from trl_jax.scripts.utils import ScriptArguments, TrlParser
+    from trl_jax.trainer.model_config import ModelConfig
+    from trl_jax.trainer.reward_config import RewardConfig
+
+    kinds = (ScriptArguments, RewardConfig, ModelConfig)
+    if subparsers is not None:
+        parser = subparsers.add_parser(
+            "reward", help="train a reward model on preference pairs", dataclass_types=kinds
+        )
+    else:
+        parser = TrlParser(kinds, prog=prog)
+    parser.usage = (
+        "%(prog)s --model_name_or_path MODEL --dataset_name DATA\n       [--config FILE.yaml] [flags]"
+    )
+    parser.description = (
+        "Train a reward model on preference pairs. A YAML file may hold any of the flags as keys."
+    )
+    _fit_to_release(parser)
+    return parser
+
+
+def _fit_to_release(parser: TrlParser) -> None:
+    """List in --help the flags that do something, and name the others at its end."""
+    from trl_jax.core.arguments import SUPPORTED, TABLE
+
+    no_effect, refused = ["ignore_bias_buffers"], [*NOT_YET]
+    for action in parser._actions:
+        kind = TABLE[action.dest].kind if action.dest in TABLE else None
+        if action.dest in SUPPORTED:
+            # transformers lists its own names as choices; RewardConfig knows those of this release.
+            action.choices, action.metavar = None, "NAME"
+            action.help = f"One of {', '.join(SUPPORTED[action.dest])}."
+        elif kind in ("silent", "warned"):
+            no_effect.append(action.dest)
+        elif kind == "refused":
+            refused.append(action.dest)
+        if action.dest in (*no_effect, *refused, *ONLY_WITH_PEFT):
+            action.help = argparse.SUPPRESS
+    parser.epilog = (
+        f"Accepted without effect: {', '.join(dict.fromkeys(no_effect))}. "
+        f"Refused in this release: {', '.join(dict.fromkeys(refused))}."
+    )
+
+
+if __name__ == "__main__":
+    main(*make_parser().parse_args_and_config())

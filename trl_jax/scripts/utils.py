@@ -1,0 +1,170 @@
+"""What every training script shares: the arguments that name the data, and the parser of flags and YAML."""
+
+import argparse
+import copy
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import Field, dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+from transformers import HfArgumentParser
+
+from trl_jax.core.renamed import way_out
+from trl_jax.scripts.help_format import HelpFormatter
+
+
+@dataclass
+class ScriptArguments:
+    """Which data a script trains on: TRL's fields, defaults and order."""
+
+    _argument_group_name = "data"
+
+    dataset_name: str | None = field(
+        default=None,
+        metadata={"help": "Hub id, local folder, or jsonl, json, parquet or csv file of the pairs."},
+    )
+    dataset_config: str | None = field(
+        default=None, metadata={"help": "Configuration of a dataset with several."}
+    )
+    dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
+    dataset_test_split: str = field(default="test", metadata={"help": "Split to evaluate on."})
+    dataset_streaming: bool = field(default=False, metadata={"help": "Read rows as they are needed."})
+    ignore_bias_buffers: bool = field(
+        default=False, metadata={"help": "Accepted without effect: there are no buffers to keep in step."}
+    )
+
+
+class TrlParser(HfArgumentParser):
+    """Flags and a YAML file to dataclasses: `TrlParser((A, B)).parse_args_and_config()` gives (a, b).
+
+    --config FILE.yaml holds flags as keys; the command line wins over it, and its `env` block sets
+    environment variables first. None and null mean None wherever None is allowed and text is not.
+    """
+
+    def __init__(self, dataclass_types: type | Iterable[type] | None = None, **kwargs: Any):
+        if dataclass_types is None:
+            dataclass_types = ()
+        elif isinstance(dataclass_types, type):
+            dataclass_types = (dataclass_types,)
+        dataclass_types = tuple(dataclass_types)
+        for kind in dataclass_types:
+            if "config" in kind.__dataclass_fields__:
+                raise ValueError(
+                    f"{kind.__name__} has a field 'config', but --config names the YAML file. Rename it."
+                )
+        kwargs.setdefault("formatter_class", HelpFormatter)
+        super().__init__(dataclass_types=dataclass_types, **kwargs)
+
+    @staticmethod
+    def _parse_dataclass_field(parser: argparse.ArgumentParser, field: Field) -> None:
+        takes_none = type(None) in get_args(field.type)
+        resolved = copy.copy(field)  # transformers writes the type it settles on into the field
+        HfArgumentParser._parse_dataclass_field(parser, resolved)
+        action = parser._option_string_actions[f"--{field.name}"]
+        if takes_none and action.type is resolved.type and action.type is not str:
+            action.type = _or_none(action.type)
+
+    def parse_args_and_config(
+        self,
+        args: Iterable[str] | None = None,
+        return_remaining_strings: bool = False,
+        fail_with_unknown_args: bool = True,
+        separate_remaining_strings: bool = False,
+    ) -> tuple[Any, ...]:
+        """Dataclass instances, and where asked for the strings nobody read (the YAML's, then the flags').
+
+        Raises ValueError on an unknown flag, and on an unknown key unless fail_with_unknown_args is False.
+        """
+        flags, path = _take_config(list(sys.argv[1:] if args is None else args))
+        config = {} if path is None else _read_config(path)
+        from_config = self.set_defaults_with_config(**config)
+        if from_config and fail_with_unknown_args and not return_remaining_strings:
+            keys = [flag[2:] for flag in from_config[::2]]
+            raise ValueError(
+                "\n".join(f"{path}: unknown key {key}: {way_out(key, self._names())}" for key in keys)
+            )
+        *parsed, from_flags = self.parse_args_into_dataclasses(args=flags, return_remaining_strings=True)
+        if separate_remaining_strings and return_remaining_strings:
+            return (*parsed, from_config, from_flags)
+        if return_remaining_strings:
+            return (*parsed, from_config + from_flags)
+        if from_flags:
+            raise ValueError(_unknown_flags(from_flags, self._names()))
+        return tuple(parsed)
+
+    def set_defaults_with_config(self, **config: Any) -> list[str]:
+        """Make these values the defaults, in subparsers too; returns the rest as ["--key", "value", ...]."""
+        used = _set_defaults(self, config)
+        return [text for key, value in config.items() if key not in used for text in (f"--{key}", str(value))]
+
+    def _names(self) -> set[str]:
+        return {action.dest for action in self._actions}
+
+
+def _unknown_flags(strings: list[str], known: Iterable[str]) -> str:
+    names = [text[2:].partition("=")[0].replace("-", "_") for text in strings if text.startswith("--")]
+    if not names:
+        return f"unexpected {strings[0]!r}: a value follows its flag, as in --max_steps 10."
+    return "\n".join(f"unknown argument --{name}: {way_out(name, known)}" for name in names)
+
+
+def _or_none(inner: Callable[[str], Any]) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        return None if text.lower() in ("none", "null") else inner(text)
+
+    parse.__name__ = inner.__name__  # argparse names it in "invalid int value"
+    return parse
+
+
+def _take_config(args: list[str]) -> tuple[list[str], str | None]:
+    """The arguments without --config and its value, and that value."""
+    for i, arg in enumerate(args):
+        if arg.startswith("--config="):
+            return args[:i] + args[i + 1 :], arg.partition("=")[2]
+        if arg == "--config":
+            if i + 1 == len(args):
+                raise ValueError("--config names no file: write --config FILE.yaml.")
+            return args[:i] + args[i + 2 :], args[i + 1]
+    return args, None
+
+
+def _read_config(path: str) -> dict[str, Any]:
+    """The keys of a YAML file. Sets the environment from its `env` block."""
+    import yaml
+
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"--config {path}: there is no such file.")
+    try:
+        config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not YAML: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(
+            f"{path} holds a {type(config).__name__}: wanted flags as keys, such as `max_steps: 10`."
+        )
+    if strange := [key for key in config if not isinstance(key, str)]:
+        raise ValueError(f"{path}: the keys {strange} are not text: wanted names of flags.")
+    env = config.pop("env", {})
+    if not isinstance(env, dict):
+        raise ValueError(f"{path}: env={env!r} is a {type(env).__name__}: wanted names and values.")
+    os.environ.update({str(name): str(value) for name, value in env.items()})
+    return config
+
+
+def _set_defaults(parser: argparse.ArgumentParser, config: Mapping[str, Any]) -> set[str]:
+    used: set[str] = set()
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for subparser in action.choices.values():
+                used |= _set_defaults(subparser, config)
+        elif action.dest in config:
+            value = config[action.dest]
+            if action.choices is not None and value is not None and value not in action.choices:
+                raise ValueError(
+                    f"{action.dest}: {value!r} in the config file; wanted one of {list(action.choices)}."
+                )
+            action.default, action.required = value, False
+            used.add(action.dest)
+    return used

@@ -1,0 +1,1 @@
+"""What the user calls, under TRL's own module names."""

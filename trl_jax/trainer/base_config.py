@@ -1,0 +1,191 @@
+"""transformers' TrainingArguments without torch: its fields, one JAX device, an answer to every argument."""
+
+import inspect
+import os
+import warnings
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from transformers import TrainingArguments
+from transformers.training_args import ParallelMode
+from transformers.utils.generic import strtobool
+
+from trl_jax.core import arguments
+from trl_jax.core.renamed import way_out
+
+# transformers hands these to torch inside __post_init__; the table says what becomes of them here.
+TORCH_ONLY = ("torch_compile", "torch_compile_backend", "torch_compile_mode", "tf32")
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where the run happens. JAX starts its backend when `type` is read, not before."""
+
+    use_cpu: bool
+
+    @property
+    def type(self) -> str:
+        """One of cpu, cuda (torch's word for a GPU, which scripts compare with) and tpu."""
+        if self.use_cpu:
+            return "cpu"
+        import jax
+
+        backend = jax.default_backend()
+        return "cuda" if backend == "gpu" else backend
+
+    @property
+    def index(self) -> int | None:
+        return None if self.type == "cpu" else 0
+
+    def __str__(self) -> str:
+        return self.type if self.index is None else f"{self.type}:{self.index}"
+
+
+# repr=False: a generated repr would print hub_token; TrainingArguments' own masks it.
+@dataclass(repr=False)
+class BaseConfig(TrainingArguments):
+    """Arguments that every trainer shares, with TRL's defaults.
+
+    Raises ValueError at construction for what this release does not do, TypeError for an unknown name,
+    NotADirectoryError or PermissionError where output_dir cannot be written.
+    """
+
+    logging_steps: float = field(
+        default=10, metadata={"help": "Steps between two log lines; below 1, a share of all steps."}
+    )
+    gradient_checkpointing: bool = field(
+        default=True,
+        metadata={"help": "Recompute activations in the backward pass: less memory, about 20%% more time."},
+    )
+    bf16: bool | None = field(
+        default=None,
+        metadata={"help": "Compute in bfloat16 over float32 weights. Unset, it is on unless fp16 is set."},
+    )
+    lr_scheduler_kwargs: dict | str | None = field(
+        default=None,
+        metadata={"help": "Extra arguments of the schedule, as a dict or JSON: '{\"num_cycles\": 1}'."},
+    )
+    use_liger_kernel: bool = field(default=False, metadata={"help": "Accepted without effect."})
+    torch_empty_cache_steps: int | None = field(default=None, metadata={"help": "Accepted without effect."})
+
+    def __new__(cls, *args, **kwargs):
+        # Before the generated __init__, whose TypeError would know no way out.
+        accepted = inspect.signature(cls.__init__).parameters
+        if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values()):
+            for name in kwargs.keys() - accepted.keys():
+                raise TypeError(f"{cls.__name__} has no argument {name!r}: {way_out(name, accepted)}")
+        return super().__new__(cls)
+
+    def __post_init__(self):
+        if self.bf16 is None:
+            self.bf16 = not self.fp16
+        notes = self.check()
+        if self.gradient_checkpointing is True and self.activation_checkpointing is None:
+            # The default is ours, so the FutureWarning about its old name would not be the user's to heed.
+            self.activation_checkpointing = True
+        self._without_torch(super().__post_init__)
+        check_output_dir(self.output_dir)
+        for note in notes:
+            warnings.warn(note, stacklevel=self._frames_to_caller())
+
+    def check(self) -> list[str]:
+        """Ask the table about the values as they now are: its warnings, or ValueError on a refusal."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        refusals, notes = arguments.judge(values, arguments.defaults_of(fields(self)))
+        if strtobool(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false")):
+            refusals.append(
+                "ACCELERATE_USE_DEEPSPEED is set in the environment, but there is no DeepSpeed here: start"
+                " the script with python, not with accelerate launch."
+            )
+        if refusals:
+            raise ValueError("\n".join(refusals))
+        return notes
+
+    def _without_torch(self, post_init) -> None:
+        """Run transformers' own post-init with what it would hand to torch set aside."""
+        aside = {name: getattr(self, name) for name in TORCH_ONLY}
+        self.torch_compile, self.tf32 = False, None
+        self.torch_compile_backend = self.torch_compile_mode = None
+        post_init()
+        for name, value in aside.items():
+            setattr(self, name, value)
+
+    def _validate_args(self):
+        # With torch installed, transformers asks it for a bfloat16 GPU unless the run is on the CPU.
+        use_cpu, self.use_cpu = self.use_cpu, True
+        try:
+            super()._validate_args()
+        finally:
+            self.use_cpu = use_cpu
+
+    @staticmethod
+    def _frames_to_caller() -> int:
+        """How far a warning must reach to point at the line that builds the configuration."""
+        frame, depth = inspect.currentframe().f_back, 1
+        while frame.f_code.co_name in ("__post_init__", "__init__"):
+            frame, depth = frame.f_back, depth + 1
+        return depth
+
+    @property
+    def compute_dtype(self) -> str:
+        """What the forward pass computes in, over float32 weights: float16 means bfloat16 here."""
+        return "bfloat16" if self.bf16 or self.fp16 else "float32"
+
+    @property
+    def eval_dtype(self) -> str | None:
+        """What the weights themselves are cast to for evaluation; None leaves them float32."""
+        return "bfloat16" if self.bf16_full_eval or self.fp16_full_eval else None
+
+    @property
+    def device(self) -> Device:
+        return Device(use_cpu=self.use_cpu)
+
+    @property
+    def n_gpu(self) -> int:
+        return 0 if self.device.type == "cpu" else 1
+
+    @property
+    def parallel_mode(self) -> ParallelMode:
+        return ParallelMode.NOT_PARALLEL
+
+    @property
+    def world_size(self) -> int:
+        return 1
+
+    @property
+    def process_index(self) -> int:
+        return 0
+
+    @property
+    def local_process_index(self) -> int:
+        return 0
+
+    @property
+    def should_log(self) -> bool:
+        return self.process_index == 0
+
+    @property
+    def should_save(self) -> bool:
+        return self.process_index == 0
+
+    @property
+    def train_batch_size(self) -> int:
+        return self.per_device_train_batch_size
+
+    @property
+    def eval_batch_size(self) -> int:
+        return self.per_device_eval_batch_size
+
+
+def check_output_dir(output_dir: str) -> None:
+    """Say now, and not at the first checkpoint, that output_dir cannot be written. Creates nothing."""
+    folder = Path(output_dir).absolute()
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    if not nearest.is_dir():
+        raise NotADirectoryError(
+            f"output_dir={output_dir!r}: {nearest} is a file. Choose another output_dir."
+        )
+    if not os.access(nearest, os.W_OK):
+        raise PermissionError(
+            f"output_dir={output_dir!r}: {nearest} is not writable. Choose another output_dir."
+        )

@@ -1,0 +1,70 @@
+"""ModelConfig: the flags of a training script that say which model, and how to adapt it."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class ModelConfig:
+    """TRL's fields, defaults and order. Whether a flag can be honoured is said by the script that reads it.
+
+    A lora_target_modules of one entry becomes that entry, so that it may be a pattern or "all-linear".
+    Raises ValueError where both load_in_8bit and load_in_4bit are set.
+    """
+
+    _argument_group_name = "model"
+
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "Folder or Hub id of the checkpoint to start from."}
+    )
+    model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit of the checkpoint."})
+    dtype: str | None = field(
+        default="float32",
+        metadata={
+            "help": "Type to load the weights in; auto keeps the checkpoint's.",
+            "choices": ["auto", "bfloat16", "float16", "float32"],
+        },
+    )
+    attn_implementation: str | None = field(
+        default=None, metadata={"help": "Attention kernel to use, by name."}
+    )
+    use_peft: bool = field(
+        default=False, metadata={"help": "Train a LoRA adapter instead of the whole model."}
+    )
+    lora_r: int = field(default=16, metadata={"help": "Rank of the LoRA adapter."})
+    lora_alpha: int = field(
+        default=32, metadata={"help": "Scale of the LoRA adapter, before division by its rank."}
+    )
+    lora_dropout: float = field(default=0.05, metadata={"help": "Dropout in front of the LoRA adapter."})
+    lora_target_modules: list[str] | None = field(default=None, metadata={"help": "Modules to adapt."})
+    lora_target_parameters: list[str] | None = field(default=None, metadata={"help": "Parameters to adapt."})
+    lora_modules_to_save: list[str] | None = field(
+        default=None, metadata={"help": "Modules to train whole, beside the adapter."}
+    )
+    lora_task_type: str = field(
+        default="CAUSAL_LM", metadata={"help": "Task the adapter is for: SEQ_CLS for a reward model."}
+    )
+    use_rslora: bool = field(
+        default=False, metadata={"help": "Divide lora_alpha by the square root of the rank, not by the rank."}
+    )
+    use_dora: bool = field(
+        default=False, metadata={"help": "Adapt direction by LoRA and magnitude by a vector of its own."}
+    )
+    load_in_8bit: bool = field(default=False, metadata={"help": "Quantise the base model to 8 bits."})
+    load_in_4bit: bool = field(default=False, metadata={"help": "Quantise the base model to 4 bits."})
+    bnb_4bit_quant_type: str = field(
+        default="nf4", metadata={"help": "Number format of 4-bit weights.", "choices": ["fp4", "nf4"]}
+    )
+    use_bnb_nested_quant: bool = field(
+        default=False, metadata={"help": "Quantise the scales of 4-bit weights too."}
+    )
+    bnb_4bit_quant_storage: str | None = field(
+        default=None, metadata={"help": "Type that holds 4-bit weights."}
+    )
+
+    def __post_init__(self):
+        if self.load_in_8bit and self.load_in_4bit:
+            raise ValueError(
+                "load_in_8bit=True and load_in_4bit=True: a model has one of them. Leave one out."
+            )
+        if isinstance(self.lora_target_modules, (list, tuple)) and len(self.lora_target_modules) == 1:
+            self.lora_target_modules = self.lora_target_modules[0]

@@ -1,0 +1,88 @@
+"""RewardConfig: transformers' TrainingArguments with TRL's defaults and the arguments of reward training."""
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+from trl_jax.trainer.base_config import BaseConfig
+
+
+@dataclass(repr=False)
+class RewardConfig(BaseConfig):
+    """Everything RewardTrainer is told by its user, in TRL's names, defaults and positional order.
+
+    Beside TrainingArguments' own fields:
+
+        model_init_kwargs: how to load a model given by name (dict, or JSON in a string).
+        trust_remote_code: passed on for tokenizers; model code from a repository is never run.
+        chat_template_path: file with the chat template to use.
+        disable_dropout: train without dropout.
+        dataset_num_proc: processes that tokenise.
+        eos_token: token that ends a text; None means the tokenizer's own.
+        max_length: longest text in tokens; a pair with a longer one is left out. None keeps all.
+        pad_to_multiple_of: row lengths in tokens are rounded up to it; "auto" suits the device.
+        center_rewards_coefficient: weight of the mean squared sum of a pair's two scores
+            (Eisenstein et al. 2023, https://huggingface.co/papers/2312.09244, equation 2); 0.01 is usual.
+        activation_offloading: not in this release.
+        pad_token: deprecated; set it on the tokenizer.
+    """
+
+    _argument_group_name = "training"
+    _VALID_DICT_FIELDS = BaseConfig._VALID_DICT_FIELDS + ["model_init_kwargs"]
+
+    learning_rate: float = field(default=1e-4, metadata={"help": "Peak learning rate of AdamW."})
+
+    model_init_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": "How to load a model given by name, as a dict or JSON: revision, dtype, ..."},
+    )
+    trust_remote_code: bool = field(
+        default=False,
+        metadata={"help": "Let a tokenizer's repository run its own code. A model's code is never run."},
+    )
+    chat_template_path: str | None = field(
+        default=None, metadata={"help": "File with the chat template to use."}
+    )
+    disable_dropout: bool = field(default=True, metadata={"help": "Train without dropout."})
+
+    dataset_num_proc: int | None = field(
+        default=None, metadata={"help": "Processes that tokenise the dataset."}
+    )
+    eos_token: str | None = field(
+        default=None, metadata={"help": "Token that ends a text. Unset, the tokenizer's own."}
+    )
+    max_length: int | None = field(
+        default=1024,
+        metadata={"help": "Longest text in tokens; a pair with a longer one is left out. None keeps all."},
+    )
+    pad_to_multiple_of: int | str | None = field(
+        default="auto",
+        metadata={
+            "help": "Round row lengths up to a multiple of it. 'auto' suits the device; None is exact."
+        },
+    )
+
+    center_rewards_coefficient: float | None = field(
+        default=None,
+        metadata={"help": "Weight of the term that draws scores to a mean of zero; 0.01 is usual."},
+    )
+    activation_offloading: bool = field(default=False, metadata={"help": "Not in this release."})
+
+    pad_token: str | None = field(
+        default=None, metadata={"help": "Deprecated: set it on the tokenizer instead."}
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if isinstance(self.pad_to_multiple_of, str):  # as the command line gives it
+            word = self.pad_to_multiple_of.lower()
+            self.pad_to_multiple_of = {"auto": "auto", "none": None, "null": None}.get(word, word)
+            if self.pad_to_multiple_of not in ("auto", None):
+                self.pad_to_multiple_of = int(word)
+        if self.pad_token is not None:
+            warnings.warn(
+                f"pad_token={self.pad_token!r} is deprecated: set tokenizer.pad_token and pass the tokenizer"
+                " to the trainer as processing_class.",
+                FutureWarning,
+                stacklevel=self._frames_to_caller(),
+            )

@@ -1,0 +1,196 @@
+"""Reward models from preference pairs: TRL's RewardTrainer on JAX."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from datasets import Dataset, IterableDataset
+from transformers import AutoTokenizer
+from transformers.trainer_callback import TrainerCallback
+from transformers.trainer_utils import EvalPrediction
+
+from trl_jax.data import preference, special_tokens
+from trl_jax.data.checks import check_token_ids, check_type
+from trl_jax.data.layout import PairBatch
+from trl_jax.data.loader import PreferenceLoader
+from trl_jax.engine.evaluation import Evaluated
+from trl_jax.hub.pretrained import AutoModelForSequenceClassification, PreTrainedModel
+from trl_jax.losses.pairwise import pairwise_loss
+from trl_jax.models.functional import merge
+from trl_jax.trainer import reward_metrics
+from trl_jax.trainer.base_trainer import BaseTrainer, run_device
+from trl_jax.trainer.reward_config import RewardConfig
+
+logger = logging.getLogger(__name__)
+
+
+class RewardTrainer(BaseTrainer):
+    """Trains a sequence classifier with one label to score the chosen answer of each pair above the rejected one.
+
+    The arguments are TRL's, in TRL's order.
+
+    Args:
+        model: a checkpoint's folder or Hub name, or what `trl_jax.AutoModelForSequenceClassification` loaded. Weights
+            are kept in float32; `args.model_init_kwargs["dtype"]` ("float32" unless set) is what they are saved in.
+        args: a RewardConfig; None means `RewardConfig("<model>-Reward")`.
+        train_dataset: pairs in any form TRL takes, a Dataset or an IterableDataset (with `max_steps`).
+        eval_dataset: the same, or a dict of them.
+        processing_class: the tokenizer; loaded with the model if None. Its pad token is set if it has none.
+        compute_metrics: gets an EvalPrediction of all scores `[2N, 1]`, label_ids `()`.
+        callbacks: transformers' callbacks, besides the default ones.
+        preprocess_logits_for_metrics: applied to each batch's scores, with labels None.
+        data_collator, optimizers, optimizer_cls_and_kwargs, quantization_config, peft_config: not in this release.
+
+    Raises:
+        TypeError, ValueError: an argument, row or checkpoint at fault, by name.
+    """
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        args: RewardConfig | None = None,
+        data_collator: None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None = None,
+        processing_class: Any = None,
+        compute_metrics: Callable[[EvalPrediction], dict] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[None, None] = (None, None),
+        optimizer_cls_and_kwargs: None = None,
+        preprocess_logits_for_metrics: Callable[[np.ndarray, None], np.ndarray] | None = None,
+        quantization_config: None = None,
+        peft_config: None = None,
+    ):
+        _refuse_unbuilt(
+            data_collator=data_collator,
+            optimizers=None if tuple(optimizers) == (None, None) else optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+        )
+        _check_model(model)
+        args = RewardConfig(f"{_short_name(model)}-Reward") if args is None else args
+        if train_dataset is None:
+            raise ValueError("train_dataset is required: pass a datasets.Dataset of preference pairs.")
+        check_type(train_dataset, "train")
+        model = _load(model, args)
+        if processing_class is None:
+            processing_class = AutoTokenizer.from_pretrained(model.folder, trust_remote_code=args.trust_remote_code)
+        special_tokens.settle(processing_class, eos_token=args.eos_token, pad_token=args.pad_token)
+        if args.eos_token is not None:
+            model.config.eos_token_id = processing_class.eos_token_id
+        if args.chat_template_path is not None:
+            special_tokens.settle_chat_template(processing_class, args.chat_template_path)
+        model.config.pad_token_id = processing_class.pad_token_id
+        self.model, self.args, self.processing_class = model, args, processing_class  # prepare_dataset needs them
+        train_dataset = self.prepare_dataset(train_dataset, "train")
+        if isinstance(eval_dataset, dict):
+            eval_dataset = {name: self.prepare_dataset(part, name) for name, part in eval_dataset.items()}
+        elif eval_dataset is not None:
+            eval_dataset = self.prepare_dataset(eval_dataset, "eval")
+        super().__init__(
+            model=model,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )
+
+    def score(self, params: dict, batch: PairBatch, *, dtype: str, **how: Any) -> jax.Array:
+        """Scores `[2P]`, float32, of the rows of a batch; `how` as in Decoder.__call__."""
+        model = merge(self.model.graph, params)
+        return model(batch.tokens, batch.positions, at=batch.at, dtype=jnp.dtype(dtype), **how)
+
+    def loss(self, params: dict, batch: PairBatch, key: jax.Array | None) -> tuple[jax.Array, dict[str, jax.Array]]:
+        scores = self.score(
+            params, batch, dtype=self.args.compute_dtype, remat=self.args.gradient_checkpointing, dropout_key=key
+        )
+        return self._pairwise_loss(scores, batch)
+
+    def evaluation_loss(self, params: dict, batch: PairBatch, dtype: str) -> tuple[dict[str, jax.Array], jax.Array]:
+        scores = self.score(params, batch, dtype=dtype)
+        loss, metrics = self._pairwise_loss(scores, batch)
+        return metrics | {"loss": loss}, scores
+
+    def _pairwise_loss(self, scores: jax.Array, batch: PairBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
+        chosen, rejected = jnp.split(scores, 2)
+        return pairwise_loss(
+            chosen,
+            rejected,
+            weight=batch.weight,
+            margin=batch.margin,
+            center_rewards_coefficient=self.args.center_rewards_coefficient,
+        )
+
+    def prepare_dataset(self, dataset: Any, name: str) -> Dataset | IterableDataset:
+        prepared = preference.prepare(
+            dataset,
+            self.processing_class,
+            max_length=self.args.max_length,
+            num_proc=self.args.dataset_num_proc,
+            name=name,
+        )
+        return check_token_ids(prepared, self.model.source.arch.vocab_size, name)
+
+    def loader(self, dataset: Dataset | IterableDataset, *, training: bool) -> PreferenceLoader:
+        args = self.args
+        return PreferenceLoader(
+            dataset,
+            batch_size=args.per_device_train_batch_size if training else args.per_device_eval_batch_size,
+            pad_token_id=self.processing_class.pad_token_id,
+            pad_to_multiple_of=args.pad_to_multiple_of,
+            accumulation=args.gradient_accumulation_steps if training else 1,
+            shuffle=training and args.train_sampling_strategy == "random",
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            drop_last=args.dataloader_drop_last,
+        )
+
+    def training_metrics(self, steps: list[dict[str, np.ndarray]]) -> dict[str, float]:
+        return reward_metrics.training_metrics(steps)
+
+    def evaluation_metrics(self, evaluated: Evaluated) -> dict[str, float]:
+        return reward_metrics.evaluation_metrics(evaluated.metrics)
+
+    def real_scores(self, scores: np.ndarray, num_pairs: int) -> np.ndarray:
+        chosen, rejected = np.split(scores, 2)
+        return np.concatenate([chosen[:num_pairs], rejected[:num_pairs]])[:, None]
+
+
+def _load(model: str | PreTrainedModel, args: RewardConfig) -> PreTrainedModel:
+    if isinstance(model, PreTrainedModel):
+        if args.model_init_kwargs is not None:
+            logger.warning("model_init_kwargs has no effect: the model is loaded already.")
+        return model
+    how = {"dtype": "float32", **(args.model_init_kwargs or {})}
+    if args.trust_remote_code:
+        how.setdefault("trust_remote_code", True)
+    with jax.default_device(run_device(args)):
+        return AutoModelForSequenceClassification.from_pretrained(model, seed=args.seed, **how)
+
+
+def _short_name(model: str | PreTrainedModel) -> str:
+    name = model if isinstance(model, str) else model.name_or_path
+    return name.rstrip("/").split("/")[-1]
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, str | PreTrainedModel):
+        raise TypeError(
+            f"model is a {type(model).__module__}.{type(model).__name__}; this release of trl_jax takes a checkpoint's "
+            "folder or Hub name, or what trl_jax.AutoModelForSequenceClassification.from_pretrained returned. Save the "
+            "model with save_pretrained(folder) and pass the folder."
+        )
+
+
+def _refuse_unbuilt(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name}={value!r} is not in this release of trl_jax. Leave it out.")
