@@ -53,8 +53,12 @@ class Loop:
     _unreported: list[Metrics] = field(default_factory=list)
     _loss_sum: float = 0.0
 
-    def run(self) -> float:
-        """Train to the end, or until a callback says stop. Returns the mean loss over all steps."""
+    def run(self) -> tuple[float, list[dict[str, np.ndarray]]]:
+        """Train to the end, or until a callback says stop.
+
+        Returns:
+            The mean loss over all steps, and the metrics of those since the last report.
+        """
         events = self.events
         events.fire("on_train_begin")
         if events.args.eval_on_start:
@@ -64,8 +68,8 @@ class Loop:
             self._epoch(epoch)
             if events.control.should_training_stop:
                 break
-        self._loss_sum += sum(float(np.asarray(metrics["loss"])) for metrics in self._unreported)
-        return self._loss_sum / max(events.state.global_step, 1)
+        unreported = self._fetch()
+        return self._loss_sum / max(events.state.global_step, 1), unreported
 
     def _epoch(self, epoch: int) -> None:
         events, done = self.events, 0
@@ -116,13 +120,16 @@ class Loop:
             events.fire("on_save")
 
     def _report(self) -> None:
-        steps = jax.device_get(self._unreported)
-        self._unreported = []
-        losses = [float(step["loss"]) for step in steps]
-        self._loss_sum += sum(losses)
+        steps = self._fetch()
         logs = {
-            "loss": sum(losses) / len(losses),
+            "loss": sum(float(step["loss"]) for step in steps) / len(steps),
             "grad_norm": float(steps[-1]["grad_norm"]),
             "learning_rate": self._rate,
         }
         self.report(logs, steps)
+
+    def _fetch(self) -> list[dict[str, np.ndarray]]:
+        """The metrics since the last time, on the host; their losses go into the sum."""
+        steps, self._unreported = jax.device_get(self._unreported), []
+        self._loss_sum += sum(float(step["loss"]) for step in steps)
+        return steps

@@ -11,7 +11,8 @@ from trl_jax.nn.rope import Rope
 class Arch:
     """A decoder's facts. Sizes are counts of channels, heads, layers or tokens.
 
-    A fact that may differ from layer to layer is a tuple with one entry a layer.
+    A fact that may differ from layer to layer is a tuple with one entry a layer. `padding_idx` is the row of the
+    embedding that never trains.
     """
 
     vocab_size: int
@@ -32,3 +33,4 @@ class Arch:
     attention_dropout: float = 0.0
     initializer_range: float = 0.02
     tied_embeddings: bool = False
+    padding_idx: int | None = None

@@ -44,7 +44,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, arch: Arch):
         self.arch = arch
-        self.embed = Embedding(arch.vocab_size, arch.hidden_size)
+        self.embed = Embedding(arch.vocab_size, arch.hidden_size, padding_idx=arch.padding_idx)
         self.layers = stacked(lambda: Block(arch), arch.num_layers)
         self.norm = RMSNorm(arch.hidden_size, eps=arch.norm_eps)
 

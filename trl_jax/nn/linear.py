@@ -20,10 +20,14 @@ class Linear(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """Token ids `[...]` to `[..., D]` in `dtype`."""
+    """Token ids `[...]` to `[..., D]` in `dtype`. The row `padding_idx` gets no gradient, as in torch."""
 
-    def __init__(self, num_embeddings: int, features: int):
+    def __init__(self, num_embeddings: int, features: int, *, padding_idx: int | None = None):
         self.weight = nnx.Param(jnp.zeros((num_embeddings, features), jnp.float32))
+        self.padding_idx = padding_idx
 
     def __call__(self, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        return jnp.take(self.weight[...], ids, axis=0).astype(dtype)
+        embedded = jnp.take(self.weight[...], ids, axis=0)
+        if self.padding_idx is not None:
+            embedded = jnp.where((ids == self.padding_idx)[..., None], jax.lax.stop_gradient(embedded), embedded)
+        return embedded.astype(dtype)

@@ -155,10 +155,10 @@ class BaseTrainer(abc.ABC):
         )
         self.is_in_train = True
         try:
-            train_loss = loop.run()
+            train_loss, unreported = loop.run()
         finally:
             self.is_in_train = False
-        return self._finish(train_loss, start, run.max_steps)
+        return self._finish(train_loss, self._measured(unreported), start, run.max_steps)
 
     def _advancer(self) -> Any:
         """(step batch, learning rate) -> metrics. Replaces the model's parameters by their successors."""
@@ -201,17 +201,21 @@ class BaseTrainer(abc.ABC):
         )
 
     def _report(self, logs: dict[str, float], steps: list[dict[str, np.ndarray]]) -> None:
-        self.log(logs | {"num_tokens": float(self._tokens_seen)} | self.training_metrics(steps))
+        self.log(logs | self._measured(steps))
 
-    def _finish(self, train_loss: float, start: float, max_steps: int) -> TrainOutput:
+    def _measured(self, steps: list[dict[str, np.ndarray]]) -> dict[str, float]:
+        return {"num_tokens": float(self._tokens_seen)} | self.training_metrics(steps) if steps else {}
+
+    def _finish(self, train_loss: float, measured: dict[str, float], start: float, max_steps: int) -> TrainOutput:
         args, state = self.args, self.state
         rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * max_steps
         if isinstance(self.train_dataset, Dataset) and args.max_steps <= 0:
             rows = len(self.train_dataset) * args.num_train_epochs
         rows *= state.global_step / max(max_steps, 1)
         metrics = speed_metrics("train", start, num_samples=rows, num_steps=state.global_step)
-        metrics |= {"total_flos": state.total_flos, "train_loss": train_loss}
+        metrics |= {"total_flos": state.total_flos, "train_loss": train_loss} | measured
         self.log(metrics)
+        metrics["epoch"] = state.epoch
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             self.model.params, _ = load(Path(state.best_model_checkpoint), dtype="auto", seed=args.seed)
         if args.save_total_limit == 1 and state.best_model_checkpoint is not None:

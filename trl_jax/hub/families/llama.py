@@ -38,7 +38,14 @@ def arch(config: ConfigReader) -> Arch:
         attention_dropout=config.number("attention_dropout", 0.0),
         initializer_range=config.number("initializer_range", 0.02),
         tied_embeddings=config.flag("tie_word_embeddings"),
+        padding_idx=read_padding_idx(config),
     )
+
+
+def read_padding_idx(config: ConfigReader) -> int | None:
+    """The pad token that the checkpoint names; one that a script sets later trains like any other."""
+    found = config.value("pad_token_id")
+    return found if found is None or found >= 0 else config.size("vocab_size") + found
 
 
 def table(arch: Arch) -> list[Wire]:

@@ -1,0 +1,37 @@
+"""What every test shares: the CPU, one thread a library, no network; tiny checkpoints built once."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+# Before jax, torch or the hub's client are imported: each reads its settings once.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+# Tests that compile the same program share it: XLA takes seconds, a tiny run one. Gone with the session.
+_compiled = tempfile.TemporaryDirectory(prefix="trl-jax-compiled-")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _compiled.name)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+
+import pytest  # noqa: E402
+
+from compat_tests import tiny  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """checkpoint(model_type="llama", **facts) -> the folder of `tiny.tiny_model`; shared, so read only."""
+    folders = {}
+
+    def build(model_type: str = "llama", **facts):
+        key = repr((model_type, sorted(facts.items())))
+        if key not in folders:
+            folder = tmp_path_factory.mktemp(model_type)
+            folders[key] = tiny.tiny_model(folder, model_type, **facts)
+        return folders[key]
+
+    return build

@@ -1,0 +1,46 @@
+"""Runs are dear: each case is trained once a session with TRL and once with us, whoever asks."""
+
+from __future__ import annotations
+
+import pytest
+
+from compat_tests.parity import reference
+from compat_tests.parity.cases import CASES
+from compat_tests.tiny import preference_rows
+
+
+class Runs:
+    """The cases' runs, by name. `theirs` and `ours` remember; `ours_afresh` trains again, for mutants."""
+
+    def __init__(self, checkpoint, new_folder):
+        self._checkpoint, self._new_folder = checkpoint, new_folder
+        self._theirs, self._ours = {}, {}
+
+    def theirs(self, name: str) -> reference.Run:
+        if name not in self._theirs:
+            self._theirs[name] = self._train(reference.run_trl, name)
+        return self._theirs[name]
+
+    def ours(self, name: str) -> reference.Run:
+        if name not in self._ours:
+            self._ours[name] = self.ours_afresh(name)
+        return self._ours[name]
+
+    def ours_afresh(self, name: str) -> reference.Run:
+        return self._train(reference.run_ours, name)
+
+    def folder(self, name: str):
+        """The checkpoint a case starts from."""
+        return self._checkpoint(**CASES[name].model)
+
+    def _train(self, run, name: str) -> reference.Run:
+        case = CASES[name]
+        eval_rows = None if case.eval_rows is None else preference_rows(**case.eval_rows)
+        out = self._new_folder.mktemp(name)
+        return run(self.folder(name), preference_rows(**case.rows), out, eval_rows=eval_rows, **case.config)
+
+
+@pytest.fixture(scope="session")
+def runs(checkpoint, tmp_path_factory) -> Runs:
+    pytest.importorskip("trl", reason="parity is measured against real TRL")
+    return Runs(checkpoint, tmp_path_factory)

@@ -1,0 +1,118 @@
+"""One reward training under a config, with TRL or with us: the two differ by the package imported only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+# Plain float32 on the CPU, every step logged. One padded width keeps compilations few; that
+# padding does not move the numbers is shown by a test of its own.
+BASE = {
+    "use_cpu": True,
+    "bf16": False,
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "logging_steps": 1,
+    "learning_rate": 5e-4,
+    "num_train_epochs": 1,
+    "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 4,
+    "pad_to_multiple_of": 64,
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run leaves: its log history, the saved folder and its tensors, what was asked of it after."""
+
+    logs: list[dict]
+    folder: Path
+    weights: dict[str, np.ndarray]
+    evaluate_metrics: dict | None = None
+    predictions: np.ndarray | None = None
+
+
+def run_trl(model_folder, rows, out, **keywords) -> Run:
+    """Train with real TRL; the keywords are those of `_run` and of RewardConfig."""
+    import torch
+    import trl
+
+    torch.set_num_threads(1)
+    return _run(trl, model_folder, rows, out, **keywords)
+
+
+def run_ours(model_folder, rows, out, **keywords) -> Run:
+    """The same with trl_jax."""
+    import trl_jax
+
+    return _run(trl_jax, model_folder, rows, out, **keywords)
+
+
+def _run(package, model_folder, rows, out, *, eval_rows=None, predict_rows=None, **config) -> Run:
+    """Train on `rows`, evaluate on `eval_rows` and predict `predict_rows` if given, and save under `out`."""
+    from datasets import Dataset
+
+    args = package.RewardConfig(output_dir=str(out), **(BASE | config))
+    trainer = package.RewardTrainer(
+        model=str(model_folder),
+        args=args,
+        train_dataset=Dataset.from_list(rows),
+        eval_dataset=None if eval_rows is None else Dataset.from_list(eval_rows),
+    )
+    trainer.train()
+    logs = list(trainer.state.log_history)
+    metrics = None if eval_rows is None else trainer.evaluate()
+    predictions = None
+    if predict_rows is not None:
+        # TRL's evaluate prepares raw rows, its predict does not.
+        predictions = np.asarray(trainer.predict(tokenised(model_folder, predict_rows)).predictions)
+    folder = Path(out) / "final"
+    trainer.save_model(str(folder))
+    return Run(logs, folder, read_weights(folder), metrics, predictions)
+
+
+def tokenised(model_folder, rows):
+    """Text rows as a dataset of chosen_ids and rejected_ids, each text ending in EOS."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+
+    words = AutoTokenizer.from_pretrained(model_folder)
+    return Dataset.from_list(
+        [
+            {
+                f"{side}_ids": words(row[side] + words.eos_token)["input_ids"]
+                for side in ("chosen", "rejected")
+            }
+            for row in rows
+        ]
+    )
+
+
+def read_weights(folder) -> dict[str, np.ndarray]:
+    """Every tensor of a checkpoint folder, shards included, by its name on disk."""
+    from safetensors.numpy import load_file
+
+    tensors = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        tensors |= load_file(file)
+    if not tensors:
+        raise FileNotFoundError(f"{folder} holds no .safetensors file; was save_model called?")
+    return tensors
+
+
+def true_scores(folder, pairs) -> tuple[np.ndarray, np.ndarray]:
+    """Chosen and rejected scores [N] of tokenised pairs by transformers' model, one by one, unpadded."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def score(ids):
+        with torch.no_grad():
+            return model(input_ids=torch.tensor([ids])).logits.item()
+
+    sides = ([score(ids) for ids in pairs[f"{side}_ids"]] for side in ("chosen", "rejected"))
+    return tuple(np.array(side) for side in sides)

@@ -1,0 +1,193 @@
+"""Tiny tokenizers, checkpoints and preference rows, built on the spot: no download, the same every time.
+
+Importing this needs neither torch nor transformers: `tiny_model` imports both, `tiny_tokenizer` transformers.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+
+THINGS = (
+    "bread soup garden engine river letter window market forest winter coffee music planet bridge story clock"
+).split()
+VERBS = "bake repair paint carry measure explain clean plant finish choose compare describe".split()
+GOOD = (
+    "gladly carefully first then warm the gently until it is ready and check every part twice because a "
+    "steady hand helps you learn what works so take notes share them and enjoy the result with a friend"
+).split()
+BAD = (
+    "whatever nobody cares just guess or quit this is boring stop asking me who knows maybe never it breaks "
+    "anyway throw all of it away and blame someone else"
+).split()
+ASKS = (
+    "How do I {} the {}?",
+    "Tell me how to {} a {}.",
+    "Why should I {} my {} today?",
+    "Can you {} one {}?",
+)
+
+CHAT_TEMPLATE = (
+    "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
+    "{% for message in messages %}"
+    "{{ message['role'] }}: {{ message['content'] }}{{ eos_token }}\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+FAMILY_SHAPE = {"llama": {}, "qwen2": {}, "qwen3": {"head_dim": 24}}
+HEADS = {
+    "classifier": "AutoModelForSequenceClassification",
+    "causal": "AutoModelForCausalLM",
+    "base": "AutoModel",
+}
+
+
+def tiny_tokenizer(folder=None, *, pad="<pad>", eos="</s>", bos=None, chat_template=False, vocab_size=512):
+    """A byte-level BPE fast tokenizer that knows our word lists; written to `folder` too when one is given.
+
+    pad=None leaves it without a pad token, pad equal to eos makes them one; `bos` is put before every text.
+    """
+    from tokenizers import Tokenizer, processors
+    from transformers import PreTrainedTokenizerFast
+
+    named = {"pad_token": pad, "eos_token": eos, "bos_token": bos}
+    named = {key: token for key, token in named.items() if token is not None}
+    backend = Tokenizer.from_str(_trained_bpe(vocab_size, tuple(dict.fromkeys(named.values()))))
+    if bos is not None:
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, backend.token_to_id(bos))]
+        )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **named)
+    if chat_template:
+        tokenizer.chat_template = CHAT_TEMPLATE
+    if folder is not None:
+        tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def tiny_model(
+    folder,
+    model_type: str = "llama",
+    *,
+    head: str = "classifier",
+    dtype: str = "float32",
+    shards: bool = False,
+    tie: bool = False,
+    tokenizer: dict | None = None,
+    seed: int = 0,
+    **overrides,
+) -> Path:
+    """Write a checkpoint with its tokenizer and return the folder.
+
+    Every parameter is random, norms and biases too, and large enough for each to move the score. As in real
+    checkpoints, the vocabulary has a few rows that no token uses.
+
+    head: "classifier", "causal" or "base"; shards: over several files; tie: a causal head with the embedding;
+    tokenizer: arguments of `tiny_tokenizer`; overrides: of the config, which names the tokenizer's pad token
+    unless `pad_token_id` is among them.
+    """
+    import torch
+    import transformers
+
+    words = tiny_tokenizer(folder, **(tokenizer or {}))
+    facts = SHAPE | FAMILY_SHAPE[model_type]
+    facts |= {"vocab_size": len(words) + 8, "tie_word_embeddings": tie, "initializer_range": 0.1}
+    facts |= {
+        "pad_token_id": words.pad_token_id,
+        "eos_token_id": words.eos_token_id,
+        "bos_token_id": words.bos_token_id,
+    }
+    if head == "classifier":
+        facts["num_labels"] = 1
+    config = transformers.AutoConfig.for_model(model_type, **(facts | overrides))
+    model = getattr(transformers, HEADS[head]).from_config(config, dtype=torch.float32)
+    _randomise(model, torch.Generator().manual_seed(seed))
+    model = model.to(getattr(torch, dtype))
+    model.config.dtype = getattr(torch, dtype)
+    model.save_pretrained(folder, max_shard_size="100KB" if shards else "5GB")
+    return Path(folder)
+
+
+def preference_rows(n: int, kind: str = "text", margin: bool = False, seed: int = 0) -> list[dict]:
+    """`n` pairs of 4 to about 50 tokens (the chat template adds 15); either side may be the longer.
+
+    kind: "text" (implicit prompt), "prompt" (explicit), or the same as messages: "chat", "chat_prompt".
+    Three pairs in four are told apart by their words; the rest mix them, so that accuracy stays below 1.
+    """
+    dice = random.Random(f"{seed} {kind} {margin}")
+    rows = [_row(dice, kind) for _ in range(n)]
+    if margin:
+        for row in rows:
+            row["margin"] = round(dice.uniform(-0.5, 2.0), 3)
+    return rows
+
+
+def _row(dice: random.Random, kind: str) -> dict:
+    ask = dice.choice(ASKS).format(dice.choice(VERBS), dice.choice(THINGS))
+    words = (GOOD, BAD) if dice.random() < 0.75 else (GOOD + BAD, GOOD + BAD)
+    chosen, rejected = (" ".join(dice.choices(list_, k=_length(dice))) for list_ in words)
+    if kind == "text":
+        ask = ask if dice.random() < 0.8 else ""
+        return {"chosen": f"{ask} {chosen}".strip(), "rejected": f"{ask} {rejected}".strip()}
+    if kind == "prompt":
+        return {"prompt": f"{ask} ", "chosen": chosen, "rejected": rejected}
+    question = [{"role": "user", "content": ask}]
+    chosen, rejected = ([{"role": "assistant", "content": text}] for text in (chosen, rejected))
+    if kind == "chat":
+        return {"chosen": question + chosen, "rejected": question + rejected}
+    if kind == "chat_prompt":
+        return {"prompt": question, "chosen": chosen, "rejected": rejected}
+    raise ValueError(f"kind={kind!r} is not one of text, prompt, chat, chat_prompt")
+
+
+def _length(dice: random.Random) -> int:
+    """Words of an answer: mostly short, some long."""
+    return dice.randint(3, 12) if dice.random() < 0.6 else dice.randint(13, 32)
+
+
+@cache
+def _trained_bpe(vocab_size: int, special: tuple[str, ...]) -> str:
+    """The tokenizer's JSON. Trained on our own lists, so that most of their words become one token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(special),
+        initial_alphabet=sorted(alphabet),
+        show_progress=False,
+    )
+    common = [f" {word}" for word in GOOD + BAD for _ in range(3)]
+    asks = [ask.format(verb, thing) for ask in ASKS for verb in VERBS for thing in THINGS[:4]]
+    backend.train_from_iterator(common + asks + [f" {word}" for word in THINGS], trainer)
+    return backend.to_str()
+
+
+def _randomise(model, generator) -> None:
+    """Norm weights around 1, biases around 0, matrices that keep the size of what passes through them."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name:
+                parameter.copy_(1 + 0.3 * noise)
+            elif parameter.ndim == 1:
+                parameter.copy_(0.3 * noise)
+            elif "embed" in name:
+                parameter.copy_(0.7 * noise)
+            else:
+                parameter.copy_(noise / parameter.shape[-1] ** 0.5)
