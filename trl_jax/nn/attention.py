@@ -12,7 +12,7 @@ from trl_jax.nn.linear import Linear
 from trl_jax.nn.norm import RMSNorm
 from trl_jax.nn.rope import rotate
 
-QUERY_BLOCK = 128
+QUERY_BLOCK = 256
 
 
 class Dropout(NamedTuple):

@@ -29,33 +29,38 @@ class Rope:
     attention_factor: float = 1.0
 
     def frequencies(self, head_dim: int) -> np.ndarray:
-        """Radians per position for each pair of channels: float32 `[C / 2]`."""
+        """Radians per position for each pair of channels: float32 `[C / 2]`.
+
+        All in float32 but the power, which torch rounds once: at position 100,000 one ulp is a hundredth of a radian.
+        """
         exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-        base = (np.float32(1.0) / np.float32(self.theta) ** exponents).astype(np.float32)
+        powers = (self.theta ** exponents.astype(np.float64)).astype(np.float32)
         stretch = {"default": _unchanged, "linear": _linear, "llama3": _llama3, "yarn": _yarn}[self.kind]
-        return stretch(self, base).astype(np.float32)
+        return stretch(self, powers)
 
 
-def _unchanged(rope: Rope, base: np.ndarray) -> np.ndarray:
-    return base
+def _unchanged(rope: Rope, powers: np.ndarray) -> np.ndarray:
+    return 1 / powers
 
 
-def _linear(rope: Rope, base: np.ndarray) -> np.ndarray:
+def _linear(rope: Rope, powers: np.ndarray) -> np.ndarray:
     """Position interpolation (arXiv:2306.15595)."""
-    return base / rope.factor
+    return 1 / powers / rope.factor
 
 
-def _llama3(rope: Rope, base: np.ndarray) -> np.ndarray:
+def _llama3(rope: Rope, powers: np.ndarray) -> np.ndarray:
     """Llama 3.1: long wavelengths are slowed by `factor`, short ones kept, those between are blended."""
-    turns = rope.original_length * base / (2 * math.pi)  # full turns within the original context
+    base = 1 / powers
+    wavelength = 1 / base * (2 * math.pi)
+    turns = 1 / wavelength * rope.original_length  # within the original context; in torch's order of rounding
     kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     kept = np.clip(kept, 0.0, 1.0)
-    return kept * base + (1 - kept) * base / rope.factor
+    return (1 - kept) * base / rope.factor + kept * base
 
 
-def _yarn(rope: Rope, base: np.ndarray) -> np.ndarray:
+def _yarn(rope: Rope, powers: np.ndarray) -> np.ndarray:
     """YaRN's blend by parts (arXiv:2309.00071, section 3.2): a linear ramp over the index of the channel pair."""
-    head_dim = 2 * len(base)
+    head_dim = 2 * len(powers)
 
     def pair_that_turns(times: float) -> float:
         return head_dim * math.log(rope.original_length / (times * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -64,8 +69,9 @@ def _yarn(rope: Rope, base: np.ndarray) -> np.ndarray:
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = np.clip((np.arange(len(base), dtype=np.float32) - low) / max(high - low, 1e-3), 0, 1)
-    return base * (1 - ramp) + base / rope.factor * ramp
+    ramp = np.clip((np.arange(len(powers), dtype=np.float32) - low) / (high - low or 1e-3), 0, 1)
+    kept = 1 - ramp
+    return 1 / (rope.factor * powers) * (1 - kept) + 1 / powers * kept
 
 
 def rope_angles(positions: jax.Array, rope: Rope, head_dim: int) -> tuple[jax.Array, jax.Array]:
