@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Make a virtual environment with the reference (TRL on a CPU build of torch) beside this package, and run the tests.
+#
+#   bash compat_tests/run.sh [options of pytest]
+#
+# PYTHON=/path/to/python chooses the interpreter, TORCH="torch==2.13.0 --index-url ..." where torch comes from: plain
+# `torch` may bring gigabytes of CUDA that no test needs.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+venv=.venv-test
+"${PYTHON:-python3}" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || {
+    echo "run.sh: ${PYTHON:-python3} is $("${PYTHON:-python3}" --version), wanted Python 3.11, 3.12 or 3.13." >&2
+    exit 1
+}
+[ -d "$venv" ] || "${PYTHON:-python3}" -m venv "$venv"
+
+echo "== Installing trl_jax, torch for the CPU, and TRL"
+# shellcheck disable=SC2086  # TORCH may hold options of pip
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check ${TORCH:-torch==2.13.0}
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[test]"
+
+echo "== Testing"
+exec "$venv/bin/python" -m pytest -n 2 "$@"

@@ -1,0 +1,80 @@
+"""A whole run in an environment without torch, trl, peft and accelerate: python compat_tests/torch_free.py
+
+Trains, evaluates, saves, loads and scores, in this process and through the command line, and fails if any of the four
+is installed or was imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+UNWANTED = ("torch", "trl", "peft", "accelerate")
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+def main() -> None:
+    check("installed", [name for name in UNWANTED if importlib.util.find_spec(name)])
+    sys.path.insert(0, str(EXAMPLES))
+    with tempfile.TemporaryDirectory() as folder:
+        final = train(Path(folder))
+        score(final)
+        from_the_shell(Path(folder))
+    check("imported", [name for name in UNWANTED if name in sys.modules])
+    print("Trained, evaluated, saved, loaded and scored without", ", ".join(UNWANTED) + ".")
+
+
+def check(what: str, found: list[str]) -> None:
+    if found:
+        raise SystemExit(f"{what}: {', '.join(found)}. This check wants an environment without {', '.join(UNWANTED)}.")
+
+
+def train(folder: Path) -> Path:
+    import tiny_model
+    from datasets import load_dataset
+
+    from trl_jax import RewardConfig, RewardTrainer
+
+    pairs = load_dataset("json", data_files=str(EXAMPLES / "data" / "preferences_train.jsonl"), split="train[:64]")
+    start = tiny_model.build(folder / "start", [row["chosen"][0]["content"] for row in pairs])
+    args = RewardConfig(
+        str(folder / "run"), max_steps=6, logging_steps=2, eval_strategy="steps", eval_steps=3, save_steps=3,
+        learning_rate=1e-3, load_best_model_at_end=True, report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = RewardTrainer(str(start), args, train_dataset=pairs, eval_dataset=pairs.select(range(16)))
+    assert trainer.train().global_step == 6
+    assert 0 <= trainer.evaluate()["eval_accuracy"] <= 1
+    assert trainer.predict(pairs.select(range(5))).predictions.shape == (10, 1)
+    assert (folder / "run" / "checkpoint-6" / "model.safetensors").is_file()
+    trainer.save_model(str(folder / "final"))
+    return folder / "final"
+
+
+def score(final: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from trl_jax import AutoModelForSequenceClassification
+
+    batch = AutoTokenizer.from_pretrained(final)(["Hello there.", "Go away."], padding=True, return_tensors="np")
+    logits = AutoModelForSequenceClassification.from_pretrained(final)(**batch).logits
+    assert logits.shape == (2, 1)
+
+
+def from_the_shell(folder: Path) -> None:
+    command = [
+        str(Path(sysconfig.get_path("scripts")) / "trl-jax"), "reward",
+        "--model_name_or_path", str(folder / "start"),
+        "--dataset_name", str(EXAMPLES / "data"),
+        "--output_dir", str(folder / "shell"),
+        "--max_steps", "2", "--max_length", "None", "--report_to", "none", "--logging_steps", "1",
+    ]  # fmt: skip
+    subprocess.run(command, check=True, cwd=folder)
+    assert (folder / "shell" / "model.safetensors").is_file()
+
+
+if __name__ == "__main__":
+    main()
