@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -36,30 +37,49 @@ class ConfigReader:
         found = self.raw.get(key)
         return default if found is None else found
 
-    def size(self, key: str, default: int | None = None, *, most: int = 2**31 - 1) -> int:
-        """A whole number from 1 to `most`."""
+    def size(self, key: str, default: int | None = None, *, least: int = 1, most: int = 2**31 - 1) -> int:
+        """A whole number from `least` to `most`."""
         found = self.value(key, default)
-        if isinstance(found, bool) or not isinstance(found, int) or not 1 <= found <= most:
-            raise ValueError(f"{self.source}: {key} is {found!r}, wanted a whole number from 1 to {most:,}.")
+        if isinstance(found, bool) or not isinstance(found, int) or not least <= found <= most:
+            raise self.wrong(key, found, f"a whole number from {least:,} to {most:,}")
         return found
 
-    def number(self, key: str, default: float | None = None) -> float:
+    def number(self, key: str, default: float | None = None, *, least: float = 0.0, most: float = 1e30) -> float:
+        """A finite number from `least` to `most`."""
         found = self.value(key, default)
-        if isinstance(found, bool) or not isinstance(found, int | float):
-            raise ValueError(f"{self.source}: {key} is {found!r}, wanted a number.")
+        if isinstance(found, bool) or not isinstance(found, int | float) or not least <= found <= most:
+            raise self.wrong(key, found, f"a number from {least:g}" + ("" if most == 1e30 else f" to {most:g}"))
         return float(found)
 
     def flag(self, key: str, default: bool = False) -> bool:
         found = self.value(key, default)
         if not isinstance(found, bool):
-            raise ValueError(f"{self.source}: {key} is {found!r}, wanted true or false.")
+            raise self.wrong(key, found, "true or false")
         return found
 
     def one_of(self, key: str, choices: Any, default: Any = None) -> Any:
         found = self.value(key, default)
-        if found not in choices:
-            raise ValueError(f"{self.source}: {key} is {found!r}, supported are {', '.join(sorted(map(str, choices)))}.")
+        if found not in list(choices):
+            raise self.wrong(key, found, f"one of {', '.join(sorted(map(str, choices)))}")
         return found
+
+    def section(self, key: str) -> dict[str, Any]:
+        """An object of its own; empty where the key is absent or null."""
+        found = self.value(key, {})
+        if not isinstance(found, dict):
+            raise self.wrong(key, found, "an object")
+        return found
+
+    def names(self, key: str) -> list[str] | None:
+        """A list of strings; None where the key is absent or null."""
+        found = self.value(key)
+        if found is not None and not (isinstance(found, list) and all(isinstance(name, str) for name in found)):
+            raise self.wrong(key, found, "a list of names")
+        return found
+
+    def wrong(self, key: str, found: Any, wanted: str) -> ValueError:
+        text = repr(found)
+        return ValueError(f"{self.source}: {key} is {text[:80]}{'...' if len(text) > 80 else ''}, wanted {wanted}.")
 
     def finish(self) -> None:
         """Refuse what nobody read: an unknown key may change what the model computes."""
@@ -85,11 +105,17 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{path} does not exist: a checkpoint folder holds config.json and *.safetensors.")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number or a nest beyond Python's limits
         raise ValueError(f"{path} is not valid JSON ({error}). Download the checkpoint again.") from error
     if not isinstance(raw, dict):
         raise ValueError(f"{path} holds a JSON {type(raw).__name__}, wanted an object.")
-    if raw.get("quantization_config") is not None:
+    reader = ConfigReader(raw, str(path))
+    reader.names("architectures")
+    for key in ("id2label", "label2id"):
+        reader.section(key)
+    for key in ("dtype", "torch_dtype"):
+        reader.one_of(key, ("float32", "bfloat16", "float16"), "float32")
+    if reader.section("quantization_config"):
         method = raw["quantization_config"].get("quant_method")
         raise ValueError(
             f"{path}: the weights are quantised (quant_method={method!r}), which this release of trl_jax cannot read. "

@@ -10,14 +10,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from trl_jax.hub.diagnosis import diagnose
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_OPENINGS = {
-    b"version https://git-lfs": "this is a git-LFS pointer, not the weights: run `git lfs pull`",
-    b"<": "this is an HTML or XML page, probably an error page saved in place of the file: download it again",
-    b"PK\x03\x04": "this is a zip archive, probably a PyTorch .bin under another name: convert it to safetensors",
-    b"\x80\x02": "this is a pickle, probably a PyTorch .bin under another name: convert it to safetensors",
-}
 
 
 class CheckpointFiles:
@@ -41,7 +37,7 @@ class CheckpointFiles:
         try:
             handle = safe_open(path, framework="numpy")
         except SafetensorError as error:
-            raise ValueError(f"{path} is not a readable safetensors file: {_diagnosis(path) or error}.") from error
+            raise ValueError(f"{path} is not a readable safetensors file: {diagnose(path) or error}.") from error
         self.shards[path.name] = list(handle.keys())
         for tensor in self.shards[path.name]:
             if tensor in self._handles:
@@ -78,23 +74,24 @@ def _indexed(folder: Path) -> list[str]:
     try:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         names = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not an index: wanted a JSON object with weight_map, tensor to file.") from error
-    strange = [name for name in names if not isinstance(name, str) or Path(name).name != name or "\\" in name]
+    strange = [name for name in names if not isinstance(name, str) or not _plain(name)]
     if strange or not names:
-        raise ValueError(f"{path} names shards outside its folder or none at all: {strange}. Nothing was opened.")
+        raise ValueError(
+            f"{path} names shards outside its folder or none at all: {strange}. Nothing was opened. Shards are plain "
+            "file names: download the index again."
+        )
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        raise FileNotFoundError(f"{folder} lacks {len(missing)} of {len(names)} shards: {', '.join(missing)}.")
+        raise FileNotFoundError(
+            f"{folder} lacks {len(missing)} of the {len(names)} shards in {INDEX}: {', '.join(missing)}. Download them."
+        )
     return names
 
 
-def _diagnosis(path: Path) -> str | None:
-    """What a file that is no safetensors file seems to be."""
-    opening = path.read_bytes()[:64] if path.stat().st_size < 64 else path.open("rb").read(64)
-    if len(opening) < 8:
-        return f"it has {len(opening)} bytes, an interrupted download perhaps"
-    return next((text for mark, text in _OPENINGS.items() if opening.lstrip().startswith(mark)), None)
+def _plain(name: str) -> bool:
+    return Path(name).name == name and name not in ("", "..") and "\\" not in name and "\0" not in name
 
 
 def write_checkpoint(folder: Path, shards: dict[str, list[str]], read: Callable[[str], np.ndarray]) -> None:

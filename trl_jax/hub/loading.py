@@ -59,6 +59,7 @@ def load(folder: Path, *, dtype: str, seed: int) -> tuple[dict[str, jax.Array], 
     on_disk = _full_names(family, files)
     wires = family.table(arch)
     _, shapes = abstract_scorer(arch)
+    _check_language_head(folder, raw, files, on_disk, family)
     _check(folder, family, arch, wires, shapes, files, on_disk)
     params = {}
     for wire in wires:
@@ -106,7 +107,6 @@ def _full_names(family: Family, files: CheckpointFiles) -> dict[str, str]:
 
 def _check(folder, family, arch, wires, shapes, files, on_disk) -> None:
     """Both sides of the table match exactly, before anything is allocated."""
-    _check_language_head(folder, files, on_disk, family)
     wanted = {}
     for wire in wires:
         shape = shapes[wire.path].shape
@@ -116,7 +116,7 @@ def _check(folder, family, arch, wires, shapes, files, on_disk) -> None:
     if missing or unexpected:
         raise ValueError(
             f"{folder}: the weights do not fit config.json (model_type {family.model_type!r}). "
-            f"Missing: {_some(missing)}. Unexpected: {_some(unexpected)}."
+            f"Missing: {_some(missing)}. Unexpected: {_some(unexpected)}. Pass the config.json that belongs to them."
         )
     wrong = [
         f"{name} is {list(files.shapes[on_disk[name]])}, config.json asks for {list(shape)}"
@@ -127,9 +127,8 @@ def _check(folder, family, arch, wires, shapes, files, on_disk) -> None:
         raise ValueError(f"{folder}: wrong shapes: {_some(wrong)}. A reward model has one score a sequence (1 label).")
 
 
-def _check_language_head(folder, files, on_disk, family) -> None:
+def _check_language_head(folder, raw, files, on_disk, family) -> None:
     """The head is dropped either way, but a checkpoint that contradicts its config may be a broken one."""
-    raw = read_config(folder)
     tied, present = bool(raw.get("tie_word_embeddings")), LANGUAGE_HEAD in on_disk
     architecture = str((raw.get("architectures") or [""])[0])
     if not tied and not present and architecture.endswith("ForCausalLM"):
@@ -156,5 +155,6 @@ def _source(raw, family, arch, wires, files, on_disk, dtype) -> Source:
     full = {disk: name for name, disk in on_disk.items()}
     shards = {file: [full[name] for name in tensors if name in full] for file, tensors in files.shards.items()}
     own = {full[name]: files.dtypes[name] if dtype == "auto" else dtype for name in full}
-    head = raw.get("dtype") or raw.get("torch_dtype") or "float32" if dtype == "auto" else dtype
+    stored = raw.get("dtype") or raw.get("torch_dtype") or next(iter(own.values()))
+    head = stored if dtype == "auto" else dtype
     return Source(raw, family, arch, shards, {HEAD: head, **own}, wires)

@@ -158,6 +158,9 @@ def _config(folder: Path) -> Any:
     """transformers' config object: what tokenizers, trackers and scripts ask `model.config` for."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(folder, num_labels=1)
+    try:
+        config = AutoConfig.from_pretrained(folder, num_labels=1)
+    except Exception as error:  # its classes check their keys with errors of many types, none of which names the file
+        raise ValueError(f"{folder / 'config.json'}: transformers refuses it: {error}. Correct that key.") from error
     config.use_cache = False
     return config

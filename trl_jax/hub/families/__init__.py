@@ -43,7 +43,7 @@ def family_of(raw: dict[str, Any], source: Path) -> Family:
     """
     known = families()
     found = raw.get("model_type")
-    if found not in known:
+    if not isinstance(found, str) or found not in known:
         custom = " Its own code (auto_map) is never run." if raw.get("auto_map") else ""
         raise ValueError(
             f"{source}: model_type {found!r} is not supported by this release of trl_jax.{custom} "

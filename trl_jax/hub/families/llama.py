@@ -11,15 +11,9 @@ from trl_jax.nn.mlp import ACTIVATIONS
 
 
 def arch(config: ConfigReader) -> Arch:
-    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
-    layers, bias = config.size("num_hidden_layers", most=4096), config.flag("attention_bias")
-    if hidden % heads and config.value("head_dim") is None:
-        raise ValueError(f"{config.source}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}.")
-    key_heads = config.size("num_key_value_heads", heads)
-    if heads % key_heads:
-        raise ValueError(
-            f"{config.source}: num_attention_heads {heads} is not a multiple of num_key_value_heads {key_heads}."
-        )
+    hidden, layers = config.size("hidden_size"), config.size("num_hidden_layers", most=4096)
+    heads, key_heads, head_dim = read_heads(config, hidden)
+    bias = config.flag("attention_bias")
     return Arch(
         vocab_size=config.size("vocab_size"),
         hidden_size=hidden,
@@ -27,7 +21,7 @@ def arch(config: ConfigReader) -> Arch:
         num_layers=layers,
         num_heads=heads,
         num_key_heads=key_heads,
-        head_dim=config.size("head_dim", hidden // heads),
+        head_dim=head_dim,
         norm_eps=config.number("rms_norm_eps", 1e-6),
         rope=read_rope(config),
         windows=(None,) * layers,
@@ -35,17 +29,33 @@ def arch(config: ConfigReader) -> Arch:
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=config.flag("mlp_bias"),
-        attention_dropout=config.number("attention_dropout", 0.0),
+        attention_dropout=config.number("attention_dropout", 0.0, most=0.99),
         initializer_range=config.number("initializer_range", 0.02),
         tied_embeddings=config.flag("tie_word_embeddings"),
         padding_idx=read_padding_idx(config),
     )
 
 
+def read_heads(config: ConfigReader, hidden: int) -> tuple[int, int, int]:
+    """Query heads, key heads, channels of one head."""
+    heads = config.size("num_attention_heads")
+    if hidden % heads and config.value("head_dim") is None:
+        raise config.wrong("hidden_size", hidden, f"a multiple of num_attention_heads {heads}")
+    key_heads = config.size("num_key_value_heads", heads)
+    if heads % key_heads:
+        raise config.wrong("num_attention_heads", heads, f"a multiple of num_key_value_heads {key_heads}")
+    head_dim = config.size("head_dim", hidden // heads)
+    if head_dim % 2:
+        raise config.wrong("head_dim", head_dim, "an even number: rotary positions turn pairs of channels")
+    return heads, key_heads, head_dim
+
+
 def read_padding_idx(config: ConfigReader) -> int | None:
     """The pad token that the checkpoint names; one that a script sets later trains like any other."""
-    found = config.value("pad_token_id")
-    return found if found is None or found >= 0 else config.size("vocab_size") + found
+    if config.value("pad_token_id") is None:
+        return None
+    size = config.size("vocab_size")
+    return config.size("pad_token_id", least=-size, most=size - 1) % size
 
 
 def table(arch: Arch) -> list[Wire]:

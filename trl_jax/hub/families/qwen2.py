@@ -11,10 +11,11 @@ from trl_jax.models.arch import Arch
 
 def read_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
     """A window for each layer: `layer_types` says where, or `max_window_layers` from where on."""
-    used = config.flag("use_sliding_window")
+    switched_off = "sliding_window" in config.raw and config.value("sliding_window") is None  # null means no window
+    used = config.flag("use_sliding_window") and not switched_off
     window = config.size("sliding_window", 4096)
-    first = config.value("max_window_layers", 28)
-    types = config.value("layer_types")
+    first = config.size("max_window_layers", 28, least=0)
+    types = config.names("layer_types")
     if types is None:
         types = ["sliding_attention" if used and i >= first else "full_attention" for i in range(num_layers)]
     if len(types) != num_layers or set(types) - {"full_attention", "sliding_attention"}:
@@ -23,7 +24,10 @@ def read_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...
             "full_attention or sliding_attention."
         )
     if "sliding_attention" in types and not used:
-        raise ValueError(f"{config.source}: layer_types names sliding_attention but use_sliding_window is false.")
+        raise ValueError(
+            f"{config.source}: layer_types names sliding_attention but use_sliding_window is false or sliding_window "
+            "null. Make them agree."
+        )
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 

@@ -1,0 +1,201 @@
+"""Loading: names and shards as they come, and one copy of the weights."""
+
+from __future__ import annotations
+
+import gc
+import json
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from compat_tests.models import variants
+from compat_tests.tiny import tiny_model
+from trl_jax import AutoModelForSequenceClassification
+from trl_jax.hub import loading
+from trl_jax.hub.files import CheckpointFiles
+from trl_jax.hub.loading import load
+
+BIG = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 2000}
+
+
+def assert_same_params(one, other):
+    assert one.keys() == other.keys()
+    for path, array in one.items():
+        np.testing.assert_array_equal(array, other[path], err_msg=path)
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory):
+    """About 6 million parameters: Python's own objects are small beside them."""
+    pytest.importorskip("torch")
+    return tiny_model(tmp_path_factory.mktemp("big"), "llama", **BIG)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "auto", "bfloat16"])
+def test_one_copy_of_the_weights_and_one_tensor(big, dtype, monkeypatch):
+    """Counted with the host as the device, so that tracemalloc sees what stays as well as what goes."""
+    monkeypatch.setattr(loading.jax, "device_put", lambda array, **how: array)
+    load(big, dtype=dtype, seed=0)  # what is allocated once is not counted
+    gc.collect()
+    tracemalloc.start()
+    params, _ = load(big, dtype=dtype, seed=0)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    weights = sum(array.nbytes for array in params.values())
+    largest = max(4 * int(np.prod(shape)) for shape in CheckpointFiles(big).shapes.values())
+    assert largest < weights / 8 and weights > 16e6
+    assert weights < peak < weights + 2 * largest, (
+        f"{peak:,} bytes for {weights:,} of weights, {largest:,} the largest"
+    )
+
+
+def test_tensors_are_let_go_as_soon_as_they_are_in_place(big, monkeypatch):
+    """Of what was read from disk, one tensor lives at a time."""
+    living, most = set(), 0
+
+    class Counted(np.ndarray):
+        def __del__(self):
+            living.discard(id(self))
+
+    def read(self, tensor):
+        nonlocal most
+        values = CheckpointFiles.read(self, tensor).view(Counted)
+        living.add(id(values))
+        most = max(most, len(living))
+        return values
+
+    monkeypatch.setattr(loading, "CheckpointFiles", type("Files", (CheckpointFiles,), {"read": read}))
+    load(big, dtype="float32", seed=0)
+    assert most <= 2  # the next is read before the last name lets go
+
+
+def test_nothing_is_initialised_before_it_is_read(big, monkeypatch):
+    """Shapes come from an abstract model: reading the first tensor finds no parameter made."""
+    monkeypatch.setattr(loading, "_assemble", lambda files, tensors, shape, dtype, stacked: (tensors, shape))
+    tracemalloc.start()
+    params, _ = load(big, dtype="float32", seed=0)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(params) == 12 and peak < 3e6
+
+
+@pytest.mark.parametrize("head", ["classifier", "causal", "base"])
+def test_shards_hold_what_one_file_holds(head, checkpoint):
+    pytest.importorskip("torch")
+    whole, _ = load(checkpoint("qwen3", head=head), dtype="float32", seed=3)
+    pieces, _ = load(checkpoint("qwen3", head=head, shards=True), dtype="float32", seed=3)
+    assert_same_params(whole, pieces)
+
+
+def test_the_seed_draws_the_head_and_nothing_else(checkpoint):
+    pytest.importorskip("torch")
+    folder = checkpoint("llama", head="base")
+    one, two = (load(folder, dtype="float32", seed=seed)[0] for seed in (1, 2))
+    assert not np.array_equal(one.pop("score.weight"), two.pop("score.weight"))
+    assert_same_params(one, two)
+
+
+def test_the_head_that_is_drawn_is_torchs(checkpoint):
+    """As TRL's run draws it: the seed is set, then transformers makes the layer."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    folder = checkpoint("llama", head="causal")
+    transformers.set_seed(42)
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(
+        folder, num_labels=1, dtype=torch.float32
+    )
+    ours = AutoModelForSequenceClassification.from_pretrained(folder, dtype="float32", seed=42)
+    np.testing.assert_allclose(
+        ours.params["score.weight"], theirs.score.weight.detach().numpy(), rtol=2e-7, atol=1e-9
+    )
+
+
+def test_rounding_to_bfloat16_is_torchs(checkpoint):
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file
+
+    folder = checkpoint("llama")
+    params, _ = load(folder, dtype="bfloat16", seed=0)
+    wanted = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].to(torch.bfloat16).float()
+    assert params["decoder.embed.weight"].dtype == np.float32
+    np.testing.assert_array_equal(params["decoder.embed.weight"], wanted.numpy())
+
+
+def test_tensors_that_old_checkpoints_carry_are_ignored(tmp_path):
+    pytest.importorskip("torch")
+    from safetensors.numpy import load_file, save_file
+
+    folder = tiny_model(tmp_path, "llama")
+    wanted, _ = load(folder, dtype="float32", seed=0)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    assert_same_params(load(folder, dtype="float32", seed=0)[0], wanted)
+
+
+def test_a_subfolder_and_a_path_object(tmp_path):
+    pytest.importorskip("torch")
+    folder = tiny_model(tmp_path / "nested" / "deep", "llama")
+    by_name = AutoModelForSequenceClassification.from_pretrained(str(folder))
+    by_parts = AutoModelForSequenceClassification.from_pretrained(tmp_path / "nested", subfolder="deep")
+    assert_same_params(by_name.params, by_parts.params)
+    with pytest.raises(FileNotFoundError, match="has no subfolder 'shallow'"):
+        AutoModelForSequenceClassification.from_pretrained(tmp_path, subfolder="shallow")
+
+
+def test_scores_of_rows_without_a_pad_token(checkpoint):
+    pytest.importorskip("torch")
+    model = AutoModelForSequenceClassification.from_pretrained(checkpoint("llama"))
+    ids, mask = variants.rows()
+    wanted = model(ids[:1]).logits
+    model.config.pad_token_id = None
+    np.testing.assert_array_equal(model(ids[:1]).logits, wanted)
+    with pytest.raises(ValueError, match="7 rows cannot be scored without config.pad_token_id"):
+        model(ids, mask)
+
+
+@pytest.mark.parametrize(
+    ("ids", "text"),
+    [
+        ([1, 2], r"input_ids must be whole numbers \[rows, T\], got int64 \[2\]"),
+        ([[0.5]], "input_ids must be whole numbers"),
+        ([[1, 520]], "input_ids run from 1 to 520, the vocabulary from 0 to 519"),
+        ([[-1, 5]], "input_ids run from -1 to 5"),
+    ],
+)
+def test_ids_that_cannot_be_scored(ids, text, checkpoint):
+    pytest.importorskip("torch")
+    with pytest.raises(ValueError, match=text):
+        AutoModelForSequenceClassification.from_pretrained(checkpoint("llama"))(ids)
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "text"),
+    [
+        ({"num_labels": 2}, ValueError, "num_labels is 2, but a reward model has one score"),
+        ({"dtype": "int8"}, ValueError, "dtype is 'int8', wanted one of float32, bfloat16, float16, auto"),
+        ({"attn_implementation": "magic"}, ValueError, "attn_implementation is 'magic', wanted one of"),
+        ({"colour": 1, "shape": 2}, TypeError, "does not take colour, shape. It takes num_labels, dtype"),
+    ],
+)
+def test_arguments_are_judged_by_name(how, error, text, checkpoint):
+    pytest.importorskip("torch")
+    with pytest.raises(error, match=text):
+        AutoModelForSequenceClassification.from_pretrained(checkpoint("llama"), **how)
+
+
+@pytest.mark.parametrize("key", ["device_map", "low_cpu_mem_usage", "trust_remote_code"])
+def test_arguments_without_effect_are_warned_of(key, checkpoint, caplog):
+    pytest.importorskip("torch")
+    AutoModelForSequenceClassification.from_pretrained(checkpoint("llama"), **{key: "auto"})
+    assert f"{key} has no effect" in caplog.text
+
+
+def test_the_number_of_parameters_is_that_of_the_files(checkpoint):
+    pytest.importorskip("torch")
+    folder = checkpoint("llama")
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    sizes = [int(np.prod(shape)) for shape in CheckpointFiles(folder).shapes.values()]
+    assert model.num_parameters() == sum(sizes)
+    embedding = json.loads((folder / "config.json").read_text())["vocab_size"] * 64
+    assert model.num_parameters(exclude_embeddings=True) == sum(sizes) - embedding

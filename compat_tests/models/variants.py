@@ -1,0 +1,125 @@
+"""The facts in which checkpoints differ, each as a tiny checkpoint; rows; transformers' answer."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from compat_tests.tiny import tiny_model
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR = {"rope_type": "linear", "factor": 3.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 8.0}
+WINDOW = {"use_sliding_window": True, "sliding_window": 7}
+TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+
+EVERY_FAMILY = {
+    "plain": {},
+    "tied": {"tie": True, "head": "causal"},
+    "wide_heads": {"head_dim": 24, "num_key_value_heads": 1},
+    "other_facts": {"rms_norm_eps": 1e-2, "hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": 4},
+    "llama3": {"rope": LLAMA3, "theta": 500.0},
+    "linear": {"rope": LINEAR, "theta": 200.0},
+    "yarn": {"rope": YARN, "theta": 300.0},
+    "old_llama3": {"rope": LLAMA3, "theta": 500.0, "old": "rope_type"},
+    "old_linear": {"rope": LINEAR, "theta": 200.0, "old": "type"},
+    "old_yarn": {"rope": YARN, "theta": 300.0, "old": "type"},
+    "old_default": {"theta": 700.0, "old": "rope_type"},
+}
+WINDOWS = {
+    "layer_types": {**WINDOW, "layer_types": TYPES},
+    "max_window_layers": {**WINDOW, "max_window_layers": 1, "drop": ["layer_types"]},
+    "long_window": {**WINDOW, "sliding_window": 90, "layer_types": TYPES, "length": 150},
+}
+OWN = {
+    "llama": {
+        "attention_bias": {"attention_bias": True},
+        "mlp_bias": {"mlp_bias": True},
+        "both_biases": {"attention_bias": True, "mlp_bias": True},
+        "long": {"length": 150},
+    },
+    "qwen2": WINDOWS,
+    "qwen3": {"attention_bias": {"attention_bias": True}, **WINDOWS},
+}
+CASES = [(family, name) for family in OWN for name in {**EVERY_FAMILY, **OWN[family]}]
+LENGTH = 40
+
+
+def variant(family: str, name: str) -> dict:
+    return {**EVERY_FAMILY, **OWN[family]}[name]
+
+
+def build(folder: Path, family: str, name: str) -> Path:
+    """The checkpoint of a variant.
+
+    rope, theta: what positions do; old: written as the generation of `rope_theta` and `rope_scaling` had it,
+    with the type under this key; drop: keys left out of config.json; the rest are arguments of `tiny_model`.
+    """
+    facts = dict(variant(family, name))
+    rope, theta, old = facts.pop("rope", {}), facts.pop("theta", 10_000.0), facts.pop("old", None)
+    drop, _ = facts.pop("drop", []), facts.pop("length", None)
+    rope = {"rope_type": "default", "rope_theta": theta, **rope}
+    tiny_model(folder, family, rope_parameters=rope, **facts)
+    config = json.loads((folder / "config.json").read_text())
+    if old is not None:
+        del config["rope_parameters"]
+        del rope["rope_theta"]
+        kind = rope.pop("rope_type")
+        config |= {"rope_theta": theta, "rope_scaling": {old: kind, **rope} if rope else None}
+    config = {key: value for key, value in config.items() if key not in drop}
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    return folder
+
+
+@cache
+def rows(length: int = LENGTH) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and mask `[7, length]`; the pad is id 0.
+
+    Full, padded right, padded left, pads seen and one hidden in the middle, pads seen at the end, only pads.
+    """
+    ids = np.random.default_rng(0).integers(1, 512, (7, length))
+    mask = np.ones_like(ids)
+    ids[1, length - 9 :], mask[1, length - 9 :] = 0, 0
+    ids[2, :11], mask[2, :11] = 0, 0
+    ids[3, 12:15] = 0
+    ids[4, 20], mask[4, 20] = 0, 0
+    ids[5, -2:] = 0
+    ids[6] = 0
+    return ids, mask
+
+
+def reference(folder: Path):
+    """transformers' classifier in float32, and not in the mood for dropout."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        folder, num_labels=1, dtype=torch.float32
+    )
+    return model.eval()
+
+
+def reference_logits(folder: Path, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    import torch
+
+    with torch.no_grad():
+        return reference(folder)(
+            input_ids=torch.tensor(ids), attention_mask=torch.tensor(mask)
+        ).logits.numpy()
+
+
+def assert_close(found: np.ndarray, wanted: np.ndarray, mark: float, what: str = "scores") -> None:
+    """Every number within `mark` of the largest wanted one."""
+    scale = np.abs(wanted).max()
+    off = np.abs(np.asarray(found, np.float64) - wanted).max()
+    assert off <= mark * scale, f"{what}: off by {off:.2e} where the scale is {scale:.2e}"
