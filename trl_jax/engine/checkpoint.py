@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from transformers.trainer_callback import ExportableState, TrainerState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints, sort_checkpoints
+from transformers.trainer_utils import (
+    PREFIX_CHECKPOINT_DIR,
+    SaveStrategy,
+    rotate_checkpoints,
+    sort_checkpoints,
+)
 
 from trl_jax.engine.events import Events
 
@@ -26,8 +31,9 @@ def save_checkpoint(output_dir: str, write_model: Callable[[Path], None], events
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     write_model(unfinished)
-    if state.best_global_step == state.global_step:
-        state.best_model_checkpoint = str(folder)
+    best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+    if best == folder or best.exists():  # it may have been written before it was known to be the best
+        state.best_model_checkpoint = str(best)
     _remember_callbacks(events)
     state.save_to_json(str(unfinished / STATE_FILE))
     if folder.exists():
@@ -67,10 +73,13 @@ def is_new_best(metrics: dict[str, float], args: Any, state: TrainerState) -> bo
             f"metric_for_best_model={args.metric_for_best_model!r} asks for {name}, which the evaluation does not "
             f"report. Reported: {', '.join(metrics)}."
         )
-    value, best = metrics[name], state.best_metric
-    if best is not None and not (value > best if args.greater_is_better else value < best):
+    worst = float("-inf") if args.greater_is_better else float("inf")
+    value, best = metrics[name], worst if state.best_metric is None else state.best_metric
+    if not (value > best if args.greater_is_better else value < best):  # so a NaN is never the best
         return False
-    state.best_metric, state.best_global_step = value, state.global_step
+    state.best_metric = value
+    if args.save_strategy != SaveStrategy.NO:
+        state.best_global_step = state.global_step
     return True
 
 

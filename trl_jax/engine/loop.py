@@ -51,13 +51,15 @@ class Loop:
     evaluate: Callable[[], dict[str, float]]
     save: Callable[[], None]
     _unreported: list[Metrics] = field(default_factory=list)
+    _evaluated_last: bool = False
     _loss_sum: float = 0.0
 
     def run(self) -> tuple[float, list[dict[str, np.ndarray]]]:
         """Train to the end, or until a callback says stop.
 
         Returns:
-            The mean loss over all steps, and the metrics of those since the last report.
+            The mean loss over all steps, and the metrics of those since the last report; none of these
+            where an evaluation came after them, for TRL's closing line leaves them out then.
         """
         events = self.events
         events.fire("on_train_begin")
@@ -69,7 +71,7 @@ class Loop:
             if events.control.should_training_stop:
                 break
         unreported = self._fetch()
-        return self._loss_sum / max(events.state.global_step, 1), unreported
+        return self._loss_sum / max(events.state.global_step, 1), [] if self._evaluated_last else unreported
 
     def _epoch(self, epoch: int) -> None:
         events, done = self.events, 0
@@ -106,6 +108,7 @@ class Loop:
         if self._unreported:
             jax.block_until_ready(self._unreported[-1])
         self._unreported.append(metrics)
+        self._evaluated_last = False
 
     def _report_evaluate_save(self) -> None:
         events = self.events
@@ -113,6 +116,7 @@ class Loop:
             self._report()
         if events.control.should_evaluate:
             best = is_new_best(self.evaluate(), events.args, events.state)
+            self._evaluated_last = True
             if events.args.save_strategy == SaveStrategy.BEST:
                 events.control.should_save = best
         if events.control.should_save:

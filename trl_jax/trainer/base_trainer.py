@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import json
 import math
 import os
 import time
@@ -23,7 +24,13 @@ from transformers.trainer_callback import (
     TrainerControl,
     TrainerState,
 )
-from transformers.trainer_utils import EvalPrediction, PredictionOutput, TrainOutput, speed_metrics
+from transformers.trainer_utils import (
+    EvalPrediction,
+    PredictionOutput,
+    SaveStrategy,
+    TrainOutput,
+    speed_metrics,
+)
 
 from trl_jax.data.order import plan
 from trl_jax.engine.checkpoint import forget_all_but_best, save_checkpoint
@@ -56,17 +63,24 @@ class BaseTrainer(abc.ABC):
         callbacks: list[TrainerCallback] | None = None,
         preprocess_logits_for_metrics: Any = None,
     ):
+        args.check()  # again: setters and plain assignment get past the check at construction
         if args.eval_strategy != "no" and eval_dataset is None:
             raise ValueError(
                 f"eval_strategy={str(args.eval_strategy.value)!r} needs an eval_dataset. Pass one, or set "
                 "eval_strategy='no'."
+            )
+        if args.save_strategy == SaveStrategy.BEST and args.metric_for_best_model is None:
+            raise ValueError(
+                "save_strategy='best' needs metric_for_best_model, which is None: say which metric of the "
+                "evaluation decides, as in metric_for_best_model='loss'."
             )
         self.model, self.args, self.processing_class = model, args, processing_class
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.is_in_train = False
-        self._tokens_seen = 0
+        # A second train() goes on with both, as TRL's does.
+        self._tokens_seen, self._optimizer_state = 0, None
         self._evaluate_batch = jax.jit(self._evaluation_step, static_argnames="dtype")
         self._events = Events(
             self._callback_handler(callbacks), args, TrainerState(stateful_callbacks=[]), TrainerControl()
@@ -163,15 +177,18 @@ class BaseTrainer(abc.ABC):
     def _advancer(self) -> Any:
         """(step batch, learning rate) -> metrics. Replaces the model's parameters by their successors."""
         tx = self.create_optimizer()
-        step, state = make_step(self.loss, tx), tx.init(self.model.params)
+        step = make_step(self.loss, tx)
+        if self._optimizer_state is None:
+            self._optimizer_state = tx.init(self.model.params)
         key = None if self.args.disable_dropout else jax.random.key(self.args.seed)
         flops_a_token = 6 * self.model.num_parameters(exclude_embeddings=True)
 
         def advance(batch, learning_rate):
-            nonlocal state
             step_key = None if key is None else jax.random.fold_in(key, self.state.global_step)
             rate = np.float32(learning_rate)
-            self.model.params, state, metrics = step(self.model.params, state, batch.arrays, rate, step_key)
+            self.model.params, self._optimizer_state, metrics = step(
+                self.model.params, self._optimizer_state, batch.arrays, rate, step_key
+            )
             self._tokens_seen += batch.num_tokens
             self.state.total_flos += flops_a_token * batch.num_padded_tokens
             return metrics
@@ -241,7 +258,7 @@ class BaseTrainer(abc.ABC):
                 metrics |= self._evaluate_one(part, f"{metric_key_prefix}_{name}")
             return metrics
         if isinstance(dataset, str):
-            return self._evaluate_one(self.eval_dataset[dataset], metric_key_prefix)
+            return self._evaluate_one(dataset, metric_key_prefix)
         if dataset is None:
             raise ValueError("evaluate() needs an eval_dataset: pass one to it or to the trainer.")
         dataset = dataset if eval_dataset is None else self.prepare_dataset(dataset, "eval")
@@ -260,8 +277,7 @@ class BaseTrainer(abc.ABC):
         start = time.time()
         loader = self.get_test_dataloader(self.prepare_dataset(test_dataset, "test"))
         evaluated, predictions = self._run_evaluation(loader)
-        metrics = {"loss": evaluated.loss()} | self._own_metrics(predictions)
-        metrics = {f"{metric_key_prefix}_{name.removeprefix(f'{metric_key_prefix}_')}": v for name, v in metrics.items()}
+        metrics = _prefixed(metric_key_prefix, evaluated.loss(), self._own_metrics(predictions))
         metrics |= self._speed(metric_key_prefix, start, evaluated)
         self._events.fire("on_predict", metrics)
         return PredictionOutput(predictions=predictions, label_ids=(), metrics=metrics)
@@ -270,9 +286,7 @@ class BaseTrainer(abc.ABC):
         start = time.time()
         evaluated, predictions = self._run_evaluation(self.get_eval_dataloader(dataset))
         own = {} if self.args.prediction_loss_only else self._own_metrics(predictions)
-        metrics = own | {"loss": evaluated.loss()}
-        metrics = {f"{prefix}_{name.removeprefix(f'{prefix}_')}": value for name, value in metrics.items()}
-        metrics |= self._speed(prefix, start, evaluated)
+        metrics = _prefixed(prefix, evaluated.loss(), own) | self._speed(prefix, start, evaluated)
         measured = {"num_tokens": float(self._tokens_seen)} | self.evaluation_metrics(evaluated)
         metrics |= {f"{prefix}_{name}": value for name, value in measured.items()}
         self.log(metrics)
@@ -294,7 +308,7 @@ class BaseTrainer(abc.ABC):
             )
         batches = [self.real_scores(*batch) for batch in zip(evaluated.scores, evaluated.num_pairs, strict=True)]
         if self.preprocess_logits_for_metrics is not None:
-            batches = [np.asarray(self.preprocess_logits_for_metrics(logits, None)) for logits in batches]
+            batches = [np.asarray(self.preprocess_logits_for_metrics(logits, ())) for logits in batches]
         return evaluated, np.concatenate(batches)
 
     def _evaluation_step(self, params: dict, batch: Any, *, dtype: str) -> Any:
@@ -317,7 +331,9 @@ class BaseTrainer(abc.ABC):
         return self.loader(self.train_dataset, training=True)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Batches of a prepared evaluation set, in its order."""
+        """Batches of a prepared evaluation set, in its order; a string picks one of the constructor's."""
+        if isinstance(eval_dataset, str):
+            eval_dataset = self.eval_dataset[eval_dataset]
         return self.loader(self.eval_dataset if eval_dataset is None else eval_dataset, training=False)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
@@ -336,7 +352,8 @@ class BaseTrainer(abc.ABC):
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         self.model.save_pretrained(folder)
         self.processing_class.save_pretrained(folder)
-        (folder / "training_args.json").write_text(self.args.to_json_string() + "\n", encoding="utf-8")
+        arguments = json.dumps(_without_tokens(self.args.to_dict()), indent=2)
+        (folder / "training_args.json").write_text(arguments + "\n", encoding="utf-8")
 
     def _save_checkpoint(self) -> None:
         save_checkpoint(self.args.output_dir, lambda folder: self.save_model(folder, _internal_call=True), self._events)
@@ -387,7 +404,6 @@ class BaseTrainer(abc.ABC):
         kept = [c for c in [*self.callback_handler.callbacks, self.control] if isinstance(c, ExportableState)]
         self._events.state = TrainerState(stateful_callbacks=kept)
         self.state.train_batch_size = self.args.per_device_train_batch_size
-        self._tokens_seen = 0
 
     @contextlib.contextmanager
     def _on_device(self):
@@ -400,6 +416,21 @@ class BaseTrainer(abc.ABC):
 def run_device(args: BaseConfig) -> jax.Device:
     """The one device a run of this release uses."""
     return jax.devices("cpu")[0] if args.use_cpu else jax.devices()[0]
+
+
+def _prefixed(prefix: str, loss: float, own: dict[str, float]) -> dict[str, float]:
+    """In TRL's order: the user's metrics that have the prefix already, the loss, the user's others."""
+    ready = {name: value for name, value in own.items() if name.startswith(f"{prefix}_")}
+    others = {f"{prefix}_{name}": value for name, value in own.items() if name not in ready}
+    return ready | {f"{prefix}_loss": loss} | others
+
+
+def _without_tokens(values: dict[str, Any]) -> dict[str, Any]:
+    """The dict without access tokens in the dicts it holds; transformers has hidden its own."""
+    return {
+        name: {**value, "token": "<TOKEN>"} if isinstance(value, dict) and "token" in value else value
+        for name, value in values.items()
+    }
 
 
 def _refuse(**given: Any) -> None:

@@ -43,7 +43,7 @@ class RewardTrainer(BaseTrainer):
         processing_class: the tokenizer; loaded with the model if None. Its pad token is set if it has none.
         compute_metrics: gets an EvalPrediction of all scores `[2N, 1]`, label_ids `()`.
         callbacks: transformers' callbacks, besides the default ones.
-        preprocess_logits_for_metrics: applied to each batch's scores, with labels None.
+        preprocess_logits_for_metrics: applied to each batch's scores `[2P, 1]`, with labels `()`.
         data_collator, optimizers, optimizer_cls_and_kwargs, quantization_config, peft_config: not in this release.
 
     Raises:
@@ -62,7 +62,7 @@ class RewardTrainer(BaseTrainer):
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[None, None] = (None, None),
         optimizer_cls_and_kwargs: None = None,
-        preprocess_logits_for_metrics: Callable[[np.ndarray, None], np.ndarray] | None = None,
+        preprocess_logits_for_metrics: Callable[[np.ndarray, tuple], np.ndarray] | None = None,
         quantization_config: None = None,
         peft_config: None = None,
     ):
@@ -150,7 +150,8 @@ class RewardTrainer(BaseTrainer):
             accumulation=args.gradient_accumulation_steps if training else 1,
             shuffle=training and args.train_sampling_strategy == "random",
             seed=args.seed if args.data_seed is None else args.data_seed,
-            drop_last=args.dataloader_drop_last,
+            # TRL drops nothing of a stream.
+            drop_last=args.dataloader_drop_last and isinstance(dataset, Dataset),
         )
 
     def training_metrics(self, steps: list[dict[str, np.ndarray]]) -> dict[str, float]:

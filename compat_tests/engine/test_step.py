@@ -1,0 +1,136 @@
+"""The step: donated, compiled once a shape, the same whether micro-batches come one by one or together."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from trl_jax.engine.optim import adamw
+from trl_jax.engine.step import make_step
+
+RATE = np.float32(0.1)
+
+
+def loss(params, batch, key):
+    """Weighted squares of a linear map; what counts is that the weights of a step add up to one."""
+    errors = batch["x"] @ params["w"] - batch["y"]
+    noise = jnp.zeros(()) if key is None else jax.random.normal(key)
+    total = jnp.sum(batch["weight"] * jnp.square(errors))
+    return total + 0 * noise, {
+        "rows": jnp.sum(batch["weight"] > 0),
+        "largest": jnp.max(errors),
+        "noise": noise,
+    }
+
+
+def optimizer():
+    return adamw(b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.0, decayed={"w": True}, max_grad_norm=None)
+
+
+def params():
+    return {"w": jnp.asarray([0.5, -1.0, 2.0])}
+
+
+def batch(micro_batches: int, rows: int, seed: int = 0, weight: float | None = None) -> dict[str, np.ndarray]:
+    dice = np.random.default_rng(seed)
+    count = micro_batches * rows
+    return {
+        "x": dice.standard_normal((micro_batches, rows, 3)).astype(np.float32),
+        "y": dice.standard_normal((micro_batches, rows)).astype(np.float32),
+        "weight": np.full((micro_batches, rows), 1 / count if weight is None else weight, np.float32),
+    }
+
+
+def take(step, batch, key=None):
+    """One step from the start: (params, metrics) as NumPy."""
+    start = params()
+    moved, _, metrics = step(start, optimizer().init(start), batch, RATE, key)
+    return jax.device_get((moved, metrics))
+
+
+@pytest.fixture
+def step():
+    return make_step(loss, optimizer())
+
+
+def test_params_and_optimizer_state_are_donated(step):
+    start = params()
+    state = optimizer().init(start)
+    moved, after, _ = step(start, state, batch(2, 4), RATE, None)
+    assert start["w"].is_deleted() and not moved["w"].is_deleted()
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state) if leaf.ndim)
+    with pytest.raises(RuntimeError, match="deleted"):
+        np.asarray(start["w"])
+    step(moved, after, batch(2, 4), RATE, None)
+
+
+@pytest.mark.parametrize("micro_batches", [2, 3, 6])
+def test_accumulation_is_one_big_batch(step, micro_batches):
+    whole = batch(1, 12)
+    parts = {name: value.reshape(micro_batches, -1, *value.shape[2:]) for name, value in whole.items()}
+    (one, of_one), (many, of_many) = take(step, whole), take(step, parts)
+    np.testing.assert_allclose(many["w"], one["w"], rtol=1e-6)
+    np.testing.assert_allclose(of_many["loss"], of_one["loss"], rtol=1e-6)
+    np.testing.assert_allclose(of_many["grad_norm"], of_one["grad_norm"], rtol=1e-6)
+
+
+def test_metrics_have_a_row_a_micro_batch(step):
+    for count in (1, 3):
+        given = batch(count, 4)
+        _, metrics = take(step, given)
+        assert {name: value.shape for name, value in metrics.items()} == {
+            "rows": (count,), "largest": (count,), "noise": (count,), "loss": (), "grad_norm": (),
+        }  # fmt: skip
+        errors = given["x"] @ np.asarray(params()["w"]) - given["y"]
+        np.testing.assert_allclose(metrics["largest"], errors.max(axis=1), rtol=1e-5)
+        np.testing.assert_allclose(metrics["loss"], np.mean(errors**2), rtol=1e-5)
+
+
+def test_filled_micro_batches_change_nothing(step):
+    full = batch(2, 4)
+    noise = batch(1, 4, seed=5, weight=0.0)
+    filled = {name: np.concatenate([full[name], noise[name]]) for name in full}
+    (short, of_short), (long, of_long) = take(step, full), take(step, filled)
+    np.testing.assert_array_equal(long["w"], short["w"])
+    assert of_long["loss"] == of_short["loss"] and of_long["grad_norm"] == of_short["grad_norm"]
+    np.testing.assert_array_equal(of_long["rows"], [4, 4, 0])
+
+
+def test_grad_norm_is_taken_before_clipping():
+    small = {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "decayed": {"w": True}}
+    clipped = make_step(loss, adamw(**small, max_grad_norm=1e-3))
+    given = batch(1, 4)
+    start = params()
+    _, _, metrics = clipped(start, adamw(**small, max_grad_norm=1e-3).init(start), given, RATE, None)
+    one = jax.tree.map(lambda leaf: leaf[0], given)
+    wanted = optax.global_norm(jax.grad(lambda p: loss(p, one, None)[0])(params()))
+    np.testing.assert_allclose(metrics["grad_norm"], wanted, rtol=1e-6)
+    assert metrics["grad_norm"] > 1e-2
+
+
+def test_the_rate_is_given_with_each_step(step):
+    start = params()
+    still, _, _ = step(start, optimizer().init(start), batch(1, 4), np.float32(0.0), None)
+    np.testing.assert_array_equal(still["w"], params()["w"])
+
+
+def test_one_compilation_a_shape(step):
+    start = params()
+    state = optimizer().init(start)
+    for seed, rate in enumerate((0.1, 0.2, 0.3)):
+        start, state, _ = step(start, state, batch(2, 4, seed=seed), np.float32(rate), None)
+    assert step._cache_size() == 1
+    start, state, _ = step(start, state, batch(2, 5), RATE, None)
+    step(start, state, batch(2, 4), RATE, None)
+    assert step._cache_size() == 2
+
+
+def test_micro_batches_draw_different_numbers_and_the_key_decides_which(step):
+    _, first = take(step, batch(3, 4), jax.random.key(1))
+    _, again = take(step, batch(3, 4), jax.random.key(1))
+    _, other = take(step, batch(3, 4), jax.random.key(2))
+    np.testing.assert_array_equal(first["noise"], again["noise"])
+    assert len(set(first["noise"].tolist()) | set(other["noise"].tolist())) == 6

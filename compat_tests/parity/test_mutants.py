@@ -1,0 +1,129 @@
+"""One thing broken at a time: the check of the curve that passes in test_curve must notice each."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from compat_tests.parity.cases import CASES
+from compat_tests.parity.marks import assert_same_curve
+from trl_jax.core.torch_random import TorchGenerator
+from trl_jax.data import layout, loader
+from trl_jax.engine.schedules import learning_rates
+from trl_jax.losses.pairwise import pairwise_loss
+from trl_jax.nn.linear import Embedding
+from trl_jax.trainer.reward_config import RewardConfig
+
+EPOCH_ORDER, PAD_PAIRS = loader.epoch_order, layout.pad_pairs
+SCALE_BY_ADAM, APPLY_UPDATES = optax.scale_by_adam, optax.apply_updates
+
+
+def another_order(rows, *, seed, epoch, shuffle):
+    return EPOCH_ORDER(rows, seed=seed + 1, epoch=epoch, shuffle=shuffle)
+
+
+def every_epoch_in_the_same_order(rows, *, seed, epoch, shuffle):
+    return EPOCH_ORDER(rows, seed=seed, epoch=0, shuffle=shuffle)
+
+
+def last_token_by_mask(ids, pad_token_id):
+    return len(ids) - 1
+
+
+def everything_decays(tensor):
+    return True
+
+
+def eps_inside_the_root(b1, b2, eps, eps_root):
+    return SCALE_BY_ADAM(b1=b1, b2=b2, eps=0.0, eps_root=eps)
+
+
+def mean_over_rows(*args, **how):
+    batch = PAD_PAIRS(*args, **how)
+    return batch._replace(weight=(batch.weight > 0) / (batch.weight > 0).sum(dtype="float32"))
+
+
+def loss_without_margin(*scores, margin, **how):
+    return pairwise_loss(*scores, **how)
+
+
+def loss_without_centring(*scores, center_rewards_coefficient, **how):
+    return pairwise_loss(*scores, **how)
+
+
+def float16_weights(params, updates):
+    rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), APPLY_UPDATES(params, updates))
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), rounded)
+
+
+def warmup_one_step_early(name, **how):
+    rate = learning_rates(name, **how)
+    return lambda step: rate(step + 1)
+
+
+def no_clipping(max_norm):
+    return optax.identity()
+
+
+def another_seed(seed):
+    return TorchGenerator(seed + 1)
+
+
+def pad_row_trains(num_embeddings, features, *, padding_idx=None):
+    return Embedding(num_embeddings, features)
+
+
+MUTANTS = [
+    ("two_epochs", "trl_jax.data.loader.epoch_order", another_order),
+    ("two_epochs", "trl_jax.data.loader.epoch_order", every_epoch_in_the_same_order),
+    ("pad_is_eos", "trl_jax.data.layout.scored_token", last_token_by_mask),
+    ("pad_is_eos_chat", "trl_jax.models.decoder.Embedding", pad_row_trains),
+    ("qwen2", "trl_jax.trainer.base_trainer.decays", everything_decays),
+    ("plain", "optax.scale_by_adam", eps_inside_the_root),
+    ("ragged_accumulation", "trl_jax.data.loader.pad_pairs", mean_over_rows),
+    ("margin", "trl_jax.trainer.reward_trainer.pairwise_loss", loss_without_margin),
+    ("centered", "trl_jax.trainer.reward_trainer.pairwise_loss", loss_without_centring),
+    ("plain", "optax.apply_updates", float16_weights),
+    ("cosine", "trl_jax.trainer.base_trainer.learning_rates", warmup_one_step_early),
+    ("cosine", "trl_jax.engine.optim.clip_by_global_norm", no_clipping),
+    ("causal", "trl_jax.hub.loading.TorchGenerator", another_seed),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "place", "broken"), MUTANTS, ids=[broken.__name__ for *_, broken in MUTANTS]
+)
+def test_a_broken_part_is_noticed(runs, monkeypatch, case, place, broken):
+    monkeypatch.setattr(place, broken)
+    assert_noticed(runs, case)
+
+
+def test_computing_in_bfloat16_is_noticed(runs, monkeypatch):
+    monkeypatch.setattr(RewardConfig, "compute_dtype", "bfloat16")
+    assert_noticed(runs, "plain")
+
+
+def test_a_wrong_rate_is_noticed_even_where_the_log_tells_the_right_one(runs, monkeypatch):
+    from trl_jax.engine import loop
+
+    monkeypatch.setattr(loop.Loop, "_step", _step_at_a_rate_one_percent_lower(loop.Loop._step))
+    assert_noticed(runs, "plain", match="step 2, loss")
+
+
+def _step_at_a_rate_one_percent_lower(step):
+    def lower(self, batch):
+        right = self.advance
+        self.advance = lambda batch, rate: right(batch, 0.99 * rate)
+        step(self, batch)
+        self.advance = right
+
+    return lower
+
+
+def assert_noticed(runs, case: str, match: str = "apart") -> None:
+    """The logs have the same entries and keys: it is a number that gives the mutant away."""
+    logs = runs.ours_afresh(case).logs
+    with pytest.raises(AssertionError, match=match):
+        assert_same_curve(logs, runs.theirs(case).logs, **CASES[case].marks)

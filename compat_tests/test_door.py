@@ -1,0 +1,108 @@
+"""The door: it opens at once, every name behind it is there, and TRL's other names say that they are not."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+import trl_jax
+
+HEAVY = (
+    "jax",
+    "flax",
+    "optax",
+    "torch",
+    "transformers",
+    "datasets",
+    "safetensors",
+    "trl",
+    "peft",
+    "accelerate",
+)
+
+
+def fresh(code: str) -> str:
+    """What the code prints in a Python that has imported nothing."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def loaded_after(statement: str) -> set[str]:
+    code = f"import sys\n{statement}\nprint(*[name for name in {HEAVY} if name in sys.modules])"
+    return set(fresh(code).split())
+
+
+def test_importing_the_door_loads_nothing():
+    assert loaded_after("import trl_jax; dir(trl_jax); trl_jax.__version__") == set()
+
+
+def test_a_configuration_loads_no_part_of_the_engine():
+    """transformers itself loads torch where it is installed."""
+    loaded = loaded_after("from trl_jax import RewardConfig")
+    assert "transformers" in loaded and not loaded & {"jax", "flax", "optax", "trl"}
+
+
+@pytest.mark.parametrize("name", trl_jax.__all__)
+def test_every_name_is_there(name):
+    value = getattr(trl_jax, name)
+    assert value.__name__ == name and name in dir(trl_jax)
+    assert value.__module__.startswith("trl_jax.")
+
+
+def test_the_door_keeps_what_it_fetched():
+    assert trl_jax.RewardConfig is trl_jax.RewardConfig
+    assert "RewardConfig" in vars(trl_jax)
+
+
+def test_from_door_import_star():
+    names = fresh("from trl_jax import *; print(RewardTrainer.__name__, pairwise_loss.__name__)")
+    assert names == "RewardTrainer pairwise_loss"
+
+
+def test_every_name_on_trls_door_is_ours_or_says_that_it_is_not_here():
+    trl = pytest.importorskip("trl")
+    theirs = {name for names in trl._import_structure.values() for name in names}
+    assert {"RewardTrainer", "DPOTrainer"} <= theirs
+    for name in sorted(theirs - set(trl_jax.__all__)):
+        with pytest.raises(ImportError, match=f"^trl_jax has no {name}: it is one of TRL's names") as error:
+            getattr(trl_jax, name)
+        assert str(error.value).endswith(f"It has {', '.join(trl_jax.__all__)}.")
+
+
+def test_from_door_import_of_a_trl_name_says_the_same():
+    with pytest.raises(ImportError, match="trl_jax has no DPOTrainer"):
+        from trl_jax import DPOTrainer  # noqa: F401
+
+
+def test_no_name_is_both_here_and_promised():
+    assert not trl_jax._PLANNED & set(trl_jax.__all__)
+
+
+def test_an_unknown_name():
+    with pytest.raises(AttributeError, match="^module 'trl_jax' has no attribute 'RewardTrainr'$"):
+        _ = trl_jax.RewardTrainr
+    assert "__wrapped__" not in dir(trl_jax)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("trainer.reward_trainer", "RewardTrainer"),
+        ("trainer.reward_config", "RewardConfig"),
+        ("trainer.model_config", "ModelConfig"),
+        ("scripts.utils", "ScriptArguments"),
+        ("scripts.utils", "TrlParser"),
+    ],
+)
+def test_trls_dotted_paths(module, name):
+    theirs = pytest.importorskip(f"trl.{module}")
+    ours = __import__(f"trl_jax.{module}", fromlist=[name])
+    assert getattr(theirs, name).__name__ == name
+    assert getattr(ours, name) is getattr(trl_jax, name)
+
+
+def test_the_version():
+    assert re.fullmatch(r"\d+\.\d+\.\d+", trl_jax.__version__)

@@ -1,0 +1,36 @@
+"""Small trainers of either package, and the rows they are given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from datasets import Dataset, IterableDataset
+
+from compat_tests.parity.reference import BASE
+from compat_tests.tiny import preference_rows
+
+# One layer: what is tested here is the trainer, and a small model compiles soon.
+FACTS = {
+    "num_hidden_layers": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
+def table(n: int, seed: int = 0, **how) -> Dataset:
+    return Dataset.from_list(preference_rows(n, seed=seed, **how))
+
+
+def stream(n: int) -> IterableDataset:
+    rows = preference_rows(n)
+    return IterableDataset.from_generator(lambda: iter(rows))
+
+
+def make(package, model, out, *, train=None, config=None, **arguments):
+    """A RewardTrainer of trl or trl_jax on 16 pairs, 4 steps; `config` over the parity tests' BASE."""
+    args = package.RewardConfig(str(out), **(BASE | (config or {})))
+    model = str(model) if isinstance(model, Path) else model
+    rows = table(16) if train is None else train
+    return package.RewardTrainer(model=model, args=args, train_dataset=rows, **arguments)
