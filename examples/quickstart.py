@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 import numpy as np
+import tiny_model
 from datasets import Dataset, load_dataset
+from plot import Curve, text_plot, write_svg
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
 
-import tiny_model
-from plot import Curve, text_plot, write_svg
 from trl_jax import AutoModelForSequenceClassification, RewardConfig, RewardTrainer
 
 DATA = Path(__file__).parent / "data"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what type checkers and editors see
     from trl_jax.hub.pretrained import AutoModelForSequenceClassification, PreTrainedModel
     from trl_jax.losses.pairwise import pairwise_loss
     from trl_jax.scripts.utils import ScriptArguments, TrlParser
@@ -28,7 +28,7 @@ _WHERE = {
     "TrlParser": "trl_jax.scripts.utils",
     "pairwise_loss": "trl_jax.losses.pairwise",
 }
-__all__ = sorted(_WHERE)  # noqa: PLE0605
+__all__ = sorted(_WHERE)
 
 # Names on TRL's door that this release does not have.
 _PLANNED = frozenset(

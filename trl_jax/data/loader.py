@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from datasets import Dataset, IterableDataset
 
-from trl_jax.data.layout import PairBatch, pad_pairs
+from trl_jax.data.layout import PairBatch, pad_pairs, padded_length
 from trl_jax.data.order import epoch_order, micro_batches
 
 COLUMNS = ("chosen_ids", "rejected_ids", "margin")
@@ -87,5 +87,9 @@ class PreferenceLoader:
             num_micro_batches=len(group),
             num_pairs=sum(map(len, group)),
             num_tokens=sum(map(sum, lengths)),
-            num_padded_tokens=sum(len(rows) * max(rows) for rows in lengths),
+            num_padded_tokens=sum(len(rows) * self._trl_length(max(rows)) for rows in lengths),
         )
+
+    def _trl_length(self, longest: int) -> int:
+        """The row length of TRL's collator, which knows no ladder."""
+        return longest if self.pad_to_multiple_of == "auto" else padded_length(longest, self.pad_to_multiple_of)

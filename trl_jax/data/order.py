@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -39,7 +40,9 @@ class Schedule:
     micro_batches_per_epoch: int
 
 
-def plan(rows: int | None, *, batch_size: int, accumulation: int, drop_last: bool, epochs: float, max_steps: int):
+def plan(
+    rows: int | None, *, batch_size: int, accumulation: int, drop_last: bool, epochs: float, max_steps: int
+) -> Schedule:
     """The Schedule of TRL's arguments: `max_steps` beats `epochs`; a ragged last step counts as a step.
 
     Raises:
@@ -51,7 +54,7 @@ def plan(rows: int | None, *, batch_size: int, accumulation: int, drop_last: boo
                 f"train_dataset has no length, so max_steps must say how long to train; it is {max_steps}. "
                 "Set max_steps in RewardConfig."
             )
-        return Schedule(max_steps, 2**31 - 1, max_steps, max_steps * accumulation)
+        return Schedule(max_steps, sys.maxsize, max_steps, max_steps * accumulation)
     batches = rows // batch_size if drop_last else math.ceil(rows / batch_size)
     if batches == 0:
         raise ValueError(

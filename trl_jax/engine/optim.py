@@ -34,7 +34,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
 
 
 def scale_by_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
-    """Adam (Kingma and Ba 2015, arXiv:1412.6980) with eps outside the root, and bias corrections that keep their digits.
+    """Adam (Kingma and Ba 2015, arXiv:1412.6980), eps outside the root, with bias corrections that keep their digits.
 
     optax takes `1 - b2**t` in float32, which for b2 = 0.999 costs four of its seven digits in the first steps; that
     error alone would be most of the distance to torch, which takes it in double precision.

@@ -9,7 +9,9 @@ Schedule = Callable[[int], float]
 SUPPORTED = ("linear", "cosine", "constant", "constant_with_warmup")
 
 
-def learning_rates(name: str, *, peak: float, warmup_steps: int, max_steps: int, kwargs: dict | None = None) -> Schedule:
+def learning_rates(
+    name: str, *, peak: float, warmup_steps: int, max_steps: int, kwargs: dict | None = None
+) -> Schedule:
     """The learning rate of the optimizer step that follows `step` finished ones.
 
     Args:

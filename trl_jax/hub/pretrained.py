@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,8 @@ import numpy as np
 from flax import nnx
 
 from trl_jax.data.layout import padded_length, scored_token
+from trl_jax.hub.config import read_config
+from trl_jax.hub.families import read_arch
 from trl_jax.hub.fetch import checkpoint_folder
 from trl_jax.hub.loading import Source, load
 from trl_jax.hub.saving import save
@@ -72,9 +75,15 @@ class PreTrainedModel:
                 f"{len(tokens)} rows cannot be scored without config.pad_token_id: it tells where each one ends. "
                 "Set model.config.pad_token_id = tokenizer.pad_token_id."
             )
-        size = self.source.arch.vocab_size
+        size = self.vocab_size
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < size:
-            raise ValueError(f"input_ids run from {tokens.min()} to {tokens.max()}, the vocabulary from 0 to {size - 1}.")
+            raise ValueError(
+                f"input_ids run from {tokens.min()} to {tokens.max()}, the vocabulary from 0 to {size - 1}."
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        return self.source.arch.vocab_size
 
     def num_parameters(self, exclude_embeddings: bool = False) -> int:
         """How many numbers the model has, the head among them."""
@@ -101,6 +110,34 @@ def _scores(graph: nnx.GraphDef, params: dict, tokens: jax.Array, mask: jax.Arra
     return merge(graph, params)(tokens, positions, at=at, valid=mask)
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose config has been read and found computable, its weights not yet.
+
+    `dtype` is "float32", "bfloat16", "float16" or "auto": what the weights are rounded to, and saved in.
+    """
+
+    name: str
+    folder: Path
+    dtype: str
+    vocab_size: int
+
+    def load(self, seed: int) -> PreTrainedModel:
+        """The model; `seed` draws the score head where the checkpoint has none."""
+        params, source = load(self.folder, dtype=self.dtype, seed=seed)
+        return PreTrainedModel(params, source, _config(self.folder), self.folder, self.name)
+
+
+def find_checkpoint(name: str, *, num_labels: int = 1, dtype: Any = "auto", **kwargs: Any) -> Checkpoint:
+    """Where a checkpoint is, downloaded if need be; arguments as in `from_pretrained`."""
+    if num_labels != 1:
+        raise ValueError(f"num_labels is {num_labels}, but a reward model has one score a sequence: num_labels=1.")
+    fetch, dtype = _checked(dict(kwargs), dtype)
+    folder = checkpoint_folder(name, **fetch)
+    _, arch = read_arch(read_config(folder), folder / "config.json")
+    return Checkpoint(name, folder, dtype, arch.vocab_size)
+
+
 class AutoModelForSequenceClassification:
     """Loads a reward model by name or folder, as transformers' class of that name does."""
 
@@ -122,13 +159,8 @@ class AutoModelForSequenceClassification:
         Raises:
             ValueError, TypeError: an argument or a checkpoint at fault, by name.
         """
-        if num_labels != 1:
-            raise ValueError(f"num_labels is {num_labels}, but a reward model has one score a sequence: num_labels=1.")
-        fetch, dtype = _checked(dict(kwargs), dtype)
         name = str(pretrained_model_name_or_path)
-        folder = checkpoint_folder(name, **fetch)
-        params, source = load(folder, dtype=dtype, seed=seed)
-        return PreTrainedModel(params, source, _config(folder), folder, name)
+        return find_checkpoint(name, num_labels=num_labels, dtype=dtype, **kwargs).load(seed)
 
 
 def _checked(kwargs: dict[str, Any], dtype: Any) -> tuple[dict[str, Any], str]:

@@ -78,9 +78,8 @@ class Decoder(nnx.Module):
             return nnx.merge(graph, state)(h, cos=cos, sin=sin, valid=valid, window=window, dropout=dropout), None
 
         h = self.embed(tokens, dtype)
-        h, _ = jax.lax.scan(
-            jax.checkpoint(layer, prevent_cse=False) if remat else layer, h, (state, self._windows(), self._dropout_keys(dropout_key))
-        )
+        body = jax.checkpoint(layer, prevent_cse=False) if remat else layer
+        h, _ = jax.lax.scan(body, h, (state, self._windows(), self._dropout_keys(dropout_key)))
         if at is not None:
             h = jnp.take_along_axis(h, at[:, None, None], axis=1)[:, 0]
         return self.norm(h)

@@ -19,12 +19,13 @@ from trl_jax.data.checks import check_token_ids, check_type
 from trl_jax.data.layout import PairBatch
 from trl_jax.data.loader import PreferenceLoader
 from trl_jax.engine.evaluation import Evaluated
-from trl_jax.hub.pretrained import AutoModelForSequenceClassification, PreTrainedModel
+from trl_jax.hub.pretrained import Checkpoint, PreTrainedModel, find_checkpoint
 from trl_jax.losses.pairwise import pairwise_loss
 from trl_jax.models.functional import merge
 from trl_jax.trainer import reward_metrics
-from trl_jax.trainer.base_trainer import BaseTrainer, run_device
+from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.reward_config import RewardConfig
+from trl_jax.trainer.session import run_device
 
 logger = logging.getLogger(__name__)
 
@@ -78,21 +79,24 @@ class RewardTrainer(BaseTrainer):
         if train_dataset is None:
             raise ValueError("train_dataset is required: pass a datasets.Dataset of preference pairs.")
         check_type(train_dataset, "train")
-        model = _load(model, args)
+        checkpoint = _find(model, args)
         if processing_class is None:
-            processing_class = AutoTokenizer.from_pretrained(model.folder, trust_remote_code=args.trust_remote_code)
+            trust = args.trust_remote_code
+            processing_class = AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=trust)
         special_tokens.settle(processing_class, eos_token=args.eos_token, pad_token=args.pad_token)
-        if args.eos_token is not None:
-            model.config.eos_token_id = processing_class.eos_token_id
         if args.chat_template_path is not None:
             special_tokens.settle_chat_template(processing_class, args.chat_template_path)
-        model.config.pad_token_id = processing_class.pad_token_id
-        self.model, self.args, self.processing_class = model, args, processing_class  # prepare_dataset needs them
+        # Rows first: a bad one is named before weights are read, and num_proc forks before JAX has threads.
+        self.args, self.processing_class, self._vocab_size = args, processing_class, checkpoint.vocab_size
         train_dataset = self.prepare_dataset(train_dataset, "train")
         if isinstance(eval_dataset, dict):
             eval_dataset = {name: self.prepare_dataset(part, name) for name, part in eval_dataset.items()}
         elif eval_dataset is not None:
             eval_dataset = self.prepare_dataset(eval_dataset, "eval")
+        model = checkpoint if isinstance(checkpoint, PreTrainedModel) else _loaded(checkpoint, args)
+        model.config.pad_token_id = processing_class.pad_token_id
+        if args.eos_token is not None:
+            model.config.eos_token_id = processing_class.eos_token_id
         super().__init__(
             model=model,
             args=args,
@@ -138,7 +142,7 @@ class RewardTrainer(BaseTrainer):
             num_proc=self.args.dataset_num_proc,
             name=name,
         )
-        return check_token_ids(prepared, self.model.source.arch.vocab_size, name)
+        return check_token_ids(prepared, self._vocab_size, name)
 
     def loader(self, dataset: Dataset | IterableDataset, *, training: bool) -> PreferenceLoader:
         args = self.args
@@ -165,7 +169,7 @@ class RewardTrainer(BaseTrainer):
         return np.concatenate([chosen[:num_pairs], rejected[:num_pairs]])[:, None]
 
 
-def _load(model: str | PreTrainedModel, args: RewardConfig) -> PreTrainedModel:
+def _find(model: str | PreTrainedModel, args: RewardConfig) -> Checkpoint | PreTrainedModel:
     if isinstance(model, PreTrainedModel):
         if args.model_init_kwargs is not None:
             logger.warning("model_init_kwargs has no effect: the model is loaded already.")
@@ -173,8 +177,12 @@ def _load(model: str | PreTrainedModel, args: RewardConfig) -> PreTrainedModel:
     how = {"dtype": "float32", **(args.model_init_kwargs or {})}
     if args.trust_remote_code:
         how.setdefault("trust_remote_code", True)
+    return find_checkpoint(model, **how)
+
+
+def _loaded(checkpoint: Checkpoint, args: RewardConfig) -> PreTrainedModel:
     with jax.default_device(run_device(args)):
-        return AutoModelForSequenceClassification.from_pretrained(model, seed=args.seed, **how)
+        return checkpoint.load(args.seed)
 
 
 def _short_name(model: str | PreTrainedModel) -> str:

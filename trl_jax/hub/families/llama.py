@@ -72,8 +72,8 @@ def table(arch: Arch) -> list[Wire]:
     }
     if arch.qk_norm:
         layer |= {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
-    biased = {"attention.q": arch.qkv_bias, "attention.k": arch.qkv_bias, "attention.v": arch.qkv_bias}
-    biased |= {"attention.o": arch.o_bias, "mlp.gate": arch.mlp_bias, "mlp.up": arch.mlp_bias, "mlp.down": arch.mlp_bias}
+    biased = dict.fromkeys(("attention.q", "attention.k", "attention.v"), arch.qkv_bias)
+    biased |= dict.fromkeys(("mlp.gate", "mlp.up", "mlp.down"), arch.mlp_bias) | {"attention.o": arch.o_bias}
 
     wires = [Wire("decoder.embed.weight", "model.embed_tokens.weight")]
     for ours, theirs in layer.items():

@@ -1,0 +1,142 @@
+"""Step time of trl_jax's padded rows against TRL: live trainers in processes of their own, taking turns.
+
+Every arm trains the same model on the same pairs in the same order, each epoch alike. In the first epoch
+every shape compiles: the warm-up. After it, each segment of a few steps is timed in one arm after the other.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from compat_tests.bench import common, turns
+
+ARMS = {
+    "TRL as it comes": ("trl", {}),
+    "TRL tuned": ("trl", {"gradient_checkpointing": False}),
+    "trl_jax as it comes": ("trl_jax", {}),
+    "trl_jax tuned": ("trl_jax", {"gradient_checkpointing": False}),
+}
+
+
+def main() -> None:
+    args = _arguments()
+    common.prepare(args.cpus)
+    report = {}
+    with tempfile.TemporaryDirectory() as folder:
+        model = args.model or Path(folder) / "small"
+        if args.model is None:
+            common.in_child(turns.build_small, model, args.data, args.layers, args.width)
+        datasets = {"real": args.data, "control": None}
+        for kind in args.kinds:
+            print(f"{kind}: {args.pairs} pairs, {args.batch} a step, {args.epochs} epochs measured")
+            lanes = race(args, datasets[kind], model, Path(folder))
+            report[kind] = table(lanes, args)
+            common.show(report[kind])
+            report[f"{kind}_segments"] = {lane.name: lane.seconds for lane in lanes}
+    common.write_json(args.json, report | {"options": vars(args)})
+
+
+def _arguments():
+    options = common.parser(__doc__)
+    options.add_argument("--data", type=Path, required=True, help="jsonl of chosen and rejected texts")
+    options.add_argument("--model", type=Path, help="checkpoint; unset, a llama of --layers and --width")
+    options.add_argument("--layers", type=int, default=8)
+    options.add_argument("--width", type=int, default=256, help="a multiple of 64")
+    options.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
+    options.add_argument("--kinds", nargs="+", default=["real", "control"], choices=["real", "control"])
+    options.add_argument("--control_length", type=int, default=256, help="tokens of every row of the control")
+    options.add_argument("--pairs", type=int, default=64)
+    options.add_argument("--batch", type=int, default=8)
+    options.add_argument("--epochs", type=int, default=3, help="epochs measured, after one of warm-up")
+    options.add_argument("--segment", type=int, default=4, help="steps a turn")
+    options.add_argument("--max_length", type=int, default=1024)
+    return options.parse_args()
+
+
+@dataclass
+class Lane:
+    """One arm's process, as seen from here: `seconds` of each of its segments."""
+
+    name: str
+    pipe: Connection
+    facts: dict[str, Any]
+    seconds: list[float] = field(default_factory=list)
+
+    def turn(self) -> None:
+        self.pipe.send("go")
+        self.seconds.append(self.pipe.recv())
+
+
+def race(args: Any, data: Path | None, model: Path, folder: Path) -> list[Lane]:
+    """Build all arms one after the other, then run every segment in each, the first to go changing."""
+    lanes = [_start(name, args, data, model, folder) for name in args.arms]
+    steps = lanes[0].facts["steps an epoch"]
+    if steps % args.segment:
+        raise ValueError(f"--segment {args.segment} does not divide the {steps} steps of an epoch.")
+    for segment in range(steps * (args.epochs + 1) // args.segment):
+        first = segment % len(lanes)
+        for lane in lanes[first:] + lanes[:first]:
+            lane.turn()
+    for lane in lanes:
+        lane.facts |= lane.pipe.recv()
+    return lanes
+
+
+def _start(name: str, args: Any, data: Path | None, model: Path, folder: Path) -> Lane:
+    """Start an arm and wait until its trainer is built."""
+    side, arguments = ARMS[name]
+    config = {
+        "output_dir": str(folder / name), "per_device_train_batch_size": args.batch,
+        "max_length": args.max_length, "num_train_epochs": args.epochs + 1, "bf16": False,
+        "train_sampling_strategy": "sequential", "use_cpu": True, "report_to": "none", "save_strategy": "no",
+        "disable_tqdm": True, "logging_steps": args.segment, **arguments,
+    }  # fmt: skip
+    rows = {"pairs": args.pairs, "length": args.control_length, "batch": args.batch}
+    context = get_context("spawn")
+    here, there = context.Pipe()
+    work = (there, side, model, data, rows, config, args.segment)
+    context.Process(target=turns.take, args=work, daemon=True).start()
+    there.close()
+    return Lane(name, here, here.recv())
+
+
+def table(lanes: list[Lane], args: Any) -> list[dict]:
+    """A row an arm. The first epoch does not count; ratios are medians over segments of the same pairs."""
+    warm = lanes[0].facts["steps an epoch"] // args.segment
+    base = lanes[0]
+    return [
+        {
+            "arm": lane.name,
+            "step s": common.spread(seconds / args.segment for seconds in lane.seconds[warm:]),
+            f"times faster than {base.name}": common.spread(
+                theirs / ours for theirs, ours in zip(base.seconds[warm:], lane.seconds[warm:], strict=True)
+            ),
+            "pairs/s": args.batch * args.segment / median(lane.seconds[warm:]),
+            "useful tokens/s": lane.facts["tokens an epoch"] * args.epochs / sum(lane.seconds[warm:]),
+            "padded share": 1 - lane.facts["tokens an epoch"] / lane.facts["places an epoch"],
+            "shapes": lane.facts["shapes"],
+            "compile s": lane.facts["compile s"],
+            "first step s": lane.facts["first step s"],
+            "ready s": lane.facts["ready s"],
+            "peak MB": lane.facts["peak MB"],
+            "loss apart": _apart(base, lane, "loss"),
+            "grad_norm apart": _apart(base, lane, "grad_norm"),
+        }
+        for lane in lanes
+    ]
+
+
+def _apart(base: Lane, lane: Lane, key: str) -> float:
+    """The largest difference between two arms of a logged figure."""
+    pairs = zip(base.facts["logs"], lane.facts["logs"], strict=True)
+    return max(abs(theirs[key] - ours[key]) for theirs, ours in pairs)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""The same run under TRL and under trl_jax, on real pairs: how far apart the curves, and what each costs."""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from compat_tests.bench import common
+
+SIDES = ("trl", "trl_jax")
+
+
+def main() -> None:
+    args = _arguments()
+    common.prepare(args.cpus)
+    with tempfile.TemporaryDirectory() as folder:
+        runs, weights = measure(args, Path(folder))
+    gaps = deviations(runs)
+    costs = {side: run["costs"] for side, run in runs.items()}
+    rows = [{"figure": name} | {side: costs[side][name] for side in SIDES} for name in costs["trl"]]
+    print(f"{runs['trl']['steps']} steps; largest deviation from TRL:")
+    final = {"key": "final weights", "largest": weights[0], "at step": None, "mark": 2e-4, "last": None}
+    common.show([*gaps, final])
+    print(f"\nthe weights' largest deviation is in {weights[1]}; costs as observed:")
+    common.show(rows)
+    report = {"deviations": gaps, "weights": weights, "runs": runs, "options": vars(args)}
+    common.write_json(args.json, report)
+
+
+def _arguments():
+    options = common.parser(__doc__)
+    options.add_argument("--data", type=Path, required=True, help="jsonl of chosen and rejected texts")
+    options.add_argument("--model", type=Path, help="checkpoint; unset, a tiny llama is built")
+    options.add_argument("--pairs", type=int, default=2000, help="train on the first so many pairs")
+    options.add_argument("--eval", type=int, default=312, help="evaluate on the last so many, or 0")
+    options.add_argument("--batch", type=int, default=8)
+    options.add_argument("--epochs", type=float, default=1.0)
+    options.add_argument("--max_steps", type=int, default=-1)
+    options.add_argument("--max_length", type=int, default=1024, help="longer pairs are left out")
+    options.add_argument("--learning_rate", type=float, default=1e-4)
+    options.add_argument("--seed", type=int, default=42)
+    return options.parse_args()
+
+
+def measure(args: Any, folder: Path) -> tuple[dict[str, dict], tuple[float, str]]:
+    """Each side's run, and where their final weights are furthest apart."""
+    model = args.model
+    if model is None:
+        model = folder / "tiny"
+        common.in_child(build_tiny, model, args.data)
+    config = {
+        "per_device_train_batch_size": args.batch, "per_device_eval_batch_size": args.batch,
+        "num_train_epochs": args.epochs, "max_steps": args.max_steps, "max_length": args.max_length,
+        "learning_rate": args.learning_rate, "seed": args.seed, "logging_steps": 1, "bf16": False,
+        "use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
+    }  # fmt: skip
+    runs = {
+        side: common.in_child(train, side, model, args.data, args.pairs, args.eval, folder / side, config)
+        for side in SIDES
+    }
+    return runs, common.in_child(furthest_weights, folder / "trl" / "final", folder / "trl_jax" / "final")
+
+
+def build_tiny(folder: Path, data: Path) -> None:
+    """Four layers 128 wide, and a tokenizer of the data itself."""
+    texts = [row[side] for row in common.read_rows(data) for side in ("chosen", "rejected")]
+    common.build_tokenizer(folder, texts, vocab_size=8192)
+    common.build_llama(folder, layers=4, width=128, vocab_size=8192)
+
+
+def train(side: str, model: Path, data: Path, pairs: int, held_out: int, out: Path, config: dict) -> dict:
+    """One run, from import to a saved folder. Everything the process does is counted."""
+    start, before = time.perf_counter(), common.memory()
+    package = importlib.import_module(side)
+    trainer_class, config_class = package.RewardTrainer, package.RewardConfig
+    imported, after_import = time.perf_counter(), common.memory()
+
+    from datasets import Dataset
+    from transformers import PrinterCallback, TrainerCallback
+
+    class Clock(TrainerCallback):
+        def __init__(self):
+            self.times = []
+
+        def on_log(self, args, state, control, logs, **kwargs):
+            if "loss" in logs:
+                self.times.append(time.perf_counter())
+
+    rows, clock = common.read_rows(data), Clock()
+    trainer = trainer_class(
+        model=str(model),
+        args=config_class(output_dir=str(out), **config),
+        train_dataset=Dataset.from_list(rows[:pairs]),
+        eval_dataset=Dataset.from_list(rows[-held_out:]) if held_out else None,
+        callbacks=[clock],
+    )
+    trainer.remove_callback(PrinterCallback)
+    built = time.perf_counter()
+    trainer.train()
+    trained = time.perf_counter()
+    if held_out:
+        trainer.evaluate()
+    evaluated, peak = time.perf_counter(), common.memory()
+    trainer.save_model(str(out / "final"))
+    steps = [later - earlier for earlier, later in zip(clock.times, clock.times[1:], strict=False)]
+    costs = {
+        "import s": imported - start, "read, tokenise and load s": built - imported,
+        "train() to first step s": clock.times[0] - built, "process to first step s": clock.times[0] - start,
+        "train s": trained - built, "evaluate s": evaluated - trained, "step s": common.spread(steps),
+        "train after first step, steps/s": len(steps) / sum(steps), "memory after import MB": after_import,
+        "peak memory MB": peak, "interpreter alone MB": before,
+    }  # fmt: skip
+    logs = trainer.state.log_history
+    return {"costs": costs, "logs": logs, "steps": len(clock.times), "step_seconds": steps}
+
+
+def furthest_weights(theirs: Path, ours: Path) -> tuple[float, str]:
+    """The largest difference of any element of two checkpoints, and the tensor it is in."""
+    import numpy as np
+
+    from compat_tests.parity.reference import read_weights
+
+    ours, theirs = read_weights(ours), read_weights(theirs)
+    if sorted(ours) != sorted(theirs):
+        raise ValueError(f"tensors on one side only: {sorted(set(ours) ^ set(theirs))}")
+    return max((float(np.max(np.abs(ours[name] - theirs[name]))), name) for name in ours)
+
+
+def deviations(runs: dict[str, dict]) -> list[dict]:
+    """For each logged key the largest deviation, its step, the tests' mark there, and TRL's last value."""
+    from compat_tests.parity.marks import Marks, allowed, timeless
+
+    found: dict[str, dict] = {}
+    for theirs, ours in zip(*(runs[side]["logs"] for side in SIDES), strict=True):
+        step = theirs["step"]
+        theirs, ours = timeless(theirs), timeless(ours)
+        for key, value in theirs.items():
+            gap = abs(ours[key] - value)
+            row = found.setdefault(key, {"key": key, "largest": -1.0, "at step": step})
+            if gap > row["largest"]:
+                row |= {"largest": float(gap), "at step": step, "mark": allowed(key, value, Marks())}
+            row["last"] = value
+    return list(found.values())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Evaluation and prediction, over the constructor's sets or any other."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from transformers.trainer_utils import EvalPrediction, PredictionOutput, speed_metrics
+
+from trl_jax.engine.evaluation import Evaluated, run_evaluation
+from trl_jax.trainer.session import Session
+
+
+class Evaluating(Session):
+    """`evaluate` and `predict`."""
+
+    def __init__(self, *session: Any, compute_metrics: Any, preprocess_logits_for_metrics: Any):
+        super().__init__(*session)
+        self.compute_metrics = compute_metrics
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        self._evaluate_batch = jax.jit(self._evaluation_step, static_argnames="dtype")
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Loss and metrics over a dataset, raw or prepared; `eval_dataset` of the constructor if none is given.
+
+        A dict of datasets is evaluated one by one, `<prefix>_<name>_...` each; a string picks one of the constructor's.
+        """
+        refuse(ignore_keys=ignore_keys)
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, dict):
+            metrics = {}
+            for name, part in dataset.items():
+                part = part if eval_dataset is None else self.prepare_dataset(part, name)
+                metrics |= self._evaluate_one(part, f"{metric_key_prefix}_{name}")
+            return metrics
+        if isinstance(dataset, str):
+            return self._evaluate_one(dataset, metric_key_prefix)
+        if dataset is None:
+            raise ValueError("evaluate() needs an eval_dataset: pass one to it or to the trainer.")
+        dataset = dataset if eval_dataset is None else self.prepare_dataset(dataset, "eval")
+        return self._evaluate_one(dataset, metric_key_prefix)
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """Scores of every pair of a dataset, raw or prepared.
+
+        Returns:
+            `predictions` float32 `[2N, 1]`, batch by batch: the chosen answers of a batch, then its rejected ones;
+            `label_ids` is `()`; `metrics` has the loss and the speed.
+        """
+        refuse(ignore_keys=ignore_keys)
+        start = time.time()
+        loader = self.get_test_dataloader(self.prepare_dataset(test_dataset, "test"))
+        evaluated, predictions = self._run_evaluation(loader)
+        metrics = _prefixed(metric_key_prefix, evaluated.loss(), self._own_metrics(predictions))
+        metrics |= self._speed(metric_key_prefix, start, evaluated)
+        self._events.fire("on_predict", metrics)
+        return PredictionOutput(predictions=predictions, label_ids=(), metrics=metrics)
+
+    def _evaluate_one(self, dataset: Any, prefix: str) -> dict[str, float]:
+        start = time.time()
+        evaluated, predictions = self._run_evaluation(self.get_eval_dataloader(dataset))
+        own = {} if self.args.prediction_loss_only else self._own_metrics(predictions)
+        metrics = _prefixed(prefix, evaluated.loss(), own) | self._speed(prefix, start, evaluated)
+        measured = {"num_tokens": float(self._tokens_seen)} | self.evaluation_metrics(evaluated)
+        metrics |= {f"{prefix}_{name}": value for name, value in measured.items()}
+        self.log(metrics)
+        if self.state.epoch is not None:
+            metrics["epoch"] = self.state.epoch
+        self._events.fire("on_evaluate", metrics)
+        return metrics
+
+    def _run_evaluation(self, loader: Any) -> tuple[Evaluated, np.ndarray]:
+        """Every batch's results, and the predictions as compute_metrics gets them."""
+        in_full = None if self.is_in_train else self.args.eval_dtype
+        dtype = in_full or self.args.compute_dtype
+        self.callback_handler.eval_dataloader = loader
+        with self._on_device():
+            evaluated = run_evaluation(
+                lambda arrays: self._evaluate_batch(self.model.params, arrays, dtype=dtype),
+                loader,
+                after_each=lambda: self._events.fire("on_prediction_step"),
+            )
+        batches = [self.real_scores(*batch) for batch in zip(evaluated.scores, evaluated.num_pairs, strict=True)]
+        if self.preprocess_logits_for_metrics is not None:
+            batches = [np.asarray(self.preprocess_logits_for_metrics(logits, ())) for logits in batches]
+        return evaluated, np.concatenate(batches)
+
+    def _evaluation_step(self, params: dict, batch: Any, *, dtype: str) -> Any:
+        first = jax.tree.map(lambda leaf: leaf[0], batch)
+        return self.evaluation_loss(params, first, dtype)
+
+    def _own_metrics(self, predictions: np.ndarray) -> dict[str, float]:
+        if self.compute_metrics is None:
+            return {}
+        return dict(self.compute_metrics(EvalPrediction(predictions=predictions, label_ids=())))
+
+    def _speed(self, prefix: str, start: float, evaluated: Evaluated) -> dict[str, float]:
+        steps = math.ceil(evaluated.total_pairs / self.args.per_device_eval_batch_size)
+        return speed_metrics(prefix, start, num_samples=evaluated.total_pairs, num_steps=steps)
+
+
+def _prefixed(prefix: str, loss: float, own: dict[str, float]) -> dict[str, float]:
+    """In TRL's order: the user's metrics that have the prefix already, the loss, the user's others."""
+    ready = {name: value for name, value in own.items() if name.startswith(f"{prefix}_")}
+    others = {f"{prefix}_{name}": value for name, value in own.items() if name not in ready}
+    return ready | {f"{prefix}_loss": loss} | others
+
+
+def refuse(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name}={value!r} is not supported by this release of trl_jax. Leave it out.")

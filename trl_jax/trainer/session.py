@@ -1,0 +1,155 @@
+"""What a run holds: model, arguments, callbacks, state, logs and files."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+from datasets import Dataset, IterableDataset
+from transformers.trainer_callback import (
+    CallbackHandler,
+    DefaultFlowCallback,
+    ExportableState,
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+)
+
+from trl_jax.engine.checkpoint import save_checkpoint
+from trl_jax.engine.events import Events
+from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.trainer.base_config import BaseConfig
+from trl_jax.trainer.task import Task
+
+
+class Session(Task):
+    """The attributes and methods scripts know from transformers' Trainer that neither train nor evaluate.
+
+    Attributes: model, args, processing_class, train_dataset, eval_dataset, callback_handler, state, control.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        args: BaseConfig,
+        train_dataset: Dataset | IterableDataset,
+        eval_dataset: Any,
+        processing_class: Any,
+        callbacks: list[TrainerCallback] | None,
+    ):
+        self.model, self.args, self.processing_class = model, args, processing_class
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.is_in_train = False
+        self._tokens_seen = 0
+        self._events = Events(
+            self._callback_handler(callbacks), args, TrainerState(stateful_callbacks=[]), TrainerControl()
+        )
+        self._new_state()
+        os.makedirs(args.output_dir, exist_ok=True)
+
+    # ---- dataloaders, logs, files ------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> Any:
+        """Step batches of the training set; `set_epoch` chooses the order."""
+        return self.loader(self.train_dataset, training=True)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Batches of a prepared evaluation set, in its order; a string picks one of the constructor's."""
+        if isinstance(eval_dataset, str):
+            eval_dataset = self.eval_dataset[eval_dataset]
+        return self.loader(self.eval_dataset if eval_dataset is None else eval_dataset, training=False)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """Batches of a prepared dataset, in its order."""
+        return self.loader(test_dataset, training=False)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Put `logs` into `state.log_history` with the epoch and step, and hand them to the callbacks."""
+        if self.state.epoch is not None:
+            logs = {**logs, "epoch": self.state.epoch}
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self._events.fire("on_log", logs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write a folder that transformers loads: config, weights, tokenizer, and training_args.json."""
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        self.model.save_pretrained(folder)
+        self.processing_class.save_pretrained(folder)
+        arguments = json.dumps(_without_tokens(self.args.to_dict()), indent=2)
+        (folder / "training_args.json").write_text(arguments + "\n", encoding="utf-8")
+
+    def _save_checkpoint(self) -> None:
+        save_checkpoint(self.args.output_dir, lambda folder: self.save_model(folder, _internal_call=True), self._events)
+
+    # ---- callbacks and state -----------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> TrainerState:
+        return self._events.state
+
+    @property
+    def control(self) -> TrainerControl:
+        return self._events.control
+
+    @property
+    def callback_handler(self) -> CallbackHandler:
+        return self._events.handler
+
+    def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
+        """Add a callback, as a class or an instance."""
+        self.callback_handler.add_callback(callback)
+
+    def pop_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> TrainerCallback | None:
+        """Remove a callback and return it; None if there was none."""
+        return self.callback_handler.pop_callback(callback)
+
+    def remove_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
+        """Remove a callback."""
+        self.callback_handler.remove_callback(callback)
+
+    def is_local_process_zero(self) -> bool:
+        return True
+
+    def is_world_process_zero(self) -> bool:
+        return True
+
+    def _callback_handler(self, callbacks: list[TrainerCallback] | None) -> CallbackHandler:
+        from transformers.integrations import get_reporting_integration_callbacks
+
+        reporters = get_reporting_integration_callbacks(self.args.report_to)
+        handler = CallbackHandler(
+            [DefaultFlowCallback, *reporters, *(callbacks or [])], self.model, self.processing_class, None, None
+        )
+        handler.add_callback(PrinterCallback if self.args.disable_tqdm else ProgressCallback)
+        return handler
+
+    def _new_state(self) -> None:
+        kept = [c for c in [*self.callback_handler.callbacks, self.control] if isinstance(c, ExportableState)]
+        self._events.state = TrainerState(stateful_callbacks=kept)
+        self.state.train_batch_size = self.args.per_device_train_batch_size
+
+    @contextlib.contextmanager
+    def _on_device(self):
+        """The device of the run, and float32 products as exact as torch's unless tf32 was asked for."""
+        precision = "tensorfloat32" if self.args.tf32 and self.args.device.type == "cuda" else "float32"
+        with jax.default_device(run_device(self.args)), jax.default_matmul_precision(precision):
+            yield
+
+
+def run_device(args: BaseConfig) -> jax.Device:
+    """The one device a run of this release uses."""
+    return jax.devices("cpu")[0] if args.use_cpu else jax.devices()[0]
+
+
+def _without_tokens(values: dict[str, Any]) -> dict[str, Any]:
+    """The dict without access tokens in the dicts it holds; transformers has hidden its own."""
+    return {
+        name: {**value, "token": "<TOKEN>"} if isinstance(value, dict) and "token" in value else value
+        for name, value in values.items()
+    }

@@ -1,0 +1,44 @@
+"""What a trainer has to explain, and nothing else."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+import jax
+import numpy as np
+from datasets import Dataset, IterableDataset
+
+from trl_jax.engine.evaluation import Evaluated
+
+
+class Task(abc.ABC):
+    """How a row becomes tokens, and how a batch becomes a loss."""
+
+    @abc.abstractmethod
+    def loss(self, params: dict, batch: Any, key: jax.Array | None) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Loss and metrics (sums and counts) of one micro-batch; `key` is for dropout, None without it."""
+
+    @abc.abstractmethod
+    def evaluation_loss(self, params: dict, batch: Any, dtype: str) -> tuple[dict[str, jax.Array], jax.Array]:
+        """Metrics of one batch, `loss` (a mean) among them, and its scores, computed in `dtype`."""
+
+    @abc.abstractmethod
+    def prepare_dataset(self, dataset: Any, name: str) -> Dataset | IterableDataset:
+        """Rows as the loader takes them. Preparing twice is preparing once."""
+
+    @abc.abstractmethod
+    def loader(self, dataset: Any, *, training: bool) -> Any:
+        """Step batches over a prepared dataset."""
+
+    @abc.abstractmethod
+    def training_metrics(self, steps: list[dict[str, np.ndarray]]) -> dict[str, float]:
+        """What is logged of the steps since the last log, beside loss, grad_norm and learning_rate."""
+
+    @abc.abstractmethod
+    def evaluation_metrics(self, evaluated: Evaluated) -> dict[str, float]:
+        """What is logged of an evaluation, beside its loss."""
+
+    @abc.abstractmethod
+    def real_scores(self, scores: np.ndarray, num_pairs: int) -> np.ndarray:
+        """The rows of one batch's scores that belong to real pairs."""
