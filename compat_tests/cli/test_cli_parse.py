@@ -14,6 +14,7 @@ import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 
 from trl_jax.cli.main import main
+from trl_jax.core.arguments import TABLE
 from trl_jax.scripts import reward
 from trl_jax.scripts.datasets import load_preferences
 from trl_jax.scripts.utils import ScriptArguments, TrlParser
@@ -348,7 +349,36 @@ NOT_HERE = "is not in this release of trl_jax"
 def test_a_mistake_is_told_in_one_line(pairs, args, text, capsys):
     assert main(["reward", *args]) == 2
     printed = capsys.readouterr()
-    assert (printed.out, printed.err) == ("", f"trl-jax: error: {text}\n")
+    assert (printed.out, printed.err) == ("", f"trl-jax: error: {text} (TRL_JAX_TRACEBACK=1 shows where.)\n")
+
+
+def a_run_that_raises(error, monkeypatch):
+    def run(*args):
+        raise error
+
+    monkeypatch.setattr(reward, "main", run)
+    return main(["reward"])
+
+
+@pytest.mark.parametrize("error", [KeyError("it's not\n reported"), ValueError("it's not reported")])
+def test_an_error_prints_as_a_sentence(error, monkeypatch, capsys):
+    error.add_note("Row 1 of train_dataset.")
+    assert a_run_that_raises(error, monkeypatch) == 2
+    told = "it's not reported Row 1 of train_dataset. (TRL_JAX_TRACEBACK=1 shows where.)"
+    assert capsys.readouterr().err == f"trl-jax: error: {told}\n"
+
+
+def test_what_no_user_causes_keeps_its_traceback(monkeypatch):
+    with pytest.raises(AssertionError, match="ours"):
+        a_run_that_raises(AssertionError("ours"), monkeypatch)
+
+
+def test_resuming_is_refused_before_anything_is_loaded(recorder, capsys):
+    recorder.last = None
+    args = ["--model_name_or_path", "m", "--dataset_name", "./none.jsonl", "--resume_from_checkpoint", "out/a"]
+    assert main(["reward", *args]) == 2
+    assert "error: resume_from_checkpoint='out/a': this release of trl_jax does not" in capsys.readouterr().err
+    assert recorder.last is None
 
 
 def test_the_whole_traceback_on_demand(monkeypatch):
@@ -398,6 +428,21 @@ def test_help_is_readable_at_80_columns(monkeypatch, capsys):
         "options:", "data:", "training:", "model:"
     ]  # fmt: skip
     assert "Refused in this release:" in text and "One of linear, cosine, constant," in text
+
+
+def test_help_ends_with_what_is_refused_and_what_has_no_effect(capsys):
+    with pytest.raises(SystemExit):
+        main(["reward", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    _, _, lists = text.partition("Accepted without effect: ")
+    no_effect, _, refused = lists.removesuffix(".").partition(". Refused in this release: ")
+    kinds = {kind: {name for name, fate in TABLE.items() if fate.kind in kind} for kind in IN_HELP}
+    assert set(no_effect.split(", ")) == kinds["silent warned"] | {"ignore_bias_buffers", *reward.ONLY_WITH_PEFT}
+    assert set(refused.split(", ")) == kinds["refused"] | {*reward.NOT_YET, "resume_from_checkpoint"}
+    assert not [name for name in (*no_effect.split(", "), *refused.split(", ")) if f"--{name} " in text]
+
+
+IN_HELP = ("silent warned", "refused")
 
 
 def test_starting_imports_neither_jax_nor_transformers():

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from trl_jax.core.argument_rules import DETERMINISTIC_FLAG, as_dict
-from trl_jax.core.arguments import SUPPORTED, TABLE, defaults_of, judge
+from trl_jax.core.argument_rules import DETERMINISTIC_FLAG, as_dict, as_pad_multiple
+from trl_jax.core.arguments import SUPPORTED, TABLE, defaults_of, judge, refuse_to_resume
 from trl_jax.core.renamed import GONE, RENAMED, way_out
 from trl_jax.trainer.reward_config import RewardConfig
 
@@ -128,7 +128,7 @@ def test_a_refused_token_is_not_shown():
     ("pad_to_multiple_of", 8), ("max_length", None), ("model_init_kwargs", '{"dtype": "bfloat16"}'),
     ("dataset_num_proc", 0), ("save_total_limit", 0), ("torch_compile", True), ("use_cache", True),
     ("eval_accumulation_steps", 4), ("local_rank", 0), ("ddp_find_unused_parameters", False),
-    ("logging_nan_inf_filter", False), ("resume_from_checkpoint", "last"),
+    ("logging_nan_inf_filter", False), ("resume_from_checkpoint", "last"), ("remove_unused_columns", False),
 ])  # fmt: skip
 def test_accepted_in_silence(name, value):
     assert verdict(**{name: value}) == ([], [])
@@ -261,6 +261,41 @@ def test_cosine_takes_num_cycles_only():
         == "lr_scheduler_kwargs holds ['min_lr']: lr_scheduler_type='cosine' takes num_cycles. Leave"
         " ['min_lr'] out."
     )
+
+
+def test_unused_columns_may_be_asked_for_either_way_and_are_never_read():
+    fate = TABLE["remove_unused_columns"]
+    assert (fate.kind, fate.text) == ("silent", "the loader takes the columns it needs and leaves the others")
+
+
+@pytest.mark.parametrize(
+    "given, meant",
+    [("None", None), ("null", None), (None, None), ("AUTO", "auto"), ("auto", "auto"), ("128", 128), (8, 8)],
+)
+def test_what_a_pad_multiple_means(given, meant):
+    assert as_pad_multiple("pad_to_multiple_of", given) == meant
+
+
+@pytest.mark.parametrize("given", ["much", "0", "-8", "1.5", "", 0, 1.5, True])
+def test_a_pad_multiple_that_means_nothing(given):
+    with pytest.raises(ValueError) as error:
+        as_pad_multiple("pad_to_multiple_of", given)
+    assert str(error.value) == f'pad_to_multiple_of={given!r}: wanted "auto", a whole number of at least 1, or None.'
+    assert verdict(pad_to_multiple_of=given) == ([str(error.value)], [])
+
+
+def test_resuming_is_refused():
+    refuse_to_resume(None)
+    refuse_to_resume(False)
+    with pytest.raises(ValueError) as error:
+        refuse_to_resume("out/checkpoint-2")
+    assert str(error.value) == RESUME.format("'out/checkpoint-2'")
+
+
+RESUME = (
+    "resume_from_checkpoint={}: this release of trl_jax does not resume runs. A checkpoint's folder can be passed as "
+    "model= to go on from its weights."
+)
 
 
 def test_epochs_do_not_matter_beside_max_steps():

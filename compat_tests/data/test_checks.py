@@ -39,7 +39,9 @@ both = pytest.mark.parametrize("form", [table, stream])
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("train", "train_dataset"), ("eval", "eval_dataset"), ("code", "eval_dataset['code']")]
+    ("name", "text"),
+    [("train", "train_dataset"), ("eval", "eval_dataset"), ("test", "test_dataset")]
+    + [(f"eval_dataset[{key!r}]", f"eval_dataset[{key!r}]") for key in ("code", "train", "eval", "test")],
 )
 def test_an_empty_dataset(name, text):
     refuses(Dataset.from_list([]), f"{text} is empty", name=name)

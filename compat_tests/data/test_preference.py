@@ -202,7 +202,7 @@ def test_what_max_length_removed_is_reported(tokenizer, caplog):
     with caplog.at_level(logging.WARNING, "trl_jax"):
         assert len(ours(Dataset.from_list(rows), tokenizer, 4)) == 600
         ours(Dataset.from_list(rows), tokenizer, 12)
-    assert caplog.messages == ["max_length=4 removed 600 of 1,200 train pairs (longest kept: 4 tokens)"]
+    assert caplog.messages == ["max_length=4 removed 600 of 1,200 pairs of train_dataset (longest kept: 4 tokens)"]
 
 
 def test_a_stream_reports_the_first_pair_that_max_length_removes(tokenizer, caplog):
@@ -220,20 +220,6 @@ def test_progress_is_described_as_trl_does(tokenizer, monkeypatch):
     monkeypatch.setattr(
         Dataset, "map", lambda self, *a, **k: (seen.append(k["desc"]), real(self, *a, **k))[1]
     )
-    ours(Dataset.from_list(preference_rows(2)), tokenizer, name="eval")
-    assert seen == ["Tokenizing eval dataset"]
-
-
-@pytest.mark.parametrize(
-    ("row", "wanted"),
-    [
-        ({"prompt": "a"}, False),
-        ({"chosen": [{"role": "user", "content": "a"}]}, True),
-        ({"messages": [{"role": "user", "content": "a"}]}, True),
-        ({"chosen": [{"from": "user"}]}, False),
-        ({"chosen": []}, False),
-        ({"text": [{"role": "user", "content": "a"}]}, False),
-    ],
-)
-def test_is_conversational(row, wanted):
-    assert chat.is_conversational(row) is wanted
+    for name in ("train", "eval", "eval_dataset['a_b']"):
+        ours(Dataset.from_list(preference_rows(2)), tokenizer, name=name)
+    assert seen == ["Tokenizing train dataset", "Tokenizing eval dataset", "Tokenizing eval dataset['a_b']"]

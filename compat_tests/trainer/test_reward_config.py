@@ -173,6 +173,32 @@ def test_a_subclass_may_add_its_own():
     assert Wrapped(name="a", max_length=7).output_dir == "runs/a"
 
 
+def test_a_subclass_s_own_defaults_are_held_to_the_same_rules():
+    @dataclasses.dataclass
+    class Pushing(RewardConfig):
+        push_to_hub: bool = True
+        label_smoothing_factor: float = 0.1
+        learning_rate: float = 3e-5
+
+    @dataclasses.dataclass
+    class Further(Pushing):
+        push_to_hub: bool = False
+
+    with pytest.raises(ValueError, match="^push_to_hub=True is not in this release of trl_jax: train, then upload"):
+        Pushing("out")
+    with pytest.warns(UserWarning, match="^label_smoothing_factor=0.1 has no effect in trl_jax") as seen:
+        assert Further("out").learning_rate == 3e-5
+    assert len(seen) == 1
+    with pytest.warns(UserWarning):
+        assert Pushing("out", push_to_hub=False).push_to_hub is False
+
+
+def test_help_says_what_auto_padding_does():
+    [told] = [f.metadata["help"] for f in dataclasses.fields(RewardConfig) if f.name == "pad_to_multiple_of"]
+    for words in ("32 tokens apart, from 256 on four an octave", "do not depend on it"):
+        assert words in told and words in " ".join(RewardConfig.__doc__.split())
+
+
 @pytest.mark.parametrize(
     "given, kept", [("None", None), ("null", None), ("128", 128), (None, None), ("AUTO", "auto")]
 )

@@ -10,8 +10,9 @@ import warnings
 from importlib import metadata
 
 COMMANDS = {"reward": "train a reward model on preference pairs"}
-# What a wrong flag, file or value raises; anything else is our own mistake and keeps its traceback.
-USER_ERRORS = (ValueError, TypeError, OSError)
+# What a wrong flag, file, value or metric's name raises: told in a line, which says how to see the traceback because a
+# mistake of our own may raise them too. Anything else keeps its traceback.
+USER_ERRORS = (ValueError, TypeError, KeyError, OSError)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     except USER_ERRORS as error:
         if os.environ.get("TRL_JAX_TRACEBACK") == "1":
             raise
-        print(f"trl-jax: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"trl-jax: error: {_told(error)} (TRL_JAX_TRACEBACK=1 shows where.)", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("trl-jax: interrupted", file=sys.stderr)
@@ -43,6 +44,12 @@ def _run(command: str, argv: list[str]) -> None:
     script = importlib.import_module(f"trl_jax.scripts.{command}")
     arguments = script.make_parser(prog=f"trl-jax {command}").parse_args_and_config(argv)
     script.main(*arguments)
+
+
+def _told(error: Exception) -> str:
+    """The error's text and notes in one line; a KeyError's own str() would quote its text."""
+    text = " ".join(map(str, error.args)) if isinstance(error, KeyError) else str(error)
+    return " ".join(" ".join([text, *vars(error).get("__notes__", ())]).split())
 
 
 def _show_warning(message, category, filename, lineno, file=None, line=None) -> None:

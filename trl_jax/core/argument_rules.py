@@ -56,6 +56,20 @@ def _wanted_dict(name: str) -> str:
     return f"""pass {name} as a dict, or as a JSON object in a string such as '{{"key": 1}}'."""
 
 
+def as_pad_multiple(name: str, value: int | str | None) -> int | str | None:
+    """Tokens, "auto" or None; the command line and YAML may give each of them as text.
+
+    Raises ValueError on anything else.
+    """
+    words = {"auto": "auto", "none": None, "null": None}
+    meant = value
+    if isinstance(value, str):
+        meant = int(value) if value.isdecimal() else words.get(value.lower(), value)
+    if meant is None or meant == "auto" or whole(1)(name, meant, {}) is None:
+        return meant
+    raise ValueError(f'{show(name, value)}: wanted "auto", a whole number of at least 1, or None.')
+
+
 def one_of(*supported: str) -> Rule:
     def rule(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
         if plain(value) in supported:
@@ -158,9 +172,8 @@ def private_repo(name: str, value: Any, values: Mapping[str, Any]) -> str | None
 
 
 def pad_multiple(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
-    if value is None or (isinstance(value, str) and value.lower() in ("auto", "none", "null")):
-        return None
-    digits = int(value) if isinstance(value, str) and value.isdecimal() else value
-    if whole(1)(name, digits, values) is None:
-        return None
-    return f'{show(name, value)}: wanted "auto", a whole number of at least 1, or None.'
+    try:
+        as_pad_multiple(name, value)
+    except ValueError as error:
+        return str(error)
+    return None

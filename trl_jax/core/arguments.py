@@ -102,12 +102,13 @@ TABLE: dict[str, Fate] = {
     **_each("hub_private_repo", "native", rule=rules.private_repo),
     **_each("ignore_data_skip restore_callback_states_from_checkpoint", "warned",
             "it only matters when resuming."),
-    **_each("resume_from_checkpoint", "native"),  # scripts hand it to train(), which answers
+    **_each("resume_from_checkpoint", "native"),  # as in TRL, train() is told of it: see refuse_to_resume
     # Reproducibility
     **_each("seed data_seed", "native"),
     **_each("full_determinism", "mapped", rule=rules.deterministic),
     # Data
-    **_each("dataloader_drop_last remove_unused_columns", "native"),
+    **_each("dataloader_drop_last", "native"),
+    **_each("remove_unused_columns", "silent", "the loader takes the columns it needs and leaves the others"),
     **_each("length_column_name", "silent", "only sampling by length reads it"),
     **_each("dataloader_pin_memory dataloader_persistent_workers", "silent", "there are no worker processes"),
     **_each("dataloader_num_workers dataloader_prefetch_factor dataloader_multiprocessing_context", "warned",
@@ -141,10 +142,20 @@ def defaults_of(fields: Iterable[dataclasses.Field]) -> dict[str, Any]:
     return plain | made
 
 
+def refuse_to_resume(checkpoint: str | bool | None) -> None:
+    """Raises ValueError where a run was asked to go on from a checkpoint."""
+    if checkpoint:
+        raise ValueError(
+            f"resume_from_checkpoint={checkpoint!r}: this release of trl_jax does not resume runs. A checkpoint's "
+            "folder can be passed as model= to go on from its weights."
+        )
+
+
 def judge(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """What the table says to these values: (refusals, warnings), one line each.
 
     `values` holds every name of the table; names that are not in the table (a subclass's own) are left alone.
+    `defaults` are this release's: a default that a subclass changed is as much a wish as a value passed.
     """
     refusals, warnings = [], []
     for name, fate in TABLE.items():

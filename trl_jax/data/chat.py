@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from .checks import cell_error
 
 _READ = ("prompt", "chosen", "rejected", "tools", "chat_template_kwargs")
-_KINDS = ("prompt", "chosen", "rejected", "completion", "messages")
 _WANTED = "a string, or a non-empty list of messages, each with a 'role' and a 'content'"
 
 
@@ -19,12 +18,6 @@ class Pair(NamedTuple):
     rejected: str | list[dict]
     options: dict[str, Any]
     where: str
-
-
-def is_conversational(example: dict[str, Any]) -> bool:
-    """Whether the row's first preference or language-modelling column holds messages rather than text."""
-    present = [example[kind] for kind in _KINDS if kind in example]
-    return bool(present) and is_messages(present[0])
 
 
 def is_messages(value: Any) -> bool:

@@ -30,8 +30,8 @@ _FIXES = {
 
 
 def argument(name: str) -> str:
-    """How errors call the dataset: train_dataset, or eval_dataset['key'] for one of a dict of eval sets."""
-    return f"{name}_dataset" if name in ("train", "eval", "test") else f"eval_dataset[{name!r}]"
+    """How errors call the dataset: train_dataset for "train"; a ready name, such as eval_dataset['key'], as it is."""
+    return f"{name}_dataset" if name in ("train", "eval", "test") else name
 
 
 def check_type(dataset: Any, name: str) -> None:

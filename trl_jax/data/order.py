@@ -28,7 +28,7 @@ def micro_batches(items: Iterator[Any], size: int, *, drop_last: bool) -> Iterat
 
 
 @dataclass(frozen=True)
-class Schedule:
+class RunLength:
     """How long a run is. A step is an optimizer step; the last one of an epoch may have fewer micro-batches.
 
     `micro_batches_per_epoch` of a dataset without a length is what `max_steps` asks for.
@@ -36,14 +36,13 @@ class Schedule:
 
     max_steps: int
     num_epochs: int
-    steps_per_epoch: int
     micro_batches_per_epoch: int
 
 
 def plan(
     rows: int | None, *, batch_size: int, accumulation: int, drop_last: bool, epochs: float, max_steps: int
-) -> Schedule:
-    """The Schedule of TRL's arguments: `max_steps` beats `epochs`; a ragged last step counts as a step.
+) -> RunLength:
+    """The length of a run by TRL's arguments: `max_steps` beats `epochs`; a ragged last step counts as a step.
 
     Raises:
         ValueError: a dataset without a length and no `max_steps`.
@@ -54,7 +53,7 @@ def plan(
                 f"train_dataset has no length, so max_steps must say how long to train; it is {max_steps}. "
                 "Set max_steps in RewardConfig."
             )
-        return Schedule(max_steps, sys.maxsize, max_steps, max_steps * accumulation)
+        return RunLength(max_steps, sys.maxsize, max_steps * accumulation)
     batches = rows // batch_size if drop_last else math.ceil(rows / batch_size)
     if batches == 0:
         raise ValueError(
@@ -62,5 +61,5 @@ def plan(
         )
     steps = math.ceil(batches / accumulation)
     if max_steps > 0:
-        return Schedule(max_steps, math.ceil(max_steps / steps), steps, batches)
-    return Schedule(math.ceil(epochs * steps), math.ceil(epochs), steps, batches)
+        return RunLength(max_steps, math.ceil(max_steps / steps), batches)
+    return RunLength(math.ceil(epochs * steps), math.ceil(epochs), batches)

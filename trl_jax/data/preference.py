@@ -25,7 +25,8 @@ def prepare(
     """The dataset with `chosen_ids` and `rejected_ids` beside its own columns, less the pairs too long.
 
     A pair goes when either side has more than `max_length` tokens; nothing is truncated. A prepared dataset
-    passes through, so preparing twice is preparing once. `name` is 'train', 'eval' or the key of an eval set.
+    passes through, so preparing twice is preparing once. `name` is 'train', 'eval', 'test' or what
+    errors shall call it, such as "eval_dataset['key']".
     Raises TypeError or ValueError for what cannot be trained on; a stream raises when it reaches the row.
     """
     checks.check_type(dataset, name)
@@ -78,7 +79,7 @@ def _tokenise(dataset: Dataset, tokenizer: Any, num_proc: int | None, name: str)
         batched=True,
         num_proc=num_proc,
         fn_kwargs={"tokenizer": tokenizer, "where": where},  # not a closure: the cache finds the result again
-        desc=f"Tokenizing {name} dataset",
+        desc=f"Tokenizing {where.replace('_', ' ', 1)}",
     )
     empty = [checks.empty_texts(block) for _, block in checks.blocks(dataset, checks.TEXTS)]
     _warn_count(np.concatenate(empty), f"rows of {where} have an empty chosen or rejected text")
@@ -104,7 +105,7 @@ def _drop_long(dataset: Dataset, lengths: np.ndarray, max_length: int | None, na
             f"pair has {lengths.min():,} tokens. Raise max_length or pass max_length=None."
         )
     logger.warning(
-        f"max_length={max_length} removed {total - len(kept):,} of {total:,} {name} pairs "
+        f"max_length={max_length} removed {total - len(kept):,} of {total:,} pairs of {checks.argument(name)} "
         f"(longest kept: {lengths[kept].max():,} tokens)"
     )
     return dataset.select(kept)

@@ -13,9 +13,9 @@ logger = logging.getLogger(__name__)
 def settle(tokenizer: Any, *, eos_token: str | None = None, pad_token: str | None = None) -> Any:
     """Set `eos_token` and `pad_token` on the tokenizer itself and return it.
 
-    The one place that writes into what it was given: scripts read `tokenizer.pad_token` after they built the
-    trainer, and the tokenizer saved beside the model must say the same. The pad token is `pad_token`, else
-    the tokenizer's own, else its EOS token.
+    It writes into what it was given on purpose, as TRL does: scripts read `tokenizer.pad_token` after they built
+    the trainer, and the tokenizer saved beside the model must say the same. The pad token is `pad_token`, else the
+    tokenizer's own, else its EOS token.
     """
     if eos_token is not None:
         _check_known(tokenizer, "eos_token", eos_token)

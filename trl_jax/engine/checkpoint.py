@@ -8,12 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers.trainer_callback import ExportableState, TrainerState
-from transformers.trainer_utils import (
-    PREFIX_CHECKPOINT_DIR,
-    SaveStrategy,
-    rotate_checkpoints,
-    sort_checkpoints,
-)
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, sort_checkpoints
 
 from trl_jax.engine.events import Events
 
@@ -39,13 +34,16 @@ def save_checkpoint(output_dir: str, write_model: Callable[[Path], None], events
     if folder.exists():
         shutil.rmtree(folder)
     unfinished.rename(folder)
-    rotate_checkpoints(
-        output_dir=str(run_dir),
-        save_total_limit=events.args.save_total_limit,
-        best_model_checkpoint=state.best_model_checkpoint,
-        use_mtime=False,
-    )
+    _forget_oldest(run_dir, events.args.save_total_limit, kept={str(folder), state.best_model_checkpoint})
     return folder
+
+
+def _forget_oldest(run_dir: Path, limit: int | None, kept: set[str | None]) -> None:
+    """Remove checkpoints, lowest step first, down to `limit`; never one of `kept`, whatever an earlier run left."""
+    checkpoints = sort_checkpoints(str(run_dir))
+    excess = len(checkpoints) - limit if limit is not None and limit > 0 else 0
+    for checkpoint in [name for name in checkpoints if name not in kept][: max(excess, 0)]:
+        shutil.rmtree(checkpoint)
 
 
 def _remember_callbacks(events: Events) -> None:

@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 Metrics = dict[str, jax.Array]
 
+_HELD_ON_DEVICE = 100  # steps whose metrics may wait there; a run that seldom logs would pile them up
+
 
 class Batches(Protocol):
     """An epoch's step batches; each says how many micro-batches it is made of."""
@@ -85,6 +87,11 @@ class Loop:
             self._report_evaluate_save()
             if events.control.should_epoch_stop or events.control.should_training_stop:
                 break
+        if done == 0 and events.state.global_step == 0:
+            raise ValueError(
+                "train_dataset gave not one batch: there is nothing to train on. If it streams, max_length may have "
+                "removed every row."
+            )
         if done == 0:
             logger.warning(
                 "train_dataset ended before max_steps=%d: training stops at step %d.",
@@ -107,6 +114,8 @@ class Loop:
         events.fire("on_optimizer_step")
         if self._unreported:
             jax.block_until_ready(self._unreported[-1])
+        if len(self._unreported) % _HELD_ON_DEVICE == 0:
+            self._unreported = jax.device_get(self._unreported)
         self._unreported.append(metrics)
         self._evaluated_last = False
 

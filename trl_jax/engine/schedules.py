@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 
 Schedule = Callable[[int], float]
-SUPPORTED = ("linear", "cosine", "constant", "constant_with_warmup")
 
 
 def learning_rates(
@@ -15,15 +14,13 @@ def learning_rates(
     """The learning rate of the optimizer step that follows `step` finished ones.
 
     Args:
-        name: one of `SUPPORTED`. All but constant rise linearly from 0 over `warmup_steps`.
+        name: one of `core.arguments.SUPPORTED["lr_scheduler_type"]`. All but constant rise linearly from 0 over `warmup_steps`.
         peak: the highest rate.
         max_steps: where linear and cosine reach their end.
-        kwargs: for cosine `num_cycles`, half-waves counted in whole waves (0.5 falls to 0 once).
+        kwargs: for cosine `num_cycles`, half-waves counted in whole waves (0.5 falls to 0 once); other keys were
+            refused with the arguments.
     """
-    kwargs = dict(kwargs or {})
-    wave = math.pi * 2.0 * (float(kwargs.pop("num_cycles", 0.5)) if name == "cosine" else 0.5)
-    if kwargs:
-        raise ValueError(f"lr_scheduler_kwargs: lr_scheduler_type={name!r} does not take {', '.join(sorted(kwargs))}.")
+    wave = math.pi * 2.0 * float((kwargs or {}).get("num_cycles", 0.5))
     warmup_steps = 0 if name == "constant" else warmup_steps
     falling_steps = max(1, max_steps - warmup_steps)
     after_warmup = {

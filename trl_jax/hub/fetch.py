@@ -1,10 +1,84 @@
-"""A checkpoint's folder on this machine, downloaded from the Hub if the name is not a folder already."""
+"""A checkpoint's folder on this machine. From the Hub it comes in two steps: what is small, then the weights."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import glob
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
 
-_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+import huggingface_hub
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
+
+from trl_jax.hub.files import INDEX, SINGLE, indexed_shards, no_weights, unconverted
+
+_SMALL = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+_UNREACHED = (RepositoryNotFoundError, LocalEntryNotFoundError, OfflineModeIsEnabled, HFValidationError)
+
+
+@dataclass(frozen=True)
+class Repository:
+    """One commit of a Hub repository (or of a subfolder in it), and the cached `folder` where its files lie.
+
+    `access` are the token, cache_dir and local_files_only to ask the Hub with.
+    """
+
+    name: str
+    subfolder: str
+    commit: str
+    folder: Path
+    access: dict[str, Any] = field(repr=False)
+
+    def fetch_small_files(self, *, code: bool) -> None:
+        """Config and tokenizer, and `*.py` where `code`; of deeper folders only chat templates, which have names."""
+        patterns = (*_SMALL, "*.py") if code else _SMALL
+        deeper = [f"*/{pattern}" for pattern in patterns if pattern != "*.jinja"]
+        self._snapshot(patterns, deeper)
+
+    def fetch_weights(self) -> None:
+        """The single file or the shards that the index lists, never both.
+
+        Raises:
+            ValueError: the weights are in another format.
+            FileNotFoundError: there are none, or they cannot be had.
+        """
+        try:
+            _download(self.name, SINGLE, self.subfolder, self.commit, self.access)
+        except EntryNotFoundError as error:
+            if not (self.folder / INDEX).is_file():
+                raise self._without_weights(error) from error
+            self._snapshot([glob.escape(shard) for shard in indexed_shards(self.folder)], [])
+
+    def _snapshot(self, patterns, ignored) -> None:
+        prefix = _prefix(self.subfolder)
+        huggingface_hub.snapshot_download(
+            self.name,
+            revision=self.commit,
+            allow_patterns=[prefix + pattern for pattern in patterns],
+            ignore_patterns=[prefix + pattern for pattern in ignored],
+            **self.access,
+        )
+
+    def _without_weights(self, error: EntryNotFoundError) -> Exception:
+        if isinstance(error, LocalEntryNotFoundError):
+            return FileNotFoundError(
+                f"model={self.name!r}: the weights are not in the cache ({self.folder}) and could not be fetched. "
+                f"The Hub's client said: {error}"
+            )
+        names = huggingface_hub.HfApi().list_repo_files(
+            self.name, revision=self.commit, token=self.access["token"]
+        )
+        pickled = _prefix(self.subfolder) + "pytorch_model"
+        where = f"model={self.name!r}"
+        if any(name.startswith(pickled) and name.endswith(".bin") for name in names):
+            return unconverted(where, repr(self.name))
+        return no_weights(where)
 
 
 def checkpoint_folder(
@@ -15,33 +89,50 @@ def checkpoint_folder(
     token: str | bool | None = None,
     cache_dir: str | None = None,
     local_files_only: bool = False,
-) -> Path:
-    """Where the files of `name` lie: itself if it is a folder, else the Hub's snapshot of that repository.
+    code: bool = False,
+) -> tuple[Path, Repository | None]:
+    """Where the config and the tokenizer of `name` lie, and the repository that has the weights.
+
+    A folder is taken as it is, with no repository. Anything else is asked of the Hub; `code` fetches `*.py` too.
 
     Raises:
-        FileNotFoundError: it looks like a path and no such folder exists, or the repository lacks `subfolder`.
+        FileNotFoundError: neither a folder nor a repository that can be fetched, or it lacks `subfolder`.
     """
     folder = Path(name).expanduser()
     if not folder.is_dir():
         if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
             raise FileNotFoundError(f"model={name!r}: there is no such folder, and it is not a Hub repository's name.")
-        folder = _snapshot(name, revision, subfolder, token, cache_dir, local_files_only)
+        access = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
+        repository = _fetched(name, revision, subfolder, access, code)
+        return repository.folder, repository
     if subfolder and not (folder / subfolder).is_dir():
         raise FileNotFoundError(f"model={name!r} has no subfolder {subfolder!r}.")
-    return folder / subfolder
+    return folder / subfolder, None
 
 
-def _snapshot(name, revision, subfolder, token, cache_dir, local_files_only) -> Path:
-    from huggingface_hub import snapshot_download
+def _fetched(name, revision, subfolder, access, code) -> Repository:
+    """The repository with its small files here. config.json comes first: it tells which commit the others are of."""
+    try:
+        config = _download(name, "config.json", subfolder, revision, access)
+        commit = config.parents[len(PurePosixPath(subfolder).parts)].name
+        repository = Repository(name, subfolder, commit, config.parent, access)
+        repository.fetch_small_files(code=code)
+    except _UNREACHED as error:
+        raise FileNotFoundError(
+            f"model={name!r}: there is no such folder in {Path.cwd()}, and no such repository could be fetched from "
+            f"the Hub, whose client said: {error}"
+        ) from error
+    except EntryNotFoundError as error:
+        raise FileNotFoundError(f"model={name!r} has no {_prefix(subfolder)}config.json on the Hub: {error}") from error
+    return repository
 
-    patterns = [f"{subfolder}/{pattern}" for pattern in _PATTERNS] if subfolder else _PATTERNS
+
+def _download(name, file, subfolder, revision, access) -> Path:
     return Path(
-        snapshot_download(
-            name,
-            revision=revision,
-            token=token,
-            cache_dir=cache_dir,
-            local_files_only=local_files_only,
-            allow_patterns=patterns,
-        )
+        huggingface_hub.hf_hub_download(name, file, subfolder=subfolder or None, revision=revision, **access)
     )
+
+
+def _prefix(subfolder: str) -> str:
+    """What the names of a subfolder's files begin with in the repository's list."""
+    return f"{PurePosixPath(subfolder)}/" if subfolder else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from safetensors.numpy import save_file
 from trl_jax.hub.diagnosis import diagnose
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -57,19 +59,33 @@ class CheckpointFiles:
 
 
 def _shard_names(folder: Path) -> list[str]:
-    if (folder / INDEX).is_file():
-        return _indexed(folder)
-    if (folder / SINGLE).is_file():
+    if (folder / SINGLE).is_file():  # transformers, too, reads this one where both are
         return [SINGLE]
-    if any(folder.glob("pytorch_model*.bin")):
-        raise ValueError(
-            f"{folder} has its weights only as pytorch_model.bin, which this release of trl_jax does not read. Convert "
-            "them where torch is installed: AutoModel.from_pretrained(folder).save_pretrained(folder)."
+    if not (folder / INDEX).is_file():
+        pickled = any(folder.glob("pytorch_model*.bin"))
+        raise unconverted(str(folder), "folder") if pickled else no_weights(str(folder))
+    names = indexed_shards(folder)
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"{folder} lacks {len(missing)} of the {len(names)} shards in {INDEX}: {', '.join(missing)}. Download them."
         )
-    raise FileNotFoundError(f"{folder} has neither {SINGLE} nor {INDEX}: there are no weights to load.")
+    return names
 
 
-def _indexed(folder: Path) -> list[str]:
+def unconverted(where: str, model: str) -> ValueError:
+    return ValueError(
+        f"{where} has its weights only as pytorch_model.bin, which this release of trl_jax does not read. Convert "
+        f"them where torch is installed: AutoModel.from_pretrained({model}).save_pretrained(folder)."
+    )
+
+
+def no_weights(where: str) -> FileNotFoundError:
+    return FileNotFoundError(f"{where} has neither {SINGLE} nor {INDEX}: there are no weights to load.")
+
+
+def indexed_shards(folder: Path) -> list[str]:
+    """The file names in the index, each a plain one of that folder; whether they are there is not asked."""
     path = folder / INDEX
     try:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
@@ -82,11 +98,6 @@ def _indexed(folder: Path) -> list[str]:
             f"{path} names shards outside its folder or none at all: {strange}. Nothing was opened. Shards are plain "
             "file names: download the index again."
         )
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise FileNotFoundError(
-            f"{folder} lacks {len(missing)} of the {len(names)} shards in {INDEX}: {', '.join(missing)}. Download them."
-        )
     return names
 
 
@@ -95,7 +106,10 @@ def _plain(name: str) -> bool:
 
 
 def write_checkpoint(folder: Path, shards: dict[str, list[str]], read: Callable[[str], np.ndarray]) -> None:
-    """Write `shards` (file name -> tensors) and, for more than one, the index; one shard is in memory at a time."""
+    """Write `shards` (file name -> tensors) and, for more than one, the index; one shard is in memory at a time.
+
+    What an earlier save left in `folder` is removed at the end: a reader would take its weights for these.
+    """
     weight_map, parameters, size = {}, 0, 0
     for name, tensors in shards.items():
         arrays = {tensor: np.ascontiguousarray(read(tensor)) for tensor in tensors}
@@ -106,6 +120,10 @@ def write_checkpoint(folder: Path, shards: dict[str, list[str]], read: Callable[
     if len(shards) > 1:
         index = {"metadata": {"total_parameters": parameters, "total_size": size}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    written = {*shards, INDEX} if len(shards) > 1 else set(shards)
+    for path in folder.iterdir():
+        if path.name not in written and (path.name in (SINGLE, INDEX) or _SHARD.fullmatch(path.name)):
+            path.unlink()
 
 
 def shard_plan(source: dict[str, list[str]], kept: set[str], added: list[str]) -> dict[str, list[str]]:

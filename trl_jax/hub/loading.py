@@ -59,7 +59,7 @@ def load(folder: Path, *, dtype: str, seed: int) -> tuple[dict[str, jax.Array], 
     on_disk = _full_names(family, files)
     wires = family.table(arch)
     _, shapes = abstract_scorer(arch)
-    _check_language_head(folder, raw, files, on_disk, family)
+    _check_language_head(folder, raw, arch, files, on_disk, family)
     _check(folder, family, arch, wires, shapes, files, on_disk)
     params = {}
     for wire in wires:
@@ -127,9 +127,9 @@ def _check(folder, family, arch, wires, shapes, files, on_disk) -> None:
         raise ValueError(f"{folder}: wrong shapes: {_some(wrong)}. A reward model has one score a sequence (1 label).")
 
 
-def _check_language_head(folder, raw, files, on_disk, family) -> None:
+def _check_language_head(folder, raw, arch, files, on_disk, family) -> None:
     """The head is dropped either way, but a checkpoint that contradicts its config may be a broken one."""
-    tied, present = bool(raw.get("tie_word_embeddings")), LANGUAGE_HEAD in on_disk
+    tied, present = arch.tied_embeddings, LANGUAGE_HEAD in on_disk
     architecture = str((raw.get("architectures") or [""])[0])
     if not tied and not present and architecture.endswith("ForCausalLM"):
         raise ValueError(

@@ -16,7 +16,7 @@ from flax import nnx
 from trl_jax.data.layout import padded_length, scored_token
 from trl_jax.hub.config import read_config
 from trl_jax.hub.families import read_arch
-from trl_jax.hub.fetch import checkpoint_folder
+from trl_jax.hub.fetch import Repository, checkpoint_folder
 from trl_jax.hub.loading import Source, load
 from trl_jax.hub.saving import save
 from trl_jax.models.functional import abstract_scorer, merge
@@ -47,15 +47,18 @@ class PreTrainedModel:
         self.folder, self.name_or_path = folder, name
         self.graph, _ = abstract_scorer(source.arch)
 
-    def __call__(self, input_ids: Any, attention_mask: Any | None = None) -> ScoreOutput:
+    def __call__(
+        self, input_ids: Any, attention_mask: Any | None = None, *, token_type_ids: Any | None = None
+    ) -> ScoreOutput:
         """Score rows of token ids.
 
         Args:
             input_ids: int `[rows, T]`, padded with `config.pad_token_id` on either side.
             attention_mask: `[rows, T]`, 0 where a token is to be hidden; None hides nothing.
+            token_type_ids: ignored, as by these models in transformers; some tokenizers return it.
 
         Raises:
-            ValueError: more than one row and no `pad_token_id`, or an id outside the vocabulary.
+            ValueError: rows of no tokens, several rows and no `pad_token_id`, or an id outside the vocabulary.
         """
         tokens = np.asarray(input_ids)
         self._check(tokens)
@@ -65,11 +68,15 @@ class PreTrainedModel:
         extra = padded_length(tokens.shape[1], "auto") - tokens.shape[1]
         tokens = np.pad(tokens, ((0, 0), (0, extra))).astype(np.int32)
         mask = np.pad(mask, ((0, 0), (0, extra)))
-        return ScoreOutput(_scores(self.graph, self.params, tokens, mask, np.asarray(at, np.int32))[:, None])
+        with jax.default_matmul_precision("float32"):  # accelerators would round to fewer digits
+            scores = _scores(self.graph, self.params, tokens, mask, np.asarray(at, np.int32))
+        return ScoreOutput(scores[:, None])
 
     def _check(self, tokens: np.ndarray) -> None:
         if tokens.ndim != 2 or tokens.dtype.kind not in "iu":
             raise ValueError(f"input_ids must be whole numbers [rows, T], got {tokens.dtype} {list(tokens.shape)}.")
+        if not tokens.shape[1]:
+            raise ValueError(f"input_ids is {list(tokens.shape)}: a row needs at least one token to be scored at.")
         if len(tokens) > 1 and self.config.pad_token_id is None:
             raise ValueError(
                 f"{len(tokens)} rows cannot be scored without config.pad_token_id: it tells where each one ends. "
@@ -114,28 +121,33 @@ def _scores(graph: nnx.GraphDef, params: dict, tokens: jax.Array, mask: jax.Arra
 class Checkpoint:
     """A checkpoint whose config has been read and found computable, its weights not yet.
 
+    `repository` is the one on the Hub that still has them; None for a folder.
+
     `dtype` is "float32", "bfloat16", "float16" or "auto": what the weights are rounded to, and saved in.
     """
 
     name: str
     folder: Path
+    repository: Repository | None
     dtype: str
     vocab_size: int
 
     def load(self, seed: int) -> PreTrainedModel:
         """The model; `seed` draws the score head where the checkpoint has none."""
+        if self.repository is not None:
+            self.repository.fetch_weights()
         params, source = load(self.folder, dtype=self.dtype, seed=seed)
         return PreTrainedModel(params, source, _config(self.folder), self.folder, self.name)
 
 
 def find_checkpoint(name: str, *, num_labels: int = 1, dtype: Any = "auto", **kwargs: Any) -> Checkpoint:
-    """Where a checkpoint is, downloaded if need be; arguments as in `from_pretrained`."""
+    """Where a checkpoint is, its weights still on the Hub if need be; arguments as in `from_pretrained`."""
     if num_labels != 1:
         raise ValueError(f"num_labels is {num_labels}, but a reward model has one score a sequence: num_labels=1.")
     fetch, dtype = _checked(dict(kwargs), dtype)
-    folder = checkpoint_folder(name, **fetch)
+    folder, repository = checkpoint_folder(name, **fetch)
     _, arch = read_arch(read_config(folder), folder / "config.json")
-    return Checkpoint(name, folder, dtype, arch.vocab_size)
+    return Checkpoint(name, folder, repository, dtype, arch.vocab_size)
 
 
 class AutoModelForSequenceClassification:
@@ -154,7 +166,8 @@ class AutoModelForSequenceClassification:
                 in. Arrays and computation are float32.
             seed: draws the score head where the checkpoint has none.
             kwargs: revision, subfolder, token, cache_dir, local_files_only as in transformers; attn_implementation is
-                accepted (kernels are chosen by the backend); device_map and its like are warned of.
+                accepted (kernels are chosen by the backend); trust_remote_code fetches `*.py` for the tokenizer, model
+                code is never run; device_map and its like are warned of.
 
         Raises:
             ValueError, TypeError: an argument or a checkpoint at fault, by name.
@@ -175,7 +188,8 @@ def _checked(kwargs: dict[str, Any], dtype: Any) -> tuple[dict[str, Any], str]:
     for key in _PLACEMENT:
         if kwargs.pop(key, None) is not None:
             logger.warning("%s has no effect in trl_jax: arrays go to JAX's default device.", key)
-    if kwargs.pop("trust_remote_code", False):
+    code = bool(kwargs.pop("trust_remote_code", False))
+    if code:
         logger.warning("trust_remote_code has no effect on models: trl_jax never runs a repository's code.")
     fetch = {key: kwargs.pop(key) for key in _FETCH if key in kwargs}
     if kwargs:
@@ -183,7 +197,8 @@ def _checked(kwargs: dict[str, Any], dtype: Any) -> tuple[dict[str, Any], str]:
             f"from_pretrained (model_init_kwargs) does not take {', '.join(sorted(kwargs))}. It takes num_labels, "
             f"dtype, attn_implementation, {', '.join(_FETCH)}."
         )
-    return {key: value for key, value in fetch.items() if value is not None}, dtype
+    given = {key: value for key, value in fetch.items() if value is not None}
+    return given | {"code": code}, dtype
 
 
 def _config(folder: Path) -> Any:

@@ -23,6 +23,7 @@ _TAKEN = {
         "mscale_all_dim", "truncate",
     },
 }  # fmt: skip
+KINDS = tuple(_NEEDED)
 _TINY = 1e-9  # what a number that is divided by must at least be
 _LEAST_THETA = 1.001  # and one whose logarithm is
 

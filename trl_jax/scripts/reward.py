@@ -8,6 +8,8 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from trl_jax.core.arguments import SUPPORTED, TABLE, refuse_to_resume
+
 if TYPE_CHECKING:
     from trl_jax.scripts.utils import ScriptArguments, TrlParser
     from trl_jax.trainer.model_config import ModelConfig
@@ -29,7 +31,7 @@ ONLY_WITH_PEFT = (
 
 def main(script_args: ScriptArguments, training_args: RewardConfig, model_args: ModelConfig) -> None:
     """Train, save to training_args.output_dir, and say so. Changes none of its arguments."""
-    check_flags(script_args, model_args)
+    check_flags(script_args, training_args, model_args)
     training_args = copy.copy(training_args)
     training_args.model_init_kwargs = _model_init_kwargs(training_args, model_args)
 
@@ -48,14 +50,15 @@ def main(script_args: ScriptArguments, training_args: RewardConfig, model_args: 
     trainer = RewardTrainer(
         model=model_args.model_name_or_path, args=training_args, train_dataset=train, eval_dataset=test
     )
-    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    trainer.train()
     print("Training completed.")
     trainer.save_model(training_args.output_dir)
     print(f"Model saved to {training_args.output_dir}.")
 
 
-def check_flags(script_args: ScriptArguments, model_args: ModelConfig) -> None:
+def check_flags(script_args: ScriptArguments, training_args: RewardConfig, model_args: ModelConfig) -> None:
     """Raises ValueError on flags that are missing or not in this release, before anything is loaded."""
+    refuse_to_resume(training_args.resume_from_checkpoint)
     for flag, instead in NOT_YET.items():
         if vars(model_args)[flag]:
             raise ValueError(f"--{flag} is not in this release of trl_jax: {instead}")
@@ -116,9 +119,7 @@ def make_parser(subparsers: argparse._SubParsersAction | None = None, prog: str 
 
 def _fit_to_release(parser: TrlParser) -> None:
     """List in --help the flags that do something, and name the others at its end."""
-    from trl_jax.core.arguments import SUPPORTED, TABLE
-
-    no_effect, refused = ["ignore_bias_buffers"], [*NOT_YET]
+    no_effect, refused = ["ignore_bias_buffers", *ONLY_WITH_PEFT], [*NOT_YET, "resume_from_checkpoint"]
     for action in parser._actions:
         kind = TABLE[action.dest].kind if action.dest in TABLE else None
         if action.dest in SUPPORTED:
@@ -129,7 +130,7 @@ def _fit_to_release(parser: TrlParser) -> None:
             no_effect.append(action.dest)
         elif kind == "refused":
             refused.append(action.dest)
-        if action.dest in (*no_effect, *refused, *ONLY_WITH_PEFT):
+        if action.dest in (*no_effect, *refused):
             action.help = argparse.SUPPRESS
     parser.epilog = (
         f"Accepted without effect: {', '.join(dict.fromkeys(no_effect))}. "

@@ -91,7 +91,7 @@ class BaseConfig(TrainingArguments):
     def check(self) -> list[str]:
         """Ask the table about the values as they now are: its warnings, or ValueError on a refusal."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        refusals, notes = arguments.judge(values, arguments.defaults_of(fields(self)))
+        refusals, notes = arguments.judge(values, arguments.defaults_of(fields(self._released_kind())))
         if strtobool(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false")):
             refusals.append(
                 "ACCELERATE_USE_DEEPSPEED is set in the environment, but there is no DeepSpeed here: start"
@@ -100,6 +100,11 @@ class BaseConfig(TrainingArguments):
         if refusals:
             raise ValueError("\n".join(refusals))
         return notes
+
+    @classmethod
+    def _released_kind(cls) -> type:
+        """The class of trl_jax that this is or derives from: its defaults are the ones to be away from."""
+        return next(kind for kind in cls.__mro__ if kind.__module__.startswith("trl_jax."))
 
     def _without_torch(self, post_init) -> None:
         """Run transformers' own post-init with what it would hand to torch set aside."""

@@ -12,20 +12,40 @@ from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import SaveStrategy, TrainOutput, speed_metrics
 
-from trl_jax.data.order import Schedule, plan
+from trl_jax.data.order import RunLength, plan
 from trl_jax.engine.checkpoint import forget_all_but_best
 from trl_jax.engine.loop import Loop
 from trl_jax.engine.optim import adamw, decays
 from trl_jax.engine.schedules import learning_rates
 from trl_jax.engine.step import make_step
-from trl_jax.hub.loading import load
+from trl_jax.hub.loading import load as load_weights
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.trainer.base_config import BaseConfig
 from trl_jax.trainer.evaluating import Evaluating, refuse
 
+_NEVER_CALLED = frozenset(
+    """
+    _prepare_dataset compute_loss create_optimizer_and_scheduler create_scheduler evaluation_loop get_batch_samples
+    prediction_step training_step
+    """.split()
+)
+
 
 class BaseTrainer(Evaluating):
-    """Trains `model` on prepared datasets; a subclass explains the Task."""
+    """Trains `model` on prepared datasets; a subclass explains the Task.
+
+    A script's subclass may override `loss`, `evaluate`, `predict`, `log`, `save_model`, `create_optimizer` and the
+    dataloaders. Methods of transformers' Trainer that have no counterpart here are refused: nobody would call them.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        unheard = sorted(_NEVER_CALLED & set(vars(cls)))
+        if unheard:
+            raise TypeError(
+                f"{cls.__name__} overrides {', '.join(unheard)}, which trl_jax never calls: the step is one compiled "
+                "function. Override loss(self, params, batch, key) -> (loss, metrics) with jax.numpy instead."
+            )
 
     def __init__(
         self,
@@ -100,7 +120,7 @@ class BaseTrainer(Evaluating):
             self.is_in_train = False
         return self._finish(train_loss, self._measured(unreported), start, run.max_steps)
 
-    def _plan(self) -> Schedule:
+    def _plan(self) -> RunLength:
         args = self.args
         return plan(
             len(self.train_dataset) if isinstance(self.train_dataset, Dataset) else None,
@@ -171,7 +191,7 @@ class BaseTrainer(Evaluating):
         self.log(metrics)
         metrics["epoch"] = state.epoch
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            self.model.params, _ = load(Path(state.best_model_checkpoint), dtype="auto", seed=args.seed)
+            self.model.params, _ = load_weights(Path(state.best_model_checkpoint), dtype="auto", seed=args.seed)
         if args.save_total_limit == 1 and state.best_model_checkpoint is not None:
             forget_all_but_best(args.output_dir, state.best_model_checkpoint)
         self._events.fire("on_train_end")
@@ -185,6 +205,15 @@ def check_strategies(args: BaseConfig, eval_dataset: Any) -> None:
             f"eval_strategy={str(args.eval_strategy.value)!r} needs an eval_dataset. Pass one, or set "
             "eval_strategy='no'."
         )
+    if args.eval_on_start and eval_dataset is None:
+        raise ValueError("eval_on_start=True needs an eval_dataset. Pass one, or leave eval_on_start out.")
+    wanted = args.metric_for_best_model
+    if wanted is not None and isinstance(eval_dataset, dict):
+        if not any(wanted.removeprefix("eval_").startswith(f"{name}_") for name in eval_dataset):
+            raise ValueError(
+                f"metric_for_best_model={wanted!r} names none of the evaluation sets ({', '.join(eval_dataset)}): "
+                f"their metrics are called eval_<name>_loss and so on, as in 'eval_{next(iter(eval_dataset))}_loss'."
+            )
     if args.save_strategy == SaveStrategy.BEST and args.metric_for_best_model is None:
         raise ValueError(
             "save_strategy='best' needs metric_for_best_model, which is None: say which metric of the evaluation "

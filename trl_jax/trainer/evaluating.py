@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from transformers.trainer_utils import EvalPrediction, PredictionOutput, speed_metrics
+from transformers.trainer_utils import EvalPrediction, PredictionOutput, denumpify_detensorize, speed_metrics
 
 from trl_jax.engine.evaluation import Evaluated, run_evaluation
 from trl_jax.trainer.session import Session
@@ -35,7 +35,7 @@ class Evaluating(Session):
         if isinstance(dataset, dict):
             metrics = {}
             for name, part in dataset.items():
-                part = part if eval_dataset is None else self.prepare_dataset(part, name)
+                part = part if eval_dataset is None else self.prepare_dataset(part, f"eval_dataset[{name!r}]")
                 metrics |= self._evaluate_one(part, f"{metric_key_prefix}_{name}")
             return metrics
         if isinstance(dataset, str):
@@ -99,7 +99,8 @@ class Evaluating(Session):
     def _own_metrics(self, predictions: np.ndarray) -> dict[str, float]:
         if self.compute_metrics is None:
             return {}
-        return dict(self.compute_metrics(EvalPrediction(predictions=predictions, label_ids=())))
+        own = self.compute_metrics(EvalPrediction(predictions=predictions, label_ids=()))
+        return denumpify_detensorize(dict(own))  # logs and states are written as JSON
 
     def _speed(self, prefix: str, start: float, evaluated: Evaluated) -> dict[str, float]:
         steps = math.ceil(evaluated.total_pairs / self.args.per_device_eval_batch_size)
@@ -116,4 +117,4 @@ def _prefixed(prefix: str, loss: float, own: dict[str, float]) -> dict[str, floa
 def refuse(**given: Any) -> None:
     for name, value in given.items():
         if value is not None:
-            raise ValueError(f"{name}={value!r} is not supported by this release of trl_jax. Leave it out.")
+            raise ValueError(f"{name}={value!r} is not in this release of trl_jax. Leave it out.")

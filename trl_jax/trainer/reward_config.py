@@ -4,6 +4,7 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
+from trl_jax.core.argument_rules import as_pad_multiple
 from trl_jax.trainer.base_config import BaseConfig
 
 
@@ -20,7 +21,9 @@ class RewardConfig(BaseConfig):
         dataset_num_proc: processes that tokenise.
         eos_token: token that ends a text; None means the tokenizer's own.
         max_length: longest text in tokens; a pair with a longer one is left out. None keeps all.
-        pad_to_multiple_of: row lengths in tokens are rounded up to it; "auto" suits the device.
+        pad_to_multiple_of: row lengths in tokens are rounded up to a multiple of it. "auto" rounds up to a short
+            ladder of lengths (32 tokens apart, from 256 on four an octave), so that few shapes compile; None keeps
+            each batch's longest. Losses and scores do not depend on it.
         center_rewards_coefficient: weight of the mean squared sum of a pair's two scores
             (Eisenstein et al. 2023, https://huggingface.co/papers/2312.09244, equation 2); 0.01 is usual.
         activation_offloading: not in this release.
@@ -58,7 +61,9 @@ class RewardConfig(BaseConfig):
     pad_to_multiple_of: int | str | None = field(
         default="auto",
         metadata={
-            "help": "Round row lengths up to a multiple of it. 'auto' suits the device; None is exact."
+            "help": "Round row lengths up to a multiple of it. 'auto' rounds up to a short ladder of lengths (32 tokens "
+            "apart, from 256 on four an octave), so that few shapes compile; None rounds nothing. Losses and scores "
+            "do not depend on it."
         },
     )
 
@@ -74,11 +79,7 @@ class RewardConfig(BaseConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if isinstance(self.pad_to_multiple_of, str):  # as the command line gives it
-            word = self.pad_to_multiple_of.lower()
-            self.pad_to_multiple_of = {"auto": "auto", "none": None, "null": None}.get(word, word)
-            if self.pad_to_multiple_of not in ("auto", None):
-                self.pad_to_multiple_of = int(word)
+        self.pad_to_multiple_of = as_pad_multiple("pad_to_multiple_of", self.pad_to_multiple_of)
         if self.pad_token is not None:
             warnings.warn(
                 f"pad_token={self.pad_token!r} is deprecated: set tokenizer.pad_token and pass the tokenizer"

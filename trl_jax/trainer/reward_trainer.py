@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ from trl_jax.losses.pairwise import pairwise_loss
 from trl_jax.models.functional import merge
 from trl_jax.trainer import reward_metrics
 from trl_jax.trainer.base_trainer import BaseTrainer
+from trl_jax.trainer.evaluating import refuse
 from trl_jax.trainer.reward_config import RewardConfig
 from trl_jax.trainer.session import run_device
 
@@ -36,8 +38,9 @@ class RewardTrainer(BaseTrainer):
     The arguments are TRL's, in TRL's order.
 
     Args:
-        model: a checkpoint's folder or Hub name, or what `trl_jax.AutoModelForSequenceClassification` loaded. Weights
-            are kept in float32; `args.model_init_kwargs["dtype"]` ("float32" unless set) is what they are saved in.
+        model: a checkpoint's folder or Hub name, or what `trl_jax.AutoModelForSequenceClassification` loaded (its
+            config gets the tokenizer's pad token, its params the trained weights). Weights are kept in float32;
+            `args.model_init_kwargs["dtype"]` ("float32" unless set) is what they are saved in.
         args: a RewardConfig; None means `RewardConfig("<model>-Reward")`.
         train_dataset: pairs in any form TRL takes, a Dataset or an IterableDataset (with `max_steps`).
         eval_dataset: the same, or a dict of them.
@@ -53,7 +56,7 @@ class RewardTrainer(BaseTrainer):
 
     def __init__(
         self,
-        model: str | PreTrainedModel,
+        model: str | os.PathLike | PreTrainedModel,
         args: RewardConfig | None = None,
         data_collator: None = None,
         train_dataset: Dataset | IterableDataset | None = None,
@@ -67,13 +70,14 @@ class RewardTrainer(BaseTrainer):
         quantization_config: None = None,
         peft_config: None = None,
     ):
-        _refuse_unbuilt(
+        refuse(
             data_collator=data_collator,
             optimizers=None if tuple(optimizers) == (None, None) else optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             quantization_config=quantization_config,
             peft_config=peft_config,
         )
+        model = os.fspath(model) if isinstance(model, os.PathLike) else model
         _check_model(model)
         args = RewardConfig(f"{_short_name(model)}-Reward") if args is None else args
         if train_dataset is None:
@@ -86,11 +90,14 @@ class RewardTrainer(BaseTrainer):
         special_tokens.settle(processing_class, eos_token=args.eos_token, pad_token=args.pad_token)
         if args.chat_template_path is not None:
             special_tokens.settle_chat_template(processing_class, args.chat_template_path)
+        _check_pad(processing_class, checkpoint.vocab_size)
         # Rows first: a bad one is named before weights are read, and num_proc forks before JAX has threads.
         self.args, self.processing_class, self._vocab_size = args, processing_class, checkpoint.vocab_size
         train_dataset = self.prepare_dataset(train_dataset, "train")
         if isinstance(eval_dataset, dict):
-            eval_dataset = {name: self.prepare_dataset(part, name) for name, part in eval_dataset.items()}
+            eval_dataset = {
+                name: self.prepare_dataset(part, f"eval_dataset[{name!r}]") for name, part in eval_dataset.items()
+            }
         elif eval_dataset is not None:
             eval_dataset = self.prepare_dataset(eval_dataset, "eval")
         model = checkpoint if isinstance(checkpoint, PreTrainedModel) else _loaded(checkpoint, args)
@@ -154,8 +161,8 @@ class RewardTrainer(BaseTrainer):
             accumulation=args.gradient_accumulation_steps if training else 1,
             shuffle=training and args.train_sampling_strategy == "random",
             seed=args.seed if args.data_seed is None else args.data_seed,
-            # TRL drops nothing of a stream.
-            drop_last=args.dataloader_drop_last and isinstance(dataset, Dataset),
+            # Every evaluation row counts; and of a stream TRL drops nothing.
+            drop_last=training and args.dataloader_drop_last and isinstance(dataset, Dataset),
         )
 
     def training_metrics(self, steps: list[dict[str, np.ndarray]]) -> dict[str, float]:
@@ -185,6 +192,15 @@ def _loaded(checkpoint: Checkpoint, args: RewardConfig) -> PreTrainedModel:
         return checkpoint.load(args.seed)
 
 
+def _check_pad(tokenizer: Any, vocab_size: int) -> None:
+    if tokenizer.pad_token_id >= vocab_size:
+        raise ValueError(
+            f"The pad token {tokenizer.pad_token!r} has id {tokenizer.pad_token_id}, but the model embeds the ids 0 to "
+            f"{vocab_size - 1}. Use a token the model knows, as in tokenizer.pad_token = tokenizer.eos_token, or "
+            "resize the checkpoint's embedding first."
+        )
+
+
 def _short_name(model: str | PreTrainedModel) -> str:
     name = model if isinstance(model, str) else model.name_or_path
     return name.rstrip("/").split("/")[-1]
@@ -197,9 +213,3 @@ def _check_model(model: Any) -> None:
             "folder or Hub name, or what trl_jax.AutoModelForSequenceClassification.from_pretrained returned. Save the "
             "model with save_pretrained(folder) and pass the folder."
         )
-
-
-def _refuse_unbuilt(**given: Any) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise ValueError(f"{name}={value!r} is not in this release of trl_jax. Leave it out.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from transformers.trainer_callback import (
     TrainerControl,
     TrainerState,
 )
+from transformers.utils import logging as transformers_logging
 
 from trl_jax.engine.checkpoint import save_checkpoint
 from trl_jax.engine.events import Events
@@ -51,6 +53,8 @@ class Session(Task):
             self._callback_handler(callbacks), args, TrainerState(stateful_callbacks=[]), TrainerControl()
         )
         self._new_state()
+        self._arguments = json.dumps(_written(args), indent=2)  # now: what cannot be written should not cost a run
+        set_log_level(args.get_process_log_level())
         os.makedirs(args.output_dir, exist_ok=True)
 
     # ---- dataloaders, logs, files ------------------------------------------------------------------------------
@@ -62,7 +66,13 @@ class Session(Task):
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Batches of a prepared evaluation set, in its order; a string picks one of the constructor's."""
         if isinstance(eval_dataset, str):
-            eval_dataset = self.eval_dataset[eval_dataset]
+            known = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
+            if eval_dataset not in known:
+                raise ValueError(
+                    f"There is no evaluation set {eval_dataset!r}: the trainer was given "
+                    f"{', '.join(known) or 'no dict of them'}."
+                )
+            eval_dataset = known[eval_dataset]
         return self.loader(self.eval_dataset if eval_dataset is None else eval_dataset, training=False)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
@@ -81,8 +91,7 @@ class Session(Task):
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         self.model.save_pretrained(folder)
         self.processing_class.save_pretrained(folder)
-        arguments = json.dumps(_without_tokens(self.args.to_dict()), indent=2)
-        (folder / "training_args.json").write_text(arguments + "\n", encoding="utf-8")
+        (folder / "training_args.json").write_text(self._arguments + "\n", encoding="utf-8")
 
     def _save_checkpoint(self) -> None:
         save_checkpoint(self.args.output_dir, lambda folder: self.save_model(folder, _internal_call=True), self._events)
@@ -147,9 +156,21 @@ def run_device(args: BaseConfig) -> jax.Device:
     return jax.devices("cpu")[0] if args.use_cpu else jax.devices()[0]
 
 
-def _without_tokens(values: dict[str, Any]) -> dict[str, Any]:
-    """The dict without access tokens in the dicts it holds; transformers has hidden its own."""
-    return {
-        name: {**value, "token": "<TOKEN>"} if isinstance(value, dict) and "token" in value else value
-        for name, value in values.items()
-    }
+def set_log_level(level: int) -> None:
+    """What `log_level` asks for, of transformers' loggers and of ours."""
+    transformers_logging.set_verbosity(level)
+    ours = logging.getLogger("trl_jax")
+    ours.setLevel(level)
+    if not ours.hasHandlers():
+        ours.addHandler(logging.StreamHandler())
+
+
+def _written(args: BaseConfig) -> dict[str, Any]:
+    """The arguments for a file: no access token, also not in the dicts they hold; dtypes by name."""
+    values = args.to_dict()  # hides every name that ends in _token: two of those are no secret
+    values |= {name: getattr(args, name) for name in ("eos_token", "pad_token") if name in values}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            hidden = {"token": "<TOKEN>"} if value.get("token") else {}
+            values[name] = {key: str(entry) if "dtype" in key else entry for key, entry in value.items()} | hidden
+    return values

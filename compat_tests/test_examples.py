@@ -1,0 +1,54 @@
+"""The examples do what the README says of them."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAIRS = ROOT / "examples" / "data" / "preferences_train.jsonl"
+
+
+def run(script: Path, *arguments: object) -> str:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(script), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_quickstart_learns(tmp_path):
+    shown = run(ROOT / "examples" / "quickstart.py", "--output_dir", tmp_path)
+    first, last = map(float, re.search(r"From (\d\.\d+) to (\d\.\d+)", shown).groups())
+    assert first < 0.7 and last > 0.9
+    helpful, dismissive = map(float, re.findall(r"^  ([+-]\d+\.\d+)  ", shown, flags=re.M))
+    assert helpful > dismissive
+    assert (tmp_path / "curve.svg").read_text().startswith("<svg")
+
+
+def test_a_script_ported_by_its_import_prints_trls_losses(tmp_path):
+    pytest.importorskip("trl")
+    sys.path.insert(0, str(ROOT / "examples"))
+    import tiny_model
+
+    model = tiny_model.build(tmp_path / "model", [row["chosen"][0]["content"] for row in rows()])
+    ours = ROOT / "examples" / "reward.py"
+    theirs = tmp_path / "reward.py"
+    theirs.write_text(ours.read_text().replace("from trl_jax import", "from trl import"))
+    for script, out in ((ours, tmp_path / "ours"), (theirs, tmp_path / "theirs")):
+        run(script, model, PAIRS, out)
+    losses = [losses_of(tmp_path / name / "trainer_state.json") for name in ("ours", "theirs")]
+    assert len(losses[0]) >= 4
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+def losses_of(state: Path) -> list[float]:
+    return [entry["loss"] for entry in json.loads(state.read_text())["log_history"] if "loss" in entry]
+
+
+def rows() -> list[dict]:
+    return [json.loads(line) for line in PAIRS.read_text().splitlines()]
