@@ -284,18 +284,18 @@ def test_a_pad_multiple_that_means_nothing(given):
     assert verdict(pad_to_multiple_of=given) == ([str(error.value)], [])
 
 
+RESUME = (
+    "resume_from_checkpoint={}: this release of trl_jax does not resume runs. A checkpoint's folder can be passed as "
+    "model= to go on from its weights."
+)
+
+
 def test_resuming_is_refused():
     refuse_to_resume(None)
     refuse_to_resume(False)
     with pytest.raises(ValueError) as error:
         refuse_to_resume("out/checkpoint-2")
     assert str(error.value) == RESUME.format("'out/checkpoint-2'")
-
-
-RESUME = (
-    "resume_from_checkpoint={}: this release of trl_jax does not resume runs. A checkpoint's folder can be passed as "
-    "model= to go on from its weights."
-)
 
 
 def test_epochs_do_not_matter_beside_max_steps():

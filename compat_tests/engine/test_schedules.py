@@ -27,7 +27,8 @@ def theirs(name, warmup_steps, max_steps, kwargs):
 @pytest.mark.parametrize("warmup_steps, max_steps", [(0, 40), (1, 40), (7, 40), (40, 40), (50, 40), (0, 1)])
 @pytest.mark.parametrize(
     "name, kwargs",
-    [*((name, {}) for name in SUPPORTED["lr_scheduler_type"]), ("cosine", {"num_cycles": 1.25}), ("cosine", {"num_cycles": 2})],
+    [(name, {}) for name in SUPPORTED["lr_scheduler_type"]]
+    + [("cosine", {"num_cycles": 1.25}), ("cosine", {"num_cycles": 2})],
 )
 def test_every_step_is_transformers(name, kwargs, warmup_steps, max_steps):
     rate = learning_rates(name, peak=PEAK, warmup_steps=warmup_steps, max_steps=max_steps, kwargs=kwargs)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import gc
 import json
 import tracemalloc
+from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 
 from compat_tests.models import variants
 from compat_tests.tiny import tiny_model
 from trl_jax import AutoModelForSequenceClassification
-from trl_jax.hub import loading
+from trl_jax.hub import loading, pretrained
+from trl_jax.hub.families import read_arch
 from trl_jax.hub.files import CheckpointFiles
 from trl_jax.hub.loading import load
 
@@ -161,6 +164,7 @@ def test_scores_of_rows_without_a_pad_token(checkpoint):
         ([[0.5]], "input_ids must be whole numbers"),
         ([[1, 520]], "input_ids run from 1 to 520, the vocabulary from 0 to 519"),
         ([[-1, 5]], "input_ids run from -1 to 5"),
+        (np.zeros((2, 0), np.int32), r"input_ids is \[2, 0\]: a row needs at least one token"),
     ],
 )
 def test_ids_that_cannot_be_scored(ids, text, checkpoint):
@@ -189,6 +193,42 @@ def test_arguments_without_effect_are_warned_of(key, checkpoint, caplog):
     pytest.importorskip("torch")
     AutoModelForSequenceClassification.from_pretrained(checkpoint("llama"), **{key: "auto"})
     assert f"{key} has no effect" in caplog.text
+
+
+def test_what_a_tokenizer_returns_can_be_handed_over(checkpoint):
+    pytest.importorskip("torch")
+    model = AutoModelForSequenceClassification.from_pretrained(checkpoint("llama"))
+    ids, mask = variants.rows()
+    encoded = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
+    np.testing.assert_array_equal(model(**encoded).logits, model(ids, mask).logits)
+
+
+def test_scores_are_computed_in_float32_wherever_they_are(checkpoint, monkeypatch):
+    """On the CPU every precision is the same; what the program is traced under is seen."""
+    pytest.importorskip("torch")
+    model = AutoModelForSequenceClassification.from_pretrained(checkpoint("llama"))
+    seen, scores = [], pretrained._scores
+
+    def spied(*given):
+        seen.append(jax.config.jax_default_matmul_precision)
+        return scores(*given)
+
+    monkeypatch.setattr(pretrained, "_scores", spied)
+    model([[5, 6]])
+    assert seen == ["float32"] and jax.config.jax_default_matmul_precision is None
+
+
+def test_whether_the_head_is_tied_is_what_the_family_says(checkpoint, monkeypatch):
+    """A family whose config may leave the key out has a default of its own."""
+    pytest.importorskip("torch")
+
+    def read_as_tied(raw, source):
+        family, arch = read_arch(raw, source)
+        return family, replace(arch, tied_embeddings=True)
+
+    monkeypatch.setattr(loading, "read_arch", read_as_tied)
+    with pytest.raises(ValueError, match="tie_word_embeddings=true, but lm_head.weight differs"):
+        load(checkpoint("llama", head="causal"), dtype="float32", seed=0)
 
 
 def test_the_number_of_parameters_is_that_of_the_files(checkpoint):

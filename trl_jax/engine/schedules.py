@@ -14,7 +14,8 @@ def learning_rates(
     """The learning rate of the optimizer step that follows `step` finished ones.
 
     Args:
-        name: one of `core.arguments.SUPPORTED["lr_scheduler_type"]`. All but constant rise linearly from 0 over `warmup_steps`.
+        name: one of `core.arguments.SUPPORTED["lr_scheduler_type"]`. All but constant rise linearly from 0 over
+            `warmup_steps`.
         peak: the highest rate.
         max_steps: where linear and cosine reach their end.
         kwargs: for cosine `num_cycles`, half-waves counted in whole waves (0.5 falls to 0 once); other keys were

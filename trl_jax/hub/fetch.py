@@ -71,9 +71,7 @@ class Repository:
                 f"model={self.name!r}: the weights are not in the cache ({self.folder}) and could not be fetched. "
                 f"The Hub's client said: {error}"
             )
-        names = huggingface_hub.HfApi().list_repo_files(
-            self.name, revision=self.commit, token=self.access["token"]
-        )
+        names = huggingface_hub.HfApi().list_repo_files(self.name, revision=self.commit, token=self.access["token"])
         pickled = _prefix(self.subfolder) + "pytorch_model"
         where = f"model={self.name!r}"
         if any(name.startswith(pickled) and name.endswith(".bin") for name in names):
@@ -128,9 +126,7 @@ def _fetched(name, revision, subfolder, access, code) -> Repository:
 
 
 def _download(name, file, subfolder, revision, access) -> Path:
-    return Path(
-        huggingface_hub.hf_hub_download(name, file, subfolder=subfolder or None, revision=revision, **access)
-    )
+    return Path(huggingface_hub.hf_hub_download(name, file, subfolder=subfolder or None, revision=revision, **access))
 
 
 def _prefix(subfolder: str) -> str:

@@ -121,14 +121,15 @@ def _scores(graph: nnx.GraphDef, params: dict, tokens: jax.Array, mask: jax.Arra
 class Checkpoint:
     """A checkpoint whose config has been read and found computable, its weights not yet.
 
-    `repository` is the one on the Hub that still has them; None for a folder.
-
-    `dtype` is "float32", "bfloat16", "float16" or "auto": what the weights are rounded to, and saved in.
+    `repository` is the one on the Hub that still has them, None for a folder. `config` is
+    transformers' object. `dtype` is "float32", "bfloat16", "float16" or "auto": what the weights are rounded to, and
+    saved in.
     """
 
     name: str
     folder: Path
     repository: Repository | None
+    config: Any
     dtype: str
     vocab_size: int
 
@@ -137,7 +138,7 @@ class Checkpoint:
         if self.repository is not None:
             self.repository.fetch_weights()
         params, source = load(self.folder, dtype=self.dtype, seed=seed)
-        return PreTrainedModel(params, source, _config(self.folder), self.folder, self.name)
+        return PreTrainedModel(params, source, self.config, self.folder, self.name)
 
 
 def find_checkpoint(name: str, *, num_labels: int = 1, dtype: Any = "auto", **kwargs: Any) -> Checkpoint:
@@ -147,7 +148,7 @@ def find_checkpoint(name: str, *, num_labels: int = 1, dtype: Any = "auto", **kw
     fetch, dtype = _checked(dict(kwargs), dtype)
     folder, repository = checkpoint_folder(name, **fetch)
     _, arch = read_arch(read_config(folder), folder / "config.json")
-    return Checkpoint(name, folder, repository, dtype, arch.vocab_size)
+    return Checkpoint(name, folder, repository, _config(folder), dtype, arch.vocab_size)
 
 
 class AutoModelForSequenceClassification:

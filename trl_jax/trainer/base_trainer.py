@@ -12,6 +12,7 @@ from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import SaveStrategy, TrainOutput, speed_metrics
 
+from trl_jax.core.arguments import refuse_to_resume
 from trl_jax.data.order import RunLength, plan
 from trl_jax.engine.checkpoint import forget_all_but_best
 from trl_jax.engine.loop import Loop
@@ -85,11 +86,7 @@ class BaseTrainer(Evaluating):
         Raises:
             ValueError: `resume_from_checkpoint` is set: this release does not resume.
         """
-        if resume_from_checkpoint:
-            raise ValueError(
-                f"resume_from_checkpoint={resume_from_checkpoint!r}: this release of trl_jax does not resume runs. A "
-                "checkpoint's folder can be passed as model= to go on from its weights."
-            )
+        refuse_to_resume(resume_from_checkpoint)
         refuse(trial=trial, ignore_keys_for_eval=ignore_keys_for_eval)
         with self._on_device():
             return self._train()

@@ -61,9 +61,9 @@ class RewardConfig(BaseConfig):
     pad_to_multiple_of: int | str | None = field(
         default="auto",
         metadata={
-            "help": "Round row lengths up to a multiple of it. 'auto' rounds up to a short ladder of lengths (32 tokens "
-            "apart, from 256 on four an octave), so that few shapes compile; None rounds nothing. Losses and scores "
-            "do not depend on it."
+            "help": "Round row lengths up to a multiple of it. 'auto' rounds up to a short ladder of lengths (32 "
+            "tokens apart, from 256 on four an octave), so that few shapes compile; None rounds nothing. Losses and "
+            "scores do not depend on it."
         },
     )
 
