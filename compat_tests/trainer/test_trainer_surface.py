@@ -140,7 +140,7 @@ def test_resuming_is_refused(folder, tmp_path, resume):
 def test_arguments_of_methods_that_mean_nothing_here(folder, tmp_path):
     trainer = make(trl_jax, folder, tmp_path, eval_dataset=table(4))
     with pytest.raises(
-        ValueError, match="^trial=1 is not supported by this release of trl_jax. Leave it out.$"
+        ValueError, match="^trial=1 is not in this release of trl_jax. Leave it out.$"
     ):
         trainer.train(trial=1)
     for method in (trainer.evaluate, lambda **how: trainer.predict(table(4), **how)):
