@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 import tracemalloc
 from dataclasses import replace
 
@@ -239,3 +240,16 @@ def test_the_number_of_parameters_is_that_of_the_files(checkpoint):
     assert model.num_parameters() == sum(sizes)
     embedding = json.loads((folder / "config.json").read_text())["vocab_size"] * 64
     assert model.num_parameters(exclude_embeddings=True) == sum(sizes) - embedding
+
+
+def test_keys_seen_in_real_configs_are_understood(checkpoint, tmp_path):
+    """SmolLM2, Qwen2.5 and what transformers notes for itself; the same keys with a meaning are refused."""
+    folder = shutil.copytree(checkpoint(), tmp_path / "model")
+    raw = json.loads((folder / "config.json").read_text())
+    harmless = {"rope_interleaved": False, "use_mrope": False, "is_llama_config": True, "unk_token_id": 0}
+    harmless |= {"_attn_implementation_autoset": True, "_commit_hash": None, "max_sequence_length": 2048}
+    (folder / "config.json").write_text(json.dumps(raw | harmless))
+    AutoModelForSequenceClassification.from_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(raw | {"rope_interleaved": True}))
+    with pytest.raises(ValueError, match="rope_interleaved is True, wanted false"):
+        AutoModelForSequenceClassification.from_pretrained(folder)

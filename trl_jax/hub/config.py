@@ -9,16 +9,16 @@ from typing import Any
 # Keys that say nothing about what a reward model computes: bookkeeping, labels, token ids, generation settings.
 INERT = frozenset(
     """
-    _name_or_path add_cross_attention architectures attn_implementation auto_map bad_words_ids begin_suppress_tokens
+    add_cross_attention architectures attn_implementation auto_map bad_words_ids begin_suppress_tokens
     bos_token_id chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample
     dtype early_stopping encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task
     forced_bos_token_id forced_eos_token_id id2label is_decoder is_encoder_decoder is_llama_config label2id
-    length_penalty max_length max_position_embeddings min_length model_type name no_repeat_ngram_size num_beam_groups
+    length_penalty mask_token_id max_length max_position_embeddings max_sequence_length min_length model_type name no_repeat_ngram_size num_beam_groups
     num_beams num_labels num_return_sequences output_attentions output_hidden_states output_scores pad_token_id prefix
     pretraining_tp problem_type pruned_heads remove_invalid_values repetition_penalty return_dict
     return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
     tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config transformers_version
-    typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache
+    typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache
     """.split()
 )
 
@@ -82,7 +82,8 @@ class ConfigReader:
 
     def finish(self) -> None:
         """Refuse what nobody read: an unknown key may change what the model computes."""
-        unknown = sorted(set(self.raw) - self._asked - INERT)
+        private = {key for key in self.raw if key.startswith("_")}  # notes that transformers takes for itself
+        unknown = sorted(set(self.raw) - self._asked - INERT - private)
         if unknown:
             found = ", ".join(f"{key}={self.raw[key]!r}" for key in unknown)
             raise ValueError(

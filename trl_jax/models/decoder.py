@@ -17,6 +17,7 @@ from trl_jax.nn.norm import RMSNorm
 from trl_jax.nn.rope import rope_angles
 
 _NO_WINDOW = np.iinfo(np.int32).max
+_PRODUCTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
 
 class Block(nnx.Module):
@@ -66,7 +67,8 @@ class Decoder(nnx.Module):
             valid: bool `[R, T]`, tokens that others may see; None where pads only stand to the right.
             at: int32 `[R]`, the token of each row that is wanted; the last norm then runs on those alone.
             dtype: what activations are computed in; norms and softmax keep float32 inside.
-            remat: recompute each layer in the backward pass instead of keeping its activations.
+            remat: the backward pass recomputes each layer from its input. Otherwise it keeps what the linear maps gave
+                and recomputes the rest: to store every activation costs more than it saves.
             dropout_key: turns attention dropout on, at the rate in the config.
         """
         cos, sin = rope_angles(positions, self.arch.rope, self.arch.head_dim)
@@ -78,8 +80,8 @@ class Decoder(nnx.Module):
             return nnx.merge(graph, state)(h, cos=cos, sin=sin, valid=valid, window=window, dropout=dropout), None
 
         h = self.embed(tokens, dtype)
-        body = jax.checkpoint(layer, prevent_cse=False) if remat else layer
-        h, _ = jax.lax.scan(body, h, (state, self._windows(), self._dropout_keys(dropout_key)))
+        kept = jax.checkpoint_policies.nothing_saveable if remat else _PRODUCTS
+        h, _ = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False, policy=kept), h, (state, self._windows(), self._dropout_keys(dropout_key)))
         if at is not None:
             h = jnp.take_along_axis(h, at[:, None, None], axis=1)[:, 0]
         return self.norm(h)

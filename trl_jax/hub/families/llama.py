@@ -14,6 +14,9 @@ def arch(config: ConfigReader) -> Arch:
     hidden, layers = config.size("hidden_size"), config.size("num_hidden_layers", most=4096)
     heads, key_heads, head_dim = read_heads(config, hidden)
     bias = config.flag("attention_bias")
+    for key in ("rope_interleaved", "use_mrope"):  # written into some configs, always false
+        if config.flag(key):
+            raise config.wrong(key, True, "false")
     return Arch(
         vocab_size=config.size("vocab_size"),
         hidden_size=hidden,
