@@ -81,7 +81,8 @@ class Decoder(nnx.Module):
 
         h = self.embed(tokens, dtype)
         kept = jax.checkpoint_policies.nothing_saveable if remat else _PRODUCTS
-        h, _ = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False, policy=kept), h, (state, self._windows(), self._dropout_keys(dropout_key)))
+        body = jax.checkpoint(layer, prevent_cse=False, policy=kept)
+        h, _ = jax.lax.scan(body, h, (state, self._windows(), self._dropout_keys(dropout_key)))
         if at is not None:
             h = jnp.take_along_axis(h, at[:, None, None], axis=1)[:, 0]
         return self.norm(h)
