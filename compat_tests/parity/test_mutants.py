@@ -36,7 +36,7 @@ def everything_decays(tensor):
     return True
 
 
-def eps_inside_the_root(b1, b2, eps, eps_root):
+def eps_inside_the_root(b1, b2, eps):
     return SCALE_BY_ADAM(b1=b1, b2=b2, eps=0.0, eps_root=eps)
 
 
@@ -81,7 +81,7 @@ MUTANTS = [
     ("pad_is_eos", "trl_jax.data.layout.scored_token", last_token_by_mask),
     ("pad_is_eos_chat", "trl_jax.models.decoder.Embedding", pad_row_trains),
     ("qwen2", "trl_jax.trainer.base_trainer.decays", everything_decays),
-    ("plain", "optax.scale_by_adam", eps_inside_the_root),
+    ("plain", "trl_jax.engine.optim.scale_by_adam", eps_inside_the_root),
     ("ragged_accumulation", "trl_jax.data.loader.pad_pairs", mean_over_rows),
     ("margin", "trl_jax.trainer.reward_trainer.pairwise_loss", loss_without_margin),
     ("centered", "trl_jax.trainer.reward_trainer.pairwise_loss", loss_without_centring),

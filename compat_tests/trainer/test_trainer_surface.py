@@ -144,7 +144,7 @@ def test_arguments_of_methods_that_mean_nothing_here(folder, tmp_path):
     ):
         trainer.train(trial=1)
     for method in (trainer.evaluate, lambda **how: trainer.predict(table(4), **how)):
-        with pytest.raises(ValueError, match=r"^ignore_keys=\['x'\] is not supported"):
+        with pytest.raises(ValueError, match=r"^ignore_keys=\['x'\] is not in this release"):
             method(ignore_keys=["x"])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,17 +75,25 @@ def load(folder: Path, *, dtype: str, seed: int) -> tuple[dict[str, jax.Array], 
 def _assemble(
     files: CheckpointFiles, tensors: list[str], shape: jax.ShapeDtypeStruct, dtype: str, stacked: bool
 ) -> jax.Array:
-    """One of our arrays from its tensors: the host holds this array and one tensor, never the whole checkpoint."""
-    whole = np.empty(shape.shape, np.float32)
+    """One of our arrays from its tensors, put in place one by one: besides the array only one tensor is held."""
+    if not stacked:
+        return jnp.array(_read(files, tensors[0], dtype), jnp.float32)  # a copy: memory of NumPy cannot be donated
+    whole = jnp.zeros(shape.shape, jnp.float32)
     for layer, tensor in enumerate(tensors):
-        values = files.read(tensor)
-        if dtype not in ("auto", files.dtypes[tensor]):
-            values = values.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-        if stacked:
-            whole[layer] = values
-        else:
-            whole[...] = values
-    return jax.device_put(whole, may_alias=True)
+        whole = jax.block_until_ready(_placed(whole, _read(files, tensor, dtype), layer))
+    return whole
+
+
+def _read(files: CheckpointFiles, tensor: str, dtype: str) -> np.ndarray:
+    values = files.read(tensor)
+    if dtype in ("auto", files.dtypes[tensor]):
+        return values
+    return values.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _placed(whole: jax.Array, values: jax.Array, layer: jax.Array) -> jax.Array:
+    return whole.at[layer].set(values.astype(whole.dtype))
 
 
 def _new_head(arch: Arch, shape: jax.ShapeDtypeStruct, seed: int, folder: Path) -> jax.Array:
