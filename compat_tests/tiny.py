@@ -9,6 +9,8 @@ import random
 from functools import cache
 from pathlib import Path
 
+from compat_tests.models.families import ABSENT, SHAPES
+
 THINGS = (
     "bread soup garden engine river letter window market forest winter coffee music planet bridge story clock"
 ).split()
@@ -44,7 +46,6 @@ SHAPE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
-FAMILY_SHAPE = {"llama": {}, "qwen2": {}, "qwen3": {"head_dim": 24}}
 HEADS = {
     "classifier": "AutoModelForSequenceClassification",
     "causal": "AutoModelForCausalLM",
@@ -100,7 +101,7 @@ def tiny_model(
     import transformers
 
     words = tiny_tokenizer(folder, **(tokenizer or {}))
-    facts = SHAPE | FAMILY_SHAPE[model_type]
+    facts = SHAPE | SHAPES.get(model_type, {})
     facts |= {"vocab_size": len(words) + 8, "tie_word_embeddings": tie, "initializer_range": 0.1}
     facts |= {
         "pad_token_id": words.pad_token_id,
@@ -109,7 +110,8 @@ def tiny_model(
     }
     if head == "classifier":
         facts["num_labels"] = 1
-    config = transformers.AutoConfig.for_model(model_type, **(facts | overrides))
+    facts = {key: value for key, value in (facts | overrides).items() if key not in ABSENT.get(model_type, ())}
+    config = transformers.AutoConfig.for_model(model_type, **facts)
     model = getattr(transformers, HEADS[head]).from_config(config, dtype=torch.float32)
     _randomise(model, torch.Generator().manual_seed(seed))
     model = model.to(getattr(torch, dtype))

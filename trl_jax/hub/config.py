@@ -11,7 +11,7 @@ INERT = frozenset(
     """
     add_cross_attention architectures attn_implementation auto_map bad_words_ids begin_suppress_tokens
     bos_token_id chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample
-    dtype early_stopping encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task
+    dtype early_stopping encoder_no_repeat_ngram_size eod_token_id eos_token_id exponential_decay_length_penalty finetuning_task
     forced_bos_token_id forced_eos_token_id id2label is_decoder is_encoder_decoder is_llama_config label2id
     length_penalty mask_token_id max_length max_position_embeddings
     max_sequence_length min_length model_type name no_repeat_ngram_size num_beam_groups
@@ -25,17 +25,32 @@ INERT = frozenset(
 
 
 class ConfigReader:
-    """Hands out the values of a config.json and remembers which keys were asked for."""
+    """Hands out the values of a config.json and remembers which keys were asked for.
 
-    def __init__(self, raw: dict[str, Any], source: str):
+    `defaults` are those of transformers' class for the model_type; they come before the ones given with a key.
+    """
+
+    def __init__(self, raw: dict[str, Any], source: str, defaults: dict[str, Any] | None = None):
         self.raw, self.source = raw, source
+        self._defaults = defaults or {}
         self._asked = {"tie_word_embeddings"}
 
     def value(self, key: str, default: Any = None) -> Any:
-        """The value as it stands; `default` where the key is absent or null."""
+        """The value as it stands; where it is null `default`, where the key is absent the class's own before that."""
         self._asked.add(key)
-        found = self.raw.get(key)
-        return default if found is None else found
+        if key not in self.raw:
+            return self._defaults.get(key, default)
+        return default if self.raw[key] is None else self.raw[key]
+
+    def with_values(self, **values: Any) -> ConfigReader:
+        """A reader of the same config with other values; what either is asked for counts for both."""
+        other = ConfigReader({**self.raw, **values}, self.source, self._defaults)
+        other._asked = self._asked
+        return other
+
+    def is_null(self, key: str) -> bool:
+        """Whether the key is there and says null: for some keys, that is not their default."""
+        return key in self.raw and self.raw[key] is None
 
     def size(self, key: str, default: int | None = None, *, least: int = 1, most: int = 2**31 - 1) -> int:
         """A whole number from `least` to `most`."""
@@ -50,6 +65,17 @@ class ConfigReader:
         if isinstance(found, bool) or not isinstance(found, int | float) or not least <= found <= most:
             raise self.wrong(key, found, f"a number from {least:g}" + ("" if most == 1e30 else f" to {most:g}"))
         return float(found)
+
+    def optional_number(self, key: str, *, least: float = 0.0) -> float | None:
+        """A finite number, or None where the key is null, or absent and without a default."""
+        return None if self.value(key) is None else self.number(key, least=least)
+
+    def refuse(self, key: str, *allowed: Any) -> None:
+        """Refuse every value but those allowed: what another one asks for is not computed here."""
+        found = self.value(key, allowed[0])
+        if found not in allowed:
+            wanted = " or ".join(map(repr, allowed))
+            raise self.wrong(key, found, f"{wanted}, the only value computed for this model_type")
 
     def flag(self, key: str, default: bool = False) -> bool:
         found = self.value(key, default)
@@ -69,6 +95,14 @@ class ConfigReader:
         if not isinstance(found, dict):
             raise self.wrong(key, found, "an object")
         return found
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of finite numbers above 0."""
+        found = self.value(key)
+        number = int | float
+        if not isinstance(found, list) or not all(isinstance(x, number) and 0 < x <= 1e30 for x in found):
+            raise self.wrong(key, found, "a list of numbers above 0")
+        return tuple(map(float, found))
 
     def names(self, key: str) -> list[str] | None:
         """A list of strings; None where the key is absent or null."""

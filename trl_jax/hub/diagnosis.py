@@ -68,21 +68,11 @@ def _faulty_header(text: bytes, data: int) -> str | None:
             reached = end
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"its header is not a JSON object of tensors ({error}): {_ANOTHER}"
-    return (
-        f"{data - reached:,} bytes after its last tensor belong to none: {_ANOTHER}"
-        if reached < data
-        else None
-    )
+    return f"{data - reached:,} bytes after its last tensor belong to none: {_ANOTHER}" if reached < data else None
 
 
 def _faulty_tensor(dtype: str, shape: list[int], size: int) -> str | None:
     if dtype not in _BITS:
-        return (
-            f"has dtype {dtype}, which safetensors does not know or cannot size; save it as F32, BF16 or F16"
-        )
+        return f"has dtype {dtype}, which safetensors does not know or cannot size; save it as F32, BF16 or F16"
     wanted = math.prod(shape) * _BITS[dtype] // 8
-    return (
-        None
-        if wanted == size
-        else f"of dtype {dtype} and shape {shape} takes {wanted:,} bytes, but has {size:,}"
-    )
+    return None if wanted == size else f"of dtype {dtype} and shape {shape} takes {wanted:,} bytes, but has {size:,}"

@@ -16,29 +16,30 @@ import numpy as np
 
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.hub.config import read_config
-from trl_jax.hub.families import Family, read_arch
+from trl_jax.hub.families import Draw, Family, read_arch
 from trl_jax.hub.files import CheckpointFiles
-from trl_jax.hub.wires import HEAD, Wire
-from trl_jax.models.arch import Arch
-from trl_jax.models.functional import abstract_scorer
+from trl_jax.hub.wires import Wire, make_wires
+from trl_jax.models.functional import abstract
 
 logger = logging.getLogger(__name__)
 
-LANGUAGE_HEAD = "lm_head.weight"
+Shapes = dict[str, jax.ShapeDtypeStruct]
 
 
 @dataclass(frozen=True)
 class Source:
     """What a loaded checkpoint was, as far as saving it again needs to know.
 
-    Tensors go by their full name, with the family's prefix, whether or not the file had it.
+    Tensors go by their full name, with the family's prefix, whether or not the file had it. `dtype` is that of tensors
+    which the file had not, and what config.json will say.
     """
 
     raw: dict[str, Any]
     family: Family
-    arch: Arch
+    arch: Any
     shards: dict[str, list[str]]
     dtypes: dict[str, str]
+    dtype: str
     wires: list[Wire] = field(repr=False)
 
 
@@ -58,29 +59,29 @@ def load(folder: Path, *, dtype: str, seed: int) -> tuple[dict[str, jax.Array], 
     family, arch = read_arch(raw, folder / "config.json")
     files = CheckpointFiles(folder)
     on_disk = _full_names(family, files)
-    wires = family.table(arch)
-    _, shapes = abstract_scorer(arch)
-    _check_language_head(folder, raw, arch, files, on_disk, family)
-    _check(folder, family, arch, wires, shapes, files, on_disk)
-    params = {}
-    for wire in wires:
-        if wire.tensor == HEAD and HEAD not in on_disk:
-            params[wire.path] = _new_head(arch, shapes[wire.path], seed, folder)
-        else:
-            tensors = [on_disk[name] for name in wire.tensors(arch.num_layers)]
-            params[wire.path] = _assemble(files, tensors, shapes[wire.path], dtype, wire.stacked)
+    _, shapes = abstract(lambda: family.scorer(arch))
+    wires, drawn = make_wires(shapes, family.names(arch)), family.drawn(arch)
+    _check_language_head(folder, raw, arch, files, on_disk, family, wires)
+    _check(folder, family, wires, shapes, files, on_disk, {draw.tensor for draw in drawn})
+    new = _draw(folder, [draw for draw in drawn if draw.tensor not in on_disk], wires, shapes, seed)
+    params = {
+        wire.path: new[wire.path] if wire.path in new else _assemble(files, wire, shapes[wire.path], on_disk, dtype)
+        for wire in wires
+    }
     return params, _source(raw, family, arch, wires, files, on_disk, dtype)
 
 
 def _assemble(
-    files: CheckpointFiles, tensors: list[str], shape: jax.ShapeDtypeStruct, dtype: str, stacked: bool
+    files: CheckpointFiles, wire: Wire, shape: jax.ShapeDtypeStruct, on_disk: dict[str, str], dtype: str
 ) -> jax.Array:
     """One of our arrays from its tensors, put in place one by one: besides the array only one tensor is held."""
-    if not stacked:
-        return jnp.array(_read(files, tensors[0], dtype), jnp.float32)  # a copy: memory of NumPy cannot be donated
+    places = wire.tensors(shape.shape)
+    if not wire.stacked:  # a copy: memory of NumPy cannot be donated
+        return jnp.array(wire.take(_read(files, on_disk[places[0][0]], dtype)), jnp.float32)
     whole = jnp.zeros(shape.shape, jnp.float32)
-    for layer, tensor in enumerate(tensors):
-        whole = jax.block_until_ready(_placed(whole, _read(files, tensor, dtype), layer))
+    for tensor, index in places:
+        values = wire.take(_read(files, on_disk[tensor], dtype))
+        whole = jax.block_until_ready(_placed(whole, values, np.asarray(index)))
     return whole
 
 
@@ -92,14 +93,21 @@ def _read(files: CheckpointFiles, tensor: str, dtype: str) -> np.ndarray:
 
 
 @partial(jax.jit, donate_argnums=0)
-def _placed(whole: jax.Array, values: jax.Array, layer: jax.Array) -> jax.Array:
-    return whole.at[layer].set(values.astype(whole.dtype))
+def _placed(whole: jax.Array, values: jax.Array, index: jax.Array) -> jax.Array:
+    return whole.at[tuple(index)].set(values.astype(whole.dtype))
 
 
-def _new_head(arch: Arch, shape: jax.ShapeDtypeStruct, seed: int, folder: Path) -> jax.Array:
-    logger.info("%s has no %s: drawn from a normal distribution with seed %d.", folder, HEAD, seed)
-    values = TorchGenerator(seed).normal(int(np.prod(shape.shape)), arch.initializer_range)
-    return jnp.asarray(values.reshape(shape.shape))
+def _draw(folder: Path, missing: list[Draw], wires: list[Wire], shapes: Shapes, seed: int) -> dict[str, jax.Array]:
+    """What the checkpoint lacks, drawn one after the other from one generator."""
+    generator, path_of, new = TorchGenerator(seed), {wire.tensor: wire.path for wire in wires}, {}
+    for draw in missing:
+        shape = shapes[path_of[draw.tensor]].shape
+        values = np.zeros(shape) if draw.std is None else generator.normal(int(np.prod(shape)), draw.std)
+        new[path_of[draw.tensor]] = jnp.asarray(values.reshape(shape), jnp.float32)
+    if missing:
+        names = ", ".join(draw.tensor for draw in missing)
+        logger.info("%s has no %s: drawn from a normal distribution with seed %d.", folder, names, seed)
+    return new
 
 
 def _full_names(family: Family, files: CheckpointFiles) -> dict[str, str]:
@@ -109,19 +117,19 @@ def _full_names(family: Family, files: CheckpointFiles) -> dict[str, str]:
     for name in files.shapes:
         if any(re.search(pattern, name) for pattern in family.ignored):
             continue
-        plain = name in (HEAD, LANGUAGE_HEAD) or not bare
-        names[name if plain else family.base_prefix + name] = name
+        of_head = name == family.language_head or name.startswith(family.heads)
+        names[name if of_head or not bare else family.base_prefix + name] = name
     return names
 
 
-def _check(folder, family, arch, wires, shapes, files, on_disk) -> None:
+def _check(folder, family, wires, shapes, files, on_disk, optional) -> None:
     """Both sides of the table match exactly, before anything is allocated."""
     wanted = {}
     for wire in wires:
         shape = shapes[wire.path].shape
-        wanted |= dict.fromkeys(wire.tensors(arch.num_layers), shape[1:] if wire.stacked else shape)
-    missing = sorted(set(wanted) - set(on_disk) - {HEAD})
-    unexpected = sorted(set(on_disk) - set(wanted) - {LANGUAGE_HEAD})
+        wanted |= dict.fromkeys((tensor for tensor, _ in wire.tensors(shape)), wire.shape_on_disk(shape))
+    missing = sorted(set(wanted) - set(on_disk) - optional)
+    unexpected = sorted(set(on_disk) - set(wanted) - {family.language_head})
     if missing or unexpected:
         raise ValueError(
             f"{folder}: the weights do not fit config.json (model_type {family.model_type!r}). "
@@ -136,20 +144,20 @@ def _check(folder, family, arch, wires, shapes, files, on_disk) -> None:
         raise ValueError(f"{folder}: wrong shapes: {_some(wrong)}. A reward model has one score a sequence (1 label).")
 
 
-def _check_language_head(folder, raw, arch, files, on_disk, family) -> None:
+def _check_language_head(folder, raw, arch, files, on_disk, family, wires) -> None:
     """The head is dropped either way, but a checkpoint that contradicts its config may be a broken one."""
-    tied, present = arch.tied_embeddings, LANGUAGE_HEAD in on_disk
+    tied, head = arch.tied_embeddings, family.language_head
     architecture = str((raw.get("architectures") or [""])[0])
-    if not tied and not present and architecture.endswith("ForCausalLM"):
+    if not tied and head not in on_disk and architecture.endswith("ForCausalLM"):
         raise ValueError(
             f"{folder}: config.json says architectures=[{architecture!r}] and tie_word_embeddings=false, but the "
-            f"weights have no {LANGUAGE_HEAD}. Set tie_word_embeddings to true if the head is the embedding."
+            f"weights have no {head}. Set tie_word_embeddings to true if the head is the embedding."
         )
-    embedding = on_disk.get(f"{family.base_prefix}embed_tokens.weight")
-    if tied and present and embedding is not None:
-        if not np.array_equal(files.read(on_disk[LANGUAGE_HEAD]), files.read(embedding)):
+    embedding = next(on_disk.get(wire.tensor) for wire in wires if wire.path.endswith(".embed.weight"))
+    if tied and head in on_disk and embedding is not None:
+        if not np.array_equal(files.read(on_disk[head]), files.read(embedding)):
             raise ValueError(
-                f"{folder}: config.json says tie_word_embeddings=true, but {LANGUAGE_HEAD} differs from {embedding}. "
+                f"{folder}: config.json says tie_word_embeddings=true, but {head} differs from {embedding}. "
                 "Set it to false, or remove the tensor."
             )
 
@@ -165,5 +173,4 @@ def _source(raw, family, arch, wires, files, on_disk, dtype) -> Source:
     shards = {file: [full[name] for name in tensors if name in full] for file, tensors in files.shards.items()}
     own = {full[name]: files.dtypes[name] if dtype == "auto" else dtype for name in full}
     stored = raw.get("dtype") or raw.get("torch_dtype") or next(iter(own.values()))
-    head = stored if dtype == "auto" else dtype
-    return Source(raw, family, arch, shards, {HEAD: head, **own}, wires)
+    return Source(raw, family, arch, shards, own, stored if dtype == "auto" else dtype, wires)

@@ -19,7 +19,7 @@ from trl_jax.hub.families import read_arch
 from trl_jax.hub.fetch import Repository, checkpoint_folder
 from trl_jax.hub.loading import Source, load
 from trl_jax.hub.saving import save
-from trl_jax.models.functional import abstract_scorer, merge
+from trl_jax.models.functional import abstract, merge
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class PreTrainedModel:
     def __init__(self, params: dict[str, jax.Array], source: Source, config: Any, folder: Path, name: str):
         self.params, self.source, self.config = params, source, config
         self.folder, self.name_or_path = folder, name
-        self.graph, _ = abstract_scorer(source.arch)
+        self.graph, _ = abstract(lambda: source.family.scorer(source.arch))
 
     def __call__(
         self, input_ids: Any, attention_mask: Any | None = None, *, token_type_ids: Any | None = None
@@ -94,10 +94,8 @@ class PreTrainedModel:
 
     def num_parameters(self, exclude_embeddings: bool = False) -> int:
         """How many numbers the model has, the head among them."""
-        counted = {path: array.size for path, array in self.params.items()}
-        if exclude_embeddings:
-            counted.pop("decoder.embed.weight")
-        return sum(counted.values())
+        embeddings = (".embed.weight", ".position_embed.weight") if exclude_embeddings else ()
+        return sum(array.size for path, array in self.params.items() if not path.endswith(embeddings))
 
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Write config.json and safetensors that transformers loads: names, shards and dtypes of the checkpoint it

@@ -12,7 +12,7 @@ import numpy as np
 from trl_jax.hub.config import classifier_config
 from trl_jax.hub.files import shard_plan, write_checkpoint
 from trl_jax.hub.loading import Source
-from trl_jax.hub.wires import HEAD
+from trl_jax.hub.wires import Wire
 
 
 def save(
@@ -28,31 +28,43 @@ def save(
     Names, shards and every config key are those of the source; each tensor has the dtype it was loaded in.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    places = _places(source)
-    kept = set(places)
+    places = _places(params, source)
     known = {tensor for tensors in source.shards.values() for tensor in tensors}
-    plan = shard_plan(source.shards, kept, sorted(kept - known))
-    write_checkpoint(folder, plan, lambda tensor: _tensor(params, places[tensor], source.dtypes[tensor]))
+    plan = shard_plan(source.shards, set(places), sorted(set(places) - known))
+
+    def read(tensor: str) -> np.ndarray:
+        dtype = source.dtypes.get(tensor, source.dtype)
+        return _tensor(params, places[tensor]).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype, copy=False)
+
+    write_checkpoint(folder, plan, read)
     config = classifier_config(
         source.raw,
         architecture=source.family.architecture,
-        dtype=source.dtypes[HEAD],
+        dtype=source.dtype,
         pad_token_id=pad_token_id,
         eos_token_id=eos_token_id,
     )
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _places(source: Source) -> dict[str, tuple[str, int | None]]:
-    """Tensor on disk -> (our path, which layer of it)."""
-    places = {}
+Place = tuple[Wire, tuple[int, ...]]
+
+
+def _places(params: dict[str, jax.Array], source: Source) -> dict[str, list[Place]]:
+    """Tensor on disk -> the wires that have a part in it, each with its index in our array."""
+    places: dict[str, list[Place]] = {}
     for wire in source.wires:
-        for layer, tensor in enumerate(wire.tensors(source.arch.num_layers)):
-            places[tensor] = (wire.path, layer if wire.stacked else None)
+        for tensor, index in wire.tensors(params[wire.path].shape):
+            places.setdefault(tensor, []).append((wire, index))
     return places
 
 
-def _tensor(params: dict[str, jax.Array], place: tuple[str, int | None], dtype: str) -> np.ndarray:
-    path, layer = place
-    values = np.asarray(params[path] if layer is None else params[path][layer])
-    return values.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype, copy=False)
+def _tensor(params: dict[str, jax.Array], places: list[Place]) -> np.ndarray:
+    """One tensor on disk, joined from its parts; float32."""
+    wire, index = places[0]
+    if wire.part is None:
+        return np.asarray(params[wire.path][index])
+    whole = np.empty(wire.shape_on_disk(params[wire.path].shape), np.float32)
+    for wire, index in places:
+        wire.put(np.asarray(params[wire.path][index]), whole)
+    return whole

@@ -1,28 +1,115 @@
-"""The two-way table between our arrays and the tensors on disk.
+"""The two-way table between our arrays and the tensors on disk; loading and saving walk the same list.
 
-A family lists wires with `{}` where the number of the layer stands; loading and saving walk the same list.
+A family says how its modules are called. `{}` in a name stands for the number of the layer, a second one for that of
+the expert: the array then has a leading axis for each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
-HEAD = "score.weight"
+import numpy as np
+
+
+class Part(Protocol):
+    """Where in a tensor on disk one of our arrays lies."""
+
+    def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        ...
+
+    def view(self, tensor: np.ndarray) -> np.ndarray:
+        """Our numbers in our order, sharing the tensor's memory; axes may be split."""
+        ...
+
+
+@dataclass(frozen=True)
+class Rows:
+    """`count` rows from `start` on of a tensor with `total`; `transposed`: it lies as (in, out)."""
+
+    start: int
+    count: int
+    total: int
+    transposed: bool = False
+
+    def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
+        whole = (self.total, *ours[1:])
+        return whole[::-1] if self.transposed else whole
+
+    def view(self, tensor: np.ndarray) -> np.ndarray:
+        rows = tensor.T if self.transposed else tensor
+        return rows[self.start : self.start + self.count]
+
+
+@dataclass(frozen=True)
+class PerHead:
+    """Query, key or value (0, 1, 2) of a tensor that holds the three of each head together."""
+
+    which: int
+    heads: int
+
+    def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
+        return (3 * ours[0], *ours[1:])
+
+    def view(self, tensor: np.ndarray) -> np.ndarray:
+        return tensor.reshape(self.heads, 3, -1, *tensor.shape[1:])[:, self.which]
+
+
+def concatenated(module: str, sizes: dict[str, int], *, transposed: bool = False) -> dict[str, tuple[str, Part]]:
+    """Names for a module whose weight joins several of ours, `sizes` (our module -> rows), one below the other."""
+    total, names, start = sum(sizes.values()), {}, 0
+    for ours, count in sizes.items():
+        names[ours] = (module, Rows(start, count, total, transposed))
+        start += count
+    return names
+
+
+# Our module (or parameter) -> theirs, and where in it ours lies unless it is all of it.
+Names = dict[str, str | tuple[str, Part]]
 
 
 @dataclass(frozen=True)
 class Wire:
-    """Our `path` and their `tensor`. With `{}` in the tensor's name, the array has a leading axis of layers."""
+    """Our array at `path` and their `tensor`, or the part of it that is ours."""
 
     path: str
     tensor: str
-
-    def tensors(self, num_layers: int) -> list[str]:
-        """The names on disk, in the order of the leading axis; one name for an array that has none."""
-        if "{}" not in self.tensor:
-            return [self.tensor]
-        return [self.tensor.format(layer) for layer in range(num_layers)]
+    part: Part | None = None
 
     @property
-    def stacked(self) -> bool:
-        return "{}" in self.tensor
+    def stacked(self) -> int:
+        """How many leading axes count tensors."""
+        return self.tensor.count("{}")
+
+    def tensors(self, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
+        """Each tensor and its index in our array of this shape."""
+        return [(self.tensor.format(*index), index) for index in np.ndindex(shape[: self.stacked])]
+
+    def shape_on_disk(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        ours = shape[self.stacked :]
+        return ours if self.part is None else self.part.shape(ours)
+
+    def take(self, tensor: np.ndarray) -> np.ndarray:
+        """Our array, or one slice of it, from the tensor."""
+        if self.part is None:
+            return tensor
+        ours = self.part.view(tensor)
+        return ours.reshape(-1, *ours.shape[ours.ndim - tensor.ndim + 1 :])
+
+    def put(self, values: np.ndarray, tensor: np.ndarray) -> None:
+        """Write our array, or one slice of it, to its place in the tensor."""
+        view = tensor if self.part is None else self.part.view(tensor)
+        view[...] = values.reshape(view.shape)
+
+
+def make_wires(paths: Iterable[str], names: Names) -> list[Wire]:
+    """A wire for each of our parameters: its own entry in `names`, or its module's with .weight or .bias after it."""
+    wires = []
+    for path in paths:
+        module, _, kind = path.rpartition(".")
+        name, suffix = (names[path], "") if path in names else (names[module], f".{kind}")
+        tensor, part = (name, None) if isinstance(name, str) else name
+        wires.append(Wire(path, tensor + suffix, part))
+    return wires

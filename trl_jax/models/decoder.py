@@ -9,29 +9,72 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from trl_jax.models.arch import Arch
-from trl_jax.nn.attention import Attention, Dropout
+from trl_jax.models.arch import BLOCKS, Arch
+from trl_jax.nn.attention import Attention
+from trl_jax.nn.dropout import dropout_or_none
 from trl_jax.nn.linear import Embedding
-from trl_jax.nn.mlp import GatedMLP
-from trl_jax.nn.norm import RMSNorm
+from trl_jax.nn.mlp import MLP
+from trl_jax.nn.moe import MoE
+from trl_jax.nn.norm import Norm
 from trl_jax.nn.rope import rope_angles
 
 _NO_WINDOW = np.iinfo(np.int32).max
 _PRODUCTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+_EMBEDDING, _ATTENTION, _ATTENTION_OUT, _MLP_OUT = range(4)  # places of dropout
 
 
 class Block(nnx.Module):
-    """One layer: norm, attention, add; norm, MLP, add."""
+    """One layer: attention and MLP with the norms that `arch.block` names, one after the other or side by side."""
 
     def __init__(self, arch: Arch):
-        self.attention_norm = RMSNorm(arch.hidden_size, eps=arch.norm_eps)
-        self.attention = Attention(arch)
-        self.mlp_norm = RMSNorm(arch.hidden_size, eps=arch.norm_eps)
-        self.mlp = GatedMLP(arch)
+        def norm(name: str) -> Norm | None:
+            there = name in BLOCKS[arch.block]
+            return Norm(arch.hidden_size, kind=arch.norm, eps=arch.norm_eps) if there else None
 
-    def __call__(self, h: jax.Array, **seen) -> jax.Array:
-        h = h + self.attention(self.attention_norm(h), **seen)
-        return h + self.mlp(self.mlp_norm(h))
+        self.attention_norm, self.attention_out_norm = norm("attention_norm"), norm("attention_out_norm")
+        self.mlp_norm, self.mlp_out_norm = norm("mlp_norm"), norm("mlp_out_norm")
+        self.attention = Attention(arch)
+        self.mlp = _mlp(arch)
+        self.arch = arch
+
+    def __call__(self, h: jax.Array, *, key: jax.Array | None = None, **seen) -> jax.Array:
+        """`[R, T, D]` to the same; `key` turns dropout on, `seen` is what `Attention.__call__` takes."""
+        x = _apply(self.attention_norm, h)
+        attended = self._attend(x, key, seen)
+        if self.arch.block == "parallel":
+            return h + attended + self._feed(x, key)
+        if self.arch.block == "parallel_two_norms":
+            return h + attended + self._feed(self.mlp_norm(h), key)
+        h = h + attended
+        return h + self._feed(_apply(self.mlp_norm, h), key)
+
+    def _attend(self, x: jax.Array, key: jax.Array | None, seen: dict) -> jax.Array:
+        arch = self.arch
+        dropout = dropout_or_none(arch.attention_dropout, key, _ATTENTION)
+        out = _apply(self.attention_out_norm, self.attention(x, dropout=dropout, **seen))
+        return _scaled(
+            _apply(dropout_or_none(arch.attention_out_dropout, key, _ATTENTION_OUT), out), arch.residual_scale
+        )
+
+    def _feed(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
+        arch = self.arch
+        out = _apply(self.mlp_out_norm, self.mlp(x))
+        return _scaled(_apply(dropout_or_none(arch.mlp_out_dropout, key, _MLP_OUT), out), arch.residual_scale)
+
+
+def _mlp(arch: Arch) -> MLP | MoE:
+    if arch.experts is not None:
+        return MoE(arch.hidden_size, arch.experts, activation=arch.activation)
+    return MLP(arch.hidden_size, arch.mlp_size, activation=arch.activation, gated=arch.gated, bias=arch.mlp_bias)
+
+
+def _apply(part: Callable[[jax.Array], jax.Array] | None, x: jax.Array) -> jax.Array:
+    """What is not there changes nothing."""
+    return x if part is None else part(x)
+
+
+def _scaled(x: jax.Array, scale: float) -> jax.Array:
+    return x if scale == 1.0 else x * scale
 
 
 def stacked(make: Callable[[], nnx.Module], count: int) -> nnx.Module:
@@ -46,8 +89,10 @@ class Decoder(nnx.Module):
     def __init__(self, arch: Arch):
         self.arch = arch
         self.embed = Embedding(arch.vocab_size, arch.hidden_size, padding_idx=arch.padding_idx)
+        learned = arch.learned_positions
+        self.position_embed = None if learned is None else Embedding(learned, arch.hidden_size)
         self.layers = stacked(lambda: Block(arch), arch.num_layers)
-        self.norm = RMSNorm(arch.hidden_size, eps=arch.norm_eps)
+        self.norm = Norm(arch.hidden_size, kind=arch.norm, eps=arch.norm_eps)
 
     def __call__(
         self,
@@ -69,30 +114,58 @@ class Decoder(nnx.Module):
             dtype: what activations are computed in; norms and softmax keep float32 inside.
             remat: the backward pass recomputes each layer from its input. Otherwise it keeps what the linear maps gave
                 and recomputes the rest: to store every activation costs more than it saves.
-            dropout_key: turns attention dropout on, at the rate in the config.
+            dropout_key: turns dropout on, at the rates in the config.
         """
-        cos, sin = rope_angles(positions, self.arch.rope, self.arch.head_dim)
+        longest = tokens.shape[1] if at is None else jnp.max(at) + 1
+        shared, by_layer = self._positions(positions, longest)
         graph, state = nnx.split(self.layers)
 
         def layer(h, slices):
-            state, window, key = slices
-            dropout = None if key is None else Dropout(self.arch.attention_dropout, key)
-            return nnx.merge(graph, state)(h, cos=cos, sin=sin, valid=valid, window=window, dropout=dropout), None
+            state, own, key = slices
+            seen = _of_layer(shared, own, self.arch)
+            return nnx.merge(graph, state)(h, valid=valid, key=key, **seen), None
 
-        h = self.embed(tokens, dtype)
+        h = self._embedded(tokens, positions, valid, dtype, dropout_key)
         kept = jax.checkpoint_policies.nothing_saveable if remat else _PRODUCTS
         body = jax.checkpoint(layer, prevent_cse=False, policy=kept)
-        h, _ = jax.lax.scan(body, h, (state, self._windows(), self._dropout_keys(dropout_key)))
+        keys = None if dropout_key is None else jax.random.split(dropout_key, self.arch.num_layers)
+        h, _ = jax.lax.scan(body, h, (state, by_layer, keys))
         if at is not None:
             h = jnp.take_along_axis(h, at[:, None, None], axis=1)[:, 0]
         return self.norm(h)
 
-    def _windows(self) -> jax.Array | None:
-        if all(window is None for window in self.arch.windows):
-            return None
-        return jnp.asarray([window or _NO_WINDOW for window in self.arch.windows], jnp.int32)
+    def _embedded(self, tokens, positions, valid, dtype, dropout_key) -> jax.Array:
+        arch = self.arch
+        h = _scaled(self.embed(tokens, dtype), arch.embedding_scale)
+        if self.position_embed is not None:
+            if arch.counts_visible and valid is not None:
+                positions = jnp.where(valid, jnp.cumsum(valid, axis=1) - 1, -1)
+            h = h + self.position_embed(positions + arch.position_offset, dtype)
+        return _apply(dropout_or_none(arch.embedding_dropout, dropout_key, _EMBEDDING), h)
 
-    def _dropout_keys(self, key: jax.Array | None) -> jax.Array | None:
-        if key is None or self.arch.attention_dropout == 0.0:
-            return None
-        return jax.random.split(key, self.arch.num_layers)
+    def _positions(self, positions: jax.Array, longest: jax.Array | int) -> tuple[dict, dict]:
+        """What all layers share, and what `[L]` arrays say of each: its window, its rope's number, its scale."""
+        arch, shared, by_layer = self.arch, {}, {}
+        kinds = list(dict.fromkeys(arch.ropes))
+        if kinds != [None]:
+            shared["cos"], shared["sin"] = rope_angles(positions, kinds, arch.rotary_dim, longest)
+        if len(kinds) > 1:
+            by_layer["rope"] = jnp.asarray([kinds.index(rope) for rope in arch.ropes], jnp.int32)
+        if any(window is not None for window in arch.windows):
+            by_layer["window"] = jnp.asarray([window or _NO_WINDOW for window in arch.windows], jnp.int32)
+        if arch.attention_scales is not None:
+            by_layer["scale"] = jnp.asarray(arch.attention_scales, jnp.float32)
+        if arch.query_growth is not None:
+            turns = jnp.floor(positions / arch.query_growth.original_length)
+            shared["growth"] = (1 + arch.query_growth.beta * jnp.log1p(turns))[..., None, None]
+        return shared, by_layer
+
+
+def _of_layer(shared: dict, own: dict, arch: Arch) -> dict:
+    """What one layer's attention is called with."""
+    seen = {"cos": None, "sin": None, "scale": arch.head_dim**-0.5, **shared}
+    own = dict(own)
+    if seen["cos"] is not None:
+        number = own.pop("rope", 0)
+        seen["cos"], seen["sin"] = seen["cos"][number], seen["sin"][number]
+    return seen | own

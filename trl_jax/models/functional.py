@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 from flax import nnx
 
-from trl_jax.models.arch import Arch
-from trl_jax.models.heads import SequenceScorer
 
-
-def abstract_scorer(arch: Arch) -> tuple[nnx.GraphDef, dict[str, jax.ShapeDtypeStruct]]:
-    """The graph of a SequenceScorer and the shape of each of its parameters; nothing is allocated."""
-    graph, state = nnx.split(nnx.eval_shape(lambda: SequenceScorer(arch)))
+def abstract(make: Callable[[], nnx.Module]) -> tuple[nnx.GraphDef, dict[str, jax.ShapeDtypeStruct]]:
+    """The graph of a module and the shape of each of its parameters; nothing is allocated."""
+    graph, state = nnx.split(nnx.eval_shape(make))
     return graph, {
         ".".join(map(str, path)): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         for path, leaf in nnx.to_flat_state(state)

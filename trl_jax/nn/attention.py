@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from trl_jax.nn.dropout import Dropout
 from trl_jax.nn.linear import Linear
-from trl_jax.nn.norm import RMSNorm
+from trl_jax.nn.norm import Norm
 from trl_jax.nn.rope import rotate
 
 QUERY_BLOCK = 256
-
-
-class Dropout(NamedTuple):
-    """Attention dropout: `rate` of the probabilities is zeroed with the random `key`."""
-
-    rate: float
-    key: jax.Array
 
 
 def attend(
@@ -27,7 +19,8 @@ def attend(
     k: jax.Array,
     v: jax.Array,
     *,
-    scale: float,
+    scale: float | jax.Array,
+    softcap: float | None = None,
     valid: jax.Array | None = None,
     window: jax.Array | None = None,
     dropout: Dropout | None = None,
@@ -38,6 +31,7 @@ def attend(
 
     Args:
         scale: multiplies the scores before the softmax, which is taken in float32.
+        softcap: scores are bounded by it before masking: `softcap * tanh(scores / softcap)`.
         valid: `[R, T]` bool, keys that may be seen; None where every pad stands to the right of the text.
         window: int32 scalar; a query at t sees keys s with t - s < window. None sees everything before.
         dropout: applied to the probabilities, as transformers' attention does.
@@ -48,8 +42,8 @@ def attend(
     for start in range(0, length, QUERY_BLOCK):
         end = min(start + QUERY_BLOCK, length)
         seen = _visible(start, end, valid, window)
-        block_dropout = dropout and dropout._replace(key=jax.random.fold_in(dropout.key, start))
-        blocks.append(_softmax_average(grouped[:, start:end], k[:, :end], v[:, :end], seen, scale, block_dropout))
+        part = dropout and dropout.fold(start)
+        blocks.append(_softmax_average(grouped[:, start:end], k[:, :end], v[:, :end], seen, scale, softcap, part))
     return jnp.concatenate(blocks, axis=1).reshape(q.shape)
 
 
@@ -64,18 +58,19 @@ def _visible(start: int, end: int, valid: jax.Array | None, window: jax.Array | 
     return seen
 
 
-def _softmax_average(q, k, v, seen, scale, dropout):
+def _softmax_average(q, k, v, seen, scale, softcap, dropout):
     scores = jnp.einsum("rtkgc,rskc->rkgts", q, k, preferred_element_type=jnp.float32) * scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
     scores = jnp.where(seen, scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     if dropout is not None:
-        kept = jax.random.bernoulli(dropout.key, 1 - dropout.rate, weights.shape)
-        weights = jnp.where(kept, weights / (1 - dropout.rate), 0)
+        weights = dropout(weights)
     return jnp.einsum("rkgts,rskc->rtkgc", weights, v)
 
 
 class Attention(nnx.Module):
-    """Grouped-query self-attention with rotary positions; optional biases and norm of each head's q and k."""
+    """Grouped-query self-attention with rotary positions; `arch` is a models.arch.Arch."""
 
     def __init__(self, arch):
         size_q, size_k = arch.num_heads * arch.head_dim, arch.num_key_heads * arch.head_dim
@@ -83,19 +78,40 @@ class Attention(nnx.Module):
         self.k = Linear(arch.hidden_size, size_k, bias=arch.qkv_bias)
         self.v = Linear(arch.hidden_size, size_k, bias=arch.qkv_bias)
         self.o = Linear(size_q, arch.hidden_size, bias=arch.o_bias)
-        self.q_norm = RMSNorm(arch.head_dim, eps=arch.norm_eps) if arch.qk_norm else None
-        self.k_norm = RMSNorm(arch.head_dim, eps=arch.norm_eps) if arch.qk_norm else None
-        self.head_dim = arch.head_dim
+        self.q_norm, self.k_norm = _norm_of_heads(arch, arch.num_heads), _norm_of_heads(arch, arch.num_key_heads)
+        self.arch = arch
 
-    def __call__(self, x, *, cos, sin, valid=None, window=None, dropout=None):
-        q_RTHC, k_RTKC, v_RTKC = (self._heads(project(x)) for project in (self.q, self.k, self.v))
-        if self.q_norm is not None:
+    def __call__(self, x, *, cos, sin, scale, growth=None, valid=None, window=None, dropout=None):
+        """`[R, T, D]` to the same.
+
+        Args:
+            cos, sin: as `rotate` takes them; None leaves positions out.
+            scale, valid, window, dropout: as `attend` takes them.
+            growth: float32 `[R, T, 1, 1]`, what queries are multiplied by; None does not.
+        """
+        arch = self.arch
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if arch.qk_norm == "full":
+            q, k = self.q_norm(q), self.k_norm(k)
+        if arch.clip_qkv is not None:
+            q, k, v = (jnp.clip(y, -arch.clip_qkv, arch.clip_qkv) for y in (q, k, v))
+        q_RTHC, k_RTKC, v_RTKC = self._heads(q), self._heads(k), self._heads(v)
+        per_head = arch.qk_norm in ("head", "each_head")
+        if per_head and not arch.qk_norm_after_rope:
             q_RTHC, k_RTKC = self.q_norm(q_RTHC), self.k_norm(k_RTKC)
-        q_RTHC, k_RTKC = rotate(q_RTHC, cos, sin), rotate(k_RTKC, cos, sin)
-        mixed_RTHC = attend(
-            q_RTHC, k_RTKC, v_RTKC, scale=self.head_dim**-0.5, valid=valid, window=window, dropout=dropout
-        )
-        return self.o(mixed_RTHC.reshape(*x.shape[:-1], -1))
+        if cos is not None:
+            q_RTHC, k_RTKC = (rotate(y, cos, sin, interleaved=arch.rope_interleaved) for y in (q_RTHC, k_RTKC))
+        if per_head and arch.qk_norm_after_rope:
+            q_RTHC, k_RTKC = self.q_norm(q_RTHC), self.k_norm(k_RTKC)
+        if growth is not None:
+            q_RTHC = q_RTHC * growth.astype(q_RTHC.dtype)
+        how = {"scale": scale, "softcap": arch.softcap, "valid": valid, "window": window, "dropout": dropout}
+        return self.o(attend(q_RTHC, k_RTKC, v_RTKC, **how).reshape(q.shape))
 
     def _heads(self, x: jax.Array) -> jax.Array:
-        return x.reshape(*x.shape[:-1], -1, self.head_dim)
+        return x.reshape(*x.shape[:-1], -1, self.arch.head_dim)
+
+
+def _norm_of_heads(arch, heads: int) -> Norm | None:
+    shapes = {"head": (arch.head_dim,), "each_head": (heads, arch.head_dim), "full": (heads * arch.head_dim,)}
+    return Norm(*shapes[arch.qk_norm], kind=arch.qk_norm_kind, eps=arch.norm_eps) if arch.qk_norm else None

@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from trl_jax.nn.linear import Linear
 
+
+def _gelu_tanh(x: jax.Array) -> jax.Array:
+    return jax.nn.gelu(x, approximate=True)
+
+
 ACTIVATIONS = {
     "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "gelu_new": _gelu_tanh,
+    "gelu_fast": _gelu_tanh,
     "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 
 
-class GatedMLP(nnx.Module):
-    """`down(activation(gate(x)) * up(x))` (Shazeer 2020, arXiv:2002.05202)."""
+class MLP(nnx.Module):
+    """`down(activation(up(x)))`, or gated: `down(activation(gate(x)) * up(x))` (Shazeer 2020, arXiv:2002.05202)."""
 
-    def __init__(self, arch):
-        self.gate = Linear(arch.hidden_size, arch.mlp_size, bias=arch.mlp_bias)
-        self.up = Linear(arch.hidden_size, arch.mlp_size, bias=arch.mlp_bias)
-        self.down = Linear(arch.mlp_size, arch.hidden_size, bias=arch.mlp_bias)
-        self.activation = ACTIVATIONS[arch.activation]
+    def __init__(self, features: int, hidden: int, *, activation: str, gated: bool = True, bias: bool = False):
+        self.gate = Linear(features, hidden, bias=bias) if gated else None
+        self.up = Linear(features, hidden, bias=bias)
+        self.down = Linear(hidden, features, bias=bias)
+        self.activation = ACTIVATIONS[activation]
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        if self.gate is None:
+            return self.down(self.activation(self.up(x)))
         return self.down(self.activation(self.gate(x)) * self.up(x))

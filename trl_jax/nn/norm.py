@@ -1,23 +1,59 @@
-"""Normalisation."""
+"""Normalisation over the last axis, statistics in float32."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 
-class RMSNorm(nnx.Module):
-    """Root-mean-square norm over the last axis (Zhang and Sennrich 2019, arXiv:1910.07467).
+@dataclass(frozen=True)
+class NormKind:
+    """What tells one norm from another.
 
-    Statistics in float32; the result is cast back before it is scaled.
+    `centred`: the mean is taken off first. `weighted`, `biased`: it has these parameters. `one_plus`: it scales by
+    1 + weight. `scales_rounded`: the normed value is rounded to the dtype of the input before it is scaled.
     """
 
-    def __init__(self, features: int, *, eps: float):
-        self.weight = nnx.Param(jnp.ones((features,), jnp.float32))
-        self.eps = eps
+    centred: bool
+    weighted: bool = True
+    biased: bool = False
+    one_plus: bool = False
+    scales_rounded: bool = False
+
+
+# RMS norm: Zhang and Sennrich 2019, arXiv:1910.07467. Layer norm: Ba, Kiros and Hinton 2016, arXiv:1607.06450.
+NORMS = {
+    "rms": NormKind(centred=False, scales_rounded=True),
+    "rms_float32": NormKind(centred=False),
+    "rms_one_plus": NormKind(centred=False, one_plus=True),
+    "layer": NormKind(centred=True, biased=True),
+    "layer_one_plus": NormKind(centred=True, biased=True, one_plus=True),
+    "layer_unbiased": NormKind(centred=True),
+    "layer_plain": NormKind(centred=True, weighted=False),
+}
+
+
+class Norm(nnx.Module):
+    """A norm of one of `NORMS`; parameters of `shape`, whose last axis is the one normed."""
+
+    def __init__(self, *shape: int, kind: str, eps: float):
+        self.kind, self.eps = NORMS[kind], eps
+        self.weight = nnx.Param(jnp.ones(shape, jnp.float32)) if self.kind.weighted else None
+        self.bias = nnx.Param(jnp.zeros(shape, jnp.float32)) if self.kind.biased else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x32 = x.astype(jnp.float32)
-        scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
-        return (x32 * scale).astype(x.dtype) * self.weight[...].astype(x.dtype)
+        y = x.astype(jnp.float32)
+        if self.kind.centred:
+            y = y - jnp.mean(y, axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
+        if self.kind.scales_rounded:
+            y = y.astype(x.dtype)
+        if self.weight is not None:
+            weight = self.weight[...].astype(y.dtype)
+            y = y * (1 + weight if self.kind.one_plus else weight)
+        if self.bias is not None:
+            y = y + self.bias[...].astype(y.dtype)
+        return y.astype(x.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -14,7 +15,7 @@ import numpy as np
 class Rope:
     """How positions turn into angles.
 
-    `kind` is one of default, linear, llama3, yarn; the fields after `factor` are those of llama3 and yarn.
+    `kind` is one of default, linear, llama3, yarn, longrope; the fields after `factor` belong to the last three.
     """
 
     theta: float
@@ -27,14 +28,19 @@ class Rope:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
-    def frequencies(self, head_dim: int) -> np.ndarray:
-        """Radians per position for each pair of channels: float32 `[C / 2]`.
+    def frequencies(self, channels: int, longest: jax.Array | int) -> np.ndarray | jax.Array:
+        """Radians per position for each pair of `channels`: float32 `[channels / 2]`.
 
         All in float32 but the power, which torch rounds once: at position 100,000 one ulp is a hundredth of a radian.
+        `longest` is the length of the longest text of the batch; only longrope asks.
         """
-        exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+        exponents = np.arange(0, channels, 2, dtype=np.float32) / np.float32(channels)
         powers = (self.theta ** exponents.astype(np.float64)).astype(np.float32)
+        if self.kind == "longrope":
+            return _longrope(self, powers, longest)
         stretch = {"default": _unchanged, "linear": _linear, "llama3": _llama3, "yarn": _yarn}[self.kind]
         return stretch(self, powers)
 
@@ -74,14 +80,40 @@ def _yarn(rope: Rope, powers: np.ndarray) -> np.ndarray:
     return 1 / (rope.factor * powers) * (1 - kept) + 1 / powers * kept
 
 
-def rope_angles(positions: jax.Array, rope: Rope, head_dim: int) -> tuple[jax.Array, jax.Array]:
-    """Positions `[R, T]` to cosines and sines `[R, T, 1, C / 2]`, float32."""
-    angles = positions[..., None, None].astype(jnp.float32) * rope.frequencies(head_dim)
-    return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
+def _longrope(rope: Rope, powers: np.ndarray, longest: jax.Array | int) -> jax.Array:
+    """LongRoPE (arXiv:2402.13753): a factor for each pair, another set where any text is longer than the original."""
+    short, long = (1 / (np.float32(factors) * powers) for factors in (rope.short_factors, rope.long_factors))
+    return jnp.where(longest > rope.original_length, long, short)
 
 
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate `[R, T, heads, C]`, channel k paired with k + C / 2."""
-    first, second = jnp.split(x, 2, axis=-1)
+def rope_angles(
+    positions: jax.Array, ropes: Sequence[Rope | None], channels: int, longest: jax.Array | int
+) -> tuple[jax.Array, jax.Array]:
+    """Positions `[R, T]` to cosines and sines `[len(ropes), R, T, 1, channels / 2]`, float32; None turns nothing."""
+    shape = (*positions.shape, 1, channels // 2)
+    cosines, sines = [], []
+    for rope in ropes:
+        if rope is None:
+            cos, sin = jnp.ones(shape), jnp.zeros(shape)
+        else:
+            angles = positions[..., None, None].astype(jnp.float32) * rope.frequencies(channels, longest)
+            cos, sin = jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
+        cosines.append(cos)
+        sines.append(sin)
+    return jnp.stack(cosines), jnp.stack(sines)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool = False) -> jax.Array:
+    """Rotate the first `2 * cos.shape[-1]` channels of `[R, T, heads, C]`; the others stay.
+
+    Channel k is paired with k + half of them or, interleaved, 2k with 2k + 1.
+    """
+    turned, kept = jnp.split(x, [2 * cos.shape[-1]], axis=-1)
     cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    if interleaved:
+        first, second = turned[..., 0::2], turned[..., 1::2]
+    else:
+        first, second = jnp.split(turned, 2, axis=-1)
+    pair = first * cos - second * sin, second * cos + first * sin
+    turned = jnp.stack(pair, axis=-1).reshape(turned.shape) if interleaved else jnp.concatenate(pair, axis=-1)
+    return jnp.concatenate([turned, kept], axis=-1)

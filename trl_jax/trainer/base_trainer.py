@@ -157,7 +157,7 @@ class BaseTrainer(Evaluating):
             b2=args.adam_beta2,
             eps=args.adam_epsilon,
             weight_decay=args.weight_decay,
-            decayed={wire.path: decays(wire.tensor) for wire in source.wires},
+            decayed={wire.path: decays(wire.path) and decays(wire.tensor) for wire in source.wires},
             max_grad_norm=args.max_grad_norm,
         )
 

@@ -1,38 +1,74 @@
-"""One small file a model_type: what its config means (`arch`) and how its tensors are called (`table`)."""
+"""One small file a model_type: what its config means (`arch`) and how its modules are called (`names`)."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from flax import nnx
+
 from trl_jax.hub.config import ConfigReader
-from trl_jax.hub.wires import Wire
+from trl_jax.hub.wires import Names
 from trl_jax.models.arch import Arch
+from trl_jax.models.heads import SequenceScorer
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A tensor that a checkpoint may lack: normal with `std`, or zeros without one."""
+
+    tensor: str
+    std: float | None
+
+
+def score_head(arch: Arch) -> list[Draw]:
+    return [Draw("score.weight", arch.initializer_range)]
 
 
 @dataclass(frozen=True)
 class Family:
     """What the rest of the hub needs to know about a model_type.
 
-    `base_prefix` opens the name of every tensor but the head; the checkpoint of a bare base leaves it out.
-    `ignored` are regular expressions of tensors that old checkpoints carry and nobody reads.
+    Attributes:
+        architecture: the class of transformers that loads what is saved.
+        arch, names: what a config means; how modules are called on disk.
+        scorer: the module that computes it.
+        drawn: the tensors that a checkpoint may lack, in the order in which transformers draws them.
+        base_prefix: opens the name of every tensor but the head's; the checkpoint of a bare base leaves it out.
+        heads: how the names of the head's tensors begin; the prefix is not theirs.
+        language_head: the tensor of a causal model that is dropped.
+        ignored: regular expressions of tensors that checkpoints carry and a reward model has no use for.
+        in_transformers: whether `architecture` exists there.
     """
 
     model_type: str
     architecture: str
-    arch: Callable[[ConfigReader], Arch]
-    table: Callable[[Arch], list[Wire]]
+    arch: Callable[[ConfigReader], Any]
+    names: Callable[[Any], Names]
+    scorer: Callable[[Any], nnx.Module] = SequenceScorer
+    drawn: Callable[[Any], list[Draw]] = score_head
     base_prefix: str = "model."
+    heads: tuple[str, ...] = ("score.",)
+    language_head: str = "lm_head.weight"
     ignored: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
+    in_transformers: bool = True
+
+
+MODEL_TYPES = """
+    arcee cohere cohere2 exaone4 gemma gemma2 gemma3_text glm glm4 gpt2 gpt_neox gptj granite helium hunyuan_v1_dense
+    llama ministral ministral3 mistral mixtral nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 qwen2 qwen2_moe
+    qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2
+""".split()
+_REQUIRED = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
 
 
 def families() -> dict[str, Family]:
     """Every supported model_type, by name."""
-    from trl_jax.hub.families import llama, qwen2, qwen3
-
-    return {family.model_type: family for family in (llama.FAMILY, qwen2.FAMILY, qwen3.FAMILY)}
+    return {name: import_module(f"{__name__}.{name}").FAMILY for name in MODEL_TYPES}
 
 
 def family_of(raw: dict[str, Any], source: Path) -> Family:
@@ -41,21 +77,35 @@ def family_of(raw: dict[str, Any], source: Path) -> Family:
     Raises:
         ValueError: no model_type, or one that is not supported; the message lists those that are.
     """
-    known = families()
     found = raw.get("model_type")
-    if not isinstance(found, str) or found not in known:
+    if not isinstance(found, str) or found not in MODEL_TYPES:
         custom = " Its own code (auto_map) is never run." if raw.get("auto_map") else ""
         raise ValueError(
             f"{source}: model_type {found!r} is not supported by this release of trl_jax.{custom} "
-            f"Supported: {', '.join(sorted(known))}."
+            f"Supported: {', '.join(MODEL_TYPES)}."
         )
-    return known[found]
+    return import_module(f"{__name__}.{found}").FAMILY
 
 
-def read_arch(raw: dict[str, Any], source: Path) -> tuple[Family, Arch]:
+def read_arch(raw: dict[str, Any], source: Path) -> tuple[Family, Any]:
     """The family and the facts of a config.json; every key it holds has been accounted for."""
     family = family_of(raw, source)
-    reader = ConfigReader(raw, str(source))
+    reader = ConfigReader(raw, str(source), _defaults(family.model_type))
     arch = family.arch(reader)
     reader.finish()
     return family, arch
+
+
+def _defaults(model_type: str) -> dict[str, Any]:
+    """What transformers' config class takes where a key is absent. Sizes have no default: none would fit."""
+    from transformers import CONFIG_MAPPING
+
+    config_class = CONFIG_MAPPING[model_type]
+    given = {field.name: field.default for field in dataclasses.fields(config_class)}
+    if isinstance(config_class.default_theta, float):  # some have one for each kind of layer
+        given["rope_theta"] = config_class.default_theta
+    return {
+        key: value
+        for key, value in given.items()
+        if value is not None and value is not dataclasses.MISSING and key not in _REQUIRED
+    }

@@ -5,18 +5,18 @@ from __future__ import annotations
 from trl_jax.hub.config import ConfigReader
 from trl_jax.hub.families import Family
 from trl_jax.hub.rope import read_rope
-from trl_jax.hub.wires import HEAD, Wire
+from trl_jax.hub.wires import Names
 from trl_jax.models.arch import Arch
 from trl_jax.nn.mlp import ACTIVATIONS
 
 
-def arch(config: ConfigReader) -> Arch:
+def arch(config: ConfigReader, *, partial: bool = False, own: frozenset[str] = frozenset()) -> Arch:
+    """What most decoders share; a family replaces what it does otherwise. `partial` and `own` as in `read_rope`."""
     hidden, layers = config.size("hidden_size"), config.size("num_hidden_layers", most=4096)
     heads, key_heads, head_dim = read_heads(config, hidden)
     bias = config.flag("attention_bias")
     for key in ("rope_interleaved", "use_mrope"):  # written into some configs, always false
-        if config.flag(key):
-            raise config.wrong(key, True, "false")
+        config.refuse(key, False)
     return Arch(
         vocab_size=config.size("vocab_size"),
         hidden_size=hidden,
@@ -26,7 +26,8 @@ def arch(config: ConfigReader) -> Arch:
         num_key_heads=key_heads,
         head_dim=head_dim,
         norm_eps=config.number("rms_norm_eps", 1e-6),
-        rope=read_rope(config),
+        ropes=(read_rope(config, partial=partial, own=own),) * layers,
+        rotary_dim=head_dim,
         windows=(None,) * layers,
         activation=config.one_of("hidden_act", ACTIVATIONS, "silu"),
         qkv_bias=bias,
@@ -61,29 +62,24 @@ def read_padding_idx(config: ConfigReader) -> int | None:
     return config.size("pad_token_id", least=-size, most=size - 1) % size
 
 
-def table(arch: Arch) -> list[Wire]:
-    layer = {
-        "attention_norm": "input_layernorm",
-        "attention.q": "self_attn.q_proj",
-        "attention.k": "self_attn.k_proj",
-        "attention.v": "self_attn.v_proj",
-        "attention.o": "self_attn.o_proj",
-        "mlp_norm": "post_attention_layernorm",
-        "mlp.gate": "mlp.gate_proj",
-        "mlp.up": "mlp.up_proj",
-        "mlp.down": "mlp.down_proj",
+def names(arch: Arch) -> Names:
+    layer = "model.layers.{}."
+    return {
+        "decoder.embed": "model.embed_tokens",
+        "decoder.layers.attention_norm": layer + "input_layernorm",
+        "decoder.layers.attention.q": layer + "self_attn.q_proj",
+        "decoder.layers.attention.k": layer + "self_attn.k_proj",
+        "decoder.layers.attention.v": layer + "self_attn.v_proj",
+        "decoder.layers.attention.o": layer + "self_attn.o_proj",
+        "decoder.layers.attention.q_norm": layer + "self_attn.q_norm",
+        "decoder.layers.attention.k_norm": layer + "self_attn.k_norm",
+        "decoder.layers.mlp_norm": layer + "post_attention_layernorm",
+        "decoder.layers.mlp.gate": layer + "mlp.gate_proj",
+        "decoder.layers.mlp.up": layer + "mlp.up_proj",
+        "decoder.layers.mlp.down": layer + "mlp.down_proj",
+        "decoder.norm": "model.norm",
+        "score": "score",
     }
-    if arch.qk_norm:
-        layer |= {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
-    biased = dict.fromkeys(("attention.q", "attention.k", "attention.v"), arch.qkv_bias)
-    biased |= dict.fromkeys(("mlp.gate", "mlp.up", "mlp.down"), arch.mlp_bias) | {"attention.o": arch.o_bias}
-
-    wires = [Wire("decoder.embed.weight", "model.embed_tokens.weight")]
-    for ours, theirs in layer.items():
-        wires.append(Wire(f"decoder.layers.{ours}.weight", f"model.layers.{{}}.{theirs}.weight"))
-        if biased.get(ours):
-            wires.append(Wire(f"decoder.layers.{ours}.bias", f"model.layers.{{}}.{theirs}.bias"))
-    return [*wires, Wire("decoder.norm.weight", "model.norm.weight"), Wire("score.weight", HEAD)]
 
 
-FAMILY = Family("llama", "LlamaForSequenceClassification", arch, table)
+FAMILY = Family("llama", "LlamaForSequenceClassification", arch, names)

@@ -11,15 +11,8 @@ from trl_jax.models.arch import Arch
 
 
 def arch(config: ConfigReader) -> Arch:
-    config.size("num_key_value_heads")  # unlike llama's, it does not default to num_attention_heads
     base = llama.arch(config)
-    return replace(
-        base,
-        head_dim=config.size("head_dim", 128),
-        qk_norm=True,
-        mlp_bias=False,
-        windows=read_windows(config, base.num_layers),
-    )
+    return replace(base, qk_norm="head", mlp_bias=False, windows=read_windows(config, base.num_layers))
 
 
-FAMILY = Family("qwen3", "Qwen3ForSequenceClassification", arch, llama.table)
+FAMILY = Family("qwen3", "Qwen3ForSequenceClassification", arch, llama.names)

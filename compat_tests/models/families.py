@@ -1,0 +1,145 @@
+"""What a tiny checkpoint of each family is told beside the common shape, and its variants: at least two a family."""
+
+from __future__ import annotations
+
+ROPE = {"rope_type": "default", "rope_theta": 300.0}
+SLIDE, FULL = "sliding_attention", "full_attention"
+TYPES = [SLIDE, FULL, SLIDE]
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+LINEAR = {"rope_type": "linear", "rope_theta": 200.0, "factor": 3.0}
+BOTH_ROPES = {SLIDE: {"rope_type": "default", "rope_theta": 100.0}, FULL: LINEAR}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 300.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.5, 1.6, 1.8, 2.0, 2.5],
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0],
+}
+GROWING = {
+    "rope_type": "yarn", "rope_theta": 300.0, "factor": 4.0, "original_max_position_embeddings": 16,
+    "llama_4_scaling_beta": 0.4, "mscale": 1.0, "mscale_all_dim": 0.5,
+}  # fmt: skip
+
+# Keys of the common shape that these configs do not have.
+_GPT = ("intermediate_size", "num_key_value_heads")
+ABSENT = {
+    "gpt2": _GPT,
+    "gptj": _GPT,
+    "opt": (*_GPT, "initializer_range"),
+    "gpt_neox": _GPT[1:],
+    "persimmon": _GPT[1:],
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "intermediate_size": 32}
+
+# Beside tiny.SHAPE.
+SHAPES = {
+    "gemma": {"head_dim": 24},
+    "gemma2": {"head_dim": 24},
+    "gemma3_text": {"head_dim": 24},
+    "glm": {"head_dim": 16},
+    "glm4": {"head_dim": 16},
+    "helium": {"head_dim": 16},
+    "ministral": {"head_dim": 16},
+    "ministral3": {"head_dim": 24},
+    "mixtral": {"head_dim": 16, "num_local_experts": 4},
+    "seed_oss": {"head_dim": 24, "attention_dropout": 0.0, "residual_dropout": 0.0},
+    "hunyuan_v1_dense": {"head_dim": 24},
+    "qwen3": {"head_dim": 24},
+    "qwen3_moe": {**EXPERTS, "head_dim": 24},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 40},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
+    "gptj": {"rotary_dim": 8, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "opt": {"init_std": 0.1, "ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 7.0,
+    },  # fmt: skip
+}
+# Those that transformers has no sequence classifier for: the body is compared, under our own head.
+BODY_ONLY = {"cohere", "cohere2", "granite", "olmoe"}
+
+VARIANTS = {
+    "arcee": {"plain": {}, "biases": {"attention_bias": True, "mlp_bias": True, "rope_parameters": LINEAR}},
+    "cohere": {"plain": {}, "qk_norm": {"use_qk_norm": True, "attention_bias": True, "layer_norm_eps": 1e-2}},
+    "cohere2": {
+        "plain": {"sliding_window": 7},
+        "types": {"sliding_window": 9, "layer_types": TYPES, "num_key_value_heads": 1},
+    },
+    "exaone4": {
+        "plain": {"sliding_window": 7, "sliding_window_pattern": 2},
+        "no_window": {"sliding_window": None, "layer_types": [FULL] * 3, "rope_parameters": LLAMA3},
+        "types": {"sliding_window": 9, "layer_types": TYPES, "rms_norm_eps": 1e-2},
+    },
+    "gemma": {"plain": {}, "biases": {"attention_bias": True, "hidden_act": "gelu", "num_key_value_heads": 1}},
+    "gemma2": {
+        "plain": {"sliding_window": 7, "attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 40},
+        "no_caps": {"sliding_window": 9, "attn_logit_softcapping": None, "layer_types": [FULL, SLIDE, SLIDE]},
+    },
+    "gemma3_text": {
+        "plain": {"sliding_window": 7, "rope_parameters": BOTH_ROPES, "layer_types": TYPES},
+        "pattern": {"sliding_window": 9, "num_hidden_layers": 7, "query_pre_attn_scalar": 40},
+        "old": {
+            "sliding_window": 7,
+            "layer_types": TYPES,
+            "old": {"rope_theta": 700.0, "rope_local_base_freq": 90.0, "rope_scaling": {"rope_type": "linear", "factor": 3.0}},
+        },
+    },
+    "glm": {"plain": {}, "no_bias": {"attention_bias": False, "num_key_value_heads": 1, "head_dim": 24}},
+    "glm4": {"plain": {}, "no_bias": {"attention_bias": False, "num_key_value_heads": 1, "head_dim": 24}},
+    "gpt2": {"plain": {}, "by_layer": {"scale_attn_by_inverse_layer_idx": True, "n_inner": 80, "activation_function": "relu"}},
+    "gpt_neox": {
+        "plain": {},
+        "sequential": {"use_parallel_residual": False, "attention_bias": False},
+        "old": {"old": {"rotary_pct": 0.5, "rotary_emb_base": 400}},
+    },
+    "gptj": {"plain": {}, "whole": {"rotary_dim": 16, "n_inner": 80}},
+    "granite": {"plain": {}, "biases": {"attention_bias": True, "mlp_bias": True}},
+    "helium": {"plain": {}, "biases": {"attention_bias": True, "mlp_bias": True, "rms_norm_eps": 1e-2}},
+    "hunyuan_v1_dense": {
+        "plain": {},
+        "alpha": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 300.0, "alpha": 50.0, "factor": 1.0}},
+    },
+    "ministral": {"plain": {"sliding_window": 7}, "types": {"sliding_window": 9, "layer_types": TYPES}},
+    "ministral3": {"plain": {"rope_parameters": GROWING}, "window": {"sliding_window": 7, "rope_parameters": GROWING}},
+    "mistral": {"plain": {"sliding_window": 7}, "no_window": {"sliding_window": None, "head_dim": 24}},
+    "mixtral": {"plain": {}, "window": {"sliding_window": 7, "num_experts_per_tok": 3}},
+    "nemotron": {"plain": {}, "biases": {"attention_bias": True, "mlp_bias": True, "norm_eps": 1e-2}},
+    "olmo": {"plain": {}, "clip": {"clip_qkv": 0.7, "attention_bias": True}},
+    "olmo2": {"plain": {}, "biases": {"attention_bias": True, "num_key_value_heads": 4, "rms_norm_eps": 1e-2}},
+    "olmo3": {
+        "plain": {"sliding_window": 7, "rope_parameters": BOTH_ROPES, "layer_types": TYPES},
+        "pattern": {"sliding_window": 9, "num_hidden_layers": 5},
+        "old": {
+            "sliding_window": 7,
+            "layer_types": TYPES,
+            "old": {"rope_theta": 700.0, "rope_scaling": {"rope_type": "linear", "factor": 3.0}},
+        },
+    },
+    "olmoe": {"plain": {}, "renormalised": {"norm_topk_prob": True, "clip_qkv": 0.9, "num_key_value_heads": 4}},
+    "opt": {"plain": {}, "no_bias": {"enable_bias": False, "layer_norm_elementwise_affine": False, "activation_function": "gelu"}},
+    "persimmon": {"plain": {}, "no_norm": {"qk_layernorm": False, "rope_parameters": ROPE | {"partial_rotary_factor": 0.25}}},
+    "phi": {"plain": {}, "qk_norm": {"qk_layernorm": True, "layer_norm_eps": 1e-2, "num_key_value_heads": 4}},
+    "phi3": {
+        "plain": {"sliding_window": 7},
+        "short": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64},
+        "long": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32},
+        "partial": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}, "num_key_value_heads": 4},
+    },
+    "qwen2_moe": {"plain": {}, "no_bias": {"qkv_bias": False, "norm_topk_prob": True}},
+    "qwen3_moe": {"plain": {}, "window": {"use_sliding_window": True, "sliding_window": 7, "norm_topk_prob": True}},
+    "seed_oss": {"plain": {}, "biases": {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}},
+    "smollm3": {
+        "plain": {"no_rope_layer_interval": 2},
+        "window": {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 7},
+    },
+    "stablelm": {
+        "plain": {},
+        "parallel": {"use_parallel_residual": True, "use_qkv_bias": True, "layer_norm_eps": 1e-2},
+    },
+    "starcoder2": {"plain": {"sliding_window": 7}, "no_bias": {"use_bias": False, "hidden_act": "relu"}},
+}  # fmt: skip

@@ -1,0 +1,26 @@
+"""gemma3_text: gemma2 with normed q and k, two ropes, and no caps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trl_jax.hub.config import ConfigReader
+from trl_jax.hub.families import Family, gemma2
+from trl_jax.hub.layer_types import FULL, SLIDING, read_layer_types, read_window, windows_of
+from trl_jax.hub.rope import read_ropes
+from trl_jax.models.arch import Arch
+
+
+def arch(config: ConfigReader) -> Arch:
+    config.optional_number("attn_logit_softcapping")  # transformers has the key and never applies it
+    pattern = config.size("sliding_window_pattern", 6)
+    layers = config.size("num_hidden_layers", most=4096)
+    types = read_layer_types(config, [SLIDING if (i + 1) % pattern else FULL for i in range(layers)])
+    ropes = read_ropes(config.with_values(rope_theta=config.value("rope_theta", 1e6)), types, local_theta=1e4)
+    base = gemma2.shared(config.with_values(rope_parameters=None, rope_scaling=None, rope_theta=None))
+    return replace(
+        base, qk_norm="head", qk_norm_kind=base.norm, ropes=ropes, windows=windows_of(types, read_window(config))
+    )
+
+
+FAMILY = Family("gemma3_text", "Gemma3TextForSequenceClassification", arch, gemma2.names)

@@ -1,0 +1,62 @@
+"""gpt_neox: Pythia and its kin: two layer norms side by side, q, k and v of each head in one tensor."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trl_jax.hub.config import ConfigReader
+from trl_jax.hub.families import Family, llama
+from trl_jax.hub.families.persimmon import per_head
+from trl_jax.hub.rope import read_rotary_dim
+from trl_jax.hub.wires import Names
+from trl_jax.models.arch import Arch
+
+
+def arch(config: ConfigReader) -> Arch:
+    base = llama.arch(_with_todays_theta(config), partial=True)
+    bias, dropout = config.flag("attention_bias", True), config.number("hidden_dropout", 0.0, most=0.99)
+    config.optional_number("classifier_dropout")  # of a token classifier
+    return replace(
+        base,
+        block="parallel_two_norms" if config.flag("use_parallel_residual", True) else "pre",
+        norm="layer",
+        norm_eps=config.number("layer_norm_eps", 1e-5),
+        rotary_dim=read_rotary_dim(config, base.head_dim, 0.25, "rotary_pct"),
+        gated=False,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=True,
+        embedding_dropout=dropout,
+        attention_out_dropout=dropout,
+        mlp_out_dropout=dropout,
+        padding_idx=None,
+    )
+
+
+def _with_todays_theta(config: ConfigReader) -> ConfigReader:
+    return config.with_values(rope_theta=config.number("rotary_emb_base", config.number("rope_theta", 10_000.0)))
+
+
+def names(arch: Arch) -> Names:
+    layer = "gpt_neox.layers.{}."
+    return per_head(layer + "attention.query_key_value", arch.num_heads) | {
+        "decoder.embed": "gpt_neox.embed_in",
+        "decoder.layers.attention_norm": layer + "input_layernorm",
+        "decoder.layers.attention.o": layer + "attention.dense",
+        "decoder.layers.mlp_norm": layer + "post_attention_layernorm",
+        "decoder.layers.mlp.up": layer + "mlp.dense_h_to_4h",
+        "decoder.layers.mlp.down": layer + "mlp.dense_4h_to_h",
+        "decoder.norm": "gpt_neox.final_layer_norm",
+        "score": "score",
+    }
+
+
+FAMILY = Family(
+    "gpt_neox",
+    "GPTNeoXForSequenceClassification",
+    arch,
+    names,
+    base_prefix="gpt_neox.",
+    language_head="embed_out.weight",
+    ignored=(r"\.rotary_emb\.inv_freq$", r"\.attention\.(masked_)?bias$"),
+)

@@ -1,0 +1,23 @@
+"""granite: llama with factors on the embedding, on attention's scores and on what each layer adds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trl_jax.hub.config import ConfigReader
+from trl_jax.hub.families import Family, llama
+from trl_jax.models.arch import Arch
+
+
+def arch(config: ConfigReader) -> Arch:
+    base = llama.arch(config)
+    config.number("logits_scaling", 1.0)  # scales a language model's logits
+    return replace(
+        base,
+        embedding_scale=config.number("embedding_multiplier", 1.0),
+        residual_scale=config.number("residual_multiplier", 1.0),
+        attention_scales=(config.number("attention_multiplier", 1.0),) * base.num_layers,
+    )
+
+
+FAMILY = Family("granite", "GraniteForSequenceClassification", arch, llama.names, in_transformers=False)

@@ -1,0 +1,19 @@
+"""mistral: llama without biases, with one sliding window for all layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trl_jax.hub.config import ConfigReader
+from trl_jax.hub.families import Family, llama
+from trl_jax.hub.layer_types import read_window
+from trl_jax.models.arch import Arch
+
+
+def arch(config: ConfigReader, *, own: frozenset[str] = frozenset()) -> Arch:
+    base = llama.arch(config, own=own)  # an attention_bias in its config has no effect, in transformers neither
+    windows = (read_window(config),) * base.num_layers
+    return replace(base, qkv_bias=False, o_bias=False, mlp_bias=False, windows=windows)
+
+
+FAMILY = Family("mistral", "MistralForSequenceClassification", arch, llama.names)

@@ -1,0 +1,31 @@
+"""mixtral: mistral with experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trl_jax.hub.config import ConfigReader
+from trl_jax.hub.families import Family, llama, mistral
+from trl_jax.hub.wires import Names
+from trl_jax.models.arch import Arch, Experts
+
+
+def arch(config: ConfigReader) -> Arch:
+    base = mistral.arch(config)
+    config.refuse("router_jitter_noise", 0.0)
+    config.value("output_router_logits"), config.value("router_aux_loss_coef")  # of a language model's loss
+    count, top_k = config.size("num_local_experts", 8), config.size("num_experts_per_tok", 2)
+    return replace(base, experts=Experts(count, top_k, size=base.mlp_size, renormalised=True))
+
+
+def names(arch: Arch) -> Names:
+    experts = "model.layers.{}.block_sparse_moe."
+    return llama.names(arch) | {
+        "decoder.layers.mlp.router": experts + "gate",
+        "decoder.layers.mlp.gate": experts + "experts.{}.w1.weight",
+        "decoder.layers.mlp.up": experts + "experts.{}.w3.weight",
+        "decoder.layers.mlp.down": experts + "experts.{}.w2.weight",
+    }
+
+
+FAMILY = Family("mixtral", "MixtralForSequenceClassification", arch, names)

@@ -1,0 +1,22 @@
+"""olmo3: olmo2 with a window on three layers of four, and a rope for either kind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trl_jax.hub.config import ConfigReader
+from trl_jax.hub.families import Family, olmo2
+from trl_jax.hub.layer_types import FULL, SLIDING, read_layer_types, read_window, windows_of
+from trl_jax.hub.rope import read_ropes
+from trl_jax.models.arch import Arch
+
+
+def arch(config: ConfigReader) -> Arch:
+    layers = config.size("num_hidden_layers", most=4096)
+    types = read_layer_types(config, [SLIDING if (i + 1) % 4 else FULL for i in range(layers)])
+    ropes = read_ropes(config, types, local_theta=500_000.0)  # whatever rope_theta says
+    base = olmo2.arch(config.with_values(rope_parameters=None, rope_scaling=None))
+    return replace(base, ropes=ropes, windows=windows_of(types, read_window(config)))
+
+
+FAMILY = Family("olmo3", "Olmo3ForSequenceClassification", arch, olmo2.names)

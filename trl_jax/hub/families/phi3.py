@@ -1,0 +1,47 @@
+"""phi3: llama with q, k, v in one tensor, gate and up in another, and LongRoPE."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trl_jax.hub.config import ConfigReader
+from trl_jax.hub.families import Family, llama
+from trl_jax.hub.layer_types import read_window
+from trl_jax.hub.rope import read_rotary_dim
+from trl_jax.hub.wires import Names, concatenated
+from trl_jax.models.arch import Arch
+
+
+def arch(config: ConfigReader) -> Arch:
+    base = llama.arch(config, partial=True)
+    dropout = config.number("resid_pdrop", 0.0, most=0.99)
+    config.value("original_max_position_embeddings")  # of longrope alone
+    config.number("embd_pdrop", 0.0, most=0.99)  # read by nobody, in transformers neither
+    return replace(
+        base,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        rotary_dim=read_rotary_dim(config, base.head_dim, 1.0),
+        windows=(read_window(config),) * base.num_layers,
+        attention_out_dropout=dropout,
+        mlp_out_dropout=dropout,
+    )
+
+
+def names(arch: Arch) -> Names:
+    queries, keys = arch.num_heads * arch.head_dim, arch.num_key_heads * arch.head_dim
+    qkv = {"attention.q": queries, "attention.k": keys, "attention.v": keys}
+    return llama.names(arch) | joined(qkv, "self_attn.qkv_proj") | gate_up(arch)
+
+
+def gate_up(arch: Arch) -> Names:
+    return joined({"mlp.gate": arch.mlp_size, "mlp.up": arch.mlp_size}, "mlp.gate_up_proj")
+
+
+def joined(sizes: dict[str, int], module: str) -> Names:
+    ours = {f"decoder.layers.{name}": size for name, size in sizes.items()}
+    return concatenated("model.layers.{}." + module, ours)
+
+
+FAMILY = Family("phi3", "Phi3ForSequenceClassification", arch, names)

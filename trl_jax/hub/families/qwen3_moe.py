@@ -1,0 +1,27 @@
+"""qwen3_moe: qwen3 with experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trl_jax.hub.config import ConfigReader
+from trl_jax.hub.families import Family, llama, qwen2_moe
+from trl_jax.hub.families.qwen2_moe import read_experts
+from trl_jax.hub.layer_types import read_window
+from trl_jax.models.arch import Arch
+
+
+def arch(config: ConfigReader) -> Arch:
+    base = llama.arch(config)
+    window = read_window(config) if config.flag("use_sliding_window") else None
+    config.value("max_window_layers"), config.value("sliding_window")  # without effect unless the flag is set
+    return replace(
+        base,
+        mlp_bias=False,
+        qk_norm="head",
+        windows=(window,) * base.num_layers,
+        experts=read_experts(config),
+    )
+
+
+FAMILY = Family("qwen3_moe", "Qwen3MoeForSequenceClassification", arch, qwen2_moe.names)

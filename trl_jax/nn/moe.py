@@ -1,0 +1,55 @@
+"""A mixture of experts: every token is computed by the few experts it chose, and by no other."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from trl_jax.nn.grouped import grouped_dot
+from trl_jax.nn.linear import Linear
+from trl_jax.nn.mlp import ACTIVATIONS, MLP
+
+
+class MoE(nnx.Module):
+    """Softmax routing to the `top_k` likeliest gated experts (Shazeer et al. 2017, arXiv:1701.06538).
+
+    `experts` is a models.arch.Experts. Weights are stacked: gate and up `[E, F, D]`, down `[E, D, F]`.
+    """
+
+    def __init__(self, features: int, experts, *, activation: str):
+        self.router = Linear(features, experts.count)
+        inner = (experts.count, experts.size, features)
+        self.gate = nnx.Param(jnp.zeros(inner, jnp.float32))
+        self.up = nnx.Param(jnp.zeros(inner, jnp.float32))
+        self.down = nnx.Param(jnp.zeros((experts.count, features, experts.size), jnp.float32))
+        shared = experts.shared_size
+        self.shared = None if shared is None else MLP(features, shared, activation=activation)
+        self.shared_gate = None if shared is None else Linear(features, 1)
+        self.experts, self.activation = experts, ACTIVATIONS[activation]
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        flat = x.reshape(-1, x.shape[-1])
+        mixed = self._routed(flat)
+        if self.shared is not None:
+            mixed = mixed + jax.nn.sigmoid(self.shared_gate(flat)) * self.shared(flat)
+        return mixed.reshape(x.shape)
+
+    def _routed(self, x: jax.Array) -> jax.Array:
+        weights, chosen = self._route(x)
+        order = jnp.argsort(chosen.reshape(-1), stable=True)  # a token's place times top_k, sorted by expert
+        token = order // self.experts.top_k
+        sizes = jnp.bincount(chosen.reshape(-1), length=self.experts.count)
+        sorted_x = x[token]
+        gate, up, down = (weight[...].astype(x.dtype) for weight in (self.gate, self.up, self.down))
+        hidden = self.activation(grouped_dot(sorted_x, gate, sizes)) * grouped_dot(sorted_x, up, sizes)
+        out = grouped_dot(hidden, down, sizes) * weights.reshape(-1)[order][:, None].astype(x.dtype)
+        return jnp.zeros_like(x).at[token].add(out)
+
+    def _route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Weights and experts of each token, `[tokens, top_k]`; weights in float32."""
+        probabilities = jax.nn.softmax(self.router(x).astype(jnp.float32), axis=-1)
+        weights, chosen = jax.lax.top_k(probabilities, self.experts.top_k)
+        if self.experts.renormalised:
+            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        return weights, chosen
