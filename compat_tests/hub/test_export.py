@@ -15,7 +15,7 @@ from trl_jax import AutoModelForSequenceClassification
 
 torch = pytest.importorskip("torch")
 
-FAMILIES = list(variants.OWN)
+FAMILIES = variants.COMMON
 INDEX = "model.safetensors.index.json"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 ROPE = {"rope_type": "default", "rope_theta": 300.0}
+QUARTER = ROPE | {"partial_rotary_factor": 0.25}
 SLIDE, FULL = "sliding_attention", "full_attention"
 TYPES = [SLIDE, FULL, SLIDE]
 LLAMA3 = {
@@ -10,6 +11,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 LINEAR = {"rope_type": "linear", "rope_theta": 200.0, "factor": 3.0}
+OLD_LINEAR = {"rope_type": "linear", "factor": 3.0}
 BOTH_ROPES = {SLIDE: {"rope_type": "default", "rope_theta": 100.0}, FULL: LINEAR}
 LONGROPE = {
     "rope_type": "longrope",
@@ -63,6 +65,9 @@ SHAPES = {
 # Those that transformers has no sequence classifier for: the body is compared, under our own head.
 BODY_ONLY = {"cohere", "cohere2", "granite", "olmoe"}
 
+# Those whose positions are not told by one rope_parameters.
+OWN_ROPE = {"gpt2", "gptj", "opt", "gemma3_text", "olmo3", "phi3", "ministral3"}
+
 VARIANTS = {
     "arcee": {"plain": {}, "biases": {"attention_bias": True, "mlp_bias": True, "rope_parameters": LINEAR}},
     "cohere": {"plain": {}, "qk_norm": {"use_qk_norm": True, "attention_bias": True, "layer_norm_eps": 1e-2}},
@@ -86,12 +91,15 @@ VARIANTS = {
         "old": {
             "sliding_window": 7,
             "layer_types": TYPES,
-            "old": {"rope_theta": 700.0, "rope_local_base_freq": 90.0, "rope_scaling": {"rope_type": "linear", "factor": 3.0}},
+            "old": {"rope_theta": 700.0, "rope_local_base_freq": 90.0, "rope_scaling": OLD_LINEAR},
         },
     },
     "glm": {"plain": {}, "no_bias": {"attention_bias": False, "num_key_value_heads": 1, "head_dim": 24}},
     "glm4": {"plain": {}, "no_bias": {"attention_bias": False, "num_key_value_heads": 1, "head_dim": 24}},
-    "gpt2": {"plain": {}, "by_layer": {"scale_attn_by_inverse_layer_idx": True, "n_inner": 80, "activation_function": "relu"}},
+    "gpt2": {
+        "plain": {},
+        "by_layer": {"scale_attn_by_inverse_layer_idx": True, "n_inner": 80, "activation_function": "relu"},
+    },
     "gpt_neox": {
         "plain": {},
         "sequential": {"use_parallel_residual": False, "attention_bias": False},
@@ -117,12 +125,15 @@ VARIANTS = {
         "old": {
             "sliding_window": 7,
             "layer_types": TYPES,
-            "old": {"rope_theta": 700.0, "rope_scaling": {"rope_type": "linear", "factor": 3.0}},
+            "old": {"rope_theta": 700.0, "rope_scaling": OLD_LINEAR},
         },
     },
     "olmoe": {"plain": {}, "renormalised": {"norm_topk_prob": True, "clip_qkv": 0.9, "num_key_value_heads": 4}},
-    "opt": {"plain": {}, "no_bias": {"enable_bias": False, "layer_norm_elementwise_affine": False, "activation_function": "gelu"}},
-    "persimmon": {"plain": {}, "no_norm": {"qk_layernorm": False, "rope_parameters": ROPE | {"partial_rotary_factor": 0.25}}},
+    "opt": {
+        "plain": {},
+        "no_bias": {"enable_bias": False, "layer_norm_elementwise_affine": False, "activation_function": "gelu"},
+    },
+    "persimmon": {"plain": {}, "no_norm": {"qk_layernorm": False, "rope_parameters": QUARTER}},
     "phi": {"plain": {}, "qk_norm": {"qk_layernorm": True, "layer_norm_eps": 1e-2, "num_key_value_heads": 4}},
     "phi3": {
         "plain": {"sliding_window": 7},

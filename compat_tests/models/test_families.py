@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from compat_tests.models import variants
+from compat_tests.models.families import BODY_ONLY, VARIANTS
 from trl_jax import AutoModelForSequenceClassification
+from trl_jax.hub.saving import places_of, read_tensor
 from trl_jax.models.functional import merge
 
 torch = pytest.importorskip("torch")
@@ -19,7 +23,7 @@ every_variant = pytest.mark.parametrize(("family", "name"), variants.CASES)
 @every_variant
 def test_scores(family, name, built):
     folder, length = built(family, name), variants.variant(family, name).get("length", variants.LENGTH)
-    with_new_head = variants.variant(family, name).get("head") == "causal"
+    with_new_head = variants.variant(family, name).get("head") == "causal" or family in BODY_ONLY
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     if with_new_head:  # a head that both draw: saved by us, read by both
         folder = folder / "saved"
@@ -40,31 +44,32 @@ GRADIENTS = [
     ("qwen3", "long_window"),
     ("qwen3", "attention_bias"),
 ]
+GRADIENTS += [(family, list(own)[-1]) for family, own in VARIANTS.items()]
 QUICKLY = {"xla_backend_optimization_level": 0}  # compiles in a third of the time, computes the same
 
 
 @pytest.mark.parametrize(("family", "name"), GRADIENTS)
-def test_gradients(family, name, built):
+def test_gradients(family, name, built, tmp_path):
     """Of a weighted sum of scores, for every tensor on disk. Row 3 sees a pad: that embedding has none."""
     folder, length = built(family, name), variants.variant(family, name).get("length", variants.LENGTH)
     ids, mask = (rows[:6] for rows in variants.rows(length))
     pull = np.linspace(-1.0, 1.5, len(ids), dtype=np.float32)
     model = AutoModelForSequenceClassification.from_pretrained(folder)
-    pulled = _pulled_scores(model, ids, mask, pull)
-    gradients = jax.jit(jax.grad(pulled), compiler_options=QUICKLY)(model.params)
+    if family in BODY_ONLY:
+        folder = folder / "saved"
+        model.save_pretrained(folder)
+    gradients = jax.jit(jax.grad(_pulled_scores(model, ids, mask, pull)), compiler_options=QUICKLY)(model.params)
+    found = {tensor: read_tensor(gradients, places) for tensor, places in places_of(gradients, model.source).items()}
 
     reference = variants.reference(folder)
     logits = reference(input_ids=torch.tensor(ids), attention_mask=torch.tensor(mask)).logits[:, 0]
     (logits * torch.tensor(pull)).sum().backward()
-    wanted = {tensor: parameter.grad.numpy() for tensor, parameter in reference.named_parameters()}
-    seen = set()
-    for wire in model.source.wires:
-        for layer, tensor in enumerate(wire.tensors(model.source.arch.num_layers)):
-            found = gradients[wire.path][layer] if wire.stacked else gradients[wire.path]
-            variants.assert_close(found, wanted[tensor], 1e-4, tensor)
-            seen.add(tensor)
-    assert seen == set(wanted)
-    assert not np.any(gradients["decoder.embed.weight"][0])
+    wanted = variants.reference_gradients(reference, tmp_path)
+    assert set(found) == set(wanted)
+    for tensor, values in wanted.items():
+        variants.assert_close(found[tensor], values, 1e-4, tensor)
+    if model.source.arch.padding_idx is not None:
+        assert not np.any(gradients["decoder.embed.weight"][0])
 
 
 def _pulled_scores(model, ids, mask, pull):
@@ -84,3 +89,46 @@ def test_bfloat16_weights_are_read_exactly(tmp_path):
     ids, mask = variants.rows()
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     variants.assert_close(model(ids, mask).logits, variants.reference_logits(folder, ids, mask), 1e-5)
+
+
+@pytest.mark.parametrize("family", VARIANTS)
+def test_a_key_that_nobody_knows_is_refused(family, built, tmp_path):
+    config = json.loads((built(family, "plain") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"attention_twist": 3}))
+    with pytest.raises(ValueError, match=f"does not know for model_type '{family}': attention_twist=3"):
+        AutoModelForSequenceClassification.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("family", sorted(set(VARIANTS) - BODY_ONLY))
+def test_an_untouched_checkpoint_is_written_to_the_byte(family, built, tmp_path):
+    """Also in bfloat16, where a weight that went through any arithmetic would show."""
+    import transformers
+
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(
+        built(family, "plain"), dtype=torch.bfloat16
+    )
+    theirs.save_pretrained(tmp_path / "in", max_shard_size="100KB")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "in", dtype="auto")
+    model.save_pretrained(tmp_path / "out")
+    weights = sorted(path.name for path in (tmp_path / "in").glob("*.safetensors"))
+    assert len(weights) > 1
+    for name in weights:
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "in" / name).read_bytes(), name
+    before, after = (json.loads((tmp_path / side / "config.json").read_text()) for side in ("in", "out"))
+    assert {key for key in {*before, *after} if before.get(key) != after.get(key)} <= {"use_cache", "dtype"}
+
+
+@pytest.mark.parametrize("family", sorted(set(VARIANTS) - BODY_ONLY))
+def test_a_causal_model_becomes_a_classifier(family, tmp_path):
+    """Both draw the same head, and transformers finds every tensor in what is saved and no other."""
+    import transformers
+
+    folder = variants.tiny_model(tmp_path / "in", family, head="causal")
+    model = AutoModelForSequenceClassification.from_pretrained(folder, seed=5)
+    model.save_pretrained(tmp_path / "out")
+    kind = transformers.AutoModelForSequenceClassification
+    transformers.set_seed(5)
+    drawn = kind.from_pretrained(folder, num_labels=1, dtype=torch.float32).score.weight.detach().numpy()
+    np.testing.assert_allclose(model.params["score.weight"], drawn, rtol=1e-6, atol=1e-9)
+    _, report = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert {key: list(found) for key, found in report.items() if found} == {}

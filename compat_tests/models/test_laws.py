@@ -51,8 +51,7 @@ def test_a_window_of_7_sees_6_back_and_not_7(model):
     assert model.source.arch.windows[0] == 7
     with jax.disable_jit():
         last, changed_6, changed_7 = (
-            _layer_zero(model, seen)[0, LAST]
-            for seen in (ids, _changed(ids, LAST - 6), _changed(ids, LAST - 7))
+            _layer_zero(model, seen)[0, LAST] for seen in (ids, _changed(ids, LAST - 6), _changed(ids, LAST - 7))
         )
     assert np.abs(changed_6 - last).max() > 1e-4
     np.testing.assert_array_equal(changed_7, last)

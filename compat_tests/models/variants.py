@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
+from compat_tests.models import families
 from compat_tests.tiny import tiny_model
 
 LLAMA3 = {
@@ -50,12 +52,14 @@ OWN = {
     "qwen2": WINDOWS,
     "qwen3": {"attention_bias": {"attention_bias": True}, **WINDOWS},
 }
+COMMON = list(OWN)  # these go through every variant, the other families through two or three of their own
 CASES = [(family, name) for family in OWN for name in {**EVERY_FAMILY, **OWN[family]}]
+CASES += [(family, name) for family, own in families.VARIANTS.items() for name in own]
 LENGTH = 40
 
 
 def variant(family: str, name: str) -> dict:
-    return {**EVERY_FAMILY, **OWN[family]}[name]
+    return {**EVERY_FAMILY, **OWN[family]}[name] if family in OWN else families.VARIANTS[family][name]
 
 
 def build(folder: Path, family: str, name: str) -> Path:
@@ -64,6 +68,8 @@ def build(folder: Path, family: str, name: str) -> Path:
     rope, theta: what positions do; old: written as the generation of `rope_theta` and `rope_scaling` had it,
     with the type under this key; drop: keys left out of config.json; the rest are arguments of `tiny_model`.
     """
+    if family not in OWN:
+        return _build_own(folder, family, dict(variant(family, name)))
     facts = dict(variant(family, name))
     rope, theta, old = facts.pop("rope", {}), facts.pop("theta", 10_000.0), facts.pop("old", None)
     drop, _ = facts.pop("drop", []), facts.pop("length", None)
@@ -77,6 +83,19 @@ def build(folder: Path, family: str, name: str) -> Path:
         config |= {"rope_theta": theta, "rope_scaling": {old: kind, **rope} if rope else None}
     config = {key: value for key, value in config.items() if key not in drop}
     (folder / "config.json").write_text(json.dumps(config, indent=2))
+    return folder
+
+
+def _build_own(folder: Path, family: str, facts: dict) -> Path:
+    """old: the keys in which an earlier generation wrote `rope_parameters`."""
+    old = facts.pop("old", None)
+    if family not in families.OWN_ROPE and old is None:
+        facts.setdefault("rope_parameters", dict(families.ROPE))
+    tiny_model(folder, family, head="base" if family in families.BODY_ONLY else "classifier", **facts)
+    if old is not None:
+        config = json.loads((folder / "config.json").read_text())
+        del config["rope_parameters"]
+        (folder / "config.json").write_text(json.dumps(config | old))
     return folder
 
 
@@ -103,19 +122,57 @@ def reference(folder: Path):
     import transformers
 
     torch.set_num_threads(1)
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(
-        folder, num_labels=1, dtype=torch.float32
+    if json.loads((folder / "config.json").read_text())["model_type"] in families.BODY_ONLY:
+        return _body_with_our_head(folder).eval()
+    kind = transformers.AutoModelForSequenceClassification
+    return kind.from_pretrained(folder, num_labels=1, dtype=torch.float32).eval()
+
+
+def _body_with_our_head(folder: Path):
+    """transformers' body under a linear head, read where its own classifiers would read."""
+    import torch
+    import transformers
+    from safetensors.torch import load_file
+
+    class Classifier(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32)
+            self.score = torch.nn.Parameter(load_file(folder / "model.safetensors")["score.weight"])
+
+        def forward(self, input_ids, attention_mask):
+            hidden = self.body(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+            places = torch.arange(input_ids.shape[1])
+            at = torch.where(input_ids != self.body.config.pad_token_id, places, 0).max(dim=1).values
+            logits = hidden[torch.arange(len(hidden)), at] @ self.score.T
+            return SimpleNamespace(logits=logits)
+
+    return Classifier()
+
+
+def reference_gradients(model, folder: Path) -> dict[str, np.ndarray]:
+    """The gradients a backward pass left in transformers' model, by the tensors' names on disk."""
+    import torch
+    from safetensors.numpy import load_file
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.grad)
+    bare = type(model).__name__ == "Classifier"
+    (model.body if bare else model).save_pretrained(folder)
+    found = load_file(folder / "model.safetensors")
+    return (
+        {f"model.{name}": values for name, values in found.items()} | {"score.weight": model.score.detach().numpy()}
+        if bare
+        else found
     )
-    return model.eval()
 
 
 def reference_logits(folder: Path, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
     import torch
 
     with torch.no_grad():
-        return reference(folder)(
-            input_ids=torch.tensor(ids), attention_mask=torch.tensor(mask)
-        ).logits.numpy()
+        return reference(folder)(input_ids=torch.tensor(ids), attention_mask=torch.tensor(mask)).logits.numpy()
 
 
 def assert_close(found: np.ndarray, wanted: np.ndarray, mark: float, what: str = "scores") -> None:

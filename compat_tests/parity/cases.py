@@ -10,7 +10,8 @@ class Case:
     """What to train on and how, and marks where a case cannot meet the usual ones and says why.
 
     config: arguments of RewardConfig, over BASE; rows, eval_rows: of `preference_rows`;
-    model: of `tiny_model`; marks: of `assert_same_curve`; weights: the mark of `assert_same_weights`.
+    model: of `tiny_model`; marks: of `assert_same_curve`; weights: the mark of `assert_same_weights`;
+    adrift: a pattern of tensors whose exact gradient is zero.
     """
 
     config: dict = field(default_factory=dict)
@@ -19,6 +20,7 @@ class Case:
     eval_rows: dict | None = None
     marks: dict = field(default_factory=dict)
     weights: float = 2e-4
+    adrift: str = "$^"
 
 
 PAD_IS_EOS = {"pad": "</s>", "chat_template": True}
@@ -90,4 +92,23 @@ CASES = {
         marks={"loss": 3e-2, "rewards": 5e-2, "grad_norm": 0.2, "accuracy": 0.25 + 1e-7},
         weights=1.5e-3,
     ),
+}
+
+# Other families, ten steps each; llama, qwen2 and qwen3 have runs of thirty above.
+_EAGER = {"model_init_kwargs": {"attn_implementation": "eager", "dtype": "float32"}}  # its soft cap asks for it
+FAMILY_CASES = {
+    "mistral": Case(model={"sliding_window": 7, "head": "causal"}),
+    "gemma2": Case(_EAGER, model={"sliding_window": 7}),
+    "gemma3_text": Case(model={"sliding_window": 7}),
+    "phi3": Case(model={"head": "causal"}),
+    "olmo2": Case({"weight_decay": 0.3}),
+    # A bias under the head moves chosen and rejected alike, one of the keys moves all scores of a query alike: their
+    # gradients are rounding noise on either side, which Adam turns into steps of full size.
+    "gpt2": Case({"weight_decay": 0.3}, marks={"rewards": 2e-3}, adrift=r"ln_f\.bias"),
+    "gpt_neox": Case(
+        {"weight_decay": 0.3}, marks={"rewards": 2e-3}, adrift=r"final_layer_norm\.bias|query_key_value\.bias"
+    ),
+    # An expert that few tokens choose has gradients near Adam's eps: at 5e-4 the loss is 2e-5 apart.
+    "mixtral": Case({"learning_rate": 1e-4}),
+    "qwen3_moe": Case({"weight_decay": 0.3}, model={"head": "causal"}),
 }

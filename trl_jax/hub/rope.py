@@ -59,7 +59,7 @@ def read_ropes(config: ConfigReader, types: list[str], *, local_theta: float) ->
         raise config.wrong("rope_parameters", unknown, f"sections for {_FULL} and {_SLIDING}")
     ropes = {}
     for kind, default in thetas.items():
-        found = nested.get(kind) or {}
+        found = {"rope_type": "default", **(nested.get(kind) or {})}  # so a bare `type` counts for nothing
         found = found | legacy if kind == _FULL else found
         where = f"{config.source}: rope_parameters.{kind}"
         ropes[kind] = _rope(config, ConfigReader(_set(found), where), default, partial=False)

@@ -28,13 +28,14 @@ def save(
     Names, shards and every config key are those of the source; each tensor has the dtype it was loaded in.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    places = _places(params, source)
+    places = places_of(params, source)
     known = {tensor for tensors in source.shards.values() for tensor in tensors}
     plan = shard_plan(source.shards, set(places), sorted(set(places) - known))
 
     def read(tensor: str) -> np.ndarray:
         dtype = source.dtypes.get(tensor, source.dtype)
-        return _tensor(params, places[tensor]).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype, copy=False)
+        dtype = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
+        return read_tensor(params, places[tensor]).astype(dtype, copy=False)
 
     write_checkpoint(folder, plan, read)
     config = classifier_config(
@@ -50,7 +51,7 @@ def save(
 Place = tuple[Wire, tuple[int, ...]]
 
 
-def _places(params: dict[str, jax.Array], source: Source) -> dict[str, list[Place]]:
+def places_of(params: dict[str, jax.Array], source: Source) -> dict[str, list[Place]]:
     """Tensor on disk -> the wires that have a part in it, each with its index in our array."""
     places: dict[str, list[Place]] = {}
     for wire in source.wires:
@@ -59,7 +60,7 @@ def _places(params: dict[str, jax.Array], source: Source) -> dict[str, list[Plac
     return places
 
 
-def _tensor(params: dict[str, jax.Array], places: list[Place]) -> np.ndarray:
+def read_tensor(params: dict[str, jax.Array], places: list[Place]) -> np.ndarray:
     """One tensor on disk, joined from its parts; float32."""
     wire, index = places[0]
     if wire.part is None:

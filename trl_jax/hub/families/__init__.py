@@ -54,7 +54,7 @@ class Family:
     base_prefix: str = "model."
     heads: tuple[str, ...] = ("score.",)
     language_head: str = "lm_head.weight"
-    ignored: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
+    ignored: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$", r"^lm_head\.bias$")
     in_transformers: bool = True
 
 

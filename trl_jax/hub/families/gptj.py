@@ -48,5 +48,5 @@ FAMILY = Family(
     arch,
     names,
     base_prefix="transformer.",
-    ignored=(r"\.attn\.(masked_)?bias$",),
+    ignored=(r"\.attn\.(masked_)?bias$", r"^lm_head\.bias$"),
 )
