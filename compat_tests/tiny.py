@@ -185,7 +185,7 @@ def _randomise(model, generator) -> None:
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name:
+            if "norm" in name or ".ln_" in name:
                 parameter.copy_(1 + 0.3 * noise)
             elif parameter.ndim == 1:
                 parameter.copy_(0.3 * noise)

@@ -12,48 +12,75 @@ from compat_tests.models import variants
 from trl_jax import AutoModelForSequenceClassification
 from trl_jax.hub import loading
 from trl_jax.hub.families import read_arch
-from trl_jax.models.arch import Arch
+from trl_jax.models.arch import Arch, Experts
 from trl_jax.models.functional import merge
 from trl_jax.nn.rope import Rope
 
-# Fact -> the variant that shows it and a wrong value, by what notices: the table of tensors, or the numbers.
+# Fact -> the family and variant that show it and a wrong value, by what notices: the table of tensors, or the numbers.
 REFUSED = {
-    "vocab_size": ("plain", 519),
-    "hidden_size": ("plain", 32),
-    "mlp_size": ("plain", 64),
-    "num_layers": ("plain", 2),
-    "num_heads": ("plain", 8),
-    "num_key_heads": ("plain", 4),
-    "head_dim": ("plain", 8),
-    "qkv_bias": ("plain", False),
-    "o_bias": ("plain", True),
-    "mlp_bias": ("plain", True),
-    "qk_norm": ("plain", True),
+    "vocab_size": ("qwen2", "plain", 519),
+    "hidden_size": ("qwen2", "plain", 32),
+    "mlp_size": ("qwen2", "plain", 64),
+    "num_layers": ("qwen2", "plain", 2),
+    "num_heads": ("qwen2", "plain", 8),
+    "num_key_heads": ("qwen2", "plain", 4),
+    "head_dim": ("qwen2", "plain", 8),
+    "qkv_bias": ("qwen2", "plain", False),
+    "o_bias": ("qwen2", "plain", True),
+    "mlp_bias": ("qwen2", "plain", True),
+    "qk_norm": ("qwen2", "plain", "head"),
+    "gated": ("arcee", "plain", True),
+    "learned_positions": ("gpt2", "plain", 500),
+    "experts": ("qwen2_moe", "plain", None),
 }
 MISCOMPUTED = {
-    "norm_eps": ("plain", 1e-3),
-    "windows": ("layer_types", (7, None, None)),
-    "activation": ("plain", "gelu_pytorch_tanh"),
+    "norm_eps": ("qwen2", "plain", 1e-3),
+    "windows": ("qwen2", "layer_types", (7, None, None)),
+    "activation": ("qwen2", "plain", "gelu_pytorch_tanh"),
+    "block": ("gpt_neox", "plain", "pre"),
+    "norm": ("gemma", "plain", "rms"),
+    "qk_norm_kind": ("gemma3_text", "plain", "rms"),
+    "qk_norm_after_rope": ("hunyuan_v1_dense", "plain", False),
+    "rotary_dim": ("phi", "plain", 16),
+    "rope_interleaved": ("helium", "plain", False),
+    "ropes": ("smollm3", "plain", (Rope(300.0),) * 3),
+    "attention_scales": ("gemma2", "no_caps", None),
+    "softcap": ("gemma2", "plain", None),
+    "clip_qkv": ("olmo", "clip", None),
+    "query_growth": ("ministral3", "plain", None),
+    "embedding_scale": ("gemma", "plain", 1.0),
+    "residual_scale": ("granite", "plain", 1.0),
+    "position_offset": ("opt", "plain", 0),
 }
+EXPERTS = {"top_k": 1, "renormalised": True}
 ROPE = {
-    "theta": ("plain", 9_000.0),
-    "kind": ("llama3", "linear"),
-    "factor": ("yarn", 3.0),
-    "original_length": ("llama3", 32),
-    "low_freq_factor": ("llama3", 2.0),
-    "high_freq_factor": ("llama3", 8.0),
-    "beta_fast": ("yarn", 2.0),
-    "beta_slow": ("yarn", 0.1),
-    "truncate": ("yarn", False),
-    "attention_factor": ("yarn", 1.0),
+    "theta": ("qwen2", "plain", 9_000.0),
+    "kind": ("qwen2", "llama3", "linear"),
+    "factor": ("qwen2", "yarn", 3.0),
+    "original_length": ("qwen2", "llama3", 32),
+    "low_freq_factor": ("qwen2", "llama3", 2.0),
+    "high_freq_factor": ("qwen2", "llama3", 8.0),
+    "beta_fast": ("qwen2", "yarn", 2.0),
+    "beta_slow": ("qwen2", "yarn", 0.1),
+    "truncate": ("qwen2", "yarn", False),
+    "attention_factor": ("qwen2", "yarn", 1.0),
+    "short_factors": ("phi3", "short", (1.0,) * 8),
+    "long_factors": ("phi3", "long", (1.0,) * 8),
+}
+DROPOUTS = {
+    "attention_dropout": ("llama", "plain"),
+    "embedding_dropout": ("phi", "plain"),
+    "attention_out_dropout": ("phi", "plain"),
+    "mlp_out_dropout": ("stablelm", "parallel"),
 }
 # Shown by tests of their own below.
-ELSEWHERE = {"rope", "attention_dropout", "initializer_range", "tied_embeddings", "padding_idx"}
+ELSEWHERE = {"counts_visible", "initializer_range", "tied_embeddings", "padding_idx"}
 
 
 def test_every_fact_is_here():
-    assert {fact.name for fact in fields(Arch)} == {*REFUSED, *MISCOMPUTED, *ELSEWHERE}
+    assert {fact.name for fact in fields(Arch)} == {*REFUSED, *MISCOMPUTED, *DROPOUTS, *ELSEWHERE}
     assert {fact.name for fact in fields(Rope)} == set(ROPE)
+    assert {fact.name for fact in fields(Experts)} == {*EXPERTS, "count", "size", "shared_size"}
 
 
 @pytest.fixture
@@ -81,37 +108,60 @@ def scores(model, **how):
 
 @pytest.mark.parametrize("fact", REFUSED)
 def test_a_fact_of_shape(fact, built, load_with):
-    name, wrong = REFUSED[fact]
+    family, name, wrong = REFUSED[fact]
     with pytest.raises(ValueError, match=r"Missing: .*Unexpected: |wrong shapes: .* config.json asks for"):
-        load_with(built("qwen2", name), **{fact: wrong})
+        load_with(built(family, name), **{fact: wrong})
+
+
+@pytest.mark.parametrize(("fact", "wrong"), [("count", 3), ("size", 20), ("shared_size", None)])
+def test_a_fact_of_the_experts_shape(fact, wrong, built, load_with):
+    folder = built("qwen2_moe", "plain")
+    experts = replace(load_with(folder).source.arch.experts, **{fact: wrong})
+    with pytest.raises(ValueError, match=r"Missing: .*Unexpected: |wrong shapes: .* config.json asks for"):
+        load_with(folder, experts=experts)
 
 
 def test_heads_of_another_width_that_fit_the_same_weights(built, load_with):
     folder = built("llama", "plain")
-    wrong = load_with(folder, num_heads=8, num_key_heads=4, head_dim=8)
+    wrong = load_with(folder, num_heads=8, num_key_heads=4, head_dim=8, rotary_dim=8)
     assert _off(scores(wrong), scores(load_with(folder))) > 1e-3
 
 
 @pytest.mark.parametrize("fact", MISCOMPUTED)
 def test_a_fact_of_value(fact, built, load_with):
-    name, wrong = MISCOMPUTED[fact]
-    folder = built("qwen2", name)
+    family, name, wrong = MISCOMPUTED[fact]
+    folder = built(family, name)
     assert _off(scores(load_with(folder, **{fact: wrong})), scores(load_with(folder))) > 1e-4
+
+
+@pytest.mark.parametrize("fact", EXPERTS)
+def test_a_fact_of_the_experts_value(fact, built, load_with):
+    folder = built("qwen3_moe", "plain")
+    right = load_with(folder)
+    experts = replace(right.source.arch.experts, **{fact: EXPERTS[fact]})
+    assert _off(scores(load_with(folder, experts=experts)), scores(right)) > 1e-4
 
 
 @pytest.mark.parametrize("fact", ROPE)
 def test_a_fact_of_rope(fact, built, load_with):
-    name, wrong = ROPE[fact]
-    folder = built("qwen2", name)
+    family, name, wrong = ROPE[fact]
+    folder = built(family, name)
     right = load_with(folder)
-    rope = right.source.arch.rope
-    assert _off(scores(load_with(folder, rope=replace(rope, **{fact: wrong}))), scores(right)) > 1e-4
+    ropes = tuple(replace(rope, **{fact: wrong}) for rope in right.source.arch.ropes)
+    assert _off(scores(load_with(folder, ropes=ropes)), scores(right)) > 1e-4
 
 
-def test_attention_dropout(built, load_with):
-    folder = built("llama", "plain")
-    dropped = scores(load_with(folder, attention_dropout=0.3), dropout_key=jax.random.key(0))
+@pytest.mark.parametrize("fact", DROPOUTS)
+def test_a_dropout(fact, built, load_with):
+    folder = built(*DROPOUTS[fact])
+    dropped = scores(load_with(folder, **{fact: 0.3}), dropout_key=jax.random.key(0))
     assert _off(dropped, scores(load_with(folder), dropout_key=jax.random.key(0))) > 1e-2
+
+
+def test_positions_that_count_visible_tokens(built, load_with):
+    folder, (_, mask) = built("opt", "plain"), variants.rows()
+    wrong = scores(load_with(folder, counts_visible=False), valid=mask.astype(bool))
+    assert _off(wrong, scores(load_with(folder), valid=mask.astype(bool))) > 1e-4
 
 
 def test_padding_idx(built, load_with):

@@ -71,11 +71,13 @@ def _layer_zero(model, ids):
 def _layer(decoder, index, h, ids):
     """One layer of the stack by itself."""
     arch = decoder.arch
-    cos, sin = rope_angles(_positions(ids), arch.rope, arch.head_dim)
+    cos, sin = rope_angles(_positions(ids), arch.ropes[:1], arch.rotary_dim, ids.shape[1])
     graph, _ = nnx.split(nnx.eval_shape(lambda: Block(arch)))
     _, stack = nnx.split(decoder.layers)
     window = None if arch.windows[index] is None else jnp.int32(arch.windows[index])
-    return nnx.merge(graph, jax.tree.map(lambda leaf: leaf[index], stack))(h, cos=cos, sin=sin, window=window)
+    return nnx.merge(graph, jax.tree.map(lambda leaf: leaf[index], stack))(
+        h, cos=cos[0], sin=sin[0], scale=arch.head_dim**-0.5, window=window
+    )
 
 
 def test_the_scanned_stack_is_its_layers_one_after_another(model, hidden):

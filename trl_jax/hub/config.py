@@ -12,8 +12,8 @@ INERT = frozenset(
     add_cross_attention architectures attn_implementation auto_map bad_words_ids begin_suppress_tokens
     bos_token_id chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample
     dtype early_stopping encoder_no_repeat_ngram_size eod_token_id eos_token_id exponential_decay_length_penalty
-    finetuning_task forced_bos_token_id forced_eos_token_id id2label is_decoder is_encoder_decoder is_llama_config label2id
-    length_penalty mask_token_id max_length max_position_embeddings
+    finetuning_task forced_bos_token_id forced_eos_token_id id2label is_decoder is_encoder_decoder is_llama_config
+    label2id length_penalty mask_token_id max_length max_position_embeddings
     max_sequence_length min_length model_type name no_repeat_ngram_size num_beam_groups
     num_beams num_labels num_return_sequences output_attentions output_hidden_states output_scores pad_token_id prefix
     pretraining_tp problem_type pruned_heads remove_invalid_values repetition_penalty return_dict
