@@ -611,9 +611,8 @@ def test_row36_heads_that_do_not_divide_the_width(good, tmp_path):
             "layer_types names sliding_attention but use_sliding_window is",
         ),
         ("max_window_layers", "x", "max_window_layers is 'x', wanted a whole number from 0"),
-        ("sliding_window", 0, "sliding_window is 0, wanted a whole number from 1"),
         ("use_sliding_window", 1, "use_sliding_window is 1, wanted true or false"),
-        ("num_key_value_heads", None, "num_key_value_heads is None, wanted a whole number"),
+        ("num_key_value_heads", 0, "num_key_value_heads is 0, wanted a whole number from 1"),
     ],
 )
 def test_row36_a_wrong_value_of_qwen2(key, value, text, checkpoint, tmp_path):

@@ -104,7 +104,7 @@ FAMILY_CASES = {
     "olmo2": Case({"weight_decay": 0.3}),
     # A bias under the head moves chosen and rejected alike, one of the keys moves all scores of a query alike: their
     # gradients are rounding noise on either side, which Adam turns into steps of full size.
-    "gpt2": Case({"weight_decay": 0.3}, marks={"rewards": 2e-3}, adrift=r"ln_f\.bias"),
+    "gpt2": Case({"weight_decay": 0.3}, marks={"rewards": 2e-3}, adrift=r"ln_f\.bias|c_attn\.bias"),
     "gpt_neox": Case(
         {"weight_decay": 0.3}, marks={"rewards": 2e-3}, adrift=r"final_layer_norm\.bias|query_key_value\.bias"
     ),

@@ -17,6 +17,7 @@ from huggingface_hub.errors import (
 )
 
 from trl_jax.hub.files import INDEX, SINGLE, indexed_shards, no_weights, unconverted
+from trl_jax.hub.gguf import unpack
 
 _SMALL = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 _UNREACHED = (RepositoryNotFoundError, LocalEntryNotFoundError, OfflineModeIsEnabled, HFValidationError)
@@ -87,25 +88,43 @@ def checkpoint_folder(
     token: str | bool | None = None,
     cache_dir: str | None = None,
     local_files_only: bool = False,
+    gguf_file: str | None = None,
     code: bool = False,
 ) -> tuple[Path, Repository | None]:
     """Where the config and the tokenizer of `name` lie, and the repository that has the weights.
 
-    A folder is taken as it is, with no repository. Anything else is asked of the Hub; `code` fetches `*.py` too.
+    A folder is taken as it is, with no repository, and so is a GGUF file: `name` itself, or `gguf_file` in it. Anything
+    else is asked of the Hub; `code` fetches `*.py` too.
 
     Raises:
         FileNotFoundError: neither a folder nor a repository that can be fetched, or it lacks `subfolder`.
     """
     folder = Path(name).expanduser()
+    if folder.is_file() and folder.suffix == ".gguf":
+        return unpack(folder), None
+    access = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
+    if gguf_file is not None:
+        return unpack(_gguf(folder, name, gguf_file, revision, subfolder, access)), None
     if not folder.is_dir():
         if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
             raise FileNotFoundError(f"model={name!r}: there is no such folder, and it is not a Hub repository's name.")
-        access = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
         repository = _fetched(name, revision, subfolder, access, code)
         return repository.folder, repository
     if subfolder and not (folder / subfolder).is_dir():
         raise FileNotFoundError(f"model={name!r} has no subfolder {subfolder!r}.")
     return folder / subfolder, None
+
+
+def _gguf(folder, name, file, revision, subfolder, access) -> Path:
+    """A GGUF file of a folder or a repository."""
+    if not folder.is_dir():
+        try:
+            return _download(name, file, subfolder, revision, access)
+        except (*_UNREACHED, EntryNotFoundError) as error:
+            raise FileNotFoundError(f"model={name!r}: gguf_file={file!r} could not be fetched: {error}") from error
+    if not (folder / subfolder / file).is_file():
+        raise FileNotFoundError(f"model={name!r} has no file {file!r} (gguf_file).")
+    return folder / subfolder / file
 
 
 def _fetched(name, revision, subfolder, access, code) -> Repository:

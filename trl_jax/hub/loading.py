@@ -18,6 +18,7 @@ from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.hub.config import read_config
 from trl_jax.hub.families import Draw, Family, read_arch
 from trl_jax.hub.files import CheckpointFiles
+from trl_jax.hub.gguf import LINK, GgufFiles
 from trl_jax.hub.wires import Wire, make_wires
 from trl_jax.models.functional import abstract
 
@@ -57,7 +58,7 @@ def load(folder: Path, *, dtype: str, seed: int) -> tuple[dict[str, jax.Array], 
     """
     raw = read_config(folder)
     family, arch = read_arch(raw, folder / "config.json")
-    files = CheckpointFiles(folder)
+    files = GgufFiles(folder / LINK) if (folder / LINK).exists() else CheckpointFiles(folder)
     on_disk = _full_names(family, files)
     _, shapes = abstract(lambda: family.scorer(arch))
     wires, drawn = make_wires(shapes, family.names(arch)), family.drawn(arch)
@@ -72,7 +73,7 @@ def load(folder: Path, *, dtype: str, seed: int) -> tuple[dict[str, jax.Array], 
 
 
 def _assemble(
-    files: CheckpointFiles, wire: Wire, shape: jax.ShapeDtypeStruct, on_disk: dict[str, str], dtype: str
+    files: CheckpointFiles | GgufFiles, wire: Wire, shape: jax.ShapeDtypeStruct, on_disk: dict[str, str], dtype: str
 ) -> jax.Array:
     """One of our arrays from its tensors, put in place one by one: besides the array only one tensor is held."""
     places = wire.tensors(shape.shape)

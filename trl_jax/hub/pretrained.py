@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _DTYPES = ("float32", "bfloat16", "float16", "auto")
 _PLACEMENT = ("device_map", "low_cpu_mem_usage", "max_memory", "offload_folder")
 _ATTENTION = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
-_FETCH = ("revision", "subfolder", "token", "cache_dir", "local_files_only")
+_FETCH = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "gguf_file")
 
 
 class ScoreOutput(NamedTuple):
@@ -159,14 +159,14 @@ class AutoModelForSequenceClassification:
         """Load a checkpoint of a supported model_type: classifier, causal LM (its head is dropped) or bare base.
 
         Args:
-            pretrained_model_name_or_path: a folder, or a repository on the Hub.
+            pretrained_model_name_or_path: a folder, a repository on the Hub, or a GGUF file.
             num_labels: 1; a reward model has one score a sequence.
             dtype: "float32", "bfloat16", "float16" or "auto" (as stored): what the weights are rounded to, and saved
                 in. Arrays and computation are float32.
             seed: draws the score head where the checkpoint has none.
-            kwargs: revision, subfolder, token, cache_dir, local_files_only as in transformers; attn_implementation is
-                accepted (kernels are chosen by the backend); trust_remote_code fetches `*.py` for the tokenizer, model
-                code is never run; device_map and its like are warned of.
+            kwargs: revision, subfolder, token, cache_dir, local_files_only, gguf_file as in transformers;
+                attn_implementation is accepted (kernels are chosen by the backend); trust_remote_code fetches `*.py`
+                for the tokenizer, model code is never run; device_map and its like are warned of.
 
         Raises:
             ValueError, TypeError: an argument or a checkpoint at fault, by name.
