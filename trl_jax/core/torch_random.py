@@ -48,6 +48,14 @@ class TorchGenerator:
             values[-16:] = _box_muller(self._uniforms(16).reshape(1, 16), std).reshape(-1)
         return values
 
+    def truncated_normal(self, count: int, std: float, bound: float) -> np.ndarray:
+        """`torch.nn.init.trunc_normal_` between -bound and bound, at least 0.4 `std`: normals, drawn again while any
+        lies outside; float32 `[count]`."""
+        values = self.normal(count, std)
+        while (outside := np.abs(values) > np.float32(bound)).any():
+            values = np.where(outside, self.normal(count, std), values)
+        return values
+
     def _uniforms(self, count: int) -> np.ndarray:
         return (self.words(count) & np.uint32(0xFFFFFF)).astype(np.float32) * np.float32(2**-24)
 

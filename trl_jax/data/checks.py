@@ -63,18 +63,20 @@ def cell_error(where: str, column: str, found: Any, wanted: str) -> ValueError:
 
 
 def check_token_ids(
-    dataset: Dataset | IterableDataset, vocab_size: int, name: str
+    dataset: Dataset | IterableDataset, vocab_size: int, name: str, most_tokens: int | None = None
 ) -> Dataset | IterableDataset:
-    """Raise ValueError for an id without an embedding: an accelerator would clamp it without a word.
+    """Raise ValueError for an id or a position without an embedding: an accelerator would clamp it without a word.
 
+    `most_tokens` is the length of the longest text that the model has positions for; None is any length.
     Returns the prepared dataset it was given; a stream comes back checking each row as it passes.
     """
     where = f"the prepared {argument(name)}"
     if isinstance(dataset, IterableDataset):
-        facts = {"vocab_size": vocab_size, "where": where}
+        facts = {"vocab_size": vocab_size, "most_tokens": most_tokens, "where": where}
         return dataset.map(_check_stream_ids, with_indices=True, fn_kwargs=facts)
     for first, block in blocks(dataset, IDS):
         _check_vocabulary(block, first, vocab_size, where)
+        _check_lengths(block, first, most_tokens, where)
     return dataset
 
 
@@ -166,8 +168,23 @@ def _check_vocabulary(block: pa.Table, first: int, vocab_size: int, where: str) 
             )
 
 
-def _check_stream_ids(row: dict[str, Any], index: int, vocab_size: int, where: str) -> dict[str, Any]:
-    _check_vocabulary(row_block(row, IDS, f"Row {index} of {where}"), index, vocab_size, where)
+def _check_lengths(block: pa.Table, first: int, most_tokens: int | None, where: str) -> None:
+    for column in IDS if most_tokens is not None else ():
+        lengths = _numbers(pc.list_value_length(block.column(column)))
+        row = int(np.argmax(lengths))
+        if lengths[row] > most_tokens:
+            raise ValueError(
+                f"Row {first + row} of {where}, column {column!r}: {lengths[row]:,} tokens, but the model has "
+                f"positions for {most_tokens:,}. Pass max_length={most_tokens}: longer rows are then left out."
+            )
+
+
+def _check_stream_ids(
+    row: dict[str, Any], index: int, vocab_size: int, most_tokens: int | None, where: str
+) -> dict[str, Any]:
+    block = row_block(row, IDS, f"Row {index} of {where}")
+    _check_vocabulary(block, index, vocab_size, where)
+    _check_lengths(block, index, most_tokens, where)
     return {}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -24,14 +24,14 @@ class CheckpointFiles:
     Attributes:
         shards: file name -> the tensors it holds, in the file's order.
         shapes: tensor -> shape.
-        dtypes: tensor -> "float32", "bfloat16" or "float16".
+        dtypes: tensor -> "float32", "bfloat16" or "float16"; another one as the file calls it.
     """
 
     def __init__(self, folder: Path):
         self.shards: dict[str, list[str]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
-        self._handles = {}
+        self._folder, self._handles = folder, {}
         for name in _shard_names(folder):
             self._open(folder / name)
 
@@ -45,13 +45,19 @@ class CheckpointFiles:
             if tensor in self._handles:
                 raise ValueError(f"{path} holds the tensor {tensor}, which an earlier shard holds too.")
             header = handle.get_slice(tensor)
-            if header.get_dtype() not in DTYPES:
-                raise ValueError(
-                    f"{path}: tensor {tensor} has dtype {header.get_dtype()}; trl_jax reads {', '.join(DTYPES)}. "
-                    "Dequantise the checkpoint, or save it again in one of these."
-                )
-            self.dtypes[tensor], self.shapes[tensor] = DTYPES[header.get_dtype()], tuple(header.get_shape())
+            dtype = header.get_dtype()
+            self.dtypes[tensor], self.shapes[tensor] = DTYPES.get(dtype, dtype), tuple(header.get_shape())
             self._handles[tensor] = handle
+
+    def check_dtypes(self, tensors: Iterable[str]) -> None:
+        """Refuse the first of these tensors that is in a dtype which cannot be read."""
+        shard_of = {tensor: shard for shard, held in self.shards.items() for tensor in held}
+        for tensor in tensors:
+            if self.dtypes[tensor] not in DTYPES.values():
+                raise ValueError(
+                    f"{self._folder / shard_of[tensor]}: tensor {tensor} has dtype {self.dtypes[tensor]}; "
+                    f"trl_jax reads {', '.join(DTYPES)}. Dequantise the checkpoint, or save it again in one of these."
+                )
 
     def read(self, tensor: str) -> np.ndarray:
         """The values of one tensor, in the dtype of the file."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,9 @@ class GgufFiles:
         self.shapes = {name: tuple(int(size) for size in tensor.shape[::-1]) for name, tensor in found.items()}
         self.dtypes = dict.fromkeys(found, "float32")
         self._heads = _turned_heads(reader)
+
+    def check_dtypes(self, tensors: Iterable[str]) -> None:
+        """Every type that the gguf package knows can be read."""
 
     def read(self, tensor: str) -> np.ndarray:
         """The values of one tensor, float32."""

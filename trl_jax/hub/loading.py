@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,9 +59,11 @@ def load(folder: Path, *, dtype: str, seed: int) -> tuple[dict[str, jax.Array], 
     raw = read_config(folder)
     family, arch = read_arch(raw, folder / "config.json")
     files = GgufFiles(folder / LINK) if (folder / LINK).exists() else CheckpointFiles(folder)
-    on_disk = _full_names(family, files)
     _, shapes = abstract(lambda: family.scorer(arch))
-    wires, drawn = make_wires(shapes, family.names(arch)), family.drawn(arch)
+    wires, drawn = _as_stored(make_wires(shapes, family.names(arch)), files), family.drawn(arch)
+    wanted = {tensor for wire in wires for tensor, _ in wire.tensors(shapes[wire.path].shape)}
+    on_disk = _full_names(family, files, wanted)
+    files.check_dtypes(on_disk.values())
     _check_language_head(folder, raw, arch, files, on_disk, family, wires)
     _check(folder, family, wires, shapes, files, on_disk, {draw.tensor for draw in drawn})
     new = _draw(folder, [draw for draw in drawn if draw.tensor not in on_disk], wires, shapes, seed)
@@ -103,23 +105,31 @@ def _draw(folder: Path, missing: list[Draw], wires: list[Wire], shapes: Shapes, 
     generator, path_of, new = TorchGenerator(seed), {wire.tensor: wire.path for wire in wires}, {}
     for draw in missing:
         shape = shapes[path_of[draw.tensor]].shape
-        values = np.zeros(shape) if draw.std is None else generator.normal(int(np.prod(shape)), draw.std)
-        new[path_of[draw.tensor]] = jnp.asarray(values.reshape(shape), jnp.float32)
+        new[path_of[draw.tensor]] = jnp.asarray(draw.values(generator, shape), jnp.float32)
     if missing:
-        names = ", ".join(draw.tensor for draw in missing)
+        names = ", ".join(dict.fromkeys(draw.tensor for draw in missing))
         logger.info("%s has no %s: drawn from a normal distribution with seed %d.", folder, names, seed)
     return new
 
 
-def _full_names(family: Family, files: CheckpointFiles) -> dict[str, str]:
+def _as_stored(wires: list[Wire], files: CheckpointFiles) -> list[Wire]:
+    """Where the checkpoint has the old names of a layer norm's parameters, it keeps them, as transformers lets it."""
+    if not any(name.endswith("LayerNorm.gamma") for name in files.shapes):
+        return wires
+    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    ending = re.compile(f"(?:{'|'.join(map(re.escape, old))})$")
+    return [replace(wire, tensor=ending.sub(lambda found: old[found[0]], wire.tensor)) for wire in wires]
+
+
+def _full_names(family: Family, files: CheckpointFiles, wanted: set[str]) -> dict[str, str]:
     """Full name -> name on disk, without what is ignored. The checkpoint of a bare base lacks the prefix."""
     bare = not any(name.startswith(family.base_prefix) for name in files.shapes)
     names = {}
     for name in files.shapes:
-        if any(re.search(pattern, name) for pattern in family.ignored):
-            continue
         of_head = name == family.language_head or name.startswith(family.heads)
-        names[name if of_head or not bare else family.base_prefix + name] = name
+        full = name if of_head or not bare else family.base_prefix + name
+        if full in wanted or not any(re.search(pattern, name) for pattern in family.ignored):
+            names[full] = name
     return names
 
 
@@ -147,6 +157,8 @@ def _check(folder, family, wires, shapes, files, on_disk, optional) -> None:
 
 def _check_language_head(folder, raw, arch, files, on_disk, family, wires) -> None:
     """The head is dropped either way, but a checkpoint that contradicts its config may be a broken one."""
+    if family.language_head is None:
+        return
     tied, head = arch.tied_embeddings, family.language_head
     architecture = str((raw.get("architectures") or [""])[0])
     if not tied and head not in on_disk and architecture.endswith("ForCausalLM"):

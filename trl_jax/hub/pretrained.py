@@ -55,13 +55,16 @@ class PreTrainedModel:
         Args:
             input_ids: int `[rows, T]`, padded with `config.pad_token_id` on either side.
             attention_mask: `[rows, T]`, 0 where a token is to be hidden; None hides nothing.
-            token_type_ids: ignored, as by these models in transformers; some tokenizers return it.
+            token_type_ids: zeros, as tokenizers return them for a single text. Decoders do not look at it.
 
         Raises:
-            ValueError: rows of no tokens, several rows and no `pad_token_id`, or an id outside the vocabulary.
+            ValueError: rows of no tokens or too many, several rows and no `pad_token_id`, an id outside the vocabulary,
+                or another type than 0.
         """
         tokens = np.asarray(input_ids)
         self._check(tokens)
+        if self.source.family.scorer.needs_valid and token_type_ids is not None and np.any(token_type_ids):
+            raise ValueError("token_type_ids has other types than 0, but a reward model scores one text. Leave it out.")
         mask = np.ones(tokens.shape, bool) if attention_mask is None else np.asarray(attention_mask).astype(bool)
         pad = self.config.pad_token_id
         at = [scored_token(row, pad) if pad is not None else len(row) - 1 for row in tokens]
@@ -82,6 +85,11 @@ class PreTrainedModel:
                 f"{len(tokens)} rows cannot be scored without config.pad_token_id: it tells where each one ends. "
                 "Set model.config.pad_token_id = tokenizer.pad_token_id."
             )
+        most = self.most_tokens
+        if most is not None and tokens.shape[1] > most:
+            raise ValueError(
+                f"input_ids has {tokens.shape[1]:,} tokens a row, but the model has positions for {most:,}. Cut them."
+            )
         size = self.vocab_size
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < size:
             raise ValueError(
@@ -92,9 +100,14 @@ class PreTrainedModel:
     def vocab_size(self) -> int:
         return self.source.arch.vocab_size
 
+    @property
+    def most_tokens(self) -> int | None:
+        """The length of the longest text that has positions; None where any has."""
+        return self.source.arch.most_tokens
+
     def num_parameters(self, exclude_embeddings: bool = False) -> int:
         """How many numbers the model has, the head among them."""
-        embeddings = (".embed.weight", ".position_embed.weight") if exclude_embeddings else ()
+        embeddings = ("embed.weight",) if exclude_embeddings else ()
         return sum(array.size for path, array in self.params.items() if not path.endswith(embeddings))
 
     def save_pretrained(self, save_directory: str | Path) -> None:
@@ -121,7 +134,7 @@ class Checkpoint:
 
     `repository` is the one on the Hub that still has them, None for a folder. `config` is
     transformers' object. `dtype` is "float32", "bfloat16", "float16" or "auto": what the weights are rounded to, and
-    saved in.
+    saved in. `most_tokens` is as in PreTrainedModel.
     """
 
     name: str
@@ -130,6 +143,7 @@ class Checkpoint:
     config: Any
     dtype: str
     vocab_size: int
+    most_tokens: int | None
 
     def load(self, seed: int) -> PreTrainedModel:
         """The model; `seed` draws the score head where the checkpoint has none."""
@@ -146,7 +160,7 @@ def find_checkpoint(name: str, *, num_labels: int = 1, dtype: Any = "auto", **kw
     fetch, dtype = _checked(dict(kwargs), dtype)
     folder, repository = checkpoint_folder(name, **fetch)
     _, arch = read_arch(read_config(folder), folder / "config.json")
-    return Checkpoint(name, folder, repository, _config(folder), dtype, arch.vocab_size)
+    return Checkpoint(name, folder, repository, _config(folder), dtype, arch.vocab_size, arch.most_tokens)
 
 
 class AutoModelForSequenceClassification:

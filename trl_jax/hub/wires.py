@@ -66,17 +66,19 @@ def concatenated(module: str, sizes: dict[str, int], *, transposed: bool = False
     return names
 
 
-# Our module (or parameter) -> theirs, and where in it ours lies unless it is all of it.
-Names = dict[str, str | tuple[str, Part]]
+# Our module (or parameter) -> theirs; with it where in it ours lies unless it is all of it, or the number of the layer
+# that is our first unless it is theirs.
+Names = dict[str, str | tuple[str, Part] | tuple[str, int]]
 
 
 @dataclass(frozen=True)
 class Wire:
-    """Our array at `path` and their `tensor`, or the part of it that is ours."""
+    """Our array at `path` and their `tensor`, or the part of it that is ours; `first` is where layers begin."""
 
     path: str
     tensor: str
     part: Part | None = None
+    first: int = 0
 
     @property
     def stacked(self) -> int:
@@ -85,7 +87,8 @@ class Wire:
 
     def tensors(self, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
         """Each tensor and its index in our array of this shape."""
-        return [(self.tensor.format(*index), index) for index in np.ndindex(shape[: self.stacked])]
+        places = np.ndindex(shape[: self.stacked])
+        return [(self.tensor.format(*(i + self.first for i in index)), index) for index in places]
 
     def shape_on_disk(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         ours = shape[self.stacked :]
@@ -110,6 +113,7 @@ def make_wires(paths: Iterable[str], names: Names) -> list[Wire]:
     for path in paths:
         module, _, kind = path.rpartition(".")
         name, suffix = (names[path], "") if path in names else (names[module], f".{kind}")
-        tensor, part = (name, None) if isinstance(name, str) else name
-        wires.append(Wire(path, tensor + suffix, part))
+        tensor, where = (name, None) if isinstance(name, str) else name
+        part, first = (None, where) if isinstance(where, int) else (where, 0)
+        wires.append(Wire(path, tensor + suffix, part, first))
     return wires

@@ -92,3 +92,8 @@ class Arch:
     initializer_range: float = 0.02
     tied_embeddings: bool = False
     padding_idx: int | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The length of the longest text that has positions; None where any has."""
+        return None if self.learned_positions is None else self.learned_positions - self.position_offset

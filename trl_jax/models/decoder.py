@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from trl_jax.models.arch import BLOCKS, Arch
+from trl_jax.models.stack import apply, checkpointed, seen_by_layer, seen_by_layers, stacked
 from trl_jax.nn.attention import Attention
 from trl_jax.nn.dropout import dropout_or_none
 from trl_jax.nn.linear import Embedding
 from trl_jax.nn.mlp import MLP
 from trl_jax.nn.moe import MoE
 from trl_jax.nn.norm import Norm
-from trl_jax.nn.rope import rope_angles
 
-_NO_WINDOW = np.iinfo(np.int32).max
-_PRODUCTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 _EMBEDDING, _ATTENTION, _ATTENTION_OUT, _MLP_OUT = range(4)  # places of dropout
 
 
@@ -39,27 +34,27 @@ class Block(nnx.Module):
 
     def __call__(self, h: jax.Array, *, key: jax.Array | None = None, **seen) -> jax.Array:
         """`[R, T, D]` to the same; `key` turns dropout on, `seen` is what `Attention.__call__` takes."""
-        x = _apply(self.attention_norm, h)
+        x = apply(self.attention_norm, h)
         attended = self._attend(x, key, seen)
         if self.arch.block == "parallel":
             return h + attended + self._feed(x, key)
         if self.arch.block == "parallel_two_norms":
             return h + attended + self._feed(self.mlp_norm(h), key)
         h = h + attended
-        return h + self._feed(_apply(self.mlp_norm, h), key)
+        return h + self._feed(apply(self.mlp_norm, h), key)
 
     def _attend(self, x: jax.Array, key: jax.Array | None, seen: dict) -> jax.Array:
         arch = self.arch
         dropout = dropout_or_none(arch.attention_dropout, key, _ATTENTION)
-        out = _apply(self.attention_out_norm, self.attention(x, dropout=dropout, **seen))
+        out = apply(self.attention_out_norm, self.attention(x, dropout=dropout, **seen))
         return _scaled(
-            _apply(dropout_or_none(arch.attention_out_dropout, key, _ATTENTION_OUT), out), arch.residual_scale
+            apply(dropout_or_none(arch.attention_out_dropout, key, _ATTENTION_OUT), out), arch.residual_scale
         )
 
     def _feed(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
         arch = self.arch
-        out = _apply(self.mlp_out_norm, self.mlp(x))
-        return _scaled(_apply(dropout_or_none(arch.mlp_out_dropout, key, _MLP_OUT), out), arch.residual_scale)
+        out = apply(self.mlp_out_norm, self.mlp(x))
+        return _scaled(apply(dropout_or_none(arch.mlp_out_dropout, key, _MLP_OUT), out), arch.residual_scale)
 
 
 def _mlp(arch: Arch) -> MLP | MoE:
@@ -68,19 +63,8 @@ def _mlp(arch: Arch) -> MLP | MoE:
     return MLP(arch.hidden_size, arch.mlp_size, activation=arch.activation, gated=arch.gated, bias=arch.mlp_bias)
 
 
-def _apply(part: Callable[[jax.Array], jax.Array] | None, x: jax.Array) -> jax.Array:
-    """What is not there changes nothing."""
-    return x if part is None else part(x)
-
-
 def _scaled(x: jax.Array, scale: float) -> jax.Array:
     return x if scale == 1.0 else x * scale
-
-
-def stacked(make: Callable[[], nnx.Module], count: int) -> nnx.Module:
-    """`count` modules in one: each parameter gets a leading axis L, for `jax.lax.scan` to walk along."""
-    graph, state = nnx.split(make())
-    return nnx.merge(graph, jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape)), state))
 
 
 class Decoder(nnx.Module):
@@ -122,14 +106,12 @@ class Decoder(nnx.Module):
 
         def layer(h, slices):
             state, own, key = slices
-            seen = _of_layer(shared, own, self.arch)
+            seen = {"scale": self.arch.head_dim**-0.5, "cos": None, "sin": None} | seen_by_layer(shared, own)
             return nnx.merge(graph, state)(h, valid=valid, key=key, **seen), None
 
         h = self._embedded(tokens, positions, valid, dtype, dropout_key)
-        kept = jax.checkpoint_policies.nothing_saveable if remat else _PRODUCTS
-        body = jax.checkpoint(layer, prevent_cse=False, policy=kept)
         keys = None if dropout_key is None else jax.random.split(dropout_key, self.arch.num_layers)
-        h, _ = jax.lax.scan(body, h, (state, by_layer, keys))
+        h, _ = jax.lax.scan(checkpointed(layer, remat=remat), h, (state, by_layer, keys))
         if at is not None:
             h = jnp.take_along_axis(h, at[:, None, None], axis=1)[:, 0]
         return self.norm(h)
@@ -141,31 +123,15 @@ class Decoder(nnx.Module):
             if arch.counts_visible and valid is not None:
                 positions = jnp.where(valid, jnp.cumsum(valid, axis=1) - 1, -1)
             h = h + self.position_embed(positions + arch.position_offset, dtype)
-        return _apply(dropout_or_none(arch.embedding_dropout, dropout_key, _EMBEDDING), h)
+        return apply(dropout_or_none(arch.embedding_dropout, dropout_key, _EMBEDDING), h)
 
     def _positions(self, positions: jax.Array, longest: jax.Array | int) -> tuple[dict, dict]:
         """What all layers share, and what `[L]` arrays say of each: its window, its rope's number, its scale."""
-        arch, shared, by_layer = self.arch, {}, {}
-        kinds = list(dict.fromkeys(arch.ropes))
-        if kinds != [None]:
-            shared["cos"], shared["sin"] = rope_angles(positions, kinds, arch.rotary_dim, longest)
-        if len(kinds) > 1:
-            by_layer["rope"] = jnp.asarray([kinds.index(rope) for rope in arch.ropes], jnp.int32)
-        if any(window is not None for window in arch.windows):
-            by_layer["window"] = jnp.asarray([window or _NO_WINDOW for window in arch.windows], jnp.int32)
+        arch = self.arch
+        shared, by_layer = seen_by_layers(arch.ropes, arch.windows, positions, arch.rotary_dim, longest)
         if arch.attention_scales is not None:
             by_layer["scale"] = jnp.asarray(arch.attention_scales, jnp.float32)
         if arch.query_growth is not None:
             turns = jnp.floor(positions / arch.query_growth.original_length)
             shared["growth"] = (1 + arch.query_growth.beta * jnp.log1p(turns))[..., None, None]
         return shared, by_layer
-
-
-def _of_layer(shared: dict, own: dict, arch: Arch) -> dict:
-    """What one layer's attention is called with."""
-    seen = {"cos": None, "sin": None, "scale": arch.head_dim**-0.5, **shared}
-    own = dict(own)
-    if seen["cos"] is not None:
-        number = own.pop("rope", 0)
-        seen["cos"], seen["sin"] = seen["cos"][number], seen["sin"][number]
-    return seen | own

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -20,20 +22,26 @@ def attend(
     v: jax.Array,
     *,
     scale: float | jax.Array,
+    causal: bool = True,
+    bias: Callable[[int, int], jax.Array] | None = None,
     softcap: float | None = None,
     valid: jax.Array | None = None,
     window: jax.Array | None = None,
     dropout: Dropout | None = None,
 ) -> jax.Array:
-    """Causal attention on padded rows, queries `[R, T, H, C]` on keys and values `[R, T, K, C]`.
+    """Attention on padded rows, queries `[R, T, H, C]` on keys and values `[R, T, K, C]`.
 
-    Queries go in blocks, each against the keys up to its own end: the upper triangle is never computed.
+    Queries go in blocks; where they are causal, each against the keys up to its own end: the upper triangle is never
+    computed.
 
     Args:
         scale: multiplies the scores before the softmax, which is taken in float32.
+        causal: a query sees itself and what is before it; otherwise both sides.
+        bias: from where a block of queries starts and ends, what is added to its scores before they are scaled,
+            `[R, K, G, T, S]`.
         softcap: scores are bounded by it before masking: `softcap * tanh(scores / softcap)`.
-        valid: `[R, T]` bool, keys that may be seen; None where every pad stands to the right of the text.
-        window: int32 scalar; a query at t sees keys s with t - s < window. None sees everything before.
+        valid: `[R, T]` bool, keys that may be seen; None where causal and every pad stands to the right of the text.
+        window: int32 scalar; a query at t sees keys s with |t - s| < window. None sees everything.
         dropout: applied to the probabilities, as transformers' attention does.
     """
     rows, length, heads, channels = q.shape
@@ -41,25 +49,32 @@ def attend(
     blocks = []
     for start in range(0, length, QUERY_BLOCK):
         end = min(start + QUERY_BLOCK, length)
-        seen = _visible(start, end, valid, window)
-        part = dropout and dropout.fold(start)
-        blocks.append(_softmax_average(grouped[:, start:end], k[:, :end], v[:, :end], seen, scale, softcap, part))
+        last = end if causal else length
+        seen = _visible(start, end, last, causal, valid, window)
+        part, added = dropout and dropout.fold(start), bias and bias(start, end)
+        rows_of_block = grouped[:, start:end], k[:, :last], v[:, :last]
+        blocks.append(_softmax_average(*rows_of_block, seen, scale, added, softcap, part))
     return jnp.concatenate(blocks, axis=1).reshape(q.shape)
 
 
-def _visible(start: int, end: int, valid: jax.Array | None, window: jax.Array | None) -> jax.Array:
-    """Which of the keys `[0, end)` the queries `[start, end)` see: bool, broadcasting to `[R, K, G, T, S]`."""
-    distance = jnp.arange(start, end)[:, None] - jnp.arange(end)
-    seen = distance >= 0
+def _visible(
+    start: int, end: int, last: int, causal: bool, valid: jax.Array | None, window: jax.Array | None
+) -> jax.Array:
+    """Which of the keys `[0, last)` the queries `[start, end)` see: bool, broadcasting to `[R, K, G, T, S]`."""
+    distance = jnp.arange(start, end)[:, None] - jnp.arange(last)
+    seen = distance >= 0 if causal else jnp.ones_like(distance, bool)
     if window is not None:
-        seen &= distance < window
+        seen &= jnp.abs(distance) < window
     if valid is not None:
-        seen = seen & (valid[:, None, None, None, :end] | (distance == 0))  # a pad sees itself: no empty softmax
+        visible = valid[:, None, None, None, :last]
+        # A pad sees itself, so that no softmax is empty; where both sides are seen, any token of the text will do.
+        seen = seen & (visible | (distance == 0) if causal else visible)
     return seen
 
 
-def _softmax_average(q, k, v, seen, scale, softcap, dropout):
-    scores = jnp.einsum("rtkgc,rskc->rkgts", q, k, preferred_element_type=jnp.float32) * scale
+def _softmax_average(q, k, v, seen, scale, bias, softcap, dropout):
+    scores = jnp.einsum("rtkgc,rskc->rkgts", q, k, preferred_element_type=jnp.float32)
+    scores = (scores if bias is None else scores + bias) * scale
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     scores = jnp.where(seen, scores, jnp.finfo(jnp.float32).min)

@@ -31,7 +31,7 @@ class Embedding(nnx.Module):
         self.padding_idx = padding_idx
 
     def __call__(self, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        embedded = jnp.take(self.weight[...], ids, axis=0)
+        embedded = jnp.take(self.weight[...], ids, axis=0, mode="clip")  # a pad beyond the last position
         if self.padding_idx is not None:
             embedded = jnp.where((ids == self.padding_idx)[..., None], jax.lax.stop_gradient(embedded), embedded)
         return embedded.astype(dtype)

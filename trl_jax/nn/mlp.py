@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from trl_jax.nn.dropout import Dropout
 from trl_jax.nn.linear import Linear
 
 
@@ -21,6 +22,7 @@ ACTIVATIONS = {
     "gelu_new": _gelu_tanh,
     "gelu_fast": _gelu_tanh,
     "relu": jax.nn.relu,
+    "tanh": jnp.tanh,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 
@@ -34,7 +36,7 @@ class MLP(nnx.Module):
         self.down = Linear(hidden, features, bias=bias)
         self.activation = ACTIVATIONS[activation]
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        if self.gate is None:
-            return self.down(self.activation(self.up(x)))
-        return self.down(self.activation(self.gate(x)) * self.up(x))
+    def __call__(self, x: jax.Array, *, dropout: Dropout | None = None) -> jax.Array:
+        """`[..., D]` to the same; `dropout` is applied before the way down."""
+        hidden = self.activation(self.up(x)) if self.gate is None else self.activation(self.gate(x)) * self.up(x)
+        return self.down(hidden if dropout is None else dropout(hidden))

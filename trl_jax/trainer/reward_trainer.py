@@ -92,7 +92,8 @@ class RewardTrainer(BaseTrainer):
             special_tokens.settle_chat_template(processing_class, args.chat_template_path)
         _check_pad(processing_class, checkpoint.vocab_size)
         # Rows first: a bad one is named before weights are read, and num_proc forks before JAX has threads.
-        self.args, self.processing_class, self._vocab_size = args, processing_class, checkpoint.vocab_size
+        self.args, self.processing_class = args, processing_class
+        self._vocab_size, self._most_tokens = checkpoint.vocab_size, checkpoint.most_tokens
         train_dataset = self.prepare_dataset(train_dataset, "train")
         if isinstance(eval_dataset, dict):
             eval_dataset = {
@@ -118,6 +119,8 @@ class RewardTrainer(BaseTrainer):
     def score(self, params: dict, batch: PairBatch, *, dtype: str, **how: Any) -> jax.Array:
         """Scores `[2P]`, float32, of the rows of a batch; `how` as in Decoder.__call__."""
         model = merge(self.model.graph, params)
+        if model.needs_valid:
+            how["valid"] = jnp.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
         return model(batch.tokens, batch.positions, at=batch.at, dtype=jnp.dtype(dtype), **how)
 
     def loss(self, params: dict, batch: PairBatch, key: jax.Array | None) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -149,7 +152,7 @@ class RewardTrainer(BaseTrainer):
             num_proc=self.args.dataset_num_proc,
             name=name,
         )
-        return check_token_ids(prepared, self._vocab_size, name)
+        return check_token_ids(prepared, self._vocab_size, name, self._most_tokens)
 
     def loader(self, dataset: Dataset | IterableDataset, *, training: bool) -> PreferenceLoader:
         args = self.args

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from flax import nnx
 
+from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.hub.config import ConfigReader
 from trl_jax.hub.wires import Names
 from trl_jax.models.arch import Arch
@@ -19,10 +22,23 @@ from trl_jax.models.heads import SequenceScorer
 
 @dataclass(frozen=True)
 class Draw:
-    """A tensor that a checkpoint may lack: normal with `std`, or zeros without one."""
+    """A tensor that a checkpoint may lack: normal with `std`, or all `fill` without one.
+
+    With `cutoff`, what lies more than so many standard deviations from 0 is drawn again.
+    """
 
     tensor: str
-    std: float | None
+    std: float | None = None
+    cutoff: float | None = None
+    fill: float = 0.0
+
+    def values(self, generator: TorchGenerator, shape: tuple[int, ...]) -> np.ndarray:
+        if self.std is None:
+            return np.full(shape, self.fill)
+        count = math.prod(shape)
+        if self.cutoff is None:
+            return generator.normal(count, self.std).reshape(shape)
+        return generator.truncated_normal(count, self.std, self.cutoff * self.std).reshape(shape)
 
 
 def score_head(arch: Arch) -> list[Draw]:
@@ -37,11 +53,12 @@ class Family:
         architecture: the class of transformers that loads what is saved.
         arch, names: what a config means; how modules are called on disk.
         scorer: the module that computes it.
-        drawn: the tensors that a checkpoint may lack, in the order in which transformers draws them.
+        drawn: the tensors that a checkpoint may lack, in the order in which transformers draws them; where it draws
+            one twice, the last counts.
         base_prefix: opens the name of every tensor but the head's; the checkpoint of a bare base leaves it out.
         heads: how the names of the head's tensors begin; the prefix is not theirs.
-        language_head: the tensor of a causal model that is dropped.
-        ignored: regular expressions of tensors that checkpoints carry and a reward model has no use for.
+        language_head: the tensor of a causal model that is dropped; None where there are no such models.
+        ignored: regular expressions of tensors that checkpoints carry; dropped where the model has no use for them.
         in_transformers: whether `architecture` exists there.
     """
 
@@ -53,22 +70,27 @@ class Family:
     drawn: Callable[[Any], list[Draw]] = score_head
     base_prefix: str = "model."
     heads: tuple[str, ...] = ("score.",)
-    language_head: str = "lm_head.weight"
+    language_head: str | None = "lm_head.weight"
     ignored: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$", r"^lm_head\.bias$")
     in_transformers: bool = True
 
 
 MODEL_TYPES = """
-    arcee cohere cohere2 exaone4 gemma gemma2 gemma3_text glm glm4 gpt2 gpt_neox gptj granite helium hunyuan_v1_dense
-    llama ministral ministral3 mistral mixtral nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 qwen2 qwen2_moe
-    qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2
+    arcee bert camembert cohere cohere2 deberta deberta-v2 distilbert electra exaone4 gemma gemma2 gemma3_text glm glm4
+    gpt2 gpt_neox gptj granite helium hunyuan_v1_dense llama ministral ministral3 mistral mixtral modernbert nemotron
+    olmo olmo2 olmo3 olmoe opt persimmon phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe roberta seed_oss smollm3 stablelm
+    starcoder2 xlm-roberta
 """.split()
 _REQUIRED = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
 
 
 def families() -> dict[str, Family]:
     """Every supported model_type, by name."""
-    return {name: import_module(f"{__name__}.{name}").FAMILY for name in MODEL_TYPES}
+    return {name: _family(name) for name in MODEL_TYPES}
+
+
+def _family(model_type: str) -> Family:
+    return import_module(f"{__name__}.{model_type.replace('-', '_')}").FAMILY
 
 
 def family_of(raw: dict[str, Any], source: Path) -> Family:
@@ -84,7 +106,7 @@ def family_of(raw: dict[str, Any], source: Path) -> Family:
             f"{source}: model_type {found!r} is not supported by this release of trl_jax.{custom} "
             f"Supported: {', '.join(MODEL_TYPES)}."
         )
-    return import_module(f"{__name__}.{found}").FAMILY
+    return _family(found)
 
 
 def read_arch(raw: dict[str, Any], source: Path) -> tuple[Family, Any]:

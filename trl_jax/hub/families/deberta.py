@@ -1,0 +1,45 @@
+"""deberta: deberta-v2 before it had buckets of distances; query, key and value of each head in one tensor."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trl_jax.hub.config import ConfigReader
+from trl_jax.hub.families import Family, bert, deberta_v2
+from trl_jax.hub.wires import Names, PerHead
+from trl_jax.models.encoder_arch import EncoderArch
+from trl_jax.models.heads import EncoderScorer
+from trl_jax.nn.disentangled import Distances
+
+
+def arch(config: ConfigReader) -> EncoderArch:
+    config.refuse("talking_head", False)
+    products = deberta_v2.read_products(config)
+    distances = Distances(deberta_v2.read_longest(config), longest=None, **products, key_bias=False)
+    return replace(deberta_v2.shared(config), distances=distances)
+
+
+def names(arch: EncoderArch) -> Names:
+    own = "deberta.encoder.layer.{}.attention.self."
+    fused = {name: (own + "in_proj.weight", PerHead(i, arch.num_heads)) for i, name in enumerate("qkv")}
+    return deberta_v2.body() | {
+        **{f"encoder.layers.attention.{name}.weight": place for name, place in fused.items()},
+        "encoder.layers.attention.q.bias": own + "q_bias",
+        "encoder.layers.attention.v.bias": own + "v_bias",
+        "encoder.layers.attention.distance_k": own + "pos_proj",
+        "encoder.layers.attention.distance_q": own + "pos_q_proj",
+    }
+
+
+FAMILY = Family(
+    "deberta",
+    "DebertaForSequenceClassification",
+    arch,
+    names,
+    scorer=EncoderScorer,
+    drawn=bert.head_drawn("pooler.dense", "classifier"),
+    base_prefix="deberta.",
+    heads=("pooler.", "classifier."),
+    language_head=None,
+    ignored=deberta_v2.IGNORED,
+)

@@ -1,0 +1,112 @@
+"""deberta-v2, v3 too: bert with disentangled attention, maybe a convolution beside the first layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trl_jax.hub.config import ConfigReader
+from trl_jax.hub.families import Family, bert
+from trl_jax.hub.wires import Names
+from trl_jax.models.encoder_arch import ConvolutionFacts, EncoderArch, HeadFacts
+from trl_jax.models.heads import EncoderScorer
+from trl_jax.nn.disentangled import Distances
+from trl_jax.nn.mlp import ACTIVATIONS
+
+# Of the language model's head, and a key that transformers does not read.
+UNUSED = ("legacy", "padding_idx")
+IGNORED = (r"^(cls|lm_predictions|mask_predictions)\.", r"\bposition_embeddings\.", *bert.BUFFERS)
+
+
+def arch(config: ConfigReader) -> EncoderArch:
+    base, longest = shared(config), read_longest(config)
+    config.refuse("attention_head_size", base.hidden_size // base.num_heads)
+    buckets = config.size("position_buckets", -1, least=-1)
+    if buckets > 0 and not 2 <= buckets // 2 < longest - 1:
+        raise config.wrong("position_buckets", buckets, f"4 or more, up to twice {longest - 2}, or -1")
+    by_content = read_products(config)
+    distances = Distances(
+        span=buckets if buckets > 0 else longest,
+        longest=longest if buckets > 0 else None,
+        **by_content,
+        shared=config.flag("share_att_key"),
+        normed=config.one_of("norm_rel_ebd", ("none", "layer_norm"), "none") == "layer_norm",
+    )
+    return replace(base, distances=distances, convolution=_convolution(config, base))
+
+
+def shared(config: ConfigReader) -> EncoderArch:
+    """What deberta has of it, too: all but the attention."""
+    for key in UNUSED:
+        config.value(key)
+    dropout = bert.read_dropout(config, "hidden_dropout_prob", 0.1)
+    head = HeadFacts(
+        config.one_of("pooler_hidden_act", ACTIVATIONS, "gelu"),
+        dropout_before=bert.read_dropout(config, "pooler_dropout", 0.0),
+        dropout_after=bert.read_dropout(config, "cls_dropout", dropout),
+    )
+    base = bert.shared(config, head)
+    config.refuse("pooler_hidden_size", base.hidden_size)
+    config.refuse("embedding_size", base.hidden_size)
+    config.refuse("relative_attention", True)
+    positions = base.learned_positions if config.flag("position_biased_input", True) else None
+    return replace(base, learned_positions=positions, distance_dropout=dropout)
+
+
+def read_longest(config: ConfigReader) -> int:
+    longest = config.size("max_relative_positions", -1, least=-1)
+    return longest if longest > 0 else config.size("max_position_embeddings", 512)
+
+
+def read_products(config: ConfigReader) -> dict[str, bool]:
+    """Which contents meet which distances, `pos_att_type`: a list, or a text with bars."""
+    found = config.value("pos_att_type", [])
+    kinds = [kind.strip() for kind in found.lower().split("|")] if isinstance(found, str) else found
+    if not isinstance(kinds, list) or len(set(kinds)) < len(kinds) or not set(kinds) <= {"c2p", "p2c"}:
+        raise config.wrong("pos_att_type", found, "a list of c2p and p2c")
+    return {"key_to_query": "c2p" in kinds, "query_to_key": "p2c" in kinds}
+
+
+def _convolution(config: ConfigReader, base: EncoderArch) -> ConvolutionFacts | None:
+    width, groups = config.size("conv_kernel_size", 0, least=0), config.size("conv_groups", 1)
+    activation = config.one_of("conv_act", ACTIVATIONS, "tanh")
+    if width == 0:
+        return None
+    if width % 2 == 0 or base.hidden_size % groups:
+        raise config.wrong("conv_kernel_size", width, "an odd number, and conv_groups one that divides hidden_size")
+    return ConvolutionFacts(width, groups, activation, dropout=base.embedding_dropout)
+
+
+def names(arch: EncoderArch) -> Names:
+    own = "deberta.encoder.layer.{}.attention.self."
+    return body() | {
+        "encoder.distance_norm": "deberta.encoder.LayerNorm",
+        "encoder.convolution": "deberta.encoder.conv.conv",
+        "encoder.convolution_norm": "deberta.encoder.conv.LayerNorm",
+        "encoder.layers.attention.q": own + "query_proj",
+        "encoder.layers.attention.k": own + "key_proj",
+        "encoder.layers.attention.v": own + "value_proj",
+        "encoder.layers.attention.distance_k": own + "pos_key_proj",
+        "encoder.layers.attention.distance_q": own + "pos_query_proj",
+    }
+
+
+def body() -> Names:
+    return bert.body("deberta.") | {
+        "encoder.distance_embed": "deberta.encoder.rel_embeddings",
+        "head.dense": "pooler.dense",
+        "head.out": "classifier",
+    }
+
+
+FAMILY = Family(
+    "deberta-v2",
+    "DebertaV2ForSequenceClassification",
+    arch,
+    names,
+    scorer=EncoderScorer,
+    drawn=bert.head_drawn("pooler.dense", "classifier"),
+    base_prefix="deberta.",
+    heads=("pooler.", "classifier."),
+    language_head=None,
+    ignored=IGNORED,
+)

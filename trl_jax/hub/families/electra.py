@@ -1,0 +1,41 @@
+"""electra: bert with a narrower embedding, and roberta's head with another activation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trl_jax.hub.config import ConfigReader
+from trl_jax.hub.families import Family, bert
+from trl_jax.hub.wires import Names
+from trl_jax.models.encoder_arch import EncoderArch, HeadFacts
+from trl_jax.models.heads import EncoderScorer
+
+
+def arch(config: ConfigReader) -> EncoderArch:
+    for key in ("summary_type", "summary_use_proj", "summary_activation", "summary_last_dropout"):
+        config.value(key)  # of the head for multiple choice
+    dropout = bert.read_classifier_dropout(config)
+    base = bert.shared(config, HeadFacts("gelu", dropout_before=dropout, dropout_after=dropout))
+    return replace(base, embedding_size=config.size("embedding_size", 128))
+
+
+def names(arch: EncoderArch) -> Names:
+    return bert.body("electra.") | {
+        "encoder.projection": "electra.embeddings_project",
+        "head.dense": "classifier.dense",
+        "head.out": "classifier.out_proj",
+    }
+
+
+FAMILY = Family(
+    "electra",
+    "ElectraForSequenceClassification",
+    arch,
+    names,
+    scorer=EncoderScorer,
+    drawn=bert.head_drawn("classifier.dense", "classifier.out_proj"),
+    base_prefix="electra.",
+    heads=("classifier.",),
+    language_head=None,
+    ignored=(r"^(discriminator_predictions|generator_predictions|generator_lm_head)\.", *bert.BUFFERS),
+)

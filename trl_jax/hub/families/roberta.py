@@ -1,0 +1,41 @@
+"""roberta: bert whose positions pass over pads, and a head of two linear maps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trl_jax.hub.config import ConfigReader
+from trl_jax.hub.families import Family, bert
+from trl_jax.hub.wires import Names
+from trl_jax.models.encoder_arch import EncoderArch, HeadFacts
+from trl_jax.models.heads import EncoderScorer
+
+
+def arch(config: ConfigReader) -> EncoderArch:
+    dropout = bert.read_classifier_dropout(config)
+    base = bert.shared(config, HeadFacts("tanh", dropout_before=dropout, dropout_after=dropout))
+    if base.padding_idx is None:
+        raise config.wrong("pad_token_id", None, "the id of a token: positions are counted from it")
+    return replace(base, positions_skip_pads=True)
+
+
+def names(arch: EncoderArch) -> Names:
+    return bert.body("roberta.") | {"head.dense": "classifier.dense", "head.out": "classifier.out_proj"}
+
+
+def family(model_type: str, architecture: str) -> Family:
+    return Family(
+        model_type,
+        architecture,
+        arch,
+        names,
+        scorer=EncoderScorer,
+        drawn=bert.head_drawn("classifier.dense", "classifier.out_proj"),
+        base_prefix="roberta.",
+        heads=("classifier.",),
+        language_head=None,
+        ignored=(r"^lm_head\.", r"(^|\.)pooler\.", *bert.BUFFERS),
+    )
+
+
+FAMILY = family("roberta", "RobertaForSequenceClassification")

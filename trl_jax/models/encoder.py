@@ -1,0 +1,153 @@
+"""The one configurable encoder."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from trl_jax.models.encoder_arch import EncoderArch
+from trl_jax.models.stack import apply, checkpointed, seen_by_layer, seen_by_layers, stacked
+from trl_jax.nn.bidirectional import BidirectionalAttention
+from trl_jax.nn.convolution import Convolution
+from trl_jax.nn.disentangled import DisentangledAttention
+from trl_jax.nn.dropout import dropout_or_none
+from trl_jax.nn.linear import Embedding, Linear
+from trl_jax.nn.mlp import ACTIVATIONS, MLP
+from trl_jax.nn.norm import Norm
+
+_EMBEDDING, _ATTENTION, _ATTENTION_OUT, _MLP, _MLP_OUT, _DISTANCES, _CONVOLUTION = range(7)  # places of dropout
+
+
+def _norm(arch: EncoderArch, size: int | None = None) -> Norm:
+    return Norm(size or arch.hidden_size, kind=arch.norm, eps=arch.norm_eps)
+
+
+class EncoderBlock(nnx.Module):
+    """One layer: attention and MLP, each sum normed or, with `arch.prenorm`, what they read."""
+
+    def __init__(self, arch: EncoderArch):
+        if arch.distances is None:
+            self.attention = BidirectionalAttention(arch.hidden_size, arch.num_heads, bias=arch.attention_bias)
+        else:
+            self.attention = DisentangledAttention(arch.hidden_size, arch.num_heads, arch.distances)
+        self.attention_out_norm = None if arch.prenorm else _norm(arch)
+        self.mlp_norm = _norm(arch) if arch.prenorm else None
+        self.mlp = MLP(
+            arch.hidden_size, arch.mlp_size, activation=arch.activation, gated=arch.gated, bias=arch.mlp_bias
+        )
+        self.mlp_out_norm = None if arch.prenorm else _norm(arch)
+        self.arch = arch
+
+    def __call__(self, h: jax.Array, x: jax.Array, *, key: jax.Array | None, **seen) -> jax.Array:
+        """`[R, T, D]` to the same: the stream `h`, and `x`, what attention reads of it.
+
+        `key` turns dropout on, `seen` is what the attention of this block is called with.
+        """
+        arch = self.arch
+        if arch.distances is not None:
+            seen["table"] = apply(dropout_or_none(arch.distance_dropout, key, _DISTANCES), seen["table"])
+        attended = self.attention(x, dropout=dropout_or_none(arch.attention_dropout, key, _ATTENTION), **seen)
+        attended = apply(dropout_or_none(arch.attention_out_dropout, key, _ATTENTION_OUT), attended)
+        h = apply(self.attention_out_norm, h + attended)
+        fed = self.mlp(apply(self.mlp_norm, h), dropout=dropout_or_none(arch.mlp_dropout, key, _MLP))
+        fed = apply(dropout_or_none(arch.mlp_out_dropout, key, _MLP_OUT), fed)
+        return apply(self.mlp_out_norm, h + fed)
+
+
+class Encoder(nnx.Module):
+    """Token ids to hidden states: normed embeddings and a scanned stack of blocks."""
+
+    def __init__(self, arch: EncoderArch):
+        size = arch.embedding_size or arch.hidden_size
+        learned, types, distances = arch.learned_positions, arch.type_vocab_size, arch.distances
+        skipped = arch.padding_idx if arch.positions_skip_pads else None
+        self.arch = arch
+        self.embed = Embedding(arch.vocab_size, size, padding_idx=arch.padding_idx)
+        self.position_embed = None if learned is None else Embedding(learned, size, padding_idx=skipped)
+        self.type_embed = Embedding(types, size) if types else None
+        self.embed_norm = _norm(arch, size)
+        self.projection = Linear(size, arch.hidden_size, bias=True) if size != arch.hidden_size else None
+        self.distance_embed = None if distances is None else Embedding(2 * distances.span, arch.hidden_size)
+        self.distance_norm = _norm(arch) if distances is not None and distances.normed else None
+        conv = arch.convolution
+        self.convolution = None if conv is None else Convolution(arch.hidden_size, conv.width, conv.groups)
+        self.convolution_norm = None if conv is None else _norm(arch)
+        self.layers = stacked(lambda: EncoderBlock(arch), arch.num_layers)
+        # Of the layers after the first: what that one reads is normed already.
+        self.attention_norm = stacked(lambda: _norm(arch), arch.num_layers - 1) if arch.prenorm else None
+        self.norm = _norm(arch) if arch.prenorm else None
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        *,
+        valid: jax.Array,
+        dtype: jnp.dtype = jnp.float32,
+        remat: bool = False,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """Hidden states `[R, T, D]`.
+
+        Args:
+            tokens, positions: int32 `[R, T]`.
+            valid: bool `[R, T]`, tokens that others may see.
+            dtype, remat, dropout_key: as in `Decoder.__call__`.
+        """
+        shared, by_layer = self._seen(positions, dtype)
+        graph, state = nnx.split(self.layers)
+
+        def layer(h, slices):
+            state, norm, own, key = slices
+            x = h if norm is None else self._read(h, *norm)
+            return nnx.merge(graph, state)(h, x, valid=valid, key=key, **seen_by_layer(shared, own)), None
+
+        h = self._embedded(tokens, positions, dtype, dropout_key)
+        body = checkpointed(layer, remat=remat)
+        keys = None if dropout_key is None else jax.random.split(dropout_key, self.arch.num_layers)
+        slices = state, self._norms(), by_layer, keys
+        if self.convolution is not None:  # beside the first layer alone
+            first, slices = (jax.tree.map(lambda leaf, at=at: leaf[at], slices) for at in (0, slice(1, None)))
+            h = self._convolved(h, body(h, first)[0], valid, dropout_key)
+        h, _ = jax.lax.scan(body, h, slices)
+        return apply(self.norm, h)
+
+    def _embedded(self, tokens, positions, dtype, dropout_key) -> jax.Array:
+        arch = self.arch
+        h = self.embed(tokens, dtype)
+        if self.type_embed is not None:
+            h = h + self.type_embed.weight[0].astype(dtype)
+        if self.position_embed is not None:
+            if arch.positions_skip_pads:
+                real = tokens != arch.padding_idx
+                positions = jnp.cumsum(real, axis=1) * real + arch.padding_idx
+            h = h + self.position_embed(positions, dtype)
+        h = apply(dropout_or_none(arch.embedding_dropout, dropout_key, _EMBEDDING), self.embed_norm(h))
+        return apply(self.projection, h)
+
+    def _seen(self, positions: jax.Array, dtype: jnp.dtype) -> tuple[dict, dict]:
+        arch = self.arch
+        channels = arch.hidden_size // arch.num_heads
+        shared, by_layer = seen_by_layers(arch.ropes, arch.windows, positions, channels, positions.shape[1])
+        if self.distance_embed is not None:
+            shared["table"] = apply(self.distance_norm, self.distance_embed.weight[...].astype(dtype))
+        return shared, by_layer
+
+    def _norms(self) -> tuple[nnx.State, jax.Array] | None:
+        """For each layer the parameters of its attention's norm, and whether it has one."""
+        if self.attention_norm is None:
+            return None
+        _, state = nnx.split(self.attention_norm)
+        filled = jax.tree.map(lambda leaf: jnp.pad(leaf, [(1, 0), (0, 0)]), state)
+        return filled, jnp.arange(self.arch.num_layers) > 0
+
+    def _read(self, h: jax.Array, norm: nnx.State, there: jax.Array) -> jax.Array:
+        graph, _ = nnx.split(self.attention_norm)
+        return jnp.where(there, nnx.merge(graph, norm)(h), h)
+
+    def _convolved(self, embedded, h, valid, dropout_key) -> jax.Array:
+        facts = self.arch.convolution
+        near = self.convolution(jnp.where(valid[..., None], embedded, 0))
+        near = apply(dropout_or_none(facts.dropout, dropout_key, _CONVOLUTION), near)
+        return self.convolution_norm(h + ACTIVATIONS[facts.activation](near))

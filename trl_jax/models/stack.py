@@ -1,0 +1,60 @@
+"""Layers stacked into one, and what a scan along them hands to each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from trl_jax.nn.rope import Rope, rope_angles
+
+_NO_WINDOW = np.iinfo(np.int32).max
+_PRODUCTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+
+
+def stacked(make: Callable[[], nnx.Module], count: int) -> nnx.Module:
+    """`count` modules in one: each parameter gets a leading axis L, for `jax.lax.scan` to walk along."""
+    graph, state = nnx.split(make())
+    return nnx.merge(graph, jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape)), state))
+
+
+def checkpointed(layer: Callable, *, remat: bool) -> Callable:
+    """The layer as a scan's body: the backward pass recomputes it all (`remat`) or all but its matrix products."""
+    kept = jax.checkpoint_policies.nothing_saveable if remat else _PRODUCTS
+    return jax.checkpoint(layer, prevent_cse=False, policy=kept)
+
+
+def apply(part: Callable[[jax.Array], jax.Array] | None, x: jax.Array) -> jax.Array:
+    """What is not there changes nothing."""
+    return x if part is None else part(x)
+
+
+def seen_by_layers(
+    ropes: Sequence[Rope | None],
+    windows: Sequence[int | None],
+    positions: jax.Array,
+    channels: int,
+    longest: jax.Array | int,
+) -> tuple[dict, dict]:
+    """What all layers share, and what `[L]` arrays say of each: its window, its rope's number."""
+    shared, by_layer = {}, {}
+    kinds = list(dict.fromkeys(ropes))
+    if any(rope is not None for rope in kinds):
+        shared["cos"], shared["sin"] = rope_angles(positions, kinds, channels, longest)
+    if len(kinds) > 1:
+        by_layer["rope"] = jnp.asarray([kinds.index(rope) for rope in ropes], jnp.int32)
+    if any(window is not None for window in windows):
+        by_layer["window"] = jnp.asarray([window or _NO_WINDOW for window in windows], jnp.int32)
+    return shared, by_layer
+
+
+def seen_by_layer(shared: dict, own: dict) -> dict:
+    """What one layer's attention is called with."""
+    seen, own = dict(shared), dict(own)
+    if "cos" in seen:
+        number = own.pop("rope", 0)
+        seen["cos"], seen["sin"] = seen["cos"][number], seen["sin"][number]
+    return seen | own
