@@ -132,3 +132,25 @@ def test_a_causal_model_becomes_a_classifier(family, tmp_path):
     np.testing.assert_allclose(model.params["score.weight"], drawn, rtol=1e-6, atol=1e-9)
     _, report = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert {key: list(found) for key, found in report.items() if found} == {}
+
+
+IN_BFLOAT16 = "llama qwen2 qwen3 mistral gemma2 gemma3_text phi3 olmo2 gpt_neox qwen3_moe".split()
+
+
+@pytest.mark.parametrize("family", IN_BFLOAT16)
+def test_bfloat16_is_no_further_from_float32_than_transformers_own(family, built):
+    """Root mean square over 48 texts; what torch computes in float32 is the truth."""
+    folder = built(family, "plain")
+    ids = np.random.default_rng(3).integers(1, 512, (48, 32))
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    positions = np.broadcast_to(np.arange(32, dtype=np.int32), ids.shape)
+    run = jax.jit(
+        lambda params: merge(model.graph, params)(ids, positions, at=np.full(48, 31), dtype=jnp.bfloat16),
+        compiler_options=QUICKLY,
+    )
+    reference = variants.reference(folder)
+    with torch.no_grad():
+        exact = reference(input_ids=torch.tensor(ids)).logits[:, 0].numpy()
+        theirs = reference.to(torch.bfloat16)(input_ids=torch.tensor(ids)).logits[:, 0].float().numpy()
+    ours, theirs = (np.sqrt(np.mean((found - exact) ** 2)) for found in (np.asarray(run(model.params)), theirs))
+    assert 1e-4 * exact.std() < ours <= theirs

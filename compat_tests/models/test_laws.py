@@ -76,7 +76,7 @@ def _layer(decoder, index, h, ids):
     _, stack = nnx.split(decoder.layers)
     window = None if arch.windows[index] is None else jnp.int32(arch.windows[index])
     return nnx.merge(graph, jax.tree.map(lambda leaf: leaf[index], stack))(
-        h, cos=cos[0], sin=sin[0], scale=arch.head_dim**-0.5, window=window
+        h, dtype=h.dtype, cos=cos[0], sin=sin[0], scale=arch.head_dim**-0.5, window=window
     )
 
 

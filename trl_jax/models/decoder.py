@@ -32,16 +32,20 @@ class Block(nnx.Module):
         self.mlp = _mlp(arch)
         self.arch = arch
 
-    def __call__(self, h: jax.Array, *, key: jax.Array | None = None, **seen) -> jax.Array:
-        """`[R, T, D]` to the same; `key` turns dropout on, `seen` is what `Attention.__call__` takes."""
-        x = apply(self.attention_norm, h)
+    def __call__(self, h: jax.Array, *, dtype: jnp.dtype, key: jax.Array | None = None, **seen) -> jax.Array:
+        """`[R, T, D]` to the same; `key` turns dropout on, `seen` is what `Attention.__call__` takes.
+
+        What is added to the residual stream is computed in `dtype`, the stream itself stays float32, as under torch's
+        autocast.
+        """
+        x = apply(self.attention_norm, h).astype(dtype)
         attended = self._attend(x, key, seen)
         if self.arch.block == "parallel":
             return h + attended + self._feed(x, key)
         if self.arch.block == "parallel_two_norms":
-            return h + attended + self._feed(self.mlp_norm(h), key)
+            return h + attended + self._feed(self.mlp_norm(h).astype(dtype), key)
         h = h + attended
-        return h + self._feed(apply(self.mlp_norm, h), key)
+        return h + self._feed(apply(self.mlp_norm, h).astype(dtype), key)
 
     def _attend(self, x: jax.Array, key: jax.Array | None, seen: dict) -> jax.Array:
         arch = self.arch
@@ -95,7 +99,7 @@ class Decoder(nnx.Module):
             tokens, positions: int32 `[R, T]`.
             valid: bool `[R, T]`, tokens that others may see; None where pads only stand to the right.
             at: int32 `[R]`, the token of each row that is wanted; the last norm then runs on those alone.
-            dtype: what activations are computed in; norms and softmax keep float32 inside.
+            dtype: what layers compute in; the residual stream, norms and softmax are float32.
             remat: the backward pass recomputes each layer from its input. Otherwise it keeps what the linear maps gave
                 and recomputes the rest: to store every activation costs more than it saves.
             dropout_key: turns dropout on, at the rates in the config.
@@ -107,22 +111,22 @@ class Decoder(nnx.Module):
         def layer(h, slices):
             state, own, key = slices
             seen = {"scale": self.arch.head_dim**-0.5, "cos": None, "sin": None} | seen_by_layer(shared, own)
-            return nnx.merge(graph, state)(h, valid=valid, key=key, **seen), None
+            return nnx.merge(graph, state)(h, dtype=dtype, valid=valid, key=key, **seen), None
 
-        h = self._embedded(tokens, positions, valid, dtype, dropout_key)
+        h = self._embedded(tokens, positions, valid, dropout_key)
         keys = None if dropout_key is None else jax.random.split(dropout_key, self.arch.num_layers)
         h, _ = jax.lax.scan(checkpointed(layer, remat=remat), h, (state, by_layer, keys))
         if at is not None:
             h = jnp.take_along_axis(h, at[:, None, None], axis=1)[:, 0]
         return self.norm(h)
 
-    def _embedded(self, tokens, positions, valid, dtype, dropout_key) -> jax.Array:
+    def _embedded(self, tokens, positions, valid, dropout_key) -> jax.Array:
         arch = self.arch
-        h = _scaled(self.embed(tokens, dtype), arch.embedding_scale)
+        h = _scaled(self.embed(tokens, jnp.float32), arch.embedding_scale)
         if self.position_embed is not None:
             if arch.counts_visible and valid is not None:
                 positions = jnp.where(valid, jnp.cumsum(valid, axis=1) - 1, -1)
-            h = h + self.position_embed(positions + arch.position_offset, dtype)
+            h = h + self.position_embed(positions + arch.position_offset, jnp.float32)
         return apply(dropout_or_none(arch.embedding_dropout, dropout_key, _EMBEDDING), h)
 
     def _positions(self, positions: jax.Array, longest: jax.Array | int) -> tuple[dict, dict]:

@@ -109,11 +109,10 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool = 
     Channel k is paired with k + half of them or, interleaved, 2k with 2k + 1.
     """
     turned, kept = jnp.split(x, [2 * cos.shape[-1]], axis=-1)
-    cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
     if interleaved:
         first, second = turned[..., 0::2], turned[..., 1::2]
     else:
         first, second = jnp.split(turned, 2, axis=-1)
     pair = first * cos - second * sin, second * cos + first * sin
     turned = jnp.stack(pair, axis=-1).reshape(turned.shape) if interleaved else jnp.concatenate(pair, axis=-1)
-    return jnp.concatenate([turned, kept], axis=-1)
+    return jnp.concatenate([turned.astype(x.dtype), kept], axis=-1)
