@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from compat_tests.models import encoders
+
 ROPE = {"rope_type": "default", "rope_theta": 300.0}
 SLIDE, FULL = "sliding_attention", "full_attention"
 TYPES = [SLIDE, FULL, SLIDE]
@@ -143,3 +145,6 @@ VARIANTS = {
     },
     "starcoder2": {"plain": {"sliding_window": 7}, "no_bias": {"use_bias": False, "hidden_act": "relu"}},
 }  # fmt: skip
+
+ABSENT |= encoders.ABSENT
+SHAPES |= encoders.SHAPES
