@@ -49,6 +49,8 @@ SHAPE = {
 HEADS = {
     "classifier": "AutoModelForSequenceClassification",
     "causal": "AutoModelForCausalLM",
+    "masked": "AutoModelForMaskedLM",
+    "pretraining": "AutoModelForPreTraining",
     "base": "AutoModel",
 }
 
@@ -93,7 +95,7 @@ def tiny_model(
     Every parameter is random, norms and biases too, and large enough for each to move the score. As in real
     checkpoints, the vocabulary has a few rows that no token uses.
 
-    head: "classifier", "causal" or "base"; shards: over several files; tie: a causal head with the embedding;
+    head: "classifier", "causal", "masked", "pretraining" or "base"; shards: over several files; tie: a causal head with the embedding;
     tokenizer: arguments of `tiny_tokenizer`; overrides: of the config, which names the tokenizer's pad token
     unless `pad_token_id` is among them.
     """
@@ -185,7 +187,7 @@ def _randomise(model, generator) -> None:
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name or ".ln_" in name:
+            if "norm" in name.lower() or ".ln_" in name:
                 parameter.copy_(1 + 0.3 * noise)
             elif parameter.ndim == 1:
                 parameter.copy_(0.3 * noise)

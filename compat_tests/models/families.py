@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from compat_tests.models import encoders
+
 ROPE = {"rope_type": "default", "rope_theta": 300.0}
 QUARTER = ROPE | {"partial_rotary_factor": 0.25}
 SLIDE, FULL = "sliding_attention", "full_attention"
@@ -154,3 +156,6 @@ VARIANTS = {
     },
     "starcoder2": {"plain": {"sliding_window": 7}, "no_bias": {"use_bias": False, "hidden_act": "relu"}},
 }  # fmt: skip
+
+ABSENT |= encoders.ABSENT
+SHAPES |= encoders.SHAPES

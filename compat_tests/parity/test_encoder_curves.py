@@ -1,0 +1,63 @@
+"""Encoders trained by real TRL and by us: each logged number of ten steps, and the weights at the end.
+
+A bias under softmax alone has no gradient but rounding, which Adam turns into steps of full size on either side: such
+weights are left out. The bias of the classifier would be one, too: it moves both scores of a pair alike, and only
+centering tells where they should be.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from compat_tests.models import encoders
+from compat_tests.parity import reference
+from compat_tests.parity.marks import assert_same_curve, assert_same_weights, steps_of
+from compat_tests.tiny import preference_rows
+
+CONFIG = {"max_steps": 10, "weight_decay": 0.3, "center_rewards_coefficient": 0.05, "seed": 3}
+# Family -> the variant, what the checkpoint is of, and tensors without a gradient.
+CASES = {
+    "bert": ("plain", "masked", r"attention\.self\.key\.bias"),
+    "modernbert": ("biases", "masked", r"Wqkv\.bias"),
+    "deberta-v2": ("plain", "masked", None),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """runs(family) -> (ours, TRL's, where both began)."""
+    pytest.importorskip("trl", reason="parity is measured against real TRL")
+    done = {}
+
+    def both(family):
+        if family not in done:
+            name, head, _ = CASES[family]
+            folder, out = (tmp_path_factory.mktemp(f"{family}-{what}") for what in ("checkpoint", "out"))
+            encoders.build(folder, family, name, head=head)
+            rows = preference_rows(60, seed=6)
+            sides = {"ours": reference.run_ours, "theirs": reference.run_trl}
+            done[family] = *(run(folder, rows, out / side, **CONFIG) for side, run in sides.items()), folder
+        return done[family]
+
+    return both
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_the_curve_is_trls(runs, family):
+    ours, theirs, _ = runs(family)
+    assert len(steps_of(theirs.logs)) == 10
+    assert_same_curve(ours.logs, theirs.logs)
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_the_weights_after_the_run_are_trls(runs, family):
+    ours, theirs, folder = runs(family)
+    adrift = CASES[family][2]
+    kept = [name for name in theirs.weights if adrift is None or not re.search(adrift, name)]
+    assert_same_weights(*({name: run.weights[name] for name in kept} for run in (ours, theirs)))
+    assert set(ours.weights) == set(theirs.weights)
+    start = reference.read_weights(folder)
+    moved = [abs(theirs.weights[name] - start[name]).max() for name in kept if name in start]
+    assert max(moved) > 10 * 2e-4
