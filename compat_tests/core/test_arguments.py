@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from trl_jax.core.argument_rules import DETERMINISTIC_FLAG, as_dict, as_pad_multiple
-from trl_jax.core.arguments import SUPPORTED, TABLE, defaults_of, judge, refuse_to_resume
+from trl_jax.core.argument_rules import DETERMINISTIC_FLAG, as_choice, as_dict, as_pad_multiple
+from trl_jax.core.arguments import SUPPORTED, TABLE, defaults_of, judge
 from trl_jax.core.renamed import GONE, RENAMED, way_out
 from trl_jax.trainer.reward_config import RewardConfig
 
@@ -43,9 +43,6 @@ WARNED = {
     "label_names": (["labels"], "preference pairs have no labels."),
     "ddp_bucket_cap_mb": (25, "collectives are XLA's."),
     "ddp_backend": ("nccl", "collectives are XLA's."),
-    "save_only_model": (True, "a checkpoint of this release holds the model only in any case."),
-    "ignore_data_skip": (True, "it only matters when resuming."),
-    "restore_callback_states_from_checkpoint": (True, "it only matters when resuming."),
 }
 
 
@@ -80,7 +77,6 @@ REFUSED = {
     "eval_do_concat_batches": (False, "predictions are one array; split it by the batch size."),
     "include_for_metrics": (["inputs"], "compute_metrics gets the predictions only."),
     "batch_eval_metrics": (True, "compute_metrics is called once, with all predictions."),
-    "enable_jit_checkpoint": (True, "use save_steps to save often enough."),
     "push_to_hub": (True, HUB),
     "hub_model_id": ("me/model", HUB),
     "hub_strategy": ("end", HUB),
@@ -128,7 +124,8 @@ def test_a_refused_token_is_not_shown():
     ("pad_to_multiple_of", 8), ("max_length", None), ("model_init_kwargs", '{"dtype": "bfloat16"}'),
     ("dataset_num_proc", 0), ("save_total_limit", 0), ("torch_compile", True), ("use_cache", True),
     ("eval_accumulation_steps", 4), ("local_rank", 0), ("ddp_find_unused_parameters", False),
-    ("logging_nan_inf_filter", False), ("resume_from_checkpoint", "last"), ("remove_unused_columns", False),
+    ("logging_nan_inf_filter", False), ("enable_jit_checkpoint", True), ("ignore_data_skip", True),
+    ("save_only_model", True), ("resume_from_checkpoint", "last"), ("remove_unused_columns", False),
 ])  # fmt: skip
 def test_accepted_in_silence(name, value):
     assert verdict(**{name: value}) == ([], [])
@@ -284,18 +281,12 @@ def test_a_pad_multiple_that_means_nothing(given):
     assert verdict(pad_to_multiple_of=given) == ([str(error.value)], [])
 
 
-RESUME = (
-    "resume_from_checkpoint={}: this release of trl_jax does not resume runs. A checkpoint's folder can be passed as "
-    "model= to go on from its weights."
+@pytest.mark.parametrize(
+    "given, meant",
+    [(None, None), (False, None), ("", None), ("False", None), (True, True), ("true", True), ("out/a", "out/a")],
 )
-
-
-def test_resuming_is_refused():
-    refuse_to_resume(None)
-    refuse_to_resume(False)
-    with pytest.raises(ValueError) as error:
-        refuse_to_resume("out/checkpoint-2")
-    assert str(error.value) == RESUME.format("'out/checkpoint-2'")
+def test_what_resuming_means(given, meant):
+    assert as_choice(given) is meant or as_choice(given) == meant
 
 
 def test_epochs_do_not_matter_beside_max_steps():

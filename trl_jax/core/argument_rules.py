@@ -70,6 +70,12 @@ def as_pad_multiple(name: str, value: int | str | None) -> int | str | None:
     raise ValueError(f'{show(name, value)}: wanted "auto", a whole number of at least 1, or None.')
 
 
+def as_choice(value: str | bool | None) -> str | bool | None:
+    """What resume_from_checkpoint means: a command line gives True and False as words."""
+    words = {"true": True, "false": None, "none": None, "": None}
+    return words.get(value.lower(), value) if isinstance(value, str) else value or None
+
+
 def one_of(*supported: str) -> Rule:
     def rule(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
         if plain(value) in supported:

@@ -23,11 +23,12 @@ from transformers.trainer_callback import (
 )
 from transformers.utils import logging as transformers_logging
 
-from trl_jax.engine.checkpoint import save_checkpoint
 from trl_jax.engine.events import Events
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.trainer.base_config import BaseConfig
 from trl_jax.trainer.task import Task
+
+ARGUMENTS = "training_args.json"
 
 
 class Session(Task):
@@ -91,10 +92,7 @@ class Session(Task):
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         self.model.save_pretrained(folder)
         self.processing_class.save_pretrained(folder)
-        (folder / "training_args.json").write_text(self._arguments + "\n", encoding="utf-8")
-
-    def _save_checkpoint(self) -> None:
-        save_checkpoint(self.args.output_dir, lambda folder: self.save_model(folder, _internal_call=True), self._events)
+        (folder / ARGUMENTS).write_text(self._arguments + "\n", encoding="utf-8")
 
     # ---- callbacks and state -----------------------------------------------------------------------------------
 
