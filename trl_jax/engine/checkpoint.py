@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,7 @@ def save_checkpoint(
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         write(unfinished)
-        state.save_to_json(str(unfinished / STATE_FILE))
+        (unfinished / STATE_FILE).write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
         write_manifest(unfinished, {"step": state.global_step} | facts)
         _publish(unfinished, folder)
     except (OSError, SafetensorError) as error:
