@@ -25,6 +25,7 @@ from trl_jax.losses.pairwise import pairwise_loss
 from trl_jax.models.functional import merge
 from trl_jax.trainer import reward_metrics
 from trl_jax.trainer.base_trainer import BaseTrainer
+from trl_jax.trainer.diagnosis import check_weights
 from trl_jax.trainer.evaluating import refuse
 from trl_jax.trainer.reward_config import RewardConfig
 from trl_jax.trainer.session import run_device
@@ -189,7 +190,7 @@ def _find(model: str | PreTrainedModel, args: RewardConfig) -> Checkpoint | PreT
 
 def _loaded(checkpoint: Checkpoint, args: RewardConfig) -> PreTrainedModel:
     with jax.default_device(run_device(args)):
-        return checkpoint.load(args.seed)
+        return check_weights(checkpoint.load(args.seed))
 
 
 def _check_pad(tokenizer: Any, vocab_size: int) -> None:

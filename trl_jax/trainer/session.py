@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import logging
 import os
@@ -27,6 +28,8 @@ from trl_jax.engine.events import Events
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.trainer.base_config import BaseConfig
 from trl_jax.trainer.task import Task
+
+logger = logging.getLogger(__name__)
 
 ARGUMENTS = "training_args.json"
 
@@ -56,6 +59,7 @@ class Session(Task):
         self._new_state()
         self._arguments = json.dumps(_written(args), indent=2)  # now: what cannot be written should not cost a run
         set_log_level(args.get_process_log_level())
+        _warn_of_idle_devices(args)
         os.makedirs(args.output_dir, exist_ok=True)
 
     # ---- dataloaders, logs, files ------------------------------------------------------------------------------
@@ -152,6 +156,19 @@ class Session(Task):
 def run_device(args: BaseConfig) -> jax.Device:
     """The one device a run of this release uses."""
     return jax.devices("cpu")[0] if args.use_cpu else jax.devices()[0]
+
+
+def _warn_of_idle_devices(args: BaseConfig) -> None:
+    """JAX without the plugin of an accelerator runs on the CPU, and says so in no way one would notice."""
+    if args.use_cpu or os.environ.get("JAX_PLATFORMS") or jax.default_backend() != "cpu":
+        return
+    for kind, extra, pattern in (("GPU", "cuda", "/dev/nvidia[0-9]*"), ("TPU", "tpu", "/dev/accel[0-9]*")):
+        if glob.glob(pattern):
+            logger.warning(
+                'Training on the CPU, though this machine has a %s: pip install "trl_jax[%s]", or pass use_cpu=True.',
+                kind,
+                extra,
+            )
 
 
 def set_log_level(level: int) -> None:
