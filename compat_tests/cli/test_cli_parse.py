@@ -338,9 +338,9 @@ NOT_HERE = "is not in this release of trl_jax"
         ),
         (["--evaluation_strategy", "steps"], "unknown argument --evaluation_strategy: use eval_strategy."),
         (
-            ["--fsdp", "full_shard", "--push_to_hub"],
+            ["--fsdp", "full_shard", "--auto_find_batch_size"],
             (
-                f"push_to_hub=True {NOT_HERE}: train, then upload the saved folder with `hf upload`. "
+                f"auto_find_batch_size=True {NOT_HERE}: choose per_device_train_batch_size yourself. "
                 f"fsdp='full_shard' {NOT_HERE}: this release trains on one device; leave it out."
             ),
         ),

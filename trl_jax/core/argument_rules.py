@@ -169,14 +169,6 @@ def untouched_accelerator(name: str, value: Any, values: Mapping[str, Any]) -> s
     return f"{name} sets {touched}, which are not {HERE}: {NO_ACCELERATE}"
 
 
-def private_repo(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
-    # Trackio's callback reads it too, to choose who may see its Space.
-    trackio = ("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id")
-    if value is None or any(values[key] for key in trackio):
-        return None
-    return f"{show(name, value)} is not {HERE}: train, then upload with `hf upload --private`."
-
-
 def pad_multiple(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     try:
         as_pad_multiple(name, value)

@@ -36,7 +36,6 @@ def _falsy(value: Any) -> bool:
 
 
 AS_BF16 = "float16 is run as bfloat16, which needs no loss scaling. Pass the bf16 argument to say so."
-NO_HUB = "train, then upload the saved folder with `hf upload`."
 NO_MESH = "this release trains on one device; leave it out."
 
 # The names that this release knows, of the arguments that choose by name.
@@ -97,9 +96,8 @@ TABLE: dict[str, Fate] = {
     **_each("save_only_model", "native"),
     **_each("save_on_each_node", "silent", "one process saves"),
     **_each("enable_jit_checkpoint", "silent", "SIGTERM always saves before the run ends"),
-    **_each("push_to_hub hub_token hub_model_id", "refused", NO_HUB),
-    **_each("hub_strategy hub_always_push hub_revision", "refused", NO_HUB),
-    **_each("hub_private_repo", "native", rule=rules.private_repo),
+    **_each("push_to_hub hub_token hub_model_id hub_private_repo", "native"),
+    **_each("hub_strategy hub_always_push hub_revision", "native"),
     **_each("ignore_data_skip restore_callback_states_from_checkpoint", "native"),
     **_each("resume_from_checkpoint", "native"),  # as in TRL, a script hands it to train()
     # Reproducibility

@@ -31,6 +31,7 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.trainer.base_config import BaseConfig
 from trl_jax.trainer.diagnosis import explain
 from trl_jax.trainer.evaluating import Evaluating, refuse
+from trl_jax.trainer.publishing import sweep_stages
 
 _NEVER_CALLED = frozenset(
     """
@@ -105,6 +106,7 @@ class BaseTrainer(Evaluating):
             if saves:
                 held.enter_context(only_run(self.args.output_dir))
                 sweep(Path(self.args.output_dir))
+                sweep_stages(self.args.output_dir)
             held.enter_context(interrupts.heeded(promise))
             return self._train(as_choice(resume_from_checkpoint), interrupts)
 
@@ -137,6 +139,7 @@ class BaseTrainer(Evaluating):
             train_loss, unreported = loop.run()
         finally:
             self.is_in_train = False
+        self._finish_pushing()
         return self._finish(train_loss, self._measured(unreported), start, run.max_steps, first)
 
     def _plan(self) -> RunLength:

@@ -35,9 +35,9 @@ class Keeping(Session):
 
     # ---- writing -----------------------------------------------------------------------------------------------
 
-    def _save_checkpoint(self, progress: Progress) -> None:
+    def _save_checkpoint(self, progress: Progress) -> Path:
         self._check_weights()
-        self._newest_checkpoint = save_checkpoint(
+        return save_checkpoint(
             self.args.output_dir,
             lambda folder: self._write(folder, progress),
             self._events,

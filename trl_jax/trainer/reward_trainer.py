@@ -84,6 +84,9 @@ class RewardTrainer(BaseTrainer):
         if train_dataset is None:
             raise ValueError("train_dataset is required: pass a datasets.Dataset of preference pairs.")
         check_type(train_dataset, "train")
+        self.args = args
+        if args.push_to_hub:  # first of all: a Hub that does not answer costs seconds, not a model's loading
+            self.init_hf_repo()
         checkpoint = _find(model, args)
         if processing_class is None:
             trust = args.trust_remote_code
@@ -93,7 +96,7 @@ class RewardTrainer(BaseTrainer):
             special_tokens.settle_chat_template(processing_class, args.chat_template_path)
         _check_pad(processing_class, checkpoint.vocab_size)
         # Rows first: a bad one is named before weights are read, and num_proc forks before JAX has threads.
-        self.args, self.processing_class, self._vocab_size = args, processing_class, checkpoint.vocab_size
+        self.processing_class, self._vocab_size = processing_class, checkpoint.vocab_size
         train_dataset = self.prepare_dataset(train_dataset, "train")
         if isinstance(eval_dataset, dict):
             eval_dataset = {
