@@ -27,7 +27,9 @@ MODEL = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config
 @pytest.fixture
 def hub(monkeypatch):
     server = Hub()
-    for name, value in {"ENDPOINT": server.url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():
+    settings = {"ENDPOINT": server.url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}
+    settings["HUGGINGFACE_CO_URL_TEMPLATE"] = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    for name, value in settings.items():
         monkeypatch.setattr(constants, name, value)
     monkeypatch.setattr(push, "_WAITS", (0.05,) * 4)
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
@@ -120,7 +122,7 @@ def test_without_blocking_there_is_a_future(trainer, hub):
 
 def test_what_was_pushed_is_a_model_to_go_on_from(train, hub, tmp_path):
     trainer = train()
-    folder = huggingface_hub.snapshot_download(NAME, token=TOKEN, cache_dir=tmp_path / "cache", endpoint=hub.url)
+    folder = huggingface_hub.snapshot_download(NAME, token=TOKEN, cache_dir=tmp_path / "cache")
     again = trl_jax.AutoModelForSequenceClassification.from_pretrained(folder)
     assert (again([[5, 6]]).logits == trainer.model([[5, 6]]).logits).all()
 

@@ -52,7 +52,10 @@ def check(folder: Path) -> Found:
     manifest = verify(folder) if (folder / MANIFEST).exists() or not _foreign(folder) else None
     path = folder / STATE_FILE
     try:
-        return Found(folder, TrainerState.load_from_json(str(path)), manifest)
+        state = TrainerState.load_from_json(str(path))
+        if type(state.global_step) is not int or not isinstance(state.log_history, list):
+            raise ValueError(f"global_step is {state.global_step!r}, wanted a whole number, and log_history a list")
+        return Found(folder, state, manifest)
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise BrokenCheckpoint(f"{path} cannot be read: {error}.") from error
 
