@@ -9,7 +9,6 @@ import errno
 import json
 import logging
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from compat_tests.bench.flips import unnoticed
 from compat_tests.faults.killed_saves import check, events_of, save
 from trl_jax.engine import checkpoint as engine
 from trl_jax.engine.checkpoint import sweep
@@ -132,20 +132,16 @@ def test_row14_nothing_is_removed_for_a_checkpoint_that_does_not_verify(saved, m
 
 
 def test_row16_every_flipped_bit_is_noticed_by_file_name(saved):
-    dice, folder = random.Random(7), saved / "checkpoint-4"
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    assert len(files) == 5
-    for _ in range(300):
-        path = dice.choice(files)
-        whole = path.read_bytes()
-        flipped = bytearray(whole)
-        flipped[dice.randrange(len(whole))] ^= 1 << dice.randrange(8)
-        path.write_bytes(flipped)
-        with pytest.raises(BrokenCheckpoint) as error:
-            find(folder, str(saved))
-        assert str(path) in str(error.value) and f"{saved / 'checkpoint-2'} is whole: pass" in str(error.value)
-        path.write_bytes(whole)
-    assert find(folder, str(saved)).state.global_step == 4
+    assert unnoticed(saved / "checkpoint-4", flips=300, seed=7) == ([], 5)
+
+
+def test_row16_a_path_says_which_other_checkpoint_is_whole(saved):
+    path = saved / "checkpoint-4" / "trainer_state.json"
+    path.write_bytes(path.read_bytes().replace(b"4", b"5", 1))
+    with pytest.raises(BrokenCheckpoint) as error:
+        find(str(saved / "checkpoint-4"), str(saved))
+    why, other = f"{path} is damaged: its bytes are not those that were written.", saved / "checkpoint-2"
+    assert str(error.value) == f"{why} {other} is whole: pass that one."
 
 
 def test_row16_only_true_falls_back(saved, caplog):
