@@ -243,6 +243,11 @@ class Recorder:
     def save_model(self, folder):
         self.done.append(("save", folder))
 
+    hub_model_id = "me/judge"
+
+    def push_to_hub(self, dataset_name):
+        self.done.append(("push", dataset_name))
+
 
 @pytest.fixture
 def recorder(monkeypatch):
@@ -377,6 +382,13 @@ def test_the_run_is_resumed_where_the_flags_say_so(recorder, pairs):
     args = ["--model_name_or_path", "m", "--dataset_name", str(pairs), "--resume_from_checkpoint", "out/a"]
     assert main(["reward", *args]) == 0
     assert recorder.last.done[0] == ("train", "out/a")
+
+
+def test_what_was_trained_is_pushed_where_the_flags_say_so(recorder, pairs, capsys):
+    args = ["--model_name_or_path", "m", "--dataset_name", str(pairs), "--push_to_hub"]
+    assert main(["reward", *args]) == 0
+    assert recorder.last.done[-1] == ("push", str(pairs))
+    assert "Model pushed to me/judge." in capsys.readouterr().out
 
 
 def named(*kinds):

@@ -21,6 +21,7 @@ def only_run(output_dir: str) -> Iterator[None]:
         RuntimeError: another run has it; the text says which.
     """
     path = Path(output_dir) / LOCK
+    path.parent.mkdir(parents=True, exist_ok=True)
     handle = _locked(path)
     try:
         os.truncate(handle, 0)

@@ -54,6 +54,9 @@ def main(script_args: ScriptArguments, training_args: RewardConfig, model_args: 
     print("Training completed.")
     trainer.save_model(training_args.output_dir)
     print(f"Model saved to {training_args.output_dir}.")
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+        print(f"Model pushed to {trainer.hub_model_id}.")
 
 
 def check_flags(script_args: ScriptArguments, training_args: RewardConfig, model_args: ModelConfig) -> None:
