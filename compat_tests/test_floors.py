@@ -36,9 +36,9 @@ NEVER = {
     "hub": "optax",
     "engine": "flax models nn hub data",
 }
-# Used only where the user brings them: in one file, inside functions.
+# Used only where the user brings them: in these files, inside functions.
 BROUGHT = {"torch", "trl", "peft", "accelerate"}
-BRIDGE = "hub/torch_bridge.py"
+BRIDGES = ("hub/torch_bridge.py", "hub/torch_state.py")
 # llama3 with nothing behind it is not a family: it is what every config calls one way of stretching rope.
 FAMILIES = re.compile(
     r"(?<![a-z])(llama(?!3$)|qwen|mistral|mixtral|gemma|olmo|smollm|granite|cohere|falcon|phi[0-9]|gpt2"
@@ -115,8 +115,8 @@ def wrong_imports(source: str, file: str) -> list[str]:
 def _objection(found: Import, file: str) -> str | None:
     room, (top, *below) = Path(file).parts[0], found.module.split(".")
     if top in BROUGHT:
-        allowed = file == BRIDGE and found.in_function
-        return None if allowed else f"{found.module}: only inside functions of {BRIDGE}"
+        allowed = file in BRIDGES and found.in_function
+        return None if allowed else f"{found.module}: only inside functions of {', '.join(BRIDGES)}"
     if top != "trl_jax":
         return f"{room} must never import {top}" if top in NEVER.get(room, "").split() else None
     if not below or below[0] not in FLOORS:

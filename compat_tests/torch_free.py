@@ -50,8 +50,21 @@ def train(folder: Path) -> Path:
     assert 0 <= trainer.evaluate()["eval_accuracy"] <= 1
     assert trainer.predict(pairs.select(range(5))).predictions.shape == (10, 1)
     assert (folder / "run" / "checkpoint-6" / "model.safetensors").is_file()
+    go_on(folder, trainer, args, pairs)
     trainer.save_model(str(folder / "final"))
     return folder / "final"
+
+
+def go_on(folder: Path, whole, args, pairs) -> None:
+    """From the checkpoint in the middle to the same end."""
+    import numpy as np
+
+    from trl_jax import RewardTrainer
+
+    again = RewardTrainer(str(folder / "start"), args, train_dataset=pairs, eval_dataset=pairs.select(range(16)))
+    assert again.train(str(folder / "run" / "checkpoint-3")).global_step == 6
+    for path, array in whole.model.params.items():
+        np.testing.assert_array_equal(again.model.params[path], array)
 
 
 def score(final: Path) -> None:

@@ -243,6 +243,11 @@ class Recorder:
     def save_model(self, folder):
         self.done.append(("save", folder))
 
+    hub_model_id = "me/judge"
+
+    def push_to_hub(self, dataset_name):
+        self.done.append(("push", dataset_name))
+
 
 @pytest.fixture
 def recorder(monkeypatch):
@@ -338,9 +343,9 @@ NOT_HERE = "is not in this release of trl_jax"
         ),
         (["--evaluation_strategy", "steps"], "unknown argument --evaluation_strategy: use eval_strategy."),
         (
-            ["--fsdp", "full_shard", "--push_to_hub"],
+            ["--fsdp", "full_shard", "--auto_find_batch_size"],
             (
-                f"push_to_hub=True {NOT_HERE}: train, then upload the saved folder with `hf upload`. "
+                f"auto_find_batch_size=True {NOT_HERE}: choose per_device_train_batch_size yourself. "
                 f"fsdp='full_shard' {NOT_HERE}: this release trains on one device; leave it out."
             ),
         ),
@@ -373,61 +378,17 @@ def test_what_no_user_causes_keeps_its_traceback(monkeypatch):
         a_run_that_raises(AssertionError("ours"), monkeypatch)
 
 
-def test_resuming_is_refused_before_anything_is_loaded(recorder, capsys):
-    recorder.last = None
-    args = ["--model_name_or_path", "m", "--dataset_name", "./none.jsonl", "--resume_from_checkpoint", "out/a"]
-    assert main(["reward", *args]) == 2
-    assert "error: resume_from_checkpoint='out/a': this release of trl_jax does not" in capsys.readouterr().err
-    assert recorder.last is None
+def test_the_run_is_resumed_where_the_flags_say_so(recorder, pairs):
+    args = ["--model_name_or_path", "m", "--dataset_name", str(pairs), "--resume_from_checkpoint", "out/a"]
+    assert main(["reward", *args]) == 0
+    assert recorder.last.done[0] == ("train", "out/a")
 
 
-def test_the_whole_traceback_on_demand(monkeypatch):
-    monkeypatch.setenv("TRL_JAX_TRACEBACK", "1")
-    with pytest.raises(ValueError, match="--use_peft is not in this release"):
-        main(["reward", "--use_peft"])
-
-
-def test_a_warning_is_one_line(capsys):
-    assert main(["reward", "--label_names", "x"]) == 2
-    first = capsys.readouterr().err.splitlines()[0]
-    assert (
-        first
-        == "trl-jax: warning: label_names=['x'] has no effect in trl_jax: preference pairs have no labels."
-    )
-
-
-def test_an_interrupt(monkeypatch, capsys):
-    def interrupted(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(reward, "main", interrupted)
-    assert main(["reward"]) == 130
-    assert capsys.readouterr().err == "trl-jax: interrupted\n"
-
-
-def test_help_and_version(capsys):
-    assert main([]) == 0
-    assert "train a reward model on preference pairs" in capsys.readouterr().out
-    for args, text in ((["--version"], "trl-jax "), (["--help"], "usage: trl-jax")):
-        with pytest.raises(SystemExit) as stop:
-            main(args)
-        assert stop.value.code == 0 and capsys.readouterr().out.startswith(text)
-    with pytest.raises(SystemExit) as stop:
-        main(["rewrad"])
-    assert stop.value.code == 2 and "invalid choice: 'rewrad'" in capsys.readouterr().err
-
-
-def test_help_is_readable_at_80_columns(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        main(["reward", "--help"])
-    text = capsys.readouterr().out
-    assert max(map(len, text.splitlines())) <= 80
-    assert "  --max_length INT " in text and "--max-length" not in text and "--fsdp" not in text
-    assert [line for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")] == [
-        "options:", "data:", "training:", "model:"
-    ]  # fmt: skip
-    assert "Refused in this release:" in text and "One of linear, cosine, constant," in text
+def test_what_was_trained_is_pushed_where_the_flags_say_so(recorder, pairs, capsys):
+    args = ["--model_name_or_path", "m", "--dataset_name", str(pairs), "--push_to_hub"]
+    assert main(["reward", *args]) == 0
+    assert recorder.last.done[-1] == ("push", str(pairs))
+    assert "Model pushed to me/judge." in capsys.readouterr().out
 
 
 def named(*kinds):
@@ -441,7 +402,7 @@ def test_help_ends_with_what_is_refused_and_what_has_no_effect(capsys):
     _, _, lists = text.partition("Accepted without effect: ")
     no_effect, _, refused = lists.removesuffix(".").partition(". Refused in this release: ")
     assert set(no_effect.split(", ")) == named("silent", "warned") | {"ignore_bias_buffers", *reward.ONLY_WITH_PEFT}
-    assert set(refused.split(", ")) == named("refused") | {*reward.NOT_YET, "resume_from_checkpoint"}
+    assert set(refused.split(", ")) == named("refused") | {*reward.NOT_YET}
     assert not [name for name in (*no_effect.split(", "), *refused.split(", ")) if f"--{name} " in text]
 
 

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from trl_jax.core.argument_rules import DETERMINISTIC_FLAG, as_dict, as_pad_multiple
-from trl_jax.core.arguments import SUPPORTED, TABLE, defaults_of, judge, refuse_to_resume
+from trl_jax.core.argument_rules import DETERMINISTIC_FLAG, as_choice, as_dict, as_pad_multiple, show
+from trl_jax.core.arguments import SUPPORTED, TABLE, defaults_of, judge
 from trl_jax.core.renamed import GONE, RENAMED, way_out
 from trl_jax.trainer.reward_config import RewardConfig
 
@@ -43,9 +43,6 @@ WARNED = {
     "label_names": (["labels"], "preference pairs have no labels."),
     "ddp_bucket_cap_mb": (25, "collectives are XLA's."),
     "ddp_backend": ("nccl", "collectives are XLA's."),
-    "save_only_model": (True, "a checkpoint of this release holds the model only in any case."),
-    "ignore_data_skip": (True, "it only matters when resuming."),
-    "restore_callback_states_from_checkpoint": (True, "it only matters when resuming."),
 }
 
 
@@ -69,7 +66,6 @@ def test_float16_runs_as_bfloat16(name):
     ]
 
 
-HUB = "train, then upload the saved folder with `hf upload`."
 MESH = "this release trains on one device; leave it out."
 REFUSED = {
     "optim_args": ("a=1", "AdamW takes adam_beta1, adam_beta2, adam_epsilon and weight_decay."),
@@ -80,12 +76,6 @@ REFUSED = {
     "eval_do_concat_batches": (False, "predictions are one array; split it by the batch size."),
     "include_for_metrics": (["inputs"], "compute_metrics gets the predictions only."),
     "batch_eval_metrics": (True, "compute_metrics is called once, with all predictions."),
-    "enable_jit_checkpoint": (True, "use save_steps to save often enough."),
-    "push_to_hub": (True, HUB),
-    "hub_model_id": ("me/model", HUB),
-    "hub_strategy": ("end", HUB),
-    "hub_always_push": (True, HUB),
-    "hub_revision": ("v1", HUB),
     "parallelism_config": ({"tp_size": 2}, MESH),
     "fsdp": ("full_shard", MESH),
     "fsdp_config": ({"version": 2}, MESH),
@@ -97,7 +87,7 @@ REFUSED = {
 
 
 def test_the_list_of_refusals_is_whole():
-    assert {*REFUSED, "hub_token"} == {name for name, fate in TABLE.items() if fate.kind == "refused"}
+    assert set(REFUSED) == {name for name, fate in TABLE.items() if fate.kind == "refused"}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -109,18 +99,12 @@ def test_refused(name):
     )
 
 
-def test_a_refused_token_is_not_shown():
-    assert verdict(hub_token="hf_secret") == (
-        [f"hub_token=<hidden> is not in this release of trl_jax: {HUB}"],
-        [],
-    )
-
-
 @pytest.mark.parametrize("name, value", [
     ("fsdp", ""), ("fsdp", []), ("fsdp", False), ("fsdp_config", {}),
     ("deepspeed", ""), ("debug", []),
     ("include_for_metrics", []), ("include_num_input_tokens_seen", False), ("neftune_noise_alpha", 0.0),
-    ("label_smoothing_factor", 0), ("hub_strategy", "every_save"),
+    ("label_smoothing_factor", 0), ("hub_strategy", "end"),
+    ("push_to_hub", True), ("hub_private_repo", True), ("hub_token", "hf_secret"),
     ("accelerator_config", {"split_batches": False}), ("accelerator_config", "{}"),
     ("lr_scheduler_kwargs", "{}"), ("gradient_checkpointing_kwargs", {"use_reentrant": False}),
     ("activation_checkpointing_kwargs", '{"use_reentrant": true}'), ("max_grad_norm", None),
@@ -128,7 +112,8 @@ def test_a_refused_token_is_not_shown():
     ("pad_to_multiple_of", 8), ("max_length", None), ("model_init_kwargs", '{"dtype": "bfloat16"}'),
     ("dataset_num_proc", 0), ("save_total_limit", 0), ("torch_compile", True), ("use_cache", True),
     ("eval_accumulation_steps", 4), ("local_rank", 0), ("ddp_find_unused_parameters", False),
-    ("logging_nan_inf_filter", False), ("resume_from_checkpoint", "last"), ("remove_unused_columns", False),
+    ("logging_nan_inf_filter", False), ("enable_jit_checkpoint", True), ("ignore_data_skip", True),
+    ("save_only_model", True), ("resume_from_checkpoint", "last"), ("remove_unused_columns", False),
 ])  # fmt: skip
 def test_accepted_in_silence(name, value):
     assert verdict(**{name: value}) == ([], [])
@@ -210,14 +195,6 @@ def test_accepted_in_silence(name, value):
             ),
         ),
         (
-            "hub_private_repo",
-            True,
-            (
-                "hub_private_repo=True is not in this release of trl_jax: train, then upload "
-                "with `hf upload --private`."
-            ),
-        ),
-        (
             "pad_to_multiple_of",
             "much",
             "pad_to_multiple_of='much': wanted \"auto\", a whole number of at least 1, or None.",
@@ -284,26 +261,20 @@ def test_a_pad_multiple_that_means_nothing(given):
     assert verdict(pad_to_multiple_of=given) == ([str(error.value)], [])
 
 
-RESUME = (
-    "resume_from_checkpoint={}: this release of trl_jax does not resume runs. A checkpoint's folder can be passed as "
-    "model= to go on from its weights."
+@pytest.mark.parametrize(
+    "given, meant",
+    [(None, None), (False, None), ("", None), ("False", None), (True, True), ("true", True), ("out/a", "out/a")],
 )
-
-
-def test_resuming_is_refused():
-    refuse_to_resume(None)
-    refuse_to_resume(False)
-    with pytest.raises(ValueError) as error:
-        refuse_to_resume("out/checkpoint-2")
-    assert str(error.value) == RESUME.format("'out/checkpoint-2'")
+def test_what_resuming_means(given, meant):
+    assert as_choice(given) is meant or as_choice(given) == meant
 
 
 def test_epochs_do_not_matter_beside_max_steps():
     assert verdict(num_train_epochs=-1, max_steps=10) == ([], [])
 
 
-def test_a_private_trackio_space_is_allowed():
-    assert verdict(hub_private_repo=True, trackio_space_id="me/board") == ([], [])
+def test_a_token_is_not_shown():
+    assert show("hub_token", "hf_secret") == "hub_token=<hidden>"
 
 
 def test_full_determinism_wants_the_flag(monkeypatch):
@@ -320,7 +291,7 @@ def test_full_determinism_wants_the_flag(monkeypatch):
 
 
 def test_all_refusals_are_told_at_once():
-    refusals, warnings = verdict(optim="lomo", push_to_hub=True, label_names=["x"])
+    refusals, warnings = verdict(optim="lomo", deepspeed="x", label_names=["x"])
     assert len(refusals) == 2 and len(warnings) == 1
 
 

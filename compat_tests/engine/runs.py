@@ -19,7 +19,9 @@ from transformers.trainer_callback import (
 from trl_jax.data.order import micro_batches, plan
 from trl_jax.engine.checkpoint import forget_all_but_best, save_checkpoint
 from trl_jax.engine.events import Events
+from trl_jax.engine.interrupts import Interrupts
 from trl_jax.engine.loop import Loop
+from trl_jax.engine.watch import Watch
 from trl_jax.trainer.reward_config import RewardConfig
 
 EVENTS = [name for name in dir(TrainerCallback) if name.startswith("on_") and "push" not in name]
@@ -114,7 +116,9 @@ def run_loop(out, *, rows=10, metrics=(), callbacks=(), write_model=None, **conf
         learning_rate=lambda step: 1.0 - step / run.max_steps,
         report=report,
         evaluate=evaluate,
-        save=lambda: save_checkpoint(args.output_dir, write_model or _write, events),
+        save=lambda progress: save_checkpoint(args.output_dir, write_model or _write, events, {}),
+        watch=Watch(1, lambda batch: ""),
+        interrupts=Interrupts(),
     )
     mean, unreported = loop.run()
     logs.append({"train_loss": mean, "steps": len(unreported)})
@@ -127,13 +131,14 @@ class _Batches:
     def __init__(self, rows, accumulation):
         self.rows, self.accumulation = rows, accumulation
 
-    def set_epoch(self, epoch):
-        self.epoch = epoch
+    def set_epoch(self, epoch, skip, skipped_digest):
+        assert skip == 0
 
     def __iter__(self):
         parts = micro_batches(range(self.rows), BATCH, drop_last=False)
         for group in micro_batches(parts, self.accumulation, drop_last=False):
-            yield SimpleNamespace(num_micro_batches=len(group))
+            pairs = sum(map(len, group))
+            yield SimpleNamespace(num_micro_batches=len(group), num_pairs=pairs, rows=[], rows_digest=None)
 
 
 def run_transformers(out, *, rows=10, metrics=(), callbacks=(), **config) -> Outcome:

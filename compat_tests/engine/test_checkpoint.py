@@ -10,7 +10,8 @@ from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import SaveStrategy
 
 from compat_tests.engine.runs import run_loop
-from trl_jax.engine.checkpoint import forget_all_but_best, is_new_best
+from trl_jax.engine.best import is_new_best
+from trl_jax.engine.checkpoint import forget_all_but_best
 
 SAVES = {"save_strategy": "steps", "save_steps": 2, "num_train_epochs": 1}
 
@@ -43,6 +44,7 @@ def test_a_write_that_fails_leaves_no_checkpoint_and_does_not_stand_in_the_way(t
     assert not list(tmp_path.glob("checkpoint-*"))
     run_loop(tmp_path, **SAVES)
     assert sorted(path.name for path in (tmp_path / "checkpoint-2").iterdir()) == [
+        "manifest.json",
         "trainer_state.json",
         "weights",
     ]

@@ -171,7 +171,7 @@ def test_row04_every_missing_shard_is_listed(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "..", ".", "", "a\\b", "a\0b", 5]
+    "name", ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "..", ".", "", "a\\b", "a\0b", 5, "9" * 300]
 )
 def test_row05_an_index_that_points_elsewhere(name, checkpoint, tmp_path, monkeypatch):
     folder = copied(checkpoint("llama", shards=True), tmp_path)

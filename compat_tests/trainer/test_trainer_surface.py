@@ -129,14 +129,6 @@ def test_without_args_the_output_is_named_after_the_model(folder, tmp_path, monk
     )
 
 
-@pytest.mark.parametrize("resume", [True, "out/checkpoint-2"])
-def test_resuming_is_refused(folder, tmp_path, resume):
-    trainer = make(trl_jax, folder, tmp_path)
-    text = re.escape(f"resume_from_checkpoint={resume!r}: this release of trl_jax does not resume runs.")
-    with pytest.raises(ValueError, match=text):
-        trainer.train(resume_from_checkpoint=resume)
-
-
 def test_arguments_of_methods_that_mean_nothing_here(folder, tmp_path):
     trainer = make(trl_jax, folder, tmp_path, eval_dataset=table(4))
     with pytest.raises(

@@ -70,6 +70,12 @@ def as_pad_multiple(name: str, value: int | str | None) -> int | str | None:
     raise ValueError(f'{show(name, value)}: wanted "auto", a whole number of at least 1, or None.')
 
 
+def as_choice(value: str | bool | None) -> str | bool | None:
+    """What resume_from_checkpoint means: a command line gives True and False as words."""
+    words = {"true": True, "false": None, "none": None, "": None}
+    return words.get(value.lower(), value) if isinstance(value, str) else value or None
+
+
 def one_of(*supported: str) -> Rule:
     def rule(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
         if plain(value) in supported:
@@ -161,14 +167,6 @@ def untouched_accelerator(name: str, value: Any, values: Mapping[str, Any]) -> s
     if not touched:
         return None
     return f"{name} sets {touched}, which are not {HERE}: {NO_ACCELERATE}"
-
-
-def private_repo(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
-    # Trackio's callback reads it too, to choose who may see its Space.
-    trackio = ("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id")
-    if value is None or any(values[key] for key in trackio):
-        return None
-    return f"{show(name, value)} is not {HERE}: train, then upload with `hf upload --private`."
 
 
 def pad_multiple(name: str, value: Any, values: Mapping[str, Any]) -> str | None:

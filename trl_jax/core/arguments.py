@@ -36,7 +36,6 @@ def _falsy(value: Any) -> bool:
 
 
 AS_BF16 = "float16 is run as bfloat16, which needs no loss scaling. Pass the bf16 argument to say so."
-NO_HUB = "train, then upload the saved folder with `hf upload`."
 NO_MESH = "this release trains on one device; leave it out."
 
 # The names that this release knows, of the arguments that choose by name.
@@ -94,15 +93,13 @@ TABLE: dict[str, Fate] = {
     **_each("save_strategy save_steps", "native"),
     **_each("load_best_model_at_end metric_for_best_model greater_is_better", "native"),
     **_each("save_total_limit", "native"),
-    **_each("save_only_model", "warned", "a checkpoint of this release holds the model only in any case."),
+    **_each("save_only_model", "native"),
     **_each("save_on_each_node", "silent", "one process saves"),
-    **_each("enable_jit_checkpoint", "refused", "use save_steps to save often enough."),
-    **_each("push_to_hub hub_token hub_model_id", "refused", NO_HUB),
-    **_each("hub_strategy hub_always_push hub_revision", "refused", NO_HUB),
-    **_each("hub_private_repo", "native", rule=rules.private_repo),
-    **_each("ignore_data_skip restore_callback_states_from_checkpoint", "warned",
-            "it only matters when resuming."),
-    **_each("resume_from_checkpoint", "native"),  # as in TRL, train() is told of it: see refuse_to_resume
+    **_each("enable_jit_checkpoint", "silent", "SIGTERM always saves before the run ends"),
+    **_each("push_to_hub hub_token hub_model_id hub_private_repo", "native"),
+    **_each("hub_strategy hub_always_push hub_revision", "native"),
+    **_each("ignore_data_skip restore_callback_states_from_checkpoint", "native"),
+    **_each("resume_from_checkpoint", "native"),  # as in TRL, a script hands it to train()
     # Reproducibility
     **_each("seed data_seed", "native"),
     **_each("full_determinism", "mapped", rule=rules.deterministic),
@@ -140,15 +137,6 @@ def defaults_of(fields: Iterable[dataclasses.Field]) -> dict[str, Any]:
     made = {f.name: f.default_factory() for f in fields if f.default_factory is not dataclasses.MISSING}
     plain = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
     return plain | made
-
-
-def refuse_to_resume(checkpoint: str | bool | None) -> None:
-    """Raises ValueError where a run was asked to go on from a checkpoint."""
-    if checkpoint:
-        raise ValueError(
-            f"resume_from_checkpoint={checkpoint!r}: this release of trl_jax does not resume runs. A checkpoint's "
-            "folder can be passed as model= to go on from its weights."
-        )
 
 
 def judge(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[list[str], list[str]]:

@@ -90,7 +90,7 @@ def row_block(row: dict[str, Any], columns: tuple[str, ...], where: str) -> pa.T
     """One row as a block; `where` names it in the error for a value that no column can hold."""
     try:
         return pa.table({column: pa.array([row[column]]) for column in columns})
-    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
         raise ValueError(f"{where}, columns {list(columns)}: {error}") from error
 
 

@@ -10,10 +10,19 @@ from typing import NamedTuple
 import numpy as np
 from datasets import Dataset, IterableDataset
 
+from trl_jax.data.fingerprint import row_digest
 from trl_jax.data.layout import PairBatch, pad_pairs, padded_length
 from trl_jax.data.order import epoch_order, micro_batches
 
 COLUMNS = ("chosen_ids", "rejected_ids", "margin")
+
+
+class Place(NamedTuple):
+    """A pair, where it stands in the dataset, and the digest of a stream up to it."""
+
+    row: dict
+    index: int
+    digest: int | None
 
 
 class StepBatch(NamedTuple):
@@ -21,6 +30,8 @@ class StepBatch(NamedTuple):
 
     num_micro_batches counts the real ones; num_pairs and num_tokens count real pairs and tokens, pads left out.
     num_padded_tokens is what TRL would have computed on: every row of a micro-batch as long as its longest.
+    rows are the pairs' places in the dataset, of a stream in its epoch. rows_digest is that of a stream's pairs from
+    the epoch's first to this batch's last.
     """
 
     arrays: PairBatch
@@ -28,6 +39,8 @@ class StepBatch(NamedTuple):
     num_pairs: int
     num_tokens: int
     num_padded_tokens: int
+    rows: list[int]
+    rows_digest: int | None
 
 
 @dataclass
@@ -46,10 +59,16 @@ class PreferenceLoader:
     seed: int = 0
     drop_last: bool = False
     epoch: int = 0
+    skipped: int = 0
+    skipped_digest: int | None = None
 
-    def set_epoch(self, epoch: int) -> None:
-        """The next iteration runs through this epoch's order."""
-        self.epoch = epoch
+    def set_epoch(self, epoch: int, skip: int = 0, skipped_digest: int | None = None) -> None:
+        """The next iteration runs through this epoch's order, without its first `skip` pairs.
+
+        A stream is read to there all the same: only so does a shuffled one come out as it was. Where its pairs do not
+        have `skipped_digest`, the iteration raises ValueError.
+        """
+        self.epoch, self.skipped, self.skipped_digest = epoch, skip, skipped_digest
         if isinstance(self.dataset, IterableDataset):
             self.dataset.set_epoch(epoch)
 
@@ -63,31 +82,54 @@ class PreferenceLoader:
         for group in micro_batches(self._micro_batches(), self.accumulation, drop_last=False):
             yield self._step(group)
 
-    def _micro_batches(self) -> Iterator[list[dict]]:
+    def _micro_batches(self) -> Iterator[list[Place]]:
         if isinstance(self.dataset, IterableDataset):
-            yield from micro_batches(iter(self.dataset), self.batch_size, drop_last=self.drop_last)
+            yield from micro_batches(self._stream(), self.batch_size, drop_last=self.drop_last)
             return
         columns = self.dataset.select_columns([name for name in COLUMNS if name in self.dataset.column_names])
         order = epoch_order(len(columns), seed=self.seed, epoch=self.epoch, shuffle=self.shuffle)
-        for indices in micro_batches(order, self.batch_size, drop_last=self.drop_last):
+        for indices in micro_batches(order[self.skipped :], self.batch_size, drop_last=self.drop_last):
             rows = columns[np.asarray(indices)]
-            yield [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
+            values = [dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)]
+            yield [Place(row, int(index), None) for row, index in zip(values, indices, strict=True)]
 
-    def _step(self, group: list[list[dict]]) -> StepBatch:
+    def _stream(self) -> Iterator[Place]:
+        read, digest = 0, 0
+        for row in self.dataset:
+            digest = row_digest(row, digest)
+            if read >= self.skipped:
+                yield Place(row, read, digest)
+            read += 1
+            if read == self.skipped:
+                self._check_skipped(digest)
+        if read < self.skipped:
+            self._check_skipped(digest)
+
+    def _check_skipped(self, digest: int) -> None:
+        if self.skipped_digest not in (None, digest):
+            raise ValueError(
+                f"train_dataset is not the stream that the checkpoint was trained on: its first {self.skipped:,} pairs "
+                "are others. Pass the same stream, or ignore_data_skip=True to begin the epoch again."
+            )
+
+    def _step(self, group: list[list[Place]]) -> StepBatch:
+        pairs = [[place.row for place in places] for places in group]
         arrays = pad_pairs(
-            group,
+            pairs,
             pairs=self.batch_size,
             count=self.accumulation,
             pad_token_id=self.pad_token_id,
             pad_to_multiple_of=self.pad_to_multiple_of,
         )
-        lengths = [[len(row[side]) for row in rows for side in COLUMNS[:2]] for rows in group]
+        lengths = [[len(row[side]) for row in rows for side in COLUMNS[:2]] for rows in pairs]
         return StepBatch(
             arrays,
             num_micro_batches=len(group),
             num_pairs=sum(map(len, group)),
             num_tokens=sum(map(sum, lengths)),
             num_padded_tokens=sum(len(rows) * self._trl_length(max(rows)) for rows in lengths),
+            rows=[place.index for places in group for place in places],
+            rows_digest=group[-1][-1].digest,
         )
 
     def _trl_length(self, longest: int) -> int:

@@ -11,8 +11,11 @@ import jax
 import numpy as np
 from transformers.trainer_utils import SaveStrategy
 
-from trl_jax.engine.checkpoint import is_new_best
+from trl_jax.engine.best import is_new_best
 from trl_jax.engine.events import Events
+from trl_jax.engine.interrupts import Interrupts
+from trl_jax.engine.progress import Progress
+from trl_jax.engine.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -22,9 +25,9 @@ _HELD_ON_DEVICE = 100  # steps whose metrics may wait there; a run that seldom l
 
 
 class Batches(Protocol):
-    """An epoch's step batches; each says how many micro-batches it is made of."""
+    """An epoch's step batches, without its first `skip` pairs; each says what it is made of."""
 
-    def set_epoch(self, epoch: int) -> None: ...
+    def set_epoch(self, epoch: int, skip: int, skipped_digest: int | None) -> None: ...
     def __iter__(self) -> Iterable[Any]: ...
 
 
@@ -34,13 +37,16 @@ class Loop:
 
     Attributes:
         events: the callbacks, with args, state and control.
-        batches: set_epoch, then iterate; items have `num_micro_batches`.
+        batches: set_epoch, then iterate; items have `num_micro_batches`, `num_pairs`, `rows` and `rows_digest`.
         num_epochs, micro_batches_per_epoch: how long, and what an epoch's fractions are counted in.
         advance: (batch, learning rate) -> the metrics of one optimizer step, still on the device.
         learning_rate: finished steps -> rate of the next one.
         report: (logs, metrics of the steps since the last report, as NumPy) -> None.
         evaluate: runs the evaluation and returns its metrics.
-        save: writes a checkpoint.
+        save: writes a checkpoint from which another loop goes on at this `progress`.
+        watch: sees every step's batch and metrics, and raises where the run is beyond help.
+        interrupts: signals that ask the run to end.
+        progress: where to begin.
     """
 
     events: Events
@@ -51,10 +57,12 @@ class Loop:
     learning_rate: Callable[[int], float]
     report: Callable[[dict[str, float], list[dict[str, np.ndarray]]], None]
     evaluate: Callable[[], dict[str, float]]
-    save: Callable[[], None]
-    _unreported: list[Metrics] = field(default_factory=list)
-    _evaluated_last: bool = False
-    _loss_sum: float = 0.0
+    save: Callable[[Progress], None]
+    watch: Watch
+    interrupts: Interrupts
+    progress: Progress = field(default_factory=Progress)
+    _saved_at: int | None = None
+    _between_steps: bool = True
 
     def run(self) -> tuple[float, list[dict[str, np.ndarray]]]:
         """Train to the end, or until a callback says stop.
@@ -62,87 +70,136 @@ class Loop:
         Returns:
             The mean loss over all steps, and the metrics of those since the last report; none of these
             where an evaluation came after them, for TRL's closing line leaves them out then.
+
+        Raises:
+            SystemExit: a signal asked for it.
         """
-        events = self.events
+        try:
+            self._epochs()
+        except Exception:
+            if self._between_steps and self.events.control.should_save:  # a callback's last wish before it raised
+                self._save()
+            raise
+        self.watch.settle()
+        unreported = self._fetch()
+        mean = self.progress.loss_sum / max(self.events.state.global_step, 1)
+        return mean, [] if self.progress.evaluated_last else unreported
+
+    def _epochs(self) -> None:
+        events, progress = self.events, self.progress
         events.fire("on_train_begin")
-        if events.args.eval_on_start:
+        if events.args.eval_on_start and events.state.global_step == 0:
             self.evaluate()
-        for epoch in range(self.num_epochs):
+        events.control.should_training_stop |= progress.stop_training
+        if progress.epoch_over and progress.stop_training:
+            return
+        for epoch in range(progress.epoch + progress.epoch_over, self.num_epochs):
             events.fire("on_epoch_begin")
             self._epoch(epoch)
             if events.control.should_training_stop:
                 break
-        unreported = self._fetch()
-        return self._loss_sum / max(events.state.global_step, 1), [] if self._evaluated_last else unreported
 
     def _epoch(self, epoch: int) -> None:
-        events, done = self.events, 0
-        self.batches.set_epoch(epoch)
-        for batch in self.batches:
+        events, progress = self.events, self.progress
+        if progress.epoch_over:
+            progress.epoch, progress.epoch_over = epoch, False
+            progress.pairs, progress.micro_batches, progress.rows_digest = 0, 0, None
+            progress.stop_epoch = False
+        self.batches.set_epoch(epoch, progress.pairs, progress.rows_digest)
+        for batch in () if progress.stop_training or progress.stop_epoch else self.batches:
             self._step(batch)
-            done += batch.num_micro_batches
-            events.state.global_step += 1
-            events.state.epoch = epoch + done / self.micro_batches_per_epoch
-            events.fire("on_step_end")
             self._report_evaluate_save()
+            self._heed_signals()
             if events.control.should_epoch_stop or events.control.should_training_stop:
                 break
-        if done == 0 and events.state.global_step == 0:
+        progress.stop_epoch = False
+        self._check_not_empty()
+        progress.epoch_over = True
+        events.fire("on_epoch_end")
+        self._report_evaluate_save()
+        self._heed_signals()
+
+    def _check_not_empty(self) -> None:
+        events = self.events
+        if self.progress.micro_batches:
+            return
+        if events.state.global_step == 0:
             raise ValueError(
                 "train_dataset gave not one batch: there is nothing to train on. If it streams, max_length may have "
                 "removed every row."
             )
-        if done == 0:
-            logger.warning(
-                "train_dataset ended before max_steps=%d: training stops at step %d.",
-                events.state.max_steps,
-                events.state.global_step,
-            )
-            events.control.should_training_stop = True
-        events.fire("on_epoch_end")
-        self._report_evaluate_save()
+        logger.warning(
+            "train_dataset ended before max_steps=%d: training stops at step %d.",
+            events.state.max_steps,
+            events.state.global_step,
+        )
+        events.control.should_training_stop = True
 
     def _step(self, batch: Any) -> None:
         """One optimizer step. The host runs at most one step ahead of the device."""
-        events = self.events
+        events, progress = self.events, self.progress
         events.fire("on_step_begin")
-        self._rate = self.learning_rate(events.state.global_step)
-        metrics = self.advance(batch, self._rate)
+        progress.learning_rate = self.learning_rate(events.state.global_step)
+        self._between_steps = False
+        metrics = self.advance(batch, progress.learning_rate)
         for _ in range(batch.num_micro_batches - 1):
             events.fire("on_substep_end")
         events.fire("on_pre_optimizer_step")
         events.fire("on_optimizer_step")
-        if self._unreported:
-            jax.block_until_ready(self._unreported[-1])
-        if len(self._unreported) % _HELD_ON_DEVICE == 0:
-            self._unreported = jax.device_get(self._unreported)
-        self._unreported.append(metrics)
-        self._evaluated_last = False
+        self.watch.see(batch, metrics)
+        if len(progress.unreported) % _HELD_ON_DEVICE == 0:
+            progress.unreported = jax.device_get(progress.unreported)
+        progress.unreported.append(metrics)
+        progress.evaluated_last = False
+        progress.pairs += batch.num_pairs
+        progress.micro_batches += batch.num_micro_batches
+        progress.rows_digest = batch.rows_digest
+        events.state.global_step += 1
+        events.state.epoch = progress.epoch + progress.micro_batches / self.micro_batches_per_epoch
+        self._between_steps = True
+        events.fire("on_step_end")
 
     def _report_evaluate_save(self) -> None:
         events = self.events
-        if events.control.should_log and self._unreported:
+        if events.control.should_log and self.progress.unreported:
             self._report()
         if events.control.should_evaluate:
             best = is_new_best(self.evaluate(), events.args, events.state)
-            self._evaluated_last = True
+            self.progress.evaluated_last = True
             if events.args.save_strategy == SaveStrategy.BEST:
                 events.control.should_save = best
         if events.control.should_save:
-            self.save()
-            events.fire("on_save")
+            self._save()
+
+    def _save(self) -> None:
+        control, progress = self.events.control, self.progress
+        self._between_steps = False  # a save that fails is not tried again
+        progress.stop_training, progress.stop_epoch = control.should_training_stop, control.should_epoch_stop
+        progress.unreported = jax.device_get(progress.unreported)
+        self.watch.settle()
+        self.save(progress)
+        self._between_steps, self._saved_at = True, self.events.state.global_step
+        self.events.fire("on_save")
+
+    def _heed_signals(self) -> None:
+        """Raises SystemExit where a signal came, with what the step gave on the disk."""
+        if self.interrupts.received is None:
+            return
+        if self.events.args.save_strategy != SaveStrategy.NO and self._saved_at != self.events.state.global_step:
+            self._save()
+        self.interrupts.leave()
 
     def _report(self) -> None:
         steps = self._fetch()
         logs = {
             "loss": sum(float(step["loss"]) for step in steps) / len(steps),
             "grad_norm": float(steps[-1]["grad_norm"]),
-            "learning_rate": self._rate,
+            "learning_rate": self.progress.learning_rate,
         }
         self.report(logs, steps)
 
     def _fetch(self) -> list[dict[str, np.ndarray]]:
         """The metrics since the last time, on the host; their losses go into the sum."""
-        steps, self._unreported = jax.device_get(self._unreported), []
-        self._loss_sum += sum(float(step["loss"]) for step in steps)
+        steps, self.progress.unreported = jax.device_get(self.progress.unreported), []
+        self.progress.loss_sum += sum(float(step["loss"]) for step in steps)
         return steps

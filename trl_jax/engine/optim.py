@@ -82,3 +82,13 @@ def adamw(
     if weight_decay:
         steps.append(optax.add_decayed_weights(weight_decay, mask=decayed))
     return optax.chain(*steps, scale_by_given_learning_rate())
+
+
+def with_adam_moments(state: Any, count: int, mu: dict[str, jax.Array], nu: dict[str, jax.Array]) -> Any:
+    """The state of `adamw` with these moments in it, as after `count` steps."""
+
+    def is_adam(node):
+        return isinstance(node, optax.ScaleByAdamState)
+
+    adam = optax.ScaleByAdamState(count=jnp.asarray(count, jnp.int32), mu=mu, nu=nu)
+    return jax.tree.map(lambda node: adam if is_adam(node) else node, state, is_leaf=is_adam)

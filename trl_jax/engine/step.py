@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +17,8 @@ Loss = Callable[[Params, Any, jax.Array | None], tuple[jax.Array, dict[str, jax.
 def make_step(loss: Loss, tx: optax.GradientTransformationExtraArgs) -> Callable:
     """`step(params, opt_state, batch, learning_rate, key) -> (params, opt_state, metrics)`, jitted.
 
-    params and opt_state are donated: the arrays passed in are gone afterwards.
+    params and opt_state are donated: the arrays passed in are gone afterwards. Where the loss or the gradient is no
+    number, both come back as they were: AdamW would carry one NaN through every later step.
 
     Args:
         loss: `(params, micro_batch, key) -> (loss, metrics)`. The weights in a batch make the losses of its
@@ -30,9 +32,11 @@ def make_step(loss: Loss, tx: optax.GradientTransformationExtraArgs) -> Callable
 
     def step(params, opt_state, batch, learning_rate, key):
         total, gradients, metrics = _accumulate(grad, params, batch, key)
-        updates, opt_state = tx.update(gradients, opt_state, params, learning_rate=learning_rate)
         metrics |= {"loss": total, "grad_norm": optax.global_norm(gradients)}
-        return optax.apply_updates(params, updates), opt_state, metrics
+        updates, successor = tx.update(gradients, opt_state, params, learning_rate=learning_rate)
+        good = jnp.isfinite(total) & jnp.isfinite(metrics["grad_norm"])
+        kept = partial(jax.tree.map, lambda new, old: jnp.where(good, new, old))
+        return kept(optax.apply_updates(params, updates), params), kept(successor, opt_state), metrics
 
     return jax.jit(step, donate_argnums=(0, 1))
 

@@ -108,7 +108,8 @@ def indexed_shards(folder: Path) -> list[str]:
 
 
 def _plain(name: str) -> bool:
-    return Path(name).name == name and name not in ("", "..") and "\\" not in name and "\0" not in name
+    fits = Path(name).name == name and len(name) <= 255  # the longest that file systems have
+    return fits and name not in ("", "..") and "\\" not in name and "\0" not in name
 
 
 def write_checkpoint(folder: Path, shards: dict[str, list[str]], read: Callable[[str], np.ndarray]) -> None:

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from trl_jax.core.arguments import SUPPORTED, TABLE, refuse_to_resume
+from trl_jax.core.arguments import SUPPORTED, TABLE
 
 if TYPE_CHECKING:
     from trl_jax.scripts.utils import ScriptArguments, TrlParser
@@ -50,15 +50,17 @@ def main(script_args: ScriptArguments, training_args: RewardConfig, model_args: 
     trainer = RewardTrainer(
         model=model_args.model_name_or_path, args=training_args, train_dataset=train, eval_dataset=test
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     print("Training completed.")
     trainer.save_model(training_args.output_dir)
     print(f"Model saved to {training_args.output_dir}.")
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+        print(f"Model pushed to {trainer.hub_model_id}.")
 
 
 def check_flags(script_args: ScriptArguments, training_args: RewardConfig, model_args: ModelConfig) -> None:
     """Raises ValueError on flags that are missing or not in this release, before anything is loaded."""
-    refuse_to_resume(training_args.resume_from_checkpoint)
     for flag, instead in NOT_YET.items():
         if vars(model_args)[flag]:
             raise ValueError(f"--{flag} is not in this release of trl_jax: {instead}")
@@ -119,7 +121,7 @@ def make_parser(subparsers: argparse._SubParsersAction | None = None, prog: str 
 
 def _fit_to_release(parser: TrlParser) -> None:
     """List in --help the flags that do something, and name the others at its end."""
-    no_effect, refused = ["ignore_bias_buffers", *ONLY_WITH_PEFT], [*NOT_YET, "resume_from_checkpoint"]
+    no_effect, refused = ["ignore_bias_buffers", *ONLY_WITH_PEFT], [*NOT_YET]
     for action in parser._actions:
         kind = TABLE[action.dest].kind if action.dest in TABLE else None
         if action.dest in SUPPORTED:

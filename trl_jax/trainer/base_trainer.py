@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +14,24 @@ from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import SaveStrategy, TrainOutput, speed_metrics
 
-from trl_jax.core.arguments import refuse_to_resume
+from trl_jax.core.argument_rules import as_choice
 from trl_jax.data.order import RunLength, plan
-from trl_jax.engine.checkpoint import forget_all_but_best
+from trl_jax.engine.checkpoint import forget_all_but_best, sweep
+from trl_jax.engine.interrupts import Interrupts
+from trl_jax.engine.lock import only_run
 from trl_jax.engine.loop import Loop
 from trl_jax.engine.optim import adamw, decays
+from trl_jax.engine.progress import Progress
+from trl_jax.engine.resume import find
 from trl_jax.engine.schedules import learning_rates
 from trl_jax.engine.step import make_step
+from trl_jax.engine.watch import Watch
 from trl_jax.hub.loading import load as load_weights
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.trainer.base_config import BaseConfig
+from trl_jax.trainer.diagnosis import explain
 from trl_jax.trainer.evaluating import Evaluating, refuse
+from trl_jax.trainer.publishing import sweep_stages
 
 _NEVER_CALLED = frozenset(
     """
@@ -72,7 +81,6 @@ class BaseTrainer(Evaluating):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
         self._plan()  # refuses a run without an end now rather than at train()
-        self._optimizer_state = None  # a second train() goes on with it, as TRL's does
         self._events.fire("on_init_end")
 
     def train(
@@ -83,39 +91,56 @@ class BaseTrainer(Evaluating):
     ) -> TrainOutput:
         """Train to the end. Returns the steps taken, the mean loss, and the run's metrics.
 
-        Raises:
-            ValueError: `resume_from_checkpoint` is set: this release does not resume.
-        """
-        refuse_to_resume(resume_from_checkpoint)
-        refuse(trial=trial, ignore_keys_for_eval=ignore_keys_for_eval)
-        with self._on_device():
-            return self._train()
+        Args:
+            resume_from_checkpoint: a checkpoint's folder, or True for the newest whole one in `args.output_dir`.
 
-    def _train(self) -> TrainOutput:
-        args, start = self.args, time.time()
+        Raises:
+            ValueError: there is nothing whole to resume from, or it is of another model, optimizer or dataset.
+            FloatingPointError: several steps in a row gave no number.
+            SystemExit: SIGTERM (143) or SIGINT (130) asked for it; what the step gave is in a checkpoint.
+        """
+        refuse(trial=trial, ignore_keys_for_eval=ignore_keys_for_eval)
+        saves, interrupts = self.args.save_strategy != SaveStrategy.NO, Interrupts()
+        promise = "saving a checkpoint and leaving" if saves else "leaving without a checkpoint (save_strategy='no')"
+        with self._on_device(), contextlib.ExitStack() as held:
+            if saves:
+                held.enter_context(only_run(self.args.output_dir))
+                sweep(Path(self.args.output_dir))
+                sweep_stages(self.args.output_dir)
+            held.enter_context(interrupts.heeded(promise))
+            return self._train(as_choice(resume_from_checkpoint), interrupts)
+
+    def _train(self, resume_from: str | bool | None, interrupts: Interrupts) -> TrainOutput:
+        args, start, run, tx = self.args, time.time(), self._plan(), self.create_optimizer()
+        self._fingerprint = None  # the dataset may have been exchanged since the last run
         self._new_state()
-        run = self._plan()
+        progress = self._take_up(find(resume_from, args.output_dir), run, tx) if resume_from else Progress()
+        first = self.state.global_step
         self.state.max_steps, self.state.num_train_epochs = run.max_steps, run.num_epochs
         self.state.compute_steps(args, run.max_steps)
-        loader, rates = self.get_train_dataloader(), self._learning_rates(run.max_steps)
+        loader = self.get_train_dataloader()
         self.callback_handler.train_dataloader = loader
         loop = Loop(
             events=self._events,
             batches=loader,
             num_epochs=run.num_epochs,
             micro_batches_per_epoch=run.micro_batches_per_epoch,
-            advance=self._advancer(),
-            learning_rate=rates,
+            advance=self._advancer(tx),
+            learning_rate=self._learning_rates(run.max_steps),
             report=self._report,
             evaluate=self.evaluate,
             save=self._save_checkpoint,
+            watch=Watch(first + 1, partial(explain, self)),
+            interrupts=interrupts,
+            progress=progress,
         )
         self.is_in_train = True
         try:
             train_loss, unreported = loop.run()
         finally:
             self.is_in_train = False
-        return self._finish(train_loss, self._measured(unreported), start, run.max_steps)
+        self._finish_pushing()
+        return self._finish(train_loss, self._measured(unreported), start, run.max_steps, first)
 
     def _plan(self) -> RunLength:
         args = self.args
@@ -128,9 +153,8 @@ class BaseTrainer(Evaluating):
             max_steps=args.max_steps,
         )
 
-    def _advancer(self) -> Any:
+    def _advancer(self, tx: Any) -> Any:
         """(step batch, learning rate) -> metrics. Replaces the model's parameters by their successors."""
-        tx = self.create_optimizer()
         step = make_step(self.loss, tx)
         if self._optimizer_state is None:
             self._optimizer_state = tx.init(self.model.params)
@@ -177,13 +201,16 @@ class BaseTrainer(Evaluating):
     def _measured(self, steps: list[dict[str, np.ndarray]]) -> dict[str, float]:
         return {"num_tokens": float(self._tokens_seen)} | self.training_metrics(steps) if steps else {}
 
-    def _finish(self, train_loss: float, measured: dict[str, float], start: float, max_steps: int) -> TrainOutput:
+    def _finish(
+        self, train_loss: float, measured: dict[str, float], start: float, max_steps: int, first: int
+    ) -> TrainOutput:
         args, state = self.args, self.state
         rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * max_steps
         if isinstance(self.train_dataset, Dataset) and args.max_steps <= 0:
             rows = len(self.train_dataset) * args.num_train_epochs
-        rows *= state.global_step / max(max_steps, 1)
-        metrics = speed_metrics("train", start, num_samples=rows, num_steps=state.global_step)
+        taken = state.global_step - first  # the time is that of this session, so are its steps
+        rows *= taken / max(max_steps, 1)
+        metrics = speed_metrics("train", start, num_samples=rows, num_steps=taken)
         metrics |= {"total_flos": state.total_flos, "train_loss": train_loss} | measured
         self.log(metrics)
         metrics["epoch"] = state.epoch

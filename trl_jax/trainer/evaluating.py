@@ -11,10 +11,10 @@ import numpy as np
 from transformers.trainer_utils import EvalPrediction, PredictionOutput, denumpify_detensorize, speed_metrics
 
 from trl_jax.engine.evaluation import Evaluated, run_evaluation
-from trl_jax.trainer.session import Session
+from trl_jax.trainer.publishing import Publishing
 
 
-class Evaluating(Session):
+class Evaluating(Publishing):
     """`evaluate` and `predict`."""
 
     def __init__(self, *session: Any, compute_metrics: Any, preprocess_logits_for_metrics: Any):

@@ -25,6 +25,7 @@ from trl_jax.losses.pairwise import pairwise_loss
 from trl_jax.models.functional import merge
 from trl_jax.trainer import reward_metrics
 from trl_jax.trainer.base_trainer import BaseTrainer
+from trl_jax.trainer.diagnosis import check_weights
 from trl_jax.trainer.evaluating import refuse
 from trl_jax.trainer.reward_config import RewardConfig
 from trl_jax.trainer.session import run_device
@@ -83,6 +84,9 @@ class RewardTrainer(BaseTrainer):
         if train_dataset is None:
             raise ValueError("train_dataset is required: pass a datasets.Dataset of preference pairs.")
         check_type(train_dataset, "train")
+        self.args = args
+        if args.push_to_hub:  # first of all: a Hub that does not answer costs seconds, not a model's loading
+            self.init_hf_repo()
         checkpoint = _find(model, args)
         if processing_class is None:
             trust = args.trust_remote_code
@@ -92,7 +96,7 @@ class RewardTrainer(BaseTrainer):
             special_tokens.settle_chat_template(processing_class, args.chat_template_path)
         _check_pad(processing_class, checkpoint.vocab_size)
         # Rows first: a bad one is named before weights are read, and num_proc forks before JAX has threads.
-        self.args, self.processing_class = args, processing_class
+        self.processing_class = processing_class
         self._vocab_size, self._most_tokens = checkpoint.vocab_size, checkpoint.most_tokens
         train_dataset = self.prepare_dataset(train_dataset, "train")
         if isinstance(eval_dataset, dict):
@@ -192,7 +196,7 @@ def _find(model: str | PreTrainedModel, args: RewardConfig) -> Checkpoint | PreT
 
 def _loaded(checkpoint: Checkpoint, args: RewardConfig) -> PreTrainedModel:
     with jax.default_device(run_device(args)):
-        return checkpoint.load(args.seed)
+        return check_weights(checkpoint.load(args.seed))
 
 
 def _check_pad(tokenizer: Any, vocab_size: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import logging
 import os
@@ -23,11 +24,14 @@ from transformers.trainer_callback import (
 )
 from transformers.utils import logging as transformers_logging
 
-from trl_jax.engine.checkpoint import save_checkpoint
 from trl_jax.engine.events import Events
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.trainer.base_config import BaseConfig
 from trl_jax.trainer.task import Task
+
+logger = logging.getLogger(__name__)
+
+ARGUMENTS = "training_args.json"
 
 
 class Session(Task):
@@ -55,6 +59,7 @@ class Session(Task):
         self._new_state()
         self._arguments = json.dumps(_written(args), indent=2)  # now: what cannot be written should not cost a run
         set_log_level(args.get_process_log_level())
+        _warn_of_idle_devices(args)
         os.makedirs(args.output_dir, exist_ok=True)
 
     # ---- dataloaders, logs, files ------------------------------------------------------------------------------
@@ -91,10 +96,7 @@ class Session(Task):
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         self.model.save_pretrained(folder)
         self.processing_class.save_pretrained(folder)
-        (folder / "training_args.json").write_text(self._arguments + "\n", encoding="utf-8")
-
-    def _save_checkpoint(self) -> None:
-        save_checkpoint(self.args.output_dir, lambda folder: self.save_model(folder, _internal_call=True), self._events)
+        (folder / ARGUMENTS).write_text(self._arguments + "\n", encoding="utf-8")
 
     # ---- callbacks and state -----------------------------------------------------------------------------------
 
@@ -154,6 +156,19 @@ class Session(Task):
 def run_device(args: BaseConfig) -> jax.Device:
     """The one device a run of this release uses."""
     return jax.devices("cpu")[0] if args.use_cpu else jax.devices()[0]
+
+
+def _warn_of_idle_devices(args: BaseConfig) -> None:
+    """JAX without the plugin of an accelerator runs on the CPU, and says so in no way one would notice."""
+    if args.use_cpu or os.environ.get("JAX_PLATFORMS") or jax.default_backend() != "cpu":
+        return
+    for kind, extra, pattern in (("GPU", "cuda", "/dev/nvidia[0-9]*"), ("TPU", "tpu", "/dev/accel[0-9]*")):
+        if glob.glob(pattern):
+            logger.warning(
+                'Training on the CPU, though this machine has a %s: pip install "trl_jax[%s]", or pass use_cpu=True.',
+                kind,
+                extra,
+            )
 
 
 def set_log_level(level: int) -> None:

@@ -1,0 +1,49 @@
+"""One run at a time writes an output_dir."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+LOCK = ".trl_jax.lock"
+
+
+@contextlib.contextmanager
+def only_run(output_dir: str) -> Iterator[None]:
+    """Holds `output_dir` for this run. The lock dies with the process, however it dies.
+
+    Raises:
+        RuntimeError: another run has it; the text says which.
+    """
+    path = Path(output_dir) / LOCK
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = _locked(path)
+    try:
+        os.truncate(handle, 0)
+        os.write(handle, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # while it is held: who waits for it finds that out and makes a new one
+        os.close(handle)
+
+
+def _locked(path: Path) -> int:
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.read(handle, 1000).decode(errors="replace")
+            os.close(handle)
+            raise RuntimeError(
+                f"output_dir={str(path.parent)!r} is being written by another run ({holder}). Wait for it to end, or "
+                "choose another output_dir."
+            ) from error
+        if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
+            return handle
+        os.close(handle)  # its holder left between the two calls

@@ -1,0 +1,141 @@
+"""How far a run has come, beside its weights: what a checkpoint holds so that the rest of the run is the same."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from trl_jax.engine.manifest import BrokenCheckpoint
+
+# In a folder of their own: readers of a model take every *.safetensors beside its config for weights.
+TENSORS, FACTS = "training_state/arrays.safetensors", "training_state/facts.json"
+
+
+@dataclass
+class Progress:
+    """Where a run stands between two steps.
+
+    Attributes:
+        epoch: counted from 0.
+        epoch_over: this epoch's closing events have been fired.
+        pairs: how many of this epoch's pairs are behind; the place in the data, whatever the batch size.
+        micro_batches: the same counted in micro-batches.
+        rows_digest: digest of those pairs, of a stream; None of a table, whose rows are known beforehand.
+        stop_training, stop_epoch: what callbacks had asked for.
+        loss_sum: of all steps that were reported.
+        learning_rate: of the last step.
+        evaluated_last: an evaluation came after the last step.
+        unreported: the metrics of the steps since the last report.
+    """
+
+    epoch: int = 0
+    epoch_over: bool = False
+    pairs: int = 0
+    micro_batches: int = 0
+    rows_digest: int | None = None
+    stop_training: bool = False
+    stop_epoch: bool = False
+    loss_sum: float = 0.0
+    learning_rate: float = 0.0
+    evaluated_last: bool = False
+    unreported: list[dict[str, Any]] = field(default_factory=list)
+
+
+def named_leaves(tree: Any, prefix: str) -> dict[str, Any]:
+    """"<prefix>/<place in the tree>" -> leaf."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {f"{prefix}/{jax.tree_util.keystr(path, simple=True, separator='/')}": leaf for path, leaf in leaves}
+
+
+def write_progress(folder: Path, progress: Progress, trees: dict[str, Any], facts: dict[str, Any]) -> None:
+    """Two files: arrays by name, and everything that is not an array; neither needs pickle to be read.
+
+    Args:
+        trees: name -> pytree of arrays (optimizer state, weights that the model's files round).
+        facts: JSON; the caller's own.
+    """
+    arrays = {name: leaf for prefix, tree in trees.items() for name, leaf in named_leaves(tree, prefix).items()}
+    steps = progress.unreported
+    arrays |= {f"metrics/{name}": np.stack([step[name] for step in steps]) for name in (steps[0] if steps else {})}
+    on_host = {name: np.ascontiguousarray(array).reshape(np.shape(array)) for name, array in arrays.items()}
+    (folder / TENSORS).parent.mkdir()
+    save_file(on_host, folder / TENSORS)
+    kept = {name: value for name, value in asdict(progress).items() if name != "unreported"}
+    text = json.dumps({"progress": kept, "random": _random_state(), **facts}, indent=2)
+    (folder / FACTS).write_text(text + "\n", encoding="utf-8")
+
+
+class SavedProgress:
+    """What `write_progress` wrote.
+
+    Raises:
+        BrokenCheckpoint: a file is missing or damaged.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        for name in (FACTS, TENSORS):
+            if not (folder / name).is_file():
+                raise BrokenCheckpoint(
+                    f"{folder} holds no {name}, so training cannot go on from it (save_only_model leaves it out). "
+                    "Pass the folder as model= to start anew from its weights."
+                )
+        try:
+            self.facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+            self.tensors = safe_open(folder / TENSORS, framework="numpy")
+            self._names = list(self.tensors.keys())
+            kept = {name: self.facts["progress"][name] for name in _FIELDS}
+            self.progress = Progress(**kept, unreported=self._unreported())
+        except (ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
+            raise BrokenCheckpoint(f"{folder}: {FACTS} or {TENSORS} is damaged: {error!r}.") from error
+
+    def _unreported(self) -> list[dict[str, np.ndarray]]:
+        stacks = {name: self.tensors.get_tensor(f"metrics/{name}") for name in self.names("metrics")}
+        count = len(next(iter(stacks.values()), ()))
+        return [{name: stack[step] for name, stack in stacks.items()} for step in range(count)]
+
+    def names(self, prefix: str) -> list[str]:
+        return [name.removeprefix(f"{prefix}/") for name in self._names if name.startswith(f"{prefix}/")]
+
+    def tree(self, prefix: str, like: Any) -> Any:
+        """The arrays saved under `prefix`, on JAX's default device, in the shape of the pytree `like`.
+
+        Raises:
+            ValueError: it is of other arrays: another optimizer, or another model.
+        """
+        wanted = named_leaves(like, prefix)
+        found = {f"{prefix}/{name}" for name in self.names(prefix)}
+        wrong = sorted(found ^ set(wanted)) or [
+            name for name, leaf in wanted.items() if tuple(self.tensors.get_slice(name).get_shape()) != leaf.shape
+        ]
+        if wrong:
+            raise ValueError(
+                f"{self.folder / TENSORS} is of another run: {wrong[0]} and {len(wrong) - 1} more arrays are not the "
+                "same here. Resume with the model and the optimizer it was saved with."
+            )
+        # Copies: memory that NumPy owns could not be donated.
+        leaves = [jax.numpy.array(self.tensors.get_tensor(name)) for name in wanted]
+        return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+    def restore_random_state(self) -> None:
+        """Python's and NumPy's global generators, which callbacks and metrics may draw from."""
+        version, words, gauss = self.facts["random"]["python"]
+        random.setstate((version, tuple(words), gauss))
+        name, keys, *rest = self.facts["random"]["numpy"]
+        np.random.set_state((name, np.asarray(keys, np.uint32), *rest))
+
+
+_FIELDS = [f.name for f in fields(Progress) if f.name != "unreported"]
+
+
+def _random_state() -> dict[str, Any]:
+    name, keys, *rest = np.random.get_state()
+    return {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest]}

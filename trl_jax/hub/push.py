@@ -1,0 +1,148 @@
+"""Uploads to a repository on the Hub: retried, in the background where asked, their failures kept and told."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+from huggingface_hub.errors import HfHubHTTPError
+
+logger = logging.getLogger(__name__)
+
+_WAITS = (1.0, 2.0, 4.0, 8.0)  # seconds before the second try, the third, ...
+_LONGEST_WAIT = 60.0  # however long the Hub asks for
+_HOPELESS = (400, 401, 403, 404, 413)  # what another try would not change
+# Of a run's folder: checkpoints have places of their own, and hidden names are nobody's business.
+IGNORED = ("_*", ".*", "checkpoint-*")
+
+
+@dataclass(frozen=True)
+class Upload:
+    """One commit: the files of a folder, to a path in the repository."""
+
+    folder: Path
+    message: str
+    path_in_repo: str = ""
+    ignored: tuple[str, ...] = ()
+
+
+class Publisher:
+    """One repository. `failures` are the texts of the background pushes that failed, `running` says whether one runs.
+
+    The token is handed to the client and to nothing else: errors are told without it.
+    """
+
+    def __init__(self, name: str, *, token: str | None, private: bool | None, revision: str | None):
+        self._token, self._revision = token, revision
+        self.repo_id, self.failures = name, []
+        self._private, self._opened = private, False
+        self._thread: threading.Thread | None = None
+
+    def open(self) -> str:
+        """Make the repository (and the branch) if there is none; its full name.
+
+        Raises:
+            PermissionError: the token is missing, wrong, or may not write there.
+            ConnectionError: the Hub cannot be reached, or answers with an error.
+        """
+        if not self._opened:
+            api = huggingface_hub.HfApi(token=self._token)
+            try:
+                url = api.create_repo(self.repo_id, private=self._private, exist_ok=True)
+                if self._revision is not None:
+                    api.create_branch(url.repo_id, branch=self._revision, exist_ok=True)
+            except Exception as error:  # the client raises its own, its transport's and the system's
+                raise self._told(error, "cannot be opened") from None
+            self.repo_id, self._opened = url.repo_id, True
+        return self.repo_id
+
+    @property
+    def running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    def push(self, uploads: list[Upload], *, revision: str | None = None) -> Any:
+        """Upload now; the last commit.
+
+        Raises:
+            PermissionError, ConnectionError: not even the last try succeeded.
+        """
+        self.open()
+        return [self._upload(upload, revision or self._revision) for upload in uploads][-1]
+
+    def push_in_background(
+        self, uploads: list[Upload], *, done: Callable[[bool], None], revision: str | None = None, daemon: bool = True
+    ) -> Future:
+        """Upload after what is under way. `done` is told at its end whether it succeeded; a failure is logged and kept.
+
+        A daemon's upload is cut off when the process ends.
+        """
+        future, before = Future(), self._thread
+
+        def run():
+            if before is not None:
+                before.join()
+            try:
+                result = self.push(uploads, revision=revision)
+            except OSError as error:
+                self.failures.append(str(error))
+                logger.warning("%s", error)
+                done(False)
+                future.set_exception(error)
+            else:
+                done(True)
+                future.set_result(result)
+
+        self._thread = threading.Thread(target=run, name="push to the Hub", daemon=daemon)
+        self._thread.start()
+        return future
+
+    def _upload(self, upload: Upload, revision: str | None) -> Any:
+        for wait in (*_WAITS, None):
+            try:
+                return huggingface_hub.HfApi(token=self._token).upload_folder(
+                    repo_id=self.repo_id,
+                    folder_path=upload.folder,
+                    path_in_repo=upload.path_in_repo,
+                    commit_message=upload.message,
+                    ignore_patterns=list(upload.ignored),
+                    revision=revision,
+                )
+            except Exception as error:
+                status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+                if wait is None or status in _HOPELESS:
+                    raise self._told(error, f'did not take "{upload.message}"') from None
+                wait = _wished(error) or wait
+                logger.info("%s Trying again in %g seconds.", self._told(error, "did not answer"), wait)
+            time.sleep(wait)
+
+    def _told(self, error: Exception, what: str) -> OSError:
+        status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        if self._token:
+            text = text.replace(self._token, "<hub_token>")
+        kind = PermissionError if status in (401, 403) else ConnectionError
+        way_out = (
+            "Log in with `hf auth login`, or pass a hub_token that may write there."
+            if kind is PermissionError
+            else "What is saved here is complete: push again later."
+        )
+        return kind(f"The repository {self.repo_id!r} on the Hub {what}: {text} {way_out}")
+
+
+def _wished(error: Exception) -> float | None:
+    """How many seconds the Hub asks to wait, if it does."""
+    if not isinstance(error, HfHubHTTPError):
+        return None
+    asked = error.response.headers.get("Retry-After", "")
+    return min(float(asked), _LONGEST_WAIT) if asked.isdecimal() else None

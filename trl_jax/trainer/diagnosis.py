@@ -1,0 +1,53 @@
+"""Values that are no numbers: in weights as they were loaded, or where in the model a step met the first one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from trl_jax.engine.first_bad import first_bad
+
+if TYPE_CHECKING:
+    from trl_jax.hub.pretrained import PreTrainedModel
+    from trl_jax.trainer.task import Task
+
+
+def explain(trainer: Task, batch: Any) -> str:
+    """A sentence on where the first value that is no number arises, in `trainer.loss` or in its gradient."""
+    params = trainer.model.params
+    bad = [path for path, array in params.items() if not np.isfinite(jax.device_get(array)).all()]
+    if bad:
+        return f"The weights {', '.join(bad[:8])} hold values that are none."
+    size = trainer.args.per_device_train_batch_size
+    for number in range(batch.num_micro_batches):
+        micro = jax.tree.map(lambda leaf, number=number: leaf[number], batch.arrays)
+        for function in (trainer.loss, jax.grad(trainer.loss, has_aux=True)):
+            found = first_bad(lambda p, b, function=function: function(p, b, None), params, micro)
+            if found is not None:
+                rows = batch.rows[number * size : (number + 1) * size]
+                return f"{found} It is computed from rows {', '.join(map(str, rows))}."
+    return "With dropout off no value is at fault."
+
+
+def check_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, unless a tensor of its checkpoint holds NaN or infinity.
+
+    Raises:
+        ValueError: naming the tensors as they are called on disk.
+    """
+    bad = []
+    for wire in model.source.wires:
+        array = np.asarray(model.params[wire.path])
+        if not np.isfinite(array).all():
+            layers = array if wire.stacked else array[None]
+            named = zip(wire.tensors(model.source.arch.num_layers), layers, strict=True)
+            bad += [tensor for tensor, values in named if not np.isfinite(values).all()]
+    if bad:
+        raise ValueError(
+            f"{model.name_or_path}: {', '.join(bad[:8])}{' and others' if len(bad) > 8 else ''} hold NaN or infinite "
+            "values, so training could give nothing else. Take another checkpoint; to train this one all the same, "
+            "load it with AutoModelForSequenceClassification.from_pretrained and pass the model."
+        )
+    return model

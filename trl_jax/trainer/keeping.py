@@ -1,0 +1,149 @@
+"""Checkpoints of a run, and going on from one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from datasets import Dataset
+from transformers.trainer_callback import TrainerState
+
+from trl_jax.data.fingerprint import fingerprint
+from trl_jax.data.order import RunLength
+from trl_jax.engine.checkpoint import save_checkpoint
+from trl_jax.engine.progress import Progress, SavedProgress, write_progress
+from trl_jax.engine.resume import Found, changed_arguments, restore_callbacks
+from trl_jax.hub.loading import load as load_weights
+from trl_jax.trainer import foreign
+from trl_jax.trainer.session import ARGUMENTS, Session
+
+logger = logging.getLogger(__name__)
+
+
+class Keeping(Session):
+    """Writes checkpoints, and takes one up again: the weights and moments bit for bit, and the place in the data."""
+
+    def __init__(self, *session: Any):
+        super().__init__(*session)
+        self._optimizer_state: Any = None  # a second train() goes on with it, as TRL's does
+        self._fingerprint: str | None = None
+
+    # ---- writing -----------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, progress: Progress) -> Path:
+        self._check_weights()
+        return save_checkpoint(
+            self.args.output_dir,
+            lambda folder: self._write(folder, progress),
+            self._events,
+            facts={"dataset": self._dataset_fingerprint()},
+            needed=self._least_bytes(),
+        )
+
+    def _write(self, folder: Path, progress: Progress) -> None:
+        self.save_model(folder, _internal_call=True)
+        if self.args.save_only_model:
+            return
+        trees = {"optimizer": self._optimizer_state}
+        if set(self.model.source.dtypes.values()) != {"float32"}:  # the model's own file rounds them
+            trees["params"] = self.model.params
+        write_progress(folder, progress, trees, {"tokens_seen": self._tokens_seen})
+
+    def _least_bytes(self) -> int:
+        """Of weights and moments; small files not counted."""
+        width = 4 if "float32" in self.model.source.dtypes.values() else 2
+        weights = width * self.model.num_parameters()
+        state = 0 if self.args.save_only_model else sum(leaf.nbytes for leaf in jax.tree.leaves(self._optimizer_state))
+        return weights + state
+
+    def _check_weights(self) -> None:
+        """Raises FloatingPointError rather than let weights that are no numbers take the place of good ones."""
+        bad = [path for path, good in jax.device_get(_finite(self.model.params)).items() if not good]
+        if bad:
+            raise FloatingPointError(
+                f"Step {self.state.global_step}: {', '.join(bad[:8])} hold NaN or infinite values. No checkpoint was "
+                "written; earlier ones are good. Lower learning_rate and resume."
+            )
+
+    def _dataset_fingerprint(self) -> str | None:
+        """Of a table, read once a run; a stream's rows are known only as they pass."""
+        if self._fingerprint is None and isinstance(self.train_dataset, Dataset):
+            self._fingerprint = fingerprint(self.train_dataset)
+        return self._fingerprint
+
+    # ---- going on ----------------------------------------------------------------------------------------------
+
+    def _take_up(self, found: Found, run: RunLength, tx: Any) -> Progress:
+        """Become what the run was when it wrote this checkpoint. Whatever is wrong with it is told before that."""
+        folder, args = found.folder, self.args
+        saved = SavedProgress(folder) if found.manifest is not None else None
+        if found.manifest is not None and not args.ignore_data_skip:
+            self._check_dataset(found)
+        params = self._weights_of(folder)
+        if saved is None:
+            state = foreign.optimizer_state(folder, tx.init(params), self._weights_of)
+            progress, self._tokens_seen = self._place_of(found.state), foreign.tokens_seen(found.state)
+        else:
+            params = saved.tree("params", params) if saved.names("params") else params
+            state, progress = saved.tree("optimizer", jax.eval_shape(tx.init, params)), saved.progress
+            saved.restore_random_state()
+            self._tokens_seen = saved.facts["tokens_seen"]
+        self.model.params, self._optimizer_state = params, state
+        self._tell_changes(folder)
+        reached = found.state.global_step >= run.max_steps
+        progress.stop_training = reached or (progress.stop_training and found.state.max_steps == run.max_steps)
+        if args.ignore_data_skip and not progress.stop_training:
+            progress.pairs, progress.rows_digest = 0, None
+        progress.micro_batches = math.ceil(progress.pairs / args.per_device_train_batch_size)
+        self._take_up_state(found)
+        logger.warning("Resuming from %s: step %d of %d.", folder, found.state.global_step, run.max_steps)
+        return progress
+
+    def _take_up_state(self, found: Found) -> None:
+        state = self._events.state = found.state
+        restore_callbacks(self._events, wholly=self.args.restore_callback_states_from_checkpoint)
+        state.train_batch_size = self.args.per_device_train_batch_size
+        if state.best_model_checkpoint is not None:  # the run's folder may have moved
+            beside = found.folder.parent / Path(state.best_model_checkpoint).name
+            state.best_model_checkpoint = str(beside) if beside.is_dir() else None
+
+    def _weights_of(self, folder: Path) -> dict[str, jax.Array]:
+        params, _ = load_weights(folder, dtype="auto", seed=self.args.seed)
+        shapes = {path: array.shape for path, array in params.items()}
+        if shapes != {path: array.shape for path, array in self.model.params.items()}:
+            raise ValueError(
+                f"{folder} holds another model than {self.model.name_or_path}: their weights differ in name or shape. "
+                "Resume with the model the run began with."
+            )
+        return params
+
+    def _check_dataset(self, found: Found) -> None:
+        then, now = found.manifest["dataset"], self._dataset_fingerprint()
+        if then != now:
+            raise ValueError(
+                f"train_dataset is not the one {found.folder} was trained on (fingerprint {now}, then {then}): its "
+                "place in the data would mean nothing. Pass the same rows, tokenizer and max_length, or "
+                "ignore_data_skip=True to begin the epoch again with these."
+            )
+
+    def _tell_changes(self, folder: Path) -> None:
+        path = folder / ARGUMENTS
+        then = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        changes = changed_arguments(then, json.loads(self._arguments)) if then else []
+        if changes:
+            logger.warning("Resuming with other arguments than %s was saved with: %s.", folder, "; ".join(changes))
+
+    def _place_of(self, state: TrainerState) -> Progress:
+        args = self.args
+        steps = len(self.get_train_dataloader()) if isinstance(self.train_dataset, Dataset) else None
+        return foreign.place(state, steps, args.gradient_accumulation_steps * args.per_device_train_batch_size)
+
+
+@jax.jit
+def _finite(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {path: jnp.isfinite(array).all() for path, array in params.items()}
