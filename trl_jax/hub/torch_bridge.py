@@ -1,0 +1,245 @@
+"""Where torch is installed: transformers' own models, exported to programs. The one file that may import torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trl_jax.nn.aten.program import Node, Program, Ref
+from trl_jax.nn.aten.table import OPERATIONS
+
+_LAYER = re.compile(r"\.\d+(?:@\d+)?$")  # a numbered submodule; @1 marks that it is called for the second time
+_SILENT = ("aten._assert_tensor_metadata.default", "aten.sym_constrain_range_for_size.default")
+_INERT = {"device", "layout", "pin_memory", "memory_format", "non_blocking", "dtype"}  # dtypes stand in the result
+
+
+class TorchModel:
+    """A sequence classifier of transformers: its config, its parameters' values once, and its programs.
+
+    Attributes:
+        config: transformers' config object; `pad_token_id` in it is read whenever a program is made.
+        dtypes: parameter name -> the dtype it was loaded in, and is saved in.
+        shapes: parameter name -> shape.
+        embedding: the name of the token embedding.
+        norms: the parameters of layer norms, whatever they are called.
+    """
+
+    def __init__(self, folder: Path, *, dtype: str, seed: int):
+        import torch
+
+        self._module = _load(folder, dtype, seed)
+        self.config = self._module.config
+        self.config.use_cache = False
+        named = dict(self._module.named_parameters())
+        self.dtypes = {name: _name(parameter.dtype) for name, parameter in named.items()}
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
+        inside = _members(self._module, torch.nn.LayerNorm)
+        self.norms = frozenset(name for name, parameter in named.items() if id(parameter) in inside)
+        table = self._module.get_input_embeddings().weight
+        self.embedding = next(name for name, parameter in named.items() if parameter is table)
+        self._programs: dict[tuple, list[tuple[Callable[[int, int], bool], Program]]] = {}
+
+    def take(self) -> Iterator[tuple[str, np.ndarray]]:
+        """(name, float32 array) of each parameter, once: its memory is given back when the next one is asked for.
+
+        What stays is the shape of the model, enough to export and to save it.
+        """
+        for name, parameter in self._module.named_parameters():
+            yield name, parameter.detach().float().numpy()
+            _empty(parameter, "float32")
+
+    def save(self, folder: Path, params: dict[str, Any]) -> None:
+        """transformers' own save_pretrained: names, fusion and shards are its business."""
+        import torch
+
+        parameters = dict(self._module.named_parameters())
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        try:
+            for name, parameter in parameters.items():
+                _empty(parameter, self.dtypes[name])
+            state = self._module.state_dict(keep_vars=True)
+            for name, tensor in state.items():  # a tied tensor stands in it under several names
+                if id(tensor) in names:
+                    own = names[id(tensor)]
+                    values = torch.from_numpy(np.array(params[own], np.float32))
+                    state[name] = values.to(getattr(torch, self.dtypes[own]))
+            self._module.save_pretrained(folder, state_dict=state)
+        finally:
+            for parameter in parameters.values():
+                _empty(parameter, "float32")
+
+    def program(self, rows: int, length: int, *, dtype: str, training: bool) -> Program:
+        """One that is right for `[rows, length]`: exported before, or now."""
+        made = self._programs.setdefault((dtype, training, self.config.get_text_config().pad_token_id), [])
+        for fits, program in made:
+            if fits(rows, length):
+                return program
+        exported = _exported(self._module, rows, length, dtype, training)
+        made.append((_domain(exported), _translated(exported, self.config.model_type)))
+        return made[-1][1]
+
+
+def _load(folder: Path, dtype: str, seed: int) -> Any:
+    """The classifier as TRL has it after `set_seed(seed)`: what the checkpoint lacks is drawn in the same order."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        kind = dtype if dtype == "auto" else getattr(torch, dtype)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            folder, num_labels=1, dtype=kind, attn_implementation="eager"
+        )
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("grouped_mm")  # the one that does not copy an expert for every token
+    return model
+
+
+def _empty(parameter: Any, dtype: str) -> None:
+    """Memory that is never written takes no place."""
+    import torch
+
+    parameter.data = torch.empty(parameter.shape, dtype=getattr(torch, dtype))
+
+
+def _members(module: Any, kind: type) -> set[int]:
+    return {id(parameter) for part in module.modules() if isinstance(part, kind) for parameter in part.parameters()}
+
+
+def _exported(module: Any, rows: int, length: int, dtype: str, training: bool) -> Any:
+    """The module as torch.export has it, down to ATen operations, any number of rows and tokens if it can be."""
+    import torch
+
+    wrapped = _of_rows(module, dtype)
+    example = torch.ones((2, rows, length), dtype=torch.int64)
+    free = {"rows": {1: torch.export.Dim.AUTO, 2: torch.export.Dim.AUTO}}
+    module.train(training)
+    try:
+        return torch.export.export(wrapped, (example,), dynamic_shapes=free, strict=False).run_decompositions()
+    except Exception as error:  # torch's tracer fails with errors of many types
+        how = " with dropout on (disable_dropout=True leaves it off)" if training else ""
+        raise ValueError(
+            f"model_type {module.config.model_type!r} cannot be exported{how} for {rows} rows of {length} tokens; "
+            f"torch.export says: {str(error).strip()[:400]}"
+        ) from error
+    finally:
+        module.eval()
+
+
+def _of_rows(module: Any, dtype: str) -> Any:
+    """The classifier as a module of one input, ids above mask; in half precision as under TRL's autocast."""
+    import torch
+
+    class Rows(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = module
+
+        def forward(self, rows):
+            with torch.autocast("cpu", dtype=getattr(torch, dtype), enabled=dtype != "float32"):
+                return self.model(input_ids=rows[0], attention_mask=rows[1]).logits
+
+    return Rows()
+
+
+def _domain(exported: Any) -> Callable[[int, int], bool]:
+    """Which numbers of rows and tokens the program is right for: what the tracer took for granted on its way."""
+    value = _input(exported).meta["val"]
+    sizes = value.shape[1:]
+    guards = [guard.expr for guard in value.fake_mode.shape_env.guards]
+    ranges = exported.range_constraints
+
+    def fits(rows: int, length: int) -> bool:
+        found: dict[Any, int] = {}
+        for size, number in zip(sizes, (rows, length), strict=True):
+            symbol = size if isinstance(size, int) else size.node.expr
+            if isinstance(symbol, int) or symbol.is_number:
+                if int(symbol) != number:
+                    return False
+            elif found.setdefault(symbol, number) != number or number not in ranges[symbol]:
+                return False
+        return all(bool(guard.subs(found)) for guard in guards)
+
+    return fits
+
+
+def _input(exported: Any) -> Any:
+    [name] = exported.graph_signature.user_inputs
+    return next(node for node in exported.graph.nodes if node.name == name)
+
+
+def _translated(exported: Any, model_type: str) -> Program:
+    """The graph as plain data.
+
+    Raises:
+        NotImplementedError: an operation that has no counterpart here.
+    """
+    signature = exported.graph_signature
+    prefix = "model."
+    parameters = {name: path.removeprefix(prefix) for name, path in signature.inputs_to_parameters.items()}
+    held = {**exported.state_dict, **exported.constants}
+    paths = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
+    nodes, layer = [], None
+    for node in exported.graph.nodes:
+        if node.op == "call_function" and _operation(node) not in _SILENT:
+            layer = _layer(node, layer)
+            nodes.append(_node(node, layer))
+    unknown = sorted({node.op for node in nodes} - set(OPERATIONS))
+    if unknown:
+        raise NotImplementedError(
+            f"model_type {model_type!r} needs operations that trl_jax has no counterpart of: {', '.join(unknown)}."
+        )
+    constants = {name: held[path].detach().cpu().numpy() for name, path in paths.items()}
+    [output] = signature.user_outputs
+    return Program(tuple(nodes), parameters, constants, _input(exported).name, output)
+
+
+def _node(node: Any, layer: str | None) -> Node:
+    kwargs = {name: _plain(value) for name, value in node.kwargs.items() if name not in _INERT}
+    return Node(node.name, _operation(node), _plain(tuple(node.args)), kwargs, _recorded(node.meta["val"]), layer)
+
+
+def _operation(node: Any) -> str:
+    """"aten.add.Tensor", "operator.mul", "torch.sym_max"."""
+    import torch
+
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    module = target.__module__.removeprefix("_")
+    return f"{module}.{target.__name__}"
+
+
+def _plain(value: Any) -> Any:
+    import torch
+
+    if isinstance(value, torch.fx.Node):
+        return Ref(value.name)
+    if isinstance(value, list | tuple):
+        return tuple(_plain(entry) for entry in value)
+    return _name(value) if isinstance(value, torch.dtype) else value
+
+
+def _recorded(value: Any) -> Any:
+    """The dtype of a tensor, those of several, None for a number."""
+    import torch
+
+    if isinstance(value, list | tuple):
+        return tuple(_recorded(part) for part in value)
+    return _name(value.dtype) if isinstance(value, torch.Tensor) else None
+
+
+def _layer(node: Any, before: str | None) -> str | None:
+    """The outermost numbered submodule the node belongs to; where torch noted none, that of its neighbour."""
+    stack = node.meta.get("nn_module_stack", {})
+    if not any(key.startswith("L__self__") for key in stack):
+        return before
+    return next((key for key in stack if _LAYER.search(key)), None)
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
