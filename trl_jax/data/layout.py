@@ -11,7 +11,8 @@ import numpy as np
 class PairBatch(NamedTuple):
     """One micro-batch of preference pairs as padded rows: first every chosen answer, then every rejected one.
 
-    tokens, positions: int32 `[2P, T]`. at: int32 `[2P]`, the token whose hidden state is scored.
+    tokens, positions: int32 `[2P, T]`. at: int32 `[2P]`, the token whose hidden state is scored. lengths: int32
+    `[2P]`, how many tokens of a row are its own.
     margin, weight: float32 `[P]`; a weight of 0 marks a pair that only fills the shape.
     With gradient accumulation every array has a leading axis of micro-batches.
     """
@@ -19,6 +20,7 @@ class PairBatch(NamedTuple):
     tokens: np.ndarray
     positions: np.ndarray
     at: np.ndarray
+    lengths: np.ndarray
     weight: np.ndarray
     margin: np.ndarray | None = None
 
@@ -72,6 +74,7 @@ def pad_pairs(
     length = padded_length(longest, pad_to_multiple_of)
     tokens = np.full((count, 2 * pairs, length), pad_token_id, np.int32)
     at = np.zeros((count, 2 * pairs), np.int32)
+    lengths = np.ones((count, 2 * pairs), np.int32)  # a row of pads shows one of them: nothing divides by no tokens
     weight = np.zeros((count, pairs), np.float32)
     margin = np.zeros((count, pairs), np.float32) if "margin" in micro_batches[0][0] else None
     for m, rows in enumerate(micro_batches):
@@ -79,8 +82,8 @@ def pad_pairs(
         for i, row in enumerate(rows):
             for place, ids in ((i, row["chosen_ids"]), (pairs + i, row["rejected_ids"])):
                 tokens[m, place, : len(ids)] = ids
-                at[m, place] = scored_token(ids, pad_token_id)
+                at[m, place], lengths[m, place] = scored_token(ids, pad_token_id), len(ids)
             if margin is not None:
                 margin[m, i] = row["margin"]
     positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
-    return PairBatch(tokens, positions, at, weight, margin)
+    return PairBatch(tokens, positions, at, lengths, weight, margin)

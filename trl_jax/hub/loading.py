@@ -18,6 +18,7 @@ from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.hub.config import read_config
 from trl_jax.hub.families import Family, read_arch
 from trl_jax.hub.files import CheckpointFiles
+from trl_jax.hub.torch_bridge import PickledFiles, only_pickled
 from trl_jax.hub.wires import HEAD, Wire
 from trl_jax.models.arch import Arch
 from trl_jax.models.functional import abstract_scorer
@@ -46,7 +47,7 @@ def load(folder: Path, *, dtype: str, seed: int) -> tuple[dict[str, jax.Array], 
     """Read a checkpoint: a sequence classifier with one label, a causal LM (its head is dropped) or a bare base.
 
     Args:
-        folder: holds config.json and safetensors, single or sharded.
+        folder: holds config.json and safetensors, single or sharded; where torch is, pytorch_model.bin will do.
         dtype: "float32", "bfloat16" or "float16" rounds the weights to that dtype; "auto" keeps each tensor's own.
             Either way the arrays returned are float32; the dtype is what they are written in again.
         seed: a score head that the checkpoint lacks is drawn as `torch.manual_seed(seed)` would have it.
@@ -56,7 +57,7 @@ def load(folder: Path, *, dtype: str, seed: int) -> tuple[dict[str, jax.Array], 
     """
     raw = read_config(folder)
     family, arch = read_arch(raw, folder / "config.json")
-    files = CheckpointFiles(folder)
+    files = (PickledFiles if only_pickled(folder) else CheckpointFiles)(folder)
     on_disk = _full_names(family, files)
     wires = family.table(arch)
     _, shapes = abstract_scorer(arch)

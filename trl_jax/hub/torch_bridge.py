@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
+from trl_jax.hub.files import INDEX, SINGLE, indexed_shards
 from trl_jax.nn.aten.program import Node, Program, Ref
 from trl_jax.nn.aten.table import OPERATIONS
 
 _LAYER = re.compile(r"\.\d+(?:@\d+)?$")  # a numbered submodule; @1 marks that it is called for the second time
+PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _SILENT = ("aten._assert_tensor_metadata.default", "aten.sym_constrain_range_for_size.default")
 _INERT = {"device", "layout", "pin_memory", "memory_format", "non_blocking", "dtype"}  # dtypes stand in the result
 
@@ -243,3 +248,64 @@ def _layer(node: Any, before: str | None) -> str | None:
 
 def _name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def available() -> bool:
+    return importlib.util.find_spec("torch") is not None
+
+
+def only_pickled(folder: Path) -> bool:
+    """Whether a folder has its weights as pytorch_model.bin alone, and torch is here to read them."""
+    safe = (folder / SINGLE).is_file() or (folder / INDEX).is_file()
+    return not safe and available() and any((folder / name).is_file() for name in (PICKLED, PICKLED_INDEX))
+
+
+class PickledFiles:
+    """`CheckpointFiles` of pytorch_model.bin, single or sharded. Tensors are read, nothing in it is run."""
+
+    def __init__(self, folder: Path):
+        import torch
+
+        self._tensors: dict[str, Any] = {}
+        self.shards: dict[str, list[str]] = {}
+        names = [PICKLED] if (folder / PICKLED).is_file() else indexed_shards(folder, PICKLED_INDEX)
+        for name in names:
+            tensors = _unpickled(folder / name)
+            self.shards[name] = list(tensors)
+            self._tensors |= tensors
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        self.dtypes = {name: _name(tensor.dtype) for name, tensor in self._tensors.items()}
+        strange = [name for name, tensor in self._tensors.items() if tensor.dtype not in _floats(torch)]
+        if strange:
+            raise ValueError(
+                f"{folder}: tensor {strange[0]} has dtype {self.dtypes[strange[0]]}; trl_jax reads "
+                f"{', '.join(map(_name, _floats(torch)))}. Save the checkpoint again in one of these."
+            )
+
+    def read(self, tensor: str) -> np.ndarray:
+        """The values of one tensor, in the dtype of the file."""
+        import torch
+
+        values = self._tensors[tensor]
+        if values.dtype is torch.bfloat16:  # NumPy has no such dtype of its own
+            return values.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        return values.contiguous().numpy()
+
+
+def _floats(torch: Any) -> tuple:
+    return torch.float32, torch.bfloat16, torch.float16
+
+
+def _unpickled(path: Path) -> dict[str, Any]:
+    import torch
+
+    try:
+        held = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as error:  # from zip archives, pickles and torch's own checks alike
+        raise ValueError(
+            f"{path} is not a PyTorch file of nothing but tensors; nothing in it was run. torch says: "
+            f"{str(error).strip().splitlines()[0]}"
+        ) from error
+    if not isinstance(held, dict) or not all(isinstance(value, torch.Tensor) for value in held.values()):
+        raise ValueError(f"{path} holds a {type(held).__name__} that is not tensors by name: wanted a state dict.")
+    return dict(held)

@@ -25,6 +25,8 @@ class ExportedScorer(nnx.Module):
     Parameters keep the names they have in the model that was exported.
     """
 
+    needs_valid = True
+
     def __init__(self, shapes: dict[str, tuple[int, ...]], programs: Programs):
         self._programs, self._names = programs, tuple(shapes)
         for name, part in _nested(shapes).items():
@@ -54,12 +56,10 @@ class ExportedScorer(nnx.Module):
         mask = jnp.ones_like(tokens) if valid is None else valid
         rows = jnp.stack([tokens.astype(jnp.int32), mask.astype(jnp.int32)])
         count, length = tokens.shape
-        if count == 1:  # to an exporter one row is a special case, two are any number
-            rows = jnp.concatenate([rows, rows], axis=1)
+        if count < 2:  # to an exporter one row is a special case, two are any number
+            rows = jnp.concatenate([rows, jnp.ones((2, 2 - count, length), jnp.int32)], axis=1)
         training = dropout_key is not None
-        program = self._programs.program(
-            max(count, 2), length, dtype=jnp.dtype(dtype).name, training=training
-        )
+        program = self._programs.program(max(count, 2), length, dtype=jnp.dtype(dtype).name, training=training)
         scores = run(program, self._params(), rows, remat=remat, key=dropout_key)
         return scores[:count, 0].astype(jnp.float32)
 

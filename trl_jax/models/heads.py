@@ -14,6 +14,8 @@ from trl_jax.nn.linear import Linear
 class SequenceScorer(nnx.Module):
     """A decoder that gives each row one number, read at one of its tokens."""
 
+    needs_valid = False  # pads stand to the right of every token that is read
+
     def __init__(self, arch: Arch):
         self.decoder = Decoder(arch)
         self.score = Linear(arch.hidden_size, 1)

@@ -118,6 +118,8 @@ class RewardTrainer(BaseTrainer):
     def score(self, params: dict, batch: PairBatch, *, dtype: str, **how: Any) -> jax.Array:
         """Scores `[2P]`, float32, of the rows of a batch; `how` as in Decoder.__call__."""
         model = merge(self.model.graph, params)
+        if model.needs_valid:
+            how["valid"] = jnp.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
         return model(batch.tokens, batch.positions, at=batch.at, dtype=jnp.dtype(dtype), **how)
 
     def loss(self, params: dict, batch: PairBatch, key: jax.Array | None) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -189,7 +191,9 @@ def _find(model: str | PreTrainedModel, args: RewardConfig) -> Checkpoint | PreT
 
 def _loaded(checkpoint: Checkpoint, args: RewardConfig) -> PreTrainedModel:
     with jax.default_device(run_device(args)):
-        return checkpoint.load(args.seed)
+        model = checkpoint.load(args.seed)
+    logger.log(model.engine.log_level, "%s runs on the %s engine.", model.name_or_path, model.engine.name)
+    return model
 
 
 def _check_pad(tokenizer: Any, vocab_size: int) -> None:

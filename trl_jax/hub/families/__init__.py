@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_jax.hub.config import ConfigReader
+from trl_jax.hub.long_tail import objection
 from trl_jax.hub.wires import Wire
 from trl_jax.models.arch import Arch
 
@@ -44,11 +45,7 @@ def family_of(raw: dict[str, Any], source: Path) -> Family:
     known = families()
     found = raw.get("model_type")
     if not isinstance(found, str) or found not in known:
-        custom = " Its own code (auto_map) is never run." if raw.get("auto_map") else ""
-        raise ValueError(
-            f"{source}: model_type {found!r} is not supported by this release of trl_jax.{custom} "
-            f"Supported: {', '.join(sorted(known))}."
-        )
+        raise objection(raw, known, source)
     return known[found]
 
 

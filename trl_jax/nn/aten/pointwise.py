@@ -77,6 +77,10 @@ def _logical(function):
     return lambda *arrays: function(*(jnp.asarray(x).astype(bool) for x in arrays))
 
 
+def _where(condition, yes, no):
+    return jnp.where(condition, number(yes), number(no))
+
+
 def _sign(x):
     return jax.lax.stop_gradient(jnp.sign(x))
 
@@ -130,7 +134,7 @@ OPERATIONS = {
     **_with_overloads("logical_and", _logical(jnp.logical_and), "default"),
     **_with_overloads("logical_or", _logical(jnp.logical_or), "default"),
     **_with_overloads("logical_xor", _logical(jnp.logical_xor), "default"),
-    **_with_overloads("where", lambda c, a, b: jnp.where(c, number(a), number(b)), "self ScalarSelf ScalarOther Scalar"),
+    **_with_overloads("where", _where, "self ScalarSelf ScalarOther Scalar"),
     **_with_overloads("masked_fill", lambda x, mask, value: jnp.where(mask, number(value), x), "Scalar Tensor"),
     **_with_overloads("copy", lambda x, source: jnp.broadcast_to(source, x.shape), "default"),
 }

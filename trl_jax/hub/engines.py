@@ -1,0 +1,102 @@
+"""What computes a model: our own decoder, or a program exported from transformers."""
+
+from __future__ import annotations
+
+import abc
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from trl_jax.hub.loading import Source, load
+from trl_jax.hub.saving import save
+from trl_jax.hub.torch_bridge import TorchModel
+from trl_jax.models.exported import ExportedScorer
+from trl_jax.models.functional import abstract_scorer
+
+
+class Engine(abc.ABC):
+    """Everything about a loaded model but its numbers.
+
+    Attributes:
+        name: what the trainer's log calls it, at `log_level`.
+        graph: of the scorer that `models.functional.merge` makes of it and a dict of parameters.
+        vocab_size: ids run below it.
+        embedding: the path of the token embedding among the parameters.
+        tensors: path of a parameter -> a name it has on disk.
+        norms: paths of layer norms whose names do not tell.
+    """
+
+    name: str
+    log_level: int
+    graph: nnx.GraphDef
+    vocab_size: int
+    embedding: str
+    tensors: Mapping[str, str]
+    norms: frozenset[str]
+
+    @abc.abstractmethod
+    def save(self, folder: Path, params: dict[str, jax.Array], config: Any) -> None:
+        """Write config.json and safetensors that transformers loads."""
+
+    @abc.abstractmethod
+    def load(self, folder: Path, seed: int) -> dict[str, jax.Array]:
+        """The parameters of what `save` wrote."""
+
+
+class NativeEngine(Engine):
+    """The configurable decoder; `source` is what the checkpoint was."""
+
+    name, log_level, norms, embedding = "native", logging.INFO, frozenset(), "decoder.embed.weight"
+
+    def __init__(self, source: Source):
+        self.source, self.vocab_size = source, source.arch.vocab_size
+        self.graph, _ = abstract_scorer(source.arch)
+        self.tensors = {wire.path: wire.tensor for wire in source.wires}
+
+    def save(self, folder: Path, params: dict[str, jax.Array], config: Any) -> None:
+        ids = {"pad_token_id": config.pad_token_id, "eos_token_id": config.eos_token_id}
+        save(folder, params, self.source, **ids)
+
+    def load(self, folder: Path, seed: int) -> dict[str, jax.Array]:
+        return load(folder, dtype="auto", seed=seed)[0]
+
+
+class ExportedEngine(Engine):
+    """transformers' own model, exported with torch once a kind of shape and run on JAX."""
+
+    log_level = logging.WARNING
+
+    def __init__(self, model: TorchModel):
+        self._model, self.norms, self.embedding = model, model.norms, model.embedding
+        self.name = f"exported (model_type {model.config.model_type!r}, transformers' code by way of torch.export)"
+        self.vocab_size = model.config.get_text_config().vocab_size
+        self.tensors = {name: name for name in model.shapes}
+        self.graph, _ = nnx.split(nnx.eval_shape(lambda: ExportedScorer(model.shapes, model)))
+
+    def save(self, folder: Path, params: dict[str, jax.Array], config: Any) -> None:
+        del config  # the one it has: transformers writes it whole
+        self._model.save(folder, params)
+
+    def load(self, folder: Path, seed: int) -> dict[str, jax.Array]:
+        return taken(TorchModel(folder, dtype="auto", seed=seed))
+
+
+def load_native(folder: Path, *, dtype: str, seed: int) -> tuple[dict[str, jax.Array], NativeEngine]:
+    params, source = load(folder, dtype=dtype, seed=seed)
+    return params, NativeEngine(source)
+
+
+def load_exported(folder: Path, *, dtype: str, seed: int) -> tuple[dict[str, jax.Array], ExportedEngine, Any]:
+    """The parameters, the engine, and the config object that decides what is exported and saved."""
+    model = TorchModel(folder, dtype=dtype, seed=seed)
+    return taken(model), ExportedEngine(model), model.config
+
+
+def taken(model: TorchModel) -> dict[str, jax.Array]:
+    """float32 arrays of our own: torch's memory is given back one by one."""
+    return {name: jax.block_until_ready(jnp.array(values)) for name, values in model.take()}
