@@ -8,23 +8,25 @@ import jax.numpy as jnp
 _LARGEST = jnp.iinfo(jnp.int32).max
 
 
-def number(value):
-    """A Python number as JAX can hold it: whole ones lie within 32 bits."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return max(-_LARGEST - 1, min(_LARGEST, value))
-    return value
+def number(value, beside=None):
+    """A Python number as JAX can hold it: whole ones lie within 32 bits, or are floats beside floats."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        return value
+    if beside is not None and jnp.issubdtype(jnp.result_type(beside), jnp.floating):
+        return float(value)
+    return max(-_LARGEST - 1, min(_LARGEST, value))
 
 
 def _add(a, b, *, alpha=1):
-    return a + number(b) if alpha == 1 else a + number(alpha) * number(b)
+    return a + number(b, a) if alpha == 1 else a + alpha * number(b, a)
 
 
 def _sub(a, b, *, alpha=1):
-    return a - number(b) if alpha == 1 else a - number(alpha) * number(b)
+    return a - number(b, a) if alpha == 1 else a - alpha * number(b, a)
 
 
-def _rsub(a, b, *, alpha=1):
-    return number(b) - (a if alpha == 1 else number(alpha) * a)
+def _rsub(a, b, alpha=1):
+    return number(b, a) - (a if alpha == 1 else alpha * a)
 
 
 def _div(a, b, *, rounding_mode=None):
@@ -73,6 +75,10 @@ def _elu(x, alpha=1, scale=1, input_scale=1):
     return jnp.where(x > 0, scale * x, scale * alpha * jnp.expm1(jnp.minimum(x, 0) * input_scale))
 
 
+def _polar(length, angle):
+    return jax.lax.complex(length * jnp.cos(angle), length * jnp.sin(angle))
+
+
 def _logical(function):
     return lambda *arrays: function(*(jnp.asarray(x).astype(bool) for x in arrays))
 
@@ -98,18 +104,18 @@ _ONE = {  # of one array
     "rsqrt": jax.lax.rsqrt, "sigmoid": jax.nn.sigmoid, "sign": _sign, "silu": _silu, "sin": jnp.sin,
     "sinh": jnp.sinh, "sqrt": jnp.sqrt, "square": jnp.square, "tan": jnp.tan, "tanh": jnp.tanh, "trunc": jnp.trunc,
     "gelu": _gelu, "softplus": _softplus, "leaky_relu": _leaky_relu, "elu": _elu, "clamp": _clamp,
-    "hardtanh": lambda x, low=-1.0, high=1.0: _clamp(x, low, high),
+    "hardtanh": lambda x, low=-1.0, high=1.0: jnp.where(x <= low, low, jnp.where(x >= high, high, x)),
     "clamp_min": _clamp, "clamp_max": lambda x, high: _clamp(x, None, high),
     "clone": lambda x: x, "_to_copy": lambda x: x, "alias": lambda x: x, "lift_fresh_copy": lambda x: x,
     "detach": jax.lax.stop_gradient, "zeros_like": jnp.zeros_like, "ones_like": jnp.ones_like,
     "empty_like": jnp.zeros_like,
 }  # fmt: skip
 _TWO = {  # of two arrays, or an array and a number
-    "mul": lambda a, b: a * number(b), "eq": lambda a, b: jnp.equal(a, number(b)),
-    "ne": lambda a, b: jnp.not_equal(a, number(b)), "lt": lambda a, b: jnp.less(a, number(b)),
-    "le": lambda a, b: jnp.less_equal(a, number(b)), "gt": lambda a, b: jnp.greater(a, number(b)),
-    "ge": lambda a, b: jnp.greater_equal(a, number(b)), "remainder": jnp.mod, "fmod": jnp.fmod,
-    "bitwise_and": lambda a, b: jnp.bitwise_and(a, number(b)), "bitwise_or": jnp.bitwise_or,
+    "mul": lambda a, b: a * number(b, a), "eq": lambda a, b: jnp.equal(a, number(b, a)),
+    "ne": lambda a, b: jnp.not_equal(a, number(b, a)), "lt": lambda a, b: jnp.less(a, number(b, a)),
+    "le": lambda a, b: jnp.less_equal(a, number(b, a)), "gt": lambda a, b: jnp.greater(a, number(b, a)),
+    "ge": lambda a, b: jnp.greater_equal(a, number(b, a)), "remainder": jnp.mod, "fmod": jnp.fmod,
+    "bitwise_and": lambda a, b: jnp.bitwise_and(a, number(b, a)), "bitwise_or": jnp.bitwise_or,
     "bitwise_xor": jnp.bitwise_xor, "__rshift__": jnp.right_shift, "__lshift__": jnp.left_shift,
     "bitwise_left_shift": jnp.left_shift, "bitwise_right_shift": jnp.right_shift,
 }  # fmt: skip
@@ -130,6 +136,7 @@ OPERATIONS = {
     **_with_overloads("clamp", _clamp, "Tensor"),
     **_with_overloads("minimum", jnp.minimum, "default"),
     **_with_overloads("maximum", jnp.maximum, "default"),
+    **_with_overloads("polar", _polar, "default"),
     **_with_overloads("atan2", jnp.arctan2, "default"),
     **_with_overloads("logical_and", _logical(jnp.logical_and), "default"),
     **_with_overloads("logical_or", _logical(jnp.logical_or), "default"),

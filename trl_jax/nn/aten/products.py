@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -51,7 +53,16 @@ def _grouped(x, weight, ends):
     return jax.lax.ragged_dot(x, weight.astype(x.dtype), sizes)
 
 
+def _fourier(x, axes, normalization, forward):
+    """`normalization` divides by nothing (0), by the root of the size (1) or by the size (2), whichever the way."""
+    transform = jnp.fft.fftn if forward else jnp.fft.ifftn
+    unscaled = transform(x, axes=axes, norm="backward" if forward else "forward")
+    size = math.prod(x.shape[axis] for axis in axes)
+    return unscaled / (1, math.sqrt(size), size)[normalization]
+
+
 OPERATIONS = {
+    "aten._fft_c2c.default": _fourier,
     "aten.mm.default": jnp.matmul,
     "aten.bmm.default": jnp.matmul,
     "aten.matmul.default": jnp.matmul,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 
 from trl_jax.nn.aten.pointwise import number
@@ -100,7 +101,17 @@ def _unfold(x, axis, size, step):
     return jnp.moveaxis(windows, axis % x.ndim + 1, -1)
 
 
+def _view_as_complex(x):
+    return jax.lax.complex(x[..., 0], x[..., 1])
+
+
+def _view_as_real(x):
+    return jnp.stack([x.real, x.imag], -1)
+
+
 OPERATIONS = {
+    "aten.view_as_complex.default": _view_as_complex,
+    "aten.view_as_real.default": _view_as_real,
     "aten.view.default": _view,
     "aten.reshape.default": _view,
     "aten._unsafe_view.default": _view,
