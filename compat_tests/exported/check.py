@@ -36,8 +36,8 @@ def compare(folder: Path, length: int = 24) -> Apart:
     wanted = wanted.detach().numpy()
     named = {name: _gradient(parameter) for name, parameter in theirs.named_parameters()}
     assert named.keys() == gradients.keys()
-    # What softmax cancels has a gradient of nothing but rounding: no parameter's own scale, then, is below this.
-    least = 1e-3 * max(np.abs(gradient).max() for gradient in named.values())
+    # What softmax cancels has a gradient of nothing but rounding: no parameter's scale is put below this.
+    least = 1e-2 * max(np.abs(gradient).max() for gradient in named.values())
     far = {
         name: np.abs(gradients[name] - gradient).max() / max(np.abs(gradient).max(), least)
         for name, gradient in named.items()

@@ -28,7 +28,8 @@ class Engine(abc.ABC):
         vocab_size: ids run below it.
         embedding: the path of the token embedding among the parameters.
         tensors: path of a parameter -> a name it has on disk.
-        norms: paths of layer norms whose names do not tell.
+        undecayed: paths of parameters without weight decay whose names do not tell.
+        finds_end: it reads a row before the pads itself; without a pad id, at the very end.
     """
 
     name: str
@@ -37,7 +38,8 @@ class Engine(abc.ABC):
     vocab_size: int
     embedding: str
     tensors: Mapping[str, str]
-    norms: frozenset[str]
+    undecayed: frozenset[str]
+    finds_end: bool
 
     @abc.abstractmethod
     def save(self, folder: Path, params: dict[str, jax.Array], config: Any) -> None:
@@ -51,7 +53,8 @@ class Engine(abc.ABC):
 class NativeEngine(Engine):
     """The configurable decoder; `source` is what the checkpoint was."""
 
-    name, log_level, norms, embedding = "native", logging.INFO, frozenset(), "decoder.embed.weight"
+    name, log_level, undecayed, embedding = "native", logging.INFO, frozenset(), "decoder.embed.weight"
+    finds_end = False
 
     def __init__(self, source: Source):
         self.source, self.vocab_size = source, source.arch.vocab_size
@@ -69,10 +72,10 @@ class NativeEngine(Engine):
 class ExportedEngine(Engine):
     """transformers' own model, exported with torch once a kind of shape and run on JAX."""
 
-    log_level = logging.WARNING
+    log_level, finds_end = logging.WARNING, True
 
     def __init__(self, model: TorchModel):
-        self._model, self.norms, self.embedding = model, model.norms, model.embedding
+        self._model, self.undecayed, self.embedding = model, model.undecayed, model.embedding
         self.name = f"exported (model_type {model.config.model_type!r}, transformers' code by way of torch.export)"
         self.vocab_size = model.config.get_text_config().vocab_size
         self.tensors = {name: name for name in model.shapes}

@@ -23,7 +23,7 @@ def is_exported(raw: dict[str, Any], native: Collection[str], source: Path) -> b
         ImportError: it is, but torch is not installed.
     """
     kind = raw.get("model_type")
-    if kind in native or kind in REFUSED or kind not in _classifiers():
+    if not isinstance(kind, str) or kind in native or kind in REFUSED or kind not in _classifiers():
         return False
     if not torch_bridge.available():
         raise ImportError(
@@ -36,16 +36,17 @@ def is_exported(raw: dict[str, Any], native: Collection[str], source: Path) -> b
 def objection(raw: dict[str, Any], native: Collection[str], source: Path) -> ValueError:
     """Why a config.json cannot be had: the type, the reason, the nearest that works."""
     kind = raw.get("model_type")
-    if kind in REFUSED:
+    if isinstance(kind, str) and kind in REFUSED:
         reason, nearest = REFUSED[kind]
         return ValueError(
             f"{source}: model_type {kind!r} is not supported: {reason}. The nearest that works: {nearest}."
         )
+    others = set(_classifiers()) - set(REFUSED) - set(native)
     custom = " Its own code (auto_map) is never run." if raw.get("auto_map") else ""
     return ValueError(
-        f"{source}: model_type {kind!r} is not supported by this release of trl_jax.{custom} transformers has no "
-        f"sequence classifier of that type. Supported: {', '.join(sorted(native))}; where torch is installed also "
-        f"{', '.join(sorted(set(_classifiers()) - set(REFUSED) - set(native)))}."
+        f"{source}: model_type {kind!r} is not supported by this release of trl_jax.{custom} "
+        f"Supported: {', '.join(sorted(native))}. Where torch is installed, {len(others)} other types that "
+        "transformers has a sequence classifier for: bloom, gpt_oss, modernbert and so on."
     )
 
 

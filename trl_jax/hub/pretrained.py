@@ -66,11 +66,12 @@ class PreTrainedModel:
         mask = np.ones(tokens.shape, bool) if attention_mask is None else np.asarray(attention_mask).astype(bool)
         pad = self.config.pad_token_id
         at = [scored_token(row, pad) if pad is not None else len(row) - 1 for row in tokens]
-        extra = 0 if pad is None else padded_length(tokens.shape[1], "auto") - tokens.shape[1]
+        alone = pad is None and self.engine.finds_end
+        extra = 0 if alone else padded_length(tokens.shape[1], "auto") - tokens.shape[1]
         tokens = np.pad(tokens, ((0, 0), (0, extra)), constant_values=pad or 0).astype(np.int32)
         mask = np.pad(mask, ((0, 0), (0, extra)))
         with jax.default_matmul_precision("float32"):  # accelerators would round to fewer digits
-            scores = _scores(self.graph, self.params, tokens, mask, np.asarray(at, np.int32))
+            scores = _scores(self.graph, pad, self.params, tokens, mask, np.asarray(at, np.int32))
         return ScoreOutput(scores[:, None])
 
     def _check(self, tokens: np.ndarray) -> None:
@@ -111,8 +112,12 @@ class PreTrainedModel:
         self.engine.save(Path(save_directory), self.params, self.config)
 
 
-@partial(jax.jit, static_argnums=0)
-def _scores(graph: nnx.GraphDef, params: dict, tokens: jax.Array, mask: jax.Array, at: jax.Array) -> jax.Array:
+@partial(jax.jit, static_argnums=(0, 1))
+def _scores(
+    graph: nnx.GraphDef, pad: int | None, params: dict, tokens: jax.Array, mask: jax.Array, at: jax.Array
+) -> jax.Array:
+    """`pad` is what an exported program was made with: another one is another program."""
+    del pad
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     return merge(graph, params)(tokens, positions, at=at, valid=mask)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
 import zipfile
@@ -30,7 +31,7 @@ class TorchModel:
         dtypes: parameter name -> the dtype it was loaded in, and is saved in.
         shapes: parameter name -> shape.
         embedding: the name of the token embedding.
-        norms: the parameters of layer norms, whatever they are called.
+        undecayed: the parameters of layer norms, whatever they are called, and those that do not train.
     """
 
     def __init__(self, folder: Path, *, dtype: str, seed: int):
@@ -43,7 +44,9 @@ class TorchModel:
         self.dtypes = {name: _name(parameter.dtype) for name, parameter in named.items()}
         self.shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
         inside = _members(self._module, torch.nn.LayerNorm)
-        self.norms = frozenset(name for name, parameter in named.items() if id(parameter) in inside)
+        self.undecayed = frozenset(
+            name for name, parameter in named.items() if id(parameter) in inside or not parameter.requires_grad
+        )
         table = self._module.get_input_embeddings().weight
         self.embedding = next(name for name, parameter in named.items() if parameter is table)
         self._programs: dict[tuple, list[tuple[Callable[[int, int], bool], Program]]] = {}
@@ -119,12 +122,15 @@ def _exported(module: Any, rows: int, length: int, dtype: str, training: bool) -
     """The module as torch.export has it, down to ATen operations, any number of rows and tokens if it can be."""
     import torch
 
-    wrapped = _of_rows(module, dtype)
+    # Half precision as in TRL: torch's autocast decides operation by operation. It must be on around both steps.
+    half = contextlib.nullcontext() if dtype == "float32" else torch.autocast("cpu", getattr(torch, dtype))
     example = torch.ones((2, rows, length), dtype=torch.int64)
     free = {"rows": {1: torch.export.Dim.AUTO, 2: torch.export.Dim.AUTO}}
     module.train(training)
     try:
-        return torch.export.export(wrapped, (example,), dynamic_shapes=free, strict=False).run_decompositions()
+        with half:
+            exported = torch.export.export(_of_rows(module), (example,), dynamic_shapes=free, strict=False)
+            return exported.run_decompositions()
     except Exception as error:  # torch's tracer fails with errors of many types
         how = " with dropout on (disable_dropout=True leaves it off)" if training else ""
         raise ValueError(
@@ -135,8 +141,8 @@ def _exported(module: Any, rows: int, length: int, dtype: str, training: bool) -
         module.eval()
 
 
-def _of_rows(module: Any, dtype: str) -> Any:
-    """The classifier as a module of one input, ids above mask; in half precision as under TRL's autocast."""
+def _of_rows(module: Any) -> Any:
+    """The classifier as a module of one input, ids above mask."""
     import torch
 
     class Rows(torch.nn.Module):
@@ -145,8 +151,7 @@ def _of_rows(module: Any, dtype: str) -> Any:
             self.model = module
 
         def forward(self, rows):
-            with torch.autocast("cpu", dtype=getattr(torch, dtype), enabled=dtype != "float32"):
-                return self.model(input_ids=rows[0], attention_mask=rows[1]).logits
+            return self.model(input_ids=rows[0], attention_mask=rows[1]).logits
 
     return Rows()
 
@@ -186,6 +191,7 @@ def _translated(exported: Any, model_type: str) -> Program:
     signature = exported.graph_signature
     prefix = "model."
     parameters = {name: path.removeprefix(prefix) for name, path in signature.inputs_to_parameters.items()}
+    frozen = frozenset(parameters.values()) - _trained(exported)
     held = {**exported.state_dict, **exported.constants}
     paths = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
     nodes, layer = [], None
@@ -200,7 +206,11 @@ def _translated(exported: Any, model_type: str) -> Program:
         )
     constants = {name: held[path].detach().cpu().numpy() for name, path in paths.items()}
     [output] = signature.user_outputs
-    return Program(tuple(nodes), parameters, constants, _input(exported).name, output)
+    return Program(tuple(nodes), parameters, frozen, constants, _input(exported).name, output)
+
+
+def _trained(exported: Any) -> set[str]:
+    return {name.removeprefix("model.") for name, value in exported.named_parameters() if value.requires_grad}
 
 
 def _node(node: Any, layer: str | None) -> Node:
@@ -303,8 +313,8 @@ def _unpickled(path: Path) -> dict[str, Any]:
         held = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # from zip archives, pickles and torch's own checks alike
         raise ValueError(
-            f"{path} is not a PyTorch file of nothing but tensors; nothing in it was run. torch says: "
-            f"{str(error).strip().splitlines()[0]}"
+            f"{path} is not a PyTorch file of nothing but tensors ({type(error).__name__}); nothing in it was run. "
+            "Download it again, or get the checkpoint as safetensors."
         ) from error
     if not isinstance(held, dict) or not all(isinstance(value, torch.Tensor) for value in held.values()):
         raise ValueError(f"{path} holds a {type(held).__name__} that is not tensors by name: wanted a state dict.")

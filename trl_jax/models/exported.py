@@ -53,15 +53,14 @@ class ExportedScorer(nnx.Module):
             dropout_key: turns dropout on, at the rates in the config.
         """
         del positions, at
+        if not len(tokens):
+            return jnp.zeros(0)
         mask = jnp.ones_like(tokens) if valid is None else valid
         rows = jnp.stack([tokens.astype(jnp.int32), mask.astype(jnp.int32)])
-        count, length = tokens.shape
-        if count < 2:  # to an exporter one row is a special case, two are any number
-            rows = jnp.concatenate([rows, jnp.ones((2, 2 - count, length), jnp.int32)], axis=1)
         training = dropout_key is not None
-        program = self._programs.program(max(count, 2), length, dtype=jnp.dtype(dtype).name, training=training)
+        program = self._programs.program(*tokens.shape, dtype=jnp.dtype(dtype).name, training=training)
         scores = run(program, self._params(), rows, remat=remat, key=dropout_key)
-        return scores[:count, 0].astype(jnp.float32)
+        return scores[:, 0].astype(jnp.float32)
 
     def _params(self) -> dict[str, jax.Array]:
         return {name: _at(self, name.split("."))[...] for name in self._names}

@@ -157,7 +157,7 @@ class BaseTrainer(Evaluating):
             eps=args.adam_epsilon,
             weight_decay=args.weight_decay,
             decayed={
-                path: decays(tensor) and path not in engine.norms for path, tensor in engine.tensors.items()
+                path: decays(tensor) and path not in engine.undecayed for path, tensor in engine.tensors.items()
             },
             max_grad_norm=args.max_grad_norm,
         )

@@ -53,11 +53,12 @@ class Program:
     """From int32 `[2, R, T]`, token ids above the mask, to scores `[R, 1]`.
 
     input, output: the names of these values. parameters: value name -> the parameter's name in the model it came
-    from; constants likewise hold the arrays themselves.
+    from; those in `frozen` get no gradient. constants hold arrays by value name.
     """
 
     nodes: tuple[Node, ...]
     parameters: dict[str, str]
+    frozen: frozenset[str]
     constants: dict[str, np.ndarray] = field(repr=False)
     input: str
     output: str

@@ -29,7 +29,10 @@ def run(
         remat: the backward pass keeps what passes between layers and recomputes the rest.
         key: what random operations draw from; None where there are none.
     """
-    values: dict[str, Any] = {name: params[path] for name, path in program.parameters.items()}
+    values: dict[str, Any] = {
+        name: jax.lax.stop_gradient(params[path]) if path in program.frozen else params[path]
+        for name, path in program.parameters.items()
+    }
     values |= {name: jnp.asarray(array) for name, array in program.constants.items()}
     values[program.input] = rows
     for number, piece in enumerate(program.pieces()):
