@@ -14,7 +14,7 @@ TYPES = (
     "mistral4 mixtral mobilebert modernbert modernbert-decoder mpnet mpt mra nemotron nomic_bert olmo olmo2 olmo3 "
     "openai-gpt opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_text qwen3_moe qwen3_next rembert roberta "
     "roberta-prelayernorm roc_bert roformer seed_oss smollm3 squeezebert stablelm starcoder2 ultrabert xlm-roberta "
-    "xlm-roberta-xl xlnet"
+    "xlm-roberta-xl xlnet deepseek_v2 fnet gpt-sw3 nystromformer"
 ).split()
 # Every kind of attention, router, position and pooling among the types that are no family of ours, and one that is.
 SOME = (
@@ -54,6 +54,7 @@ OWN = {
     "gptj": {"rotary_dim": 4},
     "lilt": {"hidden_size": 48},
     "luke": {"entity_vocab_size": 10, "entity_emb_size": 16},
+    "deepseek_v2": GROUPED,
     "minicpm3": LATENT,
     "mistral4": {**GROUPED, "n_group": 1},
     "qwen3_5_text": LINEAR,

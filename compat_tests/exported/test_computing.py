@@ -13,7 +13,7 @@ from compat_tests.exported import configs
 
 torch = pytest.importorskip("torch")
 
-from compat_tests.exported.check import PULL, QUICKLY, compare  # noqa: E402
+from compat_tests.exported.check import PULL, QUICKLY  # noqa: E402
 from compat_tests.parity.reference import read_weights  # noqa: E402
 from trl_jax import AutoModelForSequenceClassification  # noqa: E402
 from trl_jax.models.functional import merge  # noqa: E402
@@ -44,22 +44,21 @@ def bloom(tmp_path_factory):
     return configs.build(tmp_path_factory.mktemp("bloom"), "bloom", hidden_dropout=0.3, attention_dropout=0.3)
 
 
-@pytest.mark.parametrize("lengths", [(5, 24), (150,)])
-def test_one_program_serves_every_shape(bloom, lengths):
+def test_one_program_serves_every_shape(bloom):
     model, theirs = load(bloom), configs.reference(bloom)
-    for length in lengths:
-        for count in (1, 3):
-            ids, mask = configs.rows(length)
-            ids, mask = ids[:count], mask[:count]
-            wanted = configs.scores(theirs, ids, mask).detach().numpy()
-            np.testing.assert_allclose(model(ids, mask).logits[:, 0], wanted, atol=2e-5 * np.abs(wanted).max())
+    for count, length in ((4, 24), (2, 24), (3, 150)):
+        ids, mask = configs.rows(length)
+        ids, mask = ids[:count], mask[:count]
+        wanted = configs.scores(theirs, ids, mask).detach().numpy()
+        np.testing.assert_allclose(model(ids, mask).logits[:, 0], wanted, atol=2e-5 * np.abs(wanted).max())
     [programs] = model.engine._model._programs.values()
     assert len(programs) == 1
+    assert model(ids[:0], mask[:0]).logits.shape == (0, 1)
 
 
 def test_a_length_beyond_what_the_tracer_took_for_granted_is_exported_anew(tmp_path):
-    """This attention goes through the tokens in blocks of 16; how many there are is unrolled."""
-    folder = configs.build(tmp_path, "minimax", block_size=16)
+    """This attention goes through the tokens in blocks of 32; how many there are is unrolled."""
+    folder = configs.build(tmp_path, "minimax", block_size=32)
     model, theirs = load(folder), configs.reference(folder)
     for length in (32, 64):
         ids, mask = configs.rows(length)
@@ -128,9 +127,8 @@ def test_dropout_is_the_same_when_recomputed(bloom):
         np.testing.assert_allclose(again[name], gradient, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("model_type", ["bloom", "gpt_oss"])
-def test_bfloat16_is_no_further_from_float32_than_torchs_autocast(model_type, tmp_path):
-    folder = configs.build(tmp_path, model_type)
+def test_bfloat16_is_no_further_from_float32_than_torchs_autocast(tmp_path):
+    folder = configs.build(tmp_path, "gpt_oss")
     ids, mask = configs.rows()
     theirs, model = configs.reference(folder), load(folder)
     exact = configs.scores(theirs, ids, mask).detach().numpy()
@@ -138,8 +136,6 @@ def test_bfloat16_is_no_further_from_float32_than_torchs_autocast(model_type, tm
         rounded = configs.scores(theirs, ids, mask).detach().float().numpy()
     _, ours = scorer(model, dtype=jnp.bfloat16)(model.params)
     assert ours.dtype == jnp.float32 and 0 < np.abs(ours - exact).max() < 2 * np.abs(rounded - exact).max()
-    grown, _ = gradients(model, dtype=jnp.bfloat16)
-    assert all(gradient.dtype == jnp.float32 for gradient in grown.values())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -153,11 +149,15 @@ def test_an_export_is_byte_for_byte_transformers(model_type, dtype, tmp_path):
     assert ours == theirs | {"use_cache": False}
     ours, theirs = ((tmp_path / side / "model.safetensors").read_bytes() for side in ("back", "theirs"))
     assert ours == theirs
-    model.params = {name: array + 0.25 for name, array in model.params.items()}
+
+
+def test_what_is_saved_is_what_was_trained(tmp_path):
+    model = load(configs.build(tmp_path / "there", "albert"))
+    model.params = {name: array * 1.25 for name, array in model.params.items()}
     model.save_pretrained(tmp_path / "moved")
     ids, mask = configs.rows()
     wanted = configs.scores(configs.reference(tmp_path / "moved"), ids, mask).detach().numpy()
-    np.testing.assert_allclose(load(tmp_path / "moved")(ids, mask).logits[:, 0], wanted, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(model(ids, mask).logits[:, 0], wanted, atol=1e-5 * np.abs(wanted).max())
 
 
 def test_a_head_that_the_checkpoint_lacks_is_drawn_as_trls(tmp_path):
@@ -178,7 +178,6 @@ def test_a_parameter_that_torch_does_not_train_has_no_gradient(tmp_path):
     [frozen] = [name for name in model.params if "embed_positions" in name]
     found, _ = gradients(model)
     assert not np.any(found[frozen]) and frozen in model.engine.undecayed
-    assert compare(folder).gradients < 1e-4
 
 
 def test_norms_are_known_by_what_they_are(bloom):

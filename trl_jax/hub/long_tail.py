@@ -7,13 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from trl_jax.hub import torch_bridge
+from trl_jax.hub.refused import REFUSED
 
-_ENCODER_DECODER = "an encoder-decoder finds its EOS by looking at the data, which a compiled program cannot"
-_SUMMARY = "its summary of the sequence checks the data as it runs, which a compiled program cannot"
-_VISUAL = "it reads images beside the text, and a preference pair has none"
-
-# Sequence classifiers of transformers that cannot be exported: why, and the nearest model_type that works.
-REFUSED: dict[str, tuple[str, str]] = {}
 
 
 def is_exported(raw: dict[str, Any], native: Collection[str], source: Path) -> bool:

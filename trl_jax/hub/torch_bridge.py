@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import pickle
 import re
 import zipfile
 from collections.abc import Callable, Iterator
@@ -99,9 +100,12 @@ def _load(folder: Path, dtype: str, seed: int) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         kind = dtype if dtype == "auto" else getattr(torch, dtype)
-        model = AutoModelForSequenceClassification.from_pretrained(
-            folder, num_labels=1, dtype=kind, attn_implementation="eager"
-        )
+        try:
+            model = AutoModelForSequenceClassification.from_pretrained(
+                folder, num_labels=1, dtype=kind, attn_implementation="eager"
+            )
+        except pickle.UnpicklingError as error:
+            raise _not_tensors(folder / PICKLED, error) from error
     if model._can_set_experts_implementation():
         model.set_experts_implementation("grouped_mm")  # the one that does not copy an expert for every token
     return model
@@ -215,7 +219,7 @@ def _trained(exported: Any) -> set[str]:
 
 def _node(node: Any, layer: str | None) -> Node:
     kwargs = {name: _plain(value) for name, value in node.kwargs.items() if name not in _INERT}
-    return Node(node.name, _operation(node), _plain(tuple(node.args)), kwargs, _recorded(node.meta["val"]), layer)
+    return Node(node.name, _operation(node), _plain(tuple(node.args)), kwargs, _recorded(node.meta.get("val")), layer)
 
 
 def _operation(node: Any) -> str:
@@ -306,16 +310,20 @@ def _floats(torch: Any) -> tuple:
     return torch.float32, torch.bfloat16, torch.float16
 
 
+def _not_tensors(path: Path, error: Exception) -> ValueError:
+    return ValueError(
+        f"{path} is not a PyTorch file of nothing but tensors ({type(error).__name__}); nothing in it was run. "
+        "Download it again, or get the checkpoint as safetensors."
+    )
+
+
 def _unpickled(path: Path) -> dict[str, Any]:
     import torch
 
     try:
         held = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # from zip archives, pickles and torch's own checks alike
-        raise ValueError(
-            f"{path} is not a PyTorch file of nothing but tensors ({type(error).__name__}); nothing in it was run. "
-            "Download it again, or get the checkpoint as safetensors."
-        ) from error
+        raise _not_tensors(path, error) from error
     if not isinstance(held, dict) or not all(isinstance(value, torch.Tensor) for value in held.values()):
         raise ValueError(f"{path} holds a {type(held).__name__} that is not tensors by name: wanted a state dict.")
     return dict(held)
