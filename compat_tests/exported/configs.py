@@ -16,7 +16,7 @@ TYPES = (
     "roberta-prelayernorm roc_bert roformer seed_oss smollm3 squeezebert stablelm starcoder2 ultrabert xlm-roberta "
     "xlm-roberta-xl xlnet deepseek_v2 fnet gpt-sw3 nystromformer"
 ).split()
-# Every kind of attention, router, position and pooling among the types that are no family of ours, and one that is.
+# Every kind of attention, router, position and pooling; all but one are no family of ours.
 SOME = (
     "albert axk1 biogpt bloom convbert ctrl deepseek_v3 diffllama doge esm falcon gpt_bigcode gpt_neo gpt_oss gte ibert "
     "jamba llama luke minicpm3 minimax mobilebert modernbert-decoder mpnet mpt phimoe roformer squeezebert xlnet"
@@ -72,7 +72,7 @@ def config(model_type: str, **overrides):
     return AutoConfig.for_model(model_type, **facts)
 
 
-def build(folder: Path, model_type: str, *, dtype: str = "float32", head: bool = True, seed: int = 0, **overrides) -> Path:
+def build(folder: Path, model_type: str, *, dtype="float32", head=True, seed=0, **overrides) -> Path:
     """Write a checkpoint with noise in every parameter; without its head, a bare base."""
     import torch
     import transformers

@@ -192,7 +192,8 @@ def theirs(op, args, kwargs):
     if smooth:
         total = sum((x * torch.tensor(pull(x.shape))).sum() for x in smooth)
         found = torch.autograd.grad(total, floats, allow_unused=True)
-        gradients = [np.zeros(x.shape, np.float32) if g is None else g.numpy() for g, x in zip(found, floats, strict=True)]
+        pairs = zip(found, floats, strict=True)
+        gradients = [np.zeros(x.shape, np.float32) if g is None else g.numpy() for g, x in pairs]
     return [x.detach().numpy() for x in results], gradients
 
 
@@ -218,7 +219,8 @@ def ours(op, args, kwargs):
 def test_every_operation_is_held_against_torch():
     """But those on plain numbers, those that draw, and names for what another name is tested under."""
     tested = {case[0].split(".")[1] for case in CASES}
-    untested = {op.split(".")[1] for op in OPERATIONS if op.startswith("aten.") and op not in RANDOM} - tested
+    names = {op.split(".")[1] for op in OPERATIONS if op.startswith("aten.") and op not in RANDOM}
+    untested = names - tested
     assert untested <= set(
         "_assert_scalar _grouped_mm _fused_rms_norm _unsafe_index _unsafe_view baddbmm copy dot empty empty_like empty_permuted eye "
         "floor_divide lift_fresh_copy matmul mv ne new_empty new_full new_ones new_zeros norm ones reshape std squeeze "

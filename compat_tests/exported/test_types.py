@@ -11,7 +11,7 @@ from compat_tests.exported import configs
 
 pytest.importorskip("torch")
 
-from compat_tests.exported.check import compare  # noqa: E402
+from compat_tests.exported.check import compare
 
 
 @pytest.mark.parametrize("model_type", configs.SOME)

@@ -10,7 +10,6 @@ from trl_jax.hub import torch_bridge
 from trl_jax.hub.refused import REFUSED
 
 
-
 def is_exported(raw: dict[str, Any], native: Collection[str], source: Path) -> bool:
     """Whether the exporter is to compute a checkpoint of this config.json: `native` types are not its business.
 
