@@ -95,8 +95,8 @@ def tiny_model(
     Every parameter is random, norms and biases too, and large enough for each to move the score. As in real
     checkpoints, the vocabulary has a few rows that no token uses.
 
-    head: "classifier", "causal", "masked", "pretraining" or "base"; shards: over several files; tie: a causal head with the embedding;
-    tokenizer: arguments of `tiny_tokenizer`; overrides: of the config, which names the tokenizer's pad token
+    head: "classifier", "causal", "masked", "pretraining" or "base"; shards: over several files; tie: a causal head
+    with the embedding; tokenizer: arguments of `tiny_tokenizer`; overrides: of the config, which names the tokenizer's pad token
     unless `pad_token_id` is among them.
     """
     import torch

@@ -65,6 +65,7 @@ def test_types_and_shapes():
         "tokens": (np.int32, (1, 4, 2)),
         "positions": (np.int32, (1, 4, 2)),
         "at": (np.int32, (1, 4)),
+        "lengths": (np.int32, (1, 4)),
         "weight": (np.float32, (1, 2)),
     }
     assert batch.margin is None

@@ -20,6 +20,7 @@ from compat_tests.faults.broken import INDEX, PICKLE, WEIGHTS, ZIP, copied, edit
 from compat_tests.tiny import preference_rows, tiny_tokenizer
 from trl_jax import AutoModelForSequenceClassification, RewardConfig
 from trl_jax.data import special_tokens
+from trl_jax.hub import torch_bridge
 
 pytest.importorskip("torch")  # builds the checkpoints that are then broken
 
@@ -270,14 +271,25 @@ class Malicious:
         return open, (str(self.mark), "w")
 
 
-def test_row08_a_bin_file_is_neither_read_nor_run(good, tmp_path):
+def test_row08_a_malicious_bin_file_is_not_run(good, tmp_path):
+    folder, mark = copied(good, tmp_path), tmp_path / "mark"
+    (folder / WEIGHTS).unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Malicious(mark)))
+    text = f"{folder / 'pytorch_model.bin'} is not a PyTorch file of nothing but tensors"
+    with refuses(text, "nothing in it was run"):
+        trainer(folder, tmp_path)
+    assert not mark.exists()
+
+
+def test_row08_a_bin_file_is_neither_read_nor_run_without_torch(good, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch_bridge, "available", lambda: False)
     folder, mark = copied(good, tmp_path), tmp_path / "mark"
     (folder / WEIGHTS).unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Malicious(mark)))
     text = f"{folder} has its weights only as pytorch_model.bin"
     with refuses(
         text,
-        "Convert them where torch is installed: AutoModel.from_pretrained(folder).save_pretrained(folder)",
+        "pip install 'trl_jax[torch]'. Or convert them: AutoModel.from_pretrained(folder).save_pretrained(folder)",
     ):
         trainer(folder, tmp_path)
     assert not mark.exists()

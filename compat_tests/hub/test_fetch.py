@@ -8,11 +8,13 @@ import shutil
 from pathlib import Path
 
 import huggingface_hub
+import numpy as np
 import pytest
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from compat_tests.hub.fake_hub import COMMIT, NAME, FakeHub
 from trl_jax import AutoModelForSequenceClassification
+from trl_jax.hub import torch_bridge
 from trl_jax.hub.pretrained import find_checkpoint
 
 pytest.importorskip("torch")  # builds the checkpoints
@@ -99,7 +101,8 @@ def test_code_comes_for_the_tokenizer_where_it_is_trusted(trust, hub, caplog):
 
 
 @pytest.mark.parametrize("subfolder", ["", "deep"])
-def test_a_repository_of_pickles_is_told_to_be_converted(subfolder, hub):
+def test_a_repository_of_pickles_is_told_to_be_converted_without_torch(subfolder, hub, monkeypatch):
+    monkeypatch.setattr(torch_bridge, "available", lambda: False)
     there = hub(subfolder=subfolder)
     folder = there.upstream / subfolder
     (folder / SINGLE).rename(folder / "pytorch_model.bin")
@@ -111,6 +114,21 @@ def test_a_repository_of_pickles_is_told_to_be_converted(subfolder, hub):
     (there.upstream / "other" / "pytorch_model.bin").write_text("")
     with pytest.raises(FileNotFoundError, match=f"model='{NAME}' has neither {SINGLE} nor {INDEX}"):
         load(NAME, subfolder=subfolder)
+
+
+@pytest.mark.parametrize("subfolder", ["", "deep"])
+def test_a_repository_of_pickles_is_read_where_torch_is(subfolder, hub, checkpoint):
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file
+
+    there = hub(subfolder=subfolder)
+    folder = there.upstream / subfolder
+    torch.save(load_file(folder / SINGLE), folder / "pytorch_model.bin")
+    (folder / SINGLE).unlink()
+    found = load(NAME, subfolder=subfolder)
+    assert any(name.endswith("pytorch_model.bin") for name in there.fetched)
+    for name, array in load(checkpoint("llama")).params.items():
+        np.testing.assert_array_equal(found.params[name], array, err_msg=name)
 
 
 def test_a_repository_without_config(hub):

@@ -20,7 +20,7 @@ SHAPES = {
     | {"share_att_key": True, "norm_rel_ebd": "layer_norm"},
     "modernbert": {"local_attention": 6, "cls_token_id": None, "sep_token_id": None},
 }
-FAMILIES = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra", "modernbert", "deberta", "deberta-v2")
+FAMILIES = tuple("bert roberta xlm-roberta camembert distilbert electra modernbert deberta deberta-v2".split())
 ABSENT = dict.fromkeys(FAMILIES, ("num_key_value_heads",))
 ABSENT["distilbert"] += ("intermediate_size",)
 
@@ -52,9 +52,13 @@ VARIANTS = {
     },
     "deberta-v2": {
         "plain": {},
-        "own_maps": {"share_att_key": False, "position_buckets": -1, "norm_rel_ebd": "none", "max_relative_positions": 7},
+        "own_maps": {
+            "share_att_key": False, "position_buckets": -1, "norm_rel_ebd": "none", "max_relative_positions": 7,
+        },
         "convolved": {"conv_kernel_size": 3, "conv_act": "gelu", "conv_groups": 2, "pos_att_type": ["p2c"]},
-        "absolute": {"position_biased_input": True, "type_vocab_size": 2, "pos_att_type": ["c2p"], "conv_kernel_size": 5},
+        "absolute": {
+            "position_biased_input": True, "type_vocab_size": 2, "pos_att_type": ["c2p"], "conv_kernel_size": 5,
+        },
     },
 }  # fmt: skip
 CASES = [(family, name) for family, variants in VARIANTS.items() for name in variants]

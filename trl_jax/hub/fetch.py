@@ -16,6 +16,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
+from trl_jax.hub import torch_bridge
 from trl_jax.hub.files import INDEX, SINGLE, indexed_shards, no_weights, unconverted
 from trl_jax.hub.gguf import unpack
 
@@ -43,7 +44,7 @@ class Repository:
         self._snapshot(patterns, deeper)
 
     def fetch_weights(self) -> None:
-        """The single file or the shards that the index lists, never both.
+        """The single file or the shards that the index lists, never both; pytorch_model.bin where that is all.
 
         Raises:
             ValueError: the weights are in another format.
@@ -52,9 +53,17 @@ class Repository:
         try:
             _download(self.name, SINGLE, self.subfolder, self.commit, self.access)
         except EntryNotFoundError as error:
-            if not (self.folder / INDEX).is_file():
+            if (self.folder / INDEX).is_file():
+                self._snapshot([glob.escape(shard) for shard in indexed_shards(self.folder)], [])
+            elif not self._fetch_pickled(error):
                 raise self._without_weights(error) from error
-            self._snapshot([glob.escape(shard) for shard in indexed_shards(self.folder)], [])
+
+    def _fetch_pickled(self, error: EntryNotFoundError) -> bool:
+        """Whether there is a pytorch_model.bin, and torch to read it; it is then here."""
+        if isinstance(error, LocalEntryNotFoundError) or not torch_bridge.available():
+            return False
+        self._snapshot(["pytorch_model*.bin"], [])
+        return torch_bridge.only_pickled(self.folder)
 
     def _snapshot(self, patterns, ignored) -> None:
         prefix = _prefix(self.subfolder)

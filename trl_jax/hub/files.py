@@ -81,8 +81,8 @@ def _shard_names(folder: Path) -> list[str]:
 
 def unconverted(where: str, model: str) -> ValueError:
     return ValueError(
-        f"{where} has its weights only as pytorch_model.bin, which this release of trl_jax does not read. Convert "
-        f"them where torch is installed: AutoModel.from_pretrained({model}).save_pretrained(folder)."
+        f"{where} has its weights only as pytorch_model.bin, which trl_jax reads only where torch is installed: pip "
+        f"install 'trl_jax[torch]'. Or convert them: AutoModel.from_pretrained({model}).save_pretrained(folder)."
     )
 
 
@@ -90,9 +90,9 @@ def no_weights(where: str) -> FileNotFoundError:
     return FileNotFoundError(f"{where} has neither {SINGLE} nor {INDEX}: there are no weights to load.")
 
 
-def indexed_shards(folder: Path) -> list[str]:
+def indexed_shards(folder: Path, index: str = INDEX) -> list[str]:
     """The file names in the index, each a plain one of that folder; whether they are there is not asked."""
-    path = folder / INDEX
+    path = folder / index
     try:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         names = sorted(set(weight_map.values()))

@@ -19,6 +19,7 @@ from trl_jax.hub.config import read_config
 from trl_jax.hub.families import Draw, Family, read_arch
 from trl_jax.hub.files import CheckpointFiles
 from trl_jax.hub.gguf import LINK, GgufFiles
+from trl_jax.hub.torch_bridge import PickledFiles, only_pickled
 from trl_jax.hub.wires import Wire, make_wires
 from trl_jax.models.functional import abstract
 
@@ -48,7 +49,7 @@ def load(folder: Path, *, dtype: str, seed: int) -> tuple[dict[str, jax.Array], 
     """Read a checkpoint: a sequence classifier with one label, a causal LM (its head is dropped) or a bare base.
 
     Args:
-        folder: holds config.json and safetensors, single or sharded.
+        folder: holds config.json and safetensors, single or sharded; where torch is, pytorch_model.bin will do.
         dtype: "float32", "bfloat16" or "float16" rounds the weights to that dtype; "auto" keeps each tensor's own.
             Either way the arrays returned are float32; the dtype is what they are written in again.
         seed: a score head that the checkpoint lacks is drawn as `torch.manual_seed(seed)` would have it.
@@ -58,7 +59,7 @@ def load(folder: Path, *, dtype: str, seed: int) -> tuple[dict[str, jax.Array], 
     """
     raw = read_config(folder)
     family, arch = read_arch(raw, folder / "config.json")
-    files = GgufFiles(folder / LINK) if (folder / LINK).exists() else CheckpointFiles(folder)
+    files = _files(folder)
     _, shapes = abstract(lambda: family.scorer(arch))
     wires, drawn = _as_stored(make_wires(shapes, family.names(arch)), files), family.drawn(arch)
     wanted = {tensor for wire in wires for tensor, _ in wire.tensors(shapes[wire.path].shape)}
@@ -72,6 +73,12 @@ def load(folder: Path, *, dtype: str, seed: int) -> tuple[dict[str, jax.Array], 
         for wire in wires
     }
     return params, _source(raw, family, arch, wires, files, on_disk, dtype)
+
+
+def _files(folder: Path) -> CheckpointFiles | GgufFiles | PickledFiles:
+    if (folder / LINK).exists():
+        return GgufFiles(folder / LINK)
+    return (PickledFiles if only_pickled(folder) else CheckpointFiles)(folder)
 
 
 def _assemble(

@@ -15,11 +15,13 @@ from flax import nnx
 
 from trl_jax.data.layout import padded_length, scored_token
 from trl_jax.hub.config import read_config
-from trl_jax.hub.families import read_arch
+from trl_jax.hub.engines import Engine, load_exported, load_native
+from trl_jax.hub.families import MODEL_TYPES, read_arch
 from trl_jax.hub.fetch import Repository, checkpoint_folder
-from trl_jax.hub.loading import Source, load
-from trl_jax.hub.saving import save
-from trl_jax.models.functional import abstract, merge
+from trl_jax.hub.loading import Source
+from trl_jax.hub.long_tail import is_exported
+from trl_jax.hub.torch_bridge import most_tokens
+from trl_jax.models.functional import merge
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +41,13 @@ class PreTrainedModel:
     """A sequence classifier with one label. `params` is the flat dict of its arrays, float32, by dotted path.
 
     `config` is the transformers config object of the checkpoint; changing it changes what is saved only where
-    `save_pretrained` says so.
+    `save_pretrained` says so. `engine` is what computes it.
     """
 
-    def __init__(self, params: dict[str, jax.Array], source: Source, config: Any, folder: Path, name: str):
-        self.params, self.source, self.config = params, source, config
+    def __init__(self, params: dict[str, jax.Array], engine: Engine, config: Any, folder: Path, name: str):
+        self.params, self.engine, self.config = params, engine, config
         self.folder, self.name_or_path = folder, name
-        self.graph, _ = abstract(lambda: source.family.scorer(source.arch))
+        self.graph = engine.graph
 
     def __call__(
         self, input_ids: Any, attention_mask: Any | None = None, *, token_type_ids: Any | None = None
@@ -63,16 +65,17 @@ class PreTrainedModel:
         """
         tokens = np.asarray(input_ids)
         self._check(tokens)
-        if self.source.family.scorer.needs_valid and token_type_ids is not None and np.any(token_type_ids):
+        if not self.engine.ignores_types and token_type_ids is not None and np.any(token_type_ids):
             raise ValueError("token_type_ids has other types than 0, but a reward model scores one text. Leave it out.")
         mask = np.ones(tokens.shape, bool) if attention_mask is None else np.asarray(attention_mask).astype(bool)
         pad = self.config.pad_token_id
         at = [scored_token(row, pad) if pad is not None else len(row) - 1 for row in tokens]
-        extra = padded_length(tokens.shape[1], "auto") - tokens.shape[1]
-        tokens = np.pad(tokens, ((0, 0), (0, extra))).astype(np.int32)
+        alone = pad is None and self.engine.finds_end
+        extra = 0 if alone else padded_length(tokens.shape[1], "auto") - tokens.shape[1]
+        tokens = np.pad(tokens, ((0, 0), (0, extra)), constant_values=pad or 0).astype(np.int32)
         mask = np.pad(mask, ((0, 0), (0, extra)))
         with jax.default_matmul_precision("float32"):  # accelerators would round to fewer digits
-            scores = _scores(self.graph, self.params, tokens, mask, np.asarray(at, np.int32))
+            scores = _scores(self.graph, pad, self.params, tokens, mask, np.asarray(at, np.int32))
         return ScoreOutput(scores[:, None])
 
     def _check(self, tokens: np.ndarray) -> None:
@@ -98,32 +101,38 @@ class PreTrainedModel:
 
     @property
     def vocab_size(self) -> int:
-        return self.source.arch.vocab_size
+        return self.engine.vocab_size
+
+    @property
+    def source(self) -> Source:
+        """What a checkpoint of the native engine was."""
+        return self.engine.source
 
     @property
     def most_tokens(self) -> int | None:
         """The length of the longest text that has positions; None where any has."""
-        return self.source.arch.most_tokens
+        return self.engine.most_tokens
 
     def num_parameters(self, exclude_embeddings: bool = False) -> int:
         """How many numbers the model has, the head among them."""
-        embeddings = ("embed.weight",) if exclude_embeddings else ()
-        return sum(array.size for path, array in self.params.items() if not path.endswith(embeddings))
+        return sum(
+            array.size
+            for path, array in self.params.items()
+            if not (exclude_embeddings and path in self.engine.embeddings)
+        )
 
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Write config.json and safetensors that transformers loads: names, shards and dtypes of the checkpoint it
         came from, `pad_token_id` and `eos_token_id` of `config`."""
-        save(
-            Path(save_directory),
-            self.params,
-            self.source,
-            pad_token_id=self.config.pad_token_id,
-            eos_token_id=self.config.eos_token_id,
-        )
+        self.engine.save(Path(save_directory), self.params, self.config)
 
 
-@partial(jax.jit, static_argnums=0)
-def _scores(graph: nnx.GraphDef, params: dict, tokens: jax.Array, mask: jax.Array, at: jax.Array) -> jax.Array:
+@partial(jax.jit, static_argnums=(0, 1))
+def _scores(
+    graph: nnx.GraphDef, pad: int | None, params: dict, tokens: jax.Array, mask: jax.Array, at: jax.Array
+) -> jax.Array:
+    """`pad` is what an exported program was made with: another one is another program."""
+    del pad
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     return merge(graph, params)(tokens, positions, at=at, valid=mask)
 
@@ -134,7 +143,8 @@ class Checkpoint:
 
     `repository` is the one on the Hub that still has them, None for a folder. `config` is
     transformers' object. `dtype` is "float32", "bfloat16", "float16" or "auto": what the weights are rounded to, and
-    saved in. `most_tokens` is as in PreTrainedModel.
+    saved in. `most_tokens` is as in PreTrainedModel. `exported`: the model is transformers' own, run as an exported
+    program.
     """
 
     name: str
@@ -144,13 +154,18 @@ class Checkpoint:
     dtype: str
     vocab_size: int
     most_tokens: int | None
+    exported: bool
 
     def load(self, seed: int) -> PreTrainedModel:
         """The model; `seed` draws the score head where the checkpoint has none."""
         if self.repository is not None:
             self.repository.fetch_weights()
-        params, source = load(self.folder, dtype=self.dtype, seed=seed)
-        return PreTrainedModel(params, source, self.config, self.folder, self.name)
+        config = self.config
+        if self.exported:
+            params, engine, config = load_exported(self.folder, dtype=self.dtype, seed=seed)
+        else:
+            params, engine = load_native(self.folder, dtype=self.dtype, seed=seed)
+        return PreTrainedModel(params, engine, config, self.folder, self.name)
 
 
 def find_checkpoint(name: str, *, num_labels: int = 1, dtype: Any = "auto", **kwargs: Any) -> Checkpoint:
@@ -159,8 +174,14 @@ def find_checkpoint(name: str, *, num_labels: int = 1, dtype: Any = "auto", **kw
         raise ValueError(f"num_labels is {num_labels}, but a reward model has one score a sequence: num_labels=1.")
     fetch, dtype = _checked(dict(kwargs), dtype)
     folder, repository = checkpoint_folder(name, **fetch)
-    _, arch = read_arch(read_config(folder), folder / "config.json")
-    return Checkpoint(name, folder, repository, _config(folder), dtype, arch.vocab_size, arch.most_tokens)
+    raw = read_config(folder)
+    config = _config(folder)
+    if is_exported(raw, MODEL_TYPES, folder / "config.json"):
+        facts = config.get_text_config().vocab_size, most_tokens(config), True
+    else:
+        _, arch = read_arch(raw, folder / "config.json")
+        facts = arch.vocab_size, arch.most_tokens, False
+    return Checkpoint(name, folder, repository, config, dtype, *facts)
 
 
 class AutoModelForSequenceClassification:

@@ -26,7 +26,6 @@ from trl_jax.engine.resume import find
 from trl_jax.engine.schedules import learning_rates
 from trl_jax.engine.step import make_step
 from trl_jax.engine.watch import Watch
-from trl_jax.hub.loading import load as load_weights
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.trainer.base_config import BaseConfig
 from trl_jax.trainer.diagnosis import explain
@@ -175,13 +174,16 @@ class BaseTrainer(Evaluating):
 
     def create_optimizer(self) -> Any:
         """The optax transformation of `args.optim`."""
-        args, source = self.args, self.model.source
+        args, engine = self.args, self.model.engine
         return adamw(
             b1=args.adam_beta1,
             b2=args.adam_beta2,
             eps=args.adam_epsilon,
             weight_decay=args.weight_decay,
-            decayed={wire.path: decays(wire.path) and decays(wire.tensor) for wire in source.wires},
+            decayed={
+                path: decays(path) and decays(tensor) and path not in engine.undecayed
+                for path, tensor in engine.tensors.items()
+            },
             max_grad_norm=args.max_grad_norm,
         )
 
@@ -215,7 +217,7 @@ class BaseTrainer(Evaluating):
         self.log(metrics)
         metrics["epoch"] = state.epoch
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            self.model.params, _ = load_weights(Path(state.best_model_checkpoint), dtype="auto", seed=args.seed)
+            self.model.params = self.model.engine.load(Path(state.best_model_checkpoint), args.seed)
         if args.save_total_limit == 1 and state.best_model_checkpoint is not None:
             forget_all_but_best(args.output_dir, state.best_model_checkpoint)
         self._events.fire("on_train_end")

@@ -37,13 +37,7 @@ def check_weights(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         ValueError: naming the tensors as they are called on disk.
     """
-    bad = []
-    for wire in model.source.wires:
-        array = np.asarray(model.params[wire.path])
-        if not np.isfinite(array).all():
-            layers = array if wire.stacked else array[None]
-            named = zip(wire.tensors(model.source.arch.num_layers), layers, strict=True)
-            bad += [tensor for tensor, values in named if not np.isfinite(values).all()]
+    bad = [tensor for tensor, values in model.engine.on_disk(model.params) if not np.isfinite(values).all()]
     if bad:
         raise ValueError(
             f"{model.name_or_path}: {', '.join(bad[:8])}{' and others' if len(bad) > 8 else ''} hold NaN or infinite "

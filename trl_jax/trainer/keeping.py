@@ -18,7 +18,6 @@ from trl_jax.data.order import RunLength
 from trl_jax.engine.checkpoint import save_checkpoint
 from trl_jax.engine.progress import Progress, SavedProgress, write_progress
 from trl_jax.engine.resume import Found, changed_arguments, restore_callbacks
-from trl_jax.hub.loading import load as load_weights
 from trl_jax.trainer import foreign
 from trl_jax.trainer.session import ARGUMENTS, Session
 
@@ -50,13 +49,13 @@ class Keeping(Session):
         if self.args.save_only_model:
             return
         trees = {"optimizer": self._optimizer_state}
-        if set(self.model.source.dtypes.values()) != {"float32"}:  # the model's own file rounds them
+        if set(self.model.engine.dtypes.values()) != {"float32"}:  # the model's own file rounds them
             trees["params"] = self.model.params
         write_progress(folder, progress, trees, {"tokens_seen": self._tokens_seen})
 
     def _least_bytes(self) -> int:
         """Of weights and moments; small files not counted."""
-        width = 4 if "float32" in self.model.source.dtypes.values() else 2
+        width = 4 if "float32" in self.model.engine.dtypes.values() else 2
         weights = width * self.model.num_parameters()
         state = 0 if self.args.save_only_model else sum(leaf.nbytes for leaf in jax.tree.leaves(self._optimizer_state))
         return weights + state
@@ -113,7 +112,7 @@ class Keeping(Session):
             state.best_model_checkpoint = str(beside) if beside.is_dir() else None
 
     def _weights_of(self, folder: Path) -> dict[str, jax.Array]:
-        params, _ = load_weights(folder, dtype="auto", seed=self.args.seed)
+        params = self.model.engine.load(folder, self.args.seed)
         shapes = {path: array.shape for path, array in params.items()}
         if shapes != {path: array.shape for path, array in self.model.params.items()}:
             raise ValueError(

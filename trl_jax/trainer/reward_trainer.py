@@ -196,7 +196,9 @@ def _find(model: str | PreTrainedModel, args: RewardConfig) -> Checkpoint | PreT
 
 def _loaded(checkpoint: Checkpoint, args: RewardConfig) -> PreTrainedModel:
     with jax.default_device(run_device(args)):
-        return check_weights(checkpoint.load(args.seed))
+        model = check_weights(checkpoint.load(args.seed))
+    logger.log(model.engine.log_level, "%s runs on the %s engine.", model.name_or_path, model.engine.name)
+    return model
 
 
 def _check_pad(tokenizer: Any, vocab_size: int) -> None:

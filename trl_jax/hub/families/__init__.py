@@ -15,6 +15,7 @@ from flax import nnx
 
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.hub.config import ConfigReader
+from trl_jax.hub.long_tail import objection
 from trl_jax.hub.wires import Names
 from trl_jax.models.arch import Arch
 from trl_jax.models.heads import SequenceScorer
@@ -101,11 +102,7 @@ def family_of(raw: dict[str, Any], source: Path) -> Family:
     """
     found = raw.get("model_type")
     if not isinstance(found, str) or found not in MODEL_TYPES:
-        custom = " Its own code (auto_map) is never run." if raw.get("auto_map") else ""
-        raise ValueError(
-            f"{source}: model_type {found!r} is not supported by this release of trl_jax.{custom} "
-            f"Supported: {', '.join(MODEL_TYPES)}."
-        )
+        raise objection(raw, MODEL_TYPES, source)
     return _family(found)
 
 

@@ -1,0 +1,69 @@
+"""One model_type, exported and held against transformers: scores and every gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from compat_tests.exported import configs
+from trl_jax.hub.engines import load_exported
+from trl_jax.models.functional import merge
+
+QUICKLY = {"xla_backend_optimization_level": 0}  # compiles in a third of the time, computes the same
+PULL = np.linspace(-1.0, 1.5, 4, dtype=np.float32)
+
+
+@dataclass(frozen=True)
+class Apart:
+    """How far from transformers, in parts of the largest score, and of each parameter's largest gradient."""
+
+    scores: float
+    gradients: float
+    parameter: str
+
+
+def compare(folder: Path, length: int = 24) -> Apart:
+    """A pulled sum of padded rows' scores, forward and backward, on both sides."""
+    ids, mask = configs.rows(length)
+    theirs = configs.reference(folder)
+    wanted = configs.scores(theirs, ids, mask)
+    (wanted * _tensor(PULL)).sum().backward()
+    found, gradients = _ours(folder, ids, mask)
+    wanted = wanted.detach().numpy()
+    named = {name: _gradient(parameter) for name, parameter in theirs.named_parameters()}
+    assert named.keys() == gradients.keys()
+    # What softmax cancels has a gradient of nothing but rounding: no parameter's scale is put below this.
+    least = 1e-2 * max(np.abs(gradient).max() for gradient in named.values())
+    far = {
+        name: np.abs(gradients[name] - gradient).max() / max(np.abs(gradient).max(), least)
+        for name, gradient in named.items()
+    }
+    worst = max(far, key=far.get)
+    return Apart(np.abs(found - wanted).max() / np.abs(wanted).max(), float(far[worst]), worst)
+
+
+def _ours(folder: Path, ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    params, engine, _ = load_exported(folder, dtype="float32", seed=0)
+
+    def pulled(params):
+        scores = merge(engine.graph, params)(jnp.asarray(ids), None, valid=jnp.asarray(mask, bool))
+        return jnp.sum(scores * PULL), scores
+
+    compiled = jax.jit(jax.grad(pulled, has_aux=True), compiler_options=QUICKLY)
+    gradients, scores = compiled(params)
+    return np.asarray(scores), {name: np.asarray(gradient) for name, gradient in gradients.items()}
+
+
+def _gradient(parameter) -> np.ndarray:
+    """A parameter that the scores do not depend on has none in torch, and zeros in JAX."""
+    return np.zeros(parameter.shape, np.float32) if parameter.grad is None else parameter.grad.numpy()
+
+
+def _tensor(array: np.ndarray):
+    import torch
+
+    return torch.tensor(array)

@@ -1,0 +1,195 @@
+"""What training asks of an exported model: recomputation, dropout, half precision, any shape; and saving it."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from compat_tests.exported import configs
+
+torch = pytest.importorskip("torch")
+
+from compat_tests.exported.check import PULL, QUICKLY  # noqa: E402
+from compat_tests.parity.reference import read_weights  # noqa: E402
+from trl_jax import AutoModelForSequenceClassification  # noqa: E402
+from trl_jax.models.functional import merge  # noqa: E402
+
+
+def load(folder, **how):
+    return AutoModelForSequenceClassification.from_pretrained(folder, **how)
+
+
+def scorer(model, **how):
+    """params -> (pulled sum, scores) of `configs.rows`, for gradients."""
+    ids, mask = configs.rows()
+
+    def total(params):
+        scores = merge(model.graph, params)(jnp.asarray(ids), None, valid=jnp.asarray(mask, bool), **how)
+        return jnp.sum(scores * PULL), scores
+
+    return total
+
+
+def gradients(model, **how):
+    return jax.jit(jax.grad(scorer(model, **how), has_aux=True), compiler_options=QUICKLY)(model.params)
+
+
+@pytest.fixture(scope="module")
+def bloom(tmp_path_factory):
+    """A checkpoint with dropout in its config."""
+    return configs.build(tmp_path_factory.mktemp("bloom"), "bloom", hidden_dropout=0.3, attention_dropout=0.3)
+
+
+def test_one_program_serves_every_shape(bloom):
+    model, theirs = load(bloom), configs.reference(bloom)
+    for count, length in ((4, 24), (2, 24), (3, 150)):
+        ids, mask = configs.rows(length)
+        ids, mask = ids[:count], mask[:count]
+        wanted = configs.scores(theirs, ids, mask).detach().numpy()
+        np.testing.assert_allclose(model(ids, mask).logits[:, 0], wanted, atol=2e-5 * np.abs(wanted).max())
+    [programs] = model.engine._model._programs.values()
+    assert len(programs) == 1
+    assert model(ids[:0], mask[:0]).logits.shape == (0, 1)
+
+
+def test_a_length_beyond_what_the_tracer_took_for_granted_is_exported_anew(tmp_path):
+    """This attention goes through the tokens in blocks of 32; how many there are is unrolled."""
+    folder = configs.build(tmp_path, "minimax", block_size=32)
+    model, theirs = load(folder), configs.reference(folder)
+    for length in (32, 64):
+        ids, mask = configs.rows(length)
+        wanted = configs.scores(theirs, ids, mask).detach().numpy()
+        np.testing.assert_allclose(model(ids, mask).logits[:, 0], wanted, atol=1e-5 * np.abs(wanted).max())
+    [programs] = model.engine._model._programs.values()
+    assert len(programs) == 2
+
+
+def test_rows_without_a_mask_and_without_a_pad_token(tmp_path):
+    folder = configs.build(tmp_path, "bloom", pad_token_id=None)
+    ids, _ = configs.rows()
+    wanted = configs.scores(configs.reference(folder), ids[:1], np.ones_like(ids[:1])).detach().numpy()
+    np.testing.assert_allclose(load(folder)(ids[:1]).logits[:, 0], wanted, rtol=1e-5)
+    with pytest.raises(ValueError, match="4 rows cannot be scored without config.pad_token_id"):
+        load(folder)(ids)
+
+
+def test_the_pad_token_that_a_script_sets_is_exported(tmp_path):
+    """Where a row is read is part of the graph."""
+    folder = configs.build(tmp_path, "bloom", pad_token_id=None)
+    model, theirs = load(folder), configs.reference(folder)
+    ids, mask = configs.rows()
+    for pad in (0, int(ids[0, -1])):
+        model.config.pad_token_id = theirs.config.pad_token_id = pad
+        wanted = configs.scores(theirs, ids, mask).detach().numpy()
+        np.testing.assert_allclose(model(ids, mask).logits[:, 0], wanted, atol=1e-5 * np.abs(wanted).max())
+
+
+def test_recomputing_changes_nothing_but_memory(bloom):
+    model = load(bloom)
+    kept, scores = gradients(model)
+    again, same = gradients(model, remat=True)
+    np.testing.assert_allclose(scores, same, rtol=1e-6)
+    for name, gradient in kept.items():
+        np.testing.assert_allclose(again[name], gradient, rtol=1e-4, atol=1e-6, err_msg=name)
+    assert saved_bytes(model, remat=True) < saved_bytes(model, remat=False) / 3
+
+
+def saved_bytes(model, remat) -> int:
+    """What the backward pass keeps of the forward pass, parameters apart."""
+    _, pull = jax.vjp(scorer(model, remat=remat), model.params, has_aux=False)
+    return sum(x.nbytes for x in jax.tree.leaves(pull)) - sum(x.nbytes for x in model.params.values())
+
+
+@pytest.mark.parametrize(("dtype", "training"), [("float32", False), ("bfloat16", True)])
+def test_there_is_a_layer_a_piece(bloom, dtype, training):
+    pieces = load(bloom).engine._model.program(4, 24, dtype=dtype, training=training).pieces()
+    assert [piece.layer.split(".", 1)[1] for piece in pieces if piece.layer] == ["transformer.h.0", "transformer.h.1"]
+
+
+def test_dropout_is_drawn_from_the_key_and_nothing_else(bloom):
+    model = load(bloom)
+    run = jax.jit(lambda key: scorer(model, dropout_key=key)(model.params)[1], compiler_options=QUICKLY)
+    one, same, other = run(jax.random.key(0)), run(jax.random.key(0)), run(jax.random.key(1))
+    _, without = scorer(model)(model.params)
+    np.testing.assert_array_equal(one, same)
+    assert np.abs(one - other).min() > 0 and np.abs(one - without).min() > 0
+
+
+def test_dropout_is_the_same_when_recomputed(bloom):
+    key = jax.random.key(3)
+    kept, _ = gradients(load(bloom), dropout_key=key)
+    again, _ = gradients(load(bloom), dropout_key=key, remat=True)
+    for name, gradient in kept.items():
+        np.testing.assert_allclose(again[name], gradient, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_bfloat16_is_no_further_from_float32_than_torchs_autocast(tmp_path):
+    folder = configs.build(tmp_path, "gpt_oss")
+    ids, mask = configs.rows()
+    theirs, model = configs.reference(folder), load(folder)
+    exact = configs.scores(theirs, ids, mask).detach().numpy()
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = configs.scores(theirs, ids, mask).detach().float().numpy()
+    _, ours = scorer(model, dtype=jnp.bfloat16)(model.params)
+    assert ours.dtype == jnp.float32 and 0 < np.abs(ours - exact).max() < 2 * np.abs(rounded - exact).max()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model_type", ["gpt_oss", "deepseek_v3", "albert"])
+def test_an_export_is_byte_for_byte_transformers(model_type, dtype, tmp_path):
+    folder = configs.build(tmp_path / "there", model_type, dtype=dtype)
+    model = load(folder)
+    model.save_pretrained(tmp_path / "back")
+    configs.reference(folder, dtype).save_pretrained(tmp_path / "theirs")
+    ours, theirs = (json.loads((tmp_path / side / "config.json").read_text()) for side in ("back", "theirs"))
+    assert ours == theirs | {"use_cache": False}
+    ours, theirs = ((tmp_path / side / "model.safetensors").read_bytes() for side in ("back", "theirs"))
+    assert ours == theirs
+
+
+def test_what_is_saved_is_what_was_trained(tmp_path):
+    model = load(configs.build(tmp_path / "there", "albert"))
+    model.params = {name: array * 1.25 for name, array in model.params.items()}
+    model.save_pretrained(tmp_path / "moved")
+    ids, mask = configs.rows()
+    wanted = configs.scores(configs.reference(tmp_path / "moved"), ids, mask).detach().numpy()
+    np.testing.assert_allclose(model(ids, mask).logits[:, 0], wanted, atol=1e-5 * np.abs(wanted).max())
+
+
+def test_a_head_that_the_checkpoint_lacks_is_drawn_as_trls(tmp_path):
+    import transformers
+
+    folder = configs.build(tmp_path, "albert", head=False)
+    transformers.set_seed(7)
+    theirs = configs.reference(folder)
+    before = torch.get_rng_state()
+    ours = load(folder, seed=7)
+    assert torch.equal(torch.get_rng_state(), before)  # the user's own stream goes on as it was
+    np.testing.assert_array_equal(ours.params["classifier.weight"], theirs.classifier.weight.detach().numpy())
+
+
+def test_a_parameter_that_torch_does_not_train_has_no_gradient(tmp_path):
+    folder = configs.build(tmp_path, "roformer")
+    model = load(folder)
+    [frozen] = [name for name in model.params if "embed_positions" in name]
+    found, _ = gradients(model)
+    assert not np.any(found[frozen]) and frozen in model.engine.undecayed
+
+
+def test_norms_are_known_by_what_they_are(bloom):
+    """transformers decays no layer norm; this one is called ln_f."""
+    assert {"transformer.ln_f.weight", "transformer.h.0.input_layernorm.bias"} <= load(bloom).engine.undecayed
+
+
+def test_the_number_of_parameters_is_transformers(bloom):
+    model, theirs = load(bloom), configs.reference(bloom)
+    assert model.num_parameters() == theirs.num_parameters()
+    embedded = theirs.get_input_embeddings().weight.numel()
+    assert model.num_parameters(exclude_embeddings=True) == theirs.num_parameters() - embedded
+    assert model.vocab_size == json.loads((bloom / "config.json").read_text())["vocab_size"] == len(
+        read_weights(bloom)["transformer.word_embeddings.weight"]
+    )

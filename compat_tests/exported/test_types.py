@@ -1,0 +1,39 @@
+"""Types of the long tail score and differentiate as transformers' own code does.
+
+All of them: python -m compat_tests.bench.exported_sweep
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from compat_tests.exported import configs
+
+pytest.importorskip("torch")
+
+from compat_tests.exported.check import compare
+
+
+@pytest.mark.parametrize("model_type", configs.SOME)
+def test_scores_and_gradients(model_type, tmp_path):
+    folder = configs.build(tmp_path, model_type)
+    ids, mask = configs.rows()
+    assert configs.scores(configs.reference(folder), ids, mask).std() > 1e-2
+    apart = compare(folder)
+    assert apart.scores < 1e-5
+    assert apart.gradients < 1e-4, apart.parameter
+
+
+def test_some_are_among_all():
+    assert set(configs.SOME) < set(configs.TYPES) and len(configs.TYPES) == len(set(configs.TYPES)) == 97
+
+
+def test_the_comparison_notices_a_wrong_operation(tmp_path, monkeypatch):
+    """gelu by its other formula: a thousandth off at most."""
+    from trl_jax.nn.aten import table
+    from trl_jax.nn.aten.pointwise import _gelu
+
+    folder = configs.build(tmp_path, "albert", hidden_act="gelu")
+    assert compare(folder).scores < 1e-5
+    monkeypatch.setitem(table.OPERATIONS, "aten.gelu.default", lambda x, **how: _gelu(x, approximate="tanh"))
+    assert compare(folder).scores > 1e-5

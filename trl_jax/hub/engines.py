@@ -1,0 +1,126 @@
+"""What computes a model: our own decoder, or a program exported from transformers."""
+
+from __future__ import annotations
+
+import abc
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from trl_jax.hub.loading import Source, load
+from trl_jax.hub.saving import places_of, read_tensor, save
+from trl_jax.hub.torch_bridge import TorchModel
+from trl_jax.models.exported import ExportedScorer
+from trl_jax.models.functional import abstract
+
+
+class Engine(abc.ABC):
+    """Everything about a loaded model but its numbers.
+
+    Attributes:
+        name: what the trainer's log calls it, at `log_level`.
+        graph: of the scorer that `models.functional.merge` makes of it and a dict of parameters.
+        vocab_size: ids run below it.
+        most_tokens: the length of the longest text that has positions; None where any has.
+        embeddings: paths of the tables that tokens and positions are looked up in.
+        tensors: path of a parameter -> a name it has on disk.
+        dtypes: tensor on disk -> the dtype it is saved in.
+        undecayed: paths of parameters without weight decay whose names do not tell.
+        finds_end: it reads a row before the pads itself; without a pad id, at the very end.
+        ignores_types: token_type_ids mean nothing to it.
+    """
+
+    name: str
+    log_level: int
+    graph: nnx.GraphDef
+    vocab_size: int
+    most_tokens: int | None
+    embeddings: frozenset[str]
+    tensors: Mapping[str, str]
+    dtypes: Mapping[str, str]
+    undecayed: frozenset[str]
+    finds_end: bool
+    ignores_types: bool
+
+    @abc.abstractmethod
+    def save(self, folder: Path, params: dict[str, jax.Array], config: Any) -> None:
+        """Write config.json and safetensors that transformers loads."""
+
+    @abc.abstractmethod
+    def load(self, folder: Path, seed: int) -> dict[str, jax.Array]:
+        """The parameters of what `save` wrote."""
+
+    @abc.abstractmethod
+    def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
+        """Each tensor as it is called on disk, float32."""
+
+
+class NativeEngine(Engine):
+    """The configurable decoder or encoder; `source` is what the checkpoint was."""
+
+    name, log_level, undecayed, finds_end = "native", logging.INFO, frozenset(), False
+
+    def __init__(self, source: Source):
+        self.source, self.dtypes = source, source.dtypes
+        self.vocab_size, self.most_tokens = source.arch.vocab_size, source.arch.most_tokens
+        self.graph, _ = abstract(lambda: source.family.scorer(source.arch))
+        self.tensors = {wire.path: wire.tensor for wire in source.wires}
+        self.embeddings = frozenset(path for path in self.tensors if path.endswith("embed.weight"))
+        self.ignores_types = not source.family.scorer.needs_valid
+
+    def save(self, folder: Path, params: dict[str, jax.Array], config: Any) -> None:
+        ids = {"pad_token_id": config.pad_token_id, "eos_token_id": config.eos_token_id}
+        save(folder, params, self.source, **ids)
+
+    def load(self, folder: Path, seed: int) -> dict[str, jax.Array]:
+        return load(folder, dtype="auto", seed=seed)[0]
+
+    def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
+        for tensor, places in places_of(params, self.source).items():
+            yield tensor, read_tensor(params, places)
+
+
+class ExportedEngine(Engine):
+    """transformers' own model, exported with torch once a kind of shape and run on JAX."""
+
+    log_level, finds_end, ignores_types = logging.WARNING, True, False
+
+    def __init__(self, model: TorchModel):
+        self._model, self.dtypes = model, model.dtypes
+        self.undecayed, self.embeddings = model.undecayed, model.embeddings
+        self.name = f"exported (model_type {model.config.model_type!r}, transformers' code by way of torch.export)"
+        self.vocab_size, self.most_tokens = model.config.get_text_config().vocab_size, model.most_tokens
+        self.tensors = {name: name for name in model.shapes}
+        self.graph, _ = nnx.split(nnx.eval_shape(lambda: ExportedScorer(model.shapes, model)))
+
+    def save(self, folder: Path, params: dict[str, jax.Array], config: Any) -> None:
+        del config  # the one it has: transformers writes it whole
+        self._model.save(folder, params)
+
+    def load(self, folder: Path, seed: int) -> dict[str, jax.Array]:
+        return taken(TorchModel(folder, dtype="auto", seed=seed))
+
+    def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
+        return ((name, np.asarray(array)) for name, array in params.items())
+
+
+def load_native(folder: Path, *, dtype: str, seed: int) -> tuple[dict[str, jax.Array], NativeEngine]:
+    params, source = load(folder, dtype=dtype, seed=seed)
+    return params, NativeEngine(source)
+
+
+def load_exported(folder: Path, *, dtype: str, seed: int) -> tuple[dict[str, jax.Array], ExportedEngine, Any]:
+    """The parameters, the engine, and the config object that decides what is exported and saved."""
+    model = TorchModel(folder, dtype=dtype, seed=seed)
+    return taken(model), ExportedEngine(model), model.config
+
+
+def taken(model: TorchModel) -> dict[str, jax.Array]:
+    """float32 arrays of our own: torch's memory is given back one by one."""
+    return {name: jax.block_until_ready(jnp.array(values)) for name, values in model.take()}

@@ -1,0 +1,86 @@
+"""A scorer whose computation came from elsewhere as a program."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from trl_jax.nn.aten.program import Program
+from trl_jax.nn.aten.run import run
+
+
+class Programs(Protocol):
+    """Whoever has the program for a shape, or can make it."""
+
+    def program(self, rows: int, length: int, *, dtype: str, training: bool) -> Program:
+        """The one for R rows of T tokens, its matrix products in `dtype`; with dropout where `training`."""
+
+
+class ExportedScorer(nnx.Module):
+    """Scores rows as `SequenceScorer` does. Where a row is read is part of the program; pads are told by `valid`.
+
+    Parameters keep the names they have in the model that was exported.
+    """
+
+    needs_valid = True
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], programs: Programs):
+        self._programs, self._names = programs, tuple(shapes)
+        for name, part in _nested(shapes).items():
+            setattr(self, name, part)
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        *,
+        at: jax.Array | None = None,
+        valid: jax.Array | None = None,
+        dtype: jnp.dtype = jnp.float32,
+        remat: bool = False,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """Scores `[R]`, float32. `positions` and `at` are not used: the program works them out from the ids.
+
+        Args:
+            tokens: int32 `[R, T]`.
+            valid: bool `[R, T]`, False at pads; None where there are none.
+            dtype: what matrix products are computed in.
+            remat: the backward pass recomputes each layer from its input.
+            dropout_key: turns dropout on, at the rates in the config.
+        """
+        del positions, at
+        if not len(tokens):
+            return jnp.zeros(0)
+        mask = jnp.ones_like(tokens) if valid is None else valid
+        rows = jnp.stack([tokens.astype(jnp.int32), mask.astype(jnp.int32)])
+        training = dropout_key is not None
+        program = self._programs.program(*tokens.shape, dtype=jnp.dtype(dtype).name, training=training)
+        scores = run(program, self._params(), rows, remat=remat, key=dropout_key)
+        return scores[:, 0].astype(jnp.float32)
+
+    def _params(self) -> dict[str, jax.Array]:
+        return {name: _at(self, name.split("."))[...] for name in self._names}
+
+
+def _nested(shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """`{"a.0.b": shape}` -> `{"a": nnx.Dict({"0": nnx.Dict({"b": Param})})}`."""
+    groups: dict[str, Any] = {}
+    for name, shape in shapes.items():
+        first, _, rest = name.partition(".")
+        if rest:
+            groups.setdefault(first, {})[rest] = shape
+        else:
+            groups[first] = nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32))
+    return {name: nnx.Dict(_nested(part)) if isinstance(part, dict) else part for name, part in groups.items()}
+
+
+def _at(part: Any, path: list[str]) -> Any:
+    top, *rest = path
+    part = vars(part)[top]
+    for name in rest:
+        part = part[name]
+    return part
