@@ -12,7 +12,7 @@ TYPES = (
     "glm4 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj gte helium hunyuan_v1_dense hunyuan_v1_moe ibert jamba "
     "jina_embeddings_v3 layoutlm lilt llama luke markuplm megatron-bert minicpm3 minimax ministral ministral3 mistral "
     "mistral4 mixtral mobilebert modernbert modernbert-decoder mpnet mpt mra nemotron nomic_bert olmo olmo2 olmo3 "
-    "openai-gpt opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_text qwen3_moe qwen3_next rembert roberta "
+    "openai-gpt opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5 qwen3_5_text qwen3_moe qwen3_next rembert roberta "
     "roberta-prelayernorm roc_bert roformer seed_oss smollm3 squeezebert stablelm starcoder2 ultrabert xlm-roberta "
     "xlm-roberta-xl xlnet deepseek_v2 fnet gpt-sw3 nystromformer"
 ).split()
@@ -44,6 +44,10 @@ LINEAR = {
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
     "layer_types": ["linear_attention", "full_attention"],
 }
+TOWER = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4,
+    "num_position_embeddings": 16,
+}  # fmt: skip
 OWN = {
     "axk1": GROUPED,
     "axk2": GROUPED,
@@ -66,6 +70,9 @@ def config(model_type: str, **overrides):
     """A small config in which every fact of `SMALL` that the type has is set; pads are id 0."""
     from transformers import AutoConfig
 
+    if model_type == "qwen3_5":
+        text = config("qwen3_5_text", **overrides).to_dict()
+        return AutoConfig.for_model(model_type, text_config=text, vision_config=TOWER, num_labels=1)
     known = AutoConfig.for_model(model_type).to_dict()
     facts = {key: value for key, value in SMALL.items() if key in known}
     facts |= {"num_labels": 1, "pad_token_id": 0, **OWN.get(model_type, {}), **overrides}

@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 from compat_tests.exported.check import PULL, QUICKLY  # noqa: E402
 from compat_tests.parity.reference import read_weights  # noqa: E402
 from trl_jax import AutoModelForSequenceClassification  # noqa: E402
+from trl_jax.hub.pretrained import find_checkpoint  # noqa: E402
 from trl_jax.models.functional import merge  # noqa: E402
 
 
@@ -183,6 +184,31 @@ def test_a_parameter_that_torch_does_not_train_has_no_gradient(tmp_path):
 def test_norms_are_known_by_what_they_are(bloom):
     """transformers decays no layer norm; this one is called ln_f."""
     assert {"transformer.ln_f.weight", "transformer.h.0.input_layernorm.bias"} <= load(bloom).engine.undecayed
+
+
+def test_what_texts_do_not_use_is_neither_decayed_nor_moved(tmp_path):
+    """A table of entities has no gradient in torch, which then leaves it alone."""
+    model = load(configs.build(tmp_path, "luke"))
+    unused = {name for name in model.params if "entity_embeddings" in name}
+    assert unused and unused < model.engine.undecayed
+    assert "luke.embeddings.word_embeddings.weight" not in model.engine.undecayed
+    found, _ = gradients(model)
+    assert not any(np.any(found[name]) for name in unused)
+
+
+@pytest.mark.parametrize(("model_type", "most"), [("albert", 128), ("gpt_neo", 128), ("openai-gpt", 128), ("biogpt", 128), ("ibert", 127), ("bloom", None)])
+def test_a_text_longer_than_the_table_of_positions_is_refused(model_type, most, tmp_path):
+    folder = configs.build(tmp_path, model_type, max_position_embeddings=128)
+    model = load(folder)
+    assert model.engine.most_tokens == find_checkpoint(str(folder)).most_tokens == most
+    if most is not None:
+        ids = np.full((1, most + 1), 7)
+        reference = configs.reference(folder)
+        with pytest.raises((IndexError, RuntimeError)):
+            configs.scores(reference, ids, np.ones_like(ids))
+        assert configs.scores(reference, ids[:, 1:], np.ones_like(ids[:, 1:])).shape == (1,)
+        with pytest.raises(ValueError, match=f"input_ids has {most + 1} tokens a row, .* has positions for {most}"):
+            model(ids)
 
 
 def test_the_number_of_parameters_is_transformers(bloom):

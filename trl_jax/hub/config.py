@@ -180,5 +180,9 @@ def classifier_config(
     written["id2label"], written["label2id"] = {"0": "LABEL_0"}, {"LABEL_0": 0}
     written.pop("torch_dtype", None)
     written["dtype"] = dtype
-    given = {"pad_token_id": pad_token_id, "eos_token_id": eos_token_id}
-    return written | {key: value for key, value in given.items() if value is not None}
+    ids = {"pad_token_id": pad_token_id, "eos_token_id": eos_token_id}
+    given = {key: value for key, value in ids.items() if value is not None}
+    if not isinstance(raw.get("text_config"), dict):
+        return written | given
+    written["text_config"] = raw["text_config"] | given  # where transformers looks for them
+    return written | {key: value for key, value in given.items() if key in raw}

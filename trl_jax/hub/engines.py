@@ -75,8 +75,8 @@ class NativeEngine(Engine):
         self.ignores_types = not source.family.scorer.needs_valid
 
     def save(self, folder: Path, params: dict[str, jax.Array], config: Any) -> None:
-        ids = {"pad_token_id": config.pad_token_id, "eos_token_id": config.eos_token_id}
-        save(folder, params, self.source, **ids)
+        text = config.get_text_config()
+        save(folder, params, self.source, pad_token_id=text.pad_token_id, eos_token_id=text.eos_token_id)
 
     def load(self, folder: Path, seed: int) -> dict[str, jax.Array]:
         return load(folder, dtype="auto", seed=seed)[0]
@@ -92,12 +92,15 @@ class ExportedEngine(Engine):
     log_level, finds_end, ignores_types = logging.WARNING, True, False
 
     def __init__(self, model: TorchModel):
-        self._model, self.dtypes = model, model.dtypes
-        self.undecayed, self.embeddings = model.undecayed, model.embeddings
+        self._model, self.dtypes, self.embeddings = model, model.dtypes, model.embeddings
         self.name = f"exported (model_type {model.config.model_type!r}, transformers' code by way of torch.export)"
         self.vocab_size, self.most_tokens = model.config.get_text_config().vocab_size, model.most_tokens
         self.tensors = {name: name for name in model.shapes}
         self.graph, _ = nnx.split(nnx.eval_shape(lambda: ExportedScorer(model.shapes, model)))
+
+    @property
+    def undecayed(self) -> frozenset[str]:
+        return self._model.undecayed
 
     def save(self, folder: Path, params: dict[str, jax.Array], config: Any) -> None:
         del config  # the one it has: transformers writes it whole

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,7 @@ class Source:
     """What a loaded checkpoint was, as far as saving it again needs to know.
 
     Tensors go by their full name, with the family's prefix, whether or not the file had it. `dtype` is that of tensors
-    which the file had not, and what config.json will say.
+    which the file had not, and what config.json will say. `carried` reads each tensor that is saved as it came.
     """
 
     raw: dict[str, Any]
@@ -43,6 +44,7 @@ class Source:
     dtypes: dict[str, str]
     dtype: str
     wires: list[Wire] = field(repr=False)
+    carried: dict[str, Callable[[], np.ndarray]] = field(repr=False)
 
 
 def load(folder: Path, *, dtype: str, seed: int) -> tuple[dict[str, jax.Array], Source]:
@@ -61,9 +63,11 @@ def load(folder: Path, *, dtype: str, seed: int) -> tuple[dict[str, jax.Array], 
     family, arch = read_arch(raw, folder / "config.json")
     files = _files(folder)
     _, shapes = abstract(lambda: family.scorer(arch))
-    wires, drawn = _as_stored(make_wires(shapes, family.names(arch)), files), family.drawn(arch)
+    wires, drawn = _as_stored(make_wires(shapes, family.names(arch)), family, files), family.drawn(arch)
     wanted = {tensor for wire in wires for tensor, _ in wire.tensors(shapes[wire.path].shape)}
     on_disk = _full_names(family, files, wanted)
+    carried = {name for name in files.shapes if family.carried is not None and re.search(family.carried, name)}
+    _adopt_head(folder, family, on_disk, wanted, shapes, files)
     files.check_dtypes(on_disk.values())
     _check_language_head(folder, raw, arch, files, on_disk, family, wires)
     _check(folder, family, wires, shapes, files, on_disk, {draw.tensor for draw in drawn})
@@ -72,7 +76,7 @@ def load(folder: Path, *, dtype: str, seed: int) -> tuple[dict[str, jax.Array], 
         wire.path: new[wire.path] if wire.path in new else _assemble(files, wire, shapes[wire.path], on_disk, dtype)
         for wire in wires
     }
-    return params, _source(raw, family, arch, wires, files, on_disk, dtype)
+    return params, _source(raw, family, arch, wires, files, on_disk, dtype, carried)
 
 
 def _files(folder: Path) -> CheckpointFiles | GgufFiles | PickledFiles:
@@ -119,8 +123,11 @@ def _draw(folder: Path, missing: list[Draw], wires: list[Wire], shapes: Shapes, 
     return new
 
 
-def _as_stored(wires: list[Wire], files: CheckpointFiles) -> list[Wire]:
-    """Where the checkpoint has the old names of a layer norm's parameters, it keeps them, as transformers lets it."""
+def _as_stored(wires: list[Wire], family: Family, files: CheckpointFiles) -> list[Wire]:
+    """Where the checkpoint has the names of another time, it keeps them, as transformers lets it."""
+    for prefix in family.other_prefixes:
+        if any(name.startswith(prefix) for name in files.shapes):
+            wires = [replace(wire, tensor=_with_prefix(wire.tensor, family.base_prefix, prefix)) for wire in wires]
     if not any(name.endswith("LayerNorm.gamma") for name in files.shapes):
         return wires
     old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
@@ -128,16 +135,32 @@ def _as_stored(wires: list[Wire], files: CheckpointFiles) -> list[Wire]:
     return [replace(wire, tensor=ending.sub(lambda found: old[found[0]], wire.tensor)) for wire in wires]
 
 
+def _with_prefix(name: str, old: str, new: str) -> str:
+    return new + name.removeprefix(old) if name.startswith(old) else name
+
+
 def _full_names(family: Family, files: CheckpointFiles, wanted: set[str]) -> dict[str, str]:
-    """Full name -> name on disk, without what is ignored. The checkpoint of a bare base lacks the prefix."""
-    bare = not any(name.startswith(family.base_prefix) for name in files.shapes)
+    """Full name -> name on disk, without what is ignored or carried. The checkpoint of a bare base lacks the prefix."""
+    bare = not any(name.startswith((family.base_prefix, *family.other_prefixes)) for name in files.shapes)
+    left = family.ignored if family.carried is None else (*family.ignored, family.carried)
     names = {}
     for name in files.shapes:
         of_head = name == family.language_head or name.startswith(family.heads)
         full = name if of_head or not bare else family.base_prefix + name
-        if full in wanted or not any(re.search(pattern, name) for pattern in family.ignored):
+        if full in wanted or not any(re.search(pattern, name) for pattern in left):
             names[full] = name
     return names
+
+
+def _adopt_head(folder, family, on_disk, wanted, shapes, files) -> None:
+    """A head of another name: the one tensor that nothing else accounts for, and of the shape of the head."""
+    unknown = sorted(set(on_disk) - wanted - {family.language_head})
+    if "score.weight" not in wanted - set(on_disk) or len(unknown) != 1:
+        return
+    name = on_disk[unknown[0]]
+    if files.shapes[name] == shapes["score.weight"].shape:
+        logger.warning("%s: %s has the shape of the score head and is read, and saved, as score.weight.", folder, name)
+        on_disk["score.weight"] = on_disk.pop(unknown[0])
 
 
 def _check(folder, family, wires, shapes, files, on_disk, optional) -> None:
@@ -188,9 +211,10 @@ def _some(items: list[str], most: int = 8) -> str:
     return "; ".join(items[:most]) + (f"; and {len(items) - most:,} more" if len(items) > most else "")
 
 
-def _source(raw, family, arch, wires, files, on_disk, dtype) -> Source:
-    full = {disk: name for name, disk in on_disk.items()}
+def _source(raw, family, arch, wires, files, on_disk, dtype, carried) -> Source:
+    full = {disk: name for name, disk in on_disk.items()} | {name: name for name in carried}
     shards = {file: [full[name] for name in tensors if name in full] for file, tensors in files.shards.items()}
-    own = {full[name]: files.dtypes[name] if dtype == "auto" else dtype for name in full}
+    own = {full[name]: files.dtypes[name] if dtype == "auto" else dtype for name in full if name not in carried}
     stored = raw.get("dtype") or raw.get("torch_dtype") or next(iter(own.values()))
-    return Source(raw, family, arch, shards, own, stored if dtype == "auto" else dtype, wires)
+    read = {name: partial(files.read, name) for name in carried}
+    return Source(raw, family, arch, shards, own, stored if dtype == "auto" else dtype, wires, read)

@@ -68,7 +68,7 @@ class PreTrainedModel:
         if not self.engine.ignores_types and token_type_ids is not None and np.any(token_type_ids):
             raise ValueError("token_type_ids has other types than 0, but a reward model scores one text. Leave it out.")
         mask = np.ones(tokens.shape, bool) if attention_mask is None else np.asarray(attention_mask).astype(bool)
-        pad = self.config.pad_token_id
+        pad = self.config.get_text_config().pad_token_id
         at = [scored_token(row, pad) if pad is not None else len(row) - 1 for row in tokens]
         alone = pad is None and self.engine.finds_end
         extra = 0 if alone else padded_length(tokens.shape[1], "auto") - tokens.shape[1]
@@ -83,10 +83,10 @@ class PreTrainedModel:
             raise ValueError(f"input_ids must be whole numbers [rows, T], got {tokens.dtype} {list(tokens.shape)}.")
         if not tokens.shape[1]:
             raise ValueError(f"input_ids is {list(tokens.shape)}: a row needs at least one token to be scored at.")
-        if len(tokens) > 1 and self.config.pad_token_id is None:
+        if len(tokens) > 1 and self.config.get_text_config().pad_token_id is None:
             raise ValueError(
                 f"{len(tokens)} rows cannot be scored without config.pad_token_id: it tells where each one ends. "
-                "Set model.config.pad_token_id = tokenizer.pad_token_id."
+                "Set model.config.get_text_config().pad_token_id = tokenizer.pad_token_id."
             )
         most = self.most_tokens
         if most is not None and tokens.shape[1] > most:
@@ -175,13 +175,12 @@ def find_checkpoint(name: str, *, num_labels: int = 1, dtype: Any = "auto", **kw
     fetch, dtype = _checked(dict(kwargs), dtype)
     folder, repository = checkpoint_folder(name, **fetch)
     raw = read_config(folder)
-    config = _config(folder)
     if is_exported(raw, MODEL_TYPES, folder / "config.json"):
-        facts = config.get_text_config().vocab_size, most_tokens(config), True
-    else:
-        _, arch = read_arch(raw, folder / "config.json")
-        facts = arch.vocab_size, arch.most_tokens, False
-    return Checkpoint(name, folder, repository, config, dtype, *facts)
+        config = _config(folder)
+        size = config.get_text_config().vocab_size
+        return Checkpoint(name, folder, repository, config, dtype, size, most_tokens(config), True)
+    _, arch = read_arch(raw, folder / "config.json")
+    return Checkpoint(name, folder, repository, _config(folder), dtype, arch.vocab_size, arch.most_tokens, False)
 
 
 class AutoModelForSequenceClassification:

@@ -30,9 +30,11 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     places = places_of(params, source)
     known = {tensor for tensors in source.shards.values() for tensor in tensors}
-    plan = shard_plan(source.shards, set(places), sorted(set(places) - known))
+    plan = shard_plan(source.shards, {*places, *source.carried}, sorted(set(places) - known))
 
     def read(tensor: str) -> np.ndarray:
+        if tensor in source.carried:
+            return source.carried[tensor]()
         dtype = source.dtypes.get(tensor, source.dtype)
         dtype = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
         return read_tensor(params, places[tensor]).astype(dtype, copy=False)

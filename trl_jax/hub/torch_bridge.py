@@ -8,6 +8,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from trl_jax.nn.aten.table import OPERATIONS
 
 _LAYER = re.compile(r"\.\d+(?:@\d+)?$")  # a numbered submodule; @1 marks that it is called for the second time
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_POSITIONS = re.compile(r"(embed_positions|position_embeddings|positions_embed|wpe)$")
 _SILENT = ("aten._assert_tensor_metadata.default", "aten.sym_constrain_range_for_size.default")
 _INERT = {"device", "layout", "pin_memory", "memory_format", "non_blocking", "dtype"}  # dtypes stand in the result
 
@@ -33,7 +35,6 @@ class TorchModel:
         shapes: parameter name -> shape.
         embeddings: the names of embedding tables.
         most_tokens: the length of the longest text that has positions; None where any has.
-        undecayed: the parameters of layer norms, whatever they are called, and those that do not train.
     """
 
     def __init__(self, folder: Path, *, dtype: str, seed: int):
@@ -45,14 +46,20 @@ class TorchModel:
         named = dict(self._module.named_parameters())
         self.dtypes = {name: _name(parameter.dtype) for name, parameter in named.items()}
         self.shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
-        inside = _members(self._module, torch.nn.LayerNorm)
-        self.undecayed = frozenset(
-            name for name, parameter in named.items() if id(parameter) in inside or not parameter.requires_grad
-        )
         tables = _members(self._module, torch.nn.Embedding)
         self.embeddings = frozenset(name for name, parameter in named.items() if id(parameter) in tables)
         self.most_tokens = _most_tokens(self._module)
         self._programs: dict[tuple, list[tuple[Callable[[int, int], bool], Program]]] = {}
+
+    @cached_property
+    def undecayed(self) -> frozenset[str]:
+        """The parameters of layer norms, whatever they are called, those that do not train and those without use."""
+        import torch
+
+        inside = _members(self._module, torch.nn.LayerNorm)
+        named = self._module.named_parameters()
+        own = {name for name, parameter in named if id(parameter) in inside or not parameter.requires_grad}
+        return self.program(2, 16, dtype="float32", training=False).unread() | own
 
     def take(self) -> Iterator[tuple[str, np.ndarray]]:
         """(name, float32 array) of each parameter, once: its memory is given back when the next one is asked for.
@@ -277,13 +284,11 @@ def most_tokens(config: Any) -> int | None:
 
 def _most_tokens(module: Any) -> int | None:
     """A table of positions has as many rows as the config has positions, and those that its first ids leave out."""
-    import torch
-
     facts = module.config.get_text_config().to_dict()
     names = "max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length"
     given = next((facts[name] for name in names if isinstance(facts.get(name), int)), None)
-    tables = [part for name, part in module.named_modules() if isinstance(part, torch.nn.Embedding) and "pos" in name]
-    lengths = {table.num_embeddings - _first_position(table): table.num_embeddings for table in tables}
+    tables = [part for name, part in module.named_modules() if _POSITIONS.search(name) and "weight" in part._parameters]
+    lengths = {len(table.weight) - _first_position(table): len(table.weight) for table in tables}
     return min((length for length, rows in lengths.items() if given in (length, rows)), default=None)
 
 

@@ -175,13 +175,14 @@ class BaseTrainer(Evaluating):
     def create_optimizer(self) -> Any:
         """The optax transformation of `args.optim`."""
         args, engine = self.args, self.model.engine
+        undecayed = engine.undecayed if args.weight_decay else frozenset()  # to find out may cost an export
         return adamw(
             b1=args.adam_beta1,
             b2=args.adam_beta2,
             eps=args.adam_epsilon,
             weight_decay=args.weight_decay,
             decayed={
-                path: decays(path) and decays(tensor) and path not in engine.undecayed
+                path: decays(path) and decays(tensor) and path not in undecayed
                 for path, tensor in engine.tensors.items()
             },
             max_grad_norm=args.max_grad_norm,

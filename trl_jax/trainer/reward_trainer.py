@@ -106,9 +106,10 @@ class RewardTrainer(BaseTrainer):
         elif eval_dataset is not None:
             eval_dataset = self.prepare_dataset(eval_dataset, "eval")
         model = checkpoint if isinstance(checkpoint, PreTrainedModel) else _loaded(checkpoint, args)
-        model.config.pad_token_id = processing_class.pad_token_id
-        if args.eos_token is not None:
-            model.config.eos_token_id = processing_class.eos_token_id
+        for part in (model.config, model.config.get_text_config()):  # beside images, the text has a config of its own
+            part.pad_token_id = processing_class.pad_token_id
+            if args.eos_token is not None:
+                part.eos_token_id = processing_class.eos_token_id
         super().__init__(
             model=model,
             args=args,

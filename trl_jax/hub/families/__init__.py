@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -57,9 +57,11 @@ class Family:
         drawn: the tensors that a checkpoint may lack, in the order in which transformers draws them; where it draws
             one twice, the last counts.
         base_prefix: opens the name of every tensor but the head's; the checkpoint of a bare base leaves it out.
+        other_prefixes: what stands in its place in checkpoints of other times; kept on save.
         heads: how the names of the head's tensors begin; the prefix is not theirs.
         language_head: the tensor of a causal model that is dropped; None where there are no such models.
         ignored: regular expressions of tensors that checkpoints carry; dropped where the model has no use for them.
+        carried: a regular expression of tensors that no text is computed with; they are saved as they came.
         in_transformers: whether `architecture` exists there.
     """
 
@@ -70,14 +72,16 @@ class Family:
     scorer: Callable[[Any], nnx.Module] = SequenceScorer
     drawn: Callable[[Any], list[Draw]] = score_head
     base_prefix: str = "model."
+    other_prefixes: tuple[str, ...] = ()
     heads: tuple[str, ...] = ("score.",)
     language_head: str | None = "lm_head.weight"
     ignored: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$", r"^lm_head\.bias$")
+    carried: str | None = None
     in_transformers: bool = True
 
 
 MODEL_TYPES = """
-    arcee bert camembert cohere cohere2 deberta deberta-v2 distilbert electra exaone4 gemma gemma2 gemma3_text glm glm4
+    arcee bert camembert cohere cohere2 deberta deberta-v2 distilbert electra exaone4 gemma gemma2 gemma3 gemma3_text glm glm4
     gpt2 gpt_neox gptj granite helium hunyuan_v1_dense llama ministral ministral3 mistral mixtral modernbert nemotron
     olmo olmo2 olmo3 olmoe opt persimmon phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe roberta seed_oss smollm3 stablelm
     starcoder2 xlm-roberta
@@ -115,7 +119,15 @@ def read_arch(raw: dict[str, Any], source: Path) -> tuple[Family, Any]:
     return family, arch
 
 
-def _defaults(model_type: str) -> dict[str, Any]:
+def read_text_arch(config: ConfigReader, model_type: str, arch: Callable[[ConfigReader], Any]) -> Any:
+    """The facts of `text_config`, whose sizes may be left to the class."""
+    reader = ConfigReader(config.section("text_config"), f"{config.source}: text_config", _defaults(model_type, ()))
+    found = arch(reader)
+    reader.finish()
+    return found
+
+
+def _defaults(model_type: str, without: Collection[str] = _REQUIRED) -> dict[str, Any]:
     """What transformers' config class takes where a key is absent. Sizes have no default: none would fit."""
     from transformers import CONFIG_MAPPING
 
@@ -126,5 +138,5 @@ def _defaults(model_type: str) -> dict[str, Any]:
     return {
         key: value
         for key, value in given.items()
-        if value is not None and value is not dataclasses.MISSING and key not in _REQUIRED
+        if value is not None and value is not dataclasses.MISSING and key not in without
     }

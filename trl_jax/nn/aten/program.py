@@ -74,6 +74,11 @@ class Program:
             wanted |= read
         return pieces[::-1]
 
+    def unread(self) -> frozenset[str]:
+        """The parameters that nothing is computed from."""
+        read = {self.output}.union(*(node.reads() for node in self.nodes))
+        return frozenset(name for value, name in self.parameters.items() if value not in read)
+
 
 def _names(value: Any) -> Iterator[str]:
     if isinstance(value, Ref):

@@ -1,0 +1,38 @@
+"""gemma3: gemma3_text beside a tower that sees images, which preference pairs have none of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trl_jax.hub.config import ConfigReader
+from trl_jax.hub.families import Family, gemma3_text, read_text_arch
+from trl_jax.hub.wires import Names
+from trl_jax.models.arch import Arch
+
+OF_IMAGES = ("vision_config", "boi_token_index", "eoi_token_index", "image_token_index", "mm_tokens_per_image")
+PREFIX, TODAY = "language_model.model.", "model.language_model."
+
+
+def arch(config: ConfigReader) -> Arch:
+    for key in OF_IMAGES:
+        config.value(key)
+    text = read_text_arch(config, "gemma3_text", gemma3_text.arch)
+    return replace(text, initializer_range=config.number("initializer_range", 0.02))  # of the head
+
+
+def names(arch: Arch) -> Names:
+    own = gemma3_text.FAMILY.names(arch)
+    return {path: PREFIX + name.removeprefix("model.") for path, name in own.items()} | {"score": "score"}
+
+
+FAMILY = Family(
+    "gemma3",
+    "Gemma3ForSequenceClassification",
+    arch,
+    names,
+    base_prefix=PREFIX,
+    other_prefixes=(TODAY,),
+    language_head=None,
+    ignored=(r"^(language_model\.)?lm_head\.",),
+    carried=r"^(model\.)?(vision_tower|multi_modal_projector)\.",
+)
