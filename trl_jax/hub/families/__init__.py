@@ -81,10 +81,10 @@ class Family:
 
 
 MODEL_TYPES = """
-    arcee bert camembert cohere cohere2 deberta deberta-v2 distilbert electra exaone4 gemma gemma2 gemma3 gemma3_text glm glm4
-    gpt2 gpt_neox gptj granite helium hunyuan_v1_dense llama ministral ministral3 mistral mixtral modernbert nemotron
-    olmo olmo2 olmo3 olmoe opt persimmon phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe roberta seed_oss smollm3 stablelm
-    starcoder2 xlm-roberta
+        arcee bert camembert cohere cohere2 deberta deberta-v2 distilbert electra exaone4 gemma gemma2 gemma3
+    gemma3_text glm glm4     gpt2 gpt_neox gptj granite helium hunyuan_v1_dense llama ministral ministral3 mistral
+    mixtral modernbert nemotron     olmo olmo2 olmo3 olmoe opt persimmon phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe
+    roberta seed_oss smollm3 stablelm     starcoder2 xlm-roberta
 """.split()
 _REQUIRED = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
 
