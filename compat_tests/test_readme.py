@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from compat_tests import readme_table
 from trl_jax.core.arguments import SUPPORTED
-from trl_jax.hub.families import families
 from trl_jax.hub.rope import KINDS
 
-README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def listed(what: str) -> set[str]:
@@ -19,7 +20,6 @@ def listed(what: str) -> set[str]:
 @pytest.mark.parametrize(
     ("what", "built"),
     [
-        ("model types", set(families())),
         ("rope types", set(KINDS)),
         ("optimizers", set(SUPPORTED["optim"])),
         ("schedules", set(SUPPORTED["lr_scheduler_type"])),
@@ -28,3 +28,14 @@ def listed(what: str) -> set[str]:
 )
 def test_the_table_of_what_is_supported_is_the_codes(what, built):
     assert listed(what) == built
+
+
+def test_the_table_of_model_types_is_the_codes():
+    [start] = [at for at, line in enumerate(README.splitlines()) if line.startswith("| model type |")]
+    rows = README.splitlines()[start + 2 :]
+    assert rows[: rows.index("")] == readme_table.lines()
+
+
+def test_the_family_shown_is_the_one_that_runs():
+    shown = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert f"```python\n{(ROOT / 'trl_jax/hub/families/arcee.py').read_text(encoding='utf-8')}```" in shown

@@ -96,8 +96,8 @@ def tiny_model(
     checkpoints, the vocabulary has a few rows that no token uses.
 
     head: "classifier", "causal", "masked", "pretraining" or "base"; shards: over several files; tie: a causal head
-    with the embedding; tokenizer: arguments of `tiny_tokenizer`; overrides: of the config, which names the tokenizer's pad token
-    unless `pad_token_id` is among them.
+    with the embedding; tokenizer: arguments of `tiny_tokenizer`; overrides: of the config, which names the tokenizer's
+    pad token unless `pad_token_id` is among them.
     """
     import torch
     import transformers

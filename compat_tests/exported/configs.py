@@ -8,13 +8,13 @@ import numpy as np
 
 TYPES = (
     "albert arcee axk1 axk2 bert big_bird biogpt bloom camembert convbert ctrl data2vec-text deberta deberta-v2 "
-    "deepseek_v3 diffllama distilbert doge electra ernie esm esmc eurobert exaone4 falcon gemma gemma2 gemma3_text glm "
-    "glm4 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj gte helium hunyuan_v1_dense hunyuan_v1_moe ibert jamba "
+    "deepseek_v3 diffllama distilbert doge electra ernie esm esmc eurobert exaone4 falcon gemma gemma2 gemma3_text "
+    "glm glm4 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj gte helium hunyuan_v1_dense hunyuan_v1_moe ibert jamba "
     "jina_embeddings_v3 layoutlm lilt llama luke markuplm megatron-bert minicpm3 minimax ministral ministral3 mistral "
     "mistral4 mixtral mobilebert modernbert modernbert-decoder mpnet mpt mra nemotron nomic_bert olmo olmo2 olmo3 "
-    "openai-gpt opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5 qwen3_5_text qwen3_moe qwen3_next rembert roberta "
-    "roberta-prelayernorm roc_bert roformer seed_oss smollm3 squeezebert stablelm starcoder2 ultrabert xlm-roberta "
-    "xlm-roberta-xl xlnet deepseek_v2 fnet gpt-sw3 nystromformer"
+    "openai-gpt opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5 qwen3_5_text qwen3_moe qwen3_next rembert "
+    "roberta roberta-prelayernorm roc_bert roformer seed_oss smollm3 squeezebert stablelm starcoder2 ultrabert "
+    "xlm-roberta xlm-roberta-xl xlnet deepseek_v2 fnet gpt-sw3 nystromformer"
 ).split()
 # Every kind of attention, router, position and pooling; all but one are no family of ours.
 SOME = (
@@ -49,6 +49,7 @@ TOWER = {
     "num_position_embeddings": 16,
 }  # fmt: skip
 OWN = {
+    "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
     "axk1": GROUPED,
     "axk2": GROUPED,
     "deepseek_v3": GROUPED,

@@ -196,7 +196,10 @@ def test_what_texts_do_not_use_is_neither_decayed_nor_moved(tmp_path):
     assert not any(np.any(found[name]) for name in unused)
 
 
-@pytest.mark.parametrize(("model_type", "most"), [("albert", 128), ("gpt_neo", 128), ("openai-gpt", 128), ("biogpt", 128), ("ibert", 127), ("bloom", None)])
+LONGEST = {"albert": 128, "gpt_neo": 128, "openai-gpt": 128, "biogpt": 128, "ibert": 127, "bloom": None}
+
+
+@pytest.mark.parametrize(("model_type", "most"), LONGEST.items())
 def test_a_text_longer_than_the_table_of_positions_is_refused(model_type, most, tmp_path):
     folder = configs.build(tmp_path, model_type, max_position_embeddings=128)
     model = load(folder)

@@ -222,8 +222,8 @@ def test_every_operation_is_held_against_torch():
     names = {op.split(".")[1] for op in OPERATIONS if op.startswith("aten.") and op not in RANDOM}
     untested = names - tested
     assert untested <= set(
-        "_assert_scalar _grouped_mm _fused_rms_norm _unsafe_index _unsafe_view baddbmm copy dot empty empty_like empty_permuted "
-        "eye floor_divide lift_fresh_copy matmul mv ne new_empty new_full new_ones new_zeros norm ones reshape std squeeze "
-        "sym_numel sym_size t zeros argsort atan2 __lshift__ __rshift__ bitwise_left_shift bitwise_right_shift "
-        "bitwise_xor ge gt logical_or logical_xor".split()
+        "_assert_scalar _grouped_mm _fused_rms_norm _unsafe_index _unsafe_view baddbmm copy dot empty empty_like "
+        "empty_permuted eye floor_divide lift_fresh_copy matmul mv ne new_empty new_full new_ones new_zeros norm "
+        "ones reshape std squeeze sym_numel sym_size t zeros argsort atan2 __lshift__ __rshift__ bitwise_left_shift "
+        "bitwise_right_shift bitwise_xor ge gt logical_or logical_xor".split()
     )

@@ -30,7 +30,6 @@ REFUSED = {
     "embedding_size": (("electra", "plain"), 64),
     "prenorm": (MODERN, False),
     "norm": (MODERN, "layer_unbiased"),
-    "gated": (MODERN, False),
     "attention_bias": (MODERN, False),
     "mlp_bias": (MODERN, False),
     "learned_positions": (BERT, 511),
@@ -47,6 +46,7 @@ REFUSED = {
     "convolution.groups": (V2, 1),
 }
 MISCOMPUTED = {
+    "gated": (MODERN, False),
     "num_heads": (BERT, 8),
     "norm_eps": (BERT, 0.1),
     "activation": (BERT, "relu"),
@@ -134,7 +134,8 @@ def _off(found, wanted):
 @pytest.mark.parametrize("fact", REFUSED)
 def test_a_fact_of_shape(fact, folder, load_with):
     place, wrong = REFUSED[fact]
-    with pytest.raises(ValueError, match=r"Missing: .*Unexpected: |wrong shapes: .* config.json asks for"):
+    noticed = r"Missing: .*Unexpected: |wrong shapes: .* config.json asks for|attention_out_norm"
+    with pytest.raises((ValueError, KeyError), match=noticed):
         load_with(folder(*place), fact, wrong)
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint that sees images as well: its text part is computed, trained and saved, the rest comes back as it was."""
+"""Checkpoints that see images as well: the text part is computed, trained and saved, the rest comes back as it was."""
 
 from __future__ import annotations
 

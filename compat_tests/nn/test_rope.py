@@ -66,7 +66,7 @@ def test_frequencies(kind, theta, head_dim, old):
     rope = read_rope(ConfigReader(raw, "config.json"))
     theirs = LlamaConfig(**raw, hidden_size=head_dim * 2, num_attention_heads=2)
     wanted = LlamaRotaryEmbedding(theirs)
-    found = rope.frequencies(head_dim)
+    found = rope.frequencies(head_dim, 1)
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, wanted.inv_freq.numpy(), rtol=1e-7)
     assert rope.attention_factor == wanted.attention_scaling
@@ -77,7 +77,8 @@ def test_rotation_keeps_lengths_and_depends_on_distance():
     q, k = (np.random.default_rng(seed).normal(size=(1, 1, 1, 16)).astype(np.float32) for seed in (0, 1))
 
     def turned(x, position):
-        return np.asarray(rotate(jnp.asarray(x), *rope_angles(jnp.asarray([[position]]), rope, 16)))
+        [cos], [sin] = rope_angles(jnp.asarray([[position]]), [rope], 16, 1)
+        return np.asarray(rotate(jnp.asarray(x), cos, sin))
 
     assert np.linalg.norm(turned(q, 9)) == pytest.approx(np.linalg.norm(q), rel=1e-6)
     assert np.sum(turned(q, 9) * turned(k, 4)) == pytest.approx(

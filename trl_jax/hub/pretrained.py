@@ -16,7 +16,7 @@ from flax import nnx
 from trl_jax.data.layout import padded_length, scored_token
 from trl_jax.hub.config import read_config
 from trl_jax.hub.engines import Engine, load_exported, load_native
-from trl_jax.hub.families import MODEL_TYPES, read_arch
+from trl_jax.hub.families import families, read_arch
 from trl_jax.hub.fetch import Repository, checkpoint_folder
 from trl_jax.hub.loading import Source
 from trl_jax.hub.long_tail import is_exported
@@ -175,7 +175,7 @@ def find_checkpoint(name: str, *, num_labels: int = 1, dtype: Any = "auto", **kw
     fetch, dtype = _checked(dict(kwargs), dtype)
     folder, repository = checkpoint_folder(name, **fetch)
     raw = read_config(folder)
-    if is_exported(raw, MODEL_TYPES, folder / "config.json"):
+    if is_exported(raw, families(), folder / "config.json"):
         config = _config(folder)
         size = config.get_text_config().vocab_size
         return Checkpoint(name, folder, repository, config, dtype, size, most_tokens(config), True)

@@ -115,6 +115,9 @@ def _load(folder: Path, dtype: str, seed: int) -> Any:
             )
         except pickle.UnpicklingError as error:
             raise _not_tensors(folder / PICKLED, error) from error
+    fixed = {name for name, parameter in _unloaded(model.config).named_parameters() if not parameter.requires_grad}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in fixed)  # loading forgets it
     if model._can_set_experts_implementation():
         model.set_experts_implementation("grouped_mm")  # the one that does not copy an expert for every token
     return model
@@ -275,11 +278,16 @@ def _name(dtype: Any) -> str:
 
 def most_tokens(config: Any) -> int | None:
     """The length of the longest text that a model of this config has positions for; None where any has."""
+    return _most_tokens(_unloaded(config))
+
+
+def _unloaded(config: Any) -> Any:
+    """The classifier without memory for its parameters."""
     import torch
     from transformers import AutoModelForSequenceClassification
 
     with torch.device("meta"):
-        return _most_tokens(AutoModelForSequenceClassification.from_config(config))
+        return AutoModelForSequenceClassification.from_config(config)
 
 
 def _most_tokens(module: Any) -> int | None:

@@ -6,8 +6,10 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 import numpy as np
@@ -80,22 +82,14 @@ class Family:
     in_transformers: bool = True
 
 
-MODEL_TYPES = """
-    arcee bert camembert cohere cohere2 deberta deberta-v2 distilbert electra exaone4 gemma gemma2 gemma3 gemma3_text glm glm4
-    gpt2 gpt_neox gptj granite helium hunyuan_v1_dense llama ministral ministral3 mistral mixtral modernbert nemotron
-    olmo olmo2 olmo3 olmoe opt persimmon phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe roberta seed_oss smollm3 stablelm
-    starcoder2 xlm-roberta
-""".split()
 _REQUIRED = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
 
 
+@cache
 def families() -> dict[str, Family]:
-    """Every supported model_type, by name."""
-    return {name: _family(name) for name in MODEL_TYPES}
-
-
-def _family(model_type: str) -> Family:
-    return import_module(f"{__name__}.{model_type.replace('-', '_')}").FAMILY
+    """The family of every file here, by model_type."""
+    found = [import_module(f"{__name__}.{module.name}").FAMILY for module in iter_modules(__path__)]
+    return {family.model_type: family for family in found}
 
 
 def family_of(raw: dict[str, Any], source: Path) -> Family:
@@ -105,9 +99,9 @@ def family_of(raw: dict[str, Any], source: Path) -> Family:
         ValueError: no model_type, or one that is not supported; the message lists those that are.
     """
     found = raw.get("model_type")
-    if not isinstance(found, str) or found not in MODEL_TYPES:
-        raise objection(raw, MODEL_TYPES, source)
-    return _family(found)
+    if not isinstance(found, str) or found not in families():
+        raise objection(raw, families(), source)
+    return families()[found]
 
 
 def read_arch(raw: dict[str, Any], source: Path) -> tuple[Family, Any]:

@@ -1,0 +1,46 @@
+"""The README's table of every sequence classifier of transformers: python -m compat_tests.readme_table prints it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from compat_tests.exported import configs
+from compat_tests.exported.test_training import CASES as EXPORTED_CURVES
+from compat_tests.models import encoders
+from compat_tests.models.families import BODY_ONLY
+from compat_tests.parity.cases import FAMILY_CASES as DECODER_CURVES
+from compat_tests.parity.test_encoder_curves import CASES as ENCODER_CURVES
+from trl_jax.hub.families import families
+from trl_jax.hub.refused import REFUSED
+
+_SAME = "scores and gradients of transformers, byte-identical export"
+_CURVE = f"TRL's own curve, {_SAME}"
+
+
+def lines() -> list[str]:
+    """The rows of the table: types, engine, what the tests hold them to."""
+    native, exported = set(families()), set(configs.TYPES) - set(families())
+    curves = {"llama", "qwen2", "qwen3", "gemma3", *DECODER_CURVES, *ENCODER_CURVES}
+    decoders = native - set(encoders.FAMILIES)
+    rows = [
+        (curves & decoders, "native", _CURVE),
+        (decoders - curves - BODY_ONLY, "native", _SAME),
+        (BODY_ONLY, "native; transformers has no classifier of them, so it loads their body alone", _SAME),
+        (curves & set(encoders.FAMILIES), "native", _CURVE),
+        (set(encoders.FAMILIES) - curves, "native", _SAME),
+        (set(EXPORTED_CURVES), "exported", "TRL's own curve, scores and gradients of transformers"),
+        (exported & set(configs.SOME) - set(EXPORTED_CURVES), "exported", "scores and gradients of transformers"),
+        (exported - set(configs.SOME), "exported", "the same, by `python -m compat_tests.bench.exported_sweep`"),
+    ]
+    for reason in dict.fromkeys(reason for reason, _ in REFUSED.values()):
+        refused = {f"{name} ({nearest})" for name, (why, nearest) in REFUSED.items() if why == reason}
+        rows.append((refused, "refused (the nearest that works)", reason))
+    return [f"| {_listed(types)} | {engine} | {tested} |" for types, engine, tested in rows]
+
+
+def _listed(types: Iterable[str]) -> str:
+    return ", ".join(sorted(types))
+
+
+if __name__ == "__main__":
+    print(*lines(), sep="\n")
