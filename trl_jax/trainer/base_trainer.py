@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.trainer.base_config import BaseConfig
 from trl_jax.trainer.diagnosis import explain
 from trl_jax.trainer.evaluating import Evaluating, refuse
+from trl_jax.trainer.limits import check_launch, told_of_memory
 from trl_jax.trainer.publishing import sweep_stages
 
 _NEVER_CALLED = frozenset(
@@ -67,6 +69,7 @@ class BaseTrainer(Evaluating):
         callbacks: list[TrainerCallback] | None = None,
         preprocess_logits_for_metrics: Any = None,
     ):
+        check_launch(os.environ)
         args.check()  # again: setters and plain assignment get past the check at construction
         check_strategies(args, eval_dataset)
         super().__init__(
@@ -96,6 +99,7 @@ class BaseTrainer(Evaluating):
         Raises:
             ValueError: there is nothing whole to resume from, or it is of another model, optimizer or dataset.
             FloatingPointError: several steps in a row gave no number.
+            MemoryError: a step does not fit; the text says what takes how much.
             SystemExit: SIGTERM (143) or SIGINT (130) asked for it; what the step gave is in a checkpoint.
         """
         refuse(trial=trial, ignore_keys_for_eval=ignore_keys_for_eval)
@@ -135,7 +139,8 @@ class BaseTrainer(Evaluating):
         )
         self.is_in_train = True
         try:
-            train_loss, unreported = loop.run()
+            with told_of_memory(self):
+                train_loss, unreported = loop.run()
         finally:
             self.is_in_train = False
         self._finish_pushing()

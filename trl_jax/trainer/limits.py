@@ -1,0 +1,60 @@
+"""What a machine does not allow: more memory than it has, several processes of one run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import jax
+
+if TYPE_CHECKING:
+    from trl_jax.trainer.task import Task
+
+
+def check_launch(environ: Mapping[str, str]) -> None:
+    """Refuse to be one of several processes that torchrun or accelerate started.
+
+    Raises:
+        RuntimeError: with the line to start instead.
+    """
+    rank, size = environ.get("RANK"), environ.get("WORLD_SIZE", "1")
+    if rank is not None and size != "1":
+        raise RuntimeError(
+            f"This is process {rank} of {size}, as torchrun or accelerate launch start them: each would train the same "
+            "model and write into the same folder. trl_jax runs in one process: python SCRIPT.py, or accelerate launch "
+            "--num_processes 1 SCRIPT.py."
+        )
+
+
+@contextlib.contextmanager
+def told_of_memory(trainer: Task) -> Iterator[None]:
+    """An allocation that fails becomes a MemoryError with what the run holds and how to hold less."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise MemoryError(f"{_plan(trainer)} XLA says: {str(error).strip().splitlines()[0]}") from error
+
+
+def _plan(trainer: Task) -> str:
+    args, weights = trainer.args, 4 * trainer.model.num_parameters()
+    rows = 2 * args.per_device_train_batch_size
+    levers = [
+        f"per_device_train_batch_size={args.per_device_train_batch_size} (with gradient_accumulation_steps raised to "
+        "match, the steps stay the same)",
+        "max_length" + ("" if args.max_length is None else f"={args.max_length}"),
+    ]
+    lower = f"Lower {' or '.join(levers)}"
+    if not args.gradient_checkpointing:
+        lower += ", or set gradient_checkpointing=True"
+    return (
+        f"Step {trainer.state.global_step + 1} does not fit into memory. Float32 weights take {_bytes(weights)}, "
+        f"AdamW's moments {_bytes(2 * weights)}, gradients {_bytes(weights)}; the rest is activations of {rows} rows of "
+        f"answers. {lower}."
+    )
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1e9:,.2f} GB"
