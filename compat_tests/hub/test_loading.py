@@ -11,6 +11,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from compat_tests.models import variants
 from compat_tests.tiny import tiny_model
@@ -95,6 +96,22 @@ def test_the_seed_draws_the_head_and_nothing_else(checkpoint):
     one, two = (load(folder, dtype="float32", seed=seed)[0] for seed in (1, 2))
     assert not np.array_equal(one.pop("score.weight"), two.pop("score.weight"))
     assert_same_params(one, two)
+
+
+@pytest.mark.parametrize("head", ["classifier", "base"])
+def test_a_head_of_another_name_is_the_one_tensor_left_over(head, checkpoint, tmp_path, caplog):
+    folder = shutil.copytree(checkpoint("llama", head=head), tmp_path / "there")
+    tensors = load_file(folder / "model.safetensors")
+    value = tensors.pop("score.weight", np.full((1, 64), 0.25, np.float32))
+    save_file(tensors | {"v_head.summary.weight": value}, folder / "model.safetensors")
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    np.testing.assert_array_equal(model.params["score.weight"], value)
+    assert "v_head.summary.weight has the shape of the score head and is read, and saved, as score.weight" in caplog.text
+    model.save_pretrained(tmp_path / "back")
+    np.testing.assert_array_equal(load_file(tmp_path / "back" / "model.safetensors")["score.weight"], value)
+    save_file(tensors | {"v_head.weight": value, "q_head.weight": value}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="Unexpected: .*q_head.weight; .*v_head.weight"):
+        AutoModelForSequenceClassification.from_pretrained(folder)
 
 
 def test_the_head_that_is_drawn_is_torchs(checkpoint):
