@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trl_jax.core.stream import Stream
-from trl_jax.nn.stream_attention import BLOCK, attend_stream
+from trl_jax.core.stream import BLOCK, Stream
+from trl_jax.nn.stream_attention import attend_stream
 
 
 def drawn(seed, length, rows=1, longest=150):

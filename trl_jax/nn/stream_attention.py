@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from trl_jax.core.stream import Stream
+from trl_jax.core.stream import BLOCK, Stream
 
-BLOCK = 64  # tokens; of 64, 128 and 256 the quickest on a CPU
 SAVED = "attended"  # what checkpoint policies call the results, which cost more to compute again than to keep
 _MASKED = float(np.finfo(np.float32).min)
 _exact = partial(jnp.einsum, preferred_element_type=jnp.float32)
