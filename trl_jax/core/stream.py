@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-
 BLOCK = 64  # a stream's length is a multiple of it; of 64, 128 and 256 the quickest on a CPU
 
 

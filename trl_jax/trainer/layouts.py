@@ -1,4 +1,4 @@
-"""How a run's pairs lie in memory: the layout that was asked for where it is exact, else padded rows, and a word on it."""
+"""How a run's pairs lie in memory: as was asked where that is exact, else as padded rows, and a word on it."""
 
 from __future__ import annotations
 

@@ -80,8 +80,9 @@ class RewardConfig(BaseConfig):
         default=None, metadata={"help": "Deprecated: set it on the tokenizer instead."}
     )
 
-    batch_layout: str = field(
+    batch_layout: str = field(  # ours: behind all of TRL's, and never by position
         default="auto",
+        kw_only=True,
         metadata={
             "help": "How the pairs of a step lie in memory: 'padded' rows; 'packed' end to end; 'shared', packed with "
             "what both answers begin with only once; 'auto', the quickest that is exact. The numbers are the same."
