@@ -1,4 +1,4 @@
-"""The far side of `padded_step`: a trainer in a process of its own that trains when it is told to."""
+"""The far side of `speed`: a trainer in a process of its own that trains when it is told to."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ def build_small(folder: Path, data: Path, layers: int, width: int) -> None:
     common.build_llama(folder, layers=layers, width=width, vocab_size=VOCABULARY)
 
 
-def take(
-    pipe: Connection, side: str, model: Path, data: Path | None, rows: dict, config: dict, segment: int
-) -> None:
-    """Build the trainer, send facts about its batches, then train; `data` of None means rows of one length.
+def take(pipe: Connection, side: str, model: Path, rows: dict, config: dict, segment: int) -> None:
+    """Build the trainer, send facts about its batches, then train.
 
     Through the pipe: facts; then, for each "go" received, the seconds of a segment; then closing facts.
     """
@@ -33,7 +31,7 @@ def take(
     trainer = package.RewardTrainer(
         model=str(model),
         args=package.RewardConfig(**config),
-        train_dataset=dataset(data, model, config, **rows),
+        train_dataset=dataset(model, config, **rows),
     )
     clock = _clock(pipe, segment, _settle if side == "trl_jax" else lambda model: None)
     trainer.add_callback(clock)
@@ -52,41 +50,90 @@ def take(
     )
 
 
-def dataset(data: Path | None, model: Path, config: dict, *, pairs: int, length: int, batch: int) -> Any:
-    """Tokenised pairs: the file's that fit max_length, or random tokens that share no prefix."""
+def first_step(side: str, model: Path, rows: dict, config: dict, cache: str) -> None:
+    """One step in a process of its own; what JAX compiles is kept in `cache`."""
+    import os
+
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
+    package = importlib.import_module(side)
+    args = package.RewardConfig(**config)
+    trainer = package.RewardTrainer(model=str(model), args=args, train_dataset=dataset(model, config, **rows))
+    _silence(trainer)
+    trainer.train()
+
+
+def dataset(
+    model: Path, config: dict, *, kind: str, data: Path, pairs: int, length: int, batch: int, grouped: bool
+) -> Any:
+    """Tokenised pairs, whole batches of them; `grouped`: those of like length in one batch."""
     import numpy as np
     from datasets import Dataset
+
+    dice = np.random.default_rng(0)
+    most = config["max_length"]
+    rows = _read(model, data, pairs, most) if kind == "real" else _drawn(dice, kind, pairs, length, most)
+    rows = rows[: len(rows) // batch * batch]
+    if grouped:
+        rows = sorted(rows, key=lambda row: max(map(len, row.values())))
+        groups = dice.permutation(len(rows) // batch)
+        rows = [row for group in groups for row in rows[group * batch : (group + 1) * batch]]
+    return Dataset.from_list(rows)
+
+
+def _read(model: Path, data: Path, pairs: int, most: int) -> list[dict]:
+    """The file's first pairs that fit."""
     from transformers import AutoTokenizer
 
-    if data is None:
-        ids = np.random.default_rng(0).integers(10, 8000, (pairs, 2, length))
-        rows = [{"chosen_ids": pair[0].tolist(), "rejected_ids": pair[1].tolist()} for pair in ids]
-        return Dataset.from_list(rows[: pairs // batch * batch])
-    words = AutoTokenizer.from_pretrained(model)
-    rows = []
+    words, rows = AutoTokenizer.from_pretrained(model), []
     for row in common.read_rows(data):
         ids = {f"{side}_ids": words(text + words.eos_token)["input_ids"] for side, text in row.items()}
-        if max(map(len, ids.values())) <= config["max_length"]:
+        if max(map(len, ids.values())) <= most:
             rows.append(ids)
         if len(rows) == pairs:
             break
-    return Dataset.from_list(rows[: len(rows) // batch * batch])
+    return rows
+
+
+def _drawn(dice: Any, kind: str, pairs: int, length: int, most: int) -> list[dict]:
+    """Pairs of random tokens: single turns, or texts of one length that share nothing."""
+
+    def tokens(count):
+        return dice.integers(10, 8000, count).tolist()
+
+    def log_normal(median, spread, limit):
+        return int(min(limit, max(4, median * dice.lognormal(0, spread))))
+
+    rows = []
+    for _ in range(pairs):
+        prompt = tokens(log_normal(30, 0.6, 200)) if kind == "single" else []
+        sizes = [log_normal(380, 0.5, most - len(prompt)) if kind == "single" else length for _ in "cr"]
+        chosen, rejected = (prompt + tokens(size) for size in sizes)
+        rows.append({"chosen_ids": chosen, "rejected_ids": rejected})
+    return rows
 
 
 def _batches(trainer: Any, side: str) -> dict[str, Any]:
-    """What one epoch's batches are made of, as the trainer's own loader gives them."""
-    tokens, places, shapes = 0, 0, []
-    for batch in trainer.get_train_dataloader():
-        if side == "trl_jax":
-            tokens, shape = tokens + batch.num_tokens, batch.arrays.tokens.shape
-        else:
-            tokens, shape = tokens + int(batch["attention_mask"].sum()), tuple(batch["input_ids"].shape)
-        shapes.append(shape)
-        places += shape[-1] * shape[-2]
+    """What one epoch's batches are made of, as the trainer's own loader gives them.
+
+    Tokens are those of both texts; filled are the places that are no padding, fewer where prompts are shared.
+    """
+    found = [_ours(batch) if side == "trl_jax" else _theirs(batch) for batch in trainer.get_train_dataloader()]
+    tokens, filled, places, shapes = zip(*found, strict=True)
     return {
-        "steps an epoch": len(shapes), "tokens an epoch": tokens, "places an epoch": places,
-        "shapes": len(set(shapes)),
+        "steps an epoch": len(shapes), "tokens an epoch": sum(tokens), "filled an epoch": sum(filled),
+        "places an epoch": sum(places), "shapes": len(set(shapes)),
     }  # fmt: skip
+
+
+def _ours(batch: Any) -> tuple[int, int, int, tuple]:
+    tokens, stream = batch.arrays.tokens, batch.arrays.stream
+    filled = batch.num_tokens if stream is None else int((stream.start < tokens.shape[-1]).sum())
+    return batch.num_tokens, filled, batch.num_places, tokens.shape
+
+
+def _theirs(batch: Any) -> tuple[int, int, int, tuple]:
+    tokens, shape = int(batch["attention_mask"].sum()), tuple(batch["input_ids"].shape)
+    return tokens, tokens, shape[0] * shape[1], shape
 
 
 def _clock(pipe: Connection, segment: int, settle: Any) -> Any:

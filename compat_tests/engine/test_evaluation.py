@@ -11,16 +11,29 @@ import pytest
 from trl_jax.engine.evaluation import run_evaluation
 
 
-def batches(*sizes):
-    return [SimpleNamespace(arrays=np.float32(i), num_pairs=size) for i, size in enumerate(sizes)]
+class Window:
+    """A window of one pass, which scores with its number every pair of its one batch."""
+
+    def __init__(self, number, pairs):
+        self.passes, self.batches = [(np.float32(number), None)], [SimpleNamespace(num_pairs=pairs)]
+
+    def restored(self, scores):
+        return list(scores)
 
 
-def evaluate_batch(number):
-    return {"loss": jnp.float32(number)}, jnp.full((2,), number)
+def windows(*sizes):
+    return [Window(number, size) for number, size in enumerate(sizes)]
+
+
+def run(given, after_each=lambda: None):
+    def measure(scores, batch):
+        return {"loss": scores[0]}
+
+    return run_evaluation(lambda number: jnp.full((2,), number), measure, given, after_each)
 
 
 def test_the_loss_is_a_mean_over_pairs():
-    done = run_evaluation(evaluate_batch, batches(4, 4, 2), lambda: None)
+    done = run(windows(4, 4, 2))
     assert (done.loss(), done.total_pairs, done.num_pairs) == (0.8, 10, [4, 4, 2])
     np.testing.assert_array_equal(done.scores, [[0, 0], [1, 1], [2, 2]])
     assert all(isinstance(scores, np.ndarray) for scores in done.scores)
@@ -28,15 +41,14 @@ def test_the_loss_is_a_mean_over_pairs():
 
 def test_the_bar_moves_once_a_batch():
     moves = []
-    run_evaluation(evaluate_batch, batches(4, 4, 2), lambda: moves.append(1))
+    run(windows(4, 4, 2), lambda: moves.append(1))
     assert len(moves) == 3
 
 
 def test_a_loss_that_is_no_number_stays_one():
-    done = run_evaluation(lambda _: ({"loss": jnp.float32("nan")}, jnp.zeros(2)), batches(4), lambda: None)
-    assert np.isnan(done.loss())
+    assert np.isnan(run([Window(np.nan, 4)]).loss())
 
 
 def test_no_batches():
     with pytest.raises(ValueError, match="^The evaluation set has no rows.$"):
-        run_evaluation(evaluate_batch, [], lambda: None)
+        run([])

@@ -41,6 +41,7 @@ def run_trl(model_folder, rows, out, **keywords) -> Run:
     import trl
 
     torch.set_num_threads(1)
+    keywords.pop("batch_layout", None)  # it has one
     return _run(trl, model_folder, rows, out, **keywords)
 
 

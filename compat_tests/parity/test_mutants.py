@@ -10,13 +10,13 @@ import pytest
 from compat_tests.parity.cases import CASES
 from compat_tests.parity.marks import assert_same_curve
 from trl_jax.core.torch_random import TorchGenerator
-from trl_jax.data import layout, loader
+from trl_jax.data import loader, streams
 from trl_jax.engine.schedules import learning_rates
 from trl_jax.losses.pairwise import pairwise_loss
 from trl_jax.nn.linear import Embedding
 from trl_jax.trainer.reward_config import RewardConfig
 
-EPOCH_ORDER, PAD_PAIRS = loader.epoch_order, layout.pad_pairs
+EPOCH_ORDER, STREAM_PAIRS = loader.epoch_order, streams.stream_pairs
 SCALE_BY_ADAM, APPLY_UPDATES = optax.scale_by_adam, optax.apply_updates
 
 
@@ -41,7 +41,7 @@ def eps_inside_the_root(b1, b2, eps):
 
 
 def mean_over_rows(*args, **how):
-    batch = PAD_PAIRS(*args, **how)
+    batch = STREAM_PAIRS(*args, **how)
     return batch._replace(weight=(batch.weight > 0) / (batch.weight > 0).sum(dtype="float32"))
 
 
@@ -78,11 +78,11 @@ def pad_row_trains(num_embeddings, features, *, padding_idx=None):
 MUTANTS = [
     ("two_epochs", "trl_jax.data.loader.epoch_order", another_order),
     ("two_epochs", "trl_jax.data.loader.epoch_order", every_epoch_in_the_same_order),
-    ("pad_is_eos", "trl_jax.data.layout.scored_token", last_token_by_mask),
+    ("pad_is_eos", "trl_jax.data.streams.scored_token", last_token_by_mask),
     ("pad_is_eos_chat", "trl_jax.models.decoder.Embedding", pad_row_trains),
     ("qwen2", "trl_jax.trainer.base_trainer.decays", everything_decays),
     ("plain", "trl_jax.engine.optim.scale_by_adam", eps_inside_the_root),
-    ("ragged_accumulation", "trl_jax.data.loader.pad_pairs", mean_over_rows),
+    ("ragged_accumulation", "trl_jax.data.loader.stream_pairs", mean_over_rows),
     ("margin", "trl_jax.trainer.reward_trainer.pairwise_loss", loss_without_margin),
     ("centered", "trl_jax.trainer.reward_trainer.pairwise_loss", loss_without_centring),
     ("plain", "optax.apply_updates", float16_weights),

@@ -129,6 +129,7 @@ TABLE: dict[str, Fate] = {
     **_each("pad_to_multiple_of", "mapped", rule=rules.pad_multiple),
     **_each("center_rewards_coefficient", "native", rule=rules.number(0, optional=True)),
     **_each("pad_token", "native"),
+    **_each("batch_layout", "mapped", rule=rules.one_of("auto", "padded", "packed", "shared")),
 }  # fmt: skip
 
 

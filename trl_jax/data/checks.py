@@ -86,6 +86,12 @@ def blocks(dataset: Dataset, columns: tuple[str, ...]) -> Iterator[tuple[int, pa
         yield number * ROWS_PER_BLOCK, block
 
 
+def list_lengths(block: pa.Table, column: str) -> tuple[np.ndarray, np.ndarray]:
+    """The ids of a checked column, end to end, and how many each row has."""
+    lists = block.column(column).combine_chunks()
+    return _numbers(lists.flatten()), _numbers(pc.list_value_length(lists)).astype(np.int64)
+
+
 def row_block(row: dict[str, Any], columns: tuple[str, ...], where: str) -> pa.Table:
     """One row as a block; `where` names it in the error for a value that no column can hold."""
     try:

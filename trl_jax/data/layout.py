@@ -7,14 +7,20 @@ from typing import NamedTuple
 
 import numpy as np
 
+from trl_jax.core.stream import Stream
+
 
 class PairBatch(NamedTuple):
-    """One micro-batch of preference pairs as padded rows: first every chosen answer, then every rejected one.
+    """The pairs of one pass through the model: as padded rows, or laid end to end in a stream.
 
-    tokens, positions: int32 `[2P, T]`. at: int32 `[2P]`, the token whose hidden state is scored. lengths: int32
-    `[2P]`, how many tokens of a row are its own.
-    margin, weight: float32 `[P]`; a weight of 0 marks a pair that only fills the shape.
-    With gradient accumulation every array has a leading axis of micro-batches.
+    First comes every chosen answer, then every rejected one. Padded, each text has a row of its own; in a stream there
+    is one row for all, and `stream` says what its tokens see.
+
+    tokens, positions: int32 `[R, T]`. at: int32 `[2P]`, the token whose hidden state is scored, counted in its row.
+    lengths: int32 `[2P]`, how many tokens a text has.
+    margin, weight: float32 `[P]`; a weight of 0 marks a pair that is not in this pass.
+    member: bool `[M, P]`, which micro-batch of the step a pair belongs to; metrics are summed over each.
+    In a step every array has a leading axis of passes, which are computed one after another.
     """
 
     tokens: np.ndarray
@@ -22,7 +28,9 @@ class PairBatch(NamedTuple):
     at: np.ndarray
     lengths: np.ndarray
     weight: np.ndarray
+    member: np.ndarray
     margin: np.ndarray | None = None
+    stream: Stream | None = None
 
 
 def scored_token(ids: Sequence[int], pad_token_id: int) -> int:
@@ -59,7 +67,7 @@ def pad_pairs(
     pad_token_id: int,
     pad_to_multiple_of: int | str | None,
 ) -> PairBatch:
-    """The micro-batches of one optimizer step as padded rows, `[count, ...]` each.
+    """The micro-batches of one optimizer step as padded rows, one pass each: `[count, ...]`.
 
     Args:
         micro_batches: rows with `chosen_ids`, `rejected_ids` and maybe `margin`; the last may be short.
@@ -77,6 +85,7 @@ def pad_pairs(
     lengths = np.ones((count, 2 * pairs), np.int32)  # a row of pads shows one of them: nothing divides by no tokens
     weight = np.zeros((count, pairs), np.float32)
     margin = np.zeros((count, pairs), np.float32) if "margin" in micro_batches[0][0] else None
+    member = np.broadcast_to(np.eye(count, dtype=bool)[:, :, None], (count, count, pairs))
     for m, rows in enumerate(micro_batches):
         weight[m, : len(rows)] = 1.0 / (len(micro_batches) * len(rows))
         for i, row in enumerate(rows):
@@ -86,4 +95,4 @@ def pad_pairs(
             if margin is not None:
                 margin[m, i] = row["margin"]
     positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
-    return PairBatch(tokens, positions, at, lengths, weight, margin)
+    return PairBatch(tokens, positions, at, lengths, weight, member, margin)

@@ -13,6 +13,8 @@ from datasets import Dataset, IterableDataset
 from trl_jax.data.fingerprint import row_digest
 from trl_jax.data.layout import PairBatch, pad_pairs, padded_length
 from trl_jax.data.order import epoch_order, micro_batches
+from trl_jax.data.plan import Ladder
+from trl_jax.data.streams import balanced, place, stream_pairs
 
 COLUMNS = ("chosen_ids", "rejected_ids", "margin")
 
@@ -30,8 +32,9 @@ class StepBatch(NamedTuple):
 
     num_micro_batches counts the real ones; num_pairs and num_tokens count real pairs and tokens, pads left out.
     num_padded_tokens is what TRL would have computed on: every row of a micro-batch as long as its longest.
-    rows are the pairs' places in the dataset, of a stream in its epoch. rows_digest is that of a stream's pairs from
-    the epoch's first to this batch's last.
+    num_places is what is computed on here. rows are the pairs' places in the dataset, of a stream in its epoch;
+    passes says which of these are in each pass. rows_digest is that of a stream's pairs from the epoch's first to this
+    batch's last.
     """
 
     arrays: PairBatch
@@ -39,7 +42,9 @@ class StepBatch(NamedTuple):
     num_pairs: int
     num_tokens: int
     num_padded_tokens: int
+    num_places: int
     rows: list[int]
+    passes: list[list[int]]
     rows_digest: int | None
 
 
@@ -47,13 +52,16 @@ class StepBatch(NamedTuple):
 class PreferenceLoader:
     """Iterates over the steps of one epoch; `set_epoch` chooses which.
 
-    `batch_size` pairs make a micro-batch, `accumulation` micro-batches a step.
+    `batch_size` pairs make a micro-batch, `accumulation` micro-batches a step. Padded, a micro-batch is a pass; packed
+    or shared, a step's pairs are dealt to as many streams, whichever their micro-batch.
     """
 
     dataset: Dataset | IterableDataset
     batch_size: int
     pad_token_id: int
     pad_to_multiple_of: int | str | None
+    layout: str = "padded"
+    ladder: Ladder = Ladder()
     accumulation: int = 1
     shuffle: bool = False
     seed: int = 0
@@ -81,6 +89,11 @@ class PreferenceLoader:
     def __iter__(self) -> Iterator[StepBatch]:
         for group in micro_batches(self._micro_batches(), self.accumulation, drop_last=False):
             yield self._step(group)
+
+    def groups(self) -> Iterator[list[list[dict]]]:
+        """The rows of each step, by micro-batch."""
+        for group in micro_batches(self._micro_batches(), self.accumulation, drop_last=False):
+            yield [[place.row for place in places] for places in group]
 
     def _micro_batches(self) -> Iterator[list[Place]]:
         if isinstance(self.dataset, IterableDataset):
@@ -114,23 +127,30 @@ class PreferenceLoader:
 
     def _step(self, group: list[list[Place]]) -> StepBatch:
         pairs = [[place.row for place in places] for places in group]
-        arrays = pad_pairs(
-            pairs,
-            pairs=self.batch_size,
-            count=self.accumulation,
-            pad_token_id=self.pad_token_id,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-        )
+        arrays, into = self._laid_out(pairs)
         lengths = [[len(row[side]) for row in rows for side in COLUMNS[:2]] for rows in pairs]
+        rows = [place.index for places in group for place in places]
         return StepBatch(
             arrays,
             num_micro_batches=len(group),
             num_pairs=sum(map(len, group)),
             num_tokens=sum(map(sum, lengths)),
             num_padded_tokens=sum(len(rows) * self._trl_length(max(rows)) for rows in lengths),
-            rows=[place.index for places in group for place in places],
+            num_places=arrays.tokens.size,
+            rows=rows,
+            passes=[[row for row, own in zip(rows, into, strict=True) if own == p] for p in range(len(arrays.tokens))],
             rows_digest=group[-1][-1].digest,
         )
+
+    def _laid_out(self, micro_batches: list[list[dict]]) -> tuple[PairBatch, list[int]]:
+        """The arrays of a step, and for each pair the pass that it is in."""
+        facts = {"pairs": self.batch_size, "count": self.accumulation, "pad_token_id": self.pad_token_id}
+        if self.layout == "padded":
+            arrays = pad_pairs(micro_batches, pad_to_multiple_of=self.pad_to_multiple_of, **facts)
+            return arrays, [m for m, rows in enumerate(micro_batches) for _ in rows]
+        placed = place(micro_batches, pairs=self.batch_size, share=self.layout == "shared")
+        into = balanced([pair.tokens for pair in placed], self.accumulation)
+        return stream_pairs(placed, into, streams=self.accumulation, rung=self.ladder, **facts), into
 
     def _trl_length(self, longest: int) -> int:
         """The row length of TRL's collator, which knows no ladder."""

@@ -29,35 +29,37 @@ class Evaluated:
 
 
 def run_evaluation(
-    evaluate_batch: Callable[[Any], tuple[dict[str, jax.Array], jax.Array]],
-    batches: Iterable[Any],
+    score: Callable[[Any], jax.Array],
+    measure: Callable[[np.ndarray, Any], dict[str, jax.Array]],
+    windows: Iterable[Any],
     after_each: Callable[[], None],
 ) -> Evaluated:
-    """Evaluate every batch; the host waits for a batch only while the device is at the next one.
+    """Evaluate every batch; the host waits for a pass only while the device is at the next one.
 
     Args:
-        evaluate_batch: arrays -> (metrics with `loss`, scores).
-        batches: items have `arrays` and `num_pairs`.
+        score: a pass's arrays -> scores of its slots.
+        measure: a batch's scores, the batch -> metrics with `loss`.
+        windows: items have `passes`, `batches`, and `restored`, which gives each batch its scores.
         after_each: called once a batch, for progress bars.
 
     Raises:
         ValueError: there is no batch.
     """
-    done, pending = Evaluated([], [], []), None
-    for batch in batches:
-        result = evaluate_batch(batch.arrays)
-        if pending is not None:
-            _collect(done, *pending)
-        pending = (result, batch.num_pairs)
-        after_each()
-    if pending is None:
+    done = Evaluated([], [], [])
+    for window in windows:
+        for scores, batch in zip(window.restored(_scores(score, window.passes)), window.batches, strict=True):
+            done.metrics.append(jax.device_get(measure(scores, batch)))
+            done.scores.append(scores)
+            done.num_pairs.append(batch.num_pairs)
+            after_each()
+    if not done.scores:
         raise ValueError("The evaluation set has no rows.")
-    _collect(done, *pending)
     return done
 
 
-def _collect(done: Evaluated, result: Any, num_pairs: int) -> None:
-    metrics, scores = jax.device_get(result)
-    done.metrics.append(metrics)
-    done.scores.append(scores)
-    done.num_pairs.append(num_pairs)
+def _scores(score: Callable[[Any], jax.Array], passes: list[tuple[Any, np.ndarray]]) -> list[np.ndarray]:
+    found = []
+    for arrays, _ in passes:
+        found.append(score(arrays))
+        found[:-1] = jax.device_get(found[:-1])
+    return jax.device_get(found)

@@ -34,6 +34,9 @@ class Engine(abc.ABC):
         undecayed: paths of parameters without weight decay whose names do not tell.
         finds_end: it reads a row before the pads itself; without a pad id, at the very end.
         ignores_types: token_type_ids mean nothing to it.
+        takes_streams: it computes texts laid end to end as if each were alone.
+        drops_out: it has dropout that training may turn on.
+        sortable: a text's score does not depend on the rows beside it.
     """
 
     name: str
@@ -47,6 +50,9 @@ class Engine(abc.ABC):
     undecayed: frozenset[str]
     finds_end: bool
     ignores_types: bool
+    takes_streams: bool
+    drops_out: bool
+    sortable: bool
 
     @abc.abstractmethod
     def save(self, folder: Path, params: dict[str, jax.Array], config: Any) -> None:
@@ -72,7 +78,10 @@ class NativeEngine(Engine):
         self.graph, _ = abstract(lambda: source.family.scorer(source.arch))
         self.tensors = {wire.path: wire.tensor for wire in source.wires}
         self.embeddings = frozenset(path for path in self.tensors if path.endswith("embed.weight"))
-        self.ignores_types = not source.family.scorer.needs_valid
+        causal = not source.family.scorer.needs_valid
+        self.ignores_types = self.takes_streams = causal
+        self.drops_out = causal and source.arch.drops_out
+        self.sortable = not causal  # some ropes of decoders ask for the longest text of a batch
 
     def save(self, folder: Path, params: dict[str, jax.Array], config: Any) -> None:
         text = config.get_text_config()
@@ -90,6 +99,7 @@ class ExportedEngine(Engine):
     """transformers' own model, exported with torch once a kind of shape and run on JAX."""
 
     log_level, finds_end, ignores_types = logging.WARNING, True, False
+    takes_streams, drops_out, sortable = False, True, False
 
     def __init__(self, model: TorchModel):
         self._model, self.dtypes, self.embeddings = model, model.dtypes, model.embeddings

@@ -94,6 +94,11 @@ class Arch:
     padding_idx: int | None = None
 
     @property
+    def drops_out(self) -> bool:
+        """Whether dropout, turned on, would change anything."""
+        return any((self.attention_dropout, self.embedding_dropout, self.attention_out_dropout, self.mlp_out_dropout))
+
+    @property
     def most_tokens(self) -> int | None:
         """The length of the longest text that has positions; None where any has."""
         return None if self.learned_positions is None else self.learned_positions - self.position_offset

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from trl_jax.core.stream import Stream
 from trl_jax.models.arch import BLOCKS, Arch
 from trl_jax.models.stack import apply, checkpointed, seen_by_layer, seen_by_layers, stacked
 from trl_jax.nn.attention import Attention
@@ -89,23 +90,34 @@ class Decoder(nnx.Module):
         *,
         valid: jax.Array | None = None,
         at: jax.Array | None = None,
+        stream: Stream | None = None,
+        longest: jax.Array | None = None,
         dtype: jnp.dtype = jnp.float32,
         remat: bool = False,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """Hidden states `[R, T, D]`, or `[R, D]` at one token of each row.
+        """Hidden states `[R, T, D]`, or at single tokens: `[R, D]` one of each row, `[2P, D]` those of a stream.
 
         Args:
             tokens, positions: int32 `[R, T]`.
             valid: bool `[R, T]`, tokens that others may see; None where pads only stand to the right.
-            at: int32 `[R]`, the token of each row that is wanted; the last norm then runs on those alone.
+            at: the tokens that are wanted, the last norm then runs on those alone: int32 `[R]`, one of each row, or
+                `[2P]` any of a single row that is a `stream`.
+            stream: what tokens see of their row where texts lie in it end to end; None where each row is a text.
+            longest: the length of the longest text run beside each row, for ropes that ask; None means the last token
+                that is wanted. A stream knows its own.
             dtype: what layers compute in; the residual stream, norms and softmax are float32.
             remat: the backward pass recomputes each layer from its input. Otherwise it keeps what the linear maps gave
                 and recomputes the rest: to store every activation costs more than it saves.
             dropout_key: turns dropout on, at the rates in the config.
         """
-        longest = tokens.shape[1] if at is None else jnp.max(at) + 1
+        if stream is not None:
+            longest = stream.longest[..., None, None]
+        elif longest is None:
+            longest = tokens.shape[1] if at is None else jnp.max(at) + 1
         shared, by_layer = self._positions(positions, longest)
+        if stream is not None:
+            shared |= {"stream": stream, "positions": positions}
         graph, state = nnx.split(self.layers)
 
         def layer(h, slices):
@@ -116,7 +128,9 @@ class Decoder(nnx.Module):
         h = self._embedded(tokens, positions, valid, dropout_key)
         keys = None if dropout_key is None else jax.random.split(dropout_key, self.arch.num_layers)
         h, _ = jax.lax.scan(checkpointed(layer, remat=remat), h, (state, by_layer, keys))
-        if at is not None:
+        if at is not None and stream is not None:
+            h = h[0, at]
+        elif at is not None:
             h = jnp.take_along_axis(h, at[:, None, None], axis=1)[:, 0]
         return self.norm(h)
 

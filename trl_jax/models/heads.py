@@ -22,7 +22,7 @@ _BEFORE, _AFTER = 100, 101  # places of dropout, beside those of the trunk
 class SequenceScorer(nnx.Module):
     """A decoder that gives each row one number, read at one of its tokens."""
 
-    needs_valid = False  # pads stand to the right of every token that is read
+    needs_valid = False  # pads stand to the right of every token that is read, and texts may lie end to end
 
     def __init__(self, arch: Arch):
         self.decoder = Decoder(arch)

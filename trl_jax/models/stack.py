@@ -10,9 +10,12 @@ import numpy as np
 from flax import nnx
 
 from trl_jax.nn.rope import Rope, rope_angles
+from trl_jax.nn.stream_attention import SAVED
 
 _NO_WINDOW = np.iinfo(np.int32).max
-_PRODUCTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+_PRODUCTS = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable, jax.checkpoint_policies.save_only_these_names(SAVED)
+)
 
 
 def stacked(make: Callable[[], nnx.Module], count: int) -> nnx.Module:
@@ -22,7 +25,8 @@ def stacked(make: Callable[[], nnx.Module], count: int) -> nnx.Module:
 
 
 def checkpointed(layer: Callable, *, remat: bool) -> Callable:
-    """The layer as a scan's body: the backward pass recomputes it all (`remat`) or all but its matrix products."""
+    """The layer as a scan's body: the backward pass recomputes it all (`remat`) or all but its matrix products
+    and what attention along a stream gave."""
     kept = jax.checkpoint_policies.nothing_saveable if remat else _PRODUCTS
     return jax.checkpoint(layer, prevent_cse=False, policy=kept)
 

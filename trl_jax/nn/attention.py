@@ -12,6 +12,7 @@ from trl_jax.nn.dropout import Dropout
 from trl_jax.nn.linear import Linear
 from trl_jax.nn.norm import Norm
 from trl_jax.nn.rope import rotate
+from trl_jax.nn.stream_attention import attend_stream
 
 QUERY_BLOCK = 256
 
@@ -96,13 +97,16 @@ class Attention(nnx.Module):
         self.q_norm, self.k_norm = _norm_of_heads(arch, arch.num_heads), _norm_of_heads(arch, arch.num_key_heads)
         self.arch = arch
 
-    def __call__(self, x, *, cos, sin, scale, growth=None, valid=None, window=None, dropout=None):
+    def __call__(
+        self, x, *, cos, sin, scale, growth=None, valid=None, window=None, dropout=None, stream=None, positions=None
+    ):
         """`[R, T, D]` to the same.
 
         Args:
             cos, sin: as `rotate` takes them; None leaves positions out.
             scale, valid, window, dropout: as `attend` takes them.
             growth: float32 `[R, T, 1, 1]`, what queries are multiplied by; None does not.
+            stream, positions: as `attend_stream` takes them, where the rows are streams; without dropout.
         """
         arch = self.arch
         q, k, v = self.q(x), self.k(x), self.v(x)
@@ -120,8 +124,12 @@ class Attention(nnx.Module):
             q_RTHC, k_RTKC = self.q_norm(q_RTHC), self.k_norm(k_RTKC)
         if growth is not None:
             q_RTHC = q_RTHC * growth.astype(q_RTHC.dtype)
-        how = {"scale": scale, "softcap": arch.softcap, "valid": valid, "window": window, "dropout": dropout}
-        return self.o(attend(q_RTHC, k_RTKC, v_RTKC, **how).reshape(q.shape))
+        how = {"scale": scale, "softcap": arch.softcap, "window": window}
+        if stream is None:
+            out = attend(q_RTHC, k_RTKC, v_RTKC, valid=valid, dropout=dropout, **how)
+        else:
+            out = attend_stream(q_RTHC, k_RTKC, v_RTKC, stream, positions, **how)
+        return self.o(out.reshape(q.shape))
 
     def _heads(self, x: jax.Array) -> jax.Array:
         return x.reshape(*x.shape[:-1], -1, self.arch.head_dim)

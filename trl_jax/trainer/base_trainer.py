@@ -18,10 +18,12 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput, speed_metrics
 from trl_jax.core.argument_rules import as_choice
 from trl_jax.data.order import RunLength, plan
 from trl_jax.engine.checkpoint import forget_all_but_best, sweep
+from trl_jax.engine.compilation import counted
 from trl_jax.engine.interrupts import Interrupts
 from trl_jax.engine.lock import only_run
 from trl_jax.engine.loop import Loop
 from trl_jax.engine.optim import adamw, decays
+from trl_jax.engine.prefetch import Prefetched
 from trl_jax.engine.progress import Progress
 from trl_jax.engine.resume import find
 from trl_jax.engine.schedules import learning_rates
@@ -33,6 +35,7 @@ from trl_jax.trainer.diagnosis import explain
 from trl_jax.trainer.evaluating import Evaluating, refuse
 from trl_jax.trainer.limits import check_launch, told_of_memory
 from trl_jax.trainer.publishing import sweep_stages
+from trl_jax.trainer.session import run_device
 
 _NEVER_CALLED = frozenset(
     """
@@ -125,7 +128,7 @@ class BaseTrainer(Evaluating):
         self.callback_handler.train_dataloader = loader
         loop = Loop(
             events=self._events,
-            batches=loader,
+            batches=Prefetched(loader, partial(_placed, run_device(args))),
             num_epochs=run.num_epochs,
             micro_batches_per_epoch=run.micro_batches_per_epoch,
             advance=self._advancer(tx),
@@ -159,7 +162,7 @@ class BaseTrainer(Evaluating):
 
     def _advancer(self, tx: Any) -> Any:
         """(step batch, learning rate) -> metrics. Replaces the model's parameters by their successors."""
-        step = make_step(self.loss, tx)
+        step = counted(make_step(self.loss, tx), "The step")
         if self._optimizer_state is None:
             self._optimizer_state = tx.init(self.model.params)
         key = None if self.args.disable_dropout else jax.random.key(self.args.seed)
@@ -228,6 +231,11 @@ class BaseTrainer(Evaluating):
             forget_all_but_best(args.output_dir, state.best_model_checkpoint)
         self._events.fire("on_train_end")
         return TrainOutput(state.global_step, train_loss, metrics)
+
+
+def _placed(device: jax.Device, batch: Any) -> Any:
+    """The batch with its arrays on the device."""
+    return batch._replace(arrays=jax.device_put(batch.arrays, device))
 
 
 def check_strategies(args: BaseConfig, eval_dataset: Any) -> None:

@@ -21,7 +21,8 @@ class Evaluating(Publishing):
         super().__init__(*session)
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
-        self._evaluate_batch = jax.jit(self._evaluation_step, static_argnames="dtype")
+        self._score_pass = jax.jit(self._first_pass, static_argnames="dtype")
+        self._measure = jax.jit(self.evaluation_loss)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -83,8 +84,9 @@ class Evaluating(Publishing):
         self.callback_handler.eval_dataloader = loader
         with self._on_device():
             evaluated = run_evaluation(
-                lambda arrays: self._evaluate_batch(self.model.params, arrays, dtype=dtype),
-                loader,
+                lambda arrays: self._score_pass(self.model.params, arrays, dtype=dtype),
+                self._measure,
+                self.windows(loader),
                 after_each=lambda: self._events.fire("on_prediction_step"),
             )
         batches = [self.real_scores(*batch) for batch in zip(evaluated.scores, evaluated.num_pairs, strict=True)]
@@ -92,9 +94,8 @@ class Evaluating(Publishing):
             batches = [np.asarray(self.preprocess_logits_for_metrics(logits, ())) for logits in batches]
         return evaluated, np.concatenate(batches)
 
-    def _evaluation_step(self, params: dict, batch: Any, *, dtype: str) -> Any:
-        first = jax.tree.map(lambda leaf: leaf[0], batch)
-        return self.evaluation_loss(params, first, dtype)
+    def _first_pass(self, params: dict, batch: Any, *, dtype: str) -> jax.Array:
+        return self.score(params, jax.tree.map(lambda leaf: leaf[0], batch), dtype=dtype)
 
     def _own_metrics(self, predictions: np.ndarray) -> dict[str, float]:
         if self.compute_metrics is None:

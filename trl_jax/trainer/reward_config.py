@@ -26,6 +26,9 @@ class RewardConfig(BaseConfig):
             each batch's longest. Losses and scores do not depend on it.
         center_rewards_coefficient: weight of the mean squared sum of a pair's two scores
             (Eisenstein et al. 2023, https://huggingface.co/papers/2312.09244, equation 2); 0.01 is usual.
+        batch_layout: how the pairs of a step lie in memory; the numbers do not depend on it. "padded" gives each text a
+            row as long as the longest, "packed" lays texts end to end, "shared" does so with what both answers of a
+            pair begin with only once. "auto" takes the quickest that is exact for the model.
         activation_offloading: not in this release.
         pad_token: deprecated; set it on the tokenizer.
     """
@@ -75,6 +78,15 @@ class RewardConfig(BaseConfig):
 
     pad_token: str | None = field(
         default=None, metadata={"help": "Deprecated: set it on the tokenizer instead."}
+    )
+
+    batch_layout: str = field(  # ours: behind all of TRL's, and never by position
+        default="auto",
+        kw_only=True,
+        metadata={
+            "help": "How the pairs of a step lie in memory: 'padded' rows; 'packed' end to end; 'shared', packed with "
+            "what both answers begin with only once; 'auto', the quickest that is exact. The numbers are the same."
+        },
     )
 
     def __post_init__(self):

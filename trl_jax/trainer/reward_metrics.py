@@ -7,12 +7,24 @@ import numpy as np
 Sums = dict[str, np.ndarray]
 
 
+_JOIN = {
+    "pairs": np.sum, "correct": np.sum, "margin_sum": np.sum, "reward_sum": np.sum,
+    "reward_min": np.min, "reward_max": np.max,
+}  # fmt: skip
+
+
 def _joined(batches: list[Sums]) -> Sums:
-    """The sums of all micro-batches that had a pair, one row each, in float64."""
-    names = ("pairs", "correct", "margin_sum", "reward_sum", "reward_min", "reward_max")
-    joined = {name: np.concatenate([np.atleast_1d(batch[name]) for batch in batches]) for name in names}
+    """The sums of all micro-batches that had a pair, one row each, in float64.
+
+    A step gives `[passes, micro-batches]`: where micro-batches were laid out together, a pass has a part of each. A
+    batch of an evaluation gives single numbers.
+    """
+    joined = {
+        name: np.concatenate([join(np.atleast_2d(batch[name]).astype(np.float64), axis=0) for batch in batches])
+        for name, join in _JOIN.items()
+    }
     real = joined["pairs"] > 0
-    return {name: values[real].astype(np.float64) for name, values in joined.items()}
+    return {name: values[real] for name, values in joined.items()}
 
 
 def training_metrics(steps: list[Sums]) -> dict[str, float]:

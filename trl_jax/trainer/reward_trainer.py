@@ -19,11 +19,13 @@ from trl_jax.data import preference, special_tokens
 from trl_jax.data.checks import check_token_ids, check_type
 from trl_jax.data.layout import PairBatch
 from trl_jax.data.loader import PreferenceLoader
+from trl_jax.data.plan import Plan
+from trl_jax.data.windows import EvaluationBatch, Windows
 from trl_jax.engine.evaluation import Evaluated
 from trl_jax.hub.pretrained import Checkpoint, PreTrainedModel, find_checkpoint
 from trl_jax.losses.pairwise import pairwise_loss
 from trl_jax.models.functional import merge
-from trl_jax.trainer import reward_metrics
+from trl_jax.trainer import layouts, reward_metrics
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.diagnosis import check_weights
 from trl_jax.trainer.evaluating import refuse
@@ -120,34 +122,33 @@ class RewardTrainer(BaseTrainer):
             callbacks=callbacks,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
+        layouts.check_layout(args, model.engine)
 
     def score(self, params: dict, batch: PairBatch, *, dtype: str, **how: Any) -> jax.Array:
-        """Scores `[2P]`, float32, of the rows of a batch; `how` as in Decoder.__call__."""
+        """Scores `[2P]`, float32, of the texts of a batch; `how` as in Decoder.__call__."""
         model = merge(self.model.graph, params)
         if model.needs_valid:
             how["valid"] = jnp.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
+        elif batch.stream is None:
+            how["longest"] = jnp.max(batch.lengths)
+        else:
+            how["stream"] = batch.stream
         return model(batch.tokens, batch.positions, at=batch.at, dtype=jnp.dtype(dtype), **how)
 
     def loss(self, params: dict, batch: PairBatch, key: jax.Array | None) -> tuple[jax.Array, dict[str, jax.Array]]:
         scores = self.score(
             params, batch, dtype=self.args.compute_dtype, remat=self.args.gradient_checkpointing, dropout_key=key
         )
-        return self._pairwise_loss(scores, batch)
+        return self._pairwise_loss(scores, weight=batch.weight, margin=batch.margin, member=batch.member)
 
-    def evaluation_loss(self, params: dict, batch: PairBatch, dtype: str) -> tuple[dict[str, jax.Array], jax.Array]:
-        scores = self.score(params, batch, dtype=dtype)
-        loss, metrics = self._pairwise_loss(scores, batch)
-        return metrics | {"loss": loss}, scores
+    def evaluation_loss(self, scores: np.ndarray, batch: EvaluationBatch) -> dict[str, jax.Array]:
+        loss, metrics = self._pairwise_loss(scores, weight=batch.weight, margin=batch.margin)
+        return metrics | {"loss": loss}
 
-    def _pairwise_loss(self, scores: jax.Array, batch: PairBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def _pairwise_loss(self, scores: jax.Array, **pairs: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         chosen, rejected = jnp.split(scores, 2)
-        return pairwise_loss(
-            chosen,
-            rejected,
-            weight=batch.weight,
-            margin=batch.margin,
-            center_rewards_coefficient=self.args.center_rewards_coefficient,
-        )
+        center = self.args.center_rewards_coefficient
+        return pairwise_loss(chosen, rejected, center_rewards_coefficient=center, **pairs)
 
     def prepare_dataset(self, dataset: Any, name: str) -> Dataset | IterableDataset:
         prepared = preference.prepare(
@@ -160,18 +161,28 @@ class RewardTrainer(BaseTrainer):
         return check_token_ids(prepared, self._vocab_size, name, self._most_tokens)
 
     def loader(self, dataset: Dataset | IterableDataset, *, training: bool) -> PreferenceLoader:
-        args = self.args
+        args, engine = self.args, self.model.engine
+        if training:
+            parameters = self.model.num_parameters(exclude_embeddings=True)
+            laid_out = layouts.plan(args, engine, dataset, parameters=parameters)
+        else:
+            laid_out = Plan(layouts.exact_layout(args, engine)[0])
         return PreferenceLoader(
             dataset,
             batch_size=args.per_device_train_batch_size if training else args.per_device_eval_batch_size,
             pad_token_id=self.processing_class.pad_token_id,
             pad_to_multiple_of=args.pad_to_multiple_of,
+            layout=laid_out.layout,
+            ladder=laid_out.ladder,
             accumulation=args.gradient_accumulation_steps if training else 1,
             shuffle=training and args.train_sampling_strategy == "random",
             seed=args.seed if args.data_seed is None else args.data_seed,
             # Every evaluation row counts; and of a stream TRL drops nothing.
             drop_last=training and args.dataloader_drop_last and isinstance(dataset, Dataset),
         )
+
+    def windows(self, loader: PreferenceLoader) -> Windows:
+        return Windows(loader, sort=self.model.engine.sortable)
 
     def training_metrics(self, steps: list[dict[str, np.ndarray]]) -> dict[str, float]:
         return reward_metrics.training_metrics(steps)

@@ -24,6 +24,7 @@ from transformers.trainer_callback import (
 )
 from transformers.utils import logging as transformers_logging
 
+from trl_jax.engine.compilation import keep_compilations
 from trl_jax.engine.events import Events
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.trainer.base_config import BaseConfig
@@ -59,6 +60,7 @@ class Session(Task):
         self._new_state()
         self._arguments = json.dumps(_written(args), indent=2)  # now: what cannot be written should not cost a run
         set_log_level(args.get_process_log_level())
+        keep_compilations()
         _warn_of_idle_devices(args)
         os.makedirs(args.output_dir, exist_ok=True)
 

@@ -20,8 +20,12 @@ class Task(abc.ABC):
         """Loss and metrics (sums and counts) of one micro-batch; `key` is for dropout, None without it."""
 
     @abc.abstractmethod
-    def evaluation_loss(self, params: dict, batch: Any, dtype: str) -> tuple[dict[str, jax.Array], jax.Array]:
-        """Metrics of one batch, `loss` (a mean) among them, and its scores, computed in `dtype`."""
+    def score(self, params: dict, batch: Any, *, dtype: str) -> jax.Array:
+        """Scores of one pass, computed in `dtype`."""
+
+    @abc.abstractmethod
+    def evaluation_loss(self, scores: jax.Array, batch: Any) -> dict[str, jax.Array]:
+        """Metrics of one batch's scores, `loss` (a mean) among them."""
 
     @abc.abstractmethod
     def prepare_dataset(self, dataset: Any, name: str) -> Dataset | IterableDataset:
@@ -30,6 +34,10 @@ class Task(abc.ABC):
     @abc.abstractmethod
     def loader(self, dataset: Any, *, training: bool) -> Any:
         """Step batches over a prepared dataset."""
+
+    @abc.abstractmethod
+    def windows(self, loader: Any) -> Any:
+        """What an evaluation of a loader's batches computes, as `engine.evaluation` takes it."""
 
     @abc.abstractmethod
     def training_metrics(self, steps: list[dict[str, np.ndarray]]) -> dict[str, float]:

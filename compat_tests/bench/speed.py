@@ -1,12 +1,20 @@
-"""Step time of trl_jax's padded rows against TRL: live trainers in processes of their own, taking turns.
+"""How fast trl_jax trains in its layouts, against TRL: live trainers in processes of their own, taking turns.
 
 Every arm trains the same model on the same pairs in the same order, each epoch alike. In the first epoch
 every shape compiles: the warm-up. After it, each segment of a few steps is timed in one arm after the other.
+TRL tuned has no gradient checkpointing and its pairs grouped by length, so its steps are of other pairs.
+"cold" and "warm" are seconds from a process's start to the end of its first step, without and with what an
+earlier run compiled.
+
+Kinds of data: "real" are the pairs of a file; "single" are single turns with short prompts and long answers
+(tokens of a prompt: median 30, of an answer: median 380, both log-normal), "control" texts of one length that
+share nothing, where a layout can win nothing; these two are random tokens.
 """
 
 from __future__ import annotations
 
 import tempfile
+import time
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -16,12 +24,17 @@ from typing import Any
 
 from compat_tests.bench import common, turns
 
+NO_CHECKPOINTS = {"gradient_checkpointing": False}
 ARMS = {
     "TRL as it comes": ("trl", {}),
-    "TRL tuned": ("trl", {"gradient_checkpointing": False}),
+    "TRL tuned": ("trl", NO_CHECKPOINTS),
+    "trl_jax padded": ("trl_jax", {"batch_layout": "padded"}),
+    "trl_jax packed": ("trl_jax", {"batch_layout": "packed"}),
     "trl_jax as it comes": ("trl_jax", {}),
-    "trl_jax tuned": ("trl_jax", {"gradient_checkpointing": False}),
+    "trl_jax tuned": ("trl_jax", NO_CHECKPOINTS),
 }
+GROUPED = {"TRL tuned"}
+KINDS = ["real", "single", "control"]
 
 
 def main() -> None:
@@ -32,11 +45,12 @@ def main() -> None:
         model = args.model or Path(folder) / "small"
         if args.model is None:
             common.in_child(turns.build_small, model, args.data, args.layers, args.width)
-        datasets = {"real": args.data, "control": None}
         for kind in args.kinds:
             print(f"{kind}: {args.pairs} pairs, {args.batch} a step, {args.epochs} epochs measured")
-            lanes = race(args, datasets[kind], model, Path(folder))
+            lanes = race(args, kind, model, Path(folder))
             report[kind] = table(lanes, args)
+            if args.starts:
+                _add_starts(report[kind], args, kind, model, Path(folder))
             common.show(report[kind])
             report[f"{kind}_segments"] = {lane.name: lane.seconds for lane in lanes}
     common.write_json(args.json, report | {"options": vars(args)})
@@ -49,7 +63,8 @@ def _arguments():
     options.add_argument("--layers", type=int, default=8)
     options.add_argument("--width", type=int, default=256, help="a multiple of 64")
     options.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
-    options.add_argument("--kinds", nargs="+", default=["real", "control"], choices=["real", "control"])
+    options.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
+    options.add_argument("--starts", action="store_true", help="also measure the first step, cold and warm")
     options.add_argument("--control_length", type=int, default=256, help="tokens of every row of the control")
     options.add_argument("--pairs", type=int, default=64)
     options.add_argument("--batch", type=int, default=8)
@@ -73,9 +88,9 @@ class Lane:
         self.seconds.append(self.pipe.recv())
 
 
-def race(args: Any, data: Path | None, model: Path, folder: Path) -> list[Lane]:
+def race(args: Any, kind: str, model: Path, folder: Path) -> list[Lane]:
     """Build all arms one after the other, then run every segment in each, the first to go changing."""
-    lanes = [_start(name, args, data, model, folder) for name in args.arms]
+    lanes = [_start(name, args, kind, model, folder) for name in args.arms]
     steps = lanes[0].facts["steps an epoch"]
     if steps % args.segment:
         raise ValueError(f"--segment {args.segment} does not divide the {steps} steps of an epoch.")
@@ -88,8 +103,19 @@ def race(args: Any, data: Path | None, model: Path, folder: Path) -> list[Lane]:
     return lanes
 
 
-def _start(name: str, args: Any, data: Path | None, model: Path, folder: Path) -> Lane:
+def _start(name: str, args: Any, kind: str, model: Path, folder: Path) -> Lane:
     """Start an arm and wait until its trainer is built."""
+    side, config, rows = _work(name, args, kind, folder)
+    context = get_context("spawn")
+    here, there = context.Pipe()
+    work = (there, side, model, rows, config, args.segment)
+    context.Process(target=turns.take, args=work, daemon=True).start()
+    there.close()
+    return Lane(name, here, here.recv())
+
+
+def _work(name: str, args: Any, kind: str, folder: Path) -> tuple[str, dict, dict]:
+    """Whose trainer an arm is, its configuration, and what `turns.dataset` is told."""
     side, arguments = ARMS[name]
     config = {
         "output_dir": str(folder / name), "per_device_train_batch_size": args.batch,
@@ -97,17 +123,26 @@ def _start(name: str, args: Any, data: Path | None, model: Path, folder: Path) -
         "train_sampling_strategy": "sequential", "use_cpu": True, "report_to": "none", "save_strategy": "no",
         "disable_tqdm": True, "logging_steps": args.segment, **arguments,
     }  # fmt: skip
-    rows = {"pairs": args.pairs, "length": args.control_length, "batch": args.batch}
-    context = get_context("spawn")
-    here, there = context.Pipe()
-    work = (there, side, model, data, rows, config, args.segment)
-    context.Process(target=turns.take, args=work, daemon=True).start()
-    there.close()
-    return Lane(name, here, here.recv())
+    rows = {
+        "kind": kind, "data": args.data, "pairs": args.pairs, "length": args.control_length, "batch": args.batch,
+        "grouped": name in GROUPED,
+    }  # fmt: skip
+    return side, config, rows
+
+
+def _add_starts(rows: list[dict], args: Any, kind: str, model: Path, folder: Path) -> None:
+    for row in rows:
+        side, config, pairs = _work(row["arm"], args, kind, folder)
+        cache = folder / f"compiled {kind} {row['arm']}"
+        for how in ("cold", "warm"):
+            started = time.time()
+            common.in_child(turns.first_step, side, model, pairs, config | {"max_steps": 1}, str(cache))
+            row[f"{how} s"] = time.time() - started
 
 
 def table(lanes: list[Lane], args: Any) -> list[dict]:
-    """A row an arm. The first epoch does not count; ratios are medians over segments of the same pairs."""
+    """A row an arm. The first epoch does not count; ratios are medians over segments, of the same pairs but for TRL
+    tuned."""
     warm = lanes[0].facts["steps an epoch"] // args.segment
     base = lanes[0]
     return [
@@ -119,14 +154,15 @@ def table(lanes: list[Lane], args: Any) -> list[dict]:
             ),
             "pairs/s": args.batch * args.segment / median(lane.seconds[warm:]),
             "useful tokens/s": lane.facts["tokens an epoch"] * args.epochs / sum(lane.seconds[warm:]),
-            "padded share": 1 - lane.facts["tokens an epoch"] / lane.facts["places an epoch"],
+            "places a step": lane.facts["places an epoch"] / lane.facts["steps an epoch"],
+            "padded share": 1 - lane.facts["filled an epoch"] / lane.facts["places an epoch"],
             "shapes": lane.facts["shapes"],
             "compile s": lane.facts["compile s"],
             "first step s": lane.facts["first step s"],
             "ready s": lane.facts["ready s"],
             "peak MB": lane.facts["peak MB"],
-            "loss apart": _apart(base, lane, "loss"),
-            "grad_norm apart": _apart(base, lane, "grad_norm"),
+            "loss apart": None if lane.name in GROUPED else _apart(base, lane, "loss"),
+            "grad_norm apart": None if lane.name in GROUPED else _apart(base, lane, "grad_norm"),
         }
         for lane in lanes
     ]

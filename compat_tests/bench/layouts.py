@@ -1,0 +1,44 @@
+"""Loss and gradients of one step in packed and shared streams against padded rows, in every native decoder family."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from compat_tests.bench import common
+
+
+def main() -> None:
+    options = common.parser(__doc__)
+    options.add_argument("--families", nargs="*", help="unset, all of them")
+    args = options.parse_args()
+    common.prepare(args.cpus)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        from compat_tests.models.test_layouts import CASES
+
+        for family, name in CASES:
+            if args.families and family not in args.families:
+                continue
+            rows.append(measured(Path(folder) / f"{family}-{name}", family, name))
+            print(*rows[-1].values(), flush=True)
+    common.show(rows)
+    worst = {key: max(row[key] for row in rows) for key in list(rows[0])[1:]}
+    common.show([{"worst of": len(rows), **worst}])
+    common.write_json(args.json, rows)
+
+
+def measured(folder: Path, family: str, name: str) -> dict:
+    """Gaps of a variant: in loss relative to it, in gradients relative to the largest of a tensor's."""
+    from compat_tests.models import variants
+    from compat_tests.models.test_layouts import apart
+    from trl_jax import AutoModelForSequenceClassification
+
+    folder.mkdir()
+    packed, shared = apart(AutoModelForSequenceClassification.from_pretrained(variants.build(folder, family, name)))
+    figures = zip(("packed loss", "packed gradient", "shared loss", "shared gradient"), (*packed, *shared), strict=True)
+    return {"variant": f"{family} {name}", **{key: float(value) for key, value in figures}}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""One optimizer step in three layouts: the same loss and the same gradients, in every family of decoders."""
+
+from __future__ import annotations
+
+from functools import cache
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from compat_tests.models.families import VARIANTS
+from trl_jax import AutoModelForSequenceClassification, RewardTrainer
+from trl_jax.data.layout import pad_pairs
+from trl_jax.data.streams import balanced, place, stream_pairs
+from trl_jax.losses.pairwise import pairwise_loss
+
+QUICKLY = {"xla_backend_optimization_level": 0}
+PAIRS, COUNT, PAD = 3, 3, 0
+# Of each family the variant that strays furthest, and those in which layouts could go wrong in a way of their own.
+CASES = [("llama", "yarn"), ("qwen2", "layer_types"), ("qwen3", "attention_bias")]
+CASES += [(family, list(own)[-1]) for family, own in VARIANTS.items()]
+CASES += [("gemma2", "plain"), ("phi3", "long"), ("smollm3", "plain"), ("gpt2", "plain")]
+# Gradients compile for seconds: here where attention or positions differ; `bench.layouts` has all of them.
+GRADIENTS = [("llama", "yarn"), ("gemma2", "plain"), ("phi3", "long"), ("qwen3_moe", "window"), ("gpt2", "plain")]
+
+
+@cache
+def step():
+    """Seven pairs, three a micro-batch, the last of one: with a long common prefix, none, one text within the other,
+    and both the same; some texts end in pads, of which the first is read one token earlier, or in what both share."""
+    dice = np.random.default_rng(5)
+
+    def draw(count):
+        return dice.integers(1, 500, count).tolist()
+
+    prompts = draw(21), draw(0), draw(5), draw(9), draw(12), draw(30), draw(3)
+    chosen = draw(4), draw(11), [], draw(1), [], draw(3) + [PAD], [PAD, PAD]
+    rejected = draw(13), draw(17), draw(6), draw(2) + [PAD], [], [PAD], draw(25)
+    rows = [
+        {"chosen_ids": prompt + one, "rejected_ids": prompt + other, "margin": float(dice.normal())}
+        for prompt, one, other in zip(prompts, chosen, rejected, strict=True)
+    ]
+    return rows[:3], rows[3:6], rows[6:]
+
+
+@cache
+def batches(layout):
+    facts = {"pairs": PAIRS, "count": COUNT, "pad_token_id": PAD}
+    if layout == "padded":
+        return pad_pairs(step(), pad_to_multiple_of=48, **facts)
+    placed = place(step(), pairs=PAIRS, share=layout == "shared")
+    into = balanced([pair.tokens for pair in placed], COUNT)
+    return stream_pairs(placed, into, streams=COUNT, rung=lambda tokens: 128, **facts)
+
+
+def of_step(model, layout, *, gradients=False):
+    """The step's loss, or with `gradients` the loss and those; a pass is compiled once a shape."""
+    trainer = SimpleNamespace(model=model)
+
+    def loss(params, batch):
+        chosen, rejected = jnp.split(RewardTrainer.score(trainer, params, batch, dtype="float32"), 2)
+        how = {"weight": batch.weight, "margin": batch.margin, "center_rewards_coefficient": 0.1}
+        return pairwise_loss(chosen, rejected, **how)[0]
+
+    run = jax.jit(jax.value_and_grad(loss) if gradients else loss, compiler_options=QUICKLY)
+    batch = batches(layout) if isinstance(layout, str) else layout
+    passes = [run(model.params, jax.tree.map(lambda leaf, p=p: leaf[p], batch)) for p in range(COUNT)]
+    return jax.tree.map(lambda *parts: sum(np.asarray(part, np.float64) for part in parts), *passes)
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_the_loss_is_the_same_in_every_layout(family, name, built):
+    model = AutoModelForSequenceClassification.from_pretrained(built(family, name))
+    assert model.engine.takes_streams
+    wanted = of_step(model, "padded")
+    for layout in ("packed", "shared"):
+        assert abs(of_step(model, layout) - wanted) <= 1e-6 * max(1, wanted), layout
+
+
+def apart(model):
+    """How far the two streams are from padded rows: in loss, and the worst gradient in parts of its own scale.
+
+    Where the exact gradient is zero both are rounding noise: scales end at a thousandth of the largest.
+    """
+    wanted, gradients = of_step(model, "padded", gradients=True)
+    least = 1e-3 * max(np.abs(values).max() for values in gradients.values())
+    for layout in ("packed", "shared"):
+        found, theirs = of_step(model, layout, gradients=True)
+        gaps = [
+            np.abs(theirs[path] - values).max() / max(least, np.abs(values).max())
+            for path, values in gradients.items()
+        ]
+        yield abs(found - wanted) / max(1, wanted), max(gaps)
+
+
+@pytest.mark.parametrize(("family", "name"), GRADIENTS)
+def test_the_gradients_are_the_same_in_every_layout(family, name, built):
+    for loss, gradient in apart(AutoModelForSequenceClassification.from_pretrained(built(family, name))):
+        assert loss <= 1e-6 and gradient <= 1e-5
+
+
+def test_the_step_shares_what_it_should():
+    """Else the three layouts would be two."""
+    real = {layout: int((batches(layout).stream.start < 128).sum()) for layout in ("packed", "shared")}
+    assert real["packed"] - real["shared"] >= 70
+    assert (batches("shared").stream.prompt_end > 0).any() and not (batches("packed").stream.prompt_end > 0).any()
+
+
+@pytest.mark.parametrize("field", ["start", "prompt_end", "longest"])
+def test_a_wrong_layout_is_noticed(field, built):
+    """phi3's long ropes ask for the longest text, which the mutant takes for a short one."""
+    model = AutoModelForSequenceClassification.from_pretrained(built("phi3", "long"))
+    stream = batches("shared").stream
+    wrong = stream._replace(**{field: getattr(stream, field) // 2})
+    gap = abs(of_step(model, batches("shared")._replace(stream=wrong)) - of_step(model, "shared"))
+    assert gap > 1e-4

@@ -1,0 +1,159 @@
+"""Attention along a stream against its formula in float64: values and gradients, on layouts drawn at random."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from trl_jax.core.stream import BLOCK, Stream
+from trl_jax.nn.stream_attention import attend_stream
+
+
+def drawn(seed, length, rows=1, longest=150):
+    """Pairs with and without a common prompt until the rows are nearly full: (stream, positions, who each token is).
+
+    Who: the pair and the branch (0 prompt, 1 chosen, 2 rejected) of each token, -1 where it only fills.
+    """
+    dice = np.random.default_rng(seed)
+    start, prompt, end, positions = (np.zeros((rows, length), np.int32) for _ in range(4))
+    start[:] = length
+    who = np.full((rows, length, 2), -1)
+    for row in range(rows):
+        at, pair = 0, 0
+        while at < length - 3:
+            left = length - at
+            shared = int(dice.integers(0, min(longest, left - 2)))
+            chosen, rejected = (int(dice.integers(1, max(2, min(longest, (left - shared) // 2)))) for _ in "cr")
+            branch = at + shared + chosen
+            place = slice(at, branch)
+            start[row, place], positions[row, place] = at, np.arange(shared + chosen)
+            place = slice(branch, branch + rejected)
+            start[row, place], positions[row, place] = branch, shared + np.arange(rejected)
+            prompt[row, place], end[row, place] = at, at + shared
+            who[row, at : branch + rejected, 0] = pair
+            who[row, at : branch + rejected, 1] = [0] * shared + [1] * chosen + [2] * rejected
+            at, pair = branch + rejected, pair + 1
+    return Stream(start, prompt, end, np.zeros_like(start)), positions, who
+
+
+def formula(q, k, v, who, positions, scale, softcap, window):
+    """Softmax attention over all tokens, with a mask from what each token is."""
+    group = q.shape[2] // k.shape[2]
+    k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
+    scores = jnp.einsum("rthc,rshc->rhts", q, k) * scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    pair, branch = who[..., 0], who[..., 1]
+    apart = positions[:, :, None] - positions[:, None]
+    seen = (pair[:, :, None] == pair[:, None]) & (pair[:, :, None] >= 0) & (apart >= 0)
+    seen &= (branch[:, :, None] == branch[:, None]) | (branch[:, None] == 0)
+    if window is not None:
+        seen &= apart < window
+    scores = jnp.where(seen[:, None], scores, -1e300)
+    weights = jnp.where(seen[:, None], jnp.exp(scores - scores.max(axis=-1, keepdims=True)), 0)
+    total = weights.sum(axis=-1, keepdims=True)
+    return jnp.einsum("rhts,rshc->rthc", weights / jnp.where(total > 0, total, 1), v)
+
+
+def inputs(rows, length, heads, key_heads, channels=8, seed=0):
+    draw = np.random.default_rng(seed).normal
+    sizes = heads, key_heads, key_heads, heads
+    return [draw(size=(rows, length, count, channels)) for count in sizes]
+
+
+def both(stream, positions, who, arrays, how):
+    """(ours in float32, the formula in float64), each the results and the gradients."""
+    *qkv, weight = arrays
+
+    def ours(*qkv):
+        out = attend_stream(*qkv, stream, positions, **how)
+        return jnp.sum(out * weight.astype(np.float32)), out
+
+    def theirs(*qkv):
+        out = formula(*qkv, who, positions, how["scale"], how.get("softcap"), how.get("window"))
+        return jnp.sum(out * weight), out
+
+    grad = {"argnums": (0, 1, 2), "has_aux": True}
+    found = jax.jit(jax.grad(ours, **grad))(*(x.astype(np.float32) for x in qkv))
+    with jax.enable_x64(True):
+        wanted = jax.grad(theirs, **grad)(*qkv)
+    return (found[1], *found[0]), (wanted[1], *wanted[0])
+
+
+FACTS = {
+    "plain": {"scale": 0.4},
+    "window": {"scale": 0.4, "window": np.int32(7)},
+    "wide_window": {"scale": 0.4, "window": np.int32(BLOCK + 9)},
+    "softcap": {"scale": 0.9, "softcap": 1.5},
+    "softcap_window": {"scale": 0.9, "softcap": 1.5, "window": np.int32(33)},
+}
+
+
+CASES = [(name, (4, 2), 2, 3 * BLOCK) for name in FACTS]
+CASES += [("plain", (4, 4), 1, BLOCK), ("plain", (3, 1), 1, 5 * BLOCK)]
+
+
+@pytest.mark.parametrize(("name", "heads", "rows", "length"), CASES)
+def test_the_formula(name, heads, rows, length):
+    layout = drawn(length, length, rows)
+    found, wanted = both(*layout, inputs(rows, length, *heads), FACTS[name])
+    for mine, exact in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(mine, exact, atol=3e-6 * np.abs(exact).max())
+
+
+def test_what_only_fills_gets_and_gives_nothing():
+    length = 2 * BLOCK
+    stream, positions, _ = drawn(0, length)
+    nothing = Stream(np.full_like(stream.start, length), *(np.zeros_like(y) for y in stream[1:]))
+    arrays = inputs(1, length, 4, 2)
+    who = np.full((1, length, 2), -1)
+    found, _ = both(nothing, positions, who, arrays, FACTS["plain"])
+    for mine in found:
+        np.testing.assert_array_equal(mine, 0)
+
+
+def test_blocks_that_nobody_sees_are_not_computed():
+    """A NaN there would else spread: zero times NaN."""
+    length = 4 * BLOCK
+    stream, positions, who = drawn(3, length, longest=20)
+    q, k, v, _ = (jnp.asarray(x, jnp.float32) for x in inputs(1, length, 2, 2))
+    wanted = attend_stream(q, k, v, stream, positions, scale=0.4)
+    others = who[0, :, 0] >= who[0, 2 * BLOCK, 0]
+    first = int(np.argmax(others))
+    assert 0 < first <= 2 * BLOCK
+    k, v = (x.at[:, 3 * BLOCK :].set(jnp.nan) for x in (k, v))
+    found = attend_stream(q, k, v, stream, positions, scale=0.4)
+    np.testing.assert_array_equal(found[:, :first], wanted[:, :first])
+
+
+def test_no_square_of_the_length_is_held():
+    length = 64 * BLOCK
+    shapes = [jax.ShapeDtypeStruct((1, length, heads, 32), jnp.float32) for heads in (4, 2, 2)]
+    tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
+
+    def total(q, k, v, stream, positions):
+        return attend_stream(q, k, v, stream, positions, scale=0.2).sum()
+
+    compiled = jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(*shapes, Stream(*[tokens] * 4), tokens).compile()
+    inside = compiled.memory_analysis().temp_size_in_bytes
+    assert inside < 4 * length * length / 4, f"{inside:,} bytes"
+
+
+def test_bfloat16_stays_close_and_keeps_its_type():
+    layout = drawn(1, 3 * BLOCK)
+    q, k, v, _ = (jnp.asarray(x, jnp.bfloat16) for x in inputs(1, 3 * BLOCK, 4, 2))
+    run = jax.value_and_grad(lambda *qkv: attend_stream(*qkv, *layout[:2], scale=0.4).astype(jnp.float32).sum())
+    value, gradient = run(q, k, v)
+    exact, exact_gradient = run(*(x.astype(jnp.float32) for x in (q, k, v)))
+    assert gradient.dtype == jnp.bfloat16
+    np.testing.assert_allclose(value, exact, atol=0.5)
+    np.testing.assert_allclose(gradient.astype(np.float32), exact_gradient, atol=0.05)
+
+
+def test_a_length_between_blocks_is_refused():
+    stream, positions, _ = drawn(0, BLOCK + 1)
+    q, k, v, _ = inputs(1, BLOCK + 1, 2, 2)
+    with pytest.raises(ValueError, match=f"^A stream of {BLOCK + 1} tokens is not a multiple of {BLOCK}"):
+        attend_stream(q, k, v, stream, positions, scale=1.0)

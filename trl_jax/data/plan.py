@@ -1,0 +1,124 @@
+"""Which layout a run takes and which lengths its streams have: from how long the pairs are. Pure NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from datasets import Dataset
+
+from trl_jax.core.stream import BLOCK
+from trl_jax.data.checks import IDS, blocks, list_lengths
+from trl_jax.data.streams import balanced
+
+LAYOUTS = ("padded", "packed", "shared")
+SURVEYED = 16_384  # pairs that are looked at
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """The lengths that streams may have. Each compiles once.
+
+    Beyond the last of `rungs`, or without any, rungs are 128 tokens apart and from about 2,000 on 6 %.
+    """
+
+    rungs: tuple[int, ...] = ()
+
+    def __call__(self, tokens: int) -> int:
+        """The least rung that `tokens` fit on."""
+        for rung in self.rungs:
+            if tokens <= rung:
+                return rung
+        rung = 128
+        while rung < tokens:
+            rung = -(-max(rung + 128, int(1.06 * rung)) // 128) * 128
+        return rung
+
+
+def fitted(lengths: Sequence[int], rung_cost: int) -> Ladder:
+    """The ladder on which streams of these lengths fill the fewest tokens, a further rung counted as `rung_cost`."""
+    needed, counts = np.unique(-(-np.asarray(lengths) // BLOCK) * BLOCK, return_counts=True)
+    before = np.concatenate([[0], np.cumsum(counts)])
+    cheapest, previous = [0.0], [0]  # of the shortest `end` lengths; and how many of them lie on lower rungs
+    for end in range(1, len(needed) + 1):
+        costs = [cheapest[at] + (before[end] - before[at]) * needed[end - 1] + rung_cost for at in range(end)]
+        previous.append(int(np.argmin(costs)))
+        cheapest.append(min(costs))
+    rungs, end = [], len(needed)
+    while end:
+        rungs.append(int(needed[end - 1]))
+        end = previous[end]
+    return Ladder(tuple(reversed(rungs)))
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Tokens of pairs, in the order they are visited: `[n]` of each text and of what both begin with."""
+
+    chosen: np.ndarray
+    rejected: np.ndarray
+    shared: np.ndarray
+
+    def steps(self, batch_size: int, accumulation: int, layout: str) -> list[tuple[int, int, int]]:
+        """For each step: tokens of TRL's padded rows, real tokens, tokens of the longest stream."""
+        alone = self.chosen + self.rejected
+        pairs = alone - self.shared if layout == "shared" else alone
+        longest, size = np.maximum(self.chosen, self.rejected), batch_size * accumulation
+        found = []
+        for start in range(0, len(alone), size):
+            costs = pairs[start : start + size].tolist()
+            filled = np.bincount(balanced(costs, accumulation), costs)
+            micro = [longest[at : at + batch_size] for at in range(start, min(start + size, len(alone)), batch_size)]
+            padded = sum(2 * len(rows) * int(rows.max()) for rows in micro)
+            found.append((padded, int(alone[start : start + size].sum()), int(filled.max())))
+        return found
+
+
+def survey(dataset: Dataset, order: np.ndarray) -> Survey:
+    """The pairs at these places of a prepared dataset."""
+    parts = []
+    for _, block in blocks(dataset.select(order[:SURVEYED]), IDS):
+        (chosen, of_chosen), (rejected, of_rejected) = (list_lengths(block, column) for column in IDS)
+        parts.append((of_chosen, of_rejected, _shared(chosen, of_chosen, rejected, of_rejected)))
+    return Survey(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
+def _shared(chosen: np.ndarray, of_chosen: np.ndarray, rejected: np.ndarray, of_rejected: np.ndarray) -> np.ndarray:
+    """`data.streams.shared_tokens` of many pairs; ids lie end to end."""
+    most = np.minimum(of_chosen, of_rejected) - 1
+    starts = np.cumsum(most) - most
+    within = np.arange(most.sum()) - np.repeat(starts, most)
+    ids, others = (
+        ids[np.repeat(np.cumsum(lengths) - lengths, most) + within]
+        for ids, lengths in ((chosen, of_chosen), (rejected, of_rejected))
+    )
+    shared, some = most.copy(), most > 0
+    if some.any():
+        apart = np.where(ids == others, np.iinfo(np.int64).max, within)
+        shared[some] = np.minimum(np.minimum.reduceat(apart, starts[some]), most[some])
+    return shared
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout, the lengths of its streams, and means over steps: tokens that TRL pads to, real ones, computed ones."""
+
+    layout: str
+    ladder: Ladder = Ladder()
+    padded: float = 0.0
+    real: float = 0.0
+    computed: float = 0.0
+
+
+def plan_layout(
+    dataset: Dataset, order: np.ndarray, layout: str, *, batch_size: int, accumulation: int, rung_cost: int
+) -> Plan:
+    """How the steps of an epoch in this order lie as streams; `rung_cost` is what a compilation costs, in tokens."""
+    steps = survey(dataset, order).steps(batch_size, accumulation, layout)
+    padded, real, lengths = (np.asarray(column) for column in zip(*steps, strict=True))
+    # A survey that ends before the epoch counts for as many steps as there are.
+    epochs_surveyed = len(steps) * batch_size * accumulation / max(len(order), 1)
+    ladder = fitted(lengths, int(rung_cost * min(1.0, epochs_surveyed)))
+    computed = accumulation * np.mean([ladder(int(length)) for length in lengths])
+    return Plan(layout, ladder, float(padded.mean()), float(real.mean()), float(computed))

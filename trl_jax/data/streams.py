@@ -1,0 +1,141 @@
+"""Pairs in streams: text after text without pads between, and what both answers begin with only once. Pure NumPy."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from trl_jax.core.stream import Stream
+from trl_jax.data.layout import PairBatch, scored_token
+
+
+class Placed(NamedTuple):
+    """A pair: its slot, counted over the step's micro-batches, its weight, and how many tokens are shared."""
+
+    slot: int
+    row: dict
+    weight: float
+    shared: int
+
+    @property
+    def tokens(self) -> int:
+        return len(self.row["chosen_ids"]) + len(self.row["rejected_ids"]) - self.shared
+
+
+def shared_tokens(chosen: Sequence[int], rejected: Sequence[int]) -> int:
+    """How many ids both begin with; each keeps its last one to itself."""
+    most = min(len(chosen), len(rejected)) - 1
+    differ = np.flatnonzero(np.asarray(chosen[:most]) != np.asarray(rejected[:most]))
+    return int(differ[0]) if len(differ) else most
+
+
+def balanced(costs: Sequence[int], streams: int) -> list[int]:
+    """The stream of each pair: the dearest first, each into what is emptiest then (Graham 1969)."""
+    if streams == 1:
+        return [0] * len(costs)
+    heap, chosen = [(0, stream) for stream in range(streams)], [0] * len(costs)
+    for pair in sorted(range(len(costs)), key=lambda pair: -costs[pair]):
+        filled, stream = heapq.heappop(heap)
+        chosen[pair] = stream
+        heapq.heappush(heap, (filled + costs[pair], stream))
+    return chosen
+
+
+def place(micro_batches: Sequence[Sequence[dict]], *, pairs: int, share: bool) -> list[Placed]:
+    """The pairs of a step in order; a full micro-batch has `pairs`. TRL's mean of means is in their weights."""
+    return [
+        Placed(
+            m * pairs + i,
+            row,
+            1.0 / (len(micro_batches) * len(rows)),
+            shared_tokens(row["chosen_ids"], row["rejected_ids"]) if share else 0,
+        )
+        for m, rows in enumerate(micro_batches)
+        for i, row in enumerate(rows)
+    ]
+
+
+def stream_pairs(
+    placed: Sequence[Placed],
+    into: Sequence[int],
+    *,
+    pairs: int,
+    count: int,
+    streams: int,
+    pad_token_id: int,
+    rung: Callable[[int], int],
+    beside: Sequence[int] | None = None,
+) -> PairBatch:
+    """Pairs as streams, `[streams, 1, T]`, with a slot for each of `count * pairs` in every one.
+
+    Args:
+        placed: what `place` gave.
+        into: the stream of each.
+        pairs: a full micro-batch's.
+        count: micro-batches a full step has.
+        pad_token_id: fills streams, and decides where texts are read.
+        rung: from the tokens of the longest stream to T.
+        beside: for each pair the longest text that TRL would run beside it; None means that of its micro-batch.
+    """
+    filled = [sum(pair.tokens for pair, own in zip(placed, into, strict=True) if own == s) for s in range(streams)]
+    length, slots = rung(max(filled)), count * pairs
+    batch = _empty(streams, length, count, pairs, pad_token_id, "margin" in placed[0].row)
+    if beside is None:
+        longest = _longest_by_micro_batch(placed, pairs, count)
+        beside = [longest[pair.slot // pairs] for pair in placed]
+    free = [0] * streams
+    for pair, own, longest in zip(placed, into, beside, strict=True):
+        _write(batch, own, free[own], pair, slots, pad_token_id)
+        end = free[own] + pair.tokens
+        batch.stream.longest[own, 0, free[own] : end] = longest
+        free[own] = end
+    return batch
+
+
+def _empty(streams: int, length: int, count: int, pairs: int, pad_token_id: int, margin: bool) -> PairBatch:
+    def filled(shape: tuple[int, ...], value: int, dtype: type = np.int32) -> np.ndarray:
+        return np.full((streams, *shape), value, dtype)
+
+    slots = count * pairs
+    member = np.repeat(np.eye(count, dtype=bool), pairs, axis=1)
+    return PairBatch(
+        tokens=filled((1, length), pad_token_id),
+        positions=filled((1, length), 0),
+        at=filled((2 * slots,), 0),
+        lengths=filled((2 * slots,), 1),
+        weight=filled((slots,), 0, np.float32),
+        member=np.broadcast_to(member, (streams, *member.shape)),
+        margin=filled((slots,), 0, np.float32) if margin else None,
+        stream=Stream(filled((1, length), length), *(filled((1, length), 0) for _ in range(2)), filled((1, length), 1)),
+    )
+
+
+def _longest_by_micro_batch(placed: Sequence[Placed], pairs: int, count: int) -> list[int]:
+    longest = [0] * count
+    for pair in placed:
+        texts = max(len(pair.row["chosen_ids"]), len(pair.row["rejected_ids"]))
+        longest[pair.slot // pairs] = max(longest[pair.slot // pairs], texts)
+    return longest
+
+
+def _write(batch: PairBatch, own: int, start: int, pair: Placed, slots: int, pad_token_id: int) -> None:
+    """A pair from `start` on: the chosen text whole, then what the rejected one has of its own."""
+    chosen, rejected, shared = pair.row["chosen_ids"], pair.row["rejected_ids"], pair.shared
+    branch = start + len(chosen)
+    end = branch + len(rejected) - shared
+    whole, rest = slice(start, branch), slice(branch, end)
+    tokens, positions, stream = batch.tokens[own, 0], batch.positions[own, 0], batch.stream
+    tokens[whole], tokens[rest] = chosen, rejected[shared:]
+    positions[whole], positions[rest] = np.arange(len(chosen)), np.arange(shared, len(rejected))
+    stream.start[own, 0, whole], stream.start[own, 0, rest] = start, branch
+    stream.prompt[own, 0, rest], stream.prompt_end[own, 0, rest] = start, start + shared
+    read, read_rejected = (scored_token(ids, pad_token_id) for ids in (chosen, rejected))
+    batch.at[own, pair.slot] = start + read
+    batch.at[own, slots + pair.slot] = read_rejected + (branch - shared if read_rejected >= shared else start)
+    batch.lengths[own, pair.slot], batch.lengths[own, slots + pair.slot] = len(chosen), len(rejected)
+    batch.weight[own, pair.slot] = pair.weight
+    if batch.margin is not None:
+        batch.margin[own, pair.slot] = pair.row["margin"]

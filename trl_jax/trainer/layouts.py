@@ -1,0 +1,77 @@
+"""How a run's pairs lie in memory: as was asked where that is exact, else as padded rows, and a word on it."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from datasets import Dataset, IterableDataset
+
+from trl_jax.data.order import epoch_order
+from trl_jax.data.plan import Plan, plan_layout
+
+if TYPE_CHECKING:
+    from trl_jax.hub.engines import Engine
+    from trl_jax.trainer.reward_config import RewardConfig
+
+logger = logging.getLogger(__name__)
+
+_COMPILATION = 2e11  # what a CPU could compute in the seconds that a step's compilation takes, in FLOPs
+
+
+def exact_layout(args: RewardConfig, engine: Engine) -> tuple[str, str]:
+    """The layout of a run, and why where it is not what was asked for."""
+    asked = args.batch_layout
+    if asked == "padded":
+        return "padded", ""
+    if not engine.takes_streams:
+        return "padded", "this model reads whole rows, not texts laid end to end"
+    if engine.drops_out and not args.disable_dropout:
+        return "padded", "with disable_dropout=False what both answers begin with is dropped for each in its own way"
+    if asked == "auto" and args.device.type != "cpu":
+        return "padded", "attention along a stream has been measured on CPUs only; batch_layout='shared' turns it on"
+    return ("shared" if asked == "auto" else asked), ""
+
+
+def check_layout(args: RewardConfig, engine: Engine) -> None:
+    """Warn of a layout that was asked for by name and cannot be had."""
+    layout, reason = exact_layout(args, engine)
+    if args.batch_layout not in ("auto", layout):
+        logger.warning("batch_layout=%r is not exact here, so rows are padded: %s.", args.batch_layout, reason)
+
+
+def plan(args: RewardConfig, engine: Engine, dataset: Dataset | IterableDataset, *, parameters: int) -> Plan:
+    """The layout of training steps; one line of the log says which, why, and what it saves."""
+    layout, reason = exact_layout(args, engine)
+    if layout == "padded":
+        logger.info("Layout padded%s.", f": {reason}" if reason else "")
+        return Plan("padded")
+    if isinstance(dataset, IterableDataset):
+        logger.info("Layout %s: how much it saves on a stream of rows is not known beforehand.", layout)
+        return Plan(layout)
+    seed, shuffled = args.seed if args.data_seed is None else args.data_seed, args.train_sampling_strategy == "random"
+    found = plan_layout(
+        dataset,
+        epoch_order(len(dataset), seed=seed, epoch=0, shuffle=shuffled),
+        layout,
+        batch_size=args.per_device_train_batch_size,
+        accumulation=args.gradient_accumulation_steps,
+        rung_cost=int(_COMPILATION / (6 * max(parameters, 1))),
+    )
+    logger.info("%s", line(found))
+    return found
+
+
+def line(plan: Plan) -> str:
+    """`shared: 1.9k of 7.4k padded tokens a step`, and what there is to say of its lengths."""
+    computed, padded, real = (_thousands(tokens) for tokens in (plan.computed, plan.padded, plan.real))
+    lengths = ", ".join(f"{rung:,}" for rung in plan.ladder.rungs)
+    return (
+        f"Layout {plan.layout}: {computed} of {padded} padded tokens a step, for {real} tokens of text; streams of "
+        f"{lengths} tokens."
+    )
+
+
+def _thousands(tokens: float) -> str:
+    return f"{tokens / 1000:.1f}k" if tokens >= 1000 else f"{tokens:.0f}"
+
