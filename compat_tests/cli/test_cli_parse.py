@@ -335,18 +335,15 @@ NOT_HERE = "is not in this release of trl_jax"
             ),
         ),
         (
-            ["--optim", "sgd"],
-            (
-                f"optim='sgd' {NOT_HERE}; supported: adamw_torch, adamw_torch_fused, adamw_torch_xla, "
-                "adamw_torch_npu_fused."
-            ),
+            ["--optim", "lomo"],
+            f"optim='lomo' {NOT_HERE}; the nearest that is: adafactor.",
         ),
         (["--evaluation_strategy", "steps"], "unknown argument --evaluation_strategy: use eval_strategy."),
         (
-            ["--fsdp", "full_shard", "--auto_find_batch_size"],
+            ["--activation_offloading", "--auto_find_batch_size"],
             (
                 f"auto_find_batch_size=True {NOT_HERE}: choose per_device_train_batch_size yourself. "
-                f"fsdp='full_shard' {NOT_HERE}: this release trains on one device; leave it out."
+                f"activation_offloading=True {NOT_HERE}: gradient_checkpointing=True saves memory too."
             ),
         ),
     ],

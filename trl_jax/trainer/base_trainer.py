@@ -20,16 +20,17 @@ from trl_jax.engine.checkpoint import forget_all_but_best, sweep
 from trl_jax.engine.interrupts import Interrupts
 from trl_jax.engine.lock import only_run
 from trl_jax.engine.loop import Loop
-from trl_jax.engine.optim import adamw, decays
+from trl_jax.engine.optim import Optimizer, decays, from_optax
 from trl_jax.engine.progress import Progress
 from trl_jax.engine.resume import find
-from trl_jax.engine.schedules import learning_rates
 from trl_jax.engine.step import make_step
-from trl_jax.engine.watch import Watch
+from trl_jax.engine.watch import PATIENCE, Watch
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.trainer.base_config import BaseConfig
 from trl_jax.trainer.diagnosis import explain
 from trl_jax.trainer.evaluating import Evaluating, refuse
+from trl_jax.trainer.memory import memory
+from trl_jax.trainer.optimizers import LearningRate, check_optax, choose
 from trl_jax.trainer.publishing import sweep_stages
 
 _NEVER_CALLED = frozenset(
@@ -66,9 +67,13 @@ class BaseTrainer(Evaluating):
         compute_metrics: Any = None,
         callbacks: list[TrainerCallback] | None = None,
         preprocess_logits_for_metrics: Any = None,
+        optimizers: Any = (None, None),
+        optimizer_cls_and_kwargs: Any = None,
     ):
         args.check()  # again: setters and plain assignment get past the check at construction
         check_strategies(args, eval_dataset)
+        self._chosen = choose(args, optimizers, optimizer_cls_and_kwargs)
+        self.optimizer: Optimizer | None = None  # from the beginning of train()
         super().__init__(
             model,
             args,
@@ -110,7 +115,10 @@ class BaseTrainer(Evaluating):
             return self._train(as_choice(resume_from_checkpoint), interrupts)
 
     def _train(self, resume_from: str | bool | None, interrupts: Interrupts) -> TrainOutput:
-        args, start, run, tx = self.args, time.time(), self._plan(), self.create_optimizer()
+        args, start, run, tx = self.args, time.time(), self._plan(), self._optimizer()
+        self.lr_scheduler = LearningRate(self._chosen.rates(args, run.max_steps))
+        self.callback_handler.optimizer, self.callback_handler.lr_scheduler = tx, self.lr_scheduler
+        self.optimizer = tx
         self._fingerprint = None  # the dataset may have been exchanged since the last run
         self._new_state()
         progress = self._take_up(find(resume_from, args.output_dir), run, tx) if resume_from else Progress()
@@ -125,11 +133,11 @@ class BaseTrainer(Evaluating):
             num_epochs=run.num_epochs,
             micro_batches_per_epoch=run.micro_batches_per_epoch,
             advance=self._advancer(tx),
-            learning_rate=self._learning_rates(run.max_steps),
+            learning_rate=self.lr_scheduler,
             report=self._report,
-            evaluate=self.evaluate,
+            evaluate=self._evaluate_on_the_way,
             save=self._save_checkpoint,
-            watch=Watch(first + 1, partial(explain, self)),
+            watch=Watch(first + 1, partial(explain, self), 1 if "underflow_overflow" in str(args.debug) else PATIENCE),
             interrupts=interrupts,
             progress=progress,
         )
@@ -167,35 +175,41 @@ class BaseTrainer(Evaluating):
                 self.model.params, self._optimizer_state, batch.arrays, rate, step_key
             )
             self._tokens_seen += batch.num_tokens
+            self.state.num_input_tokens_seen += self._input_tokens(batch)
             self.state.total_flos += flops_a_token * batch.num_padded_tokens
             return metrics
 
         return advance
 
     def create_optimizer(self) -> Any:
-        """The optax transformation of `args.optim`."""
-        args, engine = self.args, self.model.engine
-        return adamw(
-            b1=args.adam_beta1,
-            b2=args.adam_beta2,
-            eps=args.adam_epsilon,
-            weight_decay=args.weight_decay,
-            decayed={
-                path: decays(path) and decays(tensor) and path not in engine.undecayed
-                for path, tensor in engine.tensors.items()
-            },
-            max_grad_norm=args.max_grad_norm,
-        )
+        """What turns gradients into updates; `optimizers` of the constructor, if given, or what `args.optim` names.
 
-    def _learning_rates(self, max_steps: int) -> Any:
-        args = self.args
-        return learning_rates(
-            args.lr_scheduler_type.value,
-            peak=args.learning_rate,
-            warmup_steps=args.get_warmup_steps(max_steps),
-            max_steps=max_steps,
-            kwargs=args.lr_scheduler_kwargs,
-        )
+        Overriding it: return any optax transformation; its updates are scaled as torch's LambdaLR would, by the
+        schedule of the arguments as a share of its peak.
+        """
+        engine = self.model.engine
+        decayed = {
+            path: decays(path) and decays(tensor) and path not in engine.undecayed
+            for path, tensor in engine.tensors.items()
+        }
+        return self._chosen.make(decayed, self.args.max_grad_norm)
+
+    def _optimizer(self) -> Optimizer:
+        made = self.create_optimizer()
+        if isinstance(made, Optimizer):
+            return made
+        check_optax(made)
+        return from_optax(made, peak=self._chosen.peak, max_grad_norm=self.args.max_grad_norm)
+
+    def _evaluate_on_the_way(self) -> dict[str, float]:
+        metrics = self.evaluate()
+        self.lr_scheduler.after_evaluation(metrics, self.args.metric_for_best_model)
+        return metrics
+
+    def _input_tokens(self, batch: Any) -> int:
+        """What `include_num_input_tokens_seen` counts of a step."""
+        counted = {"all": batch.num_padded_tokens, "non_padding": batch.num_tokens, "no": 0}
+        return counted[self.args.include_num_input_tokens_seen]
 
     def _report(self, logs: dict[str, float], steps: list[dict[str, np.ndarray]]) -> None:
         self.log(logs | self._measured(steps))
@@ -213,7 +227,9 @@ class BaseTrainer(Evaluating):
         taken = state.global_step - first  # the time is that of this session, so are its steps
         rows *= taken / max(max_steps, 1)
         metrics = speed_metrics("train", start, num_samples=rows, num_steps=taken)
-        metrics |= {"total_flos": state.total_flos, "train_loss": train_loss} | measured
+        if args.include_num_input_tokens_seen != "no":
+            metrics["train_tokens_per_second"] = round(state.num_input_tokens_seen / metrics["train_runtime"], 3)
+        metrics |= {"total_flos": state.total_flos, "train_loss": train_loss} | measured | memory("train", args)
         self.log(metrics)
         metrics["epoch"] = state.epoch
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:

@@ -49,7 +49,10 @@ class RewardTrainer(BaseTrainer):
         compute_metrics: gets an EvalPrediction of all scores `[2N, 1]`, label_ids `()`.
         callbacks: transformers' callbacks, besides the default ones.
         preprocess_logits_for_metrics: applied to each batch's scores `[2P, 1]`, with labels `()`.
-        data_collator, optimizers, optimizer_cls_and_kwargs, quantization_config, peft_config: not in this release.
+        optimizers: an optax transformation with its rate, and None or a function of the step. The function scales
+            what the transformation gives; without it the arguments' schedule does, as a share of its peak.
+        optimizer_cls_and_kwargs: an optax factory, or a class of torch's that has a counterpart, and its arguments.
+        data_collator, quantization_config, peft_config: not in this release.
 
     Raises:
         TypeError, ValueError: an argument, row or checkpoint at fault, by name.
@@ -65,16 +68,14 @@ class RewardTrainer(BaseTrainer):
         processing_class: Any = None,
         compute_metrics: Callable[[EvalPrediction], dict] | None = None,
         callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[None, None] = (None, None),
-        optimizer_cls_and_kwargs: None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
         preprocess_logits_for_metrics: Callable[[np.ndarray, tuple], np.ndarray] | None = None,
         quantization_config: None = None,
         peft_config: None = None,
     ):
         refuse(
             data_collator=data_collator,
-            optimizers=None if tuple(optimizers) == (None, None) else optimizers,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             quantization_config=quantization_config,
             peft_config=peft_config,
         )
@@ -118,6 +119,8 @@ class RewardTrainer(BaseTrainer):
             compute_metrics=compute_metrics,
             callbacks=callbacks,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
 
     def score(self, params: dict, batch: PairBatch, *, dtype: str, **how: Any) -> jax.Array:
@@ -166,11 +169,22 @@ class RewardTrainer(BaseTrainer):
             pad_token_id=self.processing_class.pad_token_id,
             pad_to_multiple_of=args.pad_to_multiple_of,
             accumulation=args.gradient_accumulation_steps if training else 1,
-            shuffle=training and args.train_sampling_strategy == "random",
+            shuffle=training and args.train_sampling_strategy != "sequential",
             seed=args.seed if args.data_seed is None else args.data_seed,
+            lengths=self._lengths(dataset) if training and args.train_sampling_strategy == "group_by_length" else None,
             # Every evaluation row counts; and of a stream TRL drops nothing.
             drop_last=training and args.dataloader_drop_last and isinstance(dataset, Dataset),
         )
+
+    def _lengths(self, dataset: Dataset | IterableDataset) -> np.ndarray | None:
+        """Tokens of the longer side of each pair, unless a column tells; a stream has no order to change."""
+        if not isinstance(dataset, Dataset):
+            logger.warning("group_by_length has no effect on a stream: its rows come as they do.")
+            return None
+        if self.args.length_column_name in dataset.column_names:
+            return np.asarray(dataset[self.args.length_column_name])
+        sides = (np.fromiter(map(len, dataset[f"{side}_ids"]), np.int64) for side in ("chosen", "rejected"))
+        return np.maximum(*sides)
 
     def training_metrics(self, steps: list[dict[str, np.ndarray]]) -> dict[str, float]:
         return reward_metrics.training_metrics(steps)

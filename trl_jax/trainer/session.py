@@ -88,6 +88,8 @@ class Session(Task):
         """Put `logs` into `state.log_history` with the epoch and step, and hand them to the callbacks."""
         if self.state.epoch is not None:
             logs = {**logs, "epoch": self.state.epoch}
+        if self.args.include_num_input_tokens_seen != "no":
+            logs = {**logs, "num_input_tokens_seen": self.state.num_input_tokens_seen}
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self._events.fire("on_log", logs)
 
