@@ -213,7 +213,7 @@ def test_the_reward_parser_reads_trls_flags(tmp_path):
         "--optim",
         "adamw_torch",
     ]
-    script, training, model = reward.make_parser().parse_args_and_config(args)
+    script, training, model, mixture = reward.make_parser().parse_args_and_config(args)
     assert (script.dataset_name, model.model_name_or_path, model.dtype) == ("d", "m", "float32")
     assert (training.learning_rate, training.max_length, training.center_rewards_coefficient) == (
         2e-5,
@@ -221,7 +221,7 @@ def test_the_reward_parser_reads_trls_flags(tmp_path):
         0.01,
     )
     assert training.model_init_kwargs == {"revision": "x"} and training.bf16 is False
-    assert training.pad_to_multiple_of is None
+    assert training.pad_to_multiple_of is None and mixture.datasets == []
 
 
 def test_the_reward_parser_as_a_subcommand():

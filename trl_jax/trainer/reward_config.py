@@ -1,8 +1,10 @@
 """RewardConfig: transformers' TrainingArguments with TRL's defaults and the arguments of reward training."""
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
+
+from transformers import TrainingArguments
 
 from trl_jax.core.argument_rules import as_pad_multiple
 from trl_jax.trainer.base_config import BaseConfig
@@ -87,3 +89,23 @@ class RewardConfig(BaseConfig):
                 FutureWarning,
                 stacklevel=self._frames_to_caller(),
             )
+
+
+def as_reward_config(args: TrainingArguments) -> RewardConfig:
+    """A RewardConfig as it is; plain TrainingArguments, which scripts for early releases of TRL pass, as one.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if isinstance(args, RewardConfig):
+        return args
+    if not isinstance(args, TrainingArguments):
+        raise TypeError(f"args is a {type(args).__module__}.{type(args).__qualname__}: wanted a RewardConfig.")
+    warnings.warn(
+        "args is a TrainingArguments: its values were taken over, with RewardConfig's defaults for the rest. Pass a "
+        "RewardConfig.",
+        FutureWarning,
+        stacklevel=4,
+    )
+    known = {f.name for f in fields(RewardConfig) if f.init}
+    return RewardConfig(**{f.name: getattr(args, f.name) for f in fields(args) if f.name in known and f.init})

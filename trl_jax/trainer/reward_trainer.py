@@ -25,9 +25,10 @@ from trl_jax.losses.pairwise import pairwise_loss
 from trl_jax.models.functional import merge
 from trl_jax.trainer import reward_metrics
 from trl_jax.trainer.base_trainer import BaseTrainer
+from trl_jax.trainer.collator import DataCollatorForPreference
 from trl_jax.trainer.diagnosis import check_weights
 from trl_jax.trainer.evaluating import refuse
-from trl_jax.trainer.reward_config import RewardConfig
+from trl_jax.trainer.reward_config import RewardConfig, as_reward_config
 from trl_jax.trainer.session import run_device
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,8 @@ class RewardTrainer(BaseTrainer):
         optimizers: an optax transformation with its rate, and None or a function of the step. The function scales
             what the transformation gives; without it the arguments' schedule does, as a share of its peak.
         optimizer_cls_and_kwargs: an optax factory, or a class of torch's that has a counterpart, and its arguments.
-        data_collator, quantization_config, peft_config: not in this release.
+        data_collator: a DataCollatorForPreference, whose `pad_to_multiple_of` then holds.
+        quantization_config, peft_config: not in this release.
 
     Raises:
         TypeError, ValueError: an argument, row or checkpoint at fault, by name.
@@ -62,7 +64,7 @@ class RewardTrainer(BaseTrainer):
         self,
         model: str | os.PathLike | PreTrainedModel,
         args: RewardConfig | None = None,
-        data_collator: None = None,
+        data_collator: DataCollatorForPreference | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None = None,
         processing_class: Any = None,
@@ -75,13 +77,14 @@ class RewardTrainer(BaseTrainer):
         peft_config: None = None,
     ):
         refuse(
-            data_collator=data_collator,
+            data_collator=None if isinstance(data_collator, DataCollatorForPreference) else data_collator,
             quantization_config=quantization_config,
             peft_config=peft_config,
         )
         model = os.fspath(model) if isinstance(model, os.PathLike) else model
         _check_model(model)
-        args = RewardConfig(f"{_short_name(model)}-Reward") if args is None else args
+        args = RewardConfig(f"{_short_name(model)}-Reward") if args is None else as_reward_config(args)
+        self.data_collator = data_collator
         if train_dataset is None:
             raise ValueError("train_dataset is required: pass a datasets.Dataset of preference pairs.")
         check_type(train_dataset, "train")
@@ -167,7 +170,7 @@ class RewardTrainer(BaseTrainer):
             dataset,
             batch_size=args.per_device_train_batch_size if training else args.per_device_eval_batch_size,
             pad_token_id=self.processing_class.pad_token_id,
-            pad_to_multiple_of=args.pad_to_multiple_of,
+            pad_to_multiple_of=self._pad_to_multiple_of,
             accumulation=args.gradient_accumulation_steps if training else 1,
             shuffle=training and args.train_sampling_strategy != "sequential",
             seed=args.seed if args.data_seed is None else args.data_seed,
@@ -185,6 +188,11 @@ class RewardTrainer(BaseTrainer):
             return np.asarray(dataset[self.args.length_column_name])
         sides = (np.fromiter(map(len, dataset[f"{side}_ids"]), np.int64) for side in ("chosen", "rejected"))
         return np.maximum(*sides)
+
+    @property
+    def _pad_to_multiple_of(self) -> int | str | None:
+        collator = self.data_collator
+        return self.args.pad_to_multiple_of if collator is None else collator.pad_to_multiple_of
 
     def training_metrics(self, steps: list[dict[str, np.ndarray]]) -> dict[str, float]:
         return reward_metrics.training_metrics(steps)
