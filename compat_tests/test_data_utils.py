@@ -44,7 +44,7 @@ TEXTS = [
 ]
 TALKS = [
     {"conversations": [{"from": "user", "value": "Hi?"}, {"from": "assistant", "value": "Yes."}]},
-    {"chosen": [{"from": "user", "value": "Hi?"}], "rejected": ASK, "score": 1},
+    {"chosen": [{"from": "user", "value": "Hi?"}], "rejected": [{"from": "user", "value": "Ho?"}], "score": 1},
 ]
 
 
