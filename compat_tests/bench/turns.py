@@ -76,7 +76,7 @@ def dataset(data: Path | None, model: Path, config: dict, *, pairs: int, length:
 def _batches(trainer: Any, side: str) -> dict[str, Any]:
     """What one epoch's batches are made of, as the trainer's own loader gives them."""
     tokens, places, shapes = 0, 0, []
-    for batch in trainer.get_train_dataloader():
+    for batch in trainer.get_train_dataloader().steps:
         if side == "trl_jax":
             tokens, shape = tokens + batch.num_tokens, batch.arrays.tokens.shape
         else:

@@ -75,7 +75,7 @@ for line in ("from trl import DPOTrainer", "import trl.trainer.dpo_trainer", "fr
     try:
         exec(line)
     except ImportError as error:
-        print(type(error).__name__, str(error)[:70])
+        print(type(error).__name__, str(error).split("installed.")[0])
 """
 
 
@@ -83,9 +83,9 @@ def test_where_trl_is_not_installed_a_missing_name_says_so(tmp_path):
     done = run(tmp_path, MISSING)
     assert done.stdout.splitlines() == [
         "1.16.0 trl_jax.trainer.reward_config",
-        "ImportError trl has no DPOTrainer in trl_jax, and trl is not installed. It has Au",
-        "ModuleNotFoundError trl.trainer.dpo_trainer is not part of trl_jax, and trl is not installed. t",
-        "ImportError trl.trainer.utils has no pad in trl_jax, and trl is not installed. It has M",
+        "ImportError trl has no DPOTrainer in trl_jax, and trl is not ",
+        "ModuleNotFoundError trl.trainer.dpo_trainer is not part of trl_jax, and trl is not ",
+        "ImportError trl.trainer.utils has no pad in trl_jax, and trl is not ",
     ], done.stderr
 
 

@@ -46,8 +46,8 @@ def theirs(name, warmup_steps, max_steps, kwargs):
         ("warmup_stable_decay", {"num_decay_steps": 10}),
         ("warmup_stable_decay", {"num_decay_steps": 10, "num_stable_steps": 5, "min_lr_ratio": 0.1, "num_cycles": 1}),
         *(
-            ("warmup_stable_decay", {"num_decay_steps": 8, "warmup_type": kind, "decay_type": kind, "min_lr_ratio": 0.1})
-            for kind in ("linear", "cosine", "1-sqrt")
+            ("warmup_stable_decay", {"num_decay_steps": 8, "min_lr_ratio": 0.1, "warmup_type": how, "decay_type": how})
+            for how in ("linear", "cosine", "1-sqrt")
         ),
     ],
 )

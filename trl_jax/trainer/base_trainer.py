@@ -26,17 +26,20 @@ from trl_jax.engine.resume import find
 from trl_jax.engine.step import make_step
 from trl_jax.engine.watch import PATIENCE, Watch
 from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.hub.torch_objects import give_back
 from trl_jax.trainer.base_config import BaseConfig
+from trl_jax.trainer.batches import steps_of
 from trl_jax.trainer.diagnosis import explain
 from trl_jax.trainer.evaluating import Evaluating, refuse
+from trl_jax.trainer.hooked import HookedStep
 from trl_jax.trainer.memory import memory
 from trl_jax.trainer.optimizers import LearningRate, check_optax, choose
 from trl_jax.trainer.publishing import sweep_stages
 
 _NEVER_CALLED = frozenset(
     """
-    _prepare_dataset compute_loss create_optimizer_and_scheduler create_scheduler evaluation_loop get_batch_samples
-    prediction_step training_step
+    _prepare_dataset create_optimizer_and_scheduler create_scheduler evaluation_loop get_batch_samples
+    training_step
     """.split()
 )
 
@@ -44,8 +47,9 @@ _NEVER_CALLED = frozenset(
 class BaseTrainer(Evaluating):
     """Trains `model` on prepared datasets; a subclass explains the Task.
 
-    A script's subclass may override `loss`, `evaluate`, `predict`, `log`, `save_model`, `create_optimizer` and the
-    dataloaders. Methods of transformers' Trainer that have no counterpart here are refused: nobody would call them.
+    A script's subclass may override `compute_loss`, `loss`, `evaluate`, `predict`, `prediction_step`, `log`,
+    `save_model`, `create_optimizer` and the dataloaders. Methods of transformers' Trainer that have no counterpart here
+    are refused: nobody would call them.
     """
 
     def __init_subclass__(cls, **kwargs: Any):
@@ -54,7 +58,7 @@ class BaseTrainer(Evaluating):
         if unheard:
             raise TypeError(
                 f"{cls.__name__} overrides {', '.join(unheard)}, which trl_jax never calls: the step is one compiled "
-                "function. Override loss(self, params, batch, key) -> (loss, metrics) with jax.numpy instead."
+                "function. Override compute_loss(self, model, inputs, return_outputs=False) with jax.numpy instead."
             )
 
     def __init__(
@@ -69,9 +73,11 @@ class BaseTrainer(Evaluating):
         preprocess_logits_for_metrics: Any = None,
         optimizers: Any = (None, None),
         optimizer_cls_and_kwargs: Any = None,
+        brought: Any = None,
     ):
         args.check()  # again: setters and plain assignment get past the check at construction
         check_strategies(args, eval_dataset)
+        self._brought = brought  # the torch model that was passed; it gets the trained weights
         self._chosen = choose(args, optimizers, optimizer_cls_and_kwargs)
         self.optimizer: Optimizer | None = None  # from the beginning of train()
         super().__init__(
@@ -129,7 +135,7 @@ class BaseTrainer(Evaluating):
         self.callback_handler.train_dataloader = loader
         loop = Loop(
             events=self._events,
-            batches=loader,
+            batches=steps_of(loader, "get_train_dataloader"),
             num_epochs=run.num_epochs,
             micro_batches_per_epoch=run.micro_batches_per_epoch,
             advance=self._advancer(tx),
@@ -162,7 +168,7 @@ class BaseTrainer(Evaluating):
 
     def _advancer(self, tx: Any) -> Any:
         """(step batch, learning rate) -> metrics. Replaces the model's parameters by their successors."""
-        step = make_step(self.loss, tx)
+        step = HookedStep(self, tx) if "compute_loss" in self.overridden else make_step(self.loss, tx)
         if self._optimizer_state is None:
             self._optimizer_state = tx.init(self.model.params)
         key = None if self.args.disable_dropout else jax.random.key(self.args.seed)
@@ -236,6 +242,8 @@ class BaseTrainer(Evaluating):
             self.model.params = self.model.engine.load(Path(state.best_model_checkpoint), args.seed)
         if args.save_total_limit == 1 and state.best_model_checkpoint is not None:
             forget_all_but_best(args.output_dir, state.best_model_checkpoint)
+        if self._brought is not None:
+            give_back(self.model.engine, self.model.params, self.model.config, self._brought)
         self._events.fire("on_train_end")
         return TrainOutput(state.global_step, train_loss, metrics)
 

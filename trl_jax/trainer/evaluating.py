@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
-from transformers.trainer_utils import EvalPrediction, PredictionOutput, denumpify_detensorize, speed_metrics
+from transformers.trainer_utils import PredictionOutput, speed_metrics
 
 from trl_jax.engine.evaluation import Evaluated, run_evaluation
+from trl_jax.trainer.batches import steps_of
+from trl_jax.trainer.hooked import HookedEvaluation, OwnPrediction
+from trl_jax.trainer.predicted import Predicted, check_compute_metrics, rows_of
 from trl_jax.trainer.publishing import Publishing
 
 
@@ -21,7 +25,14 @@ class Evaluating(Publishing):
         super().__init__(*session)
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
-        self._evaluate_batch = jax.jit(self._evaluation_step, static_argnames="dtype")
+        check_compute_metrics(compute_metrics, self.args.batch_eval_metrics)
+        own = self.overridden
+        if "prediction_step" in own:
+            self._evaluate_batch: Any = OwnPrediction(self)
+        elif "compute_loss" in own:
+            self._evaluate_batch = HookedEvaluation(self)
+        else:
+            self._evaluate_batch = jax.jit(self._evaluation_step, static_argnames="dtype")
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -57,16 +68,16 @@ class Evaluating(Publishing):
         refuse(ignore_keys=ignore_keys)
         start = time.time()
         loader = self.get_test_dataloader(self.prepare_dataset(test_dataset, "test"))
-        evaluated, predictions = self._run_evaluation(loader)
-        metrics = _prefixed(metric_key_prefix, evaluated.loss(), self._own_metrics(predictions))
+        evaluated, predicted = self._run_evaluation(loader, "get_test_dataloader")
+        metrics = _prefixed(metric_key_prefix, evaluated.loss(), self._own_metrics(predicted))
         metrics |= self._speed(metric_key_prefix, start, evaluated)
         self._events.fire("on_predict", metrics)
-        return PredictionOutput(predictions=predictions, label_ids=(), metrics=metrics)
+        return PredictionOutput(predictions=predicted.joined, label_ids=(), metrics=metrics)
 
     def _evaluate_one(self, dataset: Any, prefix: str) -> dict[str, float]:
         start = time.time()
-        evaluated, predictions = self._run_evaluation(self.get_eval_dataloader(dataset))
-        own = {} if self.args.prediction_loss_only else self._own_metrics(predictions)
+        evaluated, predicted = self._run_evaluation(self.get_eval_dataloader(dataset), "get_eval_dataloader")
+        own = {} if self.args.prediction_loss_only else self._own_metrics(predicted)
         metrics = _prefixed(prefix, evaluated.loss(), own) | self._speed(prefix, start, evaluated)
         measured = {"num_tokens": float(self._tokens_seen)} | self.evaluation_metrics(evaluated)
         metrics |= {f"{prefix}_{name}": value for name, value in measured.items()}
@@ -76,35 +87,57 @@ class Evaluating(Publishing):
         self._events.fire("on_evaluate", metrics)
         return metrics
 
-    def _run_evaluation(self, loader: Any) -> tuple[Evaluated, np.ndarray]:
+    def _run_evaluation(self, loader: Any, method: str) -> tuple[Evaluated, Predicted]:
         """Every batch's results, and the predictions as compute_metrics gets them."""
         in_full = None if self.is_in_train else self.args.eval_dtype
         dtype = in_full or self.args.compute_dtype
         self.callback_handler.eval_dataloader = loader
+        rows: list[list[int]] = []
         with self._on_device():
             evaluated = run_evaluation(
                 lambda arrays: self._evaluate_batch(self.model.params, arrays, dtype=dtype),
-                loader,
+                _noting_rows(steps_of(loader, method), rows),
                 after_each=lambda: self._events.fire("on_prediction_step"),
             )
-        batches = [self.real_scores(*batch) for batch in zip(evaluated.scores, evaluated.num_pairs, strict=True)]
+        return evaluated, self._predicted(evaluated, loader.dataset, rows)
+
+    def _predicted(self, evaluated: Evaluated, dataset: Any, rows: list[list[int]]) -> Predicted:
+        if "prediction_step" in self.overridden:
+            predictions, labels = (list(part) for part in zip(*evaluated.scores, strict=True))
+        else:
+            batches = zip(evaluated.scores, evaluated.num_pairs, strict=True)
+            predictions, labels = [self.real_scores(*batch) for batch in batches], [()] * len(rows)
         if self.preprocess_logits_for_metrics is not None:
-            batches = [np.asarray(self.preprocess_logits_for_metrics(logits, ())) for logits in batches]
-        return evaluated, np.concatenate(batches)
+            shown = zip(predictions, labels, strict=True)
+            predictions = [np.asarray(self.preprocess_logits_for_metrics(*batch)) for batch in shown]
+        losses = [
+            np.repeat(np.asarray(metrics["loss"], np.float32), 2 * pairs)
+            for metrics, pairs in zip(evaluated.metrics, evaluated.num_pairs, strict=True)
+        ]
+        wants_ids = self.compute_metrics is not None and "inputs" in self.args.include_for_metrics
+        inputs = [rows_of(dataset, places) for places in rows] if wants_ids else None
+        return Predicted(predictions, labels, losses, inputs, self.args.eval_do_concat_batches)
 
     def _evaluation_step(self, params: dict, batch: Any, *, dtype: str) -> Any:
         first = jax.tree.map(lambda leaf: leaf[0], batch)
         return self.evaluation_loss(params, first, dtype)
 
-    def _own_metrics(self, predictions: np.ndarray) -> dict[str, float]:
+    def _own_metrics(self, predicted: Predicted) -> dict[str, float]:
         if self.compute_metrics is None:
             return {}
-        own = self.compute_metrics(EvalPrediction(predictions=predictions, label_ids=()))
-        return denumpify_detensorize(dict(own))  # logs and states are written as JSON
+        args = self.args
+        return predicted.metrics(self.compute_metrics, args.include_for_metrics, args.batch_eval_metrics)
 
     def _speed(self, prefix: str, start: float, evaluated: Evaluated) -> dict[str, float]:
         steps = math.ceil(evaluated.total_pairs / self.args.per_device_eval_batch_size)
         return speed_metrics(prefix, start, num_samples=evaluated.total_pairs, num_steps=steps)
+
+
+def _noting_rows(steps: Any, rows: list[list[int]]) -> Iterator[Any]:
+    """The steps as they are; the rows of each go into the list."""
+    for step in steps:
+        rows.append(step.rows)
+        yield step
 
 
 def _prefixed(prefix: str, loss: float, own: dict[str, float]) -> dict[str, float]:

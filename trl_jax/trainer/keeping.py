@@ -143,7 +143,7 @@ class Keeping(Session):
 
     def _place_of(self, state: TrainerState) -> Progress:
         args = self.args
-        steps = len(self.get_train_dataloader()) if isinstance(self.train_dataset, Dataset) else None
+        steps = len(self.loader(self.train_dataset, training=True)) if isinstance(self.train_dataset, Dataset) else None
         return foreign.place(state, steps, args.gradient_accumulation_steps * args.per_device_train_batch_size)
 
 

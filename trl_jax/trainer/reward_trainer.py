@@ -21,6 +21,7 @@ from trl_jax.data.layout import PairBatch
 from trl_jax.data.loader import PreferenceLoader
 from trl_jax.engine.evaluation import Evaluated
 from trl_jax.hub.pretrained import Checkpoint, PreTrainedModel, find_checkpoint
+from trl_jax.hub.torch_objects import as_folder, is_torch_model
 from trl_jax.losses.pairwise import pairwise_loss
 from trl_jax.models.functional import merge
 from trl_jax.trainer import reward_metrics
@@ -28,6 +29,8 @@ from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.collator import DataCollatorForPreference
 from trl_jax.trainer.diagnosis import check_weights
 from trl_jax.trainer.evaluating import refuse
+from trl_jax.trainer.hooks import BoundModel
+from trl_jax.trainer.old_keywords import accepting_old_keywords
 from trl_jax.trainer.reward_config import RewardConfig, as_reward_config
 from trl_jax.trainer.session import run_device
 
@@ -41,7 +44,8 @@ class RewardTrainer(BaseTrainer):
 
     Args:
         model: a checkpoint's folder or Hub name, or what `trl_jax.AutoModelForSequenceClassification` loaded (its
-            config gets the tokenizer's pad token, its params the trained weights). Weights are kept in float32;
+            config gets the tokenizer's pad token, its params the trained weights), or a torch model of transformers,
+            which has the trained weights after `train()`. Weights are kept in float32;
             `args.model_init_kwargs["dtype"]` ("float32" unless set) is what they are saved in.
         args: a RewardConfig; None means `RewardConfig("<model>-Reward")`.
         train_dataset: pairs in any form TRL takes, a Dataset or an IterableDataset (with `max_steps`).
@@ -60,6 +64,7 @@ class RewardTrainer(BaseTrainer):
         TypeError, ValueError: an argument, row or checkpoint at fault, by name.
     """
 
+    @accepting_old_keywords
     def __init__(
         self,
         model: str | os.PathLike | PreTrainedModel,
@@ -82,7 +87,9 @@ class RewardTrainer(BaseTrainer):
             peft_config=peft_config,
         )
         model = os.fspath(model) if isinstance(model, os.PathLike) else model
-        _check_model(model)
+        brought = model if is_torch_model(model) else None
+        if brought is None:
+            _check_model(model)
         args = RewardConfig(f"{_short_name(model)}-Reward") if args is None else as_reward_config(args)
         self.data_collator = data_collator
         if train_dataset is None:
@@ -91,10 +98,11 @@ class RewardTrainer(BaseTrainer):
         self.args = args
         if args.push_to_hub:  # first of all: a Hub that does not answer costs seconds, not a model's loading
             self.init_hf_repo()
-        checkpoint = _find(model, args)
+        checkpoint = _find(model, args) if brought is None else _taken(brought, args)
         if processing_class is None:
             trust = args.trust_remote_code
-            processing_class = AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=trust)
+            place = checkpoint.folder if brought is None else brought.config._name_or_path
+            processing_class = AutoTokenizer.from_pretrained(place, trust_remote_code=trust)
         special_tokens.settle(processing_class, eos_token=args.eos_token, pad_token=args.pad_token)
         if args.chat_template_path is not None:
             special_tokens.settle_chat_template(processing_class, args.chat_template_path)
@@ -111,6 +119,8 @@ class RewardTrainer(BaseTrainer):
             eval_dataset = self.prepare_dataset(eval_dataset, "eval")
         model = checkpoint if isinstance(checkpoint, PreTrainedModel) else _loaded(checkpoint, args)
         model.config.pad_token_id = processing_class.pad_token_id
+        if brought is not None:
+            brought.config.pad_token_id = processing_class.pad_token_id
         if args.eos_token is not None:
             model.config.eos_token_id = processing_class.eos_token_id
         super().__init__(
@@ -124,6 +134,7 @@ class RewardTrainer(BaseTrainer):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            brought=brought,
         )
 
     def score(self, params: dict, batch: PairBatch, *, dtype: str, **how: Any) -> jax.Array:
@@ -138,6 +149,45 @@ class RewardTrainer(BaseTrainer):
             params, batch, dtype=self.args.compute_dtype, remat=self.args.gradient_checkpointing, dropout_key=key
         )
         return self._pairwise_loss(scores, batch)
+
+    def compute_loss(
+        self,
+        model: BoundModel,
+        inputs: dict[str, jax.Array],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """The mean loss of a batch of pairs. Scripts override it, in jax.numpy; it is compiled, gradient and all.
+
+        Args:
+            model: called as `model(input_ids=..., attention_mask=...)`, gives `.logits` `[rows, 1]`.
+            inputs: `input_ids` and `attention_mask` `[2P, T]`, chosen answers above rejected ones, and maybe `margin`
+                `[P]`; also `input_ids_chosen` and so on, each `[P, T]`.
+            return_outputs: give `(loss, outputs)`.
+            num_items_in_batch: of TRL's signature; means nothing for pairs.
+        """
+        outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        chosen, rejected = jnp.split(outputs.logits[:, 0], 2)
+        loss, _ = pairwise_loss(
+            chosen,
+            rejected,
+            weight=jnp.full(len(chosen), 1.0 / len(chosen)),
+            margin=inputs.get("margin"),
+            center_rewards_coefficient=self.args.center_rewards_coefficient,
+        )
+        return (loss, outputs) if return_outputs else loss
+
+    def prediction_step(
+        self,
+        model: BoundModel,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple:
+        """(loss, logits `[2P, 1]`, None) of one batch. Where a script overrides it, evaluation calls it every time."""
+        refuse(ignore_keys=ignore_keys)
+        loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+        return loss, None if prediction_loss_only else outputs["logits"], None
 
     def evaluation_loss(self, params: dict, batch: PairBatch, dtype: str) -> tuple[dict[str, jax.Array], jax.Array]:
         scores = self.score(params, batch, dtype=dtype)
@@ -216,6 +266,16 @@ def _find(model: str | PreTrainedModel, args: RewardConfig) -> Checkpoint | PreT
     return find_checkpoint(model, **how)
 
 
+def _taken(brought: Any, args: RewardConfig) -> PreTrainedModel:
+    """The weights of a torch model, in the dtypes it has."""
+    if args.model_init_kwargs is not None:
+        logger.warning("model_init_kwargs has no effect: the model is loaded already.")
+    with as_folder(brought) as folder:
+        model = _loaded(find_checkpoint(str(folder), dtype="auto"), args)
+    model.name_or_path = brought.config._name_or_path or type(brought).__name__
+    return model
+
+
 def _loaded(checkpoint: Checkpoint, args: RewardConfig) -> PreTrainedModel:
     with jax.default_device(run_device(args)):
         model = check_weights(checkpoint.load(args.seed))
@@ -234,6 +294,7 @@ def _check_pad(tokenizer: Any, vocab_size: int) -> None:
 
 def _short_name(model: str | PreTrainedModel) -> str:
     name = model if isinstance(model, str) else model.name_or_path
+    name = name or type(model).__name__
     return name.rstrip("/").split("/")[-1]
 
 
@@ -241,6 +302,6 @@ def _check_model(model: Any) -> None:
     if not isinstance(model, str | PreTrainedModel):
         raise TypeError(
             f"model is a {type(model).__module__}.{type(model).__name__}; this release of trl_jax takes a checkpoint's "
-            "folder or Hub name, or what trl_jax.AutoModelForSequenceClassification.from_pretrained returned. Save the "
-            "model with save_pretrained(folder) and pass the folder."
+            "folder or Hub name, a torch model of transformers, or what "
+            "trl_jax.AutoModelForSequenceClassification.from_pretrained returned."
         )
