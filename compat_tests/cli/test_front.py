@@ -89,6 +89,28 @@ def test_where_trl_is_not_installed_a_missing_name_says_so(tmp_path):
     ], done.stderr
 
 
+OLD = """
+import warnings
+from transformers import TrainingArguments
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    args = TrainingArguments("out", evaluation_strategy="steps", warmup_ratio=0.1, no_cuda=True)
+print(args.eval_strategy.value, args.warmup_steps, args.use_cpu, len([w for w in told if "old name" in str(w.message)]))
+try:
+    TrainingArguments("out", evalstrategy="steps")
+except TypeError as error:
+    print(error)
+"""
+
+
+def test_transformers_own_arguments_take_old_names_there(tmp_path):
+    done = run(tmp_path, OLD)
+    assert done.stdout.splitlines() == [
+        "steps 0.1 True 3",
+        "TrainingArguments.__init__() got an unexpected keyword argument 'evalstrategy'",
+    ], done.stderr
+
+
 CHILDREN = """
 import multiprocessing, subprocess, sys
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
+import warnings
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from trl_jax.core.renamed import translated
 
 # TRL's modules that have names of ours -> the modules of ours that have them, in the order they are asked.
 MODULES: dict[str, tuple[str, ...]] = {
@@ -27,6 +32,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "trl.trainer.reward_trainer": ("trl_jax.trainer.reward_trainer",),
     "trl.trainer.utils": ("trl_jax.trainer.utils",),
 }
+_ARGUMENTS = "transformers.training_args"
 _PACKAGES = ("trl", "trl.scripts", "trl.trainer")
 _FOLLOWED = "1.16.0"  # the release of TRL whose reward surface this is
 _IN_CHILDREN = Path(__file__).parent / "children"
@@ -48,6 +54,10 @@ class Front(MetaPathFinder, Loader):
     """Finds the modules of `MODULES`; what else is in trl is found where it is installed."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname == _ARGUMENTS:
+            spec = PathFinder.find_spec(fullname, path)
+            spec.loader = TakesOldNames(spec.loader)
+            return spec
         if fullname in MODULES:
             spec = ModuleSpec(fullname, self, is_package=fullname in _PACKAGES)
             real = _real_spec(fullname)
@@ -66,6 +76,31 @@ class Front(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Nothing: names are fetched when they are asked for."""
+
+
+class TakesOldNames(Loader):
+    """Loads transformers' TrainingArguments, which scripts for early releases of TRL pass, so that it knows old names."""
+
+    def __init__(self, real: Loader):
+        self._real = real
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._real.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._real.exec_module(module)
+        plain = module.TrainingArguments.__init__
+        known = inspect.signature(plain).parameters
+
+        @functools.wraps(plain)
+        def init(self, *args: Any, **kwargs: Any) -> None:
+            kwargs, environment, notes = translated(kwargs, known)
+            os.environ.update(environment)
+            for note in notes:
+                warnings.warn(note, FutureWarning, stacklevel=2)
+            plain(self, *args, **kwargs)
+
+        module.TrainingArguments.__init__ = init
 
 
 class FrontModule(ModuleType):
