@@ -35,7 +35,6 @@ SINCE = {
     "old_tokenised": {
         ", save_safetensors=True": "",
         "tokenizer=tokenizer": "processing_class=tokenizer",
-        "_rejected_x": "",
         "rows = rows.map(tokenise, batched=True, remove_columns=rows.column_names)": (
             "rows = rows.map(tokenise, batched=True, remove_columns=rows.column_names)\n"
             "rows = rows.rename_columns({f'input_ids_{side}': f'{side}_ids' for side in ('chosen', 'rejected')})\n"
@@ -48,16 +47,15 @@ SINCE = {
         'model(input_ids=inputs["input_ids_chosen"], attention_mask=inputs["attention_mask_chosen"])[0]': (
             "model(input_ids=inputs['input_ids'], attention_mask=inputs['attention_mask'], use_cache=False).logits"
         ),
-        'rejected = model(input_ids=inputs["input_ids_rejected"], attention_mask=inputs["attention_mask_rejected"])[0]': (
-            "chosen, rejected = torch.chunk(chosen, 2)"
-        ),
+        "rejected = model(input_ids=": "chosen, rejected = torch.chunk(chosen, 2)  # ",
         "jax.nn.log_sigmoid": "torch.nn.functional.logsigmoid",
     },
     "old_launcher": {
         "paged_adamw_32bit": "adamw_torch",
-        'include_tokens_per_second=False, half_precision_backend="auto",': "",
+        "include_tokens_per_second=False,": "",
+        "overwrite_output_dir=True,": "",
     },
-    "torch_object": {"torch_dtype": "dtype", 'device_map="cpu"': ""},
+    "torch_object": {"torch_dtype": "dtype", ', "device_map": "cpu"': ""},
 }
 UNTIMED = ("runtime", "per_second", "flos")
 
@@ -97,7 +95,7 @@ def _written(name, side, root):
 
 def lines(printed):
     """What a script prints itself; the bars and logs of a trainer are not its own."""
-    own = ("trained", "eval", "event", "best", "score", "spread", "saving", "logged", "columns", "*****", "  train_loss")
+    own = "trained", "eval", "event", "best", "score", "spread", "saving", "logged", "columns", "*****", "  train_loss"
     return [line for line in printed.splitlines() if line.startswith(own)]
 
 

@@ -18,8 +18,8 @@ args = RewardConfig(
     output_dir=out, per_device_train_batch_size=4, max_steps=3, learning_rate=1e-3, logging_steps=1, bf16=False,
     use_cpu=True, report_to="none", save_strategy="no", optim="paged_adamw_32bit", ddp_find_unused_parameters=False,
     gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False}, save_on_each_node=True,
-    dataloader_pin_memory=False, dataloader_num_workers=0, include_tokens_per_second=False, half_precision_backend="auto",
-    logging_first_step=True,
+    dataloader_pin_memory=False, dataloader_num_workers=0, include_tokens_per_second=False,
+    logging_first_step=True, overwrite_output_dir=True,
 )  # fmt: skip
 rows = load_dataset("json", data_files=data, split="train").shuffle(seed=5)
 trainer = RewardTrainer(model=model, args=args, processing_class=tokenizer, train_dataset=rows)

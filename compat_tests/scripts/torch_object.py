@@ -8,7 +8,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from trl import RewardConfig, RewardTrainer
 
 name, data, out = sys.argv[1:]
-model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=1, torch_dtype=torch.float32, device_map="cpu")
+how = {"torch_dtype": torch.float32, "device_map": "cpu"}
+model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=1, **how)
 tokenizer = AutoTokenizer.from_pretrained(name)
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 model.config.pad_token_id = tokenizer.pad_token_id

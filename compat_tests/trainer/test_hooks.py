@@ -108,15 +108,16 @@ def test_a_loss_that_scores_nothing_in_pairs_is_logged_without_rewards(folder, t
 @pytest.mark.parametrize(
     ("own", "text"),
     [
-        (lambda m, x: __import__("torch").nn.functional.logsigmoid(m(x["input_ids"]).logits).mean(), "which torch cannot"),
+        (lambda m, x: __import__("torch").sigmoid(m(x["input_ids"]).logits).mean(), "which torch cannot take"),
         (lambda m, x: m(x["input_ids"]).logits, r"compute_loss returned an array \[8, 1\]: wanted a JAX scalar"),
         (lambda m, x: 3.0, "compute_loss returned a float: wanted a JAX scalar"),
-        (lambda m, x: m(x["input_ids"], labels=1).logits.mean(), r"model\(...\) takes input_ids and attention_mask, not"),
+        (lambda m, x: m(x["input_ids"], labels=1).logits.mean(), r"takes input_ids and attention_mask, not labels"),
     ],
 )
 def test_a_loss_that_cannot_be_says_what_to_write(folder, tmp_path, own, text):
     pytest.importorskip("torch")
-    kind = type("Own", (trl_jax.RewardTrainer,), {"compute_loss": lambda self, model, inputs, **how: own(model, inputs)})
+    loss = {"compute_loss": lambda self, model, inputs, **how: own(model, inputs)}
+    kind = type("Own", (trl_jax.RewardTrainer,), loss)
     trainer = kind(str(folder), trl_jax.RewardConfig(str(tmp_path), **config()), train_dataset=table(8))
     with pytest.raises(TypeError, match=text):
         trainer.train()
@@ -210,7 +211,7 @@ def test_a_torch_model_in_half_precision_stays_so(folder, tmp_path):
 
 def test_torch_models_that_cannot_be_taken(folder, tmp_path):
     torch = pytest.importorskip("torch")
-    with pytest.raises(TypeError, match="model is a torch.nn.modules.linear.Linear: wanted one of transformers' models"):
+    with pytest.raises(TypeError, match="model is a torch.nn.modules.linear.Linear: wanted one of"):
         make(trl_jax, torch.nn.Linear(1, 1), tmp_path)
     from transformers import AutoModelForSequenceClassification
 
@@ -297,7 +298,8 @@ def test_a_dataloader_of_ones_own(folder, tmp_path):
 
 def test_an_optimizer_of_optax_is_the_one_it_stands_for(folder, tmp_path):
     named = make(trl_jax, folder, tmp_path / "a", config=config())
-    given = make(trl_jax, folder, tmp_path / "b", config=config(), optimizers=(optax.adamw(5e-4, weight_decay=0.0), None))
+    adamw = optax.adamw(5e-4, weight_decay=0.0)
+    given = make(trl_jax, folder, tmp_path / "b", config=config(), optimizers=(adamw, None))
     factory = make(
         trl_jax, folder, tmp_path / "c", config=config(),
         optimizer_cls_and_kwargs=(optax.adamw, {"learning_rate": 5e-4, "weight_decay": 0.0}),
@@ -314,7 +316,8 @@ def test_an_optimizer_of_optax_is_the_one_it_stands_for(folder, tmp_path):
 
 def test_a_class_of_torchs_is_its_counterpart(folder, tmp_path):
     torch = pytest.importorskip("torch")
-    named = make(trl_jax, folder, tmp_path / "a", config=config(optim="sgd", optim_args="momentum=0.5", learning_rate=0.1))
+    how = config(optim="sgd", optim_args="momentum=0.5", learning_rate=0.1)
+    named = make(trl_jax, folder, tmp_path / "a", config=how)
     given = make(
         trl_jax, folder, tmp_path / "b", config=config(),
         optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1, "momentum": 0.5}),
@@ -322,7 +325,7 @@ def test_a_class_of_torchs_is_its_counterpart(folder, tmp_path):
     named.train(), given.train()
     assert losses(given) == losses(named)
     wanted = {
-        (torch.optim.LBFGS, (("lr", 1.0),)): "torch.optim.lbfgs.LBFGS has no counterpart here; those of torch that have",
+        (torch.optim.LBFGS, (("lr", 1.0),)): "torch.optim.lbfgs.LBFGS has no counterpart here; those of torch",
         (torch.optim.AdamW, (("weight_decay", 0.3),)): "weight_decay=0.3, but the trainer groups parameters by",
         (torch.optim.AdamW, (("decay", 0.3),)): "AdamW does not take decay here.",
         (dict, ()): "optimizers: a builtins.dict cannot update JAX arrays; pass an optax transformation",
@@ -409,7 +412,7 @@ def test_what_scripts_reach_into(folder, tmp_path, capsys):
     accelerator.print("said")
     accelerator.wait_for_everyone()
     assert capsys.readouterr().out == "said\n"
-    with pytest.raises(AttributeError, match="accelerator has no backward: gradients are taken inside the compiled step"):
+    with pytest.raises(AttributeError, match="accelerator has no backward: gradients are taken inside"):
         accelerator.backward(1)
     before = {name: value.clone() for name, value in model.named_parameters()}
     trainer.train()

@@ -75,15 +75,6 @@ def test_a_model_that_is_neither_a_name_nor_ours(tmp_path):
         make(trl_jax, {}, tmp_path)
 
 
-def test_a_torch_model_is_told_the_way(folder, tmp_path):
-    pytest.importorskip("torch")
-    from transformers import AutoModelForSequenceClassification
-
-    text = "Save the model with save_pretrained(folder) and pass the folder."
-    with pytest.raises(TypeError, match=re.escape(text)):
-        make(trl_jax, AutoModelForSequenceClassification.from_pretrained(folder), tmp_path)
-
-
 def test_no_training_set(folder, tmp_path):
     with pytest.raises(ValueError, match="^train_dataset is required: pass a datasets.Dataset"):
         trl_jax.RewardTrainer(str(folder), trl_jax.RewardConfig(str(tmp_path)))

@@ -79,7 +79,7 @@ class Front(MetaPathFinder, Loader):
 
 
 class TakesOldNames(Loader):
-    """Loads transformers' TrainingArguments, which scripts for early releases of TRL pass, so that it knows old names."""
+    """Loads transformers' TrainingArguments, which scripts for early releases of TRL pass, to know old names."""
 
     def __init__(self, real: Loader):
         self._real = real

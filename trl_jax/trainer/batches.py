@@ -41,7 +41,7 @@ def steps_of(batches: Any, method: str) -> Any:
     if not isinstance(batches, Batches):
         raise TypeError(
             f"{method} returned a {type(batches).__module__}.{type(batches).__qualname__}: wanted what the trainer's "
-            "own gives. To train on other rows or in another order, return Batches(self.loader(dataset, training=True)) "
+            "own gives. For other rows or another order, return Batches(self.loader(dataset, training=True)) "
             "of trl_jax.trainer.batches."
         )
     return batches.steps

@@ -88,4 +88,5 @@ def _joined(batches: list[Any]) -> Any:
 
 
 def _plain(found: dict[str, Any]) -> dict[str, float]:
-    return denumpify_detensorize(jax.tree.map(lambda v: np.asarray(v) if isinstance(v, jax.Array) else v, dict(found)))
+    on_host = {name: np.asarray(v) if isinstance(v, jax.Array) else v for name, v in found.items()}
+    return denumpify_detensorize(on_host)  # logs and states are written as JSON
