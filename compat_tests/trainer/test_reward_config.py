@@ -24,6 +24,9 @@ def nowhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+OWN = ["eval_report", "eval_subset_column"]  # not in TRL
+
+
 def declared(cls):
     hints = typing.get_type_hints(cls)
     return [(f.name, hints[f.name], f.default, f.default_factory, f.init) for f in dataclasses.fields(cls)]
@@ -32,14 +35,17 @@ def declared(cls):
 @pytest.mark.parametrize("ours, theirs", [(RewardConfig, "RewardConfig"), (ModelConfig, "ModelConfig")])
 def test_fields_order_defaults_and_types_are_trls(ours, theirs):
     trl = pytest.importorskip("trl")
-    assert declared(ours) == declared(getattr(trl, theirs))
+    wanted, found = declared(getattr(trl, theirs)), declared(ours)
+    assert found[: len(wanted)] == wanted
+    assert [name for name, *_ in found[len(wanted) :]] == (OWN if ours is RewardConfig else [])
 
 
 def test_positional_arguments_are_trls():
     trl = pytest.importorskip("trl")
-    assert list(inspect.signature(RewardConfig.__init__).parameters) == list(
-        inspect.signature(trl.RewardConfig.__init__).parameters
-    )
+    assert list(inspect.signature(RewardConfig.__init__).parameters) == [
+        *inspect.signature(trl.RewardConfig.__init__).parameters,
+        *OWN,
+    ]
     args = RewardConfig("out", 2, 1.5)
     assert (args.output_dir, args.per_device_train_batch_size, args.num_train_epochs) == ("out", 2, 1.5)
 
@@ -52,6 +58,7 @@ def test_the_same_values_as_trl_after_construction():
     ours, theirs = RewardConfig("out", **given).to_dict(), trl.RewardConfig("out", **given).to_dict()
     # accelerate takes use_configured_state out of its own when torch picks a device; ours never picks one.
     assert ours.pop("accelerator_config").items() >= theirs.pop("accelerator_config").items()
+    assert {name: ours.pop(name) for name in OWN} == {"eval_report": False, "eval_subset_column": "subset"}
     assert ours == theirs
 
 

@@ -135,6 +135,8 @@ TABLE: dict[str, Fate] = {
     **_each("pad_to_multiple_of", "mapped", rule=rules.pad_multiple),
     **_each("center_rewards_coefficient", "native", rule=rules.number(0, optional=True)),
     **_each("pad_token", "native"),
+    # Not in TRL
+    **_each("eval_report eval_subset_column", "native"),
 }  # fmt: skip
 
 

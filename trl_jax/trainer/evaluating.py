@@ -80,6 +80,7 @@ class Evaluating(Publishing):
         own = {} if self.args.prediction_loss_only else self._own_metrics(predicted)
         metrics = _prefixed(prefix, evaluated.loss(), own) | self._speed(prefix, start, evaluated)
         measured = {"num_tokens": float(self._tokens_seen)} | self.evaluation_metrics(evaluated)
+        measured |= self.more_metrics(evaluated, predicted.rows, prefix)
         metrics |= {f"{prefix}_{name}": value for name, value in measured.items()}
         self.log(metrics)
         if self.state.epoch is not None:
@@ -116,7 +117,7 @@ class Evaluating(Publishing):
         ]
         wants_ids = self.compute_metrics is not None and "inputs" in self.args.include_for_metrics
         inputs = [rows_of(dataset, places) for places in rows] if wants_ids else None
-        return Predicted(predictions, labels, losses, inputs, self.args.eval_do_concat_batches)
+        return Predicted(predictions, labels, losses, inputs, self.args.eval_do_concat_batches, (dataset, rows))
 
     def _evaluation_step(self, params: dict, batch: Any, *, dtype: str) -> Any:
         first = jax.tree.map(lambda leaf: leaf[0], batch)

@@ -24,6 +24,7 @@ class Predicted:
     losses: list[np.ndarray]
     inputs: list[np.ndarray] | None
     together: bool
+    rows: tuple[Any, list[list[int]]]  # the dataset, and which of its rows each batch was
 
     @property
     def joined(self) -> Any:

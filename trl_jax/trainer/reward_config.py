@@ -12,7 +12,7 @@ from trl_jax.trainer.base_config import BaseConfig
 
 @dataclass(repr=False)
 class RewardConfig(BaseConfig):
-    """Everything RewardTrainer is told by its user, in TRL's names, defaults and positional order.
+    """Everything RewardTrainer is told by its user, in TRL's names, defaults and positional order; our own come last.
 
     Beside TrainingArguments' own fields:
 
@@ -30,6 +30,10 @@ class RewardConfig(BaseConfig):
             (Eisenstein et al. 2023, https://huggingface.co/papers/2312.09244, equation 2); 0.01 is usual.
         activation_offloading: not in this release.
         pad_token: deprecated; set it on the tokenizer.
+        eval_report: adds to each evaluation `eval_ece` (how far the model's certainty is from its accuracy), with a
+            column of subsets `eval_accuracy_<subset>` and their mean `eval_accuracy_of_subsets`, and the picture
+            `eval_margins.svg` in output_dir. Not in TRL.
+        eval_subset_column: names the subset of a pair. Not in TRL.
     """
 
     _argument_group_name = "training"
@@ -77,6 +81,16 @@ class RewardConfig(BaseConfig):
 
     pad_token: str | None = field(
         default=None, metadata={"help": "Deprecated: set it on the tokenizer instead."}
+    )
+    eval_report: bool = field(
+        default=False,
+        metadata={
+            "help": "Beside TRL's metrics, evaluate the accuracy of each subset and the calibration error, and draw "
+            "the margins into output_dir."
+        },
+    )
+    eval_subset_column: str = field(
+        default="subset", metadata={"help": "Column that names a pair's subset, for eval_report."}
     )
 
     def __post_init__(self):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ from trl_jax.trainer import reward_metrics
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.collator import DataCollatorForPreference
 from trl_jax.trainer.diagnosis import check_weights
+from trl_jax.trainer.eval_report import report
 from trl_jax.trainer.evaluating import refuse
 from trl_jax.trainer.hooks import BoundModel
 from trl_jax.trainer.old_keywords import accepting_old_keywords
@@ -249,6 +251,18 @@ class RewardTrainer(BaseTrainer):
 
     def evaluation_metrics(self, evaluated: Evaluated) -> dict[str, float]:
         return reward_metrics.evaluation_metrics(evaluated.metrics)
+
+    def more_metrics(self, evaluated: Evaluated, rows: tuple[Any, list[list[int]]], prefix: str) -> dict[str, float]:
+        args = self.args
+        if not args.eval_report or "prediction_step" in self.overridden:
+            return {}
+        scores = [self.real_scores(*b)[:, 0] for b in zip(evaluated.scores, evaluated.num_pairs, strict=True)]
+        margins = np.concatenate([np.subtract(*np.split(batch, 2)) for batch in scores])
+        dataset, places = rows
+        subsets = None
+        if isinstance(dataset, Dataset) and args.eval_subset_column in dataset.column_names:
+            subsets = dataset[[place for batch in places for place in batch]][args.eval_subset_column]
+        return report(margins, subsets, prefix=prefix, folder=Path(args.output_dir))
 
     def real_scores(self, scores: np.ndarray, num_pairs: int) -> np.ndarray:
         chosen, rejected = np.split(scores, 2)
