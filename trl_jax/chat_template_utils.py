@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import AddedToken, AutoTokenizer
+from trl_jax.data.special_tokens import clone_into
 
 
 def clone_chat_template(
@@ -27,29 +27,6 @@ def clone_chat_template(
     Raises:
         ValueError: there are more new tokens than rows to spare.
     """
-    source = AutoTokenizer.from_pretrained(source_tokenizer_path)
-    vocabulary = tokenizer.get_vocab()
-    new = [token for token in source.added_tokens_decoder.values() if token.content not in vocabulary]
-    if len(vocabulary) + len(new) > model.vocab_size:
-        raise ValueError(
-            f"{source_tokenizer_path} brings {len(new)} new tokens ({', '.join(token.content for token in new[:8])}), "
-            f"but the model embeds {model.vocab_size} tokens and {len(vocabulary)} are taken. Resize the checkpoint's "
-            "embedding with transformers' resize_token_embeddings first."
-        )
-    tokenizer.chat_template = source.get_chat_template()
-    tokenizer.add_tokens(new)
-    tokenizer.eos_token = source.eos_token
+    added = clone_into(tokenizer, source_tokenizer_path, rows=model.vocab_size)
     model.config.eos_token_id = tokenizer.eos_token_id
-    names = [token.content for token in new] + _fill(tokenizer, model.vocab_size)
-    return model, tokenizer, tokenizer.convert_tokens_to_ids(names)
-
-
-def _fill(tokenizer: Any, size: int) -> list[str]:
-    """Name the rows that no token has; the names that were new."""
-    added, number = [], 0
-    while len(tokenizer.get_vocab()) < size:
-        name = f"<extra_id_{number}>"
-        if tokenizer.add_tokens(AddedToken(name)):
-            added.append(name)
-        number += 1
-    return added
+    return model, tokenizer, added

@@ -18,7 +18,8 @@ class RewardConfig(BaseConfig):
 
         model_init_kwargs: how to load a model given by name (dict, or JSON in a string).
         trust_remote_code: passed on for tokenizers; model code from a repository is never run.
-        chat_template_path: file with the chat template to use.
+        chat_template_path: .jinja or .j2 file with the chat template to use, or folder or Hub name of the tokenizer
+            to take it from.
         disable_dropout: train without dropout.
         dataset_num_proc: processes that tokenise.
         eos_token: token that ends a text; None means the tokenizer's own.
@@ -50,7 +51,7 @@ class RewardConfig(BaseConfig):
         metadata={"help": "Let a tokenizer's repository run its own code. A model's code is never run."},
     )
     chat_template_path: str | None = field(
-        default=None, metadata={"help": "File with the chat template to use."}
+        default=None, metadata={"help": "File with the chat template to use, or a tokenizer that has it."}
     )
     disable_dropout: bool = field(default=True, metadata={"help": "Train without dropout."})
 

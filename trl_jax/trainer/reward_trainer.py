@@ -107,7 +107,9 @@ class RewardTrainer(BaseTrainer):
             processing_class = AutoTokenizer.from_pretrained(place, trust_remote_code=trust)
         special_tokens.settle(processing_class, eos_token=args.eos_token, pad_token=args.pad_token)
         if args.chat_template_path is not None:
-            special_tokens.settle_chat_template(processing_class, args.chat_template_path)
+            special_tokens.settle_chat_template(
+                processing_class, args.chat_template_path, rows=checkpoint.vocab_size
+            )
         _check_pad(processing_class, checkpoint.vocab_size)
         # Rows first: a bad one is named before weights are read, and num_proc forks before JAX has threads.
         self.processing_class = processing_class
@@ -123,7 +125,7 @@ class RewardTrainer(BaseTrainer):
         model.config.pad_token_id = processing_class.pad_token_id
         if brought is not None:
             brought.config.pad_token_id = processing_class.pad_token_id
-        if args.eos_token is not None:
+        if args.eos_token is not None or args.chat_template_path is not None:
             model.config.eos_token_id = processing_class.eos_token_id
         super().__init__(
             model=model,
