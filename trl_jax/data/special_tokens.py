@@ -58,9 +58,7 @@ def clone_into(tokenizer: Any, source_path: str, *, rows: int) -> list[int]:
     Raises:
         ValueError: there are more new tokens than rows to spare.
     """
-    from transformers import AutoTokenizer
-
-    source, vocabulary = AutoTokenizer.from_pretrained(source_path), tokenizer.get_vocab()
+    source, vocabulary = _loaded(source_path), tokenizer.get_vocab()
     new = [token for token in source.added_tokens_decoder.values() if token.content not in vocabulary]
     if len(vocabulary) + len(new) > rows:
         raise ValueError(
@@ -72,6 +70,18 @@ def clone_into(tokenizer: Any, source_path: str, *, rows: int) -> list[int]:
     tokenizer.add_tokens(new)
     tokenizer.eos_token = source.eos_token
     return tokenizer.convert_tokens_to_ids([token.content for token in new] + _fill(tokenizer, rows))
+
+
+def _loaded(path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path!r} is neither a .jinja or .j2 file nor a tokenizer's folder or Hub name. To use a template, "
+            "save it: Path('template.jinja').write_text(template)."
+        ) from error
 
 
 def _fill(tokenizer: Any, size: int) -> list[str]:
