@@ -38,7 +38,7 @@ NEVER = {
 }
 # Used only where the user brings them: in these files, inside functions.
 BROUGHT = {"torch", "trl", "peft", "accelerate"}
-BRIDGES = ("hub/torch_bridge.py", "hub/torch_state.py")
+BRIDGES = ("hub/torch_bridge.py", "hub/torch_objects.py", "hub/torch_state.py")
 # llama3 with nothing behind it is not a family: it is what every config calls one way of stretching rope.
 FAMILIES = re.compile(
     r"(?<![a-z])(llama(?!3$)|qwen|mistral|mixtral|gemma|olmo|smollm|granite|cohere|falcon|phi[0-9]|gpt2"

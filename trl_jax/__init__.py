@@ -5,56 +5,77 @@ Importing this module loads nothing: every name is fetched when it is first used
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from trl_jax.core.lazy import fetching
 
 if TYPE_CHECKING:  # what type checkers and editors see
+    from trl_jax.chat_template_utils import clone_chat_template
+    from trl_jax.data_utils import (
+        apply_chat_template,
+        extract_prompt,
+        is_conversational,
+        is_conversational_from_value,
+        maybe_apply_chat_template,
+        maybe_convert_to_chatml,
+        maybe_extract_prompt,
+        maybe_unpair_preference_dataset,
+        unpair_preference_dataset,
+    )
     from trl_jax.hub.pretrained import AutoModelForSequenceClassification, PreTrainedModel
     from trl_jax.losses.pairwise import pairwise_loss
+    from trl_jax.scripts.mixture import DatasetMixtureConfig, get_dataset
+    from trl_jax.scripts.quiet import init_zero_verbose
     from trl_jax.scripts.utils import ScriptArguments, TrlParser
+    from trl_jax.trainer.callbacks import RichProgressCallback
     from trl_jax.trainer.model_config import ModelConfig
     from trl_jax.trainer.reward_config import RewardConfig
     from trl_jax.trainer.reward_trainer import RewardTrainer
+    from trl_jax.trainer.utils import get_peft_config, get_quantization_config
 
 __version__ = "0.1.0"
 
 _WHERE = {
     "AutoModelForSequenceClassification": "trl_jax.hub.pretrained",
+    "DatasetMixtureConfig": "trl_jax.scripts.mixture",
     "ModelConfig": "trl_jax.trainer.model_config",
     "PreTrainedModel": "trl_jax.hub.pretrained",
     "RewardConfig": "trl_jax.trainer.reward_config",
     "RewardTrainer": "trl_jax.trainer.reward_trainer",
+    "RichProgressCallback": "trl_jax.trainer.callbacks",
     "ScriptArguments": "trl_jax.scripts.utils",
     "TrlParser": "trl_jax.scripts.utils",
+    "apply_chat_template": "trl_jax.data_utils",
+    "clone_chat_template": "trl_jax.chat_template_utils",
+    "extract_prompt": "trl_jax.data_utils",
+    "get_dataset": "trl_jax.scripts.mixture",
+    "get_peft_config": "trl_jax.trainer.utils",
+    "get_quantization_config": "trl_jax.trainer.utils",
+    "init_zero_verbose": "trl_jax.scripts.quiet",
+    "is_conversational": "trl_jax.data_utils",
+    "is_conversational_from_value": "trl_jax.data_utils",
+    "maybe_apply_chat_template": "trl_jax.data_utils",
+    "maybe_convert_to_chatml": "trl_jax.data_utils",
+    "maybe_extract_prompt": "trl_jax.data_utils",
+    "maybe_unpair_preference_dataset": "trl_jax.data_utils",
     "pairwise_loss": "trl_jax.losses.pairwise",
+    "unpair_preference_dataset": "trl_jax.data_utils",
 }
 __all__ = sorted(_WHERE)
 
-# Names on TRL's door that this release does not have.
+# Names on TRL's door, of this release or an earlier one, and of peft's that scripts take beside them: not built here.
 _PLANNED = frozenset(
     """
-    BEMACallback DPOConfig DPOTrainer DatasetMixtureConfig DistillationConfig DistillationTrainer GRPOConfig GRPOTrainer
-    KTOConfig KTOTrainer LogCompletionsCallback RLOOConfig RLOOTrainer RichProgressCallback SFTConfig SFTTrainer
-    SyncRefModelCallback WeaveCallback add_response_schema apply_chat_template clone_chat_template
-    create_reference_model extract_prompt get_dataset get_peft_config get_quantization_config
-    get_training_chat_template init_zero_verbose is_conversational is_conversational_from_value
-    maybe_apply_chat_template maybe_convert_to_chatml maybe_extract_prompt maybe_unpair_preference_dataset pack_dataset
-    prepare_multimodal_messages supports_tool_calling unpair_preference_dataset
+    AlignPropTrainer AutoModelForCausalLMWithValueHead AutoModelForSeq2SeqLMWithValueHead BCOConfig BCOTrainer
+    BEMACallback CPOConfig CPOTrainer DPOConfig DPOTrainer DistillationConfig DistillationTrainer GKDConfig GKDTrainer
+    GRPOConfig GRPOTrainer KTOConfig KTOTrainer LogCompletionsCallback LoraConfig NashMDConfig NashMDTrainer
+    ORPOConfig ORPOTrainer OnlineDPOConfig OnlineDPOTrainer PPOConfig PPOTrainer PRMConfig PRMTrainer RLOOConfig
+    RLOOTrainer SFTConfig SFTTrainer SyncRefModelCallback TaskType WeaveCallback XPOConfig XPOTrainer
+    add_response_schema create_reference_model get_training_chat_template pack_dataset prepare_multimodal_messages
+    setup_chat_format supports_tool_calling
     """.split()
 )
-
-
-def __getattr__(name: str) -> Any:
-    if name in _WHERE:
-        value = getattr(importlib.import_module(_WHERE[name]), name)
-        globals()[name] = value
-        return value
-    if name in _PLANNED:
-        raise ImportError(
-            f"trl_jax has no {name}: it is one of TRL's names that this release does not build. "
-            f"It has {', '.join(sorted(_WHERE))}."
-        )
-    raise AttributeError(f"module 'trl_jax' has no attribute {name!r}")
+__getattr__ = fetching(__name__, _WHERE, _PLANNED)
 
 
 def __dir__() -> list[str]:

@@ -117,7 +117,8 @@ def _batches(trainer: Any, side: str) -> dict[str, Any]:
 
     Tokens are those of both texts; filled are the places that are no padding, fewer where prompts are shared.
     """
-    found = [_ours(batch) if side == "trl_jax" else _theirs(batch) for batch in trainer.get_train_dataloader()]
+    batches = trainer.get_train_dataloader()
+    found = [_ours(batch) for batch in batches.steps] if side == "trl_jax" else [_theirs(batch) for batch in batches]
     tokens, filled, places, shapes = zip(*found, strict=True)
     return {
         "steps an epoch": len(shapes), "tokens an epoch": sum(tokens), "filled an epoch": sum(filled),

@@ -213,7 +213,7 @@ def test_the_reward_parser_reads_trls_flags(tmp_path):
         "--optim",
         "adamw_torch",
     ]
-    script, training, model = reward.make_parser().parse_args_and_config(args)
+    script, training, model, mixture = reward.make_parser().parse_args_and_config(args)
     assert (script.dataset_name, model.model_name_or_path, model.dtype) == ("d", "m", "float32")
     assert (training.learning_rate, training.max_length, training.center_rewards_coefficient) == (
         2e-5,
@@ -221,7 +221,7 @@ def test_the_reward_parser_reads_trls_flags(tmp_path):
         0.01,
     )
     assert training.model_init_kwargs == {"revision": "x"} and training.bf16 is False
-    assert training.pad_to_multiple_of is None
+    assert training.pad_to_multiple_of is None and mixture.datasets == []
 
 
 def test_the_reward_parser_as_a_subcommand():
@@ -335,18 +335,15 @@ NOT_HERE = "is not in this release of trl_jax"
             ),
         ),
         (
-            ["--optim", "sgd"],
-            (
-                f"optim='sgd' {NOT_HERE}; supported: adamw_torch, adamw_torch_fused, adamw_torch_xla, "
-                "adamw_torch_npu_fused."
-            ),
+            ["--optim", "lomo"],
+            f"optim='lomo' {NOT_HERE}; the nearest that is: adafactor.",
         ),
         (["--evaluation_strategy", "steps"], "unknown argument --evaluation_strategy: use eval_strategy."),
         (
-            ["--fsdp", "full_shard", "--auto_find_batch_size"],
+            ["--activation_offloading", "--auto_find_batch_size"],
             (
                 f"auto_find_batch_size=True {NOT_HERE}: choose per_device_train_batch_size yourself. "
-                f"fsdp='full_shard' {NOT_HERE}: this release trains on one device; leave it out."
+                f"activation_offloading=True {NOT_HERE}: gradient_checkpointing=True saves memory too."
             ),
         ),
     ],

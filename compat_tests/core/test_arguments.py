@@ -4,9 +4,10 @@ import dataclasses
 
 import pytest
 
-from trl_jax.core.argument_rules import DETERMINISTIC_FLAG, as_choice, as_dict, as_pad_multiple, show
+from trl_jax.core.argument_rules import DETERMINISTIC_FLAG, SCHEDULES, as_choice, as_dict, as_pad_multiple, show
 from trl_jax.core.arguments import SUPPORTED, TABLE, defaults_of, judge
-from trl_jax.core.renamed import GONE, RENAMED, way_out
+from trl_jax.core.optimizers import NEAREST, OPTIMIZERS
+from trl_jax.core.renamed import GONE, RENAMED, translated, way_out
 from trl_jax.trainer.reward_config import RewardConfig
 
 FIELDS = dataclasses.fields(RewardConfig)
@@ -43,6 +44,8 @@ WARNED = {
     "label_names": (["labels"], "preference pairs have no labels."),
     "ddp_bucket_cap_mb": (25, "collectives are XLA's."),
     "ddp_backend": ("nccl", "collectives are XLA's."),
+    "fsdp": ("full_shard auto_wrap", "this release trains on one device, where there is nothing to shard."),
+    "deepspeed": ({"stage": 3}, "this release trains on one device, where there is nothing to shard."),
 }
 
 
@@ -66,22 +69,10 @@ def test_float16_runs_as_bfloat16(name):
     ]
 
 
-MESH = "this release trains on one device; leave it out."
 REFUSED = {
-    "optim_args": ("a=1", "AdamW takes adam_beta1, adam_beta2, adam_epsilon and weight_decay."),
     "optim_target_modules": ("all-linear", "it belongs to GaLore and APOLLO; leave it out."),
     "neftune_noise_alpha": (5.0, "train without embedding noise."),
     "auto_find_batch_size": (True, "choose per_device_train_batch_size yourself."),
-    "include_num_input_tokens_seen": ("all", "the num_tokens of every log line counts them."),
-    "eval_do_concat_batches": (False, "predictions are one array; split it by the batch size."),
-    "include_for_metrics": (["inputs"], "compute_metrics gets the predictions only."),
-    "batch_eval_metrics": (True, "compute_metrics is called once, with all predictions."),
-    "parallelism_config": ({"tp_size": 2}, MESH),
-    "fsdp": ("full_shard", MESH),
-    "fsdp_config": ({"version": 2}, MESH),
-    "deepspeed": ("zero3.json", MESH),
-    "debug": ("underflow_overflow", "set JAX_DEBUG_NANS=True in the environment to find a NaN."),
-    "skip_memory_metrics": (False, "jax.local_devices()[0].memory_stats() tells the memory used."),
     "activation_offloading": (True, "gradient_checkpointing=True saves memory too."),
 }
 
@@ -100,7 +91,13 @@ def test_refused(name):
 
 
 @pytest.mark.parametrize("name, value", [
-    ("fsdp", ""), ("fsdp", []), ("fsdp", False), ("fsdp_config", {}),
+    ("fsdp", ""), ("fsdp", []), ("fsdp", False), ("fsdp_config", {}), ("fsdp_config", {"version": 2}),
+    ("parallelism_config", {"tp_size": 1, "dp_shard_size": 1}), ("optim_args", ""),
+    ("optim_args", None), ("debug", None),
+    ("include_num_input_tokens_seen", "all"), ("include_for_metrics", ["inputs", "loss"]),
+    ("batch_eval_metrics", True), ("eval_do_concat_batches", False), ("skip_memory_metrics", False),
+    ("debug", "underflow_overflow"), ("optim", "adafactor"), ("train_sampling_strategy", "group_by_length"),
+    ("accelerator_config", {"split_batches": True, "dispatch_batches": False, "even_batches": False}),
     ("deepspeed", ""), ("debug", []),
     ("include_for_metrics", []), ("include_num_input_tokens_seen", False), ("neftune_noise_alpha", 0.0),
     ("label_smoothing_factor", 0), ("hub_strategy", "end"),
@@ -122,30 +119,46 @@ def test_accepted_in_silence(name, value):
 @pytest.mark.parametrize(
     "name, value, text",
     [
-        (
-            "optim",
-            "sgd",
-            (
-                "optim='sgd' is not in this release of trl_jax; supported: adamw_torch, adamw_torch_fused, "
-                "adamw_torch_xla, adamw_torch_npu_fused."
-            ),
-        ),
-        (
-            "lr_scheduler_type",
-            "reduce_lr_on_plateau",
-            (
-                "lr_scheduler_type='reduce_lr_on_plateau' is not in this release of "
-                "trl_jax; supported: linear, cosine, constant, constant_with_warmup."
-            ),
-        ),
-        (
-            "train_sampling_strategy",
-            "group_by_length",
-            (
-                "train_sampling_strategy='group_by_length' is not in this release "
-                "of trl_jax; supported: random, sequential."
-            ),
-        ),
+        ("optim", "adagrd",
+         "optim='adagrd' is not in this release of trl_jax; supported: " + ", ".join(OPTIMIZERS) + "."),
+        ("optim", "galore_adamw",
+         "optim='galore_adamw' is not in this release of trl_jax; the nearest that is: adamw_torch."),
+        ("optim_args", "a=1", f"optim_args holds 'a': optim={DEFAULTS['optim']!r} takes no keys; leave it out."),
+        ("lr_scheduler_type", "greedy",
+         "lr_scheduler_type='greedy' follows a metric of the evaluation, and eval_strategy is 'no'. "
+         "Set eval_strategy."),
+        ("lr_scheduler_type", "step", "lr_scheduler_type='step' is not in this release of trl_jax; supported: "
+         + ", ".join(SCHEDULES) + "."),
+        ("train_sampling_strategy", "batch_rebalance",
+         "train_sampling_strategy='batch_rebalance' is not in this "
+         "release of trl_jax; supported: random, sequential, group_by_length."),
+        ("parallelism_config", {"tp_size": 2}, "parallelism_config asks for {'tp_size': 2}: this release trains on one "
+         "device; leave it out."),
+        ("fsdp", "full_shards", "fsdp holds ['full_shards']: wanted some of full_shard, shard_grad_op, no_shard, "
+         "hybrid_shard, hybrid_shard_zero2, offload, auto_wrap."),
+        ("deepspeed", "none.json",
+         "deepspeed='none.json': there is no such file. Pass a JSON file, a dict, or leave it out."),
+        ("deepspeed", {"gradient_clipping": 0.5}, "deepspeed sets gradient_clipping to 0.5, but max_grad_norm is 1.0. "
+         'Make them equal, or write "auto" in the file.'),
+        ("deepspeed", {"train_batch_size": 64}, "deepspeed sets train_batch_size to 64, but on one device it is "
+         'per_device_train_batch_size x gradient_accumulation_steps = 8. Write "auto" in the file.'),
+        ("deepspeed", {"fp16": {"enabled": True}},
+         "deepspeed asks for fp16, whose loss scaling is not built here. Set bf16 in the file instead."),
+        ("deepspeed", {"optimizer": {"type": "Lamb"}},
+         "deepspeed names the optimizer 'Lamb'. Leave it out and set optim instead."),
+        ("deepspeed", {"scheduler": {"type": "OneCycle"}},
+         "deepspeed names the scheduler 'OneCycle'. Leave it out and set lr_scheduler_type instead."),
+        ("debug", "everything", "debug holds ['everything']: wanted underflow_overflow or tpu_metrics_debug."),
+        ("include_for_metrics", ["labels"], "include_for_metrics holds ['labels']: wanted some of inputs, loss."),
+        ("include_num_input_tokens_seen", "some",
+         "include_num_input_tokens_seen='some': wanted 'all', 'non_padding' or 'no'."),
+        ("accelerator_config", {"use_seedable_sampler": False}, "accelerator_config sets use_seedable_sampler=False, "
+         "which is not in this release of trl_jax: the order of rows follows data_seed; leave it out."),
+        ("accelerator_config", {"split": True}, "accelerator_config holds 'split': wanted split_batches, "
+         "dispatch_batches, even_batches, use_seedable_sampler, non_blocking, gradient_accumulation_kwargs, "
+         "use_configured_state."),
+        ("accelerator_config", "a.json",
+         "accelerator_config='a.json': there is no such file. Pass a JSON file, a dict, or leave it out."),
         (
             "lr_scheduler_kwargs",
             {"num_cycles": 2},
@@ -179,22 +192,6 @@ def test_accepted_in_silence(name, value):
             ),
         ),
         (
-            "accelerator_config",
-            {"split_batches": True},
-            (
-                "accelerator_config sets ['split_batches'], which are not in this "
-                "release of trl_jax: there is no accelerate here to configure; leave it out."
-            ),
-        ),
-        (
-            "accelerator_config",
-            "a.json",
-            (
-                "accelerator_config='a.json' (a file) is not in this release of trl_jax: "
-                "there is no accelerate here to configure; leave it out."
-            ),
-        ),
-        (
             "pad_to_multiple_of",
             "much",
             "pad_to_multiple_of='much': wanted \"auto\", a whole number of at least 1, or None.",
@@ -224,7 +221,7 @@ def test_accepted_in_silence(name, value):
         ),
         ("num_train_epochs", -1, "num_train_epochs=-1: wanted a number of at least 0."),
     ],
-)
+)  # fmt: skip
 def test_single_values_refused(name, value, text):
     assert verdict(**{name: value}) == ([text], [])
 
@@ -291,15 +288,13 @@ def test_full_determinism_wants_the_flag(monkeypatch):
 
 
 def test_all_refusals_are_told_at_once():
-    refusals, warnings = verdict(optim="lomo", deepspeed="x", label_names=["x"])
+    refusals, warnings = verdict(optim="lomo", debug="x", label_names=["x"])
     assert len(refusals) == 2 and len(warnings) == 1
 
 
 def test_a_long_value_is_cut():
-    [refusal], _ = verdict(deepspeed={"zero_optimization": {"stage": 3}, "train_batch_size": "auto" * 20})
-    assert refusal.startswith(
-        "deepspeed={'zero_optimization': {'stage': 3}, 'train_batch_size': '... is not in"
-    )
+    _, [warning] = verdict(deepspeed={"zero_optimization": {"stage": 3}, "comment": "auto" * 20})
+    assert warning.startswith("deepspeed={'zero_optimization': {'stage': 3}, 'comment': 'autoautoa... has no effect")
 
 
 def test_judging_changes_nothing():
@@ -327,9 +322,76 @@ def test_a_renamed_argument_is_not_also_a_field():
     assert set(GONE.split()) <= set(RENAMED)
 
 
-def test_the_supported_names_are_names_of_transformers():
+def test_every_name_of_transformers_has_its_fate():
     from transformers.trainer_utils import SchedulerType
     from transformers.training_args import OptimizerNames
 
-    assert set(SUPPORTED["optim"]) <= {name.value for name in OptimizerNames}
-    assert set(SUPPORTED["lr_scheduler_type"]) <= {name.value for name in SchedulerType}
+    assert {name.value for name in OptimizerNames} == {*OPTIMIZERS, *NEAREST} and not set(OPTIMIZERS) & set(NEAREST)
+    assert set(SUPPORTED["lr_scheduler_type"]) == {name.value for name in SchedulerType}
+    assert set(NEAREST.values()) <= set(OPTIMIZERS)
+
+
+@pytest.mark.parametrize("name, told", [
+    ("paged_adamw_32bit", "kept on the device, unpaged; the numbers are the same."),
+    ("adamw_bnb_8bit", "the first moment is bfloat16 and the second float32, 6 bytes a parameter, where 8 bits would "
+     "take 2."),
+    ("lion_8bit", "kept in full precision, 4 bytes a parameter; the numbers are those of the 32-bit twin."),
+])  # fmt: skip
+def test_an_optimiser_that_is_not_quite_the_same_says_so(name, told):
+    assert verdict(optim=name) == ([], [f"optim={name!r}: {told}"])
+
+
+def test_every_optimiser_that_needs_no_note_has_none():
+    silent = [name for name in OPTIMIZERS if verdict(optim=name) == ([], [])]
+    assert silent == ["adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused",
+                      "adamw_anyprecision", "adafactor", "sgd", "adagrad", "rmsprop", "rmsprop_bnb",
+                      "rmsprop_bnb_32bit", "lion_32bit", "ademamix"]  # fmt: skip
+
+
+def test_a_deepspeed_file_that_agrees_is_read_and_warned_of(tmp_path):
+    path = tmp_path / "zero3.json"
+    path.write_text(
+        '{"zero_optimization": {"stage": 3}, "train_batch_size": "auto", "train_micro_batch_size_per_gpu": 8,'
+        ' "gradient_clipping": 1.0, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, "bf16": {}}'
+    )
+    refusals, [warning] = verdict(deepspeed=str(path))
+    assert refusals == [] and warning.endswith("this release trains on one device, where there is nothing to shard.")
+
+
+@pytest.mark.parametrize("given, now, environment, notes", [
+    ({"evaluation_strategy": "steps"}, {"eval_strategy": "steps"}, {},
+     ["evaluation_strategy is an old name: use eval_strategy."]),
+    ({"warmup_ratio": 0.1}, {"warmup_steps": 0.1}, {},
+     ["warmup_ratio is an old name: use warmup_steps: a number below 1 is a ratio."]),
+    ({"warmup_ratio": 0.1, "warmup_steps": 5}, {"warmup_steps": 5}, {}, []),
+    ({"no_cuda": True}, {"use_cpu": True}, {}, ["no_cuda is an old name: use use_cpu."]),
+    ({"group_by_length": True}, {"train_sampling_strategy": "group_by_length"}, {},
+     ["group_by_length is an old name: use train_sampling_strategy."]),
+    ({"group_by_length": False}, {}, {}, ["group_by_length is an old name: use train_sampling_strategy."]),
+    ({"logging_dir": "logs"}, {}, {"TENSORBOARD_LOGGING_DIR": "logs"},
+     ["logging_dir is an old name: set the environment variable TENSORBOARD_LOGGING_DIR."]),
+    ({"push_to_hub_token": "x"}, {"hub_token": "x"}, {}, ["push_to_hub_token is an old name: use hub_token."]),
+    ({"push_to_hub_organization": "us", "hub_model_id": "m"}, {"hub_model_id": "us/m"}, {},
+     ["push_to_hub_organization is an old name: use hub_model_id, as organization/name."]),
+    ({"overwrite_output_dir": True, "seed": 1}, {"seed": 1}, {},
+     ["overwrite_output_dir has no effect any more; leave it out: transformers no longer has it."]),
+    ({"save_safetensors": True}, {}, {},
+     ["save_safetensors has no effect any more; leave it out: transformers no longer has it."]),
+])  # fmt: skip
+def test_old_names_are_translated(given, now, environment, notes):
+    before = dict(given)
+    assert translated(given, TABLE) == (now, environment, notes) and given == before
+
+
+@pytest.mark.parametrize("given, text", [
+    ({"save_safetensors": False}, "save_safetensors=False: pickled weights are not written. Leave it out."),
+    ({"evaluation_strategy": "steps", "eval_strategy": "no"},
+     "evaluation_strategy='steps' and eval_strategy='no' are one argument. Leave evaluation_strategy out."),
+    ({"max_prompt_length": 5}, "max_prompt_length=5: use max_length, which holds for prompt and answer together."),
+    ({"push_to_hub_organization": "us"},
+     "push_to_hub_organization without a model's name: use hub_model_id='organization/name'."),
+])  # fmt: skip
+def test_old_names_that_cannot_be(given, text):
+    with pytest.raises(TypeError) as error:
+        translated(given, TABLE)
+    assert str(error.value) == text

@@ -61,16 +61,24 @@ def test_a_template_file_is_read(name, tmp_path):
     file = tmp_path / name
     file.write_text("{{ messages[0]['content'] }} – ś", encoding="utf-8")
     tokenizer = tiny_tokenizer()
-    assert settle_chat_template(tokenizer, str(file)) is tokenizer
+    assert settle_chat_template(tokenizer, str(file), rows=600) is tokenizer
     assert tokenizer.chat_template == "{{ messages[0]['content'] }} – ś"
 
 
+def test_another_tokenizer_s_template_comes_with_its_tokens(tmp_path):
+    source, tokenizer = tiny_tokenizer(), tiny_tokenizer()
+    source.add_tokens(["<new>"])
+    source.chat_template = "{{ 'cloned' }}"
+    source.save_pretrained(tmp_path)
+    size = len(tokenizer.get_vocab())
+    settle_chat_template(tokenizer, str(tmp_path), rows=size + 3)
+    assert tokenizer.chat_template == "{{ 'cloned' }}" and tokenizer.convert_tokens_to_ids("<new>") == size
+    assert tokenizer.convert_tokens_to_ids(["<extra_id_0>", "<extra_id_1>"]) == [size + 1, size + 2]
+
+
 def test_other_template_sources_are_refused(tmp_path):
-    with pytest.raises(
-        ValueError, match="chat_template_path='org/model': this release takes a .jinja or .j2 file"
-    ):
-        settle_chat_template(tiny_tokenizer(), "org/model")
-    with pytest.raises(ValueError, match="takes a .jinja or .j2 file"):
-        settle_chat_template(tiny_tokenizer(), str(tmp_path))
+    for place in ("org/model", str(tmp_path)):
+        with pytest.raises(ValueError, match="is neither a .jinja or .j2 file nor a tokenizer's folder or Hub name"):
+            settle_chat_template(tiny_tokenizer(), place, rows=600)
     with pytest.raises(FileNotFoundError, match="gone.jinja': there is no such file"):
-        settle_chat_template(tiny_tokenizer(), str(tmp_path / "gone.jinja"))
+        settle_chat_template(tiny_tokenizer(), str(tmp_path / "gone.jinja"), rows=600)

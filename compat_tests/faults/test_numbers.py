@@ -90,7 +90,7 @@ def test_row11_the_layer_is_named(run):
     trained = run([GOOD])
     [path] = [path for path in trained.model.params if path.endswith("mlp.up.weight")]
     params = trained.model.params | {path: trained.model.params[path].at[0].set(3e38)}
-    batch = next(iter(trained.get_train_dataloader())).arrays
+    batch = next(iter(trained.loader(trained.train_dataset, training=True))).arrays
     found = first_bad(lambda p: trained.loss(p, jax.tree.map(lambda leaf: leaf[0], batch), None), params)
     assert found.startswith("The first one arises in turn 0 (of 1, layers are scanned) in ")
 

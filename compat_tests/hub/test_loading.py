@@ -106,7 +106,7 @@ def test_a_head_of_another_name_is_the_one_tensor_left_over(head, checkpoint, tm
     save_file(tensors | {"v_head.summary.weight": value}, folder / "model.safetensors")
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     np.testing.assert_array_equal(model.params["score.weight"], value)
-    assert "v_head.summary.weight has the shape of the score head and is read, and saved, as score.weight" in caplog.text
+    assert "v_head.summary.weight has the shape of the score head and is read, and saved, as score." in caplog.text
     model.save_pretrained(tmp_path / "back")
     np.testing.assert_array_equal(load_file(tmp_path / "back" / "model.safetensors")["score.weight"], value)
     save_file(tensors | {"v_head.weight": value, "q_head.weight": value}, folder / "model.safetensors")

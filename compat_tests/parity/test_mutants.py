@@ -36,7 +36,7 @@ def everything_decays(tensor):
     return True
 
 
-def eps_inside_the_root(b1, b2, eps):
+def eps_inside_the_root(b1, b2, eps, *dtypes):
     return SCALE_BY_ADAM(b1=b1, b2=b2, eps=0.0, eps_root=eps)
 
 
@@ -86,7 +86,7 @@ MUTANTS = [
     ("margin", "trl_jax.trainer.reward_trainer.pairwise_loss", loss_without_margin),
     ("centered", "trl_jax.trainer.reward_trainer.pairwise_loss", loss_without_centring),
     ("plain", "optax.apply_updates", float16_weights),
-    ("cosine", "trl_jax.trainer.base_trainer.learning_rates", warmup_one_step_early),
+    ("cosine", "trl_jax.trainer.optimizers.learning_rates", warmup_one_step_early),
     ("cosine", "trl_jax.engine.optim.clip_by_global_norm", no_clipping),
     ("causal", "trl_jax.hub.loading.TorchGenerator", another_seed),
 ]

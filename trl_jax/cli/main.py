@@ -1,4 +1,4 @@
-"""`trl-jax reward ...`: TRL's flags and YAML. Each command imports what it needs when it runs."""
+"""`trl-jax reward ...`, `score`, `env`: TRL's flags and YAML. Each command imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import sys
 import warnings
 from importlib import metadata
 
-COMMANDS = {"reward": "train a reward model on preference pairs"}
+COMMANDS = {
+    "reward": "train a reward model on preference pairs",
+    "score": "score the answers of a file with a reward model",
+    "env": "print versions and devices",
+}
 # What a wrong flag, file, value or metric's name raises: told in a line, which says how to see the traceback because a
 # mistake of our own may raise them too. Anything else keeps its traceback.
 USER_ERRORS = (ValueError, TypeError, KeyError, OSError)
@@ -59,7 +63,7 @@ def _show_warning(message, category, filename, lineno, file=None, line=None) -> 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="trl-jax",
-        description="Train reward models in JAX, with TRL's flags.",
+        description="Train and use reward models in JAX, with TRL's flags.",
         epilog=(
             "`trl-jax COMMAND --help` lists a command's flags. TRL_JAX_TRACEBACK=1 shows an error's origin."
         ),

@@ -12,18 +12,44 @@ import os
 from collections.abc import Callable, Mapping
 from enum import Enum
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
+
+from trl_jax.core import deepspeed
+from trl_jax.core.optimizers import NEAREST, OPTIMIZERS, parsed
 
 Rule = Callable[[str, Any, Mapping[str, Any]], str | None]
 
 HERE = "in this release of trl_jax"
-NO_ACCELERATE = "there is no accelerate here to configure; leave it out."
 DETERMINISTIC_FLAG = "--xla_gpu_deterministic_ops=true"
-# What accelerate's AcceleratorConfig holds when nobody has touched it.
-ACCELERATOR_DEFAULTS = {
-    "split_batches": False, "dispatch_batches": None, "even_batches": True, "use_seedable_sampler": True,
-    "non_blocking": False, "gradient_accumulation_kwargs": None, "use_configured_state": False,
+# Of accelerate's AcceleratorConfig: the default, and for what would change a run of one process, what to do instead.
+ACCELERATOR = {
+    "split_batches": (False, ""),
+    "dispatch_batches": (None, ""),
+    "even_batches": (True, ""),
+    "use_seedable_sampler": (True, "the order of rows follows data_seed; leave it out."),
+    "non_blocking": (False, ""),
+    "gradient_accumulation_kwargs": (None, "set gradient_accumulation_steps."),
+    "use_configured_state": (False, "there is no accelerate here to configure; leave it out."),
+}
+FSDP_WORDS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2", "offload", "auto_wrap")
+# Schedule -> the keys of lr_scheduler_kwargs that it takes.
+SCHEDULES = {
+    "linear": "",
+    "cosine": "num_cycles",
+    "cosine_with_restarts": "num_cycles",
+    "polynomial": "lr_end power",
+    "constant": "",
+    "constant_with_warmup": "",
+    "inverse_sqrt": "timescale",
+    "reduce_lr_on_plateau": "mode factor patience threshold threshold_mode cooldown min_lr eps",
+    "cosine_with_min_lr": "num_cycles min_lr min_lr_rate",
+    "cosine_warmup_with_min_lr": "num_cycles min_lr min_lr_rate warmup_lr_rate",
+    "warmup_stable_decay": "num_decay_steps num_stable_steps warmup_type decay_type min_lr_ratio num_cycles",
+    "greedy": "mode factor patience threshold threshold_mode cooldown warmup min_lr max_lr eps smooth window_size "
+              "reset_start",
 }  # fmt: skip
+ADAPTIVE = ("reduce_lr_on_plateau", "greedy")
 
 
 def plain(value: Any) -> Any:
@@ -47,9 +73,20 @@ def as_dict(name: str, value: Mapping[str, Any] | str | None) -> dict[str, Any]:
             value = json.loads(value)
         except json.JSONDecodeError as error:
             raise ValueError(f"{show(name, value)} is not JSON ({error}): {_wanted_dict(name)}") from error
+    if dataclasses.is_dataclass(value):
+        value = dataclasses.asdict(value)
     if value is not None and not isinstance(value, Mapping):
         raise ValueError(f"{show(name, value)} is a {type(value).__name__}: {_wanted_dict(name)}")
     return dict(value or {})
+
+
+def as_dict_or_file(name: str, value: Any) -> dict[str, Any]:
+    """The same, where a string may also be the path of a JSON file."""
+    if not isinstance(value, str) or value.lstrip().startswith("{"):
+        return as_dict(name, value)
+    if not Path(value).is_file():
+        raise ValueError(f"{show(name, value)}: there is no such file. Pass a JSON file, a dict, or leave it out.")
+    return as_dict(name, Path(value).read_text(encoding="utf-8"))
 
 
 def _wanted_dict(name: str) -> str:
@@ -124,16 +161,65 @@ def a_dict(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     return None
 
 
+def scheduler(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if problem := one_of(*SCHEDULES)(name, value, values):
+        return problem
+    if plain(value) in ADAPTIVE and plain(values["eval_strategy"]) == "no":
+        return f"{show(name, value)} follows a metric of the evaluation, and eval_strategy is 'no'. Set eval_strategy."
+    return None
+
+
 def scheduler_kwargs(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    schedule = plain(values["lr_scheduler_type"])
     if problem := a_dict(name, value, values):
         return problem
-    schedule = plain(values["lr_scheduler_type"])
-    known = ("num_cycles",) if schedule == "cosine" else ()
-    unknown = [key for key in as_dict(name, value) if key not in known]
-    if not unknown:
-        return None
-    takes = ", ".join(known) or "no keys"
-    return f"{name} holds {unknown}: lr_scheduler_type={schedule!r} takes {takes}. Leave {unknown} out."
+    if schedule not in SCHEDULES:
+        return None  # said of lr_scheduler_type
+    given, known = as_dict(name, value), SCHEDULES[schedule].split()
+    if unknown := [key for key in given if key not in known]:
+        takes = ", ".join(known) or "no keys"
+        return f"{name} holds {unknown}: lr_scheduler_type={schedule!r} takes {takes}. Leave {unknown} out."
+    if schedule == "warmup_stable_decay" and "num_decay_steps" not in given:
+        return f"lr_scheduler_type={schedule!r} needs {name}={{'num_decay_steps': STEPS}}."
+    if "min_lr_rate" in known and (given.get("min_lr") is None) == (given.get("min_lr_rate") is None):
+        return f"lr_scheduler_type={schedule!r} needs {name} with one of min_lr and min_lr_rate, and found {given}."
+    return _known_words(name, given)
+
+
+_WORDS = {
+    "warmup_type": ("linear", "cosine", "1-sqrt"), "decay_type": ("linear", "cosine", "1-sqrt"),
+    "mode": ("min", "max"), "threshold_mode": ("rel", "abs"),
+}  # fmt: skip
+
+
+def _known_words(name: str, given: Mapping[str, Any]) -> str | None:
+    for key, words in _WORDS.items():
+        if key in given and given[key] not in words:
+            return f"{name} holds {key}={given[key]!r}: wanted one of {', '.join(words)}."
+    return None
+
+
+def optimizer(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    value = plain(value)
+    if value in NEAREST:
+        return f"{show(name, value)} is not {HERE}; the nearest that is: {NEAREST[value]}."
+    return one_of(*OPTIMIZERS)(name, value, values)
+
+
+def optimizer_note(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    note = OPTIMIZERS[plain(value)].note
+    return f"{show(name, value)}: {note}" if note else None
+
+
+def optimizer_args(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    optim = plain(values["optim"])
+    if optim not in OPTIMIZERS:
+        return None  # said of optim
+    try:
+        parsed(optim, value)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def checkpointing_kwargs(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
@@ -155,18 +241,68 @@ def deterministic(name: str, value: Any, values: Mapping[str, Any]) -> str | Non
     )
 
 
-def untouched_accelerator(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
-    if dataclasses.is_dataclass(value):
-        value = dataclasses.asdict(value)
-    if isinstance(value, str) and not value.lstrip().startswith("{"):
-        return f"{show(name, value)} (a file) is not {HERE}: {NO_ACCELERATE}"
-    if problem := a_dict(name, value, values):
-        return problem
-    unset = object()
-    touched = [k for k, v in as_dict(name, value).items() if ACCELERATOR_DEFAULTS.get(k, unset) != v]
-    if not touched:
+def accelerator(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    """How batches reach several processes means nothing to one; what would change the run is refused."""
+    try:
+        given = as_dict_or_file(name, value)
+    except ValueError as error:
+        return str(error)
+    for key, found in given.items():
+        if key not in ACCELERATOR:
+            return f"{name} holds {key!r}: wanted {', '.join(ACCELERATOR)}."
+        default, instead = ACCELERATOR[key]
+        if instead and found != default:
+            return f"{name} sets {key}={found!r}, which is not {HERE}: {instead}"
+    return None
+
+
+def one_device(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    """A ParallelismConfig, or a dict of its sizes: none may be above 1 here."""
+    sizes = value if isinstance(value, Mapping) else vars(value) if value else {}
+    wanted = {key: size for key, size in sizes.items() if key.endswith("_size") and isinstance(size, int) and size > 1}
+    return f"{name} asks for {wanted}: this release trains on one device; leave it out." if wanted else None
+
+
+def _words(value: Any) -> list[str]:
+    """Of an argument that takes words in a string, a list of them, or a truth value."""
+    if isinstance(value, bool) or value is None:
+        return []
+    return [plain(word) for word in (value.split() if isinstance(value, str) else value)]
+
+
+def fsdp_words(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    unknown = [word for word in _words(value) if word not in FSDP_WORDS]
+    return f"{name} holds {unknown}: wanted some of {', '.join(FSDP_WORDS)}." if unknown else None
+
+
+def deepspeed_config(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if not value:
         return None
-    return f"{name} sets {touched}, which are not {HERE}: {NO_ACCELERATE}"
+    try:
+        return " ".join(deepspeed.conflicts(as_dict_or_file(name, value), values)) or None
+    except ValueError as error:
+        return str(error)
+
+
+def debug_words(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    words = _words(value)
+    unknown = [word for word in words if word not in ("underflow_overflow", "tpu_metrics_debug")]
+    return f"{name} holds {unknown}: wanted underflow_overflow or tpu_metrics_debug." if unknown else None
+
+
+def debug_note(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    words = _words(value)
+    return f"{name}: tpu_metrics_debug has no effect in trl_jax: XLA has no such log." if "tpu" in str(words) else None
+
+
+def metric_inputs(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    unknown = [word for word in value or () if word not in ("inputs", "loss")]
+    return f"{name} holds {unknown}: wanted some of inputs, loss." if unknown else None
+
+
+def tokens_seen(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    known = ("all", "non_padding", "no", True, False)
+    return None if value in known else f"{show(name, value)}: wanted 'all', 'non_padding' or 'no'."
 
 
 def pad_multiple(name: str, value: Any, values: Mapping[str, Any]) -> str | None:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from trl_jax.core import argument_rules as rules
 from trl_jax.core.argument_rules import HERE, Rule, show
+from trl_jax.core.optimizers import OPTIMIZERS
 
 Kind = Literal["native", "mapped", "silent", "warned", "refused"]
 
@@ -23,6 +24,8 @@ class Fate:
     kind: Kind
     text: str = ""
     rule: Rule | None = None
+    # What is told of a value that is accepted, where it depends on the value.
+    note: Rule | None = None
     # True of values that mean the default though they are not equal to it.
     is_off: Callable[[Any], bool] | None = None
 
@@ -36,13 +39,13 @@ def _falsy(value: Any) -> bool:
 
 
 AS_BF16 = "float16 is run as bfloat16, which needs no loss scaling. Pass the bf16 argument to say so."
-NO_MESH = "this release trains on one device; leave it out."
+ONE_DEVICE = "this release trains on one device, where there is nothing to shard."
 
 # The names that this release knows, of the arguments that choose by name.
 SUPPORTED: dict[str, tuple[str, ...]] = {
-    "optim": ("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused"),
-    "lr_scheduler_type": ("linear", "cosine", "constant", "constant_with_warmup"),
-    "train_sampling_strategy": ("random", "sequential"),
+    "optim": tuple(OPTIMIZERS),
+    "lr_scheduler_type": tuple(rules.SCHEDULES),
+    "train_sampling_strategy": ("random", "sequential", "group_by_length"),
 }
 
 TABLE: dict[str, Fate] = {
@@ -53,11 +56,13 @@ TABLE: dict[str, Fate] = {
     **_each("gradient_accumulation_steps", "native", rule=rules.whole(1)),
     **_each("auto_find_batch_size", "refused", "choose per_device_train_batch_size yourself."),
     # Optimiser, schedule and order of rows
-    **{name: Fate("native", rule=rules.one_of(*known)) for name, known in SUPPORTED.items()},
+    **_each("optim", "native", rule=rules.optimizer, note=rules.optimizer_note),
+    **_each("optim_args", "native", rule=rules.optimizer_args),
+    **_each("lr_scheduler_type", "native", rule=rules.scheduler),
+    **_each("train_sampling_strategy", "native", rule=rules.one_of(*SUPPORTED["train_sampling_strategy"])),
     **_each("learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon", "native", rule=rules.number(0)),
     **_each("max_grad_norm", "native", rule=rules.number(0, optional=True)),
     **_each("warmup_steps", "native"),
-    **_each("optim_args", "refused", "AdamW takes adam_beta1, adam_beta2, adam_epsilon and weight_decay."),
     **_each("optim_target_modules", "refused", "it belongs to GaLore and APOLLO; leave it out."),
     **_each("lr_scheduler_kwargs", "native", rule=rules.scheduler_kwargs),
     **_each("average_tokens_across_devices", "silent", "the loss is a mean over pairs"),
@@ -81,14 +86,12 @@ TABLE: dict[str, Fate] = {
     **_each("trackio_space_id trackio_bucket_id trackio_static_space_id", "native"),
     **_each("log_on_each_node", "silent", "one process logs"),
     **_each("logging_nan_inf_filter", "silent", "a NaN is always logged as it is"),
-    **_each("include_num_input_tokens_seen", "refused", "the num_tokens of every log line counts them.",
-            is_off=lambda value: value in ("no", False)),
+    **_each("include_num_input_tokens_seen", "native", rule=rules.tokens_seen),
     # Evaluation
     **_each("eval_strategy eval_steps eval_delay eval_on_start prediction_loss_only", "native"),
     **_each("eval_use_gather_object eval_accumulation_steps", "silent", "each batch goes to the host"),
-    **_each("eval_do_concat_batches", "refused", "predictions are one array; split it by the batch size."),
-    **_each("include_for_metrics", "refused", "compute_metrics gets the predictions only.", is_off=_falsy),
-    **_each("batch_eval_metrics", "refused", "compute_metrics is called once, with all predictions."),
+    **_each("eval_do_concat_batches batch_eval_metrics", "native"),
+    **_each("include_for_metrics", "native", rule=rules.metric_inputs),
     # Saving, the Hub, resuming
     **_each("save_strategy save_steps", "native"),
     **_each("load_best_model_at_end metric_for_best_model greater_is_better", "native"),
@@ -106,21 +109,24 @@ TABLE: dict[str, Fate] = {
     # Data
     **_each("dataloader_drop_last", "native"),
     **_each("remove_unused_columns", "silent", "the loader takes the columns it needs and leaves the others"),
-    **_each("length_column_name", "silent", "only sampling by length reads it"),
+    **_each("length_column_name", "native"),
     **_each("dataloader_pin_memory dataloader_persistent_workers", "silent", "there are no worker processes"),
     **_each("dataloader_num_workers dataloader_prefetch_factor dataloader_multiprocessing_context", "warned",
             "batches are made in this process, ahead of the step."),
     **_each("dataloader_in_order", "warned", "batches always come in order."),
     **_each("label_names", "warned", "preference pairs have no labels."),
     # Devices and launchers
-    **_each("accelerator_config", "mapped", rule=rules.untouched_accelerator),
-    **_each("parallelism_config fsdp fsdp_config deepspeed", "refused", NO_MESH, is_off=_falsy),
+    **_each("accelerator_config", "mapped", rule=rules.accelerator),
+    **_each("parallelism_config", "mapped", rule=rules.one_device),
+    **_each("fsdp", "warned", ONE_DEVICE, is_off=_falsy, rule=rules.fsdp_words),
+    **_each("fsdp_config", "silent", "what it says of shards means nothing without them"),
+    **_each("deepspeed", "warned", ONE_DEVICE, is_off=_falsy, rule=rules.deepspeed_config),
     **_each("ddp_find_unused_parameters ddp_broadcast_buffers ddp_static_graph ddp_timeout", "silent",
             "collectives are XLA's"),
     **_each("ddp_bucket_cap_mb ddp_backend", "warned", "collectives are XLA's."),
     **_each("local_rank do_train do_eval do_predict", "silent", "scripts read it, the trainer does not"),
-    **_each("debug", "refused", "set JAX_DEBUG_NANS=True in the environment to find a NaN.", is_off=_falsy),
-    **_each("skip_memory_metrics", "refused", "jax.local_devices()[0].memory_stats() tells the memory used."),
+    **_each("debug", "mapped", rule=rules.debug_words, note=rules.debug_note),
+    **_each("skip_memory_metrics", "mapped"),
     # RewardConfig's own
     **_each("model_init_kwargs", "native", rule=rules.a_dict),
     **_each("trust_remote_code chat_template_path disable_dropout eos_token", "native"),
@@ -129,6 +135,8 @@ TABLE: dict[str, Fate] = {
     **_each("pad_to_multiple_of", "mapped", rule=rules.pad_multiple),
     **_each("center_rewards_coefficient", "native", rule=rules.number(0, optional=True)),
     **_each("pad_token", "native"),
+    # Not in TRL
+    **_each("eval_report eval_subset_column", "native"),
     **_each("batch_layout", "mapped", rule=rules.one_of("auto", "padded", "packed", "shared")),
 }  # fmt: skip
 
@@ -158,6 +166,8 @@ def judge(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[list[
                 warnings.append(f"{show(name, value)} has no effect in trl_jax: {fate.text}")
             elif fate.kind == "mapped" and fate.text:
                 warnings.append(f"{show(name, value)}: {fate.text}")
+            elif fate.note is not None and (told := fate.note(name, value, values)):
+                warnings.append(told)
     return refusals, warnings
 
 

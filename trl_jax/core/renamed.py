@@ -1,9 +1,10 @@
-"""Names that scripts still use and that mean nothing any more, and what to write today."""
+"""Names that scripts still use: what they mean today, or what to write instead."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 GONE = (
     "fp16_backend half_precision_backend include_tokens_per_second ipex jit_mode_eval overwrite_output_dir"
@@ -24,6 +25,17 @@ RENAMED = {
     "warmup_ratio": "use warmup_steps: a number below 1 is a ratio.",
     **dict.fromkeys(GONE.split(), "leave it out: transformers no longer has it."),
 }
+# Old name -> the new one that takes the same value.
+_SAME = {
+    "evaluation_strategy": "eval_strategy",
+    "no_cuda": "use_cpu",
+    "push_to_hub_model_id": "hub_model_id",
+    "push_to_hub_token": "hub_token",
+    "torch_dtype": "dtype",
+    "warmup_ratio": "warmup_steps",
+}
+_IGNORED = {*GONE.split(), "dispatch_batches", "split_batches"}
+TENSORBOARD = "TENSORBOARD_LOGGING_DIR"
 
 
 def way_out(name: str, known: Iterable[str]) -> str:
@@ -32,3 +44,53 @@ def way_out(name: str, known: Iterable[str]) -> str:
         return RENAMED[name]
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"did you mean {close[0]}?" if close else "no argument has a name like it."
+
+
+def translated(given: Mapping[str, Any], known: Iterable[str]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+    """Keyword arguments with old names as they are called today.
+
+    Returns:
+        The arguments, environment variables to set, and what to tell, a line a name.
+
+    Raises:
+        TypeError: a name both old and new, or save_safetensors=False.
+    """
+    known, now, environment, notes = set(known), dict(given), {}, []
+    for name in [name for name in given if name in RENAMED and name not in known]:
+        new = _modern(name, now.pop(name), given)
+        if new is None:
+            continue
+        if name in _IGNORED:
+            notes.append(f"{name} has no effect any more; {RENAMED[name]}")
+            continue
+        notes.append(f"{name} is an old name: {RENAMED[name]}")
+        environment |= {key: value for key, value in new.items() if key == TENSORBOARD}
+        now |= {key: value for key, value in new.items() if key != TENSORBOARD}
+    return now, environment, notes
+
+
+def _modern(name: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What an old argument is today; None where it says nothing."""
+    if name == "save_safetensors" and value is False:
+        raise TypeError("save_safetensors=False: pickled weights are not written. Leave it out.")
+    if name == "warmup_ratio" and given.get("warmup_steps"):
+        return None  # steps always won
+    if name in _SAME:
+        new = _SAME[name]
+        if new in given:
+            raise TypeError(f"{name}={value!r} and {new}={given[new]!r} are one argument. Leave {name} out.")
+        return {new: value}
+    if name == "logging_dir":
+        return {} if value is None else {TENSORBOARD: str(value)}
+    if name == "group_by_length":
+        return {"train_sampling_strategy": "group_by_length"} if value else {}
+    if name == "max_prompt_length":
+        raise TypeError(f"max_prompt_length={value!r}: {RENAMED[name]}")
+    if name == "push_to_hub_organization":
+        model = given.get("hub_model_id") or given.get("push_to_hub_model_id")
+        if value is None:
+            return {}
+        if model is None:
+            raise TypeError("push_to_hub_organization without a model's name: use hub_model_id='organization/name'.")
+        return {"hub_model_id": f"{value}/{model}"}
+    return {}

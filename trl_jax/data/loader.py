@@ -12,7 +12,7 @@ from datasets import Dataset, IterableDataset
 
 from trl_jax.data.fingerprint import row_digest
 from trl_jax.data.layout import PairBatch, pad_pairs, padded_length
-from trl_jax.data.order import epoch_order, micro_batches
+from trl_jax.data.order import epoch_order, grouped_by_length, micro_batches
 from trl_jax.data.plan import Ladder
 from trl_jax.data.streams import balanced, place, stream_pairs
 
@@ -66,6 +66,7 @@ class PreferenceLoader:
     shuffle: bool = False
     seed: int = 0
     drop_last: bool = False
+    lengths: np.ndarray | None = None  # of the rows, to visit those of like length together
     epoch: int = 0
     skipped: int = 0
     skipped_digest: int | None = None
@@ -87,13 +88,12 @@ class PreferenceLoader:
         return math.ceil(batches / self.accumulation)
 
     def __iter__(self) -> Iterator[StepBatch]:
-        for group in micro_batches(self._micro_batches(), self.accumulation, drop_last=False):
+        for group in self.groups():
             yield self._step(group)
 
-    def groups(self) -> Iterator[list[list[dict]]]:
-        """The rows of each step, by micro-batch."""
-        for group in micro_batches(self._micro_batches(), self.accumulation, drop_last=False):
-            yield [[place.row for place in places] for places in group]
+    def groups(self) -> Iterator[list[list[Place]]]:
+        """The pairs of each step, by micro-batch."""
+        return micro_batches(self._micro_batches(), self.accumulation, drop_last=False)
 
     def _micro_batches(self) -> Iterator[list[Place]]:
         if isinstance(self.dataset, IterableDataset):
@@ -101,6 +101,8 @@ class PreferenceLoader:
             return
         columns = self.dataset.select_columns([name for name in COLUMNS if name in self.dataset.column_names])
         order = epoch_order(len(columns), seed=self.seed, epoch=self.epoch, shuffle=self.shuffle)
+        if self.lengths is not None:
+            order = grouped_by_length(order, self.lengths, self.batch_size * self.accumulation)
         for indices in micro_batches(order[self.skipped :], self.batch_size, drop_last=self.drop_last):
             rows = columns[np.asarray(indices)]
             values = [dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)]

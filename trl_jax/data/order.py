@@ -19,6 +19,19 @@ def epoch_order(rows: int, *, seed: int, epoch: int, shuffle: bool) -> np.ndarra
     return TorchGenerator(seed + epoch).permutation(rows) if shuffle else np.arange(rows)
 
 
+def grouped_by_length(order: np.ndarray, lengths: np.ndarray, batch_size: int) -> np.ndarray:
+    """The same rows, those of like length side by side: transformers' LengthGroupedSampler over this `order`.
+
+    Runs of up to 50 batches, at least four of them, are sorted by length; the longest row of all comes first, so that
+    memory that is too small shows at once.
+    """
+    run = max(1, min(len(order) // (batch_size * 4), 50)) * batch_size
+    runs = [sorted(order[i : i + run], key=lambda row: lengths[row], reverse=True) for i in range(0, len(order), run)]
+    longest = int(np.argmax([lengths[rows[0]] for rows in runs]))
+    runs[0][0], runs[longest][0] = runs[longest][0], runs[0][0]
+    return np.concatenate(runs)
+
+
 def micro_batches(items: Iterator[Any], size: int, *, drop_last: bool) -> Iterator[list]:
     """Runs of `size` items; the last may be shorter, or is left out."""
     items = iter(items)

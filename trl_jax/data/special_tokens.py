@@ -35,18 +35,64 @@ def settle(tokenizer: Any, *, eos_token: str | None = None, pad_token: str | Non
     return tokenizer
 
 
-def settle_chat_template(tokenizer: Any, path: str) -> Any:
-    """Set `tokenizer.chat_template` to the text of a .jinja or .j2 file (UTF-8) and return the tokenizer."""
+def settle_chat_template(tokenizer: Any, path: str, *, rows: int) -> Any:
+    """Give the tokenizer the template in a .jinja or .j2 file (UTF-8), or that of another tokenizer, by folder or name.
+
+    With another's template come its added tokens and its EOS token; the model embeds `rows` tokens.
+    """
     file = Path(path)
     if file.suffix not in (".jinja", ".j2"):
-        raise ValueError(
-            f"chat_template_path={str(path)!r}: this release takes a .jinja or .j2 file. To use another "
-            "tokenizer's template, save it first: Path('template.jinja').write_text(other.chat_template)."
-        )
+        clone_into(tokenizer, str(path), rows=rows)
+        return tokenizer
     if not file.is_file():
         raise FileNotFoundError(f"chat_template_path={str(path)!r}: there is no such file.")
     tokenizer.chat_template = file.read_text(encoding="utf-8")
     return tokenizer
+
+
+def clone_into(tokenizer: Any, source_path: str, *, rows: int) -> list[int]:
+    """Another tokenizer's chat template, added tokens and EOS token, into this one; the ids of the new tokens.
+
+    Rows of the embedding that no token has then get names, <extra_id_0> and so on, as in TRL.
+
+    Raises:
+        ValueError: there are more new tokens than rows to spare.
+    """
+    source, vocabulary = _loaded(source_path), tokenizer.get_vocab()
+    new = [token for token in source.added_tokens_decoder.values() if token.content not in vocabulary]
+    if len(vocabulary) + len(new) > rows:
+        raise ValueError(
+            f"{source_path} brings {len(new)} new tokens ({', '.join(token.content for token in new[:8])}), but the "
+            f"model embeds {rows} tokens and {len(vocabulary)} are taken. Resize the checkpoint's embedding with "
+            "transformers' resize_token_embeddings first."
+        )
+    tokenizer.chat_template = source.get_chat_template()
+    tokenizer.add_tokens(new)
+    tokenizer.eos_token = source.eos_token
+    return tokenizer.convert_tokens_to_ids([token.content for token in new] + _fill(tokenizer, rows))
+
+
+def _loaded(path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path!r} is neither a .jinja or .j2 file nor a tokenizer's folder or Hub name. To use a template, "
+            "save it: Path('template.jinja').write_text(template)."
+        ) from error
+
+
+def _fill(tokenizer: Any, size: int) -> list[str]:
+    """Name the rows that no token has; the names that were new."""
+    added, number = [], 0
+    while len(tokenizer.get_vocab()) < size:
+        name = f"<extra_id_{number}>"
+        if tokenizer.add_tokens(name):
+            added.append(name)
+        number += 1
+    return added
 
 
 def _check_known(tokenizer: Any, argument: str, token: str) -> None:

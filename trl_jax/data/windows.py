@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trl_jax.data.layout import PairBatch, pad_pairs
-from trl_jax.data.loader import PreferenceLoader
+from trl_jax.data.loader import Place, PreferenceLoader
 from trl_jax.data.streams import Placed, place, stream_pairs
 
 WINDOW = 64  # batches that are sorted together
@@ -29,10 +29,12 @@ class Window:
 
     passes: what is computed, and for each of its slots the pair that it has, counted over the window, or -1.
     batches: in the set's order, `batch_size` pairs each but the last.
+    rows: which of the set's pairs each batch is.
     """
 
     passes: list[tuple[PairBatch, np.ndarray]]
     batches: list[EvaluationBatch]
+    rows: list[list[int]]
     batch_size: int
 
     def restored(self, scores: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -63,10 +65,11 @@ class Windows:
         if gathered:
             yield self._window(gathered)
 
-    def _window(self, batches: list[list[dict]]) -> Window:
-        loader = self._loader
+    def _window(self, places: list[list[Place]]) -> Window:
+        loader, batches = self._loader, [[place.row for place in batch] for batch in places]
+        rows = [[place.index for place in batch] for batch in places]
         passes = self._padded(batches) if loader.layout == "padded" else self._streams(batches)
-        return Window(passes, [_facts(rows, loader.batch_size) for rows in batches], loader.batch_size)
+        return Window(passes, [_facts(batch, loader.batch_size) for batch in batches], rows, loader.batch_size)
 
     def _padded(self, batches: list[list[dict]]) -> list[tuple[PairBatch, np.ndarray]]:
         loader, rows = self._loader, [row for batch in batches for row in batch]

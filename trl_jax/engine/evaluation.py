@@ -12,11 +12,12 @@ import numpy as np
 
 @dataclass
 class Evaluated:
-    """What each batch gave, on the host: its metrics and scores, and how many real pairs it had."""
+    """What each batch gave, on the host: its metrics and scores, and the real pairs it had."""
 
     metrics: list[dict[str, np.ndarray]]
     scores: list[np.ndarray]
     num_pairs: list[int]
+    rows: list[list[int]]  # which of the set's each batch is
 
     @property
     def total_pairs(self) -> int:
@@ -39,18 +40,20 @@ def run_evaluation(
     Args:
         score: a pass's arrays -> scores of its slots.
         measure: a batch's scores, the batch -> metrics with `loss`.
-        windows: items have `passes`, `batches`, and `restored`, which gives each batch its scores.
+        windows: items have `passes`, `batches`, the `rows` of each, and `restored`, which gives each its scores.
         after_each: called once a batch, for progress bars.
 
     Raises:
         ValueError: there is no batch.
     """
-    done = Evaluated([], [], [])
+    done = Evaluated([], [], [], [])
     for window in windows:
-        for scores, batch in zip(window.restored(_scores(score, window.passes)), window.batches, strict=True):
+        restored = window.restored(_scores(score, window.passes))
+        for scores, batch, rows in zip(restored, window.batches, window.rows, strict=True):
             done.metrics.append(jax.device_get(measure(scores, batch)))
             done.scores.append(scores)
             done.num_pairs.append(batch.num_pairs)
+            done.rows.append(rows)
             after_each()
     if not done.scores:
         raise ValueError("The evaluation set has no rows.")
@@ -63,3 +66,27 @@ def _scores(score: Callable[[Any], jax.Array], passes: list[tuple[Any, np.ndarra
         found.append(score(arrays))
         found[:-1] = jax.device_get(found[:-1])
     return jax.device_get(found)
+
+
+def run_batches(
+    evaluate_batch: Callable[[Any], tuple[dict[str, jax.Array], Any]],
+    batches: Iterable[Any],
+    after_each: Callable[[], None],
+) -> Evaluated:
+    """The same, batch by batch, for a script's own idea of loss or prediction.
+
+    Args:
+        evaluate_batch: arrays -> (metrics with `loss`, scores).
+        batches: items have `arrays`, `num_pairs` and `rows`.
+    """
+    done = Evaluated([], [], [], [])
+    for batch in batches:
+        metrics, scores = jax.device_get(evaluate_batch(batch.arrays))
+        done.metrics.append(metrics)
+        done.scores.append(scores)
+        done.num_pairs.append(batch.num_pairs)
+        done.rows.append(batch.rows)
+        after_each()
+    if not done.scores:
+        raise ValueError("The evaluation set has no rows.")
+    return done

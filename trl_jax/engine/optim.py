@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-import math
 import re
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+
+from trl_jax.core.optimizers import OPTIMIZERS
+from trl_jax.engine.transforms import (
+    clip_by_global_norm,
+    scale_by_adagrad,
+    scale_by_adam,
+    scale_by_ademamix,
+    scale_by_rms,
+    with_momentum,
+)
 
 # transformers' Trainer.get_decay_parameter_names: neither biases nor any kind of norm decay.
 _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
@@ -19,48 +30,115 @@ def decays(tensor: str) -> bool:
     return not _UNDECAYED.search(tensor.lower())
 
 
-def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
-    """torch's clip_grad_norm_: scale by `max_norm / (norm + 1e-6)` where that is below 1.
+class Optimizer(NamedTuple):
+    """An optax transformation whose `update` takes the `learning_rate` of its step: the schedule stays on the host."""
 
-    optax's own divides by the bare norm, which differs in the seventh digit.
+    init: Callable
+    update: Callable
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """What the arguments say of an optimiser; `own` is `optim_args`, read."""
+
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    own: dict[str, Any] = field(default_factory=dict)
+
+
+def _adam(given: Hyperparameters) -> optax.GradientTransformation:
+    dtypes = (given.own.get(f"{name}_dtype", "float32") for name in ("momentum", "variance"))
+    return scale_by_adam(given.b1, given.b2, given.eps, *dtypes)
+
+
+def _adafactor(given: Hyperparameters) -> optax.GradientTransformation:
+    """transformers' Adafactor with neither a relative step nor a scale by parameter (arXiv:1804.04235)."""
+    return optax.chain(
+        optax.scale_by_factored_rms(min_dim_size_to_factor=0), optax.clip_by_block_rms(1.0)
+    )
+
+
+def _sgd(given: Hyperparameters) -> optax.GradientTransformation:
+    return with_momentum(**given.own) if given.own.get("momentum") else optax.identity()
+
+
+def _adagrad(given: Hyperparameters) -> optax.GradientTransformation:
+    return scale_by_adagrad(**given.own)
+
+
+def _rmsprop(given: Hyperparameters) -> optax.GradientTransformation:
+    own = dict(given.own)
+    momentum = own.pop("momentum", 0.0)
+    rms = scale_by_rms(**own)
+    return optax.chain(rms, with_momentum(momentum)) if momentum else rms
+
+
+def _lion(given: Hyperparameters) -> optax.GradientTransformation:
+    return optax.scale_by_lion(given.b1, given.b2)
+
+
+def _ademamix(given: Hyperparameters) -> optax.GradientTransformation:
+    own = dict(given.own)
+    b1, b2, b3 = own.pop("beta1", given.b1), own.pop("beta2", given.b2), own.pop("beta3", 0.9999)
+    return scale_by_ademamix(b1, b2, b3, own.pop("alpha", 5.0), own.pop("eps", given.eps), **own)
+
+
+_RULES = {
+    "adamw": _adam,
+    "adafactor": _adafactor,
+    "sgd": _sgd,
+    "adagrad": _adagrad,
+    "rmsprop": _rmsprop,
+    "lion": _lion,
+    "ademamix": _ademamix,
+}
+_COUPLED = {"sgd", "adagrad", "rmsprop"}  # torch adds their weight decay to the gradient
+
+
+def make_optimizer(
+    name: str, given: Hyperparameters, *, decayed: dict[str, bool], max_grad_norm: float | None
+) -> Optimizer:
+    """The optimiser that `optim` names: clipping where `max_grad_norm` > 0, its rule, weight decay, the rate.
+
+    Args:
+        decayed: for each parameter, whether it decays.
     """
+    meant = OPTIMIZERS[name]
+    given = Hyperparameters(given.b1, given.b2, given.eps, given.weight_decay, meant.fixed | given.own)
+    steps = [_RULES[meant.kind](given)]
+    if given.weight_decay:
+        decay = optax.add_decayed_weights(given.weight_decay, mask=decayed)
+        steps.insert(0 if meant.kind in _COUPLED else 1, decay)
+    return _chained(steps, max_grad_norm)
 
-    def update(updates, state, params=None):
-        del params
-        scale = jnp.minimum(1.0, max_norm / (optax.global_norm(updates) + 1e-6))
-        return jax.tree.map(lambda g: g * scale, updates), state
 
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+def adamw(
+    *, b1: float, b2: float, eps: float, weight_decay: float, decayed: dict[str, bool], max_grad_norm: float | None
+) -> Optimizer:
+    """torch's AdamW: decoupled decay, eps outside the square root; clipping before it where `max_grad_norm` > 0."""
+    given = Hyperparameters(b1, b2, eps, weight_decay)
+    return make_optimizer("adamw_torch", given, decayed=decayed, max_grad_norm=max_grad_norm)
 
 
-def scale_by_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
-    """Adam (Kingma and Ba 2015, arXiv:1412.6980), eps outside the root, with bias corrections that keep their digits.
+def from_optax(tx: optax.GradientTransformation, *, peak: float, max_grad_norm: float | None) -> Optimizer:
+    """A user's transformation, which has its rate in it: what it gives is scaled by the schedule's rate over `peak`.
 
-    optax takes `1 - b2**t` in float32, which for b2 = 0.999 costs four of its seven digits in the first steps; that
-    error alone would be most of the distance to torch, which takes it in double precision.
+    So does torch's LambdaLR with the rate an optimizer was made with.
     """
-
-    def bias(decay: float, count: jax.Array) -> jax.Array:
-        return -jnp.expm1(count * math.log(decay)) if decay > 0 else jnp.ones(())
-
-    def init(params):
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        return optax.ScaleByAdamState(count=jnp.zeros((), jnp.int32), mu=zeros, nu=jax.tree.map(jnp.copy, zeros))
-
-    def update(updates, state, params=None):
-        del params
-        count = optax.safe_increment(state.count)
-        mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, updates)
-        nu = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * jnp.square(g), state.nu, updates)
-        first, second = bias(b1, count), bias(b2, count)
-        updates = jax.tree.map(lambda m, v: (m / first) / (jnp.sqrt(v / second) + eps), mu, nu)
-        return updates, optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
-
-    return optax.GradientTransformation(init, update)
+    whole = optax.chain(tx, optax.scale(-1.0 / peak))
+    return _chained([whole], max_grad_norm)
 
 
-def scale_by_given_learning_rate() -> optax.GradientTransformationExtraArgs:
-    """Multiplies by minus the `learning_rate` handed to `update`: the schedule stays on the host."""
+def _chained(steps: list[optax.GradientTransformation], max_grad_norm: float | None) -> Optimizer:
+    clip = [clip_by_global_norm(max_grad_norm)] if max_grad_norm else []
+    chain = optax.chain(*clip, *steps, _scale_by_given_learning_rate())
+    return Optimizer(chain.init, chain.update)
+
+
+def _scale_by_given_learning_rate() -> optax.GradientTransformationExtraArgs:
+    """Multiplies by minus the `learning_rate` handed to `update`."""
 
     def update(updates, state, params=None, *, learning_rate, **extra):
         del params, extra
@@ -69,26 +147,21 @@ def scale_by_given_learning_rate() -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
-def adamw(
-    *, b1: float, b2: float, eps: float, weight_decay: float, decayed: dict[str, bool], max_grad_norm: float | None
-) -> optax.GradientTransformationExtraArgs:
-    """torch's AdamW: decoupled decay, eps outside the square root; clipping before it where `max_grad_norm` > 0.
-
-    Args:
-        decayed: for each parameter, whether it decays.
-    """
-    steps: list[Any] = [clip_by_global_norm(max_grad_norm)] if max_grad_norm else []
-    steps.append(scale_by_adam(b1, b2, eps))
-    if weight_decay:
-        steps.append(optax.add_decayed_weights(weight_decay, mask=decayed))
-    return optax.chain(*steps, scale_by_given_learning_rate())
-
-
 def with_adam_moments(state: Any, count: int, mu: dict[str, jax.Array], nu: dict[str, jax.Array]) -> Any:
-    """The state of `adamw` with these moments in it, as after `count` steps."""
+    """The state of `adamw` with these moments in it, as after `count` steps.
 
-    def is_adam(node):
-        return isinstance(node, optax.ScaleByAdamState)
+    Raises:
+        ValueError: it is another optimiser's.
+    """
+    found = []
 
-    adam = optax.ScaleByAdamState(count=jnp.asarray(count, jnp.int32), mu=mu, nu=nu)
-    return jax.tree.map(lambda node: adam if is_adam(node) else node, state, is_leaf=is_adam)
+    def moments(node):
+        if not isinstance(node, optax.ScaleByAdamState):
+            return node
+        found.append(node)
+        return optax.ScaleByAdamState(jnp.asarray(count, jnp.int32), mu, nu)
+
+    filled = jax.tree.map(moments, state, is_leaf=lambda node: isinstance(node, optax.ScaleByAdamState))
+    if not found:
+        raise ValueError("The checkpoint holds AdamW's moments, but optim names another rule. Resume with adamw_torch.")
+    return filled

@@ -22,10 +22,11 @@ class Watch:
     Args:
         first: number of the first step that will be seen.
         explain: a bad step's batch -> a sentence on where the first value that is no number arises.
+        patience: how many such steps in a row end the run.
     """
 
-    def __init__(self, first: int, explain: Callable[[Any], str]):
-        self._step, self._explain = first - 1, explain
+    def __init__(self, first: int, explain: Callable[[Any], str], patience: int = PATIENCE):
+        self._step, self._explain, self._patience = first - 1, explain, patience
         self._pending: tuple[Any, dict[str, Any]] | None = None
         self._bad: list[int] = []
 
@@ -33,7 +34,7 @@ class Watch:
         """A step that has been handed to the device; `batch.rows` are its pairs.
 
         Raises:
-            FloatingPointError: it, or the one before, was the last of `PATIENCE` bad ones in a row.
+            FloatingPointError: it, or the one before, was the last of `patience` bad ones in a row.
         """
         self.settle()
         self._pending = (batch, metrics)
@@ -52,8 +53,8 @@ class Watch:
             return
         self._bad.append(self._step)
         what = f"Step {self._step}: loss {loss}, grad_norm {norm}, on rows {_some(batch.rows)} of train_dataset."
-        if len(self._bad) < PATIENCE:
-            logger.warning("%s Its update was left out; %d such steps in a row end the run.", what, PATIENCE)
+        if len(self._bad) < self._patience:
+            logger.warning("%s Its update was left out; %d such steps in a row end the run.", what, self._patience)
             return
         raise FloatingPointError(
             f"{what} Steps {_some(self._bad)} in a row gave no number. {self._explain(batch)} The weights are those "

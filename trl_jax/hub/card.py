@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 import yaml
 
-CARD = "README.md"
+CARD, CURVE = "README.md", "training_loss.svg"
 _MARK = "<!-- trl_jax wrote this card and will write it anew; remove this line to keep your own. -->"
 _TAGS = ("generated_from_trainer", "trl_jax", "reward-trainer")
 _LIBRARIES = ("transformers", "datasets", "jax", "flax", "optax")
 
 
+@dataclass(frozen=True)
+class Run:
+    """arguments: those that were set, by name. metrics: the last of each. losses: (step, loss) of every log."""
+
+    arguments: dict[str, object]
+    metrics: dict[str, float]
+    losses: list[tuple[int, float]]
+
+
 def write_card(
-    folder: Path, *, model_name: str, base_model: str | None, datasets: list[str], tags: list[str], **facts: object
+    folder: Path,
+    *,
+    model_name: str,
+    base_model: str | None,
+    datasets: list[str],
+    tags: list[str],
+    run: Run | None = None,
+    **facts: object,
 ) -> None:
     """Write README.md unless there is one that we did not write.
 
     Args:
         base_model: a repository's name; None where training began from a folder.
+        run: what to tell of the training; None tells nothing, as of a model that has not been trained.
         facts: further metadata of the card, as the Hub calls it (language, license, ...); None is left out.
     """
     path = folder / CARD
@@ -36,7 +55,8 @@ def write_card(
     }
     kept = {key: value for key, value in metadata.items() if value is not None}
     front = yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
-    path.write_text(f"---\n{front}---\n\n{_MARK}\n\n{_text(model_name, base_model, datasets)}", encoding="utf-8")
+    text = f"---\n{front}---\n\n{_MARK}\n\n{_text(model_name, base_model, datasets)}{_told(folder, run)}"
+    path.write_text(text, encoding="utf-8")
 
 
 def _text(model_name: str, base_model: str | None, datasets: list[str]) -> str:
@@ -57,3 +77,40 @@ Trained with
 
 {libraries}
 """
+
+
+def _told(folder: Path, run: Run | None) -> str:
+    """The run's arguments, last metrics, and its loss as a picture beside the card."""
+    if run is None:
+        return ""
+    parts = [_table("Arguments that were set", run.arguments), _table("Last metrics", run.metrics)]
+    if len(run.losses) > 1:
+        (folder / CURVE).write_text(curve(run.losses), encoding="utf-8")
+        parts.insert(0, f"![Training loss]({CURVE})\n")
+    return "\n" + "\n".join(part for part in parts if part)
+
+
+def _table(title: str, rows: dict[str, object]) -> str:
+    if not rows:
+        return ""
+    lines = "\n".join(f"| {name} | {_short(value)} |" for name, value in rows.items())
+    return f"{title}\n\n| | |\n| --- | --- |\n{lines}\n"
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|")
+
+
+def curve(losses: list[tuple[int, float]]) -> str:
+    """SVG of a line through (step, loss); values that are no numbers are left out."""
+    losses = [(step, loss) for step, loss in losses if math.isfinite(loss)]
+    last, low, high = losses[-1][0], min(loss for _, loss in losses), max(loss for _, loss in losses)
+    first, height, width = losses[0][0], 160, 480
+    points = " ".join(
+        f"{(step - first) / max(last - first, 1) * width:.1f},{(high - loss) / ((high - low) or 1) * height:.1f}"
+        for step, loss in losses
+    )
+    size = f'width="{width}" height="{height + 24}" font-family="sans-serif" font-size="12"'
+    words = f'<text y="{height + 18}">loss {losses[0][1]:.4f} to {losses[-1][1]:.4f}, steps {first} to {last}</text>'
+    line = f'<polyline points="{points}" fill="none" stroke="#48a" stroke-width="1.5"/>'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{line}{words}</svg>\n'

@@ -16,6 +16,7 @@ from flax import nnx
 from trl_jax.data.layout import padded_length, scored_token
 from trl_jax.hub.config import read_config
 from trl_jax.hub.engines import Engine, load_exported, load_native
+from trl_jax.hub.facade import Habits
 from trl_jax.hub.families import families, read_arch
 from trl_jax.hub.fetch import Repository, checkpoint_folder
 from trl_jax.hub.loading import Source
@@ -32,12 +33,15 @@ _FETCH = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "gg
 
 
 class ScoreOutput(NamedTuple):
-    """What calling the model returns: `logits`, float32 `[rows, 1]`."""
+    """What calling the model returns: `logits`, float32 `[rows, 1]`, by attribute, name or place."""
 
     logits: jax.Array
 
+    def __getitem__(self, key: str | int) -> jax.Array:
+        return self.logits if key == "logits" else tuple.__getitem__(self, key)
 
-class PreTrainedModel:
+
+class PreTrainedModel(Habits):
     """A sequence classifier with one label. `params` is the flat dict of its arrays, float32, by dotted path.
 
     `config` is the transformers config object of the checkpoint; changing it changes what is saved only where

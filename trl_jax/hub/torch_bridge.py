@@ -306,6 +306,13 @@ def _first_position(table: Any) -> int:
     return getattr(table, "offset", 0)
 
 
+def as_tensors(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    """The same as torch's tensors."""
+    import torch
+
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
 def available() -> bool:
     return importlib.util.find_spec("torch") is not None
 

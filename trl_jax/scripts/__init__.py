@@ -1,1 +1,14 @@
-"""Training scripts: what `trl-jax NAME` runs."""
+"""Scripts that run as commands, and what they share."""
+
+from __future__ import annotations
+
+from trl_jax.core.lazy import fetching
+
+_WHERE = {
+    "DatasetMixtureConfig": "trl_jax.scripts.mixture",
+    "ScriptArguments": "trl_jax.scripts.utils",
+    "TrlParser": "trl_jax.scripts.utils",
+    "get_dataset": "trl_jax.scripts.mixture",
+    "init_zero_verbose": "trl_jax.scripts.quiet",
+}
+__getattr__ = fetching(__name__, _WHERE)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from trl_jax.core.arguments import SUPPORTED, TABLE
 
 if TYPE_CHECKING:
-    from trl_jax.scripts.utils import ScriptArguments, TrlParser
+    from trl_jax.scripts.utils import DatasetMixtureConfig, ScriptArguments, TrlParser
     from trl_jax.trainer.model_config import ModelConfig
     from trl_jax.trainer.reward_config import RewardConfig
 
@@ -29,17 +29,19 @@ ONLY_WITH_PEFT = (
 )  # fmt: skip
 
 
-def main(script_args: ScriptArguments, training_args: RewardConfig, model_args: ModelConfig) -> None:
+def main(
+    script_args: ScriptArguments,
+    training_args: RewardConfig,
+    model_args: ModelConfig,
+    dataset_args: DatasetMixtureConfig | None = None,
+) -> None:
     """Train, save to training_args.output_dir, and say so. Changes none of its arguments."""
-    check_flags(script_args, training_args, model_args)
+    mixes = dataset_args is not None and bool(dataset_args.datasets)
+    check_flags(script_args, training_args, model_args, mixes=mixes)
     training_args = copy.copy(training_args)
     training_args.model_init_kwargs = _model_init_kwargs(training_args, model_args)
 
-    from trl_jax.scripts.datasets import load_preferences
-
-    splits = load_preferences(
-        script_args.dataset_name, script_args.dataset_config, script_args.dataset_streaming
-    )
+    splits = _datasets(script_args, dataset_args if mixes else None)
     train = _split(splits, script_args, "dataset_train_split")
     test = None
     if training_args.eval_strategy != "no":
@@ -59,14 +61,28 @@ def main(script_args: ScriptArguments, training_args: RewardConfig, model_args: 
         print(f"Model pushed to {trainer.hub_model_id}.")
 
 
-def check_flags(script_args: ScriptArguments, training_args: RewardConfig, model_args: ModelConfig) -> None:
+def _datasets(script_args: ScriptArguments, mixture: DatasetMixtureConfig | None) -> Mapping[str, Any]:
+    from trl_jax.scripts.datasets import load_preferences
+    from trl_jax.scripts.mixture import get_dataset
+
+    if mixture is not None:
+        return get_dataset(mixture)
+    return load_preferences(script_args.dataset_name, script_args.dataset_config, script_args.dataset_streaming)
+
+
+def check_flags(
+    script_args: ScriptArguments, training_args: RewardConfig, model_args: ModelConfig, *, mixes: bool = False
+) -> None:
     """Raises ValueError on flags that are missing or not in this release, before anything is loaded."""
     for flag, instead in NOT_YET.items():
         if vars(model_args)[flag]:
             raise ValueError(f"--{flag} is not in this release of trl_jax: {instead}")
     if model_args.model_name_or_path is None:
         raise ValueError("--model_name_or_path is missing: name a checkpoint's folder or Hub id.")
-    if script_args.dataset_name is None:
+    if mixes and script_args.dataset_name is not None:
+        text = "--dataset_name has no effect beside `datasets`, which name the mixture to train on."
+        warnings.warn(text, stacklevel=2)
+    if script_args.dataset_name is None and not mixes:
         raise ValueError(
             "--dataset_name is missing: name a Hub id, a folder, or a jsonl or parquet file of pairs."
         )
@@ -90,19 +106,19 @@ def _split(splits: Mapping[str, Any], script_args: ScriptArguments, flag: str) -
     split = vars(script_args)[flag]
     if split not in splits:
         raise ValueError(
-            f"--{flag} {split}: {script_args.dataset_name} has {', '.join(splits)}. Name one of these"
+            f"--{flag} {split}: {script_args.dataset_name or 'the mixture'} has {', '.join(splits)}. Name one of these"
             + (", or train with --eval_strategy no." if flag == "dataset_test_split" else ".")
         )
     return splits[split]
 
 
 def make_parser(subparsers: argparse._SubParsersAction | None = None, prog: str | None = None) -> TrlParser:
-    """Parser of (ScriptArguments, RewardConfig, ModelConfig), alone or as the command `reward`."""
-    from trl_jax.scripts.utils import ScriptArguments, TrlParser
+    """Parser of (ScriptArguments, RewardConfig, ModelConfig, DatasetMixtureConfig), alone or as `reward`."""
+    from trl_jax.scripts.utils import DatasetMixtureConfig, ScriptArguments, TrlParser
     from trl_jax.trainer.model_config import ModelConfig
     from trl_jax.trainer.reward_config import RewardConfig
 
-    kinds = (ScriptArguments, RewardConfig, ModelConfig)
+    kinds = (ScriptArguments, RewardConfig, ModelConfig, DatasetMixtureConfig)
     if subparsers is not None:
         parser = subparsers.add_parser(
             "reward", help="train a reward model on preference pairs", dataclass_types=kinds

@@ -13,6 +13,17 @@ from transformers import HfArgumentParser
 
 from trl_jax.core.renamed import way_out
 from trl_jax.scripts.help_format import HelpFormatter
+from trl_jax.scripts.mixture import DatasetConfig, DatasetMixtureConfig, get_dataset
+from trl_jax.scripts.quiet import init_zero_verbose
+
+__all__ = [
+    "DatasetConfig",
+    "DatasetMixtureConfig",
+    "ScriptArguments",
+    "TrlParser",
+    "get_dataset",
+    "init_zero_verbose",
+]
 
 
 @dataclass

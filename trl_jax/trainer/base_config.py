@@ -7,14 +7,35 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from transformers import TrainingArguments
+from transformers.trainer_utils import SchedulerType
 from transformers.training_args import ParallelMode
 from transformers.utils.generic import strtobool
 
 from trl_jax.core import arguments
-from trl_jax.core.renamed import way_out
+from trl_jax.core.renamed import translated, way_out
 
 # transformers hands these to torch inside __post_init__; the table says what becomes of them here.
-TORCH_ONLY = ("torch_compile", "torch_compile_backend", "torch_compile_mode", "tf32")
+TORCH_ONLY = {
+    **dict.fromkeys(("torch_compile_backend", "torch_compile_mode", "tf32", "fsdp", "fsdp_config", "deepspeed")),
+    "torch_compile": False,
+    "parallelism_config": None,
+}
+
+
+class OldNames(type):
+    """Of a configuration's class: arguments by the names they had in earlier releases of transformers are taken too."""
+
+    def __call__(cls, *args, **kwargs):
+        accepted = inspect.signature(cls.__init__).parameters
+        # A subclass's own __init__ may take any name and hand it on.
+        open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+        kwargs, environment, notes = translated(kwargs, accepted)
+        for name in kwargs.keys() - accepted.keys() if not open_ended else ():
+            raise TypeError(f"{cls.__name__} has no argument {name!r}: {way_out(name, accepted)}")
+        os.environ.update(environment)
+        for note in notes:
+            warnings.warn(note, FutureWarning, stacklevel=2)
+        return super().__call__(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -43,7 +64,7 @@ class Device:
 
 # repr=False: a generated repr would print hub_token; TrainingArguments' own masks it.
 @dataclass(repr=False)
-class BaseConfig(TrainingArguments):
+class BaseConfig(TrainingArguments, metaclass=OldNames):
     """Arguments that every trainer shares, with TRL's defaults.
 
     Raises ValueError at construction for what this release does not do, TypeError for an unknown name,
@@ -68,14 +89,6 @@ class BaseConfig(TrainingArguments):
     use_liger_kernel: bool = field(default=False, metadata={"help": "Accepted without effect."})
     torch_empty_cache_steps: int | None = field(default=None, metadata={"help": "Accepted without effect."})
 
-    def __new__(cls, *args, **kwargs):
-        # Before the generated __init__, whose TypeError would know no way out.
-        accepted = inspect.signature(cls.__init__).parameters
-        if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values()):
-            for name in kwargs.keys() - accepted.keys():
-                raise TypeError(f"{cls.__name__} has no argument {name!r}: {way_out(name, accepted)}")
-        return super().__new__(cls)
-
     def __post_init__(self):
         if self.bf16 is None:
             self.bf16 = not self.fp16
@@ -97,6 +110,11 @@ class BaseConfig(TrainingArguments):
                 "ACCELERATE_USE_DEEPSPEED is set in the environment, but there is no DeepSpeed here: start"
                 " the script with python, not with accelerate launch."
             )
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            refusals.append(
+                f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set in the environment: several processes were started, and"
+                " each would train a model of its own. Start the script once, with python."
+            )
         if refusals:
             raise ValueError("\n".join(refusals))
         return notes
@@ -109,25 +127,27 @@ class BaseConfig(TrainingArguments):
     def _without_torch(self, post_init) -> None:
         """Run transformers' own post-init with what it would hand to torch set aside."""
         aside = {name: getattr(self, name) for name in TORCH_ONLY}
-        self.torch_compile, self.tf32 = False, None
-        self.torch_compile_backend = self.torch_compile_mode = None
+        for name, nothing in TORCH_ONLY.items():
+            setattr(self, name, nothing)
         post_init()
         for name, value in aside.items():
             setattr(self, name, value)
 
     def _validate_args(self):
-        # With torch installed, transformers asks it for a bfloat16 GPU unless the run is on the CPU.
-        use_cpu, self.use_cpu = self.use_cpu, True
+        # With torch installed, transformers asks it for a bfloat16 GPU unless the run is on the CPU; without, it has no
+        # schedule that follows a plateau.
+        use_cpu, schedule = self.use_cpu, self.lr_scheduler_type
+        self.use_cpu, self.lr_scheduler_type = True, SchedulerType.LINEAR
         try:
             super()._validate_args()
         finally:
-            self.use_cpu = use_cpu
+            self.use_cpu, self.lr_scheduler_type = use_cpu, schedule
 
     @staticmethod
     def _frames_to_caller() -> int:
         """How far a warning must reach to point at the line that builds the configuration."""
         frame, depth = inspect.currentframe().f_back, 1
-        while frame.f_code.co_name in ("__post_init__", "__init__"):
+        while frame.f_code.co_name in ("__post_init__", "__init__", "__call__"):
             frame, depth = frame.f_back, depth + 1
         return depth
 

@@ -22,25 +22,29 @@ from trl_jax.engine.compilation import counted
 from trl_jax.engine.interrupts import Interrupts
 from trl_jax.engine.lock import only_run
 from trl_jax.engine.loop import Loop
-from trl_jax.engine.optim import adamw, decays
+from trl_jax.engine.optim import Optimizer, decays, from_optax
 from trl_jax.engine.prefetch import Prefetched
 from trl_jax.engine.progress import Progress
 from trl_jax.engine.resume import find
-from trl_jax.engine.schedules import learning_rates
 from trl_jax.engine.step import make_step
-from trl_jax.engine.watch import Watch
+from trl_jax.engine.watch import PATIENCE, Watch
 from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.hub.torch_objects import give_back
 from trl_jax.trainer.base_config import BaseConfig
+from trl_jax.trainer.batches import steps_of
 from trl_jax.trainer.diagnosis import explain
 from trl_jax.trainer.evaluating import Evaluating, refuse
+from trl_jax.trainer.hooked import HookedStep
 from trl_jax.trainer.limits import check_launch, told_of_memory
+from trl_jax.trainer.memory import memory
+from trl_jax.trainer.optimizers import LearningRate, check_optax, choose
 from trl_jax.trainer.publishing import sweep_stages
 from trl_jax.trainer.session import run_device
 
 _NEVER_CALLED = frozenset(
     """
-    _prepare_dataset compute_loss create_optimizer_and_scheduler create_scheduler evaluation_loop get_batch_samples
-    prediction_step training_step
+    _prepare_dataset create_optimizer_and_scheduler create_scheduler evaluation_loop get_batch_samples
+    training_step
     """.split()
 )
 
@@ -48,8 +52,9 @@ _NEVER_CALLED = frozenset(
 class BaseTrainer(Evaluating):
     """Trains `model` on prepared datasets; a subclass explains the Task.
 
-    A script's subclass may override `loss`, `evaluate`, `predict`, `log`, `save_model`, `create_optimizer` and the
-    dataloaders. Methods of transformers' Trainer that have no counterpart here are refused: nobody would call them.
+    A script's subclass may override `compute_loss`, `loss`, `evaluate`, `predict`, `prediction_step`, `log`,
+    `save_model`, `create_optimizer` and the dataloaders. Methods of transformers' Trainer that have no counterpart here
+    are refused: nobody would call them.
     """
 
     def __init_subclass__(cls, **kwargs: Any):
@@ -58,7 +63,7 @@ class BaseTrainer(Evaluating):
         if unheard:
             raise TypeError(
                 f"{cls.__name__} overrides {', '.join(unheard)}, which trl_jax never calls: the step is one compiled "
-                "function. Override loss(self, params, batch, key) -> (loss, metrics) with jax.numpy instead."
+                "function. Override compute_loss(self, model, inputs, return_outputs=False) with jax.numpy instead."
             )
 
     def __init__(
@@ -71,10 +76,16 @@ class BaseTrainer(Evaluating):
         compute_metrics: Any = None,
         callbacks: list[TrainerCallback] | None = None,
         preprocess_logits_for_metrics: Any = None,
+        optimizers: Any = (None, None),
+        optimizer_cls_and_kwargs: Any = None,
+        brought: Any = None,
     ):
         check_launch(os.environ)
         args.check()  # again: setters and plain assignment get past the check at construction
         check_strategies(args, eval_dataset)
+        self._brought = brought  # the torch model that was passed; it gets the trained weights
+        self._chosen = choose(args, optimizers, optimizer_cls_and_kwargs)
+        self.optimizer: Optimizer | None = None  # from the beginning of train()
         super().__init__(
             model,
             args,
@@ -117,7 +128,10 @@ class BaseTrainer(Evaluating):
             return self._train(as_choice(resume_from_checkpoint), interrupts)
 
     def _train(self, resume_from: str | bool | None, interrupts: Interrupts) -> TrainOutput:
-        args, start, run, tx = self.args, time.time(), self._plan(), self.create_optimizer()
+        args, start, run, tx = self.args, time.time(), self._plan(), self._optimizer()
+        self.lr_scheduler = LearningRate(self._chosen.rates(args, run.max_steps))
+        self.callback_handler.optimizer, self.callback_handler.lr_scheduler = tx, self.lr_scheduler
+        self.optimizer = tx
         self._fingerprint = None  # the dataset may have been exchanged since the last run
         self._new_state()
         progress = self._take_up(find(resume_from, args.output_dir), run, tx) if resume_from else Progress()
@@ -128,15 +142,18 @@ class BaseTrainer(Evaluating):
         self.callback_handler.train_dataloader = loader
         loop = Loop(
             events=self._events,
-            batches=Prefetched(loader, partial(_placed, run_device(args))),
+            batches=Prefetched(
+                steps_of(loader, "get_train_dataloader"),
+                None if "compute_loss" in self.overridden else partial(_placed, run_device(args)),
+            ),
             num_epochs=run.num_epochs,
             micro_batches_per_epoch=run.micro_batches_per_epoch,
             advance=self._advancer(tx),
-            learning_rate=self._learning_rates(run.max_steps),
+            learning_rate=self.lr_scheduler,
             report=self._report,
-            evaluate=self.evaluate,
+            evaluate=self._evaluate_on_the_way,
             save=self._save_checkpoint,
-            watch=Watch(first + 1, partial(explain, self)),
+            watch=Watch(first + 1, partial(explain, self), 1 if "underflow_overflow" in str(args.debug) else PATIENCE),
             interrupts=interrupts,
             progress=progress,
         )
@@ -162,7 +179,10 @@ class BaseTrainer(Evaluating):
 
     def _advancer(self, tx: Any) -> Any:
         """(step batch, learning rate) -> metrics. Replaces the model's parameters by their successors."""
-        step = counted(make_step(self.loss, tx), "The step")
+        if "compute_loss" in self.overridden:
+            step = HookedStep(self, tx)
+        else:
+            step = counted(make_step(self.loss, tx), "The step")
         if self._optimizer_state is None:
             self._optimizer_state = tx.init(self.model.params)
         key = None if self.args.disable_dropout else jax.random.key(self.args.seed)
@@ -175,36 +195,41 @@ class BaseTrainer(Evaluating):
                 self.model.params, self._optimizer_state, batch.arrays, rate, step_key
             )
             self._tokens_seen += batch.num_tokens
+            self.state.num_input_tokens_seen += self._input_tokens(batch)
             self.state.total_flos += flops_a_token * batch.num_padded_tokens
             return metrics
 
         return advance
 
     def create_optimizer(self) -> Any:
-        """The optax transformation of `args.optim`."""
-        args, engine = self.args, self.model.engine
-        undecayed = engine.undecayed if args.weight_decay else frozenset()  # to find out may cost an export
-        return adamw(
-            b1=args.adam_beta1,
-            b2=args.adam_beta2,
-            eps=args.adam_epsilon,
-            weight_decay=args.weight_decay,
-            decayed={
-                path: decays(path) and decays(tensor) and path not in undecayed
-                for path, tensor in engine.tensors.items()
-            },
-            max_grad_norm=args.max_grad_norm,
-        )
+        """What turns gradients into updates; `optimizers` of the constructor, if given, or what `args.optim` names.
 
-    def _learning_rates(self, max_steps: int) -> Any:
-        args = self.args
-        return learning_rates(
-            args.lr_scheduler_type.value,
-            peak=args.learning_rate,
-            warmup_steps=args.get_warmup_steps(max_steps),
-            max_steps=max_steps,
-            kwargs=args.lr_scheduler_kwargs,
-        )
+        Overriding it: return any optax transformation; its updates are scaled as torch's LambdaLR would, by the
+        schedule of the arguments as a share of its peak.
+        """
+        engine = self.model.engine
+        decayed = {
+            path: decays(path) and decays(tensor) and path not in engine.undecayed
+            for path, tensor in engine.tensors.items()
+        }
+        return self._chosen.make(decayed, self.args.max_grad_norm)
+
+    def _optimizer(self) -> Optimizer:
+        made = self.create_optimizer()
+        if isinstance(made, Optimizer):
+            return made
+        check_optax(made)
+        return from_optax(made, peak=self._chosen.peak, max_grad_norm=self.args.max_grad_norm)
+
+    def _evaluate_on_the_way(self) -> dict[str, float]:
+        metrics = self.evaluate()
+        self.lr_scheduler.after_evaluation(metrics, self.args.metric_for_best_model)
+        return metrics
+
+    def _input_tokens(self, batch: Any) -> int:
+        """What `include_num_input_tokens_seen` counts of a step."""
+        counted = {"all": batch.num_padded_tokens, "non_padding": batch.num_tokens, "no": 0}
+        return counted[self.args.include_num_input_tokens_seen]
 
     def _report(self, logs: dict[str, float], steps: list[dict[str, np.ndarray]]) -> None:
         self.log(logs | self._measured(steps))
@@ -222,13 +247,17 @@ class BaseTrainer(Evaluating):
         taken = state.global_step - first  # the time is that of this session, so are its steps
         rows *= taken / max(max_steps, 1)
         metrics = speed_metrics("train", start, num_samples=rows, num_steps=taken)
-        metrics |= {"total_flos": state.total_flos, "train_loss": train_loss} | measured
+        if args.include_num_input_tokens_seen != "no":
+            metrics["train_tokens_per_second"] = round(state.num_input_tokens_seen / metrics["train_runtime"], 3)
+        metrics |= {"total_flos": state.total_flos, "train_loss": train_loss} | measured | memory("train", args)
         self.log(metrics)
         metrics["epoch"] = state.epoch
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             self.model.params = self.model.engine.load(Path(state.best_model_checkpoint), args.seed)
         if args.save_total_limit == 1 and state.best_model_checkpoint is not None:
             forget_all_but_best(args.output_dir, state.best_model_checkpoint)
+        if self._brought is not None:
+            give_back(self.model.engine, self.model.params, self.model.config, self._brought)
         self._events.fire("on_train_end")
         return TrainOutput(state.global_step, train_loss, metrics)
 

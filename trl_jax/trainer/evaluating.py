@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 import time
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
-from transformers.trainer_utils import EvalPrediction, PredictionOutput, denumpify_detensorize, speed_metrics
+from transformers.trainer_utils import PredictionOutput, speed_metrics
 
-from trl_jax.engine.evaluation import Evaluated, run_evaluation
+from trl_jax.engine.evaluation import Evaluated, run_batches, run_evaluation
+from trl_jax.trainer.batches import steps_of
+from trl_jax.trainer.hooked import HookedEvaluation, OwnPrediction
+from trl_jax.trainer.predicted import Predicted, check_compute_metrics, rows_of
 from trl_jax.trainer.publishing import Publishing
 
 
@@ -21,8 +25,14 @@ class Evaluating(Publishing):
         super().__init__(*session)
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        check_compute_metrics(compute_metrics, self.args.batch_eval_metrics)
         self._score_pass = jax.jit(self._first_pass, static_argnames="dtype")
         self._measure = jax.jit(self.evaluation_loss)
+        self._own_evaluation: Any = None  # by a script's own methods, batch by batch
+        if "prediction_step" in self.overridden:
+            self._own_evaluation = OwnPrediction(self)
+        elif "compute_loss" in self.overridden:
+            self._own_evaluation = HookedEvaluation(self)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -58,18 +68,19 @@ class Evaluating(Publishing):
         refuse(ignore_keys=ignore_keys)
         start = time.time()
         loader = self.get_test_dataloader(self.prepare_dataset(test_dataset, "test"))
-        evaluated, predictions = self._run_evaluation(loader)
-        metrics = _prefixed(metric_key_prefix, evaluated.loss(), self._own_metrics(predictions))
+        evaluated, predicted = self._run_evaluation(loader, "get_test_dataloader")
+        metrics = _prefixed(metric_key_prefix, evaluated.loss(), self._own_metrics(predicted))
         metrics |= self._speed(metric_key_prefix, start, evaluated)
         self._events.fire("on_predict", metrics)
-        return PredictionOutput(predictions=predictions, label_ids=(), metrics=metrics)
+        return PredictionOutput(predictions=predicted.joined, label_ids=(), metrics=metrics)
 
     def _evaluate_one(self, dataset: Any, prefix: str) -> dict[str, float]:
         start = time.time()
-        evaluated, predictions = self._run_evaluation(self.get_eval_dataloader(dataset))
-        own = {} if self.args.prediction_loss_only else self._own_metrics(predictions)
+        evaluated, predicted = self._run_evaluation(self.get_eval_dataloader(dataset), "get_eval_dataloader")
+        own = {} if self.args.prediction_loss_only else self._own_metrics(predicted)
         metrics = _prefixed(prefix, evaluated.loss(), own) | self._speed(prefix, start, evaluated)
         measured = {"num_tokens": float(self._tokens_seen)} | self.evaluation_metrics(evaluated)
+        measured |= self.more_metrics(evaluated, predicted.rows, prefix)
         metrics |= {f"{prefix}_{name}": value for name, value in measured.items()}
         self.log(metrics)
         if self.state.epoch is not None:
@@ -77,31 +88,47 @@ class Evaluating(Publishing):
         self._events.fire("on_evaluate", metrics)
         return metrics
 
-    def _run_evaluation(self, loader: Any) -> tuple[Evaluated, np.ndarray]:
+    def _run_evaluation(self, loader: Any, method: str) -> tuple[Evaluated, Predicted]:
         """Every batch's results, and the predictions as compute_metrics gets them."""
         in_full = None if self.is_in_train else self.args.eval_dtype
         dtype = in_full or self.args.compute_dtype
         self.callback_handler.eval_dataloader = loader
+        batches, after_each = steps_of(loader, method), partial(self._events.fire, "on_prediction_step")
         with self._on_device():
-            evaluated = run_evaluation(
-                lambda arrays: self._score_pass(self.model.params, arrays, dtype=dtype),
-                self._measure,
-                self.windows(loader),
-                after_each=lambda: self._events.fire("on_prediction_step"),
-            )
-        batches = [self.real_scores(*batch) for batch in zip(evaluated.scores, evaluated.num_pairs, strict=True)]
+            if self._own_evaluation is None:
+                score = partial(self._score_pass, self.model.params, dtype=dtype)
+                evaluated = run_evaluation(score, self._measure, self.windows(batches), after_each)
+            else:
+                evaluate = partial(self._own_evaluation, self.model.params, dtype=dtype)
+                evaluated = run_batches(evaluate, batches, after_each)
+        return evaluated, self._predicted(evaluated, loader.dataset)
+
+    def _predicted(self, evaluated: Evaluated, dataset: Any) -> Predicted:
+        rows = evaluated.rows
+        if "prediction_step" in self.overridden:
+            predictions, labels = (list(part) for part in zip(*evaluated.scores, strict=True))
+        else:
+            batches = zip(evaluated.scores, evaluated.num_pairs, strict=True)
+            predictions, labels = [self.real_scores(*batch) for batch in batches], [()] * len(rows)
         if self.preprocess_logits_for_metrics is not None:
-            batches = [np.asarray(self.preprocess_logits_for_metrics(logits, ())) for logits in batches]
-        return evaluated, np.concatenate(batches)
+            shown = zip(predictions, labels, strict=True)
+            predictions = [np.asarray(self.preprocess_logits_for_metrics(*batch)) for batch in shown]
+        losses = [
+            np.repeat(np.asarray(metrics["loss"], np.float32), 2 * pairs)
+            for metrics, pairs in zip(evaluated.metrics, evaluated.num_pairs, strict=True)
+        ]
+        wants_ids = self.compute_metrics is not None and "inputs" in self.args.include_for_metrics
+        inputs = [rows_of(dataset, places) for places in rows] if wants_ids else None
+        return Predicted(predictions, labels, losses, inputs, self.args.eval_do_concat_batches, (dataset, rows))
 
     def _first_pass(self, params: dict, batch: Any, *, dtype: str) -> jax.Array:
         return self.score(params, jax.tree.map(lambda leaf: leaf[0], batch), dtype=dtype)
 
-    def _own_metrics(self, predictions: np.ndarray) -> dict[str, float]:
+    def _own_metrics(self, predicted: Predicted) -> dict[str, float]:
         if self.compute_metrics is None:
             return {}
-        own = self.compute_metrics(EvalPrediction(predictions=predictions, label_ids=()))
-        return denumpify_detensorize(dict(own))  # logs and states are written as JSON
+        args = self.args
+        return predicted.metrics(self.compute_metrics, args.include_for_metrics, args.batch_eval_metrics)
 
     def _speed(self, prefix: str, start: float, evaluated: Evaluated) -> dict[str, float]:
         steps = math.ceil(evaluated.total_pairs / self.args.per_device_eval_batch_size)

@@ -19,6 +19,7 @@ from trl_jax.engine.checkpoint import save_checkpoint
 from trl_jax.engine.progress import Progress, SavedProgress, write_progress
 from trl_jax.engine.resume import Found, changed_arguments, restore_callbacks
 from trl_jax.trainer import foreign
+from trl_jax.trainer.optimizers import LearningRate
 from trl_jax.trainer.session import ARGUMENTS, Session
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ class Keeping(Session):
         super().__init__(*session)
         self._optimizer_state: Any = None  # a second train() goes on with it, as TRL's does
         self._fingerprint: str | None = None
+        self.lr_scheduler: LearningRate | None = None  # from the beginning of train()
 
     # ---- writing -----------------------------------------------------------------------------------------------
 
@@ -51,7 +53,8 @@ class Keeping(Session):
         trees = {"optimizer": self._optimizer_state}
         if set(self.model.engine.dtypes.values()) != {"float32"}:  # the model's own file rounds them
             trees["params"] = self.model.params
-        write_progress(folder, progress, trees, {"tokens_seen": self._tokens_seen})
+        facts = {"tokens_seen": self._tokens_seen, "schedule": self.lr_scheduler.state_dict()}
+        write_progress(folder, progress, trees, facts)
 
     def _least_bytes(self) -> int:
         """Of weights and moments; small files not counted."""
@@ -92,6 +95,7 @@ class Keeping(Session):
             state, progress = saved.tree("optimizer", jax.eval_shape(tx.init, params)), saved.progress
             saved.restore_random_state()
             self._tokens_seen = saved.facts["tokens_seen"]
+            self.lr_scheduler.load_state_dict(saved.facts.get("schedule", {}))  # which earlier releases did not write
         self.model.params, self._optimizer_state = params, state
         self._tell_changes(folder)
         reached = found.state.global_step >= run.max_steps
@@ -139,7 +143,7 @@ class Keeping(Session):
 
     def _place_of(self, state: TrainerState) -> Progress:
         args = self.args
-        steps = len(self.get_train_dataloader()) if isinstance(self.train_dataset, Dataset) else None
+        steps = len(self.loader(self.train_dataset, training=True)) if isinstance(self.train_dataset, Dataset) else None
         return foreign.place(state, steps, args.gradient_accumulation_steps * args.per_device_train_batch_size)
 
 

@@ -51,7 +51,7 @@ def _plan(trainer: Task) -> str:
         lower += ", or set gradient_checkpointing=True"
     return (
         f"Step {trainer.state.global_step + 1} does not fit into memory. Float32 weights take {_bytes(weights)}, "
-        f"AdamW's moments {_bytes(2 * weights)}, gradients {_bytes(weights)}; the rest is activations of {rows} rows of "
+        f"AdamW's moments {_bytes(2 * weights)}, gradients {_bytes(weights)}; the rest is activations of {rows} "
         f"answers. {lower}."
     )
 

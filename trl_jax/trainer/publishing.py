@@ -11,13 +11,16 @@ from typing import Any
 from transformers.trainer_utils import HubStrategy, SaveStrategy
 
 from trl_jax.engine.manifest import MANIFEST
-from trl_jax.hub.card import write_card
+from trl_jax.hub.card import Run, write_card
 from trl_jax.hub.push import IGNORED, Publisher, Upload
 from trl_jax.trainer.keeping import Keeping
 
 logger = logging.getLogger(__name__)
 
 _STAGE = ".push"
+_NOT_TOLD = ("output_dir", "hub_model_id", "run_name", "accelerator_config", "use_cpu", "disable_tqdm", "report_to")
+_LAST = ("train_loss", "accuracy", "margin", "mean_reward", "num_tokens", "epoch")
+_CLOCK = ("_runtime", "_per_second")
 _NOT_THE_MODEL = ("training_state/*", "trainer_state.json", MANIFEST)  # of a checkpoint
 
 
@@ -102,8 +105,24 @@ class Publishing(Keeping):
             base_model=None if Path(began).exists() else began,
             datasets=_listed(dataset_name),
             tags=_listed(tags),
+            run=self._told_run(),
             **facts,
         )
+
+    def _told_run(self) -> Run | None:
+        """What the card tells of the training; None before it."""
+        history = self.state.log_history
+        if not history:
+            return None
+        defaults = type(self.args)("unused", use_cpu=self.args.use_cpu).to_dict()
+        told = {name: value for name, value in self.args.to_dict().items() if defaults.get(name) != value}
+        for name in (*_NOT_TOLD, *(name for name in told if name.endswith("_token"))):
+            told.pop(name, None)
+        last: dict[str, float] = {}
+        for log in history:
+            last |= {name: value for name, value in log.items() if name in _LAST or name.startswith("eval_")}
+        losses = [(log["step"], log["loss"]) for log in history if "loss" in log]
+        return Run(told, {name: value for name, value in last.items() if not name.endswith(_CLOCK)}, losses)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         super().save_model(output_dir, _internal_call)

@@ -1,8 +1,10 @@
 """RewardConfig: transformers' TrainingArguments with TRL's defaults and the arguments of reward training."""
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
+
+from transformers import TrainingArguments
 
 from trl_jax.core.argument_rules import as_pad_multiple
 from trl_jax.trainer.base_config import BaseConfig
@@ -10,13 +12,14 @@ from trl_jax.trainer.base_config import BaseConfig
 
 @dataclass(repr=False)
 class RewardConfig(BaseConfig):
-    """Everything RewardTrainer is told by its user, in TRL's names, defaults and positional order.
+    """Everything RewardTrainer is told by its user, in TRL's names, defaults and positional order; our own come last.
 
     Beside TrainingArguments' own fields:
 
         model_init_kwargs: how to load a model given by name (dict, or JSON in a string).
         trust_remote_code: passed on for tokenizers; model code from a repository is never run.
-        chat_template_path: file with the chat template to use.
+        chat_template_path: .jinja or .j2 file with the chat template to use, or folder or Hub name of the tokenizer
+            to take it from.
         disable_dropout: train without dropout.
         dataset_num_proc: processes that tokenise.
         eos_token: token that ends a text; None means the tokenizer's own.
@@ -31,6 +34,10 @@ class RewardConfig(BaseConfig):
             pair begin with only once. "auto" takes the quickest that is exact for the model.
         activation_offloading: not in this release.
         pad_token: deprecated; set it on the tokenizer.
+        eval_report: adds to each evaluation `eval_ece` (how far the model's certainty is from its accuracy), with a
+            column of subsets `eval_accuracy_<subset>` and their mean `eval_accuracy_of_subsets`, and the picture
+            `eval_margins.svg` in output_dir. Not in TRL.
+        eval_subset_column: names the subset of a pair. Not in TRL.
     """
 
     _argument_group_name = "training"
@@ -47,7 +54,7 @@ class RewardConfig(BaseConfig):
         metadata={"help": "Let a tokenizer's repository run its own code. A model's code is never run."},
     )
     chat_template_path: str | None = field(
-        default=None, metadata={"help": "File with the chat template to use."}
+        default=None, metadata={"help": "File with the chat template to use, or a tokenizer that has it."}
     )
     disable_dropout: bool = field(default=True, metadata={"help": "Train without dropout."})
 
@@ -79,8 +86,20 @@ class RewardConfig(BaseConfig):
     pad_token: str | None = field(
         default=None, metadata={"help": "Deprecated: set it on the tokenizer instead."}
     )
+    # Ours: behind all of TRL's, and never by position.
+    eval_report: bool = field(
+        default=False,
+        kw_only=True,
+        metadata={
+            "help": "Beside TRL's metrics, evaluate the accuracy of each subset and the calibration error, and draw "
+            "the margins into output_dir."
+        },
+    )
+    eval_subset_column: str = field(
+        default="subset", kw_only=True, metadata={"help": "Column that names a pair's subset, for eval_report."}
+    )
 
-    batch_layout: str = field(  # ours: behind all of TRL's, and never by position
+    batch_layout: str = field(
         default="auto",
         kw_only=True,
         metadata={
@@ -99,3 +118,23 @@ class RewardConfig(BaseConfig):
                 FutureWarning,
                 stacklevel=self._frames_to_caller(),
             )
+
+
+def as_reward_config(args: TrainingArguments) -> RewardConfig:
+    """A RewardConfig as it is; plain TrainingArguments, which scripts for early releases of TRL pass, as one.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if isinstance(args, RewardConfig):
+        return args
+    if not isinstance(args, TrainingArguments):
+        raise TypeError(f"args is a {type(args).__module__}.{type(args).__qualname__}: wanted a RewardConfig.")
+    warnings.warn(
+        "args is a TrainingArguments: its values were taken over, with RewardConfig's defaults for the rest. Pass a "
+        "RewardConfig.",
+        FutureWarning,
+        stacklevel=4,
+    )
+    known = {f.name for f in fields(RewardConfig) if f.init}
+    return RewardConfig(**{f.name: getattr(args, f.name) for f in fields(args) if f.name in known and f.init})

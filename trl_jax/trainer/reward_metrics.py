@@ -28,8 +28,10 @@ def _joined(batches: list[Sums]) -> Sums:
 
 
 def training_metrics(steps: list[Sums]) -> dict[str, float]:
-    """TRL's running metrics: the mean over micro-batches of each one's own mean or extreme."""
+    """TRL's running metrics: the mean over micro-batches of each one's own mean or extreme; none without pairs."""
     sums = _joined(steps)
+    if not sums["pairs"].size:
+        return {}
     return {
         "min_reward": float(np.mean(sums["reward_min"])),
         "mean_reward": float(np.mean(sums["reward_sum"] / (2 * sums["pairs"]))),
@@ -45,6 +47,8 @@ def evaluation_metrics(batches: list[Sums]) -> dict[str, float]:
     TRL averages the batches' means, which lets the pairs of a short last batch count for more.
     """
     sums = _joined(batches)
+    if not sums["pairs"].size:
+        return {}
     pairs = np.sum(sums["pairs"])
     return {
         "min_reward": float(np.mean(sums["reward_min"])),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,13 +24,18 @@ from trl_jax.data.plan import Plan
 from trl_jax.data.windows import EvaluationBatch, Windows
 from trl_jax.engine.evaluation import Evaluated
 from trl_jax.hub.pretrained import Checkpoint, PreTrainedModel, find_checkpoint
+from trl_jax.hub.torch_objects import as_folder, is_torch_model
 from trl_jax.losses.pairwise import pairwise_loss
 from trl_jax.models.functional import merge
 from trl_jax.trainer import layouts, reward_metrics
 from trl_jax.trainer.base_trainer import BaseTrainer
+from trl_jax.trainer.collator import DataCollatorForPreference
 from trl_jax.trainer.diagnosis import check_weights
+from trl_jax.trainer.eval_report import report
 from trl_jax.trainer.evaluating import refuse
-from trl_jax.trainer.reward_config import RewardConfig
+from trl_jax.trainer.hooks import BoundModel
+from trl_jax.trainer.old_keywords import accepting_old_keywords
+from trl_jax.trainer.reward_config import RewardConfig, as_reward_config
 from trl_jax.trainer.session import run_device
 
 logger = logging.getLogger(__name__)
@@ -42,7 +48,8 @@ class RewardTrainer(BaseTrainer):
 
     Args:
         model: a checkpoint's folder or Hub name, or what `trl_jax.AutoModelForSequenceClassification` loaded (its
-            config gets the tokenizer's pad token, its params the trained weights). Weights are kept in float32;
+            config gets the tokenizer's pad token, its params the trained weights), or a torch model of transformers,
+            which has the trained weights after `train()`. Weights are kept in float32;
             `args.model_init_kwargs["dtype"]` ("float32" unless set) is what they are saved in.
         args: a RewardConfig; None means `RewardConfig("<model>-Reward")`.
         train_dataset: pairs in any form TRL takes, a Dataset or an IterableDataset (with `max_steps`).
@@ -51,51 +58,60 @@ class RewardTrainer(BaseTrainer):
         compute_metrics: gets an EvalPrediction of all scores `[2N, 1]`, label_ids `()`.
         callbacks: transformers' callbacks, besides the default ones.
         preprocess_logits_for_metrics: applied to each batch's scores `[2P, 1]`, with labels `()`.
-        data_collator, optimizers, optimizer_cls_and_kwargs, quantization_config, peft_config: not in this release.
+        optimizers: an optax transformation with its rate, and None or a function of the step. The function scales
+            what the transformation gives; without it the arguments' schedule does, as a share of its peak.
+        optimizer_cls_and_kwargs: an optax factory, or a class of torch's that has a counterpart, and its arguments.
+        data_collator: a DataCollatorForPreference, whose `pad_to_multiple_of` then holds.
+        quantization_config, peft_config: not in this release.
 
     Raises:
         TypeError, ValueError: an argument, row or checkpoint at fault, by name.
     """
 
+    @accepting_old_keywords
     def __init__(
         self,
         model: str | os.PathLike | PreTrainedModel,
         args: RewardConfig | None = None,
-        data_collator: None = None,
+        data_collator: DataCollatorForPreference | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None = None,
         processing_class: Any = None,
         compute_metrics: Callable[[EvalPrediction], dict] | None = None,
         callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[None, None] = (None, None),
-        optimizer_cls_and_kwargs: None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
         preprocess_logits_for_metrics: Callable[[np.ndarray, tuple], np.ndarray] | None = None,
         quantization_config: None = None,
         peft_config: None = None,
     ):
         refuse(
-            data_collator=data_collator,
-            optimizers=None if tuple(optimizers) == (None, None) else optimizers,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            data_collator=None if isinstance(data_collator, DataCollatorForPreference) else data_collator,
             quantization_config=quantization_config,
             peft_config=peft_config,
         )
         model = os.fspath(model) if isinstance(model, os.PathLike) else model
-        _check_model(model)
-        args = RewardConfig(f"{_short_name(model)}-Reward") if args is None else args
+        brought = model if is_torch_model(model) else None
+        if brought is None:
+            _check_model(model)
+        args = RewardConfig(f"{_short_name(model)}-Reward") if args is None else as_reward_config(args)
+        self.data_collator = data_collator
         if train_dataset is None:
             raise ValueError("train_dataset is required: pass a datasets.Dataset of preference pairs.")
         check_type(train_dataset, "train")
         self.args = args
         if args.push_to_hub:  # first of all: a Hub that does not answer costs seconds, not a model's loading
             self.init_hf_repo()
-        checkpoint = _find(model, args)
+        checkpoint = _find(model, args) if brought is None else _taken(brought, args)
         if processing_class is None:
             trust = args.trust_remote_code
-            processing_class = AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=trust)
+            place = checkpoint.folder if brought is None else brought.config._name_or_path
+            processing_class = AutoTokenizer.from_pretrained(place, trust_remote_code=trust)
         special_tokens.settle(processing_class, eos_token=args.eos_token, pad_token=args.pad_token)
         if args.chat_template_path is not None:
-            special_tokens.settle_chat_template(processing_class, args.chat_template_path)
+            special_tokens.settle_chat_template(
+                processing_class, args.chat_template_path, rows=checkpoint.vocab_size
+            )
         _check_pad(processing_class, checkpoint.vocab_size)
         # Rows first: a bad one is named before weights are read, and num_proc forks before JAX has threads.
         self.processing_class = processing_class
@@ -108,10 +124,8 @@ class RewardTrainer(BaseTrainer):
         elif eval_dataset is not None:
             eval_dataset = self.prepare_dataset(eval_dataset, "eval")
         model = checkpoint if isinstance(checkpoint, PreTrainedModel) else _loaded(checkpoint, args)
-        for part in (model.config, model.config.get_text_config()):  # beside images, the text has a config of its own
-            part.pad_token_id = processing_class.pad_token_id
-            if args.eos_token is not None:
-                part.eos_token_id = processing_class.eos_token_id
+        for config in (model.config, *([] if brought is None else [brought.config])):
+            _settle_ids(config, processing_class, eos=args.eos_token is not None or args.chat_template_path is not None)
         super().__init__(
             model=model,
             args=args,
@@ -121,6 +135,9 @@ class RewardTrainer(BaseTrainer):
             compute_metrics=compute_metrics,
             callbacks=callbacks,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            brought=brought,
         )
         layouts.check_layout(args, model.engine)
 
@@ -145,6 +162,45 @@ class RewardTrainer(BaseTrainer):
         loss, metrics = self._pairwise_loss(scores, weight=batch.weight, margin=batch.margin)
         return metrics | {"loss": loss}
 
+    def compute_loss(
+        self,
+        model: BoundModel,
+        inputs: dict[str, jax.Array],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """The mean loss of a batch of pairs. Scripts override it, in jax.numpy; it is compiled, gradient and all.
+
+        Args:
+            model: called as `model(input_ids=..., attention_mask=...)`, gives `.logits` `[rows, 1]`.
+            inputs: `input_ids` and `attention_mask` `[2P, T]`, chosen answers above rejected ones, and maybe `margin`
+                `[P]`; also `input_ids_chosen` and so on, each `[P, T]`.
+            return_outputs: give `(loss, outputs)`.
+            num_items_in_batch: of TRL's signature; means nothing for pairs.
+        """
+        outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        chosen, rejected = jnp.split(outputs.logits[:, 0], 2)
+        loss, _ = pairwise_loss(
+            chosen,
+            rejected,
+            weight=jnp.full(len(chosen), 1.0 / len(chosen)),
+            margin=inputs.get("margin"),
+            center_rewards_coefficient=self.args.center_rewards_coefficient,
+        )
+        return (loss, outputs) if return_outputs else loss
+
+    def prediction_step(
+        self,
+        model: BoundModel,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple:
+        """(loss, logits `[2P, 1]`, None) of one batch. Where a script overrides it, evaluation calls it every time."""
+        refuse(ignore_keys=ignore_keys)
+        loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+        return loss, None if prediction_loss_only else outputs["logits"], None
+
     def _pairwise_loss(self, scores: jax.Array, **pairs: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         chosen, rejected = jnp.split(scores, 2)
         center = self.args.center_rewards_coefficient
@@ -162,7 +218,9 @@ class RewardTrainer(BaseTrainer):
 
     def loader(self, dataset: Dataset | IterableDataset, *, training: bool) -> PreferenceLoader:
         args, engine = self.args, self.model.engine
-        if training:
+        if {"compute_loss", "prediction_step"} & self.overridden:
+            laid_out = Plan("padded")  # a script's own methods see rows
+        elif training:
             parameters = self.model.num_parameters(exclude_embeddings=True)
             laid_out = layouts.plan(args, engine, dataset, parameters=parameters)
         else:
@@ -171,12 +229,13 @@ class RewardTrainer(BaseTrainer):
             dataset,
             batch_size=args.per_device_train_batch_size if training else args.per_device_eval_batch_size,
             pad_token_id=self.processing_class.pad_token_id,
-            pad_to_multiple_of=args.pad_to_multiple_of,
+            pad_to_multiple_of=self._pad_to_multiple_of,
             layout=laid_out.layout,
             ladder=laid_out.ladder,
             accumulation=args.gradient_accumulation_steps if training else 1,
-            shuffle=training and args.train_sampling_strategy == "random",
+            shuffle=training and args.train_sampling_strategy != "sequential",
             seed=args.seed if args.data_seed is None else args.data_seed,
+            lengths=self._lengths(dataset) if training and args.train_sampling_strategy == "group_by_length" else None,
             # Every evaluation row counts; and of a stream TRL drops nothing.
             drop_last=training and args.dataloader_drop_last and isinstance(dataset, Dataset),
         )
@@ -184,11 +243,38 @@ class RewardTrainer(BaseTrainer):
     def windows(self, loader: PreferenceLoader) -> Windows:
         return Windows(loader, sort=self.model.engine.sortable)
 
+    def _lengths(self, dataset: Dataset | IterableDataset) -> np.ndarray | None:
+        """Tokens of the longer side of each pair, unless a column tells; a stream has no order to change."""
+        if not isinstance(dataset, Dataset):
+            logger.warning("group_by_length has no effect on a stream: its rows come as they do.")
+            return None
+        if self.args.length_column_name in dataset.column_names:
+            return np.asarray(dataset[self.args.length_column_name])
+        sides = (np.fromiter(map(len, dataset[f"{side}_ids"]), np.int64) for side in ("chosen", "rejected"))
+        return np.maximum(*sides)
+
+    @property
+    def _pad_to_multiple_of(self) -> int | str | None:
+        collator = self.data_collator
+        return self.args.pad_to_multiple_of if collator is None else collator.pad_to_multiple_of
+
     def training_metrics(self, steps: list[dict[str, np.ndarray]]) -> dict[str, float]:
         return reward_metrics.training_metrics(steps)
 
     def evaluation_metrics(self, evaluated: Evaluated) -> dict[str, float]:
         return reward_metrics.evaluation_metrics(evaluated.metrics)
+
+    def more_metrics(self, evaluated: Evaluated, rows: tuple[Any, list[list[int]]], prefix: str) -> dict[str, float]:
+        args = self.args
+        if not args.eval_report or "prediction_step" in self.overridden:
+            return {}
+        scores = [self.real_scores(*b)[:, 0] for b in zip(evaluated.scores, evaluated.num_pairs, strict=True)]
+        margins = np.concatenate([np.subtract(*np.split(batch, 2)) for batch in scores])
+        dataset, places = rows
+        subsets = None
+        if isinstance(dataset, Dataset) and args.eval_subset_column in dataset.column_names:
+            subsets = dataset[[place for batch in places for place in batch]][args.eval_subset_column]
+        return report(margins, subsets, prefix=prefix, folder=Path(args.output_dir))
 
     def real_scores(self, scores: np.ndarray, num_pairs: int) -> np.ndarray:
         chosen, rejected = np.split(scores, 2)
@@ -206,11 +292,29 @@ def _find(model: str | PreTrainedModel, args: RewardConfig) -> Checkpoint | PreT
     return find_checkpoint(model, **how)
 
 
+def _taken(brought: Any, args: RewardConfig) -> PreTrainedModel:
+    """The weights of a torch model, in the dtypes it has."""
+    if args.model_init_kwargs is not None:
+        logger.warning("model_init_kwargs has no effect: the model is loaded already.")
+    with as_folder(brought) as folder:
+        model = _loaded(find_checkpoint(str(folder), dtype="auto"), args)
+    model.name_or_path = brought.config._name_or_path or type(brought).__name__
+    return model
+
+
 def _loaded(checkpoint: Checkpoint, args: RewardConfig) -> PreTrainedModel:
     with jax.default_device(run_device(args)):
         model = check_weights(checkpoint.load(args.seed))
     logger.log(model.engine.log_level, "%s runs on the %s engine.", model.name_or_path, model.engine.name)
     return model
+
+
+def _settle_ids(config: Any, tokenizer: Any, *, eos: bool) -> None:
+    """Where a row ends, in the config and, beside images, in the text's own."""
+    for part in (config, config.get_text_config()):
+        part.pad_token_id = tokenizer.pad_token_id
+        if eos:
+            part.eos_token_id = tokenizer.eos_token_id
 
 
 def _check_pad(tokenizer: Any, vocab_size: int) -> None:
@@ -224,6 +328,7 @@ def _check_pad(tokenizer: Any, vocab_size: int) -> None:
 
 def _short_name(model: str | PreTrainedModel) -> str:
     name = model if isinstance(model, str) else model.name_or_path
+    name = name or type(model).__name__
     return name.rstrip("/").split("/")[-1]
 
 
@@ -231,6 +336,6 @@ def _check_model(model: Any) -> None:
     if not isinstance(model, str | PreTrainedModel):
         raise TypeError(
             f"model is a {type(model).__module__}.{type(model).__name__}; this release of trl_jax takes a checkpoint's "
-            "folder or Hub name, or what trl_jax.AutoModelForSequenceClassification.from_pretrained returned. Save the "
-            "model with save_pretrained(folder) and pass the folder."
+            "folder or Hub name, a torch model of transformers, or what "
+            "trl_jax.AutoModelForSequenceClassification.from_pretrained returned."
         )

@@ -27,7 +27,10 @@ from transformers.utils import logging as transformers_logging
 from trl_jax.engine.compilation import keep_compilations
 from trl_jax.engine.events import Events
 from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.trainer.accelerator import Accelerator
 from trl_jax.trainer.base_config import BaseConfig
+from trl_jax.trainer.batches import Batches
+from trl_jax.trainer.reports import Reports
 from trl_jax.trainer.task import Task
 
 logger = logging.getLogger(__name__)
@@ -35,7 +38,7 @@ logger = logging.getLogger(__name__)
 ARGUMENTS = "training_args.json"
 
 
-class Session(Task):
+class Session(Reports, Task):
     """The attributes and methods scripts know from transformers' Trainer that neither train nor evaluate.
 
     Attributes: model, args, processing_class, train_dataset, eval_dataset, callback_handler, state, control.
@@ -51,6 +54,7 @@ class Session(Task):
         callbacks: list[TrainerCallback] | None,
     ):
         self.model, self.args, self.processing_class = model, args, processing_class
+        self.accelerator = Accelerator(args, self.end)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.is_in_train = False
         self._tokens_seen = 0
@@ -67,8 +71,8 @@ class Session(Task):
     # ---- dataloaders, logs, files ------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> Any:
-        """Step batches of the training set; `set_epoch` chooses the order."""
-        return self.loader(self.train_dataset, training=True)
+        """Batches of the training set as dicts; `set_epoch` chooses the order."""
+        return Batches(self.loader(self.train_dataset, training=True))
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Batches of a prepared evaluation set, in its order; a string picks one of the constructor's."""
@@ -80,16 +84,18 @@ class Session(Task):
                     f"{', '.join(known) or 'no dict of them'}."
                 )
             eval_dataset = known[eval_dataset]
-        return self.loader(self.eval_dataset if eval_dataset is None else eval_dataset, training=False)
+        return Batches(self.loader(self.eval_dataset if eval_dataset is None else eval_dataset, training=False))
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """Batches of a prepared dataset, in its order."""
-        return self.loader(test_dataset, training=False)
+        return Batches(self.loader(test_dataset, training=False))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Put `logs` into `state.log_history` with the epoch and step, and hand them to the callbacks."""
         if self.state.epoch is not None:
             logs = {**logs, "epoch": self.state.epoch}
+        if self.args.include_num_input_tokens_seen != "no":
+            logs = {**logs, "num_input_tokens_seen": self.state.num_input_tokens_seen}
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self._events.fire("on_log", logs)
 
@@ -99,6 +105,31 @@ class Session(Task):
         self.model.save_pretrained(folder)
         self.processing_class.save_pretrained(folder)
         (folder / ARGUMENTS).write_text(self._arguments + "\n", encoding="utf-8")
+
+    @property
+    def overridden(self) -> set[str]:
+        """Names that a script's own subclass defines."""
+        own = [kind for kind in type(self).__mro__ if kind.__module__.partition(".")[0] != "trl_jax"]
+        return {name for kind in own for name in vars(kind)}
+
+    @property
+    def tokenizer(self) -> Any:
+        """The processing class, as it was called before."""
+        return self.processing_class
+
+    @property
+    def model_wrapped(self) -> PreTrainedModel:
+        return self.model
+
+    def get_num_trainable_parameters(self) -> int:
+        return self.model.num_parameters()
+
+    def end(self) -> None:
+        """Let trackers finish what they have open."""
+        for callback in self.callback_handler.callbacks:
+            for tracker in ("_wandb", "_trackio"):  # modules, where transformers' callbacks have imported them
+                if vars(callback).get(tracker) is not None:
+                    vars(callback)[tracker].finish()
 
     # ---- callbacks and state -----------------------------------------------------------------------------------
 

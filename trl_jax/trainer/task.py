@@ -47,6 +47,10 @@ class Task(abc.ABC):
     def evaluation_metrics(self, evaluated: Evaluated) -> dict[str, float]:
         """What is logged of an evaluation, beside its loss."""
 
+    def more_metrics(self, evaluated: Evaluated, rows: tuple[Any, list[list[int]]], prefix: str) -> dict[str, float]:
+        """What the arguments ask for beyond TRL's; `rows` are (dataset, the places of each batch's rows in it)."""
+        return {}
+
     @abc.abstractmethod
     def real_scores(self, scores: np.ndarray, num_pairs: int) -> np.ndarray:
         """The rows of one batch's scores that belong to real pairs."""

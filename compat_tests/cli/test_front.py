@@ -1,0 +1,144 @@
+"""`python -m trl_jax`: trl's reward names are ours in the process and its children, the others the installed trl's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = str(Path(__file__).parents[2])
+
+
+def run(tmp_path, code, *args, without=(), how=()):
+    """What `python -m trl_jax` prints of a script; modules in `without` cannot be found."""
+    hidden = tmp_path / "hidden"
+    hidden.mkdir(exist_ok=True)
+    for name in without:  # a module that says it is missing stands before the installed one
+        (hidden / f"{name}.py").write_text(f"raise ModuleNotFoundError('No module named {name}', name={name!r})")
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    env = {**os.environ, "PYTHONPATH": ROOT}
+    command = [sys.executable, "-m", "trl_jax", *(how or [str(script)]), *args]
+    return subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
+
+
+NAMES = """
+import sys, trl
+from trl import RewardConfig, RewardTrainer, ScriptArguments, TrlParser, ModelConfig, get_peft_config
+from trl.trainer.reward_trainer import RewardTrainer as A, DataCollatorForPreference
+from trl.trainer import RewardConfig as B
+from trl.scripts.utils import DatasetConfig
+from trl.data_utils import extract_prompt
+from trl.rewards import think_format_reward
+import trl.trainer.utils
+from trl.trainer.utils import get_quantization_config
+kinds = (RewardConfig, RewardTrainer, ScriptArguments, TrlParser, ModelConfig, get_peft_config, A, B, DatasetConfig,
+         DataCollatorForPreference, extract_prompt, think_format_reward, get_quantization_config)
+assert all(kind.__module__.startswith("trl_jax.") for kind in kinds), kinds
+assert A is RewardTrainer is trl.RewardTrainer and B is RewardConfig
+print(sys.argv[1:], __name__, trl.__version__)
+"""
+
+
+def test_the_names_of_reward_training_are_ours(tmp_path):
+    done = run(tmp_path, NAMES, "--lr", "1")
+    assert done.stdout == "['--lr', '1'] __main__ 1.16.0\n", done.stderr
+
+
+THEIRS = """
+import trl, trl.trainer.dpo_config
+from trl import DPOConfig
+from trl.trainer.utils import pad
+from trl.experimental.orpo import ORPOConfig
+assert DPOConfig.__module__ == "trl.trainer.dpo_config" and pad.__module__ == "trl.trainer.utils"
+print(trl.trainer.dpo_config.DPOConfig is DPOConfig)
+"""
+
+
+def test_other_names_are_the_installed_trls(tmp_path):
+    pytest.importorskip("trl")
+    done = run(tmp_path, THEIRS)
+    assert done.stdout == "True\n", done.stderr
+
+
+MISSING = """
+import sys
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec
+PathFinder.find_spec = classmethod(lambda cls, name, *a: None if name.split(".")[0] == "trl" else find(name, *a))
+import trl
+print(trl.__version__, trl.RewardConfig.__module__)
+for line in ("from trl import DPOTrainer", "import trl.trainer.dpo_trainer", "from trl.trainer.utils import pad"):
+    try:
+        exec(line)
+    except ImportError as error:
+        print(type(error).__name__, str(error).split("installed.")[0])
+"""
+
+
+def test_where_trl_is_not_installed_a_missing_name_says_so(tmp_path):
+    done = run(tmp_path, MISSING)
+    assert done.stdout.splitlines() == [
+        "1.16.0 trl_jax.trainer.reward_config",
+        "ImportError trl has no DPOTrainer in trl_jax, and trl is not ",
+        "ModuleNotFoundError trl.trainer.dpo_trainer is not part of trl_jax, and trl is not ",
+        "ImportError trl.trainer.utils has no pad in trl_jax, and trl is not ",
+    ], done.stderr
+
+
+OLD = """
+import warnings
+from transformers import TrainingArguments
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    args = TrainingArguments("out", evaluation_strategy="steps", warmup_ratio=0.1, no_cuda=True)
+print(args.eval_strategy.value, args.warmup_steps, args.use_cpu, len([w for w in told if "old name" in str(w.message)]))
+try:
+    TrainingArguments("out", evalstrategy="steps")
+except TypeError as error:
+    print(error)
+"""
+
+
+def test_transformers_own_arguments_take_old_names_there(tmp_path):
+    done = run(tmp_path, OLD)
+    assert done.stdout.splitlines() == [
+        "steps 0.1 True 3",
+        "TrainingArguments.__init__() got an unexpected keyword argument 'evalstrategy'",
+    ], done.stderr
+
+
+CHILDREN = """
+import multiprocessing, subprocess, sys
+
+def where(_):
+    import trl
+    return trl.RewardConfig.__module__
+
+if __name__ == "__main__":
+    code = "import trl; print(trl.RewardConfig.__module__)"
+    print(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip())
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(*pool.map(where, [0]))
+"""
+
+
+def test_processes_that_the_script_starts_see_the_same(tmp_path):
+    done = run(tmp_path, CHILDREN)
+    assert done.stdout == "trl_jax.trainer.reward_config\n" * 2, done.stderr
+
+
+def test_a_scripts_own_exit_status_and_place(tmp_path):
+    (tmp_path / "beside.py").write_text("CODE = 7")
+    assert run(tmp_path, "import sys, beside\nsys.exit(beside.CODE)").returncode == 7
+    assert run(tmp_path, "import beside\nprint(beside.CODE)", how=["-m", "script"]).stdout == "7\n"
+
+
+def test_nothing_to_run(tmp_path):
+    done = run(tmp_path, "", how=["none.py"])
+    assert done.returncode == 2 and done.stderr.startswith("python -m trl_jax: there is no script 'none.py'.\nusage:")
+    done = run(tmp_path, "", how=["--help"])
+    assert done.returncode == 0 and done.stdout.startswith("usage: python -m trl_jax SCRIPT.py [ARGUMENTS]")

@@ -1,0 +1,132 @@
+"""`trl-jax score` and `trl-jax env`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from compat_tests.tiny import preference_rows
+from compat_tests.trainer.trainers import FACTS
+from trl_jax.cli.main import main
+from trl_jax.scripts import env, score
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint):
+    return checkpoint(**FACTS, tokenizer={"chat_template": True})
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def true_scores(folder, texts):
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    words = AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():
+        return [model(**words(text, return_tensors="pt")).logits.item() for text in texts]
+
+
+def test_rows_of_every_form_get_their_scores(folder, tmp_path, capsys):
+    from transformers import AutoTokenizer
+
+    words = AutoTokenizer.from_pretrained(folder)
+    talk = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes."}]
+    drawn = words.apply_chat_template(talk, tokenize=False)
+    rows = [
+        {"text": "a good answer", "id": 1},
+        {"prompt": "Hi? ", "response": "Yes."},
+        {"messages": talk},
+        {"prompt": talk[:1], "response": "Yes."},
+        {"prompt": talk[:1], "completion": talk[1:]},
+        {"prompt": "Hi? ", "chosen": "Yes.", "rejected": "No."},
+    ]
+    out = tmp_path / "out.jsonl"
+    assert main(["score", str(folder), write(tmp_path / "in.jsonl", rows), "-o", str(out), "--batch_size", "4"]) == 0
+    scored = read(out)
+    end = words.eos_token
+    wanted = true_scores(folder, [f"a good answer{end}", f"Hi? Yes.{end}", drawn, drawn, drawn, f"Hi? Yes.{end}",
+                                  f"Hi? No.{end}"])  # fmt: skip
+    found = [row["reward"] for row in scored[:5]] + [scored[5]["chosen_reward"], scored[5]["rejected_reward"]]
+    assert found == pytest.approx(wanted, abs=1e-5)
+    assert scored[0]["id"] == 1 and [row.keys() - {"reward", "chosen_reward", "rejected_reward"} for row in scored] == [
+        row.keys() for row in rows
+    ]
+    right = float(wanted[5] > wanted[6])
+    assert f"accuracy {right:.4f} over 1 pairs" in capsys.readouterr().err
+
+
+def test_a_run_that_was_cut_off_goes_on_where_it_ended(folder, tmp_path, capsys, monkeypatch):
+    source = write(tmp_path / "in.jsonl", preference_rows(10))
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    assert main(["score", str(folder), source, "-o", str(whole), "--quiet"]) == 0
+    told = capsys.readouterr().err
+    lines = whole.read_text().splitlines(keepends=True)
+    out.write_text("".join(lines[:4]) + lines[4][:20])
+    asked = []
+    plain = score.Scorer.__call__
+
+
+    def spied(self, rows, first):
+        asked.append(len(rows))
+        return plain(self, rows, first)
+
+    monkeypatch.setattr(score.Scorer, "__call__", spied)
+    assert main(["score", str(folder), source, "-o", str(out), "--quiet"]) == 0
+    assert sum(asked) == 6 and capsys.readouterr().err == told and "over 10 pairs" in told
+    for mine, wanted in zip(read(out), read(whole), strict=True):
+        assert mine.keys() == wanted.keys()
+        assert mine["chosen_reward"] == pytest.approx(wanted["chosen_reward"], abs=1e-5)
+
+
+def test_without_an_output_rows_go_to_stdout(folder, tmp_path, capsys):
+    assert main(["score", str(folder), write(tmp_path / "in.jsonl", [{"text": "x"}])]) == 0
+    printed = capsys.readouterr()
+    assert set(json.loads(printed.out)) == {"text", "reward"} and "1/1" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ('{"txt": "a"}', "Row 0 holds txt: wanted text, messages, chosen and rejected, or prompt and one of response"),
+        ("{", "line 1 is not JSON"),
+        ("[1]", 'line 1 holds a list: wanted a row, as in {"text": "..."}.'),
+    ],
+)
+def test_lines_that_are_no_rows(folder, tmp_path, capsys, line, text):
+    (tmp_path / "in.jsonl").write_text(line)
+    assert main(["score", str(folder), str(tmp_path / "in.jsonl"), "--quiet"]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_an_output_of_other_rows_is_left_alone(folder, tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    write(out, [{"text": "y", "reward": 1.0}])
+    before = out.read_text()
+    assert main(["score", str(folder), write(tmp_path / "in.jsonl", [{"text": "x"}]), "-o", str(out)]) == 2
+    assert "row 0 is another. Name another --output." in capsys.readouterr().err and out.read_text() == before
+
+
+def test_env_names_versions_devices_and_what_is_missing(capsys, monkeypatch):
+    monkeypatch.setattr(env, "BROUGHT", {"nowhere_to_be_found": "do wonders"})
+    assert main(["env"]) == 0
+    told = capsys.readouterr().out
+    assert "- nowhere_to_be_found: not installed; it would do wonders" in told
+    assert "- devices: 1 x cpu (cpu)" in told and "- jax: 0." in told
+
+
+@pytest.mark.parametrize("command", ["reward", "score", "env"])
+def test_help_fits_80_columns(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80

@@ -1,0 +1,227 @@
+"""Rows from one form to another, reward functions, collator and mixtures: each beside TRL's."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import json
+
+import numpy as np
+import pytest
+from datasets import Dataset, DatasetDict, IterableDataset
+
+import trl_jax
+from compat_tests.tiny import tiny_tokenizer
+from trl_jax import data_utils as ours
+from trl_jax import rewards
+from trl_jax.chat_template_utils import clone_chat_template
+from trl_jax.scripts.mixture import DatasetConfig, DatasetMixtureConfig, get_dataset
+from trl_jax.trainer.collator import DataCollatorForPreference
+from trl_jax.trainer.utils import compute_accuracy, get_peft_config, get_quantization_config
+
+
+def say(*pairs):
+    return [{"role": role, "content": content} for role, content in pairs]
+
+
+ASK, ANSWER, OTHER = say(("user", "Hi?")), say(("assistant", "Yes.")), say(("assistant", "No."))
+ROWS = [
+    {"messages": ASK + ANSWER},
+    {"prompt": ASK},
+    {"prompt": ASK + say(("assistant", "Ye"))},
+    {"prompt": ASK, "completion": ANSWER},
+    {"prompt": ASK, "chosen": ANSWER, "rejected": OTHER},
+    {"chosen": ASK + ANSWER, "rejected": ASK + OTHER},
+    {"prompt": ASK, "completion": ANSWER, "label": True},
+]
+TEXTS = [
+    {"prompt": "Hi?", "chosen": " Yes.", "rejected": " No."},
+    {"chosen": "Hi? Yes.", "rejected": "Hi? No."},
+    {"chosen": "Hi? Yes", "rejected": "Hi? Yes, sir"},
+    {"prompt": "Hi", "chosen": ASK + ANSWER, "rejected": ASK + OTHER},
+    {"text": "plain"},
+]
+TALKS = [
+    {"conversations": [{"from": "user", "value": "Hi?"}, {"from": "assistant", "value": "Yes."}]},
+    {"chosen": [{"from": "user", "value": "Hi?"}], "rejected": [{"from": "user", "value": "Ho?"}], "score": 1},
+]
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    return pytest.importorskip("trl.data_utils")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer(None, chat_template=True)
+
+
+def both(ours, theirs, *given, **how):
+    """Ours, which must leave its arguments alone, and theirs."""
+    mine = copy.deepcopy(given)
+    found = ours(*mine, **how)
+    assert list(mine[:1]) == list(given[:1])
+    return found, theirs(*copy.deepcopy(given), **how)
+
+
+@pytest.mark.parametrize("row", ROWS + TEXTS + TALKS)
+@pytest.mark.parametrize(
+    "name", ["is_conversational", "is_conversational_from_value", "maybe_convert_to_chatml", "maybe_extract_prompt"]
+)
+def test_rows_are_read_as_trl_reads_them(theirs, name, row):
+    if name == "is_conversational" and row is TEXTS[3]:
+        pytest.skip("TRL looks at whichever column a set gives first")
+    found, wanted = both(getattr(ours, name), getattr(theirs, name), row)
+    assert found == wanted
+
+
+@pytest.mark.parametrize("row", ROWS + TEXTS[-1:])
+def test_a_template_is_applied_as_trl_applies_it(theirs, tokenizer, row):
+    found = ours.maybe_apply_chat_template(row, tokenizer)
+    assert found == theirs.maybe_apply_chat_template(copy.deepcopy(row), tokenizer)
+    assert list(found) == list(theirs.maybe_apply_chat_template(copy.deepcopy(row), tokenizer))
+
+
+def test_rows_without_a_form(tokenizer):
+    with pytest.raises(KeyError, match="Invalid keys in the example"):
+        ours.apply_chat_template({"completion": ANSWER}, tokenizer)
+    with pytest.raises(ValueError, match="Invalid role in the last message: system; wanted user, tool or assistant."):
+        ours.apply_chat_template({"prompt": say(("system", "x"))}, tokenizer)
+
+
+@pytest.mark.parametrize("kind", ["table", "dict", "stream", "other"])
+def test_pairs_are_unpaired_as_trl_does(theirs, kind):
+    rows = [{"prompt": f"p{i}", "chosen": f"c{i}", "rejected": f"r{i}", "source": i} for i in range(3)]
+    table = Dataset.from_list(rows)
+    if kind == "other":
+        assert ours.maybe_unpair_preference_dataset(table.remove_columns("chosen")).column_names[0] == "prompt"
+        return
+    given = {"table": table, "dict": DatasetDict(train=table), "stream": table.to_iterable_dataset()}[kind]
+    function = "unpair_preference_dataset" if kind == "stream" else "maybe_unpair_preference_dataset"
+    found, wanted = (getattr(module, function)(given) for module in (ours, theirs))
+    if kind == "dict":
+        found, wanted = found["train"], wanted["train"]
+    assert list(found) == list(wanted) and len(list(found)) == 6
+
+
+def test_the_format_rewards_are_trls():
+    theirs = pytest.importorskip("trl.rewards")
+    texts = "<think>a</think>b", "<think>a", "x<think>a</think>", "<think><think>a</think>"
+    talks = [[{"content": text}] for text in texts]
+    assert rewards.think_format_reward(talks) == theirs.think_format_reward(talks)
+    ids = [[1, 2, 3, 4], [5, 5, 5, 5, 5], [1], [], [1, 2, 1, 2, 1, 2], [7] * 90, [7] * 130]
+    for name, how in (("get_repetition_penalty_reward", (2, -0.5)), ("get_soft_overlong_punishment", (100, 20))):
+        mine, wanted = getattr(rewards, name)(*how), getattr(theirs, name)(*how)
+        assert mine(ids) == wanted(ids) and mine.__name__ == wanted.__name__
+    with pytest.raises(ValueError, match="max_penalty=1 is above 0"):
+        rewards.get_repetition_penalty_reward(max_penalty=1)
+
+
+EXAMPLES = [
+    {"chosen_ids": [1, 2, 3], "rejected_ids": [4, 5], "margin": 0.5},
+    {"chosen_ids": [6, 7], "rejected_ids": [8], "margin": 0.0},
+]
+
+
+@pytest.mark.parametrize("multiple", [None, 4])
+def test_the_collator_is_trls(multiple):
+    torch, trl = pytest.importorskip("torch"), pytest.importorskip("trl.trainer.reward_trainer")
+    wanted = trl.DataCollatorForPreference(0, multiple)(EXAMPLES)
+    found = DataCollatorForPreference(0, multiple)(EXAMPLES)
+    assert list(found) == list(wanted)
+    for name, values in wanted.items():
+        assert found[name].dtype == values.numpy().dtype
+        np.testing.assert_array_equal(found[name], values)
+    tensors = DataCollatorForPreference(0, multiple, return_tensors="pt")(EXAMPLES)
+    assert all(torch.equal(tensors[name], values) for name, values in wanted.items())
+    assert "margin" not in DataCollatorForPreference(0)([{"chosen_ids": [1], "rejected_ids": [2]}])
+    with pytest.raises(ValueError, match="return_tensors='tf': wanted 'np', or 'pt' where torch is installed."):
+        DataCollatorForPreference(0, return_tensors="tf")
+
+
+def test_a_mixture_is_trls(tmp_path):
+    trl = pytest.importorskip("trl.scripts.utils")
+    for name, rows in (("a", 8), ("b", 3)):
+        lines = (json.dumps({"chosen": f"{name}{i}", "rejected": "x", "extra": i}) for i in range(rows))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+
+    def mixture(module, **how):
+        parts = [
+            {"path": "json", "data_files": str(tmp_path / f"{name}.jsonl"), "columns": ["chosen", "rejected"]} | extra
+            for name, extra in (("a", how.pop("a", {})), ("b", how.pop("b", {})))
+        ]
+        return module.get_dataset(module.DatasetMixtureConfig(datasets=parts, **how))
+
+    import trl_jax.scripts.utils as mine
+
+    for how in ({}, {"a": {"fraction": 1}, "b": {"fraction": 3}}, {"streaming": True}):
+        found, wanted = mixture(mine, **copy.deepcopy(how)), mixture(trl, **copy.deepcopy(how))
+        assert list(found) == list(wanted) and list(found["train"]) == list(wanted["train"])
+    split = mixture(mine, test_split_size=2)
+    assert {name: len(rows) for name, rows in split.items()} == {"train": 9, "test": 2}
+    with pytest.raises(ValueError, match="fraction is set for some datasets only"):
+        mixture(mine, a={"fraction": 1})
+    with pytest.raises(ValueError, match="fraction needs datasets with a length"):
+        mixture(mine, a={"fraction": 1}, b={"fraction": 1}, streaming=True)
+    with pytest.raises(ValueError, match="The mixture names no dataset"):
+        get_dataset(DatasetMixtureConfig())
+
+
+def test_the_configs_of_mixtures_are_trls():
+    trl = pytest.importorskip("trl.scripts.utils")
+    for mine in (DatasetConfig, DatasetMixtureConfig):
+        wanted = [(f.name, f.type, f.default) for f in dataclasses.fields(getattr(trl, mine.__name__))]
+        found = [(f.name, f.type, f.default) for f in dataclasses.fields(mine)]
+        assert [(n, d) for n, _, d in found] == [(n, d) for n, _, d in wanted]
+    given = [{"path": "x"}]
+    assert DatasetMixtureConfig(datasets=given).datasets == [DatasetConfig("x")] and given == [{"path": "x"}]
+
+
+@pytest.mark.parametrize("name", [name for name in trl_jax.__all__ if name.islower() and name != "pairwise_loss"])
+def test_the_functions_arguments_are_trls(name):
+    trl = pytest.importorskip("trl")
+    mine, wanted = (
+        [(p.name, p.kind, p.default) for p in inspect.signature(getattr(module, name)).parameters.values()]
+        for module in (trl_jax, trl)
+    )
+    assert mine == wanted
+
+
+def test_no_adapter_and_no_quantisation():
+    plain = trl_jax.ModelConfig()
+    assert get_peft_config(plain) is None and get_quantization_config(plain) is None
+    with pytest.raises(ValueError, match="use_peft=True is not in this release of trl_jax: train the whole model"):
+        get_peft_config(trl_jax.ModelConfig(use_peft=True))
+    with pytest.raises(ValueError, match="load_in_4bit=True is not in this release of trl_jax: load the whole"):
+        get_quantization_config(trl_jax.ModelConfig(load_in_4bit=True))
+
+
+def test_accuracy():
+    logits, labels = np.array([[2.0, 1.0], [0.0, 3.0], [1.0, 0.0]]), np.array([0, 0, -100])
+    assert compute_accuracy((logits, labels)) == {"accuracy": 0.5}
+    with pytest.raises(ValueError, match="RewardTrainer reports eval_accuracy itself"):
+        compute_accuracy((logits, ()))
+
+
+def test_a_chat_template_is_cloned(checkpoint, tmp_path, tokenizer):
+    model = trl_jax.AutoModelForSequenceClassification.from_pretrained(checkpoint())
+    source, target = tiny_tokenizer(None), tiny_tokenizer(None)
+    source.add_tokens(["<new>"])
+    source.chat_template = "{{ 'cloned' }}"
+    source.save_pretrained(tmp_path)
+    size = len(target.get_vocab())
+    _, found, added = clone_chat_template(model, target, str(tmp_path))
+    assert found is target and found.chat_template == "{{ 'cloned' }}"
+    assert added[0] == size == found.convert_tokens_to_ids("<new>") and len(found.get_vocab()) == model.vocab_size
+    assert model.config.eos_token_id == found.eos_token_id
+    source.add_tokens([f"<more{i}>" for i in range(50)])
+    source.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="brings 50 new tokens .* Resize the checkpoint's embedding"):
+        clone_chat_template(model, target, str(tmp_path))
+
+
+def test_streams_tell_their_columns():
+    stream = IterableDataset.from_generator(lambda: iter([{"chosen": "a", "rejected": "b"}]))
+    assert ours.get_dataset_column_names(stream) == ["chosen", "rejected"]

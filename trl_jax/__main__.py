@@ -1,0 +1,41 @@
+"""python -m trl_jax SCRIPT [ARGUMENTS]: a script written for TRL, unchanged, with its reward training on JAX.
+
+Inside, and in the Python processes it starts, `trl`'s reward names are trl_jax's, whether trl is installed or not;
+any other name is that of the installed trl, or says that it is missing.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from trl_jax.cli.front import install
+
+USAGE = "usage: python -m trl_jax SCRIPT.py [ARGUMENTS]\n       python -m trl_jax -m MODULE [ARGUMENTS]"
+
+
+def main(argv: list[str]) -> int:
+    """Run the script as Python would. Exit status 2 where there is none to run."""
+    if argv[:1] in ([], ["-h"], ["--help"]):
+        print(f"{USAGE}\n\n{__doc__.split(': ', 1)[1]}", file=sys.stderr if not argv else sys.stdout)
+        return 0 if argv else 2
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    install()
+    if argv[0] == "-m":
+        sys.argv = argv[1:]
+        sys.path[0] = os.getcwd()
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        return 0
+    script = Path(argv[0])
+    if not script.is_file():
+        print(f"python -m trl_jax: there is no script {argv[0]!r}.\n{USAGE}", file=sys.stderr)
+        return 2
+    sys.argv, sys.path[0] = argv, str(script.parent.absolute())
+    runpy.run_path(str(script), run_name="__main__")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

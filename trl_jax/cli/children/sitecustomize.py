@@ -1,0 +1,17 @@
+"""What Python runs at its start in the processes that `python -m trl_jax` starts: `trl` means trl_jax there too."""
+
+import importlib.machinery
+import importlib.util
+import sys
+from pathlib import Path
+
+from trl_jax.cli.front import install
+
+install()
+
+# Another sitecustomize further on the path keeps its turn.
+_here = str(Path(__file__).parent)
+_others = [path for path in sys.path if path != _here]
+_spec = importlib.machinery.PathFinder.find_spec("sitecustomize", _others)
+if _spec is not None:
+    _spec.loader.exec_module(importlib.util.module_from_spec(_spec))

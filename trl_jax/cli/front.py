@@ -1,0 +1,178 @@
+"""`trl` in front of trl: its reward names are ours, every other one is the installed trl's, or says what is missing."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import warnings
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from trl_jax.core.renamed import translated
+
+# TRL's modules that have names of ours -> the modules of ours that have them, in the order they are asked.
+MODULES: dict[str, tuple[str, ...]] = {
+    "trl": ("trl_jax",),
+    "trl.chat_template_utils": ("trl_jax.chat_template_utils",),
+    "trl.data_utils": ("trl_jax.data_utils",),
+    "trl.rewards": ("trl_jax.rewards",),
+    "trl.scripts": ("trl_jax.scripts",),
+    "trl.scripts.utils": ("trl_jax.scripts.utils",),
+    "trl.trainer": ("trl_jax.trainer",),
+    "trl.trainer.callbacks": ("trl_jax.trainer.callbacks",),
+    "trl.trainer.model_config": ("trl_jax.trainer.model_config",),
+    "trl.trainer.reward_config": ("trl_jax.trainer.reward_config",),
+    "trl.trainer.reward_trainer": ("trl_jax.trainer.reward_trainer",),
+    "trl.trainer.utils": ("trl_jax.trainer.utils",),
+}
+_ARGUMENTS = "transformers.training_args"
+_PACKAGES = ("trl", "trl.scripts", "trl.trainer")
+_FOLLOWED = "1.16.0"  # the release of TRL whose reward surface this is
+_IN_CHILDREN = Path(__file__).parent / "children"
+
+
+def install() -> None:
+    """From now on, in this process and the Python processes it starts, `import trl` finds the front."""
+    if any(isinstance(finder, Front) for finder in sys.meta_path):
+        return
+    for name in [name for name in sys.modules if name.partition(".")[0] == "trl"]:
+        del sys.modules[name]
+    sys.meta_path.insert(0, Front())
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if str(_IN_CHILDREN) not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(_IN_CHILDREN), *filter(None, paths)])
+
+
+class Front(MetaPathFinder, Loader):
+    """Finds the modules of `MODULES`; what else is in trl is found where it is installed."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname == _ARGUMENTS:
+            spec = PathFinder.find_spec(fullname, path)
+            spec.loader = TakesOldNames(spec.loader)
+            return spec
+        if fullname in MODULES:
+            spec = ModuleSpec(fullname, self, is_package=fullname in _PACKAGES)
+            real = _real_spec(fullname)
+            if real is not None and fullname in _PACKAGES:
+                spec.submodule_search_locations = list(real.submodule_search_locations)
+            return spec
+        if fullname.startswith("trl.") and _real_spec("trl") is None:
+            raise ModuleNotFoundError(
+                f"{fullname} is not part of trl_jax, and trl is not installed. trl_jax has {', '.join(MODULES)}.",
+                name=fullname,
+            )
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return FrontModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing: names are fetched when they are asked for."""
+
+
+class TakesOldNames(Loader):
+    """Loads transformers' TrainingArguments, which scripts for early releases of TRL pass, to know old names."""
+
+    def __init__(self, real: Loader):
+        self._real = real
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._real.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._real.exec_module(module)
+        plain = module.TrainingArguments.__init__
+        known = inspect.signature(plain).parameters
+
+        @functools.wraps(plain)
+        def init(self, *args: Any, **kwargs: Any) -> None:
+            kwargs, environment, notes = translated(kwargs, known)
+            os.environ.update(environment)
+            for note in notes:
+                warnings.warn(note, FutureWarning, stacklevel=2)
+            plain(self, *args, **kwargs)
+
+        module.TrainingArguments.__init__ = init
+
+
+class FrontModule(ModuleType):
+    """A module of TRL's: a name that ours has is ours, any other one that of the installed trl."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__version__" and self.__name__ == "trl" and _real_spec("trl") is None:
+            return _FOLLOWED
+        value = self._ours(name) if not name.startswith("__") else _NOWHERE
+        if value is _NOWHERE:
+            value = self._theirs(name)
+        setattr(self, name, value)
+        return value
+
+    def _ours(self, name: str) -> Any:
+        for module in MODULES[self.__name__]:
+            held = importlib.import_module(module)
+            # What a module of ours imported for itself is no name of TRL's, unless TRL's module has it too.
+            if name in _public(held):
+                return getattr(held, name)
+        return _NOWHERE
+
+    def _theirs(self, name: str) -> Any:
+        if _real_spec(self.__name__) is not None:
+            return getattr(_real(self.__name__), name)
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        raise ImportError(
+            f"{self.__name__} has no {name} in trl_jax, and trl is not installed. It has "
+            f"{', '.join(sorted({n for m in MODULES[self.__name__] for n in _public(importlib.import_module(m))}))}."
+        )
+
+
+_NOWHERE = object()
+_REAL: dict[str, ModuleType] = {}
+
+
+def _public(module: ModuleType) -> set[str]:
+    """Names that a module of ours offers: those it lists, or those defined in this package that it holds."""
+    if "__all__" in vars(module):
+        return set(module.__all__)
+    if "_WHERE" in vars(module):
+        return set(module._WHERE)
+    return {name for name, value in vars(module).items() if not name.startswith("_") and _is_ours(value)}
+
+
+def _is_ours(value: Any) -> bool:
+    return isinstance(value, type | _FUNCTION) and value.__module__.partition(".")[0] == "trl_jax"
+
+
+_FUNCTION = type(install)
+
+
+def _real_spec(fullname: str) -> ModuleSpec | None:
+    parent, _, _ = fullname.rpartition(".")
+    if not parent:
+        return PathFinder.find_spec(fullname)
+    above = _real_spec(parent)
+    return None if above is None else PathFinder.find_spec(fullname, above.submodule_search_locations)
+
+
+def _real(fullname: str) -> ModuleType:
+    """The installed trl's module, kept out of sys.modules: what it imports of trl is found by way of the front."""
+    if fullname not in _REAL:
+        spec = _real_spec(fullname)
+        module = importlib.util.module_from_spec(spec)
+        front = sys.modules.get(fullname)
+        sys.modules[fullname] = module
+        try:
+            spec.loader.exec_module(module)
+            _REAL[fullname] = sys.modules[fullname]  # trl's packages put another in their own place
+        finally:
+            if front is not None:
+                sys.modules[fullname] = front
+    return _REAL[fullname]

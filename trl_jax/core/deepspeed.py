@@ -1,0 +1,62 @@
+"""What a DeepSpeed config means on one device: what the arguments say already, and what has nothing to act on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# Place in the file -> the argument that says the same.
+_SAME = {
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm",
+    "bf16.enabled": "bf16",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.weight_decay": "weight_decay",
+    "optimizer.params.eps": "adam_epsilon",
+}
+_ADAM = ("Adam", "AdamW")
+
+
+def conflicts(config: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
+    """What the file asks for and the arguments do not, a line each. "auto" means: as the arguments say."""
+    found = []
+    for place, argument in _SAME.items():
+        wanted = _at(config, place)
+        if wanted not in (None, "auto") and wanted != values[argument]:
+            found.append(
+                f"deepspeed sets {place} to {wanted!r}, but {argument} is {values[argument]!r}. Make them equal, or "
+                f'write "auto" in the file.'
+            )
+    return found + _others(config, values)
+
+
+def _others(config: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
+    found = []
+    total = config.get("train_batch_size", "auto")
+    product = values["per_device_train_batch_size"] * values["gradient_accumulation_steps"]
+    if total not in ("auto", product):
+        found.append(
+            f"deepspeed sets train_batch_size to {total!r}, but on one device it is per_device_train_batch_size x "
+            f'gradient_accumulation_steps = {product}. Write "auto" in the file.'
+        )
+    if _at(config, "fp16.enabled") is True:
+        found.append("deepspeed asks for fp16, whose loss scaling is not built here. Set bf16 in the file instead.")
+    if _at(config, "optimizer.type") not in (None, "auto", *_ADAM):
+        found.append(
+            f"deepspeed names the optimizer {_at(config, 'optimizer.type')!r}. Leave it out and set optim instead."
+        )
+    if "scheduler" in config and _at(config, "scheduler.type") not in ("auto", "WarmupDecayLR"):
+        found.append(
+            f"deepspeed names the scheduler {_at(config, 'scheduler.type')!r}. Leave it out and set "
+            "lr_scheduler_type instead."
+        )
+    return found
+
+
+def _at(config: Mapping[str, Any], place: str) -> Any:
+    for name in place.split("."):
+        if not isinstance(config, Mapping) or name not in config:
+            return None
+        config = config[name]
+    return config

@@ -1,0 +1,109 @@
+"""What each name of `optim` means here, and what its `optim_args` may hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+_ADEMAMIX = dict.fromkeys(("beta1", "beta2", "beta3", "alpha", "eps"), float) | {"t_alpha": int, "t_beta3": int}
+_TAKES = {
+    "adamw": {},
+    "adafactor": {},
+    "sgd": {"momentum": float, "dampening": float, "nesterov": bool},
+    "adagrad": {"lr_decay": float, "eps": float},
+    "rmsprop": {"momentum": float, "alpha": float, "eps": float, "centered": bool},
+    "lion": {},
+    "ademamix": _ADEMAMIX,
+}
+# What a script would rather write than one of `optim_args`' keys.
+INSTEAD = {
+    "weight_decay": "weight_decay is an argument of its own",
+    "beta1": "adam_beta1 is an argument of its own",
+    "beta2": "adam_beta2 is an argument of its own",
+    "betas": "adam_beta1 and adam_beta2 are arguments of their own",
+    "eps": "adam_epsilon is an argument of its own",
+    "lr": "learning_rate is an argument of its own",
+}
+_UNPAGED = "kept on the device, unpaged; the numbers are the same."
+_FULL = "kept in full precision, {bytes} bytes a parameter; the numbers are those of the 32-bit twin."
+_HALF = "the first moment is bfloat16 and the second float32, 6 bytes a parameter, where 8 bits would take 2."
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """`kind`: the rule it follows; `fixed`: of its hyperparameters, those that the name decides; `note`: what is told
+    of a difference; `takes`: key of `optim_args` -> its type."""
+
+    kind: str
+    note: str = ""
+    fixed: dict[str, str] = field(default_factory=dict)
+    takes: dict[str, type] = field(default_factory=dict)
+
+
+def _named(kind: str, names: str, note: str = "", takes: dict[str, type] | None = None, **fixed: str):
+    takes = _TAKES[kind] if takes is None else takes
+    return {name: Optimizer(kind, note, fixed, takes) for name in names.split()}
+
+
+OPTIMIZERS: dict[str, Optimizer] = {
+    **_named("adamw", "adamw_torch adamw_torch_fused adamw_torch_xla adamw_torch_npu_fused"),
+    **_named("adamw", "adamw_anyprecision", takes={
+        "momentum_dtype": str, "variance_dtype": str, "use_kahan_summation": bool, "compensation_buffer_dtype": str}),
+    **_named("adamw", "paged_adamw_32bit", _UNPAGED),
+    **_named("adamw", "adamw_8bit adamw_bnb_8bit paged_adamw_8bit adamw_torch_8bit adamw_torch_4bit", _HALF,
+             momentum_dtype="bfloat16"),
+    **_named("adafactor", "adafactor"),
+    **_named("sgd", "sgd"),
+    **_named("adagrad", "adagrad"),
+    **_named("rmsprop", "rmsprop rmsprop_bnb rmsprop_bnb_32bit"),
+    **_named("rmsprop", "rmsprop_bnb_8bit", _FULL.format(bytes=4)),
+    **_named("lion", "lion_32bit"),
+    **_named("lion", "paged_lion_32bit", _UNPAGED),
+    **_named("lion", "lion_8bit paged_lion_8bit", _FULL.format(bytes=4)),
+    **_named("ademamix", "ademamix"),
+    **_named("ademamix", "paged_ademamix_32bit", _UNPAGED),
+    **_named("ademamix", "ademamix_8bit paged_ademamix_8bit", _FULL.format(bytes=12)),
+}  # fmt: skip
+
+# Known to transformers, each by way of a package of its own; and what comes closest.
+NEAREST: dict[str, str] = {
+    **dict.fromkeys("galore_adamw galore_adamw_layerwise apollo_adamw apollo_adamw_layerwise".split(), "adamw_torch"),
+    **dict.fromkeys("galore_adamw_8bit galore_adamw_8bit_layerwise".split(), "adamw_8bit"),
+    **dict.fromkeys("galore_adafactor galore_adafactor_layerwise lomo adalomo".split(), "adafactor"),
+    **dict.fromkeys("stable_adamw grokadamw".split(), "adamw_torch"),
+    **dict.fromkeys("schedule_free_adamw schedule_free_radam".split(), "adamw_torch"),
+    "schedule_free_sgd": "sgd",
+}
+
+
+def parsed(name: str, text: str | None) -> dict[str, float | int | bool | str]:
+    """`optim_args`, as in "momentum=0.9,nesterov=true", for the optimiser `name`.
+
+    Raises:
+        ValueError: a key it does not take, or a value of the wrong kind.
+    """
+    takes, given = OPTIMIZERS[name].takes, {}
+    for part in (text or "").replace(" ", "").split(","):
+        if not part:
+            continue
+        key, equals, value = part.partition("=")
+        if key not in takes:
+            raise ValueError(_unknown(name, key, takes))
+        if not equals:
+            raise ValueError(f"optim_args={text!r}: {key} has no value, wanted {key}=VALUE.")
+        given[key] = _value(key, value, takes[key])
+    if given.get("nesterov") and (not given.get("momentum") or given.get("dampening")):
+        raise ValueError(f"optim_args={text!r}: nesterov needs a momentum and no dampening.")
+    return given
+
+
+def _unknown(name: str, key: str, takes: dict[str, type]) -> str:
+    way_out = INSTEAD.get(key, "leave it out")
+    return f"optim_args holds {key!r}: optim={name!r} takes {', '.join(takes) or 'no keys'}; {way_out}."
+
+
+def _value(key: str, text: str, kind: type) -> float | int | bool | str:
+    words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    try:
+        return words[text.lower()] if kind is bool else kind(text)
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"optim_args: {key}={text!r}, wanted a value of type {kind.__name__}.") from error

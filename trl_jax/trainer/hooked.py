@@ -1,0 +1,90 @@
+"""A step and an evaluation by way of a script's own `compute_loss` or `prediction_step`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from trl_jax.trainer.hooks import BoundModel, inputs_of, loss_of, torch_explained
+
+
+class HookedStep:
+    """What `engine.step.make_step` gives, for a loss that takes a mean over the pairs it sees.
+
+    Each micro-batch has its real pairs only, so one that is short is a program of its own.
+    """
+
+    def __init__(self, trainer: Any, tx: Any):
+        self._grad = jax.jit(jax.value_and_grad(partial(_training_loss, trainer), has_aux=True))
+        self._apply = jax.jit(partial(_apply, tx), donate_argnums=(0, 1))
+
+    def __call__(self, params: dict, opt_state: Any, arrays: Any, learning_rate: Any, key: Any) -> tuple:
+        micro = inputs_of(arrays)
+        keys = [None] * len(micro) if key is None else jax.random.split(key, len(micro))
+        total, gradients, sums = 0.0, None, []
+        for inputs, micro_key in zip(micro, keys, strict=True):
+            (loss, found), grads = self._grad(params, inputs, micro_key)
+            total, sums = total + loss / len(micro), [*sums, found]
+            gradients = grads if gradients is None else jax.tree.map(jnp.add, gradients, grads)
+        gradients = jax.tree.map(lambda g: g / len(micro), gradients)
+        params, opt_state, norm = self._apply(params, opt_state, gradients, total, learning_rate)
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *sums)
+        return params, opt_state, stacked | {"loss": total, "grad_norm": norm}
+
+
+def _training_loss(trainer: Any, params: dict, inputs: dict, key: Any) -> tuple:
+    args = trainer.args
+    bound = BoundModel(trainer.model, params, dtype=args.compute_dtype, remat=args.gradient_checkpointing, key=key)
+    return loss_of(trainer, bound, inputs)
+
+
+def _apply(tx: Any, params: dict, opt_state: Any, gradients: dict, total: Any, learning_rate: Any) -> tuple:
+    """As `engine.step`: where loss or gradient is no number, everything stays as it was."""
+    norm = optax.global_norm(gradients)
+    updates, successor = tx.update(gradients, opt_state, params, learning_rate=learning_rate)
+    good = jnp.isfinite(total) & jnp.isfinite(norm)
+    kept = partial(jax.tree.map, lambda new, old: jnp.where(good, new, old))
+    return kept(optax.apply_updates(params, updates), params), kept(successor, opt_state), norm
+
+
+class HookedEvaluation:
+    """(parameters, a batch's arrays) -> metrics with `loss`, and scores, by the script's `compute_loss`."""
+
+    def __init__(self, trainer: Any):
+        self._loss = jax.jit(partial(_evaluation_loss, trainer), static_argnames="dtype")
+
+    def __call__(self, params: dict, arrays: Any, *, dtype: str) -> tuple:
+        [inputs] = inputs_of(arrays)
+        return self._loss(params, inputs, dtype=dtype)
+
+
+def _evaluation_loss(trainer: Any, params: dict, inputs: dict, *, dtype: str) -> tuple:
+    bound = BoundModel(trainer.model, params, dtype=dtype)
+    loss, sums = loss_of(trainer, bound, inputs)
+    scores = jnp.concatenate(bound.scores) if bound.scores else jnp.zeros(len(inputs["input_ids"]))
+    return sums | {"loss": loss}, scores
+
+
+class OwnPrediction:
+    """The same by the script's `prediction_step`, outside of any compiled program; scores come with labels."""
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+
+    def __call__(self, params: dict, arrays: Any, *, dtype: str) -> tuple:
+        trainer, [inputs] = self._trainer, inputs_of(arrays)
+        bound = BoundModel(trainer.model, params, dtype=dtype)
+        with torch_explained():
+            inputs = {name: jnp.asarray(value) for name, value in inputs.items()}
+            loss, logits, labels = trainer.prediction_step(bound, inputs, trainer.args.prediction_loss_only, None)
+        sums = bound.sums(len(inputs["input_ids"]) // 2)
+        return sums | {"loss": jnp.asarray(loss, jnp.float32)}, _on_host((logits, labels))
+
+
+def _on_host(found: Any) -> Any:
+    return jax.tree.map(np.asarray, found)

@@ -1,0 +1,93 @@
+"""What an evaluation predicted, as `compute_metrics` gets it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from datasets import Dataset
+from transformers.trainer_utils import EvalPrediction, denumpify_detensorize
+
+_HIDDEN = -100  # transformers' filler where arrays of several batches differ in length
+
+
+@dataclass
+class Predicted:
+    """Of each batch: its predictions, labels (`()` for none), the loss of each row, and its ids if they are wanted."""
+
+    predictions: list[Any]
+    labels: list[Any]
+    losses: list[np.ndarray]
+    inputs: list[np.ndarray] | None
+    together: bool
+    rows: tuple[Any, list[list[int]]]  # the dataset, and which of its rows each batch was
+
+    @property
+    def joined(self) -> Any:
+        return _joined(self.predictions) if self.together else self.predictions
+
+    def metrics(self, compute: Callable[..., dict], include: list[str], by_batch: bool) -> dict[str, float]:
+        """What the script's function says of all batches, or of the last one that it is shown, JSON-ready."""
+        if not by_batch:
+            return _plain(compute(self._shown(slice(None), include, join=self.together)))
+        found: dict[str, Any] = {}
+        for i in range(len(self.predictions)):
+            last = i == len(self.predictions) - 1
+            found = compute(self._shown(slice(i, i + 1), include, join=True), compute_result=last)
+        return _plain(found)
+
+    def _shown(self, which: slice, include: list[str], *, join: bool) -> EvalPrediction:
+        def part(values):
+            return _joined(values[which]) if join else values[which]
+
+        labels = part(self.labels) if np.size(self.labels[0]) else ()
+        return EvalPrediction(
+            predictions=part(self.predictions),
+            label_ids=labels,
+            inputs=part(self.inputs) if "inputs" in include else None,
+            losses=part(self.losses) if "loss" in include else None,
+        )
+
+
+def check_compute_metrics(compute_metrics: Any, by_batch: bool) -> None:
+    """Raises ValueError where `batch_eval_metrics` asks for an argument that the function does not take."""
+    if by_batch and compute_metrics is not None:
+        if "compute_result" not in inspect.signature(compute_metrics).parameters:
+            raise ValueError(
+                "batch_eval_metrics=True calls compute_metrics(predictions, compute_result=...) batch by batch, and it "
+                "takes no compute_result. Add the argument, or leave batch_eval_metrics out."
+            )
+
+
+def rows_of(dataset: Any, places: list[int]) -> np.ndarray:
+    """Token ids `[2P, T]` of a batch's pairs, padded with -100."""
+    if not isinstance(dataset, Dataset):
+        raise ValueError("include_for_metrics=['inputs'] needs rows that can be read twice: pass a Dataset, no stream.")
+    pairs = dataset[places]
+    ids = [*pairs["chosen_ids"], *pairs["rejected_ids"]]
+    return _joined([np.asarray(row)[None] for row in ids])
+
+
+def _joined(batches: list[Any]) -> Any:
+    """One array, or a tuple of them; along the second axis all as long as the longest."""
+    if isinstance(batches[0], tuple | list):
+        return tuple(_joined(list(parts)) for parts in zip(*batches, strict=True))
+    arrays = [np.asarray(batch) for batch in batches]
+    if arrays[0].ndim < 2:
+        return np.concatenate(arrays)
+    longest = max(array.shape[1] for array in arrays)
+
+    def filled(array):
+        missing = [(0, 0), (0, longest - array.shape[1]), *[(0, 0)] * (array.ndim - 2)]
+        return np.pad(array, missing, constant_values=_HIDDEN)
+
+    return np.concatenate([filled(array) for array in arrays])
+
+
+def _plain(found: dict[str, Any]) -> dict[str, float]:
+    on_host = {name: np.asarray(v) if isinstance(v, jax.Array) else v for name, v in found.items()}
+    return denumpify_detensorize(on_host)  # logs and states are written as JSON
