@@ -123,6 +123,7 @@ class RewardTrainer(BaseTrainer):
             eval_dataset = self.prepare_dataset(eval_dataset, "eval")
         model = checkpoint if isinstance(checkpoint, PreTrainedModel) else _loaded(checkpoint, args)
         model.config.pad_token_id = processing_class.pad_token_id
+        model.add_model_tags(["reward-trainer", "trl", "trl_jax"])  # as TRL tags its models
         if brought is not None:
             brought.config.pad_token_id = processing_class.pad_token_id
         if args.eos_token is not None or args.chat_template_path is not None:
