@@ -7,7 +7,7 @@ import os
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -165,6 +165,13 @@ class BaseTrainer(Evaluating):
             self.is_in_train = False
         self._finish_pushing()
         return self._finish(train_loss, self._measured(unreported), start, run.max_steps, first)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: it makes models by `model_init`, which TRL's RewardTrainer does not take either."""
+        raise NotImplementedError(
+            "hyperparameter_search is not in this release of trl_jax. Make a trainer for each "
+            "configuration and call train()."
+        )
 
     def _plan(self) -> RunLength:
         args = self.args

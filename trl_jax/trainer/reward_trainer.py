@@ -124,6 +124,7 @@ class RewardTrainer(BaseTrainer):
         elif eval_dataset is not None:
             eval_dataset = self.prepare_dataset(eval_dataset, "eval")
         model = checkpoint if isinstance(checkpoint, PreTrainedModel) else _loaded(checkpoint, args)
+        model.add_model_tags(["reward-trainer", "trl", "trl_jax"])  # as TRL tags its models
         for config in (model.config, *([] if brought is None else [brought.config])):
             _settle_ids(config, processing_class, eos=args.eos_token is not None or args.chat_template_path is not None)
         super().__init__(
