@@ -11,6 +11,7 @@ import numpy as np
 from transformers.trainer_utils import EvalPrediction, PredictionOutput, denumpify_detensorize, speed_metrics
 
 from trl_jax.engine.evaluation import Evaluated, run_evaluation
+from trl_jax.engine.prefetch import Prefetched
 from trl_jax.trainer.publishing import Publishing
 
 
@@ -86,7 +87,7 @@ class Evaluating(Publishing):
             evaluated = run_evaluation(
                 lambda arrays: self._score_pass(self.model.params, arrays, dtype=dtype),
                 self._measure,
-                self.windows(loader),
+                Prefetched(self.windows(loader)),
                 after_each=lambda: self._events.fire("on_prediction_step"),
             )
         batches = [self.real_scores(*batch) for batch in zip(evaluated.scores, evaluated.num_pairs, strict=True)]
