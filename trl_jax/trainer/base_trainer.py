@@ -228,8 +228,10 @@ class BaseTrainer(Evaluating):
 
 
 def _placed(device: jax.Device, batch: Any) -> Any:
-    """The batch with its arrays on the device."""
-    return batch._replace(arrays=jax.device_put(batch.arrays, device))
+    """The batch with its arrays on the device, but not bound to it: weights are not, and the step would compile for
+    either."""
+    with jax.default_device(device):
+        return batch._replace(arrays=jax.device_put(batch.arrays))
 
 
 def check_strategies(args: BaseConfig, eval_dataset: Any) -> None:
