@@ -17,6 +17,10 @@ class Window:
     def __init__(self, number, pairs):
         self.passes, self.batches = [(np.float32(number), None)], [SimpleNamespace(num_pairs=pairs)]
 
+    @property
+    def rows(self):
+        return [[7]]
+
     def restored(self, scores):
         return list(scores)
 

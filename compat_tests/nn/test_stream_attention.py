@@ -144,7 +144,11 @@ def test_no_square_of_the_length_is_held():
 def test_bfloat16_stays_close_and_keeps_its_type():
     layout = drawn(1, 3 * BLOCK)
     q, k, v, _ = (jnp.asarray(x, jnp.bfloat16) for x in inputs(1, 3 * BLOCK, 4, 2))
-    run = jax.value_and_grad(lambda *qkv: attend_stream(*qkv, *layout[:2], scale=0.4).astype(jnp.float32).sum())
+
+    def total(*qkv):
+        return attend_stream(*qkv, *layout[:2], scale=0.4).astype(jnp.float32).sum()
+
+    run = jax.jit(jax.value_and_grad(total))
     value, gradient = run(q, k, v)
     exact, exact_gradient = run(*(x.astype(jnp.float32) for x in (q, k, v)))
     assert gradient.dtype == jnp.bfloat16

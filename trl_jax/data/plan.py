@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,8 @@ from trl_jax.data.checks import IDS, blocks, list_lengths
 from trl_jax.data.streams import balanced
 
 LAYOUTS = ("padded", "packed", "shared")
-SURVEYED = 16_384  # pairs that are looked at
+SURVEYED = 16_384  # pairs that are looked at, those of several epochs where there are fewer
+_EPOCHS = 8  # at most
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,9 @@ class Survey:
     chosen: np.ndarray
     rejected: np.ndarray
     shared: np.ndarray
+
+    def visited(self, order: np.ndarray) -> Survey:
+        return Survey(self.chosen[order], self.rejected[order], self.shared[order])
 
     def steps(self, batch_size: int, accumulation: int, layout: str) -> list[tuple[int, int, int]]:
         """For each step: tokens of TRL's padded rows, real tokens, tokens of the longest stream."""
@@ -112,13 +116,29 @@ class Plan:
 
 
 def plan_layout(
-    dataset: Dataset, order: np.ndarray, layout: str, *, batch_size: int, accumulation: int, rung_cost: int
+    dataset: Dataset,
+    order_of: Callable[[int], np.ndarray],
+    layout: str,
+    *,
+    batch_size: int,
+    accumulation: int,
+    rung_cost: int,
 ) -> Plan:
-    """How the steps of an epoch in this order lie as streams; `rung_cost` is what a compilation costs, in tokens."""
-    steps = survey(dataset, order).steps(batch_size, accumulation, layout)
+    """How steps lie as streams, from those of the first epochs: another order may make a longer one.
+
+    Args:
+        order_of: from an epoch to the order of its pairs.
+        rung_cost: what a compilation costs, in tokens.
+    """
+    first = order_of(0)
+    known, steps = survey(dataset, first), []
+    epochs = max(1, min(_EPOCHS, SURVEYED // len(first)))
+    place = np.argsort(first)
+    for epoch in range(epochs):
+        part = known if epoch == 0 else known.visited(place[order_of(epoch)])
+        steps += part.steps(batch_size, accumulation, layout)
     padded, real, lengths = (np.asarray(column) for column in zip(*steps, strict=True))
-    # A survey that ends before the epoch counts for as many steps as there are.
-    epochs_surveyed = len(steps) * batch_size * accumulation / max(len(order), 1)
-    ladder = fitted(lengths, int(rung_cost * min(1.0, epochs_surveyed)))
+    # Weighed against an epoch: a survey of half of one says half of what a rung would save.
+    ladder = fitted(lengths, int(rung_cost * epochs * min(1.0, SURVEYED / len(first))))
     computed = accumulation * np.mean([ladder(int(length)) for length in lengths])
     return Plan(layout, ladder, float(padded.mean()), float(real.mean()), float(computed))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from functools import partial
 from pathlib import Path
@@ -35,7 +34,7 @@ from trl_jax.trainer.batches import steps_of
 from trl_jax.trainer.diagnosis import explain
 from trl_jax.trainer.evaluating import Evaluating, refuse
 from trl_jax.trainer.hooked import HookedStep
-from trl_jax.trainer.limits import check_launch, told_of_memory
+from trl_jax.trainer.limits import told_of_memory
 from trl_jax.trainer.memory import memory
 from trl_jax.trainer.optimizers import LearningRate, check_optax, choose
 from trl_jax.trainer.publishing import sweep_stages
@@ -80,7 +79,6 @@ class BaseTrainer(Evaluating):
         optimizer_cls_and_kwargs: Any = None,
         brought: Any = None,
     ):
-        check_launch(os.environ)
         args.check()  # again: setters and plain assignment get past the check at construction
         check_strategies(args, eval_dataset)
         self._brought = brought  # the torch model that was passed; it gets the trained weights
@@ -270,8 +268,10 @@ class BaseTrainer(Evaluating):
 
 
 def _placed(device: jax.Device, batch: Any) -> Any:
-    """The batch with its arrays on the device."""
-    return batch._replace(arrays=jax.device_put(batch.arrays, device))
+    """The batch with its arrays on the device, but not bound to it: weights are not, and the step would compile for
+    either."""
+    with jax.default_device(device):
+        return batch._replace(arrays=jax.device_put(batch.arrays))
 
 
 def check_strategies(args: BaseConfig, eval_dataset: Any) -> None:

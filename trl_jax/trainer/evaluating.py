@@ -12,6 +12,7 @@ import numpy as np
 from transformers.trainer_utils import PredictionOutput, speed_metrics
 
 from trl_jax.engine.evaluation import Evaluated, run_batches, run_evaluation
+from trl_jax.engine.prefetch import Prefetched
 from trl_jax.trainer.batches import steps_of
 from trl_jax.trainer.hooked import HookedEvaluation, OwnPrediction
 from trl_jax.trainer.predicted import Predicted, check_compute_metrics, rows_of
@@ -97,7 +98,7 @@ class Evaluating(Publishing):
         with self._on_device():
             if self._own_evaluation is None:
                 score = partial(self._score_pass, self.model.params, dtype=dtype)
-                evaluated = run_evaluation(score, self._measure, self.windows(batches), after_each)
+                evaluated = run_evaluation(score, self._measure, Prefetched(self.windows(batches)), after_each)
             else:
                 evaluate = partial(self._own_evaluation, self.model.params, dtype=dtype)
                 evaluated = run_batches(evaluate, batches, after_each)

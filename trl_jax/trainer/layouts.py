@@ -52,7 +52,7 @@ def plan(args: RewardConfig, engine: Engine, dataset: Dataset | IterableDataset,
     seed, shuffled = args.seed if args.data_seed is None else args.data_seed, args.train_sampling_strategy == "random"
     found = plan_layout(
         dataset,
-        epoch_order(len(dataset), seed=seed, epoch=0, shuffle=shuffled),
+        lambda epoch: epoch_order(len(dataset), seed=seed, epoch=epoch, shuffle=shuffled),
         layout,
         batch_size=args.per_device_train_batch_size,
         accumulation=args.gradient_accumulation_steps,

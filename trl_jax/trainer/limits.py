@@ -1,30 +1,15 @@
-"""What a machine does not allow: more memory than it has, several processes of one run."""
+"""More memory than the machine has: what takes how much, and how to take less."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import jax
 
 if TYPE_CHECKING:
     from trl_jax.trainer.task import Task
-
-
-def check_launch(environ: Mapping[str, str]) -> None:
-    """Refuse to be one of several processes that torchrun or accelerate started.
-
-    Raises:
-        RuntimeError: with the line to start instead.
-    """
-    rank, size = environ.get("RANK"), environ.get("WORLD_SIZE", "1")
-    if rank is not None and size != "1":
-        raise RuntimeError(
-            f"This is process {rank} of {size}, as torchrun or accelerate launch start them: each would train the same "
-            "model and write into the same folder. trl_jax runs in one process: python SCRIPT.py, or accelerate launch "
-            "--num_processes 1 SCRIPT.py."
-        )
 
 
 @contextlib.contextmanager

@@ -1,0 +1,107 @@
+"""Which layout a run takes, what the log says of it, and that its numbers do not depend on it."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from datasets import Dataset
+
+import trl_jax
+from compat_tests.parity.marks import timeless
+from compat_tests.trainer.trainers import FACTS, make, stream, table
+from trl_jax.trainer import layouts
+
+CAUSAL = SimpleNamespace(takes_streams=True, drops_out=False)
+DROPS = SimpleNamespace(takes_streams=True, drops_out=True)
+ENCODER = SimpleNamespace(takes_streams=False, drops_out=False)
+
+
+def asked(layout="auto", device="cpu", **more):
+    facts = {"disable_dropout": True, "seed": 1, "data_seed": None, "train_sampling_strategy": "random"}
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    return SimpleNamespace(batch_layout=layout, device=SimpleNamespace(type=device), **(facts | sizes | more))
+
+
+@pytest.mark.parametrize(
+    ("args", "engine", "layout", "reason"),
+    [
+        (asked(), CAUSAL, "shared", ""),
+        (asked("packed"), CAUSAL, "packed", ""),
+        (asked("padded"), CAUSAL, "padded", ""),
+        (asked(), ENCODER, "padded", "reads whole rows"),
+        (asked("shared"), ENCODER, "padded", "reads whole rows"),
+        (asked(disable_dropout=False), CAUSAL, "shared", ""),
+        (asked(disable_dropout=False), DROPS, "padded", "disable_dropout=False"),
+        (asked(), DROPS, "shared", ""),
+        (asked(device="cuda"), CAUSAL, "padded", "measured on CPUs only; batch_layout='shared' turns it on"),
+        (asked("shared", device="cuda"), CAUSAL, "shared", ""),
+    ],
+)
+def test_what_is_exact_and_why_not(args, engine, layout, reason):
+    found, why = layouts.exact_layout(args, engine)
+    assert found == layout and (reason in why if reason else why == "")
+
+
+@pytest.mark.parametrize(
+    ("args", "engine", "said"),
+    [(asked(), ENCODER, 0), (asked("padded"), ENCODER, 0), (asked("shared"), CAUSAL, 0), (asked("shared"), ENCODER, 1)],
+)
+def test_only_what_was_asked_for_and_cannot_be_had_is_warned_of(args, engine, said, caplog):
+    layouts.check_layout(args, engine)
+    assert len(caplog.records) == said
+    if said:
+        assert caplog.text.count("batch_layout='shared' is not exact here, so rows are padded: this model reads") == 1
+
+
+def ids(shared, *own):
+    rows = [{"chosen_ids": [1] * (shared + a), "rejected_ids": [1] * shared + [2] * b} for a, b in own]
+    return Dataset.from_list(rows)
+
+
+def test_the_line_at_the_start(caplog):
+    data = ids(900, *[(100, 150)] * 8)
+    with caplog.at_level(logging.INFO):
+        plan = layouts.plan(asked(), CAUSAL, data, parameters=10**6)
+    # Four pairs in two streams: 2 x (900 + 100 + 150) tokens each, of 2 micro-batches of 4 rows of 1,050.
+    assert plan.ladder.rungs == (2304,)
+    wanted = "Layout shared: 4.6k of 8.4k padded tokens a step, for 8.2k tokens of text; streams of 2,304 tokens."
+    assert caplog.messages == [wanted]
+
+
+def test_the_line_of_a_padded_run_and_of_a_stream(caplog):
+    with caplog.at_level(logging.INFO):
+        assert layouts.plan(asked(), ENCODER, ids(1, (1, 1)), parameters=1).layout == "padded"
+        assert layouts.plan(asked(), CAUSAL, stream(4), parameters=1).layout == "shared"
+    assert caplog.messages == [
+        "Layout padded: this model reads whole rows, not texts laid end to end.",
+        "Layout shared: how much it saves on a stream of rows is not known beforehand.",
+    ]
+
+
+def test_a_layout_that_is_not_is_refused():
+    with pytest.raises(ValueError, match="batch_layout='ragged' is not in this release of trl_jax; supported: auto,"):
+        trl_jax.RewardConfig("out", batch_layout="ragged")
+
+
+def test_a_run_gives_the_same_numbers_in_every_layout(checkpoint, tmp_path):
+    """With margins, centring, ragged accumulation, evaluation on a size the batch does not divide, and predict."""
+    config = {
+        "gradient_accumulation_steps": 3, "center_rewards_coefficient": 0.1, "eval_strategy": "epoch", "bf16": False,
+        "learning_rate": 1e-3,
+    }  # fmt: skip
+    found = {}
+    for layout in ("padded", "packed", "shared"):
+        data, test = table(26, margin=True), table(7, seed=1, margin=True)
+        how = {"train": data, "eval_dataset": test, "config": config | {"batch_layout": layout}}
+        trainer = make(trl_jax, checkpoint(**FACTS), tmp_path / layout, **how)
+        trainer.train()
+        found[layout] = [timeless(entry) for entry in trainer.state.log_history], trainer.predict(test).predictions
+    logs, scores = found["padded"]
+    for layout in ("packed", "shared"):
+        for mine, other in zip(found[layout][0], logs, strict=True):
+            assert list(mine) == list(other)
+            assert all(abs(mine[key] - other[key]) <= 2e-5 for key in other), (layout, mine, other)
+        np.testing.assert_allclose(found[layout][1], scores, atol=2e-5)
