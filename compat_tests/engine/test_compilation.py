@@ -43,7 +43,7 @@ def test_where_compiled_programs_lie(settings, place, tmp_path):
 
 def test_each_shape_is_told_of_once(caplog):
     step = counted(lambda params, state, batch, rate: rate, "The step")
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "trl_jax"):
         for length in (64, 128, 64, 128):
             assert step(None, None, {"tokens": np.zeros((1, 1, length))}, length) == length
     assert [record.getMessage() for record in caplog.records] == [

@@ -63,7 +63,7 @@ def ids(shared, *own):
 
 def test_the_line_at_the_start(caplog):
     data = ids(900, *[(100, 150)] * 8)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "trl_jax"):
         plan = layouts.plan(asked(), CAUSAL, data, parameters=10**6)
     # Four pairs in two streams: 2 x (900 + 100 + 150) tokens each, of 2 micro-batches of 4 rows of 1,050.
     assert plan.ladder.rungs == (2304,)
@@ -72,7 +72,7 @@ def test_the_line_at_the_start(caplog):
 
 
 def test_the_line_of_a_padded_run_and_of_a_stream(caplog):
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "trl_jax"):
         assert layouts.plan(asked(), ENCODER, ids(1, (1, 1)), parameters=1).layout == "padded"
         assert layouts.plan(asked(), CAUSAL, stream(4), parameters=1).layout == "shared"
     assert caplog.messages == [
