@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,8 @@ def changed(content: bytes, dice: random.Random) -> bytes:
     """JSON, or a safetensors file, is changed within its structure half of the time."""
     if dice.random() < 0.5:
         return changed_bytes(content, dice)
+    if content[:4] == b"GGUF":
+        return content[:24] + changed_bytes(content[24:400], dice) + content[400:]
     if content[:1] in b"{[":
         return json.dumps(changed_json(json.loads(content), dice)).encode()
     length = int.from_bytes(content[:8], "little")
@@ -101,11 +104,13 @@ def readers(folder: Path) -> dict[str, tuple[str, Callable[[], Any]]]:
     from trl_jax.hub.config import read_config
     from trl_jax.hub.families import read_arch
     from trl_jax.hub.files import CheckpointFiles
+    from trl_jax.hub.gguf import describe
 
     def arch():
         return read_arch(read_config(folder), folder / "config.json")
 
-    return {
+    described = {} if find_spec("gguf") is None else {"gguf": ("model.gguf", lambda: describe(folder / "model.gguf"))}
+    return described | {
         "safetensors": ("model.safetensors", lambda: CheckpointFiles(folder)),
         "index": ("index/model.safetensors.index.json", lambda: CheckpointFiles(folder / "index")),
         "config": ("config.json", arch),
@@ -145,6 +150,25 @@ def build(folder: Path) -> None:
         "tie_word_embeddings": False, "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "torch_dtype": "float32",
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
+    if find_spec("gguf") is not None:
+        _build_gguf(folder / "model.gguf")
+
+
+def _build_gguf(path: Path) -> None:
+    import gguf
+
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_embedding_length(8)
+    writer.add_head_count(2)
+    writer.add_rope_freq_base(1e4)
+    writer.add_token_list(["a", "b", "c"])
+    for name in ("token_embd.weight", "blk.0.attn_q.weight", "output_norm.weight"):
+        writer.add_tensor(name, np.ones((8, 8), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def rows(dice: random.Random) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from trl_jax.hub.files import SINGLE
+from trl_jax.hub.gguf_header import check_fields
 
 LINK = "model.gguf"  # beside the config.json and the tokenizer that were made of the file's own description
 
@@ -94,13 +95,25 @@ def unpack(path: Path) -> Path:
     name = hashlib.sha256(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:16]
     folder = Path(huggingface_hub.cached_assets_path("trl_jax", "gguf", name))
     if not (folder / LINK).exists():
-        reader = _open(path)
-        config = _config(reader, path)
+        reader, config = describe(path)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         _tokenizer(reader, config["model_type"]).save_pretrained(folder)
         (folder / LINK).unlink(missing_ok=True)
         (folder / LINK).symlink_to(path.resolve())
     return folder
+
+
+def describe(path: Path) -> tuple[Any, dict[str, Any]]:
+    """The open file and the config that it stands for."""
+    reader = _open(path)
+    try:
+        return reader, _config(reader, path)
+    except (KeyError, IndexError, TypeError, OverflowError, UnicodeDecodeError) as error:  # of fields that are damaged
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> ValueError:
+    return ValueError(f"{path} is not a readable GGUF file: {error!r}. Download it again.")
 
 
 def _open(path: Path) -> Any:
@@ -109,9 +122,10 @@ def _open(path: Path) -> Any:
     except ImportError as error:
         raise ImportError(f"{path}: reading GGUF needs the gguf package: pip install 'trl_jax[gguf]'.") from error
     try:
+        check_fields(path)
         return gguf.GGUFReader(path)
     except (ValueError, KeyError, IndexError, OverflowError) as error:  # its errors of a damaged file
-        raise ValueError(f"{path} is not a readable GGUF file: {error}. Download it again.") from error
+        raise _unreadable(path, error) from error
 
 
 def _value(reader: Any, key: str) -> Any:
