@@ -35,3 +35,23 @@ def checkpoint(tmp_path_factory):
         return folders[key]
 
     return build
+
+
+# Files whose tests share runs that one of them trains: each goes to one worker, as a whole and first of all.
+SHARING = (
+    "parity/test_curve.py", "parity/test_encoder_curves.py", "parity/test_evaluate.py", "exported/test_training.py",
+    "trainer/test_trainer_train.py", "trainer/test_trainer_evaluate.py", "trainer/test_trainer_save.py",
+    "trainer/test_resume.py", "faults/test_going_on.py", "models/test_encoder_facts.py",
+)  # fmt: skip
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Shared(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return file if file.endswith(SHARING) else nodeid
+
+    return Shared(config, log)

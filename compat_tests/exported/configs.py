@@ -18,8 +18,8 @@ TYPES = (
 ).split()
 # Every kind of attention, router, position and pooling; all but one are no family of ours.
 SOME = (
-    "albert axk1 biogpt bloom convbert ctrl deepseek_v3 diffllama doge esm falcon gpt_bigcode gpt_neo gpt_oss gte "
-    "ibert jamba llama luke minicpm3 minimax mobilebert modernbert-decoder mpnet mpt phimoe roformer squeezebert xlnet"
+    "albert axk1 biogpt bloom convbert ctrl doge falcon gpt_neo gpt_oss jamba llama minicpm3 minimax mpnet "
+    "roformer xlnet"
 ).split()
 
 SMALL = {

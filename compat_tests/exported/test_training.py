@@ -14,8 +14,6 @@ from compat_tests.tiny import preference_rows
 
 pytest.importorskip("trl")
 
-pytestmark = pytest.mark.xdist_group("training")  # they share what one of them trains
-
 # The centre gives what a difference of scores would cancel, as the last norm's bias, a gradient of its own.
 CONFIG = {"center_rewards_coefficient": 0.1, "weight_decay": 0.3, "learning_rate": 1e-3}
 CASES = {

@@ -29,8 +29,6 @@ from compat_tests.tiny import preference_rows
 from compat_tests.trainer.trainers import FACTS, make, stream, table
 from trl_jax.engine.interrupts import Interrupts
 
-pytestmark = pytest.mark.xdist_group("going_on")  # they share what one of them trains
-
 CONFIG = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 3, "gradient_accumulation_steps": 2}
 
 

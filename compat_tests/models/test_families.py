@@ -39,7 +39,7 @@ def test_scores(family, name, built):
 GRADIENTS = [
     ("llama", "yarn"),
     ("llama", "both_biases"),
-    ("qwen2", "wide_heads"),
+    ("llama", "wide_heads"),
     ("qwen2", "max_window_layers"),
     ("qwen3", "long_window"),
     ("qwen3", "attention_bias"),

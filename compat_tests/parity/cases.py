@@ -29,7 +29,6 @@ CHAT = {"chat_template": True}
 CASES = {
     "plain": Case(),
     "margin": Case(rows={"n": 120, "margin": True}),
-    "centered": Case({"center_rewards_coefficient": 0.01}),
     "centered_hard": Case({"center_rewards_coefficient": 0.2}, rows={"n": 120, "margin": True, "seed": 2}),
     # 44 micro-batches an epoch: the 15th step has two of its three, the second of them 3 pairs instead of 4.
     "ragged_accumulation": Case({"gradient_accumulation_steps": 3, "num_train_epochs": 2}, rows={"n": 175}),
@@ -44,7 +43,6 @@ CASES = {
         {"batch_layout": "padded", "gradient_accumulation_steps": 2, "center_rewards_coefficient": 0.1},
         rows={"n": 247, "margin": True},
     ),
-    "two_epochs": Case({"num_train_epochs": 2, "seed": 7}, rows={"n": 62}),
     # The seed draws the head, the data_seed the order: neither may stand in for the other.
     "data_seed": Case({"num_train_epochs": 2, "seed": 3, "data_seed": 11}, {"n": 62}, {"head": "causal"}),
     "cosine": Case(
@@ -73,7 +71,6 @@ CASES = {
     "causal": Case(model={"head": "causal", "shards": True, "tie": True}),
     "causal_bfloat16": Case({"seed": 5}, model={"head": "causal", "dtype": "bfloat16"}),
     "base": Case(model={"head": "base", "seed": 1}),
-    "chat": Case(rows={"n": 120, "kind": "chat"}, model={"tokenizer": CHAT}),
     "chat_prompt": Case(
         rows={"n": 120, "kind": "chat_prompt"}, model={"model_type": "qwen3", "tokenizer": CHAT}
     ),

@@ -11,8 +11,6 @@ from compat_tests.parity.cases import CASES
 from compat_tests.parity.marks import TRAIN_KEYS, assert_same_curve, assert_same_weights, steps_of
 from compat_tests.tiny import preference_rows
 
-pytestmark = pytest.mark.xdist_group("curve")  # they share what one of them trains
-
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_curve_is_trls(runs, name):

@@ -16,8 +16,6 @@ from compat_tests.parity import reference
 from compat_tests.parity.marks import assert_same_curve, assert_same_weights, steps_of
 from compat_tests.tiny import preference_rows
 
-pytestmark = pytest.mark.xdist_group("encoder_curves")  # they share what one of them trains
-
 CONFIG = {"max_steps": 10, "weight_decay": 0.3, "center_rewards_coefficient": 0.05, "seed": 3}
 # Family -> the variant, what the checkpoint is of, and tensors without a gradient.
 CASES = {

@@ -9,8 +9,6 @@ from compat_tests.parity import reference
 from compat_tests.parity.marks import Marks, assert_same_entry, timeless
 from compat_tests.tiny import preference_rows
 
-pytestmark = pytest.mark.xdist_group("evaluate")  # they share what one of them trains
-
 CENTER = 0.1
 BATCH = 4
 PAIRS = 10  # two full batches and one of two pairs

@@ -76,15 +76,15 @@ def pad_row_trains(num_embeddings, features, *, padding_idx=None):
 
 
 MUTANTS = [
-    ("two_epochs", "trl_jax.data.loader.epoch_order", another_order),
-    ("two_epochs", "trl_jax.data.loader.epoch_order", every_epoch_in_the_same_order),
+    ("data_seed", "trl_jax.data.loader.epoch_order", another_order),
+    ("data_seed", "trl_jax.data.loader.epoch_order", every_epoch_in_the_same_order),
     ("pad_is_eos", "trl_jax.data.streams.scored_token", last_token_by_mask),
     ("pad_is_eos_chat", "trl_jax.models.decoder.Embedding", pad_row_trains),
     ("qwen2", "trl_jax.trainer.base_trainer.decays", everything_decays),
     ("plain", "trl_jax.engine.optim.scale_by_adam", eps_inside_the_root),
     ("ragged_accumulation", "trl_jax.data.loader.stream_pairs", mean_over_rows),
     ("margin", "trl_jax.trainer.reward_trainer.pairwise_loss", loss_without_margin),
-    ("centered", "trl_jax.trainer.reward_trainer.pairwise_loss", loss_without_centring),
+    ("centered_hard", "trl_jax.trainer.reward_trainer.pairwise_loss", loss_without_centring),
     ("plain", "optax.apply_updates", float16_weights),
     ("cosine", "trl_jax.trainer.optimizers.learning_rates", warmup_one_step_early),
     ("cosine", "trl_jax.engine.optim.clip_by_global_norm", no_clipping),

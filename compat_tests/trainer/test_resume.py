@@ -16,8 +16,6 @@ import trl_jax
 from compat_tests.trainer.trainers import FACTS, make, stream, table
 from trl_jax.data.order import epoch_order
 
-pytestmark = pytest.mark.xdist_group("resume")  # they share what one of them trains
-
 CONFIG = {
     "save_strategy": "steps",
     "save_steps": 1,

@@ -11,8 +11,6 @@ from compat_tests.parity.reference import tokenised
 from compat_tests.tiny import preference_rows
 from compat_tests.trainer.trainers import FACTS, make, stream, table
 
-pytestmark = pytest.mark.xdist_group("trainer_evaluate")  # they share what one of them trains
-
 OWN = ["loss", "num_tokens", "min_reward", "mean_reward", "max_reward", "accuracy", "margin"]
 
 

@@ -12,8 +12,6 @@ from compat_tests.parity.marks import assert_same_weights
 from compat_tests.parity.reference import read_weights
 from compat_tests.trainer.trainers import FACTS, make, table
 
-pytestmark = pytest.mark.xdist_group("trainer_save")  # they share what one of them trains
-
 IDS = [[5, 6, 7, 8, 9, 4]]
 SAVES = {"save_strategy": "steps", "save_steps": 2, "num_train_epochs": 1}
 

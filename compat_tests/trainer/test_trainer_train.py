@@ -17,8 +17,6 @@ from compat_tests.trainer.trainers import FACTS, make, stream, table
 from trl_jax.engine.step import make_step
 from trl_jax.trainer import base_trainer
 
-pytestmark = pytest.mark.xdist_group("trainer_train")  # they share what one of them trains
-
 EVERYTHING = {
     "eval_strategy": "steps",
     "eval_steps": 2,
