@@ -67,8 +67,8 @@ def measure(args: Any, folder: Path) -> tuple[dict[str, dict], tuple[float, str]
         for side in SIDES
     }
     if args.exact:
-        double = config | {"model_init_kwargs": {"dtype": "float64"}}
-        runs[EXACT] = common.in_child(train, "trl", model, args.data, args.pairs, args.eval, folder / "exact", double)
+        where = folder / "exact"
+        runs[EXACT] = common.in_child(train, "trl", model, args.data, args.pairs, args.eval, where, config, True)
     return runs, common.in_child(furthest_weights, folder / "trl" / "final", folder / "trl_jax" / "final")
 
 
@@ -79,8 +79,10 @@ def build_tiny(folder: Path, data: Path) -> None:
     common.build_llama(folder, layers=4, width=128, vocab_size=8192)
 
 
-def train(side: str, model: Path, data: Path, pairs: int, held_out: int, out: Path, config: dict) -> dict:
-    """One run, from import to a saved folder. Everything the process does is counted."""
+def train(
+    side: str, model: Path, data: Path, pairs: int, held_out: int, out: Path, config: dict, double: bool = False
+) -> dict:
+    """One run, from import to a saved folder, in float64 if `double`. Everything the process does is counted."""
     start, before = time.perf_counter(), common.memory()
     package = importlib.import_module(side)
     trainer_class, config_class = package.RewardTrainer, package.RewardConfig
@@ -99,7 +101,7 @@ def train(side: str, model: Path, data: Path, pairs: int, held_out: int, out: Pa
 
     rows, clock = common.read_rows(data), Clock()
     trainer = trainer_class(
-        model=str(model),
+        model=_in_float64(model, config["seed"]) if double else str(model),
         args=config_class(output_dir=str(out), **config),
         train_dataset=Dataset.from_list(rows[:pairs]),
         eval_dataset=Dataset.from_list(rows[-held_out:]) if held_out else None,
@@ -123,6 +125,14 @@ def train(side: str, model: Path, data: Path, pairs: int, held_out: int, out: Pa
     }  # fmt: skip
     logs = trainer.state.log_history
     return {"costs": costs, "logs": logs, "steps": len(clock.times), "step_seconds": steps}
+
+
+def _in_float64(folder: Path, seed: int) -> Any:
+    """The torch model that TRL would have loaded, its head drawn alike, each number with twice the digits."""
+    from transformers import AutoModelForSequenceClassification, set_seed
+
+    set_seed(seed)
+    return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype="float32").double()
 
 
 def furthest_weights(theirs: Path, ours: Path) -> tuple[float, str]:
