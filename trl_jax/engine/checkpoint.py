@@ -23,7 +23,12 @@ _UNFINISHED, _REPLACED, _REMOVED = (f".{PREFIX_CHECKPOINT_DIR}-*.{word}" for wor
 
 
 def save_checkpoint(
-    output_dir: str, write: Callable[[Path], None], events: Events, facts: dict[str, Any], needed: int = 0
+    output_dir: str,
+    write: Callable[[Path], None],
+    events: Events,
+    facts: dict[str, Any],
+    needed: int = 0,
+    begin: Callable[[Callable[[], None]], None] = lambda job: job(),
 ) -> Path:
     """Write `checkpoint-<step>` below `output_dir` and remove what `save_total_limit` no longer allows.
 
@@ -31,30 +36,46 @@ def save_checkpoint(
         write: fills a folder that gets its name only when everything is in it and on the disk.
         facts: stands in the manifest, beside the step.
         needed: bytes that are about to be written, where that is known.
+        begin: runs the job that does all of it, now or beside the training: the job looks at nothing that a later step
+            changes, if `write` does not.
 
     Raises:
         OSError: it could not be written; nothing else was touched.
     """
     state, run_dir = events.state, Path(output_dir)
     folder = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-    unfinished = _aside(folder, "unfinished")
     best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
     if best == folder or best.exists():  # it may have been written before it was known to be the best
         state.best_model_checkpoint = str(best)
     _remember_callbacks(events)
+    text, facts = json.dumps(asdict(state), indent=2) + "\n", {"step": state.global_step} | facts
+    limit, kept = events.args.save_total_limit, {str(folder), state.best_model_checkpoint}
+
+    def fill(unfinished: Path) -> None:
+        write(unfinished)
+        (unfinished / STATE_FILE).write_text(text, encoding="utf-8")
+        write_manifest(unfinished, facts)
+
+    def job() -> None:
+        _write_whole(folder, fill, needed)
+        _forget_oldest(run_dir, limit, folder, kept)
+
+    begin(job)
+    return folder
+
+
+def _write_whole(folder: Path, fill: Callable[[Path], None], needed: int) -> None:
+    """The folder appears with everything in it, or not at all."""
+    unfinished = _aside(folder, "unfinished")
     try:
-        _check_space(run_dir, folder, needed)
+        _check_space(folder.parent, folder, needed)
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        write(unfinished)
-        (unfinished / STATE_FILE).write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
-        write_manifest(unfinished, {"step": state.global_step} | facts)
+        fill(unfinished)
         _publish(unfinished, folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise _not_written(error, folder, needed) from error
-    _forget_oldest(run_dir, events.args.save_total_limit, folder, kept={str(folder), state.best_model_checkpoint})
-    return folder
 
 
 def _aside(folder: Path, word: str) -> Path:

@@ -55,22 +55,26 @@ def named_leaves(tree: Any, prefix: str) -> dict[str, Any]:
     return {f"{prefix}/{jax.tree_util.keystr(path, simple=True, separator='/')}": leaf for path, leaf in leaves}
 
 
-def write_progress(folder: Path, progress: Progress, trees: dict[str, Any], facts: dict[str, Any]) -> None:
+def told(progress: Progress, facts: dict[str, Any]) -> str:
+    """All of the progress that is no array, the state of the global random generators, and the caller's own facts."""
+    kept = {name: value for name, value in asdict(progress).items() if name != "unreported"}
+    return json.dumps({"progress": kept, "random": _random_state(), **facts}, indent=2) + "\n"
+
+
+def write_progress(folder: Path, steps: list[dict[str, Any]], trees: dict[str, Any], text: str) -> None:
     """Two files: arrays by name, and everything that is not an array; neither needs pickle to be read.
 
     Args:
+        steps: the metrics of the steps that no log line has yet.
         trees: name -> pytree of arrays (optimizer state, weights that the model's files round).
-        facts: JSON; the caller's own.
+        text: what `told` gave.
     """
     arrays = {name: leaf for prefix, tree in trees.items() for name, leaf in named_leaves(tree, prefix).items()}
-    steps = progress.unreported
     arrays |= {f"metrics/{name}": np.stack([step[name] for step in steps]) for name in (steps[0] if steps else {})}
     on_host = {name: np.ascontiguousarray(array).reshape(np.shape(array)) for name, array in arrays.items()}
     (folder / TENSORS).parent.mkdir()
     save_file(on_host, folder / TENSORS)
-    kept = {name: value for name, value in asdict(progress).items() if name != "unreported"}
-    text = json.dumps({"progress": kept, "random": _random_state(), **facts}, indent=2)
-    (folder / FACTS).write_text(text + "\n", encoding="utf-8")
+    (folder / FACTS).write_text(text, encoding="utf-8")
 
 
 class SavedProgress:

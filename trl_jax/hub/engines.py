@@ -37,6 +37,7 @@ class Engine(abc.ABC):
         takes_streams: it computes texts laid end to end as if each were alone.
         drops_out: it has dropout that training may turn on.
         sortable: a text's score does not depend on the rows beside it.
+        saves_aside: `save` may run in a thread while the model trains.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Engine(abc.ABC):
     takes_streams: bool
     drops_out: bool
     sortable: bool
+    saves_aside: bool
 
     @abc.abstractmethod
     def save(self, folder: Path, params: dict[str, jax.Array], config: Any) -> None:
@@ -70,7 +72,7 @@ class Engine(abc.ABC):
 class NativeEngine(Engine):
     """The configurable decoder or encoder; `source` is what the checkpoint was."""
 
-    name, log_level, undecayed, finds_end = "native", logging.INFO, frozenset(), False
+    name, log_level, undecayed, finds_end, saves_aside = "native", logging.INFO, frozenset(), False, True
 
     def __init__(self, source: Source):
         self.source, self.dtypes = source, source.dtypes
@@ -100,6 +102,7 @@ class ExportedEngine(Engine):
 
     log_level, finds_end, ignores_types = logging.WARNING, True, False
     takes_streams, drops_out, sortable = False, True, False
+    saves_aside = False  # torch's own module is what it saves, and what programs are exported from
 
     def __init__(self, model: TorchModel):
         self._model, self.dtypes, self.embeddings = model, model.dtypes, model.embeddings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from dataclasses import dataclass
 from functools import partial
@@ -124,6 +125,12 @@ class PreTrainedModel(Habits):
             for path, array in self.params.items()
             if not (exclude_embeddings and path in self.engine.embeddings)
         )
+
+    def holding(self, params: dict[str, Any]) -> PreTrainedModel:
+        """The same model with other numbers."""
+        other = copy.copy(self)
+        other.params = params
+        return other
 
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Write config.json and safetensors that transformers loads: names, shards and dtypes of the checkpoint it

@@ -157,7 +157,7 @@ class BaseTrainer(Evaluating):
         )
         self.is_in_train = True
         try:
-            with told_of_memory(self):
+            with self._background.settled(), told_of_memory(self):
                 train_loss, unreported = loop.run()
         finally:
             self.is_in_train = False
@@ -194,6 +194,7 @@ class BaseTrainer(Evaluating):
         flops_a_token = 6 * self.model.num_parameters(exclude_embeddings=True)
 
         def advance(batch, learning_rate):
+            self._background.check()
             step_key = None if key is None else jax.random.fold_in(key, self.state.global_step)
             rate = np.float32(learning_rate)
             self.model.params, self._optimizer_state, metrics = step(

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from datasets import Dataset
-from transformers.trainer_callback import TrainerState
+from transformers.trainer_callback import TrainerCallback, TrainerState
 
 from trl_jax.data.fingerprint import fingerprint
 from trl_jax.data.order import RunLength
+from trl_jax.engine.background import Background, copied, spare_memory
 from trl_jax.engine.checkpoint import save_checkpoint
-from trl_jax.engine.progress import Progress, SavedProgress, write_progress
+from trl_jax.engine.progress import Progress, SavedProgress, told, write_progress
 from trl_jax.engine.resume import Found, changed_arguments, restore_callbacks
 from trl_jax.trainer import foreign
 from trl_jax.trainer.optimizers import LearningRate
@@ -32,29 +34,58 @@ class Keeping(Session):
         super().__init__(*session)
         self._optimizer_state: Any = None  # a second train() goes on with it, as TRL's does
         self._fingerprint: str | None = None
+        self._background = Background()  # writes checkpoints while training goes on
         self.lr_scheduler: LearningRate | None = None  # from the beginning of train()
 
     # ---- writing -----------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, progress: Progress) -> Path:
         self._check_weights()
+        self._background.settle()  # before the copy: two at once would be memory for nothing
+        aside, needed = self._saves_aside(), self._least_bytes()
         return save_checkpoint(
             self.args.output_dir,
-            lambda folder: self._write(folder, progress),
+            self._writer(progress, aside=aside),
             self._events,
             facts={"dataset": self._dataset_fingerprint()},
-            needed=self._least_bytes(),
+            needed=needed,
+            **({"begin": self._background.begin} if aside else {}),
         )
 
-    def _write(self, folder: Path, progress: Progress) -> None:
-        self.save_model(folder, _internal_call=True)
-        if self.args.save_only_model:
-            return
-        trees = {"optimizer": self._optimizer_state}
-        if set(self.model.engine.dtypes.values()) != {"float32"}:  # the model's own file rounds them
-            trees["params"] = self.model.params
+    def _saves_aside(self) -> bool:
+        """Whether writing may go on beside the next steps: nobody looks at the checkpoint before it is whole, and
+        there is memory for the copy that is written."""
+        if self.overridden & {"save_model", "_save_checkpoint"} or not self.model.engine.saves_aside:
+            return False
+        if any(type(c).on_save is not TrainerCallback.on_save for c in self.callback_handler.callbacks):
+            return False
+        spare = spare_memory()
+        return spare is None or self._held_bytes() < spare / 2
+
+    def _writer(self, progress: Progress, *, aside: bool) -> Callable[[Path], None]:
+        """What fills a checkpoint's folder; `aside`, from a copy of everything that the next step changes."""
+        held = {"params": self.model.params}
+        if not self.args.save_only_model:
+            held["optimizer"] = self._optimizer_state
+        held = copied(held) if aside else held
         facts = {"tokens_seen": self._tokens_seen, "schedule": self.lr_scheduler.state_dict()}
-        write_progress(folder, progress, trees, facts)
+        text, steps = told(progress, facts), list(progress.unreported)
+
+        def write(folder: Path) -> None:
+            if aside:
+                self.write_model(folder, self.model.holding(held["params"]))
+            else:
+                self.save_model(folder, _internal_call=True)
+            if self.args.save_only_model:
+                return
+            rounded = set(self.model.engine.dtypes.values()) != {"float32"}  # by the model's own file
+            trees = held if rounded else {"optimizer": held["optimizer"]}
+            write_progress(folder, steps, trees, text)
+
+        return write
+
+    def _held_bytes(self) -> int:
+        return sum(leaf.nbytes for leaf in jax.tree.leaves((self.model.params, self._optimizer_state)))
 
     def _least_bytes(self) -> int:
         """Of weights and moments; small files not counted."""

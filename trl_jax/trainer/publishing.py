@@ -131,10 +131,16 @@ class Publishing(Keeping):
 
     def _save_checkpoint(self, progress: Any) -> Path:
         folder = super()._save_checkpoint(progress)
-        if self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END:
-            if self.args.hub_always_push or not self._publisher.running:
-                self._push_checkpoint(folder)
+        if self._pushes_checkpoints and (self.args.hub_always_push or not self._publisher.running):
+            self._push_checkpoint(folder)
         return folder
+
+    def _saves_aside(self) -> bool:
+        return not self._pushes_checkpoints and super()._saves_aside()
+
+    @property
+    def _pushes_checkpoints(self) -> bool:
+        return self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END
 
     def _push_checkpoint(self, folder: Path) -> None:
         self._events.fire("on_push_begin")

@@ -101,8 +101,11 @@ class Session(Reports, Task):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a folder that transformers loads: config, weights, tokenizer, and training_args.json."""
-        folder = Path(self.args.output_dir if output_dir is None else output_dir)
-        self.model.save_pretrained(folder)
+        self.write_model(Path(self.args.output_dir if output_dir is None else output_dir), self.model)
+
+    def write_model(self, folder: Path, model: PreTrainedModel) -> None:
+        """What `save_model` writes, of a model that may be a copy of the trainer's."""
+        model.save_pretrained(folder)
         self.processing_class.save_pretrained(folder)
         (folder / ARGUMENTS).write_text(self._arguments + "\n", encoding="utf-8")
 

@@ -1,0 +1,114 @@
+"""Checkpoints that are written while training goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from transformers import TrainerCallback
+
+import trl_jax
+from compat_tests.trainer.trainers import FACTS, make, table
+from trl_jax.engine import background, checkpoint
+from trl_jax.engine.background import Background, copied
+from trl_jax.engine.manifest import MANIFEST, verify
+from trl_jax.trainer import keeping
+
+CONFIG = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
+
+
+@pytest.fixture
+def train(checkpoint, tmp_path):
+    def run(name, **arguments):
+        trainer = make(trl_jax, checkpoint(**FACTS), tmp_path / name, train=table(16), config=CONFIG, **arguments)
+        trainer.train()
+        return tmp_path / name
+
+    return run
+
+
+class Looks(TrainerCallback):
+    """Looks at each checkpoint when it is told of it."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_save(self, args, state, control, **kwargs):
+        self.seen.append(verify(checkpoint.Path(args.output_dir) / f"checkpoint-{state.global_step}")["step"])
+
+
+def test_steps_go_on_while_a_checkpoint_is_written_and_it_holds_what_was(train, monkeypatch):
+    """The first checkpoint gets its manifest only after step 3; a run that waits for each has the same bytes."""
+    third, real = threading.Event(), checkpoint.write_manifest
+
+    class Tells(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                assert not os.path.exists(f"{args.output_dir}/checkpoint-2")
+                third.set()
+
+    def waits(folder, facts):
+        assert third.wait(60), "step 3 did not come: the run waits for its checkpoint"
+        real(folder, facts)
+
+    looks = Looks()
+    waited = train("waited", callbacks=[looks])
+    assert looks.seen == [2, 4]
+    monkeypatch.setattr(checkpoint, "write_manifest", waits)
+    aside = train("aside", callbacks=[Tells()])
+    for step in (2, 4):
+        names = verify(waited / f"checkpoint-{step}")["files"].keys() - {"training_args.json", "trainer_state.json"}
+        assert {"model.safetensors", "training_state/arrays.safetensors"} < names
+        for name in names:
+            one, other = ((folder / f"checkpoint-{step}" / name).read_bytes() for folder in (waited, aside))
+            assert one == other, name
+
+
+def test_a_disk_that_is_full_ends_the_run_at_the_next_step(train, monkeypatch, tmp_path):
+    def full(folder, facts):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write_manifest", full)
+    with pytest.raises(OSError, match="The checkpoint was not written; earlier ones are untouched"):
+        train("full")
+    assert not [name for name in os.listdir(tmp_path / "full") if name.startswith("checkpoint")]
+
+
+def test_where_memory_is_short_the_run_waits(train, monkeypatch):
+    monkeypatch.setattr(keeping, "spare_memory", lambda: 1000)
+    monkeypatch.setattr(keeping, "copied", lambda tree: pytest.fail("copied"))
+    assert (train("short") / "checkpoint-4" / MANIFEST).exists()
+
+
+def test_an_error_of_the_run_is_not_hidden_by_one_of_the_writing(caplog):
+    def fails():
+        raise OSError("the disk")
+
+    jobs = Background()
+    with pytest.raises(KeyError, match="the run"), jobs.settled():
+        jobs.begin(fails)
+        raise KeyError("the run")
+    assert "the disk" in caplog.text
+    with pytest.raises(OSError, match="the disk"), jobs.settled():
+        jobs.begin(fails)
+    jobs.settle()  # told once
+
+
+def test_the_copy_is_of_another_memory_and_leaves_the_array_free_to_be_donated():
+    tree = {"a": jnp.arange(5.0), "b": jnp.ones(3, jnp.bfloat16), "c": jnp.int32(7)}
+    kept = copied(tree)
+    where = tree["a"].unsafe_buffer_pointer()
+    given = jax.jit(lambda x: x + 1, donate_argnums=0)(tree["a"])
+    assert given.unsafe_buffer_pointer() == where  # not copied first
+    assert kept["a"].tolist() == [0, 1, 2, 3, 4] and kept["b"].dtype == jnp.bfloat16 and kept["c"] == 7
+    assert all(isinstance(leaf, np.ndarray) for leaf in kept.values())
+
+
+def test_spare_memory_is_no_more_than_the_machine_has():
+    spare = background.spare_memory()
+    assert spare is None or 0 < spare < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
