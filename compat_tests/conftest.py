@@ -16,6 +16,8 @@ os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 _compiled = tempfile.TemporaryDirectory(prefix="trl-jax-compiled-")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _compiled.name)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+# Nor does LLVM polish what runs for a moment: a quarter of the tests' time. XLA_FLAGS= runs them as users run.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import pytest  # noqa: E402
 
