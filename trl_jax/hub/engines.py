@@ -67,6 +67,11 @@ class Engine(abc.ABC):
         """Each tensor as it is called on disk, float32."""
 
 
+    def size_of(self, path: str, array: jax.Array) -> int:
+        """How many of the model's numbers this array stands for."""
+        return array.size
+
+
 class NativeEngine(Engine):
     """The configurable decoder or encoder; `source` is what the checkpoint was."""
 

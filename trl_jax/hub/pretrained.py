@@ -42,14 +42,24 @@ class ScoreOutput(NamedTuple):
 
 
 class PreTrainedModel(Habits):
-    """A sequence classifier with one label. `params` is the flat dict of its arrays, float32, by dotted path.
+    """A sequence classifier with one label. `params` is the flat dict of the arrays that train, float32, by dotted
+    path; `frozen` those that do not: none, but beside an adapter.
 
     `config` is the transformers config object of the checkpoint; changing it changes what is saved only where
     `save_pretrained` says so. `engine` is what computes it.
     """
 
-    def __init__(self, params: dict[str, jax.Array], engine: Engine, config: Any, folder: Path, name: str):
+    def __init__(
+        self,
+        params: dict[str, jax.Array],
+        engine: Engine,
+        config: Any,
+        folder: Path,
+        name: str,
+        frozen: dict[str, Any] | None = None,
+    ):
         self.params, self.engine, self.config = params, engine, config
+        self.frozen = {} if frozen is None else frozen
         self.folder, self.name_or_path = folder, name
         self.graph = engine.graph
 
@@ -79,7 +89,7 @@ class PreTrainedModel(Habits):
         tokens = np.pad(tokens, ((0, 0), (0, extra)), constant_values=pad or 0).astype(np.int32)
         mask = np.pad(mask, ((0, 0), (0, extra)))
         with jax.default_matmul_precision("float32"):  # accelerators would round to fewer digits
-            scores = _scores(self.graph, pad, self.params, tokens, mask, np.asarray(at, np.int32))
+            scores = _scores(self.graph, pad, self.arrays, tokens, mask, np.asarray(at, np.int32))
         return ScoreOutput(scores[:, None])
 
     def _check(self, tokens: np.ndarray) -> None:
@@ -104,6 +114,11 @@ class PreTrainedModel(Habits):
             )
 
     @property
+    def arrays(self) -> dict[str, Any]:
+        """All that the model is computed with."""
+        return self.frozen | self.params
+
+    @property
     def vocab_size(self) -> int:
         return self.engine.vocab_size
 
@@ -117,11 +132,11 @@ class PreTrainedModel(Habits):
         """The length of the longest text that has positions; None where any has."""
         return self.engine.most_tokens
 
-    def num_parameters(self, exclude_embeddings: bool = False) -> int:
-        """How many numbers the model has, the head among them."""
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """How many numbers the model has, the head among them, or how many of them train."""
         return sum(
-            array.size
-            for path, array in self.params.items()
+            self.engine.size_of(path, array)
+            for path, array in (self.params if only_trainable else self.arrays).items()
             if not (exclude_embeddings and path in self.engine.embeddings)
         )
 
