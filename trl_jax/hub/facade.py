@@ -81,10 +81,6 @@ class Habits:
         """Itself: arrays are where JAX puts them, and of the dtype they have."""
         return self
 
-    def merge_and_unload(self) -> Any:
-        """Itself: there is no adapter to merge."""
-        return self
-
 
 class _Embedding:
     def __init__(self, weight: Parameter):

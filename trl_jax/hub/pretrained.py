@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,13 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.data.layout import padded_length, scored_token
+from trl_jax.hub.adapted import AdaptedEngine, adapt, merged
 from trl_jax.hub.config import read_config
-from trl_jax.hub.engines import Engine, load_exported, load_native
+from trl_jax.hub.engines import Engine, NativeEngine, load_exported, load_native
 from trl_jax.hub.facade import Habits
 from trl_jax.hub.families import families, read_arch
 from trl_jax.hub.fetch import Repository, checkpoint_folder
 from trl_jax.hub.loading import Source
+from trl_jax.hub.lora_config import LoraConfig
 from trl_jax.hub.long_tail import is_exported
 from trl_jax.hub.torch_bridge import most_tokens
 from trl_jax.models.functional import merge
@@ -140,6 +143,13 @@ class PreTrainedModel(Habits):
             if not (exclude_embeddings and path in self.engine.embeddings)
         )
 
+    def merge_and_unload(self) -> PreTrainedModel:
+        """The plain model that computes the same without its adapter; itself, where it has none."""
+        if not isinstance(self.engine, AdaptedEngine):
+            return self
+        arrays = merged(self.engine, self.params, self.frozen)
+        return PreTrainedModel(arrays, self.engine.base, self.config, self.folder, self.name_or_path)
+
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Write config.json and safetensors that transformers loads: names, shards and dtypes of the checkpoint it
         came from, `pad_token_id` and `eos_token_id` of `config`."""
@@ -186,6 +196,20 @@ class Checkpoint:
             params, engine = load_native(self.folder, dtype=self.dtype, seed=seed)
         return PreTrainedModel(params, engine, config, self.folder, self.name)
 
+    def load_adapted(self, config: LoraConfig, seed: int, adapter: Path | None = None) -> PreTrainedModel:
+        """The model with a new adapter, or with the one in a folder; its own weights have the dtype they are stored in.
+
+        Raises:
+            ValueError: the model is an exported program, or the adapter does not go with it.
+        """
+        if self.exported:
+            raise no_adapters(self.name, self.config.model_type)
+        if self.repository is not None:
+            self.repository.fetch_weights()
+        generator = TorchGenerator(seed)
+        arrays, engine = load_native(self.folder, dtype=self.dtype, seed=generator, as_stored=True)
+        return with_adapter(PreTrainedModel(arrays, engine, self.config, self.folder, self.name), config, generator, adapter)
+
 
 def find_checkpoint(name: str, *, num_labels: int = 1, dtype: Any = "auto", **kwargs: Any) -> Checkpoint:
     """Where a checkpoint is, its weights still on the Hub if need be; arguments as in `from_pretrained`."""
@@ -200,6 +224,25 @@ def find_checkpoint(name: str, *, num_labels: int = 1, dtype: Any = "auto", **kw
         return Checkpoint(name, folder, repository, config, dtype, size, most_tokens(config), True)
     _, arch = read_arch(raw, folder / "config.json")
     return Checkpoint(name, folder, repository, _config(folder), dtype, arch.vocab_size, arch.most_tokens, False)
+
+
+def no_adapters(name: str, model_type: str) -> ValueError:
+    return ValueError(
+        f"{name}: models of type {model_type!r} run as exported programs, which take no adapter in this release of "
+        "trl_jax. Train the whole model, or an adapter of a native type: llama, qwen2, bert."
+    )
+
+
+def with_adapter(
+    model: PreTrainedModel, config: LoraConfig, seed: int | TorchGenerator, adapter: Path | None = None
+) -> PreTrainedModel:
+    """A model of its own beside which an adapter trains; it shares the arrays of `model`, which stays as it is."""
+    if not isinstance(model.engine, NativeEngine):
+        raise no_adapters(model.name_or_path, model.config.model_type)
+    base = config.base_model_name_or_path or model.name_or_path
+    config = replace(config, base_model_name_or_path=base)
+    params, engine, frozen = adapt(model.engine, model.arrays, config, seed, adapter)
+    return PreTrainedModel(params, engine, model.config, model.folder, model.name_or_path, frozen)
 
 
 class AutoModelForSequenceClassification:

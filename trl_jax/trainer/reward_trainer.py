@@ -23,7 +23,8 @@ from trl_jax.data.loader import PreferenceLoader
 from trl_jax.data.plan import Plan
 from trl_jax.data.windows import EvaluationBatch, Windows
 from trl_jax.engine.evaluation import Evaluated
-from trl_jax.hub.pretrained import Checkpoint, PreTrainedModel, find_checkpoint
+from trl_jax.hub.lora_config import LoraConfig, as_lora_config
+from trl_jax.hub.pretrained import Checkpoint, PreTrainedModel, find_checkpoint, with_adapter
 from trl_jax.hub.torch_objects import as_folder, is_torch_model
 from trl_jax.losses.pairwise import pairwise_loss
 from trl_jax.models.functional import merge
@@ -83,13 +84,13 @@ class RewardTrainer(BaseTrainer):
         optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
         preprocess_logits_for_metrics: Callable[[np.ndarray, tuple], np.ndarray] | None = None,
         quantization_config: None = None,
-        peft_config: None = None,
+        peft_config: Any = None,
     ):
         refuse(
             data_collator=None if isinstance(data_collator, DataCollatorForPreference) else data_collator,
             quantization_config=quantization_config,
-            peft_config=peft_config,
         )
+        peft_config = None if peft_config is None else as_lora_config(peft_config)
         model = os.fspath(model) if isinstance(model, os.PathLike) else model
         brought = model if is_torch_model(model) else None
         if brought is None:
@@ -123,7 +124,7 @@ class RewardTrainer(BaseTrainer):
             }
         elif eval_dataset is not None:
             eval_dataset = self.prepare_dataset(eval_dataset, "eval")
-        model = checkpoint if isinstance(checkpoint, PreTrainedModel) else _loaded(checkpoint, args)
+        model = _ready(checkpoint, args, peft_config)
         model.add_model_tags(["reward-trainer", "trl", "trl_jax"])  # as TRL tags its models
         for config in (model.config, *([] if brought is None else [brought.config])):
             _settle_ids(config, processing_class, eos=args.eos_token is not None or args.chat_template_path is not None)
@@ -144,7 +145,7 @@ class RewardTrainer(BaseTrainer):
 
     def score(self, params: dict, batch: PairBatch, *, dtype: str, **how: Any) -> jax.Array:
         """Scores `[2P]`, float32, of the texts of a batch; `how` as in Decoder.__call__."""
-        model = merge(self.model.graph, params)
+        model = merge(self.model.graph, params, how.get("dropout_key"))
         if model.needs_valid:
             how["valid"] = jnp.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
         elif batch.stream is None:
@@ -307,6 +308,21 @@ def _loaded(checkpoint: Checkpoint, args: RewardConfig) -> PreTrainedModel:
     with jax.default_device(run_device(args)):
         model = check_weights(checkpoint.load(args.seed))
     logger.log(model.engine.log_level, "%s runs on the %s engine.", model.name_or_path, model.engine.name)
+    return model
+
+
+def _ready(checkpoint: Checkpoint | PreTrainedModel, args: RewardConfig, adapter: LoraConfig | None) -> PreTrainedModel:
+    """The model that trains: a checkpoint's, or one that is there, with an adapter where one is asked for."""
+    if adapter is None:
+        return checkpoint if isinstance(checkpoint, PreTrainedModel) else _loaded(checkpoint, args)
+    with jax.default_device(run_device(args)):
+        if isinstance(checkpoint, PreTrainedModel):
+            model = with_adapter(checkpoint, adapter, args.seed)
+        else:
+            model = check_weights(checkpoint.load_adapted(adapter, args.seed))
+    logger.log(model.engine.log_level, "%s runs on the %s engine.", model.name_or_path, model.engine.name)
+    train, count = model.num_parameters(only_trainable=True), model.num_parameters()
+    logger.info("Training with adapter: %s of %s parameters (%.4f%%).", f"{train:,}", f"{count:,}", 100 * train / count)
     return model
 
 
