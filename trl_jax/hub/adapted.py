@@ -68,12 +68,15 @@ def graph_of(base: NativeEngine, plan: Plan) -> AdaptedGraph:
 
 def _decay_name(plan: Plan, name: str, base: NativeEngine) -> str:
     """A name that tells whether it decays: that of an adapter, or of the parameter itself."""
-    path = name.removesuffix("@trained")
-    return base.tensors[path] if path in base.tensors else name
+    return base.tensors.get(name.removesuffix("@trained"), name)
 
 
 def adapt(
-    base: NativeEngine, arrays: dict[str, Any], config: LoraConfig, seed: int | TorchGenerator, folder: Path | None = None
+    base: NativeEngine,
+    arrays: dict[str, Any],
+    config: LoraConfig,
+    seed: int | TorchGenerator,
+    folder: Path | None = None,
 ) -> tuple[dict[str, jax.Array], AdaptedEngine, dict[str, Any]]:
     """What trains, the engine, and what is frozen: a new adapter, drawn as PEFT draws it, or the one in `folder`.
 
@@ -82,9 +85,7 @@ def adapt(
     """
     plan = make_plan(config, base.source.family, base.source.arch)
     if plan.added is not None:
-        logger.info(
-            "LoraConfig leaves the head out: %r is added to modules_to_save, so that it trains and is saved.", plan.added
-        )
+        logger.warning("LoraConfig: %s", plan.added)
     trained, frozen = _divided(plan, arrays)
     shapes = plan.shapes | {name: jax.ShapeDtypeStruct(array.shape, jnp.float32) for name, array in trained.items()}
     engine = AdaptedEngine(base, plan, frozen, shapes)
@@ -116,8 +117,8 @@ def read_tensors(folder: Path, plan: Plan, shapes: dict[str, Any]) -> dict[str, 
     """
     path = folder / WEIGHTS
     if not path.is_file():
-        way = f" It has {PICKLED}, a pickle, which is not read: save it as safetensors." if (folder / PICKLED).exists() else ""
-        raise FileNotFoundError(f"{folder} has no {WEIGHTS}.{way}")
+        pickled = f" It has {PICKLED}, a pickle, which is not read: save it with safe_serialization=True."
+        raise FileNotFoundError(f"{folder} has no {WEIGHTS}.{pickled if (folder / PICKLED).exists() else ''}")
     found, wanted = open_tensors(path), wanted_shapes(plan, shapes)
     missing = sorted(set(wanted) - set(found))
     strange = sorted(name for name in set(found) - set(wanted) - set(plan.kept) if ".base_layer.weight" not in name)

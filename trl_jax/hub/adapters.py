@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -68,7 +68,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Plan:
-    """A LoraConfig on a model, resolved. `added` is the head, where the config left it out."""
+    """A LoraConfig on a model, resolved. `added` is a line on what it lacked of a reward model's; None for nothing."""
 
     config: LoraConfig
     placed: tuple[Placed, ...]
@@ -96,16 +96,29 @@ def make_plan(config: LoraConfig, family: Any, arch: Any) -> Plan:
     modules = modules_of(family, arch)
     config, added = with_head(config, modules)
     config = settled(config, modules, family.model_type)
+    if config.task_type is None:
+        config = replace(config, auto_mapping=_class_of(family))
     _refuse_experts(config, modules)
     places = targeted(config, modules)
     saved = saved_whole(config, modules)
     _check_apart(places, saved)
     placed = tuple(_placed(config, module, places) for module in dict.fromkeys(module for _, module, _ in places))
     tables = [module for module in dict.fromkeys(m for _, m, _ in places) if module.kind == "embedding"]
-    if tables and config.use_dora:
-        raise ValueError(f"LoraConfig: use_dora=True does not go with the table {tables[0].name}. Leave one out.")
+    for name in ("use_dora", "lora_bias"):
+        if tables and vars(config)[name]:
+            raise ValueError(f"LoraConfig: {name}=True does not go with the table {tables[0].name}. Leave one out.")
     kept = {f"{PREFIX}{module.name}.base_layer.weight": module.parts[0][0] + ".weight" for module in tables}
     return Plan(config, placed, _whole(config, modules, places, saved), kept, added)
+
+
+def _class_of(family: Any) -> dict[str, str]:
+    """What PEFT writes where no task says which class the model is of."""
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+    module = model_type_to_module_name(family.model_type)
+    return {
+        "base_model_class": family.architecture, "parent_library": f"transformers.models.{module}.modeling_{module}",
+    }  # fmt: skip
 
 
 def _refuse_experts(config: LoraConfig, modules: list[Module]) -> None:

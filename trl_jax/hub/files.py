@@ -72,10 +72,11 @@ def open_tensors(path: Path) -> dict[str, np.ndarray]:
     """
     try:
         with safe_open(path, framework="numpy") as handle:
-            strange = [name for name in handle.keys() if handle.get_slice(name).get_dtype() not in DTYPES]
+            names = list(handle.keys())
+            strange = [name for name in names if handle.get_slice(name).get_dtype() not in DTYPES]
             if strange:
                 raise ValueError(f"{path}: {strange[0]} is no floating-point tensor of {', '.join(DTYPES)}.")
-            return {name: handle.get_tensor(name) for name in handle.keys()}
+            return {name: handle.get_tensor(name) for name in names}
     except SafetensorError as error:
         raise ValueError(f"{path} is not a readable safetensors file: {diagnose(path) or error}.") from error
 

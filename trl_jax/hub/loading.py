@@ -76,9 +76,9 @@ def load(
     _check_language_head(folder, raw, arch, files, on_disk, family, wires)
     _check(folder, family, wires, shapes, files, on_disk, {draw.tensor for draw in drawn})
     new = _draw(folder, [draw for draw in drawn if draw.tensor not in on_disk], wires, shapes, seed)
+    assembled = partial(_assemble, files, on_disk=on_disk, dtype=dtype, as_stored=as_stored)
     params = {
-        wire.path: new[wire.path] if wire.path in new else _assemble(files, wire, shapes[wire.path], on_disk, dtype, as_stored)
-        for wire in wires
+        wire.path: new[wire.path] if wire.path in new else assembled(wire, shapes[wire.path]) for wire in wires
     }
     return params, _source(raw, family, arch, wires, files, on_disk, dtype, carried)
 

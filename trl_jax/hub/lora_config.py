@@ -165,12 +165,13 @@ _NEAREST = {
 def refuse_beyond(config: LoraConfig) -> None:
     """Raises ValueError on what this release does not compute, by field and with the way out."""
     for name, idle in _BEYOND.items():
-        if vars(config)[name] not in idle:
-            raise ValueError(f"LoraConfig: {name}={vars(config)[name]!r} is not in this release of trl_jax. Leave it out.")
+        found = vars(config)[name]
+        if found not in idle:
+            raise ValueError(f"LoraConfig: {name}={found!r} is not in this release of trl_jax. Leave it out.")
     if config.init_lora_weights not in _INITIAL:
         raise ValueError(
-            f"LoraConfig: init_lora_weights={config.init_lora_weights!r} changes the base model or asks for data, which "
-            "this release of trl_jax does not. Take True, False or 'gaussian'; or prepare the adapter with PEFT, save "
+            f"LoraConfig: init_lora_weights={config.init_lora_weights!r} changes the base model or asks for data, "
+            "which this release of trl_jax does not. Take True, False or 'gaussian'; or prepare the adapter with PEFT, save "
             "it together with the base model it changed, and pass that adapter's folder."
         )
     if config.lora_bias and (config.use_dora or config.init_lora_weights == "gaussian"):

@@ -20,10 +20,10 @@ from trl_jax.hub.config import read_config
 from trl_jax.hub.engines import Engine, NativeEngine, load_exported, load_native
 from trl_jax.hub.facade import Habits
 from trl_jax.hub.families import families, read_arch
-from trl_jax.hub.fetch import Repository, checkpoint_folder
+from trl_jax.hub.fetch import ADAPTER, Repository, checkpoint_folder
 from trl_jax.hub.loading import Source
-from trl_jax.hub.lora_config import LoraConfig
 from trl_jax.hub.long_tail import is_exported
+from trl_jax.hub.lora_config import LoraConfig, read_lora_config
 from trl_jax.hub.torch_bridge import most_tokens
 from trl_jax.models.functional import merge
 
@@ -173,7 +173,7 @@ class Checkpoint:
     `repository` is the one on the Hub that still has them, None for a folder. `config` is
     transformers' object. `dtype` is "float32", "bfloat16", "float16" or "auto": what the weights are rounded to, and
     saved in. `most_tokens` is as in PreTrainedModel. `exported`: the model is transformers' own, run as an exported
-    program.
+    program. `adapter` is the folder of an adapter on it, `lora` that one's config.
     """
 
     name: str
@@ -184,9 +184,13 @@ class Checkpoint:
     vocab_size: int
     most_tokens: int | None
     exported: bool
+    adapter: Path | None = None
+    lora: LoraConfig | None = None
 
     def load(self, seed: int) -> PreTrainedModel:
         """The model; `seed` draws the score head where the checkpoint has none."""
+        if self.adapter is not None:
+            return self.load_adapted(self.lora, seed, self.adapter)
         if self.repository is not None:
             self.repository.fetch_weights()
         config = self.config
@@ -208,7 +212,8 @@ class Checkpoint:
             self.repository.fetch_weights()
         generator = TorchGenerator(seed)
         arrays, engine = load_native(self.folder, dtype=self.dtype, seed=generator, as_stored=True)
-        return with_adapter(PreTrainedModel(arrays, engine, self.config, self.folder, self.name), config, generator, adapter)
+        model = PreTrainedModel(arrays, engine, self.config, self.folder, self.name)
+        return with_adapter(model, config, generator, adapter)
 
 
 def find_checkpoint(name: str, *, num_labels: int = 1, dtype: Any = "auto", **kwargs: Any) -> Checkpoint:
@@ -217,6 +222,8 @@ def find_checkpoint(name: str, *, num_labels: int = 1, dtype: Any = "auto", **kw
         raise ValueError(f"num_labels is {num_labels}, but a reward model has one score a sequence: num_labels=1.")
     fetch, dtype = _checked(dict(kwargs), dtype)
     folder, repository = checkpoint_folder(name, **fetch)
+    if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
+        return _find_adapted(folder, repository, dtype, fetch)
     raw = read_config(folder)
     if is_exported(raw, families(), folder / "config.json"):
         config = _config(folder)
@@ -243,6 +250,22 @@ def with_adapter(
     config = replace(config, base_model_name_or_path=base)
     params, engine, frozen = adapt(model.engine, model.arrays, config, seed, adapter)
     return PreTrainedModel(params, engine, model.config, model.folder, model.name_or_path, frozen)
+
+
+def _find_adapted(folder: Path, repository: Repository | None, dtype: str, fetch: dict[str, Any]) -> Checkpoint:
+    """An adapter's folder: the checkpoint is that of its base model."""
+    lora = read_lora_config(folder)
+    if repository is not None:
+        repository.fetch_adapter()
+    base, access = lora.base_model_name_or_path, ("token", "cache_dir", "local_files_only")
+    given = {key: fetch[key] for key in access if key in fetch} | ({"revision": lora.revision} if lora.revision else {})
+    if not base:
+        raise ValueError(f"{folder / ADAPTER} names no base_model_name_or_path: write there which model it is for.")
+    try:
+        checkpoint = find_checkpoint(base, dtype=dtype, **given)
+    except (FileNotFoundError, ValueError) as error:
+        raise ValueError(f"{folder / ADAPTER} is for base_model_name_or_path={base!r}. {error}") from error
+    return replace(checkpoint, adapter=folder, lora=lora)
 
 
 class AutoModelForSequenceClassification:

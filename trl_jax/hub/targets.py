@@ -12,6 +12,7 @@ from trl_jax.hub.modules import Module, in_order
 ADAPTABLE = ("linear", "conv1d", "embedding")
 _ALL = "all-linear"
 _HEADS = ("score", "classifier")  # as PEFT knows sequence classifiers' heads
+_ADDED = ["classifier", "score"]  # what it adds to modules_to_save of one
 _MANY = 20  # from so many names on PEFT looks for ends of names that say the same
 
 # What PEFT adapts where nothing is said.
@@ -29,14 +30,20 @@ Places = list[tuple[str, Module, int]]
 
 
 def with_head(config: LoraConfig, modules: list[Module]) -> tuple[LoraConfig, str | None]:
-    """The config whose `modules_to_save` have the head, as PEFT makes it for a classifier; what had to be added."""
-    saved = list(config.modules_to_save or [])
-    if config.task_type == "SEQ_CLS":
-        return replace(config, modules_to_save=[*saved, *reversed(_HEADS)]), None
+    """The config whose `modules_to_save` have the head, as PEFT makes it for a classifier; a line on what it lacked.
+
+    Of another task PEFT would make another model than this one is, so that becomes SEQ_CLS.
+    """
+    saved, task = list(config.modules_to_save or []), config.task_type
+    if task is not None:
+        added = None if task == "SEQ_CLS" else f"task_type={task!r} becomes 'SEQ_CLS', with which the head trains too."
+        saved = saved if saved[-2:] == _ADDED else [*saved, *_ADDED]
+        return replace(config, task_type="SEQ_CLS", modules_to_save=saved), added
     head = next(name for name in _HEADS if any(module.name.split(".")[0] == name for module in modules))
     if any(head.endswith(name) for name in saved):
         return config, None
-    return replace(config, modules_to_save=[*saved, head]), head
+    added = f"the head {head!r} is added to modules_to_save, so that it trains and is saved."
+    return replace(config, modules_to_save=[*saved, head]), added
 
 
 def settled(config: LoraConfig, modules: list[Module], model_type: str) -> LoraConfig:

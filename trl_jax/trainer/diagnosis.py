@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from trl_jax.engine.first_bad import first_bad
@@ -43,6 +44,7 @@ def check_weights(model: PreTrainedModel) -> PreTrainedModel:
         ValueError: naming the tensors as they are called on disk.
     """
     bad = [tensor for tensor, values in model.engine.on_disk(model.params) if not np.isfinite(values).all()]
+    bad += [path for path, array in model.frozen.items() if not jnp.isfinite(array).all()]
     if bad:
         raise ValueError(
             f"{model.name_or_path}: {', '.join(bad[:8])}{' and others' if len(bad) > 8 else ''} hold NaN or infinite "
