@@ -83,7 +83,8 @@ def adapt(
     Raises:
         ValueError: the config or the folder does not go with the model.
     """
-    plan = make_plan(config, base.source.family, base.source.arch)
+    source = base.source
+    plan = make_plan(config, source.family, source.arch, () if folder is not None else source.drawn)
     if plan.added is not None:
         logger.warning("LoraConfig: %s", plan.added)
     trained, frozen = _divided(plan, arrays)

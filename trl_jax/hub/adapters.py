@@ -14,7 +14,7 @@ from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.hub.lora_config import LoraConfig, refuse_beyond
 from trl_jax.hub.modules import Module, in_order, modules_of
 from trl_jax.hub.saving import read_tensor
-from trl_jax.hub.targets import rank_and_alpha, saved_whole, settled, targeted, with_head
+from trl_jax.hub.targets import rank_and_alpha, saved_whole, settled, targeted, with_drawn, with_head
 from trl_jax.hub.wires import Wire
 from trl_jax.models.adapted import Adapter, Layers, leaf
 
@@ -86,8 +86,8 @@ class Plan:
         }
 
 
-def make_plan(config: LoraConfig, family: Any, arch: Any) -> Plan:
-    """What a config means on a model of the native engine.
+def make_plan(config: LoraConfig, family: Any, arch: Any, drawn: tuple[str, ...] = ()) -> Plan:
+    """What a config means on a model of the native engine; `drawn` are tensors that no file has: they train whole.
 
     Raises:
         ValueError: what it asks for is not there, or not in this release; by name.
@@ -95,6 +95,8 @@ def make_plan(config: LoraConfig, family: Any, arch: Any) -> Plan:
     refuse_beyond(config)
     modules = modules_of(family, arch)
     config, added = with_head(config, modules)
+    config, more = with_drawn(config, modules, drawn)
+    added = " ".join(line for line in (added, more) if line) or None
     config = settled(config, modules, family.model_type)
     if config.task_type is None:
         config = replace(config, auto_mapping=_class_of(family))

@@ -34,7 +34,8 @@ class Source:
     """What a loaded checkpoint was, as far as saving it again needs to know.
 
     Tensors go by their full name, with the family's prefix, whether or not the file had it. `dtype` is that of tensors
-    which the file had not, and what config.json will say. `carried` reads each tensor that is saved as it came.
+    which the file had not, and what config.json will say. `carried` reads each tensor that is saved as it came; `drawn`
+    are those that the checkpoint lacks.
     """
 
     raw: dict[str, Any]
@@ -45,6 +46,7 @@ class Source:
     dtype: str
     wires: list[Wire] = field(repr=False)
     carried: dict[str, Callable[[], np.ndarray]] = field(repr=False)
+    drawn: tuple[str, ...] = ()
 
 
 def load(
@@ -75,12 +77,14 @@ def load(
     files.check_dtypes(on_disk.values())
     _check_language_head(folder, raw, arch, files, on_disk, family, wires)
     _check(folder, family, wires, shapes, files, on_disk, {draw.tensor for draw in drawn})
-    new = _draw(folder, [draw for draw in drawn if draw.tensor not in on_disk], wires, shapes, seed)
+    missing = [draw for draw in drawn if draw.tensor not in on_disk]
+    new = _draw(folder, missing, wires, shapes, seed)
     assembled = partial(_assemble, files, on_disk=on_disk, dtype=dtype, as_stored=as_stored)
     params = {
         wire.path: new[wire.path] if wire.path in new else assembled(wire, shapes[wire.path]) for wire in wires
     }
-    return params, _source(raw, family, arch, wires, files, on_disk, dtype, carried)
+    source = _source(raw, family, arch, wires, files, on_disk, dtype, carried)
+    return params, replace(source, drawn=tuple(dict.fromkeys(draw.tensor for draw in missing)))
 
 
 def _files(folder: Path) -> CheckpointFiles | GgufFiles | PickledFiles:

@@ -171,8 +171,8 @@ def refuse_beyond(config: LoraConfig) -> None:
     if config.init_lora_weights not in _INITIAL:
         raise ValueError(
             f"LoraConfig: init_lora_weights={config.init_lora_weights!r} changes the base model or asks for data, "
-            "which this release of trl_jax does not. Take True, False or 'gaussian'; or prepare the adapter with PEFT, save "
-            "it together with the base model it changed, and pass that adapter's folder."
+            "which this release of trl_jax does not. Take True, False or 'gaussian'; or prepare the adapter with PEFT, "
+            "save it together with the base model it changed, and pass that adapter's folder."
         )
     if config.lora_bias and (config.use_dora or config.init_lora_weights == "gaussian"):
         raise ValueError("LoraConfig: lora_bias=True goes neither with use_dora nor with 'gaussian'. Leave one out.")

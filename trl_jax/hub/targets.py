@@ -46,6 +46,20 @@ def with_head(config: LoraConfig, modules: list[Module]) -> tuple[LoraConfig, st
     return replace(config, modules_to_save=[*saved, head]), added
 
 
+def with_drawn(
+    config: LoraConfig, modules: list[Module], drawn: tuple[str, ...]
+) -> tuple[LoraConfig, str | None]:
+    """The config whose `modules_to_save` have what the base checkpoint lacks, too: nobody could load the adapter
+    otherwise, for it would be drawn anew."""
+    saved = {module.name for _, module, _ in saved_whole(config, modules)}
+    owners = dict.fromkeys(tensor.rpartition(".")[0] for tensor in drawn)
+    lost = [name for name in owners if name not in saved]
+    if not lost:
+        return config, None
+    line = f"the base checkpoint has no {', '.join(lost)}: added to modules_to_save, or nobody could load the adapter."
+    return replace(config, modules_to_save=[*lost, *(config.modules_to_save or [])]), line
+
+
 def settled(config: LoraConfig, modules: list[Module], model_type: str) -> LoraConfig:
     """The config with `target_modules` that name modules: the usual ones where it names none, all for all-linear.
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from trl_jax.hub.adapted import AdaptedEngine
 from trl_jax.hub.engines import Engine
-from trl_jax.hub.files import SINGLE
 
 logger = logging.getLogger(__name__)
 
@@ -48,15 +47,12 @@ def is_adapted(model: Any) -> bool:
 
 def _save_adapted(model: Any, base: Any, folder: Path) -> None:
     """The base model without what peft put into it, and the adapter in a folder below."""
-    from safetensors.torch import save_file
-
     if len(model.peft_config) > 1:
         raise ValueError(f"model has {len(model.peft_config)} adapters: {', '.join(model.peft_config)}. Keep one.")
     [name] = model.peft_config
     own = {key: value for key, value in base.state_dict().items() if not _of_adapter(key, name)}
     plain = {key.replace(".base_layer", "").replace(".original_module", ""): value for key, value in own.items()}
-    save_file({key: value.contiguous().clone() for key, value in plain.items()}, folder / SINGLE, {"format": "pt"})
-    base.config.save_pretrained(folder)
+    base.save_pretrained(folder, state_dict=plain)
     model.save_pretrained(folder / ADAPTER_FOLDER, selected_adapters=[name])
     inner = folder / ADAPTER_FOLDER / name
     if inner.is_dir():  # where it has another name than peft's default
