@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # what type checkers and editors see
         maybe_unpair_preference_dataset,
         unpair_preference_dataset,
     )
+    from trl_jax.hub.lora_config import LoraConfig, TaskType
     from trl_jax.hub.pretrained import AutoModelForSequenceClassification, PreTrainedModel
     from trl_jax.losses.pairwise import pairwise_loss
     from trl_jax.scripts.mixture import DatasetMixtureConfig, get_dataset
@@ -38,12 +39,14 @@ __version__ = "0.1.0"
 _WHERE = {
     "AutoModelForSequenceClassification": "trl_jax.hub.pretrained",
     "DatasetMixtureConfig": "trl_jax.scripts.mixture",
+    "LoraConfig": "trl_jax.hub.lora_config",
     "ModelConfig": "trl_jax.trainer.model_config",
     "PreTrainedModel": "trl_jax.hub.pretrained",
     "RewardConfig": "trl_jax.trainer.reward_config",
     "RewardTrainer": "trl_jax.trainer.reward_trainer",
     "RichProgressCallback": "trl_jax.trainer.callbacks",
     "ScriptArguments": "trl_jax.scripts.utils",
+    "TaskType": "trl_jax.hub.lora_config",
     "TrlParser": "trl_jax.scripts.utils",
     "apply_chat_template": "trl_jax.data_utils",
     "clone_chat_template": "trl_jax.chat_template_utils",
@@ -63,14 +66,14 @@ _WHERE = {
 }
 __all__ = sorted(_WHERE)
 
-# Names on TRL's door, of this release or an earlier one, and of peft's that scripts take beside them: not built here.
+# Names on TRL's door, of this release or an earlier one: not built here.
 _PLANNED = frozenset(
     """
     AlignPropTrainer AutoModelForCausalLMWithValueHead AutoModelForSeq2SeqLMWithValueHead BCOConfig BCOTrainer
     BEMACallback CPOConfig CPOTrainer DPOConfig DPOTrainer DistillationConfig DistillationTrainer GKDConfig GKDTrainer
-    GRPOConfig GRPOTrainer KTOConfig KTOTrainer LogCompletionsCallback LoraConfig NashMDConfig NashMDTrainer
+    GRPOConfig GRPOTrainer KTOConfig KTOTrainer LogCompletionsCallback NashMDConfig NashMDTrainer
     ORPOConfig ORPOTrainer OnlineDPOConfig OnlineDPOTrainer PPOConfig PPOTrainer PRMConfig PRMTrainer RLOOConfig
-    RLOOTrainer SFTConfig SFTTrainer SyncRefModelCallback TaskType WeaveCallback XPOConfig XPOTrainer
+    RLOOTrainer SFTConfig SFTTrainer SyncRefModelCallback WeaveCallback XPOConfig XPOTrainer
     add_response_schema create_reference_model get_training_chat_template pack_dataset prepare_multimodal_messages
     setup_chat_format supports_tool_calling
     """.split()

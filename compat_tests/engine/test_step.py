@@ -134,3 +134,19 @@ def test_micro_batches_draw_different_numbers_and_the_key_decides_which(step):
     _, other = take(step, batch(3, 4), jax.random.key(2))
     np.testing.assert_array_equal(first["noise"], again["noise"])
     assert len(set(first["noise"].tolist()) | set(other["noise"].tolist())) == 6
+
+
+def test_what_is_frozen_stays_and_has_no_moments(step):
+    """Beside it the params move as they do alone; it is neither donated nor in what comes back."""
+
+    def shifted(params, batch, key):
+        return loss({"w": params["w"] + params["base"]}, batch, key)
+
+    base, small = jnp.asarray([0.25, 0.5, -1.0]), {"w": params()["w"] - jnp.asarray([0.25, 0.5, -1.0])}
+    apart = make_step(shifted, optimizer())
+    state = optimizer().init(small)
+    moved, state, metrics = apart(small, state, batch(2, 2), RATE, None, {"base": base})
+    alone, expected = take(step, batch(2, 2))
+    assert set(moved) == {"w"} and len(jax.tree.leaves(state)) == len(jax.tree.leaves(optimizer().init(moved)))
+    assert np.allclose(moved["w"] + base, alone["w"], atol=1e-6) and not base.is_deleted()
+    assert np.allclose(metrics["grad_norm"], expected["grad_norm"], rtol=1e-5)

@@ -16,6 +16,7 @@ class TorchGenerator:
     """The stream of `torch.Generator().manual_seed(seed)` on the CPU."""
 
     def __init__(self, seed: int):
+        self.seed = seed
         self._state = np.random.RandomState(seed & 0xFFFFFFFF)
 
     def words(self, count: int) -> np.ndarray:
@@ -35,6 +36,11 @@ class TorchGenerator:
             for i, jump in enumerate(jumps.tolist()):
                 order[i], order[i + jump] = order[i + jump], order[i]
         return np.asarray(order, dtype=np.int64)
+
+    def uniform(self, count: int, bound: float) -> np.ndarray:
+        """`torch.empty(count).uniform_(-bound, bound)`: float32 `[count]`."""
+        low, high = np.float32(-bound), np.float32(bound)
+        return self._uniforms(count) * (high - low) + low
 
     def normal(self, count: int, std: float) -> np.ndarray:
         """`torch.empty(count).normal_(0, std)`: float32 `[count]`, within 1 ulp."""

@@ -32,12 +32,14 @@ def write_card(
     datasets: list[str],
     tags: list[str],
     run: Run | None = None,
+    adapter: bool = False,
     **facts: object,
 ) -> None:
     """Write README.md unless there is one that we did not write.
 
     Args:
         base_model: a repository's name; None where training began from a folder.
+        adapter: the repository holds an adapter alone.
         run: what to tell of the training; None tells nothing, as of a model that has not been trained.
         facts: further metadata of the card, as the Hub calls it (language, license, ...); None is left out.
     """
@@ -45,32 +47,38 @@ def write_card(
     if path.exists() and _MARK not in path.read_text(encoding="utf-8"):
         return
     metadata = {
-        "library_name": "transformers",
+        "library_name": "peft" if adapter else "transformers",
         "model_name": model_name,
         "base_model": base_model,
         "datasets": datasets or None,
-        "tags": list(dict.fromkeys([*_TAGS, *tags])),
+        "tags": list(dict.fromkeys([*_TAGS, *(_adapter_tags(base_model) if adapter else ()), *tags])),
         "pipeline_tag": "text-classification",
         **facts,
     }
     kept = {key: value for key, value in metadata.items() if value is not None}
     front = yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
-    text = f"---\n{front}---\n\n{_MARK}\n\n{_text(model_name, base_model, datasets)}{_told(folder, run)}"
+    text = f"---\n{front}---\n\n{_MARK}\n\n{_text(model_name, base_model, datasets, adapter)}{_told(folder, run)}"
     path.write_text(text, encoding="utf-8")
 
 
-def _text(model_name: str, base_model: str | None, datasets: list[str]) -> str:
+def _adapter_tags(base_model: str | None) -> list[str]:
+    return ["lora", *([f"base_model:adapter:{base_model}"] if base_model else [])]
+
+
+def _text(model_name: str, base_model: str | None, datasets: list[str], adapter: bool) -> str:
+    library, loader = ("peft", "AutoPeftModel") if adapter else ("transformers", "AutoModel")
+    what = "An adapter (LoRA) that makes a reward model" if adapter else "A reward model"
     origin = f", trained from [{base_model}](https://huggingface.co/{base_model})" if base_model else ""
     data = f" on {', '.join(datasets)}" if datasets else ""
     libraries = "\n".join(f"- {name} {version(name)}" for name in _LIBRARIES)
     return f"""# {model_name}
 
-A reward model{origin}{data} with trl_jax: one score a text, the higher the better.
+{what}{origin}{data} with trl_jax: one score a text, the higher the better.
 
 ```python
-from transformers import AutoModelForSequenceClassification
+from {library} import {loader}ForSequenceClassification
 
-model = AutoModelForSequenceClassification.from_pretrained("{model_name}")
+model = {loader}ForSequenceClassification.from_pretrained("{model_name}"{", num_labels=1" if adapter else ""})
 ```
 
 Trained with

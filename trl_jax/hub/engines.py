@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.hub.loading import Source, load
 from trl_jax.hub.saving import places_of, read_tensor, save
 from trl_jax.hub.torch_bridge import TorchModel
@@ -69,6 +70,11 @@ class Engine(abc.ABC):
         """Each tensor as it is called on disk, float32."""
 
 
+    def size_of(self, path: str, array: jax.Array) -> int:
+        """How many of the model's numbers this array stands for."""
+        return array.size
+
+
 class NativeEngine(Engine):
     """The configurable decoder or encoder; `source` is what the checkpoint was."""
 
@@ -77,13 +83,17 @@ class NativeEngine(Engine):
     def __init__(self, source: Source):
         self.source, self.dtypes = source, source.dtypes
         self.vocab_size, self.most_tokens = source.arch.vocab_size, source.arch.most_tokens
-        self.graph, _ = abstract(lambda: source.family.scorer(source.arch))
+        self.graph, _ = abstract(self.make)
         self.tensors = {wire.path: wire.tensor for wire in source.wires}
         self.embeddings = frozenset(path for path in self.tensors if path.endswith("embed.weight"))
         causal = not source.family.scorer.needs_valid
         self.ignores_types = self.takes_streams = causal
         self.drops_out = causal and source.arch.drops_out
         self.sortable = not causal  # some ropes of decoders ask for the longest text of a batch
+
+    def make(self) -> nnx.Module:
+        """The module, to be looked at abstractly."""
+        return self.source.family.scorer(self.source.arch)
 
     def save(self, folder: Path, params: dict[str, jax.Array], config: Any) -> None:
         text = config.get_text_config()
@@ -126,8 +136,10 @@ class ExportedEngine(Engine):
         return ((name, np.asarray(array)) for name, array in params.items())
 
 
-def load_native(folder: Path, *, dtype: str, seed: int) -> tuple[dict[str, jax.Array], NativeEngine]:
-    params, source = load(folder, dtype=dtype, seed=seed)
+def load_native(
+    folder: Path, *, dtype: str, seed: int | TorchGenerator, as_stored: bool = False
+) -> tuple[dict[str, jax.Array], NativeEngine]:
+    params, source = load(folder, dtype=dtype, seed=seed, as_stored=as_stored)
     return params, NativeEngine(source)
 
 

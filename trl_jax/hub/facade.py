@@ -33,6 +33,7 @@ class Habits:
 
     engine: Any
     params: dict
+    arrays: dict
     config: Any
     model_tags: list[str] | None = None
 
@@ -57,12 +58,12 @@ class Habits:
     def get_input_embeddings(self) -> Any:
         """Something with the embedding's `weight` and `num_embeddings`."""
         path = min(self.engine.embeddings)
-        weight = np.array(self.params[path]).view(Parameter)
+        weight = np.array(self.arrays[path]).view(Parameter)
         return _Embedding(weight)
 
     def print_trainable_parameters(self) -> None:
-        count = self.num_parameters()
-        print(f"trainable params: {count:,} || all params: {count:,} || trainable%: 100.0000")
+        train, count = self.num_parameters(only_trainable=True), self.num_parameters()
+        print(f"trainable params: {train:,} || all params: {count:,} || trainable%: {100 * train / count:.4f}")
 
     def add_model_tags(self, tags: str | list[str]) -> None:
         """Remember tags, each once."""
@@ -78,10 +79,6 @@ class Habits:
 
     def to(self, *where: Any, **how: Any) -> Any:
         """Itself: arrays are where JAX puts them, and of the dtype they have."""
-        return self
-
-    def merge_and_unload(self) -> Any:
-        """Itself: there is no adapter to merge."""
         return self
 
 

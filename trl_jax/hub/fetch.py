@@ -20,6 +20,7 @@ from trl_jax.hub import torch_bridge
 from trl_jax.hub.files import INDEX, SINGLE, indexed_shards, no_weights, unconverted
 from trl_jax.hub.gguf import unpack
 
+ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _SMALL = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 _UNREACHED = (RepositoryNotFoundError, LocalEntryNotFoundError, OfflineModeIsEnabled, HFValidationError)
 
@@ -57,6 +58,10 @@ class Repository:
                 self._snapshot([glob.escape(shard) for shard in indexed_shards(self.folder)], [])
             elif not self._fetch_pickled(error):
                 raise self._without_weights(error) from error
+
+    def fetch_adapter(self) -> None:
+        """The weights of an adapter; where there are none, its reader says so."""
+        self._snapshot([_ADAPTER_WEIGHTS], [])
 
     def _fetch_pickled(self, error: EntryNotFoundError) -> bool:
         """Whether there is a pytorch_model.bin, and torch to read it; it is then here."""
@@ -137,9 +142,9 @@ def _gguf(folder, name, file, revision, subfolder, access) -> Path:
 
 
 def _fetched(name, revision, subfolder, access, code) -> Repository:
-    """The repository with its small files here. config.json comes first: it tells which commit the others are of."""
+    """The repository with its small files here. A config comes first: it tells which commit the others are of."""
     try:
-        config = _download(name, "config.json", subfolder, revision, access)
+        config = _config(name, subfolder, revision, access)
         commit = config.parents[len(PurePosixPath(subfolder).parts)].name
         repository = Repository(name, subfolder, commit, config.parent, access)
         repository.fetch_small_files(code=code)
@@ -151,6 +156,19 @@ def _fetched(name, revision, subfolder, access, code) -> Repository:
     except EntryNotFoundError as error:
         raise FileNotFoundError(f"model={name!r} has no {_prefix(subfolder)}config.json on the Hub: {error}") from error
     return repository
+
+
+def _config(name, subfolder, revision, access) -> Path:
+    """config.json, or that of an adapter, which has no other."""
+    try:
+        return _download(name, "config.json", subfolder, revision, access)
+    except LocalEntryNotFoundError:
+        raise
+    except EntryNotFoundError as error:
+        try:
+            return _download(name, ADAPTER, subfolder, revision, access)
+        except EntryNotFoundError:
+            raise error from None
 
 
 def _download(name, file, subfolder, revision, access) -> Path:

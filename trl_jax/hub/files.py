@@ -64,6 +64,23 @@ class CheckpointFiles:
         return self._handles[tensor].get_tensor(tensor)
 
 
+def open_tensors(path: Path) -> dict[str, np.ndarray]:
+    """All tensors of one small file.
+
+    Raises:
+        ValueError: it cannot be read, or holds a dtype that is not.
+    """
+    try:
+        with safe_open(path, framework="numpy") as handle:
+            names = list(handle.keys())
+            strange = [name for name in names if handle.get_slice(name).get_dtype() not in DTYPES]
+            if strange:
+                raise ValueError(f"{path}: {strange[0]} is no floating-point tensor of {', '.join(DTYPES)}.")
+            return {name: handle.get_tensor(name) for name in names}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a readable safetensors file: {diagnose(path) or error}.") from error
+
+
 def _shard_names(folder: Path) -> list[str]:
     if (folder / SINGLE).is_file():  # transformers, too, reads this one where both are
         return [SINGLE]

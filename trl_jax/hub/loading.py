@@ -34,7 +34,8 @@ class Source:
     """What a loaded checkpoint was, as far as saving it again needs to know.
 
     Tensors go by their full name, with the family's prefix, whether or not the file had it. `dtype` is that of tensors
-    which the file had not, and what config.json will say. `carried` reads each tensor that is saved as it came.
+    which the file had not, and what config.json will say. `carried` reads each tensor that is saved as it came; `drawn`
+    are those that the checkpoint lacks.
     """
 
     raw: dict[str, Any]
@@ -45,16 +46,21 @@ class Source:
     dtype: str
     wires: list[Wire] = field(repr=False)
     carried: dict[str, Callable[[], np.ndarray]] = field(repr=False)
+    drawn: tuple[str, ...] = ()
 
 
-def load(folder: Path, *, dtype: str, seed: int) -> tuple[dict[str, jax.Array], Source]:
+def load(
+    folder: Path, *, dtype: str, seed: int | TorchGenerator, as_stored: bool = False
+) -> tuple[dict[str, jax.Array], Source]:
     """Read a checkpoint: a sequence classifier with one label, a causal LM (its head is dropped) or a bare base.
 
     Args:
         folder: holds config.json and safetensors, single or sharded; where torch is, pytorch_model.bin will do.
         dtype: "float32", "bfloat16" or "float16" rounds the weights to that dtype; "auto" keeps each tensor's own.
             Either way the arrays returned are float32; the dtype is what they are written in again.
-        seed: a score head that the checkpoint lacks is drawn as `torch.manual_seed(seed)` would have it.
+        seed: a score head that the checkpoint lacks is drawn as `torch.manual_seed(seed)` would have it; a generator
+            goes on from where it is.
+        as_stored: the arrays have the dtype in question instead, as those may that do not train.
 
     Raises:
         FileNotFoundError, ValueError: the file, tensor or key at fault by name.
@@ -71,12 +77,14 @@ def load(folder: Path, *, dtype: str, seed: int) -> tuple[dict[str, jax.Array], 
     files.check_dtypes(on_disk.values())
     _check_language_head(folder, raw, arch, files, on_disk, family, wires)
     _check(folder, family, wires, shapes, files, on_disk, {draw.tensor for draw in drawn})
-    new = _draw(folder, [draw for draw in drawn if draw.tensor not in on_disk], wires, shapes, seed)
+    missing = [draw for draw in drawn if draw.tensor not in on_disk]
+    new = _draw(folder, missing, wires, shapes, seed)
+    assembled = partial(_assemble, files, on_disk=on_disk, dtype=dtype, as_stored=as_stored)
     params = {
-        wire.path: new[wire.path] if wire.path in new else _assemble(files, wire, shapes[wire.path], on_disk, dtype)
-        for wire in wires
+        wire.path: new[wire.path] if wire.path in new else assembled(wire, shapes[wire.path]) for wire in wires
     }
-    return params, _source(raw, family, arch, wires, files, on_disk, dtype, carried)
+    source = _source(raw, family, arch, wires, files, on_disk, dtype, carried)
+    return params, replace(source, drawn=tuple(dict.fromkeys(draw.tensor for draw in missing)))
 
 
 def _files(folder: Path) -> CheckpointFiles | GgufFiles | PickledFiles:
@@ -86,13 +94,20 @@ def _files(folder: Path) -> CheckpointFiles | GgufFiles | PickledFiles:
 
 
 def _assemble(
-    files: CheckpointFiles | GgufFiles, wire: Wire, shape: jax.ShapeDtypeStruct, on_disk: dict[str, str], dtype: str
+    files: CheckpointFiles | GgufFiles,
+    wire: Wire,
+    shape: jax.ShapeDtypeStruct,
+    on_disk: dict[str, str],
+    dtype: str,
+    as_stored: bool,
 ) -> jax.Array:
     """One of our arrays from its tensors, put in place one by one: besides the array only one tensor is held."""
     places = wire.tensors(shape.shape)
+    stored = jnp.dtype(files.dtypes[on_disk[places[0][0]]] if dtype == "auto" else dtype)
+    held = stored if as_stored else jnp.float32
     if not wire.stacked:  # a copy: memory of NumPy cannot be donated
-        return jnp.array(wire.take(_read(files, on_disk[places[0][0]], dtype)), jnp.float32)
-    whole = jnp.zeros(shape.shape, jnp.float32)
+        return jnp.array(wire.take(_read(files, on_disk[places[0][0]], dtype)), held)
+    whole = jnp.zeros(shape.shape, held)
     for tensor, index in places:
         values = wire.take(_read(files, on_disk[tensor], dtype))
         whole = jax.block_until_ready(_placed(whole, values, np.asarray(index)))
@@ -111,15 +126,16 @@ def _placed(whole: jax.Array, values: jax.Array, index: jax.Array) -> jax.Array:
     return whole.at[tuple(index)].set(values.astype(whole.dtype))
 
 
-def _draw(folder: Path, missing: list[Draw], wires: list[Wire], shapes: Shapes, seed: int) -> dict[str, jax.Array]:
+def _draw(folder: Path, missing: list[Draw], wires: list[Wire], shapes: Shapes, seed: Any) -> dict[str, jax.Array]:
     """What the checkpoint lacks, drawn one after the other from one generator."""
-    generator, path_of, new = TorchGenerator(seed), {wire.tensor: wire.path for wire in wires}, {}
+    generator = seed if isinstance(seed, TorchGenerator) else TorchGenerator(seed)
+    path_of, new = {wire.tensor: wire.path for wire in wires}, {}
     for draw in missing:
         shape = shapes[path_of[draw.tensor]].shape
         new[path_of[draw.tensor]] = jnp.asarray(draw.values(generator, shape), jnp.float32)
     if missing:
         names = ", ".join(dict.fromkeys(draw.tensor for draw in missing))
-        logger.info("%s has no %s: drawn from a normal distribution with seed %d.", folder, names, seed)
+        logger.info("%s has no %s: drawn from a normal distribution with seed %d.", folder, names, generator.seed)
     return new
 
 

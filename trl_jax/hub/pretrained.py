@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,14 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.data.layout import padded_length, scored_token
+from trl_jax.hub.adapted import AdaptedEngine, adapt, merged
 from trl_jax.hub.config import read_config
-from trl_jax.hub.engines import Engine, load_exported, load_native
+from trl_jax.hub.engines import Engine, NativeEngine, load_exported, load_native
 from trl_jax.hub.facade import Habits
 from trl_jax.hub.families import families, read_arch
-from trl_jax.hub.fetch import Repository, checkpoint_folder
+from trl_jax.hub.fetch import ADAPTER, Repository, checkpoint_folder
 from trl_jax.hub.loading import Source
 from trl_jax.hub.long_tail import is_exported
+from trl_jax.hub.lora_config import LoraConfig, read_lora_config
 from trl_jax.hub.torch_bridge import most_tokens
 from trl_jax.models.functional import merge
 
@@ -43,14 +46,24 @@ class ScoreOutput(NamedTuple):
 
 
 class PreTrainedModel(Habits):
-    """A sequence classifier with one label. `params` is the flat dict of its arrays, float32, by dotted path.
+    """A sequence classifier with one label. `params` is the flat dict of the arrays that train, float32, by dotted
+    path; `frozen` those that do not: none, but beside an adapter.
 
     `config` is the transformers config object of the checkpoint; changing it changes what is saved only where
     `save_pretrained` says so. `engine` is what computes it.
     """
 
-    def __init__(self, params: dict[str, jax.Array], engine: Engine, config: Any, folder: Path, name: str):
+    def __init__(
+        self,
+        params: dict[str, jax.Array],
+        engine: Engine,
+        config: Any,
+        folder: Path,
+        name: str,
+        frozen: dict[str, Any] | None = None,
+    ):
         self.params, self.engine, self.config = params, engine, config
+        self.frozen = {} if frozen is None else frozen
         self.folder, self.name_or_path = folder, name
         self.graph = engine.graph
 
@@ -80,7 +93,7 @@ class PreTrainedModel(Habits):
         tokens = np.pad(tokens, ((0, 0), (0, extra)), constant_values=pad or 0).astype(np.int32)
         mask = np.pad(mask, ((0, 0), (0, extra)))
         with jax.default_matmul_precision("float32"):  # accelerators would round to fewer digits
-            scores = _scores(self.graph, pad, self.params, tokens, mask, np.asarray(at, np.int32))
+            scores = _scores(self.graph, pad, self.arrays, tokens, mask, np.asarray(at, np.int32))
         return ScoreOutput(scores[:, None])
 
     def _check(self, tokens: np.ndarray) -> None:
@@ -105,6 +118,11 @@ class PreTrainedModel(Habits):
             )
 
     @property
+    def arrays(self) -> dict[str, Any]:
+        """All that the model is computed with."""
+        return self.frozen | self.params
+
+    @property
     def vocab_size(self) -> int:
         return self.engine.vocab_size
 
@@ -118,11 +136,11 @@ class PreTrainedModel(Habits):
         """The length of the longest text that has positions; None where any has."""
         return self.engine.most_tokens
 
-    def num_parameters(self, exclude_embeddings: bool = False) -> int:
-        """How many numbers the model has, the head among them."""
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """How many numbers the model has, the head among them, or how many of them train."""
         return sum(
-            array.size
-            for path, array in self.params.items()
+            self.engine.size_of(path, array)
+            for path, array in (self.params if only_trainable else self.arrays).items()
             if not (exclude_embeddings and path in self.engine.embeddings)
         )
 
@@ -131,6 +149,13 @@ class PreTrainedModel(Habits):
         other = copy.copy(self)
         other.params = params
         return other
+
+    def merge_and_unload(self) -> PreTrainedModel:
+        """The plain model that computes the same without its adapter; itself, where it has none."""
+        if not isinstance(self.engine, AdaptedEngine):
+            return self
+        arrays = merged(self.engine, self.params, self.frozen)
+        return PreTrainedModel(arrays, self.engine.base, self.config, self.folder, self.name_or_path)
 
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Write config.json and safetensors that transformers loads: names, shards and dtypes of the checkpoint it
@@ -155,7 +180,7 @@ class Checkpoint:
     `repository` is the one on the Hub that still has them, None for a folder. `config` is
     transformers' object. `dtype` is "float32", "bfloat16", "float16" or "auto": what the weights are rounded to, and
     saved in. `most_tokens` is as in PreTrainedModel. `exported`: the model is transformers' own, run as an exported
-    program.
+    program. `adapter` is the folder of an adapter on it, `lora` that one's config.
     """
 
     name: str
@@ -166,9 +191,13 @@ class Checkpoint:
     vocab_size: int
     most_tokens: int | None
     exported: bool
+    adapter: Path | None = None
+    lora: LoraConfig | None = None
 
     def load(self, seed: int) -> PreTrainedModel:
         """The model; `seed` draws the score head where the checkpoint has none."""
+        if self.adapter is not None:
+            return self.load_adapted(self.lora, seed, self.adapter)
         if self.repository is not None:
             self.repository.fetch_weights()
         config = self.config
@@ -178,6 +207,21 @@ class Checkpoint:
             params, engine = load_native(self.folder, dtype=self.dtype, seed=seed)
         return PreTrainedModel(params, engine, config, self.folder, self.name)
 
+    def load_adapted(self, config: LoraConfig, seed: int, adapter: Path | None = None) -> PreTrainedModel:
+        """The model with a new adapter, or with the one in a folder; its own weights have the dtype they are stored in.
+
+        Raises:
+            ValueError: the model is an exported program, or the adapter does not go with it.
+        """
+        if self.exported:
+            raise no_adapters(self.name, self.config.model_type)
+        if self.repository is not None:
+            self.repository.fetch_weights()
+        generator = TorchGenerator(seed)
+        arrays, engine = load_native(self.folder, dtype=self.dtype, seed=generator, as_stored=True)
+        model = PreTrainedModel(arrays, engine, self.config, self.folder, self.name)
+        return with_adapter(model, config, generator, adapter)
+
 
 def find_checkpoint(name: str, *, num_labels: int = 1, dtype: Any = "auto", **kwargs: Any) -> Checkpoint:
     """Where a checkpoint is, its weights still on the Hub if need be; arguments as in `from_pretrained`."""
@@ -185,6 +229,8 @@ def find_checkpoint(name: str, *, num_labels: int = 1, dtype: Any = "auto", **kw
         raise ValueError(f"num_labels is {num_labels}, but a reward model has one score a sequence: num_labels=1.")
     fetch, dtype = _checked(dict(kwargs), dtype)
     folder, repository = checkpoint_folder(name, **fetch)
+    if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
+        return _find_adapted(folder, repository, dtype, fetch)
     raw = read_config(folder)
     if is_exported(raw, families(), folder / "config.json"):
         config = _config(folder)
@@ -192,6 +238,41 @@ def find_checkpoint(name: str, *, num_labels: int = 1, dtype: Any = "auto", **kw
         return Checkpoint(name, folder, repository, config, dtype, size, most_tokens(config), True)
     _, arch = read_arch(raw, folder / "config.json")
     return Checkpoint(name, folder, repository, _config(folder), dtype, arch.vocab_size, arch.most_tokens, False)
+
+
+def no_adapters(name: str, model_type: str) -> ValueError:
+    return ValueError(
+        f"{name}: models of type {model_type!r} run as exported programs, which take no adapter in this release of "
+        "trl_jax. Train the whole model, or an adapter of a native type: llama, qwen2, bert."
+    )
+
+
+def with_adapter(
+    model: PreTrainedModel, config: LoraConfig, seed: int | TorchGenerator, adapter: Path | None = None
+) -> PreTrainedModel:
+    """A model of its own beside which an adapter trains; it shares the arrays of `model`, which stays as it is."""
+    if not isinstance(model.engine, NativeEngine):
+        raise no_adapters(model.name_or_path, model.config.model_type)
+    base = config.base_model_name_or_path or model.name_or_path
+    config = replace(config, base_model_name_or_path=base)
+    params, engine, frozen = adapt(model.engine, model.arrays, config, seed, adapter)
+    return PreTrainedModel(params, engine, model.config, model.folder, model.name_or_path, frozen)
+
+
+def _find_adapted(folder: Path, repository: Repository | None, dtype: str, fetch: dict[str, Any]) -> Checkpoint:
+    """An adapter's folder: the checkpoint is that of its base model."""
+    lora = read_lora_config(folder)
+    if repository is not None:
+        repository.fetch_adapter()
+    base, access = lora.base_model_name_or_path, ("token", "cache_dir", "local_files_only")
+    given = {key: fetch[key] for key in access if key in fetch} | ({"revision": lora.revision} if lora.revision else {})
+    if not base:
+        raise ValueError(f"{folder / ADAPTER} names no base_model_name_or_path: write there which model it is for.")
+    try:
+        checkpoint = find_checkpoint(base, dtype=dtype, **given)
+    except (FileNotFoundError, ValueError) as error:
+        raise ValueError(f"{folder / ADAPTER} is for base_model_name_or_path={base!r}. {error}") from error
+    return replace(checkpoint, adapter=folder, lora=lora)
 
 
 class AutoModelForSequenceClassification:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -22,6 +22,10 @@ class Part(Protocol):
 
     def view(self, tensor: np.ndarray) -> np.ndarray:
         """Our numbers in our order, sharing the tensor's memory; axes may be split."""
+        ...
+
+    def rows(self, array: Any) -> Any:
+        """Ours of an array that has one row for each of the matrix's outputs, of NumPy's or JAX's."""
         ...
 
 
@@ -40,7 +44,10 @@ class Rows:
 
     def view(self, tensor: np.ndarray) -> np.ndarray:
         rows = tensor.T if self.transposed else tensor
-        return rows[self.start : self.start + self.count]
+        return self.rows(rows)
+
+    def rows(self, array: Any) -> Any:
+        return array[self.start : self.start + self.count]
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,9 @@ class PerHead:
     def view(self, tensor: np.ndarray) -> np.ndarray:
         return tensor.reshape(self.heads, 3, -1, *tensor.shape[1:])[:, self.which]
 
+    def rows(self, array: Any) -> Any:
+        return self.view(array).reshape(-1, *array.shape[1:])
+
 
 def concatenated(module: str, sizes: dict[str, int], *, transposed: bool = False) -> dict[str, tuple[str, Part]]:
     """Names for a module whose weight joins several of ours, `sizes` (our module -> rows), one below the other."""
@@ -66,9 +76,18 @@ def concatenated(module: str, sizes: dict[str, int], *, transposed: bool = False
     return names
 
 
+# In the order in which transformers makes the modules, norms aside: so adapters are drawn.
 # Our module (or parameter) -> theirs; with it where in it ours lies unless it is all of it, or the number of the layer
 # that is our first unless it is theirs.
 Names = dict[str, str | tuple[str, Part] | tuple[str, int]]
+
+
+def ordered(names: Names, *modules: str, before: str) -> Names:
+    """The same names with these modules of ours put in front of another."""
+    moved = {module: names[module] for module in modules}
+    rest = {module: name for module, name in names.items() if module not in moved}
+    at = list(rest).index(before)
+    return dict([*list(rest.items())[:at], *moved.items(), *list(rest.items())[at:]])
 
 
 @dataclass(frozen=True)

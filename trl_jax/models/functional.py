@@ -7,6 +7,8 @@ from collections.abc import Callable
 import jax
 from flax import nnx
 
+from trl_jax.models.adapted import AdaptedGraph
+
 
 def abstract(make: Callable[[], nnx.Module]) -> tuple[nnx.GraphDef, dict[str, jax.ShapeDtypeStruct]]:
     """The graph of a module and the shape of each of its parameters; nothing is allocated."""
@@ -17,8 +19,12 @@ def abstract(make: Callable[[], nnx.Module]) -> tuple[nnx.GraphDef, dict[str, ja
     }
 
 
-def merge(graph: nnx.GraphDef, params: dict[str, jax.Array]) -> nnx.Module:
-    """The module with these parameters: the inverse of taking it apart."""
+def merge(
+    graph: nnx.GraphDef | AdaptedGraph, params: dict[str, jax.Array], dropout_key: jax.Array | None = None
+) -> nnx.Module:
+    """The module with these parameters: the inverse of taking it apart. `dropout_key` is for dropout in adapters."""
+    if isinstance(graph, AdaptedGraph):
+        graph, params = graph.installed(params, dropout_key)
     nested: dict = {}
     for path, array in params.items():
         *parents, name = path.split(".")

@@ -17,14 +17,11 @@ if TYPE_CHECKING:
 
 # Flags of ModelConfig that need parts this release lacks, and what to do instead.
 NOT_YET = {
-    "use_peft": "train the whole model, or adapt it with TRL.",
     "load_in_8bit": "load the whole weights; --dtype bfloat16 halves them.",
     "load_in_4bit": "load the whole weights; --dtype bfloat16 halves them.",
 }
-# Read only where use_peft or load_in_4bit is on, as in TRL.
-ONLY_WITH_PEFT = (
-    "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters",
-    "lora_modules_to_save", "lora_task_type", "use_rslora", "use_dora",
+# Read only where load_in_4bit is on, as in TRL.
+ONLY_QUANTISED = (
     "bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage",
 )  # fmt: skip
 
@@ -48,9 +45,14 @@ def main(
         test = _split(splits, script_args, "dataset_test_split")
 
     from trl_jax.trainer.reward_trainer import RewardTrainer
+    from trl_jax.trainer.utils import get_peft_config
 
     trainer = RewardTrainer(
-        model=model_args.model_name_or_path, args=training_args, train_dataset=train, eval_dataset=test
+        model=model_args.model_name_or_path,
+        args=training_args,
+        train_dataset=train,
+        eval_dataset=test,
+        peft_config=get_peft_config(model_args),
     )
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     print("Training completed.")
@@ -137,7 +139,7 @@ def make_parser(subparsers: argparse._SubParsersAction | None = None, prog: str 
 
 def _fit_to_release(parser: TrlParser) -> None:
     """List in --help the flags that do something, and name the others at its end."""
-    no_effect, refused = ["ignore_bias_buffers", *ONLY_WITH_PEFT], [*NOT_YET]
+    no_effect, refused = ["ignore_bias_buffers", *ONLY_QUANTISED], [*NOT_YET]
     for action in parser._actions:
         kind = TABLE[action.dest].kind if action.dest in TABLE else None
         if action.dest in SUPPORTED:

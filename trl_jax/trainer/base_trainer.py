@@ -198,7 +198,7 @@ class BaseTrainer(Evaluating):
             step_key = None if key is None else jax.random.fold_in(key, self.state.global_step)
             rate = np.float32(learning_rate)
             self.model.params, self._optimizer_state, metrics = step(
-                self.model.params, self._optimizer_state, batch.arrays, rate, step_key
+                self.model.params, self._optimizer_state, batch.arrays, rate, step_key, self.model.frozen
             )
             self._tokens_seen += batch.num_tokens
             self.state.num_input_tokens_seen += self._input_tokens(batch)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from trl_jax.engine.first_bad import first_bad
@@ -16,16 +18,20 @@ if TYPE_CHECKING:
 
 def explain(trainer: Task, batch: Any) -> str:
     """A sentence on where the first value that is no number arises, in `trainer.loss` or in its gradient."""
-    params = trainer.model.params
+    params, frozen = trainer.model.params, trainer.model.frozen
     bad = [path for path, array in params.items() if not np.isfinite(jax.device_get(array)).all()]
     if bad:
         return f"The weights {', '.join(bad[:8])} hold values that are none."
+
+    def loss(frozen, params, micro):
+        return trainer.loss(frozen | params, micro, None)
+
     for number, rows in enumerate(batch.passes):
         if not rows:
             continue
         one = jax.tree.map(lambda leaf, number=number: leaf[number], batch.arrays)
-        for function in (trainer.loss, jax.grad(trainer.loss, has_aux=True)):
-            found = first_bad(lambda p, b, function=function: function(p, b, None), params, one)
+        for function in (loss, jax.grad(loss, argnums=1, has_aux=True)):
+            found = first_bad(partial(function, frozen), params, one)
             if found is not None:
                 return f"{found} It is computed from rows {', '.join(map(str, rows))}."
     return "With dropout off no value is at fault."
@@ -38,6 +44,7 @@ def check_weights(model: PreTrainedModel) -> PreTrainedModel:
         ValueError: naming the tensors as they are called on disk.
     """
     bad = [tensor for tensor, values in model.engine.on_disk(model.params) if not np.isfinite(values).all()]
+    bad += [path for path, array in model.frozen.items() if not jnp.isfinite(array).all()]
     if bad:
         raise ValueError(
             f"{model.name_or_path}: {', '.join(bad[:8])}{' and others' if len(bad) > 8 else ''} hold NaN or infinite "

@@ -97,10 +97,10 @@ class Evaluating(Publishing):
         batches, after_each = steps_of(loader, method), partial(self._events.fire, "on_prediction_step")
         with self._on_device():
             if self._own_evaluation is None:
-                score = partial(self._score_pass, self.model.params, dtype=dtype)
+                score = partial(self._score_pass, self.model.arrays, dtype=dtype)
                 evaluated = run_evaluation(score, self._measure, Prefetched(self.windows(batches)), after_each)
             else:
-                evaluate = partial(self._own_evaluation, self.model.params, dtype=dtype)
+                evaluate = partial(self._own_evaluation, self.model.arrays, dtype=dtype)
                 evaluated = run_batches(evaluate, batches, after_each)
         return evaluated, self._predicted(evaluated, loader.dataset)
 

@@ -25,6 +25,9 @@ def optimizer_state(folder: Path, fresh: Any, load: Callable[[Path], dict[str, j
     `load` reads a folder of weights.
     """
     logger.warning("%s has no manifest: nothing tells whether its files are as they were written.", folder)
+    if (folder / "adapter_config.json").is_file():
+        logger.warning("%s: the moments of an adapter are not read: AdamW's restart from zero.", folder / OPTIMIZER)
+        return fresh
     if importlib.util.find_spec("torch") is None:
         logger.warning("%s takes torch to read, which is not installed: AdamW's moments restart from zero.",
                        folder / OPTIMIZER)  # fmt: skip

@@ -23,12 +23,14 @@ class HookedStep:
         self._grad = jax.jit(jax.value_and_grad(partial(_training_loss, trainer), has_aux=True))
         self._apply = jax.jit(partial(_apply, tx), donate_argnums=(0, 1))
 
-    def __call__(self, params: dict, opt_state: Any, arrays: Any, learning_rate: Any, key: Any) -> tuple:
+    def __call__(
+        self, params: dict, opt_state: Any, arrays: Any, learning_rate: Any, key: Any, frozen: dict
+    ) -> tuple:
         micro = inputs_of(arrays)
         keys = [None] * len(micro) if key is None else jax.random.split(key, len(micro))
         total, gradients, sums = 0.0, None, []
         for inputs, micro_key in zip(micro, keys, strict=True):
-            (loss, found), grads = self._grad(params, inputs, micro_key)
+            (loss, found), grads = self._grad(params, frozen, inputs, micro_key)
             total, sums = total + loss / len(micro), [*sums, found]
             gradients = grads if gradients is None else jax.tree.map(jnp.add, gradients, grads)
         gradients = jax.tree.map(lambda g: g / len(micro), gradients)
@@ -37,9 +39,10 @@ class HookedStep:
         return params, opt_state, stacked | {"loss": total, "grad_norm": norm}
 
 
-def _training_loss(trainer: Any, params: dict, inputs: dict, key: Any) -> tuple:
+def _training_loss(trainer: Any, params: dict, frozen: dict, inputs: dict, key: Any) -> tuple:
     args = trainer.args
-    bound = BoundModel(trainer.model, params, dtype=args.compute_dtype, remat=args.gradient_checkpointing, key=key)
+    arrays = frozen | params
+    bound = BoundModel(trainer.model, arrays, dtype=args.compute_dtype, remat=args.gradient_checkpointing, key=key)
     return loss_of(trainer, bound, inputs)
 
 

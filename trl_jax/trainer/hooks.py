@@ -65,10 +65,10 @@ class BoundModel:
         tokens = jnp.asarray(input_ids)
         places = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
         at = jnp.max(jnp.where(tokens != self.config.pad_token_id, places, 0), axis=1)
-        scorer, how = merge(self._model.graph, self._params), dict(self._how)
+        key = None if self._key is None else jax.random.fold_in(self._key, len(self.scores))
+        scorer, how = merge(self._model.graph, self._params, key), dict(self._how)
         if scorer.needs_valid:
             how["valid"] = jnp.ones(tokens.shape, bool) if attention_mask is None else attention_mask.astype(bool)
-        key = None if self._key is None else jax.random.fold_in(self._key, len(self.scores))
         self.scores.append(scorer(tokens, places, at=at, dropout_key=key, **how))
         return Outputs(self.scores[-1][:, None])
 

@@ -90,7 +90,7 @@ class Keeping(Session):
     def _least_bytes(self) -> int:
         """Of weights and moments; small files not counted."""
         width = 4 if "float32" in self.model.engine.dtypes.values() else 2
-        weights = width * self.model.num_parameters()
+        weights = width * self.model.num_parameters(only_trainable=True)
         state = 0 if self.args.save_only_model else sum(leaf.nbytes for leaf in jax.tree.leaves(self._optimizer_state))
         return weights + state
 

@@ -25,6 +25,7 @@ def told_of_memory(trainer: Task) -> Iterator[None]:
 
 def _plan(trainer: Task) -> str:
     args, weights = trainer.args, 4 * trainer.model.num_parameters()
+    trained = 4 * trainer.model.num_parameters(only_trainable=True)
     rows = 2 * args.per_device_train_batch_size
     levers = [
         f"per_device_train_batch_size={args.per_device_train_batch_size} (with gradient_accumulation_steps raised to "
@@ -36,7 +37,7 @@ def _plan(trainer: Task) -> str:
         lower += ", or set gradient_checkpointing=True"
     return (
         f"Step {trainer.state.global_step + 1} does not fit into memory. Float32 weights take {_bytes(weights)}, "
-        f"AdamW's moments {_bytes(2 * weights)}, gradients {_bytes(weights)}; the rest is activations of {rows} "
+        f"AdamW's moments {_bytes(2 * trained)}, gradients {_bytes(trained)}; the rest is activations of {rows} "
         f"answers. {lower}."
     )
 

@@ -106,6 +106,7 @@ class Publishing(Keeping):
             datasets=_listed(dataset_name),
             tags=_listed(tags),
             run=self._told_run(),
+            adapter=bool(self.model.frozen),
             **facts,
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from trl_jax.data.loader import PreferenceLoader
 from trl_jax.data.plan import Plan
 from trl_jax.data.windows import EvaluationBatch, Windows
 from trl_jax.engine.evaluation import Evaluated
-from trl_jax.hub.pretrained import Checkpoint, PreTrainedModel, find_checkpoint
-from trl_jax.hub.torch_objects import as_folder, is_torch_model
+from trl_jax.hub.lora_config import LoraConfig, as_lora_config, read_lora_config
+from trl_jax.hub.pretrained import Checkpoint, PreTrainedModel, find_checkpoint, with_adapter
+from trl_jax.hub.torch_objects import ADAPTER_FOLDER, as_folder, is_adapted, is_torch_model
 from trl_jax.losses.pairwise import pairwise_loss
 from trl_jax.models.functional import merge
 from trl_jax.trainer import layouts, reward_metrics
@@ -62,7 +64,8 @@ class RewardTrainer(BaseTrainer):
             what the transformation gives; without it the arguments' schedule does, as a share of its peak.
         optimizer_cls_and_kwargs: an optax factory, or a class of torch's that has a counterpart, and its arguments.
         data_collator: a DataCollatorForPreference, whose `pad_to_multiple_of` then holds.
-        quantization_config, peft_config: not in this release.
+        quantization_config: not in this release.
+        peft_config: a LoraConfig of ours or of peft's: an adapter trains beside the frozen model, and is what is saved.
 
     Raises:
         TypeError, ValueError: an argument, row or checkpoint at fault, by name.
@@ -83,13 +86,13 @@ class RewardTrainer(BaseTrainer):
         optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
         preprocess_logits_for_metrics: Callable[[np.ndarray, tuple], np.ndarray] | None = None,
         quantization_config: None = None,
-        peft_config: None = None,
+        peft_config: Any = None,
     ):
         refuse(
             data_collator=None if isinstance(data_collator, DataCollatorForPreference) else data_collator,
             quantization_config=quantization_config,
-            peft_config=peft_config,
         )
+        peft_config = None if peft_config is None else as_lora_config(peft_config)
         model = os.fspath(model) if isinstance(model, os.PathLike) else model
         brought = model if is_torch_model(model) else None
         if brought is None:
@@ -105,7 +108,7 @@ class RewardTrainer(BaseTrainer):
         checkpoint = _find(model, args) if brought is None else _taken(brought, args)
         if processing_class is None:
             trust = args.trust_remote_code
-            place = checkpoint.folder if brought is None else brought.config._name_or_path
+            place = _tokenizer_folder(checkpoint) if brought is None else brought.config._name_or_path
             processing_class = AutoTokenizer.from_pretrained(place, trust_remote_code=trust)
         special_tokens.settle(processing_class, eos_token=args.eos_token, pad_token=args.pad_token)
         if args.chat_template_path is not None:
@@ -123,7 +126,7 @@ class RewardTrainer(BaseTrainer):
             }
         elif eval_dataset is not None:
             eval_dataset = self.prepare_dataset(eval_dataset, "eval")
-        model = checkpoint if isinstance(checkpoint, PreTrainedModel) else _loaded(checkpoint, args)
+        model = _ready(checkpoint, args, peft_config)
         model.add_model_tags(["reward-trainer", "trl", "trl_jax"])  # as TRL tags its models
         for config in (model.config, *([] if brought is None else [brought.config])):
             _settle_ids(config, processing_class, eos=args.eos_token is not None or args.chat_template_path is not None)
@@ -144,7 +147,7 @@ class RewardTrainer(BaseTrainer):
 
     def score(self, params: dict, batch: PairBatch, *, dtype: str, **how: Any) -> jax.Array:
         """Scores `[2P]`, float32, of the texts of a batch; `how` as in Decoder.__call__."""
-        model = merge(self.model.graph, params)
+        model = merge(self.model.graph, params, how.get("dropout_key"))
         if model.needs_valid:
             how["valid"] = jnp.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
         elif batch.stream is None:
@@ -282,6 +285,12 @@ class RewardTrainer(BaseTrainer):
         return np.concatenate([chosen[:num_pairs], rejected[:num_pairs]])[:, None]
 
 
+def _tokenizer_folder(checkpoint: Checkpoint | PreTrainedModel) -> Path:
+    """An adapter's own, if it has one: it may have been given tokens."""
+    adapter = None if isinstance(checkpoint, PreTrainedModel) else checkpoint.adapter
+    return adapter if adapter is not None and (adapter / "tokenizer_config.json").is_file() else checkpoint.folder
+
+
 def _find(model: str | PreTrainedModel, args: RewardConfig) -> Checkpoint | PreTrainedModel:
     if isinstance(model, PreTrainedModel):
         if args.model_init_kwargs is not None:
@@ -298,7 +307,11 @@ def _taken(brought: Any, args: RewardConfig) -> PreTrainedModel:
     if args.model_init_kwargs is not None:
         logger.warning("model_init_kwargs has no effect: the model is loaded already.")
     with as_folder(brought) as folder:
-        model = _loaded(find_checkpoint(str(folder), dtype="auto"), args)
+        checkpoint = find_checkpoint(str(folder), dtype="auto")
+        if is_adapted(brought):
+            adapter = folder / ADAPTER_FOLDER
+            checkpoint = replace(checkpoint, adapter=adapter, lora=read_lora_config(adapter))
+        model = _loaded(checkpoint, args)
     model.name_or_path = brought.config._name_or_path or type(brought).__name__
     return model
 
@@ -308,6 +321,34 @@ def _loaded(checkpoint: Checkpoint, args: RewardConfig) -> PreTrainedModel:
         model = check_weights(checkpoint.load(args.seed))
     logger.log(model.engine.log_level, "%s runs on the %s engine.", model.name_or_path, model.engine.name)
     return model
+
+
+def _ready(checkpoint: Checkpoint | PreTrainedModel, args: RewardConfig, adapter: LoraConfig | None) -> PreTrainedModel:
+    """The model that trains: a checkpoint's, or one that is there, with an adapter where one is asked for."""
+    there = isinstance(checkpoint, PreTrainedModel)
+    if adapter is None:
+        model = checkpoint if there else _loaded(checkpoint, args)
+        if model.frozen:
+            _tell_adapter(model)
+        return model
+    if checkpoint.frozen if there else checkpoint.adapter is not None:
+        raise ValueError(
+            "peft_config is given, but the model has an adapter already. Leave peft_config out to train that one "
+            "further, or pass model.merge_and_unload()."
+        )
+    with jax.default_device(run_device(args)):
+        if there:
+            model = with_adapter(checkpoint, adapter, args.seed)
+        else:
+            model = check_weights(checkpoint.load_adapted(adapter, args.seed))
+    logger.log(model.engine.log_level, "%s runs on the %s engine.", model.name_or_path, model.engine.name)
+    _tell_adapter(model)
+    return model
+
+
+def _tell_adapter(model: PreTrainedModel) -> None:
+    train, count = model.num_parameters(only_trainable=True), model.num_parameters()
+    logger.info("Training with adapter: %s of %s parameters (%.4f%%).", f"{train:,}", f"{count:,}", 100 * train / count)
 
 
 def _settle_ids(config: Any, tokenizer: Any, *, eos: bool) -> None:

@@ -125,7 +125,7 @@ class Session(Reports, Task):
         return self.model
 
     def get_num_trainable_parameters(self) -> int:
-        return self.model.num_parameters()
+        return self.model.num_parameters(only_trainable=True)
 
     def end(self) -> None:
         """Let trackers finish what they have open."""

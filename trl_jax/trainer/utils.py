@@ -7,17 +7,29 @@ from typing import Any
 import numpy as np
 
 from trl_jax.core.argument_rules import HERE
+from trl_jax.hub.lora_config import LoraConfig
 from trl_jax.trainer.model_config import ModelConfig
 
 
-def get_peft_config(model_args: ModelConfig) -> None:
-    """None, for the whole model is trained.
+def get_peft_config(model_args: ModelConfig) -> LoraConfig | None:
+    """The adapter that the flags describe; None without `use_peft`.
 
     Raises:
-        ValueError: `use_peft` asks for an adapter.
+        ValueError: a flag's value that no adapter can have.
     """
-    if model_args.use_peft:
-        raise ValueError(f"use_peft=True is not {HERE}: train the whole model, or adapt it with TRL.")
+    if not model_args.use_peft:
+        return None
+    return LoraConfig(
+        task_type=model_args.lora_task_type,
+        r=model_args.lora_r,
+        target_modules=model_args.lora_target_modules,
+        target_parameters=model_args.lora_target_parameters,
+        lora_alpha=model_args.lora_alpha,
+        lora_dropout=model_args.lora_dropout,
+        use_rslora=model_args.use_rslora,
+        use_dora=model_args.use_dora,
+        modules_to_save=model_args.lora_modules_to_save,
+    )
 
 
 def get_quantization_config(model_args: ModelConfig) -> None:

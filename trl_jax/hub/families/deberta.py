@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from trl_jax.hub.config import ConfigReader
 from trl_jax.hub.families import Family, bert, deberta_v2
-from trl_jax.hub.wires import Names, PerHead
+from trl_jax.hub.wires import Names, PerHead, ordered
 from trl_jax.models.encoder_arch import EncoderArch
 from trl_jax.models.heads import EncoderScorer
 from trl_jax.nn.disentangled import Distances
@@ -19,16 +19,21 @@ def arch(config: ConfigReader) -> EncoderArch:
     return replace(deberta_v2.shared(config), distances=distances)
 
 
+_MADE_FIRST = ("q.weight", "k.weight", "v.weight", "distance_k", "distance_q")
+
+
 def names(arch: EncoderArch) -> Names:
     own = "deberta.encoder.layer.{}.attention.self."
     fused = {name: (own + "in_proj.weight", PerHead(i, arch.num_heads)) for i, name in enumerate("qkv")}
-    return deberta_v2.body() | {
+    names = deberta_v2.body() | {
         **{f"encoder.layers.attention.{name}.weight": place for name, place in fused.items()},
         "encoder.layers.attention.q.bias": own + "q_bias",
         "encoder.layers.attention.v.bias": own + "v_bias",
         "encoder.layers.attention.distance_k": own + "pos_proj",
         "encoder.layers.attention.distance_q": own + "pos_q_proj",
     }
+    made_first = [f"encoder.layers.attention.{name}" for name in _MADE_FIRST]
+    return ordered(names, *made_first, before="encoder.layers.attention.o")
 
 
 FAMILY = Family(

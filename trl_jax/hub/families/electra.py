@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from trl_jax.hub.config import ConfigReader
 from trl_jax.hub.families import Family, bert
-from trl_jax.hub.wires import Names
+from trl_jax.hub.wires import Names, ordered
 from trl_jax.models.encoder_arch import EncoderArch, HeadFacts
 from trl_jax.models.heads import EncoderScorer
 
@@ -20,11 +20,12 @@ def arch(config: ConfigReader) -> EncoderArch:
 
 
 def names(arch: EncoderArch) -> Names:
-    return bert.body("electra.") | {
+    names = bert.body("electra.") | {
         "encoder.projection": "electra.embeddings_project",
         "head.dense": "classifier.dense",
         "head.out": "classifier.out_proj",
     }
+    return ordered(names, "encoder.projection", before="encoder.layers.attention.q")
 
 
 FAMILY = Family(

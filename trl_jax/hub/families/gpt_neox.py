@@ -39,9 +39,10 @@ def _with_todays_theta(config: ConfigReader) -> ConfigReader:
 
 def names(arch: Arch) -> Names:
     layer = "gpt_neox.layers.{}."
-    return per_head(layer + "attention.query_key_value", arch.num_heads) | {
+    return {
         "decoder.embed": "gpt_neox.embed_in",
         "decoder.layers.attention_norm": layer + "input_layernorm",
+        **per_head(layer + "attention.query_key_value", arch.num_heads),
         "decoder.layers.attention.o": layer + "attention.dense",
         "decoder.layers.mlp_norm": layer + "post_attention_layernorm",
         "decoder.layers.mlp.up": layer + "mlp.dense_h_to_4h",

@@ -33,7 +33,7 @@ def names(arch: Arch) -> Names:
     return {
         "decoder.embed": "transformer.wte",
         "decoder.layers.attention_norm": layer + "ln_1",
-        **{f"decoder.layers.attention.{name}": f"{layer}attn.{name}_proj" for name in "qkv"},
+        **{f"decoder.layers.attention.{name}": f"{layer}attn.{name}_proj" for name in "kvq"},
         "decoder.layers.attention.o": layer + "attn.out_proj",
         "decoder.layers.mlp.up": layer + "mlp.fc_in",
         "decoder.layers.mlp.down": layer + "mlp.fc_out",

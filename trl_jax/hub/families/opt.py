@@ -54,7 +54,7 @@ def names(arch: Arch) -> Names:
         "decoder.embed": "model.decoder.embed_tokens",
         "decoder.position_embed": "model.decoder.embed_positions",
         "decoder.layers.attention_norm": layer + "self_attn_layer_norm",
-        **{f"decoder.layers.attention.{name}": f"{layer}self_attn.{name}_proj" for name in "qkv"},
+        **{f"decoder.layers.attention.{name}": f"{layer}self_attn.{name}_proj" for name in "kvq"},
         "decoder.layers.attention.o": layer + "self_attn.out_proj",
         "decoder.layers.mlp_norm": layer + "final_layer_norm",
         "decoder.layers.mlp.up": layer + "fc1",

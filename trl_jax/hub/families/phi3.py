@@ -8,7 +8,7 @@ from trl_jax.hub.config import ConfigReader
 from trl_jax.hub.families import Family, llama
 from trl_jax.hub.layer_types import read_window
 from trl_jax.hub.rope import read_rotary_dim
-from trl_jax.hub.wires import Names, concatenated
+from trl_jax.hub.wires import Names, concatenated, ordered
 from trl_jax.models.arch import Arch
 
 
@@ -32,7 +32,8 @@ def arch(config: ConfigReader) -> Arch:
 def names(arch: Arch) -> Names:
     queries, keys = arch.num_heads * arch.head_dim, arch.num_key_heads * arch.head_dim
     qkv = {"attention.q": queries, "attention.k": keys, "attention.v": keys}
-    return llama.names(arch) | joined(qkv, "self_attn.qkv_proj") | gate_up(arch)
+    names = llama.names(arch) | joined(qkv, "self_attn.qkv_proj") | gate_up(arch)
+    return ordered(names, "decoder.layers.attention.o", before="decoder.layers.attention.q")
 
 
 def gate_up(arch: Arch) -> Names:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from trl_jax.hub.config import ConfigReader
 from trl_jax.hub.families import Family, bert
-from trl_jax.hub.wires import Names
+from trl_jax.hub.wires import Names, ordered
 from trl_jax.models.encoder_arch import EncoderArch, HeadFacts
 from trl_jax.models.heads import EncoderScorer
 
@@ -20,10 +21,16 @@ def arch(config: ConfigReader) -> EncoderArch:
 
 
 def names(arch: EncoderArch) -> Names:
-    return bert.body("roberta.") | {"head.dense": "classifier.dense", "head.out": "classifier.out_proj"}
+    names = bert.body("roberta.") | {"head.dense": "classifier.dense", "head.out": "classifier.out_proj"}
+    return ordered(names, "encoder.type_embed", before="encoder.position_embed")
 
 
-def family(model_type: str, architecture: str) -> Family:
+def head_first(arch: EncoderArch) -> Names:
+    """As those have it that copied it."""
+    return ordered(names(arch), "head.dense", "head.out", before="encoder.embed")
+
+
+def family(model_type: str, architecture: str, names: Callable[[EncoderArch], Names]) -> Family:
     return Family(
         model_type,
         architecture,
@@ -38,4 +45,4 @@ def family(model_type: str, architecture: str) -> Family:
     )
 
 
-FAMILY = family("roberta", "RobertaForSequenceClassification")
+FAMILY = family("roberta", "RobertaForSequenceClassification", names)

@@ -1,0 +1,297 @@
+"""An adapter on a model: which arrays train, what they are called on disk, how they begin."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trl_jax.core.torch_random import TorchGenerator
+from trl_jax.hub.lora_config import LoraConfig, refuse_beyond
+from trl_jax.hub.modules import Module, in_order, modules_of
+from trl_jax.hub.saving import read_tensor
+from trl_jax.hub.targets import rank_and_alpha, saved_whole, settled, targeted, with_drawn, with_head
+from trl_jax.hub.wires import Wire
+from trl_jax.models.adapted import Adapter, Layers, leaf
+
+PREFIX = "base_model.model."
+_SUFFIX = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector", "bias": "lora_B.bias"}
+_OF_TABLES = {"a": "lora_embedding_A", "b": "lora_embedding_B"}
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The adapters of one kind of module: their ranks, one a layer, 0 where there is none."""
+
+    module: Module
+    adapter: Adapter
+    ranks: tuple[int, ...]
+
+    @property
+    def rank(self) -> int:
+        return max(self.ranks)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Kind -> shape of the array of all layers."""
+        module, lead = self.module, (self.module.layers,) if self.module.stacked else ()
+        each = {"a": (self.rank, module.inputs), "b": (module.outputs, self.rank)}
+        each |= dict.fromkeys(("magnitude", "bias"), (module.outputs,))
+        return {kind: (*lead, *each[kind]) for kind in ("a", "b", *self.adapter.has)}
+
+    def tensors(self) -> list[tuple[str, str, tuple]]:
+        """(name on disk, kind, place in the array of all layers) of each layer's."""
+        suffixes = _SUFFIX | (_OF_TABLES if self.module.kind == "embedding" else {})
+        found = []
+        for layer, (name, rank) in enumerate(zip(self.module.names(), self.ranks, strict=True)):
+            at = (layer,) if self.module.stacked else ()
+            rows = {"a": (slice(rank),), "b": (slice(None), slice(rank))}
+            kinds = ("a", "b", *self.adapter.has) if rank else ()
+            found += [(f"{PREFIX}{name}.{suffixes[kind]}", kind, (*at, *rows.get(kind, ()))) for kind in kinds]
+        return found
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Parameters of the model itself that train: path -> the layers of it that do; `tensors` as they are saved,
+    each with the wires that have a part in it and its layer in our array."""
+
+    layers: dict[str, tuple[int, ...] | None]
+    tensors: dict[str, list[tuple[Wire, tuple[int, ...]]]]
+
+    def parts(self) -> tuple[Layers, ...]:
+        return tuple(Layers(path, where) for path, where in self.layers.items() if where is not None)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A LoraConfig on a model, resolved. `added` is a line on what it lacked of a reward model's; None for nothing."""
+
+    config: LoraConfig
+    placed: tuple[Placed, ...]
+    whole: Whole
+    kept: dict[str, str]
+    added: str | None
+
+    @property
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Of the adapters' arrays."""
+        return {
+            leaf(placed.adapter.name, kind): jax.ShapeDtypeStruct(shape, jnp.float32)
+            for placed in self.placed
+            for kind, shape in placed.shapes().items()
+        }
+
+
+def make_plan(config: LoraConfig, family: Any, arch: Any, drawn: tuple[str, ...] = ()) -> Plan:
+    """What a config means on a model of the native engine; `drawn` are tensors that no file has: they train whole.
+
+    Raises:
+        ValueError: what it asks for is not there, or not in this release; by name.
+    """
+    refuse_beyond(config)
+    modules = modules_of(family, arch)
+    config, added = with_head(config, modules)
+    config, more = with_drawn(config, modules, drawn)
+    added = " ".join(line for line in (added, more) if line) or None
+    config = settled(config, modules, family.model_type)
+    if config.task_type is None:
+        config = replace(config, auto_mapping=_class_of(family))
+    _refuse_experts(config, modules)
+    places = targeted(config, modules)
+    saved = saved_whole(config, modules)
+    _check_apart(places, saved)
+    placed = tuple(_placed(config, module, places) for module in dict.fromkeys(module for _, module, _ in places))
+    tables = [module for module in dict.fromkeys(m for _, m, _ in places) if module.kind == "embedding"]
+    for name in ("use_dora", "lora_bias"):
+        if tables and vars(config)[name]:
+            raise ValueError(f"LoraConfig: {name}=True does not go with the table {tables[0].name}. Leave one out.")
+    kept = {f"{PREFIX}{module.name}.base_layer.weight": module.parts[0][0] + ".weight" for module in tables}
+    return Plan(config, placed, _whole(config, modules, places, saved), kept, added)
+
+
+def _class_of(family: Any) -> dict[str, str]:
+    """What PEFT writes where no task says which class the model is of."""
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+    module = model_type_to_module_name(family.model_type)
+    return {
+        "base_model_class": family.architecture, "parent_library": f"transformers.models.{module}.modeling_{module}",
+    }  # fmt: skip
+
+
+def _refuse_experts(config: LoraConfig, modules: list[Module]) -> None:
+    if config.target_parameters:
+        raise ValueError(
+            f"LoraConfig: target_parameters={sorted(config.target_parameters)!r} is not in this release of trl_jax: "
+            "experts stay as they are. Leave it out."
+        )
+    experts = [module for module in modules if any(wire.stacked > 1 for wire in module.wires)]
+    mixed = {".".join(wire.tensor.split(".")[-2:-1]) for module in experts for wire in module.wires}
+    wanted = config.target_modules
+    if not experts or wanted is None:
+        return
+    hit = sorted(mixed & set(wanted)) if not isinstance(wanted, str) else []
+    if hit:
+        raise ValueError(
+            f"LoraConfig: target_modules={sorted(wanted)!r} names {', '.join(hit)} of experts, which lie in one "
+            "parameter for all and have no adapters in this release of trl_jax. Name the attention's: q_proj, k_proj, "
+            "v_proj, o_proj."
+        )
+
+
+def _check_apart(places: list, saved: list) -> None:
+    both = sorted({name for name, _, _ in places} & {name for name, _, _ in saved})
+    if both:
+        raise ValueError(
+            f"LoraConfig: {both[0]} would get an adapter and train whole, too, for modules_to_save go by the ends of "
+            f"names. PEFT refuses that as well: pass exclude_modules=[{both[0].rpartition('.')[2]!r}]."
+        )
+
+
+def _placed(config: LoraConfig, module: Module, places: list) -> Placed:
+    here = {layer: rank_and_alpha(config, name) for name, found, layer in places if found is module}
+    told = [here.get(layer, (0, 0.0)) for layer in range(module.layers)]
+    roots = [math.sqrt(rank) if config.use_rslora else rank for rank, _ in told]
+    scales = tuple(alpha / root if root else 0.0 for (_, alpha), root in zip(told, roots, strict=True))
+    has = ("magnitude",) * config.use_dora + ("bias",) * (config.lora_bias and module.kind != "embedding")
+    there = tuple(rank > 0 for rank, _ in told)
+    adapter = Adapter(module.name, module.parts, scales, there, module.stacked, has)
+    return Placed(module, adapter, tuple(rank for rank, _ in told))
+
+
+def _whole(config: LoraConfig, modules: list[Module], places: list, saved: list) -> Whole:
+    """`modules_to_save`, and the biases that train."""
+    adapted = {name for name, _, _ in places}
+    chosen = [(name, module, layer, wire) for name, module, layer in saved for wire in module.wires]
+    if config.bias != "none":
+        done = {name for name, _, _ in saved}
+        everything = [
+            (name, module, layer)
+            for module in modules
+            for layer, name in enumerate(module.names())
+            if name not in done and (config.bias == "all" or name in adapted)
+        ]
+        chosen += [(n, m, at, wire) for n, m, at in everything for wire in m.wires if "bias" in wire.tensor]
+    tensors: dict[str, list] = {}
+    layers: dict[str, set[int]] = {}
+    for name, module, layer, wire in chosen:
+        inner = ".base_layer" if name in adapted else ""
+        tensor = f"{PREFIX}{name}{inner}.{wire.tensor.rpartition('.')[2]}"
+        if wire.stacked > 1:
+            raise ValueError(f"LoraConfig: {name} holds experts, which do not train whole beside an adapter here.")
+        tensors.setdefault(tensor, []).append((wire, (layer,) if module.stacked else ()))
+        layers.setdefault(wire.path, set()).add(layer)
+    counts = {wire.path: module.layers for _, module, _, wire in chosen}
+    where = {path: None if len(at) == counts[path] else tuple(sorted(at)) for path, at in layers.items()}
+    return Whole(where, tensors)
+
+
+def initial(plan: Plan, params: dict[str, Any], generator: TorchGenerator) -> dict[str, np.ndarray]:
+    """The adapters' arrays, drawn as PEFT draws them on torch's generator: two linear maps are made for each module,
+    then A is drawn anew."""
+    arrays = {name: np.zeros(shape.shape, np.float32) for name, shape in plan.shapes.items()}
+    for layer, placed in _in_peft_order(plan):
+        at = (layer,) if placed.module.stacked else ()
+        values = _drawn(plan.config, placed.module, placed.ranks[layer], generator)
+        for kind, value in values.items():
+            place = tuple(slice(size) for size in value.shape)
+            arrays[leaf(placed.adapter.name, kind)][(*at, *place)] = value
+    for placed in plan.placed:
+        if "magnitude" in placed.adapter.has:
+            arrays[leaf(placed.adapter.name, "magnitude")][...] = _row_norms(placed, params, arrays)
+    return arrays
+
+
+def _in_peft_order(plan: Plan) -> list[tuple[int, Placed]]:
+    """(layer, adapters of a kind of module), module by module."""
+    placed = {one.module: one for one in plan.placed}
+    places = in_order(list(placed))
+    return [(layer, placed[module]) for _, module, layer in places if placed[module].ranks[layer]]
+
+
+def _drawn(config: LoraConfig, module: Module, rank: int, generator: TorchGenerator) -> dict[str, np.ndarray]:
+    a, b = (rank, module.inputs), (module.outputs, rank)
+    if module.kind == "embedding":
+        first = {"a": generator.normal(math.prod(a), 1.0).reshape(a)}
+        first["b"] = generator.normal(math.prod(b), 1.0).reshape(b)
+        return {"b": generator.normal(math.prod(b), 1.0).reshape(b)} if config.init_lora_weights else first
+
+    def linear(shape: tuple[int, int]) -> np.ndarray:
+        return generator.uniform(math.prod(shape), shape[1] ** -0.5).reshape(shape)
+
+    first = {"a": linear(a), "b": linear(b)}
+    if config.lora_bias:
+        first["bias"] = generator.uniform(module.outputs, rank**-0.5)
+    if config.init_lora_weights is False:
+        return first
+    if config.init_lora_weights == "gaussian":
+        return {"a": generator.normal(math.prod(a), 1 / rank).reshape(a)}
+    return {"a": linear(a)}
+
+
+def _row_norms(placed: Placed, params: dict[str, Any], arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """Of W + scale B A: what the magnitudes begin with."""
+    name, module = placed.adapter.name, placed.module
+    a, b = (arrays[leaf(name, kind)] for kind in "ab")
+    lengths = np.zeros(placed.shapes()["magnitude"], np.float32)
+    for layer in range(module.layers):
+        at = (layer,) if module.stacked else ()
+        for path, part in module.parts:
+            weight = np.asarray(params[f"{path}.weight"][at], np.float32)
+            own_b = b[at] if part is None else part.rows(b[at])
+            norms = np.linalg.norm(weight + placed.adapter.scales[layer] * (own_b @ a[at]), axis=1)
+            view = lengths[at] if part is None else part.view(lengths[at])
+            view[...] = norms.reshape(view.shape)
+    return lengths
+
+
+def tensors_of(plan: Plan, params: dict[str, Any], frozen: dict[str, Any]) -> dict[str, np.ndarray]:
+    """What adapter_model.safetensors holds, by name; float32."""
+    found = {
+        name: np.asarray(params[leaf(placed.adapter.name, kind)][at], np.float32)
+        for placed in plan.placed
+        for name, kind, at in placed.tensors()
+    }
+    found |= {name: np.asarray(frozen[path], np.float32) for name, path in plan.kept.items() if frozen}
+    for name, places in plan.whole.tensors.items():
+        view, moved = {}, []
+        for wire, at in places:
+            where = plan.whole.layers[wire.path]
+            view[wire.path] = params[wire.path if where is None else Layers(wire.path, where).name]
+            moved.append((wire, at if where is None else (where.index(at[0]),)))
+        found[name] = read_tensor(view, moved)
+    return found
+
+
+def arrays_of(plan: Plan, tensors: dict[str, np.ndarray], like: dict[str, Any]) -> dict[str, jax.Array]:
+    """The inverse: arrays that train, from tensors by name; `like` has their shapes."""
+    arrays = {name: np.zeros(leaf_.shape, np.float32) for name, leaf_ in like.items()}
+    for placed in plan.placed:
+        for name, kind, at in placed.tensors():
+            arrays[leaf(placed.adapter.name, kind)][at] = tensors[name]
+    for name, places in plan.whole.tensors.items():
+        for wire, at in places:
+            where = plan.whole.layers[wire.path]
+            key = wire.path if where is None else Layers(wire.path, where).name
+            place = at if where is None else (where.index(at[0]),)
+            arrays[key][place] = wire.take(np.asarray(tensors[name], np.float32))
+    return {name: jnp.array(array) for name, array in arrays.items()}
+
+
+def wanted_shapes(plan: Plan, like: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name on disk -> shape, of all that an adapter's file must hold."""
+    found = {
+        name: np.empty(like[leaf(placed.adapter.name, kind)].shape, np.bool_)[at].shape
+        for placed in plan.placed
+        for name, kind, at in placed.tensors()
+    }
+    for name, places in plan.whole.tensors.items():
+        wire = places[0][0]
+        where = plan.whole.layers[wire.path]
+        key = wire.path if where is None else Layers(wire.path, where).name
+        found[name] = wire.shape_on_disk(like[key].shape)
+    return found

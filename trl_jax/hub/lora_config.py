@@ -1,0 +1,227 @@
+"""What an adapter is: PEFT's LoraConfig, field by field and key by key, without peft."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+PEFT = "0.21.0"  # the release whose format this is
+
+
+class TaskType(str, Enum):  # noqa: UP042 - PEFT's own is such a mixture, and format() tells the two apart
+    """What a model with an adapter is for: SEQ_CLS for a reward model."""
+
+    SEQ_CLS = "SEQ_CLS"
+    SEQ_2_SEQ_LM = "SEQ_2_SEQ_LM"
+    CAUSAL_LM = "CAUSAL_LM"
+    TOKEN_CLS = "TOKEN_CLS"
+    QUESTION_ANS = "QUESTION_ANS"
+    FEATURE_EXTRACTION = "FEATURE_EXTRACTION"
+
+
+@dataclass
+class LoraConfig:
+    """PEFT's fields, defaults and order. What no trainer here can honour is refused when the model gets the adapter.
+
+    r, lora_alpha: the rank, and the scale before it is divided by the rank (`use_rslora`: by its root).
+    target_modules: names, ends of names, a regular expression of whole names, or "all-linear".
+    modules_to_save: ends of names of modules that train whole; the head is one in any case.
+    rank_pattern, alpha_pattern: regular expressions of the ends of names -> another rank or alpha.
+    """
+
+    task_type: str | TaskType | None = None
+    peft_type: str | None = None
+    auto_mapping: dict | None = None
+    peft_version: str | None = None
+    base_model_name_or_path: str | None = None
+    revision: str | None = None
+    inference_mode: bool = False
+    r: int = 8
+    target_modules: list[str] | set[str] | str | None = None
+    exclude_modules: list[str] | set[str] | str | None = None
+    lora_alpha: int = 8
+    lora_dropout: float = 0.0
+    fan_in_fan_out: bool = False
+    bias: str = "none"
+    use_rslora: bool = False
+    modules_to_save: list[str] | None = None
+    init_lora_weights: bool | str = True
+    layers_to_transform: list[int] | int | None = None
+    layers_pattern: list[str] | str | None = None
+    rank_pattern: dict[str, int] | None = field(default_factory=dict)
+    alpha_pattern: dict[str, int] | None = field(default_factory=dict)
+    megatron_config: dict | None = None
+    megatron_core: str | None = "megatron.core"
+    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
+    loftq_config: dict = field(default_factory=dict)
+    eva_config: Any = None
+    corda_config: Any = None
+    lora_ga_config: Any = None
+    use_dora: bool = False
+    velora_config: Any = None
+    alora_invocation_tokens: list[int] | None = None
+    use_qalora: bool = False
+    qalora_group_size: int = 16
+    monteclora_config: Any = None
+    layer_replication: list[tuple[int, int]] | None = None
+    runtime_config: Any = None
+    lora_bias: bool = False
+    target_parameters: list[str] | None = None
+    use_bdlora: Any = None
+    arrow_config: Any = None
+    kasa_config: Any = None
+    ensure_weight_tying: bool = False
+
+    def __post_init__(self):
+        self.peft_type, self.peft_version = "LORA", self.peft_version or PEFT
+        if self.task_type is not None:
+            self.task_type = _task(self.task_type)
+        for name in ("target_modules", "exclude_modules"):
+            if isinstance(vars(self)[name], list):
+                setattr(self, name, set(vars(self)[name]))
+        self.rank_pattern, self.alpha_pattern = dict(self.rank_pattern or {}), dict(self.alpha_pattern or {})
+        check(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON's kinds; sets come sorted, so that the same adapter is the same file."""
+        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "runtime_config"}
+        return {name: sorted(value) if isinstance(value, set) else value for name, value in found.items()}
+
+    def save_pretrained(self, save_directory: str | Path) -> None:
+        """Write adapter_config.json."""
+        text = json.dumps(self.to_dict(), indent=2, sort_keys=True)
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        (Path(save_directory) / CONFIG).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> LoraConfig:
+        """Read the adapter_config.json of a folder."""
+        return read_lora_config(Path(folder))
+
+
+def _task(found: Any) -> str:
+    name = found.value if isinstance(found, Enum) else found
+    if name not in TaskType.__members__:
+        raise ValueError(f"task_type={name!r} is not one of {', '.join(TaskType.__members__)}.")
+    return name
+
+
+def _whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check(config: LoraConfig) -> None:
+    """Raises ValueError or TypeError on a value that no adapter can have, by field."""
+
+    def must(good: bool, name: str, wanted: str) -> None:
+        if not good:
+            raise ValueError(f"LoraConfig: {name}={vars(config)[name]!r}, wanted {wanted}.")
+
+    must(_whole(config.r, 1), "r", "a whole number from 1 on")
+    must(_number(config.lora_alpha), "lora_alpha", "a number")
+    must(_number(config.lora_dropout) and 0 <= config.lora_dropout < 1, "lora_dropout", "a number from 0 to below 1")
+    must(config.bias in ("none", "all", "lora_only"), "bias", "none, all or lora_only")
+    must(all(_whole(r, 1) for r in config.rank_pattern.values()), "rank_pattern", "ranks from 1 on")
+    must(all(map(_number, config.alpha_pattern.values())), "alpha_pattern", "numbers")
+    for name in ("modules_to_save", "target_parameters"):
+        value = vars(config)[name]
+        must(value is None or not isinstance(value, str), name, "a list of names")
+    for name in ("target_modules", "exclude_modules"):
+        value = vars(config)[name]
+        must(value is None or isinstance(value, str | set | tuple), name, "a list of names, or one pattern")
+    if isinstance(config.target_modules, str):
+        for name in ("layers_to_transform", "layers_pattern"):
+            must(not vars(config)[name], name, "none beside a pattern: say in target_modules which layers are meant")
+    must(not config.layers_pattern or config.layers_to_transform is not None, "layers_pattern", "layers_to_transform "
+         "beside it")  # fmt: skip
+
+
+# Fields that ask for more than LoRA and DoRA, and their values that ask for nothing.
+_BEYOND = {
+    "megatron_config": (None,), "trainable_token_indices": (None,), "loftq_config": ({}, None), "eva_config": (None,),
+    "corda_config": (None,), "lora_ga_config": (None,), "velora_config": (None,), "alora_invocation_tokens": (None,),
+    "use_qalora": (False,), "monteclora_config": (None,), "layer_replication": (None,), "use_bdlora": (None,),
+    "arrow_config": (None,), "kasa_config": (None,), "ensure_weight_tying": (False,),
+}  # fmt: skip
+_INITIAL = (True, False, "gaussian")
+# The nearest that works, for PEFT's other types.
+_NEAREST = {
+    "ADALORA": "LoraConfig with rank_pattern", "LOHA": "LoraConfig", "LOKR": "LoraConfig", "IA3": "LoraConfig(r=1)",
+    "OFT": "LoraConfig(use_dora=True)", "BOFT": "LoraConfig(use_dora=True)", "HRA": "LoraConfig(use_dora=True)",
+    "DELORA": "LoraConfig(use_dora=True)", "LN_TUNING": "LoraConfig(r=1, modules_to_save=['norm'])",
+    "TRAINABLE_TOKENS": "LoraConfig(modules_to_save=['embed_tokens'])",
+}  # fmt: skip
+
+
+def refuse_beyond(config: LoraConfig) -> None:
+    """Raises ValueError on what this release does not compute, by field and with the way out."""
+    for name, idle in _BEYOND.items():
+        found = vars(config)[name]
+        if found not in idle:
+            raise ValueError(f"LoraConfig: {name}={found!r} is not in this release of trl_jax. Leave it out.")
+    if config.init_lora_weights not in _INITIAL:
+        raise ValueError(
+            f"LoraConfig: init_lora_weights={config.init_lora_weights!r} changes the base model or asks for data, "
+            "which this release of trl_jax does not. Take True, False or 'gaussian'; or prepare the adapter with PEFT, "
+            "save it together with the base model it changed, and pass that adapter's folder."
+        )
+    if config.lora_bias and (config.use_dora or config.init_lora_weights == "gaussian"):
+        raise ValueError("LoraConfig: lora_bias=True goes neither with use_dora nor with 'gaussian'. Leave one out.")
+
+
+def as_lora_config(given: Any) -> LoraConfig:
+    """A LoraConfig of ours with the values of ours or of peft's, which stays as it is.
+
+    Raises:
+        TypeError, ValueError: it is something else, or another type of PEFT's.
+    """
+    if isinstance(given, LoraConfig):
+        return LoraConfig(**vars(given))
+    if not type(given).__module__.startswith("peft."):
+        raise TypeError(f"peft_config is a {type(given).__qualname__}: wanted trl_jax.LoraConfig or peft.LoraConfig.")
+    return _from_keys(given.to_dict(), "peft_config")
+
+
+def read_lora_config(folder: Path) -> LoraConfig:
+    """The adapter_config.json of a folder.
+
+    Raises:
+        FileNotFoundError, ValueError: there is none, it is no JSON, or it is of another kind or of a later PEFT's.
+    """
+    path = folder / CONFIG
+    try:
+        keys = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}.") from error
+    if not isinstance(keys, dict):
+        raise ValueError(f"{path} holds a {type(keys).__name__}: wanted an object with peft_type.")
+    return _from_keys(keys, str(path))
+
+
+def _from_keys(keys: dict[str, Any], source: str) -> LoraConfig:
+    kind = keys.get("peft_type")
+    kind = kind.value if isinstance(kind, Enum) else kind
+    if kind != "LORA":
+        nearest = _NEAREST.get(str(kind), "LoraConfig")
+        raise ValueError(f"{source}: peft_type={kind!r} is not in this release of trl_jax; the nearest is {nearest}.")
+    known = {f.name for f in fields(LoraConfig)}
+    unknown = sorted(key for key, value in keys.items() if key not in known and value not in (None, False, {}, []))
+    if unknown:
+        raise ValueError(
+            f"{source} has {', '.join(unknown)}, which PEFT {PEFT} has not (peft_version is "
+            f"{keys.get('peft_version')!r}): they may change what the adapter computes. Save it with that release."
+        )
+    return LoraConfig(**{key: _copied(value) for key, value in keys.items() if key in known})
+
+
+def _copied(value: Any) -> Any:
+    return type(value)(value) if isinstance(value, list | set | dict) else value

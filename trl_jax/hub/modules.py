@@ -1,0 +1,115 @@
+"""The modules of a model as transformers names and orders them, and where in them our arrays lie."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from flax import nnx
+
+from trl_jax.hub.families import Family
+from trl_jax.hub.wires import Part, Rows, Wire, make_wires
+from trl_jax.models.adapted import module_at
+from trl_jax.models.functional import abstract
+from trl_jax.nn.linear import Embedding, Linear
+
+_ROUTER = re.compile(r"\.router$")  # a parameter of its own class there, no linear map
+_READ_WHOLE = re.compile(r"\.(type_embed|distance_embed)$")  # of which no rows are looked up
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module with parameters; with `{}` in its name, one of each layer.
+
+    Attributes:
+        kind: "linear", "conv1d" (a linear map stored as (in, out)), "embedding", or what it is beside those.
+        parts: our modules whose weights lie in its weight, each with the part of it that they are.
+        wires: its parameters.
+        layers: how many, 1 without `{}`; `first` is the number of the first.
+        inputs, outputs: of the whole matrix; of an embedding rows and columns.
+    """
+
+    name: str
+    kind: str
+    parts: tuple[tuple[str, Part | None], ...]
+    wires: tuple[Wire, ...]
+    layers: int
+    first: int
+    inputs: int
+    outputs: int
+
+    @property
+    def stacked(self) -> bool:
+        return "{}" in self.name
+
+    def names(self) -> list[str]:
+        return [self.name.format(self.first + layer) for layer in range(self.layers)]
+
+
+def modules_of(family: Family, arch: Any) -> list[Module]:
+    """In transformers' order; the layers' modules, wherever `names` has them, follow each other."""
+    names = family.names(arch)
+    _, shapes = abstract(lambda: family.scorer(arch))
+    model = nnx.eval_shape(lambda: family.scorer(arch))
+    wires = {wire.path: wire for wire in make_wires(shapes, names)}
+    found: dict[str, list[Wire]] = {}
+    for key in names:
+        for path in [key] if key in wires else [f"{key}.weight", f"{key}.bias"]:
+            if path in wires and wires[path] not in (group := found.setdefault(_owner(wires[path].tensor), [])):
+                group.append(wires[path])
+    modules = [_module(_today(name, family), group, shapes, model) for name, group in found.items()]
+    return [module for module in modules if module is not None]
+
+
+def _owner(tensor: str) -> str:
+    """The module that has this tensor: experts lie in one parameter for all."""
+    if tensor.count("{}") > 1:
+        return tensor[: tensor.rindex(".{}")]
+    return tensor.rpartition(".")[0]
+
+
+def _today(name: str, family: Family) -> str:
+    """Checkpoints of some families keep names of another time; modules have those of today."""
+    for prefix in family.other_prefixes:
+        name = prefix + name.removeprefix(family.base_prefix) if name.startswith(family.base_prefix) else name
+    return name
+
+
+def _module(name: str, wires: list[Wire], shapes: dict, model: Any) -> Module:
+    weights = [wire for wire in wires if wire.path.endswith(".weight") and wire.tensor.endswith(".weight")]
+    kind, ours = "other", [wire.path.removesuffix(".weight") for wire in weights]
+    first = wires[0]
+    layers = shapes[first.path].shape[0] if "{}" in name else 1
+    inputs = outputs = 0
+    if weights:
+        kind = _kind(module_at(model, ours[0]), ours[0], weights[0])
+    if kind != "other":
+        whole = weights[0].shape_on_disk(shapes[weights[0].path].shape)
+        outputs, inputs = whole[::-1] if kind in ("conv1d", "embedding") else whole
+    parts = tuple((path, wire.part) for path, wire in zip(ours, weights, strict=True))
+    return Module(name, kind, parts, tuple(wires), layers, first.first, inputs, outputs)
+
+
+def _kind(module: Any, path: str, wire: Wire) -> str:
+    if isinstance(module, Embedding):
+        return "other" if _READ_WHOLE.search(path) else "embedding"
+    if not isinstance(module, Linear) or _ROUTER.search(path):
+        return "other"
+    return "conv1d" if isinstance(wire.part, Rows) and wire.part.transposed else "linear"
+
+
+def in_order(modules: list[Module]) -> list[tuple[str, Module, int]]:
+    """Every module by its whole name, with its layer counted from 0: as `named_modules` walks them."""
+    at = next((i for i, module in enumerate(modules) if module.stacked), len(modules))
+    before, after = modules[:at], [module for module in modules[at:] if not module.stacked]
+    stacked = [module for module in modules if module.stacked]
+    single = [[(module.name, module, 0) for module in group] for group in (before, after)]
+    numbers = sorted({module.first + layer for module in stacked for layer in range(module.layers)})
+    layered = [
+        (module.name.format(number), module, number - module.first)
+        for number in numbers
+        for module in stacked
+        if 0 <= number - module.first < module.layers
+    ]
+    return single[0] + layered + single[1]

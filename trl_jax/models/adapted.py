@@ -1,0 +1,145 @@
+"""A model beside whose frozen arrays others train: its graph, and how those arrays go into it while it is traced.
+
+Adapters are kept in the shapes they have on disk, one for a matrix there; a matrix of ours may be a part of such a one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from trl_jax.nn.lora import Lora
+
+
+class Part(Protocol):
+    """Which rows of a matrix on disk are one of ours."""
+
+    def rows(self, array: jax.Array) -> jax.Array: ...
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The low-rank adapters of one matrix on disk, or of all layers' of one name: stacked then, along a first axis L.
+
+    Attributes:
+        name: of that matrix; its arrays are `<name>.lora_A` `[L, r, in]` and so on, padded with zeros to the largest
+            rank, and all zero in a layer that has none.
+        parts: our modules that lie in it, each with what has its `rows` of a `[out, ...]` array; None: it is all of it.
+        scales, there: what B A is multiplied by, and whether there is an adapter, one a layer where they are stacked.
+        has: which of magnitude and bias it has, beside A and B.
+    """
+
+    name: str
+    parts: tuple[tuple[str, Part | None], ...]
+    scales: tuple[float, ...]
+    there: tuple[bool, ...]
+    stacked: bool
+    has: tuple[str, ...] = ()
+
+
+_KINDS = {"a": "lora_A", "b": "lora_B", "magnitude": "lora_magnitude_vector", "bias": "lora_B.bias"}
+
+
+def leaf(name: str, kind: str) -> str:
+    """What an adapter's array is called among the params: kind a, b, magnitude or bias."""
+    return f"{name}.{_KINDS[kind]}"
+
+
+@dataclass(frozen=True)
+class Layers:
+    """`params[<path>@trained]` are the layers `where` of the stack at `path`; the others are frozen."""
+
+    path: str
+    where: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.path}@trained"
+
+
+@dataclass(frozen=True)
+class AdaptedGraph:
+    """What `models.functional.merge` makes a module of, together with frozen and trained arrays.
+
+    `plain` and `dropping` are the graphs of the model with adapters, without and with dropout in front of them.
+    """
+
+    plain: nnx.GraphDef
+    dropping: nnx.GraphDef
+    adapters: tuple[Adapter, ...]
+    layers: tuple[Layers, ...]
+    rate: float
+
+    def installed(self, params: dict[str, Any], key: jax.Array | None) -> tuple[nnx.GraphDef, dict[str, Any]]:
+        """A graph and its parameters: each adapter at the modules it belongs to."""
+        drops = key is not None and self.rate > 0
+        own = {leaf(a.name, kind) for a in self.adapters for kind in _KINDS} | {part.name for part in self.layers}
+        found = {path: array for path, array in params.items() if path not in own}
+        for part in self.layers:
+            found[part.path] = found[part.path].at[jnp.asarray(part.where)].set(params[part.name])
+        for number, adapter in enumerate(self.adapters):
+            dice = jax.random.fold_in(key, number) if drops else None
+            for path, part in adapter.parts:
+                leaves = _leaves(adapter, part, {kind: params[leaf(adapter.name, kind)] for kind in _kinds(adapter)})
+                found |= {f"{path}.lora.{name}": value for name, value in leaves.items()}
+                if drops:
+                    found[f"{path}.lora.key"] = jax.random.split(dice, len(adapter.scales)) if adapter.stacked else dice
+        return self.dropping if drops else self.plain, found
+
+
+def _kinds(adapter: Adapter) -> tuple[str, ...]:
+    return ("a", "b", *adapter.has)
+
+
+def _leaves(adapter: Adapter, part: Part | None, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """What one part's `Lora` holds."""
+
+    def cut(kind: str, array: jax.Array) -> jax.Array:
+        if part is None or kind == "a":
+            return array
+        return jax.vmap(part.rows)(array) if adapter.stacked else part.rows(array)
+
+    found = {kind: cut(kind, array) for kind, array in arrays.items()}
+    found["scale"] = jnp.asarray(adapter.scales if adapter.stacked else adapter.scales[0], jnp.float32)
+    if "magnitude" in found:
+        found["there"] = jnp.asarray(adapter.there if adapter.stacked else adapter.there[0])
+    return found
+
+
+def adapted_graph(
+    make: Callable[[], nnx.Module],
+    adapters: tuple[Adapter, ...],
+    shapes: dict[str, jax.ShapeDtypeStruct],
+    layers: tuple[Layers, ...],
+    rate: float,
+) -> AdaptedGraph:
+    """The graph of what `make` makes, with adapters whose arrays have these `shapes`."""
+
+    def build(drops: bool) -> nnx.GraphDef:
+        def whole():
+            model = make()
+            for adapter in adapters:
+                for path, part in adapter.parts:
+                    arrays = {k: jnp.zeros(shapes[leaf(adapter.name, k)].shape) for k in _kinds(adapter)}
+                    leaves = _leaves(adapter, part, arrays)
+                    if drops:
+                        keys = jax.random.split(jax.random.key(0), len(adapter.scales))
+                        leaves["key"] = keys if adapter.stacked else keys[0]
+                    module_at(model, path).lora = Lora(leaves, rate)
+            return model
+
+        return nnx.split(nnx.eval_shape(whole))[0]
+
+    plain = build(False)
+    return AdaptedGraph(plain, build(True) if rate else plain, adapters, layers, rate)
+
+
+def module_at(model: nnx.Module, path: str) -> Any:
+    for name in path.split("."):
+        model = vars(model)[name]
+    return model

@@ -1,0 +1,51 @@
+"""Low-rank adapters (Hu et al. 2021, arXiv:2106.09685) beside a frozen linear map or table."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from trl_jax.nn.dropout import Dropout
+
+
+class Lora(nnx.Module):
+    """What is added to a map of weight W: `scale * B A x`, A `[r, in]`, B `[out, r]`; B A itself is never formed.
+
+    With a `magnitude` `[out]` (DoRA, Liu et al. 2024, arXiv:2402.09353) rows of W + scale B A are scaled to that
+    length; `there` is False in a layer that has no adapter, where it counts for nothing. `bias` `[out]` is B's own.
+    `key` turns dropout in front of A on.
+    """
+
+    def __init__(self, leaves: dict[str, jax.Array], rate: float = 0.0):
+        def param(name: str) -> nnx.Param | None:
+            return nnx.Param(leaves[name]) if name in leaves else None
+
+        self.a, self.b, self.scale = param("a"), param("b"), param("scale")
+        self.bias, self.magnitude, self.there, self.key = map(param, ("bias", "magnitude", "there", "key"))
+        self.rate = rate
+
+    def added(self, x: jax.Array, y: jax.Array, weight: jax.Array) -> jax.Array:
+        """`y` = W x `[n, out]` with what the adapter makes of `x` `[n, in]`; `weight` is W."""
+        dropped = x if self.key is None else Dropout(self.rate, self.key[...])(x)
+        a, b = (part[...].astype(x.dtype) for part in (self.a, self.b))
+        delta = jnp.einsum("nr,or->no", jnp.einsum("ni,ri->nr", dropped, a), b)
+        if self.bias is not None:
+            delta += self.bias[...].astype(x.dtype)
+        delta *= self.scale[...].astype(x.dtype)
+        if self.magnitude is None:
+            return y + delta
+        length = (self.magnitude[...] / jax.lax.stop_gradient(self._row_norms(weight))).astype(x.dtype)
+        base = y if self.key is None else jnp.einsum("ni,oi->no", dropped, weight.astype(x.dtype))
+        return y + jnp.where(self.there[...], (length - 1) * base + length * delta, 0)
+
+    def _row_norms(self, weight: jax.Array) -> jax.Array:
+        moved = weight.astype(jnp.float32) + self.scale[...] * self.b[...] @ self.a[...]
+        return jnp.linalg.norm(moved, axis=1)
+
+    def looked_up(self, ids: jax.Array, padding_idx: int | None) -> jax.Array:
+        """The same for a table: what is added to its rows `ids`; A `[r, rows]`. The row of pads gets no gradient."""
+        rows = jnp.take(self.a[...].T, ids, axis=0, mode="clip")
+        if padding_idx is not None:
+            rows = jnp.where((ids == padding_idx)[..., None], jax.lax.stop_gradient(rows), rows)
+        return self.scale[...] * jnp.einsum("...r,or->...o", rows, self.b[...])
