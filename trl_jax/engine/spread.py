@@ -123,7 +123,7 @@ class Spread:
         return self._each(tensor, lambda part: jax.lax.all_gather(part, axis, axis=place, tiled=True))(array)
 
     def _each(self, tensor: PartitionSpec, collective: Callable) -> Callable:
-        """A collective over the axes of pairs, of each part over `tensor` by itself: XLA would gather that axis, too."""
+        """A collective over the axes of pairs of each part over `tensor` by itself: XLA would gather that one, too."""
         if "tensor" not in tensor:
             return collective
         return jax.shard_map(

@@ -37,6 +37,7 @@ class Engine(abc.ABC):
         takes_streams: it computes texts laid end to end as if each were alone.
         drops_out: it has dropout that training may turn on.
         sortable: a text's score does not depend on the rows beside it.
+        heads: how many of each kind attention has, which the tensor axis of a mesh must divide; None cannot be divided.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Engine(abc.ABC):
     takes_streams: bool
     drops_out: bool
     sortable: bool
+    heads: Mapping[str, int] | None
 
     @abc.abstractmethod
     def save(self, folder: Path, params: dict[str, jax.Array], config: Any) -> None:
@@ -80,6 +82,8 @@ class NativeEngine(Engine):
         self.embeddings = frozenset(path for path in self.tensors if path.endswith("embed.weight"))
         causal = not source.family.scorer.needs_valid
         self.ignores_types = self.takes_streams = causal
+        arch = source.arch
+        self.heads = {"heads": arch.num_heads} | ({"key heads": arch.num_key_heads} if causal else {})
         self.drops_out = causal and source.arch.drops_out
         self.sortable = not causal  # some ropes of decoders ask for the longest text of a batch
 
@@ -99,7 +103,7 @@ class ExportedEngine(Engine):
     """transformers' own model, exported with torch once a kind of shape and run on JAX."""
 
     log_level, finds_end, ignores_types = logging.WARNING, True, False
-    takes_streams, drops_out, sortable = False, True, False
+    takes_streams, drops_out, sortable, heads = False, True, False, None
 
     def __init__(self, model: TorchModel):
         self._model, self.dtypes, self.embeddings = model, model.dtypes, model.embeddings

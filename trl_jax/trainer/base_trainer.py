@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.torch_objects import give_back
 from trl_jax.trainer.base_config import BaseConfig
 from trl_jax.trainer.batches import steps_of
-from trl_jax.trainer.devices import run_device
+from trl_jax.trainer.devices import describe, run_device
 from trl_jax.trainer.diagnosis import explain
 from trl_jax.trainer.evaluating import Evaluating, refuse
 from trl_jax.trainer.hooked import HookedStep
@@ -40,6 +41,8 @@ from trl_jax.trainer.limits import told_of_memory
 from trl_jax.trainer.memory import memory
 from trl_jax.trainer.optimizers import LearningRate, check_optax, choose
 from trl_jax.trainer.publishing import sweep_stages
+
+logger = logging.getLogger(__name__)
 
 _NEVER_CALLED = frozenset(
     """
@@ -191,6 +194,8 @@ class BaseTrainer(Evaluating):
             step = counted(make_step(self.loss, tx, self.spread), "The step")
         if self._optimizer_state is None:
             self._optimizer_state = self._new_optimizer_state(tx)
+        if self.division is not None:
+            logger.info("%s", describe(self.division, self.model.params, self._optimizer_state))
         key = None if self.args.disable_dropout else jax.random.key(self.args.seed)
         flops_a_token = 6 * self.model.num_parameters(exclude_embeddings=True)
 

@@ -30,7 +30,7 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.trainer.accelerator import Accelerator
 from trl_jax.trainer.base_config import BaseConfig
 from trl_jax.trainer.batches import Batches
-from trl_jax.trainer.devices import division_of, run_device
+from trl_jax.trainer.devices import check_division, division_of, run_device
 from trl_jax.trainer.reports import Reports
 from trl_jax.trainer.task import Task
 
@@ -59,6 +59,7 @@ class Session(Reports, Task):
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.is_in_train = False
         self.division = division_of(args)  # None on one device
+        check_division(self.division, model)
         if self.division is not None:
             self.model.params = self.division.placed(self.model.params)
         self._tokens_seen = 0
