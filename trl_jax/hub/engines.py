@@ -39,6 +39,7 @@ class Engine(abc.ABC):
         drops_out: it has dropout that training may turn on.
         sortable: a text's score does not depend on the rows beside it.
         saves_aside: `save` may run in a thread while the model trains.
+        heads: how many of each kind attention has, which the tensor axis of a mesh must divide; None cannot be divided.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Engine(abc.ABC):
     drops_out: bool
     sortable: bool
     saves_aside: bool
+    heads: Mapping[str, int] | None
 
     @abc.abstractmethod
     def save(self, folder: Path, params: dict[str, jax.Array], config: Any) -> None:
@@ -88,6 +90,8 @@ class NativeEngine(Engine):
         self.embeddings = frozenset(path for path in self.tensors if path.endswith("embed.weight"))
         causal = not source.family.scorer.needs_valid
         self.ignores_types = self.takes_streams = causal
+        arch = source.arch
+        self.heads = {"heads": arch.num_heads} | ({"key heads": arch.num_key_heads} if causal else {})
         self.drops_out = causal and source.arch.drops_out
         self.sortable = not causal  # some ropes of decoders ask for the longest text of a batch
 
@@ -111,7 +115,7 @@ class ExportedEngine(Engine):
     """transformers' own model, exported with torch once a kind of shape and run on JAX."""
 
     log_level, finds_end, ignores_types = logging.WARNING, True, False
-    takes_streams, drops_out, sortable = False, True, False
+    takes_streams, drops_out, sortable, heads = False, True, False, None
     saves_aside = False  # torch's own module is what it saves, and what programs are exported from
 
     def __init__(self, model: TorchModel):

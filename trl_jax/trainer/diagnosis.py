@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trl_jax.engine.first_bad import first_bad
+from trl_jax.engine.mesh import fetched
 
 if TYPE_CHECKING:
     from trl_jax.hub.pretrained import PreTrainedModel
@@ -18,7 +19,12 @@ if TYPE_CHECKING:
 
 def explain(trainer: Task, batch: Any) -> str:
     """A sentence on where the first value that is no number arises, in `trainer.loss` or in its gradient."""
-    params, frozen = trainer.model.params, trainer.model.frozen
+    params, frozen, arrays = trainer.model.params, trainer.model.frozen, batch.arrays
+    if trainer.division is not None:
+        params, frozen = (
+            {path: jnp.asarray(fetched(array)) for path, array in held.items()} for held in (params, frozen)
+        )
+        arrays = jax.tree.map(lambda leaf: fetched(leaf).reshape(-1, *leaf.shape[2:]), arrays)
     bad = [path for path, array in params.items() if not np.isfinite(jax.device_get(array)).all()]
     if bad:
         return f"The weights {', '.join(bad[:8])} hold values that are none."
@@ -29,7 +35,7 @@ def explain(trainer: Task, batch: Any) -> str:
     for number, rows in enumerate(batch.passes):
         if not rows:
             continue
-        one = jax.tree.map(lambda leaf, number=number: leaf[number], batch.arrays)
+        one = jax.tree.map(lambda leaf, number=number: leaf[number], arrays)
         for function in (loss, jax.grad(loss, argnums=1, has_aux=True)):
             found = first_bad(partial(function, frozen), params, one)
             if found is not None:

@@ -1,0 +1,93 @@
+"""The devices of a run, and how arguments divide it over them."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from trl_jax.core import parallel
+from trl_jax.core.parts import TENSOR
+from trl_jax.engine.mesh import Division, make_mesh
+
+if TYPE_CHECKING:
+    from trl_jax.hub.pretrained import PreTrainedModel
+    from trl_jax.trainer.base_config import BaseConfig
+
+def run_devices(args: BaseConfig) -> list[jax.Device]:
+    """All that a run may use, of every process."""
+    return jax.devices("cpu") if args.use_cpu else jax.devices()
+
+
+def run_device(args: BaseConfig) -> jax.Device:
+    """This process's first."""
+    return jax.local_devices(backend="cpu" if args.use_cpu else None)[0]
+
+
+def mesh_sizes(args: BaseConfig) -> dict[str, int]:
+    """The size of each axis that the arguments name, or imply.
+
+    Raises:
+        ValueError: they do not come out even on the devices there are, or not with a DeepSpeed file's batch.
+    """
+    asked = parallel.asked({f.name: getattr(args, f.name) for f in fields(args)})
+    sizes = parallel.settled(asked, len(run_devices(args)), jax.process_count())
+    shards = sizes.get("data", 1) * sizes.get("fsdp", 1)
+    pairs = shards * args.per_device_train_batch_size * args.gradient_accumulation_steps
+    if asked.batch not in (None, pairs):
+        raise ValueError(
+            f"deepspeed sets train_batch_size to {asked.batch}, but {shards} devices x per_device_train_batch_size x "
+            f'gradient_accumulation_steps = {pairs}. Write "auto" in the file.'
+        )
+    return sizes
+
+
+def check_division(division: Division | None, model: PreTrainedModel) -> None:
+    """Raises ValueError where the heads of the model do not come out even on the tensor axis."""
+    size = 1 if division is None else division.size(TENSOR)
+    if size == 1:
+        return
+    heads = model.engine.heads
+    if heads is None:
+        raise ValueError(
+            f"mesh: tensor {size} divides products by name, and {model.name_or_path} runs as an exported program. "
+            "Divide it with fsdp instead."
+        )
+    odd = {name: count for name, count in heads.items() if count % size}
+    if odd:
+        shown = " and ".join(f"{count} {name}" for name, count in odd.items())
+        raise ValueError(
+            f"mesh: tensor {size} does not divide the {shown} of {model.name_or_path}. Choose a tensor size that does, "
+            "and give the rest to fsdp."
+        )
+
+
+def describe(division: Division, params: dict, state: Any) -> str:
+    """One line: the mesh, and how much of weights and optimizer's state each device holds."""
+    mesh = ", ".join(f"{axis} {size}" for axis, size in division.mesh.shape.items() if size > 1)
+    parts = []
+    for name, tree in (("weights", params), ("optimizer's state", state)):
+        leaves = jax.tree.leaves(tree)
+        held = sum(prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+        parts.append(f"{_bytes(held)} of {_bytes(sum(leaf.nbytes for leaf in leaves))} of the {name}")
+    kind = division.mesh.devices.flat[0].device_kind
+    return f"Mesh {mesh} on {division.mesh.size} devices ({kind}): each holds {' and '.join(parts)}."
+
+
+def _bytes(count: int) -> str:
+    unit, name = next(((unit, name) for unit, name in ((1e9, "GB"), (1e6, "MB")) if count >= unit), (1e3, "kB"))
+    return f"{count / unit:.1f} {name}"
+
+
+def division_of(args: BaseConfig) -> Division | None:
+    """How the run is divided; None where it has one device."""
+    sizes = mesh_sizes(args)
+    count = prod(sizes.values())
+    if count == 1:
+        return None
+    asked = parallel.asked({f.name: getattr(args, f.name) for f in fields(args)})
+    how = {} if asked.whole_below is None else {"whole_below": asked.whole_below}
+    mesh = make_mesh(sizes, run_devices(args)[:count])
+    return Division(mesh, "data" if asked.moments else None, **how)
