@@ -60,7 +60,7 @@ OWN = {
     "luke": {"entity_vocab_size": 10, "entity_emb_size": 16},
     "deepseek_v2": GROUPED,
     "minicpm3": LATENT,
-    "mistral4": {**GROUPED, "n_group": 1},
+    "mistral4": {**GROUPED, "n_group": 1, "head_dim": 12},  # of which a third turns
     "qwen3_5_text": LINEAR,
     "qwen3_next": LINEAR,
 }
