@@ -192,10 +192,12 @@ def test_the_functions_arguments_are_trls(name):
 def test_no_adapter_and_no_quantisation():
     plain = trl_jax.ModelConfig()
     assert get_peft_config(plain) is None and get_quantization_config(plain) is None
-    with pytest.raises(ValueError, match="use_peft=True is not in this release of trl_jax: train the whole model"):
-        get_peft_config(trl_jax.ModelConfig(use_peft=True))
-    with pytest.raises(ValueError, match="load_in_4bit=True is not in this release of trl_jax: load the whole"):
-        get_quantization_config(trl_jax.ModelConfig(load_in_4bit=True))
+    adapter = get_peft_config(trl_jax.ModelConfig(use_peft=True, lora_r=4, lora_task_type="SEQ_CLS", use_rslora=True))
+    assert (adapter.r, adapter.lora_alpha, adapter.lora_dropout, adapter.task_type) == (4, 32, 0.05, "SEQ_CLS")
+    assert adapter.use_rslora and adapter.bias == "none"
+    flags = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "use_bnb_nested_quant": True}
+    held = get_quantization_config(trl_jax.ModelConfig(**flags))
+    assert (held.load_in_4bit, held.bnb_4bit_quant_type, held.bnb_4bit_use_double_quant) == (True, "nf4", True)
 
 
 def test_accuracy():

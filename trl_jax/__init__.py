@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # what type checkers and editors see
     )
     from trl_jax.hub.lora_config import LoraConfig, TaskType
     from trl_jax.hub.pretrained import AutoModelForSequenceClassification, PreTrainedModel
+    from trl_jax.hub.quantizing import BitsAndBytesConfig
     from trl_jax.losses.pairwise import pairwise_loss
     from trl_jax.scripts.mixture import DatasetMixtureConfig, get_dataset
     from trl_jax.scripts.quiet import init_zero_verbose
@@ -38,6 +39,7 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "AutoModelForSequenceClassification": "trl_jax.hub.pretrained",
+    "BitsAndBytesConfig": "trl_jax.hub.quantizing",
     "DatasetMixtureConfig": "trl_jax.scripts.mixture",
     "LoraConfig": "trl_jax.hub.lora_config",
     "ModelConfig": "trl_jax.trainer.model_config",

@@ -32,7 +32,8 @@ class Runs:
     def _run(self, package, kind, name):
         key = package.__name__, name
         if key not in self._done:
-            self._done[key] = train(package, (kind, CASES[name]), self.model(name), self._new_folder(f"{key[0]}-{name}"))
+            out = self._new_folder("-".join(key))
+            self._done[key] = train(package, (kind, CASES[name]), self.model(name), out)
         return self._done[key]
 
 

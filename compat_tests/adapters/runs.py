@@ -29,7 +29,6 @@ CASES = {
     "qwen2": {"bias": "lora_only", "lora_bias": True, "init_lora_weights": False},
     "phi3": ALL | {"use_dora": True},
     "gpt2": {"target_modules": ["c_attn", "c_proj", "wte"], "init_lora_weights": "gaussian"},
-    "gpt_neox": {"target_modules": ["query_key_value"], "use_dora": True, "layers_to_transform": 1},
     "bert": ALL | {"modules_to_save": ["pooler.dense"]},
     "qwen3_moe": {"target_modules": ["q_proj", "k_proj", "o_proj"]},
 }

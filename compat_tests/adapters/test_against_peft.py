@@ -1,4 +1,4 @@
-"""Thirty steps of TRL with PEFT and of ours from the same seed, nothing injected; and each reads what the other wrote."""
+"""Thirty steps of TRL with PEFT and of ours, nothing injected; and each reads what the other wrote."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def adapt(
     if folder is not None:
         return engine.load(folder, 0), engine, frozen
     generator = seed if isinstance(seed, TorchGenerator) else TorchGenerator(seed)
-    drawn = initial(plan, arrays, generator)
+    drawn = initial(plan, partial(base.weight, arrays), generator)
     params = {name: jnp.array(array) for name, array in drawn.items()} | trained
     return params, engine, frozen
 
@@ -144,7 +145,7 @@ def _some(names: list[str]) -> str:
 def merged(engine: AdaptedEngine, params: dict[str, jax.Array], frozen: dict[str, Any]) -> dict[str, jax.Array]:
     """Arrays of the base engine that compute what it computes with the adapter; float32, all of them new."""
     plan = engine.plan
-    arrays = {path: jnp.array(array, jnp.float32) for path, array in frozen.items()}
+    arrays = engine.base.weights(frozen)
     for path, where in plan.whole.layers.items():
         if where is None:
             arrays[path] = jnp.array(params[path])

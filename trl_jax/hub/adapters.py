@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -100,7 +101,6 @@ def make_plan(config: LoraConfig, family: Any, arch: Any, drawn: tuple[str, ...]
     config = settled(config, modules, family.model_type)
     if config.task_type is None:
         config = replace(config, auto_mapping=_class_of(family))
-    _refuse_experts(config, modules)
     places = targeted(config, modules)
     saved = saved_whole(config, modules)
     _check_apart(places, saved)
@@ -121,26 +121,6 @@ def _class_of(family: Any) -> dict[str, str]:
     return {
         "base_model_class": family.architecture, "parent_library": f"transformers.models.{module}.modeling_{module}",
     }  # fmt: skip
-
-
-def _refuse_experts(config: LoraConfig, modules: list[Module]) -> None:
-    if config.target_parameters:
-        raise ValueError(
-            f"LoraConfig: target_parameters={sorted(config.target_parameters)!r} is not in this release of trl_jax: "
-            "experts stay as they are. Leave it out."
-        )
-    experts = [module for module in modules if any(wire.stacked > 1 for wire in module.wires)]
-    mixed = {".".join(wire.tensor.split(".")[-2:-1]) for module in experts for wire in module.wires}
-    wanted = config.target_modules
-    if not experts or wanted is None:
-        return
-    hit = sorted(mixed & set(wanted)) if not isinstance(wanted, str) else []
-    if hit:
-        raise ValueError(
-            f"LoraConfig: target_modules={sorted(wanted)!r} names {', '.join(hit)} of experts, which lie in one "
-            "parameter for all and have no adapters in this release of trl_jax. Name the attention's: q_proj, k_proj, "
-            "v_proj, o_proj."
-        )
 
 
 def _check_apart(places: list, saved: list) -> None:
@@ -190,9 +170,9 @@ def _whole(config: LoraConfig, modules: list[Module], places: list, saved: list)
     return Whole(where, tensors)
 
 
-def initial(plan: Plan, params: dict[str, Any], generator: TorchGenerator) -> dict[str, np.ndarray]:
+def initial(plan: Plan, weight: Callable[[str], Any], generator: TorchGenerator) -> dict[str, np.ndarray]:
     """The adapters' arrays, drawn as PEFT draws them on torch's generator: two linear maps are made for each module,
-    then A is drawn anew."""
+    then A is drawn anew. `weight` gives the array at a path."""
     arrays = {name: np.zeros(shape.shape, np.float32) for name, shape in plan.shapes.items()}
     for layer, placed in _in_peft_order(plan):
         at = (layer,) if placed.module.stacked else ()
@@ -202,7 +182,7 @@ def initial(plan: Plan, params: dict[str, Any], generator: TorchGenerator) -> di
             arrays[leaf(placed.adapter.name, kind)][(*at, *place)] = value
     for placed in plan.placed:
         if "magnitude" in placed.adapter.has:
-            arrays[leaf(placed.adapter.name, "magnitude")][...] = _row_norms(placed, params, arrays)
+            arrays[leaf(placed.adapter.name, "magnitude")][...] = _row_norms(placed, weight, arrays)
     return arrays
 
 
@@ -233,17 +213,17 @@ def _drawn(config: LoraConfig, module: Module, rank: int, generator: TorchGenera
     return {"a": linear(a)}
 
 
-def _row_norms(placed: Placed, params: dict[str, Any], arrays: dict[str, np.ndarray]) -> np.ndarray:
+def _row_norms(placed: Placed, weight: Callable[[str], Any], arrays: dict[str, np.ndarray]) -> np.ndarray:
     """Of W + scale B A: what the magnitudes begin with."""
     name, module = placed.adapter.name, placed.module
     a, b = (arrays[leaf(name, kind)] for kind in "ab")
     lengths = np.zeros(placed.shapes()["magnitude"], np.float32)
-    for layer in range(module.layers):
-        at = (layer,) if module.stacked else ()
-        for path, part in module.parts:
-            weight = np.asarray(params[f"{path}.weight"][at], np.float32)
+    for path, part in module.parts:
+        whole = weight(f"{path}.weight")
+        for layer in range(module.layers):
+            at = (layer,) if module.stacked else ()
             own_b = b[at] if part is None else part.rows(b[at])
-            norms = np.linalg.norm(weight + placed.adapter.scales[layer] * (own_b @ a[at]), axis=1)
+            norms = np.linalg.norm(np.asarray(whole[at]) + placed.adapter.scales[layer] * (own_b @ a[at]), axis=1)
             view = lengths[at] if part is None else part.view(lengths[at])
             view[...] = norms.reshape(view.shape)
     return lengths

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import logging
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.hub.loading import Source, load
 from trl_jax.hub.saving import places_of, read_tensor, save
 from trl_jax.hub.torch_bridge import TorchModel
+from trl_jax.models.adapted import module_at
 from trl_jax.models.exported import ExportedScorer
 from trl_jax.models.functional import abstract
+from trl_jax.nn.quantized import Format, Quantized, dequantized
 
 
 class Engine(abc.ABC):
@@ -82,8 +85,8 @@ class NativeEngine(Engine):
 
     name, log_level, undecayed, finds_end, saves_aside = "native", logging.INFO, frozenset(), False, True
 
-    def __init__(self, source: Source):
-        self.source, self.dtypes = source, source.dtypes
+    def __init__(self, source: Source, formats: dict[str, Format] | None = None):
+        self.source, self.dtypes, self.formats = source, source.dtypes, formats or {}
         self.vocab_size, self.most_tokens = source.arch.vocab_size, source.arch.most_tokens
         self.graph, _ = abstract(self.make)
         self.tensors = {wire.path: wire.tensor for wire in source.wires}
@@ -97,7 +100,31 @@ class NativeEngine(Engine):
 
     def make(self) -> nnx.Module:
         """The module, to be looked at abstractly."""
-        return self.source.family.scorer(self.source.arch)
+        model = self.source.family.scorer(self.source.arch)
+        for path, form in self.formats.items():
+            owner = module_at(model, path.rpartition(".")[0])
+            owner.weight = Quantized(form, owner.weight.shape[:-2])
+        return model
+
+    def size_of(self, path: str, array: jax.Array) -> int:
+        weight, _, leaf = path.rpartition(".")
+        if weight not in self.formats:
+            return array.size
+        return array.size * (1 if self.formats[weight].kind == "int8" else 2) if leaf == "codes" else 0
+
+    def weight(self, arrays: dict[str, jax.Array], path: str) -> jax.Array:
+        """The array at a path, float32, whether or not it is quantised."""
+        if path not in self.formats:
+            return jnp.asarray(arrays[path], jnp.float32)
+        form = self.formats[path]
+        leaves = {name: arrays[f"{path}.{name}"] for name in form.leaves()}
+        unpack = partial(dequantized, form)
+        return jax.vmap(unpack)(leaves) if leaves["codes"].ndim > len(form.leaves()["codes"][0]) else unpack(leaves)
+
+    def weights(self, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """All of them, as an engine without quantised weights has them."""
+        plain = {path: array for path, array in arrays.items() if path.rpartition(".")[0] not in self.formats}
+        return {path: self.weight(arrays, path) for path in (*plain, *self.formats)}
 
     def save(self, folder: Path, params: dict[str, jax.Array], config: Any) -> None:
         text = config.get_text_config()
@@ -141,10 +168,15 @@ class ExportedEngine(Engine):
 
 
 def load_native(
-    folder: Path, *, dtype: str, seed: int | TorchGenerator, as_stored: bool = False
+    folder: Path,
+    *,
+    dtype: str,
+    seed: int | TorchGenerator,
+    as_stored: bool = False,
+    formats: dict[str, Format] | None = None,
 ) -> tuple[dict[str, jax.Array], NativeEngine]:
-    params, source = load(folder, dtype=dtype, seed=seed, as_stored=as_stored)
-    return params, NativeEngine(source)
+    params, source = load(folder, dtype=dtype, seed=seed, as_stored=as_stored, formats=formats)
+    return params, NativeEngine(source, formats)
 
 
 def load_exported(folder: Path, *, dtype: str, seed: int) -> tuple[dict[str, jax.Array], ExportedEngine, Any]:

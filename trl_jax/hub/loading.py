@@ -20,9 +20,11 @@ from trl_jax.hub.config import read_config
 from trl_jax.hub.families import Draw, Family, read_arch
 from trl_jax.hub.files import CheckpointFiles
 from trl_jax.hub.gguf import LINK, GgufFiles
+from trl_jax.hub.quantizing import quantized
 from trl_jax.hub.torch_bridge import PickledFiles, only_pickled
 from trl_jax.hub.wires import Wire, make_wires
 from trl_jax.models.functional import abstract
+from trl_jax.nn.quantized import Format
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +52,12 @@ class Source:
 
 
 def load(
-    folder: Path, *, dtype: str, seed: int | TorchGenerator, as_stored: bool = False
+    folder: Path,
+    *,
+    dtype: str,
+    seed: int | TorchGenerator,
+    as_stored: bool = False,
+    formats: dict[str, Format] | None = None,
 ) -> tuple[dict[str, jax.Array], Source]:
     """Read a checkpoint: a sequence classifier with one label, a causal LM (its head is dropped) or a bare base.
 
@@ -61,6 +68,7 @@ def load(
         seed: a score head that the checkpoint lacks is drawn as `torch.manual_seed(seed)` would have it; a generator
             goes on from where it is.
         as_stored: the arrays have the dtype in question instead, as those may that do not train.
+        formats: paths of weights that are quantised as they are read: `<path>.codes` and so on take their place.
 
     Raises:
         FileNotFoundError, ValueError: the file, tensor or key at fault by name.
@@ -80,9 +88,12 @@ def load(
     missing = [draw for draw in drawn if draw.tensor not in on_disk]
     new = _draw(folder, missing, wires, shapes, seed)
     assembled = partial(_assemble, files, on_disk=on_disk, dtype=dtype, as_stored=as_stored)
-    params = {
-        wire.path: new[wire.path] if wire.path in new else assembled(wire, shapes[wire.path]) for wire in wires
-    }
+    params = {}
+    for wire in wires:
+        if wire.path in (formats or {}):
+            params |= _quantised(files, wire, shapes[wire.path], on_disk, dtype, formats[wire.path])
+        else:
+            params[wire.path] = new[wire.path] if wire.path in new else assembled(wire, shapes[wire.path])
     source = _source(raw, family, arch, wires, files, on_disk, dtype, carried)
     return params, replace(source, drawn=tuple(dict.fromkeys(draw.tensor for draw in missing)))
 
@@ -112,6 +123,16 @@ def _assemble(
         values = wire.take(_read(files, on_disk[tensor], dtype))
         whole = jax.block_until_ready(_placed(whole, values, np.asarray(index)))
     return whole
+
+
+def _quantised(files, wire: Wire, shape, on_disk: dict[str, str], dtype: str, form: Format) -> dict[str, jax.Array]:
+    """The same, each tensor quantised when it comes: the whole of the weights is never there as floats."""
+    lead, leaves = shape.shape[: wire.stacked], form.leaves()
+    held = {name: np.empty((*lead, *part), kind) for name, (part, kind) in leaves.items()}
+    for tensor, index in wire.tensors(shape.shape):
+        for name, values in quantized(wire.take(_read(files, on_disk[tensor], dtype)), form).items():
+            held[name][index] = values
+    return {f"{wire.path}.{name}": jnp.array(values) for name, values in held.items()}
 
 
 def _read(files: CheckpointFiles, tensor: str, dtype: str) -> np.ndarray:

@@ -25,6 +25,7 @@ from trl_jax.hub.fetch import ADAPTER, Repository, checkpoint_folder
 from trl_jax.hub.loading import Source
 from trl_jax.hub.long_tail import is_exported
 from trl_jax.hub.lora_config import LoraConfig, read_lora_config
+from trl_jax.hub.quantizing import BitsAndBytesConfig, formats
 from trl_jax.hub.torch_bridge import most_tokens
 from trl_jax.models.functional import merge
 
@@ -155,7 +156,8 @@ class PreTrainedModel(Habits):
         if not isinstance(self.engine, AdaptedEngine):
             return self
         arrays = merged(self.engine, self.params, self.frozen)
-        return PreTrainedModel(arrays, self.engine.base, self.config, self.folder, self.name_or_path)
+        engine = NativeEngine(self.engine.base.source)
+        return PreTrainedModel(arrays, engine, self.config, self.folder, self.name_or_path)
 
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Write config.json and safetensors that transformers loads: names, shards and dtypes of the checkpoint it
@@ -194,10 +196,19 @@ class Checkpoint:
     adapter: Path | None = None
     lora: LoraConfig | None = None
 
-    def load(self, seed: int) -> PreTrainedModel:
-        """The model; `seed` draws the score head where the checkpoint has none."""
+    def load(self, seed: int, quantization: BitsAndBytesConfig | None = None) -> PreTrainedModel:
+        """The model; `seed` draws the score head where the checkpoint has none.
+
+        Raises:
+            ValueError: weights that train whole are to be quantised.
+        """
         if self.adapter is not None:
-            return self.load_adapted(self.lora, seed, self.adapter)
+            return self.load_adapted(self.lora, seed, self.adapter, quantization)
+        if quantization is not None:
+            raise ValueError(
+                "quantization_config is given, but no adapter: quantised weights do not train. Pass peft_config="
+                "LoraConfig(...) beside it, or leave it out."
+            )
         if self.repository is not None:
             self.repository.fetch_weights()
         config = self.config
@@ -207,8 +218,15 @@ class Checkpoint:
             params, engine = load_native(self.folder, dtype=self.dtype, seed=seed)
         return PreTrainedModel(params, engine, config, self.folder, self.name)
 
-    def load_adapted(self, config: LoraConfig, seed: int, adapter: Path | None = None) -> PreTrainedModel:
-        """The model with a new adapter, or with the one in a folder; its own weights have the dtype they are stored in.
+    def load_adapted(
+        self,
+        config: LoraConfig,
+        seed: int,
+        adapter: Path | None = None,
+        quantization: BitsAndBytesConfig | None = None,
+    ) -> PreTrainedModel:
+        """The model with a new adapter, or with the one in a folder; its own weights have the dtype they are stored in,
+        or are quantised.
 
         Raises:
             ValueError: the model is an exported program, or the adapter does not go with it.
@@ -218,7 +236,11 @@ class Checkpoint:
         if self.repository is not None:
             self.repository.fetch_weights()
         generator = TorchGenerator(seed)
-        arrays, engine = load_native(self.folder, dtype=self.dtype, seed=generator, as_stored=True)
+        family, arch = read_arch(read_config(self.folder), self.folder / "config.json")
+        held = None if quantization is None else formats(quantization, config, family, arch)
+        arrays, engine = load_native(
+            self.folder, dtype=self.dtype, seed=generator, as_stored=True, formats=held
+        )
         model = PreTrainedModel(arrays, engine, self.config, self.folder, self.name)
         return with_adapter(model, config, generator, adapter)
 

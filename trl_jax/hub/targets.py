@@ -26,6 +26,12 @@ _USUAL = {
     "stablelm": ("q_proj", "v_proj"), "xlm-roberta": ("query", "value"),
 }  # fmt: skip
 
+# Families whose experts PEFT adapts, all in one parameter, where target_modules names them as they once were called.
+_EXPERTS = {
+    "mixtral": {"gate", "w1", "w2", "w3"},
+    "qwen3_moe": {"gate", "gate_proj", "up_proj", "down_proj"},
+}
+
 Places = list[tuple[str, Module, int]]
 
 
@@ -66,14 +72,22 @@ def settled(config: LoraConfig, modules: list[Module], model_type: str) -> LoraC
     Raises:
         ValueError: it names none, and there are no usual ones of this model_type.
     """
+    if config.target_parameters:
+        raise ValueError(
+            f"LoraConfig: target_parameters={sorted(config.target_parameters)!r} is not in this release of trl_jax: "
+            "experts stay as they are. Leave it out."
+        )
     found, places = config.target_modules, in_order(modules)
-    if found is None and not config.target_parameters:
+    if found is None:
         if model_type not in _USUAL:
             raise ValueError(
                 f"LoraConfig: target_modules is None, and PEFT has no usual choice for model_type {model_type!r}. "
                 f"Name some of {', '.join(candidates(modules))}, or pass 'all-linear'."
             )
         found = set(_USUAL[model_type])
+    if model_type in _EXPERTS:
+        found = _without_experts(found, places, _EXPERTS[model_type])
+        config = replace(config, target_parameters=[])
     if isinstance(found, str) and found.lower() == _ALL:
         head = _head_module(modules) if config.task_type == "SEQ_CLS" else None
         found = {name for name, module, _ in places if module.kind in ("linear", "conv1d") and name != head}
@@ -81,6 +95,26 @@ def settled(config: LoraConfig, modules: list[Module], model_type: str) -> LoraC
         found = _shortest(found, _every_name(places))
     conv = any(module.kind == "conv1d" for _, module, _ in places)
     return replace(config, target_modules=found, fan_in_fan_out=config.fan_in_fan_out or conv)
+
+
+def _without_experts(wanted: Any, places: Places, experts: set[str]) -> Any:
+    """Last names of what is meant, as PEFT writes it for these families.
+
+    Raises:
+        ValueError: experts are among it.
+    """
+    named = {name.rpartition(".")[2] for name in wanted} if isinstance(wanted, set) else experts
+    if isinstance(wanted, str) and wanted.lower() != _ALL:
+        tensors = {f"{name}.{wire.tensor.rpartition('.')[2]}" for name, module, _ in places for wire in module.wires}
+        matching = [name for name in (*_walked(places), *tensors) if re.fullmatch(wanted, name)]
+        wanted = named = {name.rpartition(".")[2] for name in matching}
+    if named & experts:
+        raise ValueError(
+            f"LoraConfig: target_modules={_shown(wanted)} means experts, too ({', '.join(sorted(named & experts))}), "
+            "which lie in one parameter for all and have no adapters in this release of trl_jax. Name the "
+            "attention's: ['q_proj', 'k_proj', 'v_proj', 'o_proj']."
+        )
+    return wanted
 
 
 def _head_module(modules: list[Module]) -> str | None:

@@ -15,17 +15,6 @@ if TYPE_CHECKING:
     from trl_jax.trainer.model_config import ModelConfig
     from trl_jax.trainer.reward_config import RewardConfig
 
-# Flags of ModelConfig that need parts this release lacks, and what to do instead.
-NOT_YET = {
-    "load_in_8bit": "load the whole weights; --dtype bfloat16 halves them.",
-    "load_in_4bit": "load the whole weights; --dtype bfloat16 halves them.",
-}
-# Read only where load_in_4bit is on, as in TRL.
-ONLY_QUANTISED = (
-    "bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage",
-)  # fmt: skip
-
-
 def main(
     script_args: ScriptArguments,
     training_args: RewardConfig,
@@ -45,13 +34,14 @@ def main(
         test = _split(splits, script_args, "dataset_test_split")
 
     from trl_jax.trainer.reward_trainer import RewardTrainer
-    from trl_jax.trainer.utils import get_peft_config
+    from trl_jax.trainer.utils import get_peft_config, get_quantization_config
 
     trainer = RewardTrainer(
         model=model_args.model_name_or_path,
         args=training_args,
         train_dataset=train,
         eval_dataset=test,
+        quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
@@ -75,10 +65,9 @@ def _datasets(script_args: ScriptArguments, mixture: DatasetMixtureConfig | None
 def check_flags(
     script_args: ScriptArguments, training_args: RewardConfig, model_args: ModelConfig, *, mixes: bool = False
 ) -> None:
-    """Raises ValueError on flags that are missing or not in this release, before anything is loaded."""
-    for flag, instead in NOT_YET.items():
-        if vars(model_args)[flag]:
-            raise ValueError(f"--{flag} is not in this release of trl_jax: {instead}")
+    """Raises ValueError on flags that are missing or do not go together, before anything is loaded."""
+    if (model_args.load_in_4bit or model_args.load_in_8bit) and not model_args.use_peft:
+        raise ValueError("--load_in_4bit and --load_in_8bit want --use_peft: quantised weights do not train.")
     if model_args.model_name_or_path is None:
         raise ValueError("--model_name_or_path is missing: name a checkpoint's folder or Hub id.")
     if mixes and script_args.dataset_name is not None:
@@ -139,7 +128,7 @@ def make_parser(subparsers: argparse._SubParsersAction | None = None, prog: str 
 
 def _fit_to_release(parser: TrlParser) -> None:
     """List in --help the flags that do something, and name the others at its end."""
-    no_effect, refused = ["ignore_bias_buffers", *ONLY_QUANTISED], [*NOT_YET]
+    no_effect, refused = ["ignore_bias_buffers", "bnb_4bit_quant_storage"], []
     for action in parser._actions:
         kind = TABLE[action.dest].kind if action.dest in TABLE else None
         if action.dest in SUPPORTED:

@@ -26,6 +26,7 @@ from trl_jax.data.windows import EvaluationBatch, Windows
 from trl_jax.engine.evaluation import Evaluated
 from trl_jax.hub.lora_config import LoraConfig, as_lora_config, read_lora_config
 from trl_jax.hub.pretrained import Checkpoint, PreTrainedModel, find_checkpoint, with_adapter
+from trl_jax.hub.quantizing import BitsAndBytesConfig, as_quantization
 from trl_jax.hub.torch_objects import ADAPTER_FOLDER, as_folder, is_adapted, is_torch_model
 from trl_jax.losses.pairwise import pairwise_loss
 from trl_jax.models.functional import merge
@@ -64,7 +65,8 @@ class RewardTrainer(BaseTrainer):
             what the transformation gives; without it the arguments' schedule does, as a share of its peak.
         optimizer_cls_and_kwargs: an optax factory, or a class of torch's that has a counterpart, and its arguments.
         data_collator: a DataCollatorForPreference, whose `pad_to_multiple_of` then holds.
-        quantization_config: not in this release.
+        quantization_config: a BitsAndBytesConfig of ours or of transformers': the weights beside an adapter are held in
+            4 or 8 bits.
         peft_config: a LoraConfig of ours or of peft's: an adapter trains beside the frozen model, and is what is saved.
 
     Raises:
@@ -85,13 +87,10 @@ class RewardTrainer(BaseTrainer):
         optimizers: tuple[Any, Any] = (None, None),
         optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
         preprocess_logits_for_metrics: Callable[[np.ndarray, tuple], np.ndarray] | None = None,
-        quantization_config: None = None,
+        quantization_config: Any = None,
         peft_config: Any = None,
     ):
-        refuse(
-            data_collator=None if isinstance(data_collator, DataCollatorForPreference) else data_collator,
-            quantization_config=quantization_config,
-        )
+        refuse(data_collator=None if isinstance(data_collator, DataCollatorForPreference) else data_collator)
         peft_config = None if peft_config is None else as_lora_config(peft_config)
         model = os.fspath(model) if isinstance(model, os.PathLike) else model
         brought = model if is_torch_model(model) else None
@@ -105,6 +104,7 @@ class RewardTrainer(BaseTrainer):
         self.args = args
         if args.push_to_hub:  # first of all: a Hub that does not answer costs seconds, not a model's loading
             self.init_hf_repo()
+        quantization = _quantization(quantization_config, args)
         checkpoint = _find(model, args) if brought is None else _taken(brought, args)
         if processing_class is None:
             trust = args.trust_remote_code
@@ -126,7 +126,7 @@ class RewardTrainer(BaseTrainer):
             }
         elif eval_dataset is not None:
             eval_dataset = self.prepare_dataset(eval_dataset, "eval")
-        model = _ready(checkpoint, args, peft_config)
+        model = _ready(checkpoint, args, peft_config, quantization)
         model.add_model_tags(["reward-trainer", "trl", "trl_jax"])  # as TRL tags its models
         for config in (model.config, *([] if brought is None else [brought.config])):
             _settle_ids(config, processing_class, eos=args.eos_token is not None or args.chat_template_path is not None)
@@ -289,6 +289,15 @@ class RewardTrainer(BaseTrainer):
         return np.concatenate([chosen[:num_pairs], rejected[:num_pairs]])[:, None]
 
 
+def _quantization(given: Any, args: RewardConfig) -> BitsAndBytesConfig | None:
+    """What the trainer's argument says, or the model's own in `model_init_kwargs`."""
+    also = (args.model_init_kwargs or {}).get("quantization_config")
+    if given is not None and also is not None:
+        raise ValueError("quantization_config is given to the trainer and in model_init_kwargs, too. Leave one out.")
+    found = also if given is None else given
+    return None if found is None else as_quantization(found)
+
+
 def _tokenizer_folder(checkpoint: Checkpoint | PreTrainedModel) -> Path:
     """An adapter's own, if it has one: it may have been given tokens."""
     adapter = None if isinstance(checkpoint, PreTrainedModel) else checkpoint.adapter
@@ -301,6 +310,7 @@ def _find(model: str | PreTrainedModel, args: RewardConfig) -> Checkpoint | PreT
             logger.warning("model_init_kwargs has no effect: the model is loaded already.")
         return model
     how = {"dtype": "float32", **(args.model_init_kwargs or {})}
+    how.pop("quantization_config", None)
     if args.trust_remote_code:
         how.setdefault("trust_remote_code", True)
     return find_checkpoint(model, **how)
@@ -320,18 +330,27 @@ def _taken(brought: Any, args: RewardConfig) -> PreTrainedModel:
     return model
 
 
-def _loaded(checkpoint: Checkpoint, args: RewardConfig) -> PreTrainedModel:
+def _loaded(
+    checkpoint: Checkpoint, args: RewardConfig, quantization: BitsAndBytesConfig | None = None
+) -> PreTrainedModel:
     with jax.default_device(run_device(args)):
-        model = check_weights(checkpoint.load(args.seed))
+        model = check_weights(checkpoint.load(args.seed, quantization))
     logger.log(model.engine.log_level, "%s runs on the %s engine.", model.name_or_path, model.engine.name)
     return model
 
 
-def _ready(checkpoint: Checkpoint | PreTrainedModel, args: RewardConfig, adapter: LoraConfig | None) -> PreTrainedModel:
+def _ready(
+    checkpoint: Checkpoint | PreTrainedModel,
+    args: RewardConfig,
+    adapter: LoraConfig | None,
+    quantization: BitsAndBytesConfig | None,
+) -> PreTrainedModel:
     """The model that trains: a checkpoint's, or one that is there, with an adapter where one is asked for."""
     there = isinstance(checkpoint, PreTrainedModel)
+    if there and quantization is not None:
+        logger.warning("quantization_config has no effect: the model is loaded already.")
     if adapter is None:
-        model = checkpoint if there else _loaded(checkpoint, args)
+        model = checkpoint if there else _loaded(checkpoint, args, quantization)
         if model.frozen:
             _tell_adapter(model)
         return model
@@ -344,7 +363,7 @@ def _ready(checkpoint: Checkpoint | PreTrainedModel, args: RewardConfig, adapter
         if there:
             model = with_adapter(checkpoint, adapter, args.seed)
         else:
-            model = check_weights(checkpoint.load_adapted(adapter, args.seed))
+            model = check_weights(checkpoint.load_adapted(adapter, args.seed, quantization=quantization))
     logger.log(model.engine.log_level, "%s runs on the %s engine.", model.name_or_path, model.engine.name)
     _tell_adapter(model)
     return model

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from trl_jax.core.argument_rules import HERE
 from trl_jax.hub.lora_config import LoraConfig
+from trl_jax.hub.quantizing import BitsAndBytesConfig
 from trl_jax.trainer.model_config import ModelConfig
 
 
@@ -32,15 +32,16 @@ def get_peft_config(model_args: ModelConfig) -> LoraConfig | None:
     )
 
 
-def get_quantization_config(model_args: ModelConfig) -> None:
-    """None, for weights are loaded whole.
-
-    Raises:
-        ValueError: `load_in_4bit` or `load_in_8bit` asks for quantised weights.
-    """
-    for name in ("load_in_4bit", "load_in_8bit"):
-        if vars(model_args)[name]:
-            raise ValueError(f"{name}=True is not {HERE}: load the whole weights; dtype='bfloat16' halves them.")
+def get_quantization_config(model_args: ModelConfig) -> BitsAndBytesConfig | None:
+    """How the flags ask the frozen weights to be held; None for as they are stored."""
+    if not model_args.load_in_4bit and not model_args.load_in_8bit:
+        return None
+    return BitsAndBytesConfig(
+        load_in_4bit=model_args.load_in_4bit,
+        load_in_8bit=model_args.load_in_8bit,
+        bnb_4bit_quant_type=model_args.bnb_4bit_quant_type,
+        bnb_4bit_use_double_quant=model_args.use_bnb_nested_quant,
+    )
 
 
 def compute_accuracy(eval_pred: Any) -> dict[str, float]:

@@ -1,0 +1,212 @@
+"""A run with an adapter: what it says, keeps and takes up again; dropout, layouts and quantised weights."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import numpy as np
+import pytest
+
+import trl_jax
+from compat_tests.adapters.runs import train
+from compat_tests.parity.marks import steps_of
+from compat_tests.parity.reference import read_weights
+from compat_tests.tiny import preference_rows
+from compat_tests.trainer.trainers import FACTS, make, table
+from trl_jax import LoraConfig
+from trl_jax.hub.quantizing import BitsAndBytesConfig, formats, quantized
+from trl_jax.nn.quantized import DYNAMIC, TABLES, Format, dequantized
+
+IDS = np.array([[5, 6, 7, 8, 9, 10]])
+SMALL = {"num_hidden_layers": 2}
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in steps_of(trainer.state.log_history)]
+
+
+def adapter(**how):
+    return LoraConfig(**({"r": 2, "target_modules": "all-linear", "task_type": "SEQ_CLS"} | how))
+
+
+def test_the_head_is_added_and_told_and_the_share_is_logged(checkpoint, tmp_path, caplog):
+    with caplog.at_level(logging.INFO, logger="trl_jax"):
+        lora = adapter(task_type=None)
+        trainer = make(trl_jax, checkpoint("llama", **FACTS), tmp_path, peft_config=lora, config={"log_level": "info"})
+    assert "the head 'score' is added to modules_to_save, so that it trains and is saved." in caplog.text
+    train_, count = trainer.get_num_trainable_parameters(), trainer.model.num_parameters()
+    assert f"Training with adapter: {train_:,} of {count:,} parameters ({100 * train_ / count:.4f}%)." in caplog.text
+    assert "score.weight" in trainer.model.params and lora.modules_to_save is None
+
+
+def test_a_run_goes_on_bit_for_bit_and_its_folder_is_an_adapters(checkpoint, tmp_path):
+    folder = checkpoint("llama", **FACTS)
+    config = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "disable_dropout": False}
+    lora = adapter(lora_dropout=0.3, use_dora=True)
+    whole = make(trl_jax, folder, tmp_path / "a", peft_config=lora, config=config)
+    whole.train()
+    again = make(trl_jax, folder, tmp_path / "b", peft_config=lora, config=config)
+    again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    assert losses(again)[-2:] == losses(whole)[-2:]
+    saved = tmp_path / "a" / "checkpoint-4"
+    assert {path.name for path in saved.glob("*.safetensors")} == {"adapter_model.safetensors"}
+    assert not (saved / "config.json").exists() and (saved / "tokenizer.json").is_file()
+    mine, other = (read_weights(tmp_path / run / "checkpoint-4") for run in "ab")
+    assert all((mine[name] == other[name]).all() for name in mine)
+    whole.create_model_card()
+    card = (tmp_path / "a" / "README.md").read_text()
+    assert "library_name: peft" in card and "- lora" in card and "AutoPeftModelForSequenceClassification" in card
+
+
+def test_dropout_in_front_of_the_adapter(checkpoint, tmp_path):
+    """On in training only, and only where it was not disabled, which is what RewardConfig says."""
+    runs = {}
+    for name, rate, disabled in (("none", 0.0, True), ("disabled", 0.5, True), ("on", 0.5, False)):
+        lora = adapter(lora_dropout=rate, init_lora_weights=False, target_modules=["q_proj"])
+        config = {"disable_dropout": disabled, "batch_layout": "padded", "max_steps": 2}
+        runs[name] = make(trl_jax, checkpoint("llama", **FACTS), tmp_path, peft_config=lora, config=config)
+        runs[name].train()
+    assert losses(runs["none"]) == losses(runs["disabled"]) != losses(runs["on"])
+
+
+def test_streams_give_what_padded_rows_do(checkpoint, tmp_path):
+    rows = table(8, kind="prompt")
+    found = []
+    for one in ("padded", "shared"):
+        lora, config = adapter(use_dora=True), {"batch_layout": one, "learning_rate": 1e-2}
+        trainer = make(trl_jax, checkpoint("llama", **FACTS), tmp_path, train=rows, peft_config=lora, config=config)
+        trainer.train()
+        found.append(losses(trainer))
+    assert np.allclose(*found, rtol=0, atol=1e-5)
+
+
+def test_an_adapters_folder_is_trained_further_as_a_model(checkpoint, tmp_path):
+    run = train(trl_jax, (LoraConfig, {"target_modules": ["q_proj"]}), checkpoint("llama", **FACTS), tmp_path / "a",
+                rows=8, max_steps=2)  # fmt: skip
+    trainer = make(trl_jax, run.folder, tmp_path / "b", config={"max_steps": 1, "learning_rate": 1e-2})
+    before = np.asarray(trainer.model(IDS).logits)
+    assert np.allclose(before, run.trainer.model(IDS).logits, atol=1e-6)
+    trainer.train()
+    assert not np.allclose(before, trainer.model(IDS).logits, atol=1e-4)
+    assert json.loads((run.folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    with pytest.raises(ValueError, match="the model has an adapter already. Leave peft_config out"):
+        make(trl_jax, run.folder, tmp_path / "c", peft_config=adapter())
+
+
+def test_a_model_of_ours_keeps_its_own_numbers(checkpoint, tmp_path):
+    model = trl_jax.AutoModelForSequenceClassification.from_pretrained(checkpoint("llama", **FACTS))
+    before = {path: np.array(array) for path, array in model.params.items()}
+    trainer = make(trl_jax, model, tmp_path, peft_config=adapter(), config={"learning_rate": 1e-2})
+    trainer.train()
+    assert all((np.asarray(model.params[path]) == value).all() for path, value in before.items())
+    merged = trainer.model.merge_and_unload()
+    assert np.allclose(merged(IDS).logits, trainer.model(IDS).logits, atol=1e-5) and not merged.frozen
+
+
+def test_from_the_command_line(checkpoint, tmp_path, monkeypatch):
+    from trl_jax.cli.main import main
+
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in preference_rows(8)))
+    flags = "--use_peft --lora_r 3 --lora_target_modules all-linear --lora_task_type SEQ_CLS --load_in_4bit"
+    flags += " --max_steps 1 --use_cpu --bf16 False --report_to none --save_strategy no --disable_tqdm True"
+    model = str(checkpoint("llama", **FACTS))
+    where = ["--model_name_or_path", model, "--dataset_name", str(data), "--output_dir", str(tmp_path / "out")]
+    assert main(["reward", *where, *flags.split(), "--bnb_4bit_quant_type", "nf4"]) == 0
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (3, 32, model)
+
+
+# ---- quantised weights ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "nested"), [("nf4", True), ("nf4", False), ("fp4", False)])
+@pytest.mark.parametrize("shape", [(96, 64), (7, 46)])
+def test_four_bits_are_bitsandbytes(kind, nested, shape, monkeypatch):
+    torch, bnb = pytest.importorskip("torch"), pytest.importorskip("bitsandbytes.functional")
+    monkeypatch.setattr(torch._dynamo.config, "disable", True)  # it would compile for longer than it computes
+    values = np.random.default_rng(0).standard_normal(shape).astype(np.float32) * 0.05
+    wanted, state = bnb.quantize_4bit(
+        torch.tensor(values), blocksize=64, compress_statistics=nested, quant_type=kind
+    )
+    form = Format(kind, shape, nested)
+    found = quantized(values, form)
+    assert (found["codes"] == wanted.numpy().reshape(-1)).all()
+    assert (found["scales"] == state.absmax.numpy()).all()
+    back = bnb.dequantize_4bit(wanted, state).numpy()
+    assert np.abs(np.asarray(dequantized(form, found)) - back).max() < 1e-7
+
+
+def test_the_table_of_nf4_is_the_published_one():
+    """Quantiles of a normal distribution, as Dettmers et al. (2023) make them, scaled to 1."""
+    from statistics import NormalDist
+
+    edge, quantile = 0.9677083, NormalDist().inv_cdf
+    upper = [quantile(p) for p in np.linspace(edge, 0.5, 9)[:-1]]
+    lower = [-quantile(p) for p in np.linspace(edge, 0.5, 8)[:-1]]
+    made = np.sort([*upper, 0.0, *lower]) / max(upper)
+    assert np.abs(made - TABLES["nf4"]).max() < 2e-6 and len(DYNAMIC) == 256
+
+
+def test_eight_bits_are_within_half_a_step():
+    values = np.random.default_rng(1).standard_normal((5, 40)).astype(np.float32)
+    form = Format("int8", (5, 40))
+    back = np.asarray(dequantized(form, quantized(values, form)))
+    assert (np.abs(back - values) <= np.abs(values).max(axis=1, keepdims=True) / 127 * 0.5001).all()
+
+
+def test_training_on_quantised_weights(checkpoint, tmp_path):
+    """Loss falls as on float weights; the matrices are held small; merging gives floats that compute the same."""
+    held = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    rows, config = table(80, seed=3), {"max_steps": 20, "learning_rate": 3e-3}
+    how = {"train": rows, "config": config, "peft_config": adapter(r=4, target_modules=["q_proj", "down_proj"])}
+    base = checkpoint("llama", **SMALL)
+    plain = make(trl_jax, base, tmp_path, **how)
+    small = make(trl_jax, base, tmp_path, **how, quantization_config=BitsAndBytesConfig(**held))
+    assert small.model.num_parameters() == plain.model.num_parameters()
+    size = [sum(array.nbytes for path, array in t.model.frozen.items() if ".layers." in path) for t in (plain, small)]
+    assert size[1] < size[0] * 0.17
+    for trainer in (plain, small):
+        trainer.train()
+    early, late = np.mean(losses(small)[:5]), np.mean(losses(small)[-5:])
+    assert late < 0.8 * early and abs(late - np.mean(losses(plain)[-5:])) < 0.15
+    assert np.allclose(small.model.merge_and_unload()(IDS).logits, small.model(IDS).logits, atol=1e-5)
+
+
+def test_eight_bit_weights_score_nearly_the_same(checkpoint, tmp_path):
+    base, held = checkpoint("llama", **FACTS), BitsAndBytesConfig(load_in_8bit=True)
+    plain, small = (
+        make(trl_jax, base, tmp_path, peft_config=adapter(), quantization_config=q).model for q in (None, held)
+    )
+    assert small.frozen["decoder.layers.mlp.down.weight.codes"].dtype == np.int8
+    assert 0 < np.abs(np.asarray(plain(IDS).logits) - np.asarray(small(IDS).logits)).max() < 0.02
+
+
+def test_what_is_not_quantised(checkpoint):
+    from trl_jax.hub.config import read_config
+    from trl_jax.hub.families import read_arch
+
+    folder = checkpoint("llama", **FACTS)
+    family, arch = read_arch(read_config(folder), folder)
+    config = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["o_proj"])
+    found = formats(config, adapter(modules_to_save=["down_proj"]), family, arch)
+    assert {path.split(".")[-2] for path in found} == {"q", "k", "v", "gate", "up"}
+
+
+def test_quantised_weights_do_not_train(checkpoint, tmp_path):
+    folder = checkpoint("llama", **FACTS)
+    with pytest.raises(ValueError, match="quantised weights do not train. Pass peft_config="):
+        make(trl_jax, folder, tmp_path, quantization_config=BitsAndBytesConfig(load_in_4bit=True))
+    with pytest.raises(ValueError, match="bnb_4bit_quant_type='nf5', wanted nf4 or fp4"):
+        BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf5")
+    with pytest.raises(ValueError, match="load_in_4bit and load_in_8bit are both False"):
+        BitsAndBytesConfig()
+
+
+def test_exported_programs_take_no_adapter(tmp_path):
+    from compat_tests.tiny import tiny_model
+
+    folder = tiny_model(tmp_path / "model", "gpt_neo", num_hidden_layers=1, attention_types=[[["global"], 1]])
+    with pytest.raises(ValueError, match="models of type 'gpt_neo' run as exported programs, which take no adapter"):
+        make(trl_jax, folder, tmp_path / "out", peft_config=adapter())
