@@ -57,8 +57,8 @@ class Engine(abc.ABC):
     heads: Mapping[str, int] | None
 
     @abc.abstractmethod
-    def save(self, folder: Path, params: dict[str, jax.Array], config: Any) -> None:
-        """Write config.json and safetensors that transformers loads."""
+    def save(self, folder: Path, params: dict[str, jax.Array], config: Any, *, writes: bool = True) -> None:
+        """Write config.json and safetensors that transformers loads; not `writes`: only read every parameter."""
 
     @abc.abstractmethod
     def load(self, folder: Path, seed: int) -> dict[str, jax.Array]:
@@ -87,9 +87,10 @@ class NativeEngine(Engine):
         self.drops_out = causal and source.arch.drops_out
         self.sortable = not causal  # some ropes of decoders ask for the longest text of a batch
 
-    def save(self, folder: Path, params: dict[str, jax.Array], config: Any) -> None:
+    def save(self, folder: Path, params: dict[str, jax.Array], config: Any, *, writes: bool = True) -> None:
         text = config.get_text_config()
-        save(folder, params, self.source, pad_token_id=text.pad_token_id, eos_token_id=text.eos_token_id)
+        ids = {"pad_token_id": text.pad_token_id, "eos_token_id": text.eos_token_id}
+        save(folder, params, self.source, writes=writes, **ids)
 
     def load(self, folder: Path, seed: int) -> dict[str, jax.Array]:
         return load(folder, dtype="auto", seed=seed)[0]
@@ -116,9 +117,11 @@ class ExportedEngine(Engine):
     def undecayed(self) -> frozenset[str]:
         return self._model.undecayed
 
-    def save(self, folder: Path, params: dict[str, jax.Array], config: Any) -> None:
+    def save(self, folder: Path, params: dict[str, jax.Array], config: Any, *, writes: bool = True) -> None:
         del config  # the one it has: transformers writes it whole
-        self._model.save(folder, params)
+        whole = {name: np.asarray(params[name]) for name in self.tensors}
+        if writes:
+            self._model.save(folder, whole)
 
     def load(self, folder: Path, seed: int) -> dict[str, jax.Array]:
         return taken(TorchModel(folder, dtype="auto", seed=seed))
