@@ -14,8 +14,10 @@ def main(whose: str, folder: str, out: str, config: str) -> None:
     from compat_tests.parity import reference
 
     run = {"ours": reference.run_ours, "trl": reference.run_trl}[whose]
-    found = run(folder, tiny.preference_rows(ROWS, margin=True), f"{out}/{whose}", **json.loads(config))
     first = os.environ.get("RANK", os.environ.get("JAX_PROCESS_ID")) == "0"
+    if not first:  # whose save may not be there yet
+        reference.read_weights = lambda folder: {}
+    found = run(folder, tiny.preference_rows(ROWS, margin=True), f"{out}/{whose}", **json.loads(config))
     if first:
         with open(f"{out}/{whose}.json", "w", encoding="utf-8") as file:
             json.dump(found.logs, file)

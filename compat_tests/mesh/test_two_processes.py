@@ -25,7 +25,7 @@ def port() -> int:
         return held.getsockname()[1]
 
 
-def launch(whose: str, folder, out, *, config: list[dict], seconds: int = 240) -> list[tuple[int, str]]:
+def launch(whose: str, folder, out, *, config: list[dict], seconds: int = 500) -> list[tuple[int, str]]:
     """Start a process for each config; their exit codes and what they wrote."""
     count, place, started = len(config), str(port()), []
     for number, given in enumerate(config):

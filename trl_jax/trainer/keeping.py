@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import zlib
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ import jax.numpy as jnp
 from datasets import Dataset
 from transformers.trainer_callback import TrainerState
 
-import trl_jax
 from trl_jax.data.fingerprint import fingerprint
 from trl_jax.data.order import RunLength
 from trl_jax.engine.checkpoint import await_checkpoint, save_checkpoint
@@ -101,7 +101,7 @@ class Keeping(Session):
         facts = {
             "arguments": json.dumps(arguments),
             "train_dataset": str(self._dataset_fingerprint()),
-            "release": f"{trl_jax.__version__} {jax.__version__}",
+            "release": " ".join(map(version, ("jax", "flax", "optax"))),
         }
         return {name: zlib.crc32(text.encode()) for name, text in facts.items()}
 
