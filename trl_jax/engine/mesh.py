@@ -140,6 +140,10 @@ class Division:
 
         return jax.tree_util.tree_map_with_path(place, state)
 
+    def place(self, path: str, shape: tuple[int, ...]) -> NamedSharding:
+        """Where one parameter lies."""
+        return NamedSharding(self.mesh, self.spec(path, shape))
+
     def placed(self, params: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Parameters where they belong."""
         places = self.params(params)
@@ -172,8 +176,8 @@ def shardings(mesh: Mesh, shapes: Mapping[str, Any]) -> dict[str, NamedSharding]
 
 def placed(array: Any, sharding: NamedSharding) -> jax.Array:
     """An array that every process has, each device given its part; a copy, so that it can be donated."""
-    if sharding.is_fully_addressable:
-        return jax.device_put(jax.numpy.array(array), sharding)
+    if isinstance(array, jax.Array) and array.sharding == sharding:
+        return array
     parts = [
         jax.numpy.array(array[index], device=device)
         for device, index in sharding.addressable_devices_indices_map(array.shape).items()
@@ -186,6 +190,19 @@ def distributed(batch: Any, sharding: NamedSharding) -> Any:
     return jax.tree.map(
         lambda leaf: jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index]), batch
     )
+
+
+class Fetched:
+    """An array of a mesh whose parts come to the host as they are asked for, by all processes together."""
+
+    def __init__(self, array: jax.Array):
+        self._array, self.shape, self.dtype, self.size = array, array.shape, array.dtype, array.size
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        return fetched(self._array[index])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(fetched(self._array), dtype)
 
 
 def fetched(array: jax.Array) -> np.ndarray:

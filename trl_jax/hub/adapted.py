@@ -19,6 +19,7 @@ from trl_jax.hub.adapters import Plan, arrays_of, initial, make_plan, tensors_of
 from trl_jax.hub.engines import Engine, NativeEngine
 from trl_jax.hub.files import open_tensors
 from trl_jax.hub.lora_config import PICKLED, WEIGHTS, LoraConfig
+from trl_jax.hub.parts import Place, whole_at
 from trl_jax.models.adapted import AdaptedGraph, Layers, adapted_graph, leaf
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 class AdaptedEngine(Engine):
     """A native engine beside whose frozen arrays those of `plan` train; it writes and reads adapters alone.
 
-    `base` is the engine without the adapter, `frozen` what it computes with.
+    `base` is the engine without the adapter, `frozen` what stands beside it in its files.
     """
 
     log_level, undecayed = logging.INFO, frozenset()
@@ -46,15 +47,19 @@ class AdaptedEngine(Engine):
     def size_of(self, path: str, array: jax.Array) -> int:
         return self.base.size_of(path, array)
 
-    def save(self, folder: Path, params: dict[str, jax.Array], config: Any) -> None:
+    def save(self, folder: Path, params: dict[str, jax.Array], config: Any, *, writes: bool = True) -> None:
         """Write adapter_model.safetensors and adapter_config.json, as PEFT does."""
         del config  # the base model's own, which stays where it is
+        tensors = dict(self.on_disk(params))
+        if not writes:
+            return
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(dict(self.on_disk(params)), folder / WEIGHTS, metadata={"format": "pt"})
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         replace(self.plan.config, inference_mode=True).save_pretrained(folder)
 
-    def load(self, folder: Path, seed: int) -> dict[str, jax.Array]:
-        return arrays_of(self.plan, read_tensors(folder, self.plan, self._shapes), self._shapes)
+    def load(self, folder: Path, seed: int, place: Place | None = None) -> dict[str, jax.Array]:
+        arrays = arrays_of(self.plan, read_tensors(folder, self.plan, self._shapes), self._shapes)
+        return arrays if place is None else {path: whole_at(place, path, array) for path, array in arrays.items()}
 
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
         found = tensors_of(self.plan, params, self.frozen)
@@ -90,7 +95,7 @@ def adapt(
         logger.warning("LoraConfig: %s", plan.added)
     trained, frozen = _divided(plan, arrays)
     shapes = plan.shapes | {name: jax.ShapeDtypeStruct(array.shape, jnp.float32) for name, array in trained.items()}
-    engine = AdaptedEngine(base, plan, frozen, shapes)
+    engine = AdaptedEngine(base, plan, {path: frozen[path] for path in plan.kept.values()}, shapes)
     if folder is not None:
         return engine.load(folder, 0), engine, frozen
     generator = seed if isinstance(seed, TorchGenerator) else TorchGenerator(seed)

@@ -16,6 +16,7 @@ from flax import nnx
 
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.hub.loading import Source, load
+from trl_jax.hub.parts import Place
 from trl_jax.hub.saving import places_of, read_tensor, save
 from trl_jax.hub.torch_bridge import TorchModel
 from trl_jax.models.adapted import module_at
@@ -63,12 +64,12 @@ class Engine(abc.ABC):
     heads: Mapping[str, int] | None
 
     @abc.abstractmethod
-    def save(self, folder: Path, params: dict[str, jax.Array], config: Any) -> None:
-        """Write config.json and safetensors that transformers loads."""
+    def save(self, folder: Path, params: dict[str, jax.Array], config: Any, *, writes: bool = True) -> None:
+        """Write config.json and safetensors that transformers loads; not `writes`: only read every parameter."""
 
     @abc.abstractmethod
-    def load(self, folder: Path, seed: int) -> dict[str, jax.Array]:
-        """The parameters of what `save` wrote."""
+    def load(self, folder: Path, seed: int, place: Place | None = None) -> dict[str, jax.Array]:
+        """The parameters of what `save` wrote; on several devices where `place` says, or not yet."""
 
     @abc.abstractmethod
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
@@ -126,12 +127,13 @@ class NativeEngine(Engine):
         plain = {path: array for path, array in arrays.items() if path.rpartition(".")[0] not in self.formats}
         return {path: self.weight(arrays, path) for path in (*plain, *self.formats)}
 
-    def save(self, folder: Path, params: dict[str, jax.Array], config: Any) -> None:
+    def save(self, folder: Path, params: dict[str, jax.Array], config: Any, *, writes: bool = True) -> None:
         text = config.get_text_config()
-        save(folder, params, self.source, pad_token_id=text.pad_token_id, eos_token_id=text.eos_token_id)
+        ids = {"pad_token_id": text.pad_token_id, "eos_token_id": text.eos_token_id}
+        save(folder, params, self.source, writes=writes, **ids)
 
-    def load(self, folder: Path, seed: int) -> dict[str, jax.Array]:
-        return load(folder, dtype="auto", seed=seed)[0]
+    def load(self, folder: Path, seed: int, place: Place | None = None) -> dict[str, jax.Array]:
+        return load(folder, dtype="auto", seed=seed, place=place)[0]
 
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
         for tensor, places in places_of(params, self.source).items():
@@ -156,11 +158,13 @@ class ExportedEngine(Engine):
     def undecayed(self) -> frozenset[str]:
         return self._model.undecayed
 
-    def save(self, folder: Path, params: dict[str, jax.Array], config: Any) -> None:
+    def save(self, folder: Path, params: dict[str, jax.Array], config: Any, *, writes: bool = True) -> None:
         del config  # the one it has: transformers writes it whole
-        self._model.save(folder, params)
+        whole = {name: np.asarray(params[name]) for name in self.tensors}
+        if writes:
+            self._model.save(folder, whole)
 
-    def load(self, folder: Path, seed: int) -> dict[str, jax.Array]:
+    def load(self, folder: Path, seed: int, place: Place | None = None) -> dict[str, jax.Array]:
         return taken(TorchModel(folder, dtype="auto", seed=seed))
 
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
@@ -174,8 +178,9 @@ def load_native(
     seed: int | TorchGenerator,
     as_stored: bool = False,
     formats: dict[str, Format] | None = None,
+    place: Place | None = None,
 ) -> tuple[dict[str, jax.Array], NativeEngine]:
-    params, source = load(folder, dtype=dtype, seed=seed, as_stored=as_stored, formats=formats)
+    params, source = load(folder, dtype=dtype, seed=seed, as_stored=as_stored, formats=formats, place=place)
     return params, NativeEngine(source, formats)
 
 

@@ -20,6 +20,7 @@ from trl_jax.hub.config import read_config
 from trl_jax.hub.families import Draw, Family, read_arch
 from trl_jax.hub.files import CheckpointFiles
 from trl_jax.hub.gguf import LINK, GgufFiles
+from trl_jax.hub.parts import Index, Place, divided
 from trl_jax.hub.quantizing import quantized
 from trl_jax.hub.torch_bridge import PickledFiles, only_pickled
 from trl_jax.hub.wires import Wire, make_wires
@@ -58,6 +59,7 @@ def load(
     seed: int | TorchGenerator,
     as_stored: bool = False,
     formats: dict[str, Format] | None = None,
+    place: Place | None = None,
 ) -> tuple[dict[str, jax.Array], Source]:
     """Read a checkpoint: a sequence classifier with one label, a causal LM (its head is dropped) or a bare base.
 
@@ -69,6 +71,7 @@ def load(
             goes on from where it is.
         as_stored: the arrays have the dtype in question instead, as those may that do not train.
         formats: paths of weights that are quantised as they are read: `<path>.codes` and so on take their place.
+        place: from a parameter's path and shape to its sharding, on several devices.
 
     Raises:
         FileNotFoundError, ValueError: the file, tensor or key at fault by name.
@@ -87,13 +90,22 @@ def load(
     _check(folder, family, wires, shapes, files, on_disk, {draw.tensor for draw in drawn})
     missing = [draw for draw in drawn if draw.tensor not in on_disk]
     new = _draw(folder, missing, wires, shapes, seed)
-    assembled = partial(_assemble, files, on_disk=on_disk, dtype=dtype, as_stored=as_stored)
+
+    def array(wire: Wire) -> jax.Array:
+        shape, held = shapes[wire.path], _held_dtype(files, wire, on_disk, dtype) if as_stored else jnp.float32
+        if wire.path in new:
+            return new[wire.path]
+        if place is None:
+            return _assemble(files, wire, shape, on_disk, dtype, held)
+        read, where = partial(_read_part, files, dtype), place(wire.path, shape.shape)
+        return divided(read, wire, shape.shape, on_disk, where, held)
+
     params = {}
     for wire in wires:
         if wire.path in (formats or {}):
             params |= _quantised(files, wire, shapes[wire.path], on_disk, dtype, formats[wire.path])
         else:
-            params[wire.path] = new[wire.path] if wire.path in new else assembled(wire, shapes[wire.path])
+            params[wire.path] = array(wire)
     source = _source(raw, family, arch, wires, files, on_disk, dtype, carried)
     return params, replace(source, drawn=tuple(dict.fromkeys(draw.tensor for draw in missing)))
 
@@ -104,18 +116,22 @@ def _files(folder: Path) -> CheckpointFiles | GgufFiles | PickledFiles:
     return (PickledFiles if only_pickled(folder) else CheckpointFiles)(folder)
 
 
+def _held_dtype(files: CheckpointFiles, wire: Wire, on_disk: dict[str, str], dtype: str) -> Any:
+    """The dtype of an array that stays as it is stored: its first tensor's own, or the one all are rounded to."""
+    first = on_disk[wire.tensor.format(*[wire.first] * wire.stacked)]
+    return jnp.dtype(files.dtypes[first] if dtype == "auto" else dtype)
+
+
 def _assemble(
     files: CheckpointFiles | GgufFiles,
     wire: Wire,
     shape: jax.ShapeDtypeStruct,
     on_disk: dict[str, str],
     dtype: str,
-    as_stored: bool,
+    held: Any,
 ) -> jax.Array:
-    """One of our arrays from its tensors, put in place one by one: besides the array only one tensor is held."""
+    """One of our arrays, of dtype `held`, from its tensors, put in place one by one: besides it one tensor is there."""
     places = wire.tensors(shape.shape)
-    stored = jnp.dtype(files.dtypes[on_disk[places[0][0]]] if dtype == "auto" else dtype)
-    held = stored if as_stored else jnp.float32
     if not wire.stacked:  # a copy: memory of NumPy cannot be donated
         return jnp.array(wire.take(_read(files, on_disk[places[0][0]], dtype)), held)
     whole = jnp.zeros(shape.shape, held)
@@ -136,7 +152,20 @@ def _quantised(files, wire: Wire, shape, on_disk: dict[str, str], dtype: str, fo
 
 
 def _read(files: CheckpointFiles, tensor: str, dtype: str) -> np.ndarray:
-    values = files.read(tensor)
+    return _rounded(files, tensor, dtype, files.read(tensor))
+
+
+def _read_part(files: CheckpointFiles, dtype: str, tensor: str, index: Index | None) -> np.ndarray:
+    """Only these bytes of a safetensors file; other formats give a tensor whole."""
+    if index is None or not isinstance(files, CheckpointFiles):
+        values = files.read(tensor)
+        values = values if index is None else values[index]
+    else:
+        values = files.read_part(tensor, index)
+    return _rounded(files, tensor, dtype, values)
+
+
+def _rounded(files: CheckpointFiles, tensor: str, dtype: str, values: np.ndarray) -> np.ndarray:
     if dtype in ("auto", files.dtypes[tensor]):
         return values
     return values.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)

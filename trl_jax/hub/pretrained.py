@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from trl_jax.hub.fetch import ADAPTER, Repository, checkpoint_folder
 from trl_jax.hub.loading import Source
 from trl_jax.hub.long_tail import is_exported
 from trl_jax.hub.lora_config import LoraConfig, read_lora_config
+from trl_jax.hub.parts import Place
 from trl_jax.hub.quantizing import BitsAndBytesConfig, formats
 from trl_jax.hub.torch_bridge import most_tokens
 from trl_jax.models.functional import merge
@@ -67,6 +69,9 @@ class PreTrainedModel(Habits):
         self.frozen = {} if frozen is None else frozen
         self.folder, self.name_or_path = folder, name
         self.graph = engine.graph
+        # Where several processes hold the parameters: how one is read, by all together, and whether this one writes.
+        self.read: Callable[[jax.Array], Any] | None = None
+        self.writes = True
 
     def __call__(
         self, input_ids: Any, attention_mask: Any | None = None, *, token_type_ids: Any | None = None
@@ -162,7 +167,12 @@ class PreTrainedModel(Habits):
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Write config.json and safetensors that transformers loads: names, shards and dtypes of the checkpoint it
         came from, `pad_token_id` and `eos_token_id` of `config`."""
-        self.engine.save(Path(save_directory), self.params, self.config)
+        self.engine.save(Path(save_directory), self.readable, self.config, writes=self.writes)
+
+    @property
+    def readable(self) -> dict[str, Any]:
+        """The parameters, as files are made of them."""
+        return self.params if self.read is None else {path: self.read(array) for path, array in self.params.items()}
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -196,14 +206,16 @@ class Checkpoint:
     adapter: Path | None = None
     lora: LoraConfig | None = None
 
-    def load(self, seed: int, quantization: BitsAndBytesConfig | None = None) -> PreTrainedModel:
-        """The model; `seed` draws the score head where the checkpoint has none.
+    def load(
+        self, seed: int, quantization: BitsAndBytesConfig | None = None, place: Place | None = None
+    ) -> PreTrainedModel:
+        """The model; `seed` draws the score head where the checkpoint has none; `place` as in `loading.load`.
 
         Raises:
             ValueError: weights that train whole are to be quantised.
         """
         if self.adapter is not None:
-            return self.load_adapted(self.lora, seed, self.adapter, quantization)
+            return self.load_adapted(self.lora, seed, self.adapter, quantization, place)
         if quantization is not None:
             raise ValueError(
                 "quantization_config is given, but no adapter: quantised weights do not train. Pass peft_config="
@@ -215,7 +227,7 @@ class Checkpoint:
         if self.exported:
             params, engine, config = load_exported(self.folder, dtype=self.dtype, seed=seed)
         else:
-            params, engine = load_native(self.folder, dtype=self.dtype, seed=seed)
+            params, engine = load_native(self.folder, dtype=self.dtype, seed=seed, place=place)
         return PreTrainedModel(params, engine, config, self.folder, self.name)
 
     def load_adapted(
@@ -224,6 +236,7 @@ class Checkpoint:
         seed: int,
         adapter: Path | None = None,
         quantization: BitsAndBytesConfig | None = None,
+        place: Place | None = None,
     ) -> PreTrainedModel:
         """The model with a new adapter, or with the one in a folder; its own weights have the dtype they are stored in,
         or are quantised.
@@ -239,7 +252,7 @@ class Checkpoint:
         family, arch = read_arch(read_config(self.folder), self.folder / "config.json")
         held = None if quantization is None else formats(quantization, config, family, arch)
         arrays, engine = load_native(
-            self.folder, dtype=self.dtype, seed=generator, as_stored=True, formats=held
+            self.folder, dtype=self.dtype, seed=generator, as_stored=True, formats=held, place=place
         )
         model = PreTrainedModel(arrays, engine, self.config, self.folder, self.name)
         return with_adapter(model, config, generator, adapter)

@@ -25,6 +25,7 @@ from trl_jax.engine.loop import Loop
 from trl_jax.engine.mesh import distributed
 from trl_jax.engine.optim import Optimizer, decays, from_optax
 from trl_jax.engine.prefetch import Prefetched
+from trl_jax.engine.processes import barrier, check_alike, is_first, several, told_of_the_dead
 from trl_jax.engine.progress import Progress
 from trl_jax.engine.resume import find
 from trl_jax.engine.step import make_step
@@ -99,6 +100,8 @@ class BaseTrainer(Evaluating):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
         self._plan()  # refuses a run without an end now rather than at train()
+        if several():
+            check_alike(self._digests())
         self._events.fire("on_init_end")
 
     def train(
@@ -122,10 +125,11 @@ class BaseTrainer(Evaluating):
         saves, interrupts = self.args.save_strategy != SaveStrategy.NO, Interrupts()
         promise = "saving a checkpoint and leaving" if saves else "leaving without a checkpoint (save_strategy='no')"
         with self._on_device(), contextlib.ExitStack() as held:
-            if saves:
+            if saves and is_first():
                 held.enter_context(only_run(self.args.output_dir))
                 sweep(Path(self.args.output_dir))
                 sweep_stages(self.args.output_dir)
+            barrier("train")  # until the first process has swept
             held.enter_context(interrupts.heeded(promise))
             return self._train(as_choice(resume_from_checkpoint), interrupts)
 
@@ -161,7 +165,7 @@ class BaseTrainer(Evaluating):
         )
         self.is_in_train = True
         try:
-            with self._background.settled(), told_of_memory(self):
+            with self._background.settled(), told_of_the_dead(), told_of_memory(self):
                 train_loss, unreported = loop.run()
         finally:
             self.is_in_train = False
@@ -274,7 +278,7 @@ class BaseTrainer(Evaluating):
         metrics["epoch"] = state.epoch
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             self.model.params = self._weights_of(Path(state.best_model_checkpoint))
-        if args.save_total_limit == 1 and state.best_model_checkpoint is not None:
+        if is_first() and args.save_total_limit == 1 and state.best_model_checkpoint is not None:
             forget_all_but_best(args.output_dir, state.best_model_checkpoint)
         if self._brought is not None:
             give_back(self.model.engine, self.model.params, self.model.config, self._brought)

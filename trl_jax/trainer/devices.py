@@ -11,18 +11,21 @@ import jax
 from trl_jax.core import parallel
 from trl_jax.core.parts import TENSOR
 from trl_jax.engine.mesh import Division, make_mesh
+from trl_jax.engine.processes import join
 
 if TYPE_CHECKING:
     from trl_jax.hub.pretrained import PreTrainedModel
     from trl_jax.trainer.base_config import BaseConfig
 
 def run_devices(args: BaseConfig) -> list[jax.Device]:
-    """All that a run may use, of every process."""
+    """All that a run may use, of every process; JAX starts here, so processes find each other first."""
+    join(args.coordinator_address, args.num_processes, args.process_id)
     return jax.devices("cpu") if args.use_cpu else jax.devices()
 
 
 def run_device(args: BaseConfig) -> jax.Device:
     """This process's first."""
+    join(args.coordinator_address, args.num_processes, args.process_id)
     return jax.local_devices(backend="cpu" if args.use_cpu else None)[0]
 
 

@@ -49,7 +49,7 @@ def check_weights(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         ValueError: naming the tensors as they are called on disk.
     """
-    bad = [tensor for tensor, values in model.engine.on_disk(model.params) if not np.isfinite(values).all()]
+    bad = [tensor for tensor, values in model.engine.on_disk(model.readable) if not np.isfinite(values).all()]
     bad += [path for path, array in model.frozen.items() if not jnp.isfinite(array).all()]
     if bad:
         raise ValueError(

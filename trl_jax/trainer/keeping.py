@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import math
+import zlib
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,9 @@ from transformers.trainer_callback import TrainerCallback, TrainerState
 from trl_jax.data.fingerprint import fingerprint
 from trl_jax.data.order import RunLength
 from trl_jax.engine.background import Background, copied, spare_memory
-from trl_jax.engine.checkpoint import save_checkpoint
+from trl_jax.engine.checkpoint import await_checkpoint, save_checkpoint
+from trl_jax.engine.mesh import fetched
+from trl_jax.engine.processes import barrier, is_first, several
 from trl_jax.engine.progress import Progress, SavedProgress, told, write_progress
 from trl_jax.engine.resume import Found, changed_arguments, restore_callbacks
 from trl_jax.trainer import foreign
@@ -25,6 +29,8 @@ from trl_jax.trainer.optimizers import LearningRate
 from trl_jax.trainer.session import ARGUMENTS, Session
 
 logger = logging.getLogger(__name__)
+
+_OWN = ("process_id", "local_rank")  # arguments that each process has its own of
 
 
 class Keeping(Session):
@@ -43,19 +49,26 @@ class Keeping(Session):
         self._check_weights()
         self._background.settle()  # before the copy: two at once would be memory for nothing
         aside, needed = self._saves_aside(), self._least_bytes()
-        return save_checkpoint(
+        write = self._writer(progress, aside=aside)
+        if not is_first():  # gathers what the first process writes
+            write(Path(self.args.output_dir))
+            barrier("checkpoint")
+            return await_checkpoint(self.args.output_dir, self.state)
+        folder = save_checkpoint(
             self.args.output_dir,
-            self._writer(progress, aside=aside),
+            write,
             self._events,
             facts={"dataset": self._dataset_fingerprint()},
             needed=needed,
             **({"begin": self._background.begin} if aside else {}),
         )
+        barrier("checkpoint")
+        return folder
 
     def _saves_aside(self) -> bool:
-        """Whether writing may go on beside the next steps: nobody looks at the checkpoint before it is whole, and
-        there is memory for the copy that is written."""
-        if self.overridden & {"save_model", "_save_checkpoint"} or not self.model.engine.saves_aside:
+        """Whether writing may go on beside the next steps: nobody looks at the checkpoint before it is whole, no other
+        process has a part in it, and there is memory for the copy that is written."""
+        if self.overridden & {"save_model", "_save_checkpoint"} or not self.model.engine.saves_aside or several():
             return False
         if any(type(c).on_save is not TrainerCallback.on_save for c in self.callback_handler.callbacks):
             return False
@@ -69,6 +82,7 @@ class Keeping(Session):
             held["optimizer"] = self._optimizer_state
         held = copied(held) if aside else held
         facts = {"tokens_seen": self._tokens_seen, "schedule": self.lr_scheduler.state_dict()}
+        facts |= {"shards": self.shards, "step_pairs": self._step_pairs}
         text, steps = told(progress, facts), list(progress.unreported)
 
         def write(folder: Path) -> None:
@@ -80,7 +94,9 @@ class Keeping(Session):
                 return
             rounded = set(self.model.engine.dtypes.values()) != {"float32"}  # by the model's own file
             trees = held if rounded else {"optimizer": held["optimizer"]}
-            write_progress(folder, steps, trees, text)
+            trees = jax.tree.map(fetched, trees) if several() else trees
+            if is_first():
+                write_progress(folder, steps, trees, text)
 
         return write
 
@@ -109,6 +125,16 @@ class Keeping(Session):
             self._fingerprint = fingerprint(self.train_dataset)
         return self._fingerprint
 
+    def _digests(self) -> dict[str, int]:
+        """Of what the processes of a run must have in common."""
+        arguments = {name: value for name, value in json.loads(self._arguments).items() if name not in _OWN}
+        facts = {
+            "arguments": json.dumps(arguments),
+            "train_dataset": str(self._dataset_fingerprint()),
+            "release": " ".join(map(version, ("jax", "flax", "optax"))),
+        }
+        return {name: zlib.crc32(text.encode()) for name, text in facts.items()}
+
     # ---- going on ----------------------------------------------------------------------------------------------
 
     def _take_up(self, found: Found, run: RunLength, tx: Any) -> Progress:
@@ -120,12 +146,15 @@ class Keeping(Session):
         params = self._weights_of(folder)
         if saved is None:
             state = foreign.optimizer_state(folder, tx.init(params), self._weights_of)
+            if self.division is not None:
+                state = self.division.placed_state(state, params)
             progress, self._tokens_seen = self._place_of(found.state), foreign.tokens_seen(found.state)
         else:
-            params = saved.tree("params", params) if saved.names("params") else params
-            state, progress = saved.tree("optimizer", jax.eval_shape(tx.init, params)), saved.progress
-            if self.division is not None:
-                params, state = self.division.placed(params), self.division.placed_state(state, params)
+            self._check_step(saved)
+            like, division = jax.eval_shape(tx.init, params), self.division
+            places = (None, None) if division is None else (division.params(params), division.state(like, params))
+            params = saved.tree("params", params, places[0]) if saved.names("params") else params
+            state, progress = saved.tree("optimizer", like, places[1]), saved.progress
             saved.restore_random_state()
             self._tokens_seen = saved.facts["tokens_seen"]
             self.lr_scheduler.load_state_dict(saved.facts.get("schedule", {}))  # which earlier releases did not write
@@ -142,6 +171,7 @@ class Keeping(Session):
 
     def _take_up_state(self, found: Found) -> None:
         state = self._events.state = found.state
+        state.is_local_process_zero = state.is_world_process_zero = is_first()
         restore_callbacks(self._events, wholly=self.args.restore_callback_states_from_checkpoint)
         state.train_batch_size = self.args.per_device_train_batch_size
         if state.best_model_checkpoint is not None:  # the run's folder may have moved
@@ -149,7 +179,8 @@ class Keeping(Session):
             state.best_model_checkpoint = str(beside) if beside.is_dir() else None
 
     def _weights_of(self, folder: Path) -> dict[str, jax.Array]:
-        params = self.model.engine.load(folder, self.args.seed)
+        division = self.division
+        params = self.model.engine.load(folder, self.args.seed, None if division is None else division.place)
         shapes = {path: array.shape for path, array in params.items()}
         if shapes != {path: array.shape for path, array in self.model.params.items()}:
             raise ValueError(
@@ -163,6 +194,24 @@ class Keeping(Session):
         if self.division is None:
             return tx.init(params)
         return jax.jit(tx.init, out_shardings=self.division.state(jax.eval_shape(tx.init, params), params))(params)
+
+    @property
+    def _step_pairs(self) -> int:
+        return self.micro_batch_pairs * self.args.gradient_accumulation_steps
+
+    def _check_step(self, saved: SavedProgress) -> None:
+        """On another number of devices a step must still have as many pairs: other numbers were another run's."""
+        then, args = saved.facts.get("step_pairs", self._step_pairs), self.args
+        if saved.facts.get("shards", 1) == self.shards or then == self._step_pairs:
+            return
+        way = f"Set gradient_accumulation_steps={then // self.micro_batch_pairs}."
+        if then % self.micro_batch_pairs:
+            way = f"Choose both so that the product is {then}, or a mesh whose data x fsdp divides it."
+        raise ValueError(
+            f"{saved.folder} was trained in steps of {then} pairs on {saved.facts['shards']} devices; {self.shards} "
+            f"devices x per_device_train_batch_size={args.per_device_train_batch_size} x gradient_accumulation_steps="
+            f"{args.gradient_accumulation_steps} give {self._step_pairs}. {way}"
+        )
 
     def _check_dataset(self, found: Found) -> None:
         then, now = found.manifest["dataset"], self._dataset_fingerprint()

@@ -24,6 +24,8 @@ from trl_jax.data.loader import PreferenceLoader
 from trl_jax.data.plan import Plan
 from trl_jax.data.windows import EvaluationBatch, Windows
 from trl_jax.engine.evaluation import Evaluated
+from trl_jax.engine.mesh import Fetched
+from trl_jax.engine.processes import several
 from trl_jax.hub.lora_config import LoraConfig, as_lora_config, read_lora_config
 from trl_jax.hub.pretrained import Checkpoint, PreTrainedModel, find_checkpoint, with_adapter
 from trl_jax.hub.quantizing import BitsAndBytesConfig, as_quantization
@@ -33,7 +35,7 @@ from trl_jax.models.functional import merge
 from trl_jax.trainer import layouts, reward_metrics
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.collator import DataCollatorForPreference
-from trl_jax.trainer.devices import run_device
+from trl_jax.trainer.devices import division_of, run_device, run_devices
 from trl_jax.trainer.diagnosis import check_weights
 from trl_jax.trainer.eval_report import report
 from trl_jax.trainer.evaluating import refuse
@@ -102,6 +104,7 @@ class RewardTrainer(BaseTrainer):
             raise ValueError("train_dataset is required: pass a datasets.Dataset of preference pairs.")
         check_type(train_dataset, "train")
         self.args = args
+        run_devices(args)  # several processes find each other before anything else
         if args.push_to_hub:  # first of all: a Hub that does not answer costs seconds, not a model's loading
             self.init_hf_repo()
         quantization = _quantization(quantization_config, args)
@@ -331,10 +334,21 @@ def _taken(brought: Any, args: RewardConfig) -> PreTrainedModel:
 
 
 def _loaded(
-    checkpoint: Checkpoint, args: RewardConfig, quantization: BitsAndBytesConfig | None = None
+    checkpoint: Checkpoint,
+    args: RewardConfig,
+    adapter: LoraConfig | None = None,
+    quantization: BitsAndBytesConfig | None = None,
 ) -> PreTrainedModel:
+    division = division_of(args)
+    place = None if division is None else division.place
     with jax.default_device(run_device(args)):
-        model = check_weights(checkpoint.load(args.seed, quantization))
+        if adapter is None:
+            model = checkpoint.load(args.seed, quantization, place)
+        else:
+            model = checkpoint.load_adapted(adapter, args.seed, quantization=quantization, place=place)
+        if several():
+            model.read = Fetched
+        model = check_weights(model)
     logger.log(model.engine.log_level, "%s runs on the %s engine.", model.name_or_path, model.engine.name)
     return model
 
@@ -350,7 +364,7 @@ def _ready(
     if there and quantization is not None:
         logger.warning("quantization_config has no effect: the model is loaded already.")
     if adapter is None:
-        model = checkpoint if there else _loaded(checkpoint, args, quantization)
+        model = checkpoint if there else _loaded(checkpoint, args, quantization=quantization)
         if model.frozen:
             _tell_adapter(model)
         return model
@@ -359,12 +373,12 @@ def _ready(
             "peft_config is given, but the model has an adapter already. Leave peft_config out to train that one "
             "further, or pass model.merge_and_unload()."
         )
-    with jax.default_device(run_device(args)):
-        if there:
+    if there:
+        with jax.default_device(run_device(args)):
             model = with_adapter(checkpoint, adapter, args.seed)
-        else:
-            model = check_weights(checkpoint.load_adapted(adapter, args.seed, quantization=quantization))
-    logger.log(model.engine.log_level, "%s runs on the %s engine.", model.name_or_path, model.engine.name)
+        logger.log(model.engine.log_level, "%s runs on the %s engine.", model.name_or_path, model.engine.name)
+    else:
+        model = _loaded(checkpoint, args, adapter, quantization)
     _tell_adapter(model)
     return model
 

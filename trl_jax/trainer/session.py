@@ -26,6 +26,8 @@ from transformers.utils import logging as transformers_logging
 
 from trl_jax.engine.compilation import keep_compilations
 from trl_jax.engine.events import Events
+from trl_jax.engine.mesh import Fetched
+from trl_jax.engine.processes import barrier, is_first, several
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.trainer.accelerator import Accelerator
 from trl_jax.trainer.base_config import BaseConfig
@@ -62,6 +64,8 @@ class Session(Reports, Task):
         check_division(self.division, model)
         if self.division is not None:
             self.model.params, self.model.frozen = map(self.division.placed, (self.model.params, self.model.frozen))
+        if several():
+            self.model.read, self.model.writes = Fetched, is_first()
         self._tokens_seen = 0
         self._events = Events(
             self._callback_handler(callbacks), args, TrainerState(stateful_callbacks=[]), TrainerControl()
@@ -111,8 +115,12 @@ class Session(Reports, Task):
     def write_model(self, folder: Path, model: PreTrainedModel) -> None:
         """What `save_model` writes, of a model that may be a copy of the trainer's."""
         model.save_pretrained(folder)
+        if not is_first():
+            barrier("save_model")
+            return
         self.processing_class.save_pretrained(folder)
         (folder / ARGUMENTS).write_text(self._arguments + "\n", encoding="utf-8")
+        barrier("save_model")
 
     @property
     def overridden(self) -> set[str]:
@@ -193,7 +201,10 @@ class Session(Reports, Task):
 
     def _new_state(self) -> None:
         kept = [c for c in [*self.callback_handler.callbacks, self.control] if isinstance(c, ExportableState)]
-        self._events.state = TrainerState(stateful_callbacks=kept)
+        first = is_first()
+        self._events.state = TrainerState(
+            stateful_callbacks=kept, is_local_process_zero=first, is_world_process_zero=first
+        )
         self.state.train_batch_size = self.args.per_device_train_batch_size
 
     @contextlib.contextmanager
