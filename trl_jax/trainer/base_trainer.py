@@ -182,12 +182,16 @@ class BaseTrainer(Evaluating):
             max_steps=args.max_steps,
         )
 
+    def compiled_step(self, tx: Any) -> Any:
+        """The step of `train()`, jitted; arguments as of `make_step`'s."""
+        return make_step(self.loss, tx)
+
     def _advancer(self, tx: Any) -> Any:
         """(step batch, learning rate) -> metrics. Replaces the model's parameters by their successors."""
         if "compute_loss" in self.overridden:
             step = HookedStep(self, tx)
         else:
-            step = counted(make_step(self.loss, tx), "The step")
+            step = counted(self.compiled_step(tx), "The step")
         if self._optimizer_state is None:
             self._optimizer_state = tx.init(self.model.params)
         key = None if self.args.disable_dropout else jax.random.key(self.args.seed)

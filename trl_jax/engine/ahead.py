@@ -1,0 +1,107 @@
+"""Compiling for devices that are not there, and what the compiler then says."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import time
+from typing import NamedTuple
+
+import jax
+from jax.experimental import topologies
+
+from trl_jax.core.chips import Topology
+from trl_jax.engine import hlo
+
+# libtpu asks the machine which TPU it has; this one has none, and the names stand for any.
+_NO_TPU_HERE = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+class Compiled(NamedTuple):
+    """What the compiler says of a step; bytes are a device's.
+
+    arguments: what the step is given, layouts padded as the device wants them. temporary: what it needs besides. peak:
+    the most at once, the program included. `fits` is None where no one knows how much room there is; where it is False,
+    peak is what the compiler wanted, room what it had, and the rest is not known.
+    """
+
+    seconds: float
+    peak: int
+    fits: bool | None
+    room: int | None = None
+    arguments: int | None = None
+    temporary: int | None = None
+    cost: hlo.Cost | None = None
+
+
+def no_compiler(topology: Topology) -> str | None:
+    """Why there is none for it on this machine; None where there is one."""
+    if topology.platform == "gpu":
+        return "XLA compiles for a GPU only where there is one"
+    if topology.platform == "tpu" and importlib.util.find_spec("libtpu") is None:
+        return 'TPUs\' compiler is not installed: pip install "trl_jax[tpu]"'
+    return None
+
+
+def prepare(topology: Topology) -> None:
+    """Before JAX looks for devices: it is to take this machine's CPU, as so many devices as are pretended."""
+    jax.config.update("jax_platforms", "cpu")
+    if topology.platform == "cpu":
+        jax.config.update("jax_num_cpu_devices", topology.devices)
+
+
+def devices(topology: Topology) -> list[jax.Device]:
+    """Devices to compile for.
+
+    Raises:
+        ValueError: the compiler knows no such topology, or JAX has fewer devices already.
+    """
+    if topology.platform == "cpu":
+        found = jax.devices("cpu")
+        if len(found) < topology.devices:
+            raise ValueError(
+                f"{topology.name}: JAX has started with {len(found)} CPU device(s). Call engine.ahead.prepare first, "
+                f"or set XLA_FLAGS=--xla_force_host_platform_device_count={topology.devices}."
+            )
+        return found[: topology.devices]
+    for name, value in _NO_TPU_HERE.items():
+        os.environ.setdefault(name, value)
+    host = [min(2, size) for size in (*topology.shape, 1, 1)[:2]] + [1]  # chips that share one, at most 2x2
+    try:
+        found = topologies.get_topology_desc(
+            platform="tpu", topology_name=topology.name, chips_per_host_bounds=host
+        )
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(f"--topology {topology.name}: the TPU compiler knows no such shape: {error}") from error
+    return found.devices
+
+
+def compiled(lowered: jax.stages.Lowered, topology: Topology) -> Compiled:
+    """Compile; where it does not fit, what was wanted."""
+    start = time.monotonic()
+    try:
+        # Not from the cache: how long it takes is asked for.
+        with jax.enable_compilation_cache(False):
+            program = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        wanted = re.search(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", str(error))
+        if wanted is None:
+            raise
+        used, room = (int(float(wanted[at]) * _UNITS[wanted[at + 1]]) for at in (1, 3))
+        return Compiled(time.monotonic() - start, used, False, room)
+    seconds, memory = time.monotonic() - start, program.memory_analysis()
+    return Compiled(
+        seconds,
+        memory.peak_memory_in_bytes,
+        None if topology.chip is None else True,
+        arguments=memory.argument_size_in_bytes,
+        temporary=memory.temp_size_in_bytes,
+        cost=hlo.cost(program.as_text()),
+    )

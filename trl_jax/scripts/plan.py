@@ -1,0 +1,95 @@
+"""What a run would need of devices that are not there: what `trl-jax plan` runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trl_jax.core.chips import known, topology
+
+if TYPE_CHECKING:
+    from trl_jax.scripts.utils import ScriptArguments, TrlParser
+    from trl_jax.trainer.model_config import ModelConfig
+    from trl_jax.trainer.reward_config import RewardConfig
+
+
+@dataclass
+class PlanArguments:
+    """Where the run would be, and what to tell of it."""
+
+    _argument_group_name = "plan"
+
+    topology: str = field(metadata={"help": f"The devices to plan for. {known()}"})
+    json: str | None = field(default=None, metadata={"help": "File to write the figures to, as JSON."})
+    levers: bool = field(
+        default=True, metadata={"help": "Where it does not fit, compile what might make it fit, one by one."}
+    )
+
+
+def main(
+    plan_args: PlanArguments, script_args: ScriptArguments, training_args: RewardConfig, model_args: ModelConfig
+) -> None:
+    """Print the plan, and write it where asked for. Trains nothing, fetches no weights."""
+    from trl_jax.engine.ahead import prepare
+    from trl_jax.scripts.plan_text import levers_text, text
+    from trl_jax.trainer.plan import plan
+    from trl_jax.trainer.plan_levers import pulled
+
+    place = topology(plan_args.topology)
+    prepare(place)
+    checkpoint, rows, tokenizer = _given(script_args, training_args, model_args)
+
+    def planned(args: RewardConfig) -> Any:
+        return plan(checkpoint, args, place, rows, tokenizer)
+
+    found = planned(training_args)
+    print(text(found), flush=True)
+    tried = []
+    if found.fits is False and plan_args.levers:
+        for lever in pulled(training_args, found, planned):
+            tried.append(lever)
+            print(levers_text(lever), flush=True)
+    if plan_args.json is not None:
+        written = found.as_dict() | {"levers": [lever.as_dict() for lever in tried]}
+        Path(plan_args.json).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+
+
+def _given(script_args: ScriptArguments, training_args: RewardConfig, model_args: ModelConfig) -> tuple:
+    """The checkpoint, the rows to train on and their tokenizer; no rows where no dataset is named."""
+    from trl_jax.hub.pretrained import find_checkpoint
+    from trl_jax.scripts.datasets import load_preferences
+    from trl_jax.scripts.reward import check_flags, model_init_kwargs, split_of
+
+    check_flags(script_args, training_args, model_args, mixes=script_args.dataset_name is None)
+    checkpoint = find_checkpoint(model_args.model_name_or_path, **model_init_kwargs(training_args, model_args))
+    if script_args.dataset_name is None:
+        return checkpoint, None, None
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=training_args.trust_remote_code)
+    splits = load_preferences(script_args.dataset_name, script_args.dataset_config)
+    return checkpoint, split_of(splits, script_args, "dataset_train_split"), tokenizer
+
+
+def make_parser(prog: str | None = None) -> TrlParser:
+    """Parser of (PlanArguments, ScriptArguments, RewardConfig, ModelConfig)."""
+    from trl_jax.scripts.reward import fit_to_release
+    from trl_jax.scripts.utils import ScriptArguments, TrlParser
+    from trl_jax.trainer.model_config import ModelConfig
+    from trl_jax.trainer.reward_config import RewardConfig
+
+    parser = TrlParser((PlanArguments, ScriptArguments, RewardConfig, ModelConfig), prog=prog)
+    parser.usage = "%(prog)s --model_name_or_path MODEL --topology v5e:4x4\n       [--config FILE.yaml] [flags]"
+    parser.description = (
+        "Compile the training step for devices that are not there, from config.json alone: memory, collectives and a "
+        "bound on the time of a step, and whether it fits. Flags are those of `trl-jax reward`; without --dataset_name "
+        "every text is taken to be as long as --max_length and to share nothing."
+    )
+    fit_to_release(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    main(*make_parser().parse_args_and_config())

@@ -1,0 +1,145 @@
+"""What a step must hold and compute, by arithmetic: what `trl-jax plan` sets beside the compiler's figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from trl_jax.core.chips import Chip
+from trl_jax.data.layout import PairBatch
+from trl_jax.engine.ahead import Compiled
+from trl_jax.nn.attention import QUERY_BLOCK
+
+_FLOAT32 = 4
+
+
+class Memory(NamedTuple):
+    """Bytes of a device.
+
+    gradients: and, with several passes a step, their sum. copies: weights in the dtype of computation. activations:
+    what is kept for the backward pass, and one layer at work.
+    """
+
+    parameters: int
+    moments: int
+    batch: int
+    gradients: int
+    copies: int
+    activations: int
+
+    @property
+    def arguments(self) -> int:
+        return self.parameters + self.moments + self.batch
+
+    @property
+    def temporary(self) -> int:
+        return self.gradients + self.copies + self.activations
+
+    @property
+    def peak(self) -> int:
+        return self.arguments + self.temporary
+
+
+class Pass(NamedTuple):
+    """What one device computes at once: so many rows or streams, each so long; `passes` of them are a step."""
+
+    passes: int
+    rows: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.length
+
+
+def on_device(leaves: Any) -> int:
+    """Bytes that a device has of shapes with shardings."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(leaves)
+    )
+
+
+def memory(
+    params: Any, state: Any, batch: Any, gradients: int, one: Pass, arch: Any, *, dtype: str, remat: bool
+) -> Memory:
+    """Of shapes with shardings; `gradients` are a device's bytes of them."""
+    held = on_device(params)
+    width = 2 if dtype == "bfloat16" else _FLOAT32
+    return Memory(
+        held,
+        on_device(state),
+        on_device(batch),
+        gradients * min(one.passes, 2),
+        held * width // _FLOAT32 if width < _FLOAT32 else 0,
+        _activations(params, one, arch, width, remat),
+    )
+
+
+def _activations(params: Mapping[str, Any], one: Pass, arch: Any, width: int, remat: bool) -> int:
+    """Kept of each layer: its input, in float32, and without remat what its linear maps gave. At work: what one layer's
+    maps gave, its gradient, and the scores of a block of queries with theirs."""
+    given = sum(used * leaf.shape[-2] for leaf, used in _maps(params, arch))
+    kept = arch.num_layers * one.tokens * arch.hidden_size * _FLOAT32
+    if not remat:
+        kept += arch.num_layers * one.tokens * given * width
+    block = min(QUERY_BLOCK, one.length)
+    scores = 2 * one.rows * arch.num_heads * block * one.length * _FLOAT32
+    return kept + 2 * one.tokens * given * width + scores
+
+
+def _maps(params: Mapping[str, Any], arch: Any) -> Iterable[tuple[Any, int]]:
+    """The stacked weights `[L, out, in]` or, of experts, `[L, E, out, in]`; and how many of these a token sees."""
+    for path, leaf in params.items():
+        if ".layers." in path and leaf.ndim in (3, 4):
+            yield leaf, 1 if leaf.ndim == 3 else arch.experts.top_k
+
+
+def flops(params: Mapping[str, Any], batch: PairBatch, arch: Any, *, causal: bool, remat: bool) -> int:
+    """Of a step, on all devices together, in matrix products: two for each weight and token (Kaplan et al. 2020), the
+    same for what queries see; twice that backward, and where layers are computed again, once more."""
+    weights = sum(used * arch.num_layers * math.prod(leaf.shape[-2:]) for leaf, used in _maps(params, arch))
+    forward = 2 * weights * math.prod(batch.tokens.shape)
+    attended = 4 * seen(batch, causal) * arch.num_layers * _channels(arch)
+    turns = 4 if remat else 3
+    again = 0 if batch.stream is None else attended // 2  # backward along a stream computes the scores again
+    return turns * (forward + attended) + again
+
+
+def _channels(arch: Any) -> int:
+    """Of all heads of queries together."""
+    return arch.hidden_size if "head_dim" not in vars(arch) else arch.num_heads * arch.head_dim
+
+
+def seen(batch: PairBatch, causal: bool) -> int:
+    """How many keys all queries of a step are held against: padded rows in blocks of queries, streams exactly."""
+    *rows, length = batch.tokens.shape
+    if batch.stream is not None:
+        own = np.arange(length) - np.asarray(batch.stream.start) + 1
+        return int(np.maximum(own, 0).sum() + (batch.stream.prompt_end - batch.stream.prompt).sum())
+    ends = [min(start + QUERY_BLOCK, length) for start in range(0, length, QUERY_BLOCK)]
+    keys = sum((end - start) * (end if causal else length) for start, end in zip([0, *ends], ends, strict=False))
+    return math.prod(rows) * keys
+
+
+class Bound(NamedTuple):
+    """Seconds that a step takes at least on each of a chip's parts, by its published figures."""
+
+    compute: float
+    memory: float
+    links: float
+
+    @property
+    def step(self) -> float:
+        return max(self)
+
+
+def bound(chip: Chip, compiled: Compiled, outputs: int) -> Bound:
+    """Every product at the peak in bfloat16; every argument read once, every result written once, and every temporary
+    byte both; all collectives over all links at once, one direction each."""
+    moved = compiled.arguments + outputs + 2 * compiled.temporary
+    sent = sum(one.sent for one in compiled.cost.collectives)
+    return Bound(compiled.cost.flops / chip.flops, moved / chip.bandwidth, sent / (chip.links / 2))

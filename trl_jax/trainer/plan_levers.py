@@ -1,0 +1,102 @@
+"""What would make a run fit: each lever is pulled and planned anew, none is guessed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from trl_jax.trainer.plan import Plan
+from trl_jax.trainer.reward_config import RewardConfig
+
+Planned = Callable[[RewardConfig], Plan]
+_SLACK = 1.1  # arithmetic says which sizes are worth a compilation; it may be off by so much
+
+
+class Lever(NamedTuple):
+    """`settings`: what it changes of the arguments."""
+
+    settings: dict[str, Any]
+    plan: Plan
+
+    @property
+    def name(self) -> str:
+        return " ".join(f"--{name} {value}" for name, value in self.settings.items())
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"settings": self.settings, "plan": self.plan.as_dict()}
+
+
+def pulled(args: RewardConfig, plan: Plan, planned: Planned) -> Iterator[Lever]:
+    """Each lever alone, of the batch and of max_length the longest pull that is enough; where none is, all at once.
+
+    Args:
+        plan: of `args`, which does not fit.
+        planned: plans arguments.
+    """
+    together: dict[str, Any] = {}
+    enough = False
+    for settings in switches(args, plan):
+        together |= settings
+        lever = _pull(args, settings, planned)
+        enough |= bool(lever.plan.fits)
+        yield lever
+    for sizes in (batch_sizes(args), max_lengths(args)):
+        lever = _largest(args, plan, sizes, planned)
+        if lever is not None:
+            together |= lever.settings
+            enough |= bool(lever.plan.fits)
+            yield lever
+    if not enough and together:
+        yield _pull(args, together, planned)
+
+
+def switches(args: RewardConfig, plan: Plan) -> list[dict[str, Any]]:
+    """What is not on yet of what changes no step's pairs."""
+    found = []
+    if not args.gradient_checkpointing:
+        found.append({"gradient_checkpointing": True})
+    if args.compute_dtype != "bfloat16":
+        found.append({"bf16": True})
+    return found
+
+
+def batch_sizes(args: RewardConfig) -> list[dict[str, Any]]:
+    """Half the pairs at once, and a half of that: twice the passes, the same steps."""
+    size, passes = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    halves = [2**power for power in range(1, size.bit_length()) if size % 2**power == 0]
+    return [
+        {"per_device_train_batch_size": size // part, "gradient_accumulation_steps": passes * part} for part in halves
+    ]
+
+
+def max_lengths(args: RewardConfig) -> list[dict[str, Any]]:
+    """Half the tokens, down to 256: longer pairs are left out."""
+    lengths = [] if args.max_length is None else [args.max_length >> power for power in range(1, 16)]
+    return [{"max_length": length} for length in lengths if length >= 256]
+
+
+def _largest(args: RewardConfig, plan: Plan, sizes: list[dict[str, Any]], planned: Planned) -> Lever | None:
+    """The first of these that fits, or the last."""
+    lever = None
+    for settings in sizes:
+        if settings is sizes[-1] or _hopeful(plan, len(sizes[: sizes.index(settings) + 1])):
+            lever = _pull(args, settings, planned)
+            if lever.plan.fits:
+                return lever
+    return lever
+
+
+def _hopeful(plan: Plan, halvings: int) -> bool:
+    """Whether a plan whose activations were halved so often might fit."""
+    memory, chip = plan.memory, plan.topology.chip
+    fixed = memory.peak - memory.activations
+    room = chip.memory if plan.compiled is None or plan.compiled.room is None else plan.compiled.room
+    return fixed + (plan.peak - fixed) / 2**halvings < room * _SLACK
+
+
+def _pull(args: RewardConfig, settings: dict[str, Any], planned: Planned) -> Lever:
+    changed = copy.copy(args)
+    for name, value in settings.items():
+        setattr(changed, name, value)
+    return Lever(settings, planned(changed))
