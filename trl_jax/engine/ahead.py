@@ -53,6 +53,7 @@ def no_compiler(topology: Topology) -> str | None:
 def prepare(topology: Topology) -> None:
     """Before JAX looks for devices: it is to take this machine's CPU, as so many devices as are pretended."""
     jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)  # how long it takes is asked for
     if topology.platform == "cpu":
         jax.config.update("jax_num_cpu_devices", topology.devices)
 
@@ -87,9 +88,7 @@ def compiled(lowered: jax.stages.Lowered, topology: Topology) -> Compiled:
     """Compile; where it does not fit, what was wanted."""
     start = time.monotonic()
     try:
-        # Not from the cache: how long it takes is asked for.
-        with jax.enable_compilation_cache(False):
-            program = lowered.compile()
+        program = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         wanted = re.search(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", str(error))
         if wanted is None:
