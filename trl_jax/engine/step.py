@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from trl_jax.engine.spread import Spread
+
 Params = dict[str, jax.Array]
 Loss = Callable[[Params, Any, jax.Array | None], tuple[jax.Array, dict[str, jax.Array]]]
 
 
-def make_step(loss: Loss, tx: optax.GradientTransformationExtraArgs) -> Callable:
+def make_step(loss: Loss, tx: optax.GradientTransformationExtraArgs, spread: Spread | None = None) -> Callable:
     """`step(params, opt_state, batch, learning_rate, key) -> (params, opt_state, metrics)`, jitted.
 
     params and opt_state are donated: the arrays passed in are gone afterwards. Where the loss or the gradient is no
@@ -24,21 +26,27 @@ def make_step(loss: Loss, tx: optax.GradientTransformationExtraArgs) -> Callable
         loss: `(params, micro_batch, key) -> (loss, metrics)`. The weights in a batch make the losses of its
             micro-batches add up to the step's.
         tx: takes `learning_rate` as an extra argument of `update`.
+        spread: how the run lies on several devices; None where there is one.
 
-    Every leaf of `batch` has a leading axis of micro-batches; metrics come back with the same axis, beside `loss`
-    (their sum) and `grad_norm` (before clipping).
+    Every leaf of `batch` has a leading axis of micro-batches, and on several devices one of shards behind it; metrics
+    come back with the same axis (the two in one), beside `loss` (their sum) and `grad_norm` (before clipping).
     """
-    grad = jax.value_and_grad(loss, has_aux=True)
+    if spread is None:
+        gradients_of = partial(_accumulate, jax.value_and_grad(loss, has_aux=True))
+    else:
+        gradients_of = spread.gradients(_accumulate, loss)
 
     def step(params, opt_state, batch, learning_rate, key):
-        total, gradients, metrics = _accumulate(grad, params, batch, key)
+        total, gradients, metrics = gradients_of(params, batch, key)
         metrics |= {"loss": total, "grad_norm": optax.global_norm(gradients)}
         updates, successor = tx.update(gradients, opt_state, params, learning_rate=learning_rate)
         good = jnp.isfinite(total) & jnp.isfinite(metrics["grad_norm"])
         kept = partial(jax.tree.map, lambda new, old: jnp.where(good, new, old))
         return kept(optax.apply_updates(params, updates), params), kept(successor, opt_state), metrics
 
-    return jax.jit(step, donate_argnums=(0, 1))
+    if spread is None:
+        return jax.jit(step, donate_argnums=(0, 1))
+    return jax.jit(step, donate_argnums=(0, 1), out_shardings=spread.after_step(tx))
 
 
 def _accumulate(grad, params, batch, key):

@@ -8,7 +8,7 @@ from flax import nnx
 
 from trl_jax.core.stream import Stream
 from trl_jax.models.arch import BLOCKS, Arch
-from trl_jax.models.stack import apply, checkpointed, seen_by_layer, seen_by_layers, stacked
+from trl_jax.models.stack import apply, checkpointed, seen_by_layer, seen_by_layers, stacked, whole_layer
 from trl_jax.nn.attention import Attention
 from trl_jax.nn.dropout import dropout_or_none
 from trl_jax.nn.linear import Embedding
@@ -123,7 +123,7 @@ class Decoder(nnx.Module):
         def layer(h, slices):
             state, own, key = slices
             seen = {"scale": self.arch.head_dim**-0.5, "cos": None, "sin": None} | seen_by_layer(shared, own)
-            return nnx.merge(graph, state)(h, dtype=dtype, valid=valid, key=key, **seen), None
+            return nnx.merge(graph, whole_layer(state))(h, dtype=dtype, valid=valid, key=key, **seen), None
 
         h = self._embedded(tokens, positions, valid, dropout_key)
         keys = None if dropout_key is None else jax.random.split(dropout_key, self.arch.num_layers)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trl_jax.models.encoder_arch import EncoderArch
-from trl_jax.models.stack import apply, checkpointed, seen_by_layer, seen_by_layers, stacked
+from trl_jax.models.stack import apply, checkpointed, seen_by_layer, seen_by_layers, stacked, whole_layer
 from trl_jax.nn.bidirectional import BidirectionalAttention
 from trl_jax.nn.convolution import Convolution
 from trl_jax.nn.disentangled import DisentangledAttention
@@ -101,7 +101,7 @@ class Encoder(nnx.Module):
         def layer(h, slices):
             state, norm, own, key = slices
             x = h if norm is None else self._read(h, *norm)
-            return nnx.merge(graph, state)(h, x, valid=valid, key=key, **seen_by_layer(shared, own)), None
+            return nnx.merge(graph, whole_layer(state))(h, x, valid=valid, key=key, **seen_by_layer(shared, own)), None
 
         h = self._embedded(tokens, positions, dtype, dropout_key)
         body = checkpointed(layer, remat=remat)

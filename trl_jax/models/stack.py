@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from trl_jax.core.parts import maker
 from trl_jax.nn.rope import Rope, rope_angles
 from trl_jax.nn.stream_attention import SAVED
 
@@ -29,6 +30,18 @@ def checkpointed(layer: Callable, *, remat: bool) -> Callable:
     and what attention along a stream gave."""
     kept = jax.checkpoint_policies.nothing_saveable if remat else _PRODUCTS
     return jax.checkpoint(layer, prevent_cse=False, policy=kept)
+
+
+def whole_layer(state: nnx.State) -> nnx.State:
+    """A layer's parameters, each gathered where a device holds a part of it; in the turn of the scan that uses them."""
+    whole = maker()
+    if whole is None:
+        return state
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: whole(_dotted(path), leaf), state)
+
+
+def _dotted(path: tuple) -> str:
+    return ".".join(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))
 
 
 def apply(part: Callable[[jax.Array], jax.Array] | None, x: jax.Array) -> jax.Array:

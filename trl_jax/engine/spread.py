@@ -1,0 +1,133 @@
+"""A loss on several devices: each computes pairs of its own, and only parameters, gradients and sums go between them.
+
+Everything is written out in one `jax.shard_map` over the axes that pairs are divided over. What a device sees is a
+batch as one device alone would have it, so models know nothing of meshes, and XLA has nothing of a batch to gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from trl_jax.core.parts import made_whole_by
+from trl_jax.engine.mesh import BATCH, Division
+
+_TRUNKS = ("decoder.layers.", "encoder.layers.")  # gathered by the layer, in the turn of the scan that uses it
+
+
+class Spread:
+    """The parameters of `shapes`, flat by path, on the mesh of `division`, as one device's function has them."""
+
+    def __init__(self, division: Division, shapes: dict[str, Any]):
+        self.division, self._shapes = division, shapes
+        self._manual = frozenset(BATCH)
+        specs = {path: division.spec(path, leaf.shape) for path, leaf in shapes.items()}
+        after = {path: place.spec for path, place in division.gradients(shapes).items()}
+        self._specs = {path: _only(BATCH, spec) for path, spec in specs.items()}
+        self._gradients = {path: _only(BATCH, spec) for path, spec in after.items()}
+
+    def gradients(self, accumulate: Callable, loss: Callable) -> Callable:
+        """`accumulate(value_and_grad(loss), params, batch, key)` with the batch's arrays `[passes, shards, ...]`.
+
+        The loss is a sum over shards, gradients lie as `Division.gradients` says, metrics are `[passes x shards, ...]`.
+        """
+        grad = jax.value_and_grad(self._with_whole(loss), has_aux=True)
+
+        def of_shard(params, batch, keys):
+            own = jax.tree.map(lambda leaf: leaf[:, 0], batch)
+            total, gradients, metrics = accumulate(grad, params, own, None if keys is None else keys[0])
+            gradients = {path: self._summed(path, gradient) for path, gradient in gradients.items()}
+            metrics = jax.tree.map(_every, metrics)
+            return jax.lax.psum(total, BATCH), gradients, metrics
+
+        def run(params, batch, key):
+            keys = None if key is None else jax.random.split(key, self.division.shards)
+            by_shard = None if keys is None else PartitionSpec(BATCH)
+            places = (self._of(params), PartitionSpec(None, BATCH), by_shard)
+            results = (PartitionSpec(), {path: self._gradients[path] for path in params}, PartitionSpec())
+            return self._mapped(of_shard, places, results)(params, batch, keys)
+
+        return run
+
+    def after_step(self, tx: Any) -> tuple:
+        """Where a step leaves parameters, the optimizer's state and metrics."""
+        state = jax.eval_shape(tx.init, self._shapes)
+        division, shapes = self.division, self._shapes
+        return division.params(shapes), division.state(state, shapes), division.whole
+
+    def scores(self, score: Callable) -> Callable:
+        """`score(params, batch)` with the arrays of one pass a shard, `[shards, ...]`; results `[shards, ...]`."""
+
+        def of_shard(params, batch):
+            found = self._with_whole(score)(params, batch)
+            return jax.lax.all_gather(found, BATCH)
+
+        def run(params, batch):
+            places = (self._of(params), PartitionSpec(BATCH))
+            return self._mapped(of_shard, places, PartitionSpec())(params, batch)
+
+        return run
+
+    def _mapped(self, function: Callable, places: Any, results: Any) -> Callable:
+        # Types of varying values are not checked: no gradient is taken through the map, only within.
+        return jax.shard_map(
+            function,
+            mesh=self.division.mesh,
+            in_specs=places,
+            out_specs=results,
+            axis_names=self._manual,
+            check_vma=False,
+        )
+
+    def _of(self, params: dict[str, Any]) -> dict[str, PartitionSpec]:
+        return {path: self._specs[path] for path in params}
+
+    def _with_whole(self, function: Callable) -> Callable:
+        """The function, of parameters of which a device holds a part."""
+
+        def run(params, *others):
+            trunk = next((trunk for trunk in _TRUNKS if any(path.startswith(trunk) for path in params)), None)
+            outside = {
+                path: array if trunk is not None and path.startswith(trunk) else self._whole(path, array)
+                for path, array in params.items()
+            }
+            with made_whole_by(partial(self._whole_layer, trunk)):
+                return function(outside, *others)
+
+        return run
+
+    def _whole(self, path: str, array: jax.Array) -> jax.Array:
+        return self._gathered(array, self._specs[path])
+
+    def _whole_layer(self, trunk: str, path: str, array: jax.Array) -> jax.Array:
+        return self._gathered(array, self._specs[trunk + path][1:])
+
+    def _gathered(self, array: jax.Array, spec: Any) -> jax.Array:
+        for at, axis in enumerate(spec):
+            if axis is not None:
+                array = jax.lax.all_gather(array, axis, axis=at, tiled=True)
+        return array
+
+    def _summed(self, path: str, gradient: jax.Array) -> jax.Array:
+        """A device's gradient, summed over all: over fsdp it is already where the parameter was gathered."""
+        before, after = self._specs[path], self._gradients[path]
+        left = [axis for axis in BATCH if axis not in before]
+        for at, axis in enumerate(after):
+            if axis is not None and axis in left:
+                gradient = jax.lax.psum_scatter(gradient, axis, scatter_dimension=at, tiled=True)
+                left.remove(axis)
+        return jax.lax.psum(gradient, tuple(left)) if left else gradient
+
+
+def _only(axes: tuple[str, ...], spec: PartitionSpec) -> PartitionSpec:
+    return PartitionSpec(*(axis if axis in axes else None for axis in spec))
+
+
+def _every(metric: jax.Array) -> jax.Array:
+    """`[passes, ...]` of each shard as `[passes x shards, ...]` on all."""
+    found = jax.lax.all_gather(metric, BATCH, axis=1)
+    return found.reshape(-1, *metric.shape[1:])
