@@ -22,6 +22,7 @@ class PlanArguments:
     _argument_group_name = "plan"
 
     topology: str = field(metadata={"help": f"The devices to plan for. {known()}"})
+    mesh_shape: str | None = field(default=None, metadata={"help": "As in data:2,fsdp:4; unset, all over data."})
     json: str | None = field(default=None, metadata={"help": "File to write the figures to, as JSON."})
     levers: bool = field(
         default=True, metadata={"help": "Where it does not fit, compile what might make it fit, one by one."}
@@ -39,10 +40,12 @@ def main(
 
     place = topology(plan_args.topology)
     prepare(place)
+    sizes = plan_args.mesh_shape.split(",") if plan_args.mesh_shape else []
+    shape = {axis: int(size) for axis, size in (part.split(":") for part in sizes)}
     checkpoint, rows, tokenizer = _given(script_args, training_args, model_args)
 
     def planned(args: RewardConfig) -> Any:
-        return plan(checkpoint, args, place, rows, tokenizer)
+        return plan(checkpoint, args, place, rows, tokenizer, shape)
 
     found = planned(training_args)
     print(text(found), flush=True)

@@ -21,10 +21,12 @@ from trl_jax.engine.compilation import counted
 from trl_jax.engine.interrupts import Interrupts
 from trl_jax.engine.lock import only_run
 from trl_jax.engine.loop import Loop
+from trl_jax.engine.mesh import Division
 from trl_jax.engine.optim import Optimizer, decays, from_optax
 from trl_jax.engine.prefetch import Prefetched
 from trl_jax.engine.progress import Progress
 from trl_jax.engine.resume import find
+from trl_jax.engine.spread import Spread
 from trl_jax.engine.step import make_step
 from trl_jax.engine.watch import PATIENCE, Watch
 from trl_jax.hub.pretrained import PreTrainedModel
@@ -182,9 +184,10 @@ class BaseTrainer(Evaluating):
             max_steps=args.max_steps,
         )
 
-    def compiled_step(self, tx: Any) -> Any:
+    def compiled_step(self, tx: Any, division: Division | None = None) -> Any:
         """The step of `train()`, jitted; arguments as of `make_step`'s."""
-        return make_step(self.loss, tx)
+        many = division is not None and division.mesh.size > 1
+        return make_step(self.loss, tx, Spread(division, self.model.params) if many else None)
 
     def _advancer(self, tx: Any) -> Any:
         """(step batch, learning rate) -> metrics. Replaces the model's parameters by their successors."""

@@ -6,12 +6,13 @@ import tempfile
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import jax
 from datasets import Dataset
+from jax.sharding import AbstractMesh
 
 from trl_jax.core.chips import Topology
 from trl_jax.core.stream import BLOCK
 from trl_jax.engine.ahead import Compiled, compiled, devices, no_compiler
+from trl_jax.engine.mesh import AXES, Division, make_mesh
 from trl_jax.hub.pretrained import Checkpoint
 from trl_jax.nn.attention import QUERY_BLOCK
 from trl_jax.trainer import plan_arithmetic as arithmetic
@@ -35,7 +36,7 @@ class Plan:
     model: str
     parameters: int
     topology: Topology
-    mesh: str
+    mesh: dict[str, int]
     layout: str
     attention: str
     lengths: dict[int, int]
@@ -67,7 +68,12 @@ class Plan:
 
 
 def plan(
-    checkpoint: Checkpoint, args: RewardConfig, topology: Topology, rows: Dataset | None = None, tokenizer: Any = None
+    checkpoint: Checkpoint,
+    args: RewardConfig,
+    topology: Topology,
+    rows: Dataset | None = None,
+    tokenizer: Any = None,
+    mesh_shape: dict[str, int] | None = None,
 ) -> Plan:
     """Plan a run.
 
@@ -83,28 +89,31 @@ def plan(
         trainer = planning.trainer_of(checkpoint.outline(), planned, rows, tokenizer)
         found = planning.batches(trainer)
     why, tx = no_compiler(topology), trainer._optimizer()
-    given = planning.shapes(trainer, tx, found.largest, _places(topology, why))
-    one, arch = planning.one_pass(found.largest, given), trainer.model.engine.source.arch
+    division = _division(topology, mesh_shape or {"data": topology.devices}, why)
+    given = planning.shapes(trainer, tx, found.largest, division)
+    one, arch = planning.one_pass(given), trainer.model.engine.source.arch
     how = {"remat": bool(args.gradient_checkpointing)}
     result = None
     if why is None:
-        result = compiled(planning.lowered(trainer, tx, given, topology.platform), topology)
+        result = compiled(planning.lowered(trainer, tx, given, division, topology.platform), topology)
     causal = trainer.model.engine.takes_streams
     layout = trainer.loader(trainer.train_dataset, training=True).layout
-    flops = arithmetic.flops(given.params, found.largest, arch, causal=causal, **how) // topology.devices
+    flops = arithmetic.flops(given.params, found.largest, arch, causal=causal, **how)
     return Plan(
         model=checkpoint.name,
         parameters=trainer.model.num_parameters(),
         topology=topology,
-        mesh="1 device",
+        mesh={axis: size for axis, size in division.mesh.shape.items() if size > 1},
         layout=layout,
         attention=ATTENTION[layout == "padded"],
         lengths=found.lengths,
-        places=found.places,
-        tokens=found.tokens,
+        places=found.places * division.shards,
+        tokens=found.tokens * division.shards,
         one=one,
-        memory=arithmetic.memory(*given, planning.gradients(given), one, arch, dtype=args.compute_dtype, **how),
-        flops=flops,
+        memory=arithmetic.memory(
+            *given, planning.gradients(given, division), one, arch, dtype=args.compute_dtype, **how
+        ),
+        flops=flops * division.shards // topology.devices,
         why=why,
         compiled=result,
         bound=_bound(topology, result, given),
@@ -112,9 +121,11 @@ def plan(
     )
 
 
-def _places(topology: Topology, why: str | None) -> list[Any]:
-    """Devices to lay shapes out on; where nothing is compiled, any will do."""
-    return devices(topology) if why is None else jax.devices("cpu")[:1]
+def _division(topology: Topology, sizes: dict[str, int], why: str | None) -> Division:
+    """Where nothing is compiled a mesh needs no devices."""
+    if why is None:
+        return Division(make_mesh(sizes, devices(topology)))
+    return Division(AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES))
 
 
 def _bound(topology: Topology, result: Compiled | None, given: planning.Shapes) -> arithmetic.Bound | None:

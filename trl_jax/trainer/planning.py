@@ -15,6 +15,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from trl_jax.core.chips import Topology
 from trl_jax.data.layout import PairBatch
+from trl_jax.engine.mesh import Division
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.trainer.base_config import Device
 from trl_jax.trainer.plan_arithmetic import Pass, on_device
@@ -117,30 +118,40 @@ class Shapes(NamedTuple):
     batch: PairBatch
 
 
-def shapes(trainer: RewardTrainer, tx: Any, batch: PairBatch, devices: list[jax.Device]) -> Shapes:
-    whole = jax.sharding.SingleDeviceSharding(devices[0])
-
-    def placed(tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), tree)
-
+def shapes(trainer: RewardTrainer, tx: Any, batch: PairBatch, division: Division) -> Shapes:
+    """Of the step with a batch such as one shard has."""
     params = trainer.model.params
-    return Shapes(placed(params), placed(jax.eval_shape(tx.init, params)), placed(batch))
+    state = jax.eval_shape(tx.init, params)
+    if division.mesh.size > 1:
+        shards = division.shards
+        batch = jax.tree.map(lambda leaf: np.broadcast_to(leaf[:, None], (len(leaf), shards, *leaf.shape[1:])), batch)
+    over = division.whole if division.mesh.size == 1 else division.batch
+    return Shapes(
+        _placed(params, division.params(params)),
+        _placed(state, division.state(state, params)),
+        _placed(batch, jax.tree.map(lambda leaf: over, batch)),
+    )
 
 
-def lowered(trainer: RewardTrainer, tx: Any, given: Shapes, platform: str) -> jax.stages.Lowered:
+def _placed(tree: Any, places: Any) -> Any:
+    return jax.tree.map(lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tree, places)
+
+
+def lowered(trainer: RewardTrainer, tx: Any, given: Shapes, division: Division, platform: str) -> jax.stages.Lowered:
     """The step of `train()`, not yet compiled."""
     key = None if trainer.args.disable_dropout else jax.eval_shape(lambda: jax.random.key(0))
     rate = jax.ShapeDtypeStruct((), np.float32)
     with trainer._on_device():
-        return trainer.compiled_step(tx).trace(*given, rate, key).lower(lowering_platforms=(platform,))
+        return trainer.compiled_step(tx, division).trace(*given, rate, key).lower(lowering_platforms=(platform,))
 
 
-def one_pass(batch: PairBatch, given: Shapes) -> Pass:
+def one_pass(given: Shapes) -> Pass:
     """What a device computes at once."""
-    passes, *rows, length = given.batch.tokens.sharding.shard_shape(batch.tokens.shape)
+    tokens = given.batch.tokens
+    passes, *rows, length = tokens.sharding.shard_shape(tokens.shape)
     return Pass(passes, math.prod(rows), length)
 
 
-def gradients(given: Shapes) -> int:
+def gradients(given: Shapes, division: Division) -> int:
     """Bytes that a device has of them."""
-    return on_device(given.params)
+    return on_device(_placed(given.params, division.gradients(given.params)))
