@@ -61,7 +61,8 @@ class Cost(NamedTuple):
 def cost(text: str) -> Cost:
     """Of the program with this HLO text, as `compiled.as_text()` gives it."""
     computations, entry = _parsed(text)
-    reader = _Reader(computations)
+    devices = re.search(r"num_partitions=(\d+)", text.partition("\n")[0])
+    reader = _Reader(computations, int(devices[1]) if devices else 1)
     reader.visit(entry, 1)
     found = [Collective(*key, *sums) for key, sums in sorted(reader.collectives.items())]
     return Cost(reader.flops, found, reader.unknown)
@@ -114,8 +115,8 @@ def _closing(text: str, start: int) -> int:
 class _Reader:
     """Walks from the entry into what it calls, with how often each is run."""
 
-    def __init__(self, computations: dict[str, dict[str, Instruction]]):
-        self.computations, self.flops, self.unknown = computations, 0, 0
+    def __init__(self, computations: dict[str, dict[str, Instruction]], devices: int):
+        self.computations, self.devices, self.flops, self.unknown = computations, devices, 0, 0
         self.collectives: dict[tuple[str, int, str], list[int]] = defaultdict(lambda: [0, 0, 0])
 
     def visit(self, name: str, times: int) -> None:
@@ -134,7 +135,7 @@ class _Reader:
     def _collect(self, kind: str, one: Instruction, body: dict[str, Instruction], times: int) -> None:
         operands = sum(array_bytes(shape) for shape in _shapes(one, body))
         results = array_bytes(one.shape) - (operands if one.opcode.endswith("-start") and one.shape[0] == "(" else 0)
-        size, group = max(operands, results), _group(one)
+        size, group = max(operands, results), _group(one, self.devices)
         share = 1.0 if "permute" in kind or "broadcast" in kind else (group - 1) / group
         sums = self.collectives[kind, group, _ARRAY.search(one.shape)[1]]
         for place, added in enumerate((1, size, int(size * share * (2 if kind == "all-reduce" else 1)))):
@@ -173,13 +174,20 @@ def _sizes(shape: str) -> list[int]:
     return [int(size) for size in found.split(",")] if found else []
 
 
-def _group(one: Instruction) -> int:
-    """How many devices take part together."""
+def _group(one: Instruction, devices: int) -> int:
+    """How many devices take part together. XLA lists them, counts them, or names axes of a mesh; {} are all."""
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", one.rest):
         return listed[1].count(",") + 1
     if counted := re.search(r"replica_groups=\[\d+,(\d+)\]", one.rest):
         return int(counted[1])
-    return 2  # pairs of source and target
+    if named := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", one.rest):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", named[2]))
+    if "source_target_pairs" in one.rest:
+        return 2
+    if "replica_groups={}" in one.rest:
+        return devices
+    raise ValueError(f"{one.opcode} {one.name}: its replica groups are written in a new way: {one.rest[:200]}")
 
 
 def _dot(one: Instruction, body: dict[str, Instruction]) -> int:
