@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from trl_jax.data.fingerprint import row_digest
 from trl_jax.data.layout import PairBatch, pad_pairs, padded_length
 from trl_jax.data.order import epoch_order, grouped_by_length, micro_batches
 from trl_jax.data.plan import Ladder
+from trl_jax.data.shards import by_shard, filled, room, sharded_rows, sharded_streams
 from trl_jax.data.streams import balanced, place, stream_pairs
 
 COLUMNS = ("chosen_ids", "rejected_ids", "margin")
@@ -54,6 +56,9 @@ class PreferenceLoader:
 
     `batch_size` pairs make a micro-batch, `accumulation` micro-batches a step. Padded, a micro-batch is a pass; packed
     or shared, a step's pairs are dealt to as many streams, whichever their micro-batch.
+
+    On several devices `shards` of them share each micro-batch, and arrays have an axis for them behind that of passes.
+    As TRL's ranks do, an epoch of training then begins again at its end until its last micro-batch is whole.
     """
 
     dataset: Dataset | IterableDataset
@@ -63,6 +68,9 @@ class PreferenceLoader:
     layout: str = "padded"
     ladder: Ladder = Ladder()
     accumulation: int = 1
+    shards: int = 1
+    divided: bool = True  # False: filled up for the shards, but laid out as for one device
+    fills: bool = True  # False: the last micro-batch is as short as it is, as in an evaluation
     shuffle: bool = False
     seed: int = 0
     drop_last: bool = False
@@ -103,15 +111,19 @@ class PreferenceLoader:
         order = epoch_order(len(columns), seed=self.seed, epoch=self.epoch, shuffle=self.shuffle)
         if self.lengths is not None:
             order = grouped_by_length(order, self.lengths, self.batch_size * self.accumulation)
+        if self._filling:
+            order = filled(order, self.batch_size)
         for indices in micro_batches(order[self.skipped :], self.batch_size, drop_last=self.drop_last):
             rows = columns[np.asarray(indices)]
             values = [dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)]
             yield [Place(row, int(index), None) for row, index in zip(values, indices, strict=True)]
 
     def _stream(self) -> Iterator[Place]:
-        read, digest = 0, 0
+        read, digest, first = 0, 0, []
         for row in self.dataset:
             digest = row_digest(row, digest)
+            if read < self.batch_size:
+                first.append(Place(row, read, digest))
             if read >= self.skipped:
                 yield Place(row, read, digest)
             read += 1
@@ -119,6 +131,13 @@ class PreferenceLoader:
                 self._check_skipped(digest)
         if read < self.skipped:
             self._check_skipped(digest)
+        missing = -read % self.batch_size if self._filling and read else 0
+        for place_ in islice(cycle(first), max(0, self.skipped - read), missing):
+            yield place_._replace(digest=digest)
+
+    @property
+    def _filling(self) -> bool:
+        return self.shards > 1 and self.fills and not self.drop_last
 
     def _check_skipped(self, digest: int) -> None:
         if self.skipped_digest not in (None, digest):
@@ -128,10 +147,11 @@ class PreferenceLoader:
             )
 
     def _step(self, group: list[list[Place]]) -> StepBatch:
-        pairs = [[place.row for place in places] for places in group]
+        shards = self.shards if self.divided else 1
+        pairs = by_shard([[place.row for place in places] for places in group], shards)
         arrays, into = self._laid_out(pairs)
         lengths = [[len(row[side]) for row in rows for side in COLUMNS[:2]] for rows in pairs]
-        rows = [place.index for places in group for place in places]
+        rows, passes = [place.index for places in group for place in places], self.accumulation * shards
         return StepBatch(
             arrays,
             num_micro_batches=len(group),
@@ -140,19 +160,26 @@ class PreferenceLoader:
             num_padded_tokens=sum(len(rows) * self._trl_length(max(rows)) for rows in lengths),
             num_places=arrays.tokens.size,
             rows=rows,
-            passes=[[row for row, own in zip(rows, into, strict=True) if own == p] for p in range(len(arrays.tokens))],
+            passes=[[row for row, own in zip(rows, into, strict=True) if own == p] for p in range(passes)],
             rows_digest=group[-1][-1].digest,
         )
 
     def _laid_out(self, micro_batches: list[list[dict]]) -> tuple[PairBatch, list[int]]:
-        """The arrays of a step, and for each pair the pass that it is in."""
-        facts = {"pairs": self.batch_size, "count": self.accumulation, "pad_token_id": self.pad_token_id}
+        """The arrays of a step, and for each pair the pass, and shard, that it is in: counted over both."""
+        shards = self.shards if self.divided else 1
+        pairs, passes = self.batch_size // shards, self.accumulation * shards
         if self.layout == "padded":
-            arrays = pad_pairs(micro_batches, pad_to_multiple_of=self.pad_to_multiple_of, **facts)
-            return arrays, [m for m, rows in enumerate(micro_batches) for _ in rows]
-        placed = place(micro_batches, pairs=self.batch_size, share=self.layout == "shared")
-        into = balanced([pair.tokens for pair in placed], self.accumulation)
-        return stream_pairs(placed, into, streams=self.accumulation, rung=self.ladder, **facts), into
+            how = {"pad_token_id": self.pad_token_id, "pad_to_multiple_of": self.pad_to_multiple_of}
+            arrays = pad_pairs(micro_batches, pairs=pairs, count=passes, **how)
+            into = [m for m, rows in enumerate(micro_batches) for _ in rows]
+            return (arrays if shards == 1 else sharded_rows(arrays, shards)), into
+        placed = place(micro_batches, pairs=pairs, share=self.layout == "shared")
+        costs, how = [pair.tokens for pair in placed], {"pad_token_id": self.pad_token_id, "rung": self.ladder}
+        if shards == 1:
+            into = balanced(costs, passes)
+            return stream_pairs(placed, into, pairs=pairs, count=passes, streams=passes, **how), into
+        into = balanced(costs, passes, room(pairs, self.accumulation))
+        return sharded_streams(placed, into, pairs=pairs, count=self.accumulation, shards=shards, **how), into
 
     def _trl_length(self, longest: int) -> int:
         """The row length of TRL's collator, which knows no ladder."""

@@ -32,15 +32,21 @@ def shared_tokens(chosen: Sequence[int], rejected: Sequence[int]) -> int:
     return int(differ[0]) if len(differ) else most
 
 
-def balanced(costs: Sequence[int], streams: int) -> list[int]:
-    """The stream of each pair: the dearest first, each into what is emptiest then (Graham 1969)."""
+def balanced(costs: Sequence[int], streams: int, most: int | None = None) -> list[int]:
+    """The stream of each pair: the dearest first, each into what is emptiest then (Graham 1969).
+
+    `most` pairs at most go into one; there is room for all then.
+    """
     if streams == 1:
         return [0] * len(costs)
     heap, chosen = [(0, stream) for stream in range(streams)], [0] * len(costs)
+    free = [len(costs) if most is None else most] * streams
     for pair in sorted(range(len(costs)), key=lambda pair: -costs[pair]):
         filled, stream = heapq.heappop(heap)
         chosen[pair] = stream
-        heapq.heappush(heap, (filled + costs[pair], stream))
+        free[stream] -= 1
+        if free[stream]:
+            heapq.heappush(heap, (filled + costs[pair], stream))
     return chosen
 
 

@@ -27,7 +27,8 @@ class EvaluationBatch(NamedTuple):
 class Window:
     """Some batches, and the passes that compute the scores of their pairs.
 
-    passes: what is computed, and for each of its slots the pair that it has, counted over the window, or -1.
+    passes: what is computed, and for each of its slots the pair that it has, counted over the window, or -1; on several
+        devices both have an axis of shards in front.
     batches: in the set's order, `batch_size` pairs each but the last.
     rows: which of the set's pairs each batch is.
     """
@@ -38,10 +39,11 @@ class Window:
     batch_size: int
 
     def restored(self, scores: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The scores `[2 * slots]` of each pass as those of each batch, `[2 * batch_size]`."""
+        """The scores `[2 * slots]` of each pass, or `[shards, 2 * slots]`, as those of each batch, `[2 * batch_size]`."""
         found = np.zeros((2, len(self.batches) * self.batch_size), np.float32)
         for (_, pairs), given in zip(self.passes, scores, strict=True):
-            found[:, pairs[pairs >= 0]] = given.reshape(2, -1)[:, pairs >= 0]
+            sides = np.moveaxis(given.reshape(*pairs.shape[:-1], 2, -1), -2, 0)
+            found[:, pairs[pairs >= 0]] = sides[:, pairs >= 0]
         return [part.reshape(-1) for part in np.split(found, len(self.batches), axis=1)]
 
 
@@ -74,39 +76,56 @@ class Windows:
     def _padded(self, batches: list[list[dict]]) -> list[tuple[PairBatch, np.ndarray]]:
         loader, rows = self._loader, [row for batch in batches for row in batch]
         order = np.argsort([-_longest(row) for row in rows], kind="stable") if self._sort else np.arange(len(rows))
-        passes = []
+        passes, size = [], self._pairs
         for start in range(0, len(rows), loader.batch_size):
             pairs = order[start : start + loader.batch_size]
+            shares = [pairs[at : at + size] for at in range(0, len(pairs), size)]
             facts = {"pad_token_id": loader.pad_token_id, "pad_to_multiple_of": loader.pad_to_multiple_of}
-            arrays = pad_pairs([[rows[pair] for pair in pairs]], pairs=loader.batch_size, count=1, **facts)
+            given = [[rows[pair] for pair in share] for share in shares]
+            arrays = pad_pairs(given, pairs=size, count=loader.shards, **facts)
             slots = np.full(loader.batch_size, -1)
             slots[: len(pairs)] = pairs
-            passes.append((arrays, slots))
+            passes.append((arrays, self._by_shard(slots)))
         return passes
 
     def _streams(self, batches: list[list[dict]]) -> list[tuple[PairBatch, np.ndarray]]:
-        loader = self._loader
-        size, most = loader.batch_size, 2 * loader.batch_size
-        placed = place(batches, pairs=size, share=loader.layout == "shared")
-        needed = max(max(pair.tokens for pair in placed), sum(pair.tokens for pair in placed) // len(batches))
-        self._stream = max(self._stream, loader.ladder(needed))
-        passes = []
-        for pairs in _fitting(placed, self._stream, most):
-            # Slots count on within the pass, but ropes that ask for the longest text mean that of TRL's batch.
-            arrays = stream_pairs(
-                [pair._replace(slot=slot) for slot, pair in enumerate(pairs)],
-                [0] * len(pairs),
-                pairs=most,
-                count=1,
-                streams=1,
-                pad_token_id=loader.pad_token_id,
-                rung=lambda _: self._stream,
-                beside=[max(map(_longest, batches[pair.slot // size])) for pair in pairs],
-            )
-            slots = np.full(most, -1)
-            slots[: len(pairs)] = [pair.slot for pair in pairs]
-            passes.append((arrays, slots))
-        return passes
+        loader, shards = self._loader, self._loader.shards
+        size, most = self._pairs, 2 * self._pairs
+        placed = place(batches, pairs=loader.batch_size, share=loader.layout == "shared")
+        least = sum(pair.tokens for pair in placed) // (len(batches) * shards)
+        self._stream = max(self._stream, loader.ladder(max(least, *(pair.tokens for pair in placed))))
+        # Ropes that ask for the longest text mean that of the share of a batch that one of TRL's ranks has.
+        beside = [max(map(_longest, batch[at : at + size])) for batch in batches for at in range(0, len(batch), size)]
+        fitting = _fitting(placed, self._stream, most)
+        return [
+            self._pass(fitting[at : at + shards], most, beside)
+            for at in range(0, len(fitting), shards)
+        ]
+
+    def _pass(self, streams: list[list[Placed]], most: int, beside: list[int]) -> tuple[PairBatch, np.ndarray]:
+        loader, size = self._loader, self._pairs
+        arrays = stream_pairs(
+            [pair._replace(slot=slot) for pairs in streams for slot, pair in enumerate(pairs)],
+            [stream for stream, pairs in enumerate(streams) for _ in pairs],
+            pairs=most,
+            count=1,
+            streams=loader.shards,
+            pad_token_id=loader.pad_token_id,
+            rung=lambda _: self._stream,
+            beside=[beside[pair.slot // size] for pairs in streams for pair in pairs],
+        )
+        slots = np.full((loader.shards, most), -1)
+        for stream, pairs in enumerate(streams):
+            slots[stream, : len(pairs)] = [pair.slot for pair in pairs]
+        return arrays, self._by_shard(slots)
+
+    @property
+    def _pairs(self) -> int:
+        """A shard's of a batch."""
+        return self._loader.batch_size // self._loader.shards
+
+    def _by_shard(self, slots: np.ndarray) -> np.ndarray:
+        return slots.reshape(-1) if self._loader.shards == 1 else slots.reshape(self._loader.shards, -1)
 
 
 def _fitting(placed: list[Placed], length: int, most: int) -> list[list[Placed]]:

@@ -1,0 +1,77 @@
+"""A step's pairs on several devices, as TRL's ranks have them: an equal share of each micro-batch. Pure NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from trl_jax.core.stream import Stream
+from trl_jax.data.layout import PairBatch
+from trl_jax.data.streams import Placed, stream_pairs
+
+
+def filled(order: np.ndarray, size: int) -> np.ndarray:
+    """The order of an epoch, begun again at its end until `size` divides it: accelerate's `even_batches`."""
+    return np.concatenate([order, np.resize(order, -len(order) % size)])
+
+
+def by_shard(micro_batches: Sequence[Sequence[Any]], shards: int) -> list[list[Any]]:
+    """Each micro-batch as `shards` runs of equal length, one behind the other."""
+    return [
+        list(items[at : at + len(items) // shards])
+        for items in micro_batches
+        for at in range(0, len(items), len(items) // shards)
+    ]
+
+
+def room(pairs: int, accumulation: int) -> int:
+    """Pairs that one of several devices' streams has room for: some more than `pairs`, its share of a micro-batch.
+
+    Without a bound each stream would be read at as many places as all pairs of the step have.
+    """
+    return (accumulation + 1) * pairs
+
+
+def sharded_streams(
+    placed: Sequence[Placed], into: Sequence[int], *, pairs: int, count: int, shards: int, **how: Any
+) -> PairBatch:
+    """Pairs as streams, `[count, shards, 1, T]`: pass by pass, one for each shard.
+
+    Args:
+        placed: of `by_shard`'s runs, `pairs` each; slots are counted over all of them.
+        into: the stream of each, counted over passes and shards.
+        how: `pad_token_id` and `rung`, as `stream_pairs` takes them.
+    """
+    longest: dict[int, int] = {}
+    for pair in placed:
+        texts = max(len(pair.row["chosen_ids"]), len(pair.row["rejected_ids"]))
+        longest[pair.slot // pairs] = max(longest.get(pair.slot // pairs, 0), texts)
+    most, streams = room(pairs, count), count * shards
+    member, own = np.zeros((streams, count, most), bool), []
+    taken = [0] * streams
+    for pair, stream in zip(placed, into, strict=True):
+        slot, taken[stream] = taken[stream], taken[stream] + 1
+        member[stream, pair.slot // (pairs * shards), slot] = True
+        own.append(pair._replace(slot=slot))
+    beside = [longest[pair.slot // pairs] for pair in placed]
+    batch = stream_pairs(own, into, pairs=most, count=1, streams=streams, beside=beside, **how)
+    return in_shards(batch._replace(member=member), shards)
+
+
+def sharded_rows(batch: PairBatch, shards: int) -> PairBatch:
+    """Padded micro-batches of `by_shard`, `[count x shards, ...]`, as `[count, shards, ...]`."""
+    passes, _, pairs = batch.member.shape
+    member = batch.member.reshape(passes, passes // shards, shards, pairs).any(axis=2)
+    return in_shards(batch._replace(member=member), shards)
+
+
+def in_shards(batch: PairBatch, shards: int) -> PairBatch:
+    """`[n x shards, ...]` as `[n, shards, ...]`."""
+
+    def split(leaf: np.ndarray | None) -> np.ndarray | None:
+        return None if leaf is None else leaf.reshape(-1, shards, *leaf.shape[1:])
+
+    stream = None if batch.stream is None else Stream(*map(split, batch.stream))
+    return PairBatch(*map(split, batch[:-1]), stream)
