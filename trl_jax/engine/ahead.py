@@ -84,9 +84,9 @@ def devices(topology: Topology) -> list[jax.Device]:
     return found.devices
 
 
-def compiled(lowered: jax.stages.Lowered, topology: Topology) -> Compiled:
+def compiled(traced: jax.stages.Traced, topology: Topology) -> Compiled:
     """Compile; where it does not fit, what was wanted."""
-    start = time.monotonic()
+    start, lowered = time.monotonic(), traced.lower(lowering_platforms=(topology.platform,))
     try:
         program = lowered.compile()
     except jax.errors.JaxRuntimeError as error:

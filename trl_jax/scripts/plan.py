@@ -40,12 +40,11 @@ def main(
 
     place = topology(plan_args.topology)
     prepare(place)
-    sizes = plan_args.mesh_shape.split(",") if plan_args.mesh_shape else []
-    shape = {axis: int(size) for axis, size in (part.split(":") for part in sizes)}
+    training_args.mesh_shape = plan_args.mesh_shape
     checkpoint, rows, tokenizer = _given(script_args, training_args, model_args)
 
     def planned(args: RewardConfig) -> Any:
-        return plan(checkpoint, args, place, rows, tokenizer, shape)
+        return plan(checkpoint, args, place, rows, tokenizer)
 
     found = planned(training_args)
     print(text(found), flush=True)

@@ -7,12 +7,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from datasets import Dataset
-from jax.sharding import AbstractMesh
 
 from trl_jax.core.chips import Topology
 from trl_jax.core.stream import BLOCK
-from trl_jax.engine.ahead import Compiled, compiled, devices, no_compiler
-from trl_jax.engine.mesh import AXES, Division, make_mesh
+from trl_jax.engine.ahead import Compiled, compiled, no_compiler
 from trl_jax.hub.pretrained import Checkpoint
 from trl_jax.nn.attention import QUERY_BLOCK
 from trl_jax.trainer import plan_arithmetic as arithmetic
@@ -73,7 +71,6 @@ def plan(
     topology: Topology,
     rows: Dataset | None = None,
     tokenizer: Any = None,
-    mesh_shape: dict[str, int] | None = None,
 ) -> Plan:
     """Plan a run.
 
@@ -89,13 +86,13 @@ def plan(
         trainer = planning.trainer_of(checkpoint.outline(), planned, rows, tokenizer)
         found = planning.batches(trainer)
     why, tx = no_compiler(topology), trainer._optimizer()
-    division = _division(topology, mesh_shape or {"data": topology.devices}, why)
+    division = planning.division(topology, vars(args).get("mesh_shape"), why)
     given = planning.shapes(trainer, tx, found.largest, division)
     one, arch = planning.one_pass(given), trainer.model.engine.source.arch
     how = {"remat": bool(args.gradient_checkpointing)}
     result = None
     if why is None:
-        result = compiled(planning.lowered(trainer, tx, given, division, topology.platform), topology)
+        result = compiled(planning.traced(trainer, tx, given, division), topology)
     causal = trainer.model.engine.takes_streams
     layout = trainer.loader(trainer.train_dataset, training=True).layout
     flops = arithmetic.flops(given.params, found.largest, arch, causal=causal, **how)
@@ -119,13 +116,6 @@ def plan(
         bound=_bound(topology, result, given),
         settings=_settings(args),
     )
-
-
-def _division(topology: Topology, sizes: dict[str, int], why: str | None) -> Division:
-    """Where nothing is compiled a mesh needs no devices."""
-    if why is None:
-        return Division(make_mesh(sizes, devices(topology)))
-    return Division(AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES))
 
 
 def _bound(topology: Topology, result: Compiled | None, given: planning.Shapes) -> arithmetic.Bound | None:

@@ -100,13 +100,14 @@ def _maps(params: Mapping[str, Any], arch: Any) -> Iterable[tuple[Any, int]]:
 
 def flops(params: Mapping[str, Any], batch: PairBatch, arch: Any, *, causal: bool, remat: bool) -> int:
     """Of a step, on all devices together, in matrix products: two for each weight and token (Kaplan et al. 2020), the
-    same for what queries see; twice that backward, and where layers are computed again, once more."""
+    same for what queries see; twice that backward, and once more where layers are computed again. What queries see
+    always is, on rows whole and along streams the scores: no memory is spent on keeping it."""
     weights = sum(used * arch.num_layers * math.prod(leaf.shape[-2:]) for leaf, used in _maps(params, arch))
     forward = 2 * weights * math.prod(batch.tokens.shape)
     attended = 4 * seen(batch, causal) * arch.num_layers * _channels(arch)
-    turns = 4 if remat else 3
-    again = 0 if batch.stream is None else attended // 2  # backward along a stream computes the scores again
-    return turns * (forward + attended) + again
+    if batch.stream is None:
+        return (4 if remat else 3) * forward + 4 * attended
+    return (4 if remat else 3) * forward + (9 if remat else 7) * attended // 2
 
 
 def _channels(arch: Any) -> int:

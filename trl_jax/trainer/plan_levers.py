@@ -58,6 +58,10 @@ def switches(args: RewardConfig, plan: Plan) -> list[dict[str, Any]]:
         found.append({"gradient_checkpointing": True})
     if args.compute_dtype != "bfloat16":
         found.append({"bf16": True})
+    if plan.mesh.get("data", 1) > 1:
+        others = [f"{axis}:{size}" for axis, size in plan.mesh.items() if axis not in ("data", "fsdp")]
+        shards = plan.mesh["data"] * plan.mesh.get("fsdp", 1)
+        found.append({"mesh_shape": ",".join([f"fsdp:{shards}", *others])})
     return found
 
 

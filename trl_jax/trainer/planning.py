@@ -11,11 +11,13 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import numpy as np
 from datasets import Dataset
+from jax.sharding import AbstractMesh
 from transformers.trainer_utils import SaveStrategy
 
 from trl_jax.core.chips import Topology
 from trl_jax.data.layout import PairBatch
-from trl_jax.engine.mesh import Division
+from trl_jax.engine.ahead import devices
+from trl_jax.engine.mesh import AXES, Division, make_mesh
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.trainer.base_config import Device
 from trl_jax.trainer.plan_arithmetic import Pass, on_device
@@ -110,6 +112,15 @@ def batches(trainer: RewardTrainer) -> Batches:
     return Batches(largest.arrays, dict(sorted(lengths.items())), float(np.mean(places)), float(np.mean(tokens)))
 
 
+def division(topology: Topology, mesh_shape: str | None, why: str | None) -> Division:
+    """How the run lies on the topology; where nothing is compiled, as `why` says, a mesh needs no devices."""
+    parts = [part.split(":") for part in mesh_shape.split(",")] if mesh_shape else [("data", topology.devices)]
+    sizes = {axis: int(size) for axis, size in parts}
+    if why is None:
+        return Division(make_mesh(sizes, devices(topology)))
+    return Division(AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES))
+
+
 class Shapes(NamedTuple):
     """What the step is called with: shapes, each with the places where its array would lie."""
 
@@ -137,12 +148,12 @@ def _placed(tree: Any, places: Any) -> Any:
     return jax.tree.map(lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tree, places)
 
 
-def lowered(trainer: RewardTrainer, tx: Any, given: Shapes, division: Division, platform: str) -> jax.stages.Lowered:
-    """The step of `train()`, not yet compiled."""
+def traced(trainer: RewardTrainer, tx: Any, given: Shapes, division: Division) -> jax.stages.Traced:
+    """The step of `train()`, not yet for any kind of device."""
     key = None if trainer.args.disable_dropout else jax.eval_shape(lambda: jax.random.key(0))
     rate = jax.ShapeDtypeStruct((), np.float32)
     with trainer._on_device():
-        return trainer.compiled_step(tx, division).trace(*given, rate, key).lower(lowering_platforms=(platform,))
+        return trainer.compiled_step(tx, division).trace(*given, rate, key)
 
 
 def one_pass(given: Shapes) -> Pass:
