@@ -35,10 +35,7 @@ def bare(checkpoint, tmp_path):
 
 
 def config(tmp_path, **changes):
-    mesh = changes.pop("mesh_shape", None)
-    args = RewardConfig(str(tmp_path / "out"), **(SHAPE | changes))
-    args.mesh_shape = mesh
-    return args
+    return RewardConfig(str(tmp_path / "out"), **(SHAPE | changes))
 
 
 def test_the_step_is_that_of_a_trainer_with_weights(checkpoint, bare, tmp_path):
@@ -53,9 +50,8 @@ def test_the_step_is_that_of_a_trainer_with_weights(checkpoint, bare, tmp_path):
     trainer = planning.trainer_of(bare().outline(), planning.planned(args, topology("cpu:1"), args.output_dir), None)
     found = planning.batches(trainer)
     assert found.tokens == 2 * 4 * 2 * 96 and sum(found.lengths.values()) == 1
-    own = planning.division(topology("cpu:1"), None, why=None)
-    given = planning.shapes(trainer, tx, found.largest, own)
-    traced = planning.traced(trainer, trainer._optimizer(), given, own)
+    given = planning.shapes(trainer, tx, found.largest)
+    traced = planning.traced(trainer, trainer._optimizer(), given)
     assert _without_addresses(traced.jaxpr) == _without_addresses(wanted.jaxpr)
 
 
@@ -67,7 +63,8 @@ def test_arithmetic_and_compiler_agree_on_what_the_step_is_given(bare, tmp_path)
     found = plan(bare(), config(tmp_path), topology("cpu:1"))
     own = found.memory
     assert own.parameters == 4 * found.parameters and own.moments == 8 * found.parameters + 4
-    assert 0 <= found.compiled.arguments - own.arguments < 64  # the learning rate, and alignment
+    held = own.parameters + own.moments  # of the batch, what a decoder does not look at is left out
+    assert held < found.compiled.arguments < own.arguments + 64  # and the learning rate
     assert found.peak >= own.arguments + found.compiled.temporary
     assert found.fits is None and found.layout == "shared" and found.mesh == {}
     json.dumps(found.as_dict())

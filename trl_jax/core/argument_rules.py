@@ -256,14 +256,7 @@ def accelerator(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     return None
 
 
-def one_device(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
-    """A ParallelismConfig, or a dict of its sizes: none may be above 1 here."""
-    sizes = value if isinstance(value, Mapping) else vars(value) if value else {}
-    wanted = {key: size for key, size in sizes.items() if key.endswith("_size") and isinstance(size, int) and size > 1}
-    return f"{name} asks for {wanted}: this release trains on one device; leave it out." if wanted else None
-
-
-def _words(value: Any) -> list[str]:
+def words(value: Any) -> list[str]:
     """Of an argument that takes words in a string, a list of them, or a truth value."""
     if isinstance(value, bool) or value is None:
         return []
@@ -271,7 +264,7 @@ def _words(value: Any) -> list[str]:
 
 
 def fsdp_words(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
-    unknown = [word for word in _words(value) if word not in FSDP_WORDS]
+    unknown = [word for word in words(value) if word not in FSDP_WORDS]
     return f"{name} holds {unknown}: wanted some of {', '.join(FSDP_WORDS)}." if unknown else None
 
 
@@ -285,14 +278,13 @@ def deepspeed_config(name: str, value: Any, values: Mapping[str, Any]) -> str | 
 
 
 def debug_words(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
-    words = _words(value)
-    unknown = [word for word in words if word not in ("underflow_overflow", "tpu_metrics_debug")]
+    unknown = [word for word in words(value) if word not in ("underflow_overflow", "tpu_metrics_debug")]
     return f"{name} holds {unknown}: wanted underflow_overflow or tpu_metrics_debug." if unknown else None
 
 
 def debug_note(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
-    words = _words(value)
-    return f"{name}: tpu_metrics_debug has no effect in trl_jax: XLA has no such log." if "tpu" in str(words) else None
+    told = f"{name}: tpu_metrics_debug has no effect in trl_jax: XLA has no such log."
+    return told if "tpu" in str(words(value)) else None
 
 
 def metric_inputs(name: str, value: Any, values: Mapping[str, Any]) -> str | None:

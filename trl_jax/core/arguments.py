@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from trl_jax.core import argument_rules as rules
+from trl_jax.core import parallel
 from trl_jax.core.argument_rules import HERE, Rule, show
 from trl_jax.core.optimizers import OPTIMIZERS
 
@@ -39,7 +40,6 @@ def _falsy(value: Any) -> bool:
 
 
 AS_BF16 = "float16 is run as bfloat16, which needs no loss scaling. Pass the bf16 argument to say so."
-ONE_DEVICE = "this release trains on one device, where there is nothing to shard."
 
 # The names that this release knows, of the arguments that choose by name.
 SUPPORTED: dict[str, tuple[str, ...]] = {
@@ -117,10 +117,11 @@ TABLE: dict[str, Fate] = {
     **_each("label_names", "warned", "preference pairs have no labels."),
     # Devices and launchers
     **_each("accelerator_config", "mapped", rule=rules.accelerator),
-    **_each("parallelism_config", "mapped", rule=rules.one_device),
-    **_each("fsdp", "warned", ONE_DEVICE, is_off=_falsy, rule=rules.fsdp_words),
-    **_each("fsdp_config", "silent", "what it says of shards means nothing without them"),
-    **_each("deepspeed", "warned", ONE_DEVICE, is_off=_falsy, rule=rules.deepspeed_config),
+    **_each("parallelism_config", "mapped", rule=parallel.rule(lambda value, _: parallel.of_config(value))),
+    **_each("fsdp", "mapped", rule=parallel.rule(lambda value, all_: parallel.of_fsdp(value, all_["fsdp_config"]))),
+    **_each("fsdp_config", "mapped"),
+    **_each("deepspeed", "mapped", rule=rules.deepspeed_config),
+    **_each("mesh_shape", "mapped", rule=parallel.rule(lambda _, all_: parallel.asked(all_))),
     **_each("ddp_find_unused_parameters ddp_broadcast_buffers ddp_static_graph ddp_timeout", "silent",
             "collectives are XLA's"),
     **_each("ddp_bucket_cap_mb ddp_backend", "warned", "collectives are XLA's."),

@@ -1,4 +1,4 @@
-"""What a DeepSpeed config means on one device: what the arguments say already, and what has nothing to act on."""
+"""What a DeepSpeed config says that the arguments say, too; of its stages `core.parallel` knows."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def _others(config: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
     found = []
     total = config.get("train_batch_size", "auto")
     product = values["per_device_train_batch_size"] * values["gradient_accumulation_steps"]
-    if total not in ("auto", product):
+    if total != "auto" and (not isinstance(total, int) or total % product):
         found.append(
-            f"deepspeed sets train_batch_size to {total!r}, but on one device it is per_device_train_batch_size x "
-            f'gradient_accumulation_steps = {product}. Write "auto" in the file.'
+            f"deepspeed sets train_batch_size to {total!r}, but it is devices x per_device_train_batch_size x "
+            f'gradient_accumulation_steps, a multiple of {product}. Write "auto" in the file.'
         )
     if _at(config, "fp16.enabled") is True:
         found.append("deepspeed asks for fp16, whose loss scaling is not built here. Set bf16 in the file instead.")

@@ -58,8 +58,17 @@ def prepare(topology: Topology) -> None:
         jax.config.update("jax_num_cpu_devices", topology.devices)
 
 
-def devices(topology: Topology) -> list[jax.Device]:
-    """Devices to compile for.
+class Imagined(NamedTuple):
+    """What a mesh asks of a device, where nothing is compiled."""
+
+    id: int
+    platform: str
+    device_kind: str
+    process_index: int = 0
+
+
+def devices(topology: Topology) -> list[jax.Device | Imagined]:
+    """Devices to compile for, or to lay shapes out on where there is no compiler.
 
     Raises:
         ValueError: the compiler knows no such topology, or JAX has fewer devices already.
@@ -72,6 +81,8 @@ def devices(topology: Topology) -> list[jax.Device]:
                 f"or set XLA_FLAGS=--xla_force_host_platform_device_count={topology.devices}."
             )
         return found[: topology.devices]
+    if no_compiler(topology) is not None:
+        return [Imagined(number, topology.platform, topology.kind) for number in range(topology.devices)]
     for name, value in _NO_TPU_HERE.items():
         os.environ.setdefault(name, value)
     host = [min(2, size) for size in (*topology.shape, 1, 1)[:2]] + [1]  # chips that share one, at most 2x2

@@ -140,6 +140,15 @@ class Division:
 
         return jax.tree_util.tree_map_with_path(place, state)
 
+    def placed(self, params: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """Parameters where they belong."""
+        places = self.params(params)
+        return {path: placed(array, places[path]) for path, array in params.items()}
+
+    def placed_state(self, state: Any, params: Mapping[str, Any]) -> Any:
+        """An optimizer's state where it belongs."""
+        return jax.tree.map(placed, state, self.state(state, params))
+
     @property
     def whole(self) -> NamedSharding:
         """On every device all of it."""
@@ -162,9 +171,32 @@ def shardings(mesh: Mesh, shapes: Mapping[str, Any]) -> dict[str, NamedSharding]
 
 
 def placed(array: Any, sharding: NamedSharding) -> jax.Array:
-    """A NumPy array that every process has, each device given its part; a copy, so that it can be donated."""
+    """An array that every process has, each device given its part; a copy, so that it can be donated.
+
+    The shape of an array gets the place where that would lie.
+    """
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+    if sharding.is_fully_addressable:
+        return jax.device_put(jax.numpy.array(array), sharding)
     parts = [
         jax.numpy.array(array[index], device=device)
         for device, index in sharding.addressable_devices_indices_map(array.shape).items()
     ]
     return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
+
+
+def distributed(batch: Any, sharding: NamedSharding) -> Any:
+    """A batch of NumPy arrays that every process has, on the devices."""
+    return jax.tree.map(
+        lambda leaf: jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index]), batch
+    )
+
+
+def fetched(array: jax.Array) -> np.ndarray:
+    """All of an array on every host. Where hosts hold parts of it, all of them must ask."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    mesh = array.sharding.mesh
+    whole = jax.jit(lambda part: part, out_shardings=NamedSharding(mesh, PartitionSpec()))(array)
+    return np.asarray(whole)

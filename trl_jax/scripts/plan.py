@@ -22,7 +22,6 @@ class PlanArguments:
     _argument_group_name = "plan"
 
     topology: str = field(metadata={"help": f"The devices to plan for. {known()}"})
-    mesh_shape: str | None = field(default=None, metadata={"help": "As in data:2,fsdp:4; unset, all over data."})
     json: str | None = field(default=None, metadata={"help": "File to write the figures to, as JSON."})
     levers: bool = field(
         default=True, metadata={"help": "Where it does not fit, compile what might make it fit, one by one."}
@@ -40,7 +39,6 @@ def main(
 
     place = topology(plan_args.topology)
     prepare(place)
-    training_args.mesh_shape = plan_args.mesh_shape
     checkpoint, rows, tokenizer = _given(script_args, training_args, model_args)
 
     def planned(args: RewardConfig) -> Any:

@@ -165,6 +165,12 @@ class BaseConfig(TrainingArguments, metaclass=OldNames):
     def device(self) -> Device:
         return Device(use_cpu=self.use_cpu)
 
+    def jax_devices(self) -> list:
+        """All that a run may use, of every process."""
+        import jax
+
+        return jax.devices("cpu") if self.use_cpu else jax.devices()
+
     @property
     def n_gpu(self) -> int:
         return 0 if self.device.type == "cpu" else 1

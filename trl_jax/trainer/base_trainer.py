@@ -21,18 +21,18 @@ from trl_jax.engine.compilation import counted
 from trl_jax.engine.interrupts import Interrupts
 from trl_jax.engine.lock import only_run
 from trl_jax.engine.loop import Loop
-from trl_jax.engine.mesh import Division
+from trl_jax.engine.mesh import distributed
 from trl_jax.engine.optim import Optimizer, decays, from_optax
 from trl_jax.engine.prefetch import Prefetched
 from trl_jax.engine.progress import Progress
 from trl_jax.engine.resume import find
-from trl_jax.engine.spread import Spread
 from trl_jax.engine.step import make_step
 from trl_jax.engine.watch import PATIENCE, Watch
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.torch_objects import give_back
 from trl_jax.trainer.base_config import BaseConfig
 from trl_jax.trainer.batches import steps_of
+from trl_jax.trainer.devices import run_device
 from trl_jax.trainer.diagnosis import explain
 from trl_jax.trainer.evaluating import Evaluating, refuse
 from trl_jax.trainer.hooked import HookedStep
@@ -40,7 +40,6 @@ from trl_jax.trainer.limits import told_of_memory
 from trl_jax.trainer.memory import memory
 from trl_jax.trainer.optimizers import LearningRate, check_optax, choose
 from trl_jax.trainer.publishing import sweep_stages
-from trl_jax.trainer.session import run_device
 
 _NEVER_CALLED = frozenset(
     """
@@ -144,7 +143,7 @@ class BaseTrainer(Evaluating):
             events=self._events,
             batches=Prefetched(
                 steps_of(loader, "get_train_dataloader"),
-                None if "compute_loss" in self.overridden else partial(_placed, run_device(args)),
+                None if "compute_loss" in self.overridden else self._place,
             ),
             num_epochs=run.num_epochs,
             micro_batches_per_epoch=run.micro_batches_per_epoch,
@@ -177,17 +176,16 @@ class BaseTrainer(Evaluating):
         args = self.args
         return plan(
             len(self.train_dataset) if isinstance(self.train_dataset, Dataset) else None,
-            batch_size=args.per_device_train_batch_size,
+            batch_size=self.micro_batch_pairs,
             accumulation=args.gradient_accumulation_steps,
             drop_last=args.dataloader_drop_last,
             epochs=args.num_train_epochs,
             max_steps=args.max_steps,
         )
 
-    def compiled_step(self, tx: Any, division: Division | None = None) -> Any:
+    def compiled_step(self, tx: Any) -> Any:
         """The step of `train()`, jitted; arguments as of `make_step`'s."""
-        many = division is not None and division.mesh.size > 1
-        return make_step(self.loss, tx, Spread(division, self.model.params) if many else None)
+        return make_step(self.loss, tx, self.spread)
 
     def _advancer(self, tx: Any) -> Any:
         """(step batch, learning rate) -> metrics. Replaces the model's parameters by their successors."""
@@ -196,7 +194,7 @@ class BaseTrainer(Evaluating):
         else:
             step = counted(self.compiled_step(tx), "The step")
         if self._optimizer_state is None:
-            self._optimizer_state = tx.init(self.model.params)
+            self._optimizer_state = self._new_optimizer_state(tx)
         key = None if self.args.disable_dropout else jax.random.key(self.args.seed)
         flops_a_token = 6 * self.model.num_parameters(exclude_embeddings=True)
 
@@ -212,6 +210,14 @@ class BaseTrainer(Evaluating):
             return metrics
 
         return advance
+
+    def _place(self, batch: Any) -> Any:
+        """The batch with its arrays on the devices. On a single one they are not bound to it: weights are not, and the
+        step would compile for either."""
+        if self.division is not None:
+            return batch._replace(arrays=distributed(batch.arrays, self.division.batch))
+        with jax.default_device(run_device(self.args)):
+            return batch._replace(arrays=jax.device_put(batch.arrays))
 
     def create_optimizer(self) -> Any:
         """What turns gradients into updates; `optimizers` of the constructor, if given, or what `args.optim` names.
@@ -253,7 +259,7 @@ class BaseTrainer(Evaluating):
         self, train_loss: float, measured: dict[str, float], start: float, max_steps: int, first: int
     ) -> TrainOutput:
         args, state = self.args, self.state
-        rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * max_steps
+        rows = self.micro_batch_pairs * args.gradient_accumulation_steps * max_steps
         if isinstance(self.train_dataset, Dataset) and args.max_steps <= 0:
             rows = len(self.train_dataset) * args.num_train_epochs
         taken = state.global_step - first  # the time is that of this session, so are its steps
@@ -265,20 +271,13 @@ class BaseTrainer(Evaluating):
         self.log(metrics)
         metrics["epoch"] = state.epoch
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            self.model.params = self.model.engine.load(Path(state.best_model_checkpoint), args.seed)
+            self.model.params = self._weights_of(Path(state.best_model_checkpoint))
         if args.save_total_limit == 1 and state.best_model_checkpoint is not None:
             forget_all_but_best(args.output_dir, state.best_model_checkpoint)
         if self._brought is not None:
             give_back(self.model.engine, self.model.params, self.model.config, self._brought)
         self._events.fire("on_train_end")
         return TrainOutput(state.global_step, train_loss, metrics)
-
-
-def _placed(device: jax.Device, batch: Any) -> Any:
-    """The batch with its arrays on the device, but not bound to it: weights are not, and the step would compile for
-    either."""
-    with jax.default_device(device):
-        return batch._replace(arrays=jax.device_put(batch.arrays))
 
 
 def check_strategies(args: BaseConfig, eval_dataset: Any) -> None:

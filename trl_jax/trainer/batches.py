@@ -29,7 +29,7 @@ class Batches:
         return rows // self.batch_size if self.steps.drop_last else -(-rows // self.batch_size)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for step in replace(self.steps, layout="padded"):
+        for step in replace(self.steps, layout="padded", divided=False):
             yield from inputs_of(step.arrays)
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from trl_jax.engine.first_bad import first_bad
+from trl_jax.engine.mesh import fetched
 
 if TYPE_CHECKING:
     from trl_jax.hub.pretrained import PreTrainedModel
@@ -16,14 +18,17 @@ if TYPE_CHECKING:
 
 def explain(trainer: Task, batch: Any) -> str:
     """A sentence on where the first value that is no number arises, in `trainer.loss` or in its gradient."""
-    params = trainer.model.params
+    params, arrays = trainer.model.params, batch.arrays
+    if trainer.division is not None:
+        params = {path: jnp.asarray(fetched(array)) for path, array in params.items()}
+        arrays = jax.tree.map(lambda leaf: fetched(leaf).reshape(-1, *leaf.shape[2:]), arrays)
     bad = [path for path, array in params.items() if not np.isfinite(jax.device_get(array)).all()]
     if bad:
         return f"The weights {', '.join(bad[:8])} hold values that are none."
     for number, rows in enumerate(batch.passes):
         if not rows:
             continue
-        one = jax.tree.map(lambda leaf, number=number: leaf[number], batch.arrays)
+        one = jax.tree.map(lambda leaf, number=number: leaf[number], arrays)
         for function in (trainer.loss, jax.grad(trainer.loss, has_aux=True)):
             found = first_bad(lambda p, b, function=function: function(p, b, None), params, one)
             if found is not None:

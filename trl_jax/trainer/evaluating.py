@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,9 @@ import numpy as np
 from transformers.trainer_utils import PredictionOutput, speed_metrics
 
 from trl_jax.engine.evaluation import Evaluated, run_batches, run_evaluation
+from trl_jax.engine.mesh import distributed
 from trl_jax.engine.prefetch import Prefetched
+from trl_jax.engine.spread import Spread
 from trl_jax.trainer.batches import steps_of
 from trl_jax.trainer.hooked import HookedEvaluation, OwnPrediction
 from trl_jax.trainer.predicted import Predicted, check_compute_metrics, rows_of
@@ -27,7 +30,8 @@ class Evaluating(Publishing):
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         check_compute_metrics(compute_metrics, self.args.batch_eval_metrics)
-        self._score_pass = jax.jit(self._first_pass, static_argnames="dtype")
+        self.spread = None if self.division is None else Spread(self.division, self.model.params)
+        self._score_pass = jax.jit(self._scored, static_argnames="dtype")
         self._measure = jax.jit(self.evaluation_loss)
         self._own_evaluation: Any = None  # by a script's own methods, batch by batch
         if "prediction_step" in self.overridden:
@@ -98,7 +102,8 @@ class Evaluating(Publishing):
         with self._on_device():
             if self._own_evaluation is None:
                 score = partial(self._score_pass, self.model.params, dtype=dtype)
-                evaluated = run_evaluation(score, self._measure, Prefetched(self.windows(batches)), after_each)
+                windows = Prefetched(self.windows(batches), None if self.division is None else self._placed_window)
+                evaluated = run_evaluation(score, self._measure, windows, after_each)
             else:
                 evaluate = partial(self._own_evaluation, self.model.params, dtype=dtype)
                 evaluated = run_batches(evaluate, batches, after_each)
@@ -125,6 +130,15 @@ class Evaluating(Publishing):
     def _first_pass(self, params: dict, batch: Any, *, dtype: str) -> jax.Array:
         return self.score(params, jax.tree.map(lambda leaf: leaf[0], batch), dtype=dtype)
 
+    def _scored(self, params: dict, batch: Any, *, dtype: str) -> jax.Array:
+        if self.spread is None:
+            return self._first_pass(params, batch, dtype=dtype)
+        return self.spread.scores(partial(self._first_pass, dtype=dtype))(params, batch)
+
+    def _placed_window(self, window: Any) -> Any:
+        place = self.division.rows
+        return replace(window, passes=[(distributed(arrays, place), slots) for arrays, slots in window.passes])
+
     def _own_metrics(self, predicted: Predicted) -> dict[str, float]:
         if self.compute_metrics is None:
             return {}
@@ -132,7 +146,7 @@ class Evaluating(Publishing):
         return predicted.metrics(self.compute_metrics, args.include_for_metrics, args.batch_eval_metrics)
 
     def _speed(self, prefix: str, start: float, evaluated: Evaluated) -> dict[str, float]:
-        steps = math.ceil(evaluated.total_pairs / self.args.per_device_eval_batch_size)
+        steps = math.ceil(evaluated.total_pairs / (self.args.per_device_eval_batch_size * self.shards))
         return speed_metrics(prefix, start, num_samples=evaluated.total_pairs, num_steps=steps)
 
 

@@ -93,6 +93,8 @@ class Keeping(Session):
         else:
             params = saved.tree("params", params) if saved.names("params") else params
             state, progress = saved.tree("optimizer", jax.eval_shape(tx.init, params)), saved.progress
+            if self.division is not None:
+                params, state = self.division.placed(params), self.division.placed_state(state, params)
             saved.restore_random_state()
             self._tokens_seen = saved.facts["tokens_seen"]
             self.lr_scheduler.load_state_dict(saved.facts.get("schedule", {}))  # which earlier releases did not write
@@ -102,7 +104,7 @@ class Keeping(Session):
         progress.stop_training = reached or (progress.stop_training and found.state.max_steps == run.max_steps)
         if args.ignore_data_skip and not progress.stop_training:
             progress.pairs, progress.rows_digest = 0, None
-        progress.micro_batches = math.ceil(progress.pairs / args.per_device_train_batch_size)
+        progress.micro_batches = math.ceil(progress.pairs / self.micro_batch_pairs)
         self._take_up_state(found)
         logger.warning("Resuming from %s: step %d of %d.", folder, found.state.global_step, run.max_steps)
         return progress
@@ -123,7 +125,13 @@ class Keeping(Session):
                 f"{folder} holds another model than {self.model.name_or_path}: their weights differ in name or shape. "
                 "Resume with the model the run began with."
             )
-        return params
+        return params if self.division is None else self.division.placed(params)
+
+    def _new_optimizer_state(self, tx: Any) -> Any:
+        params = self.model.params
+        if self.division is None:
+            return tx.init(params)
+        return jax.jit(tx.init, out_shardings=self.division.state(jax.eval_shape(tx.init, params), params))(params)
 
     def _check_dataset(self, found: Found) -> None:
         then, now = found.manifest["dataset"], self._dataset_fingerprint()
@@ -144,7 +152,7 @@ class Keeping(Session):
     def _place_of(self, state: TrainerState) -> Progress:
         args = self.args
         steps = len(self.loader(self.train_dataset, training=True)) if isinstance(self.train_dataset, Dataset) else None
-        return foreign.place(state, steps, args.gradient_accumulation_steps * args.per_device_train_batch_size)
+        return foreign.place(state, steps, args.gradient_accumulation_steps * self.micro_batch_pairs)
 
 
 @jax.jit

@@ -40,7 +40,9 @@ def check_layout(args: RewardConfig, engine: Engine) -> None:
         logger.warning("batch_layout=%r is not exact here, so rows are padded: %s.", args.batch_layout, reason)
 
 
-def plan(args: RewardConfig, engine: Engine, dataset: Dataset | IterableDataset, *, parameters: int) -> Plan:
+def plan(
+    args: RewardConfig, engine: Engine, dataset: Dataset | IterableDataset, *, parameters: int, shards: int = 1
+) -> Plan:
     """The layout of training steps; one line of the log says which, why, and what it saves."""
     layout, reason = exact_layout(args, engine)
     if layout == "padded":
@@ -55,7 +57,7 @@ def plan(args: RewardConfig, engine: Engine, dataset: Dataset | IterableDataset,
         lambda epoch: epoch_order(len(dataset), seed=seed, epoch=epoch, shuffle=shuffled),
         layout,
         batch_size=args.per_device_train_batch_size,
-        accumulation=args.gradient_accumulation_steps,
+        accumulation=args.gradient_accumulation_steps * shards,  # as many streams
         rung_cost=int(_COMPILATION / (6 * max(parameters, 1))),
     )
     logger.info("%s", line(found))

@@ -86,13 +86,12 @@ def plan(
         trainer = planning.trainer_of(checkpoint.outline(), planned, rows, tokenizer)
         found = planning.batches(trainer)
     why, tx = no_compiler(topology), trainer._optimizer()
-    division = planning.division(topology, vars(args).get("mesh_shape"), why)
-    given = planning.shapes(trainer, tx, found.largest, division)
+    given = planning.shapes(trainer, tx, found.largest)
     one, arch = planning.one_pass(given), trainer.model.engine.source.arch
     how = {"remat": bool(args.gradient_checkpointing)}
     result = None
     if why is None:
-        result = compiled(planning.traced(trainer, tx, given, division), topology)
+        result = compiled(planning.traced(trainer, tx, given), topology)
     causal = trainer.model.engine.takes_streams
     layout = trainer.loader(trainer.train_dataset, training=True).layout
     flops = arithmetic.flops(given.params, found.largest, arch, causal=causal, **how)
@@ -100,17 +99,17 @@ def plan(
         model=checkpoint.name,
         parameters=trainer.model.num_parameters(),
         topology=topology,
-        mesh={axis: size for axis, size in division.mesh.shape.items() if size > 1},
+        mesh={axis: size for axis, size in trainer.division.mesh.shape.items() if size > 1} if trainer.division else {},
         layout=layout,
         attention=ATTENTION[layout == "padded"],
         lengths=found.lengths,
-        places=found.places * division.shards,
-        tokens=found.tokens * division.shards,
+        places=found.places,
+        tokens=found.tokens,
         one=one,
         memory=arithmetic.memory(
-            *given, planning.gradients(given, division), one, arch, dtype=args.compute_dtype, **how
+            *given, planning.gradients(trainer, given), one, arch, dtype=args.compute_dtype, **how
         ),
-        flops=flops * division.shards // topology.devices,
+        flops=flops // topology.devices,
         why=why,
         compiled=result,
         bound=_bound(topology, result, given),

@@ -11,13 +11,13 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import numpy as np
 from datasets import Dataset
-from jax.sharding import AbstractMesh
+from jax.sharding import SingleDeviceSharding
 from transformers.trainer_utils import SaveStrategy
 
 from trl_jax.core.chips import Topology
 from trl_jax.data.layout import PairBatch
 from trl_jax.engine.ahead import devices
-from trl_jax.engine.mesh import AXES, Division, make_mesh
+from trl_jax.engine.mesh import placed
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.trainer.base_config import Device
 from trl_jax.trainer.plan_arithmetic import Pass, on_device
@@ -40,13 +40,17 @@ class Elsewhere(Device):
 
 
 class PlannedConfig(RewardConfig):
-    """A RewardConfig of a run on the devices of `topology`."""
+    """A RewardConfig of a run on devices of another machine."""
 
-    topology: ClassVar[Topology]
+    platform: ClassVar[str]
+    devices: ClassVar[list]
 
     @property
     def device(self) -> Device:
-        return Elsewhere(self.use_cpu, self.topology.platform)
+        return Elsewhere(self.use_cpu, self.platform)
+
+    def jax_devices(self) -> list:
+        return self.devices
 
 
 class NoText:
@@ -70,7 +74,8 @@ class Batches(NamedTuple):
 def planned(args: RewardConfig, topology: Topology, output_dir: str) -> PlannedConfig:
     """The arguments for a run on `topology` that saves, evaluates, reports and pushes nothing."""
     args = copy.copy(args)
-    args.__class__ = type("PlannedConfig", (PlannedConfig,), {"topology": topology})
+    place = {"platform": topology.platform, "devices": devices(topology)}
+    args.__class__ = type("PlannedConfig", (PlannedConfig,), place)
     quiet = {"output_dir": output_dir, "report_to": [], "push_to_hub": False, "eval_strategy": "no", "use_cpu": False}
     quiet |= {"save_strategy": SaveStrategy.NO, "load_best_model_at_end": False, "eval_on_start": False}
     for name, value in quiet.items():
@@ -96,7 +101,7 @@ def trainer_of(
 
 
 def _longest_pairs(args: PlannedConfig) -> Dataset:
-    pairs = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
+    pairs = args.per_device_train_batch_size * args.gradient_accumulation_steps * len(args.devices)
     return Dataset.from_dict({f"{side}_ids": [[id] * args.max_length] * pairs for side, id in SIDES.items()})
 
 
@@ -112,15 +117,6 @@ def batches(trainer: RewardTrainer) -> Batches:
     return Batches(largest.arrays, dict(sorted(lengths.items())), float(np.mean(places)), float(np.mean(tokens)))
 
 
-def division(topology: Topology, mesh_shape: str | None, why: str | None) -> Division:
-    """How the run lies on the topology; where nothing is compiled, as `why` says, a mesh needs no devices."""
-    parts = [part.split(":") for part in mesh_shape.split(",")] if mesh_shape else [("data", topology.devices)]
-    sizes = {axis: int(size) for axis, size in parts}
-    if why is None:
-        return Division(make_mesh(sizes, devices(topology)))
-    return Division(AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES))
-
-
 class Shapes(NamedTuple):
     """What the step is called with: shapes, each with the places where its array would lie."""
 
@@ -129,31 +125,30 @@ class Shapes(NamedTuple):
     batch: PairBatch
 
 
-def shapes(trainer: RewardTrainer, tx: Any, batch: PairBatch, division: Division) -> Shapes:
-    """Of the step with a batch such as one shard has."""
-    params = trainer.model.params
+def shapes(trainer: RewardTrainer, tx: Any, batch: PairBatch) -> Shapes:
+    """Of the step with a batch of the trainer's loader."""
+    params, division = trainer.model.params, trainer.division
     state = jax.eval_shape(tx.init, params)
-    if division.mesh.size > 1:
-        shards = division.shards
-        batch = jax.tree.map(lambda leaf: np.broadcast_to(leaf[:, None], (len(leaf), shards, *leaf.shape[1:])), batch)
-    over = division.whole if division.mesh.size == 1 else division.batch
+    if division is None:
+        alone = SingleDeviceSharding(trainer.args.jax_devices()[0])
+        return Shapes(*(jax.tree.map(lambda leaf: placed(_shape(leaf), alone), tree) for tree in (params, state, batch)))
     return Shapes(
-        _placed(params, division.params(params)),
-        _placed(state, division.state(state, params)),
-        _placed(batch, jax.tree.map(lambda leaf: over, batch)),
+        division.placed(params),
+        division.placed_state(state, params),
+        jax.tree.map(lambda leaf: placed(_shape(leaf), division.batch), batch),
     )
 
 
-def _placed(tree: Any, places: Any) -> Any:
-    return jax.tree.map(lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tree, places)
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
-def traced(trainer: RewardTrainer, tx: Any, given: Shapes, division: Division) -> jax.stages.Traced:
+def traced(trainer: RewardTrainer, tx: Any, given: Shapes) -> jax.stages.Traced:
     """The step of `train()`, not yet for any kind of device."""
     key = None if trainer.args.disable_dropout else jax.eval_shape(lambda: jax.random.key(0))
     rate = jax.ShapeDtypeStruct((), np.float32)
     with trainer._on_device():
-        return trainer.compiled_step(tx, division).trace(*given, rate, key)
+        return trainer.compiled_step(tx).trace(*given, rate, key)
 
 
 def one_pass(given: Shapes) -> Pass:
@@ -163,6 +158,9 @@ def one_pass(given: Shapes) -> Pass:
     return Pass(passes, math.prod(rows), length)
 
 
-def gradients(given: Shapes, division: Division) -> int:
+def gradients(trainer: RewardTrainer, given: Shapes) -> int:
     """Bytes that a device has of them."""
-    return on_device(_placed(given.params, division.gradients(given.params)))
+    params, division = given.params, trainer.division
+    if division is None:
+        return on_device(params)
+    return on_device({path: placed(params[path], place) for path, place in division.gradients(params).items()})

@@ -38,6 +38,9 @@ class RewardConfig(BaseConfig):
             column of subsets `eval_accuracy_<subset>` and their mean `eval_accuracy_of_subsets`, and the picture
             `eval_margins.svg` in output_dir. Not in TRL.
         eval_subset_column: names the subset of a pair. Not in TRL.
+        mesh_shape: how several devices are used, as "data:2,fsdp:4,tensor:2"; -1 is what is left. It beats `fsdp`,
+            `deepspeed` and `parallelism_config`. None and none of those: pairs are divided over all devices.
+            `per_device_train_batch_size` counts for each of data x fsdp. Not in TRL.
     """
 
     _argument_group_name = "training"
@@ -105,6 +108,14 @@ class RewardConfig(BaseConfig):
         metadata={
             "help": "How the pairs of a step lie in memory: 'padded' rows; 'packed' end to end; 'shared', packed with "
             "what both answers begin with only once; 'auto', the quickest that is exact. The numbers are the same."
+        },
+    )
+
+    mesh_shape: str | None = field(
+        default=None,
+        kw_only=True,
+        metadata={
+            "help": "How several devices are used, as 'data:2,fsdp:4,tensor:2'; unset, pairs are divided over all."
         },
     )
 

@@ -30,13 +30,13 @@ from trl_jax.models.functional import merge
 from trl_jax.trainer import layouts, reward_metrics
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.collator import DataCollatorForPreference
+from trl_jax.trainer.devices import run_device
 from trl_jax.trainer.diagnosis import check_weights
 from trl_jax.trainer.eval_report import report
 from trl_jax.trainer.evaluating import refuse
 from trl_jax.trainer.hooks import BoundModel
 from trl_jax.trainer.old_keywords import accepting_old_keywords
 from trl_jax.trainer.reward_config import RewardConfig, as_reward_config
-from trl_jax.trainer.session import run_device
 
 logger = logging.getLogger(__name__)
 
@@ -219,16 +219,20 @@ class RewardTrainer(BaseTrainer):
 
     def loader(self, dataset: Dataset | IterableDataset, *, training: bool) -> PreferenceLoader:
         args, engine = self.args, self.model.engine
-        if {"compute_loss", "prediction_step"} & self.overridden:
+        own = bool({"compute_loss", "prediction_step"} & self.overridden)
+        if own:
             laid_out = Plan("padded")  # a script's own methods see rows
         elif training:
             parameters = self.model.num_parameters(exclude_embeddings=True)
-            laid_out = layouts.plan(args, engine, dataset, parameters=parameters)
+            laid_out = layouts.plan(args, engine, dataset, parameters=parameters, shards=self.shards)
         else:
             laid_out = Plan(layouts.exact_layout(args, engine)[0])
         return PreferenceLoader(
             dataset,
-            batch_size=args.per_device_train_batch_size if training else args.per_device_eval_batch_size,
+            batch_size=self.micro_batch_pairs if training else args.per_device_eval_batch_size * self.shards,
+            shards=self.shards,
+            divided=not own,
+            fills=training,
             pad_token_id=self.processing_class.pad_token_id,
             pad_to_multiple_of=self._pad_to_multiple_of,
             layout=laid_out.layout,

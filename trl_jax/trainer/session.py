@@ -30,6 +30,7 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.trainer.accelerator import Accelerator
 from trl_jax.trainer.base_config import BaseConfig
 from trl_jax.trainer.batches import Batches
+from trl_jax.trainer.devices import division_of, run_device
 from trl_jax.trainer.reports import Reports
 from trl_jax.trainer.task import Task
 
@@ -57,6 +58,9 @@ class Session(Reports, Task):
         self.accelerator = Accelerator(args, self.end)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.is_in_train = False
+        self.division = division_of(args)  # None on one device
+        if self.division is not None:
+            self.model.params = self.division.placed(self.model.params)
         self._tokens_seen = 0
         self._events = Events(
             self._callback_handler(callbacks), args, TrainerState(stateful_callbacks=[]), TrainerControl()
@@ -121,6 +125,16 @@ class Session(Reports, Task):
     def model_wrapped(self) -> PreTrainedModel:
         return self.model
 
+    @property
+    def shards(self) -> int:
+        """How many devices, or groups of them, have pairs of their own."""
+        return 1 if self.division is None else self.division.shards
+
+    @property
+    def micro_batch_pairs(self) -> int:
+        """Pairs of a micro-batch of training, on all devices together."""
+        return self.args.per_device_train_batch_size * self.shards
+
     def get_num_trainable_parameters(self) -> int:
         return self.model.num_parameters()
 
@@ -184,11 +198,6 @@ class Session(Reports, Task):
         precision = "tensorfloat32" if self.args.tf32 and self.args.device.type == "cuda" else "float32"
         with jax.default_device(run_device(self.args)), jax.default_matmul_precision(precision):
             yield
-
-
-def run_device(args: BaseConfig) -> jax.Device:
-    """The one device a run of this release uses."""
-    return jax.devices("cpu")[0] if args.use_cpu else jax.devices()[0]
 
 
 def _warn_of_idle_devices(args: BaseConfig) -> None:
