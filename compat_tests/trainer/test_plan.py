@@ -65,7 +65,7 @@ def test_arithmetic_and_compiler_agree_on_what_the_step_is_given(bare, tmp_path)
     assert own.parameters == 4 * found.parameters and own.moments == 8 * found.parameters + 4
     held = own.parameters + own.moments  # of the batch, what a decoder does not look at is left out
     assert held < found.compiled.arguments < own.arguments + 64  # and the learning rate
-    assert found.peak >= own.arguments + found.compiled.temporary
+    assert found.peak >= found.compiled.arguments + found.compiled.temporary
     assert found.fits is None and found.layout == "shared" and found.mesh == {}
     json.dumps(found.as_dict())
     assert "pretended devices have no memory of their own" in text(found)

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 import time
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -58,7 +59,8 @@ def prepare(topology: Topology) -> None:
         jax.config.update("jax_num_cpu_devices", topology.devices)
 
 
-class Imagined(NamedTuple):
+@dataclass(frozen=True)  # no tuple: NumPy would take it for a row of an array
+class Imagined:
     """What a mesh asks of a device, where nothing is compiled."""
 
     id: int

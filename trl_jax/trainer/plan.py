@@ -99,7 +99,7 @@ def plan(
         model=checkpoint.name,
         parameters=trainer.model.num_parameters(),
         topology=topology,
-        mesh={axis: size for axis, size in trainer.division.mesh.shape.items() if size > 1} if trainer.division else {},
+        mesh=planning.mesh_of(trainer),
         layout=layout,
         attention=ATTENTION[layout == "padded"],
         lengths=found.lengths,

@@ -131,7 +131,7 @@ def shapes(trainer: RewardTrainer, tx: Any, batch: PairBatch) -> Shapes:
     state = jax.eval_shape(tx.init, params)
     if division is None:
         alone = SingleDeviceSharding(trainer.args.jax_devices()[0])
-        return Shapes(*(jax.tree.map(lambda leaf: placed(_shape(leaf), alone), tree) for tree in (params, state, batch)))
+        return Shapes(*jax.tree.map(lambda leaf: placed(_shape(leaf), alone), (params, state, batch)))
     return Shapes(
         division.placed(params),
         division.placed_state(state, params),
@@ -149,6 +149,12 @@ def traced(trainer: RewardTrainer, tx: Any, given: Shapes) -> jax.stages.Traced:
     rate = jax.ShapeDtypeStruct((), np.float32)
     with trainer._on_device():
         return trainer.compiled_step(tx).trace(*given, rate, key)
+
+
+def mesh_of(trainer: RewardTrainer) -> dict[str, int]:
+    """The axes that have more than one device."""
+    axes = {} if trainer.division is None else trainer.division.mesh.shape
+    return {axis: size for axis, size in axes.items() if size > 1}
 
 
 def one_pass(given: Shapes) -> Pass:
