@@ -17,7 +17,7 @@ CHAT = [
 
 @pytest.mark.parametrize(("checkpointing", "lever"), [(False, "or set gradient_checkpointing=True"), (True, "max_len")])
 def test_row40_a_step_that_does_not_fit(checkpointing, lever, checkpoint, tmp_path, monkeypatch):
-    def make_step(loss, tx):
+    def make_step(loss, tx, spread):
         def step(*args):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.\nat")
 
@@ -32,7 +32,7 @@ def test_row40_a_step_that_does_not_fit(checkpointing, lever, checkpoint, tmp_pa
 
 
 def test_row40_other_errors_of_the_device_pass(checkpoint, tmp_path, monkeypatch):
-    def make_step(loss, tx):
+    def make_step(loss, tx, spread):
         def step(*args):
             raise jax.errors.JaxRuntimeError("INTERNAL: broken")
 
@@ -45,7 +45,7 @@ def test_row40_other_errors_of_the_device_pass(checkpoint, tmp_path, monkeypatch
 
 def test_row49_one_of_several_processes(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with refuses("WORLD_SIZE=4 is set in the environment: several processes were started", "once, with python."):
+    with refuses("WORLD_SIZE=4 is set in the environment: several processes were started", "once a host, with python."):
         make(checkpoint("llama"), tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "1")
     make(checkpoint("llama"), tmp_path)

@@ -29,7 +29,7 @@ def declared(cls):
     return [(f.name, hints[f.name], f.default, f.default_factory, f.init) for f in dataclasses.fields(cls)]
 
 
-OWN = {"eval_report": False, "eval_subset_column": "subset", "batch_layout": "auto"}  # not in TRL
+OWN = {"eval_report": False, "eval_subset_column": "subset", "batch_layout": "auto", "mesh_shape": None}
 
 
 @pytest.mark.parametrize("ours, theirs", [(RewardConfig, "RewardConfig"), (ModelConfig, "ModelConfig")])
@@ -124,27 +124,25 @@ def test_pad_token_is_deprecated():
 def test_every_refusal_is_in_the_error():
     with pytest.raises(ValueError) as error:
         RewardConfig(
-            "out", fsdp="shards", deepspeed={"gradient_clipping": 9}, lr_scheduler_type="reduce_lr_on_plateau"
+            "out", fsdp="shards", accelerator_config="a.json", lr_scheduler_type="reduce_lr_on_plateau", max_length=0
         )
     assert str(error.value).splitlines() == [
         (
             "lr_scheduler_type='reduce_lr_on_plateau' follows a metric of the evaluation, and eval_strategy is 'no'."
             " Set eval_strategy."
         ),
+        "accelerator_config='a.json': there is no such file. Pass a JSON file, a dict, or leave it out.",
         (
             "fsdp holds ['shards']: wanted some of full_shard, shard_grad_op, no_shard, hybrid_shard,"
             " hybrid_shard_zero2, offload, auto_wrap."
         ),
-        (
-            "deepspeed sets gradient_clipping to 9, but max_grad_norm is 1.0. Make them equal, or write \"auto\" in"
-            " the file."
-        ),
+        "max_length=0: wanted a whole number of at least 1 or None.",
     ]
 
 
 def test_several_processes_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(ValueError, match="WORLD_SIZE=4 is set .* Start the script once, with python."):
+    with pytest.raises(ValueError, match="WORLD_SIZE=4 is set .* Start the script once a host, with python."):
         RewardConfig("out")
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from trl_jax.core.argument_rules import HERE, Rule, as_dict_or_file, fsdp_words, show, words
+from trl_jax.core.argument_rules import HERE, Rule, as_dict_or_file, deepspeed_config, fsdp_words, show, words
 
 AXES = ("data", "fsdp", "tensor", "sequence")
 LEFT = -1  # as many as there are, once per host in `hosts`
@@ -62,11 +62,8 @@ def asked(values: Mapping[str, Any]) -> Parallel:
     Raises:
         ValueError: a word, key or size at fault, by name.
     """
-    deepspeed = of_deepspeed(values["deepspeed"])
-    fsdp = of_fsdp(values["fsdp"], values["fsdp_config"])
-    if fsdp is not None and deepspeed is not None:
-        raise ValueError("fsdp and deepspeed are both set: each says how to divide a model. Leave one of them out.")
-    base = fsdp or deepspeed or Parallel("", {"data": LEFT})
+    base = of_fsdp(values["fsdp"], values["fsdp_config"]) or of_deepspeed(values["deepspeed"])
+    base = base or Parallel("", {"data": LEFT})
     for found in (of_mesh_shape(values["mesh_shape"]), of_config(values["parallelism_config"])):
         if found is not None:
             return Parallel(found.said, found.sizes, base.moments, base.whole_below, base.batch)
@@ -137,6 +134,14 @@ def _check_fsdp_config(config: Mapping[str, Any]) -> None:
         raise ValueError(f"fsdp_config holds {unknown[0]!r}, which is not {HERE}. Leave it out.")
 
 
+_SECTIONS = frozenset(
+    """
+    zero_optimization train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping
+    bf16 fp16 optimizer scheduler
+    """.split()
+)
+
+
 def of_deepspeed(value: Any) -> Parallel | None:
     """Stage 0 divides nothing, 1 and 2 what the optimizer keeps, 3 the model too."""
     if not value:
@@ -154,17 +159,36 @@ def of_deepspeed(value: Any) -> Parallel | None:
     return Parallel("deepspeed", sizes, stage in (1, 2), batch=batch if isinstance(batch, int) else None)
 
 
-def rule(reader: Callable[[Any, Mapping[str, Any]], Any]) -> Rule:
+def _rule(read: Callable[[Any, Mapping[str, Any]], Any]) -> Rule:
     """What is wrong with an argument, by the reader that raises it."""
 
     def judge(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
         try:
-            reader(value, values)
+            read(value, values)
         except ValueError as error:
             return str(error)
         return None
 
     return judge
+
+
+mesh_shape = _rule(lambda value, _: of_mesh_shape(value))
+parallelism_config = _rule(lambda value, _: of_config(value))
+
+
+def fsdp(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if value and values["deepspeed"]:
+        return "fsdp and deepspeed are both set: each says how to divide a model. Leave one of them out."
+    return _rule(lambda value, values: of_fsdp(value, values["fsdp_config"]))(name, value, values)
+
+
+def deepspeed(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    return deepspeed_config(name, value, values) or _rule(lambda value, _: of_deepspeed(value))(name, value, values)
+
+
+def deepspeed_note(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    others = sorted(set(as_dict_or_file("deepspeed", value)) - _SECTIONS)
+    return f"deepspeed: {', '.join(others)} have no effect in trl_jax: XLA does without them." if others else None
 
 
 def settled(parallel: Parallel, devices: int, hosts: int = 1) -> dict[str, int]:

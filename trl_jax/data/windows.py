@@ -39,7 +39,7 @@ class Window:
     batch_size: int
 
     def restored(self, scores: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The scores `[2 * slots]` of each pass, or `[shards, 2 * slots]`, as those of each batch, `[2 * batch_size]`."""
+        """The scores of each pass, `[2 * slots]` or `[shards, 2 * slots]`, as those of each batch, `[2 * pairs]`."""
         found = np.zeros((2, len(self.batches) * self.batch_size), np.float32)
         for (_, pairs), given in zip(self.passes, scores, strict=True):
             sides = np.moveaxis(given.reshape(*pairs.shape[:-1], 2, -1), -2, 0)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from trl_jax.core.parts import made_whole_by
@@ -24,11 +25,12 @@ class Spread:
 
     def __init__(self, division: Division, shapes: dict[str, Any]):
         self.division, self._shapes = division, shapes
-        self._manual = frozenset(BATCH)
+        self._axes = tuple(axis for axis in BATCH if division.size(axis) > 1)
         specs = {path: division.spec(path, leaf.shape) for path, leaf in shapes.items()}
         after = {path: place.spec for path, place in division.gradients(shapes).items()}
         self._specs = {path: _only(BATCH, spec) for path, spec in specs.items()}
         self._gradients = {path: _only(BATCH, spec) for path, spec in after.items()}
+        self._tensor = {path: _only(("tensor",), spec) for path, spec in specs.items()}
 
     def gradients(self, accumulate: Callable, loss: Callable) -> Callable:
         """`accumulate(value_and_grad(loss), params, batch, key)` with the batch's arrays `[passes, shards, ...]`.
@@ -41,13 +43,12 @@ class Spread:
             own = jax.tree.map(lambda leaf: leaf[:, 0], batch)
             total, gradients, metrics = accumulate(grad, params, own, None if keys is None else keys[0])
             gradients = {path: self._summed(path, gradient) for path, gradient in gradients.items()}
-            metrics = jax.tree.map(_every, metrics)
-            return jax.lax.psum(total, BATCH), gradients, metrics
+            return self._sum(total, self._axes), gradients, jax.tree.map(self._all_metrics, metrics)
 
         def run(params, batch, key):
             keys = None if key is None else jax.random.split(key, self.division.shards)
-            by_shard = None if keys is None else PartitionSpec(BATCH)
-            places = (self._of(params), PartitionSpec(None, BATCH), by_shard)
+            by_shard = PartitionSpec(self._axes)
+            places = (self._of(params), PartitionSpec(None, self._axes), None if keys is None else by_shard)
             results = (PartitionSpec(), {path: self._gradients[path] for path in params}, PartitionSpec())
             return self._mapped(of_shard, places, results)(params, batch, keys)
 
@@ -63,23 +64,24 @@ class Spread:
         """`score(params, batch)` with the arrays of one pass a shard, `[shards, ...]`; results `[shards, ...]`."""
 
         def of_shard(params, batch):
-            found = self._with_whole(score)(params, batch)
-            return jax.lax.all_gather(found, BATCH)
+            return self._all(self._with_whole(score)(params, batch), axis=0)
 
         def run(params, batch):
-            places = (self._of(params), PartitionSpec(BATCH))
+            places = (self._of(params), PartitionSpec(self._axes))
             return self._mapped(of_shard, places, PartitionSpec())(params, batch)
 
         return run
 
     def _mapped(self, function: Callable, places: Any, results: Any) -> Callable:
+        if not self._axes:  # one shard, which computes as it would alone; products are divided by XLA
+            return function
         # Types of varying values are not checked: no gradient is taken through the map, only within.
         return jax.shard_map(
             function,
             mesh=self.division.mesh,
             in_specs=places,
             out_specs=results,
-            axis_names=self._manual,
+            axis_names=set(self._axes),
             check_vma=False,
         )
 
@@ -101,33 +103,49 @@ class Spread:
         return run
 
     def _whole(self, path: str, array: jax.Array) -> jax.Array:
-        return self._gathered(array, self._specs[path])
+        return self._gathered(array, self._specs[path], self._tensor[path])
 
     def _whole_layer(self, trunk: str, path: str, array: jax.Array) -> jax.Array:
-        return self._gathered(array, self._specs[trunk + path][1:])
+        return self._gathered(array, *(PartitionSpec(*of[trunk + path][1:]) for of in (self._specs, self._tensor)))
 
-    def _gathered(self, array: jax.Array, spec: Any) -> jax.Array:
-        for at, axis in enumerate(spec):
-            if axis is not None:
-                array = jax.lax.all_gather(array, axis, axis=at, tiled=True)
-        return array
+    def _gathered(self, array: jax.Array, spec: PartitionSpec, tensor: PartitionSpec) -> jax.Array:
+        at = [(place, axis) for place, axis in enumerate(spec) if axis is not None]
+        if not at:
+            return array
+        [(place, axis)] = at
+        return self._each(tensor, lambda part: jax.lax.all_gather(part, axis, axis=place, tiled=True))(array)
+
+    def _each(self, tensor: PartitionSpec, collective: Callable) -> Callable:
+        """A collective over the axes of pairs, of each part over `tensor` by itself: XLA would gather that axis, too."""
+        if "tensor" not in tensor:
+            return collective
+        return jax.shard_map(
+            collective, in_specs=tensor, out_specs=tensor, axis_names={"tensor"}, check_vma=False
+        )
 
     def _summed(self, path: str, gradient: jax.Array) -> jax.Array:
         """A device's gradient, summed over all: over fsdp it is already where the parameter was gathered."""
         before, after = self._specs[path], self._gradients[path]
-        left = [axis for axis in BATCH if axis not in before]
+        left = [axis for axis in self._axes if axis not in before]
         for at, axis in enumerate(after):
             if axis is not None and axis in left:
-                gradient = jax.lax.psum_scatter(gradient, axis, scatter_dimension=at, tiled=True)
+                scatter = partial(jax.lax.psum_scatter, axis_name=axis, scatter_dimension=at, tiled=True)
+                gradient = self._each(self._tensor[path], scatter)(gradient)
                 left.remove(axis)
-        return jax.lax.psum(gradient, tuple(left)) if left else gradient
+        return self._sum(gradient, tuple(left))
+
+    def _sum(self, value: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        return jax.lax.psum(value, axes) if axes else value
+
+    def _all(self, value: jax.Array, axis: int) -> jax.Array:
+        """Every shard's, on a new axis."""
+        return jax.lax.all_gather(value, self._axes, axis=axis) if self._axes else jnp.expand_dims(value, axis)
+
+    def _all_metrics(self, metric: jax.Array) -> jax.Array:
+        """`[passes, ...]` of each shard as `[passes x shards, ...]` on all."""
+        return self._all(metric, axis=1).reshape(-1, *metric.shape[1:])
 
 
 def _only(axes: tuple[str, ...], spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(*(axis if axis in axes else None for axis in spec))
 
-
-def _every(metric: jax.Array) -> jax.Array:
-    """`[passes, ...]` of each shard as `[passes x shards, ...]` on all."""
-    found = jax.lax.all_gather(metric, BATCH, axis=1)
-    return found.reshape(-1, *metric.shape[1:])

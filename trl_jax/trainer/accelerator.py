@@ -1,12 +1,14 @@
-"""`trainer.accelerator`, as scripts reach into it: one process, JAX's device."""
+"""`trainer.accelerator`, as scripts reach into it."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+import jax
 import numpy as np
 
+from trl_jax.engine.processes import barrier
 from trl_jax.trainer.base_config import BaseConfig
 
 _INSTEAD = {
@@ -22,38 +24,46 @@ _INSTEAD = {
 
 
 class Accelerator:
-    """What of accelerate's class means something to one process.
+    """What of accelerate's class means something here. `num_processes` counts devices: TRL has a process for each.
 
     Raises:
         AttributeError: for everything else, with what does it here.
     """
 
-    is_main_process = is_local_main_process = is_last_process = True
-    process_index = local_process_index = 0
-    num_processes = 1
-    distributed_type = "NO"
-    use_distributed = False
+    local_process_index = 0
+    is_local_main_process = True
     parallelism_config = None
     sync_gradients = True
 
     def __init__(self, args: BaseConfig, end: Any):
         self.device, self.mixed_precision = args.device, "bf16" if args.compute_dtype == "bfloat16" else "no"
         self.gradient_accumulation_steps = args.gradient_accumulation_steps
+        self.num_processes, self.process_index = args.world_size, args.process_index
+        self.is_main_process, self.use_distributed = self.process_index == 0, self.num_processes > 1
+        self.is_last_process = self.process_index == jax.process_count() - 1
+        self.distributed_type = "MULTI_DEVICE" if self.use_distributed else "NO"
         self.state = SimpleNamespace(
-            deepspeed_plugin=None, fsdp_plugin=None, num_processes=1, process_index=0, is_main_process=True
+            deepspeed_plugin=None,
+            fsdp_plugin=None,
+            num_processes=self.num_processes,
+            process_index=self.process_index,
+            is_main_process=self.is_main_process,
         )
         self._end = end
 
     def print(self, *values: Any, **how: Any) -> None:
-        print(*values, **how)
+        if self.is_main_process:
+            print(*values, **how)
 
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
         return model
 
     def wait_for_everyone(self) -> None:
-        """There is nobody else."""
+        """Until every process is here; there may be only this one."""
+        barrier("accelerator.wait_for_everyone")
 
     def gather(self, value: Any) -> Any:
+        """The value itself: what a script holds is already of all devices."""
         return value
 
     def gather_for_metrics(self, value: Any, use_gather_object: bool = False) -> Any:

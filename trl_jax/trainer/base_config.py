@@ -1,9 +1,11 @@
 """transformers' TrainingArguments without torch: its fields, one JAX device, an answer to every argument."""
 
+import contextlib
 import inspect
 import os
 import warnings
 from dataclasses import dataclass, field, fields
+from math import prod
 from pathlib import Path
 
 from transformers import TrainingArguments
@@ -112,8 +114,8 @@ class BaseConfig(TrainingArguments, metaclass=OldNames):
             )
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             refusals.append(
-                f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set in the environment: several processes were started, and"
-                " each would train a model of its own. Start the script once, with python."
+                f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set in the environment: several processes were started, but"
+                " one takes all devices of a host. Start the script once a host, with python."
             )
         if refusals:
             raise ValueError("\n".join(refusals))
@@ -173,23 +175,41 @@ class BaseConfig(TrainingArguments, metaclass=OldNames):
 
     @property
     def n_gpu(self) -> int:
+        """1 on an accelerator, as for each of torchrun's processes, however many there are."""
         return 0 if self.device.type == "cpu" else 1
 
     @property
     def parallel_mode(self) -> ParallelMode:
-        return ParallelMode.NOT_PARALLEL
+        return ParallelMode.DISTRIBUTED if self.world_size > 1 else ParallelMode.NOT_PARALLEL
 
     @property
     def world_size(self) -> int:
-        return 1
+        """Devices of the run, over all processes: TRL has a process for each. JAX starts when it is read."""
+        from trl_jax.trainer.devices import mesh_sizes
+
+        return prod(mesh_sizes(self).values())
 
     @property
     def process_index(self) -> int:
-        return 0
+        import jax
+
+        return jax.process_index() if jax.distributed.is_initialized() else 0
 
     @property
     def local_process_index(self) -> int:
+        """A host has one process."""
         return 0
+
+    @contextlib.contextmanager
+    def main_process_first(self, local: bool = True, desc: str = "work"):
+        """The first process goes ahead; the others wait for it, and find what it left in a cache they share."""
+        from trl_jax.engine.processes import barrier
+
+        if self.process_index:
+            barrier(f"main_process_first: {desc}")
+        yield
+        if not self.process_index:
+            barrier(f"main_process_first: {desc}")
 
     @property
     def should_log(self) -> bool:

@@ -172,10 +172,10 @@ class Session(Reports, Task):
         self.callback_handler.remove_callback(callback)
 
     def is_local_process_zero(self) -> bool:
-        return True
+        return self.args.local_process_index == 0
 
     def is_world_process_zero(self) -> bool:
-        return True
+        return self.args.process_index == 0
 
     def _callback_handler(self, callbacks: list[TrainerCallback] | None) -> CallbackHandler:
         from transformers.integrations import get_reporting_integration_callbacks
