@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from trl_jax.engine.hlo import Collective, array_bytes, cost
+from trl_jax.engine.hlo import Collective, cost
+from trl_jax.engine.hlo_text import array_bytes
 
 LOOP = """HloModule jit_step, is_scheduled=true, num_partitions=8
 

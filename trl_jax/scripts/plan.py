@@ -41,8 +41,8 @@ def main(
     prepare(place)
     checkpoint, rows, tokenizer = _given(script_args, training_args, model_args)
 
-    def planned(args: RewardConfig) -> Any:
-        return plan(checkpoint, args, place, rows, tokenizer)
+    def planned(args: RewardConfig, compiles: bool = True) -> Any:
+        return plan(checkpoint, args, place, rows, tokenizer, compiles=compiles)
 
     found = planned(training_args)
     print(text(found), flush=True)

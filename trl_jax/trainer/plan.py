@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from datasets import Dataset
@@ -62,7 +63,16 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return asdict(self) | {"peak": self.peak, "fits": self.fits}
+        return _plain(vars(self) | {"peak": self.peak, "fits": self.fits})
+
+
+def _plain(value: Any) -> Any:
+    """Dicts, lists and numbers."""
+    if isinstance(value, tuple) and type(value) is not tuple:
+        value = value._asdict()
+    if isinstance(value, dict):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def plan(
@@ -71,12 +81,16 @@ def plan(
     topology: Topology,
     rows: Dataset | None = None,
     tokenizer: Any = None,
+    *,
+    compiles: bool = True,
 ) -> Plan:
     """Plan a run.
 
     Args:
         checkpoint: what `find_checkpoint` gave; its weights are not looked at.
         rows: the pairs to train on; None means pairs as long as max_length that share nothing.
+        tokenizer: of the rows.
+        compiles: False leaves it at arithmetic.
 
     Raises:
         ValueError: what RewardTrainer refuses, or a text has no bound.
@@ -85,7 +99,7 @@ def plan(
         planned = planning.planned(args, topology, folder)
         trainer = planning.trainer_of(checkpoint.outline(), planned, rows, tokenizer)
         found = planning.batches(trainer)
-    why, tx = no_compiler(topology), trainer._optimizer()
+    why, tx = no_compiler(topology) if compiles else "nothing was compiled", trainer._optimizer()
     given = planning.shapes(trainer, tx, found.largest)
     one, arch = planning.one_pass(given), trainer.model.engine.source.arch
     how = {"remat": bool(args.gradient_checkpointing)}
@@ -109,7 +123,7 @@ def plan(
         memory=arithmetic.memory(
             *given, planning.gradients(trainer, given), one, arch, dtype=args.compute_dtype, **how
         ),
-        flops=flops // topology.devices,
+        flops=flops // math.prod(planning.mesh_of(trainer).values()),
         why=why,
         compiled=result,
         bound=_bound(topology, result, given),

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from trl_jax.core.chips import Chip
 from trl_jax.data.layout import PairBatch
@@ -15,13 +16,15 @@ from trl_jax.engine.ahead import Compiled
 from trl_jax.nn.attention import QUERY_BLOCK
 
 _FLOAT32 = 4
+LAYERS = ".layers."  # in the path of a parameter that has a leading axis of layers
 
 
 class Memory(NamedTuple):
     """Bytes of a device.
 
-    gradients: and, with several passes a step, their sum. copies: weights in the dtype of computation. activations:
-    what is kept for the backward pass, and one layer at work.
+    gradients: and, with several passes a step, their sum. copies: a layer's weights in the dtype of computation.
+    gathered: what is made whole for a while of weights that lie in parts, and their gradients. kept: for the backward
+    pass. working: one layer, computed again and backward.
     """
 
     parameters: int
@@ -29,15 +32,21 @@ class Memory(NamedTuple):
     batch: int
     gradients: int
     copies: int
-    activations: int
+    gathered: int
+    kept: int
+    working: int
 
     @property
     def arguments(self) -> int:
         return self.parameters + self.moments + self.batch
 
     @property
+    def activations(self) -> int:
+        return self.kept + self.working
+
+    @property
     def temporary(self) -> int:
-        return self.gradients + self.copies + self.activations
+        return self.gradients + self.copies + self.gathered + self.activations
 
     @property
     def peak(self) -> int:
@@ -64,37 +73,49 @@ def on_device(leaves: Any) -> int:
 
 
 def memory(
-    params: Any, state: Any, batch: Any, gradients: int, one: Pass, arch: Any, *, dtype: str, remat: bool
+    params: Any, state: Any, batch: PairBatch, gradients: int, one: Pass, arch: Any, *, dtype: str, remat: bool
 ) -> Memory:
     """Of shapes with shardings; `gradients` are a device's bytes of them."""
-    held = on_device(params)
     width = 2 if dtype == "bfloat16" else _FLOAT32
+    layers = {path: leaf for path, leaf in params.items() if LAYERS in path}
+    given = sum(used * leaf.shape[-2] for leaf, used in _maps(params, arch))  # numbers that a layer's maps give
+    kept = one.tokens * arch.hidden_size * _FLOAT32 + (0 if remat else one.tokens * given * width)
     return Memory(
-        held,
+        on_device(params),
         on_device(state),
         on_device(batch),
         gradients * min(one.passes, 2),
-        held * width // _FLOAT32 if width < _FLOAT32 else 0,
-        _activations(params, one, arch, width, remat),
+        on_device(layers) * width // _FLOAT32 if width < _FLOAT32 else 0,
+        _gathered(params, arch, width),
+        arch.num_layers * kept,
+        2 * one.tokens * given * width + _scores(batch, one, arch, width),
     )
 
 
-def _activations(params: Mapping[str, Any], one: Pass, arch: Any, width: int, remat: bool) -> int:
-    """Kept of each layer: its input, in float32, and without remat what its linear maps gave. At work: what one layer's
-    maps gave, its gradient, and the scores of a block of queries with theirs."""
-    given = sum(used * leaf.shape[-2] for leaf, used in _maps(params, arch))
-    kept = arch.num_layers * one.tokens * arch.hidden_size * _FLOAT32
-    if not remat:
-        kept += arch.num_layers * one.tokens * given * width
-    block = min(QUERY_BLOCK, one.length)
-    scores = 2 * one.rows * arch.num_heads * block * one.length * _FLOAT32
-    return kept + 2 * one.tokens * given * width + scores
+def _gathered(params: Mapping[str, Any], arch: Any, width: int) -> int:
+    """Of the layers one, its weights to compute with and its gradient in float32; of all else both."""
+    count = 0
+    for path, leaf in params.items():
+        if isinstance(leaf.sharding, NamedSharding) and "fsdp" in leaf.sharding.spec:
+            whole = on_device(leaf) * leaf.sharding.mesh.shape["fsdp"]
+            layer = whole // arch.num_layers * (width + _FLOAT32) // _FLOAT32
+            count += layer if LAYERS in path else 2 * whole
+    return count
+
+
+def _scores(batch: PairBatch, one: Pass, arch: Any, width: int) -> int:
+    """Of a layer on padded rows all weights of the softmax, in float32 and as they multiply, and gradients of a block;
+    along a stream a block is all there is at once."""
+    if batch.stream is not None:
+        return 0
+    weights = one.rows * arch.num_heads * _held_against(one.length, causal=True)
+    return weights * (_FLOAT32 + width) + 2 * one.rows * arch.num_heads * QUERY_BLOCK * one.length * _FLOAT32
 
 
 def _maps(params: Mapping[str, Any], arch: Any) -> Iterable[tuple[Any, int]]:
     """The stacked weights `[L, out, in]` or, of experts, `[L, E, out, in]`; and how many of these a token sees."""
     for path, leaf in params.items():
-        if ".layers." in path and leaf.ndim in (3, 4):
+        if LAYERS in path and leaf.ndim in (3, 4):
             yield leaf, 1 if leaf.ndim == 3 else arch.experts.top_k
 
 
@@ -121,9 +142,13 @@ def seen(batch: PairBatch, causal: bool) -> int:
     if batch.stream is not None:
         own = np.arange(length) - np.asarray(batch.stream.start) + 1
         return int(np.maximum(own, 0).sum() + (batch.stream.prompt_end - batch.stream.prompt).sum())
+    return math.prod(rows) * _held_against(length, causal)
+
+
+def _held_against(length: int, causal: bool) -> int:
+    """How many keys the queries of one row are held against, block by block."""
     ends = [min(start + QUERY_BLOCK, length) for start in range(0, length, QUERY_BLOCK)]
-    keys = sum((end - start) * (end if causal else length) for start, end in zip([0, *ends], ends, strict=False))
-    return math.prod(rows) * keys
+    return sum((end - start) * (end if causal else length) for start, end in zip([0, *ends], ends, strict=False))
 
 
 class Bound(NamedTuple):

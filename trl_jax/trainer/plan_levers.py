@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from trl_jax.trainer.plan import Plan
 from trl_jax.trainer.reward_config import RewardConfig
 
-Planned = Callable[[RewardConfig], Plan]
-_SLACK = 1.1  # arithmetic says which sizes are worth a compilation; it may be off by so much
+Planned = Callable[[RewardConfig, bool], Plan]  # compiled, or by arithmetic alone
+_SLACK = 1.1  # what arithmetic may be off by, once the run itself has shown by how much it is
 
 
 class Lever(NamedTuple):
@@ -32,7 +32,7 @@ def pulled(args: RewardConfig, plan: Plan, planned: Planned) -> Iterator[Lever]:
 
     Args:
         plan: of `args`, which does not fit.
-        planned: plans arguments.
+        planned: plans arguments, by the compiler or by arithmetic alone.
     """
     together: dict[str, Any] = {}
     enough = False
@@ -82,25 +82,24 @@ def max_lengths(args: RewardConfig) -> list[dict[str, Any]]:
 
 def _largest(args: RewardConfig, plan: Plan, sizes: list[dict[str, Any]], planned: Planned) -> Lever | None:
     """The first of these that fits, or the last."""
-    lever = None
+    lever, room = None, plan.topology.chip.memory
+    if plan.compiled is not None and plan.compiled.room is not None:
+        room = plan.compiled.room
     for settings in sizes:
-        if settings is sizes[-1] or _hopeful(plan, len(sizes[: sizes.index(settings) + 1])):
+        alike = planned(_changed(args, settings), False).memory.peak * plan.peak / plan.memory.peak
+        if settings is sizes[-1] or alike < room * _SLACK:
             lever = _pull(args, settings, planned)
             if lever.plan.fits:
                 return lever
     return lever
 
 
-def _hopeful(plan: Plan, halvings: int) -> bool:
-    """Whether a plan whose activations were halved so often might fit."""
-    memory, chip = plan.memory, plan.topology.chip
-    fixed = memory.peak - memory.activations
-    room = chip.memory if plan.compiled is None or plan.compiled.room is None else plan.compiled.room
-    return fixed + (plan.peak - fixed) / 2**halvings < room * _SLACK
-
-
 def _pull(args: RewardConfig, settings: dict[str, Any], planned: Planned) -> Lever:
+    return Lever(settings, planned(_changed(args, settings), True))
+
+
+def _changed(args: RewardConfig, settings: dict[str, Any]) -> RewardConfig:
     changed = copy.copy(args)
     for name, value in settings.items():
         setattr(changed, name, value)
-    return Lever(settings, planned(changed))
+    return changed
