@@ -22,6 +22,10 @@ _NO_TPU_HERE = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
+_TOO_LARGE = (  # what libtpu says at the end and, of temporaries alone, before it begins
+    r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm",
+    r"required for HLO temporaries \(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)",
+)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -97,17 +101,25 @@ def devices(topology: Topology) -> list[jax.Device | Imagined]:
     return found.devices
 
 
+def of_refusal(error: str) -> tuple[int, int] | None:
+    """Bytes that a program would have used and bytes that there are, of a compiler's refusal; None if it is another."""
+    for pattern in _TOO_LARGE:
+        if match := re.search(pattern, error):
+            used, room = (int(float(match[at]) * _UNITS[match[at + 1]]) for at in (1, 3))
+            return used, room
+    return None
+
+
 def compiled(traced: jax.stages.Traced, topology: Topology) -> Compiled:
     """Compile; where it does not fit, what was wanted."""
     start, lowered = time.monotonic(), traced.lower(lowering_platforms=(topology.platform,))
     try:
         program = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        wanted = re.search(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", str(error))
-        if wanted is None:
+        found = of_refusal(str(error))
+        if found is None:
             raise
-        used, room = (int(float(wanted[at]) * _UNITS[wanted[at + 1]]) for at in (1, 3))
-        return Compiled(time.monotonic() - start, used, False, room)
+        return Compiled(time.monotonic() - start, found[0], False, found[1])
     seconds, memory = time.monotonic() - start, program.memory_analysis()
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     held = memory.argument_size_in_bytes + results + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
