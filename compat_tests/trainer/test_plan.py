@@ -90,7 +90,15 @@ def test_without_a_compiler_arithmetic_is_what_there_is(bare, tmp_path):
     assert found.compiled is None and found.fits and found.layout == "padded" and found.mesh == {"fsdp": 8}
     assert found.memory.parameters < whole.memory.parameters / 4 and whole.memory.parameters == 4 * whole.parameters
     assert found.memory.kept == whole.memory.kept and found.memory.gathered > 0 and found.flops == whole.flops
-    assert "It fits by arithmetic alone" in text(found) and "only where there is one" in text(found)
+    assert "It fits by arithmetic alone" in text(found) and "a plan uses none" in text(found)
+
+
+@pytest.mark.parametrize(("model_type", "layout"), [("bert", "padded"), ("qwen3_moe", "shared"), ("gpt2", "shared")])
+def test_other_families_are_planned(bare, tmp_path, model_type, layout):
+    found = plan(bare(model_type), config(tmp_path), topology("cpu:1"), compiles=False)
+    rows = 4 * 2 * 96
+    assert found.layout == layout and found.one.tokens == rows and found.memory.parameters == 4 * found.parameters
+    assert 6 * rows * 10_000 < found.flops < 8 * rows * 2 * found.parameters
 
 
 def test_real_rows_tell_the_lengths(bare, tmp_path):
@@ -164,8 +172,7 @@ def test_levers_are_pulled_one_by_one_and_then_together(bare, tmp_path, share, w
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed; trl_jax[tpu] has it")
 def test_a_tpu_that_is_not_there(bare, tmp_path):
-    shapes = {"hidden_size": 128, "num_hidden_layers": 1}
-    found = plan(bare(**shapes), config(tmp_path, bf16=True), topology("v6e:1x1"))
+    found = plan(bare(hidden_size=128), config(tmp_path, bf16=True), topology("v6e:1x1"))
     assert found.fits and found.layout == "padded" and found.compiled.cost.unknown == 0
     assert 0.8 < found.compiled.cost.flops / found.flops < 1.02
     assert found.bound.step > 0 and "a bound, no forecast" in text(found)

@@ -49,7 +49,7 @@ class Compiled(NamedTuple):
 def no_compiler(topology: Topology) -> str | None:
     """Why there is none for it on this machine; None where there is one."""
     if topology.platform == "gpu":
-        return "XLA compiles for a GPU only where there is one"
+        return "XLA compiles for a GPU only on a machine that has one, and a plan uses none"
     if topology.platform == "tpu" and importlib.util.find_spec("libtpu") is None:
         return 'TPUs\' compiler is not installed: pip install "trl_jax[tpu]"'
     return None
