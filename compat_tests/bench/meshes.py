@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import tempfile
 import time
@@ -59,7 +60,9 @@ def gaps(mine, other) -> dict[str, float]:
     from compat_tests.parity.marks import timeless, worst
 
     found = worst(mine.logs, other.logs)
-    found["weights"] = max(float(np.abs(mine.weights[name] - other.weights[name]).max()) for name in other.weights)
+    # Of a bias of the keys the exact gradient is zero: Adam divides rounding by rounding.
+    compared = [name for name in other.weights if not re.search("key.*bias|k_proj.bias", name)]
+    found["weights"] = max(float(np.abs(mine.weights[name] - other.weights[name]).max()) for name in compared)
     theirs = timeless(other.evaluate_metrics)
     found["evaluation"] = max(abs(mine.evaluate_metrics[key] - value) for key, value in theirs.items())
     found["predictions"] = float(np.abs(mine.predictions - other.predictions).max())

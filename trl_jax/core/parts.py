@@ -1,4 +1,4 @@
-"""Arrays of which a device holds a part, made whole where a layer uses them."""
+"""Arrays of which a device holds a part: the axis that products are divided over, and how a layer gets the whole."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
+
+TENSOR = "tensor"
 
 # (a parameter's path, what a device holds of it) -> all of it. Set while a step is traced, so that models, which know
 # no mesh, ask for a layer's parameters in the turn of the loop that uses them.

@@ -57,6 +57,15 @@ def save_checkpoint(
     return folder
 
 
+def await_checkpoint(output_dir: str, state: Any) -> Path:
+    """What another process has just written, as `save_checkpoint` returns it."""
+    run_dir = Path(output_dir)
+    best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+    if best.exists():
+        state.best_model_checkpoint = str(best)
+    return run_dir / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+
+
 def _aside(folder: Path, word: str) -> Path:
     return folder.with_name(f".{folder.name}.{word}")
 

@@ -10,6 +10,10 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
+from jax.experimental import multihost_utils
+
+from trl_jax.engine.processes import several
+
 _HEEDED = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -23,9 +27,10 @@ class Interrupts:
     def heeded(self, promise: str) -> Iterator[None]:
         """Within it signals come here; afterwards they do again what they did. `promise` says what one will lead to.
 
-        Only a main thread may do this: elsewhere signals keep doing what they did.
+        Only a main thread may do this: elsewhere signals keep doing what they did. With several processes they come to
+        JAX (`agree`).
         """
-        if threading.current_thread() is not threading.main_thread():
+        if several() or threading.current_thread() is not threading.main_thread():
             yield
             return
         self._promise = promise
@@ -43,6 +48,11 @@ class Interrupts:
             os._exit(128 + number)
         self.received = signal.Signals(number)
         _say(f"{name}: finishing this step, then {self._promise}. Send it again to leave at once.")
+
+    def agree(self, step: int) -> None:
+        """Of several processes, all stop after the same step: JAX sees SIGTERM to one, and tells the others."""
+        if several() and multihost_utils.reached_preemption_sync_point(step):
+            self.received = signal.SIGTERM
 
     def leave(self) -> None:
         """Raises SystemExit with the code that shells expect of a process ended by this signal: 143 or 130."""

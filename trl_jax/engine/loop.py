@@ -183,6 +183,7 @@ class Loop:
 
     def _heed_signals(self) -> None:
         """Raises SystemExit where a signal came, with what the step gave on the disk."""
+        self.interrupts.agree(self.events.state.global_step)
         if self.interrupts.received is None:
             return
         if self.events.args.save_strategy != SaveStrategy.NO and self._saved_at != self.events.state.global_step:

@@ -193,6 +193,19 @@ def distributed(batch: Any, sharding: NamedSharding) -> Any:
     )
 
 
+class Fetched:
+    """An array of a mesh whose parts come to the host as they are asked for, by all processes together."""
+
+    def __init__(self, array: jax.Array):
+        self._array, self.shape, self.dtype, self.size = array, array.shape, array.dtype, array.size
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        return fetched(self._array[index])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(fetched(self._array), dtype)
+
+
 def fetched(array: jax.Array) -> np.ndarray:
     """All of an array on every host. Where hosts hold parts of it, all of them must ask."""
     if array.is_fully_addressable or array.is_fully_replicated:

@@ -2,8 +2,50 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import socket
+from typing import Any
+
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT = 30  # seconds of silence after which a process counts as dead
+_SCHEDULERS = {"SLURM_NTASKS": "SLURM", "OMPI_COMM_WORLD_SIZE": "Open MPI"}
+_ENVIRONMENT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+
+
+def join(address: str | None, count: int | None, number: int | None) -> None:
+    """Become one of the run's processes, if it has several; before JAX is asked for a device.
+
+    The address is the first process's, "host:port". What is None is looked for in JAX_COORDINATOR_ADDRESS,
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID; then SLURM, Open MPI and Cloud TPU say it themselves.
+
+    Raises:
+        ValueError: an address without the other two.
+    """
+    if jax.distributed.is_initialized():
+        return
+    said = [os.environ.get(name) for name in _ENVIRONMENT]
+    given = (address, count, number)
+    address, count, number = (env if own is None else own for own, env in zip(given, said, strict=True))
+    how: dict[str, Any] = {"heartbeat_timeout_seconds": HEARTBEAT}
+    if address is not None:
+        if count is None or number is None:
+            raise ValueError(
+                f"coordinator_address={address!r} needs num_processes and process_id: how many processes the run has, "
+                "and which this is, from 0."
+            )
+        jax.distributed.initialize(address, int(count), int(number), **how)
+    elif any(int(os.environ.get(name, "1")) > 1 for name in _SCHEDULERS) or _tpu_pod():
+        jax.distributed.initialize(**how)
+
+
+def _tpu_pod() -> bool:
+    return len(os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")) > 1
 
 
 def several() -> bool:
@@ -20,3 +62,27 @@ def barrier(name: str) -> None:
     """Wait until every process is at the barrier of this name."""
     if several():
         multihost_utils.sync_global_devices(name)
+
+
+def check_alike(facts: dict[str, int]) -> None:
+    """Compare digests of 32 bits, by what they are of, over all processes.
+
+    Raises:
+        ValueError: a process has another one; all of them raise it, and it names them.
+    """
+    if not several():
+        return
+    found = multihost_utils.process_allgather(np.asarray(list(facts.values()), np.uint32))
+    names = multihost_utils.process_allgather(_letters(socket.gethostname()))
+    for name, values in zip(facts, found.T, strict=True):
+        others = [number for number, value in enumerate(values.tolist()) if value != values[0]]
+        if others:
+            shown = ", ".join(f"{number} (on {bytes(names[number]).rstrip(bytes(1)).decode()})" for number in others)
+            raise ValueError(
+                f"The processes of this run differ in {name}: {shown} from process 0. Start the same script with the "
+                "same arguments, data and release on each host."
+            )
+
+
+def _letters(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode()[:64].ljust(64, bytes(1)), np.uint8)

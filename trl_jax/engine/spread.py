@@ -74,7 +74,7 @@ class Spread:
 
     def _mapped(self, function: Callable, places: Any, results: Any) -> Callable:
         if not self._axes:  # one shard, which computes as it would alone; products are divided by XLA
-            return function
+            return self._named(function)
         # Types of varying values are not checked: no gradient is taken through the map, only within.
         return jax.shard_map(
             function,
@@ -84,6 +84,13 @@ class Spread:
             axis_names=set(self._axes),
             check_vma=False,
         )
+
+    def _named(self, function: Callable) -> Callable:
+        def run(*given):
+            with jax.sharding.use_abstract_mesh(self.division.mesh.abstract_mesh):
+                return function(*given)
+
+        return run
 
     def _of(self, params: dict[str, Any]) -> dict[str, PartitionSpec]:
         return {path: self._specs[path] for path in params}
@@ -116,7 +123,7 @@ class Spread:
         return self._each(tensor, lambda part: jax.lax.all_gather(part, axis, axis=place, tiled=True))(array)
 
     def _each(self, tensor: PartitionSpec, collective: Callable) -> Callable:
-        """A collective over the axes of pairs, of each part over `tensor` by itself: XLA would gather that axis, too."""
+        """A collective over the axes of pairs of each part over `tensor` by itself: XLA would gather that one, too."""
         if "tensor" not in tensor:
             return collective
         return jax.shard_map(

@@ -37,6 +37,7 @@ class Engine(abc.ABC):
         takes_streams: it computes texts laid end to end as if each were alone.
         drops_out: it has dropout that training may turn on.
         sortable: a text's score does not depend on the rows beside it.
+        heads: how many of each kind attention has, which the tensor axis of a mesh must divide; None cannot be divided.
     """
 
     name: str
@@ -53,10 +54,11 @@ class Engine(abc.ABC):
     takes_streams: bool
     drops_out: bool
     sortable: bool
+    heads: Mapping[str, int] | None
 
     @abc.abstractmethod
-    def save(self, folder: Path, params: dict[str, jax.Array], config: Any) -> None:
-        """Write config.json and safetensors that transformers loads."""
+    def save(self, folder: Path, params: dict[str, jax.Array], config: Any, *, writes: bool = True) -> None:
+        """Write config.json and safetensors that transformers loads; not `writes`: only read every parameter."""
 
     @abc.abstractmethod
     def load(self, folder: Path, seed: int) -> dict[str, jax.Array]:
@@ -80,12 +82,15 @@ class NativeEngine(Engine):
         self.embeddings = frozenset(path for path in self.tensors if path.endswith("embed.weight"))
         causal = not source.family.scorer.needs_valid
         self.ignores_types = self.takes_streams = causal
+        arch = source.arch
+        self.heads = {"heads": arch.num_heads} | ({"key heads": arch.num_key_heads} if causal else {})
         self.drops_out = causal and source.arch.drops_out
         self.sortable = not causal  # some ropes of decoders ask for the longest text of a batch
 
-    def save(self, folder: Path, params: dict[str, jax.Array], config: Any) -> None:
+    def save(self, folder: Path, params: dict[str, jax.Array], config: Any, *, writes: bool = True) -> None:
         text = config.get_text_config()
-        save(folder, params, self.source, pad_token_id=text.pad_token_id, eos_token_id=text.eos_token_id)
+        ids = {"pad_token_id": text.pad_token_id, "eos_token_id": text.eos_token_id}
+        save(folder, params, self.source, writes=writes, **ids)
 
     def load(self, folder: Path, seed: int) -> dict[str, jax.Array]:
         return load(folder, dtype="auto", seed=seed)[0]
@@ -99,7 +104,7 @@ class ExportedEngine(Engine):
     """transformers' own model, exported with torch once a kind of shape and run on JAX."""
 
     log_level, finds_end, ignores_types = logging.WARNING, True, False
-    takes_streams, drops_out, sortable = False, True, False
+    takes_streams, drops_out, sortable, heads = False, True, False, None
 
     def __init__(self, model: TorchModel):
         self._model, self.dtypes, self.embeddings = model, model.dtypes, model.embeddings
@@ -112,9 +117,11 @@ class ExportedEngine(Engine):
     def undecayed(self) -> frozenset[str]:
         return self._model.undecayed
 
-    def save(self, folder: Path, params: dict[str, jax.Array], config: Any) -> None:
+    def save(self, folder: Path, params: dict[str, jax.Array], config: Any, *, writes: bool = True) -> None:
         del config  # the one it has: transformers writes it whole
-        self._model.save(folder, params)
+        whole = {name: np.asarray(params[name]) for name in self.tensors}
+        if writes:
+            self._model.save(folder, whole)
 
     def load(self, folder: Path, seed: int) -> dict[str, jax.Array]:
         return taken(TorchModel(folder, dtype="auto", seed=seed))

@@ -38,7 +38,7 @@ class Habits:
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Each parameter under its name on disk. Values are copies: to change them, change `params`."""
-        for name, values in self.engine.on_disk(self.params):
+        for name, values in self.engine.on_disk(self.readable):
             yield name, np.array(values).view(Parameter)
 
     def parameters(self) -> Iterator[Parameter]:

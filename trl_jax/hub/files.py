@@ -112,11 +112,19 @@ def _plain(name: str) -> bool:
     return fits and name not in ("", "..") and "\\" not in name and "\0" not in name
 
 
-def write_checkpoint(folder: Path, shards: dict[str, list[str]], read: Callable[[str], np.ndarray]) -> None:
+def write_checkpoint(
+    folder: Path, shards: dict[str, list[str]], read: Callable[[str], np.ndarray], *, writes: bool = True
+) -> None:
     """Write `shards` (file name -> tensors) and, for more than one, the index; one shard is in memory at a time.
+
+    Where not `writes`, each tensor is read and nothing kept: several processes gather a tensor together, one writes it.
 
     What an earlier save left in `folder` is removed at the end: a reader would take its weights for these.
     """
+    if not writes:
+        for tensor in (tensor for tensors in shards.values() for tensor in tensors):
+            read(tensor)
+        return
     weight_map, parameters, size = {}, 0, 0
     for name, tensors in shards.items():
         arrays = {tensor: np.ascontiguousarray(read(tensor)) for tensor in tensors}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -52,6 +53,9 @@ class PreTrainedModel(Habits):
         self.params, self.engine, self.config = params, engine, config
         self.folder, self.name_or_path = folder, name
         self.graph = engine.graph
+        # Where several processes hold the parameters: how one is read, by all together, and whether this one writes.
+        self.read: Callable[[jax.Array], Any] | None = None
+        self.writes = True
 
     def __call__(
         self, input_ids: Any, attention_mask: Any | None = None, *, token_type_ids: Any | None = None
@@ -128,7 +132,12 @@ class PreTrainedModel(Habits):
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Write config.json and safetensors that transformers loads: names, shards and dtypes of the checkpoint it
         came from, `pad_token_id` and `eos_token_id` of `config`."""
-        self.engine.save(Path(save_directory), self.params, self.config)
+        self.engine.save(Path(save_directory), self.readable, self.config, writes=self.writes)
+
+    @property
+    def readable(self) -> dict[str, Any]:
+        """The parameters, as files are made of them."""
+        return self.params if self.read is None else {path: self.read(array) for path, array in self.params.items()}
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -22,12 +22,13 @@ def save(
     *,
     pad_token_id: int | None,
     eos_token_id: int | list[int] | None,
+    writes: bool = True,
 ) -> None:
     """Write config.json and the weights as transformers' sequence classifier of this model_type has them.
 
-    Names, shards and every config key are those of the source; each tensor has the dtype it was loaded in.
+    Names, shards and every config key are those of the source; each tensor has the dtype it was loaded in. Where not
+    `writes`, parameters are only read.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     places = places_of(params, source)
     known = {tensor for tensors in source.shards.values() for tensor in tensors}
     plan = shard_plan(source.shards, {*places, *source.carried}, sorted(set(places) - known))
@@ -39,6 +40,10 @@ def save(
         dtype = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
         return read_tensor(params, places[tensor]).astype(dtype, copy=False)
 
+    if not writes:
+        write_checkpoint(folder, plan, read, writes=False)
+        return
+    folder.mkdir(parents=True, exist_ok=True)
     write_checkpoint(folder, plan, read)
     config = classifier_config(
         source.raw,

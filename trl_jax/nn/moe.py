@@ -5,7 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
+from trl_jax.core.parts import TENSOR
 from trl_jax.nn.grouped import grouped_dot
 from trl_jax.nn.linear import Linear
 from trl_jax.nn.mlp import ACTIVATIONS, MLP
@@ -36,14 +38,33 @@ class MoE(nnx.Module):
         return mixed.reshape(x.shape)
 
     def _routed(self, x: jax.Array) -> jax.Array:
-        weights, chosen = self._route(x)
-        order = jnp.argsort(chosen.reshape(-1), stable=True)  # a token's place times top_k, sorted by expert
+        count, devices = self.experts.count, jax.sharding.get_abstract_mesh().shape.get(TENSOR, 1)
+        experts = (self.gate[...], self.up[...], self.down[...])
+        if devices == 1 or count % devices:
+            return self._mixed(x, *self._route(x), None, *experts)
+
+        def own(*given):
+            return jax.lax.psum(self._mixed(*given), TENSOR)
+
+        divided, first = PartitionSpec(TENSOR), jnp.arange(0, count, count // devices)
+        places = (*[PartitionSpec()] * 3, *[divided] * 4)
+        run = jax.shard_map(own, in_specs=places, out_specs=PartitionSpec(), axis_names={TENSOR}, check_vma=False)
+        return run(x, *self._route(x), first, *experts)
+
+    def _mixed(self, x, weights, chosen, first, gate, up, down) -> jax.Array:
+        """What experts from `first[0]` on give the tokens that chose them; None: they are all."""
+        expert, count = chosen.reshape(-1), self.experts.count
+        if first is not None:
+            expert = (expert - first[0]) % count  # these come first, tokens of others behind
+        order = jnp.argsort(expert, stable=True)  # a token's place times top_k, sorted by expert
         token = order // self.experts.top_k
-        sizes = jnp.bincount(chosen.reshape(-1), length=self.experts.count)
+        sizes = jnp.bincount(expert, length=count)[: len(gate)]
         sorted_x = x[token]
-        gate, up, down = (weight[...].astype(x.dtype) for weight in (self.gate, self.up, self.down))
+        gate, up, down = (weight.astype(x.dtype) for weight in (gate, up, down))
         hidden = self.activation(grouped_dot(sorted_x, gate, sizes)) * grouped_dot(sorted_x, up, sizes)
         out = grouped_dot(hidden, down, sizes) * weights.reshape(-1)[order][:, None].astype(x.dtype)
+        if first is not None:
+            out = jnp.where(jnp.arange(len(out))[:, None] < jnp.sum(sizes), out, 0)
         return jnp.zeros_like(x).at[token].add(out)
 
     def _route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -168,9 +168,12 @@ class BaseConfig(TrainingArguments, metaclass=OldNames):
         return Device(use_cpu=self.use_cpu)
 
     def jax_devices(self) -> list:
-        """All that a run may use, of every process."""
+        """All that a run may use, of every process; JAX starts here, so processes find each other first."""
         import jax
 
+        from trl_jax.engine.processes import join
+
+        join(self.coordinator_address, self.num_processes, self.process_id)
         return jax.devices("cpu") if self.use_cpu else jax.devices()
 
     @property

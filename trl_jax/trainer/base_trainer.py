@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from trl_jax.engine.loop import Loop
 from trl_jax.engine.mesh import distributed
 from trl_jax.engine.optim import Optimizer, decays, from_optax
 from trl_jax.engine.prefetch import Prefetched
+from trl_jax.engine.processes import barrier, check_alike, is_first, several
 from trl_jax.engine.progress import Progress
 from trl_jax.engine.resume import find
 from trl_jax.engine.step import make_step
@@ -32,7 +34,7 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.torch_objects import give_back
 from trl_jax.trainer.base_config import BaseConfig
 from trl_jax.trainer.batches import steps_of
-from trl_jax.trainer.devices import run_device
+from trl_jax.trainer.devices import describe, run_device
 from trl_jax.trainer.diagnosis import explain
 from trl_jax.trainer.evaluating import Evaluating, refuse
 from trl_jax.trainer.hooked import HookedStep
@@ -40,6 +42,8 @@ from trl_jax.trainer.limits import told_of_memory
 from trl_jax.trainer.memory import memory
 from trl_jax.trainer.optimizers import LearningRate, check_optax, choose
 from trl_jax.trainer.publishing import sweep_stages
+
+logger = logging.getLogger(__name__)
 
 _NEVER_CALLED = frozenset(
     """
@@ -96,6 +100,8 @@ class BaseTrainer(Evaluating):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
         self._plan()  # refuses a run without an end now rather than at train()
+        if several():
+            check_alike(self._digests())
         self._events.fire("on_init_end")
 
     def train(
@@ -119,10 +125,11 @@ class BaseTrainer(Evaluating):
         saves, interrupts = self.args.save_strategy != SaveStrategy.NO, Interrupts()
         promise = "saving a checkpoint and leaving" if saves else "leaving without a checkpoint (save_strategy='no')"
         with self._on_device(), contextlib.ExitStack() as held:
-            if saves:
+            if saves and is_first():
                 held.enter_context(only_run(self.args.output_dir))
                 sweep(Path(self.args.output_dir))
                 sweep_stages(self.args.output_dir)
+            barrier("train")  # until the first process has swept
             held.enter_context(interrupts.heeded(promise))
             return self._train(as_choice(resume_from_checkpoint), interrupts)
 
@@ -195,6 +202,8 @@ class BaseTrainer(Evaluating):
             step = counted(self.compiled_step(tx), "The step")
         if self._optimizer_state is None:
             self._optimizer_state = self._new_optimizer_state(tx)
+        if self.division is not None:
+            logger.info("%s", describe(self.division, self.model.params, self._optimizer_state))
         key = None if self.args.disable_dropout else jax.random.key(self.args.seed)
         flops_a_token = 6 * self.model.num_parameters(exclude_embeddings=True)
 
@@ -272,7 +281,7 @@ class BaseTrainer(Evaluating):
         metrics["epoch"] = state.epoch
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             self.model.params = self._weights_of(Path(state.best_model_checkpoint))
-        if args.save_total_limit == 1 and state.best_model_checkpoint is not None:
+        if is_first() and args.save_total_limit == 1 and state.best_model_checkpoint is not None:
             forget_all_but_best(args.output_dir, state.best_model_checkpoint)
         if self._brought is not None:
             give_back(self.model.engine, self.model.params, self.model.config, self._brought)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import fields
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from trl_jax.core import parallel
+from trl_jax.core.parts import TENSOR
 from trl_jax.engine.mesh import Division, make_mesh
+from trl_jax.engine.processes import join
 
 if TYPE_CHECKING:
+    from trl_jax.hub.pretrained import PreTrainedModel
     from trl_jax.trainer.base_config import BaseConfig
-
-logger = logging.getLogger(__name__)
 
 
 def run_devices(args: BaseConfig) -> list[jax.Device]:
@@ -25,6 +25,7 @@ def run_devices(args: BaseConfig) -> list[jax.Device]:
 
 def run_device(args: BaseConfig) -> jax.Device:
     """This process's first."""
+    join(args.coordinator_address, args.num_processes, args.process_id)
     return jax.local_devices(backend="cpu" if args.use_cpu else None)[0]
 
 
@@ -45,6 +46,43 @@ def mesh_sizes(args: BaseConfig) -> dict[str, int]:
             f'gradient_accumulation_steps = {pairs}. Write "auto" in the file.'
         )
     return sizes
+
+
+def check_division(division: Division | None, model: PreTrainedModel) -> None:
+    """Raises ValueError where the heads of the model do not come out even on the tensor axis."""
+    size = 1 if division is None else division.size(TENSOR)
+    if size == 1:
+        return
+    heads = model.engine.heads
+    if heads is None:
+        raise ValueError(
+            f"mesh: tensor {size} divides products by name, and {model.name_or_path} runs as an exported program. "
+            "Divide it with fsdp instead."
+        )
+    odd = {name: count for name, count in heads.items() if count % size}
+    if odd:
+        shown = " and ".join(f"{count} {name}" for name, count in odd.items())
+        raise ValueError(
+            f"mesh: tensor {size} does not divide the {shown} of {model.name_or_path}. Choose a tensor size that does, "
+            "and give the rest to fsdp."
+        )
+
+
+def describe(division: Division, params: dict, state: Any) -> str:
+    """One line: the mesh, and how much of weights and optimizer's state each device holds."""
+    mesh = ", ".join(f"{axis} {size}" for axis, size in division.mesh.shape.items() if size > 1)
+    parts = []
+    for name, tree in (("weights", params), ("optimizer's state", state)):
+        leaves = jax.tree.leaves(tree)
+        held = sum(prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+        parts.append(f"{_bytes(held)} of {_bytes(sum(leaf.nbytes for leaf in leaves))} of the {name}")
+    kind = division.mesh.devices.flat[0].device_kind
+    return f"Mesh {mesh} on {division.mesh.size} devices ({kind}): each holds {' and '.join(parts)}."
+
+
+def _bytes(count: int) -> str:
+    unit, name = next(((unit, name) for unit, name in ((1e9, "GB"), (1e6, "MB")) if count >= unit), (1e3, "kB"))
+    return f"{count / unit:.1f} {name}"
 
 
 def division_of(args: BaseConfig) -> Division | None:

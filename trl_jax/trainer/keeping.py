@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ import jax.numpy as jnp
 from datasets import Dataset
 from transformers.trainer_callback import TrainerState
 
+import trl_jax
 from trl_jax.data.fingerprint import fingerprint
 from trl_jax.data.order import RunLength
-from trl_jax.engine.checkpoint import save_checkpoint
+from trl_jax.engine.checkpoint import await_checkpoint, save_checkpoint
+from trl_jax.engine.mesh import fetched
+from trl_jax.engine.processes import barrier, is_first, several
 from trl_jax.engine.progress import Progress, SavedProgress, write_progress
 from trl_jax.engine.resume import Found, changed_arguments, restore_callbacks
 from trl_jax.trainer import foreign
@@ -23,6 +27,8 @@ from trl_jax.trainer.optimizers import LearningRate
 from trl_jax.trainer.session import ARGUMENTS, Session
 
 logger = logging.getLogger(__name__)
+
+_OWN = ("process_id", "local_rank")  # arguments that each process has its own of
 
 
 class Keeping(Session):
@@ -38,13 +44,19 @@ class Keeping(Session):
 
     def _save_checkpoint(self, progress: Progress) -> Path:
         self._check_weights()
-        return save_checkpoint(
+        if not is_first():  # gathers what the first process writes
+            self._write(Path(self.args.output_dir), progress)
+            barrier("checkpoint")
+            return await_checkpoint(self.args.output_dir, self.state)
+        folder = save_checkpoint(
             self.args.output_dir,
             lambda folder: self._write(folder, progress),
             self._events,
             facts={"dataset": self._dataset_fingerprint()},
             needed=self._least_bytes(),
         )
+        barrier("checkpoint")
+        return folder
 
     def _write(self, folder: Path, progress: Progress) -> None:
         self.save_model(folder, _internal_call=True)
@@ -53,6 +65,10 @@ class Keeping(Session):
         trees = {"optimizer": self._optimizer_state}
         if set(self.model.engine.dtypes.values()) != {"float32"}:  # the model's own file rounds them
             trees["params"] = self.model.params
+        if several():
+            trees = jax.tree.map(fetched, trees)
+        if not is_first():
+            return
         facts = {"tokens_seen": self._tokens_seen, "schedule": self.lr_scheduler.state_dict()}
         write_progress(folder, progress, trees, facts)
 
@@ -77,6 +93,16 @@ class Keeping(Session):
         if self._fingerprint is None and isinstance(self.train_dataset, Dataset):
             self._fingerprint = fingerprint(self.train_dataset)
         return self._fingerprint
+
+    def _digests(self) -> dict[str, int]:
+        """Of what the processes of a run must have in common."""
+        arguments = {name: value for name, value in json.loads(self._arguments).items() if name not in _OWN}
+        facts = {
+            "arguments": json.dumps(arguments),
+            "train_dataset": str(self._dataset_fingerprint()),
+            "release": f"{trl_jax.__version__} {jax.__version__}",
+        }
+        return {name: zlib.crc32(text.encode()) for name, text in facts.items()}
 
     # ---- going on ----------------------------------------------------------------------------------------------
 
@@ -111,6 +137,7 @@ class Keeping(Session):
 
     def _take_up_state(self, found: Found) -> None:
         state = self._events.state = found.state
+        state.is_local_process_zero = state.is_world_process_zero = is_first()
         restore_callbacks(self._events, wholly=self.args.restore_callback_states_from_checkpoint)
         state.train_batch_size = self.args.per_device_train_batch_size
         if state.best_model_checkpoint is not None:  # the run's folder may have moved

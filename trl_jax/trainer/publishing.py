@@ -11,6 +11,7 @@ from typing import Any
 from transformers.trainer_utils import HubStrategy, SaveStrategy
 
 from trl_jax.engine.manifest import MANIFEST
+from trl_jax.engine.processes import is_first
 from trl_jax.hub.card import Run, write_card
 from trl_jax.hub.push import IGNORED, Publisher, Upload
 from trl_jax.trainer.keeping import Keeping
@@ -43,6 +44,8 @@ class Publishing(Keeping):
                 warned of only: it is not needed yet.
         """
         args = self.args
+        if not is_first():
+            return
         self._publisher = Publisher(
             args.hub_model_id or Path(args.output_dir).absolute().name,
             token=args.hub_token if token is None else token,
@@ -77,6 +80,9 @@ class Publishing(Keeping):
             PermissionError, ConnectionError: not even the last try succeeded; everything is in the folder.
         """
         self._events.fire("on_push_begin")
+        if not is_first():  # which alone talks to the Hub
+            self.save_model(_internal_call=True)
+            return None
         if self._publisher is None or token is not None:
             self.init_hf_repo(token=token, private=private)
         self.save_model(_internal_call=True)
@@ -131,7 +137,7 @@ class Publishing(Keeping):
 
     def _save_checkpoint(self, progress: Any) -> Path:
         folder = super()._save_checkpoint(progress)
-        if self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END:
+        if is_first() and self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END:
             if self.args.hub_always_push or not self._publisher.running:
                 self._push_checkpoint(folder)
         return folder

@@ -41,6 +41,8 @@ class RewardConfig(BaseConfig):
         mesh_shape: how several devices are used, as "data:2,fsdp:4,tensor:2"; -1 is what is left. It beats `fsdp`,
             `deepspeed` and `parallelism_config`. None and none of those: pairs are divided over all devices.
             `per_device_train_batch_size` counts for each of data x fsdp. Not in TRL.
+        coordinator_address, num_processes, process_id: of a run with a process on each of several hosts; what is None
+            is taken from JAX_COORDINATOR_ADDRESS and so on, from SLURM, Open MPI or Cloud TPU. Not in TRL.
     """
 
     _argument_group_name = "training"
@@ -117,6 +119,18 @@ class RewardConfig(BaseConfig):
         metadata={
             "help": "How several devices are used, as 'data:2,fsdp:4,tensor:2'; unset, pairs are divided over all."
         },
+    )
+
+    coordinator_address: str | None = field(
+        default=None,
+        kw_only=True,
+        metadata={"help": "'host:port' of the first of several processes, where no scheduler tells it."},
+    )
+    num_processes: int | None = field(
+        default=None, kw_only=True, metadata={"help": "How many processes the run has, with coordinator_address."}
+    )
+    process_id: int | None = field(
+        default=None, kw_only=True, metadata={"help": "Which of them this is, from 0, with coordinator_address."}
     )
 
     def __post_init__(self):

@@ -30,7 +30,7 @@ from trl_jax.models.functional import merge
 from trl_jax.trainer import layouts, reward_metrics
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.collator import DataCollatorForPreference
-from trl_jax.trainer.devices import run_device
+from trl_jax.trainer.devices import run_device, run_devices
 from trl_jax.trainer.diagnosis import check_weights
 from trl_jax.trainer.eval_report import report
 from trl_jax.trainer.evaluating import refuse
@@ -100,6 +100,7 @@ class RewardTrainer(BaseTrainer):
             raise ValueError("train_dataset is required: pass a datasets.Dataset of preference pairs.")
         check_type(train_dataset, "train")
         self.args = args
+        run_devices(args)  # several processes find each other before anything else
         if args.push_to_hub:  # first of all: a Hub that does not answer costs seconds, not a model's loading
             self.init_hf_repo()
         checkpoint = _find(model, args) if brought is None else _taken(brought, args)

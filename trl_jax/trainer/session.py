@@ -26,11 +26,13 @@ from transformers.utils import logging as transformers_logging
 
 from trl_jax.engine.compilation import keep_compilations
 from trl_jax.engine.events import Events
+from trl_jax.engine.mesh import Fetched
+from trl_jax.engine.processes import barrier, is_first, several
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.trainer.accelerator import Accelerator
 from trl_jax.trainer.base_config import BaseConfig
 from trl_jax.trainer.batches import Batches
-from trl_jax.trainer.devices import division_of, run_device
+from trl_jax.trainer.devices import check_division, division_of, run_device
 from trl_jax.trainer.reports import Reports
 from trl_jax.trainer.task import Task
 
@@ -59,8 +61,11 @@ class Session(Reports, Task):
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.is_in_train = False
         self.division = division_of(args)  # None on one device
+        check_division(self.division, model)
         if self.division is not None:
             self.model.params = self.division.placed(self.model.params)
+        if several():
+            self.model.read, self.model.writes = Fetched, is_first()
         self._tokens_seen = 0
         self._events = Events(
             self._callback_handler(callbacks), args, TrainerState(stateful_callbacks=[]), TrainerControl()
@@ -107,8 +112,12 @@ class Session(Reports, Task):
         """Write a folder that transformers loads: config, weights, tokenizer, and training_args.json."""
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         self.model.save_pretrained(folder)
+        if not is_first():
+            barrier("save_model")
+            return
         self.processing_class.save_pretrained(folder)
         (folder / ARGUMENTS).write_text(self._arguments + "\n", encoding="utf-8")
+        barrier("save_model")
 
     @property
     def overridden(self) -> set[str]:
@@ -189,7 +198,10 @@ class Session(Reports, Task):
 
     def _new_state(self) -> None:
         kept = [c for c in [*self.callback_handler.callbacks, self.control] if isinstance(c, ExportableState)]
-        self._events.state = TrainerState(stateful_callbacks=kept)
+        first = is_first()
+        self._events.state = TrainerState(
+            stateful_callbacks=kept, is_local_process_zero=first, is_world_process_zero=first
+        )
         self.state.train_batch_size = self.args.per_device_train_batch_size
 
     @contextlib.contextmanager

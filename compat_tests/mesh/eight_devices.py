@@ -1,0 +1,250 @@
+"""Eight pretended CPU devices: the numbers of one, memory that falls, and only the collectives that a mesh needs."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+
+from compat_tests import tiny  # noqa: E402
+from compat_tests.bench.meshes import PAIRS, gaps, run  # noqa: E402
+from compat_tests.parity.reference import BASE  # noqa: E402
+from trl_jax import RewardConfig, RewardTrainer  # noqa: E402
+from trl_jax.data.loader import PreferenceLoader  # noqa: E402
+from trl_jax.data.windows import Windows  # noqa: E402
+from trl_jax.engine.mesh import Division, axes_of, make_mesh  # noqa: E402
+
+ROWS = tiny.preference_rows(5 * PAIRS, margin=True)
+MARKS = {"loss": 1e-5, "train_loss": 1e-5, "grad_norm": 2e-4, "weights": 2e-4, "predictions": 2e-4, "evaluation": 2e-4}
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint):
+    """The same run on one device, made once for each model, layout and accumulation."""
+    made = {}
+
+    def of(model, layout, accumulation):
+        key = model, layout, accumulation
+        if key not in made:
+            made[key] = run(checkpoint(model), ROWS, "data:1", layout, accumulation)
+        return made[key]
+
+    return of
+
+
+CASES = [
+    ("llama", "shared", "data:2,fsdp:2,tensor:2", 2), ("llama", "shared", "zero:8", 1),
+    ("qwen3_moe", "packed", "fsdp:2,tensor:2", 2), ("bert", "padded", "fsdp:8", 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "layout", "mesh", "accumulation"), CASES, ids=lambda part: str(part))
+def test_the_numbers_of_one_device(model, layout, mesh, accumulation, checkpoint, alone):
+    found = gaps(run(checkpoint(model), ROWS, mesh, layout, accumulation), alone(model, layout, accumulation))
+    assert all(gap <= MARKS.get(key, 2e-4) for key, gap in found.items()), found
+
+
+def trainer(checkpoint, out, rows=ROWS, **config):
+    from datasets import Dataset
+
+    config = BASE | {"per_device_train_batch_size": 2, "save_strategy": "no"} | config
+    args, data = RewardConfig(str(out), **config), Dataset.from_list(rows)
+    return RewardTrainer(str(checkpoint("llama")), args, train_dataset=data)
+
+
+def test_all_devices_share_the_pairs_unless_told_otherwise(checkpoint, tmp_path, caplog):
+    built = trainer(checkpoint, tmp_path)
+    assert (built.args.world_size, built.shards, built.args.parallel_mode.value) == (8, 8, "distributed")
+    assert built.accelerator.num_processes == 8 and built.args.train_batch_size == 2
+    [step, *_] = built.get_train_dataloader().steps
+    assert step.arrays.tokens.shape[:3] == (1, 8, 1) and step.num_pairs == 16
+    with built.args.main_process_first():
+        pass
+
+
+def test_memory_falls_with_the_devices(checkpoint, tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "trl_jax"):
+        built = trainer(checkpoint, tmp_path, fsdp="full_shard", max_steps=1, log_level="info")
+        built.train()
+    [line] = [record.message for record in caplog.records if record.message.startswith("Mesh")]
+    assert re.fullmatch(
+        r"Mesh fsdp 8 on 8 devices \(cpu\): each holds \d+\.\d kB of \d+\.\d kB of the weights and \d+\.\d kB of "
+        r"\d\.\d MB of the optimizer's state\.", line), line  # fmt: skip
+    for path, array in built.model.params.items():
+        held = array.addressable_shards[0].data.size
+        assert held * (1 if array.size < 3 * 4096 else 8) == array.size, path
+
+
+# ---- collectives -----------------------------------------------------------------------------------------------
+
+COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+
+
+def compiled(built):
+    """The step of a trainer, and its collectives as (kind, largest array)."""
+    [batch, *_] = built.get_train_dataloader().steps
+    tx = built._optimizer()
+    from trl_jax.engine.step import make_step
+
+    step = make_step(built.loss, tx, built.spread)
+    state = built._new_optimizer_state(tx)
+    done = step.lower(built.model.params, state, built._place(batch).arrays, np.float32(0), None).compile()
+    found = []
+    for line in done.as_text().splitlines():
+        if match := COLLECTIVE.search(line):
+            shapes = [tuple(map(int, part.split(","))) for part in re.findall(r"f32\[([\d,]+)\]", match[1])]
+            found.append((match[2], max(shapes, key=np.prod, default=())))
+    return done, found
+
+
+def test_only_parameters_and_sums_go_between_devices(checkpoint, tmp_path):
+    built = trainer(checkpoint, tmp_path, mesh_shape="fsdp:8")
+    done, found = compiled(built)
+    by_layer = {array.shape[1:] for path, array in built.model.params.items() if ".layers." in path}
+    whole = by_layer | {built.model.params["decoder.embed.weight"].shape}
+    pairs = 64  # numbers of the sums that are logged
+    assert {kind for kind, _ in found} == {"all-gather", "all-reduce", "reduce-scatter"}
+    for kind, shape in found:
+        small = np.prod(shape) <= pairs
+        if kind == "all-gather":
+            assert small or shape in whole, shape
+        if kind == "all-reduce":  # vectors, and matrices too small to be divided
+            assert small or np.prod(shape) <= 3 * 4096, shape
+    scattered = sorted(np.prod(shape) * 8 for kind, shape in found if kind == "reduce-scatter")
+    divided = [a for p, a in built.model.params.items() if not a.sharding.is_fully_replicated]
+    assert scattered == sorted(a.size // (3 if a.ndim == 3 else 1) for a in divided)
+    ours = sum(a.addressable_shards[0].data.nbytes for a in [*built.model.params.values()])
+    assert done.memory_analysis().argument_size_in_bytes < 3.2 * ours + 20_000  # weights, two moments, the batch
+
+
+def test_a_gathered_stream_would_be_noticed(checkpoint, tmp_path):
+    built = trainer(checkpoint, tmp_path, mesh_shape="data:8")
+    loss = built.loss
+
+    def gathering(params, batch, key):
+        total, metrics = loss(params, batch, key)
+        return total + 0 * jnp.sum(jax.lax.all_gather(batch.tokens, "data")).astype(jnp.float32), metrics
+
+    built.loss = gathering
+    done, found = compiled(built)
+    assert re.search(r"= s32\[8,1,\d+\]\S* all-gather", done.as_text())
+    assert {kind for kind, shape in found if np.prod(shape) > 64} == {"all-reduce"}  # what data alone should need
+
+
+# ---- words, refusals -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("said", "sizes"), [
+    ({}, {"data": 8}), ({"fsdp": True}, {"fsdp": 8}), ({"fsdp": "full_shard auto_wrap"}, {"fsdp": 8}),
+    ({"fsdp": "hybrid_shard"}, {"fsdp": 8}), ({"fsdp": "no_shard"}, {"data": 8}),
+    ({"deepspeed": {"zero_optimization": {"stage": 3}}}, {"fsdp": 8}),
+    ({"deepspeed": {"zero_optimization": {"stage": 1}}}, {"data": 8}),
+    ({"parallelism_config": {"dp_shard_size": 4}}, {"data": 2, "fsdp": 4}),
+    ({"parallelism_config": {"tp_size": 2, "dp_replicate_size": 4}}, {"data": 4, "tensor": 2}),
+    ({"mesh_shape": "data:-1,tensor:2"}, {"data": 4, "tensor": 2}),
+    ({"mesh_shape": "data:2,fsdp:4", "fsdp": "no_shard"}, {"data": 2, "fsdp": 4}),
+    ({"mesh_shape": "data:2"}, {"data": 2}),
+], ids=str)  # fmt: skip
+def test_words(said, sizes, checkpoint, tmp_path):
+    args = RewardConfig(str(tmp_path), use_cpu=True, **said)
+    from trl_jax.trainer.devices import division_of
+
+    division = division_of(args)
+    assert {axis: size for axis, size in division.mesh.shape.items() if size > 1} == sizes
+    zero = "stage" in str(said) and "3" not in str(said)
+    assert division.moments_over == ("data" if zero else None)
+    assert args.world_size == np.prod(list(sizes.values()))
+
+
+@pytest.mark.parametrize(("said", "text"), [
+    ({"mesh_shape": "data:3"}, "mesh_shape asks for data 3 = 3 devices, and there are 8. Make the product 8, or say"),
+    ({"mesh_shape": "data:16"}, "mesh_shape asks for data 16 = 16 devices, and there are 8."),
+    ({"mesh_shape": "fsdp:2,tensor:4"}, "mesh: tensor 4 does not divide the 2 key heads of .* Choose a tensor"),
+    ({"deepspeed": {"train_batch_size": 8}},
+     "deepspeed sets train_batch_size to 8, but 8 devices x per_device_train_batch_size x gradient_acc.* = 16"),
+], ids=str)  # fmt: skip
+def test_refused(said, text, checkpoint, tmp_path):
+    with pytest.raises(ValueError, match=text):
+        trainer(checkpoint, tmp_path, **said)
+
+
+def test_what_does_not_come_out_even_stays_whole():
+    division = Division(make_mesh({"fsdp": 4, "tensor": 2}))
+    assert axes_of("decoder.layers.mlp.down", 4) == ("layers", "experts", "embed", "mlp")
+    spec = division.spec
+    assert spec("decoder.embed.weight", (520, 66)) == jax.P("tensor", None)  # 66 by 4 is odd, and 520 is taken
+    assert spec("decoder.embed.weight", (521, 66)) == jax.P(None, None)
+    assert spec("decoder.embed.weight", (521, 64)) == jax.P(None, "fsdp")
+    assert spec("decoder.layers.mlp_norm.weight", (3, 8192)) == jax.P() == spec("score.bias", (8192,))
+    assert spec("decoder.layers.attention.k.weight", (3, 32, 64)) == jax.P()  # small
+    assert spec("some.other.name", (128, 64)) == jax.P("fsdp", None)
+    with pytest.raises(ValueError, match="is for 4 devices, and there are 8"):
+        make_mesh({"data": 4})
+    with pytest.raises(ValueError, match="no axis 'model': its axes are data, fsdp, tensor, sequence"):
+        make_mesh({"model": 8})
+
+
+# ---- data ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pairs", [3, 16, 21])
+def test_row46_an_evaluation_of_any_size(pairs, checkpoint, tmp_path):
+    """Fewer pairs than devices, or a share that is not whole: every pair counts once, and no other."""
+    from datasets import Dataset
+
+    rows = Dataset.from_list(tiny.preference_rows(pairs, seed=5))
+    alone, spread = (
+        trainer(checkpoint, tmp_path, mesh_shape=mesh, per_device_eval_batch_size=size).predict(rows)
+        for mesh, size in (("data:1", 16), ("data:8", 2))
+    )
+    assert alone.predictions.shape == (2 * pairs, 1)
+    np.testing.assert_allclose(spread.predictions, alone.predictions, atol=2e-5)
+    assert abs(spread.metrics["test_loss"] - alone.metrics["test_loss"]) < 1e-6
+
+
+def table(pairs):
+    from datasets import Dataset
+
+    dice = np.random.default_rng(1)
+    return Dataset.from_list([
+        {f"{side}_ids": dice.integers(1, 9, dice.integers(2, 60)).tolist() for side in ("chosen", "rejected")}
+        for _ in range(pairs)
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_shards_have_every_pair_once_with_its_weight(layout, accumulation):
+    """The end of the epoch begins it anew, as TRL's ranks do: 13 pairs in steps of 2 micro-batches of 4 x 2."""
+    how = dict(pad_token_id=0, pad_to_multiple_of=None, layout=layout, accumulation=accumulation)
+    steps = list(PreferenceLoader(table(13), batch_size=8, shards=4, **how))
+    rows = [row for step in steps for row in step.rows]
+    assert rows == [*range(13), 0, 1, 2] and sum(step.num_micro_batches for step in steps) == 2
+    for step in steps:
+        arrays = step.arrays
+        assert arrays.tokens.shape[:2] == arrays.weight.shape[:2] == (accumulation, 4)
+        kept = arrays.weight > 0
+        assert kept.sum() == step.num_pairs
+        np.testing.assert_allclose(arrays.weight[kept], 1 / step.num_pairs)
+        # Each pair belongs to one micro-batch, which has 8 over all shards.
+        member = (arrays.member & kept[:, :, None]).sum(axis=(0, 1, 3))
+        assert member[: step.num_micro_batches].tolist() == [8] * step.num_micro_batches
+        tokens = arrays.lengths.reshape(*kept.shape[:2], 2, -1) * kept[:, :, None]
+        assert tokens.sum() == step.num_tokens
+        assert [len(own) for own in step.passes] == kept.sum(axis=-1).reshape(-1).tolist()
+
+
+def test_windows_have_no_pair_that_is_not_there():
+    loader = PreferenceLoader(
+        table(11), batch_size=8, shards=4, fills=False, pad_token_id=0, pad_to_multiple_of=None, layout="shared"
+    )
+    [window] = Windows(loader, sort=False)
+    pairs = np.concatenate([slots[slots >= 0] for _, slots in window.passes])
+    assert sorted(pairs.tolist()) == list(range(11)) and [batch.num_pairs for batch in window.batches] == [8, 3]
