@@ -51,7 +51,9 @@ def planned(model: str, topology: str, mesh: str, pairs: int, length: int) -> di
         }  # fmt: skip
         words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
         subprocess.run([sys.executable, "-m", "trl_jax.cli.main", "plan", *words], check=True, stdout=sys.stderr)
-        return json.loads(Path(f"{folder}/plan.json").read_text())
+        found = json.loads(Path(f"{folder}/plan.json").read_text())
+        print(json.dumps(found), file=sys.stderr)
+        return found
 
 
 def row(model: str, topology: str, mesh: str, pairs: int, found: dict) -> str:

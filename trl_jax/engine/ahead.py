@@ -32,9 +32,10 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 class Compiled(NamedTuple):
     """What the compiler says of a step; bytes are a device's.
 
-    arguments: what the step is given, layouts padded as the device wants them. temporary: what it needs besides. peak:
-    the most at once, the program included. `fits` is None where no one knows how much room there is; where it is False,
-    peak is what the compiler wanted, room what it had, and the rest is not known.
+    peak: the most that is alive at once, what the step is given included. arguments: what it is given, layouts padded
+    as the device wants them. allocated: the sum of its temporary buffers, some of which take turns in the same place.
+    `fits` is the compiler's verdict, None where there is no limit; where it is False, peak is what the compiler wanted,
+    room what it had, and the rest is not known.
     """
 
     seconds: float
@@ -42,8 +43,13 @@ class Compiled(NamedTuple):
     fits: bool | None
     room: int | None = None
     arguments: int | None = None
-    temporary: int | None = None
+    allocated: int | None = None
     cost: hlo.Cost | None = None
+
+    @property
+    def temporary(self) -> int | None:
+        """What is alive at the peak besides what the step is given."""
+        return None if self.arguments is None else self.peak - self.arguments
 
 
 def no_compiler(topology: Topology) -> str | None:
@@ -121,13 +127,8 @@ def compiled(traced: jax.stages.Traced, topology: Topology) -> Compiled:
             raise
         return Compiled(time.monotonic() - start, found[0], False, found[1])
     seconds, memory = time.monotonic() - start, program.memory_analysis()
-    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    held = memory.argument_size_in_bytes + results + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
-    return Compiled(
-        seconds,
-        max(memory.peak_memory_in_bytes, held),  # which a CPU's compiler counts without the temporary
-        None if topology.chip is None else True,
-        arguments=memory.argument_size_in_bytes,
-        temporary=memory.temp_size_in_bytes,
-        cost=hlo.cost(program.as_text()),
-    )
+    arguments, allocated = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    # The CPU's compiler counts no peak of what is alive.
+    peak = arguments + allocated if topology.chip is None else memory.peak_memory_in_bytes
+    fits, cost = None if topology.chip is None else True, hlo.cost(program.as_text())
+    return Compiled(seconds, peak, fits, arguments=arguments, allocated=allocated, cost=cost)
