@@ -5,8 +5,16 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from compat_tests.tiny import preference_rows
 from trl_jax.cli.main import main
+
+
+@pytest.fixture(autouse=True)
+def begun(monkeypatch):
+    """This process's JAX has begun, and keeps its settings."""
+    monkeypatch.setattr("trl_jax.engine.ahead.prepare", lambda place: None)
 
 
 def test_pretended_devices_from_the_shell(checkpoint, tmp_path):
@@ -27,8 +35,7 @@ def test_pretended_devices_from_the_shell(checkpoint, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json"]
 
 
-def test_levers_from_the_shell(checkpoint, capsys, monkeypatch):
-    monkeypatch.setattr("trl_jax.engine.ahead.prepare", lambda place: None)  # this process's JAX has begun
+def test_levers_from_the_shell(checkpoint, capsys):
     flags = f"--model_name_or_path {checkpoint()} --topology a100:1 --max_length 50000 --per_device_train_batch_size 2"
     assert main(["plan", *flags.split()]) == 0
     told = capsys.readouterr().out
@@ -39,8 +46,7 @@ def test_levers_from_the_shell(checkpoint, capsys, monkeypatch):
     assert "- --max_length" not in capsys.readouterr().out
 
 
-def test_rows_of_a_file_tell_the_lengths(checkpoint, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("trl_jax.engine.ahead.prepare", lambda place: None)
+def test_rows_of_a_file_tell_the_lengths(checkpoint, capsys, tmp_path):
     rows = tmp_path / "pairs.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in preference_rows(12)))
     flags = f"--model_name_or_path {checkpoint()} --topology h100:1 --dataset_name {rows}"
@@ -55,3 +61,5 @@ def test_mistakes_are_told_in_a_line(checkpoint, capsys):
     assert "--topology v9:1 is unknown. Known are v5e:AxB" in capsys.readouterr().err
     assert main(["plan", "--topology", "v5e:2x2", "--max_length", "64"]) == 2
     assert "--model_name_or_path is missing" in capsys.readouterr().err
+    assert main(["plan", "--topology", "v5e:2x2", "--model_name_or_path", "x", "--use_peft"]) == 2
+    assert "--use_peft: a plan is of the whole model" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trl_jax.core.chips import known, topology
 
 if TYPE_CHECKING:
-    from trl_jax.scripts.utils import ScriptArguments, TrlParser
+    from trl_jax.scripts.utils import DatasetMixtureConfig, ScriptArguments, TrlParser
     from trl_jax.trainer.model_config import ModelConfig
     from trl_jax.trainer.reward_config import RewardConfig
 
@@ -29,7 +29,11 @@ class PlanArguments:
 
 
 def main(
-    plan_args: PlanArguments, script_args: ScriptArguments, training_args: RewardConfig, model_args: ModelConfig
+    plan_args: PlanArguments,
+    script_args: ScriptArguments,
+    training_args: RewardConfig,
+    model_args: ModelConfig,
+    dataset_args: DatasetMixtureConfig,
 ) -> None:
     """Print the plan, and write it where asked for. Trains nothing, fetches no weights."""
     from trl_jax.engine.ahead import prepare
@@ -39,7 +43,7 @@ def main(
 
     place = topology(plan_args.topology)
     prepare(place)
-    checkpoint, rows, tokenizer = _given(script_args, training_args, model_args)
+    checkpoint, rows, tokenizer = _given(script_args, training_args, model_args, dataset_args)
 
     def planned(args: RewardConfig, compiles: bool = True) -> Any:
         return plan(checkpoint, args, place, rows, tokenizer, compiles=compiles)
@@ -56,31 +60,40 @@ def main(
         Path(plan_args.json).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
 
-def _given(script_args: ScriptArguments, training_args: RewardConfig, model_args: ModelConfig) -> tuple:
+def _given(
+    script_args: ScriptArguments,
+    training_args: RewardConfig,
+    model_args: ModelConfig,
+    dataset_args: DatasetMixtureConfig,
+) -> tuple:
     """The checkpoint, the rows to train on and their tokenizer; no rows where no dataset is named."""
+    if model_args.use_peft:
+        raise ValueError("--use_peft: a plan is of the whole model; adapters are not planned yet. Leave it out.")
     from trl_jax.hub.pretrained import find_checkpoint
-    from trl_jax.scripts.datasets import load_preferences
-    from trl_jax.scripts.reward import check_flags, model_init_kwargs, split_of
+    from trl_jax.scripts.reward import check_flags, datasets_of, model_init_kwargs, split_of
 
-    check_flags(script_args, training_args, model_args, mixes=script_args.dataset_name is None)
+    mixture = dataset_args if dataset_args.datasets else None
+    anything = script_args.dataset_name is not None or mixture is not None
+    check_flags(script_args, training_args, model_args, mixes=mixture is not None or not anything)
     checkpoint = find_checkpoint(model_args.model_name_or_path, **model_init_kwargs(training_args, model_args))
-    if script_args.dataset_name is None:
+    if not anything:
         return checkpoint, None, None
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=training_args.trust_remote_code)
-    splits = load_preferences(script_args.dataset_name, script_args.dataset_config)
-    return checkpoint, split_of(splits, script_args, "dataset_train_split"), tokenizer
+    rows = split_of(datasets_of(script_args, mixture), script_args, "dataset_train_split")
+    return checkpoint, rows, tokenizer
 
 
 def make_parser(prog: str | None = None) -> TrlParser:
-    """Parser of (PlanArguments, ScriptArguments, RewardConfig, ModelConfig)."""
+    """Parser of (PlanArguments, ScriptArguments, RewardConfig, ModelConfig, DatasetMixtureConfig)."""
     from trl_jax.scripts.reward import fit_to_release
-    from trl_jax.scripts.utils import ScriptArguments, TrlParser
+    from trl_jax.scripts.utils import DatasetMixtureConfig, ScriptArguments, TrlParser
     from trl_jax.trainer.model_config import ModelConfig
     from trl_jax.trainer.reward_config import RewardConfig
 
-    parser = TrlParser((PlanArguments, ScriptArguments, RewardConfig, ModelConfig), prog=prog)
+    kinds = (PlanArguments, ScriptArguments, RewardConfig, ModelConfig, DatasetMixtureConfig)
+    parser = TrlParser(kinds, prog=prog)
     parser.usage = "%(prog)s --model_name_or_path MODEL --topology v5e:4x4\n       [--config FILE.yaml] [flags]"
     parser.description = (
         "Compile the training step for devices that are not there, from config.json alone: memory, collectives and a "

@@ -41,7 +41,7 @@ def main(
     training_args = copy.copy(training_args)
     training_args.model_init_kwargs = model_init_kwargs(training_args, model_args)
 
-    splits = _datasets(script_args, dataset_args if mixes else None)
+    splits = datasets_of(script_args, dataset_args if mixes else None)
     train = split_of(splits, script_args, "dataset_train_split")
     test = None
     if training_args.eval_strategy != "no":
@@ -61,7 +61,7 @@ def main(
         print(f"Model pushed to {trainer.hub_model_id}.")
 
 
-def _datasets(script_args: ScriptArguments, mixture: DatasetMixtureConfig | None) -> Mapping[str, Any]:
+def datasets_of(script_args: ScriptArguments, mixture: DatasetMixtureConfig | None) -> Mapping[str, Any]:
     from trl_jax.scripts.datasets import load_preferences
     from trl_jax.scripts.mixture import get_dataset
 

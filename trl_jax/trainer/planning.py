@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from jax.sharding import SingleDeviceSharding
 from transformers.trainer_utils import SaveStrategy
 
@@ -84,7 +84,7 @@ def planned(args: RewardConfig, topology: Topology, output_dir: str) -> PlannedC
 
 
 def trainer_of(
-    model: PreTrainedModel, args: PlannedConfig, rows: Dataset | None, processing_class: Any = None
+    model: PreTrainedModel, args: PlannedConfig, rows: Dataset | IterableDataset | None, processing_class: Any = None
 ) -> RewardTrainer:
     """The trainer of the run; without `rows`, of pairs as long as max_length that have nothing in common.
 
