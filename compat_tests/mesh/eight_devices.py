@@ -82,6 +82,40 @@ def test_memory_falls_with_the_devices(checkpoint, tmp_path, caplog):
         assert held * (1 if array.size < 3 * 4096 else 8) == array.size, path
 
 
+def test_row19_another_mesh_goes_on_with_the_same_numbers(checkpoint, tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    unbroken = trainer(checkpoint, tmp_path, mesh_shape="fsdp:4", **saving)
+    unbroken.train()
+    left = str(tmp_path / "checkpoint-2")
+    other = trainer(checkpoint, tmp_path / "other", mesh_shape="data:2", per_device_train_batch_size=4, max_steps=4)
+    other.train(resume_from_checkpoint=left)
+    assert [log["step"] for log in other.state.log_history] == [1, 2, 3, 4, 4]
+    pairs = zip(unbroken.state.log_history[2:4], other.state.log_history[2:4], strict=True)
+    for mine, theirs in pairs:
+        assert mine["num_tokens"] == theirs["num_tokens"] and abs(mine["loss"] - theirs["loss"]) < 1e-5
+        assert abs(mine["grad_norm"] - theirs["grad_norm"]) < 2e-4
+    for path, array in unbroken.model.params.items():
+        np.testing.assert_allclose(np.asarray(array), np.asarray(other.model.params[path]), atol=2e-4)
+    fewer = trainer(checkpoint, tmp_path / "other", mesh_shape="data:2", max_steps=4)
+    with pytest.raises(ValueError, match="in steps of 8 pairs on 4 devices; 2 devices x .* give 4. Set grad.*=2"):
+        fewer.train(resume_from_checkpoint=left)
+
+
+@pytest.mark.parametrize(("model", "facts"), [("llama", {"dtype": "bfloat16", "shards": True}), ("gpt_neox", {}),
+                                              ("qwen3_moe", {})], ids=str)  # fmt: skip
+def test_each_device_reads_its_own_part(model, facts, checkpoint):
+    """Straight from the files to where it belongs: fused tensors, experts and transposed ones too."""
+    from trl_jax.hub.loading import load
+
+    folder = checkpoint(model, **facts)
+    division = Division(make_mesh({"data": 2, "fsdp": 2, "tensor": 2}))
+    alone, _ = load(folder, dtype="float32", seed=0)
+    parts, _ = load(folder, dtype="float32", seed=0, place=division.place)
+    for path, array in alone.items():
+        assert parts[path].sharding == division.place(path, array.shape) or "score" in path
+        np.testing.assert_array_equal(np.asarray(parts[path]), np.asarray(array))
+
+
 # ---- collectives -----------------------------------------------------------------------------------------------
 
 COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")

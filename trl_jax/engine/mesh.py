@@ -140,6 +140,10 @@ class Division:
 
         return jax.tree_util.tree_map_with_path(place, state)
 
+    def place(self, path: str, shape: tuple[int, ...]) -> NamedSharding:
+        """Where one parameter lies."""
+        return NamedSharding(self.mesh, self.spec(path, shape))
+
     def placed(self, params: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Parameters where they belong."""
         places = self.params(params)
@@ -177,8 +181,8 @@ def placed(array: Any, sharding: NamedSharding) -> jax.Array:
     """
     if isinstance(array, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
-    if sharding.is_fully_addressable:
-        return jax.device_put(jax.numpy.array(array), sharding)
+    if isinstance(array, jax.Array) and array.sharding == sharding:
+        return array
     parts = [
         jax.numpy.array(array[index], device=device)
         for device, index in sharding.addressable_devices_indices_map(array.shape).items()

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from trl_jax.engine.manifest import BrokenCheckpoint
+from trl_jax.engine.mesh import placed
 
 # In a folder of their own: readers of a model take every *.safetensors beside its config for weights.
 TENSORS, FACTS = "training_state/arrays.safetensors", "training_state/facts.json"
@@ -105,8 +106,9 @@ class SavedProgress:
     def names(self, prefix: str) -> list[str]:
         return [name.removeprefix(f"{prefix}/") for name in self._names if name.startswith(f"{prefix}/")]
 
-    def tree(self, prefix: str, like: Any) -> Any:
-        """The arrays saved under `prefix`, on JAX's default device, in the shape of the pytree `like`.
+    def tree(self, prefix: str, like: Any, places: Any = None) -> Any:
+        """The arrays saved under `prefix`, in the shape of the pytree `like`; on JAX's default device, or each where
+        the tree `places` of shardings says.
 
         Raises:
             ValueError: it is of other arrays: another optimizer, or another model.
@@ -121,6 +123,9 @@ class SavedProgress:
                 f"{self.folder / TENSORS} is of another run: {wrong[0]} and {len(wrong) - 1} more arrays are not the "
                 "same here. Resume with the model and the optimizer it was saved with."
             )
+        if places is not None:
+            found = [self.tensors.get_tensor(name) for name in wanted]
+            return jax.tree.map(placed, jax.tree.unflatten(jax.tree.structure(like), found), places)
         # Copies: memory that NumPy owns could not be donated.
         leaves = [jax.numpy.array(self.tensors.get_tensor(name)) for name in wanted]
         return jax.tree.unflatten(jax.tree.structure(like), leaves)

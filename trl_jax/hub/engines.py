@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 
 from trl_jax.hub.loading import Source, load
+from trl_jax.hub.parts import Place
 from trl_jax.hub.saving import places_of, read_tensor, save
 from trl_jax.hub.torch_bridge import TorchModel
 from trl_jax.models.exported import ExportedScorer
@@ -61,8 +62,8 @@ class Engine(abc.ABC):
         """Write config.json and safetensors that transformers loads; not `writes`: only read every parameter."""
 
     @abc.abstractmethod
-    def load(self, folder: Path, seed: int) -> dict[str, jax.Array]:
-        """The parameters of what `save` wrote."""
+    def load(self, folder: Path, seed: int, place: Place | None = None) -> dict[str, jax.Array]:
+        """The parameters of what `save` wrote; on several devices where `place` says, or not yet."""
 
     @abc.abstractmethod
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
@@ -92,8 +93,8 @@ class NativeEngine(Engine):
         ids = {"pad_token_id": text.pad_token_id, "eos_token_id": text.eos_token_id}
         save(folder, params, self.source, writes=writes, **ids)
 
-    def load(self, folder: Path, seed: int) -> dict[str, jax.Array]:
-        return load(folder, dtype="auto", seed=seed)[0]
+    def load(self, folder: Path, seed: int, place: Place | None = None) -> dict[str, jax.Array]:
+        return load(folder, dtype="auto", seed=seed, place=place)[0]
 
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
         for tensor, places in places_of(params, self.source).items():
@@ -123,15 +124,17 @@ class ExportedEngine(Engine):
         if writes:
             self._model.save(folder, whole)
 
-    def load(self, folder: Path, seed: int) -> dict[str, jax.Array]:
+    def load(self, folder: Path, seed: int, place: Place | None = None) -> dict[str, jax.Array]:
         return taken(TorchModel(folder, dtype="auto", seed=seed))
 
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
         return ((name, np.asarray(array)) for name, array in params.items())
 
 
-def load_native(folder: Path, *, dtype: str, seed: int) -> tuple[dict[str, jax.Array], NativeEngine]:
-    params, source = load(folder, dtype=dtype, seed=seed)
+def load_native(
+    folder: Path, *, dtype: str, seed: int, place: Place | None = None
+) -> tuple[dict[str, jax.Array], NativeEngine]:
+    params, source = load(folder, dtype=dtype, seed=seed, place=place)
     return params, NativeEngine(source)
 
 

@@ -63,6 +63,10 @@ class CheckpointFiles:
         """The values of one tensor, in the dtype of the file."""
         return self._handles[tensor].get_tensor(tensor)
 
+    def read_part(self, tensor: str, index: tuple[slice, ...]) -> np.ndarray:
+        """The values of a part of it; no other is read from the disk."""
+        return self._handles[tensor].get_slice(tensor)[index]
+
 
 def _shard_names(folder: Path) -> list[str]:
     if (folder / SINGLE).is_file():  # transformers, too, reads this one where both are

@@ -20,6 +20,7 @@ from trl_jax.hub.config import read_config
 from trl_jax.hub.families import Draw, Family, read_arch
 from trl_jax.hub.files import CheckpointFiles
 from trl_jax.hub.gguf import LINK, GgufFiles
+from trl_jax.hub.parts import Index, Place, divided
 from trl_jax.hub.torch_bridge import PickledFiles, only_pickled
 from trl_jax.hub.wires import Wire, make_wires
 from trl_jax.models.functional import abstract
@@ -47,7 +48,9 @@ class Source:
     carried: dict[str, Callable[[], np.ndarray]] = field(repr=False)
 
 
-def load(folder: Path, *, dtype: str, seed: int) -> tuple[dict[str, jax.Array], Source]:
+def load(
+    folder: Path, *, dtype: str, seed: int, place: Place | None = None
+) -> tuple[dict[str, jax.Array], Source]:
     """Read a checkpoint: a sequence classifier with one label, a causal LM (its head is dropped) or a bare base.
 
     Args:
@@ -55,6 +58,7 @@ def load(folder: Path, *, dtype: str, seed: int) -> tuple[dict[str, jax.Array], 
         dtype: "float32", "bfloat16" or "float16" rounds the weights to that dtype; "auto" keeps each tensor's own.
             Either way the arrays returned are float32; the dtype is what they are written in again.
         seed: a score head that the checkpoint lacks is drawn as `torch.manual_seed(seed)` would have it.
+        place: from a parameter's path and shape to its sharding, on several devices.
 
     Raises:
         FileNotFoundError, ValueError: the file, tensor or key at fault by name.
@@ -72,10 +76,18 @@ def load(folder: Path, *, dtype: str, seed: int) -> tuple[dict[str, jax.Array], 
     _check_language_head(folder, raw, arch, files, on_disk, family, wires)
     _check(folder, family, wires, shapes, files, on_disk, {draw.tensor for draw in drawn})
     new = _draw(folder, [draw for draw in drawn if draw.tensor not in on_disk], wires, shapes, seed)
-    params = {
-        wire.path: new[wire.path] if wire.path in new else _assemble(files, wire, shapes[wire.path], on_disk, dtype)
-        for wire in wires
-    }
+
+    def array(wire: Wire) -> jax.Array:
+        shape = shapes[wire.path]
+        if wire.path in new:
+            return new[wire.path]
+        if place is None:
+            return _assemble(files, wire, shape, on_disk, dtype)
+        return divided(
+            partial(_read_part, files, dtype), wire, shape.shape, on_disk, place(wire.path, shape.shape)
+        )
+
+    params = {wire.path: array(wire) for wire in wires}
     return params, _source(raw, family, arch, wires, files, on_disk, dtype, carried)
 
 
@@ -109,7 +121,20 @@ def _assemble(
 
 
 def _read(files: CheckpointFiles, tensor: str, dtype: str) -> np.ndarray:
-    values = files.read(tensor)
+    return _rounded(files, tensor, dtype, files.read(tensor))
+
+
+def _read_part(files: CheckpointFiles, dtype: str, tensor: str, index: Index | None) -> np.ndarray:
+    """Only these bytes of a safetensors file; other formats give a tensor whole."""
+    if index is None or not isinstance(files, CheckpointFiles):
+        values = files.read(tensor)
+        values = values if index is None else values[index]
+    else:
+        values = files.read_part(tensor, index)
+    return _rounded(files, tensor, dtype, values)
+
+
+def _rounded(files: CheckpointFiles, tensor: str, dtype: str, values: np.ndarray) -> np.ndarray:
     if dtype in ("auto", files.dtypes[tensor]):
         return values
     return values.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)

@@ -22,6 +22,7 @@ from trl_jax.hub.families import families, read_arch
 from trl_jax.hub.fetch import Repository, checkpoint_folder
 from trl_jax.hub.loading import Source, outline
 from trl_jax.hub.long_tail import is_exported
+from trl_jax.hub.parts import Place
 from trl_jax.hub.torch_bridge import most_tokens
 from trl_jax.models.functional import merge
 
@@ -169,15 +170,15 @@ class Checkpoint:
     most_tokens: int | None
     exported: bool
 
-    def load(self, seed: int) -> PreTrainedModel:
-        """The model; `seed` draws the score head where the checkpoint has none."""
+    def load(self, seed: int, place: Place | None = None) -> PreTrainedModel:
+        """The model; `seed` draws the score head where the checkpoint has none; `place` as in `loading.load`."""
         if self.repository is not None:
             self.repository.fetch_weights()
         config = self.config
         if self.exported:
             params, engine, config = load_exported(self.folder, dtype=self.dtype, seed=seed)
         else:
-            params, engine = load_native(self.folder, dtype=self.dtype, seed=seed)
+            params, engine = load_native(self.folder, dtype=self.dtype, seed=seed, place=place)
         return PreTrainedModel(params, engine, config, self.folder, self.name)
 
     def outline(self) -> PreTrainedModel:

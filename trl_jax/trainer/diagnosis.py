@@ -42,7 +42,7 @@ def check_weights(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         ValueError: naming the tensors as they are called on disk.
     """
-    bad = [tensor for tensor, values in model.engine.on_disk(model.params) if not np.isfinite(values).all()]
+    bad = [tensor for tensor, values in model.engine.on_disk(model.readable) if not np.isfinite(values).all()]
     if bad:
         raise ValueError(
             f"{model.name_or_path}: {', '.join(bad[:8])}{' and others' if len(bad) > 8 else ''} hold NaN or infinite "

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import zlib
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ import jax.numpy as jnp
 from datasets import Dataset
 from transformers.trainer_callback import TrainerState
 
-import trl_jax
 from trl_jax.data.fingerprint import fingerprint
 from trl_jax.data.order import RunLength
 from trl_jax.engine.checkpoint import await_checkpoint, save_checkpoint
@@ -70,6 +70,7 @@ class Keeping(Session):
         if not is_first():
             return
         facts = {"tokens_seen": self._tokens_seen, "schedule": self.lr_scheduler.state_dict()}
+        facts |= {"shards": self.shards, "step_pairs": self._step_pairs}
         write_progress(folder, progress, trees, facts)
 
     def _least_bytes(self) -> int:
@@ -100,7 +101,7 @@ class Keeping(Session):
         facts = {
             "arguments": json.dumps(arguments),
             "train_dataset": str(self._dataset_fingerprint()),
-            "release": f"{trl_jax.__version__} {jax.__version__}",
+            "release": " ".join(map(version, ("jax", "flax", "optax"))),
         }
         return {name: zlib.crc32(text.encode()) for name, text in facts.items()}
 
@@ -115,12 +116,15 @@ class Keeping(Session):
         params = self._weights_of(folder)
         if saved is None:
             state = foreign.optimizer_state(folder, tx.init(params), self._weights_of)
+            if self.division is not None:
+                state = self.division.placed_state(state, params)
             progress, self._tokens_seen = self._place_of(found.state), foreign.tokens_seen(found.state)
         else:
-            params = saved.tree("params", params) if saved.names("params") else params
-            state, progress = saved.tree("optimizer", jax.eval_shape(tx.init, params)), saved.progress
-            if self.division is not None:
-                params, state = self.division.placed(params), self.division.placed_state(state, params)
+            self._check_step(saved)
+            like, division = jax.eval_shape(tx.init, params), self.division
+            places = (None, None) if division is None else (division.params(params), division.state(like, params))
+            params = saved.tree("params", params, places[0]) if saved.names("params") else params
+            state, progress = saved.tree("optimizer", like, places[1]), saved.progress
             saved.restore_random_state()
             self._tokens_seen = saved.facts["tokens_seen"]
             self.lr_scheduler.load_state_dict(saved.facts.get("schedule", {}))  # which earlier releases did not write
@@ -145,7 +149,8 @@ class Keeping(Session):
             state.best_model_checkpoint = str(beside) if beside.is_dir() else None
 
     def _weights_of(self, folder: Path) -> dict[str, jax.Array]:
-        params = self.model.engine.load(folder, self.args.seed)
+        division = self.division
+        params = self.model.engine.load(folder, self.args.seed, None if division is None else division.place)
         shapes = {path: array.shape for path, array in params.items()}
         if shapes != {path: array.shape for path, array in self.model.params.items()}:
             raise ValueError(
@@ -159,6 +164,24 @@ class Keeping(Session):
         if self.division is None:
             return tx.init(params)
         return jax.jit(tx.init, out_shardings=self.division.state(jax.eval_shape(tx.init, params), params))(params)
+
+    @property
+    def _step_pairs(self) -> int:
+        return self.micro_batch_pairs * self.args.gradient_accumulation_steps
+
+    def _check_step(self, saved: SavedProgress) -> None:
+        """On another number of devices a step must still have as many pairs: other numbers were another run's."""
+        then, args = saved.facts.get("step_pairs", self._step_pairs), self.args
+        if saved.facts.get("shards", 1) == self.shards or then == self._step_pairs:
+            return
+        way = f"Set gradient_accumulation_steps={then // self.micro_batch_pairs}."
+        if then % self.micro_batch_pairs:
+            way = f"Choose both so that the product is {then}, or a mesh whose data x fsdp divides it."
+        raise ValueError(
+            f"{saved.folder} was trained in steps of {then} pairs on {saved.facts['shards']} devices; {self.shards} "
+            f"devices x per_device_train_batch_size={args.per_device_train_batch_size} x gradient_accumulation_steps="
+            f"{args.gradient_accumulation_steps} give {self._step_pairs}. {way}"
+        )
 
     def _check_dataset(self, found: Found) -> None:
         then, now = found.manifest["dataset"], self._dataset_fingerprint()

@@ -23,6 +23,8 @@ from trl_jax.data.loader import PreferenceLoader
 from trl_jax.data.plan import Plan
 from trl_jax.data.windows import EvaluationBatch, Windows
 from trl_jax.engine.evaluation import Evaluated
+from trl_jax.engine.mesh import Fetched
+from trl_jax.engine.processes import several
 from trl_jax.hub.pretrained import Checkpoint, PreTrainedModel, find_checkpoint
 from trl_jax.hub.torch_objects import as_folder, is_torch_model
 from trl_jax.losses.pairwise import pairwise_loss
@@ -30,7 +32,7 @@ from trl_jax.models.functional import merge
 from trl_jax.trainer import layouts, reward_metrics
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.collator import DataCollatorForPreference
-from trl_jax.trainer.devices import run_device, run_devices
+from trl_jax.trainer.devices import division_of, run_device, run_devices
 from trl_jax.trainer.diagnosis import check_weights
 from trl_jax.trainer.eval_report import report
 from trl_jax.trainer.evaluating import refuse
@@ -309,8 +311,12 @@ def _taken(brought: Any, args: RewardConfig) -> PreTrainedModel:
 
 
 def _loaded(checkpoint: Checkpoint, args: RewardConfig) -> PreTrainedModel:
+    division = division_of(args)
     with jax.default_device(run_device(args)):
-        model = check_weights(checkpoint.load(args.seed))
+        model = checkpoint.load(args.seed, None if division is None else division.place)
+        if several():
+            model.read = Fetched
+        model = check_weights(model)
     logger.log(model.engine.log_level, "%s runs on the %s engine.", model.name_or_path, model.engine.name)
     return model
 

@@ -1,0 +1,47 @@
+"""Arrays of several devices from tensors on disk: each device's part is read by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trl_jax.hub.wires import Wire
+
+Index = tuple[slice, ...]
+Read = Callable[[str, Index | None], np.ndarray]  # a tensor on disk, or a part of it
+Place = Callable[[str, tuple[int, ...]], Any]  # a parameter's path and shape -> its sharding
+
+
+def divided(read: Read, wire: Wire, shape: tuple[int, ...], names: dict[str, str], sharding: Any) -> jax.Array:
+    """One of our arrays, float32, where `sharding` wants it; only this process's devices get theirs.
+
+    The host holds what these have of this one array, besides the array itself.
+    """
+    made: dict[Any, np.ndarray] = {}
+    parts = []
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        whole = tuple(slice(*own.indices(size)[:2]) for own, size in zip(index, shape, strict=True))
+        key = tuple((own.start, own.stop) for own in whole)
+        if key not in made:
+            made[key] = _part(read, wire, shape, names, whole)
+        parts.append(jnp.array(made[key], device=device))
+    return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+
+
+def _part(read: Read, wire: Wire, shape: tuple[int, ...], names: dict[str, str], index: Index) -> np.ndarray:
+    part = np.empty([own.stop - own.start for own in index], np.float32)
+    counted, inner = index[: wire.stacked], index[wire.stacked :]
+    for tensor, at in wire.tensors(shape):
+        if all(own.start <= place < own.stop for own, place in zip(counted, at, strict=True)):
+            place = tuple(place - own.start for own, place in zip(counted, at, strict=True))
+            part[place] = _values(read, wire, names[tensor], inner)
+    return part
+
+
+def _values(read: Read, wire: Wire, tensor: str, inner: Index) -> np.ndarray:
+    """A fused tensor is read whole: what is ours lies in it strewn."""
+    return read(tensor, inner) if wire.part is None else wire.take(read(tensor, None))[inner]
