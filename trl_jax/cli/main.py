@@ -1,4 +1,4 @@
-"""`trl-jax reward ...`, `score`, `env`: TRL's flags and YAML. Each command imports what it needs when it runs."""
+"""`trl-jax reward`, `plan`, `score`, `env`: TRL's flags and YAML. Each command imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from importlib import metadata
 
 COMMANDS = {
     "reward": "train a reward model on preference pairs",
+    "plan": "compile a run's step for devices that are not there: memory, collectives, whether it fits",
     "score": "score the answers of a file with a reward model",
     "env": "print versions and devices",
 }

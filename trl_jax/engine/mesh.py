@@ -175,7 +175,12 @@ def shardings(mesh: Mesh, shapes: Mapping[str, Any]) -> dict[str, NamedSharding]
 
 
 def placed(array: Any, sharding: NamedSharding) -> jax.Array:
-    """An array that every process has, each device given its part; a copy, so that it can be donated."""
+    """An array that every process has, each device given its part; a copy, so that it can be donated.
+
+    The shape of an array gets the place where that would lie.
+    """
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
     if isinstance(array, jax.Array) and array.sharding == sharding:
         return array
     parts = [

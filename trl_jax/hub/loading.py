@@ -110,6 +110,15 @@ def load(
     return params, replace(source, drawn=tuple(dict.fromkeys(draw.tensor for draw in missing)))
 
 
+def outline(folder: Path, *, dtype: str) -> tuple[Shapes, Source]:
+    """What `load` would give for a config.json alone: shapes in the place of arrays."""
+    raw = read_config(folder)
+    family, arch = read_arch(raw, folder / "config.json")
+    _, shapes = abstract(lambda: family.scorer(arch))
+    wires = make_wires(shapes, family.names(arch))
+    return shapes, Source(raw, family, arch, {}, {}, dtype, wires, {})
+
+
 def _files(folder: Path) -> CheckpointFiles | GgufFiles | PickledFiles:
     if (folder / LINK).exists():
         return GgufFiles(folder / LINK)

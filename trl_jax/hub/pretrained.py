@@ -23,7 +23,7 @@ from trl_jax.hub.engines import Engine, NativeEngine, load_exported, load_native
 from trl_jax.hub.facade import Habits
 from trl_jax.hub.families import families, read_arch
 from trl_jax.hub.fetch import ADAPTER, Repository, checkpoint_folder
-from trl_jax.hub.loading import Source
+from trl_jax.hub.loading import Source, outline
 from trl_jax.hub.long_tail import is_exported
 from trl_jax.hub.lora_config import LoraConfig, read_lora_config
 from trl_jax.hub.parts import Place
@@ -229,6 +229,21 @@ class Checkpoint:
         else:
             params, engine = load_native(self.folder, dtype=self.dtype, seed=seed, place=place)
         return PreTrainedModel(params, engine, config, self.folder, self.name)
+
+    def outline(self) -> PreTrainedModel:
+        """The model with shapes in the place of its arrays: enough to compile with. Weights are neither read nor
+        fetched.
+
+        Raises:
+            ValueError: the model runs as an exported program, which is made from its weights.
+        """
+        if self.exported:
+            raise ValueError(
+                f"{self.name}: model_type {self.config.model_type!r} runs as an exported program, which is made from "
+                "the weights: there is none to compile from config.json alone. Models of our own engine have one."
+            )
+        shapes, source = outline(self.folder, dtype=self.dtype)
+        return PreTrainedModel(shapes, NativeEngine(source), self.config, self.folder, self.name)
 
     def load_adapted(
         self,

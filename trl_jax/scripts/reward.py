@@ -25,13 +25,13 @@ def main(
     mixes = dataset_args is not None and bool(dataset_args.datasets)
     check_flags(script_args, training_args, model_args, mixes=mixes)
     training_args = copy.copy(training_args)
-    training_args.model_init_kwargs = _model_init_kwargs(training_args, model_args)
+    training_args.model_init_kwargs = model_init_kwargs(training_args, model_args)
 
-    splits = _datasets(script_args, dataset_args if mixes else None)
-    train = _split(splits, script_args, "dataset_train_split")
+    splits = datasets_of(script_args, dataset_args if mixes else None)
+    train = split_of(splits, script_args, "dataset_train_split")
     test = None
     if training_args.eval_strategy != "no":
-        test = _split(splits, script_args, "dataset_test_split")
+        test = split_of(splits, script_args, "dataset_test_split")
 
     from trl_jax.trainer.reward_trainer import RewardTrainer
     from trl_jax.trainer.utils import get_peft_config, get_quantization_config
@@ -53,7 +53,7 @@ def main(
         print(f"Model pushed to {trainer.hub_model_id}.")
 
 
-def _datasets(script_args: ScriptArguments, mixture: DatasetMixtureConfig | None) -> Mapping[str, Any]:
+def datasets_of(script_args: ScriptArguments, mixture: DatasetMixtureConfig | None) -> Mapping[str, Any]:
     from trl_jax.scripts.datasets import load_preferences
     from trl_jax.scripts.mixture import get_dataset
 
@@ -82,7 +82,7 @@ def check_flags(
         warnings.warn(text, stacklevel=2)
 
 
-def _model_init_kwargs(training_args: RewardConfig, model_args: ModelConfig) -> dict[str, Any]:
+def model_init_kwargs(training_args: RewardConfig, model_args: ModelConfig) -> dict[str, Any]:
     """The model's flags, under what --model_init_kwargs says; flags left at None say nothing."""
     flags = {
         "revision": model_args.model_revision,
@@ -93,7 +93,7 @@ def _model_init_kwargs(training_args: RewardConfig, model_args: ModelConfig) -> 
     return given | (training_args.model_init_kwargs or {})
 
 
-def _split(splits: Mapping[str, Any], script_args: ScriptArguments, flag: str) -> Any:
+def split_of(splits: Mapping[str, Any], script_args: ScriptArguments, flag: str) -> Any:
     split = vars(script_args)[flag]
     if split not in splits:
         raise ValueError(
@@ -122,11 +122,11 @@ def make_parser(subparsers: argparse._SubParsersAction | None = None, prog: str 
     parser.description = (
         "Train a reward model on preference pairs. A YAML file may hold any of the flags as keys."
     )
-    _fit_to_release(parser)
+    fit_to_release(parser)
     return parser
 
 
-def _fit_to_release(parser: TrlParser) -> None:
+def fit_to_release(parser: TrlParser) -> None:
     """List in --help the flags that do something, and name the others at its end."""
     no_effect, refused = ["ignore_bias_buffers", "bnb_4bit_quant_storage"], []
     for action in parser._actions:

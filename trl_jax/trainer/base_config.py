@@ -167,6 +167,15 @@ class BaseConfig(TrainingArguments, metaclass=OldNames):
     def device(self) -> Device:
         return Device(use_cpu=self.use_cpu)
 
+    def jax_devices(self) -> list:
+        """All that a run may use, of every process; JAX starts here, so processes find each other first."""
+        import jax
+
+        from trl_jax.engine.processes import join
+
+        join(self.coordinator_address, self.num_processes, self.process_id)
+        return jax.devices("cpu") if self.use_cpu else jax.devices()
+
     @property
     def n_gpu(self) -> int:
         """1 on an accelerator, as for each of torchrun's processes, however many there are."""

@@ -190,12 +190,16 @@ class BaseTrainer(Evaluating):
             max_steps=args.max_steps,
         )
 
+    def compiled_step(self, tx: Any) -> Any:
+        """The step of `train()`, jitted; arguments as of `make_step`'s."""
+        return make_step(self.loss, tx, self.spread)
+
     def _advancer(self, tx: Any) -> Any:
         """(step batch, learning rate) -> metrics. Replaces the model's parameters by their successors."""
         if "compute_loss" in self.overridden:
             step = HookedStep(self, tx)
         else:
-            step = counted(make_step(self.loss, tx, self.spread), "The step")
+            step = counted(self.compiled_step(tx), "The step")
         if self._optimizer_state is None:
             self._optimizer_state = self._new_optimizer_state(tx)
         if self.division is not None:

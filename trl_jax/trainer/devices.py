@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from trl_jax.hub.pretrained import PreTrainedModel
     from trl_jax.trainer.base_config import BaseConfig
 
+
 def run_devices(args: BaseConfig) -> list[jax.Device]:
-    """All that a run may use, of every process; JAX starts here, so processes find each other first."""
-    join(args.coordinator_address, args.num_processes, args.process_id)
-    return jax.devices("cpu") if args.use_cpu else jax.devices()
+    """All that a run may use, of every process."""
+    return args.jax_devices()
 
 
 def run_device(args: BaseConfig) -> jax.Device:
@@ -36,7 +36,8 @@ def mesh_sizes(args: BaseConfig) -> dict[str, int]:
         ValueError: they do not come out even on the devices there are, or not with a DeepSpeed file's batch.
     """
     asked = parallel.asked({f.name: getattr(args, f.name) for f in fields(args)})
-    sizes = parallel.settled(asked, len(run_devices(args)), jax.process_count())
+    devices = run_devices(args)
+    sizes = parallel.settled(asked, len(devices), len({device.process_index for device in devices}))
     shards = sizes.get("data", 1) * sizes.get("fsdp", 1)
     pairs = shards * args.per_device_train_batch_size * args.gradient_accumulation_steps
     if asked.batch not in (None, pairs):

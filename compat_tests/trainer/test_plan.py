@@ -1,0 +1,188 @@
+"""Plans: the step of train() from a config.json alone, arithmetic beside the compiler, levers that are pulled."""
+
+import dataclasses
+import importlib.util
+import json
+import re
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from datasets import Dataset
+
+from trl_jax import RewardConfig, RewardTrainer
+from trl_jax.core.chips import CHIPS, Topology, topology
+from trl_jax.engine.ahead import devices, of_refusal
+from trl_jax.hub.pretrained import find_checkpoint
+from trl_jax.scripts.plan_text import levers_text, text
+from trl_jax.trainer import planning
+from trl_jax.trainer.plan import plan
+from trl_jax.trainer.plan_levers import pulled
+
+SHAPE = {"per_device_train_batch_size": 4, "max_length": 96, "bf16": False, "report_to": "none"}
+
+
+@pytest.fixture
+def bare(checkpoint, tmp_path):
+    """bare(model_type) -> the checkpoint of a folder with nothing in it but config.json."""
+
+    def find(model_type="llama", **facts):
+        shutil.copy(checkpoint(model_type, **facts) / "config.json", tmp_path / "config.json")
+        return find_checkpoint(str(tmp_path), dtype="float32")
+
+    return find
+
+
+def config(tmp_path, **changes):
+    return RewardConfig(str(tmp_path / "out"), **(SHAPE | changes))
+
+
+def test_the_step_is_that_of_a_trainer_with_weights(checkpoint, bare, tmp_path):
+    args = config(tmp_path, gradient_accumulation_steps=2)
+    rows = Dataset.from_dict({f"{side}_ids": [[id] * 96] * 8 for side, id in planning.SIDES.items()})
+    real = RewardTrainer(model=str(checkpoint()), args=args, train_dataset=rows)
+    tx, batch = real._optimizer(), next(iter(real.loader(real.train_dataset, training=True)))
+    with real._on_device():
+        wanted = real.compiled_step(tx).trace(
+            real.model.params, tx.init(real.model.params), batch.arrays, np.float32(1e-4), None
+        )
+    trainer = planning.trainer_of(bare().outline(), planning.planned(args, topology("cpu:1"), args.output_dir), None)
+    found = planning.batches(trainer)
+    assert found.tokens == 2 * 4 * 2 * 96 and sum(found.lengths.values()) == 1
+    given = planning.shapes(trainer, tx, found.largest)
+    traced = planning.traced(trainer, trainer._optimizer(), given)
+    assert _without_addresses(traced.jaxpr) == _without_addresses(wanted.jaxpr)
+
+
+def _without_addresses(jaxpr):
+    return re.sub(r"0x[0-9a-f]+", "", str(jaxpr))
+
+
+def test_arithmetic_and_compiler_agree(bare, tmp_path):
+    found = plan(bare(), config(tmp_path, batch_layout="padded"), topology("cpu:1"))
+    own, told = found.memory, found.compiled
+    assert own.parameters == 4 * found.parameters and own.moments == 8 * found.parameters + 4
+    held = own.parameters + own.moments  # of the batch, what a decoder does not look at is left out
+    assert held < told.arguments < own.arguments + 64  # and the learning rate
+    assert found.peak == told.arguments + told.allocated and found.fits is None and found.mesh == {}
+    assert told.cost.unknown == 0 and 0.8 < told.cost.flops / found.flops < 1.02  # a layer's last product is not redone
+    json.dumps(found.as_dict())
+    assert "pretended devices have no memory of their own" in text(found)
+    assert not (tmp_path / "out").exists()
+
+
+def test_arithmetic_and_compiler_agree_on_products_without_checkpointing(bare, tmp_path):
+    args = config(tmp_path, batch_layout="padded", gradient_checkpointing=False)
+    found = plan(bare(), args, topology("cpu:1"))
+    assert 0.98 < found.compiled.cost.flops / found.flops < 1.02
+
+
+def test_streams_are_planned_as_worst_as_can_be(bare, tmp_path):
+    found = plan(bare(), config(tmp_path), topology("cpu:1"), compiles=False)
+    assert found.layout == "shared" and found.one == (1, 1, 4 * 2 * 96) and found.compiled is None
+    assert "nothing was compiled" in str(found.why) and found.tokens == 4 * 2 * 96
+
+
+def test_without_a_compiler_arithmetic_is_what_there_is(bare, tmp_path):
+    found = plan(bare(), config(tmp_path, mesh_shape="fsdp:8"), topology("h100:8"))
+    whole = plan(bare(), config(tmp_path), topology("h100:8"))
+    assert found.compiled is None and found.fits and found.layout == "padded" and found.mesh == {"fsdp": 8}
+    assert found.memory.parameters < whole.memory.parameters / 4 and whole.memory.parameters == 4 * whole.parameters
+    assert found.memory.kept == whole.memory.kept and found.memory.gathered > 0 and found.flops == whole.flops
+    assert "It fits by arithmetic alone" in text(found) and "a plan uses none" in text(found)
+
+
+@pytest.mark.parametrize(("model_type", "layout"), [("bert", "padded"), ("qwen3_moe", "shared"), ("gpt2", "shared")])
+def test_other_families_are_planned(bare, tmp_path, model_type, layout):
+    found = plan(bare(model_type), config(tmp_path), topology("cpu:1"), compiles=False)
+    rows = 4 * 2 * 96
+    assert found.layout == layout and found.one.tokens == rows and found.memory.parameters == 4 * found.parameters
+    assert 6 * rows * 10_000 < found.flops < 8 * rows * 2 * found.parameters
+
+
+def test_real_rows_tell_the_lengths(bare, tmp_path):
+    lengths = [20, 30, 90, 40, 25, 50, 31, 33]
+    rows = Dataset.from_dict({f"{side}_ids": [[id] * n for n in lengths] for side, id in planning.SIDES.items()})
+    args = config(tmp_path, train_sampling_strategy="sequential")
+    found = plan(bare(), args, topology("h100:1"), rows, planning.NoText())
+    assert found.lengths == {64: 1, 96: 1} and found.tokens == sum(lengths) and found.one.length == 96
+
+
+def test_a_text_needs_a_bound(bare, tmp_path):
+    with pytest.raises(ValueError, match="max_length=None bounds no text: pass --max_length, or --dataset_name"):
+        plan(bare(), config(tmp_path, max_length=None), topology("cpu:1"))
+
+
+def test_an_exported_program_has_no_outline(bare, tmp_path):
+    exported = dataclasses.replace(bare(), exported=True)
+    with pytest.raises(ValueError, match="'llama' runs as an exported program, which is made from the weights"):
+        plan(exported, config(tmp_path), topology("cpu:1"))
+
+
+@pytest.mark.parametrize(
+    ("error", "found"),
+    [
+        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 31.50G of 15.75G hbm. E", (31.5, 15.75)),
+        ("memory required for HLO temporaries (82.38G) exceeds available HBM (15.75G).", (82.38, 15.75)),
+    ],
+)
+def test_a_refusal_of_the_compiler_says_what_was_wanted(error, found):
+    assert of_refusal(error) == tuple(int(gib * 2**30) for gib in found)
+    assert of_refusal("INTERNAL: Mosaic failed") is None
+
+
+def test_fewer_devices_than_are_pretended_are_refused():
+    with pytest.raises(ValueError, match=r"cpu:64: JAX has started with \d+ CPU device.s.. Call engine.ahead.prepare"):
+        devices(topology("cpu:64"))
+
+
+def small_chip(size):
+    return Topology("h100:4", "h100", (4,), CHIPS["h100"]._replace(memory=size))
+
+
+@pytest.mark.parametrize(
+    ("share", "wanted"),
+    [
+        (0.9, ["gradient_checkpointing", "bf16", "mesh_shape", "per_device_train_batch_size", "max_length"]),
+        (0.02, ["gradient_checkpointing", "bf16", "mesh_shape", "per_device_train_batch_size", "max_length", "all"]),
+    ],
+)
+def test_levers_are_pulled_one_by_one_and_then_together(bare, tmp_path, share, wanted):
+    args = config(tmp_path, gradient_checkpointing=False, max_length=512)
+    checkpoint = bare()
+    whole = plan(checkpoint, args, small_chip(1)).peak
+    place = small_chip(share * whole)
+
+    def planned(changed, compiles=True):
+        return plan(checkpoint, changed, place, compiles=compiles)
+
+    found = list(pulled(args, planned(args), planned))
+    assert [next(iter(lever.settings)) for lever in found[: len(wanted)]][:5] == wanted[:5]
+    assert len(found) == len(wanted)
+    assert all(lever.plan.peak < whole for lever in found)
+    assert args.gradient_checkpointing is False and args.max_length == 512  # nothing is written into what was given
+    if "all" in wanted:
+        assert found[-1].plan.peak < min(lever.plan.peak for lever in found[:-1])
+        assert found[-1].settings == {key: value for lever in found[:-1] for key, value in lever.settings.items()}
+    else:
+        assert any(lever.plan.fits for lever in found)
+    assert "--gradient_checkpointing True" in levers_text(found[0])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed; trl_jax[tpu] has it")
+def test_a_tpu_that_is_not_there(bare, tmp_path):
+    found = plan(bare(hidden_size=128), config(tmp_path, bf16=True), topology("v6e:1x1"))
+    assert found.fits and found.layout == "padded" and found.compiled.cost.unknown == 0
+    assert 0.8 < found.compiled.cost.flops / found.flops < 1.02
+    assert found.bound.step > 0 and "a bound, no forecast" in text(found)
+    with pytest.raises(ValueError, match="--topology v6e:3x5: the TPU compiler knows no such shape"):
+        devices(topology("v6e:3x5"))
+
+
+def test_libtpu_is_named_where_it_is_missing(bare, tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *at: None if name == "libtpu" else find(name, *at))
+    found = plan(bare(), config(tmp_path), topology("v5e:2x2"))
+    assert found.compiled is None and 'pip install "trl_jax[tpu]"' in text(found)
+    assert jax.default_backend() == "cpu"

@@ -1,0 +1,84 @@
+"""What accelerators have, as published: the one table that `trl-jax plan` measures against."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import NamedTuple
+
+
+class Chip(NamedTuple):
+    """flops: bfloat16 a second; memory: bytes; bandwidth: bytes a second to its own memory.
+
+    links: bytes a second to other chips, both directions together. axes: numbers in a topology of it, 2 for "4x4".
+    """
+
+    flops: float
+    memory: float
+    bandwidth: float
+    links: float
+    axes: int
+    source: str
+
+
+_GIB = 2**30
+_CLOUD, _NVIDIA = "https://cloud.google.com/tpu/docs/", "https://www.nvidia.com/en-us/data-center/"
+CHIPS = {
+    "v5e": Chip(197e12, 16 * _GIB, 819e9, 400e9, 2, _CLOUD + "v5e"),
+    "v6e": Chip(918e12, 32 * _GIB, 1638e9, 800e9, 2, _CLOUD + "v6e"),
+    "v5p": Chip(459e12, 95 * _GIB, 2765e9, 1200e9, 3, _CLOUD + "v5p"),
+    # Dense, without sparsity; SXM modules.
+    "a100": Chip(312e12, 80 * _GIB, 2039e9, 600e9, 1, _NVIDIA + "a100"),
+    "h100": Chip(989e12, 80 * _GIB, 3350e9, 900e9, 1, _NVIDIA + "h100"),
+    "h200": Chip(989e12, 141 * _GIB, 4800e9, 900e9, 1, _NVIDIA + "h200"),
+}
+PRETENDED = "cpu"  # devices on this machine's CPU: they show what is cut how, and say nothing of speed or room
+
+
+class Topology(NamedTuple):
+    """`chip` is None for pretended devices, whose number is `shape`."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    chip: Chip | None
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def platform(self) -> str:
+        """JAX's word."""
+        if self.chip is None:
+            return "cpu"
+        return "gpu" if self.chip.axes == 1 else "tpu"
+
+
+def topology(name: str) -> Topology:
+    """What a name such as "v5e:4x4", "h100:8" or "cpu:8" means.
+
+    Raises:
+        ValueError: it means nothing; the text lists what is known.
+    """
+    match = re.fullmatch(r"([a-z0-9]+):(\d+(?:x\d+)*)", name)
+    kind, sizes = match.groups() if match else (None, "")
+    shape = tuple(map(int, sizes.split("x"))) if sizes else ()
+    if kind not in (*CHIPS, PRETENDED) or 0 in shape:
+        raise ValueError(f"--topology {name} is unknown. {known()}")
+    chip = CHIPS.get(kind)
+    wanted = chip.axes if chip else 1
+    if len(shape) != wanted:
+        example = f"{kind}:{'x'.join('2' * wanted)}"
+        raise ValueError(f"--topology {name}: wanted a shape as in {example}. {known()}")
+    return Topology(name, kind, shape, chip)
+
+
+def known() -> str:
+    """A sentence that lists every kind with what a chip of it has."""
+    kinds = [
+        f"{kind}:{'x'.join('ABC'[: chip.axes])} ({chip.memory / _GIB:.0f} GiB and {chip.flops / 1e12:.0f} bfloat16 "
+        "TFLOP/s a chip)"
+        for kind, chip in CHIPS.items()
+    ]
+    return f"Known are {', '.join(kinds)}, and cpu:A, pretended devices of this machine's CPU."

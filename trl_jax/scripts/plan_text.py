@@ -1,0 +1,105 @@
+"""A plan as text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trl_jax.trainer.plan import Plan
+    from trl_jax.trainer.plan_levers import Lever
+
+_GIB = 2**30
+
+
+def text(plan: Plan) -> str:
+    parts = [_head(plan), _memory(plan), _collectives(plan), _work(plan), verdict(plan)]
+    return "\n".join(part for part in parts if part)
+
+
+def _head(plan: Plan) -> str:
+    chip, kinds = plan.topology.chip, plan.settings
+    has = "pretended, of no size" if chip is None else f"{_size(chip.memory)} each"
+    many = f"{plan.topology.devices} device(s), {has}"
+    mesh = ",".join(f"{axis}:{size}" for axis, size in plan.mesh.items()) or "none"
+    checkpointing = "gradient checkpointing" if kinds["gradient_checkpointing"] else "no gradient checkpointing"
+    lengths = ", ".join(f"{length:,} (x{count})" for length, count in plan.lengths.items())
+    one = plan.one
+    return (
+        f"{plan.model}: {plan.parameters:,} parameters on {plan.topology.name}: {many}; mesh {mesh}.\n"
+        f"A step: {plan.layout}, {one.passes} pass(es) of {one.rows} x {one.length:,} tokens a device; "
+        f"{kinds['compute']} over float32 weights, {checkpointing}. Lengths of steps: {lengths}.\n"
+        f"Attention: {plan.attention}."
+    )
+
+
+def _memory(plan: Plan) -> str:
+    told, memory = plan.compiled, plan.memory
+    mine = {name: _size(value) for name, value in memory._asdict().items()}
+    rows = [
+        ("bytes a device", "arithmetic", "compiler"),
+        *((f"  {name}", mine[name], "") for name in ("parameters", "moments", "batch")),
+        ("what the step is given", _size(memory.arguments), _size(told and told.arguments)),
+        *((f"  {name}", mine[name], "") for name in ("gradients", "copies", "gathered", "kept", "working")),
+        ("what it needs besides", _size(memory.temporary), _size(told and told.temporary)),
+        ("peak", _size(memory.peak), _size(told and told.peak)),
+    ]
+    return "\n".join(f"{name:<26}{one:>12}{other:>12}".rstrip() for name, one, other in rows)
+
+
+def _collectives(plan: Plan) -> str:
+    """A line each; nothing where the compiler told nothing, as where a step does not fit."""
+    if plan.compiled is None or plan.compiled.cost is None or plan.topology.devices == 1:
+        return ""
+    found = plan.compiled.cost.collectives
+    lines = [
+        f"  {one.kind:<20}{f'{one.group} devices':<12}{one.dtype:<6}{one.count:>6,} x{_size(one.bytes):>12}"
+        f"{_size(one.sent):>12} sent"
+        for one in found
+    ]
+    total = f"collectives a step, {_size(sum(one.bytes for one in found))}:"
+    return "\n".join([total, *lines]) if found else "No collectives."
+
+
+def _work(plan: Plan) -> str:
+    cost, bound = plan.compiled and plan.compiled.cost, plan.bound
+    lines = [f"Matrix products: {_flops(plan.flops)} a device by arithmetic"]
+    if cost is not None:
+        least = f" (at least: {cost.unknown} loops of unknown length are counted once)" if cost.unknown else ""
+        lines[0] += f", {_flops(cost.flops)} by the compiler{least}"
+    lines[0] += f"; {plan.places:,.0f} tokens a step are computed for {plan.tokens:,.0f} of text."
+    if bound is not None:
+        parts = ", ".join(f"{name} {_seconds(value)}" for name, value in bound._asdict().items())
+        least = f"A step takes at least {_seconds(bound.step)} by the chip's published figures"
+        lines.append(f"{least} ({parts}): a bound, no forecast.")
+    if plan.compiled is not None:
+        lines.append(f"Compiled in {plan.compiled.seconds:,.0f} s.")
+    return "\n".join(lines)
+
+
+def verdict(plan: Plan) -> str:
+    chip, told = plan.topology.chip, plan.compiled
+    if plan.fits is None:
+        return "Whether it fits: pretended devices have no memory of their own to compare with."
+    word = "It fits" if plan.fits else "It does not fit"
+    if told is None:
+        return f"{word} by arithmetic alone, {_size(plan.peak)} of {_size(chip.memory)}: {plan.why}."
+    room = f"{_size(chip.memory)}" if told.room is None else f"the {_size(told.room)} that the compiler may use"
+    return f"{word}: {_size(plan.peak)} of {room}."
+
+
+def levers_text(lever: Lever) -> str:
+    plan = lever.plan
+    took = f", compiled in {plan.compiled.seconds:,.0f} s" if plan.compiled else ""
+    return f"- {lever.name}: {verdict(plan)[:-1]}{took}."
+
+
+def _size(count: int | None) -> str:
+    return "" if count is None else f"{count / _GIB:,.2f} GiB" if count >= _GIB / 10 else f"{count / 2**20:,.2f} MiB"
+
+
+def _flops(count: float) -> str:
+    return f"{count / 1e12:,.2f} TFLOP" if count >= 1e10 else f"{count / 1e9:,.3f} GFLOP"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.2f} s" if value >= 1 else f"{1000 * value:,.2f} ms"
