@@ -86,11 +86,11 @@ def test_without_a_replacement(tokenizer, monkeypatch):
 
 PLACE, TEXT = {"type": "image"}, {"type": "text", "text": "What?"}
 TALKS = [
-    [{"role": "system", "content": "Be good."}, {"role": "user", "content": "What?"}, {"role": "user", "content": "So?"}],
+    [{"role": "system", "content": "Hm."}, {"role": "user", "content": "What?"}, {"role": "user", "content": "So?"}],
     [{"role": "user", "content": [PLACE, TEXT, PLACE]}, {"role": "assistant", "content": "That."}],
     [{"role": "user", "content": [PLACE, TEXT, PLACE | {"image": "held"}, PLACE]}],
     [{"role": "user", "content": [TEXT]}, {"role": "user", "content": "What?"}],
-    [{"role": "user", "content": [PLACE, PLACE]}, {"role": "tool", "content": [PLACE]}, {"role": "assistant", "content": None}],
+    [{"role": "user", "content": [PLACE] * 2}, {"role": "tool", "content": [PLACE]}, {"role": "assistant"}],
     [{"role": "user", "content": "What?"}, {"role": "assistant", "tool_calls": []}],
 ]  # fmt: skip
 

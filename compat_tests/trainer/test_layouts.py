@@ -21,6 +21,7 @@ ENCODER = SimpleNamespace(takes_streams=False, drops_out=False)
 
 def asked(layout="auto", device="cpu", **more):
     facts = {"disable_dropout": True, "seed": 1, "data_seed": None, "train_sampling_strategy": "random"}
+    facts["neftune_noise_alpha"] = None
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     return SimpleNamespace(batch_layout=layout, device=SimpleNamespace(type=device), **(facts | sizes | more))
 
@@ -35,6 +36,7 @@ def asked(layout="auto", device="cpu", **more):
         (asked("shared"), ENCODER, "padded", "reads whole rows"),
         (asked(disable_dropout=False), CAUSAL, "shared", ""),
         (asked(disable_dropout=False), DROPS, "padded", "disable_dropout=False"),
+        (asked(neftune_noise_alpha=5.0), CAUSAL, "padded", "neftune_noise_alpha"),
         (asked(), DROPS, "shared", ""),
         (asked(device="cuda"), CAUSAL, "padded", "measured on CPUs only; batch_layout='shared' turns it on"),
         (asked("shared", device="cuda"), CAUSAL, "shared", ""),

@@ -67,7 +67,7 @@ TABLE: dict[str, Fate] = {
     **_each("lr_scheduler_kwargs", "native", rule=rules.scheduler_kwargs),
     **_each("average_tokens_across_devices", "silent", "the loss is a mean over pairs"),
     **_each("label_smoothing_factor", "warned", "preference pairs have no labels to smooth."),
-    **_each("neftune_noise_alpha", "refused", "train without embedding noise.", is_off=_falsy),
+    **_each("neftune_noise_alpha", "native", rule=rules.number(0, optional=True)),
     # Precision, memory, compilation
     **_each("bf16", "native"),
     **_each("fp16 fp16_full_eval", "mapped", AS_BF16),

@@ -31,6 +31,7 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.torch_objects import give_back
 from trl_jax.trainer.base_config import BaseConfig
 from trl_jax.trainer.batches import steps_of
+from trl_jax.trainer.chance import run_key
 from trl_jax.trainer.diagnosis import explain
 from trl_jax.trainer.evaluating import Evaluating, refuse
 from trl_jax.trainer.hooked import HookedStep
@@ -190,7 +191,7 @@ class BaseTrainer(Evaluating):
             step = counted(make_step(self.loss, tx), "The step")
         if self._optimizer_state is None:
             self._optimizer_state = tx.init(self.model.params)
-        key = None if self.args.disable_dropout else jax.random.key(self.args.seed)
+        key = run_key(self.args)
         flops_a_token = 6 * self.model.num_parameters(exclude_embeddings=True)
 
         def advance(batch, learning_rate):

@@ -39,7 +39,8 @@ class HookedStep:
 
 def _training_loss(trainer: Any, params: dict, inputs: dict, key: Any) -> tuple:
     args = trainer.args
-    bound = BoundModel(trainer.model, params, dtype=args.compute_dtype, remat=args.gradient_checkpointing, key=key)
+    how = {"dtype": args.compute_dtype, "remat": args.gradient_checkpointing}
+    bound = BoundModel(trainer.model, params, **how, key=key, chances=trainer.chances)
     return loss_of(trainer, bound, inputs)
 
 

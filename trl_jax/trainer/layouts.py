@@ -28,6 +28,8 @@ def exact_layout(args: RewardConfig, engine: Engine) -> tuple[str, str]:
         return "padded", "this model reads whole rows, not texts laid end to end"
     if engine.drops_out and not args.disable_dropout:
         return "padded", "with disable_dropout=False what both answers begin with is dropped for each in its own way"
+    if args.neftune_noise_alpha:
+        return "padded", "with neftune_noise_alpha what both answers begin with gets noise of its own in each"
     if asked == "auto" and args.device.type != "cpu":
         return "padded", "attention along a stream has been measured on CPUs only; batch_layout='shared' turns it on"
     return ("shared" if asked == "auto" else asked), ""

@@ -29,6 +29,7 @@ from trl_jax.losses.pairwise import pairwise_loss
 from trl_jax.models.functional import merge
 from trl_jax.trainer import layouts, reward_metrics
 from trl_jax.trainer.base_trainer import BaseTrainer
+from trl_jax.trainer.chance import chances, check_noise
 from trl_jax.trainer.collator import DataCollatorForPreference
 from trl_jax.trainer.diagnosis import check_weights
 from trl_jax.trainer.eval_report import report
@@ -140,6 +141,7 @@ class RewardTrainer(BaseTrainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             brought=brought,
         )
+        check_noise(args, model.engine)
         layouts.check_layout(args, model.engine)
 
     def score(self, params: dict, batch: PairBatch, *, dtype: str, **how: Any) -> jax.Array:
@@ -154,10 +156,13 @@ class RewardTrainer(BaseTrainer):
         return model(batch.tokens, batch.positions, at=batch.at, dtype=jnp.dtype(dtype), **how)
 
     def loss(self, params: dict, batch: PairBatch, key: jax.Array | None) -> tuple[jax.Array, dict[str, jax.Array]]:
-        scores = self.score(
-            params, batch, dtype=self.args.compute_dtype, remat=self.args.gradient_checkpointing, dropout_key=key
-        )
+        how = {"remat": self.args.gradient_checkpointing} | self.chances(key, batch.lengths)
+        scores = self.score(params, batch, dtype=self.args.compute_dtype, **how)
         return self._pairwise_loss(scores, weight=batch.weight, margin=batch.margin, member=batch.member)
+
+    def chances(self, key: jax.Array | None, lengths: jax.Array) -> dict[str, Any]:
+        """The options of `score` in training; `key` is that of a pass through texts of these `lengths`."""
+        return chances(self.args, key, lengths, self._pad_to_multiple_of)
 
     def evaluation_loss(self, scores: np.ndarray, batch: EvaluationBatch) -> dict[str, jax.Array]:
         loss, metrics = self._pairwise_loss(scores, weight=batch.weight, margin=batch.margin)
