@@ -71,7 +71,6 @@ def test_float16_runs_as_bfloat16(name):
 
 REFUSED = {
     "optim_target_modules": ("all-linear", "it belongs to GaLore and APOLLO; leave it out."),
-    "auto_find_batch_size": (True, "choose per_device_train_batch_size yourself."),
     "activation_offloading": (True, "gradient_checkpointing=True saves memory too."),
 }
 
@@ -99,7 +98,7 @@ def test_refused(name):
     ("accelerator_config", {"split_batches": True, "dispatch_batches": False, "even_batches": False}),
     ("deepspeed", ""), ("debug", []),
     ("include_for_metrics", []), ("include_num_input_tokens_seen", False), ("neftune_noise_alpha", 0.0),
-    ("neftune_noise_alpha", 5.0),
+    ("neftune_noise_alpha", 5.0), ("auto_find_batch_size", True),
     ("label_smoothing_factor", 0), ("hub_strategy", "end"),
     ("push_to_hub", True), ("hub_private_repo", True), ("hub_token", "hf_secret"),
     ("accelerator_config", {"split_batches": False}), ("accelerator_config", "{}"),

@@ -43,7 +43,8 @@ def test_training_has_noise_and_evaluation_has_none(folder, tmp_path):
     assert abs(noisy[0] - calm[0]) > 1e-5 and abs(owns[0] - calm[0]) > 1e-5
     before = trainer.evaluate(trainer.train_dataset)["eval_loss"]
     trainer.args.neftune_noise_alpha = 20.0
-    assert trainer.evaluate(trainer.train_dataset)["eval_loss"] == before
+    after = trainer.evaluate(trainer.train_dataset)["eval_loss"]
+    assert after == pytest.approx(before, rel=1e-6)  # rows are padded now
 
 
 def asked(**how):

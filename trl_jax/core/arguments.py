@@ -54,7 +54,7 @@ TABLE: dict[str, Fate] = {
     **_each("num_train_epochs", "native", rule=rules.epochs),
     **_each("per_device_train_batch_size per_device_eval_batch_size", "mapped", rule=rules.whole(1)),
     **_each("gradient_accumulation_steps", "native", rule=rules.whole(1)),
-    **_each("auto_find_batch_size", "refused", "choose per_device_train_batch_size yourself."),
+    **_each("auto_find_batch_size", "native"),
     # Optimiser, schedule and order of rows
     **_each("optim", "native", rule=rules.optimizer, note=rules.optimizer_note),
     **_each("optim_args", "native", rule=rules.optimizer_args),

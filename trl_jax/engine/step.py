@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from trl_jax.engine.optim import Optimizer
+
 Params = dict[str, jax.Array]
 Loss = Callable[[Params, Any, jax.Array | None], tuple[jax.Array, dict[str, jax.Array]]]
 
 
-def make_step(loss: Loss, tx: optax.GradientTransformationExtraArgs) -> Callable:
+def make_step(loss: Loss, tx: Optimizer) -> Callable:
     """`step(params, opt_state, batch, learning_rate, key) -> (params, opt_state, metrics)`, jitted.
 
     params and opt_state are donated: the arrays passed in are gone afterwards. Where the loss or the gradient is no
@@ -23,7 +25,7 @@ def make_step(loss: Loss, tx: optax.GradientTransformationExtraArgs) -> Callable
     Args:
         loss: `(params, micro_batch, key) -> (loss, metrics)`. The weights in a batch make the losses of its
             micro-batches add up to the step's.
-        tx: takes `learning_rate` as an extra argument of `update`.
+        tx: what gradients do to parameters, and where they are taken.
 
     Every leaf of `batch` has a leading axis of micro-batches; metrics come back with the same axis, beside `loss`
     (their sum) and `grad_norm` (before clipping).
@@ -31,7 +33,7 @@ def make_step(loss: Loss, tx: optax.GradientTransformationExtraArgs) -> Callable
     grad = jax.value_and_grad(loss, has_aux=True)
 
     def step(params, opt_state, batch, learning_rate, key):
-        total, gradients, metrics = _accumulate(grad, params, batch, key)
+        total, gradients, metrics = _accumulate(grad, tx.point(params, opt_state), batch, key)
         metrics |= {"loss": total, "grad_norm": optax.global_norm(gradients)}
         updates, successor = tx.update(gradients, opt_state, params, learning_rate=learning_rate)
         good = jnp.isfinite(total) & jnp.isfinite(metrics["grad_norm"])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import TrainerCallback
@@ -16,6 +18,7 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput, speed_metrics
 
 from trl_jax.core.argument_rules import as_choice
 from trl_jax.data.order import RunLength, plan
+from trl_jax.engine.background import copied
 from trl_jax.engine.checkpoint import forget_all_but_best, sweep
 from trl_jax.engine.compilation import counted
 from trl_jax.engine.interrupts import Interrupts
@@ -35,7 +38,7 @@ from trl_jax.trainer.chance import run_key
 from trl_jax.trainer.diagnosis import explain
 from trl_jax.trainer.evaluating import Evaluating, refuse
 from trl_jax.trainer.hooked import HookedStep
-from trl_jax.trainer.limits import told_of_memory
+from trl_jax.trainer.limits import evaluation_told_of_memory, retried, told_of_memory
 from trl_jax.trainer.memory import memory
 from trl_jax.trainer.optimizers import LearningRate, check_optax, choose
 from trl_jax.trainer.publishing import sweep_stages
@@ -124,16 +127,31 @@ class BaseTrainer(Evaluating):
                 sweep(Path(self.args.output_dir))
                 sweep_stages(self.args.output_dir)
             held.enter_context(interrupts.heeded(promise))
-            return self._train(as_choice(resume_from_checkpoint), interrupts)
+            run = partial(self._train, as_choice(resume_from_checkpoint), interrupts)
+            return self._train_what_fits(run) if self.args.auto_find_batch_size else run()
+
+    def _train_what_fits(self, run: Callable[[], TrainOutput]) -> TrainOutput:
+        """Each try begins where this one did: a step takes the arrays it is given."""
+        held, seen = copied((self.model.params, self._optimizer_state)), self._tokens_seen
+
+        def again(size: int) -> None:
+            self._found_batch_size, self._tokens_seen = size, seen
+            self.model.params, self._optimizer_state = jax.tree.map(jnp.array, held)
+
+        return retried(run, lambda: self.train_batch_size, again)
 
     def _train(self, resume_from: str | bool | None, interrupts: Interrupts) -> TrainOutput:
-        args, start, run, tx = self.args, time.time(), self._plan(), self._optimizer()
+        args, start, tx = self.args, time.time(), self._optimizer()
+        found = find(resume_from, args.output_dir) if resume_from else None
+        if found is not None and args.auto_find_batch_size and self._found_batch_size is None:
+            self._found_batch_size = found.state.train_batch_size
+        run = self._plan()
         self.lr_scheduler = LearningRate(self._chosen.rates(args, run.max_steps))
         self.callback_handler.optimizer, self.callback_handler.lr_scheduler = tx, self.lr_scheduler
         self.optimizer = tx
         self._fingerprint = None  # the dataset may have been exchanged since the last run
         self._new_state()
-        progress = self._take_up(find(resume_from, args.output_dir), run, tx) if resume_from else Progress()
+        progress = self._take_up(found, run, tx) if found is not None else Progress()
         first = self.state.global_step
         self.state.max_steps, self.state.num_train_epochs = run.max_steps, run.num_epochs
         self.state.compute_steps(args, run.max_steps)
@@ -176,7 +194,7 @@ class BaseTrainer(Evaluating):
         args = self.args
         return plan(
             len(self.train_dataset) if isinstance(self.train_dataset, Dataset) else None,
-            batch_size=args.per_device_train_batch_size,
+            batch_size=self.train_batch_size,
             accumulation=args.gradient_accumulation_steps,
             drop_last=args.dataloader_drop_last,
             epochs=args.num_train_epochs,
@@ -219,7 +237,8 @@ class BaseTrainer(Evaluating):
             path: decays(path) and decays(tensor) and path not in engine.undecayed
             for path, tensor in engine.tensors.items()
         }
-        return self._chosen.make(decayed, self.args.max_grad_norm)
+        warmup = self.args.get_warmup_steps(self._plan().max_steps)
+        return self._chosen.make(decayed, self.args.max_grad_norm, warmup)
 
     def _optimizer(self) -> Optimizer:
         made = self.create_optimizer()
@@ -229,7 +248,9 @@ class BaseTrainer(Evaluating):
         return from_optax(made, peak=self._chosen.peak, max_grad_norm=self.args.max_grad_norm)
 
     def _evaluate_on_the_way(self) -> dict[str, float]:
-        metrics = self.evaluate()
+        telling = evaluation_told_of_memory(self) if self.args.auto_find_batch_size else contextlib.nullcontext()
+        with telling:
+            metrics = self.evaluate()
         self.lr_scheduler.after_evaluation(metrics, self.args.metric_for_best_model)
         return metrics
 
@@ -248,7 +269,7 @@ class BaseTrainer(Evaluating):
         self, train_loss: float, measured: dict[str, float], start: float, max_steps: int, first: int
     ) -> TrainOutput:
         args, state = self.args, self.state
-        rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * max_steps
+        rows = self.train_batch_size * args.gradient_accumulation_steps * max_steps
         if isinstance(self.train_dataset, Dataset) and args.max_steps <= 0:
             rows = len(self.train_dataset) * args.num_train_epochs
         taken = state.global_step - first  # the time is that of this session, so are its steps

@@ -22,13 +22,14 @@ class HookedStep:
     def __init__(self, trainer: Any, tx: Any):
         self._grad = jax.jit(jax.value_and_grad(partial(_training_loss, trainer), has_aux=True))
         self._apply = jax.jit(partial(_apply, tx), donate_argnums=(0, 1))
+        self._point = tx.point
 
     def __call__(self, params: dict, opt_state: Any, arrays: Any, learning_rate: Any, key: Any) -> tuple:
         micro = inputs_of(arrays)
         keys = [None] * len(micro) if key is None else jax.random.split(key, len(micro))
-        total, gradients, sums = 0.0, None, []
+        total, gradients, sums, at = 0.0, None, [], self._point(params, opt_state)
         for inputs, micro_key in zip(micro, keys, strict=True):
-            (loss, found), grads = self._grad(params, inputs, micro_key)
+            (loss, found), grads = self._grad(at, inputs, micro_key)
             total, sums = total + loss / len(micro), [*sums, found]
             gradients = grads if gradients is None else jax.tree.map(jnp.add, gradients, grads)
         gradients = jax.tree.map(lambda g: g / len(micro), gradients)

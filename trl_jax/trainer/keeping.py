@@ -133,7 +133,7 @@ class Keeping(Session):
         progress.stop_training = reached or (progress.stop_training and found.state.max_steps == run.max_steps)
         if args.ignore_data_skip and not progress.stop_training:
             progress.pairs, progress.rows_digest = 0, None
-        progress.micro_batches = math.ceil(progress.pairs / args.per_device_train_batch_size)
+        progress.micro_batches = math.ceil(progress.pairs / self.train_batch_size)
         self._take_up_state(found)
         logger.warning("Resuming from %s: step %d of %d.", folder, found.state.global_step, run.max_steps)
         return progress
@@ -141,7 +141,7 @@ class Keeping(Session):
     def _take_up_state(self, found: Found) -> None:
         state = self._events.state = found.state
         restore_callbacks(self._events, wholly=self.args.restore_callback_states_from_checkpoint)
-        state.train_batch_size = self.args.per_device_train_batch_size
+        state.train_batch_size = self.train_batch_size
         if state.best_model_checkpoint is not None:  # the run's folder may have moved
             beside = found.folder.parent / Path(state.best_model_checkpoint).name
             state.best_model_checkpoint = str(beside) if beside.is_dir() else None
@@ -175,7 +175,7 @@ class Keeping(Session):
     def _place_of(self, state: TrainerState) -> Progress:
         args = self.args
         steps = len(self.loader(self.train_dataset, training=True)) if isinstance(self.train_dataset, Dataset) else None
-        return foreign.place(state, steps, args.gradient_accumulation_steps * args.per_device_train_batch_size)
+        return foreign.place(state, steps, args.gradient_accumulation_steps * self.train_batch_size)
 
 
 @jax.jit

@@ -42,7 +42,9 @@ def check_layout(args: RewardConfig, engine: Engine) -> None:
         logger.warning("batch_layout=%r is not exact here, so rows are padded: %s.", args.batch_layout, reason)
 
 
-def plan(args: RewardConfig, engine: Engine, dataset: Dataset | IterableDataset, *, parameters: int) -> Plan:
+def plan(
+    args: RewardConfig, engine: Engine, dataset: Dataset | IterableDataset, *, parameters: int, batch_size: int
+) -> Plan:
     """The layout of training steps; one line of the log says which, why, and what it saves."""
     layout, reason = exact_layout(args, engine)
     if layout == "padded":
@@ -56,7 +58,7 @@ def plan(args: RewardConfig, engine: Engine, dataset: Dataset | IterableDataset,
         dataset,
         lambda epoch: epoch_order(len(dataset), seed=seed, epoch=epoch, shuffle=shuffled),
         layout,
-        batch_size=args.per_device_train_batch_size,
+        batch_size=batch_size,
         accumulation=args.gradient_accumulation_steps,
         rung_cost=int(_COMPILATION / (6 * max(parameters, 1))),
     )

@@ -228,12 +228,13 @@ class RewardTrainer(BaseTrainer):
             laid_out = Plan("padded")  # a script's own methods see rows
         elif training:
             parameters = self.model.num_parameters(exclude_embeddings=True)
-            laid_out = layouts.plan(args, engine, dataset, parameters=parameters)
+            size = self.train_batch_size
+            laid_out = layouts.plan(args, engine, dataset, parameters=parameters, batch_size=size)
         else:
             laid_out = Plan(layouts.exact_layout(args, engine)[0])
         return PreferenceLoader(
             dataset,
-            batch_size=args.per_device_train_batch_size if training else args.per_device_eval_batch_size,
+            batch_size=self.train_batch_size if training else args.per_device_eval_batch_size,
             pad_token_id=self.processing_class.pad_token_id,
             pad_to_multiple_of=self._pad_to_multiple_of,
             layout=laid_out.layout,

@@ -58,6 +58,7 @@ class Session(Reports, Task):
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.is_in_train = False
         self._tokens_seen = 0
+        self._found_batch_size: int | None = None  # by auto_find_batch_size
         self._events = Events(
             self._callback_handler(callbacks), args, TrainerState(stateful_callbacks=[]), TrainerControl()
         )
@@ -114,6 +115,11 @@ class Session(Reports, Task):
         """Names that a script's own subclass defines."""
         own = [kind for kind in type(self).__mro__ if kind.__module__.partition(".")[0] != "trl_jax"]
         return {name for kind in own for name in vars(kind)}
+
+    @property
+    def train_batch_size(self) -> int:
+        """Pairs in a micro-batch: those of the arguments, or what `auto_find_batch_size` found."""
+        return self._found_batch_size or self.args.per_device_train_batch_size
 
     @property
     def tokenizer(self) -> Any:
@@ -179,7 +185,7 @@ class Session(Reports, Task):
     def _new_state(self) -> None:
         kept = [c for c in [*self.callback_handler.callbacks, self.control] if isinstance(c, ExportableState)]
         self._events.state = TrainerState(stateful_callbacks=kept)
-        self.state.train_batch_size = self.args.per_device_train_batch_size
+        self.state.train_batch_size = self.train_batch_size
 
     @contextlib.contextmanager
     def _on_device(self):
