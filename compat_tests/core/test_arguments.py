@@ -344,7 +344,8 @@ def test_every_optimiser_that_needs_no_note_has_none():
     silent = [name for name in OPTIMIZERS if verdict(optim=name) == ([], [])]
     assert silent == ["adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused",
                       "adamw_anyprecision", "adafactor", "sgd", "adagrad", "rmsprop", "rmsprop_bnb",
-                      "rmsprop_bnb_32bit", "lion_32bit", "ademamix"]  # fmt: skip
+                      "rmsprop_bnb_32bit", "lion_32bit", "ademamix",
+                      "schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd"]  # fmt: skip
 
 
 def test_a_deepspeed_file_that_agrees_is_read_and_warned_of(tmp_path):

@@ -53,9 +53,6 @@ OPTIMIZERS: dict[str, Optimizer] = {
     **_named("adamw", "paged_adamw_32bit", _UNPAGED),
     **_named("adamw", "adamw_8bit adamw_bnb_8bit paged_adamw_8bit adamw_torch_8bit adamw_torch_4bit", _HALF,
              momentum_dtype="bfloat16"),
-    **_named("schedule_free_adamw", "schedule_free_adamw"),
-    **_named("schedule_free_radam", "schedule_free_radam"),
-    **_named("schedule_free_sgd", "schedule_free_sgd"),
     **_named("adafactor", "adafactor"),
     **_named("sgd", "sgd"),
     **_named("adagrad", "adagrad"),
@@ -67,6 +64,9 @@ OPTIMIZERS: dict[str, Optimizer] = {
     **_named("ademamix", "ademamix"),
     **_named("ademamix", "paged_ademamix_32bit", _UNPAGED),
     **_named("ademamix", "ademamix_8bit paged_ademamix_8bit", _FULL.format(bytes=12)),
+    **_named("schedule_free_adamw", "schedule_free_adamw"),
+    **_named("schedule_free_radam", "schedule_free_radam"),
+    **_named("schedule_free_sgd", "schedule_free_sgd"),
 }  # fmt: skip
 
 # Known to transformers, each by way of a package of its own; and what comes closest.
