@@ -137,8 +137,9 @@ class Session(Reports, Task):
         """Let trackers finish what they have open."""
         for callback in self.callback_handler.callbacks:
             for tracker in ("_wandb", "_trackio"):  # modules, where transformers' callbacks have imported them
-                if vars(callback).get(tracker) is not None:
+                if vars(callback).get(tracker) is not None and callback._initialized:
                     vars(callback)[tracker].finish()
+                    callback._initialized = False  # a run that is over cannot be ended, but the next log begins one
 
     # ---- callbacks and state -----------------------------------------------------------------------------------
 
