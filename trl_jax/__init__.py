@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from trl_jax.core.lazy import fetching
 
 if TYPE_CHECKING:  # what type checkers and editors see
-    from trl_jax.chat_template_utils import clone_chat_template
+    from trl_jax.chat_template_utils import clone_chat_template, get_training_chat_template, supports_tool_calling
     from trl_jax.data_utils import (
         apply_chat_template,
         extract_prompt,
@@ -20,6 +20,8 @@ if TYPE_CHECKING:  # what type checkers and editors see
         maybe_convert_to_chatml,
         maybe_extract_prompt,
         maybe_unpair_preference_dataset,
+        pack_dataset,
+        prepare_multimodal_messages,
         unpair_preference_dataset,
     )
     from trl_jax.hub.lora_config import LoraConfig, TaskType
@@ -56,6 +58,7 @@ _WHERE = {
     "get_dataset": "trl_jax.scripts.mixture",
     "get_peft_config": "trl_jax.trainer.utils",
     "get_quantization_config": "trl_jax.trainer.utils",
+    "get_training_chat_template": "trl_jax.chat_template_utils",
     "init_zero_verbose": "trl_jax.scripts.quiet",
     "is_conversational": "trl_jax.data_utils",
     "is_conversational_from_value": "trl_jax.data_utils",
@@ -63,7 +66,10 @@ _WHERE = {
     "maybe_convert_to_chatml": "trl_jax.data_utils",
     "maybe_extract_prompt": "trl_jax.data_utils",
     "maybe_unpair_preference_dataset": "trl_jax.data_utils",
+    "pack_dataset": "trl_jax.data_utils",
     "pairwise_loss": "trl_jax.losses.pairwise",
+    "prepare_multimodal_messages": "trl_jax.data_utils",
+    "supports_tool_calling": "trl_jax.chat_template_utils",
     "unpair_preference_dataset": "trl_jax.data_utils",
 }
 __all__ = sorted(_WHERE)
@@ -76,8 +82,7 @@ _PLANNED = frozenset(
     GRPOConfig GRPOTrainer KTOConfig KTOTrainer LogCompletionsCallback NashMDConfig NashMDTrainer
     ORPOConfig ORPOTrainer OnlineDPOConfig OnlineDPOTrainer PPOConfig PPOTrainer PRMConfig PRMTrainer RLOOConfig
     RLOOTrainer SFTConfig SFTTrainer SyncRefModelCallback WeaveCallback XPOConfig XPOTrainer
-    add_response_schema create_reference_model get_training_chat_template pack_dataset prepare_multimodal_messages
-    setup_chat_format supports_tool_calling
+    add_response_schema create_reference_model setup_chat_format
     """.split()
 )
 __getattr__ = fetching(__name__, _WHERE, _PLANNED)

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
+import warnings
+from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
+from trl_jax.data.multimodal import prepare_multimodal_messages
 from trl_jax.data.special_tokens import clone_into
+
+# What a template may leave out of a tool's call and answer: words that stand in no template.
+_TOOL, _ARGUMENT, _VALUE, _ANSWER = "called_by_name_7f3a", "with_argument_5c1e", "of_this_value_9b2d", "gives_that_4e8f"
 
 
 def clone_chat_template(
@@ -30,3 +40,109 @@ def clone_chat_template(
     added = clone_into(tokenizer, source_tokenizer_path, rows=model.vocab_size)
     model.config.eos_token_id = tokenizer.eos_token_id
     return model, tokenizer, added
+
+
+def supports_tool_calling(processing_class: Any) -> bool:
+    """Whether the chat template shows a tool's call, its arguments and the tool's answer; many leave out one of them.
+
+    Some templates want arguments as a dict, some as JSON.
+    """
+    if processing_class.chat_template is None:
+        return False
+    try:
+        text = _tool_talk(processing_class, {_ARGUMENT: _VALUE})
+    except TemplateError:
+        return False
+    except TypeError:
+        try:
+            text = _tool_talk(processing_class, f'{{"{_ARGUMENT}": "{_VALUE}"}}')
+        except TemplateError:
+            return False
+    return all(word in text for word in (_TOOL, _ARGUMENT, _VALUE, _ANSWER))
+
+
+def _tool_talk(processing_class: Any, arguments: dict | str) -> str:
+    talk = _messages(processing_class, _TOOL, arguments, _ANSWER, None)
+    return processing_class.apply_chat_template(talk, tokenize=False)
+
+
+def _messages(processing_class: Any, tool: str, arguments: dict | str, answer: str, images: list | None) -> list:
+    """A question, the call of a tool, and what it answers; in parts where the processor reads images too."""
+    call = {"type": "function", "function": {"name": tool, "arguments": arguments}}
+    talk = [
+        {"role": "user", "content": "Ask."},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": tool, "content": answer},
+    ]
+    return prepare_multimodal_messages(talk, images) if _reads_images(processing_class) else talk
+
+
+def _reads_images(processing_class: Any) -> bool:
+    from transformers import ProcessorMixin
+
+    return isinstance(processing_class, ProcessorMixin)
+
+
+def is_chat_template_prefix_preserving(processing_class: Any) -> bool:
+    """Whether the messages before a tool's answer are rendered the same without it."""
+    try:
+        return _keeps_prefix(processing_class, {})
+    except TypeError:  # templates that want arguments as JSON
+        return _keeps_prefix(processing_class, "{}")
+
+
+def _keeps_prefix(processing_class: Any, arguments: dict | str) -> bool:
+    seen = _reads_images(processing_class)
+    talk = _messages(processing_class, "tool", arguments, "answer", [_image()] if seen else None)
+    how = {"tokenize": True, "return_dict": False}
+    before = processing_class.apply_chat_template(talk[:2], **how)
+    whole = processing_class.apply_chat_template(talk, add_generation_prompt=True, **how)
+    before, whole = (before[0], whole[0]) if seen else (before, whole)
+    return whole[: len(before)] == before
+
+
+def _image() -> Any:
+    from PIL import Image
+
+    return Image.new("RGB", (8, 8))
+
+
+def has_generation_markers(chat_template: str | dict[str, str]) -> bool:
+    """Whether a template marks what the assistant says; of several by name, the one called "default"."""
+    text = chat_template["default"] if isinstance(chat_template, dict) else chat_template
+    return re.search(r"\{%-?\s*generation\s*-?%\}", text) is not None
+
+
+def get_training_chat_template(processing_class: Any = None, tokenizer: Any = None) -> str | None:
+    """None where the template marks what the assistant says and, if it knows tools, renders what is before a tool's
+    answer as without it. Else TRL's own replacement of that template, read from the installed trl.
+
+    Raises:
+        ValueError: there is no such replacement, or trl, which has them, is not installed.
+    """
+    if tokenizer is not None:
+        if processing_class is not None:
+            raise TypeError("Pass only processing_class: tokenizer is what it was called before.")
+        warnings.warn("get_training_chat_template: tokenizer= is now processing_class=.", FutureWarning, stacklevel=2)
+        processing_class = tokenizer
+    if processing_class is None:
+        raise TypeError("get_training_chat_template() misses its argument: 'processing_class'")
+    template = processing_class.chat_template
+    text = template["default"] if isinstance(template, dict) else template
+    kept = not supports_tool_calling(processing_class) or is_chat_template_prefix_preserving(processing_class)
+    return None if kept and has_generation_markers(text) else _replacement(text)
+
+
+def _replacement(text: str) -> str:
+    """TRL has a template for training beside each that it knows: `NAME.jinja` and `NAME_training.jinja`."""
+    trl = importlib.util.find_spec("trl")
+    folders = [] if trl is None else [Path(place) / "chat_templates" for place in trl.submodule_search_locations or ()]
+    for known in (file for folder in folders for file in folder.glob("*.jinja")):
+        better = known.with_name(f"{known.stem}_training.jinja")
+        if better.is_file() and known.read_text(encoding="utf-8") == text:
+            return better.read_text(encoding="utf-8")
+    missing = "TRL has no replacement for it" if folders else "its replacement may be in trl, which is not installed"
+    raise ValueError(
+        "The chat template is not training-compatible: it has no {% generation %} markers, or renders what is before "
+        f"a tool's answer in another way than without it; and {missing}. Change the template by hand."
+    )

@@ -335,9 +335,9 @@ NOT_HERE = "is not in this release of trl_jax"
         ),
         (["--evaluation_strategy", "steps"], "unknown argument --evaluation_strategy: use eval_strategy."),
         (
-            ["--activation_offloading", "--auto_find_batch_size"],
+            ["--activation_offloading", "--optim_target_modules", "q_proj"],
             (
-                f"auto_find_batch_size=True {NOT_HERE}: choose per_device_train_batch_size yourself. "
+                f"optim_target_modules='q_proj' {NOT_HERE}: it belongs to GaLore and APOLLO; leave it out. "
                 f"activation_offloading=True {NOT_HERE}: gradient_checkpointing=True saves memory too."
             ),
         ),

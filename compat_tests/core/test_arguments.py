@@ -69,8 +69,6 @@ def test_float16_runs_as_bfloat16(name):
 
 REFUSED = {
     "optim_target_modules": ("all-linear", "it belongs to GaLore and APOLLO; leave it out."),
-    "neftune_noise_alpha": (5.0, "train without embedding noise."),
-    "auto_find_batch_size": (True, "choose per_device_train_batch_size yourself."),
     "activation_offloading": (True, "gradient_checkpointing=True saves memory too."),
 }
 
@@ -100,6 +98,7 @@ def test_refused(name):
     ("accelerator_config", {"split_batches": True, "dispatch_batches": False, "even_batches": False}),
     ("deepspeed", ""), ("debug", []),
     ("include_for_metrics", []), ("include_num_input_tokens_seen", False), ("neftune_noise_alpha", 0.0),
+    ("neftune_noise_alpha", 5.0), ("auto_find_batch_size", True),
     ("label_smoothing_factor", 0), ("hub_strategy", "end"),
     ("push_to_hub", True), ("hub_private_repo", True), ("hub_token", "hf_secret"),
     ("accelerator_config", {"split_batches": False}), ("accelerator_config", "{}"),
@@ -362,7 +361,8 @@ def test_every_optimiser_that_needs_no_note_has_none():
     silent = [name for name in OPTIMIZERS if verdict(optim=name) == ([], [])]
     assert silent == ["adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused",
                       "adamw_anyprecision", "adafactor", "sgd", "adagrad", "rmsprop", "rmsprop_bnb",
-                      "rmsprop_bnb_32bit", "lion_32bit", "ademamix"]  # fmt: skip
+                      "rmsprop_bnb_32bit", "lion_32bit", "ademamix",
+                      "schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd"]  # fmt: skip
 
 
 def test_a_deepspeed_file_that_agrees_is_read_and_the_rest_of_it_warned_of(tmp_path):

@@ -73,8 +73,8 @@ DROPOUTS = {
     "attention_out_dropout": ("phi", "plain"),
     "mlp_out_dropout": ("stablelm", "parallel"),
 }
-# Shown by tests of their own below.
-ELSEWHERE = {"counts_visible", "initializer_range", "tied_embeddings", "padding_idx"}
+# Shown by tests of their own below, scale_in_table in test_noise.py.
+ELSEWHERE = {"counts_visible", "initializer_range", "tied_embeddings", "padding_idx", "scale_in_table"}
 
 
 def test_every_fact_is_here():

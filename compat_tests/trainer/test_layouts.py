@@ -21,6 +21,7 @@ ENCODER = SimpleNamespace(takes_streams=False, drops_out=False)
 
 def asked(layout="auto", device="cpu", **more):
     facts = {"disable_dropout": True, "seed": 1, "data_seed": None, "train_sampling_strategy": "random"}
+    facts["neftune_noise_alpha"] = None
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     return SimpleNamespace(batch_layout=layout, device=SimpleNamespace(type=device), **(facts | sizes | more))
 
@@ -35,6 +36,7 @@ def asked(layout="auto", device="cpu", **more):
         (asked("shared"), ENCODER, "padded", "reads whole rows"),
         (asked(disable_dropout=False), CAUSAL, "shared", ""),
         (asked(disable_dropout=False), DROPS, "padded", "disable_dropout=False"),
+        (asked(neftune_noise_alpha=5.0), CAUSAL, "padded", "neftune_noise_alpha"),
         (asked(), DROPS, "shared", ""),
         (asked(device="cuda"), CAUSAL, "padded", "measured on CPUs only; batch_layout='shared' turns it on"),
         (asked("shared", device="cuda"), CAUSAL, "shared", ""),
@@ -64,7 +66,7 @@ def ids(shared, *own):
 def test_the_line_at_the_start(caplog):
     data = ids(900, *[(100, 150)] * 8)
     with caplog.at_level(logging.INFO, "trl_jax"):
-        plan = layouts.plan(asked(), CAUSAL, data, parameters=10**6)
+        plan = layouts.plan(asked(), CAUSAL, data, parameters=10**6, batch_size=2)
     # Four pairs in two streams: 2 x (900 + 100 + 150) tokens each, of 2 micro-batches of 4 rows of 1,050.
     assert plan.ladder.rungs == (2304,)
     wanted = "Layout shared: 4.6k of 8.4k padded tokens a step, for 8.2k tokens of text; streams of 2,304 tokens."
@@ -73,8 +75,8 @@ def test_the_line_at_the_start(caplog):
 
 def test_the_line_of_a_padded_run_and_of_a_stream(caplog):
     with caplog.at_level(logging.INFO, "trl_jax"):
-        assert layouts.plan(asked(), ENCODER, ids(1, (1, 1)), parameters=1).layout == "padded"
-        assert layouts.plan(asked(), CAUSAL, stream(4), parameters=1).layout == "shared"
+        assert layouts.plan(asked(), ENCODER, ids(1, (1, 1)), parameters=1, batch_size=2).layout == "padded"
+        assert layouts.plan(asked(), CAUSAL, stream(4), parameters=1, batch_size=2).layout == "shared"
     assert caplog.messages == [
         "Layout padded: this model reads whole rows, not texts laid end to end.",
         "Layout shared: how much it saves on a stream of rows is not known beforehand.",

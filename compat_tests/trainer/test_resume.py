@@ -83,6 +83,8 @@ RUNS = {
     "a stream": ({"max_steps": 8}, [3]),
     "weights saved in bfloat16": ({"model_init_kwargs": {"dtype": "bfloat16"}}, [3]),
     "bfloat16, dropout": ({"bf16": True, "disable_dropout": False, "max_steps": 3, "eval_steps": 9}, [2]),
+    "noise on embeddings, averaged weights": (
+        {"neftune_noise_alpha": 5.0, "optim": "schedule_free_adamw", "max_steps": 3, "eval_steps": 9}, [2]),
     "sequential, cosine, one log an epoch": (
         {"train_sampling_strategy": "sequential", "lr_scheduler_type": "cosine", "logging_strategy": "epoch",
          "weight_decay": 0.1, "warmup_steps": 2, "eval_strategy": "no"}, [4]),

@@ -194,21 +194,21 @@ def test_a_subclass_may_add_its_own():
 def test_a_subclass_s_own_defaults_are_held_to_the_same_rules():
     @dataclasses.dataclass
     class Finding(RewardConfig):
-        auto_find_batch_size: bool = True
+        activation_offloading: bool = True
         label_smoothing_factor: float = 0.1
         learning_rate: float = 3e-5
 
     @dataclasses.dataclass
     class Further(Finding):
-        auto_find_batch_size: bool = False
+        activation_offloading: bool = False
 
-    with pytest.raises(ValueError, match="^auto_find_batch_size=True is not in this release of trl_jax: choose"):
+    with pytest.raises(ValueError, match="^activation_offloading=True is not in this release of trl_jax: "):
         Finding("out")
     with pytest.warns(UserWarning, match="^label_smoothing_factor=0.1 has no effect in trl_jax") as seen:
         assert Further("out").learning_rate == 3e-5
     assert len(seen) == 1
     with pytest.warns(UserWarning):
-        assert Finding("out", auto_find_batch_size=False).auto_find_batch_size is False
+        assert Finding("out", activation_offloading=False).activation_offloading is False
 
 
 def test_help_says_what_auto_padding_does():

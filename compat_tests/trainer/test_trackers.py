@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
+import sqlite3
+import struct
 
 import pytest
 
@@ -41,6 +44,83 @@ def test_tensorboard_has_every_number_that_was_logged(folder, tmp_path, monkeypa
         read.Tags()["scalars"]
     )
     assert '"learning_rate": 0.0005' in read.Tensors("args/text_summary")[0].tensor_proto.string_val[0].decode()
+
+
+def run_with(tracker, folder, tmp_path):
+    """Two steps and two evaluations under `report_to=tracker`, and what the run logged in its callbacks' names."""
+    config = {"report_to": tracker, "run_name": "mine", "project": "ours", "max_steps": 2}
+    config |= {"eval_strategy": "steps", "eval_steps": 1}
+    trainer = make(trl_jax, folder, tmp_path / "run", config=config, eval_dataset=table(4))
+    trainer.train()
+    trainer.end()
+    trainer.end()  # nothing is open any more
+    return trainer, [_renamed(log) for log in trainer.state.log_history if "train_loss" not in log]
+
+
+def _renamed(log):
+    step = {"train/global_step": log["step"], "train/epoch": log["epoch"]}
+    named = {
+        f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}": value
+        for name, value in log.items()
+        if name not in ("step", "epoch")
+    }
+    return named | step
+
+
+def test_wandb_has_offline_what_was_logged(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
+    trainer, logged = run_with("wandb", folder, tmp_path)
+    wandb.teardown()
+    [file] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    records = list(_records(file.read_bytes()))
+    [run] = [record.run for record in records if record.WhichOneof("record_type") == "run"]
+    assert run.display_name == "mine"
+    history = [
+        {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+        for record in records
+        if record.WhichOneof("record_type") == "history"
+    ]
+    assert [{name: row[name] for name in log} for row, log in zip(history, logged, strict=False)] == logged
+    assert history[-1]["train/global_step"] == 2
+    told = {
+        (item.key or item.nested_key[0]): json.loads(item.value_json)
+        for record in records
+        for update in (record.run.config.update, record.config.update)
+        for item in update
+    }
+    assert told["learning_rate"] == 5e-4 and told["model_type"] == "llama"
+    assert told["model/num_parameters"] == trainer.model.num_parameters()
+
+
+def _records(content):
+    """A .wandb file: LevelDB's log format, blocks of 32 KiB, behind a header of seven bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    at, held, block = 7, b"", 32768
+    while at + 7 <= len(content):
+        if block - at % block < 7:  # what is left of a block holds no header
+            at += block - at % block
+            continue
+        _, length, kind = struct.unpack("<IHB", content[at : at + 7])
+        held, at = held + content[at + 7 : at + 7 + length], at + 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield Record.FromString(held)
+            held = b""
+
+
+def test_trackio_has_locally_what_was_logged(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    trackio = pytest.importorskip("trackio", reason="trackio is not installed")
+    trainer, logged = run_with("trackio", folder, tmp_path)
+    rows = sqlite3.connect(tmp_path / "trackio/ours.db").execute("select run_name, metrics from metrics order by id")
+    held = [(name, json.loads(metrics)) for name, metrics in rows]
+    assert {name for name, _ in held} == {"mine"}
+    assert [{key: row[key] for key in log} for (_, row), log in zip(held, logged, strict=False)] == logged
+    [run] = trackio.Api().runs("ours")
+    assert run.config["learning_rate"] == 5e-4 and run.config["model_type"] == "llama"
+    assert run.config["model/num_parameters"] == trainer.model.num_parameters()
 
 
 def test_the_rich_callback_draws_bars_and_the_last_log(folder, tmp_path, monkeypatch):

@@ -54,7 +54,7 @@ TABLE: dict[str, Fate] = {
     **_each("num_train_epochs", "native", rule=rules.epochs),
     **_each("per_device_train_batch_size per_device_eval_batch_size", "mapped", rule=rules.whole(1)),
     **_each("gradient_accumulation_steps", "native", rule=rules.whole(1)),
-    **_each("auto_find_batch_size", "refused", "choose per_device_train_batch_size yourself."),
+    **_each("auto_find_batch_size", "native"),
     # Optimiser, schedule and order of rows
     **_each("optim", "native", rule=rules.optimizer, note=rules.optimizer_note),
     **_each("optim_args", "native", rule=rules.optimizer_args),
@@ -67,7 +67,7 @@ TABLE: dict[str, Fate] = {
     **_each("lr_scheduler_kwargs", "native", rule=rules.scheduler_kwargs),
     **_each("average_tokens_across_devices", "silent", "the loss is a mean over pairs"),
     **_each("label_smoothing_factor", "warned", "preference pairs have no labels to smooth."),
-    **_each("neftune_noise_alpha", "refused", "train without embedding noise.", is_off=_falsy),
+    **_each("neftune_noise_alpha", "native", rule=rules.number(0, optional=True)),
     # Precision, memory, compilation
     **_each("bf16", "native"),
     **_each("fp16 fp16_full_eval", "mapped", AS_BF16),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 _ADEMAMIX = dict.fromkeys(("beta1", "beta2", "beta3", "alpha", "eps"), float) | {"t_alpha": int, "t_beta3": int}
+_FREE = {"r": float, "weight_lr_power": float}
 _TAKES = {
     "adamw": {},
     "adafactor": {},
@@ -13,6 +14,7 @@ _TAKES = {
     "rmsprop": {"momentum": float, "alpha": float, "eps": float, "centered": bool},
     "lion": {},
     "ademamix": _ADEMAMIX,
+    **dict.fromkeys(("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd"), _FREE),
 }
 # What a script would rather write than one of `optim_args`' keys.
 INSTEAD = {
@@ -62,6 +64,9 @@ OPTIMIZERS: dict[str, Optimizer] = {
     **_named("ademamix", "ademamix"),
     **_named("ademamix", "paged_ademamix_32bit", _UNPAGED),
     **_named("ademamix", "ademamix_8bit paged_ademamix_8bit", _FULL.format(bytes=12)),
+    **_named("schedule_free_adamw", "schedule_free_adamw"),
+    **_named("schedule_free_radam", "schedule_free_radam"),
+    **_named("schedule_free_sgd", "schedule_free_sgd"),
 }  # fmt: skip
 
 # Known to transformers, each by way of a package of its own; and what comes closest.
@@ -70,8 +75,6 @@ NEAREST: dict[str, str] = {
     **dict.fromkeys("galore_adamw_8bit galore_adamw_8bit_layerwise".split(), "adamw_8bit"),
     **dict.fromkeys("galore_adafactor galore_adafactor_layerwise lomo adalomo".split(), "adafactor"),
     **dict.fromkeys("stable_adamw grokadamw".split(), "adamw_torch"),
-    **dict.fromkeys("schedule_free_adamw schedule_free_radam".split(), "adamw_torch"),
-    "schedule_free_sgd": "sgd",
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from trl_jax.core.optimizers import OPTIMIZERS
+from trl_jax.engine.schedule_free import over_root_mean_square, point, rectified, schedule_free, warm
 from trl_jax.engine.transforms import (
     clip_by_global_norm,
     scale_by_adagrad,
@@ -30,22 +31,33 @@ def decays(tensor: str) -> bool:
     return not _UNDECAYED.search(tensor.lower())
 
 
+def _where_they_are(params: Any, state: Any) -> Any:
+    del state
+    return params
+
+
 class Optimizer(NamedTuple):
-    """An optax transformation whose `update` takes the `learning_rate` of its step: the schedule stays on the host."""
+    """An optax transformation whose `update` takes the `learning_rate` of its step: the schedule stays on the host.
+
+    `point(params, state)` is where the gradient for `update` is taken.
+    """
 
     init: Callable
     update: Callable
+    point: Callable[[Any, Any], Any] = _where_they_are
 
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """What the arguments say of an optimiser; `own` is `optim_args`, read."""
+    """What the arguments say of an optimiser; `own` is `optim_args`, read; `warmup_steps` is for those that warm up
+    by themselves."""
 
     b1: float = 0.9
     b2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.0
     own: dict[str, Any] = field(default_factory=dict)
+    warmup_steps: int = 0
 
 
 def _adam(given: Hyperparameters) -> optax.GradientTransformation:
@@ -94,6 +106,13 @@ _RULES = {
     "lion": _lion,
     "ademamix": _ademamix,
 }
+# Of those that need no schedule: the decay of the average, what gradients become, what the rate is multiplied by.
+_FREE = {
+    "schedule_free_adamw": lambda given: (
+        given.b1, over_root_mean_square(given.b2, given.eps), warm(given.warmup_steps)),
+    "schedule_free_radam": lambda given: (given.b1, over_root_mean_square(given.b2, given.eps), rectified(given.b2)),
+    "schedule_free_sgd": lambda given: (0.9, optax.identity(), warm(given.warmup_steps)),
+}  # fmt: skip
 _COUPLED = {"sgd", "adagrad", "rmsprop"}  # torch adds their weight decay to the gradient
 
 
@@ -106,12 +125,26 @@ def make_optimizer(
         decayed: for each parameter, whether it decays.
     """
     meant = OPTIMIZERS[name]
-    given = Hyperparameters(given.b1, given.b2, given.eps, given.weight_decay, meant.fixed | given.own)
+    given = replace(given, own=meant.fixed | given.own)
+    if meant.kind in _FREE:
+        return _schedule_free(meant.kind, given, decayed=decayed, max_grad_norm=max_grad_norm)
     steps = [_RULES[meant.kind](given)]
     if given.weight_decay:
         decay = optax.add_decayed_weights(given.weight_decay, mask=decayed)
         steps.insert(0 if meant.kind in _COUPLED else 1, decay)
     return _chained(steps, max_grad_norm)
+
+
+def _schedule_free(
+    kind: str, given: Hyperparameters, *, decayed: dict[str, bool], max_grad_norm: float | None
+) -> Optimizer:
+    b1, direction, share = _FREE[kind](given)
+    if given.weight_decay:  # where the gradient is taken, after what becomes of it
+        direction = optax.chain(direction, optax.add_decayed_weights(given.weight_decay, mask=decayed))
+    r, power = given.own.get("r", 0.0), given.own.get("weight_lr_power", 2.0)
+    clip = clip_by_global_norm(max_grad_norm) if max_grad_norm else optax.identity()
+    chain = optax.chain(clip, schedule_free(direction, share, b1=b1, r=r, power=power))
+    return Optimizer(chain.init, chain.update, lambda params, state: point(b1, params, state[1]))
 
 
 def adamw(

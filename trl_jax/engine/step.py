@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from trl_jax.engine.optim import Optimizer
 from trl_jax.engine.spread import Spread
 
 Params = dict[str, jax.Array]
@@ -17,7 +18,7 @@ NOTHING: Params = {}
 Loss = Callable[[Params, Any, jax.Array | None], tuple[jax.Array, dict[str, jax.Array]]]
 
 
-def make_step(loss: Loss, tx: optax.GradientTransformationExtraArgs, spread: Spread | None = None) -> Callable:
+def make_step(loss: Loss, tx: Optimizer, spread: Spread | None = None) -> Callable:
     """`step(params, opt_state, batch, learning_rate, key, frozen={}) -> (params, opt_state, metrics)`, jitted.
 
     params and opt_state are donated: the arrays passed in are gone afterwards. What is `frozen` reaches the loss
@@ -27,12 +28,13 @@ def make_step(loss: Loss, tx: optax.GradientTransformationExtraArgs, spread: Spr
     Args:
         loss: `(params and frozen, micro_batch, key) -> (loss, metrics)`. The weights in a batch make the losses of
             its micro-batches add up to the step's.
-        tx: takes `learning_rate` as an extra argument of `update`.
+        tx: what gradients do to parameters, and where they are taken.
         spread: how the run lies on several devices; None where there is one.
 
     Every leaf of `batch` has a leading axis of micro-batches, and on several devices one of shards behind it; metrics
     come back with the same axis (the two in one), beside `loss` (their sum) and `grad_norm` (before clipping).
     """
+
 
     def of_all(params, frozen, *micro):
         return loss(frozen | params, *micro)
@@ -43,7 +45,7 @@ def make_step(loss: Loss, tx: optax.GradientTransformationExtraArgs, spread: Spr
         gradients_of = spread.gradients(_accumulate, of_all)
 
     def step(params, opt_state, batch, learning_rate, key, frozen=NOTHING):
-        total, gradients, metrics = gradients_of(params, frozen, batch, key)
+        total, gradients, metrics = gradients_of(tx.point(params, opt_state), frozen, batch, key)
         metrics |= {"loss": total, "grad_norm": optax.global_norm(gradients)}
         updates, successor = tx.update(gradients, opt_state, params, learning_rate=learning_rate)
         good = jnp.isfinite(total) & jnp.isfinite(metrics["grad_norm"])

@@ -41,6 +41,7 @@ class Engine(abc.ABC):
         ignores_types: token_type_ids mean nothing to it.
         takes_streams: it computes texts laid end to end as if each were alone.
         drops_out: it has dropout that training may turn on.
+        takes_noise: noise may be added to its embeddings.
         sortable: a text's score does not depend on the rows beside it.
         saves_aside: `save` may run in a thread while the model trains.
         heads: how many of each kind attention has, which the tensor axis of a mesh must divide; None cannot be divided.
@@ -59,6 +60,7 @@ class Engine(abc.ABC):
     ignores_types: bool
     takes_streams: bool
     drops_out: bool
+    takes_noise: bool
     sortable: bool
     saves_aside: bool
     heads: Mapping[str, int] | None
@@ -85,6 +87,7 @@ class NativeEngine(Engine):
     """The configurable decoder or encoder; `source` is what the checkpoint was."""
 
     name, log_level, undecayed, finds_end, saves_aside = "native", logging.INFO, frozenset(), False, True
+    takes_noise = True
 
     def __init__(self, source: Source, formats: dict[str, Format] | None = None):
         self.source, self.dtypes, self.formats = source, source.dtypes, formats or {}
@@ -144,7 +147,7 @@ class ExportedEngine(Engine):
     """transformers' own model, exported with torch once a kind of shape and run on JAX."""
 
     log_level, finds_end, ignores_types = logging.WARNING, True, False
-    takes_streams, drops_out, sortable, heads = False, True, False, None
+    takes_streams, drops_out, takes_noise, sortable, heads = False, True, False, False, None
     saves_aside = False  # torch's own module is what it saves, and what programs are exported from
 
     def __init__(self, model: TorchModel):

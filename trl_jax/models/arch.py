@@ -49,8 +49,8 @@ class Arch:
     "full" (over all heads at once). `attention_scales` multiply the scores; None is head_dim ** -0.5. `softcap` bounds
     the scores by `softcap * tanh(scores / softcap)`; `clip_qkv` bounds projected queries, keys and values.
     `learned_positions` counts the rows of a table of positions, read from row `position_offset` on; with
-    `counts_visible`, positions count the visible tokens only. `padding_idx` is the row of the embedding that never
-    trains.
+    `counts_visible`, positions count the visible tokens only. With `scale_in_table`, `embedding_scale` belongs to
+    the table of tokens, so that noise comes after it. `padding_idx` is the row of the embedding that never trains.
     """
 
     vocab_size: int
@@ -80,6 +80,7 @@ class Arch:
     clip_qkv: float | None = None
     query_growth: QueryGrowth | None = None
     embedding_scale: float = 1.0
+    scale_in_table: bool = False
     residual_scale: float = 1.0
     learned_positions: int | None = None
     position_offset: int = 0

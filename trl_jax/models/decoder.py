@@ -14,6 +14,7 @@ from trl_jax.nn.dropout import dropout_or_none
 from trl_jax.nn.linear import Embedding
 from trl_jax.nn.mlp import MLP
 from trl_jax.nn.moe import MoE
+from trl_jax.nn.noise import Noise
 from trl_jax.nn.norm import Norm
 
 _EMBEDDING, _ATTENTION, _ATTENTION_OUT, _MLP_OUT = range(4)  # places of dropout
@@ -95,6 +96,7 @@ class Decoder(nnx.Module):
         dtype: jnp.dtype = jnp.float32,
         remat: bool = False,
         dropout_key: jax.Array | None = None,
+        noise: Noise | None = None,
     ) -> jax.Array:
         """Hidden states `[R, T, D]`, or at single tokens: `[R, D]` one of each row, `[2P, D]` those of a stream.
 
@@ -110,6 +112,7 @@ class Decoder(nnx.Module):
             remat: the backward pass recomputes each layer from its input. Otherwise it keeps what the linear maps gave
                 and recomputes the rest: to store every activation costs more than it saves.
             dropout_key: turns dropout on, at the rates in the config.
+            noise: what is added to the embeddings of tokens.
         """
         if stream is not None:
             longest = stream.longest[..., None, None]
@@ -125,7 +128,7 @@ class Decoder(nnx.Module):
             seen = {"scale": self.arch.head_dim**-0.5, "cos": None, "sin": None} | seen_by_layer(shared, own)
             return nnx.merge(graph, whole_layer(state))(h, dtype=dtype, valid=valid, key=key, **seen), None
 
-        h = self._embedded(tokens, positions, valid, dropout_key)
+        h = self._embedded(tokens, positions, valid, dropout_key, noise)
         keys = None if dropout_key is None else jax.random.split(dropout_key, self.arch.num_layers)
         h, _ = jax.lax.scan(checkpointed(layer, remat=remat), h, (state, by_layer, keys))
         if at is not None and stream is not None:
@@ -134,9 +137,13 @@ class Decoder(nnx.Module):
             h = jnp.take_along_axis(h, at[:, None, None], axis=1)[:, 0]
         return self.norm(h)
 
-    def _embedded(self, tokens, positions, valid, dropout_key) -> jax.Array:
+    def _embedded(self, tokens, positions, valid, dropout_key, noise) -> jax.Array:
         arch = self.arch
-        h = _scaled(self.embed(tokens, jnp.float32), arch.embedding_scale)
+        h = self.embed(tokens, jnp.float32)
+        if arch.scale_in_table:  # transformers' embedding gives scaled vectors; elsewhere the model scales them
+            h = apply(noise, _scaled(h, arch.embedding_scale))
+        else:
+            h = _scaled(apply(noise, h), arch.embedding_scale)
         if self.position_embed is not None:
             if arch.counts_visible and valid is not None:
                 positions = jnp.where(valid, jnp.cumsum(valid, axis=1) - 1, -1)

@@ -14,6 +14,7 @@ from trl_jax.nn.disentangled import DisentangledAttention
 from trl_jax.nn.dropout import dropout_or_none
 from trl_jax.nn.linear import Embedding, Linear
 from trl_jax.nn.mlp import ACTIVATIONS, MLP
+from trl_jax.nn.noise import Noise
 from trl_jax.nn.norm import Norm
 
 _EMBEDDING, _ATTENTION, _ATTENTION_OUT, _MLP, _MLP_OUT, _DISTANCES, _CONVOLUTION = range(7)  # places of dropout
@@ -87,13 +88,14 @@ class Encoder(nnx.Module):
         dtype: jnp.dtype = jnp.float32,
         remat: bool = False,
         dropout_key: jax.Array | None = None,
+        noise: Noise | None = None,
     ) -> jax.Array:
         """Hidden states `[R, T, D]`.
 
         Args:
             tokens, positions: int32 `[R, T]`.
             valid: bool `[R, T]`, tokens that others may see.
-            dtype, remat, dropout_key: as in `Decoder.__call__`.
+            dtype, remat, dropout_key, noise: as in `Decoder.__call__`.
         """
         shared, by_layer = self._seen(positions, dtype)
         graph, state = nnx.split(self.layers)
@@ -103,7 +105,7 @@ class Encoder(nnx.Module):
             x = h if norm is None else self._read(h, *norm)
             return nnx.merge(graph, whole_layer(state))(h, x, valid=valid, key=key, **seen_by_layer(shared, own)), None
 
-        h = self._embedded(tokens, positions, dtype, dropout_key)
+        h = self._embedded(tokens, positions, dtype, dropout_key, noise)
         body = checkpointed(layer, remat=remat)
         keys = None if dropout_key is None else jax.random.split(dropout_key, self.arch.num_layers)
         slices = state, self._norms(), by_layer, keys
@@ -113,9 +115,9 @@ class Encoder(nnx.Module):
         h, _ = jax.lax.scan(body, h, slices)
         return apply(self.norm, h)
 
-    def _embedded(self, tokens, positions, dtype, dropout_key) -> jax.Array:
+    def _embedded(self, tokens, positions, dtype, dropout_key, noise) -> jax.Array:
         arch = self.arch
-        h = self.embed(tokens, dtype)
+        h = apply(noise, self.embed(tokens, dtype))
         if self.type_embed is not None:
             h = h + self.type_embed.weight[0].astype(dtype)
         if self.position_embed is not None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import TrainerCallback
@@ -17,6 +19,7 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput, speed_metrics
 
 from trl_jax.core.argument_rules import as_choice
 from trl_jax.data.order import RunLength, plan
+from trl_jax.engine.background import copied
 from trl_jax.engine.checkpoint import forget_all_but_best, sweep
 from trl_jax.engine.compilation import counted
 from trl_jax.engine.interrupts import Interrupts
@@ -34,11 +37,12 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.torch_objects import give_back
 from trl_jax.trainer.base_config import BaseConfig
 from trl_jax.trainer.batches import steps_of
+from trl_jax.trainer.chance import run_key
 from trl_jax.trainer.devices import describe, run_device
 from trl_jax.trainer.diagnosis import explain
 from trl_jax.trainer.evaluating import Evaluating, refuse
 from trl_jax.trainer.hooked import HookedStep
-from trl_jax.trainer.limits import told_of_memory
+from trl_jax.trainer.limits import evaluation_told_of_memory, retried, told_of_memory
 from trl_jax.trainer.memory import memory
 from trl_jax.trainer.optimizers import LearningRate, check_optax, choose
 from trl_jax.trainer.publishing import sweep_stages
@@ -131,16 +135,36 @@ class BaseTrainer(Evaluating):
                 sweep_stages(self.args.output_dir)
             barrier("train")  # until the first process has swept
             held.enter_context(interrupts.heeded(promise))
-            return self._train(as_choice(resume_from_checkpoint), interrupts)
+            run = partial(self._train, as_choice(resume_from_checkpoint), interrupts)
+            return self._train_what_fits(run) if self.args.auto_find_batch_size else run()
+
+    def _train_what_fits(self, run: Callable[[], TrainOutput]) -> TrainOutput:
+        """Each try begins where this one did: a step takes the arrays it is given."""
+        held, seen = copied((self.model.params, self._optimizer_state)), self._tokens_seen
+
+        def again(size: int) -> None:
+            self._found_batch_size, self._tokens_seen = size, seen
+            params, state = held
+            if self.division is None:
+                self.model.params, self._optimizer_state = jax.tree.map(jnp.array, held)
+            else:
+                self.model.params = self.division.placed(params)
+                self._optimizer_state = None if state is None else self.division.placed_state(state, params)
+
+        return retried(run, lambda: self.train_batch_size, again)
 
     def _train(self, resume_from: str | bool | None, interrupts: Interrupts) -> TrainOutput:
-        args, start, run, tx = self.args, time.time(), self._plan(), self._optimizer()
+        args, start, tx = self.args, time.time(), self._optimizer()
+        found = find(resume_from, args.output_dir) if resume_from else None
+        if found is not None and args.auto_find_batch_size and self._found_batch_size is None:
+            self._found_batch_size = found.state.train_batch_size
+        run = self._plan()
         self.lr_scheduler = LearningRate(self._chosen.rates(args, run.max_steps))
         self.callback_handler.optimizer, self.callback_handler.lr_scheduler = tx, self.lr_scheduler
         self.optimizer = tx
         self._fingerprint = None  # the dataset may have been exchanged since the last run
         self._new_state()
-        progress = self._take_up(find(resume_from, args.output_dir), run, tx) if resume_from else Progress()
+        progress = self._take_up(found, run, tx) if found is not None else Progress()
         first = self.state.global_step
         self.state.max_steps, self.state.num_train_epochs = run.max_steps, run.num_epochs
         self.state.compute_steps(args, run.max_steps)
@@ -204,7 +228,7 @@ class BaseTrainer(Evaluating):
             self._optimizer_state = self._new_optimizer_state(tx)
         if self.division is not None:
             logger.info("%s", describe(self.division, self.model.params, self._optimizer_state))
-        key = None if self.args.disable_dropout else jax.random.key(self.args.seed)
+        key = run_key(self.args)
         flops_a_token = 6 * self.model.num_parameters(exclude_embeddings=True)
 
         def advance(batch, learning_rate):
@@ -240,7 +264,8 @@ class BaseTrainer(Evaluating):
             path: decays(path) and decays(tensor) and path not in engine.undecayed
             for path, tensor in engine.tensors.items()
         }
-        return self._chosen.make(decayed, self.args.max_grad_norm)
+        warmup = self.args.get_warmup_steps(self._plan().max_steps)
+        return self._chosen.make(decayed, self.args.max_grad_norm, warmup)
 
     def _optimizer(self) -> Optimizer:
         made = self.create_optimizer()
@@ -250,7 +275,9 @@ class BaseTrainer(Evaluating):
         return from_optax(made, peak=self._chosen.peak, max_grad_norm=self.args.max_grad_norm)
 
     def _evaluate_on_the_way(self) -> dict[str, float]:
-        metrics = self.evaluate()
+        telling = evaluation_told_of_memory(self) if self.args.auto_find_batch_size else contextlib.nullcontext()
+        with telling:
+            metrics = self.evaluate()
         self.lr_scheduler.after_evaluation(metrics, self.args.metric_for_best_model)
         return metrics
 

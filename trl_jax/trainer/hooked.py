@@ -22,15 +22,16 @@ class HookedStep:
     def __init__(self, trainer: Any, tx: Any):
         self._grad = jax.jit(jax.value_and_grad(partial(_training_loss, trainer), has_aux=True))
         self._apply = jax.jit(partial(_apply, tx), donate_argnums=(0, 1))
+        self._point = tx.point
 
     def __call__(
         self, params: dict, opt_state: Any, arrays: Any, learning_rate: Any, key: Any, frozen: dict
     ) -> tuple:
         micro = inputs_of(arrays)
         keys = [None] * len(micro) if key is None else jax.random.split(key, len(micro))
-        total, gradients, sums = 0.0, None, []
+        total, gradients, sums, at = 0.0, None, [], self._point(params, opt_state)
         for inputs, micro_key in zip(micro, keys, strict=True):
-            (loss, found), grads = self._grad(params, frozen, inputs, micro_key)
+            (loss, found), grads = self._grad(at, frozen, inputs, micro_key)
             total, sums = total + loss / len(micro), [*sums, found]
             gradients = grads if gradients is None else jax.tree.map(jnp.add, gradients, grads)
         gradients = jax.tree.map(lambda g: g / len(micro), gradients)
@@ -41,8 +42,8 @@ class HookedStep:
 
 def _training_loss(trainer: Any, params: dict, frozen: dict, inputs: dict, key: Any) -> tuple:
     args = trainer.args
-    arrays = frozen | params
-    bound = BoundModel(trainer.model, arrays, dtype=args.compute_dtype, remat=args.gradient_checkpointing, key=key)
+    arrays, how = frozen | params, {"dtype": args.compute_dtype, "remat": args.gradient_checkpointing}
+    bound = BoundModel(trainer.model, arrays, **how, key=key, chances=trainer.chances)
     return loss_of(trainer, bound, inputs)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -43,11 +43,21 @@ class Outputs:
 class BoundModel:
     """The model with the parameters of this step, to be called on rows padded on the right.
 
-    `scores` are those of every call, in order. Other attributes are the trainer's model's.
+    `scores` are those of every call, in order. Other attributes are the trainer's model's. In training, `key` is that
+    of the batch, and `chances` says what a call with a key of its own leaves to chance, given how long its rows are.
     """
 
-    def __init__(self, model: Any, params: dict, *, dtype: str, remat: bool = False, key: jax.Array | None = None):
-        self._model, self._params, self._key = model, params, key
+    def __init__(
+        self,
+        model: Any,
+        params: dict,
+        *,
+        dtype: str,
+        remat: bool = False,
+        key: jax.Array | None = None,
+        chances: Callable[..., dict[str, Any]] | None = None,
+    ):
+        self._model, self._params, self._key, self._chances = model, params, key, chances
         self._how = {"dtype": jnp.dtype(dtype), "remat": remat}
         self.config, self.scores = model.config, []
 
@@ -65,11 +75,14 @@ class BoundModel:
         tokens = jnp.asarray(input_ids)
         places = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
         at = jnp.max(jnp.where(tokens != self.config.pad_token_id, places, 0), axis=1)
-        key = None if self._key is None else jax.random.fold_in(self._key, len(self.scores))
-        scorer, how = merge(self._model.graph, self._params, key), dict(self._how)
+        how = dict(self._how)
+        if self._key is not None:
+            shown = jnp.ones(tokens.shape, int) if attention_mask is None else attention_mask
+            how |= self._chances(jax.random.fold_in(self._key, len(self.scores)), jnp.sum(shown, axis=1))
+        scorer = merge(self._model.graph, self._params, how.get("dropout_key"))
         if scorer.needs_valid:
             how["valid"] = jnp.ones(tokens.shape, bool) if attention_mask is None else attention_mask.astype(bool)
-        self.scores.append(scorer(tokens, places, at=at, dropout_key=key, **how))
+        self.scores.append(scorer(tokens, places, at=at, **how))
         return Outputs(self.scores[-1][:, None])
 
     def __getattr__(self, name: str) -> Any:

@@ -173,7 +173,7 @@ class Keeping(Session):
         state = self._events.state = found.state
         state.is_local_process_zero = state.is_world_process_zero = is_first()
         restore_callbacks(self._events, wholly=self.args.restore_callback_states_from_checkpoint)
-        state.train_batch_size = self.args.per_device_train_batch_size
+        state.train_batch_size = self.train_batch_size
         if state.best_model_checkpoint is not None:  # the run's folder may have moved
             beside = found.folder.parent / Path(state.best_model_checkpoint).name
             state.best_model_checkpoint = str(beside) if beside.is_dir() else None

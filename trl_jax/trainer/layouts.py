@@ -28,6 +28,8 @@ def exact_layout(args: RewardConfig, engine: Engine) -> tuple[str, str]:
         return "padded", "this model reads whole rows, not texts laid end to end"
     if engine.drops_out and not args.disable_dropout:
         return "padded", "with disable_dropout=False what both answers begin with is dropped for each in its own way"
+    if args.neftune_noise_alpha:
+        return "padded", "with neftune_noise_alpha what both answers begin with gets noise of its own in each"
     if asked == "auto" and args.device.type != "cpu":
         return "padded", "attention along a stream has been measured on CPUs only; batch_layout='shared' turns it on"
     return ("shared" if asked == "auto" else asked), ""
@@ -41,7 +43,13 @@ def check_layout(args: RewardConfig, engine: Engine) -> None:
 
 
 def plan(
-    args: RewardConfig, engine: Engine, dataset: Dataset | IterableDataset, *, parameters: int, shards: int = 1
+    args: RewardConfig,
+    engine: Engine,
+    dataset: Dataset | IterableDataset,
+    *,
+    parameters: int,
+    batch_size: int,
+    shards: int = 1,
 ) -> Plan:
     """The layout of training steps; one line of the log says which, why, and what it saves."""
     layout, reason = exact_layout(args, engine)
@@ -56,7 +64,7 @@ def plan(
         dataset,
         lambda epoch: epoch_order(len(dataset), seed=seed, epoch=epoch, shuffle=shuffled),
         layout,
-        batch_size=args.per_device_train_batch_size,
+        batch_size=batch_size,
         accumulation=args.gradient_accumulation_steps * shards,  # as many streams
         rung_cost=int(_COMPILATION / (6 * max(parameters, 1))),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import optax
@@ -34,10 +34,13 @@ class Chosen:
     tx: optax.GradientTransformation | None = None
     schedule: Callable[[int], float] | None = None
 
-    def make(self, decayed: dict[str, bool], max_grad_norm: float | None) -> Optimizer | optax.GradientTransformation:
+    def make(
+        self, decayed: dict[str, bool], max_grad_norm: float | None, warmup_steps: int
+    ) -> Optimizer | optax.GradientTransformation:
         if self.tx is not None:
             return from_optax(self.tx, peak=self.peak, max_grad_norm=max_grad_norm)
-        return make_optimizer(self.name, self.given, decayed=decayed, max_grad_norm=max_grad_norm)
+        given = replace(self.given, warmup_steps=warmup_steps)
+        return make_optimizer(self.name, given, decayed=decayed, max_grad_norm=max_grad_norm)
 
     def rates(self, args: BaseConfig, max_steps: int) -> Callable[[int], float]:
         """Finished steps -> the rate of the next; with `saw` where it follows a metric."""

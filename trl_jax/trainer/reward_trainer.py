@@ -34,6 +34,7 @@ from trl_jax.losses.pairwise import pairwise_loss
 from trl_jax.models.functional import merge
 from trl_jax.trainer import layouts, reward_metrics
 from trl_jax.trainer.base_trainer import BaseTrainer
+from trl_jax.trainer.chance import chances, check_noise
 from trl_jax.trainer.collator import DataCollatorForPreference
 from trl_jax.trainer.devices import division_of, run_device, run_devices
 from trl_jax.trainer.diagnosis import check_weights
@@ -146,6 +147,7 @@ class RewardTrainer(BaseTrainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             brought=brought,
         )
+        check_noise(args, model.engine)
         layouts.check_layout(args, model.engine)
 
     def score(self, params: dict, batch: PairBatch, *, dtype: str, **how: Any) -> jax.Array:
@@ -160,10 +162,13 @@ class RewardTrainer(BaseTrainer):
         return model(batch.tokens, batch.positions, at=batch.at, dtype=jnp.dtype(dtype), **how)
 
     def loss(self, params: dict, batch: PairBatch, key: jax.Array | None) -> tuple[jax.Array, dict[str, jax.Array]]:
-        scores = self.score(
-            params, batch, dtype=self.args.compute_dtype, remat=self.args.gradient_checkpointing, dropout_key=key
-        )
+        how = {"remat": self.args.gradient_checkpointing} | self.chances(key, batch.lengths)
+        scores = self.score(params, batch, dtype=self.args.compute_dtype, **how)
         return self._pairwise_loss(scores, weight=batch.weight, margin=batch.margin, member=batch.member)
+
+    def chances(self, key: jax.Array | None, lengths: jax.Array) -> dict[str, Any]:
+        """The options of `score` in training; `key` is that of a pass through texts of these `lengths`."""
+        return chances(self.args, key, lengths, self._pad_to_multiple_of)
 
     def evaluation_loss(self, scores: np.ndarray, batch: EvaluationBatch) -> dict[str, jax.Array]:
         loss, metrics = self._pairwise_loss(scores, weight=batch.weight, margin=batch.margin)
@@ -230,7 +235,8 @@ class RewardTrainer(BaseTrainer):
             laid_out = Plan("padded")  # a script's own methods see rows
         elif training:
             parameters = self.model.num_parameters(exclude_embeddings=True)
-            laid_out = layouts.plan(args, engine, dataset, parameters=parameters, shards=self.shards)
+            size, shards = self.train_batch_size, self.shards
+            laid_out = layouts.plan(args, engine, dataset, parameters=parameters, batch_size=size, shards=shards)
         else:
             laid_out = Plan(layouts.exact_layout(args, engine)[0])
         return PreferenceLoader(

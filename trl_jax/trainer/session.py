@@ -67,6 +67,7 @@ class Session(Reports, Task):
         if several():
             self.model.read, self.model.writes = Fetched, is_first()
         self._tokens_seen = 0
+        self._found_batch_size: int | None = None  # by auto_find_batch_size
         self._events = Events(
             self._callback_handler(callbacks), args, TrainerState(stateful_callbacks=[]), TrainerControl()
         )
@@ -129,6 +130,11 @@ class Session(Reports, Task):
         return {name for kind in own for name in vars(kind)}
 
     @property
+    def train_batch_size(self) -> int:
+        """Pairs in a micro-batch, on each device: those of the arguments, or what `auto_find_batch_size` found."""
+        return self._found_batch_size or self.args.per_device_train_batch_size
+
+    @property
     def tokenizer(self) -> Any:
         """The processing class, as it was called before."""
         return self.processing_class
@@ -145,7 +151,7 @@ class Session(Reports, Task):
     @property
     def micro_batch_pairs(self) -> int:
         """Pairs of a micro-batch of training, on all devices together."""
-        return self.args.per_device_train_batch_size * self.shards
+        return self.train_batch_size * self.shards
 
     def get_num_trainable_parameters(self) -> int:
         return self.model.num_parameters(only_trainable=True)
@@ -154,8 +160,9 @@ class Session(Reports, Task):
         """Let trackers finish what they have open."""
         for callback in self.callback_handler.callbacks:
             for tracker in ("_wandb", "_trackio"):  # modules, where transformers' callbacks have imported them
-                if vars(callback).get(tracker) is not None:
+                if vars(callback).get(tracker) is not None and callback._initialized:
                     vars(callback)[tracker].finish()
+                    callback._initialized = False  # a run that is over cannot be ended, but the next log begins one
 
     # ---- callbacks and state -----------------------------------------------------------------------------------
 
@@ -205,7 +212,7 @@ class Session(Reports, Task):
         self._events.state = TrainerState(
             stateful_callbacks=kept, is_local_process_zero=first, is_world_process_zero=first
         )
-        self.state.train_batch_size = self.args.per_device_train_batch_size
+        self.state.train_batch_size = self.train_batch_size
 
     @contextlib.contextmanager
     def _on_device(self):

@@ -19,6 +19,7 @@ def arch(config: ConfigReader) -> Arch:
         norm="rms_one_plus",
         mlp_bias=False,
         embedding_scale=base.hidden_size**0.5,
+        scale_in_table=True,
     )
 
 

@@ -1,0 +1,34 @@
+"""A schedule-free run beside TRL's own, evaluations and averaged weights with it."""
+
+from __future__ import annotations
+
+import pytest
+
+from compat_tests.parity import reference
+from compat_tests.parity.marks import assert_same_curve, assert_same_weights
+from compat_tests.tiny import preference_rows
+from compat_tests.trainer.trainers import FACTS
+
+CONFIG = {
+    "optim": "schedule_free_adamw",
+    "lr_scheduler_type": "constant",
+    "learning_rate": 2e-3,
+    "warmup_steps": 3,
+    "weight_decay": 0.1,
+    "eval_strategy": "steps",
+    "eval_steps": 4,
+    "batch_layout": "padded",
+}
+
+
+def test_the_curve_is_trls(checkpoint, tmp_path):
+    """TRL evaluates after training, which leaves it with the averages; otherwise it would save where it steps from."""
+    pytest.importorskip("trl", reason="parity is measured against real TRL")
+    pytest.importorskip("schedulefree", reason="schedulefree, which TRL needs for it, is not installed")
+    folder, config = checkpoint(**FACTS), CONFIG | {"eval_rows": preference_rows(8, seed=3)}
+    theirs, ours = (
+        run(folder, preference_rows(32), tmp_path / run.__name__, **config)
+        for run in (reference.run_trl, reference.run_ours)
+    )
+    assert_same_curve(ours.logs, theirs.logs)
+    assert_same_weights(ours.weights, theirs.weights)

@@ -1,0 +1,128 @@
+"""Rows of tokens packed into rows of one length: TRL's `pack_dataset`."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import defaultdict, deque
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset
+
+_STRATEGIES = ("bfd", "bfd_split", "wrapped")
+
+
+def pack_dataset(
+    dataset: Any, seq_length: int, strategy: str = "bfd", map_kwargs: dict[str, Any] | None = None
+) -> Any:
+    """Rows joined into rows of at most `seq_length` items; every column must be a list, of the same length in a row.
+
+    Args:
+        dataset: Dataset, IterableDataset or a dict of either.
+        strategy: "bfd" cuts longer rows off and packs by best fit, the longest first (Ding et al. 2024,
+            arXiv:2404.10830); "bfd_split" packs what was cut off too; "wrapped" joins all rows and cuts them evenly.
+            The first two add `seq_lengths`, how long the pieces of a row are.
+        map_kwargs: for its `map`, whose batches are packed one by one.
+
+    Raises:
+        TypeError: a column holds no lists.
+        ValueError: lists of different lengths in a row, or an unknown strategy.
+    """
+    if strategy not in _STRATEGIES:
+        raise ValueError(f"Invalid packing strategy {strategy!r}, wanted one of {', '.join(_STRATEGIES)}.")
+    if seq_length < 1:
+        raise ValueError(f"seq_length is {seq_length}, wanted a length of at least 1.")
+    form = _form(dataset)
+    if "columns" in form and strategy != "wrapped":
+        form["columns"] = [*form["columns"], "seq_lengths"]
+    how = {"seq_length": seq_length} | ({} if strategy == "wrapped" else {"split": strategy == "bfd_split"})
+    function = _wrapped if strategy == "wrapped" else _best_fit
+    packed = dataset.with_format("arrow").map(function, batched=True, fn_kwargs=how, **(map_kwargs or {}))
+    return packed.with_format(**form)
+
+
+def _form(dataset: Any) -> dict[str, Any]:
+    """The arguments of `with_format` that give a dataset the format it has."""
+    one = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
+    if not isinstance(one, Dataset):
+        return {"type": None if one._formatting is None else one._formatting.format_type}  # a stream does not say
+    form = dict(one.format)
+    return form | form.pop("format_kwargs")
+
+
+def _lists(table: pa.Table) -> dict[str, pa.Array]:
+    """The columns, each in one piece."""
+    lists = {name: table[name].combine_chunks() for name in table.column_names}
+    for name, column in lists.items():
+        if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
+            raise TypeError(
+                f"Packing requires every column to hold lists, but {name!r} is {column.type}. Leave it out, as in "
+                f"dataset.remove_columns({name!r})."
+            )
+    first, *others = lists
+    for name in others:
+        if not np.array_equal(np.diff(lists[first].offsets), np.diff(lists[name].offsets)):
+            raise ValueError(f"Packing requires lists of the same length in a row: {first!r} and {name!r} differ.")
+    return lists
+
+
+def _recut(lists: dict[str, pa.Array], offsets: np.ndarray) -> dict[str, pa.Array]:
+    """The same items in lists that end elsewhere."""
+    return {
+        name: type(column).from_arrays(pa.array(offsets, column.offsets.type), column.flatten())
+        for name, column in lists.items()
+    }
+
+
+def _wrapped(table: pa.Table, seq_length: int) -> pa.Table:
+    lists = _lists(table)
+    items = len(next(iter(lists.values())).flatten())
+    return pa.table(_recut(lists, np.append(np.arange(0, items, seq_length), items)))
+
+
+def _best_fit(table: pa.Table, seq_length: int, split: bool) -> pa.Table:
+    lists = _lists(table)
+    ends = np.cumsum(pc.fill_null(pc.list_value_length(next(iter(lists.values()))), 0))
+    if split:
+        starts = np.append(0, ends[:-1])
+        cuts = [np.arange(start, end, seq_length) for start, end in zip(starts, ends, strict=True)]
+        pieces = _recut(lists, np.concatenate([*cuts, ends[-1:]]))
+    else:
+        there = np.diff(ends, prepend=0) > 0
+        pieces = {name: pc.list_slice(column.filter(pa.array(there)), 0, seq_length) for name, column in lists.items()}
+    lengths = pc.list_value_length(next(iter(pieces.values())))
+    rows = _rows(lengths.to_numpy(), seq_length)
+    order = pa.array([piece for row in rows for piece in row], pa.int64())
+    counts = np.cumsum([0, *map(len, rows)])
+    taken = lengths.take(order)
+    offsets = np.append(0, np.cumsum(taken))[counts]
+    packed = _recut({name: column.take(order) for name, column in pieces.items()}, offsets)
+    return pa.table(packed | {"seq_lengths": pa.ListArray.from_arrays(pa.array(counts, pa.int32()), taken)})
+
+
+def _rows(lengths: np.ndarray, size: int) -> list[list[int]]:
+    """Which pieces make up each row. The longest come first; each goes where the least space remains that it fits in,
+    of several such rows the one that came to it first."""
+    rows: list[list[int]] = []
+    with_space: dict[int, deque[list[int]]] = defaultdict(deque)
+    spaces: list[int] = []  # those of with_space that have a row, in order
+    for piece in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[piece])
+        at = bisect_left(spaces, length)
+        if at == len(spaces):
+            row, space = [], size
+            rows.append(row)
+        else:
+            space = spaces[at]
+            row = with_space[space].popleft()
+            if not with_space[space]:
+                del spaces[at]
+        row.append(piece)
+        left = space - length
+        if left:
+            if not with_space[left]:
+                insort(spaces, left)
+            with_space[left].append(row)
+    return rows

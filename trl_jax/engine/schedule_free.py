@@ -1,0 +1,108 @@
+"""Schedule-free optimisers (Defazio et al. 2024, arXiv:2405.15682) in the paper's own three sequences.
+
+Parameters are x, the average that one uses; the state holds z, which steps are taken from. Gradients are taken between
+the two, at y, which the step makes and forgets. optax.contrib has y for parameters and divides to get x back: every
+evaluation and checkpoint would have to, and the averages' weights have no power of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from trl_jax.engine.transforms import RunningState, bias
+
+_TABLE = 4096  # steps whose rectification is worked out in double precision
+
+
+class ScheduleFreeState(NamedTuple):
+    """`fast` is z. `weights` is the sum of those that the average gave, `highest` the highest rate of any step."""
+
+    count: jax.Array
+    weights: jax.Array
+    highest: jax.Array
+    fast: dict[str, jax.Array]
+    direction: Any
+
+
+def point(b1: float, params: dict[str, jax.Array], state: ScheduleFreeState) -> dict[str, jax.Array]:
+    """y: where the next gradient is taken."""
+    return jax.tree.map(lambda x, z: b1 * x + (1 - b1) * z, params, state.fast)
+
+
+def schedule_free(
+    direction: optax.GradientTransformation, share: Callable[[jax.Array], Any], *, b1: float, r: float, power: float
+) -> optax.GradientTransformationExtraArgs:
+    """Steps of z against `direction`, averaged into x with weights `(t + 1)**r * highest_rate**power`.
+
+    Args:
+        direction: what gradients become before the rate; sees y for parameters.
+        share: finished steps -> what the rate is multiplied by.
+    """
+
+    def init(params):
+        zero = jnp.zeros(())
+        fast = jax.tree.map(jnp.copy, params)  # of its own: a step is given both to take
+        return ScheduleFreeState(jnp.zeros((), jnp.int32), zero, jnp.copy(zero), fast, direction.init(params))
+
+    def update(updates, state, params, *, learning_rate, **extra):
+        del extra
+        rate = learning_rate * share(state.count)
+        directed, successor = direction.update(updates, state.direction, point(b1, params, state))
+        fast = jax.tree.map(lambda z, d: z - rate * d, state.fast, directed)
+        highest = jnp.maximum(state.highest, rate)
+        weight = (state.count + 1.0) ** r * highest**power
+        weights = state.weights + weight
+        new = jnp.where(weights > 0, weight / jnp.where(weights > 0, weights, 1.0), 0.0)
+        moved = jax.tree.map(lambda x, z: new * (z - x), params, fast)
+        return moved, ScheduleFreeState(state.count + 1, weights, highest, fast, successor)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def over_root_mean_square(b2: float, eps: float) -> optax.GradientTransformation:
+    """Adam without its first moment: the average of x takes its place."""
+
+    def init(params):
+        return RunningState(jnp.zeros((), jnp.int32), {"squares": jax.tree.map(jnp.zeros_like, params)})
+
+    def update(updates, state, params=None):
+        del params
+        count = optax.safe_increment(state.count)
+        squares = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * jnp.square(g), state.averages["squares"], updates)
+        second = bias(b2, count)
+        updates = jax.tree.map(lambda g, v: g / (jnp.sqrt(v / second) + eps), updates, squares)
+        return updates, RunningState(count, {"squares": squares})
+
+    return optax.GradientTransformation(init, update)
+
+
+def warm(steps: int) -> Callable[[jax.Array], Any]:
+    """From 1 / steps to 1, within the optimiser."""
+    return lambda count: jnp.minimum((count + 1) / steps, 1.0) if steps else 1.0
+
+
+def rectified(b2: float) -> Callable[[jax.Array], Any]:
+    """RAdam's (Liu et al. 2020, arXiv:1908.03265): 0 while the variance of the second moment cannot be told."""
+    longest = 2 / (1 - b2) - 1
+
+    def shares(steps, decayed, numbers):
+        length = longest - 2 * steps * decayed / (1 - decayed)
+        known = length > 4
+        length = numbers.where(known, length, 5.0)
+        squared = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
+        return numbers.where(known, numbers.sqrt(squared), 0.0)
+
+    steps = np.arange(1, _TABLE + 1, dtype=np.float64)
+    table = shares(steps, b2**steps, np).astype(np.float32)  # differences of nearly equal numbers, in the beginning
+
+    def share(count):
+        later = shares(count + 1.0, 1 - bias(b2, count + 1), jnp)
+        return jnp.where(count < _TABLE, jnp.asarray(table)[jnp.minimum(count, _TABLE - 1)], later)
+
+    return share
