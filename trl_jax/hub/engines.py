@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 
 from trl_jax.hub.loading import Source, load
+from trl_jax.hub.resizing import resized_source
 from trl_jax.hub.saving import places_of, read_tensor, save
 from trl_jax.hub.torch_bridge import TorchModel
 from trl_jax.models.exported import ExportedScorer
@@ -37,6 +38,7 @@ class Engine(abc.ABC):
         takes_streams: it computes texts laid end to end as if each were alone.
         drops_out: it has dropout that training may turn on.
         takes_noise: noise may be added to its embeddings.
+        grows: it can embed more tokens than its checkpoint did.
         sortable: a text's score does not depend on the rows beside it.
         saves_aside: `save` may run in a thread while the model trains.
     """
@@ -55,6 +57,7 @@ class Engine(abc.ABC):
     takes_streams: bool
     drops_out: bool
     takes_noise: bool
+    grows: bool
     sortable: bool
     saves_aside: bool
 
@@ -67,6 +70,10 @@ class Engine(abc.ABC):
         """The parameters of what `save` wrote."""
 
     @abc.abstractmethod
+    def resized(self, rows: int) -> Engine:
+        """The engine of this model with another number of tokens. Raises ValueError where that cannot be."""
+
+    @abc.abstractmethod
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
         """Each tensor as it is called on disk, float32."""
 
@@ -75,7 +82,7 @@ class NativeEngine(Engine):
     """The configurable decoder or encoder; `source` is what the checkpoint was."""
 
     name, log_level, undecayed, finds_end, saves_aside = "native", logging.INFO, frozenset(), False, True
-    takes_noise = True
+    takes_noise = grows = True
 
     def __init__(self, source: Source):
         self.source, self.dtypes = source, source.dtypes
@@ -95,6 +102,9 @@ class NativeEngine(Engine):
     def load(self, folder: Path, seed: int) -> dict[str, jax.Array]:
         return load(folder, dtype="auto", seed=seed)[0]
 
+    def resized(self, rows: int) -> NativeEngine:
+        return NativeEngine(resized_source(self.source, rows))
+
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
         for tensor, places in places_of(params, self.source).items():
             yield tensor, read_tensor(params, places)
@@ -105,7 +115,7 @@ class ExportedEngine(Engine):
 
     log_level, finds_end, ignores_types = logging.WARNING, True, False
     takes_streams, drops_out, takes_noise, sortable = False, True, False, False
-    saves_aside = False  # torch's own module is what it saves, and what programs are exported from
+    grows = saves_aside = False  # torch's own module is what it saves, and what programs are exported from
 
     def __init__(self, model: TorchModel):
         self._model, self.dtypes, self.embeddings = model, model.dtypes, model.embeddings
@@ -124,6 +134,12 @@ class ExportedEngine(Engine):
 
     def load(self, folder: Path, seed: int) -> dict[str, jax.Array]:
         return taken(TorchModel(folder, dtype="auto", seed=seed))
+
+    def resized(self, rows: int) -> Engine:
+        raise ValueError(
+            f"This model runs on the {self.name} engine and embeds {self.vocab_size} tokens, wanted {rows}. Resize the "
+            "checkpoint with transformers' resize_token_embeddings and load it again."
+        )
 
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
         return ((name, np.asarray(array)) for name, array in params.items())
