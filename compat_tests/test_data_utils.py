@@ -16,6 +16,7 @@ from compat_tests.tiny import tiny_tokenizer
 from trl_jax import data_utils as ours
 from trl_jax import rewards
 from trl_jax.chat_template_utils import clone_chat_template
+from trl_jax.hub.engines import ExportedEngine
 from trl_jax.scripts.mixture import DatasetConfig, DatasetMixtureConfig, get_dataset
 from trl_jax.trainer.collator import DataCollatorForPreference
 from trl_jax.trainer.utils import compute_accuracy, get_peft_config, get_quantization_config
@@ -218,10 +219,59 @@ def test_a_chat_template_is_cloned(checkpoint, tmp_path, tokenizer):
     assert found is target and found.chat_template == "{{ 'cloned' }}"
     assert added[0] == size == found.convert_tokens_to_ids("<new>") and len(found.get_vocab()) == model.vocab_size
     assert model.config.eos_token_id == found.eos_token_id
+
+
+@pytest.mark.parametrize("multiple", [64, None])
+def test_a_model_without_rows_to_spare_grows_as_in_trl(checkpoint, tmp_path, multiple):
+    transformers, trl = pytest.importorskip("transformers"), pytest.importorskip("trl")
+    pytest.importorskip("torch").manual_seed(0)
+    folder, source = checkpoint(), tiny_tokenizer(None)
+    source.chat_template = "{{ 'cloned' }}"
     source.add_tokens([f"<more{i}>" for i in range(50)])
-    source.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="brings 50 new tokens .* Resize the checkpoint's embedding"):
-        clone_chat_template(model, target, str(tmp_path))
+    source.save_pretrained(tmp_path / "source")
+
+    def cloned(package, kind):
+        model, words = kind.from_pretrained(folder, num_labels=1), tiny_tokenizer(None)
+        model, words, added = package.clone_chat_template(model, words, str(tmp_path / "source"), multiple)
+        return model, words, added
+
+    theirs, their_words, _ = cloned(trl, transformers.AutoModelForSequenceClassification)
+    before = trl_jax.AutoModelForSequenceClassification.from_pretrained(folder)
+    ours, words, added = cloned(trl_jax, trl_jax.AutoModelForSequenceClassification)
+    assert ours.vocab_size == theirs.vocab_size > before.vocab_size
+    assert words.get_vocab() == their_words.get_vocab() and added[:2] == words.convert_tokens_to_ids(
+        ["<more0>", "<more1>"]
+    )
+    wanted, found = theirs.get_input_embeddings().weight.detach().numpy(), ours.get_input_embeddings().weight
+    np.testing.assert_array_equal(found[: before.vocab_size], wanted[: before.vocab_size])
+    np.testing.assert_allclose(found[before.vocab_size :], wanted[before.vocab_size :], atol=3e-4 * wanted.std())
+    ids = [[5, 6, 7, 8, 9, ours.vocab_size - 1], [5, 6, 7, 8, 9, 10]]
+    ours.save_pretrained(tmp_path / "grown")
+    again = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "grown")
+    assert again.config.vocab_size == ours.config.vocab_size == ours.vocab_size
+    scores = again(pytest.importorskip("torch").tensor(ids)).logits.detach().numpy()
+    np.testing.assert_allclose(ours(ids).logits, scores, atol=1e-5 * np.abs(scores).max() + 1e-6)
+    np.testing.assert_array_equal(ours(ids[1:]).logits, before(ids[1:]).logits)
+
+
+def test_a_trainer_grows_the_model_it_loads(checkpoint, tmp_path):
+    source = tiny_tokenizer(None, chat_template=True)
+    source.add_tokens([f"<more{i}>" for i in range(50)])
+    source.save_pretrained(tmp_path / "source")
+    args = trl_jax.RewardConfig(str(tmp_path / "run"), chat_template_path=str(tmp_path / "source"), report_to="none")
+    rows = Dataset.from_list([{"chosen": "yes <more49>", "rejected": "no <more3>"}])
+    trainer = trl_jax.RewardTrainer(str(checkpoint()), args, train_dataset=rows)
+    assert trainer.model.vocab_size == len(trainer.processing_class.get_vocab())
+    assert trainer.model.vocab_size % 64 == 0
+    assert max(trainer.train_dataset[0]["chosen_ids"]) == trainer.processing_class.convert_tokens_to_ids("<more49>")
+    assert trainer.evaluate(rows)["eval_loss"] > 0
+
+
+def test_a_program_cannot_grow():
+    engine = ExportedEngine.__new__(ExportedEngine)
+    engine.name, engine.vocab_size = "exported", 5
+    with pytest.raises(ValueError, match="embeds 5 tokens, wanted 6. Resize the checkpoint with transformers' resize"):
+        engine.resized(6)
 
 
 def test_streams_tell_their_columns():

@@ -22,22 +22,25 @@ def clone_chat_template(
 ) -> tuple[Any, Any, list[int]]:
     """Give `tokenizer` the chat template, the added tokens and the EOS token of another.
 
-    The embedding keeps its size: checkpoints have rows to spare, which the new tokens take. Those left over get names,
-    `<extra_id_0>` and so on, as in TRL, so that tokenizer and model agree on their number.
+    Most checkpoints have rows to spare in their embedding, which the new tokens take; otherwise it grows. Rows left
+    over get names, `<extra_id_0>` and so on, as in TRL, so that tokenizer and model agree on their number.
 
     Args:
         model: what `AutoModelForSequenceClassification` loaded; its config gets the EOS token's id.
         tokenizer: changed in place.
         source_tokenizer_path: folder or Hub name.
-        resize_to_multiple_of: of TRL's signature; nothing is resized.
+        resize_to_multiple_of: what the embedding grows to; None grows it by what is needed.
 
     Returns:
         The model, the tokenizer, and the ids of the tokens that were added.
 
     Raises:
-        ValueError: there are more new tokens than rows to spare.
+        ValueError: there are more new tokens than rows to spare, in a model that cannot grow.
     """
-    added = clone_into(tokenizer, source_tokenizer_path, rows=model.vocab_size)
+    rows = model.vocab_size
+    multiple = (resize_to_multiple_of or 1) if model.grows else 0
+    added = clone_into(tokenizer, source_tokenizer_path, rows=rows, multiple=multiple)
+    model.resize_token_embeddings(max(rows, len(tokenizer.get_vocab())))
     model.config.eos_token_id = tokenizer.eos_token_id
     return model, tokenizer, added
 

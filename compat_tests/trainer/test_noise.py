@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import trl_jax
-from compat_tests.trainer.trainers import FACTS, make
+from compat_tests.trainer.trainers import FACTS, make, table
 from trl_jax.trainer.chance import chances, check_noise, run_key
+from trl_jax.trainer.hooks import BoundModel
 
 
 @pytest.fixture(scope="module")
@@ -19,32 +20,26 @@ def folder(checkpoint):
     return checkpoint(**FACTS)
 
 
-def losses(trainer):
-    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
-
-
-class Own(trl_jax.RewardTrainer):
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        return super().compute_loss(model, inputs, return_outputs)
-
-
 def test_training_has_noise_and_evaluation_has_none(folder, tmp_path):
-    """Nor do the two ways to a step differ in anything else."""
+    """One batch is the whole set: without noise both losses are the same."""
+    rows, config = table(4), {"max_steps": 1, "logging_steps": 1}
+    trainer = make(trl_jax, folder, tmp_path, train=rows, config=config | {"neftune_noise_alpha": 20.0})
+    calm = make(trl_jax, folder, tmp_path, config=config).evaluate(rows)["eval_loss"]
+    assert trainer.evaluate(rows)["eval_loss"] == pytest.approx(calm, rel=1e-6)
+    trainer.train()
+    assert abs(trainer.state.log_history[0]["loss"] - calm) > 1e-3
 
-    def trained(package, **config):
-        trainer = make(package, folder, tmp_path, config={"max_steps": 1, "logging_steps": 1} | config)
-        trainer.train()
-        return losses(trainer), trainer
 
-    own = SimpleNamespace(RewardConfig=trl_jax.RewardConfig, RewardTrainer=Own)
-    calm, trainer = trained(trl_jax)
-    noisy = trained(trl_jax, neftune_noise_alpha=20.0)[0]
-    owns = trained(own, neftune_noise_alpha=20.0)[0]
-    assert abs(noisy[0] - calm[0]) > 1e-5 and abs(owns[0] - calm[0]) > 1e-5
-    before = trainer.evaluate(trainer.train_dataset)["eval_loss"]
-    trainer.args.neftune_noise_alpha = 20.0
-    after = trainer.evaluate(trainer.train_dataset)["eval_loss"]
-    assert after == pytest.approx(before, rel=1e-6)  # rows are padded now
+def test_a_scripts_own_loss_has_noise_too(folder, tmp_path):
+    trainer = make(trl_jax, folder, tmp_path, config={"neftune_noise_alpha": 20.0})
+    ids = np.asarray([[5, 6, 7, 8], [9, 10, 11, 12]])
+
+    def scores(**how):
+        bound = BoundModel(trainer.model, trainer.model.params, dtype="float32", **how)
+        return np.asarray(bound(input_ids=ids).logits)
+
+    noisy = scores(key=jax.random.key(0), chances=trainer.chances)
+    assert np.abs(noisy - scores()).min() > 1e-3
 
 
 def asked(**how):

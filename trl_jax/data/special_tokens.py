@@ -9,6 +9,8 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
+_MULTIPLE = 64  # to which TRL rounds up the tokens of a model that grows
+
 
 def settle(tokenizer: Any, *, eos_token: str | None = None, pad_token: str | None = None) -> Any:
     """Set `eos_token` and `pad_token` on the tokenizer itself and return it.
@@ -35,32 +37,37 @@ def settle(tokenizer: Any, *, eos_token: str | None = None, pad_token: str | Non
     return tokenizer
 
 
-def settle_chat_template(tokenizer: Any, path: str, *, rows: int) -> Any:
+def settle_chat_template(tokenizer: Any, path: str, *, rows: int, grows: bool = False) -> int:
     """Give the tokenizer the template in a .jinja or .j2 file (UTF-8), or that of another tokenizer, by folder or name.
 
-    With another's template come its added tokens and its EOS token; the model embeds `rows` tokens.
+    With another's template come its added tokens and its EOS token; the model embeds `rows` tokens. Returns how many it
+    is to embed: more, where there are too few and it `grows`.
     """
     file = Path(path)
     if file.suffix not in (".jinja", ".j2"):
-        clone_into(tokenizer, str(path), rows=rows)
-        return tokenizer
+        clone_into(tokenizer, str(path), rows=rows, multiple=_MULTIPLE if grows else 0)
+        return max(rows, len(tokenizer.get_vocab()))
     if not file.is_file():
         raise FileNotFoundError(f"chat_template_path={str(path)!r}: there is no such file.")
     tokenizer.chat_template = file.read_text(encoding="utf-8")
-    return tokenizer
+    return rows
 
 
-def clone_into(tokenizer: Any, source_path: str, *, rows: int) -> list[int]:
+def clone_into(tokenizer: Any, source_path: str, *, rows: int, multiple: int = 0) -> list[int]:
     """Another tokenizer's chat template, added tokens and EOS token, into this one; the ids of the new tokens.
 
-    Rows of the embedding that no token has then get names, <extra_id_0> and so on, as in TRL.
+    Rows of the embedding that no token has then get names, <extra_id_0> and so on, as in TRL. Where there are too few,
+    as many are named as the next `multiple` has; 0 means that there can be no more.
 
     Raises:
         ValueError: there are more new tokens than rows to spare.
     """
     source, vocabulary = _loaded(source_path), tokenizer.get_vocab()
     new = [token for token in source.added_tokens_decoder.values() if token.content not in vocabulary]
-    if len(vocabulary) + len(new) > rows:
+    needed = len(vocabulary) + len(new)
+    if needed > rows and multiple:
+        rows = -(-needed // multiple) * multiple
+    elif needed > rows:
         raise ValueError(
             f"{source_path} brings {len(new)} new tokens ({', '.join(token.content for token in new[:8])}), but the "
             f"model embeds {rows} tokens and {len(vocabulary)} are taken. Resize the checkpoint's embedding with "

@@ -31,14 +31,15 @@ class AdaptedEngine(Engine):
     `base` is the engine without the adapter, `frozen` what stands beside it in its files.
     """
 
-    log_level, undecayed = logging.INFO, frozenset()
+    log_level, undecayed, saves_aside, grows = logging.INFO, frozenset(), True, False
 
     def __init__(self, base: NativeEngine, plan: Plan, frozen: dict[str, Any], shapes: dict[str, Any]):
         self.base, self.plan, self.frozen, self._shapes = base, plan, frozen, shapes
         self.name = f"{base.name} (with an adapter)"
         self.vocab_size, self.most_tokens, self.embeddings = base.vocab_size, base.most_tokens, base.embeddings
         self.finds_end, self.ignores_types = base.finds_end, base.ignores_types
-        self.takes_streams, self.sortable = base.takes_streams, base.sortable
+        self.takes_streams, self.takes_noise, self.sortable = base.takes_streams, base.takes_noise, base.sortable
+        self.heads = base.heads
         self.drops_out = base.drops_out or plan.config.lora_dropout > 0
         self.graph = graph_of(base, plan)
         self.tensors = {name: _decay_name(plan, name, base) for name in shapes}
@@ -60,6 +61,12 @@ class AdaptedEngine(Engine):
     def load(self, folder: Path, seed: int, place: Place | None = None) -> dict[str, jax.Array]:
         arrays = arrays_of(self.plan, read_tensors(folder, self.plan, self._shapes), self._shapes)
         return arrays if place is None else {path: whole_at(place, path, array) for path, array in arrays.items()}
+
+    def resized(self, rows: int) -> Engine:
+        raise ValueError(
+            f"A model with an adapter embeds {self.vocab_size} tokens, wanted {rows}: adapters belong to tables of one "
+            "size. Resize the model first, or call merge_and_unload()."
+        )
 
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
         found = tensors_of(self.plan, params, self.frozen)

@@ -17,6 +17,7 @@ from flax import nnx
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.hub.loading import Source, load
 from trl_jax.hub.parts import Place
+from trl_jax.hub.resizing import resized_source
 from trl_jax.hub.saving import places_of, read_tensor, save
 from trl_jax.hub.torch_bridge import TorchModel
 from trl_jax.models.adapted import module_at
@@ -42,6 +43,7 @@ class Engine(abc.ABC):
         takes_streams: it computes texts laid end to end as if each were alone.
         drops_out: it has dropout that training may turn on.
         takes_noise: noise may be added to its embeddings.
+        grows: it can embed more tokens than its checkpoint did.
         sortable: a text's score does not depend on the rows beside it.
         saves_aside: `save` may run in a thread while the model trains.
         heads: how many of each kind attention has, which the tensor axis of a mesh must divide; None cannot be divided.
@@ -61,6 +63,7 @@ class Engine(abc.ABC):
     takes_streams: bool
     drops_out: bool
     takes_noise: bool
+    grows: bool
     sortable: bool
     saves_aside: bool
     heads: Mapping[str, int] | None
@@ -72,6 +75,10 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def load(self, folder: Path, seed: int, place: Place | None = None) -> dict[str, jax.Array]:
         """The parameters of what `save` wrote; on several devices where `place` says, or not yet."""
+
+    @abc.abstractmethod
+    def resized(self, rows: int) -> Engine:
+        """The engine of this model with another number of tokens. Raises ValueError where that cannot be."""
 
     @abc.abstractmethod
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
@@ -87,7 +94,7 @@ class NativeEngine(Engine):
     """The configurable decoder or encoder; `source` is what the checkpoint was."""
 
     name, log_level, undecayed, finds_end, saves_aside = "native", logging.INFO, frozenset(), False, True
-    takes_noise = True
+    takes_noise = grows = True
 
     def __init__(self, source: Source, formats: dict[str, Format] | None = None):
         self.source, self.dtypes, self.formats = source, source.dtypes, formats or {}
@@ -138,6 +145,9 @@ class NativeEngine(Engine):
     def load(self, folder: Path, seed: int, place: Place | None = None) -> dict[str, jax.Array]:
         return load(folder, dtype="auto", seed=seed, place=place)[0]
 
+    def resized(self, rows: int) -> NativeEngine:
+        return NativeEngine(resized_source(self.source, rows))
+
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
         for tensor, places in places_of(params, self.source).items():
             yield tensor, read_tensor(params, places)
@@ -148,7 +158,7 @@ class ExportedEngine(Engine):
 
     log_level, finds_end, ignores_types = logging.WARNING, True, False
     takes_streams, drops_out, takes_noise, sortable, heads = False, True, False, False, None
-    saves_aside = False  # torch's own module is what it saves, and what programs are exported from
+    grows = saves_aside = False  # torch's own module is what it saves, and what programs are exported from
 
     def __init__(self, model: TorchModel):
         self._model, self.dtypes, self.embeddings = model, model.dtypes, model.embeddings
@@ -169,6 +179,12 @@ class ExportedEngine(Engine):
 
     def load(self, folder: Path, seed: int, place: Place | None = None) -> dict[str, jax.Array]:
         return taken(TorchModel(folder, dtype="auto", seed=seed))
+
+    def resized(self, rows: int) -> Engine:
+        raise ValueError(
+            f"This model runs on the {self.name} engine and embeds {self.vocab_size} tokens, wanted {rows}. Resize the "
+            "checkpoint with transformers' resize_token_embeddings and load it again."
+        )
 
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
         return ((name, np.asarray(array)) for name, array in params.items())

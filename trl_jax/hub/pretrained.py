@@ -28,6 +28,7 @@ from trl_jax.hub.long_tail import is_exported
 from trl_jax.hub.lora_config import LoraConfig, read_lora_config
 from trl_jax.hub.parts import Place
 from trl_jax.hub.quantizing import BitsAndBytesConfig, formats
+from trl_jax.hub.resizing import resized_table, table_of_tokens
 from trl_jax.hub.torch_bridge import most_tokens
 from trl_jax.models.functional import merge
 
@@ -133,6 +134,10 @@ class PreTrainedModel(Habits):
         return self.engine.vocab_size
 
     @property
+    def grows(self) -> bool:
+        return self.engine.grows
+
+    @property
     def source(self) -> Source:
         """What a checkpoint of the native engine was."""
         return self.engine.source
@@ -149,6 +154,19 @@ class PreTrainedModel(Habits):
             for path, array in (self.params if only_trainable else self.arrays).items()
             if not (exclude_embeddings and path in self.engine.embeddings)
         )
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None) -> Any:
+        """Give the table of tokens `new_num_tokens` rows, rounded up to a multiple; new ones are the mean of the old.
+
+        Returns what `get_input_embeddings` does.
+        """
+        rows = padded_length(self.vocab_size if new_num_tokens is None else new_num_tokens, pad_to_multiple_of)
+        if rows != self.vocab_size:
+            self.engine = self.engine.resized(rows)
+            self.graph, path = self.engine.graph, table_of_tokens(self.params)
+            self.params = self.params | {path: resized_table(self.params[path], rows)}
+            self.config.get_text_config().vocab_size = rows
+        return self.get_input_embeddings()
 
     def holding(self, params: dict[str, Any]) -> PreTrainedModel:
         """The same model with other numbers."""
@@ -205,6 +223,11 @@ class Checkpoint:
     exported: bool
     adapter: Path | None = None
     lora: LoraConfig | None = None
+
+    @property
+    def grows(self) -> bool:
+        """Whether what is loaded can embed more tokens."""
+        return not self.exported and self.adapter is None
 
     def load(
         self, seed: int, quantization: BitsAndBytesConfig | None = None, place: Place | None = None

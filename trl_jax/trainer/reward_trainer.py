@@ -115,14 +115,17 @@ class RewardTrainer(BaseTrainer):
             place = _tokenizer_folder(checkpoint) if brought is None else brought.config._name_or_path
             processing_class = AutoTokenizer.from_pretrained(place, trust_remote_code=trust)
         special_tokens.settle(processing_class, eos_token=args.eos_token, pad_token=args.pad_token)
+        rows = checkpoint.vocab_size
         if args.chat_template_path is not None:
-            special_tokens.settle_chat_template(
-                processing_class, args.chat_template_path, rows=checkpoint.vocab_size
+            # A torch model takes back what it has room for; an adapter belongs to tables of one size.
+            grows = brought is None and peft_config is None and checkpoint.grows
+            rows = special_tokens.settle_chat_template(
+                processing_class, args.chat_template_path, rows=rows, grows=grows
             )
-        _check_pad(processing_class, checkpoint.vocab_size)
+        _check_pad(processing_class, rows)
         # Rows first: a bad one is named before weights are read, and num_proc forks before JAX has threads.
         self.processing_class = processing_class
-        self._vocab_size, self._most_tokens = checkpoint.vocab_size, checkpoint.most_tokens
+        self._vocab_size, self._most_tokens = rows, checkpoint.most_tokens
         train_dataset = self.prepare_dataset(train_dataset, "train")
         if isinstance(eval_dataset, dict):
             eval_dataset = {
@@ -131,6 +134,8 @@ class RewardTrainer(BaseTrainer):
         elif eval_dataset is not None:
             eval_dataset = self.prepare_dataset(eval_dataset, "eval")
         model = _ready(checkpoint, args, peft_config, quantization)
+        if rows != model.vocab_size:
+            model.resize_token_embeddings(rows)
         model.add_model_tags(["reward-trainer", "trl", "trl_jax"])  # as TRL tags its models
         for config in (model.config, *([] if brought is None else [brought.config])):
             _settle_ids(config, processing_class, eos=args.eos_token is not None or args.chat_template_path is not None)
