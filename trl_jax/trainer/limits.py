@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 from collections.abc import Callable, Iterator
+from math import prod
 from typing import TYPE_CHECKING, TypeVar
 
 import jax
@@ -71,8 +72,7 @@ def evaluation_told_of_memory(trainer: BaseTrainer) -> Iterator[None]:
 
 
 def _plan(trainer: BaseTrainer) -> str:
-    args, weights, size = trainer.args, 4 * trainer.model.num_parameters(), trainer.train_batch_size
-    trained = 4 * trainer.model.num_parameters(only_trainable=True)
+    args, size, (weights, gradients) = trainer.args, trainer.train_batch_size, _held(trainer)
     rows = 2 * size
     levers = [
         f"per_device_train_batch_size={size} (with gradient_accumulation_steps raised to "
@@ -82,11 +82,25 @@ def _plan(trainer: BaseTrainer) -> str:
     lower = f"Lower {' or '.join(levers)}"
     if not args.gradient_checkpointing:
         lower += ", or set gradient_checkpointing=True"
+    if trainer.division is not None and trainer.division.size("fsdp") == 1:
+        lower += ", or divide the model as well, with fsdp='full_shard'"
     return (
-        f"Step {trainer.state.global_step + 1} does not fit into memory. Float32 weights take {_bytes(weights)}, "
-        f"AdamW's moments {_bytes(2 * trained)}, gradients {_bytes(trained)}; the rest is activations of {rows} "
+        f"Step {trainer.state.global_step + 1} does not fit into memory. Weights take {_bytes(weights)}, "
+        f"AdamW's moments {_bytes(2 * gradients)}, gradients {_bytes(gradients)}; the rest is activations of {rows} "
         f"answers. {lower}."
     )
+
+
+def _held(trainer: BaseTrainer) -> tuple[int, int]:
+    """Bytes of weights, frozen ones too, and of gradients; those of one device where there are several."""
+    model, division = trainer.model, trainer.division
+    if division is None:
+        return sum(array.nbytes for array in model.arrays.values()), 4 * model.num_parameters(only_trainable=True)
+
+    def held(arrays: dict, places: dict) -> int:
+        return sum(array.dtype.itemsize * prod(places[path].shard_shape(array.shape)) for path, array in arrays.items())
+
+    return held(model.arrays, division.params(model.arrays)), held(model.params, division.gradients(model.params))
 
 
 def _bytes(count: int) -> str:
