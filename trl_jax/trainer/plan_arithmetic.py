@@ -22,9 +22,10 @@ LAYERS = ".layers."  # in the path of a parameter that has a leading axis of lay
 class Memory(NamedTuple):
     """Bytes of a device.
 
-    gradients: and, with several passes a step, their sum. copies: a layer's weights in the dtype of computation.
-    gathered: what is made whole for a while of weights that lie in parts, and their gradients. kept: for the backward
-    pass. working: one layer, computed again and backward.
+    gradients: and, with several passes a step, their sum. copies: layers' weights in the dtype of computation.
+    gathered: one layer's weights made whole, where they lie in parts, and their gradient. kept: for the backward pass.
+    working: one layer, computed again and backward. outside: the gradient of what is no layer, made whole; at the end,
+    when nothing of the layers is left.
     """
 
     parameters: int
@@ -35,6 +36,7 @@ class Memory(NamedTuple):
     gathered: int
     kept: int
     working: int
+    outside: int
 
     @property
     def arguments(self) -> int:
@@ -46,7 +48,7 @@ class Memory(NamedTuple):
 
     @property
     def temporary(self) -> int:
-        return self.gradients + self.copies + self.gathered + self.activations
+        return self.gradients + max(self.copies + self.gathered + self.activations, self.outside)
 
     @property
     def peak(self) -> int:
@@ -86,21 +88,20 @@ def memory(
         on_device(batch),
         gradients * min(one.passes, 2),
         on_device(layers) * width // _FLOAT32 if width < _FLOAT32 else 0,
-        _gathered(params, arch, width),
+        _whole(layers) * (width + _FLOAT32) // _FLOAT32 // arch.num_layers,
         arch.num_layers * kept,
         2 * one.tokens * given * width + _scores(batch, one, arch, width),
+        _whole({path: leaf for path, leaf in params.items() if path not in layers}),
     )
 
 
-def _gathered(params: Mapping[str, Any], arch: Any, width: int) -> int:
-    """Of the layers one, its weights to compute with and its gradient in float32; of all else both."""
-    count = 0
-    for path, leaf in params.items():
-        if isinstance(leaf.sharding, NamedSharding) and "fsdp" in leaf.sharding.spec:
-            whole = on_device(leaf) * leaf.sharding.mesh.shape["fsdp"]
-            layer = whole // arch.num_layers * (width + _FLOAT32) // _FLOAT32
-            count += layer if LAYERS in path else 2 * whole
-    return count
+def _whole(params: Mapping[str, Any]) -> int:
+    """Bytes of weights that lie in parts over fsdp, made whole on it."""
+    return sum(
+        on_device(leaf) * leaf.sharding.mesh.shape["fsdp"]
+        for leaf in params.values()
+        if isinstance(leaf.sharding, NamedSharding) and "fsdp" in leaf.sharding.spec
+    )
 
 
 def _scores(batch: PairBatch, one: Pass, arch: Any, width: int) -> int:
