@@ -62,6 +62,16 @@ def test_a_started_collective_is_counted_once():
     assert begun != text and cost(begun) == cost(text)
 
 
+def test_a_collective_that_is_spread_over_fusions_is_counted_once():
+    text = LOOP.replace("GROUPS", "[2,4]<=[8]")
+    line = next(line for line in text.splitlines() if "all-gather(" in line)
+    first = line + ', frontend_attributes={chain_id="7"}'
+    both = text.replace(line, first + "\n" + first.replace("%whole", "%again"))
+    assert cost(both).collectives == cost(text).collectives
+    other = text.replace(line, first + "\n" + line.replace("%whole", "%again"))
+    assert cost(other).collectives[0].count == 2 * 28
+
+
 def test_a_loop_of_unknown_length_is_counted_once_and_said():
     text = LOOP.replace("GROUPS", "[2,4]<=[8]").replace("direction=LT", "direction=NE")
     assert cost(text).unknown == 1 and cost(text).collectives[0].count == 1
