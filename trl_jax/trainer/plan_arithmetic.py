@@ -56,11 +56,15 @@ class Memory(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """What one device computes at once: so many rows or streams, each so long; `passes` of them are a step."""
+    """What one device computes at once: so many rows or streams, each so long; `passes` of them are a step.
+
+    `sharing` devices compute the same, each some of its heads and channels.
+    """
 
     passes: int
     rows: int
     length: int
+    sharing: int = 1
 
     @property
     def tokens(self) -> int:
@@ -80,7 +84,7 @@ def memory(
     """Of shapes with shardings; `gradients` are a device's bytes of them."""
     width = 2 if dtype == "bfloat16" else _FLOAT32
     layers = {path: leaf for path, leaf in params.items() if LAYERS in path}
-    given = sum(used * leaf.shape[-2] for leaf, used in _maps(params, arch))  # numbers that a layer's maps give
+    given = sum(used * leaf.shape[-2] for leaf, used in _maps(params, arch)) // one.sharing  # a layer's maps' numbers
     kept = one.tokens * arch.hidden_size * _FLOAT32 + (0 if remat else one.tokens * given * width)
     return Memory(
         on_device(params),
@@ -109,8 +113,9 @@ def _scores(batch: PairBatch, one: Pass, arch: Any, width: int) -> int:
     along a stream a block is all there is at once."""
     if batch.stream is not None:
         return 0
-    weights = one.rows * arch.num_heads * _held_against(one.length, causal=True)
-    return weights * (_FLOAT32 + width) + 2 * one.rows * arch.num_heads * QUERY_BLOCK * one.length * _FLOAT32
+    heads = one.rows * arch.num_heads // one.sharing
+    weights = heads * _held_against(one.length, causal=True)
+    return weights * (_FLOAT32 + width) + 2 * heads * QUERY_BLOCK * one.length * _FLOAT32
 
 
 def _maps(params: Mapping[str, Any], arch: Any) -> Iterable[tuple[Any, int]]:
