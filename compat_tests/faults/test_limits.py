@@ -66,8 +66,6 @@ def test_row51_a_hostile_chat_template(template, checkpoint, tmp_path):
     assert "Row 0 of train_dataset: raised by the tokenizer's chat template." in caught.value.__notes__
 
 
-@pytest.mark.skip(reason="joins with meshes: there is one device and one process so far")
-@pytest.mark.parametrize("row", [19, 46, 47, 48])
-def test_rows_of_meshes(row):
-    """19: another number of devices; 46: fewer pairs than devices; 47: a dead process; 48: hosts that differ."""
+# Rows 19 (another number of devices), 46 (fewer pairs than devices), 47 (a dead process) and 48 (hosts that differ) are
+# in compat_tests/mesh.
 

@@ -199,6 +199,7 @@ def test_words(said, sizes, checkpoint, tmp_path):
 
 @pytest.mark.parametrize(("said", "text"), [
     ({"mesh_shape": "data:3"}, "mesh_shape asks for data 3 = 3 devices, and there are 8. Make the product 8, or say"),
+    ({"mesh_shape": "data:4,sequence:2"}, "mesh_shape divides texts over 2 devices .sequence., which is not in this"),
     ({"mesh_shape": "data:16"}, "mesh_shape asks for data 16 = 16 devices, and there are 8."),
     ({"mesh_shape": "fsdp:2,tensor:4"}, "mesh: tensor 4 does not divide the 2 key heads of .* Choose a tensor"),
     ({"deepspeed": {"train_batch_size": 8}},

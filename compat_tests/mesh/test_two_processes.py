@@ -25,8 +25,10 @@ def port() -> int:
         return held.getsockname()[1]
 
 
-def launch(whose: str, folder, out, *, config: list[dict], seconds: int = 500) -> list[tuple[int, str]]:
-    """Start a process for each config; their exit codes and what they wrote."""
+def launch(
+    whose: str, folder, out, *, config: list[dict], killed: int | None = None, seconds: int = 500
+) -> list[tuple[int, str]]:
+    """Start a process for each config; their exit codes and what they wrote. `killed` dies after a step."""
     count, place, started = len(config), str(port()), []
     for number, given in enumerate(config):
         ours = {"JAX_COORDINATOR_ADDRESS": f"localhost:{place}", "JAX_NUM_PROCESSES": count, "JAX_PROCESS_ID": number}
@@ -41,7 +43,10 @@ def launch(whose: str, folder, out, *, config: list[dict], seconds: int = 500) -
     said: list[str] = [""] * count
 
     def listen(number: int) -> None:
-        said[number] = started[number].communicate(timeout=seconds)[0]
+        for line in started[number].stdout:
+            said[number] += line
+            if killed is not None and line.startswith("{'loss'"):
+                started[killed].kill()
 
     listeners = [threading.Thread(target=listen, args=(number,)) for number in range(count)]
     for listener in listeners:
@@ -72,6 +77,13 @@ def test_two_processes_are_two_ranks_of_trl(checkpoint, tmp_path):
     assert_same_curve(ours, theirs)
     assert_same_weights(*(read_weights(tmp_path / whose / "final") for whose in ("ours", "trl")))
     assert (tmp_path / "ours" / "checkpoint-3" / "manifest.json").is_file()
+
+
+def test_row47_a_process_that_has_gone_is_named(checkpoint, tmp_path):
+    results = launch("ours", checkpoint("llama"), tmp_path, config=[{"max_steps": 100_000}] * 2, killed=1)
+    code, text = results[0]
+    assert code != 0 and "RuntimeError: Process 1 of 2 has gone (its own log says why), so this one, number 0" in text
+    assert "start all processes again with resume_from_checkpoint=True" in text
 
 
 def test_row48_processes_with_other_arguments_are_told_at_the_start(checkpoint, tmp_path):

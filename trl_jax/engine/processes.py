@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import os
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-
-logger = logging.getLogger(__name__)
 
 HEARTBEAT = 30  # seconds of silence after which a process counts as dead
 _SCHEDULERS = {"SLURM_NTASKS": "SLURM", "OMPI_COMM_WORLD_SIZE": "Open MPI"}
@@ -82,6 +81,38 @@ def check_alike(facts: dict[str, int]) -> None:
                 f"The processes of this run differ in {name}: {shown} from process 0. Start the same script with the "
                 "same arguments, data and release on each host."
             )
+
+
+@contextlib.contextmanager
+def told_of_the_dead() -> Iterator[None]:
+    """Where a collective fails because a process has gone, say which; within HEARTBEAT seconds of the failure.
+
+    Raises:
+        RuntimeError: naming the processes. Where a collective hangs instead of failing, JAX ends this process with the
+            same words after HEARTBEAT seconds.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        gone = _gone() if several() else []
+        if not gone:
+            raise
+        raise RuntimeError(
+            f"Process {' and '.join(map(str, gone))} of {jax.process_count()} has gone (its own log says why), so this "
+            f"one, number {jax.process_index()}, cannot go on. Checkpoints are whole or absent: start all processes "
+            "again with resume_from_checkpoint=True."
+        ) from error
+
+
+def _gone() -> list[int]:
+    from jax._src import distributed  # the one place where JAX keeps its line to the others
+
+    every = list(range(jax.process_count()))
+    try:
+        alive = distributed.global_state.client.get_live_nodes(every)
+    except jax.errors.JaxRuntimeError:  # nobody answers: the first process was the one that knew
+        return [] if jax.process_index() == 0 else [0]
+    return [number for number in every if number not in alive]
 
 
 def _letters(text: str) -> np.ndarray:

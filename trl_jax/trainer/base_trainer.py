@@ -25,7 +25,7 @@ from trl_jax.engine.loop import Loop
 from trl_jax.engine.mesh import distributed
 from trl_jax.engine.optim import Optimizer, decays, from_optax
 from trl_jax.engine.prefetch import Prefetched
-from trl_jax.engine.processes import barrier, check_alike, is_first, several
+from trl_jax.engine.processes import barrier, check_alike, is_first, several, told_of_the_dead
 from trl_jax.engine.progress import Progress
 from trl_jax.engine.resume import find
 from trl_jax.engine.step import make_step
@@ -165,7 +165,7 @@ class BaseTrainer(Evaluating):
         )
         self.is_in_train = True
         try:
-            with told_of_memory(self):
+            with told_of_the_dead(), told_of_memory(self):
                 train_loss, unreported = loop.run()
         finally:
             self.is_in_train = False
