@@ -45,8 +45,12 @@ ENTRY %main (p: bf16[4,8], n: s32[]) -> f32[] {
 
 
 @pytest.mark.parametrize(
-    "groups", ["{{0,1,2,3},{4,5,6,7}}", "[2,4]<=[8]", "[2,4]<=[4,2]T(1,0)", "mesh['a'=2,'b'=4] {'b'}"]
-)
+    "groups",
+    [
+        "{{0,1,2,3},{4,5,6,7}}", "[2,4]<=[8]", "[2,4]<=[4,2]T(1,0)", "mesh['a'=2,'b'=4] {'b'}",
+        "mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}",
+    ],
+)  # fmt: skip
 def test_collectives_are_counted_by_the_turns_of_their_loop_and_by_group(groups):
     gathered, reduced, scattered = cost(LOOP.replace("GROUPS", groups)).collectives
     assert gathered == Collective("all-gather", 4, "bf16", count=28, bytes=28 * 64, sent=28 * 48)

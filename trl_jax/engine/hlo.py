@@ -115,7 +115,7 @@ def _group(one: Instruction, devices: int) -> int:
         return listed[1].count(",") + 1
     if counted := re.search(r"replica_groups=\[\d+,(\d+)\]", one.rest):
         return int(counted[1])
-    if named := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", one.rest):
+    if named := re.search(r"replica_groups=mesh\[(.*?)\].*? \{('.*?')\}", one.rest):  # maybe their order between
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
         return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", named[2]))
     if "source_target_pairs" in one.rest:
