@@ -12,6 +12,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # bitsandbytes would compile for longer than it computes
 # Tests that compile the same program share it: XLA takes seconds, a tiny run one. Gone with the session.
 _compiled = tempfile.TemporaryDirectory(prefix="trl-jax-compiled-")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _compiled.name)

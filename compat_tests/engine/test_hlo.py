@@ -45,8 +45,12 @@ ENTRY %main (p: bf16[4,8], n: s32[]) -> f32[] {
 
 
 @pytest.mark.parametrize(
-    "groups", ["{{0,1,2,3},{4,5,6,7}}", "[2,4]<=[8]", "[2,4]<=[4,2]T(1,0)", "mesh['a'=2,'b'=4] {'b'}"]
-)
+    "groups",
+    [
+        "{{0,1,2,3},{4,5,6,7}}", "[2,4]<=[8]", "[2,4]<=[4,2]T(1,0)", "mesh['a'=2,'b'=4] {'b'}",
+        "mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}",
+    ],
+)  # fmt: skip
 def test_collectives_are_counted_by_the_turns_of_their_loop_and_by_group(groups):
     gathered, reduced, scattered = cost(LOOP.replace("GROUPS", groups)).collectives
     assert gathered == Collective("all-gather", 4, "bf16", count=28, bytes=28 * 64, sent=28 * 48)
@@ -60,6 +64,16 @@ def test_a_started_collective_is_counted_once():
     text = LOOP.replace("GROUPS", "[2,4]<=[8]")
     begun = text.replace(one, two).replace("%wide =", "%whole = bf16[4,8]{1,0} all-gather-done(%begun)\n  %wide =")
     assert begun != text and cost(begun) == cost(text)
+
+
+def test_a_collective_that_is_spread_over_fusions_is_counted_once():
+    text = LOOP.replace("GROUPS", "[2,4]<=[8]")
+    line = next(line for line in text.splitlines() if "all-gather(" in line)
+    first = line + ', frontend_attributes={chain_id="7"}'
+    both = text.replace(line, first + "\n" + first.replace("%whole", "%again"))
+    assert cost(both).collectives == cost(text).collectives
+    other = text.replace(line, first + "\n" + line.replace("%whole", "%again"))
+    assert cost(other).collectives[0].count == 2 * 28
 
 
 def test_a_loop_of_unknown_length_is_counted_once_and_said():

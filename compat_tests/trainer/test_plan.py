@@ -80,7 +80,7 @@ def test_arithmetic_and_compiler_agree_on_products_without_checkpointing(bare, t
 
 def test_streams_are_planned_as_worst_as_can_be(bare, tmp_path):
     found = plan(bare(), config(tmp_path), topology("cpu:1"), compiles=False)
-    assert found.layout == "shared" and found.one == (1, 1, 4 * 2 * 96) and found.compiled is None
+    assert found.layout == "shared" and found.one[:3] == (1, 1, 4 * 2 * 96) and found.compiled is None
     assert "nothing was compiled" in str(found.why) and found.tokens == 4 * 2 * 96
 
 

@@ -62,6 +62,7 @@ class _Reader:
     def __init__(self, computations: dict[str, Computation], devices: int):
         self.computations, self.devices, self.flops, self.unknown = computations, devices, 0, 0
         self.collectives: dict[tuple[str, int, str], list[int]] = defaultdict(lambda: [0, 0, 0])
+        self._chains: set[str] = set()
 
     def visit(self, name: str, times: int) -> None:
         body = self.computations[name]
@@ -77,6 +78,10 @@ class _Reader:
                     self.visit(called, times * turns)
 
     def _collect(self, kind: str, one: Instruction, body: Computation, times: int) -> None:
+        if chain := re.search(r'chain_id="(\d+)"', one.rest):  # a TPU's, spread over several fusions: one all the same
+            if chain[1] in self._chains:
+                return
+            self._chains.add(chain[1])
         operands = sum(array_bytes(shape) for shape in one.given(body))
         begun = one.opcode.endswith("-start") and one.shape.startswith("(")  # its tuple has the operands, too
         results = array_bytes(one.shape) - (operands if begun else 0)
@@ -110,7 +115,7 @@ def _group(one: Instruction, devices: int) -> int:
         return listed[1].count(",") + 1
     if counted := re.search(r"replica_groups=\[\d+,(\d+)\]", one.rest):
         return int(counted[1])
-    if named := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", one.rest):
+    if named := re.search(r"replica_groups=mesh\[(.*?)\].*? \{('.*?')\}", one.rest):  # maybe their order between
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
         return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", named[2]))
     if "source_target_pairs" in one.rest:

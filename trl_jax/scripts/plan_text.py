@@ -39,7 +39,7 @@ def _memory(plan: Plan) -> str:
         ("bytes a device", "arithmetic", "compiler"),
         *((f"  {name}", mine[name], "") for name in ("parameters", "moments", "batch")),
         ("what the step is given", _size(memory.arguments), _size(told and told.arguments)),
-        *((f"  {name}", mine[name], "") for name in ("gradients", "copies", "gathered", "kept", "working")),
+        *((f"  {name}", mine[name], "") for name in ("gradients", "copies", "gathered", "kept", "working", "outside")),
         ("what it needs besides", _size(memory.temporary), _size(told and told.temporary)),
         ("peak", _size(memory.peak), _size(told and told.peak)),
     ]

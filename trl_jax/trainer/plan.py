@@ -101,14 +101,11 @@ def plan(
         found = planning.batches(trainer)
     why, tx = no_compiler(topology) if compiles else "nothing was compiled", trainer._optimizer()
     given = planning.shapes(trainer, tx, found.largest)
-    one, arch = planning.one_pass(given), trainer.model.engine.source.arch
-    how = {"remat": bool(args.gradient_checkpointing)}
-    result = None
-    if why is None:
-        result = compiled(planning.traced(trainer, tx, given), topology)
-    causal = trainer.model.engine.takes_streams
+    result = None if why is not None else compiled(planning.traced(trainer, tx, given), topology)
     layout = trainer.loader(trainer.train_dataset, training=True).layout
-    flops = arithmetic.flops(given.params, found.largest, arch, causal=causal, **how)
+    one, engine, remat = planning.one_pass(trainer, given), trainer.model.engine, bool(args.gradient_checkpointing)
+    arch, gradients = engine.source.arch, planning.gradients(trainer, given)
+    flops = arithmetic.flops(given.params, found.largest, arch, causal=engine.takes_streams, remat=remat)
     return Plan(
         model=checkpoint.name,
         parameters=trainer.model.num_parameters(),
@@ -120,9 +117,7 @@ def plan(
         places=found.places,
         tokens=found.tokens,
         one=one,
-        memory=arithmetic.memory(
-            *given, planning.gradients(trainer, given), one, arch, dtype=args.compute_dtype, **how
-        ),
+        memory=arithmetic.memory(*given, gradients, one, arch, dtype=args.compute_dtype, remat=remat),
         flops=flops // math.prod(planning.mesh_of(trainer).values()),
         why=why,
         compiled=result,

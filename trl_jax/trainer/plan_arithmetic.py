@@ -22,9 +22,10 @@ LAYERS = ".layers."  # in the path of a parameter that has a leading axis of lay
 class Memory(NamedTuple):
     """Bytes of a device.
 
-    gradients: and, with several passes a step, their sum. copies: a layer's weights in the dtype of computation.
-    gathered: what is made whole for a while of weights that lie in parts, and their gradients. kept: for the backward
-    pass. working: one layer, computed again and backward.
+    gradients: and, with several passes a step, their sum. copies: layers' weights in the dtype of computation.
+    gathered: one layer's weights made whole, where they lie in parts, and their gradient. kept: for the backward pass.
+    working: one layer, computed again and backward. outside: the gradient of what is no layer, made whole; at the end,
+    when nothing of the layers is left.
     """
 
     parameters: int
@@ -35,6 +36,7 @@ class Memory(NamedTuple):
     gathered: int
     kept: int
     working: int
+    outside: int
 
     @property
     def arguments(self) -> int:
@@ -46,7 +48,7 @@ class Memory(NamedTuple):
 
     @property
     def temporary(self) -> int:
-        return self.gradients + self.copies + self.gathered + self.activations
+        return self.gradients + max(self.copies + self.gathered + self.activations, self.outside)
 
     @property
     def peak(self) -> int:
@@ -54,11 +56,15 @@ class Memory(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """What one device computes at once: so many rows or streams, each so long; `passes` of them are a step."""
+    """What one device computes at once: so many rows or streams, each so long; `passes` of them are a step.
+
+    `sharing` devices compute the same, each some of its heads and channels.
+    """
 
     passes: int
     rows: int
     length: int
+    sharing: int = 1
 
     @property
     def tokens(self) -> int:
@@ -78,7 +84,7 @@ def memory(
     """Of shapes with shardings; `gradients` are a device's bytes of them."""
     width = 2 if dtype == "bfloat16" else _FLOAT32
     layers = {path: leaf for path, leaf in params.items() if LAYERS in path}
-    given = sum(used * leaf.shape[-2] for leaf, used in _maps(params, arch))  # numbers that a layer's maps give
+    given = sum(used * leaf.shape[-2] for leaf, used in _maps(params, arch)) // one.sharing  # a layer's maps' numbers
     kept = one.tokens * arch.hidden_size * _FLOAT32 + (0 if remat else one.tokens * given * width)
     return Memory(
         on_device(params),
@@ -86,21 +92,20 @@ def memory(
         on_device(batch),
         gradients * min(one.passes, 2),
         on_device(layers) * width // _FLOAT32 if width < _FLOAT32 else 0,
-        _gathered(params, arch, width),
+        _whole(layers) * (width + _FLOAT32) // _FLOAT32 // arch.num_layers,
         arch.num_layers * kept,
         2 * one.tokens * given * width + _scores(batch, one, arch, width),
+        _whole({path: leaf for path, leaf in params.items() if path not in layers}),
     )
 
 
-def _gathered(params: Mapping[str, Any], arch: Any, width: int) -> int:
-    """Of the layers one, its weights to compute with and its gradient in float32; of all else both."""
-    count = 0
-    for path, leaf in params.items():
-        if isinstance(leaf.sharding, NamedSharding) and "fsdp" in leaf.sharding.spec:
-            whole = on_device(leaf) * leaf.sharding.mesh.shape["fsdp"]
-            layer = whole // arch.num_layers * (width + _FLOAT32) // _FLOAT32
-            count += layer if LAYERS in path else 2 * whole
-    return count
+def _whole(params: Mapping[str, Any]) -> int:
+    """Bytes of weights that lie in parts over fsdp, made whole on it."""
+    return sum(
+        on_device(leaf) * leaf.sharding.mesh.shape["fsdp"]
+        for leaf in params.values()
+        if isinstance(leaf.sharding, NamedSharding) and "fsdp" in leaf.sharding.spec
+    )
 
 
 def _scores(batch: PairBatch, one: Pass, arch: Any, width: int) -> int:
@@ -108,8 +113,9 @@ def _scores(batch: PairBatch, one: Pass, arch: Any, width: int) -> int:
     along a stream a block is all there is at once."""
     if batch.stream is not None:
         return 0
-    weights = one.rows * arch.num_heads * _held_against(one.length, causal=True)
-    return weights * (_FLOAT32 + width) + 2 * one.rows * arch.num_heads * QUERY_BLOCK * one.length * _FLOAT32
+    heads = one.rows * arch.num_heads // one.sharing
+    weights = heads * _held_against(one.length, causal=True)
+    return weights * (_FLOAT32 + width) + 2 * heads * QUERY_BLOCK * one.length * _FLOAT32
 
 
 def _maps(params: Mapping[str, Any], arch: Any) -> Iterable[tuple[Any, int]]:

@@ -157,11 +157,11 @@ def mesh_of(trainer: RewardTrainer) -> dict[str, int]:
     return {axis: size for axis, size in axes.items() if size > 1}
 
 
-def one_pass(given: Shapes) -> Pass:
+def one_pass(trainer: RewardTrainer, given: Shapes) -> Pass:
     """What a device computes at once."""
     tokens = given.batch.tokens
     passes, *rows, length = tokens.sharding.shard_shape(tokens.shape)
-    return Pass(passes, math.prod(rows), length)
+    return Pass(passes, math.prod(rows), length, mesh_of(trainer).get("tensor", 1))
 
 
 def gradients(trainer: RewardTrainer, given: Shapes) -> int:
