@@ -12,7 +12,7 @@ from compat_tests.adapters.runs import CASES
 from compat_tests.parity.marks import assert_same_curve, assert_same_weights, steps_of
 
 IDS = np.array([[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15, 16]])
-SCORED = ("llama", "phi3", "gpt2", "bert")  # patterns and parts of layers, DoRA on fused, Conv1D and a table, an encoder
+SCORED = ("llama", "phi3", "gpt2", "bert")  # parts of layers, DoRA on fused, Conv1D and a table, an encoder
 ADRIFT = re.compile(r"(k_proj|c_attn|key)\.(base_layer\.)?bias")  # without gradient but rounding
 
 
