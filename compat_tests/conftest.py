@@ -45,7 +45,7 @@ SHARING = (
     "parity/test_curve.py", "parity/test_encoder_curves.py", "parity/test_evaluate.py", "exported/test_training.py",
     "trainer/test_trainer_train.py", "trainer/test_trainer_evaluate.py", "trainer/test_trainer_save.py",
     "trainer/test_resume.py", "faults/test_going_on.py", "models/test_encoder_facts.py",
-    "compat_tests/test_scripts.py",
+    "compat_tests/test_scripts.py", "adapters/test_against_peft.py",
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from compat_tests.adapters.runs import CASES
 from compat_tests.parity.marks import assert_same_curve, assert_same_weights, steps_of
 
 IDS = np.array([[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15, 16]])
+SCORED = ("llama", "phi3", "gpt2", "bert")  # parts of layers, DoRA on fused, Conv1D and a table, an encoder
 ADRIFT = re.compile(r"(k_proj|c_attn|key)\.(base_layer\.)?bias")  # without gradient but rounding
 
 
@@ -39,7 +40,7 @@ def test_adapter_config_is_pefts_key_by_key(adapted, name):
     }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", SCORED)
 def test_peft_and_transformers_score_as_we_do(adapted, name):
     import torch
     from peft import AutoPeftModelForSequenceClassification
@@ -60,7 +61,7 @@ def test_peft_and_transformers_score_as_we_do(adapted, name):
         assert np.abs(found - ours).max() < 1e-5
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", SCORED)
 def test_we_score_as_peft_does_what_it_wrote(adapted, name):
     import torch
 

@@ -19,7 +19,7 @@ from trl_jax.hub.quantizing import BitsAndBytesConfig, formats, quantized
 from trl_jax.nn.quantized import DYNAMIC, TABLES, Format, dequantized
 
 IDS = np.array([[5, 6, 7, 8, 9, 10]])
-SMALL = {"num_hidden_layers": 2}
+SMALL = {"num_hidden_layers": 2, "head": "causal"}
 
 
 def losses(trainer):
@@ -27,7 +27,7 @@ def losses(trainer):
 
 
 def adapter(**how):
-    return LoraConfig(**({"r": 2, "target_modules": "all-linear", "task_type": "SEQ_CLS"} | how))
+    return LoraConfig(**({"r": 2, "target_modules": ["q_proj"], "task_type": "SEQ_CLS"} | how))
 
 
 def test_the_head_is_added_and_told_and_the_share_is_logged(checkpoint, tmp_path, caplog):
@@ -63,7 +63,7 @@ def test_dropout_in_front_of_the_adapter(checkpoint, tmp_path):
     """On in training only, and only where it was not disabled, which is what RewardConfig says."""
     runs = {}
     for name, rate, disabled in (("none", 0.0, True), ("disabled", 0.5, True), ("on", 0.5, False)):
-        lora = adapter(lora_dropout=rate, init_lora_weights=False, target_modules=["q_proj"])
+        lora = adapter(lora_dropout=rate, init_lora_weights=False)
         config = {"disable_dropout": disabled, "batch_layout": "padded", "max_steps": 2}
         runs[name] = make(trl_jax, checkpoint("llama", **FACTS), tmp_path, peft_config=lora, config=config)
         runs[name].train()
@@ -123,18 +123,18 @@ def test_from_the_command_line(checkpoint, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("kind", "nested"), [("nf4", True), ("nf4", False), ("fp4", False)])
 @pytest.mark.parametrize("shape", [(96, 64), (7, 46)])
-def test_four_bits_are_bitsandbytes(kind, nested, shape, monkeypatch):
+def test_four_bits_are_bitsandbytes(kind, nested, shape):
     torch, bnb = pytest.importorskip("torch"), pytest.importorskip("bitsandbytes.functional")
-    monkeypatch.setattr(torch._dynamo.config, "disable", True)  # it would compile for longer than it computes
     values = np.random.default_rng(0).standard_normal(shape).astype(np.float32) * 0.05
-    wanted, state = bnb.quantize_4bit(
-        torch.tensor(values), blocksize=64, compress_statistics=nested, quant_type=kind
-    )
+    with torch.compiler.set_stance("force_eager"):  # it would compile for longer than it computes
+        wanted, state = bnb.quantize_4bit(
+            torch.tensor(values), blocksize=64, compress_statistics=nested, quant_type=kind
+        )
+        back = bnb.dequantize_4bit(wanted, state).numpy()
     form = Format(kind, shape, nested)
     found = quantized(values, form)
     assert (found["codes"] == wanted.numpy().reshape(-1)).all()
     assert (found["scales"] == state.absmax.numpy()).all()
-    back = bnb.dequantize_4bit(wanted, state).numpy()
     assert np.abs(np.asarray(dequantized(form, found)) - back).max() < 1e-7
 
 
@@ -159,8 +159,8 @@ def test_eight_bits_are_within_half_a_step():
 def test_training_on_quantised_weights(checkpoint, tmp_path):
     """Loss falls as on float weights; the matrices are held small; merging gives floats that compute the same."""
     held = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-    rows, config = table(80, seed=3), {"max_steps": 20, "learning_rate": 3e-3}
-    how = {"train": rows, "config": config, "peft_config": adapter(r=4, target_modules=["q_proj", "down_proj"])}
+    rows, config = table(80, seed=3), {"max_steps": 20, "learning_rate": 1e-2}
+    how = {"train": rows, "config": config, "peft_config": adapter(r=4, target_modules=["v_proj"])}
     base = checkpoint("llama", **SMALL)
     plain = make(trl_jax, base, tmp_path, **how)
     small = make(trl_jax, base, tmp_path, **how, quantization_config=BitsAndBytesConfig(**held))
@@ -170,7 +170,7 @@ def test_training_on_quantised_weights(checkpoint, tmp_path):
     for trainer in (plain, small):
         trainer.train()
     early, late = np.mean(losses(small)[:5]), np.mean(losses(small)[-5:])
-    assert late < 0.8 * early and abs(late - np.mean(losses(plain)[-5:])) < 0.15
+    assert late < 0.85 * early and abs(late - np.mean(losses(plain)[-5:])) < 0.15
     assert np.allclose(small.model.merge_and_unload()(IDS).logits, small.model(IDS).logits, atol=1e-5)
 
 

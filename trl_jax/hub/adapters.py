@@ -21,6 +21,7 @@ from trl_jax.models.adapted import Adapter, Layers, leaf
 
 PREFIX = "base_model.model."
 _SUFFIX = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector", "bias": "lora_B.bias"}
+_SAVED_TABLE = "embed_tokens"  # PEFT saves the base's own table too where it has this name and is named by it
 _OF_TABLES = {"a": "lora_embedding_A", "b": "lora_embedding_B"}
 
 
@@ -109,7 +110,8 @@ def make_plan(config: LoraConfig, family: Any, arch: Any, drawn: tuple[str, ...]
     for name in ("use_dora", "lora_bias"):
         if tables and vars(config)[name]:
             raise ValueError(f"LoraConfig: {name}=True does not go with the table {tables[0].name}. Leave one out.")
-    kept = {f"{PREFIX}{module.name}.base_layer.weight": module.parts[0][0] + ".weight" for module in tables}
+    named = [table for table in tables if _SAVED_TABLE in config.target_modules and table.name.endswith(_SAVED_TABLE)]
+    kept = {f"{PREFIX}{module.name}.base_layer.weight": module.parts[0][0] + ".weight" for module in named}
     return Plan(config, placed, _whole(config, modules, places, saved), kept, added)
 
 
