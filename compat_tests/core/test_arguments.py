@@ -309,7 +309,7 @@ def test_all_refusals_are_told_at_once():
 
 def test_a_long_value_is_cut():
     _, [warning] = verdict(liger_kernel_config={"stage": {"stage": 3}, "comment": "auto" * 20})
-    cut = "liger_kernel_config={'stage': {'stage': 3}, 'comment': 'autoautoautoautoaut..."
+    cut = "liger_kernel_config={'stage': {'stage': 3}, 'comment': 'autoautoautoautoautoa..."
     assert warning.startswith(f"{cut} has no effect")
 
 
