@@ -92,9 +92,9 @@ def load(
     new = _draw(folder, missing, wires, shapes, seed)
 
     def array(wire: Wire) -> jax.Array:
-        shape, held = shapes[wire.path], _held_dtype(files, wire, on_disk, dtype) if as_stored else jnp.float32
         if wire.path in new:
             return new[wire.path]
+        shape, held = shapes[wire.path], _held_dtype(files, wire, on_disk, dtype) if as_stored else jnp.float32
         if place is None:
             return _assemble(files, wire, shape, on_disk, dtype, held)
         read, where = partial(_read_part, files, dtype), place(wire.path, shape.shape)
