@@ -258,12 +258,17 @@ class Checkpoint:
         fetched.
 
         Raises:
-            ValueError: the model runs as an exported program, which is made from its weights.
+            ValueError: the model runs as an exported program, which is made from its weights, or is an adapter.
         """
         if self.exported:
             raise ValueError(
                 f"{self.name}: model_type {self.config.model_type!r} runs as an exported program, which is made from "
                 "the weights: there is none to compile from config.json alone. Models of our own engine have one."
+            )
+        if self.adapter is not None:
+            raise ValueError(
+                f"{self.name} is an adapter: a run with one is not planned. Plan for its base,"
+                f" {self.folder}, which needs more."
             )
         shapes, source = outline(self.folder, dtype=self.dtype)
         return PreTrainedModel(shapes, NativeEngine(source), self.config, self.folder, self.name)
