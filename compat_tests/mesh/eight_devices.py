@@ -12,11 +12,12 @@ jax.config.update("jax_num_cpu_devices", 8)
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+from datasets import Dataset  # noqa: E402
 
 from compat_tests import tiny  # noqa: E402
 from compat_tests.bench.meshes import PAIRS, gaps, run  # noqa: E402
 from compat_tests.parity.reference import BASE  # noqa: E402
-from trl_jax import RewardConfig, RewardTrainer  # noqa: E402
+from trl_jax import BitsAndBytesConfig, LoraConfig, RewardConfig, RewardTrainer  # noqa: E402
 from trl_jax.data.loader import PreferenceLoader  # noqa: E402
 from trl_jax.data.windows import Windows  # noqa: E402
 from trl_jax.engine.mesh import Division, axes_of, make_mesh  # noqa: E402
@@ -49,9 +50,33 @@ def test_the_numbers_of_one_device(model, layout, mesh, accumulation, checkpoint
     assert all(gap <= MARKS.get(key, 2e-4) for key, gap in found.items()), found
 
 
-def trainer(checkpoint, out, rows=ROWS, **config):
-    from datasets import Dataset
+@pytest.mark.parametrize(("mesh", "bits"), [("data:2,fsdp:2,tensor:2", None), ("fsdp:8", 4)])
+def test_adapters_are_those_of_one_device(mesh, bits, checkpoint, tmp_path):
+    """A divided base, quantised or not, and adapters that every device has."""
 
+    def run(said):
+        config = BASE | {"per_device_train_batch_size": 1 if said == mesh else 8, "max_steps": 3, "mesh_shape": said}
+        if said == mesh and "tensor" in mesh:
+            config["per_device_train_batch_size"] = 2
+        built = RewardTrainer(
+            str(checkpoint("llama")), RewardConfig(str(tmp_path / said.replace(":", "")), **config),
+            train_dataset=Dataset.from_list(ROWS), peft_config=LoraConfig(r=4, target_modules="all-linear"),
+            quantization_config=None if bits is None else BitsAndBytesConfig(load_in_4bit=True),
+        )  # fmt: skip
+        built.train()
+        return built
+
+    ours, alone = run(mesh), run("data:1")
+    held = ours.model.frozen
+    assert any(array.addressable_shards[0].data.size < array.size for array in held.values())
+    for found, wanted in zip(ours.state.log_history, alone.state.log_history, strict=True):
+        for key in found.keys() & MARKS.keys():
+            assert abs(found[key] - wanted[key]) <= MARKS[key], key
+    for path, array in alone.model.params.items():
+        np.testing.assert_allclose(np.asarray(ours.model.params[path]), array, atol=2e-4, err_msg=path)
+
+
+def trainer(checkpoint, out, rows=ROWS, **config):
     config = BASE | {"per_device_train_batch_size": 2, "save_strategy": "no"} | config
     args, data = RewardConfig(str(out), **config), Dataset.from_list(rows)
     return RewardTrainer(str(checkpoint("llama")), args, train_dataset=data)
@@ -253,8 +278,6 @@ def test_what_does_not_come_out_even_stays_whole():
 @pytest.mark.parametrize("pairs", [3, 21])
 def test_row46_an_evaluation_of_any_size(pairs, checkpoint, tmp_path):
     """Fewer pairs than devices, or a share that is not whole: every pair counts once, and no other."""
-    from datasets import Dataset
-
     rows = Dataset.from_list(tiny.preference_rows(pairs, seed=5))
     alone, spread = (
         trainer(checkpoint, tmp_path, mesh_shape=mesh, per_device_eval_batch_size=size).predict(rows)
@@ -266,8 +289,6 @@ def test_row46_an_evaluation_of_any_size(pairs, checkpoint, tmp_path):
 
 
 def table(pairs):
-    from datasets import Dataset
-
     dice = np.random.default_rng(1)
     return Dataset.from_list([
         {f"{side}_ids": dice.integers(1, 9, dice.integers(2, 60)).tolist() for side in ("chosen", "rejected")}

@@ -17,10 +17,19 @@ from trl_jax.models.functional import merge
 
 torch = pytest.importorskip("torch")
 
-every_variant = pytest.mark.parametrize(("family", "name"), variants.CASES)
+GRADIENTS = [
+    ("llama", "yarn"),
+    ("llama", "both_biases"),
+    ("llama", "wide_heads"),
+    ("qwen2", "max_window_layers"),
+    ("qwen3", "long_window"),
+    ("qwen3", "attention_bias"),
+]
+GRADIENTS += [(family, list(own)[-1]) for family, own in VARIANTS.items()]
+QUICKLY = {"xla_backend_optimization_level": 0}  # compiles in a third of the time, computes the same
 
 
-@every_variant
+@pytest.mark.parametrize(("family", "name"), [case for case in variants.CASES if tuple(case) not in GRADIENTS])
 def test_scores(family, name, built):
     folder, length = built(family, name), variants.variant(family, name).get("length", variants.LENGTH)
     with_new_head = variants.variant(family, name).get("head") == "causal" or family in BODY_ONLY
@@ -36,20 +45,8 @@ def test_scores(family, name, built):
     variants.assert_close(model(ids).logits, unmasked, 1e-5, "scores without a mask")
 
 
-GRADIENTS = [
-    ("llama", "yarn"),
-    ("llama", "both_biases"),
-    ("llama", "wide_heads"),
-    ("qwen2", "max_window_layers"),
-    ("qwen3", "long_window"),
-    ("qwen3", "attention_bias"),
-]
-GRADIENTS += [(family, list(own)[-1]) for family, own in VARIANTS.items()]
-QUICKLY = {"xla_backend_optimization_level": 0}  # compiles in a third of the time, computes the same
-
-
 @pytest.mark.parametrize(("family", "name"), GRADIENTS)
-def test_gradients(family, name, built, tmp_path):
+def test_scores_and_gradients(family, name, built, tmp_path):
     """Of a weighted sum of scores, for every tensor on disk. Row 3 sees a pad: that embedding has none."""
     folder, length = built(family, name), variants.variant(family, name).get("length", variants.LENGTH)
     ids, mask = (rows[:6] for rows in variants.rows(length))
@@ -58,11 +55,13 @@ def test_gradients(family, name, built, tmp_path):
     if family in BODY_ONLY:
         folder = folder / "saved"
         model.save_pretrained(folder)
-    gradients = jax.jit(jax.grad(_pulled_scores(model, ids, mask, pull)), compiler_options=QUICKLY)(model.params)
+    run = jax.jit(jax.grad(_pulled_scores(model, ids, mask, pull), has_aux=True), compiler_options=QUICKLY)
+    gradients, scores = run(model.params)
     found = {tensor: read_tensor(gradients, places) for tensor, places in places_of(gradients, model.source).items()}
 
     reference = variants.reference(folder)
     logits = reference(input_ids=torch.tensor(ids), attention_mask=torch.tensor(mask)).logits[:, 0]
+    variants.assert_close(scores, logits.detach().numpy(), 1e-5)
     (logits * torch.tensor(pull)).sum().backward()
     wanted = variants.reference_gradients(reference, tmp_path)
     assert set(found) == set(wanted)
@@ -79,7 +78,7 @@ def _pulled_scores(model, ids, mask, pull):
     def total(params):
         scorer = merge(model.graph, params)
         scores = scorer(jnp.asarray(ids), positions, at=pad_free.max(axis=1), valid=jnp.asarray(mask, bool))
-        return jnp.sum(scores * pull)
+        return jnp.sum(scores * pull), scores
 
     return total
 
