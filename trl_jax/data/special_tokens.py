@@ -119,3 +119,20 @@ def _warn_shared(token: str) -> None:
         "does. RewardConfig(pad_token=...) with another token lets the score be read at the EOS itself.",
         token,
     )
+
+
+def settle_ids(config: Any, tokenizer: Any, *, eos: bool) -> None:
+    """Where a row ends, in the config and, beside images, in the text's own."""
+    for part in (config, config.get_text_config()):
+        part.pad_token_id = tokenizer.pad_token_id
+        if eos:
+            part.eos_token_id = tokenizer.eos_token_id
+
+
+def check_pad(tokenizer: Any, vocab_size: int) -> None:
+    if tokenizer.pad_token_id >= vocab_size:
+        raise ValueError(
+            f"The pad token {tokenizer.pad_token!r} has id {tokenizer.pad_token_id}, but the model embeds the ids 0 to "
+            f"{vocab_size - 1}. Use a token the model knows, as in tokenizer.pad_token = tokenizer.eos_token, or "
+            "resize the checkpoint's embedding first."
+        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +23,16 @@ from trl_jax.data.loader import PreferenceLoader
 from trl_jax.data.plan import Plan
 from trl_jax.data.windows import EvaluationBatch, Windows
 from trl_jax.engine.evaluation import Evaluated
-from trl_jax.engine.mesh import Fetched
-from trl_jax.engine.processes import several
-from trl_jax.hub.lora_config import LoraConfig, as_lora_config, read_lora_config
-from trl_jax.hub.pretrained import Checkpoint, PreTrainedModel, find_checkpoint, with_adapter
-from trl_jax.hub.quantizing import BitsAndBytesConfig, as_quantization
-from trl_jax.hub.torch_objects import ADAPTER_FOLDER, as_folder, is_adapted, is_torch_model
+from trl_jax.hub.lora_config import as_lora_config
+from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.hub.torch_objects import is_torch_model
 from trl_jax.losses.pairwise import pairwise_loss
 from trl_jax.models.functional import merge
-from trl_jax.trainer import layouts, reward_metrics
+from trl_jax.trainer import given_model, layouts, reward_metrics
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.chance import chances, check_noise
 from trl_jax.trainer.collator import DataCollatorForPreference
-from trl_jax.trainer.devices import division_of, run_device, run_devices
-from trl_jax.trainer.diagnosis import check_weights
+from trl_jax.trainer.devices import run_devices
 from trl_jax.trainer.eval_report import report
 from trl_jax.trainer.evaluating import refuse
 from trl_jax.trainer.hooks import BoundModel
@@ -98,8 +93,8 @@ class RewardTrainer(BaseTrainer):
         model = os.fspath(model) if isinstance(model, os.PathLike) else model
         brought = model if is_torch_model(model) else None
         if brought is None:
-            _check_model(model)
-        args = RewardConfig(f"{_short_name(model)}-Reward") if args is None else as_reward_config(args)
+            given_model.check_model(model)
+        args = RewardConfig(f"{given_model.short_name(model)}-Reward") if args is None else as_reward_config(args)
         self.data_collator = data_collator
         if train_dataset is None:
             raise ValueError("train_dataset is required: pass a datasets.Dataset of preference pairs.")
@@ -108,11 +103,11 @@ class RewardTrainer(BaseTrainer):
         run_devices(args)  # several processes find each other before anything else
         if args.push_to_hub:  # first of all: a Hub that does not answer costs seconds, not a model's loading
             self.init_hf_repo()
-        quantization = _quantization(quantization_config, args)
-        checkpoint = _find(model, args) if brought is None else _taken(brought, args)
+        quantization = given_model.quantization_of(quantization_config, args)
+        checkpoint = given_model.find(model, args) if brought is None else given_model.taken(brought, args)
         if processing_class is None:
             trust = args.trust_remote_code
-            place = _tokenizer_folder(checkpoint) if brought is None else brought.config._name_or_path
+            place = given_model.tokenizer_folder(checkpoint) if brought is None else brought.config._name_or_path
             processing_class = AutoTokenizer.from_pretrained(place, trust_remote_code=trust)
         special_tokens.settle(processing_class, eos_token=args.eos_token, pad_token=args.pad_token)
         rows = checkpoint.vocab_size
@@ -122,7 +117,7 @@ class RewardTrainer(BaseTrainer):
             rows = special_tokens.settle_chat_template(
                 processing_class, args.chat_template_path, rows=rows, grows=grows
             )
-        _check_pad(processing_class, rows)
+        special_tokens.check_pad(processing_class, rows)
         # Rows first: a bad one is named before weights are read, and num_proc forks before JAX has threads.
         self.processing_class = processing_class
         self._vocab_size, self._most_tokens = rows, checkpoint.most_tokens
@@ -133,12 +128,13 @@ class RewardTrainer(BaseTrainer):
             }
         elif eval_dataset is not None:
             eval_dataset = self.prepare_dataset(eval_dataset, "eval")
-        model = _ready(checkpoint, args, peft_config, quantization)
+        model = given_model.ready(checkpoint, args, peft_config, quantization)
         if rows != model.vocab_size:
             model.resize_token_embeddings(rows)
         model.add_model_tags(["reward-trainer", "trl", "trl_jax"])  # as TRL tags its models
+        eos = args.eos_token is not None or args.chat_template_path is not None
         for config in (model.config, *([] if brought is None else [brought.config])):
-            _settle_ids(config, processing_class, eos=args.eos_token is not None or args.chat_template_path is not None)
+            special_tokens.settle_ids(config, processing_class, eos=eos)
         super().__init__(
             model=model,
             args=args,
@@ -301,131 +297,3 @@ class RewardTrainer(BaseTrainer):
     def real_scores(self, scores: np.ndarray, num_pairs: int) -> np.ndarray:
         chosen, rejected = np.split(scores, 2)
         return np.concatenate([chosen[:num_pairs], rejected[:num_pairs]])[:, None]
-
-
-def _quantization(given: Any, args: RewardConfig) -> BitsAndBytesConfig | None:
-    """What the trainer's argument says, or the model's own in `model_init_kwargs`."""
-    also = (args.model_init_kwargs or {}).get("quantization_config")
-    if given is not None and also is not None:
-        raise ValueError("quantization_config is given to the trainer and in model_init_kwargs, too. Leave one out.")
-    found = also if given is None else given
-    return None if found is None else as_quantization(found)
-
-
-def _tokenizer_folder(checkpoint: Checkpoint | PreTrainedModel) -> Path:
-    """An adapter's own, if it has one: it may have been given tokens."""
-    adapter = None if isinstance(checkpoint, PreTrainedModel) else checkpoint.adapter
-    return adapter if adapter is not None and (adapter / "tokenizer_config.json").is_file() else checkpoint.folder
-
-
-def _find(model: str | PreTrainedModel, args: RewardConfig) -> Checkpoint | PreTrainedModel:
-    if isinstance(model, PreTrainedModel):
-        if args.model_init_kwargs is not None:
-            logger.warning("model_init_kwargs has no effect: the model is loaded already.")
-        return model
-    how = {"dtype": "float32", **(args.model_init_kwargs or {})}
-    how.pop("quantization_config", None)
-    if args.trust_remote_code:
-        how.setdefault("trust_remote_code", True)
-    return find_checkpoint(model, **how)
-
-
-def _taken(brought: Any, args: RewardConfig) -> PreTrainedModel:
-    """The weights of a torch model, in the dtypes it has."""
-    if args.model_init_kwargs is not None:
-        logger.warning("model_init_kwargs has no effect: the model is loaded already.")
-    with as_folder(brought) as folder:
-        checkpoint = find_checkpoint(str(folder), dtype="auto")
-        if is_adapted(brought):
-            adapter = folder / ADAPTER_FOLDER
-            checkpoint = replace(checkpoint, adapter=adapter, lora=read_lora_config(adapter))
-        model = _loaded(checkpoint, args)
-    model.name_or_path = brought.config._name_or_path or type(brought).__name__
-    return model
-
-
-def _loaded(
-    checkpoint: Checkpoint,
-    args: RewardConfig,
-    adapter: LoraConfig | None = None,
-    quantization: BitsAndBytesConfig | None = None,
-) -> PreTrainedModel:
-    division = division_of(args)
-    place = None if division is None else division.place
-    with jax.default_device(run_device(args)):
-        if adapter is None:
-            model = checkpoint.load(args.seed, quantization, place)
-        else:
-            model = checkpoint.load_adapted(adapter, args.seed, quantization=quantization, place=place)
-        if several():
-            model.read = Fetched
-        model = check_weights(model)
-    logger.log(model.engine.log_level, "%s runs on the %s engine.", model.name_or_path, model.engine.name)
-    return model
-
-
-def _ready(
-    checkpoint: Checkpoint | PreTrainedModel,
-    args: RewardConfig,
-    adapter: LoraConfig | None,
-    quantization: BitsAndBytesConfig | None,
-) -> PreTrainedModel:
-    """The model that trains: a checkpoint's, or one that is there, with an adapter where one is asked for."""
-    there = isinstance(checkpoint, PreTrainedModel)
-    if there and quantization is not None:
-        logger.warning("quantization_config has no effect: the model is loaded already.")
-    if adapter is None:
-        model = checkpoint if there else _loaded(checkpoint, args, quantization=quantization)
-        if model.frozen:
-            _tell_adapter(model)
-        return model
-    if checkpoint.frozen if there else checkpoint.adapter is not None:
-        raise ValueError(
-            "peft_config is given, but the model has an adapter already. Leave peft_config out to train that one "
-            "further, or pass model.merge_and_unload()."
-        )
-    if there:
-        with jax.default_device(run_device(args)):
-            model = with_adapter(checkpoint, adapter, args.seed)
-        logger.log(model.engine.log_level, "%s runs on the %s engine.", model.name_or_path, model.engine.name)
-    else:
-        model = _loaded(checkpoint, args, adapter, quantization)
-    _tell_adapter(model)
-    return model
-
-
-def _tell_adapter(model: PreTrainedModel) -> None:
-    train, count = model.num_parameters(only_trainable=True), model.num_parameters()
-    logger.info("Training with adapter: %s of %s parameters (%.4f%%).", f"{train:,}", f"{count:,}", 100 * train / count)
-
-
-def _settle_ids(config: Any, tokenizer: Any, *, eos: bool) -> None:
-    """Where a row ends, in the config and, beside images, in the text's own."""
-    for part in (config, config.get_text_config()):
-        part.pad_token_id = tokenizer.pad_token_id
-        if eos:
-            part.eos_token_id = tokenizer.eos_token_id
-
-
-def _check_pad(tokenizer: Any, vocab_size: int) -> None:
-    if tokenizer.pad_token_id >= vocab_size:
-        raise ValueError(
-            f"The pad token {tokenizer.pad_token!r} has id {tokenizer.pad_token_id}, but the model embeds the ids 0 to "
-            f"{vocab_size - 1}. Use a token the model knows, as in tokenizer.pad_token = tokenizer.eos_token, or "
-            "resize the checkpoint's embedding first."
-        )
-
-
-def _short_name(model: str | PreTrainedModel) -> str:
-    name = model if isinstance(model, str) else model.name_or_path
-    name = name or type(model).__name__
-    return name.rstrip("/").split("/")[-1]
-
-
-def _check_model(model: Any) -> None:
-    if not isinstance(model, str | PreTrainedModel):
-        raise TypeError(
-            f"model is a {type(model).__module__}.{type(model).__name__}; this release of trl_jax takes a checkpoint's "
-            "folder or Hub name, a torch model of transformers, or what "
-            "trl_jax.AutoModelForSequenceClassification.from_pretrained returned."
-        )
