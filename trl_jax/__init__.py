@@ -24,8 +24,9 @@ if TYPE_CHECKING:  # what type checkers and editors see
         prepare_multimodal_messages,
         unpair_preference_dataset,
     )
+    from trl_jax.hub.auto import AutoModelForSequenceClassification
     from trl_jax.hub.lora_config import LoraConfig, TaskType
-    from trl_jax.hub.pretrained import AutoModelForSequenceClassification, PreTrainedModel
+    from trl_jax.hub.pretrained import PreTrainedModel
     from trl_jax.hub.quantizing import BitsAndBytesConfig
     from trl_jax.losses.pairwise import pairwise_loss
     from trl_jax.scripts.mixture import DatasetMixtureConfig, get_dataset
@@ -40,7 +41,7 @@ if TYPE_CHECKING:  # what type checkers and editors see
 __version__ = "0.1.0"
 
 _WHERE = {
-    "AutoModelForSequenceClassification": "trl_jax.hub.pretrained",
+    "AutoModelForSequenceClassification": "trl_jax.hub.auto",
     "BitsAndBytesConfig": "trl_jax.hub.quantizing",
     "DatasetMixtureConfig": "trl_jax.scripts.mixture",
     "LoraConfig": "trl_jax.hub.lora_config",

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 from compat_tests.exported.check import PULL, QUICKLY  # noqa: E402
 from compat_tests.parity.reference import read_weights  # noqa: E402
 from trl_jax import AutoModelForSequenceClassification  # noqa: E402
-from trl_jax.hub.pretrained import find_checkpoint  # noqa: E402
+from trl_jax.hub.auto import find_checkpoint  # noqa: E402
 from trl_jax.models.functional import merge  # noqa: E402
 
 

@@ -14,7 +14,7 @@ from datasets import Dataset
 from trl_jax import RewardConfig, RewardTrainer
 from trl_jax.core.chips import CHIPS, Topology, topology
 from trl_jax.engine.ahead import devices, of_refusal
-from trl_jax.hub.pretrained import find_checkpoint
+from trl_jax.hub.auto import find_checkpoint
 from trl_jax.scripts.plan_text import levers_text, text
 from trl_jax.trainer import planning
 from trl_jax.trainer.plan import plan

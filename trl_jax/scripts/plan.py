@@ -69,7 +69,7 @@ def _given(
     """The checkpoint, the rows to train on and their tokenizer; no rows where no dataset is named."""
     if model_args.use_peft:
         raise ValueError("--use_peft: a plan is of the whole model; adapters are not planned yet. Leave it out.")
-    from trl_jax.hub.pretrained import find_checkpoint
+    from trl_jax.hub.auto import find_checkpoint
     from trl_jax.scripts.reward import check_flags, datasets_of, model_init_kwargs, split_of
 
     mixture = dataset_args if dataset_args.datasets else None

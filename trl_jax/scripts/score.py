@@ -82,7 +82,7 @@ class Scorer:
     def __init__(self, model: str, dtype: str):
         from transformers import AutoTokenizer
 
-        from trl_jax.hub.pretrained import AutoModelForSequenceClassification
+        from trl_jax.hub.auto import AutoModelForSequenceClassification
 
         self.model = AutoModelForSequenceClassification.from_pretrained(model, dtype=dtype)
         self.tokenizer = AutoTokenizer.from_pretrained(self.model.folder)

@@ -11,8 +11,9 @@ import jax
 
 from trl_jax.engine.mesh import Fetched
 from trl_jax.engine.processes import several
+from trl_jax.hub.auto import Checkpoint, find_checkpoint, with_adapter
 from trl_jax.hub.lora_config import LoraConfig, read_lora_config
-from trl_jax.hub.pretrained import Checkpoint, PreTrainedModel, find_checkpoint, with_adapter
+from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.quantizing import BitsAndBytesConfig, as_quantization
 from trl_jax.hub.torch_objects import ADAPTER_FOLDER, as_folder, is_adapted
 from trl_jax.trainer.devices import division_of, run_device

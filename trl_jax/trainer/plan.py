@@ -12,7 +12,7 @@ from datasets import Dataset
 from trl_jax.core.chips import Topology
 from trl_jax.core.stream import BLOCK
 from trl_jax.engine.ahead import Compiled, compiled, no_compiler
-from trl_jax.hub.pretrained import Checkpoint
+from trl_jax.hub.auto import Checkpoint
 from trl_jax.nn.attention import QUERY_BLOCK
 from trl_jax.trainer import plan_arithmetic as arithmetic
 from trl_jax.trainer import planning

@@ -1,0 +1,242 @@
+"""Checkpoints by name or folder: found, judged by their config, and loaded."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trl_jax.core.torch_random import TorchGenerator
+from trl_jax.hub.adapted import adapt
+from trl_jax.hub.config import read_config
+from trl_jax.hub.engines import NativeEngine, load_exported, load_native
+from trl_jax.hub.families import families, read_arch
+from trl_jax.hub.fetch import ADAPTER, Repository, checkpoint_folder
+from trl_jax.hub.loading import outline
+from trl_jax.hub.long_tail import is_exported
+from trl_jax.hub.lora_config import LoraConfig, read_lora_config
+from trl_jax.hub.parts import Place
+from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.hub.quantizing import BitsAndBytesConfig, formats
+from trl_jax.hub.torch_bridge import most_tokens
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = ("float32", "bfloat16", "float16", "auto")
+_PLACEMENT = ("device_map", "low_cpu_mem_usage", "max_memory", "offload_folder")
+_ATTENTION = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+_FETCH = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "gguf_file")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose config has been read and found computable, its weights not yet.
+
+    `repository` is the one on the Hub that still has them, None for a folder. `config` is
+    transformers' object. `dtype` is "float32", "bfloat16", "float16" or "auto": what the weights are rounded to, and
+    saved in. `most_tokens` is as in PreTrainedModel. `exported`: the model is transformers' own, run as an exported
+    program. `adapter` is the folder of an adapter on it, `lora` that one's config.
+    """
+
+    name: str
+    folder: Path
+    repository: Repository | None
+    config: Any
+    dtype: str
+    vocab_size: int
+    most_tokens: int | None
+    exported: bool
+    adapter: Path | None = None
+    lora: LoraConfig | None = None
+
+    @property
+    def grows(self) -> bool:
+        """Whether what is loaded can embed more tokens."""
+        return not self.exported and self.adapter is None
+
+    def load(
+        self, seed: int, quantization: BitsAndBytesConfig | None = None, place: Place | None = None
+    ) -> PreTrainedModel:
+        """The model; `seed` draws the score head where the checkpoint has none; `place` as in `loading.load`.
+
+        Raises:
+            ValueError: weights that train whole are to be quantised.
+        """
+        if self.adapter is not None:
+            return self.load_adapted(self.lora, seed, self.adapter, quantization, place)
+        if quantization is not None:
+            raise ValueError(
+                "quantization_config is given, but no adapter: quantised weights do not train. Pass peft_config="
+                "LoraConfig(...) beside it, or leave it out."
+            )
+        if self.repository is not None:
+            self.repository.fetch_weights()
+        config = self.config
+        if self.exported:
+            params, engine, config = load_exported(self.folder, dtype=self.dtype, seed=seed)
+        else:
+            params, engine = load_native(self.folder, dtype=self.dtype, seed=seed, place=place)
+        return PreTrainedModel(params, engine, config, self.folder, self.name)
+
+    def outline(self) -> PreTrainedModel:
+        """The model with shapes in the place of its arrays: enough to compile with. Weights are neither read nor
+        fetched.
+
+        Raises:
+            ValueError: the model runs as an exported program, which is made from its weights, or is an adapter.
+        """
+        if self.exported:
+            raise ValueError(
+                f"{self.name}: model_type {self.config.model_type!r} runs as an exported program, which is made from "
+                "the weights: there is none to compile from config.json alone. Models of our own engine have one."
+            )
+        if self.adapter is not None:
+            raise ValueError(
+                f"{self.name} is an adapter: a run with one is not planned. Plan for its base,"
+                f" {self.folder}, which needs more."
+            )
+        shapes, source = outline(self.folder, dtype=self.dtype)
+        return PreTrainedModel(shapes, NativeEngine(source), self.config, self.folder, self.name)
+
+    def load_adapted(
+        self,
+        config: LoraConfig,
+        seed: int,
+        adapter: Path | None = None,
+        quantization: BitsAndBytesConfig | None = None,
+        place: Place | None = None,
+    ) -> PreTrainedModel:
+        """The model with a new adapter, or with the one in a folder; its own weights have the dtype they are stored in,
+        or are quantised.
+
+        Raises:
+            ValueError: the model is an exported program, or the adapter does not go with it.
+        """
+        if self.exported:
+            raise no_adapters(self.name, self.config.model_type)
+        if self.repository is not None:
+            self.repository.fetch_weights()
+        generator = TorchGenerator(seed)
+        family, arch = read_arch(read_config(self.folder), self.folder / "config.json")
+        held = None if quantization is None else formats(quantization, config, family, arch)
+        arrays, engine = load_native(
+            self.folder, dtype=self.dtype, seed=generator, as_stored=True, formats=held, place=place
+        )
+        model = PreTrainedModel(arrays, engine, self.config, self.folder, self.name)
+        return with_adapter(model, config, generator, adapter)
+
+
+def find_checkpoint(name: str, *, num_labels: int = 1, dtype: Any = "auto", **kwargs: Any) -> Checkpoint:
+    """Where a checkpoint is, its weights still on the Hub if need be; arguments as in `from_pretrained`."""
+    if num_labels != 1:
+        raise ValueError(f"num_labels is {num_labels}, but a reward model has one score a sequence: num_labels=1.")
+    fetch, dtype = _checked(dict(kwargs), dtype)
+    folder, repository = checkpoint_folder(name, **fetch)
+    if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
+        return _find_adapted(folder, repository, dtype, fetch)
+    raw = read_config(folder)
+    if is_exported(raw, families(), folder / "config.json"):
+        config = _config(folder)
+        size = config.get_text_config().vocab_size
+        return Checkpoint(name, folder, repository, config, dtype, size, most_tokens(config), True)
+    _, arch = read_arch(raw, folder / "config.json")
+    return Checkpoint(name, folder, repository, _config(folder), dtype, arch.vocab_size, arch.most_tokens, False)
+
+
+def no_adapters(name: str, model_type: str) -> ValueError:
+    return ValueError(
+        f"{name}: models of type {model_type!r} run as exported programs, which take no adapter in this release of "
+        "trl_jax. Train the whole model, or an adapter of a native type: llama, qwen2, bert."
+    )
+
+
+def with_adapter(
+    model: PreTrainedModel, config: LoraConfig, seed: int | TorchGenerator, adapter: Path | None = None
+) -> PreTrainedModel:
+    """A model of its own beside which an adapter trains; it shares the arrays of `model`, which stays as it is."""
+    if not isinstance(model.engine, NativeEngine):
+        raise no_adapters(model.name_or_path, model.config.model_type)
+    base = config.base_model_name_or_path or model.name_or_path
+    config = replace(config, base_model_name_or_path=base)
+    params, engine, frozen = adapt(model.engine, model.arrays, config, seed, adapter)
+    return PreTrainedModel(params, engine, model.config, model.folder, model.name_or_path, frozen)
+
+
+def _find_adapted(folder: Path, repository: Repository | None, dtype: str, fetch: dict[str, Any]) -> Checkpoint:
+    """An adapter's folder: the checkpoint is that of its base model."""
+    lora = read_lora_config(folder)
+    if repository is not None:
+        repository.fetch_adapter()
+    base, access = lora.base_model_name_or_path, ("token", "cache_dir", "local_files_only")
+    given = {key: fetch[key] for key in access if key in fetch} | ({"revision": lora.revision} if lora.revision else {})
+    if not base:
+        raise ValueError(f"{folder / ADAPTER} names no base_model_name_or_path: write there which model it is for.")
+    try:
+        checkpoint = find_checkpoint(base, dtype=dtype, **given)
+    except (FileNotFoundError, ValueError) as error:
+        raise ValueError(f"{folder / ADAPTER} is for base_model_name_or_path={base!r}. {error}") from error
+    return replace(checkpoint, adapter=folder, lora=lora)
+
+
+class AutoModelForSequenceClassification:
+    """Loads a reward model by name or folder, as transformers' class of that name does."""
+
+    @staticmethod
+    def from_pretrained(
+        pretrained_model_name_or_path: str | Path, *, num_labels: int = 1, dtype: Any = "auto", seed: int = 42, **kwargs
+    ) -> PreTrainedModel:
+        """Load a checkpoint of a supported model_type: classifier, causal LM (its head is dropped) or bare base.
+
+        Args:
+            pretrained_model_name_or_path: a folder, a repository on the Hub, or a GGUF file.
+            num_labels: 1; a reward model has one score a sequence.
+            dtype: "float32", "bfloat16", "float16" or "auto" (as stored): what the weights are rounded to, and saved
+                in. Arrays and computation are float32.
+            seed: draws the score head where the checkpoint has none.
+            kwargs: revision, subfolder, token, cache_dir, local_files_only, gguf_file as in transformers;
+                attn_implementation is accepted (kernels are chosen by the backend); trust_remote_code fetches `*.py`
+                for the tokenizer, model code is never run; device_map and its like are warned of.
+
+        Raises:
+            ValueError, TypeError: an argument or a checkpoint at fault, by name.
+        """
+        name = str(pretrained_model_name_or_path)
+        return find_checkpoint(name, num_labels=num_labels, dtype=dtype, **kwargs).load(seed)
+
+
+def _checked(kwargs: dict[str, Any], dtype: Any) -> tuple[dict[str, Any], str]:
+    """The arguments that say where to fetch from, and the dtype's name; every other one is judged by name."""
+    dtype = kwargs.pop("torch_dtype", dtype)
+    dtype = str(dtype).removeprefix("torch.") if dtype is not None else "auto"
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype is {dtype!r}, wanted one of {', '.join(_DTYPES)}.")
+    attention = kwargs.pop("attn_implementation", None)
+    if attention not in _ATTENTION:
+        raise ValueError(f"attn_implementation is {attention!r}, wanted one of {', '.join(map(str, _ATTENTION))}.")
+    for key in _PLACEMENT:
+        if kwargs.pop(key, None) is not None:
+            logger.warning("%s has no effect in trl_jax: arrays go to JAX's default device.", key)
+    code = bool(kwargs.pop("trust_remote_code", False))
+    if code:
+        logger.warning("trust_remote_code has no effect on models: trl_jax never runs a repository's code.")
+    fetch = {key: kwargs.pop(key) for key in _FETCH if key in kwargs}
+    if kwargs:
+        raise TypeError(
+            f"from_pretrained (model_init_kwargs) does not take {', '.join(sorted(kwargs))}. It takes num_labels, "
+            f"dtype, attn_implementation, {', '.join(_FETCH)}."
+        )
+    given = {key: value for key, value in fetch.items() if value is not None}
+    return given | {"code": code}, dtype
+
+
+def _config(folder: Path) -> Any:
+    """transformers' config object: what tokenizers, trackers and scripts ask `model.config` for."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, num_labels=1)
+    except Exception as error:  # its classes check their keys with errors of many types, none of which names the file
+        raise ValueError(f"{folder / 'config.json'}: transformers refuses it: {error}. Correct that key.") from error
+    config.use_cache = False
+    return config
