@@ -101,7 +101,7 @@ def test_what_is_not_computed_here(keys, text, adapter, tmp_path):
     ("keys", "text"),
     [
         ({"peft_type": "IA3"}, "peft_type='IA3' is not in this release of trl_jax; the nearest is LoraConfig(r=1)"),
-        ({"use_frobnication": True, "peft_version": "9.0"}, "has use_frobnication, which PEFT 0.21.0 has not ("),
+        ({"use_frobnication": True, "peft_version": "9.0"}, "has use_frobnication, which PEFT 0.21.2 has not ("),
         ({"r": 3}, "q_proj.lora_A.weight is [4, 32], this base model asks for [3, 32]"),
         ({"target_modules": ["v_proj"]}, "Missing: base_model.model.model.layers.0.self_attn.v_proj.lora_A.weight"),
         ({"base_model_name_or_path": None}, "names no base_model_name_or_path"),

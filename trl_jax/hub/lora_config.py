@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
-PEFT = "0.21.0"  # the release whose format this is
+PEFT = "0.21.2"  # the release whose format this is
 
 
 class TaskType(str, Enum):  # noqa: UP042 - PEFT's own is such a mixture, and format() tells the two apart
