@@ -57,6 +57,17 @@ def attend_stream(
     return out.reshape(grouped.shape).transpose(0, 3, 1, 2, 4).reshape(q.shape)
 
 
+def seen_both_ways(stream: Stream) -> Stream:
+    """For texts whose tokens see what comes after them, too: the whole text becomes the prompt of each.
+
+    Texts must share nothing (the packed layout).
+    """
+    length = stream.start.shape[-1]
+    last = jnp.diff(stream.start, axis=-1, append=-1) != 0
+    ends = jax.lax.cummin(jnp.where(last, jnp.arange(1, length + 1), length), axis=last.ndim - 1, reverse=True)
+    return stream._replace(prompt=stream.start, prompt_end=jnp.where(stream.start < length, ends, 0))
+
+
 def _sight(stream: Stream, positions: jax.Array, window: jax.Array | None) -> _Sight:
     """Places counted along all streams, one behind the other, and moved up to where a window begins."""
     rows, length = positions.shape
@@ -64,8 +75,9 @@ def _sight(stream: Stream, positions: jax.Array, window: jax.Array | None) -> _S
     first, prompt, end = stream.start + offset, stream.prompt + offset, stream.prompt_end + offset
     if window is not None:
         place = jnp.arange(length, dtype=jnp.int32) + offset
+        same = stream.prompt + offset + positions  # where the token would be if its text followed the prompt
         first = jnp.maximum(first, place - window + 1)
-        prompt = jnp.maximum(prompt, stream.prompt + offset + positions - window + 1)
+        prompt, end = jnp.maximum(prompt, same - window + 1), same + jnp.minimum(end - same, window)
     return _Sight(*(y.reshape(-1, BLOCK) for y in (first, prompt, end)))
 
 
