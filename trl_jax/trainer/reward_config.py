@@ -32,6 +32,11 @@ class RewardConfig(BaseConfig):
         batch_layout: how the pairs of a step lie in memory; the numbers do not depend on it. "padded" gives each text a
             row as long as the longest, "packed" lays texts end to end, "shared" does so with what both answers of a
             pair begin with only once. "auto" takes the quickest that is exact for the model.
+        remat_policy: what `gradient_checkpointing` keeps of the forward pass, by the name of one of
+            jax.checkpoint_policies; the numbers do not depend on it. "nothing_saveable" computes whole layers twice,
+            "dots_with_no_batch_dims_saveable" keeps their matrix products, as gradient_checkpointing=False does; "auto"
+            keeps those where the compiled step then fits into the device's memory (on a CPU: into half of the host's).
+            With a `compute_loss` of a script's own, "auto" keeps nothing. Not in TRL.
         activation_offloading: not in this release.
         pad_token: deprecated; set it on the tokenizer.
         eval_report: adds to each evaluation `eval_ece` (how far the model's certainty is from its accuracy), with a
@@ -113,6 +118,16 @@ class RewardConfig(BaseConfig):
         },
     )
 
+    remat_policy: str = field(
+        default="auto",
+        kw_only=True,
+        metadata={
+            "help": "What gradient_checkpointing=True keeps of the forward pass, by JAX's names: 'nothing_saveable'; "
+            "'dots_with_no_batch_dims_saveable', the matrix products; 'auto', the products where they fit into "
+            "memory. The numbers are the same."
+        },
+    )
+
     mesh_shape: str | None = field(
         default=None,
         kw_only=True,
@@ -132,6 +147,13 @@ class RewardConfig(BaseConfig):
     process_id: int | None = field(
         default=None, kw_only=True, metadata={"help": "Which of them this is, from 0, with coordinator_address."}
     )
+
+    @property
+    def remats(self) -> list[bool]:
+        """Whether layers are computed twice in the step: of several the first that fits."""
+        if not self.gradient_checkpointing or self.remat_policy == "dots_with_no_batch_dims_saveable":
+            return [False]
+        return [True] if self.remat_policy == "nothing_saveable" else [False, True]
 
     def __post_init__(self):
         super().__post_init__()
