@@ -12,10 +12,14 @@ import json
 import re
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
+
+from huggingface_hub import constants
 
 TOKEN, USER = "hf_the_only_good_token_there_is", "somebody"
 
@@ -76,6 +80,21 @@ class Hub:
                 raise AssertionError(line["key"])
         history.append((message, tree))
         return _oid(history)
+
+
+@contextmanager
+def serving(monkeypatch, cache: Path | None = None):
+    """A Hub that the client of this process talks to, and keeps what it fetched in `cache`."""
+    server = Hub()
+    settings = {"ENDPOINT": server.url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}
+    settings["HUGGINGFACE_CO_URL_TEMPLATE"] = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    settings |= {} if cache is None else {"HF_HUB_CACHE": str(cache)}
+    for name, value in settings.items():
+        monkeypatch.setattr(constants, name, value)
+    try:
+        yield server
+    finally:
+        server.close()
 
 
 def _oid(history) -> str:

@@ -15,10 +15,11 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from trl_jax.core.torch_random import TorchGenerator
-from trl_jax.hub.adapters import Plan, arrays_of, initial, make_plan, tensors_of, wanted_shapes
+from trl_jax.hub.adapter_start import initial
+from trl_jax.hub.adapters import Plan, arrays_of, make_plan, tensors_of, wanted_shapes
 from trl_jax.hub.engines import Engine, NativeEngine
 from trl_jax.hub.files import open_tensors
-from trl_jax.hub.lora_config import PICKLED, WEIGHTS, LoraConfig
+from trl_jax.hub.lora_config import PICKLED, WEIGHTS, LoraConfig, no_adapter
 from trl_jax.hub.parts import Place, whole_at
 from trl_jax.models.adapted import AdaptedGraph, Layers, adapted_graph, leaf
 
@@ -131,8 +132,7 @@ def read_tensors(folder: Path, plan: Plan, shapes: dict[str, Any]) -> dict[str, 
     """
     path = folder / WEIGHTS
     if not path.is_file():
-        pickled = f" It has {PICKLED}, a pickle, which is not read: save it with safe_serialization=True."
-        raise FileNotFoundError(f"{folder} has no {WEIGHTS}.{pickled if (folder / PICKLED).exists() else ''}")
+        raise no_adapter(str(folder), (folder / PICKLED).exists())
     found, wanted = open_tensors(path), wanted_shapes(plan, shapes)
     missing = sorted(set(wanted) - set(found))
     strange = sorted(name for name in set(found) - set(wanted) - set(plan.kept) if ".base_layer.weight" not in name)
@@ -174,6 +174,11 @@ def merged(engine: AdaptedEngine, params: dict[str, jax.Array], frozen: dict[str
 
 def _merged_part(adapter: Any, path: str, part: Any, held: dict, arrays: dict, table: bool) -> dict[str, jax.Array]:
     stacked = adapter.stacked
+    if adapter.experts:
+        a, b = adapter.matrices(held["a"], held["b"])
+        own = b if part is None else jnp.moveaxis(part.rows(jnp.moveaxis(b, -2, 0)), 0, -2)
+        scales = jnp.asarray(adapter.scales).reshape(-1, *[1] * (own.ndim - 1))
+        return {path: arrays[path] + scales * own @ a}
 
     def cut(array: jax.Array) -> jax.Array:
         rows = (lambda x: x) if part is None else part.rows

@@ -178,6 +178,12 @@ def refuse_beyond(config: LoraConfig) -> None:
         raise ValueError("LoraConfig: lora_bias=True goes neither with use_dora nor with 'gaussian'. Leave one out.")
 
 
+def no_adapter(where: str, pickled: bool) -> FileNotFoundError:
+    """What is said of an adapter whose weights are not there, or only as a pickle."""
+    told = f" It has {PICKLED}, a pickle, which is not read: save it with safe_serialization=True." if pickled else ""
+    return FileNotFoundError(f"{where} has no {WEIGHTS}.{told}")
+
+
 def as_lora_config(given: Any) -> LoraConfig:
     """A LoraConfig of ours with the values of ours or of peft's, which stays as it is.
 

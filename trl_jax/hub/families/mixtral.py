@@ -28,4 +28,4 @@ def names(arch: Arch) -> Names:
     }
 
 
-FAMILY = Family("mixtral", "MixtralForSequenceClassification", arch, names)
+FAMILY = Family("mixtral", "MixtralForSequenceClassification", arch, names, moved=((".block_sparse_moe.", ".mlp."),))
