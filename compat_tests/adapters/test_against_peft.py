@@ -36,7 +36,8 @@ def test_the_adapter_is_pefts(adapted, name):
 @pytest.mark.parametrize("name", CASES)
 def test_adapter_config_is_pefts_key_by_key(adapted, name):
     ours, theirs = adapted.ours(name).config, adapted.theirs(name).config
-    listed = {"target_modules"} & {key for key, value in theirs.items() if isinstance(value, list)}  # of a set there
+    sets = {"target_modules", "target_parameters"}
+    listed = sets & {key for key, value in theirs.items() if isinstance(value, list)}
     assert len(theirs) == 41
     assert {key: sorted(v) if key in listed else v for key, v in ours.items()} == {
         key: sorted(v) if key in listed else v for key, v in theirs.items()

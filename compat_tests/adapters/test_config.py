@@ -80,7 +80,7 @@ def test_values_that_no_adapter_has(keys, text):
     [
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' changes the base model or asks for data"),
         ({"layer_replication": [(0, 1)]}, "layer_replication=[(0, 1)] is not in this release of trl_jax."),
-        ({"target_parameters": ["x"]}, "target_parameters=['x'] is not in this release of trl_jax"),
+        ({"target_parameters": ["q_proj.weight"]}, "q_proj.weight, and target_modules its module, in this layer or"),
         ({"target_modules": ["embed_tokens"], "use_dora": True}, "use_dora=True does not go with the table model."),
         ({"target_modules": ["qproj"]}, "target_modules=['qproj'] means no module of this model"),
         ({"modules_to_save": ["q_proj"], "target_modules": r".*v_proj|.*q_proj"}, None),

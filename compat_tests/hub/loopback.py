@@ -138,6 +138,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         for pattern, answer in _ROUTES:
             if found := re.fullmatch(pattern, f"{method} {path}"):
+                if found.groupdict().get("name", USER) not in (USER, *self.hub.repositories):
+                    self._send(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
+                    return
                 answer(self, body, **found.groupdict())
                 return
         self._send(404, {"error": f"{method} {path} is not known here"})

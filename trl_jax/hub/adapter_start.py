@@ -11,7 +11,7 @@ import numpy as np
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.hub.adapters import Placed, Plan
 from trl_jax.hub.lora_config import LoraConfig
-from trl_jax.hub.modules import Module, in_order
+from trl_jax.hub.modules import Module
 from trl_jax.models.adapted import leaf
 
 
@@ -19,7 +19,8 @@ def initial(plan: Plan, weight: Callable[[str], Any], generator: TorchGenerator)
     """The adapters' arrays, drawn as PEFT draws them on torch's generator: two linear maps are made for each module,
     then A is drawn anew. `weight` gives the array at a path."""
     arrays = {name: np.zeros(shape.shape, np.float32) for name, shape in plan.shapes.items()}
-    for layer, placed in _in_peft_order(plan):
+    for layer, number in plan.order:
+        placed = plan.placed[number]
         places = placed.at(layer)
         for kind, value in _drawn(plan.config, placed.module, placed.ranks[layer], generator).items():
             arrays[leaf(placed.adapter.name, kind)][places[kind]] = value
@@ -27,14 +28,6 @@ def initial(plan: Plan, weight: Callable[[str], Any], generator: TorchGenerator)
         if "magnitude" in placed.adapter.has:
             arrays[leaf(placed.adapter.name, "magnitude")][...] = _row_norms(placed, weight, arrays)
     return arrays
-
-
-def _in_peft_order(plan: Plan) -> list[tuple[int, Placed]]:
-    """(layer, adapters of a kind of module), module by module; behind them those of parameters."""
-    placed = {one.module: one for one in plan.placed}
-    parameters = [one.module for one in plan.placed if one.of_parameter]
-    places = [*in_order([module for module in placed if module not in parameters]), *in_order(parameters)]
-    return [(layer, placed[module]) for _, module, layer in places if placed[module].ranks[layer]]
 
 
 def _drawn(config: LoraConfig, module: Module, rank: int, generator: TorchGenerator) -> dict[str, np.ndarray]:

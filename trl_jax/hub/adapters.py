@@ -34,16 +34,12 @@ _OF_TABLES = {"a": "lora_embedding_A", "b": "lora_embedding_B"}
 
 @dataclass(frozen=True)
 class Placed:
-    """The adapters of one kind of module: one a layer, `ranks` 0 where there is none, `names` those on disk.
-
-    `of_parameter`: target_parameters means it.
-    """
+    """The adapters of one kind of module: one a layer, `ranks` 0 where there is none, `names` those on disk."""
 
     module: Module
     adapter: Adapter
     ranks: tuple[int, ...]
     names: tuple[str, ...]
-    of_parameter: bool
 
     @property
     def rank(self) -> int:
@@ -91,10 +87,13 @@ class Whole:
 
 @dataclass(frozen=True)
 class Plan:
-    """A LoraConfig on a model, resolved. `added` is a line on what it lacked of a reward model's; None for nothing."""
+    """A LoraConfig on a model, resolved. `order` is PEFT's: (layer, its number in `placed`), modules before parameters.
+    `added` is a line on what it lacked of a reward model's; None for nothing.
+    """
 
     config: LoraConfig
     placed: tuple[Placed, ...]
+    order: tuple[tuple[int, int], ...]
     whole: Whole
     kept: dict[str, str]
     added: str | None
@@ -125,11 +124,10 @@ def make_plan(config: LoraConfig, family: Any, arch: Any, drawn: tuple[str, ...]
         config = replace(config, auto_mapping=_class_of(family))
     saved = saved_whole(config, modules)
     _check_apart(places, parameters, saved)
-    placed = tuple(
-        _placed(config, module, among, among is parameters)
-        for among in (places, parameters)
-        for module in dict.fromkeys(module for _, module, _ in among)
-    )
+    given = {module: among for among in (places, parameters) for _, module, _ in among}
+    placed = tuple(_placed(config, module, among) for module, among in given.items())
+    number = {module: at for at, module in enumerate(given)}
+    order = tuple((layer, number[module]) for _, module, layer in (*places, *parameters))
     tables = [module for module in dict.fromkeys(m for _, m, _ in places) if module.kind == "embedding"]
     for name in ("use_dora", "lora_bias"):
         if tables and vars(config)[name]:
@@ -137,7 +135,7 @@ def make_plan(config: LoraConfig, family: Any, arch: Any, drawn: tuple[str, ...]
     told = [table for table in tables if _SAVED_TABLE in config.target_modules and table.name.endswith(_SAVED_TABLE)]
     kept = {f"{PREFIX}{module.name}.base_layer.weight": module.parts[0][0] + ".weight" for module in told}
     adapted = {name for name, _, _ in places} | {_owner(name) for name, _, _ in parameters}
-    return Plan(config, placed, _whole(config, modules, adapted, saved), kept, added)
+    return Plan(config, placed, order, _whole(config, modules, adapted, saved), kept, added)
 
 
 def resolved(config: LoraConfig, modules: list[Module], model_type: str) -> tuple[LoraConfig, Places, Places]:
@@ -184,7 +182,7 @@ def _check_apart(places: Places, parameters: Places, saved: Places) -> None:
         )
 
 
-def _placed(config: LoraConfig, module: Module, places: Places, of_parameter: bool) -> Placed:
+def _placed(config: LoraConfig, module: Module, places: Places) -> Placed:
     here = {layer: rank_and_alpha(config, name) for name, found, layer in places if found is module}
     told = [here.get(layer, (0, 0.0)) for layer in range(module.layers)]
     roots = [math.sqrt(rank) if config.use_rslora else rank for rank, _ in told]
@@ -193,7 +191,7 @@ def _placed(config: LoraConfig, module: Module, places: Places, of_parameter: bo
     there = tuple(rank > 0 for rank, _ in told)
     adapter = Adapter(module.name, module.parts, scales, there, module.stacked, has, module.experts)
     names = _wrapped_names(module, places) if module.experts else module.names()
-    return Placed(module, adapter, tuple(rank for rank, _ in told), tuple(names), of_parameter)
+    return Placed(module, adapter, tuple(rank for rank, _ in told), tuple(names))
 
 
 def _wrapped_names(module: Module, places: Places) -> list[str]:
