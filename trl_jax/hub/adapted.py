@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 class AdaptedEngine(Engine):
     """A native engine beside whose frozen arrays those of `plan` train; it writes and reads adapters alone.
 
-    `base` is the engine without the adapter, `frozen` what stands beside it in its files.
+    `base` is the engine without the adapter, `frozen` what trains not, where something of it is in its files.
     """
 
     log_level, undecayed, saves_aside, grows = logging.INFO, frozenset(), True, False
@@ -70,7 +70,8 @@ class AdaptedEngine(Engine):
         )
 
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
-        found = tensors_of(self.plan, params, self.frozen)
+        kept = {path: self.base.weight(self.frozen, path) for path in self.plan.kept.values()}
+        found = tensors_of(self.plan, params, kept)
         return ((name, np.ascontiguousarray(found[name])) for name in sorted(found))
 
 
@@ -103,7 +104,7 @@ def adapt(
         logger.warning("LoraConfig: %s", plan.added)
     trained, frozen = _divided(plan, arrays)
     shapes = plan.shapes | {name: jax.ShapeDtypeStruct(array.shape, jnp.float32) for name, array in trained.items()}
-    engine = AdaptedEngine(base, plan, {path: frozen[path] for path in plan.kept.values()}, shapes)
+    engine = AdaptedEngine(base, plan, frozen if plan.kept else {}, shapes)
     if folder is not None:
         return engine.load(folder, 0), engine, frozen
     generator = seed if isinstance(seed, TorchGenerator) else TorchGenerator(seed)

@@ -231,14 +231,14 @@ def _whole(config: LoraConfig, modules: list[Module], adapted: set[str], saved: 
     return Whole(where, tensors)
 
 
-def tensors_of(plan: Plan, params: dict[str, Any], frozen: dict[str, Any]) -> dict[str, np.ndarray]:
-    """What adapter_model.safetensors holds, by name; float32."""
+def tensors_of(plan: Plan, params: dict[str, Any], kept: dict[str, Any]) -> dict[str, np.ndarray]:
+    """What adapter_model.safetensors holds, by name; float32. `kept` has the arrays of `plan.kept`, by path."""
     found = {
         name: np.asarray(params[leaf(placed.adapter.name, kind)][at], np.float32)
         for placed in plan.placed
         for name, kind, at in placed.tensors()
     }
-    found |= {name: np.asarray(frozen[path], np.float32) for name, path in plan.kept.items() if frozen}
+    found |= {name: np.asarray(kept[path], np.float32) for name, path in plan.kept.items()}
     for name, places in plan.whole.tensors.items():
         view, moved = {}, []
         for wire, at in places:
