@@ -29,6 +29,7 @@ CASES = {
     "qwen2": {"bias": "lora_only", "lora_bias": True, "init_lora_weights": False},
     "phi3": ALL | {"use_dora": True},
     "gpt2": {"target_modules": ["c_attn", "c_proj", "wte"], "init_lora_weights": "gaussian"},
+    "qwen3": {"target_modules": ["q_proj", "down_proj"], "init_lora_weights": "pissa", "rank_pattern": {"q_proj": 3}},
     "bert": ALL | {"modules_to_save": ["pooler.dense"]},
     "qwen3_moe": ALL,
     "mixtral": {

@@ -78,7 +78,8 @@ def test_values_that_no_adapter_has(keys, text):
 @pytest.mark.parametrize(
     ("keys", "text"),
     [
-        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' changes the base model or asks for data"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights='olora' changes the base model or asks for data"),
+        ({"init_lora_weights": "pissa", "r": 33}, "'pissa' has no 33 principal parts of model.layers.{}.self_attn.q_"),
         ({"layer_replication": [(0, 1)]}, "layer_replication=[(0, 1)] is not in this release of trl_jax."),
         ({"target_parameters": ["q_proj.weight"]}, "q_proj.weight, and target_modules its module, in this layer or"),
         ({"target_modules": ["embed_tokens"], "use_dora": True}, "use_dora=True does not go with the table model."),

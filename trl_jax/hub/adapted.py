@@ -19,8 +19,9 @@ from trl_jax.hub.adapter_start import initial
 from trl_jax.hub.adapters import Plan, arrays_of, make_plan, tensors_of, wanted_shapes
 from trl_jax.hub.engines import Engine, NativeEngine
 from trl_jax.hub.files import open_tensors
-from trl_jax.hub.lora_config import PICKLED, WEIGHTS, LoraConfig, no_adapter
+from trl_jax.hub.lora_config import PICKLED, PISSA, WEIGHTS, LoraConfig, no_adapter
 from trl_jax.hub.parts import Place, whole_at
+from trl_jax.hub.pissa import divided
 from trl_jax.models.adapted import AdaptedGraph, Layers, adapted_graph, leaf
 
 logger = logging.getLogger(__name__)
@@ -104,11 +105,14 @@ def adapt(
         logger.warning("LoraConfig: %s", plan.added)
     trained, frozen = _divided(plan, arrays)
     shapes = plan.shapes | {name: jax.ShapeDtypeStruct(array.shape, jnp.float32) for name, array in trained.items()}
+    begun: dict[str, np.ndarray] = {}
+    if plan.config.init_lora_weights == PISSA:
+        begun, frozen = divided(plan, base, frozen)
     engine = AdaptedEngine(base, plan, frozen if plan.kept else {}, shapes)
     if folder is not None:
         return engine.load(folder, 0), engine, frozen
     generator = seed if isinstance(seed, TorchGenerator) else TorchGenerator(seed)
-    drawn = initial(plan, partial(base.weight, arrays), generator)
+    drawn = initial(plan, partial(base.weight, arrays | frozen), generator, begun)
     params = {name: jnp.array(array) for name, array in drawn.items()} | trained
     return params, engine, frozen
 

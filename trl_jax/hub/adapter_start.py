@@ -10,15 +10,17 @@ import numpy as np
 
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.hub.adapters import Placed, Plan
-from trl_jax.hub.lora_config import LoraConfig
+from trl_jax.hub.lora_config import PISSA, LoraConfig
 from trl_jax.hub.modules import Module
 from trl_jax.models.adapted import leaf
 
 
-def initial(plan: Plan, weight: Callable[[str], Any], generator: TorchGenerator) -> dict[str, np.ndarray]:
+def initial(
+    plan: Plan, weight: Callable[[str], Any], generator: TorchGenerator, begun: dict[str, np.ndarray]
+) -> dict[str, np.ndarray]:
     """The adapters' arrays, drawn as PEFT draws them on torch's generator: two linear maps are made for each module,
-    then A is drawn anew. `weight` gives the array at a path."""
-    arrays = {name: np.zeros(shape.shape, np.float32) for name, shape in plan.shapes.items()}
+    then A is drawn anew. `weight` gives the array at a path, `begun` has arrays that are not drawn."""
+    arrays = {name: np.zeros(shape.shape, np.float32) for name, shape in plan.shapes.items()} | begun
     for layer, number in plan.order:
         placed = plan.placed[number]
         places = placed.at(layer)
@@ -46,6 +48,8 @@ def _drawn(config: LoraConfig, module: Module, rank: int, generator: TorchGenera
         first["bias"] = generator.uniform(module.outputs, rank**-0.5)
     if config.init_lora_weights is False:
         return first
+    if config.init_lora_weights == PISSA:
+        return {}
     if config.init_lora_weights == "gaussian":
         return {"a": generator.normal(math.prod(a), 1 / rank).reshape(a)}
     return {"a": linear(a)}

@@ -134,6 +134,20 @@ class NativeEngine(Engine):
         stacked = form.kind not in HALVES and leaves["codes"].ndim > len(form.leaves()["codes"][0])
         return jax.vmap(unpack)(leaves) if stacked else unpack(leaves)
 
+    def replaced(self, arrays: dict[str, jax.Array], path: str, values: np.ndarray) -> dict[str, jax.Array]:
+        """Other numbers for the array at a path, held and placed as it is.
+
+        Raises:
+            ValueError: it is quantised.
+        """
+        form = self.formats.get(path)
+        if form is not None and form.kind not in HALVES:
+            raise ValueError(f"{path} is quantised to {form.kind}: other numbers have no place there.")
+        name = path if form is None else f"{path}.codes"
+        kind = arrays[path].dtype if form is None else jnp.dtype(form.kind)
+        held = values.astype(kind) if form is None else values.astype(kind).view(np.uint16)
+        return {name: jax.device_put(held, arrays[name].sharding)}
+
     def weights(self, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """All of them, as an engine without quantised weights has them."""
         plain = {path: array for path, array in arrays.items() if path.rpartition(".")[0] not in self.formats}

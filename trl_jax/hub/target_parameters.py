@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from trl_jax.hub.lora_config import LoraConfig
+from trl_jax.hub.lora_config import PISSA, LoraConfig
 from trl_jax.hub.modules import Module, in_order
 from trl_jax.hub.targets import Places, is_all, is_meant, linear_maps, shown, walked
 
@@ -108,6 +108,11 @@ def targeted_parameters(config: LoraConfig, modules: list[Module], *, alone: boo
                 f"LoraConfig: {field}={vars(config)[field]!r} does not go with adapters of parameters, and this config "
                 f"means {meant[0][0]}. Leave it out, or name target_modules without experts: ['q_proj', 'v_proj']."
             )
+    if meant and config.init_lora_weights == PISSA:
+        raise ValueError(
+            f"LoraConfig: init_lora_weights='pissa' divides the matrices of modules, and this config means "
+            f"{meant[0][0]}. Take True, or name target_modules without experts: ['q_proj', 'v_proj']."
+        )
     return [(name, holder, layer) for name, _, holder, layer in meant]
 
 
