@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
@@ -125,6 +126,15 @@ def test_a_pickled_adapter(adapter, tmp_path):
     folder = broken(adapter, tmp_path)
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     with refuses("It has adapter_model.bin, a pickle, which is not read", FileNotFoundError):
+        trl_jax.AutoModelForSequenceClassification.from_pretrained(folder)
+
+
+def test_an_adapter_of_single_experts(adapter, tmp_path):
+    folder = broken(adapter, tmp_path)
+    path = folder / "adapter_model.safetensors"
+    one = {"base_model.model.model.layers.0.mlp.experts.3.w1.lora_A.weight": np.zeros((4, 32), np.float32)}
+    save_file(load_file(path) | one, path)
+    with refuses("has an adapter for each expert, as transformers 4 had them; today all lie in one parameter. PEFT"):
         trl_jax.AutoModelForSequenceClassification.from_pretrained(folder)
 
 

@@ -18,6 +18,7 @@ from trl_jax import LoraConfig
 from trl_jax.hub.pretrained import _scores
 from trl_jax.hub.quantizing import BitsAndBytesConfig, formats, quantized
 from trl_jax.nn.quantized import DYNAMIC, TABLES, Format, dequantized
+from trl_jax.trainer.diagnosis import check_weights
 
 IDS = np.array([[5, 6, 7, 8, 9, 10]])
 SMALL = {"num_hidden_layers": 2, "head": "causal"}
@@ -134,6 +135,13 @@ def test_a_base_of_sixteen_bits_is_never_made_32(checkpoint, tmp_path):
     tokens, at = IDS.astype(np.int32), np.asarray([5], np.int32)
     step = _scores.lower(model.graph, 0, model.arrays, tokens, np.ones_like(tokens, bool), at).compile().as_text()
     assert "u16[2,96,64]" in step and "f32[2,96,64]" not in step
+    table = plain.get_input_embeddings().weight
+    assert model.num_parameters(exclude_embeddings=True) == model.num_parameters() - table.size
+    assert (model.get_input_embeddings().weight == table).all()
+    model.frozen["decoder.embed.weight.codes"] = held[0].at[3, 4].set(0x7FC0)  # a NaN
+    with pytest.raises(ValueError, match="decoder.embed.weight.codes hold NaN or infinite values"):
+        check_weights(model)
+    model.frozen["decoder.embed.weight.codes"] = held[0]
     merged = model.merge_and_unload()
     assert (np.asarray(merged.params["decoder.embed.weight"]) == np.asarray(plain.params["decoder.embed.weight"])).all()
 

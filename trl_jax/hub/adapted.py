@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -24,6 +25,7 @@ from trl_jax.hub.parts import Place, whole_at
 from trl_jax.hub.pissa import divided
 from trl_jax.models.adapted import AdaptedGraph, Layers, adapted_graph, leaf
 
+_SINGLE = re.compile(r"\.experts\.\d+\.")
 logger = logging.getLogger(__name__)
 
 
@@ -49,6 +51,12 @@ class AdaptedEngine(Engine):
 
     def size_of(self, path: str, array: jax.Array) -> int:
         return self.base.size_of(path, array)
+
+    def numbers(self, path: str, array: jax.Array) -> jax.Array:
+        return self.base.numbers(path, array)
+
+    def weight(self, arrays: dict[str, jax.Array], path: str) -> jax.Array:
+        return self.base.weight(arrays, path)
 
     def save(self, folder: Path, params: dict[str, jax.Array], config: Any, *, writes: bool = True) -> None:
         """Write adapter_model.safetensors and adapter_config.json, as PEFT does."""
@@ -141,6 +149,11 @@ def read_tensors(folder: Path, plan: Plan, shapes: dict[str, Any]) -> dict[str, 
     found, wanted = open_tensors(path), wanted_shapes(plan, shapes)
     missing = sorted(set(wanted) - set(found))
     strange = sorted(name for name in set(found) - set(wanted) - set(plan.kept) if ".base_layer.weight" not in name)
+    if any(_SINGLE.search(name) for name in strange):
+        raise ValueError(
+            f"{path} has an adapter for each expert, as transformers 4 had them; today all lie in one parameter. PEFT "
+            "converts it: PeftModel.from_pretrained(base, folder).save_pretrained(new_folder)."
+        )
     if missing or strange:
         raise ValueError(
             f"{path} does not fit its config and this base model. Missing: {_some(missing)}. Unexpected: "

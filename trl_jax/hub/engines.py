@@ -84,10 +84,17 @@ class Engine(abc.ABC):
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
         """Each tensor as it is called on disk, float32."""
 
-
     def size_of(self, path: str, array: jax.Array) -> int:
         """How many of the model's numbers this array stands for."""
         return array.size
+
+    def numbers(self, path: str, array: jax.Array) -> jax.Array:
+        """The array, as floats where it holds the bits of some."""
+        return array
+
+    def weight(self, arrays: dict[str, jax.Array], path: str) -> jax.Array:
+        """The parameter at a path, float32, however it is held."""
+        return arrays[path]
 
 
 class NativeEngine(Engine):
@@ -124,8 +131,12 @@ class NativeEngine(Engine):
             return array.size
         return array.size * (2 if self.formats[weight].kind in TABLES else 1) if leaf == "codes" else 0
 
+    def numbers(self, path: str, array: jax.Array) -> jax.Array:
+        form = self.formats.get(path.removesuffix(".codes"))
+        halves = form is not None and form.kind in HALVES
+        return jax.lax.bitcast_convert_type(array, jnp.dtype(form.kind)) if halves else array
+
     def weight(self, arrays: dict[str, jax.Array], path: str) -> jax.Array:
-        """The array at a path, float32, whether or not it is quantised."""
         if path not in self.formats:
             return jnp.asarray(arrays[path], jnp.float32)
         form = self.formats[path]
