@@ -224,6 +224,9 @@ def test_what_is_not_quantised(checkpoint):
 
 def test_quantised_weights_do_not_train(checkpoint, tmp_path):
     folder = checkpoint("llama", **FACTS)
+    four, lora = BitsAndBytesConfig(load_in_4bit=True), adapter(init_lora_weights="pissa")
+    with pytest.raises(ValueError, match="'pissa' puts other numbers into .*q.weight, which is quantised to fp4."):
+        make(trl_jax, folder, tmp_path, quantization_config=four, peft_config=lora)
     with pytest.raises(ValueError, match="quantised weights do not train. Pass peft_config="):
         make(trl_jax, folder, tmp_path, quantization_config=BitsAndBytesConfig(load_in_4bit=True))
     with pytest.raises(ValueError, match="bnb_4bit_quant_type='nf5', wanted nf4 or fp4"):

@@ -153,7 +153,10 @@ class NativeEngine(Engine):
         """
         form = self.formats.get(path)
         if form is not None and form.kind not in HALVES:
-            raise ValueError(f"{path} is quantised to {form.kind}: other numbers have no place there.")
+            raise ValueError(
+                f"LoraConfig: init_lora_weights='pissa' puts other numbers into {path}, which is quantised to "
+                f"{form.kind}. Leave quantization_config out, or take init_lora_weights=True."
+            )
         name = path if form is None else f"{path}.codes"
         kind = arrays[path].dtype if form is None else jnp.dtype(form.kind)
         held = values.astype(kind) if form is None else values.astype(kind).view(np.uint16)
