@@ -29,8 +29,16 @@ CASES = {
     "qwen2": {"bias": "lora_only", "lora_bias": True, "init_lora_weights": False},
     "phi3": ALL | {"use_dora": True},
     "gpt2": {"target_modules": ["c_attn", "c_proj", "wte"], "init_lora_weights": "gaussian"},
+    "qwen3": {"target_modules": ["q_proj", "down_proj"], "init_lora_weights": "pissa", "rank_pattern": {"q_proj": 3}},
     "bert": ALL | {"modules_to_save": ["pooler.dense"]},
-    "qwen3_moe": {"target_modules": ["q_proj", "k_proj", "o_proj"]},
+    "qwen3_moe": ALL,
+    "mixtral": {
+        "target_modules": ["v_proj"],
+        "target_parameters": ["experts.down_proj", "layers.1.mlp.experts.gate_up_proj", "o_proj.weight"],
+        "rank_pattern": {"layers.2.mlp.experts.down_proj": 2},
+        "init_lora_weights": "gaussian",
+        "use_rslora": True,
+    },
 }
 
 

@@ -6,13 +6,17 @@ import re
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import trl_jax
 from compat_tests.adapters.runs import CASES
 from compat_tests.parity.marks import assert_same_curve, assert_same_weights, steps_of
+from compat_tests.parity.reference import read_weights
 
 IDS = np.array([[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15, 16]])
-SCORED = ("llama", "phi3", "gpt2", "bert")  # parts of layers, DoRA on fused, Conv1D and a table, an encoder
+# Parts of layers, DoRA on fused, Conv1D and a table, an encoder, experts and a router, experts of other ranks, a base
+# that changed.
+SCORED = ("llama", "phi3", "gpt2", "bert", "qwen3_moe", "mixtral", "qwen3")
 ADRIFT = re.compile(r"(k_proj|c_attn|key)\.(base_layer\.)?bias")  # without gradient but rounding
 
 
@@ -27,13 +31,26 @@ def test_the_adapter_is_pefts(adapted, name):
     ours, theirs = adapted.ours(name).weights, adapted.theirs(name).weights
     assert set(ours) == set(theirs)
     held = [tensor for tensor in theirs if not ADRIFT.search(tensor)]
+    if CASES[name].get("init_lora_weights") == "pissa":
+        ours, theirs = signed(ours), signed(theirs)
     assert_same_weights({t: ours[t] for t in held}, {t: theirs[t] for t in held})
+
+
+def signed(weights):
+    """Singular vectors come in pairs of either sign: here the largest number of a row of A is positive."""
+    found = dict(weights)
+    for name in [name for name in weights if "lora_A" in name]:
+        a, other = weights[name], name.replace("lora_A", "lora_B")
+        signs = np.sign(a[np.arange(len(a)), np.abs(a).argmax(axis=1)])
+        found[name], found[other] = signs[:, None] * a, weights[other] * signs
+    return found
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_adapter_config_is_pefts_key_by_key(adapted, name):
     ours, theirs = adapted.ours(name).config, adapted.theirs(name).config
-    listed = {"target_modules"} & {key for key, value in theirs.items() if isinstance(value, list)}  # of a set there
+    sets = {"target_modules", "target_parameters"}
+    listed = sets & {key for key, value in theirs.items() if isinstance(value, list)}
     assert len(theirs) == 41
     assert {key: sorted(v) if key in listed else v for key, v in ours.items()} == {
         key: sorted(v) if key in listed else v for key, v in theirs.items()
@@ -108,3 +125,43 @@ def _leaves(tree):
     import jax
 
     return jax.tree_util.tree_flatten_with_path(tree)[0]
+
+
+# ---- what vLLM's LoRA loader asks of a folder, written down from its source ----------------------------------
+
+# Its tensors' names; a table's own weights are passed over.
+NAMED = re.compile(r"base_model\.model\..+\.(lora_[AB]\.weight|lora_embedding_[AB]|embed_tokens\.base_layer\.weight)$")
+ASKED = ("r", "lora_alpha", "target_modules")
+TAKEN = {"modules_to_save": (None, []), "use_dora": (False,), "bias": ("none",)}
+MAX_RANK = 16  # unless the server is told another
+HEAD = "base_model.model.score.weight"
+
+
+def objections(folder, config) -> set[str]:
+    """What it would raise of, or read wrongly: keys of the config and names of tensors."""
+    ranks, alphas = config["rank_pattern"], config["alpha_pattern"]
+    r, alpha = config["r"], config["lora_alpha"]
+    found = {key for key in ASKED if key not in config}
+    found |= {key for key, good in TAKEN.items() if config[key] not in good}
+    found |= {"r"} if max([r, *ranks.values()]) > MAX_RANK else set()
+    others = {alphas.get(key, alpha) / ranks.get(key, r) for key in ranks | alphas}
+    found |= {"alpha_pattern"} if others - {alpha / r} else set()  # one scale for all
+    return found | {name for name in read_weights(folder) if not NAMED.match(name)}
+
+
+@pytest.mark.parametrize("side", ["ours", "theirs"])
+def test_vllm_refuses_a_reward_models_adapter_for_its_head_alone(side, adapted, tmp_path):
+    """PEFT writes modules_to_save for every classifier, and vLLM takes no adapter that has any. Without them, and
+    without the head, the same folder passes; merge_and_unload() keeps the head."""
+    run = getattr(adapted, side)("qwen3_moe")
+    assert objections(run.folder, run.config) == {"modules_to_save", HEAD}
+    bare = {name: value for name, value in run.weights.items() if name != HEAD}
+    save_file(bare, tmp_path / "model.safetensors")
+    assert objections(tmp_path, run.config | {"modules_to_save": None}) == set()
+
+
+def test_what_else_vllm_refuses(adapted):
+    runs = {name: adapted.ours(name) for name in ("phi3", "qwen2", "llama")}
+    wrong = {name: objections(run.folder, run.config) for name, run in runs.items()}
+    assert "use_dora" in wrong["phi3"] and any("magnitude" in name for name in wrong["phi3"])
+    assert "bias" in wrong["qwen2"] and "alpha_pattern" in wrong["llama"]

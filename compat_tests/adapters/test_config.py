@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
@@ -83,9 +84,10 @@ def test_values_that_no_adapter_has(keys, text):
 @pytest.mark.parametrize(
     ("keys", "text"),
     [
-        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' changes the base model or asks for data"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights='olora' changes the base model or asks for data"),
+        ({"init_lora_weights": "pissa", "r": 33}, "'pissa' has no 33 principal parts of model.layers.{}.self_attn.q_"),
         ({"layer_replication": [(0, 1)]}, "layer_replication=[(0, 1)] is not in this release of trl_jax."),
-        ({"target_parameters": ["x"]}, "target_parameters=['x'] is not in this release of trl_jax"),
+        ({"target_parameters": ["q_proj.weight"]}, "q_proj.weight, and target_modules its module, in this layer or"),
         ({"target_modules": ["embed_tokens"], "use_dora": True}, "use_dora=True does not go with the table model."),
         ({"target_modules": ["qproj"]}, "target_modules=['qproj'] means no module of this model"),
         ({"modules_to_save": ["q_proj"], "target_modules": r".*v_proj|.*q_proj"}, None),
@@ -129,6 +131,15 @@ def test_a_pickled_adapter(adapter, tmp_path):
     folder = broken(adapter, tmp_path)
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     with refuses("It has adapter_model.bin, a pickle, which is not read", FileNotFoundError):
+        trl_jax.AutoModelForSequenceClassification.from_pretrained(folder)
+
+
+def test_an_adapter_of_single_experts(adapter, tmp_path):
+    folder = broken(adapter, tmp_path)
+    path = folder / "adapter_model.safetensors"
+    one = {"base_model.model.model.layers.0.mlp.experts.3.w1.lora_A.weight": np.zeros((4, 32), np.float32)}
+    save_file(load_file(path) | one, path)
+    with refuses("has an adapter for each expert, as transformers 4 had them; today all lie in one parameter. PEFT"):
         trl_jax.AutoModelForSequenceClassification.from_pretrained(folder)
 
 

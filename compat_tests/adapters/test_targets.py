@@ -1,7 +1,8 @@
-"""Which modules a config means, beside PEFT on transformers' own module trees (meta device: no weights)."""
+"""Which modules and parameters a config means, beside PEFT on transformers' own module trees (meta device)."""
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
 from functools import cache
@@ -11,37 +12,16 @@ import pytest
 
 from compat_tests.models.families import ABSENT, BODY_ONLY, SHAPES
 from compat_tests.tiny import SHAPE
+from trl_jax.hub.adapters import resolved
 from trl_jax.hub.families import families, read_arch
 from trl_jax.hub.lora_config import LoraConfig
 from trl_jax.hub.modules import modules_of
-from trl_jax.hub.targets import rank_and_alpha, saved_whole, settled, targeted, with_head
+from trl_jax.hub.targets import candidates, rank_and_alpha
 
 # Beside gemma3, whose config is another's: its text part is gemma3_text.
-FAMILIES = sorted(set(families()) - BODY_ONLY - {"gemma3"})
-WAYS = [
-    {"target_modules": ["q_proj"]},
-    {"target_modules": ["o_proj", "gate_up_proj"]},
-    {"target_modules": ["self_attn.qkv_proj", "layers.1.mlp.down_proj"]},
-    {"target_modules": ["model.layers.2.mlp.down_proj"]},
-    {"target_modules": "qkv_proj"},
-    {"target_modules": r".*qkv_proj"},
-    {"target_modules": r"model\.layers\.[02]\.(mlp|self_attn)\..*_proj"},
-    {"target_modules": ["embed_tokens"]},
-    {"target_modules": "ALL-linear"},
-    {"target_modules": "all-linear", "exclude_modules": ["down_proj"]},
-    {"target_modules": "all-linear", "exclude_modules": r".*\.1\..*"},
-    {"target_modules": ["o_proj", "down_proj"], "layers_to_transform": [0, 2]},
-    {"target_modules": ["o_proj", "down_proj"], "layers_to_transform": 1, "layers_pattern": "layers"},
-    {"target_modules": ["o_proj"], "layers_to_transform": [1], "layers_pattern": ["blocks", "layers"]},
-    {"target_modules": ["o_proj"], "layers_to_transform": [1], "layers_pattern": "blocks"},
-    {"target_modules": ["o_proj", "down_proj"], "modules_to_save": ["down_proj"]},
-    {"target_modules": ["score", "o_proj"]},
-    {"target_modules": ["proj"]},
-    {"target_modules": ["self_attn"]},
-    {"target_modules": ["input_layernorm"]},
-    {"target_modules": None},
-    {"target_modules": ["o_proj"], "exclude_modules": ["o_proj"]},
-]
+FAMILIES = sorted(set(families()) - {"gemma3"})
+HEADS = ["classifier", "score"]
+PATTERNS = {"rank_pattern": {r"\.1\..*": 3}, "alpha_pattern": {r".*\.0\..*": 32}}
 
 
 @cache
@@ -53,57 +33,142 @@ def config_of(model_type):
     return transformers.AutoConfig.for_model(model_type, **facts)
 
 
-def pefts(model_type, **how):
-    """(the modules it adapts, target_modules as it writes them, parameters that train), or None where it refuses."""
-    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
-    from transformers import AutoModelForSequenceClassification
+@pytest.fixture(scope="module", params=FAMILIES)
+def both(request):
+    """(model_type, transformers' module tree, our modules)."""
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    config = peft.LoraConfig(task_type="SEQ_CLS", **how)
-    with torch.device("meta"), warnings.catch_warnings():
+    config = config_of(request.param)
+    with torch.device("meta"):
+        if request.param in BODY_ONLY:  # there is no classifier: the head takes the place of another
+            model = AutoModelForCausalLM.from_config(config)
+            del model.lm_head
+            model.score = torch.nn.Linear(64, 1, bias=False)
+        else:
+            model = AutoModelForSequenceClassification.from_config(config)
+    family, arch = read_arch(json.loads(config.to_json_string(use_diff=False)), Path("config.json"))
+    return request.param, model, modules_of(family, arch)
+
+
+@pytest.fixture
+def untouched(monkeypatch):
+    """PEFT makes its layers, but leaves the model as it is; -> [(rank, scale)] of those it made."""
+    peft = pytest.importorskip("peft")
+    made = []
+
+    def note(self, parent, name, new, old):
+        made.append((new.r["default"], new.scaling["default"]))
+
+    monkeypatch.setattr(peft.tuners.lora.LoraModel, "_replace_module", note)
+    monkeypatch.setattr(peft.tuners.tuners_utils, "set_additional_trainable_modules", lambda **how: None)
+    return made
+
+
+def ways(model):
+    """Ways of naming modules, made of the model's own names: (what is said of it, LoraConfig's arguments)."""
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    linear = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear | Conv1D)]
+    inner = [n for n in linear if ".1." in n]
+    ends = list(dict.fromkeys(n.rpartition(".")[2] for n in inner))
+    first, last, above = ends[0], ends[-1], inner[0].split(".")[-2]
+    stack = inner[0].split(".1.")[0].rpartition(".")[2]
+    table = next(n for n, m in model.named_modules() if isinstance(m, torch.nn.Embedding)).rpartition(".")[2]
+    norm = next(n for n, m in model.named_modules() if "orm" in type(m).__name__).rpartition(".")[2]
+    yield from ((f"the end {end}", {"target_modules": [end]}) for end in ends)
+    yield "several ends", {"target_modules": [first, last]}
+    yield "a tuple's set", {"target_modules": set(ends[:2])}
+    yield "two parts", {"target_modules": [f"{above}.{first}"]}
+    yield "a whole name", {"target_modules": [inner[-1]]}
+    yield "whole names and an end", {"target_modules": [inner[0], inner[-1], first]}
+    yield "every whole name", {"target_modules": [n for n in linear if "." in n]}
+    yield "an end as a pattern", {"target_modules": first}
+    yield "a pattern", {"target_modules": rf".*\.{first}"}
+    yield "a pattern of layers", {"target_modules": rf".*\.[02]\..*({first}|{last})"}
+    yield "all", {"target_modules": "all-linear"}
+    yield "ALL without some", {"target_modules": "ALL-linear", "exclude_modules": [last, "pre_classifier"]}
+    yield "all without a layer", {"target_modules": "all-linear", "exclude_modules": r".*\.1\..*|.*classifier"}
+    yield "layers", {"target_modules": ends, "layers_to_transform": [0, 2]}
+    yield "a layer and its pattern", {"target_modules": ends, "layers_to_transform": 1, "layers_pattern": stack}
+    yield "patterns", {"target_modules": [first], "layers_to_transform": [1], "layers_pattern": ["blocks", stack]}
+    yield "another's pattern", {"target_modules": [first], "layers_to_transform": [1], "layers_pattern": "blocks"}
+    yield "no such layer", {"target_modules": [first], "layers_to_transform": [9]}
+    yield "what is saved", {"target_modules": ends, "modules_to_save": [last]}
+    yield "the head, too", {"target_modules": [*HEADS, first]}
+    yield "a table", {"target_modules": [table]}
+    yield "patterns of rank", {"target_modules": ends, "use_rslora": True, **PATTERNS}
+    yield "the usual", {}
+    yield "a wrong name", {"target_modules": ["frobnicate"]}
+    yield "a part of a name", {"target_modules": [first[1:]]}
+    yield "what modules are in", {"target_modules": [above]}
+    yield "a norm", {"target_modules": [norm]}
+    yield "nothing", {"target_modules": []}
+    yield "what is left out", {"target_modules": [first], "exclude_modules": [first]}
+    if not isinstance(model.get_submodule(inner[0]), Conv1D):
+        yield "a matrix", {"target_modules": [], "target_parameters": [f"{first}.weight"]}
+        yield "a matrix beside modules", {"target_modules": [last], "target_parameters": [f"{first}.weight"]}
+
+
+def pefts(model, config):
+    """(modules, parameters) that PEFT adapts, or None where it refuses; `config` becomes what it writes."""
+    import peft
+
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = AutoModelForSequenceClassification.from_config(config_of(model_type))
         try:
-            found = peft.get_peft_model(model, config)
+            tuner = peft.tuners.lora.LoraModel(model, config, "default")
         except ValueError:
             return None
-    return found.base_model.targeted_module_names, config.target_modules
+    return tuner.targeted_module_names, tuner.targeted_parameter_names
 
 
-def ours(model_type, **how):
-    raw = json.loads(config_of(model_type).to_json_string(use_diff=False))
-    family, arch = read_arch(raw, Path("config.json"))
-    modules = modules_of(family, arch)
-    config = settled(with_head(LoraConfig(task_type="SEQ_CLS", **how), modules)[0], modules, model_type)
-    places = targeted(config, modules)
-    both = {name for name, _, _ in places} & {name for name, _, _ in saved_whole(config, modules)}
-    assert not both
-    return [name for name, _, _ in places], config.target_modules
+def ours(modules, model_type, how):
+    """The same of ours, ranks and scales beside it, and the config as we write it."""
+    config, places, parameters = resolved(LoraConfig(task_type="SEQ_CLS", **how), modules, model_type)
+    names = [name for name, _, _ in places], [name for name, _, _ in parameters]
+    root = 0.5 if config.use_rslora else 1
+    told = [rank_and_alpha(config, name) for group in names for name in group]
+    return names, [(rank, pytest.approx(alpha / rank**root)) for rank, alpha in told], config
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_all_linear_on_every_family(model_type):
-    wanted = pefts(model_type, target_modules="all-linear", exclude_modules=["pre_classifier"])
-    if model_type in ("mixtral", "qwen3_moe"):
-        with pytest.raises(ValueError, match="means experts, too"):
-            ours(model_type, target_modules="all-linear")
-        wanted = pefts(model_type, target_modules=["q_proj", "o_proj"])
-        assert ours(model_type, target_modules=["q_proj", "o_proj"]) == wanted
-    else:
-        assert ours(model_type, target_modules="all-linear", exclude_modules=["pre_classifier"]) == wanted
+EXPERTS = {
+    "one parameter": {"target_modules": [], "target_parameters": ["experts.gate_up_proj"]},
+    "of one layer": {"target_modules": ["q_proj"], "target_parameters": ["layers.1.mlp.experts.down_proj"]},
+    "as once called": {"target_modules": ["gate_proj", "mlp.up_proj", "q_proj"], "rank_pattern": {"q_proj": 2}},
+    "once and today": {"target_modules": ["down_proj"], "target_parameters": ["gate_up_proj"], "r": 3},
+    "whatever is left out": {"target_modules": ["down_proj", "gate"], "layers_to_transform": [1]},
+    "a pattern of once": {"target_modules": r".*experts\.(gate_proj|up_proj)|.*\.1\..*q_proj"},
+    "a pattern of today": {"target_modules": r".*\.(down_proj|v_proj)", "exclude_modules": ["v_proj"]},
+    "half of one": {"target_modules": ["up_proj"]},
+    "dropout": {"target_modules": [], "target_parameters": ["down_proj"], "lora_dropout": 0.1},
+    "DoRA": {"target_modules": [], "target_parameters": ["gate.weight"], "use_dora": True},
+    "a vector": {"target_modules": [], "target_parameters": ["norm.weight"]},
+    "a wrong name": {"target_modules": [], "target_parameters": ["frobnicate"]},
+    "a wrong name beside a right one": {"target_modules": ["q_proj"], "target_parameters": ["frobnicate"]},
+}
 
 
-@pytest.mark.parametrize("how", WAYS, ids=lambda how: " ".join(map(str, how.values())))
-def test_ways_of_naming_modules(how):
-    wanted = pefts("phi3", **how)
-    if wanted is not None:
-        assert ours("phi3", **how) == wanted
-        return
-    with pytest.raises(ValueError, match="LoraConfig: target_modules") as told:
-        ours("phi3", **how)
-    assert "down_proj, embed_tokens, gate_up_proj, o_proj, qkv_proj, score" in str(told.value)
+def test_ways_of_naming_modules(both, untouched):
+    import peft
 
-
-def test_patterns_of_rank_and_alpha():
-    config = LoraConfig(r=4, lora_alpha=8, rank_pattern={"o_proj": 2, ".*": 3}, alpha_pattern={r"layers\.1\..*": 32})
-    assert rank_and_alpha(config, "model.layers.1.self_attn.o_proj") == (2, 32)
-    assert rank_and_alpha(config, "model.layers.2.self_attn.q_proj") == (3, 8)
+    model_type, model, modules = both
+    experts = EXPERTS.items() if any(module.inside for module in modules) else ()
+    for told, how in (*ways(model), *experts):
+        how = {**how, "modules_to_save": [*how.get("modules_to_save", ()), *HEADS]}
+        theirs = peft.LoraConfig(task_type="SEQ_CLS", **copy.deepcopy(how))
+        untouched.clear()
+        wanted = pefts(model, theirs)
+        if wanted is None:
+            with pytest.raises(ValueError, match="LoraConfig: ") as error:
+                print(model_type, told, ours(modules, model_type, how)[0])
+            named = ", ".join(candidates(modules)) in str(error.value) or "experts" in str(error.value)
+            assert named, (told, str(error.value))
+            continue
+        names, ranks, config = ours(modules, model_type, how)
+        assert (told, *names) == (told, *wanted)
+        assert (told, ranks) == (told, untouched)
+        for field in ("target_modules", "rank_pattern", "alpha_pattern"):
+            assert (told, vars(config)[field]) == (told, vars(theirs)[field])
+        assert (told, set(config.target_parameters or ())) == (told, set(theirs.target_parameters or ()))

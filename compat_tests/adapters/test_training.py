@@ -15,8 +15,10 @@ from compat_tests.parity.reference import read_weights
 from compat_tests.tiny import preference_rows
 from compat_tests.trainer.trainers import FACTS, make, table
 from trl_jax import LoraConfig
+from trl_jax.hub.pretrained import _scores
 from trl_jax.hub.quantizing import BitsAndBytesConfig, formats, quantized
 from trl_jax.nn.quantized import DYNAMIC, TABLES, Format, dequantized
+from trl_jax.trainer.diagnosis import check_weights
 
 IDS = np.array([[5, 6, 7, 8, 9, 10]])
 SMALL = {"num_hidden_layers": 2, "head": "causal"}
@@ -118,6 +120,32 @@ def test_from_the_command_line(checkpoint, tmp_path, monkeypatch):
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (3, 32, model)
 
 
+def test_a_base_of_sixteen_bits_is_never_made_32(checkpoint, tmp_path):
+    """XLA would do that to a whole stack of layers on a CPU. Scores are those of the rounded weights."""
+    base, lora = checkpoint("llama", **SMALL), adapter(target_modules=["up_proj"], modules_to_save=["down_proj"])
+    model = make(trl_jax, base, tmp_path, peft_config=lora, config={"model_init_kwargs": {"dtype": "bfloat16"}}).model
+    plain = trl_jax.AutoModelForSequenceClassification.from_pretrained(base, dtype="bfloat16")
+    assert np.abs(np.asarray(model(IDS).logits) - np.asarray(plain(IDS).logits)).max() < 1e-6
+    held = [model.frozen[f"decoder.{name}.weight.codes"] for name in ("embed", "layers.mlp.up", "layers.attention.q")]
+    assert {codes.dtype.name for codes in held} == {"uint16"}
+    assert model.params["decoder.layers.mlp.down.weight"].dtype == np.float32
+    assert model.num_parameters() == plain.num_parameters() + model.num_parameters(only_trainable=True) - sum(
+        model.params[path].size for path in ("decoder.layers.mlp.down.weight", "score.weight")
+    )
+    tokens, at = IDS.astype(np.int32), np.asarray([5], np.int32)
+    step = _scores.lower(model.graph, 0, model.arrays, tokens, np.ones_like(tokens, bool), at).compile().as_text()
+    assert "u16[2,96,64]" in step and "f32[2,96,64]" not in step
+    table = plain.get_input_embeddings().weight
+    assert model.num_parameters(exclude_embeddings=True) == model.num_parameters() - table.size
+    assert (model.get_input_embeddings().weight == table).all()
+    model.frozen["decoder.embed.weight.codes"] = held[0].at[3, 4].set(0x7FC0)  # a NaN
+    with pytest.raises(ValueError, match="decoder.embed.weight.codes hold NaN or infinite values"):
+        check_weights(model)
+    model.frozen["decoder.embed.weight.codes"] = held[0]
+    merged = model.merge_and_unload()
+    assert (np.asarray(merged.params["decoder.embed.weight"]) == np.asarray(plain.params["decoder.embed.weight"])).all()
+
+
 # ---- quantised weights ---------------------------------------------------------------------------------------
 
 
@@ -196,6 +224,9 @@ def test_what_is_not_quantised(checkpoint):
 
 def test_quantised_weights_do_not_train(checkpoint, tmp_path):
     folder = checkpoint("llama", **FACTS)
+    four, lora = BitsAndBytesConfig(load_in_4bit=True), adapter(init_lora_weights="pissa")
+    with pytest.raises(ValueError, match="'pissa' puts other numbers into .*q.weight, which is quantised to fp4."):
+        make(trl_jax, folder, tmp_path, quantization_config=four, peft_config=lora)
     with pytest.raises(ValueError, match="quantised weights do not train. Pass peft_config="):
         make(trl_jax, folder, tmp_path, quantization_config=BitsAndBytesConfig(load_in_4bit=True))
     with pytest.raises(ValueError, match="bnb_4bit_quant_type='nf5', wanted nf4 or fp4"):

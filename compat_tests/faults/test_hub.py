@@ -11,11 +11,10 @@ import time
 
 import huggingface_hub
 import pytest
-from huggingface_hub import constants
 from transformers import TrainerCallback
 
 import trl_jax
-from compat_tests.hub.loopback import TOKEN, Hub
+from compat_tests.hub.loopback import TOKEN, serving
 from compat_tests.trainer.trainers import FACTS, make, table
 from trl_jax.hub import push
 
@@ -26,15 +25,10 @@ MODEL = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config
 
 @pytest.fixture
 def hub(monkeypatch):
-    server = Hub()
-    settings = {"ENDPOINT": server.url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}
-    settings["HUGGINGFACE_CO_URL_TEMPLATE"] = server.url + "/{repo_id}/resolve/{revision}/{filename}"
-    for name, value in settings.items():
-        monkeypatch.setattr(constants, name, value)
     monkeypatch.setattr(push, "_WAITS", (0.05,) * 4)
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
-    yield server
-    server.close()
+    with serving(monkeypatch) as server:
+        yield server
 
 
 @pytest.fixture

@@ -12,10 +12,14 @@ import json
 import re
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
+
+from huggingface_hub import constants
 
 TOKEN, USER = "hf_the_only_good_token_there_is", "somebody"
 
@@ -78,6 +82,21 @@ class Hub:
         return _oid(history)
 
 
+@contextmanager
+def serving(monkeypatch, cache: Path | None = None):
+    """A Hub that the client of this process talks to, and keeps what it fetched in `cache`."""
+    server = Hub()
+    settings = {"ENDPOINT": server.url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}
+    settings["HUGGINGFACE_CO_URL_TEMPLATE"] = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    settings |= {} if cache is None else {"HF_HUB_CACHE": str(cache)}
+    for name, value in settings.items():
+        monkeypatch.setattr(constants, name, value)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
 def _oid(history) -> str:
     return hashlib.sha1(repr([message for message, _ in history]).encode()).hexdigest()
 
@@ -119,6 +138,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         for pattern, answer in _ROUTES:
             if found := re.fullmatch(pattern, f"{method} {path}"):
+                if found.groupdict().get("name", USER) not in (USER, *self.hub.repositories):
+                    self._send(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
+                    return
                 answer(self, body, **found.groupdict())
                 return
         self._send(404, {"error": f"{method} {path} is not known here"})

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from compat_tests.models import variants
 from compat_tests.tiny import tiny_model
 from trl_jax import AutoModelForSequenceClassification
-from trl_jax.hub import loading, pretrained
+from trl_jax.hub import files, loading, pretrained
 from trl_jax.hub.families import read_arch
 from trl_jax.hub.files import CheckpointFiles
 from trl_jax.hub.loading import load
@@ -50,6 +50,17 @@ def test_the_host_holds_one_tensor_beside_the_weights(big, dtype):
     largest = max(4 * int(np.prod(shape)) for shape in CheckpointFiles(big).shapes.values())
     assert largest < weights / 8 and weights > 16e6
     assert largest < peak < 2 * largest, f"{peak:,} bytes for {weights:,} of weights, {largest:,} the largest"
+
+
+def test_files_are_opened_anew_while_they_are_read(big, monkeypatch):
+    """What was read of a file counts as this process's memory until it is closed."""
+    wanted, _ = load(big, dtype="auto", seed=0)
+    opened, really = [], files.safe_open
+    monkeypatch.setattr(files, "safe_open", lambda *given, **how: opened.append(given) or really(*given, **how))
+    monkeypatch.setattr(files, "_MAPPED", 2**21)
+    found, _ = load(big, dtype="auto", seed=0)
+    assert_same_params(found, wanted)
+    assert len(opened) > 4 and len(set(opened)) == 1
 
 
 def test_tensors_are_let_go_as_soon_as_they_are_in_place(big, monkeypatch):

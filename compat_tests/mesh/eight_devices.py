@@ -50,16 +50,19 @@ def test_the_numbers_of_one_device(model, layout, mesh, accumulation, checkpoint
     assert all(gap <= MARKS.get(key, 2e-4) for key, gap in found.items()), found
 
 
-@pytest.mark.parametrize(("mesh", "bits"), [("data:2,fsdp:2,tensor:2", None), ("fsdp:8", 4)])
-def test_adapters_are_those_of_one_device(mesh, bits, checkpoint, tmp_path):
-    """A divided base, quantised or not, and adapters that every device has."""
+ADAPTED = [("qwen3_moe", "data:2,fsdp:2,tensor:2", None), ("llama", "fsdp:8", 4)]
+
+
+@pytest.mark.parametrize(("model", "mesh", "bits"), ADAPTED)
+def test_adapters_are_those_of_one_device(model, mesh, bits, checkpoint, tmp_path):
+    """A divided base, quantised or not, and adapters that every device has; those of experts, too."""
 
     def run(said):
         config = BASE | {"per_device_train_batch_size": 1 if said == mesh else 8, "max_steps": 3, "mesh_shape": said}
         if said == mesh and "tensor" in mesh:
             config["per_device_train_batch_size"] = 2
         built = RewardTrainer(
-            str(checkpoint("llama")), RewardConfig(str(tmp_path / said.replace(":", "")), **config),
+            str(checkpoint(model)), RewardConfig(str(tmp_path / said.replace(":", "")), **config),
             train_dataset=Dataset.from_list(ROWS), peft_config=LoraConfig(r=4, target_modules="all-linear"),
             quantization_config=None if bits is None else BitsAndBytesConfig(load_in_4bit=True),
         )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -15,20 +16,23 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from trl_jax.core.torch_random import TorchGenerator
-from trl_jax.hub.adapters import Plan, arrays_of, initial, make_plan, tensors_of, wanted_shapes
+from trl_jax.hub.adapter_start import initial
+from trl_jax.hub.adapters import Plan, arrays_of, make_plan, tensors_of, wanted_shapes
 from trl_jax.hub.engines import Engine, NativeEngine
 from trl_jax.hub.files import open_tensors
-from trl_jax.hub.lora_config import PICKLED, WEIGHTS, LoraConfig
+from trl_jax.hub.lora_config import PICKLED, PISSA, WEIGHTS, LoraConfig, no_adapter
 from trl_jax.hub.parts import Place, whole_at
+from trl_jax.hub.pissa import divided
 from trl_jax.models.adapted import AdaptedGraph, Layers, adapted_graph, leaf
 
+_SINGLE = re.compile(r"\.experts\.\d+\.")
 logger = logging.getLogger(__name__)
 
 
 class AdaptedEngine(Engine):
     """A native engine beside whose frozen arrays those of `plan` train; it writes and reads adapters alone.
 
-    `base` is the engine without the adapter, `frozen` what stands beside it in its files.
+    `base` is the engine without the adapter, `frozen` what trains not, where something of it is in its files.
     """
 
     log_level, undecayed, saves_aside, grows = logging.INFO, frozenset(), True, False
@@ -48,6 +52,12 @@ class AdaptedEngine(Engine):
 
     def size_of(self, path: str, array: jax.Array) -> int:
         return self.base.size_of(path, array)
+
+    def numbers(self, path: str, array: jax.Array) -> jax.Array:
+        return self.base.numbers(path, array)
+
+    def weight(self, arrays: dict[str, jax.Array], path: str) -> jax.Array:
+        return self.base.weight(arrays, path)
 
     def save(self, folder: Path, params: dict[str, jax.Array], config: Any, *, writes: bool = True) -> None:
         """Write adapter_model.safetensors and adapter_config.json, as PEFT does."""
@@ -70,7 +80,8 @@ class AdaptedEngine(Engine):
         )
 
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
-        found = tensors_of(self.plan, params, self.frozen)
+        kept = {path: self.base.weight(self.frozen, path) for path in self.plan.kept.values()}
+        found = tensors_of(self.plan, params, kept)
         return ((name, np.ascontiguousarray(found[name])) for name in sorted(found))
 
 
@@ -103,11 +114,14 @@ def adapt(
         logger.warning("LoraConfig: %s", plan.added)
     trained, frozen = _divided(plan, arrays)
     shapes = plan.shapes | {name: jax.ShapeDtypeStruct(array.shape, jnp.float32) for name, array in trained.items()}
-    engine = AdaptedEngine(base, plan, {path: frozen[path] for path in plan.kept.values()}, shapes)
+    begun: dict[str, np.ndarray] = {}
+    if plan.config.init_lora_weights == PISSA:
+        begun, frozen = divided(plan, base, frozen)
+    engine = AdaptedEngine(base, plan, frozen if plan.kept else {}, shapes)
     if folder is not None:
         return engine.load(folder, 0), engine, frozen
     generator = seed if isinstance(seed, TorchGenerator) else TorchGenerator(seed)
-    drawn = initial(plan, partial(base.weight, arrays), generator)
+    drawn = initial(plan, partial(base.weight, arrays | frozen), generator, begun)
     params = {name: jnp.array(array) for name, array in drawn.items()} | trained
     return params, engine, frozen
 
@@ -132,11 +146,15 @@ def read_tensors(folder: Path, plan: Plan, shapes: dict[str, Any]) -> dict[str, 
     """
     path = folder / WEIGHTS
     if not path.is_file():
-        pickled = f" It has {PICKLED}, a pickle, which is not read: save it with safe_serialization=True."
-        raise FileNotFoundError(f"{folder} has no {WEIGHTS}.{pickled if (folder / PICKLED).exists() else ''}")
+        raise no_adapter(str(folder), (folder / PICKLED).exists())
     found, wanted = open_tensors(path), wanted_shapes(plan, shapes)
     missing = sorted(set(wanted) - set(found))
     strange = sorted(name for name in set(found) - set(wanted) - set(plan.kept) if ".base_layer.weight" not in name)
+    if any(_SINGLE.search(name) for name in strange):
+        raise ValueError(
+            f"{path} has an adapter for each expert, as transformers 4 had them; today all lie in one parameter. PEFT "
+            "converts it: PeftModel.from_pretrained(base, folder).save_pretrained(new_folder)."
+        )
     if missing or strange:
         raise ValueError(
             f"{path} does not fit its config and this base model. Missing: {_some(missing)}. Unexpected: "
@@ -175,6 +193,11 @@ def merged(engine: AdaptedEngine, params: dict[str, jax.Array], frozen: dict[str
 
 def _merged_part(adapter: Any, path: str, part: Any, held: dict, arrays: dict, table: bool) -> dict[str, jax.Array]:
     stacked = adapter.stacked
+    if adapter.experts:
+        a, b = adapter.matrices(held["a"], held["b"])
+        own = b if part is None else jnp.moveaxis(part.rows(jnp.moveaxis(b, -2, 0)), 0, -2)
+        scales = jnp.asarray(adapter.scales).reshape(-1, *[1] * (own.ndim - 1))
+        return {path: arrays[path] + scales * own @ a}
 
     def cut(array: jax.Array) -> jax.Array:
         rows = (lambda x: x) if part is None else part.rows

@@ -1,9 +1,8 @@
-"""An adapter on a model: which arrays train, what they are called on disk, how they begin."""
+"""An adapter on a model: which arrays train, and what they are called on disk."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,11 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.hub.lora_config import LoraConfig, refuse_beyond
-from trl_jax.hub.modules import Module, in_order, modules_of
+from trl_jax.hub.modules import Module, modules_of
 from trl_jax.hub.saving import read_tensor
-from trl_jax.hub.targets import rank_and_alpha, saved_whole, settled, targeted, with_drawn, with_head
+from trl_jax.hub.target_parameters import targeted_parameters, with_parameters
+from trl_jax.hub.targets import (
+    Places,
+    rank_and_alpha,
+    saved_whole,
+    settled,
+    targeted,
+    with_drawn,
+    with_head,
+)
 from trl_jax.hub.wires import Wire
 from trl_jax.models.adapted import Adapter, Layers, leaf
 
@@ -27,11 +34,12 @@ _OF_TABLES = {"a": "lora_embedding_A", "b": "lora_embedding_B"}
 
 @dataclass(frozen=True)
 class Placed:
-    """The adapters of one kind of module: their ranks, one a layer, 0 where there is none."""
+    """The adapters of one kind of module: one a layer, `ranks` 0 where there is none, `names` those on disk."""
 
     module: Module
     adapter: Adapter
     ranks: tuple[int, ...]
+    names: tuple[str, ...]
 
     @property
     def rank(self) -> int:
@@ -40,20 +48,29 @@ class Placed:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Kind -> shape of the array of all layers."""
         module, lead = self.module, (self.module.layers,) if self.module.stacked else ()
-        each = {"a": (self.rank, module.inputs), "b": (module.outputs, self.rank)}
+        rank = self.rank * max(module.experts, 1)
+        each = {"a": (rank, module.inputs), "b": (module.outputs, rank)}
         each |= dict.fromkeys(("magnitude", "bias"), (module.outputs,))
         return {kind: (*lead, *each[kind]) for kind in ("a", "b", *self.adapter.has)}
+
+    def at(self, layer: int) -> dict[str, tuple]:
+        """Kind -> where in the array of all layers that of one lies: experts' A are padded each for itself."""
+        rank, experts = self.ranks[layer], max(self.module.experts, 1)
+        rows = slice(rank * experts)
+        if experts > 1 and 0 < rank < self.rank:
+            rows = (np.arange(experts)[:, None] * self.rank + np.arange(rank)).reshape(-1)
+        inner = {"a": (rows,), "b": (slice(None), slice(rank * experts))}
+        lead = (layer,) if self.module.stacked else ()
+        return {kind: (*lead, *inner.get(kind, ())) for kind in (("a", "b", *self.adapter.has) if rank else ())}
 
     def tensors(self) -> list[tuple[str, str, tuple]]:
         """(name on disk, kind, place in the array of all layers) of each layer's."""
         suffixes = _SUFFIX | (_OF_TABLES if self.module.kind == "embedding" else {})
-        found = []
-        for layer, (name, rank) in enumerate(zip(self.module.names(), self.ranks, strict=True)):
-            at = (layer,) if self.module.stacked else ()
-            rows = {"a": (slice(rank),), "b": (slice(None), slice(rank))}
-            kinds = ("a", "b", *self.adapter.has) if rank else ()
-            found += [(f"{PREFIX}{name}.{suffixes[kind]}", kind, (*at, *rows.get(kind, ()))) for kind in kinds]
-        return found
+        return [
+            (f"{PREFIX}{name}.{suffixes[kind]}", kind, at)
+            for layer, name in enumerate(self.names)
+            for kind, at in self.at(layer).items()
+        ]
 
 
 @dataclass(frozen=True)
@@ -70,10 +87,13 @@ class Whole:
 
 @dataclass(frozen=True)
 class Plan:
-    """A LoraConfig on a model, resolved. `added` is a line on what it lacked of a reward model's; None for nothing."""
+    """A LoraConfig on a model, resolved. `order` is PEFT's: (layer, its number in `placed`), modules before parameters.
+    `added` is a line on what it lacked of a reward model's; None for nothing.
+    """
 
     config: LoraConfig
     placed: tuple[Placed, ...]
+    order: tuple[tuple[int, int], ...]
     whole: Whole
     kept: dict[str, str]
     added: str | None
@@ -99,20 +119,34 @@ def make_plan(config: LoraConfig, family: Any, arch: Any, drawn: tuple[str, ...]
     config, added = with_head(config, modules)
     config, more = with_drawn(config, modules, drawn)
     added = " ".join(line for line in (added, more) if line) or None
-    config = settled(config, modules, family.model_type)
+    config, places, parameters = resolved(config, modules, family.model_type)
     if config.task_type is None:
         config = replace(config, auto_mapping=_class_of(family))
-    places = targeted(config, modules)
     saved = saved_whole(config, modules)
-    _check_apart(places, saved)
-    placed = tuple(_placed(config, module, places) for module in dict.fromkeys(module for _, module, _ in places))
+    _check_apart(places, parameters, saved)
+    given = {module: among for among in (places, parameters) for _, module, _ in among}
+    placed = tuple(_placed(config, module, among) for module, among in given.items())
+    number = {module: at for at, module in enumerate(given)}
+    order = tuple((layer, number[module]) for _, module, layer in (*places, *parameters))
     tables = [module for module in dict.fromkeys(m for _, m, _ in places) if module.kind == "embedding"]
     for name in ("use_dora", "lora_bias"):
         if tables and vars(config)[name]:
             raise ValueError(f"LoraConfig: {name}=True does not go with the table {tables[0].name}. Leave one out.")
-    named = [table for table in tables if _SAVED_TABLE in config.target_modules and table.name.endswith(_SAVED_TABLE)]
-    kept = {f"{PREFIX}{module.name}.base_layer.weight": module.parts[0][0] + ".weight" for module in named}
-    return Plan(config, placed, _whole(config, modules, places, saved), kept, added)
+    told = [table for table in tables if _SAVED_TABLE in config.target_modules and table.name.endswith(_SAVED_TABLE)]
+    kept = {f"{PREFIX}{module.name}.base_layer.weight": module.parts[0][0] + ".weight" for module in told}
+    adapted = {name for name, _, _ in places} | {_owner(name) for name, _, _ in parameters}
+    return Plan(config, placed, order, _whole(config, modules, adapted, saved), kept, added)
+
+
+def resolved(config: LoraConfig, modules: list[Module], model_type: str) -> tuple[LoraConfig, Places, Places]:
+    """The config as PEFT would write it, the modules that get adapters and the parameters that do.
+
+    Raises:
+        ValueError: it means nothing, or what cannot have one.
+    """
+    config = settled(with_parameters(config, modules, model_type), modules, model_type)
+    places = targeted(config, modules)
+    return config, places, targeted_parameters(config, modules, alone=not places)
 
 
 def _class_of(family: Any) -> dict[str, str]:
@@ -125,29 +159,54 @@ def _class_of(family: Any) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _check_apart(places: list, saved: list) -> None:
-    both = sorted({name for name, _, _ in places} & {name for name, _, _ in saved})
+def _owner(name: str) -> str:
+    """The module that a parameter is one of."""
+    return name.rpartition(".")[0]
+
+
+def _check_apart(places: Places, parameters: Places, saved: Places) -> None:
+    whole = {name for name, _, _ in saved}
+    both = sorted(whole & ({name for name, _, _ in places} | {_owner(name) for name, _, _ in parameters}))
     if both:
         raise ValueError(
             f"LoraConfig: {both[0]} would get an adapter and train whole, too, for modules_to_save go by the ends of "
-            f"names. PEFT refuses that as well: pass exclude_modules=[{both[0].rpartition('.')[2]!r}]."
+            f"names. PEFT refuses that as well: pass exclude_modules=[{both[0].rpartition('.')[2]!r}], or leave it out "
+            "of target_parameters."
+        )
+    modules = {module for _, module, _ in places}
+    twice = sorted(name for name, module, _ in parameters if module in modules)
+    if twice:
+        raise ValueError(
+            f"LoraConfig: target_parameters means {twice[0]}, and target_modules its module, in this layer or another. "
+            "Name it in one of the two."
         )
 
 
-def _placed(config: LoraConfig, module: Module, places: list) -> Placed:
+def _placed(config: LoraConfig, module: Module, places: Places) -> Placed:
     here = {layer: rank_and_alpha(config, name) for name, found, layer in places if found is module}
     told = [here.get(layer, (0, 0.0)) for layer in range(module.layers)]
     roots = [math.sqrt(rank) if config.use_rslora else rank for rank, _ in told]
     scales = tuple(alpha / root if root else 0.0 for (_, alpha), root in zip(told, roots, strict=True))
     has = ("magnitude",) * config.use_dora + ("bias",) * (config.lora_bias and module.kind != "embedding")
     there = tuple(rank > 0 for rank, _ in told)
-    adapter = Adapter(module.name, module.parts, scales, there, module.stacked, has)
-    return Placed(module, adapter, tuple(rank for rank, _ in told))
+    adapter = Adapter(module.name, module.parts, scales, there, module.stacked, has, module.experts)
+    names = _wrapped_names(module, places) if module.experts else module.names()
+    return Placed(module, adapter, tuple(rank for rank, _ in told), tuple(names))
 
 
-def _whole(config: LoraConfig, modules: list[Module], places: list, saved: list) -> Whole:
-    """`modules_to_save`, and the biases that train."""
-    adapted = {name for name, _, _ in places}
+def _wrapped_names(module: Module, places: Places) -> list[str]:
+    """Parameters of one module are wrapped one around the other: the last one's adapter has the module's own name."""
+    meant = [name for name, _, _ in places]
+    found = []
+    for name in module.names():
+        beside = [one for one in meant if _owner(one) == _owner(name)]
+        later = beside[beside.index(name) + 1 :] if name in beside else []
+        found.append(_owner(name) + ".base_layer" * len(later))
+    return found
+
+
+def _whole(config: LoraConfig, modules: list[Module], adapted: set[str], saved: Places) -> Whole:
+    """`modules_to_save`, and the biases that train; those of `adapted` modules lie deeper."""
     chosen = [(name, module, layer, wire) for name, module, layer in saved for wire in module.wires]
     if config.bias != "none":
         done = {name for name, _, _ in saved}
@@ -172,73 +231,14 @@ def _whole(config: LoraConfig, modules: list[Module], places: list, saved: list)
     return Whole(where, tensors)
 
 
-def initial(plan: Plan, weight: Callable[[str], Any], generator: TorchGenerator) -> dict[str, np.ndarray]:
-    """The adapters' arrays, drawn as PEFT draws them on torch's generator: two linear maps are made for each module,
-    then A is drawn anew. `weight` gives the array at a path."""
-    arrays = {name: np.zeros(shape.shape, np.float32) for name, shape in plan.shapes.items()}
-    for layer, placed in _in_peft_order(plan):
-        at = (layer,) if placed.module.stacked else ()
-        values = _drawn(plan.config, placed.module, placed.ranks[layer], generator)
-        for kind, value in values.items():
-            place = tuple(slice(size) for size in value.shape)
-            arrays[leaf(placed.adapter.name, kind)][(*at, *place)] = value
-    for placed in plan.placed:
-        if "magnitude" in placed.adapter.has:
-            arrays[leaf(placed.adapter.name, "magnitude")][...] = _row_norms(placed, weight, arrays)
-    return arrays
-
-
-def _in_peft_order(plan: Plan) -> list[tuple[int, Placed]]:
-    """(layer, adapters of a kind of module), module by module."""
-    placed = {one.module: one for one in plan.placed}
-    places = in_order(list(placed))
-    return [(layer, placed[module]) for _, module, layer in places if placed[module].ranks[layer]]
-
-
-def _drawn(config: LoraConfig, module: Module, rank: int, generator: TorchGenerator) -> dict[str, np.ndarray]:
-    a, b = (rank, module.inputs), (module.outputs, rank)
-    if module.kind == "embedding":
-        first = {"a": generator.normal(math.prod(a), 1.0).reshape(a)}
-        first["b"] = generator.normal(math.prod(b), 1.0).reshape(b)
-        return {"b": generator.normal(math.prod(b), 1.0).reshape(b)} if config.init_lora_weights else first
-
-    def linear(shape: tuple[int, int]) -> np.ndarray:
-        return generator.uniform(math.prod(shape), shape[1] ** -0.5).reshape(shape)
-
-    first = {"a": linear(a), "b": linear(b)}
-    if config.lora_bias:
-        first["bias"] = generator.uniform(module.outputs, rank**-0.5)
-    if config.init_lora_weights is False:
-        return first
-    if config.init_lora_weights == "gaussian":
-        return {"a": generator.normal(math.prod(a), 1 / rank).reshape(a)}
-    return {"a": linear(a)}
-
-
-def _row_norms(placed: Placed, weight: Callable[[str], Any], arrays: dict[str, np.ndarray]) -> np.ndarray:
-    """Of W + scale B A: what the magnitudes begin with."""
-    name, module = placed.adapter.name, placed.module
-    a, b = (arrays[leaf(name, kind)] for kind in "ab")
-    lengths = np.zeros(placed.shapes()["magnitude"], np.float32)
-    for path, part in module.parts:
-        whole = weight(f"{path}.weight")
-        for layer in range(module.layers):
-            at = (layer,) if module.stacked else ()
-            own_b = b[at] if part is None else part.rows(b[at])
-            norms = np.linalg.norm(np.asarray(whole[at]) + placed.adapter.scales[layer] * (own_b @ a[at]), axis=1)
-            view = lengths[at] if part is None else part.view(lengths[at])
-            view[...] = norms.reshape(view.shape)
-    return lengths
-
-
-def tensors_of(plan: Plan, params: dict[str, Any], frozen: dict[str, Any]) -> dict[str, np.ndarray]:
-    """What adapter_model.safetensors holds, by name; float32."""
+def tensors_of(plan: Plan, params: dict[str, Any], kept: dict[str, Any]) -> dict[str, np.ndarray]:
+    """What adapter_model.safetensors holds, by name; float32. `kept` has the arrays of `plan.kept`, by path."""
     found = {
         name: np.asarray(params[leaf(placed.adapter.name, kind)][at], np.float32)
         for placed in plan.placed
         for name, kind, at in placed.tensors()
     }
-    found |= {name: np.asarray(frozen[path], np.float32) for name, path in plan.kept.items() if frozen}
+    found |= {name: np.asarray(kept[path], np.float32) for name, path in plan.kept.items()}
     for name, places in plan.whole.tensors.items():
         view, moved = {}, []
         for wire, at in places:

@@ -18,7 +18,7 @@ from trl_jax.hub.long_tail import is_exported
 from trl_jax.hub.lora_config import LoraConfig, read_lora_config
 from trl_jax.hub.parts import Place
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.hub.quantizing import BitsAndBytesConfig, formats
+from trl_jax.hub.quantizing import BitsAndBytesConfig, formats, halves
 from trl_jax.hub.torch_bridge import most_tokens
 
 logger = logging.getLogger(__name__)
@@ -120,8 +120,10 @@ class Checkpoint:
         generator = TorchGenerator(seed)
         family, arch = read_arch(read_config(self.folder), self.folder / "config.json")
         held = None if quantization is None else formats(quantization, config, family, arch)
+        # On several devices places go by what an array is.
+        bits = halves(config, family, arch) if place is None else ()
         arrays, engine = load_native(
-            self.folder, dtype=self.dtype, seed=generator, as_stored=True, formats=held, place=place
+            self.folder, dtype=self.dtype, seed=generator, as_stored=True, formats=held, bits=bits, place=place
         )
         model = PreTrainedModel(arrays, engine, self.config, self.folder, self.name)
         return with_adapter(model, config, generator, adapter)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from trl_jax.hub.torch_bridge import TorchModel
 from trl_jax.models.adapted import module_at
 from trl_jax.models.exported import ExportedScorer
 from trl_jax.models.functional import abstract
-from trl_jax.nn.quantized import Format, Quantized, dequantized
+from trl_jax.nn.quantized import HALVES, TABLES, Format, Quantized, dequantized
 
 
 class Engine(abc.ABC):
@@ -86,10 +86,17 @@ class Engine(abc.ABC):
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
         """Each tensor as it is called on disk, float32."""
 
-
     def size_of(self, path: str, array: jax.Array) -> int:
         """How many of the model's numbers this array stands for."""
         return array.size
+
+    def numbers(self, path: str, array: jax.Array) -> jax.Array:
+        """The array, as floats where it holds the bits of some."""
+        return array
+
+    def weight(self, arrays: dict[str, jax.Array], path: str) -> jax.Array:
+        """The parameter at a path, float32, however it is held."""
+        return arrays[path]
 
 
 class NativeEngine(Engine):
@@ -114,24 +121,47 @@ class NativeEngine(Engine):
         """The module, to be looked at abstractly."""
         model = self.source.family.scorer(self.source.arch)
         for path, form in self.formats.items():
-            owner = module_at(model, path.rpartition(".")[0])
-            owner.weight = Quantized(form, owner.weight.shape[:-2])
+            owner, _, name = path.rpartition(".")
+            module = module_at(model, owner)
+            setattr(module, name, Quantized(form, vars(module)[name].shape[:-2]))
         return model
 
     def size_of(self, path: str, array: jax.Array) -> int:
         weight, _, leaf = path.rpartition(".")
         if weight not in self.formats:
             return array.size
-        return array.size * (1 if self.formats[weight].kind == "int8" else 2) if leaf == "codes" else 0
+        return array.size * (2 if self.formats[weight].kind in TABLES else 1) if leaf == "codes" else 0
+
+    def numbers(self, path: str, array: jax.Array) -> jax.Array:
+        form = self.formats.get(path.removesuffix(".codes"))
+        halves = form is not None and form.kind in HALVES
+        return jax.lax.bitcast_convert_type(array, jnp.dtype(form.kind)) if halves else array
 
     def weight(self, arrays: dict[str, jax.Array], path: str) -> jax.Array:
-        """The array at a path, float32, whether or not it is quantised."""
         if path not in self.formats:
             return jnp.asarray(arrays[path], jnp.float32)
         form = self.formats[path]
         leaves = {name: arrays[f"{path}.{name}"] for name in form.leaves()}
         unpack = partial(dequantized, form)
-        return jax.vmap(unpack)(leaves) if leaves["codes"].ndim > len(form.leaves()["codes"][0]) else unpack(leaves)
+        stacked = form.kind not in HALVES and leaves["codes"].ndim > len(form.leaves()["codes"][0])
+        return jax.vmap(unpack)(leaves) if stacked else unpack(leaves)
+
+    def replaced(self, arrays: dict[str, jax.Array], path: str, values: np.ndarray) -> dict[str, jax.Array]:
+        """Other numbers for the array at a path, held and placed as it is.
+
+        Raises:
+            ValueError: it is quantised.
+        """
+        form = self.formats.get(path)
+        if form is not None and form.kind not in HALVES:
+            raise ValueError(
+                f"LoraConfig: init_lora_weights='pissa' puts other numbers into {path}, which is quantised to "
+                f"{form.kind}. Leave quantization_config out, or take init_lora_weights=True."
+            )
+        name = path if form is None else f"{path}.codes"
+        kind = arrays[path].dtype if form is None else jnp.dtype(form.kind)
+        held = values.astype(kind) if form is None else values.astype(kind).view(np.uint16)
+        return {name: jax.device_put(held, arrays[name].sharding)}
 
     def weights(self, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """All of them, as an engine without quantised weights has them."""
@@ -198,10 +228,17 @@ def load_native(
     seed: int | TorchGenerator,
     as_stored: bool = False,
     formats: dict[str, Format] | None = None,
+    bits: Collection[str] = (),
     place: Place | None = None,
 ) -> tuple[dict[str, jax.Array], NativeEngine]:
-    params, source = load(folder, dtype=dtype, seed=seed, as_stored=as_stored, formats=formats, place=place)
-    return params, NativeEngine(source, formats)
+    params, source = load(folder, dtype=dtype, seed=seed, as_stored=as_stored, formats=formats, bits=bits, place=place)
+    held = {} if formats is None else dict(formats)
+    for wire in source.wires:
+        codes = params.get(f"{wire.path}.codes")
+        if codes is not None and wire.path not in held:
+            first, _ = wire.tensors(codes.shape)[0]
+            held[wire.path] = Format(source.dtypes[first], codes.shape[-2:])
+    return params, NativeEngine(source, held)
 
 
 def load_exported(folder: Path, *, dtype: str, seed: int) -> tuple[dict[str, jax.Array], ExportedEngine, Any]:

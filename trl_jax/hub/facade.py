@@ -58,7 +58,7 @@ class Habits:
     def get_input_embeddings(self) -> Any:
         """Something with the embedding's `weight` and `num_embeddings`."""
         path = min(self.engine.embeddings)
-        weight = np.array(self.arrays[path]).view(Parameter)
+        weight = np.array(self.engine.weight(self.arrays, path)).view(Parameter)
         return _Embedding(weight)
 
     def print_trainable_parameters(self) -> None:

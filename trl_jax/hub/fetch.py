@@ -19,8 +19,10 @@ from huggingface_hub.errors import (
 from trl_jax.hub import torch_bridge
 from trl_jax.hub.files import INDEX, SINGLE, indexed_shards, no_weights, unconverted
 from trl_jax.hub.gguf import unpack
+from trl_jax.hub.lora_config import CONFIG as ADAPTER
+from trl_jax.hub.lora_config import PICKLED, no_adapter
+from trl_jax.hub.lora_config import WEIGHTS as _ADAPTER_WEIGHTS
 
-ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _SMALL = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 _UNREACHED = (RepositoryNotFoundError, LocalEntryNotFoundError, OfflineModeIsEnabled, HFValidationError)
 
@@ -60,8 +62,16 @@ class Repository:
                 raise self._without_weights(error) from error
 
     def fetch_adapter(self) -> None:
-        """The weights of an adapter; where there are none, its reader says so."""
+        """The weights of an adapter.
+
+        Raises:
+            FileNotFoundError: there are none, or only as a pickle.
+        """
         self._snapshot([_ADAPTER_WEIGHTS], [])
+        if (self.folder / _ADAPTER_WEIGHTS).is_file():
+            return
+        names = huggingface_hub.HfApi().list_repo_files(self.name, revision=self.commit, token=self.access["token"])
+        raise no_adapter(f"model={self.name!r}", _prefix(self.subfolder) + PICKLED in names)
 
     def _fetch_pickled(self, error: EntryNotFoundError) -> bool:
         """Whether there is a pytorch_model.bin, and torch to read it; it is then here."""

@@ -15,6 +15,7 @@ from trl_jax.hub.diagnosis import diagnose
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+_MAPPED = 2**28  # bytes read of a file until its pages are let go
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -31,7 +32,7 @@ class CheckpointFiles:
         self.shards: dict[str, list[str]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
-        self._folder, self._handles = folder, {}
+        self._folder, self._shard_of, self._handles, self._read = folder, {}, {}, {}
         for name in _shard_names(folder):
             self._open(folder / name)
 
@@ -42,30 +43,38 @@ class CheckpointFiles:
             raise ValueError(f"{path} is not a readable safetensors file: {diagnose(path) or error}.") from error
         self.shards[path.name] = list(handle.keys())
         for tensor in self.shards[path.name]:
-            if tensor in self._handles:
+            if tensor in self._shard_of:
                 raise ValueError(f"{path} holds the tensor {tensor}, which an earlier shard holds too.")
             header = handle.get_slice(tensor)
             dtype = header.get_dtype()
             self.dtypes[tensor], self.shapes[tensor] = DTYPES.get(dtype, dtype), tuple(header.get_shape())
-            self._handles[tensor] = handle
+            self._shard_of[tensor] = path.name
+        self._handles[path.name] = handle
 
     def check_dtypes(self, tensors: Iterable[str]) -> None:
         """Refuse the first of these tensors that is in a dtype which cannot be read."""
-        shard_of = {tensor: shard for shard, held in self.shards.items() for tensor in held}
         for tensor in tensors:
             if self.dtypes[tensor] not in DTYPES.values():
                 raise ValueError(
-                    f"{self._folder / shard_of[tensor]}: tensor {tensor} has dtype {self.dtypes[tensor]}; "
+                    f"{self._folder / self._shard_of[tensor]}: tensor {tensor} has dtype {self.dtypes[tensor]}; "
                     f"trl_jax reads {', '.join(DTYPES)}. Dequantise the checkpoint, or save it again in one of these."
                 )
 
     def read(self, tensor: str) -> np.ndarray:
         """The values of one tensor, in the dtype of the file."""
-        return self._handles[tensor].get_tensor(tensor)
+        return self._handles[self._shard_of[tensor]].get_tensor(tensor)
 
     def read_part(self, tensor: str, index: tuple[slice, ...]) -> np.ndarray:
         """The values of a part of it; no other is read from the disk."""
-        return self._handles[tensor].get_slice(tensor)[index]
+        return self._handles[self._shard_of[tensor]].get_slice(tensor)[index]
+
+    def let_go(self, tensor: str, count: int) -> None:
+        """Note that `count` bytes were read of this tensor. A file's pages count as this process's memory until it is
+        closed, so now and then it is opened anew: not after loading, when it may have been written over."""
+        shard = self._shard_of[tensor]
+        self._read[shard] = self._read.get(shard, 0) + count
+        if self._read[shard] > _MAPPED:
+            self._handles[shard], self._read[shard] = safe_open(self._folder / shard, framework="numpy"), 0
 
 
 def open_tensors(path: Path) -> dict[str, np.ndarray]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from trl_jax.hub.quantizing import quantized
 from trl_jax.hub.torch_bridge import PickledFiles, only_pickled
 from trl_jax.hub.wires import Wire, make_wires
 from trl_jax.models.functional import abstract
-from trl_jax.nn.quantized import Format
+from trl_jax.nn.quantized import HALVES, Format
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +59,7 @@ def load(
     seed: int | TorchGenerator,
     as_stored: bool = False,
     formats: dict[str, Format] | None = None,
+    bits: Collection[str] = (),
     place: Place | None = None,
 ) -> tuple[dict[str, jax.Array], Source]:
     """Read a checkpoint: a sequence classifier with one label, a causal LM (its head is dropped) or a bare base.
@@ -71,6 +72,7 @@ def load(
             goes on from where it is.
         as_stored: the arrays have the dtype in question instead, as those may that do not train.
         formats: paths of weights that are quantised as they are read: `<path>.codes` and so on take their place.
+        bits: paths of weights that, where they have sixteen bits and stay as stored, become `<path>.codes`, those bits.
         place: from a parameter's path and shape to its sharding, on several devices.
 
     Raises:
@@ -104,6 +106,9 @@ def load(
     for wire in wires:
         if wire.path in (formats or {}):
             params |= _quantised(files, wire, shapes[wire.path], on_disk, dtype, formats[wire.path])
+        elif wire.path in bits and wire.path not in new and _held_dtype(files, wire, on_disk, dtype).name in HALVES:
+            kind = _held_dtype(files, wire, on_disk, dtype)
+            params[f"{wire.path}.codes"] = _assemble(files, wire, shapes[wire.path], on_disk, dtype, kind, bits=True)
         else:
             params[wire.path] = array(wire)
     source = _source(raw, family, arch, wires, files, on_disk, dtype, carried)
@@ -138,14 +143,23 @@ def _assemble(
     on_disk: dict[str, str],
     dtype: str,
     held: Any,
+    *,
+    bits: bool = False,
 ) -> jax.Array:
-    """One of our arrays, of dtype `held`, from its tensors, put in place one by one: besides it one tensor is there."""
-    places = wire.tensors(shape.shape)
-    if not wire.stacked:  # a copy: memory of NumPy cannot be donated
-        return jnp.array(wire.take(_read(files, on_disk[places[0][0]], dtype)), held)
-    whole = jnp.zeros(shape.shape, held)
-    for tensor, index in places:
+    """One of our arrays, of dtype `held`, from its tensors, put in place one by one: besides it one tensor is there.
+    With `bits` the array has the bits of those numbers."""
+
+    def read(tensor: str) -> np.ndarray:
         values = wire.take(_read(files, on_disk[tensor], dtype))
+        return values.astype(held, copy=False).view(np.uint16) if bits else values
+
+    places = wire.tensors(shape.shape)
+    held_as = jnp.uint16 if bits else held
+    if not wire.stacked:  # a copy: memory of NumPy cannot be donated
+        return jnp.array(read(places[0][0]), held_as)
+    whole = jnp.zeros(shape.shape, held_as)
+    for tensor, index in places:
+        values = read(tensor)
         whole = jax.block_until_ready(_placed(whole, values, np.asarray(index)))
     return whole
 
@@ -161,7 +175,10 @@ def _quantised(files, wire: Wire, shape, on_disk: dict[str, str], dtype: str, fo
 
 
 def _read(files: CheckpointFiles, tensor: str, dtype: str) -> np.ndarray:
-    return _rounded(files, tensor, dtype, files.read(tensor))
+    values = files.read(tensor)
+    if isinstance(files, CheckpointFiles):
+        files.let_go(tensor, values.nbytes)
+    return _rounded(files, tensor, dtype, values)
 
 
 def _read_part(files: CheckpointFiles, dtype: str, tensor: str, index: Index | None) -> np.ndarray:
@@ -171,6 +188,7 @@ def _read_part(files: CheckpointFiles, dtype: str, tensor: str, index: Index | N
         values = values if index is None else values[index]
     else:
         values = files.read_part(tensor, index)
+        files.let_go(tensor, values.nbytes)
     return _rounded(files, tensor, dtype, values)
 
 

@@ -189,7 +189,8 @@ _BEYOND = {
     "use_qalora": (False,), "monteclora_config": (None,), "layer_replication": (None,), "use_bdlora": (None,),
     "arrow_config": (None,), "kasa_config": (None,), "ensure_weight_tying": (False,),
 }  # fmt: skip
-_INITIAL = (True, False, "gaussian")
+PISSA = "pissa"
+_INITIAL = (True, False, "gaussian", PISSA)
 # The nearest that works, for PEFT's other types.
 _NEAREST = {
     "ADALORA": "LoraConfig with rank_pattern", "LOHA": "LoraConfig", "LOKR": "LoraConfig", "IA3": "LoraConfig(r=1)",
@@ -208,11 +209,20 @@ def refuse_beyond(config: LoraConfig) -> None:
     if config.init_lora_weights not in _INITIAL:
         raise ValueError(
             f"LoraConfig: init_lora_weights={config.init_lora_weights!r} changes the base model or asks for data, "
-            "which this release of trl_jax does not. Take True, False or 'gaussian'; or prepare the adapter with PEFT, "
-            "save it together with the base model it changed, and pass that adapter's folder."
+            "which this release of trl_jax does not. Take True, False, 'gaussian' or 'pissa'. Or save an adapter that "
+            "PEFT began and the base model it changed, and say init_lora_weights: true in its adapter_config.json."
         )
-    if config.lora_bias and (config.use_dora or config.init_lora_weights == "gaussian"):
-        raise ValueError("LoraConfig: lora_bias=True goes neither with use_dora nor with 'gaussian'. Leave one out.")
+    if config.lora_bias and (config.use_dora or config.init_lora_weights not in (True, False)):
+        raise ValueError(
+            "LoraConfig: lora_bias=True goes neither with use_dora nor with init_lora_weights='gaussian' or 'pissa'. "
+            "Leave one out."
+        )
+
+
+def no_adapter(where: str, pickled: bool) -> FileNotFoundError:
+    """What is said of an adapter whose weights are not there, or only as a pickle."""
+    told = f" It has {PICKLED}, a pickle, which is not read: save it with safe_serialization=True." if pickled else ""
+    return FileNotFoundError(f"{where} has no {WEIGHTS}.{told}")
 
 
 def as_lora_config(given: Any) -> LoraConfig:

@@ -16,6 +16,8 @@ from trl_jax.nn.linear import Embedding, Linear
 
 _ROUTER = re.compile(r"\.router$")  # a parameter of its own class there, no linear map
 _READ_WHOLE = re.compile(r"\.(type_embed|distance_embed)$")  # of which no rows are looked up
+# The parameters of experts there, in order, and which of ours lie in each, one below the other.
+_EXPERTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 
 
 @dataclass(frozen=True)
@@ -23,11 +25,14 @@ class Module:
     """A module with parameters; with `{}` in its name, one of each layer.
 
     Attributes:
-        kind: "linear", "conv1d" (a linear map stored as (in, out)), "embedding", or what it is beside those.
+        kind: "linear", "conv1d" (a linear map stored as (in, out)), "embedding", "router", "experts", or what it is
+            beside those.
         parts: our modules whose weights lie in its weight, each with the part of it that they are.
         wires: its parameters.
         layers: how many, 1 without `{}`; `first` is the number of the first.
         inputs, outputs: of the whole matrix; of an embedding rows and columns.
+        experts: how many matrices lie in one parameter; 0 where it is a matrix.
+        inside: parameters of experts, each with a name of its own, `<module>.<parameter>`.
     """
 
     name: str
@@ -38,6 +43,8 @@ class Module:
     first: int
     inputs: int
     outputs: int
+    experts: int = 0
+    inside: tuple[Module, ...] = ()
 
     @property
     def stacked(self) -> bool:
@@ -45,6 +52,12 @@ class Module:
 
     def names(self) -> list[str]:
         return [self.name.format(self.first + layer) for layer in range(self.layers)]
+
+    def parameters(self) -> list[tuple[str, Module]]:
+        """Each by its last name, with the module, or what is inside of it, that has it."""
+        if self.inside:
+            return [(one.name.rpartition(".")[2], one) for one in self.inside]
+        return [(name, self) for name in dict.fromkeys(wire.tensor.rpartition(".")[2] for wire in self.wires)]
 
 
 def modules_of(family: Family, arch: Any) -> list[Module]:
@@ -71,12 +84,16 @@ def _owner(tensor: str) -> str:
 
 def _today(name: str, family: Family) -> str:
     """Checkpoints of some families keep names of another time; modules have those of today."""
+    for old, new in family.moved:
+        name = name.replace(old, new)
     for prefix in family.other_prefixes:
         name = prefix + name.removeprefix(family.base_prefix) if name.startswith(family.base_prefix) else name
     return name
 
 
 def _module(name: str, wires: list[Wire], shapes: dict, model: Any) -> Module:
+    if wires[0].stacked > 1:
+        return _experts(name, wires, shapes)
     weights = [wire for wire in wires if wire.path.endswith(".weight") and wire.tensor.endswith(".weight")]
     kind, ours = "other", [wire.path.removesuffix(".weight") for wire in weights]
     first = wires[0]
@@ -91,11 +108,26 @@ def _module(name: str, wires: list[Wire], shapes: dict, model: Any) -> Module:
     return Module(name, kind, parts, tuple(wires), layers, first.first, inputs, outputs)
 
 
+def _experts(name: str, wires: list[Wire], shapes: dict) -> Module:
+    """The module of all experts, whose parameters have a first axis for them."""
+    own, inside = {wire.path.rpartition(".")[2]: wire for wire in wires}, []
+    for parameter, ours in _EXPERTS.items():
+        layers, experts, rows, inputs = shapes[own[ours[0]].path].shape
+        total = rows * len(ours)
+        parts = [None] if len(ours) == 1 else [Rows(at * rows, rows, total) for at in range(len(ours))]
+        held = tuple((own[one].path, part) for one, part in zip(ours, parts, strict=True))
+        of = tuple(own[one] for one in ours)
+        inside.append(Module(f"{name}.{parameter}", "experts", held, of, layers, of[0].first, inputs, total, experts))
+    return Module(name, "other", (), tuple(wires), layers, wires[0].first, 0, 0, inside=tuple(inside))
+
+
 def _kind(module: Any, path: str, wire: Wire) -> str:
     if isinstance(module, Embedding):
         return "other" if _READ_WHOLE.search(path) else "embedding"
-    if not isinstance(module, Linear) or _ROUTER.search(path):
+    if not isinstance(module, Linear):
         return "other"
+    if _ROUTER.search(path):
+        return "router"
     return "conv1d" if isinstance(wire.part, Rows) and wire.part.transposed else "linear"
 
 

@@ -138,7 +138,7 @@ class PreTrainedModel(Habits):
         return sum(
             self.engine.size_of(path, array)
             for path, array in (self.params if only_trainable else self.arrays).items()
-            if not (exclude_embeddings and path in self.engine.embeddings)
+            if not (exclude_embeddings and path.removesuffix(".codes") in self.engine.embeddings)
         )
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None) -> Any:

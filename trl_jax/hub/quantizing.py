@@ -84,6 +84,15 @@ def formats(config: BitsAndBytesConfig, lora: LoraConfig, family: Any, arch: Any
     return {path: config.form(_shape(module, part)) for path, (module, part) in found.items()}
 
 
+def halves(lora: LoraConfig, family: Any, arch: Any) -> frozenset[str]:
+    """Paths of matrices and tables that do not train: they may be held as bits where the checkpoint has sixteen."""
+    modules = modules_of(family, arch)
+    whole = {module.name for _, module, _ in saved_whole(with_head(lora, modules)[0], modules)}
+    held = [module for module in modules if module.kind in ("linear", "conv1d", "embedding", "router")]
+    found = {f"{path}.weight" for module in held if module.name not in whole for path, _ in module.parts}
+    return frozenset(found | {path for module in modules for one in module.inside for path, _ in one.parts})
+
+
 def _skips(skipped: tuple[str, ...], module: Module) -> bool:
     return any(module.name == name or module.name.endswith(f".{name}") for name in skipped)
 

@@ -26,12 +26,6 @@ _USUAL = {
     "stablelm": ("q_proj", "v_proj"), "xlm-roberta": ("query", "value"),
 }  # fmt: skip
 
-# Families whose experts PEFT adapts, all in one parameter, where target_modules names them as they once were called.
-_EXPERTS = {
-    "mixtral": {"gate", "w1", "w2", "w3"},
-    "qwen3_moe": {"gate", "gate_proj", "up_proj", "down_proj"},
-}
-
 Places = list[tuple[str, Module, int]]
 
 
@@ -72,49 +66,30 @@ def settled(config: LoraConfig, modules: list[Module], model_type: str) -> LoraC
     Raises:
         ValueError: it names none, and there are no usual ones of this model_type.
     """
-    if config.target_parameters:
-        raise ValueError(
-            f"LoraConfig: target_parameters={sorted(config.target_parameters)!r} is not in this release of trl_jax: "
-            "experts stay as they are. Leave it out."
-        )
     found, places = config.target_modules, in_order(modules)
-    if found is None:
+    if found is None and not (config.target_parameters and model_type not in _USUAL):
         if model_type not in _USUAL:
             raise ValueError(
                 f"LoraConfig: target_modules is None, and PEFT has no usual choice for model_type {model_type!r}. "
                 f"Name some of {', '.join(candidates(modules))}, or pass 'all-linear'."
             )
         found = set(_USUAL[model_type])
-    if model_type in _EXPERTS:
-        found = _without_experts(found, places, _EXPERTS[model_type])
-        config = replace(config, target_parameters=[])
-    if isinstance(found, str) and found.lower() == _ALL:
-        head = _head_module(modules) if config.task_type == "SEQ_CLS" else None
-        found = {name for name, module, _ in places if module.kind in ("linear", "conv1d") and name != head}
+    if is_all(found):
+        found = linear_maps(config, modules)
     if isinstance(found, set) and len(found) >= _MANY:
         found = _shortest(found, _every_name(places))
     conv = any(module.kind == "conv1d" for _, module, _ in places)
     return replace(config, target_modules=found, fan_in_fan_out=config.fan_in_fan_out or conv)
 
 
-def _without_experts(wanted: Any, places: Places, experts: set[str]) -> Any:
-    """Last names of what is meant, as PEFT writes it for these families.
+def is_all(wanted: Any) -> bool:
+    return isinstance(wanted, str) and wanted.lower() == _ALL
 
-    Raises:
-        ValueError: experts are among it.
-    """
-    named = {name.rpartition(".")[2] for name in wanted} if isinstance(wanted, set) else experts
-    if isinstance(wanted, str) and wanted.lower() != _ALL:
-        tensors = {f"{name}.{wire.tensor.rpartition('.')[2]}" for name, module, _ in places for wire in module.wires}
-        matching = [name for name in (*_walked(places), *tensors) if re.fullmatch(wanted, name)]
-        wanted = named = {name.rpartition(".")[2] for name in matching}
-    if named & experts:
-        raise ValueError(
-            f"LoraConfig: target_modules={_shown(wanted)} means experts, too ({', '.join(sorted(named & experts))}), "
-            "which lie in one parameter for all and have no adapters in this release of trl_jax. Name the "
-            "attention's: ['q_proj', 'k_proj', 'v_proj', 'o_proj']."
-        )
-    return wanted
+
+def linear_maps(config: LoraConfig, modules: list[Module]) -> set[str]:
+    """Every linear map by name, but the head."""
+    head = _head_module(modules) if config.task_type == "SEQ_CLS" else None
+    return {name for name, module, _ in in_order(modules) if module.kind in ("linear", "conv1d") and name != head}
 
 
 def _head_module(modules: list[Module]) -> str | None:
@@ -154,30 +129,30 @@ def targeted(config: LoraConfig, modules: list[Module]) -> Places:
     """Each module that gets an adapter, in order; `config` is settled.
 
     Raises:
-        ValueError: none is meant, or one that has no adapters.
+        ValueError: none is meant, and no parameter either; or one that has no adapters.
     """
     places, wanted = in_order(modules), config.target_modules
     known = {name: (name, module, layer) for name, module, layer in places}
-    meant = [name for name in _walked(places) if _is_meant(config, name)]
+    meant = [name for name in walked(places) if is_meant(config, name)]
     wrong = [name for name in meant if name not in known or known[name][1].kind not in ADAPTABLE]
     if wrong:
         raise ValueError(
-            f"LoraConfig: target_modules={_shown(wanted)} means {wrong[0]} (and {len(meant) - 1} more), which is no "
+            f"LoraConfig: target_modules={shown(wanted)} means {wrong[0]} (and {len(meant) - 1} more), which is no "
             f"linear map or embedding. Those that are: {', '.join(candidates(modules))}."
         )
-    if not meant:
+    if not meant and not config.target_parameters:
         raise ValueError(
-            f"LoraConfig: target_modules={_shown(wanted)} means no module of this model, or only what exclude_modules, "
+            f"LoraConfig: target_modules={shown(wanted)} means no module of this model, or only what exclude_modules, "
             f"modules_to_save or layers_to_transform leave out. It has {', '.join(candidates(modules))}."
         )
     return [known[name] for name in meant]
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     return repr(sorted(value) if isinstance(value, set) else value)
 
 
-def _walked(places: Places) -> list[str]:
+def walked(places: Places) -> list[str]:
     """Every name in order, what a module is in before the module."""
     return list(
         dict.fromkeys(
@@ -186,7 +161,7 @@ def _walked(places: Places) -> list[str]:
     )
 
 
-def _is_meant(config: LoraConfig, name: str) -> bool:
+def is_meant(config: LoraConfig, name: str) -> bool:
     if config.exclude_modules and _matches(config.exclude_modules, name):
         return False
     if any(re.match(rf"(^|.*\.){saved}($|\..*)", name) for saved in config.modules_to_save or []):
@@ -224,7 +199,7 @@ def saved_whole(config: LoraConfig, modules: list[Module]) -> Places:
     """The modules that `modules_to_save` means, by how their names end, whatever stands before; and what is in them."""
     wanted = tuple(config.modules_to_save or ())
     places = in_order(modules)
-    meant = [name for name in _walked(places) if wanted and name.endswith(wanted)]
+    meant = [name for name in walked(places) if wanted and name.endswith(wanted)]
     return [place for place in places if any(place[0] == name or place[0].startswith(f"{name}.") for name in meant)]
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from trl_jax.nn.lora import Lora
+from trl_jax.nn.lora import ExpertsLora, Lora
 
 
 class Part(Protocol):
@@ -32,6 +32,8 @@ class Adapter:
         parts: our modules that lie in it, each with what has its `rows` of a `[out, ...]` array; None: it is all of it.
         scales, there: what B A is multiplied by, and whether there is an adapter, one a layer where they are stacked.
         has: which of magnitude and bias it has, beside A and B.
+        experts: how many matrices each array is for, 0 for one: A is `[E r, in]`, expert by expert, B `[out, r E]`, one
+            of each expert, then the next.
     """
 
     name: str
@@ -40,6 +42,21 @@ class Adapter:
     there: tuple[bool, ...]
     stacked: bool
     has: tuple[str, ...] = ()
+    experts: int = 0
+
+    def place(self, path: str) -> tuple[str, str]:
+        """The module that holds the adapter of our module or, of experts, parameter `path`; and as what."""
+        if self.experts:
+            owner, _, name = path.rpartition(".")
+            return owner, f"{name}_lora"
+        return path, "lora"
+
+    def matrices(self, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """A `[..., r, in]` and B `[..., out, r]`; with an axis for experts, where they have one, after the layers'."""
+        if not self.experts:
+            return a, b
+        a = a.reshape(*a.shape[:-2], self.experts, -1, a.shape[-1])
+        return a, jnp.moveaxis(b.reshape(*b.shape[:-1], -1, self.experts), -1, -3)
 
 
 _KINDS = {"a": "lora_A", "b": "lora_B", "magnitude": "lora_magnitude_vector", "bias": "lora_B.bias"}
@@ -86,9 +103,10 @@ class AdaptedGraph:
             dice = jax.random.fold_in(key, number) if drops else None
             for path, part in adapter.parts:
                 leaves = _leaves(adapter, part, {kind: params[leaf(adapter.name, kind)] for kind in _kinds(adapter)})
-                found |= {f"{path}.lora.{name}": value for name, value in leaves.items()}
                 if drops:
-                    found[f"{path}.lora.key"] = jax.random.split(dice, len(adapter.scales)) if adapter.stacked else dice
+                    leaves["key"] = jax.random.split(dice, len(adapter.scales)) if adapter.stacked else dice
+                where = ".".join(adapter.place(path))
+                found |= {f"{where}.{name}": value for name, value in leaves.items()}
         return self.dropping if drops else self.plain, found
 
 
@@ -105,6 +123,9 @@ def _leaves(adapter: Adapter, part: Part | None, arrays: dict[str, jax.Array]) -
         return jax.vmap(part.rows)(array) if adapter.stacked else part.rows(array)
 
     found = {kind: cut(kind, array) for kind, array in arrays.items()}
+    if adapter.experts:
+        a, b = adapter.matrices(found["a"], found["b"])
+        return {"a": a, "b": jnp.asarray(adapter.scales, b.dtype).reshape(-1, *[1] * (b.ndim - 1)) * b}
     found["scale"] = jnp.asarray(adapter.scales if adapter.stacked else adapter.scales[0], jnp.float32)
     if "magnitude" in found:
         found["there"] = jnp.asarray(adapter.there if adapter.stacked else adapter.there[0])
@@ -130,7 +151,9 @@ def adapted_graph(
                     if drops:
                         keys = jax.random.split(jax.random.key(0), len(adapter.scales))
                         leaves["key"] = keys if adapter.stacked else keys[0]
-                    module_at(model, path).lora = Lora(leaves, rate)
+                    owner, name = adapter.place(path)
+                    made = ExpertsLora(leaves) if adapter.experts else Lora(leaves, rate)
+                    setattr(module_at(model, owner), name, made)
             return model
 
         return nnx.split(nnx.eval_shape(whole))[0]

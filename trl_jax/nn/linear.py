@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trl_jax.nn.lora import Lora
+from trl_jax.nn.quantized import Quantized
 
 
 class Linear(nnx.Module):
@@ -42,7 +43,10 @@ class Embedding(nnx.Module):
         self.lora = nnx.data(None)
 
     def __call__(self, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        embedded = jnp.take(self.weight[...], ids, axis=0, mode="clip")  # a pad beyond the last position
+        if isinstance(self.weight, Quantized):
+            embedded = self.weight.taken(ids)
+        else:
+            embedded = jnp.take(self.weight[...], ids, axis=0, mode="clip")  # a pad beyond the last position
         if self.padding_idx is not None:
             embedded = jnp.where((ids == self.padding_idx)[..., None], jax.lax.stop_gradient(embedded), embedded)
         if self.lora is not None:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trl_jax.nn.dropout import Dropout
+from trl_jax.nn.grouped import grouped_dot
 
 
 class Lora(nnx.Module):
@@ -49,3 +50,20 @@ class Lora(nnx.Module):
         if padding_idx is not None:
             rows = jnp.where((ids == padding_idx)[..., None], jax.lax.stop_gradient(rows), rows)
         return self.scale[...] * jnp.einsum("...r,or->...o", rows, self.b[...])
+
+
+class ExpertsLora(nnx.Module):
+    """Adapters of matrices that experts have: A `[E, r, in]`, B `[E, out, r]`, scaled already."""
+
+    def __init__(self, leaves: dict[str, jax.Array]):
+        self.a, self.b = nnx.Param(leaves["a"]), nnx.Param(leaves["b"])
+
+
+def adapted_dot(x: jax.Array, sizes: jax.Array, weight: jax.Array, *lora: jax.Array) -> jax.Array:
+    """`[M, in]`, rows sorted by expert, to `[M, out]`: what each expert's W makes of its own `sizes` rows and, where
+    there are A and B, what B A does."""
+    y = grouped_dot(x, weight.astype(x.dtype), sizes)
+    if not lora:
+        return y
+    a, b = (part.astype(x.dtype) for part in lora)
+    return y + grouped_dot(grouped_dot(x, a, sizes), b, sizes)

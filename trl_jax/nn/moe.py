@@ -8,16 +8,21 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from trl_jax.core.parts import TENSOR
-from trl_jax.nn.grouped import grouped_dot
 from trl_jax.nn.linear import Linear
+from trl_jax.nn.lora import ExpertsLora, adapted_dot
 from trl_jax.nn.mlp import ACTIVATIONS, MLP
 
 
 class MoE(nnx.Module):
     """Softmax routing to the `top_k` likeliest gated experts (Shazeer et al. 2017, arXiv:1701.06538).
 
-    `experts` is a models.arch.Experts. Weights are stacked: gate and up `[E, F, D]`, down `[E, D, F]`.
+    `experts` is a models.arch.Experts. Weights are stacked: gate and up `[E, F, D]`, down `[E, D, F]`; each may have
+    adapters beside it.
     """
+
+    gate_lora: ExpertsLora | None
+    up_lora: ExpertsLora | None
+    down_lora: ExpertsLora | None
 
     def __init__(self, features: int, experts, *, activation: str):
         self.router = Linear(features, experts.count)
@@ -25,6 +30,7 @@ class MoE(nnx.Module):
         self.gate = nnx.Param(jnp.zeros(inner, jnp.float32))
         self.up = nnx.Param(jnp.zeros(inner, jnp.float32))
         self.down = nnx.Param(jnp.zeros((experts.count, features, experts.size), jnp.float32))
+        self.gate_lora, self.up_lora, self.down_lora = nnx.data(None), nnx.data(None), nnx.data(None)
         shared = experts.shared_size
         self.shared = None if shared is None else MLP(features, shared, activation=activation)
         self.shared_gate = None if shared is None else Linear(features, 1)
@@ -39,7 +45,7 @@ class MoE(nnx.Module):
 
     def _routed(self, x: jax.Array) -> jax.Array:
         count, devices = self.experts.count, jax.sharding.get_abstract_mesh().shape.get(TENSOR, 1)
-        experts = (self.gate[...], self.up[...], self.down[...])
+        experts = self._matrices()
         if devices == 1 or count % devices:
             return self._mixed(x, *self._route(x), None, *experts)
 
@@ -51,6 +57,11 @@ class MoE(nnx.Module):
         run = jax.shard_map(own, in_specs=places, out_specs=PartitionSpec(), axis_names={TENSOR}, check_vma=False)
         return run(x, *self._route(x), first, *experts)
 
+    def _matrices(self) -> list[tuple[jax.Array, ...]]:
+        """Of gate, up and down: W, and where there are adapters A and B."""
+        both = ((self.gate, self.gate_lora), (self.up, self.up_lora), (self.down, self.down_lora))
+        return [(weight[...], *(() if lora is None else (lora.a[...], lora.b[...]))) for weight, lora in both]
+
     def _mixed(self, x, weights, chosen, first, gate, up, down) -> jax.Array:
         """What experts from `first[0]` on give the tokens that chose them; None: they are all."""
         expert, count = chosen.reshape(-1), self.experts.count
@@ -58,11 +69,10 @@ class MoE(nnx.Module):
             expert = (expert - first[0]) % count  # these come first, tokens of others behind
         order = jnp.argsort(expert, stable=True)  # a token's place times top_k, sorted by expert
         token = order // self.experts.top_k
-        sizes = jnp.bincount(expert, length=count)[: len(gate)]
+        sizes = jnp.bincount(expert, length=count)[: len(gate[0])]
         sorted_x = x[token]
-        gate, up, down = (weight.astype(x.dtype) for weight in (gate, up, down))
-        hidden = self.activation(grouped_dot(sorted_x, gate, sizes)) * grouped_dot(sorted_x, up, sizes)
-        out = grouped_dot(hidden, down, sizes) * weights.reshape(-1)[order][:, None].astype(x.dtype)
+        hidden = self.activation(adapted_dot(sorted_x, sizes, *gate)) * adapted_dot(sorted_x, sizes, *up)
+        out = adapted_dot(hidden, sizes, *down) * weights.reshape(-1)[order][:, None].astype(x.dtype)
         if first is not None:
             out = jnp.where(jnp.arange(len(out))[:, None] < jnp.sum(sizes), out, 0)
         return jnp.zeros_like(x).at[token].add(out)

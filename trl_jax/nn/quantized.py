@@ -1,7 +1,8 @@
-"""Weights of four or eight bits that stand in for a matrix: unpacked where it is used, a layer at a time.
+"""Weights of few bits that stand in for a matrix: unpacked where it is used, a layer at a time.
 
 The formats are bitsandbytes': blocks of 64 numbers share a scale, and of those 256 one of their own (Dettmers et al.
-2023, arXiv:2305.14314); in eight bits, a row has one (arXiv:2208.07339).
+2023, arXiv:2305.14314); in eight bits, a row has one (arXiv:2208.07339). Floats of sixteen bits are held as whole
+numbers: for a CPU, XLA would make 32 bits of a whole stack of layers, ahead of the loop that walks it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+HALVES = ("bfloat16", "float16")
 BLOCK, SCALES = 64, 256  # numbers that share a scale, and scales that do
 
 # What four bits mean: quantiles of a normal distribution, or floats of two exponent bits.
@@ -39,7 +41,8 @@ DYNAMIC = _dynamic()
 
 @dataclass(frozen=True)
 class Format:
-    """How a matrix (out, in) is held: kind "nf4", "fp4" or "int8"; `nested`: the scales of four bits are quantised."""
+    """How a matrix (out, in) is held: kind "nf4", "fp4", "int8" or one of HALVES; `nested`: the scales of four bits are
+    quantised."""
 
     kind: str
     shape: tuple[int, int]
@@ -48,6 +51,8 @@ class Format:
     def leaves(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         """The arrays of one matrix: name -> shape and dtype."""
         rows, columns = self.shape
+        if self.kind in HALVES:
+            return {"codes": (self.shape, np.dtype("uint16"))}
         if self.kind == "int8":
             return {"codes": ((rows, columns), np.dtype("int8")), "scales": ((rows,), np.dtype("float32"))}
         count = rows * columns
@@ -65,19 +70,25 @@ class Quantized(nnx.Module):
 
     def __init__(self, form: Format, lead: tuple[int, ...] = ()):
         leaves = {name: nnx.Param(jnp.zeros((*lead, *shape), dtype)) for name, (shape, dtype) in form.leaves().items()}
-        self.codes, self.scales = leaves["codes"], leaves["scales"]
+        self.codes, self.scales = leaves["codes"], leaves.get("scales")
         self.scale_scales, self.offset = leaves.get("scale_scales"), leaves.get("offset")
         self.form = form
 
     def __getitem__(self, key: object) -> jax.Array:
-        del key
         names = self.form.leaves()
-        return dequantized(self.form, {name: vars(self)[name][...] for name in names})
+        return dequantized(self.form, {name: vars(self)[name][...] for name in names})[key]
+
+    def taken(self, ids: jax.Array) -> jax.Array:
+        """Rows of a table of sixteen bits, float32."""
+        return dequantized(self.form, {"codes": jnp.take(self.codes[...], ids, axis=0, mode="clip")})
 
 
 def dequantized(form: Format, leaves: dict[str, jax.Array]) -> jax.Array:
     """The matrix (out, in), float32."""
-    codes, scales = leaves["codes"], leaves["scales"]
+    codes = leaves["codes"]
+    if form.kind in HALVES:
+        return jax.lax.bitcast_convert_type(codes, jnp.dtype(form.kind)).astype(jnp.float32)
+    scales = leaves["scales"]
     if form.kind == "int8":
         return codes.astype(jnp.float32) * (scales / 127)[:, None]
     if form.nested:

@@ -50,7 +50,8 @@ def check_weights(model: PreTrainedModel) -> PreTrainedModel:
         ValueError: naming the tensors as they are called on disk.
     """
     bad = [tensor for tensor, values in model.engine.on_disk(model.readable) if not np.isfinite(values).all()]
-    bad += [path for path, array in model.frozen.items() if not jnp.isfinite(array).all()]
+    frozen = ((path, model.engine.numbers(path, array)) for path, array in model.frozen.items())
+    bad += [path for path, values in frozen if not jnp.isfinite(values).all()]
     if bad:
         raise ValueError(
             f"{model.name_or_path}: {', '.join(bad[:8])}{' and others' if len(bad) > 8 else ''} hold NaN or infinite "

@@ -60,6 +60,7 @@ class Family:
             one twice, the last counts.
         base_prefix: opens the name of every tensor but the head's; the checkpoint of a bare base leaves it out.
         other_prefixes: what stands in its place in checkpoints of other times; kept on save.
+        moved: (what stands in names on disk, what transformers' modules have in its place).
         heads: how the names of the head's tensors begin; the prefix is not theirs.
         language_head: the tensor of a causal model that is dropped; None where there are no such models.
         ignored: regular expressions of tensors that checkpoints carry; dropped where the model has no use for them.
@@ -75,6 +76,7 @@ class Family:
     drawn: Callable[[Any], list[Draw]] = score_head
     base_prefix: str = "model."
     other_prefixes: tuple[str, ...] = ()
+    moved: tuple[tuple[str, str], ...] = ()
     heads: tuple[str, ...] = ("score.",)
     language_head: str | None = "lm_head.weight"
     ignored: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$", r"^lm_head\.bias$")

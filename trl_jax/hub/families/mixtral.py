@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from trl_jax.hub.config import ConfigReader
 from trl_jax.hub.families import Family, llama, mistral
-from trl_jax.hub.wires import Names
+from trl_jax.hub.wires import Names, ordered
 from trl_jax.models.arch import Arch, Experts
 
 
@@ -20,12 +20,13 @@ def arch(config: ConfigReader) -> Arch:
 
 def names(arch: Arch) -> Names:
     experts = "model.layers.{}.block_sparse_moe."
-    return llama.names(arch) | {
+    found = llama.names(arch) | {
         "decoder.layers.mlp.router": experts + "gate",
         "decoder.layers.mlp.gate": experts + "experts.{}.w1.weight",
         "decoder.layers.mlp.up": experts + "experts.{}.w3.weight",
         "decoder.layers.mlp.down": experts + "experts.{}.w2.weight",
     }
+    return ordered(found, "decoder.layers.mlp.router", before="decoder.layers.mlp.gate")
 
 
-FAMILY = Family("mixtral", "MixtralForSequenceClassification", arch, names)
+FAMILY = Family("mixtral", "MixtralForSequenceClassification", arch, names, moved=((".block_sparse_moe.", ".mlp."),))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from trl_jax.hub.config import ConfigReader
 from trl_jax.hub.families import Family, llama
 from trl_jax.hub.families.qwen2 import read_windows
-from trl_jax.hub.wires import Names
+from trl_jax.hub.wires import Names, ordered
 from trl_jax.models.arch import Arch, Experts
 
 
@@ -39,7 +39,7 @@ def read_experts(config: ConfigReader, shared_size: int | None = None) -> Expert
 
 def names(arch: Arch) -> Names:
     mlp = "model.layers.{}.mlp."
-    return llama.names(arch) | {
+    found = llama.names(arch) | {
         "decoder.layers.mlp.router": mlp + "gate",
         "decoder.layers.mlp.gate": mlp + "experts.{}.gate_proj.weight",
         "decoder.layers.mlp.up": mlp + "experts.{}.up_proj.weight",
@@ -49,6 +49,7 @@ def names(arch: Arch) -> Names:
         "decoder.layers.mlp.shared.down": mlp + "shared_expert.down_proj",
         "decoder.layers.mlp.shared_gate": mlp + "shared_expert_gate",
     }
+    return ordered(found, "decoder.layers.mlp.router", before="decoder.layers.mlp.gate")
 
 
 FAMILY = Family("qwen2_moe", "Qwen2MoeForSequenceClassification", arch, names)

@@ -8,6 +8,7 @@ from trl_jax.hub.config import ConfigReader
 from trl_jax.hub.families import Family, llama, qwen2_moe
 from trl_jax.hub.families.qwen2_moe import read_experts
 from trl_jax.hub.layer_types import read_window
+from trl_jax.hub.wires import Names, ordered
 from trl_jax.models.arch import Arch
 
 
@@ -24,4 +25,9 @@ def arch(config: ConfigReader) -> Arch:
     )
 
 
-FAMILY = Family("qwen3_moe", "Qwen3MoeForSequenceClassification", arch, qwen2_moe.names)
+def names(arch: Arch) -> Names:
+    mlp = "decoder.layers.mlp."
+    return ordered(qwen2_moe.names(arch), mlp + "gate", mlp + "up", mlp + "down", before=mlp + "router")
+
+
+FAMILY = Family("qwen3_moe", "Qwen3MoeForSequenceClassification", arch, names)
