@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from trl_jax.core import parallel
-from trl_jax.core.parts import TENSOR
+from trl_jax.core.parts import SEQUENCE, TENSOR
 from trl_jax.engine.mesh import Division, make_mesh
 from trl_jax.engine.processes import join
 
@@ -48,12 +48,15 @@ def mesh_sizes(args: BaseConfig) -> dict[str, int]:
     return sizes
 
 
-def check_division(division: Division | None, model: PreTrainedModel) -> None:
-    """Raises ValueError where the heads of the model do not come out even on the tensor axis."""
-    size = 1 if division is None else division.size(TENSOR)
+def check_division(division: Division | None, model: PreTrainedModel, overridden: set[str]) -> None:
+    """Raises ValueError where the model's heads do not come out even on the tensor axis, or texts cannot be divided:
+    for the model, or for what the script has `overridden`."""
+    if division is None:
+        return
+    _check_sequence(division.size(SEQUENCE), model, overridden & {"compute_loss", "prediction_step"})
+    size, heads = division.size(TENSOR), model.engine.heads
     if size == 1:
         return
-    heads = model.engine.heads
     if heads is None:
         raise ValueError(
             f"mesh: tensor {size} divides products by name, and {model.name_or_path} runs as an exported program. "
@@ -66,6 +69,19 @@ def check_division(division: Division | None, model: PreTrainedModel) -> None:
             f"mesh: tensor {size} does not divide the {shown} of {model.name_or_path}. Choose a tensor size that does, "
             "and give the rest to fsdp."
         )
+
+
+def _check_sequence(size: int, model: PreTrainedModel, own: set[str]) -> None:
+    if size == 1:
+        return
+    ways = "Give these devices to data or fsdp instead."
+    if not model.engine.takes_streams:
+        raise ValueError(
+            f"mesh: sequence {size} deals the tokens of a text over devices, which only native decoders can read; "
+            f"{model.name_or_path} is none ({model.engine.name} engine). {ways}"
+        )
+    if own:
+        raise ValueError(f"mesh: sequence {size} divides texts, and a script's own {own.pop()} gets them whole. {ways}")
 
 
 def describe(division: Division, params: dict, state: Any) -> str:

@@ -161,7 +161,8 @@ def one_pass(trainer: RewardTrainer, given: Shapes) -> Pass:
     """What a device computes at once."""
     tokens = given.batch.tokens
     passes, *rows, length = tokens.sharding.shard_shape(tokens.shape)
-    return Pass(passes, math.prod(rows), length, mesh_of(trainer).get("tensor", 1))
+    mesh = mesh_of(trainer)
+    return Pass(passes, math.prod(rows), length, mesh.get("tensor", 1), mesh.get("sequence", 1))
 
 
 def gradients(trainer: RewardTrainer, given: Shapes) -> int:

@@ -61,7 +61,7 @@ class Session(Reports, Task):
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.is_in_train = False
         self.division = division_of(args)  # None on one device
-        check_division(self.division, model)
+        check_division(self.division, model, self.overridden)
         if self.division is not None:
             self.model.params, self.model.frozen = map(self.division.placed, (self.model.params, self.model.frozen))
         if several():
