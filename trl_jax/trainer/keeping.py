@@ -20,7 +20,6 @@ from trl_jax.data.fingerprint import fingerprint
 from trl_jax.data.order import RunLength
 from trl_jax.engine.background import Background, copied, spare_memory
 from trl_jax.engine.checkpoint import await_checkpoint, save_checkpoint
-from trl_jax.engine.mesh import fetched
 from trl_jax.engine.processes import barrier, is_first, several
 from trl_jax.engine.progress import Progress, SavedProgress, told, write_progress
 from trl_jax.engine.resume import Found, changed_arguments, restore_callbacks
@@ -94,9 +93,7 @@ class Keeping(Session):
                 return
             rounded = set(self.model.engine.dtypes.values()) != {"float32"}  # by the model's own file
             trees = held if rounded else {"optimizer": held["optimizer"]}
-            trees = jax.tree.map(fetched, trees) if several() else trees
-            if is_first():
-                write_progress(folder, steps, trees, text)
+            write_progress(folder, steps, trees, text, writes=is_first())
 
         return write
 
