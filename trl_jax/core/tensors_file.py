@@ -37,7 +37,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Pieces]) -> None:
         head = _head(tensors, sizes)
         file.write(len(head).to_bytes(8, "little") + head)
         for name, one in tensors.items():
-            written = sum(file.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8)) for piece in one.read())
+            written = 0
+            for piece in one.read():
+                written += file.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8))
+                del piece  # before the next is made
             if written != sizes[name]:
                 raise ValueError(f"{path}: {name} of {sizes[name]:,} bytes came in pieces of {written:,}.")
 

@@ -225,11 +225,13 @@ def _gathered(array: jax.Array, place: NamedSharding) -> jax.Array:
 
 def pieces(array: Any, most: int) -> Iterator[np.ndarray]:
     """All of an array of JAX's or NumPy's, along its first axis: at most so many bytes at a time, but one row at least.
-    Where hosts hold parts of it, all of them must ask."""
-    host = fetched if isinstance(array, jax.Array) else np.asarray
-    if array.ndim == 0 or array.nbytes <= most:
-        yield host(array)
-        return
-    step = max(1, len(array) * most // array.nbytes)
-    for start in range(0, len(array), step):
-        yield host(array[start : start + step])
+    Where hosts hold parts of it, all of them must ask. JAX's come by way of copies on the device: what NumPy gets of an
+    array itself stays with that on the host."""
+    if isinstance(array, np.ndarray):
+        yield array
+    elif array.ndim == 0 or array.nbytes <= most:
+        yield fetched(jax.numpy.copy(array))
+    else:
+        step = max(1, len(array) * most // array.nbytes)
+        for start in range(0, len(array), step):
+            yield fetched(array[start : start + step])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import deque
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -82,8 +83,7 @@ def write_progress(
     read = {name: Pieces(array.shape, array.dtype, partial(pieces, array, PIECE)) for name, array in arrays.items()}
     if not writes:
         for name in in_order(read):
-            for _ in read[name].read():
-                pass
+            deque(read[name].read(), maxlen=0)
         return
     (folder / TENSORS).parent.mkdir()
     write_tensors(folder / TENSORS, read)

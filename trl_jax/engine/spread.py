@@ -37,14 +37,15 @@ class Spread:
         self._tensor = {path: _only(("tensor",), spec) for path, spec in specs.items()}
 
     def gradients(self, accumulate: Callable, loss: Callable) -> Callable:
-        """`accumulate(value_and_grad(loss), params, frozen, batch, key)`, the batch's arrays `[passes, shards, ...]`.
+        """`accumulate(value_and_grad(loss), params, frozen, batch, key)`, the batch's arrays `[passes, shards, ...]` or,
+        of a single shard, `[passes, ...]`.
 
         The loss is a sum over shards, gradients lie as `Division.gradients` says, metrics are `[passes x shards, ...]`.
         """
         grad = jax.value_and_grad(self._with_whole(self._once(loss), held=2), has_aux=True)
 
         def of_shard(params, frozen, batch, keys):
-            own = jax.tree.map(lambda leaf: leaf[:, 0], batch)
+            own = jax.tree.map(lambda leaf: leaf[:, 0], batch) if self.division.shards > 1 else batch
             total, gradients, metrics = accumulate(grad, params, frozen, own, None if keys is None else keys[0])
             gradients = {path: self._summed(path, gradient) for path, gradient in gradients.items()}
             return self._sum(total, self._all_axes), gradients, jax.tree.map(self._all_metrics, metrics)
@@ -64,6 +65,12 @@ class Spread:
         state = jax.eval_shape(tx.init, self._trained)
         division, shapes = self.division, self._trained
         return division.params(shapes), division.state(state, shapes), division.whole
+
+    @property
+    def compiler_options(self) -> dict[str, Any] | None:
+        """So that collectives run beside products: XLA does so by itself for TPUs, for GPUs it waits to be told."""
+        on_gpu = self.division.mesh.devices.flat[0].platform == "gpu"
+        return {"xla_gpu_enable_latency_hiding_scheduler": True} if on_gpu else None
 
     def scores(self, score: Callable) -> Callable:
         """`score(params, batch)` with the arrays of one pass a shard, `[shards, ...]`; results `[shards, ...]`."""
