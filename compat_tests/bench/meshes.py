@@ -12,6 +12,7 @@ parameters out. What they change of a reward they change of all, so "less mean" 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import os
 import re
@@ -50,7 +51,7 @@ def run(folder, rows, mesh: str, layout: str, accumulation: int = 1, **config):
     from compat_tests.parity.reference import run_ours
 
     said, shards = words(mesh)
-    with tempfile.TemporaryDirectory() as out:
+    with tempfile.TemporaryDirectory() as out, contextlib.redirect_stdout(sys.stderr):  # transformers prints each log
         return run_ours(
             folder,
             rows,

@@ -337,6 +337,20 @@ def test_shards_have_every_pair_once_with_its_weight(layout, accumulation):
         assert [len(own) for own in step.passes] == kept.sum(axis=-1).reshape(-1).tolist()
 
 
+@pytest.mark.parametrize("layout", ["padded", "shared"])
+def test_a_run_that_filled_nothing_goes_on_so(layout):
+    """Five pairs are left for four devices: two for the first, and each weighs what it would on one device."""
+    how = dict(pad_token_id=0, pad_to_multiple_of=None, layout=layout, batch_size=8, accumulation=2, fills=False)
+    [step] = PreferenceLoader(table(13), shards=4, **how)
+    [alone] = PreferenceLoader(table(13), **how)
+    assert step.rows == alone.rows == list(range(13))
+    assert (step.num_pairs, step.num_tokens) == (alone.num_pairs, alone.num_tokens)
+    for ours in (step, alone):
+        np.testing.assert_allclose(np.sort(ours.arrays.weight.ravel())[-13:], [1 / 16] * 8 + [1 / 10] * 5)
+    member = step.arrays.member & (step.arrays.weight > 0)[:, :, None]
+    assert member.sum(axis=(0, 1, 3)).tolist() == [8, 5]
+
+
 def test_windows_have_no_pair_that_is_not_there():
     loader = PreferenceLoader(
         table(11), batch_size=8, shards=4, fills=False, pad_token_id=0, pad_to_multiple_of=None, layout="shared"

@@ -37,8 +37,8 @@ class Spread:
         self._tensor = {path: _only(("tensor",), spec) for path, spec in specs.items()}
 
     def gradients(self, accumulate: Callable, loss: Callable) -> Callable:
-        """`accumulate(value_and_grad(loss), params, frozen, batch, key)`, the batch's arrays `[passes, shards, ...]` or,
-        of a single shard, `[passes, ...]`.
+        """`accumulate(value_and_grad(loss), params, frozen, batch, key)`, the batch's arrays `[passes, shards, ...]`
+        or, of a single shard, `[passes, ...]`.
 
         The loss is a sum over shards, gradients lie as `Division.gradients` says, metrics are `[passes x shards, ...]`.
         """

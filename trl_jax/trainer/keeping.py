@@ -81,7 +81,8 @@ class Keeping(Session):
             held["optimizer"] = self._optimizer_state
         held = copied(held) if aside else held
         facts = {"tokens_seen": self._tokens_seen, "schedule": self.lr_scheduler.state_dict()}
-        facts |= {"shards": self.shards, "step_pairs": self._step_pairs}
+        fills = self.shards > 1 if self._fills is None else self._fills
+        facts |= {"shards": self.shards, "step_pairs": self._step_pairs, "fills": fills}
         text, steps = told(progress, facts), list(progress.unreported)
 
         def write(folder: Path) -> None:
@@ -148,6 +149,7 @@ class Keeping(Session):
             progress, self._tokens_seen = self._place_of(found.state), foreign.tokens_seen(found.state)
         else:
             self._check_step(saved)
+            self._fills = saved.facts.get("fills")  # which earlier releases did not write
             like, division = jax.eval_shape(tx.init, params), self.division
             places = (None, None) if division is None else (division.params(params), division.state(like, params))
             params = saved.tree("params", params, places[0]) if saved.names("params") else params

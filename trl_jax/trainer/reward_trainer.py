@@ -245,7 +245,7 @@ class RewardTrainer(BaseTrainer):
             batch_size=self.micro_batch_pairs if training else args.per_device_eval_batch_size * self.shards,
             shards=self.shards,
             divided=not own,
-            fills=training,
+            fills=self._fills if training else False,
             pad_token_id=self.processing_class.pad_token_id,
             pad_to_multiple_of=self._pad_to_multiple_of,
             layout=laid_out.layout,

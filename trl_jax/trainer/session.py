@@ -68,6 +68,7 @@ class Session(Reports, Task):
             self.model.read, self.model.writes = Fetched, is_first()
         self._tokens_seen = 0
         self._found_batch_size: int | None = None  # by auto_find_batch_size
+        self._fills: bool | None = None  # its epochs' ends, as the run did that a checkpoint is of
         self._events = Events(
             self._callback_handler(callbacks), args, TrainerState(stateful_callbacks=[]), TrainerControl()
         )
