@@ -18,6 +18,7 @@ from compat_tests import tiny  # noqa: E402
 from compat_tests.bench.meshes import FACTS, PAIRS, gaps, run  # noqa: E402
 from compat_tests.parity.reference import BASE  # noqa: E402
 from trl_jax import BitsAndBytesConfig, LoraConfig, RewardConfig, RewardTrainer  # noqa: E402
+from trl_jax.core.stream import BLOCK  # noqa: E402
 from trl_jax.data.loader import PreferenceLoader  # noqa: E402
 from trl_jax.data.windows import Windows  # noqa: E402
 from trl_jax.engine.mesh import Division, axes_of, make_mesh  # noqa: E402
@@ -29,50 +30,48 @@ NO_GRADIENT = ("rewards", "weights", "predictions")  # may drift where a bias ha
 
 @pytest.fixture(scope="module")
 def alone(checkpoint):
-    """The same run on one device, made once for each model, layout and accumulation."""
+    """The same run on one device, made once for each model and layout."""
     made = {}
 
-    def of(model, layout, accumulation):
-        key = model, layout, accumulation
-        if key not in made:
-            made[key] = run(checkpoint(model, **FACTS.get(model, {})), ROWS, "data:1", layout, accumulation)
-        return made[key]
+    def of(model, layout):
+        if (model, layout) not in made:
+            made[model, layout] = run(checkpoint(model, **FACTS.get(model, {})), ROWS, "data:1", layout, **HOW[model])
+        return made[model, layout]
 
     return of
 
 
 # All of them in compat_tests/bench/meshes.py.
 CASES = [
-    ("llama", "shared", "data:2,fsdp:2,tensor:2", 2), ("bert", "padded", "zero2:8", 1),
-    ("llama", "padded", "tensor:2,sequence:2", 2), ("gemma2", "shared", "fsdp:2,sequence:4", 1),
+    ("llama", "shared", "data:2,fsdp:2,tensor:2"), ("llama", "shared", "fsdp:2,tensor:2,sequence:2"),
+    ("gemma2", "padded", "data:2,sequence:4"), ("bert", "padded", "zero2:8"),
 ]  # fmt: skip
+HOW = {"llama": {"accumulation": 2, "scores": False}, "gemma2": {}, "bert": {"scores": False}}
 
 
-@pytest.mark.parametrize(("model", "layout", "mesh", "accumulation"), CASES, ids=lambda part: str(part))
-def test_the_numbers_of_one_device(model, layout, mesh, accumulation, checkpoint, alone):
-    facts = FACTS.get(model, {})
-    found = gaps(run(checkpoint(model, **facts), ROWS, mesh, layout, accumulation), alone(model, layout, accumulation))
+@pytest.mark.parametrize(("model", "layout", "mesh"), CASES, ids=lambda part: str(part))
+def test_the_numbers_of_one_device(model, layout, mesh, checkpoint, alone):
+    wanted = alone(model, layout)
+    found = gaps(run(checkpoint(model, **FACTS.get(model, {})), ROWS, mesh, layout, **HOW[model]), wanted)
     drifting = NO_GRADIENT if model == "bert" else ()
     assert all(gap <= MARKS.get(key, 2e-4) for key, gap in found.items() if key not in drifting), found
 
 
-@pytest.mark.parametrize(("mesh", "bits"), [("data:2,fsdp:2,tensor:2", None), ("fsdp:8", 4)])
-def test_adapters_are_those_of_one_device(mesh, bits, checkpoint, tmp_path):
-    """A divided base, quantised or not, and adapters that every device has."""
+def test_adapters_are_those_of_one_device(checkpoint, tmp_path):
+    """A divided base in 4 bits, and adapters that every device has."""
+    lora = {"r": 4, "target_modules": ["q_proj", "down_proj"]}
 
-    def run(said):
-        config = BASE | {"per_device_train_batch_size": 1 if said == mesh else 8, "max_steps": 3, "mesh_shape": said}
-        if said == mesh and "tensor" in mesh:
-            config["per_device_train_batch_size"] = 2
+    def run(said, size):
+        config = BASE | {"per_device_train_batch_size": size, "max_steps": 2, "mesh_shape": said}
         built = RewardTrainer(
             str(checkpoint("llama")), RewardConfig(str(tmp_path / said.replace(":", "")), **config),
-            train_dataset=Dataset.from_list(ROWS), peft_config=LoraConfig(r=4, target_modules="all-linear"),
-            quantization_config=None if bits is None else BitsAndBytesConfig(load_in_4bit=True),
+            train_dataset=Dataset.from_list(ROWS), peft_config=LoraConfig(**lora),
+            quantization_config=BitsAndBytesConfig(load_in_4bit=True),
         )  # fmt: skip
         built.train()
         return built
 
-    ours, alone = run(mesh), run("data:1")
+    ours, alone = run("data:2,fsdp:2,tensor:2", 2), run("data:1", 8)
     held = ours.model.frozen
     assert any(array.addressable_shards[0].data.size < array.size for array in held.values())
     for found, wanted in zip(ours.state.log_history, alone.state.log_history, strict=True):
@@ -112,11 +111,14 @@ def test_memory_falls_with_the_devices(checkpoint, tmp_path, caplog):
 
 
 def test_row19_another_mesh_goes_on_with_the_same_numbers(checkpoint, tmp_path):
-    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
-    unbroken = trainer(checkpoint, tmp_path, mesh_shape="fsdp:4", **saving)
+    """Meshes and batches are those of CASES, whose programs are compiled."""
+    how = {"max_steps": 4, "gradient_accumulation_steps": 2, "batch_layout": "shared", "save_steps": 2}
+    first = how | {"per_device_train_batch_size": 1, "mesh_shape": CASES[0][2], "save_strategy": "steps"}
+    unbroken = trainer(checkpoint, tmp_path, **first)
     unbroken.train()
     left = str(tmp_path / "checkpoint-2")
-    other = trainer(checkpoint, tmp_path / "other", mesh_shape="data:2", per_device_train_batch_size=4, max_steps=4)
+    second = how | {"per_device_train_batch_size": 2, "mesh_shape": CASES[1][2]}
+    other = trainer(checkpoint, tmp_path / "other", **second)
     other.train(resume_from_checkpoint=left)
     assert [log["step"] for log in other.state.log_history] == [1, 2, 3, 4, 4]
     pairs = zip(unbroken.state.log_history[2:4], other.state.log_history[2:4], strict=True)
@@ -125,7 +127,7 @@ def test_row19_another_mesh_goes_on_with_the_same_numbers(checkpoint, tmp_path):
         assert abs(mine["grad_norm"] - theirs["grad_norm"]) < 2e-4
     for path, array in unbroken.model.params.items():
         np.testing.assert_allclose(np.asarray(array), np.asarray(other.model.params[path]), atol=2e-4)
-    fewer = trainer(checkpoint, tmp_path / "other", mesh_shape="data:2", max_steps=4)
+    fewer = trainer(checkpoint, tmp_path / "other", **(second | {"gradient_accumulation_steps": 1}))
     with pytest.raises(ValueError, match="in steps of 8 pairs on 4 devices; 2 devices x .* give 4. Set grad.*=2"):
         fewer.train(resume_from_checkpoint=left)
 
@@ -185,6 +187,20 @@ def test_only_parameters_and_sums_go_between_devices(checkpoint, tmp_path):
     assert scattered == sorted(a.size // (3 if a.ndim == 3 else 1) for a in divided)
     ours = sum(a.addressable_shards[0].data.nbytes for a in [*built.model.params.values()])
     assert done.memory_analysis().argument_size_in_bytes < 3.2 * ours + 20_000  # weights, two moments, the batch
+
+
+def test_of_a_text_only_keys_and_values_are_gathered(checkpoint, tmp_path):
+    built = trainer(checkpoint, tmp_path, mesh_shape="sequence:8")
+    _, found = compiled(built)
+    arch = built.model.source.arch
+    [step, *_] = built.get_train_dataloader().steps
+    tokens = -(-step.arrays.tokens.shape[-1] // (8 * BLOCK)) * 8 * BLOCK
+    whole = tokens * arch.num_key_heads * arch.head_dim
+    moved = {kind: {int(np.prod(shape)) for one, shape in found if one == kind} for kind, _ in found}
+    assert moved.keys() == {"all-gather", "all-reduce", "reduce-scatter"}
+    assert moved["all-gather"] == {whole} and moved["reduce-scatter"] == {whole // 8}
+    gradients = {array.size for array in built.model.params.values()}
+    assert {size for size in moved["all-reduce"] if size > 1024} <= gradients  # the rest is logged, or one token a text
 
 
 def test_a_gathered_stream_would_be_noticed(checkpoint, tmp_path):

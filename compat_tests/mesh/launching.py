@@ -1,16 +1,19 @@
-"""Several processes of one run on the loopback, ours or TRL's ranks."""
+"""Several processes of one run on the loopback, ours or TRL's ranks, forked from one that has imported for them."""
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
 import socket
-import subprocess
 import sys
-import threading
+import tempfile
+import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from compat_tests.mesh import rank
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["compat_tests.mesh.imported"])
 
 
 def port() -> int:
@@ -24,29 +27,38 @@ def launch(
 ) -> list[tuple[int, str]]:
     """Start a process for each config; their exit codes and what they wrote. `killed` dies after a step."""
     count, place, started = len(config), str(port()), []
-    for number, given in enumerate(config):
-        ours = {"JAX_COORDINATOR_ADDRESS": f"localhost:{place}", "JAX_NUM_PROCESSES": count, "JAX_PROCESS_ID": number}
-        trl = {
-            "MASTER_ADDR": "localhost", "MASTER_PORT": place, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count,
-            "RANK": number, "LOCAL_RANK": number, "ACCELERATE_USE_CPU": "true",
-        }  # fmt: skip
-        names = {name: str(value) for name, value in (ours if whose == "ours" else trl).items()}
-        command = [sys.executable, "-m", "compat_tests.mesh.rank", whose, str(folder), str(out), json.dumps(given)]
-        how = {"cwd": ROOT, "env": os.environ | names, "text": True}
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how))
-    said: list[str] = [""] * count
-
-    def listen(number: int) -> None:
-        for line in started[number].stdout:
-            said[number] += line
-            if killed is not None and line.startswith("{'loss'"):
+    with tempfile.TemporaryDirectory() as logs:
+        said = [Path(logs) / str(number) for number in range(count)]
+        for number, given in enumerate(config):
+            names = _ours(number, count, place) if whose == "ours" else _trls(number, count, place)
+            run = names, said[number], whose, str(folder), str(out), given
+            started.append(FORKS.Process(target=_become, args=run))
+            started[-1].start()
+        end = time.monotonic() + seconds
+        while any(process.is_alive() for process in started) and time.monotonic() < end:
+            if killed is not None and any("{'loss'" in text.read_text() for text in said if text.exists()):
                 started[killed].kill()
+            time.sleep(0.1)
+        for process in started:
+            process.kill()
+            process.join()
+        return [(process.exitcode, text.read_text()) for process, text in zip(started, said, strict=True)]
 
-    listeners = [threading.Thread(target=listen, args=(number,)) for number in range(count)]
-    for listener in listeners:
-        listener.start()
-    for listener in listeners:
-        listener.join(seconds)
-    for process in started:
-        process.kill()
-    return [(process.wait(), text) for process, text in zip(started, said, strict=True)]
+
+def _ours(number: int, count: int, place: str) -> dict:
+    return {"JAX_COORDINATOR_ADDRESS": f"localhost:{place}", "JAX_NUM_PROCESSES": count, "JAX_PROCESS_ID": number}
+
+
+def _trls(number: int, count: int, place: str) -> dict:
+    return {
+        "MASTER_ADDR": "localhost", "MASTER_PORT": place, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count,
+        "RANK": number, "LOCAL_RANK": number, "ACCELERATE_USE_CPU": "true",
+    }  # fmt: skip
+
+
+def _become(names: dict, log: Path, *given) -> None:
+    os.environ |= {name: str(value) for name, value in names.items()}
+    sys.stdout = sys.stderr = log.open("w", buffering=1)  # to the process's end: an error is written at the very last
+    for standard in (1, 2):
+        os.dup2(sys.stdout.fileno(), standard)
+    rank.main(*given)

@@ -1,20 +1,24 @@
-"""One process of a run of several: python -m compat_tests.mesh.rank ours|trl FOLDER OUT '{"seed": 1}'"""
+"""One process of a run of several, as `launching` starts them."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import sys
 
+HEARTBEAT = 10  # seconds, a third of what users wait
 ROWS = 44  # 6 micro-batches of 2 x 4 pairs, the last with four pairs of the first
 
 
-def main(whose: str, folder: str, out: str, config: str) -> None:
+def main(whose: str, folder: str, out: str, given: dict) -> None:
     from compat_tests import tiny
     from compat_tests.parity import reference
 
-    rows, given = tiny.preference_rows(ROWS, margin=True), json.loads(config)
+    rows = tiny.preference_rows(ROWS, margin=True)
+    if whose == "ours":
+        from trl_jax.engine import processes
+
+        processes.HEARTBEAT = HEARTBEAT
     first = os.environ.get("RANK", os.environ.get("JAX_PROCESS_ID")) == "0"
     if "resume" in given:
         go_on(folder, rows, f"{out}/{whose}", **given)
@@ -53,7 +57,3 @@ def die_saving(trainer, step: int) -> None:
         write(*given, **more)
 
     keeping.write_progress = fatal
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
