@@ -101,6 +101,7 @@ def readers(folder: Path) -> dict[str, tuple[str, Callable[[], Any]]]:
     from trl_jax.engine.manifest import read_manifest
     from trl_jax.engine.progress import SavedProgress
     from trl_jax.engine.resume import check
+    from trl_jax.hub.adapted import read_tensors
     from trl_jax.hub.config import read_config
     from trl_jax.hub.families import read_arch
     from trl_jax.hub.files import CheckpointFiles
@@ -109,6 +110,7 @@ def readers(folder: Path) -> dict[str, tuple[str, Callable[[], Any]]]:
     def arch():
         return read_arch(read_config(folder), folder / "config.json")
 
+    plan, shapes = adapter_plan(folder)
     described = {} if find_spec("gguf") is None else {"gguf": ("model.gguf", lambda: describe(folder / "model.gguf"))}
     return described | {
         "safetensors": ("model.safetensors", lambda: CheckpointFiles(folder)),
@@ -118,7 +120,22 @@ def readers(folder: Path) -> dict[str, tuple[str, Callable[[], Any]]]:
         "trainer_state": ("foreign/trainer_state.json", lambda: check(folder / "foreign")),
         "training_state": ("training_state/facts.json", lambda: SavedProgress(folder)),
         "arrays": ("training_state/arrays.safetensors", lambda: SavedProgress(folder)),
+        "adapter_config": ("adapter_config.json", lambda: adapter_plan(folder)),
+        "adapter_model": ("adapter_model.safetensors", lambda: read_tensors(folder, plan, shapes)),
     }
+
+
+def adapter_plan(folder: Path) -> tuple[Any, dict[str, Any]]:
+    """What adapter_config.json means on the model of config.json, and the shapes of all that would train."""
+    from trl_jax.hub.adapters import make_plan
+    from trl_jax.hub.config import read_config
+    from trl_jax.hub.families import read_arch
+    from trl_jax.hub.lora_config import read_lora_config
+
+    family, arch = read_arch(read_config(folder), folder / "config.json")
+    plan = make_plan(read_lora_config(folder), family, arch)
+    head = np.empty((1, arch.hidden_size), np.float32)
+    return plan, plan.shapes | dict.fromkeys(plan.whole.layers, head)
 
 
 def build(folder: Path) -> None:
@@ -150,8 +167,24 @@ def build(folder: Path) -> None:
         "tie_word_embeddings": False, "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "torch_dtype": "float32",
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
+    _build_adapter(folder)
     if find_spec("gguf") is not None:
         _build_gguf(folder / "model.gguf")
+
+
+def _build_adapter(folder: Path) -> None:
+    from safetensors.numpy import save_file
+
+    from trl_jax.hub.adapters import wanted_shapes
+    from trl_jax.hub.lora_config import LoraConfig
+
+    given = LoraConfig(
+        task_type="SEQ_CLS", r=2, target_modules=["q_proj", "v_proj"], rank_pattern={"v_proj": 1}, use_dora=True,
+        exclude_modules=["layers.1.v_proj"], layers_to_transform=[0, 1], layers_pattern="layers",
+    )  # fmt: skip
+    given.save_pretrained(folder)
+    tensors = {name: np.ones(shape, np.float32) for name, shape in wanted_shapes(*adapter_plan(folder)).items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
 
 
 def _build_gguf(path: Path) -> None:

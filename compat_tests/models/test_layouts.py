@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from compat_tests.models import encoders
 from compat_tests.models.families import VARIANTS
 from trl_jax import AutoModelForSequenceClassification, RewardTrainer
 from trl_jax.data.layout import pad_pairs
@@ -25,6 +26,7 @@ CASES += [("gemma2", "plain"), ("phi3", "long"), ("smollm3", "plain"), ("gpt2", 
 # Compiling takes seconds: here are those whose attention, positions or experts differ, and `bench.layouts` runs all of
 # CASES, gradients too.
 UNLIKE = {"llama", "gemma2", "gemma3_text", "phi3", "smollm3", "gpt2", "gptj", "opt", "olmoe", "ministral3", "cohere2"}
+ENCODERS = [("bert", "plain"), ("roberta", "plain"), ("modernbert", "biases"), ("electra", "plain")]
 GRADIENTS = [("llama", "yarn"), ("gemma2", "plain"), ("phi3", "long"), ("qwen3_moe", "window"), ("gpt2", "plain")]
 
 
@@ -81,14 +83,14 @@ def test_the_loss_is_the_same_in_every_layout(family, name, built):
         assert abs(of_step(model, layout) - wanted) <= 1e-6 * max(1, wanted), layout
 
 
-def apart(model):
-    """How far the two streams are from padded rows: in loss, and the worst gradient in parts of its own scale.
+def apart(model, layouts=("packed", "shared")):
+    """How far streams are from padded rows: in loss, and the worst gradient in parts of its own scale.
 
     Where the exact gradient is zero both are rounding noise: scales end at a hundredth of the largest.
     """
     wanted, gradients = of_step(model, "padded", gradients=True)
     least = 1e-2 * max(np.abs(values).max() for values in gradients.values())
-    for layout in ("packed", "shared"):
+    for layout in layouts:
         found, theirs = of_step(model, layout, gradients=True)
         gaps = [
             np.abs(theirs[path] - values).max() / max(least, np.abs(values).max())
@@ -101,6 +103,20 @@ def apart(model):
 def test_the_gradients_are_the_same_in_every_layout(family, name, built):
     for loss, gradient in apart(AutoModelForSequenceClassification.from_pretrained(built(family, name))):
         assert loss <= 1e-6 and gradient <= 1e-5
+
+
+@pytest.mark.parametrize(("family", "name"), ENCODERS)
+def test_encoders_pack(family, name, tmp_path):
+    """First token and mean of the text, windows to both sides, positions that skip pads within a text."""
+    model = AutoModelForSequenceClassification.from_pretrained(encoders.build(tmp_path, family, name))
+    assert model.engine.takes_streams and not model.engine.causal
+    ((loss, gradient),) = apart(model, ["packed"])
+    assert loss <= 1e-6 and gradient <= 1e-5
+
+
+def test_encoders_that_read_neighbours_do_not(tmp_path):
+    model = AutoModelForSequenceClassification.from_pretrained(encoders.build(tmp_path, "deberta-v2", "convolved"))
+    assert not model.engine.takes_streams
 
 
 def test_the_step_shares_what_it_should():

@@ -14,9 +14,10 @@ from compat_tests.parity.marks import timeless
 from compat_tests.trainer.trainers import FACTS, make, stream, table
 from trl_jax.trainer import layouts
 
-CAUSAL = SimpleNamespace(takes_streams=True, drops_out=False)
-DROPS = SimpleNamespace(takes_streams=True, drops_out=True)
-ENCODER = SimpleNamespace(takes_streams=False, drops_out=False)
+CAUSAL = SimpleNamespace(takes_streams=True, drops_out=False, causal=True)
+DROPS = SimpleNamespace(takes_streams=True, drops_out=True, causal=True)
+ENCODER = SimpleNamespace(takes_streams=True, drops_out=False, causal=False)
+WHOLE = SimpleNamespace(takes_streams=False, drops_out=False, causal=False)
 
 
 def asked(layout="auto", device="cpu", **more):
@@ -32,8 +33,10 @@ def asked(layout="auto", device="cpu", **more):
         (asked(), CAUSAL, "shared", ""),
         (asked("packed"), CAUSAL, "packed", ""),
         (asked("padded"), CAUSAL, "padded", ""),
-        (asked(), ENCODER, "padded", "reads whole rows"),
-        (asked("shared"), ENCODER, "padded", "reads whole rows"),
+        (asked(), ENCODER, "packed", ""),
+        (asked("shared"), ENCODER, "packed", "see what comes after them"),
+        (asked(), WHOLE, "padded", "reads whole rows"),
+        (asked("shared"), WHOLE, "padded", "reads whole rows"),
         (asked(disable_dropout=False), CAUSAL, "shared", ""),
         (asked(disable_dropout=False), DROPS, "padded", "disable_dropout=False"),
         (asked(neftune_noise_alpha=5.0), CAUSAL, "padded", "neftune_noise_alpha"),
@@ -49,13 +52,20 @@ def test_what_is_exact_and_why_not(args, engine, layout, reason):
 
 @pytest.mark.parametrize(
     ("args", "engine", "said"),
-    [(asked(), ENCODER, 0), (asked("padded"), ENCODER, 0), (asked("shared"), CAUSAL, 0), (asked("shared"), ENCODER, 1)],
+    [
+        (asked(), WHOLE, None),
+        (asked("padded"), WHOLE, None),
+        (asked("shared"), CAUSAL, None),
+        (asked("packed"), ENCODER, None),
+        (asked("shared"), WHOLE, "so rows are padded: this model reads whole rows"),
+        (asked("shared"), ENCODER, "so rows are packed: the tokens of this model see what comes after them"),
+    ],
 )
 def test_only_what_was_asked_for_and_cannot_be_had_is_warned_of(args, engine, said, caplog):
     layouts.check_layout(args, engine)
-    assert len(caplog.records) == said
+    assert len(caplog.records) == (said is not None)
     if said:
-        assert caplog.text.count("batch_layout='shared' is not exact here, so rows are padded: this model reads") == 1
+        assert caplog.text.count(f"batch_layout='shared' is not exact here, {said}") == 1
 
 
 def ids(shared, *own):
@@ -75,7 +85,7 @@ def test_the_line_at_the_start(caplog):
 
 def test_the_line_of_a_padded_run_and_of_a_stream(caplog):
     with caplog.at_level(logging.INFO, "trl_jax"):
-        assert layouts.plan(asked(), ENCODER, ids(1, (1, 1)), parameters=1, batch_size=2).layout == "padded"
+        assert layouts.plan(asked(), WHOLE, ids(1, (1, 1)), parameters=1, batch_size=2).layout == "padded"
         assert layouts.plan(asked(), CAUSAL, stream(4), parameters=1, batch_size=2).layout == "shared"
     assert caplog.messages == [
         "Layout padded: this model reads whole rows, not texts laid end to end.",

@@ -41,6 +41,7 @@ class Engine(abc.ABC):
         finds_end: it reads a row before the pads itself; without a pad id, at the very end.
         ignores_types: token_type_ids mean nothing to it.
         takes_streams: it computes texts laid end to end as if each were alone.
+        causal: what comes after a token changes nothing of it, so two texts may share what both begin with.
         drops_out: it has dropout that training may turn on.
         takes_noise: noise may be added to its embeddings.
         grows: it can embed more tokens than its checkpoint did.
@@ -61,6 +62,7 @@ class Engine(abc.ABC):
     finds_end: bool
     ignores_types: bool
     takes_streams: bool
+    causal: bool
     drops_out: bool
     takes_noise: bool
     grows: bool
@@ -102,11 +104,10 @@ class NativeEngine(Engine):
         self.graph, _ = abstract(self.make)
         self.tensors = {wire.path: wire.tensor for wire in source.wires}
         self.embeddings = frozenset(path for path in self.tensors if path.endswith("embed.weight"))
-        causal = not source.family.scorer.needs_valid
-        self.ignores_types = self.takes_streams = causal
-        arch = source.arch
+        arch, causal = source.arch, not source.family.scorer.needs_valid
+        self.ignores_types = self.causal = causal
+        self.takes_streams, self.drops_out = causal or arch.takes_streams, arch.drops_out
         self.heads = {"heads": arch.num_heads} | ({"key heads": arch.num_key_heads} if causal else {})
-        self.drops_out = causal and source.arch.drops_out
         self.sortable = not causal  # some ropes of decoders ask for the longest text of a batch
 
     def make(self) -> nnx.Module:
@@ -157,7 +158,7 @@ class ExportedEngine(Engine):
     """transformers' own model, exported with torch once a kind of shape and run on JAX."""
 
     log_level, finds_end, ignores_types = logging.WARNING, True, False
-    takes_streams, drops_out, takes_noise, sortable, heads = False, True, False, False, None
+    takes_streams, drops_out, takes_noise, sortable, causal, heads = False, True, False, False, False, None
     grows = saves_aside = False  # torch's own module is what it saves, and what programs are exported from
 
     def __init__(self, model: TorchModel):

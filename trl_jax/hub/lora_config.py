@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
@@ -81,11 +83,11 @@ class LoraConfig:
         self.peft_type, self.peft_version = "LORA", self.peft_version or PEFT
         if self.task_type is not None:
             self.task_type = _task(self.task_type)
+        check(self)
         for name in ("target_modules", "exclude_modules"):
             if isinstance(vars(self)[name], list):
                 setattr(self, name, set(vars(self)[name]))
         self.rank_pattern, self.alpha_pattern = dict(self.rank_pattern or {}), dict(self.alpha_pattern or {})
-        check(self)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON's kinds; sets come sorted, so that the same adapter is the same file."""
@@ -106,7 +108,7 @@ class LoraConfig:
 
 def _task(found: Any) -> str:
     name = found.value if isinstance(found, Enum) else found
-    if name not in TaskType.__members__:
+    if not isinstance(name, str) or name not in TaskType.__members__:
         raise ValueError(f"task_type={name!r} is not one of {', '.join(TaskType.__members__)}.")
     return name
 
@@ -119,30 +121,65 @@ def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _pattern(value: Any) -> bool:
+    """Whether it is a regular expression."""
+    try:
+        return isinstance(value, str) and bool(re.compile(value))
+    except (re.error, OverflowError, RecursionError):
+        return False
+
+
+def _patterns(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_pattern, value))
+
+
+def _list(value: Any, each: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list | set | tuple) and all(map(each, value))
+
+
 def check(config: LoraConfig) -> None:
-    """Raises ValueError or TypeError on a value that no adapter can have, by field."""
+    """Raises ValueError on a value that no adapter can have, by field."""
+    values = vars(config)
 
     def must(good: bool, name: str, wanted: str) -> None:
         if not good:
-            raise ValueError(f"LoraConfig: {name}={vars(config)[name]!r}, wanted {wanted}.")
+            raise ValueError(f"LoraConfig: {name}={values[name]!r}, wanted {wanted}.")
 
+    for name in ("inference_mode", "fan_in_fan_out", "use_rslora", "use_dora", "lora_bias"):
+        must(isinstance(values[name], bool), name, "True or False")
+    for name in ("peft_version", "base_model_name_or_path", "revision"):
+        must(isinstance(values[name], str | None), name, "a text or None")
+    must(isinstance(config.auto_mapping, dict | None), "auto_mapping", "a dictionary or None")
     must(_whole(config.r, 1), "r", "a whole number from 1 on")
     must(_number(config.lora_alpha), "lora_alpha", "a number")
     must(_number(config.lora_dropout) and 0 <= config.lora_dropout < 1, "lora_dropout", "a number from 0 to below 1")
     must(config.bias in ("none", "all", "lora_only"), "bias", "none, all or lora_only")
-    must(all(_whole(r, 1) for r in config.rank_pattern.values()), "rank_pattern", "ranks from 1 on")
-    must(all(map(_number, config.alpha_pattern.values())), "alpha_pattern", "numbers")
+    ranks, alphas = config.rank_pattern or {}, config.alpha_pattern or {}
+    must(_patterns(ranks) and all(_whole(r, 1) for r in ranks.values()), "rank_pattern", "ranks from 1 on")
+    must(_patterns(alphas) and all(map(_number, alphas.values())), "alpha_pattern", "numbers")
+    _check_names(config, must)
+
+
+def _check_names(config: LoraConfig, must: Callable[[bool, str, str], None]) -> None:
+    """Of modules and of layers."""
     for name in ("modules_to_save", "target_parameters"):
         value = vars(config)[name]
-        must(value is None or not isinstance(value, str), name, "a list of names")
+        must(value is None or _list(value, _text), name, "a list of names")
     for name in ("target_modules", "exclude_modules"):
         value = vars(config)[name]
-        must(value is None or isinstance(value, str | set | tuple), name, "a list of names, or one pattern")
+        must(value is None or _pattern(value) or _list(value, _text), name, "a list of names, or one pattern")
+    layers, patterns = config.layers_to_transform, config.layers_pattern
+    good = layers is None or _whole(layers, 0) or _list(layers, lambda layer: _whole(layer, 0))
+    must(good, "layers_to_transform", "a layer's number from 0 on, or a list of them")
+    must(patterns is None or _pattern(patterns) or _list(patterns, _pattern), "layers_pattern", "a pattern, or a list")
     if isinstance(config.target_modules, str):
         for name in ("layers_to_transform", "layers_pattern"):
             must(not vars(config)[name], name, "none beside a pattern: say in target_modules which layers are meant")
-    must(not config.layers_pattern or config.layers_to_transform is not None, "layers_pattern", "layers_to_transform "
-         "beside it")  # fmt: skip
+    must(not patterns or layers is not None, "layers_pattern", "layers_to_transform beside it")
 
 
 # Fields that ask for more than LoRA and DoRA, and their values that ask for nothing.

@@ -78,6 +78,17 @@ class EncoderArch:
     padding_idx: int | None = None
 
     @property
+    def drops_out(self) -> bool:
+        rates = (self.embedding_dropout, self.attention_dropout, self.attention_out_dropout, self.mlp_dropout)
+        rates += (self.mlp_out_dropout, self.distance_dropout, self.head.dropout_before, self.head.dropout_after)
+        return any(rates)
+
+    @property
+    def takes_streams(self) -> bool:
+        """Whether texts may lie end to end: what goes by distances, or reads neighbours, has not been taught to."""
+        return self.distances is None and self.convolution is None
+
+    @property
     def most_tokens(self) -> int | None:
         """The length of the longest text that has positions; None where any has."""
         if self.learned_positions is None:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from trl_jax.core.stream import Stream
 from trl_jax.models.arch import Arch
 from trl_jax.models.decoder import Decoder
 from trl_jax.models.encoder import Encoder
@@ -15,6 +16,7 @@ from trl_jax.nn.dropout import dropout_or_none
 from trl_jax.nn.linear import Linear
 from trl_jax.nn.mlp import ACTIVATIONS
 from trl_jax.nn.norm import Norm
+from trl_jax.nn.stream_attention import seen_both_ways
 
 _BEFORE, _AFTER = 100, 101  # places of dropout, beside those of the trunk
 
@@ -46,34 +48,51 @@ class EncoderScorer(nnx.Module):
 
     def __init__(self, arch: EncoderArch):
         self.encoder = Encoder(arch)
-        self.head = EncoderHead(arch)
+        self.head, self.pooling = EncoderHead(arch), arch.head.pooling
 
     def __call__(
         self,
         tokens: jax.Array,
         positions: jax.Array,
         *,
-        valid: jax.Array,
+        valid: jax.Array | None = None,
         at: jax.Array | None = None,
+        stream: Stream | None = None,
         dropout_key: jax.Array | None = None,
         **how,
     ) -> jax.Array:
-        """Scores `[R]`, float32 from the head on.
+        """Scores `[R]`, or those of the texts of a stream; float32 from the head on.
 
         Args:
             tokens, positions: int32 `[R, T]`.
-            valid: bool `[R, T]`, False at pads.
-            at: not used, the head knows where to read.
+            valid: bool `[R, T]`, False at pads; None in a stream.
+            at: in a single row that is a `stream`, a token of each text; else not used, a row is a text.
+            stream: where texts lie in it end to end, sharing nothing.
             dropout_key: turns dropout on, at the rates in the config.
             how: the other options of `Encoder.__call__`.
         """
-        del at
-        hidden = self.encoder(tokens, positions, valid=valid, dropout_key=dropout_key, **how)
-        return self.head(hidden.astype(jnp.float32), valid, dropout_key)
+        stream = None if stream is None else seen_both_ways(stream)
+        how |= {"valid": valid, "stream": stream, "dropout_key": dropout_key}
+        hidden = self.encoder(tokens, positions, **how).astype(jnp.float32)
+        pooled = self._of_rows(hidden, valid) if stream is None else self._of_texts(hidden[0], stream, at)
+        return self.head(pooled, dropout_key)
+
+    def _of_rows(self, hidden: jax.Array, valid: jax.Array) -> jax.Array:
+        if self.pooling == "first":
+            return hidden[:, 0]
+        visible = valid[..., None].astype(hidden.dtype)
+        return jnp.sum(hidden * visible, axis=1) / jnp.sum(visible, axis=1)
+
+    def _of_texts(self, hidden: jax.Array, stream: Stream, at: jax.Array) -> jax.Array:
+        start, end, place = stream.start[0, at], stream.prompt_end[0, at], jnp.arange(len(hidden))
+        if self.pooling == "first":
+            return jnp.take(hidden, start, axis=0, mode="clip")  # a place without a text begins behind the end
+        inside = ((place >= start[:, None]) & (place < end[:, None])).astype(hidden.dtype)
+        return inside @ hidden / jnp.maximum(jnp.sum(inside, axis=1, keepdims=True), 1)
 
 
 class EncoderHead(nnx.Module):
-    """Hidden states `[R, T, D]` to scores `[R]`, as `arch.head` says."""
+    """What was pooled of each text, `[N, D]`, to scores `[N]`, as `arch.head` says."""
 
     def __init__(self, arch: EncoderArch):
         self.facts = arch.head
@@ -81,13 +100,8 @@ class EncoderHead(nnx.Module):
         self.norm = Norm(arch.hidden_size, kind=arch.norm, eps=arch.norm_eps) if arch.head.normed else None
         self.out = Linear(arch.hidden_size, 1, bias=True)
 
-    def __call__(self, hidden: jax.Array, valid: jax.Array, dropout_key: jax.Array | None) -> jax.Array:
+    def __call__(self, pooled: jax.Array, dropout_key: jax.Array | None) -> jax.Array:
         facts = self.facts
-        if facts.pooling == "mean":
-            visible = valid[..., None].astype(hidden.dtype)
-            pooled = jnp.sum(hidden * visible, axis=1) / jnp.sum(visible, axis=1)
-        else:
-            pooled = hidden[:, 0]
         pooled = apply(dropout_or_none(facts.dropout_before, dropout_key, _BEFORE), pooled)
         pooled = apply(self.norm, ACTIVATIONS[facts.activation](self.dense(pooled)))
         return self.out(apply(dropout_or_none(facts.dropout_after, dropout_key, _AFTER), pooled))[:, 0]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import jax
 from flax import nnx
 
+from trl_jax.core.stream import Stream
 from trl_jax.nn.attention import attend
 from trl_jax.nn.dropout import Dropout
 from trl_jax.nn.linear import Linear
 from trl_jax.nn.rope import rotate
+from trl_jax.nn.stream_attention import attend_stream
 
 
 class BidirectionalAttention(nnx.Module):
@@ -22,20 +24,27 @@ class BidirectionalAttention(nnx.Module):
         self,
         x: jax.Array,
         *,
-        valid: jax.Array,
+        valid: jax.Array | None,
         cos: jax.Array | None = None,
         sin: jax.Array | None = None,
         window: jax.Array | None = None,
         dropout: Dropout | None = None,
+        stream: Stream | None = None,
+        positions: jax.Array | None = None,
     ) -> jax.Array:
         """`[R, T, D]` to the same.
 
         Args:
             cos, sin: as `rotate` takes them; None leaves positions out.
             valid, window, dropout: as `attend` takes them.
+            stream, positions: as `attend_stream` takes them, where the rows are streams; without dropout.
         """
         q, k, v = (part(x).reshape(*x.shape[:-1], -1, self.head_dim) for part in (self.q, self.k, self.v))
         if cos is not None:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        how = {"valid": valid, "window": window, "dropout": dropout}
-        return self.o(attend(q, k, v, scale=self.head_dim**-0.5, causal=False, **how).reshape(x.shape))
+        how = {"scale": self.head_dim**-0.5, "window": window}
+        if stream is None:
+            out = attend(q, k, v, causal=False, valid=valid, dropout=dropout, **how)
+        else:
+            out = attend_stream(q, k, v, stream, positions, **how)
+        return self.o(out.reshape(x.shape))

@@ -65,6 +65,17 @@ def attend_stream(
     return out.reshape(grouped.shape).transpose(0, 3, 1, 2, 4).reshape(q.shape)
 
 
+def seen_both_ways(stream: Stream) -> Stream:
+    """For texts whose tokens see what comes after them, too: the whole text becomes the prompt of each.
+
+    Texts must share nothing (the packed layout).
+    """
+    length = stream.start.shape[-1]
+    last = jnp.diff(stream.start, axis=-1, append=-1) != 0
+    ends = jax.lax.cummin(jnp.where(last, jnp.arange(1, length + 1), length), axis=last.ndim - 1, reverse=True)
+    return stream._replace(prompt=stream.start, prompt_end=jnp.where(stream.start < length, ends, 0))
+
+
 def _sight(stream: Stream, positions: jax.Array, window: jax.Array | None, at: jax.Array, length: int) -> _Sight:
     """Places counted along all streams, one behind the other and each of this `length`, and moved up to where a window
     begins."""
@@ -72,8 +83,9 @@ def _sight(stream: Stream, positions: jax.Array, window: jax.Array | None, at: j
     first, prompt, end = stream.start + offset, stream.prompt + offset, stream.prompt_end + offset
     if window is not None:
         place = (at[:, None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)).reshape(positions.shape)
+        same = stream.prompt + offset + positions  # where the token would be if its text followed the prompt
         first = jnp.maximum(first, place - window + 1)
-        prompt = jnp.maximum(prompt, stream.prompt + offset + positions - window + 1)
+        prompt, end = jnp.maximum(prompt, same - window + 1), same + jnp.minimum(end - same, window)
     return _Sight(*(y.reshape(-1, BLOCK) for y in (first, prompt, end)), at)
 
 

@@ -75,7 +75,7 @@ def _check_sequence(size: int, model: PreTrainedModel, own: set[str]) -> None:
     if size == 1:
         return
     ways = "Give these devices to data or fsdp instead."
-    if not model.engine.takes_streams:
+    if not model.engine.causal:
         raise ValueError(
             f"mesh: sequence {size} deals the tokens of a text over devices, which only native decoders can read; "
             f"{model.name_or_path} is none ({model.engine.name} engine). {ways}"

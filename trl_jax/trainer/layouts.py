@@ -32,6 +32,9 @@ def exact_layout(args: RewardConfig, engine: Engine) -> tuple[str, str]:
         return "padded", "with neftune_noise_alpha what both answers begin with gets noise of its own in each"
     if asked == "auto" and args.device.type != "cpu":
         return "padded", "attention along a stream has been measured on CPUs only; batch_layout='shared' turns it on"
+    if not engine.causal:
+        reason = "the tokens of this model see what comes after them, so answers do not begin alike"
+        return "packed", reason if asked == "shared" else ""
     return ("shared" if asked == "auto" else asked), ""
 
 
@@ -39,7 +42,7 @@ def check_layout(args: RewardConfig, engine: Engine) -> None:
     """Warn of a layout that was asked for by name and cannot be had."""
     layout, reason = exact_layout(args, engine)
     if args.batch_layout not in ("auto", layout):
-        logger.warning("batch_layout=%r is not exact here, so rows are padded: %s.", args.batch_layout, reason)
+        logger.warning("batch_layout=%r is not exact here, so rows are %s: %s.", args.batch_layout, layout, reason)
 
 
 def plan(

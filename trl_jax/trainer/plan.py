@@ -105,7 +105,7 @@ def plan(
     layout = trainer.loader(trainer.train_dataset, training=True).layout
     one, engine, remat = planning.one_pass(trainer, given), trainer.model.engine, bool(args.gradient_checkpointing)
     arch, gradients = engine.source.arch, planning.gradients(trainer, given)
-    flops = arithmetic.flops(given.params, found.largest, arch, causal=engine.takes_streams, remat=remat)
+    flops = arithmetic.flops(given.params, found.largest, arch, causal=engine.causal, remat=remat)
     return Plan(
         model=checkpoint.name,
         parameters=trainer.model.num_parameters(),

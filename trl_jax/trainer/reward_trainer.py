@@ -154,12 +154,12 @@ class RewardTrainer(BaseTrainer):
     def score(self, params: dict, batch: PairBatch, *, dtype: str, **how: Any) -> jax.Array:
         """Scores `[2P]`, float32, of the texts of a batch; `how` as in Decoder.__call__."""
         model = merge(self.model.graph, params, how.get("dropout_key"))
-        if model.needs_valid:
-            how["valid"] = jnp.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
-        elif batch.stream is None:
-            how["longest"] = jnp.max(batch.lengths)
-        else:
+        if batch.stream is not None:
             how["stream"] = batch.stream
+        elif model.needs_valid:
+            how["valid"] = jnp.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
+        else:
+            how["longest"] = jnp.max(batch.lengths)
         return model(batch.tokens, batch.positions, at=batch.at, dtype=jnp.dtype(dtype), **how)
 
     def loss(self, params: dict, batch: PairBatch, key: jax.Array | None) -> tuple[jax.Array, dict[str, jax.Array]]:
