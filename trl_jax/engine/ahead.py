@@ -130,5 +130,6 @@ def compiled(traced: jax.stages.Traced, topology: Topology) -> Compiled:
     arguments, allocated = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     # The CPU's compiler counts no peak of what is alive.
     peak = arguments + allocated if topology.chip is None else memory.peak_memory_in_bytes
+    peak -= memory.host_temp_size_in_bytes  # which is counted among it
     fits, cost = None if topology.chip is None else True, hlo.cost(program.as_text())
     return Compiled(seconds, peak, fits, arguments=arguments, allocated=allocated, cost=cost)

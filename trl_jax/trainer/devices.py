@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import fields
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,12 @@ from trl_jax.engine.mesh import Division, make_mesh
 from trl_jax.engine.processes import join
 
 if TYPE_CHECKING:
+    from trl_jax.hub.engines import Engine
     from trl_jax.hub.pretrained import PreTrainedModel
     from trl_jax.trainer.base_config import BaseConfig
+    from trl_jax.trainer.reward_config import RewardConfig
+
+logger = logging.getLogger(__name__)
 
 
 def run_devices(args: BaseConfig) -> list[jax.Device]:
@@ -82,6 +87,20 @@ def _check_sequence(size: int, model: PreTrainedModel, own: set[str]) -> None:
         )
     if own:
         raise ValueError(f"mesh: sequence {size} divides texts, and a script's own {own.pop()} gets them whole. {ways}")
+
+
+def check_offloading(args: RewardConfig, engine: Engine) -> None:
+    """Raises ValueError where activation_offloading is asked for of a model that has no layers to scan; warns where
+    there is no other memory."""
+    if not args.activation_offloading:
+        return
+    if engine.heads is None:
+        raise ValueError(
+            f"activation_offloading=True: this model runs on the {engine.name} engine, whose activations stay on the "
+            "device. Leave it out."
+        )
+    if args.device.type == "cpu":
+        logger.warning("activation_offloading has no effect on a CPU: its activations are in the host's memory.")
 
 
 def describe(division: Division, params: dict, state: Any) -> str:

@@ -103,7 +103,7 @@ def plan(
     given = planning.shapes(trainer, tx, found.largest)
     result = None if why is not None else compiled(planning.traced(trainer, tx, given), topology)
     layout = trainer.loader(trainer.train_dataset, training=True).layout
-    one, engine, remat = planning.one_pass(trainer, given), trainer.model.engine, bool(args.gradient_checkpointing)
+    one, engine, remat = planning.one_pass(trainer, given), trainer.model.engine, args.remat
     arch, gradients = engine.source.arch, planning.gradients(trainer, given)
     flops = arithmetic.flops(given.params, found.largest, arch, causal=engine.causal, remat=remat)
     return Plan(

@@ -81,9 +81,9 @@ def on_device(leaves: Any) -> int:
 
 
 def memory(
-    params: Any, state: Any, batch: PairBatch, gradients: int, one: Pass, arch: Any, *, dtype: str, remat: bool
+    params: Any, state: Any, batch: PairBatch, gradients: int, one: Pass, arch: Any, *, dtype: str, remat: bool | str
 ) -> Memory:
-    """Of shapes with shardings; `gradients` are a device's bytes of them."""
+    """Of shapes with shardings; `gradients` are a device's bytes of them, `remat` is as in `models.stack`."""
     width = 2 if dtype == "bfloat16" else _FLOAT32
     layers = {path: leaf for path, leaf in params.items() if LAYERS in path}
     given = sum(used * leaf.shape[-2] for leaf, used in _maps(params, arch)) // one.sharing  # a layer's maps' numbers
@@ -95,7 +95,7 @@ def memory(
         gradients * min(one.passes, 2),
         on_device(layers) * width // _FLOAT32 if width < _FLOAT32 else 0,
         _whole(layers) * (width + _FLOAT32) // _FLOAT32 // arch.num_layers,
-        arch.num_layers * kept,
+        (2 if remat == "offloaded" else arch.num_layers) * kept,  # one on its way out, one on its way in
         2 * one.tokens * given * width + _scores(batch, one, arch, width) + _keys(one, arch, width),
         _whole({path: leaf for path, leaf in params.items() if path not in layers}),
     )
@@ -134,7 +134,7 @@ def _maps(params: Mapping[str, Any], arch: Any) -> Iterable[tuple[Any, int]]:
             yield leaf, 1 if leaf.ndim == 3 else arch.experts.top_k
 
 
-def flops(params: Mapping[str, Any], batch: PairBatch, arch: Any, *, causal: bool, remat: bool) -> int:
+def flops(params: Mapping[str, Any], batch: PairBatch, arch: Any, *, causal: bool, remat: bool | str) -> int:
     """Of a step, on all devices together, in matrix products: two for each weight and token (Kaplan et al. 2020), the
     same for what queries see; twice that backward, and once more where layers are computed again. What queries see
     always is, on rows whole and along streams the scores: no memory is spent on keeping it."""

@@ -32,7 +32,7 @@ class RewardConfig(BaseConfig):
         batch_layout: how the pairs of a step lie in memory; the numbers do not depend on it. "padded" gives each text a
             row as long as the longest, "packed" lays texts end to end, "shared" does so with what both answers of a
             pair begin with only once. "auto" takes the quickest that is exact for the model.
-        activation_offloading: not in this release.
+        activation_offloading: what gradient checkpointing keeps, the input of each layer, waits in the host's memory.
         pad_token: deprecated; set it on the tokenizer.
         eval_report: adds to each evaluation `eval_ece` (how far the model's certainty is from its accuracy), with a
             column of subsets `eval_accuracy_<subset>` and their mean `eval_accuracy_of_subsets`, and the picture
@@ -86,7 +86,10 @@ class RewardConfig(BaseConfig):
         default=None,
         metadata={"help": "Weight of the term that draws scores to a mean of zero; 0.01 is usual."},
     )
-    activation_offloading: bool = field(default=False, metadata={"help": "Not in this release."})
+    activation_offloading: bool = field(
+        default=False,
+        metadata={"help": "Keep what gradient checkpointing keeps, each layer's input, in the host's memory."},
+    )
 
     pad_token: str | None = field(
         default=None, metadata={"help": "Deprecated: set it on the tokenizer instead."}
@@ -132,6 +135,11 @@ class RewardConfig(BaseConfig):
     process_id: int | None = field(
         default=None, kw_only=True, metadata={"help": "Which of them this is, from 0, with coordinator_address."}
     )
+
+    @property
+    def remat(self) -> bool | str:
+        """What the backward pass recomputes, as `models.stack.checkpointed` takes it."""
+        return "offloaded" if self.activation_offloading else bool(self.gradient_checkpointing)
 
     def __post_init__(self):
         super().__post_init__()

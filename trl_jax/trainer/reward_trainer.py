@@ -32,7 +32,7 @@ from trl_jax.trainer import given_model, layouts, reward_metrics
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.chance import chances, check_noise
 from trl_jax.trainer.collator import DataCollatorForPreference
-from trl_jax.trainer.devices import run_devices
+from trl_jax.trainer.devices import check_offloading, run_devices
 from trl_jax.trainer.eval_report import report
 from trl_jax.trainer.evaluating import refuse
 from trl_jax.trainer.hooks import BoundModel
@@ -150,6 +150,7 @@ class RewardTrainer(BaseTrainer):
         )
         check_noise(args, model.engine)
         layouts.check_layout(args, model.engine)
+        check_offloading(args, model.engine)
 
     def score(self, params: dict, batch: PairBatch, *, dtype: str, **how: Any) -> jax.Array:
         """Scores `[2P]`, float32, of the texts of a batch; `how` as in Decoder.__call__."""
@@ -163,7 +164,7 @@ class RewardTrainer(BaseTrainer):
         return model(batch.tokens, batch.positions, at=batch.at, dtype=jnp.dtype(dtype), **how)
 
     def loss(self, params: dict, batch: PairBatch, key: jax.Array | None) -> tuple[jax.Array, dict[str, jax.Array]]:
-        how = {"remat": self.args.gradient_checkpointing} | self.chances(key, batch.lengths)
+        how = {"remat": self.args.remat} | self.chances(key, batch.lengths)
         scores = self.score(params, batch, dtype=self.args.compute_dtype, **how)
         return self._pairwise_loss(scores, weight=batch.weight, margin=batch.margin, member=batch.member)
 
