@@ -22,6 +22,7 @@ from trl_jax.core.stream import BLOCK  # noqa: E402
 from trl_jax.data.loader import PreferenceLoader  # noqa: E402
 from trl_jax.data.windows import Windows  # noqa: E402
 from trl_jax.engine.mesh import Division, axes_of, make_mesh  # noqa: E402
+from trl_jax.engine.spread import Spread  # noqa: E402
 
 ROWS = tiny.preference_rows(5 * PAIRS, margin=True)
 MARKS = {"loss": 1e-5, "train_loss": 1e-5, "grad_norm": 2e-4}  # the others' is 2e-4
@@ -201,6 +202,22 @@ def test_of_a_text_only_keys_and_values_are_gathered(checkpoint, tmp_path):
     assert moved["all-gather"] == {whole} and moved["reduce-scatter"] == {whole // 8}
     gradients = {array.size for array in built.model.params.values()}
     assert {size for size in moved["all-reduce"] if size > 1024} <= gradients  # the rest is logged, or one token a text
+
+
+def test_collectives_run_beside_products_on_gpus():
+    """What XLA for TPUs does by itself it must be told for GPUs; the name is one that this XLA knows."""
+    from types import SimpleNamespace
+
+    def options(platform):
+        mesh = SimpleNamespace(devices=np.asarray([SimpleNamespace(platform=platform)]))
+        spread = Spread.__new__(Spread)
+        spread.division = SimpleNamespace(mesh=mesh)
+        return spread.compiler_options
+
+    assert options("cpu") is options("tpu") is None
+    assert jax.jit(lambda x: x + 1, compiler_options=options("gpu"))(1) == 2
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+        jax.jit(lambda x: x + 1, compiler_options={"xla_gpu_hide_latency": True})(1)
 
 
 def test_a_gathered_stream_would_be_noticed(checkpoint, tmp_path):
