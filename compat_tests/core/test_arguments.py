@@ -83,6 +83,10 @@ def test_offloading_needs_something_that_is_kept():
         "activation_offloading=True has the host keep what gradient_checkpointing=True keeps, and "
         "gradient_checkpointing is False. Set it to True."
     )
+    [refusal], _ = verdict(
+        activation_offloading=True, gradient_checkpointing=True, remat_policy="dots_with_no_batch_dims_saveable"
+    )
+    assert refusal.startswith("activation_offloading=True goes with remat_policy='auto' or 'nothing_saveable', not 'do")
 
 
 @pytest.mark.parametrize("name", REFUSED)

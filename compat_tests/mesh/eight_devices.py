@@ -157,9 +157,7 @@ def compiled(built):
     """The step of a trainer, and its collectives as (kind, largest array)."""
     [batch, *_] = built.get_train_dataloader().steps
     tx = built._optimizer()
-    from trl_jax.engine.step import make_step
-
-    step = make_step(built.loss, tx, built.spread)
+    step = built.compiled_step(tx, remat=True)
     state = built._new_optimizer_state(tx)
     done = step.lower(built.model.params, state, built._place(batch).arrays, np.float32(0), None).compile()
     found = []
@@ -224,8 +222,8 @@ def test_a_gathered_stream_would_be_noticed(checkpoint, tmp_path):
     built = trainer(checkpoint, tmp_path, mesh_shape="data:8")
     loss = built.loss
 
-    def gathering(params, batch, key):
-        total, metrics = loss(params, batch, key)
+    def gathering(params, batch, key, **how):
+        total, metrics = loss(params, batch, key, **how)
         return total + 0 * jnp.sum(jax.lax.all_gather(batch.tokens, "data")).astype(jnp.float32), metrics
 
     built.loss = gathering

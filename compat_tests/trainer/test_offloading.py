@@ -15,10 +15,10 @@ from trl_jax.trainer.devices import check_offloading
 def test_a_cpu_has_it_offloaded_already_and_is_told_so(checkpoint, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "trl_jax"):
         trainer = make(trl_jax, checkpoint(**FACTS), tmp_path, config={"activation_offloading": True})
-    assert trainer.args.remat == "offloaded"
+    assert trainer.args.remats == ["offloaded"]
     assert "activation_offloading has no effect on a CPU: its activations are in the host's memory." in caplog.messages
     plain = make(trl_jax, checkpoint(**FACTS), tmp_path)
-    assert plain.args.remat is True
+    assert plain.args.remats == [False, True]
 
 
 def test_an_exported_program_is_refused():

@@ -44,14 +44,14 @@ def test_the_step_is_that_of_a_trainer_with_weights(checkpoint, bare, tmp_path):
     real = RewardTrainer(model=str(checkpoint()), args=args, train_dataset=rows)
     tx, batch = real._optimizer(), next(iter(real.loader(real.train_dataset, training=True)))
     with real._on_device():
-        wanted = real.compiled_step(tx).trace(
+        wanted = real.compiled_step(tx, remat=True).trace(
             real.model.params, tx.init(real.model.params), batch.arrays, np.float32(1e-4), None
         )
     trainer = planning.trainer_of(bare().outline(), planning.planned(args, topology("cpu:1"), args.output_dir), None)
     found = planning.batches(trainer)
     assert found.tokens == 2 * 4 * 2 * 96 and sum(found.lengths.values()) == 1
     given = planning.shapes(trainer, tx, found.largest)
-    traced = planning.traced(trainer, trainer._optimizer(), given)
+    traced = planning.traced(trainer, trainer._optimizer(), given, remat=True)
     assert _without_addresses(traced.jaxpr) == _without_addresses(wanted.jaxpr)
 
 
@@ -60,7 +60,8 @@ def _without_addresses(jaxpr):
 
 
 def test_arithmetic_and_compiler_agree(bare, tmp_path):
-    found = plan(bare(), config(tmp_path, batch_layout="padded"), topology("cpu:1"))
+    args = config(tmp_path, batch_layout="padded", remat_policy="nothing_saveable")
+    found = plan(bare(), args, topology("cpu:1"))
     own, told = found.memory, found.compiled
     assert own.parameters == 4 * found.parameters and own.moments == 8 * found.parameters + 4
     held = own.parameters + own.moments  # of the batch, what a decoder does not look at is left out
@@ -93,7 +94,10 @@ def test_without_a_compiler_arithmetic_is_what_there_is(bare, tmp_path):
     assert "It fits by arithmetic alone" in text(found) and "a plan uses none" in text(found)
 
 
-@pytest.mark.parametrize(("model_type", "layout"), [("bert", "padded"), ("qwen3_moe", "shared"), ("gpt2", "shared")])
+@pytest.mark.parametrize(
+    ("model_type", "layout"),
+    [("bert", "packed"), ("deberta-v2", "padded"), ("qwen3_moe", "shared"), ("gpt2", "shared")],
+)
 def test_other_families_are_planned(bare, tmp_path, model_type, layout):
     found = plan(bare(model_type), config(tmp_path), topology("cpu:1"), compiles=False)
     rows = 4 * 2 * 96
@@ -147,8 +151,9 @@ def test_texts_over_two_devices_are_half_of_them_on_each(bare, tmp_path):
 
 
 def test_what_is_offloaded_is_not_kept(bare, tmp_path):
+    how = {"remat_policy": "nothing_saveable"}
     here, away = (
-        plan(bare(num_hidden_layers=6), config(tmp_path, activation_offloading=said), topology("h100:1"))
+        plan(bare(num_hidden_layers=6), config(tmp_path, activation_offloading=said, **how), topology("h100:1"))
         for said in (False, True)
     )
     assert away.memory.kept * 3 == here.memory.kept

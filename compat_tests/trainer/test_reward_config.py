@@ -29,8 +29,9 @@ def declared(cls):
     return [(f.name, hints[f.name], f.default, f.default_factory, f.init) for f in dataclasses.fields(cls)]
 
 
-OWN = {"eval_report": False, "eval_subset_column": "subset", "batch_layout": "auto", "mesh_shape": None,
-       "coordinator_address": None, "num_processes": None, "process_id": None}  # fmt: skip
+OWN = {"eval_report": False, "eval_subset_column": "subset", "batch_layout": "auto",
+       "remat_policy": "auto", "mesh_shape": None, "coordinator_address": None, "num_processes": None,
+       "process_id": None}  # fmt: skip
 
 
 @pytest.mark.parametrize("ours, theirs", [(RewardConfig, "RewardConfig"), (ModelConfig, "ModelConfig")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 
 import numpy as np
@@ -260,19 +261,35 @@ def test_one_program_a_shape(folder, tmp_path, monkeypatch):
         return steps[-1]
 
     monkeypatch.setattr(base_trainer, "make_step", watched)
-    config = {"gradient_accumulation_steps": 2, "num_train_epochs": 2}
+    config = {"gradient_accumulation_steps": 2, "num_train_epochs": 2, "remat_policy": "nothing_saveable"}
     trainer = make(trl_jax, folder, tmp_path, train=table(18), config=config)
     trainer.train()
     assert trainer.state.global_step == 6 and [step._cache_size() for step in steps] == [1]
 
 
-def test_gradient_checkpointing_changes_nothing(folder, tmp_path):
+def test_gradient_checkpointing_changes_nothing(folder, tmp_path, monkeypatch, caplog):
+    """Whichever it is: where nothing would fit, the default keeps nothing, and says so."""
     losses = []
-    for on in (True, False):
-        trainer = make(trl_jax, folder, tmp_path, config={"gradient_checkpointing": on})
-        trainer.train()
+    for config, room in (
+        ({"gradient_checkpointing": False}, 1),
+        ({"remat_policy": "nothing_saveable"}, 1),
+        ({}, 1),
+        ({}, 1 << 40),
+    ):
+        monkeypatch.setattr(base_trainer, "room_of", lambda device, room=room: room)
+        trainer = make(trl_jax, folder, tmp_path, config=config)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "trl_jax"):
+            trainer.train()
+        assert ("whole layers are computed twice" in caplog.text) == (config == {} and room == 1)
         losses.append([entry["loss"] for entry in steps_of(trainer.state.log_history)])
-    assert losses[0] == pytest.approx(losses[1], rel=0, abs=1e-6)
+    for other in losses[1:]:
+        assert losses[0] == pytest.approx(other, rel=0, abs=1e-6)
+
+
+def test_a_remat_policy_that_is_not_is_refused():
+    with pytest.raises(ValueError, match="remat_policy='all' is not in this release of trl_jax; supported: auto, noth"):
+        trl_jax.RewardConfig("out", remat_policy="all")
 
 
 def test_an_error_in_training_leaves_the_trainer_out_of_it(folder, tmp_path):

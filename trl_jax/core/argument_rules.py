@@ -232,7 +232,11 @@ def checkpointing_kwargs(name: str, value: Any, values: Mapping[str, Any]) -> st
 
 
 def offloading(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
-    if not value or values["gradient_checkpointing"] or values["activation_checkpointing"]:
+    if not value:
+        return None
+    if values["remat_policy"] not in ("auto", "nothing_saveable"):
+        return f"{name}=True goes with remat_policy='auto' or 'nothing_saveable', not {values['remat_policy']!r}."
+    if values["gradient_checkpointing"] or values["activation_checkpointing"]:
         return None
     return (
         f"{name}=True has the host keep what gradient_checkpointing=True keeps, and gradient_checkpointing is "

@@ -141,6 +141,8 @@ TABLE: dict[str, Fate] = {
     **_each("pad_token", "native"),
     # Not in TRL
     **_each("eval_report eval_subset_column", "native"),
+    **_each("remat_policy", "mapped",
+            rule=rules.one_of("auto", "nothing_saveable", "dots_with_no_batch_dims_saveable")),
     **_each("batch_layout", "mapped", rule=rules.one_of("auto", "padded", "packed", "shared")),
 }  # fmt: skip
 

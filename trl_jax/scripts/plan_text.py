@@ -16,18 +16,21 @@ def text(plan: Plan) -> str:
     return "\n".join(part for part in parts if part)
 
 
+_KEPT = {False: "matrix products kept", True: "layers computed twice", "offloaded": "layers' inputs on the host"}
+
+
 def _head(plan: Plan) -> str:
     chip, kinds = plan.topology.chip, plan.settings
     has = "pretended, of no size" if chip is None else f"{_size(chip.memory)} each"
     many = f"{plan.topology.devices} device(s), {has}"
     mesh = ",".join(f"{axis}:{size}" for axis, size in plan.mesh.items()) or "none"
-    checkpointing = "gradient checkpointing" if kinds["gradient_checkpointing"] else "no gradient checkpointing"
+    kept = _KEPT[plan.remat]
     lengths = ", ".join(f"{length:,} (x{count})" for length, count in plan.lengths.items())
     one = plan.one
     return (
         f"{plan.model}: {plan.parameters:,} parameters on {plan.topology.name}: {many}; mesh {mesh}.\n"
         f"A step: {plan.layout}, {one.passes} pass(es) of {one.rows} x {one.length:,} tokens a device; "
-        f"{kinds['compute']} over float32 weights, {checkpointing}. Lengths of steps: {lengths}.\n"
+        f"{kinds['compute']} over float32 weights, {kept}. Lengths of steps: {lengths}.\n"
         f"Attention: {plan.attention}."
     )
 

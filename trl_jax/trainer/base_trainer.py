@@ -30,6 +30,7 @@ from trl_jax.engine.optim import Optimizer, decays, from_optax
 from trl_jax.engine.prefetch import Prefetched
 from trl_jax.engine.processes import barrier, check_alike, is_first, several, told_of_the_dead
 from trl_jax.engine.progress import Progress
+from trl_jax.engine.recompute import Fitting, room_of
 from trl_jax.engine.resume import find
 from trl_jax.engine.step import make_step
 from trl_jax.engine.watch import PATIENCE, Watch
@@ -214,16 +215,20 @@ class BaseTrainer(Evaluating):
             max_steps=args.max_steps,
         )
 
-    def compiled_step(self, tx: Any) -> Any:
-        """The step of `train()`, jitted; arguments as of `make_step`'s."""
-        return make_step(self.loss, tx, self.spread)
+    def compiled_step(self, tx: Any, *, remat: bool | str) -> Any:
+        """A step of `train()`, jitted; arguments as of `make_step`'s. `remat`: layers are computed twice."""
+        return make_step(partial(self.loss, remat=remat), tx, self.spread)
+
+    def _step(self, tx: Any) -> Any:
+        """The step of `train()`, in the quickest version that fits and that the arguments allow."""
+        if "compute_loss" in self.overridden:
+            return HookedStep(self, tx)
+        steps = [self.compiled_step(tx, remat=remat) for remat in self.args.remats]
+        return counted(steps[0] if len(steps) == 1 else Fitting(steps, room_of(run_device(self.args))), "The step")
 
     def _advancer(self, tx: Any) -> Any:
         """(step batch, learning rate) -> metrics. Replaces the model's parameters by their successors."""
-        if "compute_loss" in self.overridden:
-            step = HookedStep(self, tx)
-        else:
-            step = counted(self.compiled_step(tx), "The step")
+        step = self._step(tx)
         if self._optimizer_state is None:
             self._optimizer_state = self._new_optimizer_state(tx)
         if self.division is not None:

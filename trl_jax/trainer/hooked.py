@@ -42,7 +42,7 @@ class HookedStep:
 
 def _training_loss(trainer: Any, params: dict, frozen: dict, inputs: dict, key: Any) -> tuple:
     args = trainer.args
-    arrays, how = frozen | params, {"dtype": args.compute_dtype, "remat": args.remat}
+    arrays, how = frozen | params, {"dtype": args.compute_dtype, "remat": args.remats[-1]}
     bound = BoundModel(trainer.model, arrays, **how, key=key, chances=trainer.chances)
     return loss_of(trainer, bound, inputs)
 

@@ -17,6 +17,7 @@ from trl_jax.nn.attention import QUERY_BLOCK
 from trl_jax.trainer import plan_arithmetic as arithmetic
 from trl_jax.trainer import planning
 from trl_jax.trainer.reward_config import RewardConfig
+from trl_jax.trainer.reward_trainer import RewardTrainer
 
 ATTENTION = {
     True: f"plain XLA, {QUERY_BLOCK} queries of a row at a time against the keys before them",
@@ -29,7 +30,8 @@ class Plan:
     """Bytes, FLOPs and seconds are a device's, and a step's.
 
     lengths: of rows or streams, and how many of the steps looked at have each. places, tokens: means over steps on all
-    devices, of what is computed on and of real text. `compiled` is None where there is no compiler, and `why` says so.
+    devices, of what is computed on and of real text. remat: whole layers are computed twice.
+    `compiled` is None where there is no compiler, and `why` says so.
     """
 
     model: str
@@ -38,6 +40,7 @@ class Plan:
     mesh: dict[str, int]
     layout: str
     attention: str
+    remat: bool | str
     lengths: dict[int, int]
     places: float
     tokens: float
@@ -99,20 +102,38 @@ def plan(
         planned = planning.planned(args, topology, folder)
         trainer = planning.trainer_of(checkpoint.outline(), planned, rows, tokenizer)
         found = planning.batches(trainer)
+    for remat in args.remats:
+        made = _planned(checkpoint.name, args, topology, trainer, found, remat=remat, compiles=compiles)
+        if made.fits is not False:
+            break
+    return made
+
+
+def _planned(
+    model: str,
+    args: RewardConfig,
+    topology: Topology,
+    trainer: RewardTrainer,
+    found: planning.Batches,
+    *,
+    remat: bool | str,
+    compiles: bool,
+) -> Plan:
     why, tx = no_compiler(topology) if compiles else "nothing was compiled", trainer._optimizer()
     given = planning.shapes(trainer, tx, found.largest)
-    result = None if why is not None else compiled(planning.traced(trainer, tx, given), topology)
+    result = None if why is not None else compiled(planning.traced(trainer, tx, given, remat=remat), topology)
     layout = trainer.loader(trainer.train_dataset, training=True).layout
-    one, engine, remat = planning.one_pass(trainer, given), trainer.model.engine, args.remat
+    one, engine = planning.one_pass(trainer, given), trainer.model.engine
     arch, gradients = engine.source.arch, planning.gradients(trainer, given)
     flops = arithmetic.flops(given.params, found.largest, arch, causal=engine.causal, remat=remat)
     return Plan(
-        model=checkpoint.name,
+        model=model,
         parameters=trainer.model.num_parameters(),
         topology=topology,
         mesh=planning.mesh_of(trainer),
         layout=layout,
         attention=ATTENTION[layout == "padded"],
+        remat=remat,
         lengths=found.lengths,
         places=found.places,
         tokens=found.tokens,

@@ -143,12 +143,12 @@ def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
-def traced(trainer: RewardTrainer, tx: Any, given: Shapes) -> jax.stages.Traced:
+def traced(trainer: RewardTrainer, tx: Any, given: Shapes, *, remat: bool | str) -> jax.stages.Traced:
     """The step of `train()`, not yet for any kind of device."""
     key = None if trainer.args.disable_dropout else jax.eval_shape(lambda: jax.random.key(0))
     rate = jax.ShapeDtypeStruct((), np.float32)
     with trainer._on_device():
-        return trainer.compiled_step(tx).trace(*given, rate, key)
+        return trainer.compiled_step(tx, remat=remat).trace(*given, rate, key)
 
 
 def mesh_of(trainer: RewardTrainer) -> dict[str, int]:

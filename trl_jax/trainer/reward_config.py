@@ -32,7 +32,13 @@ class RewardConfig(BaseConfig):
         batch_layout: how the pairs of a step lie in memory; the numbers do not depend on it. "padded" gives each text a
             row as long as the longest, "packed" lays texts end to end, "shared" does so with what both answers of a
             pair begin with only once. "auto" takes the quickest that is exact for the model.
-        activation_offloading: what gradient checkpointing keeps, the input of each layer, waits in the host's memory.
+        remat_policy: what `gradient_checkpointing` keeps of the forward pass, by the name of one of
+            jax.checkpoint_policies; the numbers do not depend on it. "nothing_saveable" computes whole layers twice,
+            "dots_with_no_batch_dims_saveable" keeps their matrix products, as gradient_checkpointing=False does; "auto"
+            keeps those where the compiled step then fits into the device's memory (on a CPU: into half of the host's).
+            With a `compute_loss` of a script's own, "auto" keeps nothing. Not in TRL.
+        activation_offloading: what "nothing_saveable" keeps all the same, the input of each layer, waits in the host's
+            memory; it takes the place of remat_policy.
         pad_token: deprecated; set it on the tokenizer.
         eval_report: adds to each evaluation `eval_ece` (how far the model's certainty is from its accuracy), with a
             column of subsets `eval_accuracy_<subset>` and their mean `eval_accuracy_of_subsets`, and the picture
@@ -116,6 +122,16 @@ class RewardConfig(BaseConfig):
         },
     )
 
+    remat_policy: str = field(
+        default="auto",
+        kw_only=True,
+        metadata={
+            "help": "What gradient_checkpointing=True keeps of the forward pass, by JAX's names: 'nothing_saveable'; "
+            "'dots_with_no_batch_dims_saveable', the matrix products; 'auto', the products where they fit into "
+            "memory. The numbers are the same."
+        },
+    )
+
     mesh_shape: str | None = field(
         default=None,
         kw_only=True,
@@ -137,9 +153,13 @@ class RewardConfig(BaseConfig):
     )
 
     @property
-    def remat(self) -> bool | str:
-        """What the backward pass recomputes, as `models.stack.checkpointed` takes it."""
-        return "offloaded" if self.activation_offloading else bool(self.gradient_checkpointing)
+    def remats(self) -> list[bool | str]:
+        """Whether layers are computed twice in the step, as `models.stack` takes it: of several the first that fits."""
+        if self.activation_offloading:
+            return ["offloaded"]
+        if not self.gradient_checkpointing or self.remat_policy == "dots_with_no_batch_dims_saveable":
+            return [False]
+        return [True] if self.remat_policy == "nothing_saveable" else [False, True]
 
     def __post_init__(self):
         super().__post_init__()

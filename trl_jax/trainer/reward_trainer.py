@@ -163,8 +163,10 @@ class RewardTrainer(BaseTrainer):
             how["longest"] = jnp.max(batch.lengths)
         return model(batch.tokens, batch.positions, at=batch.at, dtype=jnp.dtype(dtype), **how)
 
-    def loss(self, params: dict, batch: PairBatch, key: jax.Array | None) -> tuple[jax.Array, dict[str, jax.Array]]:
-        how = {"remat": self.args.remat} | self.chances(key, batch.lengths)
+    def loss(
+        self, params: dict, batch: PairBatch, key: jax.Array | None, *, remat: bool | str
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        how = {"remat": remat} | self.chances(key, batch.lengths)
         scores = self.score(params, batch, dtype=self.args.compute_dtype, **how)
         return self._pairwise_loss(scores, weight=batch.weight, margin=batch.margin, member=batch.member)
 

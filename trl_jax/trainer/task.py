@@ -16,8 +16,13 @@ class Task(abc.ABC):
     """How a row becomes tokens, and how a batch becomes a loss."""
 
     @abc.abstractmethod
-    def loss(self, params: dict, batch: Any, key: jax.Array | None) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Loss and metrics (sums and counts) of one micro-batch; `key` is for dropout, None without it."""
+    def loss(
+        self, params: dict, batch: Any, key: jax.Array | None, *, remat: bool | str
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Loss and metrics (sums and counts) of one micro-batch; `key` is for dropout, None without it.
+
+        `remat`: the backward pass computes layers again instead of keeping what they gave.
+        """
 
     @abc.abstractmethod
     def score(self, params: dict, batch: Any, *, dtype: str) -> jax.Array:
