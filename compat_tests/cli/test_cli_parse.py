@@ -335,10 +335,11 @@ NOT_HERE = "is not in this release of trl_jax"
         ),
         (["--evaluation_strategy", "steps"], "unknown argument --evaluation_strategy: use eval_strategy."),
         (
-            ["--activation_offloading", "--optim_target_modules", "q_proj"],
+            ["--activation_offloading", "--gradient_checkpointing", "false", "--optim_target_modules", "q_proj"],
             (
                 f"optim_target_modules='q_proj' {NOT_HERE}: it belongs to GaLore and APOLLO; leave it out. "
-                f"activation_offloading=True {NOT_HERE}: gradient_checkpointing=True saves memory too."
+                "activation_offloading=True has the host keep what gradient_checkpointing=True keeps, and "
+                "gradient_checkpointing is False. Set it to True."
             ),
         ),
     ],

@@ -69,12 +69,24 @@ def test_float16_runs_as_bfloat16(name):
 
 REFUSED = {
     "optim_target_modules": ("all-linear", "it belongs to GaLore and APOLLO; leave it out."),
-    "activation_offloading": (True, "gradient_checkpointing=True saves memory too."),
 }
 
 
 def test_the_list_of_refusals_is_whole():
     assert set(REFUSED) == {name for name, fate in TABLE.items() if fate.kind == "refused"}
+
+
+def test_offloading_needs_something_that_is_kept():
+    assert verdict(activation_offloading=True, gradient_checkpointing=True) == ([], [])
+    [refusal], _ = verdict(activation_offloading=True, gradient_checkpointing=False)
+    assert refusal == (
+        "activation_offloading=True has the host keep what gradient_checkpointing=True keeps, and "
+        "gradient_checkpointing is False. Set it to True."
+    )
+    [refusal], _ = verdict(
+        activation_offloading=True, gradient_checkpointing=True, remat_policy="dots_with_no_batch_dims_saveable"
+    )
+    assert refusal.startswith("activation_offloading=True goes with remat_policy='auto' or 'nothing_saveable', not 'do")
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -1,27 +1,59 @@
-"""One process of a run of several: python -m compat_tests.mesh.rank ours|trl FOLDER OUT '{"seed": 1}'"""
+"""One process of a run of several, as `launching` starts them."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
+import signal
 
+HEARTBEAT = 10  # seconds, a third of what users wait
 ROWS = 44  # 6 micro-batches of 2 x 4 pairs, the last with four pairs of the first
 
 
-def main(whose: str, folder: str, out: str, config: str) -> None:
+def main(whose: str, folder: str, out: str, given: dict) -> None:
     from compat_tests import tiny
     from compat_tests.parity import reference
 
-    run = {"ours": reference.run_ours, "trl": reference.run_trl}[whose]
+    rows = tiny.preference_rows(ROWS, margin=True)
+    if whose == "ours":
+        from trl_jax.engine import processes
+
+        processes.HEARTBEAT = HEARTBEAT
     first = os.environ.get("RANK", os.environ.get("JAX_PROCESS_ID")) == "0"
+    if "resume" in given:
+        go_on(folder, rows, f"{out}/{whose}", **given)
+        return
     if not first:  # whose save may not be there yet
         reference.read_weights = lambda folder: {}
-    found = run(folder, tiny.preference_rows(ROWS, margin=True), f"{out}/{whose}", **json.loads(config))
+    found = {"ours": reference.run_ours, "trl": reference.run_trl}[whose](folder, rows, f"{out}/{whose}", **given)
     if first:
         with open(f"{out}/{whose}.json", "w", encoding="utf-8") as file:
             json.dump(found.logs, file)
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def go_on(folder: str, rows: list[dict], out: str, *, resume: str | bool, dies: int | None = None, **config):
+    """The trainer, when it went on from a checkpoint; the first process `dies` in the middle of this step's save."""
+    from datasets import Dataset
+
+    from compat_tests.parity.reference import BASE
+    from trl_jax import RewardConfig, RewardTrainer
+
+    trainer = RewardTrainer(folder, RewardConfig(out, **(BASE | config)), train_dataset=Dataset.from_list(rows))
+    if dies is not None and os.environ["JAX_PROCESS_ID"] == "0":
+        die_saving(trainer, dies)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def die_saving(trainer, step: int) -> None:
+    """Weights are in the unfinished folder then, moments on their way."""
+    from trl_jax.trainer import keeping
+
+    write = keeping.write_progress
+
+    def fatal(*given, **more):
+        if trainer.state.global_step == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(*given, **more)
+
+    keeping.write_progress = fatal

@@ -52,7 +52,7 @@ def run_ours(model_folder, rows, out, **keywords) -> Run:
     return _run(trl_jax, model_folder, rows, out, **keywords)
 
 
-def _run(package, model_folder, rows, out, *, eval_rows=None, predict_rows=None, **config) -> Run:
+def _run(package, model_folder, rows, out, *, eval_rows=None, predict_rows=None, peft_config=None, **config) -> Run:
     """Train on `rows`, evaluate on `eval_rows` and predict `predict_rows` if given, and save under `out`."""
     from datasets import Dataset
 
@@ -62,6 +62,7 @@ def _run(package, model_folder, rows, out, *, eval_rows=None, predict_rows=None,
         args=args,
         train_dataset=Dataset.from_list(rows),
         eval_dataset=None if eval_rows is None else Dataset.from_list(eval_rows),
+        **({} if peft_config is None else {"peft_config": peft_config}),
     )
     trainer.train()
     logs = list(trainer.state.log_history)

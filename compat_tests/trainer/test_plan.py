@@ -141,6 +141,25 @@ def test_fewer_devices_than_are_pretended_are_refused():
         devices(topology("cpu:64"))
 
 
+def test_texts_over_two_devices_are_half_of_them_on_each(bare, tmp_path):
+    """But for the keys and values of a layer, of which each has all while it attends."""
+    whole, half = (plan(bare(), config(tmp_path, mesh_shape=f"sequence:{n}"), topology("h100:2")) for n in (1, 2))
+    assert half.one.tokens == whole.one.tokens // 2 and half.one.length == whole.one.length
+    assert half.memory.kept == whole.memory.kept // 2
+    assert whole.memory.working // 2 < half.memory.working < whole.memory.working
+    assert half.flops == whole.flops // 2
+
+
+def test_what_is_offloaded_is_not_kept(bare, tmp_path):
+    how = {"remat_policy": "nothing_saveable"}
+    here, away = (
+        plan(bare(num_hidden_layers=6), config(tmp_path, activation_offloading=said, **how), topology("h100:1"))
+        for said in (False, True)
+    )
+    assert away.memory.kept * 3 == here.memory.kept
+    assert away.memory.working == here.memory.working and away.flops == here.flops
+
+
 def small_chip(size):
     return Topology("h100:4", "h100", (4,), CHIPS["h100"]._replace(memory=size))
 

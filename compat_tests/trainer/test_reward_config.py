@@ -195,21 +195,21 @@ def test_a_subclass_may_add_its_own():
 def test_a_subclass_s_own_defaults_are_held_to_the_same_rules():
     @dataclasses.dataclass
     class Finding(RewardConfig):
-        activation_offloading: bool = True
+        optim_target_modules: str = "all-linear"
         label_smoothing_factor: float = 0.1
         learning_rate: float = 3e-5
 
     @dataclasses.dataclass
     class Further(Finding):
-        activation_offloading: bool = False
+        optim_target_modules: str | None = None
 
-    with pytest.raises(ValueError, match="^activation_offloading=True is not in this release of trl_jax: "):
+    with pytest.raises(ValueError, match="^optim_target_modules='all-linear' is not in this release of trl_jax: "):
         Finding("out")
     with pytest.warns(UserWarning, match="^label_smoothing_factor=0.1 has no effect in trl_jax") as seen:
         assert Further("out").learning_rate == 3e-5
     assert len(seen) == 1
     with pytest.warns(UserWarning):
-        assert Finding("out", activation_offloading=False).activation_offloading is False
+        assert Finding("out", optim_target_modules=None).optim_target_modules is None
 
 
 def test_help_says_what_auto_padding_does():

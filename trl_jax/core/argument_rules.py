@@ -231,6 +231,19 @@ def checkpointing_kwargs(name: str, value: Any, values: Mapping[str, Any]) -> st
     return f"{name} holds {unknown}, which are not {HERE}: it takes use_reentrant only. Leave {unknown} out."
 
 
+def offloading(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if not value:
+        return None
+    if values["remat_policy"] not in ("auto", "nothing_saveable"):
+        return f"{name}=True goes with remat_policy='auto' or 'nothing_saveable', not {values['remat_policy']!r}."
+    if values["gradient_checkpointing"] or values["activation_checkpointing"]:
+        return None
+    return (
+        f"{name}=True has the host keep what gradient_checkpointing=True keeps, and gradient_checkpointing is "
+        f"{values['gradient_checkpointing']!r}. Set it to True."
+    )
+
+
 def deterministic(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     # A GPU is deterministic only if XLA was told so before it started; CPU and TPU always are.
     if not value or values["use_cpu"] or DETERMINISTIC_FLAG in os.environ.get("XLA_FLAGS", ""):

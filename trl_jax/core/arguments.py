@@ -74,7 +74,7 @@ TABLE: dict[str, Fate] = {
     **_each("bf16_full_eval tf32 use_cpu activation_checkpointing gradient_checkpointing", "mapped"),
     **_each("activation_checkpointing_kwargs gradient_checkpointing_kwargs", "mapped",
             rule=rules.checkpointing_kwargs),
-    **_each("activation_offloading", "refused", "gradient_checkpointing=True saves memory too."),
+    **_each("activation_offloading", "mapped", rule=rules.offloading),
     **_each("torch_compile", "silent", "every step is compiled"),
     **_each("torch_compile_backend torch_compile_mode", "warned", "XLA compiles every step."),
     **_each("use_liger_kernel liger_kernel_config", "warned", "XLA brings the kernels; results are equal."),

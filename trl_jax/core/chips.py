@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Chip(NamedTuple):
-    """flops: bfloat16 a second; memory: bytes; bandwidth: bytes a second to its own memory.
+    """flops: bfloat16 a second, dense; memory: bytes; bandwidth: bytes a second to its own memory.
 
     links: bytes a second to other chips, both directions together. axes: numbers in a topology of it, 2 for "4x4".
     """
@@ -21,16 +21,17 @@ class Chip(NamedTuple):
     source: str
 
 
-_GIB = 2**30
+_MIB, _GIB = 2**20, 2**30
 _CLOUD, _NVIDIA = "https://cloud.google.com/tpu/docs/", "https://www.nvidia.com/en-us/data-center/"
 CHIPS = {
     "v5e": Chip(197e12, 16 * _GIB, 819e9, 400e9, 2, _CLOUD + "v5e"),
     "v6e": Chip(918e12, 32 * _GIB, 1638e9, 800e9, 2, _CLOUD + "v6e"),
     "v5p": Chip(459e12, 95 * _GIB, 2765e9, 1200e9, 3, _CLOUD + "v5p"),
-    # Dense, without sparsity; SXM modules.
-    "a100": Chip(312e12, 80 * _GIB, 2039e9, 600e9, 1, _NVIDIA + "a100"),
-    "h100": Chip(989e12, 80 * _GIB, 3350e9, 900e9, 1, _NVIDIA + "h100"),
-    "h200": Chip(989e12, 141 * _GIB, 4800e9, 900e9, 1, _NVIDIA + "h200"),
+    # SXM modules. NVIDIA's datasheets give twice these FLOPs, with sparsity (but for the A100, where both stand), and
+    # memory in round GB; the driver has the MiB given here (thundergolfer.com/blog/nvidia-gpu-memory-capacity).
+    "a100": Chip(312e12, 81_920 * _MIB, 2039e9, 600e9, 1, _NVIDIA + "a100"),
+    "h100": Chip(989.4e12, 81_559 * _MIB, 3350e9, 900e9, 1, _NVIDIA + "h100"),
+    "h200": Chip(989.4e12, 143_771 * _MIB, 4800e9, 900e9, 1, _NVIDIA + "h200"),
 }
 PRETENDED = "cpu"  # devices on this machine's CPU: they show what is cut how, and say nothing of speed or room
 

@@ -206,10 +206,4 @@ def settled(parallel: Parallel, devices: int, hosts: int = 1) -> dict[str, int]:
             f"{parallel.said} asks for {asked_for} = {named} devices, and there are {devices}. Make the product "
             f"{devices}, or say 'data:-1' in mesh_shape for what is left."
         )
-    found = {axis: devices // named if size == LEFT else size for axis, size in sizes.items()}
-    if found.get("sequence", 1) > 1:
-        raise ValueError(
-            f"{parallel.said} divides texts over {found['sequence']} devices (sequence), which is not {HERE}: leave it "
-            "out. fsdp and gradient_checkpointing make room for long texts."
-        )
-    return found
+    return {axis: devices // named if size == LEFT else size for axis, size in sizes.items()}

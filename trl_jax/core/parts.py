@@ -1,4 +1,5 @@
-"""Arrays of which a device holds a part: the axis that products are divided over, and how a layer gets the whole."""
+"""Arrays of which a device holds a part: the axes that products and texts are divided over, and how a layer gets the
+whole."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
-TENSOR = "tensor"
+TENSOR, SEQUENCE = "tensor", "sequence"
 
 # (a parameter's path, what a device holds of it) -> all of it. Set while a step is traced, so that models, which know
 # no mesh, ask for a layer's parameters in the turn of the loop that uses them.

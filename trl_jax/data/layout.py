@@ -66,6 +66,7 @@ def pad_pairs(
     count: int,
     pad_token_id: int,
     pad_to_multiple_of: int | str | None,
+    weights: Sequence[float] | None = None,
 ) -> PairBatch:
     """The micro-batches of one optimizer step as padded rows, one pass each: `[count, ...]`.
 
@@ -75,6 +76,7 @@ def pad_pairs(
         count: micro-batches a full step has; a shorter step is filled likewise.
         pad_token_id: fills rows, and decides where they are read.
         pad_to_multiple_of: see `padded_length`.
+        weights: of a pair of each micro-batch; None makes it TRL's mean of means.
     """
     longest = max(
         max(len(row["chosen_ids"]), len(row["rejected_ids"])) for rows in micro_batches for row in rows
@@ -87,7 +89,8 @@ def pad_pairs(
     margin = np.zeros((count, pairs), np.float32) if "margin" in micro_batches[0][0] else None
     member = np.broadcast_to(np.eye(count, dtype=bool)[:, :, None], (count, count, pairs))
     for m, rows in enumerate(micro_batches):
-        weight[m, : len(rows)] = 1.0 / (len(micro_batches) * len(rows))
+        if rows:
+            weight[m, : len(rows)] = 1.0 / (len(micro_batches) * len(rows)) if weights is None else weights[m]
         for i, row in enumerate(rows):
             for place, ids in ((i, row["chosen_ids"]), (pairs + i, row["rejected_ids"])):
                 tokens[m, place, : len(ids)] = ids

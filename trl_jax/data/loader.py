@@ -58,7 +58,8 @@ class PreferenceLoader:
     or shared, a step's pairs are dealt to as many streams, whichever their micro-batch.
 
     On several devices `shards` of them share each micro-batch, and arrays have an axis for them behind that of passes.
-    As TRL's ranks do, an epoch of training then begins again at its end until its last micro-batch is whole.
+    As TRL's ranks do, an epoch of training then begins again at its end until its last micro-batch is whole, unless
+    `fills` says otherwise: a run goes on as it began, whichever devices it has now.
     """
 
     dataset: Dataset | IterableDataset
@@ -70,7 +71,7 @@ class PreferenceLoader:
     accumulation: int = 1
     shards: int = 1
     divided: bool = True  # False: filled up for the shards, but laid out as for one device
-    fills: bool = True  # False: the last micro-batch is as short as it is, as in an evaluation
+    fills: bool | None = None  # None: where there are several shards
     shuffle: bool = False
     seed: int = 0
     drop_last: bool = False
@@ -137,7 +138,8 @@ class PreferenceLoader:
 
     @property
     def _filling(self) -> bool:
-        return self.shards > 1 and self.fills and not self.drop_last
+        fills = self.shards > 1 if self.fills is None else self.fills
+        return fills and not self.drop_last
 
     def _check_skipped(self, digest: int) -> None:
         if self.skipped_digest not in (None, digest):
@@ -149,7 +151,8 @@ class PreferenceLoader:
     def _step(self, group: list[list[Place]]) -> StepBatch:
         shards = self.shards if self.divided else 1
         pairs = by_shard([[place.row for place in places] for places in group], shards)
-        arrays, into = self._laid_out(pairs)
+        weights = [1 / (len(group) * len(places)) for places in group for _ in range(shards)]
+        arrays, into = self._laid_out(pairs, weights)
         lengths = [[len(row[side]) for row in rows for side in COLUMNS[:2]] for rows in pairs]
         rows, passes = [place.index for places in group for place in places], self.accumulation * shards
         return StepBatch(
@@ -157,23 +160,23 @@ class PreferenceLoader:
             num_micro_batches=len(group),
             num_pairs=sum(map(len, group)),
             num_tokens=sum(map(sum, lengths)),
-            num_padded_tokens=sum(len(rows) * self._trl_length(max(rows)) for rows in lengths),
+            num_padded_tokens=sum(len(rows) * self._trl_length(max(rows)) for rows in lengths if rows),
             num_places=arrays.tokens.size,
             rows=rows,
             passes=[[row for row, own in zip(rows, into, strict=True) if own == p] for p in range(passes)],
             rows_digest=group[-1][-1].digest,
         )
 
-    def _laid_out(self, micro_batches: list[list[dict]]) -> tuple[PairBatch, list[int]]:
+    def _laid_out(self, micro_batches: list[list[dict]], weights: list[float]) -> tuple[PairBatch, list[int]]:
         """The arrays of a step, and for each pair the pass, and shard, that it is in: counted over both."""
         shards = self.shards if self.divided else 1
         pairs, passes = self.batch_size // shards, self.accumulation * shards
         if self.layout == "padded":
             how = {"pad_token_id": self.pad_token_id, "pad_to_multiple_of": self.pad_to_multiple_of}
-            arrays = pad_pairs(micro_batches, pairs=pairs, count=passes, **how)
+            arrays = pad_pairs(micro_batches, pairs=pairs, count=passes, weights=weights, **how)
             into = [m for m, rows in enumerate(micro_batches) for _ in rows]
             return (arrays if shards == 1 else sharded_rows(arrays, shards)), into
-        placed = place(micro_batches, pairs=pairs, share=self.layout == "shared")
+        placed = place(micro_batches, pairs=pairs, share=self.layout == "shared", weights=weights)
         costs, how = [pair.tokens for pair in placed], {"pad_token_id": self.pad_token_id, "rung": self.ladder}
         if shards == 1:
             into = balanced(costs, passes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,12 +19,13 @@ def filled(order: np.ndarray, size: int) -> np.ndarray:
 
 
 def by_shard(micro_batches: Sequence[Sequence[Any]], shards: int) -> list[list[Any]]:
-    """Each micro-batch as `shards` runs of equal length, one behind the other."""
-    return [
-        list(items[at : at + len(items) // shards])
-        for items in micro_batches
-        for at in range(0, len(items), len(items) // shards)
-    ]
+    """Each micro-batch as `shards` runs, one behind the other; where it does not come out even, the first have one item
+    more, and there may be none for the last."""
+    runs = []
+    for items in micro_batches:
+        ends = [(shard * len(items) + shards - 1) // shards for shard in range(shards + 1)]
+        runs += [list(items[start:end]) for start, end in itertools.pairwise(ends)]
+    return runs
 
 
 def room(pairs: int, accumulation: int) -> int:

@@ -50,13 +50,16 @@ def balanced(costs: Sequence[int], streams: int, most: int | None = None) -> lis
     return chosen
 
 
-def place(micro_batches: Sequence[Sequence[dict]], *, pairs: int, share: bool) -> list[Placed]:
-    """The pairs of a step in order; a full micro-batch has `pairs`. TRL's mean of means is in their weights."""
+def place(
+    micro_batches: Sequence[Sequence[dict]], *, pairs: int, share: bool, weights: Sequence[float] | None = None
+) -> list[Placed]:
+    """The pairs of a step in order; a full micro-batch has `pairs`. TRL's mean of means is in their weights, unless
+    `weights` has those of each micro-batch's pairs."""
     return [
         Placed(
             m * pairs + i,
             row,
-            1.0 / (len(micro_batches) * len(rows)),
+            1.0 / (len(micro_batches) * len(rows)) if weights is None else weights[m],
             shared_tokens(row["chosen_ids"], row["rejected_ids"]) if share else 0,
         )
         for m, rows in enumerate(micro_batches)

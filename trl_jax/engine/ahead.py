@@ -128,7 +128,8 @@ def compiled(traced: jax.stages.Traced, topology: Topology) -> Compiled:
         return Compiled(time.monotonic() - start, found[0], False, found[1])
     seconds, memory = time.monotonic() - start, program.memory_analysis()
     arguments, allocated = memory.argument_size_in_bytes, memory.temp_size_in_bytes
-    # The CPU's compiler counts no peak of what is alive.
-    peak = arguments + allocated if topology.chip is None else memory.peak_memory_in_bytes
+    # The CPU's compiler counts no peak of what is alive, and a TPU's counts what waits on the host, too.
+    summed = topology.chip is None or memory.host_temp_size_in_bytes > 0
+    peak = arguments + allocated if summed else memory.peak_memory_in_bytes
     fits, cost = None if topology.chip is None else True, hlo.cost(program.as_text())
     return Compiled(seconds, peak, fits, arguments=arguments, allocated=allocated, cost=cost)

@@ -7,8 +7,9 @@ are divided over `fsdp` (a layer's are gathered where it uses them) and over `te
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -177,7 +178,7 @@ def shardings(mesh: Mesh, shapes: Mapping[str, Any]) -> dict[str, NamedSharding]
 def placed(array: Any, sharding: NamedSharding) -> jax.Array:
     """An array that every process has, each device given its part; a copy, so that it can be donated.
 
-    The shape of an array gets the place where that would lie.
+    The shape of an array gets the place where that would lie. Of what lies on the disk each part is read by itself.
     """
     if isinstance(array, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
@@ -214,6 +215,23 @@ def fetched(array: jax.Array) -> np.ndarray:
     """All of an array on every host. Where hosts hold parts of it, all of them must ask."""
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
-    mesh = array.sharding.mesh
-    whole = jax.jit(lambda part: part, out_shardings=NamedSharding(mesh, PartitionSpec()))(array)
-    return np.asarray(whole)
+    return np.asarray(_gathered(array, NamedSharding(array.sharding.mesh, PartitionSpec())))
+
+
+@partial(jax.jit, static_argnums=1)
+def _gathered(array: jax.Array, place: NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(array, place)
+
+
+def pieces(array: Any, most: int) -> Iterator[np.ndarray]:
+    """All of an array of JAX's or NumPy's, along its first axis: at most so many bytes at a time, but one row at least.
+    Where hosts hold parts of it, all of them must ask. JAX's come by way of copies on the device: what NumPy gets of an
+    array itself stays with that on the host."""
+    if isinstance(array, np.ndarray):
+        yield array
+    elif array.ndim == 0 or array.nbytes <= most:
+        yield fetched(jax.numpy.copy(array))
+    else:
+        step = max(1, len(array) * most // array.nbytes)
+        for start in range(0, len(array), step):
+            yield fetched(array[start : start + step])

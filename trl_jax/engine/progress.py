@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import random
+from collections import deque
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
+from trl_jax.core.tensors_file import Pieces, in_order, write_tensors
 from trl_jax.engine.manifest import BrokenCheckpoint
-from trl_jax.engine.mesh import placed
+from trl_jax.engine.mesh import pieces, placed
 
 # In a folder of their own: readers of a model take every *.safetensors beside its config for weights.
 TENSORS, FACTS = "training_state/arrays.safetensors", "training_state/facts.json"
+PIECE = 256 * 2**20
 
 
 @dataclass
@@ -62,8 +65,13 @@ def told(progress: Progress, facts: dict[str, Any]) -> str:
     return json.dumps({"progress": kept, "random": _random_state(), **facts}, indent=2) + "\n"
 
 
-def write_progress(folder: Path, steps: list[dict[str, Any]], trees: dict[str, Any], text: str) -> None:
+def write_progress(
+    folder: Path, steps: list[dict[str, Any]], trees: dict[str, Any], text: str, *, writes: bool = True
+) -> None:
     """Two files: arrays by name, and everything that is not an array; neither needs pickle to be read.
+
+    No more than PIECE bytes of what lies on devices are on the host at a time, or one row of a larger array. Where not
+    `writes`, arrays are only read: several processes gather them together, one writes.
 
     Args:
         steps: the metrics of the steps that no log line has yet.
@@ -72,9 +80,13 @@ def write_progress(folder: Path, steps: list[dict[str, Any]], trees: dict[str, A
     """
     arrays = {name: leaf for prefix, tree in trees.items() for name, leaf in named_leaves(tree, prefix).items()}
     arrays |= {f"metrics/{name}": np.stack([step[name] for step in steps]) for name in (steps[0] if steps else {})}
-    on_host = {name: np.ascontiguousarray(array).reshape(np.shape(array)) for name, array in arrays.items()}
+    read = {name: Pieces(array.shape, array.dtype, partial(pieces, array, PIECE)) for name, array in arrays.items()}
+    if not writes:
+        for name in in_order(read):
+            deque(read[name].read(), maxlen=0)
+        return
     (folder / TENSORS).parent.mkdir()
-    save_file(on_host, folder / TENSORS)
+    write_tensors(folder / TENSORS, read)
     (folder / FACTS).write_text(text, encoding="utf-8")
 
 
@@ -128,8 +140,8 @@ class SavedProgress:
                 "same here. Resume with the model and the optimizer it was saved with."
             )
         if places is not None:
-            found = [self.tensors.get_tensor(name) for name in wanted]
-            return jax.tree.map(placed, jax.tree.unflatten(jax.tree.structure(like), found), places)
+            saved = jax.tree.unflatten(jax.tree.structure(like), [_Saved(self.tensors, name) for name in wanted])
+            return jax.tree.map(placed, saved, places)
         # Copies: memory that NumPy owns could not be donated.
         leaves = [jax.numpy.array(self.tensors.get_tensor(name)) for name in wanted]
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
@@ -140,6 +152,17 @@ class SavedProgress:
         random.setstate((version, tuple(words), gauss))
         name, keys, *rest = self.facts["random"]["numpy"]
         np.random.set_state((name, np.asarray(keys, np.uint32), *rest))
+
+
+class _Saved:
+    """An array on the disk, of which parts are read as they are asked for."""
+
+    def __init__(self, tensors: Any, name: str):
+        self._tensors, self._name = tensors, name
+        self.shape = tuple(tensors.get_slice(name).get_shape())
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        return self._tensors.get_slice(self._name)[index] if index else self._tensors.get_tensor(self._name)
 
 
 _FIELDS = [f.name for f in fields(Progress) if f.name != "unreported"]

@@ -1,7 +1,8 @@
 """A loss on several devices: each computes pairs of its own, and only parameters, gradients and sums go between them.
 
-Everything is written out in one `jax.shard_map` over the axes that pairs are divided over. What a device sees is a
-batch as one device alone would have it, so models know nothing of meshes, and XLA has nothing of a batch to gather.
+Everything is written out in one `jax.shard_map` over the axes that pairs and texts are divided over. What a device sees
+is a batch as one device alone would have it, so models know nothing of meshes, and XLA has none of a batch to gather.
+Along the sequence axis devices see the same batch, of which a decoder takes its share of each text (`nn.dealt`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from trl_jax.core.parts import made_whole_by
+from trl_jax.core.parts import SEQUENCE, made_whole_by
 from trl_jax.engine.mesh import BATCH, Division
 
 _TRUNKS = ("decoder.layers.", "encoder.layers.")  # gathered by the layer, in the turn of the scan that uses it
@@ -28,6 +29,7 @@ class Spread:
         self.division, self._trained = division, trained
         self._trunk = next((trunk for trunk in _TRUNKS if any(path.startswith(trunk) for path in shapes)), None)
         self._axes = tuple(axis for axis in BATCH if division.size(axis) > 1)
+        self._all_axes = self._axes + ((SEQUENCE,) if division.size(SEQUENCE) > 1 else ())
         specs = {path: division.spec(path, leaf.shape) for path, leaf in shapes.items()}
         after = {path: place.spec for path, place in division.gradients(shapes).items()}
         self._specs = {path: _only(BATCH, spec) for path, spec in specs.items()}
@@ -35,21 +37,23 @@ class Spread:
         self._tensor = {path: _only(("tensor",), spec) for path, spec in specs.items()}
 
     def gradients(self, accumulate: Callable, loss: Callable) -> Callable:
-        """`accumulate(value_and_grad(loss), params, frozen, batch, key)`, the batch's arrays `[passes, shards, ...]`.
+        """`accumulate(value_and_grad(loss), params, frozen, batch, key)`, the batch's arrays `[passes, shards, ...]`
+        or, of a single shard, `[passes, ...]`.
 
         The loss is a sum over shards, gradients lie as `Division.gradients` says, metrics are `[passes x shards, ...]`.
         """
-        grad = jax.value_and_grad(self._with_whole(loss, held=2), has_aux=True)
+        grad = jax.value_and_grad(self._with_whole(self._once(loss), held=2), has_aux=True)
 
         def of_shard(params, frozen, batch, keys):
-            own = jax.tree.map(lambda leaf: leaf[:, 0], batch)
+            own = jax.tree.map(lambda leaf: leaf[:, 0], batch) if self.division.shards > 1 else batch
             total, gradients, metrics = accumulate(grad, params, frozen, own, None if keys is None else keys[0])
             gradients = {path: self._summed(path, gradient) for path, gradient in gradients.items()}
-            return self._sum(total, self._axes), gradients, jax.tree.map(self._all_metrics, metrics)
+            return self._sum(total, self._all_axes), gradients, jax.tree.map(self._all_metrics, metrics)
 
         def run(params, frozen, batch, key):
-            keys = None if key is None else jax.random.split(key, self.division.shards)
-            of_batch, of_keys = PartitionSpec(None, self._axes), None if keys is None else PartitionSpec(self._axes)
+            devices = self.division.shards * self.division.size(SEQUENCE)
+            keys = None if key is None else jax.random.split(key, devices)
+            of_batch, of_keys = PartitionSpec(None, self._axes), None if keys is None else PartitionSpec(self._all_axes)
             places = (self._of(params), self._of(frozen), of_batch, of_keys)
             results = (PartitionSpec(), {path: self._gradients[path] for path in params}, PartitionSpec())
             return self._mapped(of_shard, places, results)(params, frozen, batch, keys)
@@ -61,6 +65,12 @@ class Spread:
         state = jax.eval_shape(tx.init, self._trained)
         division, shapes = self.division, self._trained
         return division.params(shapes), division.state(state, shapes), division.whole
+
+    @property
+    def compiler_options(self) -> dict[str, Any] | None:
+        """So that collectives run beside products: XLA does so by itself for TPUs, for GPUs it waits to be told."""
+        on_gpu = self.division.mesh.devices.flat[0].platform == "gpu"
+        return {"xla_gpu_enable_latency_hiding_scheduler": True} if on_gpu else None
 
     def scores(self, score: Callable) -> Callable:
         """`score(params, batch)` with the arrays of one pass a shard, `[shards, ...]`; results `[shards, ...]`."""
@@ -74,8 +84,19 @@ class Spread:
 
         return run
 
+    def _once(self, loss: Callable) -> Callable:
+        """The loss that several devices compute along the sequence axis, counted on the first of them alone."""
+        if SEQUENCE not in self._all_axes:
+            return loss
+
+        def counted(*given):
+            total, metrics = loss(*given)
+            return jnp.where(jax.lax.axis_index(SEQUENCE) == 0, total, 0), metrics
+
+        return counted
+
     def _mapped(self, function: Callable, places: Any, results: Any) -> Callable:
-        if not self._axes:  # one shard, which computes as it would alone; products are divided by XLA
+        if not self._all_axes:  # one shard, which computes as it would alone; products are divided by XLA
             return self._named(function)
         # Types of varying values are not checked: no gradient is taken through the map, only within.
         return jax.shard_map(
@@ -83,7 +104,7 @@ class Spread:
             mesh=self.division.mesh,
             in_specs=places,
             out_specs=results,
-            axis_names=set(self._axes),
+            axis_names=set(self._all_axes),
             check_vma=False,
         )
 
@@ -138,7 +159,7 @@ class Spread:
     def _summed(self, path: str, gradient: jax.Array) -> jax.Array:
         """A device's gradient, summed over all: over fsdp it is already where the parameter was gathered."""
         before, after = self._specs[path], self._gradients[path]
-        left = [axis for axis in self._axes if axis not in before]
+        left = [axis for axis in self._all_axes if axis not in before]
         for at, axis in enumerate(after):
             if axis is not None and axis in left:
                 scatter = partial(jax.lax.psum_scatter, axis_name=axis, scatter_dimension=at, tiled=True)

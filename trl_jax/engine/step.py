@@ -54,7 +54,8 @@ def make_step(loss: Loss, tx: Optimizer, spread: Spread | None = None) -> Callab
 
     if spread is None:
         return jax.jit(step, donate_argnums=(0, 1))
-    return jax.jit(step, donate_argnums=(0, 1), out_shardings=spread.after_step(tx))
+    how = {"out_shardings": spread.after_step(tx), "compiler_options": spread.compiler_options}
+    return jax.jit(step, donate_argnums=(0, 1), **how)
 
 
 def _accumulate(grad, params, frozen, batch, key):

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from trl_jax.core.stream import Stream
+from trl_jax.core.stream import BLOCK, Stream
 from trl_jax.models.arch import BLOCKS, Arch
 from trl_jax.models.stack import apply, checkpointed, seen_by_layer, seen_by_layers, stacked, whole_layer
 from trl_jax.nn.attention import Attention
+from trl_jax.nn.dealt import Dealt, dealt
 from trl_jax.nn.dropout import dropout_or_none
 from trl_jax.nn.linear import Embedding
 from trl_jax.nn.mlp import MLP
@@ -63,6 +64,21 @@ class Block(nnx.Module):
         return _scaled(apply(dropout_or_none(arch.mlp_out_dropout, key, _MLP_OUT), out), arch.residual_scale)
 
 
+def _own(share: Dealt, tokens: jax.Array, positions: jax.Array, stream: Stream | None) -> tuple:
+    """What this device has of the rows; what fills them up comes after all that is seen, and sees nothing itself."""
+    if stream is not None:
+        nowhere = tokens.shape[1] + share.devices * share.block
+        stream = Stream(share.own(stream.start, nowhere), *(share.own(part) for part in stream[1:]))
+    return share.own(tokens), share.own(positions), stream
+
+
+def _read(h: jax.Array, at: jax.Array, of_stream: bool, share: Dealt | None) -> jax.Array:
+    """Hidden states `[N, D]` of the tokens `at`: any of a single row that is a stream, else one of each row."""
+    if share is not None:
+        return share.read(h, at[None])[0] if of_stream else share.read(h, at[:, None])[:, 0]
+    return h[0, at] if of_stream else jnp.take_along_axis(h, at[:, None, None], axis=1)[:, 0]
+
+
 def _mlp(arch: Arch) -> MLP | MoE:
     if arch.experts is not None:
         return MoE(arch.hidden_size, arch.experts, activation=arch.activation)
@@ -114,6 +130,10 @@ class Decoder(nnx.Module):
             dropout_key: turns dropout on, at the rates in the config.
             noise: what is added to the embeddings of tokens.
         """
+        share = dealt(1 if stream is None else BLOCK)
+        if share is not None:
+            assert at is not None and valid is None
+            tokens, positions, stream = _own(share, tokens, positions, stream)
         if stream is not None:
             longest = stream.longest[..., None, None]
         elif longest is None:
@@ -126,16 +146,13 @@ class Decoder(nnx.Module):
         def layer(h, slices):
             state, own, key = slices
             seen = {"scale": self.arch.head_dim**-0.5, "cos": None, "sin": None} | seen_by_layer(shared, own)
-            return nnx.merge(graph, whole_layer(state))(h, dtype=dtype, valid=valid, key=key, **seen), None
+            block = nnx.merge(graph, whole_layer(state))
+            return block(h, dtype=dtype, valid=valid, key=key, dealt=share, **seen), None
 
         h = self._embedded(tokens, positions, valid, dropout_key, noise)
         keys = None if dropout_key is None else jax.random.split(dropout_key, self.arch.num_layers)
         h, _ = jax.lax.scan(checkpointed(layer, remat=remat), h, (state, by_layer, keys))
-        if at is not None and stream is not None:
-            h = h[0, at]
-        elif at is not None:
-            h = jnp.take_along_axis(h, at[:, None, None], axis=1)[:, 0]
-        return self.norm(h)
+        return self.norm(h if at is None else _read(h, at, stream is not None, share))
 
     def _embedded(self, tokens, positions, valid, dropout_key, noise) -> jax.Array:
         arch = self.arch

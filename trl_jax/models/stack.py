@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from trl_jax.core.parts import maker
 from trl_jax.nn.rope import Rope, rope_angles
@@ -19,17 +21,32 @@ _PRODUCTS = jax.checkpoint_policies.save_from_both_policies(
 )
 
 
+_INPUT, _KEEPS = "layer_input", jax.checkpoint_policies
+# What the backward pass finds of a layer, by how it is recomputed.
+_KEPT = {
+    False: _PRODUCTS,
+    True: _KEEPS.nothing_saveable,  # but its input
+    "offloaded": _KEEPS.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=[_INPUT],
+        offload_src="device", offload_dst="pinned_host",
+    ),
+}  # fmt: skip
+
+
 def stacked(make: Callable[[], nnx.Module], count: int) -> nnx.Module:
     """`count` modules in one: each parameter gets a leading axis L, for `jax.lax.scan` to walk along."""
     graph, state = nnx.split(make())
     return nnx.merge(graph, jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape)), state))
 
 
-def checkpointed(layer: Callable, *, remat: bool) -> Callable:
-    """The layer as a scan's body: the backward pass recomputes it all (`remat`) or all but its matrix products
-    and what attention along a stream gave."""
-    kept = jax.checkpoint_policies.nothing_saveable if remat else _PRODUCTS
-    return jax.checkpoint(layer, prevent_cse=False, policy=kept)
+def checkpointed(layer: Callable, *, remat: bool | str) -> Callable:
+    """The layer as a scan's body: the backward pass recomputes it all (`remat`) or all but its matrix products and what
+    attention along a stream gave. "offloaded": all, from inputs that wait in the host's memory."""
+
+    def body(h: jax.Array, slices: Any) -> tuple[jax.Array, None]:
+        return layer(checkpoint_name(h, _INPUT), slices)
+
+    return jax.checkpoint(body, prevent_cse=False, policy=_KEPT[remat])
 
 
 def whole_layer(state: nnx.State) -> nnx.State:

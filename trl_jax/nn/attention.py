@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from trl_jax.nn.dealt import Dealt
 from trl_jax.nn.dropout import Dropout
 from trl_jax.nn.linear import Linear
 from trl_jax.nn.norm import Norm
@@ -29,6 +30,7 @@ def attend(
     valid: jax.Array | None = None,
     window: jax.Array | None = None,
     dropout: Dropout | None = None,
+    dealt: Dealt | None = None,
 ) -> jax.Array:
     """Attention on padded rows, queries `[R, T, H, C]` on keys and values `[R, T, K, C]`.
 
@@ -44,14 +46,16 @@ def attend(
         valid: `[R, T]` bool, keys that may be seen; None where causal and every pad stands to the right of the text.
         window: int32 scalar; a query at t sees keys s with |t - s| < window. None sees everything.
         dropout: applied to the probabilities, as transformers' attention does.
+        dealt: how queries are, one by one; keys and values are those of all. None: there is every query.
     """
     rows, length, heads, channels = q.shape
     grouped = q.reshape(rows, length, k.shape[2], heads // k.shape[2], channels)
     blocks = []
     for start in range(0, length, QUERY_BLOCK):
         end = min(start + QUERY_BLOCK, length)
-        last = end if causal else length
-        seen = _visible(start, end, last, causal, valid, window)
+        places = jnp.arange(start, end) if dealt is None else dealt.places(start, end)
+        last = end * (1 if dealt is None else dealt.devices) if causal else k.shape[1]
+        seen = _visible(places, last, causal, valid, window)
         part, added = dropout and dropout.fold(start), bias and bias(start, end)
         rows_of_block = grouped[:, start:end], k[:, :last], v[:, :last]
         blocks.append(_softmax_average(*rows_of_block, seen, scale, added, softcap, part))
@@ -59,10 +63,10 @@ def attend(
 
 
 def _visible(
-    start: int, end: int, last: int, causal: bool, valid: jax.Array | None, window: jax.Array | None
+    places: jax.Array, last: int, causal: bool, valid: jax.Array | None, window: jax.Array | None
 ) -> jax.Array:
-    """Which of the keys `[0, last)` the queries `[start, end)` see: bool, broadcasting to `[R, K, G, T, S]`."""
-    distance = jnp.arange(start, end)[:, None] - jnp.arange(last)
+    """Which of the keys `[0, last)` the queries at `places` see: bool, broadcasting to `[R, K, G, T, S]`."""
+    distance = places[:, None] - jnp.arange(last)
     seen = distance >= 0 if causal else jnp.ones_like(distance, bool)
     if window is not None:
         seen &= jnp.abs(distance) < window
@@ -98,8 +102,9 @@ class Attention(nnx.Module):
         self.arch = arch
 
     def __call__(
-        self, x, *, cos, sin, scale, growth=None, valid=None, window=None, dropout=None, stream=None, positions=None
-    ):
+        self, x, *, cos, sin, scale, growth=None, valid=None, window=None, dropout=None, stream=None, positions=None,
+        dealt=None,
+    ):  # fmt: skip
         """`[R, T, D]` to the same.
 
         Args:
@@ -107,6 +112,7 @@ class Attention(nnx.Module):
             scale, valid, window, dropout: as `attend` takes them.
             growth: float32 `[R, T, 1, 1]`, what queries are multiplied by; None does not.
             stream, positions: as `attend_stream` takes them, where the rows are streams; without dropout.
+            dealt: how tokens are; None where this device has all.
         """
         arch = self.arch
         q, k, v = self.q(x), self.k(x), self.v(x)
@@ -124,7 +130,9 @@ class Attention(nnx.Module):
             q_RTHC, k_RTKC = self.q_norm(q_RTHC), self.k_norm(k_RTKC)
         if growth is not None:
             q_RTHC = q_RTHC * growth.astype(q_RTHC.dtype)
-        how = {"scale": scale, "softcap": arch.softcap, "window": window}
+        if dealt is not None:
+            k_RTKC, v_RTKC = dealt.gathered(k_RTKC), dealt.gathered(v_RTKC)
+        how = {"scale": scale, "softcap": arch.softcap, "window": window, "dealt": dealt}
         if stream is None:
             out = attend(q_RTHC, k_RTKC, v_RTKC, valid=valid, dropout=dropout, **how)
         else:

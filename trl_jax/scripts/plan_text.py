@@ -16,12 +16,15 @@ def text(plan: Plan) -> str:
     return "\n".join(part for part in parts if part)
 
 
+_KEPT = {False: "matrix products kept", True: "layers computed twice", "offloaded": "layers' inputs on the host"}
+
+
 def _head(plan: Plan) -> str:
     chip, kinds = plan.topology.chip, plan.settings
     has = "pretended, of no size" if chip is None else f"{_size(chip.memory)} each"
     many = f"{plan.topology.devices} device(s), {has}"
     mesh = ",".join(f"{axis}:{size}" for axis, size in plan.mesh.items()) or "none"
-    kept = "layers computed twice" if plan.remat else "matrix products kept"
+    kept = _KEPT[plan.remat]
     lengths = ", ".join(f"{length:,} (x{count})" for length, count in plan.lengths.items())
     one = plan.one
     return (

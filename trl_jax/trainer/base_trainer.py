@@ -215,7 +215,7 @@ class BaseTrainer(Evaluating):
             max_steps=args.max_steps,
         )
 
-    def compiled_step(self, tx: Any, *, remat: bool) -> Any:
+    def compiled_step(self, tx: Any, *, remat: bool | str) -> Any:
         """A step of `train()`, jitted; arguments as of `make_step`'s. `remat`: layers are computed twice."""
         return make_step(partial(self.loss, remat=remat), tx, self.spread)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import fields
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -9,13 +10,17 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from trl_jax.core import parallel
-from trl_jax.core.parts import TENSOR
+from trl_jax.core.parts import SEQUENCE, TENSOR
 from trl_jax.engine.mesh import Division, make_mesh
 from trl_jax.engine.processes import join
 
 if TYPE_CHECKING:
+    from trl_jax.hub.engines import Engine
     from trl_jax.hub.pretrained import PreTrainedModel
     from trl_jax.trainer.base_config import BaseConfig
+    from trl_jax.trainer.reward_config import RewardConfig
+
+logger = logging.getLogger(__name__)
 
 
 def run_devices(args: BaseConfig) -> list[jax.Device]:
@@ -48,12 +53,15 @@ def mesh_sizes(args: BaseConfig) -> dict[str, int]:
     return sizes
 
 
-def check_division(division: Division | None, model: PreTrainedModel) -> None:
-    """Raises ValueError where the heads of the model do not come out even on the tensor axis."""
-    size = 1 if division is None else division.size(TENSOR)
+def check_division(division: Division | None, model: PreTrainedModel, overridden: set[str]) -> None:
+    """Raises ValueError where the model's heads do not come out even on the tensor axis, or texts cannot be divided:
+    for the model, or for what the script has `overridden`."""
+    if division is None:
+        return
+    _check_sequence(division.size(SEQUENCE), model, overridden & {"compute_loss", "prediction_step"})
+    size, heads = division.size(TENSOR), model.engine.heads
     if size == 1:
         return
-    heads = model.engine.heads
     if heads is None:
         raise ValueError(
             f"mesh: tensor {size} divides products by name, and {model.name_or_path} runs as an exported program. "
@@ -66,6 +74,33 @@ def check_division(division: Division | None, model: PreTrainedModel) -> None:
             f"mesh: tensor {size} does not divide the {shown} of {model.name_or_path}. Choose a tensor size that does, "
             "and give the rest to fsdp."
         )
+
+
+def _check_sequence(size: int, model: PreTrainedModel, own: set[str]) -> None:
+    if size == 1:
+        return
+    ways = "Give these devices to data or fsdp instead."
+    if not model.engine.causal:
+        raise ValueError(
+            f"mesh: sequence {size} deals the tokens of a text over devices, which only native decoders can read; "
+            f"{model.name_or_path} is none ({model.engine.name} engine). {ways}"
+        )
+    if own:
+        raise ValueError(f"mesh: sequence {size} divides texts, and a script's own {own.pop()} gets them whole. {ways}")
+
+
+def check_offloading(args: RewardConfig, engine: Engine) -> None:
+    """Raises ValueError where activation_offloading is asked for of a model that has no layers to scan; warns where
+    there is no other memory."""
+    if not args.activation_offloading:
+        return
+    if engine.heads is None:
+        raise ValueError(
+            f"activation_offloading=True: this model runs on the {engine.name} engine, whose activations stay on the "
+            "device. Leave it out."
+        )
+    if args.device.type == "cpu":
+        logger.warning("activation_offloading has no effect on a CPU: its activations are in the host's memory.")
 
 
 def describe(division: Division, params: dict, state: Any) -> str:

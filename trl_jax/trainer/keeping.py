@@ -20,7 +20,6 @@ from trl_jax.data.fingerprint import fingerprint
 from trl_jax.data.order import RunLength
 from trl_jax.engine.background import Background, copied, spare_memory
 from trl_jax.engine.checkpoint import await_checkpoint, save_checkpoint
-from trl_jax.engine.mesh import fetched
 from trl_jax.engine.processes import barrier, is_first, several
 from trl_jax.engine.progress import Progress, SavedProgress, told, write_progress
 from trl_jax.engine.resume import Found, changed_arguments, restore_callbacks
@@ -82,7 +81,8 @@ class Keeping(Session):
             held["optimizer"] = self._optimizer_state
         held = copied(held) if aside else held
         facts = {"tokens_seen": self._tokens_seen, "schedule": self.lr_scheduler.state_dict()}
-        facts |= {"shards": self.shards, "step_pairs": self._step_pairs}
+        fills = self.shards > 1 if self._fills is None else self._fills
+        facts |= {"shards": self.shards, "step_pairs": self._step_pairs, "fills": fills}
         text, steps = told(progress, facts), list(progress.unreported)
 
         def write(folder: Path) -> None:
@@ -94,9 +94,7 @@ class Keeping(Session):
                 return
             rounded = set(self.model.engine.dtypes.values()) != {"float32"}  # by the model's own file
             trees = held if rounded else {"optimizer": held["optimizer"]}
-            trees = jax.tree.map(fetched, trees) if several() else trees
-            if is_first():
-                write_progress(folder, steps, trees, text)
+            write_progress(folder, steps, trees, text, writes=is_first())
 
         return write
 
@@ -151,6 +149,7 @@ class Keeping(Session):
             progress, self._tokens_seen = self._place_of(found.state), foreign.tokens_seen(found.state)
         else:
             self._check_step(saved)
+            self._fills = saved.facts.get("fills")  # which earlier releases did not write
             like, division = jax.eval_shape(tx.init, params), self.division
             places = (None, None) if division is None else (division.params(params), division.state(like, params))
             params = saved.tree("params", params, places[0]) if saved.names("params") else params

@@ -40,7 +40,7 @@ class Plan:
     mesh: dict[str, int]
     layout: str
     attention: str
-    remat: bool
+    remat: bool | str
     lengths: dict[int, int]
     places: float
     tokens: float
@@ -116,7 +116,7 @@ def _planned(
     trainer: RewardTrainer,
     found: planning.Batches,
     *,
-    remat: bool,
+    remat: bool | str,
     compiles: bool,
 ) -> Plan:
     why, tx = no_compiler(topology) if compiles else "nothing was compiled", trainer._optimizer()

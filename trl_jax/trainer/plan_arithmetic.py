@@ -58,17 +58,19 @@ class Memory(NamedTuple):
 class Pass(NamedTuple):
     """What one device computes at once: so many rows or streams, each so long; `passes` of them are a step.
 
-    `sharing` devices compute the same, each some of its heads and channels.
+    `sharing` devices compute the same, each some of its heads and channels; `dealt` devices each some of its tokens.
     """
 
     passes: int
     rows: int
     length: int
     sharing: int = 1
+    dealt: int = 1
 
     @property
     def tokens(self) -> int:
-        return self.rows * self.length
+        """Of the device itself."""
+        return self.rows * self.length // self.dealt
 
 
 def on_device(leaves: Any) -> int:
@@ -79,9 +81,9 @@ def on_device(leaves: Any) -> int:
 
 
 def memory(
-    params: Any, state: Any, batch: PairBatch, gradients: int, one: Pass, arch: Any, *, dtype: str, remat: bool
+    params: Any, state: Any, batch: PairBatch, gradients: int, one: Pass, arch: Any, *, dtype: str, remat: bool | str
 ) -> Memory:
-    """Of shapes with shardings; `gradients` are a device's bytes of them."""
+    """Of shapes with shardings; `gradients` are a device's bytes of them, `remat` is as in `models.stack`."""
     width = 2 if dtype == "bfloat16" else _FLOAT32
     layers = {path: leaf for path, leaf in params.items() if LAYERS in path}
     given = sum(used * leaf.shape[-2] for leaf, used in _maps(params, arch)) // one.sharing  # a layer's maps' numbers
@@ -93,8 +95,8 @@ def memory(
         gradients * min(one.passes, 2),
         on_device(layers) * width // _FLOAT32 if width < _FLOAT32 else 0,
         _whole(layers) * (width + _FLOAT32) // _FLOAT32 // arch.num_layers,
-        arch.num_layers * kept,
-        2 * one.tokens * given * width + _scores(batch, one, arch, width),
+        (2 if remat == "offloaded" else arch.num_layers) * kept,  # one on its way out, one on its way in
+        2 * one.tokens * given * width + _scores(batch, one, arch, width) + _keys(one, arch, width),
         _whole({path: leaf for path, leaf in params.items() if path not in layers}),
     )
 
@@ -113,9 +115,16 @@ def _scores(batch: PairBatch, one: Pass, arch: Any, width: int) -> int:
     along a stream a block is all there is at once."""
     if batch.stream is not None:
         return 0
-    heads = one.rows * arch.num_heads // one.sharing
+    heads = one.rows * arch.num_heads // one.sharing // one.dealt
     weights = heads * _held_against(one.length, causal=True)
     return weights * (_FLOAT32 + width) + 2 * heads * QUERY_BLOCK * one.length * _FLOAT32
+
+
+def _keys(one: Pass, arch: Any, width: int) -> int:
+    """Keys and values of one layer where tokens are dealt: of all tokens, and their gradients."""
+    if one.dealt == 1:
+        return 0
+    return 4 * one.rows * one.length * arch.num_key_heads // one.sharing * arch.head_dim * width
 
 
 def _maps(params: Mapping[str, Any], arch: Any) -> Iterable[tuple[Any, int]]:
@@ -125,7 +134,7 @@ def _maps(params: Mapping[str, Any], arch: Any) -> Iterable[tuple[Any, int]]:
             yield leaf, 1 if leaf.ndim == 3 else arch.experts.top_k
 
 
-def flops(params: Mapping[str, Any], batch: PairBatch, arch: Any, *, causal: bool, remat: bool) -> int:
+def flops(params: Mapping[str, Any], batch: PairBatch, arch: Any, *, causal: bool, remat: bool | str) -> int:
     """Of a step, on all devices together, in matrix products: two for each weight and token (Kaplan et al. 2020), the
     same for what queries see; twice that backward, and once more where layers are computed again. What queries see
     always is, on rows whole and along streams the scores: no memory is spent on keeping it."""

@@ -62,6 +62,8 @@ def switches(args: RewardConfig, plan: Plan) -> list[dict[str, Any]]:
         others = [f"{axis}:{size}" for axis, size in plan.mesh.items() if axis not in ("data", "fsdp")]
         shards = plan.mesh["data"] * plan.mesh.get("fsdp", 1)
         found.append({"mesh_shape": ",".join([f"fsdp:{shards}", *others])})
+    if args.gradient_checkpointing and not args.activation_offloading and plan.topology.platform == "tpu":
+        found.append({"activation_offloading": True})
     return found
 
 

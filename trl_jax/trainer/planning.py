@@ -143,7 +143,7 @@ def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
-def traced(trainer: RewardTrainer, tx: Any, given: Shapes, *, remat: bool) -> jax.stages.Traced:
+def traced(trainer: RewardTrainer, tx: Any, given: Shapes, *, remat: bool | str) -> jax.stages.Traced:
     """The step of `train()`, not yet for any kind of device."""
     key = None if trainer.args.disable_dropout else jax.eval_shape(lambda: jax.random.key(0))
     rate = jax.ShapeDtypeStruct((), np.float32)
@@ -161,7 +161,8 @@ def one_pass(trainer: RewardTrainer, given: Shapes) -> Pass:
     """What a device computes at once."""
     tokens = given.batch.tokens
     passes, *rows, length = tokens.sharding.shard_shape(tokens.shape)
-    return Pass(passes, math.prod(rows), length, mesh_of(trainer).get("tensor", 1))
+    mesh = mesh_of(trainer)
+    return Pass(passes, math.prod(rows), length, mesh.get("tensor", 1), mesh.get("sequence", 1))
 
 
 def gradients(trainer: RewardTrainer, given: Shapes) -> int:

@@ -37,7 +37,8 @@ class RewardConfig(BaseConfig):
             "dots_with_no_batch_dims_saveable" keeps their matrix products, as gradient_checkpointing=False does; "auto"
             keeps those where the compiled step then fits into the device's memory (on a CPU: into half of the host's).
             With a `compute_loss` of a script's own, "auto" keeps nothing. Not in TRL.
-        activation_offloading: not in this release.
+        activation_offloading: what "nothing_saveable" keeps all the same, the input of each layer, waits in the host's
+            memory; it takes the place of remat_policy.
         pad_token: deprecated; set it on the tokenizer.
         eval_report: adds to each evaluation `eval_ece` (how far the model's certainty is from its accuracy), with a
             column of subsets `eval_accuracy_<subset>` and their mean `eval_accuracy_of_subsets`, and the picture
@@ -91,7 +92,10 @@ class RewardConfig(BaseConfig):
         default=None,
         metadata={"help": "Weight of the term that draws scores to a mean of zero; 0.01 is usual."},
     )
-    activation_offloading: bool = field(default=False, metadata={"help": "Not in this release."})
+    activation_offloading: bool = field(
+        default=False,
+        metadata={"help": "Keep what gradient checkpointing keeps, each layer's input, in the host's memory."},
+    )
 
     pad_token: str | None = field(
         default=None, metadata={"help": "Deprecated: set it on the tokenizer instead."}
@@ -149,8 +153,10 @@ class RewardConfig(BaseConfig):
     )
 
     @property
-    def remats(self) -> list[bool]:
-        """Whether layers are computed twice in the step: of several the first that fits."""
+    def remats(self) -> list[bool | str]:
+        """Whether layers are computed twice in the step, as `models.stack` takes it: of several the first that fits."""
+        if self.activation_offloading:
+            return ["offloaded"]
         if not self.gradient_checkpointing or self.remat_policy == "dots_with_no_batch_dims_saveable":
             return [False]
         return [True] if self.remat_policy == "nothing_saveable" else [False, True]

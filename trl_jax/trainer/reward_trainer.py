@@ -32,7 +32,7 @@ from trl_jax.trainer import given_model, layouts, reward_metrics
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.chance import chances, check_noise
 from trl_jax.trainer.collator import DataCollatorForPreference
-from trl_jax.trainer.devices import run_devices
+from trl_jax.trainer.devices import check_offloading, run_devices
 from trl_jax.trainer.eval_report import report
 from trl_jax.trainer.evaluating import refuse
 from trl_jax.trainer.hooks import BoundModel
@@ -150,6 +150,7 @@ class RewardTrainer(BaseTrainer):
         )
         check_noise(args, model.engine)
         layouts.check_layout(args, model.engine)
+        check_offloading(args, model.engine)
 
     def score(self, params: dict, batch: PairBatch, *, dtype: str, **how: Any) -> jax.Array:
         """Scores `[2P]`, float32, of the texts of a batch; `how` as in Decoder.__call__."""
@@ -163,7 +164,7 @@ class RewardTrainer(BaseTrainer):
         return model(batch.tokens, batch.positions, at=batch.at, dtype=jnp.dtype(dtype), **how)
 
     def loss(
-        self, params: dict, batch: PairBatch, key: jax.Array | None, *, remat: bool
+        self, params: dict, batch: PairBatch, key: jax.Array | None, *, remat: bool | str
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         how = {"remat": remat} | self.chances(key, batch.lengths)
         scores = self.score(params, batch, dtype=self.args.compute_dtype, **how)
@@ -247,7 +248,7 @@ class RewardTrainer(BaseTrainer):
             batch_size=self.micro_batch_pairs if training else args.per_device_eval_batch_size * self.shards,
             shards=self.shards,
             divided=not own,
-            fills=training,
+            fills=self._fills if training else False,
             pad_token_id=self.processing_class.pad_token_id,
             pad_to_multiple_of=self._pad_to_multiple_of,
             layout=laid_out.layout,

@@ -61,13 +61,14 @@ class Session(Reports, Task):
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.is_in_train = False
         self.division = division_of(args)  # None on one device
-        check_division(self.division, model)
+        check_division(self.division, model, self.overridden)
         if self.division is not None:
             self.model.params, self.model.frozen = map(self.division.placed, (self.model.params, self.model.frozen))
         if several():
             self.model.read, self.model.writes = Fetched, is_first()
         self._tokens_seen = 0
         self._found_batch_size: int | None = None  # by auto_find_batch_size
+        self._fills: bool | None = None  # its epochs' ends, as the run did that a checkpoint is of
         self._events = Events(
             self._callback_handler(callbacks), args, TrainerState(stateful_callbacks=[]), TrainerControl()
         )

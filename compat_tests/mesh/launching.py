@@ -1,0 +1,64 @@
+"""Several processes of one run on the loopback, ours or TRL's ranks, forked from one that has imported for them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from compat_tests.mesh import rank
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["compat_tests.mesh.imported"])
+
+
+def port() -> int:
+    with socket.socket() as held:
+        held.bind(("localhost", 0))
+        return held.getsockname()[1]
+
+
+def launch(
+    whose: str, folder, out, *, config: list[dict], killed: int | None = None, seconds: int = 500
+) -> list[tuple[int, str]]:
+    """Start a process for each config; their exit codes and what they wrote. `killed` dies after a step."""
+    count, place, started = len(config), str(port()), []
+    with tempfile.TemporaryDirectory() as logs:
+        said = [Path(logs) / str(number) for number in range(count)]
+        for number, given in enumerate(config):
+            names = _ours(number, count, place) if whose == "ours" else _trls(number, count, place)
+            run = names, said[number], whose, str(folder), str(out), given
+            started.append(FORKS.Process(target=_become, args=run))
+            started[-1].start()
+        end = time.monotonic() + seconds
+        while any(process.is_alive() for process in started) and time.monotonic() < end:
+            if killed is not None and any("{'loss'" in text.read_text() for text in said if text.exists()):
+                started[killed].kill()
+            time.sleep(0.1)
+        for process in started:
+            process.kill()
+            process.join()
+        return [(process.exitcode, text.read_text()) for process, text in zip(started, said, strict=True)]
+
+
+def _ours(number: int, count: int, place: str) -> dict:
+    return {"JAX_COORDINATOR_ADDRESS": f"localhost:{place}", "JAX_NUM_PROCESSES": count, "JAX_PROCESS_ID": number}
+
+
+def _trls(number: int, count: int, place: str) -> dict:
+    return {
+        "MASTER_ADDR": "localhost", "MASTER_PORT": place, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count,
+        "RANK": number, "LOCAL_RANK": number, "ACCELERATE_USE_CPU": "true",
+    }  # fmt: skip
+
+
+def _become(names: dict, log: Path, *given) -> None:
+    os.environ |= {name: str(value) for name, value in names.items()}
+    sys.stdout = sys.stderr = log.open("w", buffering=1)  # to the process's end: an error is written at the very last
+    for standard in (1, 2):
+        os.dup2(sys.stdout.fileno(), standard)
+    rank.main(*given)
