@@ -127,6 +127,22 @@ def test_an_adapter_of_another_base(adapter, checkpoint, tmp_path):
         trl_jax.AutoModelForSequenceClassification.from_pretrained(folder)
 
 
+def test_an_adapter_without_a_head_takes_the_bases(adapter, tmp_path, caplog):
+    """PEFT leaves the head out where the config does not name it: many adapters are so."""
+    folder = broken(adapter, tmp_path, modules_to_save=None, task_type=None)
+    path, head = folder / "adapter_model.safetensors", "base_model.model.score.weight"
+    tensors = load_file(path)
+    assert not np.array_equal(tensors.pop(head), load_file(adapter[0] / "model.safetensors")["score.weight"])
+    save_file(tensors, path)
+    model = trl_jax.AutoModelForSequenceClassification.from_pretrained(folder)
+    assert f"has no {head}: the base model's own is taken, and trains from there." in caplog.text
+    np.testing.assert_array_equal(
+        model.params["score.weight"], load_file(adapter[0] / "model.safetensors")["score.weight"]
+    )
+    model.save_pretrained(tmp_path / "again")
+    assert set(load_file(tmp_path / "again" / path.name)) == {*tensors, head}
+
+
 def test_a_pickled_adapter(adapter, tmp_path):
     folder = broken(adapter, tmp_path)
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.hub.adapter_start import initial
-from trl_jax.hub.adapters import Plan, arrays_of, make_plan, tensors_of, wanted_shapes
+from trl_jax.hub.adapters import PREFIX, Plan, arrays_of, make_plan, tensors_of, wanted_shapes, whole_tensors
 from trl_jax.hub.engines import Engine, NativeEngine
 from trl_jax.hub.files import open_tensors
 from trl_jax.hub.lora_config import PICKLED, PISSA, WEIGHTS, LoraConfig, no_adapter
@@ -69,8 +69,11 @@ class AdaptedEngine(Engine):
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         replace(self.plan.config, inference_mode=True).save_pretrained(folder)
 
-    def load(self, folder: Path, seed: int, place: Place | None = None) -> dict[str, jax.Array]:
-        arrays = arrays_of(self.plan, read_tensors(folder, self.plan, self._shapes), self._shapes)
+    def load(
+        self, folder: Path, seed: int, place: Place | None = None, instead: dict[str, np.ndarray] | None = None
+    ) -> dict[str, jax.Array]:
+        """`instead` has tensors, by their names in the file, for what that lacks."""
+        arrays = arrays_of(self.plan, read_tensors(folder, self.plan, self._shapes, instead), self._shapes)
         return arrays if place is None else {path: whole_at(place, path, array) for path, array in arrays.items()}
 
     def resized(self, rows: int) -> Engine:
@@ -119,11 +122,18 @@ def adapt(
         begun, frozen = divided(plan, base, frozen)
     engine = AdaptedEngine(base, plan, frozen if plan.kept else {}, shapes)
     if folder is not None:
-        return engine.load(folder, 0), engine, frozen
+        instead = {} if plan.added is None else _own_head(plan, base, trained)
+        return engine.load(folder, 0, instead=instead), engine, frozen
     generator = seed if isinstance(seed, TorchGenerator) else TorchGenerator(seed)
     drawn = initial(plan, partial(base.weight, arrays | frozen), generator, begun)
     params = {name: jnp.array(array) for name, array in drawn.items()} | trained
     return params, engine, frozen
+
+
+def _own_head(plan: Plan, base: NativeEngine, trained: dict[str, jax.Array]) -> dict[str, np.ndarray]:
+    """The base's head as an adapter would save it: PEFT leaves it out where its config does not name it."""
+    heads = tuple(PREFIX + head for head in base.source.family.heads)
+    return {name: tensor for name, tensor in whole_tensors(plan, trained).items() if name.startswith(heads)}
 
 
 def _divided(plan: Plan, arrays: dict[str, Any]) -> tuple[dict[str, jax.Array], dict[str, Any]]:
@@ -138,8 +148,10 @@ def _divided(plan: Plan, arrays: dict[str, Any]) -> tuple[dict[str, jax.Array], 
     return trained, frozen
 
 
-def read_tensors(folder: Path, plan: Plan, shapes: dict[str, Any]) -> dict[str, np.ndarray]:
-    """The tensors of an adapter's file that the plan asks for.
+def read_tensors(
+    folder: Path, plan: Plan, shapes: dict[str, Any], instead: dict[str, np.ndarray] | None = None
+) -> dict[str, np.ndarray]:
+    """The tensors of an adapter's file that the plan asks for; from `instead` those that it lacks.
 
     Raises:
         FileNotFoundError, ValueError: there is no such file, or it is of another model; by name and shape.
@@ -148,6 +160,10 @@ def read_tensors(folder: Path, plan: Plan, shapes: dict[str, Any]) -> dict[str, 
     if not path.is_file():
         raise no_adapter(str(folder), (folder / PICKLED).exists())
     found, wanted = open_tensors(path), wanted_shapes(plan, shapes)
+    lacking = sorted(set(instead or {}) - set(found))
+    if lacking:
+        logger.warning("%s has no %s: the base model's own is taken, and trains from there.", path, _some(lacking))
+    found = (instead or {}) | found
     missing = sorted(set(wanted) - set(found))
     strange = sorted(name for name in set(found) - set(wanted) - set(plan.kept) if ".base_layer.weight" not in name)
     if any(_SINGLE.search(name) for name in strange):

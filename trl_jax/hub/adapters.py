@@ -239,6 +239,12 @@ def tensors_of(plan: Plan, params: dict[str, Any], kept: dict[str, Any]) -> dict
         for name, kind, at in placed.tensors()
     }
     found |= {name: np.asarray(kept[path], np.float32) for name, path in plan.kept.items()}
+    return found | whole_tensors(plan, params)
+
+
+def whole_tensors(plan: Plan, params: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Those of them that are no adapter's: what trains whole."""
+    found = {}
     for name, places in plan.whole.tensors.items():
         view, moved = {}, []
         for wire, at in places:
