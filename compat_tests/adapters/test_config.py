@@ -69,6 +69,8 @@ def test_pefts_object_is_taken_and_stays_as_it_was():
         ({"rank_pattern": {"q": 0}}, "rank_pattern={'q': 0}, wanted ranks from 1 on"),
         ({"modules_to_save": 5}, "modules_to_save=5, wanted a list of names"),
         ({"target_modules": "(q"}, "target_modules='(q', wanted a list of names, or one pattern"),
+        ({"modules_to_save": ["(score"]}, "modules_to_save=['(score'], wanted a list of names"),
+        ({"rank_pattern": {"(?i)q": 2}}, "rank_pattern={'(?i)q': 2}, wanted ranks from 1 on"),
         ({"use_dora": "no"}, "use_dora='no', wanted True or False"),
         ({"task_type": ["SEQ_CLS"]}, "task_type=['SEQ_CLS'] is not one of"),
         ({"layers_to_transform": [-1]}, "layers_to_transform=[-1], wanted a layer's number from 0 on"),

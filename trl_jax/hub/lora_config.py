@@ -133,8 +133,13 @@ def _pattern(value: Any) -> bool:
         return False
 
 
+def _part(value: Any) -> bool:
+    """Whether it is one that may stand within another."""
+    return _pattern(value) and _pattern(f"(?P<number>.)({value})")
+
+
 def _patterns(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_pattern, value))
+    return isinstance(value, dict) and all(map(_part, value))
 
 
 def _list(value: Any, each: Callable[[Any], bool]) -> bool:
@@ -166,16 +171,16 @@ def check(config: LoraConfig) -> None:
 
 def _check_names(config: LoraConfig, must: Callable[[bool, str, str], None]) -> None:
     """Of modules and of layers."""
-    for name in ("modules_to_save", "target_parameters"):
+    for name, each in (("modules_to_save", _part), ("target_parameters", _text)):
         value = vars(config)[name]
-        must(value is None or _list(value, _text), name, "a list of names")
+        must(value is None or _list(value, each), name, "a list of names")
     for name in ("target_modules", "exclude_modules"):
         value = vars(config)[name]
         must(value is None or _pattern(value) or _list(value, _text), name, "a list of names, or one pattern")
     layers, patterns = config.layers_to_transform, config.layers_pattern
     good = layers is None or _whole(layers, 0) or _list(layers, lambda layer: _whole(layer, 0))
     must(good, "layers_to_transform", "a layer's number from 0 on, or a list of them")
-    must(patterns is None or _pattern(patterns) or _list(patterns, _pattern), "layers_pattern", "a pattern, or a list")
+    must(patterns is None or _part(patterns) or _list(patterns, _part), "layers_pattern", "a pattern, or a list")
     if isinstance(config.target_modules, str):
         for name in ("layers_to_transform", "layers_pattern"):
             must(not vars(config)[name], name, "none beside a pattern: say in target_modules which layers are meant")

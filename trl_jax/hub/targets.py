@@ -190,7 +190,7 @@ def _in_layers(config: LoraConfig, name: str) -> bool:
         patterns = [patterns] if isinstance(patterns, str) else patterns
         tried = (re.match(rf"(?:^|.*?\.){pattern}\.(?P<number>\d+)\.", name) for pattern in patterns)
         found = next((match for match in tried if match), None)
-    if found is None:
+    if found is None or found["number"] is None:  # an alternative in the pattern may have no number
         return False
     return int(found["number"]) in ([layers] if isinstance(layers, int) else layers)
 
