@@ -24,7 +24,8 @@ def test_row40_a_step_that_does_not_fit(checkpointing, lever, checkpoint, tmp_pa
         return step
 
     monkeypatch.setattr(base_trainer, "make_step", make_step)
-    built = make(checkpoint("llama"), tmp_path, gradient_checkpointing=checkpointing, max_length=77)
+    how = {"gradient_checkpointing": checkpointing, "remat_policy": "nothing_saveable"}
+    built = make(checkpoint("llama"), tmp_path, max_length=77, **how)
     text = f"Step 1 does not fit into memory. Weights take {4 * built.model.num_parameters() / 1e9:.2f} GB, "
     levers = f"Lower per_device_train_batch_size={built.args.per_device_train_batch_size} (", " or max_length=77"
     with refuses(text, *levers, lever, "XLA says: RESOURCE_EXHAUSTED: Out of memory", error=MemoryError):
@@ -40,7 +41,7 @@ def test_row40_other_errors_of_the_device_pass(checkpoint, tmp_path, monkeypatch
 
     monkeypatch.setattr(base_trainer, "make_step", make_step)
     with refuses("INTERNAL: broken", error=jax.errors.JaxRuntimeError):
-        make(checkpoint("llama"), tmp_path).train()
+        make(checkpoint("llama"), tmp_path, remat_policy="nothing_saveable").train()
 
 
 def test_row49_one_of_several_processes(checkpoint, tmp_path, monkeypatch):

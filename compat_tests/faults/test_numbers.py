@@ -25,8 +25,8 @@ GOOD, BAD = {"chosen_ids": [5, 6], "rejected_ids": [7, 8]}, {"chosen_ids": [5, 5
 class Overflows(trl_jax.RewardTrainer):
     """Rows with the token 500 cost more than a number can say."""
 
-    def loss(self, params, batch, key):
-        loss, metrics = super().loss(params, batch, key)
+    def loss(self, params, batch, key, **how):
+        loss, metrics = super().loss(params, batch, key, **how)
         return loss * jnp.exp(jnp.where((batch.tokens == 500).any(), 100.0, 0.0)), metrics
 
 

@@ -12,7 +12,10 @@ import trl_jax
 from compat_tests.trainer.trainers import FACTS, make, table
 from trl_jax.trainer import base_trainer
 
-CONFIG = {"batch_layout": "padded", "per_device_train_batch_size": 7, "max_steps": 2, "logging_steps": 1}
+CONFIG = {
+    "batch_layout": "padded", "per_device_train_batch_size": 7, "max_steps": 2, "logging_steps": 1,
+    "remat_policy": "nothing_saveable",
+}  # fmt: skip
 TOO_MUCH = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.\nat")
 
 

@@ -44,8 +44,8 @@ def test_overriding_what_is_never_called_is_refused(method):
 
 def test_overriding_the_loss_changes_the_run(folder, tmp_path):
     class Doubled(trl_jax.RewardTrainer):
-        def loss(self, params, batch, key):
-            value, metrics = super().loss(params, batch, key)
+        def loss(self, params, batch, key, **how):
+            value, metrics = super().loss(params, batch, key, **how)
             return 2 * value, metrics
 
     plain = make(trl_jax, folder, tmp_path / "plain", config={"max_steps": 1})

@@ -164,7 +164,7 @@ class RewardTrainer(BaseTrainer):
         return model(batch.tokens, batch.positions, at=batch.at, dtype=jnp.dtype(dtype), **how)
 
     def loss(
-        self, params: dict, batch: PairBatch, key: jax.Array | None, *, remat: bool | str
+        self, params: dict, batch: PairBatch, key: jax.Array | None, *, remat: bool | str = False
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         how = {"remat": remat} | self.chances(key, batch.lengths)
         scores = self.score(params, batch, dtype=self.args.compute_dtype, **how)

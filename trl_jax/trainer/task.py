@@ -17,7 +17,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def loss(
-        self, params: dict, batch: Any, key: jax.Array | None, *, remat: bool | str
+        self, params: dict, batch: Any, key: jax.Array | None, *, remat: bool | str = False
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Loss and metrics (sums and counts) of one micro-batch; `key` is for dropout, None without it.
 
