@@ -46,6 +46,7 @@ def _arguments():
     options.add_argument("--max_length", type=int, default=1024, help="longer pairs are left out")
     options.add_argument("--learning_rate", type=float, default=1e-4)
     options.add_argument("--seed", type=int, default=42)
+    options.add_argument("--remat_policy", default="auto", help="of trl_jax: what the backward pass keeps")
     options.add_argument("--exact", action="store_true", help="also run TRL in float64: how far is each from it")
     return options.parse_args()
 
@@ -63,8 +64,8 @@ def measure(args: Any, folder: Path) -> tuple[dict[str, dict], tuple[float, str]
         "use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
     }  # fmt: skip
     runs = {
-        side: common.in_child(train, side, model, args.data, args.pairs, args.eval, folder / side, config)
-        for side in SIDES
+        side: common.in_child(train, side, model, args.data, args.pairs, args.eval, folder / side, config | own)
+        for side, own in zip(SIDES, ({}, {"remat_policy": args.remat_policy}), strict=True)
     }
     if args.exact:
         where = folder / "exact"
