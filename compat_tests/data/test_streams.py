@@ -33,15 +33,14 @@ layouts = pytest.mark.parametrize("share", [False, True], ids=["packed", "shared
 def laid_out(groups, pairs, count, share, streams=2):
     placed = place(groups, pairs=pairs, share=share)
     into = balanced([pair.tokens for pair in placed], streams)
-    facts = {"pairs": pairs, "count": count, "streams": streams, "pad_token_id": PAD, "rung": Ladder()}
+    facts = {"pairs": pairs, "count": count, "streams": streams, "pad_token_id": PAD, "rung": Ladder(), "share": share}
     return stream_pairs(placed, into, **facts), placed, into
 
 
 def what_is_seen(batch, stream, place):
-    """The places that a token sees, from its own numbers alone."""
-    seen = batch.stream
-    own = range(seen.start[stream, 0, place], place + 1)
-    return [*range(seen.prompt[stream, 0, place], seen.prompt_end[stream, 0, place]), *own]
+    """The places that a token sees, from its own numbers alone, in the order of the text."""
+    run = range(batch.stream.first[stream, 0, place], batch.stream.end[stream, 0, place])
+    return sorted(run, key=lambda other: batch.positions[stream, 0, other])
 
 
 def texts_of(batch, stream, slot):
@@ -161,7 +160,7 @@ def test_a_survey_counts_what_the_layouts_hold(found, pairs, accumulation):
             sides = [[len(row[side]) for row in micro for side in ("chosen_ids", "rejected_ids")] for micro in group]
             assert padded == sum(len(micro) * max(micro) for micro in sides) and real == sum(map(sum, sides))
             batch, _, _ = laid_out(group, pairs, accumulation, layout == "shared", accumulation)
-            assert stream == max((batch.stream.start < batch.tokens.shape[2]).sum(axis=(1, 2)))
+            assert stream == max((batch.stream.first < batch.tokens.shape[2]).sum(axis=(1, 2)))
 
 
 def test_a_plan_says_what_it_saves():

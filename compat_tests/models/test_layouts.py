@@ -56,7 +56,7 @@ def batches(layout):
         return pad_pairs(step(), pad_to_multiple_of=48, **facts)
     placed = place(step(), pairs=PAIRS, share=layout == "shared")
     into = balanced([pair.tokens for pair in placed], COUNT)
-    return stream_pairs(placed, into, streams=COUNT, rung=lambda tokens: 128, **facts)
+    return stream_pairs(placed, into, streams=COUNT, rung=lambda tokens: 128, share=layout == "shared", **facts)
 
 
 def of_step(model, layout, *, gradients=False):
@@ -121,14 +121,14 @@ def test_encoders_that_read_neighbours_do_not(tmp_path):
 
 def test_the_step_shares_what_it_should():
     """Else the three layouts would be two."""
-    real = {layout: int((batches(layout).stream.start < 128).sum()) for layout in ("packed", "shared")}
+    real = {layout: int((batches(layout).stream.first < 128).sum()) for layout in ("packed", "shared")}
     assert real["packed"] - real["shared"] >= 70
-    seen = {layout: batches(layout).stream for layout in ("packed", "shared")}
-    assert (seen["shared"].prompt_end > seen["shared"].prompt).any()
-    assert not (seen["packed"].prompt_end > seen["packed"].prompt).any()
+    beyond = {layout: batches(layout).stream.end > np.arange(1, 129) for layout in ("packed", "shared")}
+    inside = {layout: batches(layout).stream.first < 128 for layout in ("packed", "shared")}
+    assert (beyond["shared"] & inside["shared"]).any() and not (beyond["packed"] & inside["packed"]).any()
 
 
-@pytest.mark.parametrize("field", ["start", "prompt_end", "longest"])
+@pytest.mark.parametrize("field", ["first", "end", "longest"])
 def test_a_wrong_layout_is_noticed(field, built):
     """phi3's long ropes ask for the longest text, which the mutant takes for a short one."""
     model = AutoModelForSequenceClassification.from_pretrained(built("phi3", "long"))

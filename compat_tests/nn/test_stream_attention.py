@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from trl_jax.core.stream import BLOCK, Stream
+from trl_jax.nn import splash, stream_attention
 from trl_jax.nn.stream_attention import attend_stream
 
 
@@ -17,25 +18,24 @@ def drawn(seed, length, rows=1, longest=150):
     Who: the pair and the branch (0 prompt, 1 chosen, 2 rejected) of each token, -1 where it only fills.
     """
     dice = np.random.default_rng(seed)
-    start, prompt, end, positions = (np.zeros((rows, length), np.int32) for _ in range(4))
-    start[:] = length
-    who = np.full((rows, length, 2), -1)
+    positions, who = np.zeros((rows, length), np.int32), np.full((rows, length, 2), -1)
+    first, end, begin = (np.full((rows, length), length, np.int32) for _ in range(3))
     for row in range(rows):
         at, pair = 0, 0
         while at < length - 3:
             left = length - at
             shared = int(dice.integers(0, min(longest, left - 2)))
             chosen, rejected = (int(dice.integers(1, max(2, min(longest, (left - shared) // 2)))) for _ in "cr")
-            branch = at + shared + chosen
-            place = slice(at, branch)
-            start[row, place], positions[row, place] = at, np.arange(shared + chosen)
-            place = slice(branch, branch + rejected)
-            start[row, place], positions[row, place] = branch, shared + np.arange(rejected)
-            prompt[row, place], end[row, place] = at, at + shared
-            who[row, at : branch + rejected, 0] = pair
-            who[row, at : branch + rejected, 1] = [0] * shared + [1] * chosen + [2] * rejected
+            prompt, branch = at + chosen, at + chosen + shared
+            before, behind = np.arange(at, prompt), np.arange(prompt, branch + rejected)
+            first[row, before], end[row, before] = before, branch
+            first[row, behind], end[row, behind] = prompt, behind + 1
+            begin[row, at : branch + rejected] = prompt
+            positions[row, before], positions[row, behind] = branch - 1 - before, behind - prompt
+            who[row, at : behind[-1] + 1, 0] = pair
+            who[row, at : behind[-1] + 1, 1] = [1] * chosen + [0] * shared + [2] * rejected
             at, pair = branch + rejected, pair + 1
-    return Stream(start, prompt, end, np.zeros_like(start)), positions, who
+    return Stream(first, end, np.zeros_like(first), begin), positions, who
 
 
 def formula(q, k, v, who, positions, scale, softcap, window):
@@ -66,9 +66,10 @@ def inputs(rows, length, heads, key_heads, channels=8, seed=0):
 def both(stream, positions, who, arrays, how):
     """(ours in float32, the formula in float64), each the results and the gradients."""
     *qkv, weight = arrays
+    stream = jax.tree.map(jnp.asarray, stream)
 
     def ours(*qkv):
-        out = attend_stream(*qkv, stream, positions, **how)
+        out = attend_stream(*qkv, stream, **how)
         return jnp.sum(out * weight.astype(np.float32)), out
 
     def theirs(*qkv):
@@ -95,18 +96,27 @@ CASES = [(name, (4, 2), 2, 3 * BLOCK) for name in FACTS]
 CASES += [("plain", (4, 4), 1, BLOCK), ("plain", (3, 1), 1, 5 * BLOCK)]
 
 
+@pytest.fixture(params=["blocks", "splash"])
+def kernel(request, monkeypatch):
+    """Each of the kernels; those of accelerators are interpreted here."""
+    if request.param == "splash":
+        monkeypatch.setattr(stream_attention, "platform", lambda: "tpu")
+        monkeypatch.setattr(splash, "BLOCK", 128)  # several, so that some are skipped
+    return request.param
+
+
 @pytest.mark.parametrize(("name", "heads", "rows", "length"), CASES)
-def test_the_formula(name, heads, rows, length):
+def test_the_formula(name, heads, rows, length, kernel):
     layout = drawn(length, length, rows)
     found, wanted = both(*layout, inputs(rows, length, *heads), FACTS[name])
     for mine, exact in zip(found, wanted, strict=True):
         np.testing.assert_allclose(mine, exact, atol=3e-6 * np.abs(exact).max())
 
 
-def test_what_only_fills_gets_and_gives_nothing():
+def test_what_only_fills_gets_and_gives_nothing(kernel):
     length = 2 * BLOCK
     stream, positions, _ = drawn(0, length)
-    nothing = Stream(np.full_like(stream.start, length), *(np.zeros_like(y) for y in stream[1:]))
+    nothing = Stream(*(np.full_like(stream.first, length) for _ in stream))
     arrays = inputs(1, length, 4, 2)
     who = np.full((1, length, 2), -1)
     found, _ = both(nothing, positions, who, arrays, FACTS["plain"])
@@ -114,17 +124,17 @@ def test_what_only_fills_gets_and_gives_nothing():
         np.testing.assert_array_equal(mine, 0)
 
 
-def test_blocks_that_nobody_sees_are_not_computed():
+def test_blocks_that_nobody_sees_are_not_computed(kernel):
     """A NaN there would else spread: zero times NaN."""
-    length = 4 * BLOCK
-    stream, positions, who = drawn(3, length, longest=20)
+    length = 8 * BLOCK  # four of the tests' splash attention
+    stream, _, who = drawn(3, length, longest=20)
     q, k, v, _ = (jnp.asarray(x, jnp.float32) for x in inputs(1, length, 2, 2))
-    wanted = attend_stream(q, k, v, stream, positions, scale=0.4)
-    others = who[0, :, 0] >= who[0, 2 * BLOCK, 0]
+    wanted = attend_stream(q, k, v, stream, scale=0.4)
+    others = who[0, :, 0] >= who[0, 4 * BLOCK, 0]
     first = int(np.argmax(others))
-    assert 0 < first <= 2 * BLOCK
-    k, v = (x.at[:, 3 * BLOCK :].set(jnp.nan) for x in (k, v))
-    found = attend_stream(q, k, v, stream, positions, scale=0.4)
+    assert 0 < first <= 4 * BLOCK
+    k, v = (x.at[:, 6 * BLOCK :].set(jnp.nan) for x in (k, v))
+    found = attend_stream(q, k, v, stream, scale=0.4)
     np.testing.assert_array_equal(found[:, :first], wanted[:, :first])
 
 
@@ -133,10 +143,10 @@ def test_no_square_of_the_length_is_held():
     shapes = [jax.ShapeDtypeStruct((1, length, heads, 32), jnp.float32) for heads in (4, 2, 2)]
     tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
 
-    def total(q, k, v, stream, positions):
-        return attend_stream(q, k, v, stream, positions, scale=0.2).sum()
+    def total(q, k, v, stream):
+        return attend_stream(q, k, v, stream, scale=0.2).sum()
 
-    compiled = jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(*shapes, Stream(*[tokens] * 4), tokens).compile()
+    compiled = jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(*shapes, Stream(*[tokens] * 4)).compile()
     inside = compiled.memory_analysis().temp_size_in_bytes
     assert inside < 4 * length * length / 4, f"{inside:,} bytes"
 
@@ -146,7 +156,7 @@ def test_bfloat16_stays_close_and_keeps_its_type():
     q, k, v, _ = (jnp.asarray(x, jnp.bfloat16) for x in inputs(1, 3 * BLOCK, 4, 2))
 
     def total(*qkv):
-        return attend_stream(*qkv, *layout[:2], scale=0.4).astype(jnp.float32).sum()
+        return attend_stream(*qkv, layout[0], scale=0.4).astype(jnp.float32).sum()
 
     run = jax.jit(jax.value_and_grad(total))
     value, gradient = run(q, k, v)
@@ -157,7 +167,7 @@ def test_bfloat16_stays_close_and_keeps_its_type():
 
 
 def test_a_length_between_blocks_is_refused():
-    stream, positions, _ = drawn(0, BLOCK + 1)
+    stream, _, _ = drawn(0, BLOCK + 1)
     q, k, v, _ = inputs(1, BLOCK + 1, 2, 2)
     with pytest.raises(ValueError, match=f"^A stream of {BLOCK + 1} tokens is not a multiple of {BLOCK}"):
-        attend_stream(q, k, v, stream, positions, scale=1.0)
+        attend_stream(q, k, v, stream, scale=1.0)

@@ -10,14 +10,16 @@ BLOCK = 64  # a stream's length is a multiple of it; of 64, 128 and 256 the quic
 class Stream(NamedTuple):
     """What the tokens of a stream see of it; int32 arrays `[R, T]`, of NumPy or JAX.
 
-    A token sees two runs of its row: from `start` to itself and, of a prompt that it shares with another text, from
-    `prompt` up to but without `prompt_end`. The first token of the prompt has position 0. A token that only fills the
-    stream starts behind its end, so that it sees nothing.
+    A token sees one run of its row, from `first` up to but without `end`. So that this holds for both answers to a
+    prompt, one stands before it from its last token to its first, the other behind it. A token that only fills the
+    stream sees nothing: both are the stream's length.
 
-    `longest` is the length of the longest text among those that TRL would have run beside the token's own.
+    `longest` is the length of the longest text among those that TRL would have run beside the token's own. `prompt` is
+    where the prompt begins that a token belongs to or follows; None where nothing is shared, and a run is in the order
+    of its text.
     """
 
-    start: Any
-    prompt: Any
-    prompt_end: Any
+    first: Any
+    end: Any
     longest: Any
+    prompt: Any = None

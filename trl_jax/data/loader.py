@@ -176,8 +176,10 @@ class PreferenceLoader:
             arrays = pad_pairs(micro_batches, pairs=pairs, count=passes, weights=weights, **how)
             into = [m for m, rows in enumerate(micro_batches) for _ in rows]
             return (arrays if shards == 1 else sharded_rows(arrays, shards)), into
-        placed = place(micro_batches, pairs=pairs, share=self.layout == "shared", weights=weights)
-        costs, how = [pair.tokens for pair in placed], {"pad_token_id": self.pad_token_id, "rung": self.ladder}
+        share = self.layout == "shared"
+        placed = place(micro_batches, pairs=pairs, share=share, weights=weights)
+        how = {"pad_token_id": self.pad_token_id, "rung": self.ladder, "share": share}
+        costs = [pair.tokens for pair in placed]
         if shards == 1:
             into = balanced(costs, passes)
             return stream_pairs(placed, into, pairs=pairs, count=passes, streams=passes, **how), into

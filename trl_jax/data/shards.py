@@ -44,7 +44,7 @@ def sharded_streams(
     Args:
         placed: of `by_shard`'s runs, `pairs` each; slots are counted over all of them.
         into: the stream of each, counted over passes and shards.
-        how: `pad_token_id` and `rung`, as `stream_pairs` takes them.
+        how: `pad_token_id`, `rung` and `share`, as `stream_pairs` takes them.
     """
     longest: dict[int, int] = {}
     for pair in placed:

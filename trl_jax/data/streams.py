@@ -76,6 +76,7 @@ def stream_pairs(
     streams: int,
     pad_token_id: int,
     rung: Callable[[int], int],
+    share: bool,
     beside: Sequence[int] | None = None,
 ) -> PairBatch:
     """Pairs as streams, `[streams, 1, T]`, with a slot for each of `count * pairs` in every one.
@@ -87,11 +88,12 @@ def stream_pairs(
         count: micro-batches a full step has.
         pad_token_id: fills streams, and decides where texts are read.
         rung: from the tokens of the longest stream to T.
+        share: whether pairs may share what they begin with.
         beside: for each pair the longest text that TRL would run beside it; None means that of its micro-batch.
     """
     filled = [sum(pair.tokens for pair, own in zip(placed, into, strict=True) if own == s) for s in range(streams)]
     length, slots = rung(max(filled)), count * pairs
-    batch = _empty(streams, length, count, pairs, pad_token_id, "margin" in placed[0].row)
+    batch = _empty(streams, length, count, pairs, pad_token_id, "margin" in placed[0].row, share)
     if beside is None:
         longest = _longest_by_micro_batch(placed, pairs, count)
         beside = [longest[pair.slot // pairs] for pair in placed]
@@ -104,7 +106,9 @@ def stream_pairs(
     return batch
 
 
-def _empty(streams: int, length: int, count: int, pairs: int, pad_token_id: int, margin: bool) -> PairBatch:
+def _empty(
+    streams: int, length: int, count: int, pairs: int, pad_token_id: int, margin: bool, share: bool
+) -> PairBatch:
     def filled(shape: tuple[int, ...], value: int, dtype: type = np.int32) -> np.ndarray:
         return np.full((streams, *shape), value, dtype)
 
@@ -118,7 +122,12 @@ def _empty(streams: int, length: int, count: int, pairs: int, pad_token_id: int,
         weight=filled((slots,), 0, np.float32),
         member=np.broadcast_to(member, (streams, *member.shape)),
         margin=filled((slots,), 0, np.float32) if margin else None,
-        stream=Stream(filled((1, length), length), *(filled((1, length), 0) for _ in range(2)), filled((1, length), 1)),
+        stream=Stream(
+            filled((1, length), length),
+            filled((1, length), length),
+            filled((1, length), 1),
+            filled((1, length), length) if share else None,
+        ),
     )
 
 
@@ -131,19 +140,24 @@ def _longest_by_micro_batch(placed: Sequence[Placed], pairs: int, count: int) ->
 
 
 def _write(batch: PairBatch, own: int, start: int, pair: Placed, slots: int, pad_token_id: int) -> None:
-    """A pair from `start` on: the chosen text whole, then what the rejected one has of its own."""
+    """A pair from `start` on: what the chosen text has of its own from its end, what both begin with, what the rejected
+    one has of its own. Where nothing is shared, one text and the other."""
     chosen, rejected, shared = pair.row["chosen_ids"], pair.row["rejected_ids"], pair.shared
-    branch = start + len(chosen)
-    end = branch + len(rejected) - shared
-    whole, rest = slice(start, branch), slice(branch, end)
-    tokens, positions, stream = batch.tokens[own, 0], batch.positions[own, 0], batch.stream
-    tokens[whole], tokens[rest] = chosen, rejected[shared:]
-    positions[whole], positions[rest] = np.arange(len(chosen)), np.arange(shared, len(rejected))
-    stream.start[own, 0, whole], stream.start[own, 0, rest] = start, branch
-    stream.prompt[own, 0, rest], stream.prompt_end[own, 0, rest] = start, start + shared
-    read, read_rejected = (scored_token(ids, pad_token_id) for ids in (chosen, rejected))
-    batch.at[own, pair.slot] = start + read
-    batch.at[own, slots + pair.slot] = read_rejected + (branch - shared if read_rejected >= shared else start)
+    forward = shared or len(chosen)  # of the chosen text
+    begin, branch = start + len(chosen) - forward, start + len(chosen)
+    of_chosen = np.concatenate([np.arange(begin, branch), np.arange(begin - 1, start - 1, -1)])
+    of_rejected = np.concatenate([of_chosen[:shared], np.arange(branch, branch + len(rejected) - shared)])
+    tokens, positions = batch.tokens[own, 0], batch.positions[own, 0]
+    first, end = batch.stream.first[own, 0], batch.stream.end[own, 0]
+    for ids, places in ((rejected, of_rejected), (chosen, of_chosen)):
+        tokens[places], positions[places] = ids, np.arange(len(ids))
+        first[places], end[places] = places[0], places + 1
+    first[start:begin], end[start:begin] = np.arange(start, begin), branch
+    if batch.stream.prompt is not None:
+        batch.stream.prompt[own, 0, start : of_rejected[-1] + 1] = begin
+        batch.stream.prompt[own, 0, branch : of_rejected[-1] + 1] = of_rejected[0]
+    batch.at[own, pair.slot] = of_chosen[scored_token(chosen, pad_token_id)]
+    batch.at[own, slots + pair.slot] = of_rejected[scored_token(rejected, pad_token_id)]
     batch.lengths[own, pair.slot], batch.lengths[own, slots + pair.slot] = len(chosen), len(rejected)
     batch.weight[own, pair.slot] = pair.weight
     if batch.margin is not None:

@@ -112,6 +112,7 @@ class Windows:
             streams=loader.shards,
             pad_token_id=loader.pad_token_id,
             rung=lambda _: self._stream,
+            share=loader.layout == "shared",
             beside=[beside[pair.slot // size] for pairs in streams for pair in pairs],
         )
         slots = np.full((loader.shards, most), -1)

@@ -67,8 +67,7 @@ class Block(nnx.Module):
 def _own(share: Dealt, tokens: jax.Array, positions: jax.Array, stream: Stream | None) -> tuple:
     """What this device has of the rows; what fills them up comes after all that is seen, and sees nothing itself."""
     if stream is not None:
-        nowhere = tokens.shape[1] + share.devices * share.block
-        stream = Stream(share.own(stream.start, nowhere), *(share.own(part) for part in stream[1:]))
+        stream = jax.tree.map(share.own, stream)
     return share.own(tokens), share.own(positions), stream
 
 
@@ -140,7 +139,7 @@ class Decoder(nnx.Module):
             longest = tokens.shape[1] if at is None else jnp.max(at) + 1
         shared, by_layer = self._positions(positions, longest)
         if stream is not None:
-            shared |= {"stream": stream, "positions": positions}
+            shared["stream"] = stream
         graph, state = nnx.split(self.layers)
 
         def layer(h, slices):

@@ -134,8 +134,8 @@ class Encoder(nnx.Module):
         real = tokens != self.arch.padding_idx
         counted = jnp.cumsum(real, axis=1)
         if stream is not None:  # what stands before the token's own text does not count
-            before = jnp.take_along_axis(counted, stream.start - 1, axis=1, mode="clip")
-            counted = counted - jnp.where(stream.start > 0, before, 0)
+            before = jnp.take_along_axis(counted, stream.first - 1, axis=1, mode="clip")
+            counted = counted - jnp.where(stream.first > 0, before, 0)
         return counted * real + self.arch.padding_idx
 
     def _seen(self, positions: jax.Array, dtype: jnp.dtype, stream: Stream | None) -> tuple[dict, dict]:
@@ -144,7 +144,7 @@ class Encoder(nnx.Module):
         longest = positions.shape[1] if stream is None else stream.longest[..., None, None]
         shared, by_layer = seen_by_layers(arch.ropes, arch.windows, positions, channels, longest)
         if stream is not None:
-            shared |= {"stream": stream, "positions": positions}
+            shared["stream"] = stream
         if self.distance_embed is not None:
             shared["table"] = apply(self.distance_norm, self.distance_embed.weight[...].astype(dtype))
         return shared, by_layer

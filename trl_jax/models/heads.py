@@ -84,7 +84,7 @@ class EncoderScorer(nnx.Module):
         return jnp.sum(hidden * visible, axis=1) / jnp.sum(visible, axis=1)
 
     def _of_texts(self, hidden: jax.Array, stream: Stream, at: jax.Array) -> jax.Array:
-        start, end, place = stream.start[0, at], stream.prompt_end[0, at], jnp.arange(len(hidden))
+        start, end, place = stream.first[0, at], stream.end[0, at], jnp.arange(len(hidden))
         if self.pooling == "first":
             return jnp.take(hidden, start, axis=0, mode="clip")  # a place without a text begins behind the end
         inside = ((place >= start[:, None]) & (place < end[:, None])).astype(hidden.dtype)

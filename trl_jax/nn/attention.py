@@ -102,8 +102,7 @@ class Attention(nnx.Module):
         self.arch = arch
 
     def __call__(
-        self, x, *, cos, sin, scale, growth=None, valid=None, window=None, dropout=None, stream=None, positions=None,
-        dealt=None,
+        self, x, *, cos, sin, scale, growth=None, valid=None, window=None, dropout=None, stream=None, dealt=None
     ):  # fmt: skip
         """`[R, T, D]` to the same.
 
@@ -111,7 +110,7 @@ class Attention(nnx.Module):
             cos, sin: as `rotate` takes them; None leaves positions out.
             scale, valid, window, dropout: as `attend` takes them.
             growth: float32 `[R, T, 1, 1]`, what queries are multiplied by; None does not.
-            stream, positions: as `attend_stream` takes them, where the rows are streams; without dropout.
+            stream: as `attend_stream` takes it, where the rows are streams; without dropout.
             dealt: how tokens are; None where this device has all.
         """
         arch = self.arch
@@ -136,7 +135,7 @@ class Attention(nnx.Module):
         if stream is None:
             out = attend(q_RTHC, k_RTKC, v_RTKC, valid=valid, dropout=dropout, **how)
         else:
-            out = attend_stream(q_RTHC, k_RTKC, v_RTKC, stream, positions, **how)
+            out = attend_stream(q_RTHC, k_RTKC, v_RTKC, stream, **how)
         return self.o(out.reshape(q.shape))
 
     def _heads(self, x: jax.Array) -> jax.Array:

@@ -30,14 +30,13 @@ class BidirectionalAttention(nnx.Module):
         window: jax.Array | None = None,
         dropout: Dropout | None = None,
         stream: Stream | None = None,
-        positions: jax.Array | None = None,
     ) -> jax.Array:
         """`[R, T, D]` to the same.
 
         Args:
             cos, sin: as `rotate` takes them; None leaves positions out.
             valid, window, dropout: as `attend` takes them.
-            stream, positions: as `attend_stream` takes them, where the rows are streams; without dropout.
+            stream: as `attend_stream` takes it, where the rows are streams; without dropout.
         """
         q, k, v = (part(x).reshape(*x.shape[:-1], -1, self.head_dim) for part in (self.q, self.k, self.v))
         if cos is not None:
@@ -46,5 +45,5 @@ class BidirectionalAttention(nnx.Module):
         if stream is None:
             out = attend(q, k, v, causal=False, valid=valid, dropout=dropout, **how)
         else:
-            out = attend_stream(q, k, v, stream, positions, **how)
+            out = attend_stream(q, k, v, stream, **how)
         return self.o(out.reshape(x.shape))

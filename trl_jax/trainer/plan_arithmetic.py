@@ -155,10 +155,10 @@ def seen(batch: PairBatch, causal: bool) -> int:
     """How many keys all queries of a step are held against: padded rows in blocks of queries, streams exactly."""
     *rows, length = batch.tokens.shape
     if batch.stream is not None:
-        own = np.maximum(np.arange(length) - np.asarray(batch.stream.start) + 1, 0)
+        held = np.asarray(batch.stream.end) - np.asarray(batch.stream.first)
         if not causal:  # of n tokens each is held against n, not against those up to itself
-            return int(2 * own.sum() - (own > 0).sum())
-        return int(own.sum() + (batch.stream.prompt_end - batch.stream.prompt).sum())
+            return int(2 * held.sum() - (held > 0).sum())
+        return int(held.sum())
     return math.prod(rows) * _held_against(length, causal)
 
 
