@@ -14,10 +14,11 @@ from compat_tests.parity.marks import timeless
 from compat_tests.trainer.trainers import FACTS, make, stream, table
 from trl_jax.trainer import layouts
 
-CAUSAL = SimpleNamespace(takes_streams=True, drops_out=False, causal=True)
-DROPS = SimpleNamespace(takes_streams=True, drops_out=True, causal=True)
+CAUSAL = SimpleNamespace(takes_streams=True, drops_out=False, causal=True, windowed=False)
+DROPS = SimpleNamespace(takes_streams=True, drops_out=True, causal=True, windowed=False)
 ENCODER = SimpleNamespace(takes_streams=True, drops_out=False, causal=False)
-WHOLE = SimpleNamespace(takes_streams=False, drops_out=False, causal=False)
+WHOLE = SimpleNamespace(takes_streams=False, drops_out=False, causal=False, windowed=False)
+WINDOWED = SimpleNamespace(takes_streams=True, drops_out=False, causal=True, windowed=True)
 
 
 def asked(layout="auto", device="cpu", **more):
@@ -41,7 +42,11 @@ def asked(layout="auto", device="cpu", **more):
         (asked(disable_dropout=False), DROPS, "padded", "disable_dropout=False"),
         (asked(neftune_noise_alpha=5.0), CAUSAL, "padded", "neftune_noise_alpha"),
         (asked(), DROPS, "shared", ""),
-        (asked(device="cuda"), CAUSAL, "padded", "measured on CPUs only; batch_layout='shared' turns it on"),
+        (asked(device="cuda"), CAUSAL, "padded", "no kernel for GPUs yet; batch_layout='shared' turns it on"),
+        (asked(device="tpu"), CAUSAL, "shared", ""),
+        (asked(device="tpu"), WINDOWED, "packed", "knows no windows beside shared prompts"),
+        (asked("shared", device="tpu"), WINDOWED, "shared", ""),
+        (asked(), WINDOWED, "shared", ""),
         (asked("shared", device="cuda"), CAUSAL, "shared", ""),
     ],
 )

@@ -6,6 +6,9 @@ in one.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -33,12 +36,13 @@ def attend_splash(
     within = jax.tree.map(_filled, runs)
 
     def attend(q, k, v, runs):
-        return _kernel(runs, k.shape[1], softcap)(q, k, v)
+        return _attend(q, k, v, runs, softcap)
 
-    if jax.sharding.get_abstract_mesh().shape.get(TENSOR, 1) > 1:  # the compiler divides no kernel by itself
+    divided = set(jax.sharding.get_abstract_mesh().auto_axes)  # by the compiler, which divides no kernel
+    if divided:
         heads = PartitionSpec(TENSOR)
         places = {"in_specs": (heads, heads, heads, PartitionSpec()), "out_specs": heads}
-        attend = jax.shard_map(attend, **places, axis_names={TENSOR}, check_vma=False)
+        attend = jax.shard_map(attend, **places, axis_names=divided, check_vma=False)
     out = attend(*by_head, within).transpose(1, 0, 2)[: len(q)]
     return jnp.where((runs.end > runs.first)[:, None, None], out, 0)
 
@@ -59,6 +63,30 @@ def _filled(y: jax.Array) -> jax.Array:
 
 def _seen(runs: jax.Array, keys: jax.Array) -> jax.Array:
     return (keys >= jax.lax.shift_right_logical(runs, 16)) & (keys < (runs & (_PLACES - 1)))
+
+
+def _precision(dtype: jnp.dtype) -> AbstractContextManager:
+    """Products of bfloat16 are exact in float32, and the TPUs' compiler refuses to be asked for it."""
+    return jax.default_matmul_precision("bfloat16") if dtype == jnp.bfloat16 else nullcontext()
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(q, k, v, runs, softcap):
+    with _precision(q.dtype):
+        return _kernel(runs, k.shape[1], softcap)(q, k, v)
+
+
+def _attend_forward(q, k, v, runs, softcap):
+    with _precision(q.dtype):
+        return jax.vjp(_kernel(runs, k.shape[1], softcap), q, k, v)
+
+
+def _attend_backward(softcap, to_inputs, gradient):
+    with _precision(gradient.dtype):
+        return *to_inputs(gradient), None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _kernel(runs: Runs, keys: int, softcap: float | None):

@@ -30,11 +30,13 @@ def exact_layout(args: RewardConfig, engine: Engine) -> tuple[str, str]:
         return "padded", "with disable_dropout=False what both answers begin with is dropped for each in its own way"
     if args.neftune_noise_alpha:
         return "padded", "with neftune_noise_alpha what both answers begin with gets noise of its own in each"
-    if asked == "auto" and args.device.type != "cpu":
-        return "padded", "attention along a stream has been measured on CPUs only; batch_layout='shared' turns it on"
+    if asked == "auto" and args.device.type == "cuda":
+        return "padded", "attention along a stream has no kernel for GPUs yet; batch_layout='shared' turns it on"
     if not engine.causal:
         reason = "the tokens of this model see what comes after them, so answers do not begin alike"
         return "packed", reason if asked == "shared" else ""
+    if asked == "auto" and args.device.type == "tpu" and engine.windowed:
+        return "packed", "the TPUs' kernel knows no windows beside shared prompts; batch_layout='shared' shares them"
     return ("shared" if asked == "auto" else asked), ""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,7 +18,7 @@ from transformers.trainer_utils import SaveStrategy
 from trl_jax.core.chips import Topology
 from trl_jax.data.layout import PairBatch
 from trl_jax.engine.ahead import devices
-from trl_jax.engine.mesh import placed
+from trl_jax.engine.mesh import make_mesh, placed
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.trainer.base_config import Device
 from trl_jax.trainer.plan_arithmetic import Pass, on_device
@@ -147,8 +148,15 @@ def traced(trainer: RewardTrainer, tx: Any, given: Shapes, *, remat: bool | str)
     """The step of `train()`, not yet for any kind of device."""
     key = None if trainer.args.disable_dropout else jax.eval_shape(lambda: jax.random.key(0))
     rate = jax.ShapeDtypeStruct((), np.float32)
-    with trainer._on_device():
+    with trainer._on_device(), _platform(trainer):
         return trainer.compiled_step(tx, remat=remat).trace(*given, rate, key)
+
+
+def _platform(trainer: RewardTrainer) -> AbstractContextManager:
+    """What a single device's step is compiled for, as kernels ask it: of the mesh, where it isn't this machine's."""
+    if trainer.division is not None or trainer.args.platform == jax.default_backend():
+        return nullcontext()
+    return jax.sharding.use_abstract_mesh(make_mesh({}, trainer.args.jax_devices()).abstract_mesh)
 
 
 def mesh_of(trainer: RewardTrainer) -> dict[str, int]:
