@@ -166,7 +166,7 @@ def test_a_survey_counts_what_the_layouts_hold(found, pairs, accumulation):
 def test_a_plan_says_what_it_saves():
     found = [{"chosen_ids": [1] * 100 + [2] * 20, "rejected_ids": [1] * 100 + [3] * (1 + i % 2)} for i in range(32)]
     plan = plan_layout(
-        Dataset.from_list(found), lambda epoch: np.arange(32), "shared", batch_size=4, accumulation=2, rung_cost=0
+        Dataset.from_list(found), lambda epoch: np.arange(32), "shared", batch_size=4, accumulation=2, rung_cost=0, run_steps=4
     )
     assert (plan.padded, plan.real) == (8 * 2 * 120, 8 * 120 + 4 * (101 + 102))
     assert plan.ladder.rungs == (512,) and plan.computed == 1024
@@ -176,6 +176,16 @@ def test_a_plan_has_room_for_the_steps_of_later_epochs():
     """Two long pairs meet in the second epoch only."""
     found = [{"chosen_ids": [1] * length, "rejected_ids": [2]} for length in (900, 10, 900, 10)]
     orders = [np.array([0, 1, 2, 3]), np.array([0, 2, 1, 3])]
-    how = {"batch_size": 2, "accumulation": 1, "rung_cost": 0}
+    how = {"batch_size": 2, "accumulation": 1, "rung_cost": 0, "run_steps": 4}
     plan = plan_layout(Dataset.from_list(found), lambda epoch: orders[epoch % 2], "shared", **how)
     assert plan.ladder.rungs == (64, 960, 1856)
+
+
+def test_a_longer_run_pays_for_more_lengths():
+    found = [{"chosen_ids": [1] * length, "rejected_ids": [2]} for length in (900, 200)]
+    how = {"batch_size": 1, "accumulation": 1, "rung_cost": 1500}
+    rungs = [
+        plan_layout(Dataset.from_list(found), lambda epoch: np.arange(2), "shared", run_steps=steps, **how).ladder.rungs
+        for steps in (2, 20)
+    ]
+    assert rungs == [(960,), (256, 960)]

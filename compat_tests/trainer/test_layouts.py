@@ -81,7 +81,7 @@ def ids(shared, *own):
 def test_the_line_at_the_start(caplog):
     data = ids(900, *[(100, 150)] * 8)
     with caplog.at_level(logging.INFO, "trl_jax"):
-        plan = layouts.plan(asked(), CAUSAL, data, parameters=10**6, batch_size=2)
+        plan = layouts.plan(asked(), CAUSAL, data, parameters=10**6, batch_size=2, steps=2)
     # Four pairs in two streams: 2 x (900 + 100 + 150) tokens each, of 2 micro-batches of 4 rows of 1,050.
     assert plan.ladder.rungs == (2304,)
     wanted = "Layout shared: 4.6k of 8.4k padded tokens a step, for 8.2k tokens of text; streams of 2,304 tokens."
@@ -90,8 +90,8 @@ def test_the_line_at_the_start(caplog):
 
 def test_the_line_of_a_padded_run_and_of_a_stream(caplog):
     with caplog.at_level(logging.INFO, "trl_jax"):
-        assert layouts.plan(asked(), WHOLE, ids(1, (1, 1)), parameters=1, batch_size=2).layout == "padded"
-        assert layouts.plan(asked(), CAUSAL, stream(4), parameters=1, batch_size=2).layout == "shared"
+        assert layouts.plan(asked(), WHOLE, ids(1, (1, 1)), parameters=1, batch_size=2, steps=1).layout == "padded"
+        assert layouts.plan(asked(), CAUSAL, stream(4), parameters=1, batch_size=2, steps=1).layout == "shared"
     assert caplog.messages == [
         "Layout padded: this model reads whole rows, not texts laid end to end.",
         "Layout shared: how much it saves on a stream of rows is not known beforehand.",

@@ -123,12 +123,14 @@ def plan_layout(
     batch_size: int,
     accumulation: int,
     rung_cost: int,
+    run_steps: int,
 ) -> Plan:
     """How steps lie as streams, from those of the first epochs: another order may make a longer one.
 
     Args:
         order_of: from an epoch to the order of its pairs.
         rung_cost: what a compilation costs, in tokens.
+        run_steps: how many steps the run has, over which that is paid.
     """
     first = order_of(0)
     known, steps = survey(dataset, first), []
@@ -138,7 +140,6 @@ def plan_layout(
         part = known if epoch == 0 else known.visited(place[order_of(epoch)])
         steps += part.steps(batch_size, accumulation, layout)
     padded, real, lengths = (np.asarray(column) for column in zip(*steps, strict=True))
-    # Weighed against an epoch: a survey of half of one says half of what a rung would save.
-    ladder = fitted(lengths, int(rung_cost * epochs * min(1.0, SURVEYED / len(first))))
+    ladder = fitted(lengths, int(rung_cost * len(lengths) / run_steps))
     computed = accumulation * np.mean([ladder(int(length)) for length in lengths])
     return Plan(layout, ladder, float(padded.mean()), float(real.mean()), float(computed))

@@ -54,9 +54,10 @@ def plan(
     *,
     parameters: int,
     batch_size: int,
+    steps: int,
     shards: int = 1,
 ) -> Plan:
-    """The layout of training steps; one line of the log says which, why, and what it saves."""
+    """The layout of a run's training `steps`; one line of the log says which, why, and what it saves."""
     layout, reason = exact_layout(args, engine)
     if layout == "padded":
         logger.info("Layout padded%s.", f": {reason}" if reason else "")
@@ -72,6 +73,7 @@ def plan(
         batch_size=batch_size,
         accumulation=args.gradient_accumulation_steps * shards,  # as many streams
         rung_cost=int(_COMPILATION / (6 * max(parameters, 1))),
+        run_steps=steps,
     )
     logger.info("%s", line(found))
     return found

@@ -238,9 +238,15 @@ class RewardTrainer(BaseTrainer):
         if own:
             laid_out = Plan("padded")  # a script's own methods see rows
         elif training:
-            parameters = self.model.num_parameters(exclude_embeddings=True)
-            size, shards = self.train_batch_size, self.shards
-            laid_out = layouts.plan(args, engine, dataset, parameters=parameters, batch_size=size, shards=shards)
+            laid_out = layouts.plan(
+                args,
+                engine,
+                dataset,
+                parameters=self.model.num_parameters(exclude_embeddings=True),
+                batch_size=self.train_batch_size,
+                steps=self._plan().max_steps,
+                shards=self.shards,
+            )
         else:
             laid_out = Plan(layouts.exact_layout(args, engine)[0])
         return PreferenceLoader(
