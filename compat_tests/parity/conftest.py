@@ -26,18 +26,19 @@ class Runs:
             self._ours[name] = self.ours_afresh(name)
         return self._ours[name]
 
-    def ours_afresh(self, name: str) -> reference.Run:
-        return self._train(reference.run_ours, name)
+    def ours_afresh(self, name: str, **config) -> reference.Run:
+        """With a `config` over the case's."""
+        return self._train(reference.run_ours, name, **config)
 
     def folder(self, name: str):
         """The checkpoint a case starts from."""
         return self._checkpoint(**CASES[name].model)
 
-    def _train(self, run, name: str) -> reference.Run:
+    def _train(self, run, name: str, **config) -> reference.Run:
         case = CASES[name]
         eval_rows = None if case.eval_rows is None else preference_rows(**case.eval_rows)
         out = self._new_folder.mktemp(name)
-        return run(self.folder(name), preference_rows(**case.rows), out, eval_rows=eval_rows, **case.config)
+        return run(self.folder(name), preference_rows(**case.rows), out, eval_rows=eval_rows, **case.config | config)
 
 
 @pytest.fixture(scope="session")

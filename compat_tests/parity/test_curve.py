@@ -22,6 +22,15 @@ def test_the_weights_after_the_run_are_trls(runs, name):
     assert_same_weights(runs.ours(name).weights, runs.theirs(name).weights, CASES[name].weights)
 
 
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_fifty_steps_in_a_layout_that_is_not_of_choice(runs, layout):
+    case, theirs = CASES["layouts"], runs.theirs("layouts")
+    assert theirs.logs[-1]["step"] == 50 and case.rows["n"] % 8 == 3
+    ours = runs.ours_afresh("layouts", batch_layout=layout)
+    assert_same_curve(ours.logs, theirs.logs)
+    assert_same_weights(ours.weights, theirs.weights)
+
+
 def test_padding_to_the_longest_gives_the_same_curve(checkpoint, tmp_path):
     """TRL's default. Few steps: without a common width each new length may compile anew."""
     pytest.importorskip("trl")
