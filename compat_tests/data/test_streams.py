@@ -165,9 +165,8 @@ def test_a_survey_counts_what_the_layouts_hold(found, pairs, accumulation):
 
 def test_a_plan_says_what_it_saves():
     found = [{"chosen_ids": [1] * 100 + [2] * 20, "rejected_ids": [1] * 100 + [3] * (1 + i % 2)} for i in range(32)]
-    plan = plan_layout(
-        Dataset.from_list(found), lambda epoch: np.arange(32), "shared", batch_size=4, accumulation=2, rung_cost=0, run_steps=4
-    )
+    how = {"batch_size": 4, "accumulation": 2, "rung_cost": 0, "run_steps": 4}
+    plan = plan_layout(Dataset.from_list(found), lambda epoch: np.arange(32), "shared", **how)
     assert (plan.padded, plan.real) == (8 * 2 * 120, 8 * 120 + 4 * (101 + 102))
     assert plan.ladder.rungs == (512,) and plan.computed == 1024
 

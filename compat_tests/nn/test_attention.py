@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from trl_jax.nn import cudnn
 from trl_jax.nn.attention import Dropout, attend
 
 QUICKLY = {"xla_backend_optimization_level": 0}
@@ -81,3 +82,50 @@ def test_blocks_of_queries_drop_differently():
 
 def test_without_dropout_nothing_is_dropped():
     np.testing.assert_allclose(ones_seen(20, None), 1.0, rtol=1e-6)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A GPU that is only compiled for, as far as a machine without one can."""
+    from jax._src.cudnn import fused_attention_stablehlo as kernels
+
+    monkeypatch.setattr(cudnn, "platform", lambda: "gpu")
+    monkeypatch.setattr(cudnn, "_capable", lambda: True)
+    monkeypatch.setattr(kernels, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(kernels, "check_compute_capability", lambda *wanted: True)
+    monkeypatch.setattr(kernels, "is_cuda_compute_capability_equal", lambda *wanted: False)
+
+
+def lowered(length, channels, **how):
+    """The program for GPUs of the gradients of attention in bfloat16."""
+    shapes = [jax.ShapeDtypeStruct((2, length, heads, channels), jnp.bfloat16) for heads in (4, 2, 2)]
+
+    def total(*qkv):
+        return attend(*qkv, **{"scale": 0.5} | how).astype(jnp.float32).sum()
+
+    return jax.jit(jax.grad(total, argnums=(0, 1, 2))).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("length", [64, 96, 1000])
+@pytest.mark.parametrize("channels", [64, 128])
+def test_gpus_get_cudnns_kernels(hopper, length, channels):
+    program = lowered(length, channels)
+    assert "fmhaSoftmax(" in program and "fmhaSoftmaxBackward(" in program and '"CAUSAL' in program.replace("\\22", '"')
+
+
+@pytest.mark.parametrize(
+    "how", [{"softcap": 5.0}, {"window": jnp.int32(9)}, {"causal": False}, {"valid": jnp.ones((2, 64), bool)}], ids=str
+)
+def test_what_cudnn_does_not_compute_is_left_to_xla(hopper, how):
+    assert "fmha" not in lowered(64, 64, **how)
+    assert "fmha" not in lowered(64, 256) and "fmha" not in lowered(65, 64)
+
+
+def test_the_kernel_is_told_the_formula(monkeypatch):
+    """The same call, computed by XLA: heads that share keys, the scale, what is causal."""
+    told, xla = jax.nn.dot_product_attention, {"implementation": "xla"}
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *qkv, **how: told(*qkv, **how | xla))
+    q, k, v = inputs(40)
+    seen = np.tril(np.ones((2, 40, 40), bool))
+    for scale in (0.3, jnp.float32(0.3)):
+        np.testing.assert_allclose(cudnn.attend_cudnn(q, k, v, scale=scale), formula(q, k, v, 0.3, seen), atol=2e-6)

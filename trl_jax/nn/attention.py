@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from trl_jax.nn import cudnn
 from trl_jax.nn.dealt import Dealt
 from trl_jax.nn.dropout import Dropout
 from trl_jax.nn.linear import Linear
@@ -35,7 +36,7 @@ def attend(
     """Attention on padded rows, queries `[R, T, H, C]` on keys and values `[R, T, K, C]`.
 
     Queries go in blocks; where they are causal, each against the keys up to its own end: the upper triangle is never
-    computed.
+    computed. GPUs have a kernel for what is causal and nothing else.
 
     Args:
         scale: multiplies the scores before the softmax, which is taken in float32.
@@ -48,6 +49,9 @@ def attend(
         dropout: applied to the probabilities, as transformers' attention does.
         dealt: how queries are, one by one; keys and values are those of all. None: there is every query.
     """
+    plain = causal and bias is None and softcap is None and valid is None and window is None
+    if plain and dropout is None and dealt is None and cudnn.attends(q):
+        return cudnn.attend_cudnn(q, k, v, scale=scale)
     rows, length, heads, channels = q.shape
     grouped = q.reshape(rows, length, k.shape[2], heads // k.shape[2], channels)
     blocks = []

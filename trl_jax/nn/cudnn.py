@@ -1,0 +1,32 @@
+"""Attention on padded rows on NVIDIA GPUs: cuDNN's flash attention."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from trl_jax.nn.platform import platform
+
+_AMPERE = 8.0  # the least compute capability that it runs on
+
+
+def attends(q: jax.Array) -> bool:
+    """Whether it takes these queries `[R, T, H, C]`, of the GPUs that there are."""
+    (_, length, _, channels), bits = q.shape, q.dtype == jnp.bfloat16
+    fits = bits and length % 2 == 0 and channels % 8 == 0 and channels <= 128
+    return fits and platform() == "gpu" and _capable()
+
+
+def _capable() -> bool:
+    return float(jax.local_devices(backend="gpu")[0].compute_capability) >= _AMPERE
+
+
+def attend_cudnn(q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float | jax.Array) -> jax.Array:
+    """Causal, queries `[R, T, H, C]` on keys and values `[R, T, K, C]`.
+
+    Neither mask nor lengths are passed: what is to the right of a text is seen by pads alone, and of a mask cuDNN would
+    write a gradient.
+    """
+    if isinstance(scale, jax.Array):
+        q, scale = (q * scale).astype(q.dtype), 1.0
+    return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True, implementation="cudnn")
