@@ -11,6 +11,7 @@ from compat_tests.bench import common
 def main() -> None:
     options = common.parser(__doc__)
     options.add_argument("--families", nargs="*", help="unset, all of them")
+    options.add_argument("--dtype", default="float32", help="what layers compute in")
     args = options.parse_args()
     common.prepare(args.cpus)
     rows = []
@@ -20,7 +21,7 @@ def main() -> None:
         for family, name in CASES:
             if args.families and family not in args.families:
                 continue
-            rows.append(measured(Path(folder) / f"{family}-{name}", family, name))
+            rows.append(measured(Path(folder) / f"{family}-{name}", family, name, args.dtype))
             print(*rows[-1].values(), flush=True)
     common.show(rows)
     worst = {key: max(row[key] for row in rows) for key in list(rows[0])[1:]}
@@ -28,14 +29,15 @@ def main() -> None:
     common.write_json(args.json, rows)
 
 
-def measured(folder: Path, family: str, name: str) -> dict:
+def measured(folder: Path, family: str, name: str, dtype: str) -> dict:
     """Gaps of a variant: in loss relative to it, in gradients relative to the largest of a tensor's."""
     from compat_tests.models import variants
     from compat_tests.models.test_layouts import apart
     from trl_jax import AutoModelForSequenceClassification
 
     folder.mkdir()
-    packed, shared = apart(AutoModelForSequenceClassification.from_pretrained(variants.build(folder, family, name)))
+    model = AutoModelForSequenceClassification.from_pretrained(variants.build(folder, family, name))
+    packed, shared = apart(model, dtype=dtype)
     figures = zip(("packed loss", "packed gradient", "shared loss", "shared gradient"), (*packed, *shared), strict=True)
     return {"variant": f"{family} {name}", **{key: float(value) for key, value in figures}}
 

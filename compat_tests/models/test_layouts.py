@@ -59,12 +59,12 @@ def batches(layout):
     return stream_pairs(placed, into, streams=COUNT, rung=lambda tokens: 128, share=layout == "shared", **facts)
 
 
-def of_step(model, layout, *, gradients=False):
+def of_step(model, layout, *, gradients=False, dtype="float32"):
     """The step's loss, or with `gradients` the loss and those; a pass is compiled once a shape."""
     trainer = SimpleNamespace(model=model)
 
     def loss(params, batch):
-        chosen, rejected = jnp.split(RewardTrainer.score(trainer, params, batch, dtype="float32"), 2)
+        chosen, rejected = jnp.split(RewardTrainer.score(trainer, params, batch, dtype=dtype), 2)
         how = {"weight": batch.weight, "margin": batch.margin, "center_rewards_coefficient": 0.1}
         return pairwise_loss(chosen, rejected, **how)[0]
 
@@ -83,15 +83,15 @@ def test_the_loss_is_the_same_in_every_layout(family, name, built):
         assert abs(of_step(model, layout) - wanted) <= 1e-6 * max(1, wanted), layout
 
 
-def apart(model, layouts=("packed", "shared")):
+def apart(model, layouts=("packed", "shared"), dtype="float32"):
     """How far streams are from padded rows: in loss, and the worst gradient in parts of its own scale.
 
     Where the exact gradient is zero both are rounding noise: scales end at a hundredth of the largest.
     """
-    wanted, gradients = of_step(model, "padded", gradients=True)
+    wanted, gradients = of_step(model, "padded", gradients=True, dtype=dtype)
     least = 1e-2 * max(np.abs(values).max() for values in gradients.values())
     for layout in layouts:
-        found, theirs = of_step(model, layout, gradients=True)
+        found, theirs = of_step(model, layout, gradients=True, dtype=dtype)
         gaps = [
             np.abs(theirs[path] - values).max() / max(least, np.abs(values).max())
             for path, values in gradients.items()
