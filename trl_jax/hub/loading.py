@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from trl_jax.core.tensors_file import Pieces, as_dtype
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.hub.config import read_config
 from trl_jax.hub.families import Draw, Family, read_arch
@@ -48,7 +49,7 @@ class Source:
     dtypes: dict[str, str]
     dtype: str
     wires: list[Wire] = field(repr=False)
-    carried: dict[str, Callable[[], np.ndarray]] = field(repr=False)
+    carried: dict[str, Pieces] = field(repr=False)
     drawn: tuple[str, ...] = ()
 
 
@@ -349,5 +350,9 @@ def _source(raw, family, arch, wires, files, on_disk, dtype, carried) -> Source:
     shards = {file: [full[name] for name in tensors if name in full] for file, tensors in files.shards.items()}
     own = {full[name]: files.dtypes[name] if dtype == "auto" else dtype for name in full if name not in carried}
     stored = raw.get("dtype") or raw.get("torch_dtype") or next(iter(own.values()))
-    read = {name: partial(files.read, name) for name in carried}
+    read = {name: _carried(files, name) for name in carried}
     return Source(raw, family, arch, shards, own, stored if dtype == "auto" else dtype, wires, read)
+
+
+def _carried(files: CheckpointFiles, name: str) -> Pieces:
+    return Pieces(files.shapes[name], as_dtype(files.dtypes[name]), lambda: [files.read(name)])
