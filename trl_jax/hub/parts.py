@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from trl_jax.hub.wires import Wire
@@ -21,7 +20,7 @@ def divided(
 ) -> jax.Array:
     """One of our arrays where `sharding` wants it; only this process's devices get theirs.
 
-    The host holds what one device has of this one array, besides the array itself.
+    The host holds what one device has of this one array, besides the array itself; twice for a moment.
     """
     places = sharding.addressable_devices_indices_map(shape)
     alike: dict[tuple, list[Any]] = {}
@@ -31,8 +30,9 @@ def divided(
     parts = {}
     for ends, devices in alike.items():
         values = _part(read, wire, shape, names, tuple(slice(*own) for own in ends), dtype)
-        parts |= {device: jnp.array(values, device=device) for device in devices}
-        jax.block_until_ready([parts[device] for device in devices])  # until then they hold the values
+        parts |= {device: jax.device_put(values, device, may_alias=False) for device in devices}
+        del values
+        jax.block_until_ready([parts[device] for device in devices])  # until then they hold the values, too
     return jax.make_array_from_single_device_arrays(shape, sharding, [parts[device] for device in places])
 
 
