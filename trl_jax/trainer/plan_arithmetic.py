@@ -126,7 +126,7 @@ def evaluation_memory(given: Given, one: Pass, arch: Any, maps: Sequence[Map], *
     outside = {path: leaf for path, leaf in (given.frozen | given.params).items() if LAYERS not in path}
     return _held(given, one, arch, maps, width)._replace(
         gathered=_gathered(given, arch, width, gradients=False),
-        working=one.tokens * outputs * width + _scores(given.batch, one, arch, width) + _keys(one, arch, width),
+        working=one.tokens * outputs * width + _block(given.batch, one, arch, width) + _keys(one, arch, width),
         outside=_whole(outside.values()),
     )
 
@@ -174,6 +174,14 @@ def _scores(batch: PairBatch, one: Pass, arch: Any, width: int) -> int:
     heads = one.rows * arch.num_heads // one.sharing // one.dealt
     weights = heads * _held_against(one.length, causal=True)
     return weights * (_FLOAT32 + width) + 2 * heads * QUERY_BLOCK * one.length * _FLOAT32
+
+
+def _block(batch: PairBatch, one: Pass, arch: Any, width: int) -> int:
+    """Without a backward pass, what a block of queries on padded rows is held against."""
+    if batch.stream is not None:
+        return 0
+    heads = one.rows * arch.num_heads // one.sharing // one.dealt
+    return heads * min(QUERY_BLOCK, one.length) * one.length * (_FLOAT32 + width)
 
 
 def _keys(one: Pass, arch: Any, width: int) -> int:
