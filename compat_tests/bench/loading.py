@@ -22,7 +22,7 @@ def main() -> None:
     options.add_argument("--millions", type=int, default=200, help="parameters of the checkpoint")
     options.add_argument("--width", type=int, default=1024)
     options.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="dtypes on disk")
-    options.add_argument("--sides", nargs="+", default=["trl_jax", "transformers"], choices=LOADERS)
+    options.add_argument("--sides", nargs="+", default=list(LOADERS), choices=LOADERS)
     args = options.parse_args()
     common.prepare(args.cpus)
     rows = []
@@ -116,6 +116,21 @@ def _trl_jax() -> Callable[[str], object]:
     return load
 
 
+def _on_a_mesh() -> Callable[[str], object]:
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", 4)
+    from trl_jax.engine.mesh import Division, make_mesh
+    from trl_jax.hub.auto import find_checkpoint
+
+    place = Division(make_mesh({"fsdp": 4})).place
+
+    def load(folder: str) -> object:
+        return jax.block_until_ready(find_checkpoint(folder, dtype="float32").load(0, None, place).params)
+
+    return load
+
+
 def _transformers() -> Callable[[str], object]:
     import torch
     from transformers import AutoModelForSequenceClassification
@@ -125,7 +140,7 @@ def _transformers() -> Callable[[str], object]:
     )
 
 
-LOADERS = {"trl_jax": _trl_jax, "transformers": _transformers}
+LOADERS = {"trl_jax": _trl_jax, "trl_jax, fsdp:4": _on_a_mesh, "transformers": _transformers}
 
 
 if __name__ == "__main__":

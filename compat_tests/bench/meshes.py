@@ -135,8 +135,9 @@ def eight_devices() -> None:
 
 
 def fits(model: str, layout: str, mesh: str, way: str) -> bool:
-    """Whether there is such a run: encoders read whole padded rows, eight shards have one pair each."""
-    if model == "bert" and (layout != "padded" or "sequence" in mesh):
+    """Whether there is such a run: what encoders make of a prompt depends on its answer, so nothing is shared, and
+    their texts are not dealt over devices; eight shards have one pair each."""
+    if model == "bert" and (layout == "shared" or "sequence" in mesh):
         return False
     return way != "accumulated" or words(mesh)[1] < PAIRS
 
@@ -145,7 +146,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--models", nargs="+", default=MODELS)
     options.add_argument("--meshes", nargs="+", default=MESHES)
-    options.add_argument("--layouts", nargs="+", default=("shared", "padded"))
+    options.add_argument("--layouts", nargs="+", default=LAYOUTS, choices=LAYOUTS)
     options.add_argument("--ways", nargs="+", default=("plain",), choices=WAYS)
     options.add_argument("--steps", type=int, default=20)
     args = options.parse_args()

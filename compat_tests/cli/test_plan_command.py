@@ -8,7 +8,10 @@ import sys
 import pytest
 
 from compat_tests.tiny import preference_rows
+from trl_jax import RewardConfig
 from trl_jax.cli.main import main
+from trl_jax.core.arguments import TABLE
+from trl_jax.scripts.plan import NO_PART, without_part
 
 
 @pytest.fixture(autouse=True)
@@ -61,5 +64,33 @@ def test_mistakes_are_told_in_a_line(checkpoint, capsys):
     assert "--topology v9:1 is unknown. Known are v5e:AxB" in capsys.readouterr().err
     assert main(["plan", "--topology", "v5e:2x2", "--max_length", "64"]) == 2
     assert "--model_name_or_path is missing" in capsys.readouterr().err
-    assert main(["plan", "--topology", "v5e:2x2", "--model_name_or_path", "x", "--use_peft"]) == 2
-    assert "--use_peft: a plan is of the whole model" in capsys.readouterr().err
+    assert main(["plan", "--topology", "v5e:2x2", "--model_name_or_path", "x", "--load_in_4bit"]) == 2
+    assert "--load_in_4bit and --load_in_8bit want --use_peft" in capsys.readouterr().err
+
+
+def test_every_argument_has_a_part_in_a_plan_or_is_told_to_have_none(checkpoint, tmp_path):
+    """A new argument belongs into one of the two."""
+    honoured = """
+        max_steps num_train_epochs per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps
+        optim optim_args lr_scheduler_type lr_scheduler_kwargs train_sampling_strategy learning_rate weight_decay
+        adam_beta1 adam_beta2 adam_epsilon max_grad_norm warmup_steps neftune_noise_alpha bf16 fp16 tf32
+        activation_checkpointing gradient_checkpointing activation_checkpointing_kwargs gradient_checkpointing_kwargs
+        activation_offloading remat_policy eval_strategy eval_on_start seed data_seed dataloader_drop_last
+        length_column_name accelerator_config parallelism_config fsdp fsdp_config deepspeed mesh_shape
+        model_init_kwargs trust_remote_code chat_template_path disable_dropout eos_token pad_token max_length
+        dataset_num_proc pad_to_multiple_of center_rewards_coefficient batch_layout
+    """
+    known = {name for name, fate in TABLE.items() if fate.kind in ("native", "mapped")}
+    assert known == NO_PART | set(honoured.split()) and not NO_PART & set(honoured.split())
+    quiet = RewardConfig(str(tmp_path), eval_strategy="steps", max_length=64)
+    assert without_part(quiet) == ["output_dir"]
+
+
+def test_what_a_plan_does_not_look_at_is_named(checkpoint, capsys):
+    flags = f"--model_name_or_path {checkpoint()} --topology h100:1 --max_length 64 --push_to_hub --save_steps 7"
+    flags += " --eval_strategy steps --eval_steps 5 --resume_from_checkpoint somewhere --use_peft --load_in_4bit"
+    assert main(["plan", *flags.split()]) == 0
+    told = capsys.readouterr()
+    named = "--eval_steps, --push_to_hub, --resume_from_checkpoint, --save_steps"
+    assert f"A plan is of a step and of a pass of evaluation; no part in it have {named}." in told.err
+    assert "Evaluation: a pass of 16 x 64 tokens a device" in told.out and " train) on h100:1" in told.out

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 
 from trl_jax import AutoModelForSequenceClassification
+from trl_jax.core.tensors_file import Pieces
 from trl_jax.hub.files import INDEX, SINGLE, CheckpointFiles, write_checkpoint
 
 load = AutoModelForSequenceClassification.from_pretrained
@@ -14,7 +17,11 @@ load = AutoModelForSequenceClassification.from_pretrained
 def write(folder, names, value):
     """One tensor a file, named after the file."""
     shards = {name: [f"{name} tensor"] for name in names}
-    write_checkpoint(folder, shards, lambda tensor: np.full(3, value, np.float32))
+    write_checkpoint(folder, shards, lambda tensor: of(lambda: np.full(3, value, np.float32)))
+
+
+def of(read):
+    return Pieces((3,), np.dtype(np.float32), lambda: [read()])
 
 
 def shard_names(count):
@@ -41,6 +48,40 @@ def test_what_is_there_goes_only_when_the_new_one_is_written(tmp_path):
     with pytest.raises(KeyError):
         write_checkpoint(tmp_path, dict.fromkeys(shard_names(2), ["gone"]), {}.__getitem__)
     assert (tmp_path / SINGLE).exists()
+
+
+def test_one_tensor_is_in_memory_at_a_time_and_all_processes_read_in_one_order(tmp_path):
+    alive, order = [], []
+
+    def tensor(name):
+        def read():
+            assert not [ref for ref in alive if ref() is not None]
+            values = np.full(3, 1.0, np.float32)
+            alive.append(weakref.ref(values))
+            order.append(name)
+            return values
+
+        return of(read)
+
+    shards = dict(zip(shard_names(2), (["b", "c", "a"], ["d"]), strict=True))
+    write_checkpoint(tmp_path, shards, tensor)
+    write_checkpoint(tmp_path, shards, tensor, writes=False)
+    assert order == ["a", "b", "c", "d"] * 2
+
+
+def test_a_file_that_breaks_off_leaves_the_old_one(tmp_path):
+    """Its own pages may be what is written: a vision tower is carried from file to file."""
+
+    def broken():
+        raise OSError("no space left")
+
+    write(tmp_path, [SINGLE], 1.0)
+    old = CheckpointFiles(tmp_path)
+    with pytest.raises(OSError, match="no space left"):
+        write_checkpoint(tmp_path, {SINGLE: ["x"]}, lambda name: of(broken))
+    write_checkpoint(tmp_path, {SINGLE: ["x"]}, lambda name: of(lambda: 2 * old.read(f"{SINGLE} tensor")))
+    assert [path.name for path in tmp_path.iterdir()] == [SINGLE]
+    assert CheckpointFiles(tmp_path).read("x").tolist() == [2.0, 2.0, 2.0]
 
 
 def test_the_single_file_is_read_where_both_are(tmp_path):

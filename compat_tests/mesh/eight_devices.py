@@ -17,6 +17,7 @@ from datasets import Dataset  # noqa: E402
 from compat_tests import tiny  # noqa: E402
 from compat_tests.bench.meshes import FACTS, PAIRS, gaps, run  # noqa: E402
 from compat_tests.parity.reference import BASE  # noqa: E402
+from compat_tests.trainer.planned import LORA, alike  # noqa: E402
 from trl_jax import BitsAndBytesConfig, LoraConfig, RewardConfig, RewardTrainer  # noqa: E402
 from trl_jax.core.stream import BLOCK  # noqa: E402
 from trl_jax.data.loader import PreferenceLoader  # noqa: E402
@@ -392,3 +393,11 @@ def test_windows_have_no_pair_that_is_not_there():
     [window] = Windows(loader, sort=False)
     pairs = np.concatenate([slots[slots >= 0] for _, slots in window.passes])
     assert sorted(pairs.tolist()) == list(range(11)) and [batch.num_pairs for batch in window.batches] == [8, 3]
+
+
+def test_a_plan_s_programs_are_those_of_a_run(checkpoint, tmp_path):
+    """A base in bfloat16, whose parts are as large as a device's."""
+    found = alike(
+        checkpoint("llama", head="causal", dtype="bfloat16"), tmp_path, 8, LORA, mesh_shape="fsdp:4,tensor:2"
+    )
+    assert found.memory.gathered > 0 and found.mesh == {"fsdp": 4, "tensor": 2}

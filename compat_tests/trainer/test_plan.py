@@ -1,23 +1,22 @@
 """Plans: the step of train() from a config.json alone, arithmetic beside the compiler, levers that are pulled."""
 
-import dataclasses
 import importlib.util
 import json
-import re
 import shutil
+from dataclasses import replace
 
 import jax
-import numpy as np
 import pytest
 from datasets import Dataset
 
-from trl_jax import RewardConfig, RewardTrainer
+from compat_tests.trainer.planned import LORA, NESTED, alike
+from trl_jax import RewardConfig
 from trl_jax.core.chips import CHIPS, Topology, topology
 from trl_jax.engine.ahead import devices, of_refusal
 from trl_jax.hub.auto import find_checkpoint
 from trl_jax.scripts.plan_text import levers_text, text
 from trl_jax.trainer import planning
-from trl_jax.trainer.plan import plan
+from trl_jax.trainer.plan import Run, plan
 from trl_jax.trainer.plan_levers import pulled
 
 SHAPE = {"per_device_train_batch_size": 4, "max_length": 96, "bf16": False, "report_to": "none"}
@@ -25,11 +24,11 @@ SHAPE = {"per_device_train_batch_size": 4, "max_length": 96, "bf16": False, "rep
 
 @pytest.fixture
 def bare(checkpoint, tmp_path):
-    """bare(model_type) -> the checkpoint of a folder with nothing in it but config.json."""
+    """bare(model_type) -> a run of the checkpoint in a folder with nothing in it but config.json."""
 
-    def find(model_type="llama", **facts):
+    def find(model_type="llama", *, dtype="float32", **facts):
         shutil.copy(checkpoint(model_type, **facts) / "config.json", tmp_path / "config.json")
-        return find_checkpoint(str(tmp_path), dtype="float32")
+        return Run(find_checkpoint(str(tmp_path), dtype=dtype))
 
     return find
 
@@ -38,25 +37,20 @@ def config(tmp_path, **changes):
     return RewardConfig(str(tmp_path / "out"), **(SHAPE | changes))
 
 
-def test_the_step_is_that_of_a_trainer_with_weights(checkpoint, bare, tmp_path):
-    args = config(tmp_path, gradient_accumulation_steps=2)
-    rows = Dataset.from_dict({f"{side}_ids": [[id] * 96] * 8 for side, id in planning.SIDES.items()})
-    real = RewardTrainer(model=str(checkpoint()), args=args, train_dataset=rows)
-    tx, batch = real._optimizer(), next(iter(real.loader(real.train_dataset, training=True)))
-    with real._on_device():
-        wanted = real.compiled_step(tx, remat=True).trace(
-            real.model.params, tx.init(real.model.params), batch.arrays, np.float32(1e-4), None
-        )
-    trainer = planning.trainer_of(bare().outline(), planning.planned(args, topology("cpu:1"), args.output_dir), None)
-    found = planning.batches(trainer)
-    assert found.tokens == 2 * 4 * 2 * 96 and sum(found.lengths.values()) == 1
-    given = planning.shapes(trainer, tx, found.largest)
-    traced = planning.traced(trainer, trainer._optimizer(), given, remat=True)
-    assert _without_addresses(traced.jaxpr) == _without_addresses(wanted.jaxpr)
-
-
-def _without_addresses(jaxpr):
-    return re.sub(r"0x[0-9a-f]+", "", str(jaxpr))
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ({"dtype": "bfloat16"}, {"gradient_accumulation_steps": 2}),
+        ({"head": "causal"}, {"adapter": LORA, "quantization": NESTED}),
+        ({"head": "causal", "dtype": "bfloat16"}, {"adapter": LORA, "neftune_noise_alpha": 5.0, "bf16": True}),
+    ],
+    ids=["whole", "nf4", "halves"],
+)
+def test_the_programs_are_those_of_a_trainer_with_weights(checkpoint, tmp_path, kind, how):
+    found = alike(checkpoint(**kind), tmp_path, **({"bf16": False} | how))
+    assert (found.trained < found.parameters / 4) == ("adapter" in how)
+    assert f"({found.trained:,} train)" in text(found) or "adapter" not in how
+    assert "Evaluation: a pass of" in text(found) and "by the compiler" in text(found)
 
 
 def test_arithmetic_and_compiler_agree(bare, tmp_path):
@@ -109,8 +103,58 @@ def test_real_rows_tell_the_lengths(bare, tmp_path):
     lengths = [20, 30, 90, 40, 25, 50, 31, 33]
     rows = Dataset.from_dict({f"{side}_ids": [[id] * n for n in lengths] for side, id in planning.SIDES.items()})
     args = config(tmp_path, train_sampling_strategy="sequential")
-    found = plan(bare(), args, topology("h100:1"), rows, planning.NoText())
+    found = plan(replace(bare(), rows=planning.Rows(rows, None, planning.NoText())), args, topology("h100:1"))
     assert found.lengths == {64: 1, 96: 1} and found.tokens == sum(lengths) and found.one.length == 96
+
+
+def test_what_an_evaluation_needs_counts_and_has_levers_of_its_own(bare, tmp_path):
+    args = config(tmp_path, per_device_train_batch_size=1, per_device_eval_batch_size=64, eval_strategy="epoch")
+    run, whole = bare(), plan(bare(), args, small_chip(10**12))
+    step, evaluation = whole.parts
+    assert step.peak < evaluation.peak == whole.peak and whole.fits
+    assert plan(run, config(tmp_path, per_device_train_batch_size=1), small_chip(10**12)).parts == [step]
+    place = small_chip((step.peak + evaluation.peak) // 2)
+
+    def planned(changed, compiles=True):
+        return plan(run, changed, place, compiles=compiles)
+
+    found = planned(args)
+    assert found.fits is False and "It does not fit in evaluation by arithmetic alone" in text(found)
+    levers = list(pulled(args, found, planned))
+    [lever] = [lever for lever in levers if "per_device_eval_batch_size" in lever.settings]
+    assert lever.plan.fits and lever.settings["per_device_eval_batch_size"] < 64
+    pulled_at = {key for one in levers for key in one.settings}
+    assert not {"gradient_checkpointing", "per_device_train_batch_size"} & pulled_at
+
+
+def test_rows_without_a_test_split_are_refused_as_in_training(bare, tmp_path):
+    pairs = Dataset.from_dict({f"{side}_ids": [[id] * 9] * 8 for side, id in planning.SIDES.items()})
+    run = replace(bare(), rows=planning.Rows(pairs, None, planning.NoText()))
+    with pytest.raises(ValueError, match="eval_strategy='epoch' needs an eval_dataset"):
+        plan(run, config(tmp_path, eval_strategy="epoch"), topology("h100:1"))
+
+
+def test_what_does_not_train_has_neither_gradients_nor_moments(bare, tmp_path):
+    how = {"head": "causal", "dtype": "bfloat16"}
+    whole, halves, quarter = (
+        plan(replace(bare(**how), **held), config(tmp_path), topology("h100:1"))
+        for held in ({}, {"adapter": LORA}, {"adapter": LORA, "quantization": NESTED})
+    )
+    own = 4 * halves.trained
+    assert halves.memory.moments == 2 * own + 4 and halves.memory.gradients == own
+    base = 2 * (whole.parameters - 64)  # the head trains
+    assert base <= halves.memory.parameters - own < 1.05 * base
+    assert quarter.memory.moments == halves.memory.moments
+    assert quarter.memory.parameters < 0.75 * halves.memory.parameters
+    assert whole.flops * 3 / 4 < halves.flops < whole.flops
+
+
+def test_an_adapter_s_base_must_say_how_it_is_stored(bare, tmp_path):
+    run = replace(bare(dtype="auto"), adapter=LORA)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "dtype"}))
+    with pytest.raises(ValueError, match="does not say in which dtype the weights are stored.*--dtype bfloat16"):
+        plan(run, config(tmp_path), topology("h100:1"))
 
 
 def test_a_text_needs_a_bound(bare, tmp_path):
@@ -119,8 +163,9 @@ def test_a_text_needs_a_bound(bare, tmp_path):
 
 
 def test_an_exported_program_has_no_outline(bare, tmp_path):
-    exported = dataclasses.replace(bare(), exported=True)
-    with pytest.raises(ValueError, match="'llama' runs as an exported program, which is made from the weights"):
+    exported = replace(bare(), checkpoint=replace(bare().checkpoint, exported=True))
+    said = "'llama' runs as an exported program, which is made from the weights.* Plan for a model of as many layers"
+    with pytest.raises(ValueError, match=said):
         plan(exported, config(tmp_path), topology("cpu:1"))
 
 

@@ -25,7 +25,12 @@ class Pieces(NamedTuple):
     read: Callable[[], Iterable[np.ndarray]]
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Pieces]) -> None:
+def as_dtype(word: str) -> np.dtype:
+    """NumPy's, by its own word or the format's."""
+    return np.dtype({ours: theirs for theirs, ours in _DTYPES.items()}.get(word, word))
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Pieces], metadata: Mapping[str, str] | None = None) -> None:
     """Write them under their names; a tensor is read when its turn has come: by the size of its numbers, then its name.
 
     Raises:
@@ -34,7 +39,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Pieces]) -> None:
     tensors = {name: tensors[name] for name in in_order(tensors)}
     sizes = {name: one.dtype.itemsize * math.prod(one.shape) for name, one in tensors.items()}
     with path.open("wb") as file:
-        head = _head(tensors, sizes)
+        head = _head(tensors, sizes, metadata)
         file.write(len(head).to_bytes(8, "little") + head)
         for name, one in tensors.items():
             written = 0
@@ -50,8 +55,8 @@ def in_order(tensors: Mapping[str, Pieces]) -> list[str]:
     return sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
 
 
-def _head(tensors: Mapping[str, Pieces], sizes: Mapping[str, int]) -> bytes:
-    facts, start = {}, 0
+def _head(tensors: Mapping[str, Pieces], sizes: Mapping[str, int], metadata: Mapping[str, str] | None) -> bytes:
+    facts, start = {} if metadata is None else {"__metadata__": dict(metadata)}, 0
     for name, one in tensors.items():
         facts[name] = {
             "dtype": _DTYPES[one.dtype.name], "shape": list(one.shape), "data_offsets": [start, start + sizes[name]]

@@ -111,12 +111,9 @@ def adapt(
     Raises:
         ValueError: the config or the folder does not go with the model.
     """
-    source = base.source
-    plan = make_plan(config, source.family, source.arch, () if folder is not None else source.drawn)
-    if plan.added is not None:
-        logger.warning("LoraConfig: %s", plan.added)
+    plan = _plan_for(base, config, new=folder is None)
     trained, frozen = _divided(plan, arrays)
-    shapes = plan.shapes | {name: jax.ShapeDtypeStruct(array.shape, jnp.float32) for name, array in trained.items()}
+    shapes = _shapes(plan, trained)
     begun: dict[str, np.ndarray] = {}
     if plan.config.init_lora_weights == PISSA:
         begun, frozen = divided(plan, base, frozen)
@@ -128,6 +125,29 @@ def adapt(
     drawn = initial(plan, partial(base.weight, arrays | frozen), generator, begun)
     params = {name: jnp.array(array) for name, array in drawn.items()} | trained
     return params, engine, frozen
+
+
+def outlined(
+    base: NativeEngine, shapes: dict[str, Any], config: LoraConfig, *, new: bool
+) -> tuple[dict[str, Any], AdaptedEngine, dict[str, Any]]:
+    """What `adapt` gives, of shapes: those of a `new` adapter, or of one that a folder has."""
+    plan = _plan_for(base, config, new=new)
+    trained, frozen = jax.eval_shape(partial(_divided, plan), shapes)
+    found = _shapes(plan, trained)
+    return found, AdaptedEngine(base, plan, frozen if plan.kept else {}, found), frozen
+
+
+def _plan_for(base: NativeEngine, config: LoraConfig, *, new: bool) -> Plan:
+    source = base.source
+    plan = make_plan(config, source.family, source.arch, source.drawn if new else ())
+    if plan.added is not None:
+        logger.warning("LoraConfig: %s", plan.added)
+    return plan
+
+
+def _shapes(plan: Plan, trained: dict[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Of all that trains."""
+    return plan.shapes | {name: jax.ShapeDtypeStruct(array.shape, jnp.float32) for name, array in trained.items()}
 
 
 def _own_head(plan: Plan, base: NativeEngine, trained: dict[str, jax.Array]) -> dict[str, np.ndarray]:

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from trl_jax.core.torch_random import TorchGenerator
-from trl_jax.hub.adapted import adapt
+from trl_jax.hub.adapted import adapt, outlined
 from trl_jax.hub.config import read_config
-from trl_jax.hub.engines import NativeEngine, load_exported, load_native
+from trl_jax.hub.engines import NativeEngine, load_exported, load_native, outline_native
 from trl_jax.hub.families import families, read_arch
 from trl_jax.hub.fetch import ADAPTER, Repository, checkpoint_folder
-from trl_jax.hub.loading import outline
 from trl_jax.hub.long_tail import is_exported
 from trl_jax.hub.lora_config import LoraConfig, read_lora_config
 from trl_jax.hub.parts import Place
@@ -65,11 +64,7 @@ class Checkpoint:
         """
         if self.adapter is not None:
             return self.load_adapted(self.lora, seed, self.adapter, quantization, place)
-        if quantization is not None:
-            raise ValueError(
-                "quantization_config is given, but no adapter: quantised weights do not train. Pass peft_config="
-                "LoraConfig(...) beside it, or leave it out."
-            )
+        check_trains(quantization)
         if self.repository is not None:
             self.repository.fetch_weights()
         config = self.config
@@ -79,25 +74,42 @@ class Checkpoint:
             params, engine = load_native(self.folder, dtype=self.dtype, seed=seed, place=place)
         return PreTrainedModel(params, engine, config, self.folder, self.name)
 
-    def outline(self) -> PreTrainedModel:
+    def outline(
+        self, config: LoraConfig | None = None, quantization: BitsAndBytesConfig | None = None, *, parts: bool = False
+    ) -> PreTrainedModel:
         """The model with shapes in the place of its arrays: enough to compile with. Weights are neither read nor
-        fetched.
+        fetched. With an adapter, the one in its folder or a new one of this `config`, as `load_adapted` has it; `parts`
+        says that arrays lie in parts on several devices.
 
         Raises:
-            ValueError: the model runs as an exported program, which is made from its weights, or is an adapter.
+            ValueError: the model runs as an exported program, which is made from its weights, or what `load` and
+                `load_adapted` refuse.
         """
         if self.exported:
             raise ValueError(
                 f"{self.name}: model_type {self.config.model_type!r} runs as an exported program, which is made from "
-                "the weights: there is none to compile from config.json alone. Models of our own engine have one."
+                "the weights: there is none to compile from config.json alone. Plan for a model of as many layers of "
+                "that width of a type of our own engine: llama, gpt2, bert."
             )
-        if self.adapter is not None:
-            raise ValueError(
-                f"{self.name} is an adapter: a run with one is not planned. Plan for its base,"
-                f" {self.folder}, which needs more."
-            )
-        shapes, source = outline(self.folder, dtype=self.dtype)
-        return PreTrainedModel(shapes, NativeEngine(source), self.config, self.folder, self.name)
+        lora = self.lora if config is None else config
+        if lora is None:
+            check_trains(quantization)
+            shapes, engine = outline_native(self.folder, dtype=self.dtype)
+            return PreTrainedModel(shapes, engine, self.config, self.folder, self.name)
+        how = self._frozen(lora, quantization, parts=parts)
+        shapes, engine = outline_native(self.folder, dtype=self.dtype, **how)
+        params, engine, frozen = outlined(engine, shapes, lora, new=config is not None)
+        return PreTrainedModel(params, engine, self.config, self.folder, self.name, frozen)
+
+    def _frozen(
+        self, config: LoraConfig, quantization: BitsAndBytesConfig | None, *, parts: bool
+    ) -> dict[str, Any]:
+        """How the weights beside an adapter are held."""
+        family, arch = read_arch(read_config(self.folder), self.folder / "config.json")
+        held = None if quantization is None else formats(quantization, config, family, arch)
+        # On several devices places go by what an array is.
+        bits = () if parts else halves(config, family, arch)
+        return {"as_stored": True, "formats": held, "bits": bits}
 
     def load_adapted(
         self,
@@ -117,14 +129,8 @@ class Checkpoint:
             raise no_adapters(self.name, self.config.model_type)
         if self.repository is not None:
             self.repository.fetch_weights()
-        generator = TorchGenerator(seed)
-        family, arch = read_arch(read_config(self.folder), self.folder / "config.json")
-        held = None if quantization is None else formats(quantization, config, family, arch)
-        # On several devices places go by what an array is.
-        bits = halves(config, family, arch) if place is None else ()
-        arrays, engine = load_native(
-            self.folder, dtype=self.dtype, seed=generator, as_stored=True, formats=held, bits=bits, place=place
-        )
+        generator, how = TorchGenerator(seed), self._frozen(config, quantization, parts=place is not None)
+        arrays, engine = load_native(self.folder, dtype=self.dtype, seed=generator, place=place, **how)
         model = PreTrainedModel(arrays, engine, self.config, self.folder, self.name)
         return with_adapter(model, config, generator, adapter)
 
@@ -144,6 +150,15 @@ def find_checkpoint(name: str, *, num_labels: int = 1, dtype: Any = "auto", **kw
         return Checkpoint(name, folder, repository, config, dtype, size, most_tokens(config), True)
     _, arch = read_arch(raw, folder / "config.json")
     return Checkpoint(name, folder, repository, _config(folder), dtype, arch.vocab_size, arch.most_tokens, False)
+
+
+def check_trains(quantization: BitsAndBytesConfig | None) -> None:
+    """Raises ValueError where weights that train whole are to be quantised."""
+    if quantization is not None:
+        raise ValueError(
+            "quantization_config is given, but no adapter: quantised weights do not train. Pass peft_config="
+            "LoraConfig(...) beside it, or leave it out."
+        )
 
 
 def no_adapters(name: str, model_type: str) -> ValueError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,12 @@ import numpy as np
 from flax import nnx
 
 from trl_jax.core.torch_random import TorchGenerator
-from trl_jax.hub.loading import Source, load
+from trl_jax.hub.loading import Source, load, outline
 from trl_jax.hub.parts import Place
 from trl_jax.hub.resizing import resized_source
 from trl_jax.hub.saving import places_of, read_tensor, save
 from trl_jax.hub.torch_bridge import TorchModel
+from trl_jax.hub.wires import Wire
 from trl_jax.models.adapted import module_at
 from trl_jax.models.exported import ExportedScorer
 from trl_jax.models.functional import abstract
@@ -236,13 +237,34 @@ def load_native(
     place: Place | None = None,
 ) -> tuple[dict[str, jax.Array], NativeEngine]:
     params, source = load(folder, dtype=dtype, seed=seed, as_stored=as_stored, formats=formats, bits=bits, place=place)
+
+    def kind(wire: Wire, codes: jax.Array) -> str:
+        return source.dtypes[wire.tensors(codes.shape)[0][0]]
+
+    return params, NativeEngine(source, _held(params, source, formats, kind))
+
+
+def outline_native(
+    folder: Path, *, dtype: str, formats: dict[str, Format] | None = None, **how: Any
+) -> tuple[dict[str, jax.ShapeDtypeStruct], NativeEngine]:
+    """The same from config.json alone, `how` as in `loading.outline`."""
+    shapes, source = outline(folder, dtype=dtype, formats=formats, **how)
+    return shapes, NativeEngine(source, _held(shapes, source, formats, lambda *_: source.dtype))
+
+
+def _held(
+    params: Mapping[str, Any],
+    source: Source,
+    formats: dict[str, Format] | None,
+    kind: Callable[[Wire, Any], str],
+) -> dict[str, Format]:
+    """How each array is held that is none of floats; `kind` says of which sixteen bits there are."""
     held = {} if formats is None else dict(formats)
     for wire in source.wires:
         codes = params.get(f"{wire.path}.codes")
         if codes is not None and wire.path not in held:
-            first, _ = wire.tensors(codes.shape)[0]
-            held[wire.path] = Format(source.dtypes[first], codes.shape[-2:])
-    return params, NativeEngine(source, held)
+            held[wire.path] = Format(kind(wire, codes), codes.shape[-2:])
+    return held
 
 
 def load_exported(folder: Path, *, dtype: str, seed: int) -> tuple[dict[str, jax.Array], ExportedEngine, Any]:

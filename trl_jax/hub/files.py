@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
+from trl_jax.core.tensors_file import Pieces, in_order, write_tensors
 from trl_jax.hub.diagnosis import diagnose
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -143,25 +145,29 @@ def _plain(name: str) -> bool:
 
 
 def write_checkpoint(
-    folder: Path, shards: dict[str, list[str]], read: Callable[[str], np.ndarray], *, writes: bool = True
+    folder: Path, shards: dict[str, list[str]], tensor: Callable[[str], Pieces], *, writes: bool = True
 ) -> None:
-    """Write `shards` (file name -> tensors) and, for more than one, the index; one shard is in memory at a time.
+    """Write `shards` (file name -> tensors) and, for more than one, the index; one piece of a tensor is in memory at a
+    time.
 
     Where not `writes`, each tensor is read and nothing kept: several processes gather a tensor together, one writes it.
-
-    What an earlier save left in `folder` is removed at the end: a reader would take its weights for these.
+    A file takes the place of an earlier one when it is whole, for tensors may be read from that; what else an earlier
+    save left in `folder` is removed at the end: a reader would take its weights for these.
     """
-    if not writes:
-        for tensor in (tensor for tensors in shards.values() for tensor in tensors):
-            read(tensor)
-        return
     weight_map, parameters, size = {}, 0, 0
     for name, tensors in shards.items():
-        arrays = {tensor: np.ascontiguousarray(read(tensor)) for tensor in tensors}
-        save_file(arrays, folder / name, metadata={"format": "pt"})
+        found = {one: tensor(one) for one in tensors}
+        if not writes:
+            for one in in_order(found):
+                deque(found[one].read(), maxlen=0)
+            continue
+        _write(folder / name, found)
         weight_map |= dict.fromkeys(tensors, name)
-        parameters += sum(array.size for array in arrays.values())
-        size += sum(array.nbytes for array in arrays.values())
+        counts = [(math.prod(one.shape), one.dtype.itemsize) for one in found.values()]
+        parameters += sum(count for count, _ in counts)
+        size += sum(count * width for count, width in counts)
+    if not writes:
+        return
     if len(shards) > 1:
         index = {"metadata": {"total_parameters": parameters, "total_size": size}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -169,6 +175,15 @@ def write_checkpoint(
     for path in folder.iterdir():
         if path.name not in written and (path.name in (SINGLE, INDEX) or _SHARD.fullmatch(path.name)):
             path.unlink()
+
+
+def _write(path: Path, tensors: dict[str, Pieces]) -> None:
+    beside = path.with_name(f"{path.name}.part")
+    try:
+        write_tensors(beside, tensors, {"format": "pt"})
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def shard_plan(source: dict[str, list[str]], kept: set[str], added: list[str]) -> dict[str, list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from trl_jax.core.tensors_file import Pieces, as_dtype
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.hub.config import read_config
 from trl_jax.hub.families import Draw, Family, read_arch
@@ -48,7 +49,7 @@ class Source:
     dtypes: dict[str, str]
     dtype: str
     wires: list[Wire] = field(repr=False)
-    carried: dict[str, Callable[[], np.ndarray]] = field(repr=False)
+    carried: dict[str, Pieces] = field(repr=False)
     drawn: tuple[str, ...] = ()
 
 
@@ -115,13 +116,53 @@ def load(
     return params, replace(source, drawn=tuple(dict.fromkeys(draw.tensor for draw in missing)))
 
 
-def outline(folder: Path, *, dtype: str) -> tuple[Shapes, Source]:
-    """What `load` would give for a config.json alone: shapes in the place of arrays."""
+def outline(
+    folder: Path,
+    *,
+    dtype: str,
+    as_stored: bool = False,
+    formats: dict[str, Format] | None = None,
+    bits: Collection[str] = (),
+) -> tuple[Shapes, Source]:
+    """What `load` would give, from a config.json alone: shapes in the place of arrays. What a checkpoint lacks is what
+    one of that architecture does.
+
+    Raises:
+        ValueError: arrays are to stay as stored, and neither `dtype` nor config.json says how that is.
+    """
     raw = read_config(folder)
     family, arch = read_arch(raw, folder / "config.json")
     _, shapes = abstract(lambda: family.scorer(arch))
     wires = make_wires(shapes, family.names(arch))
-    return shapes, Source(raw, family, arch, {}, {}, dtype, wires, {})
+    whole = family.architecture in (raw.get("architectures") or [])
+    drawn = () if whole else tuple(dict.fromkeys(draw.tensor for draw in family.drawn(arch)))
+    if as_stored and dtype == "auto":
+        dtype = _said_dtype(folder, raw)
+    source = Source(raw, family, arch, {}, {}, dtype, wires, {}, drawn)
+    if not as_stored:
+        return shapes, source
+    held, found = jnp.dtype(dtype), {}
+    for wire in wires:
+        shape, form = shapes[wire.path].shape, (formats or {}).get(wire.path)
+        if form is None and wire.path in bits and held.name in HALVES and wire.tensor not in drawn:
+            form = Format(held.name, shape[-2:])
+        if form is None:
+            kind = jnp.float32 if wire.tensor in drawn else held
+            found[wire.path] = jax.ShapeDtypeStruct(shape, kind)
+            continue
+        for name, (part, kind) in form.leaves().items():
+            found[f"{wire.path}.{name}"] = jax.ShapeDtypeStruct((*shape[:-2], *part), kind)
+    return found, source
+
+
+def _said_dtype(folder: Path, raw: dict[str, Any]) -> str:
+    said = raw.get("dtype") or raw.get("torch_dtype")
+    if said is None:
+        raise ValueError(
+            f"{folder / 'config.json'} does not say in which dtype the weights are stored, and dtype is 'auto'. Say "
+            "it: --dtype bfloat16."
+        )
+    return str(said)
 
 
 def _files(folder: Path) -> CheckpointFiles | GgufFiles | PickledFiles:
@@ -309,5 +350,9 @@ def _source(raw, family, arch, wires, files, on_disk, dtype, carried) -> Source:
     shards = {file: [full[name] for name in tensors if name in full] for file, tensors in files.shards.items()}
     own = {full[name]: files.dtypes[name] if dtype == "auto" else dtype for name in full if name not in carried}
     stored = raw.get("dtype") or raw.get("torch_dtype") or next(iter(own.values()))
-    read = {name: partial(files.read, name) for name in carried}
+    read = {name: _carried(files, name) for name in carried}
     return Source(raw, family, arch, shards, own, stored if dtype == "auto" else dtype, wires, read)
+
+
+def _carried(files: CheckpointFiles, name: str) -> Pieces:
+    return Pieces(files.shapes[name], as_dtype(files.dtypes[name]), lambda: [files.read(name)])

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from trl_jax.hub.wires import Wire
@@ -21,17 +20,20 @@ def divided(
 ) -> jax.Array:
     """One of our arrays where `sharding` wants it; only this process's devices get theirs.
 
-    The host holds what these have of this one array, besides the array itself.
+    The host holds what one device has of this one array, besides the array itself; twice for a moment.
     """
-    made: dict[Any, np.ndarray] = {}
-    parts = []
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
+    places = sharding.addressable_devices_indices_map(shape)
+    alike: dict[tuple, list[Any]] = {}
+    for device, index in places.items():
         whole = tuple(slice(*own.indices(size)[:2]) for own, size in zip(index, shape, strict=True))
-        key = tuple((own.start, own.stop) for own in whole)
-        if key not in made:
-            made[key] = _part(read, wire, shape, names, whole, dtype)
-        parts.append(jnp.array(made[key], device=device))
-    return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+        alike.setdefault(tuple((own.start, own.stop) for own in whole), []).append(device)
+    parts = {}
+    for ends, devices in alike.items():
+        values = _part(read, wire, shape, names, tuple(slice(*own) for own in ends), dtype)
+        parts |= {device: jax.device_put(values, device, may_alias=False) for device in devices}
+        del values
+        jax.block_until_ready([parts[device] for device in devices])  # until then they hold the values, too
+    return jax.make_array_from_single_device_arrays(shape, sharding, [parts[device] for device in places])
 
 
 def whole_at(place: Place, path: str, array: jax.Array) -> jax.Array:

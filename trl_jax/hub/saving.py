@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import jax
-import ml_dtypes
 import numpy as np
 
+from trl_jax.core.tensors_file import Pieces, as_dtype
 from trl_jax.hub.config import classifier_config
 from trl_jax.hub.files import shard_plan, write_checkpoint
 from trl_jax.hub.loading import Source
@@ -33,18 +33,18 @@ def save(
     known = {tensor for tensors in source.shards.values() for tensor in tensors}
     plan = shard_plan(source.shards, {*places, *source.carried}, sorted(set(places) - known))
 
-    def read(tensor: str) -> np.ndarray:
+    def pieces(tensor: str) -> Pieces:
         if tensor in source.carried:
-            return source.carried[tensor]()
-        dtype = source.dtypes.get(tensor, source.dtype)
-        dtype = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
-        return read_tensor(params, places[tensor]).astype(dtype, copy=False)
+            return source.carried[tensor]
+        dtype, (wire, _) = as_dtype(source.dtypes.get(tensor, source.dtype)), places[tensor][0]
+        shape = wire.shape_on_disk(params[wire.path].shape)
+        return Pieces(shape, dtype, lambda: [read_tensor(params, places[tensor]).astype(dtype, copy=False)])
 
     if not writes:
-        write_checkpoint(folder, plan, read, writes=False)
+        write_checkpoint(folder, plan, pieces, writes=False)
         return
     folder.mkdir(parents=True, exist_ok=True)
-    write_checkpoint(folder, plan, read)
+    write_checkpoint(folder, plan, pieces)
     config = classifier_config(
         source.raw,
         architecture=source.family.architecture,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from dataclasses import dataclass, field
+import warnings
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ from trl_jax.core.chips import known, topology
 if TYPE_CHECKING:
     from trl_jax.scripts.utils import DatasetMixtureConfig, ScriptArguments, TrlParser
     from trl_jax.trainer.model_config import ModelConfig
+    from trl_jax.trainer.plan import Run
     from trl_jax.trainer.reward_config import RewardConfig
 
 
@@ -26,6 +29,21 @@ class PlanArguments:
     levers: bool = field(
         default=True, metadata={"help": "Where it does not fit, compile what might make it fit, one by one."}
     )
+
+
+# Arguments of a run that change nothing of what is on a device in a step or an evaluation, or of how long either takes.
+NO_PART = frozenset(
+    """
+    output_dir logging_strategy logging_steps logging_first_step log_level log_level_replica disable_tqdm report_to
+    run_name project trackio_space_id trackio_bucket_id trackio_static_space_id include_num_input_tokens_seen debug
+    eval_steps eval_delay prediction_loss_only eval_do_concat_batches batch_eval_metrics include_for_metrics eval_report
+    eval_subset_column bf16_full_eval fp16_full_eval
+    save_strategy save_steps save_total_limit save_only_model load_best_model_at_end metric_for_best_model
+    greater_is_better push_to_hub hub_token hub_model_id hub_private_repo hub_strategy hub_always_push hub_revision
+    resume_from_checkpoint ignore_data_skip restore_callback_states_from_checkpoint
+    auto_find_batch_size full_determinism skip_memory_metrics use_cpu coordinator_address num_processes process_id
+    """.split()
+)
 
 
 def main(
@@ -43,10 +61,14 @@ def main(
 
     place = topology(plan_args.topology)
     prepare(place)
-    checkpoint, rows, tokenizer = _given(script_args, training_args, model_args, dataset_args)
+    idle = without_part(training_args)
+    if idle:
+        names = ", ".join(f"--{name}" for name in idle)
+        warnings.warn(f"A plan is of a step and of a pass of evaluation; no part in it have {names}.", stacklevel=2)
+    run = _given(script_args, training_args, model_args, dataset_args)
 
     def planned(args: RewardConfig, compiles: bool = True) -> Any:
-        return plan(checkpoint, args, place, rows, tokenizer, compiles=compiles)
+        return plan(run, args, place, compiles=compiles)
 
     found = planned(training_args)
     print(text(found), flush=True)
@@ -60,29 +82,43 @@ def main(
         Path(plan_args.json).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
 
+def without_part(args: RewardConfig) -> list[str]:
+    """Which of `NO_PART` are not as they would be by themselves."""
+    alone = type(args)(args.output_dir, eval_strategy=args.eval_strategy, use_cpu=args.use_cpu)
+    usual = vars(alone) | {"output_dir": type(args)().output_dir, "use_cpu": False}
+    return sorted(name for name in NO_PART if vars(args)[name] != usual[name])
+
+
 def _given(
     script_args: ScriptArguments,
     training_args: RewardConfig,
     model_args: ModelConfig,
     dataset_args: DatasetMixtureConfig,
-) -> tuple:
-    """The checkpoint, the rows to train on and their tokenizer; no rows where no dataset is named."""
-    if model_args.use_peft:
-        raise ValueError("--use_peft: a plan is of the whole model; adapters are not planned yet. Leave it out.")
-    from trl_jax.hub.auto import find_checkpoint
+) -> Run:
+    """The checkpoint, the adapter on it, and the rows; none where no dataset is named."""
     from trl_jax.scripts.reward import check_flags, datasets_of, model_init_kwargs, split_of
+    from trl_jax.trainer.given_model import find, quantization_of, tokenizer_folder
+    from trl_jax.trainer.plan import Run
+    from trl_jax.trainer.planning import Rows, evaluates
+    from trl_jax.trainer.utils import get_peft_config, get_quantization_config
 
     mixture = dataset_args if dataset_args.datasets else None
     anything = script_args.dataset_name is not None or mixture is not None
     check_flags(script_args, training_args, model_args, mixes=mixture is not None or not anything)
-    checkpoint = find_checkpoint(model_args.model_name_or_path, **model_init_kwargs(training_args, model_args))
+    args = copy.copy(training_args)
+    args.model_init_kwargs = model_init_kwargs(training_args, model_args)
+    checkpoint = find(model_args.model_name_or_path, args)
+    held = quantization_of(get_quantization_config(model_args), args)
+    run = Run(checkpoint, adapter=get_peft_config(model_args), quantization=held)
     if not anything:
-        return checkpoint, None, None
+        return run
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=training_args.trust_remote_code)
-    rows = split_of(datasets_of(script_args, mixture), script_args, "dataset_train_split")
-    return checkpoint, rows, tokenizer
+    folder = tokenizer_folder(checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=training_args.trust_remote_code)
+    splits = datasets_of(script_args, mixture)
+    test = split_of(splits, script_args, "dataset_test_split") if evaluates(args) else None
+    return replace(run, rows=Rows(split_of(splits, script_args, "dataset_train_split"), test, tokenizer))
 
 
 def make_parser(prog: str | None = None) -> TrlParser:

@@ -12,7 +12,7 @@ _GIB = 2**30
 
 
 def text(plan: Plan) -> str:
-    parts = [_head(plan), _memory(plan), _collectives(plan), _work(plan), verdict(plan)]
+    parts = [_head(plan), _memory(plan), _collectives(plan), _work(plan), _evaluation(plan), verdict(plan)]
     return "\n".join(part for part in parts if part)
 
 
@@ -26,9 +26,9 @@ def _head(plan: Plan) -> str:
     mesh = ",".join(f"{axis}:{size}" for axis, size in plan.mesh.items()) or "none"
     kept = _KEPT[plan.remat]
     lengths = ", ".join(f"{length:,} (x{count})" for length, count in plan.lengths.items())
-    one = plan.one
+    one, trained = plan.one, "" if plan.trained == plan.parameters else f" ({plan.trained:,} train)"
     return (
-        f"{plan.model}: {plan.parameters:,} parameters on {plan.topology.name}: {many}; mesh {mesh}.\n"
+        f"{plan.model}: {plan.parameters:,} parameters{trained} on {plan.topology.name}: {many}; mesh {mesh}.\n"
         f"A step: {plan.layout}, {one.passes} pass(es) of {one.rows} x {one.length:,} tokens a device; "
         f"{kinds['compute']} over float32 weights, {kept}. Lengths of steps: {lengths}.\n"
         f"Attention: {plan.attention}."
@@ -79,11 +79,23 @@ def _work(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+def _evaluation(plan: Plan) -> str:
+    if plan.evaluation is None:
+        return ""
+    one, part = plan.evaluation.one, plan.parts[-1]
+    told = "" if part.compiled is None else f", {_size(part.peak)} by the compiler"
+    return (
+        f"Evaluation: a pass of {one.rows} x {one.length:,} tokens a device, beside the optimizer's state: peak "
+        f"{_size(part.reckoned)} by arithmetic{told}."
+    )
+
+
 def verdict(plan: Plan) -> str:
-    chip, told = plan.topology.chip, plan.compiled
+    chip, told = plan.topology.chip, plan.largest.compiled
     if plan.fits is None:
         return "Whether it fits: pretended devices have no memory of their own to compare with."
     word = "It fits" if plan.fits else "It does not fit"
+    word += " in evaluation" if not plan.fits and plan.largest.name == "evaluation" else ""
     if told is None:
         return f"{word} by arithmetic alone, {_size(plan.peak)} of {_size(chip.memory)}: {plan.why}."
     room = f"{_size(chip.memory)}" if told.room is None else f"the {_size(told.room)} that the compiler may use"

@@ -12,7 +12,6 @@ import jax
 from trl_jax.core import parallel
 from trl_jax.core.parts import SEQUENCE, TENSOR
 from trl_jax.engine.mesh import Division, make_mesh
-from trl_jax.engine.processes import join
 
 if TYPE_CHECKING:
     from trl_jax.hub.engines import Engine
@@ -30,7 +29,7 @@ def run_devices(args: BaseConfig) -> list[jax.Device]:
 
 def run_device(args: BaseConfig) -> jax.Device:
     """This process's first."""
-    join(args.coordinator_address, args.num_processes, args.process_id)
+    run_devices(args)  # processes find each other before anything else
     return jax.local_devices(backend="cpu" if args.use_cpu else None)[0]
 
 

@@ -102,11 +102,7 @@ def ready(
         if model.frozen:
             _tell_adapter(model)
         return model
-    if checkpoint.frozen if there else checkpoint.adapter is not None:
-        raise ValueError(
-            "peft_config is given, but the model has an adapter already. Leave peft_config out to train that one "
-            "further, or pass model.merge_and_unload()."
-        )
+    _check_one_adapter(bool(checkpoint.frozen) if there else checkpoint.adapter is not None)
     if there:
         with jax.default_device(run_device(args)):
             model = with_adapter(checkpoint, adapter, args.seed)
@@ -115,6 +111,23 @@ def ready(
         model = _loaded(checkpoint, args, adapter, quantization)
     _tell_adapter(model)
     return model
+
+
+def outlined(
+    checkpoint: Checkpoint, args: RewardConfig, adapter: LoraConfig | None, quantization: BitsAndBytesConfig | None
+) -> PreTrainedModel:
+    """The same of a checkpoint whose weights nobody has: shapes in the place of arrays."""
+    if adapter is not None:
+        _check_one_adapter(checkpoint.adapter is not None)
+    return checkpoint.outline(adapter, quantization, parts=division_of(args) is not None)
+
+
+def _check_one_adapter(there: bool) -> None:
+    if there:
+        raise ValueError(
+            "peft_config is given, but the model has an adapter already. Leave peft_config out to train that one "
+            "further, or pass model.merge_and_unload()."
+        )
 
 
 def _tell_adapter(model: PreTrainedModel) -> None:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 import tempfile
-from dataclasses import dataclass, field
-from typing import Any
-
-from datasets import Dataset
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from trl_jax.core.chips import Topology
 from trl_jax.core.stream import BLOCK
 from trl_jax.engine.ahead import Compiled, compiled, no_compiler
 from trl_jax.hub.auto import Checkpoint
+from trl_jax.hub.lora_config import LoraConfig
+from trl_jax.hub.quantizing import BitsAndBytesConfig
 from trl_jax.nn.attention import QUERY_BLOCK
 from trl_jax.trainer import plan_arithmetic as arithmetic
 from trl_jax.trainer import planning
+from trl_jax.trainer.given_model import outlined
 from trl_jax.trainer.reward_config import RewardConfig
 from trl_jax.trainer.reward_trainer import RewardTrainer
 
@@ -25,17 +26,37 @@ ATTENTION = {
 }
 
 
+class Evaluation(NamedTuple):
+    """A pass of evaluation on the way: what a device computes at once, and what is on it meanwhile."""
+
+    one: arithmetic.Pass
+    memory: arithmetic.Memory
+    compiled: Compiled | None
+
+
+class Part(NamedTuple):
+    """Of a run: `peak` is the most bytes at once, by the compiler where there is one, else by arithmetic (which
+    `reckoned` is); `fits` is None where no one knows."""
+
+    name: str
+    peak: int
+    reckoned: int
+    fits: bool | None
+    compiled: Compiled | None
+
+
 @dataclass(frozen=True)
 class Plan:
     """Bytes, FLOPs and seconds are a device's, and a step's.
 
     lengths: of rows or streams, and how many of the steps looked at have each. places, tokens: means over steps on all
     devices, of what is computed on and of real text. remat: whole layers are computed twice.
-    `compiled` is None where there is no compiler, and `why` says so.
+    `compiled` is None where there is no compiler, and `why` says so. `evaluation` is None where the run has none.
     """
 
     model: str
     parameters: int
+    trained: int
     topology: Topology
     mesh: dict[str, int]
     layout: str
@@ -52,21 +73,40 @@ class Plan:
     bound: arithmetic.Bound | None
     settings: dict[str, Any] = field(default_factory=dict)
 
+    evaluation: Evaluation | None = None
+
+    @property
+    def parts(self) -> list[Part]:
+        """The step and, where there is one, the evaluation."""
+        told = [("a step", self.memory, self.compiled)]
+        if self.evaluation is not None:
+            told.append(("evaluation", self.evaluation.memory, self.evaluation.compiled))
+        return [_part(name, memory, compiled, self.topology) for name, memory, compiled in told]
+
+    @property
+    def largest(self) -> Part:
+        """The one that decides: which does not fit, or has the higher peak."""
+        return max(self.parts, key=lambda part: (part.fits is False, part.peak))
+
     @property
     def peak(self) -> int:
-        """Bytes at once: the compiler's word, else arithmetic's."""
-        return self.memory.peak if self.compiled is None else self.compiled.peak
+        return self.largest.peak
 
     @property
     def fits(self) -> bool | None:
         """None where no one knows: a pretended device has no memory of its own."""
-        if self.topology.chip is None:
-            return None
-        return self.peak <= self.topology.chip.memory if self.compiled is None else self.compiled.fits
+        return self.largest.fits
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return _plain(vars(self) | {"peak": self.peak, "fits": self.fits})
+
+
+def _part(name: str, memory: arithmetic.Memory, compiled: Compiled | None, topology: Topology) -> Part:
+    peak, fits = (memory.peak, None) if compiled is None else (compiled.peak, compiled.fits)
+    if topology.chip is not None and compiled is None:
+        fits = peak <= topology.chip.memory
+    return Part(name, peak, memory.peak, fits, compiled)
 
 
 def _plain(value: Any) -> Any:
@@ -78,21 +118,21 @@ def _plain(value: Any) -> Any:
     return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
-def plan(
-    checkpoint: Checkpoint,
-    args: RewardConfig,
-    topology: Topology,
-    rows: Dataset | None = None,
-    tokenizer: Any = None,
-    *,
-    compiles: bool = True,
-) -> Plan:
+@dataclass(frozen=True)
+class Run:
+    """What is planned: a checkpoint, whose weights are not looked at, on these rows; maybe an adapter on it, and how
+    weights beside that are held."""
+
+    checkpoint: Checkpoint
+    rows: planning.Rows = planning.Rows()
+    adapter: LoraConfig | None = None
+    quantization: BitsAndBytesConfig | None = None
+
+
+def plan(run: Run, args: RewardConfig, topology: Topology, *, compiles: bool = True) -> Plan:
     """Plan a run.
 
     Args:
-        checkpoint: what `find_checkpoint` gave; its weights are not looked at.
-        rows: the pairs to train on; None means pairs as long as max_length that share nothing.
-        tokenizer: of the rows.
         compiles: False leaves it at arithmetic.
 
     Raises:
@@ -100,35 +140,38 @@ def plan(
     """
     with tempfile.TemporaryDirectory() as folder:
         planned = planning.planned(args, topology, folder)
-        trainer = planning.trainer_of(checkpoint.outline(), planned, rows, tokenizer)
+        model = outlined(run.checkpoint, planned, run.adapter, run.quantization)
+        trainer = planning.trainer_of(model, planned, run.rows)
         found = planning.batches(trainer)
+    why, tx = no_compiler(topology) if compiles else "nothing was compiled", trainer._optimizer()
+    given, compiles = planning.given(trainer, tx, found.largest), why is None
+    evaluation = _evaluation(trainer, given, topology, compiles) if planning.evaluates(args) else None
     for remat in args.remats:
-        made = _planned(checkpoint.name, args, topology, trainer, found, remat=remat, compiles=compiles)
-        if made.fits is not False:
+        made = _planned(run.checkpoint.name, topology, trainer, found, given, remat, compiles)
+        if made.parts[0].fits is not False:
             break
-    return made
+    return replace(made, why=why, evaluation=evaluation)
 
 
 def _planned(
     model: str,
-    args: RewardConfig,
     topology: Topology,
     trainer: RewardTrainer,
     found: planning.Batches,
-    *,
+    given: arithmetic.Given,
     remat: bool | str,
     compiles: bool,
 ) -> Plan:
-    why, tx = no_compiler(topology) if compiles else "nothing was compiled", trainer._optimizer()
-    given = planning.shapes(trainer, tx, found.largest)
-    result = None if why is not None else compiled(planning.traced(trainer, tx, given, remat=remat), topology)
+    args, tx = trainer.args, trainer._optimizer()
+    result = compiled(planning.traced(trainer, tx, given, remat=remat), topology) if compiles else None
     layout = trainer.loader(trainer.train_dataset, training=True).layout
-    one, engine = planning.one_pass(trainer, given), trainer.model.engine
-    arch, gradients = engine.source.arch, planning.gradients(trainer, given)
-    flops = arithmetic.flops(given.params, found.largest, arch, causal=engine.causal, remat=remat)
+    one, arch, maps = planning.one_pass(trainer, given), planning.arch_of(trainer), planning.maps(trainer)
+    causal, gradients = trainer.model.engine.causal, planning.gradients(trainer, given)
+    flops = arithmetic.flops(maps, found.largest, arch, causal=causal, remat=remat)
     return Plan(
         model=model,
         parameters=trainer.model.num_parameters(),
+        trained=trainer.model.num_parameters(only_trainable=True),
         topology=topology,
         mesh=planning.mesh_of(trainer),
         layout=layout,
@@ -138,16 +181,24 @@ def _planned(
         places=found.places,
         tokens=found.tokens,
         one=one,
-        memory=arithmetic.memory(*given, gradients, one, arch, dtype=args.compute_dtype, remat=remat),
+        memory=arithmetic.memory(given, gradients, one, arch, maps, dtype=args.compute_dtype, remat=remat),
         flops=flops // math.prod(planning.mesh_of(trainer).values()),
-        why=why,
+        why=None,
         compiled=result,
         bound=_bound(topology, result, given),
         settings=_settings(args),
     )
 
 
-def _bound(topology: Topology, result: Compiled | None, given: planning.Shapes) -> arithmetic.Bound | None:
+def _evaluation(trainer: RewardTrainer, step: arithmetic.Given, topology: Topology, compiles: bool) -> Evaluation:
+    given = planning.given_evaluation(trainer, step, planning.largest_evaluated(trainer))
+    one, arch, maps = planning.one_pass(trainer, given), planning.arch_of(trainer), planning.maps(trainer)
+    memory = arithmetic.evaluation_memory(given, one, arch, maps, dtype=trainer.args.compute_dtype)
+    result = compiled(planning.traced_evaluation(trainer, given), topology) if compiles else None
+    return Evaluation(one, memory, result)
+
+
+def _bound(topology: Topology, result: Compiled | None, given: arithmetic.Given) -> arithmetic.Bound | None:
     if topology.chip is None or result is None or not result.fits:
         return None
     return arithmetic.bound(topology.chip, result, arithmetic.on_device((given.params, given.state)))

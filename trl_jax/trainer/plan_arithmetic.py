@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -55,6 +55,28 @@ class Memory(NamedTuple):
         return self.arguments + self.temporary
 
 
+class Given(NamedTuple):
+    """What a step is called with: shapes, each with the places where its array would lie."""
+
+    params: dict[str, jax.ShapeDtypeStruct]
+    state: Any
+    batch: PairBatch
+    frozen: dict[str, jax.ShapeDtypeStruct]
+
+    @property
+    def layers(self) -> list[tuple[str, jax.ShapeDtypeStruct]]:
+        return [(path, leaf) for path, leaf in (self.frozen | self.params).items() if LAYERS in path]
+
+
+class Map(NamedTuple):
+    """One of the matrices of each layer; a token goes through it `used` times, through that many experts'."""
+
+    outputs: int
+    inputs: int
+    used: int
+    trains: bool
+
+
 class Pass(NamedTuple):
     """What one device computes at once: so many rows or streams, each so long; `passes` of them are a step.
 
@@ -81,31 +103,65 @@ def on_device(leaves: Any) -> int:
 
 
 def memory(
-    params: Any, state: Any, batch: PairBatch, gradients: int, one: Pass, arch: Any, *, dtype: str, remat: bool | str
+    given: Given, gradients: int, one: Pass, arch: Any, maps: Sequence[Map], *, dtype: str, remat: bool | str
 ) -> Memory:
-    """Of shapes with shardings; `gradients` are a device's bytes of them, `remat` is as in `models.stack`."""
+    """Of a step; `gradients` are a device's bytes of them, `remat` is as in `models.stack`."""
     width = 2 if dtype == "bfloat16" else _FLOAT32
-    layers = {path: leaf for path, leaf in params.items() if LAYERS in path}
-    given = sum(used * leaf.shape[-2] for leaf, used in _maps(params, arch)) // one.sharing  # a layer's maps' numbers
-    kept = one.tokens * arch.hidden_size * _FLOAT32 + (0 if remat else one.tokens * given * width)
-    return Memory(
-        on_device(params),
-        on_device(state),
-        on_device(batch),
-        gradients * min(one.passes, 2),
-        on_device(layers) * width // _FLOAT32 if width < _FLOAT32 else 0,
-        _whole(layers) * (width + _FLOAT32) // _FLOAT32 // arch.num_layers,
-        (2 if remat == "offloaded" else arch.num_layers) * kept,  # one on its way out, one on its way in
-        2 * one.tokens * given * width + _scores(batch, one, arch, width) + _keys(one, arch, width),
-        _whole({path: leaf for path, leaf in params.items() if path not in layers}),
+    outputs = sum(each.used * each.outputs for each in maps) // one.sharing  # a layer's maps' numbers, of a token
+    kept = one.tokens * arch.hidden_size * _FLOAT32 + (0 if remat else one.tokens * outputs * width)
+    outside = {path: leaf for path, leaf in given.params.items() if LAYERS not in path}
+    return _held(given, one, arch, maps, width)._replace(
+        gradients=gradients * min(one.passes, 2),
+        gathered=_gathered(given, arch, width, gradients=True),
+        kept=(2 if remat == "offloaded" else arch.num_layers) * kept,  # one on its way out, one on its way in
+        working=2 * one.tokens * outputs * width + _scores(given.batch, one, arch, width) + _keys(one, arch, width),
+        outside=_whole(outside.values()),
     )
 
 
-def _whole(params: Mapping[str, Any]) -> int:
+def evaluation_memory(given: Given, one: Pass, arch: Any, maps: Sequence[Map], *, dtype: str) -> Memory:
+    """Of a pass of evaluation, beside which the optimizer's state waits."""
+    width = 2 if dtype == "bfloat16" else _FLOAT32
+    outputs = sum(each.used * each.outputs for each in maps) // one.sharing
+    outside = {path: leaf for path, leaf in (given.frozen | given.params).items() if LAYERS not in path}
+    return _held(given, one, arch, maps, width)._replace(
+        gathered=_gathered(given, arch, width, gradients=False),
+        working=one.tokens * outputs * width + _block(given.batch, one, arch, width) + _keys(one, arch, width),
+        outside=_whole(outside.values()),
+    )
+
+
+def _held(given: Given, one: Pass, arch: Any, maps: Sequence[Map], width: int) -> Memory:
+    """What a step and an evaluation have alike."""
+    floats = [leaf for _, leaf in given.layers if leaf.dtype == np.float32]
+    return Memory(
+        parameters=on_device((given.params, given.frozen)),
+        moments=on_device(given.state),
+        batch=on_device(given.batch),
+        gradients=0,
+        copies=on_device(floats) * width // _FLOAT32 if width < _FLOAT32 else 0,
+        gathered=0,
+        kept=0,
+        working=0,
+        outside=0,
+    )
+
+
+def _gathered(given: Given, arch: Any, width: int, *, gradients: bool) -> int:
+    """One layer's weights that lie in parts, and of those that train their gradients."""
+    total = 0
+    for path, leaf in given.layers:
+        held = leaf.dtype.itemsize
+        of_each = min(held, width) + (_FLOAT32 if gradients and path in given.params else 0)
+        total += _whole([leaf]) // held * of_each
+    return total // arch.num_layers
+
+
+def _whole(leaves: Iterable[Any]) -> int:
     """Bytes of weights that lie in parts over fsdp, made whole on it."""
     return sum(
         on_device(leaf) * leaf.sharding.mesh.shape["fsdp"]
-        for leaf in params.values()
+        for leaf in leaves
         if isinstance(leaf.sharding, NamedSharding) and "fsdp" in leaf.sharding.spec
     )
 
@@ -120,6 +176,14 @@ def _scores(batch: PairBatch, one: Pass, arch: Any, width: int) -> int:
     return weights * (_FLOAT32 + width) + 2 * heads * QUERY_BLOCK * one.length * _FLOAT32
 
 
+def _block(batch: PairBatch, one: Pass, arch: Any, width: int) -> int:
+    """Without a backward pass, what a block of queries on padded rows is held against."""
+    if batch.stream is not None:
+        return 0
+    heads = one.rows * arch.num_heads // one.sharing // one.dealt
+    return heads * min(QUERY_BLOCK, one.length) * one.length * (_FLOAT32 + width)
+
+
 def _keys(one: Pass, arch: Any, width: int) -> int:
     """Keys and values of one layer where tokens are dealt: of all tokens, and their gradients."""
     if one.dealt == 1:
@@ -127,23 +191,25 @@ def _keys(one: Pass, arch: Any, width: int) -> int:
     return 4 * one.rows * one.length * arch.num_key_heads // one.sharing * arch.head_dim * width
 
 
-def _maps(params: Mapping[str, Any], arch: Any) -> Iterable[tuple[Any, int]]:
-    """The stacked weights `[L, out, in]` or, of experts, `[L, E, out, in]`; and how many of these a token sees."""
-    for path, leaf in params.items():
-        if LAYERS in path and leaf.ndim in (3, 4):
-            yield leaf, 1 if leaf.ndim == 3 else arch.experts.top_k
+def maps_of(shapes: Mapping[str, Any], arch: Any, trained: Collection[str]) -> list[Map]:
+    """The stacked weights `[L, out, in]` or, of experts, `[L, E, out, in]` among these, by path."""
+    found = [(path, leaf) for path, leaf in shapes.items() if LAYERS in path and leaf.ndim in (3, 4)]
+    return [
+        Map(*leaf.shape[-2:], 1 if leaf.ndim == 3 else arch.experts.top_k, path in trained) for path, leaf in found
+    ]
 
 
-def flops(params: Mapping[str, Any], batch: PairBatch, arch: Any, *, causal: bool, remat: bool | str) -> int:
+def flops(maps: Sequence[Map], batch: PairBatch, arch: Any, *, causal: bool, remat: bool | str) -> int:
     """Of a step, on all devices together, in matrix products: two for each weight and token (Kaplan et al. 2020), the
-    same for what queries see; twice that backward, and once more where layers are computed again. What queries see
-    always is, on rows whole and along streams the scores: no memory is spent on keeping it."""
-    weights = sum(used * arch.num_layers * math.prod(leaf.shape[-2:]) for leaf, used in _maps(params, arch))
-    forward = 2 * weights * math.prod(batch.tokens.shape)
+    same for what queries see; twice that backward, or once for weights that stay as they are; and once more where
+    layers are computed again. What queries see always is, on rows whole and along streams the scores: no memory is
+    spent on keeping it."""
+    times = sum(((3 if each.trains else 2) + bool(remat)) * each.used * each.outputs * each.inputs for each in maps)
+    forward = 2 * times * arch.num_layers * math.prod(batch.tokens.shape)
     attended = 4 * seen(batch, causal) * arch.num_layers * _channels(arch)
     if batch.stream is None:
-        return (4 if remat else 3) * forward + 4 * attended
-    return (4 if remat else 3) * forward + (9 if remat else 7) * attended // 2
+        return forward + 4 * attended
+    return forward + (9 if remat else 7) * attended // 2
 
 
 def _channels(arch: Any) -> int:

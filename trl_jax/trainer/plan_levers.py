@@ -41,7 +41,8 @@ def pulled(args: RewardConfig, plan: Plan, planned: Planned) -> Iterator[Lever]:
         lever = _pull(args, settings, planned)
         enough |= bool(lever.plan.fits)
         yield lever
-    for sizes in (batch_sizes(args), max_lengths(args)):
+    pulls = {"a step": batch_sizes(args), "evaluation": eval_batch_sizes(args)}
+    for sizes in (*(pulls[part.name] for part in plan.parts if part.fits is False), max_lengths(args)):
         lever = _largest(args, plan, sizes, planned)
         if lever is not None:
             together |= lever.settings
@@ -52,9 +53,9 @@ def pulled(args: RewardConfig, plan: Plan, planned: Planned) -> Iterator[Lever]:
 
 
 def switches(args: RewardConfig, plan: Plan) -> list[dict[str, Any]]:
-    """What is not on yet of what changes no step's pairs."""
-    found = []
-    if not args.gradient_checkpointing:
+    """What is not on yet of what changes no step's pairs, and helps what does not fit."""
+    found, step = [], plan.parts[0].fits is False
+    if step and not args.gradient_checkpointing:
         found.append({"gradient_checkpointing": True})
     if args.compute_dtype != "bfloat16":
         found.append({"bf16": True})
@@ -62,7 +63,7 @@ def switches(args: RewardConfig, plan: Plan) -> list[dict[str, Any]]:
         others = [f"{axis}:{size}" for axis, size in plan.mesh.items() if axis not in ("data", "fsdp")]
         shards = plan.mesh["data"] * plan.mesh.get("fsdp", 1)
         found.append({"mesh_shape": ",".join([f"fsdp:{shards}", *others])})
-    if args.gradient_checkpointing and not args.activation_offloading and plan.topology.platform == "tpu":
+    if step and args.gradient_checkpointing and not args.activation_offloading and plan.topology.platform == "tpu":
         found.append({"activation_offloading": True})
     return found
 
@@ -76,6 +77,12 @@ def batch_sizes(args: RewardConfig) -> list[dict[str, Any]]:
     ]
 
 
+def eval_batch_sizes(args: RewardConfig) -> list[dict[str, Any]]:
+    """Half the pairs of a pass of evaluation, and a half of that."""
+    size = args.per_device_eval_batch_size
+    return [{"per_device_eval_batch_size": size >> power} for power in range(1, size.bit_length())]
+
+
 def max_lengths(args: RewardConfig) -> list[dict[str, Any]]:
     """Half the tokens, down to 256: longer pairs are left out."""
     lengths = [] if args.max_length is None else [args.max_length >> power for power in range(1, 16)]
@@ -84,11 +91,11 @@ def max_lengths(args: RewardConfig) -> list[dict[str, Any]]:
 
 def _largest(args: RewardConfig, plan: Plan, sizes: list[dict[str, Any]], planned: Planned) -> Lever | None:
     """The first of these that fits, or the last."""
-    lever, room = None, plan.topology.chip.memory
-    if plan.compiled is not None and plan.compiled.room is not None:
-        room = plan.compiled.room
+    lever, room, part = None, plan.topology.chip.memory, plan.largest
+    if part.compiled is not None and part.compiled.room is not None:
+        room = part.compiled.room
     for settings in sizes:
-        alike = planned(_changed(args, settings), False).memory.peak * plan.peak / plan.memory.peak
+        alike = planned(_changed(args, settings), False).largest.reckoned * part.peak / part.reckoned
         if settings is sizes[-1] or alike < room * _SLACK:
             lever = _pull(args, settings, planned)
             if lever.plan.fits:

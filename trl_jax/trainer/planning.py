@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -17,11 +19,16 @@ from transformers.trainer_utils import SaveStrategy
 
 from trl_jax.core.chips import Topology
 from trl_jax.data.layout import PairBatch
+from trl_jax.data.windows import WINDOW
 from trl_jax.engine.ahead import devices
 from trl_jax.engine.mesh import make_mesh, placed
+from trl_jax.hub.adapted import AdaptedEngine
+from trl_jax.hub.loading import Source
 from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.models.functional import abstract
 from trl_jax.trainer.base_config import Device
-from trl_jax.trainer.plan_arithmetic import Pass, on_device
+from trl_jax.trainer.chance import run_key
+from trl_jax.trainer.plan_arithmetic import Given, Map, Pass, maps_of, on_device
 from trl_jax.trainer.reward_config import RewardConfig
 from trl_jax.trainer.reward_trainer import RewardTrainer
 
@@ -73,37 +80,58 @@ class Batches(NamedTuple):
 
 
 def planned(args: RewardConfig, topology: Topology, output_dir: str) -> PlannedConfig:
-    """The arguments for a run on `topology` that saves, evaluates, reports and pushes nothing."""
+    """The arguments for a run on `topology` that saves, reports and pushes nothing, and whose model is there."""
     args = copy.copy(args)
     place = {"platform": topology.platform, "devices": devices(topology)}
     args.__class__ = type("PlannedConfig", (PlannedConfig,), place)
-    quiet = {"output_dir": output_dir, "report_to": [], "push_to_hub": False, "eval_strategy": "no", "use_cpu": False}
-    quiet |= {"save_strategy": SaveStrategy.NO, "load_best_model_at_end": False, "eval_on_start": False}
+    quiet = {"output_dir": output_dir, "report_to": [], "push_to_hub": False, "use_cpu": False}
+    quiet |= {"save_strategy": SaveStrategy.NO, "load_best_model_at_end": False, "model_init_kwargs": None}
     for name, value in quiet.items():
         setattr(args, name, value)
     return args
 
 
-def trainer_of(
-    model: PreTrainedModel, args: PlannedConfig, rows: Dataset | IterableDataset | None, processing_class: Any = None
-) -> RewardTrainer:
-    """The trainer of the run; without `rows`, of pairs as long as max_length that have nothing in common.
+def evaluates(args: RewardConfig) -> bool:
+    return args.eval_strategy != "no" or args.eval_on_start
+
+
+class Rows(NamedTuple):
+    """The pairs of a run, and their tokenizer; None stands for pairs of ids as long as max_length that have nothing in
+    common."""
+
+    train: Dataset | IterableDataset | None = None
+    test: Any = None
+    tokenizer: Any = None
+
+
+def trainer_of(model: PreTrainedModel, args: PlannedConfig, rows: Rows) -> RewardTrainer:
+    """The trainer of the run.
 
     Raises:
         ValueError: there are neither rows nor a max_length.
     """
-    if rows is None:
+    if rows.train is None:
         if args.max_length is None:
             raise ValueError("max_length=None bounds no text: pass --max_length, or --dataset_name for real lengths.")
-        rows, processing_class = _longest_pairs(args), NoText()
+        rows = _longest_pairs(args)
         args = copy.copy(args)
         args.eos_token = args.pad_token = args.chat_template_path = None
-    return RewardTrainer(model=model, args=args, train_dataset=rows, processing_class=processing_class)
+    return RewardTrainer(
+        model=model,
+        args=args,
+        train_dataset=rows.train,
+        eval_dataset=rows.test if evaluates(args) else None,
+        processing_class=rows.tokenizer,
+    )
 
 
-def _longest_pairs(args: PlannedConfig) -> Dataset:
-    pairs = args.per_device_train_batch_size * args.gradient_accumulation_steps * len(args.devices)
-    return Dataset.from_dict({f"{side}_ids": [[id] * args.max_length] * pairs for side, id in SIDES.items()})
+def _longest_pairs(args: PlannedConfig) -> Rows:
+    def pairs(count: int) -> Dataset:
+        ids = {f"{side}_ids": [[id] * args.max_length] * count * len(args.devices) for side, id in SIDES.items()}
+        return Dataset.from_dict(ids)
+
+    train = pairs(args.per_device_train_batch_size * args.gradient_accumulation_steps)
+    return Rows(train, pairs(args.per_device_eval_batch_size), NoText())
 
 
 def batches(trainer: RewardTrainer) -> Batches:
@@ -118,38 +146,74 @@ def batches(trainer: RewardTrainer) -> Batches:
     return Batches(largest.arrays, dict(sorted(lengths.items())), float(np.mean(places)), float(np.mean(tokens)))
 
 
-class Shapes(NamedTuple):
-    """What the step is called with: shapes, each with the places where its array would lie."""
+def largest_evaluated(trainer: RewardTrainer) -> PairBatch:
+    """The pass of the evaluation that has most tokens."""
+    windows = trainer.windows(trainer.loader(trainer.eval_dataset, training=False))
+    looked_at = itertools.islice(windows, SURVEYED // WINDOW)
+    return max((arrays for window in looked_at for arrays, _ in window.passes), key=lambda one: one.tokens.size)
 
-    params: dict[str, jax.ShapeDtypeStruct]
-    state: Any
-    batch: PairBatch
 
-
-def shapes(trainer: RewardTrainer, tx: Any, batch: PairBatch) -> Shapes:
-    """Of the step with a batch of the trainer's loader."""
-    params, division = trainer.model.params, trainer.division
+def given(trainer: RewardTrainer, tx: Any, batch: PairBatch) -> Given:
+    """What the step is called with, for a batch of the trainer's loader."""
+    params, frozen, division = trainer.model.params, trainer.model.frozen, trainer.division
     state = jax.eval_shape(tx.init, params)
     if division is None:
-        alone = SingleDeviceSharding(trainer.args.jax_devices()[0])
-        return Shapes(*jax.tree.map(lambda leaf: placed(_shape(leaf), alone), (params, state, batch)))
-    return Shapes(
+        return Given(*_at(SingleDeviceSharding(trainer.args.jax_devices()[0]), (params, state, batch, frozen)))
+    return Given(
         division.placed(params),
         division.placed_state(state, params),
-        jax.tree.map(lambda leaf: placed(_shape(leaf), division.batch), batch),
+        _at(division.batch, batch),
+        division.placed(frozen),
     )
 
 
-def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+def given_evaluation(trainer: RewardTrainer, step: Given, batch: PairBatch) -> Given:
+    """What is on a device during a pass of evaluation; `step` is what is there in training."""
+    place = SingleDeviceSharding(trainer.args.jax_devices()[0]) if trainer.division is None else trainer.division.rows
+    return step._replace(batch=_at(place, batch))
 
 
-def traced(trainer: RewardTrainer, tx: Any, given: Shapes, *, remat: bool | str) -> jax.stages.Traced:
+def _at(place: Any, leaves: Any) -> Any:
+    return jax.tree.map(lambda leaf: placed(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), place), leaves)
+
+
+def traced(trainer: RewardTrainer, tx: Any, given: Given, *, remat: bool | str) -> jax.stages.Traced:
     """The step of `train()`, not yet for any kind of device."""
-    key = None if trainer.args.disable_dropout else jax.eval_shape(lambda: jax.random.key(0))
+    key = jax.eval_shape(partial(run_key, trainer.args))
     rate = jax.ShapeDtypeStruct((), np.float32)
     with trainer._on_device(), _platform(trainer):
-        return trainer.compiled_step(tx, remat=remat).trace(*given, rate, key)
+        step = trainer.compiled_step(tx, remat=remat)
+        return step.trace(given.params, given.state, given.batch, rate, key, given.frozen)
+
+
+def traced_evaluation(trainer: RewardTrainer, given: Given) -> jax.stages.Traced:
+    """A pass of `evaluate()` in training; the optimizer's state has no part in it, but its place."""
+
+    def scores(arrays: dict, state: Any, batch: PairBatch) -> jax.Array:
+        del state
+        return trainer._scored(arrays, batch, dtype=trainer.args.compute_dtype)
+
+    with trainer._on_device(), _platform(trainer):
+        return jax.jit(scores, keep_unused=True).trace(given.frozen | given.params, given.state, given.batch)
+
+
+def _source(trainer: RewardTrainer) -> Source:
+    engine = trainer.model.engine
+    return engine.base.source if isinstance(engine, AdaptedEngine) else engine.source
+
+
+def arch_of(trainer: RewardTrainer) -> Any:
+    """The facts of the model, whether or not an adapter is on it."""
+    return _source(trainer).arch
+
+
+def maps(trainer: RewardTrainer) -> list[Map]:
+    """The matrices of the model's layers, and of adapters beside them."""
+    engine, trained, source = trainer.model.engine, trainer.model.params, _source(trainer)
+    _, shapes = abstract(lambda: source.family.scorer(source.arch))
+    if isinstance(engine, AdaptedEngine):
+        shapes = shapes | engine.plan.shapes
+    return maps_of(shapes, source.arch, trained)
 
 
 def _platform(trainer: RewardTrainer) -> AbstractContextManager:
@@ -165,7 +229,7 @@ def mesh_of(trainer: RewardTrainer) -> dict[str, int]:
     return {axis: size for axis, size in axes.items() if size > 1}
 
 
-def one_pass(trainer: RewardTrainer, given: Shapes) -> Pass:
+def one_pass(trainer: RewardTrainer, given: Given) -> Pass:
     """What a device computes at once."""
     tokens = given.batch.tokens
     passes, *rows, length = tokens.sharding.shard_shape(tokens.shape)
@@ -173,7 +237,7 @@ def one_pass(trainer: RewardTrainer, given: Shapes) -> Pass:
     return Pass(passes, math.prod(rows), length, mesh.get("tensor", 1), mesh.get("sequence", 1))
 
 
-def gradients(trainer: RewardTrainer, given: Shapes) -> int:
+def gradients(trainer: RewardTrainer, given: Given) -> int:
     """Bytes that a device has of them."""
     params, division = given.params, trainer.division
     if division is None:
