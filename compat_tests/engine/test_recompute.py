@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from trl_jax.engine import recompute
 from trl_jax.engine.recompute import Fitting, room_of
 
 ROW = 1 << 10
@@ -67,3 +68,15 @@ def test_the_room_is_the_devices_own_or_half_of_the_host():
     assert room_of(told) == 950
     first, again = (room_of(jax.devices("cpu")[0]) for _ in range(2))
     assert first == again > 1e8
+
+
+def unnamed(name):
+    raise ValueError("unrecognized configuration name")
+
+
+@pytest.mark.parametrize("system", [SimpleNamespace(), SimpleNamespace(sysconf=unnamed)], ids=["Windows", "unnamed"])
+def test_where_the_system_does_not_tell_its_memory_nothing_is_kept(system, monkeypatch):
+    monkeypatch.setattr(recompute, "os", system)
+    room = room_of(jax.devices("cpu")[0])
+    assert room == 0
+    assert float(Fitting([None, jax.jit(small)], room)(None, None, batch(2), 0.0)) == 8

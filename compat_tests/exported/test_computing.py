@@ -16,7 +16,9 @@ torch = pytest.importorskip("torch")
 from compat_tests.exported.check import PULL, QUICKLY  # noqa: E402
 from compat_tests.parity.reference import read_weights  # noqa: E402
 from trl_jax import AutoModelForSequenceClassification  # noqa: E402
+from trl_jax.hub import positions  # noqa: E402
 from trl_jax.hub.auto import find_checkpoint  # noqa: E402
+from trl_jax.hub.torch_bridge import unloaded  # noqa: E402
 from trl_jax.models.functional import merge  # noqa: E402
 
 
@@ -47,6 +49,12 @@ def scores(model, **how):
 def bloom(tmp_path_factory):
     """A checkpoint with dropout in its config."""
     return configs.build(tmp_path_factory.mktemp("bloom"), "bloom", hidden_dropout=0.3, attention_dropout=0.3)
+
+
+@pytest.fixture(scope="module")
+def model(bloom):
+    """It, loaded once: an export takes seconds."""
+    return load(bloom)
 
 
 def test_one_program_serves_every_shape(bloom):
@@ -93,8 +101,7 @@ def test_the_pad_token_that_a_script_sets_is_exported(tmp_path):
         np.testing.assert_allclose(model(ids, mask).logits[:, 0], wanted, atol=1e-5 * np.abs(wanted).max())
 
 
-def test_recomputing_changes_nothing_but_memory(bloom):
-    model = load(bloom)
+def test_recomputing_changes_nothing_but_memory(model):
     kept, before = gradients(model)
     again, same = gradients(model, remat=True)
     np.testing.assert_allclose(before, same, rtol=1e-6)
@@ -110,13 +117,12 @@ def saved_bytes(model, remat) -> int:
 
 
 @pytest.mark.parametrize(("dtype", "training"), [("float32", False), ("bfloat16", True)])
-def test_there_is_a_layer_a_piece(bloom, dtype, training):
-    pieces = load(bloom).engine._model.program(4, 24, dtype=dtype, training=training).pieces()
+def test_there_is_a_layer_a_piece(model, dtype, training):
+    pieces = model.engine._model.program(4, 24, dtype=dtype, training=training).pieces()
     assert [piece.layer.split(".", 1)[1] for piece in pieces if piece.layer] == ["transformer.h.0", "transformer.h.1"]
 
 
-def test_dropout_is_drawn_from_the_key_and_nothing_else(bloom):
-    model = load(bloom)
+def test_dropout_is_drawn_from_the_key_and_nothing_else(model):
     run = jax.jit(lambda key: scorer(model, dropout_key=key)(model.params)[1], compiler_options=QUICKLY)
     one, same, other = run(jax.random.key(0)), run(jax.random.key(0)), run(jax.random.key(1))
     without = scores(model)
@@ -124,10 +130,10 @@ def test_dropout_is_drawn_from_the_key_and_nothing_else(bloom):
     assert np.abs(one - other).min() > 0 and np.abs(one - without).min() > 0
 
 
-def test_dropout_is_the_same_when_recomputed(bloom):
+def test_dropout_is_the_same_when_recomputed(model):
     key = jax.random.key(3)
-    kept, _ = gradients(load(bloom), dropout_key=key)
-    again, _ = gradients(load(bloom), dropout_key=key, remat=True)
+    kept, _ = gradients(model, dropout_key=key)
+    again, _ = gradients(model, dropout_key=key, remat=True)
     for name, gradient in kept.items():
         np.testing.assert_allclose(again[name], gradient, rtol=1e-4, atol=1e-6, err_msg=name)
 
@@ -185,9 +191,9 @@ def test_a_parameter_that_torch_does_not_train_has_no_gradient(tmp_path):
     assert not np.any(found[frozen]) and frozen in model.engine.undecayed
 
 
-def test_norms_are_known_by_what_they_are(bloom):
+def test_norms_are_known_by_what_they_are(model):
     """transformers decays no layer norm; this one is called ln_f."""
-    assert {"transformer.ln_f.weight", "transformer.h.0.input_layernorm.bias"} <= load(bloom).engine.undecayed
+    assert {"transformer.ln_f.weight", "transformer.h.0.input_layernorm.bias"} <= model.engine.undecayed
 
 
 def test_what_texts_do_not_use_is_neither_decayed_nor_moved(tmp_path):
@@ -218,8 +224,16 @@ def test_a_text_longer_than_the_table_of_positions_is_refused(model_type, most, 
             model(ids)
 
 
-def test_the_number_of_parameters_is_transformers(bloom):
-    model, theirs = load(bloom), configs.reference(bloom)
+@pytest.mark.parametrize("model_type", positions.OFFSETS)
+def test_rows_that_no_position_has_are_as_many_as_transformers_leaves_out(model_type):
+    parts = unloaded(configs.config(model_type)).modules()
+    assert [part.offset for part in parts if "PositionalEmbedding" in type(part).__name__] == [
+        positions.OFFSETS[model_type]
+    ]
+
+
+def test_the_number_of_parameters_is_transformers(bloom, model):
+    theirs = configs.reference(bloom)
     assert model.num_parameters() == theirs.num_parameters()
     embedded = theirs.get_input_embeddings().weight.numel()
     assert model.num_parameters(exclude_embeddings=True) == theirs.num_parameters() - embedded

@@ -12,10 +12,11 @@ import pytest
 
 from compat_tests.exported import configs
 from trl_jax import AutoModelForSequenceClassification
-from trl_jax.hub import torch_bridge
+from trl_jax.hub import translation
 from trl_jax.hub.families import families
 from trl_jax.hub.long_tail import is_exported, objection
 from trl_jax.hub.refused import REFUSED
+from trl_jax.hub.torch_model import TorchModel
 
 
 def folder_of(tmp_path, **config):
@@ -63,7 +64,7 @@ def test_without_torch_the_error_says_what_to_install(tmp_path, monkeypatch):
 def test_an_unknown_operation_is_named_when_the_model_is_exported(tmp_path, monkeypatch):
     pytest.importorskip("torch")
     model = AutoModelForSequenceClassification.from_pretrained(configs.build(tmp_path, "albert"))
-    monkeypatch.delitem(torch_bridge.OPERATIONS, "aten.tanh.default")
+    monkeypatch.delitem(translation.OPERATIONS, "aten.tanh.default")
     with pytest.raises(NotImplementedError, match="'albert' needs operations .* counterpart of: aten.tanh.default"):
         model(*configs.rows())
 
@@ -71,7 +72,7 @@ def test_an_unknown_operation_is_named_when_the_model_is_exported(tmp_path, monk
 def test_what_torch_cannot_export_is_named(tmp_path):
     pytest.importorskip("torch")
     folder = configs.build(tmp_path, "longformer", attention_window=8)
-    model = torch_bridge.TorchModel(folder, dtype="float32", seed=0)
+    model = TorchModel(folder, dtype="float32", seed=0)
     with pytest.raises(ValueError, match="model_type 'longformer' cannot be exported for 4 rows of 24 tokens"):
         model.program(4, 24, dtype="float32", training=False)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from transformers import TrainerCallback, TrainingArguments
 import trl_jax
 from compat_tests.parity.reference import BASE, read_weights
 from compat_tests.trainer.trainers import FACTS, make, stream, table
+from trl_jax.trainer import memory
 from trl_jax.trainer.batches import Batches
 from trl_jax.trainer.hooks import in_jax
 
@@ -383,6 +385,11 @@ def test_tokens_are_counted_as_asked(folder, tmp_path):
 def test_memory_is_told_where_it_is_asked_for(folder, tmp_path):
     found = make(trl_jax, folder, tmp_path, config=config(skip_memory_metrics=False, max_steps=1)).train().metrics
     assert found["train_mem_cpu_peak"] > 2**20
+
+
+def test_memory_that_the_system_does_not_count_is_not_told(monkeypatch):
+    monkeypatch.setattr(memory, "resource", None)
+    assert "train_mem_cpu_peak" not in memory.memory("train", SimpleNamespace(skip_memory_metrics=False, use_cpu=True))
 
 
 def test_metrics_are_printed_and_written_as_transformers_does(folder, tmp_path, capsys):

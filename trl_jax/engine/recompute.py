@@ -22,7 +22,7 @@ class Fitting:
     """A step in versions that give the same values, the quickest first; a shape of batch gets the first that fits.
 
     `steps` are jitted, each smaller and slower than the one before it. `room` is what a device has for a program and
-    all that the program is given, in bytes.
+    all that the program is given, in bytes; 0 where nobody knows, and then it is the smallest.
     """
 
     def __init__(self, steps: Sequence[Callable], room: int):
@@ -36,7 +36,7 @@ class Fitting:
         return self._programs[shapes](params, opt_state, batch, *others)
 
     def _fitting(self, *given: Any) -> Any:
-        for step in self._steps[:-1]:
+        for step in self._steps[:-1] if self._room else ():
             program, needed = _compiled(step, *given)
             if program is not None and needed <= self._room:
                 return program
@@ -66,11 +66,18 @@ def room_of(device: jax.Device) -> int:
     """Bytes of a device that a step may take: the same whenever it is asked, so that runs can be repeated to the bit.
 
     Of a host that is half of its memory, divided by its devices: data, evaluation and copies that are being saved want
-    some, too. Processes that differ take the least.
+    some, too. Processes that differ take the least. 0 where the system does not say what it has.
     """
     told = device.memory_stats() or {}
     if "bytes_limit" in told:
         room = int(_SHARE * told["bytes_limit"])
     else:
-        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (2 * jax.local_device_count())
+        room = _host_memory() // (2 * jax.local_device_count())
     return int(multihost_utils.process_allgather(np.asarray(room, np.float64)).min()) if several() else room
+
+
+def _host_memory() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError):  # Windows has no sysconf, and not every one has these names
+        return 0

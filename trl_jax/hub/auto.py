@@ -16,9 +16,9 @@ from trl_jax.hub.fetch import ADAPTER, Repository, checkpoint_folder
 from trl_jax.hub.long_tail import is_exported
 from trl_jax.hub.lora_config import LoraConfig, read_lora_config
 from trl_jax.hub.parts import Place
+from trl_jax.hub.positions import most_tokens
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.quantizing import BitsAndBytesConfig, formats, halves
-from trl_jax.hub.torch_bridge import most_tokens
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from trl_jax.hub.loading import Source, load, outline
 from trl_jax.hub.parts import Place
 from trl_jax.hub.resizing import resized_source
 from trl_jax.hub.saving import places_of, read_tensor, save
-from trl_jax.hub.torch_bridge import TorchModel
+from trl_jax.hub.torch_model import TorchModel
 from trl_jax.hub.wires import Wire
 from trl_jax.models.adapted import module_at
 from trl_jax.models.exported import ExportedScorer

@@ -22,6 +22,7 @@ from trl_jax.hub.gguf import unpack
 from trl_jax.hub.lora_config import CONFIG as ADAPTER
 from trl_jax.hub.lora_config import PICKLED, no_adapter
 from trl_jax.hub.lora_config import WEIGHTS as _ADAPTER_WEIGHTS
+from trl_jax.hub.pickled import only_pickled
 
 _SMALL = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 _UNREACHED = (RepositoryNotFoundError, LocalEntryNotFoundError, OfflineModeIsEnabled, HFValidationError)
@@ -78,7 +79,7 @@ class Repository:
         if isinstance(error, LocalEntryNotFoundError) or not torch_bridge.available():
             return False
         self._snapshot(["pytorch_model*.bin"], [])
-        return torch_bridge.only_pickled(self.folder)
+        return only_pickled(self.folder)
 
     def _snapshot(self, patterns, ignored) -> None:
         prefix = _prefix(self.subfolder)

@@ -22,8 +22,8 @@ from trl_jax.hub.families import Draw, Family, read_arch
 from trl_jax.hub.files import CheckpointFiles
 from trl_jax.hub.gguf import LINK, GgufFiles
 from trl_jax.hub.parts import Index, Place, divided
+from trl_jax.hub.pickled import PickledFiles, only_pickled
 from trl_jax.hub.quantizing import quantized
-from trl_jax.hub.torch_bridge import PickledFiles, only_pickled
 from trl_jax.hub.wires import Wire, make_wires
 from trl_jax.models.functional import abstract
 from trl_jax.nn.quantized import HALVES, Format

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from trl_jax.hub.auto import Checkpoint, find_checkpoint, with_adapter
 from trl_jax.hub.lora_config import LoraConfig, read_lora_config
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.quantizing import BitsAndBytesConfig, as_quantization
-from trl_jax.hub.torch_objects import ADAPTER_FOLDER, as_folder, is_adapted
+from trl_jax.hub.torch_objects import ADAPTER_FOLDER, as_folder, is_adapted, is_torch_model
 from trl_jax.trainer.devices import division_of, run_device
 from trl_jax.trainer.diagnosis import check_weights
 
@@ -142,11 +143,19 @@ def short_name(model: str | PreTrainedModel) -> str:
     return name.rstrip("/").split("/")[-1]
 
 
-def check_model(model: Any) -> None:
-    """Raises TypeError where it is nothing that trains."""
-    if not isinstance(model, str | PreTrainedModel):
+def told_apart(given: Any) -> tuple[str | PreTrainedModel | None, Any]:
+    """(a name, a folder or our model; torch's model), one of which is None.
+
+    Raises:
+        TypeError: it is nothing that trains.
+    """
+    if is_torch_model(given):
+        return None, given
+    given = os.fspath(given) if isinstance(given, os.PathLike) else given
+    if not isinstance(given, str | PreTrainedModel):
         raise TypeError(
-            f"model is a {type(model).__module__}.{type(model).__name__}; this release of trl_jax takes a checkpoint's "
+            f"model is a {type(given).__module__}.{type(given).__name__}; this release of trl_jax takes a checkpoint's "
             "folder or Hub name, a torch model of transformers, or what "
             "trl_jax.AutoModelForSequenceClassification.from_pretrained returned."
         )
+    return given, None

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import resource
 import sys
 
 import jax
 
 from trl_jax.trainer.base_config import BaseConfig
 
+try:
+    import resource
+except ImportError:  # Windows: what the host has held is not known there
+    resource = None
+
 
 def memory(stage: str, args: BaseConfig) -> dict[str, int]:
-    """Bytes: the most this process has held on the host, and the most its device has, where JAX counts it."""
+    """Bytes: the most this process has held on the host, where its system counts it, and its device, where JAX does."""
     if args.skip_memory_metrics:
         return {}
-    unit = 1 if sys.platform == "darwin" else 1024
-    found = {f"{stage}_mem_cpu_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    found = {}
+    if resource is not None:
+        unit = 1 if sys.platform == "darwin" else 1024
+        found[f"{stage}_mem_cpu_peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     on_device = (jax.devices("cpu")[0] if args.use_cpu else jax.devices()[0]).memory_stats() or {}
     if "peak_bytes_in_use" in on_device:
         found[f"{stage}_mem_gpu_peak"] = on_device["peak_bytes_in_use"]

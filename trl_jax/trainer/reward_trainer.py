@@ -23,9 +23,9 @@ from trl_jax.data.loader import PreferenceLoader
 from trl_jax.data.plan import Plan
 from trl_jax.data.windows import EvaluationBatch, Windows
 from trl_jax.engine.evaluation import Evaluated
+from trl_jax.hub.auto import Checkpoint
 from trl_jax.hub.lora_config import as_lora_config
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.hub.torch_objects import is_torch_model
 from trl_jax.losses.pairwise import pairwise_loss
 from trl_jax.models.functional import merge
 from trl_jax.trainer import given_model, layouts, reward_metrics
@@ -89,68 +89,74 @@ class RewardTrainer(BaseTrainer):
         peft_config: Any = None,
     ):
         refuse(data_collator=None if isinstance(data_collator, DataCollatorForPreference) else data_collator)
-        peft_config = None if peft_config is None else as_lora_config(peft_config)
-        model = os.fspath(model) if isinstance(model, os.PathLike) else model
-        brought = model if is_torch_model(model) else None
-        if brought is None:
-            given_model.check_model(model)
-        args = RewardConfig(f"{given_model.short_name(model)}-Reward") if args is None else as_reward_config(args)
+        adapter = None if peft_config is None else as_lora_config(peft_config)
+        model, brought = given_model.told_apart(model)
+        name = given_model.short_name(model if brought is None else brought)
+        self.args = args = RewardConfig(f"{name}-Reward") if args is None else as_reward_config(args)
         self.data_collator = data_collator
         if train_dataset is None:
             raise ValueError("train_dataset is required: pass a datasets.Dataset of preference pairs.")
         check_type(train_dataset, "train")
-        self.args = args
         run_devices(args)  # several processes find each other before anything else
         if args.push_to_hub:  # first of all: a Hub that does not answer costs seconds, not a model's loading
             self.init_hf_repo()
         quantization = given_model.quantization_of(quantization_config, args)
         checkpoint = given_model.find(model, args) if brought is None else given_model.taken(brought, args)
-        if processing_class is None:
-            trust = args.trust_remote_code
-            place = given_model.tokenizer_folder(checkpoint) if brought is None else brought.config._name_or_path
-            processing_class = AutoTokenizer.from_pretrained(place, trust_remote_code=trust)
-        special_tokens.settle(processing_class, eos_token=args.eos_token, pad_token=args.pad_token)
-        rows = checkpoint.vocab_size
-        if args.chat_template_path is not None:
-            # A torch model takes back what it has room for; an adapter belongs to tables of one size.
-            grows = brought is None and peft_config is None and checkpoint.grows
-            rows = special_tokens.settle_chat_template(
-                processing_class, args.chat_template_path, rows=rows, grows=grows
-            )
-        special_tokens.check_pad(processing_class, rows)
+        # A torch model takes back what it has room for; an adapter belongs to tables of one size.
+        grows = brought is None and adapter is None and checkpoint.grows
+        self.processing_class = self._tokenizer(processing_class, checkpoint, brought)
+        self._vocab_size = self._settle_tokens(checkpoint.vocab_size, grows)
+        self._most_tokens = checkpoint.most_tokens
         # Rows first: a bad one is named before weights are read, and num_proc forks before JAX has threads.
-        self.processing_class = processing_class
-        self._vocab_size, self._most_tokens = rows, checkpoint.most_tokens
         train_dataset = self.prepare_dataset(train_dataset, "train")
-        if isinstance(eval_dataset, dict):
-            eval_dataset = {
-                name: self.prepare_dataset(part, f"eval_dataset[{name!r}]") for name, part in eval_dataset.items()
-            }
-        elif eval_dataset is not None:
-            eval_dataset = self.prepare_dataset(eval_dataset, "eval")
-        model = given_model.ready(checkpoint, args, peft_config, quantization)
-        if rows != model.vocab_size:
-            model.resize_token_embeddings(rows)
-        model.add_model_tags(["reward-trainer", "trl", "trl_jax"])  # as TRL tags its models
-        eos = args.eos_token is not None or args.chat_template_path is not None
-        for config in (model.config, *([] if brought is None else [brought.config])):
-            special_tokens.settle_ids(config, processing_class, eos=eos)
+        eval_dataset = self._prepare_evaluation(eval_dataset)
+        model = given_model.ready(checkpoint, args, adapter, quantization)
+        self._settle_model(model, brought)
         super().__init__(
-            model=model,
-            args=args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-            optimizers=optimizers,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-            brought=brought,
-        )
+            model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset,
+            processing_class=self.processing_class, compute_metrics=compute_metrics, callbacks=callbacks,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics, optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs, brought=brought,
+        )  # fmt: skip
         check_noise(args, model.engine)
         layouts.check_layout(args, model.engine)
         check_offloading(args, model.engine)
+
+    def _tokenizer(self, given: Any, checkpoint: Checkpoint | PreTrainedModel, brought: Any) -> Any:
+        """The one given, or the model's own."""
+        if given is not None:
+            return given
+        place = given_model.tokenizer_folder(checkpoint) if brought is None else brought.config._name_or_path
+        return AutoTokenizer.from_pretrained(place, trust_remote_code=self.args.trust_remote_code)
+
+    def _settle_tokens(self, rows: int, grows: bool) -> int:
+        """Give the tokenizer the special tokens and the chat template of the arguments.
+
+        Returns:
+            How many tokens the model has to embed: `rows`, or more where it `grows`.
+        """
+        args, tokenizer = self.args, self.processing_class
+        special_tokens.settle(tokenizer, eos_token=args.eos_token, pad_token=args.pad_token)
+        if args.chat_template_path is not None:
+            rows = special_tokens.settle_chat_template(tokenizer, args.chat_template_path, rows=rows, grows=grows)
+        special_tokens.check_pad(tokenizer, rows)
+        return rows
+
+    def _prepare_evaluation(self, dataset: Any) -> Any:
+        if dataset is None:
+            return None
+        if not isinstance(dataset, dict):
+            return self.prepare_dataset(dataset, "eval")
+        return {name: self.prepare_dataset(part, f"eval_dataset[{name!r}]") for name, part in dataset.items()}
+
+    def _settle_model(self, model: PreTrainedModel, brought: Any) -> None:
+        """Room for the tokens, TRL's tags, and the tokenizer's ids in its config and in that of torch's model."""
+        if self._vocab_size != model.vocab_size:
+            model.resize_token_embeddings(self._vocab_size)
+        model.add_model_tags(["reward-trainer", "trl", "trl_jax"])  # as TRL tags its models
+        eos = self.args.eos_token is not None or self.args.chat_template_path is not None
+        for config in (model.config, *([] if brought is None else [brought.config])):
+            special_tokens.settle_ids(config, self.processing_class, eos=eos)
 
     def score(self, params: dict, batch: PairBatch, *, dtype: str, **how: Any) -> jax.Array:
         """Scores `[2P]`, float32, of the texts of a batch; `how` as in Decoder.__call__."""
