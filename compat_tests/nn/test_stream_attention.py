@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
+from trl_jax.core.chips import topology
 from trl_jax.core.stream import BLOCK, Stream
+from trl_jax.engine.ahead import devices
+from trl_jax.engine.mesh import make_mesh
 from trl_jax.nn import splash, stream_attention
 from trl_jax.nn.stream_attention import attend_stream
 
@@ -171,3 +177,27 @@ def test_a_length_between_blocks_is_refused():
     q, k, v, _ = inputs(1, BLOCK + 1, 2, 2)
     with pytest.raises(ValueError, match=f"^A stream of {BLOCK + 1} tokens is not a multiple of {BLOCK}"):
         attend_stream(q, k, v, stream, scale=1.0)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed; trl_jax[tpu] has it")
+@pytest.mark.parametrize("channels", [64, 80, 128])
+def test_tpus_compile_the_kernels_and_gather_nothing(channels):
+    """Forward and backward, heads divided over devices, under the precision that the trainer asks for."""
+    mesh = make_mesh({"data": 2, "tensor": 2}, devices(topology("v6e:2x2")))
+    rows, heads = (NamedSharding(mesh, PartitionSpec("data", None, *axes)) for axes in ((), ("tensor",)))
+    length, shape = 20 * BLOCK, jax.ShapeDtypeStruct
+    qkv = [shape((2, length, count, channels), jnp.bfloat16, sharding=heads) for count in (8, 4, 4)]
+    tokens = shape((2, length), jnp.int32, sharding=rows)
+
+    def total(q, k, v, *stream):
+        return attend_stream(q, k, v, Stream(*stream), scale=0.1).astype(jnp.float32).sum()
+
+    def of_shard(*given):
+        return jax.grad(total, argnums=(0, 1, 2))(*given)
+
+    data = PartitionSpec("data")
+    spread = jax.shard_map(of_shard, mesh=mesh, in_specs=data, out_specs=data, axis_names={"data"}, check_vma=False)
+    with jax.default_matmul_precision("float32"):
+        traced = jax.jit(spread).trace(*qkv, *[tokens] * 4)
+    program = traced.lower(lowering_platforms=("tpu",)).compile().as_text()
+    assert program.count("tpu_custom_call") == 3 and "all-gather" not in program
