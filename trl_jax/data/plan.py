@@ -140,6 +140,6 @@ def plan_layout(
         part = known if epoch == 0 else known.visited(place[order_of(epoch)])
         steps += part.steps(batch_size, accumulation, layout)
     padded, real, lengths = (np.asarray(column) for column in zip(*steps, strict=True))
-    ladder = fitted(lengths, int(rung_cost * len(lengths) / run_steps))
+    ladder = fitted(lengths, int(rung_cost * len(lengths) / max(1, run_steps)))
     computed = accumulation * np.mean([ladder(int(length)) for length in lengths])
     return Plan(layout, ladder, float(padded.mean()), float(real.mean()), float(computed))

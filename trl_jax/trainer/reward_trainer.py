@@ -91,8 +91,9 @@ class RewardTrainer(BaseTrainer):
         refuse(data_collator=None if isinstance(data_collator, DataCollatorForPreference) else data_collator)
         adapter = None if peft_config is None else as_lora_config(peft_config)
         model, brought = given_model.told_apart(model)
-        name = given_model.short_name(model if brought is None else brought)
-        self.args = args = RewardConfig(f"{name}-Reward") if args is None else as_reward_config(args)
+        if args is None:
+            args = RewardConfig(f"{given_model.short_name(model if brought is None else brought)}-Reward")
+        self.args = args = as_reward_config(args)
         self.data_collator = data_collator
         if train_dataset is None:
             raise ValueError("train_dataset is required: pass a datasets.Dataset of preference pairs.")
