@@ -48,7 +48,7 @@ def planned(model: str, topology: str, mesh: str, pairs: int, length: int) -> di
         flags = {
             "model_name_or_path": folder, "topology": topology, "mesh_shape": mesh, "max_length": length,
             "per_device_train_batch_size": pairs, "json": f"{folder}/plan.json", "levers": False,
-            "remat_policy": "nothing_saveable",
+            "remat_policy": "nothing_saveable", "batch_layout": "padded",
         }  # fmt: skip
         words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
         subprocess.run([sys.executable, "-m", "trl_jax.cli.main", "plan", *words], check=True, stdout=sys.stderr)

@@ -77,7 +77,7 @@ def timed(model: Path, tokens: int, pairs: int, repeats: int) -> tuple[list[floa
     import jax
     import numpy as np
     from datasets import Dataset
-    from transformers import TrainerCallback
+    from transformers import PrinterCallback, TrainerCallback
 
     from trl_jax import RewardConfig, RewardTrainer
 
@@ -96,6 +96,7 @@ def timed(model: Path, tokens: int, pairs: int, repeats: int) -> tuple[list[floa
     )  # fmt: skip
     tokenizer = _words()
     trainer = RewardTrainer(str(model), args, train_dataset=rows, processing_class=tokenizer, callbacks=[Clock()])
+    trainer.remove_callback(PrinterCallback)
     trainer.train()
     return [after - before for before, after in zip(ends[1:], ends[2:], strict=False)], common.memory()
 
