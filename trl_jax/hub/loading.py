@@ -17,6 +17,7 @@ import numpy as np
 
 from trl_jax.core.tensors_file import Pieces, as_dtype
 from trl_jax.core.torch_random import TorchGenerator
+from trl_jax.hub import matching
 from trl_jax.hub.config import read_config
 from trl_jax.hub.families import Draw, Family, read_arch
 from trl_jax.hub.files import CheckpointFiles
@@ -83,14 +84,14 @@ def load(
     family, arch = read_arch(raw, folder / "config.json")
     files = _files(folder)
     _, shapes = abstract(lambda: family.scorer(arch))
-    wires, drawn = _as_stored(make_wires(shapes, family.names(arch)), family, files), family.drawn(arch)
+    wires, drawn = matching.as_stored(make_wires(shapes, family.names(arch)), family, files), family.drawn(arch)
     wanted = {tensor for wire in wires for tensor, _ in wire.tensors(shapes[wire.path].shape)}
-    on_disk = _full_names(family, files, wanted)
+    on_disk = matching.full_names(family, files, wanted)
     carried = {name for name in files.shapes if family.carried is not None and re.search(family.carried, name)}
-    _adopt_head(folder, family, on_disk, wanted, shapes, files)
+    matching.adopt_head(folder, family, on_disk, wanted, shapes, files)
     files.check_dtypes(on_disk.values())
-    _check_language_head(folder, raw, arch, files, on_disk, family, wires)
-    _check(folder, family, wires, shapes, files, on_disk, {draw.tensor for draw in drawn})
+    matching.check_language_head(folder, raw, arch, files, on_disk, family, wires)
+    matching.check(folder, family, wires, shapes, files, on_disk, {draw.tensor for draw in drawn})
     missing = [draw for draw in drawn if draw.tensor not in on_disk]
     new = _draw(folder, missing, wires, shapes, seed)
 
@@ -255,94 +256,6 @@ def _draw(folder: Path, missing: list[Draw], wires: list[Wire], shapes: Shapes, 
         names = ", ".join(dict.fromkeys(draw.tensor for draw in missing))
         logger.info("%s has no %s: drawn from a normal distribution with seed %d.", folder, names, generator.seed)
     return new
-
-
-def _as_stored(wires: list[Wire], family: Family, files: CheckpointFiles) -> list[Wire]:
-    """Where the checkpoint has the names of another time, it keeps them, as transformers lets it."""
-    for prefix in family.other_prefixes:
-        if any(name.startswith(prefix) for name in files.shapes):
-            wires = [replace(wire, tensor=_with_prefix(wire.tensor, family.base_prefix, prefix)) for wire in wires]
-    if not any(name.endswith("LayerNorm.gamma") for name in files.shapes):
-        return wires
-    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
-    ending = re.compile(f"(?:{'|'.join(map(re.escape, old))})$")
-    return [replace(wire, tensor=ending.sub(lambda found: old[found[0]], wire.tensor)) for wire in wires]
-
-
-def _with_prefix(name: str, old: str, new: str) -> str:
-    return new + name.removeprefix(old) if name.startswith(old) else name
-
-
-def _full_names(family: Family, files: CheckpointFiles, wanted: set[str]) -> dict[str, str]:
-    """Full name -> name on disk, without what is ignored or carried. The checkpoint of a bare base lacks the prefix."""
-    bare = not any(name.startswith((family.base_prefix, *family.other_prefixes)) for name in files.shapes)
-    left = family.ignored if family.carried is None else (*family.ignored, family.carried)
-    names = {}
-    for name in files.shapes:
-        of_head = name == family.language_head or name.startswith(family.heads)
-        full = name if of_head or not bare else family.base_prefix + name
-        if full in wanted or not any(re.search(pattern, name) for pattern in left):
-            names[full] = name
-    return names
-
-
-def _adopt_head(folder, family, on_disk, wanted, shapes, files) -> None:
-    """A head of another name: the one tensor that nothing else accounts for, and of the shape of the head."""
-    unknown = sorted(set(on_disk) - wanted - {family.language_head})
-    if "score.weight" not in wanted - set(on_disk) or len(unknown) != 1:
-        return
-    name = on_disk[unknown[0]]
-    if files.shapes[name] == shapes["score.weight"].shape:
-        logger.warning("%s: %s has the shape of the score head and is read, and saved, as score.weight.", folder, name)
-        on_disk["score.weight"] = on_disk.pop(unknown[0])
-
-
-def _check(folder, family, wires, shapes, files, on_disk, optional) -> None:
-    """Both sides of the table match exactly, before anything is allocated."""
-    wanted = {}
-    for wire in wires:
-        shape = shapes[wire.path].shape
-        wanted |= dict.fromkeys((tensor for tensor, _ in wire.tensors(shape)), wire.shape_on_disk(shape))
-    missing = sorted(set(wanted) - set(on_disk) - optional)
-    unexpected = sorted(set(on_disk) - set(wanted) - {family.language_head})
-    if missing or unexpected:
-        raise ValueError(
-            f"{folder}: the weights do not fit config.json (model_type {family.model_type!r}). "
-            f"Missing: {_some(missing)}. Unexpected: {_some(unexpected)}. Pass the config.json that belongs to them."
-        )
-    wrong = [
-        f"{name} is {list(files.shapes[on_disk[name]])}, config.json asks for {list(shape)}"
-        for name, shape in wanted.items()
-        if name in on_disk and files.shapes[on_disk[name]] != tuple(shape)
-    ]
-    if wrong:
-        raise ValueError(f"{folder}: wrong shapes: {_some(wrong)}. A reward model has one score a sequence (1 label).")
-
-
-def _check_language_head(folder, raw, arch, files, on_disk, family, wires) -> None:
-    """The head is dropped either way, but a checkpoint that contradicts its config may be a broken one."""
-    if family.language_head is None:
-        return
-    tied, head = arch.tied_embeddings, family.language_head
-    architecture = str((raw.get("architectures") or [""])[0])
-    if not tied and head not in on_disk and architecture.endswith("ForCausalLM"):
-        raise ValueError(
-            f"{folder}: config.json says architectures=[{architecture!r}] and tie_word_embeddings=false, but the "
-            f"weights have no {head}. Set tie_word_embeddings to true if the head is the embedding."
-        )
-    embedding = next(on_disk.get(wire.tensor) for wire in wires if wire.path.endswith(".embed.weight"))
-    if tied and head in on_disk and embedding is not None:
-        if not np.array_equal(files.read(on_disk[head]), files.read(embedding)):
-            raise ValueError(
-                f"{folder}: config.json says tie_word_embeddings=true, but {head} differs from {embedding}. "
-                "Set it to false, or remove the tensor."
-            )
-
-
-def _some(items: list[str], most: int = 8) -> str:
-    if not items:
-        return "none"
-    return "; ".join(items[:most]) + (f"; and {len(items) - most:,} more" if len(items) > most else "")
 
 
 def _source(raw, family, arch, wires, files, on_disk, dtype, carried) -> Source:
