@@ -152,6 +152,8 @@ def draw(path: Path, rows: list[dict]) -> None:
     for plot, axis in zip(plots, AXES, strict=True):
         own = [row for row in rows if row["axis"] == axis]
         plot.loglog([row["size"] for row in own], [row["step s"] for row in own], "o-")
+        plot.set_xticks([row["size"] for row in own], [f"{row['size']:,}" for row in own], fontsize=7)
+        plot.minorticks_off()
         plot.set_xlabel({"tokens": "tokens a text", "pairs": "pairs a step", "layers": "layers"}[axis])
         plot.grid(True, which="both", alpha=0.3)
     plots[0].set_ylabel("seconds a step")

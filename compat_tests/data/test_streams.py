@@ -180,6 +180,15 @@ def test_a_plan_has_room_for_the_steps_of_later_epochs():
     assert plan.ladder.rungs == (64, 960, 1856)
 
 
+def test_nothing_compiles_late():
+    """But for the longest: where it comes is where the data has it."""
+    lengths = [100] * 99 + [400] + [200, 900] * 50
+    found = Dataset.from_list([{"chosen_ids": [1] * (length - 1), "rejected_ids": [2]} for length in lengths])
+    how = {"batch_size": 1, "accumulation": 1, "rung_cost": 0, "run_steps": len(lengths)}
+    plan = plan_layout(found, lambda epoch: np.arange(len(lengths)), "shared", **how)
+    assert plan.ladder.rungs == (128, 448, 960)
+
+
 def test_a_longer_run_pays_for_more_lengths():
     found = [{"chosen_ids": [1] * length, "rejected_ids": [2]} for length in (900, 200)]
     how = {"batch_size": 1, "accumulation": 1, "rung_cost": 1500}

@@ -15,6 +15,7 @@ from trl_jax.data.streams import balanced
 LAYOUTS = ("padded", "packed", "shared")
 SURVEYED = 16_384  # pairs that are looked at, those of several epochs where there are fewer
 _EPOCHS = 8  # at most
+_EARLY = 100  # steps in which a run compiles
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,12 @@ class Plan:
     computed: float = 0.0
 
 
+def _settled(ladder: Ladder, lengths: Sequence[int]) -> Ladder:
+    """Without rungs that no early step takes, so that none compiles late; the last one stays whatever."""
+    early = {ladder(int(length)) for length in lengths[:_EARLY]} | {*ladder.rungs[-1:]}
+    return Ladder(tuple(rung for rung in ladder.rungs if rung in early))
+
+
 def plan_layout(
     dataset: Dataset,
     order_of: Callable[[int], np.ndarray],
@@ -140,6 +147,6 @@ def plan_layout(
         part = known if epoch == 0 else known.visited(place[order_of(epoch)])
         steps += part.steps(batch_size, accumulation, layout)
     padded, real, lengths = (np.asarray(column) for column in zip(*steps, strict=True))
-    ladder = fitted(lengths, int(rung_cost * len(lengths) / max(1, run_steps)))
+    ladder = _settled(fitted(lengths, int(rung_cost * len(lengths) / max(1, run_steps))), lengths)
     computed = accumulation * np.mean([ladder(int(length)) for length in lengths])
     return Plan(layout, ladder, float(padded.mean()), float(real.mean()), float(computed))
