@@ -65,14 +65,15 @@ def test_files_are_opened_anew_while_they_are_read(big, monkeypatch):
 
 def test_tensors_are_let_go_as_soon_as_they_are_in_place(big, monkeypatch):
     """Of what was read from disk nothing piles up."""
-    living, most = set(), 0
+    living, most, read_at_all = set(), 0, 0
 
     class Counted(np.ndarray):
         def __del__(self):
             living.discard(id(self))
 
     def read(self, tensor):
-        nonlocal most
+        nonlocal most, read_at_all
+        read_at_all += 1
         values = CheckpointFiles.read(self, tensor).view(Counted)
         living.add(id(values))
         most = max(most, len(living))
@@ -80,7 +81,8 @@ def test_tensors_are_let_go_as_soon_as_they_are_in_place(big, monkeypatch):
 
     monkeypatch.setattr(loading, "CheckpointFiles", type("Files", (CheckpointFiles,), {"read": read}))
     load(big, dtype="float32", seed=0)
-    assert most <= 3  # the next is read before the last name lets go, and JAX may hold on for a moment
+    # The next is read before the last name lets go, and JAX holds on to a few while its own threads copy them.
+    assert most <= 8 < read_at_all / 2
 
 
 def test_nothing_is_initialised_before_it_is_read(big, monkeypatch):
