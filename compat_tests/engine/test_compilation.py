@@ -6,11 +6,14 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 
+import jax
 import numpy as np
 import pytest
 
-from trl_jax.engine.compilation import counted
+from trl_jax.engine import compilation
+from trl_jax.engine.compilation import Programs, ahead, compiler_options
 
 SCRIPT = """
 import jax
@@ -41,11 +44,94 @@ def test_where_compiled_programs_lie(settings, place, tmp_path):
     assert all(path.parent == tmp_path / place for path in written)
 
 
-def test_each_shape_is_told_of_once(caplog):
-    step = counted(lambda params, state, batch, rate: rate, "The step")
+def batch(length):
+    return {"tokens": np.zeros((1, 1, length))}
+
+
+def test_each_shape_is_made_and_told_of_once(caplog):
+    made = []
+
+    def compiled(params, state, batch, rate):
+        made.append(batch["tokens"].size)
+        return lambda params, state, batch, rate: rate
+
+    step = Programs(compiled, "The step")
     with caplog.at_level(logging.INFO, "trl_jax"):
         for length in (64, 128, 64, 128):
-            assert step(None, None, {"tokens": np.zeros((1, 1, length))}, length) == length
+            assert step(None, None, batch(length), length) == length
+    assert made == [64, 128]
     assert [record.getMessage() for record in caplog.records] == [
         "The step compiles for shape 1: tokens 1x1x64.", "The step compiles for shape 2: tokens 1x1x128.",
     ]  # fmt: skip
+
+
+def test_a_program_that_another_thread_is_at_is_waited_for():
+    begun, go, made = threading.Event(), threading.Event(), []
+
+    def compiled(*given):
+        begun.set()
+        go.wait(10)
+        made.append(threading.current_thread().name)
+        return lambda *given: len(made)
+
+    step = Programs(compiled, "The step")
+    other = threading.Thread(target=step.made, args=(None, None, batch(8)), name="other")
+    other.start()
+    assert begun.wait(10)
+    threading.Timer(0.1, go.set).start()
+    assert step(None, None, batch(8)) == 1 and made == ["other"]
+    other.join()
+
+
+def test_what_goes_wrong_in_a_thread_is_raised_where_the_program_is_wanted():
+    def compiled(*given):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+
+    step = Programs(compiled, "The step")
+    refused = pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED")
+    with ahead(lambda arrays: step.made(None, None, arrays), [batch(8)]), refused:
+        step(None, None, batch(8))
+
+
+def test_the_first_batch_of_each_shape_is_made_ahead():
+    made, done = [], threading.Event()
+
+    def make(arrays):
+        made.append(arrays["tokens"].size)
+        if len(made) == 3:
+            done.set()
+
+    with ahead(make, map(batch, (64, 8, 64, 64, 8, 16)), most=1):
+        assert done.wait(10)
+    assert made == [64, 8, 16]
+
+
+def test_nothing_more_is_begun_once_the_run_has_ended():
+    begun, go, made = threading.Event(), threading.Event(), []
+
+    def make(arrays):
+        begun.set()
+        go.wait(10)
+        made.append(arrays["tokens"].size)
+
+    with ahead(make, map(batch, range(1, 100)), most=2):
+        assert begun.wait(10)
+    go.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("trl_jax-compile"):
+            thread.join(10)
+    assert len(made) <= 2
+
+
+def test_xla_for_a_cpu_is_told_what_it_knows_and_nothing_else(monkeypatch):
+    """A name it does not know would end the run."""
+    assert jax.jit(lambda x: x + 1, compiler_options=compiler_options("cpu", several=False))(1) == 2
+    monkeypatch.setattr(compilation, "_YNN", "xla_cpu_that_never_was")
+    compilation._takes_dots_alone.cache_clear()
+    assert compiler_options("cpu", several=False) == {}
+    compilation._takes_dots_alone.cache_clear()
+
+
+def test_what_the_user_told_xla_stands(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_experimental_ynn_fusion_type=")
+    assert compiler_options("cpu", several=True) == {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -11,9 +12,14 @@ import numpy as np
 import pytest
 
 from trl_jax.engine import recompute
-from trl_jax.engine.recompute import Fitting, room_of
+from trl_jax.engine.compilation import Programs
+from trl_jax.engine.recompute import fitting, room_of
 
 ROW = 1 << 10
+
+
+def fits(steps, room):
+    return Programs(partial(fitting, steps, room), "The step")
 
 
 def large(params, state, batch, rate):
@@ -31,7 +37,7 @@ def batch(rows):
 
 
 def test_the_first_that_fits_is_taken_for_each_shape(caplog):
-    step = Fitting([jax.jit(large), jax.jit(small)], room=200_000)
+    step = fits([jax.jit(large), jax.jit(small)], 200_000)
     with caplog.at_level(logging.INFO, "trl_jax"):
         found = [float(step(None, None, batch(rows), 0.5)) for rows in (16, ROW, 16, ROW)]
     wanted = float(large(None, None, batch(16), 0.5))
@@ -55,12 +61,12 @@ class Refused:
 
 
 def test_what_the_compiler_refuses_does_not_fit():
-    step = Fitting([Refused("RESOURCE_EXHAUSTED: Ran out of memory"), jax.jit(small)], room=1)
+    step = fits([Refused("RESOURCE_EXHAUSTED: Ran out of memory"), jax.jit(small)], 1)
     assert float(step(None, None, batch(2), 0.0)) == 8
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
-        Fitting([Refused("INTERNAL: Mosaic failed"), jax.jit(small)], room=1)(None, None, batch(2), 0.0)
+        fits([Refused("INTERNAL: Mosaic failed"), jax.jit(small)], 1)(None, None, batch(2), 0.0)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):  # the last has to
-        Fitting([Refused("RESOURCE_EXHAUSTED")], room=1)(None, None, batch(2), 0.0)
+        fits([Refused("RESOURCE_EXHAUSTED")], 1)(None, None, batch(2), 0.0)
 
 
 def test_the_room_is_the_devices_own_or_half_of_the_host():
@@ -79,4 +85,4 @@ def test_where_the_system_does_not_tell_its_memory_nothing_is_kept(system, monke
     monkeypatch.setattr(recompute, "os", system)
     room = room_of(jax.devices("cpu")[0])
     assert room == 0
-    assert float(Fitting([None, jax.jit(small)], room)(None, None, batch(2), 0.0)) == 8
+    assert float(fits([None, jax.jit(small)], room)(None, None, batch(2), 0.0)) == 8

@@ -7,6 +7,7 @@ import pytest
 
 from compat_tests.faults.broken import trainer as make
 from compat_tests.faults.test_faults import refuses
+from compat_tests.trainer.trainers import Uncompiled
 from trl_jax.trainer import base_trainer
 
 CHAT = [
@@ -17,11 +18,11 @@ CHAT = [
 
 @pytest.mark.parametrize(("checkpointing", "lever"), [(False, "or set gradient_checkpointing=True"), (True, "max_len")])
 def test_row40_a_step_that_does_not_fit(checkpointing, lever, checkpoint, tmp_path, monkeypatch):
-    def make_step(loss, tx, spread):
+    def make_step(*given):
         def step(*args):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.\nat")
 
-        return step
+        return Uncompiled(step)
 
     monkeypatch.setattr(base_trainer, "make_step", make_step)
     how = {"gradient_checkpointing": checkpointing, "remat_policy": "nothing_saveable"}
@@ -33,11 +34,11 @@ def test_row40_a_step_that_does_not_fit(checkpointing, lever, checkpoint, tmp_pa
 
 
 def test_row40_other_errors_of_the_device_pass(checkpoint, tmp_path, monkeypatch):
-    def make_step(loss, tx, spread):
+    def make_step(*given):
         def step(*args):
             raise jax.errors.JaxRuntimeError("INTERNAL: broken")
 
-        return step
+        return Uncompiled(step)
 
     monkeypatch.setattr(base_trainer, "make_step", make_step)
     with refuses("INTERNAL: broken", error=jax.errors.JaxRuntimeError):

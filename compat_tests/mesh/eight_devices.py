@@ -22,8 +22,8 @@ from trl_jax import BitsAndBytesConfig, LoraConfig, RewardConfig, RewardTrainer 
 from trl_jax.core.stream import BLOCK  # noqa: E402
 from trl_jax.data.loader import PreferenceLoader  # noqa: E402
 from trl_jax.data.windows import Windows  # noqa: E402
+from trl_jax.engine.compilation import compiler_options  # noqa: E402
 from trl_jax.engine.mesh import Division, axes_of, make_mesh  # noqa: E402
-from trl_jax.engine.spread import Spread  # noqa: E402
 
 ROWS = tiny.preference_rows(5 * PAIRS, margin=True)
 MARKS = {"loss": 1e-5, "train_loss": 1e-5, "grad_norm": 2e-4}  # the others' is 2e-4
@@ -105,7 +105,7 @@ def test_all_devices_share_the_pairs_unless_told_otherwise(checkpoint, tmp_path,
 def test_memory_falls_with_the_devices(checkpoint, tmp_path, caplog):
     built = trainer(checkpoint, tmp_path, fsdp="full_shard")
     with caplog.at_level(logging.INFO, "trl_jax"):
-        built._advancer(built._optimizer())
+        built._advancer(None, built._optimizer())
     [line] = [record.message for record in caplog.records if record.message.startswith("Mesh")]
     assert re.fullmatch(
         r"Mesh fsdp 8 on 8 devices \(cpu\): each holds \d+\.\d kB of \d+\.\d kB of the weights and \d+\.\d kB of "
@@ -208,16 +208,8 @@ def test_of_a_text_only_keys_and_values_are_gathered(checkpoint, tmp_path):
 
 def test_collectives_run_beside_products_on_gpus():
     """What XLA for TPUs does by itself it must be told for GPUs; the name is one that this XLA knows."""
-    from types import SimpleNamespace
-
-    def options(platform):
-        mesh = SimpleNamespace(devices=np.asarray([SimpleNamespace(platform=platform)]))
-        spread = Spread.__new__(Spread)
-        spread.division = SimpleNamespace(mesh=mesh)
-        return spread.compiler_options
-
-    assert options("cpu") is options("tpu") is None
-    assert jax.jit(lambda x: x + 1, compiler_options=options("gpu"))(1) == 2
+    assert compiler_options("tpu", several=True) == compiler_options("cuda", several=False) == {}
+    assert jax.jit(lambda x: x + 1, compiler_options=compiler_options("cuda", several=True))(1) == 2
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
         jax.jit(lambda x: x + 1, compiler_options={"xla_gpu_hide_latency": True})(1)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import trl_jax
-from compat_tests.trainer.trainers import FACTS, make, table
+from compat_tests.trainer.trainers import FACTS, Uncompiled, make, table
 from trl_jax.trainer import base_trainer
 
 CONFIG = {
@@ -40,7 +40,7 @@ def memory_for(monkeypatch):
                 jax.tree.map(lambda leaf: leaf.delete(), (params, opt_state))
                 raise TOO_MUCH
 
-            return tight
+            return Uncompiled(tight)
 
         monkeypatch.setattr(base_trainer, "make_step", make_step)
 

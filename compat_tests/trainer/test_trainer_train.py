@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -15,8 +16,7 @@ from compat_tests.engine.runs import Recorder
 from compat_tests.parity.marks import assert_same_curve, assert_same_weights, steps_of, timeless
 from compat_tests.parity.reference import read_weights
 from compat_tests.trainer.trainers import FACTS, make, stream, table
-from trl_jax.engine.step import make_step
-from trl_jax.trainer import base_trainer
+from trl_jax.trainer import base_trainer, compiling, layouts
 
 EVERYTHING = {
     "eval_strategy": "steps",
@@ -252,19 +252,37 @@ def test_an_unknown_metric_for_the_best_is_named(folder, tmp_path):
         trainer.train()
 
 
-def test_one_program_a_shape(folder, tmp_path, monkeypatch):
+def test_one_program_a_shape(folder, tmp_path, caplog):
     """A ragged last step and a short last micro-batch are filled up to the shape of the others."""
-    steps = []
-
-    def watched(*given):
-        steps.append(make_step(*given))
-        return steps[-1]
-
-    monkeypatch.setattr(base_trainer, "make_step", watched)
     config = {"gradient_accumulation_steps": 2, "num_train_epochs": 2, "remat_policy": "nothing_saveable"}
     trainer = make(trl_jax, folder, tmp_path, train=table(18), config=config)
-    trainer.train()
-    assert trainer.state.global_step == 6 and [step._cache_size() for step in steps] == [1]
+    with caplog.at_level(logging.INFO, "trl_jax"):
+        trainer.train()
+    assert trainer.state.global_step == 6
+    assert len([text for text in caplog.messages if text.startswith("The step compiles for shape")]) == 1
+
+
+def test_programs_made_beside_the_steps_are_those_of_the_steps(folder, tmp_path, monkeypatch):
+    """As on a TPU, whose host has the time: the same numbers, whoever made a program, from a checkpoint on, too."""
+    found, asked, rows, real = {}, set(), table(24), compiling.Programs.made
+    monkeypatch.setattr(layouts, "_COMPILATION", {"cpu": 0.0})  # many lengths
+
+    def made(self, *given):
+        asked.add((threading.current_thread() is threading.main_thread(), given[2].tokens.shape))
+        return real(self, *given)
+
+    monkeypatch.setattr(compiling.Programs, "made", made)
+    for ahead in (False, True):
+        monkeypatch.setattr(compiling, "compiles_ahead", lambda device, ahead=ahead: ahead)
+        out, config = tmp_path / str(ahead), {"save_strategy": "steps", "save_steps": 4}
+        whole = make(trl_jax, folder, out, train=rows, config=config)
+        whole.train()
+        rest = make(trl_jax, folder, out, train=rows, config=config)
+        rest.train(resume_from_checkpoint=str(out / "checkpoint-4"))
+        for run in (whole, rest):
+            found.setdefault(ahead, []).append(steps_of(run.state.log_history))
+    assert found[True] == found[False] and found[True][0] == found[True][1]
+    assert len(asked) >= 4 and {shape for main, shape in asked if main} == {shape for main, shape in asked if not main}
 
 
 def test_gradient_checkpointing_changes_nothing(folder, tmp_path, monkeypatch, caplog):

@@ -15,7 +15,7 @@ from trl_jax.data.streams import balanced
 LAYOUTS = ("padded", "packed", "shared")
 SURVEYED = 16_384  # pairs that are looked at, those of several epochs where there are fewer
 _EPOCHS = 8  # at most
-_EARLY = 100  # steps in which a run compiles
+EARLY = 100  # steps in which a run compiles
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Plan:
 
 def _settled(ladder: Ladder, lengths: Sequence[int]) -> Ladder:
     """Without rungs that no early step takes, so that none compiles late; the last one stays whatever."""
-    early = {ladder(int(length)) for length in lengths[:_EARLY]} | {*ladder.rungs[-1:]}
+    early = {ladder(int(length)) for length in lengths[:EARLY]} | {*ladder.rungs[-1:]}
     return Ladder(tuple(rung for rung in ladder.rungs if rung in early))
 
 

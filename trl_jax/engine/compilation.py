@@ -1,10 +1,14 @@
-"""Compiled programs: kept on disk for the next run, and counted by the shapes they are for."""
+"""Compiled programs: kept on disk for the next run, and one for each shape of a batch."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 logger = logging.getLogger(__name__)
 
+_YNN, _DOTS_ALONE = "xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
 _MOST_BYTES = 4 << 30  # the least recently used give way
 
 
@@ -31,15 +36,84 @@ def keep_compilations() -> None:
     compilation_cache.reset_cache()  # JAX asks once, and may have asked before
 
 
-def counted(step: Callable, name: str) -> Callable:
-    """The step, with a line in the log for each new shape of its batch, which is the third argument."""
-    seen = set()
+def compiler_options(device: str, several: bool) -> dict[str, Any]:
+    """What XLA does not do by itself: for a step on one "cpu", "cuda" or "tpu" device, or on several."""
+    if device == "cuda" and several:
+        return {"xla_gpu_enable_latency_hiding_scheduler": True}  # collectives run beside products; on TPUs they do
+    if device == "cpu" and _YNN not in os.environ.get("XLA_FLAGS", "") and _takes_dots_alone():
+        return {_YNN: _DOTS_ALONE}
+    return {}
 
-    def run(params: Any, opt_state: Any, batch: Any, *others: Any) -> Any:
-        shapes = tuple(leaf.shape for leaf in jax.tree.leaves(batch))
-        if shapes not in seen:
-            seen.add(shapes)
-            logger.info("%s compiles for shape %d: tokens %s.", name, len(seen), "x".join(map(str, shapes[0])))
-        return step(params, opt_state, batch, *others)
 
-    return run
+@functools.cache
+def _takes_dots_alone() -> bool:
+    """Whether this XLA can be told. Sums, too, go to YNNPACK in jaxlib 0.10, a sixth of a long step slower."""
+    try:
+        jax.jit(lambda: 0, compiler_options={_YNN: _DOTS_ALONE}).lower().compile()
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
+class Programs:
+    """A step's program for each shape of its batch, which is the third argument; the log has a line for each.
+
+    `compiled` makes one of what the step would be given. Threads may ask: each program is made once, by the first.
+    """
+
+    def __init__(self, compiled: Callable[..., Callable], name: str):
+        self._compiled, self._name = compiled, name
+        self._made: dict[tuple, Future] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, *given: Any) -> Any:
+        return self.made(*given).result()(*given)
+
+    def made(self, *given: Any) -> Future:
+        """The program for what has these shapes: made here, unless another thread has it or is at it."""
+        shapes = shapes_of(given[2])
+        with self._lock:
+            found = self._made.get(shapes)
+            if found is not None:
+                return found
+            made = self._made[shapes] = Future()
+            logger.info("%s compiles for shape %d: tokens %s.", self._name, len(self._made), _times(shapes[0]))
+        try:
+            made.set_result(self._compiled(*given))
+        except BaseException as error:  # for whoever asks for it
+            made.set_exception(error)
+        return made
+
+
+def shapes_of(batch: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(leaf.shape for leaf in jax.tree.leaves(batch))
+
+
+def _times(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
+
+
+@contextlib.contextmanager
+def ahead(make: Callable[[Any], Any], batches: Iterable[Any], most: int = 4) -> Iterator[None]:
+    """Meanwhile threads, `most` of them, `make` what the first of `batches` of each shape needs, in their order.
+
+    For a device that computes while the host compiles. What a thread has begun when this ends it still finishes.
+    """
+    pool = ThreadPoolExecutor(most, thread_name_prefix="trl_jax-compile")
+    over = threading.Event()
+
+    def walk() -> None:
+        seen = set()
+        for batch in batches:
+            if over.is_set():
+                return
+            if (shapes := shapes_of(batch)) not in seen:
+                seen.add(shapes)
+                pool.submit(make, batch)
+
+    pool.submit(walk)
+    try:
+        yield
+    finally:
+        over.set()
+        pool.shutdown(wait=False, cancel_futures=True)

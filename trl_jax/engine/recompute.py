@@ -18,35 +18,24 @@ logger = logging.getLogger(__name__)
 _SHARE = 0.95  # of an accelerator's memory; what lies in it is never without gaps
 
 
-class Fitting:
-    """A step in versions that give the same values, the quickest first; a shape of batch gets the first that fits.
+def fitting(steps: Sequence[Callable], room: int, *given: Any) -> Any:
+    """The first of a step's versions that fits, compiled for what it is `given`, arrays or their shapes.
 
-    `steps` are jitted, each smaller and slower than the one before it. `room` is what a device has for a program and
-    all that the program is given, in bytes; 0 where nobody knows, and then it is the smallest.
+    `steps` are jitted and give the same values; each is smaller and slower than the one before it. `room` is what a
+    device has for a program and all that the program is given, in bytes; 0 where nobody knows, and then it is the
+    smallest.
     """
-
-    def __init__(self, steps: Sequence[Callable], room: int):
-        self._steps, self._room = list(steps), room
-        self._programs: dict[tuple, Any] = {}
-
-    def __call__(self, params: Any, opt_state: Any, batch: Any, *others: Any) -> Any:
-        shapes = tuple(leaf.shape for leaf in jax.tree.leaves(batch))
-        if shapes not in self._programs:
-            self._programs[shapes] = self._fitting(params, opt_state, batch, *others)
-        return self._programs[shapes](params, opt_state, batch, *others)
-
-    def _fitting(self, *given: Any) -> Any:
-        for step in self._steps[:-1] if self._room else ():
-            program, needed = _compiled(step, *given)
-            if program is not None and needed <= self._room:
-                return program
-            logger.info(
-                "gradient_checkpointing: whole layers are computed twice; to keep their matrix products would take "
-                "%s of the %.2f GB there are.",
-                "more" if needed is None else f"{needed / 1e9:.2f}",
-                self._room / 1e9,
-            )
-        return self._steps[-1].lower(*given).compile()
+    for step in steps[:-1] if room else ():
+        program, needed = _compiled(step, *given)
+        if program is not None and needed <= room:
+            return program
+        logger.info(
+            "gradient_checkpointing: whole layers are computed twice; to keep their matrix products would take "
+            "%s of the %.2f GB there are.",
+            "more" if needed is None else f"{needed / 1e9:.2f}",
+            room / 1e9,
+        )
+    return steps[-1].lower(*given).compile()
 
 
 def _compiled(step: Callable, *given: Any) -> tuple[Any, int | None]:

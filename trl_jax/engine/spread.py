@@ -66,12 +66,6 @@ class Spread:
         division, shapes = self.division, self._trained
         return division.params(shapes), division.state(state, shapes), division.whole
 
-    @property
-    def compiler_options(self) -> dict[str, Any] | None:
-        """So that collectives run beside products: XLA does so by itself for TPUs, for GPUs it waits to be told."""
-        on_gpu = self.division.mesh.devices.flat[0].platform == "gpu"
-        return {"xla_gpu_enable_latency_hiding_scheduler": True} if on_gpu else None
-
     def scores(self, score: Callable) -> Callable:
         """`score(params, batch)` with the arrays of one pass a shard, `[shards, ...]`; results `[shards, ...]`."""
 

@@ -18,7 +18,9 @@ NOTHING: Params = {}
 Loss = Callable[[Params, Any, jax.Array | None], tuple[jax.Array, dict[str, jax.Array]]]
 
 
-def make_step(loss: Loss, tx: Optimizer, spread: Spread | None = None) -> Callable:
+def make_step(
+    loss: Loss, tx: Optimizer, spread: Spread | None = None, compiler_options: dict[str, Any] | None = None
+) -> Callable:
     """`step(params, opt_state, batch, learning_rate, key, frozen={}) -> (params, opt_state, metrics)`, jitted.
 
     params and opt_state are donated: the arrays passed in are gone afterwards. What is `frozen` reaches the loss
@@ -30,6 +32,7 @@ def make_step(loss: Loss, tx: Optimizer, spread: Spread | None = None) -> Callab
             its micro-batches add up to the step's.
         tx: what gradients do to parameters, and where they are taken.
         spread: how the run lies on several devices; None where there is one.
+        compiler_options: XLA's, as of jax.jit.
 
     Every leaf of `batch` has a leading axis of micro-batches, and on several devices one of shards behind it; metrics
     come back with the same axis (the two in one), beside `loss` (their sum) and `grad_norm` (before clipping).
@@ -52,10 +55,8 @@ def make_step(loss: Loss, tx: Optimizer, spread: Spread | None = None) -> Callab
         kept = partial(jax.tree.map, lambda new, old: jnp.where(good, new, old))
         return kept(optax.apply_updates(params, updates), params), kept(successor, opt_state), metrics
 
-    if spread is None:
-        return jax.jit(step, donate_argnums=(0, 1))
-    how = {"out_shardings": spread.after_step(tx), "compiler_options": spread.compiler_options}
-    return jax.jit(step, donate_argnums=(0, 1), **how)
+    where = {} if spread is None else {"out_shardings": spread.after_step(tx)}
+    return jax.jit(step, donate_argnums=(0, 1), compiler_options=compiler_options, **where)
 
 
 def _accumulate(grad, params, frozen, batch, key):

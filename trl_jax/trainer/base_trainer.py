@@ -21,7 +21,7 @@ from trl_jax.core.argument_rules import as_choice
 from trl_jax.data.order import RunLength, plan
 from trl_jax.engine.background import copied
 from trl_jax.engine.checkpoint import forget_all_but_best, sweep
-from trl_jax.engine.compilation import counted
+from trl_jax.engine.compilation import Programs, compiler_options
 from trl_jax.engine.interrupts import Interrupts
 from trl_jax.engine.lock import only_run
 from trl_jax.engine.loop import Loop
@@ -30,7 +30,7 @@ from trl_jax.engine.optim import Optimizer, decays, from_optax
 from trl_jax.engine.prefetch import Prefetched
 from trl_jax.engine.processes import barrier, check_alike, is_first, several, told_of_the_dead
 from trl_jax.engine.progress import Progress
-from trl_jax.engine.recompute import Fitting, room_of
+from trl_jax.engine.recompute import fitting, room_of
 from trl_jax.engine.resume import find
 from trl_jax.engine.step import make_step
 from trl_jax.engine.watch import PATIENCE, Watch
@@ -39,6 +39,7 @@ from trl_jax.hub.torch_objects import give_back
 from trl_jax.trainer.base_config import BaseConfig
 from trl_jax.trainer.batches import steps_of
 from trl_jax.trainer.chance import run_key
+from trl_jax.trainer.compiling import compiling_ahead
 from trl_jax.trainer.devices import describe, run_device
 from trl_jax.trainer.diagnosis import explain
 from trl_jax.trainer.evaluating import Evaluating, refuse
@@ -171,15 +172,14 @@ class BaseTrainer(Evaluating):
         self.state.compute_steps(args, run.max_steps)
         loader = self.get_train_dataloader()
         self.callback_handler.train_dataloader = loader
+        steps = steps_of(loader, "get_train_dataloader")
+        step = self._step(tx)
         loop = Loop(
             events=self._events,
-            batches=Prefetched(
-                steps_of(loader, "get_train_dataloader"),
-                None if "compute_loss" in self.overridden else self._place,
-            ),
+            batches=Prefetched(steps, None if "compute_loss" in self.overridden else self._place),
             num_epochs=run.num_epochs,
             micro_batches_per_epoch=run.micro_batches_per_epoch,
-            advance=self._advancer(tx),
+            advance=self._advancer(step, tx),
             learning_rate=self.lr_scheduler,
             report=self._report,
             evaluate=self._evaluate_on_the_way,
@@ -190,7 +190,12 @@ class BaseTrainer(Evaluating):
         )
         self.is_in_train = True
         try:
-            with self._background.settled(), told_of_the_dead(), told_of_memory(self):
+            with (
+                self._background.settled(),
+                told_of_the_dead(),
+                told_of_memory(self),
+                compiling_ahead(self, step, steps, progress),
+            ):
                 train_loss, unreported = loop.run()
         finally:
             self.is_in_train = False
@@ -217,18 +222,19 @@ class BaseTrainer(Evaluating):
 
     def compiled_step(self, tx: Any, *, remat: bool | str) -> Any:
         """A step of `train()`, jitted; arguments as of `make_step`'s. `remat`: layers are computed twice."""
-        return make_step(partial(self.loss, remat=remat), tx, self.spread)
+        options = compiler_options(self.args.device.type, several=self.division is not None)
+        return make_step(partial(self.loss, remat=remat), tx, self.spread, options)
 
     def _step(self, tx: Any) -> Any:
         """The step of `train()`, in the quickest version that fits and that the arguments allow."""
         if "compute_loss" in self.overridden:
             return HookedStep(self, tx)
         steps = [self.compiled_step(tx, remat=remat) for remat in self.args.remats]
-        return counted(steps[0] if len(steps) == 1 else Fitting(steps, room_of(run_device(self.args))), "The step")
+        room = room_of(run_device(self.args)) if len(steps) > 1 else 0
+        return Programs(partial(fitting, steps, room), "The step")
 
-    def _advancer(self, tx: Any) -> Any:
+    def _advancer(self, step: Any, tx: Any) -> Any:
         """(step batch, learning rate) -> metrics. Replaces the model's parameters by their successors."""
-        step = self._step(tx)
         if self._optimizer_state is None:
             self._optimizer_state = self._new_optimizer_state(tx)
         if self.division is not None:
