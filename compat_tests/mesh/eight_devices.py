@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 
@@ -24,6 +25,7 @@ from trl_jax.data.loader import PreferenceLoader  # noqa: E402
 from trl_jax.data.windows import Windows  # noqa: E402
 from trl_jax.engine.compilation import compiler_options  # noqa: E402
 from trl_jax.engine.mesh import Division, axes_of, make_mesh  # noqa: E402
+from trl_jax.trainer import compiling  # noqa: E402
 
 ROWS = tiny.preference_rows(5 * PAIRS, margin=True)
 MARKS = {"loss": 1e-5, "train_loss": 1e-5, "grad_norm": 2e-4}  # the others' is 2e-4
@@ -59,12 +61,22 @@ def test_the_numbers_of_one_device(model, layout, mesh, checkpoint, alone):
     assert all(gap <= MARKS.get(key, 2e-4) for key, gap in found.items() if key not in drifting), found
 
 
+@contextlib.contextmanager
+def made_before(make, batches):
+    for batch in batches:
+        make(batch)
+    yield
+
+
 ADAPTED = [("qwen3_moe", "data:2,fsdp:2,tensor:2", None, 2), ("llama", "fsdp:8", 4, 1)]
 
 
 @pytest.mark.parametrize(("model", "mesh", "bits", "pairs"), ADAPTED)
-def test_adapters_are_those_of_one_device(model, mesh, bits, pairs, checkpoint, tmp_path):
-    """A divided base, quantised or not, and adapters that every device has; those of experts, too."""
+def test_adapters_are_those_of_one_device(model, mesh, bits, pairs, checkpoint, tmp_path, monkeypatch):
+    """A divided base, quantised or not, and adapters that every device has; those of experts, too. All by programs
+    that were made beforehand, as on TPUs, of nothing but shapes."""
+    monkeypatch.setattr(compiling, "compiles_ahead", lambda device: True)
+    monkeypatch.setattr(compiling, "ahead", made_before)
 
     def run(said, size):
         config = BASE | {"per_device_train_batch_size": size, "max_steps": 2, "mesh_shape": said}

@@ -38,7 +38,6 @@ def make_step(
     come back with the same axis (the two in one), beside `loss` (their sum) and `grad_norm` (before clipping).
     """
 
-
     def of_all(params, frozen, *micro):
         return loss(frozen | params, *micro)
 
@@ -50,13 +49,35 @@ def make_step(
     def step(params, opt_state, batch, learning_rate, key, frozen=NOTHING):
         total, gradients, metrics = gradients_of(tx.point(params, opt_state), frozen, batch, key)
         metrics |= {"loss": total, "grad_norm": optax.global_norm(gradients)}
-        updates, successor = tx.update(gradients, opt_state, params, learning_rate=learning_rate)
         good = jnp.isfinite(total) & jnp.isfinite(metrics["grad_norm"])
-        kept = partial(jax.tree.map, lambda new, old: jnp.where(good, new, old))
-        return kept(optax.apply_updates(params, updates), params), kept(successor, opt_state), metrics
+        return *updated(tx, good, params, opt_state, gradients, learning_rate), metrics
 
     where = {} if spread is None else {"out_shardings": spread.after_step(tx)}
     return jax.jit(step, donate_argnums=(0, 1), compiler_options=compiler_options, **where)
+
+
+def updated(
+    tx: Optimizer, good: jax.Array, params: Params, opt_state: Any, gradients: Params, learning_rate: jax.Array
+) -> tuple[Params, Any]:
+    """The successors of params and state where the step is `good`; else both as they are.
+
+    Both ways give the same. XLA for CPUs copies moments that are selected, which is as much memory again, but not those
+    in a branch; a GPU would have its host wait for a branch.
+    """
+
+    def new(params, state, gradients):
+        updates, successor = tx.update(gradients, state, params, learning_rate=learning_rate)
+        return optax.apply_updates(params, updates), successor
+
+    def old(params, state, gradients):
+        return params, state
+
+    def selected(params, state, gradients):
+        pairs = new(params, state, gradients), (params, state)
+        return jax.tree.map(lambda one, other: jnp.where(good, one, other), *pairs)
+
+    branch = partial(jax.lax.cond, good, new, old)
+    return jax.lax.platform_dependent(params, opt_state, gradients, cpu=branch, default=selected)
 
 
 def _accumulate(grad, params, frozen, batch, key):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from trl_jax.engine.step import updated
 from trl_jax.trainer.hooks import BoundModel, inputs_of, loss_of, torch_explained
 
 
@@ -50,10 +51,8 @@ def _training_loss(trainer: Any, params: dict, frozen: dict, inputs: dict, key: 
 def _apply(tx: Any, params: dict, opt_state: Any, gradients: dict, total: Any, learning_rate: Any) -> tuple:
     """As `engine.step`: where loss or gradient is no number, everything stays as it was."""
     norm = optax.global_norm(gradients)
-    updates, successor = tx.update(gradients, opt_state, params, learning_rate=learning_rate)
     good = jnp.isfinite(total) & jnp.isfinite(norm)
-    kept = partial(jax.tree.map, lambda new, old: jnp.where(good, new, old))
-    return kept(optax.apply_updates(params, updates), params), kept(successor, opt_state), norm
+    return *updated(tx, good, params, opt_state, gradients, learning_rate), norm
 
 
 class HookedEvaluation:
