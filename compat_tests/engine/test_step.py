@@ -150,3 +150,17 @@ def test_what_is_frozen_stays_and_has_no_moments(step):
     assert set(moved) == {"w"} and len(jax.tree.leaves(state)) == len(jax.tree.leaves(optimizer().init(moved)))
     assert np.allclose(moved["w"] + base, alone["w"], atol=1e-6) and not base.is_deleted()
     assert np.allclose(metrics["grad_norm"], expected["grad_norm"], rtol=1e-5)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="XLA for other devices counts otherwise")
+def test_moments_are_updated_in_place():
+    """Besides what it is given, a step needs the gradient, here as large as the weights, and not the moments again."""
+    tx, size = adamw(b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.1, decayed={"w": True}, max_grad_norm=1.0), 512
+
+    def of_many(params, batch, key):
+        return jnp.sum(jnp.tanh(batch["x"] @ params["w"])), {}
+
+    start = {"w": jnp.ones((size, size))}
+    many = {"x": np.ones((1, 4, size), np.float32)}
+    step = make_step(of_many, tx).lower(start, tx.init(start), many, RATE, None).compile()
+    assert step.memory_analysis().temp_size_in_bytes < 1.5 * start["w"].nbytes

@@ -265,7 +265,7 @@ def test_one_program_a_shape(folder, tmp_path, caplog):
 def test_programs_made_beside_the_steps_are_those_of_the_steps(folder, tmp_path, monkeypatch):
     """As on a TPU, whose host has the time: the same numbers, whoever made a program, from a checkpoint on, too."""
     found, asked, rows, real = {}, set(), table(24), compiling.Programs.made
-    monkeypatch.setattr(layouts, "_COMPILATION", {"cpu": 0.0})  # many lengths
+    monkeypatch.setattr(layouts, "_ON_CPUS", 0.0)  # many lengths
 
     def made(self, *given):
         asked.add((threading.current_thread() is threading.main_thread(), given[2].tokens.shape))

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 # What a device could compute in the seconds that its compiler takes for a step, in FLOPs: 4 s of a CPU's, 20 s of what
 # a large model attains of an accelerator's. Compilations that go on beside steps (on TPUs) still take their time.
-_COMPILATION = {"cpu": 2e11, "cuda": 2e15, "tpu": 2e15}
+_ON_CPUS, _ON_ACCELERATORS = 2e11, 2e15
 
 
 def exact_layout(args: RewardConfig, engine: Engine) -> tuple[str, str]:
@@ -68,13 +68,14 @@ def plan(
         logger.info("Layout %s: how much it saves on a stream of rows is not known beforehand.", layout)
         return Plan(layout)
     seed, shuffled = args.seed if args.data_seed is None else args.data_seed, args.train_sampling_strategy == "random"
+    compilation = _ON_CPUS if args.device.type == "cpu" else _ON_ACCELERATORS
     found = plan_layout(
         dataset,
         lambda epoch: epoch_order(len(dataset), seed=seed, epoch=epoch, shuffle=shuffled),
         layout,
         batch_size=batch_size,
         accumulation=args.gradient_accumulation_steps * shards,  # as many streams
-        rung_cost=int(_COMPILATION[args.device.type] / (6 * max(parameters, 1))),
+        rung_cost=int(compilation / (6 * max(parameters, 1))),
         run_steps=steps,
     )
     logger.info("%s", line(found))
