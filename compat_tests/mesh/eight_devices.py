@@ -68,29 +68,36 @@ def made_before(make, batches):
     yield
 
 
-ADAPTED = [("qwen3_moe", "data:2,fsdp:2,tensor:2", None, 2), ("llama", "fsdp:8", 4, 1)]
+DIVIDED = {"fsdp": "full_shard", "fsdp_config": {"min_num_params": 1}}
+FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}
+ADAPTED = [
+    ("qwen3_moe", {"mesh_shape": "data:2,fsdp:2,tensor:2"}, None, 2),
+    ("llama", DIVIDED, FOUR_BITS, 1),
+    ("llama", DIVIDED, {"load_in_8bit": True}, 1),
+]
 
 
-@pytest.mark.parametrize(("model", "mesh", "bits", "pairs"), ADAPTED)
-def test_adapters_are_those_of_one_device(model, mesh, bits, pairs, checkpoint, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("model", "said", "bits", "pairs"), ADAPTED, ids=["experts", "4 bits", "8 bits"])
+def test_adapters_are_those_of_one_device(model, said, bits, pairs, checkpoint, tmp_path, monkeypatch):
     """A divided base, quantised or not, and adapters that every device has; those of experts, too. All by programs
     that were made beforehand, as on TPUs, of nothing but shapes."""
     monkeypatch.setattr(compiling, "compiles_ahead", lambda device: True)
     monkeypatch.setattr(compiling, "ahead", made_before)
 
     def run(said, size):
-        config = BASE | {"per_device_train_batch_size": size, "max_steps": 2, "mesh_shape": said}
+        config = BASE | {"per_device_train_batch_size": size, "max_steps": 2} | said
         built = RewardTrainer(
-            str(checkpoint(model)), RewardConfig(str(tmp_path / said.replace(":", "")), **config),
+            str(checkpoint(model)), RewardConfig(str(tmp_path / str(size)), **config),
             train_dataset=Dataset.from_list(ROWS), peft_config=LoraConfig(r=4, target_modules="all-linear"),
-            quantization_config=None if bits is None else BitsAndBytesConfig(load_in_4bit=True),
+            quantization_config=None if bits is None else BitsAndBytesConfig(**bits),
         )  # fmt: skip
         built.train()
         return built
 
-    ours, alone = run(mesh, pairs), run("data:1", 8)
+    ours, alone = run(said, pairs), run({"mesh_shape": "data:1"}, 8)
     held = ours.model.frozen
-    assert any(array.addressable_shards[0].data.size < array.size for array in held.values())
+    parts = {path for path, array in held.items() if array.addressable_shards[0].data.size < array.size}
+    assert parts and parts >= {path for path in held if path.endswith((".codes", ".scales"))}
     for found, wanted in zip(ours.state.log_history, alone.state.log_history, strict=True):
         for key in found.keys() & MARKS.keys():
             assert abs(found[key] - wanted[key]) <= MARKS[key], key

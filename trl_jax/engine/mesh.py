@@ -37,6 +37,7 @@ RULES = {
 # The end of a parameter's path -> what its axes count, without that of the layers. Vectors and norms stay whole.
 _LAYERS = re.compile(r"^(decoder|encoder)\.layers\.")
 _NORM = re.compile(r"(^|\.|_)norm\.")
+_BITS = re.compile(r"\.(codes|scales)$")  # of few bits, for a weight: a matrix, or its numbers end to end
 _COUNTED = (
     (r"attention\.(distance_)?q\.weight", ("heads", "embed")),
     (r"attention\.(distance_k|k|v)\.weight", ("kv", "embed")),
@@ -55,6 +56,7 @@ _COUNTED = (
 def axes_of(path: str, ndim: int) -> tuple[str, ...]:
     """What each axis of the parameter at this path counts; "" where the rules say nothing."""
     layers = ("layers",) if _LAYERS.search(path) else ()
+    path = path.removesuffix(".codes")
     for pattern, axes in _COUNTED:
         if re.search(f"{pattern}$", path) and len(layers + axes) == ndim:
             return layers + axes
@@ -102,7 +104,8 @@ class Division:
     def spec(self, path: str, shape: Sequence[int], fsdp: str = "fsdp") -> PartitionSpec:
         """Over which axis of the mesh each axis of a parameter is divided; `fsdp` names the one that `embed` is."""
         axes = axes_of(path, len(shape))
-        if len([axis for axis in axes if axis != "layers"]) < 2 or self._small(axes, shape) or _NORM.search(path):
+        vector = len([axis for axis in axes if axis != "layers"]) < 2 and not _BITS.search(path)
+        if vector or self._small(axes, shape) or _NORM.search(path):
             return PartitionSpec()
         places: list[str | None] = [None] * len(shape)
         for at, axis in enumerate(axes):
