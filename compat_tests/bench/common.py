@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import importlib.util
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -102,6 +104,22 @@ def build_tokenizer(folder: Path, texts: Iterable[str], vocab_size: int) -> None
         ),
     )
     PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=PAD, eos_token=EOS).save_pretrained(folder)
+
+
+class NoTorch:
+    """Among the finders of modules, says that there is none."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError("torch is hidden, as where it is not installed.", name=name)
+
+
+def hide_torch() -> None:
+    """As where it is not installed: where it is, transformers imports it."""
+    find = importlib.util.find_spec
+    importlib.util.find_spec = lambda name, package=None: None if name == "torch" else find(name, package)
+    sys.meta_path.insert(0, NoTorch())
 
 
 def build_llama(folder: Path, *, layers: int, width: int, vocab_size: int, dtype: str = "float32") -> None:

@@ -32,14 +32,15 @@ def main() -> None:
 def measured(folder: Path, family: str, name: str, dtype: str) -> dict:
     """Gaps of a variant: in loss relative to it, in gradients relative to the largest of a tensor's."""
     from compat_tests.models import variants
-    from compat_tests.models.test_layouts import apart
+    from compat_tests.models.test_layouts import STREAMS, apart
     from trl_jax import AutoModelForSequenceClassification
 
     folder.mkdir()
     model = AutoModelForSequenceClassification.from_pretrained(variants.build(folder, family, name))
-    packed, shared = apart(model, dtype=dtype)
-    figures = zip(("packed loss", "packed gradient", "shared loss", "shared gradient"), (*packed, *shared), strict=True)
-    return {"variant": f"{family} {name}", **{key: float(value) for key, value in figures}}
+    found = {"variant": f"{family} {name}"}
+    for layout, (loss, gradient) in zip(STREAMS, apart(model, dtype=dtype), strict=True):
+        found |= {f"{layout} loss": float(loss), f"{layout} gradient": float(gradient)}
+    return found
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ would import for 0.35 GB and nobody needs. Run it on an idle machine:
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import resource
@@ -42,26 +41,12 @@ def build(folder: Path, width: int, layers: int) -> None:
     model.save_pretrained(folder)
 
 
-class NoTorch:
-    """Among the finders of modules, says that there is none."""
-
-    @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> None:
-        if name.partition(".")[0] == "torch":
-            raise ModuleNotFoundError("torch is hidden, as where it is not installed.", name=name)
-
-
-def hide_torch() -> None:
-    """As where it is not installed."""
-    find = importlib.util.find_spec
-    importlib.util.find_spec = lambda name, package=None: None if name == "torch" else find(name, package)
-    sys.meta_path.insert(0, NoTorch())
-
-
 def one(side: str, mode: str, folder: str, steps: int, tokens: int) -> dict[str, float]:
     """Seconds a step (the median, without the first two) and the most memory the process held, in GB."""
     if side == "trl_jax":
-        hide_torch()
+        from compat_tests.bench import common
+
+        common.hide_torch()
     from datasets import Dataset
     from transformers import TrainerCallback
 

@@ -2,6 +2,7 @@
 
 Every arm trains the same model on the same pairs in the same order, each epoch alike. In the first epoch
 every shape compiles: the warm-up. After it, each segment of a few steps is timed in one arm after the other.
+trl_jax finds no torch, which it does not need and transformers imports where it is installed.
 TRL tuned has no gradient checkpointing and its pairs grouped by length, so its steps are of other pairs.
 "cold" and "warm" are seconds from a process's start to the end of its first step, without and with what an
 earlier run compiled.

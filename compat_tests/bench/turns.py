@@ -26,7 +26,7 @@ def take(pipe: Connection, side: str, model: Path, rows: dict, config: dict, seg
     Through the pipe: facts; then, for each "go" received, the seconds of a segment; then closing facts.
     """
     start = time.perf_counter()
-    package = importlib.import_module(side)
+    package = _package(side)
     compiling = _count_compilation() if side == "trl_jax" else []
     trainer = package.RewardTrainer(
         model=str(model),
@@ -55,11 +55,17 @@ def first_step(side: str, model: Path, rows: dict, config: dict, cache: str) -> 
     import os
 
     os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
-    package = importlib.import_module(side)
+    package = _package(side)
     args = package.RewardConfig(**config)
     trainer = package.RewardTrainer(model=str(model), args=args, train_dataset=dataset(model, config, **rows))
     _silence(trainer)
     trainer.train()
+
+
+def _package(side: str) -> Any:
+    if side == "trl_jax":
+        common.hide_torch()
+    return importlib.import_module(side)
 
 
 def dataset(

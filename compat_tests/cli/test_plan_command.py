@@ -53,7 +53,7 @@ def test_rows_of_a_file_tell_the_lengths(checkpoint, capsys, tmp_path):
     rows = tmp_path / "pairs.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in preference_rows(12)))
     flags = f"--model_name_or_path {checkpoint()} --topology h100:1 --dataset_name {rows}"
-    assert main(["plan", *flags.split(), "--per_device_train_batch_size", "4"]) == 0
+    assert main(["plan", *flags.split(), "--per_device_train_batch_size", "4", "--batch_layout", "padded"]) == 0
     told = capsys.readouterr().out
     assert "Lengths of steps: 32" in told or "Lengths of steps: 64" in told
     assert "(x" in told and "It fits by arithmetic alone" in told
@@ -89,7 +89,7 @@ def test_every_argument_has_a_part_in_a_plan_or_is_told_to_have_none(checkpoint,
 def test_what_a_plan_does_not_look_at_is_named(checkpoint, capsys):
     flags = f"--model_name_or_path {checkpoint()} --topology h100:1 --max_length 64 --push_to_hub --save_steps 7"
     flags += " --eval_strategy steps --eval_steps 5 --resume_from_checkpoint somewhere --use_peft --load_in_4bit"
-    assert main(["plan", *flags.split()]) == 0
+    assert main(["plan", *flags.split(), "--batch_layout", "padded"]) == 0
     told = capsys.readouterr()
     named = "--eval_steps, --push_to_hub, --resume_from_checkpoint, --save_steps"
     assert f"A plan is of a step and of a pass of evaluation; no part in it have {named}." in told.err

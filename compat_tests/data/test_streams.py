@@ -12,7 +12,7 @@ from trl_jax.core.stream import BLOCK
 from trl_jax.data.layout import scored_token
 from trl_jax.data.order import epoch_order
 from trl_jax.data.plan import Ladder, fitted, plan_layout, survey
-from trl_jax.data.streams import balanced, place, shared_tokens, stream_pairs
+from trl_jax.data.streams import Rows, balanced, place, shared_tokens, stream_pairs
 
 PAD = 7
 ids = st.lists(st.integers(0, 9), min_size=1, max_size=12)
@@ -30,11 +30,11 @@ steps = st.integers(1, 4).flatmap(
 layouts = pytest.mark.parametrize("share", [False, True], ids=["packed", "shared"])
 
 
-def laid_out(groups, pairs, count, share, streams=2):
+def laid_out(groups, pairs, count, share, streams=2, rows=None):
     placed = place(groups, pairs=pairs, share=share)
     into = balanced([pair.tokens for pair in placed], streams)
     facts = {"pairs": pairs, "count": count, "streams": streams, "pad_token_id": PAD, "rung": Ladder(), "share": share}
-    return stream_pairs(placed, into, **facts), placed, into
+    return stream_pairs(placed, into, rows=rows, **facts), placed, into
 
 
 def what_is_seen(batch, stream, place):
@@ -85,6 +85,31 @@ def test_every_token_sees_its_own_text_up_to_itself_and_nothing_else(share, step
     for own, filled in enumerate(found):
         assert (batch.tokens[own, 0, filled:] == PAD).all()
         assert all(not what_is_seen(batch, own, at) for at in range(filled, batch.tokens.shape[2]))
+
+
+@layouts
+@settings(deadline=None, max_examples=60)
+@given(steps)
+def test_texts_stand_as_rows_too(share, step):
+    """Token by token, and back: what two texts begin with is in both of their rows."""
+    pairs, groups = step
+    batch, placed, into = laid_out(groups, pairs, len(groups), share, rows=Rows(sum(map(len, groups)), lambda n: n + 3))
+    places, back = (leaf[:, 0] for leaf in batch.stream.texts)
+    longest, found = max(pair.longest for pair in placed), [0] * len(batch.tokens)
+    assert places.shape[2] == longest + 3
+    reached = np.zeros(back.shape, bool)
+    for pair, own in zip(placed, into, strict=True):
+        for ids in (pair.row["chosen_ids"], pair.row["rejected_ids"]):
+            row, number = places[own, found[own]], found[own]
+            row, behind = np.split(row, [len(ids)])
+            assert batch.tokens[own, 0, row].tolist() == ids and (behind == back.shape[2]).all()
+            assert batch.positions[own, 0, row].tolist() == list(range(len(ids)))
+            for at, place_ in enumerate(row):
+                side = back[own, :, place_].tolist().index(number * places.shape[2] + at)
+                reached[own, side, place_] = True
+            found[own] += 1
+    assert all((places[own, count:] == back.shape[2]).all() for own, count in enumerate(found))
+    assert (back[~reached] == places[0].size).all()
 
 
 @settings(deadline=None, max_examples=60)

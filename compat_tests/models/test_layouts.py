@@ -14,11 +14,12 @@ from compat_tests.models import encoders
 from compat_tests.models.families import VARIANTS
 from trl_jax import AutoModelForSequenceClassification, RewardTrainer
 from trl_jax.data.layout import pad_pairs
-from trl_jax.data.streams import balanced, place, stream_pairs
+from trl_jax.data.streams import Rows, balanced, place, stream_pairs
 from trl_jax.losses.pairwise import pairwise_loss
 
 QUICKLY = {"xla_backend_optimization_level": 0}
 PAIRS, COUNT, PAD = 3, 3, 0
+STREAMS = ("packed", "shared", "shared rows")  # rows: attention text by text, as on GPUs
 # Of each family the variant that strays furthest, and those in which layouts could go wrong in a way of their own.
 CASES = [("llama", "yarn"), ("qwen2", "layer_types"), ("qwen3", "attention_bias")]
 CASES += [(family, list(own)[-1]) for family, own in VARIANTS.items()]
@@ -54,9 +55,10 @@ def batches(layout):
     facts = {"pairs": PAIRS, "count": COUNT, "pad_token_id": PAD}
     if layout == "padded":
         return pad_pairs(step(), pad_to_multiple_of=48, **facts)
-    placed = place(step(), pairs=PAIRS, share=layout == "shared")
+    share, rows = layout.startswith("shared"), Rows(7, lambda longest: 64) if layout.endswith("rows") else None
+    placed = place(step(), pairs=PAIRS, share=share)
     into = balanced([pair.tokens for pair in placed], COUNT)
-    return stream_pairs(placed, into, streams=COUNT, rung=lambda tokens: 128, share=layout == "shared", **facts)
+    return stream_pairs(placed, into, streams=COUNT, rung=lambda tokens: 128, share=share, rows=rows, **facts)
 
 
 def of_step(model, layout, *, gradients=False, dtype="float32"):
@@ -83,7 +85,7 @@ def test_the_loss_is_the_same_in_every_layout(family, name, built):
         assert abs(of_step(model, layout) - wanted) <= 1e-6 * max(1, wanted), layout
 
 
-def apart(model, layouts=("packed", "shared"), dtype="float32"):
+def apart(model, layouts=STREAMS, dtype="float32"):
     """How far streams are from padded rows: in loss, and the worst gradient in parts of its own scale.
 
     Where the exact gradient is zero both are rounding noise: scales end at a hundredth of the largest.
@@ -110,8 +112,8 @@ def test_encoders_pack(family, name, tmp_path):
     """First token and mean of the text, windows to both sides, positions that skip pads within a text."""
     model = AutoModelForSequenceClassification.from_pretrained(encoders.build(tmp_path, family, name))
     assert model.engine.takes_streams and not model.engine.causal
-    ((loss, gradient),) = apart(model, ["packed"])
-    assert loss <= 1e-6 and gradient <= 1e-5
+    for loss, gradient in apart(model, ["packed", "packed rows"]):
+        assert loss <= 1e-6 and gradient <= 1e-5
 
 
 def test_encoders_that_read_neighbours_do_not(tmp_path):

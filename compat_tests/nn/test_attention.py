@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from trl_jax.core.stream import Stream, Texts
 from trl_jax.nn import cudnn
-from trl_jax.nn.attention import Dropout, attend
+from trl_jax.nn.attention import Dropout, attend, attend_texts
 
 QUICKLY = {"xla_backend_optimization_level": 0}
 
@@ -113,6 +114,21 @@ def test_gpus_get_cudnns_kernels(hopper, length, channels):
     assert "fmhaSoftmax(" in program and "fmhaSoftmaxBackward(" in program and '"CAUSAL' in program.replace("\\22", '"')
 
 
+def test_gpus_read_a_stream_s_texts_as_rows(hopper):
+    """Up to where each ends, by gathers both ways: sums of scattered numbers come in any order."""
+    shapes = [jax.ShapeDtypeStruct((1, 640, heads, 64), jnp.bfloat16) for heads in (4, 2, 2)]
+    tokens, of_texts = (jax.ShapeDtypeStruct((1, *size), jnp.int32) for size in ((640,), (6, 128)))
+    stream = Stream(*[tokens] * 4, Texts(of_texts, jax.ShapeDtypeStruct((1, 2, 640), jnp.int32)))
+
+    def total(q, k, v, stream):
+        return attend_texts(q, k, v, stream, scale=0.5).astype(jnp.float32).sum()
+
+    traced = jax.jit(jax.grad(total, argnums=(0, 1, 2))).trace(*shapes, stream)
+    program = traced.lower(lowering_platforms=("cuda",)).as_text().replace("\\22", '"')
+    assert "fmhaSoftmax(" in program and "fmhaSoftmaxBackward(" in program and '"PADDING_CAUSAL"' in program
+    assert "stablehlo.gather" in program and "scatter" not in program
+
+
 @pytest.mark.parametrize(
     "how", [{"softcap": 5.0}, {"window": jnp.int32(9)}, {"causal": False}, {"valid": jnp.ones((2, 64), bool)}], ids=str
 )
@@ -129,3 +145,5 @@ def test_the_kernel_is_told_the_formula(monkeypatch):
     seen = np.tril(np.ones((2, 40, 40), bool))
     for scale in (0.3, jnp.float32(0.3)):
         np.testing.assert_allclose(cudnn.attend_cudnn(q, k, v, scale=scale), formula(q, k, v, 0.3, seen), atol=2e-6)
+    found = cudnn.attend_cudnn(q, k, v, scale=0.3, lengths=jnp.asarray([40, 17], jnp.int32))
+    np.testing.assert_allclose(found[1, :17], formula(q, k, v, 0.3, seen)[1, :17], atol=2e-6)

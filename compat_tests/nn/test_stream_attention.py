@@ -11,10 +11,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from trl_jax.core.chips import topology
-from trl_jax.core.stream import BLOCK, Stream
+from trl_jax.core.stream import BLOCK, Stream, Texts
 from trl_jax.engine.ahead import devices
 from trl_jax.engine.mesh import make_mesh
 from trl_jax.nn import splash, stream_attention
+from trl_jax.nn.attention import attend_texts
 from trl_jax.nn.stream_attention import attend_stream
 
 
@@ -42,6 +43,28 @@ def drawn(seed, length, rows=1, longest=150):
             who[row, at : behind[-1] + 1, 1] = [1] * chosen + [0] * shared + [2] * rejected
             at, pair = branch + rejected, pair + 1
     return Stream(first, end, np.zeros_like(first), begin), positions, who
+
+
+def as_rows(positions, who, length):
+    """The texts of what was drawn, as rows of this length; the last has none."""
+    found = [
+        [
+            at[np.argsort(positions[row][at])]
+            for pair in range(who[row, :, 0].max() + 1)
+            for side in (1, 2)
+            if len(at := np.flatnonzero((who[row, :, 0] == pair) & np.isin(who[row, :, 1], (0, side))))
+        ]
+        for row in range(len(who))
+    ]
+    count, total = max(map(len, found)) + 1, who.shape[1]
+    places = np.full((len(who), count, length), total, np.int32)
+    rows = np.full((len(who), 2, total), count * length, np.int32)
+    for row, texts in enumerate(found):
+        for number, at in enumerate(texts):
+            places[row, number, : len(at)], own = at, number * length + np.arange(len(at), dtype=np.int32)
+            taken = rows[row, 0, at] < count * length
+            rows[row, 0, at[~taken]], rows[row, 1, at[taken]] = own[~taken], own[taken]
+    return Texts(places, rows)
 
 
 def formula(q, k, v, who, positions, scale, softcap, window):
@@ -75,7 +98,7 @@ def both(stream, positions, who, arrays, how):
     stream = jax.tree.map(jnp.asarray, stream)
 
     def ours(*qkv):
-        out = attend_stream(*qkv, stream, **how)
+        out = attend_texts(*qkv, stream, **how)
         return jnp.sum(out * weight.astype(np.float32)), out
 
     def theirs(*qkv):
@@ -102,9 +125,9 @@ CASES = [(name, (4, 2), 2, 3 * BLOCK) for name in FACTS]
 CASES += [("plain", (4, 4), 1, BLOCK), ("plain", (3, 1), 1, 5 * BLOCK)]
 
 
-@pytest.fixture(params=["blocks", "splash"])
+@pytest.fixture(params=["blocks", "splash", "rows"])
 def kernel(request, monkeypatch):
-    """Each of the kernels; those of accelerators are interpreted here."""
+    """Each of the kernels; those of accelerators are interpreted here, or computed by XLA."""
     if request.param == "splash":
         monkeypatch.setattr(stream_attention, "platform", lambda: "tpu")
         monkeypatch.setattr(splash, "BLOCK", 128)  # several, so that some are skipped
@@ -113,8 +136,10 @@ def kernel(request, monkeypatch):
 
 @pytest.mark.parametrize(("name", "heads", "rows", "length"), CASES)
 def test_the_formula(name, heads, rows, length, kernel):
-    layout = drawn(length, length, rows)
-    found, wanted = both(*layout, inputs(rows, length, *heads), FACTS[name])
+    stream, positions, who = drawn(length, length, rows)
+    if kernel == "rows":
+        stream = stream._replace(texts=as_rows(positions, who, 320))
+    found, wanted = both(stream, positions, who, inputs(rows, length, *heads), FACTS[name])
     for mine, exact in zip(found, wanted, strict=True):
         np.testing.assert_allclose(mine, exact, atol=3e-6 * np.abs(exact).max())
 
@@ -122,9 +147,11 @@ def test_the_formula(name, heads, rows, length, kernel):
 def test_what_only_fills_gets_and_gives_nothing(kernel):
     length = 2 * BLOCK
     stream, positions, _ = drawn(0, length)
-    nothing = Stream(*(np.full_like(stream.first, length) for _ in stream))
+    nothing = Stream(*[np.full_like(stream.first, length)] * 4)
     arrays = inputs(1, length, 4, 2)
     who = np.full((1, length, 2), -1)
+    if kernel == "rows":
+        nothing = nothing._replace(texts=as_rows(positions, who, 64))
     found, _ = both(nothing, positions, who, arrays, FACTS["plain"])
     for mine in found:
         np.testing.assert_array_equal(mine, 0)
@@ -133,14 +160,16 @@ def test_what_only_fills_gets_and_gives_nothing(kernel):
 def test_blocks_that_nobody_sees_are_not_computed(kernel):
     """A NaN there would else spread: zero times NaN."""
     length = 8 * BLOCK  # four of the tests' splash attention
-    stream, _, who = drawn(3, length, longest=20)
+    stream, positions, who = drawn(3, length, longest=20)
+    if kernel == "rows":
+        stream = stream._replace(texts=as_rows(positions, who, 64))
     q, k, v, _ = (jnp.asarray(x, jnp.float32) for x in inputs(1, length, 2, 2))
-    wanted = attend_stream(q, k, v, stream, scale=0.4)
+    wanted = attend_texts(q, k, v, stream, scale=0.4)
     others = who[0, :, 0] >= who[0, 4 * BLOCK, 0]
     first = int(np.argmax(others))
     assert 0 < first <= 4 * BLOCK
     k, v = (x.at[:, 6 * BLOCK :].set(jnp.nan) for x in (k, v))
-    found = attend_stream(q, k, v, stream, scale=0.4)
+    found = attend_texts(q, k, v, stream, scale=0.4)
     np.testing.assert_array_equal(found[:, :first], wanted[:, :first])
 
 

@@ -12,6 +12,7 @@ from datasets import Dataset
 import trl_jax
 from compat_tests.parity.marks import timeless
 from compat_tests.trainer.trainers import FACTS, make, stream, table
+from trl_jax.data.plan import Ladder, Plan
 from trl_jax.trainer import layouts
 
 CAUSAL = SimpleNamespace(takes_streams=True, drops_out=False, causal=True, windowed=False)
@@ -42,7 +43,8 @@ def asked(layout="auto", device="cpu", **more):
         (asked(disable_dropout=False), DROPS, "padded", "disable_dropout=False"),
         (asked(neftune_noise_alpha=5.0), CAUSAL, "padded", "neftune_noise_alpha"),
         (asked(), DROPS, "shared", ""),
-        (asked(device="cuda"), CAUSAL, "padded", "no kernel for GPUs yet; batch_layout='shared' turns it on"),
+        (asked(device="cuda"), CAUSAL, "shared", ""),
+        (asked(device="cuda"), ENCODER, "packed", ""),
         (asked(device="tpu"), CAUSAL, "shared", ""),
         (asked(device="tpu"), WINDOWED, "packed", "knows no windows beside shared prompts"),
         (asked("shared", device="tpu"), WINDOWED, "shared", ""),
@@ -103,22 +105,44 @@ def test_a_layout_that_is_not_is_refused():
         trl_jax.RewardConfig("out", batch_layout="ragged")
 
 
-def test_a_run_gives_the_same_numbers_in_every_layout(checkpoint, tmp_path):
-    """With margins, centring, ragged accumulation, evaluation on a size the batch does not divide, and predict."""
+def test_a_run_gives_the_same_numbers_in_every_layout(checkpoint, tmp_path, monkeypatch):
+    """With margins, centring, ragged accumulation, evaluation on a size the batch does not divide, and predict; the
+    last with attention text by text, as on GPUs."""
     config = {
         "gradient_accumulation_steps": 3, "center_rewards_coefficient": 0.1, "eval_strategy": "epoch", "bf16": False,
         "learning_rate": 1e-3,
     }  # fmt: skip
     found = {}
-    for layout in ("padded", "packed", "shared"):
+    for layout in ("padded", "packed", "shared", "rows"):
+        if layout == "rows":
+            monkeypatch.setattr(layouts, "text_ladder", lambda args, plan, dealt: Ladder((plan.longest,)))
         data, test = table(26, margin=True), table(7, seed=1, margin=True)
-        how = {"train": data, "eval_dataset": test, "config": config | {"batch_layout": layout}}
+        said = config | {"batch_layout": layout.replace("rows", "shared")}
+        how = {"train": data, "eval_dataset": test, "config": said}
         trainer = make(trl_jax, checkpoint(**FACTS), tmp_path / layout, **how)
         trainer.train()
         found[layout] = [timeless(entry) for entry in trainer.state.log_history], trainer.predict(test).predictions
+        [step, *_] = trainer.get_train_dataloader().steps
+        assert (step.arrays.stream is not None and step.arrays.stream.texts is not None) == (layout == "rows")
     logs, scores = found["padded"]
-    for layout in ("packed", "shared"):
+    for layout in ("packed", "shared", "rows"):
         for mine, other in zip(found[layout][0], logs, strict=True):
             assert list(mine) == list(other)
             assert all(abs(mine[key] - other[key]) <= 2e-5 for key in other), (layout, mine, other)
         np.testing.assert_allclose(found[layout][1], scores, atol=2e-5)
+
+
+def test_texts_that_are_divided_over_gpus_are_padded_unless_asked_otherwise():
+    found, why = layouts.exact_layout(asked(device="cuda"), CAUSAL, dealt=True)
+    assert found == "padded" and "have no kernel along streams; batch_layout='shared' uses XLA" in why
+    assert layouts.exact_layout(asked("shared", device="cuda"), CAUSAL, dealt=True)[0] == "shared"
+
+
+def test_rows_of_texts_are_for_gpus_and_have_one_length():
+    data = ids(900, *[(100, 150)] * 8)
+    plan = layouts.plan(asked(device="cuda"), CAUSAL, data, parameters=10**6, batch_size=2, steps=2)
+    assert plan.longest == 1050 and plan.layout == "shared"
+    assert layouts.text_ladder(asked(device="cuda"), plan, dealt=False).rungs == (1088,)
+    assert layouts.text_ladder(asked(device="cuda"), Plan("shared"), dealt=False).rungs == ()
+    assert layouts.text_ladder(asked(device="cuda"), plan, dealt=True) is None
+    assert layouts.text_ladder(asked(), plan, dealt=False) is None

@@ -82,7 +82,7 @@ def test_streams_are_planned_as_worst_as_can_be(bare, tmp_path):
 def test_without_a_compiler_arithmetic_is_what_there_is(bare, tmp_path):
     found = plan(bare(), config(tmp_path, mesh_shape="fsdp:8"), topology("h100:8"))
     whole = plan(bare(), config(tmp_path), topology("h100:8"))
-    assert found.compiled is None and found.fits and found.layout == "padded" and found.mesh == {"fsdp": 8}
+    assert found.compiled is None and found.fits and found.layout == "shared" and found.mesh == {"fsdp": 8}
     assert found.memory.parameters < whole.memory.parameters / 4 and whole.memory.parameters == 4 * whole.parameters
     assert found.memory.kept == whole.memory.kept and found.memory.gathered > 0 and found.flops == whole.flops
     assert "It fits by arithmetic alone" in text(found) and "a plan uses none" in text(found)
@@ -99,10 +99,24 @@ def test_other_families_are_planned(bare, tmp_path, model_type, layout):
     assert 6 * rows * 10_000 < found.flops < 8 * rows * 2 * found.parameters
 
 
+@pytest.mark.parametrize(
+    ("place", "said", "attention"),
+    [
+        ("cpu:1", {}, "plain XLA, 64 queries of a stream at a time"),
+        ("cpu:1", {"batch_layout": "padded"}, "plain XLA, 256 queries of a row at a time"),
+        ("v5e:1x1", {}, "splash attention, 512 queries of a stream at a time"),
+        ("h100:1", {"bf16": True}, "cuDNN's flash attention, text by text"),
+        ("h100:1", {}, "plain XLA, 256 queries of a row at a time against the keys before them, text by text"),
+    ],
+)
+def test_what_computes_attention_is_told(bare, tmp_path, place, said, attention):
+    assert plan(bare(), config(tmp_path, **said), topology(place), compiles=False).attention.startswith(attention)
+
+
 def test_real_rows_tell_the_lengths(bare, tmp_path):
     lengths = [20, 30, 90, 40, 25, 50, 31, 33]
     rows = Dataset.from_dict({f"{side}_ids": [[id] * n for n in lengths] for side, id in planning.SIDES.items()})
-    args = config(tmp_path, train_sampling_strategy="sequential")
+    args = config(tmp_path, train_sampling_strategy="sequential", batch_layout="padded")
     found = plan(replace(bare(), rows=planning.Rows(rows, None, planning.NoText())), args, topology("h100:1"))
     assert found.lengths == {64: 1, 96: 1} and found.tokens == sum(lengths) and found.one.length == 96
 
@@ -188,7 +202,10 @@ def test_fewer_devices_than_are_pretended_are_refused():
 
 def test_texts_over_two_devices_are_half_of_them_on_each(bare, tmp_path):
     """But for the keys and values of a layer, of which each has all while it attends."""
-    whole, half = (plan(bare(), config(tmp_path, mesh_shape=f"sequence:{n}"), topology("h100:2")) for n in (1, 2))
+    whole, half = (
+        plan(bare(), config(tmp_path, mesh_shape=f"sequence:{n}", batch_layout="padded"), topology("h100:2"))
+        for n in (1, 2)
+    )
     assert half.one.tokens == whole.one.tokens // 2 and half.one.length == whole.one.length
     assert half.memory.kept == whole.memory.kept // 2
     assert whole.memory.working // 2 < half.memory.working < whole.memory.working

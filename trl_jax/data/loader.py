@@ -16,7 +16,7 @@ from trl_jax.data.layout import PairBatch, pad_pairs, padded_length
 from trl_jax.data.order import epoch_order, grouped_by_length, micro_batches
 from trl_jax.data.plan import Ladder
 from trl_jax.data.shards import by_shard, filled, room, sharded_rows, sharded_streams
-from trl_jax.data.streams import balanced, place, stream_pairs
+from trl_jax.data.streams import Rows, balanced, place, stream_pairs
 
 COLUMNS = ("chosen_ids", "rejected_ids", "margin")
 
@@ -68,6 +68,7 @@ class PreferenceLoader:
     pad_to_multiple_of: int | str | None
     layout: str = "padded"
     ladder: Ladder = Ladder()
+    text_ladder: Ladder | None = None  # of rows, where texts in streams stand as rows, too
     accumulation: int = 1
     shards: int = 1
     divided: bool = True  # False: filled up for the shards, but laid out as for one device
@@ -180,10 +181,13 @@ class PreferenceLoader:
         placed = place(micro_batches, pairs=pairs, share=share, weights=weights)
         how = {"pad_token_id": self.pad_token_id, "rung": self.ladder, "share": share}
         costs = [pair.tokens for pair in placed]
+        most = None if shards == 1 else room(pairs, self.accumulation)
+        if self.text_ladder is not None:
+            most = pairs if passes == 1 else 2 * pairs
+            how["rows"] = Rows(most, self.text_ladder)
+        into = balanced(costs, passes, most)
         if shards == 1:
-            into = balanced(costs, passes)
             return stream_pairs(placed, into, pairs=pairs, count=passes, streams=passes, **how), into
-        into = balanced(costs, passes, room(pairs, self.accumulation))
         return sharded_streams(placed, into, pairs=pairs, count=self.accumulation, shards=shards, **how), into
 
     def _trl_length(self, longest: int) -> int:

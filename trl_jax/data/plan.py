@@ -107,13 +107,17 @@ def _shared(chosen: np.ndarray, of_chosen: np.ndarray, rejected: np.ndarray, of_
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout, the lengths of its streams, and means over steps: tokens that TRL pads to, real ones, computed ones."""
+    """A layout, the lengths of its streams, and means over steps: tokens that TRL pads to, real ones, computed ones.
+
+    longest: tokens of the longest text, 0 where nobody knows.
+    """
 
     layout: str
     ladder: Ladder = Ladder()
     padded: float = 0.0
     real: float = 0.0
     computed: float = 0.0
+    longest: int = 0
 
 
 def _settled(ladder: Ladder, lengths: Sequence[int]) -> Ladder:
@@ -149,4 +153,5 @@ def plan_layout(
     padded, real, lengths = (np.asarray(column) for column in zip(*steps, strict=True))
     ladder = _settled(fitted(lengths, int(rung_cost * len(lengths) / max(1, run_steps))), lengths)
     computed = accumulation * np.mean([ladder(int(length)) for length in lengths])
-    return Plan(layout, ladder, float(padded.mean()), float(real.mean()), float(computed))
+    longest = int(np.maximum(known.chosen, known.rejected).max())
+    return Plan(layout, ladder, float(padded.mean()), float(real.mean()), float(computed), longest)

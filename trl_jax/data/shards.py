@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trl_jax.core.stream import Stream
+from trl_jax.core.stream import Stream, Texts
 from trl_jax.data.layout import PairBatch
 from trl_jax.data.streams import Placed, stream_pairs
 
@@ -44,12 +44,11 @@ def sharded_streams(
     Args:
         placed: of `by_shard`'s runs, `pairs` each; slots are counted over all of them.
         into: the stream of each, counted over passes and shards.
-        how: `pad_token_id`, `rung` and `share`, as `stream_pairs` takes them.
+        how: `pad_token_id`, `rung`, `share` and `rows`, as `stream_pairs` takes them.
     """
     longest: dict[int, int] = {}
     for pair in placed:
-        texts = max(len(pair.row["chosen_ids"]), len(pair.row["rejected_ids"]))
-        longest[pair.slot // pairs] = max(longest.get(pair.slot // pairs, 0), texts)
+        longest[pair.slot // pairs] = max(longest.get(pair.slot // pairs, 0), pair.longest)
     most, streams = room(pairs, count), count * shards
     member, own = np.zeros((streams, count, most), bool), []
     taken = [0] * streams
@@ -75,5 +74,8 @@ def in_shards(batch: PairBatch, shards: int) -> PairBatch:
     def split(leaf: np.ndarray | None) -> np.ndarray | None:
         return None if leaf is None else leaf.reshape(-1, shards, *leaf.shape[1:])
 
-    stream = None if batch.stream is None else Stream(*map(split, batch.stream))
+    stream = batch.stream
+    if stream is not None:
+        texts = None if stream.texts is None else Texts(*map(split, stream.texts))
+        stream = Stream(*map(split, stream[:-1]), texts)
     return PairBatch(*map(split, batch[:-1]), stream)

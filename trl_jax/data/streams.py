@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trl_jax.core.stream import Stream
+from trl_jax.core.stream import Stream, Texts
 from trl_jax.data.layout import PairBatch, scored_token
 
 
@@ -23,6 +23,19 @@ class Placed(NamedTuple):
     @property
     def tokens(self) -> int:
         return len(self.row["chosen_ids"]) + len(self.row["rejected_ids"]) - self.shared
+
+    @property
+    def longest(self) -> int:
+        """Of its two texts."""
+        return max(len(self.row["chosen_ids"]), len(self.row["rejected_ids"]))
+
+
+class Rows(NamedTuple):
+    """How a stream's texts stand as rows, too: those of at most `pairs` pairs; `rung` is from the tokens of the longest
+    text to the length of rows."""
+
+    pairs: int
+    rung: Callable[[int], int]
 
 
 def shared_tokens(chosen: Sequence[int], rejected: Sequence[int]) -> int:
@@ -77,6 +90,7 @@ def stream_pairs(
     pad_token_id: int,
     rung: Callable[[int], int],
     share: bool,
+    rows: Rows | None = None,
     beside: Sequence[int] | None = None,
 ) -> PairBatch:
     """Pairs as streams, `[streams, 1, T]`, with a slot for each of `count * pairs` in every one.
@@ -89,6 +103,7 @@ def stream_pairs(
         pad_token_id: fills streams, and decides where texts are read.
         rung: from the tokens of the longest stream to T.
         share: whether pairs may share what they begin with.
+        rows: texts stand as rows, too; None where attention goes along the stream.
         beside: for each pair the longest text that TRL would run beside it; None means that of its micro-batch.
     """
     filled = [sum(pair.tokens for pair, own in zip(placed, into, strict=True) if own == s) for s in range(streams)]
@@ -97,9 +112,15 @@ def stream_pairs(
     if beside is None:
         longest = _longest_by_micro_batch(placed, pairs, count)
         beside = [longest[pair.slot // pairs] for pair in placed]
-    free = [0] * streams
+    if rows is not None:
+        texts = _no_texts(streams, 2 * rows.pairs, rows.rung(max(pair.longest for pair in placed)), length)
+        batch = batch._replace(stream=batch.stream._replace(texts=texts))
+    free, taken = [0] * streams, [0] * streams
     for pair, own, longest in zip(placed, into, beside, strict=True):
-        _write(batch, own, free[own], pair, slots, pad_token_id)
+        texts = _write(batch, own, free[own], pair, slots, pad_token_id)
+        if rows is not None:
+            _write_rows(batch.stream.texts, own, taken[own], pair.shared, *texts)
+        taken[own] += 1
         end = free[own] + pair.tokens
         batch.stream.longest[own, 0, free[own] : end] = longest
         free[own] = end
@@ -131,17 +152,23 @@ def _empty(
     )
 
 
+def _no_texts(streams: int, count: int, longest: int, length: int) -> Texts:
+    places = np.full((streams, 1, count, longest), length, np.int32)
+    return Texts(places, np.full((streams, 1, 2, length), count * longest, np.int32))
+
+
 def _longest_by_micro_batch(placed: Sequence[Placed], pairs: int, count: int) -> list[int]:
     longest = [0] * count
     for pair in placed:
-        texts = max(len(pair.row["chosen_ids"]), len(pair.row["rejected_ids"]))
-        longest[pair.slot // pairs] = max(longest[pair.slot // pairs], texts)
+        longest[pair.slot // pairs] = max(longest[pair.slot // pairs], pair.longest)
     return longest
 
 
-def _write(batch: PairBatch, own: int, start: int, pair: Placed, slots: int, pad_token_id: int) -> None:
+def _write(
+    batch: PairBatch, own: int, start: int, pair: Placed, slots: int, pad_token_id: int
+) -> tuple[np.ndarray, np.ndarray]:
     """A pair from `start` on: what the chosen text has of its own from its end, what both begin with, what the rejected
-    one has of its own. Where nothing is shared, one text and the other."""
+    one has of its own. Where nothing is shared, one text and the other. Returns where each text's tokens are."""
     chosen, rejected, shared = pair.row["chosen_ids"], pair.row["rejected_ids"], pair.shared
     forward = shared or len(chosen)  # of the chosen text
     begin, branch = start + len(chosen) - forward, start + len(chosen)
@@ -162,3 +189,17 @@ def _write(batch: PairBatch, own: int, start: int, pair: Placed, slots: int, pad
     batch.weight[own, pair.slot] = pair.weight
     if batch.margin is not None:
         batch.margin[own, pair.slot] = pair.row["margin"]
+    return of_chosen, of_rejected
+
+
+def _write_rows(
+    texts: Texts, own: int, number: int, shared: int, of_chosen: np.ndarray, of_rejected: np.ndarray
+) -> None:
+    """The rows of a stream's pair of this number, from where its texts' tokens are."""
+    places, rows = texts.places[own, 0], texts.rows[own, 0]
+    chosen, rejected = (
+        (2 * number + side) * places.shape[1] + np.arange(len(at)) for side, at in enumerate((of_chosen, of_rejected))
+    )
+    places.reshape(-1)[chosen], places.reshape(-1)[rejected] = of_chosen, of_rejected
+    rows[0, of_chosen], rows[0, of_rejected[shared:]] = chosen, rejected[shared:]
+    rows[1, of_rejected[:shared]] = rejected[:shared]

@@ -10,7 +10,7 @@ import numpy as np
 
 from trl_jax.data.layout import PairBatch, pad_pairs
 from trl_jax.data.loader import Place, PreferenceLoader
-from trl_jax.data.streams import Placed, place, stream_pairs
+from trl_jax.data.streams import Placed, Rows, place, stream_pairs
 
 WINDOW = 64  # batches that are sorted together
 
@@ -55,7 +55,7 @@ class Windows:
     """
 
     def __init__(self, loader: PreferenceLoader, *, sort: bool):
-        self._loader, self._sort, self._stream = loader, sort, 0
+        self._loader, self._sort, self._stream, self._text = loader, sort, 0, 0
 
     def __iter__(self) -> Iterator[Window]:
         gathered = []
@@ -94,6 +94,8 @@ class Windows:
         placed = place(batches, pairs=loader.batch_size, share=loader.layout == "shared")
         least = sum(pair.tokens for pair in placed) // (len(batches) * shards)
         self._stream = max(self._stream, loader.ladder(max(least, *(pair.tokens for pair in placed))))
+        if loader.text_ladder is not None:
+            self._text = max(self._text, loader.text_ladder(max(pair.longest for pair in placed)))
         # Ropes that ask for the longest text mean that of the share of a batch that one of TRL's ranks has.
         beside = [max(map(_longest, batch[at : at + size])) for batch in batches for at in range(0, len(batch), size)]
         fitting = _fitting(placed, self._stream, most)
@@ -113,6 +115,7 @@ class Windows:
             pad_token_id=loader.pad_token_id,
             rung=lambda _: self._stream,
             share=loader.layout == "shared",
+            rows=None if loader.text_ladder is None else Rows(most, lambda _: self._text),
             beside=[beside[pair.slot // size] for pairs in streams for pair in pairs],
         )
         slots = np.full((loader.shards, most), -1)

@@ -7,14 +7,18 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
+from trl_jax.core.stream import Stream
 from trl_jax.nn import cudnn
 from trl_jax.nn.dealt import Dealt
 from trl_jax.nn.dropout import Dropout
 from trl_jax.nn.linear import Linear
 from trl_jax.nn.norm import Norm
 from trl_jax.nn.rope import rotate
+from trl_jax.nn.runs import SAVED
 from trl_jax.nn.stream_attention import attend_stream
+from trl_jax.nn.texts import by_text, by_token
 
 QUERY_BLOCK = 256
 
@@ -32,6 +36,7 @@ def attend(
     window: jax.Array | None = None,
     dropout: Dropout | None = None,
     dealt: Dealt | None = None,
+    lengths: jax.Array | None = None,
 ) -> jax.Array:
     """Attention on padded rows, queries `[R, T, H, C]` on keys and values `[R, T, K, C]`.
 
@@ -48,10 +53,11 @@ def attend(
         window: int32 scalar; a query at t sees keys s with |t - s| < window. None sees everything.
         dropout: applied to the probabilities, as transformers' attention does.
         dealt: how queries are, one by one; keys and values are those of all. None: there is every query.
+        lengths: int32 `[R]`, behind which nobody reads the results: the GPUs' kernel leaves it out.
     """
     plain = causal and bias is None and softcap is None and valid is None and window is None
     if plain and dropout is None and dealt is None and cudnn.attends(q):
-        return cudnn.attend_cudnn(q, k, v, scale=scale)
+        return cudnn.attend_cudnn(q, k, v, scale=scale, lengths=lengths)
     rows, length, heads, channels = q.shape
     grouped = q.reshape(rows, length, k.shape[2], heads // k.shape[2], channels)
     blocks = []
@@ -93,6 +99,28 @@ def _softmax_average(q, k, v, seen, scale, bias, softcap, dropout):
     return jnp.einsum("rkgts,rskc->rtkgc", weights, v)
 
 
+def attend_texts(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    stream: Stream,
+    *,
+    causal: bool = True,
+    dealt: Dealt | None = None,
+    **how: float | jax.Array | None,
+) -> jax.Array:
+    """Attention of the texts in streams, queries `[R, T, H, C]` on keys and values `[R, T, K, C]`: along the stream, or
+    row by row where it has `texts`. `how` is what both take: scale, softcap and window."""
+    texts = stream.texts
+    if texts is None:
+        return attend_stream(q, k, v, stream, dealt=dealt, **how)
+    own = (texts.places < q.shape[1]).reshape(-1, texts.places.shape[2])
+    lengths = jnp.maximum(jnp.sum(own, axis=1, dtype=jnp.int32), 1)  # a row without a text is one of a zero
+    valid = None if causal else own.at[:, 0].set(True)
+    rows = (by_text(y, texts) for y in (q, k, v))
+    return checkpoint_name(by_token(attend(*rows, causal=causal, valid=valid, lengths=lengths, **how), texts), SAVED)
+
+
 class Attention(nnx.Module):
     """Grouped-query self-attention with rotary positions; `arch` is a models.arch.Arch."""
 
@@ -114,7 +142,7 @@ class Attention(nnx.Module):
             cos, sin: as `rotate` takes them; None leaves positions out.
             scale, valid, window, dropout: as `attend` takes them.
             growth: float32 `[R, T, 1, 1]`, what queries are multiplied by; None does not.
-            stream: as `attend_stream` takes it, where the rows are streams; without dropout.
+            stream: as `attend_texts` takes it, where the rows are streams; without dropout.
             dealt: how tokens are; None where this device has all.
         """
         arch = self.arch
@@ -139,7 +167,7 @@ class Attention(nnx.Module):
         if stream is None:
             out = attend(q_RTHC, k_RTKC, v_RTKC, valid=valid, dropout=dropout, **how)
         else:
-            out = attend_stream(q_RTHC, k_RTKC, v_RTKC, stream, **how)
+            out = attend_texts(q_RTHC, k_RTKC, v_RTKC, stream, **how)
         return self.o(out.reshape(q.shape))
 
     def _heads(self, x: jax.Array) -> jax.Array:

@@ -6,11 +6,10 @@ import jax
 from flax import nnx
 
 from trl_jax.core.stream import Stream
-from trl_jax.nn.attention import attend
+from trl_jax.nn.attention import attend, attend_texts
 from trl_jax.nn.dropout import Dropout
 from trl_jax.nn.linear import Linear
 from trl_jax.nn.rope import rotate
-from trl_jax.nn.stream_attention import attend_stream
 
 
 class BidirectionalAttention(nnx.Module):
@@ -36,7 +35,7 @@ class BidirectionalAttention(nnx.Module):
         Args:
             cos, sin: as `rotate` takes them; None leaves positions out.
             valid, window, dropout: as `attend` takes them.
-            stream: as `attend_stream` takes it, where the rows are streams; without dropout.
+            stream: as `attend_texts` takes it, where the rows are streams; without dropout.
         """
         q, k, v = (part(x).reshape(*x.shape[:-1], -1, self.head_dim) for part in (self.q, self.k, self.v))
         if cos is not None:
@@ -45,5 +44,5 @@ class BidirectionalAttention(nnx.Module):
         if stream is None:
             out = attend(q, k, v, causal=False, valid=valid, dropout=dropout, **how)
         else:
-            out = attend_stream(q, k, v, stream, **how)
+            out = attend_texts(q, k, v, stream, causal=False, **how)
         return self.o(out.reshape(x.shape))

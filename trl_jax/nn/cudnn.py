@@ -12,21 +12,28 @@ _AMPERE = 8.0  # the least compute capability that it runs on
 
 def attends(q: jax.Array) -> bool:
     """Whether it takes these queries `[R, T, H, C]`, of the GPUs that there are."""
-    (_, length, _, channels), bits = q.shape, q.dtype == jnp.bfloat16
-    fits = bits and length % 2 == 0 and channels % 8 == 0 and channels <= 128
-    return fits and platform() == "gpu" and _capable()
+    _, length, _, channels = q.shape
+    return takes(channels, q.dtype) and length % 2 == 0 and platform() == "gpu" and _capable()
+
+
+def takes(channels: int, dtype: jnp.dtype | str) -> bool:
+    """Whether it takes heads of so many channels."""
+    return jnp.dtype(dtype) == jnp.bfloat16 and channels % 8 == 0 and channels <= 128
 
 
 def _capable() -> bool:
     return float(jax.local_devices(backend="gpu")[0].compute_capability) >= _AMPERE
 
 
-def attend_cudnn(q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float | jax.Array) -> jax.Array:
-    """Causal, queries `[R, T, H, C]` on keys and values `[R, T, K, C]`.
+def attend_cudnn(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float | jax.Array, lengths: jax.Array | None = None
+) -> jax.Array:
+    """Causal, queries `[R, T, H, C]` on keys and values `[R, T, K, C]`; what is behind `lengths` int32 `[R]` is not
+    computed.
 
-    Neither mask nor lengths are passed: what is to the right of a text is seen by pads alone, and of a mask cuDNN would
-    write a gradient.
+    No mask is passed: what is to the right of a text is seen by pads alone, and of a mask cuDNN would write a gradient.
     """
     if isinstance(scale, jax.Array):
         q, scale = (q * scale).astype(q.dtype), 1.0
-    return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True, implementation="cudnn")
+    within = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
+    return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True, implementation="cudnn", **within)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from datasets import Dataset, IterableDataset
 
+from trl_jax.core.stream import BLOCK
 from trl_jax.data.order import epoch_order
-from trl_jax.data.plan import Plan, plan_layout
+from trl_jax.data.plan import Ladder, Plan, plan_layout
 
 if TYPE_CHECKING:
     from trl_jax.hub.engines import Engine
@@ -21,8 +22,8 @@ logger = logging.getLogger(__name__)
 _ON_CPUS, _ON_ACCELERATORS = 2e11, 2e15
 
 
-def exact_layout(args: RewardConfig, engine: Engine) -> tuple[str, str]:
-    """The layout of a run, and why where it is not what was asked for."""
+def exact_layout(args: RewardConfig, engine: Engine, *, dealt: bool = False) -> tuple[str, str]:
+    """The layout of a run, and why where it is not what was asked for; `dealt`: a mesh divides texts."""
     asked = args.batch_layout
     if asked == "padded":
         return "padded", ""
@@ -32,14 +33,22 @@ def exact_layout(args: RewardConfig, engine: Engine) -> tuple[str, str]:
         return "padded", "with disable_dropout=False what both answers begin with is dropped for each in its own way"
     if args.neftune_noise_alpha:
         return "padded", "with neftune_noise_alpha what both answers begin with gets noise of its own in each"
-    if asked == "auto" and args.device.type == "cuda":
-        return "padded", "attention along a stream has no kernel for GPUs yet; batch_layout='shared' turns it on"
+    if asked == "auto" and args.device.type == "cuda" and dealt:
+        return "padded", "texts that are divided over GPUs have no kernel along streams; batch_layout='shared' uses XLA"
     if not engine.causal:
         reason = "the tokens of this model see what comes after them, so answers do not begin alike"
         return "packed", reason if asked == "shared" else ""
     if asked == "auto" and args.device.type == "tpu" and engine.windowed:
         return "packed", "the TPUs' kernel knows no windows beside shared prompts; batch_layout='shared' shares them"
     return ("shared" if asked == "auto" else asked), ""
+
+
+def text_ladder(args: RewardConfig, plan: Plan, *, dealt: bool) -> Ladder | None:
+    """The lengths of rows where texts in streams stand as rows, too, for attention: on GPUs, whose kernel reads rows.
+    One length, if the data's longest text is known; None along the stream."""
+    if args.device.type != "cuda" or dealt:
+        return None
+    return Ladder((-(-plan.longest // BLOCK) * BLOCK,) if plan.longest else ())
 
 
 def check_layout(args: RewardConfig, engine: Engine) -> None:
@@ -58,9 +67,10 @@ def plan(
     batch_size: int,
     steps: int,
     shards: int = 1,
+    dealt: bool = False,
 ) -> Plan:
     """The layout of a run's training `steps`; one line of the log says which, why, and what it saves."""
-    layout, reason = exact_layout(args, engine)
+    layout, reason = exact_layout(args, engine, dealt=dealt)
     if layout == "padded":
         logger.info("Layout padded%s.", f": {reason}" if reason else "")
         return Plan("padded")

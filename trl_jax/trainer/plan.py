@@ -13,6 +13,7 @@ from trl_jax.engine.ahead import Compiled, compiled, no_compiler
 from trl_jax.hub.auto import Checkpoint
 from trl_jax.hub.lora_config import LoraConfig
 from trl_jax.hub.quantizing import BitsAndBytesConfig
+from trl_jax.nn import cudnn, splash
 from trl_jax.nn.attention import QUERY_BLOCK
 from trl_jax.trainer import plan_arithmetic as arithmetic
 from trl_jax.trainer import planning
@@ -20,10 +21,8 @@ from trl_jax.trainer.given_model import outlined
 from trl_jax.trainer.reward_config import RewardConfig
 from trl_jax.trainer.reward_trainer import RewardTrainer
 
-ATTENTION = {
-    True: f"plain XLA, {QUERY_BLOCK} queries of a row at a time against the keys before them",
-    False: f"plain XLA, {BLOCK} queries of a stream at a time against the blocks of keys that any of them sees",
-}
+_BY_ROW = f"plain XLA, {QUERY_BLOCK} queries of a row at a time against the keys before them"
+_ALONG = "{}, {} queries of a stream at a time against the blocks of keys that any of them sees"
 
 
 class Evaluation(NamedTuple):
@@ -175,7 +174,7 @@ def _planned(
         topology=topology,
         mesh=planning.mesh_of(trainer),
         layout=layout,
-        attention=ATTENTION[layout == "padded"],
+        attention=_attention(topology.platform, args, arch, layout),
         remat=remat,
         lengths=found.lengths,
         places=found.places,
@@ -188,6 +187,18 @@ def _planned(
         bound=_bound(topology, result, given),
         settings=_settings(args),
     )
+
+
+def _attention(platform: str, args: RewardConfig, arch: Any, layout: str) -> str:
+    """What computes it, in words."""
+    windowed = any(window is not None for window in getattr(arch, "windows", ()))
+    if platform == "gpu":
+        plain = not windowed and getattr(arch, "softcap", 0) is None and cudnn.takes(arch.head_dim, args.compute_dtype)
+        return "cuDNN's flash attention, text by text" if plain else f"{_BY_ROW}, text by text"
+    if layout == "padded":
+        return _BY_ROW
+    splashes = platform == "tpu" and not (windowed and layout == "shared")
+    return _ALONG.format(*(("splash attention", splash.BLOCK) if splashes else ("plain XLA", BLOCK)))
 
 
 def _evaluation(trainer: RewardTrainer, step: arithmetic.Given, topology: Topology, compiles: bool) -> Evaluation:

@@ -114,7 +114,9 @@ def memory(
         gradients=gradients * min(one.passes, 2),
         gathered=_gathered(given, arch, width, gradients=True),
         kept=(2 if remat == "offloaded" else arch.num_layers) * kept,  # one on its way out, one on its way in
-        working=2 * one.tokens * outputs * width + _scores(given.batch, one, arch, width) + _keys(one, arch, width),
+        working=2 * (one.tokens * outputs * width + _texts(given.batch, one, arch, width))
+        + _scores(given.batch, one, arch, width)
+        + _keys(one, arch, width),
         outside=_whole(outside.values()),
     )
 
@@ -126,7 +128,10 @@ def evaluation_memory(given: Given, one: Pass, arch: Any, maps: Sequence[Map], *
     outside = {path: leaf for path, leaf in (given.frozen | given.params).items() if LAYERS not in path}
     return _held(given, one, arch, maps, width)._replace(
         gathered=_gathered(given, arch, width, gradients=False),
-        working=one.tokens * outputs * width + _block(given.batch, one, arch, width) + _keys(one, arch, width),
+        working=one.tokens * outputs * width
+        + _texts(given.batch, one, arch, width)
+        + _block(given.batch, one, arch, width)
+        + _keys(one, arch, width),
         outside=_whole(outside.values()),
     )
 
@@ -167,21 +172,37 @@ def _whole(leaves: Iterable[Any]) -> int:
 
 
 def _scores(batch: PairBatch, one: Pass, arch: Any, width: int) -> int:
-    """Of a layer on padded rows all weights of the softmax, in float32 and as they multiply, and gradients of a block;
-    along a stream a block is all there is at once."""
-    if batch.stream is not None:
-        return 0
-    heads = one.rows * arch.num_heads // one.sharing // one.dealt
-    weights = heads * _held_against(one.length, causal=True)
-    return weights * (_FLOAT32 + width) + 2 * heads * QUERY_BLOCK * one.length * _FLOAT32
+    """Of a layer on rows all weights of the softmax, in float32 and as they multiply, and gradients of a block; along a
+    stream a block is all there is at once."""
+    rows, length = _rows(batch, one)
+    heads = rows * arch.num_heads // one.sharing // one.dealt
+    weights = heads * _held_against(length, causal=True)
+    return weights * (_FLOAT32 + width) + 2 * heads * QUERY_BLOCK * length * _FLOAT32
 
 
 def _block(batch: PairBatch, one: Pass, arch: Any, width: int) -> int:
-    """Without a backward pass, what a block of queries on padded rows is held against."""
-    if batch.stream is not None:
+    """Without a backward pass, what a block of queries on rows is held against."""
+    rows, length = _rows(batch, one)
+    heads = rows * arch.num_heads // one.sharing // one.dealt
+    return heads * min(QUERY_BLOCK, length) * length * (_FLOAT32 + width)
+
+
+def _rows(batch: PairBatch, one: Pass) -> tuple[int, int]:
+    """How many rows attention reads on a device, and how long they are; none along a stream."""
+    if batch.stream is None:
+        return one.rows, one.length
+    if batch.stream.texts is None:
+        return 0, 0
+    *_, count, length = batch.stream.texts.places.shape
+    return one.rows * count, length
+
+
+def _texts(batch: PairBatch, one: Pass, arch: Any, width: int) -> int:
+    """Queries, keys, values and results of one layer, where a stream's texts are laid out as rows."""
+    if batch.stream is None or batch.stream.texts is None:
         return 0
-    heads = one.rows * arch.num_heads // one.sharing // one.dealt
-    return heads * min(QUERY_BLOCK, one.length) * one.length * (_FLOAT32 + width)
+    heads = arch.num_heads + getattr(arch, "num_key_heads", arch.num_heads)
+    return 2 * math.prod(_rows(batch, one)) * heads * _channels(arch) // arch.num_heads // one.sharing * width
 
 
 def _keys(one: Pass, arch: Any, width: int) -> int:

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import EvalPrediction
 
+from trl_jax.core.parts import SEQUENCE
 from trl_jax.data import preference, special_tokens
 from trl_jax.data.checks import check_token_ids, check_type
 from trl_jax.data.layout import PairBatch
@@ -242,6 +243,7 @@ class RewardTrainer(BaseTrainer):
     def loader(self, dataset: Dataset | IterableDataset, *, training: bool) -> PreferenceLoader:
         args, engine = self.args, self.model.engine
         own = bool({"compute_loss", "prediction_step"} & self.overridden)
+        dealt = self.division is not None and self.division.size(SEQUENCE) > 1
         if own:
             laid_out = Plan("padded")  # a script's own methods see rows
         elif training:
@@ -253,9 +255,10 @@ class RewardTrainer(BaseTrainer):
                 batch_size=self.train_batch_size,
                 steps=self._plan().max_steps,
                 shards=self.shards,
+                dealt=dealt,
             )
         else:
-            laid_out = Plan(layouts.exact_layout(args, engine)[0])
+            laid_out = Plan(layouts.exact_layout(args, engine, dealt=dealt)[0])
         return PreferenceLoader(
             dataset,
             batch_size=self.micro_batch_pairs if training else args.per_device_eval_batch_size * self.shards,
@@ -266,6 +269,7 @@ class RewardTrainer(BaseTrainer):
             pad_to_multiple_of=self._pad_to_multiple_of,
             layout=laid_out.layout,
             ladder=laid_out.ladder,
+            text_ladder=layouts.text_ladder(args, laid_out, dealt=dealt),
             accumulation=args.gradient_accumulation_steps if training else 1,
             shuffle=training and args.train_sampling_strategy != "sequential",
             seed=args.seed if args.data_seed is None else args.data_seed,
