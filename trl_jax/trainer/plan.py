@@ -15,8 +15,7 @@ from trl_jax.hub.lora_config import LoraConfig
 from trl_jax.hub.quantizing import BitsAndBytesConfig
 from trl_jax.nn import cudnn, splash
 from trl_jax.nn.attention import QUERY_BLOCK
-from trl_jax.trainer import plan_arithmetic as arithmetic
-from trl_jax.trainer import planning
+from trl_jax.trainer import plan_flops, plan_memory, planning
 from trl_jax.trainer.given_model import outlined
 from trl_jax.trainer.reward_config import RewardConfig
 from trl_jax.trainer.reward_trainer import RewardTrainer
@@ -28,8 +27,8 @@ _ALONG = "{}, {} queries of a stream at a time against the blocks of keys that a
 class Evaluation(NamedTuple):
     """A pass of evaluation on the way: what a device computes at once, and what is on it meanwhile."""
 
-    one: arithmetic.Pass
-    memory: arithmetic.Memory
+    one: plan_memory.Pass
+    memory: plan_memory.Memory
     compiled: Compiled | None
 
 
@@ -64,12 +63,12 @@ class Plan:
     lengths: dict[int, int]
     places: float
     tokens: float
-    one: arithmetic.Pass
-    memory: arithmetic.Memory
+    one: plan_memory.Pass
+    memory: plan_memory.Memory
     flops: int
     why: str | None
     compiled: Compiled | None
-    bound: arithmetic.Bound | None
+    bound: plan_flops.Bound | None
     settings: dict[str, Any] = field(default_factory=dict)
 
     evaluation: Evaluation | None = None
@@ -101,7 +100,7 @@ class Plan:
         return _plain(vars(self) | {"peak": self.peak, "fits": self.fits})
 
 
-def _part(name: str, memory: arithmetic.Memory, compiled: Compiled | None, topology: Topology) -> Part:
+def _part(name: str, memory: plan_memory.Memory, compiled: Compiled | None, topology: Topology) -> Part:
     peak, fits = (memory.peak, None) if compiled is None else (compiled.peak, compiled.fits)
     if topology.chip is not None and compiled is None:
         fits = peak <= topology.chip.memory
@@ -157,7 +156,7 @@ def _planned(
     topology: Topology,
     trainer: RewardTrainer,
     found: planning.Batches,
-    given: arithmetic.Given,
+    given: plan_memory.Given,
     remat: bool | str,
     compiles: bool,
 ) -> Plan:
@@ -166,7 +165,7 @@ def _planned(
     layout = trainer.loader(trainer.train_dataset, training=True).layout
     one, arch, maps = planning.one_pass(trainer, given), planning.arch_of(trainer), planning.maps(trainer)
     causal, gradients = trainer.model.engine.causal, planning.gradients(trainer, given)
-    flops = arithmetic.flops(maps, found.largest, arch, causal=causal, remat=remat)
+    flops = plan_flops.flops(maps, found.largest, arch, causal=causal, remat=remat)
     return Plan(
         model=model,
         parameters=trainer.model.num_parameters(),
@@ -180,7 +179,7 @@ def _planned(
         places=found.places,
         tokens=found.tokens,
         one=one,
-        memory=arithmetic.memory(given, gradients, one, arch, maps, dtype=args.compute_dtype, remat=remat),
+        memory=plan_memory.memory(given, gradients, one, arch, maps, dtype=args.compute_dtype, remat=remat),
         flops=flops // math.prod(planning.mesh_of(trainer).values()),
         why=None,
         compiled=result,
@@ -201,18 +200,18 @@ def _attention(platform: str, args: RewardConfig, arch: Any, layout: str) -> str
     return _ALONG.format(*(("splash attention", splash.BLOCK) if splashes else ("plain XLA", BLOCK)))
 
 
-def _evaluation(trainer: RewardTrainer, step: arithmetic.Given, topology: Topology, compiles: bool) -> Evaluation:
+def _evaluation(trainer: RewardTrainer, step: plan_memory.Given, topology: Topology, compiles: bool) -> Evaluation:
     given = planning.given_evaluation(trainer, step, planning.largest_evaluated(trainer))
     one, arch, maps = planning.one_pass(trainer, given), planning.arch_of(trainer), planning.maps(trainer)
-    memory = arithmetic.evaluation_memory(given, one, arch, maps, dtype=trainer.args.compute_dtype)
+    memory = plan_memory.evaluation_memory(given, one, arch, maps, dtype=trainer.args.compute_dtype)
     result = compiled(planning.traced_evaluation(trainer, given), topology) if compiles else None
     return Evaluation(one, memory, result)
 
 
-def _bound(topology: Topology, result: Compiled | None, given: arithmetic.Given) -> arithmetic.Bound | None:
+def _bound(topology: Topology, result: Compiled | None, given: plan_memory.Given) -> plan_flops.Bound | None:
     if topology.chip is None or result is None or not result.fits:
         return None
-    return arithmetic.bound(topology.chip, result, arithmetic.on_device((given.params, given.state)))
+    return plan_flops.bound(topology.chip, result, plan_memory.on_device((given.params, given.state)))
 
 
 def _settings(args: RewardConfig) -> dict[str, Any]:

@@ -28,7 +28,8 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.models.functional import abstract
 from trl_jax.trainer.base_config import Device
 from trl_jax.trainer.chance import run_key
-from trl_jax.trainer.plan_arithmetic import Given, Map, Pass, maps_of, on_device
+from trl_jax.trainer.plan_flops import Map, maps_of
+from trl_jax.trainer.plan_memory import Given, Pass, on_device
 from trl_jax.trainer.reward_config import RewardConfig
 from trl_jax.trainer.reward_trainer import RewardTrainer
 
