@@ -92,8 +92,13 @@ def test_every_token_sees_its_own_text_up_to_itself_and_nothing_else(share, step
 @given(steps)
 def test_texts_stand_as_rows_too(share, step):
     """Token by token, and back: what two texts begin with is in both of their rows."""
+
+
+    def shape(tokens, longest):
+        return Ladder()(tokens), longest + 3
+
     pairs, groups = step
-    batch, placed, into = laid_out(groups, pairs, len(groups), share, rows=Rows(sum(map(len, groups)), lambda n: n + 3))
+    batch, placed, into = laid_out(groups, pairs, len(groups), share, rows=Rows(sum(map(len, groups)), shape))
     places, back = (leaf[:, 0] for leaf in batch.stream.texts)
     longest, found = max(pair.longest for pair in placed), [0] * len(batch.tokens)
     assert places.shape[2] == longest + 3
@@ -203,6 +208,20 @@ def test_a_plan_has_room_for_the_steps_of_later_epochs():
     how = {"batch_size": 2, "accumulation": 1, "rung_cost": 0, "run_steps": 4}
     plan = plan_layout(Dataset.from_list(found), lambda epoch: orders[epoch % 2], "shared", **how)
     assert plan.ladder.rungs == (64, 960, 1856)
+
+
+def test_rows_are_as_long_as_steps_ask_for_where_a_run_pays_for_it():
+    """One long text in fifty steps: it has rows of its own, unless compiling costs more than all the copying."""
+    found = [{"chosen_ids": [1] * (4000 if i == 70 else 100), "rejected_ids": [2] * 60} for i in range(200)]
+    how = {"batch_size": 4, "accumulation": 1, "run_steps": 50, "by_rows": True}
+    planned = [
+        plan_layout(Dataset.from_list(found), lambda epoch: np.arange(200), "packed", rung_cost=cost, **how).shapes
+        for cost in (0, 10**6)
+    ]
+    assert [plan.pairs for plan in planned] == [((640, 128), (4544, 4032)), ((4544, 4032),)]
+    rare = planned[0]
+    assert rare(600, 100) == (640, 128) and rare(600, 200) == rare(641, 10) == (4544, 4032)
+    assert rare(600, 5000) == (640, 8192) and rare(5000, 10) == (Ladder()(5000), 256)
 
 
 def test_nothing_compiles_late():

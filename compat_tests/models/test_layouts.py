@@ -55,7 +55,7 @@ def batches(layout):
     facts = {"pairs": PAIRS, "count": COUNT, "pad_token_id": PAD}
     if layout == "padded":
         return pad_pairs(step(), pad_to_multiple_of=48, **facts)
-    share, rows = layout.startswith("shared"), Rows(7, lambda longest: 64) if layout.endswith("rows") else None
+    share, rows = layout.startswith("shared"), Rows(7, lambda *_: (128, 64)) if layout.endswith("rows") else None
     placed = place(step(), pairs=PAIRS, share=share)
     into = balanced([pair.tokens for pair in placed], COUNT)
     return stream_pairs(placed, into, streams=COUNT, rung=lambda tokens: 128, share=share, rows=rows, **facts)

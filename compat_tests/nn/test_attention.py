@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -112,6 +114,14 @@ def lowered(length, channels, **how):
 def test_gpus_get_cudnns_kernels(hopper, length, channels):
     program = lowered(length, channels)
     assert "fmhaSoftmax(" in program and "fmhaSoftmaxBackward(" in program and '"CAUSAL' in program.replace("\\22", '"')
+
+
+@pytest.mark.parametrize(("capability", "fits"), [("7.5", False), ("8.0", True), ("10.0", True), ("gfx942", False)])
+def test_only_gpus_that_have_the_kernel_get_it(monkeypatch, capability, fits):
+    device = SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(jax, "local_devices", lambda backend: [device])
+    monkeypatch.setattr(cudnn, "platform", lambda: "gpu")
+    assert cudnn.attends(jnp.zeros((1, 64, 2, 64), jnp.bfloat16)) == fits
 
 
 def test_gpus_read_a_stream_s_texts_as_rows(hopper):

@@ -12,7 +12,6 @@ from datasets import Dataset
 import trl_jax
 from compat_tests.parity.marks import timeless
 from compat_tests.trainer.trainers import FACTS, make, stream, table
-from trl_jax.data.plan import Ladder, Plan
 from trl_jax.trainer import layouts
 
 CAUSAL = SimpleNamespace(takes_streams=True, drops_out=False, causal=True, windowed=False)
@@ -115,7 +114,7 @@ def test_a_run_gives_the_same_numbers_in_every_layout(checkpoint, tmp_path, monk
     found = {}
     for layout in ("padded", "packed", "shared", "rows"):
         if layout == "rows":
-            monkeypatch.setattr(layouts, "text_ladder", lambda args, plan, dealt: Ladder((plan.longest,)))
+            monkeypatch.setattr(layouts, "by_rows", lambda args, dealt: True)
         data, test = table(26, margin=True), table(7, seed=1, margin=True)
         said = config | {"batch_layout": layout.replace("rows", "shared")}
         how = {"train": data, "eval_dataset": test, "config": said}
@@ -140,9 +139,11 @@ def test_texts_that_are_divided_over_gpus_are_padded_unless_asked_otherwise():
 
 def test_rows_of_texts_are_for_gpus_and_have_one_length():
     data = ids(900, *[(100, 150)] * 8)
-    plan = layouts.plan(asked(device="cuda"), CAUSAL, data, parameters=10**6, batch_size=2, steps=2)
-    assert plan.longest == 1050 and plan.layout == "shared"
-    assert layouts.text_ladder(asked(device="cuda"), plan, dealt=False).rungs == (1088,)
-    assert layouts.text_ladder(asked(device="cuda"), Plan("shared"), dealt=False).rungs == ()
-    assert layouts.text_ladder(asked(device="cuda"), plan, dealt=True) is None
-    assert layouts.text_ladder(asked(), plan, dealt=False) is None
+    how = {"parameters": 10**6, "batch_size": 2, "steps": 2}
+    plan = layouts.plan(asked(device="cuda"), CAUSAL, data, **how)
+    assert plan.layout == "shared" and plan.shapes.pairs == ((2304, 1088),)
+    assert layouts.line(plan).endswith("streams of 2,304 tokens, rows of 1,088.")
+    assert layouts.plan(asked(), CAUSAL, data, **how).shapes is None
+    assert layouts.plan(asked("shared", device="cuda"), CAUSAL, data, dealt=True, **how).shapes is None
+    assert layouts.plan(asked(device="cuda"), CAUSAL, stream(4), **how).shapes.pairs == ()
+    assert layouts.unplanned(asked(), CAUSAL, dealt=False).shapes is None

@@ -14,7 +14,7 @@ from datasets import Dataset, IterableDataset
 from trl_jax.data.fingerprint import row_digest
 from trl_jax.data.layout import PairBatch, pad_pairs, padded_length
 from trl_jax.data.order import epoch_order, grouped_by_length, micro_batches
-from trl_jax.data.plan import Ladder
+from trl_jax.data.plan import Ladder, Shapes
 from trl_jax.data.shards import by_shard, filled, room, sharded_rows, sharded_streams
 from trl_jax.data.streams import Rows, balanced, place, stream_pairs
 
@@ -68,7 +68,7 @@ class PreferenceLoader:
     pad_to_multiple_of: int | str | None
     layout: str = "padded"
     ladder: Ladder = Ladder()
-    text_ladder: Ladder | None = None  # of rows, where texts in streams stand as rows, too
+    shapes: Shapes | None = None  # in place of the ladder where texts in streams stand as rows, too
     accumulation: int = 1
     shards: int = 1
     divided: bool = True  # False: filled up for the shards, but laid out as for one device
@@ -182,9 +182,9 @@ class PreferenceLoader:
         how = {"pad_token_id": self.pad_token_id, "rung": self.ladder, "share": share}
         costs = [pair.tokens for pair in placed]
         most = None if shards == 1 else room(pairs, self.accumulation)
-        if self.text_ladder is not None:
+        if self.shapes is not None:
             most = pairs if passes == 1 else 2 * pairs
-            how["rows"] = Rows(most, self.text_ladder)
+            how["rows"] = Rows(most, self.shapes)
         into = balanced(costs, passes, most)
         if shards == 1:
             return stream_pairs(placed, into, pairs=pairs, count=passes, streams=passes, **how), into

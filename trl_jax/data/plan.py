@@ -16,6 +16,8 @@ LAYOUTS = ("padded", "packed", "shared")
 SURVEYED = 16_384  # pairs that are looked at, those of several epochs where there are fewer
 _EPOCHS = 8  # at most
 EARLY = 100  # steps in which a run compiles
+_PLACE = 0.1  # what a token's place in a row costs of what the token does: it is copied there and back, not computed
+_LEAST_ROW = 256
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,21 @@ class Ladder:
         while rung < tokens:
             rung = -(-max(rung + 128, int(1.06 * rung)) // 128) * 128
         return rung
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What a run compiles where texts in streams stand as rows, too: pairs of a stream's length and that of its rows.
+
+    What fits on none of them gets the next rung of `Ladder()`, and rows as long as the next power of two.
+    """
+
+    pairs: tuple[tuple[int, int], ...] = ()
+
+    def __call__(self, tokens: int, longest: int) -> tuple[int, int]:
+        """The shortest stream that `tokens` fit on, with the shortest rows of such that the `longest` text does."""
+        fitting = [pair for pair in self.pairs if tokens <= pair[0] and longest <= pair[1]]
+        return min(fitting, default=(Ladder()(tokens), max(_LEAST_ROW, 1 << (longest - 1).bit_length())))
 
 
 def fitted(lengths: Sequence[int], rung_cost: int) -> Ladder:
@@ -65,8 +82,9 @@ class Survey:
     def visited(self, order: np.ndarray) -> Survey:
         return Survey(self.chosen[order], self.rejected[order], self.shared[order])
 
-    def steps(self, batch_size: int, accumulation: int, layout: str) -> list[tuple[int, int, int]]:
-        """For each step: tokens of TRL's padded rows, real tokens, tokens of the longest stream."""
+    def steps(self, batch_size: int, accumulation: int, layout: str) -> list[tuple[int, int, int, int]]:
+        """For each step: tokens of TRL's padded rows, real tokens, tokens of the longest stream, of the longest text.
+        """
         alone = self.chosen + self.rejected
         pairs = alone - self.shared if layout == "shared" else alone
         longest, size = np.maximum(self.chosen, self.rejected), batch_size * accumulation
@@ -76,7 +94,8 @@ class Survey:
             filled = np.bincount(balanced(costs, accumulation), costs)
             micro = [longest[at : at + batch_size] for at in range(start, min(start + size, len(alone)), batch_size)]
             padded = sum(2 * len(rows) * int(rows.max()) for rows in micro)
-            found.append((padded, int(alone[start : start + size].sum()), int(filled.max())))
+            real, texts = int(alone[start : start + size].sum()), longest[start : start + size]
+            found.append((padded, real, int(filled.max()), int(texts.max())))
         return found
 
 
@@ -109,7 +128,7 @@ def _shared(chosen: np.ndarray, of_chosen: np.ndarray, rejected: np.ndarray, of_
 class Plan:
     """A layout, the lengths of its streams, and means over steps: tokens that TRL pads to, real ones, computed ones.
 
-    longest: tokens of the longest text, 0 where nobody knows.
+    shapes: in place of the ladder where texts in streams stand as rows, too.
     """
 
     layout: str
@@ -117,7 +136,7 @@ class Plan:
     padded: float = 0.0
     real: float = 0.0
     computed: float = 0.0
-    longest: int = 0
+    shapes: Shapes | None = None
 
 
 def _settled(ladder: Ladder, lengths: Sequence[int]) -> Ladder:
@@ -135,6 +154,7 @@ def plan_layout(
     accumulation: int,
     rung_cost: int,
     run_steps: int,
+    by_rows: bool = False,
 ) -> Plan:
     """How steps lie as streams, from those of the first epochs: another order may make a longer one.
 
@@ -142,6 +162,7 @@ def plan_layout(
         order_of: from an epoch to the order of its pairs.
         rung_cost: what a compilation costs, in tokens.
         run_steps: how many steps the run has, over which that is paid.
+        by_rows: texts stand as rows, too.
     """
     first = order_of(0)
     known, steps = survey(dataset, first), []
@@ -150,8 +171,19 @@ def plan_layout(
     for epoch in range(epochs):
         part = known if epoch == 0 else known.visited(place[order_of(epoch)])
         steps += part.steps(batch_size, accumulation, layout)
-    padded, real, lengths = (np.asarray(column) for column in zip(*steps, strict=True))
-    ladder = _settled(fitted(lengths, int(rung_cost * len(lengths) / max(1, run_steps))), lengths)
-    computed = accumulation * np.mean([ladder(int(length)) for length in lengths])
-    longest = int(np.maximum(known.chosen, known.rejected).max())
-    return Plan(layout, ladder, float(padded.mean()), float(real.mean()), float(computed), longest)
+    padded, real, lengths, texts = (np.asarray(column) for column in zip(*steps, strict=True))
+    rung_cost = int(rung_cost * len(lengths) / max(1, run_steps))
+    ladder = _settled(fitted(lengths, rung_cost), lengths)
+    found, shapes = [ladder(int(length)) for length in lengths], None
+    if by_rows:
+        shapes = _shapes(ladder, lengths, texts, rung_cost, rows=2 * batch_size)
+        found = [shapes(*map(int, step))[0] for step in zip(lengths, texts, strict=True)]
+    return Plan(layout, ladder, float(padded.mean()), float(real.mean()), float(accumulation * np.mean(found)), shapes)
+
+
+def _shapes(ladder: Ladder, lengths: Sequence[int], texts: Sequence[int], rung_cost: int, rows: int) -> Shapes:
+    """Those that early steps take, and the largest: a further length of rows may compile with each of the streams'."""
+    of_rows = fitted(texts, int(rung_cost * len(ladder.rungs) / (_PLACE * rows)))
+    early = zip(lengths[:EARLY], texts[:EARLY], strict=True)
+    pairs = {(ladder(int(length)), of_rows(int(text))) for length, text in early}
+    return Shapes(tuple(sorted(pairs | {(ladder.rungs[-1], of_rows.rungs[-1])})))

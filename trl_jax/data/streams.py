@@ -31,11 +31,11 @@ class Placed(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """How a stream's texts stand as rows, too: those of at most `pairs` pairs; `rung` is from the tokens of the longest
-    text to the length of rows."""
+    """How a stream's texts stand as rows, too: of at most `pairs` pairs; `shape` is from the tokens of the longest
+    stream, and of the longest text, to the lengths of streams and of rows."""
 
     pairs: int
-    rung: Callable[[int], int]
+    shape: Callable[[int, int], tuple[int, int]]
 
 
 def shared_tokens(chosen: Sequence[int], rejected: Sequence[int]) -> int:
@@ -103,23 +103,25 @@ def stream_pairs(
         pad_token_id: fills streams, and decides where texts are read.
         rung: from the tokens of the longest stream to T.
         share: whether pairs may share what they begin with.
-        rows: texts stand as rows, too; None where attention goes along the stream.
+        rows: texts stand as rows, too, and lengths are of its `shape`; None where attention goes along the stream.
         beside: for each pair the longest text that TRL would run beside it; None means that of its micro-batch.
     """
     filled = [sum(pair.tokens for pair, own in zip(placed, into, strict=True) if own == s) for s in range(streams)]
-    length, slots = rung(max(filled)), count * pairs
-    batch = _empty(streams, length, count, pairs, pad_token_id, "margin" in placed[0].row, share)
+    slots, texts = count * pairs, None
+    if rows is None:
+        length = rung(max(filled))
+    else:
+        length, row = rows.shape(max(filled), max(pair.longest for pair in placed))
+        texts = _no_texts(streams, 2 * rows.pairs, row, length)
+    batch = _empty(streams, length, count, pairs, pad_token_id, "margin" in placed[0].row, share, texts)
     if beside is None:
         longest = _longest_by_micro_batch(placed, pairs, count)
         beside = [longest[pair.slot // pairs] for pair in placed]
-    if rows is not None:
-        texts = _no_texts(streams, 2 * rows.pairs, rows.rung(max(pair.longest for pair in placed)), length)
-        batch = batch._replace(stream=batch.stream._replace(texts=texts))
     free, taken = [0] * streams, [0] * streams
     for pair, own, longest in zip(placed, into, beside, strict=True):
-        texts = _write(batch, own, free[own], pair, slots, pad_token_id)
-        if rows is not None:
-            _write_rows(batch.stream.texts, own, taken[own], pair.shared, *texts)
+        places = _write(batch, own, free[own], pair, slots, pad_token_id)
+        if texts is not None:
+            _write_rows(texts, own, taken[own], pair.shared, *places)
         taken[own] += 1
         end = free[own] + pair.tokens
         batch.stream.longest[own, 0, free[own] : end] = longest
@@ -128,7 +130,7 @@ def stream_pairs(
 
 
 def _empty(
-    streams: int, length: int, count: int, pairs: int, pad_token_id: int, margin: bool, share: bool
+    streams: int, length: int, count: int, pairs: int, pad_token_id: int, margin: bool, share: bool, texts: Texts | None
 ) -> PairBatch:
     def filled(shape: tuple[int, ...], value: int, dtype: type = np.int32) -> np.ndarray:
         return np.full((streams, *shape), value, dtype)
@@ -148,6 +150,7 @@ def _empty(
             filled((1, length), length),
             filled((1, length), 1),
             filled((1, length), length) if share else None,
+            texts,
         ),
     )
 

@@ -94,8 +94,9 @@ class Windows:
         placed = place(batches, pairs=loader.batch_size, share=loader.layout == "shared")
         least = sum(pair.tokens for pair in placed) // (len(batches) * shards)
         self._stream = max(self._stream, loader.ladder(max(least, *(pair.tokens for pair in placed))))
-        if loader.text_ladder is not None:
-            self._text = max(self._text, loader.text_ladder(max(pair.longest for pair in placed)))
+        if loader.shapes is not None:
+            _, text = loader.shapes(self._stream, max(pair.longest for pair in placed))
+            self._text = max(self._text, text)
         # Ropes that ask for the longest text mean that of the share of a batch that one of TRL's ranks has.
         beside = [max(map(_longest, batch[at : at + size])) for batch in batches for at in range(0, len(batch), size)]
         fitting = _fitting(placed, self._stream, most)
@@ -115,7 +116,7 @@ class Windows:
             pad_token_id=loader.pad_token_id,
             rung=lambda _: self._stream,
             share=loader.layout == "shared",
-            rows=None if loader.text_ladder is None else Rows(most, lambda _: self._text),
+            rows=None if loader.shapes is None else Rows(most, lambda *_: (self._stream, self._text)),
             beside=[beside[pair.slot // size] for pairs in streams for pair in pairs],
         )
         slots = np.full((loader.shards, most), -1)

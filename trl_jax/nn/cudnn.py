@@ -22,7 +22,8 @@ def takes(channels: int, dtype: jnp.dtype | str) -> bool:
 
 
 def _capable() -> bool:
-    return float(jax.local_devices(backend="gpu")[0].compute_capability) >= _AMPERE
+    major, _, minor = jax.local_devices(backend="gpu")[0].compute_capability.partition(".")  # AMD's is no number
+    return major.isdecimal() and float(f"{major}.{minor or 0}") >= _AMPERE
 
 
 def attend_cudnn(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from datasets import Dataset, IterableDataset
 
-from trl_jax.core.stream import BLOCK
 from trl_jax.data.order import epoch_order
-from trl_jax.data.plan import Ladder, Plan, plan_layout
+from trl_jax.data.plan import Plan, Shapes, plan_layout
 
 if TYPE_CHECKING:
     from trl_jax.hub.engines import Engine
@@ -43,12 +43,15 @@ def exact_layout(args: RewardConfig, engine: Engine, *, dealt: bool = False) -> 
     return ("shared" if asked == "auto" else asked), ""
 
 
-def text_ladder(args: RewardConfig, plan: Plan, *, dealt: bool) -> Ladder | None:
-    """The lengths of rows where texts in streams stand as rows, too, for attention: on GPUs, whose kernel reads rows.
-    One length, if the data's longest text is known; None along the stream."""
-    if args.device.type != "cuda" or dealt:
-        return None
-    return Ladder((-(-plan.longest // BLOCK) * BLOCK,) if plan.longest else ())
+def by_rows(args: RewardConfig, *, dealt: bool) -> bool:
+    """Whether a stream's texts stand as rows, too, for attention: on GPUs, whose kernel reads rows."""
+    return args.device.type == "cuda" and not dealt
+
+
+def unplanned(args: RewardConfig, engine: Engine, *, dealt: bool) -> Plan:
+    """The layout of what was not looked at beforehand."""
+    layout, _ = exact_layout(args, engine, dealt=dealt)
+    return Plan(layout, shapes=Shapes() if by_rows(args, dealt=dealt) else None)
 
 
 def check_layout(args: RewardConfig, engine: Engine) -> None:
@@ -76,7 +79,7 @@ def plan(
         return Plan("padded")
     if isinstance(dataset, IterableDataset):
         logger.info("Layout %s: how much it saves on a stream of rows is not known beforehand.", layout)
-        return Plan(layout)
+        return unplanned(args, engine, dealt=dealt)
     seed, shuffled = args.seed if args.data_seed is None else args.data_seed, args.train_sampling_strategy == "random"
     compilation = _ON_CPUS if args.device.type == "cpu" else _ON_ACCELERATORS
     found = plan_layout(
@@ -87,6 +90,7 @@ def plan(
         accumulation=args.gradient_accumulation_steps * shards,  # as many streams
         rung_cost=int(compilation / (6 * max(parameters, 1))),
         run_steps=steps,
+        by_rows=by_rows(args, dealt=dealt),
     )
     logger.info("%s", line(found))
     return found
@@ -95,11 +99,16 @@ def plan(
 def line(plan: Plan) -> str:
     """`shared: 1.9k of 7.4k padded tokens a step`, and what there is to say of its lengths."""
     computed, padded, real = (_thousands(tokens) for tokens in (plan.computed, plan.padded, plan.real))
-    lengths = ", ".join(f"{rung:,}" for rung in plan.ladder.rungs)
+    lengths = plan.ladder.rungs if plan.shapes is None else sorted({stream for stream, _ in plan.shapes.pairs})
+    rows = "" if plan.shapes is None else f", rows of {_listed(sorted({row for _, row in plan.shapes.pairs}))}"
     return (
         f"Layout {plan.layout}: {computed} of {padded} padded tokens a step, for {real} tokens of text; streams of "
-        f"{lengths} tokens."
+        f"{_listed(lengths)} tokens{rows}."
     )
+
+
+def _listed(lengths: Sequence[int]) -> str:
+    return ", ".join(f"{length:,}" for length in lengths)
 
 
 def _thousands(tokens: float) -> str:

@@ -258,7 +258,7 @@ class RewardTrainer(BaseTrainer):
                 dealt=dealt,
             )
         else:
-            laid_out = Plan(layouts.exact_layout(args, engine, dealt=dealt)[0])
+            laid_out = layouts.unplanned(args, engine, dealt=dealt)
         return PreferenceLoader(
             dataset,
             batch_size=self.micro_batch_pairs if training else args.per_device_eval_batch_size * self.shards,
@@ -269,7 +269,7 @@ class RewardTrainer(BaseTrainer):
             pad_to_multiple_of=self._pad_to_multiple_of,
             layout=laid_out.layout,
             ladder=laid_out.ladder,
-            text_ladder=layouts.text_ladder(args, laid_out, dealt=dealt),
+            shapes=laid_out.shapes,
             accumulation=args.gradient_accumulation_steps if training else 1,
             shuffle=training and args.train_sampling_strategy != "sequential",
             seed=args.seed if args.data_seed is None else args.data_seed,
