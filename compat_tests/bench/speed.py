@@ -4,6 +4,7 @@ Every arm trains the same model on the same pairs in the same order, each epoch 
 every shape compiles: the warm-up. After it, each segment of a few steps is timed in one arm after the other.
 trl_jax finds no torch, which it does not need and transformers imports where it is installed.
 TRL tuned has no gradient checkpointing and its pairs grouped by length, so its steps are of other pairs.
+The first arm of trl_jax compiles what further ones of the same program find.
 "cold" and "warm" are seconds from a process's start to the end of its first step, without and with what an
 earlier run compiled.
 
@@ -14,6 +15,7 @@ share nothing, where a layout can win nothing; these two are random tokens.
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -43,6 +45,7 @@ def main() -> None:
     common.prepare(args.cpus)
     report = {}
     with tempfile.TemporaryDirectory() as folder:
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(folder) / "compiled")  # of no earlier run
         model = args.model or Path(folder) / "small"
         if args.model is None:
             common.in_child(turns.build_small, model, args.data, args.layers, args.width)

@@ -25,7 +25,7 @@ from trl_jax.data.loader import PreferenceLoader  # noqa: E402
 from trl_jax.data.windows import Windows  # noqa: E402
 from trl_jax.engine.compilation import compiler_options  # noqa: E402
 from trl_jax.engine.mesh import Division, axes_of, make_mesh  # noqa: E402
-from trl_jax.trainer import compiling  # noqa: E402
+from trl_jax.trainer import compiling, layouts  # noqa: E402
 
 ROWS = tiny.preference_rows(5 * PAIRS, margin=True)
 MARKS = {"loss": 1e-5, "train_loss": 1e-5, "grad_norm": 2e-4}  # the others' is 2e-4
@@ -223,6 +223,21 @@ def test_of_a_text_only_keys_and_values_are_gathered(checkpoint, tmp_path):
     assert moved["all-gather"] == {whole} and moved["reduce-scatter"] == {whole // 8}
     gradients = {array.size for array in built.model.params.values()}
     assert {size for size in moved["all-reduce"] if size > 1024} <= gradients  # the rest is logged, or one token a text
+
+
+def test_rows_of_texts_stay_where_they_are(checkpoint, tmp_path, monkeypatch, alone):
+    """Attention text by text, as on GPUs: nothing more is sent than along the stream, heads divided or not, and the
+    numbers are those of one device."""
+    mesh = "data:2,fsdp:2,tensor:2"
+    wanted = alone("llama", "shared")
+    _, along = compiled(trainer(checkpoint, tmp_path / "along", mesh_shape=mesh))
+    monkeypatch.setattr(layouts, "by_rows", lambda args, dealt: True)
+    built = trainer(checkpoint, tmp_path, mesh_shape=mesh)
+    [step, *_] = built.get_train_dataloader().steps
+    assert step.arrays.stream.texts is not None
+    assert sorted(compiled(built)[1]) == sorted(along)
+    found = gaps(run(checkpoint("llama"), ROWS, mesh, "shared", **HOW["llama"]), wanted)
+    assert all(gap <= MARKS.get(key, 2e-4) for key, gap in found.items()), found
 
 
 def test_collectives_run_beside_products_on_gpus():
