@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -63,6 +64,22 @@ def test_each_shape_is_made_and_told_of_once(caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "The step compiles for shape 1: tokens 1x1x64.", "The step compiles for shape 2: tokens 1x1x128.",
     ]  # fmt: skip
+
+
+@pytest.mark.skipif(compilation._malloc_trim() is None, reason="glibc alone can be asked for it")
+def test_what_the_compiler_freed_goes_back_to_the_system():
+    def held():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def compiled(*given):
+        kept.extend(bytes(1000) for _ in range(100_000))
+        del kept[:-1]  # the last stands in the way of those below it
+        found.append(held())
+        return lambda params, state, batch: None
+
+    kept, found = [], []
+    Programs(compiled, "The step")({}, {}, np.zeros((1, 1)))
+    assert held() < found[0] - 50e6
 
 
 def test_a_program_that_another_thread_is_at_is_waited_for():
