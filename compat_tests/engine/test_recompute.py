@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -13,13 +12,13 @@ import pytest
 
 from trl_jax.engine import recompute
 from trl_jax.engine.compilation import Programs
-from trl_jax.engine.recompute import fitting, room_of
+from trl_jax.engine.recompute import Fitting, room_of
 
 ROW = 1 << 10
 
 
 def fits(steps, room):
-    return Programs(partial(fitting, steps, room), "The step")
+    return Programs(Fitting(steps, room), "The step")
 
 
 def large(params, state, batch, rate):
@@ -51,9 +50,10 @@ class Refused:
     """A step that a compiler for an accelerator does not take."""
 
     def __init__(self, error):
-        self.error = error
+        self.error, self.tried = error, []
 
-    def lower(self, *given):
+    def lower(self, params, state, batch, rate):
+        self.tried.append(len(batch["tokens"]))
         return SimpleNamespace(compile=self.compile)
 
     def compile(self):
@@ -67,6 +67,13 @@ def test_what_the_compiler_refuses_does_not_fit():
         fits([Refused("INTERNAL: Mosaic failed"), jax.jit(small)], 1)(None, None, batch(2), 0.0)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):  # the last has to
         fits([Refused("RESOURCE_EXHAUSTED")], 1)(None, None, batch(2), 0.0)
+
+
+def test_what_did_not_fit_is_not_tried_with_more():
+    never = Refused("RESOURCE_EXHAUSTED")
+    step = fits([never, jax.jit(small)], 1)
+    assert [float(step(None, None, batch(rows), 0.0)) for rows in (8, 9, 4, 5)] == [32, 36, 16, 20]
+    assert never.tried == [8, 4]
 
 
 def test_the_room_is_the_devices_own_or_half_of_the_host():

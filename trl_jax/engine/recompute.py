@@ -18,24 +18,41 @@ logger = logging.getLogger(__name__)
 _SHARE = 0.95  # of an accelerator's memory; what lies in it is never without gaps
 
 
-def fitting(steps: Sequence[Callable], room: int, *given: Any) -> Any:
-    """The first of a step's versions that fits, compiled for what it is `given`, arrays or their shapes.
+class Fitting:
+    """Compiles the first of a step's versions that fits.
 
     `steps` are jitted and give the same values; each is smaller and slower than the one before it. `room` is what a
     device has for a program and all that the program is given, in bytes; 0 where nobody knows, and then it is the
-    smallest.
+    smallest. A version that did not fit is not tried again for a batch, the third argument, that is no smaller.
     """
-    for step in steps[:-1] if room else ():
-        program, needed = _compiled(step, *given)
-        if program is not None and needed <= room:
-            return program
-        logger.info(
-            "gradient_checkpointing: whole layers are computed twice; to keep their matrix products would take "
-            "%s of the %.2f GB there are.",
-            "more" if needed is None else f"{needed / 1e9:.2f}",
-            room / 1e9,
+
+    def __init__(self, steps: Sequence[Callable], room: int):
+        self._steps, self._room = steps, room
+        self._refused: list[tuple[Callable, list[int]]] = []
+
+    def __call__(self, *given: Any) -> Any:
+        """The program for what it is given, arrays or their shapes."""
+        sizes = [leaf.size for leaf in jax.tree.leaves(given[2])]
+        for step in self._steps[:-1] if self._room else ():
+            if self._is_refused(step, sizes):
+                continue
+            program, needed = _compiled(step, *given)
+            if program is not None and needed <= self._room:
+                return program
+            self._refused.append((step, sizes))
+            logger.info(
+                "gradient_checkpointing: whole layers are computed twice; to keep their matrix products would take "
+                "%s of the %.2f GB there are.",
+                "more" if needed is None else f"{needed / 1e9:.2f}",
+                self._room / 1e9,
+            )
+        return self._steps[-1].lower(*given).compile()
+
+    def _is_refused(self, step: Callable, sizes: list[int]) -> bool:
+        return any(
+            one is step and all(least <= size for least, size in zip(smaller, sizes, strict=True))
+            for one, smaller in self._refused
         )
-    return steps[-1].lower(*given).compile()
 
 
 def _compiled(step: Callable, *given: Any) -> tuple[Any, int | None]:

@@ -30,7 +30,7 @@ from trl_jax.engine.optim import Optimizer, decays, from_optax
 from trl_jax.engine.prefetch import Prefetched
 from trl_jax.engine.processes import barrier, check_alike, is_first, several, told_of_the_dead
 from trl_jax.engine.progress import Progress
-from trl_jax.engine.recompute import fitting, room_of
+from trl_jax.engine.recompute import Fitting, room_of
 from trl_jax.engine.resume import find
 from trl_jax.engine.step import make_step
 from trl_jax.engine.watch import PATIENCE, Watch
@@ -231,7 +231,7 @@ class BaseTrainer(Evaluating):
             return HookedStep(self, tx)
         steps = [self.compiled_step(tx, remat=remat) for remat in self.args.remats]
         room = room_of(run_device(self.args)) if len(steps) > 1 else 0
-        return Programs(partial(fitting, steps, room), "The step")
+        return Programs(Fitting(steps, room), "The step")
 
     def _advancer(self, step: Any, tx: Any) -> Any:
         """(step batch, learning rate) -> metrics. Replaces the model's parameters by their successors."""
