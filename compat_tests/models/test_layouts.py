@@ -16,6 +16,7 @@ from trl_jax import AutoModelForSequenceClassification, RewardTrainer
 from trl_jax.data.layout import pad_pairs
 from trl_jax.data.streams import Rows, balanced, place, stream_pairs
 from trl_jax.losses.pairwise import pairwise_loss
+from trl_jax.models.functional import merge
 
 QUICKLY = {"xla_backend_optimization_level": 0}
 PAIRS, COUNT, PAD = 3, 3, 0
@@ -61,9 +62,9 @@ def batches(layout):
     return stream_pairs(placed, into, streams=COUNT, rung=lambda tokens: 128, share=share, rows=rows, **facts)
 
 
-def of_step(model, layout, *, gradients=False, dtype="float32"):
+def of_step(model, layout, *, gradients=False, dtype="float32", most=None):
     """The step's loss, or with `gradients` the loss and those; a pass is compiled once a shape."""
-    trainer = SimpleNamespace(model=model)
+    trainer = SimpleNamespace(model=model, args=SimpleNamespace(max_length=most))
 
     def loss(params, batch):
         chosen, rejected = jnp.split(RewardTrainer.score(trainer, params, batch, dtype=dtype), 2)
@@ -105,6 +106,18 @@ def apart(model, layouts=STREAMS, dtype="float32"):
 def test_the_gradients_are_the_same_in_every_layout(family, name, built):
     for loss, gradient in apart(AutoModelForSequenceClassification.from_pretrained(built(family, name))):
         assert loss <= 1e-6 and gradient <= 1e-5
+
+
+def test_a_window_that_no_text_is_longer_than_is_left_out(built):
+    """gemma2's is 7 here: where texts are said to have no more, it is not there, which longer ones show."""
+    model = AutoModelForSequenceClassification.from_pretrained(built("gemma2", "plain"))
+    assert model.engine.window == 7
+    wanted = of_step(model, "padded")
+    assert of_step(model, "padded", most=8) == wanted
+    assert abs(of_step(model, "padded", most=7) - wanted) > 1e-4
+    scorer, ids = merge(model.graph, model.params), jnp.arange(14, dtype=jnp.int32).reshape(2, 7)
+    short = {"positions": jnp.broadcast_to(jnp.arange(7), ids.shape), "at": jnp.full(2, 6)}
+    np.testing.assert_allclose(scorer(ids, most=7, **short), scorer(ids, **short), rtol=1e-6)
 
 
 @pytest.mark.parametrize(("family", "name"), ENCODERS)

@@ -14,16 +14,16 @@ from compat_tests.parity.marks import timeless
 from compat_tests.trainer.trainers import FACTS, make, stream, table
 from trl_jax.trainer import layouts
 
-CAUSAL = SimpleNamespace(takes_streams=True, drops_out=False, causal=True, windowed=False)
-DROPS = SimpleNamespace(takes_streams=True, drops_out=True, causal=True, windowed=False)
+CAUSAL = SimpleNamespace(takes_streams=True, drops_out=False, causal=True, window=None)
+DROPS = SimpleNamespace(takes_streams=True, drops_out=True, causal=True, window=None)
 ENCODER = SimpleNamespace(takes_streams=True, drops_out=False, causal=False)
-WHOLE = SimpleNamespace(takes_streams=False, drops_out=False, causal=False, windowed=False)
-WINDOWED = SimpleNamespace(takes_streams=True, drops_out=False, causal=True, windowed=True)
+WHOLE = SimpleNamespace(takes_streams=False, drops_out=False, causal=False, window=None)
+WINDOWED = SimpleNamespace(takes_streams=True, drops_out=False, causal=True, window=512)
 
 
 def asked(layout="auto", device="cpu", **more):
     facts = {"disable_dropout": True, "seed": 1, "data_seed": None, "train_sampling_strategy": "random"}
-    facts["neftune_noise_alpha"] = None
+    facts |= {"neftune_noise_alpha": None, "max_length": 1024}
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     return SimpleNamespace(batch_layout=layout, device=SimpleNamespace(type=device), **(facts | sizes | more))
 
@@ -47,6 +47,8 @@ def asked(layout="auto", device="cpu", **more):
         (asked(device="tpu"), CAUSAL, "shared", ""),
         (asked(device="tpu"), WINDOWED, "packed", "knows no windows beside shared prompts"),
         (asked("shared", device="tpu"), WINDOWED, "shared", ""),
+        (asked(device="tpu", max_length=512), WINDOWED, "shared", ""),
+        (asked(device="tpu", max_length=None), WINDOWED, "packed", "knows no windows beside shared prompts"),
         (asked(), WINDOWED, "shared", ""),
         (asked("shared", device="cuda"), CAUSAL, "shared", ""),
     ],

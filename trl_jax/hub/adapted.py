@@ -43,7 +43,7 @@ class AdaptedEngine(Engine):
         self.vocab_size, self.most_tokens, self.embeddings = base.vocab_size, base.most_tokens, base.embeddings
         self.finds_end, self.ignores_types = base.finds_end, base.ignores_types
         self.takes_streams, self.takes_noise, self.sortable = base.takes_streams, base.takes_noise, base.sortable
-        self.causal, self.windowed = base.causal, base.windowed
+        self.causal, self.window = base.causal, base.window
         self.heads = base.heads
         self.drops_out = base.drops_out or plan.config.lora_dropout > 0
         self.graph = graph_of(base, plan)

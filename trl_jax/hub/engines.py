@@ -24,6 +24,7 @@ from trl_jax.hub.wires import Wire
 from trl_jax.models.adapted import module_at
 from trl_jax.models.exported import ExportedScorer
 from trl_jax.models.functional import abstract
+from trl_jax.models.stack import narrowest_window
 from trl_jax.nn.quantized import HALVES, TABLES, Format, Quantized, dequantized
 
 
@@ -43,7 +44,7 @@ class Engine(abc.ABC):
         ignores_types: token_type_ids mean nothing to it.
         takes_streams: it computes texts laid end to end as if each were alone.
         causal: what comes after a token changes nothing of it, so two texts may share what both begin with.
-        windowed: tokens of some layer see only so many before them.
+        window: how many tokens before them, and themselves, those of the narrowest layer see; None: all.
         drops_out: it has dropout that training may turn on.
         takes_noise: noise may be added to its embeddings.
         grows: it can embed more tokens than its checkpoint did.
@@ -65,7 +66,7 @@ class Engine(abc.ABC):
     ignores_types: bool
     takes_streams: bool
     causal: bool
-    windowed: bool
+    window: int | None
     drops_out: bool
     takes_noise: bool
     grows: bool
@@ -117,7 +118,7 @@ class NativeEngine(Engine):
         arch, causal = source.arch, not source.family.scorer.needs_valid
         self.ignores_types = self.causal = causal
         self.takes_streams, self.drops_out = causal or arch.takes_streams, arch.drops_out
-        self.windowed = any(window is not None for window in arch.windows)
+        self.window = narrowest_window(arch.windows)
         self.heads = {"heads": arch.num_heads} | ({"key heads": arch.num_key_heads} if causal else {})
         self.sortable = not causal  # some ropes of decoders ask for the longest text of a batch
 
@@ -193,7 +194,7 @@ class ExportedEngine(Engine):
 
     log_level, finds_end, ignores_types = logging.WARNING, True, False
     takes_streams, drops_out, takes_noise, sortable, causal, heads = False, True, False, False, False, None
-    windowed = False
+    window = None
     grows = saves_aside = False  # torch's own module is what it saves, and what programs are exported from
 
     def __init__(self, model: TorchModel):

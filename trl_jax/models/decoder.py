@@ -112,6 +112,7 @@ class Decoder(nnx.Module):
         remat: bool = False,
         dropout_key: jax.Array | None = None,
         noise: Noise | None = None,
+        most: int | None = None,
     ) -> jax.Array:
         """Hidden states `[R, T, D]`, or at single tokens: `[R, D]` one of each row, `[2P, D]` those of a stream.
 
@@ -128,6 +129,7 @@ class Decoder(nnx.Module):
                 and recomputes the rest: to store every activation costs more than it saves.
             dropout_key: turns dropout on, at the rates in the config.
             noise: what is added to the embeddings of tokens.
+            most: tokens that no text has more of; None where nobody knows. Windows as long are left out.
         """
         share = dealt(1 if stream is None else BLOCK)
         if share is not None:
@@ -137,7 +139,7 @@ class Decoder(nnx.Module):
             longest = stream.longest[..., None, None]
         elif longest is None:
             longest = tokens.shape[1] if at is None else jnp.max(at) + 1
-        shared, by_layer = self._positions(positions, longest)
+        shared, by_layer = self._positions(positions, longest, most)
         if stream is not None:
             shared["stream"] = stream
         graph, state = nnx.split(self.layers)
@@ -166,10 +168,10 @@ class Decoder(nnx.Module):
             h = h + self.position_embed(positions + arch.position_offset, jnp.float32)
         return apply(dropout_or_none(arch.embedding_dropout, dropout_key, _EMBEDDING), h)
 
-    def _positions(self, positions: jax.Array, longest: jax.Array | int) -> tuple[dict, dict]:
+    def _positions(self, positions: jax.Array, longest: jax.Array | int, most: int | None) -> tuple[dict, dict]:
         """What all layers share, and what `[L]` arrays say of each: its window, its rope's number, its scale."""
         arch = self.arch
-        shared, by_layer = seen_by_layers(arch.ropes, arch.windows, positions, arch.rotary_dim, longest)
+        shared, by_layer = seen_by_layers(arch.ropes, arch.windows, positions, arch.rotary_dim, longest, most)
         if arch.attention_scales is not None:
             by_layer["scale"] = jnp.asarray(arch.attention_scales, jnp.float32)
         if arch.query_growth is not None:

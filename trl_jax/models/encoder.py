@@ -91,6 +91,7 @@ class Encoder(nnx.Module):
         remat: bool = False,
         dropout_key: jax.Array | None = None,
         noise: Noise | None = None,
+        most: int | None = None,
     ) -> jax.Array:
         """Hidden states `[R, T, D]`.
 
@@ -98,9 +99,9 @@ class Encoder(nnx.Module):
             tokens, positions: int32 `[R, T]`.
             valid: bool `[R, T]`, tokens that others may see; None in a stream.
             stream: where texts lie end to end in a row; of `seen_both_ways`.
-            dtype, remat, dropout_key, noise: as in `Decoder.__call__`.
+            dtype, remat, dropout_key, noise, most: as in `Decoder.__call__`.
         """
-        shared, by_layer = self._seen(positions, dtype, stream)
+        shared, by_layer = self._seen(positions, dtype, stream, most)
         graph, state = nnx.split(self.layers)
 
         def layer(h, slices):
@@ -138,11 +139,13 @@ class Encoder(nnx.Module):
             counted = counted - jnp.where(stream.first > 0, before, 0)
         return counted * real + self.arch.padding_idx
 
-    def _seen(self, positions: jax.Array, dtype: jnp.dtype, stream: Stream | None) -> tuple[dict, dict]:
+    def _seen(
+        self, positions: jax.Array, dtype: jnp.dtype, stream: Stream | None, most: int | None
+    ) -> tuple[dict, dict]:
         arch = self.arch
         channels = arch.hidden_size // arch.num_heads
         longest = positions.shape[1] if stream is None else stream.longest[..., None, None]
-        shared, by_layer = seen_by_layers(arch.ropes, arch.windows, positions, channels, longest)
+        shared, by_layer = seen_by_layers(arch.ropes, arch.windows, positions, channels, longest, most)
         if stream is not None:
             shared["stream"] = stream
         if self.distance_embed is not None:

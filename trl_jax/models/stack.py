@@ -66,21 +66,30 @@ def apply(part: Callable[[jax.Array], jax.Array] | None, x: jax.Array) -> jax.Ar
     return x if part is None else part(x)
 
 
+def narrowest_window(windows: Sequence[int | None]) -> int | None:
+    """Of all layers'; None where each sees everything."""
+    return min((window for window in windows if window is not None), default=None)
+
+
 def seen_by_layers(
     ropes: Sequence[Rope | None],
     windows: Sequence[int | None],
     positions: jax.Array,
     channels: int,
     longest: jax.Array | int,
+    most: int | None = None,
 ) -> tuple[dict, dict]:
-    """What all layers share, and what `[L]` arrays say of each: its window, its rope's number."""
+    """What all layers share, and what `[L]` arrays say of each: its window, its rope's number.
+
+    `most` is what no text is longer than, None where nobody knows: a window as long is none.
+    """
     shared, by_layer = {}, {}
     kinds = list(dict.fromkeys(ropes))
     if any(rope is not None for rope in kinds):
         shared["cos"], shared["sin"] = rope_angles(positions, kinds, channels, longest)
     if len(kinds) > 1:
         by_layer["rope"] = jnp.asarray([kinds.index(rope) for rope in ropes], jnp.int32)
-    if any(window is not None for window in windows):
+    if (narrowest := narrowest_window(windows)) is not None and (most is None or narrowest < most):
         by_layer["window"] = jnp.asarray([window or _NO_WINDOW for window in windows], jnp.int32)
     return shared, by_layer
 

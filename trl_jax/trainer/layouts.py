@@ -38,9 +38,14 @@ def exact_layout(args: RewardConfig, engine: Engine, *, dealt: bool = False) -> 
     if not engine.causal:
         reason = "the tokens of this model see what comes after them, so answers do not begin alike"
         return "packed", reason if asked == "shared" else ""
-    if asked == "auto" and args.device.type == "tpu" and engine.windowed:
+    if asked == "auto" and args.device.type == "tpu" and windowed(args, engine):
         return "packed", "the TPUs' kernel knows no windows beside shared prompts; batch_layout='shared' shares them"
     return ("shared" if asked == "auto" else asked), ""
+
+
+def windowed(args: RewardConfig, engine: Engine) -> bool:
+    """Whether a window of the model's is shorter than texts may be."""
+    return engine.window is not None and (args.max_length is None or engine.window < args.max_length)
 
 
 def by_rows(args: RewardConfig, *, dealt: bool) -> bool:

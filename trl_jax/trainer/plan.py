@@ -15,7 +15,7 @@ from trl_jax.hub.lora_config import LoraConfig
 from trl_jax.hub.quantizing import BitsAndBytesConfig
 from trl_jax.nn import cudnn, splash
 from trl_jax.nn.attention import QUERY_BLOCK
-from trl_jax.trainer import plan_flops, plan_memory, planning
+from trl_jax.trainer import layouts, plan_flops, plan_memory, planning
 from trl_jax.trainer.given_model import outlined
 from trl_jax.trainer.reward_config import RewardConfig
 from trl_jax.trainer.reward_trainer import RewardTrainer
@@ -173,7 +173,7 @@ def _planned(
         topology=topology,
         mesh=planning.mesh_of(trainer),
         layout=layout,
-        attention=_attention(topology.platform, args, arch, layout),
+        attention=_attention(topology.platform, trainer, arch, layout),
         remat=remat,
         lengths=found.lengths,
         places=found.places,
@@ -188,11 +188,11 @@ def _planned(
     )
 
 
-def _attention(platform: str, args: RewardConfig, arch: Any, layout: str) -> str:
+def _attention(platform: str, trainer: RewardTrainer, arch: Any, layout: str) -> str:
     """What computes it, in words."""
-    windowed = any(window is not None for window in getattr(arch, "windows", ()))
+    windowed, dtype = layouts.windowed(trainer.args, trainer.model.engine), trainer.args.compute_dtype
     if platform == "gpu":
-        plain = not windowed and getattr(arch, "softcap", 0) is None and cudnn.takes(arch.head_dim, args.compute_dtype)
+        plain = not windowed and getattr(arch, "softcap", 0) is None and cudnn.takes(arch.head_dim, dtype)
         return "cuDNN's flash attention, text by text" if plain else f"{_BY_ROW}, text by text"
     if layout == "padded":
         return _BY_ROW

@@ -163,6 +163,8 @@ class RewardTrainer(BaseTrainer):
     def score(self, params: dict, batch: PairBatch, *, dtype: str, **how: Any) -> jax.Array:
         """Scores `[2P]`, float32, of the texts of a batch; `how` as in Decoder.__call__."""
         model = merge(self.model.graph, params, how.get("dropout_key"))
+        if self.model.engine.window is not None:
+            how["most"] = self.args.max_length
         if batch.stream is not None:
             how["stream"] = batch.stream
         elif model.needs_valid:
