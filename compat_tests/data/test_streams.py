@@ -185,10 +185,11 @@ def test_a_survey_counts_what_the_layouts_hold(found, pairs, accumulation):
     groups = [[found[i] for i in order[start : start + pairs]] for start in range(0, len(order), pairs)]
     for layout in ("packed", "shared"):
         counted = survey(dataset, order).steps(pairs, accumulation, layout)
-        for number, (padded, real, stream) in enumerate(counted):
+        for number, (padded, real, stream, text) in enumerate(counted):
             group = groups[number * accumulation : (number + 1) * accumulation]
             sides = [[len(row[side]) for row in micro for side in ("chosen_ids", "rejected_ids")] for micro in group]
             assert padded == sum(len(micro) * max(micro) for micro in sides) and real == sum(map(sum, sides))
+            assert text == max(map(max, sides))
             batch, _, _ = laid_out(group, pairs, accumulation, layout == "shared", accumulation)
             assert stream == max((batch.stream.first < batch.tokens.shape[2]).sum(axis=(1, 2)))
 
