@@ -37,18 +37,19 @@ ROWS = (  # model, topology, mesh, pairs a chip
     ("Llama-3.1-8B", "v5e:4x4", "fsdp:16", 1),
     ("Llama-3.1-8B", "v6e:2x4", "fsdp:8", 2),
     ("Llama-3.1-8B", "v6e:2x4", "fsdp:4,tensor:2", 2),
+    ("Qwen3-0.6B", "v6e:2x2", "fsdp:2,tensor:2", 8),
 )
 GIB = 2**30
 
 
-def planned(model: str, topology: str, mesh: str, pairs: int, length: int) -> dict:
+def planned(model: str, topology: str, mesh: str, pairs: int, length: int, layout: str) -> dict:
     """The plan as the command writes it, by a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(CONFIGS[model]))
         flags = {
             "model_name_or_path": folder, "topology": topology, "mesh_shape": mesh, "max_length": length,
             "per_device_train_batch_size": pairs, "json": f"{folder}/plan.json", "levers": False,
-            "remat_policy": "nothing_saveable", "batch_layout": "padded",
+            "remat_policy": "nothing_saveable", "batch_layout": layout,
         }  # fmt: skip
         words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
         subprocess.run([sys.executable, "-m", "trl_jax.cli.main", "plan", *words], check=True, stdout=sys.stderr)
@@ -74,10 +75,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="*", default=range(len(ROWS)))
     parser.add_argument("--length", type=int, default=1024, help="tokens of each text")
+    parser.add_argument("--layout", default="padded", help="batch_layout; 'auto' takes streams, which compile longer")
     given = parser.parse_args()
     print("| model | chips | mesh | pairs x tokens a chip | given | peak | fits | sent | TFLOP | at least | compiled |")
     for number in given.rows:
-        print(row(*ROWS[number], planned(*ROWS[number], given.length)), flush=True)
+        print(row(*ROWS[number], planned(*ROWS[number], given.length, given.layout)), flush=True)
 
 
 if __name__ == "__main__":
