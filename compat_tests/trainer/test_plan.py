@@ -100,17 +100,19 @@ def test_other_families_are_planned(bare, tmp_path, model_type, layout):
 
 
 @pytest.mark.parametrize(
-    ("place", "said", "attention"),
+    ("model_type", "place", "said", "attention"),
     [
-        ("cpu:1", {}, "plain XLA, 64 queries of a stream at a time"),
-        ("cpu:1", {"batch_layout": "padded"}, "plain XLA, 256 queries of a row at a time"),
-        ("v5e:1x1", {}, "splash attention, 512 queries of a stream at a time"),
-        ("h100:1", {"bf16": True}, "cuDNN's flash attention, text by text"),
-        ("h100:1", {}, "plain XLA, 256 queries of a row at a time against the keys before them, text by text"),
+        ("llama", "cpu:1", {}, "plain XLA, 64 queries of a stream at a time"),
+        ("llama", "cpu:1", {"batch_layout": "padded"}, "plain XLA, 256 queries of a row at a time"),
+        ("llama", "v5e:1x1", {}, "splash attention, 512 queries of a stream at a time"),
+        ("llama", "h100:1", {"bf16": True}, "cuDNN's flash attention, text by text"),
+        ("llama", "h100:1", {}, "plain XLA, 256 queries of a row at a time against the keys before them, text by text"),
+        ("bert", "h100:1", {"bf16": True}, "plain XLA, 256 queries of a row at a time"),
     ],
 )
-def test_what_computes_attention_is_told(bare, tmp_path, place, said, attention):
-    assert plan(bare(), config(tmp_path, **said), topology(place), compiles=False).attention.startswith(attention)
+def test_what_computes_attention_is_told(bare, tmp_path, model_type, place, said, attention):
+    found = plan(bare(model_type), config(tmp_path, **said), topology(place), compiles=False)
+    assert found.attention.startswith(attention)
 
 
 def test_real_rows_tell_the_lengths(bare, tmp_path):

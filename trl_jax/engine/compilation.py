@@ -97,6 +97,7 @@ def hand_back() -> None:
 
 @functools.cache
 def _malloc_trim() -> Callable[[int], int] | None:
+    """glibc's; other systems have none, nor has Linux with musl."""
     return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 

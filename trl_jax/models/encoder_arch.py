@@ -78,6 +78,11 @@ class EncoderArch:
     padding_idx: int | None = None
 
     @property
+    def num_key_heads(self) -> int:
+        """Each head has keys of its own."""
+        return self.num_heads
+
+    @property
     def drops_out(self) -> bool:
         rates = (self.embedding_dropout, self.attention_dropout, self.attention_out_dropout, self.mlp_dropout)
         rates += (self.mlp_out_dropout, self.distance_dropout, self.head.dropout_before, self.head.dropout_after)

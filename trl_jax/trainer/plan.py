@@ -190,9 +190,11 @@ def _planned(
 
 def _attention(platform: str, trainer: RewardTrainer, arch: Any, layout: str) -> str:
     """What computes it, in words."""
-    windowed, dtype = layouts.windowed(trainer.args, trainer.model.engine), trainer.args.compute_dtype
+    args, engine = trainer.args, trainer.model.engine
+    windowed = layouts.windowed(args, engine)
     if platform == "gpu":
-        plain = not windowed and getattr(arch, "softcap", 0) is None and cudnn.takes(arch.head_dim, dtype)
+        plain = engine.causal and not windowed and arch.softcap is None
+        plain = plain and cudnn.takes(arch.head_dim, args.compute_dtype)
         return "cuDNN's flash attention, text by text" if plain else f"{_BY_ROW}, text by text"
     if layout == "padded":
         return _BY_ROW

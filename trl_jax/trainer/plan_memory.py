@@ -190,7 +190,7 @@ def _texts(batch: PairBatch, one: Pass, arch: Any, width: int) -> int:
     """Queries, keys, values and results of one layer, where a stream's texts are laid out as rows."""
     if batch.stream is None or batch.stream.texts is None:
         return 0
-    heads = arch.num_heads + getattr(arch, "num_key_heads", arch.num_heads)
+    heads = arch.num_heads + arch.num_key_heads
     return 2 * math.prod(_rows(batch, one)) * heads * channels_of(arch) // arch.num_heads // one.sharing * width
 
 
