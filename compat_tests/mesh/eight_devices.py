@@ -16,7 +16,8 @@ import pytest  # noqa: E402
 from datasets import Dataset  # noqa: E402
 
 from compat_tests import tiny  # noqa: E402
-from compat_tests.bench.meshes import FACTS, PAIRS, gaps, run  # noqa: E402
+from compat_tests.bench.gaps import gaps  # noqa: E402
+from compat_tests.bench.mesh_runs import FACTS, PAIRS, run  # noqa: E402
 from compat_tests.parity.reference import BASE  # noqa: E402
 from compat_tests.trainer.planned import LORA, alike  # noqa: E402
 from trl_jax import BitsAndBytesConfig, LoraConfig, RewardConfig, RewardTrainer  # noqa: E402
@@ -29,7 +30,7 @@ from trl_jax.trainer import compiling, layouts  # noqa: E402
 
 ROWS = tiny.preference_rows(5 * PAIRS, margin=True)
 MARKS = {"loss": 1e-5, "train_loss": 1e-5, "grad_norm": 2e-4}  # the others' is 2e-4
-NO_GRADIENT = ("rewards", "weights", "predictions")  # may drift where a bias has none: see bench.meshes
+NO_GRADIENT = ("rewards", "weights", "predictions")  # may drift where a bias has none: see bench.gaps
 
 
 @pytest.fixture(scope="module")

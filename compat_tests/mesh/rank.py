@@ -14,7 +14,7 @@ def main(whose: str, folder: str, out: str, given: dict) -> None:
     from compat_tests import tiny
     from compat_tests.parity import reference
 
-    rows = tiny.preference_rows(ROWS, margin=True)
+    rows = tiny.preference_rows(given.pop("pairs", ROWS), margin=True)
     if whose == "ours":
         from trl_jax.engine import processes
 

@@ -1,0 +1,65 @@
+"""How far two runs are apart, and which of it is no more than rounding may do.
+
+A bias that moves both answers of a pair alike (a head's own, the last norm's), or all scores of a softmax (that of the
+keys), has no gradient: what there is of one is rounding, and Adam divides it by its own size. "but gauge" leaves these
+parameters out. What they change of a reward they change of all, so "less mean" takes each run's mean from its rewards.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from compat_tests.parity.marks import Marks, steps_of, timeless, worst
+
+GAUGE = re.compile(r"key\.bias|k_proj\.bias|k_lin\.bias|(classifier|score|out_proj)\.bias|final_layer_norm\.bias")
+FUSED = "query_key_value.bias"  # by head: query, key, value
+LEVELS = ("min_reward", "mean_reward", "max_reward")
+DRIFTS = {"rewards": "rewards less mean", "weights": "weights but gauge", "predictions": "predictions less mean"}
+
+
+def gaps(mine, other) -> dict[str, float]:
+    """The largest gap of any step, of the weights, and of the evaluation and predictions where both have them."""
+    every = worst(steps_of(mine.logs), steps_of(other.logs))
+    assert not [key for key in ("num_tokens", "step", "learning_rate", "epoch") if every[key]], every
+    found = {key: every[key] for key in ("loss", "grad_norm", "margin")}
+    found["rewards"] = max(every[key] for key in LEVELS)
+    found["rewards less mean"] = max(
+        abs(_spread(ours, key) - _spread(theirs, key))
+        for ours, theirs in zip(steps_of(mine.logs), steps_of(other.logs), strict=True)
+        for key in LEVELS
+    )
+    assert mine.weights.keys() == other.weights.keys(), sorted(mine.weights.keys() ^ other.weights.keys())
+    found["weights"] = max(_apart(mine, other, name) for name in other.weights)
+    found["weights but gauge"] = max(_apart(mine, other, name, GAUGE) for name in other.weights)
+    if mine.predictions is None or other.predictions is None:
+        return found
+    theirs = timeless(other.evaluate_metrics)
+    levels = [f"eval_{key}" for key in LEVELS]
+    found["evaluation"] = max(abs(mine.evaluate_metrics[key] - theirs[key]) for key in theirs if key not in levels)
+    predicted = mine.predictions - other.predictions
+    found["predictions"] = float(np.abs(predicted).max())
+    found["predictions less mean"] = float(np.abs(predicted - predicted.mean()).max())
+    return found
+
+
+def beyond(found: dict[str, float], weights: dict) -> list[str]:
+    """The gaps beyond the parity marks; of a model that has such biases, those which these cannot make."""
+    drifting = any(GAUGE.search(name) or name.endswith(FUSED) for name in weights)
+    left = [key for key in found if key not in (DRIFTS if drifting else DRIFTS.values())]
+    marks = {"loss": Marks.loss}
+    return [key for key in left if not found[key] <= marks.get(key, Marks.rewards)]
+
+
+def _spread(log: dict, key: str) -> float:
+    return log[key] - log["mean_reward"]
+
+
+def _apart(mine, other, name: str, gauge: re.Pattern | None = None) -> float:
+    if gauge is not None and gauge.search(name):
+        return 0.0
+    gap = np.abs(mine.weights[name] - other.weights[name])
+    if gauge is not None and name.endswith(FUSED):
+        gap = gap.reshape(-1, 3, gap.size // 12)[:, [0, 2]]  # of tiny models' four heads
+    return float(gap.max())

@@ -1,0 +1,101 @@
+"""The runs that `meshes` compares: on meshes of pretended devices, on one, and of TRL with the same global batch."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from compat_tests.bench.gaps import beyond, gaps
+
+PAIRS = 8  # of a step, whatever the mesh
+LACKING = 3  # pairs of the last step that a ragged epoch lacks, and begins again for
+FACTS = {"gemma2": {"sliding_window": 7}, "qwen2": {"head": "causal", "tie": True}}
+# transformers' gemma2 wants it for its soft caps.
+CONFIG = {"gemma2": {"model_init_kwargs": {"attn_implementation": "eager", "dtype": "float32"}}}
+
+
+def words(mesh: str) -> tuple[dict, int]:
+    """Arguments that say a mesh, and how many shards it has; "zero1:8" is DeepSpeed's stage 1 over all eight."""
+    if mesh.startswith("zero"):
+        return {"deepspeed": {"zero_optimization": {"stage": int(mesh[4])}}}, 8
+    sizes = dict(part.split(":") for part in mesh.split(","))
+    return {"mesh_shape": mesh}, int(sizes.get("data", 1)) * int(sizes.get("fsdp", 1))
+
+
+def run(folder, rows, mesh: str, layout: str, accumulation: int = 1, scores: bool = True, **config):
+    """A run; with `scores`, what it evaluates and predicts at its end, too."""
+    from compat_tests import tiny
+    from compat_tests.parity.reference import run_ours
+
+    asked = {"eval_rows": tiny.preference_rows(21, seed=9), "predict_rows": tiny.preference_rows(11, seed=8)}
+    said, shards = words(mesh)
+    with tempfile.TemporaryDirectory() as out, contextlib.redirect_stdout(sys.stderr):  # transformers prints each log
+        return run_ours(
+            folder,
+            rows,
+            out,
+            **(asked if scores else {}),
+            per_device_train_batch_size=PAIRS // shards // accumulation,
+            per_device_eval_batch_size=PAIRS // shards,
+            gradient_accumulation_steps=accumulation,
+            batch_layout=layout,
+            logging_strategy="steps",
+            **said,
+            **config,
+        )
+
+
+@dataclass
+class Side:
+    """A model's runs that need no mesh, each made once: of one device, and of TRL."""
+
+    model: str
+    folder: Path
+    rows: list[dict]
+    made: dict = field(default_factory=dict)
+
+    def config(self, way: str) -> dict:
+        return CONFIG.get(self.model, {}) | ({"train_sampling_strategy": "sequential"} if way == "ragged" else {})
+
+    def whole(self, way: str) -> list[dict]:
+        """A ragged epoch begins again for the pairs it lacks: where no ranks do that, they are there twice."""
+        return self.rows[:-LACKING] + self.rows[:LACKING] if way == "ragged" else self.rows
+
+    def alone(self, layout: str, way: str):
+        if (layout, way) not in self.made:
+            how = self.config(way) | _adapter("trl_jax", way)
+            self.made[layout, way] = run(self.folder, self.whole(way), "data:1", layout, _passes(way), **how)
+        return self.made[layout, way]
+
+    def trls(self, way: str):
+        from compat_tests.parity.reference import run_trl
+
+        if way not in self.made:
+            sizes = {"per_device_train_batch_size": PAIRS // _passes(way), "gradient_accumulation_steps": _passes(way)}
+            how = self.config(way) | _adapter("peft", way) | sizes
+            with tempfile.TemporaryDirectory() as out, contextlib.redirect_stdout(sys.stderr):
+                self.made[way] = run_trl(self.folder, self.whole(way), out, **how)
+        return self.made[way]
+
+    def row(self, mesh: str, layout: str, way: str) -> dict[str, dict[str, float]]:
+        """A mesh's gaps to either."""
+        rows = self.rows[:-LACKING] if way == "ragged" else self.rows
+        how = self.config(way) | _adapter("trl_jax", way)
+        mine = run(self.folder, rows, mesh, layout, _passes(way), **how)
+        found = {"one device": gaps(mine, self.alone(layout, way)), "TRL": gaps(mine, self.trls(way))}
+        return {name: gap | {"beyond": beyond(gap, mine.weights)} for name, gap in found.items()}
+
+
+def _passes(way: str) -> int:
+    return 2 if way == "accumulated" else 1
+
+
+def _adapter(package: str, way: str) -> dict:
+    if way != "lora":
+        return {}
+    kind = importlib.import_module(package).LoraConfig
+    return {"peft_config": kind(r=4, target_modules="all-linear", task_type="SEQ_CLS")}
