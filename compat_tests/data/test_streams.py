@@ -8,10 +8,9 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_jax.core.stream import BLOCK
 from trl_jax.data.layout import scored_token
 from trl_jax.data.order import epoch_order
-from trl_jax.data.plan import Ladder, fitted, plan_layout, survey
+from trl_jax.data.plan import Ladder, survey
 from trl_jax.data.streams import Rows, balanced, place, shared_tokens, stream_pairs
 
 PAD = 7
@@ -160,24 +159,6 @@ def test_streams_are_balanced(costs, streams):
     assert filled.sum() == sum(costs) and filled.max() <= sum(costs) / streams + max(costs)
 
 
-@given(st.integers(1, 100_000))
-def test_the_ladder_without_a_survey(tokens):
-    rung = Ladder()(tokens)
-    assert tokens <= rung < max(tokens + 128, 1.06 * tokens + 128) and rung % BLOCK == 0
-    assert Ladder()(rung) == rung
-
-
-@given(st.lists(st.integers(1, 9000), min_size=1, max_size=60), st.integers(0, 20_000))
-def test_a_fitted_ladder_holds_every_length_and_no_single_rung_is_cheaper(lengths, cost):
-    ladder = fitted(lengths, cost)
-    assert all(length <= ladder(length) and ladder(length) in ladder.rungs for length in lengths)
-    spent = sum(map(ladder, lengths)) + cost * len(ladder.rungs)
-    assert spent <= len(lengths) * ladder(max(lengths)) + cost
-    blocks = [-(-length // BLOCK) for length in lengths]
-    assert spent <= BLOCK * sum(blocks) + cost * len(set(blocks))
-    assert ladder(max(lengths) + 5000) >= max(lengths) + 5000
-
-
 @settings(deadline=None, max_examples=30)
 @given(st.lists(rows, min_size=1, max_size=20), st.integers(1, 3), st.integers(1, 3))
 def test_a_survey_counts_what_the_layouts_hold(found, pairs, accumulation):
@@ -192,53 +173,3 @@ def test_a_survey_counts_what_the_layouts_hold(found, pairs, accumulation):
             assert text == max(map(max, sides))
             batch, _, _ = laid_out(group, pairs, accumulation, layout == "shared", accumulation)
             assert stream == max((batch.stream.first < batch.tokens.shape[2]).sum(axis=(1, 2)))
-
-
-def test_a_plan_says_what_it_saves():
-    found = [{"chosen_ids": [1] * 100 + [2] * 20, "rejected_ids": [1] * 100 + [3] * (1 + i % 2)} for i in range(32)]
-    how = {"batch_size": 4, "accumulation": 2, "rung_cost": 0, "run_steps": 4}
-    plan = plan_layout(Dataset.from_list(found), lambda epoch: np.arange(32), "shared", **how)
-    assert (plan.padded, plan.real) == (8 * 2 * 120, 8 * 120 + 4 * (101 + 102))
-    assert plan.ladder.rungs == (512,) and plan.computed == 1024
-
-
-def test_a_plan_has_room_for_the_steps_of_later_epochs():
-    """Two long pairs meet in the second epoch only."""
-    found = [{"chosen_ids": [1] * length, "rejected_ids": [2]} for length in (900, 10, 900, 10)]
-    orders = [np.array([0, 1, 2, 3]), np.array([0, 2, 1, 3])]
-    how = {"batch_size": 2, "accumulation": 1, "rung_cost": 0, "run_steps": 4}
-    plan = plan_layout(Dataset.from_list(found), lambda epoch: orders[epoch % 2], "shared", **how)
-    assert plan.ladder.rungs == (64, 960, 1856)
-
-
-def test_rows_are_as_long_as_steps_ask_for_where_a_run_pays_for_it():
-    """One long text in fifty steps: it has rows of its own, unless compiling costs more than all the copying."""
-    found = [{"chosen_ids": [1] * (4000 if i == 70 else 100), "rejected_ids": [2] * 60} for i in range(200)]
-    how = {"batch_size": 4, "accumulation": 1, "run_steps": 50, "by_rows": True}
-    planned = [
-        plan_layout(Dataset.from_list(found), lambda epoch: np.arange(200), "packed", rung_cost=cost, **how).shapes
-        for cost in (0, 10**6)
-    ]
-    assert [plan.pairs for plan in planned] == [((640, 128), (4544, 4032)), ((4544, 4032),)]
-    rare = planned[0]
-    assert rare(600, 100) == (640, 128) and rare(600, 200) == rare(641, 10) == (4544, 4032)
-    assert rare(600, 5000) == (640, 8192) and rare(5000, 10) == (Ladder()(5000), 256)
-
-
-def test_nothing_compiles_late():
-    """But for the longest: where it comes is where the data has it."""
-    lengths = [100] * 99 + [400] + [200, 900] * 50
-    found = Dataset.from_list([{"chosen_ids": [1] * (length - 1), "rejected_ids": [2]} for length in lengths])
-    how = {"batch_size": 1, "accumulation": 1, "rung_cost": 0, "run_steps": len(lengths)}
-    plan = plan_layout(found, lambda epoch: np.arange(len(lengths)), "shared", **how)
-    assert plan.ladder.rungs == (128, 448, 960)
-
-
-def test_a_longer_run_pays_for_more_lengths():
-    found = [{"chosen_ids": [1] * length, "rejected_ids": [2]} for length in (900, 200)]
-    how = {"batch_size": 1, "accumulation": 1, "rung_cost": 1500}
-    rungs = [
-        plan_layout(Dataset.from_list(found), lambda epoch: np.arange(2), "shared", run_steps=steps, **how).ladder.rungs
-        for steps in (2, 20)
-    ]
-    assert rungs == [(960,), (256, 960)]

@@ -106,7 +106,7 @@ def test_what_goes_wrong_in_a_thread_is_raised_where_the_program_is_wanted():
 
     step = Programs(compiled, "The step")
     refused = pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED")
-    with ahead(lambda arrays: step.made(None, None, arrays), [batch(8)]), refused:
+    with ahead(lambda arrays: step.made(None, None, arrays), [batch(8)], 2), refused:
         step(None, None, batch(8))
 
 

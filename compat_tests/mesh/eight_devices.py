@@ -63,7 +63,7 @@ def test_the_numbers_of_one_device(model, layout, mesh, checkpoint, alone):
 
 
 @contextlib.contextmanager
-def made_before(make, batches):
+def made_before(make, batches, most):
     for batch in batches:
         make(batch)
     yield

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
+from datasets import Dataset
 from transformers import TrainerCallback
 from transformers.trainer_callback import EarlyStoppingCallback
 
@@ -283,6 +285,33 @@ def test_programs_made_beside_the_steps_are_those_of_the_steps(folder, tmp_path,
             found.setdefault(ahead, []).append(steps_of(run.state.log_history))
     assert found[True] == found[False] and found[True][0] == found[True][1]
     assert len(asked) >= 4 and {shape for main, shape in asked if main} == {shape for main, shape in asked if not main}
+
+
+def dearly(plan_layout, *given, **how):
+    """A plan where a program costs as much as 2,000 tokens."""
+    return plan_layout(*given, **how | {"rung_cost": 2000})
+
+
+def test_a_longer_program_serves_until_one_is_made(folder, tmp_path, monkeypatch):
+    """The same numbers but for rounding, and from a checkpoint on the same to the bit."""
+    monkeypatch.setattr(layouts, "plan_layout", partial(dearly, layouts.plan_layout))
+    monkeypatch.setattr(layouts, "AT_ONCE", 1)
+    rows = Dataset.from_list([
+        {side: f"{' '.join(words)} {side}" for side in ("chosen", "rejected")}
+        for length in (400, 10, 10, 400, 10, 10) for words in [["bread"] * length] * 4
+    ])  # fmt: skip
+    how = {"save_strategy": "steps", "save_steps": 2, "train_sampling_strategy": "sequential", "max_length": None}
+    runs, lengths = [], []
+    for ahead, resumed in ((False, None), (True, None), (True, str(tmp_path / "True" / "checkpoint-2"))):
+        for package in (layouts, compiling):
+            monkeypatch.setattr(package, "compiles_ahead", lambda device, ahead=ahead: ahead)
+        trainer = make(trl_jax, folder, tmp_path / str(ahead), train=rows, config=how)
+        trainer.train(resume_from_checkpoint=resumed)
+        runs.append([log["loss"] for log in steps_of(trainer.state.log_history)])
+        lengths.append([step.arrays.tokens.shape[-1] for step in trainer.get_train_dataloader().steps])
+    (long, short, *_), served = lengths[0], lengths[1]
+    assert lengths[0] == [long, short, short] * 2 and served == lengths[2] != lengths[0]
+    assert runs[1] == runs[2] and runs[1] == pytest.approx(runs[0], rel=0, abs=2e-6)
 
 
 def test_gradient_checkpointing_changes_nothing(folder, tmp_path, monkeypatch, caplog):

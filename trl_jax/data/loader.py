@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, islice
 from typing import NamedTuple
 
@@ -98,8 +99,13 @@ class PreferenceLoader:
         return math.ceil(batches / self.accumulation)
 
     def __iter__(self) -> Iterator[StepBatch]:
-        for group in self.groups():
-            yield self._step(group)
+        first = 0 if isinstance(self.dataset, IterableDataset) else self._steps_before()
+        for number, group in enumerate(self.groups(), start=first):
+            yield self._step(group, number)
+
+    def _steps_before(self) -> int:
+        """Steps of the run before the next iteration's first."""
+        return self.epoch * len(self) + self.skipped // (self.batch_size * self.accumulation)
 
     def groups(self) -> Iterator[list[list[Place]]]:
         """The pairs of each step, by micro-batch."""
@@ -149,11 +155,11 @@ class PreferenceLoader:
                 "are others. Pass the same stream, or ignore_data_skip=True to begin the epoch again."
             )
 
-    def _step(self, group: list[list[Place]]) -> StepBatch:
+    def _step(self, group: list[list[Place]], number: int) -> StepBatch:
         shards = self.shards if self.divided else 1
         pairs = by_shard([[place.row for place in places] for places in group], shards)
         weights = [1 / (len(group) * len(places)) for places in group for _ in range(shards)]
-        arrays, into = self._laid_out(pairs, weights)
+        arrays, into = self._laid_out(pairs, weights, partial(self.ladder, step=number))
         lengths = [[len(row[side]) for row in rows for side in COLUMNS[:2]] for rows in pairs]
         rows, passes = [place.index for places in group for place in places], self.accumulation * shards
         return StepBatch(
@@ -168,7 +174,9 @@ class PreferenceLoader:
             rows_digest=group[-1][-1].digest,
         )
 
-    def _laid_out(self, micro_batches: list[list[dict]], weights: list[float]) -> tuple[PairBatch, list[int]]:
+    def _laid_out(
+        self, micro_batches: list[list[dict]], weights: list[float], rung: Callable[[int], int]
+    ) -> tuple[PairBatch, list[int]]:
         """The arrays of a step, and for each pair the pass, and shard, that it is in: counted over both."""
         shards = self.shards if self.divided else 1
         pairs, passes = self.batch_size // shards, self.accumulation * shards
@@ -179,7 +187,7 @@ class PreferenceLoader:
             return (arrays if shards == 1 else sharded_rows(arrays, shards)), into
         share = self.layout == "shared"
         placed = place(micro_batches, pairs=pairs, share=share, weights=weights)
-        how = {"pad_token_id": self.pad_token_id, "rung": self.ladder, "share": share}
+        how = {"pad_token_id": self.pad_token_id, "rung": rung, "share": share}
         costs = [pair.tokens for pair in placed]
         most = None if shards == 1 else room(pairs, self.accumulation)
         if self.shapes is not None:

@@ -24,16 +24,19 @@ _LEAST_ROW = 256
 class Ladder:
     """The lengths that streams may have. Each compiles once.
 
-    Beyond the last of `rungs`, or without any, rungs are 128 tokens apart and from about 2,000 on 6 %.
+    Beyond the last of `rungs`, or without any, rungs are 128 tokens apart and from about 2,000 on 6 %. `ready` says of
+    each rung from which step of a run on it serves, where that is not the first.
     """
 
     rungs: tuple[int, ...] = ()
+    ready: tuple[int, ...] = ()
 
-    def __call__(self, tokens: int) -> int:
-        """The least rung that `tokens` fit on."""
-        for rung in self.rungs:
-            if tokens <= rung:
-                return rung
+    def __call__(self, tokens: int, step: int = EARLY) -> int:
+        """The least rung that `tokens` fit on at this step of a run, or at any where none serves yet."""
+        fitting = [number for number, rung in enumerate(self.rungs) if tokens <= rung]
+        serving = [number for number in fitting if not self.ready or self.ready[number] <= step]
+        if fitting:
+            return self.rungs[(serving or fitting)[0]]
         rung = 128
         while rung < tokens:
             rung = -(-max(rung + 128, int(1.06 * rung)) // 128) * 128
@@ -145,6 +148,22 @@ def _settled(ladder: Ladder, lengths: Sequence[int]) -> Ladder:
     return Ladder(tuple(rung for rung in ladder.rungs if rung in early))
 
 
+def _served(ladder: Ladder, lengths: Sequence[int], rung_cost: int, at_once: int) -> Ladder:
+    """The ladder of a run that compiles beside its steps, `at_once` rungs in the order in which they are asked for.
+
+    Until one is made, the next longer one serves. When that is comes from the count of tokens and not from a clock, so
+    that a run's numbers are the same each time, and from a checkpoint on, too.
+    """
+    wanted = [ladder(int(length)) for length in lengths[:EARLY]]
+    before, ready = np.cumsum([0, *wanted]), {}
+    for number, rung in enumerate(dict.fromkeys(wanted)):
+        ready[rung] = min(EARLY, int(np.searchsorted(before, number // at_once * rung_cost)))
+    for step, rung in enumerate(wanted):
+        if not any(longer >= rung and ready[longer] <= step for longer in ready):
+            ready[rung] = step  # the device waits for it
+    return Ladder(ladder.rungs, tuple(ready.get(rung, EARLY) for rung in ladder.rungs))
+
+
 def plan_layout(
     dataset: Dataset,
     order_of: Callable[[int], np.ndarray],
@@ -155,14 +174,16 @@ def plan_layout(
     rung_cost: int,
     run_steps: int,
     by_rows: bool = False,
+    at_once: int | None = None,
 ) -> Plan:
     """How steps lie as streams, from those of the first epochs: another order may make a longer one.
 
     Args:
         order_of: from an epoch to the order of its pairs.
-        rung_cost: what a compilation costs, in tokens.
+        rung_cost: what a compilation costs, in tokens of a stream.
         run_steps: how many steps the run has, over which that is paid.
         by_rows: texts stand as rows, too.
+        at_once: how many programs are made at a time beside the steps; None where steps wait for theirs.
     """
     first = order_of(0)
     known, steps = survey(dataset, first), []
@@ -172,12 +193,14 @@ def plan_layout(
         part = known if epoch == 0 else known.visited(place[order_of(epoch)])
         steps += part.steps(batch_size, accumulation, layout)
     padded, real, lengths, texts = (np.asarray(column) for column in zip(*steps, strict=True))
-    rung_cost = int(rung_cost * len(lengths) / max(1, run_steps))
-    ladder = _settled(fitted(lengths, rung_cost), lengths)
+    shared_cost = int(rung_cost * len(lengths) / max(1, run_steps))
+    ladder = _settled(fitted(lengths, shared_cost), lengths)
     found, shapes = [ladder(int(length)) for length in lengths], None
     if by_rows:
-        shapes = _shapes(ladder, lengths, texts, rung_cost, rows=2 * batch_size)
+        shapes = _shapes(ladder, lengths, texts, shared_cost, rows=2 * batch_size)
         found = [shapes(*map(int, step))[0] for step in zip(lengths, texts, strict=True)]
+    elif at_once is not None:
+        ladder = _served(ladder, lengths, rung_cost, at_once)
     return Plan(layout, ladder, float(padded.mean()), float(real.mean()), float(accumulation * np.mean(found)), shapes)
 
 

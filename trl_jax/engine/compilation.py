@@ -110,7 +110,7 @@ def _times(shape: tuple[int, ...]) -> str:
 
 
 @contextlib.contextmanager
-def ahead(make: Callable[[Any], Any], batches: Iterable[Any], most: int = 4) -> Iterator[None]:
+def ahead(make: Callable[[Any], Any], batches: Iterable[Any], most: int) -> Iterator[None]:
     """Meanwhile threads, `most` of them, `make` what the first of `batches` of each shape needs, in their order.
 
     For a device that computes while the host compiles. What a thread has begun when this ends it still finishes.

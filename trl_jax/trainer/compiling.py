@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from trl_jax.trainer.base_trainer import BaseTrainer
 
 
+AT_ONCE = 4  # programs in the making
+
+
 def compiles_ahead(device: str) -> bool:
     """On TPUs. A CPU computes the steps itself, and XLA for GPUs tries kernels out on the device."""
     return device == "tpu"
@@ -28,11 +31,12 @@ def compiles_ahead(device: str) -> bool:
 def compiling_ahead(
     trainer: BaseTrainer, step: Any, steps: Any, progress: Progress
 ) -> contextlib.AbstractContextManager:
-    """Meanwhile threads compile `step` for the shapes of the early ones of `steps`, a loader, from `progress` on."""
+    """Meanwhile threads compile `step` for the shapes of the early ones of `steps`, a loader, from `progress` on: those
+    that fit them best, whichever serve until then."""
     known = isinstance(step, Programs) and not isinstance(steps.dataset, IterableDataset)
     if not known or not compiles_ahead(trainer.args.device.type):
         return contextlib.nullcontext()
-    coming = replace(steps)
+    coming = replace(steps, ladder=replace(steps.ladder, ready=()))
     coming.set_epoch(progress.epoch + progress.epoch_over, 0 if progress.epoch_over else progress.pairs)
     model, state = trainer.model, trainer._optimizer_state
     params, state, frozen = (_shapes(trainer, arrays) for arrays in (model.params, state, model.frozen))
@@ -43,7 +47,7 @@ def compiling_ahead(
             step.made(params, state, batch, np.float32(0), key, frozen)
 
     left = trainer.state.max_steps - trainer.state.global_step
-    return ahead(make, (trainer._place(batch).arrays for batch in islice(coming, min(EARLY, left))))
+    return ahead(make, (trainer._place(batch).arrays for batch in islice(coming, min(EARLY, left))), AT_ONCE)
 
 
 def _shapes(trainer: BaseTrainer, arrays: Any) -> Any:

@@ -10,6 +10,7 @@ from datasets import Dataset, IterableDataset
 
 from trl_jax.data.order import epoch_order
 from trl_jax.data.plan import Plan, Shapes, plan_layout
+from trl_jax.trainer.compiling import AT_ONCE, compiles_ahead
 
 if TYPE_CHECKING:
     from trl_jax.hub.engines import Engine
@@ -93,9 +94,10 @@ def plan(
         layout,
         batch_size=batch_size,
         accumulation=args.gradient_accumulation_steps * shards,  # as many streams
-        rung_cost=int(compilation / (6 * max(parameters, 1))),
+        rung_cost=int(compilation / (6 * max(parameters, 1) * args.gradient_accumulation_steps)),
         run_steps=steps,
         by_rows=by_rows(args, dealt=dealt),
+        at_once=AT_ONCE if compiles_ahead(args.device.type) else None,
     )
     logger.info("%s", line(found))
     return found
