@@ -17,6 +17,9 @@ IDS = np.array([[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15, 16]])
 # Parts of layers, DoRA on fused, Conv1D and a table, an encoder, experts and a router, experts of other ranks, a base
 # that changed.
 SCORED = ("llama", "phi3", "gpt2", "bert", "qwen3_moe", "mixtral", "qwen3")
+# Either side divides the matrices anew when it loads such an adapter, in float32: where two singular values are a
+# thousandth apart, what is left of a matrix is 1e-5 from what it should be, on some processors more than on others.
+SCORES = {"qwen3": 1e-4}
 ADRIFT = re.compile(r"(k_proj|c_attn|key)\.(base_layer\.)?bias")  # without gradient but rounding
 
 
@@ -75,7 +78,7 @@ def test_peft_and_transformers_score_as_we_do(adapted, name):
         theirs.config.pad_token_id = model.config.pad_token_id
         with torch.no_grad():
             found = theirs.eval()(input_ids=torch.tensor(IDS)).logits.numpy()
-        assert np.abs(found - ours).max() < 1e-5
+        assert np.abs(found - ours).max() < SCORES.get(name, 1e-5)
 
 
 @pytest.mark.parametrize("name", SCORED)
@@ -87,7 +90,7 @@ def test_we_score_as_peft_does_what_it_wrote(adapted, name):
     ours.config.pad_token_id = theirs.trainer.model.config.pad_token_id
     with torch.no_grad():
         wanted = theirs.trainer.model.eval()(input_ids=torch.tensor(IDS)).logits.numpy()
-    assert np.abs(np.asarray(ours(IDS).logits) - wanted).max() < 1e-5
+    assert np.abs(np.asarray(ours(IDS).logits) - wanted).max() < SCORES.get(name, 1e-5)
 
 
 def test_a_peft_model_is_trained_further_and_has_the_result(adapted, tmp_path):
