@@ -1,9 +1,11 @@
 """How fast trl_jax trains in its layouts, against TRL: live trainers in processes of their own, taking turns.
 
 Every arm trains the same model on the same pairs in the same order, each epoch alike. In the first epoch
-every shape compiles: the warm-up. After it, each segment of a few steps is timed in one arm after the other.
+every shape compiles: the warm-up. After it, each segment of a few steps is timed in one arm after the other. Of a long
+run --warm_up and --steps take the place of epochs: it is ended when these are done.
 trl_jax finds no torch, which it does not need and transformers imports where it is installed.
-TRL tuned has no gradient checkpointing and its pairs grouped by length, so its steps are of other pairs.
+TRL tuned has no gradient checkpointing and its pairs grouped by length as transformers groups them, so its steps are of
+other pairs. Pairs a second are useful tokens a second by the data's mean, so that it does not matter which.
 The first arm of trl_jax compiles what further ones of the same program find.
 "cold" and "warm" are seconds from a process's start to the end of its first step, without and with what an
 earlier run compiled.
@@ -19,10 +21,10 @@ import os
 import tempfile
 import time
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from compat_tests.bench import common, turns
@@ -72,7 +74,10 @@ def _arguments():
     options.add_argument("--control_length", type=int, default=256, help="tokens of every row of the control")
     options.add_argument("--pairs", type=int, default=64)
     options.add_argument("--batch", type=int, default=8)
-    options.add_argument("--epochs", type=int, default=3, help="epochs measured, after one of warm-up")
+    options.add_argument("--epochs", type=int, default=3, help="epochs measured, after one of warm-up; with --steps, "
+                         "those of the whole run")
+    options.add_argument("--warm_up", type=int, default=48, help="with --steps, steps before them")
+    options.add_argument("--steps", type=int, help="measure so many steps of a run that is longer")
     options.add_argument("--segment", type=int, default=4, help="steps a turn")
     options.add_argument("--max_length", type=int, default=1024)
     return options.parse_args()
@@ -95,10 +100,10 @@ class Lane:
 def race(args: Any, kind: str, model: Path, folder: Path) -> list[Lane]:
     """Build all arms one after the other, then run every segment in each, the first to go changing."""
     lanes = [_start(name, args, kind, model, folder) for name in args.arms]
-    steps = lanes[0].facts["steps an epoch"]
-    if steps % args.segment:
-        raise ValueError(f"--segment {args.segment} does not divide the {steps} steps of an epoch.")
-    for segment in range(steps * (args.epochs + 1) // args.segment):
+    warm, steps = window(args, lanes[0].facts)
+    if warm % args.segment or steps % args.segment:
+        raise ValueError(f"--segment {args.segment} does not divide {warm} steps of warm-up and {steps} after them.")
+    for segment in range((warm + steps) // args.segment):
         first = segment % len(lanes)
         for lane in lanes[first:] + lanes[:first]:
             lane.turn()
@@ -107,12 +112,19 @@ def race(args: Any, kind: str, model: Path, folder: Path) -> list[Lane]:
     return lanes
 
 
+def window(args: Any, facts: dict) -> tuple[int, int]:
+    """Steps of warm-up, and those that are measured."""
+    epoch = len(facts["tokens"])
+    return (epoch, args.epochs * epoch) if args.steps is None else (args.warm_up, args.steps)
+
+
 def _start(name: str, args: Any, kind: str, model: Path, folder: Path) -> Lane:
     """Start an arm and wait until its trainer is built."""
     side, config, rows = _work(name, args, kind, folder)
     context = get_context("spawn")
     here, there = context.Pipe()
-    work = (there, side, model, rows, config, args.segment)
+    stop = None if args.steps is None else args.warm_up + args.steps
+    work = (there, side, model, rows, config, args.segment, stop)
     context.Process(target=turns.take, args=work, daemon=True).start()
     there.close()
     return Lane(name, here, here.recv())
@@ -123,7 +135,7 @@ def _work(name: str, args: Any, kind: str, folder: Path) -> tuple[str, dict, dic
     side, arguments = ARMS[name]
     config = {
         "output_dir": str(folder / name), "per_device_train_batch_size": args.batch,
-        "max_length": args.max_length, "num_train_epochs": args.epochs + 1, "bf16": False,
+        "max_length": args.max_length, "num_train_epochs": args.epochs + (args.steps is None), "bf16": False,
         "train_sampling_strategy": "sequential", "use_cpu": True, "report_to": "none", "save_strategy": "no",
         "disable_tqdm": True, "logging_steps": args.segment, **arguments,
     }  # fmt: skip
@@ -145,31 +157,36 @@ def _add_starts(rows: list[dict], args: Any, kind: str, model: Path, folder: Pat
 
 
 def table(lanes: list[Lane], args: Any) -> list[dict]:
-    """A row an arm. The first epoch does not count; ratios are medians over segments, of the same pairs but for TRL
+    """A row an arm. The warm-up does not count; ratios are medians over segments, of the same pairs but for TRL
     tuned."""
-    warm = lanes[0].facts["steps an epoch"] // args.segment
-    base = lanes[0]
-    return [
-        {
-            "arm": lane.name,
-            "step s": common.spread(seconds / args.segment for seconds in lane.seconds[warm:]),
-            f"times faster than {base.name}": common.spread(
-                theirs / ours for theirs, ours in zip(base.seconds[warm:], lane.seconds[warm:], strict=True)
-            ),
-            "pairs/s": args.batch * args.segment / median(lane.seconds[warm:]),
-            "useful tokens/s": lane.facts["tokens an epoch"] * args.epochs / sum(lane.seconds[warm:]),
-            "places a step": lane.facts["places an epoch"] / lane.facts["steps an epoch"],
-            "padded share": 1 - lane.facts["filled an epoch"] / lane.facts["places an epoch"],
-            "shapes": lane.facts["shapes"],
-            "compile s": lane.facts["compile s"],
-            "first step s": lane.facts["first step s"],
-            "ready s": lane.facts["ready s"],
-            "peak MB": lane.facts["peak MB"],
-            "loss apart": None if lane.name in GROUPED else _apart(base, lane, "loss"),
-            "grad_norm apart": None if lane.name in GROUPED else _apart(base, lane, "grad_norm"),
-        }
-        for lane in lanes
-    ]
+    return [_row(lane, lanes[0], args) for lane in lanes]
+
+
+def _row(lane: Lane, base: Lane, args: Any) -> dict:
+    warm, steps = window(args, lane.facts)
+    measured, theirs = (one.seconds[warm // args.segment :] for one in (lane, base))
+    tokens, filled, places = (
+        sum(islice(cycle(lane.facts[name]), warm, warm + steps)) for name in ("tokens", "filled", "places")
+    )
+    pair = sum(lane.facts["tokens"]) / (args.batch * len(lane.facts["tokens"]))
+    return {
+        "arm": lane.name,
+        "step s": common.spread(seconds / args.segment for seconds in measured),
+        f"times faster than {base.name}": common.spread(
+            other / own for other, own in zip(theirs, measured, strict=True)
+        ),
+        "pairs/s": tokens / pair / sum(measured),
+        "useful tokens/s": tokens / sum(measured),
+        "places a step": places / steps,
+        "padded share": 1 - filled / places,
+        "shapes": lane.facts["shapes"],
+        "compile s": lane.facts["compile s"],
+        "first step s": lane.facts["first step s"],
+        "ready s": lane.facts["ready s"],
+        "peak MB": lane.facts["peak MB"],
+        "loss apart": None if lane.name in GROUPED else _apart(base, lane, "loss"),
+        "grad_norm apart": None if lane.name in GROUPED else _apart(base, lane, "grad_norm"),
+    }
 
 
 def _apart(base: Lane, lane: Lane, key: str) -> float:

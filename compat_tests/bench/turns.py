@@ -20,8 +20,10 @@ def build_small(folder: Path, data: Path, layers: int, width: int) -> None:
     common.build_llama(folder, layers=layers, width=width, vocab_size=VOCABULARY)
 
 
-def take(pipe: Connection, side: str, model: Path, rows: dict, config: dict, segment: int) -> None:
-    """Build the trainer, send facts about its batches, then train.
+def take(
+    pipe: Connection, side: str, model: Path, rows: dict, config: dict, segment: int, stop: int | None = None
+) -> None:
+    """Build the trainer, send facts about its batches, then train, at most to the step `stop`.
 
     Through the pipe: facts; then, for each "go" received, the seconds of a segment; then closing facts.
     """
@@ -33,7 +35,7 @@ def take(pipe: Connection, side: str, model: Path, rows: dict, config: dict, seg
         args=package.RewardConfig(**config),
         train_dataset=dataset(model, config, **rows),
     )
-    clock = _clock(pipe, segment, _settle if side == "trl_jax" else lambda model: None)
+    clock = _clock(pipe, segment, stop, _settle if side == "trl_jax" else lambda model: None)
     trainer.add_callback(clock)
     _silence(trainer)
     ready = time.perf_counter() - start
@@ -71,7 +73,7 @@ def _package(side: str) -> Any:
 def dataset(
     model: Path, config: dict, *, kind: str, data: Path, pairs: int, length: int, batch: int, grouped: bool
 ) -> Any:
-    """Tokenised pairs, whole batches of them; `grouped`: those of like length in one batch."""
+    """Tokenised pairs, whole batches of them; `grouped`: those of like length in one batch, of 50 drawn together."""
     import numpy as np
     from datasets import Dataset
 
@@ -80,7 +82,9 @@ def dataset(
     rows = _read(model, data, pairs, most) if kind == "real" else _drawn(dice, kind, pairs, length, most)
     rows = rows[: len(rows) // batch * batch]
     if grouped:
-        rows = sorted(rows, key=lambda row: max(map(len, row.values())))
+        drawn = [rows[i] for i in dice.permutation(len(rows))]
+        parts = [drawn[at : at + 50 * batch] for at in range(0, len(rows), 50 * batch)]
+        rows = [row for part in parts for row in sorted(part, key=lambda row: max(map(len, row.values())))]
         groups = dice.permutation(len(rows) // batch)
         rows = [row for group in groups for row in rows[group * batch : (group + 1) * batch]]
     return Dataset.from_list(rows)
@@ -119,17 +123,14 @@ def _drawn(dice: Any, kind: str, pairs: int, length: int, most: int) -> list[dic
 
 
 def _batches(trainer: Any, side: str) -> dict[str, Any]:
-    """What one epoch's batches are made of, as the trainer's own loader gives them.
+    """What each of one epoch's batches is made of, as the trainer's own loader gives them.
 
     Tokens are those of both texts; filled are the places that are no padding, fewer where prompts are shared.
     """
     batches = trainer.get_train_dataloader()
     found = [_ours(batch) for batch in batches.steps] if side == "trl_jax" else [_theirs(batch) for batch in batches]
     tokens, filled, places, shapes = zip(*found, strict=True)
-    return {
-        "steps an epoch": len(shapes), "tokens an epoch": sum(tokens), "filled an epoch": sum(filled),
-        "places an epoch": sum(places), "shapes": len(set(shapes)),
-    }  # fmt: skip
+    return {"tokens": tokens, "filled": filled, "places": places, "shapes": len(set(shapes))}
 
 
 def _ours(batch: Any) -> tuple[int, int, int, tuple]:
@@ -143,7 +144,7 @@ def _theirs(batch: Any) -> tuple[int, int, int, tuple]:
     return tokens, tokens, shape[0] * shape[1], shape
 
 
-def _clock(pipe: Connection, segment: int, settle: Any) -> Any:
+def _clock(pipe: Connection, segment: int, stop: int | None, settle: Any) -> Any:
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):
@@ -159,7 +160,8 @@ def _clock(pipe: Connection, segment: int, settle: Any) -> Any:
             if state.global_step % segment == 0:
                 settle(model)
                 pipe.send(time.perf_counter() - self._start)
-                if state.global_step < state.max_steps:
+                control.should_training_stop |= state.global_step == stop
+                if state.global_step < (stop or state.max_steps):
                     self._wait()
 
         def _wait(self):
