@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from trl_jax.data.layout import scored_token
 from trl_jax.data.order import epoch_order
 from trl_jax.data.plan import Ladder, survey
-from trl_jax.data.streams import Rows, balanced, place, shared_tokens, stream_pairs
+from trl_jax.data.streams import Form, Rows, balanced, place, shared_tokens, stream_pairs
 
 PAD = 7
 ids = st.lists(st.integers(0, 9), min_size=1, max_size=12)
@@ -32,8 +32,8 @@ layouts = pytest.mark.parametrize("share", [False, True], ids=["packed", "shared
 def laid_out(groups, pairs, count, share, streams=2, rows=None):
     placed = place(groups, pairs=pairs, share=share)
     into = balanced([pair.tokens for pair in placed], streams)
-    facts = {"pairs": pairs, "count": count, "streams": streams, "pad_token_id": PAD, "rung": Ladder(), "share": share}
-    return stream_pairs(placed, into, rows=rows, **facts), placed, into
+    form = Form(PAD, share, Ladder(), rows)
+    return stream_pairs(placed, into, form, pairs=pairs, count=count, streams=streams), placed, into
 
 
 def what_is_seen(batch, stream, place):

@@ -14,7 +14,7 @@ from compat_tests.models import encoders
 from compat_tests.models.families import VARIANTS
 from trl_jax import AutoModelForSequenceClassification, RewardTrainer
 from trl_jax.data.layout import pad_pairs
-from trl_jax.data.streams import Rows, balanced, place, stream_pairs
+from trl_jax.data.streams import Form, Rows, balanced, place, stream_pairs
 from trl_jax.losses.pairwise import pairwise_loss
 from trl_jax.models.functional import merge
 
@@ -59,7 +59,8 @@ def batches(layout):
     share, rows = layout.startswith("shared"), Rows(7, lambda *_: (128, 64)) if layout.endswith("rows") else None
     placed = place(step(), pairs=PAIRS, share=share)
     into = balanced([pair.tokens for pair in placed], COUNT)
-    return stream_pairs(placed, into, streams=COUNT, rung=lambda tokens: 128, share=share, rows=rows, **facts)
+    form = Form(PAD, share, lambda tokens: 128, rows)
+    return stream_pairs(placed, into, form, pairs=PAIRS, count=COUNT, streams=COUNT)
 
 
 def of_step(model, layout, *, gradients=False, dtype="float32", most=None):

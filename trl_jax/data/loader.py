@@ -17,7 +17,7 @@ from trl_jax.data.layout import PairBatch, pad_pairs, padded_length
 from trl_jax.data.order import epoch_order, grouped_by_length, micro_batches
 from trl_jax.data.plan import Ladder, Shapes
 from trl_jax.data.shards import by_shard, filled, room, sharded_rows, sharded_streams
-from trl_jax.data.streams import Rows, balanced, place, stream_pairs
+from trl_jax.data.streams import Form, Rows, balanced, place, stream_pairs
 
 COLUMNS = ("chosen_ids", "rejected_ids", "margin")
 
@@ -187,16 +187,14 @@ class PreferenceLoader:
             return (arrays if shards == 1 else sharded_rows(arrays, shards)), into
         share = self.layout == "shared"
         placed = place(micro_batches, pairs=pairs, share=share, weights=weights)
-        how = {"pad_token_id": self.pad_token_id, "rung": rung, "share": share}
-        costs = [pair.tokens for pair in placed]
         most = None if shards == 1 else room(pairs, self.accumulation)
         if self.shapes is not None:
             most = pairs if passes == 1 else 2 * pairs
-            how["rows"] = Rows(most, self.shapes)
-        into = balanced(costs, passes, most)
+        into = balanced([pair.tokens for pair in placed], passes, most)
+        form = Form(self.pad_token_id, share, rung, None if self.shapes is None else Rows(most, self.shapes))
         if shards == 1:
-            return stream_pairs(placed, into, pairs=pairs, count=passes, streams=passes, **how), into
-        return sharded_streams(placed, into, pairs=pairs, count=self.accumulation, shards=shards, **how), into
+            return stream_pairs(placed, into, form, pairs=pairs, count=passes, streams=passes), into
+        return sharded_streams(placed, into, form, pairs=pairs, count=self.accumulation, shards=shards), into
 
     def _trl_length(self, longest: int) -> int:
         """The row length of TRL's collator, which knows no ladder."""

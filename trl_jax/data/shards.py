@@ -10,7 +10,7 @@ import numpy as np
 
 from trl_jax.core.stream import Stream, Texts
 from trl_jax.data.layout import PairBatch
-from trl_jax.data.streams import Placed, stream_pairs
+from trl_jax.data.streams import Form, Placed, stream_pairs
 
 
 def filled(order: np.ndarray, size: int) -> np.ndarray:
@@ -37,14 +37,14 @@ def room(pairs: int, accumulation: int) -> int:
 
 
 def sharded_streams(
-    placed: Sequence[Placed], into: Sequence[int], *, pairs: int, count: int, shards: int, **how: Any
+    placed: Sequence[Placed], into: Sequence[int], form: Form, *, pairs: int, count: int, shards: int
 ) -> PairBatch:
     """Pairs as streams, `[count, shards, 1, T]`: pass by pass, one for each shard.
 
     Args:
         placed: of `by_shard`'s runs, `pairs` each; slots are counted over all of them.
         into: the stream of each, counted over passes and shards.
-        how: `pad_token_id`, `rung`, `share` and `rows`, as `stream_pairs` takes them.
+        form: as `stream_pairs` takes it.
     """
     longest: dict[int, int] = {}
     for pair in placed:
@@ -57,7 +57,7 @@ def sharded_streams(
         member[stream, pair.slot // (pairs * shards), slot] = True
         own.append(pair._replace(slot=slot))
     beside = [longest[pair.slot // pairs] for pair in placed]
-    batch = stream_pairs(own, into, pairs=most, count=1, streams=streams, beside=beside, **how)
+    batch = stream_pairs(own, into, form, pairs=most, count=1, streams=streams, beside=beside)
     return in_shards(batch._replace(member=member), shards)
 
 

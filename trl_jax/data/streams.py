@@ -38,6 +38,22 @@ class Rows(NamedTuple):
     shape: Callable[[int, int], tuple[int, int]]
 
 
+class Form(NamedTuple):
+    """How streams are laid out.
+
+    Attributes:
+        pad_token_id: fills them, and decides where texts are read.
+        share: whether pairs may share what they begin with.
+        rung: from the tokens of the longest stream to how long all are.
+        rows: texts stand as rows, too, and lengths are of its `shape`; None where attention goes along the stream.
+    """
+
+    pad_token_id: int
+    share: bool
+    rung: Callable[[int], int]
+    rows: Rows | None = None
+
+
 def shared_tokens(chosen: Sequence[int], rejected: Sequence[int]) -> int:
     """How many ids both begin with; each keeps its last one to itself."""
     most = min(len(chosen), len(rejected)) - 1
@@ -83,14 +99,11 @@ def place(
 def stream_pairs(
     placed: Sequence[Placed],
     into: Sequence[int],
+    form: Form,
     *,
     pairs: int,
     count: int,
     streams: int,
-    pad_token_id: int,
-    rung: Callable[[int], int],
-    share: bool,
-    rows: Rows | None = None,
     beside: Sequence[int] | None = None,
 ) -> PairBatch:
     """Pairs as streams, `[streams, 1, T]`, with a slot for each of `count * pairs` in every one.
@@ -98,28 +111,25 @@ def stream_pairs(
     Args:
         placed: what `place` gave.
         into: the stream of each.
+        form: how long they are, and what stands in them.
         pairs: a full micro-batch's.
         count: micro-batches a full step has.
-        pad_token_id: fills streams, and decides where texts are read.
-        rung: from the tokens of the longest stream to T.
-        share: whether pairs may share what they begin with.
-        rows: texts stand as rows, too, and lengths are of its `shape`; None where attention goes along the stream.
         beside: for each pair the longest text that TRL would run beside it; None means that of its micro-batch.
     """
     filled = [sum(pair.tokens for pair, own in zip(placed, into, strict=True) if own == s) for s in range(streams)]
     slots, texts = count * pairs, None
-    if rows is None:
-        length = rung(max(filled))
+    if form.rows is None:
+        length = form.rung(max(filled))
     else:
-        length, row = rows.shape(max(filled), max(pair.longest for pair in placed))
-        texts = _no_texts(streams, 2 * rows.pairs, row, length)
-    batch = _empty(streams, length, count, pairs, pad_token_id, "margin" in placed[0].row, share, texts)
+        length, row = form.rows.shape(max(filled), max(pair.longest for pair in placed))
+        texts = _no_texts(streams, 2 * form.rows.pairs, row, length)
+    batch = _empty(form, streams, length, count, pairs, "margin" in placed[0].row, texts)
     if beside is None:
         longest = _longest_by_micro_batch(placed, pairs, count)
         beside = [longest[pair.slot // pairs] for pair in placed]
     free, taken = [0] * streams, [0] * streams
     for pair, own, longest in zip(placed, into, beside, strict=True):
-        places = _write(batch, own, free[own], pair, slots, pad_token_id)
+        places = _write(batch, own, free[own], pair, slots, form.pad_token_id)
         if texts is not None:
             _write_rows(texts, own, taken[own], pair.shared, *places)
         taken[own] += 1
@@ -130,7 +140,7 @@ def stream_pairs(
 
 
 def _empty(
-    streams: int, length: int, count: int, pairs: int, pad_token_id: int, margin: bool, share: bool, texts: Texts | None
+    form: Form, streams: int, length: int, count: int, pairs: int, margin: bool, texts: Texts | None
 ) -> PairBatch:
     def filled(shape: tuple[int, ...], value: int, dtype: type = np.int32) -> np.ndarray:
         return np.full((streams, *shape), value, dtype)
@@ -138,7 +148,7 @@ def _empty(
     slots = count * pairs
     member = np.repeat(np.eye(count, dtype=bool), pairs, axis=1)
     return PairBatch(
-        tokens=filled((1, length), pad_token_id),
+        tokens=filled((1, length), form.pad_token_id),
         positions=filled((1, length), 0),
         at=filled((2 * slots,), 0),
         lengths=filled((2 * slots,), 1),
@@ -149,7 +159,7 @@ def _empty(
             filled((1, length), length),
             filled((1, length), length),
             filled((1, length), 1),
-            filled((1, length), length) if share else None,
+            filled((1, length), length) if form.share else None,
             texts,
         ),
     )

@@ -10,7 +10,7 @@ import numpy as np
 
 from trl_jax.data.layout import PairBatch, pad_pairs
 from trl_jax.data.loader import Place, PreferenceLoader
-from trl_jax.data.streams import Placed, Rows, place, stream_pairs
+from trl_jax.data.streams import Form, Placed, Rows, place, stream_pairs
 
 WINDOW = 64  # batches that are sorted together
 
@@ -107,16 +107,14 @@ class Windows:
 
     def _pass(self, streams: list[list[Placed]], most: int, beside: list[int]) -> tuple[PairBatch, np.ndarray]:
         loader, size = self._loader, self._pairs
+        rows = None if loader.shapes is None else Rows(most, lambda *_: (self._stream, self._text))
         arrays = stream_pairs(
             [pair._replace(slot=slot) for pairs in streams for slot, pair in enumerate(pairs)],
             [stream for stream, pairs in enumerate(streams) for _ in pairs],
+            Form(loader.pad_token_id, loader.layout == "shared", lambda _: self._stream, rows),
             pairs=most,
             count=1,
             streams=loader.shards,
-            pad_token_id=loader.pad_token_id,
-            rung=lambda _: self._stream,
-            share=loader.layout == "shared",
-            rows=None if loader.shapes is None else Rows(most, lambda *_: (self._stream, self._text)),
             beside=[beside[pair.slot // size] for pairs in streams for pair in pairs],
         )
         slots = np.full((loader.shards, most), -1)
