@@ -31,8 +31,8 @@ def gaps(mine, other) -> dict[str, float]:
         for key in LEVELS
     )
     assert mine.weights.keys() == other.weights.keys(), sorted(mine.weights.keys() ^ other.weights.keys())
-    found["weights"] = max(_apart(mine, other, name) for name in other.weights)
-    found["weights but gauge"] = max(_apart(mine, other, name, GAUGE) for name in other.weights)
+    found["weights"] = max(float(_gap(mine, other, name).max()) for name in other.weights)
+    found["weights but gauge"] = max(float(_gap(mine, other, name, GAUGE).max()) for name in other.weights)
     if mine.predictions is None or other.predictions is None:
         return found
     theirs = timeless(other.evaluate_metrics)
@@ -44,22 +44,27 @@ def gaps(mine, other) -> dict[str, float]:
     return found
 
 
-def beyond(found: dict[str, float], weights: dict) -> list[str]:
-    """The gaps beyond the parity marks; of a model that has such biases, those which these cannot make."""
-    drifting = any(GAUGE.search(name) or name.endswith(FUSED) for name in weights)
+def beyond(found: dict[str, float], mine, other) -> list[str]:
+    """The gaps beyond the parity marks, tensors by name and how many of their elements; of a model that has such
+    biases, those gaps which these cannot make."""
+    drifting = any(GAUGE.search(name) or name.endswith(FUSED) for name in other.weights)
     left = [key for key in found if key not in (DRIFTS if drifting else DRIFTS.values())]
-    marks = {"loss": Marks.loss}
-    return [key for key in left if not found[key] <= marks.get(key, Marks.rewards)]
+    past = [key for key in left if not found[key] <= (Marks.loss if key == "loss" else Marks.rewards)]
+    if any(key.startswith("weights") for key in past):
+        gaps_of = {name: _gap(mine, other, name, GAUGE) for name in other.weights}
+        count = {name: int((gap > Marks.rewards).sum()) for name, gap in gaps_of.items()}
+        past += [f"{name} ({count[name]} of {gaps_of[name].size})" for name in count if count[name]]
+    return past
 
 
 def _spread(log: dict, key: str) -> float:
     return log[key] - log["mean_reward"]
 
 
-def _apart(mine, other, name: str, gauge: re.Pattern | None = None) -> float:
-    if gauge is not None and gauge.search(name):
-        return 0.0
+def _gap(mine, other, name: str, gauge: re.Pattern | None = None) -> np.ndarray:
     gap = np.abs(mine.weights[name] - other.weights[name])
+    if gauge is not None and gauge.search(name):
+        return np.zeros_like(gap)
     if gauge is not None and name.endswith(FUSED):
         gap = gap.reshape(-1, 3, gap.size // 12)[:, [0, 2]]  # of tiny models' four heads
-    return float(gap.max())
+    return gap

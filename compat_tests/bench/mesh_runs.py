@@ -86,8 +86,9 @@ class Side:
         rows = self.rows[:-LACKING] if way == "ragged" else self.rows
         how = self.config(way) | _adapter("trl_jax", way)
         mine = run(self.folder, rows, mesh, layout, _passes(way), **how)
-        found = {"one device": gaps(mine, self.alone(layout, way)), "TRL": gaps(mine, self.trls(way))}
-        return {name: gap | {"beyond": beyond(gap, mine.weights)} for name, gap in found.items()}
+        others = {"one device": self.alone(layout, way), "TRL": self.trls(way)}
+        found = {name: gaps(mine, other) for name, other in others.items()}
+        return {name: gap | {"beyond": beyond(gap, mine, others[name])} for name, gap in found.items()}
 
 
 def _passes(way: str) -> int:
