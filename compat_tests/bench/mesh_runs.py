@@ -59,16 +59,16 @@ class Side:
     made: dict = field(default_factory=dict)
 
     def config(self, way: str) -> dict:
-        return CONFIG.get(self.model, {}) | ({"train_sampling_strategy": "sequential"} if way == "ragged" else {})
+        return CONFIG.get(self.model, {}) | ({"train_sampling_strategy": "sequential"} if way in ("ragged", "refilled") else {})
 
-    def whole(self, way: str) -> list[dict]:
-        """A ragged epoch begins again for the pairs it lacks: where no ranks do that, they are there twice."""
-        return self.rows[:-LACKING] + self.rows[:LACKING] if way == "ragged" else self.rows
+    def rows_of(self, way: str) -> list[dict]:
+        """A "refilled" epoch has those pairs twice for which ranks begin a ragged one again."""
+        return self.rows[:-LACKING] + {"refilled": self.rows[:LACKING], "ragged": []}.get(way, self.rows[-LACKING:])
 
     def alone(self, layout: str, way: str):
         if (layout, way) not in self.made:
             how = self.config(way) | _adapter("trl_jax", way)
-            self.made[layout, way] = run(self.folder, self.whole(way), "data:1", layout, _passes(way), **how)
+            self.made[layout, way] = run(self.folder, self.rows_of(way), "data:1", layout, _passes(way), **how)
         return self.made[layout, way]
 
     def trls(self, way: str):
@@ -78,14 +78,15 @@ class Side:
             sizes = {"per_device_train_batch_size": PAIRS // _passes(way), "gradient_accumulation_steps": _passes(way)}
             how = self.config(way) | _adapter("peft", way) | sizes
             with tempfile.TemporaryDirectory() as out, contextlib.redirect_stdout(sys.stderr):
-                self.made[way] = run_trl(self.folder, self.whole(way), out, **how)
+                self.made[way] = run_trl(self.folder, self.rows_of(way), out, **how)
         return self.made[way]
 
     def row(self, mesh: str, layout: str, way: str) -> dict[str, dict[str, float]]:
         """A mesh's gaps to either."""
-        rows = self.rows[:-LACKING] if way == "ragged" else self.rows
         how = self.config(way) | _adapter("trl_jax", way)
-        mine = run(self.folder, rows, mesh, layout, _passes(way), **how)
+        mine = run(self.folder, self.rows_of(way), mesh, layout, _passes(way), **how)
+        if way == "ragged" and words(mesh)[1] > 1:
+            way = "refilled"
         others = {"one device": self.alone(layout, way), "TRL": self.trls(way)}
         found = {name: gaps(mine, other) for name, other in others.items()}
         return {name: gap | {"beyond": beyond(gap, mine, others[name])} for name, gap in found.items()}
