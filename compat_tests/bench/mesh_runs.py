@@ -59,11 +59,13 @@ class Side:
     made: dict = field(default_factory=dict)
 
     def config(self, way: str) -> dict:
-        return CONFIG.get(self.model, {}) | ({"train_sampling_strategy": "sequential"} if way in ("ragged", "refilled") else {})
+        in_order = {"train_sampling_strategy": "sequential"} if way in ("ragged", "refilled") else {}
+        return CONFIG.get(self.model, {}) | in_order
 
     def rows_of(self, way: str) -> list[dict]:
         """A "refilled" epoch has those pairs twice for which ranks begin a ragged one again."""
-        return self.rows[:-LACKING] + {"refilled": self.rows[:LACKING], "ragged": []}.get(way, self.rows[-LACKING:])
+        last = {"refilled": self.rows[:LACKING], "ragged": []}.get(way, self.rows[-LACKING:])
+        return self.rows[:-LACKING] + last
 
     def alone(self, layout: str, way: str):
         if (layout, way) not in self.made:
