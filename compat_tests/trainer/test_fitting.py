@@ -10,7 +10,7 @@ import pytest
 
 import trl_jax
 from compat_tests.trainer.trainers import FACTS, Uncompiled, make, table
-from trl_jax.trainer import base_trainer
+from trl_jax.trainer import stepping
 
 CONFIG = {
     "batch_layout": "padded", "per_device_train_batch_size": 7, "max_steps": 2, "logging_steps": 1,
@@ -27,7 +27,7 @@ def folder(checkpoint):
 @pytest.fixture
 def memory_for(monkeypatch):
     """memory_for(pairs, first): from step `first` of a try on, more pairs a step do not fit; their arrays are gone."""
-    real = base_trainer.make_step
+    real = stepping.make_step
 
     def limited(pairs, first=1):
         def make_step(*given):
@@ -42,7 +42,7 @@ def memory_for(monkeypatch):
 
             return Uncompiled(tight)
 
-        monkeypatch.setattr(base_trainer, "make_step", make_step)
+        monkeypatch.setattr(stepping, "make_step", make_step)
 
     return limited
 

@@ -18,7 +18,7 @@ from compat_tests.engine.runs import Recorder
 from compat_tests.parity.marks import assert_same_curve, assert_same_weights, steps_of, timeless
 from compat_tests.parity.reference import read_weights
 from compat_tests.trainer.trainers import FACTS, make, stream, table
-from trl_jax.trainer import base_trainer, compiling, layouts
+from trl_jax.trainer import compiling, layouts, stepping
 
 EVERYTHING = {
     "eval_strategy": "steps",
@@ -323,7 +323,7 @@ def test_gradient_checkpointing_changes_nothing(folder, tmp_path, monkeypatch, c
         ({}, 1),
         ({}, 1 << 40),
     ):
-        monkeypatch.setattr(base_trainer, "room_of", lambda device, room=room: room)
+        monkeypatch.setattr(stepping, "room_of", lambda device, room=room: room)
         trainer = make(trl_jax, folder, tmp_path, config=config)
         caplog.clear()
         with caplog.at_level(logging.INFO, "trl_jax"):

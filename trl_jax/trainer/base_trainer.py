@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,38 +17,29 @@ from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import SaveStrategy, TrainOutput, speed_metrics
 
 from trl_jax.core.argument_rules import as_choice
-from trl_jax.data.order import RunLength, plan
 from trl_jax.engine.background import copied
 from trl_jax.engine.checkpoint import forget_all_but_best, sweep
-from trl_jax.engine.compilation import Programs, compiler_options
 from trl_jax.engine.interrupts import Interrupts
 from trl_jax.engine.lock import only_run
 from trl_jax.engine.loop import Loop
-from trl_jax.engine.mesh import distributed
-from trl_jax.engine.optim import Optimizer, decays, from_optax
+from trl_jax.engine.optim import Optimizer
 from trl_jax.engine.prefetch import Prefetched
 from trl_jax.engine.processes import barrier, check_alike, is_first, several, told_of_the_dead
 from trl_jax.engine.progress import Progress
-from trl_jax.engine.recompute import Fitting, room_of
 from trl_jax.engine.resume import find
-from trl_jax.engine.step import make_step
 from trl_jax.engine.watch import PATIENCE, Watch
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.torch_objects import give_back
 from trl_jax.trainer.base_config import BaseConfig
 from trl_jax.trainer.batches import steps_of
-from trl_jax.trainer.chance import run_key
 from trl_jax.trainer.compiling import compiling_ahead
-from trl_jax.trainer.devices import describe, run_device
 from trl_jax.trainer.diagnosis import explain
-from trl_jax.trainer.evaluating import Evaluating, refuse
-from trl_jax.trainer.hooked import HookedStep
+from trl_jax.trainer.evaluating import refuse
 from trl_jax.trainer.limits import evaluation_told_of_memory, retried, told_of_memory
 from trl_jax.trainer.memory import memory
-from trl_jax.trainer.optimizers import LearningRate, check_optax, choose
+from trl_jax.trainer.optimizers import LearningRate, choose
 from trl_jax.trainer.publishing import sweep_stages
-
-logger = logging.getLogger(__name__)
+from trl_jax.trainer.stepping import Stepping
 
 _NEVER_CALLED = frozenset(
     """
@@ -59,7 +49,7 @@ _NEVER_CALLED = frozenset(
 )
 
 
-class BaseTrainer(Evaluating):
+class BaseTrainer(Stepping):
     """Trains `model` on prepared datasets; a subclass explains the Task.
 
     A script's subclass may override `compute_loss`, `loss`, `evaluate`, `predict`, `prediction_step`, `log`,
@@ -209,93 +199,12 @@ class BaseTrainer(Evaluating):
             "configuration and call train()."
         )
 
-    def _plan(self) -> RunLength:
-        args = self.args
-        return plan(
-            len(self.train_dataset) if isinstance(self.train_dataset, Dataset) else None,
-            batch_size=self.micro_batch_pairs,
-            accumulation=args.gradient_accumulation_steps,
-            drop_last=args.dataloader_drop_last,
-            epochs=args.num_train_epochs,
-            max_steps=args.max_steps,
-        )
-
-    def compiled_step(self, tx: Any, *, remat: bool | str) -> Any:
-        """A step of `train()`, jitted; arguments as of `make_step`'s. `remat`: layers are computed twice."""
-        options = compiler_options(self.args.device.type, several=self.division is not None)
-        return make_step(partial(self.loss, remat=remat), tx, self.spread, options)
-
-    def _step(self, tx: Any) -> Any:
-        """The step of `train()`, in the quickest version that fits and that the arguments allow."""
-        if "compute_loss" in self.overridden:
-            return HookedStep(self, tx)
-        steps = [self.compiled_step(tx, remat=remat) for remat in self.args.remats]
-        room = room_of(run_device(self.args)) if len(steps) > 1 else 0
-        return Programs(Fitting(steps, room), "The step")
-
-    def _advancer(self, step: Any, tx: Any) -> Any:
-        """(step batch, learning rate) -> metrics. Replaces the model's parameters by their successors."""
-        if self._optimizer_state is None:
-            self._optimizer_state = self._new_optimizer_state(tx)
-        if self.division is not None:
-            logger.info("%s", describe(self.division, self.model.params, self._optimizer_state))
-        key = run_key(self.args)
-        flops_a_token = 6 * self.model.num_parameters(exclude_embeddings=True)
-
-        def advance(batch, learning_rate):
-            self._background.check()
-            step_key = None if key is None else jax.random.fold_in(key, self.state.global_step)
-            rate = np.float32(learning_rate)
-            self.model.params, self._optimizer_state, metrics = step(
-                self.model.params, self._optimizer_state, batch.arrays, rate, step_key, self.model.frozen
-            )
-            self._tokens_seen += batch.num_tokens
-            self.state.num_input_tokens_seen += self._input_tokens(batch)
-            self.state.total_flos += flops_a_token * batch.num_padded_tokens
-            return metrics
-
-        return advance
-
-    def _place(self, batch: Any) -> Any:
-        """The batch with its arrays on the devices. On a single one they are not bound to it: weights are not, and the
-        step would compile for either."""
-        if self.division is not None:
-            return batch._replace(arrays=distributed(batch.arrays, self.division.batch))
-        with jax.default_device(run_device(self.args)):
-            return batch._replace(arrays=jax.device_put(batch.arrays))
-
-    def create_optimizer(self) -> Any:
-        """What turns gradients into updates; `optimizers` of the constructor, if given, or what `args.optim` names.
-
-        Overriding it: return any optax transformation; its updates are scaled as torch's LambdaLR would, by the
-        schedule of the arguments as a share of its peak.
-        """
-        engine = self.model.engine
-        decayed = {
-            path: decays(path) and decays(tensor) and path not in engine.undecayed
-            for path, tensor in engine.tensors.items()
-        }
-        warmup = self.args.get_warmup_steps(self._plan().max_steps)
-        return self._chosen.make(decayed, self.args.max_grad_norm, warmup)
-
-    def _optimizer(self) -> Optimizer:
-        made = self.create_optimizer()
-        if isinstance(made, Optimizer):
-            return made
-        check_optax(made)
-        return from_optax(made, peak=self._chosen.peak, max_grad_norm=self.args.max_grad_norm)
-
     def _evaluate_on_the_way(self) -> dict[str, float]:
         telling = evaluation_told_of_memory(self) if self.args.auto_find_batch_size else contextlib.nullcontext()
         with telling:
             metrics = self.evaluate()
         self.lr_scheduler.after_evaluation(metrics, self.args.metric_for_best_model)
         return metrics
-
-    def _input_tokens(self, batch: Any) -> int:
-        """What `include_num_input_tokens_seen` counts of a step."""
-        counted = {"all": batch.num_padded_tokens, "non_padding": batch.num_tokens, "no": 0}
-        return counted[self.args.include_num_input_tokens_seen]
 
     def _report(self, logs: dict[str, float], steps: list[dict[str, np.ndarray]]) -> None:
         self.log(logs | self._measured(steps))
