@@ -52,7 +52,10 @@ def main() -> None:
         if args.model is None:
             common.in_child(turns.build_small, model, args.data, args.layers, args.width)
         for kind in args.kinds:
-            print(f"{kind}: {args.pairs} pairs, {args.batch} a step, {args.epochs} epochs measured")
+            measured = f"{args.epochs} epochs measured"
+            if args.steps is not None:
+                measured = f"{args.steps} steps measured of {args.epochs} epochs"
+            print(f"{kind}: {args.pairs} pairs, {args.batch} a step, {measured}", flush=True)
             lanes = race(args, kind, model, Path(folder))
             report[kind] = table(lanes, args)
             if args.starts:
