@@ -1,6 +1,6 @@
 """What `trl-jax plan` says of published shapes on TPU slices that are not there: the README's table.
 
-    python -m compat_tests.bench.pods                       # wants jax[tpu]; 2 to 6 minutes a row on two idle cores
+    python -m compat_tests.bench.pods                       # wants jax[tpu]; 2 to 4 minutes a row on two cores
     python -m compat_tests.bench.pods --rows 0 2 --length 2048
 """
 
