@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from trl_jax.engine.optim import adamw, clip_by_global_norm, decays
+from trl_jax.engine.optim import adamw, decays
+from trl_jax.engine.transforms import clip_by_global_norm, global_norm
 
 SHAPES = {"kernel": (5, 4), "norm": (4,), "bias": (3,), "still": (2, 2)}
 DECAYED = {"kernel": True, "norm": False, "bias": False, "still": True}
@@ -92,6 +94,14 @@ def test_clipping_is_torchs_to_the_last_digits(size):
     clip = clip_by_global_norm(1.0)
     ours, _ = clip.update({"g": jnp.asarray(grad)}, clip.init(None))
     np.testing.assert_allclose(ours["g"], parameter.grad.numpy(), rtol=2e-7)
+
+
+def test_a_norm_is_that_of_all_elements():
+    """XLA's own sum of so many is a millionth off."""
+    dice = np.random.default_rng(0)
+    tree = {str(shape): dice.normal(size=shape).astype(np.float32) for shape in [(), (7,), (5, 3), (30, 400, 200)]}
+    exact = np.sqrt(sum(np.sum(np.square(x.astype(np.float64))) for x in tree.values()))
+    np.testing.assert_allclose(jax.jit(global_norm)(tree), exact, rtol=2e-7)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])

@@ -12,6 +12,7 @@ import optax
 
 from trl_jax.engine.optim import Optimizer
 from trl_jax.engine.spread import Spread
+from trl_jax.engine.transforms import global_norm
 
 Params = dict[str, jax.Array]
 NOTHING: Params = {}
@@ -42,31 +43,38 @@ def make_step(
         return loss(frozen | params, *micro)
 
     if spread is None:
-        gradients_of = partial(_accumulate, jax.value_and_grad(of_all, has_aux=True))
+        gradients_of, norm_of = partial(_accumulate, jax.value_and_grad(of_all, has_aux=True)), global_norm
     else:
-        gradients_of = spread.gradients(_accumulate, of_all)
+        gradients_of, norm_of = spread.gradients(_accumulate, of_all), optax.global_norm
 
     def step(params, opt_state, batch, learning_rate, key, frozen=NOTHING):
         total, gradients, metrics = gradients_of(tx.point(params, opt_state), frozen, batch, key)
-        metrics |= {"loss": total, "grad_norm": optax.global_norm(gradients)}
-        good = jnp.isfinite(total) & jnp.isfinite(metrics["grad_norm"])
-        return *updated(tx, good, params, opt_state, gradients, learning_rate), metrics
+        norm = norm_of(gradients)
+        metrics |= {"loss": total, "grad_norm": norm}
+        good = jnp.isfinite(total) & jnp.isfinite(norm)
+        return *updated(tx, good, params, opt_state, gradients, norm, learning_rate), metrics
 
     where = {} if spread is None else {"out_shardings": spread.after_step(tx)}
     return jax.jit(step, donate_argnums=(0, 1), compiler_options=compiler_options, **where)
 
 
 def updated(
-    tx: Optimizer, good: jax.Array, params: Params, opt_state: Any, gradients: Params, learning_rate: jax.Array
+    tx: Optimizer,
+    good: jax.Array,
+    params: Params,
+    opt_state: Any,
+    gradients: Params,
+    norm: jax.Array,
+    learning_rate: jax.Array,
 ) -> tuple[Params, Any]:
-    """The successors of params and state where the step is `good`; else both as they are.
+    """The successors of params and state where the step is `good`; else both as they are. `norm`: the gradients'.
 
     Both ways give the same. XLA for CPUs copies moments that are selected, which is as much memory again, but not those
     in a branch; a GPU would have its host wait for a branch.
     """
 
     def new(params, state, gradients):
-        updates, successor = tx.update(gradients, state, params, learning_rate=learning_rate)
+        updates, successor = tx.update(gradients, state, params, learning_rate=learning_rate, grad_norm=norm)
         return optax.apply_updates(params, updates), successor
 
     def old(params, state, gradients):

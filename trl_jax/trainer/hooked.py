@@ -52,7 +52,7 @@ def _apply(tx: Any, params: dict, opt_state: Any, gradients: dict, total: Any, l
     """As `engine.step`: where loss or gradient is no number, everything stays as it was."""
     norm = optax.global_norm(gradients)
     good = jnp.isfinite(total) & jnp.isfinite(norm)
-    return *updated(tx, good, params, opt_state, gradients, learning_rate), norm
+    return *updated(tx, good, params, opt_state, gradients, norm, learning_rate), norm
 
 
 class HookedEvaluation:
