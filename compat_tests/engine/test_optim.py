@@ -96,12 +96,16 @@ def test_clipping_is_torchs_to_the_last_digits(size):
     np.testing.assert_allclose(ours["g"], parameter.grad.numpy(), rtol=2e-7)
 
 
-def test_a_norm_is_that_of_all_elements():
-    """XLA's own sum of so many is a millionth off."""
+@pytest.mark.parametrize(("dtype", "apart"), [("float32", 2e-7), ("bfloat16", 2**-8)])
+def test_a_norm_is_that_of_all_elements(dtype, apart):
+    """Also of rows that are left after whole turns, and of those too long for one."""
     dice = np.random.default_rng(0)
-    tree = {str(shape): dice.normal(size=shape).astype(np.float32) for shape in [(), (7,), (5, 3), (30, 400, 200)]}
-    exact = np.sqrt(sum(np.sum(np.square(x.astype(np.float64))) for x in tree.values()))
-    np.testing.assert_allclose(jax.jit(global_norm)(tree), exact, rtol=2e-7)
+    shapes = [(), (7,), (5, 3), (3, 5000), (31, 133, 200)]
+    tree = {str(shape): jnp.asarray(dice.normal(size=shape), dtype) for shape in shapes}
+    exact = np.sqrt(sum(np.sum(np.square(np.asarray(x, np.float64))) for x in tree.values()))
+    found = jax.jit(global_norm)(tree)
+    assert found.dtype == dtype
+    np.testing.assert_allclose(float(found), exact, rtol=apart)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])

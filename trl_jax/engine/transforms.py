@@ -26,7 +26,8 @@ def global_norm(tree: Any) -> jax.Array:
 
 
 def _norm_by_rows(tree: Any) -> jax.Array:
-    return jnp.sqrt(sum(map(_sum_of_squares, jax.tree.leaves(tree))))
+    leaves = jax.tree.leaves(tree)
+    return jnp.sqrt(sum(map(_sum_of_squares, leaves))).astype(jnp.result_type(*leaves))  # as optax has it
 
 
 def _sum_of_squares(x: jax.Array) -> jax.Array:
