@@ -3,11 +3,15 @@
 A bias that moves both answers of a pair alike (a head's own, the last norm's), or all scores of a softmax (that of the
 keys), has no gradient: what there is of one is rounding, and Adam divides it by its own size. "but gauge" leaves these
 parameters out. What they change of a reward they change of all, so "less mean" takes each run's mean from its rewards.
+
+A weight whose first gradient is below Adam's eps is another: its first step is that gradient over eps, rounding and
+all, where every other weight's is 1. Exact gradients, which TRL has in float64, say which weights these are.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import numpy as np
 
@@ -16,6 +20,8 @@ from compat_tests.parity.marks import Marks, steps_of, timeless, worst
 GAUGE = re.compile(r"key\.bias|k_proj\.bias|k_lin\.bias|(classifier|score|out_proj)\.bias|final_layer_norm\.bias")
 FUSED = "query_key_value.bias"  # by head: query, key, value
 LEVELS = ("min_reward", "mean_reward", "max_reward")
+WEIGHTS = ("weights", "weights but gauge")
+EPS = 1e-8  # adam_epsilon, as it comes
 DRIFTS = {"rewards": "rewards less mean", "weights": "weights but gauge", "predictions": "predictions less mean"}
 
 
@@ -44,17 +50,23 @@ def gaps(mine, other) -> dict[str, float]:
     return found
 
 
-def beyond(found: dict[str, float], mine, other) -> list[str]:
+def beyond(
+    found: dict[str, float], mine, other, gradients: Callable[[], dict[str, np.ndarray]]
+) -> dict[str, list[str]]:
     """The gaps beyond the parity marks, tensors by name and how many of their elements; of a model that has such
-    biases, those gaps which these cannot make."""
+    biases, those gaps which these cannot make. Apart from them tensors of which all such elements have an exact first
+    gradient below Adam's eps; `gradients` is asked for these only where a weight is beyond."""
     drifting = any(GAUGE.search(name) or name.endswith(FUSED) for name in other.weights)
-    left = [key for key in found if key not in (DRIFTS if drifting else DRIFTS.values())]
+    left = [key for key in found if key not in (DRIFTS if drifting else DRIFTS.values()) and key not in WEIGHTS]
     past = [key for key in left if not found[key] <= (Marks.loss if key == "loss" else Marks.rewards)]
-    if any(key.startswith("weights") for key in past):
-        gaps_of = {name: _gap(mine, other, name, GAUGE) for name in other.weights}
-        count = {name: int((gap > Marks.rewards).sum()) for name, gap in gaps_of.items()}
-        past += [f"{name} ({count[name]} of {gaps_of[name].size})" for name in count if count[name]]
-    return past
+    over = {name: ~(_gap(mine, other, name, GAUGE) <= Marks.rewards) for name in other.weights}
+    over = {name: elements for name, elements in over.items() if elements.any()}
+    exact, slight = gradients() if over else {}, []
+    for name, elements in over.items():
+        said = f"{name} ({elements.sum()} of {elements.size}"
+        largest = np.abs(exact[name][elements]).max() if name in exact else np.inf
+        (slight if largest < EPS else past).append(f"{said}, whose first gradient is up to {largest:.1e})")
+    return {"beyond": past, "below eps": slight}
 
 
 def _spread(log: dict, key: str) -> float:
@@ -66,5 +78,5 @@ def _gap(mine, other, name: str, gauge: re.Pattern | None = None) -> np.ndarray:
     if gauge is not None and gauge.search(name):
         return np.zeros_like(gap)
     if gauge is not None and name.endswith(FUSED):
-        gap = gap.reshape(-1, 3, gap.size // 12)[:, [0, 2]]  # of tiny models' four heads
+        gap.reshape(-1, 3, gap.size // 12)[:, 1] = 0  # of tiny models' four heads
     return gap

@@ -7,7 +7,10 @@ import importlib
 import sys
 import tempfile
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 from compat_tests.bench.gaps import beyond, gaps
 
@@ -91,7 +94,25 @@ class Side:
             way = "refilled"
         others = {"one device": self.alone(layout, way), "TRL": self.trls(way)}
         found = {name: gaps(mine, other) for name, other in others.items()}
-        return {name: gap | {"beyond": beyond(gap, mine, others[name])} for name, gap in found.items()}
+        return {
+            name: gap | beyond(gap, mine, others[name], partial(self.first_gradients, way))
+            for name, gap in found.items()
+        }
+
+    def first_gradients(self, way: str) -> dict[str, np.ndarray]:
+        """What the first step's optimizer gets under TRL in float64: what plain descent takes from the weights."""
+        from compat_tests.parity.reference import read_weights, run_trl
+
+        if way == "lora":  # whose base has none
+            return {}
+        if (way, "exact") not in self.made:
+            step = {"optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "max_steps": 1}
+            how = self.config(way) | step | {"per_device_train_batch_size": PAIRS}
+            with tempfile.TemporaryDirectory() as out, contextlib.redirect_stdout(sys.stderr):
+                left = run_trl(self.folder, self.rows_of(way), out, double=True, **how).weights
+            before = read_weights(self.folder)
+            self.made[way, "exact"] = {name: before[name] - left[name] for name in before if name in left}
+        return self.made[way, "exact"]
 
 
 def _passes(way: str) -> int:

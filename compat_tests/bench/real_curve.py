@@ -93,6 +93,8 @@ def train(
 ) -> dict:
     """One run, from import to a saved folder, in float64 if `double`. Everything the process does is counted."""
     start, before = time.perf_counter(), common.memory()
+    from compat_tests.parity.reference import in_float64
+
     package = importlib.import_module(side)
     trainer_class, config_class = package.RewardTrainer, package.RewardConfig
     imported, after_import = time.perf_counter(), common.memory()
@@ -110,7 +112,7 @@ def train(
 
     rows, clock = common.read_rows(data), Clock()
     trainer = trainer_class(
-        model=_in_float64(model, config["seed"]) if double else str(model),
+        model=in_float64(model, config["seed"]) if double else str(model),
         args=config_class(output_dir=str(out), **config),
         train_dataset=Dataset.from_list(rows[:pairs]),
         eval_dataset=Dataset.from_list(rows[-held_out:]) if held_out else None,
@@ -134,14 +136,6 @@ def train(
     }  # fmt: skip
     logs = trainer.state.log_history
     return {"costs": costs, "logs": logs, "steps": len(clock.times), "step_seconds": steps}
-
-
-def _in_float64(folder: Path, seed: int) -> Any:
-    """The torch model that TRL would have loaded, its head drawn alike, each number with twice the digits."""
-    from transformers import AutoModelForSequenceClassification, set_seed
-
-    set_seed(seed)
-    return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype="float32").double()
 
 
 def furthest_weights(theirs: Path, ours: Path) -> tuple[float, str]:

@@ -35,14 +35,24 @@ class Run:
     predictions: np.ndarray | None = None
 
 
-def run_trl(model_folder, rows, out, **keywords) -> Run:
-    """Train with real TRL; the keywords are those of `_run` and of RewardConfig."""
+def run_trl(model_folder, rows, out, *, double=False, **keywords) -> Run:
+    """Train with real TRL, in float64 if `double`; the keywords are those of `_run` and of RewardConfig."""
     import torch
     import trl
 
     torch.set_num_threads(1)
     keywords.pop("batch_layout", None)  # it has one
+    if double:
+        keywords["model"] = in_float64(model_folder, keywords.get("seed", 42))
     return _run(trl, model_folder, rows, out, **keywords)
+
+
+def in_float64(folder, seed):
+    """The torch model that TRL would have loaded, its head drawn alike, each number with twice the digits."""
+    from transformers import AutoModelForSequenceClassification, set_seed
+
+    set_seed(seed)
+    return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype="float32").double()
 
 
 def run_ours(model_folder, rows, out, **keywords) -> Run:
@@ -52,13 +62,16 @@ def run_ours(model_folder, rows, out, **keywords) -> Run:
     return _run(trl_jax, model_folder, rows, out, **keywords)
 
 
-def _run(package, model_folder, rows, out, *, eval_rows=None, predict_rows=None, peft_config=None, **config) -> Run:
-    """Train on `rows`, evaluate on `eval_rows` and predict `predict_rows` if given, and save under `out`."""
+def _run(
+    package, model_folder, rows, out, *, model=None, eval_rows=None, predict_rows=None, peft_config=None, **config
+) -> Run:
+    """Train `model`, or that of the folder, on `rows`, evaluate on `eval_rows` and predict `predict_rows` if given, and
+    save under `out`."""
     from datasets import Dataset
 
     args = package.RewardConfig(output_dir=str(out), **(BASE | config))
     trainer = package.RewardTrainer(
-        model=str(model_folder),
+        model=str(model_folder) if model is None else model,
         args=args,
         train_dataset=Dataset.from_list(rows),
         eval_dataset=None if eval_rows is None else Dataset.from_list(eval_rows),
