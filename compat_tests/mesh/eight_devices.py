@@ -46,12 +46,13 @@ def alone(checkpoint):
     return of
 
 
-# All of them in compat_tests/bench/meshes.py.
+# All of them in compat_tests/bench/meshes.py. One weight of bert's has a first gradient as small as Adam's eps, and its
+# first step would be rounding: so a larger eps.
 CASES = [
     ("llama", "shared", "data:2,fsdp:2,tensor:2"), ("llama", "shared", "fsdp:2,tensor:2,sequence:2"),
     ("gemma2", "padded", "data:2,sequence:4"), ("bert", "padded", "zero2:8"),
 ]  # fmt: skip
-HOW = {"llama": {"accumulation": 2, "scores": False}, "gemma2": {}, "bert": {"scores": False}}
+HOW = {"llama": {"accumulation": 2, "scores": False}, "gemma2": {}, "bert": {"scores": False, "adam_epsilon": 1e-6}}
 
 
 @pytest.mark.parametrize(("model", "layout", "mesh"), CASES, ids=lambda part: str(part))
