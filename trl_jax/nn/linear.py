@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trl_jax.nn.lora import Lora
+from trl_jax.nn.platform import platform
 from trl_jax.nn.quantized import Quantized
 
 
@@ -43,12 +44,31 @@ class Embedding(nnx.Module):
         self.lora = nnx.data(None)
 
     def __call__(self, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        if isinstance(self.weight, Quantized):
-            embedded = self.weight.taken(ids)
-        else:
-            embedded = jnp.take(self.weight[...], ids, axis=0, mode="clip")  # a pad beyond the last position
+        embedded = self.weight.taken(ids) if isinstance(self.weight, Quantized) else rows(self.weight[...], ids)
         if self.padding_idx is not None:
             embedded = jnp.where((ids == self.padding_idx)[..., None], jax.lax.stop_gradient(embedded), embedded)
         if self.lora is not None:
             embedded = embedded + self.lora.looked_up(ids, self.padding_idx)
         return embedded.astype(dtype)
+
+
+def rows(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """Rows `[..., D]` of a table `[V, D]`, the last one for ids beyond it, as of a pad after the last position."""
+    alone = jax.sharding.get_abstract_mesh().empty
+    return _rows_late(table, ids) if alone and platform() == "cpu" else _rows(table, ids)
+
+
+def _rows(table, ids):
+    return jnp.take(table, ids, axis=0, mode="clip")
+
+
+def _rows_backward(saved, gradient):
+    """Adds to zeros that are made of the gradient. XLA for CPUs lays out what depends on nothing when a step begins, so
+    the table's zeros would lie beside everything that the layers keep. Where the gradient is a number these are +0."""
+    table, ids = saved
+    zeros = jnp.minimum(jnp.abs(gradient.reshape(-1, gradient.shape[-1])[0]), 0)
+    return jnp.broadcast_to(zeros, table.shape).at[jnp.clip(ids, 0, len(table) - 1)].add(gradient), None
+
+
+_rows_late = jax.custom_vjp(_rows)
+_rows_late.defvjp(lambda table, ids: (_rows(table, ids), (table, ids)), _rows_backward)
