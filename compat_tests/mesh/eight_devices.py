@@ -350,7 +350,7 @@ def test_what_does_not_come_out_even_stays_whole():
     assert spec("some.other.name", (128, 64)) == jax.P("fsdp", None)
     with pytest.raises(ValueError, match="is for 4 devices, and there are 8"):
         make_mesh({"data": 4})
-    with pytest.raises(ValueError, match="no axis 'model': its axes are data, fsdp, tensor, sequence"):
+    with pytest.raises(ValueError, match="no axis 'model': its axes are data, fsdp, sequence, tensor"):
         make_mesh({"model": 8})
 
 

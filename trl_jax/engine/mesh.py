@@ -17,7 +17,9 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-AXES = ("data", "fsdp", "tensor", "sequence")
+# From the outermost: products are divided over neighbours, and inside of what is written out over the other axes, where
+# jaxlib 0.12 wants the axes of both in the mesh's order.
+AXES = ("data", "fsdp", "sequence", "tensor")
 BATCH = ("data", "fsdp")
 _WHOLE_BELOW = 4096  # numbers of an array, or of one layer's part of it, that are not worth dividing
 
