@@ -51,27 +51,36 @@ def _run(jaxpr: Any, consts: list, inputs: list, where: str) -> list:
 def _apply(equation: Any, found: list, where: str) -> list:
     name, how = equation.primitive.name, equation.params
     if name == "scan":
-        return _scan(how, found, where)
+        return _scan(equation, found, where)
     if name in _INNER:
-        inner = how[_INNER[name]]
-        consts, inner = (inner.consts, inner.jaxpr) if isinstance(inner, core.ClosedJaxpr) else ([], inner)
-        return _run(inner, consts, found, where)
+        return _run(*_opened(how[_INNER[name]]), found, where)
     results = equation.primitive.bind(*found, **how)
     return list(results) if equation.primitive.multiple_results else [results]
 
 
-def _scan(how: dict, found: list, where: str) -> list:
-    consts, carry = found[: how["num_consts"]], found[how["num_consts"] :][: how["num_carry"]]
-    slices, rows = found[how["num_consts"] + how["num_carry"] :], []
-    turns = range(how["length"])
-    for turn in reversed(turns) if how["reverse"] else turns:
-        body = how["jaxpr"]
-        inner = f"{where}in turn {turn} (of {how['length']}, layers are scanned) "
-        outputs = _run(body.jaxpr, body.consts, [*consts, *carry, *(part[turn] for part in slices)], inner)
-        carry, row = outputs[: how["num_carry"]], outputs[how["num_carry"] :]
-        rows.append(row)
-    rows = rows[::-1] if how["reverse"] else rows
+def _opened(inner: Any) -> tuple[Any, list]:
+    return (inner.jaxpr, inner.consts) if isinstance(inner, core.ClosedJaxpr) else (inner, [])
+
+
+def _scan(equation: Any, found: list, where: str) -> list:
+    length, reverse = equation.params["length"], equation.params["reverse"]
+    body, constants = _opened(equation.params["jaxpr"])
+    # JAX's releases name the numbers of constants, carried values and slices differently. In all of them the body
+    # sees slices without the axis of turns, so ranks tell.
+    carried = sum(map(_same_rank, equation.outvars, body.outvars))
+    whole = sum(map(_same_rank, equation.invars, body.invars))
+    consts, carry, slices, rows = found[: whole - carried], found[whole - carried : whole], found[whole:], []
+    for turn in reversed(range(length)) if reverse else range(length):
+        inner = f"{where}in turn {turn} (of {length}, layers are scanned) "
+        outputs = _run(body, constants, [*consts, *carry, *(part[turn] for part in slices)], inner)
+        carry = outputs[:carried]
+        rows.append(outputs[carried:])
+    rows = rows[::-1] if reverse else rows
     return [*carry, *(jnp.stack(column) for column in zip(*rows, strict=True))]
+
+
+def _same_rank(outer: Any, inner: Any) -> bool:
+    return outer.aval.ndim == inner.aval.ndim
 
 
 def _bad(value: Any) -> bool:
