@@ -3,12 +3,12 @@
 #
 #   bash compat_tests/run.sh [options of pytest]
 #
-# PYTHON=/path/to/python chooses the interpreter, TORCH="torch==2.13.0 --index-url ..." where torch comes from: plain
+# PYTHON=/path/to/python chooses the interpreter, VENV=.venv-other where it goes, TORCH="torch==2.13.0 --index-url ..." where torch comes from: plain
 # `torch` may bring gigabytes of CUDA that no test needs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-venv=.venv-test
+venv=${VENV:-.venv-test}
 "${PYTHON:-python3}" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || {
     echo "run.sh: ${PYTHON:-python3} is $("${PYTHON:-python3}" --version), wanted Python 3.11, 3.12 or 3.13." >&2
     exit 1
