@@ -21,4 +21,4 @@ echo "== Installing trl_jax, torch for the CPU, and TRL"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[test]"
 
 echo "== Testing"
-exec "$venv/bin/python" -m pytest -n 2 "$@"
+exec "$venv/bin/python" -m pytest -n auto --maxprocesses 4 "$@"

@@ -99,7 +99,7 @@ print(args.eval_strategy.value, args.warmup_steps, args.use_cpu, len([w for w in
 try:
     TrainingArguments("out", evalstrategy="steps")
 except TypeError as error:
-    print(error)
+    print(str(error).partition(". Did you mean")[0])  # which Python 3.13 asks
 """
 
 
