@@ -3,8 +3,9 @@
 #
 #   bash compat_tests/run.sh [options of pytest]
 #
-# PYTHON=/path/to/python chooses the interpreter, VENV=.venv-other where it goes, TORCH="torch==2.13.0 --index-url ..." where torch comes from: plain
-# `torch` may bring gigabytes of CUDA that no test needs.
+# PYTHON=/path/to/python chooses the interpreter, VENV=.venv-other the environment's folder, and
+# TORCH="torch==2.13.0 --index-url ..." where torch comes from: plain `torch` may bring gigabytes of CUDA that no test
+# needs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
