@@ -15,7 +15,7 @@ from trl_jax import LoraConfig, RewardConfig, RewardTrainer
 from trl_jax.core.chips import topology
 from trl_jax.hub.auto import find_checkpoint
 from trl_jax.hub.quantizing import BitsAndBytesConfig
-from trl_jax.trainer import planning
+from trl_jax.trainer import elsewhere, planning
 from trl_jax.trainer.chance import run_key
 from trl_jax.trainer.given_model import outlined
 from trl_jax.trainer.plan import Plan, Run, plan
@@ -49,7 +49,7 @@ def alike(
     shutil.copy(weights / "config.json", out)
     run = Run(find_checkpoint(str(out), dtype="auto"), adapter=adapter, quantization=quantization)
     place = topology(f"cpu:{devices}")
-    traced, found = _traced(run, planning.planned(args, place, str(out))), plan(run, args, place)
+    traced, found = _traced(run, elsewhere.planned(args, place, str(out))), plan(run, args, place)
     assert _letters(traced) == _letters(step)
     assert found.compiled.arguments == _memory(step).argument_size_in_bytes
     assert found.memory.parameters == _held((real.model.params, real.model.frozen))
@@ -69,7 +69,7 @@ def _real(
     weights: Path, args: RewardConfig, devices: int, adapter: LoraConfig | None, quantization: Any
 ) -> RewardTrainer:
     def rows(pairs: int) -> Dataset:
-        return Dataset.from_dict({f"{side}_ids": [[id] * LENGTH] * pairs for side, id in planning.SIDES.items()})
+        return Dataset.from_dict({f"{side}_ids": [[id] * LENGTH] * pairs for side, id in elsewhere.SIDES.items()})
 
     return RewardTrainer(
         str(weights),
@@ -81,9 +81,9 @@ def _real(
     )
 
 
-def _traced(run: Run, args: planning.PlannedConfig) -> Any:
+def _traced(run: Run, args: elsewhere.PlannedConfig) -> Any:
     model = outlined(run.checkpoint, args, run.adapter, run.quantization)
-    trainer = planning.trainer_of(model, args, run.rows)
+    trainer = elsewhere.trainer_of(model, args, run.rows)
     tx, found = trainer._optimizer(), planning.batches(trainer)
     assert found.tokens == 2 * LENGTH * PAIRS * args.gradient_accumulation_steps * trainer.shards
     return planning.traced(trainer, tx, planning.given(trainer, tx, found.largest), remat=True)

@@ -15,7 +15,7 @@ from trl_jax.core.chips import CHIPS, Topology, topology
 from trl_jax.engine.ahead import devices, of_refusal
 from trl_jax.hub.auto import find_checkpoint
 from trl_jax.scripts.plan_text import levers_text, text
-from trl_jax.trainer import planning
+from trl_jax.trainer import elsewhere
 from trl_jax.trainer.plan import Run, plan
 from trl_jax.trainer.plan_levers import pulled
 
@@ -117,9 +117,9 @@ def test_what_computes_attention_is_told(bare, tmp_path, model_type, place, said
 
 def test_real_rows_tell_the_lengths(bare, tmp_path):
     lengths = [20, 30, 90, 40, 25, 50, 31, 33]
-    rows = Dataset.from_dict({f"{side}_ids": [[id] * n for n in lengths] for side, id in planning.SIDES.items()})
+    rows = Dataset.from_dict({f"{side}_ids": [[id] * n for n in lengths] for side, id in elsewhere.SIDES.items()})
     args = config(tmp_path, train_sampling_strategy="sequential", batch_layout="padded")
-    found = plan(replace(bare(), rows=planning.Rows(rows, None, planning.NoText())), args, topology("h100:1"))
+    found = plan(replace(bare(), rows=elsewhere.Rows(rows, None, elsewhere.NoText())), args, topology("h100:1"))
     assert found.lengths == {64: 1, 96: 1} and found.tokens == sum(lengths) and found.one.length == 96
 
 
@@ -144,8 +144,8 @@ def test_what_an_evaluation_needs_counts_and_has_levers_of_its_own(bare, tmp_pat
 
 
 def test_rows_without_a_test_split_are_refused_as_in_training(bare, tmp_path):
-    pairs = Dataset.from_dict({f"{side}_ids": [[id] * 9] * 8 for side, id in planning.SIDES.items()})
-    run = replace(bare(), rows=planning.Rows(pairs, None, planning.NoText()))
+    pairs = Dataset.from_dict({f"{side}_ids": [[id] * 9] * 8 for side, id in elsewhere.SIDES.items()})
+    run = replace(bare(), rows=elsewhere.Rows(pairs, None, elsewhere.NoText()))
     with pytest.raises(ValueError, match="eval_strategy='epoch' needs an eval_dataset"):
         plan(run, config(tmp_path, eval_strategy="epoch"), topology("h100:1"))
 

@@ -97,9 +97,9 @@ def _given(
 ) -> Run:
     """The checkpoint, the adapter on it, and the rows; none where no dataset is named."""
     from trl_jax.scripts.reward import check_flags, datasets_of, model_init_kwargs, split_of
+    from trl_jax.trainer.elsewhere import Rows, evaluates
     from trl_jax.trainer.given_model import find, quantization_of, tokenizer_folder
     from trl_jax.trainer.plan import Run
-    from trl_jax.trainer.planning import Rows, evaluates
     from trl_jax.trainer.utils import get_peft_config, get_quantization_config
 
     mixture = dataset_args if dataset_args.datasets else None

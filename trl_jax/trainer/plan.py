@@ -15,7 +15,7 @@ from trl_jax.hub.lora_config import LoraConfig
 from trl_jax.hub.quantizing import BitsAndBytesConfig
 from trl_jax.nn import cudnn, splash
 from trl_jax.nn.attention import QUERY_BLOCK
-from trl_jax.trainer import layouts, plan_flops, plan_memory, planning
+from trl_jax.trainer import elsewhere, layouts, plan_flops, plan_memory, planning
 from trl_jax.trainer.given_model import outlined
 from trl_jax.trainer.reward_config import RewardConfig
 from trl_jax.trainer.reward_trainer import RewardTrainer
@@ -122,7 +122,7 @@ class Run:
     weights beside that are held."""
 
     checkpoint: Checkpoint
-    rows: planning.Rows = planning.Rows()
+    rows: elsewhere.Rows = elsewhere.Rows()
     adapter: LoraConfig | None = None
     quantization: BitsAndBytesConfig | None = None
 
@@ -137,13 +137,13 @@ def plan(run: Run, args: RewardConfig, topology: Topology, *, compiles: bool = T
         ValueError: what RewardTrainer refuses, or a text has no bound.
     """
     with tempfile.TemporaryDirectory() as folder:
-        planned = planning.planned(args, topology, folder)
+        planned = elsewhere.planned(args, topology, folder)
         model = outlined(run.checkpoint, planned, run.adapter, run.quantization)
-        trainer = planning.trainer_of(model, planned, run.rows)
+        trainer = elsewhere.trainer_of(model, planned, run.rows)
         found = planning.batches(trainer)
     why, tx = no_compiler(topology) if compiles else "nothing was compiled", trainer._optimizer()
     given, compiles = planning.given(trainer, tx, found.largest), why is None
-    evaluation = _evaluation(trainer, given, topology, compiles) if planning.evaluates(args) else None
+    evaluation = _evaluation(trainer, given, topology, compiles) if elsewhere.evaluates(args) else None
     for remat in args.remats:
         made = _planned(run.checkpoint.name, topology, trainer, found, given, remat, compiles)
         if made.parts[0].fits is not False:

@@ -1,74 +1,30 @@
-"""A run on devices that are elsewhere: the trainer's own step, from a config.json and shapes."""
+"""The steps of a run on devices that are elsewhere: what they are called with, and what they compute."""
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from datasets import Dataset, IterableDataset
 from jax.sharding import SingleDeviceSharding
-from transformers.trainer_utils import SaveStrategy
 
-from trl_jax.core.chips import Topology
 from trl_jax.data.layout import PairBatch
 from trl_jax.data.windows import WINDOW
-from trl_jax.engine.ahead import devices
 from trl_jax.engine.mesh import make_mesh, placed
 from trl_jax.hub.adapted import AdaptedEngine
 from trl_jax.hub.loading import Source
-from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.models.functional import abstract
-from trl_jax.trainer.base_config import Device
 from trl_jax.trainer.chance import run_key
 from trl_jax.trainer.plan_flops import Map, maps_of
 from trl_jax.trainer.plan_memory import Given, Pass, on_device
-from trl_jax.trainer.reward_config import RewardConfig
 from trl_jax.trainer.reward_trainer import RewardTrainer
 
-SIDES = {"chosen": 1, "rejected": 2}  # made-up pairs, of one id each
 SURVEYED = 2_048  # steps of a dataset that are laid out to see how long they are
-
-
-@dataclass(frozen=True)
-class Elsewhere(Device):
-    """A device of this kind, wherever."""
-
-    platform: str = "cpu"
-
-    @property
-    def type(self) -> str:
-        return "cuda" if self.platform == "gpu" else self.platform
-
-
-class PlannedConfig(RewardConfig):
-    """A RewardConfig of a run on devices of another machine."""
-
-    platform: ClassVar[str]
-    devices: ClassVar[list]
-
-    @property
-    def device(self) -> Device:
-        return Elsewhere(self.use_cpu, self.platform)
-
-    def jax_devices(self) -> list:
-        return self.devices
-
-
-class NoText:
-    """In the place of a tokenizer where pairs come as ids."""
-
-    pad_token, pad_token_id, eos_token, eos_token_id = "<pad>", 0, "</s>", 0
-
-    def get_vocab(self) -> dict[str, int]:
-        return {self.pad_token: 0, self.eos_token: 0}
 
 
 class Batches(NamedTuple):
@@ -78,61 +34,6 @@ class Batches(NamedTuple):
     lengths: dict[int, int]
     places: float
     tokens: float
-
-
-def planned(args: RewardConfig, topology: Topology, output_dir: str) -> PlannedConfig:
-    """The arguments for a run on `topology` that saves, reports and pushes nothing, and whose model is there."""
-    args = copy.copy(args)
-    place = {"platform": topology.platform, "devices": devices(topology)}
-    args.__class__ = type("PlannedConfig", (PlannedConfig,), place)
-    quiet = {"output_dir": output_dir, "report_to": [], "push_to_hub": False, "use_cpu": False}
-    quiet |= {"save_strategy": SaveStrategy.NO, "load_best_model_at_end": False, "model_init_kwargs": None}
-    for name, value in quiet.items():
-        setattr(args, name, value)
-    return args
-
-
-def evaluates(args: RewardConfig) -> bool:
-    return args.eval_strategy != "no" or args.eval_on_start
-
-
-class Rows(NamedTuple):
-    """The pairs of a run, and their tokenizer; None stands for pairs of ids as long as max_length that have nothing in
-    common."""
-
-    train: Dataset | IterableDataset | None = None
-    test: Any = None
-    tokenizer: Any = None
-
-
-def trainer_of(model: PreTrainedModel, args: PlannedConfig, rows: Rows) -> RewardTrainer:
-    """The trainer of the run.
-
-    Raises:
-        ValueError: there are neither rows nor a max_length.
-    """
-    if rows.train is None:
-        if args.max_length is None:
-            raise ValueError("max_length=None bounds no text: pass --max_length, or --dataset_name for real lengths.")
-        rows = _longest_pairs(args)
-        args = copy.copy(args)
-        args.eos_token = args.pad_token = args.chat_template_path = None
-    return RewardTrainer(
-        model=model,
-        args=args,
-        train_dataset=rows.train,
-        eval_dataset=rows.test if evaluates(args) else None,
-        processing_class=rows.tokenizer,
-    )
-
-
-def _longest_pairs(args: PlannedConfig) -> Rows:
-    def pairs(count: int) -> Dataset:
-        ids = {f"{side}_ids": [[id] * args.max_length] * count * len(args.devices) for side, id in SIDES.items()}
-        return Dataset.from_dict(ids)
-
-    train = pairs(args.per_device_train_batch_size * args.gradient_accumulation_steps)
-    return Rows(train, pairs(args.per_device_eval_batch_size), NoText())
 
 
 def batches(trainer: RewardTrainer) -> Batches:
