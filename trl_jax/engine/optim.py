@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from trl_jax.core.cut import Cut
 from trl_jax.core.optimizers import OPTIMIZERS
+from trl_jax.engine.factored import scale_by_adafactor
 from trl_jax.engine.schedule_free import over_root_mean_square, point, rectified, schedule_free, warm
 from trl_jax.engine.transforms import (
     clip_by_global_norm,
@@ -50,7 +52,7 @@ class Optimizer(NamedTuple):
 @dataclass(frozen=True)
 class Hyperparameters:
     """What the arguments say of an optimiser; `own` is `optim_args`, read; `warmup_steps` is for those that warm up
-    by themselves."""
+    by themselves, `cut` for those that look at tensors whole."""
 
     b1: float = 0.9
     b2: float = 0.999
@@ -58,6 +60,7 @@ class Hyperparameters:
     weight_decay: float = 0.0
     own: dict[str, Any] = field(default_factory=dict)
     warmup_steps: int = 0
+    cut: Cut = Cut()
 
 
 def _adam(given: Hyperparameters) -> optax.GradientTransformation:
@@ -66,10 +69,7 @@ def _adam(given: Hyperparameters) -> optax.GradientTransformation:
 
 
 def _adafactor(given: Hyperparameters) -> optax.GradientTransformation:
-    """transformers' Adafactor with neither a relative step nor a scale by parameter (arXiv:1804.04235)."""
-    return optax.chain(
-        optax.scale_by_factored_rms(min_dim_size_to_factor=0), optax.clip_by_block_rms(1.0)
-    )
+    return scale_by_adafactor(given.cut)
 
 
 def _sgd(given: Hyperparameters) -> optax.GradientTransformation:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
+from trl_jax.core.cut import Cut
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.hub.adapter_start import initial
 from trl_jax.hub.adapters import PREFIX, Plan, arrays_of, make_plan, tensors_of, wanted_shapes, whole_tensors
@@ -49,6 +50,13 @@ class AdaptedEngine(Engine):
         self.graph = graph_of(base, plan)
         self.tensors = {name: _decay_name(plan, name, base) for name in shapes}
         self.dtypes = dict.fromkeys(wanted_shapes(plan, shapes), "float32")
+
+    def cut(self) -> Cut:
+        whole, paths = self.base.cut(), {name: name.removesuffix("@trained") for name in self.tensors}
+        joined = {name: whole.joined[path] for name, path in paths.items() if path in whole.joined}
+        adapters = (placed.adapter for placed in self.plan.placed if placed.module.stacked)
+        own = {leaf(adapter.name, kind) for adapter in adapters for kind in ("a", "b", *adapter.has)}
+        return Cut(frozenset(own | {name for name, path in paths.items() if path in whole.stacked}), joined)
 
     def size_of(self, path: str, array: jax.Array) -> int:
         return self.base.size_of(path, array)

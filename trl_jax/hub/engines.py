@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from trl_jax.core.cut import Cut
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.hub.loading import Source, load, outline
 from trl_jax.hub.parts import Place
@@ -90,6 +91,10 @@ class Engine(abc.ABC):
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
         """Each tensor as it is called on disk, float32."""
 
+    def cut(self) -> Cut:
+        """How what trains is cut from torch's tensors."""
+        return Cut()
+
     def size_of(self, path: str, array: jax.Array) -> int:
         """How many of the model's numbers this array stands for."""
         return array.size
@@ -130,6 +135,13 @@ class NativeEngine(Engine):
             module = module_at(model, owner)
             setattr(module, name, Quantized(form, vars(module)[name].shape[:-2]))
         return model
+
+    def cut(self) -> Cut:
+        # transformers keeps what experts begin with in one tensor, which on disk are several
+        experts = {path: path.rpartition(".")[0] for path in self.tensors if path.endswith(("mlp.gate", "mlp.up"))}
+        wires = self.source.wires
+        joined = {wire.path: wire.tensor for wire in wires if wire.part is not None} | experts
+        return Cut(frozenset(wire.path for wire in wires if wire.stacked), joined)
 
     def size_of(self, path: str, array: jax.Array) -> int:
         weight, _, leaf = path.rpartition(".")

@@ -95,7 +95,7 @@ class Stepping(Evaluating):
             for path, tensor in engine.tensors.items()
         }
         warmup = self.args.get_warmup_steps(self._plan().max_steps)
-        return self._chosen.make(decayed, self.args.max_grad_norm, warmup)
+        return self._chosen.make(decayed, engine.cut(), self.args.max_grad_norm, warmup)
 
     def _optimizer(self) -> Optimizer:
         made = self.create_optimizer()
