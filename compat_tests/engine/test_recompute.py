@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trl_jax.engine import recompute
+from trl_jax.engine import host_memory
 from trl_jax.engine.compilation import Programs
 from trl_jax.engine.recompute import Fitting, room_of
 
@@ -89,7 +89,7 @@ def unnamed(name):
 
 @pytest.mark.parametrize("system", [SimpleNamespace(), SimpleNamespace(sysconf=unnamed)], ids=["Windows", "unnamed"])
 def test_where_the_system_does_not_tell_its_memory_nothing_is_kept(system, monkeypatch):
-    monkeypatch.setattr(recompute, "os", system)
+    monkeypatch.setattr(host_memory, "os", system)
     room = room_of(jax.devices("cpu")[0])
     assert room == 0
     assert float(fits([None, jax.jit(small)], room)(None, None, batch(2), 0.0)) == 8

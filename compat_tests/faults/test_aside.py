@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 import trl_jax
 from compat_tests.trainer.trainers import FACTS, make, table
-from trl_jax.engine import background, checkpoint
+from trl_jax.engine import checkpoint, host_memory
 from trl_jax.engine.background import Background, copied
 from trl_jax.engine.manifest import MANIFEST, verify
 from trl_jax.trainer import keeping
@@ -80,7 +80,7 @@ def test_a_disk_that_is_full_ends_the_run_at_the_next_step(train, monkeypatch, t
 
 
 def test_where_memory_is_short_the_run_waits(train, monkeypatch):
-    monkeypatch.setattr(keeping, "spare_memory", lambda: 1000)
+    monkeypatch.setattr(host_memory, "spare", lambda: 1000)
     monkeypatch.setattr(keeping, "copied", lambda tree: pytest.fail("copied"))
     assert (train("short") / "checkpoint-4" / MANIFEST).exists()
 
@@ -110,5 +110,17 @@ def test_the_copy_is_of_another_memory_and_leaves_the_array_free_to_be_donated()
 
 
 def test_spare_memory_is_no_more_than_the_machine_has():
-    spare = background.spare_memory()
+    spare = host_memory.spare()
     assert spare is None or 0 < spare < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_a_containers_limit_is_the_hosts(tmp_path, monkeypatch):
+    installed, spare = host_memory.whole(), host_memory.spare()
+    monkeypatch.setattr(host_memory, "GROUP", tmp_path)
+    assert host_memory.whole() >= installed
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host_memory.whole() >= installed
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("400000\n")
+    assert host_memory.whole() == 1_000_000
+    assert spare is None or host_memory.spare() == 600_000

@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -70,16 +69,3 @@ def _copy(leaf: jax.Array) -> np.ndarray:
     if on_cpu and len(leaf.devices()) == 1 and leaf.dtype.isbuiltin == 1:  # not bfloat16
         return np.from_dlpack(leaf).copy()
     return np.array(leaf)
-
-
-def spare_memory() -> int | None:
-    """Bytes that the host could still give, by Linux's count and the limit of its control group; None elsewhere."""
-    known = Path("/proc/meminfo")
-    if not known.exists():
-        return None
-    lines = dict(line.split(":", 1) for line in known.read_text().splitlines())
-    spare = 1024 * int(lines["MemAvailable"].split()[0])
-    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
-    if limit.exists() and limit.read_text().strip() != "max":
-        spare = min(spare, int(limit.read_text()) - int(used.read_text()))
-    return spare

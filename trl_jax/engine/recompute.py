@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from trl_jax.engine import host_memory
 from trl_jax.engine.processes import several
 
 logger = logging.getLogger(__name__)
@@ -78,12 +78,5 @@ def room_of(device: jax.Device) -> int:
     if "bytes_limit" in told:
         room = int(_SHARE * told["bytes_limit"])
     else:
-        room = _host_memory() // (2 * jax.local_device_count())
+        room = host_memory.whole() // (2 * jax.local_device_count())
     return int(multihost_utils.process_allgather(np.asarray(room, np.float64)).min()) if several() else room
-
-
-def _host_memory() -> int:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError):  # Windows has no sysconf, and not every one has these names
-        return 0

@@ -18,7 +18,8 @@ from transformers.trainer_callback import TrainerCallback, TrainerState
 
 from trl_jax.data.fingerprint import fingerprint
 from trl_jax.data.order import RunLength
-from trl_jax.engine.background import Background, copied, spare_memory
+from trl_jax.engine import host_memory
+from trl_jax.engine.background import Background, copied
 from trl_jax.engine.checkpoint import await_checkpoint, save_checkpoint
 from trl_jax.engine.processes import barrier, is_first, several
 from trl_jax.engine.progress import Progress, SavedProgress, told, write_progress
@@ -71,7 +72,7 @@ class Keeping(Session):
             return False
         if any(type(c).on_save is not TrainerCallback.on_save for c in self.callback_handler.callbacks):
             return False
-        spare = spare_memory()
+        spare = host_memory.spare()
         return spare is None or self._held_bytes() < spare / 2
 
     def _writer(self, progress: Progress, *, aside: bool) -> Callable[[Path], None]:
