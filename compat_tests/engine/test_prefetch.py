@@ -8,6 +8,7 @@ from itertools import islice
 
 import pytest
 
+from trl_jax.engine import prefetch
 from trl_jax.engine.prefetch import Prefetched
 
 
@@ -65,3 +66,40 @@ def test_the_epoch_is_passed_on():
     source = Source()
     Prefetched(source).set_epoch(2, 5, 77)
     assert source.epochs == [(2, 5, 77)]
+
+
+class Stalled(Source):
+    """Three batches; the fourth comes when it is let."""
+
+    def __init__(self):
+        super().__init__()
+        self.let = threading.Event()
+
+    def __iter__(self):
+        yield from islice(super().__iter__(), 3)
+        self.let.wait(60)
+        yield 3
+
+
+def test_what_is_to_be_done_is_done_while_no_batch_comes(monkeypatch):
+    monkeypatch.setattr(prefetch, "_AT_MOST", 0.2)
+
+    def leave():
+        raise SystemExit(143)
+
+    source, found = Stalled(), []
+    with pytest.raises(SystemExit):
+        for number in Prefetched(source, waiting=leave):
+            found.append(number)
+    assert found == [0, 1, 2] and len(threads()) == 1
+    source.let.set()
+    threads()[0].join(10)
+    assert not threads()
+
+
+def test_a_stream_that_stalls_does_not_hold_up_who_has_enough(monkeypatch):
+    monkeypatch.setattr(prefetch, "_AT_MOST", 0.2)
+    source, start = Stalled(), time.monotonic()
+    assert list(islice(Prefetched(source), 3)) == [0, 1, 2]
+    assert time.monotonic() - start < 30
+    source.let.set()

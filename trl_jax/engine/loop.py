@@ -181,6 +181,14 @@ class Loop:
         self._between_steps, self._saved_at = True, self.events.state.global_step
         self.events.fire("on_save")
 
+    def heed_while_waiting(self) -> None:
+        """What there is to do while no batch comes: the step before is done."""
+        if self.interrupts.received is None:
+            return
+        if self.events.state.global_step == 0:
+            self.interrupts.leave()  # nothing to lose
+        self._heed_signals()
+
     def _heed_signals(self) -> None:
         """Raises SystemExit where a signal came, with what the step gave on the disk."""
         self.interrupts.agree(self.events.state.global_step)
