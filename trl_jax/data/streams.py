@@ -181,7 +181,10 @@ def _write(
     batch: PairBatch, own: int, start: int, pair: Placed, slots: int, pad_token_id: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """A pair from `start` on: what the chosen text has of its own from its end, what both begin with, what the rejected
-    one has of its own. Where nothing is shared, one text and the other. Returns where each text's tokens are."""
+    one has of its own. Where nothing is shared, one text and the other. Returns where each text's tokens are.
+
+    Two texts that are the same are scored at one place: sums in another order would tell them apart, as TRL does not.
+    """
     chosen, rejected, shared = pair.row["chosen_ids"], pair.row["rejected_ids"], pair.shared
     forward = shared or len(chosen)  # of the chosen text
     begin, branch = start + len(chosen) - forward, start + len(chosen)
@@ -197,7 +200,8 @@ def _write(
         batch.stream.prompt[own, 0, start : of_rejected[-1] + 1] = begin
         batch.stream.prompt[own, 0, branch : of_rejected[-1] + 1] = of_rejected[0]
     batch.at[own, pair.slot] = of_chosen[scored_token(chosen, pad_token_id)]
-    batch.at[own, slots + pair.slot] = of_rejected[scored_token(rejected, pad_token_id)]
+    read = of_chosen if np.array_equal(chosen, rejected) else of_rejected
+    batch.at[own, slots + pair.slot] = read[scored_token(rejected, pad_token_id)]
     batch.lengths[own, pair.slot], batch.lengths[own, slots + pair.slot] = len(chosen), len(rejected)
     batch.weight[own, pair.slot] = pair.weight
     if batch.margin is not None:
