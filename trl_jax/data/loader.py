@@ -14,7 +14,7 @@ from datasets import Dataset, IterableDataset
 
 from trl_jax.data.fingerprint import row_digest
 from trl_jax.data.layout import PairBatch, pad_pairs, padded_length
-from trl_jax.data.order import epoch_order, grouped_by_length, micro_batches
+from trl_jax.data.order import epoch_order, micro_batches
 from trl_jax.data.plan import Ladder, Shapes
 from trl_jax.data.shards import by_shard, filled, room, sharded_rows, sharded_streams
 from trl_jax.data.streams import Form, Rows, balanced, place, stream_pairs
@@ -116,9 +116,14 @@ class PreferenceLoader:
             yield from micro_batches(self._stream(), self.batch_size, drop_last=self.drop_last)
             return
         columns = self.dataset.select_columns([name for name in COLUMNS if name in self.dataset.column_names])
-        order = epoch_order(len(columns), seed=self.seed, epoch=self.epoch, shuffle=self.shuffle)
-        if self.lengths is not None:
-            order = grouped_by_length(order, self.lengths, self.batch_size * self.accumulation)
+        order = epoch_order(
+            len(columns),
+            seed=self.seed,
+            epoch=self.epoch,
+            shuffle=self.shuffle,
+            lengths=self.lengths,
+            group=self.batch_size * self.accumulation,
+        )
         if self._filling:
             order = filled(order, self.batch_size)
         for indices in micro_batches(order[self.skipped :], self.batch_size, drop_last=self.drop_last):

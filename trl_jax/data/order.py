@@ -14,9 +14,13 @@ import numpy as np
 from trl_jax.core.torch_random import TorchGenerator
 
 
-def epoch_order(rows: int, *, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
-    """Row indices of one epoch: `torch.randperm` seeded with `seed + epoch`, or 0, 1, 2, ..."""
-    return TorchGenerator(seed + epoch).permutation(rows) if shuffle else np.arange(rows)
+def epoch_order(
+    rows: int, *, seed: int, epoch: int, shuffle: bool, lengths: np.ndarray | None = None, group: int = 1
+) -> np.ndarray:
+    """Row indices of one epoch: `torch.randperm` seeded with `seed + epoch`, or 0, 1, 2, ...; with `lengths`, those of
+    like length together, for steps of `group` rows."""
+    order = TorchGenerator(seed + epoch).permutation(rows) if shuffle else np.arange(rows)
+    return order if lengths is None else grouped_by_length(order, lengths, group)
 
 
 def grouped_by_length(order: np.ndarray, lengths: np.ndarray, batch_size: int) -> np.ndarray:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 from datasets import Dataset, IterableDataset
 
 from trl_jax.data.order import epoch_order
@@ -77,8 +79,12 @@ def plan(
     steps: int,
     shards: int = 1,
     dealt: bool = False,
+    lengths: np.ndarray | None = None,
 ) -> Plan:
-    """The layout of a run's training `steps`; one line of the log says which, why, and what it saves."""
+    """The layout of a run's training `steps`; one line of the log says which, why, and what it saves.
+
+    `lengths` are those that rows are grouped by, None where they are not.
+    """
     layout, reason = exact_layout(args, engine, dealt=dealt)
     if layout == "padded":
         logger.info("Layout padded%s.", f": {reason}" if reason else "")
@@ -86,11 +92,18 @@ def plan(
     if isinstance(dataset, IterableDataset):
         logger.info("Layout %s: how much it saves on a stream of rows is not known beforehand.", layout)
         return unplanned(args, engine, dealt=dealt)
-    seed, shuffled = args.seed if args.data_seed is None else args.data_seed, args.train_sampling_strategy == "random"
+    order = partial(
+        epoch_order,
+        len(dataset),
+        seed=args.seed if args.data_seed is None else args.data_seed,
+        shuffle=args.train_sampling_strategy != "sequential",
+        lengths=lengths,
+        group=batch_size * shards * args.gradient_accumulation_steps,
+    )
     compilation = _ON_CPUS if args.device.type == "cpu" else _ON_ACCELERATORS
     found = plan_layout(
         dataset,
-        lambda epoch: epoch_order(len(dataset), seed=seed, epoch=epoch, shuffle=shuffled),
+        lambda epoch: order(epoch=epoch),
         layout,
         batch_size=batch_size,
         accumulation=args.gradient_accumulation_steps * shards,  # as many streams
