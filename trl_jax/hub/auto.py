@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 _DTYPES = ("float32", "bfloat16", "float16", "auto")
 _PLACEMENT = ("device_map", "low_cpu_mem_usage", "max_memory", "offload_folder")
+_UNUSED = ("use_cache", "use_safetensors", "ignore_mismatched_sizes")  # whatever they say, nothing would be other
 _ATTENTION = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 _FETCH = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "gguf_file")
 
@@ -231,6 +232,8 @@ def _checked(kwargs: dict[str, Any], dtype: Any) -> tuple[dict[str, Any], str]:
     attention = kwargs.pop("attn_implementation", None)
     if attention not in _ATTENTION:
         raise ValueError(f"attn_implementation is {attention!r}, wanted one of {', '.join(map(str, _ATTENTION))}.")
+    for key in _UNUSED:
+        kwargs.pop(key, None)
     for key in _PLACEMENT:
         if kwargs.pop(key, None) is not None:
             logger.warning("%s has no effect in trl_jax: arrays go to JAX's default device.", key)

@@ -7,11 +7,30 @@ from typing import Any
 
 import numpy as np
 
+ALL_TRAIN = (
+    "Every parameter trains here, or an adapter beside a frozen model: pass peft_config=LoraConfig(...), whose "
+    "modules_to_save and layers_to_transform say what trains. To hold some still, give them no updates: "
+    "optimizers=(optax.multi_transform({'train': optax.adamw(1e-5), 'still': optax.set_to_zero()}, lambda params: "
+    "{path: 'train' if 'score' in path else 'still' for path in params}), None)."
+)
+
 
 class Parameter(np.ndarray):
     """A parameter's values as they were when it was asked for, with torch's words for what NumPy has too."""
 
-    requires_grad = True
+    @property
+    def requires_grad(self) -> bool:
+        return True
+
+    @requires_grad.setter
+    def requires_grad(self, wanted: bool) -> None:
+        self.requires_grad_(wanted)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Parameter:
+        """Raises ValueError for False."""
+        if not requires_grad:
+            raise ValueError(f"requires_grad=False has no effect in trl_jax. {ALL_TRAIN}")
+        return self
 
     def clone(self) -> Parameter:
         return self.copy()
@@ -76,6 +95,17 @@ class Habits:
 
     def train(self, mode: bool = True) -> Any:
         return self
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Raises ValueError for False."""
+        if not requires_grad:
+            raise ValueError(f"requires_grad_(False) has no effect in trl_jax. {ALL_TRAIN}")
+        return self
+
+    @property
+    def device(self) -> str:
+        """Where inputs of a call may lie; `.to(model.device)` of a batch of torch's is what asks."""
+        return "cpu"
 
     def to(self, *where: Any, **how: Any) -> Any:
         """Itself: arrays are where JAX puts them, and of the dtype they have."""

@@ -35,6 +35,13 @@ class ScoreOutput(NamedTuple):
         return self.logits if key == "logits" else tuple.__getitem__(self, key)
 
 
+# Arguments of transformers' save_pretrained -> values that change nothing here: shards are those it came in.
+_AS_IT_IS = {
+    "safe_serialization": (True,), "push_to_hub": (False,), "is_main_process": (True,), "state_dict": (None,),
+    "variant": (None,), "token": (None,), "save_peft_format": (True,), "max_shard_size": ("5GB", "50GB"),
+}  # fmt: skip
+
+
 class PreTrainedModel(Habits):
     """A sequence classifier with one label. `params` is the flat dict of the arrays that train, float32, by dotted
     path; `frozen` those that do not: none, but beside an adapter.
@@ -168,9 +175,22 @@ class PreTrainedModel(Habits):
         engine = NativeEngine(self.engine.base.source)
         return PreTrainedModel(arrays, engine, self.config, self.folder, self.name_or_path)
 
-    def save_pretrained(self, save_directory: str | Path) -> None:
+    def save_pretrained(self, save_directory: str | Path, **others: Any) -> None:
         """Write config.json and safetensors that transformers loads: names, shards and dtypes of the checkpoint it
-        came from, `pad_token_id` and `eos_token_id` of `config`."""
+        came from, `pad_token_id` and `eos_token_id` of `config`.
+
+        Args:
+            others: transformers' own, as far as they ask for just that.
+
+        Raises:
+            TypeError: one that asks for something else.
+        """
+        asked = {name for name, value in others.items() if value not in _AS_IT_IS.get(name, ())}
+        if asked:
+            raise TypeError(
+                f"save_pretrained: {', '.join(f'{name}={others[name]!r}' for name in sorted(asked))} is not in this "
+                "release of trl_jax. Leave it out; to push, use trainer.push_to_hub()."
+            )
         self.engine.save(Path(save_directory), self.readable, self.config, writes=self.writes)
 
     @property

@@ -12,6 +12,7 @@ from typing import Any
 
 from trl_jax.hub.adapted import AdaptedEngine
 from trl_jax.hub.engines import Engine
+from trl_jax.hub.facade import ALL_TRAIN
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ def as_folder(model: Any) -> Iterator[Path]:
         TypeError, ValueError: it is no sequence classifier of transformers with one label, or it is quantised.
     """
     base = model.get_base_model() if is_adapted(model) else model
-    _check(base)
+    _check(base, frozen=base is model)
     with tempfile.TemporaryDirectory(prefix="trl-jax-") as folder:
         if base is model:
             model.save_pretrained(folder)
@@ -64,16 +65,24 @@ def _of_adapter(key: str, name: str) -> bool:
     return ".lora_" in key or f".modules_to_save.{name}." in key
 
 
-def _check(model: Any) -> None:
+def _check(model: Any, *, frozen: bool) -> None:
+    """`frozen`: parameters that are have to be refused; peft freezes a base model's."""
     from transformers import PreTrainedModel
 
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model is a {kind}: wanted one of transformers' models, or a checkpoint's folder or Hub name.")
+    if not type(model).__module__.startswith("transformers."):
+        raise TypeError(
+            f"model is a {kind}: its own code would not run, since transformers' models are computed here by JAX. Pass "
+            "one of transformers' own classes, and put what is different into compute_loss."
+        )
     if "quantization_config" in model.config.to_dict():
         raise ValueError(f"model is a quantised {kind}: load it without quantization_config.")
     if model.config.num_labels != 1:
         raise ValueError(f"model is a {kind} with {model.config.num_labels} labels: wanted num_labels=1.")
+    if frozen and (still := [name for name, parameter in model.named_parameters() if not parameter.requires_grad]):
+        raise ValueError(f"model has {len(still)} parameters with requires_grad=False, as {still[0]}. {ALL_TRAIN}")
 
 
 def give_back(engine: Engine, params: dict, config: Any, model: Any) -> None:

@@ -41,12 +41,28 @@ from trl_jax.trainer.optimizers import LearningRate, choose
 from trl_jax.trainer.publishing import sweep_stages
 from trl_jax.trainer.stepping import Stepping
 
-_NEVER_CALLED = frozenset(
-    """
-    _prepare_dataset create_optimizer_and_scheduler create_scheduler evaluation_loop get_batch_samples
-    training_step
-    """.split()
-)
+# Methods of transformers' Trainer, and TRL's, that nobody would call here -> what a script does instead.
+_OWN_LOSS = "The step is one compiled function: override compute_loss(self, model, inputs, return_outputs=False)."
+_OWN_DATA = "Override get_train_dataloader or get_eval_dataloader, or order the rows and say train_sampling_strategy."
+_OWN_RATES = "Override create_optimizer, or pass optimizers=(an optax transformation, a schedule)."
+_OWN_CALLBACK = "Override evaluate, predict, save_model or log, or write a TrainerCallback."
+_NEVER_CALLED = {
+    name: instead
+    for names, instead in (
+        ("training_step autocast_smart_context_manager compute_loss_context_manager _wrap_model _clip_grad_norm "
+         "_get_grad_norm _get_num_items_in_batch get_batch_samples _run_epoch _inner_training_loop "
+         "_prepare_for_training call_model_init", _OWN_LOSS),
+        ("_get_train_sampler _get_eval_sampler _get_dataloader _get_collator_with_removed_columns _prepare_dataset "
+         "_prepare_input _prepare_inputs _remove_unused_columns _set_signature_columns_if_needed", _OWN_DATA),
+        ("create_optimizer_and_scheduler create_scheduler get_decay_parameter_names get_optimizer_cls_and_kwargs "
+         "_get_learning_rate", _OWN_RATES),
+        ("evaluation_loop _evaluate _maybe_log_save_evaluate _determine_best_metric _load_best_model _save "
+         "_load_from_checkpoint _save_optimizer_and_scheduler _load_optimizer_and_scheduler _save_rng_state "
+         "_load_rng_state _load_callback_state _push_from_checkpoint floating_point_ops store_flos "
+         "_finalize_training _init_training_state", _OWN_CALLBACK),
+    )
+    for name in names.split()
+}  # fmt: skip
 
 
 class BaseTrainer(Stepping):
@@ -59,11 +75,11 @@ class BaseTrainer(Stepping):
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        unheard = sorted(_NEVER_CALLED & set(vars(cls)))
-        if unheard:
+        own = [kind for kind in cls.__mro__ if kind.__module__.partition(".")[0] != "trl_jax"]
+        if unheard := sorted({name for kind in own for name in vars(kind)} & _NEVER_CALLED.keys()):
             raise TypeError(
-                f"{cls.__name__} overrides {', '.join(unheard)}, which trl_jax never calls: the step is one compiled "
-                "function. Override compute_loss(self, model, inputs, return_outputs=False) with jax.numpy instead."
+                f"{cls.__name__} overrides {', '.join(unheard)}, which trl_jax never calls. "
+                + " ".join(dict.fromkeys(_NEVER_CALLED[name] for name in unheard))
             )
 
     def __init__(
@@ -83,7 +99,8 @@ class BaseTrainer(Stepping):
         args.check()  # again: setters and plain assignment get past the check at construction
         check_strategies(args, eval_dataset)
         self._brought = brought  # the torch model that was passed; it gets the trained weights
-        self._chosen = choose(args, optimizers, optimizer_cls_and_kwargs)
+        self._choose = partial(choose, args, optimizers, optimizer_cls_and_kwargs)
+        self._chosen = self._choose()
         self.optimizer: Optimizer | None = None  # from the beginning of train()
         super().__init__(
             model,
@@ -146,12 +163,13 @@ class BaseTrainer(Stepping):
         return retried(run, lambda: self.train_batch_size, again)
 
     def _train(self, resume_from: str | bool | None, interrupts: Interrupts) -> TrainOutput:
+        self._chosen = self._choose()  # arguments may have been changed since
         args, start, tx = self.args, time.time(), self._optimizer()
         found = find(resume_from, args.output_dir) if resume_from else None
         if found is not None and args.auto_find_batch_size and self._found_batch_size is None:
             self._found_batch_size = found.state.train_batch_size
         run = self._plan()
-        self.lr_scheduler = LearningRate(self._chosen.rates(args, run.max_steps))
+        self.lr_scheduler = LearningRate(self._chosen.rates(args, run.max_steps), lambda: self.state.global_step)
         self.callback_handler.optimizer, self.callback_handler.lr_scheduler = tx, self.lr_scheduler
         self.optimizer = tx
         self._fingerprint = None  # the dataset may have been exchanged since the last run
@@ -166,7 +184,9 @@ class BaseTrainer(Stepping):
         step = self._step(tx)
         loop = Loop(
             events=self._events,
-            batches=Prefetched(steps, None if "compute_loss" in self.overridden else self._place),
+            batches=Prefetched(
+                steps, None if "compute_loss" in self.overridden else self._place, lambda: loop.heed_while_waiting()
+            ),
             num_epochs=run.num_epochs,
             micro_batches_per_epoch=run.micro_batches_per_epoch,
             advance=self._advancer(step, tx),
@@ -191,6 +211,8 @@ class BaseTrainer(Stepping):
             self.is_in_train = False
         self._finish_pushing()
         return self._finish(train_loss, self._measured(unreported), start, run.max_steps, first)
+
+    is_fsdp_enabled = is_deepspeed_enabled = False  # recipes ask before they save; here saving is the same
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: it makes models by `model_init`, which TRL's RewardTrainer does not take either."""

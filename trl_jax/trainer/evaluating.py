@@ -31,7 +31,7 @@ class Evaluating(Publishing):
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         check_compute_metrics(compute_metrics, self.args.batch_eval_metrics)
         self.spread = None if self.division is None else Spread(self.division, self.model.params, self.model.frozen)
-        self._score_pass = jax.jit(self._scored, static_argnames="dtype")
+        self._score_pass = jax.jit(self._scored, static_argnames=("dtype", "bounded"))
         self._measure = jax.jit(self.evaluation_loss)
         self._own_evaluation: Any = None  # by a script's own methods, batch by batch
         if "prediction_step" in self.overridden:
@@ -64,7 +64,7 @@ class Evaluating(Publishing):
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
-        """Scores of every pair of a dataset, raw or prepared.
+        """Scores of every pair of a dataset, raw or prepared; of those longer than max_length, too.
 
         Returns:
             `predictions` float32 `[2N, 1]`, batch by batch: the chosen answers of a batch, then its rejected ones;
@@ -72,8 +72,8 @@ class Evaluating(Publishing):
         """
         refuse(ignore_keys=ignore_keys)
         start = time.time()
-        loader = self.get_test_dataloader(self.prepare_dataset(test_dataset, "test"))
-        evaluated, predicted = self._run_evaluation(loader, "get_test_dataloader")
+        loader = self.get_test_dataloader(self.prepare_dataset(test_dataset, "test", bounded=False))
+        evaluated, predicted = self._run_evaluation(loader, "get_test_dataloader", bounded=False)
         metrics = _prefixed(metric_key_prefix, evaluated.loss(), self._own_metrics(predicted))
         metrics |= self._speed(metric_key_prefix, start, evaluated)
         self._events.fire("on_predict", metrics)
@@ -93,15 +93,15 @@ class Evaluating(Publishing):
         self._events.fire("on_evaluate", metrics)
         return metrics
 
-    def _run_evaluation(self, loader: Any, method: str) -> tuple[Evaluated, Predicted]:
-        """Every batch's results, and the predictions as compute_metrics gets them."""
+    def _run_evaluation(self, loader: Any, method: str, *, bounded: bool = True) -> tuple[Evaluated, Predicted]:
+        """Every batch's results, and the predictions as compute_metrics gets them; `bounded`: by max_length."""
         in_full = None if self.is_in_train else self.args.eval_dtype
         dtype = in_full or self.args.compute_dtype
         self.callback_handler.eval_dataloader = loader
         batches, after_each = steps_of(loader, method), partial(self._events.fire, "on_prediction_step")
         with self._on_device():
             if self._own_evaluation is None:
-                score = partial(self._score_pass, self.model.arrays, dtype=dtype)
+                score = partial(self._score_pass, self.model.arrays, dtype=dtype, bounded=bounded)
                 windows = Prefetched(self.windows(batches), None if self.division is None else self._placed_window)
                 evaluated = run_evaluation(score, self._measure, windows, after_each)
             else:
@@ -118,7 +118,7 @@ class Evaluating(Publishing):
             predictions, labels = [self.real_scores(*batch) for batch in batches], [()] * len(rows)
         if self.preprocess_logits_for_metrics is not None:
             shown = zip(predictions, labels, strict=True)
-            predictions = [np.asarray(self.preprocess_logits_for_metrics(*batch)) for batch in shown]
+            predictions = [jax.tree.map(np.asarray, self.preprocess_logits_for_metrics(*batch)) for batch in shown]
         losses = [
             np.repeat(np.asarray(metrics["loss"], np.float32), 2 * pairs)
             for metrics, pairs in zip(evaluated.metrics, evaluated.num_pairs, strict=True)
@@ -127,13 +127,13 @@ class Evaluating(Publishing):
         inputs = [rows_of(dataset, places) for places in rows] if wants_ids else None
         return Predicted(predictions, labels, losses, inputs, self.args.eval_do_concat_batches, (dataset, rows))
 
-    def _first_pass(self, params: dict, batch: Any, *, dtype: str) -> jax.Array:
-        return self.score(params, jax.tree.map(lambda leaf: leaf[0], batch), dtype=dtype)
+    def _first_pass(self, params: dict, batch: Any, **how: Any) -> jax.Array:
+        return self.score(params, jax.tree.map(lambda leaf: leaf[0], batch), **how)
 
-    def _scored(self, params: dict, batch: Any, *, dtype: str) -> jax.Array:
+    def _scored(self, params: dict, batch: Any, **how: Any) -> jax.Array:
         if self.spread is None:
-            return self._first_pass(params, batch, dtype=dtype)
-        return self.spread.scores(partial(self._first_pass, dtype=dtype))(params, batch)
+            return self._first_pass(params, batch, **how)
+        return self.spread.scores(partial(self._first_pass, **how))(params, batch)
 
     def _placed_window(self, window: Any) -> Any:
         place = self.division.rows

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from trl_jax.engine.step import updated
-from trl_jax.trainer.hooks import BoundModel, inputs_of, loss_of, torch_explained
+from trl_jax.trainer.hooks import BoundModel, inputs_of, loss_of, numbers_of, reached_by, torch_explained
 
 
 class HookedStep:
@@ -21,7 +21,8 @@ class HookedStep:
     """
 
     def __init__(self, trainer: Any, tx: Any):
-        self._grad = jax.jit(jax.value_and_grad(partial(_training_loss, trainer), has_aux=True))
+        self._trainer = trainer
+        self._grad = jax.jit(jax.value_and_grad(partial(_training_loss, trainer), has_aux=True), static_argnames="told")
         self._apply = jax.jit(partial(_apply, tx), donate_argnums=(0, 1))
         self._point = tx.point
 
@@ -31,8 +32,9 @@ class HookedStep:
         micro = inputs_of(arrays)
         keys = [None] * len(micro) if key is None else jax.random.split(key, len(micro))
         total, gradients, sums, at = 0.0, None, [], self._point(params, opt_state)
+        told, reached = numbers_of(self._trainer), reached_by(self._trainer.state)
         for inputs, micro_key in zip(micro, keys, strict=True):
-            (loss, found), grads = self._grad(at, frozen, inputs, micro_key)
+            (loss, found), grads = self._grad(at, frozen, inputs, micro_key, reached, told=told)
             total, sums = total + loss / len(micro), [*sums, found]
             gradients = grads if gradients is None else jax.tree.map(jnp.add, gradients, grads)
         gradients = jax.tree.map(lambda g: g / len(micro), gradients)
@@ -41,11 +43,15 @@ class HookedStep:
         return params, opt_state, stacked | {"loss": total, "grad_norm": norm}
 
 
-def _training_loss(trainer: Any, params: dict, frozen: dict, inputs: dict, key: Any) -> tuple:
+def _training_loss(
+    trainer: Any, params: dict, frozen: dict, inputs: dict, key: Any, reached: dict, *, told: tuple
+) -> tuple:
+    del told  # read from the trainer while this is traced; other numbers are another program
     args = trainer.args
     arrays, how = frozen | params, {"dtype": args.compute_dtype, "remat": args.remats[-1]}
     bound = BoundModel(trainer.model, arrays, **how, key=key, chances=trainer.chances)
-    return loss_of(trainer, bound, inputs)
+    with trainer.seen_at(reached):
+        return loss_of(trainer, bound, inputs)
 
 
 def _apply(tx: Any, params: dict, opt_state: Any, gradients: dict, total: Any, learning_rate: Any) -> tuple:
@@ -59,16 +65,20 @@ class HookedEvaluation:
     """(parameters, a batch's arrays) -> metrics with `loss`, and scores, by the script's `compute_loss`."""
 
     def __init__(self, trainer: Any):
-        self._loss = jax.jit(partial(_evaluation_loss, trainer), static_argnames="dtype")
+        self._trainer = trainer
+        self._loss = jax.jit(partial(_evaluation_loss, trainer), static_argnames=("dtype", "told"))
 
     def __call__(self, params: dict, arrays: Any, *, dtype: str) -> tuple:
         [inputs] = inputs_of(arrays)
-        return self._loss(params, inputs, dtype=dtype)
+        told, reached = numbers_of(self._trainer), reached_by(self._trainer.state)
+        return self._loss(params, inputs, reached, dtype=dtype, told=told)
 
 
-def _evaluation_loss(trainer: Any, params: dict, inputs: dict, *, dtype: str) -> tuple:
+def _evaluation_loss(trainer: Any, params: dict, inputs: dict, reached: dict, *, dtype: str, told: tuple) -> tuple:
+    del told
     bound = BoundModel(trainer.model, params, dtype=dtype)
-    loss, sums = loss_of(trainer, bound, inputs)
+    with trainer.seen_at(reached):
+        loss, sums = loss_of(trainer, bound, inputs)
     scores = jnp.concatenate(bound.scores) if bound.scores else jnp.zeros(len(inputs["input_ids"]))
     return sums | {"loss": loss}, scores
 

@@ -6,6 +6,7 @@ import contextlib
 import re
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from trl_jax.models.functional import merge
 # Of torch, in a loss -> the same in JAX.
 _IN_JAX = {
     r"(torch\.)?nn\.functional\.logsigmoid|F\.logsigmoid": "jax.nn.log_sigmoid",
-    r"torch\.chunk\((.*?), chunks=(\d+)(, dim=0)?\)": r"jnp.split(\1, \2)",
+    r"torch\.chunk\((.*?),\s*(?:chunks\s*=\s*)?(\d+)(,\s*dim\s*=\s*0)?\)": r"jnp.split(\1, \2)",
     r"(torch\.)?nn\.functional\.|F\.(?=[a-z])": "jax.nn.",
     r"torch\.sigmoid": "jax.nn.sigmoid",
     r"torch\.(softmax|log_softmax|relu|softplus)": r"jax.nn.\1",
@@ -28,6 +29,30 @@ _IN_JAX = {
     r"\.unsqueeze\(-1\)": "[..., None]",
     r"torch\.": "jnp.",
 }
+
+
+_PACKAGE = Path(__file__).parents[1]
+
+# Arguments of a call that change nothing: scripts pass on a whole batch, `model(**inputs)`.
+_UNREAD = {"return_dict", "use_cache", "margin"} | {
+    f"{name}_{side}" for name in ("input_ids", "attention_mask") for side in ("chosen", "rejected")
+}
+
+# What a trainer of ours keeps of plain values. Those beside it are a script's.
+OWN_VALUES = frozenset(
+    "is_in_train _vocab_size _most_tokens _tokens_seen _found_batch_size _fills _arguments _fingerprint".split()
+)
+
+
+def numbers_of(trainer: Any) -> tuple[tuple[str, Any], ...]:
+    """The numbers and words that a script put on its trainer, by name: a compiled loss has them as they are now."""
+    kinds = (bool, int, float, str)
+    return tuple((k, v) for k, v in sorted(vars(trainer).items()) if type(v) in kinds and k not in OWN_VALUES)
+
+
+def reached_by(state: Any) -> dict[str, np.ndarray]:
+    """Where a run is, for a compiled loss that asks `self.state`."""
+    return {"global_step": np.int32(state.global_step), "epoch": np.float32(state.epoch or 0)}
 
 
 class Outputs:
@@ -65,12 +90,12 @@ class BoundModel:
         """Score rows of token ids `[rows, T]`.
 
         Args:
-            others: `return_dict` and `use_cache` mean nothing here.
+            others: `return_dict`, `use_cache` and what else a batch has mean nothing here.
 
         Raises:
             TypeError: another argument than these.
         """
-        if unknown := others.keys() - {"return_dict", "use_cache"}:
+        if unknown := others.keys() - _UNREAD:
             raise TypeError(f"model(...) takes input_ids and attention_mask, not {', '.join(sorted(unknown))}.")
         tokens = jnp.asarray(input_ids)
         places = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
@@ -145,18 +170,31 @@ def _described(value: Any) -> str:
 
 @contextlib.contextmanager
 def torch_explained() -> Iterator[None]:
-    """Turn what torch says to a JAX array into an error with the line as jax.numpy has it."""
+    """Turn what torch says to a JAX array into an error with the line as jax.numpy has it, and what JAX says to a
+    value that is asked for while a loss is compiled into one that tells the line and the way out."""
     try:
         yield
+    except jax.errors.JAXTypeError as error:
+        own = [frame for frame in traceback.extract_tb(error.__traceback__) if _of_script(frame.filename)]
+        raise TypeError(
+            f"compute_loss is compiled once and has no values while it is: `{own[-1].line if own else error}`. Choose "
+            "with jnp.where, bound with jnp.minimum; float(), .item(), if and self.log need values. self.state's "
+            "global_step and epoch are such arrays, too; to count on a call of the model write model(...), not "
+            "self.model(...). What is to be logged is for a callback or compute_metrics."
+        ) from error
     except (TypeError, AttributeError, RuntimeError, ValueError) as error:
         frames = traceback.extract_tb(error.__traceback__)
         line = next((frame.line for frame in reversed(frames) if frame.line and "torch" in _called(frame.line)), None)
-        if line is None or isinstance(error, jax.errors.JAXTypeError):
+        if line is None:
             raise
         raise TypeError(
             f"compute_loss runs on JAX arrays, which torch cannot take: `{line}`. In JAX: `{in_jax(line)}`, with "
             "`import jax, jax.numpy as jnp`."
         ) from error
+
+
+def _of_script(file: str) -> bool:
+    return "site-packages" not in file and not Path(file).is_relative_to(_PACKAGE)
 
 
 def _called(line: str) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 
-import jax
-
 from trl_jax.trainer.base_config import BaseConfig
+from trl_jax.trainer.devices import run_device
 
 try:
     import resource
@@ -22,7 +21,7 @@ def memory(stage: str, args: BaseConfig) -> dict[str, int]:
     if resource is not None:
         unit = 1 if sys.platform == "darwin" else 1024
         found[f"{stage}_mem_cpu_peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    on_device = (jax.devices("cpu")[0] if args.use_cpu else jax.devices()[0]).memory_stats() or {}
+    on_device = run_device(args).memory_stats() or {}
     if "peak_bytes_in_use" in on_device:
         found[f"{stage}_mem_gpu_peak"] = on_device["peak_bytes_in_use"]
     return found

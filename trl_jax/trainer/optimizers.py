@@ -133,18 +133,18 @@ def _full_name(kind: Any) -> str:
 
 
 class LearningRate:
-    """The run's schedule as scripts and callbacks know it: `lr_scheduler`."""
+    """The run's schedule as scripts and callbacks know it: `lr_scheduler`. `finished` tells how many steps are."""
 
-    def __init__(self, rate: Callable[[int], float]):
-        self._rate, self._last = rate, rate(0)
+    def __init__(self, rate: Callable[[int], float], finished: Callable[[], int]):
+        self._rate, self._finished = rate, finished
 
     def __call__(self, step: int) -> float:
         """The rate of the step after `step` finished ones."""
-        self._last = self._rate(step)
-        return self._last
+        return self._rate(step)
 
     def get_last_lr(self) -> list[float]:
-        return [self._last]
+        """The rate of the next step; after a step transformers' Trainer has moved its schedule on, too."""
+        return [self._rate(self._finished())]
 
     def after_evaluation(self, metrics: dict[str, float], wanted: str | None) -> None:
         """Let a schedule that follows a metric see it.

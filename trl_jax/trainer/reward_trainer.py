@@ -89,7 +89,7 @@ class RewardTrainer(BaseTrainer):
         quantization_config: Any = None,
         peft_config: Any = None,
     ):
-        refuse(data_collator=None if isinstance(data_collator, DataCollatorForPreference) else data_collator)
+        refuse(data_collator=None if type(data_collator) is DataCollatorForPreference else data_collator)
         adapter = None if peft_config is None else as_lora_config(peft_config)
         model, brought = given_model.told_apart(model)
         if args is None:
@@ -160,11 +160,14 @@ class RewardTrainer(BaseTrainer):
         for config in (model.config, *([] if brought is None else [brought.config])):
             special_tokens.settle_ids(config, self.processing_class, eos=eos)
 
-    def score(self, params: dict, batch: PairBatch, *, dtype: str, **how: Any) -> jax.Array:
-        """Scores `[2P]`, float32, of the texts of a batch; `how` as in Decoder.__call__."""
+    def score(
+        self, params: dict, batch: PairBatch, *, dtype: str, bounded: bool = True, **how: Any
+    ) -> jax.Array:
+        """Scores `[2P]`, float32, of the texts of a batch; `how` as in Decoder.__call__. `bounded`: none is longer than
+        max_length."""
         model = merge(self.model.graph, params, how.get("dropout_key"))
         if self.model.engine.window is not None:
-            how["most"] = self.args.max_length
+            how["most"] = self.args.max_length if bounded else None
         if batch.stream is not None:
             how["stream"] = batch.stream
         elif model.needs_valid:
@@ -232,11 +235,11 @@ class RewardTrainer(BaseTrainer):
         center = self.args.center_rewards_coefficient
         return pairwise_loss(chosen, rejected, center_rewards_coefficient=center, **pairs)
 
-    def prepare_dataset(self, dataset: Any, name: str) -> Dataset | IterableDataset:
+    def prepare_dataset(self, dataset: Any, name: str, *, bounded: bool = True) -> Dataset | IterableDataset:
         prepared = preference.prepare(
             dataset,
             self.processing_class,
-            max_length=self.args.max_length,
+            max_length=self.args.max_length if bounded else None,
             num_proc=self.args.dataset_num_proc,
             name=name,
         )
@@ -246,6 +249,7 @@ class RewardTrainer(BaseTrainer):
         args, engine = self.args, self.model.engine
         own = bool({"compute_loss", "prediction_step"} & self.overridden)
         dealt = self.division is not None and self.division.size(SEQUENCE) > 1
+        lengths = self._lengths(dataset) if training and args.train_sampling_strategy == "group_by_length" else None
         if own:
             laid_out = Plan("padded")  # a script's own methods see rows
         elif training:
@@ -258,6 +262,7 @@ class RewardTrainer(BaseTrainer):
                 steps=self._plan().max_steps,
                 shards=self.shards,
                 dealt=dealt,
+                lengths=lengths,
             )
         else:
             laid_out = layouts.unplanned(args, engine, dealt=dealt)
@@ -275,7 +280,7 @@ class RewardTrainer(BaseTrainer):
             accumulation=args.gradient_accumulation_steps if training else 1,
             shuffle=training and args.train_sampling_strategy != "sequential",
             seed=args.seed if args.data_seed is None else args.data_seed,
-            lengths=self._lengths(dataset) if training and args.train_sampling_strategy == "group_by_length" else None,
+            lengths=lengths,
             # Every evaluation row counts; and of a stream TRL drops nothing.
             drop_last=training and args.dataloader_drop_last and isinstance(dataset, Dataset),
         )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import glob
 import json
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +172,17 @@ class Session(Reports, Task):
     @property
     def state(self) -> TrainerState:
         return self._events.state
+
+    @contextlib.contextmanager
+    def seen_at(self, reached: dict[str, Any]) -> Iterator[None]:
+        """While this holds, `state` says that the run has `reached` these: arrays of a program that is traced."""
+        real = self._events.state
+        self._events.state = copy.copy(real)
+        vars(self._events.state).update(reached)
+        try:
+            yield
+        finally:
+            self._events.state = real
 
     @property
     def control(self) -> TrainerControl:

@@ -33,8 +33,9 @@ class Task(abc.ABC):
         """Metrics of one batch's scores, `loss` (a mean) among them."""
 
     @abc.abstractmethod
-    def prepare_dataset(self, dataset: Any, name: str) -> Dataset | IterableDataset:
-        """Rows as the loader takes them. Preparing twice is preparing once."""
+    def prepare_dataset(self, dataset: Any, name: str, *, bounded: bool = True) -> Dataset | IterableDataset:
+        """Rows as the loader takes them; where they are `bounded`, without those longer than max_length. Preparing
+        twice is preparing once."""
 
     @abc.abstractmethod
     def loader(self, dataset: Any, *, training: bool) -> Any:

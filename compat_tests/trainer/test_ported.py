@@ -1,0 +1,268 @@
+"""What scripts do to a trainer beside constructing it: honoured as TRL does, or refused by name."""
+
+from __future__ import annotations
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from transformers import TrainerCallback
+
+import trl_jax
+from compat_tests.parity.reference import read_weights
+from compat_tests.trainer.trainers import FACTS, make, table
+from trl_jax.trainer.base_trainer import _NEVER_CALLED
+from trl_jax.trainer.collator import DataCollatorForPreference
+from trl_jax.trainer.hooks import numbers_of
+
+
+@pytest.fixture(scope="session")
+def folder(checkpoint):
+    return checkpoint(**FACTS)
+
+
+def losses(trainer):
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+def annealed(package, minimum):
+    class Annealed(package.RewardTrainer):
+        share = 1.0
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+            loss = loss * minimum(self.state.global_step + self.state.epoch, 2.5) * self.share
+            return (loss, outputs) if return_outputs else loss
+
+    return Annealed
+
+
+class Doubling(TrainerCallback):
+    def __init__(self):
+        self.trainer = None
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.trainer.share = 2.0 * (state.global_step == 2) + 1.0
+
+
+def test_a_loss_that_asks_how_far_the_run_is_is_trls(folder, tmp_path):
+    trl = pytest.importorskip("trl")
+    found = []
+    for package, minimum in ((trl, min), (trl_jax, jnp.minimum)):
+        kind, callback = annealed(package, minimum), Doubling()
+        args = make(package, folder, tmp_path / package.__name__, config={"max_steps": 4}).args
+        callback.trainer = kind(str(folder), args=args, train_dataset=table(16), callbacks=[callback])
+        callback.trainer.train()
+        found.append(losses(callback.trainer))
+    assert found[1] == pytest.approx(found[0], abs=1e-5) and found[0][0] == 0
+
+
+VALUES = ["float(loss)", "loss.item()", "1 if loss > 0 else 2", "self.state.global_step > 1 and 1"]
+
+
+@pytest.mark.parametrize("line", VALUES)
+def test_a_value_that_a_compiled_loss_has_not_is_explained(folder, tmp_path, line):
+    scope = {}
+    source = "def compute_loss(self, model, inputs, **how):\n    loss = model(**inputs).logits.sum()\n    return "
+    exec(compile(source + line, str(tmp_path / "script.py"), "exec"), scope)
+    kind = type("Mine", (trl_jax.RewardTrainer,), {"compute_loss": scope["compute_loss"]})
+    trainer = kind(str(folder), make(trl_jax, folder, tmp_path).args, train_dataset=table(16))
+    with pytest.raises(TypeError, match=r"compute_loss is compiled once.*jnp\.where.*self\.state"):
+        trainer.train()
+
+
+def test_a_whole_batch_may_be_passed_on(folder, tmp_path):
+    class Mine(trl_jax.RewardTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            outputs = model(**inputs)
+            chosen, rejected = jnp.split(outputs.logits[:, 0], 2)
+            loss = -jax.nn.log_sigmoid(chosen - rejected).mean()
+            return (loss, outputs) if return_outputs else loss
+
+    plain = make(trl_jax, folder, tmp_path)
+    own = Mine(str(folder), plain.args, train_dataset=table(16))
+    for trainer in (plain, own):
+        trainer.train()
+    assert losses(own) == pytest.approx(losses(plain), abs=1e-5)
+
+
+HOOKS = {
+    "training_step": r"compute_loss\(self", "evaluation_loop": "predict", "_save": "save_model",
+    "create_scheduler": "create_optimizer", "_get_train_sampler": "train_sampling_strategy",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_hook_that_nobody_calls_is_refused_from_a_mixin_too(hook):
+    own = {hook: lambda self: None}
+    for bases, body in (((trl_jax.RewardTrainer,), own), ((type("Mixin", (), own), trl_jax.RewardTrainer), {})):
+        with pytest.raises(TypeError, match=f"Mine overrides {hook}, which trl_jax never calls.*{HOOKS[hook]}"):
+            type("Mine", bases, body)
+
+
+def test_what_is_refused_is_a_method_of_transformers_or_trl_and_none_of_ours():
+    trl = pytest.importorskip("trl")
+    assert all(hasattr(trl.RewardTrainer, hook) and not hasattr(trl_jax.RewardTrainer, hook) for hook in _NEVER_CALLED)
+
+
+def test_a_parameter_cannot_be_frozen_by_a_flag(folder, tmp_path):
+    model = make(trl_jax, folder, tmp_path).model
+    for parameter in model.parameters():
+        parameter.requires_grad = True
+    for freeze in (
+        lambda: setattr(model.get_parameter("score.weight"), "requires_grad", False),
+        lambda: model.get_parameter("score.weight").requires_grad_(False),
+        lambda: model.requires_grad_(False),
+    ):
+        with pytest.raises(ValueError, match=r"has no effect in trl_jax.*LoraConfig.*multi_transform"):
+            freeze()
+
+
+def test_what_the_error_shows_holds_parameters_still(folder, tmp_path):
+    tx = optax.multi_transform(
+        {"train": optax.adamw(1e-3), "still": optax.set_to_zero()},
+        lambda params: {path: "train" if "score" in path else "still" for path in params},
+    )
+    trainer = make(trl_jax, folder, tmp_path, optimizers=(tx, None))
+    before = {name: np.array(value) for name, value in trainer.model.named_parameters()}
+    trainer.train()
+    moved = {name for name, value in trainer.model.named_parameters() if (value != before[name]).any()}
+    assert moved == {"score.weight"}
+
+
+def test_a_torch_model_whose_code_or_flags_would_be_passed_over_is_refused(folder, tmp_path):
+    torch = pytest.importorskip("torch")
+    from transformers import LlamaForSequenceClassification
+
+    class Mine(LlamaForSequenceClassification):
+        pass
+
+    def loaded(kind):
+        return kind.from_pretrained(folder, num_labels=1, dtype=torch.float32)
+
+    with pytest.raises(TypeError, match=r"Mine: its own code would not run.*compute_loss"):
+        make(trl_jax, loaded(Mine), tmp_path)
+    frozen = loaded(LlamaForSequenceClassification)
+    frozen.model.embed_tokens.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"1 parameters with requires_grad=False, as model\.embed_tokens\.weight"):
+        make(trl_jax, frozen, tmp_path)
+
+
+def test_a_collator_of_ones_own_is_refused(folder, tmp_path):
+    class Swapped(DataCollatorForPreference):
+        pass
+
+    with pytest.raises(ValueError, match="data_collator=.*Swapped.*Leave it out"):
+        make(trl_jax, folder, tmp_path, data_collator=Swapped(0))
+
+
+def test_arguments_changed_before_training_count(folder, tmp_path):
+    trl = pytest.importorskip("trl")
+    found = []
+    for package in (trl, trl_jax):
+        trainer = make(package, folder, tmp_path / package.__name__)
+        trainer.args.learning_rate, trainer.args.weight_decay = 2e-3, 0.5
+        trainer.train()
+        found.append([(log["loss"], log["learning_rate"]) for log in trainer.state.log_history if "loss" in log])
+    np.testing.assert_allclose(found[1], found[0], rtol=0, atol=1e-5)
+    assert found[0][0][1] == 2e-3
+
+
+class Rates(TrainerCallback):
+    def __init__(self):
+        self.seen = []
+
+    def on_step_begin(self, args, state, control, lr_scheduler=None, **kwargs):
+        self.seen.append(lr_scheduler.get_last_lr()[0])
+
+    on_step_end = on_step_begin
+
+
+def test_the_schedule_moves_on_before_a_step_ends(folder, tmp_path):
+    trl = pytest.importorskip("trl")
+    found = []
+    for package in (trl, trl_jax):
+        trainer = make(package, folder, tmp_path / package.__name__, callbacks=[watch := Rates()])
+        trainer.train()
+        found.append([*watch.seen, trainer.lr_scheduler.get_last_lr()[0]])
+    assert found[1] == pytest.approx(found[0], abs=1e-9) and found[0][-1] == 0
+
+
+def test_saving_takes_transformers_arguments(folder, tmp_path):
+    trainer = make(trl_jax, folder, tmp_path, config={"model_init_kwargs": {"use_cache": False}})
+    trainer.model.save_pretrained(tmp_path / "saved", safe_serialization=True, push_to_hub=False)
+    assert read_weights(tmp_path / "saved").keys() == read_weights(folder).keys() | {"score.weight"}
+    with pytest.raises(TypeError, match=r"save_pretrained: push_to_hub=True is not.*trainer\.push_to_hub"):
+        trainer.model.save_pretrained(tmp_path / "saved", push_to_hub=True)
+    assert not trainer.is_fsdp_enabled and trainer.model.device == "cpu"
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
+def test_two_texts_that_are_the_same_score_the_same(folder, tmp_path, layout):
+    rows = table(12).map(lambda row: {"rejected": row["chosen"]})
+    trainer = make(trl_jax, folder, tmp_path, train=rows, config={"batch_layout": layout})
+    metrics = trainer.evaluate(rows)
+    assert metrics["eval_accuracy"] == 0 and metrics["eval_margin"] == 0
+    trainer.train()
+    norms = [log["grad_norm"] for log in trainer.state.log_history if "loss" in log]
+    assert max(norms) < 1e-6
+
+
+def ids(*lengths):
+    from datasets import Dataset
+
+    sides = {"chosen_ids": 7, "rejected_ids": 8}
+    return Dataset.from_dict({side: [[id + i % 5 for i in range(n)] for n in lengths] for side, id in sides.items()})
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_predictions_are_of_every_pair_however_long(tmp_path, family):
+    """A window that max_length makes idle is not, where a text is longer."""
+    from compat_tests.tiny import tiny_model
+
+    trl = pytest.importorskip("trl")
+    facts = {"sliding_window": 16} if family == "mistral" else {}
+    folder, rows, scores = tiny_model(tmp_path / "model", family, **facts), ids(9, 40, 12, 33, 5), []
+    for package in (trl, trl_jax):
+        config = {"max_length": 16, "per_device_eval_batch_size": 2}
+        trainer = make(package, folder, tmp_path / package.__name__, train=ids(9, 12, 5, 8), config=config)
+        scores.append(trainer.predict(rows if package is trl_jax else rows.select(range(4))).predictions)
+    assert scores[1].shape == (10, 1)
+    np.testing.assert_allclose(scores[1][:8], scores[0], rtol=0, atol=2e-5)
+
+
+def test_predictions_may_be_made_into_several(folder, tmp_path):
+    def two(logits, labels):
+        return logits, 2 * logits
+
+    trainer = make(trl_jax, folder, tmp_path, preprocess_logits_for_metrics=two)
+    first, second = trainer.predict(table(10)).predictions
+    assert first.shape == (20, 1)
+    np.testing.assert_array_equal(second, 2 * first)
+
+
+def test_lengths_are_planned_for_the_order_of_grouped_rows(folder, tmp_path, caplog):
+    """The longest rows lie in one step there, which no other order has."""
+    dice = np.random.default_rng(0)
+    rows = ids(*dice.lognormal(3.5, 0.8, 160).astype(int).clip(3, 300))
+    config = {"train_sampling_strategy": "group_by_length", "num_train_epochs": 2}
+    with caplog.at_level(logging.INFO, "trl_jax"):
+        trainer = make(trl_jax, folder, tmp_path, train=rows, config=config)
+        steps = trainer.get_train_dataloader().steps
+    met = set()
+    for epoch in range(2):
+        steps.set_epoch(epoch)
+        met |= {step.arrays.tokens.shape[-1] for step in steps}
+    assert met <= set(steps.ladder.rungs)
+
+
+def test_values_of_the_trainers_own_are_told_from_a_scripts(folder, tmp_path):
+    """Of its own some change from step to step, and each change would compile a script's loss again."""
+    trainer = make(trl_jax, folder, tmp_path, config={"eval_strategy": "steps", "eval_steps": 2}, eval_dataset=table(4))
+    trainer.train()
+    assert numbers_of(trainer) == ()
+    trainer.share, trainer.name = 0.5, "a"
+    assert numbers_of(trainer) == (("name", "a"), ("share", 0.5))
