@@ -7,7 +7,6 @@ import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from transformers import TrainerCallback
 
@@ -108,47 +107,80 @@ def test_what_is_refused_is_a_method_of_transformers_or_trl_and_none_of_ours():
     assert all(hasattr(trl.RewardTrainer, hook) and not hasattr(trl_jax.RewardTrainer, hook) for hook in _NEVER_CALLED)
 
 
-def test_a_parameter_cannot_be_frozen_by_a_flag(folder, tmp_path):
-    model = make(trl_jax, folder, tmp_path).model
-    for parameter in model.parameters():
-        parameter.requires_grad = True
-    for freeze in (
-        lambda: setattr(model.get_parameter("score.weight"), "requires_grad", False),
-        lambda: model.get_parameter("score.weight").requires_grad_(False),
-        lambda: model.requires_grad_(False),
-    ):
-        with pytest.raises(ValueError, match=r"has no effect in trl_jax.*LoraConfig.*multi_transform"):
-            freeze()
+def head_alone(model):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "score" in name
 
 
-def test_what_the_error_shows_holds_parameters_still(folder, tmp_path):
-    tx = optax.multi_transform(
-        {"train": optax.adamw(1e-3), "still": optax.set_to_zero()},
-        lambda params: {path: "train" if "score" in path else "still" for path in params},
-    )
-    trainer = make(trl_jax, folder, tmp_path, optimizers=(tx, None))
-    before = {name: np.array(value) for name, value in trainer.model.named_parameters()}
+def head_by_parts(model):
+    model.requires_grad_(False)
+    model.score.weight.requires_grad_(True)
+
+
+def first_layer_still(model):
+    model.model.layers[0].requires_grad_(False)
+    model.model.embed_tokens.weight.requires_grad = False
+    model.model.layers[1].self_attn.q_proj.requires_grad_(False)
+
+
+@pytest.mark.parametrize("freeze", [head_alone, head_by_parts, first_layer_still])
+@pytest.mark.parametrize("loss", ["theirs", "a script's"])
+def test_what_is_frozen_stays_and_the_rest_trains_as_in_trl(checkpoint, tmp_path, freeze, loss):
+    trl = pytest.importorskip("trl")
+    folder, logs, weights = checkpoint(**FACTS | {"num_hidden_layers": 2}), [], []
+    for package in (trl, trl_jax):
+        args = make(package, folder, tmp_path / package.__name__, config={"weight_decay": 0.3}).args
+        minimum = min if package is trl else jnp.minimum
+        kind = package.RewardTrainer if loss == "theirs" else annealed(package, minimum)
+        trainer = kind(str(folder), args=args, train_dataset=table(16))
+        freeze(trainer.model)
+        trainer.train()
+        trainer.save_model(str(tmp_path / package.__name__ / "saved"))
+        logs.append([(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log])
+        weights.append(read_weights(tmp_path / package.__name__ / "saved"))
+        logs[-1].append((trainer.get_num_trainable_parameters(), 0))
+    np.testing.assert_allclose(logs[1], logs[0], rtol=0, atol=2e-4)
+    for name, wanted in weights[0].items():
+        np.testing.assert_allclose(weights[1][name], wanted, rtol=0, atol=2e-4, err_msg=name)
+    before = read_weights(folder)
+    still = {name for name in before if (weights[1][name] == before[name]).all()}
+    assert still == {name for name in before if (weights[0][name] == before[name]).all()} and len(still) > 5
+
+
+def test_what_is_frozen_in_a_torch_model_stays(folder, tmp_path):
+    torch = pytest.importorskip("torch")
+    from transformers import LlamaForSequenceClassification
+
+    model = LlamaForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
+    model.model.requires_grad_(False)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    trainer = make(trl_jax, model, tmp_path)
+    assert trainer.get_num_trainable_parameters() == before["score.weight"].numel()
     trainer.train()
-    moved = {name for name, value in trainer.model.named_parameters() if (value != before[name]).any()}
-    assert moved == {"score.weight"}
+    assert [name for name, tensor in model.state_dict().items() if (tensor != before[name]).any()] == ["score.weight"]
 
 
-def test_a_torch_model_whose_code_or_flags_would_be_passed_over_is_refused(folder, tmp_path):
+def test_flags_that_mean_nothing_are_refused(folder, tmp_path):
+    model = make(trl_jax, folder, tmp_path).model
+    with pytest.raises(ValueError, match="not for a copy"):
+        model.get_parameter("score.weight").clone().requires_grad = False
+    with pytest.raises(AttributeError, match="has no attribute 'decoder'"):
+        model.decoder.requires_grad_(False)
+    adapted = make(trl_jax, folder, tmp_path / "b", peft_config=trl_jax.LoraConfig(r=2)).model
+    with pytest.raises(ValueError, match="beside an adapter: LoraConfig's target_modules"):
+        adapted.requires_grad_(False)
+
+
+def test_a_torch_model_whose_code_would_be_passed_over_is_refused(folder, tmp_path):
     torch = pytest.importorskip("torch")
     from transformers import LlamaForSequenceClassification
 
     class Mine(LlamaForSequenceClassification):
         pass
 
-    def loaded(kind):
-        return kind.from_pretrained(folder, num_labels=1, dtype=torch.float32)
-
+    model = Mine.from_pretrained(folder, num_labels=1, dtype=torch.float32)
     with pytest.raises(TypeError, match=r"Mine: its own code would not run.*compute_loss"):
-        make(trl_jax, loaded(Mine), tmp_path)
-    frozen = loaded(LlamaForSequenceClassification)
-    frozen.model.embed_tokens.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"1 parameters with requires_grad=False, as model\.embed_tokens\.weight"):
-        make(trl_jax, frozen, tmp_path)
+        make(trl_jax, model, tmp_path)
 
 
 def test_a_collator_of_ones_own_is_refused(folder, tmp_path):

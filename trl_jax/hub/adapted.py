@@ -36,7 +36,7 @@ class AdaptedEngine(Engine):
     `base` is the engine without the adapter, `frozen` what trains not, where something of it is in its files.
     """
 
-    log_level, undecayed, saves_aside, grows = logging.INFO, frozenset(), True, False
+    log_level, undecayed, saves_aside, grows, holds_still = logging.INFO, frozenset(), True, False, False
 
     def __init__(self, base: NativeEngine, plan: Plan, frozen: dict[str, Any], shapes: dict[str, Any]):
         self.base, self.plan, self.frozen, self._shapes = base, plan, frozen, shapes
@@ -57,6 +57,10 @@ class AdaptedEngine(Engine):
         adapters = (placed.adapter for placed in self.plan.placed if placed.module.stacked)
         own = {leaf(adapter.name, kind) for adapter in adapters for kind in ("a", "b", *adapter.has)}
         return Cut(frozenset(own | {name for name, path in paths.items() if path in whole.stacked}), joined)
+
+    def places(self, params: dict[str, jax.Array]) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
+        """Names alone: nothing of an adapter can be held still."""
+        return dict.fromkeys(self.dtypes, [])
 
     def size_of(self, path: str, array: jax.Array) -> int:
         return self.base.size_of(path, array)

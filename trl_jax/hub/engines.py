@@ -51,6 +51,7 @@ class Engine(abc.ABC):
         grows: it can embed more tokens than its checkpoint did.
         sortable: a text's score does not depend on the rows beside it.
         saves_aside: `save` may run in a thread while the model trains.
+        holds_still: a script may freeze parameters; beside an adapter it says so in its config.
         heads: how many of each kind attention has, which the tensor axis of a mesh must divide; None cannot be divided.
     """
 
@@ -73,6 +74,7 @@ class Engine(abc.ABC):
     grows: bool
     sortable: bool
     saves_aside: bool
+    holds_still: bool = True
     heads: Mapping[str, int] | None
 
     @abc.abstractmethod
@@ -94,6 +96,10 @@ class Engine(abc.ABC):
     def cut(self) -> Cut:
         """How what trains is cut from torch's tensors."""
         return Cut()
+
+    def places(self, params: dict[str, jax.Array]) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
+        """Name on disk -> the paths of the arrays that it lies in, each with its index there."""
+        return {name: [(name, ())] for name in params}
 
     def size_of(self, path: str, array: jax.Array) -> int:
         """How many of the model's numbers this array stands for."""
@@ -142,6 +148,10 @@ class NativeEngine(Engine):
         wires = self.source.wires
         joined = {wire.path: wire.tensor for wire in wires if wire.part is not None} | experts
         return Cut(frozenset(wire.path for wire in wires if wire.stacked), joined)
+
+    def places(self, params: dict[str, jax.Array]) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
+        found = places_of(params, self.source)
+        return {name: [(wire.path, index) for wire, index in own] for name, own in found.items()}
 
     def size_of(self, path: str, array: jax.Array) -> int:
         weight, _, leaf = path.rpartition(".")

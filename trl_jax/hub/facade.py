@@ -7,29 +7,28 @@ from typing import Any
 
 import numpy as np
 
-ALL_TRAIN = (
-    "Every parameter trains here, or an adapter beside a frozen model: pass peft_config=LoraConfig(...), whose "
-    "modules_to_save and layers_to_transform say what trains. To hold some still, give them no updates: "
-    "optimizers=(optax.multi_transform({'train': optax.adamw(1e-5), 'still': optax.set_to_zero()}, lambda params: "
-    "{path: 'train' if 'score' in path else 'still' for path in params}), None)."
-)
-
 
 class Parameter(np.ndarray):
-    """A parameter's values as they were when it was asked for, with torch's words for what NumPy has too."""
+    """A parameter's values as they were when it was asked for, with torch's words for what NumPy has too.
+
+    `requires_grad` is the model's own flag of it: whether `train()` moves it.
+    """
+
+    _model: Any = None  # whose it is; copies and parts are nobody's
+    _name: str = ""
 
     @property
     def requires_grad(self) -> bool:
-        return True
+        return self._model is not None and self._name not in self._model.still
 
     @requires_grad.setter
     def requires_grad(self, wanted: bool) -> None:
-        self.requires_grad_(wanted)
+        if self._model is None:
+            raise ValueError("requires_grad is for a parameter itself, not for a copy or a part of one.")
+        self._model.hold(self._name, still=not wanted)
 
     def requires_grad_(self, requires_grad: bool = True) -> Parameter:
-        """Raises ValueError for False."""
-        if not requires_grad:
-            raise ValueError(f"requires_grad=False has no effect in trl_jax. {ALL_TRAIN}")
+        self.requires_grad = requires_grad
         return self
 
     def clone(self) -> Parameter:
@@ -47,19 +46,90 @@ class Parameter(np.ndarray):
         return np.asarray(self)
 
 
+class Part:
+    """Those parameters of a model whose names begin alike, as scripts freeze them: `model.model`, `model.score`."""
+
+    def __init__(self, model: Habits, name: str):
+        self._model, self._name = model, name
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Each under what follows the name of this part."""
+        start = f"{self._name}." if self._name else ""
+        return (
+            (name.removeprefix(start), values)
+            for name, values in self._model.named_parameters()
+            if name.startswith(start)
+        )
+
+    def parameters(self) -> Iterator[Parameter]:
+        return (values for _, values in self.named_parameters())
+
+    def requires_grad_(self, requires_grad: bool = True) -> Part:
+        self._model.hold(*self._names(), still=not requires_grad)
+        return self
+
+    def _names(self) -> list[str]:
+        return [name for name in self._model.names() if name.startswith(f"{self._name}.")]
+
+    def __getattr__(self, name: str) -> Any:
+        return self._model.part(f"{self._name}.{name}")
+
+    def __getitem__(self, number: int | slice) -> Any:
+        there = range(len(self))[number]
+        return [self[i] for i in there] if isinstance(there, range) else self._model.part(f"{self._name}.{there}")
+
+    def __len__(self) -> int:
+        begin = len(self._name) + 1
+        numbers = {name[begin:].partition(".")[0] for name in self._names()}
+        return len([number for number in numbers if number.isdigit()])
+
+
 class Habits:
-    """Needs `engine`, `params`, `config`, `name_or_path` and `save_pretrained`."""
+    """Needs `engine`, `params`, `config`, `name_or_path`, `still` and `save_pretrained`."""
 
     engine: Any
     params: dict
     arrays: dict
     config: Any
+    still: frozenset[str] | set[str] = frozenset()  # names of parameters that `train()` leaves as they are
     model_tags: list[str] | None = None
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Each parameter under its name on disk. Values are copies: to change them, change `params`."""
         for name, values in self.engine.on_disk(self.readable):
-            yield name, np.array(values).view(Parameter)
+            parameter = np.array(values).view(Parameter)
+            parameter._model, parameter._name = self, name
+            yield name, parameter
+
+    def names(self) -> list[str]:
+        """Those of the parameters."""
+        return list(self.engine.places(self.params))
+
+    def hold(self, *names: str, still: bool) -> None:
+        """Leave these parameters out of `train()`, or take them in again.
+
+        Raises:
+            ValueError: an adapter trains beside the model; its config says what does.
+        """
+        if not self.engine.holds_still:
+            raise ValueError(
+                "requires_grad cannot be set beside an adapter: LoraConfig's target_modules, layers_to_transform and "
+                "modules_to_save say what trains."
+            )
+        self.still = self.still | set(names) if still else self.still - set(names)
+
+    def part(self, name: str) -> Any:
+        """The parameter of this name, or those whose names begin with it. Raises AttributeError where there is none."""
+        if name in (names := self.names()):
+            return self.get_parameter(name)
+        if not any(other.startswith(f"{name}.") for other in names):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return Part(self, name)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "engine" not in vars(self) or "params" not in vars(self):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return self.part(name)
 
     def parameters(self) -> Iterator[Parameter]:
         return (values for _, values in self.named_parameters())
@@ -97,9 +167,7 @@ class Habits:
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """Raises ValueError for False."""
-        if not requires_grad:
-            raise ValueError(f"requires_grad_(False) has no effect in trl_jax. {ALL_TRAIN}")
+        self.hold(*self.names(), still=not requires_grad)
         return self
 
     @property

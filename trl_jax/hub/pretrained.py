@@ -20,6 +20,7 @@ from trl_jax.hub.engines import Engine, NativeEngine
 from trl_jax.hub.facade import Habits
 from trl_jax.hub.loading import Source
 from trl_jax.hub.resizing import resized_table, table_of_tokens
+from trl_jax.hub.still import count, moving
 from trl_jax.models.functional import merge
 
 logger = logging.getLogger(__name__)
@@ -142,11 +143,18 @@ class PreTrainedModel(Habits):
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """How many numbers the model has, the head among them, or how many of them train."""
-        return sum(
-            self.engine.size_of(path, array)
+        counted = {
+            path: array
             for path, array in (self.params if only_trainable else self.arrays).items()
             if not (exclude_embeddings and path.removesuffix(".codes") in self.engine.embeddings)
-        )
+        }
+        moves = {path: own for path, own in self.moving.items() if path in counted} if only_trainable else {}
+        return sum(self.engine.size_of(path, array) for path, array in counted.items()) - count(moves, counted)
+
+    @property
+    def moving(self) -> dict[str, np.ndarray]:
+        """What moves of the arrays of which something is `still`: see `hub.still`."""
+        return moving(self.still, self.engine.places(self.params), self.params) if self.still else {}
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None) -> Any:
         """Give the table of tokens `new_num_tokens` rows, rounded up to a multiple; new ones are the mean of the old.

@@ -12,7 +12,6 @@ from typing import Any
 
 from trl_jax.hub.adapted import AdaptedEngine
 from trl_jax.hub.engines import Engine
-from trl_jax.hub.facade import ALL_TRAIN
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +31,7 @@ def as_folder(model: Any) -> Iterator[Path]:
         TypeError, ValueError: it is no sequence classifier of transformers with one label, or it is quantised.
     """
     base = model.get_base_model() if is_adapted(model) else model
-    _check(base, frozen=base is model)
+    _check(base)
     with tempfile.TemporaryDirectory(prefix="trl-jax-") as folder:
         if base is model:
             model.save_pretrained(folder)
@@ -65,8 +64,7 @@ def _of_adapter(key: str, name: str) -> bool:
     return ".lora_" in key or f".modules_to_save.{name}." in key
 
 
-def _check(model: Any, *, frozen: bool) -> None:
-    """`frozen`: parameters that are have to be refused; peft freezes a base model's."""
+def _check(model: Any) -> None:
     from transformers import PreTrainedModel
 
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
@@ -81,8 +79,11 @@ def _check(model: Any, *, frozen: bool) -> None:
         raise ValueError(f"model is a quantised {kind}: load it without quantization_config.")
     if model.config.num_labels != 1:
         raise ValueError(f"model is a {kind} with {model.config.num_labels} labels: wanted num_labels=1.")
-    if frozen and (still := [name for name, parameter in model.named_parameters() if not parameter.requires_grad]):
-        raise ValueError(f"model has {len(still)} parameters with requires_grad=False, as {still[0]}. {ALL_TRAIN}")
+
+
+def still_in(model: Any) -> list[str]:
+    """Names of parameters with requires_grad=False; peft freezes a base model's by itself."""
+    return [] if is_adapted(model) else [name for name, own in model.named_parameters() if not own.requires_grad]
 
 
 def give_back(engine: Engine, params: dict, config: Any, model: Any) -> None:

@@ -16,7 +16,7 @@ from trl_jax.hub.auto import Checkpoint, find_checkpoint, with_adapter
 from trl_jax.hub.lora_config import LoraConfig, read_lora_config
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.quantizing import BitsAndBytesConfig, as_quantization
-from trl_jax.hub.torch_objects import ADAPTER_FOLDER, as_folder, is_adapted, is_torch_model
+from trl_jax.hub.torch_objects import ADAPTER_FOLDER, as_folder, is_adapted, is_torch_model, still_in
 from trl_jax.trainer.devices import division_of, run_device
 from trl_jax.trainer.diagnosis import check_weights
 
@@ -65,7 +65,18 @@ def taken(brought: Any, args: RewardConfig) -> PreTrainedModel:
             checkpoint = replace(checkpoint, adapter=adapter, lora=read_lora_config(adapter))
         model = _loaded(checkpoint, args)
     model.name_or_path = brought.config._name_or_path or type(brought).__name__
+    if still := still_in(brought):
+        _hold(model, still)
     return model
+
+
+def _hold(model: PreTrainedModel, names: list[str]) -> None:
+    if unknown := sorted(set(names) - set(model.names())):
+        raise ValueError(
+            f"model: {unknown[0]} has requires_grad=False, and no tensor on disk is called so. Pass the checkpoint's "
+            "folder, and set the flag on trainer.model's parameters."
+        )
+    model.hold(*names, still=True)
 
 
 def _loaded(

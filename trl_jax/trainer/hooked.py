@@ -22,7 +22,8 @@ class HookedStep:
 
     def __init__(self, trainer: Any, tx: Any):
         self._trainer = trainer
-        self._grad = jax.jit(jax.value_and_grad(partial(_training_loss, trainer), has_aux=True), static_argnames="told")
+        loss = trainer._held(partial(_training_loss, trainer))
+        self._grad = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnames="told")
         self._apply = jax.jit(partial(_apply, tx), donate_argnums=(0, 1))
         self._point = tx.point
 

@@ -16,6 +16,7 @@ from trl_jax.engine.mesh import distributed
 from trl_jax.engine.optim import Optimizer, decays, from_optax
 from trl_jax.engine.recompute import Fitting, room_of
 from trl_jax.engine.step import make_step
+from trl_jax.hub.still import held, only_moving
 from trl_jax.trainer.chance import run_key
 from trl_jax.trainer.devices import describe, run_device
 from trl_jax.trainer.evaluating import Evaluating
@@ -42,7 +43,12 @@ class Stepping(Evaluating):
     def compiled_step(self, tx: Any, *, remat: bool | str) -> Any:
         """A step of `train()`, jitted; arguments as of `make_step`'s. `remat`: layers are computed twice."""
         options = compiler_options(self.args.device.type, several=self.division is not None)
-        return make_step(partial(self.loss, remat=remat), tx, self.spread, options)
+        return make_step(self._held(partial(self.loss, remat=remat)), tx, self.spread, options)
+
+    def _held(self, loss: Any) -> Any:
+        """The loss, without a gradient for what a script holds still."""
+        moves = self.model.moving
+        return loss if not moves else lambda params, *rest, **how: loss(held(params, moves), *rest, **how)
 
     def _step(self, tx: Any) -> Any:
         """The step of `train()`, in the quickest version that fits and that the arguments allow."""
@@ -99,10 +105,18 @@ class Stepping(Evaluating):
 
     def _optimizer(self) -> Optimizer:
         made = self.create_optimizer()
-        if isinstance(made, Optimizer):
+        if not isinstance(made, Optimizer):
+            check_optax(made)
+            made = from_optax(made, peak=self._chosen.peak, max_grad_norm=self.args.max_grad_norm)
+        moves = self.model.moving
+        if not moves:
             return made
-        check_optax(made)
-        return from_optax(made, peak=self._chosen.peak, max_grad_norm=self.args.max_grad_norm)
+
+        def update(*given, **how):
+            updates, state = made.update(*given, **how)
+            return only_moving(updates, moves), state
+
+        return made._replace(update=update)
 
     def _input_tokens(self, batch: Any) -> int:
         """What `include_num_input_tokens_seen` counts of a step."""
