@@ -60,6 +60,13 @@ def test_adapter_config_is_pefts_key_by_key(adapted, name):
     }
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_as_many_numbers_train_as_with_peft(adapted, name):
+    """Where layers have smaller ranks, or no adapter, an array of all layers is larger than what is in it."""
+    ours, theirs = (run.trainer.get_num_trainable_parameters() for run in (adapted.ours(name), adapted.theirs(name)))
+    assert ours == theirs
+
+
 @pytest.mark.parametrize("name", SCORED)
 def test_peft_and_transformers_score_as_we_do(adapted, name):
     import torch

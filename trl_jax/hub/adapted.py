@@ -50,6 +50,7 @@ class AdaptedEngine(Engine):
         self.graph = graph_of(base, plan)
         self.tensors = {name: _decay_name(plan, name, base) for name in shapes}
         self.dtypes = dict.fromkeys(wanted_shapes(plan, shapes), "float32")
+        self._sizes = {leaf(one.adapter.name, kind): size for one in plan.placed for kind, size in one.sizes().items()}
 
     def cut(self) -> Cut:
         whole, paths = self.base.cut(), {name: name.removesuffix("@trained") for name in self.tensors}
@@ -63,7 +64,7 @@ class AdaptedEngine(Engine):
         return dict.fromkeys(self.dtypes, [])
 
     def size_of(self, path: str, array: jax.Array) -> int:
-        return self.base.size_of(path, array)
+        return self._sizes[path] if path in self._sizes else self.base.size_of(path, array)
 
     def numbers(self, path: str, array: jax.Array) -> jax.Array:
         return self.base.numbers(path, array)

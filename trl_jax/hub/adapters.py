@@ -53,6 +53,13 @@ class Placed:
         each |= dict.fromkeys(("magnitude", "bias"), (module.outputs,))
         return {kind: (*lead, *each[kind]) for kind in ("a", "b", *self.adapter.has)}
 
+    def sizes(self) -> dict[str, int]:
+        """Kind -> how many numbers it has, without what only fills an array where ranks are smaller."""
+        ranks, layers = sum(self.ranks) * max(self.module.experts, 1), sum(rank > 0 for rank in self.ranks)
+        each = {"a": ranks * self.module.inputs, "b": ranks * self.module.outputs}
+        each |= dict.fromkeys(("magnitude", "bias"), layers * self.module.outputs)
+        return {kind: each[kind] for kind in ("a", "b", *self.adapter.has)}
+
     def at(self, layer: int) -> dict[str, tuple]:
         """Kind -> where in the array of all layers that of one lies: experts' A are padded each for itself."""
         rank, experts = self.ranks[layer], max(self.module.experts, 1)
