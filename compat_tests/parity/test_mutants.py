@@ -20,12 +20,12 @@ EPOCH_ORDER, STREAM_PAIRS = loader.epoch_order, streams.stream_pairs
 SCALE_BY_ADAM, APPLY_UPDATES = optax.scale_by_adam, optax.apply_updates
 
 
-def another_order(rows, *, seed, epoch, shuffle):
-    return EPOCH_ORDER(rows, seed=seed + 1, epoch=epoch, shuffle=shuffle)
+def another_order(rows, *, seed, **how):
+    return EPOCH_ORDER(rows, seed=seed + 1, **how)
 
 
-def every_epoch_in_the_same_order(rows, *, seed, epoch, shuffle):
-    return EPOCH_ORDER(rows, seed=seed, epoch=0, shuffle=shuffle)
+def every_epoch_in_the_same_order(rows, *, epoch, **how):
+    return EPOCH_ORDER(rows, epoch=0, **how)
 
 
 def last_token_by_mask(ids, pad_token_id):
