@@ -150,8 +150,12 @@ class NativeEngine(Engine):
         return Cut(frozenset(wire.path for wire in wires if wire.stacked), joined)
 
     def places(self, params: dict[str, jax.Array]) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
-        found = places_of(params, self.source)
-        return {name: [(wire.path, index) for wire, index in own] for name, own in found.items()}
+        found: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+        for wire in self.source.wires:
+            if wire.path in params:  # what is held in few bits has no array of this name
+                for name, index in wire.tensors(params[wire.path].shape):
+                    found.setdefault(name, []).append((wire.path, index))
+        return found
 
     def size_of(self, path: str, array: jax.Array) -> int:
         weight, _, leaf = path.rpartition(".")
