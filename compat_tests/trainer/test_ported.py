@@ -166,7 +166,9 @@ def test_flags_that_mean_nothing_are_refused(folder, tmp_path):
         model.get_parameter("score.weight").clone().requires_grad = False
     with pytest.raises(AttributeError, match="has no attribute 'decoder'"):
         model.decoder.requires_grad_(False)
+    assert model.score and not hasattr(model.score, "_other")
     adapted = make(trl_jax, folder, tmp_path / "b", peft_config=trl_jax.LoraConfig(r=2)).model
+    adapted.requires_grad_(True)
     with pytest.raises(ValueError, match="beside an adapter: LoraConfig's target_modules"):
         adapted.requires_grad_(False)
 

@@ -54,7 +54,7 @@ class Part:
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Each under what follows the name of this part."""
-        start = f"{self._name}." if self._name else ""
+        start = f"{self._name}."
         return (
             (name.removeprefix(start), values)
             for name, values in self._model.named_parameters()
@@ -72,11 +72,16 @@ class Part:
         return [name for name in self._model.names() if name.startswith(f"{self._name}.")]
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return self._model.part(f"{self._name}.{name}")
 
     def __getitem__(self, number: int | slice) -> Any:
         there = range(len(self))[number]
         return [self[i] for i in there] if isinstance(there, range) else self._model.part(f"{self._name}.{there}")
+
+    def __bool__(self) -> bool:
+        return True  # a part without numbered ones is one, too
 
     def __len__(self) -> int:
         begin = len(self._name) + 1
@@ -111,12 +116,13 @@ class Habits:
         Raises:
             ValueError: an adapter trains beside the model; its config says what does.
         """
-        if not self.engine.holds_still:
+        wanted = self.still | set(names) if still else self.still - set(names)
+        if wanted != self.still and not self.engine.holds_still:
             raise ValueError(
                 "requires_grad cannot be set beside an adapter: LoraConfig's target_modules, layers_to_transform and "
                 "modules_to_save say what trains."
             )
-        self.still = self.still | set(names) if still else self.still - set(names)
+        self.still = wanted
 
     def part(self, name: str) -> Any:
         """The parameter of this name, or those whose names begin with it. Raises AttributeError where there is none."""
