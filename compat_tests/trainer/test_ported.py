@@ -300,3 +300,19 @@ def test_values_of_the_trainers_own_are_told_from_a_scripts(folder, tmp_path):
     assert numbers_of(trainer) == ()
     trainer.share, trainer.name = 0.5, "a"
     assert numbers_of(trainer) == (("name", "a"), ("share", 0.5))
+
+
+def test_where_tokens_after_a_resume_and_a_prefix_differ_from_trl(folder, tmp_path):
+    """Two rows of README's table, of both sides."""
+    trl = pytest.importorskip("trl")
+    tokens, names = {}, {}
+    for package in (trl, trl_jax):
+        out, config = tmp_path / package.__name__, {"save_strategy": "steps", "save_steps": 2}
+        make(package, folder, out, config=config | {"max_steps": 2}).train()
+        resumed = make(package, folder, out, config=config | {"max_steps": 4}, eval_dataset=table(8))
+        resumed.train(resume_from_checkpoint=True)
+        tokens[package] = [log["num_tokens"] for log in resumed.state.log_history if "loss" in log]
+        names[package] = {name for name in resumed.evaluate(metric_key_prefix="test") if "accuracy" in name}
+    assert tokens[trl][:2] == tokens[trl_jax][:2]
+    assert tokens[trl_jax][2:] == [tokens[trl][1] + more for more in tokens[trl][2:]]
+    assert names == {trl: {"eval_accuracy"}, trl_jax: {"test_accuracy"}}

@@ -62,7 +62,8 @@ def test_a_peft_config_of_another_kind(tmp_path):
 
 
 def test_optimizers_of_none_may_be_a_list(folder, tmp_path):
-    make(trl_jax, folder, tmp_path, optimizers=[None, None])
+    trainer = make(trl_jax, folder, tmp_path, optimizers=[None, None], config={"max_steps": 1})
+    assert trainer.train().global_step == 1
 
 
 def test_a_model_that_is_neither_a_name_nor_ours(tmp_path):

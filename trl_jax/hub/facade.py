@@ -142,10 +142,10 @@ class Habits:
 
     def get_parameter(self, name: str) -> Parameter:
         """Raises KeyError where there is no parameter of this name."""
-        found = dict(self.named_parameters())
-        if name not in found:
-            raise KeyError(f"{self.name_or_path} has no parameter {name!r}; it has {', '.join(list(found)[:8])}, ...")
-        return found[name]
+        for other, parameter in self.named_parameters():  # one at a time: all may be more than the host has room for
+            if other == name:
+                return parameter
+        raise KeyError(f"{self.name_or_path} has no parameter {name!r}; it has {', '.join(self.names()[:8])}, ...")
 
     def state_dict(self) -> dict[str, Parameter]:
         return dict(self.named_parameters())

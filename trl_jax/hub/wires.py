@@ -18,15 +18,12 @@ class Part(Protocol):
 
     def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the whole tensor."""
-        ...
 
     def view(self, tensor: np.ndarray) -> np.ndarray:
         """Our numbers in our order, sharing the tensor's memory; axes may be split."""
-        ...
 
     def rows(self, array: Any) -> Any:
         """Ours of an array that has one row for each of the matrix's outputs, of NumPy's or JAX's."""
-        ...
 
 
 @dataclass(frozen=True)
