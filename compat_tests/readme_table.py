@@ -10,8 +10,8 @@ from compat_tests.models import encoders
 from compat_tests.models.families import BODY_ONLY
 from compat_tests.parity.cases import FAMILY_CASES as DECODER_CURVES
 from compat_tests.parity.test_encoder_curves import CASES as ENCODER_CURVES
+from trl_jax.hub.exported.refused import REFUSED
 from trl_jax.hub.families import families
-from trl_jax.hub.refused import REFUSED
 
 _SAME = "scores and gradients of transformers, byte-identical export"
 _CURVE = f"TRL's own curve, {_SAME}"
@@ -35,7 +35,7 @@ def lines() -> list[str]:
     for reason in dict.fromkeys(reason for reason, _ in REFUSED.values()):
         refused = {f"{name} ({nearest})" for name, (why, nearest) in REFUSED.items() if why == reason}
         rows.append((refused, "refused (the nearest that works)", reason))
-    return [f"| {_listed(types)} | {engine} | {tested} |" for types, engine, tested in rows]
+    return [f"| {_listed(types)} | {backend} | {tested} |" for types, backend, tested in rows]
 
 
 def _listed(types: Iterable[str]) -> str:

@@ -16,9 +16,9 @@ from compat_tests.tiny import tiny_tokenizer
 from trl_jax import data_utils as ours
 from trl_jax import rewards
 from trl_jax.chat_template_utils import clone_chat_template
-from trl_jax.hub.engines import ExportedEngine
+from trl_jax.hub.backends import ExportedBackend
+from trl_jax.run.collator import DataCollatorForPreference
 from trl_jax.scripts.mixture import DatasetConfig, DatasetMixtureConfig, get_dataset
-from trl_jax.trainer.collator import DataCollatorForPreference
 from trl_jax.trainer.utils import compute_accuracy, get_peft_config, get_quantization_config
 
 
@@ -268,10 +268,10 @@ def test_a_trainer_grows_the_model_it_loads(checkpoint, tmp_path):
 
 
 def test_a_program_cannot_grow():
-    engine = ExportedEngine.__new__(ExportedEngine)
-    engine.name, engine.vocab_size = "exported", 5
+    backend = ExportedBackend.__new__(ExportedBackend)
+    backend.name, backend.vocab_size = "exported", 5
     with pytest.raises(ValueError, match="embeds 5 tokens, wanted 6. Resize the checkpoint with transformers' resize"):
-        engine.resized(6)
+        backend.resized(6)
 
 
 def test_streams_tell_their_columns():

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from compat_tests import readme_table
-from trl_jax.core.arguments import SUPPORTED
-from trl_jax.hub.rope import KINDS
+from trl_jax.core.arguments.table import SUPPORTED
+from trl_jax.hub.config.rope import KINDS
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

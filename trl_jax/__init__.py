@@ -25,9 +25,9 @@ if TYPE_CHECKING:  # what type checkers and editors see
         unpair_preference_dataset,
     )
     from trl_jax.hub.auto import AutoModelForSequenceClassification
-    from trl_jax.hub.lora_config import LoraConfig, TaskType
+    from trl_jax.hub.peft.lora_config import LoraConfig, TaskType
+    from trl_jax.hub.peft.quantization import BitsAndBytesConfig
     from trl_jax.hub.pretrained import PreTrainedModel
-    from trl_jax.hub.quantizing import BitsAndBytesConfig
     from trl_jax.losses.pairwise import pairwise_loss
     from trl_jax.scripts.mixture import DatasetMixtureConfig, get_dataset
     from trl_jax.scripts.quiet import init_zero_verbose
@@ -42,16 +42,16 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "AutoModelForSequenceClassification": "trl_jax.hub.auto",
-    "BitsAndBytesConfig": "trl_jax.hub.quantizing",
+    "BitsAndBytesConfig": "trl_jax.hub.peft.quantization",
     "DatasetMixtureConfig": "trl_jax.scripts.mixture",
-    "LoraConfig": "trl_jax.hub.lora_config",
+    "LoraConfig": "trl_jax.hub.peft.lora_config",
     "ModelConfig": "trl_jax.trainer.model_config",
     "PreTrainedModel": "trl_jax.hub.pretrained",
     "RewardConfig": "trl_jax.trainer.reward_config",
     "RewardTrainer": "trl_jax.trainer.reward_trainer",
     "RichProgressCallback": "trl_jax.trainer.callbacks",
     "ScriptArguments": "trl_jax.scripts.utils",
-    "TaskType": "trl_jax.hub.lora_config",
+    "TaskType": "trl_jax.hub.peft.lora_config",
     "TrlParser": "trl_jax.scripts.utils",
     "apply_chat_template": "trl_jax.data_utils",
     "clone_chat_template": "trl_jax.chat_template_utils",

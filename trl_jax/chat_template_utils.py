@@ -10,8 +10,8 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from trl_jax.data.multimodal import prepare_multimodal_messages
-from trl_jax.data.special_tokens import clone_into
+from trl_jax.data.rows.multimodal import prepare_multimodal_messages
+from trl_jax.data.rows.special_tokens import clone_into
 
 # What a template may leave out of a tool's call and answer: words that stand in no template.
 _TOOL, _ARGUMENT, _VALUE, _ANSWER = "called_by_name_7f3a", "with_argument_5c1e", "of_this_value_9b2d", "gives_that_4e8f"
@@ -38,7 +38,7 @@ def clone_chat_template(
         ValueError: there are more new tokens than rows to spare, in a model that cannot grow.
     """
     rows = model.vocab_size
-    multiple = (resize_to_multiple_of or 1) if model.grows else 0
+    multiple = (resize_to_multiple_of or 1) if model.can_resize else 0
     added = clone_into(tokenizer, source_tokenizer_path, rows=rows, multiple=multiple)
     model.resize_token_embeddings(max(rows, len(tokenizer.get_vocab())))
     model.config.eos_token_id = tokenizer.eos_token_id

@@ -9,8 +9,8 @@ from typing import Any
 
 from datasets import Dataset, DatasetDict, IterableDataset
 
-from trl_jax.data.multimodal import prepare_multimodal_messages as prepare_multimodal_messages
 from trl_jax.data.packing import pack_dataset as pack_dataset
+from trl_jax.data.rows.multimodal import prepare_multimodal_messages as prepare_multimodal_messages
 
 _COLUMNS = ("prompt", "chosen", "rejected", "completion", "messages", "label")
 _FORMATS = (

@@ -15,7 +15,7 @@ import trl_jax
 from compat_tests.adapters.runs import train
 from compat_tests.trainer.trainers import FACTS, make
 from trl_jax import LoraConfig, TaskType
-from trl_jax.hub.lora_config import as_lora_config, read_lora_config
+from trl_jax.hub.peft.lora_config import as_lora_config, read_lora_config
 
 ROW = {"r": 2, "target_modules": ["q_proj"], "task_type": "SEQ_CLS"}
 

@@ -12,11 +12,11 @@ import pytest
 
 from compat_tests.models.families import ABSENT, BODY_ONLY, SHAPES
 from compat_tests.tiny import SHAPE
-from trl_jax.hub.adapters import resolved
 from trl_jax.hub.families import families, read_arch
-from trl_jax.hub.lora_config import LoraConfig
-from trl_jax.hub.modules import modules_of
-from trl_jax.hub.targets import candidates, rank_and_alpha
+from trl_jax.hub.peft.adapters import resolved
+from trl_jax.hub.peft.lora_config import LoraConfig
+from trl_jax.hub.peft.modules import modules_of
+from trl_jax.hub.peft.targets import candidates, rank_and_alpha
 
 # Beside gemma3, whose config is another's: its text part is gemma3_text.
 FAMILIES = sorted(set(families()) - {"gemma3"})

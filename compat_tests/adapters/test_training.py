@@ -15,10 +15,10 @@ from compat_tests.parity.reference import read_weights
 from compat_tests.tiny import preference_rows
 from compat_tests.trainer.trainers import FACTS, make, table
 from trl_jax import LoraConfig
+from trl_jax.hub.peft.quantization import BitsAndBytesConfig, formats, quantized
 from trl_jax.hub.pretrained import _scores
-from trl_jax.hub.quantizing import BitsAndBytesConfig, formats, quantized
 from trl_jax.nn.quantized import DYNAMIC, TABLES, Format, dequantized
-from trl_jax.trainer.diagnosis import check_weights
+from trl_jax.run.nan_report import check_weights
 
 IDS = np.array([[5, 6, 7, 8, 9, 10]])
 SMALL = {"num_hidden_layers": 2, "head": "causal"}
@@ -212,7 +212,7 @@ def test_eight_bit_weights_score_nearly_the_same(checkpoint, tmp_path):
 
 
 def test_what_is_not_quantised(checkpoint):
-    from trl_jax.hub.config import read_config
+    from trl_jax.hub.config.reader import read_config
     from trl_jax.hub.families import read_arch
 
     folder = checkpoint("llama", **FACTS)

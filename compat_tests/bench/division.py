@@ -30,7 +30,7 @@ def row(folder: Path, mesh: str) -> dict[str, float]:
     import jax
     import numpy as np
 
-    from trl_jax.engine.hlo import cost
+    from trl_jax.dryrun.hlo import cost
 
     trainer = _trainer(folder, mesh)
     [batch, *_] = trainer.get_train_dataloader().steps
@@ -79,12 +79,12 @@ def _gradients(trainer: Any) -> Any:
     def loss(params, frozen, *micro):
         return trainer.loss(params, *micro, remat=True)
 
-    if trainer.spread is None:
+    if trainer.sharded_step is None:
         gradients = partial(_accumulate, jax.value_and_grad(loss, has_aux=True))
         return jax.jit(lambda params, batch: gradients(params, {}, batch, None)[1])
     shapes = trainer.model.params
-    places = trainer.division.gradients(shapes)
-    gradients = trainer.spread.gradients(_accumulate, loss)
+    places = trainer.sharding_plan.gradients(shapes)
+    gradients = trainer.sharded_step.gradients(_accumulate, loss)
     return jax.jit(
         lambda params, batch: gradients(params, {}, batch, None)[1],
         out_shardings={path: places[path] for path in shapes},

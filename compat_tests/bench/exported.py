@@ -35,16 +35,16 @@ def main() -> None:
 
 def race(folder: Path, args: Any, remat: bool) -> list[dict[str, Any]]:
     """Every round runs both engines, the first to go changing; ratios are of the same round."""
-    from trl_jax.hub.engines import load_exported, load_native
+    from trl_jax.hub.backends import load_exported, load_native
 
     made = {
         "native": load_native(folder, dtype="float32", seed=0),
         "exported": load_exported(folder, dtype="float32", seed=0)[:2],
     }
     steps, ready = {}, {}
-    for name, (params, engine) in made.items():
+    for name, (params, backend) in made.items():
         start = time.perf_counter()
-        steps[name] = partial(step(engine.graph, args, remat), params)
+        steps[name] = partial(step(backend.graph, args, remat), params)
         run(steps[name])
         ready[name] = time.perf_counter() - start
     seconds: dict[str, list[float]] = {name: [] for name in made}
@@ -56,7 +56,7 @@ def race(folder: Path, args: Any, remat: bool) -> list[dict[str, Any]]:
             "engine": name,
             "remat": remat,
             "export and compile s": ready[name],
-            "step s": common.spread(times),
+            "step s": common.sharded_step(times),
             "times native": median(mine / base for mine, base in zip(times, seconds["native"], strict=True)),
         }
         for name, times in seconds.items()

@@ -120,10 +120,10 @@ def _on_a_mesh() -> Callable[[str], object]:
     import jax
 
     jax.config.update("jax_num_cpu_devices", 4)
-    from trl_jax.engine.mesh import Division, make_mesh
+    from trl_jax.engine.sharding import ShardingPlan, make_mesh
     from trl_jax.hub.auto import find_checkpoint
 
-    place = Division(make_mesh({"fsdp": 4})).place
+    place = ShardingPlan(make_mesh({"fsdp": 4})).place
 
     def load(folder: str) -> object:
         return jax.block_until_ready(find_checkpoint(folder, dtype="float32").load(0, None, place).params)

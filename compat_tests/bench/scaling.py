@@ -119,7 +119,7 @@ def compiling(model: Path, data: Path, steps: int) -> list[int]:
     logger = logging.getLogger("trl_jax.engine.compilation")
     logger.addHandler(type("Lines", (logging.Handler,), {"emit": lambda self, record: lines.append(record)})())
 
-    class Watch(TrainerCallback):
+    class NonFiniteGuard(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             seen.extend([state.global_step] * (len(lines) - len(seen)))
 
@@ -129,7 +129,7 @@ def compiling(model: Path, data: Path, steps: int) -> list[int]:
         tempfile.mkdtemp(), max_steps=steps, use_cpu=True, bf16=False, report_to="none", save_strategy="no",
         disable_tqdm=True, logging_steps=100, log_level="info", **config,
     )  # fmt: skip
-    RewardTrainer(str(model), args, train_dataset=rows, callbacks=[Watch()]).train()
+    RewardTrainer(str(model), args, train_dataset=rows, callbacks=[NonFiniteGuard()]).train()
     return seen
 
 

@@ -14,7 +14,7 @@ import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 
 from trl_jax.cli.main import main
-from trl_jax.core.arguments import TABLE
+from trl_jax.core.arguments.table import TABLE
 from trl_jax.scripts import reward
 from trl_jax.scripts.datasets import load_preferences
 from trl_jax.scripts.utils import ScriptArguments, TrlParser

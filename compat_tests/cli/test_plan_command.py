@@ -10,14 +10,14 @@ import pytest
 from compat_tests.tiny import preference_rows
 from trl_jax import RewardConfig
 from trl_jax.cli.main import main
-from trl_jax.core.arguments import TABLE
+from trl_jax.core.arguments.table import TABLE
 from trl_jax.scripts.plan import NO_PART, without_part
 
 
 @pytest.fixture(autouse=True)
 def begun(monkeypatch):
     """This process's JAX has begun, and keeps its settings."""
-    monkeypatch.setattr("trl_jax.engine.ahead.prepare", lambda place: None)
+    monkeypatch.setattr("trl_jax.dryrun.compiler.prepare", lambda place: None)
 
 
 def test_pretended_devices_from_the_shell(checkpoint, tmp_path):

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from trl_jax.core.argument_rules import DETERMINISTIC_FLAG, SCHEDULES, as_choice, as_dict, as_pad_multiple, show
-from trl_jax.core.arguments import SUPPORTED, TABLE, defaults_of, judge
-from trl_jax.core.optimizers import NEAREST, OPTIMIZERS
-from trl_jax.core.renamed import GONE, RENAMED, translated, way_out
+from trl_jax.core.arguments.optimizers import NEAREST, OPTIMIZERS
+from trl_jax.core.arguments.renamed import GONE, RENAMED, translated, way_out
+from trl_jax.core.arguments.rules import DETERMINISTIC_FLAG, SCHEDULES, as_choice, as_dict, as_pad_multiple, show
+from trl_jax.core.arguments.table import SUPPORTED, TABLE, defaults_of, judge
 from trl_jax.trainer.reward_config import RewardConfig
 
 FIELDS = dataclasses.fields(RewardConfig)

@@ -9,8 +9,8 @@ import pytest
 from datasets import Dataset, DatasetDict, Features, IterableDataset, List, Value
 
 from compat_tests.tiny import preference_rows, tiny_tokenizer
-from trl_jax.data import checks
-from trl_jax.data.preference import prepare
+from trl_jax.data.rows import checks
+from trl_jax.data.rows.preference import prepare
 
 CHAT = [{"role": "user", "content": "hi"}]
 GOOD = {"chosen": "a", "rejected": "b"}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_jax.data.layout import pad_pairs, padded_length, scored_token
+from trl_jax.data.layout.batch import pad_pairs, padded_length, scored_token
 
 PAD = 7
 ids = st.lists(st.integers(0, 9), min_size=1, max_size=40)

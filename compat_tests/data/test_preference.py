@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from compat_tests.tiny import preference_rows, tiny_tokenizer
-from trl_jax.data import chat
-from trl_jax.data.preference import prepare
+from trl_jax.data.rows import chat
+from trl_jax.data.rows.preference import prepare
 
 TEMPLATE = (
     "{% if tools is not none %}tools: {{ tools | tojson }}\n{% endif %}"

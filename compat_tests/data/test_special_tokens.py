@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from compat_tests.tiny import tiny_tokenizer
-from trl_jax.data import special_tokens
-from trl_jax.data.special_tokens import settle, settle_chat_template
+from trl_jax.data.rows import special_tokens
+from trl_jax.data.rows.special_tokens import settle, settle_chat_template
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +77,7 @@ def test_another_tokenizer_s_template_comes_with_its_tokens(tmp_path):
     with pytest.raises(ValueError, match=r"brings 1 new tokens \(<new>\), .* Resize the checkpoint's embedding"):
         settle_chat_template(tiny_tokenizer(), str(tmp_path), rows=size)
     grown = tiny_tokenizer()
-    assert settle_chat_template(grown, str(tmp_path), rows=size, grows=True) == -(-(size + 1) // 64) * 64
+    assert settle_chat_template(grown, str(tmp_path), rows=size, can_resize=True) == -(-(size + 1) // 64) * 64
 
 
 def test_other_template_sources_are_refused(tmp_path):

@@ -8,10 +8,10 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_jax.data.layout import scored_token
+from trl_jax.data.layout.batch import scored_token
+from trl_jax.data.layout.packed import Form, Rows, greedy_bins, place, shared_tokens, stream_pairs
+from trl_jax.data.layout.plan import Buckets, survey
 from trl_jax.data.order import epoch_order
-from trl_jax.data.plan import Ladder, survey
-from trl_jax.data.streams import Form, Rows, balanced, place, shared_tokens, stream_pairs
 
 PAD = 7
 ids = st.lists(st.integers(0, 9), min_size=1, max_size=12)
@@ -31,8 +31,8 @@ layouts = pytest.mark.parametrize("share", [False, True], ids=["packed", "shared
 
 def laid_out(groups, pairs, count, share, streams=2, rows=None):
     placed = place(groups, pairs=pairs, share=share)
-    into = balanced([pair.tokens for pair in placed], streams)
-    form = Form(PAD, share, Ladder(), rows)
+    into = greedy_bins([pair.tokens for pair in placed], streams)
+    form = Form(PAD, share, Buckets(), rows)
     return stream_pairs(placed, into, form, pairs=pairs, count=count, streams=streams), placed, into
 
 
@@ -94,7 +94,7 @@ def test_texts_stand_as_rows_too(share, step):
 
 
     def shape(tokens, longest):
-        return Ladder()(tokens), longest + 3
+        return Buckets()(tokens), longest + 3
 
     pairs, groups = step
     batch, placed, into = laid_out(groups, pairs, len(groups), share, rows=Rows(sum(map(len, groups)), shape))
@@ -155,7 +155,7 @@ def test_each_answer_keeps_its_last_token(chosen, rejected):
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=30), st.integers(1, 5))
 def test_streams_are_balanced(costs, streams):
     """The longest is at most a pair longer than the mean."""
-    filled = np.bincount(balanced(costs, streams), costs, minlength=streams)
+    filled = np.bincount(greedy_bins(costs, streams), costs, minlength=streams)
     assert filled.sum() == sum(costs) and filled.max() <= sum(costs) / streams + max(costs)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from trl_jax.core.stream import BLOCK
+from trl_jax.core.packed import BLOCK
 from trl_jax.data import windows
 from trl_jax.data.loader import PreferenceLoader
 from trl_jax.data.windows import Windows

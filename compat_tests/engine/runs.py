@@ -21,7 +21,7 @@ from trl_jax.engine.checkpoint import forget_all_but_best, save_checkpoint
 from trl_jax.engine.events import Events
 from trl_jax.engine.interrupts import Interrupts
 from trl_jax.engine.loop import Loop
-from trl_jax.engine.watch import Watch
+from trl_jax.engine.nonfinite_guard import NonFiniteGuard
 from trl_jax.trainer.reward_config import RewardConfig
 
 EVENTS = [name for name in dir(TrainerCallback) if name.startswith("on_") and "push" not in name]
@@ -117,7 +117,7 @@ def run_loop(out, *, rows=10, metrics=(), callbacks=(), write_model=None, **conf
         report=report,
         evaluate=evaluate,
         save=lambda progress: save_checkpoint(args.output_dir, write_model or _write, events, {}),
-        watch=Watch(1, lambda batch: ""),
+        watch=NonFiniteGuard(1, lambda batch: ""),
         interrupts=Interrupts(),
     )
     mean, unreported = loop.run()

@@ -7,10 +7,10 @@ import numpy as np
 import optax
 import pytest
 
-from compat_tests.engine.test_optim import DECAYED, STEPS, gradients, rate, start
-from trl_jax.core.optimizers import OPTIMIZERS, parsed
+from compat_tests.engine.test_torch_updates import DECAYED, STEPS, gradients, rate, start
+from trl_jax.core.arguments.optimizers import OPTIMIZERS, parsed
 from trl_jax.engine.adaptive import Greedy, Plateau
-from trl_jax.engine.optim import Hyperparameters, adamw, from_optax, make_optimizer
+from trl_jax.engine.optimizers import Hyperparameters, adamw, from_optax, make_optimizer
 
 
 def ours(name, optim_args=None, **given):

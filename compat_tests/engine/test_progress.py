@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from trl_jax.engine import progress
-from trl_jax.engine.mesh import pieces
 from trl_jax.engine.progress import Progress, SavedProgress, told, write_progress
+from trl_jax.engine.sharding import pieces
 
 
 @pytest.mark.parametrize(("most", "sizes"), [(9999, [800]), (79, [80] * 10), (400, [400] * 2), (240, [240] * 3 + [80])])

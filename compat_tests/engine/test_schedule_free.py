@@ -11,9 +11,9 @@ import numpy as np
 import optax
 import pytest
 
-from compat_tests.engine.test_optim import DECAYED, STEPS, gradients, rate, start
 from compat_tests.engine.test_optimizers import ours, same
-from trl_jax.engine.optim import Hyperparameters, make_optimizer
+from compat_tests.engine.test_torch_updates import DECAYED, STEPS, gradients, rate, start
+from trl_jax.engine.optimizers import Hyperparameters, make_optimizer
 from trl_jax.engine.schedule_free import rectified
 from trl_jax.engine.step import make_step
 

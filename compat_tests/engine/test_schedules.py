@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 
-from trl_jax.core.argument_rules import ADAPTIVE, SCHEDULES
+from trl_jax.core.arguments.rules import ADAPTIVE, SCHEDULES
 from trl_jax.engine import schedules
 from trl_jax.engine.adaptive import ADAPTIVE as FOLLOWING
 from trl_jax.engine.schedules import learning_rates

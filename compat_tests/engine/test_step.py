@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from trl_jax.engine.optim import adamw
+from trl_jax.engine.optimizers import adamw
 from trl_jax.engine.step import make_step
 
 RATE = np.float32(0.1)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from compat_tests.exported import configs
-from trl_jax.hub.engines import load_exported
+from trl_jax.hub.backends import load_exported
 from trl_jax.models.functional import merge
 
 QUICKLY = {"xla_backend_optimization_level": 0}  # compiles in a third of the time, computes the same
@@ -47,10 +47,10 @@ def compare(folder: Path, length: int = 24) -> Apart:
 
 
 def _ours(folder: Path, ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    params, engine, _ = load_exported(folder, dtype="float32", seed=0)
+    params, backend, _ = load_exported(folder, dtype="float32", seed=0)
 
     def pulled(params):
-        scores = merge(engine.graph, params)(jnp.asarray(ids), None, valid=jnp.asarray(mask, bool))
+        scores = merge(backend.graph, params)(jnp.asarray(ids), None, valid=jnp.asarray(mask, bool))
         return jnp.sum(scores * PULL), scores
 
     compiled = jax.jit(jax.grad(pulled, has_aux=True), compiler_options=QUICKLY)

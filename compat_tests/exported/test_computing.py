@@ -16,9 +16,9 @@ torch = pytest.importorskip("torch")
 from compat_tests.exported.check import PULL, QUICKLY  # noqa: E402
 from compat_tests.parity.reference import read_weights  # noqa: E402
 from trl_jax import AutoModelForSequenceClassification  # noqa: E402
-from trl_jax.hub import positions  # noqa: E402
 from trl_jax.hub.auto import find_checkpoint  # noqa: E402
-from trl_jax.hub.torch_bridge import unloaded  # noqa: E402
+from trl_jax.hub.exported import positions  # noqa: E402
+from trl_jax.hub.torch.bridge import unloaded  # noqa: E402
 from trl_jax.models.functional import merge  # noqa: E402
 
 
@@ -64,7 +64,7 @@ def test_one_program_serves_every_shape(bloom):
         ids, mask = ids[:count], mask[:count]
         wanted = configs.scores(theirs, ids, mask).detach().numpy()
         np.testing.assert_allclose(model(ids, mask).logits[:, 0], wanted, atol=2e-5 * np.abs(wanted).max())
-    [programs] = model.engine._model._programs.values()
+    [programs] = model.backend._model._programs.values()
     assert len(programs) == 1
     assert model(ids[:0], mask[:0]).logits.shape == (0, 1)
 
@@ -77,7 +77,7 @@ def test_a_length_beyond_what_the_tracer_took_for_granted_is_exported_anew(tmp_p
         ids, mask = configs.rows(length)
         wanted = configs.scores(theirs, ids, mask).detach().numpy()
         np.testing.assert_allclose(model(ids, mask).logits[:, 0], wanted, atol=1e-5 * np.abs(wanted).max())
-    [programs] = model.engine._model._programs.values()
+    [programs] = model.backend._model._programs.values()
     assert len(programs) == 2
 
 
@@ -118,7 +118,7 @@ def saved_bytes(model, remat) -> int:
 
 @pytest.mark.parametrize(("dtype", "training"), [("float32", False), ("bfloat16", True)])
 def test_there_is_a_layer_a_piece(model, dtype, training):
-    pieces = model.engine._model.program(4, 24, dtype=dtype, training=training).pieces()
+    pieces = model.backend._model.program(4, 24, dtype=dtype, training=training).pieces()
     assert [piece.layer.split(".", 1)[1] for piece in pieces if piece.layer] == ["transformer.h.0", "transformer.h.1"]
 
 
@@ -188,20 +188,20 @@ def test_a_parameter_that_torch_does_not_train_has_no_gradient(tmp_path):
     model = load(folder)
     [frozen] = [name for name in model.params if "embed_positions" in name]
     found, _ = gradients(model)
-    assert not np.any(found[frozen]) and frozen in model.engine.undecayed
+    assert not np.any(found[frozen]) and frozen in model.backend.undecayed
 
 
 def test_norms_are_known_by_what_they_are(model):
     """transformers decays no layer norm; this one is called ln_f."""
-    assert {"transformer.ln_f.weight", "transformer.h.0.input_layernorm.bias"} <= model.engine.undecayed
+    assert {"transformer.ln_f.weight", "transformer.h.0.input_layernorm.bias"} <= model.backend.undecayed
 
 
 def test_what_texts_do_not_use_is_neither_decayed_nor_moved(tmp_path):
     """A table of entities has no gradient in torch, which then leaves it alone."""
     model = load(configs.build(tmp_path, "luke"))
     unused = {name for name in model.params if "entity_embeddings" in name}
-    assert unused and unused < model.engine.undecayed
-    assert "luke.embeddings.word_embeddings.weight" not in model.engine.undecayed
+    assert unused and unused < model.backend.undecayed
+    assert "luke.embeddings.word_embeddings.weight" not in model.backend.undecayed
     found, _ = gradients(model)
     assert not any(np.any(found[name]) for name in unused)
 
@@ -213,7 +213,7 @@ LONGEST = {"albert": 128, "gpt_neo": 128, "openai-gpt": 128, "biogpt": 128, "ibe
 def test_a_text_longer_than_the_table_of_positions_is_refused(model_type, most, tmp_path):
     folder = configs.build(tmp_path, model_type, max_position_embeddings=128)
     model = load(folder)
-    assert model.engine.most_tokens == find_checkpoint(str(folder)).most_tokens == most
+    assert model.backend.max_positions == find_checkpoint(str(folder)).max_positions == most
     if most is not None:
         ids = np.full((1, most + 1), 7)
         reference = configs.reference(folder)

@@ -12,11 +12,11 @@ import pytest
 
 from compat_tests.exported import configs
 from trl_jax import AutoModelForSequenceClassification
-from trl_jax.hub import translation
+from trl_jax.hub.exported import translation
+from trl_jax.hub.exported.model import TorchModel
+from trl_jax.hub.exported.model_types import is_exported, objection
+from trl_jax.hub.exported.refused import REFUSED
 from trl_jax.hub.families import families
-from trl_jax.hub.long_tail import is_exported, objection
-from trl_jax.hub.refused import REFUSED
-from trl_jax.hub.torch_model import TorchModel
 
 
 def folder_of(tmp_path, **config):

@@ -101,11 +101,11 @@ def readers(folder: Path) -> dict[str, tuple[str, Callable[[], Any]]]:
     from trl_jax.engine.manifest import read_manifest
     from trl_jax.engine.progress import SavedProgress
     from trl_jax.engine.resume import check
-    from trl_jax.hub.adapted import read_tensors
-    from trl_jax.hub.config import read_config
+    from trl_jax.hub.config.reader import read_config
     from trl_jax.hub.families import read_arch
-    from trl_jax.hub.files import CheckpointFiles
-    from trl_jax.hub.gguf import describe
+    from trl_jax.hub.formats.gguf import describe
+    from trl_jax.hub.formats.safetensors import CheckpointFiles
+    from trl_jax.hub.peft.adapted import read_tensors
 
     def arch():
         return read_arch(read_config(folder), folder / "config.json")
@@ -127,10 +127,10 @@ def readers(folder: Path) -> dict[str, tuple[str, Callable[[], Any]]]:
 
 def adapter_plan(folder: Path) -> tuple[Any, dict[str, Any]]:
     """What adapter_config.json means on the model of config.json, and the shapes of all that would train."""
-    from trl_jax.hub.adapters import make_plan
-    from trl_jax.hub.config import read_config
+    from trl_jax.hub.config.reader import read_config
     from trl_jax.hub.families import read_arch
-    from trl_jax.hub.lora_config import read_lora_config
+    from trl_jax.hub.peft.adapters import make_plan
+    from trl_jax.hub.peft.lora_config import read_lora_config
 
     family, arch = read_arch(read_config(folder), folder / "config.json")
     plan = make_plan(read_lora_config(folder), family, arch)
@@ -175,8 +175,8 @@ def build(folder: Path) -> None:
 def _build_adapter(folder: Path) -> None:
     from safetensors.numpy import save_file
 
-    from trl_jax.hub.adapters import wanted_shapes
-    from trl_jax.hub.lora_config import LoraConfig
+    from trl_jax.hub.peft.adapters import wanted_shapes
+    from trl_jax.hub.peft.lora_config import LoraConfig
 
     given = LoraConfig(
         task_type="SEQ_CLS", r=2, target_modules=["q_proj", "v_proj"], rank_pattern={"v_proj": 1}, use_dora=True,
@@ -209,7 +209,7 @@ def rows(dice: random.Random) -> None:
     from datasets import IterableDataset
 
     from compat_tests.tiny import preference_rows, tiny_tokenizer
-    from trl_jax.data import preference
+    from trl_jax.data.rows import preference
 
     kind = dice.choice(["text", "prompt", "chat", "chat_prompt"])
     made = preference_rows(3, kind, margin=dice.random() < 0.3)

@@ -15,9 +15,9 @@ from transformers import TrainerCallback
 import trl_jax
 from compat_tests.trainer.trainers import FACTS, make, table
 from trl_jax.engine import checkpoint, host_memory
-from trl_jax.engine.background import Background, copied
+from trl_jax.engine.async_saver import AsyncSaver, copied
 from trl_jax.engine.manifest import MANIFEST, verify
-from trl_jax.trainer import keeping
+from trl_jax.run import checkpointing
 
 CONFIG = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
 
@@ -81,7 +81,7 @@ def test_a_disk_that_is_full_ends_the_run_at_the_next_step(train, monkeypatch, t
 
 def test_where_memory_is_short_the_run_waits(train, monkeypatch):
     monkeypatch.setattr(host_memory, "spare", lambda: 1000)
-    monkeypatch.setattr(keeping, "copied", lambda tree: pytest.fail("copied"))
+    monkeypatch.setattr(checkpointing, "copied", lambda tree: pytest.fail("copied"))
     assert (train("short") / "checkpoint-4" / MANIFEST).exists()
 
 
@@ -89,7 +89,7 @@ def test_an_error_of_the_run_is_not_hidden_by_one_of_the_writing(caplog):
     def fails():
         raise OSError("the disk")
 
-    jobs = Background()
+    jobs = AsyncSaver()
     with pytest.raises(KeyError, match="the run"), jobs.settled():
         jobs.begin(fails)
         raise KeyError("the run")

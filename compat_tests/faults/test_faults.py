@@ -19,9 +19,9 @@ from datasets import Dataset, IterableDataset
 from compat_tests.faults.broken import INDEX, PICKLE, WEIGHTS, ZIP, copied, edit_tensor, edit_tensors, trainer
 from compat_tests.tiny import preference_rows, tiny_tokenizer
 from trl_jax import AutoModelForSequenceClassification, RewardConfig
-from trl_jax.data import special_tokens
-from trl_jax.hub import torch_bridge
+from trl_jax.data.rows import special_tokens
 from trl_jax.hub.families import families
+from trl_jax.hub.torch import bridge
 
 pytest.importorskip("torch")  # builds the checkpoints that are then broken
 
@@ -179,7 +179,7 @@ def test_row05_an_index_that_points_elsewhere(name, checkpoint, tmp_path, monkey
     folder = copied(checkpoint("llama", shards=True), tmp_path)
     weight_map = {"model.norm.weight": name}
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    monkeypatch.setattr("trl_jax.hub.files.safe_open", lambda *how, **more: pytest.fail("opened"))
+    monkeypatch.setattr("trl_jax.hub.formats.safetensors.safe_open", lambda *how, **more: pytest.fail("opened"))
     with refuses(
         f"{folder / INDEX} names shards outside its folder or none at all: {[name]!r}. Nothing was opened."
     ):
@@ -283,7 +283,7 @@ def test_row08_a_malicious_bin_file_is_not_run(good, tmp_path):
 
 
 def test_row08_a_bin_file_is_neither_read_nor_run_without_torch(good, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch_bridge, "available", lambda: False)
+    monkeypatch.setattr(bridge, "available", lambda: False)
     folder, mark = copied(good, tmp_path), tmp_path / "mark"
     (folder / WEIGHTS).unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Malicious(mark)))

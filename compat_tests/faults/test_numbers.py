@@ -16,8 +16,8 @@ import pytest
 import trl_jax
 from compat_tests.faults.broken import copied, edit_tensors, trainer
 from compat_tests.trainer.trainers import FACTS, make
-from trl_jax.engine.first_bad import first_bad
-from trl_jax.engine.watch import Watch
+from trl_jax.engine.nan_trace import nan_trace
+from trl_jax.engine.nonfinite_guard import NonFiniteGuard
 
 GOOD, BAD = {"chosen_ids": [5, 6], "rejected_ids": [7, 8]}, {"chosen_ids": [5, 500], "rejected_ids": [7]}
 
@@ -91,7 +91,7 @@ def test_row11_the_layer_is_named(run):
     [path] = [path for path in trained.model.params if path.endswith("mlp.up.weight")]
     params = trained.model.params | {path: trained.model.params[path].at[0].set(3e38)}
     batch = next(iter(trained.loader(trained.train_dataset, training=True))).arrays
-    found = first_bad(lambda p: trained.loss(p, jax.tree.map(lambda leaf: leaf[0], batch), None), params)
+    found = nan_trace(lambda p: trained.loss(p, jax.tree.map(lambda leaf: leaf[0], batch), None), params)
     assert found.startswith("The first one arises in turn 0 (of 1, layers are scanned) in ")
 
 
@@ -110,7 +110,7 @@ def test_row11_only_steps_in_a_row_count():
     def see(loss):
         watch.see(type("Batch", (), {"rows": [0]}), {"loss": np.float32(loss), "grad_norm": np.float32(1)})
 
-    watch = Watch(1, lambda batch: "")
+    watch = NonFiniteGuard(1, lambda batch: "")
     for loss in (np.nan, np.nan, 1, np.nan, np.inf, 2, np.nan, np.nan):
         see(loss)
     with pytest.raises(FloatingPointError, match="^Step 9: loss nan, .* Steps 7, 8, 9 in a row"):

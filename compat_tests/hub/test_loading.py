@@ -16,10 +16,12 @@ from safetensors.numpy import load_file, save_file
 from compat_tests.models import variants
 from compat_tests.tiny import tiny_model
 from trl_jax import AutoModelForSequenceClassification
-from trl_jax.hub import files, loading, pretrained
+from trl_jax.hub import pretrained
+from trl_jax.hub.checkpoint import loading
+from trl_jax.hub.checkpoint.loading import load
 from trl_jax.hub.families import read_arch
-from trl_jax.hub.files import CheckpointFiles
-from trl_jax.hub.loading import load
+from trl_jax.hub.formats import safetensors
+from trl_jax.hub.formats.safetensors import CheckpointFiles
 
 BIG = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 2000}
 
@@ -55,9 +57,9 @@ def test_the_host_holds_one_tensor_beside_the_weights(big, dtype):
 def test_files_are_opened_anew_while_they_are_read(big, monkeypatch):
     """What was read of a file counts as this process's memory until it is closed."""
     wanted, _ = load(big, dtype="auto", seed=0)
-    opened, really = [], files.safe_open
-    monkeypatch.setattr(files, "safe_open", lambda *given, **how: opened.append(given) or really(*given, **how))
-    monkeypatch.setattr(files, "_MAPPED", 2**21)
+    opened, really = [], safetensors.safe_open
+    monkeypatch.setattr(safetensors, "safe_open", lambda *given, **how: opened.append(given) or really(*given, **how))
+    monkeypatch.setattr(safetensors, "_MAPPED", 2**21)
     found, _ = load(big, dtype="auto", seed=0)
     assert_same_params(found, wanted)
     assert len(opened) > 4 and len(set(opened)) == 1
@@ -87,7 +89,7 @@ def test_tensors_are_let_go_as_soon_as_they_are_in_place(big, monkeypatch):
 
 def test_nothing_is_initialised_before_it_is_read(big, monkeypatch):
     """Shapes come from an abstract model: reading the first tensor finds no parameter made."""
-    monkeypatch.setattr(loading, "_assemble", lambda files, wire, shape, *how: (wire, shape))
+    monkeypatch.setattr(loading, "_assemble", lambda safetensors, entry, shape, *how: (entry, shape))
     tracemalloc.start()
     params, _ = load(big, dtype="float32", seed=0)
     _, peak = tracemalloc.get_traced_memory()

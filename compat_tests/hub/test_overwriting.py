@@ -9,7 +9,7 @@ import pytest
 
 from trl_jax import AutoModelForSequenceClassification
 from trl_jax.core.tensors_file import Pieces
-from trl_jax.hub.files import INDEX, SINGLE, CheckpointFiles, write_checkpoint
+from trl_jax.hub.formats.safetensors import INDEX, SINGLE, CheckpointFiles, write_checkpoint
 
 load = AutoModelForSequenceClassification.from_pretrained
 

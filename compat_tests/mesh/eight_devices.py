@@ -18,15 +18,15 @@ from datasets import Dataset  # noqa: E402
 from compat_tests import tiny  # noqa: E402
 from compat_tests.bench.gaps import gaps  # noqa: E402
 from compat_tests.bench.mesh_runs import FACTS, PAIRS, run  # noqa: E402
+from compat_tests.dryrun.planned import LORA, alike  # noqa: E402
 from compat_tests.parity.reference import BASE  # noqa: E402
-from compat_tests.trainer.planned import LORA, alike  # noqa: E402
 from trl_jax import BitsAndBytesConfig, LoraConfig, RewardConfig, RewardTrainer  # noqa: E402
-from trl_jax.core.stream import BLOCK  # noqa: E402
+from trl_jax.core.packed import BLOCK  # noqa: E402
 from trl_jax.data.loader import PreferenceLoader  # noqa: E402
 from trl_jax.data.windows import Windows  # noqa: E402
 from trl_jax.engine.compilation import compiler_options  # noqa: E402
-from trl_jax.engine.mesh import Division, axes_of, make_mesh  # noqa: E402
-from trl_jax.trainer import compiling, layouts  # noqa: E402
+from trl_jax.engine.sharding import ShardingPlan, axes_of, make_mesh  # noqa: E402
+from trl_jax.run import layout_choice, precompile  # noqa: E402
 
 ROWS = tiny.preference_rows(5 * PAIRS, margin=True)
 MARKS = {"loss": 1e-5, "train_loss": 1e-5, "grad_norm": 2e-4}  # the others' is 2e-4
@@ -83,8 +83,8 @@ ADAPTED = [
 def test_adapters_are_those_of_one_device(model, said, bits, pairs, checkpoint, tmp_path, monkeypatch):
     """A divided base, quantised or not, and adapters that every device has; those of experts, too. All by programs
     that were made beforehand, as on TPUs, of nothing but shapes."""
-    monkeypatch.setattr(compiling, "compiles_ahead", lambda device: True)
-    monkeypatch.setattr(compiling, "ahead", made_before)
+    monkeypatch.setattr(precompile, "compiles_ahead", lambda device: True)
+    monkeypatch.setattr(precompile, "ahead", made_before)
 
     def run(said, size):
         config = BASE | {"per_device_train_batch_size": size, "max_steps": 2} | said
@@ -162,14 +162,14 @@ def test_row19_another_mesh_goes_on_with_the_same_numbers(checkpoint, tmp_path):
                                               ("qwen3_moe", {})], ids=str)  # fmt: skip
 def test_each_device_reads_its_own_part(model, facts, checkpoint):
     """Straight from the files to where it belongs: fused tensors, experts and transposed ones too."""
-    from trl_jax.hub.loading import load
+    from trl_jax.hub.checkpoint.loading import load
 
     folder = checkpoint(model, **facts)
-    division = Division(make_mesh({"data": 2, "fsdp": 2, "tensor": 2}))
+    sharding_plan = ShardingPlan(make_mesh({"data": 2, "fsdp": 2, "tensor": 2}))
     alone, _ = load(folder, dtype="float32", seed=0)
-    parts, _ = load(folder, dtype="float32", seed=0, place=division.place)
+    parts, _ = load(folder, dtype="float32", seed=0, place=sharding_plan.place)
     for path, array in alone.items():
-        assert parts[path].sharding == division.place(path, array.shape) or "score" in path
+        assert parts[path].sharding == sharding_plan.place(path, array.shape) or "score" in path
         np.testing.assert_array_equal(np.asarray(parts[path]), np.asarray(array))
 
 
@@ -233,7 +233,7 @@ def test_rows_of_texts_stay_where_they_are(checkpoint, tmp_path, monkeypatch, al
     mesh = "data:2,fsdp:2,tensor:2"
     wanted = alone("llama", "shared")
     _, along = compiled(trainer(checkpoint, tmp_path / "along", mesh_shape=mesh))
-    monkeypatch.setattr(layouts, "by_rows", lambda args, dealt: True)
+    monkeypatch.setattr(layout_choice, "by_rows", lambda args, striped: True)
     built = trainer(checkpoint, tmp_path, mesh_shape=mesh)
     [step, *_] = built.get_train_dataloader().steps
     assert step.arrays.stream.texts is not None
@@ -282,8 +282,8 @@ def test_experts_over_tensor_are_those_of_one_device():
     mesh = make_mesh({"tensor": 2}, jax.devices()[:2])
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         whole = jax.device_put((state, x), jax.NamedSharding(mesh, jax.P()))
-        spread = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(*whole)
-    for mine, theirs in zip(jax.tree.leaves(spread), jax.tree.leaves(alone), strict=True):
+        sharded_step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(*whole)
+    for mine, theirs in zip(jax.tree.leaves(sharded_step), jax.tree.leaves(alone), strict=True):
         np.testing.assert_allclose(np.asarray(mine), np.asarray(theirs), rtol=2e-4, atol=2e-3)
 
 
@@ -304,12 +304,12 @@ def test_experts_over_tensor_are_those_of_one_device():
 ], ids=str)  # fmt: skip
 def test_words(said, sizes, checkpoint, tmp_path):
     args = RewardConfig(str(tmp_path), use_cpu=True, **said)
-    from trl_jax.trainer.devices import division_of
+    from trl_jax.run.devices import sharding_plan_of
 
-    division = division_of(args)
-    assert {axis: size for axis, size in division.mesh.shape.items() if size > 1} == sizes
+    sharding_plan = sharding_plan_of(args)
+    assert {axis: size for axis, size in sharding_plan.mesh.shape.items() if size > 1} == sizes
     zero = "stage" in str(said) and "3" not in str(said)
-    assert division.moments_over == ("data" if zero else None)
+    assert sharding_plan.moments_over == ("data" if zero else None)
     assert args.world_size == np.prod(list(sizes.values()))
 
 
@@ -339,9 +339,9 @@ def test_whole_texts_are_refused_where_they_would_be_divided(checkpoint, tmp_pat
 
 
 def test_what_does_not_come_out_even_stays_whole():
-    division = Division(make_mesh({"fsdp": 4, "tensor": 2}))
+    sharding_plan = ShardingPlan(make_mesh({"fsdp": 4, "tensor": 2}))
     assert axes_of("decoder.layers.mlp.down", 4) == ("layers", "experts", "embed", "mlp")
-    spec = division.spec
+    spec = sharding_plan.spec
     assert spec("decoder.embed.weight", (520, 66)) == jax.P("tensor", None)  # 66 by 4 is odd, and 520 is taken
     assert spec("decoder.embed.weight", (521, 66)) == jax.P(None, None)
     assert spec("decoder.embed.weight", (521, 64)) == jax.P(None, "fsdp")
@@ -361,13 +361,13 @@ def test_what_does_not_come_out_even_stays_whole():
 def test_row46_an_evaluation_of_any_size(pairs, checkpoint, tmp_path):
     """Fewer pairs than devices, or a share that is not whole: every pair counts once, and no other."""
     rows = Dataset.from_list(tiny.preference_rows(pairs, seed=5))
-    alone, spread = (
+    alone, sharded_step = (
         trainer(checkpoint, tmp_path, mesh_shape=mesh, per_device_eval_batch_size=size).predict(rows)
         for mesh, size in (("data:1", 16), ("data:8", 2))
     )
     assert alone.predictions.shape == (2 * pairs, 1)
-    np.testing.assert_allclose(spread.predictions, alone.predictions, atol=2e-5)
-    assert abs(spread.metrics["test_loss"] - alone.metrics["test_loss"]) < 1e-6
+    np.testing.assert_allclose(sharded_step.predictions, alone.predictions, atol=2e-5)
+    assert abs(sharded_step.metrics["test_loss"] - alone.metrics["test_loss"]) < 1e-6
 
 
 def table(pairs):

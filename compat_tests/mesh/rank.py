@@ -47,13 +47,13 @@ def go_on(folder: str, rows: list[dict], out: str, *, resume: str | bool, dies: 
 
 def die_saving(trainer, step: int) -> None:
     """Weights are in the unfinished folder then, moments on their way."""
-    from trl_jax.trainer import keeping
+    from trl_jax.run import checkpointing
 
-    write = keeping.write_progress
+    write = checkpointing.write_progress
 
     def fatal(*given, **more):
         if trainer.state.global_step == step:
             os.kill(os.getpid(), signal.SIGKILL)
         write(*given, **more)
 
-    keeping.write_progress = fatal
+    checkpointing.write_progress = fatal

@@ -11,7 +11,7 @@ import pytest
 
 from compat_tests.models import encoders
 from trl_jax import AutoModelForSequenceClassification
-from trl_jax.hub import loading
+from trl_jax.hub.checkpoint import loading
 from trl_jax.hub.families import read_arch
 from trl_jax.models.encoder_arch import ConvolutionFacts, EncoderArch, HeadFacts
 from trl_jax.models.functional import merge

@@ -10,9 +10,9 @@ from safetensors.numpy import load_file, save_file
 
 from compat_tests.models import encoders, variants
 from trl_jax import AutoModelForSequenceClassification
-from trl_jax.hub.config import read_config
+from trl_jax.hub.checkpoint.saving import save
+from trl_jax.hub.config.reader import read_config
 from trl_jax.hub.families import read_arch
-from trl_jax.hub.saving import save
 from trl_jax.models.functional import merge
 from trl_jax.nn import attention
 
@@ -166,7 +166,7 @@ def test_what_is_not_computed_is_refused(family, wrong, message, built):
 
 def test_a_text_longer_than_the_positions_is_refused(built):
     model = load(built("roberta", "other_pad"))
-    assert model.most_tokens == 512 - 7 - 1 and load(built("modernbert")).most_tokens is None
+    assert model.max_positions == 512 - 7 - 1 and load(built("modernbert")).max_positions is None
     with pytest.raises(ValueError, match="input_ids has 505 tokens a row, but the model has positions for 504"):
         model(np.ones((1, 505), int))
     assert np.isfinite(model(np.ones((1, 504), int)).logits).all()  # computed on 512: the pads have no positions

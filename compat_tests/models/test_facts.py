@@ -10,7 +10,7 @@ import pytest
 
 from compat_tests.models import variants
 from trl_jax import AutoModelForSequenceClassification
-from trl_jax.hub import loading
+from trl_jax.hub.checkpoint import loading
 from trl_jax.hub.families import read_arch
 from trl_jax.models.arch import Arch, Experts
 from trl_jax.models.functional import merge

@@ -12,7 +12,7 @@ import pytest
 from compat_tests.models import variants
 from compat_tests.models.families import BODY_ONLY, VARIANTS
 from trl_jax import AutoModelForSequenceClassification
-from trl_jax.hub.saving import places_of, read_tensor
+from trl_jax.hub.checkpoint.saving import places_of, read_tensor
 from trl_jax.models.functional import merge
 
 torch = pytest.importorskip("torch")

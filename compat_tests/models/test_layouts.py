@@ -13,8 +13,8 @@ import pytest
 from compat_tests.models import encoders
 from compat_tests.models.families import VARIANTS
 from trl_jax import AutoModelForSequenceClassification, RewardTrainer
-from trl_jax.data.layout import pad_pairs
-from trl_jax.data.streams import Form, Rows, balanced, place, stream_pairs
+from trl_jax.data.layout.batch import pad_pairs
+from trl_jax.data.layout.packed import Form, Rows, greedy_bins, place, stream_pairs
 from trl_jax.losses.pairwise import pairwise_loss
 from trl_jax.models.functional import merge
 
@@ -58,7 +58,7 @@ def batches(layout):
         return pad_pairs(step(), pad_to_multiple_of=48, **facts)
     share, rows = layout.startswith("shared"), Rows(7, lambda *_: (128, 64)) if layout.endswith("rows") else None
     placed = place(step(), pairs=PAIRS, share=share)
-    into = balanced([pair.tokens for pair in placed], COUNT)
+    into = greedy_bins([pair.tokens for pair in placed], COUNT)
     form = Form(PAD, share, lambda tokens: 128, rows)
     return stream_pairs(placed, into, form, pairs=PAIRS, count=COUNT, streams=COUNT)
 
@@ -81,7 +81,7 @@ def of_step(model, layout, *, gradients=False, dtype="float32", most=None):
 @pytest.mark.parametrize(("family", "name"), [case for case in CASES if case[0] in UNLIKE])
 def test_the_loss_is_the_same_in_every_layout(family, name, built):
     model = AutoModelForSequenceClassification.from_pretrained(built(family, name))
-    assert model.engine.takes_streams
+    assert model.backend.takes_packed
     wanted = of_step(model, "padded")
     for layout in ("packed", "shared"):
         assert abs(of_step(model, layout) - wanted) <= 1e-6 * max(1, wanted), layout
@@ -112,7 +112,7 @@ def test_the_gradients_are_the_same_in_every_layout(family, name, built):
 def test_a_window_that_no_text_is_longer_than_is_left_out(built):
     """gemma2's is 7 here: where texts are said to have no more, it is not there, which longer ones show."""
     model = AutoModelForSequenceClassification.from_pretrained(built("gemma2", "plain"))
-    assert model.engine.window == 7
+    assert model.backend.window == 7
     wanted = of_step(model, "padded")
     assert of_step(model, "padded", most=8) == wanted
     assert abs(of_step(model, "padded", most=7) - wanted) > 1e-4
@@ -125,22 +125,22 @@ def test_a_window_that_no_text_is_longer_than_is_left_out(built):
 def test_encoders_pack(family, name, tmp_path):
     """First token and mean of the text, windows to both sides, positions that skip pads within a text."""
     model = AutoModelForSequenceClassification.from_pretrained(encoders.build(tmp_path, family, name))
-    assert model.engine.takes_streams and not model.engine.causal
+    assert model.backend.takes_packed and not model.backend.causal
     for loss, gradient in apart(model, ["packed", "packed rows"]):
         assert loss <= 1e-6 and gradient <= 1e-5
 
 
 def test_encoders_that_read_neighbours_do_not(tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(encoders.build(tmp_path, "deberta-v2", "convolved"))
-    assert not model.engine.takes_streams
+    assert not model.backend.takes_packed
 
 
 def test_the_step_shares_what_it_should():
     """Else the three layouts would be two."""
-    real = {layout: int((batches(layout).stream.first < 128).sum()) for layout in ("packed", "shared")}
+    real = {layout: int((batches(layout).packed.first < 128).sum()) for layout in ("packed", "shared")}
     assert real["packed"] - real["shared"] >= 70
-    beyond = {layout: batches(layout).stream.end > np.arange(1, 129) for layout in ("packed", "shared")}
-    inside = {layout: batches(layout).stream.first < 128 for layout in ("packed", "shared")}
+    beyond = {layout: batches(layout).packed.end > np.arange(1, 129) for layout in ("packed", "shared")}
+    inside = {layout: batches(layout).packed.first < 128 for layout in ("packed", "shared")}
     assert (beyond["shared"] & inside["shared"]).any() and not (beyond["packed"] & inside["packed"]).any()
 
 
@@ -148,7 +148,7 @@ def test_the_step_shares_what_it_should():
 def test_a_wrong_layout_is_noticed(field, built):
     """phi3's long ropes ask for the longest text, which the mutant takes for a short one."""
     model = AutoModelForSequenceClassification.from_pretrained(built("phi3", "long"))
-    stream = batches("shared").stream
-    wrong = stream._replace(**{field: getattr(stream, field) // 2})
-    gap = abs(of_step(model, batches("shared")._replace(stream=wrong)) - of_step(model, "shared"))
+    packed = batches("shared").packed
+    wrong = packed._replace(**{field: getattr(packed, field) // 2})
+    gap = abs(of_step(model, batches("shared")._replace(packed=wrong)) - of_step(model, "shared"))
     assert gap > 1e-4

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trl_jax.core.stream import Stream, Texts
+from trl_jax.core.packed import Packed, RowView
 from trl_jax.nn import cudnn
 from trl_jax.nn.attention import Dropout, attend, attend_texts
 
@@ -128,12 +128,12 @@ def test_gpus_read_a_stream_s_texts_as_rows(hopper):
     """Up to where each ends, by gathers both ways: sums of scattered numbers come in any order."""
     shapes = [jax.ShapeDtypeStruct((1, 640, heads, 64), jnp.bfloat16) for heads in (4, 2, 2)]
     tokens, of_texts = (jax.ShapeDtypeStruct((1, *size), jnp.int32) for size in ((640,), (6, 128)))
-    stream = Stream(*[tokens] * 4, Texts(of_texts, jax.ShapeDtypeStruct((1, 2, 640), jnp.int32)))
+    packed = Packed(*[tokens] * 4, RowView(of_texts, jax.ShapeDtypeStruct((1, 2, 640), jnp.int32)))
 
-    def total(q, k, v, stream):
-        return attend_texts(q, k, v, stream, scale=0.5).astype(jnp.float32).sum()
+    def total(q, k, v, packed):
+        return attend_texts(q, k, v, packed, scale=0.5).astype(jnp.float32).sum()
 
-    traced = jax.jit(jax.grad(total, argnums=(0, 1, 2))).trace(*shapes, stream)
+    traced = jax.jit(jax.grad(total, argnums=(0, 1, 2))).trace(*shapes, packed)
     program = traced.lower(lowering_platforms=("cuda",)).as_text().replace("\\22", '"')
     assert "fmhaSoftmax(" in program and "fmhaSoftmaxBackward(" in program and '"PADDING_CAUSAL"' in program
     assert "stablehlo.gather" in program and "scatter" not in program

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trl_jax.hub.config import ConfigReader
-from trl_jax.hub.rope import read_rope
+from trl_jax.hub.config.reader import ConfigReader
+from trl_jax.hub.config.rope import read_rope
 from trl_jax.nn.rope import rope_angles, rotate
 
 LLAMA3 = {

@@ -9,7 +9,7 @@ from compat_tests.parity.cases import CASES
 from compat_tests.tiny import preference_rows
 
 
-class Runs:
+class KeyRanges:
     """The cases' runs, by name. `theirs` and `ours` remember; `ours_afresh` trains again, for mutants."""
 
     def __init__(self, checkpoint, new_folder):
@@ -42,6 +42,6 @@ class Runs:
 
 
 @pytest.fixture(scope="session")
-def runs(checkpoint, tmp_path_factory) -> Runs:
+def runs(checkpoint, tmp_path_factory) -> KeyRanges:
     pytest.importorskip("trl", reason="parity is measured against real TRL")
-    return Runs(checkpoint, tmp_path_factory)
+    return KeyRanges(checkpoint, tmp_path_factory)

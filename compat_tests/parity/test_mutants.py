@@ -10,13 +10,14 @@ import pytest
 from compat_tests.parity.cases import CASES
 from compat_tests.parity.marks import assert_same_curve
 from trl_jax.core.torch_random import TorchGenerator
-from trl_jax.data import loader, streams
+from trl_jax.data import loader
+from trl_jax.data.layout import packed
 from trl_jax.engine.schedules import learning_rates
 from trl_jax.losses.pairwise import pairwise_loss
 from trl_jax.nn.linear import Embedding
 from trl_jax.trainer.reward_config import RewardConfig
 
-EPOCH_ORDER, STREAM_PAIRS = loader.epoch_order, streams.stream_pairs
+EPOCH_ORDER, STREAM_PAIRS = loader.epoch_order, packed.stream_pairs
 SCALE_BY_ADAM, APPLY_UPDATES = optax.scale_by_adam, optax.apply_updates
 
 
@@ -79,17 +80,17 @@ def pad_row_trains(num_embeddings, features, *, padding_idx=None):
 MUTANTS = [
     ("data_seed", "trl_jax.data.loader.epoch_order", another_order),
     ("data_seed", "trl_jax.data.loader.epoch_order", every_epoch_in_the_same_order),
-    ("pad_is_eos", "trl_jax.data.streams.scored_token", last_token_by_mask),
+    ("pad_is_eos", "trl_jax.data.layout.packed.scored_token", last_token_by_mask),
     ("pad_is_eos_chat", "trl_jax.models.decoder.Embedding", pad_row_trains),
-    ("qwen2", "trl_jax.trainer.stepping.decays", everything_decays),
-    ("plain", "trl_jax.engine.optim.scale_by_adam", eps_inside_the_root),
+    ("qwen2", "trl_jax.run.train_step.decays", everything_decays),
+    ("plain", "trl_jax.engine.optimizers.scale_by_adam", eps_inside_the_root),
     ("ragged_accumulation", "trl_jax.data.loader.stream_pairs", mean_over_rows),
     ("margin", "trl_jax.trainer.reward_trainer.pairwise_loss", loss_without_margin),
     ("centered_hard", "trl_jax.trainer.reward_trainer.pairwise_loss", loss_without_centring),
     ("plain", "optax.apply_updates", float16_weights),
-    ("cosine", "trl_jax.trainer.optimizers.learning_rates", warmup_one_step_early),
-    ("cosine", "trl_jax.engine.optim.clip_by_global_norm", no_clipping),
-    ("causal", "trl_jax.hub.loading.TorchGenerator", another_seed),
+    ("cosine", "trl_jax.run.optimizer_choice.learning_rates", warmup_one_step_early),
+    ("cosine", "trl_jax.engine.optimizers.clip_by_global_norm", no_clipping),
+    ("causal", "trl_jax.hub.checkpoint.loading.TorchGenerator", another_seed),
 ]
 
 

@@ -13,9 +13,9 @@ from transformers import TrainerCallback
 import trl_jax
 from compat_tests.parity.reference import read_weights
 from compat_tests.trainer.trainers import FACTS, make, table
+from trl_jax.run.collator import DataCollatorForPreference
+from trl_jax.run.user_loss import numbers_of
 from trl_jax.trainer.base_trainer import _NEVER_CALLED
-from trl_jax.trainer.collator import DataCollatorForPreference
-from trl_jax.trainer.hooks import numbers_of
 
 
 @pytest.fixture(scope="session")
@@ -290,7 +290,7 @@ def test_lengths_are_planned_for_the_order_of_grouped_rows(folder, tmp_path, cap
     for epoch in range(2):
         steps.set_epoch(epoch)
         met |= {step.arrays.tokens.shape[-1] for step in steps}
-    assert met <= set(steps.ladder.rungs)
+    assert met <= set(steps.buckets.buckets)
 
 
 def test_values_of_the_trainers_own_are_told_from_a_scripts(folder, tmp_path):

@@ -122,7 +122,7 @@ def test_predict_scores_what_the_model_scores(trainer, folder):
     np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-6)
 
 
-class Watch:
+class NonFiniteGuard:
     """What compute_metrics and preprocess_logits_for_metrics are given, and a metric of each kind of name."""
 
     def __init__(self):
@@ -147,7 +147,7 @@ def watched(folder, tmp_path_factory):
     trl = pytest.importorskip("trl")
     found = []
     for package in (trl_jax, trl):
-        watch = Watch()
+        watch = NonFiniteGuard()
         functions = {"compute_metrics": watch.metrics, "preprocess_logits_for_metrics": watch.logits}
         trainer = make(
             package, folder, tmp_path_factory.mktemp("watched"), eval_dataset=table(8), **functions
@@ -180,7 +180,7 @@ def test_what_the_user_made_of_the_scores_is_what_is_predicted(watched, trainer,
 def test_loss_only(folder, tmp_path):
     trl = pytest.importorskip("trl")
     for package in (trl_jax, trl):
-        watch = Watch()
+        watch = NonFiniteGuard()
         trainer = make(
             package, folder, tmp_path, config={"prediction_loss_only": True}, eval_dataset=table(4),
             compute_metrics=watch.metrics,

@@ -18,7 +18,7 @@ from compat_tests.engine.runs import Recorder
 from compat_tests.parity.marks import assert_same_curve, assert_same_weights, steps_of, timeless
 from compat_tests.parity.reference import read_weights
 from compat_tests.trainer.trainers import FACTS, make, stream, table
-from trl_jax.trainer import compiling, layouts, stepping
+from trl_jax.run import layout_choice, precompile, train_step
 
 EVERYTHING = {
     "eval_strategy": "steps",
@@ -266,16 +266,16 @@ def test_one_program_a_shape(folder, tmp_path, caplog):
 
 def test_programs_made_beside_the_steps_are_those_of_the_steps(folder, tmp_path, monkeypatch):
     """As on a TPU, whose host has the time: the same numbers, whoever made a program, from a checkpoint on, too."""
-    found, asked, rows, real = {}, set(), table(24), compiling.Programs.made
-    monkeypatch.setattr(layouts, "_ON_CPUS", 0.0)  # many lengths
+    found, asked, rows, real = {}, set(), table(24), precompile.Programs.made
+    monkeypatch.setattr(layout_choice, "_ON_CPUS", 0.0)  # many lengths
 
     def made(self, *given):
         asked.add((threading.current_thread() is threading.main_thread(), given[2].tokens.shape))
         return real(self, *given)
 
-    monkeypatch.setattr(compiling.Programs, "made", made)
+    monkeypatch.setattr(precompile.Programs, "made", made)
     for ahead in (False, True):
-        monkeypatch.setattr(compiling, "compiles_ahead", lambda device, ahead=ahead: ahead)
+        monkeypatch.setattr(precompile, "compiles_ahead", lambda device, ahead=ahead: ahead)
         out, config = tmp_path / str(ahead), {"save_strategy": "steps", "save_steps": 4}
         whole = make(trl_jax, folder, out, train=rows, config=config)
         whole.train()
@@ -289,13 +289,13 @@ def test_programs_made_beside_the_steps_are_those_of_the_steps(folder, tmp_path,
 
 def dearly(plan_layout, *given, **how):
     """A plan where a program costs as much as 2,000 tokens."""
-    return plan_layout(*given, **how | {"rung_cost": 2000})
+    return plan_layout(*given, **how | {"bucket_cost": 2000})
 
 
 def test_a_longer_program_serves_until_one_is_made(folder, tmp_path, monkeypatch):
     """The same numbers but for rounding, and from a checkpoint on the same to the bit."""
-    monkeypatch.setattr(layouts, "plan_layout", partial(dearly, layouts.plan_layout))
-    monkeypatch.setattr(layouts, "AT_ONCE", 1)
+    monkeypatch.setattr(layout_choice, "plan_layout", partial(dearly, layout_choice.plan_layout))
+    monkeypatch.setattr(layout_choice, "AT_ONCE", 1)
     rows = Dataset.from_list([
         {side: f"{' '.join(words)} {side}" for side in ("chosen", "rejected")}
         for length in (400, 10, 10, 400, 10, 10) for words in [["bread"] * length] * 4
@@ -303,7 +303,7 @@ def test_a_longer_program_serves_until_one_is_made(folder, tmp_path, monkeypatch
     how = {"save_strategy": "steps", "save_steps": 2, "train_sampling_strategy": "sequential", "max_length": None}
     runs, lengths = [], []
     for ahead, resumed in ((False, None), (True, None), (True, str(tmp_path / "True" / "checkpoint-2"))):
-        for package in (layouts, compiling):
+        for package in (layout_choice, precompile):
             monkeypatch.setattr(package, "compiles_ahead", lambda device, ahead=ahead: ahead)
         trainer = make(trl_jax, folder, tmp_path / str(ahead), train=rows, config=how)
         trainer.train(resume_from_checkpoint=resumed)
@@ -323,7 +323,7 @@ def test_gradient_checkpointing_changes_nothing(folder, tmp_path, monkeypatch, c
         ({}, 1),
         ({}, 1 << 40),
     ):
-        monkeypatch.setattr(stepping, "room_of", lambda device, room=room: room)
+        monkeypatch.setattr(train_step, "room_of", lambda device, room=room: room)
         trainer = make(trl_jax, folder, tmp_path, config=config)
         caplog.clear()
         with caplog.at_level(logging.INFO, "trl_jax"):

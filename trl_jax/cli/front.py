@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from trl_jax.core.renamed import translated
+from trl_jax.core.arguments.renamed import translated
 
 # TRL's modules that have names of ours -> the modules of ours that have them, in the order they are asked.
 MODULES: dict[str, tuple[str, ...]] = {

@@ -8,7 +8,7 @@ import numpy as np
 import xxhash
 from datasets import Dataset
 
-from . import checks
+from trl_jax.data.rows import checks
 
 
 def fingerprint(dataset: Dataset) -> str:

@@ -13,11 +13,11 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 
 from trl_jax.data.fingerprint import row_digest
-from trl_jax.data.layout import PairBatch, pad_pairs, padded_length
+from trl_jax.data.layout.batch import PairBatch, pad_pairs, padded_length
+from trl_jax.data.layout.packed import Form, Rows, greedy_bins, place, stream_pairs
+from trl_jax.data.layout.plan import Buckets, Shapes
+from trl_jax.data.layout.sharded import by_shard, filled, room, sharded_rows, sharded_streams
 from trl_jax.data.order import epoch_order, micro_batches
-from trl_jax.data.plan import Ladder, Shapes
-from trl_jax.data.shards import by_shard, filled, room, sharded_rows, sharded_streams
-from trl_jax.data.streams import Form, Rows, balanced, place, stream_pairs
 
 COLUMNS = ("chosen_ids", "rejected_ids", "margin")
 
@@ -68,7 +68,7 @@ class PreferenceLoader:
     pad_token_id: int
     pad_to_multiple_of: int | str | None
     layout: str = "padded"
-    ladder: Ladder = Ladder()
+    buckets: Buckets = Buckets()
     shapes: Shapes | None = None  # in place of the ladder where texts in streams stand as rows, too
     accumulation: int = 1
     shards: int = 1
@@ -164,7 +164,7 @@ class PreferenceLoader:
         shards = self.shards if self.divided else 1
         pairs = by_shard([[place.row for place in places] for places in group], shards)
         weights = [1 / (len(group) * len(places)) for places in group for _ in range(shards)]
-        arrays, into = self._laid_out(pairs, weights, partial(self.ladder, step=number))
+        arrays, into = self._laid_out(pairs, weights, partial(self.buckets, step=number))
         lengths = [[len(row[side]) for row in rows for side in COLUMNS[:2]] for rows in pairs]
         rows, passes = [place.index for places in group for place in places], self.accumulation * shards
         return StepBatch(
@@ -180,7 +180,7 @@ class PreferenceLoader:
         )
 
     def _laid_out(
-        self, micro_batches: list[list[dict]], weights: list[float], rung: Callable[[int], int]
+        self, micro_batches: list[list[dict]], weights: list[float], bucket: Callable[[int], int]
     ) -> tuple[PairBatch, list[int]]:
         """The arrays of a step, and for each pair the pass, and shard, that it is in: counted over both."""
         shards = self.shards if self.divided else 1
@@ -195,8 +195,8 @@ class PreferenceLoader:
         most = None if shards == 1 else room(pairs, self.accumulation)
         if self.shapes is not None:
             most = pairs if passes == 1 else 2 * pairs
-        into = balanced([pair.tokens for pair in placed], passes, most)
-        form = Form(self.pad_token_id, share, rung, None if self.shapes is None else Rows(most, self.shapes))
+        into = greedy_bins([pair.tokens for pair in placed], passes, most)
+        form = Form(self.pad_token_id, share, bucket, None if self.shapes is None else Rows(most, self.shapes))
         if shards == 1:
             return stream_pairs(placed, into, form, pairs=pairs, count=passes, streams=passes), into
         return sharded_streams(placed, into, form, pairs=pairs, count=self.accumulation, shards=shards), into

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trl_jax.data.layout import PairBatch, pad_pairs
+from trl_jax.data.layout.batch import PairBatch, pad_pairs
+from trl_jax.data.layout.packed import Form, Placed, Rows, place, stream_pairs
 from trl_jax.data.loader import Place, PreferenceLoader
-from trl_jax.data.streams import Form, Placed, Rows, place, stream_pairs
 
 WINDOW = 64  # batches that are sorted together
 
@@ -93,7 +93,7 @@ class Windows:
         size, most = self._pairs, 2 * self._pairs
         placed = place(batches, pairs=loader.batch_size, share=loader.layout == "shared")
         least = sum(pair.tokens for pair in placed) // (len(batches) * shards)
-        self._stream = max(self._stream, loader.ladder(max(least, *(pair.tokens for pair in placed))))
+        self._stream = max(self._stream, loader.buckets(max(least, *(pair.tokens for pair in placed))))
         if loader.shapes is not None:
             _, text = loader.shapes(self._stream, max(pair.longest for pair in placed))
             self._text = max(self._text, text)

@@ -14,8 +14,8 @@ from transformers.trainer_utils import SaveStrategy
 from trl_jax.engine.best import is_new_best
 from trl_jax.engine.events import Events
 from trl_jax.engine.interrupts import Interrupts
+from trl_jax.engine.nonfinite_guard import NonFiniteGuard
 from trl_jax.engine.progress import Progress
-from trl_jax.engine.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Loop:
     report: Callable[[dict[str, float], list[dict[str, np.ndarray]]], None]
     evaluate: Callable[[], dict[str, float]]
     save: Callable[[Progress], None]
-    watch: Watch
+    watch: NonFiniteGuard
     interrupts: Interrupts
     progress: Progress = field(default_factory=Progress)
     _saved_at: int | None = None

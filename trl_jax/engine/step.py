@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from trl_jax.engine.optim import Optimizer
-from trl_jax.engine.spread import Spread
+from trl_jax.engine.optimizers import Optimizer
+from trl_jax.engine.spmd import ShardedStep
 from trl_jax.engine.transforms import global_norm
 
 Params = dict[str, jax.Array]
@@ -20,7 +20,7 @@ Loss = Callable[[Params, Any, jax.Array | None], tuple[jax.Array, dict[str, jax.
 
 
 def make_step(
-    loss: Loss, tx: Optimizer, spread: Spread | None = None, compiler_options: dict[str, Any] | None = None
+    loss: Loss, tx: Optimizer, sharded_step: ShardedStep | None = None, compiler_options: dict[str, Any] | None = None
 ) -> Callable:
     """`step(params, opt_state, batch, learning_rate, key, frozen={}) -> (params, opt_state, metrics)`, jitted.
 
@@ -42,10 +42,10 @@ def make_step(
     def of_all(params, frozen, *micro):
         return loss(frozen | params, *micro)
 
-    if spread is None:
+    if sharded_step is None:
         gradients_of, norm_of = partial(_accumulate, jax.value_and_grad(of_all, has_aux=True)), global_norm
     else:
-        gradients_of, norm_of = spread.gradients(_accumulate, of_all), optax.global_norm
+        gradients_of, norm_of = sharded_step.gradients(_accumulate, of_all), optax.global_norm
 
     def step(params, opt_state, batch, learning_rate, key, frozen=NOTHING):
         total, gradients, metrics = gradients_of(tx.point(params, opt_state), frozen, batch, key)
@@ -54,7 +54,7 @@ def make_step(
         good = jnp.isfinite(total) & jnp.isfinite(norm)
         return *updated(tx, good, params, opt_state, gradients, norm, learning_rate), metrics
 
-    where = {} if spread is None else {"out_shardings": spread.after_step(tx)}
+    where = {} if sharded_step is None else {"out_shardings": sharded_step.after_step(tx)}
     return jax.jit(step, donate_argnums=(0, 1), compiler_options=compiler_options, **where)
 
 

@@ -132,11 +132,11 @@ def scale_by_rms(alpha: float = 0.99, eps: float = 1e-8, centered: bool = False)
     def update(updates, state, params=None):
         del params
         kept = {"squares": _towards(state.averages["squares"], jax.tree.map(jnp.square, updates), alpha)}
-        spread = kept["squares"]
+        sharded_step = kept["squares"]
         if centered:
             kept["mean"] = _towards(state.averages["mean"], updates, alpha)
-            spread = jax.tree.map(lambda s, m: jnp.maximum(s - jnp.square(m), 0.0), spread, kept["mean"])
-        updates = jax.tree.map(lambda g, s: g / (jnp.sqrt(s) + eps), updates, spread)
+            sharded_step = jax.tree.map(lambda s, m: jnp.maximum(s - jnp.square(m), 0.0), sharded_step, kept["mean"])
+        updates = jax.tree.map(lambda g, s: g / (jnp.sqrt(s) + eps), updates, sharded_step)
         return updates, RunningState(optax.safe_increment(state.count), kept)
 
     return optax.GradientTransformation(init, update)

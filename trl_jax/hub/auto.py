@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from trl_jax.core.torch_random import TorchGenerator
-from trl_jax.hub.adapted import adapt, outlined
-from trl_jax.hub.config import read_config
-from trl_jax.hub.engines import NativeEngine, load_exported, load_native, outline_native
+from trl_jax.hub.backends import NativeBackend, load_exported, load_native, outline_native
+from trl_jax.hub.checkpoint.sharded_reading import Place
+from trl_jax.hub.config.reader import read_config
+from trl_jax.hub.exported.model_types import is_exported
+from trl_jax.hub.exported.positions import max_positions
 from trl_jax.hub.families import families, read_arch
 from trl_jax.hub.fetch import ADAPTER, Repository, checkpoint_folder
-from trl_jax.hub.long_tail import is_exported
-from trl_jax.hub.lora_config import LoraConfig, read_lora_config
-from trl_jax.hub.parts import Place
-from trl_jax.hub.positions import most_tokens
+from trl_jax.hub.peft.adapted import adapt, outlined
+from trl_jax.hub.peft.lora_config import LoraConfig, read_lora_config
+from trl_jax.hub.peft.quantization import BitsAndBytesConfig, formats, halves
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.hub.quantizing import BitsAndBytesConfig, formats, halves
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +45,13 @@ class Checkpoint:
     config: Any
     dtype: str
     vocab_size: int
-    most_tokens: int | None
+    max_positions: int | None
     exported: bool
     adapter: Path | None = None
     lora: LoraConfig | None = None
 
     @property
-    def grows(self) -> bool:
+    def can_resize(self) -> bool:
         """Whether what is loaded can embed more tokens."""
         return not self.exported and self.adapter is None
 
@@ -70,10 +70,10 @@ class Checkpoint:
             self.repository.fetch_weights()
         config = self.config
         if self.exported:
-            params, engine, config = load_exported(self.folder, dtype=self.dtype, seed=seed)
+            params, backend, config = load_exported(self.folder, dtype=self.dtype, seed=seed)
         else:
-            params, engine = load_native(self.folder, dtype=self.dtype, seed=seed, place=place)
-        return PreTrainedModel(params, engine, config, self.folder, self.name)
+            params, backend = load_native(self.folder, dtype=self.dtype, seed=seed, place=place)
+        return PreTrainedModel(params, backend, config, self.folder, self.name)
 
     def outline(
         self, config: LoraConfig | None = None, quantization: BitsAndBytesConfig | None = None, *, parts: bool = False
@@ -95,12 +95,12 @@ class Checkpoint:
         lora = self.lora if config is None else config
         if lora is None:
             check_trains(quantization)
-            shapes, engine = outline_native(self.folder, dtype=self.dtype)
-            return PreTrainedModel(shapes, engine, self.config, self.folder, self.name)
+            shapes, backend = outline_native(self.folder, dtype=self.dtype)
+            return PreTrainedModel(shapes, backend, self.config, self.folder, self.name)
         how = self._frozen(lora, quantization, parts=parts)
-        shapes, engine = outline_native(self.folder, dtype=self.dtype, **how)
-        params, engine, frozen = outlined(engine, shapes, lora, new=config is not None)
-        return PreTrainedModel(params, engine, self.config, self.folder, self.name, frozen)
+        shapes, backend = outline_native(self.folder, dtype=self.dtype, **how)
+        params, backend, frozen = outlined(backend, shapes, lora, new=config is not None)
+        return PreTrainedModel(params, backend, self.config, self.folder, self.name, frozen)
 
     def _frozen(
         self, config: LoraConfig, quantization: BitsAndBytesConfig | None, *, parts: bool
@@ -131,8 +131,8 @@ class Checkpoint:
         if self.repository is not None:
             self.repository.fetch_weights()
         generator, how = TorchGenerator(seed), self._frozen(config, quantization, parts=place is not None)
-        arrays, engine = load_native(self.folder, dtype=self.dtype, seed=generator, place=place, **how)
-        model = PreTrainedModel(arrays, engine, self.config, self.folder, self.name)
+        arrays, backend = load_native(self.folder, dtype=self.dtype, seed=generator, place=place, **how)
+        model = PreTrainedModel(arrays, backend, self.config, self.folder, self.name)
         return with_adapter(model, config, generator, adapter)
 
 
@@ -148,9 +148,9 @@ def find_checkpoint(name: str, *, num_labels: int = 1, dtype: Any = "auto", **kw
     if is_exported(raw, families(), folder / "config.json"):
         config = _config(folder)
         size = config.get_text_config().vocab_size
-        return Checkpoint(name, folder, repository, config, dtype, size, most_tokens(config), True)
+        return Checkpoint(name, folder, repository, config, dtype, size, max_positions(config), True)
     _, arch = read_arch(raw, folder / "config.json")
-    return Checkpoint(name, folder, repository, _config(folder), dtype, arch.vocab_size, arch.most_tokens, False)
+    return Checkpoint(name, folder, repository, _config(folder), dtype, arch.vocab_size, arch.max_positions, False)
 
 
 def check_trains(quantization: BitsAndBytesConfig | None) -> None:
@@ -173,12 +173,12 @@ def with_adapter(
     model: PreTrainedModel, config: LoraConfig, seed: int | TorchGenerator, adapter: Path | None = None
 ) -> PreTrainedModel:
     """A model of its own beside which an adapter trains; it shares the arrays of `model`, which stays as it is."""
-    if not isinstance(model.engine, NativeEngine):
+    if not isinstance(model.backend, NativeBackend):
         raise no_adapters(model.name_or_path, model.config.model_type)
     base = config.base_model_name_or_path or model.name_or_path
     config = replace(config, base_model_name_or_path=base)
-    params, engine, frozen = adapt(model.engine, model.arrays, config, seed, adapter)
-    return PreTrainedModel(params, engine, model.config, model.folder, model.name_or_path, frozen)
+    params, backend, frozen = adapt(model.backend, model.arrays, config, seed, adapter)
+    return PreTrainedModel(params, backend, model.config, model.folder, model.name_or_path, frozen)
 
 
 def _find_adapted(folder: Path, repository: Repository | None, dtype: str, fetch: dict[str, Any]) -> Checkpoint:

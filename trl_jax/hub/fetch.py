@@ -16,13 +16,13 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
-from trl_jax.hub import torch_bridge
-from trl_jax.hub.files import INDEX, SINGLE, indexed_shards, no_weights, unconverted
-from trl_jax.hub.gguf import unpack
-from trl_jax.hub.lora_config import CONFIG as ADAPTER
-from trl_jax.hub.lora_config import PICKLED, no_adapter
-from trl_jax.hub.lora_config import WEIGHTS as _ADAPTER_WEIGHTS
-from trl_jax.hub.pickled import only_pickled
+from trl_jax.hub.formats.gguf import unpack
+from trl_jax.hub.formats.pickles import only_pickled
+from trl_jax.hub.formats.safetensors import INDEX, SINGLE, indexed_shards, no_weights, unconverted
+from trl_jax.hub.peft.lora_config import CONFIG as ADAPTER
+from trl_jax.hub.peft.lora_config import PICKLED, no_adapter
+from trl_jax.hub.peft.lora_config import WEIGHTS as _ADAPTER_WEIGHTS
+from trl_jax.hub.torch import bridge
 
 _SMALL = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 _UNREACHED = (RepositoryNotFoundError, LocalEntryNotFoundError, OfflineModeIsEnabled, HFValidationError)
@@ -76,7 +76,7 @@ class Repository:
 
     def _fetch_pickled(self, error: EntryNotFoundError) -> bool:
         """Whether there is a pytorch_model.bin, and torch to read it; it is then here."""
-        if isinstance(error, LocalEntryNotFoundError) or not torch_bridge.available():
+        if isinstance(error, LocalEntryNotFoundError) or not bridge.available():
             return False
         self._snapshot(["pytorch_model*.bin"], [])
         return only_pickled(self.folder)

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from trl_jax.data.layout import padded_length, scored_token
-from trl_jax.hub.adapted import AdaptedEngine, merged
-from trl_jax.hub.engines import Engine, NativeEngine
-from trl_jax.hub.facade import Habits
-from trl_jax.hub.loading import Source
-from trl_jax.hub.resizing import resized_table, table_of_tokens
-from trl_jax.hub.still import count, moving
+from trl_jax.data.layout.batch import padded_length, scored_token
+from trl_jax.hub.backends import Backend, NativeBackend
+from trl_jax.hub.checkpoint.loading import Source
+from trl_jax.hub.checkpoint.resizing import resized_table, table_of_tokens
+from trl_jax.hub.freezing import count, moving
+from trl_jax.hub.peft.adapted import AdaptedBackend, merged
+from trl_jax.hub.transformers_api import TransformersModelApi
 from trl_jax.models.functional import merge
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ _AS_IT_IS = {
 }  # fmt: skip
 
 
-class PreTrainedModel(Habits):
+class PreTrainedModel(TransformersModelApi):
     """A sequence classifier with one label. `params` is the flat dict of the arrays that train, float32, by dotted
     path; `frozen` those that do not: none, but beside an adapter.
 
@@ -54,16 +54,16 @@ class PreTrainedModel(Habits):
     def __init__(
         self,
         params: dict[str, jax.Array],
-        engine: Engine,
+        backend: Backend,
         config: Any,
         folder: Path,
         name: str,
         frozen: dict[str, Any] | None = None,
     ):
-        self.params, self.engine, self.config = params, engine, config
+        self.params, self.backend, self.config = params, backend, config
         self.frozen = {} if frozen is None else frozen
         self.folder, self.name_or_path = folder, name
-        self.graph = engine.graph
+        self.graph = backend.graph
         # Where several processes hold the parameters: how one is read, by all together, and whether this one writes.
         self.read: Callable[[jax.Array], Any] | None = None
         self.writes = True
@@ -84,12 +84,12 @@ class PreTrainedModel(Habits):
         """
         tokens = np.asarray(input_ids)
         self._check(tokens)
-        if not self.engine.ignores_types and token_type_ids is not None and np.any(token_type_ids):
+        if not self.backend.ignores_types and token_type_ids is not None and np.any(token_type_ids):
             raise ValueError("token_type_ids has other types than 0, but a reward model scores one text. Leave it out.")
         mask = np.ones(tokens.shape, bool) if attention_mask is None else np.asarray(attention_mask).astype(bool)
         pad = self.config.get_text_config().pad_token_id
         at = [scored_token(row, pad) if pad is not None else len(row) - 1 for row in tokens]
-        alone = pad is None and self.engine.finds_end
+        alone = pad is None and self.backend.infers_lengths
         extra = 0 if alone else padded_length(tokens.shape[1], "auto") - tokens.shape[1]
         tokens = np.pad(tokens, ((0, 0), (0, extra)), constant_values=pad or 0).astype(np.int32)
         mask = np.pad(mask, ((0, 0), (0, extra)))
@@ -107,7 +107,7 @@ class PreTrainedModel(Habits):
                 f"{len(tokens)} rows cannot be scored without config.pad_token_id: it tells where each one ends. "
                 "Set model.config.get_text_config().pad_token_id = tokenizer.pad_token_id."
             )
-        most = self.most_tokens
+        most = self.max_positions
         if most is not None and tokens.shape[1] > most:
             raise ValueError(
                 f"input_ids has {tokens.shape[1]:,} tokens a row, but the model has positions for {most:,}. Cut them."
@@ -125,36 +125,36 @@ class PreTrainedModel(Habits):
 
     @property
     def vocab_size(self) -> int:
-        return self.engine.vocab_size
+        return self.backend.vocab_size
 
     @property
-    def grows(self) -> bool:
-        return self.engine.grows
+    def can_resize(self) -> bool:
+        return self.backend.can_resize
 
     @property
     def source(self) -> Source:
         """What a checkpoint of the native engine was."""
-        return self.engine.source
+        return self.backend.source
 
     @property
-    def most_tokens(self) -> int | None:
+    def max_positions(self) -> int | None:
         """The length of the longest text that has positions; None where any has."""
-        return self.engine.most_tokens
+        return self.backend.max_positions
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """How many numbers the model has, the head among them, or how many of them train."""
         counted = {
             path: array
             for path, array in (self.params if only_trainable else self.arrays).items()
-            if not (exclude_embeddings and path.removesuffix(".codes") in self.engine.embeddings)
+            if not (exclude_embeddings and path.removesuffix(".codes") in self.backend.embeddings)
         }
         moves = {path: own for path, own in self.moving.items() if path in counted} if only_trainable else {}
-        return sum(self.engine.size_of(path, array) for path, array in counted.items()) - count(moves, counted)
+        return sum(self.backend.size_of(path, array) for path, array in counted.items()) - count(moves, counted)
 
     @property
     def moving(self) -> dict[str, np.ndarray]:
         """What moves of the arrays of which something is `still`: see `hub.still`."""
-        return moving(self.still, self.engine.places(self.params), self.params) if self.still else {}
+        return moving(self.still, self.backend.places(self.params), self.params) if self.still else {}
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None) -> Any:
         """Give the table of tokens `new_num_tokens` rows, rounded up to a multiple; new ones are the mean of the old.
@@ -163,8 +163,8 @@ class PreTrainedModel(Habits):
         """
         rows = padded_length(self.vocab_size if new_num_tokens is None else new_num_tokens, pad_to_multiple_of)
         if rows != self.vocab_size:
-            self.engine = self.engine.resized(rows)
-            self.graph, path = self.engine.graph, table_of_tokens(self.params)
+            self.backend = self.backend.resized(rows)
+            self.graph, path = self.backend.graph, table_of_tokens(self.params)
             self.params = self.params | {path: resized_table(self.params[path], rows)}
             self.config.get_text_config().vocab_size = rows
         return self.get_input_embeddings()
@@ -177,11 +177,11 @@ class PreTrainedModel(Habits):
 
     def merge_and_unload(self) -> PreTrainedModel:
         """The plain model that computes the same without its adapter; itself, where it has none."""
-        if not isinstance(self.engine, AdaptedEngine):
+        if not isinstance(self.backend, AdaptedBackend):
             return self
-        arrays = merged(self.engine, self.params, self.frozen)
-        engine = NativeEngine(self.engine.base.source)
-        return PreTrainedModel(arrays, engine, self.config, self.folder, self.name_or_path)
+        arrays = merged(self.backend, self.params, self.frozen)
+        backend = NativeBackend(self.backend.base.source)
+        return PreTrainedModel(arrays, backend, self.config, self.folder, self.name_or_path)
 
     def save_pretrained(self, save_directory: str | Path, **others: Any) -> None:
         """Write config.json and safetensors that transformers loads: names, shards and dtypes of the checkpoint it
@@ -199,7 +199,7 @@ class PreTrainedModel(Habits):
                 f"save_pretrained: {', '.join(f'{name}={others[name]!r}' for name in sorted(asked))} is not in this "
                 "release of trl_jax. Leave it out; to push, use trainer.push_to_hub()."
             )
-        self.engine.save(Path(save_directory), self.readable, self.config, writes=self.writes)
+        self.backend.save(Path(save_directory), self.readable, self.config, writes=self.writes)
 
     @property
     def readable(self) -> dict[str, Any]:

@@ -100,6 +100,6 @@ class Arch:
         return any((self.attention_dropout, self.embedding_dropout, self.attention_out_dropout, self.mlp_out_dropout))
 
     @property
-    def most_tokens(self) -> int | None:
+    def max_positions(self) -> int | None:
         """The length of the longest text that has positions; None where any has."""
         return None if self.learned_positions is None else self.learned_positions - self.position_offset

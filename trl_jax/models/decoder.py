@@ -6,17 +6,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from trl_jax.core.stream import BLOCK, Stream
+from trl_jax.core.packed import BLOCK, Packed
 from trl_jax.models.arch import BLOCKS, Arch
 from trl_jax.models.stack import apply, checkpointed, seen_by_layer, seen_by_layers, stacked, whole_layer
 from trl_jax.nn.attention import Attention
-from trl_jax.nn.dealt import Dealt, dealt
 from trl_jax.nn.dropout import dropout_or_none
 from trl_jax.nn.linear import Embedding
 from trl_jax.nn.mlp import MLP
 from trl_jax.nn.moe import MoE
 from trl_jax.nn.noise import Noise
 from trl_jax.nn.norm import Norm
+from trl_jax.nn.striped import Striped, striped
 
 _EMBEDDING, _ATTENTION, _ATTENTION_OUT, _MLP_OUT = range(4)  # places of dropout
 
@@ -64,14 +64,14 @@ class Block(nnx.Module):
         return _scaled(apply(dropout_or_none(arch.mlp_out_dropout, key, _MLP_OUT), out), arch.residual_scale)
 
 
-def _own(share: Dealt, tokens: jax.Array, positions: jax.Array, stream: Stream | None) -> tuple:
+def _own(share: Striped, tokens: jax.Array, positions: jax.Array, packed: Packed | None) -> tuple:
     """What this device has of the rows; what fills them up comes after all that is seen, and sees nothing itself."""
-    if stream is not None:
-        stream = jax.tree.map(share.own, stream)
-    return share.own(tokens), share.own(positions), stream
+    if packed is not None:
+        packed = jax.tree.map(share.own, packed)
+    return share.own(tokens), share.own(positions), packed
 
 
-def _read(h: jax.Array, at: jax.Array, of_stream: bool, share: Dealt | None) -> jax.Array:
+def _read(h: jax.Array, at: jax.Array, of_stream: bool, share: Striped | None) -> jax.Array:
     """Hidden states `[N, D]` of the tokens `at`: any of a single row that is a stream, else one of each row."""
     if share is not None:
         return share.read(h, at[None])[0] if of_stream else share.read(h, at[:, None])[:, 0]
@@ -106,7 +106,7 @@ class Decoder(nnx.Module):
         *,
         valid: jax.Array | None = None,
         at: jax.Array | None = None,
-        stream: Stream | None = None,
+        packed: Packed | None = None,
         longest: jax.Array | None = None,
         dtype: jnp.dtype = jnp.float32,
         remat: bool = False,
@@ -131,29 +131,29 @@ class Decoder(nnx.Module):
             noise: what is added to the embeddings of tokens.
             most: tokens that no text has more of; None where nobody knows. Windows as long are left out.
         """
-        share = dealt(1 if stream is None else BLOCK)
+        share = striped(1 if packed is None else BLOCK)
         if share is not None:
             assert at is not None and valid is None
-            tokens, positions, stream = _own(share, tokens, positions, stream)
-        if stream is not None:
-            longest = stream.longest[..., None, None]
+            tokens, positions, packed = _own(share, tokens, positions, packed)
+        if packed is not None:
+            longest = packed.longest[..., None, None]
         elif longest is None:
             longest = tokens.shape[1] if at is None else jnp.max(at) + 1
         shared, by_layer = self._positions(positions, longest, most)
-        if stream is not None:
-            shared["stream"] = stream
+        if packed is not None:
+            shared["stream"] = packed
         graph, state = nnx.split(self.layers)
 
         def layer(h, slices):
             state, own, key = slices
             seen = {"scale": self.arch.head_dim**-0.5, "cos": None, "sin": None} | seen_by_layer(shared, own)
             block = nnx.merge(graph, whole_layer(state))
-            return block(h, dtype=dtype, valid=valid, key=key, dealt=share, **seen), None
+            return block(h, dtype=dtype, valid=valid, key=key, striped=share, **seen), None
 
         h = self._embedded(tokens, positions, valid, dropout_key, noise)
         keys = None if dropout_key is None else jax.random.split(dropout_key, self.arch.num_layers)
         h, _ = jax.lax.scan(checkpointed(layer, remat=remat), h, (state, by_layer, keys))
-        return self.norm(h if at is None else _read(h, at, stream is not None, share))
+        return self.norm(h if at is None else _read(h, at, packed is not None, share))
 
     def _embedded(self, tokens, positions, valid, dropout_key, noise) -> jax.Array:
         arch = self.arch

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from trl_jax.core.stream import Stream
+from trl_jax.core.packed import Packed
 from trl_jax.models.encoder_arch import EncoderArch
 from trl_jax.models.stack import apply, checkpointed, seen_by_layer, seen_by_layers, stacked, whole_layer
 from trl_jax.nn.bidirectional import BidirectionalAttention
@@ -86,7 +86,7 @@ class Encoder(nnx.Module):
         positions: jax.Array,
         *,
         valid: jax.Array | None,
-        stream: Stream | None = None,
+        packed: Packed | None = None,
         dtype: jnp.dtype = jnp.float32,
         remat: bool = False,
         dropout_key: jax.Array | None = None,
@@ -101,7 +101,7 @@ class Encoder(nnx.Module):
             stream: where texts lie end to end in a row; of `seen_both_ways`.
             dtype, remat, dropout_key, noise, most: as in `Decoder.__call__`.
         """
-        shared, by_layer = self._seen(positions, dtype, stream, most)
+        shared, by_layer = self._seen(positions, dtype, packed, most)
         graph, state = nnx.split(self.layers)
 
         def layer(h, slices):
@@ -109,7 +109,7 @@ class Encoder(nnx.Module):
             x = h if norm is None else self._read(h, *norm)
             return nnx.merge(graph, whole_layer(state))(h, x, valid=valid, key=key, **seen_by_layer(shared, own)), None
 
-        h = self._embedded(tokens, positions, dtype, dropout_key, noise, stream)
+        h = self._embedded(tokens, positions, dtype, dropout_key, noise, packed)
         body = checkpointed(layer, remat=remat)
         keys = None if dropout_key is None else jax.random.split(dropout_key, self.arch.num_layers)
         slices = state, self._norms(), by_layer, keys
@@ -119,35 +119,35 @@ class Encoder(nnx.Module):
         h, _ = jax.lax.scan(body, h, slices)
         return apply(self.norm, h)
 
-    def _embedded(self, tokens, positions, dtype, dropout_key, noise, stream) -> jax.Array:
+    def _embedded(self, tokens, positions, dtype, dropout_key, noise, packed) -> jax.Array:
         arch = self.arch
         h = apply(noise, self.embed(tokens, dtype))
         if self.type_embed is not None:
             h = h + self.type_embed.weight[0].astype(dtype)
         if self.position_embed is not None:
             if arch.positions_skip_pads:
-                positions = self._skipping_pads(tokens, stream)
+                positions = self._skipping_pads(tokens, packed)
             h = h + self.position_embed(positions, dtype)
         h = apply(dropout_or_none(arch.embedding_dropout, dropout_key, _EMBEDDING), self.embed_norm(h))
         return apply(self.projection, h)
 
-    def _skipping_pads(self, tokens: jax.Array, stream: Stream | None) -> jax.Array:
+    def _skipping_pads(self, tokens: jax.Array, packed: Packed | None) -> jax.Array:
         real = tokens != self.arch.padding_idx
         counted = jnp.cumsum(real, axis=1)
-        if stream is not None:  # what stands before the token's own text does not count
-            before = jnp.take_along_axis(counted, stream.first - 1, axis=1, mode="clip")
-            counted = counted - jnp.where(stream.first > 0, before, 0)
+        if packed is not None:  # what stands before the token's own text does not count
+            before = jnp.take_along_axis(counted, packed.first - 1, axis=1, mode="clip")
+            counted = counted - jnp.where(packed.first > 0, before, 0)
         return counted * real + self.arch.padding_idx
 
     def _seen(
-        self, positions: jax.Array, dtype: jnp.dtype, stream: Stream | None, most: int | None
+        self, positions: jax.Array, dtype: jnp.dtype, packed: Packed | None, most: int | None
     ) -> tuple[dict, dict]:
         arch = self.arch
         channels = arch.hidden_size // arch.num_heads
-        longest = positions.shape[1] if stream is None else stream.longest[..., None, None]
+        longest = positions.shape[1] if packed is None else packed.longest[..., None, None]
         shared, by_layer = seen_by_layers(arch.ropes, arch.windows, positions, channels, longest, most)
-        if stream is not None:
-            shared["stream"] = stream
+        if packed is not None:
+            shared["stream"] = packed
         if self.distance_embed is not None:
             shared["table"] = apply(self.distance_norm, self.distance_embed.weight[...].astype(dtype))
         return shared, by_layer

@@ -89,12 +89,12 @@ class EncoderArch:
         return any(rates)
 
     @property
-    def takes_streams(self) -> bool:
+    def takes_packed(self) -> bool:
         """Whether texts may lie end to end: what goes by distances, or reads neighbours, has not been taught to."""
         return self.distances is None and self.convolution is None
 
     @property
-    def most_tokens(self) -> int | None:
+    def max_positions(self) -> int | None:
         """The length of the longest text that has positions; None where any has."""
         if self.learned_positions is None:
             return None

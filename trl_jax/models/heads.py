@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from trl_jax.core.stream import Stream
+from trl_jax.core.packed import Packed
 from trl_jax.models.arch import Arch
 from trl_jax.models.decoder import Decoder
 from trl_jax.models.encoder import Encoder
@@ -16,7 +16,7 @@ from trl_jax.nn.dropout import dropout_or_none
 from trl_jax.nn.linear import Linear
 from trl_jax.nn.mlp import ACTIVATIONS
 from trl_jax.nn.norm import Norm
-from trl_jax.nn.stream_attention import seen_both_ways
+from trl_jax.nn.packed_attention import seen_both_ways
 
 _BEFORE, _AFTER = 100, 101  # places of dropout, beside those of the trunk
 
@@ -57,7 +57,7 @@ class EncoderScorer(nnx.Module):
         *,
         valid: jax.Array | None = None,
         at: jax.Array | None = None,
-        stream: Stream | None = None,
+        packed: Packed | None = None,
         dropout_key: jax.Array | None = None,
         **how,
     ) -> jax.Array:
@@ -71,10 +71,10 @@ class EncoderScorer(nnx.Module):
             dropout_key: turns dropout on, at the rates in the config.
             how: the other options of `Encoder.__call__`.
         """
-        stream = None if stream is None else seen_both_ways(stream)
-        how |= {"valid": valid, "stream": stream, "dropout_key": dropout_key}
+        packed = None if packed is None else seen_both_ways(packed)
+        how |= {"valid": valid, "stream": packed, "dropout_key": dropout_key}
         hidden = self.encoder(tokens, positions, **how).astype(jnp.float32)
-        pooled = self._of_rows(hidden, valid) if stream is None else self._of_texts(hidden[0], stream, at)
+        pooled = self._of_rows(hidden, valid) if packed is None else self._of_texts(hidden[0], packed, at)
         return self.head(pooled, dropout_key)
 
     def _of_rows(self, hidden: jax.Array, valid: jax.Array) -> jax.Array:
@@ -83,8 +83,8 @@ class EncoderScorer(nnx.Module):
         visible = valid[..., None].astype(hidden.dtype)
         return jnp.sum(hidden * visible, axis=1) / jnp.sum(visible, axis=1)
 
-    def _of_texts(self, hidden: jax.Array, stream: Stream, at: jax.Array) -> jax.Array:
-        start, end, place = stream.first[0, at], stream.end[0, at], jnp.arange(len(hidden))
+    def _of_texts(self, hidden: jax.Array, packed: Packed, at: jax.Array) -> jax.Array:
+        start, end, place = packed.first[0, at], packed.end[0, at], jnp.arange(len(hidden))
         if self.pooling == "first":
             return jnp.take(hidden, start, axis=0, mode="clip")  # a place without a text begins behind the end
         inside = ((place >= start[:, None]) & (place < end[:, None])).astype(hidden.dtype)

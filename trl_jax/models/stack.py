@@ -11,9 +11,9 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from trl_jax.core.parts import maker
+from trl_jax.core.layer_gather import maker
+from trl_jax.nn.key_ranges import SAVED
 from trl_jax.nn.rope import Rope, rope_angles
-from trl_jax.nn.runs import SAVED
 
 _NO_WINDOW = np.iinfo(np.int32).max
 _PRODUCTS = jax.checkpoint_policies.save_from_both_policies(

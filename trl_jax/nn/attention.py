@@ -9,16 +9,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from trl_jax.core.stream import Stream
+from trl_jax.core.packed import Packed
 from trl_jax.nn import cudnn
-from trl_jax.nn.dealt import Dealt
 from trl_jax.nn.dropout import Dropout
+from trl_jax.nn.key_ranges import SAVED
 from trl_jax.nn.linear import Linear
 from trl_jax.nn.norm import Norm
+from trl_jax.nn.packed_attention import attend_packed
 from trl_jax.nn.rope import rotate
-from trl_jax.nn.runs import SAVED
-from trl_jax.nn.stream_attention import attend_stream
-from trl_jax.nn.texts import by_text, by_token
+from trl_jax.nn.row_view import by_text, by_token
+from trl_jax.nn.striped import Striped
 
 QUERY_BLOCK = 256
 
@@ -35,7 +35,7 @@ def attend(
     valid: jax.Array | None = None,
     window: jax.Array | None = None,
     dropout: Dropout | None = None,
-    dealt: Dealt | None = None,
+    striped: Striped | None = None,
     lengths: jax.Array | None = None,
 ) -> jax.Array:
     """Attention on padded rows, queries `[R, T, H, C]` on keys and values `[R, T, K, C]`.
@@ -56,15 +56,15 @@ def attend(
         lengths: int32 `[R]`, behind which nobody reads the results: the GPUs' kernel leaves it out.
     """
     plain = causal and bias is None and softcap is None and valid is None and window is None
-    if plain and dropout is None and dealt is None and cudnn.attends(q):
+    if plain and dropout is None and striped is None and cudnn.attends(q):
         return cudnn.attend_cudnn(q, k, v, scale=scale, lengths=lengths)
     rows, length, heads, channels = q.shape
     grouped = q.reshape(rows, length, k.shape[2], heads // k.shape[2], channels)
     blocks = []
     for start in range(0, length, QUERY_BLOCK):
         end = min(start + QUERY_BLOCK, length)
-        places = jnp.arange(start, end) if dealt is None else dealt.places(start, end)
-        last = end * (1 if dealt is None else dealt.devices) if causal else k.shape[1]
+        places = jnp.arange(start, end) if striped is None else striped.places(start, end)
+        last = end * (1 if striped is None else striped.devices) if causal else k.shape[1]
         seen = _visible(places, last, causal, valid, window)
         part, added = dropout and dropout.fold(start), bias and bias(start, end)
         rows_of_block = grouped[:, start:end], k[:, :last], v[:, :last]
@@ -103,17 +103,17 @@ def attend_texts(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    stream: Stream,
+    packed: Packed,
     *,
     causal: bool = True,
-    dealt: Dealt | None = None,
+    striped: Striped | None = None,
     **how: float | jax.Array | None,
 ) -> jax.Array:
     """Attention of the texts in streams, queries `[R, T, H, C]` on keys and values `[R, T, K, C]`: along the stream, or
     row by row where it has `texts`. `how` is what both take: scale, softcap and window."""
-    texts = stream.texts
+    texts = packed.texts
     if texts is None:
-        return attend_stream(q, k, v, stream, dealt=dealt, **how)
+        return attend_packed(q, k, v, packed, striped=striped, **how)
     own = (texts.places < q.shape[1]).reshape(-1, texts.places.shape[2])
     lengths = jnp.maximum(jnp.sum(own, axis=1, dtype=jnp.int32), 1)  # a row without a text is one of a zero
     valid = None if causal else own.at[:, 0].set(True)
@@ -134,7 +134,7 @@ class Attention(nnx.Module):
         self.arch = arch
 
     def __call__(
-        self, x, *, cos, sin, scale, growth=None, valid=None, window=None, dropout=None, stream=None, dealt=None
+        self, x, *, cos, sin, scale, growth=None, valid=None, window=None, dropout=None, packed=None, striped=None
     ):  # fmt: skip
         """`[R, T, D]` to the same.
 
@@ -161,13 +161,13 @@ class Attention(nnx.Module):
             q_RTHC, k_RTKC = self.q_norm(q_RTHC), self.k_norm(k_RTKC)
         if growth is not None:
             q_RTHC = q_RTHC * growth.astype(q_RTHC.dtype)
-        if dealt is not None:
-            k_RTKC, v_RTKC = dealt.gathered(k_RTKC), dealt.gathered(v_RTKC)
-        how = {"scale": scale, "softcap": arch.softcap, "window": window, "dealt": dealt}
-        if stream is None:
+        if striped is not None:
+            k_RTKC, v_RTKC = striped.gathered(k_RTKC), striped.gathered(v_RTKC)
+        how = {"scale": scale, "softcap": arch.softcap, "window": window, "striped": striped}
+        if packed is None:
             out = attend(q_RTHC, k_RTKC, v_RTKC, valid=valid, dropout=dropout, **how)
         else:
-            out = attend_texts(q_RTHC, k_RTKC, v_RTKC, stream, **how)
+            out = attend_texts(q_RTHC, k_RTKC, v_RTKC, packed, **how)
         return self.o(out.reshape(q.shape))
 
     def _heads(self, x: jax.Array) -> jax.Array:

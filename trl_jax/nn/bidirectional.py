@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 from flax import nnx
 
-from trl_jax.core.stream import Stream
+from trl_jax.core.packed import Packed
 from trl_jax.nn.attention import attend, attend_texts
 from trl_jax.nn.dropout import Dropout
 from trl_jax.nn.linear import Linear
@@ -28,7 +28,7 @@ class BidirectionalAttention(nnx.Module):
         sin: jax.Array | None = None,
         window: jax.Array | None = None,
         dropout: Dropout | None = None,
-        stream: Stream | None = None,
+        packed: Packed | None = None,
     ) -> jax.Array:
         """`[R, T, D]` to the same.
 
@@ -41,8 +41,8 @@ class BidirectionalAttention(nnx.Module):
         if cos is not None:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         how = {"scale": self.head_dim**-0.5, "window": window}
-        if stream is None:
+        if packed is None:
             out = attend(q, k, v, causal=False, valid=valid, dropout=dropout, **how)
         else:
-            out = attend_texts(q, k, v, stream, causal=False, **how)
+            out = attend_texts(q, k, v, packed, causal=False, **how)
         return self.o(out.reshape(x.shape))

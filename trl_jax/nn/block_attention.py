@@ -16,15 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from trl_jax.core.stream import BLOCK
-from trl_jax.nn.runs import SAVED, Runs
+from trl_jax.core.packed import BLOCK
+from trl_jax.nn.key_ranges import SAVED, KeyRanges
 
 _MASKED = float(np.finfo(np.float32).min)
 _exact = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def attend_blocks(
-    q: jax.Array, k: jax.Array, v: jax.Array, runs: Runs, *, scale: jax.Array, softcap: float | None
+    q: jax.Array, k: jax.Array, v: jax.Array, runs: KeyRanges, *, scale: jax.Array, softcap: float | None
 ) -> jax.Array:
     """Queries `[N, H, C]` on keys and values `[S, K, C]`, both multiples of BLOCK; `runs` are of the queries."""
     heads, channels = k.shape[1:]
@@ -36,7 +36,7 @@ def attend_blocks(
     return out.reshape(grouped.shape).transpose(0, 3, 1, 2, 4).reshape(q.shape)
 
 
-def _key_blocks(runs: Runs, count: int) -> tuple[jax.Array, jax.Array]:
+def _key_blocks(runs: KeyRanges, count: int) -> tuple[jax.Array, jax.Array]:
     """For each block of queries those of the `count` blocks of keys that any of them sees, in order, `[N, count]`; and
     how many, `[N]`."""
     needed = jax.tree.map(lambda y: y[:, :BLOCK], runs).blocks(BLOCK, BLOCK, count)  # every head of a group's are alike

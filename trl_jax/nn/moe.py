@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from trl_jax.core.parts import TENSOR
+from trl_jax.core.layer_gather import TENSOR
 from trl_jax.nn.linear import Linear
 from trl_jax.nn.lora import ExpertsLora, adapted_dot
 from trl_jax.nn.mlp import ACTIVATIONS, MLP

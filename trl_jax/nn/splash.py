@@ -13,22 +13,22 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from trl_jax.core.parts import TENSOR
+from trl_jax.core.layer_gather import TENSOR
+from trl_jax.nn.key_ranges import SAVED, KeyRanges
 from trl_jax.nn.platform import platform
-from trl_jax.nn.runs import SAVED, Runs
 
 BLOCK = 512  # of queries and of keys; a longer one skips less, a shorter one is a turn more
 _LANES = 128
 _PLACES = 1 << 16
 
 
-def splashes(k: jax.Array, runs: Runs) -> bool:
+def splashes(k: jax.Array, runs: KeyRanges) -> bool:
     """Whether it can: queries see one run each, and places along the keys `[S, K, C]` fit into sixteen bits."""
     return runs.second is None and _padded(len(k)) < _PLACES
 
 
 def attend_splash(
-    q: jax.Array, k: jax.Array, v: jax.Array, runs: Runs, *, scale: jax.Array, softcap: float | None
+    q: jax.Array, k: jax.Array, v: jax.Array, runs: KeyRanges, *, scale: jax.Array, softcap: float | None
 ) -> jax.Array:
     """Queries `[N, H, C]` on keys and values `[S, K, C]`; `runs` are of the queries."""
     q = (q * jnp.asarray(scale, jnp.float32)).astype(q.dtype)
@@ -89,7 +89,7 @@ def _attend_backward(softcap, to_inputs, gradient):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _kernel(runs: Runs, keys: int, softcap: float | None):
+def _kernel(runs: KeyRanges, keys: int, softcap: float | None):
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
     of_q, of_k = _block(len(runs.first)), _block(keys)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from trl_jax.core.chips import known, topology
 
 if TYPE_CHECKING:
+    from trl_jax.dryrun.plan import Run
     from trl_jax.scripts.utils import DatasetMixtureConfig, ScriptArguments, TrlParser
     from trl_jax.trainer.model_config import ModelConfig
-    from trl_jax.trainer.plan import Run
     from trl_jax.trainer.reward_config import RewardConfig
 
 
@@ -54,10 +54,10 @@ def main(
     dataset_args: DatasetMixtureConfig,
 ) -> None:
     """Print the plan, and write it where asked for. Trains nothing, fetches no weights."""
-    from trl_jax.engine.ahead import prepare
+    from trl_jax.dryrun.compiler import prepare
+    from trl_jax.dryrun.plan import plan
+    from trl_jax.dryrun.suggestions import pulled
     from trl_jax.scripts.plan_text import levers_text, text
-    from trl_jax.trainer.plan import plan
-    from trl_jax.trainer.plan_levers import pulled
 
     place = topology(plan_args.topology)
     prepare(place)
@@ -96,10 +96,10 @@ def _given(
     dataset_args: DatasetMixtureConfig,
 ) -> Run:
     """The checkpoint, the adapter on it, and the rows; none where no dataset is named."""
+    from trl_jax.dryrun.abstract_run import Rows, evaluates
+    from trl_jax.dryrun.plan import Run
+    from trl_jax.run.model_loading import find, quantization_of, tokenizer_folder
     from trl_jax.scripts.reward import check_flags, datasets_of, model_init_kwargs, split_of
-    from trl_jax.trainer.elsewhere import Rows, evaluates
-    from trl_jax.trainer.given_model import find, quantization_of, tokenizer_folder
-    from trl_jax.trainer.plan import Run
     from trl_jax.trainer.utils import get_peft_config, get_quantization_config
 
     mixture = dataset_args if dataset_args.datasets else None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trl_jax.trainer.plan import Plan
-    from trl_jax.trainer.plan_levers import Lever
+    from trl_jax.dryrun.plan import Plan
+    from trl_jax.dryrun.suggestions import Lever
 
 _GIB = 2**30
 

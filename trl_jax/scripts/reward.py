@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from trl_jax.core.arguments import SUPPORTED, TABLE
+from trl_jax.core.arguments.table import SUPPORTED, TABLE
 
 if TYPE_CHECKING:
     from trl_jax.scripts.utils import DatasetMixtureConfig, ScriptArguments, TrlParser

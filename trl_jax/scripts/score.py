@@ -105,7 +105,7 @@ class Scorer:
 
     def _ids(self, row: dict[str, Any], where: str) -> list[list[int]]:
         """Token ids of what is to be scored, as in training: texts end with EOS, conversations as templates do."""
-        from trl_jax.data.chat import read_pair, tokenise
+        from trl_jax.data.rows.chat import read_pair, tokenise
 
         pair = read_pair(_as_pair(row, where), where, self.tokenizer)
         return list(tokenise([pair], self.tokenizer)[0][: len(_names(row))])

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from transformers import HfArgumentParser
 
-from trl_jax.core.renamed import way_out
+from trl_jax.core.arguments.renamed import way_out
 from trl_jax.scripts.help_format import HelpFormatter
 from trl_jax.scripts.mixture import DatasetConfig, DatasetMixtureConfig, get_dataset
 from trl_jax.scripts.quiet import init_zero_verbose

@@ -16,30 +16,30 @@ from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import SaveStrategy, TrainOutput, speed_metrics
 
-from trl_jax.core.argument_rules import as_choice
-from trl_jax.engine.background import copied
+from trl_jax.core.arguments.rules import as_choice
+from trl_jax.engine.async_saver import copied
 from trl_jax.engine.checkpoint import forget_all_but_best, sweep
 from trl_jax.engine.interrupts import Interrupts
 from trl_jax.engine.lock import only_run
 from trl_jax.engine.loop import Loop
-from trl_jax.engine.optim import Optimizer
+from trl_jax.engine.nonfinite_guard import PATIENCE, NonFiniteGuard
+from trl_jax.engine.optimizers import Optimizer
 from trl_jax.engine.prefetch import Prefetched
 from trl_jax.engine.processes import barrier, check_alike, is_first, several, told_of_the_dead
 from trl_jax.engine.progress import Progress
 from trl_jax.engine.resume import find
-from trl_jax.engine.watch import PATIENCE, Watch
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.hub.torch_objects import give_back
-from trl_jax.trainer.base_config import BaseConfig
-from trl_jax.trainer.batches import steps_of
-from trl_jax.trainer.compiling import compiling_ahead
-from trl_jax.trainer.diagnosis import explain
-from trl_jax.trainer.evaluating import refuse
-from trl_jax.trainer.limits import evaluation_told_of_memory, retried, told_of_memory
-from trl_jax.trainer.memory import memory
-from trl_jax.trainer.optimizers import LearningRate, choose
-from trl_jax.trainer.publishing import sweep_stages
-from trl_jax.trainer.stepping import Stepping
+from trl_jax.hub.torch.objects import give_back
+from trl_jax.run.base_config import BaseConfig
+from trl_jax.run.dataloaders import steps_of
+from trl_jax.run.evaluation import refuse
+from trl_jax.run.hub_push import sweep_stages
+from trl_jax.run.memory_metrics import memory
+from trl_jax.run.nan_report import explain
+from trl_jax.run.oom import evaluation_told_of_memory, retried, told_of_memory
+from trl_jax.run.optimizer_choice import LearningRate, choose
+from trl_jax.run.precompile import compiling_ahead
+from trl_jax.run.train_step import Stepping
 
 # Methods of transformers' Trainer, and TRL's, that nobody would call here -> what a script does instead.
 _OWN_LOSS = "The step is one compiled function: override compute_loss(self, model, inputs, return_outputs=False)."
@@ -154,11 +154,11 @@ class BaseTrainer(Stepping):
         def again(size: int) -> None:
             self._found_batch_size, self._tokens_seen = size, seen
             params, state = held
-            if self.division is None:
+            if self.sharding_plan is None:
                 self.model.params, self._optimizer_state = jax.tree.map(jnp.array, held)
             else:
-                self.model.params = self.division.placed(params)
-                self._optimizer_state = None if state is None else self.division.placed_state(state, params)
+                self.model.params = self.sharding_plan.placed(params)
+                self._optimizer_state = None if state is None else self.sharding_plan.placed_state(state, params)
 
         return retried(run, lambda: self.train_batch_size, again)
 
@@ -194,7 +194,9 @@ class BaseTrainer(Stepping):
             report=self._report,
             evaluate=self._evaluate_on_the_way,
             save=self._save_checkpoint,
-            watch=Watch(first + 1, partial(explain, self), 1 if "underflow_overflow" in str(args.debug) else PATIENCE),
+            watch=NonFiniteGuard(
+                first + 1, partial(explain, self), 1 if "underflow_overflow" in str(args.debug) else PATIENCE
+            ),
             interrupts=interrupts,
             progress=progress,
         )
@@ -254,7 +256,7 @@ class BaseTrainer(Stepping):
         if is_first() and args.save_total_limit == 1 and state.best_model_checkpoint is not None:
             forget_all_but_best(args.output_dir, state.best_model_checkpoint)
         if self._brought is not None:
-            give_back(self.model.engine, self.model.params, self.model.config, self._brought)
+            give_back(self.model.backend, self.model.params, self.model.config, self._brought)
         self._events.fire("on_train_end")
         return TrainOutput(state.global_step, train_loss, metrics)
 

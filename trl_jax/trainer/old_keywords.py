@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from trl_jax.core.renamed import way_out
+from trl_jax.core.arguments.renamed import way_out
 from trl_jax.trainer.reward_config import as_reward_config
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from trl_jax.core.argument_rules import as_pad_multiple
-from trl_jax.trainer.base_config import BaseConfig
+from trl_jax.core.arguments.rules import as_pad_multiple
+from trl_jax.run.base_config import BaseConfig
 
 
 @dataclass(repr=False)

@@ -16,27 +16,28 @@ from transformers import AutoTokenizer
 from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import EvalPrediction
 
-from trl_jax.core.parts import SEQUENCE
-from trl_jax.data import preference, special_tokens
-from trl_jax.data.checks import check_token_ids, check_type
-from trl_jax.data.layout import PairBatch
+from trl_jax.core.layer_gather import SEQUENCE
+from trl_jax.data.layout.batch import PairBatch
+from trl_jax.data.layout.plan import Plan
 from trl_jax.data.loader import PreferenceLoader
-from trl_jax.data.plan import Plan
+from trl_jax.data.rows import preference, special_tokens
+from trl_jax.data.rows.checks import check_token_ids, check_type
 from trl_jax.data.windows import EvaluationBatch, Windows
 from trl_jax.engine.evaluation import Evaluated
 from trl_jax.hub.auto import Checkpoint
-from trl_jax.hub.lora_config import as_lora_config
+from trl_jax.hub.peft.lora_config import as_lora_config
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.losses.pairwise import pairwise_loss
 from trl_jax.models.functional import merge
-from trl_jax.trainer import given_model, layouts, reward_metrics
+from trl_jax.run import layout_choice, model_loading
+from trl_jax.run.collator import DataCollatorForPreference
+from trl_jax.run.devices import check_offloading, run_devices
+from trl_jax.run.evaluation import refuse
+from trl_jax.run.rng import chances, check_noise
+from trl_jax.run.user_loss import BoundModel
+from trl_jax.tasks import reward_metrics
+from trl_jax.tasks.eval_report import report
 from trl_jax.trainer.base_trainer import BaseTrainer
-from trl_jax.trainer.chance import chances, check_noise
-from trl_jax.trainer.collator import DataCollatorForPreference
-from trl_jax.trainer.devices import check_offloading, run_devices
-from trl_jax.trainer.eval_report import report
-from trl_jax.trainer.evaluating import refuse
-from trl_jax.trainer.hooks import BoundModel
 from trl_jax.trainer.old_keywords import accepting_old_keywords
 from trl_jax.trainer.reward_config import RewardConfig, as_reward_config
 
@@ -91,9 +92,9 @@ class RewardTrainer(BaseTrainer):
     ):
         refuse(data_collator=None if type(data_collator) is DataCollatorForPreference else data_collator)
         adapter = None if peft_config is None else as_lora_config(peft_config)
-        model, brought = given_model.told_apart(model)
+        model, brought = model_loading.told_apart(model)
         if args is None:
-            args = RewardConfig(f"{given_model.short_name(model if brought is None else brought)}-Reward")
+            args = RewardConfig(f"{model_loading.short_name(model if brought is None else brought)}-Reward")
         self.args = args = as_reward_config(args)
         self.data_collator = data_collator
         if train_dataset is None:
@@ -102,17 +103,17 @@ class RewardTrainer(BaseTrainer):
         run_devices(args)  # several processes find each other before anything else
         if args.push_to_hub:  # first of all: a Hub that does not answer costs seconds, not a model's loading
             self.init_hf_repo()
-        quantization = given_model.quantization_of(quantization_config, args)
-        checkpoint = given_model.find(model, args) if brought is None else given_model.taken(brought, args)
+        quantization = model_loading.quantization_of(quantization_config, args)
+        checkpoint = model_loading.find(model, args) if brought is None else model_loading.taken(brought, args)
         # A torch model takes back what it has room for; an adapter belongs to tables of one size.
-        grows = brought is None and adapter is None and checkpoint.grows
+        can_resize = brought is None and adapter is None and checkpoint.can_resize
         self.processing_class = self._tokenizer(processing_class, checkpoint, brought)
-        self._vocab_size = self._settle_tokens(checkpoint.vocab_size, grows)
-        self._most_tokens = checkpoint.most_tokens
+        self._vocab_size = self._settle_tokens(checkpoint.vocab_size, can_resize)
+        self._max_positions = checkpoint.max_positions
         # Rows first: a bad one is named before weights are read, and num_proc forks before JAX has threads.
         train_dataset = self.prepare_dataset(train_dataset, "train")
         eval_dataset = self._prepare_evaluation(eval_dataset)
-        model = given_model.ready(checkpoint, args, adapter, quantization)
+        model = model_loading.ready(checkpoint, args, adapter, quantization)
         self._settle_model(model, brought)
         super().__init__(
             model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset,
@@ -120,18 +121,18 @@ class RewardTrainer(BaseTrainer):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics, optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs, brought=brought,
         )  # fmt: skip
-        check_noise(args, model.engine)
-        layouts.check_layout(args, model.engine)
-        check_offloading(args, model.engine)
+        check_noise(args, model.backend)
+        layout_choice.check_layout(args, model.backend)
+        check_offloading(args, model.backend)
 
     def _tokenizer(self, given: Any, checkpoint: Checkpoint | PreTrainedModel, brought: Any) -> Any:
         """The one given, or the model's own."""
         if given is not None:
             return given
-        place = given_model.tokenizer_folder(checkpoint) if brought is None else brought.config._name_or_path
+        place = model_loading.tokenizer_folder(checkpoint) if brought is None else brought.config._name_or_path
         return AutoTokenizer.from_pretrained(place, trust_remote_code=self.args.trust_remote_code)
 
-    def _settle_tokens(self, rows: int, grows: bool) -> int:
+    def _settle_tokens(self, rows: int, can_resize: bool) -> int:
         """Give the tokenizer the special tokens and the chat template of the arguments.
 
         Returns:
@@ -140,7 +141,9 @@ class RewardTrainer(BaseTrainer):
         args, tokenizer = self.args, self.processing_class
         special_tokens.settle(tokenizer, eos_token=args.eos_token, pad_token=args.pad_token)
         if args.chat_template_path is not None:
-            rows = special_tokens.settle_chat_template(tokenizer, args.chat_template_path, rows=rows, grows=grows)
+            rows = special_tokens.settle_chat_template(
+                tokenizer, args.chat_template_path, rows=rows, can_resize=can_resize
+            )
         special_tokens.check_pad(tokenizer, rows)
         return rows
 
@@ -166,7 +169,7 @@ class RewardTrainer(BaseTrainer):
         """Scores `[2P]`, float32, of the texts of a batch; `how` as in Decoder.__call__. `bounded`: none is longer than
         max_length."""
         model = merge(self.model.graph, params, how.get("dropout_key"))
-        if self.model.engine.window is not None:
+        if self.model.backend.window is not None:
             how["most"] = self.args.max_length if bounded else None
         if batch.stream is not None:
             how["stream"] = batch.stream
@@ -243,29 +246,29 @@ class RewardTrainer(BaseTrainer):
             num_proc=self.args.dataset_num_proc,
             name=name,
         )
-        return check_token_ids(prepared, self._vocab_size, name, self._most_tokens)
+        return check_token_ids(prepared, self._vocab_size, name, self._max_positions)
 
     def loader(self, dataset: Dataset | IterableDataset, *, training: bool) -> PreferenceLoader:
-        args, engine = self.args, self.model.engine
+        args, backend = self.args, self.model.backend
         own = bool({"compute_loss", "prediction_step"} & self.overridden)
-        dealt = self.division is not None and self.division.size(SEQUENCE) > 1
+        striped = self.sharding_plan is not None and self.sharding_plan.size(SEQUENCE) > 1
         lengths = self._lengths(dataset) if training and args.train_sampling_strategy == "group_by_length" else None
         if own:
             laid_out = Plan("padded")  # a script's own methods see rows
         elif training:
-            laid_out = layouts.plan(
+            laid_out = layout_choice.plan(
                 args,
-                engine,
+                backend,
                 dataset,
                 parameters=self.model.num_parameters(exclude_embeddings=True),
                 batch_size=self.train_batch_size,
                 steps=self._plan().max_steps,
                 shards=self.shards,
-                dealt=dealt,
+                striped=striped,
                 lengths=lengths,
             )
         else:
-            laid_out = layouts.unplanned(args, engine, dealt=dealt)
+            laid_out = layout_choice.unplanned(args, backend, striped=striped)
         return PreferenceLoader(
             dataset,
             batch_size=self.micro_batch_pairs if training else args.per_device_eval_batch_size * self.shards,
@@ -275,7 +278,7 @@ class RewardTrainer(BaseTrainer):
             pad_token_id=self.processing_class.pad_token_id,
             pad_to_multiple_of=self._pad_to_multiple_of,
             layout=laid_out.layout,
-            ladder=laid_out.ladder,
+            buckets=laid_out.buckets,
             shapes=laid_out.shapes,
             accumulation=args.gradient_accumulation_steps if training else 1,
             shuffle=training and args.train_sampling_strategy != "sequential",
@@ -286,7 +289,7 @@ class RewardTrainer(BaseTrainer):
         )
 
     def windows(self, loader: PreferenceLoader) -> Windows:
-        return Windows(loader, sort=self.model.engine.sortable)
+        return Windows(loader, sort=self.model.backend.batch_invariant)
 
     def _lengths(self, dataset: Dataset | IterableDataset) -> np.ndarray | None:
         """Tokens of the longer side of each pair, unless a column tells; a stream has no order to change."""

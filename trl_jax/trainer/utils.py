@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from trl_jax.hub.lora_config import LoraConfig
-from trl_jax.hub.quantizing import BitsAndBytesConfig
+from trl_jax.hub.peft.lora_config import LoraConfig
+from trl_jax.hub.peft.quantization import BitsAndBytesConfig
 from trl_jax.trainer.model_config import ModelConfig
 
 

@@ -16,9 +16,9 @@ import numpy as np
 from flax import nnx
 
 from trl_jax.core.torch_random import TorchGenerator
-from trl_jax.hub.config import ConfigReader
-from trl_jax.hub.long_tail import objection
-from trl_jax.hub.wires import Names
+from trl_jax.hub.checkpoint.tensor_map import Names
+from trl_jax.hub.config.reader import ConfigReader
+from trl_jax.hub.exported.model_types import objection
 from trl_jax.models.arch import Arch
 from trl_jax.models.heads import SequenceScorer
 

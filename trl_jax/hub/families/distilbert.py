@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from trl_jax.hub.config import ConfigReader
+from trl_jax.hub.checkpoint.tensor_map import Names
+from trl_jax.hub.config.reader import ConfigReader
 from trl_jax.hub.families import Family, bert
 from trl_jax.hub.families.llama import read_padding_idx
-from trl_jax.hub.wires import Names
 from trl_jax.models.encoder_arch import EncoderArch, HeadFacts
 from trl_jax.models.heads import EncoderScorer
 from trl_jax.nn.mlp import ACTIVATIONS

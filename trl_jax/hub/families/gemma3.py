@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trl_jax.hub.config import ConfigReader
+from trl_jax.hub.checkpoint.tensor_map import Names
+from trl_jax.hub.config.reader import ConfigReader
 from trl_jax.hub.families import Family, gemma3_text, read_text_arch
-from trl_jax.hub.wires import Names
 from trl_jax.models.arch import Arch
 
 OF_IMAGES = ("vision_config", "boi_token_index", "eoi_token_index", "image_token_index", "mm_tokens_per_image")

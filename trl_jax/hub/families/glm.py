@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trl_jax.hub.config import ConfigReader
+from trl_jax.hub.checkpoint.tensor_map import Names
+from trl_jax.hub.config.reader import ConfigReader
+from trl_jax.hub.config.rope import read_rotary_dim
 from trl_jax.hub.families import Family, llama, phi3
-from trl_jax.hub.rope import read_rotary_dim
-from trl_jax.hub.wires import Names
 from trl_jax.models.arch import Arch
 
 

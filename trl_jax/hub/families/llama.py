@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from trl_jax.hub.config import ConfigReader
+from trl_jax.hub.checkpoint.tensor_map import Names
+from trl_jax.hub.config.reader import ConfigReader
+from trl_jax.hub.config.rope import read_rope
 from trl_jax.hub.families import Family
-from trl_jax.hub.rope import read_rope
-from trl_jax.hub.wires import Names
 from trl_jax.models.arch import Arch
 from trl_jax.nn.mlp import ACTIVATIONS
 

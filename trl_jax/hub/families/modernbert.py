@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-from trl_jax.hub.config import ConfigReader
+from trl_jax.hub.checkpoint.tensor_map import Names, concatenated
+from trl_jax.hub.config.layer_types import FULL, SLIDING, read_layer_types, windows_of
+from trl_jax.hub.config.reader import ConfigReader
+from trl_jax.hub.config.rope import read_ropes
 from trl_jax.hub.families import Draw, Family, bert
 from trl_jax.hub.families.llama import read_padding_idx
-from trl_jax.hub.layer_types import FULL, SLIDING, read_layer_types, windows_of
-from trl_jax.hub.rope import read_ropes
-from trl_jax.hub.wires import Names, concatenated
 from trl_jax.models.encoder_arch import EncoderArch, HeadFacts
 from trl_jax.models.heads import EncoderScorer
 from trl_jax.nn.mlp import ACTIVATIONS

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trl_jax.hub.config import ConfigReader
+from trl_jax.hub.config.layer_types import FULL, SLIDING, read_layer_types, read_window, windows_of
+from trl_jax.hub.config.reader import ConfigReader
+from trl_jax.hub.config.rope import read_ropes
 from trl_jax.hub.families import Family, olmo2
-from trl_jax.hub.layer_types import FULL, SLIDING, read_layer_types, read_window, windows_of
-from trl_jax.hub.rope import read_ropes
 from trl_jax.models.arch import Arch
 
 

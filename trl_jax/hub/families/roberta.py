@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from trl_jax.hub.config import ConfigReader
+from trl_jax.hub.checkpoint.tensor_map import Names, ordered
+from trl_jax.hub.config.reader import ConfigReader
 from trl_jax.hub.families import Family, bert
-from trl_jax.hub.wires import Names, ordered
 from trl_jax.models.encoder_arch import EncoderArch, HeadFacts
 from trl_jax.models.heads import EncoderScorer
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from trl_jax.nn.aten import chance, indexing, numbers, pointwise, products, reductions, shapes
+from trl_jax.nn.aten import indexing, numbers, pointwise, products, reductions, rng, shapes
 
-RANDOM = chance.OPERATIONS  # these want a `key` beside their arguments
+RANDOM = rng.OPERATIONS  # these want a `key` beside their arguments
 OPERATIONS = (
     pointwise.OPERATIONS
     | shapes.OPERATIONS
@@ -12,5 +12,5 @@ OPERATIONS = (
     | reductions.OPERATIONS
     | products.OPERATIONS
     | numbers.OPERATIONS
-    | chance.OPERATIONS
+    | rng.OPERATIONS
 )

@@ -1,0 +1,102 @@
+"""A plan beside a trainer that has weights: whether both would run the same programs on the same bytes."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from datasets import Dataset
+
+from trl_jax import LoraConfig, RewardConfig, RewardTrainer
+from trl_jax.core.chips import topology
+from trl_jax.dryrun import abstract_run, trace
+from trl_jax.dryrun.plan import Plan, Run, plan
+from trl_jax.hub.auto import find_checkpoint
+from trl_jax.hub.peft.quantization import BitsAndBytesConfig
+from trl_jax.run.model_loading import outlined
+from trl_jax.run.rng import run_key
+
+LORA = LoraConfig(r=4, target_modules="all-linear", task_type="SEQ_CLS")
+NESTED = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+LENGTH, PAIRS = 96, 4
+
+
+def alike(
+    weights: Path,
+    out: Path,
+    devices: int = 1,
+    adapter: LoraConfig | None = None,
+    quantization: BitsAndBytesConfig | None = None,
+    **config,
+) -> Plan:
+    """The plan for a config.json alone, once its programs are those of a run on the weights in a folder."""
+    args = RewardConfig(
+        str(out), per_device_train_batch_size=PAIRS, per_device_eval_batch_size=2 * PAIRS, max_length=LENGTH,
+        eval_strategy="epoch", report_to="none", remat_policy="nothing_saveable", model_init_kwargs={"dtype": "auto"},
+        **config,
+    )  # fmt: skip
+    real = _real(weights, args, devices, adapter, quantization)
+    tx, batch = real._optimizer(), real._place(next(iter(real.loader(real.train_dataset, training=True)))).arrays
+    state, rate = real._new_optimizer_state(tx), np.float32(1e-4)
+    with real._on_device():
+        step = real.compiled_step(tx, remat=True).trace(
+            real.model.params, state, batch, rate, run_key(args), real.model.frozen
+        )
+    shutil.copy(weights / "config.json", out)
+    run = Run(find_checkpoint(str(out), dtype="auto"), adapter=adapter, quantization=quantization)
+    place = topology(f"cpu:{devices}")
+    traced, found = _traced(run, abstract_run.planned(args, place, str(out))), plan(run, args, place)
+    assert _letters(traced) == _letters(step)
+    assert found.compiled.arguments == _memory(step).argument_size_in_bytes
+    assert found.memory.parameters == _held((real.model.params, real.model.frozen))
+    assert found.memory.moments == _held(state)
+    with real._on_device():
+        window = trace.largest_evaluated(real)
+        place = None if real.sharding_plan is None else real.sharding_plan.rows
+        scored = real._score_pass.trace(real.model.arrays, jax.device_put(window, place), dtype=args.compute_dtype)
+    told, memory = found.evaluation.compiled, _memory(scored)
+    unread = told.arguments - _held(state) - memory.argument_size_in_bytes  # of the batch: weights, margins
+    assert 0 <= unread < found.evaluation.memory.batch
+    assert told.allocated == memory.temp_size_in_bytes
+    return found
+
+
+def _real(
+    weights: Path, args: RewardConfig, devices: int, adapter: LoraConfig | None, quantization: Any
+) -> RewardTrainer:
+    def rows(pairs: int) -> Dataset:
+        return Dataset.from_dict({f"{side}_ids": [[id] * LENGTH] * pairs for side, id in abstract_run.SIDES.items()})
+
+    return RewardTrainer(
+        str(weights),
+        args,
+        train_dataset=rows(PAIRS * args.gradient_accumulation_steps * devices),
+        eval_dataset=rows(2 * PAIRS * devices),
+        peft_config=adapter,
+        quantization_config=quantization,
+    )
+
+
+def _traced(run: Run, args: abstract_run.PlannedConfig) -> Any:
+    model = outlined(run.checkpoint, args, run.adapter, run.quantization)
+    trainer = abstract_run.trainer_of(model, args, run.rows)
+    tx, found = trainer._optimizer(), trace.batches(trainer)
+    assert found.tokens == 2 * LENGTH * PAIRS * args.gradient_accumulation_steps * trainer.shards
+    return trace.traced(trainer, tx, trace.given(trainer, tx, found.largest), remat=True)
+
+
+def _memory(traced: Any) -> Any:
+    return traced.lower().compile().memory_analysis()
+
+
+def _held(arrays: Any) -> int:
+    """Bytes of them that one device has."""
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(arrays))
+
+
+def _letters(traced: Any) -> str:
+    return re.sub(r"0x[0-9a-f]+", "", str(traced.jaxpr))

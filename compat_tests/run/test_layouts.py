@@ -1,0 +1,153 @@
+"""Which layout a run takes, what the log says of it, and that its numbers do not depend on it."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from datasets import Dataset
+
+import trl_jax
+from compat_tests.parity.marks import timeless
+from compat_tests.trainer.trainers import FACTS, make, stream, table
+from trl_jax.run import layout_choice
+
+CAUSAL = SimpleNamespace(takes_packed=True, drops_out=False, causal=True, window=None)
+DROPS = SimpleNamespace(takes_packed=True, drops_out=True, causal=True, window=None)
+ENCODER = SimpleNamespace(takes_packed=True, drops_out=False, causal=False)
+WHOLE = SimpleNamespace(takes_packed=False, drops_out=False, causal=False, window=None)
+WINDOWED = SimpleNamespace(takes_packed=True, drops_out=False, causal=True, window=512)
+
+
+def asked(layout="auto", device="cpu", **more):
+    facts = {"disable_dropout": True, "seed": 1, "data_seed": None, "train_sampling_strategy": "random"}
+    facts |= {"neftune_noise_alpha": None, "max_length": 1024}
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    return SimpleNamespace(batch_layout=layout, device=SimpleNamespace(type=device), **(facts | sizes | more))
+
+
+@pytest.mark.parametrize(
+    ("args", "backend", "layout", "reason"),
+    [
+        (asked(), CAUSAL, "shared", ""),
+        (asked("packed"), CAUSAL, "packed", ""),
+        (asked("padded"), CAUSAL, "padded", ""),
+        (asked(), ENCODER, "packed", ""),
+        (asked("shared"), ENCODER, "packed", "see what comes after them"),
+        (asked(), WHOLE, "padded", "reads whole rows"),
+        (asked("shared"), WHOLE, "padded", "reads whole rows"),
+        (asked(disable_dropout=False), CAUSAL, "shared", ""),
+        (asked(disable_dropout=False), DROPS, "padded", "disable_dropout=False"),
+        (asked(neftune_noise_alpha=5.0), CAUSAL, "padded", "neftune_noise_alpha"),
+        (asked(), DROPS, "shared", ""),
+        (asked(device="cuda"), CAUSAL, "shared", ""),
+        (asked(device="cuda"), ENCODER, "packed", ""),
+        (asked(device="tpu"), CAUSAL, "shared", ""),
+        (asked(device="tpu"), WINDOWED, "packed", "knows no windows beside shared prompts"),
+        (asked("shared", device="tpu"), WINDOWED, "shared", ""),
+        (asked(device="tpu", max_length=512), WINDOWED, "shared", ""),
+        (asked(device="tpu", max_length=None), WINDOWED, "packed", "knows no windows beside shared prompts"),
+        (asked(), WINDOWED, "shared", ""),
+        (asked("shared", device="cuda"), CAUSAL, "shared", ""),
+    ],
+)
+def test_what_is_exact_and_why_not(args, backend, layout, reason):
+    found, why = layout_choice.exact_layout(args, backend)
+    assert found == layout and (reason in why if reason else why == "")
+
+
+@pytest.mark.parametrize(
+    ("args", "backend", "said"),
+    [
+        (asked(), WHOLE, None),
+        (asked("padded"), WHOLE, None),
+        (asked("shared"), CAUSAL, None),
+        (asked("packed"), ENCODER, None),
+        (asked("shared"), WHOLE, "so rows are padded: this model reads whole rows"),
+        (asked("shared"), ENCODER, "so rows are packed: the tokens of this model see what comes after them"),
+    ],
+)
+def test_only_what_was_asked_for_and_cannot_be_had_is_warned_of(args, backend, said, caplog):
+    layout_choice.check_layout(args, backend)
+    assert len(caplog.records) == (said is not None)
+    if said:
+        assert caplog.text.count(f"batch_layout='shared' is not exact here, {said}") == 1
+
+
+def ids(shared, *own):
+    rows = [{"chosen_ids": [1] * (shared + a), "rejected_ids": [1] * shared + [2] * b} for a, b in own]
+    return Dataset.from_list(rows)
+
+
+def test_the_line_at_the_start(caplog):
+    data = ids(900, *[(100, 150)] * 8)
+    with caplog.at_level(logging.INFO, "trl_jax"):
+        plan = layout_choice.plan(asked(), CAUSAL, data, parameters=10**6, batch_size=2, steps=2)
+    # Four pairs in two streams: 2 x (900 + 100 + 150) tokens each, of 2 micro-batches of 4 rows of 1,050.
+    assert plan.buckets.buckets == (2304,)
+    wanted = "Layout shared: 4.6k of 8.4k padded tokens a step, for 8.2k tokens of text; streams of 2,304 tokens."
+    assert caplog.messages == [wanted]
+
+
+def test_the_line_of_a_padded_run_and_of_a_stream(caplog):
+    with caplog.at_level(logging.INFO, "trl_jax"):
+        assert (
+            layout_choice.plan(asked(), WHOLE, ids(1, (1, 1)), parameters=1, batch_size=2, steps=1).layout == "padded"
+        )
+        assert layout_choice.plan(asked(), CAUSAL, stream(4), parameters=1, batch_size=2, steps=1).layout == "shared"
+    assert caplog.messages == [
+        "Layout padded: this model reads whole rows, not texts laid end to end.",
+        "Layout shared: how much it saves on a stream of rows is not known beforehand.",
+    ]
+
+
+def test_a_layout_that_is_not_is_refused():
+    with pytest.raises(ValueError, match="batch_layout='ragged' is not in this release of trl_jax; supported: auto,"):
+        trl_jax.RewardConfig("out", batch_layout="ragged")
+
+
+def test_a_run_gives_the_same_numbers_in_every_layout(checkpoint, tmp_path, monkeypatch):
+    """With margins, centring, ragged accumulation, evaluation on a size the batch does not divide, and predict; the
+    last with attention text by text, as on GPUs."""
+    config = {
+        "gradient_accumulation_steps": 3, "center_rewards_coefficient": 0.1, "eval_strategy": "epoch", "bf16": False,
+        "learning_rate": 1e-3,
+    }  # fmt: skip
+    found = {}
+    for layout in ("padded", "packed", "shared", "rows"):
+        if layout == "rows":
+            monkeypatch.setattr(layout_choice, "by_rows", lambda args, striped: True)
+        data, test = table(26, margin=True), table(7, seed=1, margin=True)
+        said = config | {"batch_layout": layout.replace("rows", "shared")}
+        how = {"train": data, "eval_dataset": test, "config": said}
+        trainer = make(trl_jax, checkpoint(**FACTS), tmp_path / layout, **how)
+        trainer.train()
+        found[layout] = [timeless(entry) for entry in trainer.state.log_history], trainer.predict(test).predictions
+        [step, *_] = trainer.get_train_dataloader().steps
+        assert (step.arrays.stream is not None and step.arrays.stream.texts is not None) == (layout == "rows")
+    logs, scores = found["padded"]
+    for layout in ("packed", "shared", "rows"):
+        for mine, other in zip(found[layout][0], logs, strict=True):
+            assert list(mine) == list(other)
+            assert all(abs(mine[key] - other[key]) <= 2e-5 for key in other), (layout, mine, other)
+        np.testing.assert_allclose(found[layout][1], scores, atol=2e-5)
+
+
+def test_texts_that_are_divided_over_gpus_are_padded_unless_asked_otherwise():
+    found, why = layout_choice.exact_layout(asked(device="cuda"), CAUSAL, striped=True)
+    assert found == "padded" and "have no kernel along streams; batch_layout='shared' uses XLA" in why
+    assert layout_choice.exact_layout(asked("shared", device="cuda"), CAUSAL, striped=True)[0] == "shared"
+
+
+def test_rows_of_texts_are_for_gpus_and_have_one_length():
+    data = ids(900, *[(100, 150)] * 8)
+    how = {"parameters": 10**6, "batch_size": 2, "steps": 2}
+    plan = layout_choice.plan(asked(device="cuda"), CAUSAL, data, **how)
+    assert plan.layout == "shared" and plan.shapes.pairs == ((2304, 1088),)
+    assert layout_choice.line(plan).endswith("streams of 2,304 tokens, rows of 1,088.")
+    assert layout_choice.plan(asked(), CAUSAL, data, **how).shapes is None
+    assert layout_choice.plan(asked("shared", device="cuda"), CAUSAL, data, striped=True, **how).shapes is None
+    assert layout_choice.plan(asked(device="cuda"), CAUSAL, stream(4), **how).shapes.pairs == ()
+    assert layout_choice.unplanned(asked(), CAUSAL, striped=False).shapes is None

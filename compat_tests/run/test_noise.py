@@ -1,0 +1,66 @@
+"""`neftune_noise_alpha` in a run."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import trl_jax
+from compat_tests.trainer.trainers import FACTS, make, table
+from trl_jax.run.rng import chances, check_noise, run_key
+from trl_jax.run.user_loss import BoundModel
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint):
+    return checkpoint(**FACTS)
+
+
+def test_training_has_noise_and_evaluation_has_none(folder, tmp_path):
+    """One batch is the whole set: without noise both losses are the same."""
+    rows, config = table(4), {"max_steps": 1, "logging_steps": 1}
+    trainer = make(trl_jax, folder, tmp_path, train=rows, config=config | {"neftune_noise_alpha": 20.0})
+    calm = make(trl_jax, folder, tmp_path, config=config).evaluate(rows)["eval_loss"]
+    assert trainer.evaluate(rows)["eval_loss"] == pytest.approx(calm, rel=1e-6)
+    trainer.train()
+    assert abs(trainer.state.log_history[0]["loss"] - calm) > 1e-3
+
+
+def test_a_scripts_own_loss_has_noise_too(folder, tmp_path):
+    trainer = make(trl_jax, folder, tmp_path, config={"neftune_noise_alpha": 20.0})
+    ids = np.asarray([[5, 6, 7, 8], [9, 10, 11, 12]])
+
+    def scores(**how):
+        bound = BoundModel(trainer.model, trainer.model.params, dtype="float32", **how)
+        return np.asarray(bound(input_ids=ids).logits)
+
+    noisy = scores(key=jax.random.key(0), chances=trainer.chances)
+    assert np.abs(noisy - scores()).min() > 1e-3
+
+
+def asked(**how):
+    return SimpleNamespace(**({"disable_dropout": True, "neftune_noise_alpha": None, "seed": 1} | how))
+
+
+def test_what_is_left_to_chance():
+    lengths, key = jnp.asarray([3, 9]), jax.random.key(0)
+    assert run_key(asked()) is None and chances(asked(), None, lengths, None) == {}
+    assert run_key(asked(neftune_noise_alpha=0.0)) is None
+    assert run_key(asked(neftune_noise_alpha=1.0)) is not None
+    assert list(chances(asked(disable_dropout=False), key, lengths, None)) == ["dropout_key"]
+    both = chances(asked(disable_dropout=False, neftune_noise_alpha=5.0), key, lengths, None)
+    assert both["dropout_key"] is key and not np.array_equal(*map(jax.random.key_data, (both["noise"].key, key)))
+    alone = [chances(asked(neftune_noise_alpha=5.0), key, lengths, multiple) for multiple in (None, "auto", 8)]
+    assert [int(how["noise"].length) for how in alone] == [9, 9, 16]
+    assert all(list(how) == ["noise"] for how in alone)
+
+
+def test_an_exported_program_takes_none():
+    backend = SimpleNamespace(takes_noise=False, name="exported")
+    check_noise(asked(), backend)
+    with pytest.raises(ValueError, match="neftune_noise_alpha=5.0: this model runs on the exported engine, whose"):
+        check_noise(asked(neftune_noise_alpha=5.0), backend)

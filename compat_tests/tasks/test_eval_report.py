@@ -1,0 +1,49 @@
+"""What eval_report adds to an evaluation, and that nothing is added without it."""
+
+from __future__ import annotations
+
+import xml.dom.minidom
+
+import numpy as np
+import pytest
+
+import trl_jax
+from compat_tests.trainer.trainers import FACTS, make, table
+from trl_jax.tasks.eval_report import calibration_error, histogram, report
+
+
+def test_an_evaluation_reports_its_subsets_and_draws_its_margins(checkpoint, tmp_path):
+    folder = checkpoint(**FACTS)
+    rows = table(11).add_column("subset", ["chat"] * 4 + ["code"] * 7)
+    plain = make(trl_jax, folder, tmp_path, eval_dataset=rows).evaluate()
+    assert not list(tmp_path.glob("*.svg"))
+    trainer = make(trl_jax, folder, tmp_path, eval_dataset=rows, config={"eval_report": True})
+    found = trainer.evaluate()
+    added = ["eval_ece", "eval_accuracy_chat", "eval_accuracy_code", "eval_accuracy_of_subsets"]
+    assert set(found) - set(plain) == set(added)
+    scores = trainer.predict(rows).predictions[:, 0]
+    margins = np.concatenate([np.subtract(*np.split(part, 2)) for part in np.split(scores, [8, 16])])
+    assert found["eval_accuracy_chat"] == np.mean(margins[:4] > 0)
+    assert found["eval_accuracy_code"] == pytest.approx(np.mean(margins[4:] > 0))
+    assert found["eval_accuracy_of_subsets"] == (found["eval_accuracy_chat"] + found["eval_accuracy_code"]) / 2
+    assert found["eval_ece"] == pytest.approx(calibration_error(margins))
+    assert "margin of 11 pairs" in (tmp_path / "eval_margins.svg").read_text()
+
+
+def test_without_a_column_there_are_no_subsets(tmp_path):
+    assert set(report(np.array([1.0, -1.0]), None, prefix="eval", folder=tmp_path)) == {"ece"}
+
+
+def test_calibration():
+    """As sure as it is right: no error. Sure and wrong: all of it."""
+    even = np.log(3.0)  # sigmoid is 0.75
+    assert calibration_error(np.array([even, even, even, -even])) == pytest.approx(0)
+    assert calibration_error(np.array([-50.0, -50.0])) == pytest.approx(1)
+    assert calibration_error(np.zeros(4)) == pytest.approx(0.5)  # not sure at all, and never right
+
+
+def test_the_picture_is_one():
+    drawn = histogram(np.array([-1.0, 0.5, 0.5, 2.0]))
+    xml.dom.minidom.parseString(drawn)
+    assert "75.0% above 0" in drawn and "#c44" in drawn and "2.00" in drawn
+    xml.dom.minidom.parseString(histogram(np.zeros(3)))

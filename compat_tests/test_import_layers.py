@@ -1,0 +1,258 @@
+"""Imports only go down: read from the source, those inside functions and those for typing too."""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import trl_jax
+
+PACKAGE = Path(trl_jax.__file__).parent
+FLOORS = {
+    "core": 0,
+    "nn": 1,
+    "losses": 1,
+    "data": 1,
+    "models": 2,
+    "tasks": 2,
+    "hub": 3,
+    "engine": 4,
+    "run": 5,
+    "trainer": 6,
+    "dryrun": 7,
+    "scripts": 8,
+    "cli": 8,
+}
+# These two share the top floor, and the one calls the other.
+NEIGHBOURS = {("cli", "scripts")}
+NEVER = {
+    "core": "jax jaxlib flax optax transformers",
+    "data": "jax jaxlib flax optax",
+    "losses": "flax optax",
+    "nn": "transformers safetensors optax",
+    "models": "transformers safetensors optax",
+    "hub": "optax",
+    "engine": "flax models nn hub data",
+}
+# Used only where the user brings them: in these files, inside functions.
+BROUGHT = {"torch", "trl", "peft", "accelerate"}
+BRIDGES = ("hub/torch/bridge.py", "hub/torch/objects.py", "hub/torch/optimizer_state.py")
+# llama3 with nothing behind it is not a family: it is what every config calls one way of stretching rope.
+FAMILIES = re.compile(
+    r"(?<![a-z])(llama(?!3$)|qwen|mistral|mixtral|gemma|olmo|smollm|granite|cohere|falcon|phi[0-9]|gpt2"
+    r"|gpt_?neox?|bert|roberta|deberta|bloom)",
+    re.IGNORECASE,
+)
+FAMILY_FREE = ("nn", "models", "engine", "losses", "data", "core")
+
+
+class Import(NamedTuple):
+    module: str
+    line: int
+    in_function: bool
+    for_typing: bool
+
+
+class _Reader(ast.NodeVisitor):
+    """Collects the full name of every module a file imports; `package` resolves relative ones."""
+
+    def __init__(self, package: str):
+        self.package, self.found = package.split("."), []
+        self.depth = self.typing = 0
+
+    def visit_FunctionDef(self, node):
+        self.depth += 1
+        self.generic_visit(node)
+        self.depth -= 1
+
+    visit_AsyncFunctionDef = visit_Lambda = visit_FunctionDef
+
+    def visit_If(self, node):
+        typing = ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+        self.typing += typing
+        for child in node.body:
+            self.visit(child)
+        self.typing -= typing
+        for child in node.orelse:
+            self.visit(child)
+
+    def visit_Import(self, node):
+        for alias in node.names:
+            self._add(alias.name, node)
+
+    def visit_ImportFrom(self, node):
+        base = self.package[: len(self.package) - node.level + 1] if node.level else []
+        module = ".".join([*base, *([node.module] if node.module else [])])
+        for alias in node.names:
+            self._add(f"{module}.{alias.name}", node)
+
+    def visit_Call(self, node):
+        called = ast.unparse(node.func)
+        if called in ("__import__", "import_module", "importlib.import_module") and node.args:
+            [first, *_] = node.args
+            if isinstance(first, ast.Constant):
+                self._add(first.value, node)
+        self.generic_visit(node)
+
+    def _add(self, module, node):
+        self.found.append(Import(module, node.lineno, self.depth > 0, self.typing > 0))
+
+
+def imports(source: str, file: str) -> list[Import]:
+    """`file` is its path below the package, as in "nn/norm.py"."""
+    reader = _Reader(".".join(["trl_jax", *Path(file).parts[:-1]]))
+    reader.visit(ast.parse(source))
+    return reader.found
+
+
+def wrong_imports(source: str, file: str) -> list[str]:
+    """What the file may not import, a line each."""
+    return [f"{file}:{i.line}: {why}" for i in imports(source, file) if (why := _objection(i, file))]
+
+
+def _objection(found: Import, file: str) -> str | None:
+    room, (top, *below) = Path(file).parts[0], found.module.split(".")
+    if top in BROUGHT:
+        allowed = file in BRIDGES and found.in_function
+        return None if allowed else f"{found.module}: only inside functions of {', '.join(BRIDGES)}"
+    if top != "trl_jax":
+        return f"{room} must never import {top}" if top in NEVER.get(room, "").split() else None
+    if not below or below[0] not in FLOORS:
+        return f"{found.module}: rooms do not import the door"
+    return _own(found, file, room, below)
+
+
+def _own(found: Import, file: str, room: str, below: list[str]) -> str | None:
+    other = below[0]
+    if room == other:
+        return _between_trainers(file, below) if room == "trainer" else None
+    if other in NEVER.get(room, "").split():
+        return f"{room} must never import {other}"
+    if FLOORS[other] > FLOORS[room] and found.for_typing:
+        return None
+    if FLOORS[other] < FLOORS[room] or (room, other) in NEIGHBOURS:
+        return None
+    return f"{room} (floor {FLOORS[room]}) must not import {other} (floor {FLOORS[other]})"
+
+
+def _between_trainers(file: str, below: list[str]) -> str | None:
+    def trainer(name):
+        return name.endswith("_trainer") and name != "base_trainer"
+
+    me, other = Path(file).stem, below[1]
+    if trainer(me) and trainer(other):
+        return f"one trainer must never import another: {me} imports {other}"
+    if me == "base_trainer" and trainer(other):
+        return f"what trainers share must not import {other}"
+    return None
+
+
+def family_names(source: str) -> list[str]:
+    """Families named in identifiers or in strings that are not docstrings, as "line: text"."""
+    tree = ast.parse(source)
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and ast.get_docstring(node, clean=False) is not None
+    }
+    found = []
+    for node in ast.walk(tree):
+        if id(node) in docstrings:
+            continue
+        words = [value for _, value in ast.iter_fields(node) if isinstance(value, str)]
+        found += [f"{node.lineno}: {word}" for word in words if FAMILIES.search(word)]
+    return found
+
+
+def files(*rooms: str) -> list[str]:
+    return sorted(str(path.relative_to(PACKAGE)) for room in rooms for path in (PACKAGE / room).rglob("*.py"))
+
+
+@pytest.mark.parametrize("file", files(*FLOORS))
+def test_imports_go_down(file):
+    assert wrong_imports((PACKAGE / file).read_text(), file) == []
+
+
+@pytest.mark.parametrize("file", files(*FAMILY_FREE))
+def test_no_family_is_named(file):
+    assert family_names((PACKAGE / file).read_text()) == []
+
+
+def test_every_room_has_a_floor():
+    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert rooms <= set(FLOORS) and {"core", "nn", "hub", "engine", "trainer"} <= rooms
+
+
+# The checker itself can fail.
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "why"),
+    [
+        (
+            "nn/norm.py",
+            "from trl_jax.models.arch import Arch",
+            "nn (floor 1) must not import models (floor 2)",
+        ),
+        ("nn/norm.py", "from trl_jax.data import order", "nn (floor 1) must not import data (floor 1)"),
+        ("nn/norm.py", "import optax", "nn must never import optax"),
+        ("core/a.py", "def f():\n    import jax.numpy as jnp", "core must never import jax"),
+        ("core/a.py", "from .. import data", "core (floor 0) must not import data (floor 1)"),
+        ("data/a.py", "from ..hub.files import x", "data (floor 1) must not import hub (floor 3)"),
+        ("data/a.py", "import jax", "data must never import jax"),
+        ("losses/a.py", "from flax import nnx", "losses must never import flax"),
+        ("models/a.py", "import safetensors.numpy", "models must never import safetensors"),
+        ("hub/families/a.py", "from ...engine import step", "hub (floor 3) must not import engine (floor 4)"),
+        ("engine/a.py", "def f():\n    from trl_jax.data import order", "engine must never import data"),
+        ("engine/a.py", "from trl_jax import hub", "engine must never import hub"),
+        ("engine/a.py", "from trl_jax import RewardTrainer", "rooms do not import the door"),
+        ("engine/a.py", "import trl_jax", "rooms do not import the door"),
+        ("trainer/a.py", "import importlib\nimportlib.import_module('torch')", "only inside functions of"),
+        ("trainer/a.py", "from trl_jax.scripts import utils", "trainer (floor 6) must not import scripts"),
+        ("trainer/sft_trainer.py", "from .reward_trainer import x", "one trainer must never import another"),
+        ("trainer/base_trainer.py", "from . import reward_trainer", "what trainers share must not import"),
+        ("hub/torch/bridge.py", "import torch", "only inside functions of hub/torch/bridge.py"),
+        ("hub/model.py", "def f():\n    import peft.utils", "only inside functions of hub/torch/bridge.py"),
+        ("scripts/a.py", "from trl_jax.cli import main", "scripts (floor 8) must not import cli (floor 8)"),
+    ],
+)
+def test_the_checker_objects(file, source, why):
+    [found] = wrong_imports(source, file)
+    assert why in found
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("hub/a.py", "from trl_jax.data.layout.batch import scored_token"),
+        ("hub/torch/bridge.py", "def f():\n    import torch"),
+        ("engine/a.py", "import transformers, jax, optax"),
+        ("cli/main.py", "from trl_jax.scripts import reward"),
+        ("trainer/sft_trainer.py", "from .base_trainer import BaseTrainer"),
+        ("nn/attention.py", "if TYPE_CHECKING:\n    from trl_jax.models.arch import Arch"),
+    ],
+)
+def test_the_checker_allows(file, source):
+    assert wrong_imports(source, file) == []
+
+
+def test_an_import_for_typing_counts_where_it_goes_down():
+    source = "if TYPE_CHECKING:\n    from trl_jax.data.layout.batch import PairBatch\nelse:\n    import flax"
+    assert len(wrong_imports(source, "engine/a.py")) == 2
+
+
+def test_family_names_are_found_in_code_and_strings_but_not_in_docstrings():
+    source = textwrap.dedent('''
+        """As in Llama 2."""
+        def f(qwen3, x):
+            """Mistral's."""
+            if x.model_type == "gemma2" or x.rope_type == "llama3":
+                return is_llama
+    ''')
+    assert sorted(family_names(source)) == ["3: qwen3", "5: gemma2", "6: is_llama"]

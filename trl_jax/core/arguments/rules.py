@@ -1,0 +1,318 @@
+"""Rules: small functions that look at one argument's value and say what is wrong with it, or None.
+
+A rule is called as rule(name, value, values), with `values` the whole configuration, and answers with one
+line that names the argument, the value found, the value wanted and the way out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Mapping
+from enum import Enum
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+from trl_jax.core.arguments import deepspeed
+from trl_jax.core.arguments.optimizers import NEAREST, OPTIMIZERS, parsed
+
+Rule = Callable[[str, Any, Mapping[str, Any]], str | None]
+
+HERE = "in this release of trl_jax"
+DETERMINISTIC_FLAG = "--xla_gpu_deterministic_ops=true"
+# Of accelerate's AcceleratorConfig: the default, and for what would change a run of one process, what to do instead.
+ACCELERATOR = {
+    "split_batches": (False, ""),
+    "dispatch_batches": (None, ""),
+    "even_batches": (True, ""),
+    "use_seedable_sampler": (True, "the order of rows follows data_seed; leave it out."),
+    "non_blocking": (False, ""),
+    "gradient_accumulation_kwargs": (None, "set gradient_accumulation_steps."),
+    "use_configured_state": (False, "there is no accelerate here to configure; leave it out."),
+}
+FSDP_WORDS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2", "offload", "auto_wrap")
+# Schedule -> the keys of lr_scheduler_kwargs that it takes.
+SCHEDULES = {
+    "linear": "",
+    "cosine": "num_cycles",
+    "cosine_with_restarts": "num_cycles",
+    "polynomial": "lr_end power",
+    "constant": "",
+    "constant_with_warmup": "",
+    "inverse_sqrt": "timescale",
+    "reduce_lr_on_plateau": "mode factor patience threshold threshold_mode cooldown min_lr eps",
+    "cosine_with_min_lr": "num_cycles min_lr min_lr_rate",
+    "cosine_warmup_with_min_lr": "num_cycles min_lr min_lr_rate warmup_lr_rate",
+    "warmup_stable_decay": "num_decay_steps num_stable_steps warmup_type decay_type min_lr_ratio num_cycles",
+    "greedy": "mode factor patience threshold threshold_mode cooldown warmup min_lr max_lr eps smooth window_size "
+              "reset_start",
+}  # fmt: skip
+ADAPTIVE = ("reduce_lr_on_plateau", "greedy")
+
+
+def plain(value: Any) -> Any:
+    """An enum's own value; anything else as it is."""
+    return value.value if isinstance(value, Enum) else value
+
+
+def show(name: str, value: Any) -> str:
+    """name=value for an error's text: secrets hidden, long values cut."""
+    text = "<hidden>" if name == "hub_token" else repr(plain(value))
+    return f"{name}={text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def as_dict(name: str, value: Mapping[str, Any] | str | None) -> dict[str, Any]:
+    """The mapping that a dict-valued argument means: a mapping, a JSON object in a string, or nothing.
+
+    Raises ValueError on anything else.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{show(name, value)} is not JSON ({error}): {_wanted_dict(name)}") from error
+    if dataclasses.is_dataclass(value):
+        value = dataclasses.asdict(value)
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"{show(name, value)} is a {type(value).__name__}: {_wanted_dict(name)}")
+    return dict(value or {})
+
+
+def as_dict_or_file(name: str, value: Any) -> dict[str, Any]:
+    """The same, where a string may also be the path of a JSON file."""
+    if not isinstance(value, str) or value.lstrip().startswith("{"):
+        return as_dict(name, value)
+    if not Path(value).is_file():
+        raise ValueError(f"{show(name, value)}: there is no such file. Pass a JSON file, a dict, or leave it out.")
+    return as_dict(name, Path(value).read_text(encoding="utf-8"))
+
+
+def _wanted_dict(name: str) -> str:
+    return f"""pass {name} as a dict, or as a JSON object in a string such as '{{"key": 1}}'."""
+
+
+def as_pad_multiple(name: str, value: int | str | None) -> int | str | None:
+    """Tokens, "auto" or None; the command line and YAML may give each of them as text.
+
+    Raises ValueError on anything else.
+    """
+    words = {"auto": "auto", "none": None, "null": None}
+    meant = value
+    if isinstance(value, str):
+        meant = int(value) if value.isdecimal() else words.get(value.lower(), value)
+    if meant is None or meant == "auto" or whole(1)(name, meant, {}) is None:
+        return meant
+    raise ValueError(f'{show(name, value)}: wanted "auto", a whole number of at least 1, or None.')
+
+
+def as_choice(value: str | bool | None) -> str | bool | None:
+    """What resume_from_checkpoint means: a command line gives True and False as words."""
+    words = {"true": True, "false": None, "none": None, "": None}
+    return words.get(value.lower(), value) if isinstance(value, str) else value or None
+
+
+def one_of(*supported: str) -> Rule:
+    def rule(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+        if plain(value) in supported:
+            return None
+        return f"{show(name, value)} is not {HERE}; supported: {', '.join(supported)}."
+
+    return rule
+
+
+def whole(minimum: int, optional: bool = False) -> Rule:
+    def rule(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+        if value is None and optional:
+            return None
+        if isinstance(value, Integral) and not isinstance(value, bool) and value >= minimum:
+            return None
+        return f"{show(name, value)}: wanted a whole number of at least {minimum}{_or_none(optional)}."
+
+    return rule
+
+
+def number(minimum: float, optional: bool = False) -> Rule:
+    def rule(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+        if value is None and optional:
+            return None
+        if isinstance(value, Real) and not isinstance(value, bool) and minimum <= value < float("inf"):
+            return None
+        return f"{show(name, value)}: wanted a number of at least {minimum:g}{_or_none(optional)}."
+
+    return rule
+
+
+def _or_none(optional: bool) -> str:
+    return " or None" if optional else ""
+
+
+def epochs(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    # Scripts that count in max_steps often leave num_train_epochs at -1.
+    return None if values["max_steps"] > 0 else number(0)(name, value, values)
+
+
+def a_dict(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    try:
+        as_dict(name, value)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def scheduler(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if problem := one_of(*SCHEDULES)(name, value, values):
+        return problem
+    if plain(value) in ADAPTIVE and plain(values["eval_strategy"]) == "no":
+        return f"{show(name, value)} follows a metric of the evaluation, and eval_strategy is 'no'. Set eval_strategy."
+    return None
+
+
+def scheduler_kwargs(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    schedule = plain(values["lr_scheduler_type"])
+    if problem := a_dict(name, value, values):
+        return problem
+    if schedule not in SCHEDULES:
+        return None  # said of lr_scheduler_type
+    given, known = as_dict(name, value), SCHEDULES[schedule].split()
+    if unknown := [key for key in given if key not in known]:
+        takes = ", ".join(known) or "no keys"
+        return f"{name} holds {unknown}: lr_scheduler_type={schedule!r} takes {takes}. Leave {unknown} out."
+    if schedule == "warmup_stable_decay" and "num_decay_steps" not in given:
+        return f"lr_scheduler_type={schedule!r} needs {name}={{'num_decay_steps': STEPS}}."
+    if "min_lr_rate" in known and (given.get("min_lr") is None) == (given.get("min_lr_rate") is None):
+        return f"lr_scheduler_type={schedule!r} needs {name} with one of min_lr and min_lr_rate, and found {given}."
+    return _known_words(name, given)
+
+
+_WORDS = {
+    "warmup_type": ("linear", "cosine", "1-sqrt"), "decay_type": ("linear", "cosine", "1-sqrt"),
+    "mode": ("min", "max"), "threshold_mode": ("rel", "abs"),
+}  # fmt: skip
+
+
+def _known_words(name: str, given: Mapping[str, Any]) -> str | None:
+    for key, words in _WORDS.items():
+        if key in given and given[key] not in words:
+            return f"{name} holds {key}={given[key]!r}: wanted one of {', '.join(words)}."
+    return None
+
+
+def optimizer(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    value = plain(value)
+    if value in NEAREST:
+        return f"{show(name, value)} is not {HERE}; the nearest that is: {NEAREST[value]}."
+    return one_of(*OPTIMIZERS)(name, value, values)
+
+
+def optimizer_note(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    note = OPTIMIZERS[plain(value)].note
+    return f"{show(name, value)}: {note}" if note else None
+
+
+def optimizer_args(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    optim = plain(values["optim"])
+    if optim not in OPTIMIZERS:
+        return None  # said of optim
+    try:
+        parsed(optim, value)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def checkpointing_kwargs(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if problem := a_dict(name, value, values):
+        return problem
+    unknown = [key for key in as_dict(name, value) if key != "use_reentrant"]
+    if not unknown:
+        return None
+    return f"{name} holds {unknown}, which are not {HERE}: it takes use_reentrant only. Leave {unknown} out."
+
+
+def offloading(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if not value:
+        return None
+    if values["remat_policy"] not in ("auto", "nothing_saveable"):
+        return f"{name}=True goes with remat_policy='auto' or 'nothing_saveable', not {values['remat_policy']!r}."
+    if values["gradient_checkpointing"] or values["activation_checkpointing"]:
+        return None
+    return (
+        f"{name}=True has the host keep what gradient_checkpointing=True keeps, and gradient_checkpointing is "
+        f"{values['gradient_checkpointing']!r}. Set it to True."
+    )
+
+
+def deterministic(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    # A GPU is deterministic only if XLA was told so before it started; CPU and TPU always are.
+    if not value or values["use_cpu"] or DETERMINISTIC_FLAG in os.environ.get("XLA_FLAGS", ""):
+        return None
+    return (
+        f"{name}=True needs XLA_FLAGS={DETERMINISTIC_FLAG} in the environment before Python starts, and found"
+        f" XLA_FLAGS={os.environ.get('XLA_FLAGS', '')!r}. Set it, or pass use_cpu=True."
+    )
+
+
+def accelerator(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    """How batches reach several processes means nothing to one; what would change the run is refused."""
+    try:
+        given = as_dict_or_file(name, value)
+    except ValueError as error:
+        return str(error)
+    for key, found in given.items():
+        if key not in ACCELERATOR:
+            return f"{name} holds {key!r}: wanted {', '.join(ACCELERATOR)}."
+        default, instead = ACCELERATOR[key]
+        if instead and found != default:
+            return f"{name} sets {key}={found!r}, which is not {HERE}: {instead}"
+    return None
+
+
+def words(value: Any) -> list[str]:
+    """Of an argument that takes words in a string, a list of them, or a truth value."""
+    if isinstance(value, bool) or value is None:
+        return []
+    return [plain(word) for word in (value.split() if isinstance(value, str) else value)]
+
+
+def fsdp_words(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    unknown = [word for word in words(value) if word not in FSDP_WORDS]
+    return f"{name} holds {unknown}: wanted some of {', '.join(FSDP_WORDS)}." if unknown else None
+
+
+def deepspeed_config(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if not value:
+        return None
+    try:
+        return " ".join(deepspeed.conflicts(as_dict_or_file(name, value), values)) or None
+    except ValueError as error:
+        return str(error)
+
+
+def debug_words(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    unknown = [word for word in words(value) if word not in ("underflow_overflow", "tpu_metrics_debug")]
+    return f"{name} holds {unknown}: wanted underflow_overflow or tpu_metrics_debug." if unknown else None
+
+
+def debug_note(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    told = f"{name}: tpu_metrics_debug has no effect in trl_jax: XLA has no such log."
+    return told if "tpu" in str(words(value)) else None
+
+
+def metric_inputs(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    unknown = [word for word in value or () if word not in ("inputs", "loss")]
+    return f"{name} holds {unknown}: wanted some of inputs, loss." if unknown else None
+
+
+def tokens_seen(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    known = ("all", "non_padding", "no", True, False)
+    return None if value in known else f"{show(name, value)}: wanted 'all', 'non_padding' or 'no'."
+
+
+def pad_multiple(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    try:
+        as_pad_multiple(name, value)
+    except ValueError as error:
+        return str(error)
+    return None

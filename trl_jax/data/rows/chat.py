@@ -1,0 +1,123 @@
+"""One preference row as the tokenizer wants it: two texts, or two conversations with template options."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+from trl_jax.data.rows.checks import cell_error
+
+_READ = ("prompt", "chosen", "rejected", "tools", "chat_template_kwargs")
+_WANTED = "a string, or a non-empty list of messages, each with a 'role' and a 'content'"
+
+
+class Pair(NamedTuple):
+    """Both answers with their prompt; `options` are the chat template's keyword arguments, empty for text."""
+
+    chosen: str | list[dict]
+    rejected: str | list[dict]
+    options: dict[str, Any]
+    where: str
+
+
+def is_messages(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]
+
+
+def tokenise_batch(batch: Any, indices: list[int], tokenizer: Any, where: str) -> dict[str, list[list[int]]]:
+    """A block of rows, given by columns, to `chosen_ids` and `rejected_ids`; made for `Dataset.map`.
+
+    Only the ids are returned, so that the user's own columns stay as they are. `indices` and `where` name the
+    rows in errors.
+    """
+    columns = [column for column in _READ if column in batch]
+    cells = zip(*(batch[column] for column in columns), strict=True)
+    rows = [dict(zip(columns, row, strict=True)) for row in cells]
+    pairs = [read_pair(row, f"Row {i} of {where}", tokenizer) for i, row in zip(indices, rows, strict=True)]
+    chosen, rejected = zip(*tokenise(pairs, tokenizer), strict=True)
+    return {"chosen_ids": list(chosen), "rejected_ids": list(rejected)}
+
+
+def read_pair(row: dict[str, Any], where: str, tokenizer: Any) -> Pair:
+    """Join an explicit prompt to both answers and end texts with EOS; a template ends conversations itself.
+
+    `where` names the row in errors. EOS is looked for in the answer alone, not in prompt and answer joined.
+    """
+    columns = [column for column in ("prompt", "chosen", "rejected") if column in row]
+    _check_contents(row, columns, where)
+    chosen, rejected = row["chosen"], row["rejected"]
+    options = {}
+    if is_messages(chosen):
+        options = _template_options(row, where)
+        _check_template(tokenizer, options, where)
+    else:
+        chosen, rejected = (_with_eos(text, tokenizer, where) for text in (chosen, rejected))
+    if "prompt" in row:
+        chosen, rejected = row["prompt"] + chosen, row["prompt"] + rejected
+    return Pair(chosen, rejected, options, where)
+
+
+def tokenise(pairs: list[Pair], tokenizer: Any) -> list[tuple[list[int], list[int]]]:
+    """Token ids of each pair, all of them text or all of them conversations."""
+    if isinstance(pairs[0].chosen, str):
+        texts = [text for pair in pairs for text in (pair.chosen, pair.rejected)]
+        ids = tokenizer(text=texts)["input_ids"]
+        return list(zip(ids[::2], ids[1::2], strict=True))
+    return [_render(pair, tokenizer) for pair in pairs]
+
+
+def _render(pair: Pair, tokenizer: Any) -> tuple[list[int], list[int]]:
+    sides = (pair.chosen, pair.rejected)
+    try:
+        drawn = [
+            tokenizer.apply_chat_template(side, tokenize=True, return_dict=True, **pair.options)
+            for side in sides
+        ]
+    except Exception as error:  # a template may raise anything: pass it on, with the row's name beside it
+        error.add_note(f"{pair.where}: raised by the tokenizer's chat template.")
+        raise
+    return drawn[0]["input_ids"], drawn[1]["input_ids"]
+
+
+def _with_eos(text: str, tokenizer: Any, where: str) -> str:
+    if tokenizer.eos_token is None:
+        raise ValueError(
+            f"{where} is plain text, which ends with the EOS token, and the tokenizer "
+            f"({type(tokenizer).__name__}) has none. Name a token of its vocabulary with "
+            "RewardConfig(eos_token=...)."
+        )
+    return text if text.endswith(tokenizer.eos_token) else text + tokenizer.eos_token
+
+
+def _template_options(row: dict[str, Any], where: str) -> dict[str, Any]:
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise cell_error(where, "tools", tools, "a list, or a list in JSON") from error
+    options = row.get("chat_template_kwargs")
+    if not isinstance(options, dict | None):
+        raise cell_error(where, "chat_template_kwargs", options, "a dict")
+    return {"tools": tools, **(options or {})}
+
+
+def _check_contents(row: dict[str, Any], columns: list[str], where: str) -> None:
+    for column in columns:
+        if not isinstance(row[column], str) and not is_messages(row[column]):
+            raise cell_error(where, column, row[column], _WANTED)
+    kinds = {column: "a conversation" if is_messages(row[column]) else "text" for column in columns}
+    if len(set(kinds.values())) > 1:
+        found = ", ".join(f"{column!r} is {kind}" for column, kind in kinds.items())
+        raise ValueError(
+            f"{where}: {found}; they must be the same. If 'chosen' and 'rejected' already begin with the "
+            'prompt, drop it: dataset.remove_columns("prompt").'
+        )
+
+
+def _check_template(tokenizer: Any, options: dict[str, Any], where: str) -> None:
+    if tokenizer.chat_template is None and "chat_template" not in options:
+        raise ValueError(
+            f"{where} is a conversation and the tokenizer ({type(tokenizer).__name__}) has no chat template. "
+            'Pass one with RewardConfig(chat_template_path="template.jinja"), or set tokenizer.chat_template.'
+        )

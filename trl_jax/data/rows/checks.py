@@ -1,0 +1,198 @@
+"""What a dataset must be before it is trained on; every error names the argument, the row and the column.
+
+The checks read blocks: a `pyarrow.Table` and the index of its first row. A `Dataset` comes in blocks of many
+rows, a stream in blocks of one, so both are held to the same rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset, IterableDataset
+
+IDS = ("chosen_ids", "rejected_ids")
+TEXTS = ("chosen", "rejected")
+LEGACY_IDS = (("chosen_input_ids", "rejected_input_ids"), ("input_ids_chosen", "input_ids_rejected"))
+ROWS_PER_BLOCK = 1000
+
+_FIXES = {
+    "DatasetDict": 'pass one of its splits: dataset["train"]',
+    "IterableDatasetDict": 'pass one of its splits: dataset["train"]',
+    "dict": 'pass one split, dataset["train"], or build one with datasets.Dataset.from_dict(columns)',
+    "list": "build one with datasets.Dataset.from_list(rows)",
+    "DataFrame": "build one with datasets.Dataset.from_pandas(frame)",
+    "Subset": "select the rows with dataset.select(indices)",
+}
+
+
+def argument(name: str) -> str:
+    """How errors call the dataset: train_dataset for "train"; a ready name, such as eval_dataset['key'], as it is."""
+    return f"{name}_dataset" if name in ("train", "eval", "test") else name
+
+
+def check_type(dataset: Any, name: str) -> None:
+    if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
+        raise ValueError(
+            f"{argument(name)} has a transform (set_transform or with_transform), which works on rows as "
+            "they are read; rows are tokenised once, before training. Apply it with dataset.map, or drop it "
+            "with dataset.with_format(None)."
+        )
+    if isinstance(dataset, Dataset | IterableDataset):
+        return
+    found = type(dataset).__name__
+    splits = f" with splits {list(dataset)}" if found.endswith("DatasetDict") else ""
+    fix = _FIXES.get(found, "see datasets.Dataset.from_list and datasets.Dataset.from_generator")
+    raise TypeError(f"{argument(name)} must be a Dataset or IterableDataset, got a {found}{splits}: {fix}.")
+
+
+def missing_columns(columns: list[str], name: str) -> ValueError:
+    accepted = ", or ".join(f"{chosen!r} and {rejected!r}" for chosen, rejected in (TEXTS, IDS, *LEGACY_IDS))
+    return ValueError(f"{argument(name)} needs the columns {accepted}; found {columns}.")
+
+
+def cell_error(where: str, column: str, found: Any, wanted: str) -> ValueError:
+    """`where` is a row: "Row 3 of train_dataset"."""
+    text = repr(found)
+    shown = text if len(text) <= 60 else text[:57] + "..."
+    kind = "" if found is None else f" ({type(found).__name__})"
+    return ValueError(f"{where}, column {column!r}: found {shown}{kind}, wanted {wanted}.")
+
+
+def check_token_ids(
+    dataset: Dataset | IterableDataset, vocab_size: int, name: str, max_positions: int | None = None
+) -> Dataset | IterableDataset:
+    """Raise ValueError for an id or a position without an embedding: an accelerator would clamp it without a word.
+
+    `most_tokens` is the length of the longest text that the model has positions for; None is any length.
+    Returns the prepared dataset it was given; a stream comes back checking each row as it passes.
+    """
+    where = f"the prepared {argument(name)}"
+    if isinstance(dataset, IterableDataset):
+        facts = {"vocab_size": vocab_size, "max_positions": max_positions, "where": where}
+        return dataset.map(_check_stream_ids, with_indices=True, fn_kwargs=facts)
+    for first, block in blocks(dataset, IDS):
+        _check_vocabulary(block, first, vocab_size, where)
+        _check_lengths(block, first, max_positions, where)
+    return dataset
+
+
+def blocks(dataset: Dataset, columns: tuple[str, ...]) -> Iterator[tuple[int, pa.Table]]:
+    arrow = dataset.select_columns(list(columns)).with_format("arrow")
+    for number, block in enumerate(arrow.iter(batch_size=ROWS_PER_BLOCK)):
+        yield number * ROWS_PER_BLOCK, block
+
+
+def list_lengths(block: pa.Table, column: str) -> tuple[np.ndarray, np.ndarray]:
+    """The ids of a checked column, end to end, and how many each row has."""
+    lists = block.column(column).combine_chunks()
+    return _numbers(lists.flatten()), _numbers(pc.list_value_length(lists)).astype(np.int64)
+
+
+def row_block(row: dict[str, Any], columns: tuple[str, ...], where: str) -> pa.Table:
+    """One row as a block; `where` names it in the error for a value that no column can hold."""
+    try:
+        return pa.table({column: pa.array([row[column]]) for column in columns})
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
+        raise ValueError(f"{where}, columns {list(columns)}: {error}") from error
+
+
+def check_ids(block: pa.Table, first: int, where: str) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens of the longer side, whether both sides are equal), each [rows]; ValueError for all but ids."""
+    chosen, rejected = (_id_lists(block, column, first, where) for column in IDS)
+    of_chosen, of_rejected = (_numbers(pc.list_value_length(side)) for side in (chosen, rejected))
+    identical = of_chosen == of_rejected
+    rows = np.flatnonzero(identical)
+    if rows.size:
+        values = [_numbers(side.take(pa.array(rows)).flatten()) for side in (chosen, rejected)]
+        starts = np.cumsum(of_chosen[rows]) - of_chosen[rows]
+        identical[rows] = np.logical_and.reduceat(values[0] == values[1], starts)
+    return np.maximum(of_chosen, of_rejected), identical
+
+
+def check_margin(block: pa.Table, first: int, where: str) -> None:
+    margin = block.column("margin").combine_chunks()
+    kind = margin.type
+    if margin.null_count:
+        bad = _numbers(margin.is_null())
+    elif pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
+        with np.errstate(over="ignore"):  # a number beyond float32 is infinite to the loss
+            bad = ~np.isfinite(_numbers(margin).astype(np.float32))
+    else:
+        bad = np.ones(len(margin), dtype=bool)
+    if bad.any():
+        row = int(np.argmax(bad))
+        wanted = "a finite number: give every row a margin, or drop the column"
+        raise cell_error(f"Row {first + row} of {where}", "margin", margin[row].as_py(), wanted)
+
+
+def empty_texts(block: pa.Table) -> np.ndarray:
+    """Whether the chosen or rejected text of each row is the empty string; conversations never are."""
+    empty = np.zeros(block.num_rows, dtype=bool)
+    for column in TEXTS:
+        texts = block.column(column)
+        if pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type):
+            empty |= _numbers(pc.equal(texts, "").fill_null(False))
+    return empty
+
+
+def _id_lists(block: pa.Table, column: str, first: int, where: str) -> pa.Array:
+    lists = block.column(column).combine_chunks()
+    kind = lists.type
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
+        raise cell_error(
+            f"Row {first} of {where}", column, lists[0].as_py(), "a list of at least one token id"
+        )
+    lengths = _numbers(pc.list_value_length(lists).fill_null(0))
+    if not lengths.all():
+        row = int(np.argmin(lengths))
+        raise cell_error(
+            f"Row {first + row} of {where}", column, lists[row].as_py(), "a list of at least one token id"
+        )
+    values = lists.flatten()
+    if not pa.types.is_integer(kind.value_type) or values.null_count:
+        bad = int(np.argmax(_numbers(values.is_null())))
+        row = first + pc.list_parent_indices(lists)[bad].as_py()
+        raise cell_error(f"Row {row} of {where}", column, values[bad].as_py(), "nothing but ints")
+    return lists
+
+
+def _check_vocabulary(block: pa.Table, first: int, vocab_size: int, where: str) -> None:
+    for column in IDS:
+        lists = block.column(column).combine_chunks()
+        ids = _numbers(lists.flatten())
+        bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+        if bad.size:
+            row = first + pc.list_parent_indices(lists)[int(bad[0])].as_py()
+            raise ValueError(
+                f"Row {row} of {where}, column {column!r}: token id {ids[bad[0]]} is outside the model's "
+                f"vocabulary (vocab_size={vocab_size}). Pass the tokenizer that belongs to the model, or "
+                "resize its embeddings."
+            )
+
+
+def _check_lengths(block: pa.Table, first: int, max_positions: int | None, where: str) -> None:
+    for column in IDS if max_positions is not None else ():
+        lengths = _numbers(pc.list_value_length(block.column(column)))
+        row = int(np.argmax(lengths))
+        if lengths[row] > max_positions:
+            raise ValueError(
+                f"Row {first + row} of {where}, column {column!r}: {lengths[row]:,} tokens, but the model has "
+                f"positions for {max_positions:,}. Pass max_length={max_positions}: longer rows are then left out."
+            )
+
+
+def _check_stream_ids(
+    row: dict[str, Any], index: int, vocab_size: int, max_positions: int | None, where: str
+) -> dict[str, Any]:
+    block = row_block(row, IDS, f"Row {index} of {where}")
+    _check_vocabulary(block, index, vocab_size, where)
+    _check_lengths(block, index, max_positions, where)
+    return {}
+
+
+def _numbers(array: pa.Array | pa.ChunkedArray) -> np.ndarray:
+    return array.to_numpy(zero_copy_only=False) if isinstance(array, pa.Array) else array.to_numpy()

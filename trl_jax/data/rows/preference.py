@@ -1,0 +1,116 @@
+"""Preference rows of every form to token ids, in the same order."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, IterableDataset
+
+from trl_jax.data.rows import chat, checks, streaming
+
+logger = logging.getLogger(__name__)
+
+
+def prepare(
+    dataset: Dataset | IterableDataset,
+    tokenizer: Any,
+    *,
+    max_length: int | None,
+    num_proc: int | None,
+    name: str,
+) -> Dataset | IterableDataset:
+    """The dataset with `chosen_ids` and `rejected_ids` beside its own columns, less the pairs too long.
+
+    A pair goes when either side has more than `max_length` tokens; nothing is truncated. A prepared dataset
+    passes through, so preparing twice is preparing once. `name` is 'train', 'eval', 'test' or what
+    errors shall call it, such as "eval_dataset['key']".
+    Raises TypeError or ValueError for what cannot be trained on; a stream raises when it reaches the row.
+    """
+    checks.check_type(dataset, name)
+    plain = dataset.with_format(None)  # rows as Python values, whatever the format they are shown in
+    if isinstance(plain, IterableDataset):
+        opening = streaming.first_row(plain, checks.argument(name))
+        plain, tokenised = _settle_columns(plain, list(opening), name)
+        columns = checks.IDS if tokenised else checks.TEXTS
+        columns += ("margin",) if "margin" in opening else ()
+        return streaming.prepare(plain, tokenizer, columns, max_length, checks.argument(name))
+    if len(plain) == 0:
+        raise ValueError(f"{checks.argument(name)} is empty")
+    plain, tokenised = _settle_columns(plain, plain.column_names, name)
+    _check_margins(plain, checks.argument(name))
+    if not tokenised:
+        plain = _tokenise(plain, tokenizer, num_proc, name)
+    lengths = _check_pairs(plain, checks.argument(name))
+    return _drop_long(plain, lengths, max_length, name)
+
+
+def _settle_columns(dataset: Any, columns: list[str], name: str) -> tuple[Any, bool]:
+    """(the dataset under today's column names, whether it is tokenised already)."""
+    if set(checks.IDS) <= set(columns):
+        return dataset, True
+    for legacy in checks.LEGACY_IDS:
+        if set(legacy) <= set(columns):
+            warnings.warn(
+                f"{checks.argument(name)}: the columns {legacy[0]!r} and {legacy[1]!r} are now called "
+                "'chosen_ids' and 'rejected_ids'. They were renamed for this run; rename them in the data.",
+                FutureWarning,
+                stacklevel=3,
+            )
+            return dataset.rename_columns(dict(zip(legacy, checks.IDS, strict=True))), True
+    if not set(checks.TEXTS) <= set(columns):
+        raise checks.missing_columns(columns, name)
+    return dataset, False
+
+
+def _check_margins(dataset: Dataset, where: str) -> None:
+    if "margin" in dataset.column_names:
+        for first, block in checks.blocks(dataset, ("margin",)):
+            checks.check_margin(block, first, where)
+
+
+def _tokenise(dataset: Dataset, tokenizer: Any, num_proc: int | None, name: str) -> Dataset:
+    where = checks.argument(name)
+    dataset = dataset.map(
+        chat.tokenise_batch,
+        with_indices=True,
+        batched=True,
+        num_proc=num_proc,
+        fn_kwargs={"tokenizer": tokenizer, "where": where},  # not a closure: the cache finds the result again
+        desc=f"Tokenizing {where.replace('_', ' ', 1)}",
+    )
+    empty = [checks.empty_texts(block) for _, block in checks.blocks(dataset, checks.TEXTS)]
+    _warn_count(np.concatenate(empty), f"rows of {where} have an empty chosen or rejected text")
+    return dataset
+
+
+def _check_pairs(dataset: Dataset, where: str) -> np.ndarray:
+    """Tokens of the longer side of each pair: [rows]."""
+    scanned = [checks.check_ids(block, first, where) for first, block in checks.blocks(dataset, checks.IDS)]
+    lengths, identical = (np.concatenate(part) for part in zip(*scanned, strict=True))
+    _warn_count(identical, f"rows of {where} have identical chosen and rejected tokens: no preference")
+    return lengths
+
+
+def _drop_long(dataset: Dataset, lengths: np.ndarray, max_length: int | None, name: str) -> Dataset:
+    if max_length is None or lengths.max() <= max_length:
+        return dataset
+    kept = np.flatnonzero(lengths <= max_length)
+    total = len(lengths)
+    if not kept.size:
+        raise ValueError(
+            f"max_length={max_length} removes all {total:,} rows of {checks.argument(name)}: the shortest "
+            f"pair has {lengths.min():,} tokens. Raise max_length or pass max_length=None."
+        )
+    logger.warning(
+        f"max_length={max_length} removed {total - len(kept):,} of {total:,} pairs of {checks.argument(name)} "
+        f"(longest kept: {lengths[kept].max():,} tokens)"
+    )
+    return dataset.select(kept)
+
+
+def _warn_count(found: np.ndarray, what: str) -> None:
+    if found.any():
+        logger.warning(f"{found.sum():,} of {len(found):,} {what} (first: row {np.argmax(found)})")

@@ -1,0 +1,138 @@
+"""EOS, pad and the chat template, settled on the tokenizer before the first row is read."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_MULTIPLE = 64  # to which TRL rounds up the tokens of a model that grows
+
+
+def settle(tokenizer: Any, *, eos_token: str | None = None, pad_token: str | None = None) -> Any:
+    """Set `eos_token` and `pad_token` on the tokenizer itself and return it.
+
+    It writes into what it was given on purpose, as TRL does: scripts read `tokenizer.pad_token` after they built
+    the trainer, and the tokenizer saved beside the model must say the same. The pad token is `pad_token`, else the
+    tokenizer's own, else its EOS token.
+    """
+    if eos_token is not None:
+        _check_known(tokenizer, "eos_token", eos_token)
+    pad = pad_token or tokenizer.pad_token or eos_token or tokenizer.eos_token
+    if pad is None:
+        raise ValueError(
+            f"The tokenizer ({type(tokenizer).__name__}) has neither a pad nor an EOS token, and the score "
+            "is read at the last token that is not padding. Name a token of its vocabulary with "
+            "RewardConfig(pad_token=...), or with RewardConfig(eos_token=...) to use it for both."
+        )
+    _check_known(tokenizer, "pad_token", pad)
+    if eos_token is not None:
+        tokenizer.eos_token = eos_token
+    tokenizer.pad_token = pad
+    if pad == tokenizer.eos_token:
+        _warn_shared(pad)
+    return tokenizer
+
+
+def settle_chat_template(tokenizer: Any, path: str, *, rows: int, can_resize: bool = False) -> int:
+    """Give the tokenizer the template in a .jinja or .j2 file (UTF-8), or that of another tokenizer, by folder or name.
+
+    With another's template come its added tokens and its EOS token; the model embeds `rows` tokens. Returns how many it
+    is to embed: more, where there are too few and it `grows`.
+    """
+    file = Path(path)
+    if file.suffix not in (".jinja", ".j2"):
+        clone_into(tokenizer, str(path), rows=rows, multiple=_MULTIPLE if can_resize else 0)
+        return max(rows, len(tokenizer.get_vocab()))
+    if not file.is_file():
+        raise FileNotFoundError(f"chat_template_path={str(path)!r}: there is no such file.")
+    tokenizer.chat_template = file.read_text(encoding="utf-8")
+    return rows
+
+
+def clone_into(tokenizer: Any, source_path: str, *, rows: int, multiple: int = 0) -> list[int]:
+    """Another tokenizer's chat template, added tokens and EOS token, into this one; the ids of the new tokens.
+
+    Rows of the embedding that no token has then get names, <extra_id_0> and so on, as in TRL. Where there are too few,
+    as many are named as the next `multiple` has; 0 means that there can be no more.
+
+    Raises:
+        ValueError: there are more new tokens than rows to spare.
+    """
+    source, vocabulary = _loaded(source_path), tokenizer.get_vocab()
+    new = [token for token in source.added_tokens_decoder.values() if token.content not in vocabulary]
+    needed = len(vocabulary) + len(new)
+    if needed > rows and multiple:
+        rows = -(-needed // multiple) * multiple
+    elif needed > rows:
+        raise ValueError(
+            f"{source_path} brings {len(new)} new tokens ({', '.join(token.content for token in new[:8])}), but the "
+            f"model embeds {rows} tokens and {len(vocabulary)} are taken. Resize the checkpoint's embedding with "
+            "transformers' resize_token_embeddings first."
+        )
+    tokenizer.chat_template = source.get_chat_template()
+    tokenizer.add_tokens(new)
+    tokenizer.eos_token = source.eos_token
+    return tokenizer.convert_tokens_to_ids([token.content for token in new] + _fill(tokenizer, rows))
+
+
+def _loaded(path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path!r} is neither a .jinja or .j2 file nor a tokenizer's folder or Hub name. To use a template, "
+            "save it: Path('template.jinja').write_text(template)."
+        ) from error
+
+
+def _fill(tokenizer: Any, size: int) -> list[str]:
+    """Name the rows that no token has; the names that were new."""
+    added, number = [], 0
+    while len(tokenizer.get_vocab()) < size:
+        name = f"<extra_id_{number}>"
+        if tokenizer.add_tokens(name):
+            added.append(name)
+        number += 1
+    return added
+
+
+def _check_known(tokenizer: Any, argument: str, token: str) -> None:
+    vocabulary = tokenizer.get_vocab()
+    if token not in vocabulary:
+        raise ValueError(
+            f"{argument}={token!r} is not in the vocabulary of the tokenizer ({type(tokenizer).__name__}, "
+            f"{len(vocabulary):,} tokens). Name a token it has, or first add it to tokenizer and model."
+        )
+
+
+@cache
+def _warn_shared(token: str) -> None:
+    """Once per process: the cache remembers the token it has warned of."""
+    logger.warning(
+        "pad_token and eos_token are both %r: the score is read at the last token that is not EOS, as TRL "
+        "does. RewardConfig(pad_token=...) with another token lets the score be read at the EOS itself.",
+        token,
+    )
+
+
+def settle_ids(config: Any, tokenizer: Any, *, eos: bool) -> None:
+    """Where a row ends, in the config and, beside images, in the text's own."""
+    for part in (config, config.get_text_config()):
+        part.pad_token_id = tokenizer.pad_token_id
+        if eos:
+            part.eos_token_id = tokenizer.eos_token_id
+
+
+def check_pad(tokenizer: Any, vocab_size: int) -> None:
+    if tokenizer.pad_token_id >= vocab_size:
+        raise ValueError(
+            f"The pad token {tokenizer.pad_token!r} has id {tokenizer.pad_token_id}, but the model embeds the ids 0 to "
+            f"{vocab_size - 1}. Use a token the model knows, as in tokenizer.pad_token = tokenizer.eos_token, or "
+            "resize the checkpoint's embedding first."
+        )

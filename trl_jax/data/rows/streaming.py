@@ -1,0 +1,83 @@
+"""Preference rows that arrive one at a time: the same ids and the same checks, made as each row passes."""
+
+from __future__ import annotations
+
+import logging
+from itertools import islice
+from typing import Any
+
+from datasets import IterableDataset
+
+from trl_jax.data.rows import chat, checks
+
+logger = logging.getLogger(__name__)
+
+
+def first_row(dataset: IterableDataset, where: str) -> dict[str, Any]:
+    """A stream may not know its columns: its first row does."""
+    rows = list(islice(dataset, 1))
+    if not rows:
+        raise ValueError(f"{where} is empty")
+    return rows[0]
+
+
+def prepare(
+    dataset: IterableDataset, tokenizer: Any, columns: tuple[str, ...], max_length: int | None, where: str
+) -> IterableDataset:
+    """The rows with their ids, as they come. `columns` are those every row must have.
+
+    How many rows a stream has is not known before its end, so warnings name the first row instead of a count.
+    """
+    shared = {"where": where, "said": set()}
+    facts = {"tokenizer": tokenizer, "columns": columns}
+    dataset = dataset.map(_read_row, with_indices=True, fn_kwargs=facts | shared)
+    if max_length is None:
+        return dataset
+    return dataset.filter(_fits, with_indices=True, fn_kwargs={"max_length": max_length} | shared)
+
+
+def _read_row(
+    row: dict[str, Any], index: int, tokenizer: Any, columns: tuple[str, ...], where: str, said: set[str]
+) -> dict[str, Any]:
+    _check_columns(row, index, columns, where)
+    if "margin" in columns:
+        checks.check_margin(checks.row_block(row, ("margin",), f"Row {index} of {where}"), index, where)
+    ids = {column: row[column] for column in columns if column in checks.IDS}
+    if not ids:
+        batch = chat.tokenise_batch({key: [value] for key, value in row.items()}, [index], tokenizer, where)
+        ids = {column: values[0] for column, values in batch.items()}
+        if "" in (row["chosen"], row["rejected"]):
+            _warn_once(f"Row {index} of {where} has an empty chosen or rejected text", "empty", said)
+    block = checks.row_block(ids, checks.IDS, f"Row {index} of {where}")
+    _, identical = checks.check_ids(block, index, where)
+    if identical[0]:
+        what = f"Row {index} of {where} has identical chosen and rejected tokens: no preference"
+        _warn_once(what, "identical", said)
+    return ids
+
+
+def _check_columns(row: dict[str, Any], index: int, columns: tuple[str, ...], where: str) -> None:
+    missing = [column for column in columns if column not in row]
+    if missing:
+        raise ValueError(
+            f"Row {index} of {where} lacks the columns {missing}, which the first row has; found {list(row)}."
+        )
+    if "margin" in row and "margin" not in columns:
+        raise ValueError(
+            f"Row {index} of {where} has a margin and the first row has none. Give one to every row, or none."
+        )
+
+
+def _fits(row: dict[str, Any], index: int, max_length: int, where: str, said: set[str]) -> bool:
+    tokens = max(len(row[column]) for column in checks.IDS)
+    if tokens > max_length:
+        what = f"max_length={max_length} removes row {index} of {where} ({tokens:,} tokens)"
+        _warn_once(what, "long", said)
+    return tokens <= max_length
+
+
+def _warn_once(what: str, kind: str, said: set[str]) -> None:
+    """`said` is shared by the rows of one prepared stream: a line a kind, not a line a row."""
+    if kind not in said:
+        said.add(kind)
+        logger.warning(f"{what}; later rows like it are not reported.")

@@ -1,0 +1,135 @@
+"""Compiling for devices that are not there, and what the compiler then says."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import time
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+from jax.experimental import topologies
+
+from trl_jax.core.chips import Topology
+from trl_jax.dryrun import hlo
+
+# libtpu asks the machine which TPU it has; this one has none, and the names stand for any.
+_NO_TPU_HERE = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
+_TOO_LARGE = (  # what libtpu says at the end and, of temporaries alone, before it begins
+    r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm",
+    r"required for HLO temporaries \(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)",
+)
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+class Compiled(NamedTuple):
+    """What the compiler says of a step; bytes are a device's.
+
+    peak: the most that is alive at once, what the step is given included. arguments: what it is given, layouts padded
+    as the device wants them. allocated: the sum of its temporary buffers, some of which take turns in the same place.
+    `fits` is the compiler's verdict, None where there is no limit; where it is False, peak is what the compiler wanted,
+    room what it had, and the rest is not known.
+    """
+
+    seconds: float
+    peak: int
+    fits: bool | None
+    room: int | None = None
+    arguments: int | None = None
+    allocated: int | None = None
+    cost: hlo.Cost | None = None
+
+    @property
+    def temporary(self) -> int | None:
+        """What is alive at the peak besides what the step is given."""
+        return None if self.arguments is None else self.peak - self.arguments
+
+
+def no_compiler(topology: Topology) -> str | None:
+    """Why there is none for it on this machine; None where there is one."""
+    if topology.platform == "gpu":
+        return "XLA compiles for a GPU only on a machine that has one, and a plan uses none"
+    if topology.platform == "tpu" and importlib.util.find_spec("libtpu") is None:
+        return 'TPUs\' compiler is not installed: pip install "trl_jax[tpu]"'
+    return None
+
+
+def prepare(topology: Topology) -> None:
+    """Before JAX looks for devices: it is to take this machine's CPU, as so many devices as are pretended."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)  # how long it takes is asked for
+    if topology.platform == "cpu":
+        jax.config.update("jax_num_cpu_devices", topology.devices)
+
+
+@dataclass(frozen=True)  # no tuple: NumPy would take it for a row of an array
+class Imagined:
+    """What a mesh asks of a device, where nothing is compiled."""
+
+    id: int
+    platform: str
+    device_kind: str
+    process_index: int = 0
+
+
+def devices(topology: Topology) -> list[jax.Device | Imagined]:
+    """Devices to compile for, or to lay shapes out on where there is no compiler.
+
+    Raises:
+        ValueError: the compiler knows no such topology, or JAX has fewer devices already.
+    """
+    if topology.platform == "cpu":
+        found = jax.devices("cpu")
+        if len(found) < topology.devices:
+            raise ValueError(
+                f"{topology.name}: JAX has started with {len(found)} CPU device(s). Call engine.ahead.prepare first, "
+                f"or set XLA_FLAGS=--xla_force_host_platform_device_count={topology.devices}."
+            )
+        return found[: topology.devices]
+    if no_compiler(topology) is not None:
+        return [Imagined(number, topology.platform, topology.kind) for number in range(topology.devices)]
+    for name, value in _NO_TPU_HERE.items():
+        os.environ.setdefault(name, value)
+    host = [min(2, size) for size in (*topology.shape, 1, 1)[:2]] + [1]  # chips that share one, at most 2x2
+    try:
+        found = topologies.get_topology_desc(
+            platform="tpu", topology_name=topology.name, chips_per_host_bounds=host
+        )
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(f"--topology {topology.name}: the TPU compiler knows no such shape: {error}") from error
+    return found.devices
+
+
+def of_refusal(error: str) -> tuple[int, int] | None:
+    """Bytes that a program would have used and bytes that there are, of a compiler's refusal; None if it is another."""
+    for pattern in _TOO_LARGE:
+        if match := re.search(pattern, error):
+            used, room = (int(float(match[at]) * _UNITS[match[at + 1]]) for at in (1, 3))
+            return used, room
+    return None
+
+
+def compiled(traced: jax.stages.Traced, topology: Topology) -> Compiled:
+    """Compile; where it does not fit, what was wanted."""
+    start, lowered = time.monotonic(), traced.lower(lowering_platforms=(topology.platform,))
+    try:
+        program = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        found = of_refusal(str(error))
+        if found is None:
+            raise
+        return Compiled(time.monotonic() - start, found[0], False, found[1])
+    seconds, memory = time.monotonic() - start, program.memory_analysis()
+    arguments, allocated = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    # The CPU's compiler counts no peak of what is alive, and a TPU's counts what waits on the host, too.
+    summed = topology.chip is None or memory.host_temp_size_in_bytes > 0
+    peak = arguments + allocated if summed else memory.peak_memory_in_bytes
+    fits, cost = None if topology.chip is None else True, hlo.cost(program.as_text())
+    return Compiled(seconds, peak, fits, arguments=arguments, allocated=allocated, cost=cost)

@@ -1,0 +1,36 @@
+"""More rows, or fewer, in the table of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from trl_jax.hub.checkpoint.loading import Source
+
+
+def resized_source(source: Source, rows: int) -> Source:
+    """What a checkpoint with so many rows would have been."""
+    raw = dict(source.raw)
+    if "text_config" in raw:  # of a model that reads images too
+        raw["text_config"] = raw["text_config"] | {"vocab_size": rows}
+    else:
+        raw["vocab_size"] = rows
+    return replace(source, raw=raw, arch=replace(source.arch, vocab_size=rows))
+
+
+def resized_table(table: jax.Array, rows: int) -> jax.Array:
+    """`[V, D]` to `[rows, D]`: new rows are the mean of the old ones.
+
+    transformers draws them around that mean with a billionth of the rows' covariance (`mean_resizing`).
+    """
+    new = max(rows - len(table), 0)
+    return jnp.concatenate([table[:rows], jnp.broadcast_to(jnp.mean(table, axis=0), (new, table.shape[1]))])
+
+
+def table_of_tokens(params: dict[str, Any]) -> str:
+    """The path of the table, whichever trunk it belongs to."""
+    [path] = [path for path in params if path.split(".")[1:] == ["embed", "weight"]]
+    return path

@@ -1,0 +1,156 @@
+"""The rope keys of config.json, in both generations: `rope_theta` + `rope_scaling`, and `rope_parameters`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from trl_jax.hub.config.reader import ConfigReader
+from trl_jax.nn.rope import Rope
+
+_NEEDED = {
+    "default": set(),
+    "linear": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
+    "yarn": {"factor"},
+    "longrope": {"short_factor", "long_factor"},
+}
+_TAKEN = {
+    "default": set(),
+    "linear": set(),
+    "llama3": {"original_max_position_embeddings"},
+    "yarn": {
+        "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
+        "mscale_all_dim", "truncate",
+    },
+    "longrope": {"original_max_position_embeddings", "attention_factor", "factor"},
+}  # fmt: skip
+_ALWAYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+KINDS = tuple(_NEEDED)
+_TINY = 1e-9  # what a number that is divided by must at least be
+_LEAST_THETA = 1.001  # and one whose logarithm is
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def read_rope(config: ConfigReader, *, partial: bool = False, own: frozenset[str] = frozenset()) -> Rope:
+    """The positions of a decoder whose layers share one rope.
+
+    Args:
+        partial: whether `partial_rotary_factor` is a fact of this model_type (see `read_rotary_dim`) or refused.
+        own: keys of the section that the family reads itself.
+
+    Raises:
+        ValueError: a type this release does not compute, an unknown or missing key, each by name.
+    """
+    theta = config.number("rope_theta", 10_000.0, least=_LEAST_THETA)
+    return _rope(config, _section(config), theta, partial=partial, own=own)
+
+
+def read_ropes(config: ConfigReader, types: list[str], *, local_theta: float) -> tuple[Rope, ...]:
+    """The rope of each layer, where `rope_parameters` has a section for each of the layer's `types`.
+
+    The older keys: `rope_scaling` is for full attention alone, `rope_local_base_freq` the theta of sliding attention.
+    """
+    theta = config.number("rope_theta", 10_000.0, least=_LEAST_THETA)
+    thetas = {_FULL: theta, _SLIDING: config.number("rope_local_base_freq", local_theta, least=_LEAST_THETA)}
+    nested, legacy = config.section("rope_parameters"), config.section("rope_scaling")
+    unknown = sorted(set(nested) - {_FULL, _SLIDING})
+    if unknown:
+        raise config.wrong("rope_parameters", unknown, f"sections for {_FULL} and {_SLIDING}")
+    ropes = {}
+    for kind, default in thetas.items():
+        found = {"rope_type": "default", **(nested.get(kind) or {})}  # so a bare `type` counts for nothing
+        found = found | legacy if kind == _FULL else found
+        where = f"{config.source}: rope_parameters.{kind}"
+        ropes[kind] = _rope(config, ConfigReader(_set(found), where), default, partial=False)
+    return tuple(ropes[kind] for kind in types)
+
+
+def read_rotary_dim(config: ConfigReader, head_dim: int, default: float, key: str = "partial_rotary_factor") -> int:
+    """How many channels of a head turn: `partial_rotary_factor` of the section, else of the config under `key`."""
+    share = config.number(key, default, most=1.0)
+    share = _section(config).number("partial_rotary_factor", share, most=1.0)
+    channels = int(head_dim * share)
+    if channels < 2 or channels % 2:
+        raise config.wrong(key, share, f"a share of the {head_dim} channels of a head that is even and at least 2")
+    return channels
+
+
+def _section(config: ConfigReader) -> ConfigReader:
+    """`rope_scaling` or else `rope_parameters`: transformers lets the older key win."""
+    legacy, today = config.section("rope_scaling"), config.section("rope_parameters")
+    name = "rope_scaling" if legacy else "rope_parameters"
+    return ConfigReader(_set(legacy or today), f"{config.source}: {name}")
+
+
+def _set(section: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in section.items() if value is not None}
+
+
+def _rope(
+    config: ConfigReader, rope: ConfigReader, theta: float, *, partial: bool, own: frozenset[str] = frozenset()
+) -> Rope:
+    kind = rope.one_of("rope_type", _NEEDED, rope.one_of("type", _NEEDED, "default"))
+    if not partial and rope.number("partial_rotary_factor", 1.0) != 1.0:
+        raise rope.wrong("partial_rotary_factor", rope.raw["partial_rotary_factor"], "1.0 for this model_type")
+    _check_keys(rope, kind, own)
+    theta = rope.number("rope_theta", theta, least=_LEAST_THETA)
+    if kind == "default":
+        return Rope(theta=theta)
+    if kind == "longrope":
+        return Rope(theta=theta, kind=kind, **_longrope_details(config, rope))
+    return Rope(theta=theta, kind=kind, factor=rope.number("factor", least=_TINY), **_details(config, rope, kind))
+
+
+def _check_keys(rope: ConfigReader, kind: str, own: frozenset[str]) -> None:
+    found = set(rope.raw) - _ALWAYS - own
+    unknown, missing = sorted(found - _NEEDED[kind] - _TAKEN[kind]), sorted(_NEEDED[kind] - found)
+    if unknown:
+        raise ValueError(f"{rope.source}: rope_type {kind!r} does not take {', '.join(unknown)}.")
+    if missing:
+        raise ValueError(f"{rope.source}: rope_type {kind!r} needs {', '.join(missing)}.")
+
+
+def _details(config: ConfigReader, rope: ConfigReader, kind: str) -> dict[str, Any]:
+    """What the type needs beside its factor, named as in Rope."""
+    if kind == "linear":
+        return {}
+    length = rope.size("original_max_position_embeddings", config.value("max_position_embeddings"))
+    if kind == "llama3":
+        low = rope.number("low_freq_factor")
+        high = rope.number("high_freq_factor", least=low + _TINY)
+        return {"original_length": length, "low_freq_factor": low, "high_freq_factor": high}
+    factor = rope.number("factor", least=_TINY)
+    mscale, mscale_all = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
+    return {
+        "original_length": length,
+        "attention_factor": rope.number("attention_factor", _yarn_attention(factor, mscale, mscale_all)),
+        "beta_fast": rope.number("beta_fast", 32.0) or 32.0,
+        "beta_slow": rope.number("beta_slow", 1.0) or 1.0,
+        "truncate": rope.flag("truncate", True),
+    }
+
+
+def _yarn_attention(factor: float, mscale: float, mscale_all: float) -> float:
+    """YaRN's temperature on cosines and sines (arXiv:2309.00071, eq. 22); a scale of 0 is one not given."""
+
+    def temperature(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    if mscale and mscale_all:
+        return temperature(mscale) / temperature(mscale_all)
+    return temperature(1.0)
+
+
+def _longrope_details(config: ConfigReader, rope: ConfigReader) -> dict[str, Any]:
+    longest = config.size("max_position_embeddings")
+    original = config.size("original_max_position_embeddings", longest)
+    original = rope.size("original_max_position_embeddings", original, least=2)
+    stretch = rope.number("factor", longest / original, least=_TINY)
+    sharded_step = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
+    return {
+        "original_length": original,
+        "attention_factor": rope.number("attention_factor", sharded_step),
+        "short_factors": rope.numbers("short_factor"),
+        "long_factors": rope.numbers("long_factor"),
+    }

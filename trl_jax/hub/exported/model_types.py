@@ -1,0 +1,50 @@
+"""The model types that are no family of ours: which go through the exporter, which go nowhere, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from trl_jax.hub.exported.refused import REFUSED
+from trl_jax.hub.torch import bridge
+
+
+def is_exported(raw: dict[str, Any], native: Collection[str], source: Path) -> bool:
+    """Whether the exporter is to compute a checkpoint of this config.json: `native` types are not its business.
+
+    Raises:
+        ImportError: it is, but torch is not installed.
+    """
+    kind = raw.get("model_type")
+    if not isinstance(kind, str) or kind in native or kind in REFUSED or kind not in _classifiers():
+        return False
+    if not bridge.available():
+        raise ImportError(
+            f"{source}: model_type {kind!r} is computed by exporting transformers' own model, which takes torch. "
+            f"Install it: pip install 'trl_jax[torch]'. Without torch there are {', '.join(sorted(native))}."
+        )
+    return True
+
+
+def objection(raw: dict[str, Any], native: Collection[str], source: Path) -> ValueError:
+    """Why a config.json cannot be had: the type, the reason, the nearest that works."""
+    kind = raw.get("model_type")
+    if isinstance(kind, str) and kind in REFUSED:
+        reason, nearest = REFUSED[kind]
+        return ValueError(
+            f"{source}: model_type {kind!r} is not supported: {reason}. The nearest that works: {nearest}."
+        )
+    others = set(_classifiers()) - set(REFUSED) - set(native)
+    custom = " Its own code (auto_map) is never run." if raw.get("auto_map") else ""
+    return ValueError(
+        f"{source}: model_type {kind!r} is not supported by this release of trl_jax.{custom} "
+        f"Supported: {', '.join(sorted(native))}. Where torch is installed, {len(others)} other types that "
+        "transformers has a sequence classifier for: bloom, gpt_oss, albert and so on."
+    )
+
+
+def _classifiers() -> Collection[str]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+    return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES

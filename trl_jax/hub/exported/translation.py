@@ -1,0 +1,85 @@
+"""What torch.export wrote, as plain data: a graph of ATen operations, and the shapes that it is right for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from trl_jax.hub.torch.bridge import operation_of, plain, recorded
+from trl_jax.nn.aten.program import Node, Program
+from trl_jax.nn.aten.table import OPERATIONS
+
+_LAYER = re.compile(r"\.\d+(?:@\d+)?$")  # a numbered submodule; @1 marks that it is called for the second time
+_SILENT = ("aten._assert_tensor_metadata.default", "aten.sym_constrain_range_for_size.default")
+_INERT = {"device", "layout", "pin_memory", "memory_format", "non_blocking", "dtype"}  # dtypes stand in the result
+
+
+def domain(exported: Any) -> Callable[[int, int], bool]:
+    """Which numbers of rows and tokens the program is right for: what the tracer took for granted on its way."""
+    value = _input(exported).meta["val"]
+    sizes = value.shape[1:]
+    guards = [guard.expr for guard in value.fake_mode.shape_env.guards]
+    ranges = exported.range_constraints
+
+    def fits(rows: int, length: int) -> bool:
+        found: dict[Any, int] = {}
+        for size, number in zip(sizes, (rows, length), strict=True):
+            symbol = size if isinstance(size, int) else size.node.expr
+            if isinstance(symbol, int) or symbol.is_number:
+                if int(symbol) != number:
+                    return False
+            elif found.setdefault(symbol, number) != number or number not in ranges[symbol]:
+                return False
+        return all(bool(guard.subs(found)) for guard in guards)
+
+    return fits
+
+
+def _input(exported: Any) -> Any:
+    [name] = exported.graph_signature.user_inputs
+    return next(node for node in exported.graph.nodes if node.name == name)
+
+
+def translated(exported: Any, model_type: str) -> Program:
+    """The graph as plain data.
+
+    Raises:
+        NotImplementedError: an operation that has no counterpart here.
+    """
+    signature = exported.graph_signature
+    prefix = "model."
+    parameters = {name: path.removeprefix(prefix) for name, path in signature.inputs_to_parameters.items()}
+    frozen = frozenset(parameters.values()) - _trained(exported)
+    held = {**exported.state_dict, **exported.constants}
+    paths = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
+    nodes, layer = [], None
+    for node in exported.graph.nodes:
+        if node.op == "call_function" and operation_of(node) not in _SILENT:
+            layer = _layer(node, layer)
+            nodes.append(_node(node, layer))
+    unknown = sorted({node.op for node in nodes} - set(OPERATIONS))
+    if unknown:
+        raise NotImplementedError(
+            f"model_type {model_type!r} needs operations that trl_jax has no counterpart of: {', '.join(unknown)}."
+        )
+    constants = {name: held[path].detach().cpu().numpy() for name, path in paths.items()}
+    [output] = signature.user_outputs
+    return Program(tuple(nodes), parameters, frozen, constants, _input(exported).name, output)
+
+
+def _trained(exported: Any) -> set[str]:
+    return {name.removeprefix("model.") for name, value in exported.named_parameters() if value.requires_grad}
+
+
+def _node(node: Any, layer: str | None) -> Node:
+    kwargs = {name: plain(value) for name, value in node.kwargs.items() if name not in _INERT}
+    return Node(node.name, operation_of(node), plain(tuple(node.args)), kwargs, recorded(node.meta.get("val")), layer)
+
+
+def _layer(node: Any, before: str | None) -> str | None:
+    """The outermost numbered submodule the node belongs to; where torch noted none, that of its neighbour."""
+    stack = node.meta.get("nn_module_stack", {})
+    if not any(key.startswith("L__self__") for key in stack):
+        return before
+    return next((key for key in stack if _LAYER.search(key)), None)

@@ -1,0 +1,196 @@
+"""Safetensors on disk: opened with care, one tensor at a time; written in the shards they came in."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from trl_jax.core.tensors_file import Pieces, in_order, write_tensors
+from trl_jax.hub.formats.diagnosis import diagnose
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+_MAPPED = 2**28  # bytes read of a file until its pages are let go
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+class CheckpointFiles:
+    """The tensors of a checkpoint folder, by name. Headers are read at once, data only when asked for.
+
+    Attributes:
+        shards: file name -> the tensors it holds, in the file's order.
+        shapes: tensor -> shape.
+        dtypes: tensor -> "float32", "bfloat16" or "float16"; another one as the file calls it.
+    """
+
+    def __init__(self, folder: Path):
+        self.shards: dict[str, list[str]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        self._folder, self._shard_of, self._handles, self._read = folder, {}, {}, {}
+        for name in _shard_names(folder):
+            self._open(folder / name)
+
+    def _open(self, path: Path) -> None:
+        try:
+            handle = safe_open(path, framework="numpy")
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a readable safetensors file: {diagnose(path) or error}.") from error
+        self.shards[path.name] = list(handle.keys())
+        for tensor in self.shards[path.name]:
+            if tensor in self._shard_of:
+                raise ValueError(f"{path} holds the tensor {tensor}, which an earlier shard holds too.")
+            header = handle.get_slice(tensor)
+            dtype = header.get_dtype()
+            self.dtypes[tensor], self.shapes[tensor] = DTYPES.get(dtype, dtype), tuple(header.get_shape())
+            self._shard_of[tensor] = path.name
+        self._handles[path.name] = handle
+
+    def check_dtypes(self, tensors: Iterable[str]) -> None:
+        """Refuse the first of these tensors that is in a dtype which cannot be read."""
+        for tensor in tensors:
+            if self.dtypes[tensor] not in DTYPES.values():
+                raise ValueError(
+                    f"{self._folder / self._shard_of[tensor]}: tensor {tensor} has dtype {self.dtypes[tensor]}; "
+                    f"trl_jax reads {', '.join(DTYPES)}. Dequantise the checkpoint, or save it again in one of these."
+                )
+
+    def read(self, tensor: str) -> np.ndarray:
+        """The values of one tensor, in the dtype of the file."""
+        return self._handles[self._shard_of[tensor]].get_tensor(tensor)
+
+    def read_part(self, tensor: str, index: tuple[slice, ...]) -> np.ndarray:
+        """The values of a part of it; no other is read from the disk."""
+        return self._handles[self._shard_of[tensor]].get_slice(tensor)[index]
+
+    def let_go(self, tensor: str, count: int) -> None:
+        """Note that `count` bytes were read of this tensor. A file's pages count as this process's memory until it is
+        closed, so now and then it is opened anew: not after loading, when it may have been written over."""
+        shard = self._shard_of[tensor]
+        self._read[shard] = self._read.get(shard, 0) + count
+        if self._read[shard] > _MAPPED:
+            self._handles[shard], self._read[shard] = safe_open(self._folder / shard, framework="numpy"), 0
+
+
+def open_tensors(path: Path) -> dict[str, np.ndarray]:
+    """All tensors of one small file.
+
+    Raises:
+        ValueError: it cannot be read, or holds a dtype that is not.
+    """
+    try:
+        with safe_open(path, framework="numpy") as handle:
+            names = list(handle.keys())
+            strange = [name for name in names if handle.get_slice(name).get_dtype() not in DTYPES]
+            if strange:
+                raise ValueError(f"{path}: {strange[0]} is no floating-point tensor of {', '.join(DTYPES)}.")
+            return {name: handle.get_tensor(name) for name in names}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a readable safetensors file: {diagnose(path) or error}.") from error
+
+
+def _shard_names(folder: Path) -> list[str]:
+    if (folder / SINGLE).is_file():  # transformers, too, reads this one where both are
+        return [SINGLE]
+    if not (folder / INDEX).is_file():
+        pickled = any(folder.glob("pytorch_model*.bin"))
+        raise unconverted(str(folder), "folder") if pickled else no_weights(str(folder))
+    names = indexed_shards(folder)
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"{folder} lacks {len(missing)} of the {len(names)} shards in {INDEX}: {', '.join(missing)}. Download them."
+        )
+    return names
+
+
+def unconverted(where: str, model: str) -> ValueError:
+    return ValueError(
+        f"{where} has its weights only as pytorch_model.bin, which trl_jax reads only where torch is installed: pip "
+        f"install 'trl_jax[torch]'. Or convert them: AutoModel.from_pretrained({model}).save_pretrained(folder)."
+    )
+
+
+def no_weights(where: str) -> FileNotFoundError:
+    return FileNotFoundError(f"{where} has neither {SINGLE} nor {INDEX}: there are no weights to load.")
+
+
+def indexed_shards(folder: Path, index: str = INDEX) -> list[str]:
+    """The file names in the index, each a plain one of that folder; whether they are there is not asked."""
+    path = folder / index
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is not an index: wanted a JSON object with weight_map, tensor to file.") from error
+    strange = [name for name in names if not isinstance(name, str) or not _plain(name)]
+    if strange or not names:
+        raise ValueError(
+            f"{path} names shards outside its folder or none at all: {strange}. Nothing was opened. Shards are plain "
+            "file names: download the index again."
+        )
+    return names
+
+
+def _plain(name: str) -> bool:
+    fits = Path(name).name == name and len(name) <= 255  # the longest that file systems have
+    return fits and name not in ("", "..") and "\\" not in name and "\0" not in name
+
+
+def write_checkpoint(
+    folder: Path, shards: dict[str, list[str]], tensor: Callable[[str], Pieces], *, writes: bool = True
+) -> None:
+    """Write `shards` (file name -> tensors) and, for more than one, the index; one piece of a tensor is in memory at a
+    time.
+
+    Where not `writes`, each tensor is read and nothing kept: several processes gather a tensor together, one writes it.
+    A file takes the place of an earlier one when it is whole, for tensors may be read from that; what else an earlier
+    save left in `folder` is removed at the end: a reader would take its weights for these.
+    """
+    weight_map, parameters, size = {}, 0, 0
+    for name, tensors in shards.items():
+        found = {one: tensor(one) for one in tensors}
+        if not writes:
+            for one in in_order(found):
+                deque(found[one].read(), maxlen=0)
+            continue
+        _write(folder / name, found)
+        weight_map |= dict.fromkeys(tensors, name)
+        counts = [(math.prod(one.shape), one.dtype.itemsize) for one in found.values()]
+        parameters += sum(count for count, _ in counts)
+        size += sum(count * width for count, width in counts)
+    if not writes:
+        return
+    if len(shards) > 1:
+        index = {"metadata": {"total_parameters": parameters, "total_size": size}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    written = {*shards, INDEX} if len(shards) > 1 else set(shards)
+    for path in folder.iterdir():
+        if path.name not in written and (path.name in (SINGLE, INDEX) or _SHARD.fullmatch(path.name)):
+            path.unlink()
+
+
+def _write(path: Path, tensors: dict[str, Pieces]) -> None:
+    beside = path.with_name(f"{path.name}.part")
+    try:
+        write_tensors(beside, tensors, {"format": "pt"})
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def shard_plan(source: dict[str, list[str]], kept: set[str], added: list[str]) -> dict[str, list[str]]:
+    """The shards to write: those of the source without what is left out, new tensors in the last one."""
+    groups = [[tensor for tensor in tensors if tensor in kept] for tensors in source.values()]
+    groups = [group for group in groups if group] or [[]]
+    groups[-1] = groups[-1] + added
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}

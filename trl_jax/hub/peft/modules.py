@@ -1,0 +1,149 @@
+"""The modules of a model as transformers names and orders them, and where in them our arrays lie."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from flax import nnx
+
+from trl_jax.hub.checkpoint.tensor_map import Part, Rows, TensorEntry, make_tensor_map
+from trl_jax.hub.families import Family
+from trl_jax.models.adapted import module_at
+from trl_jax.models.functional import abstract
+from trl_jax.nn.linear import Embedding, Linear
+
+_ROUTER = re.compile(r"\.router$")  # a parameter of its own class there, no linear map
+_READ_WHOLE = re.compile(r"\.(type_embed|distance_embed)$")  # of which no rows are looked up
+# The parameters of experts there, in order, and which of ours lie in each, one below the other.
+_EXPERTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module with parameters; with `{}` in its name, one of each layer.
+
+    Attributes:
+        kind: "linear", "conv1d" (a linear map stored as (in, out)), "embedding", "router", "experts", or what it is
+            beside those.
+        parts: our modules whose weights lie in its weight, each with the part of it that they are.
+        wires: its parameters.
+        layers: how many, 1 without `{}`; `first` is the number of the first.
+        inputs, outputs: of the whole matrix; of an embedding rows and columns.
+        experts: how many matrices lie in one parameter; 0 where it is a matrix.
+        inside: parameters of experts, each with a name of its own, `<module>.<parameter>`.
+    """
+
+    name: str
+    kind: str
+    parts: tuple[tuple[str, Part | None], ...]
+    tensor_map: tuple[TensorEntry, ...]
+    layers: int
+    first: int
+    inputs: int
+    outputs: int
+    experts: int = 0
+    inside: tuple[Module, ...] = ()
+
+    @property
+    def stacked(self) -> bool:
+        return "{}" in self.name
+
+    def names(self) -> list[str]:
+        return [self.name.format(self.first + layer) for layer in range(self.layers)]
+
+    def parameters(self) -> list[tuple[str, Module]]:
+        """Each by its last name, with the module, or what is inside of it, that has it."""
+        if self.inside:
+            return [(one.name.rpartition(".")[2], one) for one in self.inside]
+        return [(name, self) for name in dict.fromkeys(entry.tensor.rpartition(".")[2] for entry in self.tensor_map)]
+
+
+def modules_of(family: Family, arch: Any) -> list[Module]:
+    """In transformers' order; the layers' modules, wherever `names` has them, follow each other."""
+    names = family.names(arch)
+    _, shapes = abstract(lambda: family.scorer(arch))
+    model = nnx.eval_shape(lambda: family.scorer(arch))
+    tensor_map = {entry.path: entry for entry in make_tensor_map(shapes, names)}
+    found: dict[str, list[TensorEntry]] = {}
+    for key in names:
+        for path in [key] if key in tensor_map else [f"{key}.weight", f"{key}.bias"]:
+            if path in tensor_map and tensor_map[path] not in (
+                group := found.setdefault(_owner(tensor_map[path].tensor), [])
+            ):
+                group.append(tensor_map[path])
+    modules = [_module(_today(name, family), group, shapes, model) for name, group in found.items()]
+    return [module for module in modules if module is not None]
+
+
+def _owner(tensor: str) -> str:
+    """The module that has this tensor: experts lie in one parameter for all."""
+    if tensor.count("{}") > 1:
+        return tensor[: tensor.rindex(".{}")]
+    return tensor.rpartition(".")[0]
+
+
+def _today(name: str, family: Family) -> str:
+    """Checkpoints of some families keep names of another time; modules have those of today."""
+    for old, new in family.moved:
+        name = name.replace(old, new)
+    for prefix in family.other_prefixes:
+        name = prefix + name.removeprefix(family.base_prefix) if name.startswith(family.base_prefix) else name
+    return name
+
+
+def _module(name: str, tensor_map: list[TensorEntry], shapes: dict, model: Any) -> Module:
+    if tensor_map[0].stacked > 1:
+        return _experts(name, tensor_map, shapes)
+    weights = [entry for entry in tensor_map if entry.path.endswith(".weight") and entry.tensor.endswith(".weight")]
+    kind, ours = "other", [entry.path.removesuffix(".weight") for entry in weights]
+    first = tensor_map[0]
+    layers = shapes[first.path].shape[0] if "{}" in name else 1
+    inputs = outputs = 0
+    if weights:
+        kind = _kind(module_at(model, ours[0]), ours[0], weights[0])
+    if kind != "other":
+        whole = weights[0].shape_on_disk(shapes[weights[0].path].shape)
+        outputs, inputs = whole[::-1] if kind in ("conv1d", "embedding") else whole
+    parts = tuple((path, entry.part) for path, entry in zip(ours, weights, strict=True))
+    return Module(name, kind, parts, tuple(tensor_map), layers, first.first, inputs, outputs)
+
+
+def _experts(name: str, tensor_map: list[TensorEntry], shapes: dict) -> Module:
+    """The module of all experts, whose parameters have a first axis for them."""
+    own, inside = {entry.path.rpartition(".")[2]: entry for entry in tensor_map}, []
+    for parameter, ours in _EXPERTS.items():
+        layers, experts, rows, inputs = shapes[own[ours[0]].path].shape
+        total = rows * len(ours)
+        parts = [None] if len(ours) == 1 else [Rows(at * rows, rows, total) for at in range(len(ours))]
+        held = tuple((own[one].path, part) for one, part in zip(ours, parts, strict=True))
+        of = tuple(own[one] for one in ours)
+        inside.append(Module(f"{name}.{parameter}", "experts", held, of, layers, of[0].first, inputs, total, experts))
+    return Module(name, "other", (), tuple(tensor_map), layers, tensor_map[0].first, 0, 0, inside=tuple(inside))
+
+
+def _kind(module: Any, path: str, entry: TensorEntry) -> str:
+    if isinstance(module, Embedding):
+        return "other" if _READ_WHOLE.search(path) else "embedding"
+    if not isinstance(module, Linear):
+        return "other"
+    if _ROUTER.search(path):
+        return "router"
+    return "conv1d" if isinstance(entry.part, Rows) and entry.part.transposed else "linear"
+
+
+def in_order(modules: list[Module]) -> list[tuple[str, Module, int]]:
+    """Every module by its whole name, with its layer counted from 0: as `named_modules` walks them."""
+    at = next((i for i, module in enumerate(modules) if module.stacked), len(modules))
+    before, after = modules[:at], [module for module in modules[at:] if not module.stacked]
+    stacked = [module for module in modules if module.stacked]
+    single = [[(module.name, module, 0) for module in group] for group in (before, after)]
+    numbers = sorted({module.first + layer for module in stacked for layer in range(module.layers)})
+    layered = [
+        (module.name.format(number), module, number - module.first)
+        for number in numbers
+        for module in stacked
+        if 0 <= number - module.first < module.layers
+    ]
+    return single[0] + layered + single[1]

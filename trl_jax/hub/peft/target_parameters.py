@@ -1,0 +1,122 @@
+"""Which parameters a LoraConfig means: of experts, which lie in one for all of them, and of linear maps."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from trl_jax.hub.peft.lora_config import PISSA, LoraConfig
+from trl_jax.hub.peft.modules import Module, in_order
+from trl_jax.hub.peft.targets import Places, is_all, is_meant, linear_maps, shown, walked
+
+logger = logging.getLogger(__name__)
+
+_HOLDING = ("linear", "router", "experts")  # what has matrices that are meant here
+
+# Families whose experts and router target_modules may name as they were once called; PEFT then adapts the parameters
+# that they have become, and of two that lie in one, both or neither.
+_OF_QWEN = {"gate": "gate.weight", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
+_BECAME = {
+    "mixtral": {"gate": "gate.weight", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"},
+    "olmoe": _OF_QWEN,
+    "qwen3_moe": _OF_QWEN,
+}
+
+
+def with_parameters(config: LoraConfig, modules: list[Module], model_type: str) -> LoraConfig:
+    """The config that names parameters where it named what is in them now; as PEFT writes it for some families.
+
+    Raises:
+        ValueError: it names one of two that lie in one parameter.
+    """
+    wanted, became = config.target_modules, _BECAME.get(model_type)
+    if became is None:
+        return config
+    if isinstance(wanted, str):
+        wanted = _last_names(config, modules, became)
+        if not wanted:
+            return config
+    named = {name: next((old for old in became if f".{name}".endswith(f".{old}")), None) for name in wanted or ()}
+    rank_pattern, alpha_pattern = dict(config.rank_pattern), dict(config.alpha_pattern)
+    for parameter in dict.fromkeys(became.values()):
+        inside = [old for old, new in became.items() if new == parameter]
+        given = [old for old in inside if old in named.values()]
+        if 0 < len(given) < len(inside):
+            raise ValueError(
+                f"LoraConfig: target_modules={shown(config.target_modules)} means {given[0]} of the experts, which "
+                f"lies in one parameter, {parameter}, with the rest of {', '.join(inside)}. Name all of them, or "
+                f"target_parameters=['experts.{parameter}']."
+            )
+        if given and len(inside) > 1:
+            rank_pattern[rf".*\.{parameter}"] = config.r * len(inside)
+            alpha_pattern[rf".*\.{parameter}"] = config.lora_alpha * len(inside)
+    parameters = {*(config.target_parameters or ()), *(became[old] for old in named.values() if old is not None)}
+    return replace(
+        config,
+        target_modules={name for name, old in named.items() if old is None},
+        target_parameters=sorted(parameters),
+        rank_pattern=rank_pattern,
+        alpha_pattern=alpha_pattern,
+    )
+
+
+def _last_names(config: LoraConfig, modules: list[Module], became: dict[str, str]) -> set[str]:
+    """Of all that one pattern means, whichever layers it means them in."""
+    if is_all(config.target_modules):
+        return {name.rpartition(".")[2] for name in linear_maps(config, modules)} | set(became)
+    places = in_order(modules)
+    parameters = [f"{name}.{own}" for name, module, _ in places for own, _ in module.parameters()]
+    once = [
+        f"{name.rpartition('.')[0]}.{old}"
+        for name in parameters
+        for old, new in became.items()
+        if name.rpartition(".")[2] == new
+    ]
+    meant = [name for name in (*walked(places), *parameters, *once) if is_meant(config, name)]
+    return {name.rpartition(".")[2] for name in meant}
+
+
+def targeted_parameters(config: LoraConfig, modules: list[Module], *, alone: bool) -> Places:
+    """Each parameter that gets an adapter, in order, by its whole name, with what has it; whichever layers are named or
+    modules left out, for PEFT does not ask. `alone`: no module gets one.
+
+    Raises:
+        ValueError: nothing at all is meant, or what is no matrix; or beside an option that only modules have.
+    """
+    wanted = tuple(config.target_parameters or ())
+    every = [
+        (f"{name}.{own}", own, holder, layer)
+        for name, module, layer in in_order(modules)
+        for own, holder in module.parameters()
+    ]
+    meant = [place for place in every if f".{place[0]}".endswith(tuple(f".{end}" for end in wanted))]
+    for name, own, holder, _ in meant:
+        if holder.kind not in _HOLDING or own not in ("weight", holder.name.rpartition(".")[2]):
+            raise ValueError(
+                f"LoraConfig: target_parameters={shown(set(wanted))} means {name}, which is no matrix of a linear map "
+                f"or of experts. Those that are: {', '.join(_matrices(every))}."
+            )
+    if wanted and not meant:
+        told = f"target_parameters={shown(set(wanted))} means no parameter of this model. It has "
+        told += f"{', '.join(_matrices(every))}."
+        if alone:
+            raise ValueError(f"LoraConfig: {told}")
+        logger.warning("LoraConfig: %s", told)
+    for field in ("lora_dropout", "use_dora", "lora_bias", "fan_in_fan_out"):
+        if meant and vars(config)[field]:
+            raise ValueError(
+                f"LoraConfig: {field}={vars(config)[field]!r} does not go with adapters of parameters, and this config "
+                f"means {meant[0][0]}. Leave it out, or name target_modules without experts: ['q_proj', 'v_proj']."
+            )
+    if meant and config.init_lora_weights == PISSA:
+        raise ValueError(
+            f"LoraConfig: init_lora_weights='pissa' divides the matrices of modules, and this config means "
+            f"{meant[0][0]}. Take True, or name target_modules without experts: ['q_proj', 'v_proj']."
+        )
+    return [(name, holder, layer) for name, _, holder, layer in meant]
+
+
+def _matrices(every: list[tuple[str, str, Module, int]]) -> list[str]:
+    """Parameters that can be adapted, by their last two names."""
+    names = [name for name, own, holder, _ in every if holder.kind in _HOLDING and not own.endswith("bias")]
+    return sorted({".".join(name.split(".")[-2:]) for name in names})

@@ -1,0 +1,212 @@
+"""Which modules a LoraConfig means: PEFT's rules for names, patterns and layers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from trl_jax.hub.peft.lora_config import LoraConfig
+from trl_jax.hub.peft.modules import Module, in_order
+
+ADAPTABLE = ("linear", "conv1d", "embedding")
+_ALL = "all-linear"
+_HEADS = ("score", "classifier")  # as PEFT knows sequence classifiers' heads
+_ADDED = ["classifier", "score"]  # what it adds to modules_to_save of one
+_MANY = 20  # from so many names on PEFT looks for ends of names that say the same
+
+# What PEFT adapts where nothing is said.
+_USUAL = {
+    "bert": ("query", "value"), "deberta": ("in_proj",), "deberta-v2": ("query_proj", "value_proj"),
+    "electra": ("query", "value"), "gemma": ("q_proj", "v_proj"), "gemma2": ("q_proj", "v_proj"),
+    "gemma3_text": ("q_proj", "v_proj"), "gpt2": ("c_attn",), "gpt_neox": ("query_key_value",),
+    "gptj": ("q_proj", "v_proj"), "llama": ("q_proj", "v_proj"), "mistral": ("q_proj", "v_proj"),
+    "mixtral": ("q_proj", "v_proj"), "opt": ("q_proj", "v_proj"), "phi": ("q_proj", "v_proj", "fc1", "fc2"),
+    "qwen2": ("q_proj", "v_proj"), "qwen3": ("q_proj", "v_proj"), "roberta": ("query", "value"),
+    "stablelm": ("q_proj", "v_proj"), "xlm-roberta": ("query", "value"),
+}  # fmt: skip
+
+Places = list[tuple[str, Module, int]]
+
+
+def with_head(config: LoraConfig, modules: list[Module]) -> tuple[LoraConfig, str | None]:
+    """The config whose `modules_to_save` have the head, as PEFT makes it for a classifier; a line on what it lacked.
+
+    Of another task PEFT would make another model than this one is, so that becomes SEQ_CLS.
+    """
+    saved, task = list(config.modules_to_save or []), config.task_type
+    if task is not None:
+        added = None if task == "SEQ_CLS" else f"task_type={task!r} becomes 'SEQ_CLS', with which the head trains too."
+        saved = saved if saved[-2:] == _ADDED else [*saved, *_ADDED]
+        return replace(config, task_type="SEQ_CLS", modules_to_save=saved), added
+    head = next(name for name in _HEADS if any(module.name.split(".")[0] == name for module in modules))
+    if any(head.endswith(name) for name in saved):
+        return config, None
+    added = f"the head {head!r} is added to modules_to_save, so that it trains and is saved."
+    return replace(config, modules_to_save=[*saved, head]), added
+
+
+def with_drawn(
+    config: LoraConfig, modules: list[Module], drawn: tuple[str, ...]
+) -> tuple[LoraConfig, str | None]:
+    """The config whose `modules_to_save` have what the base checkpoint lacks, too: nobody could load the adapter
+    otherwise, for it would be drawn anew."""
+    saved = {module.name for _, module, _ in saved_whole(config, modules)}
+    owners = dict.fromkeys(tensor.rpartition(".")[0] for tensor in drawn)
+    lost = [name for name in owners if name not in saved]
+    if not lost:
+        return config, None
+    line = f"the base checkpoint has no {', '.join(lost)}: added to modules_to_save, or nobody could load the adapter."
+    return replace(config, modules_to_save=[*lost, *(config.modules_to_save or [])]), line
+
+
+def settled(config: LoraConfig, modules: list[Module], model_type: str) -> LoraConfig:
+    """The config with `target_modules` that name modules: the usual ones where it names none, all for all-linear.
+
+    Raises:
+        ValueError: it names none, and there are no usual ones of this model_type.
+    """
+    found, places = config.target_modules, in_order(modules)
+    if found is None and not (config.target_parameters and model_type not in _USUAL):
+        if model_type not in _USUAL:
+            raise ValueError(
+                f"LoraConfig: target_modules is None, and PEFT has no usual choice for model_type {model_type!r}. "
+                f"Name some of {', '.join(candidates(modules))}, or pass 'all-linear'."
+            )
+        found = set(_USUAL[model_type])
+    if is_all(found):
+        found = linear_maps(config, modules)
+    if isinstance(found, set) and len(found) >= _MANY:
+        found = _shortest(found, _every_name(places))
+    conv = any(module.kind == "conv1d" for _, module, _ in places)
+    return replace(config, target_modules=found, fan_in_fan_out=config.fan_in_fan_out or conv)
+
+
+def is_all(wanted: Any) -> bool:
+    return isinstance(wanted, str) and wanted.lower() == _ALL
+
+
+def linear_maps(config: LoraConfig, modules: list[Module]) -> set[str]:
+    """Every linear map by name, but the head."""
+    head = _head_module(modules) if config.task_type == "SEQ_CLS" else None
+    return {name for name, module, _ in in_order(modules) if module.kind in ("linear", "conv1d") and name != head}
+
+
+def _head_module(modules: list[Module]) -> str | None:
+    """The head as PEFT finds it: an attribute of that name, whatever is in it."""
+    return next((name for name in _HEADS if any(module.name.split(".")[0] == name for module in modules)), None)
+
+
+def candidates(modules: list[Module]) -> list[str]:
+    """Last names of the modules that can be adapted."""
+    return sorted({module.name.rpartition(".")[2] for module in modules if module.kind in ADAPTABLE})
+
+
+def _every_name(places: Places) -> set[str]:
+    """Of modules with parameters, and of what they are in."""
+    return {".".join(name.split(".")[:count]) for name, _, _ in places for count in range(1, name.count(".") + 2)}
+
+
+def _shortest(wanted: set[str], names: set[str]) -> set[str]:
+    """Ends of names that mean these modules and no others, as PEFT shortens long lists."""
+    others = {name for name in names if name not in wanted and not name.endswith(tuple(f".{w}" for w in wanted))}
+    ends = {end for name in others for end in _ends(name)}
+    kept: set[str] = set()
+    for name in sorted(wanted, key=_ends):
+        for end in _ends(name):
+            if end not in kept and end not in ends and not any(name.endswith(f".{one}") for one in kept):
+                kept.add(end)
+                break
+    return kept if kept and len(kept) < len(wanted) else wanted
+
+
+def _ends(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[i:]) for i in range(len(parts))][::-1]
+
+
+def targeted(config: LoraConfig, modules: list[Module]) -> Places:
+    """Each module that gets an adapter, in order; `config` is settled.
+
+    Raises:
+        ValueError: none is meant, and no parameter either; or one that has no adapters.
+    """
+    places, wanted = in_order(modules), config.target_modules
+    known = {name: (name, module, layer) for name, module, layer in places}
+    meant = [name for name in walked(places) if is_meant(config, name)]
+    wrong = [name for name in meant if name not in known or known[name][1].kind not in ADAPTABLE]
+    if wrong:
+        raise ValueError(
+            f"LoraConfig: target_modules={shown(wanted)} means {wrong[0]} (and {len(meant) - 1} more), which is no "
+            f"linear map or embedding. Those that are: {', '.join(candidates(modules))}."
+        )
+    if not meant and not config.target_parameters:
+        raise ValueError(
+            f"LoraConfig: target_modules={shown(wanted)} means no module of this model, or only what exclude_modules, "
+            f"modules_to_save or layers_to_transform leave out. It has {', '.join(candidates(modules))}."
+        )
+    return [known[name] for name in meant]
+
+
+def shown(value: Any) -> str:
+    return repr(sorted(value) if isinstance(value, set) else value)
+
+
+def walked(places: Places) -> list[str]:
+    """Every name in order, what a module is in before the module."""
+    return list(
+        dict.fromkeys(
+            ".".join(name.split(".")[:count]) for name, _, _ in places for count in range(1, name.count(".") + 2)
+        )
+    )
+
+
+def is_meant(config: LoraConfig, name: str) -> bool:
+    if config.exclude_modules and _matches(config.exclude_modules, name):
+        return False
+    if any(re.match(rf"(^|.*\.){saved}($|\..*)", name) for saved in config.modules_to_save or []):
+        return False
+    wanted = config.target_modules
+    if wanted is None or isinstance(wanted, str):
+        return wanted is not None and re.fullmatch(wanted, name) is not None
+    if name in wanted:  # a whole name means that module, whichever layers are named
+        return True
+    return _matches(wanted, name) and _in_layers(config, name)
+
+
+def _matches(wanted: Any, name: str) -> bool:
+    if isinstance(wanted, str):
+        return re.fullmatch(wanted, name) is not None
+    return name in wanted or any(name.endswith(f".{end}") for end in wanted)
+
+
+def _in_layers(config: LoraConfig, name: str) -> bool:
+    layers, patterns = config.layers_to_transform, config.layers_pattern
+    if layers is None or layers == []:
+        return True
+    if not patterns:
+        found = re.match(r".*?\.[^.]*\.(?P<number>\d+)\.", name)
+    else:
+        patterns = [patterns] if isinstance(patterns, str) else patterns
+        tried = (re.match(rf"(?:^|.*?\.){pattern}\.(?P<number>\d+)\.", name) for pattern in patterns)
+        found = next((match for match in tried if match), None)
+    if found is None or found["number"] is None:  # an alternative in the pattern may have no number
+        return False
+    return int(found["number"]) in ([layers] if isinstance(layers, int) else layers)
+
+
+def saved_whole(config: LoraConfig, modules: list[Module]) -> Places:
+    """The modules that `modules_to_save` means, by how their names end, whatever stands before; and what is in them."""
+    wanted = tuple(config.modules_to_save or ())
+    places = in_order(modules)
+    meant = [name for name in walked(places) if wanted and name.endswith(wanted)]
+    return [place for place in places if any(place[0] == name or place[0].startswith(f"{name}.") for name in meant)]
+
+
+def rank_and_alpha(config: LoraConfig, name: str) -> tuple[int, float]:
+    """What the patterns say of the module of this name: the first that fits."""
+
+    def told(patterns: dict, usual: Any) -> Any:
+        return next((patterns[key] for key in patterns if re.match(rf"(.*\.)?({key})$", name)), usual)
+
+    return told(config.rank_pattern, config.r), told(config.alpha_pattern, config.lora_alpha)

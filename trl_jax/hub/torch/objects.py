@@ -1,0 +1,120 @@
+"""torch models that a script brings: their weights in, and the trained ones back out."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from trl_jax.hub.backends import Backend
+from trl_jax.hub.peft.adapted import AdaptedBackend
+
+logger = logging.getLogger(__name__)
+
+ADAPTER_FOLDER = "adapter"
+
+
+def is_torch_model(value: Any) -> bool:
+    """Whether it is a module of torch's; torch is not imported to tell."""
+    return "torch" in sys.modules and isinstance(value, sys.modules["torch"].nn.Module)
+
+
+@contextmanager
+def as_folder(model: Any) -> Iterator[Path]:
+    """A folder, for as long as it is needed, with the model as transformers saves it.
+
+    Raises:
+        TypeError, ValueError: it is no sequence classifier of transformers with one label, or it is quantised.
+    """
+    base = model.get_base_model() if is_adapted(model) else model
+    _check(base)
+    with tempfile.TemporaryDirectory(prefix="trl-jax-") as folder:
+        if base is model:
+            model.save_pretrained(folder)
+        else:
+            _save_adapted(model, base, Path(folder))
+        yield Path(folder)
+
+
+def is_adapted(model: Any) -> bool:
+    """Whether it is one of peft's, with an adapter."""
+    return type(model).__module__.startswith("peft.")
+
+
+def _save_adapted(model: Any, base: Any, folder: Path) -> None:
+    """The base model without what peft put into it, and the adapter in a folder below."""
+    if len(model.peft_config) > 1:
+        raise ValueError(f"model has {len(model.peft_config)} adapters: {', '.join(model.peft_config)}. Keep one.")
+    [name] = model.peft_config
+    own = {key: value for key, value in base.state_dict().items() if not _of_adapter(key, name)}
+    plain = {key.replace(".base_layer", "").replace(".original_module", ""): value for key, value in own.items()}
+    base.save_pretrained(folder, state_dict=plain)
+    model.save_pretrained(folder / ADAPTER_FOLDER, selected_adapters=[name])
+    inner = folder / ADAPTER_FOLDER / name
+    if inner.is_dir():  # where it has another name than peft's default
+        for path in inner.iterdir():
+            path.rename(folder / ADAPTER_FOLDER / path.name)
+
+
+def _of_adapter(key: str, name: str) -> bool:
+    return ".lora_" in key or f".modules_to_save.{name}." in key
+
+
+def _check(model: Any) -> None:
+    from transformers import PreTrainedModel
+
+    kind = f"{type(model).__module__}.{type(model).__qualname__}"
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model is a {kind}: wanted one of transformers' models, or a checkpoint's folder or Hub name.")
+    if not type(model).__module__.startswith("transformers."):
+        raise TypeError(
+            f"model is a {kind}: its own code would not run, since transformers' models are computed here by JAX. Pass "
+            "one of transformers' own classes, and put what is different into compute_loss."
+        )
+    if "quantization_config" in model.config.to_dict():
+        raise ValueError(f"model is a quantised {kind}: load it without quantization_config.")
+    if model.config.num_labels != 1:
+        raise ValueError(f"model is a {kind} with {model.config.num_labels} labels: wanted num_labels=1.")
+
+
+def still_in(model: Any) -> list[str]:
+    """Names of parameters with requires_grad=False; peft freezes a base model's by itself."""
+    return [] if is_adapted(model) else [name for name, own in model.named_parameters() if not own.requires_grad]
+
+
+def give_back(backend: Backend, params: dict, config: Any, model: Any) -> None:
+    """Write the parameters into the torch model they came from, in the dtypes it has and on its devices."""
+    import torch
+
+    if isinstance(backend, AdaptedBackend):
+        _give_back_adapter(backend, params, model)
+        return
+    state = model.state_dict()
+    values = dict(backend.on_disk(params))
+    if not values.keys() <= state.keys():  # transformers keeps some tensors in another form than files do
+        values = _as_loaded(backend, params, config, type(model))
+    with torch.no_grad():
+        for name, value in values.items():
+            state[name].copy_(torch.as_tensor(value))
+
+
+def _give_back_adapter(backend: AdaptedBackend, params: dict, model: Any) -> None:
+    import torch
+
+    if not is_adapted(model):
+        logger.warning("The torch model stays as it was: the adapter is in trainer.model, and in what is saved.")
+        return
+    from peft import set_peft_model_state_dict
+
+    found = {name: torch.tensor(value) for name, value in backend.on_disk(params)}
+    set_peft_model_state_dict(model, found, adapter_name=next(iter(model.peft_config)))
+
+
+def _as_loaded(backend: Backend, params: dict, config: Any, kind: type) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="trl-jax-") as folder:
+        backend.save(Path(folder), params, config)
+        return kind.from_pretrained(folder).state_dict()

@@ -1,0 +1,191 @@
+"""What scripts ask of a transformers model beside calling it: its parameters by their names, and small habits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+
+class Parameter(np.ndarray):
+    """A parameter's values as they were when it was asked for, with torch's words for what NumPy has too.
+
+    `requires_grad` is the model's own flag of it: whether `train()` moves it.
+    """
+
+    _model: Any = None  # whose it is; copies and parts are nobody's
+    _name: str = ""
+
+    @property
+    def requires_grad(self) -> bool:
+        return self._model is not None and self._name not in self._model.still
+
+    @requires_grad.setter
+    def requires_grad(self, wanted: bool) -> None:
+        if self._model is None:
+            raise ValueError("requires_grad is for a parameter itself, not for a copy or a part of one.")
+        self._model.hold(self._name, still=not wanted)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Parameter:
+        self.requires_grad = requires_grad
+        return self
+
+    def clone(self) -> Parameter:
+        return self.copy()
+
+    def detach(self) -> Parameter:
+        return self
+
+    cpu = float = detach
+
+    def numel(self) -> int:
+        return self.size
+
+    def numpy(self) -> np.ndarray:
+        return np.asarray(self)
+
+
+class Part:
+    """Those parameters of a model whose names begin alike, as scripts freeze them: `model.model`, `model.score`."""
+
+    def __init__(self, model: TransformersModelApi, name: str):
+        self._model, self._name = model, name
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Each under what follows the name of this part."""
+        start = f"{self._name}."
+        return (
+            (name.removeprefix(start), values)
+            for name, values in self._model.named_parameters()
+            if name.startswith(start)
+        )
+
+    def parameters(self) -> Iterator[Parameter]:
+        return (values for _, values in self.named_parameters())
+
+    def requires_grad_(self, requires_grad: bool = True) -> Part:
+        self._model.hold(*self._names(), still=not requires_grad)
+        return self
+
+    def _names(self) -> list[str]:
+        return [name for name in self._model.names() if name.startswith(f"{self._name}.")]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return self._model.part(f"{self._name}.{name}")
+
+    def __getitem__(self, number: int | slice) -> Any:
+        there = range(len(self))[number]
+        return [self[i] for i in there] if isinstance(there, range) else self._model.part(f"{self._name}.{there}")
+
+    def __bool__(self) -> bool:
+        return True  # a part without numbered ones is one, too
+
+    def __len__(self) -> int:
+        begin = len(self._name) + 1
+        numbers = {name[begin:].partition(".")[0] for name in self._names()}
+        return len([number for number in numbers if number.isdigit()])
+
+
+class TransformersModelApi:
+    """Needs `engine`, `params`, `config`, `name_or_path`, `still` and `save_pretrained`."""
+
+    backend: Any
+    params: dict
+    arrays: dict
+    config: Any
+    still: frozenset[str] | set[str] = frozenset()  # names of parameters that `train()` leaves as they are
+    model_tags: list[str] | None = None
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Each parameter under its name on disk. Values are copies: to change them, change `params`."""
+        for name, values in self.backend.on_disk(self.readable):
+            parameter = np.array(values).view(Parameter)
+            parameter._model, parameter._name = self, name
+            yield name, parameter
+
+    def names(self) -> list[str]:
+        """Those of the parameters."""
+        return list(self.backend.places(self.params))
+
+    def hold(self, *names: str, still: bool) -> None:
+        """Leave these parameters out of `train()`, or take them in again.
+
+        Raises:
+            ValueError: an adapter trains beside the model; its config says what does.
+        """
+        wanted = self.still | set(names) if still else self.still - set(names)
+        if wanted != self.still and not self.backend.holds_still:
+            raise ValueError(
+                "requires_grad cannot be set beside an adapter: LoraConfig's target_modules, layers_to_transform and "
+                "modules_to_save say what trains."
+            )
+        self.still = wanted
+
+    def part(self, name: str) -> Any:
+        """The parameter of this name, or those whose names begin with it. Raises AttributeError where there is none."""
+        if name in (names := self.names()):
+            return self.get_parameter(name)
+        if not any(other.startswith(f"{name}.") for other in names):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return Part(self, name)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "backend" not in vars(self) or "params" not in vars(self):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return self.part(name)
+
+    def parameters(self) -> Iterator[Parameter]:
+        return (values for _, values in self.named_parameters())
+
+    def get_parameter(self, name: str) -> Parameter:
+        """Raises KeyError where there is no parameter of this name."""
+        for other, parameter in self.named_parameters():  # one at a time: all may be more than the host has room for
+            if other == name:
+                return parameter
+        raise KeyError(f"{self.name_or_path} has no parameter {name!r}; it has {', '.join(self.names()[:8])}, ...")
+
+    def state_dict(self) -> dict[str, Parameter]:
+        return dict(self.named_parameters())
+
+    def get_input_embeddings(self) -> Any:
+        """Something with the embedding's `weight` and `num_embeddings`."""
+        path = min(self.backend.embeddings)
+        weight = np.array(self.backend.weight(self.arrays, path)).view(Parameter)
+        return _Embedding(weight)
+
+    def print_trainable_parameters(self) -> None:
+        train, count = self.num_parameters(only_trainable=True), self.num_parameters()
+        print(f"trainable params: {train:,} || all params: {count:,} || trainable%: {100 * train / count:.4f}")
+
+    def add_model_tags(self, tags: str | list[str]) -> None:
+        """Remember tags, each once."""
+        new = [tags] if isinstance(tags, str) else list(tags)
+        self.model_tags = list(dict.fromkeys([*(self.model_tags or []), *new]))
+
+    def eval(self) -> Any:
+        """Itself: whether dropout is on is decided where the model is called."""
+        return self
+
+    def train(self, mode: bool = True) -> Any:
+        return self
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        self.hold(*self.names(), still=not requires_grad)
+        return self
+
+    @property
+    def device(self) -> str:
+        """Where inputs of a call may lie; `.to(model.device)` of a batch of torch's is what asks."""
+        return "cpu"
+
+    def to(self, *where: Any, **how: Any) -> Any:
+        """Itself: arrays are where JAX puts them, and of the dtype they have."""
+        return self
+
+
+class _Embedding:
+    def __init__(self, weight: Parameter):
+        self.weight, (self.num_embeddings, self.embedding_dim) = weight, weight.shape

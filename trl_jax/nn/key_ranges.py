@@ -1,0 +1,42 @@
+"""What queries see of keys, where each sees one run of them: what the kernels of attention along a stream have in
+common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+SAVED = "attended"  # what checkpoint policies call the results, which cost more to compute again than to keep
+
+
+class KeyRanges(NamedTuple):
+    """Per query the places of the keys that it sees, from `first` up to but without `end`: int32, `[N]` or in blocks.
+
+    And those from `second` up to but without `second_end`, behind the others; None where there are none.
+    """
+
+    first: jax.Array
+    end: jax.Array
+    second: jax.Array | None = None
+    second_end: jax.Array | None = None
+
+    def blocks(self, queries: int, keys: int, count: int) -> jax.Array:
+        """Which of the `count` blocks of so many `keys` any of a block of so many `queries` sees: bool `[N, count]`."""
+        starts = jnp.arange(count, dtype=jnp.int32) * keys
+
+        def overlaps(first: jax.Array, end: jax.Array) -> jax.Array:
+            first, end = (y.reshape(-1, queries, 1) for y in (first, end))
+            return jnp.any(jnp.maximum(first, starts) < jnp.minimum(end, starts + keys), axis=1)
+
+        return self._either(overlaps)
+
+    def see(self, keys: jax.Array) -> jax.Array:
+        """Whether queries `[..., N]` see those at these places `[S]`: bool `[..., N, S]`."""
+        return self._either(lambda first, end: (keys >= first[..., None]) & (keys < end[..., None]))
+
+    def _either(self, of_run: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+        found = of_run(self.first, self.end)
+        return found if self.second is None else found | of_run(self.second, self.second_end)

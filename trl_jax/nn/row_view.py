@@ -1,0 +1,60 @@
+"""A stream's tokens row by row, a text each, and back: for kernels that read rows.
+
+Each way is a gather, and its gradient another one, in which no two numbers meet by chance: a run repeats to the bit.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from trl_jax.core.packed import RowView
+
+
+def by_text(x: jax.Array, texts: RowView) -> jax.Array:
+    """Tokens of streams `[R, T, ...]` as those of their texts `[R x N, L, ...]`, zeros behind each; what two texts
+    begin with is in both."""
+    rows, count, length = texts.places.shape
+    found = _to_texts(x.reshape(*x.shape[:2], -1), texts.places.reshape(rows, -1), texts.rows)
+    return found.reshape(rows * count, length, *x.shape[2:])
+
+
+def by_token(x: jax.Array, texts: RowView) -> jax.Array:
+    """What `by_text` gives, or what became of it, as tokens of streams: one of those that two texts share, which are
+    alike."""
+    rows = len(texts.places)
+    found = _to_tokens(x.reshape(rows, -1, x[0, 0].size), texts.places.reshape(rows, -1), texts.rows)
+    return found.reshape(*found.shape[:2], *x.shape[2:])
+
+
+def _at(x: jax.Array, places: jax.Array) -> jax.Array:
+    """`[R, S, D]` at `[R, M]`; zeros where there is no such place."""
+    return jnp.take_along_axis(x, places[..., None], axis=1, mode="fill", fill_value=0)
+
+
+@jax.custom_vjp
+def _to_texts(x, places, rows):
+    return _at(x, places)
+
+
+def _to_texts_backward(saved, gradient):
+    _, rows = saved
+    both = (_at(gradient, rows[:, side]).astype(jnp.float32) for side in (0, 1))
+    return sum(both).astype(gradient.dtype), None, None
+
+
+_to_texts.defvjp(lambda x, places, rows: (_at(x, places), (places, rows)), _to_texts_backward)
+
+
+@jax.custom_vjp
+def _to_tokens(x, places, rows):
+    return _at(x, rows[:, 0])
+
+
+def _to_tokens_backward(saved, gradient):
+    places, rows = saved
+    taken = jnp.take_along_axis(rows[:, 0], places, axis=1, mode="fill", fill_value=-1) == jnp.arange(places.shape[1])
+    return jnp.where(taken[..., None], _at(gradient, places), 0), None, None
+
+
+_to_tokens.defvjp(lambda x, places, rows: (_at(x, rows[:, 0]), (places, rows)), _to_tokens_backward)

@@ -1,0 +1,72 @@
+"""Texts longer than a device has room for: their tokens dealt over the sequence axis of a mesh."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from trl_jax.core.layer_gather import SEQUENCE, TENSOR
+
+
+class Striped(NamedTuple):
+    """Each row's tokens are dealt over `devices` as cards are, `block` at a time.
+
+    Under a causal mask that gives everyone as much to see, where runs would leave most to the last (Brandon et al.
+    2023, arXiv:2311.09431).
+    """
+
+    devices: int
+    block: int
+
+    def own(self, array: jax.Array, fill: int = 0) -> jax.Array:
+        """This device's `[R, T', ...]` of what all have, `[R, T, ...]`; where T does not come out even, behind `fill`s.
+        """
+        rows, length, *rest = array.shape
+        missing = -length % (self.devices * self.block)
+        filled = jnp.pad(array, [(0, 0), (0, missing)] + [(0, 0)] * len(rest), constant_values=fill)
+        striped = filled.reshape(rows, -1, self.devices, self.block, *rest)
+        own = jax.lax.dynamic_index_in_dim(striped, self.number, axis=2, keepdims=False)
+        return own.reshape(rows, -1, *rest)
+
+    def gathered(self, heads: jax.Array) -> jax.Array:
+        """All tokens' of everyone's `[R, T', K, C]`."""
+        rows, _, *rest = heads.shape
+
+        def gather(own: jax.Array) -> jax.Array:
+            return jax.lax.all_gather(own.reshape(rows, -1, self.block, *own.shape[2:]), SEQUENCE, axis=2)
+
+        if jax.sharding.get_abstract_mesh().shape[TENSOR] > 1:  # part by part of the heads: XLA would gather those
+            before, after = PartitionSpec(None, None, TENSOR), PartitionSpec(None, None, None, None, TENSOR)
+            gather = jax.shard_map(gather, in_specs=before, out_specs=after, axis_names={TENSOR}, check_vma=False)
+        return gather(heads).reshape(rows, -1, *rest)
+
+    def read(self, h: jax.Array, at: jax.Array) -> jax.Array:
+        """The tokens `at` int32 `[R, N]`, counted over all, of everyone's `h` `[R, T', D]`: `[R, N, D]`, on each."""
+        number, within = jnp.divmod(at, self.block)
+        local = number // self.devices * self.block + within
+        found = jnp.take_along_axis(h, local[..., None], axis=1)
+        mine = number % self.devices == self.number
+        return jax.lax.psum(jnp.where(mine[..., None], found, 0), SEQUENCE)
+
+    def places(self, start: int, end: int) -> jax.Array:
+        """Where this device's tokens `[start, end)` of a row stand among all; `block` is 1."""
+        return self.number + self.devices * jnp.arange(start, end)
+
+    def blocks(self, rows: int, count: int) -> jax.Array:
+        """Which blocks this device's are, `count` of each row, counted along all rows: int32 `[rows x count]`."""
+        first = jnp.arange(rows, dtype=jnp.int32)[:, None] * count * self.devices + self.number
+        return (first + jnp.arange(count, dtype=jnp.int32) * self.devices).reshape(-1)
+
+    @property
+    def number(self) -> jax.Array:
+        """This device's along the axis."""
+        return jax.lax.axis_index(SEQUENCE)
+
+
+def striped(block: int) -> Striped | None:
+    """How tokens are dealt where this is traced; None where every device has them all."""
+    devices = jax.sharding.get_abstract_mesh().shape.get(SEQUENCE, 1)
+    return Striped(devices, block) if devices > 1 else None

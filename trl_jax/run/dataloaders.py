@@ -1,0 +1,48 @@
+"""Dataloaders as scripts know them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from trl_jax.run.user_loss import inputs_of
+
+
+class Batches:
+    """Iterates over dicts of NumPy arrays, one a micro-batch: `input_ids`, `attention_mask`, maybe `margin`.
+
+    Attributes:
+        steps: the loader behind it, which gives whole optimizer steps.
+        dataset, batch_size: of that.
+    """
+
+    def __init__(self, steps: Any):
+        self.steps, self.dataset, self.batch_size = steps, steps.dataset, steps.batch_size
+
+    def set_epoch(self, epoch: int) -> None:
+        self.steps.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        """Micro-batches in an epoch; TypeError of a stream."""
+        rows = len(self.dataset)
+        return rows // self.batch_size if self.steps.drop_last else -(-rows // self.batch_size)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for step in replace(self.steps, layout="padded", divided=False):
+            yield from inputs_of(step.arrays)
+
+
+def steps_of(batches: Any, method: str) -> Any:
+    """The loader behind what a dataloader's method returned.
+
+    Raises:
+        TypeError: a script's own, of something else.
+    """
+    if not isinstance(batches, Batches):
+        raise TypeError(
+            f"{method} returned a {type(batches).__module__}.{type(batches).__qualname__}: wanted what the trainer's "
+            "own gives. For other rows or another order, return Batches(self.loader(dataset, training=True)) "
+            "of trl_jax.run.dataloaders."
+        )
+    return batches.steps

@@ -1,0 +1,131 @@
+"""The devices of a run, and how arguments divide it over them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import fields
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from trl_jax.core.arguments import parallel
+from trl_jax.core.layer_gather import SEQUENCE, TENSOR
+from trl_jax.engine.sharding import ShardingPlan, make_mesh
+
+if TYPE_CHECKING:
+    from trl_jax.hub.backends import Backend
+    from trl_jax.hub.pretrained import PreTrainedModel
+    from trl_jax.run.base_config import BaseConfig
+    from trl_jax.trainer.reward_config import RewardConfig
+
+logger = logging.getLogger(__name__)
+
+
+def run_devices(args: BaseConfig) -> list[jax.Device]:
+    """All that a run may use, of every process."""
+    return args.jax_devices()
+
+
+def run_device(args: BaseConfig) -> jax.Device:
+    """This process's first."""
+    run_devices(args)  # processes find each other before anything else
+    return jax.local_devices(backend="cpu" if args.use_cpu else None)[0]
+
+
+def mesh_sizes(args: BaseConfig) -> dict[str, int]:
+    """The size of each axis that the arguments name, or imply.
+
+    Raises:
+        ValueError: they do not come out even on the devices there are, or not with a DeepSpeed file's batch.
+    """
+    asked = parallel.asked({f.name: getattr(args, f.name) for f in fields(args)})
+    devices = run_devices(args)
+    sizes = parallel.settled(asked, len(devices), len({device.process_index for device in devices}))
+    shards = sizes.get("data", 1) * sizes.get("fsdp", 1)
+    pairs = shards * args.per_device_train_batch_size * args.gradient_accumulation_steps
+    if asked.batch not in (None, pairs):
+        raise ValueError(
+            f"deepspeed sets train_batch_size to {asked.batch}, but {shards} devices x per_device_train_batch_size x "
+            f'gradient_accumulation_steps = {pairs}. Write "auto" in the file.'
+        )
+    return sizes
+
+
+def check_division(sharding_plan: ShardingPlan | None, model: PreTrainedModel, overridden: set[str]) -> None:
+    """Raises ValueError where the model's heads do not come out even on the tensor axis, or texts cannot be divided:
+    for the model, or for what the script has `overridden`."""
+    if sharding_plan is None:
+        return
+    _check_sequence(sharding_plan.size(SEQUENCE), model, overridden & {"compute_loss", "prediction_step"})
+    size, heads = sharding_plan.size(TENSOR), model.backend.heads
+    if size == 1:
+        return
+    if heads is None:
+        raise ValueError(
+            f"mesh: tensor {size} divides products by name, and {model.name_or_path} runs as an exported program. "
+            "Divide it with fsdp instead."
+        )
+    odd = {name: count for name, count in heads.items() if count % size}
+    if odd:
+        shown = " and ".join(f"{count} {name}" for name, count in odd.items())
+        raise ValueError(
+            f"mesh: tensor {size} does not divide the {shown} of {model.name_or_path}. Choose a tensor size that does, "
+            "and give the rest to fsdp."
+        )
+
+
+def _check_sequence(size: int, model: PreTrainedModel, own: set[str]) -> None:
+    if size == 1:
+        return
+    ways = "Give these devices to data or fsdp instead."
+    if not model.backend.causal:
+        raise ValueError(
+            f"mesh: sequence {size} deals the tokens of a text over devices, which only native decoders can read; "
+            f"{model.name_or_path} is none ({model.backend.name} engine). {ways}"
+        )
+    if own:
+        raise ValueError(f"mesh: sequence {size} divides texts, and a script's own {own.pop()} gets them whole. {ways}")
+
+
+def check_offloading(args: RewardConfig, backend: Backend) -> None:
+    """Raises ValueError where activation_offloading is asked for of a model that has no layers to scan; warns where
+    there is no other memory."""
+    if not args.activation_offloading:
+        return
+    if backend.heads is None:
+        raise ValueError(
+            f"activation_offloading=True: this model runs on the {backend.name} engine, whose activations stay on the "
+            "device. Leave it out."
+        )
+    if args.device.type == "cpu":
+        logger.warning("activation_offloading has no effect on a CPU: its activations are in the host's memory.")
+
+
+def describe(sharding_plan: ShardingPlan, params: dict, state: Any) -> str:
+    """One line: the mesh, and how much of weights and optimizer's state each device holds."""
+    mesh = ", ".join(f"{axis} {size}" for axis, size in sharding_plan.mesh.shape.items() if size > 1)
+    parts = []
+    for name, tree in (("weights", params), ("optimizer's state", state)):
+        leaves = jax.tree.leaves(tree)
+        held = sum(prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+        parts.append(f"{_bytes(held)} of {_bytes(sum(leaf.nbytes for leaf in leaves))} of the {name}")
+    kind = sharding_plan.mesh.devices.flat[0].device_kind
+    return f"Mesh {mesh} on {sharding_plan.mesh.size} devices ({kind}): each holds {' and '.join(parts)}."
+
+
+def _bytes(count: int) -> str:
+    unit, name = next(((unit, name) for unit, name in ((1e9, "GB"), (1e6, "MB")) if count >= unit), (1e3, "kB"))
+    return f"{count / unit:.1f} {name}"
+
+
+def sharding_plan_of(args: BaseConfig) -> ShardingPlan | None:
+    """How the run is divided; None where it has one device."""
+    sizes = mesh_sizes(args)
+    count = prod(sizes.values())
+    if count == 1:
+        return None
+    asked = parallel.asked({f.name: getattr(args, f.name) for f in fields(args)})
+    how = {} if asked.whole_below is None else {"whole_below": asked.whole_below}
+    mesh = make_mesh(sizes, run_devices(args)[:count])
+    return ShardingPlan(mesh, "data" if asked.moments else None, **how)

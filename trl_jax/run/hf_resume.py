@@ -1,0 +1,59 @@
+"""What transformers' Trainer leaves in a checkpoint, as a run here goes on from it."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from transformers.trainer_callback import TrainerState
+
+from trl_jax.engine.optimizers import decays, with_adam_moments
+from trl_jax.engine.progress import Progress
+from trl_jax.hub.torch.optimizer_state import OPTIMIZER, write_adamw_moments
+
+logger = logging.getLogger(__name__)
+
+
+def optimizer_state(folder: Path, fresh: Any, load: Callable[[Path], dict[str, jax.Array]]) -> Any:
+    """`fresh` with AdamW's moments out of optimizer.pt; as it is, and said so, where there is no torch to read it.
+
+    `load` reads a folder of weights.
+    """
+    logger.warning("%s has no manifest: nothing tells whether its files are as they were written.", folder)
+    if (folder / "adapter_config.json").is_file():
+        logger.warning("%s: the moments of an adapter are not read: AdamW's restart from zero.", folder / OPTIMIZER)
+        return fresh
+    if importlib.util.find_spec("torch") is None:
+        logger.warning("%s takes torch to read, which is not installed: AdamW's moments restart from zero.",
+                       folder / OPTIMIZER)  # fmt: skip
+        return fresh
+    with tempfile.TemporaryDirectory() as aside:
+        count = write_adamw_moments(folder, Path(aside), decays)
+        return with_adam_moments(fresh, count, *(load(Path(aside, part)) for part in ("mu", "nu")))
+
+
+def place(state: TrainerState, steps_an_epoch: int | None, pairs_a_step: int) -> Progress:
+    """Where a run of transformers' stands, which counts in steps only; a stream (None) is read from its beginning."""
+    epoch, step = divmod(state.global_step, steps_an_epoch) if steps_an_epoch else (0, state.global_step)
+    over = step == 0 and epoch > 0
+    return Progress(
+        epoch=epoch - over, epoch_over=over, pairs=step * pairs_a_step, loss_sum=_loss_sum(state.log_history)
+    )
+
+
+def tokens_seen(state: TrainerState) -> int:
+    return int(max((log["num_tokens"] for log in state.log_history if "num_tokens" in log), default=0))
+
+
+def _loss_sum(logs: list[dict[str, float]]) -> float:
+    """Of all logged steps, each line being the mean since the one before."""
+    total, before = 0.0, 0
+    for log in logs:
+        if "loss" in log:
+            total, before = total + log["loss"] * (log["step"] - before), log["step"]
+    return total

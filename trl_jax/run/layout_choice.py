@@ -1,0 +1,136 @@
+"""How a run's pairs lie in memory: as was asked where that is exact, else as padded rows, and a word on it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+from datasets import Dataset, IterableDataset
+
+from trl_jax.data.layout.plan import Plan, Shapes, plan_layout
+from trl_jax.data.order import epoch_order
+from trl_jax.run.precompile import AT_ONCE, compiles_ahead
+
+if TYPE_CHECKING:
+    from trl_jax.hub.backends import Backend
+    from trl_jax.trainer.reward_config import RewardConfig
+
+logger = logging.getLogger(__name__)
+
+# What a device could compute in the seconds that its compiler takes for a step, in FLOPs: 4 s of a CPU's, 20 s of what
+# a large model attains of an accelerator's. Compilations that go on beside steps (on TPUs) still take their time.
+_ON_CPUS, _ON_ACCELERATORS = 2e11, 2e15
+
+
+def exact_layout(args: RewardConfig, backend: Backend, *, striped: bool = False) -> tuple[str, str]:
+    """The layout of a run, and why where it is not what was asked for; `dealt`: a mesh divides texts."""
+    asked = args.batch_layout
+    if asked == "padded":
+        return "padded", ""
+    if not backend.takes_packed:
+        return "padded", "this model reads whole rows, not texts laid end to end"
+    if backend.drops_out and not args.disable_dropout:
+        return "padded", "with disable_dropout=False what both answers begin with is dropped for each in its own way"
+    if args.neftune_noise_alpha:
+        return "padded", "with neftune_noise_alpha what both answers begin with gets noise of its own in each"
+    if asked == "auto" and args.device.type == "cuda" and striped:
+        return "padded", "texts that are divided over GPUs have no kernel along streams; batch_layout='shared' uses XLA"
+    if not backend.causal:
+        reason = "the tokens of this model see what comes after them, so answers do not begin alike"
+        return "packed", reason if asked == "shared" else ""
+    if asked == "auto" and args.device.type == "tpu" and windowed(args, backend):
+        return "packed", "the TPUs' kernel knows no windows beside shared prompts; batch_layout='shared' shares them"
+    return ("shared" if asked == "auto" else asked), ""
+
+
+def windowed(args: RewardConfig, backend: Backend) -> bool:
+    """Whether a window of the model's is shorter than texts may be."""
+    return backend.window is not None and (args.max_length is None or backend.window < args.max_length)
+
+
+def by_rows(args: RewardConfig, *, striped: bool) -> bool:
+    """Whether a stream's texts stand as rows, too, for attention: on GPUs, whose kernel reads rows."""
+    return args.device.type == "cuda" and not striped
+
+
+def unplanned(args: RewardConfig, backend: Backend, *, striped: bool) -> Plan:
+    """The layout of what was not looked at beforehand."""
+    layout, _ = exact_layout(args, backend, striped=striped)
+    return Plan(layout, shapes=Shapes() if by_rows(args, striped=striped) else None)
+
+
+def check_layout(args: RewardConfig, backend: Backend) -> None:
+    """Warn of a layout that was asked for by name and cannot be had."""
+    layout, reason = exact_layout(args, backend)
+    if args.batch_layout not in ("auto", layout):
+        logger.warning("batch_layout=%r is not exact here, so rows are %s: %s.", args.batch_layout, layout, reason)
+
+
+def plan(
+    args: RewardConfig,
+    backend: Backend,
+    dataset: Dataset | IterableDataset,
+    *,
+    parameters: int,
+    batch_size: int,
+    steps: int,
+    shards: int = 1,
+    striped: bool = False,
+    lengths: np.ndarray | None = None,
+) -> Plan:
+    """The layout of a run's training `steps`; one line of the log says which, why, and what it saves.
+
+    `lengths` are those that rows are grouped by, None where they are not.
+    """
+    layout, reason = exact_layout(args, backend, striped=striped)
+    if layout == "padded":
+        logger.info("Layout padded%s.", f": {reason}" if reason else "")
+        return Plan("padded")
+    if isinstance(dataset, IterableDataset):
+        logger.info("Layout %s: how much it saves on a stream of rows is not known beforehand.", layout)
+        return unplanned(args, backend, striped=striped)
+    order = partial(
+        epoch_order,
+        len(dataset),
+        seed=args.seed if args.data_seed is None else args.data_seed,
+        shuffle=args.train_sampling_strategy != "sequential",
+        lengths=lengths,
+        group=batch_size * shards * args.gradient_accumulation_steps,
+    )
+    compilation = _ON_CPUS if args.device.type == "cpu" else _ON_ACCELERATORS
+    found = plan_layout(
+        dataset,
+        lambda epoch: order(epoch=epoch),
+        layout,
+        batch_size=batch_size,
+        accumulation=args.gradient_accumulation_steps * shards,  # as many streams
+        bucket_cost=int(compilation / (6 * max(parameters, 1) * args.gradient_accumulation_steps)),
+        run_steps=steps,
+        by_rows=by_rows(args, striped=striped),
+        at_once=AT_ONCE if compiles_ahead(args.device.type) else None,
+    )
+    logger.info("%s", line(found))
+    return found
+
+
+def line(plan: Plan) -> str:
+    """`shared: 1.9k of 7.4k padded tokens a step`, and what there is to say of its lengths."""
+    computed, padded, real = (_thousands(tokens) for tokens in (plan.computed, plan.padded, plan.real))
+    lengths = plan.buckets.buckets if plan.shapes is None else sorted({stream for stream, _ in plan.shapes.pairs})
+    rows = "" if plan.shapes is None else f", rows of {_listed(sorted({row for _, row in plan.shapes.pairs}))}"
+    return (
+        f"Layout {plan.layout}: {computed} of {padded} padded tokens a step, for {real} tokens of text; streams of "
+        f"{_listed(lengths)} tokens{rows}."
+    )
+
+
+def _listed(lengths: Sequence[int]) -> str:
+    return ", ".join(f"{length:,}" for length in lengths)
+
+
+def _thousands(tokens: float) -> str:
+    return f"{tokens / 1000:.1f}k" if tokens >= 1000 else f"{tokens:.0f}"
+

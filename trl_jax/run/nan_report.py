@@ -1,0 +1,61 @@
+"""Values that are no numbers: in weights as they were loaded, or where in the model a step met the first one."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trl_jax.engine.nan_trace import nan_trace
+from trl_jax.engine.sharding import fetched
+
+if TYPE_CHECKING:
+    from trl_jax.hub.pretrained import PreTrainedModel
+    from trl_jax.run.task import Task
+
+
+def explain(trainer: Task, batch: Any) -> str:
+    """A sentence on where the first value that is no number arises, in `trainer.loss` or in its gradient."""
+    params, frozen, arrays = trainer.model.params, trainer.model.frozen, batch.arrays
+    if trainer.sharding_plan is not None:
+        params, frozen = (
+            {path: jnp.asarray(fetched(array)) for path, array in held.items()} for held in (params, frozen)
+        )
+        arrays = jax.tree.map(lambda leaf: fetched(leaf).reshape(-1, *leaf.shape[2:]), arrays)
+    bad = [path for path, array in params.items() if not np.isfinite(jax.device_get(array)).all()]
+    if bad:
+        return f"The weights {', '.join(bad[:8])} hold values that are none."
+
+    def loss(frozen, params, micro):
+        return trainer.loss(frozen | params, micro, None)
+
+    for number, rows in enumerate(batch.passes):
+        if not rows:
+            continue
+        one = jax.tree.map(lambda leaf, number=number: leaf[number], arrays)
+        for function in (loss, jax.grad(loss, argnums=1, has_aux=True)):
+            found = nan_trace(partial(function, frozen), params, one)
+            if found is not None:
+                return f"{found} It is computed from rows {', '.join(map(str, rows))}."
+    return "With dropout off no value is at fault."
+
+
+def check_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, unless a tensor of its checkpoint holds NaN or infinity.
+
+    Raises:
+        ValueError: naming the tensors as they are called on disk.
+    """
+    bad = [tensor for tensor, values in model.backend.on_disk(model.readable) if not np.isfinite(values).all()]
+    frozen = ((path, model.backend.numbers(path, array)) for path, array in model.frozen.items())
+    bad += [path for path, values in frozen if not jnp.isfinite(values).all()]
+    if bad:
+        raise ValueError(
+            f"{model.name_or_path}: {', '.join(bad[:8])}{' and others' if len(bad) > 8 else ''} hold NaN or infinite "
+            "values, so training could give nothing else. Take another checkpoint; to train this one all the same, "
+            "load it with AutoModelForSequenceClassification.from_pretrained and pass the model."
+        )
+    return model

@@ -1,0 +1,109 @@
+"""More memory than the machine has: what takes how much, and how to take less."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from math import prod
+from typing import TYPE_CHECKING, TypeVar
+
+import jax
+
+if TYPE_CHECKING:
+    from trl_jax.trainer.base_trainer import BaseTrainer
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class StepTooLarge(MemoryError):
+    """A training step did not fit; one of fewer pairs may."""
+
+
+def retried(run: Callable[[], T], size: Callable[[], int], again: Callable[[int], None]) -> T:
+    """What `run` gives. Where a step does not fit, as accelerate's `find_executable_batch_size`: with 0.9 times the
+    pairs, rounded down, until it does or none are left.
+
+    Args:
+        size: the pairs of the micro-batches of this run.
+        again: put everything back, and take so many.
+    """
+    while True:
+        try:
+            return run()
+        except StepTooLarge as error:
+            smaller = int(0.9 * size())
+            if smaller == 0:
+                raise
+            told = str(error).partition(".")[0]
+        logger.warning("%s with per_device_train_batch_size=%d: starting again with %d.", told, size(), smaller)
+        gc.collect()  # what the run held on the device
+        again(smaller)
+
+
+@contextlib.contextmanager
+def told_of_memory(trainer: BaseTrainer) -> Iterator[None]:
+    """An allocation that fails becomes a StepTooLarge with what the run holds and how to hold less."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise StepTooLarge(f"{_plan(trainer)} XLA says: {str(error).strip().splitlines()[0]}") from error
+
+
+@contextlib.contextmanager
+def evaluation_told_of_memory(trainer: BaseTrainer) -> Iterator[None]:
+    """As `told_of_memory`, of an evaluation on the way: smaller steps would not help it."""
+    jax.block_until_ready(trainer.model.params)  # a step that did not fit may say so only now
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise MemoryError(
+            f"The evaluation after step {trainer.state.global_step} does not fit into memory. Lower "
+            f"per_device_eval_batch_size={trainer.args.per_device_eval_batch_size}, which auto_find_batch_size leaves "
+            f"alone. XLA says: {str(error).strip().splitlines()[0]}"
+        ) from error
+
+
+def _plan(trainer: BaseTrainer) -> str:
+    args, size, (weights, gradients) = trainer.args, trainer.train_batch_size, _held(trainer)
+    rows = 2 * size
+    levers = [
+        f"per_device_train_batch_size={size} (with gradient_accumulation_steps raised to "
+        "match, the steps stay the same)",
+        "max_length" + ("" if args.max_length is None else f"={args.max_length}"),
+    ]
+    lower = f"Lower {' or '.join(levers)}"
+    if not args.gradient_checkpointing:
+        lower += ", or set gradient_checkpointing=True"
+    if trainer.sharding_plan is not None and trainer.sharding_plan.size("fsdp") == 1:
+        lower += ", or divide the model as well, with fsdp='full_shard'"
+    return (
+        f"Step {trainer.state.global_step + 1} does not fit into memory. Weights take {_bytes(weights)}, "
+        f"AdamW's moments {_bytes(2 * gradients)}, gradients {_bytes(gradients)}; the rest is activations of {rows} "
+        f"answers. {lower}."
+    )
+
+
+def _held(trainer: BaseTrainer) -> tuple[int, int]:
+    """Bytes of weights, frozen ones too, and of gradients; those of one device where there are several."""
+    model, sharding_plan = trainer.model, trainer.sharding_plan
+    if sharding_plan is None:
+        return sum(array.nbytes for array in model.arrays.values()), 4 * model.num_parameters(only_trainable=True)
+
+    def held(arrays: dict, places: dict) -> int:
+        return sum(array.dtype.itemsize * prod(places[path].shard_shape(array.shape)) for path, array in arrays.items())
+
+    return held(model.arrays, sharding_plan.params(model.arrays)), held(
+        model.params, sharding_plan.gradients(model.params)
+    )
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1e9:,.2f} GB"

@@ -1,0 +1,168 @@
+"""What a script may pass for an optimizer instead of naming one: optax's own, or torch's classes by their name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import optax
+
+from trl_jax.core.arguments.optimizers import OPTIMIZERS, parsed
+from trl_jax.core.arguments.rules import as_dict, plain
+from trl_jax.core.torch_param_layout import TorchParamLayout
+from trl_jax.engine.adaptive import ADAPTIVE, Plateau
+from trl_jax.engine.optimizers import Hyperparameters, Optimizer, from_optax, make_optimizer
+from trl_jax.engine.schedules import learning_rates
+from trl_jax.run.base_config import BaseConfig
+
+# Classes of torch, transformers and bitsandbytes -> the name of the rule.
+_CLASSES = {
+    "AdamW": "adamw_torch", "Adam": "adamw_torch", "SGD": "sgd", "Adagrad": "adagrad", "RMSprop": "rmsprop",
+    "Adafactor": "adafactor", "Lion": "lion_32bit",
+}  # fmt: skip
+_KERNELS = ("fused", "foreach", "capturable", "differentiable", "maximize", "is_paged", "optim_bits")
+_SHOW = "optimizers=(optax.adamw(1e-4), None)"
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The rule by name with its hyperparameters, or an optax transformation; the highest rate; a schedule, if given."""
+
+    peak: float
+    name: str | None = None
+    given: Hyperparameters | None = None
+    tx: optax.GradientTransformation | None = None
+    schedule: Callable[[int], float] | None = None
+
+    def make(
+        self, decayed: dict[str, bool], cut: TorchParamLayout, max_grad_norm: float | None, warmup_steps: int
+    ) -> Optimizer | optax.GradientTransformation:
+        if self.tx is not None:
+            return from_optax(self.tx, peak=self.peak, max_grad_norm=max_grad_norm)
+        given = replace(self.given, warmup_steps=warmup_steps, cut=cut)
+        return make_optimizer(self.name, given, decayed=decayed, max_grad_norm=max_grad_norm)
+
+    def rates(self, args: BaseConfig, max_steps: int) -> Callable[[int], float]:
+        """Finished steps -> the rate of the next; with `saw` where it follows a metric."""
+        if self.schedule is not None:
+            return lambda step: float(self.schedule(step))
+        name, kwargs = plain(args.lr_scheduler_type), as_dict("lr_scheduler_kwargs", args.lr_scheduler_kwargs)
+        if name in ADAPTIVE:
+            return ADAPTIVE[name](self.peak, **kwargs)
+        warmup = args.get_warmup_steps(max_steps)
+        return learning_rates(name, peak=self.peak, warmup_steps=warmup, max_steps=max_steps, kwargs=kwargs)
+
+
+def choose(args: BaseConfig, optimizers: Any, cls_and_kwargs: Any) -> Chosen:
+    """What the constructor's arguments mean.
+
+    Raises:
+        TypeError, ValueError: an optimizer or schedule of torch's, or arguments a class does not take.
+    """
+    tx, schedule = optimizers
+    if tx is None and schedule is not None:
+        raise ValueError(f"optimizers=(None, schedule): a schedule comes with its optimizer, as in {_SHOW}.")
+    if tx is not None and cls_and_kwargs is not None:
+        raise ValueError("optimizers and optimizer_cls_and_kwargs both name an optimizer. Leave one out.")
+    if cls_and_kwargs is not None:
+        return _of_class(args, *cls_and_kwargs)
+    if tx is None:
+        own = parsed(plain(args.optim), args.optim_args)
+        return Chosen(args.learning_rate, plain(args.optim), _hyperparameters(args, own))
+    check_optax(tx)
+    if schedule is not None and (not callable(schedule) or _root(type(schedule)) in ("torch", "transformers")):
+        raise TypeError(
+            f"optimizers: the schedule is a {_full_name(type(schedule))}; wanted a function of the step, as in "
+            "optax.linear_schedule(1e-4, 0.0, 1000), which scales what the optimizer gives."
+        )
+    return Chosen(args.learning_rate or 1.0 if schedule is None else 1.0, tx=tx, schedule=schedule)
+
+
+def check_optax(tx: Any) -> None:
+    if not isinstance(tx, optax.GradientTransformation):
+        raise TypeError(
+            f"optimizers: a {_full_name(type(tx))} cannot update JAX arrays; pass an optax transformation, as in "
+            f"{_SHOW}, or name the optimizer by RewardConfig(optim=...)."
+        )
+
+
+def _of_class(args: BaseConfig, cls: Any, kwargs: dict[str, Any]) -> Chosen:
+    if _root(cls) not in ("torch", "transformers", "bitsandbytes"):
+        made = cls(**kwargs)
+        check_optax(made)
+        return Chosen(args.learning_rate or 1.0, tx=made)
+    if cls.__name__ not in _CLASSES or (cls.__name__ == "Adam" and args.weight_decay):
+        raise ValueError(
+            f"optimizer_cls_and_kwargs: {_full_name(cls)} has no counterpart here; those of torch that have: "
+            f"{', '.join(_CLASSES)} (Adam without weight decay). Or pass an optax factory and its arguments."
+        )
+    name, own = _CLASSES[cls.__name__], {key: value for key, value in kwargs.items() if key not in _KERNELS}
+    b1, b2 = own.pop("betas", (args.adam_beta1, args.adam_beta2))
+    eps, peak = own.pop("eps", 1e-8), own.pop("lr", 1e-3)
+    if name in ("adagrad", "rmsprop"):
+        own["eps"] = eps if "eps" in kwargs else {"adagrad": 1e-10, "rmsprop": 1e-8}[name]
+    if name == "adafactor":
+        _check_adafactor(own)
+    if own.pop("weight_decay", args.weight_decay) != args.weight_decay:
+        raise ValueError(
+            f"optimizer_cls_and_kwargs: weight_decay={kwargs['weight_decay']}, but the trainer groups parameters by "
+            f"args.weight_decay={args.weight_decay}, which wins in TRL too. Set weight_decay in RewardConfig."
+        )
+    if unknown := sorted(own.keys() - OPTIMIZERS[name].takes.keys()):
+        raise ValueError(f"optimizer_cls_and_kwargs: {cls.__name__} does not take {', '.join(unknown)} here.")
+    return Chosen(peak, name, Hyperparameters(b1, b2, eps, args.weight_decay, own))
+
+
+def _check_adafactor(own: dict[str, Any]) -> None:
+    for key in ("scale_parameter", "relative_step"):
+        if own.pop(key, True):
+            raise ValueError(f"optimizer_cls_and_kwargs: Adafactor is built here with {key}=False only. Set it so.")
+
+
+def _hyperparameters(args: BaseConfig, own: dict[str, Any]) -> Hyperparameters:
+    return Hyperparameters(args.adam_beta1, args.adam_beta2, args.adam_epsilon, args.weight_decay, own)
+
+
+def _root(kind: Any) -> str:
+    return kind.__module__.partition(".")[0]
+
+
+def _full_name(kind: Any) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+class LearningRate:
+    """The run's schedule as scripts and callbacks know it: `lr_scheduler`. `finished` tells how many steps are."""
+
+    def __init__(self, rate: Callable[[int], float], finished: Callable[[], int]):
+        self._rate, self._finished = rate, finished
+
+    def __call__(self, step: int) -> float:
+        """The rate of the step after `step` finished ones."""
+        return self._rate(step)
+
+    def get_last_lr(self) -> list[float]:
+        """The rate of the next step; after a step transformers' Trainer has moved its schedule on, too."""
+        return [self._rate(self._finished())]
+
+    def after_evaluation(self, metrics: dict[str, float], wanted: str | None) -> None:
+        """Let a schedule that follows a metric see it.
+
+        Raises:
+            KeyError: the evaluation has no such metric.
+        """
+        if not isinstance(self._rate, Plateau):
+            return
+        name = f"eval_{str(wanted).removeprefix('eval_')}"
+        if name not in metrics:
+            raise KeyError(f"metric_for_best_model: {name!r} is none of {', '.join(metrics)}.")
+        self._rate.saw(metrics[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON; empty for a function of the step."""
+        return self._rate.state() if isinstance(self._rate, Plateau) else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if isinstance(self._rate, Plateau):
+            self._rate.restore(state)
