@@ -141,7 +141,7 @@ class Decoder(nnx.Module):
             longest = tokens.shape[1] if at is None else jnp.max(at) + 1
         shared, by_layer = self._positions(positions, longest, most)
         if packed is not None:
-            shared["stream"] = packed
+            shared["packed"] = packed
         graph, state = nnx.split(self.layers)
 
         def layer(h, slices):

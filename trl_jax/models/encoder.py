@@ -147,7 +147,7 @@ class Encoder(nnx.Module):
         longest = positions.shape[1] if packed is None else packed.longest[..., None, None]
         shared, by_layer = seen_by_layers(arch.ropes, arch.windows, positions, channels, longest, most)
         if packed is not None:
-            shared["stream"] = packed
+            shared["packed"] = packed
         if self.distance_embed is not None:
             shared["table"] = apply(self.distance_norm, self.distance_embed.weight[...].astype(dtype))
         return shared, by_layer

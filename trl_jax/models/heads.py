@@ -72,7 +72,7 @@ class EncoderScorer(nnx.Module):
             how: the other options of `Encoder.__call__`.
         """
         packed = None if packed is None else seen_both_ways(packed)
-        how |= {"valid": valid, "stream": packed, "dropout_key": dropout_key}
+        how |= {"valid": valid, "packed": packed, "dropout_key": dropout_key}
         hidden = self.encoder(tokens, positions, **how).astype(jnp.float32)
         pooled = self._of_rows(hidden, valid) if packed is None else self._of_texts(hidden[0], packed, at)
         return self.head(pooled, dropout_key)

@@ -171,8 +171,8 @@ class RewardTrainer(BaseTrainer):
         model = merge(self.model.graph, params, how.get("dropout_key"))
         if self.model.backend.window is not None:
             how["most"] = self.args.max_length if bounded else None
-        if batch.stream is not None:
-            how["stream"] = batch.stream
+        if batch.packed is not None:
+            how["packed"] = batch.packed
         elif model.needs_valid:
             how["valid"] = jnp.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
         else:
