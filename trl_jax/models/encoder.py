@@ -97,8 +97,8 @@ class Encoder(nnx.Module):
 
         Args:
             tokens, positions: int32 `[R, T]`.
-            valid: bool `[R, T]`, tokens that others may see; None in a stream.
-            stream: where texts lie end to end in a row; of `seen_both_ways`.
+            valid: bool `[R, T]`, tokens that others may see; None in a packed row.
+            packed: where texts lie end to end in a row; of `seen_both_ways`.
             dtype, remat, dropout_key, noise, most: as in `Decoder.__call__`.
         """
         shared, by_layer = self._seen(positions, dtype, packed, most)
