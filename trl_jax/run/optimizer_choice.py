@@ -9,7 +9,7 @@ from typing import Any
 import optax
 
 from trl_jax.core.arguments.optimizers import OPTIMIZERS, parsed
-from trl_jax.core.arguments.rules import as_dict, plain
+from trl_jax.core.arguments.values import as_dict, plain
 from trl_jax.core.torch_param_layout import TorchParamLayout
 from trl_jax.engine.adaptive import ADAPTIVE, Plateau
 from trl_jax.engine.optimizers import Hyperparameters, Optimizer, from_optax, make_optimizer
