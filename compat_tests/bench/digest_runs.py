@@ -12,7 +12,7 @@ import numpy as np
 from compat_tests.tiny import preference_rows, tiny_model
 
 CLOCK = ("runtime", "per_second", "total_flos")  # ends of keys whose values are no result
-SAMPLES = 5  # numbers kept of a tensor
+SAMPLES = 8  # numbers kept of a tensor
 BASE = {
     "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
     "logging_steps": 1, "learning_rate": 5e-4, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4,
