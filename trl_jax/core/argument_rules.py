@@ -17,6 +17,7 @@ from typing import Any
 
 from trl_jax.core import deepspeed
 from trl_jax.core.optimizers import NEAREST, OPTIMIZERS, parsed
+from trl_jax.core.secrets import masked
 
 Rule = Callable[[str, Any, Mapping[str, Any]], str | None]
 
@@ -59,7 +60,7 @@ def plain(value: Any) -> Any:
 
 def show(name: str, value: Any) -> str:
     """name=value for an error's text: secrets hidden, long values cut."""
-    text = "<hidden>" if name == "hub_token" else repr(plain(value))
+    text = repr(masked(plain(value), name))
     return f"{name}={text if len(text) <= 60 else text[:57] + '...'}"
 
 

@@ -16,6 +16,7 @@ from trl_jax.core import argument_rules as rules
 from trl_jax.core import parallel
 from trl_jax.core.argument_rules import HERE, Rule, show
 from trl_jax.core.optimizers import OPTIMIZERS
+from trl_jax.core.secrets import scrubbed
 
 Kind = Literal["native", "mapped", "silent", "warned", "refused"]
 
@@ -174,7 +175,7 @@ def judge(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[list[
                 warnings.append(f"{show(name, value)}: {fate.text}")
             elif fate.note is not None and (told := fate.note(name, value, values)):
                 warnings.append(told)
-    return refusals, warnings
+    return [scrubbed(line) for line in refusals], [scrubbed(line) for line in warnings]
 
 
 def _is_away(value: Any, default: Any, fate: Fate) -> bool:

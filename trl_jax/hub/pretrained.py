@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from trl_jax.core.secrets import shown
 from trl_jax.data.layout import padded_length, scored_token
 from trl_jax.hub.adapted import AdaptedEngine, merged
 from trl_jax.hub.engines import Engine, NativeEngine
@@ -196,7 +197,7 @@ class PreTrainedModel(Habits):
         asked = {name for name, value in others.items() if value not in _AS_IT_IS.get(name, ())}
         if asked:
             raise TypeError(
-                f"save_pretrained: {', '.join(f'{name}={others[name]!r}' for name in sorted(asked))} is not in this "
+                f"save_pretrained: {', '.join(shown(name, others[name]) for name in sorted(asked))} is not in this "
                 "release of trl_jax. Leave it out; to push, use trainer.push_to_hub()."
             )
         self.engine.save(Path(save_directory), self.readable, self.config, writes=self.writes)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from trl_jax.core.secrets import is_secret
+
 WORDS: dict[str, str] = {"int": "INT", "float": "NUMBER", "string_to_bool": "BOOL"}
 
 
@@ -19,7 +21,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return f"{flags} {_value_word(action)}"
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is None or action.default is False:
+        if action.default is None or action.default is False or is_secret(action.dest):
             return action.help
         return super()._get_help_string(action)
 

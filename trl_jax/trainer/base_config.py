@@ -1,12 +1,14 @@
 """transformers' TrainingArguments without torch: its fields, one JAX device, an answer to every argument."""
 
 import contextlib
+import copy
 import inspect
 import os
 import warnings
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
@@ -15,6 +17,7 @@ from transformers.utils.generic import strtobool
 
 from trl_jax.core import arguments
 from trl_jax.core.renamed import translated, way_out
+from trl_jax.core.secrets import as_token, learn, masked, scrubbed
 
 # transformers hands these to torch inside __post_init__; the table says what becomes of them here.
 TORCH_ONLY = {
@@ -64,7 +67,7 @@ class Device:
         return self.type if self.index is None else f"{self.type}:{self.index}"
 
 
-# repr=False: a generated repr would print hub_token; TrainingArguments' own masks it.
+# repr=False: a generated repr would print secrets.
 @dataclass(repr=False)
 class BaseConfig(TrainingArguments, metaclass=OldNames):
     """Arguments that every trainer shares, with TRL's defaults.
@@ -91,7 +94,14 @@ class BaseConfig(TrainingArguments, metaclass=OldNames):
     use_liger_kernel: bool = field(default=False, metadata={"help": "Accepted without effect."})
     torch_empty_cache_steps: int | None = field(default=None, metadata={"help": "Accepted without effect."})
 
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        # Its own, even if inherited: a script's @dataclass would otherwise generate one, which prints secrets.
+        cls.__repr__ = cls.__repr__
+
     def __post_init__(self):
+        learn({f.name: getattr(self, f.name) for f in fields(self)})
+        self.hub_token = as_token("hub_token", self.hub_token)
         if self.bf16 is None:
             self.bf16 = not self.fp16
         notes = self.check()
@@ -99,9 +109,29 @@ class BaseConfig(TrainingArguments, metaclass=OldNames):
             # The default is ours, so the FutureWarning about its old name would not be the user's to heed.
             self.activation_checkpointing = True
         self._without_torch(super().__post_init__)
+        for name in self._VALID_DICT_FIELDS:
+            given = getattr(self, name)
+            if isinstance(given, dict) and "token" in given:
+                setattr(self, name, given | {"token": as_token("token", given["token"])})
         check_output_dir(self.output_dir)
         for note in notes:
             warnings.warn(note, stacklevel=self._frames_to_caller())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The arguments as transformers writes them, without secrets: those in dictionaries are hidden, too."""
+        twin = copy.copy(self)  # transformers changes the dictionaries that the arguments hold
+        vars(twin).update({name: _unshared(value) for name, value in vars(self).items()})
+        return masked(super(BaseConfig, twin).to_dict())
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        return masked(super().to_sanitized_dict())
+
+    def __str__(self) -> str:
+        values = {n: f"<{n.upper()}>" if n.endswith("_token") else v for n, v in masked(asdict(self)).items()}
+        lines = "".join(f"{name}={scrubbed(str(value))},\n" for name, value in sorted(values.items()))
+        return f"{type(self).__name__}(\n{lines})"
+
+    __repr__ = __str__
 
     def check(self) -> list[str]:
         """Ask the table about the values as they now are: its warnings, or ValueError on a refusal."""
@@ -229,6 +259,10 @@ class BaseConfig(TrainingArguments, metaclass=OldNames):
     @property
     def eval_batch_size(self) -> int:
         return self.per_device_eval_batch_size
+
+
+def _unshared(value: Any) -> Any:
+    return {key: _unshared(entry) for key, entry in value.items()} if isinstance(value, dict) else value
 
 
 def check_output_dir(output_dir: str) -> None:
