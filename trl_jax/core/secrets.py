@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from functools import cache
+from functools import lru_cache
 from typing import Any
 from urllib.parse import quote
 
@@ -32,22 +32,18 @@ _SHAPES = re.compile(
     r"|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bAIza[\w-]{35}\b"  # AWS, Google
     r"|\bgh[pousr]_[A-Za-z0-9]{36,}\b|\bgithub_pat_\w{22,}|\bglpat-[\w-]{20,}|\bxox[abprs]-[\w-]{10,}"
     r"|\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{10,}"  # JSON web tokens
-    r"|(?<=://)[^/\s:@]*:[^/\s@]+(?=@)"  # user:password of a URL
+    r"|(?<=://)[^/\s:@?#]*:[^/\s@?#]+(?=@)"  # user:password of a URL
     r"|(?<=[?&])(?:X-(?:Amz|Goog)-)?(?:Signature|Security-Token|sig)=[^&\s]+"
     r"|(?<=\bBearer )(?=\S*[0-9_])[\w.~+/=-]{8,}",
-    re.IGNORECASE if False else 0,
 )
-# name=value, "name": "value", and their like at the beginning of a line or in braces; quotes may be escaped.
-_GIVEN = re.compile(
-    r"""(?P<before>(?P<quote>\\*["'])?\b(?P<name>[A-Za-z][\w.-]{0,80})(?P<closed>\\*["'])?\s*(?P<sign>[=:])\s*)"""
-    r"""(?P<value>\\*(?P<mark>["']).*?(?P=mark)|["'][^\n]*$|(?:(?:Bearer|Basic) )?[^\s"'&,;}\])]+)""",
-    re.MULTILINE,
-)
+# name=, "name": and their like, then the value: where quotes or brackets open, to the end of the line if need be.
+_NAME = re.compile(r"""(?:\\*["'])?\b(?P<name>[A-Za-z][\w.-]{0,80})(?P<closed>\\*["'])?\s*(?P<sign>[=:])\s*""")
+_VALUE = re.compile(r"""\\*(?P<mark>["']).*?(?P=mark)|["'\[({][^\n]*|(?:(?:Bearer|Basic) )?[^\s"'&,;}\])]+""")
 _NO_SECRET = re.compile(r"(?i)none|null|true|false|<[A-Z0-9_]+>")
 _known: dict[str, list[str]] = {}  # secrets that were read -> what stands for them, by each of their names
 
 
-@cache
+@lru_cache(4096)
 def is_secret(name: str) -> bool:
     """Whether what goes by this name is a secret: hub_token, HF_TOKEN, apiKey, password; not eos_token."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("-", "_").replace(".", "_").lower()
@@ -93,13 +89,13 @@ def scrubbed(text: str) -> str:
         else:
             shown = masked(held)
             return text if shown == held else json.dumps(shown, ensure_ascii=False)
-    secrets = {value: placeholder(key) for key, value in os.environ.items() if is_secret(key)}
+    secrets = {value.strip(): placeholder(key) for key, value in os.environ.items() if is_secret(key)}
     secrets |= {value: names[0] for value, names in _known.items()}
     for secret, instead in sorted(secrets.items(), key=lambda item: -len(item[0])):
         if len(secret) >= _SHORTEST:
             for form in dict.fromkeys((secret, repr(secret)[1:-1], quote(secret, safe=""))):
                 text = text.replace(form, instead)
-    return _SHAPES.sub("<SECRET>", _GIVEN.sub(_behind_a_name, text))
+    return _SHAPES.sub("<SECRET>", _without_named(text))
 
 
 def shown(name: str, value: Any) -> str:
@@ -192,15 +188,28 @@ def _text(value: Any) -> Any:
     return value if told == value else told
 
 
-def _behind_a_name(found: re.Match) -> str:
-    name, value, before = found["name"], found["value"], found.string[: found.start()]
-    bare = value.strip("\\\"'")
-    if not is_secret(name) or _NO_SECRET.fullmatch(bare) or bare == "":
-        return found[0]
-    if bare.replace(".", "", 1).isdigit() and name.lower().endswith("token"):
-        return found[0]
-    begins = before.rstrip(" ")[-1:] in ("", "\n", "{", ",") or name.lower() == "authorization"
-    if found["sign"] == ":" and not found["closed"] and not begins:
-        return found[0]  # a word of a sentence, with a colon behind it
-    mark = found["mark"] or ""
-    return f"{found['before']}{mark}{placeholder(name)}{mark}"
+def _without_named(text: str) -> str:
+    """Without what stands behind the name of a secret, in a text that may be anything."""
+    parts, done = [], 0
+    for found in _NAME.finditer(text):
+        value = _VALUE.match(text, found.end())
+        if found.start() < done or value is None or not _tells(found, value[0]):
+            continue
+        mark = value["mark"] or ""
+        parts += [text[done : found.end()], mark, placeholder(found["name"]), mark]
+        done = value.end()
+    return "".join([*parts, text[done:]])
+
+
+def _tells(found: re.Match, value: str) -> bool:
+    """Whether the value behind a name is a secret; a word of a sentence with a colon behind it is no name."""
+    name, bare, before = found["name"], value.strip("\\\"'"), found.string[: found.start()].rstrip(" ")
+    if not is_secret(name) or bare == "" or _NO_SECRET.fullmatch(bare):
+        return False
+    if name.lower().endswith("token") and bare.replace(".", "", 1).isdigit():
+        return False
+    return found["sign"] == "=" or bool(found["closed"]) or before[-1:] in ("", "\n", "{", ",") or _is_header(name)
+
+
+def _is_header(name: str) -> bool:
+    return name.lower() == "authorization"

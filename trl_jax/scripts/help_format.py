@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from trl_jax.core.secrets import is_secret
+from trl_jax.core.secrets import masked
 
 WORDS: dict[str, str] = {"int": "INT", "float": "NUMBER", "string_to_bool": "BOOL"}
 
@@ -21,7 +21,9 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return f"{flags} {_value_word(action)}"
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is None or action.default is False or is_secret(action.dest):
+        if action.default is None or action.default is False:
+            return action.help
+        if masked(action.default, action.dest) != action.default:  # a secret in a YAML file
             return action.help
         return super()._get_help_string(action)
 
