@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 
 from trl_jax.core.packed import reads_of_rows
+from trl_jax.core.secrets import shown
 from trl_jax.data.layout.batch import padded_length, scored_token
 from trl_jax.hub.backends import Backend, NativeBackend
 from trl_jax.hub.checkpoint.loading import Source
@@ -198,7 +199,7 @@ class PreTrainedModel(TransformersModelApi):
         asked = {name for name, value in others.items() if value not in _AS_IT_IS.get(name, ())}
         if asked:
             raise TypeError(
-                f"save_pretrained: {', '.join(f'{name}={others[name]!r}' for name in sorted(asked))} is not in this "
+                f"save_pretrained: {', '.join(shown(name, others[name]) for name in sorted(asked))} is not in this "
                 "release of trl_jax. Leave it out; to push, use trainer.push_to_hub()."
             )
         self.backend.save(Path(save_directory), self.readable, self.config, writes=self.writes)
