@@ -31,7 +31,7 @@ class NonFiniteGuard:
         self._bad: list[int] = []
 
     def see(self, batch: Any, metrics: dict[str, Any]) -> None:
-        """A step that has been handed to the device; `batch.rows` are its pairs.
+        """A step that has been handed to the device; `batch.rows` are its examples.
 
         Raises:
             FloatingPointError: it, or the one before, was the last of `patience` bad ones in a row.

@@ -81,8 +81,8 @@ def updated(
         return params, state
 
     def selected(params, state, gradients):
-        pairs = new(params, state, gradients), (params, state)
-        return jax.tree.map(lambda one, other: jnp.where(good, one, other), *pairs)
+        both = new(params, state, gradients), (params, state)
+        return jax.tree.map(lambda one, other: jnp.where(good, one, other), *both)
 
     branch = partial(jax.lax.cond, good, new, old)
     return jax.lax.platform_dependent(params, opt_state, gradients, cpu=branch, default=selected)

@@ -16,7 +16,7 @@ from flax import nnx
 
 from trl_jax.core.packed import reads_of_rows
 from trl_jax.core.secrets import shown
-from trl_jax.data.layout.batch import padded_length, scored_token
+from trl_jax.data.layout.batch import padded_length, last_real_token
 from trl_jax.hub.backends import Backend, NativeBackend
 from trl_jax.hub.checkpoint.loading import Source
 from trl_jax.hub.checkpoint.resizing import resized_table, table_of_tokens
@@ -90,7 +90,7 @@ class PreTrainedModel(TransformersModelApi):
             raise ValueError("token_type_ids has other types than 0, but a reward model scores one text. Leave it out.")
         mask = np.ones(tokens.shape, bool) if attention_mask is None else np.asarray(attention_mask).astype(bool)
         pad = self.config.get_text_config().pad_token_id
-        at = [scored_token(row, pad) if pad is not None else len(row) - 1 for row in tokens]
+        at = [last_real_token(row, pad) if pad is not None else len(row) - 1 for row in tokens]
         alone = pad is None and self.backend.infers_lengths
         extra = 0 if alone else padded_length(tokens.shape[1], "auto") - tokens.shape[1]
         tokens = np.pad(tokens, ((0, 0), (0, extra)), constant_values=pad or 0).astype(np.int32)

@@ -42,7 +42,9 @@ def pairwise_loss(
     losses = -jax.nn.log_sigmoid(lead if margin is None else lead - margin)
     if center_rewards_coefficient is not None:
         losses += center_rewards_coefficient * jnp.square(chosen + rejected)
-    return jnp.sum(weight * losses), _sums(chosen, rejected, weight > 0 if micro_batch is None else micro_batch & (weight > 0))
+    return jnp.sum(weight * losses), _sums(
+        chosen, rejected, weight > 0 if micro_batch is None else micro_batch & (weight > 0)
+    )
 
 
 def _sums(chosen: jax.Array, rejected: jax.Array, counted: jax.Array) -> dict[str, jax.Array]:

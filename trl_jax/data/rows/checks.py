@@ -63,18 +63,25 @@ def cell_error(where: str, column: str, found: Any, wanted: str) -> ValueError:
 
 
 def check_token_ids(
-    dataset: Dataset | IterableDataset, vocab_size: int, name: str, max_positions: int | None = None
+    dataset: Dataset | IterableDataset,
+    columns: tuple[str, ...],
+    vocab_size: int,
+    name: str,
+    max_positions: int | None = None,
 ) -> Dataset | IterableDataset:
     """Raise ValueError for an id or a position without an embedding: an accelerator would clamp it without a word.
 
-    `most_tokens` is the length of the longest text that the model has positions for; None is any length.
     Returns the prepared dataset it was given; a stream comes back checking each row as it passes.
+
+    Args:
+        columns: of token ids, a text each.
+        max_positions: the length of the longest text that the model has positions for; None is any length.
     """
     where = f"the prepared {argument(name)}"
     if isinstance(dataset, IterableDataset):
-        facts = {"vocab_size": vocab_size, "max_positions": max_positions, "where": where}
+        facts = {"columns": columns, "vocab_size": vocab_size, "max_positions": max_positions, "where": where}
         return dataset.map(_check_stream_ids, with_indices=True, fn_kwargs=facts)
-    for first, block in blocks(dataset, IDS):
+    for first, block in blocks(dataset, columns):
         _check_vocabulary(block, first, vocab_size, where)
         _check_lengths(block, first, max_positions, where)
     return dataset
@@ -161,7 +168,7 @@ def _id_lists(block: pa.Table, column: str, first: int, where: str) -> pa.Array:
 
 
 def _check_vocabulary(block: pa.Table, first: int, vocab_size: int, where: str) -> None:
-    for column in IDS:
+    for column in block.column_names:
         lists = block.column(column).combine_chunks()
         ids = _numbers(lists.flatten())
         bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
@@ -175,7 +182,7 @@ def _check_vocabulary(block: pa.Table, first: int, vocab_size: int, where: str) 
 
 
 def _check_lengths(block: pa.Table, first: int, max_positions: int | None, where: str) -> None:
-    for column in IDS if max_positions is not None else ():
+    for column in block.column_names if max_positions is not None else ():
         lengths = _numbers(pc.list_value_length(block.column(column)))
         row = int(np.argmax(lengths))
         if lengths[row] > max_positions:
@@ -186,9 +193,9 @@ def _check_lengths(block: pa.Table, first: int, max_positions: int | None, where
 
 
 def _check_stream_ids(
-    row: dict[str, Any], index: int, vocab_size: int, max_positions: int | None, where: str
+    row: dict[str, Any], index: int, columns: tuple[str, ...], vocab_size: int, max_positions: int | None, where: str
 ) -> dict[str, Any]:
-    block = row_block(row, IDS, f"Row {index} of {where}")
+    block = row_block(row, columns, f"Row {index} of {where}")
     _check_vocabulary(block, index, vocab_size, where)
     _check_lengths(block, index, max_positions, where)
     return {}
