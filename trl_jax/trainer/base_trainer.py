@@ -194,7 +194,7 @@ class BaseTrainer(Stepping):
             report=self._report,
             evaluate=self._evaluate_on_the_way,
             save=self._save_checkpoint,
-            watch=NonFiniteGuard(
+            nonfinite_guard=NonFiniteGuard(
                 first + 1, partial(explain, self), 1 if "underflow_overflow" in str(args.debug) else PATIENCE
             ),
             interrupts=interrupts,
