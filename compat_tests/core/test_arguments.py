@@ -329,7 +329,7 @@ def test_epochs_do_not_matter_beside_max_steps():
 
 
 def test_a_token_is_not_shown():
-    assert show("hub_token", "hf_secret") == "hub_token=<hidden>"
+    assert show("hub_token", "hf_secret") == "hub_token='<HUB_TOKEN>'"
 
 
 def test_full_determinism_wants_the_flag(monkeypatch):

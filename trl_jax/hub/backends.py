@@ -93,7 +93,7 @@ class Backend(abc.ABC):
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
         """Each tensor as it is called on disk, float32."""
 
-    def cut(self) -> TorchParamLayout:
+    def torch_param_layout(self) -> TorchParamLayout:
         """How what trains is cut from torch's tensors."""
         return TorchParamLayout()
 
@@ -142,7 +142,7 @@ class NativeBackend(Backend):
             setattr(module, name, Quantized(form, vars(module)[name].shape[:-2]))
         return model
 
-    def cut(self) -> TorchParamLayout:
+    def torch_param_layout(self) -> TorchParamLayout:
         # transformers keeps what experts begin with in one tensor, which on disk are several
         experts = {path: path.rpartition(".")[0] for path in self.tensors if path.endswith(("mlp.gate", "mlp.up"))}
         tensor_map = self.source.tensor_map

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from trl_jax.core.packed import reads_of_rows
+from trl_jax.core.secrets import shown
 from trl_jax.data.layout.batch import padded_length, scored_token
 from trl_jax.hub.backends import Backend, NativeBackend
 from trl_jax.hub.checkpoint.loading import Source
@@ -94,7 +96,8 @@ class PreTrainedModel(TransformersModelApi):
         tokens = np.pad(tokens, ((0, 0), (0, extra)), constant_values=pad or 0).astype(np.int32)
         mask = np.pad(mask, ((0, 0), (0, extra)))
         with jax.default_matmul_precision("float32"):  # accelerators would round to fewer digits
-            scores = _scores(self.graph, pad, self.arrays, tokens, mask, np.asarray(at, np.int32))
+            reads = reads_of_rows(np.asarray(at, np.int32), tokens.shape[1])
+            scores = _scores(self.graph, pad, self.arrays, tokens, mask, reads)
         return ScoreOutput(scores[:, None])
 
     def _check(self, tokens: np.ndarray) -> None:
@@ -196,7 +199,7 @@ class PreTrainedModel(TransformersModelApi):
         asked = {name for name, value in others.items() if value not in _AS_IT_IS.get(name, ())}
         if asked:
             raise TypeError(
-                f"save_pretrained: {', '.join(f'{name}={others[name]!r}' for name in sorted(asked))} is not in this "
+                f"save_pretrained: {', '.join(shown(name, others[name]) for name in sorted(asked))} is not in this "
                 "release of trl_jax. Leave it out; to push, use trainer.push_to_hub()."
             )
         self.backend.save(Path(save_directory), self.readable, self.config, writes=self.writes)
@@ -209,9 +212,9 @@ class PreTrainedModel(TransformersModelApi):
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _scores(
-    graph: nnx.GraphDef, pad: int | None, params: dict, tokens: jax.Array, mask: jax.Array, at: jax.Array
+    graph: nnx.GraphDef, pad: int | None, params: dict, tokens: jax.Array, mask: jax.Array, reads: jax.Array
 ) -> jax.Array:
     """`pad` is what an exported program was made with: another one is another program."""
     del pad
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    return merge(graph, params)(tokens, positions, at=at, valid=mask)
+    return merge(graph, params)(tokens, positions, reads, valid=mask)

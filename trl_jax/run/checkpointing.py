@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from datasets import Dataset
 from transformers.trainer_callback import TrainerCallback, TrainerState
 
+from trl_jax.core.secrets import masked
 from trl_jax.data.fingerprint import fingerprint
 from trl_jax.data.order import RunLength
 from trl_jax.engine import host_memory
@@ -229,7 +230,7 @@ class Keeping(Session):
     def _tell_changes(self, folder: Path) -> None:
         path = folder / ARGUMENTS
         then = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        changes = changed_arguments(then, json.loads(self._arguments)) if then else []
+        changes = changed_arguments(masked(then), json.loads(self._arguments)) if then else []
         if changes:
             logger.warning("Resuming with other arguments than %s was saved with: %s.", folder, "; ".join(changes))
 

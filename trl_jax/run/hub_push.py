@@ -40,6 +40,7 @@ class Publishing(Keeping):
         """Make the repository `args.hub_model_id`, named after output_dir if None, unless it is there.
 
         Raises:
+            TypeError, ValueError: the token cannot be one.
             PermissionError, ConnectionError: that failed. Under `hub_strategy="end"` a Hub that cannot be reached is
                 warned of only: it is not needed yet.
         """

@@ -26,6 +26,7 @@ from transformers.trainer_callback import (
 )
 from transformers.utils import logging as transformers_logging
 
+from trl_jax.core.secrets import masked
 from trl_jax.engine.compilation import keep_compilations
 from trl_jax.engine.events import Events
 from trl_jax.engine.processes import barrier, is_first, several
@@ -261,11 +262,10 @@ def set_log_level(level: int) -> None:
 
 
 def _written(args: BaseConfig) -> dict[str, Any]:
-    """The arguments for a file: no access token, also not in the dicts they hold; dtypes by name."""
+    """The arguments for a file: no secrets, dtypes by name."""
     values = args.to_dict()  # hides every name that ends in _token: two of those are no secret
     values |= {name: getattr(args, name) for name in ("eos_token", "pad_token") if name in values}
     for name, value in values.items():
         if isinstance(value, dict):
-            hidden = {"token": "<TOKEN>"} if value.get("token") else {}
-            values[name] = {key: str(entry) if "dtype" in key else entry for key, entry in value.items()} | hidden
-    return values
+            values[name] = {key: str(entry) if "dtype" in key else entry for key, entry in value.items()}
+    return masked(values)  # a script's own to_dict may have said more

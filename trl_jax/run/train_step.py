@@ -101,7 +101,7 @@ class Stepping(Evaluating):
             for path, tensor in backend.tensors.items()
         }
         warmup = self.args.get_warmup_steps(self._plan().max_steps)
-        return self._chosen.make(decayed, backend.cut(), self.args.max_grad_norm, warmup)
+        return self._chosen.make(decayed, backend.torch_param_layout(), self.args.max_grad_norm, warmup)
 
     def _optimizer(self) -> Optimizer:
         made = self.create_optimizer()

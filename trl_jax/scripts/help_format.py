@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from trl_jax.core.secrets import masked
+
 WORDS: dict[str, str] = {"int": "INT", "float": "NUMBER", "string_to_bool": "BOOL"}
 
 
@@ -20,6 +22,8 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default is None or action.default is False:
+            return action.help
+        if masked(action.default, action.dest) != action.default:  # a secret in a YAML file
             return action.help
         return super()._get_help_string(action)
 

@@ -56,8 +56,8 @@ class AdaptedBackend(Backend):
         self.dtypes = dict.fromkeys(wanted_shapes(plan, shapes), "float32")
         self._sizes = {leaf(one.adapter.name, kind): size for one in plan.placed for kind, size in one.sizes().items()}
 
-    def cut(self) -> TorchParamLayout:
-        whole, paths = self.base.cut(), {name: name.removesuffix("@trained") for name in self.tensors}
+    def torch_param_layout(self) -> TorchParamLayout:
+        whole, paths = self.base.torch_param_layout(), {name: name.removesuffix("@trained") for name in self.tensors}
         joined = {name: whole.joined[path] for name, path in paths.items() if path in whole.joined}
         adapters = (placed.adapter for placed in self.plan.placed if placed.module.stacked)
         own = {leaf(adapter.name, kind) for adapter in adapters for kind in ("a", "b", *adapter.has)}
