@@ -44,7 +44,7 @@ class Loop:
         report: (logs, metrics of the steps since the last report, as NumPy) -> None.
         evaluate: runs the evaluation and returns its metrics.
         save: writes a checkpoint from which another loop goes on at this `progress`.
-        watch: sees every step's batch and metrics, and raises where the run is beyond help.
+        nonfinite_guard: checks every step's metrics, and ends the run after too many bad ones.
         interrupts: signals that ask the run to end.
         progress: where to begin.
     """
@@ -58,7 +58,7 @@ class Loop:
     report: Callable[[dict[str, float], list[dict[str, np.ndarray]]], None]
     evaluate: Callable[[], dict[str, float]]
     save: Callable[[Progress], None]
-    watch: NonFiniteGuard
+    nonfinite_guard: NonFiniteGuard
     interrupts: Interrupts
     progress: Progress = field(default_factory=Progress)
     _saved_at: int | None = None
@@ -80,7 +80,7 @@ class Loop:
             if self._between_steps and self.events.control.should_save:  # a callback's last wish before it raised
                 self._save()
             raise
-        self.watch.settle()
+        self.nonfinite_guard.settle()
         unreported = self._fetch()
         mean = self.progress.loss_sum / max(self.events.state.global_step, 1)
         return mean, [] if self.progress.evaluated_last else unreported
@@ -146,7 +146,7 @@ class Loop:
             events.fire("on_substep_end")
         events.fire("on_pre_optimizer_step")
         events.fire("on_optimizer_step")
-        self.watch.see(batch, metrics)
+        self.nonfinite_guard.check(batch, metrics)
         if len(progress.unreported) % _HELD_ON_DEVICE == 0:
             progress.unreported = jax.device_get(progress.unreported)
         progress.unreported.append(metrics)
@@ -176,7 +176,7 @@ class Loop:
         self._between_steps = False  # a save that fails is not tried again
         progress.stop_training, progress.stop_epoch = control.should_training_stop, control.should_epoch_stop
         progress.unreported = jax.device_get(progress.unreported)
-        self.watch.settle()
+        self.nonfinite_guard.settle()
         self.save(progress)
         self._between_steps, self._saved_at = True, self.events.state.global_step
         self.events.fire("on_save")

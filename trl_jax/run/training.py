@@ -153,7 +153,9 @@ class Training:
             report=lambda logs, since: self._hooks.log(logs | self._measured(since)),
             evaluate=self._evaluate,
             save=self._hooks.save_checkpoint,
-            watch=NonFiniteGuard(run.state.global_step + 1, partial(explain, run, self._hooks.loss), patience),
+            nonfinite_guard=NonFiniteGuard(
+                run.state.global_step + 1, partial(explain, run, self._hooks.loss), patience
+            ),
             interrupts=interrupts,
             progress=progress,
         )

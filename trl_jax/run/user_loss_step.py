@@ -44,9 +44,9 @@ class UserLossStep:
             total, sums = total + loss / len(micro), [*sums, found]
             gradients = grads if gradients is None else jax.tree.map(jnp.add, gradients, grads)
         gradients = jax.tree.map(lambda g: g / len(micro), gradients)
-        params, opt_state, norm = self._apply(params, opt_state, gradients, total, learning_rate)
+        params, opt_state, measured = self._apply(params, opt_state, gradients, total, learning_rate)
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *sums)
-        return params, opt_state, stacked | {"loss": total, "grad_norm": norm}
+        return params, opt_state, stacked | {"loss": total} | measured
 
     def _training_loss(
         self, params: dict, frozen: dict, inputs: dict, key: Any, state: dict, *, values: tuple
@@ -60,10 +60,11 @@ class UserLossStep:
 
 
 def _apply(tx: Any, params: dict, opt_state: Any, gradients: dict, total: Any, learning_rate: Any) -> tuple:
-    """As `engine.step`: where loss or gradient is no number, everything stays as it was."""
+    """As in `engine.step`, everything stays as it was where loss, gradient or update is not finite."""
     norm = optax.global_norm(gradients)
-    good = jnp.isfinite(total) & jnp.isfinite(norm)
-    return *updated(tx, good, params, opt_state, gradients, norm, learning_rate), norm
+    finite = jnp.isfinite(total) & jnp.isfinite(norm)
+    params, opt_state, applied = updated(tx, finite, params, opt_state, gradients, norm, learning_rate)
+    return params, opt_state, {"grad_norm": norm, "updated": applied}
 
 
 class UserLossEvaluation:
