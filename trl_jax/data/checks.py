@@ -102,7 +102,7 @@ def row_block(row: dict[str, Any], columns: tuple[str, ...], where: str) -> pa.T
 
 def check_ids(block: pa.Table, first: int, where: str) -> tuple[np.ndarray, np.ndarray]:
     """(tokens of the longer side, whether both sides are equal), each [rows]; ValueError for all but ids."""
-    chosen, rejected = (_id_lists(block, column, first, where) for column in IDS)
+    chosen, rejected = (id_lists(block, column, first, where) for column in IDS)
     of_chosen, of_rejected = (_numbers(pc.list_value_length(side)) for side in (chosen, rejected))
     identical = of_chosen == of_rejected
     rows = np.flatnonzero(identical)
@@ -139,10 +139,15 @@ def empty_texts(block: pa.Table) -> np.ndarray:
     return empty
 
 
-def _id_lists(block: pa.Table, column: str, first: int, where: str) -> pa.Array:
+def is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def id_lists(block: pa.Table, column: str, first: int, where: str) -> pa.Array:
+    """A column of ids, each of them a list of at least one int; ValueError for anything else."""
     lists = block.column(column).combine_chunks()
     kind = lists.type
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
+    if not is_list(kind):
         raise cell_error(
             f"Row {first} of {where}", column, lists[0].as_py(), "a list of at least one token id"
         )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from typing import Any
 
 import numpy as np
 from datasets import Dataset, IterableDataset
 
-from . import chat, checks, stream
+from trl_jax.data import chat, checks, columns, masks, stream
 
 logger = logging.getLogger(__name__)
 
@@ -33,42 +32,39 @@ def prepare(
     plain = dataset.with_format(None)  # rows as Python values, whatever the format they are shown in
     if isinstance(plain, IterableDataset):
         opening = stream.first_row(plain, checks.argument(name))
-        plain, tokenised = _settle_columns(plain, list(opening), name)
-        columns = checks.IDS if tokenised else checks.TEXTS
-        columns += ("margin",) if "margin" in opening else ()
-        return stream.prepare(plain, tokenizer, columns, max_length, checks.argument(name))
+        plain, read = columns.settle(plain, list(opening), name)
+        needed = checks.IDS if read.tokenised else checks.TEXTS
+        needed += ("margin",) if "margin" in opening else ()
+        return stream.prepare(plain, tokenizer, needed, read.masks, max_length, checks.argument(name))
     if len(plain) == 0:
         raise ValueError(f"{checks.argument(name)} is empty")
-    plain, tokenised = _settle_columns(plain, plain.column_names, name)
+    plain, read = columns.settle(plain, plain.column_names, name)
     _check_margins(plain, checks.argument(name))
-    if not tokenised:
+    if read.masks:
+        plain = _drop_padding(plain, read.masks, num_proc, checks.argument(name))
+    if not read.tokenised:
         plain = _tokenise(plain, tokenizer, num_proc, name)
     lengths = _check_pairs(plain, checks.argument(name))
     return _drop_long(plain, lengths, max_length, name)
-
-
-def _settle_columns(dataset: Any, columns: list[str], name: str) -> tuple[Any, bool]:
-    """(the dataset under today's column names, whether it is tokenised already)."""
-    if set(checks.IDS) <= set(columns):
-        return dataset, True
-    for legacy in checks.LEGACY_IDS:
-        if set(legacy) <= set(columns):
-            warnings.warn(
-                f"{checks.argument(name)}: the columns {legacy[0]!r} and {legacy[1]!r} are now called "
-                "'chosen_ids' and 'rejected_ids'. They were renamed for this run; rename them in the data.",
-                FutureWarning,
-                stacklevel=3,
-            )
-            return dataset.rename_columns(dict(zip(legacy, checks.IDS, strict=True))), True
-    if not set(checks.TEXTS) <= set(columns):
-        raise checks.missing_columns(columns, name)
-    return dataset, False
 
 
 def _check_margins(dataset: Dataset, where: str) -> None:
     if "margin" in dataset.column_names:
         for first, block in checks.blocks(dataset, ("margin",)):
             checks.check_margin(block, first, where)
+
+
+def _drop_padding(dataset: Dataset, found: dict[str, str], num_proc: int | None, where: str) -> Dataset:
+    shorter = masks.drop_padding(dataset, found, num_proc, where)
+    padded = _tokens(dataset, tuple(found)) != _tokens(shorter, tuple(found))
+    _warn_count(padded.any(axis=0), f"rows of {where} have padding by {list(found.values())}: it is left out")
+    return shorter
+
+
+def _tokens(dataset: Dataset, columns: tuple[str, ...]) -> np.ndarray:
+    """Of each row of columns of ids that were checked: [columns, rows]."""
+    found = [[checks.list_lengths(b, column)[1] for _, b in checks.blocks(dataset, columns)] for column in columns]
+    return np.stack([np.concatenate(column) for column in found])
 
 
 def _tokenise(dataset: Dataset, tokenizer: Any, num_proc: int | None, name: str) -> Dataset:

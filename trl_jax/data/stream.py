@@ -8,7 +8,8 @@ from typing import Any
 
 from datasets import IterableDataset
 
-from . import chat, checks
+from trl_jax.data import chat, checks
+from trl_jax.data.masks import unmasked
 
 logger = logging.getLogger(__name__)
 
@@ -22,24 +23,37 @@ def first_row(dataset: IterableDataset, where: str) -> dict[str, Any]:
 
 
 def prepare(
-    dataset: IterableDataset, tokenizer: Any, columns: tuple[str, ...], max_length: int | None, where: str
+    dataset: IterableDataset,
+    tokenizer: Any,
+    columns: tuple[str, ...],
+    masks: dict[str, str],
+    max_length: int | None,
+    where: str,
 ) -> IterableDataset:
-    """The rows with their ids, as they come. `columns` are those every row must have.
+    """The rows with their ids, as they come, and without `masks` and what these hide.
 
-    How many rows a stream has is not known before its end, so warnings name the first row instead of a count.
+    `columns` are those every row must have, beside the masks: column of ids -> column of its mask. How many rows a
+    stream has is not known before its end, so warnings name the first row instead of a count.
     """
     shared = {"where": where, "said": set()}
-    facts = {"tokenizer": tokenizer, "columns": columns}
-    dataset = dataset.map(_read_row, with_indices=True, fn_kwargs=facts | shared)
+    facts = {"tokenizer": tokenizer, "columns": columns, "masks": masks}
+    hidden = list(masks.values())
+    dataset = dataset.map(_read_row, with_indices=True, fn_kwargs=facts | shared, remove_columns=hidden)
     if max_length is None:
         return dataset
     return dataset.filter(_fits, with_indices=True, fn_kwargs={"max_length": max_length} | shared)
 
 
 def _read_row(
-    row: dict[str, Any], index: int, tokenizer: Any, columns: tuple[str, ...], where: str, said: set[str]
+    row: dict[str, Any],
+    index: int,
+    tokenizer: Any,
+    columns: tuple[str, ...],
+    masks: dict[str, str],
+    where: str,
+    said: set[str],
 ) -> dict[str, Any]:
-    _check_columns(row, index, columns, where)
+    _check_columns(row, index, (*columns, *masks.values()), where)
     if "margin" in columns:
         checks.check_margin(checks.row_block(row, ("margin",), f"Row {index} of {where}"), index, where)
     ids = {column: row[column] for column in columns if column in checks.IDS}
@@ -48,12 +62,24 @@ def _read_row(
         ids = {column: values[0] for column, values in batch.items()}
         if "" in (row["chosen"], row["rejected"]):
             _warn_once(f"Row {index} of {where} has an empty chosen or rejected text", "empty", said)
+    ids |= _unmasked(row, index, masks, where, said)
     block = checks.row_block(ids, checks.IDS, f"Row {index} of {where}")
     _, identical = checks.check_ids(block, index, where)
     if identical[0]:
         what = f"Row {index} of {where} has identical chosen and rejected tokens: no preference"
         _warn_once(what, "identical", said)
     return ids
+
+
+def _unmasked(row: dict[str, Any], index: int, masks: dict[str, str], where: str, said: set[str]) -> dict[str, Any]:
+    """The ids that masks leave of a row."""
+    left = {}
+    for column, mask in masks.items():
+        block = checks.row_block(row, (column, mask), f"Row {index} of {where}")
+        left[column] = unmasked(block, index, column, mask, where)[0].as_py()
+        if len(left[column]) < len(row[column]):
+            _warn_once(f"Row {index} of {where} has padding by {mask!r}: it is left out", "padding", said)
+    return left
 
 
 def _check_columns(row: dict[str, Any], index: int, columns: tuple[str, ...], where: str) -> None:
