@@ -97,7 +97,7 @@ class RewardTrainer(BaseTrainer):
         self.args = args = as_reward_config(args)
         self.data_collator = data_collator
         if train_dataset is None:
-            raise ValueError("train_dataset is required: pass a datasets.Dataset of preference pairs.")
+            raise ValueError("`train_dataset` is required: pass a datasets.Dataset of preference pairs.")
         check_type(train_dataset, "train")
         run_devices(args)  # several processes find each other before anything else
         if args.push_to_hub:  # first of all: a Hub that does not answer costs seconds, not a model's loading
