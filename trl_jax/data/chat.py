@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from .checks import cell_error
+from trl_jax.core.printable import printable
+from trl_jax.data.checks import cell_error
 
 _READ = ("prompt", "chosen", "rejected", "tools", "chat_template_kwargs")
 _WANTED = "a string, or a non-empty list of messages, each with a 'role' and a 'content'"
@@ -54,6 +55,8 @@ def read_pair(row: dict[str, Any], where: str, tokenizer: Any) -> Pair:
         chosen, rejected = (_with_eos(text, tokenizer, where) for text in (chosen, rejected))
     if "prompt" in row:
         chosen, rejected = row["prompt"] + chosen, row["prompt"] + rejected
+    for column in columns:
+        _check_unicode(row[column], column, where)
     return Pair(chosen, rejected, options, where)
 
 
@@ -69,11 +72,9 @@ def tokenise(pairs: list[Pair], tokenizer: Any) -> list[tuple[list[int], list[in
 def _render(pair: Pair, tokenizer: Any) -> tuple[list[int], list[int]]:
     sides = (pair.chosen, pair.rejected)
     try:
-        drawn = [
-            tokenizer.apply_chat_template(side, tokenize=True, return_dict=True, **pair.options)
-            for side in sides
-        ]
+        drawn = [tokenizer.apply_chat_template(side, tokenize=True, return_dict=True, **pair.options) for side in sides]
     except Exception as error:  # a template may raise anything: pass it on, with the row's name beside it
+        error.args = tuple(printable(part) if isinstance(part, str) else part for part in error.args)
         error.add_note(f"{pair.where}: raised by the tokenizer's chat template.")
         raise
     return drawn[0]["input_ids"], drawn[1]["input_ids"]
@@ -113,6 +114,20 @@ def _check_contents(row: dict[str, Any], columns: list[str], where: str) -> None
             f"{where}: {found}; they must be the same. If 'chosen' and 'rejected' already begin with the "
             'prompt, drop it: dataset.remove_columns("prompt").'
         )
+
+
+def _check_unicode(found: Any, column: str, where: str) -> None:
+    """ValueError for half a UTF-16 character, as broken JSON escapes leave it: no tokenizer takes it."""
+    texts = [found] if isinstance(found, str) else [value for message in found for value in message.values()]
+    for text in texts:
+        try:
+            str(text).encode()
+        except UnicodeEncodeError as error:
+            shown = ascii(text[max(0, error.start - 20) : error.start + 1])
+            raise ValueError(
+                f"{where}, column {column!r}: character {error.start:,} is half of one, at the end of {shown}, wanted "
+                'Unicode text. Drop such halves: text.encode(errors="ignore").decode().'
+            ) from error
 
 
 def _check_template(tokenizer: Any, options: dict[str, Any], where: str) -> None:

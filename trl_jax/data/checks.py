@@ -14,6 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 
+from trl_jax.core.printable import printable
+
 IDS = ("chosen_ids", "rejected_ids")
 TEXTS = ("chosen", "rejected")
 LEGACY_IDS = (("chosen_input_ids", "rejected_input_ids"), ("input_ids_chosen", "input_ids_rejected"))
@@ -97,7 +99,7 @@ def row_block(row: dict[str, Any], columns: tuple[str, ...], where: str) -> pa.T
     try:
         return pa.table({column: pa.array([row[column]]) for column in columns})
     except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
-        raise ValueError(f"{where}, columns {list(columns)}: {error}") from error
+        raise ValueError(f"{where}, columns {list(columns)}: {printable(str(error))}") from error
 
 
 def check_ids(block: pa.Table, first: int, where: str) -> tuple[np.ndarray, np.ndarray]:

@@ -1,0 +1,104 @@
+"""Rows and templates that cost more than they are worth, or that write on a terminal: an error names them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+from datasets import Dataset, IterableDataset
+
+from compat_tests.tiny import tiny_tokenizer
+from trl_jax.core.printable import printable
+from trl_jax.data import stream as streams
+from trl_jax.data.preference import prepare
+
+CHAT = [{"role": "user", "content": "hi"}]
+GOOD = {"chosen": "a", "rejected": "b"}
+
+
+def table(rows):
+    return Dataset.from_list(rows)
+
+
+def stream(rows):
+    return IterableDataset.from_generator(lambda: iter(rows))
+
+
+both = pytest.mark.parametrize("form", [table, stream])
+
+
+def ready(dataset, tokenizer=None, max_length=None):
+    tokenizer = tiny_tokenizer() if tokenizer is None else tokenizer
+    return prepare(dataset, tokenizer, max_length=max_length, num_proc=None, name="train")
+
+
+# ---- streams that give nothing ----
+
+
+def lengths(*each):
+    """A stream of pairs of these lengths."""
+    return stream([{"chosen_ids": [5] * length, "rejected_ids": [6]} for length in each])
+
+
+def test_a_stream_without_end_of_which_max_length_removes_every_row(monkeypatch, caplog):
+    monkeypatch.setattr(streams, "MOST_REMOVED", 1_200)
+
+    def rows():
+        return ({"chosen_ids": [5] * (9 + i % 3), "rejected_ids": [6]} for i in itertools.count())
+
+    text = (
+        "max_length=4 removed 1,200 rows of train_dataset in succession, up to row 1199: the shortest pair of them has "
+        "9 tokens. Raise max_length, pass max_length=None, or leave such rows out of the stream"
+    )
+    with pytest.raises(ValueError, match=re.escape(text)):
+        next(iter(ready(IterableDataset.from_generator(rows), max_length=4)))
+    assert caplog.messages[1:] == [
+        "max_length=4 removed 1,000 rows of train_dataset in succession, up to row 999: the shortest pair of them has "
+        "9 tokens. After 1,200 the run ends."
+    ]
+
+
+def test_rows_are_counted_from_the_last_that_was_kept(monkeypatch):
+    monkeypatch.setattr(streams, "MOST_REMOVED", 4)
+    assert len(list(ready(lengths(9, 9, 9, 2, 9, 9, 9, 2, 9), max_length=4))) == 2
+    with pytest.raises(ValueError, match="removed 4 rows of train_dataset in succession, up to row 5: .* has 7 tokens"):
+        list(ready(lengths(5, 2, 9, 8, 7, 9, 2), max_length=4))
+
+
+# ---- characters ----
+
+
+def test_control_characters_of_a_template_are_not_printed():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('\x1b[2Jgone\x9b31m\x07\u202e ' ~ messages[0].content) }}"
+    row = {"chosen": [{"role": "user", "content": "line\n\x1b]0;title\x07é漢🙂"}], "rejected": CHAT}
+    with pytest.raises(Exception, match="gone") as caught:
+        list(ready(stream([row]), tokenizer))
+    assert str(caught.value) == r"\x1b[2Jgone\x9b31m\x07\u202e line" + "\n" + r"\x1b]0;title\x07é漢🙂"
+    assert caught.value.__notes__ == ["Row 0 of train_dataset: raised by the tokenizer's chat template."]
+
+
+def test_nor_are_those_of_values_that_no_column_can_hold():
+    row = {"chosen_ids": [5, "\x1b[2J"], "rejected_ids": [6]}
+    with pytest.raises(ValueError, match="Row 0 of train_dataset, columns") as caught:
+        list(ready(stream([row])))
+    assert printable(str(caught.value)) == str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [("a\tb\nc", "a\tb\nc"), ("\x00\r\x7f", r"\x00\r\x7f"), ("\u200b\ud800", r"\u200b\ud800"), ("\xa0é", "\xa0é")],
+)
+def test_what_an_error_may_show(text, shown):
+    assert printable(text) == shown
+
+
+def test_half_a_character_names_its_row_and_column():
+    half = "good \ud83d"
+    text = r"column 'rejected': character 5 is half of one, at the end of 'good \ud83d', wanted Unicode text."
+    with pytest.raises(ValueError, match=re.escape(f"Row 1 of train_dataset, {text}")):
+        list(ready(stream([GOOD, {"chosen": "a", "rejected": half}])))
+    messages = [{"role": "user", "content": half}]
+    with pytest.raises(ValueError, match=re.escape(f"Row 0 of train_dataset, {text}")):
+        list(ready(stream([{"chosen": CHAT, "rejected": messages}]), tiny_tokenizer(chat_template=True)))
