@@ -50,24 +50,27 @@ SUPPORTED: dict[str, tuple[str, ...]] = {
 
 TABLE: dict[str, Fate] = {
     # Output, duration, batches
-    **_each("output_dir max_steps", "native"),
+    **_each("output_dir", "native"),
+    **_each("max_steps", "native", rule=rules.bounded(rules.MOST_STEPS)),
     **_each("num_train_epochs", "native", rule=rules.epochs),
-    **_each("per_device_train_batch_size per_device_eval_batch_size", "mapped", rule=rules.whole(1)),
-    **_each("gradient_accumulation_steps", "native", rule=rules.whole(1)),
+    **_each("per_device_train_batch_size per_device_eval_batch_size", "mapped",
+            rule=rules.whole(1, most=rules.MOST_PAIRS)),
+    **_each("gradient_accumulation_steps", "native", rule=rules.accumulation),
     **_each("auto_find_batch_size", "native"),
     # Optimiser, schedule and order of rows
     **_each("optim", "native", rule=rules.optimizer, note=rules.optimizer_note),
     **_each("optim_args", "native", rule=rules.optimizer_args),
     **_each("lr_scheduler_type", "native", rule=rules.scheduler),
     **_each("train_sampling_strategy", "native", rule=rules.one_of(*SUPPORTED["train_sampling_strategy"])),
-    **_each("learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon", "native", rule=rules.number(0)),
+    **_each("learning_rate weight_decay adam_epsilon", "native", rule=rules.number(0, most=rules.MOST_FLOAT32)),
+    **_each("adam_beta1 adam_beta2", "native", rule=rules.beta),
     **_each("max_grad_norm", "native", rule=rules.number(0, optional=True)),
-    **_each("warmup_steps", "native"),
+    **_each("warmup_steps", "native", rule=rules.bounded(rules.MOST_STEPS)),
     **_each("optim_target_modules", "refused", "it belongs to GaLore and APOLLO; leave it out."),
     **_each("lr_scheduler_kwargs", "native", rule=rules.scheduler_kwargs),
     **_each("average_tokens_across_devices", "silent", "the loss is a mean over pairs"),
     **_each("label_smoothing_factor", "warned", "preference pairs have no labels to smooth."),
-    **_each("neftune_noise_alpha", "native", rule=rules.number(0, optional=True)),
+    **_each("neftune_noise_alpha", "native", rule=rules.number(0, optional=True, most=rules.MOST_FLOAT32)),
     # Precision, memory, compilation
     **_each("bf16", "native"),
     **_each("fp16 fp16_full_eval", "mapped", AS_BF16),
@@ -81,21 +84,22 @@ TABLE: dict[str, Fate] = {
     **_each("use_cache", "silent", "a forward pass over whole rows keeps no cache"),
     **_each("torch_empty_cache_steps", "warned", "JAX manages its own memory."),
     # Logging and tracking
-    **_each("logging_strategy logging_steps logging_first_step log_level log_level_replica", "native"),
+    **_each("logging_strategy logging_first_step log_level log_level_replica", "native"),
+    **_each("logging_steps save_steps eval_steps eval_delay", "native", rule=rules.bounded()),
     **_each("disable_tqdm report_to run_name project", "native"),
     **_each("trackio_space_id trackio_bucket_id trackio_static_space_id", "native"),
     **_each("log_on_each_node", "silent", "one process logs"),
     **_each("logging_nan_inf_filter", "silent", "a NaN is always logged as it is"),
     **_each("include_num_input_tokens_seen", "native", rule=rules.tokens_seen),
     # Evaluation
-    **_each("eval_strategy eval_steps eval_delay eval_on_start prediction_loss_only", "native"),
+    **_each("eval_strategy eval_on_start prediction_loss_only", "native"),
     **_each("eval_use_gather_object eval_accumulation_steps", "silent", "each batch goes to the host"),
     **_each("eval_do_concat_batches batch_eval_metrics", "native"),
     **_each("include_for_metrics", "native", rule=rules.metric_inputs),
     # Saving, the Hub, resuming
-    **_each("save_strategy save_steps", "native"),
+    **_each("save_strategy", "native"),
     **_each("load_best_model_at_end metric_for_best_model greater_is_better", "native"),
-    **_each("save_total_limit", "native"),
+    **_each("save_total_limit", "native", rule=rules.bounded()),
     **_each("save_only_model", "native"),
     **_each("save_on_each_node", "silent", "one process saves"),
     **_each("enable_jit_checkpoint", "silent", "SIGTERM always saves before the run ends"),
@@ -104,7 +108,8 @@ TABLE: dict[str, Fate] = {
     **_each("ignore_data_skip restore_callback_states_from_checkpoint", "native"),
     **_each("resume_from_checkpoint", "native"),  # as in TRL, a script hands it to train()
     # Reproducibility
-    **_each("seed data_seed", "native"),
+    **_each("seed", "native", rule=rules.whole(0, most=2**32 - 1)),
+    **_each("data_seed", "native", rule=rules.whole(-(2**63), optional=True, most=2**64 - 1)),  # as torch takes it
     **_each("full_determinism", "mapped", rule=rules.deterministic),
     # Data
     **_each("dataloader_drop_last", "native"),
@@ -135,9 +140,9 @@ TABLE: dict[str, Fate] = {
     **_each("model_init_kwargs", "native", rule=rules.a_dict),
     **_each("trust_remote_code chat_template_path disable_dropout eos_token", "native"),
     **_each("max_length", "native", rule=rules.whole(1, optional=True)),
-    **_each("dataset_num_proc", "native", rule=rules.whole(0, optional=True)),
+    **_each("dataset_num_proc", "native", rule=rules.whole(0, optional=True, most=rules.MOST_PROCESSES)),
     **_each("pad_to_multiple_of", "mapped", rule=rules.pad_multiple),
-    **_each("center_rewards_coefficient", "native", rule=rules.number(0, optional=True)),
+    **_each("center_rewards_coefficient", "native", rule=rules.number(0, optional=True, most=rules.MOST_FLOAT32)),
     **_each("pad_token", "native"),
     # Not in TRL
     **_each("eval_report eval_subset_column", "native"),
