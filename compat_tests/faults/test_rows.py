@@ -7,9 +7,13 @@ import re
 
 import pytest
 from datasets import Dataset, IterableDataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
-from compat_tests.tiny import tiny_tokenizer
+from compat_tests.tiny import preference_rows, tiny_tokenizer
 from trl_jax.core.printable import printable
+from trl_jax.data import cutting
 from trl_jax.data import stream as streams
 from trl_jax.data.preference import prepare
 
@@ -102,3 +106,102 @@ def test_half_a_character_names_its_row_and_column():
     messages = [{"role": "user", "content": half}]
     with pytest.raises(ValueError, match=re.escape(f"Row 0 of train_dataset, {text}")):
         list(ready(stream([{"chosen": CHAT, "rejected": messages}]), tiny_tokenizer(chat_template=True)))
+
+
+# ---- texts that are far too long ----
+
+
+def long_text(characters):
+    return "bread soup garden " * (characters // 18)
+
+
+class Counting:
+    """How many characters a tokenizer was given."""
+
+    def __init__(self, monkeypatch, tokenizer):
+        self.seen, call = 0, type(tokenizer).__call__
+
+        def counted(own, text, **how):
+            self.seen += sum(map(len, text)) if isinstance(text, list) else len(text)
+            return call(own, text, **how)
+
+        monkeypatch.setattr(type(tokenizer), "__call__", counted)
+
+
+@both
+@pytest.mark.parametrize("kind", ["text", "prompt", "chat"])
+def test_of_a_text_that_is_certainly_too_long_the_beginning_is_tokenised(form, kind, monkeypatch):
+    tokenizer = tiny_tokenizer(chat_template=True)
+    rows = preference_rows(6, "chat" if kind == "chat" else kind)
+    wanted = list(ready(form(rows), tokenizer, max_length=60))
+    text = long_text(10**6)
+    long = dict(rows[0])
+    if kind == "prompt":
+        long["prompt"] = text
+    else:
+        long["chosen"] = text if kind == "text" else [*rows[0]["chosen"], {"role": "user", "content": text}]
+    counting = Counting(monkeypatch, tokenizer)
+    found = list(ready(form([*rows[:3], long, *rows[3:]]), tokenizer, max_length=60))
+    assert found == wanted and counting.seen < 20_000
+
+
+@both
+def test_without_max_length_all_of_it_is_tokenised(form):
+    text = long_text(50_000)
+    [row] = ready(form([{"chosen": text, "rejected": "b"}]))
+    assert row["chosen_ids"] == tiny_tokenizer()(text + "</s>")["input_ids"]
+    assert len(list(ready(form([{"chosen": text, "rejected": "b"}]), max_length=len(row["chosen_ids"])))) == 1
+
+
+def test_lengths_of_texts_that_were_cut_are_told_as_what_they_are(caplog):
+    rows = [{"chosen": long_text(10_000), "rejected": "b"}, {"chosen": long_text(10_000), "rejected": "b"}]
+    text = r"max_length=5 removes all 2 rows .*: the shortest pair has at least \d+ tokens"
+    with pytest.raises(ValueError, match=text):
+        ready(table(rows), max_length=5)
+    assert list(ready(stream(rows), max_length=5)) == []
+    assert re.fullmatch(r"max_length=5 removes row 0 of train_dataset \(at least \d+ tokens\); .*", caplog.messages[-1])
+
+
+def test_two_texts_with_one_beginning_are_not_told_to_be_the_same(caplog):
+    text = long_text(10_000)
+    list(ready(stream([{"chosen": text + "a", "rejected": text + "b"}, GOOD]), max_length=5))
+    ready(table([{"chosen": text + "a", "rejected": text + "b"}, GOOD]), max_length=5)
+    assert not [message for message in caplog.messages if "identical" in message]
+
+
+def _with(change):
+    tokenizer = tiny_tokenizer()
+    change(tokenizer)
+    return tokenizer
+
+
+UNSURE = {
+    "drops_spaces": lambda t: setattr(t.backend_tokenizer, "normalizer", normalizers.Strip()),
+    "drops_marks": lambda t: setattr(t.backend_tokenizer, "normalizer", normalizers.NFKC()),
+    "drops_between": lambda t: setattr(t.backend_tokenizer, "pre_tokenizer", pre_tokenizers.Whitespace()),
+    "drops_pieces": lambda t: setattr(
+        t.backend_tokenizer,
+        "pre_tokenizer",
+        pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel()]),
+    ),
+    "takes_spaces": lambda t: t.add_tokens([AddedToken("<x>", lstrip=True)]),
+    "unigram": lambda t: setattr(t.backend_tokenizer, "model", models.Unigram([("a", 0.0)])),
+    "other_bytes": lambda t: setattr(t.backend_tokenizer, "model", models.BPE({"a": 0}, [])),
+}
+
+
+@pytest.mark.parametrize("kind", UNSURE)
+def test_where_a_long_text_may_have_few_tokens_nothing_is_cut(kind):
+    assert cutting.most_characters(_with(UNSURE[kind]), 10) is None
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.text(st.sampled_from(" ae\u0301\u0344\u1f82漢🙂\n</s>bread"), min_size=1, max_size=400),
+    st.sampled_from([None, normalizers.NFC()]),
+)
+def test_no_text_has_fewer_tokens_than_that(text, normalizer):
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizer
+    tokens = len(tokenizer(text)["input_ids"])
+    assert len(text) <= cutting.most_characters(tokenizer, tokens)

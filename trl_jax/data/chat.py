@@ -7,8 +7,11 @@ from typing import Any, NamedTuple
 
 from trl_jax.core.printable import printable
 from trl_jax.data.checks import cell_error
+from trl_jax.data.cutting import is_long
 
 _READ = ("prompt", "chosen", "rejected", "tools", "chat_template_kwargs")
+# Of apply_chat_template, which a row may pass too: what is about the tokens, not about the text.
+_ABOUT_TOKENS = {"padding", "truncation", "max_length", "return_tensors", "tokenizer_kwargs", "sanitize_control_tokens"}
 _WANTED = "a string, or a non-empty list of messages, each with a 'role' and a 'content'"
 
 
@@ -25,17 +28,19 @@ def is_messages(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]
 
 
-def tokenise_batch(batch: Any, indices: list[int], tokenizer: Any, where: str) -> dict[str, list[list[int]]]:
+def tokenise_batch(
+    batch: Any, indices: list[int], tokenizer: Any, where: str, most: int | None = None
+) -> dict[str, list[list[int]]]:
     """A block of rows, given by columns, to `chosen_ids` and `rejected_ids`; made for `Dataset.map`.
 
     Only the ids are returned, so that the user's own columns stay as they are. `indices` and `where` name the
-    rows in errors.
+    rows in errors. Of texts of more than `most` characters the beginning alone is tokenised: enough to leave them out.
     """
     columns = [column for column in _READ if column in batch]
     cells = zip(*(batch[column] for column in columns), strict=True)
     rows = [dict(zip(columns, row, strict=True)) for row in cells]
     pairs = [read_pair(row, f"Row {i} of {where}", tokenizer) for i, row in zip(indices, rows, strict=True)]
-    chosen, rejected = zip(*tokenise(pairs, tokenizer), strict=True)
+    chosen, rejected = zip(*tokenise(pairs, tokenizer, most), strict=True)
     return {"chosen_ids": list(chosen), "rejected_ids": list(rejected)}
 
 
@@ -60,24 +65,33 @@ def read_pair(row: dict[str, Any], where: str, tokenizer: Any) -> Pair:
     return Pair(chosen, rejected, options, where)
 
 
-def tokenise(pairs: list[Pair], tokenizer: Any) -> list[tuple[list[int], list[int]]]:
-    """Token ids of each pair, all of them text or all of them conversations."""
+def tokenise(pairs: list[Pair], tokenizer: Any, most: int | None = None) -> list[tuple[list[int], list[int]]]:
+    """Token ids of each pair, all of them text or all of them conversations; `most` as in `tokenise_batch`."""
     if isinstance(pairs[0].chosen, str):
-        texts = [text for pair in pairs for text in (pair.chosen, pair.rejected)]
+        texts = [_cut(text, most) for pair in pairs for text in (pair.chosen, pair.rejected)]
         ids = tokenizer(text=texts)["input_ids"]
         return list(zip(ids[::2], ids[1::2], strict=True))
-    return [_render(pair, tokenizer) for pair in pairs]
+    return [_render(pair, tokenizer, most) for pair in pairs]
 
 
-def _render(pair: Pair, tokenizer: Any) -> tuple[list[int], list[int]]:
-    sides = (pair.chosen, pair.rejected)
+def _cut(text: str, most: int | None) -> str:
+    return text if most is None else text[: most + 1]
+
+
+def _render(pair: Pair, tokenizer: Any, most: int | None) -> tuple[list[int], list[int]]:
     try:
-        drawn = [tokenizer.apply_chat_template(side, tokenize=True, return_dict=True, **pair.options) for side in sides]
+        return tuple(_render_side(side, pair.options, tokenizer, most) for side in (pair.chosen, pair.rejected))
     except Exception as error:  # a template may raise anything: pass it on, with the row's name beside it
         error.args = tuple(printable(part) if isinstance(part, str) else part for part in error.args)
         error.add_note(f"{pair.where}: raised by the tokenizer's chat template.")
         raise
-    return drawn[0]["input_ids"], drawn[1]["input_ids"]
+
+
+def _render_side(messages: list[dict], options: dict[str, Any], tokenizer: Any, most: int | None) -> list[int]:
+    if is_long(messages, most) and _ABOUT_TOKENS.isdisjoint(options):
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        return tokenizer(_cut(text, most), add_special_tokens=False)["input_ids"]
+    return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)["input_ids"]
 
 
 def _with_eos(text: str, tokenizer: Any, where: str) -> str:

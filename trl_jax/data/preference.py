@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, IterableDataset
 
-from trl_jax.data import chat, checks, columns, masks, stream
+from trl_jax.data import chat, checks, columns, cutting, masks, stream
 
 logger = logging.getLogger(__name__)
 
@@ -42,10 +42,12 @@ def prepare(
     _check_margins(plain, checks.argument(name))
     if read.masks:
         plain = _drop_padding(plain, read.masks, num_proc, checks.argument(name))
+    most = None
     if not read.tokenised:
-        plain = _tokenise(plain, tokenizer, num_proc, name)
-    lengths = _check_pairs(plain, checks.argument(name))
-    return _drop_long(plain, lengths, max_length, name)
+        most = cutting.most_of_table(plain, tokenizer, max_length)
+        plain = _tokenise(plain, tokenizer, num_proc, name, most)
+    lengths = _check_pairs(plain, max_length, checks.argument(name))
+    return _drop_long(plain, lengths, max_length, name, "" if most is None else "at least ")
 
 
 def _check_margins(dataset: Dataset, where: str) -> None:
@@ -67,14 +69,18 @@ def _tokens(dataset: Dataset, columns: tuple[str, ...]) -> np.ndarray:
     return np.stack([np.concatenate(column) for column in found])
 
 
-def _tokenise(dataset: Dataset, tokenizer: Any, num_proc: int | None, name: str) -> Dataset:
+def _tokenise(dataset: Dataset, tokenizer: Any, num_proc: int | None, name: str, most: int | None) -> Dataset:
     where = checks.argument(name)
     dataset = dataset.map(
         chat.tokenise_batch,
         with_indices=True,
         batched=True,
         num_proc=num_proc,
-        fn_kwargs={"tokenizer": tokenizer, "where": where},  # not a closure: the cache finds the result again
+        fn_kwargs={
+            "tokenizer": tokenizer,
+            "where": where,
+            "most": most,
+        },  # not a closure: the cache finds the result again
         desc=f"Tokenizing {where.replace('_', ' ', 1)}",
     )
     empty = [checks.empty_texts(block) for _, block in checks.blocks(dataset, checks.TEXTS)]
@@ -82,15 +88,17 @@ def _tokenise(dataset: Dataset, tokenizer: Any, num_proc: int | None, name: str)
     return dataset
 
 
-def _check_pairs(dataset: Dataset, where: str) -> np.ndarray:
-    """Tokens of the longer side of each pair: [rows]."""
+def _check_pairs(dataset: Dataset, max_length: int | None, where: str) -> np.ndarray:
+    """Tokens of the longer side of each pair: [rows]. Of texts that were cut, more than `max_length`."""
     scanned = [checks.check_ids(block, first, where) for first, block in checks.blocks(dataset, checks.IDS)]
     lengths, identical = (np.concatenate(part) for part in zip(*scanned, strict=True))
+    if max_length is not None:
+        identical &= lengths <= max_length
     _warn_count(identical, f"rows of {where} have identical chosen and rejected tokens: no preference")
     return lengths
 
 
-def _drop_long(dataset: Dataset, lengths: np.ndarray, max_length: int | None, name: str) -> Dataset:
+def _drop_long(dataset: Dataset, lengths: np.ndarray, max_length: int | None, name: str, about: str) -> Dataset:
     if max_length is None or lengths.max() <= max_length:
         return dataset
     kept = np.flatnonzero(lengths <= max_length)
@@ -98,7 +106,7 @@ def _drop_long(dataset: Dataset, lengths: np.ndarray, max_length: int | None, na
     if not kept.size:
         raise ValueError(
             f"max_length={max_length} removes all {total:,} rows of {checks.argument(name)}: the shortest "
-            f"pair has {lengths.min():,} tokens. Raise max_length or pass max_length=None."
+            f"pair has {about}{lengths.min():,} tokens. Raise max_length or pass max_length=None."
         )
     logger.warning(
         f"max_length={max_length} removed {total - len(kept):,} of {total:,} pairs of {checks.argument(name)} "

@@ -9,7 +9,7 @@ from typing import Any
 
 from datasets import IterableDataset
 
-from trl_jax.data import chat, checks
+from trl_jax.data import chat, checks, cutting
 from trl_jax.data.masks import unmasked
 
 logger = logging.getLogger(__name__)
@@ -23,6 +23,7 @@ class _Passed:
     told: set[str] = field(default_factory=set)  # the kinds of warnings
     removed: int = 0  # by max_length, since the last row that was kept
     shortest: int = 0  # of those, in tokens of the longer side
+    about: str = ""  # "at least " where texts were cut
 
 
 def first_row(dataset: IterableDataset, where: str) -> dict[str, Any]:
@@ -47,12 +48,14 @@ def prepare(
     stream has is not known before its end, so warnings name the first row instead of a count.
     """
     shared = {"where": where, "passed": _Passed()}
+    shared["most"] = None if checks.IDS[0] in columns else cutting.most_characters(tokenizer, max_length)
+    shared["max_length"] = max_length
     facts = {"tokenizer": tokenizer, "columns": columns, "masks": masks}
     hidden = list(masks.values())
     dataset = dataset.map(_read_row, with_indices=True, fn_kwargs=facts | shared, remove_columns=hidden)
     if max_length is None:
         return dataset
-    return dataset.filter(_fits, with_indices=True, fn_kwargs={"max_length": max_length} | shared)
+    return dataset.filter(_fits, with_indices=True, fn_kwargs=shared)
 
 
 def _read_row(
@@ -63,20 +66,22 @@ def _read_row(
     masks: dict[str, str],
     where: str,
     passed: _Passed,
+    most: int | None,
+    max_length: int | None,
 ) -> dict[str, Any]:
     _check_columns(row, index, (*columns, *masks.values()), where)
     if "margin" in columns:
         checks.check_margin(checks.row_block(row, ("margin",), f"Row {index} of {where}"), index, where)
     ids = {column: row[column] for column in columns if column in checks.IDS}
     if not ids:
-        batch = chat.tokenise_batch({key: [value] for key, value in row.items()}, [index], tokenizer, where)
+        batch = chat.tokenise_batch({key: [value] for key, value in row.items()}, [index], tokenizer, where, most)
         ids = {column: values[0] for column, values in batch.items()}
         if "" in (row["chosen"], row["rejected"]):
             _warn_once(f"Row {index} of {where} has an empty chosen or rejected text", "empty", passed)
     ids |= _unmasked(row, index, masks, where, passed)
     block = checks.row_block(ids, checks.IDS, f"Row {index} of {where}")
-    _, identical = checks.check_ids(block, index, where)
-    if identical[0]:
+    tokens, identical = checks.check_ids(block, index, where)
+    if identical[0] and (max_length is None or tokens[0] <= max_length):
         what = f"Row {index} of {where} has identical chosen and rejected tokens: no preference"
         _warn_once(what, "identical", passed)
     return ids
@@ -105,12 +110,14 @@ def _check_columns(row: dict[str, Any], index: int, columns: tuple[str, ...], wh
         )
 
 
-def _fits(row: dict[str, Any], index: int, max_length: int, where: str, passed: _Passed) -> bool:
+def _fits(row: dict[str, Any], index: int, where: str, passed: _Passed, most: int | None, max_length: int) -> bool:
     tokens = max(len(row[column]) for column in checks.IDS)
     if tokens <= max_length:
-        passed.removed = 0
+        passed.removed, passed.about = 0, ""
         return True
-    what = f"max_length={max_length} removes row {index} of {where} ({tokens:,} tokens)"
+    if cutting.is_long([row.get(column) for column in cutting.TEXTS], most):
+        passed.about = "at least "
+    what = f"max_length={max_length} removes row {index} of {where} ({passed.about}{tokens:,} tokens)"
     _warn_once(what, "long", passed)
     passed.shortest = min(tokens, passed.shortest) if passed.removed else tokens
     passed.removed += 1
@@ -123,7 +130,7 @@ def _tell_removed(index: int, max_length: int, where: str, passed: _Passed) -> N
     """Of a stream that gives nothing to train on: it need not ever end."""
     what = (
         f"max_length={max_length} removed {passed.removed:,} rows of {where} in succession, up to row {index}: the "
-        f"shortest pair of them has {passed.shortest:,} tokens."
+        f"shortest pair of them has {passed.about}{passed.shortest:,} tokens."
     )
     if passed.removed < MOST_REMOVED:
         logger.warning(f"{what} After {MOST_REMOVED:,} the run ends.")
