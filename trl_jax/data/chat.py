@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from trl_jax.core.printable import printable
 from trl_jax.data.checks import cell_error
 from trl_jax.data.cutting import is_long
+from trl_jax.data.rendering import MOST_CHARACTERS, TooLarge, apply_chat_template
 
 _READ = ("prompt", "chosen", "rejected", "tools", "chat_template_kwargs")
 # Of apply_chat_template, which a row may pass too: what is about the tokens, not about the text.
@@ -81,6 +82,11 @@ def _cut(text: str, most: int | None) -> str:
 def _render(pair: Pair, tokenizer: Any, most: int | None) -> tuple[list[int], list[int]]:
     try:
         return tuple(_render_side(side, pair.options, tokenizer, most) for side in (pair.chosen, pair.rejected))
+    except TooLarge as error:
+        raise ValueError(
+            f"{pair.where}: the tokenizer's chat template makes a text or a number that is too large: wanted at most "
+            f"{MOST_CHARACTERS:,} characters. Correct the template, or leave the row out."
+        ) from error
     except Exception as error:  # a template may raise anything: pass it on, with the row's name beside it
         error.args = tuple(printable(part) if isinstance(part, str) else part for part in error.args)
         error.add_note(f"{pair.where}: raised by the tokenizer's chat template.")
@@ -89,9 +95,9 @@ def _render(pair: Pair, tokenizer: Any, most: int | None) -> tuple[list[int], li
 
 def _render_side(messages: list[dict], options: dict[str, Any], tokenizer: Any, most: int | None) -> list[int]:
     if is_long(messages, most) and _ABOUT_TOKENS.isdisjoint(options):
-        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        text = apply_chat_template(tokenizer, messages, tokenize=False, **options)
         return tokenizer(_cut(text, most), add_special_tokens=False)["input_ids"]
-    return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)["input_ids"]
+    return apply_chat_template(tokenizer, messages, tokenize=True, return_dict=True, **options)["input_ids"]
 
 
 def _with_eos(text: str, tokenizer: Any, where: str) -> str:
