@@ -139,7 +139,9 @@ class Checkpoint:
 def find_checkpoint(name: str, *, num_labels: int = 1, dtype: Any = "auto", **kwargs: Any) -> Checkpoint:
     """Where a checkpoint is, its weights still on the Hub if need be; arguments as in `from_pretrained`."""
     if num_labels != 1:
-        raise ValueError(f"num_labels is {num_labels}, but a reward model has one score a sequence: num_labels=1.")
+        raise ValueError(
+            f"num_labels is {num_labels}, but reward models require `num_labels=1`: one score a sequence. Leave it out."
+        )
     fetch, dtype = _checked(dict(kwargs), dtype)
     folder, repository = checkpoint_folder(name, **fetch)
     if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():

@@ -16,7 +16,7 @@ from flax import nnx
 
 from trl_jax.core.packed import reads_of_rows
 from trl_jax.core.secrets import shown
-from trl_jax.data.layout.batch import padded_length, last_real_token
+from trl_jax.data.layout.batch import last_real_token, padded_length
 from trl_jax.hub.backends import Backend, NativeBackend
 from trl_jax.hub.checkpoint.loading import Source
 from trl_jax.hub.checkpoint.resizing import resized_table, table_of_tokens

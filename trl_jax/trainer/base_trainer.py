@@ -103,7 +103,7 @@ class BaseTrainer(Surface):
         adapter = None if peft_config is None else as_lora_config(peft_config)
         model, brought = model_loading.told_apart(model)
         if train_dataset is None:
-            raise ValueError("train_dataset is required: pass a datasets.Dataset.")
+            raise ValueError("`train_dataset` is required: pass a datasets.Dataset.")
         check_type(train_dataset, "train")
         self._run = run = RunState(args, None, overridden=names_of_script(type(self)))
         run.task, self.data_collator = self.make_task(), data_collator

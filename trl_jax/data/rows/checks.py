@@ -14,6 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 
+from trl_jax.core.printable import printable
+
 IDS = ("chosen_ids", "rejected_ids")
 TEXTS = ("chosen", "rejected")
 LEGACY_IDS = (("chosen_input_ids", "rejected_input_ids"), ("input_ids_chosen", "input_ids_rejected"))
@@ -104,12 +106,12 @@ def row_block(row: dict[str, Any], columns: tuple[str, ...], where: str) -> pa.T
     try:
         return pa.table({column: pa.array([row[column]]) for column in columns})
     except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
-        raise ValueError(f"{where}, columns {list(columns)}: {error}") from error
+        raise ValueError(f"{where}, columns {list(columns)}: {printable(str(error))}") from error
 
 
 def check_ids(block: pa.Table, first: int, where: str) -> tuple[np.ndarray, np.ndarray]:
     """(tokens of the longer side, whether both sides are equal), each [rows]; ValueError for all but ids."""
-    chosen, rejected = (_id_lists(block, column, first, where) for column in IDS)
+    chosen, rejected = (id_lists(block, column, first, where) for column in IDS)
     of_chosen, of_rejected = (_numbers(pc.list_value_length(side)) for side in (chosen, rejected))
     identical = of_chosen == of_rejected
     rows = np.flatnonzero(identical)
@@ -146,10 +148,15 @@ def empty_texts(block: pa.Table) -> np.ndarray:
     return empty
 
 
-def _id_lists(block: pa.Table, column: str, first: int, where: str) -> pa.Array:
+def is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def id_lists(block: pa.Table, column: str, first: int, where: str) -> pa.Array:
+    """A column of ids, each of them a list of at least one int; ValueError for anything else."""
     lists = block.column(column).combine_chunks()
     kind = lists.type
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
+    if not is_list(kind):
         raise cell_error(
             f"Row {first} of {where}", column, lists[0].as_py(), "a list of at least one token id"
         )
