@@ -93,14 +93,15 @@ def main(args: ScoreArguments) -> None:
 
 def _ready(args: ScoreArguments, source: Path) -> tuple[Scorer, int]:
     """The model, and how many rows there are. A bad row is named before weights are read."""
-    from transformers import AutoTokenizer
-
+    from trl_jax.data.tokenizer import load_tokenizer
+    from trl_jax.engine.compilation import keep_compilations
     from trl_jax.hub.auto import find_checkpoint
     from trl_jax.trainer.given_model import tokenizer_folder
 
+    keep_compilations()
     code = args.trust_remote_code
     checkpoint = find_checkpoint(args.model, dtype=args.dtype, trust_remote_code=code)
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(checkpoint), trust_remote_code=code)
+    tokenizer = load_tokenizer(tokenizer_folder(checkpoint), checkpoint.config, trust_remote_code=code)
     total = sum(1 for row in read_rows(source) if _read(row, tokenizer))
     return Scorer(checkpoint, tokenizer), total
 

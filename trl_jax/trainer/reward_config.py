@@ -17,7 +17,7 @@ class RewardConfig(BaseConfig):
     Beside TrainingArguments' own fields:
 
         model_init_kwargs: how to load a model given by name (dict, or JSON in a string).
-        trust_remote_code: passed on for tokenizers; model code from a repository is never run.
+        trust_remote_code: lets a tokenizer's repository run its own code; a model's own code is never run.
         chat_template_path: .jinja or .j2 file with the chat template to use, or folder or Hub name of the tokenizer
             to take it from.
         disable_dropout: train without dropout.

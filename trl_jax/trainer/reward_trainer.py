@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from datasets import Dataset, IterableDataset
-from transformers import AutoTokenizer
 from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import EvalPrediction
 
@@ -22,7 +21,9 @@ from trl_jax.data.checks import check_token_ids, check_type
 from trl_jax.data.layout import PairBatch
 from trl_jax.data.loader import PreferenceLoader
 from trl_jax.data.plan import Plan
+from trl_jax.data.tokenizer import load_tokenizer
 from trl_jax.data.windows import EvaluationBatch, Windows
+from trl_jax.engine.compilation import keep_compilations
 from trl_jax.engine.evaluation import Evaluated
 from trl_jax.hub.auto import Checkpoint
 from trl_jax.hub.lora_config import as_lora_config
@@ -99,6 +100,7 @@ class RewardTrainer(BaseTrainer):
         if train_dataset is None:
             raise ValueError("train_dataset is required: pass a datasets.Dataset of preference pairs.")
         check_type(train_dataset, "train")
+        keep_compilations()  # before anything is compiled
         run_devices(args)  # several processes find each other before anything else
         if args.push_to_hub:  # first of all: a Hub that does not answer costs seconds, not a model's loading
             self.init_hf_repo()
@@ -128,8 +130,10 @@ class RewardTrainer(BaseTrainer):
         """The one given, or the model's own."""
         if given is not None:
             return given
-        place = given_model.tokenizer_folder(checkpoint) if brought is None else brought.config._name_or_path
-        return AutoTokenizer.from_pretrained(place, trust_remote_code=self.args.trust_remote_code)
+        code = self.args.trust_remote_code
+        if brought is not None:
+            return load_tokenizer(brought.config._name_or_path, brought.config, trust_remote_code=code)
+        return load_tokenizer(given_model.tokenizer_folder(checkpoint), checkpoint.config, trust_remote_code=code)
 
     def _settle_tokens(self, rows: int, grows: bool) -> int:
         """Give the tokenizer the special tokens and the chat template of the arguments.

@@ -26,7 +26,6 @@ from transformers.trainer_callback import (
 )
 from transformers.utils import logging as transformers_logging
 
-from trl_jax.engine.compilation import keep_compilations
 from trl_jax.engine.events import Events
 from trl_jax.engine.mesh import Fetched
 from trl_jax.engine.processes import barrier, is_first, several
@@ -77,7 +76,6 @@ class Session(Reports, Task):
         self._new_state()
         self._arguments = json.dumps(_written(args), indent=2)  # now: what cannot be written should not cost a run
         set_log_level(args.get_process_log_level())
-        keep_compilations()
         _warn_of_idle_devices(args)
         os.makedirs(args.output_dir, exist_ok=True)
 
