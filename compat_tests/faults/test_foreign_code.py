@@ -182,12 +182,16 @@ def test_programs_in_a_folder_that_others_write_are_neither_kept_nor_run(named, 
 
 
 def test_a_trainer_and_scoring_look_before_they_compile(checkpoint, tmp_path, monkeypatch):
-    seen = []
-    plain = auto.find_checkpoint
+    seen, plain = [], auto.find_checkpoint
+
+    def found(*given, **how):
+        seen.append("found")
+        return plain(*given, **how)
+
     for module in (reward_trainer, compilation):
         monkeypatch.setattr(module, "keep_compilations", lambda: seen.append("looked"))
     for module in (given_model, auto):
-        monkeypatch.setattr(module, "find_checkpoint", lambda *given, **how: seen.append("found") or plain(*given, **how))
+        monkeypatch.setattr(module, "find_checkpoint", found)
     make(trl_jax, checkpoint(**FACTS), tmp_path / "out")
     assert seen == ["looked", "found"]
     assert score(checkpoint(**FACTS), tmp_path) == 0 and seen == ["looked", "found"] * 2
