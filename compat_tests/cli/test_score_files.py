@@ -131,6 +131,7 @@ def test_rows_of_another_run_are_not_gone_on_with(cut_off, scored, folder, tmp_p
     for told_of, run in (
         ("differs in MODEL/config.json. Run with what it was begun with", lambda: scored(model=other)),
         ("differs in --dtype.", lambda: scored(None, "--dtype", "bfloat16")),
+        ("differs in --trust_remote_code.", lambda: scored(None, "--trust_remote_code")),
         ("differs in FILE.", lambda: scored([*rows[:9], {"text": "x"}])),
     ):
         status, told = run()

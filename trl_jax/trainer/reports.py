@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from trl_jax.core.whole_file import write_whole
+
 
 class Reports:
     """`log_metrics`, `save_metrics`, `save_state` and `metrics_format`; needs `args` and `state`."""
@@ -52,4 +54,4 @@ def _readable(name: str, value: Any) -> Any:
 
 
 def _write(path: Path, metrics: dict[str, Any]) -> None:
-    path.write_text(json.dumps(metrics, indent=4, sort_keys=True), encoding="utf-8")
+    write_whole(path, json.dumps(metrics, indent=4, sort_keys=True))

@@ -26,6 +26,7 @@ from transformers.trainer_callback import (
 )
 from transformers.utils import logging as transformers_logging
 
+from trl_jax.core.whole_file import write_whole
 from trl_jax.engine.events import Events
 from trl_jax.engine.mesh import Fetched
 from trl_jax.engine.processes import barrier, is_first, several
@@ -121,7 +122,7 @@ class Session(Reports, Task):
             barrier("save_model")
             return
         self.processing_class.save_pretrained(folder)
-        (folder / ARGUMENTS).write_text(self._arguments + "\n", encoding="utf-8")
+        write_whole(folder / ARGUMENTS, self._arguments + "\n")
         barrier("save_model")
 
     @property
