@@ -8,11 +8,11 @@ import os
 from typing import Any
 
 import jax
-from transformers import AutoTokenizer
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging as transformers_logging
 
 from trl_jax.data.rows import special_tokens
+from trl_jax.data.rows.tokenizer import load_tokenizer
 from trl_jax.engine.processes import is_first, several
 from trl_jax.engine.sharding import Fetched
 from trl_jax.hub.auto import Checkpoint
@@ -29,8 +29,10 @@ def tokenizer_of(given: Any, checkpoint: Checkpoint | PreTrainedModel, brought: 
     """The tokenizer that was passed, or the model's own."""
     if given is not None:
         return given
-    place = model_loading.tokenizer_folder(checkpoint) if brought is None else brought.config._name_or_path
-    return AutoTokenizer.from_pretrained(place, trust_remote_code=args.trust_remote_code)
+    code = args.trust_remote_code
+    if brought is not None:
+        return load_tokenizer(brought.config._name_or_path, brought.config, trust_remote_code=code)
+    return load_tokenizer(model_loading.tokenizer_folder(checkpoint), checkpoint.config, trust_remote_code=code)
 
 
 def settle_tokens(args: BaseConfig, tokenizer: Any, rows: int, *, can_resize: bool) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_jax.core.secrets import masked
+from trl_jax.core.whole_file import write_whole
 from trl_jax.engine.processes import barrier, is_first
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.run.base_config import BaseConfig
@@ -34,5 +35,5 @@ def write_model(folder: Path, model: PreTrainedModel, processing_class: Any, arg
     model.save_pretrained(folder)
     if is_first():
         processing_class.save_pretrained(folder)
-        (folder / ARGUMENTS).write_text(arguments + "\n", encoding="utf-8")
+        write_whole(folder / ARGUMENTS, arguments + "\n")
     barrier("save_model")

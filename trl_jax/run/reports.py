@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from trl_jax.core.whole_file import write_whole
+
 
 def metrics_format(metrics: dict[str, Any]) -> dict[str, Any]:
     """Times as h:mm:ss, bytes as MB, operations as GF, other numbers with four digits."""
@@ -43,4 +45,4 @@ def _readable(name: str, value: Any) -> Any:
 
 
 def _write(path: Path, metrics: dict[str, Any]) -> None:
-    path.write_text(json.dumps(metrics, indent=4, sort_keys=True), encoding="utf-8")
+    write_whole(path, json.dumps(metrics, indent=4, sort_keys=True))

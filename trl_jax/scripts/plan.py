@@ -96,6 +96,7 @@ def _given(
     dataset_args: DatasetMixtureConfig,
 ) -> Run:
     """The checkpoint, the adapter on it, and the rows; none where no dataset is named."""
+    from trl_jax.data.rows.tokenizer import load_tokenizer
     from trl_jax.dryrun.abstract_run import Rows, evaluates
     from trl_jax.dryrun.plan import Run
     from trl_jax.run.model_loading import find, quantization_of, tokenizer_folder
@@ -112,10 +113,8 @@ def _given(
     run = Run(checkpoint, adapter=get_peft_config(model_args), quantization=held)
     if not anything:
         return run
-    from transformers import AutoTokenizer
-
-    folder = tokenizer_folder(checkpoint)
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=training_args.trust_remote_code)
+    code = training_args.trust_remote_code
+    tokenizer = load_tokenizer(tokenizer_folder(checkpoint), checkpoint.config, trust_remote_code=code)
     splits = datasets_of(script_args, mixture)
     test = split_of(splits, script_args, "dataset_test_split") if evaluates(args) else None
     return replace(run, rows=Rows(split_of(splits, script_args, "dataset_train_split"), test, tokenizer))

@@ -100,6 +100,7 @@ class BaseTrainer(Surface):
         peft_config: Any = None,
     ):
         """Arguments in TRL's order; a subclass documents them."""
+        keep_compilations()  # before anything is compiled
         adapter = None if peft_config is None else as_lora_config(peft_config)
         model, brought = model_loading.told_apart(model)
         if train_dataset is None:
@@ -141,7 +142,6 @@ class BaseTrainer(Surface):
         begin_state(run)
         arguments = arguments_text(run.args)  # now: what cannot be written should not cost a run
         construction.set_log_level(run.args.get_process_log_level())
-        keep_compilations()
         construction.warn_of_idle_devices(run.args)
         os.makedirs(run.args.output_dir, exist_ok=True)
         self._checkpointer = Checkpointer(run, arguments, self.save_model)
