@@ -11,7 +11,7 @@ from importlib import metadata
 
 COMMANDS = {
     "reward": "train a reward model on preference pairs",
-    "plan": "compile a run's step for devices that are not there: memory, collectives, whether it fits",
+    "plan": "will my run fit on this TPU? Compiles its step for devices you do not have",
     "score": "score the answers of a file with a reward model",
     "env": "print versions and devices",
 }

@@ -120,7 +120,10 @@ def make_parser(subparsers: argparse._SubParsersAction | None = None, prog: str 
         "%(prog)s --model_name_or_path MODEL --dataset_name DATA\n       [--config FILE.yaml] [flags]"
     )
     parser.description = (
-        "Train a reward model on preference pairs. A YAML file may hold any of the flags as keys."
+        "Train a reward model on preference pairs, for example:\n\n"
+        "  trl-jax reward --model_name_or_path Qwen/Qwen3-0.6B --dataset_name pairs.jsonl \\\n"
+        "      --output_dir out --num_train_epochs 1 --learning_rate 1e-5\n\n"
+        "A YAML file may hold any of the flags as keys."
     )
     fit_to_release(parser)
     return parser
