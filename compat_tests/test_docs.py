@@ -155,7 +155,11 @@ def check_command(words: list[str], patched: pytest.MonkeyPatch) -> None:
 @EVERY
 def test_json_is_json(page):
     for block in pages.blocks(page, "json"):
-        assert all(json.loads(line) for line in block.code.splitlines())
+        rest = block.code
+        while rest:
+            row, end = json.JSONDecoder().raw_decode(rest)
+            assert row
+            rest = rest[end:].lstrip()
 
 
 @EVERY
@@ -193,6 +197,14 @@ def test_every_page_is_in_the_table_of_contents():
 def test_the_api_has_every_public_name():
     named = re.findall(r"^::: trl_jax\.(\w+)$", pages.read(FOLDER / "api.md"), flags=re.M)
     assert sorted(named) == trl_jax.__all__
+
+
+def test_members_that_the_api_lists_are_there():
+    text = pages.read(FOLDER / "api.md")
+    listed = re.findall(r"^::: trl_jax\.(\w+)\n    options:\n      members: \[(.+)\]$", text, flags=re.M)
+    assert {name for name, _ in listed} == {"RewardTrainer", "PreTrainedModel"}
+    for name, members in listed:
+        assert set(members.split(", ")) <= set(dir(getattr(trl_jax, name)))
 
 
 def test_what_an_import_says_of_a_trainer_that_is_not_here():
