@@ -131,9 +131,12 @@ def make_parser(prog: str | None = None) -> TrlParser:
     parser = TrlParser(kinds, prog=prog)
     parser.usage = "%(prog)s --model_name_or_path MODEL --topology v5e:4x4\n       [--config FILE.yaml] [flags]"
     parser.description = (
-        "Compile the training step for devices that are not there, from config.json alone: memory, collectives and a "
-        "bound on the time of a step, and whether it fits. Flags are those of `trl-jax reward`; without --dataset_name "
-        "every text is taken to be as long as --max_length and to share nothing."
+        "Will my run fit on this TPU? For example:\n\n"
+        "  trl-jax plan --model_name_or_path meta-llama/Llama-3.1-8B --topology v5e:4x4 \\\n"
+        "      --fsdp full_shard --max_length 1024 --per_device_train_batch_size 1\n\n"
+        "The training step is compiled for devices you do not have, from config.json alone: memory, collectives, a "
+        "lower bound on the time of a step, and whether it fits. Flags are those of `trl-jax reward`; without "
+        "--dataset_name every text is taken to be as long as --max_length and to share nothing."
     )
     fit_to_release(parser, RewardConfig.argument_table)
     return parser
