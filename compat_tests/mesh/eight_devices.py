@@ -126,7 +126,7 @@ def test_all_devices_share_the_pairs_unless_told_otherwise(checkpoint, tmp_path,
 def test_memory_falls_with_the_devices(checkpoint, tmp_path, caplog):
     built = trainer(checkpoint, tmp_path, fsdp="full_shard")
     with caplog.at_level(logging.INFO, "trl_jax"):
-        built._advancer(None, built._optimizer())
+        built._advancer(None, built.parts.training.made_optimizer())
     [line] = [record.message for record in caplog.records if record.message.startswith("Mesh")]
     assert re.fullmatch(
         r"Mesh fsdp 8 on 8 devices \(cpu\): each holds \d+\.\d kB of \d+\.\d kB of the weights and \d+\.\d kB of "
@@ -181,10 +181,12 @@ COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-a
 def compiled(built):
     """The step of a trainer, and its collectives as (kind, largest array)."""
     [batch, *_] = built.get_train_dataloader().steps
-    tx = built._optimizer()
-    step = built.compiled_step(tx, remat=True)
-    state = built._new_optimizer_state(tx)
-    done = step.lower(built.model.params, state, built._place(batch).arrays, np.float32(0), None).compile()
+    tx = built.parts.training.made_optimizer()
+    step = built.parts.train_step.compiled(tx, remat=True)
+    state = built.parts.train_step.new_optimizer_state(tx)
+    done = step.lower(
+        built.model.params, state, built.parts.train_step.placed(batch).arrays, np.float32(0), None
+    ).compile()
     found = []
     for line in done.as_text().splitlines():
         if match := COLLECTIVE.search(line):
