@@ -88,7 +88,7 @@ class Keeping(Session):
 
         def write(folder: Path) -> None:
             if aside:
-                self.write_model(folder, self.model.holding(held["params"]))
+                self.write_model(folder, self.model.with_params(held["params"]))
             else:
                 self.save_model(folder, _internal_call=True)
             if self.args.save_only_model:

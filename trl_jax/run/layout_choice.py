@@ -15,7 +15,7 @@ from trl_jax.data.order import epoch_order
 from trl_jax.run.precompile import AT_ONCE, compiles_ahead
 
 if TYPE_CHECKING:
-    from trl_jax.hub.backends import Backend
+    from trl_jax.hub.backend import Backend
     from trl_jax.trainer.reward_config import RewardConfig
 
 logger = logging.getLogger(__name__)

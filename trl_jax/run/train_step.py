@@ -16,7 +16,7 @@ from trl_jax.engine.optimizers import Optimizer, decays, from_optax
 from trl_jax.engine.remat import RematFallback, room_of
 from trl_jax.engine.sharding import distributed
 from trl_jax.engine.step import make_step
-from trl_jax.hub.freezing import held, only_moving
+from trl_jax.hub.freezing import stop_frozen_gradients, zero_frozen_updates
 from trl_jax.run.devices import describe, run_device
 from trl_jax.run.evaluation import Evaluating
 from trl_jax.run.optimizer_choice import check_optax
@@ -47,8 +47,10 @@ class Stepping(Evaluating):
 
     def _held(self, loss: Any) -> Any:
         """The loss, without a gradient for what a script holds still."""
-        moves = self.model.moving
-        return loss if not moves else lambda params, *rest, **how: loss(held(params, moves), *rest, **how)
+        moves = self.model.trainable_masks
+        if not moves:
+            return loss
+        return lambda params, *rest, **how: loss(stop_frozen_gradients(params, moves), *rest, **how)
 
     def _step(self, tx: Any) -> Any:
         """The step of `train()`, in the quickest version that fits and that the arguments allow."""
@@ -101,20 +103,20 @@ class Stepping(Evaluating):
             for path, tensor in backend.tensors.items()
         }
         warmup = self.args.get_warmup_steps(self._plan().max_steps)
-        return self._chosen.make(decayed, backend.cut(), self.args.max_grad_norm, warmup)
+        return self._chosen.make(decayed, backend.torch_param_layout(), self.args.max_grad_norm, warmup)
 
     def _optimizer(self) -> Optimizer:
         made = self.create_optimizer()
         if not isinstance(made, Optimizer):
             check_optax(made)
             made = from_optax(made, peak=self._chosen.peak, max_grad_norm=self.args.max_grad_norm)
-        moves = self.model.moving
+        moves = self.model.trainable_masks
         if not moves:
             return made
 
         def update(*given, **how):
             updates, state = made.update(*given, **how)
-            return only_moving(updates, moves), state
+            return zero_frozen_updates(updates, moves), state
 
         return made._replace(update=update)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from trl_jax.hub.checkpoint.tensor_map import Names
 from trl_jax.hub.config.reader import ConfigReader
 from trl_jax.hub.families import Family, bert
+from trl_jax.hub.heads import ScoreHead
 from trl_jax.models.encoder_arch import ConvolutionFacts, EncoderArch, HeadFacts
 from trl_jax.models.heads import EncoderScorer
 from trl_jax.nn.disentangled import Distances
@@ -20,7 +21,7 @@ IGNORED = (r"^(cls|lm_predictions|mask_predictions)\.", r"\bposition_embeddings\
 def arch(config: ConfigReader) -> EncoderArch:
     base, longest = shared(config), read_longest(config)
     config.refuse("attention_head_size", base.hidden_size // base.num_heads)
-    buckets = config.size("position_buckets", -1, least=-1)
+    buckets = config.size("position_buckets", -1, minimum=-1)
     if buckets > 0 and not 2 <= buckets // 2 < longest - 1:
         raise config.wrong("position_buckets", buckets, f"4 or more, up to twice {longest - 2}, or -1")
     by_content = read_products(config)
@@ -53,7 +54,7 @@ def shared(config: ConfigReader) -> EncoderArch:
 
 
 def read_longest(config: ConfigReader) -> int:
-    longest = config.size("max_relative_positions", -1, least=-1)
+    longest = config.size("max_relative_positions", -1, minimum=-1)
     return longest if longest > 0 else config.size("max_position_embeddings", 512)
 
 
@@ -67,7 +68,7 @@ def read_products(config: ConfigReader) -> dict[str, bool]:
 
 
 def _convolution(config: ConfigReader, base: EncoderArch) -> ConvolutionFacts | None:
-    width, groups = config.size("conv_kernel_size", 0, least=0), config.size("conv_groups", 1)
+    width, groups = config.size("conv_kernel_size", 0, minimum=0), config.size("conv_groups", 1)
     activation = config.one_of("conv_act", ACTIVATIONS, "tanh")
     if width == 0:
         return None
@@ -100,13 +101,11 @@ def body() -> Names:
 
 FAMILY = Family(
     "deberta-v2",
-    "DebertaV2ForSequenceClassification",
+    "DebertaV2",
     arch,
     names,
-    scorer=EncoderScorer,
-    drawn=bert.head_drawn("pooler.dense", "classifier"),
     base_prefix="deberta.",
-    heads=("pooler.", "classifier."),
+    score_head=ScoreHead(EncoderScorer, (), ("pooler.", "classifier."), bert.draw_head("pooler.dense", "classifier")),
     language_head=None,
     ignored=IGNORED,
 )

@@ -22,12 +22,12 @@ def arch(config: ConfigReader) -> Arch:
 
 def names(arch: Arch) -> Names:
     own = gemma3_text.FAMILY.names(arch)
-    return {path: PREFIX + name.removeprefix("model.") for path, name in own.items()} | {"score": "score"}
+    return {path: PREFIX + name.removeprefix("model.") for path, name in own.items()}
 
 
 FAMILY = Family(
     "gemma3",
-    "Gemma3ForSequenceClassification",
+    "Gemma3",
     arch,
     names,
     base_prefix=PREFIX,

@@ -14,7 +14,7 @@ from trl_jax.models.arch import Arch
 
 def arch(config: ConfigReader) -> Arch:
     base = llama.arch(_with_todays_theta(config), partial=True)
-    bias, dropout = config.flag("attention_bias", True), config.number("hidden_dropout", 0.0, most=0.99)
+    bias, dropout = config.flag("attention_bias", True), config.number("hidden_dropout", 0.0, maximum=0.99)
     config.optional_number("classifier_dropout")  # of a token classifier
     return replace(
         base,
@@ -48,13 +48,12 @@ def names(arch: Arch) -> Names:
         "decoder.layers.mlp.up": layer + "mlp.dense_h_to_4h",
         "decoder.layers.mlp.down": layer + "mlp.dense_4h_to_h",
         "decoder.norm": "gpt_neox.final_layer_norm",
-        "score": "score",
     }
 
 
 FAMILY = Family(
     "gpt_neox",
-    "GPTNeoXForSequenceClassification",
+    "GPTNeoX",
     arch,
     names,
     base_prefix="gpt_neox.",

@@ -70,9 +70,9 @@ class CheckpointFiles:
         """The values of a part of it; no other is read from the disk."""
         return self._handles[self._shard_of[tensor]].get_slice(tensor)[index]
 
-    def let_go(self, tensor: str, count: int) -> None:
+    def release(self, tensor: str, count: int) -> None:
         """Note that `count` bytes were read of this tensor. A file's pages count as this process's memory until it is
-        closed, so now and then it is opened anew: not after loading, when it may have been written over."""
+        closed, so now and then it is opened anew; not after loading, when it may have been overwritten."""
         shard = self._shard_of[tensor]
         self._read[shard] = self._read.get(shard, 0) + count
         if self._read[shard] > _MAPPED:
