@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from compat_tests import readme_table
-from trl_jax.core.arguments.table import SUPPORTED
+from trl_jax.core.arguments.base import SUPPORTED
 from trl_jax.hub.config.rope import KINDS
 
 ROOT = Path(__file__).resolve().parents[1]

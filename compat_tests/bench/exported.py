@@ -76,11 +76,11 @@ def step(graph: Any, args: Any, remat: bool) -> Callable:
 
     tokens = np.random.default_rng(0).integers(10, VOCABULARY, (2 * args.pairs, args.length)).astype(np.int32)
     positions = jnp.broadcast_to(jnp.arange(args.length, dtype=jnp.int32), tokens.shape)
-    at = jnp.full(2 * args.pairs, args.length - 1, jnp.int32)
+    reads = jnp.arange(1, 2 * args.pairs + 1) * args.length - 1
     weight = jnp.full(args.pairs, 1 / args.pairs)
 
     def loss(params):
-        scores = merge(graph, params)(jnp.asarray(tokens), positions, at=at, remat=remat)
+        scores = merge(graph, params)(jnp.asarray(tokens), positions, reads, remat=remat)
         return pairwise_loss(*jnp.split(scores, 2), weight=weight)[0]
 
     return jax.jit(jax.grad(loss))

@@ -82,10 +82,11 @@ def ours(unrolled: bool, folder: Path, ids: Any) -> Any:
     from trl_jax.models.functional import merge
 
     model = AutoModelForSequenceClassification.from_pretrained(folder)
-    positions, at = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape), jnp.full(len(ids), ids.shape[1] - 1)
+    positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+    reads = jnp.arange(1, len(ids) + 1) * ids.shape[1] - 1
 
     def total(params):
-        return merge(model.graph, params)(jnp.asarray(ids), positions, at=at).sum()
+        return merge(model.graph, params)(jnp.asarray(ids), positions, reads).sum()
 
     scan = jax.lax.scan
     jax.lax.scan = partial(scan, unroll=True) if unrolled else scan

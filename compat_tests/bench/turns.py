@@ -134,7 +134,7 @@ def _batches(trainer: Any, side: str) -> dict[str, Any]:
 
 
 def _ours(batch: Any) -> tuple[int, int, int, tuple]:
-    tokens, stream = batch.arrays.tokens, batch.arrays.stream
+    tokens, stream = batch.arrays.tokens, batch.arrays.packed
     filled = batch.num_tokens if stream is None else int((stream.first < tokens.shape[-1]).sum())
     return batch.num_tokens, filled, batch.num_places, tokens.shape
 

@@ -14,7 +14,7 @@ import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 
 from trl_jax.cli.main import main
-from trl_jax.core.arguments.table import TABLE
+from trl_jax.core.arguments.reward import REWARD
 from trl_jax.scripts import reward
 from trl_jax.scripts.datasets import load_preferences
 from trl_jax.scripts.utils import ScriptArguments, TrlParser
@@ -385,7 +385,7 @@ def test_what_was_trained_is_pushed_where_the_flags_say_so(recorder, pairs, caps
 
 
 def named(*kinds):
-    return {name for name, fate in TABLE.items() if fate.kind in kinds}
+    return {name for name, line in REWARD.items() if line.kind in kinds}
 
 
 def test_help_ends_with_what_is_refused_and_what_has_no_effect(capsys):

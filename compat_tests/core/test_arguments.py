@@ -1,33 +1,64 @@
-"""The table of arguments: every field has a fate, and every warning and refusal says what it should."""
+"""The tables of arguments: every field of every config has a line, and every warning and refusal is as it should be."""
 
 import dataclasses
+import importlib
+import pkgutil
+import warnings
 
 import pytest
 
+import trl_jax.trainer
+from trl_jax.core.arguments.base import SUPPORTED
 from trl_jax.core.arguments.optimizers import NEAREST, OPTIMIZERS
 from trl_jax.core.arguments.renamed import GONE, RENAMED, translated, way_out
-from trl_jax.core.arguments.rules import DETERMINISTIC_FLAG, SCHEDULES, as_choice, as_dict, as_pad_multiple, show
-from trl_jax.core.arguments.table import SUPPORTED, TABLE, defaults_of, judge
+from trl_jax.core.arguments.rules import DETERMINISTIC_FLAG, SCHEDULES
+from trl_jax.core.arguments.table import defaults_of, judge
+from trl_jax.core.arguments.values import as_choice, as_dict, as_pad_multiple, show
+from trl_jax.run.base_config import BaseConfig
 from trl_jax.trainer.reward_config import RewardConfig
 
-FIELDS = dataclasses.fields(RewardConfig)
-DEFAULTS = defaults_of(FIELDS)
+TABLE, DEFAULTS = RewardConfig.argument_table, defaults_of(dataclasses.fields(RewardConfig))
+
+
+def config_classes():
+    """BaseConfig and the config class of every trainer."""
+    for module in pkgutil.iter_modules(trl_jax.trainer.__path__):
+        if module.name.endswith("_config"):
+            importlib.import_module(f"trl_jax.trainer.{module.name}")
+    kinds = [BaseConfig]
+    for kind in kinds:
+        kinds.extend(kind for kind in kind.__subclasses__() if kind.__module__.startswith("trl_jax.trainer."))
+    return kinds
 
 
 def verdict(**changed):
-    return judge(DEFAULTS | changed, DEFAULTS)
+    return judge(TABLE, DEFAULTS | changed, DEFAULTS)
 
 
-def test_every_field_is_classified_and_nothing_else():
-    assert {f.name for f in FIELDS} == set(TABLE)
+def test_config_classes_are_found():
+    assert {BaseConfig, RewardConfig} <= set(config_classes())
 
 
-def test_every_field_has_a_default():
-    assert set(DEFAULTS) == set(TABLE)
+@pytest.mark.parametrize("kind", config_classes())
+def test_every_field_has_a_line_and_a_default_and_nothing_else_has(kind):
+    fields = dataclasses.fields(kind)
+    assert {f.name for f in fields} == set(kind.argument_table) == set(defaults_of(fields))
 
 
-def test_defaults_are_accepted_in_silence():
-    assert verdict() == ([], [])
+@pytest.mark.parametrize("kind", config_classes())
+def test_a_config_can_be_made_alone_and_its_defaults_are_accepted_in_silence(kind, tmp_path):
+    defaults = defaults_of(dataclasses.fields(kind))
+    assert judge(kind.argument_table, defaults, defaults) == ([], [])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made = kind(str(tmp_path / "out"))
+    assert made.check() == [] and made.remats == [False, True]
+
+
+@pytest.mark.parametrize("kind", config_classes())
+def test_every_config_checks_its_values(kind, tmp_path):
+    with pytest.raises(ValueError, match="^batch_layout='mixed' is not in this release of trl_jax; supported: auto, "):
+        kind(str(tmp_path / "out"), batch_layout="mixed")
 
 
 WARNED = {
@@ -48,7 +79,7 @@ WARNED = {
 
 
 def test_the_list_of_warnings_is_whole():
-    assert set(WARNED) == {name for name, fate in TABLE.items() if fate.kind == "warned"}
+    assert set(WARNED) == {name for name, line in TABLE.items() if line.kind == "warned"}
 
 
 @pytest.mark.parametrize("name", WARNED)
@@ -73,7 +104,7 @@ REFUSED = {
 
 
 def test_the_list_of_refusals_is_whole():
-    assert set(REFUSED) == {name for name, fate in TABLE.items() if fate.kind == "refused"}
+    assert set(REFUSED) == {name for name, line in TABLE.items() if line.kind == "refused"}
 
 
 def test_offloading_needs_something_that_is_kept():
@@ -265,8 +296,8 @@ def test_cosine_takes_num_cycles_only():
 
 
 def test_unused_columns_may_be_asked_for_either_way_and_are_never_read():
-    fate = TABLE["remove_unused_columns"]
-    assert (fate.kind, fate.text) == ("silent", "the loader takes the columns it needs and leaves the others")
+    line = TABLE["remove_unused_columns"]
+    assert (line.kind, line.text) == ("silent", "the loader takes the columns it needs and leaves the others")
 
 
 @pytest.mark.parametrize(
@@ -329,7 +360,7 @@ def test_judging_changes_nothing():
     kwargs = {"num_cycles": 1}
     values = DEFAULTS | {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": kwargs}
     before = dict(values)
-    judge(values, DEFAULTS)
+    judge(TABLE, values, DEFAULTS)
     assert values == before and kwargs == {"num_cycles": 1}
     assert as_dict("lr_scheduler_kwargs", kwargs) is not kwargs
 

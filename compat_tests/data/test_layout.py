@@ -69,7 +69,7 @@ def test_types_and_shapes():
         "weight": (np.float32, (1, 2)),
         "member": (np.bool_, (1, 1, 2)),
     }
-    assert batch.margin is None and batch.stream is None
+    assert batch.margin is None and batch.packed is None
 
 
 def test_the_rows_given_are_left_as_they_are():

@@ -38,7 +38,7 @@ def laid_out(groups, pairs, count, share, streams=2, rows=None):
 
 def what_is_seen(batch, stream, place):
     """The places that a token sees, from its own numbers alone, in the order of the text."""
-    run = range(batch.stream.first[stream, 0, place], batch.stream.end[stream, 0, place])
+    run = range(batch.packed.first[stream, 0, place], batch.packed.end[stream, 0, place])
     return sorted(run, key=lambda other: batch.positions[stream, 0, other])
 
 
@@ -98,7 +98,7 @@ def test_texts_stand_as_rows_too(share, step):
 
     pairs, groups = step
     batch, placed, into = laid_out(groups, pairs, len(groups), share, rows=Rows(sum(map(len, groups)), shape))
-    places, back = (leaf[:, 0] for leaf in batch.stream.texts)
+    places, back = (leaf[:, 0] for leaf in batch.packed.texts)
     longest, found = max(pair.longest for pair in placed), [0] * len(batch.tokens)
     assert places.shape[2] == longest + 3
     reached = np.zeros(back.shape, bool)
@@ -141,7 +141,7 @@ def test_the_longest_text_is_that_of_the_micro_batch(step):
     for pair, own in zip(placed, into, strict=True):
         group = groups[pair.slot // pairs]
         longest = max(len(row[side]) for row in group for side in ("chosen_ids", "rejected_ids"))
-        assert batch.stream.longest[own, 0, batch.at[own, pair.slot]] == longest
+        assert batch.packed.longest[own, 0, batch.at[own, pair.slot]] == longest
 
 
 @given(ids, ids)
@@ -172,4 +172,4 @@ def test_a_survey_counts_what_the_layouts_hold(found, pairs, accumulation):
             assert padded == sum(len(micro) * max(micro) for micro in sides) and real == sum(map(sum, sides))
             assert text == max(map(max, sides))
             batch, _, _ = laid_out(group, pairs, accumulation, layout == "shared", accumulation)
-            assert stream == max((batch.stream.first < batch.tokens.shape[2]).sum(axis=(1, 2)))
+            assert stream == max((batch.packed.first < batch.tokens.shape[2]).sum(axis=(1, 2)))

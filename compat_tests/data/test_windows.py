@@ -31,12 +31,12 @@ def total(ids):
 
 def score(batch):
     """Of each slot the total of its text, from what the token that is read sees."""
-    batch = type(batch)(*(None if part is None or part is batch.stream else part[0] for part in batch))._replace(
-        stream=None if batch.stream is None else type(batch.stream)(*(part[0, 0] for part in batch.stream[:2]), None)
+    batch = type(batch)(*(None if part is None or part is batch.packed else part[0] for part in batch))._replace(
+        packed=None if batch.packed is None else type(batch.packed)(*(part[0, 0] for part in batch.packed[:2]), None)
     )
-    if batch.stream is None:
+    if batch.packed is None:
         return np.array([total(row[: at + 1]) for row, at in zip(batch.tokens, batch.at, strict=True)])
-    seen = batch.stream
+    seen = batch.packed
     texts = (slice(seen.first[at], seen.end[at]) for at in batch.at)
     order = batch.positions[0]
     return np.array([total(batch.tokens[0, text][np.argsort(order[text])]) for text in texts])
@@ -72,7 +72,7 @@ def test_streams_are_full_and_of_one_length():
     passes = [batch for window in Windows(loader, sort=False) for batch, _ in window.passes]
     length = passes[0].tokens.shape[-1]
     assert {batch.tokens.shape for batch in passes} == {(1, 1, length)} and length % BLOCK == 0
-    filled = sum(int((batch.stream.first < length).sum()) for batch in passes)
+    filled = sum(int((batch.packed.first < length).sum()) for batch in passes)
     assert filled / (length * len(passes)) > 0.9
 
 
@@ -93,4 +93,4 @@ def test_the_longest_text_is_that_of_trls_batch():
             for slot, pair in enumerate(slots[slots >= 0]):
                 rows = data[pair // SIZE * SIZE : (pair // SIZE + 1) * SIZE]
                 longest = max(len(ids) for side in ("chosen_ids", "rejected_ids") for ids in rows[side])
-                assert batch.stream.longest[0, 0, batch.at[0, slot]] == longest
+                assert batch.packed.longest[0, 0, batch.at[0, slot]] == longest

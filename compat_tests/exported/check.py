@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from compat_tests.exported import configs
+from trl_jax.core.packed import reads_of_rows
 from trl_jax.hub.exported.backend import load_exported
 from trl_jax.models.functional import merge
 
@@ -48,9 +49,10 @@ def compare(folder: Path, length: int = 24) -> Apart:
 
 def _ours(folder: Path, ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     params, backend, _ = load_exported(folder, dtype="float32", seed=0)
+    reads = reads_of_rows(np.zeros(len(ids), np.int32), ids.shape[1])
 
     def pulled(params):
-        scores = merge(backend.graph, params)(jnp.asarray(ids), None, valid=jnp.asarray(mask, bool))
+        scores = merge(backend.graph, params)(jnp.asarray(ids), None, reads, valid=jnp.asarray(mask, bool))
         return jnp.sum(scores * PULL), scores
 
     compiled = jax.jit(jax.grad(pulled, has_aux=True), compiler_options=QUICKLY)

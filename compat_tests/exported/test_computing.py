@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 from compat_tests.exported.check import PULL, QUICKLY  # noqa: E402
 from compat_tests.parity.reference import read_weights  # noqa: E402
 from trl_jax import AutoModelForSequenceClassification  # noqa: E402
+from trl_jax.core.packed import reads_of_rows  # noqa: E402
 from trl_jax.hub.auto import find_checkpoint  # noqa: E402
 from trl_jax.hub.exported import positions  # noqa: E402
 from trl_jax.hub.torch.bridge import unloaded  # noqa: E402
@@ -29,9 +30,10 @@ def load(folder, **how):
 def scorer(model, **how):
     """params -> (pulled sum, scores) of `configs.rows`, for gradients."""
     ids, mask = configs.rows()
+    reads = reads_of_rows(np.zeros(len(ids), np.int32), ids.shape[1])
 
     def total(params):
-        scores = merge(model.graph, params)(jnp.asarray(ids), None, valid=jnp.asarray(mask, bool), **how)
+        scores = merge(model.graph, params)(jnp.asarray(ids), None, reads, valid=jnp.asarray(mask, bool), **how)
         return jnp.sum(scores * PULL), scores
 
     return total

@@ -238,7 +238,7 @@ def test_rows_of_texts_stay_where_they_are(checkpoint, tmp_path, monkeypatch, al
     monkeypatch.setattr(layout_choice, "by_rows", lambda args, striped: True)
     built = trainer(checkpoint, tmp_path, mesh_shape=mesh)
     [step, *_] = built.get_train_dataloader().steps
-    assert step.arrays.stream.texts is not None
+    assert step.arrays.packed.texts is not None
     assert sorted(compiled(built)[1]) == sorted(along)
     found = gaps(run(checkpoint("llama"), ROWS, mesh, "shared", **HOW["llama"]), wanted)
     assert all(gap <= MARKS.get(key, 2e-4) for key, gap in found.items()), found

@@ -123,8 +123,8 @@ def _scores(model, **how):
     ids[:, 7] = 0  # a pad in sight
     positions = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
     with jax.disable_jit():  # op by op, so that mutants share what is compiled
-        scorer = merge(model.graph, model.params)
-        return np.asarray(scorer(jnp.asarray(ids), positions, valid=jnp.asarray(mask, bool), **how))
+        scorer, reads = merge(model.graph, model.params), np.arange(len(ids)) * ids.shape[1]
+        return np.asarray(scorer(jnp.asarray(ids), positions, reads, valid=jnp.asarray(mask, bool), **how))
 
 
 def _off(found, wanted):
@@ -160,7 +160,7 @@ def test_padding_idx(folder, load_with):
     def untrained(model):
         def total(params):
             ids, positions = jnp.asarray([[5, 0, 6, 7]]), np.arange(4)[None]
-            return merge(model.graph, params)(ids, positions, valid=ids >= 0).sum()
+            return merge(model.graph, params)(ids, positions, jnp.zeros(1, int), valid=ids >= 0).sum()
 
         with jax.disable_jit():
             gradients = jax.grad(total)(model.params)

@@ -42,8 +42,11 @@ def load(folder):
     return AutoModelForSequenceClassification.from_pretrained(folder)
 
 
-def positions(ids):
-    return np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
+def inputs(ids, mask):
+    """A call of the model: tokens, positions, a token of each row, and which tokens are seen."""
+    positions = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
+    given = {"tokens": jnp.asarray(ids), "positions": positions, "valid": jnp.asarray(mask, bool)}
+    return given | {"reads": np.arange(len(ids)) * ids.shape[1]}
 
 
 @every_variant
@@ -55,7 +58,7 @@ def test_scores_and_gradients(family, name, built):
     model = load(folder)
 
     def total(params):
-        scores = merge(model.graph, params)(jnp.asarray(ids), positions(ids), valid=jnp.asarray(mask, bool))
+        scores = merge(model.graph, params)(**inputs(ids, mask))
         return jnp.sum(scores * pull), scores
 
     value = jax.jit(jax.value_and_grad(total, has_aux=True), compiler_options=QUICKLY)
@@ -108,7 +111,7 @@ def test_queries_in_blocks_score_as_in_one(family, built, monkeypatch):
     model = load(folder)
 
     def score(params):
-        return merge(model.graph, params)(jnp.asarray(ids), positions(ids), valid=jnp.asarray(mask, bool))
+        return merge(model.graph, params)(**inputs(ids, mask))
 
     found = jax.jit(score, compiler_options=QUICKLY)(model.params)
     variants.assert_close(found, variants.reference_logits(folder, ids, mask)[:, 0], 1e-5)
@@ -121,7 +124,7 @@ def test_remat_changes_no_gradient(built):
     def gradient(remat):
         def total(params):
             scorer = merge(model.graph, params)
-            return scorer(jnp.asarray(ids), positions(ids), valid=jnp.asarray(mask, bool), remat=remat).sum()
+            return scorer(**inputs(ids, mask), remat=remat).sum()
 
         program = str(jax.make_jaxpr(jax.grad(total))(model.params))
         assert ("nothing_saveable" in program) == remat

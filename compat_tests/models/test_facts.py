@@ -10,6 +10,7 @@ import pytest
 
 from compat_tests.models import variants
 from trl_jax import AutoModelForSequenceClassification
+from trl_jax.core.packed import reads_of_rows
 from trl_jax.hub.config import native
 from trl_jax.hub.families import read_arch
 from trl_jax.models.arch import Arch, Experts
@@ -101,9 +102,9 @@ def load_with(monkeypatch):
 def scores(model, **how):
     ids, _ = variants.rows()
     positions = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
-    at = np.full(len(ids), ids.shape[1] - 1)
+    reads = reads_of_rows(np.full(len(ids), ids.shape[1] - 1), ids.shape[1])
     with jax.disable_jit():  # op by op, so that mutants share what is compiled
-        return np.asarray(merge(model.graph, model.params)(ids, positions, at=at, **how))
+        return np.asarray(merge(model.graph, model.params)(ids, positions, reads, **how))
 
 
 @pytest.mark.parametrize("fact", REFUSED)
@@ -172,7 +173,7 @@ def test_padding_idx(built, load_with):
     def embedding_gradient(model):
         def total(weight):
             params = model.params | {"decoder.embed.weight": weight}
-            return merge(model.graph, params)(ids, np.arange(4)[None], at=np.asarray([3])).sum()
+            return merge(model.graph, params)(ids, np.arange(4)[None], np.asarray([3])).sum()
 
         with jax.disable_jit():
             return np.asarray(jax.grad(total)(model.params["decoder.embed.weight"]))[[0, 5]].any(axis=1)

@@ -12,6 +12,7 @@ import pytest
 from compat_tests.models import variants
 from compat_tests.models.families import BODY_ONLY, VARIANTS
 from trl_jax import AutoModelForSequenceClassification
+from trl_jax.core.packed import reads_of_rows
 from trl_jax.hub.checkpoint.saving import entries_of, read_tensor
 from trl_jax.models.functional import merge
 
@@ -72,12 +73,12 @@ def test_scores_and_gradients(family, name, built, tmp_path):
 
 
 def _pulled_scores(model, ids, mask, pull):
-    pad_free = np.where(ids != 0, np.arange(ids.shape[1]), 0)
+    reads = reads_of_rows(np.where(ids != 0, np.arange(ids.shape[1]), 0).max(axis=1), ids.shape[1])
     positions = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
 
     def total(params):
         scorer = merge(model.graph, params)
-        scores = scorer(jnp.asarray(ids), positions, at=pad_free.max(axis=1), valid=jnp.asarray(mask, bool))
+        scores = scorer(jnp.asarray(ids), positions, reads, valid=jnp.asarray(mask, bool))
         return jnp.sum(scores * pull), scores
 
     return total
@@ -143,8 +144,9 @@ def test_bfloat16_is_no_further_from_float32_than_transformers_own(family, built
     ids = np.random.default_rng(3).integers(1, 512, (48, 32))
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     positions = np.broadcast_to(np.arange(32, dtype=np.int32), ids.shape)
+    reads = np.arange(1, 49) * 32 - 1
     run = jax.jit(
-        lambda params: merge(model.graph, params)(ids, positions, at=np.full(48, 31), dtype=jnp.bfloat16),
+        lambda params: merge(model.graph, params)(ids, positions, reads, dtype=jnp.bfloat16),
         compiler_options=QUICKLY,
     )
     reference = variants.reference(folder)

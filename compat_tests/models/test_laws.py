@@ -10,6 +10,7 @@ from flax import nnx
 
 from compat_tests.models import variants
 from trl_jax import AutoModelForSequenceClassification
+from trl_jax.core.packed import reads_of_rows
 from trl_jax.models.decoder import Block
 from trl_jax.models.functional import merge
 from trl_jax.nn.rope import rope_angles
@@ -29,7 +30,7 @@ def hidden(model):
 
     @jax.jit
     def run(params, ids):
-        return merge(model.graph, params).decoder(ids, _positions(ids))
+        return merge(model.graph, params).decoder(ids, _positions(ids)).reshape(*ids.shape, -1)
 
     return lambda ids: np.asarray(run(model.params, ids))
 
@@ -55,6 +56,10 @@ def test_a_window_of_7_sees_6_back_and_not_7(model):
         )
     assert np.abs(changed_6 - last).max() > 1e-4
     np.testing.assert_array_equal(changed_7, last)
+
+
+def _last(ids):
+    return reads_of_rows(np.full(len(ids), LAST), ids.shape[1])
 
 
 def _changed(ids, at):
@@ -113,7 +118,7 @@ def test_remat_changes_no_value(model):
     def run(remat):
         def total(params):
             scorer = merge(model.graph, params)
-            return scorer(ids, _positions(ids), at=jnp.full(len(ids), LAST), remat=remat).sum()
+            return scorer(ids, _positions(ids), _last(ids), remat=remat).sum()
 
         both = jax.value_and_grad(total)
         return str(jax.make_jaxpr(both)(model.params)), jax.jit(both, compiler_options=QUICKLY)(model.params)
@@ -129,7 +134,7 @@ def test_bfloat16_computes_close_and_scores_in_float32(model):
     ids, _ = variants.rows()
     scorer = merge(model.graph, model.params)
     with jax.disable_jit():
-        scores = scorer(ids, _positions(ids), at=np.full(len(ids), LAST), dtype=jnp.bfloat16)
-        wanted = scorer(ids, _positions(ids), at=np.full(len(ids), LAST))
+        scores = scorer(ids, _positions(ids), _last(ids), dtype=jnp.bfloat16)
+        wanted = scorer(ids, _positions(ids), _last(ids))
     assert scores.dtype == jnp.float32
     assert 1e-5 < np.abs(scores - wanted).max() / np.abs(wanted).max() < 0.1

@@ -9,6 +9,7 @@ import pytest
 from compat_tests.models import encoders, variants
 from compat_tests.models.families import BODY_ONLY
 from trl_jax import AutoModelForSequenceClassification
+from trl_jax.core.packed import reads_of_rows
 from trl_jax.models.functional import merge
 from trl_jax.nn.noise import Noise
 
@@ -44,10 +45,10 @@ def test_it_is_added_where_transformers_adds_it(family, built, tmp_path):
     with torch.no_grad():
         wanted = reference(input_ids=torch.tensor(ids), attention_mask=torch.tensor(mask)).logits[:, 0].numpy()
     positions = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
-    at = np.where(ids != 0, positions, 0).max(axis=1)
+    reads = reads_of_rows(np.where(ids != 0, positions, 0).max(axis=1), ids.shape[1])
     with jax.disable_jit():
         scorer, valid = merge(model.graph, model.params), mask.astype(bool)
-        found = scorer(ids, positions, at=at, valid=valid, noise=noise)
-        calm = scorer(ids, positions, at=at, valid=valid)
+        found = scorer(ids, positions, reads, valid=valid, noise=noise)
+        calm = scorer(ids, positions, reads, valid=valid)
     variants.assert_close(found, wanted, 1e-4)
     assert np.abs(found - calm).max() > 1e-2 * np.abs(wanted).max()

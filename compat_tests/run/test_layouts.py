@@ -126,7 +126,7 @@ def test_a_run_gives_the_same_numbers_in_every_layout(checkpoint, tmp_path, monk
         trainer.train()
         found[layout] = [timeless(entry) for entry in trainer.state.log_history], trainer.predict(test).predictions
         [step, *_] = trainer.get_train_dataloader().steps
-        assert (step.arrays.stream is not None and step.arrays.stream.texts is not None) == (layout == "rows")
+        assert (step.arrays.packed is not None and step.arrays.packed.texts is not None) == (layout == "rows")
     logs, scores = found["padded"]
     for layout in ("packed", "shared", "rows"):
         for mine, other in zip(found[layout][0], logs, strict=True):

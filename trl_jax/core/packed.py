@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
 BLOCK = 64  # a stream's length is a multiple of it; of 64, 128 and 256 the quickest on a CPU
 
 
@@ -36,3 +38,8 @@ class Packed(NamedTuple):
     longest: Any
     prompt: Any = None
     texts: RowView | None = None
+
+
+def reads_of_rows(places: Any, length: int) -> Any:
+    """Flat places int32 `[R]`, row * T + place, of one token in each row of `length` tokens; of NumPy or JAX."""
+    return places + np.arange(len(places), dtype=np.int32) * length

@@ -41,7 +41,7 @@ def flops(maps: Sequence[Map], batch: PairBatch, arch: Any, *, causal: bool, rem
     times = sum(((3 if each.trains else 2) + bool(remat)) * each.used * each.outputs * each.inputs for each in maps)
     forward = 2 * times * arch.num_layers * math.prod(batch.tokens.shape)
     attended = 4 * seen(batch, causal) * arch.num_layers * channels_of(arch)
-    if batch.stream is None:
+    if batch.packed is None:
         return forward + 4 * attended
     return forward + (9 if remat else 7) * attended // 2
 
@@ -54,8 +54,8 @@ def channels_of(arch: Any) -> int:
 def seen(batch: PairBatch, causal: bool) -> int:
     """How many keys all queries of a step are held against: padded rows in blocks of queries, streams exactly."""
     *rows, length = batch.tokens.shape
-    if batch.stream is not None:
-        held = np.asarray(batch.stream.end) - np.asarray(batch.stream.first)
+    if batch.packed is not None:
+        held = np.asarray(batch.packed.end) - np.asarray(batch.packed.first)
         if not causal:  # of n tokens each is held against n, not against those up to itself
             return int(2 * held.sum() - (held > 0).sum())
         return int(held.sum())

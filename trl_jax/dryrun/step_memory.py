@@ -178,17 +178,17 @@ def _block(batch: PairBatch, one: Pass, arch: Any, width: int) -> int:
 
 def _rows(batch: PairBatch, one: Pass) -> tuple[int, int]:
     """How many rows attention reads on a device, and how long they are; none along a stream."""
-    if batch.stream is None:
+    if batch.packed is None:
         return one.rows, one.length
-    if batch.stream.texts is None:
+    if batch.packed.texts is None:
         return 0, 0
-    *_, count, length = batch.stream.texts.places.shape
+    *_, count, length = batch.packed.texts.places.shape
     return one.rows * count, length
 
 
 def _texts(batch: PairBatch, one: Pass, arch: Any, width: int) -> int:
     """Queries, keys, values and results of one layer, where a stream's texts are laid out as rows."""
-    if batch.stream is None or batch.stream.texts is None:
+    if batch.packed is None or batch.packed.texts is None:
         return 0
     heads = arch.num_heads + arch.num_key_heads
     return 2 * math.prod(_rows(batch, one)) * heads * channels_of(arch) // arch.num_heads // one.sharing * width

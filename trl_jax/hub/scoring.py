@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from trl_jax.core.packed import reads_of_rows
 from trl_jax.data.layout.batch import padded_length, scored_token
 from trl_jax.hub.backend import Backend
 from trl_jax.models.functional import merge
@@ -39,7 +40,8 @@ def score_rows(
     tokens = np.pad(tokens, ((0, 0), (0, extra)), constant_values=pad or 0).astype(np.int32)
     mask = np.pad(mask, ((0, 0), (0, extra)))
     with jax.default_matmul_precision("float32"):  # accelerators would round to fewer digits
-        scores = compiled_scores(backend.graph, pad, arrays, tokens, mask, np.asarray(at, np.int32))
+        reads = reads_of_rows(np.asarray(at, np.int32), tokens.shape[1])
+        scores = compiled_scores(backend.graph, pad, arrays, tokens, mask, reads)
     return ScoreOutput(scores[:, None])
 
 
@@ -64,10 +66,10 @@ def _check(backend: Backend, pad: int | None, tokens: np.ndarray) -> None:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def compiled_scores(
-    graph: nnx.GraphDef, pad: int | None, params: dict, tokens: jax.Array, mask: jax.Array, at: jax.Array
+    graph: nnx.GraphDef, pad: int | None, params: dict, tokens: jax.Array, mask: jax.Array, reads: jax.Array
 ) -> jax.Array:
-    """Scores `[R]` of rows `[R, T]` that are read at `at` `[R]`. An exported program is made with `pad`: another one is
-    another program."""
+    """Scores `[N]` at `reads` `[N]` of rows `[R, T]`. An exported program is made with `pad`: another one is another
+    program."""
     del pad
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    return merge(graph, params)(tokens, positions, at=at, valid=mask)
+    return merge(graph, params)(tokens, positions, reads, valid=mask)

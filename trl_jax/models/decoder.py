@@ -71,11 +71,12 @@ def _own(share: Striped, tokens: jax.Array, positions: jax.Array, packed: Packed
     return share.own(tokens), share.own(positions), packed
 
 
-def _read(h: jax.Array, at: jax.Array, of_stream: bool, share: Striped | None) -> jax.Array:
-    """Hidden states `[N, D]` of the tokens `at`: any of a single row that is a stream, else one of each row."""
-    if share is not None:
-        return share.read(h, at[None])[0] if of_stream else share.read(h, at[:, None])[:, 0]
-    return h[0, at] if of_stream else jnp.take_along_axis(h, at[:, None, None], axis=1)[:, 0]
+def _read(h: jax.Array, reads: jax.Array | None, length: int, striped: Striped | None) -> jax.Array:
+    """Hidden states `[N, D]` at the flat places `reads` of rows of `length` tokens; of every token without any."""
+    if striped is not None:
+        return striped.read(h, *jnp.divmod(reads, length))
+    h = h.reshape(-1, h.shape[-1])
+    return h if reads is None else h[reads]
 
 
 def _mlp(arch: Arch) -> MLP | MoE:
@@ -103,9 +104,9 @@ class Decoder(nnx.Module):
         self,
         tokens: jax.Array,
         positions: jax.Array,
+        reads: jax.Array | None = None,
         *,
         valid: jax.Array | None = None,
-        at: jax.Array | None = None,
         packed: Packed | None = None,
         longest: jax.Array | None = None,
         dtype: jnp.dtype = jnp.float32,
@@ -114,16 +115,16 @@ class Decoder(nnx.Module):
         noise: Noise | None = None,
         most: int | None = None,
     ) -> jax.Array:
-        """Hidden states `[R, T, D]`, or at single tokens: `[R, D]` one of each row, `[2P, D]` those of a stream.
+        """Hidden states `[N, D]` of the tokens that are read.
 
         Args:
             tokens, positions: int32 `[R, T]`.
+            reads: int32 `[N]`, places of the tokens that are wanted, row * T + place in the row, any number of a row;
+                the last norm runs on those alone. None: all, N = R x T.
             valid: bool `[R, T]`, tokens that others may see; None where pads only stand to the right.
-            at: the tokens that are wanted, the last norm then runs on those alone: int32 `[R]`, one of each row, or
-                `[2P]` any of a single row that is a `stream`.
-            stream: what tokens see of their row where texts lie in it end to end; None where each row is a text.
-            longest: the length of the longest text run beside each row, for ropes that ask; None means the last token
-                that is wanted. A stream knows its own.
+            packed: what tokens see of their row where texts lie in it end to end; None where each row is a text.
+            longest: the length of the longest text run beside each row, for ropes that ask; None means up to the last
+                token that is read. A packed row knows its own.
             dtype: what layers compute in; the residual stream, norms and softmax are float32.
             remat: the backward pass recomputes each layer from its input. Otherwise it keeps what the linear maps gave
                 and recomputes the rest: to store every activation costs more than it saves.
@@ -131,17 +132,17 @@ class Decoder(nnx.Module):
             noise: what is added to the embeddings of tokens.
             most: tokens that no text has more of; None where nobody knows. Windows as long are left out.
         """
-        share = striped(1 if packed is None else BLOCK)
+        length, share = tokens.shape[1], striped(1 if packed is None else BLOCK)
         if share is not None:
-            assert at is not None and valid is None
+            assert reads is not None and valid is None
             tokens, positions, packed = _own(share, tokens, positions, packed)
         if packed is not None:
             longest = packed.longest[..., None, None]
         elif longest is None:
-            longest = tokens.shape[1] if at is None else jnp.max(at) + 1
+            longest = length if reads is None else jnp.max(reads % length) + 1
         shared, by_layer = self._positions(positions, longest, most)
         if packed is not None:
-            shared["stream"] = packed
+            shared["packed"] = packed
         graph, state = nnx.split(self.layers)
 
         def layer(h, slices):
@@ -153,7 +154,7 @@ class Decoder(nnx.Module):
         h = self._embedded(tokens, positions, valid, dropout_key, noise)
         keys = None if dropout_key is None else jax.random.split(dropout_key, self.arch.num_layers)
         h, _ = jax.lax.scan(checkpointed(layer, remat=remat), h, (state, by_layer, keys))
-        return self.norm(h if at is None else _read(h, at, packed is not None, share))
+        return self.norm(_read(h, reads, length, share))
 
     def _embedded(self, tokens, positions, valid, dropout_key, noise) -> jax.Array:
         arch = self.arch

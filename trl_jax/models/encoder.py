@@ -97,8 +97,8 @@ class Encoder(nnx.Module):
 
         Args:
             tokens, positions: int32 `[R, T]`.
-            valid: bool `[R, T]`, tokens that others may see; None in a stream.
-            stream: where texts lie end to end in a row; of `seen_both_ways`.
+            valid: bool `[R, T]`, tokens that others may see; None in a packed row.
+            packed: where texts lie end to end in a row; of `seen_both_ways`.
             dtype, remat, dropout_key, noise, most: as in `Decoder.__call__`.
         """
         shared, by_layer = self._seen(positions, dtype, packed, most)
@@ -147,7 +147,7 @@ class Encoder(nnx.Module):
         longest = positions.shape[1] if packed is None else packed.longest[..., None, None]
         shared, by_layer = seen_by_layers(arch.ropes, arch.windows, positions, channels, longest, most)
         if packed is not None:
-            shared["stream"] = packed
+            shared["packed"] = packed
         if self.distance_embed is not None:
             shared["table"] = apply(self.distance_norm, self.distance_embed.weight[...].astype(dtype))
         return shared, by_layer

@@ -36,23 +36,25 @@ class ExportedScorer(nnx.Module):
         self,
         tokens: jax.Array,
         positions: jax.Array,
+        reads: jax.Array,
         *,
-        at: jax.Array | None = None,
         valid: jax.Array | None = None,
         dtype: jnp.dtype = jnp.float32,
         remat: bool = False,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """Scores `[R]`, float32. `positions` and `at` are not used: the program works them out from the ids.
+        """Scores `[N]`, float32. `positions` are not used: the program works them out from the ids.
 
         Args:
             tokens: int32 `[R, T]`.
+            reads: int32 `[N]`, a token of each row whose score is wanted, row * T + place in the row; whichever it is,
+                the program knows where it reads a row.
             valid: bool `[R, T]`, False at pads; None where there are none.
             dtype: what matrix products are computed in.
             remat: the backward pass recomputes each layer from its input.
             dropout_key: turns dropout on, at the rates in the config.
         """
-        del positions, at
+        del positions
         if not len(tokens):
             return jnp.zeros(0)
         mask = jnp.ones_like(tokens) if valid is None else valid
@@ -60,7 +62,7 @@ class ExportedScorer(nnx.Module):
         training = dropout_key is not None
         program = self._programs.program(*tokens.shape, dtype=jnp.dtype(dtype).name, training=training)
         scores = run(program, self._params(), rows, remat=remat, key=dropout_key)
-        return scores[:, 0].astype(jnp.float32)
+        return scores[:, 0].astype(jnp.float32)[reads // tokens.shape[1]]
 
     def _params(self) -> dict[str, jax.Array]:
         return {name: _at(self, name.split("."))[...] for name in self._names}

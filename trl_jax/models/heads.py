@@ -22,7 +22,7 @@ _BEFORE, _AFTER = 100, 101  # places of dropout, beside those of the trunk
 
 
 class SequenceScorer(nnx.Module):
-    """A decoder that gives each row one number, read at one of its tokens."""
+    """A decoder that gives each token that is read one number."""
 
     needs_valid = False  # pads stand to the right of every token that is read, and texts may lie end to end
 
@@ -30,19 +30,19 @@ class SequenceScorer(nnx.Module):
         self.decoder = Decoder(arch)
         self.score = Linear(arch.hidden_size, 1)
 
-    def __call__(self, tokens: jax.Array, positions: jax.Array, *, at: jax.Array, **how) -> jax.Array:
-        """Scores `[R]`, float32 from the head on: the last step of a bfloat16 run is not rounded.
+    def __call__(self, tokens: jax.Array, positions: jax.Array, reads: jax.Array, **how) -> jax.Array:
+        """Scores `[N]`, float32 from the head on: the last step of a bfloat16 run is not rounded.
 
         Args:
             tokens, positions: int32 `[R, T]`.
-            at: int32 `[R]`, where each row is read.
+            reads: int32 `[N]`, the places that are scored, row * T + place in the row.
             how: the options of `Decoder.__call__`.
         """
-        return self.score(self.decoder(tokens, positions, at=at, **how).astype(jnp.float32))[:, 0]
+        return self.score(self.decoder(tokens, positions, reads, **how).astype(jnp.float32))[:, 0]
 
 
 class EncoderScorer(nnx.Module):
-    """An encoder that gives each row one number, read at its first token or from the mean of all."""
+    """An encoder that gives each text one number, made of its first token or of the mean of all."""
 
     needs_valid = True
 
@@ -54,40 +54,47 @@ class EncoderScorer(nnx.Module):
         self,
         tokens: jax.Array,
         positions: jax.Array,
+        reads: jax.Array,
         *,
         valid: jax.Array | None = None,
-        at: jax.Array | None = None,
         packed: Packed | None = None,
         dropout_key: jax.Array | None = None,
         **how,
     ) -> jax.Array:
-        """Scores `[R]`, or those of the texts of a stream; float32 from the head on.
+        """Scores `[N]` of the texts that are read; float32 from the head on.
 
         Args:
             tokens, positions: int32 `[R, T]`.
-            valid: bool `[R, T]`, False at pads; None in a stream.
-            at: in a single row that is a `stream`, a token of each text; else not used, a row is a text.
-            stream: where texts lie in it end to end, sharing nothing.
+            reads: int32 `[N]`, a token of each text that is scored, row * T + place in the row; whichever it is.
+            valid: bool `[R, T]`, False at pads; None in packed rows.
+            packed: where texts lie end to end in a row, sharing nothing; None where each row is a text.
             dropout_key: turns dropout on, at the rates in the config.
             how: the other options of `Encoder.__call__`.
         """
         packed = None if packed is None else seen_both_ways(packed)
-        how |= {"valid": valid, "stream": packed, "dropout_key": dropout_key}
+        how |= {"valid": valid, "packed": packed, "dropout_key": dropout_key}
         hidden = self.encoder(tokens, positions, **how).astype(jnp.float32)
-        pooled = self._of_rows(hidden, valid) if packed is None else self._of_texts(hidden[0], packed, at)
+        rows, length = reads // tokens.shape[1], tokens.shape[1]
+        if packed is None:
+            pooled = self._of_rows(hidden, valid)[rows]
+        else:
+            first, end = (y.reshape(-1)[reads] + rows * length for y in (packed.first, packed.end))
+            pooled = self._of_texts(hidden.reshape(-1, hidden.shape[-1]), first, end)
         return self.head(pooled, dropout_key)
 
     def _of_rows(self, hidden: jax.Array, valid: jax.Array) -> jax.Array:
+        """Of rows `[R, T, D]` with one text each: `[R, D]`."""
         if self.pooling == "first":
             return hidden[:, 0]
         visible = valid[..., None].astype(hidden.dtype)
         return jnp.sum(hidden * visible, axis=1) / jnp.sum(visible, axis=1)
 
-    def _of_texts(self, hidden: jax.Array, packed: Packed, at: jax.Array) -> jax.Array:
-        start, end, place = packed.first[0, at], packed.end[0, at], jnp.arange(len(hidden))
+    def _of_texts(self, hidden: jax.Array, first: jax.Array, end: jax.Array) -> jax.Array:
+        """Of packed rows end to end `[R x T, D]`, texts from `first` up to but without `end`: `[N, D]`."""
         if self.pooling == "first":
-            return jnp.take(hidden, start, axis=0, mode="clip")  # a place without a text begins behind the end
-        inside = ((place >= start[:, None]) & (place < end[:, None])).astype(hidden.dtype)
+            return jnp.take(hidden, first, axis=0, mode="clip")  # a place without a text begins behind the end
+        place = jnp.arange(len(hidden))
+        inside = ((place >= first[:, None]) & (place < end[:, None])).astype(hidden.dtype)
         return inside @ hidden / jnp.maximum(jnp.sum(inside, axis=1, keepdims=True), 1)
 
 

@@ -43,13 +43,15 @@ class Striped(NamedTuple):
             gather = jax.shard_map(gather, in_specs=before, out_specs=after, axis_names={TENSOR}, check_vma=False)
         return gather(heads).reshape(rows, -1, *rest)
 
-    def read(self, h: jax.Array, at: jax.Array) -> jax.Array:
-        """The tokens `at` int32 `[R, N]`, counted over all, of everyone's `h` `[R, T', D]`: `[R, N, D]`, on each."""
-        number, within = jnp.divmod(at, self.block)
-        local = number // self.devices * self.block + within
-        found = jnp.take_along_axis(h, local[..., None], axis=1)
+    def read(self, h: jax.Array, rows: jax.Array, places: jax.Array) -> jax.Array:
+        """Hidden states `[N, D]`, the same on each device, of the tokens at `places` of these `rows`, int32 `[N]`.
+
+        Places are counted over all devices; `h` `[R, T', D]` is each one's own.
+        """
+        number, within = jnp.divmod(places, self.block)
+        found = h[rows, number // self.devices * self.block + within]
         mine = number % self.devices == self.number
-        return jax.lax.psum(jnp.where(mine[..., None], found, 0), SEQUENCE)
+        return jax.lax.psum(jnp.where(mine[:, None], found, 0), SEQUENCE)
 
     def places(self, start: int, end: int) -> jax.Array:
         """Where this device's tokens `[start, end)` of a row stand among all; `block` is 1."""

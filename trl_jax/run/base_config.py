@@ -1,77 +1,55 @@
-"""transformers' TrainingArguments without torch: its fields, one JAX device, an answer to every argument."""
+"""The arguments that all trainers share, and a table that handles each of them."""
 
-import contextlib
 import inspect
 import os
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from math import prod
 from pathlib import Path
+from typing import Any, ClassVar
 
-from transformers import TrainingArguments
-from transformers.trainer_utils import SchedulerType
-from transformers.training_args import ParallelMode
 from transformers.utils.generic import strtobool
 
-from trl_jax.core.arguments import table
-from trl_jax.core.arguments.renamed import translated, way_out
-
-# transformers hands these to torch inside __post_init__; the table says what becomes of them here.
-TORCH_ONLY = {
-    **dict.fromkeys(("torch_compile_backend", "torch_compile_mode", "tf32", "fsdp", "fsdp_config", "deepspeed")),
-    "torch_compile": False,
-    "parallelism_config": None,
-}
-
-
-class OldNames(type):
-    """Of a configuration's class: arguments by the names they had in earlier releases of transformers are taken too."""
-
-    def __call__(cls, *args, **kwargs):
-        accepted = inspect.signature(cls.__init__).parameters
-        # A subclass's own __init__ may take any name and hand it on.
-        open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
-        kwargs, environment, notes = translated(kwargs, accepted)
-        for name in kwargs.keys() - accepted.keys() if not open_ended else ():
-            raise TypeError(f"{cls.__name__} has no argument {name!r}: {way_out(name, accepted)}")
-        os.environ.update(environment)
-        for note in notes:
-            warnings.warn(note, FutureWarning, stacklevel=2)
-        return super().__call__(*args, **kwargs)
-
-
-@dataclass(frozen=True)
-class Device:
-    """Where the run happens. JAX starts its backend when `type` is read, not before."""
-
-    use_cpu: bool
-
-    @property
-    def type(self) -> str:
-        """One of cpu, cuda (torch's word for a GPU, which scripts compare with) and tpu."""
-        if self.use_cpu:
-            return "cpu"
-        import jax
-
-        backend = jax.default_backend()
-        return "cuda" if backend == "gpu" else backend
-
-    @property
-    def index(self) -> int | None:
-        return None if self.type == "cpu" else 0
-
-    def __str__(self) -> str:
-        return self.type if self.index is None else f"{self.type}:{self.index}"
+from trl_jax.core.arguments.base import BASE
+from trl_jax.core.arguments.table import Handling, defaults_of, judge
+from trl_jax.core.arguments.values import as_pad_multiple
+from trl_jax.run.jax_arguments import JaxArguments
+from trl_jax.run.old_names import OldNames
 
 
 # repr=False: a generated repr would print hub_token; TrainingArguments' own masks it.
 @dataclass(repr=False)
-class BaseConfig(TrainingArguments, metaclass=OldNames):
+class BaseConfig(JaxArguments, metaclass=OldNames):
     """Arguments that every trainer shares, with TRL's defaults.
 
-    Raises ValueError at construction for what this release does not do, TypeError for an unknown name,
-    NotADirectoryError or PermissionError where output_dir cannot be written.
+    `argument_table` says of each field how it is handled; a subclass with fields of its own extends it. Besides the
+    fields of TrainingArguments:
+
+        model_init_kwargs: how to load a model given by name (dict, or JSON in a string).
+        trust_remote_code: passed on for tokenizers; model code from a repository is never run.
+        batch_layout: how the texts of a step lie in memory; the numbers do not depend on it. "padded" gives each text a
+            row as long as the longest, "packed" lays texts end to end, "shared" does so with the prompt that texts of
+            an example share only once. "auto" takes the quickest that is exact for the model. Not in TRL.
+        remat_policy: what `gradient_checkpointing` keeps of the forward pass, by the name of one of
+            jax.checkpoint_policies; the numbers do not depend on it. "nothing_saveable" computes whole layers twice,
+            "dots_with_no_batch_dims_saveable" keeps their matrix products, as gradient_checkpointing=False does; "auto"
+            keeps those where the compiled step then fits into the device's memory (on a CPU: into half of the host's).
+            With a `compute_loss` of a script's own, "auto" keeps nothing. Not in TRL.
+        mesh_shape: how several devices are used, as "data:2,fsdp:4,tensor:2"; -1 is what is left. It beats `fsdp`,
+            `deepspeed` and `parallelism_config`. Without any of these, examples are divided over all devices.
+            `per_device_train_batch_size` counts for each of data x fsdp. Not in TRL.
+        coordinator_address, num_processes, process_id: of a run with a process on each of several hosts; each that is
+            None is taken from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES or JAX_PROCESS_ID, from SLURM, Open MPI or
+            Cloud TPU. Not in TRL.
+
+    Raises:
+        ValueError: at construction, for a value that this release does not support.
+        TypeError: an unknown name.
+        NotADirectoryError, PermissionError: output_dir cannot be written.
     """
+
+    argument_table: ClassVar[Mapping[str, Handling]] = BASE
+    _VALID_DICT_FIELDS = JaxArguments._VALID_DICT_FIELDS + ["model_init_kwargs"]
 
     logging_steps: float = field(
         default=10, metadata={"help": "Steps between two log lines; below 1, a share of all steps."}
@@ -91,6 +69,61 @@ class BaseConfig(TrainingArguments, metaclass=OldNames):
     use_liger_kernel: bool = field(default=False, metadata={"help": "Accepted without effect."})
     torch_empty_cache_steps: int | None = field(default=None, metadata={"help": "Accepted without effect."})
 
+    # What every trainer of TRL's has behind transformers' own, in TRL's order.
+    model_init_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": "How to load a model given by name, as a dict or JSON: revision, dtype, ..."},
+    )
+    trust_remote_code: bool = field(
+        default=False,
+        metadata={"help": "Let a tokenizer's repository run its own code. A model's code is never run."},
+    )
+    # Not in TRL, and never by position.
+    batch_layout: str = field(
+        default="auto",
+        kw_only=True,
+        metadata={
+            "help": "How the texts of a step lie in memory: 'padded' rows; 'packed' end to end; 'shared', packed with "
+            "a shared prompt only once; 'auto', the quickest that is exact. The numbers are the same."
+        },
+    )
+
+    remat_policy: str = field(
+        default="auto",
+        kw_only=True,
+        metadata={
+            "help": "What gradient_checkpointing=True keeps of the forward pass, by JAX's names: 'nothing_saveable'; "
+            "'dots_with_no_batch_dims_saveable', the matrix products; 'auto', the products where they fit into "
+            "memory. The numbers are the same."
+        },
+    )
+
+    mesh_shape: str | None = field(
+        default=None,
+        kw_only=True,
+        metadata={
+            "help": "How several devices are used, as 'data:2,fsdp:4,tensor:2'; unset, examples are divided over all."
+        },
+    )
+
+    coordinator_address: str | None = field(
+        default=None,
+        kw_only=True,
+        metadata={"help": "'host:port' of the first of several processes, where no scheduler tells it."},
+    )
+    num_processes: int | None = field(
+        default=None, kw_only=True, metadata={"help": "How many processes the run has, with coordinator_address."}
+    )
+    process_id: int | None = field(
+        default=None, kw_only=True, metadata={"help": "Which of them this is, from 0, with coordinator_address."}
+    )
+
+    # Arguments of most trainers. Each trainer has them at other places, and fields of a base class come first, so a
+    # config class declares those it has; these are the values of one that hasn't.
+    activation_offloading = disable_dropout = False
+    chat_template_path = dataset_num_proc = eos_token = max_length = pad_token = None
+    pad_to_multiple_of = "auto"
+
     def __post_init__(self):
         if self.bf16 is None:
             self.bf16 = not self.fp16
@@ -98,15 +131,27 @@ class BaseConfig(TrainingArguments, metaclass=OldNames):
         if self.gradient_checkpointing is True and self.activation_checkpointing is None:
             # The default is ours, so the FutureWarning about its old name would not be the user's to heed.
             self.activation_checkpointing = True
-        self._without_torch(super().__post_init__)
+        super().__post_init__()
         check_output_dir(self.output_dir)
         for note in notes:
             warnings.warn(note, stacklevel=self._frames_to_caller())
+        self.pad_to_multiple_of = as_pad_multiple("pad_to_multiple_of", self.pad_to_multiple_of)
+        if self.pad_token is not None:
+            warnings.warn(
+                f"pad_token={self.pad_token!r} is deprecated: set tokenizer.pad_token and pass the tokenizer"
+                " to the trainer as processing_class.",
+                FutureWarning,
+                stacklevel=self._frames_to_caller(),
+            )
 
     def check(self) -> list[str]:
-        """Ask the table about the values as they now are: its warnings, or ValueError on a refusal."""
+        """Check the values as they now are against the table; returns its warnings, one line each.
+
+        Raises:
+            ValueError: the table refuses a value; there is a line for each.
+        """
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        refusals, notes = table.judge(values, table.defaults_of(fields(self._released_kind())))
+        refusals, notes = judge(self.argument_table, values, defaults_of(fields(self._released_kind())))
         if strtobool(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false")):
             refusals.append(
                 "ACCELERATE_USE_DEEPSPEED is set in the environment, but there is no DeepSpeed here: start"
@@ -123,31 +168,12 @@ class BaseConfig(TrainingArguments, metaclass=OldNames):
 
     @classmethod
     def _released_kind(cls) -> type:
-        """The class of trl_jax that this is or derives from: its defaults are the ones to be away from."""
+        """This class or the nearest base class that trl_jax defines: values are compared with its defaults."""
         return next(kind for kind in cls.__mro__ if kind.__module__.startswith("trl_jax."))
-
-    def _without_torch(self, post_init) -> None:
-        """Run transformers' own post-init with what it would hand to torch set aside."""
-        aside = {name: getattr(self, name) for name in TORCH_ONLY}
-        for name, nothing in TORCH_ONLY.items():
-            setattr(self, name, nothing)
-        post_init()
-        for name, value in aside.items():
-            setattr(self, name, value)
-
-    def _validate_args(self):
-        # With torch installed, transformers asks it for a bfloat16 GPU unless the run is on the CPU; without, it has no
-        # schedule that follows a plateau.
-        use_cpu, schedule = self.use_cpu, self.lr_scheduler_type
-        self.use_cpu, self.lr_scheduler_type = True, SchedulerType.LINEAR
-        try:
-            super()._validate_args()
-        finally:
-            self.use_cpu, self.lr_scheduler_type = use_cpu, schedule
 
     @staticmethod
     def _frames_to_caller() -> int:
-        """How far a warning must reach to point at the line that builds the configuration."""
+        """The `stacklevel` with which a warning points at the line that builds the configuration."""
         frame, depth = inspect.currentframe().f_back, 1
         while frame.f_code.co_name in ("__post_init__", "__init__", "__call__"):
             frame, depth = frame.f_back, depth + 1
@@ -155,81 +181,31 @@ class BaseConfig(TrainingArguments, metaclass=OldNames):
 
     @property
     def compute_dtype(self) -> str:
-        """What the forward pass computes in, over float32 weights: float16 means bfloat16 here."""
+        """Dtype of the forward pass, over float32 weights: float16 means bfloat16 here."""
         return "bfloat16" if self.bf16 or self.fp16 else "float32"
 
     @property
     def eval_dtype(self) -> str | None:
-        """What the weights themselves are cast to for evaluation; None leaves them float32."""
+        """Dtype to which the weights themselves are cast for evaluation; None leaves them float32."""
         return "bfloat16" if self.bf16_full_eval or self.fp16_full_eval else None
 
     @property
-    def device(self) -> Device:
-        return Device(use_cpu=self.use_cpu)
+    def remats(self) -> list[bool | str]:
+        """Values of the model's `remat` to try, in this order: the step takes the first that fits into memory."""
+        if self.activation_offloading:
+            return ["offloaded"]
+        if not self.gradient_checkpointing or self.remat_policy == "dots_with_no_batch_dims_saveable":
+            return [False]
+        return [True] if self.remat_policy == "nothing_saveable" else [False, True]
 
     def jax_devices(self) -> list:
-        """All that a run may use, of every process; JAX starts here, so processes find each other first."""
+        """All devices that a run may use, of every process; JAX starts here, so processes find each other first."""
         import jax
 
         from trl_jax.engine.processes import join
 
         join(self.coordinator_address, self.num_processes, self.process_id)
         return jax.devices("cpu") if self.use_cpu else jax.devices()
-
-    @property
-    def n_gpu(self) -> int:
-        """1 on an accelerator, as for each of torchrun's processes, however many there are."""
-        return 0 if self.device.type == "cpu" else 1
-
-    @property
-    def parallel_mode(self) -> ParallelMode:
-        return ParallelMode.DISTRIBUTED if self.world_size > 1 else ParallelMode.NOT_PARALLEL
-
-    @property
-    def world_size(self) -> int:
-        """Devices of the run, over all processes: TRL has a process for each. JAX starts when it is read."""
-        from trl_jax.run.devices import mesh_sizes
-
-        return prod(mesh_sizes(self).values())
-
-    @property
-    def process_index(self) -> int:
-        import jax
-
-        return jax.process_index() if jax.distributed.is_initialized() else 0
-
-    @property
-    def local_process_index(self) -> int:
-        """A host has one process."""
-        return 0
-
-    @contextlib.contextmanager
-    def main_process_first(self, local: bool = True, desc: str = "work"):
-        """The first process goes ahead; the others wait for it, and find what it left in a cache they share."""
-        from trl_jax.engine.processes import barrier
-
-        if self.process_index:
-            barrier(f"main_process_first: {desc}")
-        yield
-        if not self.process_index:
-            barrier(f"main_process_first: {desc}")
-
-    @property
-    def should_log(self) -> bool:
-        return self.process_index == 0
-
-    @property
-    def should_save(self) -> bool:
-        return self.process_index == 0
-
-    @property
-    def train_batch_size(self) -> int:
-        return self.per_device_train_batch_size
-
-    @property
-    def eval_batch_size(self) -> int:
-        return self.per_device_eval_batch_size
-
 
 def check_output_dir(output_dir: str) -> None:
     """Say now, and not at the first checkpoint, that output_dir cannot be written. Creates nothing."""

@@ -9,7 +9,7 @@ from typing import Any
 import optax
 
 from trl_jax.core.arguments.optimizers import OPTIMIZERS, parsed
-from trl_jax.core.arguments.rules import as_dict, plain
+from trl_jax.core.arguments.values import as_dict, plain
 from trl_jax.core.torch_param_layout import TorchParamLayout
 from trl_jax.engine.adaptive import ADAPTIVE, Plateau
 from trl_jax.engine.optimizers import Hyperparameters, Optimizer, from_optax, make_optimizer
@@ -40,7 +40,7 @@ class Chosen:
     ) -> Optimizer | optax.GradientTransformation:
         if self.tx is not None:
             return from_optax(self.tx, peak=self.peak, max_grad_norm=max_grad_norm)
-        given = replace(self.given, warmup_steps=warmup_steps, cut=cut)
+        given = replace(self.given, warmup_steps=warmup_steps, layout=cut)
         return make_optimizer(self.name, given, decayed=decayed, max_grad_norm=max_grad_norm)
 
     def rates(self, args: BaseConfig, max_steps: int) -> Callable[[int], float]:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from trl_jax.core.packed import reads_of_rows
 from trl_jax.losses.pairwise import pairwise_loss
 from trl_jax.models.functional import merge
 
@@ -107,7 +108,7 @@ class BoundModel:
         scorer = merge(self._model.graph, self._params, how.get("dropout_key"))
         if scorer.needs_valid:
             how["valid"] = jnp.ones(tokens.shape, bool) if attention_mask is None else attention_mask.astype(bool)
-        self.scores.append(scorer(tokens, places, at=at, **how))
+        self.scores.append(scorer(tokens, places, reads_of_rows(at, tokens.shape[1]), **how))
         return Outputs(self.scores[-1][:, None])
 
     def __getattr__(self, name: str) -> Any:

@@ -136,7 +136,7 @@ def make_parser(prog: str | None = None) -> TrlParser:
         "bound on the time of a step, and whether it fits. Flags are those of `trl-jax reward`; without --dataset_name "
         "every text is taken to be as long as --max_length and to share nothing."
     )
-    fit_to_release(parser)
+    fit_to_release(parser, RewardConfig.argument_table)
     return parser
 
 

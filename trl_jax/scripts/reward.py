@@ -8,12 +8,14 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from trl_jax.core.arguments.table import SUPPORTED, TABLE
+from trl_jax.core.arguments.base import SUPPORTED
 
 if TYPE_CHECKING:
+    from trl_jax.core.arguments.table import Handling
     from trl_jax.scripts.utils import DatasetMixtureConfig, ScriptArguments, TrlParser
     from trl_jax.trainer.model_config import ModelConfig
     from trl_jax.trainer.reward_config import RewardConfig
+
 
 def main(
     script_args: ScriptArguments,
@@ -122,15 +124,19 @@ def make_parser(subparsers: argparse._SubParsersAction | None = None, prog: str 
     parser.description = (
         "Train a reward model on preference pairs. A YAML file may hold any of the flags as keys."
     )
-    fit_to_release(parser)
+    fit_to_release(parser, RewardConfig.argument_table)
     return parser
 
 
-def fit_to_release(parser: TrlParser) -> None:
-    """List in --help the flags that do something, and name the others at its end."""
+def fit_to_release(parser: TrlParser, table: Mapping[str, Handling]) -> None:
+    """List in --help the flags that do something, and name the others at its end.
+
+    Args:
+        table: how the config class of the parser handles its arguments.
+    """
     no_effect, refused = ["ignore_bias_buffers", "bnb_4bit_quant_storage"], []
     for action in parser._actions:
-        kind = TABLE[action.dest].kind if action.dest in TABLE else None
+        kind = table[action.dest].kind if action.dest in table else None
         if action.dest in SUPPORTED:
             # transformers lists its own names as choices; RewardConfig knows those of this release.
             action.choices, action.metavar = None, "NAME"

@@ -16,7 +16,7 @@ from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import SaveStrategy, TrainOutput, speed_metrics
 
-from trl_jax.core.arguments.rules import as_choice
+from trl_jax.core.arguments.values import as_choice
 from trl_jax.engine.async_saver import copied
 from trl_jax.engine.checkpoint import forget_all_but_best, sweep
 from trl_jax.engine.interrupts import Interrupts

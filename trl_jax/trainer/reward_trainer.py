@@ -17,6 +17,7 @@ from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import EvalPrediction
 
 from trl_jax.core.layer_gather import SEQUENCE
+from trl_jax.core.packed import reads_of_rows
 from trl_jax.data.layout.batch import PairBatch
 from trl_jax.data.layout.plan import Plan
 from trl_jax.data.loader import PreferenceLoader
@@ -171,13 +172,14 @@ class RewardTrainer(BaseTrainer):
         model = merge(self.model.graph, params, how.get("dropout_key"))
         if self.model.backend.window is not None:
             how["most"] = self.args.max_length if bounded else None
-        if batch.stream is not None:
-            how["stream"] = batch.stream
+        reads = batch.at if batch.packed is not None else reads_of_rows(batch.at, batch.tokens.shape[1])
+        if batch.packed is not None:
+            how["packed"] = batch.packed
         elif model.needs_valid:
             how["valid"] = jnp.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
         else:
             how["longest"] = jnp.max(batch.lengths)
-        return model(batch.tokens, batch.positions, at=batch.at, dtype=jnp.dtype(dtype), **how)
+        return model(batch.tokens, batch.positions, reads, dtype=jnp.dtype(dtype), **how)
 
     def loss(
         self, params: dict, batch: PairBatch, key: jax.Array | None, *, remat: bool | str = False

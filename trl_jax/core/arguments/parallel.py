@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from trl_jax.core.arguments.rules import HERE, Rule, as_dict_or_file, deepspeed_config, fsdp_words, show, words
+from trl_jax.core.arguments.rules import HERE, Rule, deepspeed_config, fsdp_words
+from trl_jax.core.arguments.values import as_dict_or_file, as_words, show
 
 AXES = ("data", "fsdp", "tensor", "sequence")
 LEFT = -1  # as many as there are, once per host in `hosts`
@@ -115,8 +116,8 @@ def of_fsdp(value: Any, config: Any) -> Parallel | None:
     known = as_dict_or_file("fsdp_config", config)
     known = {key.removeprefix("fsdp_"): found for key, found in known.items()}
     _check_fsdp_config(known)
-    named = [word for word in words(value) if word in _FSDP]
-    if "offload" in words(value) or known.get("cpu_offload"):
+    named = [word for word in as_words(value) if word in _FSDP]
+    if "offload" in as_words(value) or known.get("cpu_offload"):
         raise ValueError(f"fsdp asks for offload, which is not {HERE}: leave it out; fsdp divides the memory.")
     if len(named) > 1:
         raise ValueError(f"{show('fsdp', value)} holds {' and '.join(named)}: wanted one of them.")

@@ -1,28 +1,25 @@
-"""Rules: small functions that look at one argument's value and say what is wrong with it, or None.
+"""Rules: small functions that check one argument's value.
 
-A rule is called as rule(name, value, values), with `values` the whole configuration, and answers with one
-line that names the argument, the value found, the value wanted and the way out.
+A rule is called as rule(name, value, values), with `values` the whole configuration. It returns None where the value is
+good, else one line that names the argument, the value found, the value wanted and the way out.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 from collections.abc import Callable, Mapping
-from enum import Enum
-from numbers import Integral, Real
-from pathlib import Path
+from numbers import Real
 from typing import Any
 
 from trl_jax.core.arguments import deepspeed
 from trl_jax.core.arguments.optimizers import NEAREST, OPTIMIZERS, parsed
+from trl_jax.core.arguments.values import as_dict, as_dict_or_file, as_pad_multiple, as_words, is_whole, plain, show
 
 Rule = Callable[[str, Any, Mapping[str, Any]], str | None]
 
 HERE = "in this release of trl_jax"
 DETERMINISTIC_FLAG = "--xla_gpu_deterministic_ops=true"
-# Of accelerate's AcceleratorConfig: the default, and for what would change a run of one process, what to do instead.
+# accelerate's AcceleratorConfig: key -> its default, and what to do instead where another value would change the run.
 ACCELERATOR = {
     "split_batches": (False, ""),
     "dispatch_batches": (None, ""),
@@ -52,67 +49,6 @@ SCHEDULES = {
 ADAPTIVE = ("reduce_lr_on_plateau", "greedy")
 
 
-def plain(value: Any) -> Any:
-    """An enum's own value; anything else as it is."""
-    return value.value if isinstance(value, Enum) else value
-
-
-def show(name: str, value: Any) -> str:
-    """name=value for an error's text: secrets hidden, long values cut."""
-    text = "<hidden>" if name == "hub_token" else repr(plain(value))
-    return f"{name}={text if len(text) <= 60 else text[:57] + '...'}"
-
-
-def as_dict(name: str, value: Mapping[str, Any] | str | None) -> dict[str, Any]:
-    """The mapping that a dict-valued argument means: a mapping, a JSON object in a string, or nothing.
-
-    Raises ValueError on anything else.
-    """
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{show(name, value)} is not JSON ({error}): {_wanted_dict(name)}") from error
-    if dataclasses.is_dataclass(value):
-        value = dataclasses.asdict(value)
-    if value is not None and not isinstance(value, Mapping):
-        raise ValueError(f"{show(name, value)} is a {type(value).__name__}: {_wanted_dict(name)}")
-    return dict(value or {})
-
-
-def as_dict_or_file(name: str, value: Any) -> dict[str, Any]:
-    """The same, where a string may also be the path of a JSON file."""
-    if not isinstance(value, str) or value.lstrip().startswith("{"):
-        return as_dict(name, value)
-    if not Path(value).is_file():
-        raise ValueError(f"{show(name, value)}: there is no such file. Pass a JSON file, a dict, or leave it out.")
-    return as_dict(name, Path(value).read_text(encoding="utf-8"))
-
-
-def _wanted_dict(name: str) -> str:
-    return f"""pass {name} as a dict, or as a JSON object in a string such as '{{"key": 1}}'."""
-
-
-def as_pad_multiple(name: str, value: int | str | None) -> int | str | None:
-    """Tokens, "auto" or None; the command line and YAML may give each of them as text.
-
-    Raises ValueError on anything else.
-    """
-    words = {"auto": "auto", "none": None, "null": None}
-    meant = value
-    if isinstance(value, str):
-        meant = int(value) if value.isdecimal() else words.get(value.lower(), value)
-    if meant is None or meant == "auto" or whole(1)(name, meant, {}) is None:
-        return meant
-    raise ValueError(f'{show(name, value)}: wanted "auto", a whole number of at least 1, or None.')
-
-
-def as_choice(value: str | bool | None) -> str | bool | None:
-    """What resume_from_checkpoint means: a command line gives True and False as words."""
-    words = {"true": True, "false": None, "none": None, "": None}
-    return words.get(value.lower(), value) if isinstance(value, str) else value or None
-
-
 def one_of(*supported: str) -> Rule:
     def rule(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
         if plain(value) in supported:
@@ -124,9 +60,7 @@ def one_of(*supported: str) -> Rule:
 
 def whole(minimum: int, optional: bool = False) -> Rule:
     def rule(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
-        if value is None and optional:
-            return None
-        if isinstance(value, Integral) and not isinstance(value, bool) and value >= minimum:
+        if (value is None and optional) or is_whole(value, minimum):
             return None
         return f"{show(name, value)}: wanted a whole number of at least {minimum}{_or_none(optional)}."
 
@@ -174,16 +108,16 @@ def scheduler_kwargs(name: str, value: Any, values: Mapping[str, Any]) -> str | 
     if problem := a_dict(name, value, values):
         return problem
     if schedule not in SCHEDULES:
-        return None  # said of lr_scheduler_type
-    given, known = as_dict(name, value), SCHEDULES[schedule].split()
-    if unknown := [key for key in given if key not in known]:
+        return None  # `scheduler` refuses it
+    kwargs, known = as_dict(name, value), SCHEDULES[schedule].split()
+    if unknown := [key for key in kwargs if key not in known]:
         takes = ", ".join(known) or "no keys"
         return f"{name} holds {unknown}: lr_scheduler_type={schedule!r} takes {takes}. Leave {unknown} out."
-    if schedule == "warmup_stable_decay" and "num_decay_steps" not in given:
+    if schedule == "warmup_stable_decay" and "num_decay_steps" not in kwargs:
         return f"lr_scheduler_type={schedule!r} needs {name}={{'num_decay_steps': STEPS}}."
-    if "min_lr_rate" in known and (given.get("min_lr") is None) == (given.get("min_lr_rate") is None):
-        return f"lr_scheduler_type={schedule!r} needs {name} with one of min_lr and min_lr_rate, and found {given}."
-    return _known_words(name, given)
+    if "min_lr_rate" in known and (kwargs.get("min_lr") is None) == (kwargs.get("min_lr_rate") is None):
+        return f"lr_scheduler_type={schedule!r} needs {name} with one of min_lr and min_lr_rate, and found {kwargs}."
+    return _known_words(name, kwargs)
 
 
 _WORDS = {
@@ -192,10 +126,10 @@ _WORDS = {
 }  # fmt: skip
 
 
-def _known_words(name: str, given: Mapping[str, Any]) -> str | None:
+def _known_words(name: str, kwargs: Mapping[str, Any]) -> str | None:
     for key, words in _WORDS.items():
-        if key in given and given[key] not in words:
-            return f"{name} holds {key}={given[key]!r}: wanted one of {', '.join(words)}."
+        if key in kwargs and kwargs[key] not in words:
+            return f"{name} holds {key}={kwargs[key]!r}: wanted one of {', '.join(words)}."
     return None
 
 
@@ -214,7 +148,7 @@ def optimizer_note(name: str, value: Any, values: Mapping[str, Any]) -> str | No
 def optimizer_args(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     optim = plain(values["optim"])
     if optim not in OPTIMIZERS:
-        return None  # said of optim
+        return None  # `optimizer` refuses it
     try:
         parsed(optim, value)
     except ValueError as error:
@@ -255,12 +189,12 @@ def deterministic(name: str, value: Any, values: Mapping[str, Any]) -> str | Non
 
 
 def accelerator(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
-    """How batches reach several processes means nothing to one; what would change the run is refused."""
+    """Refuses keys that would change the run; how batches reach several processes means nothing to one."""
     try:
-        given = as_dict_or_file(name, value)
+        config = as_dict_or_file(name, value)
     except ValueError as error:
         return str(error)
-    for key, found in given.items():
+    for key, found in config.items():
         if key not in ACCELERATOR:
             return f"{name} holds {key!r}: wanted {', '.join(ACCELERATOR)}."
         default, instead = ACCELERATOR[key]
@@ -269,15 +203,8 @@ def accelerator(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     return None
 
 
-def words(value: Any) -> list[str]:
-    """Of an argument that takes words in a string, a list of them, or a truth value."""
-    if isinstance(value, bool) or value is None:
-        return []
-    return [plain(word) for word in (value.split() if isinstance(value, str) else value)]
-
-
 def fsdp_words(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
-    unknown = [word for word in words(value) if word not in FSDP_WORDS]
+    unknown = [word for word in as_words(value) if word not in FSDP_WORDS]
     return f"{name} holds {unknown}: wanted some of {', '.join(FSDP_WORDS)}." if unknown else None
 
 
@@ -291,13 +218,13 @@ def deepspeed_config(name: str, value: Any, values: Mapping[str, Any]) -> str | 
 
 
 def debug_words(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
-    unknown = [word for word in words(value) if word not in ("underflow_overflow", "tpu_metrics_debug")]
+    unknown = [word for word in as_words(value) if word not in ("underflow_overflow", "tpu_metrics_debug")]
     return f"{name} holds {unknown}: wanted underflow_overflow or tpu_metrics_debug." if unknown else None
 
 
 def debug_note(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
-    told = f"{name}: tpu_metrics_debug has no effect in trl_jax: XLA has no such log."
-    return told if "tpu" in str(words(value)) else None
+    note = f"{name}: tpu_metrics_debug has no effect in trl_jax: XLA has no such log."
+    return note if "tpu" in str(as_words(value)) else None
 
 
 def metric_inputs(name: str, value: Any, values: Mapping[str, Any]) -> str | None:

@@ -30,7 +30,7 @@ class PairBatch(NamedTuple):
     weight: np.ndarray
     member: np.ndarray
     margin: np.ndarray | None = None
-    stream: Packed | None = None
+    packed: Packed | None = None
 
 
 def scored_token(ids: Sequence[int], pad_token_id: int) -> int:

@@ -134,7 +134,7 @@ def stream_pairs(
             _write_rows(texts, own, taken[own], pair.shared, *places)
         taken[own] += 1
         end = free[own] + pair.tokens
-        batch.stream.longest[own, 0, free[own] : end] = longest
+        batch.packed.longest[own, 0, free[own] : end] = longest
         free[own] = end
     return batch
 
@@ -155,7 +155,7 @@ def _empty(
         weight=filled((slots,), 0, np.float32),
         member=np.broadcast_to(member, (streams, *member.shape)),
         margin=filled((slots,), 0, np.float32) if margin else None,
-        stream=Packed(
+        packed=Packed(
             filled((1, length), length),
             filled((1, length), length),
             filled((1, length), 1),
@@ -191,14 +191,14 @@ def _write(
     of_chosen = np.concatenate([np.arange(begin, branch), np.arange(begin - 1, start - 1, -1)])
     of_rejected = np.concatenate([of_chosen[:shared], np.arange(branch, branch + len(rejected) - shared)])
     tokens, positions = batch.tokens[own, 0], batch.positions[own, 0]
-    first, end = batch.stream.first[own, 0], batch.stream.end[own, 0]
+    first, end = batch.packed.first[own, 0], batch.packed.end[own, 0]
     for ids, places in ((rejected, of_rejected), (chosen, of_chosen)):
         tokens[places], positions[places] = ids, np.arange(len(ids))
         first[places], end[places] = places[0], places + 1
     first[start:begin], end[start:begin] = np.arange(start, begin), branch
-    if batch.stream.prompt is not None:
-        batch.stream.prompt[own, 0, start : of_rejected[-1] + 1] = begin
-        batch.stream.prompt[own, 0, branch : of_rejected[-1] + 1] = of_rejected[0]
+    if batch.packed.prompt is not None:
+        batch.packed.prompt[own, 0, start : of_rejected[-1] + 1] = begin
+        batch.packed.prompt[own, 0, branch : of_rejected[-1] + 1] = of_rejected[0]
     batch.at[own, pair.slot] = of_chosen[scored_token(chosen, pad_token_id)]
     read = of_chosen if np.array_equal(chosen, rejected) else of_rejected
     batch.at[own, slots + pair.slot] = read[scored_token(rejected, pad_token_id)]

@@ -74,7 +74,7 @@ def in_shards(batch: PairBatch, shards: int) -> PairBatch:
     def split(leaf: np.ndarray | None) -> np.ndarray | None:
         return None if leaf is None else leaf.reshape(-1, shards, *leaf.shape[1:])
 
-    stream = batch.stream
+    stream = batch.packed
     if stream is not None:
         texts = None if stream.texts is None else RowView(*map(split, stream.texts))
         stream = Packed(*map(split, stream[:-1]), texts)

@@ -1,0 +1,81 @@
+"""Hidden states and scores at the places that are read: any number of a row, padded or packed."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from compat_tests.models import encoders
+from compat_tests.tiny import tiny_model
+from trl_jax import AutoModelForSequenceClassification
+from trl_jax.core.packed import Packed
+from trl_jax.models.functional import merge
+
+LENGTHS, ROW = (5, 9, 3, 7), 64
+
+
+def texts():
+    return [np.random.default_rng(number).integers(1, 500, length) for number, length in enumerate(LENGTHS)]
+
+
+def padded():
+    tokens = np.zeros((len(LENGTHS), ROW), np.int32)
+    for row, ids in zip(tokens, texts(), strict=True):
+        row[: len(ids)] = ids
+    positions = np.broadcast_to(np.arange(ROW, dtype=np.int32), tokens.shape)
+    return {"tokens": jnp.asarray(tokens), "positions": positions, "valid": jnp.asarray(tokens != 0)}
+
+
+def packed():
+    """The texts in two rows, two in each; and where each begins, counted along both."""
+    tokens, positions = np.zeros((2, ROW), np.int32), np.zeros((2, ROW), np.int32)
+    first, end = np.full((2, ROW), ROW, np.int32), np.full((2, ROW), ROW, np.int32)
+    starts = []
+    for number, ids in enumerate(texts()):
+        row, start = divmod(number, 2)[0], 0 if number % 2 == 0 else LENGTHS[number - 1]
+        span, count = slice(start, start + len(ids)), np.arange(len(ids))
+        tokens[row, span], positions[row, span] = ids, count
+        first[row, span], end[row, span] = start, start + count + 1
+        starts.append(row * ROW + start)
+    given = {"tokens": jnp.asarray(tokens), "positions": jnp.asarray(positions)}
+    return given | {"packed": Packed(first, end, np.full_like(first, max(LENGTHS)))}, np.asarray(starts)
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory):
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_model(tmp_path_factory.mktemp("model") / "llama"))
+    return merge(model.graph, model.params)
+
+
+def test_a_decoder_gives_the_places_that_are_read_whatever_the_layout(decoder):
+    """Of a text some places, in any order and one twice: the same of padded rows, of packed rows and out of all."""
+    of_text = [(4, 0), (8, 8, 2), (), (6, 1, 0)]
+    with jax.disable_jit():
+        everything = np.asarray(decoder.decoder(**padded()))
+        reads = np.concatenate([row * ROW + np.asarray(at, int) for row, at in enumerate(of_text)])
+        at_reads = np.asarray(decoder.decoder(reads=reads, **padded()))
+        given, starts = packed()
+        along = np.concatenate([start + np.asarray(at, int) for start, at in zip(starts, of_text, strict=True)])
+        of_packed = np.asarray(decoder.decoder(reads=along, **given))
+        scores = np.asarray(decoder(reads=along, **given))
+    assert everything.shape == (len(LENGTHS) * ROW, decoder.decoder.arch.hidden_size)
+    np.testing.assert_allclose(at_reads, everything[reads], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(of_packed, at_reads, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(scores, of_packed @ np.asarray(decoder.score.weight[...])[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+def test_an_encoder_scores_the_text_that_a_place_belongs_to(family, tmp_path):
+    """bert reads a text's first token, modernbert the mean of it."""
+    model = AutoModelForSequenceClassification.from_pretrained(encoders.build(tmp_path, family, "plain"))
+    scorer, order, within = merge(model.graph, model.params), np.asarray([3, 1, 1, 0]), np.asarray([6, 0, 8, 2])
+    with jax.disable_jit():
+        wanted = np.asarray(scorer(reads=np.arange(len(LENGTHS)) * ROW, **padded()))
+        of_rows = np.asarray(scorer(reads=order * ROW + within, **padded()))
+        given, starts = packed()
+        of_packed = np.asarray(scorer(reads=starts[order] + within, **given))
+    assert np.ptp(wanted) > 1e-3 * np.abs(wanted).max()
+    np.testing.assert_allclose(of_rows, wanted[order], rtol=1e-5)
+    np.testing.assert_allclose(of_packed, wanted[order], rtol=1e-4, atol=1e-5)
