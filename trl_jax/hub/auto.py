@@ -114,7 +114,7 @@ class Checkpoint:
     def _frozen_options(
         self, lora: LoraConfig, quantization: BitsAndBytesConfig | None, *, parts: bool
     ) -> dict[str, Any]:
-        """How `load_native` is to hold the weights beside an adapter."""
+        """The options of `load_native` for the frozen weights beside an adapter."""
         quantized = None if quantization is None else formats(quantization, lora, self.native)
         bits = () if parts else halves(lora, self.native)  # the layout on several devices goes by the plain weights
         return {"as_stored": True, "formats": quantized, "bits": bits}

@@ -28,11 +28,11 @@ class Backend(abc.ABC):
         tensors: path of a parameter -> a name it has on disk.
         dtypes: tensor on disk -> the dtype it is saved in.
         undecayed: paths of parameters without weight decay whose names do not tell.
-        infers_lengths: it finds the end of a row by the pads itself; without a pad id, at the very end.
+        infers_lengths: it finds the end of a row by its pads; without a pad id, the end is the last token.
         ignores_types: token_type_ids have no effect.
         takes_packed: it computes texts laid end to end as if each were alone.
         causal: tokens do not depend on later ones, so two texts may share what both begin with.
-        window: how many tokens before them, and themselves, those of the narrowest layer see; None: all.
+        window: the number of tokens that one sees in the narrowest layer, itself among them; None: all.
         drops_out: it has dropout that training may turn on.
         takes_noise: noise may be added to its embeddings.
         can_resize: it can embed more tokens than its checkpoint did.
@@ -81,7 +81,7 @@ class Backend(abc.ABC):
         """Each tensor under its name on disk, float32."""
 
     def torch_param_layout(self) -> TorchParamLayout:
-        """Where in torch's tensors the arrays lie that train."""
+        """The places in torch's tensors of the arrays that train."""
         return TorchParamLayout()
 
     def locations(self, params: dict[str, jax.Array]) -> Locations:
@@ -89,7 +89,7 @@ class Backend(abc.ABC):
         return {name: [(name, ())] for name in params}
 
     def size_of(self, path: str, array: jax.Array) -> int:
-        """How many of the model's numbers this array stands for."""
+        """The number of the model's parameters that this array stands for."""
         return array.size
 
     def floats(self, path: str, array: jax.Array) -> jax.Array:

@@ -48,5 +48,5 @@ def _select(mask: np.ndarray, trained: jax.Array, frozen: jax.Array) -> jax.Arra
 
 
 def frozen_size(masks: Mapping[str, np.ndarray], params: Mapping[str, Any]) -> int:
-    """How many numbers are frozen."""
+    """The number of frozen parameters."""
     return sum(params[path].size * int((~mask).sum()) // max(mask.size, 1) for path, mask in masks.items())

@@ -52,7 +52,7 @@ class PreTrainedModel(TransformersModelApi):
         self.frozen = {} if frozen is None else frozen
         self.folder, self.name_or_path = folder, name
         self.graph = backend.graph
-        # Where several processes hold the parameters: how one is read, by all together, and whether this one writes.
+        # Where several processes hold the parameters: reads one, by all together; and whether this process writes.
         self.read: Callable[[jax.Array], Any] | None = None
         self.writes = True
 
@@ -97,7 +97,7 @@ class PreTrainedModel(TransformersModelApi):
         return self.backend.max_positions
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """How many numbers the model has, the head among them, or how many of them train."""
+        """Count the numbers of the model, the head among them, or those that train."""
         counted = {
             path: array
             for path, array in (self.params if only_trainable else self.arrays).items()
@@ -109,7 +109,7 @@ class PreTrainedModel(TransformersModelApi):
 
     @property
     def trainable_masks(self) -> dict[str, np.ndarray]:
-        """The layers that train of arrays that are frozen in part or whole: see `freezing.trainable_masks`."""
+        """Of arrays that are frozen in part or whole, the layers that train: see `freezing.trainable_masks`."""
         if not self.frozen_names:
             return {}
         return trainable_masks(self.frozen_names, self.backend.locations(self.params), self.params)

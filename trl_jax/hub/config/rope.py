@@ -59,15 +59,15 @@ def read_ropes(config: ConfigReader, types: list[str], *, local_theta: float) ->
         raise config.wrong("rope_parameters", unknown, f"sections for {_FULL} and {_SLIDING}")
     ropes = {}
     for kind, default in thetas.items():
-        found = {"rope_type": "default", **(nested.get(kind) or {})}  # a bare `type` has no effect
-        found = found | legacy if kind == _FULL else found
-        where = f"{config.source}: rope_parameters.{kind}"
-        ropes[kind] = _rope(config, ConfigReader(_set(found), where), default, partial=False)
+        section = {"rope_type": "default", **(nested.get(kind) or {})}  # a bare `type` has no effect
+        section = section | legacy if kind == _FULL else section
+        source = f"{config.source}: rope_parameters.{kind}"
+        ropes[kind] = _rope(config, ConfigReader(_without_null(section), source), default, partial=False)
     return tuple(ropes[kind] for kind in types)
 
 
 def read_rotary_dim(config: ConfigReader, head_dim: int, default: float, key: str = "partial_rotary_factor") -> int:
-    """How many channels of a head turn: `partial_rotary_factor` of the section, else of the config under `key`."""
+    """The number of rotated channels of a head, by `partial_rotary_factor` of the section or else `key` of the config."""
     share = config.number(key, default, maximum=1.0)
     share = _section(config).number("partial_rotary_factor", share, maximum=1.0)
     channels = int(head_dim * share)
@@ -78,12 +78,12 @@ def read_rotary_dim(config: ConfigReader, head_dim: int, default: float, key: st
 
 def _section(config: ConfigReader) -> ConfigReader:
     """`rope_scaling` or else `rope_parameters`: transformers lets the older key win."""
-    legacy, today = config.section("rope_scaling"), config.section("rope_parameters")
+    legacy, current = config.section("rope_scaling"), config.section("rope_parameters")
     name = "rope_scaling" if legacy else "rope_parameters"
-    return ConfigReader(_set(legacy or today), f"{config.source}: {name}")
+    return ConfigReader(_without_null(legacy or current), f"{config.source}: {name}")
 
 
-def _set(section: dict[str, Any]) -> dict[str, Any]:
+def _without_null(section: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in section.items() if value is not None}
 
 
@@ -103,8 +103,8 @@ def _rope(
 
 
 def _check_keys(rope: ConfigReader, kind: str, extra_keys: frozenset[str]) -> None:
-    found = set(rope.raw) - _ALWAYS - extra_keys
-    unknown, missing = sorted(found - _NEEDED[kind] - _TAKEN[kind]), sorted(_NEEDED[kind] - found)
+    keys = set(rope.raw) - _ALWAYS - extra_keys
+    unknown, missing = sorted(keys - _NEEDED[kind] - _TAKEN[kind]), sorted(_NEEDED[kind] - keys)
     if unknown:
         raise ValueError(f"{rope.source}: rope_type {kind!r} does not take {', '.join(unknown)}.")
     if missing:

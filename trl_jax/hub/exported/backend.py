@@ -66,5 +66,5 @@ def load_exported(
 
 
 def _take_params(model: TorchModel) -> dict[str, jax.Array]:
-    """float32 arrays of our own: torch's memory is given back one by one."""
+    """float32 arrays of our own; torch's memory is freed one by one."""
     return {name: jax.block_until_ready(jnp.array(values)) for name, values in model.take()}

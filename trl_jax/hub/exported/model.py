@@ -48,7 +48,7 @@ class TorchModel:
         return self.program(2, 16, dtype="float32", training=False).unread() | undecayed
 
     def take(self) -> Iterator[tuple[str, np.ndarray]]:
-        """(name, float32 array) of each parameter, once: its memory is given back when the next one is asked for.
+        """(name, float32 array) of each parameter, once: its memory is freed when the next one is asked for.
 
         The shape of the model stays, enough to export and to save it.
         """

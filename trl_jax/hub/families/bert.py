@@ -26,7 +26,7 @@ def arch(config: ConfigReader) -> EncoderArch:
 
 
 def shared(config: ConfigReader, head: HeadFacts) -> EncoderArch:
-    """What the encoders that came after it have of it, too."""
+    """The facts that later encoders share."""
     hidden, heads = read_heads(config, "hidden_size", "num_attention_heads")
     for key in UNUSED:
         config.value(key)

@@ -1,4 +1,4 @@
-"""deberta-v2, v3 too: bert with disentangled attention, maybe a convolution beside the first layer."""
+"""deberta-v2 and v3: bert with disentangled attention, in some a convolution beside the first layer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def arch(config: ConfigReader) -> EncoderArch:
 
 
 def shared(config: ConfigReader) -> EncoderArch:
-    """What deberta has of it, too: all but the attention."""
+    """The facts that deberta shares: all but the attention."""
     for key in UNUSED:
         config.value(key)
     dropout = bert.read_dropout(config, "hidden_dropout_prob", 0.1)
@@ -59,7 +59,7 @@ def read_longest(config: ConfigReader) -> int:
 
 
 def read_products(config: ConfigReader) -> dict[str, bool]:
-    """Which contents meet which distances, `pos_att_type`: a list, or a text with bars."""
+    """The products of contents with distances that `pos_att_type` asks for: a list, or a text with bars."""
     found = config.value("pos_att_type", [])
     kinds = [kind.strip() for kind in found.lower().split("|")] if isinstance(found, str) else found
     if not isinstance(kinds, list) or len(set(kinds)) < len(kinds) or not set(kinds) <= {"c2p", "p2c"}:

@@ -23,7 +23,7 @@ def arch(config: ConfigReader) -> Arch:
 
 
 def shared(config: ConfigReader) -> Arch:
-    """What gemma3 has of it, too."""
+    """The facts that gemma3 shares."""
     base = gemma.arch(config)
     config.optional_number("final_logit_softcapping")  # caps a language model's logits
     scale = config.number("query_pre_attn_scalar", 256, minimum=1e-9) ** -0.5

@@ -1,4 +1,4 @@
-"""gemma3: gemma3_text beside a tower that sees images, which preference pairs have none of."""
+"""gemma3: gemma3_text beside a tower for images, which is carried along unused."""
 
 from __future__ import annotations
 

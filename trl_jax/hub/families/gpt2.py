@@ -32,7 +32,7 @@ def arch(config: ConfigReader) -> Arch:
 
 
 def shared(config: ConfigReader) -> Arch:
-    """What gptj has of it, too."""
+    """The facts that gptj shares."""
     hidden, layers, heads = config.size("n_embd"), config.size("n_layer", maximum=4096), config.size("n_head")
     if hidden % heads:
         raise config.wrong("n_embd", hidden, f"a multiple of n_head {heads}")

@@ -27,7 +27,7 @@ def names(arch: EncoderArch) -> Names:
 
 
 def head_first(arch: EncoderArch) -> Names:
-    """As those have it that copied it."""
+    """The names in the order of the models that copied it."""
     return ordered(names(arch), "head.dense", "head.out", before="encoder.embed")
 
 

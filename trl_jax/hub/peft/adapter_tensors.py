@@ -34,7 +34,7 @@ def tensors_of(plan: AdapterPlan, params: dict[str, Any], tables: dict[str, Any]
 
 
 def full_tensors(plan: AdapterPlan, params: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Those of the model's own parameters that train."""
+    """The tensors of the model's own parameters that train."""
     tensors, full = {}, plan.full
     for name, entries in full.tensors.items():
         arrays = {entry.path: params[full.array_of(entry.path)] for entry, _ in entries}

@@ -11,7 +11,7 @@ from trl_jax.hub.peft.targets import Targets, is_all, is_meant, linear_maps, sho
 
 logger = logging.getLogger(__name__)
 
-_HOLDING = ("linear", "router", "experts")  # kinds of modules whose matrices can be meant
+_WITH_MATRICES = ("linear", "router", "experts")  # kinds of modules whose matrices can be meant
 
 # Families whose experts and router target_modules may name by older names; PEFT then adapts the parameters that they
 # have become, and of two that lie in one, both or neither.
@@ -65,7 +65,7 @@ def _last_names(config: LoraConfig, modules: list[Module], became: dict[str, str
     if is_all(config.target_modules):
         return {name.rpartition(".")[2] for name in linear_maps(config, modules)} | set(became)
     places = in_order(modules)
-    parameters = [f"{name}.{own}" for name, module, _ in places for own, _ in module.parameters()]
+    parameters = [f"{name}.{last}" for name, module, _ in places for last, _ in module.parameters()]
     once = [
         f"{name.rpartition('.')[0]}.{old}"
         for name in parameters
@@ -81,17 +81,17 @@ def targeted_parameters(config: LoraConfig, modules: list[Module], *, alone: boo
     at the layers that are named or modules that are left out. `alone`: no module gets an adapter.
 
     Raises:
-        ValueError: nothing at all is meant, or what is no matrix; or beside an option that only modules have.
+        ValueError: nothing at all is meant, or no matrix; or an option is set that only modules have.
     """
     wanted = tuple(config.target_parameters or ())
     every = [
-        (f"{name}.{own}", own, holder, layer)
+        (f"{name}.{last}", last, owner, layer)
         for name, module, layer in in_order(modules)
-        for own, holder in module.parameters()
+        for last, owner in module.parameters()
     ]
     meant = [place for place in every if f".{place[0]}".endswith(tuple(f".{end}" for end in wanted))]
-    for name, own, holder, _ in meant:
-        if holder.kind not in _HOLDING or own not in ("weight", holder.name.rpartition(".")[2]):
+    for name, last, owner, _ in meant:
+        if owner.kind not in _WITH_MATRICES or last not in ("weight", owner.name.rpartition(".")[2]):
             raise ValueError(
                 f"LoraConfig: target_parameters={shown(set(wanted))} means {name}, which is no matrix of a linear map "
                 f"or of experts. Those that are: {', '.join(_matrices(every))}."
@@ -113,10 +113,10 @@ def targeted_parameters(config: LoraConfig, modules: list[Module], *, alone: boo
             f"LoraConfig: init_lora_weights='pissa' divides the matrices of modules, and this config means "
             f"{meant[0][0]}. Take True, or name target_modules without experts: ['q_proj', 'v_proj']."
         )
-    return [(name, holder, layer) for name, _, holder, layer in meant]
+    return [(name, owner, layer) for name, _, owner, layer in meant]
 
 
 def _matrices(every: list[tuple[str, str, Module, int]]) -> list[str]:
     """Parameters that can be adapted, by their last two names."""
-    names = [name for name, own, holder, _ in every if holder.kind in _HOLDING and not own.endswith("bias")]
+    names = [name for name, last, owner, _ in every if owner.kind in _WITH_MATRICES and not last.endswith("bias")]
     return sorted({".".join(name.split(".")[-2:]) for name in names})

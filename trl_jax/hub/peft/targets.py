@@ -43,25 +43,25 @@ def with_drawn(
 
 
 def settled(config: LoraConfig, modules: list[Module], model_type: str) -> LoraConfig:
-    """The config with `target_modules` that name modules: the usual ones where it names none, all for all-linear.
+    """The config with the names of modules in `target_modules`: the usual ones where it names none, all for all-linear.
 
     Raises:
         ValueError: it names none, and there are no usual ones of this model_type.
     """
-    found, places = config.target_modules, in_order(modules)
-    if found is None and not (config.target_parameters and model_type not in _USUAL):
+    wanted, places = config.target_modules, in_order(modules)
+    if wanted is None and not (config.target_parameters and model_type not in _USUAL):
         if model_type not in _USUAL:
             raise ValueError(
                 f"LoraConfig: target_modules is None, and PEFT has no usual choice for model_type {model_type!r}. "
                 f"Name some of {', '.join(candidates(modules))}, or pass 'all-linear'."
             )
-        found = set(_USUAL[model_type])
-    if is_all(found):
-        found = linear_maps(config, modules)
-    if isinstance(found, set) and len(found) >= _MANY:
-        found = _shortest(found, _every_name(places))
+        wanted = set(_USUAL[model_type])
+    if is_all(wanted):
+        wanted = linear_maps(config, modules)
+    if isinstance(wanted, set) and len(wanted) >= _MANY:
+        wanted = _shortest(wanted, _every_name(places))
     conv = any(module.kind == "conv1d" for _, module, _ in places)
-    return replace(config, target_modules=found, fan_in_fan_out=config.fan_in_fan_out or conv)
+    return replace(config, target_modules=wanted, fan_in_fan_out=config.fan_in_fan_out or conv)
 
 
 def is_all(wanted: Any) -> bool:
@@ -106,7 +106,7 @@ def targeted(config: LoraConfig, modules: list[Module]) -> Targets:
     """Each module that gets an adapter, in order; `config` is settled.
 
     Raises:
-        ValueError: none is meant, and no parameter either; or one that has no adapters.
+        ValueError: none is meant, and no parameter either; or one that cannot have an adapter.
     """
     places, wanted = in_order(modules), config.target_modules
     known = {name: (name, module, layer) for name, module, layer in places}
