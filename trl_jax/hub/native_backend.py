@@ -153,7 +153,7 @@ def load_native(
 def outline_native(
     config: NativeConfig, *, dtype: str, formats: dict[str, Format] | None = None, **options: Any
 ) -> tuple[dict[str, jax.ShapeDtypeStruct], NativeBackend]:
-    """Shapes in the place of the parameters, and the backend, from config.json alone; `options` as in `loading.outline`."""
+    """Shapes of the parameters, and the backend, from config.json alone; `options` as in `loading.outline`."""
     shapes, source = outline(config, dtype=dtype, formats=formats, **options)
     return shapes, NativeBackend(source, _with_bits(shapes, source, formats, lambda *_: source.dtype))
 

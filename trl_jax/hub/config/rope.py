@@ -67,7 +67,7 @@ def read_ropes(config: ConfigReader, types: list[str], *, local_theta: float) ->
 
 
 def read_rotary_dim(config: ConfigReader, head_dim: int, default: float, key: str = "partial_rotary_factor") -> int:
-    """The number of rotated channels of a head, by `partial_rotary_factor` of the section or else `key` of the config."""
+    """The number of rotated channels of a head: `partial_rotary_factor` of the section, or `key` of the config."""
     share = config.number(key, default, maximum=1.0)
     share = _section(config).number("partial_rotary_factor", share, maximum=1.0)
     channels = int(head_dim * share)

@@ -18,7 +18,7 @@ def max_positions(config: Any) -> int | None:
 
 
 def max_positions_of(module: Any) -> int | None:
-    """As `max_positions`: a table of positions has as many rows as the config has positions, and its unused first ones."""
+    """As `max_positions`: a table of positions has a row for each, and some unused ones before them."""
     facts = module.config.get_text_config().to_dict()
     names = "max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length"
     stated = next((facts[name] for name in names if isinstance(facts.get(name), int)), None)

@@ -22,7 +22,7 @@ def only_pickled(folder: Path) -> bool:
 
 
 class PickledFiles:
-    """The tensors of pytorch_model.bin, single or sharded, with the methods of `CheckpointFiles`; no code in it is run."""
+    """The tensors of pytorch_model.bin, single or sharded, with the methods of `CheckpointFiles`."""
 
     def __init__(self, folder: Path):
         self._tensors: dict[str, Any] = {}
