@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from trl_jax.core.secrets import shown
 from trl_jax.data.layout.batch import padded_length
 from trl_jax.hub.backend import Backend
 from trl_jax.hub.checkpoint.loading import Source
@@ -154,7 +155,7 @@ class PreTrainedModel(TransformersModelApi):
         asked = {name for name, value in others.items() if value not in _WITHOUT_EFFECT.get(name, ())}
         if asked:
             raise TypeError(
-                f"save_pretrained: {', '.join(f'{name}={others[name]!r}' for name in sorted(asked))} is not in this "
+                f"save_pretrained: {', '.join(shown(name, others[name]) for name in sorted(asked))} is not in this "
                 "release of trl_jax. Leave it out; to push, use trainer.push_to_hub()."
             )
         self.backend.save(Path(save_directory), self.readable, self.config, writes=self.writes)
