@@ -90,7 +90,7 @@ def _without_null(section: dict[str, Any]) -> dict[str, Any]:
 def _rope(
     config: ConfigReader, rope: ConfigReader, theta: float, *, partial: bool, extra_keys: frozenset[str] = frozenset()
 ) -> Rope:
-    kind = rope.one_of("rope_type", _NEEDED, rope.one_of("type", _NEEDED, "default"))
+    kind = rope.one_of("rope_type", KINDS, rope.one_of("type", KINDS, "default"))
     if not partial and rope.number("partial_rotary_factor", 1.0) != 1.0:
         raise rope.wrong("partial_rotary_factor", rope.raw["partial_rotary_factor"], "1.0 for this model_type")
     _check_keys(rope, kind, extra_keys)
