@@ -222,7 +222,8 @@ class AutoModelForSequenceClassification:
             seed: draws the score head where the checkpoint has none.
             kwargs: revision, subfolder, token, cache_dir, local_files_only, gguf_file as in transformers;
                 attn_implementation is accepted (kernels are chosen by the backend); trust_remote_code fetches `*.py`
-                for the tokenizer, model code is never run; device_map and its like are warned of.
+                for the tokenizer, whose own code AutoTokenizer may then run; a model's is never run; device_map and
+                its like are warned of.
 
         Raises:
             ValueError, TypeError: an argument or a checkpoint at fault, by name.
@@ -247,7 +248,10 @@ def _checked(kwargs: dict[str, Any], dtype: Any) -> tuple[dict[str, Any], str]:
             logger.warning("%s has no effect in trl_jax: arrays go to JAX's default device.", key)
     code = bool(kwargs.pop("trust_remote_code", False))
     if code:
-        logger.warning("trust_remote_code has no effect on models: trl_jax never runs a repository's code.")
+        logger.warning(
+            "trust_remote_code has no effect on models, whose own code is never run. It lets the code of a tokenizer "
+            "run, where its tokenizer_config.json names some (auto_map)."
+        )
     fetch = {key: kwargs.pop(key) for key in _FETCH if key in kwargs}
     if kwargs:
         raise TypeError(

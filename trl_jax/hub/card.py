@@ -10,6 +10,7 @@ from pathlib import Path
 import yaml
 
 from trl_jax.core.secrets import masked, scrubbed
+from trl_jax.core.whole_file import write_whole
 
 CARD, CURVE = "README.md", "training_loss.svg"
 _MARK = "<!-- trl_jax wrote this card and will write it anew; remove this line to keep your own. -->"
@@ -67,7 +68,7 @@ def write_card(
     front = yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
     text = f"---\n{front}---\n\n{_MARK}\n\n{_text(model_name, base_model, datasets, adapter)}"
     text += _run_section(folder, run)
-    path.write_text(scrubbed(text), encoding="utf-8")
+    write_whole(path, scrubbed(text))
 
 
 def _adapter_tags(base_model: str | None) -> list[str]:

@@ -25,7 +25,7 @@ from trl_jax.hub.peft.lora_config import PICKLED, no_adapter
 from trl_jax.hub.peft.lora_config import WEIGHTS as _ADAPTER_WEIGHTS
 from trl_jax.hub.torch import bridge
 
-_SMALL = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+SMALL = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 _UNREACHED = (RepositoryNotFoundError, LocalEntryNotFoundError, OfflineModeIsEnabled, HFValidationError)
 
 
@@ -44,7 +44,7 @@ class Repository:
 
     def fetch_small_files(self, *, code: bool) -> None:
         """Fetch config and tokenizer, with `code` `*.py` too; of deeper folders only the named chat templates."""
-        patterns = (*_SMALL, "*.py") if code else _SMALL
+        patterns = (*SMALL, "*.py") if code else SMALL
         ignored = [f"*/{pattern}" for pattern in patterns if pattern != "*.jinja"]
         self._snapshot(patterns, ignored)
 

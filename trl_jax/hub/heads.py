@@ -87,7 +87,9 @@ def head_of(family: Family, head: HeadName) -> ScoreHead:
 def check_labels(num_labels: int) -> None:
     """Raise ValueError unless there is one label."""
     if num_labels != 1:
-        raise ValueError(f"num_labels is {num_labels}, but a reward model has one score a sequence: num_labels=1.")
+        raise ValueError(
+            f"num_labels is {num_labels}, but reward models require `num_labels=1`: one score a sequence. Leave it out."
+        )
 
 
 def architecture(family: Family) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from trl_jax.core.packed import reads_of_rows
-from trl_jax.data.layout.batch import padded_length, scored_token
+from trl_jax.data.layout.batch import last_real_token, padded_length
 from trl_jax.hub.backend import Backend
 from trl_jax.models.functional import merge
 
@@ -34,7 +34,7 @@ def score_rows(
     if not backend.ignores_types and token_type_ids is not None and np.any(token_type_ids):
         raise ValueError("token_type_ids has other types than 0, but a reward model scores one text. Leave it out.")
     mask = np.ones(tokens.shape, bool) if attention_mask is None else np.asarray(attention_mask).astype(bool)
-    at = [scored_token(row, pad) if pad is not None else len(row) - 1 for row in tokens]
+    at = [last_real_token(row, pad) if pad is not None else len(row) - 1 for row in tokens]
     as_is = pad is None and backend.infers_lengths
     extra = 0 if as_is else padded_length(tokens.shape[1], "auto") - tokens.shape[1]
     tokens = np.pad(tokens, ((0, 0), (0, extra)), constant_values=pad or 0).astype(np.int32)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from trl_jax.losses.sums import counted, summed
+
 
 def pairwise_loss(
     chosen: jax.Array,
@@ -13,7 +15,7 @@ def pairwise_loss(
     weight: jax.Array,
     margin: jax.Array | None = None,
     center_rewards_coefficient: float | None = None,
-    member: jax.Array | None = None,
+    micro_batch: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     r"""Bradley-Terry loss of `P` pairs.
 
@@ -30,7 +32,7 @@ def pairwise_loss(
             the pairs of each micro-batch, then over the micro-batches, is `1 / (micro-batches x pairs in its own)`.
         margin: `[P]` by how much a chosen score should lead.
         center_rewards_coefficient: the factor of the centring term; None leaves it out.
-        member: bool `[M, P]`, the pairs of each micro-batch; the sums are then `[M]`, one for each of them.
+        micro_batch: bool `[M, P]`, the pairs of each micro-batch; the sums are then `[M]`, one for each of them.
 
     Returns:
         The loss, a float32 scalar, and sums over the pairs with a weight: `pairs` (their number), `correct`,
@@ -42,18 +44,15 @@ def pairwise_loss(
     losses = -jax.nn.log_sigmoid(lead if margin is None else lead - margin)
     if center_rewards_coefficient is not None:
         losses += center_rewards_coefficient * jnp.square(chosen + rejected)
-    return jnp.sum(weight * losses), _sums(chosen, rejected, weight > 0 if member is None else member & (weight > 0))
+    return jnp.sum(weight * losses), _sums(chosen, rejected, counted(weight, micro_batch))
 
 
-def _sums(chosen: jax.Array, rejected: jax.Array, counted: jax.Array) -> dict[str, jax.Array]:
-    def total(values):
-        return jnp.sum(jnp.where(counted, values, 0), axis=-1, dtype=jnp.float32)
-
+def _sums(chosen: jax.Array, rejected: jax.Array, pairs: jax.Array) -> dict[str, jax.Array]:
     return {
-        "pairs": total(1.0),
-        "correct": total(chosen > rejected),
-        "margin_sum": total(chosen - rejected),
-        "reward_sum": total(chosen + rejected),
-        "reward_min": jnp.min(jnp.where(counted, jnp.minimum(chosen, rejected), jnp.inf), axis=-1),
-        "reward_max": jnp.max(jnp.where(counted, jnp.maximum(chosen, rejected), -jnp.inf), axis=-1),
+        "pairs": summed(1.0, pairs),
+        "correct": summed(chosen > rejected, pairs),
+        "margin_sum": summed(chosen - rejected, pairs),
+        "reward_sum": summed(chosen + rejected, pairs),
+        "reward_min": jnp.min(jnp.where(pairs, jnp.minimum(chosen, rejected), jnp.inf), axis=-1),
+        "reward_max": jnp.max(jnp.where(pairs, jnp.maximum(chosen, rejected), -jnp.inf), axis=-1),
     }

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from trl_jax.core.tensors_file import Pieces, as_dtype
+from trl_jax.core.whole_file import write_whole
 from trl_jax.hub.checkpoint.loading import Source
 from trl_jax.hub.checkpoint.tensor_map import TensorEntry
 from trl_jax.hub.formats.safetensors import shard_plan, write_checkpoint
@@ -46,7 +47,7 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     write_checkpoint(folder, shards, pieces)
     config = saved_config(source.config, dtype=source.dtype, pad_token_id=pad_token_id, eos_token_id=eos_token_id)
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    write_whole(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 IndexedEntry = tuple[TensorEntry, tuple[int, ...]]

@@ -66,12 +66,17 @@ def read_ropes(config: ConfigReader, types: list[str], *, local_theta: float) ->
     return tuple(ropes[kind] for kind in types)
 
 
-def read_rotary_dim(config: ConfigReader, head_dim: int, default: float, key: str = "partial_rotary_factor") -> int:
-    """The number of rotated channels of a head: `partial_rotary_factor` of the section, or `key` of the config."""
+def read_rotary_dim(
+    config: ConfigReader, head_dim: int, default: float, key: str = "partial_rotary_factor", *, whole: bool = False
+) -> int:
+    """The number of rotated channels of a head: `partial_rotary_factor` of the section, or `key` of the config.
+
+    `whole`: any whole number will do, where transformers computes it; for an odd one see `Rope.frequencies`.
+    """
     share = config.number(key, default, maximum=1.0)
     share = _section(config).number("partial_rotary_factor", share, maximum=1.0)
     channels = int(head_dim * share)
-    if channels < 2 or channels % 2:
+    if not whole and (channels < 2 or channels % 2):
         raise config.wrong(key, share, f"a share of the {head_dim} channels of a head that is even and at least 2")
     return channels
 

@@ -36,7 +36,7 @@ def load_classifier(folder: Path, dtype: str, seed: int, config: Any = None) -> 
         facts = {"num_labels": 1} if config is None else {"config": config}
         try:
             model = AutoModelForSequenceClassification.from_pretrained(
-                folder, dtype=kind, attn_implementation="eager", **facts
+                folder, dtype=kind, attn_implementation="eager", trust_remote_code=False, **facts
             )
         except pickle.UnpicklingError as error:
             raise _not_tensors(folder / PICKLED, error) from error
@@ -54,7 +54,7 @@ def unloaded(config: Any) -> Any:
     from transformers import AutoModelForSequenceClassification
 
     with torch.device("meta"):
-        return AutoModelForSequenceClassification.from_config(config)
+        return AutoModelForSequenceClassification.from_config(config, trust_remote_code=False)
 
 
 def empty(parameter: Any, dtype: str) -> None:
