@@ -150,9 +150,9 @@ def test_rows_of_texts_are_for_gpus_and_have_one_length():
     data = ids(900, *[(100, 150)] * 8)
     how = {"parameters": 10**6, "batch_size": 2, "steps": 2}
     plan = layout_choice.plan(asked(device="cuda"), CAUSAL, data, COLUMNS, **how)
-    assert plan.layout == "shared" and plan.shapes.pairs == ((2304, 1088),)
+    assert plan.layout == "shared" and plan.views.shapes == ((2304, 1088),)
     assert layout_choice.line(plan).endswith("packed rows of 2,304 tokens, rows of 1,088.")
     assert layout_choice.plan(asked(), CAUSAL, data, COLUMNS, **how).views is None
     assert layout_choice.plan(asked("shared", device="cuda"), CAUSAL, data, COLUMNS, striped=True, **how).views is None
-    assert layout_choice.plan(asked(device="cuda"), CAUSAL, stream(4), COLUMNS, **how).views.shapes == ()
+    assert layout_choice.plan(asked(device="cuda"), CAUSAL, stream(4), COLUMNS, **how).views.views == ()
     assert layout_choice.unplanned(asked(), CAUSAL, striped=False).views is None

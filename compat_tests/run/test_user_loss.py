@@ -389,7 +389,7 @@ def test_memory_is_told_where_it_is_asked_for(folder, tmp_path):
 def test_memory_that_the_system_does_not_count_is_not_told(monkeypatch):
     monkeypatch.setattr(memory_metrics, "resource", None)
     args = SimpleNamespace(skip_memory_metrics=False, use_cpu=True, jax_devices=jax.devices)
-    assert "train_mem_cpu_peak" not in memory_metrics.memory_metrics("train", args)
+    assert "train_mem_cpu_peak" not in memory_metrics.memory("train", args)
 
 
 def test_metrics_are_printed_and_written_as_transformers_does(folder, tmp_path, capsys):
