@@ -19,7 +19,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from compat_tests.faults.killed_saves import events_of
-from trl_jax.engine.async_saver import AsyncSaver, copied
+from trl_jax.engine.async_saver import AsyncSaver, host_copy
 from trl_jax.engine.checkpoint import save_checkpoint
 from trl_jax.engine.manifest import digest, sync, verify
 from trl_jax.engine.progress import TENSORS, Progress, SavedProgress, told, write_progress
@@ -58,7 +58,7 @@ def once(base: Path, trees: dict) -> dict[str, float]:
 def aside(run_dir: Path, trees: dict) -> float:
     """Seconds until the next step may begin: the arrays are copied, a thread does the rest."""
     background, start = AsyncSaver(), time.perf_counter()
-    held = copied(trees)
+    held = host_copy(trees)
 
     def write(folder: Path) -> None:
         save_file(held["params"], folder / "model.safetensors")

@@ -153,12 +153,12 @@ def _safe_rate_of_adam(hyper: Hyperparameters) -> float | None:
 def _schedule_free(
     kind: str, hyper: Hyperparameters, *, decayed: dict[str, bool], max_grad_norm: float | None
 ) -> Optimizer:
-    b1, direction, share = _SCHEDULE_FREE[kind](hyper)
+    b1, direction, factor = _SCHEDULE_FREE[kind](hyper)
     if hyper.weight_decay:  # of the point where the gradient is taken, behind the gradient's transformation
         direction = optax.chain(direction, optax.add_decayed_weights(hyper.weight_decay, mask=decayed))
     r, power = hyper.optim_args.get("r", 0.0), hyper.optim_args.get("weight_lr_power", 2.0)
     clip = clip_by_global_norm(max_grad_norm) if max_grad_norm else optax.identity()
-    chain = optax.chain(clip, schedule_free(direction, share, b1=b1, r=r, power=power))
+    chain = optax.chain(clip, schedule_free(direction, factor, b1=b1, r=r, power=power))
     return Optimizer(chain.init, chain.update, lambda params, state: point(b1, params, state[1]))
 
 

@@ -20,11 +20,11 @@ from trl_jax.core.secrets import masked
 from trl_jax.data.fingerprint import fingerprint
 from trl_jax.data.order import RunLength
 from trl_jax.engine import host_memory
-from trl_jax.engine.async_saver import AsyncSaver, copied
+from trl_jax.engine.async_saver import AsyncSaver, host_copy
 from trl_jax.engine.checkpoint import await_checkpoint, save_checkpoint
 from trl_jax.engine.processes import barrier, is_first, several
-from trl_jax.engine.progress import Progress, SavedProgress, told, write_progress
-from trl_jax.engine.resume import Found, changed_arguments, restore_callbacks
+from trl_jax.engine.progress import Progress, SavedProgress, progress_json, write_progress
+from trl_jax.engine.resume import ResumePoint, changed_arguments, restore_callbacks
 from trl_jax.run import hf_resume
 from trl_jax.run.optimizer_choice import LearningRate
 from trl_jax.run.state import ARGUMENTS, Session
@@ -73,7 +73,7 @@ class Keeping(Session):
             return False
         if any(type(c).on_save is not TrainerCallback.on_save for c in self.callback_handler.callbacks):
             return False
-        spare = host_memory.spare()
+        spare = host_memory.available()
         return spare is None or self._held_bytes() < spare / 2
 
     def _writer(self, progress: Progress, *, aside: bool) -> Callable[[Path], None]:
@@ -81,11 +81,11 @@ class Keeping(Session):
         held = {"params": self.model.params}
         if not self.args.save_only_model:
             held["optimizer"] = self._optimizer_state
-        held = copied(held) if aside else held
+        held = host_copy(held) if aside else held
         facts = {"tokens_seen": self._tokens_seen, "schedule": self.lr_scheduler.state_dict()}
         fills = self.shards > 1 if self._fills is None else self._fills
         facts |= {"shards": self.shards, "step_pairs": self._step_pairs, "fills": fills}
-        text, steps = told(progress, facts), list(progress.unreported)
+        text, steps = progress_json(progress, facts), list(progress.unreported)
 
         def write(folder: Path) -> None:
             if aside:
@@ -137,7 +137,7 @@ class Keeping(Session):
 
     # ---- going on ----------------------------------------------------------------------------------------------
 
-    def _take_up(self, found: Found, run: RunLength, tx: Any) -> Progress:
+    def _take_up(self, found: ResumePoint, run: RunLength, tx: Any) -> Progress:
         """Become what the run was when it wrote this checkpoint. Whatever is wrong with it is told before that."""
         folder, args = found.folder, self.args
         saved = SavedProgress(folder) if found.manifest is not None else None
@@ -174,7 +174,7 @@ class Keeping(Session):
         logger.warning("Resuming from %s: step %d of %d.", folder, found.state.global_step, run.max_steps)
         return progress
 
-    def _take_up_state(self, found: Found) -> None:
+    def _take_up_state(self, found: ResumePoint) -> None:
         state = self._events.state = found.state
         state.is_local_process_zero = state.is_world_process_zero = is_first()
         restore_callbacks(self._events, wholly=self.args.restore_callback_states_from_checkpoint)
@@ -218,7 +218,7 @@ class Keeping(Session):
             f"{args.gradient_accumulation_steps} give {self._step_pairs}. {way}"
         )
 
-    def _check_dataset(self, found: Found) -> None:
+    def _check_dataset(self, found: ResumePoint) -> None:
         then, now = found.manifest["dataset"], self._dataset_fingerprint()
         if then != now:
             raise ValueError(

@@ -12,7 +12,7 @@ import numpy as np
 from datasets import IterableDataset
 
 from trl_jax.data.layout.plan import EARLY
-from trl_jax.engine.compilation import Programs, ahead
+from trl_jax.engine.compilation import Programs, compile_ahead
 from trl_jax.engine.progress import Progress
 from trl_jax.run.rng import run_key
 
@@ -44,10 +44,10 @@ def compiling_ahead(
 
     def make(batch: Any) -> None:
         with trainer._on_device():
-            step.made(params, state, batch, np.float32(0), key, frozen)
+            step.program_for(params, state, batch, np.float32(0), key, frozen)
 
     left = trainer.state.max_steps - trainer.state.global_step
-    return ahead(make, (trainer._place(batch).arrays for batch in islice(coming, min(EARLY, left))), AT_ONCE)
+    return compile_ahead(make, (trainer._place(batch).arrays for batch in islice(coming, min(EARLY, left))), AT_ONCE)
 
 
 def _shapes(trainer: BaseTrainer, arrays: Any) -> Any:

@@ -80,7 +80,6 @@ class Session(Reports, Task):
         self._new_state()
         self._arguments = json.dumps(_written(args), indent=2)  # now: what cannot be written should not cost a run
         set_log_level(args.get_process_log_level())
-        keep_compilations()
         _warn_of_idle_devices(args)
         os.makedirs(args.output_dir, exist_ok=True)
 
@@ -235,6 +234,7 @@ class Session(Reports, Task):
     def _on_device(self):
         """The device of the run, and float32 products as exact as torch's unless tf32 was asked for."""
         precision = "tensorfloat32" if self.args.tf32 and self.args.device.type == "cuda" else "float32"
+        keep_compilations()
         with jax.default_device(run_device(self.args)), jax.default_matmul_precision(precision):
             yield
 

@@ -17,7 +17,7 @@ from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import SaveStrategy, TrainOutput, speed_metrics
 
 from trl_jax.core.arguments.values import as_choice
-from trl_jax.engine.async_saver import copied
+from trl_jax.engine.async_saver import host_copy
 from trl_jax.engine.checkpoint import forget_all_but_best, sweep
 from trl_jax.engine.interrupts import Interrupts
 from trl_jax.engine.lock import only_run
@@ -25,7 +25,7 @@ from trl_jax.engine.loop import Loop
 from trl_jax.engine.nonfinite_guard import PATIENCE, NonFiniteGuard
 from trl_jax.engine.optimizers import Optimizer
 from trl_jax.engine.prefetch import Prefetched
-from trl_jax.engine.processes import barrier, check_alike, is_first, several, told_of_the_dead
+from trl_jax.engine.processes import barrier, check_alike, is_first, naming_lost_processes, several
 from trl_jax.engine.progress import Progress
 from trl_jax.engine.resume import find
 from trl_jax.hub.pretrained import PreTrainedModel
@@ -149,7 +149,7 @@ class BaseTrainer(Stepping):
 
     def _train_what_fits(self, run: Callable[[], TrainOutput]) -> TrainOutput:
         """Each try begins where this one did: a step takes the arrays it is given."""
-        held, seen = copied((self.model.params, self._optimizer_state)), self._tokens_seen
+        held, seen = host_copy((self.model.params, self._optimizer_state)), self._tokens_seen
 
         def again(size: int) -> None:
             self._found_batch_size, self._tokens_seen = size, seen
@@ -204,7 +204,7 @@ class BaseTrainer(Stepping):
         try:
             with (
                 self._background.settled(),
-                told_of_the_dead(),
+                naming_lost_processes(),
                 told_of_memory(self),
                 compiling_ahead(self, step, steps, progress),
             ):

@@ -1,11 +1,11 @@
-"""What a DeepSpeed config says that the arguments say, too; of its stages `core.parallel` knows."""
+"""Finds where a DeepSpeed config differs from the arguments; `core.arguments.parallel` reads its stages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-# Place in the file -> the argument that says the same.
+# Key of the file -> the argument with the same meaning.
 _SAME = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -19,7 +19,7 @@ _ADAM = ("Adam", "AdamW")
 
 
 def conflicts(config: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
-    """What the file asks for and the arguments do not, a line each. "auto" means: as the arguments say."""
+    """A line for each setting of the file that differs from the arguments; "auto" stands for the argument's value."""
     found = []
     for place, argument in _SAME.items():
         wanted = _at(config, place)
