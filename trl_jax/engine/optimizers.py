@@ -145,8 +145,8 @@ def make_optimizer(
 
 
 def _safe_rate_of_adam(hyper: Hyperparameters) -> float | None:
-    """With such betas and epsilon, |mean / (root of square + epsilon)| is at most |gradient| / epsilon. A gradient
-    whose norm is finite is below 2e19, so that the update is finite, in float32, up to this rate."""
+    """With these betas and epsilon, |mean / (root of square + epsilon)| is at most |gradient| / epsilon. A gradient
+    with a finite norm is below 2e19, so that the update is finite in float32 up to this rate."""
     return 1e3 if max(hyper.b1, hyper.b2) < 1 and hyper.eps >= 1e-16 else None
 
 
@@ -195,15 +195,15 @@ def with_adam_moments(state: Any, count: int, mu: dict[str, jax.Array], nu: dict
     Raises:
         ValueError: `state` is another optimizer's.
     """
-    found = []
+    replaced = []
 
     def moments(node):
         if not isinstance(node, optax.ScaleByAdamState):
             return node
-        found.append(node)
+        replaced.append(node)
         return optax.ScaleByAdamState(jnp.asarray(count, jnp.int32), mu, nu)
 
     filled = jax.tree.map(moments, state, is_leaf=lambda node: isinstance(node, optax.ScaleByAdamState))
-    if not found:
+    if not replaced:
         raise ValueError("The checkpoint holds AdamW's moments, but optim names another rule. Resume with adamw_torch.")
     return filled

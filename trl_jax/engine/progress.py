@@ -25,7 +25,7 @@ PIECE = 256 * 2**20
 
 @dataclass
 class Progress:
-    """Where a run stands between two steps.
+    """The state of a run between two steps.
 
     Attributes:
         epoch: counted from 0.

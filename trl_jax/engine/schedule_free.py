@@ -21,7 +21,7 @@ _TABLE = 4096  # steps whose rectification is computed in double precision
 
 
 class ScheduleFreeState(NamedTuple):
-    """The state beside the parameters x.
+    """The state, without the parameters x.
 
     Attributes:
         count: steps taken.
