@@ -195,8 +195,8 @@ def _row(lane: Lane, base: Lane, args: Any) -> dict:
     pair = sum(lane.facts["tokens"]) / (args.batch * len(lane.facts["tokens"]))
     return {
         "arm": lane.name,
-        "step s": common.sharded_step(seconds / args.segment for seconds in measured),
-        f"times faster than {base.name}": common.sharded_step(
+        "step s": common.spread(seconds / args.segment for seconds in measured),
+        f"times faster than {base.name}": common.spread(
             other / own for other, own in zip(theirs, measured, strict=True)
         ),
         "pairs/s": tokens / pair / sum(measured),

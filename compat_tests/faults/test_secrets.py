@@ -143,7 +143,7 @@ def texts_of(args) -> dict[str, str]:
 def test_a_configuration_shows_none_and_has_them_all(kind, init, tmp_path):
     own = with_own_fields(kind.config)
     given = settings(tmp_path, report_to="none", model_init_kwargs=init, extras=DEEP, tracker_api_key=marker("own"))
-    args = own(**given)
+    args = own(**given | {"run_name": f"with {marker('own')}"})
     assert_untold(texts_of(args))
     assert args.hub_token == marker("hub") and args.model_init_kwargs == {"token": marker("init")}
     assert args.extras == DEEP and args.tracker_api_key == marker("own")
@@ -155,11 +155,12 @@ def test_a_configuration_shows_none_and_has_them_all(kind, init, tmp_path):
 
 
 def test_what_was_given_is_left_as_it_was(kind, tmp_path):
-    given = {"token": f"{marker('init')}\n", "dtype": "float32"}
-    kept = copy.deepcopy(given)
+    held = trl_jax.BitsAndBytesConfig(load_in_8bit=True)
+    given = {"token": f"{marker('init')}\n", "quantization_config": held}
     args = kind.config(str(tmp_path), use_cpu=True, report_to="none", model_init_kwargs=given)
     args.to_dict()
-    assert given == kept
+    assert given == {"token": f"{marker('init')}\n", "quantization_config": held}
+    assert args.model_init_kwargs["quantization_config"] is held
 
 
 def test_a_placeholder_is_never_taken_for_another_runs_token(kind, tmp_path):

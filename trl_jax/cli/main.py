@@ -13,7 +13,7 @@ from trl_jax.core.secrets import masked_flags, scrubbed
 
 COMMANDS = {
     "reward": "train a reward model on preference pairs",
-    "plan": "compile a run's step for devices that are not there: memory, collectives, whether it fits",
+    "plan": "will my run fit on this TPU? Compiles its step for devices you do not have",
     "score": "score the answers of a file with a reward model",
     "env": "print versions and devices",
 }

@@ -1,4 +1,4 @@
-"""An evaluation set in windows: within one, examples are laid out in the order of their length; results in their own."""
+"""An evaluation set in windows: within one, examples are laid out by length; results come in their own order."""
 
 from __future__ import annotations
 

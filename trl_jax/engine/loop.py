@@ -25,7 +25,7 @@ _MOST_ON_DEVICE = 100  # steps whose metrics may wait there, in a run that seldo
 
 
 class Batches(Protocol):
-    """An epoch's step batches, without its first `skip` pairs."""
+    """An epoch's step batches, without its first `skip` examples."""
 
     def set_epoch(self, epoch: int, skip: int, skipped_digest: int | None) -> None: ...
     def __iter__(self) -> Iterable[Any]: ...
@@ -37,7 +37,7 @@ class Loop:
 
     Attributes:
         events: the callbacks, with args, state and control.
-        batches: set_epoch, then iterate; items have `num_micro_batches`, `num_pairs`, `rows` and `rows_digest`.
+        batches: set_epoch, then iterate; items have `num_micro_batches`, `num_examples`, `rows` and `rows_digest`.
         num_epochs, micro_batches_per_epoch: the run's length, and the unit of an epoch's fractions.
         advance: (batch, learning rate) -> the metrics of one optimizer step, still on the device.
         learning_rate: finished steps -> rate of the next one.
@@ -103,9 +103,9 @@ class Loop:
         events, progress = self.events, self.progress
         if progress.epoch_over:
             progress.epoch, progress.epoch_over = epoch, False
-            progress.pairs, progress.micro_batches, progress.rows_digest = 0, 0, None
+            progress.examples, progress.micro_batches, progress.rows_digest = 0, 0, None
             progress.stop_epoch = False
-        self.batches.set_epoch(epoch, progress.pairs, progress.rows_digest)
+        self.batches.set_epoch(epoch, progress.examples, progress.rows_digest)
         for batch in () if progress.stop_training or progress.stop_epoch else self.batches:
             self._step(batch)
             self._report_evaluate_save()
@@ -151,7 +151,7 @@ class Loop:
             progress.unreported = jax.device_get(progress.unreported)
         progress.unreported.append(metrics)
         progress.evaluated_last = False
-        progress.pairs += batch.num_pairs
+        progress.examples += batch.num_examples
         progress.micro_batches += batch.num_micro_batches
         progress.rows_digest = batch.rows_digest
         events.state.global_step += 1

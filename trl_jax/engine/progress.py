@@ -30,9 +30,11 @@ class Progress:
     Attributes:
         epoch: counted from 0.
         epoch_over: whether this epoch's closing events have been fired.
-        pairs: number of this epoch's pairs that have been trained on: the place in the data, whatever the batch size.
+        examples: number of this epoch's examples that have been trained on: the place in the data, whatever the batch
+            size.
         micro_batches: the same counted in micro-batches.
-        rows_digest: digest of those pairs where rows are streamed; None for a table, whose rows are known beforehand.
+        rows_digest: digest of those examples where rows are streamed; None for a table, whose rows are known
+            beforehand.
         stop_training, stop_epoch: whether callbacks asked for it.
         loss_sum: sum of the losses of all steps that were reported.
         learning_rate: of the last step.
@@ -42,7 +44,7 @@ class Progress:
 
     epoch: int = 0
     epoch_over: bool = False
-    pairs: int = 0
+    examples: int = 0
     micro_batches: int = 0
     rows_digest: int | None = None
     stop_training: bool = False

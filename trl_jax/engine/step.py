@@ -100,8 +100,8 @@ def updated(
         applied = finite & (learning_rate <= tx.safe_rate)
 
     def selected(params, state, gradients):
-        pairs = new(params, state, gradients), (params, state)
-        return jax.tree.map(lambda one, other: jnp.where(applied, one, other), *pairs)
+        both = new(params, state, gradients), (params, state)
+        return jax.tree.map(lambda one, other: jnp.where(applied, one, other), *both)
 
     branch = partial(jax.lax.cond, applied, new, old)
     return *jax.lax.platform_dependent(params, opt_state, gradients, cpu=branch, default=selected), applied

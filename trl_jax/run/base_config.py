@@ -28,7 +28,7 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
     fields of TrainingArguments:
 
         model_init_kwargs: how to load a model given by name (dict, or JSON in a string).
-        trust_remote_code: passed on for tokenizers; model code from a repository is never run.
+        trust_remote_code: lets a tokenizer's repository run its own code; a model's own code is never run.
         batch_layout: how the texts of a step lie in memory; the numbers do not depend on it. "padded" gives each text a
             row as long as the longest, "packed" lays texts end to end, "shared" does so with the prompt that texts of
             an example share only once. "auto" takes the quickest that is exact for the model. Not in TRL.

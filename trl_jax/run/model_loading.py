@@ -16,17 +16,17 @@ from trl_jax.hub.auto import Checkpoint, find_checkpoint, with_adapter
 from trl_jax.hub.peft.lora_config import LoraConfig, read_lora_config
 from trl_jax.hub.peft.quantization import BitsAndBytesConfig, as_quantization
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.hub.torch.objects import ADAPTER_FOLDER, as_folder, is_adapted, is_torch_model, still_in
+from trl_jax.hub.torch.objects import ADAPTER_FOLDER, as_folder, frozen_names, is_adapted, is_torch_model
 from trl_jax.run.devices import run_device, sharding_plan_of
 from trl_jax.run.nan_report import check_weights
 
 if TYPE_CHECKING:
-    from trl_jax.trainer.reward_config import RewardConfig
+    from trl_jax.run.base_config import BaseConfig
 
 logger = logging.getLogger(__name__)
 
 
-def quantization_of(given: Any, args: RewardConfig) -> BitsAndBytesConfig | None:
+def quantization_of(given: Any, args: BaseConfig) -> BitsAndBytesConfig | None:
     """What the trainer's argument says, or the model's own in `model_init_kwargs`."""
     also = (args.model_init_kwargs or {}).get("quantization_config")
     if given is not None and also is not None:
@@ -41,7 +41,7 @@ def tokenizer_folder(checkpoint: Checkpoint | PreTrainedModel) -> Path:
     return adapter if adapter is not None and (adapter / "tokenizer_config.json").is_file() else checkpoint.folder
 
 
-def find(model: str | PreTrainedModel, args: RewardConfig) -> Checkpoint | PreTrainedModel:
+def find(model: str | PreTrainedModel, args: BaseConfig) -> Checkpoint | PreTrainedModel:
     """The checkpoint of that name or folder, its weights not read yet; or the model that is there."""
     if isinstance(model, PreTrainedModel):
         if args.model_init_kwargs is not None:
@@ -54,7 +54,7 @@ def find(model: str | PreTrainedModel, args: RewardConfig) -> Checkpoint | PreTr
     return find_checkpoint(model, **how)
 
 
-def taken(brought: Any, args: RewardConfig) -> PreTrainedModel:
+def taken(brought: Any, args: BaseConfig) -> PreTrainedModel:
     """The weights of a torch model, in the dtypes it has."""
     if args.model_init_kwargs is not None:
         logger.warning("model_init_kwargs has no effect: the model is loaded already.")
@@ -65,8 +65,8 @@ def taken(brought: Any, args: RewardConfig) -> PreTrainedModel:
             checkpoint = replace(checkpoint, adapter=adapter, lora=read_lora_config(adapter))
         model = _loaded(checkpoint, args)
     model.name_or_path = brought.config._name_or_path or type(brought).__name__
-    if still := still_in(brought):
-        _hold(model, still)
+    if frozen := frozen_names(brought):
+        _hold(model, frozen)
     return model
 
 
@@ -76,12 +76,12 @@ def _hold(model: PreTrainedModel, names: list[str]) -> None:
             f"model: {unknown[0]} has requires_grad=False, and no tensor on disk is called so. Pass the checkpoint's "
             "folder, and set the flag on trainer.model's parameters."
         )
-    model.hold(*names, still=True)
+    model.set_trainable(*names, trainable=False)
 
 
 def _loaded(
     checkpoint: Checkpoint,
-    args: RewardConfig,
+    args: BaseConfig,
     adapter: LoraConfig | None = None,
     quantization: BitsAndBytesConfig | None = None,
 ) -> PreTrainedModel:
@@ -95,13 +95,13 @@ def _loaded(
         if several():
             model.read = Fetched
         model = check_weights(model)
-    logger.log(model.backend.log_level, "%s runs on the %s engine.", model.name_or_path, model.backend.name)
+    logger.log(model.backend.log_level, "%s runs on the %s backend.", model.name_or_path, model.backend.name)
     return model
 
 
 def ready(
     checkpoint: Checkpoint | PreTrainedModel,
-    args: RewardConfig,
+    args: BaseConfig,
     adapter: LoraConfig | None,
     quantization: BitsAndBytesConfig | None,
 ) -> PreTrainedModel:
@@ -118,7 +118,7 @@ def ready(
     if there:
         with jax.default_device(run_device(args)):
             model = with_adapter(checkpoint, adapter, args.seed)
-        logger.log(model.backend.log_level, "%s runs on the %s engine.", model.name_or_path, model.backend.name)
+        logger.log(model.backend.log_level, "%s runs on the %s backend.", model.name_or_path, model.backend.name)
     else:
         model = _loaded(checkpoint, args, adapter, quantization)
     _tell_adapter(model)
@@ -126,7 +126,7 @@ def ready(
 
 
 def outlined(
-    checkpoint: Checkpoint, args: RewardConfig, adapter: LoraConfig | None, quantization: BitsAndBytesConfig | None
+    checkpoint: Checkpoint, args: BaseConfig, adapter: LoraConfig | None, quantization: BitsAndBytesConfig | None
 ) -> PreTrainedModel:
     """The same of a checkpoint whose weights nobody has: shapes in the place of arrays."""
     if adapter is not None:
@@ -147,11 +147,11 @@ def _tell_adapter(model: PreTrainedModel) -> None:
     logger.info("Training with adapter: %s of %s parameters (%.4f%%).", f"{train:,}", f"{count:,}", 100 * train / count)
 
 
-def short_name(model: str | PreTrainedModel) -> str:
-    """What a run is called after it."""
-    name = model if isinstance(model, str) else model.name_or_path
-    name = name or type(model).__name__
-    return name.rstrip("/").split("/")[-1]
+def short_name(model: Any) -> str:
+    """The last part of the name of what was passed as `model=`, after which a run is called."""
+    ours, brought = told_apart(model)
+    name = ours if isinstance(ours, str) else (ours or brought).name_or_path
+    return (name or type(model).__name__).rstrip("/").split("/")[-1]
 
 
 def told_apart(given: Any) -> tuple[str | PreTrainedModel | None, Any]:

@@ -11,6 +11,12 @@ WORDS: dict[str, str] = {"int": "INT", "float": "NUMBER", "string_to_bool": "BOO
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Wrap each paragraph, but for an indented one: an example keeps its lines."""
+        fill = super()._fill_text
+        parts = text.split("\n\n")
+        return "\n\n".join(part if part.startswith(" ") else fill(part, width, indent) for part in parts)
+
     def _format_action_invocation(self, action: argparse.Action) -> str:
         spellings: dict[str, str] = {}  # --max_length and --max-length are one
         for flag in action.option_strings:

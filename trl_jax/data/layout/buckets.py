@@ -62,11 +62,11 @@ def fitted(lengths: Sequence[int], bucket_cost: int) -> Buckets:
         costs = [cheapest[at] + (before[end] - before[at]) * needed[end - 1] + bucket_cost for at in range(end)]
         previous.append(int(np.argmin(costs)))
         cheapest.append(min(costs))
-    chosen, end = [], len(needed)
+    lengths, end = [], len(needed)
     while end:
-        chosen.append(int(needed[end - 1]))
+        lengths.append(int(needed[end - 1]))
         end = previous[end]
-    return Buckets(tuple(reversed(chosen)))
+    return Buckets(tuple(reversed(lengths)))
 
 
 def without_late(buckets: Buckets, lengths: Sequence[int]) -> Buckets:

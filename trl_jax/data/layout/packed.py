@@ -68,15 +68,15 @@ def greedy_bins(costs: Sequence[int], bins: int, most: int | None = None) -> lis
     """
     if bins == 1:
         return [0] * len(costs)
-    heap, chosen = [(0, number) for number in range(bins)], [0] * len(costs)
+    heap, found = [(0, number) for number in range(bins)], [0] * len(costs)
     free = [len(costs) if most is None else most] * bins
     for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
         filled, number = heapq.heappop(heap)
-        chosen[item] = number
+        found[item] = number
         free[number] -= 1
         if free[number]:
             heapq.heappush(heap, (filled + costs[item], number))
-    return chosen
+    return found
 
 
 def place(
