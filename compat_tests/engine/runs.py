@@ -16,7 +16,7 @@ from transformers.trainer_callback import (
     TrainerState,
 )
 
-from trl_jax.data.order import micro_batches, plan
+from trl_jax.data.order import micro_batches, run_length
 from trl_jax.engine.checkpoint import forget_all_but_best, save_checkpoint
 from trl_jax.engine.events import Events
 from trl_jax.engine.interrupts import Interrupts
@@ -75,7 +75,7 @@ def run_loop(out, *, rows=10, metrics=(), callbacks=(), write_model=None, **conf
     args = RewardConfig(
         str(out), **(QUIET | {"per_device_train_batch_size": BATCH, "logging_steps": 2} | config)
     )
-    run = plan(
+    run = run_length(
         rows,
         batch_size=BATCH,
         accumulation=args.gradient_accumulation_steps,
@@ -138,8 +138,8 @@ class _Batches:
     def __iter__(self):
         parts = micro_batches(range(self.rows), BATCH, drop_last=False)
         for group in micro_batches(parts, self.accumulation, drop_last=False):
-            pairs = sum(map(len, group))
-            yield SimpleNamespace(num_micro_batches=len(group), num_pairs=pairs, rows=[], rows_digest=None)
+            examples = sum(map(len, group))
+            yield SimpleNamespace(num_micro_batches=len(group), num_examples=examples, rows=[], rows_digest=None)
 
 
 def run_transformers(out, *, rows=10, metrics=(), callbacks=(), **config) -> Outcome:

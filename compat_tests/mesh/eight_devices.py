@@ -84,7 +84,7 @@ def test_adapters_are_those_of_one_device(model, said, bits, pairs, checkpoint, 
     """A divided base, quantised or not, and adapters that every device has; those of experts, too. All by programs
     that were made beforehand, as on TPUs, of nothing but shapes."""
     monkeypatch.setattr(precompile, "compiles_ahead", lambda device: True)
-    monkeypatch.setattr(precompile, "ahead", made_before)
+    monkeypatch.setattr(precompile, "compile_ahead", made_before)
 
     def run(said, size):
         config = BASE | {"per_device_train_batch_size": size, "max_steps": 2} | said

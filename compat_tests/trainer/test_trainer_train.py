@@ -266,14 +266,14 @@ def test_one_program_a_shape(folder, tmp_path, caplog):
 
 def test_programs_made_beside_the_steps_are_those_of_the_steps(folder, tmp_path, monkeypatch):
     """As on a TPU, whose host has the time: the same numbers, whoever made a program, from a checkpoint on, too."""
-    found, asked, rows, real = {}, set(), table(24), precompile.Programs.made
+    found, asked, rows, real = {}, set(), table(24), precompile.Programs.program_for
     monkeypatch.setattr(layout_choice, "_ON_CPUS", 0.0)  # many lengths
 
-    def made(self, *given):
+    def program_for(self, *given):
         asked.add((threading.current_thread() is threading.main_thread(), given[2].tokens.shape))
         return real(self, *given)
 
-    monkeypatch.setattr(precompile.Programs, "made", made)
+    monkeypatch.setattr(precompile.Programs, "program_for", program_for)
     for ahead in (False, True):
         monkeypatch.setattr(precompile, "compiles_ahead", lambda device, ahead=ahead: ahead)
         out, config = tmp_path / str(ahead), {"save_strategy": "steps", "save_steps": 4}
