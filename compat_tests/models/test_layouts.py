@@ -118,7 +118,7 @@ def test_a_window_that_no_text_is_longer_than_is_left_out(built):
     assert abs(of_step(model, "padded", most=7) - wanted) > 1e-4
     scorer, ids = merge(model.graph, model.params), jnp.arange(14, dtype=jnp.int32).reshape(2, 7)
     short = {"positions": jnp.broadcast_to(jnp.arange(7), ids.shape), "reads": jnp.asarray([6, 13])}
-    np.testing.assert_allclose(scorer(ids, most=7, **short), scorer(ids, **short), rtol=1e-5)
+    np.testing.assert_allclose(scorer(ids, max_tokens=7, **short), scorer(ids, **short), rtol=1e-5)
 
 
 @pytest.mark.parametrize(("family", "name"), ENCODERS)

@@ -108,12 +108,12 @@ class Decoder(nnx.Module):
         *,
         valid: jax.Array | None = None,
         packed: Packed | None = None,
-        longest: jax.Array | None = None,
+        lengths: jax.Array | None = None,
         dtype: jnp.dtype = jnp.float32,
         remat: bool = False,
         dropout_key: jax.Array | None = None,
         noise: Noise | None = None,
-        most: int | None = None,
+        max_tokens: int | None = None,
     ) -> jax.Array:
         """Hidden states `[N, D]` of the tokens that are read.
 
@@ -123,14 +123,14 @@ class Decoder(nnx.Module):
                 the last norm runs on those alone. None: all, N = R x T.
             valid: bool `[R, T]`, tokens that others may see; None where pads only stand to the right.
             packed: what tokens see of their row where texts lie in it end to end; None where each row is a text.
-            longest: the length of the longest text run beside each row, for ropes that ask; None means up to the last
-                token that is read. A packed row knows its own.
+            lengths: int32 `[R]`, the tokens of each row's text, for ropes that ask for the longest; None means that the
+                last token that is read ends it. Packed rows know their own.
             dtype: what layers compute in; the residual stream, norms and softmax are float32.
             remat: the backward pass recomputes each layer from its input. Otherwise it keeps what the linear maps gave
                 and recomputes the rest: to store every activation costs more than it saves.
             dropout_key: turns dropout on, at the rates in the config.
             noise: what is added to the embeddings of tokens.
-            most: tokens that no text has more of; None where nobody knows. Windows as long are left out.
+            max_tokens: no text has more tokens; None where nobody knows. Windows as long are left out.
         """
         length, share = tokens.shape[1], striped(1 if packed is None else BLOCK)
         if share is not None:
@@ -138,9 +138,11 @@ class Decoder(nnx.Module):
             tokens, positions, packed = _own(share, tokens, positions, packed)
         if packed is not None:
             longest = packed.longest[..., None, None]
-        elif longest is None:
+        elif lengths is not None:
+            longest = jnp.max(lengths)
+        else:
             longest = length if reads is None else jnp.max(reads % length) + 1
-        shared, by_layer = self._positions(positions, longest, most)
+        shared, by_layer = self._positions(positions, longest, max_tokens)
         if packed is not None:
             shared["packed"] = packed
         graph, state = nnx.split(self.layers)
@@ -169,10 +171,10 @@ class Decoder(nnx.Module):
             h = h + self.position_embed(positions + arch.position_offset, jnp.float32)
         return apply(dropout_or_none(arch.embedding_dropout, dropout_key, _EMBEDDING), h)
 
-    def _positions(self, positions: jax.Array, longest: jax.Array | int, most: int | None) -> tuple[dict, dict]:
+    def _positions(self, positions: jax.Array, longest: jax.Array | int, max_tokens: int | None) -> tuple[dict, dict]:
         """What all layers share, and what `[L]` arrays say of each: its window, its rope's number, its scale."""
         arch = self.arch
-        shared, by_layer = seen_by_layers(arch.ropes, arch.windows, positions, arch.rotary_dim, longest, most)
+        shared, by_layer = seen_by_layers(arch.ropes, arch.windows, positions, arch.rotary_dim, longest, max_tokens)
         if arch.attention_scales is not None:
             by_layer["scale"] = jnp.asarray(arch.attention_scales, jnp.float32)
         if arch.query_growth is not None:

@@ -8,6 +8,7 @@ from flax import nnx
 
 from trl_jax.core.packed import Packed
 from trl_jax.models.encoder_arch import EncoderArch
+from trl_jax.models.pooling import pool, valid_tokens
 from trl_jax.models.stack import apply, checkpointed, seen_by_layer, seen_by_layers, stacked, whole_layer
 from trl_jax.nn.bidirectional import BidirectionalAttention
 from trl_jax.nn.convolution import Convolution
@@ -17,6 +18,7 @@ from trl_jax.nn.linear import Embedding, Linear
 from trl_jax.nn.mlp import ACTIVATIONS, MLP
 from trl_jax.nn.noise import Noise
 from trl_jax.nn.norm import Norm
+from trl_jax.nn.packed_attention import seen_both_ways
 
 _EMBEDDING, _ATTENTION, _ATTENTION_OUT, _MLP, _MLP_OUT, _DISTANCES, _CONVOLUTION = range(7)  # places of dropout
 
@@ -58,7 +60,7 @@ class EncoderBlock(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """Token ids to hidden states: normed embeddings and a scanned stack of blocks."""
+    """Token ids to a vector for each text: normed embeddings, a scanned stack of blocks, pooling."""
 
     def __init__(self, arch: EncoderArch):
         size = arch.embedding_size or arch.hidden_size
@@ -84,24 +86,32 @@ class Encoder(nnx.Module):
         self,
         tokens: jax.Array,
         positions: jax.Array,
+        reads: jax.Array,
         *,
-        valid: jax.Array | None,
+        valid: jax.Array | None = None,
+        lengths: jax.Array | None = None,
         packed: Packed | None = None,
         dtype: jnp.dtype = jnp.float32,
         remat: bool = False,
         dropout_key: jax.Array | None = None,
         noise: Noise | None = None,
-        most: int | None = None,
+        max_tokens: int | None = None,
     ) -> jax.Array:
-        """Hidden states `[R, T, D]`.
+        """The texts that are read, pooled as `arch.head.pooling` says: `[N, D]`, float32.
 
         Args:
             tokens, positions: int32 `[R, T]`.
-            valid: bool `[R, T]`, tokens that others may see; None in a packed row.
-            packed: where texts lie end to end in a row; of `seen_both_ways`.
-            dtype, remat, dropout_key, noise, most: as in `Decoder.__call__`.
+            reads: int32 `[N]`, a token of each text that is wanted, row * T + place in the row; whichever it is.
+            valid: bool `[R, T]`, tokens that others may see; None means the first `lengths` of each row.
+            lengths: int32 `[R]`, the tokens of each row's text; None means all. Packed rows know their own.
+            packed: where texts lie end to end in a row, sharing nothing; None where each row is a text.
+            dtype, remat, dropout_key, noise, max_tokens: as in `Decoder.__call__`.
         """
-        shared, by_layer = self._seen(positions, dtype, packed, most)
+        if packed is None:
+            valid = valid_tokens(tokens, valid, lengths)
+        else:
+            packed = seen_both_ways(packed)
+        shared, by_layer = self._seen(positions, dtype, packed, max_tokens)
         graph, state = nnx.split(self.layers)
 
         def layer(h, slices):
@@ -117,7 +127,8 @@ class Encoder(nnx.Module):
             first, slices = (jax.tree.map(lambda leaf, at=at: leaf[at], slices) for at in (0, slice(1, None)))
             h = self._convolved(h, body(h, first)[0], valid, dropout_key)
         h, _ = jax.lax.scan(body, h, slices)
-        return apply(self.norm, h)
+        hidden = apply(self.norm, h).astype(jnp.float32)
+        return pool(hidden, reads, self.arch.head.pooling, valid=valid, packed=packed)
 
     def _embedded(self, tokens, positions, dtype, dropout_key, noise, packed) -> jax.Array:
         arch = self.arch
@@ -140,12 +151,12 @@ class Encoder(nnx.Module):
         return counted * real + self.arch.padding_idx
 
     def _seen(
-        self, positions: jax.Array, dtype: jnp.dtype, packed: Packed | None, most: int | None
+        self, positions: jax.Array, dtype: jnp.dtype, packed: Packed | None, max_tokens: int | None
     ) -> tuple[dict, dict]:
         arch = self.arch
         channels = arch.hidden_size // arch.num_heads
         longest = positions.shape[1] if packed is None else packed.longest[..., None, None]
-        shared, by_layer = seen_by_layers(arch.ropes, arch.windows, positions, channels, longest, most)
+        shared, by_layer = seen_by_layers(arch.ropes, arch.windows, positions, channels, longest, max_tokens)
         if packed is not None:
             shared["packed"] = packed
         if self.distance_embed is not None:

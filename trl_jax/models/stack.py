@@ -77,11 +77,11 @@ def seen_by_layers(
     positions: jax.Array,
     channels: int,
     longest: jax.Array | int,
-    most: int | None = None,
+    max_tokens: int | None = None,
 ) -> tuple[dict, dict]:
     """What all layers share, and what `[L]` arrays say of each: its window, its rope's number.
 
-    `most` is what no text is longer than, None where nobody knows: a window as long is none.
+    No text has more than `max_tokens`, None where nobody knows: a window as long is none.
     """
     shared, by_layer = {}, {}
     kinds = list(dict.fromkeys(ropes))
@@ -89,7 +89,7 @@ def seen_by_layers(
         shared["cos"], shared["sin"] = rope_angles(positions, kinds, channels, longest)
     if len(kinds) > 1:
         by_layer["rope"] = jnp.asarray([kinds.index(rope) for rope in ropes], jnp.int32)
-    if (narrowest := narrowest_window(windows)) is not None and (most is None or narrowest < most):
+    if (narrowest := narrowest_window(windows)) is not None and (max_tokens is None or narrowest < max_tokens):
         by_layer["window"] = jnp.asarray([window or _NO_WINDOW for window in windows], jnp.int32)
     return shared, by_layer
 

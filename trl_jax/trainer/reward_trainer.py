@@ -171,14 +171,9 @@ class RewardTrainer(BaseTrainer):
         max_length."""
         model = merge(self.model.graph, params, how.get("dropout_key"))
         if self.model.backend.window is not None:
-            how["most"] = self.args.max_length if bounded else None
+            how["max_tokens"] = self.args.max_length if bounded else None
         reads = batch.at if batch.packed is not None else reads_of_rows(batch.at, batch.tokens.shape[1])
-        if batch.packed is not None:
-            how["packed"] = batch.packed
-        elif model.needs_valid:
-            how["valid"] = jnp.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
-        else:
-            how["longest"] = jnp.max(batch.lengths)
+        how |= {"lengths": batch.lengths} if batch.packed is None else {"packed": batch.packed}
         return model(batch.tokens, batch.positions, reads, dtype=jnp.dtype(dtype), **how)
 
     def loss(
