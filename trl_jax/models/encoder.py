@@ -9,16 +9,17 @@ from flax import nnx
 from trl_jax.core.packed import Packed
 from trl_jax.models.encoder_arch import EncoderArch
 from trl_jax.models.pooling import pool, valid_tokens
-from trl_jax.models.stack import apply, checkpointed, seen_by_layer, seen_by_layers, stacked, whole_layer
-from trl_jax.nn.bidirectional import BidirectionalAttention
+from trl_jax.models.stack import apply, checkpointed, rope_inputs, stacked, whole_layer, window_inputs
+from trl_jax.nn.attention.bidirectional import BidirectionalAttention
+from trl_jax.nn.attention.disentangled import DisentangledAttention
+from trl_jax.nn.attention.inputs import AttentionInputs, LayerInputs
+from trl_jax.nn.attention.packed import seen_both_ways
 from trl_jax.nn.convolution import Convolution
-from trl_jax.nn.disentangled import DisentangledAttention
 from trl_jax.nn.dropout import dropout_or_none
 from trl_jax.nn.linear import Embedding, Linear
 from trl_jax.nn.mlp import ACTIVATIONS, MLP
 from trl_jax.nn.noise import Noise
 from trl_jax.nn.norm import Norm
-from trl_jax.nn.packed_attention import seen_both_ways
 
 _EMBEDDING, _ATTENTION, _ATTENTION_OUT, _MLP, _MLP_OUT, _DISTANCES, _CONVOLUTION = range(7)  # places of dropout
 
@@ -43,15 +44,13 @@ class EncoderBlock(nnx.Module):
         self.mlp_out_norm = None if arch.prenorm else _norm(arch)
         self.arch = arch
 
-    def __call__(self, h: jax.Array, x: jax.Array, *, key: jax.Array | None, **seen) -> jax.Array:
-        """`[R, T, D]` to the same: the stream `h`, and `x`, what attention reads of it.
-
-        `key` turns dropout on, `seen` is what the attention of this block is called with.
-        """
+    def __call__(self, h: jax.Array, x: jax.Array, inputs: AttentionInputs, *, key: jax.Array | None) -> jax.Array:
+        """`[R, T, D]` to the same; `x` is `h` as attention reads it, `key` turns dropout on."""
         arch = self.arch
         if arch.distances is not None:
-            seen["table"] = apply(dropout_or_none(arch.distance_dropout, key, _DISTANCES), seen["table"])
-        attended = self.attention(x, dropout=dropout_or_none(arch.attention_dropout, key, _ATTENTION), **seen)
+            table = apply(dropout_or_none(arch.distance_dropout, key, _DISTANCES), inputs.distances)
+            inputs = inputs._replace(distances=table)
+        attended = self.attention(x, inputs, dropout_or_none(arch.attention_dropout, key, _ATTENTION))
         attended = apply(dropout_or_none(arch.attention_out_dropout, key, _ATTENTION_OUT), attended)
         h = apply(self.attention_out_norm, h + attended)
         fed = self.mlp(apply(self.mlp_norm, h), dropout=dropout_or_none(arch.mlp_dropout, key, _MLP))
@@ -111,13 +110,13 @@ class Encoder(nnx.Module):
             valid = valid_tokens(tokens, valid, lengths)
         else:
             packed = seen_both_ways(packed)
-        shared, by_layer = self._seen(positions, dtype, packed, max_tokens)
+        shared, by_layer = self._layer_inputs(positions, valid, packed, dtype, max_tokens)
         graph, state = nnx.split(self.layers)
 
         def layer(h, slices):
-            state, norm, own, key = slices
+            state, norm, inputs, key = slices
             x = h if norm is None else self._read(h, *norm)
-            return nnx.merge(graph, whole_layer(state))(h, x, valid=valid, key=key, **seen_by_layer(shared, own)), None
+            return nnx.merge(graph, whole_layer(state))(h, x, shared.of_layer(inputs), key=key), None
 
         h = self._embedded(tokens, positions, dtype, dropout_key, noise, packed)
         body = checkpointed(layer, remat=remat)
@@ -150,18 +149,24 @@ class Encoder(nnx.Module):
             counted = counted - jnp.where(packed.first > 0, before, 0)
         return counted * real + self.arch.padding_idx
 
-    def _seen(
-        self, positions: jax.Array, dtype: jnp.dtype, packed: Packed | None, max_tokens: int | None
-    ) -> tuple[dict, dict]:
+    def _layer_inputs(
+        self,
+        positions: jax.Array,
+        valid: jax.Array | None,
+        packed: Packed | None,
+        dtype: jnp.dtype,
+        max_tokens: int | None,
+    ) -> tuple[AttentionInputs, LayerInputs]:
+        """Those of all layers, and those that differ."""
         arch = self.arch
         channels = arch.hidden_size // arch.num_heads
         longest = positions.shape[1] if packed is None else packed.longest[..., None, None]
-        shared, by_layer = seen_by_layers(arch.ropes, arch.windows, positions, channels, longest, max_tokens)
-        if packed is not None:
-            shared["packed"] = packed
+        angles, rope = rope_inputs(arch.ropes, positions, channels, longest)
+        shared = AttentionInputs(channels**-0.5, valid=valid, packed=packed, **angles)
         if self.distance_embed is not None:
-            shared["table"] = apply(self.distance_norm, self.distance_embed.weight[...].astype(dtype))
-        return shared, by_layer
+            table = apply(self.distance_norm, self.distance_embed.weight[...].astype(dtype))
+            shared = shared._replace(distances=table)
+        return shared, LayerInputs(rope, window=window_inputs(arch.windows, max_tokens))
 
     def _norms(self) -> tuple[nnx.State, jax.Array] | None:
         """For each layer the parameters of its attention's norm, and whether it has one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trl_jax.nn.disentangled import Distances
+from trl_jax.nn.attention.disentangled import Distances
 from trl_jax.nn.rope import Rope
 
 

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from trl_jax.core.layer_gather import maker
-from trl_jax.nn.key_ranges import SAVED
+from trl_jax.nn.attention.key_ranges import SAVED
 from trl_jax.nn.rope import Rope, rope_angles
 
 _NO_WINDOW = np.iinfo(np.int32).max
@@ -71,33 +71,24 @@ def narrowest_window(windows: Sequence[int | None]) -> int | None:
     return min((window for window in windows if window is not None), default=None)
 
 
-def seen_by_layers(
-    ropes: Sequence[Rope | None],
-    windows: Sequence[int | None],
-    positions: jax.Array,
-    channels: int,
-    longest: jax.Array | int,
-    max_tokens: int | None = None,
-) -> tuple[dict, dict]:
-    """What all layers share, and what `[L]` arrays say of each: its window, its rope's number.
+def rope_inputs(
+    ropes: Sequence[Rope | None], positions: jax.Array, channels: int, longest: jax.Array | int
+) -> tuple[dict[str, jax.Array], jax.Array | None]:
+    """The `cos` and `sin` of `AttentionInputs` for all kinds of rope, none where no layer turns; and the number of each
+    layer's rope, int32 `[L]`, None where there is one kind."""
+    kinds = list(dict.fromkeys(ropes))
+    turns = any(rope is not None for rope in kinds)
+    angles = dict(zip(("cos", "sin"), rope_angles(positions, kinds, channels, longest), strict=True)) if turns else {}
+    numbers = jnp.asarray([kinds.index(rope) for rope in ropes], jnp.int32) if len(kinds) > 1 else None
+    return angles, numbers
+
+
+def window_inputs(windows: Sequence[int | None], max_tokens: int | None) -> jax.Array | None:
+    """The window of each layer, int32 `[L]`; None where none matters.
 
     No text has more than `max_tokens`, None where nobody knows: a window as long is none.
     """
-    shared, by_layer = {}, {}
-    kinds = list(dict.fromkeys(ropes))
-    if any(rope is not None for rope in kinds):
-        shared["cos"], shared["sin"] = rope_angles(positions, kinds, channels, longest)
-    if len(kinds) > 1:
-        by_layer["rope"] = jnp.asarray([kinds.index(rope) for rope in ropes], jnp.int32)
-    if (narrowest := narrowest_window(windows)) is not None and (max_tokens is None or narrowest < max_tokens):
-        by_layer["window"] = jnp.asarray([window or _NO_WINDOW for window in windows], jnp.int32)
-    return shared, by_layer
-
-
-def seen_by_layer(shared: dict, own: dict) -> dict:
-    """What one layer's attention is called with."""
-    seen, own = dict(shared), dict(own)
-    if "cos" in seen:
-        number = own.pop("rope", 0)
-        seen["cos"], seen["sin"] = seen["cos"][number], seen["sin"][number]
-    return seen | own
+    narrowest = narrowest_window(windows)
+    if narrowest is None or (max_tokens is not None and narrowest >= max_tokens):
+        return None
+    return jnp.asarray([window or _NO_WINDOW for window in windows], jnp.int32)
