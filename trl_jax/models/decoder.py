@@ -98,9 +98,12 @@ def _scaled(x: jax.Array, scale: float) -> jax.Array:
 class Decoder(nnx.Module):
     """Token ids to hidden states: embedding, a scanned stack of blocks, a last norm."""
 
+    NAME = "decoder"
+
     def __init__(self, arch: Arch):
         self.arch = arch
-        self.embed = Embedding(arch.vocab_size, arch.hidden_size, padding_idx=arch.padding_idx)
+        table = {"padding_idx": arch.padding_idx, "axes": ("vocab", "embed")}
+        self.embed = Embedding(arch.vocab_size, arch.hidden_size, **table)
         learned = arch.learned_positions
         self.position_embed = None if learned is None else Embedding(learned, arch.hidden_size)
         self.layers = stacked(lambda: Block(arch), arch.num_layers)
@@ -149,7 +152,7 @@ class Decoder(nnx.Module):
 
         def layer(h, slices):
             state, inputs, key = slices
-            block = nnx.merge(graph, whole_layer(state))
+            block = nnx.merge(graph, whole_layer(state, f"{self.NAME}.layers"))
             return block(h, shared.of_layer(inputs), dtype=dtype, key=key), None
 
         h = self._embedded(tokens, positions, valid, dropout_key, noise)

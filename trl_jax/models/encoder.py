@@ -61,12 +61,14 @@ class EncoderBlock(nnx.Module):
 class Encoder(nnx.Module):
     """Token ids to a vector for each text: normed embeddings, a scanned stack of blocks, pooling."""
 
+    NAME = "encoder"
+
     def __init__(self, arch: EncoderArch):
         size = arch.embedding_size or arch.hidden_size
         learned, types, distances = arch.learned_positions, arch.type_vocab_size, arch.distances
         skipped = arch.padding_idx if arch.positions_skip_pads else None
         self.arch = arch
-        self.embed = Embedding(arch.vocab_size, size, padding_idx=arch.padding_idx)
+        self.embed = Embedding(arch.vocab_size, size, padding_idx=arch.padding_idx, axes=("vocab", "embed"))
         self.position_embed = None if learned is None else Embedding(learned, size, padding_idx=skipped)
         self.type_embed = Embedding(types, size) if types else None
         self.embed_norm = _norm(arch, size)
@@ -116,7 +118,8 @@ class Encoder(nnx.Module):
         def layer(h, slices):
             state, norm, inputs, key = slices
             x = h if norm is None else self._read(h, *norm)
-            return nnx.merge(graph, whole_layer(state))(h, x, shared.of_layer(inputs), key=key), None
+            block = nnx.merge(graph, whole_layer(state, f"{self.NAME}.layers"))
+            return block(h, x, shared.of_layer(inputs), key=key), None
 
         h = self._embedded(tokens, positions, dtype, dropout_key, noise, packed)
         body = checkpointed(layer, remat=remat)

@@ -19,6 +19,13 @@ def abstract(make: Callable[[], nnx.Module]) -> tuple[nnx.GraphDef, dict[str, ja
     }
 
 
+def logical_axes(make: Callable[[], nnx.Module]) -> dict[str, tuple[str, ...]]:
+    """By path what the axes of each parameter of a module count; those that do not say are left out."""
+    state = nnx.to_flat_state(nnx.split(nnx.eval_shape(make))[1])
+    named = ((".".join(map(str, path)), leaf.get_metadata()) for path, leaf in state)
+    return {path: metadata["axes"] for path, metadata in named if "axes" in metadata}
+
+
 def merge(
     graph: nnx.GraphDef | AdaptedGraph, params: dict[str, jax.Array], dropout_key: jax.Array | None = None
 ) -> nnx.Module:

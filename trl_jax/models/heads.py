@@ -23,8 +23,10 @@ _BEFORE, _AFTER = 100, 101  # places of dropout, beside those of the trunk
 class ScoreHead(Linear):
     """Hidden states `[N, D]` to scores `[N]`, in float32: the last step of a bfloat16 run is not rounded."""
 
+    NAME = "score"
+
     def __init__(self, features: int):
-        super().__init__(features, 1)
+        super().__init__(features, 1, axes=("", "embed"))
 
     def __call__(self, hidden: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
         del dropout_key  # it has no dropout
@@ -35,11 +37,13 @@ class EncoderHead(nnx.Module):
     """Pooled texts `[N, D]` to scores `[N]`, in the dtype of the input: a dense layer and an output, as `arch.head`
     says."""
 
+    NAME = "head"
+
     def __init__(self, arch: EncoderArch):
         self.facts = arch.head
         self.dense = Linear(arch.hidden_size, arch.hidden_size, bias=arch.head.dense_bias)
         self.norm = Norm(arch.hidden_size, kind=arch.norm, eps=arch.norm_eps) if arch.head.normed else None
-        self.out = Linear(arch.hidden_size, 1, bias=True)
+        self.out = Linear(arch.hidden_size, 1, bias=True, axes=("", "embed"))
 
     def __call__(self, pooled: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
         facts = self.facts
@@ -54,7 +58,7 @@ class SequenceScorer(Model):
     needs_valid = False  # pads stand to the right of every token that is read
 
     def __init__(self, arch: Arch):
-        super().__init__(decoder=Decoder(arch), score=ScoreHead(arch.hidden_size))
+        super().__init__(Decoder(arch), ScoreHead(arch.hidden_size))
 
 
 class EncoderScorer(Model):
@@ -63,4 +67,4 @@ class EncoderScorer(Model):
     needs_valid = True  # a pad to the right would be seen
 
     def __init__(self, arch: EncoderArch):
-        super().__init__(encoder=Encoder(arch), head=EncoderHead(arch))
+        super().__init__(Encoder(arch), EncoderHead(arch))

@@ -11,13 +11,13 @@ from flax import nnx
 class Model(nnx.Module):
     """A trunk gives the hidden states of the tokens that are read, its head makes results of them.
 
-    Made as `Model(decoder=trunk, score=head)`: both keep these names, which begin the paths of their parameters.
+    The paths of their parameters begin with the NAME that each has.
     """
 
-    def __init__(self, **parts: nnx.Module):
-        self.trunk_name, self.head_name = parts
-        for name, part in parts.items():
-            setattr(self, name, part)
+    def __init__(self, trunk: nnx.Module, head: nnx.Module):
+        self.trunk_name, self.head_name = trunk.NAME, head.NAME
+        setattr(self, trunk.NAME, trunk)
+        setattr(self, head.NAME, head)
 
     def __call__(
         self,

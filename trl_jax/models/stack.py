@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from trl_jax.core.layer_gather import maker
+from trl_jax.core.layer_gather import layer_gather
 from trl_jax.nn.attention.key_ranges import SAVED
 from trl_jax.nn.rope import Rope, rope_angles
 
@@ -34,9 +34,14 @@ _KEPT = {
 
 
 def stacked(make: Callable[[], nnx.Module], count: int) -> nnx.Module:
-    """`count` modules in one: each parameter gets a leading axis L, for `jax.lax.scan` to walk along."""
+    """`count` modules in one: each parameter gets a leading axis L, "layers", for `jax.lax.scan` to walk along."""
     graph, state = nnx.split(make())
-    return nnx.merge(graph, jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape)), state))
+
+    def stack(param: nnx.Param) -> nnx.Param:
+        values = jnp.broadcast_to(param[...], (count, *param.shape))
+        return param.replace(values, axes=("layers", *param.get_metadata()["axes"]))
+
+    return nnx.merge(graph, nnx.from_flat_state([(path, stack(param)) for path, param in nnx.to_flat_state(state)]))
 
 
 def checkpointed(layer: Callable, *, remat: bool | str) -> Callable:
@@ -49,12 +54,15 @@ def checkpointed(layer: Callable, *, remat: bool | str) -> Callable:
     return jax.checkpoint(body, prevent_cse=False, policy=_KEPT[remat])
 
 
-def whole_layer(state: nnx.State) -> nnx.State:
-    """A layer's parameters, each gathered where a device holds a part of it; in the turn of the scan that uses them."""
-    whole = maker()
-    if whole is None:
+def whole_layer(state: nnx.State, stack: str) -> nnx.State:
+    """A layer's parameters, each gathered where a device holds a part of it; in the turn of the scan that uses them.
+
+    `stack` is the path of the stacked layers in the model.
+    """
+    gather = layer_gather()
+    if gather is None:
         return state
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: whole(_dotted(path), leaf), state)
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: gather(f"{stack}.{_dotted(path)}", leaf), state)
 
 
 def _dotted(path: tuple) -> str:

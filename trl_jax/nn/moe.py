@@ -25,15 +25,15 @@ class MoE(nnx.Module):
     down_lora: ExpertsLora | None
 
     def __init__(self, features: int, experts, *, activation: str):
-        self.router = Linear(features, experts.count)
-        inner = (experts.count, experts.size, features)
-        self.gate = nnx.Param(jnp.zeros(inner, jnp.float32))
-        self.up = nnx.Param(jnp.zeros(inner, jnp.float32))
-        self.down = nnx.Param(jnp.zeros((experts.count, features, experts.size), jnp.float32))
+        self.router = Linear(features, experts.count, axes=("", "embed"))
+        inner, outer = (experts.count, experts.size, features), (experts.count, features, experts.size)
+        self.gate = nnx.Param(jnp.zeros(inner, jnp.float32), axes=("experts", "mlp", "embed"))
+        self.up = nnx.Param(jnp.zeros(inner, jnp.float32), axes=("experts", "mlp", "embed"))
+        self.down = nnx.Param(jnp.zeros(outer, jnp.float32), axes=("experts", "embed", "mlp"))
         self.gate_lora, self.up_lora, self.down_lora = nnx.data(None), nnx.data(None), nnx.data(None)
         shared = experts.shared_size
         self.shared = None if shared is None else MLP(features, shared, activation=activation)
-        self.shared_gate = None if shared is None else Linear(features, 1)
+        self.shared_gate = None if shared is None else Linear(features, 1, axes=("", "embed"))
         self.experts, self.activation = experts, ACTIVATIONS[activation]
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -68,10 +68,19 @@ class Format:
 class Quantized(nnx.Module):
     """Stands where a matrix's `nnx.Param` would: `weight[...]` is the float32 matrix."""
 
-    def __init__(self, form: Format, lead: tuple[int, ...] = ()):
-        leaves = {name: nnx.Param(jnp.zeros((*lead, *shape), dtype)) for name, (shape, dtype) in form.leaves().items()}
-        self.codes, self.scales = leaves["codes"], leaves.get("scales")
-        self.scale_scales, self.offset = leaves.get("scale_scales"), leaves.get("offset")
+    def __init__(self, form: Format, lead: tuple[int, ...] = (), axes: tuple[str, ...] = ("", "")):
+        """`lead` are the sizes of axes before the matrix's, `axes` the logical ones of both."""
+
+        def param(name: str) -> nnx.Param | None:
+            if name not in form.leaves():
+                return None
+            shape, dtype = form.leaves()[name]
+            whole = name == "codes" and len(shape) == 2
+            own = axes[len(lead) :] if whole else ("flat" if name in ("codes", "scales") else "",) * len(shape)
+            return nnx.Param(jnp.zeros((*lead, *shape), dtype), axes=(*axes[: len(lead)], *own))
+
+        self.codes, self.scales = param("codes"), param("scales")
+        self.scale_scales, self.offset = param("scale_scales"), param("offset")
         self.form = form
 
     def __getitem__(self, key: object) -> jax.Array:

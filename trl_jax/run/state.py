@@ -9,6 +9,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ class Session(Reports, Task):
         self.sharding_plan = sharding_plan_of(args)  # None on one device
         check_division(self.sharding_plan, model, self.overridden)
         if self.sharding_plan is not None:
+            self.sharding_plan = replace(self.sharding_plan, axes=model.backend.axes)
             self.model.params, self.model.frozen = map(
                 self.sharding_plan.placed, (self.model.params, self.model.frozen)
             )

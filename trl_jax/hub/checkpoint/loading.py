@@ -26,7 +26,7 @@ from trl_jax.hub.formats.gguf import LINK, GgufFiles
 from trl_jax.hub.formats.pickles import PickledFiles, only_pickled
 from trl_jax.hub.formats.safetensors import CheckpointFiles
 from trl_jax.hub.peft.quantization import quantized
-from trl_jax.models.functional import abstract
+from trl_jax.models.functional import abstract, logical_axes
 from trl_jax.nn.quantized import HALVES, Format
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def load(
         as_stored: the arrays have the dtype in question instead, as those may that do not train.
         formats: paths of weights that are quantised as they are read: `<path>.codes` and so on take their place.
         bits: paths of weights that, where they have sixteen bits and stay as stored, become `<path>.codes`, those bits.
-        place: from a parameter's path and shape to its sharding, on several devices.
+        place: from a parameter's logical axes and shape to its sharding, on several devices.
 
     Raises:
         FileNotFoundError, ValueError: the file, tensor or key at fault by name.
@@ -97,6 +97,7 @@ def load(
     matching.check(folder, family, tensor_map, shapes, files, on_disk, {draw.tensor for draw in drawn})
     missing = [draw for draw in drawn if draw.tensor not in on_disk]
     new = _draw(folder, missing, tensor_map, shapes, seed)
+    axes = {} if place is None else logical_axes(lambda: family.scorer(arch))
 
     def array(entry: TensorEntry) -> jax.Array:
         if entry.path in new:
@@ -104,7 +105,7 @@ def load(
         shape, held = shapes[entry.path], _held_dtype(files, entry, on_disk, dtype) if as_stored else jnp.float32
         if place is None:
             return _assemble(files, entry, shape, on_disk, dtype, held)
-        read, where = partial(_read_part, files, dtype), place(entry.path, shape.shape)
+        read, where = partial(_read_part, files, dtype), place(axes.get(entry.path, ()), shape.shape)
         return divided(read, entry, shape.shape, on_disk, where, held)
 
     params = {}

@@ -12,7 +12,7 @@ from trl_jax.hub.checkpoint.tensor_map import TensorEntry
 
 Index = tuple[slice, ...]
 Read = Callable[[str, Index | None], np.ndarray]  # a tensor on disk, or a part of it
-Place = Callable[[str, tuple[int, ...]], Any]  # a parameter's path and shape -> its sharding
+Place = Callable[[tuple[str, ...], tuple[int, ...]], Any]  # a parameter's logical axes and shape -> its sharding
 
 
 def divided(
@@ -41,10 +41,10 @@ def divided(
     return jax.make_array_from_single_device_arrays(shape, sharding, [parts[device] for device in places])
 
 
-def whole_at(place: Place, path: str, array: jax.Array) -> jax.Array:
+def whole_at(place: Place, axes: tuple[str, ...], array: jax.Array) -> jax.Array:
     """An array that every process has, where `place` wants it."""
     values = np.asarray(array)
-    return jax.make_array_from_callback(array.shape, place(path, array.shape), lambda index: values[index])
+    return jax.make_array_from_callback(array.shape, place(axes, array.shape), lambda index: values[index])
 
 
 def _part(read: Read, entry: TensorEntry, shape: tuple, names: dict[str, str], index: Index, dtype: Any) -> np.ndarray:

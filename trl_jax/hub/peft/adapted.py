@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -65,6 +65,11 @@ class AdaptedBackend(Backend):
             frozenset(own | {name for name, path in paths.items() if path in whole.stacked}), joined
         )
 
+    @property
+    def axes(self) -> Mapping[str, tuple[str, ...]]:
+        axes, names = self.base.axes, {name: name.removesuffix("@trained") for name in self.tensors}
+        return axes | {name: axes[path] for name, path in names.items() if path in axes}
+
     def places(self, params: dict[str, jax.Array]) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
         """Names alone: nothing of an adapter can be held still."""
         return dict.fromkeys(self.dtypes, [])
@@ -93,7 +98,8 @@ class AdaptedBackend(Backend):
     ) -> dict[str, jax.Array]:
         """`instead` has tensors, by their names in the file, for what that lacks."""
         arrays = arrays_of(self.plan, read_tensors(folder, self.plan, self._shapes, instead), self._shapes)
-        return arrays if place is None else {path: whole_at(place, path, array) for path, array in arrays.items()}
+        axes = {} if place is None else self.axes
+        return arrays if place is None else {n: whole_at(place, axes.get(n, ()), array) for n, array in arrays.items()}
 
     def resized(self, rows: int) -> Backend:
         raise ValueError(

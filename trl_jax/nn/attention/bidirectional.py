@@ -16,7 +16,9 @@ class BidirectionalAttention(nnx.Module):
     """Every token sees every other; `bias` is that of all four linear maps."""
 
     def __init__(self, features: int, heads: int, *, bias: bool):
-        self.q, self.k, self.v, self.o = (Linear(features, features, bias=bias) for _ in range(4))
+        self.q = Linear(features, features, bias=bias, axes=("heads", "embed"))
+        self.k, self.v = (Linear(features, features, bias=bias, axes=("kv", "embed")) for _ in range(2))
+        self.o = Linear(features, features, bias=bias, axes=("embed", "heads"))
         self.head_dim = features // heads
 
     def __call__(self, x_RTD: jax.Array, inputs: AttentionInputs, dropout: Dropout | None = None) -> jax.Array:

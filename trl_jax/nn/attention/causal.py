@@ -19,10 +19,10 @@ class Attention(nnx.Module):
 
     def __init__(self, arch):
         size_q, size_k = arch.num_heads * arch.head_dim, arch.num_key_heads * arch.head_dim
-        self.q = Linear(arch.hidden_size, size_q, bias=arch.qkv_bias)
-        self.k = Linear(arch.hidden_size, size_k, bias=arch.qkv_bias)
-        self.v = Linear(arch.hidden_size, size_k, bias=arch.qkv_bias)
-        self.o = Linear(size_q, arch.hidden_size, bias=arch.o_bias)
+        self.q = Linear(arch.hidden_size, size_q, bias=arch.qkv_bias, axes=("heads", "embed"))
+        self.k = Linear(arch.hidden_size, size_k, bias=arch.qkv_bias, axes=("kv", "embed"))
+        self.v = Linear(arch.hidden_size, size_k, bias=arch.qkv_bias, axes=("kv", "embed"))
+        self.o = Linear(size_q, arch.hidden_size, bias=arch.o_bias, axes=("embed", "heads"))
         self.q_norm, self.k_norm = _norm_of_heads(arch, arch.num_heads), _norm_of_heads(arch, arch.num_key_heads)
         self.arch = arch
 

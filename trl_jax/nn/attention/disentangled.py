@@ -54,11 +54,13 @@ class DisentangledAttention(nnx.Module):
     """Scores are the sum of up to three products, scaled by the root of their number and of the channels."""
 
     def __init__(self, features: int, heads: int, distances: Distances):
-        self.q, self.v, self.o = (Linear(features, features, bias=True) for _ in range(3))
-        self.k = Linear(features, features, bias=distances.key_bias)
+        queries, keys = {"bias": True, "axes": ("heads", "embed")}, {"axes": ("kv", "embed")}
         to_keys, to_queries = (one and not distances.shared for one in (distances.key_to_query, distances.query_to_key))
-        self.distance_k = Linear(features, features, bias=distances.key_bias) if to_keys else None
-        self.distance_q = Linear(features, features, bias=True) if to_queries else None
+        self.q, self.v = Linear(features, features, **queries), Linear(features, features, bias=True, **keys)
+        self.o = Linear(features, features, bias=True, axes=("embed", "heads"))
+        self.k = Linear(features, features, bias=distances.key_bias, **keys)
+        self.distance_k = Linear(features, features, bias=distances.key_bias, **keys) if to_keys else None
+        self.distance_q = Linear(features, features, **queries) if to_queries else None
         self.head_dim, self.distances = features // heads, distances
 
     def __call__(self, x: jax.Array, inputs: AttentionInputs, dropout: Dropout | None = None) -> jax.Array:
