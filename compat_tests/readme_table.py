@@ -1,4 +1,4 @@
-"""The README's table of every sequence classifier of transformers: python -m compat_tests.readme_table prints it."""
+"""The table of every sequence classifier of transformers in docs/: python -m compat_tests.readme_table prints it."""
 
 from __future__ import annotations
 

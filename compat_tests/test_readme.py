@@ -1,39 +1,217 @@
-"""The README's table of what is supported says what the code says."""
+"""Figures and lists in README.md and docs/ are the code's, or follow from the table that was measured."""
 
-from pathlib import Path
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+import tomllib
 
 import pytest
 
-from compat_tests import readme_table
-from trl_jax.core.arguments.base import SUPPORTED
+import trl_jax
+from compat_tests import pages, readme_table
+from compat_tests.adapters import test_targets
+from compat_tests.bench import sharding_plan, meshes, pods
+from compat_tests.models.test_layouts import CASES as LAYOUTS
+from compat_tests.pages import FOLDER, PAGES, README, ROOT, table
+from compat_tests.parity import test_mutants
+from compat_tests.parity.cases import CASES
+from compat_tests.parity.marks import Marks
+from trl_jax.cli import main as command_line
+from trl_jax.core.arguments.table import SUPPORTED
+from trl_jax.core.chips import CHIPS
 from trl_jax.hub.config.rope import KINDS
 
-ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-def listed(what: str) -> set[str]:
-    row = next(line for line in README.splitlines() if line.startswith(f"| {what} |"))
-    return set(row.split("|")[2].strip().split(", "))
+def section(page: str, heading: str) -> str:
+    return " ".join(pages.sections(FOLDER / page)[heading].split())
 
 
-@pytest.mark.parametrize(
-    ("what", "built"),
-    [
-        ("rope types", set(KINDS)),
-        ("optimizers", set(SUPPORTED["optim"])),
-        ("schedules", set(SUPPORTED["lr_scheduler_type"])),
-        ("sampling", set(SUPPORTED["train_sampling_strategy"])),
-    ],
-)
-def test_the_table_of_what_is_supported_is_the_codes(what, built):
-    assert listed(what) == built
+# README
 
 
-def test_the_table_of_model_types_is_the_codes():
-    [start] = [at for at, line in enumerate(README.splitlines()) if line.startswith("| model type |")]
-    rows = README.splitlines()[start + 2 :]
-    assert rows[: rows.index("")] == readme_table.lines()
+def test_the_readme_is_read_to_the_end():
+    assert len(pages.read(README).splitlines()) <= 150
+
+
+def test_a_trainer_is_said_to_be_here_where_it_is():
+    [shown] = [found for found in pages.tables(pages.read(README)) if "trainer" in found[0]]
+    assert {"yes", "not yet"} >= {row["here"] for row in shown} and len(shown) == 6
+    for row in shown:
+        assert (row["here"] == "yes") == (row["trainer"].strip("`") in trl_jax.__all__), row
+
+
+@pytest.mark.parametrize("page", [README, FOLDER / "getting-started.md"], ids=lambda page: page.name)
+def test_the_pythons_are_the_projects(page):
+    first, end = re.fullmatch(r">=3\.(\d+),<3\.(\d+)", PROJECT["requires-python"]).groups()
+    versions = [f"3.{minor}" for minor in range(int(first), int(end))]
+    assert f"Python {', '.join(versions[:-1])} or {versions[-1]}." in pages.read(page)
+
+
+# Lists that the code has
+
+
+@pytest.mark.parametrize("argument", SUPPORTED)
+def test_what_an_argument_may_be(argument):
+    assert tuple(table("reward.md", "What can be set")[f"`{argument}`"]["values"].split(", ")) == SUPPORTED[argument]
+
+
+def test_arguments_that_trl_does_not_have():
+    trl = pytest.importorskip("trl")
+    told = pages.tables(pages.sections(FOLDER / "reward.md")["What can be set"])[1]
+    names = {name for row in told for name in re.findall(r"`(\w+)`", row["argument"])}
+    ours, theirs = ({field.name for field in dataclasses.fields(side.RewardConfig)} for side in (trl_jax, trl))
+    assert names == ours - theirs
+
+
+def test_rope_types():
+    [shown] = [row for found in pages.tables(pages.read(FOLDER / "models.md")) for row in found
+               if row.get("a checkpoint may be") == "rope types"]  # fmt: skip
+    assert set(shown[""].split(", ")) == set(KINDS)
+
+
+def test_model_types():
+    lines = pages.read(FOLDER / "models.md").splitlines()
+    start = next(at for at, line in enumerate(lines) if line.startswith("| model type |")) + 2
+    assert lines[start : lines.index("", start)] == readme_table.lines()
+
+
+def test_devices_that_a_plan_knows():
+    shown = re.findall(r"`(\w+):[ABC](x[ABC])*`", table("plans.md", "Flags")["`--topology`"]["meaning"])
+    assert {kind for kind, _ in shown} == {*CHIPS, "cpu"}
+
+
+def test_flags_that_a_plan_adds():
+    """Those of the table are of `plan`, and the first two of `plan` alone."""
+    flags = {command: _flags(command) for command in ("plan", "reward")}
+    named = {name for cell in table("plans.md", "Flags") for name in re.findall(r"`(--\w+)`", cell)}
+    assert named <= flags["plan"] and {"--topology", "--json"} == named - flags["reward"]
+
+
+def _flags(command: str) -> set[str]:
+    script = importlib.import_module(f"trl_jax.scripts.{command}")
+    return set(script.make_parser(prog=command)._option_string_actions)
+
+
+@pytest.mark.parametrize("command", ["reward", "plan"])
+def test_help_begins_with_an_example(command, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    text = importlib.import_module(f"trl_jax.scripts.{command}").make_parser(prog=f"trl-jax {command}").format_help()
+    example = re.match(r"usage: .*?\n\n.*?\n\n  (trl-jax .*?)\n\n", text, flags=re.S)[1].replace("\\\n", " ").split()
+    seen = []
+    monkeypatch.setattr(f"trl_jax.scripts.{command}.main", lambda *configs: seen.append(configs))
+    assert example[:2] == ["trl-jax", command] and command_line.main(example[1:]) == 0 and len(seen) == 1
+
+
+def test_plan_says_what_it_is_for():
+    text = importlib.import_module("trl_jax.scripts.plan").make_parser(prog="plan").format_help()
+    assert "Will my run fit on this TPU?" in text and "will my run fit" in command_line.COMMANDS["plan"]
+
+
+# Figures that the code has
+
+
+def test_tolerances():
+    allowed, marks = table("exactness.md", "Side by side with TRL"), Marks()
+    assert float(allowed["loss"]["tolerance"]) == marks.loss
+    assert float(allowed["rewards, margin, gradient norm"]["tolerance"]) == marks.rewards == marks.grad_norm
+    assert float(allowed["the saved weights"]["tolerance"]) == CASES["plain"].weights
+    told = pages.sections(README)["Exactness"]
+    assert f"losses agree within {allowed['loss']['tolerance']};" in told and "saved weights within 2e-4" in told
+
+
+def test_counts():
+    broken = len(test_mutants.MUTANTS) + sum(
+        name.startswith("test_") and name != "test_a_broken_part_is_noticed" for name in vars(test_mutants)
+    )
+    parity = section("exactness.md", "Side by side with TRL")
+    assert f" {len(CASES)} runs of at least 30 steps" in parity and f"in {broken} ways" in parity
+    assert f"In {len(LAYOUTS)} variants of the decoders" in section("performance.md", "Layouts")
+    adapters = section("adapters.md", "How close to PEFT")
+    assert f"On {len(test_targets.FAMILIES)} native types" in adapters
+    assert f"the {len(trl_jax.LoraConfig().to_dict())} keys of" in adapters
+    several = section("exactness.md", "Several devices")
+    assert len(meshes.MESHES) == 15 and "on fifteen meshes" in several
+    assert table("exactness.md", "Several devices")["llama"]["runs"] == str(len(meshes.MESHES) * len(meshes.LAYOUTS))
+
+
+def test_devices_share_what_one_holds():
+    """Over fsdp and tensor everything is divided, over data alone nothing, under ZeRO all but the weights."""
+    shown = table("devices.md", "What a device holds and sends")
+    names = {name.replace("ZeRO 1 or 2 over 8", "zero1:8") for name in shown}
+    assert names == {*sharding_plan.MESHES} - {"data:1", "zero2:8"}
+    for name, row in shown.items():
+        share = 1.0
+        for size in re.findall(r"(?:fsdp|tensor):(\d)", name):
+            share /= int(size)
+        moments = 1 / 8 if name.startswith("ZeRO") else share
+        for column, whole, part in (("weights", 117.5, share), ("optimizer state", 235.0, moments)):
+            assert float(row[column]) == pytest.approx(whole * part, abs=0.2), (name, column)
+
+
+def test_rows_of_published_models_are_those_of_the_script():
+    told = pages.tables(pages.sections(FOLDER / "plans.md")["Published models"])
+    rows = [(row["model"], row["slice, mesh"]) for found in told for row in found]
+    assert rows == [(pods.ROWS[at][0], ", ".join(pods.ROWS[at][1:3])) for at in (3, 4, 5, 0, 1, 2, 6)]
+
+
+# Figures that follow from what was measured
+
+
+def _times(heading: str, column: int = 0) -> tuple[float, float]:
+    """How many times as many pairs a second as TRL: with both at their defaults, and with both tuned."""
+    rows = [line for line in pages.sections(FOLDER / "performance.md")[heading].splitlines() if line.startswith("|")]
+    at = [place for place, name in enumerate(rows[0].split("|")) if name.strip() == "pairs/s"][column]
+    value = {line.split("|")[1].strip(): line.split("|")[at] for line in rows[2:]}
+    return tuple(float(value[f"trl_jax, {arm}"]) / float(value[f"TRL, {arm}"]) for arm in ("default", "tuned"))
+
+
+def test_times_faster_follow_from_the_tables():
+    real, single, same = _times("Real pairs"), _times("Other data"), _times("Other data", 1)
+    assert "That is {:.1f} times TRL with its defaults, and {:.1f} times TRL tuned".format(*real) in section(
+        "performance.md", "Real pairs"
+    )
+    told = section("performance.md", "Other data")
+    assert "that is {:.1f} times TRL with its defaults and {:.1f} times TRL tuned on".format(*single) in told
+    assert "{:.2f} and {:.2f} times on same-length pairs".format(*same) in told
+    for place in (README, FOLDER / "images" / "shared_prompt.svg"):
+        text = " ".join(pages.read(place).split())
+        assert f"{real[0]:.1f} times TRL's" in text and f"{real[1]:.1f} times" in text
+    assert "it is {:.2f} and {:.2f} times".format(*same) in " ".join(pages.read(README).split())
+
+
+def test_what_was_measured_on_stands_beside_the_number():
+    for place in (README, FOLDER / "images" / "shared_prompt.svg", FOLDER / "index.md"):
+        words = " ".join(re.sub(r"<[^>]+>", " ", pages.read(place)).split())
+        assert "two CPU cores" in words and re.search("GPU and TPU(:| are) compiled, not timed", words), place
+
+
+def test_times_faster_of_the_larger_model():
+    rows = table("performance.md", "A larger model")
+    for arm in ("default", "tuned"):
+        for kind, told in list(rows[f"times TRL's pairs/s, {arm}"].items())[1:]:
+            theirs, ours = (float(rows[f"{side}, {arm}"][kind].split()[0]) for side in ("TRL", "trl_jax"))
+            assert float(told) == pytest.approx(theirs / ours, rel=0.04), (arm, kind)  # medians, not pairs a second
+
+
+def test_the_bars_are_those_of_the_table():
+    spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "pictures.py")
+    pictures = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pictures)
+    assert pages.read(FOLDER / "images" / "speed.svg") == pictures.speed()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_a_table_of_measurements_names_its_command(page):
+    """In its section, or by a link to the section with the method."""
+    for heading, text in pages.sections(page).items():
+        cells = [cell for found in pages.tables(text) for row in found for cell in row.values()]
+        if sum(bool(re.search(r"\d\.\d\d|\d\.\de-\d", cell)) for cell in cells) >= 3:
+            named = re.search(r"python -m compat_tests\.|compat_tests/[\w/]+\.py|\(#method\)", text)
+            assert named, (page.name, heading)
 
 
 def test_the_family_shown_is_the_one_that_runs():

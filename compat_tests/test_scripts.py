@@ -33,6 +33,7 @@ SINCE = {
         ", max_length=64": "",
     },
     "old_tokenised": {
+        ', padding="max_length", max_length=96': "",  # TRL 1.16 reads no masks
         ", save_safetensors=True": "",
         "tokenizer=tokenizer": "processing_class=tokenizer",
         "rows = rows.map(tokenise, batched=True, remove_columns=rows.column_names)": (

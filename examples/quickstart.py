@@ -114,7 +114,7 @@ def show_curve(history: list[dict], path: Path) -> None:
 
 def scores(folder: Path, conversations: list[list[dict]]) -> np.ndarray:
     """What the saved model gives each conversation, `[rows]`."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     batch = tokenize(tokenizer, conversations)
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits

@@ -62,7 +62,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     return [{side: row[side] for side in ("chosen", "rejected")} for row in rows]
 
 
-def sharded_step(values: Iterable[float]) -> str:
+def spread(values: Iterable[float]) -> str:
     """`median (least to most)` of some figures."""
     values = list(values)
     return f"{median(values):.3f} ({min(values):.3f} to {max(values):.3f})"

@@ -56,7 +56,7 @@ def race(folder: Path, args: Any, remat: bool) -> list[dict[str, Any]]:
             "engine": name,
             "remat": remat,
             "export and compile s": ready[name],
-            "step s": common.sharded_step(times),
+            "step s": common.spread(times),
             "times native": median(mine / base for mine, base in zip(times, seconds["native"], strict=True)),
         }
         for name, times in seconds.items()

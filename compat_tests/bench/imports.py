@@ -40,7 +40,7 @@ def main() -> None:
     rows = [
         {
             "statement": statement,
-            "median s (least to most)": common.sharded_step(seconds for seconds, _ in times),
+            "median s (least to most)": common.spread(seconds for seconds, _ in times),
             "loads": " ".join(times[0][1]) or "none of them",
         }
         for statement, times in found.items()

@@ -130,7 +130,7 @@ def train(
     costs = {
         "import s": imported - start, "read, tokenise and load s": built - imported,
         "train() to first step s": clock.times[0] - built, "process to first step s": clock.times[0] - start,
-        "train s": trained - built, "evaluate s": evaluated - trained, "step s": common.sharded_step(steps),
+        "train s": trained - built, "evaluate s": evaluated - trained, "step s": common.spread(steps),
         "train after first step, steps/s": len(steps) / sum(steps), "memory after import MB": after_import,
         "peak memory MB": peak, "interpreter alone MB": before,
     }  # fmt: skip

@@ -66,8 +66,8 @@ def race(folder: Path, rows: int, length: int, turns: int) -> list[dict[str, Any
         {
             "side": name,
             "first pass s": compiled[name],
-            "pass s": common.sharded_step(seconds[name]),
-            "times faster than torch": common.sharded_step(ratios[name]),
+            "pass s": common.spread(seconds[name]),
+            "times faster than torch": common.spread(ratios[name]),
         }
         for name in passes
     ]

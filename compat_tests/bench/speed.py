@@ -7,6 +7,7 @@ trl_jax finds no torch, which it does not need and transformers imports where it
 TRL tuned has no gradient checkpointing and its pairs grouped by length as transformers groups them, so its steps are of
 other pairs. Pairs a second are useful tokens a second by the data's mean, so that it does not matter which.
 The first arm of trl_jax compiles what further ones of the same program find.
+"before" is trl_jax as it comes of another checkout of the repository, --before, with its own half of this benchmark.
 "cold" and "warm" are seconds from a process's start to the end of its first step, without and with what an
 earlier run compiled.
 
@@ -17,9 +18,12 @@ share nothing, where a layout can win nothing; these two are random tokens.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from multiprocessing import get_context
@@ -37,7 +41,9 @@ ARMS = {
     "trl_jax packed": ("trl_jax", {"batch_layout": "packed"}),
     "trl_jax as it comes": ("trl_jax", {}),
     "trl_jax tuned": ("trl_jax", NO_CHECKPOINTS),
+    "before": ("trl_jax", {}),
 }
+BEFORE = "before"
 GROUPED = {"TRL tuned"}
 KINDS = ["real", "single", "control"]
 
@@ -71,7 +77,9 @@ def _arguments():
     options.add_argument("--model", type=Path, help="checkpoint; unset, a llama of --layers and --width")
     options.add_argument("--layers", type=int, default=8)
     options.add_argument("--width", type=int, default=256, help="a multiple of 64")
-    options.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
+    arms = [name for name in ARMS if name != BEFORE]
+    options.add_argument("--arms", nargs="+", default=arms, choices=ARMS)
+    options.add_argument("--before", type=Path, help='folder of the checkout that the arm "before" is of')
     options.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     options.add_argument("--starts", action="store_true", help="also measure the first step, cold and warm")
     options.add_argument("--control_length", type=int, default=256, help="tokens of every row of the control")
@@ -83,7 +91,10 @@ def _arguments():
     options.add_argument("--steps", type=int, help="measure so many steps of a run that is longer")
     options.add_argument("--segment", type=int, default=4, help="steps a turn")
     options.add_argument("--max_length", type=int, default=1024)
-    return options.parse_args()
+    args = options.parse_args()
+    if (BEFORE in args.arms) != (args.before is not None):
+        options.error(f'--before {args.before} and --arms {" ".join(args.arms)}: "before" needs both or neither')
+    return args
 
 
 @dataclass
@@ -128,9 +139,19 @@ def _start(name: str, args: Any, kind: str, model: Path, folder: Path) -> Lane:
     here, there = context.Pipe()
     stop = None if args.steps is None else args.warm_up + args.steps
     work = (there, side, model, rows, config, args.segment, stop)
-    context.Process(target=turns.take, args=work, daemon=True).start()
+    with _importing_from(args.before if name == BEFORE else None):
+        context.Process(target=turns.take, args=work, daemon=True).start()
     there.close()
     return Lane(name, here, here.recv())
+
+
+@contextlib.contextmanager
+def _importing_from(checkout: Path | None) -> Iterator[None]:
+    """A process that is started meanwhile looks for its modules in that folder first: it is handed our sys.path."""
+    kept = sys.path.copy()
+    sys.path[:0] = [] if checkout is None else [str(checkout.absolute())]
+    yield
+    sys.path[:] = kept
 
 
 def _work(name: str, args: Any, kind: str, folder: Path) -> tuple[str, dict, dict]:
@@ -174,8 +195,8 @@ def _row(lane: Lane, base: Lane, args: Any) -> dict:
     pair = sum(lane.facts["tokens"]) / (args.batch * len(lane.facts["tokens"]))
     return {
         "arm": lane.name,
-        "step s": common.sharded_step(seconds / args.segment for seconds in measured),
-        f"times faster than {base.name}": common.sharded_step(
+        "step s": common.spread(seconds / args.segment for seconds in measured),
+        f"times faster than {base.name}": common.spread(
             other / own for other, own in zip(theirs, measured, strict=True)
         ),
         "pairs/s": tokens / pair / sum(measured),

@@ -110,8 +110,8 @@ def _drawn(dice: Any, kind: str, pairs: int, length: int, most: int) -> list[dic
     def tokens(count):
         return dice.integers(10, 8000, count).tolist()
 
-    def log_normal(median, sharded_step, limit):
-        return int(min(limit, max(4, median * dice.lognormal(0, sharded_step))))
+    def log_normal(median, spread, limit):
+        return int(min(limit, max(4, median * dice.lognormal(0, spread))))
 
     rows = []
     for _ in range(pairs):

@@ -6,10 +6,9 @@ import json
 
 import pytest
 
-from compat_tests.tiny import preference_rows
 from compat_tests.trainer.trainers import FACTS
 from trl_jax.cli.main import main
-from trl_jax.scripts import env, score
+from trl_jax.scripts import env
 
 
 @pytest.fixture(scope="module")
@@ -65,29 +64,6 @@ def test_rows_of_every_form_get_their_scores(folder, tmp_path, capsys):
     assert f"accuracy {right:.4f} over 1 pairs" in capsys.readouterr().err
 
 
-def test_a_run_that_was_cut_off_goes_on_where_it_ended(folder, tmp_path, capsys, monkeypatch):
-    source = write(tmp_path / "in.jsonl", preference_rows(10))
-    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
-    assert main(["score", str(folder), source, "-o", str(whole), "--quiet"]) == 0
-    told = capsys.readouterr().err
-    lines = whole.read_text().splitlines(keepends=True)
-    out.write_text("".join(lines[:4]) + lines[4][:20])
-    asked = []
-    plain = score.Scorer.__call__
-
-
-    def spied(self, rows, first):
-        asked.append(len(rows))
-        return plain(self, rows, first)
-
-    monkeypatch.setattr(score.Scorer, "__call__", spied)
-    assert main(["score", str(folder), source, "-o", str(out), "--quiet"]) == 0
-    assert sum(asked) == 6 and capsys.readouterr().err == told and "over 10 pairs" in told
-    for mine, wanted in zip(read(out), read(whole), strict=True):
-        assert mine.keys() == wanted.keys()
-        assert mine["chosen_reward"] == pytest.approx(wanted["chosen_reward"], abs=1e-5)
-
-
 def test_without_an_output_rows_go_to_stdout(folder, tmp_path, capsys):
     assert main(["score", str(folder), write(tmp_path / "in.jsonl", [{"text": "x"}])]) == 0
     printed = capsys.readouterr()
@@ -97,8 +73,8 @@ def test_without_an_output_rows_go_to_stdout(folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        ('{"txt": "a"}', "Row 0 holds txt: wanted text, messages, chosen and rejected, or prompt and one of response"),
-        ("{", "line 1 is not JSON"),
+        ('{"txt": "a"}', "in.jsonl, line 1 holds txt: wanted text, messages, chosen and rejected, or prompt and one"),
+        ("{", "line 1 is not JSON: Expecting property name enclosed in double quotes in column 2. Wanted one row"),
         ("[1]", 'line 1 holds a list: wanted a row, as in {"text": "..."}.'),
     ],
 )
@@ -106,14 +82,6 @@ def test_lines_that_are_no_rows(folder, tmp_path, capsys, line, text):
     (tmp_path / "in.jsonl").write_text(line)
     assert main(["score", str(folder), str(tmp_path / "in.jsonl"), "--quiet"]) == 2
     assert text in capsys.readouterr().err
-
-
-def test_an_output_of_other_rows_is_left_alone(folder, tmp_path, capsys):
-    out = tmp_path / "out.jsonl"
-    write(out, [{"text": "y", "reward": 1.0}])
-    before = out.read_text()
-    assert main(["score", str(folder), write(tmp_path / "in.jsonl", [{"text": "x"}]), "-o", str(out)]) == 2
-    assert "row 0 is another. Name another --output." in capsys.readouterr().err and out.read_text() == before
 
 
 def test_env_names_versions_devices_and_what_is_missing(capsys, monkeypatch):

@@ -284,6 +284,67 @@ def test_single_values_refused(name, value, text):
     assert verdict(**{name: value}) == ([text], [])
 
 
+NAN = float("nan")
+CANNOT_WORK = {
+    "per_device_train_batch_size": (10**9, "at most 1,048,576"),
+    "per_device_eval_batch_size": (10**9, "at most 1,048,576"),
+    "gradient_accumulation_steps": (10**9, "at most 65,536"),
+    "num_train_epochs": (1e300, "at most 2,147,483,647"),
+    "max_steps": (10**30, "at most 2,147,483,647"),
+    "warmup_steps": (1e300, "at most 2,147,483,647"),
+    "learning_rate": (1e39, "at most 3.4028234663852886e+38"),
+    "adam_epsilon": (1e300, "at most 3.4028234663852886e+38"),
+    "center_rewards_coefficient": (1e300, "at most 3.4028234663852886e+38"),
+    "neftune_noise_alpha": (1e300, "at most 3.4028234663852886e+38"),
+    "pad_to_multiple_of": (10**9, "at most 1,048,576"),
+    "dataset_num_proc": (10**9, "at most 4,194,304"),
+    "seed": (2**32, "at most 4,294,967,295"),
+    "data_seed": (2**64, "at most 18,446,744,073,709,551,615"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CANNOT_WORK)
+def test_values_that_can_never_work_are_refused_before_anything_is_allocated(name):
+    value, wanted = CANNOT_WORK[name]
+    assert verdict(**{name: value}) == ([f"{name}={value!r}: wanted {wanted}. Lower it."], [])
+    with pytest.raises(ValueError, match=f"{name}=.*: wanted at most"):
+        RewardConfig("out", bf16=False, use_cpu=True, **{name: value})
+
+
+@pytest.mark.parametrize("name", "warmup_steps max_steps logging_steps save_steps eval_steps eval_delay".split())
+def test_steps_that_are_no_number(name):
+    assert verdict(**{name: NAN}) == ([f"{name}=nan: wanted a number."], [])
+
+
+def test_a_step_of_too_many_pairs_names_both_that_make_it():
+    [refusal], _ = verdict(per_device_train_batch_size=2**12, gradient_accumulation_steps=2**10)
+    assert refusal == (
+        "gradient_accumulation_steps=1024 times per_device_train_batch_size=4096 makes steps of 4,194,304 pairs: "
+        "wanted at most 1,048,576. Lower either."
+    )
+    assert verdict(per_device_train_batch_size=2**12, gradient_accumulation_steps=2**8) == ([], [])
+
+
+@pytest.mark.parametrize("name", ["adam_beta1", "adam_beta2"])
+def test_betas_of_one_are_refused_where_they_are_used(name):
+    assert verdict(**{name: 1.0}) == ([f"{name}=1.0: wanted a number of at least 0 and below 1."], [])
+    assert verdict(**{name: 1.0}, optim="sgd") == ([], [])
+
+
+@pytest.mark.parametrize("name, value", [
+    ("adam_epsilon", 0), ("adam_beta2", 0.0), ("max_steps", -1), ("warmup_steps", 0.5), ("warmup_steps", 10_000),
+    ("save_steps", 10**10), ("seed", 2**32 - 1), ("data_seed", -1), ("max_length", 10**9), ("num_train_epochs", 10**6),
+    ("per_device_train_batch_size", 2**17), ("gradient_accumulation_steps", 10**4), ("eval_steps", None),
+])  # fmt: skip
+def test_values_that_are_only_unusual_are_taken(name, value):
+    assert verdict(**{name: value}) == ([], [])
+
+
+def test_a_schedule_of_no_number():
+    [refusal], _ = verdict(lr_scheduler_type="cosine", lr_scheduler_kwargs={"num_cycles": NAN})
+    assert refusal == "lr_scheduler_kwargs holds num_cycles=nan: wanted a number."
+
+
 def test_cosine_takes_num_cycles_only():
     cosine = {"lr_scheduler_type": "cosine"}
     assert verdict(**cosine, lr_scheduler_kwargs={"num_cycles": 0.5}) == ([], [])
@@ -329,7 +390,7 @@ def test_epochs_do_not_matter_beside_max_steps():
 
 
 def test_a_token_is_not_shown():
-    assert show("hub_token", "hf_secret") == "hub_token=<hidden>"
+    assert show("hub_token", "hf_secret") == "hub_token='<HUB_TOKEN>'"
 
 
 def test_full_determinism_wants_the_flag(monkeypatch):

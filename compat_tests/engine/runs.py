@@ -112,12 +112,13 @@ def run_loop(out, *, rows=10, metrics=(), callbacks=(), write_model=None, **conf
         advance=lambda batch, rate: {
             "loss": np.float32(events.state.global_step),
             "grad_norm": np.float32(1.0),
+            "updated": np.bool_(True),
         },
         learning_rate=lambda step: 1.0 - step / run.max_steps,
         report=report,
         evaluate=evaluate,
         save=lambda progress: save_checkpoint(args.output_dir, write_model or _write, events, {}),
-        watch=NonFiniteGuard(1, lambda batch: ""),
+        nonfinite_guard=NonFiniteGuard(1, lambda batch: ""),
         interrupts=Interrupts(),
     )
     mean, unreported = loop.run()

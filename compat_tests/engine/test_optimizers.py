@@ -10,11 +10,11 @@ import pytest
 from compat_tests.engine.test_torch_updates import DECAYED, STEPS, gradients, rate, start
 from trl_jax.core.arguments.optimizers import OPTIMIZERS, parsed
 from trl_jax.engine.adaptive import Greedy, Plateau
-from trl_jax.engine.optimizers import Hyperparameters, adamw, from_optax, make_optimizer
+from trl_jax.engine.optimizers import Hyperparameters, from_optax, make_optimizer
 
 
 def ours(name, optim_args=None, **given):
-    given = Hyperparameters(own=parsed(name, optim_args), **given)
+    given = Hyperparameters(optim_args=parsed(name, optim_args), **given)
     tx = make_optimizer(name, given, decayed=DECAYED, max_grad_norm=None)
     params = {name: jnp.asarray(value) for name, value in start().items()}
     state = tx.init(params)
@@ -147,7 +147,7 @@ def test_every_name_makes_steps_that_are_numbers(name):
 
 
 def test_an_optax_transformation_is_scaled_by_the_schedules_share_of_its_peak():
-    wanted = adamw(b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.0, decayed=DECAYED, max_grad_norm=0.5)
+    wanted = make_optimizer("adamw_torch", Hyperparameters(), decayed=DECAYED, max_grad_norm=0.5)
     given = from_optax(optax.adamw(3e-3, weight_decay=0.0), peak=1e-2, max_grad_norm=0.5)
     params = {name: jnp.asarray(value) for name, value in start().items()}
     a, b = wanted.init(params), given.init(params)

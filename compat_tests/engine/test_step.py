@@ -8,7 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from trl_jax.engine.optimizers import adamw
+from trl_jax.core.arguments.optimizers import parsed
+from trl_jax.engine.optimizers import Hyperparameters, from_optax, make_optimizer
 from trl_jax.engine.step import make_step
 
 RATE = np.float32(0.1)
@@ -26,8 +27,9 @@ def loss(params, batch, key):
     }
 
 
-def optimizer():
-    return adamw(b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.0, decayed={"w": True}, max_grad_norm=None)
+def optimizer(name="adamw_torch", optim_args="", max_grad_norm=None, **hyper):
+    hyper = Hyperparameters(optim_args=parsed(name, optim_args), **hyper)
+    return make_optimizer(name, hyper, decayed={"w": True}, max_grad_norm=max_grad_norm)
 
 
 def params():
@@ -82,7 +84,7 @@ def test_metrics_have_a_row_a_micro_batch(step):
         given = batch(count, 4)
         _, metrics = take(step, given)
         assert {name: value.shape for name, value in metrics.items()} == {
-            "rows": (count,), "largest": (count,), "noise": (count,), "loss": (), "grad_norm": (),
+            "rows": (count,), "largest": (count,), "noise": (count,), "loss": (), "grad_norm": (), "updated": (),
         }  # fmt: skip
         errors = given["x"] @ np.asarray(params()["w"]) - given["y"]
         np.testing.assert_allclose(metrics["largest"], errors.max(axis=1), rtol=1e-5)
@@ -100,11 +102,10 @@ def test_filled_micro_batches_change_nothing(step):
 
 
 def test_grad_norm_is_taken_before_clipping():
-    small = {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "decayed": {"w": True}}
-    clipped = make_step(loss, adamw(**small, max_grad_norm=1e-3))
+    tx = optimizer(max_grad_norm=1e-3)
     given = batch(1, 4)
     start = params()
-    _, _, metrics = clipped(start, adamw(**small, max_grad_norm=1e-3).init(start), given, RATE, None)
+    _, _, metrics = make_step(loss, tx)(start, tx.init(start), given, RATE, None)
     one = jax.tree.map(lambda leaf: leaf[0], given)
     wanted = optax.global_norm(jax.grad(lambda p: loss(p, one, None)[0])(params()))
     np.testing.assert_allclose(metrics["grad_norm"], wanted, rtol=1e-6)
@@ -152,10 +153,75 @@ def test_what_is_frozen_stays_and_has_no_moments(step):
     assert np.allclose(metrics["grad_norm"], expected["grad_norm"], rtol=1e-5)
 
 
+# Gradients are finite, and one of them is 0; the update is not finite, or has numbers whose squares are not.
+POISON = {
+    "rate": (optimizer(), 1e30),
+    "infinite rate": (optimizer(), np.inf),
+    "epsilon": (optimizer(eps=0.0), 0.1),
+    "beta2": (optimizer(b2=1.0), 0.1),
+    "sgd, rate": (optimizer("sgd"), 1e30),
+    "rmsprop, epsilon": (optimizer("rmsprop", "eps=0.0"), 0.1),
+    "ademamix, epsilon": (optimizer("ademamix", eps=0.0), 0.1),
+    "schedule-free, rate": (optimizer("schedule_free_adamw"), 1e30),
+    "schedule-free, epsilon": (optimizer("schedule_free_adamw", eps=0.0), 0.1),
+    "schedule-free, beta2": (optimizer("schedule_free_radam", b2=1.0 - 2**-53, eps=0.0), 0.1),
+    "schedule-free sgd, rate": (optimizer("schedule_free_sgd"), 1e30),
+    "of a user": (from_optax(optax.adam(1e-3, eps=0.0), peak=1e-3, max_grad_norm=None), 0.1),
+}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("case", POISON)
+def test_an_update_that_is_not_finite_is_left_out(case, micro_batches):
+    tx, rate = POISON[case]
+    given = batch(micro_batches, 4)
+    given["x"][..., 2] = 0.0
+    before = jax.device_get((params(), tx.init(params())))
+    start = params()
+    moved, state, metrics = make_step(loss, tx)(start, tx.init(start), given, np.float32(rate), None)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get((moved, state)), before)
+    assert not metrics["updated"] and np.isfinite(metrics["loss"]) and np.isfinite(metrics["grad_norm"])
+
+
+@pytest.mark.parametrize("name", ["adamw_torch", "sgd", "schedule_free_adamw"])
+def test_steps_go_on_behind_one_that_was_left_out(name):
+    tx = optimizer(name)
+    step, found = make_step(loss, tx), []
+    for rates in ((0.1, 0.1), (0.1, 1e30, 0.1)):
+        moved, state = params(), tx.init(params())
+        for rate in rates:
+            moved, state, metrics = step(moved, state, batch(2, 4), np.float32(rate), None)
+            assert bool(metrics["updated"]) is (rate < 1)
+        found.append(jax.device_get((moved, state)))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+@pytest.mark.parametrize("name", ["adamw_torch", "adafactor", "lion_32bit"])
+def test_the_check_of_an_update_changes_no_digit(name):
+    tx, found = optimizer(name, weight_decay=0.1, max_grad_norm=1.0), []
+    for safe_rate in (None, 1.0):
+        step, moved, state = make_step(loss, tx._replace(safe_rate=safe_rate)), params(), tx.init(params())
+        for seed in range(4):
+            moved, state, _ = step(moved, state, batch(2, 4, seed=seed), RATE, None)
+        found.append(jax.device_get((moved, state)))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+@pytest.mark.parametrize("name, hyper, safe", [
+    ("adamw_torch", {}, True), ("adamw_bnb_8bit", {}, True), ("adamw_torch", {"eps": 0.0}, False),
+    ("adamw_torch", {"b1": 1.0}, False), ("adamw_torch", {"b2": 1.0}, False), ("rmsprop", {}, False),
+])  # fmt: skip
+def test_only_adam_with_sound_settings_needs_no_check(name, hyper, safe):
+    assert (optimizer(name, **hyper).safe_rate is not None) is safe
+
+
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="XLA for other devices counts otherwise")
-def test_moments_are_updated_in_place():
-    """Besides what it is given, a step needs the gradient, here as large as the weights, and not the moments again."""
-    tx, size = adamw(b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.1, decayed={"w": True}, max_grad_norm=1.0), 512
+@pytest.mark.parametrize("eps", [1e-8, 0.0])
+def test_moments_are_updated_in_place(eps):
+    """Besides its arguments, a step needs the gradient, here as large as the weights, and not the moments again; the
+    check of an update adds a byte a number."""
+    tx = optimizer(eps=eps, weight_decay=0.1, max_grad_norm=1.0)
+    size = 512
 
     def of_many(params, batch, key):
         return jnp.sum(jnp.tanh(batch["x"] @ params["w"])), {}

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from trl_jax.engine.optimizers import adamw, decays
+from trl_jax.engine.optimizers import Hyperparameters, decays, make_optimizer
 from trl_jax.engine.transforms import clip_by_global_norm, global_norm
 
 SHAPES = {"kernel": (5, 4), "norm": (4,), "bias": (3,), "still": (2, 2)}
@@ -62,7 +62,8 @@ def torchs(b1, b2, eps, weight_decay, max_grad_norm):
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_every_step_is_torchs(setting):
     setting = DEFAULTS | setting
-    tx = adamw(**setting, decayed=DECAYED)
+    hyper = Hyperparameters(**{name: value for name, value in setting.items() if name != "max_grad_norm"})
+    tx = make_optimizer("adamw_torch", hyper, decayed=DECAYED, max_grad_norm=setting["max_grad_norm"])
     params = {name: jnp.asarray(value) for name, value in start().items()}
     state = tx.init(params)
     for step, wanted in enumerate(torchs(**setting)):
@@ -75,7 +76,7 @@ def test_every_step_is_torchs(setting):
 
 def test_only_what_decays_moves_without_a_gradient():
     params = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
-    tx = adamw(**DEFAULTS, weight_decay=0.5, max_grad_norm=1.0, decayed=DECAYED)
+    tx = make_optimizer("adamw_torch", Hyperparameters(weight_decay=0.5), decayed=DECAYED, max_grad_norm=1.0)
     nothing = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
     updates, _ = tx.update(nothing, tx.init(params), params, learning_rate=0.1)
     moved = {name: bool(np.any(update != 0)) for name, update in updates.items()}

@@ -472,7 +472,7 @@ def test_row33_pad_equal_to_eos_is_warned_of_once(good, tmp_path, caplog):
 
 
 def test_row34_more_than_one_label(good, tmp_path):
-    with refuses("num_labels is 2, but a reward model has one score a sequence: num_labels=1."):
+    with refuses("num_labels is 2, but reward models require `num_labels=1`: one score a sequence."):
         trainer(good, tmp_path, model_init_kwargs={"num_labels": 2})
 
 

@@ -108,13 +108,32 @@ def test_row11_bad_weights_never_become_a_checkpoint(run, tmp_path):
 
 def test_row11_only_steps_in_a_row_count():
     def see(loss):
-        watch.see(type("Batch", (), {"rows": [0]}), {"loss": np.float32(loss), "grad_norm": np.float32(1)})
+        metrics = {"loss": np.float32(loss), "grad_norm": np.float32(1), "updated": np.isfinite(loss)}
+        guard.check(type("Batch", (), {"rows": [0]}), metrics)
 
-    watch = NonFiniteGuard(1, lambda batch: "")
+    guard = NonFiniteGuard(1, lambda batch: "")
     for loss in (np.nan, np.nan, 1, np.nan, np.inf, 2, np.nan, np.nan):
         see(loss)
     with pytest.raises(FloatingPointError, match="^Step 9: loss nan, .* Steps 7, 8, 9 in a row"):
         see(np.nan)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("config", [
+    {"learning_rate": 1e30}, {"adam_epsilon": 0.0}, {"adam_beta2": 1.0},
+    {"optim": "schedule_free_adamw", "learning_rate": 1e30, "lr_scheduler_type": "constant"},
+    {"optim": "schedule_free_adamw", "adam_epsilon": 0.0},
+])  # fmt: skip
+def test_row11_updates_that_are_not_finite_leave_the_weights_and_end_the_run(config, accumulation, run, caplog):
+    trained = run([GOOD] * 4 * accumulation, gradient_accumulation_steps=accumulation, save_strategy="no", **config)
+    before = jax.device_get(trained.model.params)
+    with caplog.at_level(logging.WARNING), pytest.raises(FloatingPointError) as error:
+        trained.train()
+    assert all(np.array_equal(array, before[path]) for path, array in jax.device_get(trained.model.params).items())
+    assert ", update not finite, on rows 0" in caplog.text and "Its update was left out; 3 such steps" in caplog.text
+    text = str(error.value)
+    assert text.startswith("Step 3: loss ") and "Steps 1, 2, 3 in a row gave no number. The gradient is f" in text
+    assert "adam_epsilon and adam_beta2 may let it divide by zero. The weights are those from before step 1" in text
 
 
 def test_row39_identical_pairs_are_counted(checkpoint, tmp_path, caplog):

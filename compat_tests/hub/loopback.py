@@ -41,11 +41,15 @@ class Hub:
             connection, "slow" waits half a second, None is a good answer.
         headers: sent with every faulty answer.
         requests: (method, path) of all that came.
+        received: the same with query, headers and body, but for the Authorization header.
+        token: the one that may do everything.
     """
 
     repositories: dict[str, Repository] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)
     requests: list[tuple[str, str]] = field(default_factory=list)
+    received: list[bytes] = field(default_factory=list)
+    token: str = TOKEN
     fault: Any = lambda method, path: None
     headers: dict[str, str] = field(default_factory=dict)
 
@@ -123,17 +127,20 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub, path = self.server.hub, unquote(urlparse(self.path).path)
         self.hub.requests.append((method, path))
         fault = self.hub.fault(method, path)
+        headers = [f"{name}: {value}" for name, value in self.headers.items() if name.lower() != "authorization"]
+        self.hub.received.append("\n".join([method, self.path, *headers, ""]).encode())
         if fault == "drop":
             self.close_connection = True
             self.connection.close()
             return
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.hub.received[-1] += body
         if fault == "slow":
             time.sleep(0.5)
         elif fault is not None:
             self._send(fault, {"error": f"the server says {fault}"}, self.hub.headers)
             return
-        if not path.startswith("/objects/") and self.headers.get("Authorization") != f"Bearer {TOKEN}":
+        if not path.startswith("/objects/") and self.headers.get("Authorization") != f"Bearer {self.hub.token}":
             self._send(401, {"error": "Invalid username or password."})
             return
         for pattern, answer in _ROUTES:

@@ -206,7 +206,7 @@ def test_ids_that_cannot_be_scored(ids, text, checkpoint):
 @pytest.mark.parametrize(
     ("how", "error", "text"),
     [
-        ({"num_labels": 2}, ValueError, "num_labels is 2, but a reward model has one score"),
+        ({"num_labels": 2}, ValueError, "num_labels is 2, but reward models require `num_labels=1`"),
         ({"dtype": "int8"}, ValueError, "dtype is 'int8', wanted one of float32, bfloat16, float16, auto"),
         ({"attn_implementation": "magic"}, ValueError, "attn_implementation is 'magic', wanted one of"),
         ({"colour": 1, "shape": 2}, TypeError, "does not take colour, shape. It takes num_labels, dtype"),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from trl_jax import AutoModelForSequenceClassification
 from trl_jax.core.tensors_file import Pieces
+from trl_jax.core.whole_file import write_whole
 from trl_jax.hub.formats.safetensors import INDEX, SINGLE, CheckpointFiles, write_checkpoint
+from trl_jax.run.reports import save_metrics
 
 load = AutoModelForSequenceClassification.from_pretrained
 
@@ -82,6 +85,29 @@ def test_a_file_that_breaks_off_leaves_the_old_one(tmp_path):
     write_checkpoint(tmp_path, {SINGLE: ["x"]}, lambda name: of(lambda: 2 * old.read(f"{SINGLE} tensor")))
     assert [path.name for path in tmp_path.iterdir()] == [SINGLE]
     assert CheckpointFiles(tmp_path).read("x").tolist() == [2.0, 2.0, 2.0]
+
+
+def test_a_text_that_breaks_off_leaves_the_old_one(tmp_path):
+    (tmp_path / "old.json").write_text("{}")
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(tmp_path / "old.json", "whole, then half of a character: \ud800")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["{}"]
+
+
+def test_a_config_takes_its_place_when_it_is_whole(checkpoint, tmp_path, monkeypatch):
+    """So do all texts that a run leaves: none is written where it will lie."""
+    seen = []
+    plain = Path.write_text
+
+    def spied(path, text, **how):
+        seen.append(path.name)
+        return plain(path, text, **how)
+
+    monkeypatch.setattr(Path, "write_text", spied)
+    load(checkpoint("llama", shards=True)).save_pretrained(tmp_path)
+    save_metrics(tmp_path, "eval", {"eval_loss": 1.0})
+    assert seen == [f"{name}.part" for name in (INDEX, "config.json", "eval_results.json", "all_results.json")]
+    assert not list(tmp_path.glob("*.part"))
 
 
 def test_the_single_file_is_read_where_both_are(tmp_path):

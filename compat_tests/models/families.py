@@ -104,6 +104,9 @@ VARIANTS = {
     },
     "gpt_neox": {
         "plain": {},
+        "odd": {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.2}},
+        "odd_linear": {"old": {"rotary_pct": 0.32, "rope_scaling": OLD_LINEAR}},
+        "still": {"hidden_size": 8, "rotary_pct": 0.25},
         "sequential": {"use_parallel_residual": False, "attention_bias": False},
         "old": {"old": {"rotary_pct": 0.5, "rotary_emb_base": 400}},
     },

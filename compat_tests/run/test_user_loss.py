@@ -213,7 +213,7 @@ def test_torch_models_that_cannot_be_taken(folder, tmp_path):
     from transformers import AutoModelForSequenceClassification
 
     two = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2, ignore_mismatched_sizes=True)
-    with pytest.raises(ValueError, match="with 2 labels: wanted num_labels=1"):
+    with pytest.raises(ValueError, match="with 2 labels, but reward models require `num_labels=1`"):
         make(trl_jax, two, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""2023: the script tokenises itself, into input_ids_chosen and its like."""
+"""2023: the script tokenises and pads itself, into input_ids_chosen and its like."""
 
 import sys
 
@@ -14,7 +14,7 @@ def tokenise(rows):
     new = {"input_ids_chosen": [], "attention_mask_chosen": [], "input_ids_rejected": [], "attention_mask_rejected": []}
     for chosen, rejected in zip(rows["chosen"], rows["rejected"], strict=True):
         for side, text in (("chosen", chosen), ("rejected", rejected)):
-            found = tokenizer(text, truncation=True)
+            found = tokenizer(text, truncation=True, padding="max_length", max_length=96)
             new[f"input_ids_{side}"].append(found["input_ids"])
             new[f"attention_mask_{side}"].append(found["attention_mask"])
     return new

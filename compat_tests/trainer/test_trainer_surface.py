@@ -73,7 +73,7 @@ def test_a_model_that_is_neither_a_name_nor_ours(tmp_path):
 
 
 def test_no_training_set(folder, tmp_path):
-    with pytest.raises(ValueError, match="^train_dataset is required: pass a datasets.Dataset"):
+    with pytest.raises(ValueError, match="^`train_dataset` is required: pass a datasets.Dataset"):
         trl_jax.RewardTrainer(str(folder), trl_jax.RewardConfig(str(tmp_path)))
 
 

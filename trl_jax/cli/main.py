@@ -9,9 +9,11 @@ import sys
 import warnings
 from importlib import metadata
 
+from trl_jax.core.secrets import masked_flags, scrubbed
+
 COMMANDS = {
     "reward": "train a reward model on preference pairs",
-    "plan": "compile a run's step for devices that are not there: memory, collectives, whether it fits",
+    "plan": "will my run fit on this TPU? Compiles its step for devices you do not have",
     "score": "score the answers of a file with a reward model",
     "env": "print versions and devices",
 }
@@ -22,7 +24,8 @@ USER_ERRORS = (ValueError, TypeError, KeyError, OSError)
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0 done, 2 a mistake of the user's (one line on stderr), 130 interrupted."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    typed = argv is None
+    argv = list(sys.argv[1:] if typed else argv)
     parser = _parser()
     command = parser.parse_args(argv[:1]).command
     if command is None:
@@ -31,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            _run(command, argv[1:])
+            _run(command, argv[1:], typed)
     except USER_ERRORS as error:
         if os.environ.get("TRL_JAX_TRACEBACK") == "1":
             raise
@@ -43,22 +46,24 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _run(command: str, argv: list[str]) -> None:
+def _run(command: str, argv: list[str], typed: bool) -> None:
     # transformers advises to install torch at import; nothing here needs it.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     script = importlib.import_module(f"trl_jax.scripts.{command}")
     arguments = script.make_parser(prog=f"trl-jax {command}").parse_args_and_config(argv)
+    if typed:  # trackers keep the command line with a run
+        sys.argv[1:] = masked_flags(sys.argv[1:])
     script.main(*arguments)
 
 
 def _told(error: Exception) -> str:
     """The error's text and notes in one line; a KeyError's own str() would quote its text."""
     text = " ".join(map(str, error.args)) if isinstance(error, KeyError) else str(error)
-    return " ".join(" ".join([text, *vars(error).get("__notes__", ())]).split())
+    return scrubbed(" ".join(" ".join([text, *vars(error).get("__notes__", ())]).split()))
 
 
 def _show_warning(message, category, filename, lineno, file=None, line=None) -> None:
-    print(f"trl-jax: warning: {' '.join(str(message).split())}", file=sys.stderr)
+    print(f"trl-jax: warning: {scrubbed(' '.join(str(message).split()))}", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:

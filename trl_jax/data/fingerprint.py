@@ -1,4 +1,4 @@
-"""Whether two datasets hold the same pairs: a digest of the prepared rows, whatever file or cache they came from."""
+"""Whether two datasets hold the same examples: digests of prepared rows, whatever file or cache they came from."""
 
 from __future__ import annotations
 
@@ -8,28 +8,31 @@ import numpy as np
 import xxhash
 from datasets import Dataset
 
-from trl_jax.data.rows import checks
+from trl_jax.data.example import Columns
+from trl_jax.data.rows.checks import blocks
 
 
-def fingerprint(dataset: Dataset) -> str:
-    """Of every pair of a prepared table, in order: ids, lengths and margins."""
-    columns = (*checks.IDS, "margin") if "margin" in dataset.column_names else checks.IDS
-    digest = xxhash.xxh3_128(" ".join(columns).encode())
-    for _, block in checks.blocks(dataset, columns):
-        for column in checks.IDS:
+def fingerprint(dataset: Dataset, columns: Columns) -> str:
+    """The digest of every example of a prepared table, in order: ids, lengths and numbers."""
+    numbers = [name for name in columns.numbers if name in dataset.column_names]
+    names = (*columns.texts, *numbers)
+    digest = xxhash.xxh3_128(" ".join(names).encode())
+    for _, block in blocks(dataset, names):
+        for column in columns.texts:
             lists = block.column(column).combine_chunks()
             digest.update(lists.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64))
             digest.update(lists.flatten().to_numpy(zero_copy_only=False).astype(np.int64))
-        if "margin" in columns:
-            digest.update(block.column("margin").to_numpy().astype(np.float64))
+        for column in numbers:
+            digest.update(block.column(column).to_numpy().astype(np.float64))
     return digest.hexdigest()
 
 
-def row_digest(row: dict[str, Any], so_far: int) -> int:
-    """Of a stream's pairs up to this one: 64 bits, chained, so that any prefix has its own."""
+def row_digest(row: dict[str, Any], columns: Columns, so_far: int) -> int:
+    """The digest of a stream's examples up to this one: 64 bits, chained, so that any prefix has its own."""
     digest = xxhash.xxh3_64(seed=so_far)
-    for column in checks.IDS:
+    for column in columns.texts:
         digest.update(np.asarray(row[column], np.int64))
         digest.update(b"|")
-    digest.update(np.float64(row.get("margin") or 0.0).tobytes())
+    for column in columns.numbers:
+        digest.update(np.float64(row.get(column) or 0.0).tobytes())
     return digest.intdigest()

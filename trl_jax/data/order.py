@@ -56,7 +56,7 @@ class RunLength:
     micro_batches_per_epoch: int
 
 
-def plan(
+def run_length(
     rows: int | None, *, batch_size: int, accumulation: int, drop_last: bool, epochs: float, max_steps: int
 ) -> RunLength:
     """The length of a run by TRL's arguments: `max_steps` beats `epochs`; a ragged last step counts as a step.

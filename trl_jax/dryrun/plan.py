@@ -18,8 +18,8 @@ from trl_jax.nn.attention import cudnn, splash
 from trl_jax.nn.attention.padded import QUERY_BLOCK
 from trl_jax.run import layout_choice
 from trl_jax.run.model_loading import outlined
+from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.reward_config import RewardConfig
-from trl_jax.trainer.reward_trainer import RewardTrainer
 
 _BY_ROW = f"plain XLA, {QUERY_BLOCK} queries of a row at a time against the keys before them"
 _ALONG = "{}, {} queries of a stream at a time against the blocks of keys that any of them sees"
@@ -142,7 +142,7 @@ def plan(run: Run, args: RewardConfig, topology: Topology, *, compiles: bool = T
         model = outlined(run.checkpoint, planned, run.adapter, run.quantization)
         trainer = abstract_run.trainer_of(model, planned, run.rows)
         found = trace.batches(trainer)
-    why, tx = no_compiler(topology) if compiles else "nothing was compiled", trainer._optimizer()
+    why, tx = no_compiler(topology) if compiles else "nothing was compiled", trainer.parts.training.made_optimizer()
     given, compiles = trace.given(trainer, tx, found.largest), why is None
     evaluation = _evaluation(trainer, given, topology, compiles) if abstract_run.evaluates(args) else None
     for remat in args.remats:
@@ -155,13 +155,13 @@ def plan(run: Run, args: RewardConfig, topology: Topology, *, compiles: bool = T
 def _planned(
     model: str,
     topology: Topology,
-    trainer: RewardTrainer,
-    found: trace.Batches,
+    trainer: BaseTrainer,
+    found: trace.Surveyed,
     given: step_memory.Given,
     remat: bool | str,
     compiles: bool,
 ) -> Plan:
-    args, tx = trainer.args, trainer._optimizer()
+    args, tx = trainer.args, trainer.parts.training.made_optimizer()
     result = compiled(trace.traced(trainer, tx, given, remat=remat), topology) if compiles else None
     layout = trainer.loader(trainer.train_dataset, training=True).layout
     one, arch, maps = trace.one_pass(trainer, given), trace.arch_of(trainer), trace.maps(trainer)
@@ -189,7 +189,7 @@ def _planned(
     )
 
 
-def _attention(platform: str, trainer: RewardTrainer, arch: Any, layout: str) -> str:
+def _attention(platform: str, trainer: BaseTrainer, arch: Any, layout: str) -> str:
     """What computes it, in words."""
     args, backend = trainer.args, trainer.model.backend
     windowed = layout_choice.windowed(args, backend)
@@ -203,7 +203,7 @@ def _attention(platform: str, trainer: RewardTrainer, arch: Any, layout: str) ->
     return _ALONG.format(*(("splash attention", splash.BLOCK) if splashes else ("plain XLA", BLOCK)))
 
 
-def _evaluation(trainer: RewardTrainer, step: step_memory.Given, topology: Topology, compiles: bool) -> Evaluation:
+def _evaluation(trainer: BaseTrainer, step: step_memory.Given, topology: Topology, compiles: bool) -> Evaluation:
     given = trace.given_evaluation(trainer, step, trace.largest_evaluated(trainer))
     one, arch, maps = trace.one_pass(trainer, given), trace.arch_of(trainer), trace.maps(trainer)
     memory = step_memory.evaluation_memory(given, one, arch, maps, dtype=trainer.args.compute_dtype)

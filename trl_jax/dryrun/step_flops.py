@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trl_jax.core.chips import Chip
-from trl_jax.data.layout.batch import PairBatch
+from trl_jax.data.layout.batch import Batch
 from trl_jax.dryrun.compiler import Compiled
 from trl_jax.nn.attention.padded import QUERY_BLOCK
 
@@ -33,7 +33,7 @@ def maps_of(shapes: Mapping[str, Any], arch: Any, trained: Collection[str]) -> l
     ]
 
 
-def flops(maps: Sequence[Map], batch: PairBatch, arch: Any, *, causal: bool, remat: bool | str) -> int:
+def flops(maps: Sequence[Map], batch: Batch, arch: Any, *, causal: bool, remat: bool | str) -> int:
     """Of a step, on all devices together, in matrix products: two for each weight and token (Kaplan et al. 2020), the
     same for what queries see; twice that backward, or once for weights that stay as they are; and once more where
     layers are computed again. What queries see always is, on rows whole and along streams the scores: no memory is
@@ -51,7 +51,7 @@ def channels_of(arch: Any) -> int:
     return arch.hidden_size if "head_dim" not in vars(arch) else arch.num_heads * arch.head_dim
 
 
-def seen(batch: PairBatch, causal: bool) -> int:
+def seen(batch: Batch, causal: bool) -> int:
     """How many keys all queries of a step are held against: padded rows in blocks of queries, streams exactly."""
     *rows, length = batch.tokens.shape
     if batch.packed is not None:

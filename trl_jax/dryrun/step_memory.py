@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from trl_jax.data.layout.batch import PairBatch
+from trl_jax.data.layout.batch import Batch
 from trl_jax.dryrun.step_flops import LAYERS, Map, channels_of, held_against
 from trl_jax.nn.attention.padded import QUERY_BLOCK
 
@@ -58,7 +58,7 @@ class Given(NamedTuple):
 
     params: dict[str, jax.ShapeDtypeStruct]
     state: Any
-    batch: PairBatch
+    batch: Batch
     frozen: dict[str, jax.ShapeDtypeStruct]
 
     @property
@@ -160,7 +160,7 @@ def _whole(leaves: Iterable[Any]) -> int:
     )
 
 
-def _scores(batch: PairBatch, one: Pass, arch: Any, width: int) -> int:
+def _scores(batch: Batch, one: Pass, arch: Any, width: int) -> int:
     """Of a layer on rows all weights of the softmax, in float32 and as they multiply, and gradients of a block; along a
     stream a block is all there is at once."""
     rows, length = _rows(batch, one)
@@ -169,14 +169,14 @@ def _scores(batch: PairBatch, one: Pass, arch: Any, width: int) -> int:
     return weights * (_FLOAT32 + width) + 2 * heads * QUERY_BLOCK * length * _FLOAT32
 
 
-def _block(batch: PairBatch, one: Pass, arch: Any, width: int) -> int:
+def _block(batch: Batch, one: Pass, arch: Any, width: int) -> int:
     """Without a backward pass, what a block of queries on rows is held against."""
     rows, length = _rows(batch, one)
     heads = rows * arch.num_heads // one.sharing // one.striped
     return heads * min(QUERY_BLOCK, length) * length * (_FLOAT32 + width)
 
 
-def _rows(batch: PairBatch, one: Pass) -> tuple[int, int]:
+def _rows(batch: Batch, one: Pass) -> tuple[int, int]:
     """How many rows attention reads on a device, and how long they are; none along a stream."""
     if batch.packed is None:
         return one.rows, one.length
@@ -186,7 +186,7 @@ def _rows(batch: PairBatch, one: Pass) -> tuple[int, int]:
     return one.rows * count, length
 
 
-def _texts(batch: PairBatch, one: Pass, arch: Any, width: int) -> int:
+def _texts(batch: Batch, one: Pass, arch: Any, width: int) -> int:
     """Queries, keys, values and results of one layer, where a stream's texts are laid out as rows."""
     if batch.packed is None or batch.packed.texts is None:
         return 0

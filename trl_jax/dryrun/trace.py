@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from trl_jax.data.layout.batch import PairBatch
+from trl_jax.data.layout.batch import Batch
 from trl_jax.data.windows import WINDOW
 from trl_jax.dryrun.step_flops import Map, maps_of
 from trl_jax.dryrun.step_memory import Given, Pass, on_device
@@ -22,21 +22,21 @@ from trl_jax.hub.checkpoint.loading import Source
 from trl_jax.hub.peft.adapted import AdaptedBackend
 from trl_jax.models.functional import abstract
 from trl_jax.run.rng import run_key
-from trl_jax.trainer.reward_trainer import RewardTrainer
+from trl_jax.trainer.base_trainer import BaseTrainer
 
 SURVEYED = 2_048  # steps of a dataset that are laid out to see how long they are
 
 
-class Batches(NamedTuple):
+class Surveyed(NamedTuple):
     """The steps of a run: the largest, how many have rows or streams of each length, and means over them."""
 
-    largest: PairBatch
+    largest: Batch
     lengths: dict[int, int]
     places: float
     tokens: float
 
 
-def batches(trainer: RewardTrainer) -> Batches:
+def batches(trainer: BaseTrainer) -> Surveyed:
     """What the first epoch's steps are computed on."""
     lengths, places, tokens, largest = Counter(), [], [], None
     for step, _ in zip(trainer.loader(trainer.train_dataset, training=True), range(SURVEYED), strict=False):
@@ -45,17 +45,17 @@ def batches(trainer: RewardTrainer) -> Batches:
         tokens.append(step.num_tokens)
         if largest is None or step.num_places > largest.num_places:
             largest = step
-    return Batches(largest.arrays, dict(sorted(lengths.items())), float(np.mean(places)), float(np.mean(tokens)))
+    return Surveyed(largest.arrays, dict(sorted(lengths.items())), float(np.mean(places)), float(np.mean(tokens)))
 
 
-def largest_evaluated(trainer: RewardTrainer) -> PairBatch:
+def largest_evaluated(trainer: BaseTrainer) -> Batch:
     """The pass of the evaluation that has most tokens."""
-    windows = trainer.windows(trainer.loader(trainer.eval_dataset, training=False))
+    windows = trainer.parts.evaluator.windows(trainer.loader(trainer.eval_dataset, training=False))
     looked_at = itertools.islice(windows, SURVEYED // WINDOW)
     return max((arrays for window in looked_at for arrays, _ in window.passes), key=lambda one: one.tokens.size)
 
 
-def given(trainer: RewardTrainer, tx: Any, batch: PairBatch) -> Given:
+def given(trainer: BaseTrainer, tx: Any, batch: Batch) -> Given:
     """What the step is called with, for a batch of the trainer's loader."""
     params, frozen, sharding_plan = trainer.model.params, trainer.model.frozen, trainer.sharding_plan
     state = jax.eval_shape(tx.init, params)
@@ -69,7 +69,7 @@ def given(trainer: RewardTrainer, tx: Any, batch: PairBatch) -> Given:
     )
 
 
-def given_evaluation(trainer: RewardTrainer, step: Given, batch: PairBatch) -> Given:
+def given_evaluation(trainer: BaseTrainer, step: Given, batch: Batch) -> Given:
     """What is on a device during a pass of evaluation; `step` is what is there in training."""
     place = (
         SingleDeviceSharding(trainer.args.jax_devices()[0])
@@ -83,37 +83,37 @@ def _at(place: Any, leaves: Any) -> Any:
     return jax.tree.map(lambda leaf: placed(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), place), leaves)
 
 
-def traced(trainer: RewardTrainer, tx: Any, given: Given, *, remat: bool | str) -> jax.stages.Traced:
+def traced(trainer: BaseTrainer, tx: Any, given: Given, *, remat: bool | str) -> jax.stages.Traced:
     """The step of `train()`, not yet for any kind of device."""
     key = jax.eval_shape(partial(run_key, trainer.args))
     rate = jax.ShapeDtypeStruct((), np.float32)
-    with trainer._on_device(), _platform(trainer):
-        step = trainer.compiled_step(tx, remat=remat)
+    with trainer.parts.run.on_device(), _platform(trainer):
+        step = trainer.parts.train_step.compiled(tx, remat=remat)
         return step.trace(given.params, given.state, given.batch, rate, key, given.frozen)
 
 
-def traced_evaluation(trainer: RewardTrainer, given: Given) -> jax.stages.Traced:
+def traced_evaluation(trainer: BaseTrainer, given: Given) -> jax.stages.Traced:
     """A pass of `evaluate()` in training; the optimizer's state has no part in it, but its place."""
 
-    def scores(arrays: dict, state: Any, batch: PairBatch) -> jax.Array:
+    def scores(arrays: dict, state: Any, batch: Batch) -> jax.Array:
         del state
-        return trainer._scored(arrays, batch, dtype=trainer.args.compute_dtype)
+        return trainer.parts.evaluator.outputs(arrays, batch, dtype=trainer.args.compute_dtype)
 
-    with trainer._on_device(), _platform(trainer):
+    with trainer.parts.run.on_device(), _platform(trainer):
         return jax.jit(scores, keep_unused=True).trace(given.frozen | given.params, given.state, given.batch)
 
 
-def _source(trainer: RewardTrainer) -> Source:
+def _source(trainer: BaseTrainer) -> Source:
     backend = trainer.model.backend
     return backend.base.source if isinstance(backend, AdaptedBackend) else backend.source
 
 
-def arch_of(trainer: RewardTrainer) -> Any:
+def arch_of(trainer: BaseTrainer) -> Any:
     """The facts of the model, whether or not an adapter is on it."""
     return _source(trainer).arch
 
 
-def maps(trainer: RewardTrainer) -> list[Map]:
+def maps(trainer: BaseTrainer) -> list[Map]:
     """The matrices of the model's layers, and of adapters beside them."""
     backend, trained, source = trainer.model.backend, trainer.model.params, _source(trainer)
     _, shapes = abstract(lambda: source.family.scorer(source.arch))
@@ -122,20 +122,20 @@ def maps(trainer: RewardTrainer) -> list[Map]:
     return maps_of(shapes, source.arch, trained)
 
 
-def _platform(trainer: RewardTrainer) -> AbstractContextManager:
+def _platform(trainer: BaseTrainer) -> AbstractContextManager:
     """What a single device's step is compiled for, as kernels ask it: of the mesh, where it isn't this machine's."""
     if trainer.sharding_plan is not None or trainer.args.platform == jax.default_backend():
         return nullcontext()
     return jax.sharding.use_abstract_mesh(make_mesh({}, trainer.args.jax_devices()).abstract_mesh)
 
 
-def mesh_of(trainer: RewardTrainer) -> dict[str, int]:
+def mesh_of(trainer: BaseTrainer) -> dict[str, int]:
     """The axes that have more than one device."""
     axes = {} if trainer.sharding_plan is None else trainer.sharding_plan.mesh.shape
     return {axis: size for axis, size in axes.items() if size > 1}
 
 
-def one_pass(trainer: RewardTrainer, given: Given) -> Pass:
+def one_pass(trainer: BaseTrainer, given: Given) -> Pass:
     """What a device computes at once."""
     tokens = given.batch.tokens
     passes, *rows, length = tokens.sharding.shard_shape(tokens.shape)
@@ -143,7 +143,7 @@ def one_pass(trainer: RewardTrainer, given: Given) -> Pass:
     return Pass(passes, math.prod(rows), length, mesh.get("tensor", 1), mesh.get("sequence", 1))
 
 
-def gradients(trainer: RewardTrainer, given: Given) -> int:
+def gradients(trainer: BaseTrainer, given: Given) -> int:
     """Bytes that a device has of them."""
     params, sharding_plan = given.params, trainer.sharding_plan
     if sharding_plan is None:

@@ -17,6 +17,8 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from trl_jax.engine.own_folder import own_folder
+
 logger = logging.getLogger(__name__)
 
 _YNN, _DOTS_ALONE = "xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
@@ -27,15 +29,34 @@ def keep_compilations() -> None:
     """Let JAX keep what takes it more than a second to compile under `~/.cache/trl_jax/compiled`.
 
     What the user has settled stands: JAX_COMPILATION_CACHE_DIR names another place, JAX_ENABLE_COMPILATION_CACHE=false
-    turns it off. (`XDG_CACHE_HOME` moves it, as it moves all of `~/.cache`.)
+    turns it off. (`XDG_CACHE_HOME` moves it, as it moves all of `~/.cache`.) What lies there is machine code that
+    this process runs, so nothing is kept or read where others can write, and the log says so; call this before JAX
+    compiles anything. A bucket's address is taken as it is.
     """
-    if jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache:
+    if not jax.config.jax_enable_compilation_cache:
         return
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    jax.config.update("jax_compilation_cache_dir", str(home / "trl_jax" / "compiled"))
-    if jax.config.jax_compilation_cache_max_size == -1:
+    named = jax.config.jax_compilation_cache_dir
+    if named is not None and "://" in named.removeprefix("file://"):
+        return
+    try:
+        folder = own_folder(_compiled() if named is None else named.removeprefix("file://"))
+    except OSError as error:
+        logger.warning(
+            "Compiled programs are not kept: %s JAX_COMPILATION_CACHE_DIR names another folder, "
+            "JAX_ENABLE_COMPILATION_CACHE=false asks for none.", error,
+        )  # fmt: skip
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()
+        return
+    if named is None and jax.config.jax_compilation_cache_max_size == -1:
         jax.config.update("jax_compilation_cache_max_size", _MOST_BYTES)
-    compilation_cache.reset_cache()  # JAX asks once, and may have asked before
+    if named != str(folder):
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        compilation_cache.reset_cache()  # JAX asks once, and may have asked before
+
+
+def _compiled() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trl_jax" / "compiled"
 
 
 def compiler_options(device: str, several: bool) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -12,25 +12,42 @@ import numpy as np
 
 @dataclass
 class Evaluated:
-    """What each batch gave, on the host: its metrics and scores, and the real pairs it had."""
+    """The results of each batch, on the host.
 
-    metrics: list[dict[str, np.ndarray]]
-    scores: list[np.ndarray]
-    num_pairs: list[int]
-    rows: list[list[int]]  # which of the set's each batch is
+    sums: what the loss gave, with `loss`. outputs: what the model gave. num_examples: the real ones. rows: which rows
+    of the set each batch is.
+    """
+
+    sums: list[dict[str, np.ndarray]] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+    num_examples: list[int] = field(default_factory=list)
+    rows: list[list[int]] = field(default_factory=list)
 
     @property
-    def total_pairs(self) -> int:
-        return sum(self.num_pairs)
+    def total(self) -> int:
+        """Examples of all batches."""
+        return sum(self.num_examples)
 
     def loss(self) -> float:
-        """The mean over all pairs; batches report means, the last one over fewer pairs."""
-        losses = np.asarray([metrics["loss"] for metrics in self.metrics], np.float64)
-        return float(np.average(losses, weights=self.num_pairs))
+        """The mean over all examples; batches report means, the last one over fewer."""
+        losses = np.asarray([sums["loss"] for sums in self.sums], np.float64)
+        return float(np.average(losses, weights=self.num_examples))
+
+    def add(self, sums: dict[str, np.ndarray], outputs: Any, num_examples: int, rows: list[int]) -> None:
+        self.sums.append(sums)
+        self.outputs.append(outputs)
+        self.num_examples.append(num_examples)
+        self.rows.append(rows)
+
+    def checked(self) -> Evaluated:
+        """Raises ValueError where there was no batch."""
+        if not self.outputs:
+            raise ValueError("The evaluation set has no rows.")
+        return self
 
 
 def run_evaluation(
-    score: Callable[[Any], jax.Array],
+    outputs_of: Callable[[Any], jax.Array],
     measure: Callable[[np.ndarray, Any], dict[str, jax.Array]],
     windows: Iterable[Any],
     after_each: Callable[[], None],
@@ -38,32 +55,27 @@ def run_evaluation(
     """Evaluate every batch; the host waits for a pass only while the device is at the next one.
 
     Args:
-        score: a pass's arrays -> scores of its slots.
-        measure: a batch's scores, the batch -> metrics with `loss`.
-        windows: items have `passes`, `batches`, the `rows` of each, and `restored`, which gives each its scores.
+        outputs_of: a pass's arrays -> the model's outputs of its slots.
+        measure: a batch's outputs, the batch -> sums with `loss`.
+        windows: items have `passes`, `batches`, the `rows` of each, and `restored`, which gives each its outputs.
         after_each: called once a batch, for progress bars.
 
     Raises:
         ValueError: there is no batch.
     """
-    done = Evaluated([], [], [], [])
+    done = Evaluated()
     for window in windows:
-        restored = window.restored(_scores(score, window.passes))
-        for scores, batch, rows in zip(restored, window.batches, window.rows, strict=True):
-            done.metrics.append(jax.device_get(measure(scores, batch)))
-            done.scores.append(scores)
-            done.num_pairs.append(batch.num_pairs)
-            done.rows.append(rows)
+        restored = window.restored(_outputs(outputs_of, window.passes))
+        for outputs, batch, rows in zip(restored, window.batches, window.rows, strict=True):
+            done.add(jax.device_get(measure(outputs, batch)), outputs, batch.num_examples, rows)
             after_each()
-    if not done.scores:
-        raise ValueError("The evaluation set has no rows.")
-    return done
+    return done.checked()
 
 
-def _scores(score: Callable[[Any], jax.Array], passes: list[tuple[Any, np.ndarray]]) -> list[np.ndarray]:
+def _outputs(outputs_of: Callable[[Any], jax.Array], passes: list[tuple[Any, np.ndarray]]) -> list[np.ndarray]:
     found = []
     for arrays, _ in passes:
-        found.append(score(arrays))
+        found.append(outputs_of(arrays))
         found[:-1] = jax.device_get(found[:-1])
     return jax.device_get(found)
 
@@ -76,17 +88,12 @@ def run_batches(
     """The same, batch by batch, for a script's own idea of loss or prediction.
 
     Args:
-        evaluate_batch: arrays -> (metrics with `loss`, scores).
-        batches: items have `arrays`, `num_pairs` and `rows`.
+        evaluate_batch: arrays -> (sums with `loss`, outputs).
+        batches: items have `arrays`, `num_examples` and `rows`.
     """
-    done = Evaluated([], [], [], [])
+    done = Evaluated()
     for batch in batches:
-        metrics, scores = jax.device_get(evaluate_batch(batch.arrays))
-        done.metrics.append(metrics)
-        done.scores.append(scores)
-        done.num_pairs.append(batch.num_pairs)
-        done.rows.append(batch.rows)
+        sums, outputs = jax.device_get(evaluate_batch(batch.arrays))
+        done.add(sums, outputs, batch.num_examples, batch.rows)
         after_each()
-    if not done.scores:
-        raise ValueError("The evaluation set has no rows.")
-    return done
+    return done.checked()

@@ -22,7 +22,13 @@ def only_run(output_dir: str) -> Iterator[None]:
     """
     path = Path(output_dir) / LOCK
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle = _locked(path)
+    try:
+        handle = locked(path)
+    except BlockingIOError as error:
+        raise RuntimeError(
+            f"output_dir={output_dir!r} is being written by another run ({error.strerror}). Wait for it to end, or "
+            "choose another output_dir."
+        ) from error
     try:
         os.truncate(handle, 0)
         os.write(handle, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
@@ -32,7 +38,12 @@ def only_run(output_dir: str) -> Iterator[None]:
         os.close(handle)
 
 
-def _locked(path: Path) -> int:
+def locked(path: Path) -> int:
+    """A descriptor of the file, made if need be, that no other process gets until this one is closed.
+
+    Raises:
+        BlockingIOError: another has it; `strerror` is the first kilobyte of the file.
+    """
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -40,10 +51,7 @@ def _locked(path: Path) -> int:
         except BlockingIOError as error:
             holder = os.read(handle, 1000).decode(errors="replace")
             os.close(handle)
-            raise RuntimeError(
-                f"output_dir={str(path.parent)!r} is being written by another run ({holder}). Wait for it to end, or "
-                "choose another output_dir."
-            ) from error
+            raise BlockingIOError(error.errno, holder, str(path)) from error
         if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
             return handle
         os.close(handle)  # its holder left between the two calls

@@ -25,7 +25,7 @@ _HELD_ON_DEVICE = 100  # steps whose metrics may wait there; a run that seldom l
 
 
 class Batches(Protocol):
-    """An epoch's step batches, without its first `skip` pairs; each says what it is made of."""
+    """An epoch's step batches, without its first `skip` examples; each says what it is made of."""
 
     def set_epoch(self, epoch: int, skip: int, skipped_digest: int | None) -> None: ...
     def __iter__(self) -> Iterable[Any]: ...
@@ -37,14 +37,14 @@ class Loop:
 
     Attributes:
         events: the callbacks, with args, state and control.
-        batches: set_epoch, then iterate; items have `num_micro_batches`, `num_pairs`, `rows` and `rows_digest`.
+        batches: set_epoch, then iterate; items have `num_micro_batches`, `num_examples`, `rows` and `rows_digest`.
         num_epochs, micro_batches_per_epoch: how long, and what an epoch's fractions are counted in.
         advance: (batch, learning rate) -> the metrics of one optimizer step, still on the device.
         learning_rate: finished steps -> rate of the next one.
         report: (logs, metrics of the steps since the last report, as NumPy) -> None.
         evaluate: runs the evaluation and returns its metrics.
         save: writes a checkpoint from which another loop goes on at this `progress`.
-        watch: sees every step's batch and metrics, and raises where the run is beyond help.
+        nonfinite_guard: checks every step's metrics, and ends the run after too many bad ones.
         interrupts: signals that ask the run to end.
         progress: where to begin.
     """
@@ -58,7 +58,7 @@ class Loop:
     report: Callable[[dict[str, float], list[dict[str, np.ndarray]]], None]
     evaluate: Callable[[], dict[str, float]]
     save: Callable[[Progress], None]
-    watch: NonFiniteGuard
+    nonfinite_guard: NonFiniteGuard
     interrupts: Interrupts
     progress: Progress = field(default_factory=Progress)
     _saved_at: int | None = None
@@ -80,7 +80,7 @@ class Loop:
             if self._between_steps and self.events.control.should_save:  # a callback's last wish before it raised
                 self._save()
             raise
-        self.watch.settle()
+        self.nonfinite_guard.settle()
         unreported = self._fetch()
         mean = self.progress.loss_sum / max(self.events.state.global_step, 1)
         return mean, [] if self.progress.evaluated_last else unreported
@@ -103,9 +103,9 @@ class Loop:
         events, progress = self.events, self.progress
         if progress.epoch_over:
             progress.epoch, progress.epoch_over = epoch, False
-            progress.pairs, progress.micro_batches, progress.rows_digest = 0, 0, None
+            progress.examples, progress.micro_batches, progress.rows_digest = 0, 0, None
             progress.stop_epoch = False
-        self.batches.set_epoch(epoch, progress.pairs, progress.rows_digest)
+        self.batches.set_epoch(epoch, progress.examples, progress.rows_digest)
         for batch in () if progress.stop_training or progress.stop_epoch else self.batches:
             self._step(batch)
             self._report_evaluate_save()
@@ -146,12 +146,12 @@ class Loop:
             events.fire("on_substep_end")
         events.fire("on_pre_optimizer_step")
         events.fire("on_optimizer_step")
-        self.watch.see(batch, metrics)
+        self.nonfinite_guard.check(batch, metrics)
         if len(progress.unreported) % _HELD_ON_DEVICE == 0:
             progress.unreported = jax.device_get(progress.unreported)
         progress.unreported.append(metrics)
         progress.evaluated_last = False
-        progress.pairs += batch.num_pairs
+        progress.examples += batch.num_examples
         progress.micro_batches += batch.num_micro_batches
         progress.rows_digest = batch.rows_digest
         events.state.global_step += 1
@@ -176,7 +176,7 @@ class Loop:
         self._between_steps = False  # a save that fails is not tried again
         progress.stop_training, progress.stop_epoch = control.should_training_stop, control.should_epoch_stop
         progress.unreported = jax.device_get(progress.unreported)
-        self.watch.settle()
+        self.nonfinite_guard.settle()
         self.save(progress)
         self._between_steps, self._saved_at = True, self.events.state.global_step
         self.events.fire("on_save")

@@ -1,4 +1,4 @@
-"""Steps whose loss or gradient is no number: told of at once, and the end of the run when they do not stop."""
+"""Reports steps that were left out because a number in them was not finite, and ends a run that makes no others."""
 
 from __future__ import annotations
 
@@ -12,57 +12,64 @@ import numpy as np
 logger = logging.getLogger(__name__)
 
 PATIENCE = 3  # such steps in a row that end a run
+_OF_FINITE_GRADIENTS = (
+    "The gradient is finite, and what the optimizer makes of it is not: adam_epsilon and adam_beta2 may let it divide "
+    "by zero."
+)
 
 
 class NonFiniteGuard:
-    """Looks at each step while the device is at the next one; after a bad one it waits for each.
+    """Looks at the metrics of each step while the device computes the next one; after a bad step it waits for each.
 
-    A bad step left weights and moments as they were (`engine.step`), so `explain` still finds what went wrong.
+    A bad step left weights and moments as they were (`engine.step`), so `explain` can still find the cause.
 
     Args:
-        first: number of the first step that will be seen.
-        explain: a bad step's batch -> a sentence on where the first value that is no number arises.
-        patience: how many such steps in a row end the run.
+        first_step: number of the first step that will be checked.
+        explain: a bad step's batch -> a sentence on where the first value arises that is not finite.
+        patience: number of bad steps in a row that end the run.
     """
 
-    def __init__(self, first: int, explain: Callable[[Any], str], patience: int = PATIENCE):
-        self._step, self._explain, self._patience = first - 1, explain, patience
+    def __init__(self, first_step: int, explain: Callable[[Any], str], patience: int = PATIENCE):
+        self._step, self._explain, self._patience = first_step - 1, explain, patience
         self._pending: tuple[Any, dict[str, Any]] | None = None
-        self._bad: list[int] = []
+        self._bad_steps: list[int] = []
 
-    def see(self, batch: Any, metrics: dict[str, Any]) -> None:
-        """A step that has been handed to the device; `batch.rows` are its pairs.
+    def check(self, batch: Any, metrics: dict[str, Any]) -> None:
+        """Check the step before this one, which has been handed to the device; `batch.rows` are its rows.
 
         Raises:
-            FloatingPointError: it, or the one before, was the last of `patience` bad ones in a row.
+            FloatingPointError: this step, or the one before, was the last of `patience` bad ones in a row.
         """
         self.settle()
         self._pending = (batch, metrics)
-        if self._bad:
+        if self._bad_steps:
             self.settle()
 
     def settle(self) -> None:
-        """Wait for the step that has not been looked at."""
+        """Wait for the step that has not been checked, and check it."""
         if self._pending is None:
             return
         (batch, metrics), self._pending = self._pending, None
         self._step += 1
-        loss, norm = (float(value) for value in jax.device_get((metrics["loss"], metrics["grad_norm"])))
-        if np.isfinite(loss) and np.isfinite(norm):
-            self._bad = []
+        loss, norm, updated = jax.device_get([metrics[name] for name in ("loss", "grad_norm", "updated")])
+        if updated:
+            self._bad_steps = []
             return
-        self._bad.append(self._step)
-        what = f"Step {self._step}: loss {loss}, grad_norm {norm}, on rows {_some(batch.rows)} of train_dataset."
-        if len(self._bad) < self._patience:
+        self._bad_steps.append(self._step)
+        finite = bool(np.isfinite(loss) and np.isfinite(norm))
+        values = f"loss {float(loss)}, grad_norm {float(norm)}{', update not finite' if finite else ''}"
+        what = f"Step {self._step}: {values}, on rows {_some(batch.rows)} of train_dataset."
+        if len(self._bad_steps) < self._patience:
             logger.warning("%s Its update was left out; %d such steps in a row end the run.", what, self._patience)
             return
         raise FloatingPointError(
-            f"{what} Steps {_some(self._bad)} in a row gave no number. {self._explain(batch)} The weights are those "
-            f"from before step {self._bad[0]}, and every checkpoint is good: lower learning_rate or max_grad_norm, or "
-            "look at these rows, and resume."
+            f"{what} Steps {_some(self._bad_steps)} in a row gave no number. "
+            f"{_OF_FINITE_GRADIENTS if finite else self._explain(batch)} The weights are those from before step "
+            f"{self._bad_steps[0]}, and every checkpoint is good: lower learning_rate or max_grad_norm, or look at "
+            "these rows, and resume."
         )
 
 
-def _some(numbers: list[int], most: int = 16) -> str:
-    shown = ", ".join(map(str, numbers[:most]))
-    return shown + (f" and {len(numbers) - most:,} more" if len(numbers) > most else "")
+def _some(numbers: list[int], shown: int = 16) -> str:
+    listed = ", ".join(map(str, numbers[:shown]))
+    return listed + (f" and {len(numbers) - shown:,} more" if len(numbers) > shown else "")

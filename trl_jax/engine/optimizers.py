@@ -1,4 +1,4 @@
-"""Arguments to optax, with torch's conventions where the two differ."""
+"""Builds the optimizer that the arguments name from optax, with torch's conventions where the two differ."""
 
 from __future__ import annotations
 
@@ -41,60 +41,69 @@ def _where_they_are(params: Any, state: Any) -> Any:
 class Optimizer(NamedTuple):
     """An optax transformation whose `update` takes the `learning_rate` of its step: the schedule stays on the host.
 
-    `point(params, state)` is where the gradient for `update` is taken.
+    Attributes:
+        point: (params, state) -> the parameters at which the gradient for `update` is taken.
+        safe_rate: a learning rate up to which a finite gradient always gives a finite update. Without one, the step
+            checks each update, which costs a pass over the parameters.
     """
 
     init: Callable
     update: Callable
     point: Callable[[Any, Any], Any] = _where_they_are
+    safe_rate: float | None = None
 
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """What the arguments say of an optimiser; `own` is `optim_args`, read; `warmup_steps` is for those that warm up
-    by themselves, `cut` for those that look at tensors whole."""
+    """The arguments of an optimizer; rules take those they know.
+
+    Attributes:
+        optim_args: the argument of this name, parsed.
+        warmup_steps: for rules that warm up by themselves.
+        layout: of the tensors that torch's rules see, for those that look at whole tensors.
+    """
 
     b1: float = 0.9
     b2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.0
-    own: dict[str, Any] = field(default_factory=dict)
+    optim_args: dict[str, Any] = field(default_factory=dict)
     warmup_steps: int = 0
     layout: TorchParamLayout = TorchParamLayout()
 
 
-def _adam(given: Hyperparameters) -> optax.GradientTransformation:
-    dtypes = (given.own.get(f"{name}_dtype", "float32") for name in ("momentum", "variance"))
-    return scale_by_adam(given.b1, given.b2, given.eps, *dtypes)
+def _adam(hyper: Hyperparameters) -> optax.GradientTransformation:
+    dtypes = (hyper.optim_args.get(f"{name}_dtype", "float32") for name in ("momentum", "variance"))
+    return scale_by_adam(hyper.b1, hyper.b2, hyper.eps, *dtypes)
 
 
-def _adafactor(given: Hyperparameters) -> optax.GradientTransformation:
-    return scale_by_adafactor(given.layout)
+def _adafactor(hyper: Hyperparameters) -> optax.GradientTransformation:
+    return scale_by_adafactor(hyper.layout)
 
 
-def _sgd(given: Hyperparameters) -> optax.GradientTransformation:
-    return with_momentum(**given.own) if given.own.get("momentum") else optax.identity()
+def _sgd(hyper: Hyperparameters) -> optax.GradientTransformation:
+    return with_momentum(**hyper.optim_args) if hyper.optim_args.get("momentum") else optax.identity()
 
 
-def _adagrad(given: Hyperparameters) -> optax.GradientTransformation:
-    return scale_by_adagrad(**given.own)
+def _adagrad(hyper: Hyperparameters) -> optax.GradientTransformation:
+    return scale_by_adagrad(**hyper.optim_args)
 
 
-def _rmsprop(given: Hyperparameters) -> optax.GradientTransformation:
-    own = dict(given.own)
-    momentum = own.pop("momentum", 0.0)
-    rms = scale_by_rms(**own)
+def _rmsprop(hyper: Hyperparameters) -> optax.GradientTransformation:
+    args = dict(hyper.optim_args)
+    momentum = args.pop("momentum", 0.0)
+    rms = scale_by_rms(**args)
     return optax.chain(rms, with_momentum(momentum)) if momentum else rms
 
 
-def _lion(given: Hyperparameters) -> optax.GradientTransformation:
-    return optax.scale_by_lion(given.b1, given.b2)
+def _lion(hyper: Hyperparameters) -> optax.GradientTransformation:
+    return optax.scale_by_lion(hyper.b1, hyper.b2)
 
 
-def _ademamix(given: Hyperparameters) -> optax.GradientTransformation:
-    own = dict(given.own)
-    b1, b2, b3 = own.pop("beta1", given.b1), own.pop("beta2", given.b2), own.pop("beta3", 0.9999)
-    return scale_by_ademamix(b1, b2, b3, own.pop("alpha", 5.0), own.pop("eps", given.eps), **own)
+def _ademamix(hyper: Hyperparameters) -> optax.GradientTransformation:
+    args = dict(hyper.optim_args)
+    b1, b2, b3 = args.pop("beta1", hyper.b1), args.pop("beta2", hyper.b2), args.pop("beta3", 0.9999)
+    return scale_by_ademamix(b1, b2, b3, args.pop("alpha", 5.0), args.pop("eps", hyper.eps), **args)
 
 
 _RULES = {
@@ -106,71 +115,71 @@ _RULES = {
     "lion": _lion,
     "ademamix": _ademamix,
 }
-# Of those that need no schedule: the decay of the average, what gradients become, what the rate is multiplied by.
-_FREE = {
-    "schedule_free_adamw": lambda given: (
-        given.b1, over_root_mean_square(given.b2, given.eps), warm(given.warmup_steps)),
-    "schedule_free_radam": lambda given: (given.b1, over_root_mean_square(given.b2, given.eps), rectified(given.b2)),
-    "schedule_free_sgd": lambda given: (0.9, optax.identity(), warm(given.warmup_steps)),
+# Schedule-free rules: the decay of the average, the transformation of gradients, the factor of the rate.
+_SCHEDULE_FREE = {
+    "schedule_free_adamw": lambda hyper: (
+        hyper.b1, over_root_mean_square(hyper.b2, hyper.eps), warm(hyper.warmup_steps)),
+    "schedule_free_radam": lambda hyper: (hyper.b1, over_root_mean_square(hyper.b2, hyper.eps), rectified(hyper.b2)),
+    "schedule_free_sgd": lambda hyper: (0.9, optax.identity(), warm(hyper.warmup_steps)),
 }  # fmt: skip
 _COUPLED = {"sgd", "adagrad", "rmsprop"}  # torch adds their weight decay to the gradient
 
 
 def make_optimizer(
-    name: str, given: Hyperparameters, *, decayed: dict[str, bool], max_grad_norm: float | None
+    name: str, hyper: Hyperparameters, *, decayed: dict[str, bool], max_grad_norm: float | None
 ) -> Optimizer:
-    """The optimiser that `optim` names: clipping where `max_grad_norm` > 0, its rule, weight decay, the rate.
+    """Build the optimizer that `optim` names: clipping where `max_grad_norm` > 0, its rule, weight decay, the rate.
 
     Args:
         decayed: for each parameter, whether it decays.
     """
-    meant = OPTIMIZERS[name]
-    given = replace(given, own=meant.fixed | given.own)
-    if meant.kind in _FREE:
-        return _schedule_free(meant.kind, given, decayed=decayed, max_grad_norm=max_grad_norm)
-    steps = [_RULES[meant.kind](given)]
-    if given.weight_decay:
-        decay = optax.add_decayed_weights(given.weight_decay, mask=decayed)
-        steps.insert(0 if meant.kind in _COUPLED else 1, decay)
-    return _chained(steps, max_grad_norm)
+    named = OPTIMIZERS[name]
+    hyper = replace(hyper, optim_args=named.fixed | hyper.optim_args)
+    if named.kind in _SCHEDULE_FREE:
+        return _schedule_free(named.kind, hyper, decayed=decayed, max_grad_norm=max_grad_norm)
+    steps = [_RULES[named.kind](hyper)]
+    if hyper.weight_decay:
+        decay = optax.add_decayed_weights(hyper.weight_decay, mask=decayed)
+        steps.insert(0 if named.kind in _COUPLED else 1, decay)
+    return _chained(steps, max_grad_norm, _safe_rate_of_adam(hyper) if named.kind == "adamw" else None)
+
+
+def _safe_rate_of_adam(hyper: Hyperparameters) -> float | None:
+    """With such betas and epsilon, |mean / (root of square + epsilon)| is at most |gradient| / epsilon. A gradient
+    whose norm is finite is below 2e19, so that the update is finite, in float32, up to this rate."""
+    return 1e3 if max(hyper.b1, hyper.b2) < 1 and hyper.eps >= 1e-16 else None
 
 
 def _schedule_free(
-    kind: str, given: Hyperparameters, *, decayed: dict[str, bool], max_grad_norm: float | None
+    kind: str, hyper: Hyperparameters, *, decayed: dict[str, bool], max_grad_norm: float | None
 ) -> Optimizer:
-    b1, direction, share = _FREE[kind](given)
-    if given.weight_decay:  # where the gradient is taken, after what becomes of it
-        direction = optax.chain(direction, optax.add_decayed_weights(given.weight_decay, mask=decayed))
-    r, power = given.own.get("r", 0.0), given.own.get("weight_lr_power", 2.0)
+    b1, direction, share = _SCHEDULE_FREE[kind](hyper)
+    if hyper.weight_decay:  # of the point where the gradient is taken, behind the gradient's transformation
+        direction = optax.chain(direction, optax.add_decayed_weights(hyper.weight_decay, mask=decayed))
+    r, power = hyper.optim_args.get("r", 0.0), hyper.optim_args.get("weight_lr_power", 2.0)
     clip = clip_by_global_norm(max_grad_norm) if max_grad_norm else optax.identity()
     chain = optax.chain(clip, schedule_free(direction, share, b1=b1, r=r, power=power))
     return Optimizer(chain.init, chain.update, lambda params, state: point(b1, params, state[1]))
 
 
-def adamw(
-    *, b1: float, b2: float, eps: float, weight_decay: float, decayed: dict[str, bool], max_grad_norm: float | None
-) -> Optimizer:
-    """torch's AdamW: decoupled decay, eps outside the square root; clipping before it where `max_grad_norm` > 0."""
-    given = Hyperparameters(b1, b2, eps, weight_decay)
-    return make_optimizer("adamw_torch", given, decayed=decayed, max_grad_norm=max_grad_norm)
-
-
 def from_optax(tx: optax.GradientTransformation, *, peak: float, max_grad_norm: float | None) -> Optimizer:
-    """A user's transformation, which has its rate in it: what it gives is scaled by the schedule's rate over `peak`.
+    """A user's transformation, which contains its rate: its updates are scaled by the schedule's rate over `peak`.
 
-    So does torch's LambdaLR with the rate an optimizer was made with.
+    torch's LambdaLR scales the rate with which an optimizer was made in the same way.
     """
-    whole = optax.chain(tx, optax.scale(-1.0 / peak))
-    return _chained([whole], max_grad_norm)
+    unscaled = optax.chain(tx, optax.scale(-1.0 / peak))
+    return _chained([unscaled], max_grad_norm)
 
 
-def _chained(steps: list[optax.GradientTransformation], max_grad_norm: float | None) -> Optimizer:
+def _chained(
+    steps: list[optax.GradientTransformation], max_grad_norm: float | None, safe_rate: float | None = None
+) -> Optimizer:
     clip = [clip_by_global_norm(max_grad_norm)] if max_grad_norm else []
-    chain = optax.chain(*clip, *steps, _scale_by_given_learning_rate())
-    return Optimizer(chain.init, chain.update)
+    chain = optax.chain(*clip, *steps, _scale_by_learning_rate())
+    return Optimizer(chain.init, chain.update, safe_rate=safe_rate)
 
 
-def _scale_by_given_learning_rate() -> optax.GradientTransformationExtraArgs:
+def _scale_by_learning_rate() -> optax.GradientTransformationExtraArgs:
     """Multiplies by minus the `learning_rate` handed to `update`."""
 
     def update(updates, state, params=None, *, learning_rate, **extra):
@@ -181,10 +190,10 @@ def _scale_by_given_learning_rate() -> optax.GradientTransformationExtraArgs:
 
 
 def with_adam_moments(state: Any, count: int, mu: dict[str, jax.Array], nu: dict[str, jax.Array]) -> Any:
-    """The state of `adamw` with these moments in it, as after `count` steps.
+    """AdamW's state with these moments in it, as after `count` steps.
 
     Raises:
-        ValueError: it is another optimiser's.
+        ValueError: `state` is another optimizer's.
     """
     found = []
 

@@ -30,9 +30,9 @@ class Progress:
     Attributes:
         epoch: counted from 0.
         epoch_over: this epoch's closing events have been fired.
-        pairs: how many of this epoch's pairs are behind; the place in the data, whatever the batch size.
+        examples: how many of this epoch's examples are behind; the place in the data, whatever the batch size.
         micro_batches: the same counted in micro-batches.
-        rows_digest: digest of those pairs, of a stream; None of a table, whose rows are known beforehand.
+        rows_digest: digest of those examples, of a stream; None of a table, whose rows are known beforehand.
         stop_training, stop_epoch: what callbacks had asked for.
         loss_sum: of all steps that were reported.
         learning_rate: of the last step.
@@ -42,7 +42,7 @@ class Progress:
 
     epoch: int = 0
     epoch_over: bool = False
-    pairs: int = 0
+    examples: int = 0
     micro_batches: int = 0
     rows_digest: int | None = None
     stop_training: bool = False

@@ -139,7 +139,9 @@ class Checkpoint:
 def find_checkpoint(name: str, *, num_labels: int = 1, dtype: Any = "auto", **kwargs: Any) -> Checkpoint:
     """Where a checkpoint is, its weights still on the Hub if need be; arguments as in `from_pretrained`."""
     if num_labels != 1:
-        raise ValueError(f"num_labels is {num_labels}, but a reward model has one score a sequence: num_labels=1.")
+        raise ValueError(
+            f"num_labels is {num_labels}, but reward models require `num_labels=1`: one score a sequence. Leave it out."
+        )
     fetch, dtype = _checked(dict(kwargs), dtype)
     folder, repository = checkpoint_folder(name, **fetch)
     if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
@@ -214,7 +216,8 @@ class AutoModelForSequenceClassification:
             seed: draws the score head where the checkpoint has none.
             kwargs: revision, subfolder, token, cache_dir, local_files_only, gguf_file as in transformers;
                 attn_implementation is accepted (kernels are chosen by the backend); trust_remote_code fetches `*.py`
-                for the tokenizer, model code is never run; device_map and its like are warned of.
+                for the tokenizer, whose own code AutoTokenizer may then run; a model's is never run; device_map and
+                its like are warned of.
 
         Raises:
             ValueError, TypeError: an argument or a checkpoint at fault, by name.
@@ -239,7 +242,10 @@ def _checked(kwargs: dict[str, Any], dtype: Any) -> tuple[dict[str, Any], str]:
             logger.warning("%s has no effect in trl_jax: arrays go to JAX's default device.", key)
     code = bool(kwargs.pop("trust_remote_code", False))
     if code:
-        logger.warning("trust_remote_code has no effect on models: trl_jax never runs a repository's code.")
+        logger.warning(
+            "trust_remote_code has no effect on models, whose own code is never run. It lets the code of a tokenizer "
+            "run, where its tokenizer_config.json names some (auto_map)."
+        )
     fetch = {key: kwargs.pop(key) for key in _FETCH if key in kwargs}
     if kwargs:
         raise TypeError(
@@ -255,7 +261,7 @@ def _config(folder: Path) -> Any:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(folder, num_labels=1)
+        config = AutoConfig.from_pretrained(folder, num_labels=1, trust_remote_code=False)
     except Exception as error:  # its classes check their keys with errors of many types, none of which names the file
         raise ValueError(f"{folder / 'config.json'}: transformers refuses it: {error}. Correct that key.") from error
     config.use_cache = False

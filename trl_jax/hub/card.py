@@ -9,6 +9,9 @@ from pathlib import Path
 
 import yaml
 
+from trl_jax.core.secrets import masked, scrubbed
+from trl_jax.core.whole_file import write_whole
+
 CARD, CURVE = "README.md", "training_loss.svg"
 _MARK = "<!-- trl_jax wrote this card and will write it anew; remove this line to keep your own. -->"
 _TAGS = ("generated_from_trainer", "trl_jax", "reward-trainer")
@@ -55,10 +58,10 @@ def write_card(
         "pipeline_tag": "text-classification",
         **facts,
     }
-    kept = {key: value for key, value in metadata.items() if value is not None}
+    kept = {key: masked(value, key) for key, value in metadata.items() if value is not None}
     front = yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
     text = f"---\n{front}---\n\n{_MARK}\n\n{_text(model_name, base_model, datasets, adapter)}{_told(folder, run)}"
-    path.write_text(text, encoding="utf-8")
+    write_whole(path, scrubbed(text))
 
 
 def _adapter_tags(base_model: str | None) -> list[str]:

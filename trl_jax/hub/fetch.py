@@ -16,6 +16,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
+from trl_jax.core.secrets import as_token, learn, scrubbed, shown
 from trl_jax.hub.formats.gguf import unpack
 from trl_jax.hub.formats.pickles import only_pickled
 from trl_jax.hub.formats.safetensors import INDEX, SINGLE, indexed_shards, no_weights, unconverted
@@ -24,7 +25,7 @@ from trl_jax.hub.peft.lora_config import PICKLED, no_adapter
 from trl_jax.hub.peft.lora_config import WEIGHTS as _ADAPTER_WEIGHTS
 from trl_jax.hub.torch import bridge
 
-_SMALL = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+SMALL = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 _UNREACHED = (RepositoryNotFoundError, LocalEntryNotFoundError, OfflineModeIsEnabled, HFValidationError)
 
 
@@ -43,7 +44,7 @@ class Repository:
 
     def fetch_small_files(self, *, code: bool) -> None:
         """Config and tokenizer, and `*.py` where `code`; of deeper folders only chat templates, which have names."""
-        patterns = (*_SMALL, "*.py") if code else _SMALL
+        patterns = (*SMALL, "*.py") if code else SMALL
         deeper = [f"*/{pattern}" for pattern in patterns if pattern != "*.jinja"]
         self._snapshot(patterns, deeper)
 
@@ -60,7 +61,7 @@ class Repository:
             if (self.folder / INDEX).is_file():
                 self._snapshot([glob.escape(shard) for shard in indexed_shards(self.folder)], [])
             elif not self._fetch_pickled(error):
-                raise self._without_weights(error) from error
+                raise self._without_weights(error) from told_cause(error)
 
     def fetch_adapter(self) -> None:
         """The weights of an adapter.
@@ -95,7 +96,7 @@ class Repository:
         if isinstance(error, LocalEntryNotFoundError):
             return FileNotFoundError(
                 f"model={self.name!r}: the weights are not in the cache ({self.folder}) and could not be fetched. "
-                f"The Hub's client said: {error}"
+                f"The Hub's client said: {client_said(error)}"
             )
         names = huggingface_hub.HfApi().list_repo_files(self.name, revision=self.commit, token=self.access["token"])
         pickled = _prefix(self.subfolder) + "pytorch_model"
@@ -123,7 +124,9 @@ def checkpoint_folder(
 
     Raises:
         FileNotFoundError: neither a folder nor a repository that can be fetched, or it lacks `subfolder`.
+        TypeError, ValueError: the token cannot be one.
     """
+    token = as_token("token", token)
     folder = Path(name).expanduser()
     if folder.is_file() and folder.suffix == ".gguf":
         return unpack(folder), None
@@ -132,12 +135,25 @@ def checkpoint_folder(
         return unpack(_gguf(folder, name, gguf_file, revision, subfolder, access)), None
     if not folder.is_dir():
         if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-            raise FileNotFoundError(f"model={name!r}: there is no such folder, and it is not a Hub repository's name.")
+            raise FileNotFoundError(
+                f"{shown('model', name)}: there is no such folder, and it is not a Hub repository's name."
+            )
         repository = _fetched(name, revision, subfolder, access, code)
         return repository.folder, repository
     if subfolder and not (folder / subfolder).is_dir():
         raise FileNotFoundError(f"model={name!r} has no subfolder {subfolder!r}.")
     return folder / subfolder, None
+
+
+def client_said(error: Exception) -> str:
+    """The text of an error of the Hub's client, without the tokens that it asks with."""
+    learn(huggingface_hub.get_token(), "hub_token")
+    return scrubbed(str(error))
+
+
+def told_cause(error: Exception) -> Exception | None:
+    """The error as the cause of another; None where its text, which tracebacks print, holds a secret."""
+    return error if client_said(error) == str(error) else None
 
 
 def _gguf(folder, name, file, revision, subfolder, access) -> Path:
@@ -146,7 +162,8 @@ def _gguf(folder, name, file, revision, subfolder, access) -> Path:
         try:
             return _download(name, file, subfolder, revision, access)
         except (*_UNREACHED, EntryNotFoundError) as error:
-            raise FileNotFoundError(f"model={name!r}: gguf_file={file!r} could not be fetched: {error}") from error
+            text = f"{shown('model', name)}: gguf_file={file!r} could not be fetched: {client_said(error)}"
+            raise FileNotFoundError(text) from told_cause(error)
     if not (folder / subfolder / file).is_file():
         raise FileNotFoundError(f"model={name!r} has no file {file!r} (gguf_file).")
     return folder / subfolder / file
@@ -161,11 +178,12 @@ def _fetched(name, revision, subfolder, access, code) -> Repository:
         repository.fetch_small_files(code=code)
     except _UNREACHED as error:
         raise FileNotFoundError(
-            f"model={name!r}: there is no such folder in {Path.cwd()}, and no such repository could be fetched from "
-            f"the Hub, whose client said: {error}"
-        ) from error
+            f"{shown('model', name)}: there is no such folder in {Path.cwd()}, and no such repository could be fetched "
+            f"from the Hub, whose client said: {client_said(error)}"
+        ) from told_cause(error)
     except EntryNotFoundError as error:
-        raise FileNotFoundError(f"model={name!r} has no {_prefix(subfolder)}config.json on the Hub: {error}") from error
+        text = f"{shown('model', name)} has no {_prefix(subfolder)}config.json on the Hub: {client_said(error)}"
+        raise FileNotFoundError(text) from told_cause(error)
     return repository
 
 

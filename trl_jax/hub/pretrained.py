@@ -15,7 +15,8 @@ import numpy as np
 from flax import nnx
 
 from trl_jax.core.packed import reads_of_rows
-from trl_jax.data.layout.batch import padded_length, scored_token
+from trl_jax.core.secrets import shown
+from trl_jax.data.layout.batch import last_real_token, padded_length
 from trl_jax.hub.backends import Backend, NativeBackend
 from trl_jax.hub.checkpoint.loading import Source
 from trl_jax.hub.checkpoint.resizing import resized_table, table_of_tokens
@@ -89,7 +90,7 @@ class PreTrainedModel(TransformersModelApi):
             raise ValueError("token_type_ids has other types than 0, but a reward model scores one text. Leave it out.")
         mask = np.ones(tokens.shape, bool) if attention_mask is None else np.asarray(attention_mask).astype(bool)
         pad = self.config.get_text_config().pad_token_id
-        at = [scored_token(row, pad) if pad is not None else len(row) - 1 for row in tokens]
+        at = [last_real_token(row, pad) if pad is not None else len(row) - 1 for row in tokens]
         alone = pad is None and self.backend.infers_lengths
         extra = 0 if alone else padded_length(tokens.shape[1], "auto") - tokens.shape[1]
         tokens = np.pad(tokens, ((0, 0), (0, extra)), constant_values=pad or 0).astype(np.int32)
@@ -198,7 +199,7 @@ class PreTrainedModel(TransformersModelApi):
         asked = {name for name, value in others.items() if value not in _AS_IT_IS.get(name, ())}
         if asked:
             raise TypeError(
-                f"save_pretrained: {', '.join(f'{name}={others[name]!r}' for name in sorted(asked))} is not in this "
+                f"save_pretrained: {', '.join(shown(name, others[name]) for name in sorted(asked))} is not in this "
                 "release of trl_jax. Leave it out; to push, use trainer.push_to_hub()."
             )
         self.backend.save(Path(save_directory), self.readable, self.config, writes=self.writes)

@@ -14,6 +14,9 @@ from typing import Any
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError
 
+from trl_jax.core.secrets import as_token, scrubbed
+from trl_jax.hub.fetch import client_said
+
 logger = logging.getLogger(__name__)
 
 _WAITS = (1.0, 2.0, 4.0, 8.0)  # seconds before the second try, the third, ...
@@ -37,10 +40,13 @@ class Publisher:
     """One repository. `failures` are the texts of the background pushes that failed, `running` says whether one runs.
 
     The token is handed to the client and to nothing else: errors are told without it.
+
+    Raises:
+        TypeError, ValueError: the token cannot be one.
     """
 
     def __init__(self, name: str, *, token: str | None, private: bool | None, revision: str | None):
-        self._token, self._revision = token, revision
+        self._token, self._revision = as_token("hub_token", token), revision
         self.repo_id, self.failures = name, []
         self._private, self._opened = private, False
         self._thread: threading.Thread | None = None
@@ -128,16 +134,14 @@ class Publisher:
 
     def _told(self, error: Exception, what: str) -> OSError:
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
-        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        if self._token:
-            text = text.replace(self._token, "<hub_token>")
+        text = f"{type(error).__name__}: {' '.join(client_said(error).split())}"
         kind = PermissionError if status in (401, 403) else ConnectionError
         way_out = (
             "Log in with `hf auth login`, or pass a hub_token that may write there."
             if kind is PermissionError
             else "What is saved here is complete: push again later."
         )
-        return kind(f"The repository {self.repo_id!r} on the Hub {what}: {text} {way_out}")
+        return kind(scrubbed(f"The repository {self.repo_id!r} on the Hub {what}: {text} {way_out}"))
 
 
 def _wished(error: Exception) -> float | None:

@@ -13,7 +13,7 @@ def pairwise_loss(
     weight: jax.Array,
     margin: jax.Array | None = None,
     center_rewards_coefficient: float | None = None,
-    member: jax.Array | None = None,
+    micro_batch: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     r"""Bradley-Terry loss of `P` pairs.
 
@@ -30,7 +30,7 @@ def pairwise_loss(
             the pairs of each micro-batch, then over the micro-batches, is `1 / (micro-batches x pairs in its own)`.
         margin: `[P]` by how much a chosen score should lead.
         center_rewards_coefficient: the factor of the centring term; None leaves it out.
-        member: bool `[M, P]`, the pairs of each micro-batch; the sums are then `[M]`, one for each of them.
+        micro_batch: bool `[M, P]`, the pairs of each micro-batch; the sums are then `[M]`, one for each of them.
 
     Returns:
         The loss, a float32 scalar, and sums over the pairs with a weight: `pairs` (their number), `correct`,
@@ -42,7 +42,9 @@ def pairwise_loss(
     losses = -jax.nn.log_sigmoid(lead if margin is None else lead - margin)
     if center_rewards_coefficient is not None:
         losses += center_rewards_coefficient * jnp.square(chosen + rejected)
-    return jnp.sum(weight * losses), _sums(chosen, rejected, weight > 0 if member is None else member & (weight > 0))
+    return jnp.sum(weight * losses), _sums(
+        chosen, rejected, weight > 0 if micro_batch is None else micro_batch & (weight > 0)
+    )
 
 
 def _sums(chosen: jax.Array, rejected: jax.Array, counted: jax.Array) -> dict[str, jax.Array]:

@@ -34,6 +34,8 @@ class Rope:
     def frequencies(self, channels: int, longest: jax.Array | int) -> np.ndarray | jax.Array:
         """Radians per position for each pair of `channels`: float32 `[channels / 2]`.
 
+        Of an odd number, the last pair has a channel more than is counted (as in transformers' gpt_neox).
+
         All in float32 but the power, which torch rounds once: at position 100,000 one ulp is a hundredth of a radian.
         `longest` is the length of the longest text of the batch; only longrope asks.
         """
@@ -89,8 +91,8 @@ def _longrope(rope: Rope, powers: np.ndarray, longest: jax.Array | int) -> jax.A
 def rope_angles(
     positions: jax.Array, ropes: Sequence[Rope | None], channels: int, longest: jax.Array | int
 ) -> tuple[jax.Array, jax.Array]:
-    """Positions `[R, T]` to cosines and sines `[len(ropes), R, T, 1, channels / 2]`, float32; None turns nothing."""
-    shape = (*positions.shape, 1, channels // 2)
+    """Positions `[R, T]` to cosines and sines `[len(ropes), R, T, 1, pairs]`, float32; None turns nothing."""
+    shape = (*positions.shape, 1, (channels + 1) // 2)
     cosines, sines = [], []
     for rope in ropes:
         if rope is None:

@@ -1,10 +1,11 @@
 """The arguments that all trainers share, and a table that handles each of them."""
 
+import copy
 import inspect
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,11 +14,12 @@ from transformers.utils.generic import strtobool
 from trl_jax.core.arguments.base import BASE
 from trl_jax.core.arguments.table import Handling, defaults_of, judge
 from trl_jax.core.arguments.values import as_pad_multiple
+from trl_jax.core.secrets import as_token, learn, masked, scrubbed
 from trl_jax.run.jax_arguments import JaxArguments
 from trl_jax.run.old_names import OldNames
 
 
-# repr=False: a generated repr would print hub_token; TrainingArguments' own masks it.
+# repr=False: a generated repr would print secrets.
 @dataclass(repr=False)
 class BaseConfig(JaxArguments, metaclass=OldNames):
     """Arguments that every trainer shares, with TRL's defaults.
@@ -26,7 +28,7 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
     fields of TrainingArguments:
 
         model_init_kwargs: how to load a model given by name (dict, or JSON in a string).
-        trust_remote_code: passed on for tokenizers; model code from a repository is never run.
+        trust_remote_code: lets a tokenizer's repository run its own code; a model's own code is never run.
         batch_layout: how the texts of a step lie in memory; the numbers do not depend on it. "padded" gives each text a
             row as long as the longest, "packed" lays texts end to end, "shared" does so with the prompt that texts of
             an example share only once. "auto" takes the quickest that is exact for the model. Not in TRL.
@@ -124,7 +126,14 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
     chat_template_path = dataset_num_proc = eos_token = max_length = pad_token = None
     pad_to_multiple_of = "auto"
 
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        # Its own, even if inherited: a script's @dataclass would otherwise generate one, which prints secrets.
+        cls.__repr__ = cls.__repr__
+
     def __post_init__(self):
+        learn({f.name: getattr(self, f.name) for f in fields(self)})
+        self.hub_token = as_token("hub_token", self.hub_token)
         if self.bf16 is None:
             self.bf16 = not self.fp16
         notes = self.check()
@@ -132,6 +141,10 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
             # The default is ours, so the FutureWarning about its old name would not be the user's to heed.
             self.activation_checkpointing = True
         super().__post_init__()
+        for name in self._VALID_DICT_FIELDS:
+            given = getattr(self, name)
+            if isinstance(given, dict) and "token" in given:
+                setattr(self, name, given | {"token": as_token("token", given["token"])})
         check_output_dir(self.output_dir)
         for note in notes:
             warnings.warn(note, stacklevel=self._frames_to_caller())
@@ -143,6 +156,22 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
                 FutureWarning,
                 stacklevel=self._frames_to_caller(),
             )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The arguments as transformers writes them, without secrets: those in dictionaries are hidden, too."""
+        twin = copy.copy(self)  # transformers changes the dictionaries that the arguments hold
+        vars(twin).update({name: _unshared(value) for name, value in vars(self).items()})
+        return masked(super(BaseConfig, twin).to_dict())
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        return masked(super().to_sanitized_dict())
+
+    def __str__(self) -> str:
+        values = {n: f"<{n.upper()}>" if n.endswith("_token") else v for n, v in masked(asdict(self)).items()}
+        lines = "".join(f"{name}={scrubbed(str(value))},\n" for name, value in sorted(values.items()))
+        return f"{type(self).__name__}(\n{lines})"
+
+    __repr__ = __str__
 
     def check(self) -> list[str]:
         """Check the values as they now are against the table; returns its warnings, one line each.
@@ -206,6 +235,10 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
 
         join(self.coordinator_address, self.num_processes, self.process_id)
         return jax.devices("cpu") if self.use_cpu else jax.devices()
+
+def _unshared(value: Any) -> Any:
+    return {key: _unshared(entry) for key, entry in value.items()} if isinstance(value, dict) else value
+
 
 def check_output_dir(output_dir: str) -> None:
     """Say now, and not at the first checkpoint, that output_dir cannot be written. Creates nothing."""

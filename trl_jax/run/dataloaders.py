@@ -6,19 +6,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from trl_jax.data.loader import ExampleLoader
 from trl_jax.run.user_loss import inputs_of
+from trl_jax.tasks.task import Task
 
 
 class Batches:
-    """Iterates over dicts of NumPy arrays, one a micro-batch: `input_ids`, `attention_mask`, maybe `margin`.
+    """Iterates over dicts of NumPy arrays, one a micro-batch: `input_ids`, `attention_mask`, and the task's own.
 
-    Attributes:
-        steps: the loader behind it, which gives whole optimizer steps.
-        dataset, batch_size: of that.
+    steps: the loader behind it, which gives whole optimizer steps.
+    dataset, batch_size: of that.
     """
 
-    def __init__(self, steps: Any):
-        self.steps, self.dataset, self.batch_size = steps, steps.dataset, steps.batch_size
+    def __init__(self, steps: ExampleLoader, task: Task):
+        self.steps, self._task = steps, task
+        self.dataset, self.batch_size = steps.dataset, steps.batch_size
 
     def set_epoch(self, epoch: int) -> None:
         self.steps.set_epoch(epoch)
@@ -30,10 +32,10 @@ class Batches:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for step in replace(self.steps, layout="padded", divided=False):
-            yield from inputs_of(step.arrays)
+            yield from inputs_of(step.arrays, self._task)
 
 
-def steps_of(batches: Any, method: str) -> Any:
+def steps_of(batches: Any, method: str) -> ExampleLoader:
     """The loader behind what a dataloader's method returned.
 
     Raises:
@@ -42,7 +44,6 @@ def steps_of(batches: Any, method: str) -> Any:
     if not isinstance(batches, Batches):
         raise TypeError(
             f"{method} returned a {type(batches).__module__}.{type(batches).__qualname__}: wanted what the trainer's "
-            "own gives. For other rows or another order, return Batches(self.loader(dataset, training=True)) "
-            "of trl_jax.run.dataloaders."
+            "own gives. For other rows or another order, return self.batches(dataset, training=True)."
         )
     return batches.steps

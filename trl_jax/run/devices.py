@@ -17,9 +17,16 @@ if TYPE_CHECKING:
     from trl_jax.hub.backends import Backend
     from trl_jax.hub.pretrained import PreTrainedModel
     from trl_jax.run.base_config import BaseConfig
-    from trl_jax.trainer.reward_config import RewardConfig
 
 logger = logging.getLogger(__name__)
+
+
+PROGRAMS_AT_ONCE = 4  # that are compiled beside steps
+
+
+def compiles_ahead(device: str) -> bool:
+    """On TPUs. A CPU computes the steps itself, and XLA for GPUs tries kernels out on the device."""
+    return device == "tpu"
 
 
 def run_devices(args: BaseConfig) -> list[jax.Device]:
@@ -43,11 +50,11 @@ def mesh_sizes(args: BaseConfig) -> dict[str, int]:
     devices = run_devices(args)
     sizes = parallel.settled(asked, len(devices), len({device.process_index for device in devices}))
     shards = sizes.get("data", 1) * sizes.get("fsdp", 1)
-    pairs = shards * args.per_device_train_batch_size * args.gradient_accumulation_steps
-    if asked.batch not in (None, pairs):
+    examples = shards * args.per_device_train_batch_size * args.gradient_accumulation_steps
+    if asked.batch not in (None, examples):
         raise ValueError(
             f"deepspeed sets train_batch_size to {asked.batch}, but {shards} devices x per_device_train_batch_size x "
-            f'gradient_accumulation_steps = {pairs}. Write "auto" in the file.'
+            f'gradient_accumulation_steps = {examples}. Write "auto" in the file.'
         )
     return sizes
 
@@ -88,7 +95,7 @@ def _check_sequence(size: int, model: PreTrainedModel, own: set[str]) -> None:
         raise ValueError(f"mesh: sequence {size} divides texts, and a script's own {own.pop()} gets them whole. {ways}")
 
 
-def check_offloading(args: RewardConfig, backend: Backend) -> None:
+def check_offloading(args: BaseConfig, backend: Backend) -> None:
     """Raises ValueError where activation_offloading is asked for of a model that has no layers to scan; warns where
     there is no other memory."""
     if not args.activation_offloading:

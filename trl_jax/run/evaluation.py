@@ -1,10 +1,11 @@
-"""Evaluation and prediction, over the constructor's sets or any other."""
+"""Evaluation and prediction over prepared datasets."""
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,156 +13,138 @@ import jax
 import numpy as np
 from transformers.trainer_utils import PredictionOutput, speed_metrics
 
+from trl_jax.data.windows import Windows
 from trl_jax.engine.evaluation import Evaluated, run_batches, run_evaluation
 from trl_jax.engine.prefetch import Prefetched
 from trl_jax.engine.sharding import distributed
 from trl_jax.engine.spmd import ShardedStep
-from trl_jax.run.dataloaders import steps_of
-from trl_jax.run.hub_push import Publishing
-from trl_jax.run.predictions import Predicted, check_compute_metrics, rows_of
-from trl_jax.run.user_loss_step import HookedEvaluation, OwnPrediction
+from trl_jax.run.dataloaders import Batches, steps_of
+from trl_jax.run.forward import Forward
+from trl_jax.run.predictions import Predicted, token_ids_of
+from trl_jax.run.state import RunState
+from trl_jax.run.user_loss import UserLoss
+from trl_jax.run.user_loss_step import UserLossEvaluation, UserPrediction
 
 
-class Evaluating(Publishing):
-    """`evaluate` and `predict`."""
+@dataclass(frozen=True)
+class MetricHooks:
+    """What a script adds to an evaluation: transformers' functions of those names, as they are now.
 
-    def __init__(self, *session: Any, compute_metrics: Any, preprocess_logits_for_metrics: Any):
-        super().__init__(*session)
-        self.compute_metrics = compute_metrics
-        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
-        check_compute_metrics(compute_metrics, self.args.batch_eval_metrics)
-        self.sharded_step = (
-            None
-            if self.sharding_plan is None
-            else ShardedStep(self.sharding_plan, self.model.params, self.model.frozen)
-        )
-        self._score_pass = jax.jit(self._scored, static_argnames=("dtype", "bounded"))
-        self._measure = jax.jit(self.evaluation_loss)
-        self._own_evaluation: Any = None  # by a script's own methods, batch by batch
-        if "prediction_step" in self.overridden:
-            self._own_evaluation = OwnPrediction(self)
-        elif "compute_loss" in self.overridden:
-            self._own_evaluation = HookedEvaluation(self)
+    report: further metrics of the trainer's own, from what was evaluated and its dataset, under a prefix.
+    """
 
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        """Loss and metrics over a dataset, raw or prepared; `eval_dataset` of the constructor if none is given.
+    compute_metrics: Callable | None
+    preprocess_logits_for_metrics: Callable | None
+    report: Callable[[Evaluated, Any, str], dict[str, float]] | None = None
 
-        A dict of datasets is evaluated one by one, `<prefix>_<name>_...` each; a string picks one of the constructor's.
-        """
-        refuse(ignore_keys=ignore_keys)
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(dataset, dict):
-            metrics = {}
-            for name, part in dataset.items():
-                part = part if eval_dataset is None else self.prepare_dataset(part, f"eval_dataset[{name!r}]")
-                metrics |= self._evaluate_one(part, f"{metric_key_prefix}_{name}")
-            return metrics
-        if isinstance(dataset, str):
-            return self._evaluate_one(dataset, metric_key_prefix)
-        if dataset is None:
-            raise ValueError("evaluate() needs an eval_dataset: pass one to it or to the trainer.")
-        dataset = dataset if eval_dataset is None else self.prepare_dataset(dataset, "eval")
-        return self._evaluate_one(dataset, metric_key_prefix)
 
-    def predict(
-        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
-    ) -> PredictionOutput:
-        """Scores of every pair of a dataset, raw or prepared; of those longer than max_length, too.
+class Evaluator:
+    """Runs evaluations, and makes metrics of them in TRL's names and order."""
 
-        Returns:
-            `predictions` float32 `[2N, 1]`, batch by batch: the chosen answers of a batch, then its rejected ones;
-            `label_ids` is `()`; `metrics` has the loss and the speed.
-        """
-        refuse(ignore_keys=ignore_keys)
+    def __init__(
+        self,
+        run: RunState,
+        forward: Forward,
+        sharded_step: ShardedStep | None,
+        user_loss: UserLoss | None,
+        prediction_step: Callable,
+    ):
+        self._run, self._forward, self._sharded_step = run, forward, sharded_step
+        self._outputs = jax.jit(self.outputs, static_argnames=("dtype", "bounded"))
+        self._measure = jax.jit(forward.measure)
+        self._by_script: Any = None  # by a script's own methods, batch by batch
+        if "prediction_step" in run.overridden:
+            self._by_script = UserPrediction(run, user_loss, prediction_step)
+        elif "compute_loss" in run.overridden:
+            self._by_script = UserLossEvaluation(user_loss)
+
+    def evaluate(self, batches: Any, prefix: str, hooks: MetricHooks) -> dict[str, float]:
+        """Loss, metrics and speed of the batches that get_eval_dataloader gave."""
+        start, run = time.time(), self._run
+        evaluated, predicted = self._evaluated(batches, "get_eval_dataloader", hooks)
+        own = {} if run.args.prediction_loss_only else self._script_metrics(predicted, hooks)
+        metrics = _prefixed(prefix, evaluated.loss(), own) | self._speed(prefix, start, evaluated)
+        measured = {"num_tokens": float(run.tokens_seen)} | run.task.metrics(evaluated.sums, "eval")
+        if hooks.report is not None and "prediction_step" not in run.overridden:
+            measured |= hooks.report(evaluated, predicted.dataset, prefix)
+        return metrics | {f"{prefix}_{name}": value for name, value in measured.items()}
+
+    def predict(self, batches: Any, prefix: str, hooks: MetricHooks) -> PredictionOutput:
+        """Predictions of the batches that get_test_dataloader gave, of texts longer than max_length, too."""
         start = time.time()
-        loader = self.get_test_dataloader(self.prepare_dataset(test_dataset, "test", bounded=False))
-        evaluated, predicted = self._run_evaluation(loader, "get_test_dataloader", bounded=False)
-        metrics = _prefixed(metric_key_prefix, evaluated.loss(), self._own_metrics(predicted))
-        metrics |= self._speed(metric_key_prefix, start, evaluated)
-        self._events.fire("on_predict", metrics)
+        evaluated, predicted = self._evaluated(batches, "get_test_dataloader", hooks, bounded=False)
+        metrics = _prefixed(prefix, evaluated.loss(), self._script_metrics(predicted, hooks))
+        metrics |= self._speed(prefix, start, evaluated)
+        self._run.events.fire("on_predict", metrics)
         return PredictionOutput(predictions=predicted.joined, label_ids=(), metrics=metrics)
 
-    def _evaluate_one(self, dataset: Any, prefix: str) -> dict[str, float]:
-        start = time.time()
-        evaluated, predicted = self._run_evaluation(self.get_eval_dataloader(dataset), "get_eval_dataloader")
-        own = {} if self.args.prediction_loss_only else self._own_metrics(predicted)
-        metrics = _prefixed(prefix, evaluated.loss(), own) | self._speed(prefix, start, evaluated)
-        measured = {"num_tokens": float(self._tokens_seen)} | self.evaluation_metrics(evaluated)
-        measured |= self.more_metrics(evaluated, predicted.rows, prefix)
-        metrics |= {f"{prefix}_{name}": value for name, value in measured.items()}
-        self.log(metrics)
-        if self.state.epoch is not None:
-            metrics["epoch"] = self.state.epoch
-        self._events.fire("on_evaluate", metrics)
-        return metrics
+    def windows(self, batches: Any) -> Windows:
+        """The passes of an evaluation of these step batches."""
+        return Windows(batches, sort=self._run.model.backend.batch_invariant)
 
-    def _run_evaluation(self, loader: Any, method: str, *, bounded: bool = True) -> tuple[Evaluated, Predicted]:
-        """Every batch's results, and the predictions as compute_metrics gets them; `bounded`: by max_length."""
-        in_full = None if self.is_in_train else self.args.eval_dtype
-        dtype = in_full or self.args.compute_dtype
-        self.callback_handler.eval_dataloader = loader
-        batches, after_each = steps_of(loader, method), partial(self._events.fire, "on_prediction_step")
-        with self._on_device():
-            if self._own_evaluation is None:
-                score = partial(self._score_pass, self.model.arrays, dtype=dtype, bounded=bounded)
-                windows = Prefetched(self.windows(batches), None if self.sharding_plan is None else self._placed_window)
-                evaluated = run_evaluation(score, self._measure, windows, after_each)
+    def outputs(self, params: dict, batch: Any, **options: Any) -> jax.Array:
+        """The model's outputs of one pass, whose arrays have an axis of shards in front."""
+        first = partial(self._first_pass, **options)
+        return first(params, batch) if self._sharded_step is None else self._sharded_step.scores(first)(params, batch)
+
+    def _first_pass(self, params: dict, batch: Any, **options: Any) -> jax.Array:
+        return self._forward.outputs(params, jax.tree.map(lambda leaf: leaf[0], batch), **options)
+
+    def _evaluated(
+        self, batches: Batches, method: str, hooks: MetricHooks, *, bounded: bool = True
+    ) -> tuple[Evaluated, Predicted]:
+        run = self._run
+        dtype = (None if run.in_train else run.args.eval_dtype) or run.args.compute_dtype
+        run.events.handler.eval_dataloader = batches
+        steps, after_each = steps_of(batches, method), partial(run.events.fire, "on_prediction_step")
+        with run.on_device():
+            if self._by_script is None:
+                outputs_of = partial(self._outputs, run.model.arrays, dtype=dtype, bounded=bounded)
+                place = None if run.sharding_plan is None else self._placed
+                windows = Prefetched(self.windows(steps), place)
+                evaluated = run_evaluation(outputs_of, self._measure, windows, after_each)
             else:
-                evaluate = partial(self._own_evaluation, self.model.arrays, dtype=dtype)
-                evaluated = run_batches(evaluate, batches, after_each)
-        return evaluated, self._predicted(evaluated, loader.dataset)
+                evaluate = partial(self._by_script, run.model.arrays, dtype=dtype)
+                evaluated = run_batches(evaluate, steps, after_each)
+        return evaluated, self._predicted(evaluated, batches.dataset, hooks)
 
-    def _predicted(self, evaluated: Evaluated, dataset: Any) -> Predicted:
-        rows = evaluated.rows
-        if "prediction_step" in self.overridden:
-            predictions, labels = (list(part) for part in zip(*evaluated.scores, strict=True))
-        else:
-            batches = zip(evaluated.scores, evaluated.num_pairs, strict=True)
-            predictions, labels = [self.real_scores(*batch) for batch in batches], [()] * len(rows)
-        if self.preprocess_logits_for_metrics is not None:
-            shown = zip(predictions, labels, strict=True)
-            predictions = [jax.tree.map(np.asarray, self.preprocess_logits_for_metrics(*batch)) for batch in shown]
-        losses = [
-            np.repeat(np.asarray(metrics["loss"], np.float32), 2 * pairs)
-            for metrics, pairs in zip(evaluated.metrics, evaluated.num_pairs, strict=True)
-        ]
-        wants_ids = self.compute_metrics is not None and "inputs" in self.args.include_for_metrics
-        inputs = [rows_of(dataset, places) for places in rows] if wants_ids else None
-        return Predicted(predictions, labels, losses, inputs, self.args.eval_do_concat_batches, (dataset, rows))
-
-    def _first_pass(self, params: dict, batch: Any, **how: Any) -> jax.Array:
-        return self.score(params, jax.tree.map(lambda leaf: leaf[0], batch), **how)
-
-    def _scored(self, params: dict, batch: Any, **how: Any) -> jax.Array:
-        if self.sharded_step is None:
-            return self._first_pass(params, batch, **how)
-        return self.sharded_step.scores(partial(self._first_pass, **how))(params, batch)
-
-    def _placed_window(self, window: Any) -> Any:
-        place = self.sharding_plan.rows
+    def _placed(self, window: Any) -> Any:
+        place = self._run.sharding_plan.rows
         return replace(window, passes=[(distributed(arrays, place), slots) for arrays, slots in window.passes])
 
-    def _own_metrics(self, predicted: Predicted) -> dict[str, float]:
-        if self.compute_metrics is None:
+    def _predicted(self, evaluated: Evaluated, dataset: Any, hooks: MetricHooks) -> Predicted:
+        run, counts = self._run, evaluated.num_examples
+        if "prediction_step" in run.overridden:
+            predictions, labels = (list(part) for part in zip(*evaluated.outputs, strict=True))
+        else:
+            outputs = zip(evaluated.outputs, counts, strict=True)
+            predictions, labels = [run.task.predictions(*batch) for batch in outputs], [()] * len(counts)
+        if (preprocess := hooks.preprocess_logits_for_metrics) is not None:
+            shown = zip(predictions, labels, strict=True)
+            predictions = [jax.tree.map(np.asarray, preprocess(*batch)) for batch in shown]
+        texts = len(run.task.columns.texts)
+        losses = [
+            np.repeat(np.asarray(sums["loss"], np.float32), texts * count)
+            for sums, count in zip(evaluated.sums, counts, strict=True)
+        ]
+        wants_ids = hooks.compute_metrics is not None and "inputs" in run.args.include_for_metrics
+        columns = run.task.columns.texts
+        inputs = [token_ids_of(dataset, places, columns) for places in evaluated.rows] if wants_ids else None
+        return Predicted(predictions, labels, losses, inputs, run.args.eval_do_concat_batches, dataset)
+
+    def _script_metrics(self, predicted: Predicted, hooks: MetricHooks) -> dict[str, float]:
+        args = self._run.args
+        if hooks.compute_metrics is None:
             return {}
-        args = self.args
-        return predicted.metrics(self.compute_metrics, args.include_for_metrics, args.batch_eval_metrics)
+        return predicted.metrics(hooks.compute_metrics, args.include_for_metrics, args.batch_eval_metrics)
 
     def _speed(self, prefix: str, start: float, evaluated: Evaluated) -> dict[str, float]:
-        steps = math.ceil(evaluated.total_pairs / (self.args.per_device_eval_batch_size * self.shards))
-        return speed_metrics(prefix, start, num_samples=evaluated.total_pairs, num_steps=steps)
+        steps = math.ceil(evaluated.total / (self._run.args.per_device_eval_batch_size * self._run.shards))
+        return speed_metrics(prefix, start, num_samples=evaluated.total, num_steps=steps)
 
 
 def _prefixed(prefix: str, loss: float, own: dict[str, float]) -> dict[str, float]:
-    """In TRL's order: the user's metrics that have the prefix already, the loss, the user's others."""
+    """In TRL's order: the script's metrics that have the prefix already, the loss, the script's others."""
     ready = {name: value for name, value in own.items() if name.startswith(f"{prefix}_")}
     others = {f"{prefix}_{name}": value for name, value in own.items() if name not in ready}
     return ready | {f"{prefix}_loss": loss} | others
-
-
-def refuse(**given: Any) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise ValueError(f"{name}={value!r} is not in this release of trl_jax. Leave it out.")

@@ -37,12 +37,12 @@ def optimizer_state(folder: Path, fresh: Any, load: Callable[[Path], dict[str, j
         return with_adam_moments(fresh, count, *(load(Path(aside, part)) for part in ("mu", "nu")))
 
 
-def place(state: TrainerState, steps_an_epoch: int | None, pairs_a_step: int) -> Progress:
+def place(state: TrainerState, steps_an_epoch: int | None, examples_a_step: int) -> Progress:
     """Where a run of transformers' stands, which counts in steps only; a stream (None) is read from its beginning."""
     epoch, step = divmod(state.global_step, steps_an_epoch) if steps_an_epoch else (0, state.global_step)
     over = step == 0 and epoch > 0
     return Progress(
-        epoch=epoch - over, epoch_over=over, pairs=step * pairs_a_step, loss_sum=_loss_sum(state.log_history)
+        epoch=epoch - over, epoch_over=over, examples=step * examples_a_step, loss_sum=_loss_sum(state.log_history)
     )
 
 

@@ -14,36 +14,37 @@ from trl_jax.engine.manifest import MANIFEST
 from trl_jax.engine.processes import is_first
 from trl_jax.hub.card import Run, write_card
 from trl_jax.hub.push import IGNORED, Publisher, Upload
-from trl_jax.run.checkpointing import Keeping
+from trl_jax.run.state import RunState
 
 logger = logging.getLogger(__name__)
 
 _STAGE = ".push"
 _NOT_TOLD = ("output_dir", "hub_model_id", "run_name", "accelerator_config", "use_cpu", "disable_tqdm", "report_to")
-_LAST = ("train_loss", "accuracy", "margin", "mean_reward", "num_tokens", "epoch")
+_STEP_ONLY = ("loss", "grad_norm", "learning_rate", "step", "total_flos", "num_input_tokens_seen")
 _CLOCK = ("_runtime", "_per_second")
 _NOT_THE_MODEL = ("training_state/*", "trainer_state.json", MANIFEST)  # of a checkpoint
 
 
-class Publishing(Keeping):
+class HubPublisher:
     """`push_to_hub` and what `hub_strategy` asks for.
 
-    Attributes:
-        hub_model_id: the repository's full name, None before it was opened.
+    repo_id: the repository's full name, None before it was opened.
     """
 
-    hub_model_id: str | None = None
-    _publisher: Publisher | None = None
-    _unpushed: Path | None = None  # the newest checkpoint whose push failed
+    def __init__(self, run: RunState):
+        self._run, self.repo_id = run, None
+        self._publisher: Publisher | None = None
+        self._unpushed: Path | None = None  # the newest checkpoint whose push failed
 
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+    def open(self, token: str | None = None, private: bool | None = None) -> None:
         """Make the repository `args.hub_model_id`, named after output_dir if None, unless it is there.
 
         Raises:
+            TypeError, ValueError: the token cannot be one.
             PermissionError, ConnectionError: that failed. Under `hub_strategy="end"` a Hub that cannot be reached is
                 warned of only: it is not needed yet.
         """
-        args = self.args
+        args = self._run.args
         if not is_first():
             return
         self._publisher = Publisher(
@@ -53,107 +54,61 @@ class Publishing(Keeping):
             revision=args.hub_revision,
         )
         try:
-            self.hub_model_id = self._publisher.open()
+            self.repo_id = self._publisher.open()
         except ConnectionError as error:
             if not (args.push_to_hub and args.hub_strategy == HubStrategy.END):
                 raise
             logger.warning("%s It is asked again when there is something to push.", error)
 
-    def push_to_hub(
-        self,
-        commit_message: str | None = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        private: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Save the model and its card to `args.output_dir` and upload that, checkpoints left out.
+    @property
+    def opened(self) -> bool:
+        return self._publisher is not None
 
-        Args:
-            kwargs: for `create_model_card`: model_name, dataset_name, tags and further metadata.
-
-        Returns:
-            The commit; where `blocking` is False, a Future of it.
+    def push(self, message: str, *, blocking: bool, revision: str | None) -> Any:
+        """Upload `args.output_dir`, checkpoints left out. Returns the commit; where not `blocking`, a Future of it.
 
         Raises:
             PermissionError, ConnectionError: not even the last try succeeded; everything is in the folder.
         """
-        self._events.fire("on_push_begin")
-        if not is_first():  # which alone talks to the Hub
-            self.save_model(_internal_call=True)
-            return None
-        if self._publisher is None or token is not None:
-            self.init_hf_repo(token=token, private=private)
-        self.save_model(_internal_call=True)
-        self.create_model_card(**kwargs)
-        uploads = [Upload(Path(self.args.output_dir), commit_message or "End of training", ignored=IGNORED)]
-        if blocking:
-            self._publisher.wait()
-            commit = self._publisher.push(uploads, revision=revision)
-            self.hub_model_id, self._unpushed = self._publisher.repo_id, None
-            return commit
-        return self._publisher.push_in_background(uploads, revision=revision, done=lambda succeeded: None, daemon=False)
+        uploads = [Upload(Path(self._run.args.output_dir), message, ignored=IGNORED)]
+        if not blocking:
+            return self._publisher.push_in_background(
+                uploads, revision=revision, done=lambda succeeded: None, daemon=False
+            )
+        self._publisher.wait()
+        commit = self._publisher.push(uploads, revision=revision)
+        self.repo_id, self._unpushed = self._publisher.repo_id, None
+        return commit
 
-    def create_model_card(
-        self,
-        model_name: str | None = None,
-        dataset_name: str | list[str] | None = None,
-        tags: str | list[str] | None = None,
-        **facts: Any,
-    ) -> None:
+    def write_card(self, model_name: str | None, dataset_name: Any, tags: Any, facts: dict[str, Any]) -> None:
         """Write README.md into `args.output_dir`; one that somebody else wrote is left alone."""
-        default = self.hub_model_id or self.args.hub_model_id or Path(self.args.output_dir).absolute().name
-        began = self.model.name_or_path
+        run, folder = self._run, Path(self._run.args.output_dir)
+        began = run.model.name_or_path
         write_card(
-            Path(self.args.output_dir),
-            model_name=model_name or default,
+            folder,
+            model_name=model_name or self.repo_id or run.args.hub_model_id or folder.absolute().name,
             base_model=None if Path(began).exists() else began,
             datasets=_listed(dataset_name),
             tags=_listed(tags),
-            run=self._told_run(),
-            adapter=bool(self.model.frozen),
+            run=card_run(run),
+            adapter=bool(run.model.frozen),
             **facts,
         )
 
-    def _told_run(self) -> Run | None:
-        """What the card tells of the training; None before it."""
-        history = self.state.log_history
-        if not history:
-            return None
-        defaults = type(self.args)("unused", use_cpu=self.args.use_cpu).to_dict()
-        told = {name: value for name, value in self.args.to_dict().items() if defaults.get(name) != value}
-        for name in (*_NOT_TOLD, *(name for name in told if name.endswith("_token"))):
-            told.pop(name, None)
-        last: dict[str, float] = {}
-        for log in history:
-            last |= {name: value for name, value in log.items() if name in _LAST or name.startswith("eval_")}
-        losses = [(log["step"], log["loss"]) for log in history if "loss" in log]
-        return Run(told, {name: value for name, value in last.items() if not name.endswith(_CLOCK)}, losses)
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        super().save_model(output_dir, _internal_call)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    def _save_checkpoint(self, progress: Any) -> Path:
-        folder = super()._save_checkpoint(progress)
-        if is_first() and self._pushes_checkpoints and (self.args.hub_always_push or not self._publisher.running):
-            self._push_checkpoint(folder)
-        return folder
-
-    def _saves_aside(self) -> bool:
-        return not self._pushes_checkpoints and super()._saves_aside()
-
     @property
-    def _pushes_checkpoints(self) -> bool:
-        return self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END
+    def pushes_checkpoints(self) -> bool:
+        return self._run.args.push_to_hub and self._run.args.hub_strategy != HubStrategy.END
+
+    def push_saved(self, folder: Path) -> None:
+        """Push a checkpoint that was just written, unless hub_strategy says otherwise or an upload is under way."""
+        if is_first() and self.pushes_checkpoints and (self._run.args.hub_always_push or not self._publisher.running):
+            self._push_checkpoint(folder)
 
     def _push_checkpoint(self, folder: Path) -> None:
-        self._events.fire("on_push_begin")
-        args, step = self.args, self.state.global_step
+        run, args, step = self._run, self._run.args, self._run.state.global_step
+        run.events.fire("on_push_begin")
         stage = self._staged(folder)
-        where = f"step {step}" if args.save_strategy == SaveStrategy.STEPS else f"epoch {int(self.state.epoch)}"
+        where = f"step {step}" if args.save_strategy == SaveStrategy.STEPS else f"epoch {int(run.state.epoch)}"
         message = f"Training in progress, {where}"
         uploads = [Upload(stage / "run", message)]
         if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
@@ -168,17 +123,17 @@ class Publishing(Keeping):
 
     def _staged(self, folder: Path) -> Path:
         """What is pushed of a checkpoint, under names of its own: it may be removed while that is under way."""
-        run = Path(self.args.output_dir)
-        stage = run / f"{_STAGE}-{self.state.global_step}"
+        output_dir = Path(self._run.args.output_dir)
+        stage = output_dir / f"{_STAGE}-{self._run.state.global_step}"
         shutil.rmtree(stage, ignore_errors=True)
         shutil.copytree(folder, stage / "checkpoint", copy_function=_link)
         ignored = shutil.ignore_patterns(*IGNORED)
-        shutil.copytree(run, stage / "run", ignore=ignored, copy_function=_link_weights)
+        shutil.copytree(output_dir, stage / "run", ignore=ignored, copy_function=_link_weights)
         model = shutil.ignore_patterns(*(pattern.split("/")[0] for pattern in _NOT_THE_MODEL))
         shutil.copytree(folder, stage / "run", ignore=model, copy_function=_link, dirs_exist_ok=True)
         return stage
 
-    def _finish_pushing(self) -> None:
+    def finish(self) -> None:
         """Wait for the last upload; try a failed one again, and tell at the end what did not arrive."""
         if self._publisher is None:
             return
@@ -196,9 +151,26 @@ class Publishing(Keeping):
                 len(failures),
                 self._publisher.repo_id,
                 state,
-                self.args.output_dir,
+                self._run.args.output_dir,
                 failures[0],
             )
+
+
+def card_run(run: RunState) -> Run | None:
+    """What the card tells of the training; None before it."""
+    history = run.state.log_history
+    if not history:
+        return None
+    defaults = type(run.args)("unused", use_cpu=run.args.use_cpu).to_dict()
+    told = {name: value for name, value in run.args.to_dict().items() if defaults.get(name) != value}
+    for name in (*_NOT_TOLD, *(name for name in told if name.endswith("_token"))):
+        told.pop(name, None)
+    last: dict[str, float] = {}
+    for log in history:
+        last |= {name: value for name, value in log.items() if name not in _STEP_ONLY}
+    last = {name: value for name, value in last.items() if name == "train_loss" or not name.startswith("train_")}
+    losses = [(log["step"], log["loss"]) for log in history if "loss" in log]
+    return Run(told, {name: value for name, value in last.items() if not name.endswith(_CLOCK)}, losses)
 
 
 def sweep_stages(output_dir: str) -> None:

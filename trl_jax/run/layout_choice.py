@@ -1,4 +1,4 @@
-"""How a run's pairs lie in memory: as was asked where that is exact, else as padded rows, and a word on it."""
+"""The layout of a run's examples in memory: as was asked where that is exact, else padded rows, with a reason."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from datasets import Dataset, IterableDataset
 
-from trl_jax.data.layout.plan import Plan, Shapes, plan_layout
+from trl_jax.data.layout.buckets import ViewBuckets
+from trl_jax.data.layout.plan import LayoutPlan, plan_layout
 from trl_jax.data.order import epoch_order
-from trl_jax.run.precompile import AT_ONCE, compiles_ahead
+from trl_jax.run.devices import PROGRAMS_AT_ONCE, compiles_ahead
 
 if TYPE_CHECKING:
     from trl_jax.hub.backends import Backend
-    from trl_jax.trainer.reward_config import RewardConfig
+    from trl_jax.run.base_config import BaseConfig
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 _ON_CPUS, _ON_ACCELERATORS = 2e11, 2e15
 
 
-def exact_layout(args: RewardConfig, backend: Backend, *, striped: bool = False) -> tuple[str, str]:
+def exact_layout(args: BaseConfig, backend: Backend, *, striped: bool = False) -> tuple[str, str]:
     """The layout of a run, and why where it is not what was asked for; `dealt`: a mesh divides texts."""
     asked = args.batch_layout
     if asked == "padded":
@@ -46,23 +47,23 @@ def exact_layout(args: RewardConfig, backend: Backend, *, striped: bool = False)
     return ("shared" if asked == "auto" else asked), ""
 
 
-def windowed(args: RewardConfig, backend: Backend) -> bool:
+def windowed(args: BaseConfig, backend: Backend) -> bool:
     """Whether a window of the model's is shorter than texts may be."""
     return backend.window is not None and (args.max_length is None or backend.window < args.max_length)
 
 
-def by_rows(args: RewardConfig, *, striped: bool) -> bool:
+def by_rows(args: BaseConfig, *, striped: bool) -> bool:
     """Whether a stream's texts stand as rows, too, for attention: on GPUs, whose kernel reads rows."""
     return args.device.type == "cuda" and not striped
 
 
-def unplanned(args: RewardConfig, backend: Backend, *, striped: bool) -> Plan:
+def unplanned(args: BaseConfig, backend: Backend, *, striped: bool) -> LayoutPlan:
     """The layout of what was not looked at beforehand."""
     layout, _ = exact_layout(args, backend, striped=striped)
-    return Plan(layout, shapes=Shapes() if by_rows(args, striped=striped) else None)
+    return LayoutPlan(layout, views=ViewBuckets() if by_rows(args, striped=striped) else None)
 
 
-def check_layout(args: RewardConfig, backend: Backend) -> None:
+def check_layout(args: BaseConfig, backend: Backend) -> None:
     """Warn of a layout that was asked for by name and cannot be had."""
     layout, reason = exact_layout(args, backend)
     if args.batch_layout not in ("auto", layout):
@@ -70,9 +71,10 @@ def check_layout(args: RewardConfig, backend: Backend) -> None:
 
 
 def plan(
-    args: RewardConfig,
+    args: BaseConfig,
     backend: Backend,
     dataset: Dataset | IterableDataset,
+    columns: tuple[str, ...],
     *,
     parameters: int,
     batch_size: int,
@@ -80,15 +82,17 @@ def plan(
     shards: int = 1,
     striped: bool = False,
     lengths: np.ndarray | None = None,
-) -> Plan:
+) -> LayoutPlan:
     """The layout of a run's training `steps`; one line of the log says which, why, and what it saves.
 
-    `lengths` are those that rows are grouped by, None where they are not.
+    Args:
+        columns: the token columns of the dataset, a text each.
+        lengths: those that rows are grouped by, None where they are not.
     """
     layout, reason = exact_layout(args, backend, striped=striped)
     if layout == "padded":
         logger.info("Layout padded%s.", f": {reason}" if reason else "")
-        return Plan("padded")
+        return LayoutPlan("padded")
     if isinstance(dataset, IterableDataset):
         logger.info("Layout %s: how much it saves on a stream of rows is not known beforehand.", layout)
         return unplanned(args, backend, striped=striped)
@@ -103,26 +107,27 @@ def plan(
     compilation = _ON_CPUS if args.device.type == "cpu" else _ON_ACCELERATORS
     found = plan_layout(
         dataset,
+        columns,
         lambda epoch: order(epoch=epoch),
         layout,
         batch_size=batch_size,
-        accumulation=args.gradient_accumulation_steps * shards,  # as many streams
+        accumulation=args.gradient_accumulation_steps * shards,  # as many packed rows
         bucket_cost=int(compilation / (6 * max(parameters, 1) * args.gradient_accumulation_steps)),
         run_steps=steps,
         by_rows=by_rows(args, striped=striped),
-        at_once=AT_ONCE if compiles_ahead(args.device.type) else None,
+        at_once=PROGRAMS_AT_ONCE if compiles_ahead(args.device.type) else None,
     )
     logger.info("%s", line(found))
     return found
 
 
-def line(plan: Plan) -> str:
+def line(plan: LayoutPlan) -> str:
     """`shared: 1.9k of 7.4k padded tokens a step`, and what there is to say of its lengths."""
     computed, padded, real = (_thousands(tokens) for tokens in (plan.computed, plan.padded, plan.real))
-    lengths = plan.buckets.buckets if plan.shapes is None else sorted({stream for stream, _ in plan.shapes.pairs})
-    rows = "" if plan.shapes is None else f", rows of {_listed(sorted({row for _, row in plan.shapes.pairs}))}"
+    lengths = plan.buckets.lengths if plan.views is None else sorted({row for row, _ in plan.views.shapes})
+    rows = "" if plan.views is None else f", rows of {_listed(sorted({row for _, row in plan.views.shapes}))}"
     return (
-        f"Layout {plan.layout}: {computed} of {padded} padded tokens a step, for {real} tokens of text; streams of "
+        f"Layout {plan.layout}: {computed} of {padded} padded tokens a step, for {real} tokens of text; packed rows of "
         f"{_listed(lengths)} tokens{rows}."
     )
 

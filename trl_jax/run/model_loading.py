@@ -21,12 +21,12 @@ from trl_jax.run.devices import run_device, sharding_plan_of
 from trl_jax.run.nan_report import check_weights
 
 if TYPE_CHECKING:
-    from trl_jax.trainer.reward_config import RewardConfig
+    from trl_jax.run.base_config import BaseConfig
 
 logger = logging.getLogger(__name__)
 
 
-def quantization_of(given: Any, args: RewardConfig) -> BitsAndBytesConfig | None:
+def quantization_of(given: Any, args: BaseConfig) -> BitsAndBytesConfig | None:
     """What the trainer's argument says, or the model's own in `model_init_kwargs`."""
     also = (args.model_init_kwargs or {}).get("quantization_config")
     if given is not None and also is not None:
@@ -41,7 +41,7 @@ def tokenizer_folder(checkpoint: Checkpoint | PreTrainedModel) -> Path:
     return adapter if adapter is not None and (adapter / "tokenizer_config.json").is_file() else checkpoint.folder
 
 
-def find(model: str | PreTrainedModel, args: RewardConfig) -> Checkpoint | PreTrainedModel:
+def find(model: str | PreTrainedModel, args: BaseConfig) -> Checkpoint | PreTrainedModel:
     """The checkpoint of that name or folder, its weights not read yet; or the model that is there."""
     if isinstance(model, PreTrainedModel):
         if args.model_init_kwargs is not None:
@@ -54,7 +54,7 @@ def find(model: str | PreTrainedModel, args: RewardConfig) -> Checkpoint | PreTr
     return find_checkpoint(model, **how)
 
 
-def taken(brought: Any, args: RewardConfig) -> PreTrainedModel:
+def taken(brought: Any, args: BaseConfig) -> PreTrainedModel:
     """The weights of a torch model, in the dtypes it has."""
     if args.model_init_kwargs is not None:
         logger.warning("model_init_kwargs has no effect: the model is loaded already.")
@@ -81,7 +81,7 @@ def _hold(model: PreTrainedModel, names: list[str]) -> None:
 
 def _loaded(
     checkpoint: Checkpoint,
-    args: RewardConfig,
+    args: BaseConfig,
     adapter: LoraConfig | None = None,
     quantization: BitsAndBytesConfig | None = None,
 ) -> PreTrainedModel:
@@ -101,7 +101,7 @@ def _loaded(
 
 def ready(
     checkpoint: Checkpoint | PreTrainedModel,
-    args: RewardConfig,
+    args: BaseConfig,
     adapter: LoraConfig | None,
     quantization: BitsAndBytesConfig | None,
 ) -> PreTrainedModel:
@@ -126,7 +126,7 @@ def ready(
 
 
 def outlined(
-    checkpoint: Checkpoint, args: RewardConfig, adapter: LoraConfig | None, quantization: BitsAndBytesConfig | None
+    checkpoint: Checkpoint, args: BaseConfig, adapter: LoraConfig | None, quantization: BitsAndBytesConfig | None
 ) -> PreTrainedModel:
     """The same of a checkpoint whose weights nobody has: shapes in the place of arrays."""
     if adapter is not None:
@@ -147,11 +147,11 @@ def _tell_adapter(model: PreTrainedModel) -> None:
     logger.info("Training with adapter: %s of %s parameters (%.4f%%).", f"{train:,}", f"{count:,}", 100 * train / count)
 
 
-def short_name(model: str | PreTrainedModel) -> str:
-    """What a run is called after it."""
-    name = model if isinstance(model, str) else model.name_or_path
-    name = name or type(model).__name__
-    return name.rstrip("/").split("/")[-1]
+def short_name(model: Any) -> str:
+    """The last part of the name of what was passed as `model=`, after which a run is called."""
+    ours, brought = told_apart(model)
+    name = ours if isinstance(ours, str) else (ours or brought).name_or_path
+    return (name or type(model).__name__).rstrip("/").split("/")[-1]
 
 
 def told_apart(given: Any) -> tuple[str | PreTrainedModel | None, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,29 +15,32 @@ from trl_jax.engine.sharding import fetched
 
 if TYPE_CHECKING:
     from trl_jax.hub.pretrained import PreTrainedModel
-    from trl_jax.run.task import Task
+    from trl_jax.run.state import RunState
 
 
-def explain(trainer: Task, batch: Any) -> str:
-    """A sentence on where the first value that is no number arises, in `trainer.loss` or in its gradient."""
-    params, frozen, arrays = trainer.model.params, trainer.model.frozen, batch.arrays
-    if trainer.sharding_plan is not None:
-        params, frozen = (
-            {path: jnp.asarray(fetched(array)) for path, array in held.items()} for held in (params, frozen)
-        )
+def explain(run: RunState, loss: Callable, batch: Any) -> str:
+    """A sentence on where the first value that is no number arises, in the loss or in its gradient.
+
+    Args:
+        loss: `(params, one pass of a batch, key) -> (loss, sums)`.
+        batch: the step's.
+    """
+    params, frozen, arrays = run.model.params, run.model.frozen, batch.arrays
+    if run.sharding_plan is not None:
+        params, frozen = ({path: jnp.asarray(fetched(a)) for path, a in part.items()} for part in (params, frozen))
         arrays = jax.tree.map(lambda leaf: fetched(leaf).reshape(-1, *leaf.shape[2:]), arrays)
     bad = [path for path, array in params.items() if not np.isfinite(jax.device_get(array)).all()]
     if bad:
         return f"The weights {', '.join(bad[:8])} hold values that are none."
 
-    def loss(frozen, params, micro):
-        return trainer.loss(frozen | params, micro, None)
+    def of_trained(frozen, params, micro):
+        return loss(frozen | params, micro, None)
 
     for number, rows in enumerate(batch.passes):
         if not rows:
             continue
         one = jax.tree.map(lambda leaf, number=number: leaf[number], arrays)
-        for function in (loss, jax.grad(loss, argnums=1, has_aux=True)):
+        for function in (of_trained, jax.grad(of_trained, argnums=1, has_aux=True)):
             found = nan_trace(partial(function, frozen), params, one)
             if found is not None:
                 return f"{found} It is computed from rows {', '.join(map(str, rows))}."

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 import jax
 
 if TYPE_CHECKING:
-    from trl_jax.trainer.base_trainer import BaseTrainer
+    from trl_jax.run.state import RunState
 
 logger = logging.getLogger(__name__)
 
@@ -20,15 +20,15 @@ T = TypeVar("T")
 
 
 class StepTooLarge(MemoryError):
-    """A training step did not fit; one of fewer pairs may."""
+    """A training step did not fit; one of fewer examples may."""
 
 
 def retried(run: Callable[[], T], size: Callable[[], int], again: Callable[[int], None]) -> T:
     """What `run` gives. Where a step does not fit, as accelerate's `find_executable_batch_size`: with 0.9 times the
-    pairs, rounded down, until it does or none are left.
+    examples, rounded down, until it does or none are left.
 
     Args:
-        size: the pairs of the micro-batches of this run.
+        size: the examples of the micro-batches of this run.
         again: put everything back, and take so many.
     """
     while True:
@@ -45,35 +45,35 @@ def retried(run: Callable[[], T], size: Callable[[], int], again: Callable[[int]
 
 
 @contextlib.contextmanager
-def told_of_memory(trainer: BaseTrainer) -> Iterator[None]:
+def told_of_memory(run: RunState) -> Iterator[None]:
     """An allocation that fails becomes a StepTooLarge with what the run holds and how to hold less."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise StepTooLarge(f"{_plan(trainer)} XLA says: {str(error).strip().splitlines()[0]}") from error
+        raise StepTooLarge(f"{_plan(run)} XLA says: {str(error).strip().splitlines()[0]}") from error
 
 
 @contextlib.contextmanager
-def evaluation_told_of_memory(trainer: BaseTrainer) -> Iterator[None]:
+def evaluation_told_of_memory(run: RunState) -> Iterator[None]:
     """As `told_of_memory`, of an evaluation on the way: smaller steps would not help it."""
-    jax.block_until_ready(trainer.model.params)  # a step that did not fit may say so only now
+    jax.block_until_ready(run.model.params)  # a step that did not fit may say so only now
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise MemoryError(
-            f"The evaluation after step {trainer.state.global_step} does not fit into memory. Lower "
-            f"per_device_eval_batch_size={trainer.args.per_device_eval_batch_size}, which auto_find_batch_size leaves "
+            f"The evaluation after step {run.state.global_step} does not fit into memory. Lower "
+            f"per_device_eval_batch_size={run.args.per_device_eval_batch_size}, which auto_find_batch_size leaves "
             f"alone. XLA says: {str(error).strip().splitlines()[0]}"
         ) from error
 
 
-def _plan(trainer: BaseTrainer) -> str:
-    args, size, (weights, gradients) = trainer.args, trainer.train_batch_size, _held(trainer)
-    rows = 2 * size
+def _plan(run: RunState) -> str:
+    args, size, (weights, gradients) = run.args, run.train_batch_size, _held(run)
+    rows = len(run.task.columns.texts) * size
     levers = [
         f"per_device_train_batch_size={size} (with gradient_accumulation_steps raised to "
         "match, the steps stay the same)",
@@ -82,18 +82,18 @@ def _plan(trainer: BaseTrainer) -> str:
     lower = f"Lower {' or '.join(levers)}"
     if not args.gradient_checkpointing:
         lower += ", or set gradient_checkpointing=True"
-    if trainer.sharding_plan is not None and trainer.sharding_plan.size("fsdp") == 1:
+    if run.sharding_plan is not None and run.sharding_plan.size("fsdp") == 1:
         lower += ", or divide the model as well, with fsdp='full_shard'"
     return (
-        f"Step {trainer.state.global_step + 1} does not fit into memory. Weights take {_bytes(weights)}, "
+        f"Step {run.state.global_step + 1} does not fit into memory. Weights take {_bytes(weights)}, "
         f"AdamW's moments {_bytes(2 * gradients)}, gradients {_bytes(gradients)}; the rest is activations of {rows} "
-        f"answers. {lower}."
+        f"texts. {lower}."
     )
 
 
-def _held(trainer: BaseTrainer) -> tuple[int, int]:
+def _held(run: RunState) -> tuple[int, int]:
     """Bytes of weights, frozen ones too, and of gradients; those of one device where there are several."""
-    model, sharding_plan = trainer.model, trainer.sharding_plan
+    model, sharding_plan = run.model, run.sharding_plan
     if sharding_plan is None:
         return sum(array.nbytes for array in model.arrays.values()), 4 * model.num_parameters(only_trainable=True)
 

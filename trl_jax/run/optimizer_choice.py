@@ -36,11 +36,11 @@ class Chosen:
     schedule: Callable[[int], float] | None = None
 
     def make(
-        self, decayed: dict[str, bool], cut: TorchParamLayout, max_grad_norm: float | None, warmup_steps: int
+        self, decayed: dict[str, bool], layout: TorchParamLayout, max_grad_norm: float | None, warmup_steps: int
     ) -> Optimizer | optax.GradientTransformation:
         if self.tx is not None:
             return from_optax(self.tx, peak=self.peak, max_grad_norm=max_grad_norm)
-        given = replace(self.given, warmup_steps=warmup_steps, layout=cut)
+        given = replace(self.given, warmup_steps=warmup_steps, layout=layout)
         return make_optimizer(self.name, given, decayed=decayed, max_grad_norm=max_grad_norm)
 
     def rates(self, args: BaseConfig, max_steps: int) -> Callable[[int], float]:

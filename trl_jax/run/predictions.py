@@ -1,4 +1,4 @@
-"""What an evaluation predicted, as `compute_metrics` gets it."""
+"""Predictions of an evaluation, as `compute_metrics` gets them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Predicted:
     losses: list[np.ndarray]
     inputs: list[np.ndarray] | None
     together: bool
-    rows: tuple[Any, list[list[int]]]  # the dataset, and which of its rows each batch was
+    dataset: Any
 
     @property
     def joined(self) -> Any:
@@ -63,13 +63,16 @@ def check_compute_metrics(compute_metrics: Any, by_batch: bool) -> None:
             )
 
 
-def rows_of(dataset: Any, places: list[int]) -> np.ndarray:
-    """Token ids `[2P, T]` of a batch's pairs, padded with -100."""
+def token_ids_of(dataset: Any, places: list[int], columns: tuple[str, ...]) -> np.ndarray:
+    """Token ids `[X, T]` of a batch's texts, padded with -100: those of the first column, then those of the next.
+
+    Args:
+        places: of the batch's rows in the dataset.
+    """
     if not isinstance(dataset, Dataset):
         raise ValueError("include_for_metrics=['inputs'] needs rows that can be read twice: pass a Dataset, no stream.")
-    pairs = dataset[places]
-    ids = [*pairs["chosen_ids"], *pairs["rejected_ids"]]
-    return _joined([np.asarray(row)[None] for row in ids])
+    rows = dataset[places]
+    return _joined([np.asarray(ids)[None] for column in columns for ids in rows[column]])
 
 
 def _joined(batches: list[Any]) -> Any:

@@ -7,37 +7,30 @@ import json
 from pathlib import Path
 from typing import Any
 
+from trl_jax.core.whole_file import write_whole
 
-class Reports:
-    """`log_metrics`, `save_metrics`, `save_state` and `metrics_format`; needs `args` and `state`."""
 
-    args: Any
-    state: Any
+def metrics_format(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Times as h:mm:ss, bytes as MB, operations as GF, other numbers with four digits."""
+    return {name: _readable(name, value) for name, value in metrics.items()}
 
-    def metrics_format(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Times as h:mm:ss, bytes as MB, operations as GF, other numbers with four digits."""
-        return {name: _readable(name, value) for name, value in metrics.items()}
 
-    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
-        """Print the metrics of "train", "eval" or "test" in columns, by name."""
-        shown = self.metrics_format(metrics)
-        names, values = (max(len(str(entry)) for entry in entries) for entries in (shown, shown.values()))
-        print(f"***** {split} metrics *****")
-        for name in sorted(shown):
-            print(f"  {name:<{names}} = {shown[name]:>{values}}")
+def log_metrics(split: str, metrics: dict[str, Any]) -> None:
+    """Print the metrics of "train", "eval" or "test" in columns, by name."""
+    shown = metrics_format(metrics)
+    names, values = (max(len(str(entry)) for entry in entries) for entries in (shown, shown.values()))
+    print(f"***** {split} metrics *****")
+    for name in sorted(shown):
+        print(f"  {name:<{names}} = {shown[name]:>{values}}")
 
-    def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
-        """Write `<split>_results.json` into `args.output_dir`, and add to all_results.json there where `combined`."""
-        folder = Path(self.args.output_dir)
-        _write(folder / f"{split}_results.json", metrics)
-        if combined:
-            path = folder / "all_results.json"
-            before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-            _write(path, before | metrics)
 
-    def save_state(self) -> None:
-        """Write trainer_state.json into `args.output_dir`."""
-        self.state.save_to_json(str(Path(self.args.output_dir) / "trainer_state.json"))
+def save_metrics(folder: Path, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
+    """Write `<split>_results.json` into the folder, and add to all_results.json there where `combined`."""
+    _write(folder / f"{split}_results.json", metrics)
+    if combined:
+        path = folder / "all_results.json"
+        before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        _write(path, before | metrics)
 
 
 def _readable(name: str, value: Any) -> Any:
@@ -52,4 +45,4 @@ def _readable(name: str, value: Any) -> Any:
 
 
 def _write(path: Path, metrics: dict[str, Any]) -> None:
-    path.write_text(json.dumps(metrics, indent=4, sort_keys=True), encoding="utf-8")
+    write_whole(path, json.dumps(metrics, indent=4, sort_keys=True))

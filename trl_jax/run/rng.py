@@ -1,4 +1,4 @@
-"""What is random in a training step: dropout, and noise on the embeddings."""
+"""The random numbers of a training step: dropout, and noise on the embeddings."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from trl_jax.nn.noise import Noise
 
 if TYPE_CHECKING:
     from trl_jax.hub.backends import Backend
-    from trl_jax.trainer.reward_config import RewardConfig
+    from trl_jax.run.base_config import BaseConfig
 
 _NOISE = 1000  # beside the places of dropout, which share the key
 
 
-def run_key(args: RewardConfig) -> jax.Array | None:
+def run_key(args: BaseConfig) -> jax.Array | None:
     """None where a run leaves nothing to chance. A step folds its number into it, so a resumed run draws the same."""
     drawn = not args.disable_dropout or args.neftune_noise_alpha
     return jax.random.key(args.seed) if drawn else None
 
 
-def chances(
-    args: RewardConfig, key: jax.Array | None, lengths: jax.Array, multiple: int | str | None
+def random_options(
+    args: BaseConfig, key: jax.Array | None, lengths: jax.Array, multiple: int | str | None
 ) -> dict[str, Any]:
-    """The options of a scorer in training.
+    """The options of the model's call in training.
 
     Args:
-        lengths: of the texts that are scored. On the longest depends how strong the noise is, as under TRL, where rows
+        lengths: of the texts that are read. On the longest depends how strong the noise is, as under TRL, where rows
             are as long as that one, or the next `multiple`.
     """
     if key is None:
         return {}
-    how = {} if args.disable_dropout else {"dropout_key": key}
+    options = {} if args.disable_dropout else {"dropout_key": key}
     if not args.neftune_noise_alpha:
-        return how
+        return options
     multiple = multiple if isinstance(multiple, int) else 1
     longest = -(-jnp.max(lengths) // multiple) * multiple
-    return how | {"noise": Noise(args.neftune_noise_alpha, jax.random.fold_in(key, _NOISE), longest)}
+    return options | {"noise": Noise(args.neftune_noise_alpha, jax.random.fold_in(key, _NOISE), longest)}
 
 
-def check_noise(args: RewardConfig, backend: Backend) -> None:
+def check_noise(args: BaseConfig, backend: Backend) -> None:
     """Raises ValueError where noise is asked for and the embedding is out of reach."""
     if args.neftune_noise_alpha and not backend.takes_noise:
         raise ValueError(

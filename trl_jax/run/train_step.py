@@ -3,122 +3,144 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-from datasets import Dataset
 
-from trl_jax.data.order import RunLength, plan
 from trl_jax.engine.compilation import Programs, compiler_options
 from trl_jax.engine.optimizers import Optimizer, decays, from_optax
 from trl_jax.engine.remat import RematFallback, room_of
 from trl_jax.engine.sharding import distributed
+from trl_jax.engine.spmd import ShardedStep
 from trl_jax.engine.step import make_step
 from trl_jax.hub.freezing import held, only_moving
+from trl_jax.run.data import length_of
 from trl_jax.run.devices import describe, run_device
-from trl_jax.run.evaluation import Evaluating
-from trl_jax.run.optimizer_choice import check_optax
+from trl_jax.run.optimizer_choice import Chosen, check_optax
 from trl_jax.run.rng import run_key
-from trl_jax.run.user_loss_step import HookedStep
+from trl_jax.run.state import RunState
+from trl_jax.run.user_loss import UserLoss
+from trl_jax.run.user_loss_step import UserLossStep
 
 logger = logging.getLogger(__name__)
 
 
-class Stepping(Evaluating):
-    """The part of a trainer that takes steps. A script's subclass may override `create_optimizer`."""
+class TrainStep:
+    """Makes the step of `train()`, and takes it."""
 
-    def _plan(self) -> RunLength:
-        args = self.args
-        return plan(
-            len(self.train_dataset) if isinstance(self.train_dataset, Dataset) else None,
-            batch_size=self.micro_batch_pairs,
-            accumulation=args.gradient_accumulation_steps,
-            drop_last=args.dataloader_drop_last,
-            epochs=args.num_train_epochs,
-            max_steps=args.max_steps,
-        )
+    def __init__(
+        self, run: RunState, loss: Callable, sharded_step: ShardedStep | None, user_loss: UserLoss | None
+    ):
+        """
+        Args:
+            loss: `(params, batch, key, remat=) -> (loss, sums)`, as `Forward.loss`.
+            sharded_step: how it lies on several devices.
+            user_loss: of a script that has its own compute_loss; the step then goes micro-batch by micro-batch.
+        """
+        self._run, self._loss, self.sharded_step, self._user_loss = run, loss, sharded_step, user_loss
 
-    def compiled_step(self, tx: Any, *, remat: bool | str) -> Any:
+    def compiled(self, tx: Any, *, remat: bool | str) -> Any:
         """A step of `train()`, jitted; arguments as of `make_step`'s. `remat`: layers are computed twice."""
-        options = compiler_options(self.args.device.type, several=self.sharding_plan is not None)
-        return make_step(self._held(partial(self.loss, remat=remat)), tx, self.sharded_step, options)
+        run = self._run
+        options = compiler_options(run.args.device.type, several=run.sharding_plan is not None)
 
-    def _held(self, loss: Any) -> Any:
-        """The loss, without a gradient for what a script holds still."""
-        moves = self.model.moving
-        return loss if not moves else lambda params, *rest, **how: loss(held(params, moves), *rest, **how)
+        def loss(params, *batch_and_key):
+            return self._loss(params, *batch_and_key, remat=remat)
 
-    def _step(self, tx: Any) -> Any:
+        return make_step(self._without_frozen(loss), tx, self.sharded_step, options)
+
+    def _without_frozen(self, loss: Callable) -> Callable:
+        """The loss, without a gradient for numbers that a script has frozen."""
+        moves = self._run.model.moving
+        return loss if not moves else lambda params, *rest, **options: loss(held(params, moves), *rest, **options)
+
+    def made(self, tx: Any) -> Any:
         """The step of `train()`, in the quickest version that fits and that the arguments allow."""
-        if "compute_loss" in self.overridden:
-            return HookedStep(self, tx)
-        steps = [self.compiled_step(tx, remat=remat) for remat in self.args.remats]
-        room = room_of(run_device(self.args)) if len(steps) > 1 else 0
+        args = self._run.args
+        if self._user_loss is not None:
+            return UserLossStep(self._run, self._user_loss, self._without_frozen, tx)
+        steps = [self.compiled(tx, remat=remat) for remat in args.remats]
+        room = room_of(run_device(args)) if len(steps) > 1 else 0
         return Programs(RematFallback(steps, room), "The step")
 
-    def _advancer(self, step: Any, tx: Any) -> Any:
-        """(step batch, learning rate) -> metrics. Replaces the model's parameters by their successors."""
-        if self._optimizer_state is None:
-            self._optimizer_state = self._new_optimizer_state(tx)
-        if self.sharding_plan is not None:
-            logger.info("%s", describe(self.sharding_plan, self.model.params, self._optimizer_state))
-        key = run_key(self.args)
-        flops_a_token = 6 * self.model.num_parameters(exclude_embeddings=True)
+    def advancer(self, step: Any, tx: Any, check: Callable[[], None]) -> Callable:
+        """(step batch, learning rate) -> metrics. Replaces the model's parameters by their successors.
+
+        Args:
+            check: called before each step; raises what went wrong beside it.
+        """
+        run, args = self._run, self._run.args
+        if run.optimizer_state is None:
+            run.optimizer_state = self.new_optimizer_state(tx)
+        if run.sharding_plan is not None:
+            logger.info("%s", describe(run.sharding_plan, run.model.params, run.optimizer_state))
+        key = run_key(args)
+        flops_a_token = 6 * run.model.num_parameters(exclude_embeddings=True)
 
         def advance(batch, learning_rate):
-            self._background.check()
-            step_key = None if key is None else jax.random.fold_in(key, self.state.global_step)
+            check()
+            step_key = None if key is None else jax.random.fold_in(key, run.state.global_step)
             rate = np.float32(learning_rate)
-            self.model.params, self._optimizer_state, metrics = step(
-                self.model.params, self._optimizer_state, batch.arrays, rate, step_key, self.model.frozen
+            run.model.params, run.optimizer_state, metrics = step(
+                run.model.params, run.optimizer_state, batch.arrays, rate, step_key, run.model.frozen
             )
-            self._tokens_seen += batch.num_tokens
-            self.state.num_input_tokens_seen += self._input_tokens(batch)
-            self.state.total_flos += flops_a_token * batch.num_padded_tokens
+            run.tokens_seen += batch.num_tokens
+            run.state.num_input_tokens_seen += self._input_tokens(batch)
+            run.state.total_flos += flops_a_token * batch.num_padded_tokens
             return metrics
 
         return advance
 
-    def _place(self, batch: Any) -> Any:
+    def placed(self, batch: Any) -> Any:
         """The batch with its arrays on the devices. On a single one they are not bound to it: weights are not, and the
         step would compile for either."""
-        if self.sharding_plan is not None:
-            return batch._replace(arrays=distributed(batch.arrays, self.sharding_plan.batch))
-        with jax.default_device(run_device(self.args)):
+        run = self._run
+        if run.sharding_plan is not None:
+            return batch._replace(arrays=distributed(batch.arrays, run.sharding_plan.batch))
+        with jax.default_device(run_device(run.args)):
             return batch._replace(arrays=jax.device_put(batch.arrays))
 
-    def create_optimizer(self) -> Any:
-        """What turns gradients into updates; `optimizers` of the constructor, if given, or what `args.optim` names.
-
-        Overriding it: return any optax transformation; its updates are scaled as torch's LambdaLR would, by the
-        schedule of the arguments as a share of its peak.
-        """
-        backend = self.model.backend
-        decayed = {
-            path: decays(path) and decays(tensor) and path not in backend.undecayed
-            for path, tensor in backend.tensors.items()
-        }
-        warmup = self.args.get_warmup_steps(self._plan().max_steps)
-        return self._chosen.make(decayed, backend.torch_param_layout(), self.args.max_grad_norm, warmup)
-
-    def _optimizer(self) -> Optimizer:
-        made = self.create_optimizer()
-        if not isinstance(made, Optimizer):
-            check_optax(made)
-            made = from_optax(made, peak=self._chosen.peak, max_grad_norm=self.args.max_grad_norm)
-        moves = self.model.moving
-        if not moves:
-            return made
-
-        def update(*given, **how):
-            updates, state = made.update(*given, **how)
-            return only_moving(updates, moves), state
-
-        return made._replace(update=update)
+    def new_optimizer_state(self, tx: Any) -> Any:
+        """The state before the first step, where the parameters lie."""
+        params, sharding_plan = self._run.model.params, self._run.sharding_plan
+        if sharding_plan is None:
+            return tx.init(params)
+        return jax.jit(tx.init, out_shardings=sharding_plan.state(jax.eval_shape(tx.init, params), params))(params)
 
     def _input_tokens(self, batch: Any) -> int:
         """What `include_num_input_tokens_seen` counts of a step."""
         counted = {"all": batch.num_padded_tokens, "non_padding": batch.num_tokens, "no": 0}
-        return counted[self.args.include_num_input_tokens_seen]
+        return counted[self._run.args.include_num_input_tokens_seen]
+
+
+def default_optimizer(run: RunState, chosen: Chosen) -> Any:
+    """What `optimizers` of the constructor or `args.optim` names, for the parameters that decay."""
+    backend, args = run.model.backend, run.args
+    decayed = {
+        path: decays(path) and decays(tensor) and path not in backend.undecayed
+        for path, tensor in backend.tensors.items()
+    }
+    warmup = args.get_warmup_steps(length_of(run).max_steps)
+    return chosen.make(decayed, backend.torch_param_layout(), args.max_grad_norm, warmup)
+
+
+def optimizer_of(run: RunState, made: Any, chosen: Chosen) -> Optimizer:
+    """An optax transformation as the step takes it, which leaves alone what a script has frozen.
+
+    Args:
+        made: what the trainer's create_optimizer gave.
+    """
+    if not isinstance(made, Optimizer):
+        check_optax(made)
+        made = from_optax(made, peak=chosen.peak, max_grad_norm=run.args.max_grad_norm)
+    moves = run.model.moving
+    if not moves:
+        return made
+
+    def update(*given, **options):
+        updates, state = made.update(*given, **options)
+        return only_moving(updates, moves), state
+
+    return made._replace(update=update)

@@ -1,4 +1,4 @@
-"""What a script's own `compute_loss` works with: a model to call, a batch as a dict, and jax.numpy."""
+"""A script's own `compute_loss`: the model it calls, its batch as a dict, and errors that show torch in jax.numpy."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from trl_jax.core.packed import reads_of_rows
-from trl_jax.losses.pairwise import pairwise_loss
+from trl_jax.data.example import Measured, of_examples
+from trl_jax.data.layout.batch import Batch
 from trl_jax.models.functional import merge
+from trl_jax.run.forward import Forward
+from trl_jax.run.state import RunState
+from trl_jax.tasks.task import Task
 
 # Of torch, in a loss -> the same in JAX.
 _IN_JAX = {
@@ -35,25 +39,13 @@ _IN_JAX = {
 _PACKAGE = Path(__file__).parents[1]
 
 # Arguments of a call that change nothing: scripts pass on a whole batch, `model(**inputs)`.
-_UNREAD = {"return_dict", "use_cache", "margin"} | {
-    f"{name}_{side}" for name in ("input_ids", "attention_mask") for side in ("chosen", "rejected")
-}
-
-# What a trainer of ours keeps of plain values. Those beside it are a script's.
-OWN_VALUES = frozenset(
-    "is_in_train _vocab_size _max_positions _tokens_seen _found_batch_size _fills _arguments _fingerprint".split()
-)
+_IGNORED = {"return_dict", "use_cache"}
 
 
-def numbers_of(trainer: Any) -> tuple[tuple[str, Any], ...]:
+def script_values(trainer: Any) -> tuple[tuple[str, Any], ...]:
     """The numbers and words that a script put on its trainer, by name: a compiled loss has them as they are now."""
     kinds = (bool, int, float, str)
-    return tuple((k, v) for k, v in sorted(vars(trainer).items()) if type(v) in kinds and k not in OWN_VALUES)
-
-
-def reached_by(state: Any) -> dict[str, np.ndarray]:
-    """Where a run is, for a compiled loss that asks `self.state`."""
-    return {"global_step": np.int32(state.global_step), "epoch": np.float32(state.epoch or 0)}
+    return tuple((name, value) for name, value in sorted(vars(trainer).items()) if type(value) in kinds)
 
 
 class Outputs:
@@ -69,8 +61,7 @@ class Outputs:
 class BoundModel:
     """The model with the parameters of this step, to be called on rows padded on the right.
 
-    `scores` are those of every call, in order. Other attributes are the trainer's model's. In training, `key` is that
-    of the batch, and `chances` says what a call with a key of its own leaves to chance, given how long its rows are.
+    `outputs` are those of every call, in order. Other attributes are the trainer's model's.
     """
 
     def __init__(
@@ -79,13 +70,20 @@ class BoundModel:
         params: dict,
         *,
         dtype: str,
-        remat: bool = False,
-        key: jax.Array | None = None,
-        chances: Callable[..., dict[str, Any]] | None = None,
+        remat: bool | str = False,
+        random_options: Callable[[int, jax.Array], dict[str, Any]] | None = None,
+        ignored: frozenset[str] = frozenset(),
     ):
-        self._model, self._params, self._key, self._chances = model, params, key, chances
-        self._how = {"dtype": jnp.dtype(dtype), "remat": remat}
-        self.config, self.scores = model.config, []
+        """
+        Args:
+            random_options: from the number of a call and the lengths of its rows to what it leaves to chance; None
+                leaves nothing to it.
+            ignored: names of a batch beside input_ids and attention_mask, which a call may be given, too.
+        """
+        self._model, self._params, self._random_options = model, params, random_options
+        self._options = {"dtype": jnp.dtype(dtype), "remat": remat}
+        self._ignored = _IGNORED | ignored
+        self.config, self.outputs = model.config, []
 
     def __call__(self, input_ids: Any = None, attention_mask: Any = None, **others: Any) -> Outputs:
         """Score rows of token ids `[rows, T]`.
@@ -96,73 +94,112 @@ class BoundModel:
         Raises:
             TypeError: another argument than these.
         """
-        if unknown := others.keys() - _UNREAD:
+        if unknown := others.keys() - self._ignored:
             raise TypeError(f"model(...) takes input_ids and attention_mask, not {', '.join(sorted(unknown))}.")
         tokens = jnp.asarray(input_ids)
         places = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
         at = jnp.max(jnp.where(tokens != self.config.pad_token_id, places, 0), axis=1)
-        how = dict(self._how)
-        if self._key is not None:
-            shown = jnp.ones(tokens.shape, int) if attention_mask is None else attention_mask
-            how |= self._chances(jax.random.fold_in(self._key, len(self.scores)), jnp.sum(shown, axis=1))
-        scorer = merge(self._model.graph, self._params, how.get("dropout_key"))
-        if scorer.needs_valid:
-            how["valid"] = jnp.ones(tokens.shape, bool) if attention_mask is None else attention_mask.astype(bool)
-        self.scores.append(scorer(tokens, places, reads_of_rows(at, tokens.shape[1]), **how))
-        return Outputs(self.scores[-1][:, None])
+        options = dict(self._options)
+        if self._random_options is not None:
+            visible = jnp.ones(tokens.shape, int) if attention_mask is None else attention_mask
+            options |= self._random_options(len(self.outputs), jnp.sum(visible, axis=1))
+        model = merge(self._model.graph, self._params, options.get("dropout_key"))
+        if model.needs_valid:
+            options["valid"] = jnp.ones(tokens.shape, bool) if attention_mask is None else attention_mask.astype(bool)
+        self.outputs.append(model(tokens, places, reads_of_rows(at, tokens.shape[1]), **options))
+        return Outputs(self.outputs[-1][:, None])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def sums(self, pairs: int) -> dict[str, jax.Array]:
-        """What `losses.pairwise` counts, where the calls scored each pair once; nothing otherwise."""
-        scores = jnp.concatenate(self.scores) if self.scores else jnp.zeros(0)
-        if len(scores) != 2 * pairs:
-            scores, pairs = jnp.zeros(2), 0
-        chosen, rejected = jnp.split(scores, 2)
-        weight = jnp.ones(len(chosen)) if pairs else jnp.zeros(len(chosen))
-        return pairwise_loss(chosen, rejected, weight=weight)[1]
 
+class UserLoss:
+    """A script's own loss: the model and the batch as scripts know them, the loss it gives, and the sums to log.
 
-def inputs_of(arrays: Any) -> list[dict[str, np.ndarray]]:
-    """Each micro-batch of a step as scripts know it, without what only fills the shape.
-
-    Beside `input_ids`, `attention_mask` and `margin` it has the names of early releases of TRL, `input_ids_chosen`
-    and so on.
+    values: the numbers and words on the script's trainer, of which a compiled loss is made anew.
     """
+
+    def __init__(
+        self, run: RunState, forward: Forward, compute_loss: Callable, values: Callable[[], tuple[tuple[str, Any], ...]]
+    ):
+        self._run, self._forward, self._compute_loss, self.values = run, forward, compute_loss, values
+
+    def __call__(
+        self, bound: BoundModel, inputs: dict[str, Any], state: dict[str, Any]
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The loss and the sums of a batch.
+
+        Args:
+            state: of `state()`, seen by the script as `self.state`.
+
+        Raises:
+            TypeError: the script called torch, or gave no number.
+        """
+        with self._run.state_replaced(state), torch_explained():
+            found = self._compute_loss(bound, {name: jnp.asarray(value) for name, value in inputs.items()})
+        loss = found[0] if isinstance(found, tuple) else found
+        if not isinstance(loss, jax.Array) or loss.shape != ():
+            raise TypeError(
+                f"compute_loss returned {_described(loss)}: wanted a JAX scalar, as in "
+                "-jax.nn.log_sigmoid(chosen - rejected).mean()."
+            )
+        return loss.astype(jnp.float32), self.sums(bound, len(inputs["input_ids"]))
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Where the run is, for a compiled loss that asks `self.state`."""
+        state = self._run.state
+        return {"global_step": np.int32(state.global_step), "epoch": np.float32(state.epoch or 0)}
+
+    def bound(
+        self, params: dict, inputs: dict, *, dtype: str, remat: bool | str = False, key: jax.Array | None = None
+    ) -> BoundModel:
+        """The model with these parameters, for one batch of `inputs`; in training, `key` is that of the batch."""
+
+        def random_options(call: int, lengths: jax.Array) -> dict[str, Any]:
+            return self._forward.random_options(jax.random.fold_in(key, call), lengths)
+
+        return BoundModel(
+            self._run.model,
+            params,
+            dtype=dtype,
+            remat=remat,
+            random_options=None if key is None else random_options,
+            ignored=frozenset(inputs),
+        )
+
+    def sums(self, bound: BoundModel, rows: int) -> dict[str, jax.Array]:
+        """What the task's loss counts, where the calls read each of the batch's `rows` once; of nothing otherwise."""
+        task = self._run.task
+        outputs, texts = jnp.concatenate(bound.outputs) if bound.outputs else jnp.zeros(0), len(task.columns.texts)
+        complete = len(outputs) == rows
+        outputs, examples = (outputs, rows // texts) if complete else (jnp.zeros(texts), 1)
+        weight = jnp.ones(examples) if complete else jnp.zeros(examples)
+        extras = {name: jnp.zeros(examples) for name in task.columns.numbers}
+        return task.loss(outputs, Measured(weight, extras, examples))[1]
+
+    def inputs(self, arrays: Batch) -> list[dict[str, np.ndarray]]:
+        """Each micro-batch of a step of padded rows as scripts know it."""
+        return inputs_of(arrays, self._run.task)
+
+
+def inputs_of(arrays: Batch, task: Task) -> list[dict[str, np.ndarray]]:
+    """Each micro-batch of a step of padded rows, without what only fills the shape, as `task.inputs` gives it."""
     return [
-        found for m in range(len(arrays.weight)) if (found := _inputs(jax.tree.map(lambda leaf, m=m: leaf[m], arrays)))
+        task.inputs(batch)
+        for m in range(len(arrays.weight))
+        if (batch := _real_rows(jax.tree.map(lambda leaf, m=m: leaf[m], arrays), len(task.columns.texts)))
     ]
 
 
-def _inputs(micro: Any) -> dict[str, np.ndarray]:
-    pairs, size = int(np.count_nonzero(micro.weight)), len(micro.weight)
-    rows = np.r_[0:pairs, size : size + pairs]
-    if not pairs:
+def _real_rows(batch: Batch, texts: int) -> dict[str, np.ndarray]:
+    examples = int(np.count_nonzero(batch.weight))
+    if not examples:
         return {}
-    tokens = micro.tokens[rows]
-    mask = (np.arange(tokens.shape[1]) < micro.lengths[rows, None]).astype(np.int32)
-    found = {"input_ids": tokens, "attention_mask": mask}
-    for name in ("input_ids", "attention_mask"):
-        found[f"{name}_chosen"], found[f"{name}_rejected"] = np.split(found[name], 2)
-    return found if micro.margin is None else found | {"margin": micro.margin[:pairs]}
-
-
-def loss_of(trainer: Any, bound: BoundModel, inputs: dict[str, Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """What the script's `compute_loss` gives, and the sums that are logged.
-
-    Raises:
-        TypeError: it called torch, or gave no number.
-    """
-    with torch_explained():
-        found = trainer.compute_loss(bound, {name: jnp.asarray(value) for name, value in inputs.items()})
-    loss = found[0] if isinstance(found, tuple) else found
-    if not isinstance(loss, jax.Array) or loss.shape != ():
-        raise TypeError(
-            f"compute_loss returned {_described(loss)}: wanted a JAX scalar, as in "
-            "-jax.nn.log_sigmoid(chosen - rejected).mean()."
-        )
-    return loss.astype(jnp.float32), bound.sums(len(inputs["input_ids"]) // 2)
+    tokens, lengths = (of_examples(array, texts, examples) for array in (batch.tokens, batch.lengths))
+    mask = (np.arange(tokens.shape[1]) < lengths[:, None]).astype(np.int32)
+    return {"input_ids": tokens, "attention_mask": mask} | {
+        name: values[:examples] for name, values in batch.extras.items()
+    }
 
 
 def _described(value: Any) -> str:

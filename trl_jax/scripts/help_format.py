@@ -5,10 +5,18 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from trl_jax.core.secrets import masked
+
 WORDS: dict[str, str] = {"int": "INT", "float": "NUMBER", "string_to_bool": "BOOL"}
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Wrap each paragraph, but for an indented one: an example keeps its lines."""
+        fill = super()._fill_text
+        parts = text.split("\n\n")
+        return "\n\n".join(part if part.startswith(" ") else fill(part, width, indent) for part in parts)
+
     def _format_action_invocation(self, action: argparse.Action) -> str:
         spellings: dict[str, str] = {}  # --max_length and --max-length are one
         for flag in action.option_strings:
@@ -20,6 +28,8 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default is None or action.default is False:
+            return action.help
+        if masked(action.default, action.dest) != action.default:  # a secret in a YAML file
             return action.help
         return super()._get_help_string(action)
 

@@ -4,6 +4,8 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from trl_jax.core.secrets import scrubbed
+
 if TYPE_CHECKING:
     from datasets import DatasetDict
 
@@ -69,7 +71,7 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> "DatasetDict":
 def _load(config: DatasetConfig, streaming: bool) -> Any:
     import datasets
 
-    logger.info("Loading %s for the mixture (config %s).", config.path, config.name)
+    logger.info("Loading %s for the mixture (config %s).", scrubbed(config.path), config.name)
     rows = datasets.load_dataset(
         path=config.path,
         name=config.name,

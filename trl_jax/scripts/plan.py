@@ -96,6 +96,7 @@ def _given(
     dataset_args: DatasetMixtureConfig,
 ) -> Run:
     """The checkpoint, the adapter on it, and the rows; none where no dataset is named."""
+    from trl_jax.data.rows.tokenizer import load_tokenizer
     from trl_jax.dryrun.abstract_run import Rows, evaluates
     from trl_jax.dryrun.plan import Run
     from trl_jax.run.model_loading import find, quantization_of, tokenizer_folder
@@ -112,10 +113,8 @@ def _given(
     run = Run(checkpoint, adapter=get_peft_config(model_args), quantization=held)
     if not anything:
         return run
-    from transformers import AutoTokenizer
-
-    folder = tokenizer_folder(checkpoint)
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=training_args.trust_remote_code)
+    code = training_args.trust_remote_code
+    tokenizer = load_tokenizer(tokenizer_folder(checkpoint), checkpoint.config, trust_remote_code=code)
     splits = datasets_of(script_args, mixture)
     test = split_of(splits, script_args, "dataset_test_split") if evaluates(args) else None
     return replace(run, rows=Rows(split_of(splits, script_args, "dataset_train_split"), test, tokenizer))
@@ -132,9 +131,12 @@ def make_parser(prog: str | None = None) -> TrlParser:
     parser = TrlParser(kinds, prog=prog)
     parser.usage = "%(prog)s --model_name_or_path MODEL --topology v5e:4x4\n       [--config FILE.yaml] [flags]"
     parser.description = (
-        "Compile the training step for devices that are not there, from config.json alone: memory, collectives and a "
-        "bound on the time of a step, and whether it fits. Flags are those of `trl-jax reward`; without --dataset_name "
-        "every text is taken to be as long as --max_length and to share nothing."
+        "Will my run fit on this TPU? For example:\n\n"
+        "  trl-jax plan --model_name_or_path meta-llama/Llama-3.1-8B --topology v5e:4x4 \\\n"
+        "      --fsdp full_shard --max_length 1024 --per_device_train_batch_size 1\n\n"
+        "The training step is compiled for devices you do not have, from config.json alone: memory, collectives, a "
+        "lower bound on the time of a step, and whether it fits. Flags are those of `trl-jax reward`; without "
+        "--dataset_name every text is taken to be as long as --max_length and to share nothing."
     )
     fit_to_release(parser, RewardConfig.argument_table)
     return parser

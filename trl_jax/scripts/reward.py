@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from trl_jax.core.arguments.base import SUPPORTED
+from trl_jax.core.arguments.table.base import SUPPORTED
 
 if TYPE_CHECKING:
     from trl_jax.core.arguments.table import Handling
@@ -122,7 +122,10 @@ def make_parser(subparsers: argparse._SubParsersAction | None = None, prog: str 
         "%(prog)s --model_name_or_path MODEL --dataset_name DATA\n       [--config FILE.yaml] [flags]"
     )
     parser.description = (
-        "Train a reward model on preference pairs. A YAML file may hold any of the flags as keys."
+        "Train a reward model on preference pairs, for example:\n\n"
+        "  trl-jax reward --model_name_or_path Qwen/Qwen3-0.6B --dataset_name pairs.jsonl \\\n"
+        "      --output_dir out --num_train_epochs 1 --learning_rate 1e-5\n\n"
+        "A YAML file may hold any of the flags as keys."
     )
     fit_to_release(parser, RewardConfig.argument_table)
     return parser

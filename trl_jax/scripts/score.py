@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-ANSWERS = ("response", "completion", "answer")
+from trl_jax.scripts.score_output import Output, Sink
+from trl_jax.scripts.score_rows import Row, as_pair, encoded, is_right, read_rows, score_columns
+
+if TYPE_CHECKING:
+    from trl_jax.hub.auto import Checkpoint
+
+_SEED = 42  # draws the head of a checkpoint that has none, as AutoModelForSequenceClassification does
 
 
 @dataclass
@@ -22,8 +28,10 @@ class ScoreArguments:
     model: str
     file: str
     output: str | None = None
+    overwrite: bool = False
     batch_size: int = 8
     dtype: str = "auto"
+    trust_remote_code: bool = False
     quiet: bool = False
 
 
@@ -41,59 +49,87 @@ def make_parser(prog: str | None = None) -> Parser:
     )
     parser.add_argument("model", help="folder or Hub name of the reward model")
     parser.add_argument("file", help="rows to score, jsonl")
-    parser.add_argument("-o", "--output", help="file to write; if it is there, scoring goes on where it ends")
+    parser.add_argument(
+        "-o", "--output", help="file to write, there when it is complete; until then rows stand in OUTPUT.partial, and "
+        "the same command goes on where it stopped"
+    )  # fmt: skip
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace an OUTPUT that is there, once the new one is complete, and "
+        "an OUTPUT.partial of another run"
+    )  # fmt: skip
     parser.add_argument("--batch_size", type=int, default=8, help="answers scored at once (default: 8)")
     parser.add_argument("--dtype", default="auto", help="type to load weights in (default: as they are stored)")
+    parser.add_argument(
+        "--trust_remote_code", action="store_true", help="let a tokenizer's repository run its own code; a model's "
+        "code is never run"
+    )  # fmt: skip
     parser.add_argument("--quiet", action="store_true", help="show no progress")
     return parser
 
 
 def main(args: ScoreArguments) -> None:
-    """Score every row; what is written stays written when the run is cut off.
+    """Score every row; rows that are scored stay when the run is cut off.
 
     Raises:
-        ValueError: a line that is no row, or an output of other rows.
+        ValueError: a line that is no row, or an output that is not this run's.
     """
     if args.batch_size < 1:
         raise ValueError(f"--batch_size {args.batch_size}: wanted at least 1.")
     source = Path(args.file)
     if not source.is_file():
         raise FileNotFoundError(f"{args.file}: there is no such file of rows to score.")
-    done = _take_up(Path(args.output), source) if args.output else []
-    scorer = Scorer(args.model, args.dtype)
-    seen = [right for row in done if (right := _is_right(row)) is not None]
-    with _opened(args.output) as out:
-        for row in _shown(_scored(scorer, source, len(done), args.batch_size), source, len(done), args.quiet):
-            out.write(json.dumps(row, ensure_ascii=False) + "\n")
-            out.flush()
-            if (right := _is_right(row)) is not None:
-                seen.append(right)
-    if seen:
-        print(f"accuracy {sum(seen) / len(seen):.4f} over {len(seen)} pairs", file=sys.stderr)
+    output = None if args.output is None else Output(args.output, source, args.overwrite)
+    scorer, total = _ready(args, source)
+    with contextlib.nullcontext(_stdout()) if output is None else output.begun(_mark(args, scorer)) as (done, write):
+        seen = list(done)
+        rows = islice(read_rows(source), len(done), None)
+        for row in _shown(_scored(scorer, rows, args.batch_size), total, len(done), args.quiet):
+            write(row)
+            seen.append(is_right(row))
+    pairs = [right for right in seen if right is not None]
+    if pairs:
+        print(f"accuracy {sum(pairs) / len(pairs):.4f} over {len(pairs)} pairs", file=sys.stderr)
 
 
-def _opened(output: str | None) -> Any:
-    return contextlib.nullcontext(sys.stdout) if output is None else open(output, "a", encoding="utf-8")
+def _ready(args: ScoreArguments, source: Path) -> tuple[Scorer, int]:
+    """The model, and how many rows there are. A bad row is named before weights are read."""
+    from trl_jax.data.rows.tokenizer import load_tokenizer
+    from trl_jax.engine.compilation import keep_compilations
+    from trl_jax.hub.auto import find_checkpoint
+    from trl_jax.run.model_loading import tokenizer_folder
+
+    keep_compilations()
+    code = args.trust_remote_code
+    checkpoint = find_checkpoint(args.model, dtype=args.dtype, trust_remote_code=code)
+    tokenizer = load_tokenizer(tokenizer_folder(checkpoint), checkpoint.config, trust_remote_code=code)
+    total = sum(1 for row in read_rows(source) if _read(row, tokenizer))
+    return Scorer(checkpoint, tokenizer), total
+
+
+def _read(row: Row, tokenizer: Any) -> Any:
+    from trl_jax.data.rows.chat import read_pair
+
+    return read_pair(as_pair(row), row.where, tokenizer)
 
 
 class Scorer:
-    """A model with its tokenizer: texts to scores."""
+    """A model with its tokenizer: rows to scores."""
 
-    def __init__(self, model: str, dtype: str):
-        from transformers import AutoTokenizer
-
-        from trl_jax.hub.auto import AutoModelForSequenceClassification
-
-        self.model = AutoModelForSequenceClassification.from_pretrained(model, dtype=dtype)
-        self.tokenizer = AutoTokenizer.from_pretrained(self.model.folder)
+    def __init__(self, checkpoint: Checkpoint, tokenizer: Any):
+        self.checkpoint, self.tokenizer = checkpoint, tokenizer
+        self.model = checkpoint.load(_SEED)
         if self.model.config.pad_token_id is None:
-            self.model.config.pad_token_id = self.tokenizer.pad_token_id
+            self.model.config.pad_token_id = tokenizer.pad_token_id
 
-    def __call__(self, rows: list[dict[str, Any]], first: int) -> list[dict[str, Any]]:
-        """The rows with their scores; the first is row number `first` of the file."""
+    def __call__(self, rows: list[Row]) -> list[dict[str, Any]]:
+        """The rows with their scores.
+
+        Raises:
+            ValueError: a text is longer than the model has positions, or its score is no number.
+        """
         import numpy as np
 
-        ids = [side for i, row in enumerate(rows, first) for side in self._ids(row, f"Row {i}")]
+        ids = [side for row in rows for side in self._ids(row)]
         length = max(map(len, ids))
         pad = self.model.config.pad_token_id or 0
         tokens = np.full((len(ids), length), pad, np.int64)
@@ -101,85 +137,65 @@ class Scorer:
         for row, one in enumerate(ids):
             tokens[row, : len(one)], mask[row, : len(one)] = one, 1
         scores = iter(np.asarray(self.model(tokens, mask).logits)[:, 0].tolist())
-        return [row | {name: next(scores) for name in _names(row)} for row in rows]
+        return [row.content | self._finite(row, {name: next(scores) for name in _names(row)}) for row in rows]
 
-    def _ids(self, row: dict[str, Any], where: str) -> list[list[int]]:
+    def _ids(self, row: Row) -> list[list[int]]:
         """Token ids of what is to be scored, as in training: texts end with EOS, conversations as templates do."""
-        from trl_jax.data.rows.chat import read_pair, tokenise
+        from trl_jax.data.rows.chat import tokenise
 
-        pair = read_pair(_as_pair(row, where), where, self.tokenizer)
-        return list(tokenise([pair], self.tokenizer)[0][: len(_names(row))])
+        ids = list(tokenise([_read(row, self.tokenizer)], self.tokenizer)[0][: len(_names(row))])
+        most = self.model.max_positions
+        if most is not None and max(map(len, ids)) > most:
+            raise ValueError(
+                f"{row.where} has {max(map(len, ids)):,} tokens, but the model has positions for {most:,}. Cut the "
+                "text, or leave the row out."
+            )
+        return ids
 
-
-def _names(row: dict[str, Any]) -> tuple[str, ...]:
-    return ("chosen_reward", "rejected_reward") if "chosen" in row and "rejected" in row else ("reward",)
-
-
-def _as_pair(row: dict[str, Any], where: str) -> dict[str, Any]:
-    """A single answer is a pair with itself, of which one side is scored."""
-    if "chosen" in row and "rejected" in row:
-        return row
-    kept = {name: row[name] for name in ("prompt", "tools", "chat_template_kwargs") if name in row}
-    found = [name for name in (*ANSWERS, "messages", "text") if name in row]
-    if not found:
-        raise ValueError(
-            f"{where} holds {', '.join(row)}: wanted text, messages, chosen and rejected, or prompt and one of "
-            f"{', '.join(ANSWERS)}."
-        )
-    answer = row[found[0]]
-    if found[0] in ("messages", "text"):
-        kept.pop("prompt", None)
-    elif isinstance(kept.get("prompt"), list) and isinstance(answer, str):
-        answer = [{"role": "assistant", "content": answer}]
-    return kept | {"chosen": answer, "rejected": answer}
+    def _finite(self, row: Row, scores: dict[str, float]) -> dict[str, float]:
+        for name, score in scores.items():
+            if not math.isfinite(score):
+                raise ValueError(
+                    f"{row.where}: {name} is {score}, wanted a finite number. Weights of {self.checkpoint.name} are at "
+                    "fault, or too large for the dtype: take another checkpoint."
+                )
+        return scores
 
 
-def _is_right(row: dict[str, Any]) -> bool | None:
-    return row["chosen_reward"] > row["rejected_reward"] if "chosen_reward" in row else None
+def _names(row: Row) -> tuple[str, ...]:
+    return score_columns(row.content)
 
 
-def _rows(source: Path) -> Iterator[dict[str, Any]]:
-    with open(source, encoding="utf-8") as lines:
-        for number, line in enumerate(lines):
-            if line.strip():
-                yield _row(line, f"{source}, line {number + 1}")
+def _mark(args: ScoreArguments, scorer: Scorer) -> dict[str, Any]:
+    """All that scores depend on beside the rows: settings, and a digest of each file that the model is read from."""
+    from trl_jax.engine.manifest import digest
+    from trl_jax.hub.fetch import SMALL
+
+    checkpoint = scorer.checkpoint
+    mark = {"--dtype": args.dtype, "--trust_remote_code": args.trust_remote_code}
+    for name, folder in (("MODEL", checkpoint.folder), ("ADAPTER", checkpoint.adapter)):
+        for pattern in () if folder is None else (*SMALL, "*.py", "*.safetensors", "pytorch_model*.bin", "*.gguf"):
+            mark |= {f"{name}/{path.name}": digest(path) for path in folder.glob(pattern) if path.is_file()}
+    return mark
 
 
-def _row(line: str, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not JSON: {error}.") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{where} holds a {type(row).__name__}: wanted a row, as in {{\"text\": \"...\"}}.")
-    return row
+def _stdout() -> Sink:
+    """UTF-8 whatever the terminal's encoding is."""
+
+    def write(row: dict[str, Any]) -> None:
+        sys.stdout.buffer.write(encoded(row) + b"\n")
+        sys.stdout.buffer.flush()
+
+    sys.stdout.flush()
+    return [], write
 
 
-def _scored(scorer: Scorer, source: Path, first: int, batch_size: int) -> Iterator[dict[str, Any]]:
-    rows = islice(_rows(source), first, None)
+def _scored(scorer: Scorer, rows: Iterator[Row], batch_size: int) -> Iterator[dict[str, Any]]:
     while batch := list(islice(rows, batch_size)):
-        yield from scorer(batch, first)
-        first += len(batch)
+        yield from scorer(batch)
 
 
-def _take_up(output: Path, source: Path) -> list[dict[str, Any]]:
-    """The rows that an earlier run wrote, which must be the file's first; a line that was cut off is removed."""
-    if not output.is_file():
-        return []
-    whole = output.read_bytes()
-    whole = whole[: whole.rfind(b"\n") + 1]
-    done = [_row(line, f"{output}, line {i + 1}") for i, line in enumerate(whole.decode("utf-8").splitlines())]
-    for number, (old, row) in enumerate(zip(done, _rows(source), strict=False)):
-        if {name: value for name, value in old.items() if name not in _names(row)} != row:
-            raise ValueError(f"{output} is not of {source}: row {number} is another. Name another --output.")
-    with open(output, "r+b") as file:
-        file.truncate(len(whole))
-    return done
-
-
-def _shown(rows: Iterator[dict[str, Any]], source: Path, done: int, quiet: bool) -> Iterator[dict[str, Any]]:
+def _shown(rows: Iterator[dict[str, Any]], total: int, done: int, quiet: bool) -> Iterator[dict[str, Any]]:
     from tqdm import tqdm
 
-    with open(source, "rb") as lines:
-        total = sum(bool(line.strip()) for line in lines)
     return tqdm(rows, total=total, initial=done, unit=" rows", disable=quiet, file=sys.stderr)

@@ -7,11 +7,12 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 from transformers import HfArgumentParser
 
 from trl_jax.core.arguments.renamed import way_out
+from trl_jax.core.secrets import learn, learn_flags, masked, scrubbed, shown
 from trl_jax.scripts.help_format import HelpFormatter
 from trl_jax.scripts.mixture import DatasetConfig, DatasetMixtureConfig, get_dataset
 from trl_jax.scripts.quiet import init_zero_verbose
@@ -89,6 +90,7 @@ class TrlParser(HfArgumentParser):
         Raises ValueError on an unknown flag, and on an unknown key unless fail_with_unknown_args is False.
         """
         flags, path = _take_config(list(sys.argv[1:] if args is None else args))
+        learn_flags(flags)
         config = {} if path is None else _read_config(path)
         from_config = self.set_defaults_with_config(**config)
         if from_config and fail_with_unknown_args and not return_remaining_strings:
@@ -105,6 +107,12 @@ class TrlParser(HfArgumentParser):
             raise ValueError(_unknown_flags(from_flags, self._names()))
         return tuple(parsed)
 
+    def error(self, message: str) -> NoReturn:
+        super().error(scrubbed(message))
+
+    def format_help(self) -> str:
+        return scrubbed(super().format_help())  # with the YAML's values as defaults
+
     def set_defaults_with_config(self, **config: Any) -> list[str]:
         """Make these values the defaults, in subparsers too; returns the rest as ["--key", "value", ...]."""
         used = _set_defaults(self, config)
@@ -117,7 +125,7 @@ class TrlParser(HfArgumentParser):
 def _unknown_flags(strings: list[str], known: Iterable[str]) -> str:
     names = [text[2:].partition("=")[0].replace("-", "_") for text in strings if text.startswith("--")]
     if not names:
-        return f"unexpected {strings[0]!r}: a value follows its flag, as in --max_steps 10."
+        return f"unexpected {masked(strings[0])!r}: a value follows its flag, as in --max_steps 10."
     return "\n".join(f"unknown argument --{name}: {way_out(name, known)}" for name in names)
 
 
@@ -150,7 +158,7 @@ def _read_config(path: str) -> dict[str, Any]:
     try:
         config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not YAML: {error}") from error
+        raise ValueError(f"{path} is not YAML: {_without_its_text(error)}") from None
     if not isinstance(config, dict):
         raise ValueError(
             f"{path} holds a {type(config).__name__}: wanted flags as keys, such as `max_steps: 10`."
@@ -159,9 +167,20 @@ def _read_config(path: str) -> dict[str, Any]:
         raise ValueError(f"{path}: the keys {strange} are not text: wanted names of flags.")
     env = config.pop("env", {})
     if not isinstance(env, dict):
-        raise ValueError(f"{path}: env={env!r} is a {type(env).__name__}: wanted names and values.")
+        raise ValueError(f"{path}: {shown('env', env)} is a {type(env).__name__}: wanted names and values.")
+    learn(config)
     os.environ.update({str(name): str(value) for name, value in env.items()})
     return config
+
+
+def _without_its_text(error: Exception) -> str:
+    """Of a YAML error all but the lines it cites, which may hold secrets."""
+    import yaml
+
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return scrubbed(str(error))
+    mark = error.problem_mark
+    return scrubbed(f"{error.problem} in line {mark.line + 1}, column {mark.column + 1}")
 
 
 def _set_defaults(parser: argparse.ArgumentParser, config: Mapping[str, Any]) -> set[str]:
@@ -174,7 +193,8 @@ def _set_defaults(parser: argparse.ArgumentParser, config: Mapping[str, Any]) ->
             value = config[action.dest]
             if action.choices is not None and value is not None and value not in action.choices:
                 raise ValueError(
-                    f"{action.dest}: {value!r} in the config file; wanted one of {list(action.choices)}."
+                    f"{action.dest}: {masked(value, action.dest)!r} in the config file; "
+                    f"wanted one of {list(action.choices)}."
                 )
             action.default, action.required = value, False
             used.add(action.dest)

@@ -1,121 +1,180 @@
-"""What every trainer shares: one run from arguments to a saved folder."""
+"""The base of every trainer: TRL's surface around the parts of a run."""
 
 from __future__ import annotations
 
-import contextlib
-import time
+import abc
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import TrainerCallback
-from transformers.trainer_utils import SaveStrategy, TrainOutput, speed_metrics
+from transformers.trainer_utils import PredictionOutput, TrainOutput
 
-from trl_jax.core.arguments.values import as_choice
-from trl_jax.engine.async_saver import copied
-from trl_jax.engine.checkpoint import forget_all_but_best, sweep
-from trl_jax.engine.interrupts import Interrupts
-from trl_jax.engine.lock import only_run
-from trl_jax.engine.loop import Loop
-from trl_jax.engine.nonfinite_guard import PATIENCE, NonFiniteGuard
-from trl_jax.engine.optimizers import Optimizer
-from trl_jax.engine.prefetch import Prefetched
-from trl_jax.engine.processes import barrier, check_alike, is_first, several, told_of_the_dead
+from trl_jax.data.example import Measured
+from trl_jax.data.loader import ExampleLoader
+from trl_jax.data.rows.checks import check_type
+from trl_jax.engine.compilation import keep_compilations
+from trl_jax.engine.processes import check_alike, is_first, several
 from trl_jax.engine.progress import Progress
-from trl_jax.engine.resume import find
+from trl_jax.engine.spmd import ShardedStep
+from trl_jax.hub.peft.lora_config import as_lora_config
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.hub.torch.objects import give_back
+from trl_jax.run import construction, data, layout_choice, model_loading
+from trl_jax.run.accelerator import Accelerator
 from trl_jax.run.base_config import BaseConfig
-from trl_jax.run.dataloaders import steps_of
-from trl_jax.run.evaluation import refuse
-from trl_jax.run.hub_push import sweep_stages
-from trl_jax.run.memory_metrics import memory
-from trl_jax.run.nan_report import explain
-from trl_jax.run.oom import evaluation_told_of_memory, retried, told_of_memory
-from trl_jax.run.optimizer_choice import LearningRate, choose
-from trl_jax.run.precompile import compiling_ahead
-from trl_jax.run.train_step import Stepping
-
-# Methods of transformers' Trainer, and TRL's, that nobody would call here -> what a script does instead.
-_OWN_LOSS = "The step is one compiled function: override compute_loss(self, model, inputs, return_outputs=False)."
-_OWN_DATA = "Override get_train_dataloader or get_eval_dataloader, or order the rows and say train_sampling_strategy."
-_OWN_RATES = "Override create_optimizer, or pass optimizers=(an optax transformation, a schedule)."
-_OWN_CALLBACK = "Override evaluate, predict, save_model or log, or write a TrainerCallback."
-_NEVER_CALLED = {
-    name: instead
-    for names, instead in (
-        ("training_step autocast_smart_context_manager compute_loss_context_manager _wrap_model _clip_grad_norm "
-         "_get_grad_norm _get_num_items_in_batch get_batch_samples _run_epoch _inner_training_loop "
-         "_prepare_for_training call_model_init", _OWN_LOSS),
-        ("_get_train_sampler _get_eval_sampler _get_dataloader _get_collator_with_removed_columns _prepare_dataset "
-         "_prepare_input _prepare_inputs _remove_unused_columns _set_signature_columns_if_needed", _OWN_DATA),
-        ("create_optimizer_and_scheduler create_scheduler get_decay_parameter_names get_optimizer_cls_and_kwargs "
-         "_get_learning_rate", _OWN_RATES),
-        ("evaluation_loop _evaluate _maybe_log_save_evaluate _determine_best_metric _load_best_model _save "
-         "_load_from_checkpoint _save_optimizer_and_scheduler _load_optimizer_and_scheduler _save_rng_state "
-         "_load_rng_state _load_callback_state _push_from_checkpoint floating_point_ops store_flos "
-         "_finalize_training _init_training_state", _OWN_CALLBACK),
-    )
-    for name in names.split()
-}  # fmt: skip
+from trl_jax.run.callbacks import begin_state, events_of
+from trl_jax.run.checkpointing import Checkpointer
+from trl_jax.run.dataloaders import Batches
+from trl_jax.run.devices import check_offloading, run_devices
+from trl_jax.run.evaluation import Evaluator, MetricHooks
+from trl_jax.run.forward import Forward
+from trl_jax.run.hub_push import HubPublisher
+from trl_jax.run.model_files import arguments_text
+from trl_jax.run.optimizer_choice import choose
+from trl_jax.run.predictions import check_compute_metrics
+from trl_jax.run.rng import check_noise
+from trl_jax.run.state import RunState
+from trl_jax.run.train_step import TrainStep, default_optimizer
+from trl_jax.run.training import TrainerHooks, Training
+from trl_jax.run.user_loss import BoundModel, UserLoss, script_values
+from trl_jax.tasks.task import Task
+from trl_jax.trainer.refusals import check_overridden, names_of_script, refuse
+from trl_jax.trainer.surface import Surface
 
 
-class BaseTrainer(Stepping):
-    """Trains `model` on prepared datasets; a subclass explains the Task.
+class Parts(NamedTuple):
+    """What a trainer is made of, for tools that look at a run without training it."""
+
+    run: RunState
+    forward: Forward
+    evaluator: Evaluator
+    train_step: TrainStep
+    checkpointer: Checkpointer
+    publisher: HubPublisher
+    training: Training
+
+
+class BaseTrainer(Surface):
+    """Trains a model as a task explains it; a subclass says which task, and what its configuration is.
 
     A script's subclass may override `compute_loss`, `loss`, `evaluate`, `predict`, `prediction_step`, `log`,
     `save_model`, `create_optimizer` and the dataloaders. Methods of transformers' Trainer that have no counterpart here
     are refused: nobody would call them.
+
+    Attributes:
+        compute_metrics, preprocess_logits_for_metrics: as they were passed; a script may set others.
+        data_collator: as it was passed.
+        parts: what the run is made of.
     """
+
+    _name: ClassVar[str]  # as in the output directory that is used where none is given, "<model>-<name>"
+    _tag_names: ClassVar[list[str]]  # of the model's card
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        own = [kind for kind in cls.__mro__ if kind.__module__.partition(".")[0] != "trl_jax"]
-        if unheard := sorted({name for kind in own for name in vars(kind)} & _NEVER_CALLED.keys()):
-            raise TypeError(
-                f"{cls.__name__} overrides {', '.join(unheard)}, which trl_jax never calls. "
-                + " ".join(dict.fromkeys(_NEVER_CALLED[name] for name in unheard))
-            )
+        check_overridden(cls)
+
+    @abc.abstractmethod
+    def make_task(self) -> Task:
+        """The task, by `self.args` as they are now; asked for at construction and at each train()."""
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: str | os.PathLike | PreTrainedModel,
         args: BaseConfig,
-        train_dataset: Dataset | IterableDataset,
-        eval_dataset: Any,
-        processing_class: Any,
-        compute_metrics: Any = None,
+        data_collator: Any = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_metrics: Callable | None = None,
         callbacks: list[TrainerCallback] | None = None,
-        preprocess_logits_for_metrics: Any = None,
-        optimizers: Any = (None, None),
-        optimizer_cls_and_kwargs: Any = None,
-        brought: Any = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable | None = None,
+        quantization_config: Any = None,
+        peft_config: Any = None,
     ):
-        args.check()  # again: setters and plain assignment get past the check at construction
-        check_strategies(args, eval_dataset)
-        self._brought = brought  # the torch model that was passed; it gets the trained weights
-        self._choose = partial(choose, args, optimizers, optimizer_cls_and_kwargs)
-        self._chosen = self._choose()
-        self.optimizer: Optimizer | None = None  # from the beginning of train()
-        super().__init__(
-            model,
-            args,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            callbacks,
-            compute_metrics=compute_metrics,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        """Arguments in TRL's order; a subclass documents them."""
+        keep_compilations()  # before anything is compiled
+        adapter = None if peft_config is None else as_lora_config(peft_config)
+        model, brought = model_loading.told_apart(model)
+        if train_dataset is None:
+            raise ValueError("`train_dataset` is required: pass a datasets.Dataset.")
+        check_type(train_dataset, "train")
+        self._run = run = RunState(args, None, overridden=names_of_script(type(self)))
+        run.task, self.data_collator = self.make_task(), data_collator
+        run.pad_to_multiple_of = (args if data_collator is None else data_collator).pad_to_multiple_of
+        self._publisher = HubPublisher(run)
+        run_devices(args)  # several processes find each other before anything else
+        if args.push_to_hub:  # first of all: a Hub that does not answer costs seconds, not a model's loading
+            self.init_hf_repo()
+        quantization = model_loading.quantization_of(quantization_config, args)
+        checkpoint = model_loading.find(model, args) if brought is None else model_loading.taken(brought, args)
+        # A torch model takes back what it has room for; an adapter belongs to tables of one size.
+        can_resize = brought is None and adapter is None and checkpoint.can_resize
+        run.processing_class = construction.tokenizer_of(processing_class, checkpoint, brought, args)
+        run.vocab_size = construction.settle_tokens(
+            args, run.processing_class, checkpoint.vocab_size, can_resize=can_resize
         )
-        self._plan()  # refuses a run without an end now rather than at train()
+        run.max_positions = checkpoint.max_positions
+        # Rows first: a bad one is named before weights are read, and num_proc forks before JAX has threads.
+        run.train_dataset = self.prepare_dataset(train_dataset, "train")
+        run.eval_dataset = self._prepared_for_evaluation(eval_dataset)
+        run.model = model_loading.ready(checkpoint, args, adapter, quantization)
+        construction.settle_model(run, [*self._tag_names, "trl", "trl_jax"], brought)
+        args.check()  # again: setters and plain assignment get past the check at construction
+        construction.check_strategies(args, run.eval_dataset)
+        check_compute_metrics(compute_metrics, args.batch_eval_metrics)
+        self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
+        self._assemble(partial(choose, args, optimizers, optimizer_cls_and_kwargs), brought, callbacks)
+
+    def _assemble(self, chosen: Callable, brought: Any, callbacks: list[TrainerCallback] | None) -> None:
+        """Make the parts of the run, each with what it needs."""
+        run = self._run
+        self.accelerator = Accelerator(run.args, self.end)
+        construction.divide(run)
+        run.events = events_of(run, callbacks)
+        begin_state(run)
+        arguments = arguments_text(run.args)  # now: what cannot be written should not cost a run
+        construction.set_log_level(run.args.get_process_log_level())
+        construction.warn_of_idle_devices(run.args)
+        os.makedirs(run.args.output_dir, exist_ok=True)
+        self._checkpointer = Checkpointer(run, arguments, self.save_model)
+        self._forward = forward = Forward(run)
+        sharded_step = None
+        if run.sharding_plan is not None:
+            sharded_step = ShardedStep(run.sharding_plan, run.model.params, run.model.frozen)
+        user_loss = UserLoss(run, forward, self.compute_loss, lambda: script_values(self)) if run.own_loss else None
+        self._evaluator = Evaluator(run, forward, sharded_step, user_loss, self.prediction_step)
+        train_step = TrainStep(run, self.loss, sharded_step, user_loss if "compute_loss" in run.overridden else None)
+        hooks = TrainerHooks(
+            self.create_optimizer,
+            self.get_train_dataloader,
+            lambda: self.evaluate(),  # as a callback or a script may have set it since
+            self.log,
+            self._save_checkpoint,
+            self.loss,
+        )
+        self._training = Training(
+            run, hooks, train_step, self._checkpointer, self._publisher, chosen, brought
+        )
+        self.parts = Parts(
+            run, forward, self._evaluator, train_step, self._checkpointer, self._publisher, self._training
+        )
+        data.length_of(run)  # refuses a run without an end now rather than at train()
         if several():
-            check_alike(self._digests())
-        self._events.fire("on_init_end")
+            check_alike(self._checkpointer.digests())
+        run.events.fire("on_init_end")
+        check_noise(run.args, run.model.backend)
+        layout_choice.check_layout(run.args, run.model.backend)
+        check_offloading(run.args, run.model.backend)
+
+    # ---- training ----------------------------------------------------------------------------------------------
 
     def train(
         self,
@@ -135,150 +194,229 @@ class BaseTrainer(Stepping):
             SystemExit: SIGTERM (143) or SIGINT (130) asked for it; what the step gave is in a checkpoint.
         """
         refuse(trial=trial, ignore_keys_for_eval=ignore_keys_for_eval)
-        saves, interrupts = self.args.save_strategy != SaveStrategy.NO, Interrupts()
-        promise = "saving a checkpoint and leaving" if saves else "leaving without a checkpoint (save_strategy='no')"
-        with self._on_device(), contextlib.ExitStack() as held:
-            if saves and is_first():
-                held.enter_context(only_run(self.args.output_dir))
-                sweep(Path(self.args.output_dir))
-                sweep_stages(self.args.output_dir)
-            barrier("train")  # until the first process has swept
-            held.enter_context(interrupts.heeded(promise))
-            run = partial(self._train, as_choice(resume_from_checkpoint), interrupts)
-            return self._train_what_fits(run) if self.args.auto_find_batch_size else run()
+        self._run.task = self.make_task()  # arguments may have been changed since
+        return self._training.train(resume_from_checkpoint)
 
-    def _train_what_fits(self, run: Callable[[], TrainOutput]) -> TrainOutput:
-        """Each try begins where this one did: a step takes the arrays it is given."""
-        held, seen = copied((self.model.params, self._optimizer_state)), self._tokens_seen
+    def loss(
+        self, params: dict, batch: Any, key: jax.Array | None, *, remat: bool | str = False
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The task's loss and sums of one pass through a batch; arguments as of `run.forward.Forward.loss`."""
+        return self._forward.loss(params, batch, key, remat=remat)
 
-        def again(size: int) -> None:
-            self._found_batch_size, self._tokens_seen = size, seen
-            params, state = held
-            if self.sharding_plan is None:
-                self.model.params, self._optimizer_state = jax.tree.map(jnp.array, held)
-            else:
-                self.model.params = self.sharding_plan.placed(params)
-                self._optimizer_state = None if state is None else self.sharding_plan.placed_state(state, params)
+    def compute_loss(
+        self,
+        model: BoundModel,
+        inputs: dict[str, jax.Array],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """The mean loss of a batch. Scripts override it, in jax.numpy; it is compiled, gradient and all.
 
-        return retried(run, lambda: self.train_batch_size, again)
+        Args:
+            model: called as `model(input_ids=..., attention_mask=...)`, gives `.logits` `[rows, 1]`.
+            inputs: `input_ids` and `attention_mask` `[X, T]`: each example's first text, then the second ones, and what
+                else the task has.
+            return_outputs: give `(loss, outputs)`.
+            num_items_in_batch: of TRL's signature; means nothing here.
+        """
+        task = self._run.task
+        outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        examples = len(outputs.logits) // len(task.columns.texts)
+        extras = {name: inputs[name] for name in task.columns.numbers if name in inputs}
+        loss, _ = task.loss(outputs.logits[:, 0], Measured(jnp.full(examples, 1.0 / examples), extras, examples))
+        return (loss, outputs) if return_outputs else loss
 
-    def _train(self, resume_from: str | bool | None, interrupts: Interrupts) -> TrainOutput:
-        self._chosen = self._choose()  # arguments may have been changed since
-        args, start, tx = self.args, time.time(), self._optimizer()
-        found = find(resume_from, args.output_dir) if resume_from else None
-        if found is not None and args.auto_find_batch_size and self._found_batch_size is None:
-            self._found_batch_size = found.state.train_batch_size
-        run = self._plan()
-        self.lr_scheduler = LearningRate(self._chosen.rates(args, run.max_steps), lambda: self.state.global_step)
-        self.callback_handler.optimizer, self.callback_handler.lr_scheduler = tx, self.lr_scheduler
-        self.optimizer = tx
-        self._fingerprint = None  # the dataset may have been exchanged since the last run
-        self._new_state()
-        progress = self._take_up(found, run, tx) if found is not None else Progress()
-        first = self.state.global_step
-        self.state.max_steps, self.state.num_train_epochs = run.max_steps, run.num_epochs
-        self.state.compute_steps(args, run.max_steps)
-        loader = self.get_train_dataloader()
-        self.callback_handler.train_dataloader = loader
-        steps = steps_of(loader, "get_train_dataloader")
-        step = self._step(tx)
-        loop = Loop(
-            events=self._events,
-            batches=Prefetched(
-                steps, None if "compute_loss" in self.overridden else self._place, lambda: loop.heed_while_waiting()
-            ),
-            num_epochs=run.num_epochs,
-            micro_batches_per_epoch=run.micro_batches_per_epoch,
-            advance=self._advancer(step, tx),
-            learning_rate=self.lr_scheduler,
-            report=self._report,
-            evaluate=self._evaluate_on_the_way,
-            save=self._save_checkpoint,
-            watch=NonFiniteGuard(
-                first + 1, partial(explain, self), 1 if "underflow_overflow" in str(args.debug) else PATIENCE
-            ),
-            interrupts=interrupts,
-            progress=progress,
-        )
-        self.is_in_train = True
-        try:
-            with (
-                self._background.settled(),
-                told_of_the_dead(),
-                told_of_memory(self),
-                compiling_ahead(self, step, steps, progress),
-            ):
-                train_loss, unreported = loop.run()
-        finally:
-            self.is_in_train = False
-        self._finish_pushing()
-        return self._finish(train_loss, self._measured(unreported), start, run.max_steps, first)
+    def create_optimizer(self) -> Any:
+        """What turns gradients into updates; `optimizers` of the constructor, if given, or what `args.optim` names.
 
-    is_fsdp_enabled = is_deepspeed_enabled = False  # recipes ask before they save; here saving is the same
+        Overriding it: return any optax transformation; its updates are scaled as torch's LambdaLR would, by the
+        schedule of the arguments as a share of its peak.
+        """
+        return default_optimizer(self._run, self._training.chosen)
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer of the last train(); None before it."""
+        return self._training.optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The schedule of the last train(); None before it."""
+        return self._checkpointer.lr_scheduler
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: it makes models by `model_init`, which TRL's RewardTrainer does not take either."""
+        """Refused: it makes models by `model_init`, which TRL's trainers here do not take either."""
         raise NotImplementedError(
             "hyperparameter_search is not in this release of trl_jax. Make a trainer for each "
             "configuration and call train()."
         )
 
-    def _evaluate_on_the_way(self) -> dict[str, float]:
-        telling = evaluation_told_of_memory(self) if self.args.auto_find_batch_size else contextlib.nullcontext()
-        with telling:
-            metrics = self.evaluate()
-        self.lr_scheduler.after_evaluation(metrics, self.args.metric_for_best_model)
+    # ---- data --------------------------------------------------------------------------------------------------
+
+    def prepare_dataset(self, dataset: Any, name: str, *, bounded: bool = True) -> Dataset | IterableDataset:
+        """Rows as the loader takes them; where they are `bounded`, without those longer than max_length. Preparing
+        twice is preparing once."""
+        return data.prepare(self._run, dataset, name, bounded=bounded)
+
+    def _prepared_for_evaluation(self, dataset: Any) -> Any:
+        if dataset is None:
+            return None
+        if not isinstance(dataset, dict):
+            return self.prepare_dataset(dataset, "eval")
+        return {name: self.prepare_dataset(part, f"eval_dataset[{name!r}]") for name, part in dataset.items()}
+
+    def loader(self, dataset: Dataset | IterableDataset, *, training: bool) -> ExampleLoader:
+        """Step batches over a prepared dataset."""
+        return data.loader(self._run, dataset, training=training)
+
+    def batches(self, dataset: Dataset | IterableDataset, *, training: bool) -> Batches:
+        """A dataloader over a prepared dataset, as a script's own get_train_dataloader may return it."""
+        return Batches(self.loader(dataset, training=training), self._run.task)
+
+    def get_train_dataloader(self) -> Any:
+        """Batches of the training set as dicts; `set_epoch` chooses the order."""
+        return self.batches(self.train_dataset, training=True)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Batches of a prepared evaluation set, in its order; a string picks one of the constructor's."""
+        if isinstance(eval_dataset, str):
+            known = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
+            if eval_dataset not in known:
+                raise ValueError(
+                    f"There is no evaluation set {eval_dataset!r}: the trainer was given "
+                    f"{', '.join(known) or 'no dict of them'}."
+                )
+            eval_dataset = known[eval_dataset]
+        return self.batches(self.eval_dataset if eval_dataset is None else eval_dataset, training=False)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """Batches of a prepared dataset, in its order."""
+        return self.batches(test_dataset, training=False)
+
+    # ---- evaluation --------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Loss and metrics over a dataset, raw or prepared; `eval_dataset` of the constructor if none is given.
+
+        A dict of datasets is evaluated one by one, `<prefix>_<name>_...` each; a string picks one of the constructor's.
+        """
+        refuse(ignore_keys=ignore_keys)
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, dict):
+            metrics = {}
+            for name, part in dataset.items():
+                part = part if eval_dataset is None else self.prepare_dataset(part, f"eval_dataset[{name!r}]")
+                metrics |= self._evaluate_one(part, f"{metric_key_prefix}_{name}")
+            return metrics
+        if isinstance(dataset, str):
+            return self._evaluate_one(dataset, metric_key_prefix)
+        if dataset is None:
+            raise ValueError("evaluate() needs an eval_dataset: pass one to it or to the trainer.")
+        dataset = dataset if eval_dataset is None else self.prepare_dataset(dataset, "eval")
+        return self._evaluate_one(dataset, metric_key_prefix)
+
+    def _evaluate_one(self, dataset: Any, prefix: str) -> dict[str, float]:
+        metrics = self._evaluator.evaluate(self.get_eval_dataloader(dataset), prefix, self._metric_hooks())
+        self.log(metrics)
+        if self.state.epoch is not None:
+            metrics["epoch"] = self.state.epoch
+        self._run.events.fire("on_evaluate", metrics)
         return metrics
 
-    def _report(self, logs: dict[str, float], steps: list[dict[str, np.ndarray]]) -> None:
-        self.log(logs | self._measured(steps))
+    def _metric_hooks(self) -> MetricHooks:
+        return MetricHooks(self.compute_metrics, self.preprocess_logits_for_metrics)
 
-    def _measured(self, steps: list[dict[str, np.ndarray]]) -> dict[str, float]:
-        return {"num_tokens": float(self._tokens_seen)} | self.training_metrics(steps) if steps else {}
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """The task's predictions for every row of a dataset, raw or prepared; of those longer than max_length, too.
 
-    def _finish(
-        self, train_loss: float, measured: dict[str, float], start: float, max_steps: int, first: int
-    ) -> TrainOutput:
-        args, state = self.args, self.state
-        rows = self.micro_batch_pairs * args.gradient_accumulation_steps * max_steps
-        if isinstance(self.train_dataset, Dataset) and args.max_steps <= 0:
-            rows = len(self.train_dataset) * args.num_train_epochs
-        taken = state.global_step - first  # the time is that of this session, so are its steps
-        rows *= taken / max(max_steps, 1)
-        metrics = speed_metrics("train", start, num_samples=rows, num_steps=taken)
-        if args.include_num_input_tokens_seen != "no":
-            metrics["train_tokens_per_second"] = round(state.num_input_tokens_seen / metrics["train_runtime"], 3)
-        metrics |= {"total_flos": state.total_flos, "train_loss": train_loss} | measured | memory("train", args)
-        self.log(metrics)
-        metrics["epoch"] = state.epoch
-        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            self.model.params = self._weights_of(Path(state.best_model_checkpoint))
-        if is_first() and args.save_total_limit == 1 and state.best_model_checkpoint is not None:
-            forget_all_but_best(args.output_dir, state.best_model_checkpoint)
-        if self._brought is not None:
-            give_back(self.model.backend, self.model.params, self.model.config, self._brought)
-        self._events.fire("on_train_end")
-        return TrainOutput(state.global_step, train_loss, metrics)
+        Returns:
+            `predictions`, batch by batch in the order of the task's outputs; `label_ids` is `()`; `metrics` has the
+            loss and the speed.
+        """
+        refuse(ignore_keys=ignore_keys)
+        prepared = self.prepare_dataset(test_dataset, "test", bounded=False)
+        return self._evaluator.predict(self.get_test_dataloader(prepared), metric_key_prefix, self._metric_hooks())
 
+    def prediction_step(
+        self,
+        model: BoundModel,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple:
+        """(loss, logits `[X, 1]`, None) of one batch. Where a script overrides it, evaluation calls it every time."""
+        refuse(ignore_keys=ignore_keys)
+        loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+        return loss, None if prediction_loss_only else outputs["logits"], None
 
-def check_strategies(args: BaseConfig, eval_dataset: Any) -> None:
-    """What only the trainer can tell: whether the strategies have what they need."""
-    if args.eval_strategy != "no" and eval_dataset is None:
-        raise ValueError(
-            f"eval_strategy={str(args.eval_strategy.value)!r} needs an eval_dataset. Pass one, or set "
-            "eval_strategy='no'."
-        )
-    if args.eval_on_start and eval_dataset is None:
-        raise ValueError("eval_on_start=True needs an eval_dataset. Pass one, or leave eval_on_start out.")
-    wanted = args.metric_for_best_model
-    if wanted is not None and isinstance(eval_dataset, dict):
-        if not any(wanted.removeprefix("eval_").startswith(f"{name}_") for name in eval_dataset):
-            raise ValueError(
-                f"metric_for_best_model={wanted!r} names none of the evaluation sets ({', '.join(eval_dataset)}): "
-                f"their metrics are called eval_<name>_loss and so on, as in 'eval_{next(iter(eval_dataset))}_loss'."
-            )
-    if args.save_strategy == SaveStrategy.BEST and args.metric_for_best_model is None:
-        raise ValueError(
-            "save_strategy='best' needs metric_for_best_model, which is None: say which metric of the evaluation "
-            "decides, as in metric_for_best_model='loss'."
-        )
+    # ---- files and the Hub -------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write a folder that transformers loads: config, weights, tokenizer, and training_args.json."""
+        self._checkpointer.write_model(Path(self.args.output_dir if output_dir is None else output_dir), self.model)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_checkpoint(self, progress: Progress) -> Path:
+        folder = self._checkpointer.save(progress, aside=not self._publisher.pushes_checkpoints)
+        self._publisher.push_saved(folder)
+        return folder
+
+    @property
+    def hub_model_id(self) -> str | None:
+        """The repository's full name, None before it was opened."""
+        return self._publisher.repo_id
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Make the repository `args.hub_model_id`, named after output_dir if None, unless it is there.
+
+        Raises:
+            TypeError, ValueError: the token cannot be one.
+            PermissionError, ConnectionError: that failed. Under `hub_strategy="end"` a Hub that cannot be reached is
+                warned of only: it is not needed yet.
+        """
+        self._publisher.open(token, private)
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Save the model and its card to `args.output_dir` and upload that, checkpoints left out.
+
+        Args:
+            kwargs: for `create_model_card`: model_name, dataset_name, tags and further metadata.
+
+        Returns:
+            The commit; where `blocking` is False, a Future of it.
+
+        Raises:
+            PermissionError, ConnectionError: not even the last try succeeded; everything is in the folder.
+        """
+        self._run.events.fire("on_push_begin")
+        if not is_first():  # which alone talks to the Hub
+            self.save_model(_internal_call=True)
+            return None
+        if not self._publisher.opened or token is not None:
+            self.init_hf_repo(token=token, private=private)
+        self.save_model(_internal_call=True)
+        self.create_model_card(**kwargs)
+        return self._publisher.push(commit_message or "End of training", blocking=blocking, revision=revision)
+
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | list[str] | None = None,
+        tags: str | list[str] | None = None,
+        **facts: Any,
+    ) -> None:
+        """Write README.md into `args.output_dir`; one that somebody else wrote is left alone."""
+        self._publisher.write_card(model_name, dataset_name, tags, facts)

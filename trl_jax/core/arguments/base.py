@@ -19,24 +19,27 @@ SUPPORTED: dict[str, tuple[str, ...]] = {
 
 BASE: dict[str, Handling] = {
     # Output, duration, batches
-    **handled("output_dir max_steps", "native"),
+    **handled("output_dir", "native"),
+    **handled("max_steps", "native", rule=rules.bounded(rules.MOST_STEPS)),
     **handled("num_train_epochs", "native", rule=rules.epochs),
-    **handled("per_device_train_batch_size per_device_eval_batch_size", "mapped", rule=rules.whole(1)),
-    **handled("gradient_accumulation_steps", "native", rule=rules.whole(1)),
+    **handled("per_device_train_batch_size per_device_eval_batch_size", "mapped",
+              rule=rules.whole(1, most=rules.MOST_EXAMPLES)),
+    **handled("gradient_accumulation_steps", "native", rule=rules.accumulation),
     **handled("auto_find_batch_size", "native"),
     # Optimiser, schedule and order of rows
     **handled("optim", "native", rule=rules.optimizer, note=rules.optimizer_note),
     **handled("optim_args", "native", rule=rules.optimizer_args),
     **handled("lr_scheduler_type", "native", rule=rules.scheduler),
     **handled("train_sampling_strategy", "native", rule=rules.one_of(*SUPPORTED["train_sampling_strategy"])),
-    **handled("learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon", "native", rule=rules.number(0)),
+    **handled("learning_rate weight_decay adam_epsilon", "native", rule=rules.number(0, most=rules.MOST_FLOAT32)),
+    **handled("adam_beta1 adam_beta2", "native", rule=rules.beta),
     **handled("max_grad_norm", "native", rule=rules.number(0, optional=True)),
-    **handled("warmup_steps", "native"),
+    **handled("warmup_steps", "native", rule=rules.bounded(rules.MOST_STEPS)),
     **handled("optim_target_modules", "refused", "it belongs to GaLore and APOLLO; leave it out."),
     **handled("lr_scheduler_kwargs", "native", rule=rules.scheduler_kwargs),
     **handled("average_tokens_across_devices", "silent", "a loss divides by the whole step's examples or tokens"),
     **handled("label_smoothing_factor", "warned", "this loss has no labels to smooth."),
-    **handled("neftune_noise_alpha", "native", rule=rules.number(0, optional=True)),
+    **handled("neftune_noise_alpha", "native", rule=rules.number(0, optional=True, most=rules.MOST_FLOAT32)),
     # Precision, memory, compilation
     **handled("bf16", "native"),
     **handled("fp16 fp16_full_eval", "mapped", AS_BF16),
@@ -49,21 +52,22 @@ BASE: dict[str, Handling] = {
     **handled("use_cache", "silent", "a forward pass over whole rows keeps no cache"),
     **handled("torch_empty_cache_steps", "warned", "JAX manages its own memory."),
     # Logging and tracking
-    **handled("logging_strategy logging_steps logging_first_step log_level log_level_replica", "native"),
+    **handled("logging_strategy logging_first_step log_level log_level_replica", "native"),
+    **handled("logging_steps save_steps eval_steps eval_delay", "native", rule=rules.bounded()),
     **handled("disable_tqdm report_to run_name project", "native"),
     **handled("trackio_space_id trackio_bucket_id trackio_static_space_id", "native"),
     **handled("log_on_each_node", "silent", "one process logs"),
     **handled("logging_nan_inf_filter", "silent", "a NaN is always logged as it is"),
     **handled("include_num_input_tokens_seen", "native", rule=rules.tokens_seen),
     # Evaluation
-    **handled("eval_strategy eval_steps eval_delay eval_on_start prediction_loss_only", "native"),
+    **handled("eval_strategy eval_on_start prediction_loss_only", "native"),
     **handled("eval_use_gather_object eval_accumulation_steps", "silent", "each batch goes to the host"),
     **handled("eval_do_concat_batches batch_eval_metrics", "native"),
     **handled("include_for_metrics", "native", rule=rules.metric_inputs),
     # Saving, the Hub, resuming
-    **handled("save_strategy save_steps", "native"),
+    **handled("save_strategy", "native"),
     **handled("load_best_model_at_end metric_for_best_model greater_is_better", "native"),
-    **handled("save_total_limit", "native"),
+    **handled("save_total_limit", "native", rule=rules.bounded()),
     **handled("save_only_model", "native"),
     **handled("save_on_each_node", "silent", "one process saves"),
     **handled("enable_jit_checkpoint", "silent", "SIGTERM always saves before the run ends"),
@@ -72,7 +76,8 @@ BASE: dict[str, Handling] = {
     **handled("ignore_data_skip restore_callback_states_from_checkpoint", "native"),
     **handled("resume_from_checkpoint", "native"),  # as in TRL, a script hands it to train()
     # Reproducibility
-    **handled("seed data_seed", "native"),
+    **handled("seed", "native", rule=rules.whole(0, most=2**32 - 1)),
+    **handled("data_seed", "native", rule=rules.whole(-(2**63), optional=True, most=2**64 - 1)),  # as torch takes it
     **handled("full_determinism", "mapped", rule=rules.deterministic),
     # Data
     **handled("dataloader_drop_last", "native"),

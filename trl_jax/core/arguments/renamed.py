@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from trl_jax.core.secrets import shown
+
 GONE = (
     "fp16_backend half_precision_backend include_tokens_per_second ipex jit_mode_eval overwrite_output_dir"
     " past_index ray_scope save_safetensors torchdynamo tpu_num_cores use_ipex use_mps_device"
@@ -78,7 +80,7 @@ def _modern(name: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] |
     if name in _SAME:
         new = _SAME[name]
         if new in given:
-            raise TypeError(f"{name}={value!r} and {new}={given[new]!r} are one argument. Leave {name} out.")
+            raise TypeError(f"{shown(name, value)} and {shown(new, given[new])} are one argument. Leave {name} out.")
         return {new: value}
     if name == "logging_dir":
         return {} if value is None else {TENSORBOARD: str(value)}

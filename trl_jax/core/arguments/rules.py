@@ -6,6 +6,7 @@ good, else one line that names the argument, the value found, the value wanted a
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from numbers import Real
@@ -46,6 +47,13 @@ SCHEDULES = {
     "greedy": "mode factor patience threshold threshold_mode cooldown warmup min_lr max_lr eps smooth window_size "
               "reset_start",
 }  # fmt: skip
+# Beyond these a value cannot work: steps are counted in 32 bits, rates are float32, a step's pairs are all in memory.
+MOST_STEPS = 2**31 - 1
+MOST_FLOAT32 = 3.4028234663852886e38
+MOST_EXAMPLES = 2**20  # of a step
+MOST_MICRO_BATCHES = 2**16  # of a step
+MOST_PADDED = 2**20  # tokens that a row's length may be a multiple of
+MOST_PROCESSES = 2**22  # that Linux can number
 ADAPTIVE = ("reduce_lr_on_plateau", "greedy")
 
 
@@ -58,24 +66,62 @@ def one_of(*supported: str) -> Rule:
     return rule
 
 
-def whole(minimum: int, optional: bool = False) -> Rule:
+def too_large(name: str, value: Any, most: float) -> str:
+    return f"{show(name, value)}: wanted at most {most if isinstance(most, float) else format(most, ',')}. Lower it."
+
+
+def whole(minimum: int, optional: bool = False, *, most: float = math.inf) -> Rule:
     def rule(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
-        if (value is None and optional) or is_whole(value, minimum):
+        if value is None and optional:
             return None
+        if is_whole(value, minimum):
+            return too_large(name, value, most) if value > most else None
         return f"{show(name, value)}: wanted a whole number of at least {minimum}{_or_none(optional)}."
 
     return rule
 
 
-def number(minimum: float, optional: bool = False) -> Rule:
+def number(minimum: float, optional: bool = False, *, most: float = math.inf) -> Rule:
     def rule(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
         if value is None and optional:
             return None
-        if isinstance(value, Real) and not isinstance(value, bool) and minimum <= value < float("inf"):
-            return None
+        if isinstance(value, Real) and not isinstance(value, bool) and minimum <= value < math.inf:
+            return too_large(name, value, most) if value > most else None
         return f"{show(name, value)}: wanted a number of at least {minimum:g}{_or_none(optional)}."
 
     return rule
+
+
+def bounded(most: float = math.inf) -> Rule:
+    """Of a number whose other values transformers judges, or that may be below zero: not NaN, and not above `most`."""
+
+    def rule(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+        if isinstance(value, Real) and math.isnan(value):
+            return f"{show(name, value)}: wanted a number."
+        return too_large(name, value, most) if isinstance(value, Real) and value > most else None
+
+    return rule
+
+
+def accumulation(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if problem := whole(1, most=MOST_MICRO_BATCHES)(name, value, values):
+        return problem
+    pairs = values["per_device_train_batch_size"]
+    if whole(1, most=MOST_EXAMPLES)("", pairs, values) is not None or value * pairs <= MOST_EXAMPLES:
+        return None  # or said of the batch size
+    return (
+        f"{show(name, value)} times per_device_train_batch_size={pairs} makes steps of {value * pairs:,} pairs: wanted "
+        f"at most {MOST_EXAMPLES:,}. Lower either."
+    )
+
+
+def beta(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    """Adam divides by one less a power of it; torch refuses it, too."""
+    if problem := number(0)(name, value, values):
+        return problem
+    if value >= 1 and "adam" in str(plain(values["optim"])):
+        return f"{show(name, value)}: wanted a number of at least 0 and below 1."
+    return None
 
 
 def _or_none(optional: bool) -> str:
@@ -84,7 +130,7 @@ def _or_none(optional: bool) -> str:
 
 def epochs(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     # Scripts that count in max_steps often leave num_train_epochs at -1.
-    return None if values["max_steps"] > 0 else number(0)(name, value, values)
+    return None if values["max_steps"] > 0 else number(0, most=MOST_STEPS)(name, value, values)
 
 
 def a_dict(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
@@ -117,6 +163,8 @@ def scheduler_kwargs(name: str, value: Any, values: Mapping[str, Any]) -> str | 
         return f"lr_scheduler_type={schedule!r} needs {name}={{'num_decay_steps': STEPS}}."
     if "min_lr_rate" in known and (kwargs.get("min_lr") is None) == (kwargs.get("min_lr_rate") is None):
         return f"lr_scheduler_type={schedule!r} needs {name} with one of min_lr and min_lr_rate, and found {kwargs}."
+    if none := [key for key, found in kwargs.items() if isinstance(found, float) and math.isnan(found)]:
+        return f"{name} holds {none[0]}=nan: wanted a number."
     return _known_words(name, kwargs)
 
 
@@ -239,7 +287,7 @@ def tokens_seen(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
 
 def pad_multiple(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     try:
-        as_pad_multiple(name, value)
+        multiple = as_pad_multiple(name, value)
     except ValueError as error:
         return str(error)
-    return None
+    return too_large(name, value, MOST_PADDED) if isinstance(multiple, int) and multiple > MOST_PADDED else None

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from trl_jax.core.arguments.rules import HERE, Rule
 from trl_jax.core.arguments.values import show
+from trl_jax.core.secrets import scrubbed
 
 Kind = Literal["native", "mapped", "silent", "warned", "refused"]
 
@@ -71,7 +72,7 @@ def judge(
                 warnings.append(f"{show(name, value)}: {line.text}")
             elif line.note is not None and (note := line.note(name, value, values)):
                 warnings.append(note)
-    return refusals, warnings
+    return [scrubbed(line) for line in refusals], [scrubbed(line) for line in warnings]
 
 
 def _is_away(value: Any, default: Any, line: Handling) -> bool:

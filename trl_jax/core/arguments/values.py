@@ -10,6 +10,8 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+from trl_jax.core.secrets import masked
+
 
 def plain(value: Any) -> Any:
     """An enum's own value; anything else as it is."""
@@ -18,7 +20,7 @@ def plain(value: Any) -> Any:
 
 def show(name: str, value: Any) -> str:
     """name=value for an error's text: secrets hidden, long values cut."""
-    text = "<hidden>" if name == "hub_token" else repr(plain(value))
+    text = repr(masked(plain(value), name))
     return f"{name}={text if len(text) <= 60 else text[:57] + '...'}"
 
 

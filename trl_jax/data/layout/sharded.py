@@ -1,4 +1,4 @@
-"""A step's pairs on several devices, as TRL's ranks have them: an equal share of each micro-batch. Pure NumPy."""
+"""A step's examples on several devices, as TRL's ranks have them: an equal share of each micro-batch. Pure NumPy."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from trl_jax.core.packed import Packed, RowView
-from trl_jax.data.layout.batch import PairBatch
-from trl_jax.data.layout.packed import Form, Placed, stream_pairs
+from trl_jax.data.layout.batch import Batch
+from trl_jax.data.layout.packed import Form, Placed, longest_beside, pack_examples
 
 
 def filled(order: np.ndarray, size: int) -> np.ndarray:
@@ -28,54 +28,53 @@ def by_shard(micro_batches: Sequence[Sequence[Any]], shards: int) -> list[list[A
     return runs
 
 
-def room(pairs: int, accumulation: int) -> int:
-    """Pairs that one of several devices' streams has room for: some more than `pairs`, its share of a micro-batch.
+def room(examples: int, accumulation: int) -> int:
+    """Examples that one of several devices' packed rows has room for: some more than `examples`, its share of a
+    micro-batch.
 
-    Without a bound each stream would be read at as many places as all pairs of the step have.
+    Without a bound each packed row would be read at as many places as all examples of the step have.
     """
-    return (accumulation + 1) * pairs
+    return (accumulation + 1) * examples
 
 
-def sharded_streams(
-    placed: Sequence[Placed], into: Sequence[int], form: Form, *, pairs: int, count: int, shards: int
-) -> PairBatch:
-    """Pairs as streams, `[count, shards, 1, T]`: pass by pass, one for each shard.
+def sharded_packed(
+    placed: Sequence[Placed], into: Sequence[int], form: Form, *, examples: int, count: int, shards: int
+) -> Batch:
+    """Examples as packed rows, `[count, shards, 1, T]`: pass by pass, one for each shard.
 
     Args:
-        placed: of `by_shard`'s runs, `pairs` each; slots are counted over all of them.
-        into: the stream of each, counted over passes and shards.
-        form: as `stream_pairs` takes it.
+        placed: of `by_shard`'s runs, `examples` each; slots are counted over all of them.
+        into: the packed row of each, counted over passes and shards.
+        form: as `pack_examples` takes it.
     """
-    longest: dict[int, int] = {}
-    for pair in placed:
-        longest[pair.slot // pairs] = max(longest.get(pair.slot // pairs, 0), pair.longest)
-    most, streams = room(pairs, count), count * shards
-    member, own = np.zeros((streams, count, most), bool), []
-    taken = [0] * streams
-    for pair, stream in zip(placed, into, strict=True):
-        slot, taken[stream] = taken[stream], taken[stream] + 1
-        member[stream, pair.slot // (pairs * shards), slot] = True
-        own.append(pair._replace(slot=slot))
-    beside = [longest[pair.slot // pairs] for pair in placed]
-    batch = stream_pairs(own, into, form, pairs=most, count=1, streams=streams, beside=beside)
-    return in_shards(batch._replace(member=member), shards)
+    most, rows = room(examples, count), count * shards
+    member, own = np.zeros((rows, count, most), bool), []
+    taken = [0] * rows
+    for one, row in zip(placed, into, strict=True):
+        slot, taken[row] = taken[row], taken[row] + 1
+        member[row, one.slot // (examples * shards), slot] = True
+        own.append(one._replace(slot=slot))
+    beside = longest_beside(placed, examples)
+    batch = pack_examples(own, into, form, examples=most, count=1, rows=rows, beside=beside)
+    return in_shards(batch._replace(micro_batch=member), shards)
 
 
-def sharded_rows(batch: PairBatch, shards: int) -> PairBatch:
+def sharded_rows(batch: Batch, shards: int) -> Batch:
     """Padded micro-batches of `by_shard`, `[count x shards, ...]`, as `[count, shards, ...]`."""
-    passes, _, pairs = batch.member.shape
-    member = batch.member.reshape(passes, passes // shards, shards, pairs).any(axis=2)
-    return in_shards(batch._replace(member=member), shards)
+    passes, _, examples = batch.micro_batch.shape
+    member = batch.micro_batch.reshape(passes, passes // shards, shards, examples).any(axis=2)
+    return in_shards(batch._replace(micro_batch=member), shards)
 
 
-def in_shards(batch: PairBatch, shards: int) -> PairBatch:
+def in_shards(batch: Batch, shards: int) -> Batch:
     """`[n x shards, ...]` as `[n, shards, ...]`."""
 
     def split(leaf: np.ndarray | None) -> np.ndarray | None:
         return None if leaf is None else leaf.reshape(-1, shards, *leaf.shape[1:])
 
-    stream = batch.packed
-    if stream is not None:
-        texts = None if stream.texts is None else RowView(*map(split, stream.texts))
-        stream = Packed(*map(split, stream[:-1]), texts)
-    return PairBatch(*map(split, batch[:-1]), stream)
+    packed = batch.packed
+    if packed is not None:
+        view = None if packed.texts is None else RowView(*map(split, packed.texts))
+        packed = Packed(*map(split, packed[:-1]), view)
+    extras = {name: split(values) for name, values in batch.extras.items()}
+    return Batch(*map(split, batch[:-2]), extras, packed)

@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
+from trl_jax.core.printable import printable
 from trl_jax.data.rows.checks import cell_error
+from trl_jax.data.rows.cutting import is_long
+from trl_jax.data.rows.rendering import MOST_CHARACTERS, TooLarge, apply_chat_template
 
 _READ = ("prompt", "chosen", "rejected", "tools", "chat_template_kwargs")
+# Of apply_chat_template, which a row may pass too: what is about the tokens, not about the text.
+_ABOUT_TOKENS = {"padding", "truncation", "max_length", "return_tensors", "tokenizer_kwargs", "sanitize_control_tokens"}
 _WANTED = "a string, or a non-empty list of messages, each with a 'role' and a 'content'"
 
 
@@ -24,17 +29,19 @@ def is_messages(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]
 
 
-def tokenise_batch(batch: Any, indices: list[int], tokenizer: Any, where: str) -> dict[str, list[list[int]]]:
+def tokenise_batch(
+    batch: Any, indices: list[int], tokenizer: Any, where: str, most: int | None = None
+) -> dict[str, list[list[int]]]:
     """A block of rows, given by columns, to `chosen_ids` and `rejected_ids`; made for `Dataset.map`.
 
     Only the ids are returned, so that the user's own columns stay as they are. `indices` and `where` name the
-    rows in errors.
+    rows in errors. Of texts of more than `most` characters the beginning alone is tokenised: enough to leave them out.
     """
     columns = [column for column in _READ if column in batch]
     cells = zip(*(batch[column] for column in columns), strict=True)
     rows = [dict(zip(columns, row, strict=True)) for row in cells]
     pairs = [read_pair(row, f"Row {i} of {where}", tokenizer) for i, row in zip(indices, rows, strict=True)]
-    chosen, rejected = zip(*tokenise(pairs, tokenizer), strict=True)
+    chosen, rejected = zip(*tokenise(pairs, tokenizer, most), strict=True)
     return {"chosen_ids": list(chosen), "rejected_ids": list(rejected)}
 
 
@@ -54,29 +61,43 @@ def read_pair(row: dict[str, Any], where: str, tokenizer: Any) -> Pair:
         chosen, rejected = (_with_eos(text, tokenizer, where) for text in (chosen, rejected))
     if "prompt" in row:
         chosen, rejected = row["prompt"] + chosen, row["prompt"] + rejected
+    for column in columns:
+        _check_unicode(row[column], column, where)
     return Pair(chosen, rejected, options, where)
 
 
-def tokenise(pairs: list[Pair], tokenizer: Any) -> list[tuple[list[int], list[int]]]:
-    """Token ids of each pair, all of them text or all of them conversations."""
+def tokenise(pairs: list[Pair], tokenizer: Any, most: int | None = None) -> list[tuple[list[int], list[int]]]:
+    """Token ids of each pair, all of them text or all of them conversations; `most` as in `tokenise_batch`."""
     if isinstance(pairs[0].chosen, str):
-        texts = [text for pair in pairs for text in (pair.chosen, pair.rejected)]
+        texts = [_cut(text, most) for pair in pairs for text in (pair.chosen, pair.rejected)]
         ids = tokenizer(text=texts)["input_ids"]
         return list(zip(ids[::2], ids[1::2], strict=True))
-    return [_render(pair, tokenizer) for pair in pairs]
+    return [_render(pair, tokenizer, most) for pair in pairs]
 
 
-def _render(pair: Pair, tokenizer: Any) -> tuple[list[int], list[int]]:
-    sides = (pair.chosen, pair.rejected)
+def _cut(text: str, most: int | None) -> str:
+    return text if most is None else text[: most + 1]
+
+
+def _render(pair: Pair, tokenizer: Any, most: int | None) -> tuple[list[int], list[int]]:
     try:
-        drawn = [
-            tokenizer.apply_chat_template(side, tokenize=True, return_dict=True, **pair.options)
-            for side in sides
-        ]
+        return tuple(_render_side(side, pair.options, tokenizer, most) for side in (pair.chosen, pair.rejected))
+    except TooLarge as error:
+        raise ValueError(
+            f"{pair.where}: the tokenizer's chat template makes a text or a number that is too large: wanted at most "
+            f"{MOST_CHARACTERS:,} characters. Correct the template, or leave the row out."
+        ) from error
     except Exception as error:  # a template may raise anything: pass it on, with the row's name beside it
+        error.args = tuple(printable(part) if isinstance(part, str) else part for part in error.args)
         error.add_note(f"{pair.where}: raised by the tokenizer's chat template.")
         raise
-    return drawn[0]["input_ids"], drawn[1]["input_ids"]
+
+
+def _render_side(messages: list[dict], options: dict[str, Any], tokenizer: Any, most: int | None) -> list[int]:
+    if is_long(messages, most) and _ABOUT_TOKENS.isdisjoint(options):
+        text = apply_chat_template(tokenizer, messages, tokenize=False, **options)
+        return tokenizer(_cut(text, most), add_special_tokens=False)["input_ids"]
+    return apply_chat_template(tokenizer, messages, tokenize=True, return_dict=True, **options)["input_ids"]
 
 
 def _with_eos(text: str, tokenizer: Any, where: str) -> str:
@@ -113,6 +134,20 @@ def _check_contents(row: dict[str, Any], columns: list[str], where: str) -> None
             f"{where}: {found}; they must be the same. If 'chosen' and 'rejected' already begin with the "
             'prompt, drop it: dataset.remove_columns("prompt").'
         )
+
+
+def _check_unicode(found: Any, column: str, where: str) -> None:
+    """ValueError for half a UTF-16 character, as broken JSON escapes leave it: no tokenizer takes it."""
+    texts = [found] if isinstance(found, str) else [value for message in found for value in message.values()]
+    for text in texts:
+        try:
+            str(text).encode()
+        except UnicodeEncodeError as error:
+            shown = ascii(text[max(0, error.start - 20) : error.start + 1])
+            raise ValueError(
+                f"{where}, column {column!r}: character {error.start:,} is half of one, at the end of {shown}, wanted "
+                'Unicode text. Drop such halves: text.encode(errors="ignore").decode().'
+            ) from error
 
 
 def _check_template(tokenizer: Any, options: dict[str, Any], where: str) -> None:

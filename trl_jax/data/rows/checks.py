@@ -14,6 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 
+from trl_jax.core.printable import printable
+
 IDS = ("chosen_ids", "rejected_ids")
 TEXTS = ("chosen", "rejected")
 LEGACY_IDS = (("chosen_input_ids", "rejected_input_ids"), ("input_ids_chosen", "input_ids_rejected"))
@@ -63,18 +65,25 @@ def cell_error(where: str, column: str, found: Any, wanted: str) -> ValueError:
 
 
 def check_token_ids(
-    dataset: Dataset | IterableDataset, vocab_size: int, name: str, max_positions: int | None = None
+    dataset: Dataset | IterableDataset,
+    columns: tuple[str, ...],
+    vocab_size: int,
+    name: str,
+    max_positions: int | None = None,
 ) -> Dataset | IterableDataset:
     """Raise ValueError for an id or a position without an embedding: an accelerator would clamp it without a word.
 
-    `most_tokens` is the length of the longest text that the model has positions for; None is any length.
     Returns the prepared dataset it was given; a stream comes back checking each row as it passes.
+
+    Args:
+        columns: of token ids, a text each.
+        max_positions: the length of the longest text that the model has positions for; None is any length.
     """
     where = f"the prepared {argument(name)}"
     if isinstance(dataset, IterableDataset):
-        facts = {"vocab_size": vocab_size, "max_positions": max_positions, "where": where}
+        facts = {"columns": columns, "vocab_size": vocab_size, "max_positions": max_positions, "where": where}
         return dataset.map(_check_stream_ids, with_indices=True, fn_kwargs=facts)
-    for first, block in blocks(dataset, IDS):
+    for first, block in blocks(dataset, columns):
         _check_vocabulary(block, first, vocab_size, where)
         _check_lengths(block, first, max_positions, where)
     return dataset
@@ -97,12 +106,12 @@ def row_block(row: dict[str, Any], columns: tuple[str, ...], where: str) -> pa.T
     try:
         return pa.table({column: pa.array([row[column]]) for column in columns})
     except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
-        raise ValueError(f"{where}, columns {list(columns)}: {error}") from error
+        raise ValueError(f"{where}, columns {list(columns)}: {printable(str(error))}") from error
 
 
 def check_ids(block: pa.Table, first: int, where: str) -> tuple[np.ndarray, np.ndarray]:
     """(tokens of the longer side, whether both sides are equal), each [rows]; ValueError for all but ids."""
-    chosen, rejected = (_id_lists(block, column, first, where) for column in IDS)
+    chosen, rejected = (id_lists(block, column, first, where) for column in IDS)
     of_chosen, of_rejected = (_numbers(pc.list_value_length(side)) for side in (chosen, rejected))
     identical = of_chosen == of_rejected
     rows = np.flatnonzero(identical)
@@ -139,10 +148,15 @@ def empty_texts(block: pa.Table) -> np.ndarray:
     return empty
 
 
-def _id_lists(block: pa.Table, column: str, first: int, where: str) -> pa.Array:
+def is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def id_lists(block: pa.Table, column: str, first: int, where: str) -> pa.Array:
+    """A column of ids, each of them a list of at least one int; ValueError for anything else."""
     lists = block.column(column).combine_chunks()
     kind = lists.type
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
+    if not is_list(kind):
         raise cell_error(
             f"Row {first} of {where}", column, lists[0].as_py(), "a list of at least one token id"
         )
@@ -161,7 +175,7 @@ def _id_lists(block: pa.Table, column: str, first: int, where: str) -> pa.Array:
 
 
 def _check_vocabulary(block: pa.Table, first: int, vocab_size: int, where: str) -> None:
-    for column in IDS:
+    for column in block.column_names:
         lists = block.column(column).combine_chunks()
         ids = _numbers(lists.flatten())
         bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
@@ -175,7 +189,7 @@ def _check_vocabulary(block: pa.Table, first: int, vocab_size: int, where: str) 
 
 
 def _check_lengths(block: pa.Table, first: int, max_positions: int | None, where: str) -> None:
-    for column in IDS if max_positions is not None else ():
+    for column in block.column_names if max_positions is not None else ():
         lengths = _numbers(pc.list_value_length(block.column(column)))
         row = int(np.argmax(lengths))
         if lengths[row] > max_positions:
@@ -186,9 +200,9 @@ def _check_lengths(block: pa.Table, first: int, max_positions: int | None, where
 
 
 def _check_stream_ids(
-    row: dict[str, Any], index: int, vocab_size: int, max_positions: int | None, where: str
+    row: dict[str, Any], index: int, columns: tuple[str, ...], vocab_size: int, max_positions: int | None, where: str
 ) -> dict[str, Any]:
-    block = row_block(row, IDS, f"Row {index} of {where}")
+    block = row_block(row, columns, f"Row {index} of {where}")
     _check_vocabulary(block, index, vocab_size, where)
     _check_lengths(block, index, max_positions, where)
     return {}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from typing import Any
 
 import numpy as np
 from datasets import Dataset, IterableDataset
 
-from trl_jax.data.rows import chat, checks, streaming
+from trl_jax.data.rows import chat, checks, columns, cutting, masks, streaming
 
 logger = logging.getLogger(__name__)
 
@@ -33,36 +32,22 @@ def prepare(
     plain = dataset.with_format(None)  # rows as Python values, whatever the format they are shown in
     if isinstance(plain, IterableDataset):
         opening = streaming.first_row(plain, checks.argument(name))
-        plain, tokenised = _settle_columns(plain, list(opening), name)
-        columns = checks.IDS if tokenised else checks.TEXTS
-        columns += ("margin",) if "margin" in opening else ()
-        return streaming.prepare(plain, tokenizer, columns, max_length, checks.argument(name))
+        plain, read = columns.settle(plain, list(opening), name)
+        needed = checks.IDS if read.tokenised else checks.TEXTS
+        needed += ("margin",) if "margin" in opening else ()
+        return streaming.prepare(plain, tokenizer, needed, read.masks, max_length, checks.argument(name))
     if len(plain) == 0:
         raise ValueError(f"{checks.argument(name)} is empty")
-    plain, tokenised = _settle_columns(plain, plain.column_names, name)
+    plain, read = columns.settle(plain, plain.column_names, name)
     _check_margins(plain, checks.argument(name))
-    if not tokenised:
-        plain = _tokenise(plain, tokenizer, num_proc, name)
-    lengths = _check_pairs(plain, checks.argument(name))
-    return _drop_long(plain, lengths, max_length, name)
-
-
-def _settle_columns(dataset: Any, columns: list[str], name: str) -> tuple[Any, bool]:
-    """(the dataset under today's column names, whether it is tokenised already)."""
-    if set(checks.IDS) <= set(columns):
-        return dataset, True
-    for legacy in checks.LEGACY_IDS:
-        if set(legacy) <= set(columns):
-            warnings.warn(
-                f"{checks.argument(name)}: the columns {legacy[0]!r} and {legacy[1]!r} are now called "
-                "'chosen_ids' and 'rejected_ids'. They were renamed for this run; rename them in the data.",
-                FutureWarning,
-                stacklevel=3,
-            )
-            return dataset.rename_columns(dict(zip(legacy, checks.IDS, strict=True))), True
-    if not set(checks.TEXTS) <= set(columns):
-        raise checks.missing_columns(columns, name)
-    return dataset, False
+    if read.masks:
+        plain = _drop_padding(plain, read.masks, num_proc, checks.argument(name))
+    most = None
+    if not read.tokenised:
+        most = cutting.most_of_table(plain, tokenizer, max_length)
+        plain = _tokenise(plain, tokenizer, num_proc, name, most)
+    lengths = _check_pairs(plain, max_length, checks.argument(name))
+    return _drop_long(plain, lengths, max_length, name, "" if most is None else "at least ")
 
 
 def _check_margins(dataset: Dataset, where: str) -> None:
@@ -71,14 +56,31 @@ def _check_margins(dataset: Dataset, where: str) -> None:
             checks.check_margin(block, first, where)
 
 
-def _tokenise(dataset: Dataset, tokenizer: Any, num_proc: int | None, name: str) -> Dataset:
+def _drop_padding(dataset: Dataset, found: dict[str, str], num_proc: int | None, where: str) -> Dataset:
+    shorter = masks.drop_padding(dataset, found, num_proc, where)
+    padded = _tokens(dataset, tuple(found)) != _tokens(shorter, tuple(found))
+    _warn_count(padded.any(axis=0), f"rows of {where} have padding by {list(found.values())}: it is left out")
+    return shorter
+
+
+def _tokens(dataset: Dataset, columns: tuple[str, ...]) -> np.ndarray:
+    """Of each row of columns of ids that were checked: [columns, rows]."""
+    found = [[checks.list_lengths(b, column)[1] for _, b in checks.blocks(dataset, columns)] for column in columns]
+    return np.stack([np.concatenate(column) for column in found])
+
+
+def _tokenise(dataset: Dataset, tokenizer: Any, num_proc: int | None, name: str, most: int | None) -> Dataset:
     where = checks.argument(name)
     dataset = dataset.map(
         chat.tokenise_batch,
         with_indices=True,
         batched=True,
         num_proc=num_proc,
-        fn_kwargs={"tokenizer": tokenizer, "where": where},  # not a closure: the cache finds the result again
+        fn_kwargs={
+            "tokenizer": tokenizer,
+            "where": where,
+            "most": most,
+        },  # not a closure: the cache finds the result again
         desc=f"Tokenizing {where.replace('_', ' ', 1)}",
     )
     empty = [checks.empty_texts(block) for _, block in checks.blocks(dataset, checks.TEXTS)]
@@ -86,15 +88,17 @@ def _tokenise(dataset: Dataset, tokenizer: Any, num_proc: int | None, name: str)
     return dataset
 
 
-def _check_pairs(dataset: Dataset, where: str) -> np.ndarray:
-    """Tokens of the longer side of each pair: [rows]."""
+def _check_pairs(dataset: Dataset, max_length: int | None, where: str) -> np.ndarray:
+    """Tokens of the longer side of each pair: [rows]. Of texts that were cut, more than `max_length`."""
     scanned = [checks.check_ids(block, first, where) for first, block in checks.blocks(dataset, checks.IDS)]
     lengths, identical = (np.concatenate(part) for part in zip(*scanned, strict=True))
+    if max_length is not None:
+        identical &= lengths <= max_length
     _warn_count(identical, f"rows of {where} have identical chosen and rejected tokens: no preference")
     return lengths
 
 
-def _drop_long(dataset: Dataset, lengths: np.ndarray, max_length: int | None, name: str) -> Dataset:
+def _drop_long(dataset: Dataset, lengths: np.ndarray, max_length: int | None, name: str, about: str) -> Dataset:
     if max_length is None or lengths.max() <= max_length:
         return dataset
     kept = np.flatnonzero(lengths <= max_length)
@@ -102,7 +106,7 @@ def _drop_long(dataset: Dataset, lengths: np.ndarray, max_length: int | None, na
     if not kept.size:
         raise ValueError(
             f"max_length={max_length} removes all {total:,} rows of {checks.argument(name)}: the shortest "
-            f"pair has {lengths.min():,} tokens. Raise max_length or pass max_length=None."
+            f"pair has {about}{lengths.min():,} tokens. Raise max_length or pass max_length=None."
         )
     logger.warning(
         f"max_length={max_length} removed {total - len(kept):,} of {total:,} pairs of {checks.argument(name)} "

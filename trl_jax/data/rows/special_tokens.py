@@ -7,6 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from trl_jax.data.rows.tokenizer import load_tokenizer
+
 logger = logging.getLogger(__name__)
 
 _MULTIPLE = 64  # to which TRL rounds up the tokens of a model that grows
@@ -80,14 +82,12 @@ def clone_into(tokenizer: Any, source_path: str, *, rows: int, multiple: int = 0
 
 
 def _loaded(path: str) -> Any:
-    from transformers import AutoTokenizer
-
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return load_tokenizer(path)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{path!r} is neither a .jinja or .j2 file nor a tokenizer's folder or Hub name. To use a template, "
-            "save it: Path('template.jinja').write_text(template)."
+            f"{path!r} is neither a .jinja or .j2 file nor a tokenizer's folder or Hub name that loads without code of "
+            "its own. To use a template, save it: Path('template.jinja').write_text(template)."
         ) from error
 
 

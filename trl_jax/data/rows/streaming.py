@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 from datasets import IterableDataset
 
-from trl_jax.data.rows import chat, checks
+from trl_jax.data.rows import chat, checks, cutting
+from trl_jax.data.rows.masks import unmasked
 
 logger = logging.getLogger(__name__)
+MOST_REMOVED = 100_000  # rows in succession that max_length may remove
+
+
+@dataclass
+class _Passed:
+    """What is known of the rows of one prepared stream that went by, of every epoch."""
+
+    told: set[str] = field(default_factory=set)  # the kinds of warnings
+    removed: int = 0  # by max_length, since the last row that was kept
+    shortest: int = 0  # of those, in tokens of the longer side
+    about: str = ""  # "at least " where texts were cut
 
 
 def first_row(dataset: IterableDataset, where: str) -> dict[str, Any]:
@@ -22,38 +35,67 @@ def first_row(dataset: IterableDataset, where: str) -> dict[str, Any]:
 
 
 def prepare(
-    dataset: IterableDataset, tokenizer: Any, columns: tuple[str, ...], max_length: int | None, where: str
+    dataset: IterableDataset,
+    tokenizer: Any,
+    columns: tuple[str, ...],
+    masks: dict[str, str],
+    max_length: int | None,
+    where: str,
 ) -> IterableDataset:
-    """The rows with their ids, as they come. `columns` are those every row must have.
+    """The rows with their ids, as they come, and without `masks` and what these hide.
 
-    How many rows a stream has is not known before its end, so warnings name the first row instead of a count.
+    `columns` are those every row must have, beside the masks: column of ids -> column of its mask. How many rows a
+    stream has is not known before its end, so warnings name the first row instead of a count.
     """
-    shared = {"where": where, "said": set()}
-    facts = {"tokenizer": tokenizer, "columns": columns}
-    dataset = dataset.map(_read_row, with_indices=True, fn_kwargs=facts | shared)
+    shared = {"where": where, "passed": _Passed()}
+    shared["most"] = None if checks.IDS[0] in columns else cutting.most_characters(tokenizer, max_length)
+    shared["max_length"] = max_length
+    facts = {"tokenizer": tokenizer, "columns": columns, "masks": masks}
+    hidden = list(masks.values())
+    dataset = dataset.map(_read_row, with_indices=True, fn_kwargs=facts | shared, remove_columns=hidden)
     if max_length is None:
         return dataset
-    return dataset.filter(_fits, with_indices=True, fn_kwargs={"max_length": max_length} | shared)
+    return dataset.filter(_fits, with_indices=True, fn_kwargs=shared)
 
 
 def _read_row(
-    row: dict[str, Any], index: int, tokenizer: Any, columns: tuple[str, ...], where: str, said: set[str]
+    row: dict[str, Any],
+    index: int,
+    tokenizer: Any,
+    columns: tuple[str, ...],
+    masks: dict[str, str],
+    where: str,
+    passed: _Passed,
+    most: int | None,
+    max_length: int | None,
 ) -> dict[str, Any]:
-    _check_columns(row, index, columns, where)
+    _check_columns(row, index, (*columns, *masks.values()), where)
     if "margin" in columns:
         checks.check_margin(checks.row_block(row, ("margin",), f"Row {index} of {where}"), index, where)
     ids = {column: row[column] for column in columns if column in checks.IDS}
     if not ids:
-        batch = chat.tokenise_batch({key: [value] for key, value in row.items()}, [index], tokenizer, where)
+        batch = chat.tokenise_batch({key: [value] for key, value in row.items()}, [index], tokenizer, where, most)
         ids = {column: values[0] for column, values in batch.items()}
         if "" in (row["chosen"], row["rejected"]):
-            _warn_once(f"Row {index} of {where} has an empty chosen or rejected text", "empty", said)
+            _warn_once(f"Row {index} of {where} has an empty chosen or rejected text", "empty", passed)
+    ids |= _unmasked(row, index, masks, where, passed)
     block = checks.row_block(ids, checks.IDS, f"Row {index} of {where}")
-    _, identical = checks.check_ids(block, index, where)
-    if identical[0]:
+    tokens, identical = checks.check_ids(block, index, where)
+    if identical[0] and (max_length is None or tokens[0] <= max_length):
         what = f"Row {index} of {where} has identical chosen and rejected tokens: no preference"
-        _warn_once(what, "identical", said)
+        _warn_once(what, "identical", passed)
     return ids
+
+
+def _unmasked(row: dict[str, Any], index: int, masks: dict[str, str], where: str, passed: _Passed) -> dict[str, Any]:
+    """The ids that masks leave of a row."""
+    left = {}
+    for column, mask in masks.items():
+        block = checks.row_block(row, (column, mask), f"Row {index} of {where}")
+        left[column] = unmasked(block, index, column, mask, where)[0].as_py()
+        if len(left[column]) < len(row[column]):
+            _warn_once(f"Row {index} of {where} has padding by {mask!r}: it is left out", "padding", passed)
+    return left
 
 
 def _check_columns(row: dict[str, Any], index: int, columns: tuple[str, ...], where: str) -> None:
@@ -68,16 +110,38 @@ def _check_columns(row: dict[str, Any], index: int, columns: tuple[str, ...], wh
         )
 
 
-def _fits(row: dict[str, Any], index: int, max_length: int, where: str, said: set[str]) -> bool:
+def _fits(row: dict[str, Any], index: int, where: str, passed: _Passed, most: int | None, max_length: int) -> bool:
     tokens = max(len(row[column]) for column in checks.IDS)
-    if tokens > max_length:
-        what = f"max_length={max_length} removes row {index} of {where} ({tokens:,} tokens)"
-        _warn_once(what, "long", said)
-    return tokens <= max_length
+    if tokens <= max_length:
+        passed.removed, passed.about = 0, ""
+        return True
+    if cutting.is_long([row.get(column) for column in cutting.TEXTS], most):
+        passed.about = "at least "
+    what = f"max_length={max_length} removes row {index} of {where} ({passed.about}{tokens:,} tokens)"
+    _warn_once(what, "long", passed)
+    passed.shortest = min(tokens, passed.shortest) if passed.removed else tokens
+    passed.removed += 1
+    if passed.removed in (1_000, 10_000, MOST_REMOVED):
+        _tell_removed(index, max_length, where, passed)
+    return False
 
 
-def _warn_once(what: str, kind: str, said: set[str]) -> None:
-    """`said` is shared by the rows of one prepared stream: a line a kind, not a line a row."""
-    if kind not in said:
-        said.add(kind)
+def _tell_removed(index: int, max_length: int, where: str, passed: _Passed) -> None:
+    """Of a stream that gives nothing to train on: it need not ever end."""
+    what = (
+        f"max_length={max_length} removed {passed.removed:,} rows of {where} in succession, up to row {index}: the "
+        f"shortest pair of them has {passed.about}{passed.shortest:,} tokens."
+    )
+    if passed.removed < MOST_REMOVED:
+        logger.warning(f"{what} After {MOST_REMOVED:,} the run ends.")
+        return
+    raise ValueError(
+        f"{what} Raise max_length, pass max_length=None, or leave such rows out of the stream with its filter method."
+    )
+
+
+def _warn_once(what: str, kind: str, passed: _Passed) -> None:
+    """A line a kind, not a line a row."""
+    if kind not in passed.told:
+        passed.told.add(kind)
         logger.warning(f"{what}; later rows like it are not reported.")

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from trl_jax.core.tensors_file import Pieces, as_dtype
+from trl_jax.core.whole_file import write_whole
 from trl_jax.hub.checkpoint.loading import Source
 from trl_jax.hub.checkpoint.tensor_map import TensorEntry
 from trl_jax.hub.config.reader import classifier_config
@@ -52,7 +53,7 @@ def save(
         pad_token_id=pad_token_id,
         eos_token_id=eos_token_id,
     )
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    write_whole(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 Place = tuple[TensorEntry, tuple[int, ...]]

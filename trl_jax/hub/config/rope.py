@@ -66,12 +66,17 @@ def read_ropes(config: ConfigReader, types: list[str], *, local_theta: float) ->
     return tuple(ropes[kind] for kind in types)
 
 
-def read_rotary_dim(config: ConfigReader, head_dim: int, default: float, key: str = "partial_rotary_factor") -> int:
-    """How many channels of a head turn: `partial_rotary_factor` of the section, else of the config under `key`."""
+def read_rotary_dim(
+    config: ConfigReader, head_dim: int, default: float, key: str = "partial_rotary_factor", *, whole: bool = False
+) -> int:
+    """How many channels of a head turn: `partial_rotary_factor` of the section, else of the config under `key`.
+
+    `whole`: any whole number does, where transformers computes it; of an odd one, as `Rope.frequencies` says.
+    """
     share = config.number(key, default, most=1.0)
     share = _section(config).number("partial_rotary_factor", share, most=1.0)
     channels = int(head_dim * share)
-    if channels < 2 or channels % 2:
+    if not whole and (channels < 2 or channels % 2):
         raise config.wrong(key, share, f"a share of the {head_dim} channels of a head that is even and at least 2")
     return channels
 

@@ -16,12 +16,14 @@ def arch(config: ConfigReader) -> Arch:
     base = llama.arch(_with_todays_theta(config), partial=True)
     bias, dropout = config.flag("attention_bias", True), config.number("hidden_dropout", 0.0, most=0.99)
     config.optional_number("classifier_dropout")  # of a token classifier
+    rotary_dim = _rotary_dim(config, base)
     return replace(
         base,
         block="parallel_two_norms" if config.flag("use_parallel_residual", True) else "pre",
         norm="layer",
         norm_eps=config.number("layer_norm_eps", 1e-5),
-        rotary_dim=read_rotary_dim(config, base.head_dim, 0.25, "rotary_pct"),
+        ropes=base.ropes if rotary_dim else (None,) * base.num_layers,
+        rotary_dim=rotary_dim,
         gated=False,
         qkv_bias=bias,
         o_bias=bias,
@@ -31,6 +33,12 @@ def arch(config: ConfigReader) -> Arch:
         mlp_out_dropout=dropout,
         padding_idx=None,
     )
+
+
+def _rotary_dim(config: ConfigReader, base: Arch) -> int:
+    """Of the smallest models it may be 0, which turns nothing, or odd."""
+    kind = base.ropes[0].kind
+    return read_rotary_dim(config, base.head_dim, 0.25, "rotary_pct", whole=kind in ("default", "linear"))
 
 
 def _with_todays_theta(config: ConfigReader) -> ConfigReader:

@@ -13,6 +13,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from trl_jax.core.tensors_file import Pieces, in_order, write_tensors
+from trl_jax.core.whole_file import replacing, write_whole
 from trl_jax.hub.formats.diagnosis import diagnose
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -170,7 +171,7 @@ def write_checkpoint(
         return
     if len(shards) > 1:
         index = {"metadata": {"total_parameters": parameters, "total_size": size}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        write_whole(folder / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
     written = {*shards, INDEX} if len(shards) > 1 else set(shards)
     for path in folder.iterdir():
         if path.name not in written and (path.name in (SINGLE, INDEX) or _SHARD.fullmatch(path.name)):
@@ -178,12 +179,8 @@ def write_checkpoint(
 
 
 def _write(path: Path, tensors: dict[str, Pieces]) -> None:
-    beside = path.with_name(f"{path.name}.part")
-    try:
+    with replacing(path) as beside:
         write_tensors(beside, tensors, {"format": "pt"})
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def shard_plan(source: dict[str, list[str]], kept: set[str], added: list[str]) -> dict[str, list[str]]:

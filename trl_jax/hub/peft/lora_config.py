@@ -11,6 +11,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from trl_jax.core.whole_file import write_whole
+
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PEFT = "0.21.2"  # the release whose format this is
 
@@ -98,7 +100,7 @@ class LoraConfig:
         """Write adapter_config.json."""
         text = json.dumps(self.to_dict(), indent=2, sort_keys=True)
         Path(save_directory).mkdir(parents=True, exist_ok=True)
-        (Path(save_directory) / CONFIG).write_text(text, encoding="utf-8")
+        write_whole(Path(save_directory) / CONFIG, text)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> LoraConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,10 @@ class BitsAndBytesConfig:
             raise ValueError(
                 f"BitsAndBytesConfig: bnb_4bit_quant_type={self.bnb_4bit_quant_type!r}, wanted {' or '.join(TABLES)}."
             )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its fields; transformers writes a configuration in `model_init_kwargs` so."""
+        return asdict(self)
 
     def form(self, shape: tuple[int, int]) -> Format:
         if self.load_in_8bit:

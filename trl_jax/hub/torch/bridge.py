@@ -34,7 +34,7 @@ def load_classifier(folder: Path, dtype: str, seed: int) -> Any:
         kind = dtype if dtype == "auto" else getattr(torch, dtype)
         try:
             model = AutoModelForSequenceClassification.from_pretrained(
-                folder, num_labels=1, dtype=kind, attn_implementation="eager"
+                folder, num_labels=1, dtype=kind, attn_implementation="eager", trust_remote_code=False
             )
         except pickle.UnpicklingError as error:
             raise _not_tensors(folder / PICKLED, error) from error
@@ -52,7 +52,7 @@ def unloaded(config: Any) -> Any:
     from transformers import AutoModelForSequenceClassification
 
     with torch.device("meta"):
-        return AutoModelForSequenceClassification.from_config(config)
+        return AutoModelForSequenceClassification.from_config(config, trust_remote_code=False)
 
 
 def empty(parameter: Any, dtype: str) -> None:

@@ -78,7 +78,10 @@ def _check(model: Any) -> None:
     if "quantization_config" in model.config.to_dict():
         raise ValueError(f"model is a quantised {kind}: load it without quantization_config.")
     if model.config.num_labels != 1:
-        raise ValueError(f"model is a {kind} with {model.config.num_labels} labels: wanted num_labels=1.")
+        raise ValueError(
+            f"model is a {kind} with {model.config.num_labels} labels, but reward models require `num_labels=1`: load "
+            "it with num_labels=1, or pass its name."
+        )
 
 
 def still_in(model: Any) -> list[str]:

@@ -64,6 +64,7 @@ def _parameter_names(checkpoint: Path) -> list[str]:
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
+    config = AutoConfig.from_pretrained(checkpoint, attn_implementation="eager", trust_remote_code=False)
     with torch.device("meta"):
-        model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(checkpoint))
+        model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=False)
     return [name for name, _ in model.named_parameters()]

@@ -1,0 +1,219 @@
+"""README.md and docs/ show a reader code that runs, commands that parse, and links that lead somewhere."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import builtins
+import functools
+import importlib
+import inspect
+import itertools
+import json
+import re
+import shlex
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import trl_jax
+from compat_tests import pages
+from compat_tests.pages import FOLDER, PAGES, README, ROOT
+from trl_jax.cli import main as command_line
+
+EVERY = pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+A_READER_HAS = ("pairs", "held_out", "trainer")  # a page need not make these
+CONFIGS = (trl_jax.RewardConfig, trl_jax.LoraConfig, trl_jax.BitsAndBytesConfig)
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """An empty folder, with the YAML file that the pages show."""
+    monkeypatch.chdir(tmp_path)
+    [shown] = pages.blocks(FOLDER / "getting-started.md", "yaml")
+    Path("reward.yaml").write_text(shown.code)
+
+
+@EVERY
+def test_python_has_its_names_and_its_arguments(page):
+    known: dict[str, Any] = dict.fromkeys(A_READER_HAS)
+    for block in pages.blocks(page, "python", "diff"):
+        code = block.code if block.language == "python" else _after(block.code)
+        try:
+            check_python(ast.parse(code), known)
+        except Exception as error:
+            raise AssertionError(f"{page.name}, the block at line {block.line}: {error!r}") from error
+
+
+def _after(diff: str) -> str:
+    """The code that a diff ends with."""
+    return "\n".join(line[1:] for line in diff.splitlines() if not line.startswith("-"))
+
+
+def check_python(tree: ast.Module, known: dict[str, Any]) -> None:
+    """Run imports and classes, and hold calls against the signatures of what they call. `known` gets the names."""
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef):
+            exec(compile(ast.Module([node], []), "page", "exec"), known)
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    made = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+    made |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    unknown = {node.id for node in names} - made - set(known) - set(vars(builtins))
+    assert not unknown, f"{sorted(unknown)} come from nowhere"
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        dotted = re.fullmatch(r"[\w.]+", ast.unparse(call.func))
+        called = _meant(dotted[0].split("."), known) if dotted else None
+        if called is not None:
+            inspect.signature(called).bind_partial(*call.args, **{one.arg: None for one in call.keywords})
+        if called in CONFIGS:
+            called(**{one.arg: ast.literal_eval(one.value) for one in call.keywords})
+    known |= dict.fromkeys(made - set(known))
+
+
+def _meant(path: list[str], known: dict[str, Any]) -> Any:
+    """What is called by this dotted name; None where only a run could tell."""
+    if path[0] == "trainer" and len(path) == 2:
+        return functools.partial(getattr(trl_jax.RewardTrainer, path[1]), None)
+    if path[:2] == ["trainer", "model"] and len(path) == 3:
+        return functools.partial(getattr(trl_jax.PreTrainedModel, path[2]), None)
+    found = known.get(path[0])
+    return None if found is None else functools.reduce(getattr, path[1:], found)
+
+
+class Parsed(BaseException):
+    """A command got as far as its arguments."""
+
+
+PARSE_ARGS = argparse.ArgumentParser.parse_args
+
+
+def parse_and_stop(self, *args, **kwargs):
+    raise Parsed(PARSE_ARGS(self, *args, **kwargs))
+
+
+def stop(*configs):
+    raise Parsed(configs)
+
+
+@EVERY
+def test_commands_are_taken(page, monkeypatch):
+    for words in commands(page):
+        with monkeypatch.context() as patched:
+            try:
+                check_command(words, patched)
+            except (Exception, SystemExit, pytest.fail.Exception) as error:
+                raise AssertionError(f"{page.name}: {shlex.join(words)}: {error!r}") from error
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Those of code blocks, and those in the text that have a flag."""
+    lines = [line for block in pages.blocks(page, "bash") for line in block.code.replace("\\\n", " ").splitlines()]
+    lines += re.findall(r"`((?:trl-jax|python -m|bash) [^`]+)`", pages.prose(page))
+    split = [shlex.split(line, comments=True) for line in lines]
+    return [list(itertools.dropwhile(re.compile(r"sudo$|[A-Z_]+=").match, words)) for words in split if words]
+
+
+def check_command(words: list[str], patched: pytest.MonkeyPatch) -> None:
+    """Read the command's arguments, as it would, and stop there.
+
+    Raises what the command's own parser raises, or AssertionError where there is no such command, file or extra.
+    """
+    match words:
+        case ["pip", "install", what]:
+            extra = re.fullmatch(r"\.(?:\[(\w+)\])?", what)
+            assert extra and (extra[1] is None or extra[1] in EXTRAS), f"there is no {what}"
+        case ["bash", script, *rest]:
+            assert all((ROOT / path).exists() for path in (script, *rest)), "there is no such file"
+        case ["trl-jax", command, *flags]:
+            assert command in command_line.COMMANDS, f"there is no {command}"
+            if flags and flags != ["--help"]:
+                patched.setattr(f"trl_jax.scripts.{command}.main", stop)
+                with pytest.raises(Parsed):
+                    assert command_line.main([command, *flags]) == 0, "it exits with an error"
+        case ["python", "-m", "trl_jax", *_]:
+            pass
+        case ["python", "-m", module, *flags]:
+            assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), f"there is no {module}"
+            if module != "compat_tests.readme_table":
+                patched.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+                patched.setattr(sys, "argv", [module, *flags])
+                with pytest.raises(Parsed):
+                    importlib.import_module(module).main()
+        case ["mkdocs", "build" | "serve", *_, "-f", file]:
+            assert (ROOT / file).is_file()
+        case ["ls", _]:
+            pass
+        case _:
+            raise AssertionError("a command that no test knows")
+
+
+@EVERY
+def test_json_is_json(page):
+    for block in pages.blocks(page, "json"):
+        rest = block.code
+        while rest:
+            row, end = json.JSONDecoder().raw_decode(rest)
+            assert row
+            rest = rest[end:].lstrip()
+
+
+@EVERY
+def test_links_lead_somewhere(page):
+    for link in pages.links(page):
+        if link.startswith("http"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.is_file(), f"{page.name} links to {link}"
+        assert not anchor or anchor in pages.anchors(target), f"{page.name} links to {link}"
+
+
+@EVERY
+def test_every_screen_has_something_to_look_at(page):
+    """A table, a picture or a block of code at least every 25 lines."""
+    plain = 0
+    for number, line in enumerate(pages.read(page).splitlines(), start=1):
+        plain = 0 if line.startswith(("|", "```", "![", ":::")) else plain + 1
+        assert plain <= 25 or page.name == "api.md", f"{page.name} is nothing but text up to line {number}"
+
+
+@EVERY
+def test_languages_of_code_are_those_that_are_checked(page):
+    found = re.findall(r"^```(\w*)\n(?:.*?)^```$", pages.read(page), flags=re.M | re.S)
+    assert set(found) <= {"python", "diff", "bash", "json", "yaml", "text", "pycon"}
+
+
+def test_every_page_is_in_the_table_of_contents():
+    nav = yaml.safe_load((ROOT / "docs" / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    named = re.findall(r"[\w-]+\.md", json.dumps(nav))
+    assert sorted(named) == sorted(page.name for page in PAGES if page != README)
+
+
+def test_the_api_has_every_public_name():
+    named = re.findall(r"^::: trl_jax\.(\w+)$", pages.read(FOLDER / "api.md"), flags=re.M)
+    assert sorted(named) == trl_jax.__all__
+
+
+def test_members_that_the_api_lists_are_there():
+    text = pages.read(FOLDER / "api.md")
+    listed = re.findall(r"^::: trl_jax\.(\w+)\n    options:\n      members: \[(.+)\]$", text, flags=re.M)
+    assert {name for name, _ in listed} == {"RewardTrainer", "PreTrainedModel"}
+    for name, members in listed:
+        assert set(members.split(", ")) <= set(dir(getattr(trl_jax, name)))
+
+
+def test_what_an_import_says_of_a_trainer_that_is_not_here():
+    [shown] = pages.blocks(FOLDER / "faq.md", "pycon")
+    statement, answer = shown.code.splitlines()
+    with pytest.raises(ImportError) as error:
+        exec(statement.removeprefix(">>> "))
+    assert f"ImportError: {error.value}".startswith(answer)
+
+
+def test_extras_are_all_told():
+    assert set(pages.table("getting-started.md", "Install")) == {f"`{name}`" for name in EXTRAS}

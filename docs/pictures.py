@@ -1,0 +1,57 @@
+"""Draws the bars of the performance page from its table: python docs/pictures.py"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PAGES = Path(__file__).parent / "pages"
+_STYLE = """<style>
+  .page { fill: #ffffff; stroke: #d0d7de } .text { fill: #1f2328 } .soft { fill: #59636e }
+  .theirs { fill: #8c959f } .ours { fill: #0969da }
+  @media (prefers-color-scheme: dark) {
+    .page { fill: #0d1117; stroke: #3d444d } .text { fill: #f0f6fc } .soft { fill: #9198a1 }
+    .theirs { fill: #656c76 } .ours { fill: #1f6feb }
+  }
+</style>"""
+_LEFT, _LONGEST = 160, 560  # where bars begin, and the longest one
+
+
+def table(page: str, heading: str) -> list[dict[str, str]]:
+    """The first table below a heading of a page, a dict a row; the column without a name is ''."""
+    text = (PAGES / page).read_text(encoding="utf-8").split(f"## {heading}\n", 1)[1]
+    lines = text.splitlines()
+    start = next(at for at, line in enumerate(lines) if line.startswith("|"))
+    names, _, *rows = [_cells(line) for line in lines[start : lines.index("", start)]]
+    return [dict(zip(names, row, strict=True)) for row in rows]
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def speed() -> str:
+    """SVG: pairs a second of each row of the table on real pairs."""
+    rows = [(row[""], float(row["pairs/s"])) for row in table("performance.md", "Real pairs")]
+    scale = _LONGEST / max(value for _, value in rows)
+    parts = []
+    for number, (name, value) in enumerate(rows):
+        y, kind = 64 + 40 * number, "ours" if name.startswith("trl_jax") else "theirs"
+        width = value * scale
+        parts += [
+            f'<text class="text" x="{_LEFT - 12}" y="{y + 19}" text-anchor="end">{name}</text>',
+            f'<rect class="{kind}" x="{_LEFT}" y="{y}" width="{width:.1f}" height="28" rx="3"/>',
+            f'<text class="text" x="{_LEFT + width + 10:.1f}" y="{y + 19}">{value:.2f}</text>',
+        ]
+    height = 64 + 40 * len(rows) + 12
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 {height}" font-size="15" role="img" '
+        'font-family="system-ui, -apple-system, \'Segoe UI\', Helvetica, Arial, sans-serif">\n'
+        f'{_STYLE}\n<rect class="page" x="0.5" y="0.5" width="799" height="{height - 1}" rx="10"/>\n'
+        '<text class="text" x="24" y="36" font-weight="600">Pairs a second '
+        '<tspan class="soft" font-weight="400">of hh-rlhf, a llama of 8 layers, two CPU cores, float32</tspan></text>'
+    )
+    return "\n".join([head, *parts, "</svg>", ""])
+
+
+if __name__ == "__main__":
+    (PAGES / "images" / "speed.svg").write_text(speed(), encoding="utf-8")

@@ -1,0 +1,91 @@
+"""Bucket lengths: the few lengths that packed rows, and texts viewed as rows, may have. Pure NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from trl_jax.core.packed import BLOCK
+
+EARLY = 100  # steps in which a run compiles
+_LEAST_ROW = 256
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The lengths that packed rows may have. Each compiles once.
+
+    Beyond the last of `lengths`, or without any, lengths are 128 tokens apart and from about 2,000 on 6 %. `ready` says
+    of each length from which step of a run on it serves, where that is not the first.
+    """
+
+    lengths: tuple[int, ...] = ()
+    ready: tuple[int, ...] = ()
+
+    def __call__(self, tokens: int, step: int = EARLY) -> int:
+        """The least length that `tokens` fit on at this step of a run, or at any where none serves yet."""
+        fitting = [number for number, length in enumerate(self.lengths) if tokens <= length]
+        serving = [number for number in fitting if not self.ready or self.ready[number] <= step]
+        if fitting:
+            return self.lengths[(serving or fitting)[0]]
+        length = 128
+        while length < tokens:
+            length = -(-max(length + 128, int(1.06 * length)) // 128) * 128
+        return length
+
+
+@dataclass(frozen=True)
+class ViewBuckets:
+    """The shapes that a run compiles where texts in packed rows are viewed as rows, too.
+
+    Each of `shapes` is (length of packed rows, length of rows). What fits on none of them gets the next length of
+    `Buckets()`, and rows as long as the next power of two.
+    """
+
+    shapes: tuple[tuple[int, int], ...] = ()
+
+    def __call__(self, tokens: int, longest: int) -> tuple[int, int]:
+        """The shortest packed row that `tokens` fit on, with the shortest rows of such that the `longest` text does."""
+        fitting = [shape for shape in self.shapes if tokens <= shape[0] and longest <= shape[1]]
+        return min(fitting, default=(Buckets()(tokens), max(_LEAST_ROW, 1 << (longest - 1).bit_length())))
+
+
+def fitted(lengths: Sequence[int], bucket_cost: int) -> Buckets:
+    """The buckets on which packed rows of these lengths fill the fewest tokens, a further one counted as
+    `bucket_cost`."""
+    needed, counts = np.unique(-(-np.asarray(lengths) // BLOCK) * BLOCK, return_counts=True)
+    before = np.concatenate([[0], np.cumsum(counts)])
+    cheapest, previous = [0.0], [0]  # of the shortest `end` lengths; and how many of them lie in lower buckets
+    for end in range(1, len(needed) + 1):
+        costs = [cheapest[at] + (before[end] - before[at]) * needed[end - 1] + bucket_cost for at in range(end)]
+        previous.append(int(np.argmin(costs)))
+        cheapest.append(min(costs))
+    lengths, end = [], len(needed)
+    while end:
+        lengths.append(int(needed[end - 1]))
+        end = previous[end]
+    return Buckets(tuple(reversed(lengths)))
+
+
+def without_late(buckets: Buckets, lengths: Sequence[int]) -> Buckets:
+    """The buckets that early steps take, so that none compiles late; the last one stays whatever."""
+    early = {buckets(int(length)) for length in lengths[:EARLY]} | {*buckets.lengths[-1:]}
+    return Buckets(tuple(length for length in buckets.lengths if length in early))
+
+
+def compiled_beside(buckets: Buckets, lengths: Sequence[int], bucket_cost: int, at_once: int) -> Buckets:
+    """The buckets of a run that compiles beside its steps, `at_once` of them in the order in which they are asked for.
+
+    Until one is compiled, the next longer one serves. When that is comes from the count of tokens and not from a clock,
+    so that a run's numbers are the same each time, and from a checkpoint on, too.
+    """
+    wanted = [buckets(int(length)) for length in lengths[:EARLY]]
+    before, ready = np.cumsum([0, *wanted]), {}
+    for number, length in enumerate(dict.fromkeys(wanted)):
+        ready[length] = min(EARLY, int(np.searchsorted(before, number // at_once * bucket_cost)))
+    for step, length in enumerate(wanted):
+        if not any(longer >= length and ready[longer] <= step for longer in ready):
+            ready[length] = step  # the device waits for it
+    return Buckets(buckets.lengths, tuple(ready.get(length, EARLY) for length in buckets.lengths))

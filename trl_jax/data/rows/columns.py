@@ -1,0 +1,85 @@
+"""Which columns of a dataset are read, under which names, and which a script may believe are."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any, NamedTuple
+
+from trl_jax.data.rows import checks
+from trl_jax.data.rows.masks import MASKS
+
+logger = logging.getLogger(__name__)
+
+_EARLY_IDS = ("input_ids_chosen", "input_ids_rejected")  # of the releases whose collator read masks
+_PADDING = "every token of 'chosen_ids' and 'rejected_ids' is trained on, as in TRL. Leave padding out of them"
+_WEIGHT = "all pairs weigh the same"
+_LABEL = "the chosen answer is the better one of every pair"
+_PROMPT = "the prompt's column is called 'prompt'"
+_IMAGE = "the model reads text"
+# What TRL leaves out without a word -> why a script that has it may not be doing what it is for.
+_UNREAD = {
+    **dict.fromkeys([*MASKS.values(), "chosen_attention_mask", "rejected_attention_mask"], _PADDING),
+    **dict.fromkeys(["weight", "weights", "sample_weight", "sample_weights"], _WEIGHT),
+    **dict.fromkeys(["label", "labels"], _LABEL),
+    **dict.fromkeys(["question", "instruction", "query"], _PROMPT),
+    **dict.fromkeys(["image", "images"], _IMAGE),
+    "margins": "the column is called 'margin'",
+}
+
+
+class Columns(NamedTuple):
+    """What was found: `tokenised` rows have ids; `masks` is the part of `MASKS` that is read beside them."""
+
+    tokenised: bool
+    masks: dict[str, str]
+
+
+def settle(dataset: Any, found: list[str], name: str) -> tuple[Any, Columns]:
+    """The dataset under today's column names, and what is read of it.
+
+    Warns of an older name, and of columns that look as if they changed the training and don't.
+
+    Args:
+        found: the dataset's columns; a stream may not know them itself.
+        name: as `preference.prepare` takes it.
+
+    Raises:
+        ValueError: there are neither texts nor ids.
+    """
+    older = None
+    if not set(checks.IDS) <= set(found):
+        older = next((pair for pair in checks.LEGACY_IDS if set(pair) <= set(found)), None)
+    masks = {ids: mask for ids, mask in MASKS.items() if older == _EARLY_IDS and mask in found}
+    tokenised = older is not None or set(checks.IDS) <= set(found)
+    if older is not None:
+        _warn_older(older, name)
+        dataset = dataset.rename_columns(dict(zip(older, checks.IDS, strict=True)))
+    elif not tokenised and not set(checks.TEXTS) <= set(found):
+        raise checks.missing_columns(found, name)
+    _warn_unread([column for column in found if column not in masks.values()], tokenised, checks.argument(name))
+    return dataset, Columns(tokenised, masks)
+
+
+def _warn_older(names: tuple[str, str], name: str) -> None:
+    warnings.warn(
+        f"{checks.argument(name)}: the columns {names[0]!r} and {names[1]!r} are now called 'chosen_ids' and "
+        "'rejected_ids'. They were renamed for this run; rename them in the data: in TRL, they will not be supported "
+        "in v1.",
+        FutureWarning,
+        stacklevel=4,
+    )
+
+
+def _warn_unread(found: list[str], tokenised: bool, where: str) -> None:
+    prompted = tokenised or "prompt" in found
+    why: dict[str, list[str]] = {}
+    for column in found:
+        reason = _UNREAD.get(column)
+        if reason is None or reason == _PROMPT and prompted or reason == _PADDING and not tokenised:
+            continue
+        if column == "margins" and "margin" in found:
+            continue
+        why.setdefault(reason, []).append(column)
+    for reason, columns in why.items():
+        logger.warning(f"{where}: the columns {columns} are not read: {reason}.")

@@ -1,0 +1,62 @@
+"""transformers' callbacks of a run, and the state that they see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.trainer_callback import (
+    CallbackHandler,
+    DefaultFlowCallback,
+    ExportableState,
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+)
+
+from trl_jax.engine.events import Events
+from trl_jax.engine.processes import is_first
+from trl_jax.run.state import RunState
+
+
+def events_of(run: RunState, callbacks: list[TrainerCallback] | None) -> Events:
+    """The default callbacks, those of `report_to` and these, with a control and no state yet."""
+    from transformers.integrations import get_reporting_integration_callbacks
+
+    reporters = get_reporting_integration_callbacks(run.args.report_to)
+    handler = CallbackHandler(
+        [DefaultFlowCallback, *reporters, *(callbacks or [])], run.model, run.processing_class, None, None
+    )
+    handler.add_callback(PrinterCallback if run.args.disable_tqdm else ProgressCallback)
+    return Events(handler, run.args, TrainerState(stateful_callbacks=[]), TrainerControl())
+
+
+def begin_state(run: RunState) -> None:
+    """Give callbacks a fresh TrainerState: nothing has been trained yet."""
+    events, first = run.events, is_first()
+    stateful = [c for c in [*events.handler.callbacks, events.control] if isinstance(c, ExportableState)]
+    events.state = TrainerState(
+        stateful_callbacks=stateful, is_local_process_zero=first, is_world_process_zero=first
+    )
+    events.state.train_batch_size = run.train_batch_size
+
+
+def finish_trackers(handler: CallbackHandler) -> None:
+    """Let trackers finish what they have open."""
+    for callback in handler.callbacks:
+        for tracker in ("_wandb", "_trackio"):  # modules, where transformers' callbacks have imported them
+            if vars(callback).get(tracker) is not None and callback._initialized:
+                vars(callback)[tracker].finish()
+                callback._initialized = False  # a run that is over cannot be ended, but the next log begins one
+
+
+def log(run: RunState, logs: dict[str, Any]) -> None:
+    """Put `logs` into `state.log_history` with the epoch and step, and hand them to the callbacks."""
+    state = run.state
+    if state.epoch is not None:
+        logs = {**logs, "epoch": state.epoch}
+    if run.args.include_num_input_tokens_seen != "no":
+        logs = {**logs, "num_input_tokens_seen": state.num_input_tokens_seen}
+    state.log_history.append({**logs, "step": state.global_step})
+    run.events.fire("on_log", logs)

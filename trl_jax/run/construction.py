@@ -1,0 +1,117 @@
+"""The construction of a run: processes find each other, the Hub answers, the tokenizer settles, rows, then weights."""
+
+from __future__ import annotations
+
+import glob
+import logging
+import os
+from dataclasses import replace
+from typing import Any
+
+import jax
+from transformers.trainer_utils import SaveStrategy
+from transformers.utils import logging as transformers_logging
+
+from trl_jax.data.rows import special_tokens
+from trl_jax.data.rows.tokenizer import load_tokenizer
+from trl_jax.engine.processes import is_first, several
+from trl_jax.engine.sharding import Fetched
+from trl_jax.hub.auto import Checkpoint
+from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.run import model_loading
+from trl_jax.run.base_config import BaseConfig
+from trl_jax.run.devices import check_division, sharding_plan_of
+from trl_jax.run.state import RunState
+
+logger = logging.getLogger(__name__)
+
+
+def tokenizer_of(given: Any, checkpoint: Checkpoint | PreTrainedModel, brought: Any, args: BaseConfig) -> Any:
+    """The tokenizer that was passed, or the model's own."""
+    if given is not None:
+        return given
+    code = args.trust_remote_code
+    if brought is not None:
+        return load_tokenizer(brought.config._name_or_path, brought.config, trust_remote_code=code)
+    return load_tokenizer(model_loading.tokenizer_folder(checkpoint), checkpoint.config, trust_remote_code=code)
+
+
+def settle_tokens(args: BaseConfig, tokenizer: Any, rows: int, *, can_resize: bool) -> int:
+    """Give the tokenizer the special tokens and the chat template of the arguments.
+
+    Returns:
+        How many tokens the model has to embed: `rows`, or more where it can be resized.
+    """
+    special_tokens.settle(tokenizer, eos_token=args.eos_token, pad_token=args.pad_token)
+    if args.chat_template_path is not None:
+        rows = special_tokens.settle_chat_template(tokenizer, args.chat_template_path, rows=rows, can_resize=can_resize)
+    special_tokens.check_pad(tokenizer, rows)
+    return rows
+
+
+def settle_model(run: RunState, tags: list[str], brought: Any) -> None:
+    """Room for the tokens, TRL's tags, and the tokenizer's ids in the model's config and in that of torch's model."""
+    model, args = run.model, run.args
+    if run.vocab_size != model.vocab_size:
+        model.resize_token_embeddings(run.vocab_size)
+    model.add_model_tags(tags)
+    eos = args.eos_token is not None or args.chat_template_path is not None
+    for config in (model.config, *([] if brought is None else [brought.config])):
+        special_tokens.settle_ids(config, run.processing_class, eos=eos)
+
+
+def divide(run: RunState) -> None:
+    """Lay the model's arrays on the mesh of the arguments, if there is one."""
+    run.sharding_plan = sharding_plan_of(run.args)
+    check_division(run.sharding_plan, run.model, run.own_loss)
+    model = run.model
+    if run.sharding_plan is not None:
+        run.sharding_plan = replace(run.sharding_plan, axes=model.backend.axes)
+        model.params, model.frozen = map(run.sharding_plan.placed, (model.params, model.frozen))
+    if several():
+        model.read, model.writes = Fetched, is_first()
+
+
+def check_strategies(args: BaseConfig, eval_dataset: Any) -> None:
+    """Raises ValueError where a strategy of the arguments lacks what it needs."""
+    if args.eval_strategy != "no" and eval_dataset is None:
+        raise ValueError(
+            f"eval_strategy={str(args.eval_strategy.value)!r} needs an eval_dataset. Pass one, or set "
+            "eval_strategy='no'."
+        )
+    if args.eval_on_start and eval_dataset is None:
+        raise ValueError("eval_on_start=True needs an eval_dataset. Pass one, or leave eval_on_start out.")
+    wanted = args.metric_for_best_model
+    if wanted is not None and isinstance(eval_dataset, dict):
+        if not any(wanted.removeprefix("eval_").startswith(f"{name}_") for name in eval_dataset):
+            raise ValueError(
+                f"metric_for_best_model={wanted!r} names none of the evaluation sets ({', '.join(eval_dataset)}): "
+                f"their metrics are called eval_<name>_loss and so on, as in 'eval_{next(iter(eval_dataset))}_loss'."
+            )
+    if args.save_strategy == SaveStrategy.BEST and args.metric_for_best_model is None:
+        raise ValueError(
+            "save_strategy='best' needs metric_for_best_model, which is None: say which metric of the evaluation "
+            "decides, as in metric_for_best_model='loss'."
+        )
+
+
+def set_log_level(level: int) -> None:
+    """Set transformers' loggers and ours to what `log_level` asks for."""
+    transformers_logging.set_verbosity(level)
+    ours = logging.getLogger("trl_jax")
+    ours.setLevel(level)
+    if not ours.hasHandlers():
+        ours.addHandler(logging.StreamHandler())
+
+
+def warn_of_idle_devices(args: BaseConfig) -> None:
+    """JAX without the plugin of an accelerator runs on the CPU, and says so in no way one would notice."""
+    if args.use_cpu or os.environ.get("JAX_PLATFORMS") or jax.default_backend() != "cpu":
+        return
+    for kind, extra, pattern in (("GPU", "cuda", "/dev/nvidia[0-9]*"), ("TPU", "tpu", "/dev/accel[0-9]*")):
+        if glob.glob(pattern):
+            logger.warning(
+                'Training on the CPU, though this machine has a %s: pip install "trl_jax[%s]", or pass use_cpu=True.',
+                kind,
+                extra,
+            )

@@ -1,0 +1,100 @@
+"""A run's datasets: prepared, and in batches."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, IterableDataset
+
+from trl_jax.core.layer_gather import SEQUENCE
+from trl_jax.data.layout.plan import LayoutPlan
+from trl_jax.data.loader import ExampleLoader
+from trl_jax.data.order import RunLength, run_length
+from trl_jax.data.rows.checks import check_token_ids
+from trl_jax.run import layout_choice
+from trl_jax.run.state import RunState
+
+logger = logging.getLogger(__name__)
+
+
+def prepare(run: RunState, dataset: Any, name: str, *, bounded: bool = True) -> Dataset | IterableDataset:
+    """Rows as the loader takes them; where they are `bounded`, without those longer than max_length."""
+    prepared = run.task.prepare(
+        dataset,
+        run.processing_class,
+        max_length=run.args.max_length if bounded else None,
+        num_proc=run.args.dataset_num_proc,
+        name=name,
+    )
+    return check_token_ids(prepared, run.task.columns.texts, run.vocab_size, name, run.max_positions)
+
+
+def length_of(run: RunState) -> RunLength:
+    """How long the run is, by its arguments and its training set."""
+    args = run.args
+    return run_length(
+        len(run.train_dataset) if isinstance(run.train_dataset, Dataset) else None,
+        batch_size=run.micro_batch_examples,
+        accumulation=args.gradient_accumulation_steps,
+        drop_last=args.dataloader_drop_last,
+        epochs=args.num_train_epochs,
+        max_steps=args.max_steps,
+    )
+
+
+def loader(run: RunState, dataset: Dataset | IterableDataset, *, training: bool) -> ExampleLoader:
+    """Step batches over a prepared dataset."""
+    args, own = run.args, bool(run.own_loss)
+    lengths = _lengths(run, dataset) if training and args.train_sampling_strategy == "group_by_length" else None
+    layout = LayoutPlan("padded") if own else _layout(run, dataset, lengths, training)  # scripts' methods see rows
+    return ExampleLoader(
+        dataset,
+        run.task.columns,
+        run.task.example,
+        batch_size=run.micro_batch_examples if training else args.per_device_eval_batch_size * run.shards,
+        shards=run.shards,
+        divided=not own,
+        fills=run.fills if training else False,
+        pad_token_id=run.processing_class.pad_token_id,
+        pad_to_multiple_of=run.pad_to_multiple_of,
+        layout=layout.layout,
+        buckets=layout.buckets,
+        views=layout.views,
+        accumulation=args.gradient_accumulation_steps if training else 1,
+        shuffle=training and args.train_sampling_strategy != "sequential",
+        seed=args.seed if args.data_seed is None else args.data_seed,
+        lengths=lengths,
+        # Every evaluation row counts; and of a stream TRL drops nothing.
+        drop_last=training and args.dataloader_drop_last and isinstance(dataset, Dataset),
+    )
+
+
+def _layout(run: RunState, dataset: Any, lengths: np.ndarray | None, training: bool) -> LayoutPlan:
+    striped = run.sharding_plan is not None and run.sharding_plan.size(SEQUENCE) > 1
+    if not training:
+        return layout_choice.unplanned(run.args, run.model.backend, striped=striped)
+    return layout_choice.plan(
+        run.args,
+        run.model.backend,
+        dataset,
+        run.task.columns.texts,
+        parameters=run.model.num_parameters(exclude_embeddings=True),
+        batch_size=run.train_batch_size,
+        steps=length_of(run).max_steps,
+        shards=run.shards,
+        striped=striped,
+        lengths=lengths,
+    )
+
+
+def _lengths(run: RunState, dataset: Dataset | IterableDataset) -> np.ndarray | None:
+    """Tokens of the longest text of each row, unless a column tells; a stream has no order to change."""
+    if not isinstance(dataset, Dataset):
+        logger.warning("group_by_length has no effect on a stream: its rows come as they do.")
+        return None
+    if run.args.length_column_name in dataset.column_names:
+        return np.asarray(dataset[run.args.length_column_name])
+    texts = [np.fromiter(map(len, dataset[name]), np.int64) for name in run.task.columns.texts]
+    return np.maximum.reduce(texts)

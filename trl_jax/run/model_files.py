@@ -1,0 +1,39 @@
+"""What save_model writes: the model, its tokenizer and the arguments of the run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from trl_jax.core.secrets import masked
+from trl_jax.core.whole_file import write_whole
+from trl_jax.engine.processes import barrier, is_first
+from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.run.base_config import BaseConfig
+
+ARGUMENTS = "training_args.json"
+
+
+def arguments_text(args: BaseConfig) -> str:
+    """The arguments as JSON, without secrets, dtypes by name."""
+    values = args.to_dict()  # hides every name that ends in _token: two of those are no secret
+    values |= {name: getattr(args, name) for name in ("eos_token", "pad_token") if name in values}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            values[name] = {key: str(entry) if "dtype" in key else entry for key, entry in value.items()}
+    return json.dumps(masked(values), indent=2)  # a script's own to_dict may have said more
+
+
+def write_model(folder: Path, model: PreTrainedModel, processing_class: Any, arguments: str) -> None:
+    """Write a folder that transformers loads: config, weights, tokenizer, and training_args.json.
+
+    Args:
+        model: the trainer's, or a copy of it.
+        arguments: of `arguments_text`.
+    """
+    model.save_pretrained(folder)
+    if is_first():
+        processing_class.save_pretrained(folder)
+        write_whole(folder / ARGUMENTS, arguments + "\n")
+    barrier("save_model")

@@ -1,0 +1,151 @@
+"""Going on from a checkpoint: whatever is wrong with it is told before anything of the run changes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+from datasets import Dataset
+from transformers.trainer_callback import TrainerState
+
+from trl_jax.core.secrets import masked
+from trl_jax.data.order import RunLength
+from trl_jax.engine.processes import is_first
+from trl_jax.engine.progress import Progress, SavedProgress
+from trl_jax.engine.resume import Found, changed_arguments, restore_callbacks
+from trl_jax.run import hf_resume
+from trl_jax.run.checkpointing import Checkpointer
+from trl_jax.run.data import loader
+from trl_jax.run.model_files import ARGUMENTS
+from trl_jax.run.state import RunState
+
+logger = logging.getLogger(__name__)
+
+
+def resume(run: RunState, checkpointer: Checkpointer, found: Found, length: RunLength, tx: Any) -> Progress:
+    """Make the run what it was when it wrote this checkpoint; returns its place.
+
+    Raises:
+        ValueError: the checkpoint is of another model, dataset, batch or release.
+    """
+    folder, args = found.folder, run.args
+    saved = SavedProgress(folder) if found.manifest is not None else None
+    if found.manifest is not None and not args.ignore_data_skip:
+        _check_dataset(found, checkpointer.dataset_fingerprint())
+    params = weights_of(run, folder)
+    if saved is None:
+        params, state, progress = _of_transformers(run, found, params, tx)
+    else:
+        params, state, progress = _of_ours(run, checkpointer, saved, params, tx)
+    run.model.params, run.optimizer_state = params, state
+    _log_changes(folder, checkpointer.arguments)
+    reached = found.state.global_step >= length.max_steps
+    progress.stop_training = reached or (progress.stop_training and found.state.max_steps == length.max_steps)
+    if args.ignore_data_skip and not progress.stop_training:
+        progress.examples, progress.rows_digest = 0, None
+    progress.micro_batches = math.ceil(progress.examples / run.micro_batch_examples)
+    _restore_state(run, found)
+    logger.warning("Resuming from %s: step %d of %d.", folder, found.state.global_step, length.max_steps)
+    return progress
+
+
+def weights_of(run: RunState, folder: Path) -> dict[str, jax.Array]:
+    """The weights of a checkpoint, where the run has its own.
+
+    Raises:
+        ValueError: they are of another model.
+    """
+    model, plan = run.model, run.sharding_plan
+    params = model.backend.load(folder, run.args.seed, None if plan is None else plan.place)
+    shapes = {path: array.shape for path, array in params.items()}
+    if shapes != {path: array.shape for path, array in model.params.items()}:
+        raise ValueError(
+            f"{folder} holds another model than {model.name_or_path}: their weights differ in name or shape. "
+            "Resume with the model the run began with."
+        )
+    return params if plan is None else plan.placed(params)
+
+
+def _of_transformers(run: RunState, found: Found, params: dict, tx: Any) -> tuple[dict, Any, Progress]:
+    state = hf_resume.optimizer_state(found.folder, tx.init(params), lambda folder: weights_of(run, folder))
+    if run.sharding_plan is not None:
+        state = run.sharding_plan.placed_state(state, params)
+    run.tokens_seen = hf_resume.tokens_seen(found.state)
+    return params, state, _place_of(run, found.state)
+
+
+def _of_ours(
+    run: RunState, checkpointer: Checkpointer, saved: SavedProgress, params: dict, tx: Any
+) -> tuple[dict, Any, Progress]:
+    _check_release(saved)
+    _check_step(run, saved)
+    like, plan = jax.eval_shape(tx.init, params), run.sharding_plan
+    places = (None, None) if plan is None else (plan.params(params), plan.state(like, params))
+    params = saved.tree("params", params, places[0]) if saved.names("params") else params
+    state = saved.tree("optimizer", like, places[1])
+    run.fills, run.tokens_seen = saved.facts["fills"], saved.facts["tokens_seen"]
+    saved.restore_random_state()
+    checkpointer.lr_scheduler.load_state_dict(saved.facts["schedule"])
+    return params, state, saved.progress
+
+
+def _restore_state(run: RunState, found: Found) -> None:
+    state = run.events.state = found.state
+    state.is_local_process_zero = state.is_world_process_zero = is_first()
+    restore_callbacks(run.events, wholly=run.args.restore_callback_states_from_checkpoint)
+    state.train_batch_size = run.train_batch_size
+    if state.best_model_checkpoint is not None:  # the run's folder may have moved
+        beside = found.folder.parent / Path(state.best_model_checkpoint).name
+        state.best_model_checkpoint = str(beside) if beside.is_dir() else None
+
+
+def _check_release(saved: SavedProgress) -> None:
+    """Raises ValueError for a checkpoint of a release whose state has other names."""
+    if missing := {"step_examples", "shards", "fills", "schedule", "tokens_seen"} - saved.facts.keys():
+        raise ValueError(
+            f"{saved.folder} was written by an earlier release of trl_jax: its training state has no "
+            f"{', '.join(sorted(missing))}. Resume it with that release, or begin a run from its weights: pass the "
+            "folder as model."
+        )
+
+
+def _check_step(run: RunState, saved: SavedProgress) -> None:
+    """On another number of devices a step must still have as many examples: other numbers were another run's."""
+    then, args = saved.facts["step_examples"], run.args
+    if saved.facts["shards"] == run.shards or then == run.step_examples:
+        return
+    way = f"Set gradient_accumulation_steps={then // run.micro_batch_examples}."
+    if then % run.micro_batch_examples:
+        way = f"Choose both so that the product is {then}, or a mesh whose data x fsdp divides it."
+    raise ValueError(
+        f"{saved.folder} was trained in steps of {then} examples on {saved.facts['shards']} devices; {run.shards} "
+        f"devices x per_device_train_batch_size={args.per_device_train_batch_size} x gradient_accumulation_steps="
+        f"{args.gradient_accumulation_steps} give {run.step_examples}. {way}"
+    )
+
+
+def _check_dataset(found: Found, now: str | None) -> None:
+    then = found.manifest["dataset"]
+    if then != now:
+        raise ValueError(
+            f"train_dataset is not the one {found.folder} was trained on (fingerprint {now}, then {then}): its "
+            "place in the data would mean nothing. Pass the same rows, tokenizer and max_length, or "
+            "ignore_data_skip=True to begin the epoch again with these."
+        )
+
+
+def _log_changes(folder: Path, arguments: str) -> None:
+    path = folder / ARGUMENTS
+    then = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    changes = changed_arguments(masked(then), json.loads(arguments)) if then else []
+    if changes:
+        logger.warning("Resuming with other arguments than %s was saved with: %s.", folder, "; ".join(changes))
+
+
+def _place_of(run: RunState, state: TrainerState) -> Progress:
+    steps = len(loader(run, run.train_dataset, training=True)) if isinstance(run.train_dataset, Dataset) else None
+    return hf_resume.place(state, steps, run.step_examples)

@@ -1,0 +1,215 @@
+"""One call of train(): from a place to begin, through the loop, to the closing metrics."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from datasets import Dataset
+from transformers.trainer_utils import SaveStrategy, TrainOutput, speed_metrics
+
+from trl_jax.core.arguments.values import as_choice
+from trl_jax.engine.async_saver import copied
+from trl_jax.engine.checkpoint import forget_all_but_best, sweep
+from trl_jax.engine.interrupts import Interrupts
+from trl_jax.engine.lock import only_run
+from trl_jax.engine.loop import Loop
+from trl_jax.engine.nonfinite_guard import PATIENCE, NonFiniteGuard
+from trl_jax.engine.optimizers import Optimizer
+from trl_jax.engine.prefetch import Prefetched
+from trl_jax.engine.processes import barrier, is_first, told_of_the_dead
+from trl_jax.engine.progress import Progress
+from trl_jax.engine.resume import find
+from trl_jax.hub.torch.objects import give_back
+from trl_jax.run.callbacks import begin_state
+from trl_jax.run.checkpointing import Checkpointer
+from trl_jax.run.data import length_of
+from trl_jax.run.dataloaders import steps_of
+from trl_jax.run.hub_push import HubPublisher, sweep_stages
+from trl_jax.run.memory_metrics import memory
+from trl_jax.run.nan_report import explain
+from trl_jax.run.oom import evaluation_told_of_memory, retried, told_of_memory
+from trl_jax.run.optimizer_choice import Chosen, LearningRate
+from trl_jax.run.precompile import compiling_ahead
+from trl_jax.run.resuming import resume, weights_of
+from trl_jax.run.state import RunState
+from trl_jax.run.train_step import TrainStep, optimizer_of
+
+
+class TrainerHooks(NamedTuple):
+    """The trainer's methods that a script may have overridden."""
+
+    create_optimizer: Callable[[], Any]
+    get_train_dataloader: Callable[[], Any]
+    evaluate: Callable[[], dict[str, float]]
+    log: Callable[[dict[str, float]], None]
+    save_checkpoint: Callable[[Progress], Path]
+    loss: Callable
+
+
+class Training:
+    """Trains a run, as often as it is asked to.
+
+    optimizer: of the last call of train(); None before the first.
+    """
+
+    def __init__(
+        self,
+        run: RunState,
+        hooks: TrainerHooks,
+        train_step: TrainStep,
+        checkpointer: Checkpointer,
+        publisher: HubPublisher,
+        choose: Callable[[], Chosen],
+        brought: Any,
+    ):
+        """
+        Args:
+            choose: what the arguments and the constructor say of the optimizer, as they are now.
+            brought: the torch model that was passed; it gets the trained weights.
+        """
+        self._run, self._hooks, self._train_step = run, hooks, train_step
+        self._checkpointer, self._publisher, self._brought = checkpointer, publisher, brought
+        self._choose, self.chosen = choose, choose()
+        self.optimizer: Optimizer | None = None
+
+    def train(self, resume_from: str | bool | None) -> TrainOutput:
+        """Train to the end, alone in output_dir, heeding signals; smaller batches where auto_find_batch_size asks."""
+        args, interrupts = self._run.args, Interrupts()
+        saves = args.save_strategy != SaveStrategy.NO
+        promise = "saving a checkpoint and leaving" if saves else "leaving without a checkpoint (save_strategy='no')"
+        with self._run.on_device(), contextlib.ExitStack() as entered:
+            if saves and is_first():
+                entered.enter_context(only_run(args.output_dir))
+                sweep(Path(args.output_dir))
+                sweep_stages(args.output_dir)
+            barrier("train")  # until the first process has swept
+            entered.enter_context(interrupts.heeded(promise))
+            once = partial(self._once, as_choice(resume_from), interrupts)
+            return self._what_fits(once) if args.auto_find_batch_size else once()
+
+    def made_optimizer(self) -> Optimizer:
+        """What create_optimizer gives, as the step takes it."""
+        return optimizer_of(self._run, self._hooks.create_optimizer(), self.chosen)
+
+    def _what_fits(self, once: Callable[[], TrainOutput]) -> TrainOutput:
+        """Each try begins where the first one did: a step takes the arrays it is given."""
+        run = self._run
+        first, tokens_seen = copied((run.model.params, run.optimizer_state)), run.tokens_seen
+
+        def again(size: int) -> None:
+            run.found_batch_size, run.tokens_seen = size, tokens_seen
+            params, state = first
+            if run.sharding_plan is None:
+                run.model.params, run.optimizer_state = jax.tree.map(jnp.array, first)
+            else:
+                run.model.params = run.sharding_plan.placed(params)
+                run.optimizer_state = None if state is None else run.sharding_plan.placed_state(state, params)
+
+        return retried(once, lambda: run.train_batch_size, again)
+
+    def _once(self, resume_from: str | bool | None, interrupts: Interrupts) -> TrainOutput:
+        run, args, start = self._run, self._run.args, time.time()
+        self.chosen = self._choose()  # arguments may have been changed since
+        self.optimizer = tx = self.made_optimizer()
+        found = find(resume_from, args.output_dir) if resume_from else None
+        if found is not None and args.auto_find_batch_size and run.found_batch_size is None:
+            run.found_batch_size = found.state.train_batch_size
+        length = length_of(run)
+        schedule = LearningRate(self.chosen.rates(args, length.max_steps), lambda: run.state.global_step)
+        self._checkpointer.lr_scheduler = schedule
+        run.events.handler.optimizer, run.events.handler.lr_scheduler = tx, schedule
+        self._checkpointer.forget_dataset()
+        begin_state(run)
+        progress = Progress() if found is None else resume(run, self._checkpointer, found, length, tx)
+        first = run.state.global_step
+        run.state.max_steps, run.state.num_train_epochs = length.max_steps, length.num_epochs
+        run.state.compute_steps(args, length.max_steps)
+        train_loss, unreported = self._loop(tx, length, progress, interrupts)
+        self._publisher.finish()
+        return self._finished(train_loss, self._measured(unreported), start, length.max_steps, first)
+
+    def _loop(self, tx: Any, length: Any, progress: Progress, interrupts: Interrupts) -> tuple[float, list]:
+        run, checkpointer, train_step = self._run, self._checkpointer, self._train_step
+        batches = self._hooks.get_train_dataloader()
+        run.events.handler.train_dataloader = batches
+        steps, step = steps_of(batches, "get_train_dataloader"), train_step.made(tx)
+        place = None if "compute_loss" in run.overridden else train_step.placed
+        patience = 1 if "underflow_overflow" in str(run.args.debug) else PATIENCE
+        loop = Loop(
+            events=run.events,
+            batches=Prefetched(steps, place, lambda: loop.heed_while_waiting()),
+            num_epochs=length.num_epochs,
+            micro_batches_per_epoch=length.micro_batches_per_epoch,
+            advance=train_step.advancer(step, tx, checkpointer.saver.check),
+            learning_rate=checkpointer.lr_scheduler,
+            report=lambda logs, since: self._hooks.log(logs | self._measured(since)),
+            evaluate=self._evaluate,
+            save=self._hooks.save_checkpoint,
+            nonfinite_guard=NonFiniteGuard(
+                run.state.global_step + 1, partial(explain, run, self._hooks.loss), patience
+            ),
+            interrupts=interrupts,
+            progress=progress,
+        )
+        run.in_train = True
+        try:
+            with (
+                checkpointer.saver.settled(),
+                told_of_the_dead(),
+                told_of_memory(run),
+                compiling_ahead(run, train_step, step, steps, progress),
+            ):
+                return loop.run()
+        finally:
+            run.in_train = False
+
+    def _evaluate(self) -> dict[str, float]:
+        args = self._run.args
+        telling = evaluation_told_of_memory(self._run) if args.auto_find_batch_size else contextlib.nullcontext()
+        with telling:
+            metrics = self._hooks.evaluate()
+        self._checkpointer.lr_scheduler.after_evaluation(metrics, args.metric_for_best_model)
+        return metrics
+
+    def _measured(self, steps: list[dict[str, np.ndarray]]) -> dict[str, float]:
+        """What is logged of the steps since the last log, beside loss, grad_norm and learning_rate."""
+        if not steps:
+            return {}
+        return {"num_tokens": float(self._run.tokens_seen)} | self._run.task.metrics(steps, "train")
+
+    def _finished(
+        self, train_loss: float, measured: dict[str, float], start: float, max_steps: int, first: int
+    ) -> TrainOutput:
+        run, args, state = self._run, self._run.args, self._run.state
+        rows = run.step_examples * max_steps
+        if isinstance(run.train_dataset, Dataset) and args.max_steps <= 0:
+            rows = len(run.train_dataset) * args.num_train_epochs
+        taken = state.global_step - first  # the time is that of this session, so are its steps
+        rows *= taken / max(max_steps, 1)
+        metrics = speed_metrics("train", start, num_samples=rows, num_steps=taken)
+        if args.include_num_input_tokens_seen != "no":
+            metrics["train_tokens_per_second"] = round(state.num_input_tokens_seen / metrics["train_runtime"], 3)
+        metrics |= {"total_flos": state.total_flos, "train_loss": train_loss} | measured | memory("train", args)
+        self._hooks.log(metrics)
+        metrics["epoch"] = state.epoch
+        self._take_best()
+        if self._brought is not None:
+            give_back(run.model.backend, run.model.params, run.model.config, self._brought)
+        run.events.fire("on_train_end")
+        return TrainOutput(state.global_step, train_loss, metrics)
+
+    def _take_best(self) -> None:
+        """The best checkpoint's weights where load_best_model_at_end says so; the only one left where one may be."""
+        args, best = self._run.args, self._run.state.best_model_checkpoint
+        if args.load_best_model_at_end and best is not None:
+            self._run.model.params = weights_of(self._run, Path(best))
+        if is_first() and args.save_total_limit == 1 and best is not None:
+            forget_all_but_best(args.output_dir, best)

@@ -1,0 +1,88 @@
+"""Reward models: the score of the chosen answer of each pair above that of the rejected one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from datasets import Dataset, IterableDataset
+
+from trl_jax.data.example import Columns, Example, Measured, of_examples
+from trl_jax.data.layout.batch import Batch
+from trl_jax.data.rows import preference
+from trl_jax.losses.pairwise import pairwise_loss
+from trl_jax.tasks.metrics import joined
+
+_JOINS = {
+    "pairs": np.sum, "correct": np.sum, "margin_sum": np.sum, "reward_sum": np.sum,
+    "reward_min": np.min, "reward_max": np.max,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RewardTask:
+    """TRL's reward modelling: two texts an example, each read at its last real token.
+
+    center_rewards_coefficient: the factor of the term that centres scores; None leaves it out.
+    """
+
+    center_rewards_coefficient: float | None = None
+
+    head: ClassVar[Literal["score"]] = "score"
+    columns: ClassVar[Columns] = Columns(("chosen_ids", "rejected_ids"), ("margin",))
+
+    def prepare(
+        self, dataset: Dataset | IterableDataset, tokenizer: Any, **limits: Any
+    ) -> Dataset | IterableDataset:
+        """Preference rows of every form with `chosen_ids` and `rejected_ids`, less the pairs too long."""
+        return preference.prepare(dataset, tokenizer, **limits)
+
+    def example(self, row: dict[str, Any]) -> Example:
+        """The two texts of a pair, and its margin where it has one."""
+        return self.columns.example(row)
+
+    def loss(self, outputs: jax.Array, batch: Batch | Measured) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """`losses.pairwise_loss` of the scores, chosen answers above rejected ones."""
+        chosen, rejected = jnp.split(outputs, 2)
+        return pairwise_loss(
+            chosen,
+            rejected,
+            weight=batch.weight,
+            margin=batch.extras.get("margin"),
+            center_rewards_coefficient=self.center_rewards_coefficient,
+            micro_batch=batch.micro_batch,
+        )
+
+    def metrics(self, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float]:
+        """TRL's metrics of a reward model; none without pairs.
+
+        In training each is a mean over micro-batches of each one's own mean or extreme, as TRL's are. In an evaluation
+        means are over all pairs, however they were batched; TRL averages the batches' means, which lets the pairs of a
+        short last batch count for more. Extremes are means of the batches' own in both.
+        """
+        found = joined(sums, _JOINS, count="pairs")
+        pairs = found["pairs"]
+        if not pairs.size:
+            return {}
+        over = (lambda total: np.mean(total / pairs)) if split == "train" else lambda total: total.sum() / pairs.sum()
+        return {
+            "min_reward": float(np.mean(found["reward_min"])),
+            "mean_reward": float(over(found["reward_sum"] / 2)),
+            "max_reward": float(np.mean(found["reward_max"])),
+            "accuracy": float(over(found["correct"])),
+            "margin": float(over(found["margin_sum"])),
+        }
+
+    def predictions(self, outputs: np.ndarray, num_examples: int) -> np.ndarray:
+        """Scores `[2P, 1]`: the chosen answers of a batch, then its rejected ones."""
+        return of_examples(outputs, 2, num_examples)[:, None]
+
+    def inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Also the names of early releases of TRL, `input_ids_chosen` and so on."""
+        for name in ("input_ids", "attention_mask"):
+            chosen, rejected = np.split(batch[name], 2)
+            batch = batch | {f"{name}_chosen": chosen, f"{name}_rejected": rejected}
+        return batch

@@ -1,0 +1,49 @@
+"""Methods of transformers' Trainer, and TRL's, that nobody would call here, and what a script does instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_OWN_LOSS = "The step is one compiled function: override compute_loss(self, model, inputs, return_outputs=False)."
+_OWN_DATA = "Override get_train_dataloader or get_eval_dataloader, or order the rows and say train_sampling_strategy."
+_OWN_RATES = "Override create_optimizer, or pass optimizers=(an optax transformation, a schedule)."
+_OWN_CALLBACK = "Override evaluate, predict, save_model or log, or write a TrainerCallback."
+_NEVER_CALLED = {
+    name: instead
+    for names, instead in (
+        ("training_step autocast_smart_context_manager compute_loss_context_manager _wrap_model _clip_grad_norm "
+         "_get_grad_norm _get_num_items_in_batch get_batch_samples _run_epoch _inner_training_loop "
+         "_prepare_for_training call_model_init", _OWN_LOSS),
+        ("_get_train_sampler _get_eval_sampler _get_dataloader _get_collator_with_removed_columns _prepare_dataset "
+         "_prepare_input _prepare_inputs _remove_unused_columns _set_signature_columns_if_needed", _OWN_DATA),
+        ("create_optimizer_and_scheduler create_scheduler get_decay_parameter_names get_optimizer_cls_and_kwargs "
+         "_get_learning_rate", _OWN_RATES),
+        ("evaluation_loop _evaluate _maybe_log_save_evaluate _determine_best_metric _load_best_model _save "
+         "_load_from_checkpoint _save_optimizer_and_scheduler _load_optimizer_and_scheduler _save_rng_state "
+         "_load_rng_state _load_callback_state _push_from_checkpoint floating_point_ops store_flos "
+         "_finalize_training _init_training_state", _OWN_CALLBACK),
+    )
+    for name in names.split()
+}  # fmt: skip
+
+
+def names_of_script(cls: type) -> frozenset[str]:
+    """Names that a script's own subclass of a trainer, or its mixins, define."""
+    own = [kind for kind in cls.__mro__ if kind.__module__.partition(".")[0] != "trl_jax"]
+    return frozenset(name for kind in own for name in vars(kind))
+
+
+def check_overridden(cls: type) -> None:
+    """Raises TypeError for a subclass with a method that would never be called."""
+    if unheard := sorted(names_of_script(cls) & _NEVER_CALLED.keys()):
+        raise TypeError(
+            f"{cls.__name__} overrides {', '.join(unheard)}, which trl_jax never calls. "
+            + " ".join(dict.fromkeys(_NEVER_CALLED[name] for name in unheard))
+        )
+
+
+def refuse(**given: Any) -> None:
+    """Raises ValueError for an argument that is not None and has no meaning here."""
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name}={value!r} is not in this release of trl_jax. Leave it out.")
