@@ -12,7 +12,7 @@ import pytest
 import trl_jax
 from compat_tests import pages, readme_table
 from compat_tests.adapters import test_targets
-from compat_tests.bench import sharding_plan, meshes, pods
+from compat_tests.bench import meshes, pods, sharding_plan
 from compat_tests.models.test_layouts import CASES as LAYOUTS
 from compat_tests.pages import FOLDER, PAGES, README, ROOT, table
 from compat_tests.parity import test_mutants
