@@ -1,7 +1,7 @@
 """Where arrays lie on several devices: the axes of the mesh, and the logical axes of parameters that they divide.
 
-Pairs are divided over `data` and `fsdp`; each device of these computes pairs of its own and nobody else's. Parameters
-are divided over `fsdp` (a layer's are gathered where it uses them) and over `tensor` (products are divided).
+Examples are divided over `data` and `fsdp`; each device of these computes its own and nobody else's. Parameters are
+divided over `fsdp` (a layer's are gathered where it uses them) and over `tensor` (products are divided).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class ShardingPlan:
 
     @property
     def shards(self) -> int:
-        """How many devices, or groups of them, have pairs of their own."""
+        """How many devices, or groups of them, have examples of their own."""
         return self.size("data") * self.size("fsdp")
 
     def scanned(self, path: str) -> bool:

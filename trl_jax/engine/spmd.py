@@ -1,9 +1,8 @@
-"""A loss on several devices: each computes pairs of its own, and only parameters, gradients and sums go between them.
+"""A loss on several devices: each has its own examples, and only parameters, gradients and sums go between them.
 
-Everything is written out in one `jax.shard_map` over the axes that pairs and texts are divided over. What a device sees
-is a batch as one device alone would have it, so models know nothing of meshes, and XLA has none of a batch to gather.
-Along the sequence axis devices see the same batch, of which a decoder takes its stripes of each text
-(`nn.attention.striped`).
+Everything is written out in one `jax.shard_map` over the axes that divide examples and texts. The batch of a device is
+one as a single device would have it, so models know nothing of meshes, and XLA has nothing of a batch to gather. Along
+the sequence axis devices have the same batch, of which a decoder takes its stripes of each text.
 """
 
 from __future__ import annotations
@@ -148,7 +147,7 @@ class ShardedStep:
         return self._each(tensor, lambda part: jax.lax.all_gather(part, axis, axis=place, tiled=True))(array)
 
     def _each(self, tensor: PartitionSpec, collective: Callable) -> Callable:
-        """A collective over the axes of pairs of each part over `tensor` by itself: XLA would gather that one, too."""
+        """A collective over the axes of examples, for each part over `tensor` alone: XLA would gather that one, too."""
         if "tensor" not in tensor:
             return collective
         return jax.shard_map(

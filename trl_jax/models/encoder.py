@@ -125,7 +125,7 @@ class Encoder(nnx.Module):
         body = checkpointed(layer, remat=remat)
         keys = None if dropout_key is None else jax.random.split(dropout_key, self.arch.num_layers)
         slices = state, self._norms(), by_layer, keys
-        if self.convolution is not None:  # beside the first layer alone
+        if self.convolution is not None:  # parallel to the first layer alone
             first, slices = (jax.tree.map(lambda leaf, at=at: leaf[at], slices) for at in (0, slice(1, None)))
             h = self._convolved(h, body(h, first)[0], valid, dropout_key)
         h, _ = jax.lax.scan(body, h, slices)

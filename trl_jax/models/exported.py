@@ -1,4 +1,4 @@
-"""A scorer whose computation came from elsewhere as a program."""
+"""A model whose computation is a program that was exported elsewhere."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from trl_jax.nn.aten.run import run
 
 
 class Programs(Protocol):
-    """Whoever has the program for a shape, or can make it."""
+    """The programs of a model, by shape."""
 
     def program(self, rows: int, length: int, *, dtype: str, training: bool) -> Program:
-        """The one for R rows of T tokens, its matrix products in `dtype`; with dropout where `training`."""
+        """The program for R rows of T tokens, its matrix products in `dtype`; with dropout where `training`."""
 
 
 class ExportedScorer(nnx.Module):
-    """Scores rows as `SequenceScorer` does. Where a row is read is part of the program; pads are told by `valid`.
+    """A model with a score head, called as `Model` is. The program itself finds the token that a row is read at.
 
     Parameters keep the names they have in the model that was exported.
     """
 
-    needs_valid = True
+    needs_valid = True  # its attention may see pads
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], programs: Programs):
         self._programs, self._names = programs, tuple(shapes)

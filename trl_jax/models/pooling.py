@@ -9,7 +9,7 @@ from trl_jax.core.packed import Packed
 
 
 def valid_tokens(tokens: jax.Array, valid: jax.Array | None, lengths: jax.Array | None) -> jax.Array:
-    """Which of the tokens `[R, T]` may be seen, bool: `valid`, else the first `lengths` `[R]` of each row, else all."""
+    """The tokens `[R, T]` that may be seen, bool: `valid`, else the first `lengths` `[R]` of each row, else all."""
     if valid is not None:
         return valid
     if lengths is None:

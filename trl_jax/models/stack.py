@@ -1,4 +1,4 @@
-"""Layers stacked into one, and what a scan along them hands to each."""
+"""Layers stacked into one, and the inputs that a scan along them hands to each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PRODUCTS = jax.checkpoint_policies.save_from_both_policies(
 
 
 _INPUT, _KEEPS = "layer_input", jax.checkpoint_policies
-# What the backward pass finds of a layer, by how it is recomputed.
+# The values of a layer that are kept for the backward pass, by how it is recomputed.
 _KEPT = {
     False: _PRODUCTS,
     True: _KEEPS.nothing_saveable,  # but its input
@@ -45,8 +45,8 @@ def stacked(make: Callable[[], nnx.Module], count: int) -> nnx.Module:
 
 
 def checkpointed(layer: Callable, *, remat: bool | str) -> Callable:
-    """The layer as a scan's body: the backward pass recomputes it all (`remat`) or all but its matrix products and what
-    attention along a stream gave. "offloaded": all, from inputs that wait in the host's memory."""
+    """The layer as a scan's body: the backward pass recomputes it all (`remat`) or all but its matrix products and the
+    results of attention along packed rows. "offloaded": all, from inputs that wait in the host's memory."""
 
     def body(h: jax.Array, slices: Any) -> tuple[jax.Array, None]:
         return layer(checkpoint_name(h, _INPUT), slices)
@@ -70,7 +70,7 @@ def _dotted(path: tuple) -> str:
 
 
 def apply(part: Callable[[jax.Array], jax.Array] | None, x: jax.Array) -> jax.Array:
-    """What is not there changes nothing."""
+    """`part` of x; x itself without a part."""
     return x if part is None else part(x)
 
 

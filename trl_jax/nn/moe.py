@@ -49,12 +49,12 @@ class MoE(nnx.Module):
         if devices == 1 or count % devices:
             return self._mixed(x, *self._route(x), None, *experts)
 
-        def own(*given):
-            return jax.lax.psum(self._mixed(*given), TENSOR)
+        def of_device(*arguments):
+            return jax.lax.psum(self._mixed(*arguments), TENSOR)
 
         divided, first = PartitionSpec(TENSOR), jnp.arange(0, count, count // devices)
         places = (*[PartitionSpec()] * 3, *[divided] * 4)
-        run = jax.shard_map(own, in_specs=places, out_specs=PartitionSpec(), axis_names={TENSOR}, check_vma=False)
+        run = jax.shard_map(of_device, in_specs=places, out_specs=PartitionSpec(), axis_names={TENSOR}, check_vma=False)
         return run(x, *self._route(x), first, *experts)
 
     def _matrices(self) -> list[tuple[jax.Array, ...]]:
@@ -63,7 +63,7 @@ class MoE(nnx.Module):
         return [(weight[...], *(() if lora is None else (lora.a[...], lora.b[...]))) for weight, lora in both]
 
     def _mixed(self, x, weights, chosen, first, gate, up, down) -> jax.Array:
-        """What experts from `first[0]` on give the tokens that chose them; None: they are all."""
+        """The sum of what a token's experts give, of those from `first[0]` on alone; None: all are here."""
         expert, count = chosen.reshape(-1), self.experts.count
         if first is not None:
             expert = (expert - first[0]) % count  # these come first, tokens of others behind

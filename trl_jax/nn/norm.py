@@ -11,7 +11,7 @@ from flax import nnx
 
 @dataclass(frozen=True)
 class NormKind:
-    """What tells one norm from another.
+    """The facts of a norm.
 
     `centred`: the mean is taken off first. `weighted`, `biased`: it has these parameters. `one_plus`: it scales by
     1 + weight. `scales_rounded`: the normed value is rounded to the dtype of the input before it is scaled.
