@@ -12,7 +12,7 @@ import pytest
 import trl_jax
 from compat_tests import pages, readme_table
 from compat_tests.adapters import test_targets
-from compat_tests.bench import meshes, pods, sharding_plan
+from compat_tests.bench import division, meshes, pods
 from compat_tests.models.test_layouts import CASES as LAYOUTS
 from compat_tests.pages import FOLDER, PAGES, README, ROOT, table
 from compat_tests.parity import test_mutants
@@ -142,7 +142,7 @@ def test_devices_share_what_one_holds():
     """Over fsdp and tensor everything is divided, over data alone nothing, under ZeRO all but the weights."""
     shown = table("devices.md", "What a device holds and sends")
     names = {name.replace("ZeRO 1 or 2 over 8", "zero1:8") for name in shown}
-    assert names == {*sharding_plan.MESHES} - {"data:1", "zero2:8"}
+    assert names == {*division.MESHES} - {"data:1", "zero2:8"}
     for name, row in shown.items():
         share = 1.0
         for size in re.findall(r"(?:fsdp|tensor):(\d)", name):

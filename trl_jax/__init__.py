@@ -29,9 +29,11 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from trl_jax.hub.peft.quantization import BitsAndBytesConfig
     from trl_jax.hub.pretrained import PreTrainedModel
     from trl_jax.losses.pairwise import pairwise_loss
+    from trl_jax.run.base_config import BaseConfig
     from trl_jax.scripts.mixture import DatasetMixtureConfig, get_dataset
     from trl_jax.scripts.quiet import init_zero_verbose
     from trl_jax.scripts.utils import ScriptArguments, TrlParser
+    from trl_jax.trainer.base_trainer import BaseTrainer
     from trl_jax.trainer.callbacks import RichProgressCallback
     from trl_jax.trainer.model_config import ModelConfig
     from trl_jax.trainer.reward_config import RewardConfig
@@ -42,6 +44,8 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "AutoModelForSequenceClassification": "trl_jax.hub.auto",
+    "BaseConfig": "trl_jax.run.base_config",
+    "BaseTrainer": "trl_jax.trainer.base_trainer",
     "BitsAndBytesConfig": "trl_jax.hub.peft.quantization",
     "DatasetMixtureConfig": "trl_jax.scripts.mixture",
     "LoraConfig": "trl_jax.hub.peft.lora_config",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from trl_jax.losses.sums import counted, summed
+
 
 def pairwise_loss(
     chosen: jax.Array,
@@ -42,20 +44,15 @@ def pairwise_loss(
     losses = -jax.nn.log_sigmoid(lead if margin is None else lead - margin)
     if center_rewards_coefficient is not None:
         losses += center_rewards_coefficient * jnp.square(chosen + rejected)
-    return jnp.sum(weight * losses), _sums(
-        chosen, rejected, weight > 0 if micro_batch is None else micro_batch & (weight > 0)
-    )
+    return jnp.sum(weight * losses), _sums(chosen, rejected, counted(weight, micro_batch))
 
 
-def _sums(chosen: jax.Array, rejected: jax.Array, counted: jax.Array) -> dict[str, jax.Array]:
-    def total(values):
-        return jnp.sum(jnp.where(counted, values, 0), axis=-1, dtype=jnp.float32)
-
+def _sums(chosen: jax.Array, rejected: jax.Array, pairs: jax.Array) -> dict[str, jax.Array]:
     return {
-        "pairs": total(1.0),
-        "correct": total(chosen > rejected),
-        "margin_sum": total(chosen - rejected),
-        "reward_sum": total(chosen + rejected),
-        "reward_min": jnp.min(jnp.where(counted, jnp.minimum(chosen, rejected), jnp.inf), axis=-1),
-        "reward_max": jnp.max(jnp.where(counted, jnp.maximum(chosen, rejected), -jnp.inf), axis=-1),
+        "pairs": summed(1.0, pairs),
+        "correct": summed(chosen > rejected, pairs),
+        "margin_sum": summed(chosen - rejected, pairs),
+        "reward_sum": summed(chosen + rejected, pairs),
+        "reward_min": jnp.min(jnp.where(pairs, jnp.minimum(chosen, rejected), jnp.inf), axis=-1),
+        "reward_max": jnp.max(jnp.where(pairs, jnp.maximum(chosen, rejected), -jnp.inf), axis=-1),
     }
