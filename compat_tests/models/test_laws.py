@@ -11,7 +11,7 @@ from flax import nnx
 from compat_tests.models import variants
 from trl_jax import AutoModelForSequenceClassification
 from trl_jax.core.packed import reads_of_rows
-from trl_jax.models.decoder import Block
+from trl_jax.models.block import Block
 from trl_jax.models.functional import merge
 from trl_jax.nn.attention.inputs import AttentionInputs
 from trl_jax.nn.rope import rope_angles

@@ -8,54 +8,16 @@ from flax import nnx
 
 from trl_jax.core.packed import Packed
 from trl_jax.models.encoder_arch import EncoderArch
+from trl_jax.models.encoder_block import CONVOLUTION, EMBEDDING, EncoderBlock, norm_of
 from trl_jax.models.pooling import pool, valid_tokens
 from trl_jax.models.stack import apply, checkpointed, rope_inputs, stacked, whole_layer, window_inputs
-from trl_jax.nn.attention.bidirectional import BidirectionalAttention
-from trl_jax.nn.attention.disentangled import DisentangledAttention
 from trl_jax.nn.attention.inputs import AttentionInputs, LayerInputs
 from trl_jax.nn.attention.packed import seen_both_ways
 from trl_jax.nn.convolution import Convolution
 from trl_jax.nn.dropout import dropout_or_none
 from trl_jax.nn.linear import Embedding, Linear
-from trl_jax.nn.mlp import ACTIVATIONS, MLP
+from trl_jax.nn.mlp import ACTIVATIONS
 from trl_jax.nn.noise import Noise
-from trl_jax.nn.norm import Norm
-
-_EMBEDDING, _ATTENTION, _ATTENTION_OUT, _MLP, _MLP_OUT, _DISTANCES, _CONVOLUTION = range(7)  # places of dropout
-
-
-def _norm(arch: EncoderArch, size: int | None = None) -> Norm:
-    return Norm(size or arch.hidden_size, kind=arch.norm, eps=arch.norm_eps)
-
-
-class EncoderBlock(nnx.Module):
-    """One layer: attention and MLP, each sum normed or, with `arch.prenorm`, what they read."""
-
-    def __init__(self, arch: EncoderArch):
-        if arch.distances is None:
-            self.attention = BidirectionalAttention(arch.hidden_size, arch.num_heads, bias=arch.attention_bias)
-        else:
-            self.attention = DisentangledAttention(arch.hidden_size, arch.num_heads, arch.distances)
-        self.attention_out_norm = None if arch.prenorm else _norm(arch)
-        self.mlp_norm = _norm(arch) if arch.prenorm else None
-        self.mlp = MLP(
-            arch.hidden_size, arch.mlp_size, activation=arch.activation, gated=arch.gated, bias=arch.mlp_bias
-        )
-        self.mlp_out_norm = None if arch.prenorm else _norm(arch)
-        self.arch = arch
-
-    def __call__(self, h: jax.Array, x: jax.Array, inputs: AttentionInputs, *, key: jax.Array | None) -> jax.Array:
-        """`[R, T, D]` to the same; `x` is `h` as attention reads it, `key` turns dropout on."""
-        arch = self.arch
-        if arch.distances is not None:
-            table = apply(dropout_or_none(arch.distance_dropout, key, _DISTANCES), inputs.distances)
-            inputs = inputs._replace(distances=table)
-        attended = self.attention(x, inputs, dropout_or_none(arch.attention_dropout, key, _ATTENTION))
-        attended = apply(dropout_or_none(arch.attention_out_dropout, key, _ATTENTION_OUT), attended)
-        h = apply(self.attention_out_norm, h + attended)
-        fed = self.mlp(apply(self.mlp_norm, h), dropout=dropout_or_none(arch.mlp_dropout, key, _MLP))
-        fed = apply(dropout_or_none(arch.mlp_out_dropout, key, _MLP_OUT), fed)
-        return apply(self.mlp_out_norm, h + fed)
 
 
 class Encoder(nnx.Module):
@@ -71,17 +33,17 @@ class Encoder(nnx.Module):
         self.embed = Embedding(arch.vocab_size, size, padding_idx=arch.padding_idx, axes=("vocab", "embed"))
         self.position_embed = None if learned is None else Embedding(learned, size, padding_idx=skipped)
         self.type_embed = Embedding(types, size) if types else None
-        self.embed_norm = _norm(arch, size)
+        self.embed_norm = norm_of(arch, size)
         self.projection = Linear(size, arch.hidden_size, bias=True) if size != arch.hidden_size else None
         self.distance_embed = None if distances is None else Embedding(2 * distances.span, arch.hidden_size)
-        self.distance_norm = _norm(arch) if distances is not None and distances.normed else None
+        self.distance_norm = norm_of(arch) if distances is not None and distances.normed else None
         conv = arch.convolution
         self.convolution = None if conv is None else Convolution(arch.hidden_size, conv.width, conv.groups)
-        self.convolution_norm = None if conv is None else _norm(arch)
+        self.convolution_norm = None if conv is None else norm_of(arch)
         self.layers = stacked(lambda: EncoderBlock(arch), arch.num_layers)
         # Of the layers after the first: what that one reads is normed already.
-        self.attention_norm = stacked(lambda: _norm(arch), arch.num_layers - 1) if arch.prenorm else None
-        self.norm = _norm(arch) if arch.prenorm else None
+        self.attention_norm = stacked(lambda: norm_of(arch), arch.num_layers - 1) if arch.prenorm else None
+        self.norm = norm_of(arch) if arch.prenorm else None
 
     def __call__(
         self,
@@ -141,7 +103,7 @@ class Encoder(nnx.Module):
             if arch.positions_skip_pads:
                 positions = self._skipping_pads(tokens, packed)
             h = h + self.position_embed(positions, dtype)
-        h = apply(dropout_or_none(arch.embedding_dropout, dropout_key, _EMBEDDING), self.embed_norm(h))
+        h = apply(dropout_or_none(arch.embedding_dropout, dropout_key, EMBEDDING), self.embed_norm(h))
         return apply(self.projection, h)
 
     def _skipping_pads(self, tokens: jax.Array, packed: Packed | None) -> jax.Array:
@@ -186,5 +148,5 @@ class Encoder(nnx.Module):
     def _convolved(self, embedded, h, valid, dropout_key) -> jax.Array:
         facts = self.arch.convolution
         near = self.convolution(jnp.where(valid[..., None], embedded, 0))
-        near = apply(dropout_or_none(facts.dropout, dropout_key, _CONVOLUTION), near)
+        near = apply(dropout_or_none(facts.dropout, dropout_key, CONVOLUTION), near)
         return self.convolution_norm(h + ACTIVATIONS[facts.activation](near))
