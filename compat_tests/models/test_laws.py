@@ -50,7 +50,7 @@ def test_a_later_token_changes_nothing_earlier(at, hidden):
 
 def test_a_window_of_7_sees_6_back_and_not_7(model):
     ids = variants.rows()[0][:1]
-    assert model.source.arch.windows[0] == 7
+    assert model.source.config.arch.windows[0] == 7
     with jax.disable_jit():
         last, changed_6, changed_7 = (
             _layer_zero(model, seen)[0, LAST] for seen in (ids, _changed(ids, LAST - 6), _changed(ids, LAST - 7))

@@ -295,7 +295,7 @@ def dearly(plan_layout, *given, **how):
 def test_a_longer_program_serves_until_one_is_made(folder, tmp_path, monkeypatch):
     """The same numbers but for rounding, and from a checkpoint on the same to the bit."""
     monkeypatch.setattr(layout_choice, "plan_layout", partial(dearly, layout_choice.plan_layout))
-    monkeypatch.setattr(layout_choice, "AT_ONCE", 1)
+    monkeypatch.setattr(layout_choice, "PROGRAMS_AT_ONCE", 1)
     rows = Dataset.from_list([
         {side: f"{' '.join(words)} {side}" for side in ("chosen", "rejected")}
         for length in (400, 10, 10, 400, 10, 10) for words in [["bread"] * length] * 4

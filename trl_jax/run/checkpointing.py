@@ -95,7 +95,7 @@ class Checkpointer:
 
         def write(folder: Path) -> None:
             if aside:
-                self.write_model(folder, run.model.holding(trees["params"]))
+                self.write_model(folder, run.model.with_params(trees["params"]))
             else:
                 self._save_model(folder, _internal_call=True)
             if run.args.save_only_model:
