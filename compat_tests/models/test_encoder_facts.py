@@ -15,7 +15,7 @@ from trl_jax.hub.config import native
 from trl_jax.hub.families import read_arch
 from trl_jax.models.encoder_arch import ConvolutionFacts, EncoderArch, HeadFacts
 from trl_jax.models.functional import merge
-from trl_jax.nn.disentangled import Distances
+from trl_jax.nn.attention.disentangled import Distances
 from trl_jax.nn.rope import Rope
 
 BERT, MODERN, V2 = ("bert", "plain"), ("modernbert", "biases"), ("deberta-v2", "convolved")

@@ -11,8 +11,9 @@ from flax import nnx
 from compat_tests.models import variants
 from trl_jax import AutoModelForSequenceClassification
 from trl_jax.core.packed import reads_of_rows
-from trl_jax.models.decoder import Block
+from trl_jax.models.block import Block
 from trl_jax.models.functional import merge
+from trl_jax.nn.attention.inputs import AttentionInputs
 from trl_jax.nn.rope import rope_angles
 
 QUICKLY = {"xla_backend_optimization_level": 0}
@@ -81,7 +82,7 @@ def _layer(decoder, index, h, ids):
     _, stack = nnx.split(decoder.layers)
     window = None if arch.windows[index] is None else jnp.int32(arch.windows[index])
     return nnx.merge(graph, jax.tree.map(lambda leaf: leaf[index], stack))(
-        h, dtype=h.dtype, cos=cos[0], sin=sin[0], scale=arch.head_dim**-0.5, window=window
+        h, AttentionInputs(arch.head_dim**-0.5, cos[0], sin[0], window=window), dtype=h.dtype
     )
 
 

@@ -64,6 +64,11 @@ class Backend(abc.ABC):
     can_freeze: bool = True
     heads: Mapping[str, int] | None
 
+    @property
+    def axes(self) -> Mapping[str, tuple[str, ...]]:
+        """The logical axes of parameters, by path; a parameter without any is left out."""
+        return {}
+
     @abc.abstractmethod
     def save(self, folder: Path, params: dict[str, jax.Array], config: Any, *, writes: bool = True) -> None:
         """Write config.json and safetensors that transformers loads; not `writes`: only read every parameter."""

@@ -24,7 +24,7 @@ from trl_jax.hub.checkpoint.tensor_map import TensorEntry
 from trl_jax.hub.config.native import NativeConfig, read_native_config
 from trl_jax.hub.freezing import Locations
 from trl_jax.models.adapted import module_at
-from trl_jax.models.functional import abstract
+from trl_jax.models.functional import abstract, logical_axes
 from trl_jax.models.stack import narrowest_window
 from trl_jax.nn.quantized import HALVES, TABLES, Format, Quantized, dequantized
 
@@ -49,13 +49,18 @@ class NativeBackend(Backend):
         self.heads = {"heads": arch.num_heads} | ({"key heads": arch.num_key_heads} if causal else {})
         self.batch_invariant = not causal  # some ropes of decoders ask for the longest text of a batch
 
+    @property
+    def axes(self) -> Mapping[str, tuple[str, ...]]:
+        return logical_axes(self.make)
+
     def make(self) -> nnx.Module:
         """The module, to be looked at abstractly."""
         model = self.source.config.model()
         for path, form in self.formats.items():
             owner, _, name = path.rpartition(".")
             module = module_at(model, owner)
-            setattr(module, name, Quantized(form, vars(module)[name].shape[:-2]))
+            weight = vars(module)[name]
+            setattr(module, name, Quantized(form, weight.shape[:-2], weight.get_metadata()["axes"]))
         return model
 
     def torch_param_layout(self) -> TorchParamLayout:

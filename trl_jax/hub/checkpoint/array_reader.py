@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from trl_jax.hub.checkpoint.sharded_reading import Index, Placement, read_sharded
+from trl_jax.hub.checkpoint.sharded_reading import Index, read_sharded
 from trl_jax.hub.checkpoint.tensor_map import TensorEntry
 from trl_jax.hub.formats.gguf import LINK, GgufFiles
 from trl_jax.hub.formats.pickles import PickledFiles, only_pickled
@@ -48,13 +48,11 @@ class ArrayReader:
         first = self.on_disk[entry.tensor.format(*[entry.first] * entry.stacked)]
         return jnp.dtype(self.files.dtypes[first] if self.dtype == "auto" else self.dtype)
 
-    def array(
-        self, entry: TensorEntry, shape: tuple[int, ...], dtype: Any, place: Placement | None = None
-    ) -> jax.Array:
-        """One of our arrays, on one device or where `place` says."""
-        if place is None:
+    def array(self, entry: TensorEntry, shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> jax.Array:
+        """One of our arrays, on one device or laid out as `sharding` says."""
+        if sharding is None:
             return self._assemble(entry, shape, dtype, lambda values: values.astype(dtype, copy=False))
-        return read_sharded(self._read_part, entry, shape, self.on_disk, place(entry.path, shape), dtype)
+        return read_sharded(self._read_part, entry, shape, self.on_disk, sharding, dtype)
 
     def bits(self, entry: TensorEntry, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         """The bits of an array of 16-bit floats, uint16."""

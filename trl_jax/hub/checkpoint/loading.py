@@ -20,7 +20,7 @@ from trl_jax.hub.checkpoint.sharded_reading import Placement
 from trl_jax.hub.checkpoint.tensor_map import TensorEntry, make_tensor_map
 from trl_jax.hub.config.native import NativeConfig
 from trl_jax.hub.heads import Draw
-from trl_jax.models.functional import abstract
+from trl_jax.models.functional import abstract, logical_axes
 from trl_jax.nn.quantized import HALVES, Format
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ def load(
         as_stored: the arrays have the dtype in question instead, as those may that do not train.
         formats: paths of weights that are quantised as they are read: `<path>.codes` and so on take their place.
         bits: paths of weights that, where they have sixteen bits and stay as stored, become `<path>.codes`, those bits.
-        place: from a parameter's path and shape to its sharding, on several devices.
+        place: from a parameter's logical axes and shape to its sharding, on several devices.
 
     Raises:
         FileNotFoundError, ValueError: the file, tensor or key at fault by name.
@@ -83,6 +83,7 @@ def load(
     missing = [draw for draw in config.draws() if draw.tensor not in table.on_disk]
     new = _draw(config, missing, table.tensor_map, shapes, seed)
     reader, params = ArrayReader(files, table.on_disk, dtype), {}
+    axes = {} if place is None else logical_axes(config.model)
     for entry in table.tensor_map:
         path, shape = entry.path, shapes[entry.path].shape
         if path in (formats or {}):
@@ -93,7 +94,7 @@ def load(
             params[f"{path}.codes"] = reader.bits(entry, shape, reader.stored_dtype(entry))
         else:
             stored = reader.stored_dtype(entry) if as_stored else jnp.float32
-            params[path] = reader.array(entry, shape, stored, place)
+            params[path] = reader.array(entry, shape, stored, place and place(axes[path], shape))
     return params, _source(config, reader, table, missing)
 
 

@@ -12,7 +12,7 @@ from trl_jax.hub.checkpoint.tensor_map import TensorEntry
 
 Index = tuple[slice, ...]
 Read = Callable[[str, Index | None], np.ndarray]  # a tensor on disk, or a part of it
-Placement = Callable[[str, tuple[int, ...]], Any]  # a parameter's path and shape -> its sharding
+Placement = Callable[[tuple[str, ...], tuple[int, ...]], Any]  # a parameter's logical axes and shape -> its sharding
 
 
 def read_sharded(
@@ -41,10 +41,10 @@ def read_sharded(
     return jax.make_array_from_single_device_arrays(shape, sharding, [parts[device] for device in indices])
 
 
-def shard_array(place: Placement, path: str, array: jax.Array) -> jax.Array:
-    """An array that every process has, laid out as `place` says."""
+def shard_array(place: Placement, axes: tuple[str, ...], array: jax.Array) -> jax.Array:
+    """An array that every process has, laid out as `place` says of its logical `axes`."""
     values = np.asarray(array)
-    return jax.make_array_from_callback(array.shape, place(path, array.shape), lambda index: values[index])
+    return jax.make_array_from_callback(array.shape, place(axes, array.shape), lambda index: values[index])
 
 
 def _read_part(

@@ -10,7 +10,7 @@ from trl_jax.hub.families import Family, bert
 from trl_jax.hub.heads import ScoreHead
 from trl_jax.models.encoder_arch import ConvolutionFacts, EncoderArch, HeadFacts
 from trl_jax.models.heads import EncoderScorer
-from trl_jax.nn.disentangled import Distances
+from trl_jax.nn.attention.disentangled import Distances
 from trl_jax.nn.mlp import ACTIVATIONS
 
 # Of the language model's head, and a key that transformers does not read.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,11 @@ class AdaptedBackend(Backend):
         stacked |= {name for name, path in paths.items() if path in whole.stacked}
         return TorchParamLayout(frozenset(stacked), joined)
 
+    @property
+    def axes(self) -> Mapping[str, tuple[str, ...]]:
+        axes, names = self.base.axes, {name: name.removesuffix("@trained") for name in self.tensors}
+        return axes | {name: axes[path] for name, path in names.items() if path in axes}
+
     def locations(self, params: dict[str, jax.Array]) -> Locations:
         """Names alone: a script cannot freeze an adapter's parameters."""
         return dict.fromkeys(self.dtypes, [])
@@ -81,7 +86,10 @@ class AdaptedBackend(Backend):
     ) -> dict[str, jax.Array]:
         """`defaults` has tensors, by their names in the file, for those that it lacks."""
         arrays = arrays_of(self.plan, read_tensors(folder, self.plan, self._shapes, defaults), self._shapes)
-        return arrays if place is None else {path: shard_array(place, path, array) for path, array in arrays.items()}
+        if place is None:
+            return arrays
+        axes = self.axes
+        return {path: shard_array(place, axes.get(path, ()), array) for path, array in arrays.items()}
 
     def resized(self, rows: int) -> Backend:
         raise ValueError(
