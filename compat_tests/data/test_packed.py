@@ -1,175 +1,175 @@
-"""Streams: every token of every pair once and where it should be, and a way back to the pairs."""
+"""Packed rows: every token of every text once and where it should be, and a way back to the texts."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_jax.data.layout.batch import scored_token
-from trl_jax.data.layout.packed import Form, Rows, greedy_bins, place, shared_tokens, stream_pairs
-from trl_jax.data.layout.plan import Buckets, survey
-from trl_jax.data.order import epoch_order
+from compat_tests.data.examples import PAD, ids, steps
+from trl_jax.data.example import Example
+from trl_jax.data.layout.batch import last_real_token
+from trl_jax.data.layout.buckets import Buckets
+from trl_jax.data.layout.packed import Form, RowViewShape, greedy_bins, pack_examples, place, shared_tokens
 
-PAD = 7
-ids = st.lists(st.integers(0, 9), min_size=1, max_size=12)
-rows = st.builds(
-    lambda prompt, chosen, rejected, margin: {
-        "chosen_ids": prompt + chosen, "rejected_ids": prompt + rejected, "margin": margin
-    },
-    st.lists(st.integers(0, 9), max_size=9), ids, ids, st.floats(-2, 2, width=32),
-)  # fmt: skip
-steps = st.integers(1, 4).flatmap(
-    lambda pairs: st.tuples(
-        st.just(pairs), st.lists(st.lists(rows, min_size=1, max_size=pairs), min_size=1, max_size=3)
-    )
-)
 layouts = pytest.mark.parametrize("share", [False, True], ids=["packed", "shared"])
 
 
-def laid_out(groups, pairs, count, share, streams=2, rows=None):
-    placed = place(groups, pairs=pairs, share=share)
-    into = greedy_bins([pair.tokens for pair in placed], streams)
-    form = Form(PAD, share, Buckets(), rows)
-    return stream_pairs(placed, into, form, pairs=pairs, count=count, streams=streams), placed, into
+def laid_out(groups, size, count, share, rows=2, row_view=None):
+    placed = place(groups, examples=size, share=share)
+    into = greedy_bins([one.tokens for one in placed], rows)
+    form = Form(PAD, share, Buckets(), row_view)
+    return pack_examples(placed, into, form, examples=size, count=count, rows=rows), placed, into
 
 
-def what_is_seen(batch, stream, place):
+def visible(batch, row, place):
     """The places that a token sees, from its own numbers alone, in the order of the text."""
-    run = range(batch.packed.first[stream, 0, place], batch.packed.end[stream, 0, place])
-    return sorted(run, key=lambda other: batch.positions[stream, 0, other])
+    run = range(batch.packed.first[row, 0, place], batch.packed.end[row, 0, place])
+    return sorted(run, key=lambda other: batch.positions[row, 0, other])
 
 
-def texts_of(batch, stream, slot):
-    """The inverse of a layout: both texts of a pair, from its last tokens alone, up to the one that is read."""
-    slots = batch.weight.shape[1]
-    places = (int(batch.at[stream, place]) for place in (slot, slots + slot))
-    return [batch.tokens[stream, 0, what_is_seen(batch, stream, place)].tolist() for place in places]
+def slots_of(batch, slot, texts):
+    """Where the outputs of an example's texts are."""
+    return [number * batch.weight.shape[1] + slot for number in range(texts)]
 
 
 @layouts
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None)
 @given(steps, st.integers(0, 2))
 def test_every_text_comes_back_from_what_its_last_token_sees(share, step, more):
-    pairs, groups = step
-    batch, placed, into = laid_out(groups, pairs, len(groups) + more, share)
-    for pair, own in zip(placed, into, strict=True):
-        chosen, rejected = pair.row["chosen_ids"], pair.row["rejected_ids"]
-        read = [ids[: scored_token(ids, PAD) + 1] for ids in (chosen, rejected)]
-        assert texts_of(batch, own, pair.slot) == read
-        slots = batch.weight.shape[1]
-        assert batch.lengths[own, [pair.slot, slots + pair.slot]].tolist() == [len(chosen), len(rejected)]
+    """Up to the token at which it is read."""
+    size, groups = step
+    batch, placed, into = laid_out(groups, size, len(groups) + more, share)
+    for one, row in zip(placed, into, strict=True):
+        texts = one.example.texts
+        slots = slots_of(batch, one.slot, len(texts))
+        found = [batch.tokens[row, 0, visible(batch, row, int(at))].tolist() for at in batch.reads[row, slots]]
+        assert found == [text[: last_real_token(text, PAD) + 1] for text in texts]
+        assert batch.lengths[row, slots].tolist() == list(map(len, texts))
 
 
 @layouts
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None)
 @given(steps)
 def test_every_token_sees_its_own_text_up_to_itself_and_nothing_else(share, step):
     """Not only where it is read: position p sees p + 1 tokens, those of the text it belongs to."""
-    pairs, groups = step
-    batch, placed, into = laid_out(groups, pairs, len(groups), share)
-    found = [0] * len(batch.tokens)
-    for pair, own in zip(placed, into, strict=True):
-        texts = {"chosen": pair.row["chosen_ids"], "rejected": pair.row["rejected_ids"]}
-        start = found[own]
-        found[own] += pair.tokens
-        for at in range(start, found[own]):
-            side = "chosen" if at < start + len(texts["chosen"]) else "rejected"
-            position = int(batch.positions[own, 0, at])
-            seen = what_is_seen(batch, own, at)
-            assert batch.tokens[own, 0, seen].tolist() == texts[side][: position + 1]
-            assert batch.positions[own, 0, seen].tolist() == list(range(position + 1))
-    for own, filled in enumerate(found):
-        assert (batch.tokens[own, 0, filled:] == PAD).all()
-        assert all(not what_is_seen(batch, own, at) for at in range(filled, batch.tokens.shape[2]))
+    size, groups = step
+    batch, placed, into = laid_out(groups, size, len(groups), share)
+    filled = [0] * len(batch.tokens)
+    for one, row in zip(placed, into, strict=True):
+        texts = one.example.texts
+        own = [len(texts[0]), *(len(text) - one.shared for text in texts[1:])]
+        belongs = np.repeat(range(len(texts)), own)
+        assert len(belongs) == one.tokens
+        for at, number in enumerate(belongs, start=filled[row]):
+            position, seen = int(batch.positions[row, 0, at]), visible(batch, row, at)
+            assert batch.tokens[row, 0, seen].tolist() == texts[number][: position + 1]
+            assert batch.positions[row, 0, seen].tolist() == list(range(position + 1))
+        filled[row] += one.tokens
+    for row, end in enumerate(filled):
+        assert (batch.tokens[row, 0, end:] == PAD).all()
+        assert all(not visible(batch, row, at) for at in range(end, batch.tokens.shape[2]))
 
 
 @layouts
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None)
 @given(steps)
 def test_texts_stand_as_rows_too(share, step):
     """Token by token, and back: what two texts begin with is in both of their rows."""
 
-
     def shape(tokens, longest):
         return Buckets()(tokens), longest + 3
 
-    pairs, groups = step
-    batch, placed, into = laid_out(groups, pairs, len(groups), share, rows=Rows(sum(map(len, groups)), shape))
+    size, groups = step
+    view = RowViewShape(sum(map(len, groups)), shape)
+    batch, placed, into = laid_out(groups, size, len(groups), share, row_view=view)
     places, back = (leaf[:, 0] for leaf in batch.packed.texts)
-    longest, found = max(pair.longest for pair in placed), [0] * len(batch.tokens)
-    assert places.shape[2] == longest + 3
+    longest, found = max(one.example.longest for one in placed), [0] * len(batch.tokens)
+    assert places.shape[1:] == (len(placed[0].example.texts) * len(placed), longest + 3)
     reached = np.zeros(back.shape, bool)
-    for pair, own in zip(placed, into, strict=True):
-        for ids in (pair.row["chosen_ids"], pair.row["rejected_ids"]):
-            row, number = places[own, found[own]], found[own]
-            row, behind = np.split(row, [len(ids)])
-            assert batch.tokens[own, 0, row].tolist() == ids and (behind == back.shape[2]).all()
-            assert batch.positions[own, 0, row].tolist() == list(range(len(ids)))
-            for at, place_ in enumerate(row):
-                side = back[own, :, place_].tolist().index(number * places.shape[2] + at)
-                reached[own, side, place_] = True
-            found[own] += 1
-    assert all((places[own, count:] == back.shape[2]).all() for own, count in enumerate(found))
+    for one, row in zip(placed, into, strict=True):
+        for text in one.example.texts:
+            number = found[row]
+            of_text, behind = np.split(places[row, number], [len(text)])
+            assert batch.tokens[row, 0, of_text].tolist() == text and (behind == back.shape[2]).all()
+            assert batch.positions[row, 0, of_text].tolist() == list(range(len(text)))
+            for at, place_ in enumerate(of_text):
+                side = back[row, :, place_].tolist().index(number * places.shape[2] + at)
+                reached[row, side, place_] = True
+            found[row] += 1
+    assert all((places[row, count:] == back.shape[2]).all() for row, count in enumerate(found))
     assert (back[~reached] == places[0].size).all()
 
 
-@settings(deadline=None, max_examples=60)
+@layouts
+@settings(deadline=None)
 @given(steps, st.integers(0, 2))
-def test_weights_and_micro_batches_are_trls_however_pairs_are_dealt(step, more):
-    pairs, groups = step
+def test_weights_extras_and_micro_batches_are_trls_whichever_row_examples_are_in(share, step, more):
+    size, groups = step
     count = len(groups) + more
-    batch, _, _ = laid_out(groups, pairs, count, True)
-    weight, margin = np.zeros((count, pairs), np.float32), np.zeros((count, pairs), np.float32)
+    batch, _, _ = laid_out(groups, size, count, share)
+    weight = np.zeros((count, size), np.float32)
+    extras = {name: np.zeros_like(weight) for name in ("margin", "label")}
     for m, group in enumerate(groups):
         weight[m, : len(group)] = 1 / (len(groups) * len(group))
-        margin[m, : len(group)] = [row["margin"] for row in group]
-    np.testing.assert_allclose(batch.weight.sum(axis=0).reshape(count, pairs), weight, rtol=1e-6)
-    np.testing.assert_array_equal(batch.margin.sum(axis=0).reshape(count, pairs), margin)
-    assert ((batch.weight > 0).sum(axis=0) <= 1).all(), "a pair is in one stream"
+        for name, values in extras.items():
+            values[m, : len(group)] = [example.extras[name] for example in group]
+    np.testing.assert_allclose(batch.weight.sum(axis=0).reshape(count, size), weight, rtol=1e-6)
+    assert list(batch.extras) == list(extras)
+    for name, values in extras.items():
+        np.testing.assert_array_equal(batch.extras[name].sum(axis=0).reshape(count, size), values)
+    assert ((batch.weight > 0).sum(axis=0) <= 1).all(), "an example is in one row"
     for m in range(count):
-        np.testing.assert_array_equal(batch.member[0, m].reshape(count, pairs).all(axis=1), np.arange(count) == m)
+        of_micro_batch = batch.micro_batch[0, m].reshape(count, size).all(axis=1)
+        np.testing.assert_array_equal(of_micro_batch, np.arange(count) == m)
 
 
 @settings(deadline=None)
 @given(steps)
 def test_the_longest_text_is_that_of_the_micro_batch(step):
-    pairs, groups = step
-    batch, placed, into = laid_out(groups, pairs, len(groups), True)
-    for pair, own in zip(placed, into, strict=True):
-        group = groups[pair.slot // pairs]
-        longest = max(len(row[side]) for row in group for side in ("chosen_ids", "rejected_ids"))
-        assert batch.packed.longest[own, 0, batch.at[own, pair.slot]] == longest
+    size, groups = step
+    batch, placed, into = laid_out(groups, size, len(groups), True)
+    for one, row in zip(placed, into, strict=True):
+        longest = max(example.longest for example in groups[one.slot // size])
+        slots = slots_of(batch, one.slot, len(one.example.texts))
+        assert (batch.packed.longest[row, 0, batch.reads[row, slots]] == longest).all()
 
 
 @given(ids, ids)
-def test_each_answer_keeps_its_last_token(chosen, rejected):
-    shared = shared_tokens(chosen, rejected)
-    assert 0 <= shared < min(len(chosen), len(rejected)) and chosen[:shared] == rejected[:shared]
-    longer = chosen[: shared + 1] == rejected[: shared + 1]
-    assert not longer or shared + 1 == min(len(chosen), len(rejected))
+def test_each_of_two_texts_keeps_its_last_token(first, second):
+    shared = shared_tokens([first, second])
+    assert 0 <= shared < min(len(first), len(second)) and first[:shared] == second[:shared]
+    longer = first[: shared + 1] == second[: shared + 1]
+    assert not longer or shared + 1 == min(len(first), len(second))
+
+
+@pytest.mark.parametrize("texts", [1, 3, 4])
+@given(text=ids)
+def test_others_than_two_texts_share_nothing(texts, text):
+    assert shared_tokens([text] * texts) == 0
+    [one] = place([[Example((text,) * texts, {})]], examples=1, share=True)
+    assert (one.shared, one.tokens) == (0, texts * len(text))
+    batch, _, _ = laid_out([[one.example]], 1, 1, True, rows=1)
+    assert (batch.packed.first[0, 0] < batch.tokens.shape[2]).sum() == texts * len(text)
+
+
+@layouts
+@pytest.mark.parametrize("texts", [([1, 2, 3], [1, 2, 3]), ([1, 2, 3], [4], [1, 2, 3])])
+def test_a_text_that_is_the_first_once_more_is_read_at_the_same_place(share, texts):
+    batch, _, _ = laid_out([[Example(texts, {})]], 1, 1, share, rows=1)
+    first, *_, last = batch.reads[0]
+    assert first == last and batch.tokens[0, 0, visible(batch, 0, int(first))].tolist() == [1, 2, 3]
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=30), st.integers(1, 5))
-def test_streams_are_balanced(costs, streams):
-    """The longest is at most a pair longer than the mean."""
-    filled = np.bincount(greedy_bins(costs, streams), costs, minlength=streams)
-    assert filled.sum() == sum(costs) and filled.max() <= sum(costs) / streams + max(costs)
+def test_rows_are_about_as_full_as_each_other(costs, rows):
+    """The fullest has at most one example more than the mean."""
+    filled = np.bincount(greedy_bins(costs, rows), costs, minlength=rows)
+    assert filled.sum() == sum(costs) and filled.max() <= sum(costs) / rows + max(costs)
 
 
-@settings(deadline=None, max_examples=30)
-@given(st.lists(rows, min_size=1, max_size=20), st.integers(1, 3), st.integers(1, 3))
-def test_a_survey_counts_what_the_layouts_hold(found, pairs, accumulation):
-    dataset, order = Dataset.from_list(found), epoch_order(len(found), seed=1, epoch=0, shuffle=True)
-    groups = [[found[i] for i in order[start : start + pairs]] for start in range(0, len(order), pairs)]
-    for layout in ("packed", "shared"):
-        counted = survey(dataset, order).steps(pairs, accumulation, layout)
-        for number, (padded, real, stream, text) in enumerate(counted):
-            group = groups[number * accumulation : (number + 1) * accumulation]
-            sides = [[len(row[side]) for row in micro for side in ("chosen_ids", "rejected_ids")] for micro in group]
-            assert padded == sum(len(micro) * max(micro) for micro in sides) and real == sum(map(sum, sides))
-            assert text == max(map(max, sides))
-            batch, _, _ = laid_out(group, pairs, accumulation, layout == "shared", accumulation)
-            assert stream == max((batch.packed.first < batch.tokens.shape[2]).sum(axis=(1, 2)))
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=30), st.integers(2, 5), st.integers(0, 3))
+def test_no_row_has_more_examples_than_it_may(costs, rows, more):
+    most = -(-len(costs) // rows) + more
+    assert np.bincount(greedy_bins(costs, rows, most)).max() <= most
