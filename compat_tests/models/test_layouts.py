@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 
 import jax
@@ -12,15 +12,17 @@ import pytest
 
 from compat_tests.models import encoders
 from compat_tests.models.families import VARIANTS
-from trl_jax import AutoModelForSequenceClassification, RewardTrainer
-from trl_jax.data.layout.batch import pad_pairs
-from trl_jax.data.layout.packed import Form, Rows, greedy_bins, place, stream_pairs
-from trl_jax.losses.pairwise import pairwise_loss
+from trl_jax import AutoModelForSequenceClassification
+from trl_jax.data.example import Example
+from trl_jax.data.layout.packed import Form, RowViewShape, greedy_bins, pack_examples, place
+from trl_jax.data.layout.padded import pad_examples
 from trl_jax.models.functional import merge
+from trl_jax.run.forward import Forward
+from trl_jax.tasks.reward import RewardTask
 
 QUICKLY = {"xla_backend_optimization_level": 0}
-PAIRS, COUNT, PAD = 3, 3, 0
-STREAMS = ("packed", "shared", "shared rows")  # rows: attention text by text, as on GPUs
+SIZE, COUNT, PAD = 3, 3, 0
+PACKED = ("packed", "shared", "shared rows")  # rows: attention text by text, as on GPUs
 # Of each family the variant that strays furthest, and those in which layouts could go wrong in a way of their own.
 CASES = [("llama", "yarn"), ("qwen2", "layer_types"), ("qwen3", "attention_bias")]
 CASES += [(family, list(own)[-1]) for family, own in VARIANTS.items()]
@@ -44,33 +46,37 @@ def step():
     prompts = draw(21), draw(0), draw(5), draw(9), draw(12), draw(30), draw(3)
     chosen = draw(4), draw(11), [], draw(1), [], draw(3) + [PAD], [PAD, PAD]
     rejected = draw(13), draw(17), draw(6), draw(2) + [PAD], [], [PAD], draw(25)
-    rows = [
-        {"chosen_ids": prompt + one, "rejected_ids": prompt + other, "margin": float(dice.normal())}
+    examples = [
+        Example((prompt + one, prompt + other), {"margin": float(dice.normal())})
         for prompt, one, other in zip(prompts, chosen, rejected, strict=True)
     ]
-    return rows[:3], rows[3:6], rows[6:]
+    return examples[:3], examples[3:6], examples[6:]
 
 
 @cache
-def batches(layout):
-    facts = {"pairs": PAIRS, "count": COUNT, "pad_token_id": PAD}
+def batches(layout, texts=2):
+    """The step in a layout; of other numbers of `texts` the first alone, or the second twice."""
+    groups = [[one._replace(texts=(*one.texts, one.texts[1])[:texts]) for one in group] for group in step()]
     if layout == "padded":
-        return pad_pairs(step(), pad_to_multiple_of=48, **facts)
-    share, rows = layout.startswith("shared"), Rows(7, lambda *_: (128, 64)) if layout.endswith("rows") else None
-    placed = place(step(), pairs=PAIRS, share=share)
-    into = greedy_bins([pair.tokens for pair in placed], COUNT)
-    form = Form(PAD, share, lambda tokens: 128, rows)
-    return stream_pairs(placed, into, form, pairs=PAIRS, count=COUNT, streams=COUNT)
+        return pad_examples(groups, examples=SIZE, count=COUNT, pad_token_id=PAD, pad_to_multiple_of=48)
+    share, length = layout.startswith("shared"), 192 if texts > 2 else 128
+    view = RowViewShape(7, lambda *_: (length, 64)) if layout.endswith("rows") else None
+    placed = place(groups, examples=SIZE, share=share)
+    into = greedy_bins([one.tokens for one in placed], COUNT)
+    form = Form(PAD, share, lambda tokens: length, view)
+    return pack_examples(placed, into, form, examples=SIZE, count=COUNT, rows=COUNT)
+
+
+def forward_of(model, most=None):
+    return Forward(SimpleNamespace(model=model, args=SimpleNamespace(max_length=most)))
 
 
 def of_step(model, layout, *, gradients=False, dtype="float32", most=None):
     """The step's loss, or with `gradients` the loss and those; a pass is compiled once a shape."""
-    trainer = SimpleNamespace(model=model, args=SimpleNamespace(max_length=most))
+    forward, task = forward_of(model, most), RewardTask(center_rewards_coefficient=0.1)
 
     def loss(params, batch):
-        chosen, rejected = jnp.split(RewardTrainer.score(trainer, params, batch, dtype=dtype), 2)
-        how = {"weight": batch.weight, "margin": batch.margin, "center_rewards_coefficient": 0.1}
-        return pairwise_loss(chosen, rejected, **how)[0]
+        return task.loss(forward.outputs(params, batch, dtype=dtype), batch)[0]
 
     run = jax.jit(jax.value_and_grad(loss) if gradients else loss, compiler_options=QUICKLY)
     batch = batches(layout) if isinstance(layout, str) else layout
@@ -87,8 +93,29 @@ def test_the_loss_is_the_same_in_every_layout(family, name, built):
         assert abs(of_step(model, layout) - wanted) <= 1e-6 * max(1, wanted), layout
 
 
-def apart(model, layouts=STREAMS, dtype="float32"):
-    """How far streams are from padded rows: in loss, and the worst gradient in parts of its own scale.
+@pytest.mark.parametrize("texts", [1, 3])
+def test_outputs_of_other_numbers_of_texts_are_the_same_in_every_layout(texts, built):
+    """Slot by slot: text after text of each example, and 0 where there is none."""
+    model = AutoModelForSequenceClassification.from_pretrained(built("llama", "yarn"))
+    run = jax.jit(partial(forward_of(model).outputs, dtype="float32"), compiler_options=QUICKLY)
+
+    def outputs(layout):
+        batch, found = batches(layout, texts), np.zeros((texts, COUNT * SIZE))
+        for p in range(COUNT):
+            own = jax.tree.map(lambda leaf, p=p: leaf[p], batch)
+            given, real = np.asarray(run(model.params, own)).reshape(texts, -1), own.weight > 0
+            slots = np.flatnonzero(real) + (p * SIZE if layout == "padded" else 0)
+            found[:, slots] = given[:, real]
+        return found
+
+    wanted = outputs("padded")
+    assert np.count_nonzero(wanted) == texts * 7
+    for layout in PACKED:
+        np.testing.assert_allclose(outputs(layout), wanted, atol=2e-6)
+
+
+def apart(model, layouts=PACKED, dtype="float32"):
+    """How far packed rows are from padded ones: in loss, and the worst gradient in parts of its own scale.
 
     Where the exact gradient is zero both are rounding noise: scales end at a hundredth of the largest.
     """
