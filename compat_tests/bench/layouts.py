@@ -1,4 +1,4 @@
-"""Loss and gradients of one step in packed and shared streams against padded rows, in every native decoder family."""
+"""Loss and gradients of one step in packed and shared rows against padded ones, in every native decoder family."""
 
 from __future__ import annotations
 

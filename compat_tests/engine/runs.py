@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,8 +71,13 @@ class Outcome:
         }
 
 
-def run_loop(out, *, rows=10, metrics=(), callbacks=(), write_model=None, **config) -> Outcome:
-    """Train on `rows` rows that are never looked at; the k-th evaluation reports `metrics[k]` as eval_m."""
+def run_loop(
+    out, *, rows=10, metrics=(), callbacks=(), write_model=None, empty_from=sys.maxsize, **config
+) -> Outcome:
+    """Train on `rows` rows that are never looked at; the k-th evaluation reports `metrics[k]` as eval_m.
+
+    From the epoch `empty_from` on there is no batch.
+    """
     args = RewardConfig(
         str(out), **(QUIET | {"per_device_train_batch_size": BATCH, "logging_steps": 2} | config)
     )
@@ -106,7 +112,7 @@ def run_loop(out, *, rows=10, metrics=(), callbacks=(), write_model=None, **conf
 
     loop = Loop(
         events=events,
-        batches=_Batches(rows, args.gradient_accumulation_steps),
+        batches=_Batches(rows, args.gradient_accumulation_steps, empty_from),
         num_epochs=run.num_epochs,
         micro_batches_per_epoch=run.micro_batches_per_epoch,
         advance=lambda batch, rate: {
@@ -129,14 +135,16 @@ def run_loop(out, *, rows=10, metrics=(), callbacks=(), write_model=None, **conf
 
 
 class _Batches:
-    def __init__(self, rows, accumulation):
-        self.rows, self.accumulation = rows, accumulation
+    def __init__(self, rows, accumulation, empty_from):
+        self.rows, self.accumulation, self.empty_from = rows, accumulation, empty_from
 
     def set_epoch(self, epoch, skip, skipped_digest):
         assert skip == 0
+        self.epoch = epoch
 
     def __iter__(self):
-        parts = micro_batches(range(self.rows), BATCH, drop_last=False)
+        rows = range(self.rows if self.epoch < self.empty_from else 0)
+        parts = micro_batches(rows, BATCH, drop_last=False)
         for group in micro_batches(parts, self.accumulation, drop_last=False):
             examples = sum(map(len, group))
             yield SimpleNamespace(num_micro_batches=len(group), num_examples=examples, rows=[], rows_digest=None)
