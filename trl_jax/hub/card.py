@@ -14,7 +14,7 @@ from trl_jax.core.whole_file import write_whole
 
 CARD, CURVE = "README.md", "training_loss.svg"
 _MARK = "<!-- trl_jax wrote this card and will write it anew; remove this line to keep your own. -->"
-_TAGS = ("generated_from_trainer", "trl_jax", "reward-trainer")
+_TAGS = ("generated_from_trainer", "trl_jax")
 _LIBRARIES = ("transformers", "datasets", "jax", "flax", "optax")
 
 
@@ -60,7 +60,7 @@ def write_card(
         "model_name": model_name,
         "base_model": base_model,
         "datasets": datasets or None,
-        "tags": list(dict.fromkeys([*_TAGS, *(_adapter_tags(base_model) if adapter else ()), *tags])),
+        "tags": list(dict.fromkeys([*_TAGS, *tags, *(_adapter_tags(base_model) if adapter else ())])),
         "pipeline_tag": "text-classification",
         **facts,
     }
