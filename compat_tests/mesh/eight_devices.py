@@ -22,13 +22,15 @@ from compat_tests.dryrun.planned import LORA, alike  # noqa: E402
 from compat_tests.parity.reference import BASE  # noqa: E402
 from trl_jax import BitsAndBytesConfig, LoraConfig, RewardConfig, RewardTrainer  # noqa: E402
 from trl_jax.core.packed import BLOCK  # noqa: E402
-from trl_jax.data.loader import PreferenceLoader  # noqa: E402
+from trl_jax.data.loader import ExampleLoader  # noqa: E402
 from trl_jax.data.windows import Windows  # noqa: E402
 from trl_jax.engine.compilation import compiler_options  # noqa: E402
 from trl_jax.engine.sharding import ShardingPlan, make_mesh  # noqa: E402
 from trl_jax.run import layout_choice, precompile  # noqa: E402
+from trl_jax.tasks.reward import RewardTask  # noqa: E402
 
 ROWS = tiny.preference_rows(5 * PAIRS, margin=True)
+EXAMPLES = RewardTask.columns, RewardTask().example
 MARKS = {"loss": 1e-5, "train_loss": 1e-5, "grad_norm": 2e-4}  # the others' is 2e-4
 NO_GRADIENT = ("rewards", "weights", "predictions")  # may drift where a bias has none: see bench.gaps
 
@@ -115,10 +117,10 @@ def trainer(checkpoint, out, rows=ROWS, **config):
 
 def test_all_devices_share_the_pairs_unless_told_otherwise(checkpoint, tmp_path, caplog):
     built = trainer(checkpoint, tmp_path)
-    assert (built.args.world_size, built.shards, built.args.parallel_mode.value) == (8, 8, "distributed")
+    assert (built.args.world_size, built.parts.run.shards, built.args.parallel_mode.value) == (8, 8, "distributed")
     assert built.accelerator.num_processes == 8 and built.args.train_batch_size == 2
     [step, *_] = built.get_train_dataloader().steps
-    assert step.arrays.tokens.shape[:3] == (1, 8, 1) and step.num_pairs == 16
+    assert step.arrays.tokens.shape[:3] == (1, 8, 1) and step.num_examples == 16
     with built.args.main_process_first():
         pass
 
@@ -126,7 +128,7 @@ def test_all_devices_share_the_pairs_unless_told_otherwise(checkpoint, tmp_path,
 def test_memory_falls_with_the_devices(checkpoint, tmp_path, caplog):
     built = trainer(checkpoint, tmp_path, fsdp="full_shard")
     with caplog.at_level(logging.INFO, "trl_jax"):
-        built._advancer(None, built.parts.training.made_optimizer())
+        built.parts.train_step.advancer(None, built.parts.training.made_optimizer(), lambda: None)
     [line] = [record.message for record in caplog.records if record.message.startswith("Mesh")]
     assert re.fullmatch(
         r"Mesh fsdp 8 on 8 devices \(cpu\): each holds \d+\.\d kB of \d+\.\d kB of the weights and \d+\.\d kB of "
@@ -390,17 +392,17 @@ def table(pairs):
 def test_shards_have_every_pair_once_with_its_weight(layout, accumulation):
     """The end of the epoch begins it anew, as TRL's ranks do: 13 pairs in steps of 2 micro-batches of 4 x 2."""
     how = dict(pad_token_id=0, pad_to_multiple_of=None, layout=layout, accumulation=accumulation)
-    steps = list(PreferenceLoader(table(13), batch_size=8, shards=4, **how))
+    steps = list(ExampleLoader(table(13), *EXAMPLES, batch_size=8, shards=4, **how))
     rows = [row for step in steps for row in step.rows]
     assert rows == [*range(13), 0, 1, 2] and sum(step.num_micro_batches for step in steps) == 2
     for step in steps:
         arrays = step.arrays
         assert arrays.tokens.shape[:2] == arrays.weight.shape[:2] == (accumulation, 4)
         kept = arrays.weight > 0
-        assert kept.sum() == step.num_pairs
-        np.testing.assert_allclose(arrays.weight[kept], 1 / step.num_pairs)
+        assert kept.sum() == step.num_examples
+        np.testing.assert_allclose(arrays.weight[kept], 1 / step.num_examples)
         # Each pair belongs to one micro-batch, which has 8 over all shards.
-        member = (arrays.member & kept[:, :, None]).sum(axis=(0, 1, 3))
+        member = (arrays.micro_batch & kept[:, :, None]).sum(axis=(0, 1, 3))
         assert member[: step.num_micro_batches].tolist() == [8] * step.num_micro_batches
         tokens = arrays.lengths.reshape(*kept.shape[:2], 2, -1) * kept[:, :, None]
         assert tokens.sum() == step.num_tokens
@@ -411,23 +413,30 @@ def test_shards_have_every_pair_once_with_its_weight(layout, accumulation):
 def test_a_run_that_filled_nothing_goes_on_so(layout):
     """Five pairs are left for four devices: two for the first, and each weighs what it would on one device."""
     how = dict(pad_token_id=0, pad_to_multiple_of=None, layout=layout, batch_size=8, accumulation=2, fills=False)
-    [step] = PreferenceLoader(table(13), shards=4, **how)
-    [alone] = PreferenceLoader(table(13), **how)
+    [step] = ExampleLoader(table(13), *EXAMPLES, shards=4, **how)
+    [alone] = ExampleLoader(table(13), *EXAMPLES, **how)
     assert step.rows == alone.rows == list(range(13))
-    assert (step.num_pairs, step.num_tokens) == (alone.num_pairs, alone.num_tokens)
+    assert (step.num_examples, step.num_tokens) == (alone.num_examples, alone.num_tokens)
     for ours in (step, alone):
         np.testing.assert_allclose(np.sort(ours.arrays.weight.ravel())[-13:], [1 / 16] * 8 + [1 / 10] * 5)
-    member = step.arrays.member & (step.arrays.weight > 0)[:, :, None]
+    member = step.arrays.micro_batch & (step.arrays.weight > 0)[:, :, None]
     assert member.sum(axis=(0, 1, 3)).tolist() == [8, 5]
 
 
 def test_windows_have_no_pair_that_is_not_there():
-    loader = PreferenceLoader(
-        table(11), batch_size=8, shards=4, fills=False, pad_token_id=0, pad_to_multiple_of=None, layout="shared"
+    loader = ExampleLoader(
+        table(11),
+        *EXAMPLES,
+        batch_size=8,
+        shards=4,
+        fills=False,
+        pad_token_id=0,
+        pad_to_multiple_of=None,
+        layout="shared",
     )
     [window] = Windows(loader, sort=False)
     pairs = np.concatenate([slots[slots >= 0] for _, slots in window.passes])
-    assert sorted(pairs.tolist()) == list(range(11)) and [batch.num_pairs for batch in window.batches] == [8, 3]
+    assert sorted(pairs.tolist()) == list(range(11)) and [batch.num_examples for batch in window.batches] == [8, 3]
 
 
 def test_a_plan_s_programs_are_those_of_a_run(checkpoint, tmp_path):
