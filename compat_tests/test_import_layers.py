@@ -230,12 +230,12 @@ def test_the_checker_objects(file, source, why):
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("hub/a.py", "from trl_jax.data.layout.batch import scored_token"),
+        ("hub/a.py", "from trl_jax.data.layout.batch import last_real_token"),
         ("hub/torch/bridge.py", "def f():\n    import torch"),
         ("engine/a.py", "import transformers, jax, optax"),
         ("cli/main.py", "from trl_jax.scripts import reward"),
         ("trainer/sft_trainer.py", "from .base_trainer import BaseTrainer"),
-        ("nn/attention.py", "if TYPE_CHECKING:\n    from trl_jax.models.arch import Arch"),
+        ("nn/attention/causal.py", "if TYPE_CHECKING:\n    from trl_jax.models.arch import Arch"),
     ],
 )
 def test_the_checker_allows(file, source):
@@ -243,7 +243,7 @@ def test_the_checker_allows(file, source):
 
 
 def test_an_import_for_typing_counts_where_it_goes_down():
-    source = "if TYPE_CHECKING:\n    from trl_jax.data.layout.batch import PairBatch\nelse:\n    import flax"
+    source = "if TYPE_CHECKING:\n    from trl_jax.data.layout.batch import Batch\nelse:\n    import flax"
     assert len(wrong_imports(source, "engine/a.py")) == 2
 
 

@@ -1,4 +1,4 @@
-"""Loss and gradients of one step in packed and shared streams against padded rows, in every native decoder family."""
+"""Loss and gradients of one step in packed and shared rows against padded ones, in every native decoder family."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def main() -> None:
 def measured(folder: Path, family: str, name: str, dtype: str) -> dict:
     """Gaps of a variant: in loss relative to it, in gradients relative to the largest of a tensor's."""
     from compat_tests.models import variants
-    from compat_tests.models.test_layouts import STREAMS, apart
+    from compat_tests.models.test_layouts import PACKED, apart
     from trl_jax import AutoModelForSequenceClassification
 
     folder.mkdir()
     model = AutoModelForSequenceClassification.from_pretrained(variants.build(folder, family, name))
     found = {"variant": f"{family} {name}"}
-    for layout, (loss, gradient) in zip(STREAMS, apart(model, dtype=dtype), strict=True):
+    for layout, (loss, gradient) in zip(PACKED, apart(model, dtype=dtype), strict=True):
         found |= {f"{layout} loss": float(loss), f"{layout} gradient": float(gradient)}
     return found
 

@@ -300,13 +300,25 @@ def test_token_ids_outside_the_vocabulary(form, column, token):
         "vocabulary (vocab_size=32). Pass the tokenizer that belongs to the model, or resize its embeddings."
     )
     with pytest.raises(ValueError, match=re.escape(text)):
-        list(checks.check_token_ids(dataset, 32, "train"))
+        list(checks.check_token_ids(dataset, checks.IDS, 32, "train"))
 
 
 @both
 def test_token_ids_inside_the_vocabulary_pass(form):
     rows = [IDS, {"chosen_ids": [0, 31], "rejected_ids": [31]}]
-    assert list(checks.check_token_ids(form(rows), 32, "train")) == rows
+    assert list(checks.check_token_ids(form(rows), checks.IDS, 32, "train")) == rows
+
+
+@both
+@pytest.mark.parametrize("columns", [("prompt",), ("prompt", "chosen_ids", "rejected_ids")])
+def test_token_ids_of_those_columns_alone_that_are_read(form, columns):
+    """Whichever and however many they are; of texts that are too long for the model's positions, too."""
+    rows = [IDS | {"prompt": [1, 2, 3], "other": [99]}]
+    assert list(checks.check_token_ids(form(rows), columns, 8, "train", 3)) == rows
+    with pytest.raises(ValueError, match="column 'prompt': token id 3 is outside the model's vocabulary"):
+        list(checks.check_token_ids(form(rows), columns, 3, "train"))
+    with pytest.raises(ValueError, match="column 'prompt': 3 tokens, but the model has positions for 2. Pass max_"):
+        list(checks.check_token_ids(form(rows), columns, 8, "train", 2))
 
 
 def test_lists_of_every_arrow_kind():

@@ -1,4 +1,4 @@
-"""Batches of a step: the rows in order, real pairs and tokens counted, streams begun anew each epoch."""
+"""Batches of a step: the rows in order, real examples and tokens counted, streamed rows begun anew each epoch."""
 
 from __future__ import annotations
 
@@ -6,32 +6,35 @@ import numpy as np
 import pytest
 from datasets import Dataset, IterableDataset
 
-from trl_jax.data.loader import PreferenceLoader
+from trl_jax.data.example import Columns
+from trl_jax.data.loader import ExampleLoader
 from trl_jax.data.order import epoch_order
 
 PAD = 0
+TEXTS = ("first", "second", "third")
 
 
-def rows(n, margin=False):
-    """Row i: i + 1 in every place, i % 3 + 1 chosen tokens and 2 rejected ones."""
-    made = [
-        {"chosen_ids": [i + 1] * (i % 3 + 1), "rejected_ids": [i + 1] * 2, "other": "text"} for i in range(n)
+def rows(n, **numbers):
+    """Row i: i + 1 in every place, texts of i % 3 + 1, 2 and 4 tokens, and numbers of i / 2 under each name."""
+    return [
+        {"first": [i + 1] * (i % 3 + 1), "second": [i + 1] * 2, "third": [i + 1] * 4, "other": "text"}
+        | {name: factor * i / 2 for name, factor in numbers.items()}
+        for i in range(n)
     ]
-    return [row | {"margin": i / 2} for i, row in enumerate(made)] if margin else made
 
 
-def table(n, **how):
-    return Dataset.from_list(rows(n, **how))
+def table(n, **numbers):
+    return Dataset.from_list(rows(n, **numbers))
 
 
 def stream(n):
     return IterableDataset.from_generator(lambda: iter(rows(n)))
 
 
-def loader(dataset, **how):
-    return PreferenceLoader(
-        dataset, **({"batch_size": 2, "pad_token_id": PAD, "pad_to_multiple_of": None} | how)
-    )
+def loader(dataset, texts=2, **options):
+    columns = Columns(TEXTS[:texts], ("margin", "label"))
+    options = {"batch_size": 2, "pad_token_id": PAD, "pad_to_multiple_of": None} | options
+    return ExampleLoader(dataset, columns, columns.example, **options)
 
 
 def order(batches):
@@ -47,8 +50,9 @@ both = pytest.mark.parametrize("form", [table, stream])
 
 
 @both
-def test_rows_come_in_order(form):
-    assert order(loader(form(7), accumulation=2)) == list(range(7))
+@pytest.mark.parametrize("texts", [1, 2, 3])
+def test_rows_come_in_order(form, texts):
+    assert order(loader(form(7), texts, accumulation=2)) == list(range(7))
 
 
 def test_shuffled_rows_come_in_the_order_of_their_epoch():
@@ -61,18 +65,26 @@ def test_shuffled_rows_come_in_the_order_of_their_epoch():
 
 @both
 def test_what_is_counted(form):
-    """7 rows, 2 a micro-batch, 3 micro-batches a step: the last step is one pair."""
+    """7 rows, 2 a micro-batch, 3 micro-batches a step: the last step is one example."""
     first, last = loader(form(7), accumulation=3)
-    assert (first.num_micro_batches, first.num_pairs, first.num_tokens) == (
-        3,
-        6,
-        6 * 2 + 1 + 2 + 3 + 1 + 2 + 3,
-    )
-    assert (last.num_micro_batches, last.num_pairs, last.num_tokens) == (1, 1, 3)
+    assert (first.num_micro_batches, first.num_examples, first.num_tokens) == (3, 6, 6 * 2 + 2 * (1 + 2 + 3))
+    assert (last.num_micro_batches, last.num_examples, last.num_tokens) == (1, 1, 3)
     assert first.num_padded_tokens == 4 * 2 + 4 * 3 + 4 * 3 and last.num_padded_tokens == 2 * 2
     assert first.arrays.weight.shape == last.arrays.weight.shape == (3, 2)
     np.testing.assert_allclose(first.arrays.weight, 1 / 6)
     np.testing.assert_allclose(last.arrays.weight, [[1, 0], [0, 0], [0, 0]])
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
+@pytest.mark.parametrize(("texts", "tokens", "padded"), [(1, 12, 2 * 2 + 2 * 3 + 2 * 3), (3, 48, 6 * 4 * 3)])
+def test_what_is_counted_of_other_numbers_of_texts(texts, tokens, padded, layout):
+    """Each text once, for none is shared."""
+    [step] = loader(table(6), texts, accumulation=3, layout=layout)
+    assert (step.num_examples, step.num_tokens, step.num_padded_tokens) == (6, tokens, padded)
+    assert step.num_places == step.arrays.tokens.size and (step.arrays.tokens != PAD).sum() == tokens
+    assert sorted(row for own in step.passes for row in own) == step.rows == list(range(6))
+    held = (step.arrays.weight > 0)[:, None] * step.arrays.lengths.reshape(3, texts, -1)
+    assert held.sum() == tokens
 
 
 @both
@@ -105,8 +117,29 @@ def test_a_stream_begins_again_and_is_told_the_epoch():
     assert found[0] == found[2] != found[1]
 
 
-def test_margins_and_other_columns():
-    [batch] = loader(table(2, margin=True))
-    np.testing.assert_array_equal(batch.arrays.margin, [[0.0, 0.5]])
-    [batch] = loader(table(2))
-    assert batch.arrays.margin is None
+def test_a_stream_goes_on_behind_rows_of_the_same_digest_alone():
+    batches = loader(stream(8))
+    first, second, *_ = batches
+    batches.set_epoch(0, 4, second.rows_digest)
+    assert order(batches) == [4, 5, 6, 7]
+    batches.set_epoch(0, 4, first.rows_digest)
+    with pytest.raises(ValueError, match="not the stream that the checkpoint was trained on: its first 4 rows"):
+        next(iter(batches))
+
+
+@pytest.mark.parametrize("numbers", [{}, {"label": -1}, {"margin": 1, "label": -1}])
+def test_extras_are_those_numbers_that_the_rows_have(numbers):
+    [batch] = loader(table(2, **numbers))
+    assert list(batch.arrays.extras) == list(numbers)
+    for name, factor in numbers.items():
+        np.testing.assert_array_equal(batch.arrays.extras[name], [[0.0, factor / 2]])
+
+
+def test_a_task_may_make_other_examples_of_its_rows():
+    columns = Columns(("first",))
+    batches = ExampleLoader(
+        table(2), columns, lambda row: columns.example(row)._replace(extras={"length": len(row["first"])}),
+        batch_size=2, pad_token_id=PAD, pad_to_multiple_of=None,
+    )  # fmt: skip
+    [batch] = batches
+    np.testing.assert_array_equal(batch.arrays.extras["length"], [[1, 2]])

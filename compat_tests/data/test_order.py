@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_jax.data.order import epoch_order, micro_batches, plan
+from trl_jax.data.order import epoch_order, micro_batches, run_length
 
 
 @pytest.mark.parametrize("rows", [1, 2, 17, 1000])
@@ -42,15 +42,15 @@ def test_micro_batches_are_runs_of_the_items(items, size, drop_last):
     epochs=st.sampled_from([0.3, 1, 1.5, 2, 3]),
     max_steps=st.sampled_from([-1, 1, 5, 12]),
 )
-def test_a_plan_is_what_happens(rows, batch_size, accumulation, drop_last, epochs, max_steps):
+def test_the_length_of_a_run_is_what_happens(rows, batch_size, accumulation, drop_last, epochs, max_steps):
     """Counted out batch by batch; a ragged last step is a step."""
     arguments = {"batch_size": batch_size, "accumulation": accumulation, "drop_last": drop_last}
     batches = list(micro_batches(range(rows), batch_size, drop_last=drop_last))
     if not batches:
         with pytest.raises(ValueError, match="leaves no batch"):
-            plan(rows, **arguments, epochs=epochs, max_steps=max_steps)
+            run_length(rows, **arguments, epochs=epochs, max_steps=max_steps)
         return
-    run = plan(rows, **arguments, epochs=epochs, max_steps=max_steps)
+    run = run_length(rows, **arguments, epochs=epochs, max_steps=max_steps)
     steps = len(list(micro_batches(batches, accumulation, drop_last=False)))
     assert run.micro_batches_per_epoch == len(batches)
     assert run.max_steps == (max_steps if max_steps > 0 else math.ceil(epochs * steps))
@@ -59,10 +59,10 @@ def test_a_plan_is_what_happens(rows, batch_size, accumulation, drop_last, epoch
 
 def test_a_stream_needs_max_steps():
     sizes = {"batch_size": 4, "accumulation": 2, "drop_last": False, "epochs": 3}
-    run = plan(None, **sizes, max_steps=7)
+    run = run_length(None, **sizes, max_steps=7)
     assert (run.max_steps, run.micro_batches_per_epoch) == (7, 14)
     with pytest.raises(ValueError) as error:
-        plan(None, **sizes, max_steps=-1)
+        run_length(None, **sizes, max_steps=-1)
     assert str(error.value) == (
         "train_dataset has no length, so max_steps must say how long to train; it is -1. "
         "Set max_steps in RewardConfig."
@@ -71,7 +71,7 @@ def test_a_stream_needs_max_steps():
 
 def test_drop_last_may_not_drop_everything():
     with pytest.raises(ValueError) as error:
-        plan(3, batch_size=4, accumulation=1, drop_last=True, epochs=1, max_steps=-1)
+        run_length(3, batch_size=4, accumulation=1, drop_last=True, epochs=1, max_steps=-1)
     assert str(error.value) == (
         "dataloader_drop_last=True leaves no batch: 3 rows, 4 a batch. Lower the batch size."
     )

@@ -1,75 +1,90 @@
-"""Evaluation windows: every pair is computed once, and its scores come back to its place in its batch."""
+"""Evaluation windows: every example is computed once, and its outputs come back to its place in its batch."""
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 from datasets import Dataset
 
 from trl_jax.core.packed import BLOCK
 from trl_jax.data import windows
-from trl_jax.data.loader import PreferenceLoader
+from trl_jax.data.example import Columns
+from trl_jax.data.loader import ExampleLoader
 from trl_jax.data.windows import Windows
 
 PAD, SIZE = 0, 3
+TEXTS = ("first", "second", "third")
 
 
-def table(pairs, seed=0):
+def table(examples, seed=0):
+    """Texts that begin alike, each with an end of its own, and two numbers."""
     dice = np.random.default_rng(seed)
     rows = []
-    for number in range(pairs):
+    for number in range(examples):
         prompt = dice.integers(1, 9, dice.integers(0, 40)).tolist()
-        sides = {side: prompt + dice.integers(1, 9, dice.integers(1, 30)).tolist() for side in ("chosen", "rejected")}
-        rows.append({f"{side}_ids": ids for side, ids in sides.items()} | {"margin": number / 2})
+        texts = {name: prompt + dice.integers(1, 9, dice.integers(1, 30)).tolist() for name in TEXTS}
+        rows.append(texts | {"margin": number / 2, "label": -number})
     return Dataset.from_list(rows)
 
 
+def loader(data, texts=2, **options):
+    columns = Columns(TEXTS[:texts], ("margin", "label"))
+    options = {"batch_size": SIZE, "pad_token_id": PAD, "pad_to_multiple_of": None} | options
+    return ExampleLoader(data, columns, columns.example, **options)
+
+
 def total(ids):
-    """A score that tells texts apart."""
+    """A number that tells texts apart."""
     return float(np.dot(ids, np.arange(1, len(ids) + 1)))
 
 
-def score(batch):
+def outputs_of(batch):
     """Of each slot the total of its text, from what the token that is read sees."""
-    batch = type(batch)(*(None if part is None or part is batch.packed else part[0] for part in batch))._replace(
-        packed=None if batch.packed is None else type(batch.packed)(*(part[0, 0] for part in batch.packed[:2]), None)
-    )
+    batch = jax.tree.map(lambda leaf: leaf[0], batch)
+    rows, at = np.divmod(batch.reads, batch.tokens.shape[1])
     if batch.packed is None:
-        return np.array([total(row[: at + 1]) for row, at in zip(batch.tokens, batch.at, strict=True)])
-    seen = batch.packed
-    texts = (slice(seen.first[at], seen.end[at]) for at in batch.at)
-    order = batch.positions[0]
+        return np.array([total(batch.tokens[row, : end + 1]) for row, end in zip(rows, at, strict=True)])
+    seen, order = batch.packed, batch.positions[0]
+    texts = (slice(seen.first[0, place], seen.end[0, place]) for place in at)
     return np.array([total(batch.tokens[0, text][np.argsort(order[text])]) for text in texts])
 
 
 LAYOUTS = [("padded", False), ("padded", True), ("packed", False), ("shared", False)]
 
 
-@pytest.mark.parametrize("pairs", [1, 3, 11, 20])
+@pytest.mark.parametrize("examples", [1, 3, 11, 20])
+@pytest.mark.parametrize("texts", [1, 2, 3])
 @pytest.mark.parametrize(("layout", "sort"), LAYOUTS)
-def test_every_pair_once_and_in_its_place(layout, sort, pairs, monkeypatch):
+def test_every_example_once_and_in_its_place(layout, sort, texts, examples, monkeypatch):
     monkeypatch.setattr(windows, "WINDOW", 4)
-    data = table(pairs)
-    loader = PreferenceLoader(data, batch_size=SIZE, pad_token_id=PAD, pad_to_multiple_of=None, layout=layout)
-    found, computed = [], 0
-    for window in Windows(loader, sort=sort):
+    data = table(examples)
+    found, computed, tokens = [], 0, 0
+    for window in Windows(loader(data, texts, layout=layout), sort=sort):
         computed += sum(int((slots >= 0).sum()) for _, slots in window.passes)
-        found += zip(window.restored([score(batch) for batch, _ in window.passes]), window.batches, strict=True)
-    assert computed == pairs
-    assert [batch.num_pairs for _, batch in found] == [min(SIZE, pairs - start) for start in range(0, pairs, SIZE)]
-    for number, (scores, batch) in enumerate(found):
-        rows = data[number * SIZE : (number + 1) * SIZE]
-        count = batch.num_pairs
-        for half, side in zip(scores.reshape(2, SIZE), ("chosen_ids", "rejected_ids"), strict=True):
-            assert half[:count].tolist() == [total(ids) for ids in rows[side]]
+        tokens += sum(int((batch.tokens != PAD).sum()) for batch, _ in window.passes)
+        outputs = window.restored([outputs_of(batch) for batch, _ in window.passes])
+        found += zip(outputs, window.batches, window.rows, strict=True)
+    assert computed == examples
+    if texts != 2 or layout != "shared":
+        assert tokens == sum(len(ids) for name in TEXTS[:texts] for ids in data[name])
+    counts = [batch.num_examples for _, batch, _ in found]
+    assert counts == [min(SIZE, examples - start) for start in range(0, examples, SIZE)]
+    for number, (outputs, batch, places) in enumerate(found):
+        rows, count = data[number * SIZE : (number + 1) * SIZE], batch.num_examples
+        assert places == list(range(number * SIZE, number * SIZE + count)) and outputs.shape == (texts * SIZE,)
+        for part, name in zip(outputs.reshape(texts, SIZE), TEXTS, strict=False):
+            assert part[:count].tolist() == [total(ids) for ids in rows[name]]
         np.testing.assert_allclose(batch.weight, [1 / count] * count + [0] * (SIZE - count), rtol=1e-6)
-        assert batch.margin[:count].tolist() == rows["margin"]
+        assert {name: values[:count].tolist() for name, values in batch.extras.items()} == {
+            name: rows[name] for name in ("margin", "label")
+        }
 
 
-def test_streams_are_full_and_of_one_length():
-    data = table(300)
-    loader = PreferenceLoader(data, batch_size=SIZE, pad_token_id=PAD, pad_to_multiple_of=None, layout="shared")
-    passes = [batch for window in Windows(loader, sort=False) for batch, _ in window.passes]
+@pytest.mark.parametrize("texts", [1, 2, 3])
+def test_packed_rows_are_full_and_of_one_length(texts):
+    batches = loader(table(300), texts, layout="shared")
+    passes = [batch for window in Windows(batches, sort=False) for batch, _ in window.passes]
     length = passes[0].tokens.shape[-1]
     assert {batch.tokens.shape for batch in passes} == {(1, 1, length)} and length % BLOCK == 0
     filled = sum(int((batch.packed.first < length).sum()) for batch in passes)
@@ -77,20 +92,19 @@ def test_streams_are_full_and_of_one_length():
 
 
 def test_sorted_rows_are_padded_less():
-    loader = PreferenceLoader(table(60), batch_size=SIZE, pad_token_id=PAD, pad_to_multiple_of=None)
     places = {
-        sort: sum(batch.tokens.size for window in Windows(loader, sort=sort) for batch, _ in window.passes)
+        sort: sum(batch.tokens.size for window in Windows(loader(table(60)), sort=sort) for batch, _ in window.passes)
         for sort in (False, True)
     }
     assert places[True] < 0.85 * places[False]
 
 
-def test_the_longest_text_is_that_of_trls_batch():
+@pytest.mark.parametrize("texts", [1, 2, 3])
+def test_the_longest_text_is_that_of_trls_batch(texts):
     data = table(20)
-    loader = PreferenceLoader(data, batch_size=SIZE, pad_token_id=PAD, pad_to_multiple_of=None, layout="shared")
-    for window in Windows(loader, sort=False):
+    for window in Windows(loader(data, texts, layout="shared"), sort=False):
         for batch, slots in window.passes:
-            for slot, pair in enumerate(slots[slots >= 0]):
-                rows = data[pair // SIZE * SIZE : (pair // SIZE + 1) * SIZE]
-                longest = max(len(ids) for side in ("chosen_ids", "rejected_ids") for ids in rows[side])
-                assert batch.packed.longest[0, 0, batch.at[0, slot]] == longest
+            for slot, example in enumerate(slots[slots >= 0]):
+                rows = data[example // SIZE * SIZE : (example // SIZE + 1) * SIZE]
+                longest = max(len(ids) for name in TEXTS[:texts] for ids in rows[name])
+                assert batch.packed.longest[0, 0, batch.reads[0, slot]] == longest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from transformers.trainer_callback import (
     TrainerState,
 )
 
-from trl_jax.data.order import micro_batches, plan
+from trl_jax.data.order import micro_batches, run_length
 from trl_jax.engine.checkpoint import forget_all_but_best, save_checkpoint
 from trl_jax.engine.events import Events
 from trl_jax.engine.interrupts import Interrupts
@@ -70,12 +71,17 @@ class Outcome:
         }
 
 
-def run_loop(out, *, rows=10, metrics=(), callbacks=(), write_model=None, **config) -> Outcome:
-    """Train on `rows` rows that are never looked at; the k-th evaluation reports `metrics[k]` as eval_m."""
+def run_loop(
+    out, *, rows=10, metrics=(), callbacks=(), write_model=None, empty_from=sys.maxsize, **config
+) -> Outcome:
+    """Train on `rows` rows that are never looked at; the k-th evaluation reports `metrics[k]` as eval_m.
+
+    From the epoch `empty_from` on there is no batch.
+    """
     args = RewardConfig(
         str(out), **(QUIET | {"per_device_train_batch_size": BATCH, "logging_steps": 2} | config)
     )
-    run = plan(
+    run = run_length(
         rows,
         batch_size=BATCH,
         accumulation=args.gradient_accumulation_steps,
@@ -106,7 +112,7 @@ def run_loop(out, *, rows=10, metrics=(), callbacks=(), write_model=None, **conf
 
     loop = Loop(
         events=events,
-        batches=_Batches(rows, args.gradient_accumulation_steps),
+        batches=_Batches(rows, args.gradient_accumulation_steps, empty_from),
         num_epochs=run.num_epochs,
         micro_batches_per_epoch=run.micro_batches_per_epoch,
         advance=lambda batch, rate: {
@@ -129,17 +135,19 @@ def run_loop(out, *, rows=10, metrics=(), callbacks=(), write_model=None, **conf
 
 
 class _Batches:
-    def __init__(self, rows, accumulation):
-        self.rows, self.accumulation = rows, accumulation
+    def __init__(self, rows, accumulation, empty_from):
+        self.rows, self.accumulation, self.empty_from = rows, accumulation, empty_from
 
     def set_epoch(self, epoch, skip, skipped_digest):
         assert skip == 0
+        self.epoch = epoch
 
     def __iter__(self):
-        parts = micro_batches(range(self.rows), BATCH, drop_last=False)
+        rows = range(self.rows if self.epoch < self.empty_from else 0)
+        parts = micro_batches(rows, BATCH, drop_last=False)
         for group in micro_batches(parts, self.accumulation, drop_last=False):
-            pairs = sum(map(len, group))
-            yield SimpleNamespace(num_micro_batches=len(group), num_pairs=pairs, rows=[], rows_digest=None)
+            examples = sum(map(len, group))
+            yield SimpleNamespace(num_micro_batches=len(group), num_examples=examples, rows=[], rows_digest=None)
 
 
 def run_transformers(out, *, rows=10, metrics=(), callbacks=(), **config) -> Outcome:

@@ -1,4 +1,4 @@
-"""One pass over an evaluation set: a mean over pairs, and nothing asked of the device too early."""
+"""One pass over an evaluation set: a mean over examples, and nothing asked of the device too early."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trl_jax.engine.evaluation import run_evaluation
+from trl_jax.engine.evaluation import run_batches, run_evaluation
 
 
 class Window:
-    """A window of one pass, which scores with its number every pair of its one batch."""
+    """A window of one pass, whose outputs are its number for every example of its one batch."""
 
-    def __init__(self, number, pairs):
-        self.passes, self.batches = [(np.float32(number), None)], [SimpleNamespace(num_pairs=pairs)]
+    def __init__(self, number, examples):
+        self.passes, self.batches = [(np.float32(number), None)], [SimpleNamespace(num_examples=examples)]
 
     @property
     def rows(self):
         return [[7]]
 
-    def restored(self, scores):
-        return list(scores)
+    def restored(self, outputs):
+        return list(outputs)
 
 
 def windows(*sizes):
@@ -30,17 +30,30 @@ def windows(*sizes):
 
 
 def run(given, after_each=lambda: None):
-    def measure(scores, batch):
-        return {"loss": scores[0]}
+    def measure(outputs, batch):
+        return {"loss": outputs[0], "count": outputs[0] + batch.num_examples}
 
     return run_evaluation(lambda number: jnp.full((2,), number), measure, given, after_each)
 
 
-def test_the_loss_is_a_mean_over_pairs():
+def test_the_loss_is_a_mean_over_examples():
     done = run(windows(4, 4, 2))
-    assert (done.loss(), done.total_pairs, done.num_pairs) == (0.8, 10, [4, 4, 2])
-    np.testing.assert_array_equal(done.scores, [[0, 0], [1, 1], [2, 2]])
-    assert all(isinstance(scores, np.ndarray) for scores in done.scores)
+    assert (done.loss(), done.total, done.num_examples) == (0.8, 10, [4, 4, 2])
+    assert done.rows == [[7]] * 3 and [sums["count"] for sums in done.sums] == [4, 5, 4]
+    np.testing.assert_array_equal(done.outputs, [[0, 0], [1, 1], [2, 2]])
+    assert all(isinstance(outputs, np.ndarray) for outputs in done.outputs)
+
+
+def test_a_scripts_own_batches_are_averaged_alike():
+    """Batch by batch, whose outputs may be of any form."""
+
+    def evaluate(number):
+        return {"loss": jnp.float32(number)}, {"logits": jnp.full(2, number)}
+
+    batches = [SimpleNamespace(arrays=i, num_examples=size, rows=[i]) for i, size in enumerate((4, 4, 2))]
+    done = run_batches(evaluate, batches, lambda: None)
+    assert (done.loss(), done.total, done.rows) == (0.8, 10, [[0], [1], [2]])
+    assert [outputs["logits"].tolist() for outputs in done.outputs] == [[0, 0], [1, 1], [2, 2]]
 
 
 def test_the_bar_moves_once_a_batch():
@@ -56,3 +69,5 @@ def test_a_loss_that_is_no_number_stays_one():
 def test_no_batches():
     with pytest.raises(ValueError, match="^The evaluation set has no rows.$"):
         run([])
+    with pytest.raises(ValueError, match="^The evaluation set has no rows.$"):
+        run_batches(None, [], lambda: None)

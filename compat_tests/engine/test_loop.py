@@ -203,7 +203,7 @@ def test_steps_after_the_last_evaluation_are_reported_at_the_end(tmp_path):
 
 def test_batches_that_run_out_end_the_run_with_a_warning(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
-        run = run_loop(tmp_path, rows=2, max_steps=40, callbacks=[Dry(from_epoch=1)])
+        run = run_loop(tmp_path, rows=2, max_steps=40, empty_from=1)
     steps = run.state.global_step
     assert 0 < steps < 40
     assert f"train_dataset ended before max_steps=40: training stops at step {steps}." in caplog.text
@@ -211,24 +211,4 @@ def test_batches_that_run_out_end_the_run_with_a_warning(tmp_path, caplog):
 
 def test_a_run_without_a_batch_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="not one batch: there is nothing to train on"):
-        run_loop(tmp_path, rows=10, max_steps=4, callbacks=[Dry(from_epoch=0)])
-
-
-class Dry(TrainerCallback):
-    """Empties the run of its batches from an epoch on."""
-
-    def __init__(self, from_epoch):
-        self.epochs_left = from_epoch
-
-    def on_epoch_begin(self, args, state, control, **kwargs):
-        from compat_tests.engine import runs
-
-        self.undo = runs.micro_batches
-        if self.epochs_left == 0:
-            runs.micro_batches = lambda *given, **how: iter(())
-        self.epochs_left -= 1
-
-    def on_epoch_end(self, args, state, control, **kwargs):
-        from compat_tests.engine import runs
-
-        runs.micro_batches = self.undo
+        run_loop(tmp_path, rows=10, max_steps=4, empty_from=0)

@@ -12,15 +12,17 @@ import pytest
 
 from compat_tests.models import encoders
 from compat_tests.models.families import VARIANTS
-from trl_jax import AutoModelForSequenceClassification, RewardTrainer
-from trl_jax.data.layout.batch import pad_pairs
-from trl_jax.data.layout.packed import Form, Rows, greedy_bins, place, stream_pairs
+from trl_jax import AutoModelForSequenceClassification
+from trl_jax.data.example import Example
+from trl_jax.data.layout.packed import Form, RowViewShape, greedy_bins, pack_examples, place
+from trl_jax.data.layout.padded import pad_examples
 from trl_jax.losses.pairwise import pairwise_loss
 from trl_jax.models.functional import merge
+from trl_jax.run.forward import Forward
 
 QUICKLY = {"xla_backend_optimization_level": 0}
 PAIRS, COUNT, PAD = 3, 3, 0
-STREAMS = ("packed", "shared", "shared rows")  # rows: attention text by text, as on GPUs
+PACKED = ("packed", "shared", "shared rows")  # rows: attention text by text, as on GPUs
 # Of each family the variant that strays furthest, and those in which layouts could go wrong in a way of their own.
 CASES = [("llama", "yarn"), ("qwen2", "layer_types"), ("qwen3", "attention_bias")]
 CASES += [(family, list(own)[-1]) for family, own in VARIANTS.items()]
@@ -45,7 +47,7 @@ def step():
     chosen = draw(4), draw(11), [], draw(1), [], draw(3) + [PAD], [PAD, PAD]
     rejected = draw(13), draw(17), draw(6), draw(2) + [PAD], [], [PAD], draw(25)
     rows = [
-        {"chosen_ids": prompt + one, "rejected_ids": prompt + other, "margin": float(dice.normal())}
+        Example((prompt + one, prompt + other), {"margin": float(dice.normal())})
         for prompt, one, other in zip(prompts, chosen, rejected, strict=True)
     ]
     return rows[:3], rows[3:6], rows[6:]
@@ -53,24 +55,23 @@ def step():
 
 @cache
 def batches(layout):
-    facts = {"pairs": PAIRS, "count": COUNT, "pad_token_id": PAD}
     if layout == "padded":
-        return pad_pairs(step(), pad_to_multiple_of=48, **facts)
-    share, rows = layout.startswith("shared"), Rows(7, lambda *_: (128, 64)) if layout.endswith("rows") else None
-    placed = place(step(), pairs=PAIRS, share=share)
+        return pad_examples(step(), examples=PAIRS, count=COUNT, pad_token_id=PAD, pad_to_multiple_of=48)
+    share, view = layout.startswith("shared"), RowViewShape(7, lambda *_: (128, 64))
+    placed = place(step(), examples=PAIRS, share=share)
     into = greedy_bins([pair.tokens for pair in placed], COUNT)
-    form = Form(PAD, share, lambda tokens: 128, rows)
-    return stream_pairs(placed, into, form, pairs=PAIRS, count=COUNT, streams=COUNT)
+    form = Form(PAD, share, lambda tokens: 128, view if layout.endswith("rows") else None)
+    return pack_examples(placed, into, form, examples=PAIRS, count=COUNT, rows=COUNT)
 
 
-def of_step(model, layout, *, gradients=False, dtype="float32", most=None):
+def of_step(model, layout, *, gradients=False, dtype="float32", max_length=None):
     """The step's loss, or with `gradients` the loss and those; a pass is compiled once a shape."""
-    trainer = SimpleNamespace(model=model, args=SimpleNamespace(max_length=most))
+    forward = Forward(SimpleNamespace(model=model, args=SimpleNamespace(max_length=max_length)))
 
     def loss(params, batch):
-        chosen, rejected = jnp.split(RewardTrainer.score(trainer, params, batch, dtype=dtype), 2)
-        how = {"weight": batch.weight, "margin": batch.margin, "center_rewards_coefficient": 0.1}
-        return pairwise_loss(chosen, rejected, **how)[0]
+        chosen, rejected = jnp.split(forward.outputs(params, batch, dtype=dtype), 2)
+        facts = {"weight": batch.weight, "margin": batch.extras["margin"], "center_rewards_coefficient": 0.1}
+        return pairwise_loss(chosen, rejected, **facts)[0]
 
     run = jax.jit(jax.value_and_grad(loss) if gradients else loss, compiler_options=QUICKLY)
     batch = batches(layout) if isinstance(layout, str) else layout
@@ -87,8 +88,8 @@ def test_the_loss_is_the_same_in_every_layout(family, name, built):
         assert abs(of_step(model, layout) - wanted) <= 1e-6 * max(1, wanted), layout
 
 
-def apart(model, layouts=STREAMS, dtype="float32"):
-    """How far streams are from padded rows: in loss, and the worst gradient in parts of its own scale.
+def apart(model, layouts=PACKED, dtype="float32"):
+    """How far packed rows are from padded ones: in loss, and the worst gradient in parts of its own scale.
 
     Where the exact gradient is zero both are rounding noise: scales end at a hundredth of the largest.
     """
@@ -114,11 +115,11 @@ def test_a_window_that_no_text_is_longer_than_is_left_out(built):
     model = AutoModelForSequenceClassification.from_pretrained(built("gemma2", "plain"))
     assert model.backend.window == 7
     wanted = of_step(model, "padded")
-    assert of_step(model, "padded", most=8) == wanted
-    assert abs(of_step(model, "padded", most=7) - wanted) > 1e-4
+    assert of_step(model, "padded", max_length=8) == wanted
+    assert abs(of_step(model, "padded", max_length=7) - wanted) > 1e-4
     scorer, ids = merge(model.graph, model.params), jnp.arange(14, dtype=jnp.int32).reshape(2, 7)
     short = {"positions": jnp.broadcast_to(jnp.arange(7), ids.shape), "reads": jnp.asarray([6, 13])}
-    np.testing.assert_allclose(scorer(ids, most=7, **short), scorer(ids, **short), rtol=1e-5)
+    np.testing.assert_allclose(scorer(ids, max_tokens=7, **short), scorer(ids, **short), rtol=1e-5)
 
 
 @pytest.mark.parametrize(("family", "name"), ENCODERS)

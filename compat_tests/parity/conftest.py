@@ -9,7 +9,7 @@ from compat_tests.parity.cases import CASES
 from compat_tests.tiny import preference_rows
 
 
-class KeyRanges:
+class Runs:
     """The cases' runs, by name. `theirs` and `ours` remember; `ours_afresh` trains again, for mutants."""
 
     def __init__(self, checkpoint, new_folder):
@@ -42,6 +42,6 @@ class KeyRanges:
 
 
 @pytest.fixture(scope="session")
-def runs(checkpoint, tmp_path_factory) -> KeyRanges:
+def runs(checkpoint, tmp_path_factory) -> Runs:
     pytest.importorskip("trl", reason="parity is measured against real TRL")
-    return KeyRanges(checkpoint, tmp_path_factory)
+    return Runs(checkpoint, tmp_path_factory)

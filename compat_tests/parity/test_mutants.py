@@ -17,7 +17,7 @@ from trl_jax.losses.pairwise import pairwise_loss
 from trl_jax.nn.linear import Embedding
 from trl_jax.trainer.reward_config import RewardConfig
 
-EPOCH_ORDER, STREAM_PAIRS = loader.epoch_order, packed.stream_pairs
+EPOCH_ORDER, PACK_EXAMPLES = loader.epoch_order, packed.pack_examples
 SCALE_BY_ADAM, APPLY_UPDATES = optax.scale_by_adam, optax.apply_updates
 
 
@@ -42,7 +42,7 @@ def eps_inside_the_root(b1, b2, eps, *dtypes):
 
 
 def mean_over_rows(*args, **how):
-    batch = STREAM_PAIRS(*args, **how)
+    batch = PACK_EXAMPLES(*args, **how)
     return batch._replace(weight=(batch.weight > 0) / (batch.weight > 0).sum(dtype="float32"))
 
 
@@ -73,20 +73,20 @@ class another_seed(TorchGenerator):
         super().__init__(seed + 1)
 
 
-def pad_row_trains(num_embeddings, features, *, padding_idx=None):
-    return Embedding(num_embeddings, features)
+def pad_row_trains(num_embeddings, features, *, padding_idx=None, **axes):
+    return Embedding(num_embeddings, features, **axes)
 
 
 MUTANTS = [
     ("data_seed", "trl_jax.data.loader.epoch_order", another_order),
     ("data_seed", "trl_jax.data.loader.epoch_order", every_epoch_in_the_same_order),
-    ("pad_is_eos", "trl_jax.data.layout.packed.scored_token", last_token_by_mask),
+    ("pad_is_eos", "trl_jax.data.layout.packed.last_real_token", last_token_by_mask),
     ("pad_is_eos_chat", "trl_jax.models.decoder.Embedding", pad_row_trains),
     ("qwen2", "trl_jax.run.train_step.decays", everything_decays),
     ("plain", "trl_jax.engine.optimizers.scale_by_adam", eps_inside_the_root),
-    ("ragged_accumulation", "trl_jax.data.loader.stream_pairs", mean_over_rows),
-    ("margin", "trl_jax.trainer.reward_trainer.pairwise_loss", loss_without_margin),
-    ("centered_hard", "trl_jax.trainer.reward_trainer.pairwise_loss", loss_without_centring),
+    ("ragged_accumulation", "trl_jax.data.loader.pack_examples", mean_over_rows),
+    ("margin", "trl_jax.tasks.reward.pairwise_loss", loss_without_margin),
+    ("centered_hard", "trl_jax.tasks.reward.pairwise_loss", loss_without_centring),
     ("plain", "optax.apply_updates", float16_weights),
     ("cosine", "trl_jax.run.optimizer_choice.learning_rates", warmup_one_step_early),
     ("cosine", "trl_jax.engine.optimizers.clip_by_global_norm", no_clipping),

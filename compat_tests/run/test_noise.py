@@ -11,7 +11,7 @@ import pytest
 
 import trl_jax
 from compat_tests.trainer.trainers import FACTS, make, table
-from trl_jax.run.rng import chances, check_noise, run_key
+from trl_jax.run.rng import check_noise, random_options, run_key
 from trl_jax.run.user_loss import BoundModel
 
 
@@ -48,13 +48,13 @@ def asked(**how):
 
 def test_what_is_left_to_chance():
     lengths, key = jnp.asarray([3, 9]), jax.random.key(0)
-    assert run_key(asked()) is None and chances(asked(), None, lengths, None) == {}
+    assert run_key(asked()) is None and random_options(asked(), None, lengths, None) == {}
     assert run_key(asked(neftune_noise_alpha=0.0)) is None
     assert run_key(asked(neftune_noise_alpha=1.0)) is not None
-    assert list(chances(asked(disable_dropout=False), key, lengths, None)) == ["dropout_key"]
-    both = chances(asked(disable_dropout=False, neftune_noise_alpha=5.0), key, lengths, None)
+    assert list(random_options(asked(disable_dropout=False), key, lengths, None)) == ["dropout_key"]
+    both = random_options(asked(disable_dropout=False, neftune_noise_alpha=5.0), key, lengths, None)
     assert both["dropout_key"] is key and not np.array_equal(*map(jax.random.key_data, (both["noise"].key, key)))
-    alone = [chances(asked(neftune_noise_alpha=5.0), key, lengths, multiple) for multiple in (None, "auto", 8)]
+    alone = [random_options(asked(neftune_noise_alpha=5.0), key, lengths, multiple) for multiple in (None, "auto", 8)]
     assert [int(how["noise"].length) for how in alone] == [9, 9, 16]
     assert all(list(how) == ["noise"] for how in alone)
 
@@ -62,5 +62,5 @@ def test_what_is_left_to_chance():
 def test_an_exported_program_takes_none():
     backend = SimpleNamespace(takes_noise=False, name="exported")
     check_noise(asked(), backend)
-    with pytest.raises(ValueError, match="neftune_noise_alpha=5.0: this model runs on the exported engine, whose"):
+    with pytest.raises(ValueError, match="neftune_noise_alpha=5.0: this model runs on the exported backend, whose"):
         check_noise(asked(neftune_noise_alpha=5.0), backend)

@@ -64,6 +64,10 @@ class HubPublisher:
                 raise
             logger.warning("%s It is asked again when there is something to push.", error)
 
+    def wait(self) -> None:
+        """Until no upload is under way."""
+        self._publisher.wait()
+
     @property
     def opened(self) -> bool:
         return self._publisher is not None
