@@ -20,7 +20,7 @@ from compat_tests.parity import test_mutants
 from compat_tests.parity.cases import CASES
 from compat_tests.parity.marks import Marks
 from trl_jax.cli import main as command_line
-from trl_jax.core.arguments.table import SUPPORTED
+from trl_jax.core.arguments.base import SUPPORTED
 from trl_jax.core.chips import CHIPS
 from trl_jax.hub.config.rope import KINDS
 
@@ -213,6 +213,14 @@ def test_rooms_are_those_whose_imports_are_read(page):
     assert {room: int(row["floor"]) for room, row in rooms.items()} == layers.FLOORS
     for room, row in rooms.items():
         assert row["never imports"].replace(",", "").split() == layers.NEVER.get(room, "").split(), room
+
+
+@pytest.mark.parametrize("page", [FOLDER / "architecture.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_files_that_are_named_are_there(page):
+    named = re.findall(r"`(?:bash |python )?((?:[\w.*]+/)+(?:[\w*.]+\.(?:py|sh|md))?)", pages.read(page))
+    places = [ROOT, ROOT / "trl_jax", ROOT / "compat_tests", ROOT / "trl_jax" / "nn" / "attention"]
+    missing = [name for name in named if "NAME" not in name and not any([*place.glob(name)] for place in places)]
+    assert len(named) > 25 and not missing
 
 
 def test_the_trainer_shown_is_the_example():
