@@ -13,9 +13,9 @@ from transformers import TrainerCallback
 import trl_jax
 from compat_tests.parity.reference import read_weights
 from compat_tests.trainer.trainers import FACTS, make, table
-from trl_jax.trainer.collator import DataCollatorForPreference
 from trl_jax.run.user_loss import numbers_of
 from trl_jax.trainer.base_trainer import _NEVER_CALLED
+from trl_jax.trainer.collator import DataCollatorForPreference
 
 
 @pytest.fixture(scope="session")

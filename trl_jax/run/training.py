@@ -36,7 +36,7 @@ from trl_jax.run.hub_push import HubPublisher, sweep_stages
 from trl_jax.run.memory_metrics import memory
 from trl_jax.run.nan_report import explain
 from trl_jax.run.oom import evaluation_told_of_memory, retried, told_of_memory
-from trl_jax.run.optimizer_choice import OptimizerChoice, LearningRate
+from trl_jax.run.optimizer_choice import LearningRate, OptimizerChoice
 from trl_jax.run.precompile import compiling_ahead
 from trl_jax.run.resuming import resume, weights_of
 from trl_jax.run.state import RunState

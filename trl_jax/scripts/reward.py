@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from trl_jax.core.arguments.table.base import SUPPORTED
+from trl_jax.core.arguments.base import SUPPORTED
 
 if TYPE_CHECKING:
     from trl_jax.core.arguments.table import Handling
