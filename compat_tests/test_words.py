@@ -17,6 +17,7 @@ CHANNELS = re.compile(r"pairs? of channels|(?<=turn )pairs", re.IGNORECASE)  # w
 ALLOWED = {
     "hub/card.py": {"reward"},  # tags and text of the card that TRL writes for its reward models
     "hub/heads.py": {"reward"},  # TRL's errors for a checkpoint with another head than a score
+    "hub/torch/objects.py": {"reward"},  # the same, of a torch model
     "nn/rope.py": {"pair", "pairs"},  # of channels
 }
 

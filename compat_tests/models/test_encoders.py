@@ -100,7 +100,7 @@ def test_calling_the_model(family, built):
     variants.assert_close(model(ids, mask).logits, variants.reference_logits(folder, ids, mask), 1e-5)
     unmasked = variants.reference_logits(folder, ids, np.ones_like(ids))
     variants.assert_close(model(ids, token_type_ids=np.zeros_like(ids)).logits, unmasked, 1e-5, "without a mask")
-    with pytest.raises(ValueError, match="token_type_ids has other types than 0, but a reward model scores one text"):
+    with pytest.raises(ValueError, match="token_type_ids has other types than 0, but a single text is scored"):
         model(ids, mask, token_type_ids=np.ones_like(ids))
 
 

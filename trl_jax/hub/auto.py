@@ -221,7 +221,7 @@ class AutoModelForSequenceClassification:
                 in. Arrays and computation are float32.
             seed: draws the score head where the checkpoint has none.
             kwargs: revision, subfolder, token, cache_dir, local_files_only, gguf_file as in transformers;
-                attn_implementation is accepted (kernels are chosen by the backend); trust_remote_code fetches `*.py`
+                attn_implementation is accepted (the backend picks its kernels); trust_remote_code fetches `*.py`
                 for the tokenizer, whose own code AutoTokenizer may then run; a model's is never run; device_map and
                 its like are warned of.
 

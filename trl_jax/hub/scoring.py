@@ -32,7 +32,7 @@ def score_rows(
     tokens = np.asarray(input_ids)
     _check(backend, pad, tokens)
     if not backend.ignores_types and token_type_ids is not None and np.any(token_type_ids):
-        raise ValueError("token_type_ids has other types than 0, but a reward model scores one text. Leave it out.")
+        raise ValueError("token_type_ids has other types than 0, but a single text is scored. Leave it out.")
     mask = np.ones(tokens.shape, bool) if attention_mask is None else np.asarray(attention_mask).astype(bool)
     at = [last_real_token(row, pad) if pad is not None else len(row) - 1 for row in tokens]
     as_is = pad is None and backend.infers_lengths

@@ -77,10 +77,10 @@ class Submodule:
         return self._model.submodule(f"{self._name}.{name}")
 
     def __getitem__(self, number: int | slice) -> Any:
-        chosen = range(len(self))[number]
-        if isinstance(chosen, range):
-            return [self[i] for i in chosen]
-        return self._model.submodule(f"{self._name}.{chosen}")
+        selected = range(len(self))[number]
+        if isinstance(selected, range):
+            return [self[i] for i in selected]
+        return self._model.submodule(f"{self._name}.{selected}")
 
     def __bool__(self) -> bool:
         return True  # with no numbered modules inside, too

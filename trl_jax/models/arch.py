@@ -20,7 +20,7 @@ BLOCKS = {
 class Experts:
     """A mixture of experts in place of the MLP: `top_k` of `count` experts, each `size` wide, see every token.
 
-    `renormalised`: the weights of the chosen ones are made to add up to 1. `shared_size`: the width of an expert that
+    `renormalised`: the weights of the selected ones are made to add up to 1. `shared_size`: the width of an expert that
     sees every token behind a sigmoid gate; None without it.
     """
 

@@ -14,7 +14,7 @@ from trl_jax.nn.linear import Linear
 def tanh(x: jax.Array) -> jax.Array:
     """tanh(x), beyond |x| = 2 the nearest number to it, as torch's is; XLA's may be four numbers off.
 
-    A unit near 1 has the gradient (1 - t)(1 + t), and a number off is a large part of that. Where the answers of pairs
+    A unit near 1 has the gradient (1 - t)(1 + t), and a number off is a large part of it. Where the texts of an example
     cancel in a weight's sum, that part is all there is of it, and Adam divides it by its own size.
     """
     size = jnp.abs(x.astype(jnp.promote_types(x.dtype, jnp.float32)))

@@ -62,9 +62,9 @@ class MoE(nnx.Module):
         both = ((self.gate, self.gate_lora), (self.up, self.up_lora), (self.down, self.down_lora))
         return [(weight[...], *(() if lora is None else (lora.a[...], lora.b[...]))) for weight, lora in both]
 
-    def _mixed(self, x, weights, chosen, first, gate, up, down) -> jax.Array:
+    def _mixed(self, x, weights, selected, first, gate, up, down) -> jax.Array:
         """The sum of what a token's experts give, of those from `first[0]` on alone; None: all are here."""
-        expert, count = chosen.reshape(-1), self.experts.count
+        expert, count = selected.reshape(-1), self.experts.count
         if first is not None:
             expert = (expert - first[0]) % count  # these come first, tokens of others behind
         order = jnp.argsort(expert, stable=True)  # a token's place times top_k, sorted by expert
@@ -80,7 +80,7 @@ class MoE(nnx.Module):
     def _route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Weights and experts of each token, `[tokens, top_k]`; weights in float32."""
         probabilities = jax.nn.softmax(self.router(x).astype(jnp.float32), axis=-1)
-        weights, chosen = jax.lax.top_k(probabilities, self.experts.top_k)
+        weights, selected = jax.lax.top_k(probabilities, self.experts.top_k)
         if self.experts.renormalised:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-        return weights, chosen
+        return weights, selected

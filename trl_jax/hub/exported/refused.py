@@ -4,7 +4,7 @@ from __future__ import annotations
 
 _EOS = "it finds the EOS by looking at the data, which a compiled program cannot"
 _DATA = "its code decides by the data it sees, which a compiled program cannot"
-_IMAGES = "it reads images or layouts beside the text, and a preference pair has none"
+_IMAGES = "it reads images or layouts beside the text, and a text alone has none"
 
 REFUSED = {
     "bart": (_EOS, "roberta"),
@@ -27,7 +27,7 @@ REFUSED = {
     "t5": (_EOS, "modernbert"),
     "t5gemma": ("it is an encoder-decoder, and TRL's rows give it nothing to decode", "gemma2"),
     "t5gemma2": ("it is an encoder-decoder, and TRL's rows give it nothing to decode", "gemma3_text"),
-    "tapas": ("it reads tables, and a preference pair has none", "bert"),
+    "tapas": ("it reads tables, and a text alone has none", "bert"),
     "ultravbert": (_IMAGES, "ultrabert"),
     "umt5": (_EOS, "xlm-roberta"),
     "xlm": (_DATA, "xlm-roberta"),

@@ -229,7 +229,7 @@ def _wrapped_names(module: Module, targets: Targets) -> list[str]:
 
 def _full_training(lora: LoraConfig, modules: list[Module], adapted: set[str], full: Targets) -> FullyTrained:
     """`modules_to_save`, and the biases that train; those of `adapted` modules have a longer name."""
-    chosen = [(name, module, layer, entry) for name, module, layer in full for entry in module.tensor_map]
+    meant = [(name, module, layer, entry) for name, module, layer in full for entry in module.tensor_map]
     if lora.bias != "none":
         done = {name for name, _, _ in full}
         others = [
@@ -238,16 +238,16 @@ def _full_training(lora: LoraConfig, modules: list[Module], adapted: set[str], f
             for layer, name in enumerate(module.names())
             if name not in done and (lora.bias == "all" or name in adapted)
         ]
-        chosen += [(n, m, at, entry) for n, m, at in others for entry in m.tensor_map if "bias" in entry.tensor]
+        meant += [(n, m, at, entry) for n, m, at in others for entry in m.tensor_map if "bias" in entry.tensor]
     tensors: dict[str, list] = {}
     layers: dict[str, set[int]] = {}
-    for name, module, layer, entry in chosen:
+    for name, module, layer, entry in meant:
         inner = ".base_layer" if name in adapted else ""
         tensor = f"{PREFIX}{name}{inner}.{entry.tensor.rpartition('.')[2]}"
         if entry.stacked > 1:
             raise ValueError(f"LoraConfig: {name} holds experts, which do not train whole beside an adapter here.")
         tensors.setdefault(tensor, []).append((entry, (layer,) if module.stacked else ()))
         layers.setdefault(entry.path, set()).add(layer)
-    counts = {entry.path: module.layers for _, module, _, entry in chosen}
+    counts = {entry.path: module.layers for _, module, _, entry in meant}
     some = {path: None if len(at) == counts[path] else tuple(sorted(at)) for path, at in layers.items()}
     return FullyTrained(some, tensors)

@@ -40,14 +40,14 @@ def with_parameters(config: LoraConfig, modules: list[Module], model_type: str) 
     rank_pattern, alpha_pattern = dict(config.rank_pattern), dict(config.alpha_pattern)
     for parameter in dict.fromkeys(became.values()):
         inside = [old for old, new in became.items() if new == parameter]
-        chosen = [old for old in inside if old in named.values()]
-        if 0 < len(chosen) < len(inside):
+        meant = [old for old in inside if old in named.values()]
+        if 0 < len(meant) < len(inside):
             raise ValueError(
-                f"LoraConfig: target_modules={shown(config.target_modules)} means {chosen[0]} of the experts, which "
+                f"LoraConfig: target_modules={shown(config.target_modules)} means {meant[0]} of the experts, which "
                 f"lies in one parameter, {parameter}, with the rest of {', '.join(inside)}. Name all of them, or "
                 f"target_parameters=['experts.{parameter}']."
             )
-        if chosen and len(inside) > 1:
+        if meant and len(inside) > 1:
             rank_pattern[rf".*\.{parameter}"] = config.r * len(inside)
             alpha_pattern[rf".*\.{parameter}"] = config.lora_alpha * len(inside)
     parameters = {*(config.target_parameters or ()), *(became[old] for old in named.values() if old is not None)}
