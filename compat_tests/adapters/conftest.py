@@ -7,7 +7,7 @@ import pytest
 from compat_tests.adapters.runs import CASES, checkpoint, train
 
 
-class KeyRanges:
+class Runs:
     def __init__(self, new_folder):
         self._new_folder, self._models, self._done = new_folder, {}, {}
 
@@ -41,4 +41,4 @@ class KeyRanges:
 def adapted(tmp_path_factory):
     pytest.importorskip("trl", reason="parity is measured against real TRL")
     pytest.importorskip("peft", reason="and PEFT")
-    return KeyRanges(tmp_path_factory.mktemp)
+    return Runs(tmp_path_factory.mktemp)

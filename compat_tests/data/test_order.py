@@ -65,7 +65,7 @@ def test_a_stream_needs_max_steps():
         run_length(None, **sizes, max_steps=-1)
     assert str(error.value) == (
         "train_dataset has no length, so max_steps must say how long to train; it is -1. "
-        "Set max_steps in RewardConfig."
+        "Set max_steps in the config."
     )
 
 

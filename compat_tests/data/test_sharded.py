@@ -60,7 +60,7 @@ def test_every_example_once_with_its_texts_and_its_weight(layout, texts, accumul
         assert arrays.tokens.shape[:2] == arrays.weight.shape[:2] == (accumulation, SHARDS)
         kept = arrays.weight > 0
         for place, slot in zip(*np.nonzero(kept.reshape(-1, kept.shape[2])), strict=True):
-            own = jax.tree.map(lambda leaf, at=divmod(place, SHARDS): leaf[at], arrays)
+            own = jax.tree.map(lambda leaf, place=place: leaf[divmod(place, SHARDS)], arrays)
             reads, lengths = (leaf.reshape(texts, -1)[:, slot] for leaf in (own.reads, own.lengths))
             row = int(own.extras["label"][slot]) - 1
             assert row in step.passes[place] and own.extras["margin"][slot] == row / 2

@@ -22,8 +22,6 @@ from compat_tests.dryrun.planned import LORA, alike  # noqa: E402
 from compat_tests.parity.reference import BASE  # noqa: E402
 from trl_jax import BitsAndBytesConfig, LoraConfig, RewardConfig, RewardTrainer  # noqa: E402
 from trl_jax.core.packed import BLOCK  # noqa: E402
-from trl_jax.data.loader import PreferenceLoader  # noqa: E402
-from trl_jax.data.windows import Windows  # noqa: E402
 from trl_jax.engine.compilation import compiler_options  # noqa: E402
 from trl_jax.engine.sharding import ShardingPlan, make_mesh  # noqa: E402
 from trl_jax.run import layout_choice, precompile  # noqa: E402
@@ -115,10 +113,10 @@ def trainer(checkpoint, out, rows=ROWS, **config):
 
 def test_all_devices_share_the_pairs_unless_told_otherwise(checkpoint, tmp_path, caplog):
     built = trainer(checkpoint, tmp_path)
-    assert (built.args.world_size, built.shards, built.args.parallel_mode.value) == (8, 8, "distributed")
+    assert (built.args.world_size, built.parts.run.shards, built.args.parallel_mode.value) == (8, 8, "distributed")
     assert built.accelerator.num_processes == 8 and built.args.train_batch_size == 2
     [step, *_] = built.get_train_dataloader().steps
-    assert step.arrays.tokens.shape[:3] == (1, 8, 1) and step.num_pairs == 16
+    assert step.arrays.tokens.shape[:3] == (1, 8, 1) and step.num_examples == 16
     with built.args.main_process_first():
         pass
 
@@ -126,7 +124,7 @@ def test_all_devices_share_the_pairs_unless_told_otherwise(checkpoint, tmp_path,
 def test_memory_falls_with_the_devices(checkpoint, tmp_path, caplog):
     built = trainer(checkpoint, tmp_path, fsdp="full_shard")
     with caplog.at_level(logging.INFO, "trl_jax"):
-        built._advancer(None, built.parts.training.made_optimizer())
+        built.parts.train_step.advancer(None, built.parts.training.made_optimizer(), lambda: None)
     [line] = [record.message for record in caplog.records if record.message.startswith("Mesh")]
     assert re.fullmatch(
         r"Mesh fsdp 8 on 8 devices \(cpu\): each holds \d+\.\d kB of \d+\.\d kB of the weights and \d+\.\d kB of "
@@ -185,12 +183,9 @@ COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-a
 def compiled(built):
     """The step of a trainer, and its collectives as (kind, largest array)."""
     [batch, *_] = built.get_train_dataloader().steps
-    tx = built.parts.training.made_optimizer()
-    step = built.parts.train_step.compiled(tx, remat=True)
-    state = built.parts.train_step.new_optimizer_state(tx)
-    done = step.lower(
-        built.model.params, state, built.parts.train_step.placed(batch).arrays, np.float32(0), None
-    ).compile()
+    of_run, tx = built.parts.train_step, built.parts.training.made_optimizer()
+    step, state = of_run.compiled(tx, remat=True), of_run.new_optimizer_state(tx)
+    done = step.lower(built.model.params, state, of_run.placed(batch).arrays, np.float32(0), None).compile()
     found = []
     for line in done.as_text().splitlines():
         if match := COLLECTIVE.search(line):
@@ -234,7 +229,7 @@ def test_of_a_text_only_keys_and_values_are_gathered(checkpoint, tmp_path):
 
 
 def test_rows_of_texts_stay_where_they_are(checkpoint, tmp_path, monkeypatch, alone):
-    """Attention text by text, as on GPUs: nothing more is sent than along the stream, heads divided or not, and the
+    """Attention text by text, as on GPUs: nothing more is sent than along the packed row, heads divided or not, and the
     numbers are those of one device."""
     mesh = "data:2,fsdp:2,tensor:2"
     wanted = alone("llama", "shared")
@@ -256,16 +251,15 @@ def test_collectives_run_beside_products_on_gpus():
         jax.jit(lambda x: x + 1, compiler_options={"xla_gpu_hide_latency": True})(1)
 
 
-def test_a_gathered_stream_would_be_noticed(checkpoint, tmp_path):
-    built = trainer(checkpoint, tmp_path, mesh_shape="data:8")
-    loss = built.loss
+def test_a_gathered_row_would_be_noticed(checkpoint, tmp_path, monkeypatch):
+    loss = RewardTrainer.loss
 
-    def gathering(params, batch, key, **how):
-        total, metrics = loss(params, batch, key, **how)
+    def gathering(self, params, batch, key, **how):
+        total, metrics = loss(self, params, batch, key, **how)
         return total + 0 * jnp.sum(jax.lax.all_gather(batch.tokens, "data")).astype(jnp.float32), metrics
 
-    built.loss = gathering
-    done, found = compiled(built)
+    monkeypatch.setattr(RewardTrainer, "loss", gathering)
+    done, found = compiled(trainer(checkpoint, tmp_path, mesh_shape="data:8"))
     assert re.search(r"= s32\[8,1,\d+\]\S* all-gather", done.as_text())
     assert {kind for kind, shape in found if np.prod(shape) > 64} == {"all-reduce"}  # what data alone should need
 
@@ -375,59 +369,6 @@ def test_row46_an_evaluation_of_any_size(pairs, checkpoint, tmp_path):
     assert alone.predictions.shape == (2 * pairs, 1)
     np.testing.assert_allclose(sharded_step.predictions, alone.predictions, atol=2e-5)
     assert abs(sharded_step.metrics["test_loss"] - alone.metrics["test_loss"]) < 1e-6
-
-
-def table(pairs):
-    dice = np.random.default_rng(1)
-    return Dataset.from_list([
-        {f"{side}_ids": dice.integers(1, 9, dice.integers(2, 60)).tolist() for side in ("chosen", "rejected")}
-        for _ in range(pairs)
-    ])  # fmt: skip
-
-
-@pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_shards_have_every_pair_once_with_its_weight(layout, accumulation):
-    """The end of the epoch begins it anew, as TRL's ranks do: 13 pairs in steps of 2 micro-batches of 4 x 2."""
-    how = dict(pad_token_id=0, pad_to_multiple_of=None, layout=layout, accumulation=accumulation)
-    steps = list(PreferenceLoader(table(13), batch_size=8, shards=4, **how))
-    rows = [row for step in steps for row in step.rows]
-    assert rows == [*range(13), 0, 1, 2] and sum(step.num_micro_batches for step in steps) == 2
-    for step in steps:
-        arrays = step.arrays
-        assert arrays.tokens.shape[:2] == arrays.weight.shape[:2] == (accumulation, 4)
-        kept = arrays.weight > 0
-        assert kept.sum() == step.num_pairs
-        np.testing.assert_allclose(arrays.weight[kept], 1 / step.num_pairs)
-        # Each pair belongs to one micro-batch, which has 8 over all shards.
-        member = (arrays.member & kept[:, :, None]).sum(axis=(0, 1, 3))
-        assert member[: step.num_micro_batches].tolist() == [8] * step.num_micro_batches
-        tokens = arrays.lengths.reshape(*kept.shape[:2], 2, -1) * kept[:, :, None]
-        assert tokens.sum() == step.num_tokens
-        assert [len(own) for own in step.passes] == kept.sum(axis=-1).reshape(-1).tolist()
-
-
-@pytest.mark.parametrize("layout", ["padded", "shared"])
-def test_a_run_that_filled_nothing_goes_on_so(layout):
-    """Five pairs are left for four devices: two for the first, and each weighs what it would on one device."""
-    how = dict(pad_token_id=0, pad_to_multiple_of=None, layout=layout, batch_size=8, accumulation=2, fills=False)
-    [step] = PreferenceLoader(table(13), shards=4, **how)
-    [alone] = PreferenceLoader(table(13), **how)
-    assert step.rows == alone.rows == list(range(13))
-    assert (step.num_pairs, step.num_tokens) == (alone.num_pairs, alone.num_tokens)
-    for ours in (step, alone):
-        np.testing.assert_allclose(np.sort(ours.arrays.weight.ravel())[-13:], [1 / 16] * 8 + [1 / 10] * 5)
-    member = step.arrays.member & (step.arrays.weight > 0)[:, :, None]
-    assert member.sum(axis=(0, 1, 3)).tolist() == [8, 5]
-
-
-def test_windows_have_no_pair_that_is_not_there():
-    loader = PreferenceLoader(
-        table(11), batch_size=8, shards=4, fills=False, pad_token_id=0, pad_to_multiple_of=None, layout="shared"
-    )
-    [window] = Windows(loader, sort=False)
-    pairs = np.concatenate([slots[slots >= 0] for _, slots in window.passes])
-    assert sorted(pairs.tolist()) == list(range(11)) and [batch.num_pairs for batch in window.batches] == [8, 3]
 
 
 def test_a_plan_s_programs_are_those_of_a_run(checkpoint, tmp_path):

@@ -38,7 +38,8 @@ def test_a_scripts_own_loss_has_noise_too(folder, tmp_path):
         bound = BoundModel(trainer.model, trainer.model.params, dtype="float32", **how)
         return np.asarray(bound(input_ids=ids).logits)
 
-    noisy = scores(key=jax.random.key(0), chances=trainer.chances)
+    options = trainer.parts.forward.random_options
+    noisy = scores(random_options=lambda call, lengths: options(jax.random.key(call), lengths))
     assert np.abs(noisy - scores()).min() > 1e-3
 
 

@@ -1,1 +1,1 @@
-"""From preference rows to arrays: text to token ids, the order of rows, and the layout of a batch."""
+"""From rows to arrays: text to token ids, the order of rows, and the layout of a batch."""

@@ -68,7 +68,7 @@ def run_length(
         if max_steps <= 0:
             raise ValueError(
                 f"train_dataset has no length, so max_steps must say how long to train; it is {max_steps}. "
-                "Set max_steps in RewardConfig."
+                "Set max_steps in the config."
             )
         return RunLength(max_steps, sys.maxsize, max_steps * accumulation)
     batches = rows // batch_size if drop_last else math.ceil(rows / batch_size)

@@ -14,9 +14,9 @@ from trl_jax.run.base_config import BaseConfig
 _INSTEAD = {
     "backward": "gradients are taken inside the compiled step; override compute_loss",
     "prepare": "arrays are where JAX puts them",
-    "autocast": "RewardConfig(bf16=True) computes in bfloat16",
-    "clip_grad_norm_": "RewardConfig(max_grad_norm=...) clips",
-    "accumulate": "RewardConfig(gradient_accumulation_steps=...) accumulates",
+    "autocast": "bf16=True in the config computes in bfloat16",
+    "clip_grad_norm_": "max_grad_norm in the config clips",
+    "accumulate": "gradient_accumulation_steps in the config accumulates",
     "save_state": "trainer.train() writes checkpoints that save everything",
     "load_state": "trainer.train(resume_from_checkpoint=...) takes one up",
     "get_state_dict": "trainer.model.params is the dict of arrays",

@@ -27,7 +27,7 @@ _ON_CPUS, _ON_ACCELERATORS = 2e11, 2e15
 
 
 def exact_layout(args: BaseConfig, backend: Backend, *, striped: bool = False) -> tuple[str, str]:
-    """The layout of a run, and why where it is not what was asked for; `dealt`: a mesh divides texts."""
+    """The layout of a run, and why where it is not what was asked for; `striped`: a mesh divides texts."""
     asked = args.batch_layout
     if asked == "padded":
         return "padded", ""
@@ -53,7 +53,7 @@ def windowed(args: BaseConfig, backend: Backend) -> bool:
 
 
 def by_rows(args: BaseConfig, *, striped: bool) -> bool:
-    """Whether a stream's texts stand as rows, too, for attention: on GPUs, whose kernel reads rows."""
+    """Whether the texts of packed rows stand as rows, too, for attention: on GPUs, whose kernel reads rows."""
     return args.device.type == "cuda" and not striped
 
 

@@ -26,7 +26,7 @@ _SHOW = "optimizers=(optax.adamw(1e-4), None)"
 
 
 @dataclass(frozen=True)
-class Chosen:
+class OptimizerChoice:
     """The rule by name with its hyperparameters, or an optax transformation; the highest rate; a schedule, if given."""
 
     peak: float
@@ -54,7 +54,7 @@ class Chosen:
         return learning_rates(name, peak=self.peak, warmup_steps=warmup, max_steps=max_steps, kwargs=kwargs)
 
 
-def choose(args: BaseConfig, optimizers: Any, cls_and_kwargs: Any) -> Chosen:
+def choose(args: BaseConfig, optimizers: Any, cls_and_kwargs: Any) -> OptimizerChoice:
     """What the constructor's arguments mean.
 
     Raises:
@@ -69,29 +69,29 @@ def choose(args: BaseConfig, optimizers: Any, cls_and_kwargs: Any) -> Chosen:
         return _of_class(args, *cls_and_kwargs)
     if tx is None:
         own = parsed(plain(args.optim), args.optim_args)
-        return Chosen(args.learning_rate, plain(args.optim), _hyperparameters(args, own))
+        return OptimizerChoice(args.learning_rate, plain(args.optim), _hyperparameters(args, own))
     check_optax(tx)
     if schedule is not None and (not callable(schedule) or _root(type(schedule)) in ("torch", "transformers")):
         raise TypeError(
             f"optimizers: the schedule is a {_full_name(type(schedule))}; wanted a function of the step, as in "
             "optax.linear_schedule(1e-4, 0.0, 1000), which scales what the optimizer gives."
         )
-    return Chosen(args.learning_rate or 1.0 if schedule is None else 1.0, tx=tx, schedule=schedule)
+    return OptimizerChoice(args.learning_rate or 1.0 if schedule is None else 1.0, tx=tx, schedule=schedule)
 
 
 def check_optax(tx: Any) -> None:
     if not isinstance(tx, optax.GradientTransformation):
         raise TypeError(
             f"optimizers: a {_full_name(type(tx))} cannot update JAX arrays; pass an optax transformation, as in "
-            f"{_SHOW}, or name the optimizer by RewardConfig(optim=...)."
+            f"{_SHOW}, or name the optimizer by the config's optim."
         )
 
 
-def _of_class(args: BaseConfig, cls: Any, kwargs: dict[str, Any]) -> Chosen:
+def _of_class(args: BaseConfig, cls: Any, kwargs: dict[str, Any]) -> OptimizerChoice:
     if _root(cls) not in ("torch", "transformers", "bitsandbytes"):
         made = cls(**kwargs)
         check_optax(made)
-        return Chosen(args.learning_rate or 1.0, tx=made)
+        return OptimizerChoice(args.learning_rate or 1.0, tx=made)
     if cls.__name__ not in _CLASSES or (cls.__name__ == "Adam" and args.weight_decay):
         raise ValueError(
             f"optimizer_cls_and_kwargs: {_full_name(cls)} has no counterpart here; those of torch that have: "
@@ -107,11 +107,11 @@ def _of_class(args: BaseConfig, cls: Any, kwargs: dict[str, Any]) -> Chosen:
     if own.pop("weight_decay", args.weight_decay) != args.weight_decay:
         raise ValueError(
             f"optimizer_cls_and_kwargs: weight_decay={kwargs['weight_decay']}, but the trainer groups parameters by "
-            f"args.weight_decay={args.weight_decay}, which wins in TRL too. Set weight_decay in RewardConfig."
+            f"args.weight_decay={args.weight_decay}, which wins in TRL too. Set weight_decay in the config."
         )
     if unknown := sorted(own.keys() - OPTIMIZERS[name].takes.keys()):
         raise ValueError(f"optimizer_cls_and_kwargs: {cls.__name__} does not take {', '.join(unknown)} here.")
-    return Chosen(peak, name, Hyperparameters(b1, b2, eps, args.weight_decay, own))
+    return OptimizerChoice(peak, name, Hyperparameters(b1, b2, eps, args.weight_decay, own))
 
 
 def _check_adafactor(own: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from trl_jax.engine.step import make_step
 from trl_jax.hub.freezing import stop_frozen_gradients, zero_frozen_updates
 from trl_jax.run.data import length_of
 from trl_jax.run.devices import describe, run_device
-from trl_jax.run.optimizer_choice import Chosen, check_optax
+from trl_jax.run.optimizer_choice import OptimizerChoice, check_optax
 from trl_jax.run.rng import run_key
 from trl_jax.run.state import RunState
 from trl_jax.run.user_loss import UserLoss
@@ -117,7 +117,7 @@ class TrainStep:
         return counted[self._run.args.include_num_input_tokens_seen]
 
 
-def default_optimizer(run: RunState, chosen: Chosen) -> Any:
+def default_optimizer(run: RunState, choice: OptimizerChoice) -> Any:
     """What `optimizers` of the constructor or `args.optim` names, for the parameters that decay."""
     backend, args = run.model.backend, run.args
     decayed = {
@@ -125,10 +125,10 @@ def default_optimizer(run: RunState, chosen: Chosen) -> Any:
         for path, tensor in backend.tensors.items()
     }
     warmup = args.get_warmup_steps(length_of(run).max_steps)
-    return chosen.make(decayed, backend.torch_param_layout(), args.max_grad_norm, warmup)
+    return choice.make(decayed, backend.torch_param_layout(), args.max_grad_norm, warmup)
 
 
-def optimizer_of(run: RunState, made: Any, chosen: Chosen) -> Optimizer:
+def optimizer_of(run: RunState, made: Any, choice: OptimizerChoice) -> Optimizer:
     """An optax transformation as the step takes it, which leaves alone what a script has frozen.
 
     Args:
@@ -136,7 +136,7 @@ def optimizer_of(run: RunState, made: Any, chosen: Chosen) -> Optimizer:
     """
     if not isinstance(made, Optimizer):
         check_optax(made)
-        made = from_optax(made, peak=chosen.peak, max_grad_norm=run.args.max_grad_norm)
+        made = from_optax(made, peak=choice.peak, max_grad_norm=run.args.max_grad_norm)
     masks = run.model.trainable_masks
     if not masks:
         return made

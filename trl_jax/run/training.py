@@ -36,7 +36,7 @@ from trl_jax.run.hub_push import HubPublisher, sweep_stages
 from trl_jax.run.memory_metrics import memory
 from trl_jax.run.nan_report import explain
 from trl_jax.run.oom import evaluation_told_of_memory, retried, told_of_memory
-from trl_jax.run.optimizer_choice import Chosen, LearningRate
+from trl_jax.run.optimizer_choice import LearningRate, OptimizerChoice
 from trl_jax.run.precompile import compiling_ahead
 from trl_jax.run.resuming import resume, weights_of
 from trl_jax.run.state import RunState
@@ -67,7 +67,7 @@ class Training:
         train_step: TrainStep,
         checkpointer: Checkpointer,
         publisher: HubPublisher,
-        choose: Callable[[], Chosen],
+        choose: Callable[[], OptimizerChoice],
         brought: Any,
     ):
         """
@@ -77,7 +77,7 @@ class Training:
         """
         self._run, self._hooks, self._train_step = run, hooks, train_step
         self._checkpointer, self._publisher, self._brought = checkpointer, publisher, brought
-        self._choose, self.chosen = choose, choose()
+        self._choose, self.choice = choose, choose()
         self.optimizer: Optimizer | None = None
 
     def train(self, resume_from: str | bool | None) -> TrainOutput:
@@ -97,7 +97,7 @@ class Training:
 
     def made_optimizer(self) -> Optimizer:
         """What create_optimizer gives, as the step takes it."""
-        return optimizer_of(self._run, self._hooks.create_optimizer(), self.chosen)
+        return optimizer_of(self._run, self._hooks.create_optimizer(), self.choice)
 
     def _what_fits(self, once: Callable[[], TrainOutput]) -> TrainOutput:
         """Each try begins where the first one did: a step takes the arrays it is given."""
@@ -117,13 +117,13 @@ class Training:
 
     def _once(self, resume_from: str | bool | None, interrupts: Interrupts) -> TrainOutput:
         run, args, start = self._run, self._run.args, time.time()
-        self.chosen = self._choose()  # arguments may have been changed since
+        self.choice = self._choose()  # arguments may have been changed since
         self.optimizer = tx = self.made_optimizer()
         found = find(resume_from, args.output_dir) if resume_from else None
         if found is not None and args.auto_find_batch_size and run.found_batch_size is None:
             run.found_batch_size = found.state.train_batch_size
         length = length_of(run)
-        schedule = LearningRate(self.chosen.rates(args, length.max_steps), lambda: run.state.global_step)
+        schedule = LearningRate(self.choice.rates(args, length.max_steps), lambda: run.state.global_step)
         self._checkpointer.lr_scheduler = schedule
         run.events.handler.optimizer, run.events.handler.lr_scheduler = tx, schedule
         self._checkpointer.forget_dataset()

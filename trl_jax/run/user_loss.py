@@ -141,7 +141,7 @@ class UserLoss:
         if not isinstance(loss, jax.Array) or loss.shape != ():
             raise TypeError(
                 f"compute_loss returned {_described(loss)}: wanted a JAX scalar, as in "
-                "-jax.nn.log_sigmoid(chosen - rejected).mean()."
+                "-jax.nn.log_sigmoid(model(**inputs).logits).mean()."
             )
         return loss.astype(jnp.float32), self.sums(bound, inputs)
 

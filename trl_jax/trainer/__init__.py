@@ -5,7 +5,7 @@ from __future__ import annotations
 from trl_jax.core.lazy import fetching
 
 _WHERE = {
-    "DataCollatorForPreference": "trl_jax.run.collator",
+    "DataCollatorForPreference": "trl_jax.trainer.collator",
     "ModelConfig": "trl_jax.trainer.model_config",
     "RewardConfig": "trl_jax.trainer.reward_config",
     "RewardTrainer": "trl_jax.trainer.reward_trainer",

@@ -245,7 +245,7 @@ class BaseTrainer(Surface):
         Overriding it: return any optax transformation; its updates are scaled as torch's LambdaLR would, by the
         schedule of the arguments as a share of its peak.
         """
-        return default_optimizer(self._run, self._training.chosen)
+        return default_optimizer(self._run, self._training.choice)
 
     @property
     def optimizer(self) -> Any:

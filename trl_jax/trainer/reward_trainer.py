@@ -14,11 +14,11 @@ from transformers.trainer_utils import EvalPrediction
 
 from trl_jax.engine.evaluation import Evaluated
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.run.collator import DataCollatorForPreference
 from trl_jax.run.evaluation import MetricHooks
 from trl_jax.tasks.eval_report import report
 from trl_jax.tasks.reward import RewardTask
 from trl_jax.trainer.base_trainer import BaseTrainer
+from trl_jax.trainer.collator import DataCollatorForPreference
 from trl_jax.trainer.old_keywords import accepting_old_keywords
 from trl_jax.trainer.reward_config import RewardConfig, as_reward_config
 

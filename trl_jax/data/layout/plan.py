@@ -11,7 +11,6 @@ from datasets import Dataset
 from trl_jax.data.layout.buckets import EARLY, Buckets, ViewBuckets, compiled_beside, fitted, without_late
 from trl_jax.data.layout.survey import SURVEYED, survey
 
-LAYOUTS = ("padded", "packed", "shared")
 _EPOCHS = 8  # at most
 _PLACE = 0.1  # what a token's place in a row costs of what the token does: it is copied there and back, not computed
 

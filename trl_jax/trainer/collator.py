@@ -1,4 +1,4 @@
-"""Pairs as one padded batch, for scripts that make their own."""
+"""TRL's collator of preference rows, for scripts that make batches of their own."""
 
 from __future__ import annotations
 
