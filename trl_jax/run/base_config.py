@@ -181,7 +181,7 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
             ValueError: the table refuses a value; there is a line for each.
         """
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        table = {name: line for name, line in COMMON.items() if name in values} | self.argument_table
+        table = {**BASE, **{name: line for name, line in COMMON.items() if name in values}} | self.argument_table
         defaults = defaults_of(fields(self)) | defaults_of(fields(self._released_kind()))
         refusals, notes = judge(table, values, defaults)
         if strtobool(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false")):
