@@ -16,7 +16,7 @@ from compat_tests.tiny import tiny_tokenizer
 from trl_jax import data_utils as ours
 from trl_jax import rewards
 from trl_jax.chat_template_utils import clone_chat_template
-from trl_jax.hub.backends import ExportedBackend
+from trl_jax.hub.exported.backend import ExportedBackend
 from trl_jax.scripts.mixture import DatasetConfig, DatasetMixtureConfig, get_dataset
 from trl_jax.trainer.collator import DataCollatorForPreference
 from trl_jax.trainer.utils import compute_accuracy, get_peft_config, get_quantization_config

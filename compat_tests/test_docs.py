@@ -56,9 +56,9 @@ def _after(diff: str) -> str:
 
 
 def check_python(tree: ast.Module, known: dict[str, Any]) -> None:
-    """Run imports and classes, and hold calls against the signatures of what they call. `known` gets the names."""
+    """Run imports and definitions, and hold calls against the signatures of what they call. `known` gets the names."""
     for node in tree.body:
-        if isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef):
+        if isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef | ast.FunctionDef):
             exec(compile(ast.Module([node], []), "page", "exec"), known)
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     made = {node.id for node in names if isinstance(node.ctx, ast.Store)}
@@ -69,7 +69,7 @@ def check_python(tree: ast.Module, known: dict[str, Any]) -> None:
         dotted = re.fullmatch(r"[\w.]+", ast.unparse(call.func))
         called = _meant(dotted[0].split("."), known) if dotted else None
         if called is not None:
-            inspect.signature(called).bind_partial(*call.args, **{one.arg: None for one in call.keywords})
+            inspect.signature(called).bind_partial(*call.args, **{one.arg: None for one in call.keywords if one.arg})
         if called in CONFIGS:
             called(**{one.arg: ast.literal_eval(one.value) for one in call.keywords})
     known |= dict.fromkeys(made - set(known))
@@ -144,6 +144,8 @@ def check_command(words: list[str], patched: pytest.MonkeyPatch) -> None:
                 patched.setattr(sys, "argv", [module, *flags])
                 with pytest.raises(Parsed):
                     importlib.import_module(module).main()
+        case ["python", script]:
+            assert (ROOT / script).is_file(), f"there is no {script}"
         case ["mkdocs", "build" | "serve", *_, "-f", file]:
             assert (ROOT / file).is_file()
         case ["ls", _]:
@@ -176,9 +178,10 @@ def test_links_lead_somewhere(page):
 @EVERY
 def test_every_screen_has_something_to_look_at(page):
     """A table, a picture or a block of code at least every 25 lines."""
-    plain = 0
+    plain, code = 0, False
     for number, line in enumerate(pages.read(page).splitlines(), start=1):
-        plain = 0 if line.startswith(("|", "```", "![", ":::")) else plain + 1
+        code ^= line.startswith("```")
+        plain = 0 if code or line.startswith(("|", "```", "![", ":::")) else plain + 1
         assert plain <= 25 or page.name == "api.md", f"{page.name} is nothing but text up to line {number}"
 
 
@@ -202,7 +205,7 @@ def test_the_api_has_every_public_name():
 def test_members_that_the_api_lists_are_there():
     text = pages.read(FOLDER / "api.md")
     listed = re.findall(r"^::: trl_jax\.(\w+)\n    options:\n      members: \[(.+)\]$", text, flags=re.M)
-    assert {name for name, _ in listed} == {"RewardTrainer", "PreTrainedModel"}
+    assert {name for name, _ in listed} == {"RewardTrainer", "PreTrainedModel", "BaseTrainer"}
     for name, members in listed:
         assert set(members.split(", ")) <= set(dir(getattr(trl_jax, name)))
 

@@ -11,6 +11,7 @@ import pytest
 
 import trl_jax
 from compat_tests import pages, readme_table
+from compat_tests import test_import_layers as layers
 from compat_tests.adapters import test_targets
 from compat_tests.bench import division, meshes, pods
 from compat_tests.models.test_layouts import CASES as LAYOUTS
@@ -197,11 +198,38 @@ def test_times_faster_of_the_larger_model():
             assert float(told) == pytest.approx(theirs / ours, rel=0.04), (arm, kind)  # medians, not pairs a second
 
 
-def test_the_bars_are_those_of_the_table():
+@pytest.mark.parametrize("picture", ["speed", "rooms"])
+def test_pictures_are_those_of_their_tables(picture):
     spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "pictures.py")
     pictures = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(pictures)
-    assert pages.read(FOLDER / "images" / "speed.svg") == pictures.speed()
+    assert pages.read(FOLDER / "images" / f"{picture}.svg") == vars(pictures)[picture]()
+
+
+@pytest.mark.parametrize("page", [FOLDER / "architecture.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_rooms_are_those_whose_imports_are_read(page):
+    [shown] = [found for found in pages.tables(pages.read(page)) if {"room", "floor", "never imports"} <= {*found[0]}]
+    rooms = {row["room"].strip("`/"): row for row in shown}
+    assert {room: int(row["floor"]) for room, row in rooms.items()} == layers.FLOORS
+    for room, row in rooms.items():
+        assert row["never imports"].replace(",", "").split() == layers.NEVER.get(room, "").split(), room
+
+
+@pytest.mark.parametrize("page", [FOLDER / "architecture.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_files_that_are_named_are_there(page):
+    named = re.findall(r"`(?:bash |python )?((?:[\w.*]+/)+(?:[\w*.]+\.(?:py|sh|md))?)", pages.read(page))
+    places = [ROOT, ROOT / "trl_jax", ROOT / "compat_tests", ROOT / "trl_jax" / "nn" / "attention"]
+    missing = [name for name in named if "NAME" not in name and not any([*place.glob(name)] for place in places)]
+    assert len(named) > 25 and not missing
+
+
+def test_the_trainer_shown_is_the_example():
+    shown = [block.code for block in pages.blocks(FOLDER / "write-a-trainer.md", "python")]
+    code = (ROOT / "examples" / "pointwise.py").read_text(encoding="utf-8")
+    imports, *parts = shown
+    assert all(f"{line}\n" in code for line in imports.splitlines())
+    assert len(parts) == 3 and "\n\n\n".join(parts).replace("\n\n\n\n", "\n\n\n") in code
+    assert f"{len(code.splitlines())} lines" in pages.read(FOLDER / "write-a-trainer.md")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])

@@ -1,4 +1,4 @@
-"""Draws the bars of the performance page from its table: python docs/pictures.py"""
+"""Draws pictures of the pages from their tables: python docs/pictures.py"""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from pathlib import Path
 PAGES = Path(__file__).parent / "pages"
 _STYLE = """<style>
   .page { fill: #ffffff; stroke: #d0d7de } .text { fill: #1f2328 } .soft { fill: #59636e }
-  .theirs { fill: #8c959f } .ours { fill: #0969da }
+  .theirs { fill: #8c959f } .ours { fill: #0969da } .name { fill: #ffffff }
   @media (prefers-color-scheme: dark) {
     .page { fill: #0d1117; stroke: #3d444d } .text { fill: #f0f6fc } .soft { fill: #9198a1 }
     .theirs { fill: #656c76 } .ours { fill: #1f6feb }
   }
 </style>"""
 _LEFT, _LONGEST = 160, 560  # where bars begin, and the longest one
+_FIRST, _RIGHT = 64, 784  # where rooms begin and end
 
 
 def table(page: str, heading: str) -> list[dict[str, str]]:
@@ -42,16 +43,39 @@ def speed() -> str:
             f'<rect class="{kind}" x="{_LEFT}" y="{y}" width="{width:.1f}" height="28" rx="3"/>',
             f'<text class="text" x="{_LEFT + width + 10:.1f}" y="{y + 19}">{value:.2f}</text>',
         ]
-    height = 64 + 40 * len(rows) + 12
+    told = "of hh-rlhf, a llama of 8 layers, two CPU cores, float32"
+    return _page(64 + 40 * len(rows) + 12, "Pairs a second", told, parts)
+
+
+def rooms() -> str:
+    """SVG: the rooms of the package, those of a floor side by side, the topmost floor first."""
+    floors: dict[int, list[str]] = {}
+    for row in table("architecture.md", "Rooms"):
+        floors.setdefault(int(row["floor"]), []).append(row["room"].strip("`"))
+    parts = []
+    for number, floor in enumerate(sorted(floors, reverse=True)):
+        y, width = 60 + 44 * number, (_RIGHT - _FIRST) / len(floors[floor])
+        parts.append(f'<text class="soft" x="{_FIRST - 16}" y="{y + 23}" text-anchor="end">{floor}</text>')
+        for place, room in enumerate(floors[floor]):
+            x = _FIRST + place * width
+            parts += [
+                f'<rect class="ours" x="{x:.1f}" y="{y}" width="{width - 8:.1f}" height="36" rx="4"/>',
+                f'<text class="name" x="{x + (width - 8) / 2:.1f}" y="{y + 23}" text-anchor="middle">{room}</text>',
+            ]
+    return _page(60 + 44 * len(floors) + 8, "Rooms by floor", "imports go down only", parts)
+
+
+def _page(height: int, title: str, told: str, parts: list[str]) -> str:
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 {height}" font-size="15" role="img" '
         'font-family="system-ui, -apple-system, \'Segoe UI\', Helvetica, Arial, sans-serif">\n'
         f'{_STYLE}\n<rect class="page" x="0.5" y="0.5" width="799" height="{height - 1}" rx="10"/>\n'
-        '<text class="text" x="24" y="36" font-weight="600">Pairs a second '
-        '<tspan class="soft" font-weight="400">of hh-rlhf, a llama of 8 layers, two CPU cores, float32</tspan></text>'
+        f'<text class="text" x="24" y="36" font-weight="600">{title} '
+        f'<tspan class="soft" font-weight="400">{told}</tspan></text>'
     )
     return "\n".join([head, *parts, "</svg>", ""])
 
 
 if __name__ == "__main__":
+    (PAGES / "images" / "rooms.svg").write_text(rooms(), encoding="utf-8")
     (PAGES / "images" / "speed.svg").write_text(speed(), encoding="utf-8")

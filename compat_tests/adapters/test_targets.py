@@ -12,7 +12,8 @@ import pytest
 
 from compat_tests.models.families import ABSENT, BODY_ONLY, SHAPES
 from compat_tests.tiny import SHAPE
-from trl_jax.hub.families import families, read_arch
+from trl_jax.hub.config.native import native_config
+from trl_jax.hub.families import families
 from trl_jax.hub.peft.adapters import resolved
 from trl_jax.hub.peft.lora_config import LoraConfig
 from trl_jax.hub.peft.modules import modules_of
@@ -47,8 +48,8 @@ def both(request):
             model.score = torch.nn.Linear(64, 1, bias=False)
         else:
             model = AutoModelForSequenceClassification.from_config(config)
-    family, arch = read_arch(json.loads(config.to_json_string(use_diff=False)), Path("config.json"))
-    return request.param, model, modules_of(family, arch)
+    facts = native_config(json.loads(config.to_json_string(use_diff=False)), Path("config.json"))
+    return request.param, model, modules_of(facts)
 
 
 @pytest.fixture

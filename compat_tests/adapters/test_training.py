@@ -16,7 +16,7 @@ from compat_tests.tiny import preference_rows
 from compat_tests.trainer.trainers import FACTS, make, table
 from trl_jax import LoraConfig
 from trl_jax.hub.peft.quantization import BitsAndBytesConfig, formats, quantized
-from trl_jax.hub.pretrained import _scores
+from trl_jax.hub.scoring import compiled_scores
 from trl_jax.nn.quantized import DYNAMIC, TABLES, Format, dequantized
 from trl_jax.run.nan_report import check_weights
 
@@ -133,7 +133,8 @@ def test_a_base_of_sixteen_bits_is_never_made_32(checkpoint, tmp_path):
         model.params[path].size for path in ("decoder.layers.mlp.down.weight", "score.weight")
     )
     tokens, at = IDS.astype(np.int32), np.asarray([5], np.int32)
-    step = _scores.lower(model.graph, 0, model.arrays, tokens, np.ones_like(tokens, bool), at).compile().as_text()
+    mask = np.ones_like(tokens, bool)
+    step = compiled_scores.lower(model.graph, 0, model.arrays, tokens, mask, at).compile().as_text()
     assert "u16[2,96,64]" in step and "f32[2,96,64]" not in step
     table = plain.get_input_embeddings().weight
     assert model.num_parameters(exclude_embeddings=True) == model.num_parameters() - table.size
@@ -212,13 +213,11 @@ def test_eight_bit_weights_score_nearly_the_same(checkpoint, tmp_path):
 
 
 def test_what_is_not_quantised(checkpoint):
-    from trl_jax.hub.config.reader import read_config
-    from trl_jax.hub.families import read_arch
+    from trl_jax.hub.config.native import read_native_config
 
     folder = checkpoint("llama", **FACTS)
-    family, arch = read_arch(read_config(folder), folder)
     config = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["o_proj"])
-    found = formats(config, adapter(modules_to_save=["down_proj"]), family, arch)
+    found = formats(config, adapter(modules_to_save=["down_proj"]), read_native_config(folder))
     assert {path.split(".")[-2] for path in found} == {"q", "k", "v", "gate", "up"}
 
 

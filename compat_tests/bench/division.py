@@ -34,10 +34,10 @@ def row(folder: Path, mesh: str) -> dict[str, float]:
 
     trainer = _trainer(folder, mesh)
     [batch, *_] = trainer.get_train_dataloader().steps
-    params, arrays = trainer.model.params, trainer._place(batch).arrays
-    tx = trainer._optimizer()
-    state = trainer._new_optimizer_state(tx)
-    step = trainer.compiled_step(tx, remat=True).lower(params, state, arrays, np.float32(0), None).compile()
+    params, arrays = trainer.model.params, trainer.parts.train_step.placed(batch).arrays
+    tx = trainer.parts.training.made_optimizer()
+    state = trainer.parts.train_step.new_optimizer_state(tx)
+    step = trainer.parts.train_step.compiled(tx, remat=True).lower(params, state, arrays, np.float32(0), None).compile()
     told = step.memory_analysis()
     found = {"weights": _held(params), "moments": _held(state)}
     found["gradients"] = _gradients(trainer).lower(params, arrays).compile().memory_analysis().output_size_in_bytes
@@ -79,12 +79,12 @@ def _gradients(trainer: Any) -> Any:
     def loss(params, frozen, *micro):
         return trainer.loss(params, *micro, remat=True)
 
-    if trainer.sharded_step is None:
+    if trainer.parts.train_step.sharded_step is None:
         gradients = partial(_accumulate, jax.value_and_grad(loss, has_aux=True))
         return jax.jit(lambda params, batch: gradients(params, {}, batch, None)[1])
     shapes = trainer.model.params
     places = trainer.sharding_plan.gradients(shapes)
-    gradients = trainer.sharded_step.gradients(_accumulate, loss)
+    gradients = trainer.parts.train_step.sharded_step.gradients(_accumulate, loss)
     return jax.jit(
         lambda params, batch: gradients(params, {}, batch, None)[1],
         out_shardings={path: places[path] for path in shapes},

@@ -35,10 +35,12 @@ def main() -> None:
 
 def race(folder: Path, args: Any, remat: bool) -> list[dict[str, Any]]:
     """Every round runs both engines, the first to go changing; ratios are of the same round."""
-    from trl_jax.hub.backends import load_exported, load_native
+    from trl_jax.hub.config.native import read_native_config
+    from trl_jax.hub.exported.backend import load_exported
+    from trl_jax.hub.native_backend import load_native
 
     made = {
-        "native": load_native(folder, dtype="float32", seed=0),
+        "native": load_native(read_native_config(folder), dtype="float32", seed=0),
         "exported": load_exported(folder, dtype="float32", seed=0)[:2],
     }
     steps, ready = {}, {}

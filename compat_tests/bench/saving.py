@@ -19,10 +19,10 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from compat_tests.faults.killed_saves import events_of
-from trl_jax.engine.async_saver import AsyncSaver, copied
+from trl_jax.engine.async_saver import AsyncSaver, host_copy
 from trl_jax.engine.checkpoint import save_checkpoint
 from trl_jax.engine.manifest import digest, sync, verify
-from trl_jax.engine.progress import TENSORS, Progress, SavedProgress, told, write_progress
+from trl_jax.engine.progress import TENSORS, Progress, SavedProgress, progress_json, write_progress
 
 
 def timed(call):
@@ -39,7 +39,7 @@ def once(base: Path, trees: dict) -> dict[str, float]:
         start = time.perf_counter()
         on_host = {name: np.asarray(leaf) for name, leaf in trees["params"].items()}
         save_file(on_host, folder / "model.safetensors")
-        write_progress(folder, [], {"optimizer": trees["optimizer"]}, told(Progress(), {}))
+        write_progress(folder, [], {"optimizer": trees["optimizer"]}, progress_json(Progress(), {}))
         files = [folder / "model.safetensors", folder / TENSORS]
         parts["write"] = time.perf_counter() - start
         parts["onto the disk"] = sum(timed(lambda file=file: sync(file)) for file in files)
@@ -58,11 +58,11 @@ def once(base: Path, trees: dict) -> dict[str, float]:
 def aside(run_dir: Path, trees: dict) -> float:
     """Seconds until the next step may begin: the arrays are copied, a thread does the rest."""
     background, start = AsyncSaver(), time.perf_counter()
-    held = copied(trees)
+    held = host_copy(trees)
 
     def write(folder: Path) -> None:
         save_file(held["params"], folder / "model.safetensors")
-        write_progress(folder, [], {"optimizer": held["optimizer"]}, told(Progress(), {}))
+        write_progress(folder, [], {"optimizer": held["optimizer"]}, progress_json(Progress(), {}))
 
     save_checkpoint(str(run_dir), write, events_of(2), {"dataset": None}, begin=background.begin)
     blocked = time.perf_counter() - start

@@ -85,7 +85,7 @@ def test_lines_that_are_no_rows(folder, tmp_path, capsys, line, text):
 
 
 def test_env_names_versions_devices_and_what_is_missing(capsys, monkeypatch):
-    monkeypatch.setattr(env, "BROUGHT", {"nowhere_to_be_found": "do wonders"})
+    monkeypatch.setattr(env, "OPTIONAL", {"nowhere_to_be_found": "do wonders"})
     assert main(["env"]) == 0
     told = capsys.readouterr().out
     assert "- nowhere_to_be_found: not installed; it would do wonders" in told

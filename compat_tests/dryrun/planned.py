@@ -40,10 +40,13 @@ def alike(
         **config,
     )  # fmt: skip
     real = _real(weights, args, devices, adapter, quantization)
-    tx, batch = real._optimizer(), real._place(next(iter(real.loader(real.train_dataset, training=True)))).arrays
-    state, rate = real._new_optimizer_state(tx), np.float32(1e-4)
-    with real._on_device():
-        step = real.compiled_step(tx, remat=True).trace(
+    tx, batch = (
+        real.parts.training.made_optimizer(),
+        real.parts.train_step.placed(next(iter(real.loader(real.train_dataset, training=True)))).arrays,
+    )
+    state, rate = real.parts.train_step.new_optimizer_state(tx), np.float32(1e-4)
+    with real.parts.run.on_device():
+        step = real.parts.train_step.compiled(tx, remat=True).trace(
             real.model.params, state, batch, rate, run_key(args), real.model.frozen
         )
     shutil.copy(weights / "config.json", out)
@@ -54,10 +57,12 @@ def alike(
     assert found.compiled.arguments == _memory(step).argument_size_in_bytes
     assert found.memory.parameters == _held((real.model.params, real.model.frozen))
     assert found.memory.moments == _held(state)
-    with real._on_device():
+    with real.parts.run.on_device():
         window = trace.largest_evaluated(real)
         place = None if real.sharding_plan is None else real.sharding_plan.rows
-        scored = real._score_pass.trace(real.model.arrays, jax.device_put(window, place), dtype=args.compute_dtype)
+        scored = jax.jit(real.parts.evaluator.outputs, static_argnames="dtype").trace(
+            real.model.arrays, jax.device_put(window, place), dtype=args.compute_dtype
+        )
     told, memory = found.evaluation.compiled, _memory(scored)
     unread = told.arguments - _held(state) - memory.argument_size_in_bytes  # of the batch: weights, margins
     assert 0 <= unread < found.evaluation.memory.batch
@@ -84,8 +89,8 @@ def _real(
 def _traced(run: Run, args: abstract_run.PlannedConfig) -> Any:
     model = outlined(run.checkpoint, args, run.adapter, run.quantization)
     trainer = abstract_run.trainer_of(model, args, run.rows)
-    tx, found = trainer._optimizer(), trace.batches(trainer)
-    assert found.tokens == 2 * LENGTH * PAIRS * args.gradient_accumulation_steps * trainer.shards
+    tx, found = trainer.parts.training.made_optimizer(), trace.batches(trainer)
+    assert found.tokens == 2 * LENGTH * PAIRS * args.gradient_accumulation_steps * trainer.parts.run.shards
     return trace.traced(trainer, tx, trace.given(trainer, tx, found.largest), remat=True)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from trl_jax.engine import compilation
-from trl_jax.engine.compilation import Programs, ahead, compiler_options
+from trl_jax.engine.compilation import Programs, compile_ahead, compiler_options
 
 SCRIPT = """
 import jax
@@ -92,7 +92,7 @@ def test_a_program_that_another_thread_is_at_is_waited_for():
         return lambda *given: len(made)
 
     step = Programs(compiled, "The step")
-    other = threading.Thread(target=step.made, args=(None, None, batch(8)), name="other")
+    other = threading.Thread(target=step.program_for, args=(None, None, batch(8)), name="other")
     other.start()
     assert begun.wait(10)
     threading.Timer(0.1, go.set).start()
@@ -106,7 +106,7 @@ def test_what_goes_wrong_in_a_thread_is_raised_where_the_program_is_wanted():
 
     step = Programs(compiled, "The step")
     refused = pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED")
-    with ahead(lambda arrays: step.made(None, None, arrays), [batch(8)], 2), refused:
+    with compile_ahead(lambda arrays: step.program_for(None, None, arrays), [batch(8)], 2), refused:
         step(None, None, batch(8))
 
 
@@ -118,7 +118,7 @@ def test_the_first_batch_of_each_shape_is_made_ahead():
         if len(made) == 3:
             done.set()
 
-    with ahead(make, map(batch, (64, 8, 64, 64, 8, 16)), most=1):
+    with compile_ahead(make, map(batch, (64, 8, 64, 64, 8, 16)), threads=1):
         assert done.wait(10)
     assert made == [64, 8, 16]
 
@@ -131,7 +131,7 @@ def test_nothing_more_is_begun_once_the_run_has_ended():
         go.wait(10)
         made.append(arrays["tokens"].size)
 
-    with ahead(make, map(batch, range(1, 100)), most=2):
+    with compile_ahead(make, map(batch, range(1, 100)), threads=2):
         assert begun.wait(10)
     go.set()
     for thread in threading.enumerate():

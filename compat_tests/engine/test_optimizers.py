@@ -163,7 +163,7 @@ METRICS = [3.0, 2.0, 2.0, 1.9, 1.95, 1.95, 1.94, 1.93, 1.0, 0.9, 0.8, 0.7, 0.6, 
 
 def rates_of(schedule, metrics):
     for metric in metrics:
-        schedule.saw(metric)
+        schedule.observe(metric)
         yield schedule(0)
 
 

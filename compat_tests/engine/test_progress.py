@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from trl_jax.engine import progress
-from trl_jax.engine.progress import Progress, SavedProgress, told, write_progress
+from trl_jax.engine.progress import Progress, SavedProgress, progress_json, write_progress
 from trl_jax.engine.sharding import pieces
 
 
@@ -24,7 +24,8 @@ def test_pieces_are_no_larger_than_asked_for(most, sizes):
 def test_a_saved_tree_is_the_same_however_small_its_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr(progress, "PIECE", 64)
     tree = {"mu": {"a.b": jnp.arange(60.0).reshape(5, 12)}, "count": jnp.asarray(7, jnp.int32)}
-    write_progress(tmp_path, [{"loss": np.float32(0.5)}], {"optimizer": tree}, told(Progress(epoch=2), {"own": 1}))
+    text = progress_json(Progress(epoch=2), {"own": 1})
+    write_progress(tmp_path, [{"loss": np.float32(0.5)}], {"optimizer": tree}, text)
     saved = SavedProgress(tmp_path)
     assert saved.progress.epoch == 2 and saved.progress.unreported == [{"loss": np.float32(0.5)}]
     like = jax.eval_shape(lambda: tree)

@@ -11,7 +11,7 @@ import numpy as np
 
 from compat_tests.exported import configs
 from trl_jax.core.packed import reads_of_rows
-from trl_jax.hub.backends import load_exported
+from trl_jax.hub.exported.backend import load_exported
 from trl_jax.models.functional import merge
 
 QUICKLY = {"xla_backend_optimization_level": 0}  # compiles in a third of the time, computes the same

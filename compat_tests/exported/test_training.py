@@ -72,9 +72,9 @@ def test_the_log_names_the_engine_and_the_best_model_comes_back(trainable, tmp_p
     )  # fmt: skip
     with caplog.at_level(logging.WARNING, "trl_jax"):
         trainer = RewardTrainer(str(trainable("gpt_neo")), args, train_dataset=rows, eval_dataset=rows)
-    [line] = [record.getMessage() for record in caplog.records if "engine" in record.getMessage()]
+    [line] = [record.getMessage() for record in caplog.records if "backend" in record.getMessage()]
     name = "exported (model_type 'gpt_neo', transformers' code by way of torch.export)"
-    assert line.endswith(f"runs on the {name} engine.")
+    assert line.endswith(f"runs on the {name} backend.")
     trainer.train()
     best = reference.read_weights(trainer.state.best_model_checkpoint)
     assert trainer.state.best_model_checkpoint.endswith("checkpoint-2")

@@ -101,21 +101,17 @@ def readers(folder: Path) -> dict[str, tuple[str, Callable[[], Any]]]:
     from trl_jax.engine.manifest import read_manifest
     from trl_jax.engine.progress import SavedProgress
     from trl_jax.engine.resume import check
-    from trl_jax.hub.config.reader import read_config
-    from trl_jax.hub.families import read_arch
+    from trl_jax.hub.config.native import read_native_config
     from trl_jax.hub.formats.gguf import describe
     from trl_jax.hub.formats.safetensors import CheckpointFiles
-    from trl_jax.hub.peft.adapted import read_tensors
-
-    def arch():
-        return read_arch(read_config(folder), folder / "config.json")
+    from trl_jax.hub.peft.adapter_tensors import read_tensors
 
     plan, shapes = adapter_plan(folder)
     described = {} if find_spec("gguf") is None else {"gguf": ("model.gguf", lambda: describe(folder / "model.gguf"))}
     return described | {
         "safetensors": ("model.safetensors", lambda: CheckpointFiles(folder)),
         "index": ("index/model.safetensors.index.json", lambda: CheckpointFiles(folder / "index")),
-        "config": ("config.json", arch),
+        "config": ("config.json", lambda: read_native_config(folder)),
         "manifest": ("manifest.json", lambda: read_manifest(folder)),
         "trainer_state": ("foreign/trainer_state.json", lambda: check(folder / "foreign")),
         "training_state": ("training_state/facts.json", lambda: SavedProgress(folder)),
@@ -127,15 +123,14 @@ def readers(folder: Path) -> dict[str, tuple[str, Callable[[], Any]]]:
 
 def adapter_plan(folder: Path) -> tuple[Any, dict[str, Any]]:
     """What adapter_config.json means on the model of config.json, and the shapes of all that would train."""
-    from trl_jax.hub.config.reader import read_config
-    from trl_jax.hub.families import read_arch
-    from trl_jax.hub.peft.adapters import make_plan
+    from trl_jax.hub.config.native import read_native_config
+    from trl_jax.hub.peft.adapters import make_adapter_plan
     from trl_jax.hub.peft.lora_config import read_lora_config
 
-    family, arch = read_arch(read_config(folder), folder / "config.json")
-    plan = make_plan(read_lora_config(folder), family, arch)
-    head = np.empty((1, arch.hidden_size), np.float32)
-    return plan, plan.shapes | dict.fromkeys(plan.whole.layers, head)
+    config = read_native_config(folder)
+    plan = make_adapter_plan(read_lora_config(folder), config)
+    head = np.empty((1, config.arch.hidden_size), np.float32)
+    return plan, plan.shapes | dict.fromkeys(plan.full.layers, head)
 
 
 def build(folder: Path) -> None:
@@ -143,7 +138,7 @@ def build(folder: Path) -> None:
     from safetensors.numpy import save_file
 
     from compat_tests.faults.killed_saves import save
-    from trl_jax.engine.progress import Progress, told, write_progress
+    from trl_jax.engine.progress import Progress, progress_json, write_progress
 
     save(folder / "made", 4)
     for path in (folder / "made" / "checkpoint-4").iterdir():
@@ -152,7 +147,7 @@ def build(folder: Path) -> None:
     shutil.rmtree(folder / "training_state")
     steps = [{"loss": np.float32(1), "pairs": np.ones(2, np.float32)} for _ in range(3)]
     arrays = {"mu": np.ones((4, 4), np.float32), "count": np.int32(3)}
-    write_progress(folder, steps, {"optimizer": arrays}, told(Progress(), {"tokens_seen": 5}))
+    write_progress(folder, steps, {"optimizer": arrays}, progress_json(Progress(), {"tokens_seen": 5}))
     (folder / "index").mkdir()
     save_file({"a": np.ones(3, np.float32)}, folder / "index" / "one.safetensors")
     index = {"metadata": {"total_size": 12}, "weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}
@@ -175,7 +170,7 @@ def build(folder: Path) -> None:
 def _build_adapter(folder: Path) -> None:
     from safetensors.numpy import save_file
 
-    from trl_jax.hub.peft.adapters import wanted_shapes
+    from trl_jax.hub.peft.adapter_tensors import wanted_shapes
     from trl_jax.hub.peft.lora_config import LoraConfig
 
     given = LoraConfig(

@@ -21,7 +21,7 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, 
 
 from trl_jax.engine.checkpoint import save_checkpoint, sweep
 from trl_jax.engine.events import Events
-from trl_jax.engine.progress import Progress, told, write_progress
+from trl_jax.engine.progress import Progress, progress_json, write_progress
 from trl_jax.engine.resume import find
 
 CALLS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.listdir", "os.scandir")
@@ -64,7 +64,7 @@ def save(run_dir: Path, step: int, point=lambda name: None) -> None:
                 file.write(part)
                 file.flush()
                 point("the middle of model.safetensors")
-        write_progress(folder, [], {"optimizer": arrays}, told(Progress(epoch=step), {}))
+        write_progress(folder, [], {"optimizer": arrays}, progress_json(Progress(epoch=step), {}))
         point("after the training state")
 
     save_checkpoint(str(run_dir), write, events_of(step), {"dataset": None})

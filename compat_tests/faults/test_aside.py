@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 import trl_jax
 from compat_tests.trainer.trainers import FACTS, make, table
 from trl_jax.engine import checkpoint, host_memory
-from trl_jax.engine.async_saver import AsyncSaver, copied
+from trl_jax.engine.async_saver import AsyncSaver, host_copy
 from trl_jax.engine.manifest import MANIFEST, verify
 from trl_jax.run import checkpointing
 
@@ -80,8 +80,8 @@ def test_a_disk_that_is_full_ends_the_run_at_the_next_step(train, monkeypatch, t
 
 
 def test_where_memory_is_short_the_run_waits(train, monkeypatch):
-    monkeypatch.setattr(host_memory, "spare", lambda: 1000)
-    monkeypatch.setattr(checkpointing, "copied", lambda tree: pytest.fail("copied"))
+    monkeypatch.setattr(host_memory, "available", lambda: 1000)
+    monkeypatch.setattr(checkpointing, "host_copy", lambda tree: pytest.fail("copied"))
     assert (train("short") / "checkpoint-4" / MANIFEST).exists()
 
 
@@ -101,7 +101,7 @@ def test_an_error_of_the_run_is_not_hidden_by_one_of_the_writing(caplog):
 
 def test_the_copy_is_of_another_memory_and_leaves_the_array_free_to_be_donated():
     tree = {"a": jnp.arange(5.0), "b": jnp.ones(3, jnp.bfloat16), "c": jnp.int32(7)}
-    kept = copied(tree)
+    kept = host_copy(tree)
     where = tree["a"].unsafe_buffer_pointer()
     given = jax.jit(lambda x: x + 1, donate_argnums=0)(tree["a"])
     assert given.unsafe_buffer_pointer() == where  # not copied first
@@ -110,17 +110,17 @@ def test_the_copy_is_of_another_memory_and_leaves_the_array_free_to_be_donated()
 
 
 def test_spare_memory_is_no_more_than_the_machine_has():
-    spare = host_memory.spare()
+    spare = host_memory.available()
     assert spare is None or 0 < spare < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def test_a_containers_limit_is_the_hosts(tmp_path, monkeypatch):
-    installed, spare = host_memory.whole(), host_memory.spare()
+    installed, spare = host_memory.total(), host_memory.available()
     monkeypatch.setattr(host_memory, "GROUP", tmp_path)
-    assert host_memory.whole() >= installed
+    assert host_memory.total() >= installed
     (tmp_path / "memory.max").write_text("max\n")
-    assert host_memory.whole() >= installed
+    assert host_memory.total() >= installed
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("400000\n")
-    assert host_memory.whole() == 1_000_000
-    assert spare is None or host_memory.spare() == 600_000
+    assert host_memory.total() == 1_000_000
+    assert spare is None or host_memory.available() == 600_000

@@ -131,9 +131,9 @@ def test_row20_another_stream_is_refused(train):
     rows = preference_rows(32)
     rows[15], rows[3] = rows[3], rows[15]
     other = IterableDataset.from_generator(lambda: iter(rows))
-    with pytest.raises(ValueError, match="not the stream that the checkpoint was trained on: its first 16 pairs are"):
+    with pytest.raises(ValueError, match="not the stream that the checkpoint was trained on: its first 16 rows are"):
         train("run", True, train=other, max_steps=4)
-    with pytest.raises(ValueError, match="its first 16 pairs are others"):
+    with pytest.raises(ValueError, match="its first 16 rows are others"):
         train("run", True, train=stream(9), max_steps=4)
     train("run", True, train=other, max_steps=3, ignore_data_skip=True)
 
@@ -169,7 +169,7 @@ def test_row21_a_run_of_trls_goes_on_here(trls, train):
     assert counted[0] == counted[1]
     expected = {name: value.detach().numpy() for name, value in theirs.model.named_parameters()}
     np.testing.assert_allclose(ours.model.params["score.weight"], expected["score.weight"], rtol=0, atol=2e-4)
-    assert ours._optimizer_state[1].count == 8
+    assert ours.parts.run.optimizer_state[1].count == 8
 
 
 def test_row21_at_the_end_of_an_epoch(trls, train):
@@ -182,7 +182,7 @@ def test_row21_without_torch_it_says_what_restarts(trls, train, monkeypatch, cap
     with caplog.at_level(logging.WARNING, logger="trl_jax"):
         ours = train("ours", str(trls[0] / "checkpoint-6"), num_train_epochs=2)
     assert "optimizer.pt takes torch to read, which is not installed: AdamW's moments restart from zero." in caplog.text
-    assert ours._optimizer_state[1].count == 2
+    assert ours.parts.run.optimizer_state[1].count == 2
 
 
 class Malicious:

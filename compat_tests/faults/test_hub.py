@@ -44,7 +44,7 @@ class Wait(TrainerCallback):
     """Lets an upload end before training goes on; without it these short runs would skip most."""
 
     def on_save(self, args, state, control, **kwargs):
-        self.trainer._publisher.wait()
+        self.trainer.parts.publisher.wait()
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 from compat_tests.models import variants
 from compat_tests.tiny import tiny_model
 from trl_jax import AutoModelForSequenceClassification
+from trl_jax.hub.heads import architecture
 
 torch = pytest.importorskip("torch")
 
@@ -82,7 +83,7 @@ def test_a_causal_or_bare_model_becomes_a_classifier(head, tie, family, shards, 
     theirs, report = Theirs.from_pretrained(tmp_path, output_loading_info=True)
     assert {key: list(found) for key, found in report.items() if found} == {}
     assert (
-        type(theirs).__name__ == config_of(tmp_path)["architectures"][0] == model.source.family.architecture
+        type(theirs).__name__ == config_of(tmp_path)["architectures"][0] == architecture(model.source.config.family)
     )
     ids, mask = variants.rows()
     variants.assert_close(model(ids, mask).logits, variants.reference_logits(tmp_path, ids, mask), 1e-5)
@@ -188,6 +189,6 @@ def test_the_trainer_writes_the_dtype_of_model_init_kwargs(init, written, checkp
 
 def test_saving_leaves_the_given_config_alone(checkpoint, tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(checkpoint("llama", head="causal"))
-    raw = json.dumps(model.source.raw)
+    raw = json.dumps(model.source.config.raw)
     model.save_pretrained(tmp_path)
-    assert json.dumps(model.source.raw) == raw
+    assert json.dumps(model.source.config.raw) == raw

@@ -16,14 +16,18 @@ from safetensors.numpy import load_file, save_file
 from compat_tests.models import variants
 from compat_tests.tiny import tiny_model
 from trl_jax import AutoModelForSequenceClassification
-from trl_jax.hub import pretrained
-from trl_jax.hub.checkpoint import loading
-from trl_jax.hub.checkpoint.loading import load
+from trl_jax.hub import scoring
+from trl_jax.hub.checkpoint import array_reader, loading
+from trl_jax.hub.config import native
 from trl_jax.hub.families import read_arch
 from trl_jax.hub.formats import safetensors
 from trl_jax.hub.formats.safetensors import CheckpointFiles
 
 BIG = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 2000}
+
+
+def loaded(folder, **options):
+    return loading.load(native.read_native_config(folder), **options)
 
 
 def assert_same_params(one, other):
@@ -42,10 +46,10 @@ def big(tmp_path_factory):
 @pytest.mark.parametrize("dtype", ["float32", "auto", "bfloat16"])
 def test_the_host_holds_one_tensor_beside_the_weights(big, dtype):
     """tracemalloc sees what NumPy allocates: what is read. JAX's arrays, the one copy of the weights, it does not."""
-    load(big, dtype=dtype, seed=0)  # what is allocated once is not counted
+    loaded(big, dtype=dtype, seed=0)  # what is allocated once is not counted
     gc.collect()
     tracemalloc.start()
-    params, _ = load(big, dtype=dtype, seed=0)
+    params, _ = loaded(big, dtype=dtype, seed=0)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     weights = sum(array.nbytes for array in params.values())
@@ -56,11 +60,11 @@ def test_the_host_holds_one_tensor_beside_the_weights(big, dtype):
 
 def test_files_are_opened_anew_while_they_are_read(big, monkeypatch):
     """What was read of a file counts as this process's memory until it is closed."""
-    wanted, _ = load(big, dtype="auto", seed=0)
+    wanted, _ = loaded(big, dtype="auto", seed=0)
     opened, really = [], safetensors.safe_open
     monkeypatch.setattr(safetensors, "safe_open", lambda *given, **how: opened.append(given) or really(*given, **how))
     monkeypatch.setattr(safetensors, "_MAPPED", 2**21)
-    found, _ = load(big, dtype="auto", seed=0)
+    found, _ = loaded(big, dtype="auto", seed=0)
     assert_same_params(found, wanted)
     assert len(opened) > 4 and len(set(opened)) == 1
 
@@ -81,17 +85,17 @@ def test_tensors_are_let_go_as_soon_as_they_are_in_place(big, monkeypatch):
         most = max(most, len(living))
         return values
 
-    monkeypatch.setattr(loading, "CheckpointFiles", type("Files", (CheckpointFiles,), {"read": read}))
-    load(big, dtype="float32", seed=0)
+    monkeypatch.setattr(array_reader, "CheckpointFiles", type("Files", (CheckpointFiles,), {"read": read}))
+    loaded(big, dtype="float32", seed=0)
     # The next is read before the last name lets go, and JAX holds on to a few while its own threads copy them.
     assert most <= 8 < read_at_all / 2
 
 
 def test_nothing_is_initialised_before_it_is_read(big, monkeypatch):
     """Shapes come from an abstract model: reading the first tensor finds no parameter made."""
-    monkeypatch.setattr(loading, "_assemble", lambda safetensors, entry, shape, *how: (entry, shape))
+    monkeypatch.setattr(array_reader.ArrayReader, "_assemble", lambda self, entry, shape, *how: (entry, shape))
     tracemalloc.start()
-    params, _ = load(big, dtype="float32", seed=0)
+    params, _ = loaded(big, dtype="float32", seed=0)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(params) == 12 and peak < 3e6
@@ -100,15 +104,15 @@ def test_nothing_is_initialised_before_it_is_read(big, monkeypatch):
 @pytest.mark.parametrize("head", ["classifier", "causal", "base"])
 def test_shards_hold_what_one_file_holds(head, checkpoint):
     pytest.importorskip("torch")
-    whole, _ = load(checkpoint("qwen3", head=head), dtype="float32", seed=3)
-    pieces, _ = load(checkpoint("qwen3", head=head, shards=True), dtype="float32", seed=3)
+    whole, _ = loaded(checkpoint("qwen3", head=head), dtype="float32", seed=3)
+    pieces, _ = loaded(checkpoint("qwen3", head=head, shards=True), dtype="float32", seed=3)
     assert_same_params(whole, pieces)
 
 
 def test_the_seed_draws_the_head_and_nothing_else(checkpoint):
     pytest.importorskip("torch")
     folder = checkpoint("llama", head="base")
-    one, two = (load(folder, dtype="float32", seed=seed)[0] for seed in (1, 2))
+    one, two = (loaded(folder, dtype="float32", seed=seed)[0] for seed in (1, 2))
     assert not np.array_equal(one.pop("score.weight"), two.pop("score.weight"))
     assert_same_params(one, two)
 
@@ -148,7 +152,7 @@ def test_rounding_to_bfloat16_is_torchs(checkpoint):
     from safetensors.torch import load_file
 
     folder = checkpoint("llama")
-    params, _ = load(folder, dtype="bfloat16", seed=0)
+    params, _ = loaded(folder, dtype="bfloat16", seed=0)
     wanted = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].to(torch.bfloat16).float()
     assert params["decoder.embed.weight"].dtype == np.float32
     np.testing.assert_array_equal(params["decoder.embed.weight"], wanted.numpy())
@@ -159,11 +163,11 @@ def test_tensors_that_old_checkpoints_carry_are_ignored(tmp_path):
     from safetensors.numpy import load_file, save_file
 
     folder = tiny_model(tmp_path, "llama")
-    wanted, _ = load(folder, dtype="float32", seed=0)
+    wanted, _ = loaded(folder, dtype="float32", seed=0)
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
     save_file(tensors, folder / "model.safetensors")
-    assert_same_params(load(folder, dtype="float32", seed=0)[0], wanted)
+    assert_same_params(loaded(folder, dtype="float32", seed=0)[0], wanted)
 
 
 def test_a_subfolder_and_a_path_object(tmp_path):
@@ -237,13 +241,13 @@ def test_scores_are_computed_in_float32_wherever_they_are(checkpoint, monkeypatc
     """On the CPU every precision is the same; what the program is traced under is seen."""
     pytest.importorskip("torch")
     model = AutoModelForSequenceClassification.from_pretrained(checkpoint("llama"))
-    seen, scores = [], pretrained._scores
+    seen, scores = [], scoring.compiled_scores
 
     def spied(*given):
         seen.append(jax.config.jax_default_matmul_precision)
         return scores(*given)
 
-    monkeypatch.setattr(pretrained, "_scores", spied)
+    monkeypatch.setattr(scoring, "compiled_scores", spied)
     model([[5, 6]])
     assert seen == ["float32"] and jax.config.jax_default_matmul_precision is None
 
@@ -256,9 +260,9 @@ def test_whether_the_head_is_tied_is_what_the_family_says(checkpoint, monkeypatc
         family, arch = read_arch(raw, source)
         return family, replace(arch, tied_embeddings=True)
 
-    monkeypatch.setattr(loading, "read_arch", read_as_tied)
+    monkeypatch.setattr(native, "read_arch", read_as_tied)
     with pytest.raises(ValueError, match="tie_word_embeddings=true, but lm_head.weight differs"):
-        load(checkpoint("llama", head="causal"), dtype="float32", seed=0)
+        loaded(checkpoint("llama", head="causal"), dtype="float32", seed=0)
 
 
 def test_the_number_of_parameters_is_that_of_the_files(checkpoint):

@@ -23,7 +23,7 @@ from compat_tests.parity.reference import BASE  # noqa: E402
 from trl_jax import BitsAndBytesConfig, LoraConfig, RewardConfig, RewardTrainer  # noqa: E402
 from trl_jax.core.packed import BLOCK  # noqa: E402
 from trl_jax.engine.compilation import compiler_options  # noqa: E402
-from trl_jax.engine.sharding import ShardingPlan, axes_of, make_mesh  # noqa: E402
+from trl_jax.engine.sharding import ShardingPlan, make_mesh  # noqa: E402
 from trl_jax.run import layout_choice, precompile  # noqa: E402
 
 ROWS = tiny.preference_rows(5 * PAIRS, margin=True)
@@ -82,7 +82,7 @@ def test_adapters_are_those_of_one_device(model, said, bits, pairs, checkpoint, 
     """A divided base, quantised or not, and adapters that every device has; those of experts, too. All by programs
     that were made beforehand, as on TPUs, of nothing but shapes."""
     monkeypatch.setattr(precompile, "compiles_ahead", lambda device: True)
-    monkeypatch.setattr(precompile, "ahead", made_before)
+    monkeypatch.setattr(precompile, "compile_ahead", made_before)
 
     def run(said, size):
         config = BASE | {"per_device_train_batch_size": size, "max_steps": 2} | said
@@ -161,13 +161,17 @@ def test_row19_another_mesh_goes_on_with_the_same_numbers(checkpoint, tmp_path):
 def test_each_device_reads_its_own_part(model, facts, checkpoint):
     """Straight from the files to where it belongs: fused tensors, experts and transposed ones too."""
     from trl_jax.hub.checkpoint.loading import load
+    from trl_jax.hub.config.native import read_native_config
+    from trl_jax.models.functional import logical_axes
 
     folder = checkpoint(model, **facts)
     sharding_plan = ShardingPlan(make_mesh({"data": 2, "fsdp": 2, "tensor": 2}))
-    alone, _ = load(folder, dtype="float32", seed=0)
-    parts, _ = load(folder, dtype="float32", seed=0, place=sharding_plan.place)
+    config = read_native_config(folder)
+    alone, _ = load(config, dtype="float32", seed=0)
+    parts, _ = load(config, dtype="float32", seed=0, place=sharding_plan.place)
+    axes = logical_axes(config.model)
     for path, array in alone.items():
-        assert parts[path].sharding == sharding_plan.place(path, array.shape) or "score" in path
+        assert parts[path].sharding == sharding_plan.place(axes[path], array.shape) or "score" in path
         np.testing.assert_array_equal(np.asarray(parts[path]), np.asarray(array))
 
 
@@ -213,7 +217,7 @@ def test_only_parameters_and_sums_go_between_devices(checkpoint, tmp_path):
 def test_of_a_text_only_keys_and_values_are_gathered(checkpoint, tmp_path):
     built = trainer(checkpoint, tmp_path, mesh_shape="sequence:8")
     _, found = compiled(built)
-    arch = built.model.source.arch
+    arch = built.model.source.config.arch
     [step, *_] = built.get_train_dataloader().steps
     tokens = -(-step.arrays.tokens.shape[-1] // (8 * BLOCK)) * 8 * BLOCK
     whole = tokens * arch.num_key_heads * arch.head_dim
@@ -335,14 +339,15 @@ def test_whole_texts_are_refused_where_they_would_be_divided(checkpoint, tmp_pat
 
 
 def test_what_does_not_come_out_even_stays_whole():
-    sharding_plan = ShardingPlan(make_mesh({"fsdp": 4, "tensor": 2}))
-    assert axes_of("decoder.layers.mlp.down", 4) == ("layers", "experts", "embed", "mlp")
-    spec = sharding_plan.spec
-    assert spec("decoder.embed.weight", (520, 66)) == jax.P("tensor", None)  # 66 by 4 is odd, and 520 is taken
-    assert spec("decoder.embed.weight", (521, 66)) == jax.P(None, None)
-    assert spec("decoder.embed.weight", (521, 64)) == jax.P(None, "fsdp")
-    assert spec("decoder.layers.mlp_norm.weight", (3, 8192)) == jax.P() == spec("score.bias", (8192,))
-    assert spec("decoder.layers.attention.k.weight", (3, 32, 64)) == jax.P()  # small
+    table, norm, keys = ("vocab", "embed"), ("layers", "norm"), ("layers", "kv", "embed")
+    axes = {"embed": table, "norm": norm, "keys": keys, "experts": ("layers", "experts", "embed", "mlp")}
+    spec = ShardingPlan(make_mesh({"fsdp": 4, "tensor": 2}), axes=axes).spec
+    assert spec("embed", (520, 66)) == jax.P("tensor", None)  # 66 by 4 is odd, and 520 is taken
+    assert spec("embed", (521, 66)) == jax.P(None, None)
+    assert spec("embed", (521, 64)) == jax.P(None, "fsdp")
+    assert spec("norm", (3, 8192)) == jax.P() == spec("some.other.vector", (8192,))
+    assert spec("keys", (3, 32, 64)) == jax.P()  # small
+    assert spec("experts", (3, 8, 64, 32)) == jax.P(None, "tensor", "fsdp", None)
     assert spec("some.other.name", (128, 64)) == jax.P("fsdp", None)
     with pytest.raises(ValueError, match="is for 4 devices, and there are 8"):
         make_mesh({"data": 4})

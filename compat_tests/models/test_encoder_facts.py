@@ -11,11 +11,11 @@ import pytest
 
 from compat_tests.models import encoders
 from trl_jax import AutoModelForSequenceClassification
-from trl_jax.hub.checkpoint import loading
+from trl_jax.hub.config import native
 from trl_jax.hub.families import read_arch
 from trl_jax.models.encoder_arch import ConvolutionFacts, EncoderArch, HeadFacts
 from trl_jax.models.functional import merge
-from trl_jax.nn.disentangled import Distances
+from trl_jax.nn.attention.disentangled import Distances
 from trl_jax.nn.rope import Rope
 
 BERT, MODERN, V2 = ("bert", "plain"), ("modernbert", "biases"), ("deberta-v2", "convolved")
@@ -104,7 +104,7 @@ def load_with(monkeypatch):
             family, arch = read_arch(raw, source)
             return family, arch if fact is None else _with(arch, fact.split("."), wrong)
 
-        monkeypatch.setattr(loading, "read_arch", read_wrongly)
+        monkeypatch.setattr(native, "read_arch", read_wrongly)
         return AutoModelForSequenceClassification.from_pretrained(folder)
 
     return load

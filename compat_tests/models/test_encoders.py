@@ -14,7 +14,7 @@ from trl_jax.hub.checkpoint.saving import save
 from trl_jax.hub.config.reader import read_config
 from trl_jax.hub.families import read_arch
 from trl_jax.models.functional import merge
-from trl_jax.nn import attention
+from trl_jax.nn.attention import padded
 
 torch = pytest.importorskip("torch")
 
@@ -107,7 +107,7 @@ def test_calling_the_model(family, built):
 @pytest.mark.parametrize("family", ["modernbert", "deberta-v2"])
 def test_queries_in_blocks_score_as_in_one(family, built, monkeypatch):
     folder, (ids, mask) = built(family), encoders.rows()
-    monkeypatch.setattr(attention, "QUERY_BLOCK", 13)
+    monkeypatch.setattr(padded, "QUERY_BLOCK", 13)
     model = load(folder)
 
     def score(params):

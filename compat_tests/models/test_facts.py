@@ -11,7 +11,7 @@ import pytest
 from compat_tests.models import variants
 from trl_jax import AutoModelForSequenceClassification
 from trl_jax.core.packed import reads_of_rows
-from trl_jax.hub.checkpoint import loading
+from trl_jax.hub.config import native
 from trl_jax.hub.families import read_arch
 from trl_jax.models.arch import Arch, Experts
 from trl_jax.models.functional import merge
@@ -93,7 +93,7 @@ def load_with(monkeypatch):
             family, arch = read_arch(raw, source)
             return family, replace(arch, **wrong)
 
-        monkeypatch.setattr(loading, "read_arch", read_wrongly)
+        monkeypatch.setattr(native, "read_arch", read_wrongly)
         return AutoModelForSequenceClassification.from_pretrained(folder)
 
     return load
@@ -117,7 +117,7 @@ def test_a_fact_of_shape(fact, built, load_with):
 @pytest.mark.parametrize(("fact", "wrong"), [("count", 3), ("size", 20), ("shared_size", None)])
 def test_a_fact_of_the_experts_shape(fact, wrong, built, load_with):
     folder = built("qwen2_moe", "plain")
-    experts = replace(load_with(folder).source.arch.experts, **{fact: wrong})
+    experts = replace(load_with(folder).source.config.arch.experts, **{fact: wrong})
     with pytest.raises(ValueError, match=r"Missing: .*Unexpected: |wrong shapes: .* config.json asks for"):
         load_with(folder, experts=experts)
 
@@ -139,7 +139,7 @@ def test_a_fact_of_value(fact, built, load_with):
 def test_a_fact_of_the_experts_value(fact, built, load_with):
     folder = built("qwen3_moe", "plain")
     right = load_with(folder)
-    experts = replace(right.source.arch.experts, **{fact: EXPERTS[fact]})
+    experts = replace(right.source.config.arch.experts, **{fact: EXPERTS[fact]})
     assert _off(scores(load_with(folder, experts=experts)), scores(right)) > 1e-4
 
 
@@ -148,7 +148,7 @@ def test_a_fact_of_rope(fact, built, load_with):
     family, name, wrong = ROPE[fact]
     folder = built(family, name)
     right = load_with(folder)
-    ropes = tuple(replace(rope, **{fact: wrong}) for rope in right.source.arch.ropes)
+    ropes = tuple(replace(rope, **{fact: wrong}) for rope in right.source.config.arch.ropes)
     assert _off(scores(load_with(folder, ropes=ropes)), scores(right)) > 1e-4
 
 
@@ -190,8 +190,8 @@ def test_initializer_range(built, load_with):
 
 
 def test_tied_embeddings_is_the_flag_of_the_config(built, load_with):
-    assert load_with(built("llama", "tied")).source.arch.tied_embeddings
-    assert not load_with(built("llama", "plain")).source.arch.tied_embeddings
+    assert load_with(built("llama", "tied")).source.config.arch.tied_embeddings
+    assert not load_with(built("llama", "plain")).source.config.arch.tied_embeddings
 
 
 def _off(found, wanted):

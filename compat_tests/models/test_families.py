@@ -13,7 +13,7 @@ from compat_tests.models import variants
 from compat_tests.models.families import BODY_ONLY, VARIANTS
 from trl_jax import AutoModelForSequenceClassification
 from trl_jax.core.packed import reads_of_rows
-from trl_jax.hub.checkpoint.saving import places_of, read_tensor
+from trl_jax.hub.checkpoint.saving import entries_of, read_tensor
 from trl_jax.models.functional import merge
 
 torch = pytest.importorskip("torch")
@@ -58,7 +58,7 @@ def test_scores_and_gradients(family, name, built, tmp_path):
         model.save_pretrained(folder)
     run = jax.jit(jax.grad(_pulled_scores(model, ids, mask, pull), has_aux=True), compiler_options=QUICKLY)
     gradients, scores = run(model.params)
-    found = {tensor: read_tensor(gradients, places) for tensor, places in places_of(gradients, model.source).items()}
+    found = {tensor: read_tensor(gradients, places) for tensor, places in entries_of(gradients, model.source).items()}
 
     reference = variants.reference(folder)
     logits = reference(input_ids=torch.tensor(ids), attention_mask=torch.tensor(mask)).logits[:, 0]
@@ -68,7 +68,7 @@ def test_scores_and_gradients(family, name, built, tmp_path):
     assert set(found) == set(wanted)
     for tensor, values in wanted.items():
         variants.assert_close(found[tensor], values, 1e-4, tensor)
-    if model.source.arch.padding_idx is not None:
+    if model.source.config.arch.padding_idx is not None:
         assert not np.any(gradients["decoder.embed.weight"][0])
 
 

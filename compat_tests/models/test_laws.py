@@ -11,8 +11,9 @@ from flax import nnx
 from compat_tests.models import variants
 from trl_jax import AutoModelForSequenceClassification
 from trl_jax.core.packed import reads_of_rows
-from trl_jax.models.decoder import Block
+from trl_jax.models.block import Block
 from trl_jax.models.functional import merge
+from trl_jax.nn.attention.inputs import AttentionInputs
 from trl_jax.nn.rope import rope_angles
 
 QUICKLY = {"xla_backend_optimization_level": 0}
@@ -49,7 +50,7 @@ def test_a_later_token_changes_nothing_earlier(at, hidden):
 
 def test_a_window_of_7_sees_6_back_and_not_7(model):
     ids = variants.rows()[0][:1]
-    assert model.source.arch.windows[0] == 7
+    assert model.source.config.arch.windows[0] == 7
     with jax.disable_jit():
         last, changed_6, changed_7 = (
             _layer_zero(model, seen)[0, LAST] for seen in (ids, _changed(ids, LAST - 6), _changed(ids, LAST - 7))
@@ -81,7 +82,7 @@ def _layer(decoder, index, h, ids):
     _, stack = nnx.split(decoder.layers)
     window = None if arch.windows[index] is None else jnp.int32(arch.windows[index])
     return nnx.merge(graph, jax.tree.map(lambda leaf: leaf[index], stack))(
-        h, dtype=h.dtype, cos=cos[0], sin=sin[0], scale=arch.head_dim**-0.5, window=window
+        h, AttentionInputs(arch.head_dim**-0.5, cos[0], sin[0], window=window), dtype=h.dtype
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from types import SimpleNamespace
 
 import jax
@@ -16,12 +16,12 @@ from trl_jax import AutoModelForSequenceClassification
 from trl_jax.data.example import Example
 from trl_jax.data.layout.packed import Form, RowViewShape, greedy_bins, pack_examples, place
 from trl_jax.data.layout.padded import pad_examples
+from trl_jax.losses.pairwise import pairwise_loss
 from trl_jax.models.functional import merge
 from trl_jax.run.forward import Forward
-from trl_jax.tasks.reward import RewardTask
 
 QUICKLY = {"xla_backend_optimization_level": 0}
-SIZE, COUNT, PAD = 3, 3, 0
+PAIRS, COUNT, PAD = 3, 3, 0
 PACKED = ("packed", "shared", "shared rows")  # rows: attention text by text, as on GPUs
 # Of each family the variant that strays furthest, and those in which layouts could go wrong in a way of their own.
 CASES = [("llama", "yarn"), ("qwen2", "layer_types"), ("qwen3", "attention_bias")]
@@ -46,37 +46,32 @@ def step():
     prompts = draw(21), draw(0), draw(5), draw(9), draw(12), draw(30), draw(3)
     chosen = draw(4), draw(11), [], draw(1), [], draw(3) + [PAD], [PAD, PAD]
     rejected = draw(13), draw(17), draw(6), draw(2) + [PAD], [], [PAD], draw(25)
-    examples = [
+    rows = [
         Example((prompt + one, prompt + other), {"margin": float(dice.normal())})
         for prompt, one, other in zip(prompts, chosen, rejected, strict=True)
     ]
-    return examples[:3], examples[3:6], examples[6:]
+    return rows[:3], rows[3:6], rows[6:]
 
 
 @cache
-def batches(layout, texts=2):
-    """The step in a layout; of other numbers of `texts` the first alone, or the second twice."""
-    groups = [[one._replace(texts=(*one.texts, one.texts[1])[:texts]) for one in group] for group in step()]
+def batches(layout):
     if layout == "padded":
-        return pad_examples(groups, examples=SIZE, count=COUNT, pad_token_id=PAD, pad_to_multiple_of=48)
-    share, length = layout.startswith("shared"), 192 if texts > 2 else 128
-    view = RowViewShape(7, lambda *_: (length, 64)) if layout.endswith("rows") else None
-    placed = place(groups, examples=SIZE, share=share)
-    into = greedy_bins([one.tokens for one in placed], COUNT)
-    form = Form(PAD, share, lambda tokens: length, view)
-    return pack_examples(placed, into, form, examples=SIZE, count=COUNT, rows=COUNT)
+        return pad_examples(step(), examples=PAIRS, count=COUNT, pad_token_id=PAD, pad_to_multiple_of=48)
+    share, view = layout.startswith("shared"), RowViewShape(7, lambda *_: (128, 64))
+    placed = place(step(), examples=PAIRS, share=share)
+    into = greedy_bins([pair.tokens for pair in placed], COUNT)
+    form = Form(PAD, share, lambda tokens: 128, view if layout.endswith("rows") else None)
+    return pack_examples(placed, into, form, examples=PAIRS, count=COUNT, rows=COUNT)
 
 
-def forward_of(model, most=None):
-    return Forward(SimpleNamespace(model=model, args=SimpleNamespace(max_length=most)))
-
-
-def of_step(model, layout, *, gradients=False, dtype="float32", most=None):
+def of_step(model, layout, *, gradients=False, dtype="float32", max_length=None):
     """The step's loss, or with `gradients` the loss and those; a pass is compiled once a shape."""
-    forward, task = forward_of(model, most), RewardTask(center_rewards_coefficient=0.1)
+    forward = Forward(SimpleNamespace(model=model, args=SimpleNamespace(max_length=max_length)))
 
     def loss(params, batch):
-        return task.loss(forward.outputs(params, batch, dtype=dtype), batch)[0]
+        chosen, rejected = jnp.split(forward.outputs(params, batch, dtype=dtype), 2)
+        facts = {"weight": batch.weight, "margin": batch.extras["margin"], "center_rewards_coefficient": 0.1}
+        return pairwise_loss(chosen, rejected, **facts)[0]
 
     run = jax.jit(jax.value_and_grad(loss) if gradients else loss, compiler_options=QUICKLY)
     batch = batches(layout) if isinstance(layout, str) else layout
@@ -91,27 +86,6 @@ def test_the_loss_is_the_same_in_every_layout(family, name, built):
     wanted = of_step(model, "padded")
     for layout in ("packed", "shared"):
         assert abs(of_step(model, layout) - wanted) <= 1e-6 * max(1, wanted), layout
-
-
-@pytest.mark.parametrize("texts", [1, 3])
-def test_outputs_of_other_numbers_of_texts_are_the_same_in_every_layout(texts, built):
-    """Slot by slot: text after text of each example, and 0 where there is none."""
-    model = AutoModelForSequenceClassification.from_pretrained(built("llama", "yarn"))
-    run = jax.jit(partial(forward_of(model).outputs, dtype="float32"), compiler_options=QUICKLY)
-
-    def outputs(layout):
-        batch, found = batches(layout, texts), np.zeros((texts, COUNT * SIZE))
-        for p in range(COUNT):
-            own = jax.tree.map(lambda leaf, p=p: leaf[p], batch)
-            given, real = np.asarray(run(model.params, own)).reshape(texts, -1), own.weight > 0
-            slots = np.flatnonzero(real) + (p * SIZE if layout == "padded" else 0)
-            found[:, slots] = given[:, real]
-        return found
-
-    wanted = outputs("padded")
-    assert np.count_nonzero(wanted) == texts * 7
-    for layout in PACKED:
-        np.testing.assert_allclose(outputs(layout), wanted, atol=2e-6)
 
 
 def apart(model, layouts=PACKED, dtype="float32"):
@@ -141,11 +115,11 @@ def test_a_window_that_no_text_is_longer_than_is_left_out(built):
     model = AutoModelForSequenceClassification.from_pretrained(built("gemma2", "plain"))
     assert model.backend.window == 7
     wanted = of_step(model, "padded")
-    assert of_step(model, "padded", most=8) == wanted
-    assert abs(of_step(model, "padded", most=7) - wanted) > 1e-4
+    assert of_step(model, "padded", max_length=8) == wanted
+    assert abs(of_step(model, "padded", max_length=7) - wanted) > 1e-4
     scorer, ids = merge(model.graph, model.params), jnp.arange(14, dtype=jnp.int32).reshape(2, 7)
     short = {"positions": jnp.broadcast_to(jnp.arange(7), ids.shape), "reads": jnp.asarray([6, 13])}
-    np.testing.assert_allclose(scorer(ids, most=7, **short), scorer(ids, **short), rtol=1e-5)
+    np.testing.assert_allclose(scorer(ids, max_tokens=7, **short), scorer(ids, **short), rtol=1e-5)
 
 
 @pytest.mark.parametrize(("family", "name"), ENCODERS)

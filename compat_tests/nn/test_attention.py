@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from trl_jax.core.packed import Packed, RowView
-from trl_jax.nn import cudnn
-from trl_jax.nn.attention import Dropout, attend, attend_texts
+from trl_jax.nn.attention import cudnn
+from trl_jax.nn.attention.attend import attend
+from trl_jax.nn.attention.inputs import AttentionInputs
+from trl_jax.nn.dropout import Dropout
 
 QUICKLY = {"xla_backend_optimization_level": 0}
 
@@ -25,7 +27,7 @@ def formula(q, k, v, scale, seen):
     return np.einsum("rhts,rshc->rthc", weights / weights.sum(axis=-1, keepdims=True), v)
 
 
-def inputs(length, rows=2, heads=4, key_heads=2, channels=8):
+def drawn(length, rows=2, heads=4, key_heads=2, channels=8):
     draw = np.random.default_rng(length).normal
     sizes = heads, key_heads, key_heads
     return [draw(size=(rows, length, count, channels)).astype(np.float32) for count in sizes]
@@ -35,26 +37,25 @@ def inputs(length, rows=2, heads=4, key_heads=2, channels=8):
 @pytest.mark.parametrize("length", [1, 20, 150])
 def test_the_formula(length, window):
     """One block of queries and more than one; windows that cut within a block and across."""
-    q, k, v = inputs(length)
+    q, k, v = drawn(length)
     valid = np.random.default_rng(0).random((2, length)) < 0.8
     distance = np.arange(length)[:, None] - np.arange(length)
     causal = (distance >= 0) & (distance < (window or length))
     seen = causal & (valid[:, None] | (distance == 0))
-    how = {"scale": 0.3, "window": None if window is None else jnp.int32(window)}
+    inputs = AttentionInputs(0.3, window=None if window is None else jnp.int32(window))
     with jax.disable_jit():
-        np.testing.assert_allclose(
-            attend(q, k, v, valid=valid, **how), formula(q, k, v, 0.3, seen), atol=1e-6
-        )
+        found = attend(q, k, v, inputs._replace(valid=valid))
+        np.testing.assert_allclose(found, formula(q, k, v, 0.3, seen), atol=1e-6)
         free = np.broadcast_to(causal, seen.shape)
-        np.testing.assert_allclose(attend(q, k, v, **how), formula(q, k, v, 0.3, free), atol=1e-6)
+        np.testing.assert_allclose(attend(q, k, v, inputs), formula(q, k, v, 0.3, free), atol=1e-6)
 
 
 def ones_seen(length, rate, seed=0, rows=16):
     """What each query keeps of values that are all one: 1 on average, with dropout or without."""
-    q, k, _ = inputs(length, rows=rows, heads=8)
+    q, k, _ = drawn(length, rows=rows, heads=8)
     v = np.ones_like(k)
     dropout = None if rate is None else Dropout(rate, jax.random.key(seed))
-    run = jax.jit(lambda *qkv: attend(*qkv, scale=0.01, dropout=dropout), compiler_options=QUICKLY)
+    run = jax.jit(lambda *qkv: attend(*qkv, AttentionInputs(0.01), dropout=dropout), compiler_options=QUICKLY)
     return np.asarray(run(q, k, v))
 
 
@@ -99,12 +100,13 @@ def hopper(monkeypatch):
     monkeypatch.setattr(kernels, "is_cuda_compute_capability_equal", lambda *wanted: False)
 
 
-def lowered(length, channels, **how):
+def lowered(length, channels, *, valid=None, window=None, **options):
     """The program for GPUs of the gradients of attention in bfloat16."""
+    inputs = AttentionInputs(0.5, valid=valid, window=window)
     shapes = [jax.ShapeDtypeStruct((2, length, heads, channels), jnp.bfloat16) for heads in (4, 2, 2)]
 
     def total(*qkv):
-        return attend(*qkv, **{"scale": 0.5} | how).astype(jnp.float32).sum()
+        return attend(*qkv, inputs, **options).astype(jnp.float32).sum()
 
     return jax.jit(jax.grad(total, argnums=(0, 1, 2))).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
@@ -124,14 +126,14 @@ def test_only_gpus_that_have_the_kernel_get_it(monkeypatch, capability, fits):
     assert cudnn.attends(jnp.zeros((1, 64, 2, 64), jnp.bfloat16)) == fits
 
 
-def test_gpus_read_a_stream_s_texts_as_rows(hopper):
+def test_gpus_read_the_texts_of_packed_rows_as_rows(hopper):
     """Up to where each ends, by gathers both ways: sums of scattered numbers come in any order."""
     shapes = [jax.ShapeDtypeStruct((1, 640, heads, 64), jnp.bfloat16) for heads in (4, 2, 2)]
     tokens, of_texts = (jax.ShapeDtypeStruct((1, *size), jnp.int32) for size in ((640,), (6, 128)))
     packed = Packed(*[tokens] * 4, RowView(of_texts, jax.ShapeDtypeStruct((1, 2, 640), jnp.int32)))
 
     def total(q, k, v, packed):
-        return attend_texts(q, k, v, packed, scale=0.5).astype(jnp.float32).sum()
+        return attend(q, k, v, AttentionInputs(0.5, packed=packed)).astype(jnp.float32).sum()
 
     traced = jax.jit(jax.grad(total, argnums=(0, 1, 2))).trace(*shapes, packed)
     program = traced.lower(lowering_platforms=("cuda",)).as_text().replace("\\22", '"')
@@ -140,10 +142,12 @@ def test_gpus_read_a_stream_s_texts_as_rows(hopper):
 
 
 @pytest.mark.parametrize(
-    "how", [{"softcap": 5.0}, {"window": jnp.int32(9)}, {"causal": False}, {"valid": jnp.ones((2, 64), bool)}], ids=str
+    "asked",
+    [{"softcap": 5.0}, {"window": jnp.int32(9)}, {"causal": False}, {"valid": jnp.ones((2, 64), bool)}],
+    ids=str,
 )
-def test_what_cudnn_does_not_compute_is_left_to_xla(hopper, how):
-    assert "fmha" not in lowered(64, 64, **how)
+def test_what_cudnn_does_not_compute_is_left_to_xla(hopper, asked):
+    assert "fmha" not in lowered(64, 64, **asked)
     assert "fmha" not in lowered(64, 256) and "fmha" not in lowered(65, 64)
 
 
@@ -151,7 +155,7 @@ def test_the_kernel_is_told_the_formula(monkeypatch):
     """The same call, computed by XLA: heads that share keys, the scale, what is causal."""
     told, xla = jax.nn.dot_product_attention, {"implementation": "xla"}
     monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *qkv, **how: told(*qkv, **how | xla))
-    q, k, v = inputs(40)
+    q, k, v = drawn(40)
     seen = np.tril(np.ones((2, 40, 40), bool))
     for scale in (0.3, jnp.float32(0.3)):
         np.testing.assert_allclose(cudnn.attend_cudnn(q, k, v, scale=scale), formula(q, k, v, 0.3, seen), atol=2e-6)

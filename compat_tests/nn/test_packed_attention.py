@@ -1,4 +1,4 @@
-"""Attention along a stream against its formula in float64: values and gradients, on layouts drawn at random."""
+"""Attention along packed rows against its formula in float64: values and gradients, on layouts drawn at random."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from trl_jax.core.chips import topology
 from trl_jax.core.packed import BLOCK, Packed, RowView
 from trl_jax.dryrun.compiler import devices
 from trl_jax.engine.sharding import make_mesh
-from trl_jax.nn import packed_attention, splash
-from trl_jax.nn.attention import attend_texts
-from trl_jax.nn.packed_attention import attend_packed
+from trl_jax.nn.attention import packed as packed_attention
+from trl_jax.nn.attention import splash
+from trl_jax.nn.attention.attend import attend
+from trl_jax.nn.attention.inputs import AttentionInputs
+from trl_jax.nn.attention.packed import attend_packed
 
 
 def drawn(seed, length, rows=1, longest=150):
@@ -95,10 +97,10 @@ def inputs(rows, length, heads, key_heads, channels=8, seed=0):
 def both(packed, positions, who, arrays, how):
     """(ours in float32, the formula in float64), each the results and the gradients."""
     *qkv, weight = arrays
-    packed = jax.tree.map(jnp.asarray, packed)
+    attention = AttentionInputs(how["scale"], window=how.get("window"), packed=jax.tree.map(jnp.asarray, packed))
 
     def ours(*qkv):
-        out = attend_texts(*qkv, packed, **how)
+        out = attend(*qkv, attention, softcap=how.get("softcap"))
         return jnp.sum(out * weight.astype(np.float32)), out
 
     def theirs(*qkv):
@@ -164,12 +166,12 @@ def test_blocks_that_nobody_sees_are_not_computed(kernel):
     if kernel == "rows":
         packed = packed._replace(texts=as_rows(positions, who, 64))
     q, k, v, _ = (jnp.asarray(x, jnp.float32) for x in inputs(1, length, 2, 2))
-    wanted = attend_texts(q, k, v, packed, scale=0.4)
+    wanted = attend(q, k, v, AttentionInputs(0.4, packed=packed))
     others = who[0, :, 0] >= who[0, 4 * BLOCK, 0]
     first = int(np.argmax(others))
     assert 0 < first <= 4 * BLOCK
     k, v = (x.at[:, 6 * BLOCK :].set(jnp.nan) for x in (k, v))
-    found = attend_texts(q, k, v, packed, scale=0.4)
+    found = attend(q, k, v, AttentionInputs(0.4, packed=packed))
     np.testing.assert_array_equal(found[:, :first], wanted[:, :first])
 
 
@@ -179,7 +181,7 @@ def test_no_square_of_the_length_is_held():
     tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
 
     def total(q, k, v, packed):
-        return attend_packed(q, k, v, packed, scale=0.2).sum()
+        return attend_packed(q, k, v, AttentionInputs(0.2, packed=packed)).sum()
 
     compiled = jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(*shapes, Packed(*[tokens] * 4)).compile()
     inside = compiled.memory_analysis().temp_size_in_bytes
@@ -191,7 +193,7 @@ def test_bfloat16_stays_close_and_keeps_its_type():
     q, k, v, _ = (jnp.asarray(x, jnp.bfloat16) for x in inputs(1, 3 * BLOCK, 4, 2))
 
     def total(*qkv):
-        return attend_packed(*qkv, layout[0], scale=0.4).astype(jnp.float32).sum()
+        return attend_packed(*qkv, AttentionInputs(0.4, packed=layout[0])).astype(jnp.float32).sum()
 
     run = jax.jit(jax.value_and_grad(total))
     value, gradient = run(q, k, v)
@@ -204,8 +206,8 @@ def test_bfloat16_stays_close_and_keeps_its_type():
 def test_a_length_between_blocks_is_refused():
     packed, _, _ = drawn(0, BLOCK + 1)
     q, k, v, _ = inputs(1, BLOCK + 1, 2, 2)
-    with pytest.raises(ValueError, match=f"^A stream of {BLOCK + 1} tokens is not a multiple of {BLOCK}"):
-        attend_packed(q, k, v, packed, scale=1.0)
+    with pytest.raises(ValueError, match=f"^A packed row of {BLOCK + 1} tokens is not a multiple of {BLOCK}"):
+        attend_packed(q, k, v, AttentionInputs(1.0, packed=packed))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed; trl_jax[tpu] has it")
@@ -219,7 +221,7 @@ def test_tpus_compile_the_kernels_and_gather_nothing(channels):
     tokens = shape((2, length), jnp.int32, sharding=rows)
 
     def total(q, k, v, *packed):
-        return attend_packed(q, k, v, Packed(*packed), scale=0.1).astype(jnp.float32).sum()
+        return attend_packed(q, k, v, AttentionInputs(0.1, packed=Packed(*packed))).astype(jnp.float32).sum()
 
     def of_shard(*given):
         return jax.grad(total, argnums=(0, 1, 2))(*given)

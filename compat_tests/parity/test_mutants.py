@@ -73,8 +73,8 @@ class another_seed(TorchGenerator):
         super().__init__(seed + 1)
 
 
-def pad_row_trains(num_embeddings, features, *, padding_idx=None):
-    return Embedding(num_embeddings, features)
+def pad_row_trains(num_embeddings, features, *, padding_idx=None, **axes):
+    return Embedding(num_embeddings, features, **axes)
 
 
 MUTANTS = [

@@ -14,6 +14,7 @@ from compat_tests.parity.marks import timeless
 from compat_tests.trainer.trainers import FACTS, make, stream, table
 from trl_jax.run import layout_choice
 
+COLUMNS = ("chosen_ids", "rejected_ids")
 CAUSAL = SimpleNamespace(takes_packed=True, drops_out=False, causal=True, window=None)
 DROPS = SimpleNamespace(takes_packed=True, drops_out=True, causal=True, window=None)
 ENCODER = SimpleNamespace(takes_packed=True, drops_out=False, causal=False)
@@ -84,19 +85,23 @@ def ids(shared, *own):
 def test_the_line_at_the_start(caplog):
     data = ids(900, *[(100, 150)] * 8)
     with caplog.at_level(logging.INFO, "trl_jax"):
-        plan = layout_choice.plan(asked(), CAUSAL, data, parameters=10**6, batch_size=2, steps=2)
+        plan = layout_choice.plan(asked(), CAUSAL, data, COLUMNS, parameters=10**6, batch_size=2, steps=2)
     # Four pairs in two streams: 2 x (900 + 100 + 150) tokens each, of 2 micro-batches of 4 rows of 1,050.
-    assert plan.buckets.buckets == (2304,)
-    wanted = "Layout shared: 4.6k of 8.4k padded tokens a step, for 8.2k tokens of text; streams of 2,304 tokens."
+    assert plan.buckets.lengths == (2304,)
+    wanted = "Layout shared: 4.6k of 8.4k padded tokens a step, for 8.2k tokens of text; packed rows of 2,304 tokens."
     assert caplog.messages == [wanted]
 
 
 def test_the_line_of_a_padded_run_and_of_a_stream(caplog):
     with caplog.at_level(logging.INFO, "trl_jax"):
         assert (
-            layout_choice.plan(asked(), WHOLE, ids(1, (1, 1)), parameters=1, batch_size=2, steps=1).layout == "padded"
+            layout_choice.plan(asked(), WHOLE, ids(1, (1, 1)), COLUMNS, parameters=1, batch_size=2, steps=1).layout
+            == "padded"
         )
-        assert layout_choice.plan(asked(), CAUSAL, stream(4), parameters=1, batch_size=2, steps=1).layout == "shared"
+        assert (
+            layout_choice.plan(asked(), CAUSAL, stream(4), COLUMNS, parameters=1, batch_size=2, steps=1).layout
+            == "shared"
+        )
     assert caplog.messages == [
         "Layout padded: this model reads whole rows, not texts laid end to end.",
         "Layout shared: how much it saves on a stream of rows is not known beforehand.",
@@ -144,10 +149,10 @@ def test_texts_that_are_divided_over_gpus_are_padded_unless_asked_otherwise():
 def test_rows_of_texts_are_for_gpus_and_have_one_length():
     data = ids(900, *[(100, 150)] * 8)
     how = {"parameters": 10**6, "batch_size": 2, "steps": 2}
-    plan = layout_choice.plan(asked(device="cuda"), CAUSAL, data, **how)
-    assert plan.layout == "shared" and plan.shapes.pairs == ((2304, 1088),)
-    assert layout_choice.line(plan).endswith("streams of 2,304 tokens, rows of 1,088.")
-    assert layout_choice.plan(asked(), CAUSAL, data, **how).shapes is None
-    assert layout_choice.plan(asked("shared", device="cuda"), CAUSAL, data, striped=True, **how).shapes is None
-    assert layout_choice.plan(asked(device="cuda"), CAUSAL, stream(4), **how).shapes.pairs == ()
-    assert layout_choice.unplanned(asked(), CAUSAL, striped=False).shapes is None
+    plan = layout_choice.plan(asked(device="cuda"), CAUSAL, data, COLUMNS, **how)
+    assert plan.layout == "shared" and plan.views.shapes == ((2304, 1088),)
+    assert layout_choice.line(plan).endswith("packed rows of 2,304 tokens, rows of 1,088.")
+    assert layout_choice.plan(asked(), CAUSAL, data, COLUMNS, **how).views is None
+    assert layout_choice.plan(asked("shared", device="cuda"), CAUSAL, data, COLUMNS, striped=True, **how).views is None
+    assert layout_choice.plan(asked(device="cuda"), CAUSAL, stream(4), COLUMNS, **how).views.views == ()
+    assert layout_choice.unplanned(asked(), CAUSAL, striped=False).views is None

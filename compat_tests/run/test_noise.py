@@ -63,5 +63,5 @@ def test_what_is_left_to_chance():
 def test_an_exported_program_takes_none():
     backend = SimpleNamespace(takes_noise=False, name="exported")
     check_noise(asked(), backend)
-    with pytest.raises(ValueError, match="neftune_noise_alpha=5.0: this model runs on the exported engine, whose"):
+    with pytest.raises(ValueError, match="neftune_noise_alpha=5.0: this model runs on the exported backend, whose"):
         check_noise(asked(neftune_noise_alpha=5.0), backend)

@@ -24,5 +24,5 @@ def test_a_cpu_has_it_offloaded_already_and_is_told_so(checkpoint, tmp_path, cap
 def test_an_exported_program_is_refused():
     args = SimpleNamespace(activation_offloading=True, device=SimpleNamespace(type="tpu"))
     check_offloading(args, SimpleNamespace(heads={"heads": 4}, name="native"))
-    with pytest.raises(ValueError, match="runs on the exported engine, whose activations stay on the device"):
+    with pytest.raises(ValueError, match="runs on the exported backend, whose activations stay on the device"):
         check_offloading(args, SimpleNamespace(heads=None, name="exported"))

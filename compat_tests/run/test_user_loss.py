@@ -17,7 +17,6 @@ import trl_jax
 from compat_tests.parity.reference import BASE, read_weights
 from compat_tests.trainer.trainers import FACTS, make, stream, table
 from trl_jax.run import memory_metrics
-from trl_jax.run.dataloaders import Batches
 from trl_jax.run.user_loss import in_jax
 
 
@@ -277,7 +276,7 @@ def test_dataloaders_give_dicts(folder, tmp_path):
 def test_a_dataloader_of_ones_own(folder, tmp_path):
     class First(trl_jax.RewardTrainer):
         def get_train_dataloader(self):
-            return Batches(self.loader(self.train_dataset.select(range(4)), training=True))
+            return self.batches(self.train_dataset.select(range(4)), training=True)
 
     class Torchs(trl_jax.RewardTrainer):
         def get_train_dataloader(self):
@@ -390,7 +389,7 @@ def test_memory_is_told_where_it_is_asked_for(folder, tmp_path):
 def test_memory_that_the_system_does_not_count_is_not_told(monkeypatch):
     monkeypatch.setattr(memory_metrics, "resource", None)
     args = SimpleNamespace(skip_memory_metrics=False, use_cpu=True, jax_devices=jax.devices)
-    assert "train_mem_cpu_peak" not in memory_metrics.memory_metrics("train", args)
+    assert "train_mem_cpu_peak" not in memory_metrics.memory("train", args)
 
 
 def test_metrics_are_printed_and_written_as_transformers_does(folder, tmp_path, capsys):

@@ -13,9 +13,9 @@ from transformers import TrainerCallback
 import trl_jax
 from compat_tests.parity.reference import read_weights
 from compat_tests.trainer.trainers import FACTS, make, table
-from trl_jax.run.user_loss import numbers_of
-from trl_jax.trainer.base_trainer import _NEVER_CALLED
+from trl_jax.run.user_loss import script_values
 from trl_jax.trainer.collator import DataCollatorForPreference
+from trl_jax.trainer.refusals import NEVER_CALLED
 
 
 @pytest.fixture(scope="session")
@@ -104,7 +104,7 @@ def test_a_hook_that_nobody_calls_is_refused_from_a_mixin_too(hook):
 
 def test_what_is_refused_is_a_method_of_transformers_or_trl_and_none_of_ours():
     trl = pytest.importorskip("trl")
-    assert all(hasattr(trl.RewardTrainer, hook) and not hasattr(trl_jax.RewardTrainer, hook) for hook in _NEVER_CALLED)
+    assert all(hasattr(trl.RewardTrainer, hook) and not hasattr(trl_jax.RewardTrainer, hook) for hook in NEVER_CALLED)
 
 
 def head_alone(model):
@@ -290,16 +290,16 @@ def test_lengths_are_planned_for_the_order_of_grouped_rows(folder, tmp_path, cap
     for epoch in range(2):
         steps.set_epoch(epoch)
         met |= {step.arrays.tokens.shape[-1] for step in steps}
-    assert met <= set(steps.buckets.buckets)
+    assert met <= set(steps.buckets.lengths)
 
 
 def test_values_of_the_trainers_own_are_told_from_a_scripts(folder, tmp_path):
     """Of its own some change from step to step, and each change would compile a script's loss again."""
     trainer = make(trl_jax, folder, tmp_path, config={"eval_strategy": "steps", "eval_steps": 2}, eval_dataset=table(4))
     trainer.train()
-    assert numbers_of(trainer) == ()
+    assert script_values(trainer) == ()
     trainer.share, trainer.name = 0.5, "a"
-    assert numbers_of(trainer) == (("name", "a"), ("share", 0.5))
+    assert script_values(trainer) == (("name", "a"), ("share", 0.5))
 
 
 def test_where_tokens_after_a_resume_and_a_prefix_differ_from_trl(folder, tmp_path):

@@ -266,14 +266,14 @@ def test_one_program_a_shape(folder, tmp_path, caplog):
 
 def test_programs_made_beside_the_steps_are_those_of_the_steps(folder, tmp_path, monkeypatch):
     """As on a TPU, whose host has the time: the same numbers, whoever made a program, from a checkpoint on, too."""
-    found, asked, rows, real = {}, set(), table(24), precompile.Programs.made
+    found, asked, rows, real = {}, set(), table(24), precompile.Programs.program_for
     monkeypatch.setattr(layout_choice, "_ON_CPUS", 0.0)  # many lengths
 
-    def made(self, *given):
+    def program_for(self, *given):
         asked.add((threading.current_thread() is threading.main_thread(), given[2].tokens.shape))
         return real(self, *given)
 
-    monkeypatch.setattr(precompile.Programs, "made", made)
+    monkeypatch.setattr(precompile.Programs, "program_for", program_for)
     for ahead in (False, True):
         monkeypatch.setattr(precompile, "compiles_ahead", lambda device, ahead=ahead: ahead)
         out, config = tmp_path / str(ahead), {"save_strategy": "steps", "save_steps": 4}
@@ -295,7 +295,7 @@ def dearly(plan_layout, *given, **how):
 def test_a_longer_program_serves_until_one_is_made(folder, tmp_path, monkeypatch):
     """The same numbers but for rounding, and from a checkpoint on the same to the bit."""
     monkeypatch.setattr(layout_choice, "plan_layout", partial(dearly, layout_choice.plan_layout))
-    monkeypatch.setattr(layout_choice, "AT_ONCE", 1)
+    monkeypatch.setattr(layout_choice, "PROGRAMS_AT_ONCE", 1)
     rows = Dataset.from_list([
         {side: f"{' '.join(words)} {side}" for side in ("chosen", "rejected")}
         for length in (400, 10, 10, 400, 10, 10) for words in [["bread"] * length] * 4

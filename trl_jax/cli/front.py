@@ -1,4 +1,4 @@
-"""`trl` in front of trl: its reward names are ours, every other one is the installed trl's, or says what is missing."""
+"""Puts a package `trl` before the installed one: our names replace TRL's, and the others stay the installed trl's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from trl_jax.core.arguments.renamed import translated
 
-# TRL's modules that have names of ours -> the modules of ours that have them, in the order they are asked.
+# TRL's modules of which we replace names -> our modules with these names, in the order in which they are asked.
 MODULES: dict[str, tuple[str, ...]] = {
     "trl": ("trl_jax",),
     "trl.chat_template_utils": ("trl_jax.chat_template_utils",),
@@ -39,7 +39,7 @@ _IN_CHILDREN = Path(__file__).parent / "children"
 
 
 def install() -> None:
-    """From now on, in this process and the Python processes it starts, `import trl` finds the front."""
+    """Let `import trl` find the front from now on, in this process and in the Python processes it starts."""
     if any(isinstance(finder, Front) for finder in sys.meta_path):
         return
     for name in [name for name in sys.modules if name.partition(".")[0] == "trl"]:
@@ -51,7 +51,7 @@ def install() -> None:
 
 
 class Front(MetaPathFinder, Loader):
-    """Finds the modules of `MODULES`; what else is in trl is found where it is installed."""
+    """Finds the modules of `MODULES`; others of trl are found where trl is installed."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if fullname == _ARGUMENTS:
@@ -75,7 +75,7 @@ class Front(MetaPathFinder, Loader):
         return FrontModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing: names are fetched when they are asked for."""
+        """Do nothing: names are imported when they are first used."""
 
 
 class TakesOldNames(Loader):
@@ -104,7 +104,7 @@ class TakesOldNames(Loader):
 
 
 class FrontModule(ModuleType):
-    """A module of TRL's: a name that ours has is ours, any other one that of the installed trl."""
+    """A module of TRL's whose names come from ours, and the rest from the installed trl."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "__version__" and self.__name__ == "trl" and _real_spec("trl") is None:
@@ -117,10 +117,10 @@ class FrontModule(ModuleType):
 
     def _ours(self, name: str) -> Any:
         for module in MODULES[self.__name__]:
-            held = importlib.import_module(module)
-            # What a module of ours imported for itself is no name of TRL's, unless TRL's module has it too.
-            if name in _public(held):
-                return getattr(held, name)
+            ours = importlib.import_module(module)
+            # Names that our module imported for itself are no names of TRL's.
+            if name in _public(ours):
+                return getattr(ours, name)
         return _NOWHERE
 
     def _theirs(self, name: str) -> Any:
@@ -139,7 +139,7 @@ _REAL: dict[str, ModuleType] = {}
 
 
 def _public(module: ModuleType) -> set[str]:
-    """Names that a module of ours offers: those it lists, or those defined in this package that it holds."""
+    """The public names of our module: those it lists, or else all that this package defines."""
     if "__all__" in vars(module):
         return set(module.__all__)
     if "_WHERE" in vars(module):
@@ -163,7 +163,7 @@ def _real_spec(fullname: str) -> ModuleSpec | None:
 
 
 def _real(fullname: str) -> ModuleType:
-    """The installed trl's module, kept out of sys.modules: what it imports of trl is found by way of the front."""
+    """The installed trl's module, kept out of sys.modules, so that its own imports of trl find the front."""
     if fullname not in _REAL:
         spec = _real_spec(fullname)
         module = importlib.util.module_from_spec(spec)

@@ -17,8 +17,8 @@ COMMANDS = {
     "score": "score the answers of a file with a reward model",
     "env": "print versions and devices",
 }
-# What a wrong flag, file, value or metric's name raises: told in a line, which says how to see the traceback because a
-# mistake of our own may raise them too. Anything else keeps its traceback.
+# Errors of a wrong flag, file, value or metric's name are printed in a line, which also says how to see the traceback:
+# they may come from a mistake of our own, too. Others keep their traceback.
 USER_ERRORS = (ValueError, TypeError, KeyError, OSError)
 
 
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     except USER_ERRORS as error:
         if os.environ.get("TRL_JAX_TRACEBACK") == "1":
             raise
-        print(f"trl-jax: error: {_told(error)} (TRL_JAX_TRACEBACK=1 shows where.)", file=sys.stderr)
+        print(f"trl-jax: error: {_one_line(error)} (TRL_JAX_TRACEBACK=1 shows where.)", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("trl-jax: interrupted", file=sys.stderr)
@@ -56,7 +56,7 @@ def _run(command: str, argv: list[str], typed: bool) -> None:
     script.main(*arguments)
 
 
-def _told(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     """The error's text and notes in one line; a KeyError's own str() would quote its text."""
     text = " ".join(map(str, error.args)) if isinstance(error, KeyError) else str(error)
     return scrubbed(" ".join(" ".join([text, *vars(error).get("__notes__", ())]).split()))

@@ -1,4 +1,4 @@
-"""What accelerators have, as published: the one table that `trl-jax plan` measures against."""
+"""A table of accelerators with their published figures, which `trl-jax plan` compares with."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from typing import NamedTuple
 
 
 class Chip(NamedTuple):
-    """flops: bfloat16 a second, dense; memory: bytes; bandwidth: bytes a second to its own memory.
-
-    links: bytes a second to other chips, both directions together. axes: numbers in a topology of it, 2 for "4x4".
+    """Attributes:
+        flops: dense bfloat16 operations a second.
+        memory: bytes.
+        bandwidth: bytes a second between the chip and its memory.
+        links: bytes a second to other chips, both directions together.
+        axes: numbers in the shape of a topology, 2 for "4x4".
+        source: address of the figures.
     """
 
     flops: float
@@ -33,7 +37,7 @@ CHIPS = {
     "h100": Chip(989.4e12, 81_559 * _MIB, 3350e9, 900e9, 1, _NVIDIA + "h100"),
     "h200": Chip(989.4e12, 143_771 * _MIB, 4800e9, 900e9, 1, _NVIDIA + "h200"),
 }
-PRETENDED = "cpu"  # devices on this machine's CPU: they show what is cut how, and say nothing of speed or room
+PRETENDED = "cpu"  # devices on this machine's CPU: they show how arrays are divided, not speed or memory
 
 
 class Topology(NamedTuple):
@@ -50,17 +54,17 @@ class Topology(NamedTuple):
 
     @property
     def platform(self) -> str:
-        """JAX's word."""
+        """JAX's name of the platform."""
         if self.chip is None:
             return "cpu"
         return "gpu" if self.chip.axes == 1 else "tpu"
 
 
 def topology(name: str) -> Topology:
-    """What a name such as "v5e:4x4", "h100:8" or "cpu:8" means.
+    """The topology of a name such as "v5e:4x4", "h100:8" or "cpu:8".
 
     Raises:
-        ValueError: it means nothing; the text lists what is known.
+        ValueError: the name is unknown; the text lists the known ones.
     """
     match = re.fullmatch(r"([a-z0-9]+):(\d+(?:x\d+)*)", name)
     kind, sizes = match.groups() if match else (None, "")
@@ -76,7 +80,7 @@ def topology(name: str) -> Topology:
 
 
 def known() -> str:
-    """A sentence that lists every kind with what a chip of it has."""
+    """A sentence that lists every kind of chip with its memory and FLOPs."""
     kinds = [
         f"{kind}:{'x'.join('ABC'[: chip.axes])} ({chip.memory / _GIB:.0f} GiB and {chip.flops / 1e12:.0f} bfloat16 "
         "TFLOP/s a chip)"

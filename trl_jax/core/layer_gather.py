@@ -1,5 +1,5 @@
-"""Arrays of which a device holds a part: the axes that products and texts are divided over, and how a layer gets the
-whole."""
+"""Arrays of which a device holds a part: the axes that divide products and texts, and how a layer gets its whole
+parameters."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from typing import Any
 
 TENSOR, SEQUENCE = "tensor", "sequence"
 
-# (a parameter's path, what a device holds of it) -> all of it. Set while a step is traced, so that models, which know
-# no mesh, ask for a layer's parameters in the turn of the loop that uses them.
-_whole: ContextVar[Callable[[str, Any], Any] | None] = ContextVar("whole", default=None)
+# (path of a stacked parameter, the part of one layer's that a device holds) -> all of that layer's.
+Gather = Callable[[str, Any], Any]
+_gather: ContextVar[Gather | None] = ContextVar("gather", default=None)
 
 
 @contextlib.contextmanager
-def made_whole_by(whole: Callable[[str, Any], Any]) -> Iterator[None]:
-    """While this holds, `whole` is what `maker` gives."""
-    token = _whole.set(whole)
+def layers_gathered_by(gather: Gather) -> Iterator[None]:
+    """Set while a step is traced: models, which know no mesh, ask for a layer's parameters in the turn of the loop that
+    uses them."""
+    token = _gather.set(gather)
     try:
         yield
     finally:
-        _whole.reset(token)
+        _gather.reset(token)
 
 
-def maker() -> Callable[[str, Any], Any] | None:
-    """From (path, part) to the whole array; None where every device holds all of each."""
-    return _whole.get()
+def layer_gather() -> Gather | None:
+    """The one that is set; None where every device holds all of each parameter."""
+    return _gather.get()

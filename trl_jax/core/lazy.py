@@ -1,4 +1,4 @@
-"""Packages whose names are fetched when they are first used."""
+"""Lets a package import its names when they are first used."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 
 def fetching(package: str, where: Mapping[str, str], planned: frozenset[str] = frozenset()) -> Callable[[str], Any]:
-    """`__getattr__` of `package`.
+    """Make the `__getattr__` of `package`.
 
     Args:
-        where: name -> the module that has it.
-        planned: names of TRL's that are not built, which an ImportError says.
+        where: name -> the module that defines it.
+        planned: names of TRL's that are not built; they raise an ImportError that says so.
     """
 
     def fetch(name: str) -> Any:

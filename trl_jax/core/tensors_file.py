@@ -1,4 +1,4 @@
-"""A safetensors file written piece by piece: what it holds is never all in memory."""
+"""Writes a safetensors file piece by piece, so that its tensors are never all in memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-# The format's words (https://github.com/huggingface/safetensors#format) for NumPy's.
+# NumPy's dtypes -> the format's (https://github.com/huggingface/safetensors#format).
 _DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
@@ -18,7 +18,7 @@ _DTYPES = {
 
 
 class Pieces(NamedTuple):
-    """A tensor whose values come one after another, in C order; NumPy's dtype."""
+    """A tensor whose values are read in pieces, one after another in C order."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -26,15 +26,15 @@ class Pieces(NamedTuple):
 
 
 def as_dtype(word: str) -> np.dtype:
-    """NumPy's, by its own word or the format's."""
+    """NumPy's dtype of this name, which is NumPy's or the format's."""
     return np.dtype({ours: theirs for theirs, ours in _DTYPES.items()}.get(word, word))
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Pieces], metadata: Mapping[str, str] | None = None) -> None:
-    """Write them under their names; a tensor is read when its turn has come: by the size of its numbers, then its name.
+    """Write tensors under their names, in the order of `in_order`; each is read when it is written.
 
     Raises:
-        ValueError: a tensor's pieces are more or less than it says.
+        ValueError: a tensor's pieces have more or fewer bytes than its shape and dtype.
     """
     tensors = {name: tensors[name] for name in in_order(tensors)}
     sizes = {name: one.dtype.itemsize * math.prod(one.shape) for name, one in tensors.items()}
@@ -51,7 +51,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Pieces], metadata: Mapping[s
 
 
 def in_order(tensors: Mapping[str, Pieces]) -> list[str]:
-    """As the format's own library has them: each is aligned where it lies."""
+    """Names by the size of a number, largest first, then by name, as the format's own library writes them: so each
+    tensor is aligned."""
     return sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
 
 
@@ -63,4 +64,4 @@ def _head(tensors: Mapping[str, Pieces], sizes: Mapping[str, int], metadata: Map
         }  # fmt: skip
         start += sizes[name]
     text = json.dumps(facts, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % 8)  # so that what follows is aligned
+    return text + b" " * (-len(text) % 8)  # so that the tensors are aligned

@@ -1,4 +1,4 @@
-"""How the arrays that train are cut from the tensors that torch's optimizers see."""
+"""Relates the arrays that train to the tensors that torch's optimizers see."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 
 class TorchParamLayout(NamedTuple):
-    """stacked: paths of arrays whose first axis counts layers, each of which is a tensor of torch's, or a part of one.
-
-    joined: path -> a name that all arrays in the same tensor have, where they lie one below the other; who is not there
-    is a tensor alone.
+    """Attributes:
+        stacked: paths of arrays whose first axis counts layers; each layer is one of torch's tensors, or part of one.
+        joined: path -> a name shared by the arrays of one tensor, which are joined along its outputs; arrays of other
+            paths are tensors by themselves.
     """
 
     stacked: frozenset[str] = frozenset()

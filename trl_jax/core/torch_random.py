@@ -13,7 +13,7 @@ _LARGEST_32_BIT_PERMUTATION = (2**32 - 1) // 20  # from here on torch draws 64 b
 
 
 class TorchGenerator:
-    """The stream of `torch.Generator().manual_seed(seed)` on the CPU."""
+    """Draws the numbers of `torch.Generator().manual_seed(seed)` on the CPU."""
 
     def __init__(self, seed: int):
         self.seed = seed

@@ -14,8 +14,8 @@ from trl_jax.dryrun.compiler import Compiled, compiled, no_compiler
 from trl_jax.hub.auto import Checkpoint
 from trl_jax.hub.peft.lora_config import LoraConfig
 from trl_jax.hub.peft.quantization import BitsAndBytesConfig
-from trl_jax.nn import cudnn, splash
-from trl_jax.nn.attention import QUERY_BLOCK
+from trl_jax.nn.attention import cudnn, splash
+from trl_jax.nn.attention.padded import QUERY_BLOCK
 from trl_jax.run import layout_choice
 from trl_jax.run.model_loading import outlined
 from trl_jax.trainer.base_trainer import BaseTrainer

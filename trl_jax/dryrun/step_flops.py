@@ -11,7 +11,7 @@ import numpy as np
 from trl_jax.core.chips import Chip
 from trl_jax.data.layout.batch import Batch
 from trl_jax.dryrun.compiler import Compiled
-from trl_jax.nn.attention import QUERY_BLOCK
+from trl_jax.nn.attention.padded import QUERY_BLOCK
 
 LAYERS = ".layers."  # in the path of a parameter that has a leading axis of layers
 

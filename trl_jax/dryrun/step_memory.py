@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from trl_jax.data.layout.batch import Batch
 from trl_jax.dryrun.step_flops import LAYERS, Map, channels_of, held_against
-from trl_jax.nn.attention import QUERY_BLOCK
+from trl_jax.nn.attention.padded import QUERY_BLOCK
 
 _FLOAT32 = 4
 

@@ -19,7 +19,7 @@ from trl_jax.dryrun.step_flops import Map, maps_of
 from trl_jax.dryrun.step_memory import Given, Pass, on_device
 from trl_jax.engine.sharding import make_mesh, placed
 from trl_jax.hub.checkpoint.loading import Source
-from trl_jax.hub.peft.adapted import AdaptedBackend
+from trl_jax.hub.peft.backend import AdaptedBackend
 from trl_jax.models.functional import abstract
 from trl_jax.run.rng import run_key
 from trl_jax.trainer.base_trainer import BaseTrainer
@@ -110,16 +110,16 @@ def _source(trainer: BaseTrainer) -> Source:
 
 def arch_of(trainer: BaseTrainer) -> Any:
     """The facts of the model, whether or not an adapter is on it."""
-    return _source(trainer).arch
+    return _source(trainer).config.arch
 
 
 def maps(trainer: BaseTrainer) -> list[Map]:
     """The matrices of the model's layers, and of adapters beside them."""
     backend, trained, source = trainer.model.backend, trainer.model.params, _source(trainer)
-    _, shapes = abstract(lambda: source.family.scorer(source.arch))
+    _, shapes = abstract(source.config.model)
     if isinstance(backend, AdaptedBackend):
         shapes = shapes | backend.plan.shapes
-    return maps_of(shapes, source.arch, trained)
+    return maps_of(shapes, source.config.arch, trained)
 
 
 def _platform(trainer: BaseTrainer) -> AbstractContextManager:

@@ -1,4 +1,4 @@
-"""transformers' Adafactor: the square's average of a matrix as that of its rows by that of its columns."""
+"""transformers' Adafactor: of a matrix it keeps the average squares of rows and of columns."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from trl_jax.core.torch_param_layout import TorchParamLayout
 
 _EPS = 1e-30  # added to squares
 _DECAY = 0.8  # the average of t steps forgets t**-0.8 of itself
-_LARGEST = 1.0  # root mean square of an update
+_LARGEST = 1.0  # bound of an update's root mean square
 
 
 class FactoredState(NamedTuple):
-    """Steps taken; for each of torch's tensors the average square of its rows, `[..., out]`, and of its columns,
-    `[..., in]`; of vectors that of each number, in `rows` alone."""
+    """Attributes:
+        count: steps taken.
+        rows: for each of torch's tensors, average squares of its rows `[..., out]`; of a vector, of each number.
+        columns: for each matrix, average squares of its columns `[..., in]`.
+    """
 
     count: jax.Array
     rows: dict[str, jax.Array]
@@ -29,11 +32,12 @@ class FactoredState(NamedTuple):
 def scale_by_adafactor(layout: TorchParamLayout) -> optax.GradientTransformation:
     """Adafactor (Shazeer and Stern 2018, arXiv:1804.04235), neither with a relative step nor scaled by parameters.
 
-    What is averaged and bounded together is a tensor of torch's, as `cut` tells; optax's takes an array for a tensor.
+    Averages and bounds are those of torch's tensors, which `layout` finds in the arrays; optax's rule takes each array
+    for a tensor.
     """
 
     def init(params):
-        tensors = _together(params, layout)
+        tensors = _joined(params, layout)
         matrices = {name: x for name, x in tensors.items() if _is_matrix(name, x, layout)}
         rows = {name: jnp.zeros(x.shape[:-1] if name in matrices else x.shape) for name, x in tensors.items()}
         columns = {name: jnp.zeros((*x.shape[:-2], x.shape[-1])) for name, x in matrices.items()}
@@ -44,7 +48,7 @@ def scale_by_adafactor(layout: TorchParamLayout) -> optax.GradientTransformation
         count = optax.safe_increment(state.count)
         share = count.astype(jnp.float32) ** -_DECAY
         rows, columns, steps = {}, {}, {}
-        for name, g in _together(updates, layout).items():
+        for name, g in _joined(updates, layout).items():
             square = jnp.square(g) + _EPS
             if name in state.columns:
                 rows[name] = _towards(state.rows[name], jnp.mean(square, axis=-1), share)
@@ -55,7 +59,7 @@ def scale_by_adafactor(layout: TorchParamLayout) -> optax.GradientTransformation
                 rows[name] = _towards(state.rows[name], square, share)
                 step = g * jax.lax.rsqrt(rows[name])
             steps[name] = _bounded(step, first=name in layout.stacked)
-        return _apart(steps, updates, layout), FactoredState(count, rows, columns)
+        return _split(steps, updates, layout), FactoredState(count, rows, columns)
 
     return optax.GradientTransformation(init, update)
 
@@ -65,7 +69,7 @@ def _towards(average: jax.Array, values: jax.Array, share: jax.Array) -> jax.Arr
 
 
 def _bounded(step: jax.Array, first: int) -> jax.Array:
-    """With a root mean square, over the axes from `first` on, of at most _LARGEST."""
+    """Scale to a root mean square, over the axes from `first` on, of at most _LARGEST."""
     size = jnp.sqrt(jnp.mean(jnp.square(step), axis=tuple(range(first, step.ndim)), keepdims=True))
     return step / jnp.maximum(size / _LARGEST, 1)
 
@@ -75,29 +79,29 @@ def _is_matrix(path: str, array: jax.Array, layout: TorchParamLayout) -> bool:
 
 
 def _axis(path: str, array: jax.Array, layout: TorchParamLayout) -> int:
-    """That of the outputs, along which arrays lie in a tensor."""
+    """The axis of outputs, along which arrays are joined to a tensor."""
     return -2 if _is_matrix(path, array, layout) else -1
 
 
 def _members(paths: Iterable[str], layout: TorchParamLayout) -> dict[str, list[str]]:
-    """By the first path in it, what lies in each of torch's tensors."""
+    """First path -> all paths, for each of torch's tensors."""
     groups: dict[str, list[str]] = {}
     for path in paths:
         groups.setdefault(layout.joined.get(path, path), []).append(path)
     return {paths[0]: paths for paths in groups.values()}
 
 
-def _together(arrays: Mapping[str, jax.Array], layout: TorchParamLayout) -> dict[str, jax.Array]:
+def _joined(arrays: Mapping[str, jax.Array], layout: TorchParamLayout) -> dict[str, jax.Array]:
     return {
         name: jnp.concatenate([arrays[path] for path in paths], _axis(name, arrays[name], layout))
         for name, paths in _members(arrays, layout).items()
     }
 
 
-def _apart(
+def _split(
     tensors: Mapping[str, jax.Array], arrays: Mapping[str, jax.Array], layout: TorchParamLayout
 ) -> dict[str, jax.Array]:
-    """The tensors as arrays of the shapes of these."""
+    """Split the tensors into arrays of these shapes."""
     found = {}
     for name, paths in _members(arrays, layout).items():
         axis = _axis(name, arrays[name], layout)

@@ -1,4 +1,4 @@
-"""Learning rates that follow a metric of the evaluation: state on the host, which checkpoints carry."""
+"""Learning rates that follow a metric of the evaluation; their state is part of checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 class Plateau:
     """torch's ReduceLROnPlateau: `factor` times the rate after more than `patience` evaluations that were no better.
 
-    A call gives the rate of the next step, whichever it is; `saw` takes the metric of each evaluation.
+    A call returns the rate of the next step, whatever its number; `observe` takes the metric of each evaluation.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Plateau:
     def __call__(self, step: int) -> float:
         return self.rate
 
-    def saw(self, metric: float) -> None:
+    def observe(self, metric: float) -> None:
         if self._is_better(metric):
             self.best, self.bad = metric, 0
         else:
@@ -51,7 +51,7 @@ class Plateau:
         self.rate = lower if self.rate - lower > self._eps else self.rate
 
     def _is_better(self, metric: float) -> bool:
-        """By more than the threshold. A metric that is no number never is."""
+        """Whether the metric is better by more than the threshold; NaN never is."""
         if self.best is None:
             return not math.isnan(metric) and abs(metric) != math.inf
         if self._relative:
@@ -59,7 +59,7 @@ class Plateau:
         return self._sign * metric < self._sign * self.best - self._threshold
 
     def state(self) -> dict[str, Any]:
-        """JSON."""
+        """The state, which JSON can hold."""
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -67,10 +67,11 @@ class Plateau:
 
 
 class Greedy(Plateau):
-    """GreedyLR (arXiv:2512.14527): besides, up by 1 / `factor` after more than `patience` evaluations that were better.
+    """GreedyLR (arXiv:2512.14527): Plateau that also divides the rate by `factor` after more than `patience`
+    evaluations that were better.
 
-    After `reset_start` more lowerings at `min_lr` it starts again from the first rate. `smooth` judges by the mean of
-    the last `window_size` metrics.
+    After `reset_start` more lowerings at `min_lr` it starts again from the first rate. With `smooth` it compares means
+    of the last `window_size` metrics.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class Greedy(Plateau):
         self._window_size = window_size if smooth else 1
         self.good, self.warming, self.resets_in, self.window = 0, 0, reset_start, []
 
-    def saw(self, metric: float) -> None:
+    def observe(self, metric: float) -> None:
         self.window = list(deque([*self.window, metric], maxlen=self._window_size))
         metric = sum(self.window) / len(self.window)
         if self.cooling > 0 or self.warming > 0:

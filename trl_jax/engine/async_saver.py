@@ -1,4 +1,4 @@
-"""Writing beside the training: a copy of the arrays that no step touches, and one job at a time in a thread."""
+"""Writes while training goes on: copies of arrays on the host, and a thread with one job at a time."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ logger = logging.getLogger(__name__)
 
 
 class AsyncSaver:
-    """At most one job under way. What it raises comes out of the next call, in the thread that asks."""
+    """Runs one job at a time in a thread. An error of the job is raised by the next call, in the thread that calls."""
 
     def __init__(self):
         self._job: Future | None = None
 
     def begin(self, job: Callable[[], None]) -> None:
-        """Returns once the job before has ended and this one is under way."""
+        """Start this job as soon as the one before has ended."""
         self.settle()
         pool = ThreadPoolExecutor(1, thread_name_prefix="trl_jax-save")
         self._job = pool.submit(job)
         pool.shutdown(wait=False)  # its thread ends with the job
 
     def check(self) -> None:
-        """Raises what the job raised, if it has ended."""
+        """Raise the job's error, if it has ended with one."""
         if self._job is not None and self._job.done():
             self.settle()
 
     def settle(self) -> None:
-        """Waits for the job, and raises what it raised."""
+        """Wait for the job, and raise its error."""
         job, self._job = self._job, None
         if job is not None:
             job.result()
 
     @contextlib.contextmanager
     def settled(self) -> Iterator[None]:
-        """No job outlives the block. Where the block itself raises, a job's error is only logged."""
+        """Wait for the job at the end of the block. Where the block itself raises, the job's error is only logged."""
         try:
             yield
         except BaseException:
@@ -53,8 +53,8 @@ class AsyncSaver:
         self.settle()
 
 
-def copied(tree: Any) -> Any:
-    """The arrays of a pytree as NumPy's own, whatever becomes of JAX's; several are copied at once."""
+def host_copy(tree: Any) -> Any:
+    """The arrays of a pytree as NumPy arrays with memory of their own; several are copied at once."""
     leaves, structure = jax.tree.flatten(tree)
     for leaf in leaves:
         leaf.copy_to_host_async()
@@ -63,8 +63,8 @@ def copied(tree: Any) -> Any:
 
 
 def _copy(leaf: jax.Array) -> np.ndarray:
-    """On a CPU by way of a view that ends here: the one that `np.asarray` gives stays with the array, and a step that
-    is given an array with a view copies it instead of taking its memory."""
+    """On a CPU, copies through a view that ends here. `np.asarray` would leave its view with the array, and a step
+    copies an array that has a view instead of taking its memory."""
     on_cpu = leaf.is_fully_addressable and {device.platform for device in leaf.devices()} == {"cpu"}
     if on_cpu and len(leaf.devices()) == 1 and leaf.dtype.isbuiltin == 1:  # not bfloat16
         return np.from_dlpack(leaf).copy()

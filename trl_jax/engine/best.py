@@ -1,4 +1,4 @@
-"""Which checkpoint is the best so far."""
+"""Decides which checkpoint is the best so far."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from trl_jax.engine.events import Events
 from trl_jax.engine.manifest import BrokenCheckpoint, sync, verify, write_manifest
 
 STATE_FILE = "trainer_state.json"
-# Folders without a name that a reader would look for: one being written, one being replaced, one being removed.
+# Hidden names of folders that are being written, replaced or removed: no reader looks for them.
 _UNFINISHED, _REPLACED, _REMOVED = (f".{PREFIX_CHECKPOINT_DIR}-*.{word}" for word in ("unfinished", "replaced", "gone"))
 
 
@@ -34,9 +34,9 @@ def save_checkpoint(
 
     Args:
         write: fills a folder that gets its name only when everything is in it and on the disk.
-        facts: stands in the manifest, beside the step.
+        facts: for the manifest, which has the step too.
         needed: bytes that are about to be written, where that is known.
-        begin: runs the job that does all of it, now or beside the training: the job looks at nothing that a later step
+        begin: runs the job that does all of it, now or while training goes on: the job reads nothing that a later step
             changes, if `write` does not.
 
     Raises:
@@ -45,7 +45,7 @@ def save_checkpoint(
     state, run_dir = events.state, Path(output_dir)
     folder = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
     best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
-    if best == folder or best.exists():  # it may have been written before it was known to be the best
+    if best == folder or best.exists():  # it may have become the best after it was written
         state.best_model_checkpoint = str(best)
     _remember_callbacks(events)
     text, facts = json.dumps(asdict(state), indent=2) + "\n", {"step": state.global_step} | facts
@@ -65,7 +65,7 @@ def save_checkpoint(
 
 
 def _write_whole(folder: Path, fill: Callable[[Path], None], needed: int) -> None:
-    """The folder appears with everything in it, or not at all."""
+    """Make the folder appear with everything in it, or not at all."""
     unfinished = _aside(folder, "unfinished")
     try:
         _check_space(folder.parent, folder, needed)
@@ -79,7 +79,7 @@ def _write_whole(folder: Path, fill: Callable[[Path], None], needed: int) -> Non
 
 
 def await_checkpoint(output_dir: str, state: Any) -> Path:
-    """What another process has just written, as `save_checkpoint` returns it."""
+    """The checkpoint that another process has just written, as `save_checkpoint` returns it."""
     run_dir = Path(output_dir)
     best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
     if best.exists():
@@ -109,7 +109,7 @@ def _check_space(run_dir: Path, folder: Path, needed: int) -> None:
 
 
 def _not_written(error: Exception, folder: Path, needed: int) -> OSError:
-    """What could not be written and why. A full disk is told in bytes; safetensors says what it meets in words only."""
+    """The error of a checkpoint that could not be written; for a full disk with the bytes, which safetensors lacks."""
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.ENOSPC or "os error 28" in str(error):
         number, nearest = errno.ENOSPC, next(path for path in folder.absolute().parents if path.exists())
@@ -124,10 +124,10 @@ def _not_written(error: Exception, folder: Path, needed: int) -> OSError:
 
 
 def _forget_oldest(run_dir: Path, limit: int | None, newest: Path, kept: set[str | None]) -> None:
-    """Remove checkpoints, lowest step first, down to `limit`; never one of `kept`, whatever an earlier run left.
+    """Remove checkpoints down to `limit`, lowest step first, but none of `kept`.
 
     Raises:
-        BrokenCheckpoint: `newest` does not hold what was written; then nothing is removed.
+        BrokenCheckpoint: `newest` is not as it was written; then nothing is removed.
     """
     checkpoints = sort_checkpoints(str(run_dir))
     excess = len(checkpoints) - limit if limit is not None and limit > 0 else 0
@@ -138,7 +138,7 @@ def _forget_oldest(run_dir: Path, limit: int | None, newest: Path, kept: set[str
 
 
 def remove(checkpoint: Path) -> None:
-    """Renamed first: a folder that is half removed must not look like a checkpoint."""
+    """Rename, then remove: a folder that is half removed must not look like a checkpoint."""
     gone = _aside(checkpoint, "gone")
     shutil.rmtree(gone, ignore_errors=True)
     checkpoint.rename(gone)
@@ -153,7 +153,7 @@ def forget_all_but_best(output_dir: str, best: str) -> None:
 
 
 def sweep(run_dir: Path) -> None:
-    """Clear away what runs that were killed left behind; a checkpoint that only lacked its name gets it."""
+    """Remove what killed runs left unfinished; a checkpoint that only lacked its name gets it."""
     for unfinished in run_dir.glob(_UNFINISHED):
         folder = run_dir / unfinished.name.removeprefix(".").removesuffix(".unfinished")
         try:

@@ -1,4 +1,4 @@
-"""Compiled programs: kept on disk for the next run, and one for each shape of a batch."""
+"""Compiled programs: cached on disk for the next run, and one for each shape of a batch."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from trl_jax.engine.own_folder import own_folder
 logger = logging.getLogger(__name__)
 
 _YNN, _DOTS_ALONE = "xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
-_MOST_BYTES = 4 << 30  # the least recently used give way
+_CACHE_BYTES = 4 << 30  # beyond it, the least recently used programs are removed
 
 
 def keep_compilations() -> None:
-    """Let JAX keep what takes it more than a second to compile under `~/.cache/trl_jax/compiled`.
+    """Let JAX cache programs that take it more than a second to compile under `~/.cache/trl_jax/compiled`.
 
-    What the user has settled stands: JAX_COMPILATION_CACHE_DIR names another place, JAX_ENABLE_COMPILATION_CACHE=false
-    turns it off. (`XDG_CACHE_HOME` moves it, as it moves all of `~/.cache`.) What lies there is machine code that
-    this process runs, so nothing is kept or read where others can write, and the log says so; call this before JAX
-    compiles anything. A bucket's address is taken as it is.
+    This holds for the whole process, which has one such cache. The user's own settings stay: JAX_COMPILATION_CACHE_DIR
+    names another place, JAX_ENABLE_COMPILATION_CACHE=false turns it off. (`XDG_CACHE_HOME` moves it, as it moves all of
+    `~/.cache`.) The cache contains machine code that this process runs, so a folder where others can write is neither
+    read nor written, and the log says so; call this before JAX compiles anything. A bucket's address is not checked.
     """
     if not jax.config.jax_enable_compilation_cache:
         return
@@ -49,10 +49,10 @@ def keep_compilations() -> None:
         compilation_cache.reset_cache()
         return
     if named is None and jax.config.jax_compilation_cache_max_size == -1:
-        jax.config.update("jax_compilation_cache_max_size", _MOST_BYTES)
+        jax.config.update("jax_compilation_cache_max_size", _CACHE_BYTES)
     if named != str(folder):
         jax.config.update("jax_compilation_cache_dir", str(folder))
-        compilation_cache.reset_cache()  # JAX asks once, and may have asked before
+        compilation_cache.reset_cache()  # JAX reads the setting once, and may have done so before
 
 
 def _compiled() -> Path:
@@ -60,7 +60,7 @@ def _compiled() -> Path:
 
 
 def compiler_options(device: str, several: bool) -> dict[str, Any]:
-    """What XLA does not do by itself: for a step on one "cpu", "cuda" or "tpu" device, or on several."""
+    """XLA's options for a step on one "cpu", "cuda" or "tpu" device, or on several."""
     if device == "cuda" and several:
         return {"xla_gpu_enable_latency_hiding_scheduler": True}  # collectives run beside products; on TPUs they do
     if device == "cpu" and _YNN not in os.environ.get("XLA_FLAGS", "") and _takes_dots_alone():
@@ -70,7 +70,8 @@ def compiler_options(device: str, several: bool) -> dict[str, Any]:
 
 @functools.cache
 def _takes_dots_alone() -> bool:
-    """Whether this XLA can be told. Sums, too, go to YNNPACK in jaxlib 0.10, a sixth of a long step slower."""
+    """Whether this XLA has the option that sends products alone to YNNPACK. In jaxlib 0.10 sums go there too, which
+    makes a long step a sixth slower."""
     try:
         jax.jit(lambda: 0, compiler_options={_YNN: _DOTS_ALONE}).lower().compile()
     except jax.errors.JaxRuntimeError:
@@ -81,44 +82,47 @@ def _takes_dots_alone() -> bool:
 class Programs:
     """A step's program for each shape of its batch, which is the third argument; the log has a line for each.
 
-    `compiled` makes one of what the step would be given. Threads may ask: each program is made once, by the first.
+    Any thread may ask for a program; the first one compiles it, and the others wait.
+
+    Args:
+        compile: the step's arguments, or their shapes -> its program.
+        name: of the step, for the log.
     """
 
-    def __init__(self, compiled: Callable[..., Callable], name: str):
-        self._compiled, self._name = compiled, name
-        self._made: dict[tuple, Future] = {}
+    def __init__(self, compile: Callable[..., Callable], name: str):
+        self._compile, self._name = compile, name
+        self._programs: dict[tuple, Future] = {}
         self._lock = threading.Lock()
 
-    def __call__(self, *given: Any) -> Any:
-        return self.made(*given).result()(*given)
+    def __call__(self, *arguments: Any) -> Any:
+        return self.program_for(*arguments).result()(*arguments)
 
-    def made(self, *given: Any) -> Future:
-        """The program for what has these shapes: made here, unless another thread has it or is at it."""
-        shapes = shapes_of(given[2])
+    def program_for(self, *arguments: Any) -> Future:
+        """The program for arguments of these shapes, compiled here unless a thread has done so or is at it."""
+        shapes = shapes_of(arguments[2])
         with self._lock:
-            found = self._made.get(shapes)
-            if found is not None:
-                return found
-            made = self._made[shapes] = Future()
-            logger.info("%s compiles for shape %d: tokens %s.", self._name, len(self._made), _times(shapes[0]))
+            if shapes in self._programs:
+                return self._programs[shapes]
+            future = self._programs[shapes] = Future()
+            logger.info("%s compiles for shape %d: tokens %s.", self._name, len(self._programs), _times(shapes[0]))
         try:
-            program = self._compiled(*given)
-            hand_back()
-            made.set_result(program)
-        except BaseException as error:  # for whoever asks for it
-            made.set_exception(error)
-        return made
+            program = self._compile(*arguments)
+            return_freed_memory()
+            future.set_result(program)
+        except BaseException as error:  # raised where the program is wanted
+            future.set_exception(error)
+        return future
 
 
-def hand_back() -> None:
-    """Give the system the memory that was freed: glibc keeps 0.2 GB of what the compiler took for a step."""
+def return_freed_memory() -> None:
+    """Return freed memory to the system: glibc keeps 0.2 GB of what the compiler took for a step."""
     if (trim := _malloc_trim()) is not None:
         trim(0)
 
 
 @functools.cache
 def _malloc_trim() -> Callable[[int], int] | None:
-    """glibc's; other systems have none, nor has Linux with musl."""
+    """glibc's function; other systems have none, nor has Linux with musl."""
     return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
@@ -131,22 +135,22 @@ def _times(shape: tuple[int, ...]) -> str:
 
 
 @contextlib.contextmanager
-def ahead(make: Callable[[Any], Any], batches: Iterable[Any], most: int) -> Iterator[None]:
-    """Meanwhile threads, `most` of them, `make` what the first of `batches` of each shape needs, in their order.
+def compile_ahead(compile: Callable[[Any], Any], batches: Iterable[Any], threads: int) -> Iterator[None]:
+    """Within the block, threads call `compile` with the first of `batches` of each shape, in their order.
 
-    For a device that computes while the host compiles. What a thread has begun when this ends it still finishes.
+    For a device that computes while the host compiles. A call that has begun when the block ends still finishes.
     """
-    pool = ThreadPoolExecutor(most, thread_name_prefix="trl_jax-compile")
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="trl_jax-compile")
     over = threading.Event()
 
     def walk() -> None:
-        seen = set()
+        submitted = set()
         for batch in batches:
             if over.is_set():
                 return
-            if (shapes := shapes_of(batch)) not in seen:
-                seen.add(shapes)
-                pool.submit(make, batch)
+            if (shapes := shapes_of(batch)) not in submitted:
+                submitted.add(shapes)
+                pool.submit(compile, batch)
 
     pool.submit(walk)
     try:

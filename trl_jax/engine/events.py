@@ -1,4 +1,4 @@
-"""transformers' callbacks, fired with the state and control they expect."""
+"""Calls transformers' callbacks with the state and control that they expect."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transformers.trainer_callback import CallbackHandler, TrainerControl, Train
 
 
 class Events:
-    """One place that holds what every callback sees; any of them may answer with another control."""
+    """The arguments of every callback; any of them may return another control."""
 
     def __init__(self, handler: CallbackHandler, args: Any, state: TrainerState, control: TrainerControl):
         self.handler, self.args, self.state, self.control = handler, args, state, control

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: the first one lets the step finish, a second one ends the process at once."""
+"""Handles SIGTERM and SIGINT: the first one lets the step finish, a second one ends the process at once."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _HEEDED = (signal.SIGTERM, signal.SIGINT)
 
 
 class Interrupts:
-    """`received` is the first signal that came, None before."""
+    """The signals of a run; `received` is the first one, None before."""
 
     def __init__(self):
         self.received: signal.Signals | None = None
 
     @contextlib.contextmanager
     def heeded(self, promise: str) -> Iterator[None]:
-        """Within it signals come here; afterwards they do again what they did. `promise` says what one will lead to.
+        """Handle signals within the block. `promise` tells the user what the first one will lead to.
 
-        Only a main thread may do this: elsewhere signals keep doing what they did. With several processes they come to
-        JAX (`agree`).
+        Outside of the main thread signals are left as they were, which Python requires; with several processes JAX
+        handles them (see `agree`).
         """
         if several() or threading.current_thread() is not threading.main_thread():
             yield
@@ -50,16 +50,16 @@ class Interrupts:
         _say(f"{name}: finishing this step, then {self._promise}. Send it again to leave at once.")
 
     def agree(self, step: int) -> None:
-        """Of several processes, all stop after the same step: JAX sees SIGTERM to one, and tells the others."""
+        """Let several processes stop after the same step: JAX passes a SIGTERM of one on to the others."""
         if several() and multihost_utils.reached_preemption_sync_point(step):
             self.received = signal.SIGTERM
 
     def leave(self) -> None:
-        """Raises SystemExit with the code that shells expect of a process ended by this signal: 143 or 130."""
+        """Raise SystemExit with the code that shells expect of a process ended by this signal: 143 or 130."""
         _say(f"{self.received.name}: leaving.")
         raise SystemExit(128 + self.received)
 
 
 def _say(text: str) -> None:
-    # Not through logging: a handler that was interrupted while it held its lock would never give it back.
+    # Not through logging: an interrupted handler may have its lock, and would never release it.
     os.write(sys.__stderr__.fileno(), f"trl_jax: {text}\n".encode())

@@ -1,4 +1,4 @@
-"""One run at a time writes an output_dir."""
+"""Lets one run at a time write an output_dir."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ LOCK = ".trl_jax.lock"
 
 @contextlib.contextmanager
 def only_run(output_dir: str) -> Iterator[None]:
-    """Holds `output_dir` for this run. The lock dies with the process, however it dies.
+    """Lock `output_dir` for this run. The lock ends with the process, however that ends.
 
     Raises:
-        RuntimeError: another run has it; the text says which.
+        RuntimeError: another run has locked it; the text says which.
     """
     path = Path(output_dir) / LOCK
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -34,7 +34,7 @@ def only_run(output_dir: str) -> Iterator[None]:
         os.write(handle, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
         yield
     finally:
-        path.unlink(missing_ok=True)  # while it is held: who waits for it finds that out and makes a new one
+        path.unlink(missing_ok=True)  # still locked: whoever waits for the file notices, and makes a new one
         os.close(handle)
 
 

@@ -1,4 +1,4 @@
-"""Steps, epochs, and what happens between them; TRL's order of events."""
+"""The training loop: steps, epochs and the events between them, in TRL's order."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 Metrics = dict[str, jax.Array]
 
-_HELD_ON_DEVICE = 100  # steps whose metrics may wait there; a run that seldom logs would pile them up
+_MOST_ON_DEVICE = 100  # steps whose metrics may wait there, in a run that seldom logs
 
 
 class Batches(Protocol):
-    """An epoch's step batches, without its first `skip` examples; each says what it is made of."""
+    """An epoch's step batches, without its first `skip` examples."""
 
     def set_epoch(self, epoch: int, skip: int, skipped_digest: int | None) -> None: ...
     def __iter__(self) -> Iterable[Any]: ...
@@ -33,20 +33,20 @@ class Batches(Protocol):
 
 @dataclass
 class Loop:
-    """One run. It computes nothing itself: it is handed functions.
+    """One run. It computes nothing itself and calls the functions that it has.
 
     Attributes:
         events: the callbacks, with args, state and control.
         batches: set_epoch, then iterate; items have `num_micro_batches`, `num_examples`, `rows` and `rows_digest`.
-        num_epochs, micro_batches_per_epoch: how long, and what an epoch's fractions are counted in.
+        num_epochs, micro_batches_per_epoch: the run's length, and the unit of an epoch's fractions.
         advance: (batch, learning rate) -> the metrics of one optimizer step, still on the device.
         learning_rate: finished steps -> rate of the next one.
         report: (logs, metrics of the steps since the last report, as NumPy) -> None.
         evaluate: runs the evaluation and returns its metrics.
-        save: writes a checkpoint from which another loop goes on at this `progress`.
+        save: writes a checkpoint from which another loop resumes at this `progress`.
         nonfinite_guard: checks every step's metrics, and ends the run after too many bad ones.
         interrupts: signals that ask the run to end.
-        progress: where to begin.
+        progress: where the run begins.
     """
 
     events: Events
@@ -68,8 +68,8 @@ class Loop:
         """Train to the end, or until a callback says stop.
 
         Returns:
-            The mean loss over all steps, and the metrics of those since the last report; none of these
-            where an evaluation came after them, for TRL's closing line leaves them out then.
+            The mean loss over all steps, and the metrics of the steps since the last report. Where an evaluation came
+            after those there are none, as TRL's closing log line leaves them out then.
 
         Raises:
             SystemExit: a signal asked for it.
@@ -77,7 +77,7 @@ class Loop:
         try:
             self._epochs()
         except Exception:
-            if self._between_steps and self.events.control.should_save:  # a callback's last wish before it raised
+            if self._between_steps and self.events.control.should_save:  # a callback asked for it and then raised
                 self._save()
             raise
         self.nonfinite_guard.settle()
@@ -147,7 +147,7 @@ class Loop:
         events.fire("on_pre_optimizer_step")
         events.fire("on_optimizer_step")
         self.nonfinite_guard.check(batch, metrics)
-        if len(progress.unreported) % _HELD_ON_DEVICE == 0:
+        if len(progress.unreported) % _MOST_ON_DEVICE == 0:
             progress.unreported = jax.device_get(progress.unreported)
         progress.unreported.append(metrics)
         progress.evaluated_last = False
@@ -182,7 +182,7 @@ class Loop:
         self.events.fire("on_save")
 
     def heed_while_waiting(self) -> None:
-        """What there is to do while no batch comes: the step before is done."""
+        """Handle signals while no batch comes, when the step before is done."""
         if self.interrupts.received is None:
             return
         if self.events.state.global_step == 0:
@@ -190,7 +190,7 @@ class Loop:
         self._heed_signals()
 
     def _heed_signals(self) -> None:
-        """Raises SystemExit where a signal came, with what the step gave on the disk."""
+        """Raise SystemExit where a signal came, after a checkpoint of this step."""
         self.interrupts.agree(self.events.state.global_step)
         if self.interrupts.received is None:
             return
@@ -208,7 +208,7 @@ class Loop:
         self.report(logs, steps)
 
     def _fetch(self) -> list[dict[str, np.ndarray]]:
-        """The metrics since the last time, on the host; their losses go into the sum."""
+        """Fetch the metrics since the last call to the host, and add their losses to the sum."""
         steps, self.progress.unreported = jax.device_get(self.progress.unreported), []
         self.progress.loss_sum += sum(float(step["loss"]) for step in steps)
         return steps

@@ -1,7 +1,7 @@
-"""What makes a checkpoint complete: a list of its files with a digest each, written last.
+"""Lists a checkpoint's files with a digest each; the list is written last and makes the checkpoint complete.
 
 Neither safetensors nor JSON notices a flipped bit. The digest is XXH3 with 128 bits, ten times as fast as SHA-256: it
-is there against accidents, not against forgery.
+protects from accidents, not from forgery.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LIBRARIES = ("jax", "flax", "optax", "transformers", "datasets", "numpy")
 
 
 class BrokenCheckpoint(ValueError):
-    """A checkpoint that cannot be gone on from; the text names the folder, the file and what is wrong."""
+    """A checkpoint that cannot be resumed from; the text names the folder, the file and what is wrong."""
 
 
 def digest(path: Path) -> str:
@@ -33,7 +33,7 @@ def digest(path: Path) -> str:
 
 
 def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
-    """List every file below `folder` beside `facts`, and see all of them onto the disk; the manifest comes last."""
+    """Write `facts` and a list of every file below `folder`, and flush all of them to the disk, the manifest last."""
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         sync(path)
@@ -47,16 +47,16 @@ def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
 
 
 def _rendered(body: dict[str, Any]) -> str:
-    """The manifest's own digest stands in it, over the text of all the rest."""
+    """The manifest's text, with a digest of all the rest of it."""
     own = xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
     return json.dumps({"xxh3_128": own, **body}, indent=2, sort_keys=True) + "\n"
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The facts and files of a checkpoint, as written.
+    """Read the facts and the list of files of a checkpoint.
 
     Raises:
-        BrokenCheckpoint: there is none, a byte of it is not as it was written, or a newer release wrote it.
+        BrokenCheckpoint: it has no manifest, a byte of it has changed, or a newer release wrote it.
     """
     path = folder / MANIFEST
     try:
@@ -81,7 +81,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def verify(folder: Path) -> dict[str, Any]:
-    """The manifest, if every file is there byte for byte, and no weights are that it does not list.
+    """Read the manifest, and check every file that it lists byte for byte, and that there are no other weights.
 
     Raises:
         BrokenCheckpoint: naming the first file at fault.
@@ -103,7 +103,7 @@ def verify(folder: Path) -> dict[str, Any]:
 
 
 def sync(path: Path) -> None:
-    """Returns when the disk has it; of a folder, the names in it."""
+    """Flush a file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""Where in a computation the first value arises that is no number."""
+"""Finds the operation of a computation that makes the first value that is not finite."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-# Programs inside programs, and the parameter that holds them; a loop over layers is walked by hand.
+# Operations that contain a program, and the parameter with it; `_scan` runs a loop over layers.
 _INNER = {"jit": "jaxpr", "pjit": "jaxpr", "remat2": "jaxpr", "checkpoint": "jaxpr", "custom_jvp_call": "call_jaxpr",
           "custom_vjp_call": "call_jaxpr", "closed_call": "call_jaxpr"}  # fmt: skip
 
@@ -20,10 +20,10 @@ class _Found(Exception):
 
 
 def nan_trace(function: Callable, *arguments: Any) -> str | None:
-    """The first operation of `function(*arguments)` that makes a NaN or +inf of ordinary numbers; None if none does.
+    """Names the first operation of `function(*arguments)` that makes a NaN or +inf of other numbers; None if none does.
 
-    Operations run one by one. -inf is ordinary: attention masks are made of it. The text names the turn of the loop
-    (the layer, where layers are scanned), the operation, and the line it stands in.
+    Operations run one by one. -inf does not count: attention masks contain it. The text names the iteration of the loop
+    (the layer, where layers are scanned), the operation, and its line in the source.
     """
     closed = jax.make_jaxpr(function)(*arguments)
     try:
@@ -40,21 +40,21 @@ def _run(jaxpr: Any, consts: list, inputs: list, where: str) -> list:
         return atom.val if isinstance(atom, core.Literal) else values[atom]
 
     for equation in jaxpr.eqns:
-        found = [read(atom) for atom in equation.invars]
-        results = _apply(equation, found, where)
-        if any(map(_bad, results)) and not any(map(_bad, found)):
+        inputs = [read(atom) for atom in equation.invars]
+        results = _apply(equation, inputs, where)
+        if any(map(_bad, results)) and not any(map(_bad, inputs)):
             raise _Found(f"The first one arises {where}in {_line(equation)}.")
         values |= zip(equation.outvars, results, strict=True)
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _apply(equation: Any, found: list, where: str) -> list:
-    name, how = equation.primitive.name, equation.params
+def _apply(equation: Any, inputs: list, where: str) -> list:
+    name, params = equation.primitive.name, equation.params
     if name == "scan":
-        return _scan(equation, found, where)
+        return _scan(equation, inputs, where)
     if name in _INNER:
-        return _run(*_opened(how[_INNER[name]]), found, where)
-    results = equation.primitive.bind(*found, **how)
+        return _run(*_opened(params[_INNER[name]]), inputs, where)
+    results = equation.primitive.bind(*inputs, **params)
     return list(results) if equation.primitive.multiple_results else [results]
 
 
@@ -62,14 +62,14 @@ def _opened(inner: Any) -> tuple[Any, list]:
     return (inner.jaxpr, inner.consts) if isinstance(inner, core.ClosedJaxpr) else (inner, [])
 
 
-def _scan(equation: Any, found: list, where: str) -> list:
+def _scan(equation: Any, inputs: list, where: str) -> list:
     length, reverse = equation.params["length"], equation.params["reverse"]
     body, constants = _opened(equation.params["jaxpr"])
-    # JAX's releases name the numbers of constants, carried values and slices differently. In all of them the body
-    # sees slices without the axis of turns, so ranks tell.
+    # JAX's releases name the numbers of constants, carried values and slices differently. In all of them, the body's
+    # slices lack the axis of the loop, so ranks show which they are.
     carried = sum(map(_same_rank, equation.outvars, body.outvars))
     whole = sum(map(_same_rank, equation.invars, body.invars))
-    consts, carry, slices, rows = found[: whole - carried], found[whole - carried : whole], found[whole:], []
+    consts, carry, slices, rows = inputs[: whole - carried], inputs[whole - carried : whole], inputs[whole:], []
     for turn in reversed(range(length)) if reverse else range(length):
         inner = f"{where}in turn {turn} (of {length}, layers are scanned) "
         outputs = _run(body, constants, [*consts, *carry, *(part[turn] for part in slices)], inner)
@@ -91,6 +91,6 @@ def _bad(value: Any) -> bool:
 
 
 def _line(equation: Any) -> str:
-    from jax._src import source_info_util  # the one place where JAX keeps the line an operation was written in
+    from jax._src import source_info_util  # the one place where JAX has an operation's line
 
     return f"{equation.primitive.name} ({source_info_util.summarize(equation.source_info)})"

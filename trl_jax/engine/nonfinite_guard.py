@@ -13,8 +13,8 @@ logger = logging.getLogger(__name__)
 
 PATIENCE = 3  # such steps in a row that end a run
 _OF_FINITE_GRADIENTS = (
-    "The gradient is finite, and what the optimizer makes of it is not: adam_epsilon and adam_beta2 may let it divide "
-    "by zero."
+    "The gradient is finite, and what the optimizer makes of it is not: learning_rate is too high, or adam_epsilon "
+    "lets it divide by zero."
 )
 
 

@@ -145,20 +145,20 @@ def make_optimizer(
 
 
 def _safe_rate_of_adam(hyper: Hyperparameters) -> float | None:
-    """With such betas and epsilon, |mean / (root of square + epsilon)| is at most |gradient| / epsilon. A gradient
-    whose norm is finite is below 2e19, so that the update is finite, in float32, up to this rate."""
+    """With these betas and epsilon, |mean / (root of square + epsilon)| is at most |gradient| / epsilon. A gradient
+    with a finite norm is below 2e19, so that the update is finite in float32 up to this rate."""
     return 1e3 if max(hyper.b1, hyper.b2) < 1 and hyper.eps >= 1e-16 else None
 
 
 def _schedule_free(
     kind: str, hyper: Hyperparameters, *, decayed: dict[str, bool], max_grad_norm: float | None
 ) -> Optimizer:
-    b1, direction, share = _SCHEDULE_FREE[kind](hyper)
+    b1, direction, factor = _SCHEDULE_FREE[kind](hyper)
     if hyper.weight_decay:  # of the point where the gradient is taken, behind the gradient's transformation
         direction = optax.chain(direction, optax.add_decayed_weights(hyper.weight_decay, mask=decayed))
     r, power = hyper.optim_args.get("r", 0.0), hyper.optim_args.get("weight_lr_power", 2.0)
     clip = clip_by_global_norm(max_grad_norm) if max_grad_norm else optax.identity()
-    chain = optax.chain(clip, schedule_free(direction, share, b1=b1, r=r, power=power))
+    chain = optax.chain(clip, schedule_free(direction, factor, b1=b1, r=r, power=power))
     return Optimizer(chain.init, chain.update, lambda params, state: point(b1, params, state[1]))
 
 
@@ -195,15 +195,15 @@ def with_adam_moments(state: Any, count: int, mu: dict[str, jax.Array], nu: dict
     Raises:
         ValueError: `state` is another optimizer's.
     """
-    found = []
+    replaced = []
 
     def moments(node):
         if not isinstance(node, optax.ScaleByAdamState):
             return node
-        found.append(node)
+        replaced.append(node)
         return optax.ScaleByAdamState(jnp.asarray(count, jnp.int32), mu, nu)
 
     filled = jax.tree.map(moments, state, is_leaf=lambda node: isinstance(node, optax.ScaleByAdamState))
-    if not found:
+    if not replaced:
         raise ValueError("The checkpoint holds AdamW's moments, but optim names another rule. Resume with adamw_torch.")
     return filled

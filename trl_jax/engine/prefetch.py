@@ -1,4 +1,4 @@
-"""The next batch is made and placed while the device is at this one."""
+"""Makes and places the next batch while the device computes this one."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from threading import Event, Thread
 from typing import Any
 
 _AHEAD = 2  # batches that wait
-_A_WHILE, _AT_MOST = 0.5, 5.0  # seconds: between looks at what else there is to do, and for rows that do not come
+_POLL, _LONGEST_WAIT = 0.5, 5.0  # seconds: between calls of `waiting`, and for the thread to end
 
 
 @dataclass
 class Prefetched:
-    """`batches` made by a thread of its own, in order; what goes wrong there is raised where the batch is asked for.
+    """Iterates over `batches` in a thread, in order. The thread's errors are raised where the batch is asked for.
 
-    place: what the thread does to a batch once it is made; None does nothing.
-    waiting: called now and then while no batch comes: a stream may stall, and what it raises ends the wait.
+    Attributes:
+        place: applied to each batch in the thread; None leaves batches as they are.
+        waiting: called every half second while no batch comes, as when streamed rows stall; its errors end the wait.
     """
 
     batches: Any
@@ -47,7 +48,7 @@ class Prefetched:
     def _next(self, queue: Queue) -> tuple[Any, BaseException | None, bool]:
         while True:
             try:
-                return queue.get(timeout=_A_WHILE)
+                return queue.get(timeout=_POLL)
             except Empty:
                 if self.waiting is not None:
                     self.waiting()
@@ -64,10 +65,10 @@ class Prefetched:
 
 
 def _end(thread: Thread, queue: Queue, stop: Event) -> None:
-    """Wait until the thread has gone: what it reads may be read again by the next. One that reads a stream which has
-    stalled is left behind, and ends with its next batch."""
+    """Wait for the thread to end, as the next thread may read the same rows. A thread whose rows have stalled is left
+    alone and ends with its next batch."""
     stop.set()
-    until = time.monotonic() + _AT_MOST
+    until = time.monotonic() + _LONGEST_WAIT
     while thread.is_alive() and time.monotonic() < until:
         with contextlib.suppress(Empty):
             queue.get(timeout=0.02)

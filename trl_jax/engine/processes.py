@@ -1,4 +1,4 @@
-"""Several processes of one run: who writes, and waiting for each other by name."""
+"""The processes of one run: joining it, which of them writes, and waiting for each other."""
 
 from __future__ import annotations
 
@@ -18,29 +18,36 @@ _ENVIRONMENT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 
 
 def join(address: str | None, count: int | None, number: int | None) -> None:
-    """Become one of the run's processes, if it has several; before JAX is asked for a device.
+    """Join the run's other processes, if it has any; to be called before JAX is asked for a device.
 
-    The address is the first process's, "host:port". What is None is looked for in JAX_COORDINATOR_ADDRESS,
-    JAX_NUM_PROCESSES and JAX_PROCESS_ID; then SLURM, Open MPI and Cloud TPU say it themselves.
+    Each argument that is None is read from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES or JAX_PROCESS_ID; without an
+    address, JAX asks SLURM, Open MPI or Cloud TPU for all three.
+
+    Args:
+        address: "host:port" of the first process.
+        count: number of processes.
+        number: of this process, from 0.
 
     Raises:
         ValueError: an address without the other two.
     """
     if jax.distributed.is_initialized():
         return
-    said = [os.environ.get(name) for name in _ENVIRONMENT]
-    given = (address, count, number)
-    address, count, number = (env if own is None else own for own, env in zip(given, said, strict=True))
-    how: dict[str, Any] = {"heartbeat_timeout_seconds": HEARTBEAT}
+    variables = [os.environ.get(name) for name in _ENVIRONMENT]
+    arguments = (address, count, number)
+    address, count, number = (
+        variable if argument is None else argument for argument, variable in zip(arguments, variables, strict=True)
+    )
+    options: dict[str, Any] = {"heartbeat_timeout_seconds": HEARTBEAT}
     if address is not None:
         if count is None or number is None:
             raise ValueError(
                 f"coordinator_address={address!r} needs num_processes and process_id: how many processes the run has, "
                 "and which this is, from 0."
             )
-        jax.distributed.initialize(address, int(count), int(number), **how)
+        jax.distributed.initialize(address, int(count), int(number), **options)
     elif any(int(os.environ.get(name, "1")) > 1 for name in _SCHEDULERS) or _tpu_pod():
-        jax.distributed.initialize(**how)
+        jax.distributed.initialize(**options)
 
 
 def _tpu_pod() -> bool:
@@ -64,16 +71,19 @@ def barrier(name: str) -> None:
 
 
 def check_alike(facts: dict[str, int]) -> None:
-    """Compare digests of 32 bits, by what they are of, over all processes.
+    """Check that all processes have the same values.
+
+    Args:
+        facts: what a value is of -> a digest of it, 32 bits.
 
     Raises:
-        ValueError: a process has another one; all of them raise it, and it names them.
+        ValueError: in every process, naming those whose values differ.
     """
     if not several():
         return
-    found = multihost_utils.process_allgather(np.asarray(list(facts.values()), np.uint32))
+    gathered = multihost_utils.process_allgather(np.asarray(list(facts.values()), np.uint32))
     names = multihost_utils.process_allgather(_letters(socket.gethostname()))
-    for name, values in zip(facts, found.T, strict=True):
+    for name, values in zip(facts, gathered.T, strict=True):
         others = [number for number, value in enumerate(values.tolist()) if value != values[0]]
         if others:
             shown = ", ".join(f"{number} (on {bytes(names[number]).rstrip(bytes(1)).decode()})" for number in others)
@@ -84,12 +94,12 @@ def check_alike(facts: dict[str, int]) -> None:
 
 
 @contextlib.contextmanager
-def told_of_the_dead() -> Iterator[None]:
-    """Where a collective fails because a process has gone, say which; within HEARTBEAT seconds of the failure.
+def naming_lost_processes() -> Iterator[None]:
+    """Explain a collective that fails because another process has ended, within HEARTBEAT seconds of the failure.
 
     Raises:
-        RuntimeError: naming the processes. Where a collective hangs instead of failing, JAX ends this process with the
-            same words after HEARTBEAT seconds.
+        RuntimeError: naming the processes that have ended. Where a collective hangs instead of failing, JAX ends this
+            process with the same words after HEARTBEAT seconds.
     """
     try:
         yield
@@ -105,12 +115,12 @@ def told_of_the_dead() -> Iterator[None]:
 
 
 def _gone() -> list[int]:
-    from jax._src import distributed  # the one place where JAX keeps its line to the others
+    from jax._src import distributed  # the one place where JAX keeps its connection to the others
 
     every = list(range(jax.process_count()))
     try:
         alive = distributed.global_state.client.get_live_nodes(every)
-    except jax.errors.JaxRuntimeError:  # nobody answers: the first process was the one that knew
+    except jax.errors.JaxRuntimeError:  # no answer: the first process gives it
         return [] if jax.process_index() == 0 else [0]
     return [number for number in every if number not in alive]
 

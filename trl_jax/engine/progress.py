@@ -1,4 +1,4 @@
-"""How far a run has come, beside its weights: what a checkpoint holds so that the rest of the run is the same."""
+"""Saves and restores how far a run has come, so that the rest of a resumed run is the same."""
 
 from __future__ import annotations
 
@@ -18,25 +18,27 @@ from trl_jax.core.tensors_file import Pieces, in_order, write_tensors
 from trl_jax.engine.manifest import BrokenCheckpoint
 from trl_jax.engine.sharding import pieces, placed
 
-# In a folder of their own: readers of a model take every *.safetensors beside its config for weights.
+# In a folder of their own: readers of a model take every *.safetensors next to its config for weights.
 TENSORS, FACTS = "training_state/arrays.safetensors", "training_state/facts.json"
 PIECE = 256 * 2**20
 
 
 @dataclass
 class Progress:
-    """Where a run stands between two steps.
+    """The state of a run between two steps.
 
     Attributes:
         epoch: counted from 0.
-        epoch_over: this epoch's closing events have been fired.
-        examples: how many of this epoch's examples are behind; the place in the data, whatever the batch size.
+        epoch_over: whether this epoch's closing events have been fired.
+        examples: number of this epoch's examples that have been trained on: the place in the data, whatever the batch
+            size.
         micro_batches: the same counted in micro-batches.
-        rows_digest: digest of those examples, of a stream; None of a table, whose rows are known beforehand.
-        stop_training, stop_epoch: what callbacks had asked for.
-        loss_sum: of all steps that were reported.
+        rows_digest: digest of those examples where rows are streamed; None for a table, whose rows are known
+            beforehand.
+        stop_training, stop_epoch: whether callbacks asked for it.
+        loss_sum: sum of the losses of all steps that were reported.
         learning_rate: of the last step.
-        evaluated_last: an evaluation came after the last step.
+        evaluated_last: whether an evaluation came after the last step.
         unreported: the metrics of the steps since the last report.
     """
 
@@ -59,8 +61,8 @@ def named_leaves(tree: Any, prefix: str) -> dict[str, Any]:
     return {f"{prefix}/{jax.tree_util.keystr(path, simple=True, separator='/')}": leaf for path, leaf in leaves}
 
 
-def told(progress: Progress, facts: dict[str, Any]) -> str:
-    """All of the progress that is no array, the state of the global random generators, and the caller's own facts."""
+def progress_json(progress: Progress, facts: dict[str, Any]) -> str:
+    """The progress but for its arrays, the state of the global random generators, and the caller's own facts."""
     kept = {name: value for name, value in asdict(progress).items() if name != "unreported"}
     return json.dumps({"progress": kept, "random": _random_state(), **facts}, indent=2) + "\n"
 
@@ -68,15 +70,15 @@ def told(progress: Progress, facts: dict[str, Any]) -> str:
 def write_progress(
     folder: Path, steps: list[dict[str, Any]], trees: dict[str, Any], text: str, *, writes: bool = True
 ) -> None:
-    """Two files: arrays by name, and everything that is not an array; neither needs pickle to be read.
+    """Write two files, one of arrays and one of the rest; neither needs pickle to be read.
 
-    No more than PIECE bytes of what lies on devices are on the host at a time, or one row of a larger array. Where not
-    `writes`, arrays are only read: several processes gather them together, one writes.
+    At most PIECE bytes of arrays on devices are on the host at a time, or one row of a larger array.
 
     Args:
         steps: the metrics of the steps that no log line has yet.
         trees: name -> pytree of arrays (optimizer state, weights that the model's files round).
-        text: what `told` gave.
+        text: of `progress_json`.
+        writes: False in processes that only help to gather the arrays, which one of them writes.
     """
     arrays = {name: leaf for prefix, tree in trees.items() for name, leaf in named_leaves(tree, prefix).items()}
     arrays |= {f"metrics/{name}": np.stack([step[name] for step in steps]) for name in (steps[0] if steps else {})}
@@ -91,7 +93,7 @@ def write_progress(
 
 
 class SavedProgress:
-    """What `write_progress` wrote.
+    """The files of `write_progress`.
 
     Raises:
         BrokenCheckpoint: a file is missing or damaged.
@@ -123,11 +125,13 @@ class SavedProgress:
         return [name.removeprefix(f"{prefix}/") for name in self._names if name.startswith(f"{prefix}/")]
 
     def tree(self, prefix: str, like: Any, places: Any = None) -> Any:
-        """The arrays saved under `prefix`, in the shape of the pytree `like`; on JAX's default device, or each where
-        the tree `places` of shardings says.
+        """The arrays saved under `prefix`, as a pytree like `like`.
+
+        Args:
+            places: a tree of their shardings; without it, they go to JAX's default device.
 
         Raises:
-            ValueError: it is of other arrays: another optimizer, or another model.
+            ValueError: other arrays were saved: of another optimizer, or another model.
         """
         wanted = named_leaves(like, prefix)
         found = {f"{prefix}/{name}" for name in self.names(prefix)}
@@ -155,7 +159,7 @@ class SavedProgress:
 
 
 class _Saved:
-    """An array on the disk, of which parts are read as they are asked for."""
+    """An array on the disk; indexing it reads a part."""
 
     def __init__(self, tensors: Any, name: str):
         self._tensors, self._name = tensors, name

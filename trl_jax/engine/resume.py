@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from."""
+"""Finds the checkpoint from which a run resumes, and restores callbacks."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Found:
-    """A checkpoint to go on from. `manifest` is None where another program wrote it: TRL, say."""
+class ResumePoint:
+    """A checkpoint to resume from. `manifest` is None where another program wrote it, such as TRL."""
 
     folder: Path
     state: TrainerState
     manifest: dict[str, Any] | None
 
 
-def find(wanted: str | Path | bool, output_dir: str) -> Found:
-    """The checkpoint at a path, or for True the newest complete one in `output_dir`.
+def find(wanted: str | Path | bool, output_dir: str) -> ResumePoint:
+    """Find the checkpoint at a path, or for True the newest complete one in `output_dir`.
 
     Raises:
-        ValueError: there is none, or the one at the path is not whole; the text names the file, and which other
-            checkpoint is whole.
+        ValueError: there is none, or the one at the path is not complete; the text names the file, and a checkpoint
+            that is complete.
     """
     if wanted is True:
         return _newest(Path(output_dir))
@@ -47,41 +47,45 @@ def find(wanted: str | Path | bool, output_dir: str) -> Found:
         raise BrokenCheckpoint(f"{error} {_another(folder)}") from error
 
 
-def check(folder: Path) -> Found:
-    """Raises BrokenCheckpoint unless every byte is there; without a manifest, unless it could be a checkpoint."""
-    manifest = verify(folder) if (folder / MANIFEST).exists() or not _foreign(folder) else None
+def check(folder: Path) -> ResumePoint:
+    """Check every byte of a checkpoint; without a manifest, that it can be read at all.
+
+    Raises:
+        BrokenCheckpoint: it is not complete.
+    """
+    manifest = verify(folder) if (folder / MANIFEST).exists() or not _is_transformers(folder) else None
     path = folder / STATE_FILE
     try:
         state = TrainerState.load_from_json(str(path))
         if type(state.global_step) is not int or not isinstance(state.log_history, list):
             raise ValueError(f"global_step is {state.global_step!r}, wanted a whole number, and log_history a list")
-        return Found(folder, state, manifest)
+        return ResumePoint(folder, state, manifest)
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise BrokenCheckpoint(f"{path} cannot be read: {error}.") from error
 
 
-def _foreign(folder: Path) -> bool:
-    """Whether transformers' Trainer may have written it: it has no manifest, and its optimizer is a pickle."""
+def _is_transformers(folder: Path) -> bool:
+    """Whether transformers' Trainer may have written it, whose optimizer is a pickle."""
     return (folder / STATE_FILE).is_file() and (folder / "optimizer.pt").is_file()
 
 
-def _newest(run_dir: Path) -> Found:
+def _newest(run_dir: Path) -> ResumePoint:
     candidates = sort_checkpoints(str(run_dir))[::-1] if run_dir.is_dir() else []
     faults = []
     for candidate in candidates:
         try:
-            found = check(Path(candidate))
+            point = check(Path(candidate))
         except BrokenCheckpoint as error:
             faults.append(str(error))
             logger.warning("%s is passed over: %s", candidate, error)
         else:
-            return found
+            return point
     why = " ".join(faults) or "There is no checkpoint-<step> in it."
     raise ValueError(f"No valid checkpoint found in output directory ({run_dir}). {why} Train without resuming.")
 
 
 def _another(folder: Path) -> str:
-    """A sentence on the newest other checkpoint beside a broken one that is whole."""
+    """A sentence that names the newest complete checkpoint in the folder of a broken one."""
     for candidate in sort_checkpoints(str(folder.absolute().parent))[::-1]:
         if Path(candidate) != folder.absolute():
             try:
@@ -92,9 +96,9 @@ def _another(folder: Path) -> str:
 
 
 def restore_callbacks(events: Events, *, wholly: bool) -> None:
-    """Give callbacks what they had counted when `events.state` was saved, such as how long nothing had improved.
+    """Restore the counts of callbacks from `events.state`, such as the evaluations without an improvement.
 
-    How they were set up stays as the script has it now, unless `wholly`.
+    Their settings stay as the script has them now, unless `wholly`.
     """
     left = {
         name: list(states) if isinstance(states, list) else [states]
@@ -112,6 +116,6 @@ def restore_callbacks(events: Events, *, wholly: bool) -> None:
 
 
 def changed_arguments(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """"name: old -> new" for every argument that is not what it was."""
+    """"name: old -> new" for every argument that has changed."""
     names = sorted((then.keys() | now.keys()) - {"resume_from_checkpoint"})
     return [f"{name}: {then.get(name)!r} -> {now.get(name)!r}" for name in names if then.get(name) != now.get(name)]

@@ -1,8 +1,8 @@
-"""Schedule-free optimisers (Defazio et al. 2024, arXiv:2405.15682) in the paper's own three sequences.
+"""Schedule-free optimizers (Defazio et al. 2024, arXiv:2405.15682), with the paper's three sequences x, y and z.
 
-Parameters are x, the average that one uses; the state holds z, which steps are taken from. Gradients are taken between
-the two, at y, which the step makes and forgets. optax.contrib has y for parameters and divides to get x back: every
-evaluation and checkpoint would have to, and the averages' weights have no power of the step.
+Parameters are x, the average, which evaluations and checkpoints use; the state has z, which takes the steps. Gradients
+are taken between the two, at y, which each step computes. In optax.contrib parameters are y, so that every evaluation
+and checkpoint would have to compute x, and the weights of the average have no power of the step.
 """
 
 from __future__ import annotations
@@ -17,11 +17,19 @@ import optax
 
 from trl_jax.engine.transforms import RunningState, bias
 
-_TABLE = 4096  # steps whose rectification is worked out in double precision
+_TABLE = 4096  # steps whose rectification is computed in double precision
 
 
 class ScheduleFreeState(NamedTuple):
-    """`fast` is z. `weights` is the sum of those that the average gave, `highest` the highest rate of any step."""
+    """The state, without the parameters x.
+
+    Attributes:
+        count: steps taken.
+        weights: sum of the weights that the average has given to steps.
+        highest: the highest rate of any step.
+        fast: z.
+        direction: state of the transformation of gradients.
+    """
 
     count: jax.Array
     weights: jax.Array
@@ -31,28 +39,28 @@ class ScheduleFreeState(NamedTuple):
 
 
 def point(b1: float, params: dict[str, jax.Array], state: ScheduleFreeState) -> dict[str, jax.Array]:
-    """y: where the next gradient is taken."""
+    """y, where the next gradient is taken."""
     return jax.tree.map(lambda x, z: b1 * x + (1 - b1) * z, params, state.fast)
 
 
 def schedule_free(
-    direction: optax.GradientTransformation, share: Callable[[jax.Array], Any], *, b1: float, r: float, power: float
+    direction: optax.GradientTransformation, factor: Callable[[jax.Array], Any], *, b1: float, r: float, power: float
 ) -> optax.GradientTransformationExtraArgs:
     """Steps of z against `direction`, averaged into x with weights `(t + 1)**r * highest_rate**power`.
 
     Args:
-        direction: what gradients become before the rate; sees y for parameters.
-        share: finished steps -> what the rate is multiplied by.
+        direction: transforms gradients before the rate is applied; its parameters are y.
+        factor: finished steps -> factor of the rate.
     """
 
     def init(params):
         zero = jnp.zeros(())
-        fast = jax.tree.map(jnp.copy, params)  # of its own: a step is given both to take
+        fast = jax.tree.map(jnp.copy, params)  # a copy: a step is donated both
         return ScheduleFreeState(jnp.zeros((), jnp.int32), zero, jnp.copy(zero), fast, direction.init(params))
 
     def update(updates, state, params, *, learning_rate, **extra):
         del extra
-        rate = learning_rate * share(state.count)
+        rate = learning_rate * factor(state.count)
         directed, successor = direction.update(updates, state.direction, point(b1, params, state))
         fast = jax.tree.map(lambda z, d: z - rate * d, state.fast, directed)
         highest = jnp.maximum(state.highest, rate)
@@ -66,7 +74,7 @@ def schedule_free(
 
 
 def over_root_mean_square(b2: float, eps: float) -> optax.GradientTransformation:
-    """Adam without its first moment: the average of x takes its place."""
+    """Adam without its first moment, which the average x replaces."""
 
     def init(params):
         return RunningState(jnp.zeros((), jnp.int32), {"squares": jax.tree.map(jnp.zeros_like, params)})
@@ -83,12 +91,12 @@ def over_root_mean_square(b2: float, eps: float) -> optax.GradientTransformation
 
 
 def warm(steps: int) -> Callable[[jax.Array], Any]:
-    """From 1 / steps to 1, within the optimiser."""
+    """A factor that rises from 1 / steps to 1, for a warmup within the optimizer."""
     return lambda count: jnp.minimum((count + 1) / steps, 1.0) if steps else 1.0
 
 
 def rectified(b2: float) -> Callable[[jax.Array], Any]:
-    """RAdam's (Liu et al. 2020, arXiv:1908.03265): 0 while the variance of the second moment cannot be told."""
+    """RAdam's factor (Liu et al. 2020, arXiv:1908.03265): 0 while the variance of the second moment is unknown."""
     longest = 2 / (1 - b2) - 1
 
     def shares(steps, decayed, numbers):
@@ -99,7 +107,7 @@ def rectified(b2: float) -> Callable[[jax.Array], Any]:
         return numbers.where(known, numbers.sqrt(squared), 0.0)
 
     steps = np.arange(1, _TABLE + 1, dtype=np.float64)
-    table = shares(steps, b2**steps, np).astype(np.float32)  # differences of nearly equal numbers, in the beginning
+    table = shares(steps, b2**steps, np).astype(np.float32)  # in the beginning, differences of nearly equal numbers
 
     def share(count):
         later = shares(count + 1.0, 1 - bias(b2, count + 1), jnp)

@@ -11,7 +11,7 @@ Schedule = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Span:
-    """The steps a schedule has: how many rise, how many there are; and the highest rate."""
+    """A schedule's numbers of steps, in its warmup and in all, and its highest rate."""
 
     warmup: int
     total: int
@@ -30,7 +30,7 @@ def _cosine(cycles: float, progress: float) -> float:
 
 
 def _above(floor: float, factor: float) -> float:
-    """`factor`, which runs from 0 to 1, from `floor` to 1."""
+    """Map `factor`, which runs from 0 to 1, to the range from `floor` to 1."""
     return max(0.0, factor * (1.0 - floor) + floor)
 
 
@@ -157,14 +157,14 @@ _RISE_THEMSELVES = {"cosine_warmup_with_min_lr", "warmup_stable_decay"}
 def learning_rates(
     name: str, *, peak: float, warmup_steps: int, max_steps: int, kwargs: dict | None = None
 ) -> Schedule:
-    """The learning rate of the optimizer step that follows `step` finished ones.
+    """The schedule of this name: finished steps -> learning rate of the next step.
 
     Args:
-        name: one of transformers' schedules but those of `engine.adaptive`. All but constant rise from 0 over
+        name: one of transformers' schedules, except those of `engine.adaptive`. All but constant rise from 0 over
             `warmup_steps`.
         peak: the highest rate.
         max_steps: where a schedule reaches its end.
-        kwargs: the schedule's own arguments, as `core.arguments.SCHEDULES` lists them.
+        kwargs: the schedule's own arguments, as `core.arguments.rules.SCHEDULES` lists them.
     """
     span = Span(0 if name == "constant" else warmup_steps, max_steps, peak)
     factor = _SCHEDULES[name](span, **(kwargs or {}))

@@ -1,14 +1,13 @@
-"""Where arrays lie on several devices: the axes of the mesh, and one table of what is divided over which.
+"""Where arrays lie on several devices: the axes of the mesh, and the logical axes of parameters that they divide.
 
-Pairs are divided over `data` and `fsdp`; each device of these computes pairs of its own and nobody else's. Parameters
-are divided over `fsdp` (a layer's are gathered where it uses them) and over `tensor` (products are divided).
+Examples are divided over `data` and `fsdp`; each device of these computes its own and nobody else's. Parameters are
+divided over `fsdp` (a layer's are gathered where it uses them) and over `tensor` (products are divided).
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from typing import Any
@@ -23,46 +22,20 @@ AXES = ("data", "fsdp", "sequence", "tensor")
 BATCH = ("data", "fsdp")
 _WHOLE_BELOW = 4096  # numbers of an array, or of one layer's part of it, that are not worth dividing
 
-# What an axis of a weight counts -> the axis of the mesh that it is divided over. Where it does not come out even,
-# it stays whole on that axis; fsdp then takes the longest other one that does.
+# Logical axis of a parameter -> the axis of the mesh that divides it. Where it does not come out even, it stays whole
+# on that axis; fsdp then takes the longest other one that does.
 RULES = {
-    "embed": "fsdp",  # D, width of the residual stream
-    "heads": "tensor",  # H x C, query heads and their channels
-    "kv": "tensor",  # K x C, key and value heads
-    "mlp": "tensor",  # F, width of the MLP
-    "vocab": "tensor",  # V
-    "experts": "tensor",  # E; then not mlp
-    "layers": None,  # L, which a scan walks along
+    "embed": "fsdp",  # width of the residual stream
+    "heads": "tensor",  # query heads and their channels
+    "kv": "tensor",  # key and value heads and their channels
+    "mlp": "tensor",  # width of the MLP
+    "vocab": "tensor",
+    "experts": "tensor",  # then not mlp
+    "layers": None,  # a scan walks along them
+    "norm": None,  # norms stay whole
+    "flat": None,  # the numbers of a matrix, end to end
     "": None,
 }
-
-# The end of a parameter's path -> what its axes count, without that of the layers. Vectors and norms stay whole.
-_LAYERS = re.compile(r"^(decoder|encoder)\.layers\.")
-_NORM = re.compile(r"(^|\.|_)norm\.")
-_BITS = re.compile(r"\.(codes|scales)$")  # of few bits, for a weight: a matrix, or its numbers end to end
-_COUNTED = (
-    (r"attention\.(distance_)?q\.weight", ("heads", "embed")),
-    (r"attention\.(distance_k|k|v)\.weight", ("kv", "embed")),
-    (r"attention\.o\.weight", ("embed", "heads")),
-    (r"mlp(\.shared)?\.(gate|up)\.weight", ("mlp", "embed")),
-    (r"mlp(\.shared)?\.down\.weight", ("embed", "mlp")),
-    (r"mlp\.(gate|up)", ("experts", "mlp", "embed")),
-    (r"mlp\.down", ("experts", "embed", "mlp")),
-    (r"(router|shared_gate)\.weight", ("", "embed")),
-    (r"(^|\.)embed\.weight", ("vocab", "embed")),
-    (r"(position|type|distance)_embed\.weight", ("", "embed")),
-    (r"(score|out)\.weight", ("", "embed")),
-)
-
-
-def axes_of(path: str, ndim: int) -> tuple[str, ...]:
-    """What each axis of the parameter at this path counts; "" where the rules say nothing."""
-    layers = ("layers",) if _LAYERS.search(path) else ()
-    path = path.removesuffix(".codes")
-    for pattern, axes in _COUNTED:
-        if re.search(f"{pattern}$", path) and len(layers + axes) == ndim:
-            return layers + axes
-    return layers + ("",) * (ndim - len(layers))
 
 
 def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
@@ -89,35 +62,44 @@ class ShardingPlan:
         moments_over: the axis over which the optimizer's state, and gradients, are divided where parameters are whole
             on it (ZeRO 1 and 2); None leaves them as the parameters are.
         whole_below: arrays of fewer numbers, counted in one layer, stay whole.
+        axes: by path the logical axes of parameters, keys of RULES; a parameter that is not there has none.
     """
 
     mesh: Mesh
     moments_over: str | None = None
     whole_below: int = _WHOLE_BELOW
+    axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def size(self, axis: str) -> int:
         return self.mesh.shape[axis]
 
     @property
     def shards(self) -> int:
-        """How many devices, or groups of them, have pairs of their own."""
+        """How many devices, or groups of them, have examples of their own."""
         return self.size("data") * self.size("fsdp")
 
+    def scanned(self, path: str) -> bool:
+        """Whether a parameter is of stacked layers, which a scan walks along."""
+        return "layers" in self.axes.get(path, ())
+
     def spec(self, path: str, shape: Sequence[int], fsdp: str = "fsdp") -> PartitionSpec:
-        """Over which axis of the mesh each axis of a parameter is divided; `fsdp` names the one that `embed` is."""
-        axes = axes_of(path, len(shape))
-        vector = len([axis for axis in axes if axis != "layers"]) < 2 and not _BITS.search(path)
-        if vector or self._small(axes, shape) or _NORM.search(path):
+        """The axis of the mesh that divides each axis of a parameter; `fsdp` names the one that divides "embed"."""
+        return self._spec(self.axes.get(path, ()), shape, fsdp)
+
+    def _spec(self, axes: Sequence[str], shape: Sequence[int], fsdp: str = "fsdp") -> PartitionSpec:
+        axes = axes or ("",) * len(shape)
+        vector = len([axis for axis in axes if axis != "layers"]) < 2 and "flat" not in axes
+        if vector or "norm" in axes or self._small(axes, shape):
             return PartitionSpec()
         places: list[str | None] = [None] * len(shape)
-        for at, axis in enumerate(axes):
+        for place, axis in enumerate(axes):
             over = fsdp if axis == "embed" else RULES[axis]
-            if over not in places and self._divides(over, shape[at]):
-                places[at] = over
-        free = [at for at, axis in enumerate(axes) if places[at] is None and axis != "layers"]
-        even = [at for at in free if self._divides(fsdp, shape[at])]
+            if over not in places and self._divides(over, shape[place]):
+                places[place] = over
+        free = [place for place, axis in enumerate(axes) if places[place] is None and axis != "layers"]
+        even = [place for place in free if self._divides(fsdp, shape[place])]
         if fsdp not in places and even:
-            places[max(even, key=lambda at: shape[at])] = fsdp
+            places[max(even, key=lambda place: shape[place])] = fsdp
         return PartitionSpec(*places)
 
     def _small(self, axes: Sequence[str], shape: Sequence[int]) -> bool:
@@ -141,14 +123,14 @@ class ShardingPlan:
 
         def place(where: tuple, leaf: Any) -> NamedSharding:
             names = [key.key for key in where if isinstance(key, jax.tree_util.DictKey)]
-            own = [name for name in names if name in like and shapes[name].shape == leaf.shape]
-            return like[own[-1]] if own else self.whole
+            params = [name for name in names if name in like and shapes[name].shape == leaf.shape]
+            return like[params[-1]] if params else self.whole
 
         return jax.tree_util.tree_map_with_path(place, state)
 
-    def place(self, path: str, shape: tuple[int, ...]) -> NamedSharding:
-        """Where one parameter lies."""
-        return NamedSharding(self.mesh, self.spec(path, shape))
+    def place(self, axes: Sequence[str], shape: Sequence[int]) -> NamedSharding:
+        """Where a parameter of these logical axes lies; without any, where one lies that does not say."""
+        return NamedSharding(self.mesh, self._spec(axes, shape))
 
     def placed(self, params: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Parameters where they belong."""
@@ -173,11 +155,6 @@ class ShardingPlan:
     def rows(self) -> NamedSharding:
         """Arrays `[shards, ...]`, or rows that come out even."""
         return NamedSharding(self.mesh, PartitionSpec(BATCH))
-
-
-def shardings(mesh: Mesh, shapes: Mapping[str, Any]) -> dict[str, NamedSharding]:
-    """Where each parameter of a flat dict lies on a mesh."""
-    return ShardingPlan(mesh).params(shapes)
 
 
 def placed(array: Any, sharding: NamedSharding) -> jax.Array:
@@ -228,15 +205,15 @@ def _gathered(array: jax.Array, place: NamedSharding) -> jax.Array:
     return jax.lax.with_sharding_constraint(array, place)
 
 
-def pieces(array: Any, most: int) -> Iterator[np.ndarray]:
+def pieces(array: Any, max_bytes: int) -> Iterator[np.ndarray]:
     """All of an array of JAX's or NumPy's, along its first axis: at most so many bytes at a time, but one row at least.
     Where hosts hold parts of it, all of them must ask. JAX's come by way of copies on the device: what NumPy gets of an
     array itself stays with that on the host."""
     if isinstance(array, np.ndarray):
         yield array
-    elif array.ndim == 0 or array.nbytes <= most:
+    elif array.ndim == 0 or array.nbytes <= max_bytes:
         yield fetched(jax.numpy.copy(array))
     else:
-        step = max(1, len(array) * most // array.nbytes)
+        step = max(1, len(array) * max_bytes // array.nbytes)
         for start in range(0, len(array), step):
             yield fetched(array[start : start + step])

@@ -1,8 +1,8 @@
-"""A loss on several devices: each computes pairs of its own, and only parameters, gradients and sums go between them.
+"""A loss on several devices: each has its own examples, and only parameters, gradients and sums go between them.
 
-Everything is written out in one `jax.shard_map` over the axes that pairs and texts are divided over. What a device sees
-is a batch as one device alone would have it, so models know nothing of meshes, and XLA has none of a batch to gather.
-Along the sequence axis devices see the same batch, of which a decoder takes its share of each text (`nn.dealt`).
+Everything is written out in one `jax.shard_map` over the axes that divide examples and texts. The batch of a device is
+one as a single device would have it, so models know nothing of meshes, and XLA has nothing of a batch to gather. Along
+the sequence axis devices have the same batch, of which a decoder takes its stripes of each text.
 """
 
 from __future__ import annotations
@@ -15,19 +15,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from trl_jax.core.layer_gather import SEQUENCE, made_whole_by
+from trl_jax.core.layer_gather import SEQUENCE, layers_gathered_by
 from trl_jax.engine.sharding import BATCH, ShardingPlan
-
-_TRUNKS = ("decoder.layers.", "encoder.layers.")  # gathered by the layer, in the turn of the scan that uses it
 
 
 class ShardedStep:
-    """Trained and frozen parameters, flat by path, on the mesh of `division`, as one device's function has them."""
+    """Functions of trained and frozen parameters, flat by path, written out for each device of a plan's mesh."""
 
     def __init__(self, sharding_plan: ShardingPlan, trained: dict[str, Any], frozen: dict[str, Any]):
         shapes = trained | frozen
         self.sharding_plan, self._trained = sharding_plan, trained
-        self._trunk = next((trunk for trunk in _TRUNKS if any(path.startswith(trunk) for path in shapes)), None)
         self._axes = tuple(axis for axis in BATCH if sharding_plan.size(axis) > 1)
         self._all_axes = self._axes + ((SEQUENCE,) if sharding_plan.size(SEQUENCE) > 1 else ())
         specs = {path: sharding_plan.spec(path, leaf.shape) for path, leaf in shapes.items()}
@@ -35,18 +32,20 @@ class ShardedStep:
         self._specs = {path: _only(BATCH, spec) for path, spec in specs.items()}
         self._gradients = {path: _only(BATCH, spec) for path, spec in after.items()}
         self._tensor = {path: _only(("tensor",), spec) for path, spec in specs.items()}
+        self._scanned = [path for path in shapes if sharding_plan.scanned(path)]
 
     def gradients(self, accumulate: Callable, loss: Callable) -> Callable:
         """`accumulate(value_and_grad(loss), params, frozen, batch, key)`, the batch's arrays `[passes, shards, ...]`
         or, of a single shard, `[passes, ...]`.
 
-        The loss is a sum over shards, gradients lie as `Division.gradients` says, metrics are `[passes x shards, ...]`.
+        The loss is a sum over shards, gradients lie as `ShardingPlan.gradients` says, metrics are
+        `[passes x shards, ...]`.
         """
-        grad = jax.value_and_grad(self._with_whole(self._once(loss), held=2), has_aux=True)
+        grad = jax.value_and_grad(self._with_whole(self._once(loss), parameters=2), has_aux=True)
 
         def of_shard(params, frozen, batch, keys):
-            own = jax.tree.map(lambda leaf: leaf[:, 0], batch) if self.sharding_plan.shards > 1 else batch
-            total, gradients, metrics = accumulate(grad, params, frozen, own, None if keys is None else keys[0])
+            batch = jax.tree.map(lambda leaf: leaf[:, 0], batch) if self.sharding_plan.shards > 1 else batch
+            total, gradients, metrics = accumulate(grad, params, frozen, batch, None if keys is None else keys[0])
             gradients = {path: self._summed(path, gradient) for path, gradient in gradients.items()}
             return self._sum(total, self._all_axes), gradients, jax.tree.map(self._all_metrics, metrics)
 
@@ -83,8 +82,8 @@ class ShardedStep:
         if SEQUENCE not in self._all_axes:
             return loss
 
-        def counted(*given):
-            total, metrics = loss(*given)
+        def counted(*arguments):
+            total, metrics = loss(*arguments)
             return jnp.where(jax.lax.axis_index(SEQUENCE) == 0, total, 0), metrics
 
         return counted
@@ -103,37 +102,42 @@ class ShardedStep:
         )
 
     def _named(self, function: Callable) -> Callable:
-        def run(*given):
+        def run(*arguments):
             with jax.sharding.use_abstract_mesh(self.sharding_plan.mesh.abstract_mesh):
-                return function(*given)
+                return function(*arguments)
 
         return run
 
     def _of(self, params: dict[str, Any]) -> dict[str, PartitionSpec]:
         return {path: self._specs[path] for path in params}
 
-    def _with_whole(self, function: Callable, held: int = 1) -> Callable:
-        """The function, its first `held` arguments parameters of which a device holds a part."""
+    def _with_whole(self, function: Callable, parameters: int = 1) -> Callable:
+        """The function, of whose arguments the first ones are `parameters`, of which a device holds a part."""
 
-        def run(*given):
-            outside = [
-                {path: self._whole(path, array) for path, array in params.items()} for params in given[:held]
+        def run(*arguments):
+            whole = [
+                {path: self._whole(path, array) for path, array in params.items()} for params in arguments[:parameters]
             ]
-            with made_whole_by(self._whole_layer):
-                return function(*outside, *given[held:])
+            with layers_gathered_by(self._whole_layer):
+                return function(*whole, *arguments[parameters:])
 
         return run
 
     def _whole(self, path: str, array: jax.Array) -> jax.Array:
-        if self._trunk is not None and path.startswith(self._trunk):
+        if self.sharding_plan.scanned(path):  # gathered by the layer, in the turn of the scan that uses it
             return array
         return self._gathered(array, self._specs[path], self._tensor[path])
 
     def _whole_layer(self, path: str, array: jax.Array) -> jax.Array:
-        path = self._trunk + path
-        if path not in self._specs:  # an adapter's, which came whole
+        """One layer's of the stacked parameter at `path` in a model, whichever of the step's models that is."""
+        stacks = [stack for stack in self._scanned if stack == path or stack.endswith(f".{path}")]
+        specs = {(self._specs[stack][1:], self._tensor[stack][1:]) for stack in stacks}
+        if not specs:  # an adapter's, which came whole
             return array
-        return self._gathered(array, *(PartitionSpec(*of[path][1:]) for of in (self._specs, self._tensor)))
+        if len(specs) > 1:
+            raise ValueError(f"{' and '.join(stacks)} are divided differently; a layer cannot tell which it has.")
+        [(spec, tensor)] = specs
+        return self._gathered(array, PartitionSpec(*spec), PartitionSpec(*tensor))
 
     def _gathered(self, array: jax.Array, spec: PartitionSpec, tensor: PartitionSpec) -> jax.Array:
         at = [(place, axis) for place, axis in enumerate(spec) if axis is not None]
@@ -143,7 +147,7 @@ class ShardedStep:
         return self._each(tensor, lambda part: jax.lax.all_gather(part, axis, axis=place, tiled=True))(array)
 
     def _each(self, tensor: PartitionSpec, collective: Callable) -> Callable:
-        """A collective over the axes of pairs of each part over `tensor` by itself: XLA would gather that one, too."""
+        """A collective over the axes of examples, for each part over `tensor` alone: XLA would gather that one, too."""
         if "tensor" not in tensor:
             return collective
         return jax.shard_map(

@@ -108,8 +108,8 @@ def updated(
 
 
 def _is_finite(updates: Params) -> jax.Array:
-    """Whether no number of them is NaN, infinite or so large that a norm would be. On CPUs, XLA fuses this comparison
-    with the update, which a sum would keep whole in memory."""
+    """Whether they have no NaN, no infinity, and no number so large that their norm would be infinite. On CPUs, XLA
+    fuses this comparison with the computation of the update; for a sum it would write the whole update to memory."""
     within = [jnp.all(jnp.abs(leaf) < _LARGEST_UPDATE) for leaf in jax.tree.leaves(updates)]
     return jnp.all(jnp.stack(within))
 

@@ -9,19 +9,19 @@ import jax
 import jax.numpy as jnp
 import optax
 
-_AT_ONCE = 4096  # elements that stay in the nearest cache
+_CHUNK = 4096  # elements that fit into the first cache
 
 
 class RunningState(NamedTuple):
-    """Steps taken, and a tree like the parameters for each average that is kept."""
+    """Steps taken, and averages by name, each a tree like the parameters."""
 
     count: jax.Array
     averages: dict[str, Any]
 
 
 def global_norm(tree: Any) -> jax.Array:
-    """optax's, of arrays that no mesh divides; on CPUs in a tenth of the time, with a digit more and without squares in
-    memory: XLA sums an array to one number element by element, here rows are added to rows."""
+    """The global norm of arrays on one device. On CPUs it takes a tenth of the time of optax's, has a digit more and
+    keeps no squares in memory: XLA sums an array element by element, and here rows are added to rows."""
     return jax.lax.platform_dependent(tree, cpu=_norm_by_rows, default=optax.global_norm)
 
 
@@ -32,7 +32,7 @@ def _norm_by_rows(tree: Any) -> jax.Array:
 
 def _sum_of_squares(x: jax.Array) -> jax.Array:
     rows, dtype = x.reshape(-1, x.shape[-1] if x.ndim else 1), jnp.promote_types(x.dtype, jnp.float32)
-    many = min(len(rows), max(1, _AT_ONCE // rows.shape[1]))
+    many = min(len(rows), max(1, _CHUNK // rows.shape[1]))
     turns = len(rows) // many
 
     def squares(some):
@@ -48,7 +48,7 @@ def _sum_of_squares(x: jax.Array) -> jax.Array:
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
     """torch's clip_grad_norm_: scale by `max_norm / (norm + 1e-6)` where that is below 1.
 
-    optax's own divides by the bare norm, which differs in the seventh digit. Who has the norm gives it as `grad_norm`.
+    optax's own divides by the norm alone, which differs in the seventh digit. `grad_norm` saves computing the norm.
     """
 
     def update(updates, state, params=None, *, grad_norm=None, **extra):
@@ -61,14 +61,14 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArg
 
 
 def bias(decay: float, count: jax.Array) -> jax.Array:
-    """`1 - decay**count`, with all its digits: taken in float32, 0.999 would cost four of seven in the first steps."""
+    """`1 - decay**count` with all its digits: from float32's 0.999, the first steps would lose four of seven."""
     return -jnp.expm1(count * math.log(decay)) if decay > 0 else jnp.ones(())
 
 
 def scale_by_adam(
     b1: float, b2: float, eps: float, mu_dtype: str = "float32", nu_dtype: str = "float32"
 ) -> optax.GradientTransformation:
-    """Adam (Kingma and Ba 2015, arXiv:1412.6980), eps outside the root; moments are kept in the dtypes given."""
+    """Adam (Kingma and Ba 2015, arXiv:1412.6980), eps outside the root; moments have dtypes of their own."""
 
     def init(params):
         mu, nu = (
@@ -90,7 +90,7 @@ def scale_by_adam(
 
 
 def with_momentum(momentum: float, dampening: float = 0.0, nesterov: bool = False) -> optax.GradientTransformation:
-    """torch's: the first step is taken whole, later ones are damped by `1 - dampening`."""
+    """torch's momentum: `1 - dampening` scales the gradients of all steps but the first."""
 
     def init(params):
         return RunningState(jnp.zeros((), jnp.int32), {"momentum": jax.tree.map(jnp.zeros_like, params)})
@@ -132,11 +132,11 @@ def scale_by_rms(alpha: float = 0.99, eps: float = 1e-8, centered: bool = False)
     def update(updates, state, params=None):
         del params
         kept = {"squares": _towards(state.averages["squares"], jax.tree.map(jnp.square, updates), alpha)}
-        sharded_step = kept["squares"]
+        squares = kept["squares"]
         if centered:
             kept["mean"] = _towards(state.averages["mean"], updates, alpha)
-            sharded_step = jax.tree.map(lambda s, m: jnp.maximum(s - jnp.square(m), 0.0), sharded_step, kept["mean"])
-        updates = jax.tree.map(lambda g, s: g / (jnp.sqrt(s) + eps), updates, sharded_step)
+            squares = jax.tree.map(lambda s, m: jnp.maximum(s - jnp.square(m), 0.0), squares, kept["mean"])
+        updates = jax.tree.map(lambda g, s: g / (jnp.sqrt(s) + eps), updates, squares)
         return updates, RunningState(optax.safe_increment(state.count), kept)
 
     return optax.GradientTransformation(init, update)
@@ -145,7 +145,7 @@ def scale_by_rms(alpha: float = 0.99, eps: float = 1e-8, centered: bool = False)
 def scale_by_ademamix(
     b1: float, b2: float, b3: float, alpha: float, eps: float, t_alpha: int | None = None, t_beta3: int | None = None
 ) -> optax.GradientTransformation:
-    """AdEMAMix (Pagliardini et al. 2024, arXiv:2409.03137): Adam with a second, slow momentum that counts `alpha`.
+    """AdEMAMix (Pagliardini et al. 2024, arXiv:2409.03137): Adam with a second, slow momentum of weight `alpha`.
 
     Over the first `t_alpha` and `t_beta3` steps alpha rises from 0, and b3 from b1, as the paper's appendix has it.
     """
@@ -176,7 +176,7 @@ def scale_by_ademamix(
 
 
 def _slow_decay(b1: float, b3: float, count: jax.Array, steps: int | None) -> jax.Array | float:
-    """From b1 to b3 such that the average's half-life grows linearly."""
+    """The decay on its way from b1 to b3, with which the average's half-life grows linearly."""
     if steps is None:
         return b3
     share = jnp.minimum(count / steps, 1.0)

@@ -1,4 +1,4 @@
-"""Checkpoints by name or folder: found, judged by their config, and loaded."""
+"""Finds a checkpoint by name or folder, checks its config, and loads it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from trl_jax.core.torch_random import TorchGenerator
-from trl_jax.hub.backends import NativeBackend, load_exported, load_native, outline_native
-from trl_jax.hub.checkpoint.sharded_reading import Place
+from trl_jax.hub.checkpoint.sharded_reading import Placement
+from trl_jax.hub.config.native import NativeConfig, native_config, transformers_config
 from trl_jax.hub.config.reader import read_config
+from trl_jax.hub.exported.backend import load_exported
 from trl_jax.hub.exported.model_types import is_exported
 from trl_jax.hub.exported.positions import max_positions
-from trl_jax.hub.families import families, read_arch
+from trl_jax.hub.families import families
 from trl_jax.hub.fetch import ADAPTER, Repository, checkpoint_folder
-from trl_jax.hub.peft.adapted import adapt, outlined
+from trl_jax.hub.heads import check_labels
+from trl_jax.hub.native_backend import NativeBackend, load_native, outline_native
+from trl_jax.hub.peft.adapted import adapt, outline_adapted
 from trl_jax.hub.peft.lora_config import LoraConfig, read_lora_config
 from trl_jax.hub.peft.quantization import BitsAndBytesConfig, formats, halves
 from trl_jax.hub.pretrained import PreTrainedModel
@@ -24,19 +27,22 @@ logger = logging.getLogger(__name__)
 
 _DTYPES = ("float32", "bfloat16", "float16", "auto")
 _PLACEMENT = ("device_map", "low_cpu_mem_usage", "max_memory", "offload_folder")
-_UNUSED = ("use_cache", "use_safetensors", "ignore_mismatched_sizes")  # whatever they say, nothing would be other
+_WITHOUT_EFFECT = ("use_cache", "use_safetensors", "ignore_mismatched_sizes")
 _ATTENTION = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 _FETCH = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "gguf_file")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose config has been read and found computable, its weights not yet.
+    """A checkpoint whose config has been read and can be computed; its weights have not been read.
 
-    `repository` is the one on the Hub that still has them, None for a folder. `config` is
-    transformers' object. `dtype` is "float32", "bfloat16", "float16" or "auto": what the weights are rounded to, and
-    saved in. `most_tokens` is as in PreTrainedModel. `exported`: the model is transformers' own, run as an exported
-    program. `adapter` is the folder of an adapter on it, `lora` that one's config.
+    Attributes:
+        repository: the one on the Hub that has the weights; None for a folder.
+        config: transformers' object.
+        dtype: "float32", "bfloat16", "float16" or "auto", which the weights are rounded to, and saved in.
+        native: the meaning of its config.json; None where transformers' own model runs as an exported program.
+        vocab_size, max_positions: as in PreTrainedModel.
+        adapter, lora: the folder of an adapter on it, and that one's config.
     """
 
     name: str
@@ -44,81 +50,82 @@ class Checkpoint:
     repository: Repository | None
     config: Any
     dtype: str
+    native: NativeConfig | None
     vocab_size: int
     max_positions: int | None
-    exported: bool
     adapter: Path | None = None
     lora: LoraConfig | None = None
 
     @property
     def can_resize(self) -> bool:
-        """Whether what is loaded can embed more tokens."""
-        return not self.exported and self.adapter is None
+        """Whether the loaded model can embed more tokens."""
+        return self.native is not None and self.adapter is None
 
     def load(
-        self, seed: int, quantization: BitsAndBytesConfig | None = None, place: Place | None = None
+        self, seed: int, quantization: BitsAndBytesConfig | None = None, place: Placement | None = None
     ) -> PreTrainedModel:
-        """The model; `seed` draws the score head where the checkpoint has none; `place` as in `loading.load`.
+        """The model; `seed` draws the head where the checkpoint has none; `place` as in `loading.load`.
 
         Raises:
             ValueError: weights that train whole are to be quantised.
         """
         if self.adapter is not None:
             return self.load_adapted(self.lora, seed, self.adapter, quantization, place)
-        check_trains(quantization)
+        _check_not_quantized(quantization)
         if self.repository is not None:
             self.repository.fetch_weights()
         config = self.config
-        if self.exported:
-            params, backend, config = load_exported(self.folder, dtype=self.dtype, seed=seed)
+        if self.native is None:
+            params, backend, config = load_exported(self.folder, dtype=self.dtype, seed=seed, config=config)
         else:
-            params, backend = load_native(self.folder, dtype=self.dtype, seed=seed, place=place)
+            params, backend = load_native(self.native, dtype=self.dtype, seed=seed, place=place)
         return PreTrainedModel(params, backend, config, self.folder, self.name)
 
     def outline(
-        self, config: LoraConfig | None = None, quantization: BitsAndBytesConfig | None = None, *, parts: bool = False
+        self, lora: LoraConfig | None = None, quantization: BitsAndBytesConfig | None = None, *, parts: bool = False
     ) -> PreTrainedModel:
         """The model with shapes in the place of its arrays: enough to compile with. Weights are neither read nor
-        fetched. With an adapter, the one in its folder or a new one of this `config`, as `load_adapted` has it; `parts`
-        says that arrays lie in parts on several devices.
+        fetched.
+
+        Args:
+            lora: a new adapter on it; None leaves it as it is, with the adapter in its folder, if there is one.
+            parts: arrays lie in parts on several devices.
 
         Raises:
-            ValueError: the model runs as an exported program, which is made from its weights, or what `load` and
-                `load_adapted` refuse.
+            ValueError: the model runs as an exported program, which is made from its weights; and as in `load` and
+                `load_adapted`.
         """
-        if self.exported:
+        if self.native is None:
             raise ValueError(
                 f"{self.name}: model_type {self.config.model_type!r} runs as an exported program, which is made from "
                 "the weights: there is none to compile from config.json alone. Plan for a model of as many layers of "
-                "that width of a type of our own engine: llama, gpt2, bert."
+                "that width of a native type: llama, gpt2, bert."
             )
-        lora = self.lora if config is None else config
-        if lora is None:
-            check_trains(quantization)
-            shapes, backend = outline_native(self.folder, dtype=self.dtype)
+        adapter = self.lora if lora is None else lora
+        if adapter is None:
+            _check_not_quantized(quantization)
+            shapes, backend = outline_native(self.native, dtype=self.dtype)
             return PreTrainedModel(shapes, backend, self.config, self.folder, self.name)
-        how = self._frozen(lora, quantization, parts=parts)
-        shapes, backend = outline_native(self.folder, dtype=self.dtype, **how)
-        params, backend, frozen = outlined(backend, shapes, lora, new=config is not None)
+        options = self._frozen_options(adapter, quantization, parts=parts)
+        shapes, backend = outline_native(self.native, dtype=self.dtype, **options)
+        params, backend, frozen = outline_adapted(backend, shapes, adapter, new=lora is not None)
         return PreTrainedModel(params, backend, self.config, self.folder, self.name, frozen)
 
-    def _frozen(
-        self, config: LoraConfig, quantization: BitsAndBytesConfig | None, *, parts: bool
+    def _frozen_options(
+        self, lora: LoraConfig, quantization: BitsAndBytesConfig | None, *, parts: bool
     ) -> dict[str, Any]:
-        """How the weights beside an adapter are held."""
-        family, arch = read_arch(read_config(self.folder), self.folder / "config.json")
-        held = None if quantization is None else formats(quantization, config, family, arch)
-        # On several devices places go by what an array is.
-        bits = () if parts else halves(config, family, arch)
-        return {"as_stored": True, "formats": held, "bits": bits}
+        """The options of `load_native` for the frozen weights beside an adapter."""
+        quantized = None if quantization is None else formats(quantization, lora, self.native)
+        bits = () if parts else halves(lora, self.native)  # the layout on several devices goes by the plain weights
+        return {"as_stored": True, "formats": quantized, "bits": bits}
 
     def load_adapted(
         self,
-        config: LoraConfig,
+        lora: LoraConfig,
         seed: int,
         adapter: Path | None = None,
         quantization: BitsAndBytesConfig | None = None,
-        place: Place | None = None,
+        place: Placement | None = None,
     ) -> PreTrainedModel:
         """The model with a new adapter, or with the one in a folder; its own weights have the dtype they are stored in,
         or are quantised.
@@ -126,37 +133,35 @@ class Checkpoint:
         Raises:
             ValueError: the model is an exported program, or the adapter does not go with it.
         """
-        if self.exported:
-            raise no_adapters(self.name, self.config.model_type)
+        if self.native is None:
+            raise _no_adapters(self.name, self.config.model_type)
         if self.repository is not None:
             self.repository.fetch_weights()
-        generator, how = TorchGenerator(seed), self._frozen(config, quantization, parts=place is not None)
-        arrays, backend = load_native(self.folder, dtype=self.dtype, seed=generator, place=place, **how)
+        generator, options = TorchGenerator(seed), self._frozen_options(lora, quantization, parts=place is not None)
+        arrays, backend = load_native(self.native, dtype=self.dtype, seed=generator, place=place, **options)
         model = PreTrainedModel(arrays, backend, self.config, self.folder, self.name)
-        return with_adapter(model, config, generator, adapter)
+        return with_adapter(model, lora, generator, adapter)
 
 
 def find_checkpoint(name: str, *, num_labels: int = 1, dtype: Any = "auto", **kwargs: Any) -> Checkpoint:
-    """Where a checkpoint is, its weights still on the Hub if need be; arguments as in `from_pretrained`."""
-    if num_labels != 1:
-        raise ValueError(
-            f"num_labels is {num_labels}, but reward models require `num_labels=1`: one score a sequence. Leave it out."
-        )
+    """Find a checkpoint, its weights on the Hub if need be; arguments as in `from_pretrained`."""
+    check_labels(num_labels)
     fetch, dtype = _checked(dict(kwargs), dtype)
     folder, repository = checkpoint_folder(name, **fetch)
     if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
         return _find_adapted(folder, repository, dtype, fetch)
-    raw = read_config(folder)
-    if is_exported(raw, families(), folder / "config.json"):
-        config = _config(folder)
+    raw, path = read_config(folder), folder / "config.json"
+    if is_exported(raw, families(), path):
+        config = transformers_config(raw, path)
         size = config.get_text_config().vocab_size
-        return Checkpoint(name, folder, repository, config, dtype, size, max_positions(config), True)
-    _, arch = read_arch(raw, folder / "config.json")
-    return Checkpoint(name, folder, repository, _config(folder), dtype, arch.vocab_size, arch.max_positions, False)
+        return Checkpoint(name, folder, repository, config, dtype, None, size, max_positions(config))
+    native = native_config(raw, path)
+    config, arch = transformers_config(raw, path), native.arch
+    return Checkpoint(name, folder, repository, config, dtype, native, arch.vocab_size, arch.max_positions)
 
 
-def check_trains(quantization: BitsAndBytesConfig | None) -> None:
-    """Raises ValueError where weights that train whole are to be quantised."""
+def _check_not_quantized(quantization: BitsAndBytesConfig | None) -> None:
+    """Raise ValueError where weights that train whole are to be quantised."""
     if quantization is not None:
         raise ValueError(
             "quantization_config is given, but no adapter: quantised weights do not train. Pass peft_config="
@@ -164,7 +169,7 @@ def check_trains(quantization: BitsAndBytesConfig | None) -> None:
         )
 
 
-def no_adapters(name: str, model_type: str) -> ValueError:
+def _no_adapters(name: str, model_type: str) -> ValueError:
     return ValueError(
         f"{name}: models of type {model_type!r} run as exported programs, which take no adapter in this release of "
         "trl_jax. Train the whole model, or an adapter of a native type: llama, qwen2, bert."
@@ -172,14 +177,14 @@ def no_adapters(name: str, model_type: str) -> ValueError:
 
 
 def with_adapter(
-    model: PreTrainedModel, config: LoraConfig, seed: int | TorchGenerator, adapter: Path | None = None
+    model: PreTrainedModel, lora: LoraConfig, seed: int | TorchGenerator, adapter: Path | None = None
 ) -> PreTrainedModel:
-    """A model of its own beside which an adapter trains; it shares the arrays of `model`, which stays as it is."""
+    """A new model, with an adapter that trains: a new one, or the one in a folder. It shares the arrays of `model`,
+    which stays as it is."""
     if not isinstance(model.backend, NativeBackend):
-        raise no_adapters(model.name_or_path, model.config.model_type)
-    base = config.base_model_name_or_path or model.name_or_path
-    config = replace(config, base_model_name_or_path=base)
-    params, backend, frozen = adapt(model.backend, model.arrays, config, seed, adapter)
+        raise _no_adapters(model.name_or_path, model.config.model_type)
+    lora = replace(lora, base_model_name_or_path=lora.base_model_name_or_path or model.name_or_path)
+    params, backend, frozen = adapt(model.backend, model.arrays, lora, seed, adapter)
     return PreTrainedModel(params, backend, model.config, model.folder, model.name_or_path, frozen)
 
 
@@ -189,18 +194,19 @@ def _find_adapted(folder: Path, repository: Repository | None, dtype: str, fetch
     if repository is not None:
         repository.fetch_adapter()
     base, access = lora.base_model_name_or_path, ("token", "cache_dir", "local_files_only")
-    given = {key: fetch[key] for key in access if key in fetch} | ({"revision": lora.revision} if lora.revision else {})
+    options = {key: fetch[key] for key in access if key in fetch}
+    options |= {"revision": lora.revision} if lora.revision else {}
     if not base:
         raise ValueError(f"{folder / ADAPTER} names no base_model_name_or_path: write there which model it is for.")
     try:
-        checkpoint = find_checkpoint(base, dtype=dtype, **given)
+        checkpoint = find_checkpoint(base, dtype=dtype, **options)
     except (FileNotFoundError, ValueError) as error:
         raise ValueError(f"{folder / ADAPTER} is for base_model_name_or_path={base!r}. {error}") from error
     return replace(checkpoint, adapter=folder, lora=lora)
 
 
 class AutoModelForSequenceClassification:
-    """Loads a reward model by name or folder, as transformers' class of that name does."""
+    """Loads a model with the score head by name or folder, as transformers' class of that name does."""
 
     @staticmethod
     def from_pretrained(
@@ -210,8 +216,8 @@ class AutoModelForSequenceClassification:
 
         Args:
             pretrained_model_name_or_path: a folder, a repository on the Hub, or a GGUF file.
-            num_labels: 1; a reward model has one score a sequence.
-            dtype: "float32", "bfloat16", "float16" or "auto" (as stored): what the weights are rounded to, and saved
+            num_labels: 1, which is one score a text.
+            dtype: "float32", "bfloat16", "float16" or "auto" (as stored), which the weights are rounded to, and saved
                 in. Arrays and computation are float32.
             seed: draws the score head where the checkpoint has none.
             kwargs: revision, subfolder, token, cache_dir, local_files_only, gguf_file as in transformers;
@@ -227,7 +233,7 @@ class AutoModelForSequenceClassification:
 
 
 def _checked(kwargs: dict[str, Any], dtype: Any) -> tuple[dict[str, Any], str]:
-    """The arguments that say where to fetch from, and the dtype's name; every other one is judged by name."""
+    """The arguments that say where to fetch from, and the dtype's name; every other one is checked by name."""
     dtype = kwargs.pop("torch_dtype", dtype)
     dtype = str(dtype).removeprefix("torch.") if dtype is not None else "auto"
     if dtype not in _DTYPES:
@@ -235,7 +241,7 @@ def _checked(kwargs: dict[str, Any], dtype: Any) -> tuple[dict[str, Any], str]:
     attention = kwargs.pop("attn_implementation", None)
     if attention not in _ATTENTION:
         raise ValueError(f"attn_implementation is {attention!r}, wanted one of {', '.join(map(str, _ATTENTION))}.")
-    for key in _UNUSED:
+    for key in _WITHOUT_EFFECT:
         kwargs.pop(key, None)
     for key in _PLACEMENT:
         if kwargs.pop(key, None) is not None:
@@ -252,17 +258,5 @@ def _checked(kwargs: dict[str, Any], dtype: Any) -> tuple[dict[str, Any], str]:
             f"from_pretrained (model_init_kwargs) does not take {', '.join(sorted(kwargs))}. It takes num_labels, "
             f"dtype, attn_implementation, {', '.join(_FETCH)}."
         )
-    given = {key: value for key, value in fetch.items() if value is not None}
-    return given | {"code": code}, dtype
-
-
-def _config(folder: Path) -> Any:
-    """transformers' config object: what tokenizers, trackers and scripts ask `model.config` for."""
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(folder, num_labels=1, trust_remote_code=False)
-    except Exception as error:  # its classes check their keys with errors of many types, none of which names the file
-        raise ValueError(f"{folder / 'config.json'}: transformers refuses it: {error}. Correct that key.") from error
-    config.use_cache = False
-    return config
+    fetch = {key: value for key, value in fetch.items() if value is not None}
+    return fetch | {"code": code}, dtype

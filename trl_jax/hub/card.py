@@ -1,4 +1,4 @@
-"""The README.md of a repository: what the model is and how it is called."""
+"""The README.md of a repository: a description of the model and how to call it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,19 @@ from trl_jax.core.whole_file import write_whole
 
 CARD, CURVE = "README.md", "training_loss.svg"
 _MARK = "<!-- trl_jax wrote this card and will write it anew; remove this line to keep your own. -->"
-_TAGS = ("generated_from_trainer", "trl_jax", "reward-trainer")
+_TAGS = ("generated_from_trainer", "trl_jax")
 _LIBRARIES = ("transformers", "datasets", "jax", "flax", "optax")
 
 
 @dataclass(frozen=True)
 class Run:
-    """arguments: those that were set, by name. metrics: the last of each. losses: (step, loss) of every log."""
+    """The run that a model was trained in.
+
+    Attributes:
+        arguments: those that were set, by name.
+        metrics: the last value of each.
+        losses: (step, loss) of every log.
+    """
 
     arguments: dict[str, object]
     metrics: dict[str, float]
@@ -38,12 +44,12 @@ def write_card(
     adapter: bool = False,
     **facts: object,
 ) -> None:
-    """Write README.md unless there is one that we did not write.
+    """Write README.md unless there is one that this function did not write.
 
     Args:
         base_model: a repository's name; None where training began from a folder.
         adapter: the repository holds an adapter alone.
-        run: what to tell of the training; None tells nothing, as of a model that has not been trained.
+        run: the training to describe; None for a model that has not been trained.
         facts: further metadata of the card, as the Hub calls it (language, license, ...); None is left out.
     """
     path = folder / CARD
@@ -54,13 +60,14 @@ def write_card(
         "model_name": model_name,
         "base_model": base_model,
         "datasets": datasets or None,
-        "tags": list(dict.fromkeys([*_TAGS, *(_adapter_tags(base_model) if adapter else ()), *tags])),
+        "tags": list(dict.fromkeys([*_TAGS, *tags, *(_adapter_tags(base_model) if adapter else ())])),
         "pipeline_tag": "text-classification",
         **facts,
     }
     kept = {key: masked(value, key) for key, value in metadata.items() if value is not None}
     front = yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
-    text = f"---\n{front}---\n\n{_MARK}\n\n{_text(model_name, base_model, datasets, adapter)}{_told(folder, run)}"
+    text = f"---\n{front}---\n\n{_MARK}\n\n{_text(model_name, base_model, datasets, adapter)}"
+    text += _run_section(folder, run)
     write_whole(path, scrubbed(text))
 
 
@@ -70,13 +77,13 @@ def _adapter_tags(base_model: str | None) -> list[str]:
 
 def _text(model_name: str, base_model: str | None, datasets: list[str], adapter: bool) -> str:
     library, loader = ("peft", "AutoPeftModel") if adapter else ("transformers", "AutoModel")
-    what = "An adapter (LoRA) that makes a reward model" if adapter else "A reward model"
+    subject = "An adapter (LoRA) that makes a reward model" if adapter else "A reward model"
     origin = f", trained from [{base_model}](https://huggingface.co/{base_model})" if base_model else ""
     data = f" on {', '.join(datasets)}" if datasets else ""
     libraries = "\n".join(f"- {name} {version(name)}" for name in _LIBRARIES)
     return f"""# {model_name}
 
-{what}{origin}{data} with trl_jax: one score a text, the higher the better.
+{subject}{origin}{data} with trl_jax: one score a text, the higher the better.
 
 ```python
 from {library} import {loader}ForSequenceClassification
@@ -90,15 +97,15 @@ Trained with
 """
 
 
-def _told(folder: Path, run: Run | None) -> str:
-    """The run's arguments, last metrics, and its loss as a picture beside the card."""
+def _run_section(folder: Path, run: Run | None) -> str:
+    """The run's arguments, last metrics, and its loss as a picture in the same folder."""
     if run is None:
         return ""
-    parts = [_table("Arguments that were set", run.arguments), _table("Last metrics", run.metrics)]
+    sections = [_table("Arguments that were set", run.arguments), _table("Last metrics", run.metrics)]
     if len(run.losses) > 1:
         (folder / CURVE).write_text(curve(run.losses), encoding="utf-8")
-        parts.insert(0, f"![Training loss]({CURVE})\n")
-    return "\n" + "\n".join(part for part in parts if part)
+        sections.insert(0, f"![Training loss]({CURVE})\n")
+    return "\n" + "\n".join(section for section in sections if section)
 
 
 def _table(title: str, rows: dict[str, object]) -> str:
@@ -113,7 +120,7 @@ def _short(value: object) -> str:
 
 
 def curve(losses: list[tuple[int, float]]) -> str:
-    """SVG of a line through (step, loss); values that are no numbers are left out."""
+    """An SVG of a line through (step, loss); values that are not finite are left out."""
     losses = [(step, loss) for step, loss in losses if math.isfinite(loss)]
     last, low, high = losses[-1][0], min(loss for _, loss in losses), max(loss for _, loss in losses)
     first, height, width = losses[0][0], 160, 480
@@ -122,6 +129,6 @@ def curve(losses: list[tuple[int, float]]) -> str:
         for step, loss in losses
     )
     size = f'width="{width}" height="{height + 24}" font-family="sans-serif" font-size="12"'
-    words = f'<text y="{height + 18}">loss {losses[0][1]:.4f} to {losses[-1][1]:.4f}, steps {first} to {last}</text>'
+    caption = f'<text y="{height + 18}">loss {losses[0][1]:.4f} to {losses[-1][1]:.4f}, steps {first} to {last}</text>'
     line = f'<polyline points="{points}" fill="none" stroke="#48a" stroke-width="1.5"/>'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{line}{words}</svg>\n'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{line}{caption}</svg>\n'

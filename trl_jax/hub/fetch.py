@@ -1,4 +1,4 @@
-"""A checkpoint's folder on this machine. From the Hub it comes in two steps: what is small, then the weights."""
+"""A checkpoint's folder on this machine. From the Hub it comes in two steps: the small files, then the weights."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _UNREACHED = (RepositoryNotFoundError, LocalEntryNotFoundError, OfflineModeIsEna
 
 @dataclass(frozen=True)
 class Repository:
-    """One commit of a Hub repository (or of a subfolder in it), and the cached `folder` where its files lie.
+    """One commit of a Hub repository (or of a subfolder in it), and the cached `folder` of its files.
 
-    `access` are the token, cache_dir and local_files_only to ask the Hub with.
+    `access` has the token, cache_dir and local_files_only for requests to the Hub.
     """
 
     name: str
@@ -43,17 +43,17 @@ class Repository:
     access: dict[str, Any] = field(repr=False)
 
     def fetch_small_files(self, *, code: bool) -> None:
-        """Config and tokenizer, and `*.py` where `code`; of deeper folders only chat templates, which have names."""
+        """Fetch config and tokenizer, with `code` `*.py` too; of deeper folders only the named chat templates."""
         patterns = (*SMALL, "*.py") if code else SMALL
-        deeper = [f"*/{pattern}" for pattern in patterns if pattern != "*.jinja"]
-        self._snapshot(patterns, deeper)
+        ignored = [f"*/{pattern}" for pattern in patterns if pattern != "*.jinja"]
+        self._snapshot(patterns, ignored)
 
     def fetch_weights(self) -> None:
-        """The single file or the shards that the index lists, never both; pytorch_model.bin where that is all.
+        """Fetch the single file or the shards that the index lists, never both; pytorch_model.bin where that is all.
 
         Raises:
             ValueError: the weights are in another format.
-            FileNotFoundError: there are none, or they cannot be had.
+            FileNotFoundError: there are none, or they cannot be fetched.
         """
         try:
             _download(self.name, SINGLE, self.subfolder, self.commit, self.access)
@@ -61,10 +61,10 @@ class Repository:
             if (self.folder / INDEX).is_file():
                 self._snapshot([glob.escape(shard) for shard in indexed_shards(self.folder)], [])
             elif not self._fetch_pickled(error):
-                raise self._without_weights(error) from told_cause(error)
+                raise self._without_weights(error) from safe_cause(error)
 
     def fetch_adapter(self) -> None:
-        """The weights of an adapter.
+        """Fetch the weights of an adapter.
 
         Raises:
             FileNotFoundError: there are none, or only as a pickle.
@@ -76,7 +76,7 @@ class Repository:
         raise no_adapter(f"model={self.name!r}", _prefix(self.subfolder) + PICKLED in names)
 
     def _fetch_pickled(self, error: EntryNotFoundError) -> bool:
-        """Whether there is a pytorch_model.bin, and torch to read it; it is then here."""
+        """Fetch pytorch_model.bin, if there is one and torch can read it; returns whether."""
         if isinstance(error, LocalEntryNotFoundError) or not bridge.available():
             return False
         self._snapshot(["pytorch_model*.bin"], [])
@@ -117,10 +117,10 @@ def checkpoint_folder(
     gguf_file: str | None = None,
     code: bool = False,
 ) -> tuple[Path, Repository | None]:
-    """Where the config and the tokenizer of `name` lie, and the repository that has the weights.
+    """The folder of the config and the tokenizer of `name`, and the repository that has the weights.
 
-    A folder is taken as it is, with no repository, and so is a GGUF file: `name` itself, or `gguf_file` in it. Anything
-    else is asked of the Hub; `code` fetches `*.py` too.
+    A folder is taken as it is, with no repository, and so is a GGUF file: `name` itself, or `gguf_file` in it. Other
+    names are looked up on the Hub; `code` fetches `*.py` too.
 
     Raises:
         FileNotFoundError: neither a folder nor a repository that can be fetched, or it lacks `subfolder`.
@@ -151,7 +151,7 @@ def client_said(error: Exception) -> str:
     return scrubbed(str(error))
 
 
-def told_cause(error: Exception) -> Exception | None:
+def safe_cause(error: Exception) -> Exception | None:
     """The error as the cause of another; None where its text, which tracebacks print, holds a secret."""
     return error if client_said(error) == str(error) else None
 
@@ -163,14 +163,14 @@ def _gguf(folder, name, file, revision, subfolder, access) -> Path:
             return _download(name, file, subfolder, revision, access)
         except (*_UNREACHED, EntryNotFoundError) as error:
             text = f"{shown('model', name)}: gguf_file={file!r} could not be fetched: {client_said(error)}"
-            raise FileNotFoundError(text) from told_cause(error)
+            raise FileNotFoundError(text) from safe_cause(error)
     if not (folder / subfolder / file).is_file():
         raise FileNotFoundError(f"model={name!r} has no file {file!r} (gguf_file).")
     return folder / subfolder / file
 
 
 def _fetched(name, revision, subfolder, access, code) -> Repository:
-    """The repository with its small files here. A config comes first: it tells which commit the others are of."""
+    """The repository, its small files in the cache. A config comes first: its path names the commit of the others."""
     try:
         config = _config(name, subfolder, revision, access)
         commit = config.parents[len(PurePosixPath(subfolder).parts)].name
@@ -180,10 +180,10 @@ def _fetched(name, revision, subfolder, access, code) -> Repository:
         raise FileNotFoundError(
             f"{shown('model', name)}: there is no such folder in {Path.cwd()}, and no such repository could be fetched "
             f"from the Hub, whose client said: {client_said(error)}"
-        ) from told_cause(error)
+        ) from safe_cause(error)
     except EntryNotFoundError as error:
         text = f"{shown('model', name)} has no {_prefix(subfolder)}config.json on the Hub: {client_said(error)}"
-        raise FileNotFoundError(text) from told_cause(error)
+        raise FileNotFoundError(text) from safe_cause(error)
     return repository
 
 
@@ -205,5 +205,5 @@ def _download(name, file, subfolder, revision, access) -> Path:
 
 
 def _prefix(subfolder: str) -> str:
-    """What the names of a subfolder's files begin with in the repository's list."""
+    """The beginning of the names of a subfolder's files in the repository's list."""
     return f"{PurePosixPath(subfolder)}/" if subfolder else ""

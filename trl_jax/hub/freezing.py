@@ -1,4 +1,4 @@
-"""Parameters that a script holds still, by torch's flag for it: `requires_grad = False`."""
+"""Parameters that a script freezes, by torch's flag for it: `requires_grad = False`."""
 
 from __future__ import annotations
 
@@ -9,44 +9,44 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Places = Mapping[str, list[tuple[str, tuple[int, ...]]]]
+Locations = dict[str, list[tuple[str, tuple[int, ...]]]]  # name on disk -> paths of its arrays, each with its index
 
 
-def moving(still: Collection[str], places: Places, params: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """For each array of which something is held still, by path, what moves of it: bool `[L]`, `[L, E]` or `[]`.
+def trainable_masks(frozen: Collection[str], locations: Locations, params: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """For each array that is frozen in part or whole, by path, the layers that train: bool `[L]`, `[L, E]` or `[]`.
 
     Args:
-        still: names on disk.
-        places: name on disk -> the arrays that it lies in, by path, each with its index there.
+        frozen: names on disk.
+        locations: where in our arrays the tensors on disk lie.
     """
-    found: dict[str, np.ndarray] = {}
-    for name in still:
-        for path, index in places[name]:
-            found.setdefault(path, np.ones(params[path].shape[: len(index)], bool))[index] = False
-    return found
+    masks: dict[str, np.ndarray] = {}
+    for name in frozen:
+        for path, index in locations[name]:
+            masks.setdefault(path, np.ones(params[path].shape[: len(index)], bool))[index] = False
+    return masks
 
 
-def held(params: Mapping[str, jax.Array], moves: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    """The same numbers, of which only those that move have a gradient."""
+def stop_frozen_gradients(params: Mapping[str, jax.Array], masks: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+    """The same numbers; only the layers that train have a gradient."""
     return dict(params) | {
-        path: _chosen(own, params[path], jax.lax.stop_gradient(params[path]))
-        for path, own in moves.items()
+        path: _select(mask, params[path], jax.lax.stop_gradient(params[path]))
+        for path, mask in masks.items()
         if path in params
     }
 
 
-def only_moving(updates: Mapping[str, jax.Array], moves: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    """Updates, zero for what is held still: a weight decays without a gradient, too."""
-    still = {path: jnp.zeros_like(updates[path]) for path in moves}
-    return dict(updates) | {path: _chosen(own, updates[path], still[path]) for path, own in moves.items()}
+def zero_frozen_updates(updates: Mapping[str, jax.Array], masks: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+    """Updates, zero for what is frozen: a weight decays without a gradient, too."""
+    zeros = {path: jnp.zeros_like(updates[path]) for path in masks}
+    return dict(updates) | {path: _select(mask, updates[path], zeros[path]) for path, mask in masks.items()}
 
 
-def _chosen(own: np.ndarray, moved: jax.Array, kept: jax.Array) -> jax.Array:
-    if not own.any():
-        return kept
-    return jnp.where(own.reshape(*own.shape, *[1] * (moved.ndim - own.ndim)), moved, kept)
+def _select(mask: np.ndarray, trained: jax.Array, frozen: jax.Array) -> jax.Array:
+    if not mask.any():
+        return frozen
+    return jnp.where(mask.reshape(*mask.shape, *[1] * (trained.ndim - mask.ndim)), trained, frozen)
 
 
-def count(moves: Mapping[str, np.ndarray], params: Mapping[str, Any]) -> int:
-    """How many numbers are held still."""
-    return sum(params[path].size * int((~own).sum()) // max(own.size, 1) for path, own in moves.items())
+def frozen_size(masks: Mapping[str, np.ndarray], params: Mapping[str, Any]) -> int:
+    """The number of frozen parameters."""
+    return sum(params[path].size * int((~mask).sum()) // max(mask.size, 1) for path, mask in masks.items())

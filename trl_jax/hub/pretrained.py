@@ -1,56 +1,43 @@
-"""A loaded reward model as scripts know it: call it, read its config, save it."""
+"""A loaded model as scripts know it: call it, read its config, save it."""
 
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from trl_jax.core.packed import reads_of_rows
 from trl_jax.core.secrets import shown
-from trl_jax.data.layout.batch import last_real_token, padded_length
-from trl_jax.hub.backends import Backend, NativeBackend
+from trl_jax.data.layout.batch import padded_length
+from trl_jax.hub.backend import Backend
 from trl_jax.hub.checkpoint.loading import Source
 from trl_jax.hub.checkpoint.resizing import resized_table, table_of_tokens
-from trl_jax.hub.freezing import count, moving
-from trl_jax.hub.peft.adapted import AdaptedBackend, merged
+from trl_jax.hub.freezing import frozen_size, trainable_masks
+from trl_jax.hub.native_backend import NativeBackend
+from trl_jax.hub.peft.backend import AdaptedBackend
+from trl_jax.hub.peft.merging import merged
+from trl_jax.hub.scoring import ScoreOutput, score_rows
 from trl_jax.hub.transformers_api import TransformersModelApi
-from trl_jax.models.functional import merge
 
-logger = logging.getLogger(__name__)
-
-
-
-class ScoreOutput(NamedTuple):
-    """What calling the model returns: `logits`, float32 `[rows, 1]`, by attribute, name or place."""
-
-    logits: jax.Array
-
-    def __getitem__(self, key: str | int) -> jax.Array:
-        return self.logits if key == "logits" else tuple.__getitem__(self, key)
-
-
-# Arguments of transformers' save_pretrained -> values that change nothing here: shards are those it came in.
-_AS_IT_IS = {
+# Arguments of transformers' save_pretrained -> values without effect here: shards are those the checkpoint came in.
+_WITHOUT_EFFECT = {
     "safe_serialization": (True,), "push_to_hub": (False,), "is_main_process": (True,), "state_dict": (None,),
     "variant": (None,), "token": (None,), "save_peft_format": (True,), "max_shard_size": ("5GB", "50GB"),
 }  # fmt: skip
 
 
 class PreTrainedModel(TransformersModelApi):
-    """A sequence classifier with one label. `params` is the flat dict of the arrays that train, float32, by dotted
-    path; `frozen` those that do not: none, but beside an adapter.
+    """A model with its weights.
 
-    `config` is the transformers config object of the checkpoint; changing it changes what is saved only where
-    `save_pretrained` says so. `engine` is what computes it.
+    Attributes:
+        params: the flat dict of the arrays that train, float32, by dotted path.
+        frozen: the arrays that do not train: none, but beside an adapter.
+        config: the transformers config object of the checkpoint; changing it changes what is saved only where
+            `save_pretrained` says so.
+        backend: the code that computes it.
     """
 
     def __init__(
@@ -66,14 +53,14 @@ class PreTrainedModel(TransformersModelApi):
         self.frozen = {} if frozen is None else frozen
         self.folder, self.name_or_path = folder, name
         self.graph = backend.graph
-        # Where several processes hold the parameters: how one is read, by all together, and whether this one writes.
+        # Where several processes hold the parameters: reads one, by all together; and whether this process writes.
         self.read: Callable[[jax.Array], Any] | None = None
         self.writes = True
 
     def __call__(
         self, input_ids: Any, attention_mask: Any | None = None, *, token_type_ids: Any | None = None
     ) -> ScoreOutput:
-        """Score rows of token ids.
+        """Compute rows of token ids.
 
         Args:
             input_ids: int `[rows, T]`, padded with `config.pad_token_id` on either side.
@@ -84,46 +71,12 @@ class PreTrainedModel(TransformersModelApi):
             ValueError: rows of no tokens or too many, several rows and no `pad_token_id`, an id outside the vocabulary,
                 or another type than 0.
         """
-        tokens = np.asarray(input_ids)
-        self._check(tokens)
-        if not self.backend.ignores_types and token_type_ids is not None and np.any(token_type_ids):
-            raise ValueError("token_type_ids has other types than 0, but a reward model scores one text. Leave it out.")
-        mask = np.ones(tokens.shape, bool) if attention_mask is None else np.asarray(attention_mask).astype(bool)
         pad = self.config.get_text_config().pad_token_id
-        at = [last_real_token(row, pad) if pad is not None else len(row) - 1 for row in tokens]
-        alone = pad is None and self.backend.infers_lengths
-        extra = 0 if alone else padded_length(tokens.shape[1], "auto") - tokens.shape[1]
-        tokens = np.pad(tokens, ((0, 0), (0, extra)), constant_values=pad or 0).astype(np.int32)
-        mask = np.pad(mask, ((0, 0), (0, extra)))
-        with jax.default_matmul_precision("float32"):  # accelerators would round to fewer digits
-            reads = reads_of_rows(np.asarray(at, np.int32), tokens.shape[1])
-            scores = _scores(self.graph, pad, self.arrays, tokens, mask, reads)
-        return ScoreOutput(scores[:, None])
-
-    def _check(self, tokens: np.ndarray) -> None:
-        if tokens.ndim != 2 or tokens.dtype.kind not in "iu":
-            raise ValueError(f"input_ids must be whole numbers [rows, T], got {tokens.dtype} {list(tokens.shape)}.")
-        if not tokens.shape[1]:
-            raise ValueError(f"input_ids is {list(tokens.shape)}: a row needs at least one token to be scored at.")
-        if len(tokens) > 1 and self.config.get_text_config().pad_token_id is None:
-            raise ValueError(
-                f"{len(tokens)} rows cannot be scored without config.pad_token_id: it tells where each one ends. "
-                "Set model.config.get_text_config().pad_token_id = tokenizer.pad_token_id."
-            )
-        most = self.max_positions
-        if most is not None and tokens.shape[1] > most:
-            raise ValueError(
-                f"input_ids has {tokens.shape[1]:,} tokens a row, but the model has positions for {most:,}. Cut them."
-            )
-        size = self.vocab_size
-        if tokens.size and not 0 <= tokens.min() <= tokens.max() < size:
-            raise ValueError(
-                f"input_ids run from {tokens.min()} to {tokens.max()}, the vocabulary from 0 to {size - 1}."
-            )
+        return score_rows(self.backend, self.arrays, pad, input_ids, attention_mask, token_type_ids)
 
     @property
     def arrays(self) -> dict[str, Any]:
-        """All that the model is computed with."""
+        """All arrays that the model is computed with."""
         return self.frozen | self.params
 
     @property
@@ -136,7 +89,7 @@ class PreTrainedModel(TransformersModelApi):
 
     @property
     def source(self) -> Source:
-        """What a checkpoint of the native engine was."""
+        """The checkpoint that a native model was loaded from."""
         return self.backend.source
 
     @property
@@ -145,19 +98,22 @@ class PreTrainedModel(TransformersModelApi):
         return self.backend.max_positions
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """How many numbers the model has, the head among them, or how many of them train."""
+        """Count the numbers of the model, the head among them, or those that train."""
         counted = {
             path: array
             for path, array in (self.params if only_trainable else self.arrays).items()
             if not (exclude_embeddings and path.removesuffix(".codes") in self.backend.embeddings)
         }
-        moves = {path: own for path, own in self.moving.items() if path in counted} if only_trainable else {}
-        return sum(self.backend.size_of(path, array) for path, array in counted.items()) - count(moves, counted)
+        masks = {path: mask for path, mask in self.trainable_masks.items() if path in counted} if only_trainable else {}
+        sizes = (self.backend.size_of(path, array) for path, array in counted.items())
+        return sum(sizes) - frozen_size(masks, counted)
 
     @property
-    def moving(self) -> dict[str, np.ndarray]:
-        """What moves of the arrays of which something is `still`: see `hub.still`."""
-        return moving(self.still, self.backend.places(self.params), self.params) if self.still else {}
+    def trainable_masks(self) -> dict[str, np.ndarray]:
+        """Of arrays that are frozen in part or whole, the layers that train: see `freezing.trainable_masks`."""
+        if not self.frozen_names:
+            return {}
+        return trainable_masks(self.frozen_names, self.backend.locations(self.params), self.params)
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None) -> Any:
         """Give the table of tokens `new_num_tokens` rows, rounded up to a multiple; new ones are the mean of the old.
@@ -172,7 +128,7 @@ class PreTrainedModel(TransformersModelApi):
             self.config.get_text_config().vocab_size = rows
         return self.get_input_embeddings()
 
-    def holding(self, params: dict[str, Any]) -> PreTrainedModel:
+    def with_params(self, params: dict[str, Any]) -> PreTrainedModel:
         """The same model with other numbers."""
         other = copy.copy(self)
         other.params = params
@@ -196,7 +152,7 @@ class PreTrainedModel(TransformersModelApi):
         Raises:
             TypeError: one that asks for something else.
         """
-        asked = {name for name, value in others.items() if value not in _AS_IT_IS.get(name, ())}
+        asked = {name for name, value in others.items() if value not in _WITHOUT_EFFECT.get(name, ())}
         if asked:
             raise TypeError(
                 f"save_pretrained: {', '.join(shown(name, others[name]) for name in sorted(asked))} is not in this "
@@ -206,15 +162,5 @@ class PreTrainedModel(TransformersModelApi):
 
     @property
     def readable(self) -> dict[str, Any]:
-        """The parameters, as files are made of them."""
+        """The parameters, each read by all processes together where several hold them."""
         return self.params if self.read is None else {path: self.read(array) for path, array in self.params.items()}
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _scores(
-    graph: nnx.GraphDef, pad: int | None, params: dict, tokens: jax.Array, mask: jax.Array, reads: jax.Array
-) -> jax.Array:
-    """`pad` is what an exported program was made with: another one is another program."""
-    del pad
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    return merge(graph, params)(tokens, positions, reads, valid=mask)

@@ -1,4 +1,4 @@
-"""Uploads to a repository on the Hub: retried, in the background where asked, their failures kept and told."""
+"""Uploads to a repository on the Hub: retried, in the background where asked; failures are kept and logged."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 _WAITS = (1.0, 2.0, 4.0, 8.0)  # seconds before the second try, the third, ...
 _LONGEST_WAIT = 60.0  # however long the Hub asks for
-_HOPELESS = (400, 401, 403, 404, 413)  # what another try would not change
-# Of a run's folder: checkpoints have places of their own, and hidden names are nobody's business.
+_HOPELESS = (400, 401, 403, 404, 413)  # statuses that another try would not change
+# Files of a run's folder that are not pushed: checkpoints have places of their own, and hidden names are private.
 IGNORED = ("_*", ".*", "checkpoint-*")
 
 
@@ -39,7 +39,7 @@ class Upload:
 class Publisher:
     """One repository. `failures` are the texts of the background pushes that failed, `running` says whether one runs.
 
-    The token is handed to the client and to nothing else: errors are told without it.
+    The token is passed to the client and to nothing else: errors do not show it.
 
     Raises:
         TypeError, ValueError: the token cannot be one.
@@ -52,7 +52,7 @@ class Publisher:
         self._thread: threading.Thread | None = None
 
     def open(self) -> str:
-        """Make the repository (and the branch) if there is none; its full name.
+        """Make the repository (and the branch) if there is none, and return its full name.
 
         Raises:
             PermissionError: the token is missing, wrong, or may not write there.
@@ -64,8 +64,8 @@ class Publisher:
                 url = api.create_repo(self.repo_id, private=self._private, exist_ok=True)
                 if self._revision is not None:
                     api.create_branch(url.repo_id, branch=self._revision, exist_ok=True)
-            except Exception as error:  # the client raises its own, its transport's and the system's
-                raise self._told(error, "cannot be opened") from None
+            except Exception as error:  # the client raises its own errors, its transport's and the system's
+                raise self._failure(error, "cannot be opened") from None
             self.repo_id, self._opened = url.repo_id, True
         return self.repo_id
 
@@ -78,7 +78,7 @@ class Publisher:
             self._thread.join()
 
     def push(self, uploads: list[Upload], *, revision: str | None = None) -> Any:
-        """Upload now; the last commit.
+        """Upload now, and return the last commit.
 
         Raises:
             PermissionError, ConnectionError: not even the last try succeeded.
@@ -89,7 +89,7 @@ class Publisher:
     def push_in_background(
         self, uploads: list[Upload], *, done: Callable[[bool], None], revision: str | None = None, daemon: bool = True
     ) -> Future:
-        """Upload after what is under way. `done` is told at its end whether it succeeded; a failure is logged and kept.
+        """Upload after the uploads under way. At the end `done` is called with True or False; a failure is logged.
 
         A daemon's upload is cut off when the process ends.
         """
@@ -127,12 +127,13 @@ class Publisher:
             except Exception as error:
                 status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
                 if wait is None or status in _HOPELESS:
-                    raise self._told(error, f'did not take "{upload.message}"') from None
-                wait = _wished(error) or wait
-                logger.info("%s Trying again in %g seconds.", self._told(error, "did not answer"), wait)
+                    raise self._failure(error, f'did not take "{upload.message}"') from None
+                wait = _retry_after(error) or wait
+                logger.info("%s Trying again in %g seconds.", self._failure(error, "did not answer"), wait)
             time.sleep(wait)
 
-    def _told(self, error: Exception, what: str) -> OSError:
+    def _failure(self, error: Exception, problem: str) -> OSError:
+        """The error of a request that failed; `problem` says which one."""
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
         text = f"{type(error).__name__}: {' '.join(client_said(error).split())}"
         kind = PermissionError if status in (401, 403) else ConnectionError
@@ -141,11 +142,11 @@ class Publisher:
             if kind is PermissionError
             else "What is saved here is complete: push again later."
         )
-        return kind(scrubbed(f"The repository {self.repo_id!r} on the Hub {what}: {text} {way_out}"))
+        return kind(scrubbed(f"The repository {self.repo_id!r} on the Hub {problem}: {text} {way_out}"))
 
 
-def _wished(error: Exception) -> float | None:
-    """How many seconds the Hub asks to wait, if it does."""
+def _retry_after(error: Exception) -> float | None:
+    """The seconds that the Hub asks to wait; None where it does not."""
     if not isinstance(error, HfHubHTTPError):
         return None
     asked = error.response.headers.get("Retry-After", "")

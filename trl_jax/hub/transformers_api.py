@@ -1,4 +1,4 @@
-"""What scripts ask of a transformers model beside calling it: its parameters by their names, and small habits."""
+"""The methods of a transformers model that scripts use besides calling it: its parameters by name, and the like."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import numpy as np
 
 
 class Parameter(np.ndarray):
-    """A parameter's values as they were when it was asked for, with torch's words for what NumPy has too.
+    """A parameter's values as they were when it was asked for, with torch's methods under torch's names.
 
-    `requires_grad` is the model's own flag of it: whether `train()` moves it.
+    `requires_grad` is the model's flag of it: whether `train()` changes it.
     """
 
-    _model: Any = None  # whose it is; copies and parts are nobody's
+    _model: Any = None  # the model it belongs to; copies and slices belong to none
     _name: str = ""
 
     @property
     def requires_grad(self) -> bool:
-        return self._model is not None and self._name not in self._model.still
+        return self._model is not None and self._name not in self._model.frozen_names
 
     @requires_grad.setter
     def requires_grad(self, wanted: bool) -> None:
         if self._model is None:
             raise ValueError("requires_grad is for a parameter itself, not for a copy or a part of one.")
-        self._model.hold(self._name, still=not wanted)
+        self._model.set_trainable(self._name, trainable=wanted)
 
     def requires_grad_(self, requires_grad: bool = True) -> Parameter:
         self.requires_grad = requires_grad
@@ -46,14 +46,14 @@ class Parameter(np.ndarray):
         return np.asarray(self)
 
 
-class Part:
-    """Those parameters of a model whose names begin alike, as scripts freeze them: `model.model`, `model.score`."""
+class Submodule:
+    """The parameters of a model whose names begin alike, as scripts freeze them: `model.model`, `model.lm_head`."""
 
     def __init__(self, model: TransformersModelApi, name: str):
         self._model, self._name = model, name
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Each under what follows the name of this part."""
+        """Each under the rest of its name, after this module's."""
         start = f"{self._name}."
         return (
             (name.removeprefix(start), values)
@@ -64,8 +64,8 @@ class Part:
     def parameters(self) -> Iterator[Parameter]:
         return (values for _, values in self.named_parameters())
 
-    def requires_grad_(self, requires_grad: bool = True) -> Part:
-        self._model.hold(*self._names(), still=not requires_grad)
+    def requires_grad_(self, requires_grad: bool = True) -> Submodule:
+        self._model.set_trainable(*self._names(), trainable=requires_grad)
         return self
 
     def _names(self) -> list[str]:
@@ -74,14 +74,16 @@ class Part:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return self._model.part(f"{self._name}.{name}")
+        return self._model.submodule(f"{self._name}.{name}")
 
     def __getitem__(self, number: int | slice) -> Any:
-        there = range(len(self))[number]
-        return [self[i] for i in there] if isinstance(there, range) else self._model.part(f"{self._name}.{there}")
+        chosen = range(len(self))[number]
+        if isinstance(chosen, range):
+            return [self[i] for i in chosen]
+        return self._model.submodule(f"{self._name}.{chosen}")
 
     def __bool__(self) -> bool:
-        return True  # a part without numbered ones is one, too
+        return True  # with no numbered modules inside, too
 
     def __len__(self) -> int:
         begin = len(self._name) + 1
@@ -90,13 +92,13 @@ class Part:
 
 
 class TransformersModelApi:
-    """Needs `engine`, `params`, `config`, `name_or_path`, `still` and `save_pretrained`."""
+    """Needs `backend`, `params`, `arrays`, `config`, `name_or_path` and `save_pretrained`."""
 
     backend: Any
     params: dict
     arrays: dict
     config: Any
-    still: frozenset[str] | set[str] = frozenset()  # names of parameters that `train()` leaves as they are
+    frozen_names: frozenset[str] | set[str] = frozenset()  # names on disk of parameters that `train()` leaves alone
     model_tags: list[str] | None = None
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
@@ -107,35 +109,35 @@ class TransformersModelApi:
             yield name, parameter
 
     def names(self) -> list[str]:
-        """Those of the parameters."""
-        return list(self.backend.places(self.params))
+        """The names of the parameters on disk."""
+        return list(self.backend.locations(self.params))
 
-    def hold(self, *names: str, still: bool) -> None:
-        """Leave these parameters out of `train()`, or take them in again.
+    def set_trainable(self, *names: str, trainable: bool) -> None:
+        """Let `train()` change these parameters, or freeze them.
 
         Raises:
             ValueError: an adapter trains beside the model; its config says what does.
         """
-        wanted = self.still | set(names) if still else self.still - set(names)
-        if wanted != self.still and not self.backend.holds_still:
+        wanted = self.frozen_names - set(names) if trainable else self.frozen_names | set(names)
+        if wanted != self.frozen_names and not self.backend.can_freeze:
             raise ValueError(
                 "requires_grad cannot be set beside an adapter: LoraConfig's target_modules, layers_to_transform and "
                 "modules_to_save say what trains."
             )
-        self.still = wanted
+        self.frozen_names = wanted
 
-    def part(self, name: str) -> Any:
+    def submodule(self, name: str) -> Any:
         """The parameter of this name, or those whose names begin with it. Raises AttributeError where there is none."""
         if name in (names := self.names()):
             return self.get_parameter(name)
         if not any(other.startswith(f"{name}.") for other in names):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return Part(self, name)
+        return Submodule(self, name)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "backend" not in vars(self) or "params" not in vars(self):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return self.part(name)
+        return self.submodule(name)
 
     def parameters(self) -> Iterator[Parameter]:
         return (values for _, values in self.named_parameters())
@@ -151,7 +153,7 @@ class TransformersModelApi:
         return dict(self.named_parameters())
 
     def get_input_embeddings(self) -> Any:
-        """Something with the embedding's `weight` and `num_embeddings`."""
+        """An object with the embedding's `weight` and `num_embeddings`."""
         path = min(self.backend.embeddings)
         weight = np.array(self.backend.weight(self.arrays, path)).view(Parameter)
         return _Embedding(weight)
@@ -173,16 +175,16 @@ class TransformersModelApi:
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        self.hold(*self.names(), still=not requires_grad)
+        self.set_trainable(*self.names(), trainable=requires_grad)
         return self
 
     @property
     def device(self) -> str:
-        """Where inputs of a call may lie; `.to(model.device)` of a batch of torch's is what asks."""
+        """The device of a call's inputs, for `.to(model.device)` of a batch of torch's."""
         return "cpu"
 
-    def to(self, *where: Any, **how: Any) -> Any:
-        """Itself: arrays are where JAX puts them, and of the dtype they have."""
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Itself: arrays stay where JAX puts them, in the dtype they have."""
         return self
 
 

@@ -1,1 +1,1 @@
-"""What is computed: an Arch of facts, the decoder that obeys it, the head on top."""
+"""Models: an Arch of facts, the decoder or encoder that obeys it, the head on top."""

@@ -1,6 +1,6 @@
-"""A model beside whose frozen arrays others train: its graph, and how those arrays go into it while it is traced.
+"""A model whose arrays are frozen while adapters of them train: its graph, and how both go into it when it is traced.
 
-Adapters are kept in the shapes they have on disk, one for a matrix there; a matrix of ours may be a part of such a one.
+Adapters keep the shapes they have on disk, one for a matrix there; a matrix of ours may be a part of such a one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trl_jax.nn.lora import ExpertsLora, Lora
 
 
 class Part(Protocol):
-    """Which rows of a matrix on disk are one of ours."""
+    """The part of a matrix on disk that is one of ours."""
 
     def rows(self, array: jax.Array) -> jax.Array: ...
 
@@ -31,7 +31,7 @@ class Adapter:
             rank, and all zero in a layer that has none.
         parts: our modules that lie in it, each with what has its `rows` of a `[out, ...]` array; None: it is all of it.
         scales, there: what B A is multiplied by, and whether there is an adapter, one a layer where they are stacked.
-        has: which of magnitude and bias it has, beside A and B.
+        has: the optional arrays that it has, of magnitude and bias.
         experts: how many matrices each array is for, 0 for one: A is `[E r, in]`, expert by expert, B `[out, r E]`, one
             of each expert, then the next.
     """
@@ -63,7 +63,7 @@ _KINDS = {"a": "lora_A", "b": "lora_B", "magnitude": "lora_magnitude_vector", "b
 
 
 def leaf(name: str, kind: str) -> str:
-    """What an adapter's array is called among the params: kind a, b, magnitude or bias."""
+    """The name of an adapter's array among the params: kind a, b, magnitude or bias."""
     return f"{name}.{_KINDS[kind]}"
 
 
@@ -81,7 +81,7 @@ class Layers:
 
 @dataclass(frozen=True)
 class AdaptedGraph:
-    """What `models.functional.merge` makes a module of, together with frozen and trained arrays.
+    """The graph that `models.functional.merge` makes a module of, with frozen and trained arrays.
 
     `plain` and `dropping` are the graphs of the model with adapters, without and with dropout in front of them.
     """
@@ -95,10 +95,10 @@ class AdaptedGraph:
     def installed(self, params: dict[str, Any], key: jax.Array | None) -> tuple[nnx.GraphDef, dict[str, Any]]:
         """A graph and its parameters: each adapter at the modules it belongs to."""
         drops = key is not None and self.rate > 0
-        own = {leaf(a.name, kind) for a in self.adapters for kind in _KINDS} | {part.name for part in self.layers}
-        found = {path: array for path, array in params.items() if path not in own}
+        trained = {leaf(a.name, kind) for a in self.adapters for kind in _KINDS} | {part.name for part in self.layers}
+        arrays = {path: array for path, array in params.items() if path not in trained}
         for part in self.layers:
-            found[part.path] = found[part.path].at[jnp.asarray(part.where)].set(params[part.name])
+            arrays[part.path] = arrays[part.path].at[jnp.asarray(part.where)].set(params[part.name])
         for number, adapter in enumerate(self.adapters):
             dice = jax.random.fold_in(key, number) if drops else None
             for path, part in adapter.parts:
@@ -106,8 +106,8 @@ class AdaptedGraph:
                 if drops:
                     leaves["key"] = jax.random.split(dice, len(adapter.scales)) if adapter.stacked else dice
                 where = ".".join(adapter.place(path))
-                found |= {f"{where}.{name}": value for name, value in leaves.items()}
-        return self.dropping if drops else self.plain, found
+                arrays |= {f"{where}.{name}": value for name, value in leaves.items()}
+        return self.dropping if drops else self.plain, arrays
 
 
 def _kinds(adapter: Adapter) -> tuple[str, ...]:
@@ -115,21 +115,21 @@ def _kinds(adapter: Adapter) -> tuple[str, ...]:
 
 
 def _leaves(adapter: Adapter, part: Part | None, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """What one part's `Lora` holds."""
+    """The arrays of one part's `Lora`."""
 
-    def cut(kind: str, array: jax.Array) -> jax.Array:
+    def of_part(kind: str, array: jax.Array) -> jax.Array:
         if part is None or kind == "a":
             return array
         return jax.vmap(part.rows)(array) if adapter.stacked else part.rows(array)
 
-    found = {kind: cut(kind, array) for kind, array in arrays.items()}
+    leaves = {kind: of_part(kind, array) for kind, array in arrays.items()}
     if adapter.experts:
-        a, b = adapter.matrices(found["a"], found["b"])
+        a, b = adapter.matrices(leaves["a"], leaves["b"])
         return {"a": a, "b": jnp.asarray(adapter.scales, b.dtype).reshape(-1, *[1] * (b.ndim - 1)) * b}
-    found["scale"] = jnp.asarray(adapter.scales if adapter.stacked else adapter.scales[0], jnp.float32)
-    if "magnitude" in found:
-        found["there"] = jnp.asarray(adapter.there if adapter.stacked else adapter.there[0])
-    return found
+    leaves["scale"] = jnp.asarray(adapter.scales if adapter.stacked else adapter.scales[0], jnp.float32)
+    if "magnitude" in leaves:
+        leaves["there"] = jnp.asarray(adapter.there if adapter.stacked else adapter.there[0])
+    return leaves
 
 
 def adapted_graph(

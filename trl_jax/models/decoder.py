@@ -7,68 +7,26 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trl_jax.core.packed import BLOCK, Packed
-from trl_jax.models.arch import BLOCKS, Arch
-from trl_jax.models.stack import apply, checkpointed, seen_by_layer, seen_by_layers, stacked, whole_layer
-from trl_jax.nn.attention import Attention
+from trl_jax.models.arch import Arch
+from trl_jax.models.block import EMBEDDING, Block, scaled
+from trl_jax.models.stack import apply, checkpointed, rope_inputs, stacked, whole_layer, window_inputs
+from trl_jax.nn.attention.inputs import AttentionInputs, LayerInputs
+from trl_jax.nn.attention.striped import Striped, striped
 from trl_jax.nn.dropout import dropout_or_none
 from trl_jax.nn.linear import Embedding
-from trl_jax.nn.mlp import MLP
-from trl_jax.nn.moe import MoE
 from trl_jax.nn.noise import Noise
 from trl_jax.nn.norm import Norm
-from trl_jax.nn.striped import Striped, striped
-
-_EMBEDDING, _ATTENTION, _ATTENTION_OUT, _MLP_OUT = range(4)  # places of dropout
 
 
-class Block(nnx.Module):
-    """One layer: attention and MLP with the norms that `arch.block` names, one after the other or side by side."""
-
-    def __init__(self, arch: Arch):
-        def norm(name: str) -> Norm | None:
-            there = name in BLOCKS[arch.block]
-            return Norm(arch.hidden_size, kind=arch.norm, eps=arch.norm_eps) if there else None
-
-        self.attention_norm, self.attention_out_norm = norm("attention_norm"), norm("attention_out_norm")
-        self.mlp_norm, self.mlp_out_norm = norm("mlp_norm"), norm("mlp_out_norm")
-        self.attention = Attention(arch)
-        self.mlp = _mlp(arch)
-        self.arch = arch
-
-    def __call__(self, h: jax.Array, *, dtype: jnp.dtype, key: jax.Array | None = None, **seen) -> jax.Array:
-        """`[R, T, D]` to the same; `key` turns dropout on, `seen` is what `Attention.__call__` takes.
-
-        What is added to the residual stream is computed in `dtype`, the stream itself stays float32, as under torch's
-        autocast.
-        """
-        x = apply(self.attention_norm, h).astype(dtype)
-        attended = self._attend(x, key, seen)
-        if self.arch.block == "parallel":
-            return h + attended + self._feed(x, key)
-        if self.arch.block == "parallel_two_norms":
-            return h + attended + self._feed(self.mlp_norm(h).astype(dtype), key)
-        h = h + attended
-        return h + self._feed(apply(self.mlp_norm, h).astype(dtype), key)
-
-    def _attend(self, x: jax.Array, key: jax.Array | None, seen: dict) -> jax.Array:
-        arch = self.arch
-        dropout = dropout_or_none(arch.attention_dropout, key, _ATTENTION)
-        out = apply(self.attention_out_norm, self.attention(x, dropout=dropout, **seen))
-        return _scaled(
-            apply(dropout_or_none(arch.attention_out_dropout, key, _ATTENTION_OUT), out), arch.residual_scale
-        )
-
-    def _feed(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
-        arch = self.arch
-        out = apply(self.mlp_out_norm, self.mlp(x))
-        return _scaled(apply(dropout_or_none(arch.mlp_out_dropout, key, _MLP_OUT), out), arch.residual_scale)
-
-
-def _own(share: Striped, tokens: jax.Array, positions: jax.Array, packed: Packed | None) -> tuple:
-    """What this device has of the rows; what fills them up comes after all that is seen, and sees nothing itself."""
+def _longest(
+    length: int, reads: jax.Array | None, lengths: jax.Array | None, packed: Packed | None
+) -> jax.Array | int:
+    """The length of the longest text, as ropes take it."""
     if packed is not None:
-        packed = jax.tree.map(share.own, packed)
-    return share.own(tokens), share.own(positions), packed
+        return packed.longest[..., None, None]
+    if lengths is not None:
+        return jnp.max(lengths)
+    return length if reads is None else jnp.max(reads % length) + 1
 
 
 def _read(h: jax.Array, reads: jax.Array | None, length: int, striped: Striped | None) -> jax.Array:
@@ -79,22 +37,15 @@ def _read(h: jax.Array, reads: jax.Array | None, length: int, striped: Striped |
     return h if reads is None else h[reads]
 
 
-def _mlp(arch: Arch) -> MLP | MoE:
-    if arch.experts is not None:
-        return MoE(arch.hidden_size, arch.experts, activation=arch.activation)
-    return MLP(arch.hidden_size, arch.mlp_size, activation=arch.activation, gated=arch.gated, bias=arch.mlp_bias)
-
-
-def _scaled(x: jax.Array, scale: float) -> jax.Array:
-    return x if scale == 1.0 else x * scale
-
-
 class Decoder(nnx.Module):
     """Token ids to hidden states: embedding, a scanned stack of blocks, a last norm."""
 
+    NAME = "decoder"
+
     def __init__(self, arch: Arch):
         self.arch = arch
-        self.embed = Embedding(arch.vocab_size, arch.hidden_size, padding_idx=arch.padding_idx)
+        table = {"padding_idx": arch.padding_idx, "axes": ("vocab", "embed")}
+        self.embed = Embedding(arch.vocab_size, arch.hidden_size, **table)
         learned = arch.learned_positions
         self.position_embed = None if learned is None else Embedding(learned, arch.hidden_size)
         self.layers = stacked(lambda: Block(arch), arch.num_layers)
@@ -108,12 +59,12 @@ class Decoder(nnx.Module):
         *,
         valid: jax.Array | None = None,
         packed: Packed | None = None,
-        longest: jax.Array | None = None,
+        lengths: jax.Array | None = None,
         dtype: jnp.dtype = jnp.float32,
         remat: bool = False,
         dropout_key: jax.Array | None = None,
         noise: Noise | None = None,
-        most: int | None = None,
+        max_tokens: int | None = None,
     ) -> jax.Array:
         """Hidden states `[N, D]` of the tokens that are read.
 
@@ -123,59 +74,56 @@ class Decoder(nnx.Module):
                 the last norm runs on those alone. None: all, N = R x T.
             valid: bool `[R, T]`, tokens that others may see; None where pads only stand to the right.
             packed: what tokens see of their row where texts lie in it end to end; None where each row is a text.
-            longest: the length of the longest text run beside each row, for ropes that ask; None means up to the last
-                token that is read. A packed row knows its own.
+            lengths: int32 `[R]`, the tokens of each row's text, for ropes that ask for the longest; None means that the
+                last token that is read ends it. Packed rows know their own.
             dtype: what layers compute in; the residual stream, norms and softmax are float32.
             remat: the backward pass recomputes each layer from its input. Otherwise it keeps what the linear maps gave
                 and recomputes the rest: to store every activation costs more than it saves.
             dropout_key: turns dropout on, at the rates in the config.
             noise: what is added to the embeddings of tokens.
-            most: tokens that no text has more of; None where nobody knows. Windows as long are left out.
+            max_tokens: no text has more tokens; None where nobody knows. Windows as long are left out.
         """
-        length, share = tokens.shape[1], striped(1 if packed is None else BLOCK)
-        if share is not None:
+        length, stripes = tokens.shape[1], striped(1 if packed is None else BLOCK)
+        if stripes is not None:  # tokens that fill them up come after all that is seen, and see nothing themselves
             assert reads is not None and valid is None
-            tokens, positions, packed = _own(share, tokens, positions, packed)
-        if packed is not None:
-            longest = packed.longest[..., None, None]
-        elif longest is None:
-            longest = length if reads is None else jnp.max(reads % length) + 1
-        shared, by_layer = self._positions(positions, longest, most)
-        if packed is not None:
-            shared["packed"] = packed
+            tokens, positions, packed = jax.tree.map(stripes.local, (tokens, positions, packed))
+        shared = AttentionInputs(self.arch.head_dim**-0.5, valid=valid, packed=packed, striped=stripes)
+        longest = _longest(length, reads, lengths, packed)
+        shared, by_layer = self._layer_inputs(shared, positions, longest, max_tokens)
         graph, state = nnx.split(self.layers)
 
         def layer(h, slices):
-            state, own, key = slices
-            seen = {"scale": self.arch.head_dim**-0.5, "cos": None, "sin": None} | seen_by_layer(shared, own)
-            block = nnx.merge(graph, whole_layer(state))
-            return block(h, dtype=dtype, valid=valid, key=key, striped=share, **seen), None
+            state, inputs, key = slices
+            block = nnx.merge(graph, whole_layer(state, f"{self.NAME}.layers"))
+            return block(h, shared.of_layer(inputs), dtype=dtype, key=key), None
 
         h = self._embedded(tokens, positions, valid, dropout_key, noise)
         keys = None if dropout_key is None else jax.random.split(dropout_key, self.arch.num_layers)
         h, _ = jax.lax.scan(checkpointed(layer, remat=remat), h, (state, by_layer, keys))
-        return self.norm(_read(h, reads, length, share))
+        return self.norm(_read(h, reads, length, stripes))
 
     def _embedded(self, tokens, positions, valid, dropout_key, noise) -> jax.Array:
         arch = self.arch
         h = self.embed(tokens, jnp.float32)
         if arch.scale_in_table:  # transformers' embedding gives scaled vectors; elsewhere the model scales them
-            h = apply(noise, _scaled(h, arch.embedding_scale))
+            h = apply(noise, scaled(h, arch.embedding_scale))
         else:
-            h = _scaled(apply(noise, h), arch.embedding_scale)
+            h = scaled(apply(noise, h), arch.embedding_scale)
         if self.position_embed is not None:
             if arch.counts_visible and valid is not None:
                 positions = jnp.where(valid, jnp.cumsum(valid, axis=1) - 1, -1)
             h = h + self.position_embed(positions + arch.position_offset, jnp.float32)
-        return apply(dropout_or_none(arch.embedding_dropout, dropout_key, _EMBEDDING), h)
+        return apply(dropout_or_none(arch.embedding_dropout, dropout_key, EMBEDDING), h)
 
-    def _positions(self, positions: jax.Array, longest: jax.Array | int, most: int | None) -> tuple[dict, dict]:
-        """What all layers share, and what `[L]` arrays say of each: its window, its rope's number, its scale."""
+    def _layer_inputs(
+        self, shared: AttentionInputs, positions: jax.Array, longest: jax.Array | int, max_tokens: int | None
+    ) -> tuple[AttentionInputs, LayerInputs]:
+        """Those of all layers with ropes and growth, and those that differ."""
         arch = self.arch
-        shared, by_layer = seen_by_layers(arch.ropes, arch.windows, positions, arch.rotary_dim, longest, most)
-        if arch.attention_scales is not None:
-            by_layer["scale"] = jnp.asarray(arch.attention_scales, jnp.float32)
+        angles, rope = rope_inputs(arch.ropes, positions, arch.rotary_dim, longest)
+        window = window_inputs(arch.windows, max_tokens)
+        scale = None if arch.attention_scales is None else jnp.asarray(arch.attention_scales, jnp.float32)
         if arch.query_growth is not None:
             turns = jnp.floor(positions / arch.query_growth.original_length)
-            shared["growth"] = (1 + arch.query_growth.beta * jnp.log1p(turns))[..., None, None]
-        return shared, by_layer
+            shared = shared._replace(growth=(1 + arch.query_growth.beta * jnp.log1p(turns))[..., None, None])
+        return shared._replace(**angles), LayerInputs(rope, scale, window)

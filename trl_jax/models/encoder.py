@@ -8,116 +8,91 @@ from flax import nnx
 
 from trl_jax.core.packed import Packed
 from trl_jax.models.encoder_arch import EncoderArch
-from trl_jax.models.stack import apply, checkpointed, seen_by_layer, seen_by_layers, stacked, whole_layer
-from trl_jax.nn.bidirectional import BidirectionalAttention
+from trl_jax.models.encoder_block import CONVOLUTION, EMBEDDING, EncoderBlock, norm_of
+from trl_jax.models.pooling import pool, valid_tokens
+from trl_jax.models.stack import apply, checkpointed, rope_inputs, stacked, whole_layer, window_inputs
+from trl_jax.nn.attention.inputs import AttentionInputs, LayerInputs
+from trl_jax.nn.attention.packed import seen_both_ways
 from trl_jax.nn.convolution import Convolution
-from trl_jax.nn.disentangled import DisentangledAttention
 from trl_jax.nn.dropout import dropout_or_none
 from trl_jax.nn.linear import Embedding, Linear
-from trl_jax.nn.mlp import ACTIVATIONS, MLP
+from trl_jax.nn.mlp import ACTIVATIONS
 from trl_jax.nn.noise import Noise
-from trl_jax.nn.norm import Norm
-
-_EMBEDDING, _ATTENTION, _ATTENTION_OUT, _MLP, _MLP_OUT, _DISTANCES, _CONVOLUTION = range(7)  # places of dropout
-
-
-def _norm(arch: EncoderArch, size: int | None = None) -> Norm:
-    return Norm(size or arch.hidden_size, kind=arch.norm, eps=arch.norm_eps)
-
-
-class EncoderBlock(nnx.Module):
-    """One layer: attention and MLP, each sum normed or, with `arch.prenorm`, what they read."""
-
-    def __init__(self, arch: EncoderArch):
-        if arch.distances is None:
-            self.attention = BidirectionalAttention(arch.hidden_size, arch.num_heads, bias=arch.attention_bias)
-        else:
-            self.attention = DisentangledAttention(arch.hidden_size, arch.num_heads, arch.distances)
-        self.attention_out_norm = None if arch.prenorm else _norm(arch)
-        self.mlp_norm = _norm(arch) if arch.prenorm else None
-        self.mlp = MLP(
-            arch.hidden_size, arch.mlp_size, activation=arch.activation, gated=arch.gated, bias=arch.mlp_bias
-        )
-        self.mlp_out_norm = None if arch.prenorm else _norm(arch)
-        self.arch = arch
-
-    def __call__(self, h: jax.Array, x: jax.Array, *, key: jax.Array | None, **seen) -> jax.Array:
-        """`[R, T, D]` to the same: the stream `h`, and `x`, what attention reads of it.
-
-        `key` turns dropout on, `seen` is what the attention of this block is called with.
-        """
-        arch = self.arch
-        if arch.distances is not None:
-            seen["table"] = apply(dropout_or_none(arch.distance_dropout, key, _DISTANCES), seen["table"])
-        attended = self.attention(x, dropout=dropout_or_none(arch.attention_dropout, key, _ATTENTION), **seen)
-        attended = apply(dropout_or_none(arch.attention_out_dropout, key, _ATTENTION_OUT), attended)
-        h = apply(self.attention_out_norm, h + attended)
-        fed = self.mlp(apply(self.mlp_norm, h), dropout=dropout_or_none(arch.mlp_dropout, key, _MLP))
-        fed = apply(dropout_or_none(arch.mlp_out_dropout, key, _MLP_OUT), fed)
-        return apply(self.mlp_out_norm, h + fed)
 
 
 class Encoder(nnx.Module):
-    """Token ids to hidden states: normed embeddings and a scanned stack of blocks."""
+    """Token ids to a vector for each text: normed embeddings, a scanned stack of blocks, pooling."""
+
+    NAME = "encoder"
 
     def __init__(self, arch: EncoderArch):
         size = arch.embedding_size or arch.hidden_size
         learned, types, distances = arch.learned_positions, arch.type_vocab_size, arch.distances
         skipped = arch.padding_idx if arch.positions_skip_pads else None
         self.arch = arch
-        self.embed = Embedding(arch.vocab_size, size, padding_idx=arch.padding_idx)
+        self.embed = Embedding(arch.vocab_size, size, padding_idx=arch.padding_idx, axes=("vocab", "embed"))
         self.position_embed = None if learned is None else Embedding(learned, size, padding_idx=skipped)
         self.type_embed = Embedding(types, size) if types else None
-        self.embed_norm = _norm(arch, size)
+        self.embed_norm = norm_of(arch, size)
         self.projection = Linear(size, arch.hidden_size, bias=True) if size != arch.hidden_size else None
         self.distance_embed = None if distances is None else Embedding(2 * distances.span, arch.hidden_size)
-        self.distance_norm = _norm(arch) if distances is not None and distances.normed else None
+        self.distance_norm = norm_of(arch) if distances is not None and distances.normed else None
         conv = arch.convolution
         self.convolution = None if conv is None else Convolution(arch.hidden_size, conv.width, conv.groups)
-        self.convolution_norm = None if conv is None else _norm(arch)
+        self.convolution_norm = None if conv is None else norm_of(arch)
         self.layers = stacked(lambda: EncoderBlock(arch), arch.num_layers)
         # Of the layers after the first: what that one reads is normed already.
-        self.attention_norm = stacked(lambda: _norm(arch), arch.num_layers - 1) if arch.prenorm else None
-        self.norm = _norm(arch) if arch.prenorm else None
+        self.attention_norm = stacked(lambda: norm_of(arch), arch.num_layers - 1) if arch.prenorm else None
+        self.norm = norm_of(arch) if arch.prenorm else None
 
     def __call__(
         self,
         tokens: jax.Array,
         positions: jax.Array,
+        reads: jax.Array,
         *,
-        valid: jax.Array | None,
+        valid: jax.Array | None = None,
+        lengths: jax.Array | None = None,
         packed: Packed | None = None,
         dtype: jnp.dtype = jnp.float32,
         remat: bool = False,
         dropout_key: jax.Array | None = None,
         noise: Noise | None = None,
-        most: int | None = None,
+        max_tokens: int | None = None,
     ) -> jax.Array:
-        """Hidden states `[R, T, D]`.
+        """The texts that are read, pooled as `arch.head.pooling` says: `[N, D]`, float32.
 
         Args:
             tokens, positions: int32 `[R, T]`.
-            valid: bool `[R, T]`, tokens that others may see; None in a packed row.
-            packed: where texts lie end to end in a row; of `seen_both_ways`.
-            dtype, remat, dropout_key, noise, most: as in `Decoder.__call__`.
+            reads: int32 `[N]`, a token of each text that is wanted, row * T + place in the row; whichever it is.
+            valid: bool `[R, T]`, tokens that others may see; None means the first `lengths` of each row.
+            lengths: int32 `[R]`, the tokens of each row's text; None means all. Packed rows know their own.
+            packed: where texts lie end to end in a row, sharing nothing; None where each row is a text.
+            dtype, remat, dropout_key, noise, max_tokens: as in `Decoder.__call__`.
         """
-        shared, by_layer = self._seen(positions, dtype, packed, most)
+        if packed is None:
+            valid = valid_tokens(tokens, valid, lengths)
+        else:
+            packed = seen_both_ways(packed)
+        shared, by_layer = self._layer_inputs(positions, valid, packed, dtype, max_tokens)
         graph, state = nnx.split(self.layers)
 
         def layer(h, slices):
-            state, norm, own, key = slices
+            state, norm, inputs, key = slices
             x = h if norm is None else self._read(h, *norm)
-            return nnx.merge(graph, whole_layer(state))(h, x, valid=valid, key=key, **seen_by_layer(shared, own)), None
+            block = nnx.merge(graph, whole_layer(state, f"{self.NAME}.layers"))
+            return block(h, x, shared.of_layer(inputs), key=key), None
 
         h = self._embedded(tokens, positions, dtype, dropout_key, noise, packed)
         body = checkpointed(layer, remat=remat)
         keys = None if dropout_key is None else jax.random.split(dropout_key, self.arch.num_layers)
         slices = state, self._norms(), by_layer, keys
-        if self.convolution is not None:  # beside the first layer alone
+        if self.convolution is not None:  # parallel to the first layer alone
             first, slices = (jax.tree.map(lambda leaf, at=at: leaf[at], slices) for at in (0, slice(1, None)))
             h = self._convolved(h, body(h, first)[0], valid, dropout_key)
         h, _ = jax.lax.scan(body, h, slices)
-        return apply(self.norm, h)
+        hidden = apply(self.norm, h).astype(jnp.float32)
+        return pool(hidden, reads, self.arch.head.pooling, valid=valid, packed=packed)
 
     def _embedded(self, tokens, positions, dtype, dropout_key, noise, packed) -> jax.Array:
         arch = self.arch
@@ -128,7 +103,7 @@ class Encoder(nnx.Module):
             if arch.positions_skip_pads:
                 positions = self._skipping_pads(tokens, packed)
             h = h + self.position_embed(positions, dtype)
-        h = apply(dropout_or_none(arch.embedding_dropout, dropout_key, _EMBEDDING), self.embed_norm(h))
+        h = apply(dropout_or_none(arch.embedding_dropout, dropout_key, EMBEDDING), self.embed_norm(h))
         return apply(self.projection, h)
 
     def _skipping_pads(self, tokens: jax.Array, packed: Packed | None) -> jax.Array:
@@ -139,18 +114,24 @@ class Encoder(nnx.Module):
             counted = counted - jnp.where(packed.first > 0, before, 0)
         return counted * real + self.arch.padding_idx
 
-    def _seen(
-        self, positions: jax.Array, dtype: jnp.dtype, packed: Packed | None, most: int | None
-    ) -> tuple[dict, dict]:
+    def _layer_inputs(
+        self,
+        positions: jax.Array,
+        valid: jax.Array | None,
+        packed: Packed | None,
+        dtype: jnp.dtype,
+        max_tokens: int | None,
+    ) -> tuple[AttentionInputs, LayerInputs]:
+        """Those of all layers, and those that differ."""
         arch = self.arch
         channels = arch.hidden_size // arch.num_heads
         longest = positions.shape[1] if packed is None else packed.longest[..., None, None]
-        shared, by_layer = seen_by_layers(arch.ropes, arch.windows, positions, channels, longest, most)
-        if packed is not None:
-            shared["packed"] = packed
+        angles, rope = rope_inputs(arch.ropes, positions, channels, longest)
+        shared = AttentionInputs(channels**-0.5, valid=valid, packed=packed, **angles)
         if self.distance_embed is not None:
-            shared["table"] = apply(self.distance_norm, self.distance_embed.weight[...].astype(dtype))
-        return shared, by_layer
+            table = apply(self.distance_norm, self.distance_embed.weight[...].astype(dtype))
+            shared = shared._replace(distances=table)
+        return shared, LayerInputs(rope, window=window_inputs(arch.windows, max_tokens))
 
     def _norms(self) -> tuple[nnx.State, jax.Array] | None:
         """For each layer the parameters of its attention's norm, and whether it has one."""
@@ -167,5 +148,5 @@ class Encoder(nnx.Module):
     def _convolved(self, embedded, h, valid, dropout_key) -> jax.Array:
         facts = self.arch.convolution
         near = self.convolution(jnp.where(valid[..., None], embedded, 0))
-        near = apply(dropout_or_none(facts.dropout, dropout_key, _CONVOLUTION), near)
+        near = apply(dropout_or_none(facts.dropout, dropout_key, CONVOLUTION), near)
         return self.convolution_norm(h + ACTIVATIONS[facts.activation](near))

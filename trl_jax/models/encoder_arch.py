@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trl_jax.nn.disentangled import Distances
+from trl_jax.nn.attention.disentangled import Distances
 from trl_jax.nn.rope import Rope
 
 
@@ -25,7 +25,8 @@ class HeadFacts:
 
 @dataclass(frozen=True)
 class ConvolutionFacts:
-    """Beside the first layer, a convolution over the embedded text: `width` tokens at once, in groups of channels."""
+    """A convolution over the embedded text, parallel to the first layer: `width` tokens at once, in groups of channels.
+    """
 
     width: int
     groups: int

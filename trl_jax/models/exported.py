@@ -1,4 +1,4 @@
-"""A scorer whose computation came from elsewhere as a program."""
+"""A model whose computation is a program that was exported elsewhere."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from trl_jax.models.pooling import valid_tokens
 from trl_jax.nn.aten.program import Program
 from trl_jax.nn.aten.run import run
 
 
 class Programs(Protocol):
-    """Whoever has the program for a shape, or can make it."""
+    """The programs of a model, by shape."""
 
     def program(self, rows: int, length: int, *, dtype: str, training: bool) -> Program:
-        """The one for R rows of T tokens, its matrix products in `dtype`; with dropout where `training`."""
+        """The program for R rows of T tokens, its matrix products in `dtype`; with dropout where `training`."""
 
 
 class ExportedScorer(nnx.Module):
-    """Scores rows as `SequenceScorer` does. Where a row is read is part of the program; pads are told by `valid`.
+    """A model with a score head, called as `Model` is. The program itself finds the token that a row is read at.
 
     Parameters keep the names they have in the model that was exported.
     """
 
-    needs_valid = True
+    needs_valid = True  # its attention may see pads
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], programs: Programs):
         self._programs, self._names = programs, tuple(shapes)
@@ -39,6 +40,7 @@ class ExportedScorer(nnx.Module):
         reads: jax.Array,
         *,
         valid: jax.Array | None = None,
+        lengths: jax.Array | None = None,
         dtype: jnp.dtype = jnp.float32,
         remat: bool = False,
         dropout_key: jax.Array | None = None,
@@ -49,7 +51,8 @@ class ExportedScorer(nnx.Module):
             tokens: int32 `[R, T]`.
             reads: int32 `[N]`, a token of each row whose score is wanted, row * T + place in the row; whichever it is,
                 the program knows where it reads a row.
-            valid: bool `[R, T]`, False at pads; None where there are none.
+            valid: bool `[R, T]`, False at pads; None means the first `lengths` of each row.
+            lengths: int32 `[R]`, the tokens of each row's text; None means all.
             dtype: what matrix products are computed in.
             remat: the backward pass recomputes each layer from its input.
             dropout_key: turns dropout on, at the rates in the config.
@@ -57,8 +60,7 @@ class ExportedScorer(nnx.Module):
         del positions
         if not len(tokens):
             return jnp.zeros(0)
-        mask = jnp.ones_like(tokens) if valid is None else valid
-        rows = jnp.stack([tokens.astype(jnp.int32), mask.astype(jnp.int32)])
+        rows = jnp.stack([tokens.astype(jnp.int32), valid_tokens(tokens, valid, lengths).astype(jnp.int32)])
         training = dropout_key is not None
         program = self._programs.program(*tokens.shape, dtype=jnp.dtype(dtype).name, training=training)
         scores = run(program, self._params(), rows, remat=remat, key=dropout_key)

@@ -1,4 +1,4 @@
-"""NNX's last word: a module becomes a static graph and a flat dict of arrays, keyed by dotted path."""
+"""A module as a static graph and a flat dict of arrays, keyed by dotted path; and back."""
 
 from __future__ import annotations
 
@@ -17,6 +17,13 @@ def abstract(make: Callable[[], nnx.Module]) -> tuple[nnx.GraphDef, dict[str, ja
         ".".join(map(str, path)): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         for path, leaf in nnx.to_flat_state(state)
     }
+
+
+def logical_axes(make: Callable[[], nnx.Module]) -> dict[str, tuple[str, ...]]:
+    """The logical axes of each parameter of a module, by path; see `trl_jax.nn`. Those that have none are left out."""
+    state = nnx.to_flat_state(nnx.split(nnx.eval_shape(make))[1])
+    named = ((".".join(map(str, path)), leaf.get_metadata()) for path, leaf in state)
+    return {path: metadata["axes"] for path, metadata in named if "axes" in metadata}
 
 
 def merge(

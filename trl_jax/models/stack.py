@@ -1,4 +1,4 @@
-"""Layers stacked into one, and what a scan along them hands to each."""
+"""Layers stacked into one, and the inputs that a scan along them hands to each."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from trl_jax.core.layer_gather import maker
-from trl_jax.nn.key_ranges import SAVED
+from trl_jax.core.layer_gather import layer_gather
+from trl_jax.nn.attention.key_ranges import SAVED
 from trl_jax.nn.rope import Rope, rope_angles
 
 _NO_WINDOW = np.iinfo(np.int32).max
@@ -22,7 +22,7 @@ _PRODUCTS = jax.checkpoint_policies.save_from_both_policies(
 
 
 _INPUT, _KEEPS = "layer_input", jax.checkpoint_policies
-# What the backward pass finds of a layer, by how it is recomputed.
+# The values of a layer that are kept for the backward pass, by how it is recomputed.
 _KEPT = {
     False: _PRODUCTS,
     True: _KEEPS.nothing_saveable,  # but its input
@@ -34,14 +34,19 @@ _KEPT = {
 
 
 def stacked(make: Callable[[], nnx.Module], count: int) -> nnx.Module:
-    """`count` modules in one: each parameter gets a leading axis L, for `jax.lax.scan` to walk along."""
+    """`count` modules in one: each parameter gets a leading axis L, "layers", for `jax.lax.scan` to walk along."""
     graph, state = nnx.split(make())
-    return nnx.merge(graph, jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape)), state))
+
+    def stack(param: nnx.Param) -> nnx.Param:
+        values = jnp.broadcast_to(param[...], (count, *param.shape))
+        return param.replace(values, axes=("layers", *param.get_metadata()["axes"]))
+
+    return nnx.merge(graph, nnx.from_flat_state([(path, stack(param)) for path, param in nnx.to_flat_state(state)]))
 
 
 def checkpointed(layer: Callable, *, remat: bool | str) -> Callable:
-    """The layer as a scan's body: the backward pass recomputes it all (`remat`) or all but its matrix products and what
-    attention along a stream gave. "offloaded": all, from inputs that wait in the host's memory."""
+    """The layer as a scan's body: the backward pass recomputes it all (`remat`) or all but its matrix products and the
+    results of attention along packed rows. "offloaded": all, from inputs that wait in the host's memory."""
 
     def body(h: jax.Array, slices: Any) -> tuple[jax.Array, None]:
         return layer(checkpoint_name(h, _INPUT), slices)
@@ -49,12 +54,15 @@ def checkpointed(layer: Callable, *, remat: bool | str) -> Callable:
     return jax.checkpoint(body, prevent_cse=False, policy=_KEPT[remat])
 
 
-def whole_layer(state: nnx.State) -> nnx.State:
-    """A layer's parameters, each gathered where a device holds a part of it; in the turn of the scan that uses them."""
-    whole = maker()
-    if whole is None:
+def whole_layer(state: nnx.State, stack: str) -> nnx.State:
+    """A layer's parameters, each gathered where a device holds a part of it; in the turn of the scan that uses them.
+
+    `stack` is the path of the stacked layers in the model.
+    """
+    gather = layer_gather()
+    if gather is None:
         return state
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: whole(_dotted(path), leaf), state)
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: gather(f"{stack}.{_dotted(path)}", leaf), state)
 
 
 def _dotted(path: tuple) -> str:
@@ -62,7 +70,7 @@ def _dotted(path: tuple) -> str:
 
 
 def apply(part: Callable[[jax.Array], jax.Array] | None, x: jax.Array) -> jax.Array:
-    """What is not there changes nothing."""
+    """`part` of x; x itself without a part."""
     return x if part is None else part(x)
 
 
@@ -71,33 +79,24 @@ def narrowest_window(windows: Sequence[int | None]) -> int | None:
     return min((window for window in windows if window is not None), default=None)
 
 
-def seen_by_layers(
-    ropes: Sequence[Rope | None],
-    windows: Sequence[int | None],
-    positions: jax.Array,
-    channels: int,
-    longest: jax.Array | int,
-    most: int | None = None,
-) -> tuple[dict, dict]:
-    """What all layers share, and what `[L]` arrays say of each: its window, its rope's number.
-
-    `most` is what no text is longer than, None where nobody knows: a window as long is none.
-    """
-    shared, by_layer = {}, {}
+def rope_inputs(
+    ropes: Sequence[Rope | None], positions: jax.Array, channels: int, longest: jax.Array | int
+) -> tuple[dict[str, jax.Array], jax.Array | None]:
+    """The `cos` and `sin` of `AttentionInputs` for all kinds of rope, none where no layer turns; and the number of each
+    layer's rope, int32 `[L]`, None where there is one kind."""
     kinds = list(dict.fromkeys(ropes))
-    if any(rope is not None for rope in kinds):
-        shared["cos"], shared["sin"] = rope_angles(positions, kinds, channels, longest)
-    if len(kinds) > 1:
-        by_layer["rope"] = jnp.asarray([kinds.index(rope) for rope in ropes], jnp.int32)
-    if (narrowest := narrowest_window(windows)) is not None and (most is None or narrowest < most):
-        by_layer["window"] = jnp.asarray([window or _NO_WINDOW for window in windows], jnp.int32)
-    return shared, by_layer
+    turns = any(rope is not None for rope in kinds)
+    angles = dict(zip(("cos", "sin"), rope_angles(positions, kinds, channels, longest), strict=True)) if turns else {}
+    numbers = jnp.asarray([kinds.index(rope) for rope in ropes], jnp.int32) if len(kinds) > 1 else None
+    return angles, numbers
 
 
-def seen_by_layer(shared: dict, own: dict) -> dict:
-    """What one layer's attention is called with."""
-    seen, own = dict(shared), dict(own)
-    if "cos" in seen:
-        number = own.pop("rope", 0)
-        seen["cos"], seen["sin"] = seen["cos"][number], seen["sin"][number]
-    return seen | own
+def window_inputs(windows: Sequence[int | None], max_tokens: int | None) -> jax.Array | None:
+    """The window of each layer, int32 `[L]`; None where none matters.
+
+    No text has more than `max_tokens`, None where nobody knows: a window as long is none.
+    """
+    narrowest = narrowest_window(windows)
+    if narrowest is None or (max_tokens is not None and narrowest >= max_tokens):
+        return None
+    return jnp.asarray([window or _NO_WINDOW for window in windows], jnp.int32)

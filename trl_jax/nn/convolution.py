@@ -14,8 +14,8 @@ class Convolution(nnx.Module):
     """
 
     def __init__(self, features: int, width: int, groups: int):
-        self.weight = nnx.Param(jnp.zeros((features, features // groups, width), jnp.float32))
-        self.bias = nnx.Param(jnp.zeros((features,), jnp.float32))
+        self.weight = nnx.Param(jnp.zeros((features, features // groups, width), jnp.float32), axes=("", "", ""))
+        self.bias = nnx.Param(jnp.zeros((features,), jnp.float32), axes=("",))
         self.groups = groups
 
     def __call__(self, x: jax.Array) -> jax.Array:

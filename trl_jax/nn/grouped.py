@@ -50,8 +50,8 @@ def _blocks(count: int, sizes: jax.Array) -> tuple[jax.Array, jax.Array, jax.Arr
     rows = (first_row[group] + (block - first_block[group]) * BLOCK)[:, None] + jnp.arange(BLOCK)
     used = block < last_block[-1]
     rows = jnp.where((rows < last_row[group][:, None]) & used[:, None], rows, count)
-    own = jnp.searchsorted(last_row, jnp.arange(count), side="right")
-    return group, rows, used, first_block[own] * BLOCK + jnp.arange(count) - first_row[own]
+    of_row = jnp.searchsorted(last_row, jnp.arange(count), side="right")
+    return group, rows, used, first_block[of_row] * BLOCK + jnp.arange(count) - first_row[of_row]
 
 
 def _forward(x, weight, sizes):

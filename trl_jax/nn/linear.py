@@ -12,13 +12,18 @@ from trl_jax.nn.quantized import Quantized
 
 
 class Linear(nnx.Module):
-    """`[..., in] -> [..., out]`, weight (out, in) as on disk; `lora` is an adapter beside it."""
+    """`[..., in] -> [..., out]`, weight (out, in) as on disk; `lora` is an adapter beside it.
+
+    `axes` are the logical ones of the weight: see `trl_jax.nn`.
+    """
 
     lora: Lora | None
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = False):
-        self.weight = nnx.Param(jnp.zeros((out_features, in_features), jnp.float32))
-        self.bias = nnx.Param(jnp.zeros((out_features,), jnp.float32)) if bias else None
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool = False, axes: tuple[str, str] = ("", "")
+    ):
+        self.weight = nnx.Param(jnp.zeros((out_features, in_features), jnp.float32), axes=axes)
+        self.bias = nnx.Param(jnp.zeros((out_features,), jnp.float32), axes=axes[:1]) if bias else None
         self.lora = nnx.data(None)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -34,12 +39,19 @@ class Linear(nnx.Module):
 
 class Embedding(nnx.Module):
     """Token ids `[...]` to `[..., D]` in `dtype`. The row `padding_idx` gets no gradient, as in torch. `lora` is an
-    adapter beside it."""
+    adapter beside it, `axes` are the logical ones of the table."""
 
     lora: Lora | None
 
-    def __init__(self, num_embeddings: int, features: int, *, padding_idx: int | None = None):
-        self.weight = nnx.Param(jnp.zeros((num_embeddings, features), jnp.float32))
+    def __init__(
+        self,
+        num_embeddings: int,
+        features: int,
+        *,
+        padding_idx: int | None = None,
+        axes: tuple[str, str] = ("", "embed"),
+    ):
+        self.weight = nnx.Param(jnp.zeros((num_embeddings, features), jnp.float32), axes=axes)
         self.padding_idx = padding_idx
         self.lora = nnx.data(None)
 

@@ -11,7 +11,7 @@ from trl_jax.nn.grouped import grouped_dot
 
 
 class Lora(nnx.Module):
-    """What is added to a map of weight W: `scale * B A x`, A `[r, in]`, B `[out, r]`; B A itself is never formed.
+    """An addition to a map of weight W: `scale * B A x`, A `[r, in]`, B `[out, r]`; B A itself is never formed.
 
     With a `magnitude` `[out]` (DoRA, Liu et al. 2024, arXiv:2402.09353) rows of W + scale B A are scaled to that
     length; `there` is False in a layer that has no adapter, where it counts for nothing. `bias` `[out]` is B's own.
@@ -60,8 +60,7 @@ class ExpertsLora(nnx.Module):
 
 
 def adapted_dot(x: jax.Array, sizes: jax.Array, weight: jax.Array, *lora: jax.Array) -> jax.Array:
-    """`[M, in]`, rows sorted by expert, to `[M, out]`: what each expert's W makes of its own `sizes` rows and, where
-    there are A and B, what B A does."""
+    """Rows `[M, in]`, sorted by expert, `sizes` of each, times their expert's W plus B A, if any: `[M, out]`."""
     y = grouped_dot(x, weight.astype(x.dtype), sizes)
     if not lora:
         return y

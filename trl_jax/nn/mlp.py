@@ -46,9 +46,9 @@ class MLP(nnx.Module):
     """`down(activation(up(x)))`, or gated: `down(activation(gate(x)) * up(x))` (Shazeer 2020, arXiv:2002.05202)."""
 
     def __init__(self, features: int, hidden: int, *, activation: str, gated: bool = True, bias: bool = False):
-        self.gate = Linear(features, hidden, bias=bias) if gated else None
-        self.up = Linear(features, hidden, bias=bias)
-        self.down = Linear(hidden, features, bias=bias)
+        self.gate = Linear(features, hidden, bias=bias, axes=("mlp", "embed")) if gated else None
+        self.up = Linear(features, hidden, bias=bias, axes=("mlp", "embed"))
+        self.down = Linear(hidden, features, bias=bias, axes=("embed", "mlp"))
         self.activation = ACTIVATIONS[activation]
 
     def __call__(self, x: jax.Array, *, dropout: Dropout | None = None) -> jax.Array:

@@ -25,15 +25,15 @@ class MoE(nnx.Module):
     down_lora: ExpertsLora | None
 
     def __init__(self, features: int, experts, *, activation: str):
-        self.router = Linear(features, experts.count)
-        inner = (experts.count, experts.size, features)
-        self.gate = nnx.Param(jnp.zeros(inner, jnp.float32))
-        self.up = nnx.Param(jnp.zeros(inner, jnp.float32))
-        self.down = nnx.Param(jnp.zeros((experts.count, features, experts.size), jnp.float32))
+        self.router = Linear(features, experts.count, axes=("", "embed"))
+        inner, outer = (experts.count, experts.size, features), (experts.count, features, experts.size)
+        self.gate = nnx.Param(jnp.zeros(inner, jnp.float32), axes=("experts", "mlp", "embed"))
+        self.up = nnx.Param(jnp.zeros(inner, jnp.float32), axes=("experts", "mlp", "embed"))
+        self.down = nnx.Param(jnp.zeros(outer, jnp.float32), axes=("experts", "embed", "mlp"))
         self.gate_lora, self.up_lora, self.down_lora = nnx.data(None), nnx.data(None), nnx.data(None)
         shared = experts.shared_size
         self.shared = None if shared is None else MLP(features, shared, activation=activation)
-        self.shared_gate = None if shared is None else Linear(features, 1)
+        self.shared_gate = None if shared is None else Linear(features, 1, axes=("", "embed"))
         self.experts, self.activation = experts, ACTIVATIONS[activation]
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -49,12 +49,12 @@ class MoE(nnx.Module):
         if devices == 1 or count % devices:
             return self._mixed(x, *self._route(x), None, *experts)
 
-        def own(*given):
-            return jax.lax.psum(self._mixed(*given), TENSOR)
+        def of_device(*arguments):
+            return jax.lax.psum(self._mixed(*arguments), TENSOR)
 
         divided, first = PartitionSpec(TENSOR), jnp.arange(0, count, count // devices)
         places = (*[PartitionSpec()] * 3, *[divided] * 4)
-        run = jax.shard_map(own, in_specs=places, out_specs=PartitionSpec(), axis_names={TENSOR}, check_vma=False)
+        run = jax.shard_map(of_device, in_specs=places, out_specs=PartitionSpec(), axis_names={TENSOR}, check_vma=False)
         return run(x, *self._route(x), first, *experts)
 
     def _matrices(self) -> list[tuple[jax.Array, ...]]:
@@ -63,7 +63,7 @@ class MoE(nnx.Module):
         return [(weight[...], *(() if lora is None else (lora.a[...], lora.b[...]))) for weight, lora in both]
 
     def _mixed(self, x, weights, chosen, first, gate, up, down) -> jax.Array:
-        """What experts from `first[0]` on give the tokens that chose them; None: they are all."""
+        """The sum of what a token's experts give, of those from `first[0]` on alone; None: all are here."""
         expert, count = chosen.reshape(-1), self.experts.count
         if first is not None:
             expert = (expert - first[0]) % count  # these come first, tokens of others behind

@@ -11,7 +11,7 @@ from flax import nnx
 
 @dataclass(frozen=True)
 class NormKind:
-    """What tells one norm from another.
+    """The facts of a norm.
 
     `centred`: the mean is taken off first. `weighted`, `biased`: it has these parameters. `one_plus`: it scales by
     1 + weight. `scales_rounded`: the normed value is rounded to the dtype of the input before it is scaled.
@@ -41,8 +41,9 @@ class Norm(nnx.Module):
 
     def __init__(self, *shape: int, kind: str, eps: float):
         self.kind, self.eps = NORMS[kind], eps
-        self.weight = nnx.Param(jnp.ones(shape, jnp.float32)) if self.kind.weighted else None
-        self.bias = nnx.Param(jnp.zeros(shape, jnp.float32)) if self.kind.biased else None
+        axes = ("norm",) * len(shape)
+        self.weight = nnx.Param(jnp.ones(shape, jnp.float32), axes=axes) if self.kind.weighted else None
+        self.bias = nnx.Param(jnp.zeros(shape, jnp.float32), axes=axes) if self.kind.biased else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = x.astype(jnp.float32)

@@ -1,7 +1,7 @@
 """Weights of few bits that stand in for a matrix: unpacked where it is used, a layer at a time.
 
 The formats are bitsandbytes': blocks of 64 numbers share a scale, and of those 256 one of their own (Dettmers et al.
-2023, arXiv:2305.14314); in eight bits, a row has one (arXiv:2208.07339). Floats of sixteen bits are held as whole
+2023, arXiv:2305.14314); in eight bits, a row has one (arXiv:2208.07339). Floats of sixteen bits are stored as whole
 numbers: for a CPU, XLA would make 32 bits of a whole stack of layers, ahead of the loop that walks it.
 """
 
@@ -17,7 +17,7 @@ from flax import nnx
 HALVES = ("bfloat16", "float16")
 BLOCK, SCALES = 64, 256  # numbers that share a scale, and scales that do
 
-# What four bits mean: quantiles of a normal distribution, or floats of two exponent bits.
+# The meanings of four bits: quantiles of a normal distribution, or floats of two exponent bits.
 _NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -28,11 +28,11 @@ TABLES = {"nf4": np.asarray(_NF4, np.float32), "fp4": np.asarray([*_FP4, *(-x fo
 
 
 def _dynamic() -> np.ndarray:
-    """What the eight bits of a scale mean: seven decades, each with twice as many steps as the one below
+    """The meanings of the eight bits of a scale: seven decades, each with twice as many steps as the one below
     (arXiv:1511.04561)."""
     steps = [np.linspace(0.1, 1, 2**decade + 1, dtype=np.float32) for decade in range(7)]
-    found = [10.0 ** (decade - 6) * (s[:-1] + s[1:]) / 2 for decade, s in enumerate(steps)]
-    positive = np.concatenate(found).astype(np.float32)
+    middles = [10.0 ** (decade - 6) * (s[:-1] + s[1:]) / 2 for decade, s in enumerate(steps)]
+    positive = np.concatenate(middles).astype(np.float32)
     return np.sort(np.concatenate([positive, -positive, np.asarray([0.0, 1.0], np.float32)]))
 
 
@@ -41,8 +41,8 @@ DYNAMIC = _dynamic()
 
 @dataclass(frozen=True)
 class Format:
-    """How a matrix (out, in) is held: kind "nf4", "fp4", "int8" or one of HALVES; `nested`: the scales of four bits are
-    quantised."""
+    """The encoding of a matrix (out, in): kind "nf4", "fp4", "int8" or one of HALVES; `nested`: the scales of four bits
+    are quantised."""
 
     kind: str
     shape: tuple[int, int]
@@ -57,21 +57,30 @@ class Format:
             return {"codes": ((rows, columns), np.dtype("int8")), "scales": ((rows,), np.dtype("float32"))}
         count = rows * columns
         blocks = -(-count // BLOCK)
-        found = {"codes": ((-(-count // 2),), np.dtype("uint8"))}
-        found["scales"] = ((blocks,), np.dtype("uint8" if self.nested else "float32"))
+        leaves = {"codes": ((-(-count // 2),), np.dtype("uint8"))}
+        leaves["scales"] = ((blocks,), np.dtype("uint8" if self.nested else "float32"))
         if self.nested:
-            found["scale_scales"] = ((-(-blocks // SCALES),), np.dtype("float32"))
-            found["offset"] = ((), np.dtype("float32"))
-        return found
+            leaves["scale_scales"] = ((-(-blocks // SCALES),), np.dtype("float32"))
+            leaves["offset"] = ((), np.dtype("float32"))
+        return leaves
 
 
 class Quantized(nnx.Module):
     """Stands where a matrix's `nnx.Param` would: `weight[...]` is the float32 matrix."""
 
-    def __init__(self, form: Format, lead: tuple[int, ...] = ()):
-        leaves = {name: nnx.Param(jnp.zeros((*lead, *shape), dtype)) for name, (shape, dtype) in form.leaves().items()}
-        self.codes, self.scales = leaves["codes"], leaves.get("scales")
-        self.scale_scales, self.offset = leaves.get("scale_scales"), leaves.get("offset")
+    def __init__(self, form: Format, lead: tuple[int, ...] = (), axes: tuple[str, ...] = ("", "")):
+        """`lead` are the sizes of axes before the matrix's, `axes` the logical ones of both."""
+
+        def param(name: str) -> nnx.Param | None:
+            if name not in form.leaves():
+                return None
+            shape, dtype = form.leaves()[name]
+            whole = name == "codes" and len(shape) == 2
+            inner = axes[len(lead) :] if whole else ("flat" if name in ("codes", "scales") else "",) * len(shape)
+            return nnx.Param(jnp.zeros((*lead, *shape), dtype), axes=(*axes[: len(lead)], *inner))
+
+        self.codes, self.scales = param("codes"), param("scales")
+        self.scale_scales, self.offset = param("scale_scales"), param("offset")
         self.form = form
 
     def __getitem__(self, key: object) -> jax.Array:

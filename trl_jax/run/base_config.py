@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from transformers.utils.generic import strtobool
 
-from trl_jax.core.arguments.base import BASE
+from trl_jax.core.arguments.base import BASE, COMMON
 from trl_jax.core.arguments.table import Handling, defaults_of, judge
 from trl_jax.core.arguments.values import as_pad_multiple
 from trl_jax.core.secrets import as_token, learn, masked, scrubbed
@@ -24,8 +24,9 @@ from trl_jax.run.old_names import OldNames
 class BaseConfig(JaxArguments, metaclass=OldNames):
     """Arguments that every trainer shares, with TRL's defaults.
 
-    `argument_table` says of each field how it is handled; a subclass with fields of its own extends it. Besides the
-    fields of TrainingArguments:
+    `argument_table` says of each field how it is handled; a trainer's own config extends it. The fields of most
+    trainers, such as max_length, are those of a subclass that declares them, and their values are checked there, too.
+    Besides the fields of TrainingArguments:
 
         model_init_kwargs: how to load a model given by name (dict, or JSON in a string).
         trust_remote_code: lets a tokenizer's repository run its own code; a model's own code is never run.
@@ -180,7 +181,9 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
             ValueError: the table refuses a value; there is a line for each.
         """
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        refusals, notes = judge(self.argument_table, values, defaults_of(fields(self._released_kind())))
+        table = {name: line for name, line in COMMON.items() if name in values} | self.argument_table
+        defaults = defaults_of(fields(self)) | defaults_of(fields(self._released_kind()))
+        refusals, notes = judge(table, values, defaults)
         if strtobool(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false")):
             refusals.append(
                 "ACCELERATE_USE_DEEPSPEED is set in the environment, but there is no DeepSpeed here: start"
@@ -235,6 +238,7 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
 
         join(self.coordinator_address, self.num_processes, self.process_id)
         return jax.devices("cpu") if self.use_cpu else jax.devices()
+
 
 def _unshared(value: Any) -> Any:
     return {key: _unshared(entry) for key, entry in value.items()} if isinstance(value, dict) else value

@@ -15,10 +15,10 @@ from transformers.trainer_callback import TrainerCallback
 
 from trl_jax.data.fingerprint import fingerprint
 from trl_jax.engine import host_memory
-from trl_jax.engine.async_saver import AsyncSaver, copied
+from trl_jax.engine.async_saver import AsyncSaver, host_copy
 from trl_jax.engine.checkpoint import await_checkpoint, save_checkpoint
 from trl_jax.engine.processes import barrier, is_first, several
-from trl_jax.engine.progress import Progress, told, write_progress
+from trl_jax.engine.progress import Progress, progress_json, write_progress
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.run.model_files import write_model
 from trl_jax.run.optimizer_choice import LearningRate
@@ -78,7 +78,7 @@ class Checkpointer:
             return False
         if any(type(c).on_save is not TrainerCallback.on_save for c in run.events.handler.callbacks):
             return False
-        spare = host_memory.spare()
+        spare = host_memory.available()
         return spare is None or self._held_bytes() < spare / 2
 
     def _writer(self, progress: Progress, *, aside: bool) -> Callable[[Path], None]:
@@ -87,15 +87,15 @@ class Checkpointer:
         trees = {"params": run.model.params}
         if not run.args.save_only_model:
             trees["optimizer"] = run.optimizer_state
-        trees = copied(trees) if aside else trees
+        trees = host_copy(trees) if aside else trees
         fills = run.shards > 1 if run.fills is None else run.fills
         facts = {"tokens_seen": run.tokens_seen, "schedule": self.lr_scheduler.state_dict()}
         facts |= {"shards": run.shards, "step_examples": run.step_examples, "fills": fills}
-        text, steps = told(progress, facts), list(progress.unreported)
+        text, steps = progress_json(progress, facts), list(progress.unreported)
 
         def write(folder: Path) -> None:
             if aside:
-                self.write_model(folder, run.model.holding(trees["params"]))
+                self.write_model(folder, run.model.with_params(trees["params"]))
             else:
                 self._save_model(folder, _internal_call=True)
             if run.args.save_only_model:

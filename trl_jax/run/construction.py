@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import logging
 import os
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -65,6 +66,7 @@ def divide(run: RunState) -> None:
     check_division(run.sharding_plan, run.model, run.own_loss)
     model = run.model
     if run.sharding_plan is not None:
+        run.sharding_plan = replace(run.sharding_plan, axes=model.backend.axes)
         model.params, model.frozen = map(run.sharding_plan.placed, (model.params, model.frozen))
     if several():
         model.read, model.writes = Fetched, is_first()

@@ -14,7 +14,7 @@ from trl_jax.core.layer_gather import SEQUENCE, TENSOR
 from trl_jax.engine.sharding import ShardingPlan, make_mesh
 
 if TYPE_CHECKING:
-    from trl_jax.hub.backends import Backend
+    from trl_jax.hub.backend import Backend
     from trl_jax.hub.pretrained import PreTrainedModel
     from trl_jax.run.base_config import BaseConfig
 
@@ -89,7 +89,7 @@ def _check_sequence(size: int, model: PreTrainedModel, own: set[str]) -> None:
     if not model.backend.causal:
         raise ValueError(
             f"mesh: sequence {size} deals the tokens of a text over devices, which only native decoders can read; "
-            f"{model.name_or_path} is none ({model.backend.name} engine). {ways}"
+            f"{model.name_or_path} is none ({model.backend.name} backend). {ways}"
         )
     if own:
         raise ValueError(f"mesh: sequence {size} divides texts, and a script's own {own.pop()} gets them whole. {ways}")
@@ -102,7 +102,7 @@ def check_offloading(args: BaseConfig, backend: Backend) -> None:
         return
     if backend.heads is None:
         raise ValueError(
-            f"activation_offloading=True: this model runs on the {backend.name} engine, whose activations stay on the "
+            f"activation_offloading=True: this model runs on the {backend.name} backend, whose activations stay on the "
             "device. Leave it out."
         )
     if args.device.type == "cpu":

@@ -33,13 +33,8 @@ class Forward:
         run = self._run
         model = merge(run.model.graph, params, options.get("dropout_key"))
         if run.model.backend.window is not None:
-            options["most"] = run.args.max_length if bounded else None
-        if batch.packed is not None:
-            options["packed"] = batch.packed
-        elif model.needs_valid:
-            options["valid"] = jnp.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
-        else:
-            options["longest"] = jnp.max(batch.lengths)
+            options["max_tokens"] = run.args.max_length if bounded else None
+        options |= {"lengths": batch.lengths} if batch.packed is None else {"packed": batch.packed}
         return model(batch.tokens, batch.positions, batch.reads, dtype=jnp.dtype(dtype), **options)
 
     def loss(

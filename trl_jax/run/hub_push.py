@@ -31,8 +31,12 @@ class HubPublisher:
     repo_id: the repository's full name, None before it was opened.
     """
 
-    def __init__(self, run: RunState):
-        self._run, self.repo_id = run, None
+    def __init__(self, run: RunState, tags: list[str]):
+        """
+        Args:
+            tags: of the model's card, by which one finds what such a trainer trained.
+        """
+        self._run, self._tags, self.repo_id = run, tags, None
         self._publisher: Publisher | None = None
         self._unpushed: Path | None = None  # the newest checkpoint whose push failed
 
@@ -59,6 +63,10 @@ class HubPublisher:
             if not (args.push_to_hub and args.hub_strategy == HubStrategy.END):
                 raise
             logger.warning("%s It is asked again when there is something to push.", error)
+
+    def wait(self) -> None:
+        """Until no upload is under way."""
+        self._publisher.wait()
 
     @property
     def opened(self) -> bool:
@@ -89,7 +97,7 @@ class HubPublisher:
             model_name=model_name or self.repo_id or run.args.hub_model_id or folder.absolute().name,
             base_model=None if Path(began).exists() else began,
             datasets=_listed(dataset_name),
-            tags=_listed(tags),
+            tags=[*self._tags, *_listed(tags)],
             run=card_run(run),
             adapter=bool(run.model.frozen),
             **facts,

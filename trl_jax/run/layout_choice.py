@@ -16,7 +16,7 @@ from trl_jax.data.order import epoch_order
 from trl_jax.run.devices import PROGRAMS_AT_ONCE, compiles_ahead
 
 if TYPE_CHECKING:
-    from trl_jax.hub.backends import Backend
+    from trl_jax.hub.backend import Backend
     from trl_jax.run.base_config import BaseConfig
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from trl_jax.hub.auto import Checkpoint, find_checkpoint, with_adapter
 from trl_jax.hub.peft.lora_config import LoraConfig, read_lora_config
 from trl_jax.hub.peft.quantization import BitsAndBytesConfig, as_quantization
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.hub.torch.objects import ADAPTER_FOLDER, as_folder, is_adapted, is_torch_model, still_in
+from trl_jax.hub.torch.objects import ADAPTER_FOLDER, as_folder, frozen_names, is_adapted, is_torch_model
 from trl_jax.run.devices import run_device, sharding_plan_of
 from trl_jax.run.nan_report import check_weights
 
@@ -65,8 +65,8 @@ def taken(brought: Any, args: BaseConfig) -> PreTrainedModel:
             checkpoint = replace(checkpoint, adapter=adapter, lora=read_lora_config(adapter))
         model = _loaded(checkpoint, args)
     model.name_or_path = brought.config._name_or_path or type(brought).__name__
-    if still := still_in(brought):
-        _hold(model, still)
+    if frozen := frozen_names(brought):
+        _hold(model, frozen)
     return model
 
 
@@ -76,7 +76,7 @@ def _hold(model: PreTrainedModel, names: list[str]) -> None:
             f"model: {unknown[0]} has requires_grad=False, and no tensor on disk is called so. Pass the checkpoint's "
             "folder, and set the flag on trainer.model's parameters."
         )
-    model.hold(*names, still=True)
+    model.set_trainable(*names, trainable=False)
 
 
 def _loaded(
@@ -95,7 +95,7 @@ def _loaded(
         if several():
             model.read = Fetched
         model = check_weights(model)
-    logger.log(model.backend.log_level, "%s runs on the %s engine.", model.name_or_path, model.backend.name)
+    logger.log(model.backend.log_level, "%s runs on the %s backend.", model.name_or_path, model.backend.name)
     return model
 
 
@@ -118,7 +118,7 @@ def ready(
     if there:
         with jax.default_device(run_device(args)):
             model = with_adapter(checkpoint, adapter, args.seed)
-        logger.log(model.backend.log_level, "%s runs on the %s engine.", model.name_or_path, model.backend.name)
+        logger.log(model.backend.log_level, "%s runs on the %s backend.", model.name_or_path, model.backend.name)
     else:
         model = _loaded(checkpoint, args, adapter, quantization)
     _tell_adapter(model)

@@ -54,7 +54,7 @@ def check_weights(model: PreTrainedModel) -> PreTrainedModel:
         ValueError: naming the tensors as they are called on disk.
     """
     bad = [tensor for tensor, values in model.backend.on_disk(model.readable) if not np.isfinite(values).all()]
-    frozen = ((path, model.backend.numbers(path, array)) for path, array in model.frozen.items())
+    frozen = ((path, model.backend.floats(path, array)) for path, array in model.frozen.items())
     bad += [path for path, values in frozen if not jnp.isfinite(values).all()]
     if bad:
         raise ValueError(

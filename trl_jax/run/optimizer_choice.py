@@ -44,7 +44,7 @@ class OptimizerChoice:
         return make_optimizer(self.name, given, decayed=decayed, max_grad_norm=max_grad_norm)
 
     def rates(self, args: BaseConfig, max_steps: int) -> Callable[[int], float]:
-        """Finished steps -> the rate of the next; with `saw` where it follows a metric."""
+        """Finished steps -> the rate of the next; with `observe` where it follows a metric."""
         if self.schedule is not None:
             return lambda step: float(self.schedule(step))
         name, kwargs = plain(args.lr_scheduler_type), as_dict("lr_scheduler_kwargs", args.lr_scheduler_kwargs)
@@ -157,7 +157,7 @@ class LearningRate:
         name = f"eval_{str(wanted).removeprefix('eval_')}"
         if name not in metrics:
             raise KeyError(f"metric_for_best_model: {name!r} is none of {', '.join(metrics)}.")
-        self._rate.saw(metrics[name])
+        self._rate.observe(metrics[name])
 
     def state_dict(self) -> dict[str, Any]:
         """JSON; empty for a function of the step."""

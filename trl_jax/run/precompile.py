@@ -13,7 +13,7 @@ from datasets import IterableDataset
 
 from trl_jax.data.layout.buckets import EARLY
 from trl_jax.data.loader import ExampleLoader
-from trl_jax.engine.compilation import Programs, ahead
+from trl_jax.engine.compilation import Programs, compile_ahead
 from trl_jax.engine.progress import Progress
 from trl_jax.run.devices import PROGRAMS_AT_ONCE, compiles_ahead
 from trl_jax.run.rng import run_key
@@ -37,10 +37,10 @@ def compiling_ahead(
 
     def make(batch: Any) -> None:
         with run.on_device():
-            step.made(params, state, batch, np.float32(0), key, frozen)
+            step.program_for(params, state, batch, np.float32(0), key, frozen)
 
     left = run.state.max_steps - run.state.global_step
-    return ahead(
+    return compile_ahead(
         make, (train_step.placed(batch).arrays for batch in islice(coming, min(EARLY, left))), PROGRAMS_AT_ONCE
     )
 

@@ -16,7 +16,7 @@ from trl_jax.core.secrets import masked
 from trl_jax.data.order import RunLength
 from trl_jax.engine.processes import is_first
 from trl_jax.engine.progress import Progress, SavedProgress
-from trl_jax.engine.resume import Found, changed_arguments, restore_callbacks
+from trl_jax.engine.resume import ResumePoint, changed_arguments, restore_callbacks
 from trl_jax.run import hf_resume
 from trl_jax.run.checkpointing import Checkpointer
 from trl_jax.run.data import loader
@@ -26,7 +26,7 @@ from trl_jax.run.state import RunState
 logger = logging.getLogger(__name__)
 
 
-def resume(run: RunState, checkpointer: Checkpointer, found: Found, length: RunLength, tx: Any) -> Progress:
+def resume(run: RunState, checkpointer: Checkpointer, found: ResumePoint, length: RunLength, tx: Any) -> Progress:
     """Make the run what it was when it wrote this checkpoint; returns its place.
 
     Raises:
@@ -70,7 +70,7 @@ def weights_of(run: RunState, folder: Path) -> dict[str, jax.Array]:
     return params if plan is None else plan.placed(params)
 
 
-def _of_transformers(run: RunState, found: Found, params: dict, tx: Any) -> tuple[dict, Any, Progress]:
+def _of_transformers(run: RunState, found: ResumePoint, params: dict, tx: Any) -> tuple[dict, Any, Progress]:
     state = hf_resume.optimizer_state(found.folder, tx.init(params), lambda folder: weights_of(run, folder))
     if run.sharding_plan is not None:
         state = run.sharding_plan.placed_state(state, params)
@@ -93,7 +93,7 @@ def _of_ours(
     return params, state, saved.progress
 
 
-def _restore_state(run: RunState, found: Found) -> None:
+def _restore_state(run: RunState, found: ResumePoint) -> None:
     state = run.events.state = found.state
     state.is_local_process_zero = state.is_world_process_zero = is_first()
     restore_callbacks(run.events, wholly=run.args.restore_callback_states_from_checkpoint)
@@ -128,7 +128,7 @@ def _check_step(run: RunState, saved: SavedProgress) -> None:
     )
 
 
-def _check_dataset(found: Found, now: str | None) -> None:
+def _check_dataset(found: ResumePoint, now: str | None) -> None:
     then = found.manifest["dataset"]
     if then != now:
         raise ValueError(

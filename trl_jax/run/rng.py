@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from trl_jax.nn.noise import Noise
 
 if TYPE_CHECKING:
-    from trl_jax.hub.backends import Backend
+    from trl_jax.hub.backend import Backend
     from trl_jax.run.base_config import BaseConfig
 
 _NOISE = 1000  # beside the places of dropout, which share the key
@@ -45,6 +45,6 @@ def check_noise(args: BaseConfig, backend: Backend) -> None:
     """Raises ValueError where noise is asked for and the embedding is out of reach."""
     if args.neftune_noise_alpha and not backend.takes_noise:
         raise ValueError(
-            f"neftune_noise_alpha={args.neftune_noise_alpha}: this model runs on the {backend.name} engine, whose "
+            f"neftune_noise_alpha={args.neftune_noise_alpha}: this model runs on the {backend.name} backend, whose "
             "embedding is part of a program that noise cannot be put into. Leave neftune_noise_alpha out."
         )

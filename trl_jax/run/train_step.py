@@ -15,7 +15,7 @@ from trl_jax.engine.remat import RematFallback, room_of
 from trl_jax.engine.sharding import distributed
 from trl_jax.engine.spmd import ShardedStep
 from trl_jax.engine.step import make_step
-from trl_jax.hub.freezing import held, only_moving
+from trl_jax.hub.freezing import stop_frozen_gradients, zero_frozen_updates
 from trl_jax.run.data import length_of
 from trl_jax.run.devices import describe, run_device
 from trl_jax.run.optimizer_choice import OptimizerChoice, check_optax
@@ -53,8 +53,10 @@ class TrainStep:
 
     def _without_frozen(self, loss: Callable) -> Callable:
         """The loss, without a gradient for numbers that a script has frozen."""
-        moves = self._run.model.moving
-        return loss if not moves else lambda params, *rest, **options: loss(held(params, moves), *rest, **options)
+        masks = self._run.model.trainable_masks
+        if not masks:
+            return loss
+        return lambda params, *rest, **options: loss(stop_frozen_gradients(params, masks), *rest, **options)
 
     def made(self, tx: Any) -> Any:
         """The step of `train()`, in the quickest version that fits and that the arguments allow."""
@@ -135,12 +137,12 @@ def optimizer_of(run: RunState, made: Any, choice: OptimizerChoice) -> Optimizer
     if not isinstance(made, Optimizer):
         check_optax(made)
         made = from_optax(made, peak=choice.peak, max_grad_norm=run.args.max_grad_norm)
-    moves = run.model.moving
-    if not moves:
+    masks = run.model.trainable_masks
+    if not masks:
         return made
 
     def update(*given, **options):
         updates, state = made.update(*given, **options)
-        return only_moving(updates, moves), state
+        return zero_frozen_updates(updates, masks), state
 
     return made._replace(update=update)

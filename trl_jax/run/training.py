@@ -16,7 +16,7 @@ from datasets import Dataset
 from transformers.trainer_utils import SaveStrategy, TrainOutput, speed_metrics
 
 from trl_jax.core.arguments.values import as_choice
-from trl_jax.engine.async_saver import copied
+from trl_jax.engine.async_saver import host_copy
 from trl_jax.engine.checkpoint import forget_all_but_best, sweep
 from trl_jax.engine.interrupts import Interrupts
 from trl_jax.engine.lock import only_run
@@ -24,7 +24,7 @@ from trl_jax.engine.loop import Loop
 from trl_jax.engine.nonfinite_guard import PATIENCE, NonFiniteGuard
 from trl_jax.engine.optimizers import Optimizer
 from trl_jax.engine.prefetch import Prefetched
-from trl_jax.engine.processes import barrier, is_first, told_of_the_dead
+from trl_jax.engine.processes import barrier, is_first, naming_lost_processes
 from trl_jax.engine.progress import Progress
 from trl_jax.engine.resume import find
 from trl_jax.hub.torch.objects import give_back
@@ -102,7 +102,7 @@ class Training:
     def _what_fits(self, once: Callable[[], TrainOutput]) -> TrainOutput:
         """Each try begins where the first one did: a step takes the arrays it is given."""
         run = self._run
-        first, tokens_seen = copied((run.model.params, run.optimizer_state)), run.tokens_seen
+        first, tokens_seen = host_copy((run.model.params, run.optimizer_state)), run.tokens_seen
 
         def again(size: int) -> None:
             run.found_batch_size, run.tokens_seen = size, tokens_seen
@@ -163,7 +163,7 @@ class Training:
         try:
             with (
                 checkpointer.saver.settled(),
-                told_of_the_dead(),
+                naming_lost_processes(),
                 told_of_memory(run),
                 compiling_ahead(run, train_step, step, steps, progress),
             ):

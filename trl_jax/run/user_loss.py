@@ -143,7 +143,7 @@ class UserLoss:
                 f"compute_loss returned {_described(loss)}: wanted a JAX scalar, as in "
                 "-jax.nn.log_sigmoid(model(**inputs).logits).mean()."
             )
-        return loss.astype(jnp.float32), self.sums(bound, len(inputs["input_ids"]))
+        return loss.astype(jnp.float32), self.sums(bound, inputs)
 
     def state(self) -> dict[str, np.ndarray]:
         """Where the run is, for a compiled loss that asks `self.state`."""
@@ -167,14 +167,16 @@ class UserLoss:
             ignored=frozenset(inputs),
         )
 
-    def sums(self, bound: BoundModel, rows: int) -> dict[str, jax.Array]:
-        """What the task's loss counts, where the calls read each of the batch's `rows` once; of nothing otherwise."""
-        task = self._run.task
+    def sums(self, bound: BoundModel, inputs: dict[str, Any]) -> dict[str, jax.Array]:
+        """What the task's loss counts, where the calls read each row of the batch once; of nothing otherwise."""
+        task, rows = self._run.task, len(inputs["input_ids"])
         outputs, texts = jnp.concatenate(bound.outputs) if bound.outputs else jnp.zeros(0), len(task.columns.texts)
         complete = len(outputs) == rows
         outputs, examples = (outputs, rows // texts) if complete else (jnp.zeros(texts), 1)
         weight = jnp.ones(examples) if complete else jnp.zeros(examples)
-        extras = {name: jnp.zeros(examples) for name in task.columns.numbers}
+        extras = {
+            name: inputs[name] if complete else jnp.zeros(examples) for name in task.columns.numbers if name in inputs
+        }
         return task.loss(outputs, Measured(weight, extras, examples))[1]
 
     def inputs(self, arrays: Batch) -> list[dict[str, np.ndarray]]:

@@ -99,6 +99,6 @@ class UserPrediction:
         with torch_explained():
             inputs = {name: jnp.asarray(value) for name, value in inputs.items()}
             loss, logits, labels = self._prediction_step(bound, inputs, self._run.args.prediction_loss_only, None)
-        sums = self._user_loss.sums(bound, len(inputs["input_ids"]))
+        sums = self._user_loss.sums(bound, inputs)
         on_host = jax.tree.map(np.asarray, (logits, labels))
         return sums | {"loss": jnp.asarray(loss, jnp.float32)}, on_host

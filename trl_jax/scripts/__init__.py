@@ -1,4 +1,4 @@
-"""Scripts that run as commands, and what they share."""
+"""Scripts that run as commands, and the parts they share."""
 
 from __future__ import annotations
 

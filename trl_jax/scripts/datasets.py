@@ -1,4 +1,4 @@
-"""Preference pairs by name: a Hub id, a local folder, or one file."""
+"""Loads preference pairs by name: a Hub id, a local folder, or one file."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-# What Dataset.save_to_disk and DatasetDict.save_to_disk leave in their folder.
+# Files of Dataset.save_to_disk and DatasetDict.save_to_disk.
 SAVED = ("state.json", "dataset_dict.json")
 
 
 def load_preferences(
     name: str, config: str | None = None, streaming: bool = False
 ) -> Mapping[str, Dataset | IterableDataset]:
-    """split -> rows. A single file, or a single saved dataset, is the split "train".
+    """Load split -> rows. A single file, or a single saved dataset, is the split "train".
 
-    Raises FileNotFoundError where a path leads nowhere or to an empty folder, ValueError on a file type or a
-    configuration that cannot be read.
+    Raises:
+        FileNotFoundError: a path leads nowhere or to an empty folder.
+        ValueError: a file type or a configuration that cannot be read.
     """
     path = Path(name).expanduser()
     if path.is_file():
@@ -69,7 +70,7 @@ def _no_config(path: Path, config: str | None) -> None:
 
 
 def _suffix(path: Path) -> str:
-    """The suffix that tells the type: .jsonl for pairs.jsonl and for pairs.jsonl.gz."""
+    """The suffix of the file's type: .jsonl for pairs.jsonl and for pairs.jsonl.gz."""
     return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
 
 

@@ -1,4 +1,4 @@
-"""Versions and devices, for reports of errors: what `trl-jax env` runs."""
+"""The command `trl-jax env`: prints versions and devices for reports of errors."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import argparse
 import platform
 from importlib import metadata
 
-NEEDED = "jax jaxlib flax optax transformers datasets huggingface_hub safetensors numpy".split()
-BROUGHT = {
+REQUIRED = "jax jaxlib flax optax transformers datasets huggingface_hub safetensors numpy".split()
+OPTIONAL = {
     "torch": "take torch models and pickled checkpoints",
     "peft": "take peft's objects",
     "gguf": "start from llama.cpp's files",
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def facts() -> dict[str, str]:
-    """Each line's name and text."""
+    """Name -> text of each line."""
     import jax
 
     devices = jax.devices()
@@ -44,8 +44,8 @@ def facts() -> dict[str, str]:
         "trl_jax": _version("trl_jax") or "run from its source, not installed",
         "devices": f"{len(devices)} x {devices[0].device_kind} ({jax.default_backend()})",
     }
-    shown |= {name: _version(name) or "not installed" for name in NEEDED}
-    return shown | {name: _version(name) or f"not installed; it would {what}" for name, what in BROUGHT.items()}
+    shown |= {name: _version(name) or "not installed" for name in REQUIRED}
+    return shown | {name: _version(name) or f"not installed; it would {what}" for name, what in OPTIONAL.items()}
 
 
 def _version(name: str) -> str | None:

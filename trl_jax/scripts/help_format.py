@@ -1,4 +1,4 @@
-"""Help for parsers with a hundred flags: each flag once, with a short word for its value, at any width."""
+"""Formats the help of parsers with a hundred flags: each flag once, with a short word for its value, at any width."""
 
 from __future__ import annotations
 

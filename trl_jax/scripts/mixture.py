@@ -1,4 +1,4 @@
-"""Several datasets as one."""
+"""Joins several datasets to one."""
 
 import logging
 from dataclasses import dataclass, field
@@ -47,12 +47,12 @@ class DatasetMixtureConfig:
 
 
 def get_dataset(mixture_config: DatasetMixtureConfig) -> "DatasetDict":
-    """The datasets one after another as the split "train", with "test" split off where `test_split_size` is set.
+    """Join the datasets to the split "train", and split "test" off where `test_split_size` is set.
 
-    With fractions, each gives its first rows only: so many that shares are as wanted and none is short of rows.
+    With fractions, only the first rows of each are taken: as many as give these shares without repeating a row.
 
     Raises:
-        ValueError: no datasets, fractions of some only, or of streams.
+        ValueError: no datasets, fractions of some only, or of streamed rows.
     """
     import datasets
 

@@ -1,4 +1,4 @@
-"""What a run would need of devices that are not there: what `trl-jax plan` runs."""
+"""The command `trl-jax plan`: reports what a run would need of devices that are not there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class PlanArguments:
-    """Where the run would be, and what to tell of it."""
+    """The devices to plan for, and what to report."""
 
     _argument_group_name = "plan"
 
@@ -31,7 +31,7 @@ class PlanArguments:
     )
 
 
-# Arguments of a run that change nothing of what is on a device in a step or an evaluation, or of how long either takes.
+# Arguments that change neither the memory nor the time of a step or an evaluation.
 NO_PART = frozenset(
     """
     output_dir logging_strategy logging_steps logging_first_step log_level log_level_replica disable_tqdm report_to
@@ -53,7 +53,7 @@ def main(
     model_args: ModelConfig,
     dataset_args: DatasetMixtureConfig,
 ) -> None:
-    """Print the plan, and write it where asked for. Trains nothing, fetches no weights."""
+    """Print the plan, and write it to a file where asked for. Trains nothing, fetches no weights."""
     from trl_jax.dryrun.compiler import prepare
     from trl_jax.dryrun.plan import plan
     from trl_jax.dryrun.suggestions import pulled
@@ -65,7 +65,7 @@ def main(
     if idle:
         names = ", ".join(f"--{name}" for name in idle)
         warnings.warn(f"A plan is of a step and of a pass of evaluation; no part in it have {names}.", stacklevel=2)
-    run = _given(script_args, training_args, model_args, dataset_args)
+    run = _run_of(script_args, training_args, model_args, dataset_args)
 
     def planned(args: RewardConfig, compiles: bool = True) -> Any:
         return plan(run, args, place, compiles=compiles)
@@ -83,19 +83,19 @@ def main(
 
 
 def without_part(args: RewardConfig) -> list[str]:
-    """Which of `NO_PART` are not as they would be by themselves."""
+    """The arguments of `NO_PART` that differ from their defaults."""
     alone = type(args)(args.output_dir, eval_strategy=args.eval_strategy, use_cpu=args.use_cpu)
     usual = vars(alone) | {"output_dir": type(args)().output_dir, "use_cpu": False}
     return sorted(name for name in NO_PART if vars(args)[name] != usual[name])
 
 
-def _given(
+def _run_of(
     script_args: ScriptArguments,
     training_args: RewardConfig,
     model_args: ModelConfig,
     dataset_args: DatasetMixtureConfig,
 ) -> Run:
-    """The checkpoint, the adapter on it, and the rows; none where no dataset is named."""
+    """The run to plan: checkpoint, adapter, and the rows if a dataset is named."""
     from trl_jax.data.rows.tokenizer import load_tokenizer
     from trl_jax.dryrun.abstract_run import Rows, evaluates
     from trl_jax.dryrun.plan import Run
@@ -109,8 +109,8 @@ def _given(
     args = copy.copy(training_args)
     args.model_init_kwargs = model_init_kwargs(training_args, model_args)
     checkpoint = find(model_args.model_name_or_path, args)
-    held = quantization_of(get_quantization_config(model_args), args)
-    run = Run(checkpoint, adapter=get_peft_config(model_args), quantization=held)
+    quantization = quantization_of(get_quantization_config(model_args), args)
+    run = Run(checkpoint, adapter=get_peft_config(model_args), quantization=quantization)
     if not anything:
         return run
     code = training_args.trust_remote_code

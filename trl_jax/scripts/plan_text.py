@@ -1,4 +1,4 @@
-"""A plan as text."""
+"""Writes a plan as text."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ def _head(plan: Plan) -> str:
 
 
 def _memory(plan: Plan) -> str:
-    told, memory = plan.compiled, plan.memory
+    compiled, memory = plan.compiled, plan.memory
     mine = {name: _size(value) for name, value in memory._asdict().items()}
     rows = [
         ("bytes a device", "arithmetic", "compiler"),
         *((f"  {name}", mine[name], "") for name in ("parameters", "moments", "batch")),
-        ("what the step is given", _size(memory.arguments), _size(told and told.arguments)),
+        ("what the step is given", _size(memory.arguments), _size(compiled and compiled.arguments)),
         *((f"  {name}", mine[name], "") for name in ("gradients", "copies", "gathered", "kept", "working", "outside")),
-        ("what it needs besides", _size(memory.temporary), _size(told and told.temporary)),
-        ("peak", _size(memory.peak), _size(told and told.peak)),
+        ("what it needs besides", _size(memory.temporary), _size(compiled and compiled.temporary)),
+        ("peak", _size(memory.peak), _size(compiled and compiled.peak)),
     ]
     return "\n".join(f"{name:<26}{one:>12}{other:>12}".rstrip() for name, one, other in rows)
 
 
 def _collectives(plan: Plan) -> str:
-    """A line each; nothing where the compiler told nothing, as where a step does not fit."""
+    """A line for each collective; nothing where the compiler gave no cost, as where a step does not fit."""
     if plan.compiled is None or plan.compiled.cost is None or plan.topology.devices == 1:
         return ""
     found = plan.compiled.cost.collectives
@@ -83,22 +83,22 @@ def _evaluation(plan: Plan) -> str:
     if plan.evaluation is None:
         return ""
     one, part = plan.evaluation.one, plan.parts[-1]
-    told = "" if part.compiled is None else f", {_size(part.peak)} by the compiler"
+    measured = "" if part.compiled is None else f", {_size(part.peak)} by the compiler"
     return (
         f"Evaluation: a pass of {one.rows} x {one.length:,} tokens a device, beside the optimizer's state: peak "
-        f"{_size(part.reckoned)} by arithmetic{told}."
+        f"{_size(part.reckoned)} by arithmetic{measured}."
     )
 
 
 def verdict(plan: Plan) -> str:
-    chip, told = plan.topology.chip, plan.largest.compiled
+    chip, compiled = plan.topology.chip, plan.largest.compiled
     if plan.fits is None:
         return "Whether it fits: pretended devices have no memory of their own to compare with."
     word = "It fits" if plan.fits else "It does not fit"
     word += " in evaluation" if not plan.fits and plan.largest.name == "evaluation" else ""
-    if told is None:
+    if compiled is None:
         return f"{word} by arithmetic alone, {_size(plan.peak)} of {_size(chip.memory)}: {plan.why}."
-    room = f"{_size(chip.memory)}" if told.room is None else f"the {_size(told.room)} that the compiler may use"
+    room = f"{_size(chip.memory)}" if compiled.room is None else f"the {_size(compiled.room)} that the compiler may use"
     return f"{word}: {_size(plan.peak)} of {room}."
 
 

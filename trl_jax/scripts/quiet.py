@@ -1,4 +1,4 @@
-"""Logging and warnings in one line each, for scripts."""
+"""Sets up a script's log and warnings to one line each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import warnings
 
 
 def init_zero_verbose() -> None:
-    """Show errors only, each in a line, by rich where it is installed; warnings go the way of the log."""
+    """Show errors only, each in a line, with rich where it is installed; warnings go to the log.
+
+    This holds for the whole process: a script calls it, and nothing in trl_jax does.
+    """
     if importlib.util.find_spec("rich") is not None:
         from rich.logging import RichHandler
 

@@ -1,4 +1,4 @@
-"""Train a reward model on preference pairs: what `trl-jax reward` runs."""
+"""The command `trl-jax reward`: trains a reward model on preference pairs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,11 @@ def datasets_of(script_args: ScriptArguments, mixture: DatasetMixtureConfig | No
 def check_flags(
     script_args: ScriptArguments, training_args: RewardConfig, model_args: ModelConfig, *, mixes: bool = False
 ) -> None:
-    """Raises ValueError on flags that are missing or do not go together, before anything is loaded."""
+    """Check for flags that are missing or do not go together, before anything is loaded.
+
+    Raises:
+        ValueError: naming the flag.
+    """
     if (model_args.load_in_4bit or model_args.load_in_8bit) and not model_args.use_peft:
         raise ValueError("--load_in_4bit and --load_in_8bit want --use_peft: quantised weights do not train.")
     if model_args.model_name_or_path is None:
@@ -85,14 +89,14 @@ def check_flags(
 
 
 def model_init_kwargs(training_args: RewardConfig, model_args: ModelConfig) -> dict[str, Any]:
-    """The model's flags, under what --model_init_kwargs says; flags left at None say nothing."""
+    """The model's flags that are set, and --model_init_kwargs, which beats them."""
     flags = {
         "revision": model_args.model_revision,
         "dtype": model_args.dtype,
         "attn_implementation": model_args.attn_implementation,
     }
-    given = {key: value for key, value in flags.items() if value is not None}
-    return given | (training_args.model_init_kwargs or {})
+    passed = {key: value for key, value in flags.items() if value is not None}
+    return passed | (training_args.model_init_kwargs or {})
 
 
 def split_of(splits: Mapping[str, Any], script_args: ScriptArguments, flag: str) -> Any:

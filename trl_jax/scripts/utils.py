@@ -1,4 +1,4 @@
-"""What every training script shares: the arguments that name the data, and the parser of flags and YAML."""
+"""The parts that training scripts share: the arguments that name the data, and the parser of flags and YAML."""
 
 import argparse
 import copy
@@ -29,7 +29,7 @@ __all__ = [
 
 @dataclass
 class ScriptArguments:
-    """Which data a script trains on: TRL's fields, defaults and order."""
+    """The data of a script: TRL's fields, defaults and order."""
 
     _argument_group_name = "data"
 
@@ -49,7 +49,7 @@ class ScriptArguments:
 
 
 class TrlParser(HfArgumentParser):
-    """Flags and a YAML file to dataclasses: `TrlParser((A, B)).parse_args_and_config()` gives (a, b).
+    """Parses flags and a YAML file to dataclasses: `TrlParser((A, B)).parse_args_and_config()` gives (a, b).
 
     --config FILE.yaml holds flags as keys; the command line wins over it, and its `env` block sets
     environment variables first. None and null mean None wherever None is allowed and text is not.
@@ -85,9 +85,10 @@ class TrlParser(HfArgumentParser):
         fail_with_unknown_args: bool = True,
         separate_remaining_strings: bool = False,
     ) -> tuple[Any, ...]:
-        """Dataclass instances, and where asked for the strings nobody read (the YAML's, then the flags').
+        """Parse to dataclass instances, and where asked for the strings that are left (the YAML's, then the flags').
 
-        Raises ValueError on an unknown flag, and on an unknown key unless fail_with_unknown_args is False.
+        Raises:
+            ValueError: an unknown flag, or an unknown key unless fail_with_unknown_args is False.
         """
         flags, path = _take_config(list(sys.argv[1:] if args is None else args))
         learn_flags(flags)
@@ -150,7 +151,7 @@ def _take_config(args: list[str]) -> tuple[list[str], str | None]:
 
 
 def _read_config(path: str) -> dict[str, Any]:
-    """The keys of a YAML file. Sets the environment from its `env` block."""
+    """Read the keys of a YAML file, and set the environment from its `env` block."""
     import yaml
 
     if not Path(path).is_file():

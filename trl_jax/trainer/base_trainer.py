@@ -60,7 +60,8 @@ class Parts(NamedTuple):
 
 
 class BaseTrainer(Surface):
-    """Trains a model as a task explains it; a subclass says which task, and what its configuration is.
+    """Trains a model as a task explains it; a subclass says which task (`make_task`) and which arguments
+    (`config_class`).
 
     A script's subclass may override `compute_loss`, `loss`, `evaluate`, `predict`, `prediction_step`, `log`,
     `save_model`, `create_optimizer` and the dataloaders. Methods of transformers' Trainer that have no counterpart here
@@ -74,6 +75,8 @@ class BaseTrainer(Surface):
 
     _name: ClassVar[str]  # as in the output directory that is used where none is given, "<model>-<name>"
     _tag_names: ClassVar[list[str]]  # of the model's card
+    config_class: ClassVar[type[BaseConfig]] = BaseConfig
+    _collator_class: ClassVar[type | None] = None  # whose pad_to_multiple_of is taken; others are refused
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -86,7 +89,7 @@ class BaseTrainer(Surface):
     def __init__(
         self,
         model: str | os.PathLike | PreTrainedModel,
-        args: BaseConfig,
+        args: BaseConfig | None = None,
         data_collator: Any = None,
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Any = None,
@@ -99,7 +102,17 @@ class BaseTrainer(Surface):
         quantization_config: Any = None,
         peft_config: Any = None,
     ):
-        """Arguments in TRL's order; a subclass documents them."""
+        """Arguments in TRL's order; `args` is a `config_class`, made with "<model>-<name>" as output_dir if None.
+
+        Raises:
+            TypeError, ValueError: an argument, row or checkpoint at fault, by name.
+        """
+        refuse(data_collator=None if type(data_collator) is self._collator_class else data_collator)
+        if args is None:
+            args = self.config_class(f"{model_loading.short_name(model)}-{self._name}")
+        if not isinstance(args, self.config_class):
+            wanted = self.config_class.__name__
+            raise TypeError(f"args is a {type(args).__module__}.{type(args).__qualname__}: wanted a {wanted}.")
         keep_compilations()  # before anything is compiled
         adapter = None if peft_config is None else as_lora_config(peft_config)
         model, brought = model_loading.told_apart(model)
@@ -109,7 +122,7 @@ class BaseTrainer(Surface):
         self._run = run = RunState(args, None, overridden=names_of_script(type(self)))
         run.task, self.data_collator = self.make_task(), data_collator
         run.pad_to_multiple_of = (args if data_collator is None else data_collator).pad_to_multiple_of
-        self._publisher = HubPublisher(run)
+        self._publisher = HubPublisher(run, self._tag_names)
         run_devices(args)  # several processes find each other before anything else
         if args.push_to_hub:  # first of all: a Hub that does not answer costs seconds, not a model's loading
             self.init_hf_repo()

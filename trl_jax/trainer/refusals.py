@@ -8,7 +8,7 @@ _OWN_LOSS = "The step is one compiled function: override compute_loss(self, mode
 _OWN_DATA = "Override get_train_dataloader or get_eval_dataloader, or order the rows and say train_sampling_strategy."
 _OWN_RATES = "Override create_optimizer, or pass optimizers=(an optax transformation, a schedule)."
 _OWN_CALLBACK = "Override evaluate, predict, save_model or log, or write a TrainerCallback."
-_NEVER_CALLED = {
+NEVER_CALLED = {
     name: instead
     for names, instead in (
         ("training_step autocast_smart_context_manager compute_loss_context_manager _wrap_model _clip_grad_norm "
@@ -35,10 +35,10 @@ def names_of_script(cls: type) -> frozenset[str]:
 
 def check_overridden(cls: type) -> None:
     """Raises TypeError for a subclass with a method that would never be called."""
-    if unheard := sorted(names_of_script(cls) & _NEVER_CALLED.keys()):
+    if unheard := sorted(names_of_script(cls) & NEVER_CALLED.keys()):
         raise TypeError(
             f"{cls.__name__} overrides {', '.join(unheard)}, which trl_jax never calls. "
-            + " ".join(dict.fromkeys(_NEVER_CALLED[name] for name in unheard))
+            + " ".join(dict.fromkeys(NEVER_CALLED[name] for name in unheard))
         )
 
 

@@ -14,14 +14,12 @@ from transformers.trainer_utils import EvalPrediction
 
 from trl_jax.engine.evaluation import Evaluated
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.run import model_loading
 from trl_jax.run.evaluation import MetricHooks
 from trl_jax.tasks.eval_report import report
 from trl_jax.tasks.reward import RewardTask
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.collator import DataCollatorForPreference
 from trl_jax.trainer.old_keywords import accepting_old_keywords
-from trl_jax.trainer.refusals import refuse
 from trl_jax.trainer.reward_config import RewardConfig, as_reward_config
 
 
@@ -55,6 +53,7 @@ class RewardTrainer(BaseTrainer):
     """
 
     _name, _tag_names = "Reward", ["reward-trainer"]
+    config_class, _collator_class = RewardConfig, DataCollatorForPreference
 
     @accepting_old_keywords
     def __init__(
@@ -73,11 +72,9 @@ class RewardTrainer(BaseTrainer):
         quantization_config: Any = None,
         peft_config: Any = None,
     ):
-        refuse(data_collator=None if type(data_collator) is DataCollatorForPreference else data_collator)
-        if args is None:
-            args = RewardConfig(f"{model_loading.short_name(model)}-{self._name}")
+        args = None if args is None else as_reward_config(args)
         super().__init__(
-            model, as_reward_config(args), data_collator, train_dataset, eval_dataset, processing_class,
+            model, args, data_collator, train_dataset, eval_dataset, processing_class,
             compute_metrics, callbacks, optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics,
             quantization_config, peft_config,
         )  # fmt: skip

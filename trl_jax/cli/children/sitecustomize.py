@@ -1,4 +1,4 @@
-"""What Python runs at its start in the processes that `python -m trl_jax` starts: `trl` means trl_jax there too."""
+"""Python runs this at the start of the processes that `python -m trl_jax` starts: `trl` means trl_jax there, too."""
 
 import importlib.machinery
 import importlib.util

@@ -1,4 +1,4 @@
-"""How each field of BaseConfig is handled; a trainer's own table extends this one."""
+"""How each field of BaseConfig is handled, and those that most trainers have; a trainer's own table extends these."""
 
 from __future__ import annotations
 
@@ -112,3 +112,12 @@ BASE: dict[str, Handling] = {
     **handled("num_processes", "native", rule=rules.whole(1, optional=True)),
     **handled("process_id", "native", rule=rules.whole(0, optional=True)),
 }  # fmt: skip
+
+# Of the arguments that BaseConfig has no field for, since each trainer of TRL's has them at other places.
+COMMON: dict[str, Handling] = {
+    **handled("chat_template_path disable_dropout eos_token pad_token", "native"),
+    **handled("dataset_num_proc", "native", rule=rules.whole(0, optional=True, most=rules.MOST_PROCESSES)),
+    **handled("max_length", "native", rule=rules.whole(1, optional=True)),
+    **handled("pad_to_multiple_of", "mapped", rule=rules.pad_multiple),
+    **handled("activation_offloading", "mapped", rule=rules.offloading),
+}

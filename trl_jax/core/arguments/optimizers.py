@@ -1,4 +1,4 @@
-"""What each name of `optim` means here, and what its `optim_args` may hold."""
+"""The optimizers that `optim` names, and the keys that `optim_args` takes for each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TAKES = {
     "ademamix": _ADEMAMIX,
     **dict.fromkeys(("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd"), _FREE),
 }
-# What a script would rather write than one of `optim_args`' keys.
+# Keys that belong elsewhere than in `optim_args`.
 INSTEAD = {
     "weight_decay": "weight_decay is an argument of its own",
     "beta1": "adam_beta1 is an argument of its own",
@@ -32,8 +32,12 @@ _HALF = "the first moment is bfloat16 and the second float32, 6 bytes a paramete
 
 @dataclass(frozen=True)
 class Optimizer:
-    """`kind`: the rule it follows; `fixed`: of its hyperparameters, those that the name decides; `note`: what is told
-    of a difference; `takes`: key of `optim_args` -> its type."""
+    """Attributes:
+        kind: the update rule.
+        note: of how it differs from TRL's, for a warning.
+        fixed: hyperparameters that the name decides.
+        takes: key of `optim_args` -> its type.
+    """
 
     kind: str
     note: str = ""
@@ -69,7 +73,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
     **_named("schedule_free_sgd", "schedule_free_sgd"),
 }  # fmt: skip
 
-# Known to transformers, each by way of a package of its own; and what comes closest.
+# Optimizers for which transformers needs packages -> the nearest that is here.
 NEAREST: dict[str, str] = {
     **dict.fromkeys("galore_adamw galore_adamw_layerwise apollo_adamw apollo_adamw_layerwise".split(), "adamw_torch"),
     **dict.fromkeys("galore_adamw_8bit galore_adamw_8bit_layerwise".split(), "adamw_8bit"),
@@ -79,12 +83,12 @@ NEAREST: dict[str, str] = {
 
 
 def parsed(name: str, text: str | None) -> dict[str, float | int | bool | str]:
-    """`optim_args`, as in "momentum=0.9,nesterov=true", for the optimiser `name`.
+    """Parse `optim_args`, as in "momentum=0.9,nesterov=true", for the optimizer `name`.
 
     Raises:
         ValueError: a key it does not take, or a value of the wrong kind.
     """
-    takes, given = OPTIMIZERS[name].takes, {}
+    takes, args = OPTIMIZERS[name].takes, {}
     for part in (text or "").replace(" ", "").split(","):
         if not part:
             continue
@@ -93,10 +97,10 @@ def parsed(name: str, text: str | None) -> dict[str, float | int | bool | str]:
             raise ValueError(_unknown(name, key, takes))
         if not equals:
             raise ValueError(f"optim_args={text!r}: {key} has no value, wanted {key}=VALUE.")
-        given[key] = _value(key, value, takes[key])
-    if given.get("nesterov") and (not given.get("momentum") or given.get("dampening")):
+        args[key] = _value(key, value, takes[key])
+    if args.get("nesterov") and (not args.get("momentum") or args.get("dampening")):
         raise ValueError(f"optim_args={text!r}: nesterov needs a momentum and no dampening.")
-    return given
+    return args
 
 
 def _unknown(name: str, key: str, takes: dict[str, type]) -> str:

@@ -1,6 +1,6 @@
-"""What arguments say of several devices, as sizes of the mesh's axes: data, fsdp, tensor, sequence.
+"""Reads the sizes of the mesh's axes (data, fsdp, tensor, sequence) from the arguments.
 
-Words are accelerate's and DeepSpeed's; `mesh_shape` is ours and beats them. A size of -1 takes what the others leave.
+They have accelerate's and DeepSpeed's names; `mesh_shape` is ours and beats them. A size of -1 takes the rest.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from trl_jax.core.arguments.rules import HERE, Rule, deepspeed_config, fsdp_word
 from trl_jax.core.arguments.values import as_dict_or_file, as_words, show
 
 AXES = ("data", "fsdp", "tensor", "sequence")
-LEFT = -1  # as many as there are, once per host in `hosts`
+LEFT = -1  # all devices that the other axes leave
 _HOSTS = "hosts"
 
-# FSDP's word -> sizes, and whether optimizer state and gradients are divided where parameters are whole.
+# FSDP's strategy -> sizes, and whether optimizer state and gradients are divided though parameters are not.
 _FSDP = {
     "full_shard": ({"fsdp": LEFT}, False),
     "shard_grad_op": ({"data": LEFT}, True),
@@ -40,17 +40,17 @@ _SIZES = {
 
 @dataclass(frozen=True)
 class Parallel:
-    """What was asked for.
+    """The mesh that the arguments ask for.
 
     Attributes:
-        said: the argument that says it, for errors.
-        sizes: by axis; LEFT where it takes what is left, "hosts" for the number of hosts.
-        moments: optimizer state and gradients are divided over `data` (ZeRO 1 and 2).
-        whole_below: arrays of fewer numbers stay whole; None leaves that to the mesh.
-        batch: pairs of a whole step, where a DeepSpeed file says it.
+        argument: the name of the one that asks for it, for errors.
+        sizes: by axis; LEFT for all that is left, "hosts" for the number of hosts.
+        moments: whether optimizer state and gradients are divided over `data` (ZeRO 1 and 2).
+        whole_below: arrays of fewer numbers are not divided; None leaves that to the mesh.
+        batch: examples of a whole step, where a DeepSpeed file has it.
     """
 
-    said: str
+    argument: str
     sizes: Mapping[str, int | str]
     moments: bool = False
     whole_below: int | None = None
@@ -58,7 +58,7 @@ class Parallel:
 
 
 def asked(values: Mapping[str, Any]) -> Parallel:
-    """What the arguments say together: mesh_shape, else parallelism_config, else fsdp, else deepspeed, else all data.
+    """Read the mesh from mesh_shape, else parallelism_config, else fsdp, else deepspeed, else divide the data over all.
 
     Raises:
         ValueError: a word, key or size at fault, by name.
@@ -67,12 +67,12 @@ def asked(values: Mapping[str, Any]) -> Parallel:
     base = base or Parallel("", {"data": LEFT})
     for found in (of_mesh_shape(values["mesh_shape"]), of_config(values["parallelism_config"])):
         if found is not None:
-            return Parallel(found.said, found.sizes, base.moments, base.whole_below, base.batch)
+            return Parallel(found.argument, found.sizes, base.moments, base.whole_below, base.batch)
     return base
 
 
 def of_mesh_shape(value: str | Mapping[str, int] | None) -> Parallel | None:
-    """ "data:2,fsdp:4": axis and size; one size may be -1."""
+    """Read axes and sizes such as "data:2,fsdp:4"; one size may be -1."""
     if not value:
         return None
     parts = value.items() if isinstance(value, Mapping) else [part.partition(":")[::2] for part in value.split(",")]
@@ -91,16 +91,16 @@ def of_mesh_shape(value: str | Mapping[str, int] | None) -> Parallel | None:
 
 
 def of_config(value: Any) -> Parallel | None:
-    """accelerate's ParallelismConfig, or a dict of its sizes; what it leaves goes to `data`."""
+    """Read accelerate's ParallelismConfig, or a dict of its sizes; `data` takes the rest."""
     if not value:
         return None
-    given = value if isinstance(value, Mapping) else vars(value)
-    unknown = [key for key in given if key.endswith("_size") and key not in _SIZES]
+    config = value if isinstance(value, Mapping) else vars(value)
+    unknown = [key for key in config if key.endswith("_size") and key not in _SIZES]
     if unknown:
         raise ValueError(f"parallelism_config holds {unknown[0]!r}: wanted {', '.join(_SIZES)}.")
     sizes: dict[str, int | str] = {"data": LEFT}
     for key, axis in _SIZES.items():
-        size = given.get(key) or 1
+        size = config.get(key) or 1
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"parallelism_config sets {key}={size!r}: wanted a whole number of at least 1.")
         if size > 1:
@@ -144,7 +144,7 @@ _SECTIONS = frozenset(
 
 
 def of_deepspeed(value: Any) -> Parallel | None:
-    """Stage 0 divides nothing, 1 and 2 what the optimizer keeps, 3 the model too."""
+    """Read a DeepSpeed config: stage 0 divides nothing, 1 and 2 the optimizer's state, 3 the model too."""
     if not value:
         return None
     config = as_dict_or_file("deepspeed", value)
@@ -161,7 +161,7 @@ def of_deepspeed(value: Any) -> Parallel | None:
 
 
 def _rule(read: Callable[[Any, Mapping[str, Any]], Any]) -> Rule:
-    """What is wrong with an argument, by the reader that raises it."""
+    """Make a rule of a reader that raises ValueError."""
 
     def judge(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
         try:
@@ -196,7 +196,7 @@ def settled(parallel: Parallel, devices: int, hosts: int = 1) -> dict[str, int]:
     """The size of each axis on this many devices.
 
     Raises:
-        ValueError: they do not come out even.
+        ValueError: the sizes do not divide the devices.
     """
     sizes = {axis: hosts if size == _HOSTS else size for axis, size in parallel.sizes.items()}
     named = prod(size for size in sizes.values() if size != LEFT)
@@ -204,7 +204,7 @@ def settled(parallel: Parallel, devices: int, hosts: int = 1) -> dict[str, int]:
     if devices % named or (not left and named != devices and (named > devices or hosts > 1)):
         asked_for = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size != LEFT)
         raise ValueError(
-            f"{parallel.said} asks for {asked_for} = {named} devices, and there are {devices}. Make the product "
+            f"{parallel.argument} asks for {asked_for} = {named} devices, and there are {devices}. Make the product "
             f"{devices}, or say 'data:-1' in mesh_shape for what is left."
         )
     return {axis: devices // named if size == LEFT else size for axis, size in sizes.items()}

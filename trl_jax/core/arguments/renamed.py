@@ -1,4 +1,4 @@
-"""Names that scripts still use: what they mean today, or what to write instead."""
+"""Old names of arguments that scripts still use, and their translation."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TENSORBOARD = "TENSORBOARD_LOGGING_DIR"
 
 
 def way_out(name: str, known: Iterable[str]) -> str:
-    """What to write instead of the unknown name, as a sentence."""
+    """A sentence on what to write instead of the unknown name."""
     if name in RENAMED:
         return RENAMED[name]
     close = difflib.get_close_matches(name, list(known), n=1)
@@ -49,10 +49,14 @@ def way_out(name: str, known: Iterable[str]) -> str:
 
 
 def translated(given: Mapping[str, Any], known: Iterable[str]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """Keyword arguments with old names as they are called today.
+    """Translate old names of keyword arguments.
+
+    Args:
+        given: name -> value, as the script passed them.
+        known: today's names.
 
     Returns:
-        The arguments, environment variables to set, and what to tell, a line a name.
+        The arguments by today's names, environment variables to set, and a warning for each old name.
 
     Raises:
         TypeError: a name both old and new, or save_safetensors=False.
@@ -72,7 +76,7 @@ def translated(given: Mapping[str, Any], known: Iterable[str]) -> tuple[dict[str
 
 
 def _modern(name: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What an old argument is today; None where it says nothing."""
+    """The argument by today's name; None where it has no effect."""
     if name == "save_safetensors" and value is False:
         raise TypeError("save_safetensors=False: pickled weights are not written. Leave it out.")
     if name == "warmup_ratio" and given.get("warmup_steps"):

@@ -58,11 +58,11 @@ def read_pair(row: dict[str, Any], where: str, tokenizer: Any) -> Pair:
         options = _template_options(row, where)
         _check_template(tokenizer, options, where)
     else:
-        chosen, rejected = (_with_eos(text, tokenizer, where) for text in (chosen, rejected))
+        chosen, rejected = (with_eos(text, tokenizer, where) for text in (chosen, rejected))
     if "prompt" in row:
         chosen, rejected = row["prompt"] + chosen, row["prompt"] + rejected
     for column in columns:
-        _check_unicode(row[column], column, where)
+        check_unicode(row[column], column, where)
     return Pair(chosen, rejected, options, where)
 
 
@@ -100,7 +100,8 @@ def _render_side(messages: list[dict], options: dict[str, Any], tokenizer: Any, 
     return apply_chat_template(tokenizer, messages, tokenize=True, return_dict=True, **options)["input_ids"]
 
 
-def _with_eos(text: str, tokenizer: Any, where: str) -> str:
+def with_eos(text: str, tokenizer: Any, where: str) -> str:
+    """The text, ended with the tokenizer's EOS token as TRL ends texts."""
     if tokenizer.eos_token is None:
         raise ValueError(
             f"{where} is plain text, which ends with the EOS token, and the tokenizer "
@@ -136,7 +137,7 @@ def _check_contents(row: dict[str, Any], columns: list[str], where: str) -> None
         )
 
 
-def _check_unicode(found: Any, column: str, where: str) -> None:
+def check_unicode(found: Any, column: str, where: str) -> None:
     """ValueError for half a UTF-16 character, as broken JSON escapes leave it: no tokenizer takes it."""
     texts = [found] if isinstance(found, str) else [value for message in found for value in message.values()]
     for text in texts:

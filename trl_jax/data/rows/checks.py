@@ -123,19 +123,23 @@ def check_ids(block: pa.Table, first: int, where: str) -> tuple[np.ndarray, np.n
 
 
 def check_margin(block: pa.Table, first: int, where: str) -> None:
-    margin = block.column("margin").combine_chunks()
-    kind = margin.type
-    if margin.null_count:
-        bad = _numbers(margin.is_null())
+    check_numbers(block, "margin", first, where, "a finite number: give every row a margin, or drop the column")
+
+
+def check_numbers(block: pa.Table, column: str, first: int, where: str, wanted: str = "a finite number") -> None:
+    """Raise ValueError for a row of a column of numbers that has none, or one that float32 does not hold."""
+    numbers = block.column(column).combine_chunks()
+    kind = numbers.type
+    if numbers.null_count:
+        bad = _numbers(numbers.is_null())
     elif pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
         with np.errstate(over="ignore"):  # a number beyond float32 is infinite to the loss
-            bad = ~np.isfinite(_numbers(margin).astype(np.float32))
+            bad = ~np.isfinite(_numbers(numbers).astype(np.float32))
     else:
-        bad = np.ones(len(margin), dtype=bool)
+        bad = np.ones(len(numbers), dtype=bool)
     if bad.any():
         row = int(np.argmax(bad))
-        wanted = "a finite number: give every row a margin, or drop the column"
-        raise cell_error(f"Row {first + row} of {where}", "margin", margin[row].as_py(), wanted)
+        raise cell_error(f"Row {first + row} of {where}", column, numbers[row].as_py(), wanted)
 
 
 def empty_texts(block: pa.Table) -> np.ndarray:

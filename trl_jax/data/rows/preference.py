@@ -9,6 +9,7 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 
 from trl_jax.data.rows import chat, checks, columns, cutting, masks, streaming
+from trl_jax.data.rows.lengths import drop_long
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,8 @@ def prepare(
         most = cutting.most_of_table(plain, tokenizer, max_length)
         plain = _tokenise(plain, tokenizer, num_proc, name, most)
     lengths = _check_pairs(plain, max_length, checks.argument(name))
-    return _drop_long(plain, lengths, max_length, name, "" if most is None else "at least ")
+    about = "" if most is None else "at least "
+    return drop_long(plain, lengths, max_length, checks.argument(name), "pair", about)
 
 
 def _check_margins(dataset: Dataset, where: str) -> None:
@@ -96,23 +98,6 @@ def _check_pairs(dataset: Dataset, max_length: int | None, where: str) -> np.nda
         identical &= lengths <= max_length
     _warn_count(identical, f"rows of {where} have identical chosen and rejected tokens: no preference")
     return lengths
-
-
-def _drop_long(dataset: Dataset, lengths: np.ndarray, max_length: int | None, name: str, about: str) -> Dataset:
-    if max_length is None or lengths.max() <= max_length:
-        return dataset
-    kept = np.flatnonzero(lengths <= max_length)
-    total = len(lengths)
-    if not kept.size:
-        raise ValueError(
-            f"max_length={max_length} removes all {total:,} rows of {checks.argument(name)}: the shortest "
-            f"pair has {about}{lengths.min():,} tokens. Raise max_length or pass max_length=None."
-        )
-    logger.warning(
-        f"max_length={max_length} removed {total - len(kept):,} of {total:,} pairs of {checks.argument(name)} "
-        f"(longest kept: {lengths[kept].max():,} tokens)"
-    )
-    return dataset.select(kept)
 
 
 def _warn_count(found: np.ndarray, what: str) -> None:

@@ -1,4 +1,4 @@
-"""Preference rows that arrive one at a time: the same ids and the same checks, made as each row passes."""
+"""Rows that arrive one at a time: the same ids and the same checks as of a table, made as each row passes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_REMOVED = 100_000  # rows in succession that max_length may remove
 
 
 @dataclass
-class _Passed:
+class Passed:
     """What is known of the rows of one prepared stream that went by, of every epoch."""
 
     told: set[str] = field(default_factory=set)  # the kinds of warnings
@@ -47,15 +47,35 @@ def prepare(
     `columns` are those every row must have, beside the masks: column of ids -> column of its mask. How many rows a
     stream has is not known before its end, so warnings name the first row instead of a count.
     """
-    shared = {"where": where, "passed": _Passed()}
+    shared = {"where": where, "passed": Passed()}
     shared["most"] = None if checks.IDS[0] in columns else cutting.most_characters(tokenizer, max_length)
     shared["max_length"] = max_length
     facts = {"tokenizer": tokenizer, "columns": columns, "masks": masks}
     hidden = list(masks.values())
     dataset = dataset.map(_read_row, with_indices=True, fn_kwargs=facts | shared, remove_columns=hidden)
+    return without_long(dataset, columns=checks.IDS, unit="pair", **shared)
+
+
+def without_long(
+    dataset: IterableDataset,
+    *,
+    columns: tuple[str, ...],
+    unit: str,
+    max_length: int | None,
+    where: str,
+    passed: Passed,
+    most: int | None = None,
+) -> IterableDataset:
+    """The rows none of whose `columns` of ids has more than `max_length` tokens; None keeps all.
+
+    Args:
+        where, unit: how messages call the dataset and one row, as in "train_dataset" and "pair".
+        most: characters of a text beyond which it was not tokenised to its end.
+    """
     if max_length is None:
         return dataset
-    return dataset.filter(_fits, with_indices=True, fn_kwargs=shared)
+    facts = {"where": where, "passed": passed, "most": most, "max_length": max_length, "columns": columns, "unit": unit}
+    return dataset.filter(_fits, with_indices=True, fn_kwargs=facts)
 
 
 def _read_row(
@@ -65,7 +85,7 @@ def _read_row(
     columns: tuple[str, ...],
     masks: dict[str, str],
     where: str,
-    passed: _Passed,
+    passed: Passed,
     most: int | None,
     max_length: int | None,
 ) -> dict[str, Any]:
@@ -87,7 +107,7 @@ def _read_row(
     return ids
 
 
-def _unmasked(row: dict[str, Any], index: int, masks: dict[str, str], where: str, passed: _Passed) -> dict[str, Any]:
+def _unmasked(row: dict[str, Any], index: int, masks: dict[str, str], where: str, passed: Passed) -> dict[str, Any]:
     """The ids that masks leave of a row."""
     left = {}
     for column, mask in masks.items():
@@ -99,19 +119,33 @@ def _unmasked(row: dict[str, Any], index: int, masks: dict[str, str], where: str
 
 
 def _check_columns(row: dict[str, Any], index: int, columns: tuple[str, ...], where: str) -> None:
-    missing = [column for column in columns if column not in row]
-    if missing:
-        raise ValueError(
-            f"Row {index} of {where} lacks the columns {missing}, which the first row has; found {list(row)}."
-        )
+    check_has(row, index, columns, where)
     if "margin" in row and "margin" not in columns:
         raise ValueError(
             f"Row {index} of {where} has a margin and the first row has none. Give one to every row, or none."
         )
 
 
-def _fits(row: dict[str, Any], index: int, where: str, passed: _Passed, most: int | None, max_length: int) -> bool:
-    tokens = max(len(row[column]) for column in checks.IDS)
+def check_has(row: dict[str, Any], index: int, columns: tuple[str, ...], where: str) -> None:
+    """Raise ValueError for a row that lacks columns of the first one."""
+    missing = [column for column in columns if column not in row]
+    if missing:
+        raise ValueError(
+            f"Row {index} of {where} lacks the columns {missing}, which the first row has; found {list(row)}."
+        )
+
+
+def _fits(
+    row: dict[str, Any],
+    index: int,
+    where: str,
+    passed: Passed,
+    most: int | None,
+    max_length: int,
+    columns: tuple[str, ...],
+    unit: str,
+) -> bool:
+    tokens = max(len(row[column]) for column in columns)
     if tokens <= max_length:
         passed.removed, passed.about = 0, ""
         return True
@@ -122,15 +156,15 @@ def _fits(row: dict[str, Any], index: int, where: str, passed: _Passed, most: in
     passed.shortest = min(tokens, passed.shortest) if passed.removed else tokens
     passed.removed += 1
     if passed.removed in (1_000, 10_000, MOST_REMOVED):
-        _tell_removed(index, max_length, where, passed)
+        _tell_removed(index, max_length, where, passed, unit)
     return False
 
 
-def _tell_removed(index: int, max_length: int, where: str, passed: _Passed) -> None:
+def _tell_removed(index: int, max_length: int, where: str, passed: Passed, unit: str) -> None:
     """Of a stream that gives nothing to train on: it need not ever end."""
     what = (
         f"max_length={max_length} removed {passed.removed:,} rows of {where} in succession, up to row {index}: the "
-        f"shortest pair of them has {passed.about}{passed.shortest:,} tokens."
+        f"shortest {unit} of them has {passed.about}{passed.shortest:,} tokens."
     )
     if passed.removed < MOST_REMOVED:
         logger.warning(f"{what} After {MOST_REMOVED:,} the run ends.")
@@ -140,7 +174,7 @@ def _tell_removed(index: int, max_length: int, where: str, passed: _Passed) -> N
     )
 
 
-def _warn_once(what: str, kind: str, passed: _Passed) -> None:
+def _warn_once(what: str, kind: str, passed: Passed) -> None:
     """A line a kind, not a line a row."""
     if kind not in passed.told:
         passed.told.add(kind)

@@ -2,68 +2,83 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from dataclasses import replace
+from typing import Any, NamedTuple
 
-import numpy as np
+from trl_jax.hub import heads
+from trl_jax.hub.checkpoint.array_reader import Files
+from trl_jax.hub.checkpoint.tensor_map import TensorEntry, make_tensor_map
+from trl_jax.hub.config.native import NativeConfig
 
-from trl_jax.hub.checkpoint.tensor_map import TensorEntry
-from trl_jax.hub.families import Family
-from trl_jax.hub.formats.safetensors import CheckpointFiles
-
-logger = logging.getLogger(__name__)
+_OLD_NORMS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 
 
-def as_stored(tensor_map: list[TensorEntry], family: Family, files: CheckpointFiles) -> list[TensorEntry]:
-    """Where the checkpoint has the names of another time, it keeps them, as transformers lets it."""
-    for prefix in family.other_prefixes:
+class Matched(NamedTuple):
+    """A checkpoint's table, and full name of a tensor -> its name on disk."""
+
+    tensor_map: list[TensorEntry]
+    on_disk: dict[str, str]
+
+
+def match(config: NativeConfig, files: Files, shapes: dict[str, Any]) -> Matched:
+    """Match the files of a checkpoint with the shapes of a model's parameters, before anything is allocated.
+
+    Raises:
+        ValueError: a tensor that is missing, unexpected, of a wrong shape, or of a dtype that cannot be read.
+    """
+    tensor_map = _with_stored_names(make_tensor_map(shapes, config.names), config, files)
+    wanted = {
+        tensor: entry.shape_on_disk(shapes[entry.path].shape)
+        for entry in tensor_map
+        for tensor, _ in entry.tensors(shapes[entry.path].shape)
+    }
+    on_disk = _full_names(config, files, set(wanted))
+    heads.adopt(config, files, on_disk, wanted)
+    files.check_dtypes(on_disk.values())
+    embedding = next(entry.tensor for entry in tensor_map if entry.path.endswith(".embed.weight"))
+    heads.check_dropped(config, files, on_disk, embedding)
+    _check(config, files, on_disk, wanted)
+    return Matched(tensor_map, on_disk)
+
+
+def _with_stored_names(tensor_map: list[TensorEntry], config: NativeConfig, files: Files) -> list[TensorEntry]:
+    """A checkpoint with the names of another time keeps them, as transformers lets it."""
+    base = config.family.base_prefix
+    for prefix in config.family.other_prefixes:
         if any(name.startswith(prefix) for name in files.shapes):
-            tensor_map = [
-                replace(entry, tensor=_with_prefix(entry.tensor, family.base_prefix, prefix)) for entry in tensor_map
-            ]
+            tensor_map = [replace(entry, tensor=_with_prefix(entry.tensor, base, prefix)) for entry in tensor_map]
     if not any(name.endswith("LayerNorm.gamma") for name in files.shapes):
         return tensor_map
-    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
-    ending = re.compile(f"(?:{'|'.join(map(re.escape, old))})$")
-    return [replace(entry, tensor=ending.sub(lambda found: old[found[0]], entry.tensor)) for entry in tensor_map]
+    ending = re.compile(f"(?:{'|'.join(map(re.escape, _OLD_NORMS))})$")
+    return [
+        replace(entry, tensor=ending.sub(lambda match: _OLD_NORMS[match[0]], entry.tensor)) for entry in tensor_map
+    ]
 
 
 def _with_prefix(name: str, old: str, new: str) -> str:
     return new + name.removeprefix(old) if name.startswith(old) else name
 
 
-def full_names(family: Family, files: CheckpointFiles, wanted: set[str]) -> dict[str, str]:
+def _full_names(config: NativeConfig, files: Files, wanted: set[str]) -> dict[str, str]:
     """Full name -> name on disk, without what is ignored or carried. The checkpoint of a bare base lacks the prefix."""
+    family = config.family
     bare = not any(name.startswith((family.base_prefix, *family.other_prefixes)) for name in files.shapes)
-    left = family.ignored if family.carried is None else (*family.ignored, family.carried)
+    dropped = family.ignored if family.carried is None else (*family.ignored, family.carried)
     names = {}
     for name in files.shapes:
-        of_head = name == family.language_head or name.startswith(family.heads)
+        of_head = name == family.language_head or name.startswith(config.head.prefixes)
         full = name if of_head or not bare else family.base_prefix + name
-        if full in wanted or not any(re.search(pattern, name) for pattern in left):
+        if full in wanted or not any(re.search(pattern, name) for pattern in dropped):
             names[full] = name
     return names
 
 
-def adopt_head(folder, family, on_disk, wanted, shapes, files) -> None:
-    """A head of another name: the one tensor that nothing else accounts for, and of the shape of the head."""
-    unknown = sorted(set(on_disk) - wanted - {family.language_head})
-    if "score.weight" not in wanted - set(on_disk) or len(unknown) != 1:
-        return
-    name = on_disk[unknown[0]]
-    if files.shapes[name] == shapes["score.weight"].shape:
-        logger.warning("%s: %s has the shape of the score head and is read, and saved, as score.weight.", folder, name)
-        on_disk["score.weight"] = on_disk.pop(unknown[0])
-
-
-def check(folder, family, tensor_map, shapes, files, on_disk, optional) -> None:
-    """Both sides of the table match exactly, before anything is allocated."""
-    wanted = {}
-    for entry in tensor_map:
-        shape = shapes[entry.path].shape
-        wanted |= dict.fromkeys((tensor for tensor, _ in entry.tensors(shape)), entry.shape_on_disk(shape))
-    missing = sorted(set(wanted) - set(on_disk) - optional)
+def _check(
+    config: NativeConfig, files: Files, on_disk: dict[str, str], wanted: dict[str, tuple[int, ...]]
+) -> None:
+    folder, family = config.path.parent, config.family
+    missing = sorted(set(wanted) - set(on_disk) - {draw.tensor for draw in config.draws()})
     unexpected = sorted(set(on_disk) - set(wanted) - {family.language_head})
     if missing or unexpected:
         raise ValueError(
@@ -76,30 +91,10 @@ def check(folder, family, tensor_map, shapes, files, on_disk, optional) -> None:
         if name in on_disk and files.shapes[on_disk[name]] != tuple(shape)
     ]
     if wrong:
-        raise ValueError(f"{folder}: wrong shapes: {_some(wrong)}. A reward model has one score a sequence (1 label).")
+        raise ValueError(f"{folder}: wrong shapes: {_some(wrong)}. {heads.ONE_LABEL}")
 
 
-def check_language_head(folder, raw, arch, files, on_disk, family, tensor_map) -> None:
-    """The head is dropped either way, but a checkpoint that contradicts its config may be a broken one."""
-    if family.language_head is None:
-        return
-    tied, head = arch.tied_embeddings, family.language_head
-    architecture = str((raw.get("architectures") or [""])[0])
-    if not tied and head not in on_disk and architecture.endswith("ForCausalLM"):
-        raise ValueError(
-            f"{folder}: config.json says architectures=[{architecture!r}] and tie_word_embeddings=false, but the "
-            f"weights have no {head}. Set tie_word_embeddings to true if the head is the embedding."
-        )
-    embedding = next(on_disk.get(entry.tensor) for entry in tensor_map if entry.path.endswith(".embed.weight"))
-    if tied and head in on_disk and embedding is not None:
-        if not np.array_equal(files.read(on_disk[head]), files.read(embedding)):
-            raise ValueError(
-                f"{folder}: config.json says tie_word_embeddings=true, but {head} differs from {embedding}. "
-                "Set it to false, or remove the tensor."
-            )
-
-
-def _some(items: list[str], most: int = 8) -> str:
+def _some(items: list[str], limit: int = 8) -> str:
     if not items:
         return "none"
-    return "; ".join(items[:most]) + (f"; and {len(items) - most:,} more" if len(items) > most else "")
+    return "; ".join(items[:limit]) + (f"; and {len(items) - limit:,} more" if len(items) > limit else "")

@@ -1,4 +1,4 @@
-"""More rows, or fewer, in the table of tokens."""
+"""Changes the number of rows in the table of tokens."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from trl_jax.hub.checkpoint.loading import Source
 
 
 def resized_source(source: Source, rows: int) -> Source:
-    """What a checkpoint with so many rows would have been."""
-    raw = dict(source.raw)
+    """The source of a checkpoint that has so many rows."""
+    raw = dict(source.config.raw)
     if "text_config" in raw:  # of a model that reads images too
         raw["text_config"] = raw["text_config"] | {"vocab_size": rows}
     else:
         raw["vocab_size"] = rows
-    return replace(source, raw=raw, arch=replace(source.arch, vocab_size=rows))
+    config = replace(source.config, raw=raw, arch=replace(source.config.arch, vocab_size=rows))
+    return replace(source, config=config)
 
 
 def resized_table(table: jax.Array, rows: int) -> jax.Array:

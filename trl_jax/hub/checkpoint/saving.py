@@ -12,8 +12,8 @@ from trl_jax.core.tensors_file import Pieces, as_dtype
 from trl_jax.core.whole_file import write_whole
 from trl_jax.hub.checkpoint.loading import Source
 from trl_jax.hub.checkpoint.tensor_map import TensorEntry
-from trl_jax.hub.config.reader import classifier_config
 from trl_jax.hub.formats.safetensors import shard_plan, write_checkpoint
+from trl_jax.hub.heads import saved_config
 
 
 def save(
@@ -25,55 +25,49 @@ def save(
     eos_token_id: int | list[int] | None,
     writes: bool = True,
 ) -> None:
-    """Write config.json and the weights as transformers' sequence classifier of this model_type has them.
+    """Write config.json and the weights as transformers has them for this model_type and head.
 
     Names, shards and every config key are those of the source; each tensor has the dtype it was loaded in. Where not
     `writes`, parameters are only read.
     """
-    places = places_of(params, source)
+    entries = entries_of(params, source)
     known = {tensor for tensors in source.shards.values() for tensor in tensors}
-    plan = shard_plan(source.shards, {*places, *source.carried}, sorted(set(places) - known))
+    shards = shard_plan(source.shards, {*entries, *source.carried}, sorted(set(entries) - known))
 
     def pieces(tensor: str) -> Pieces:
         if tensor in source.carried:
             return source.carried[tensor]
-        dtype, (entry, _) = as_dtype(source.dtypes.get(tensor, source.dtype)), places[tensor][0]
+        dtype, (entry, _) = as_dtype(source.dtypes.get(tensor, source.dtype)), entries[tensor][0]
         shape = entry.shape_on_disk(params[entry.path].shape)
-        return Pieces(shape, dtype, lambda: [read_tensor(params, places[tensor]).astype(dtype, copy=False)])
+        return Pieces(shape, dtype, lambda: [read_tensor(params, entries[tensor]).astype(dtype, copy=False)])
 
     if not writes:
-        write_checkpoint(folder, plan, pieces, writes=False)
+        write_checkpoint(folder, shards, pieces, writes=False)
         return
     folder.mkdir(parents=True, exist_ok=True)
-    write_checkpoint(folder, plan, pieces)
-    config = classifier_config(
-        source.raw,
-        architecture=source.family.architecture,
-        dtype=source.dtype,
-        pad_token_id=pad_token_id,
-        eos_token_id=eos_token_id,
-    )
+    write_checkpoint(folder, shards, pieces)
+    config = saved_config(source.config, dtype=source.dtype, pad_token_id=pad_token_id, eos_token_id=eos_token_id)
     write_whole(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-Place = tuple[TensorEntry, tuple[int, ...]]
+IndexedEntry = tuple[TensorEntry, tuple[int, ...]]
 
 
-def places_of(params: dict[str, jax.Array], source: Source) -> dict[str, list[Place]]:
-    """Tensor on disk -> the wires that have a part in it, each with its index in our array."""
-    places: dict[str, list[Place]] = {}
+def entries_of(params: dict[str, jax.Array], source: Source) -> dict[str, list[IndexedEntry]]:
+    """Tensor on disk -> the entries that have a slice in it, each with its index in our array."""
+    entries: dict[str, list[IndexedEntry]] = {}
     for entry in source.tensor_map:
         for tensor, index in entry.tensors(params[entry.path].shape):
-            places.setdefault(tensor, []).append((entry, index))
-    return places
+            entries.setdefault(tensor, []).append((entry, index))
+    return entries
 
 
-def read_tensor(params: dict[str, jax.Array], places: list[Place]) -> np.ndarray:
-    """One tensor on disk, joined from its parts; float32."""
-    entry, index = places[0]
-    if entry.part is None:
+def read_tensor(params: dict[str, jax.Array], entries: list[IndexedEntry]) -> np.ndarray:
+    """One tensor on disk, joined from the arrays of its entries; float32."""
+    entry, index = entries[0]
+    if entry.tensor_slice is None:
         return np.asarray(params[entry.path][index])
     whole = np.empty(entry.shape_on_disk(params[entry.path].shape), np.float32)
-    for entry, index in places:
+    for entry, index in entries:
         entry.put(np.asarray(params[entry.path][index]), whole)
     return whole

@@ -13,22 +13,22 @@ from typing import Any, Protocol
 import numpy as np
 
 
-class Part(Protocol):
-    """Where in a tensor on disk one of our arrays lies."""
+class TensorSlice(Protocol):
+    """The place of one of our arrays in a tensor on disk that holds several."""
 
     def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the whole tensor."""
 
     def view(self, tensor: np.ndarray) -> np.ndarray:
-        """Our numbers in our order, sharing the tensor's memory; axes may be split."""
+        """Our numbers in our order, as a view of the tensor's memory; axes may be split."""
 
     def rows(self, array: Any) -> Any:
-        """Ours of an array that has one row for each of the matrix's outputs, of NumPy's or JAX's."""
+        """Our rows of an array of NumPy or JAX with one row for each output of the whole matrix."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """`count` rows from `start` on of a tensor with `total`; `transposed`: it lies as (in, out)."""
+    """`count` rows from `start` on of a tensor with `total`; `transposed`: it is stored as (in, out)."""
 
     start: int
     count: int
@@ -49,7 +49,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class PerHead:
-    """Query, key or value (0, 1, 2) of a tensor that holds the three of each head together."""
+    """Query, key or value (`which` is 0, 1 or 2) of a tensor that holds the three of each head together."""
 
     which: int
     heads: int
@@ -64,7 +64,7 @@ class PerHead:
         return self.view(array).reshape(-1, *array.shape[1:])
 
 
-def concatenated(module: str, sizes: dict[str, int], *, transposed: bool = False) -> dict[str, tuple[str, Part]]:
+def concatenated(module: str, sizes: dict[str, int], *, transposed: bool = False) -> dict[str, tuple[str, TensorSlice]]:
     """Names for a module whose weight joins several of ours, `sizes` (our module -> rows), one below the other."""
     total, names, start = sum(sizes.values()), {}, 0
     for ours, count in sizes.items():
@@ -73,14 +73,14 @@ def concatenated(module: str, sizes: dict[str, int], *, transposed: bool = False
     return names
 
 
-# In the order in which transformers makes the modules, norms aside: so adapters are drawn.
-# Our module (or parameter) -> theirs; with it where in it ours lies unless it is all of it, or the number of the layer
-# that is our first unless it is theirs.
-Names = dict[str, str | tuple[str, Part] | tuple[str, int]]
+# Our module (or parameter) -> theirs; beside it the slice that is ours, if it is not all of it, or the number of the
+# layer there that is our first, if it is not 0. Norms aside, in the order in which transformers makes the modules: that
+# is the order in which adapters are drawn.
+Names = dict[str, str | tuple[str, TensorSlice] | tuple[str, int]]
 
 
 def ordered(names: Names, *modules: str, before: str) -> Names:
-    """The same names with these modules of ours put in front of another."""
+    """The same names with these modules of ours moved in front of another."""
     moved = {module: names[module] for module in modules}
     rest = {module: name for module, name in names.items() if module not in moved}
     at = list(rest).index(before)
@@ -89,16 +89,16 @@ def ordered(names: Names, *modules: str, before: str) -> Names:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Our array at `path` and their `tensor`, or the part of it that is ours; `first` is where layers begin."""
+    """Our array at `path` and their `tensor`, or its slice that is ours; `first` is the number of the first layer."""
 
     path: str
     tensor: str
-    part: Part | None = None
+    tensor_slice: TensorSlice | None = None
     first: int = 0
 
     @property
     def stacked(self) -> int:
-        """How many leading axes count tensors."""
+        """The number of leading axes that count tensors."""
         return self.tensor.count("{}")
 
     def tensors(self, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
@@ -108,28 +108,28 @@ class TensorEntry:
 
     def shape_on_disk(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         ours = shape[self.stacked :]
-        return ours if self.part is None else self.part.shape(ours)
+        return ours if self.tensor_slice is None else self.tensor_slice.shape(ours)
 
     def take(self, tensor: np.ndarray) -> np.ndarray:
-        """Our array, or one slice of it, from the tensor."""
-        if self.part is None:
+        """Our array, or one layer of it, from the tensor."""
+        if self.tensor_slice is None:
             return tensor
-        ours = self.part.view(tensor)
+        ours = self.tensor_slice.view(tensor)
         return ours.reshape(-1, *ours.shape[ours.ndim - tensor.ndim + 1 :])
 
     def put(self, values: np.ndarray, tensor: np.ndarray) -> None:
-        """Write our array, or one slice of it, to its place in the tensor."""
-        view = tensor if self.part is None else self.part.view(tensor)
+        """Write our array, or one layer of it, to its place in the tensor."""
+        view = tensor if self.tensor_slice is None else self.tensor_slice.view(tensor)
         view[...] = values.reshape(view.shape)
 
 
 def make_tensor_map(paths: Iterable[str], names: Names) -> list[TensorEntry]:
-    """A wire for each of our parameters: its own entry in `names`, or its module's with .weight or .bias after it."""
+    """An entry for each of our parameters, by its own name in `names` or by its module's and `.weight` or `.bias`."""
     tensor_map = []
     for path in paths:
         module, _, kind = path.rpartition(".")
         name, suffix = (names[path], "") if path in names else (names[module], f".{kind}")
-        tensor, where = (name, None) if isinstance(name, str) else name
-        part, first = (None, where) if isinstance(where, int) else (where, 0)
-        tensor_map.append(TensorEntry(path, tensor + suffix, part, first))
+        tensor, place = (name, None) if isinstance(name, str) else name
+        tensor_slice, first = (None, place) if isinstance(place, int) else (place, 0)
+        tensor_map.append(TensorEntry(path, tensor + suffix, tensor_slice, first))
     return tensor_map

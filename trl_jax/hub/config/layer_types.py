@@ -1,4 +1,4 @@
-"""Which layers see all of the text before them, and which only a window of it."""
+"""The layers that see all of the text before them, and those that see a window of it."""
 
 from __future__ import annotations
 

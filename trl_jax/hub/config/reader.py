@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-# Keys that say nothing about what a reward model computes: bookkeeping, labels, token ids, generation settings.
+# Keys without effect on what is computed: bookkeeping, labels, token ids, generation settings.
 INERT = frozenset(
     """
     add_cross_attention architectures attn_implementation auto_map bad_words_ids begin_suppress_tokens
@@ -25,9 +25,9 @@ INERT = frozenset(
 
 
 class ConfigReader:
-    """Hands out the values of a config.json and remembers which keys were asked for.
+    """The values of a config.json; it remembers which keys were asked for.
 
-    `defaults` are those of transformers' class for the model_type; they come before the ones given with a key.
+    `defaults` are those of transformers' class for the model_type; they come before the ones passed with a key.
     """
 
     def __init__(self, raw: dict[str, Any], source: str, defaults: dict[str, Any] | None = None):
@@ -36,94 +36,94 @@ class ConfigReader:
         self._asked = {"tie_word_embeddings"}
 
     def value(self, key: str, default: Any = None) -> Any:
-        """The value as it stands; where it is null `default`, where the key is absent the class's own before that."""
+        """The value; `default` where it is null, or where the key is absent and the class has no default."""
         self._asked.add(key)
         if key not in self.raw:
             return self._defaults.get(key, default)
         return default if self.raw[key] is None else self.raw[key]
 
     def with_values(self, **values: Any) -> ConfigReader:
-        """A reader of the same config with other values; what either is asked for counts for both."""
+        """A reader of the same config with other values; a key that either is asked for counts as read in both."""
         other = ConfigReader({**self.raw, **values}, self.source, self._defaults)
         other._asked = self._asked
         return other
 
     def is_null(self, key: str) -> bool:
-        """Whether the key is there and says null: for some keys, that is not their default."""
+        """Whether the key is there and null: for some keys, that is not their default."""
         return key in self.raw and self.raw[key] is None
 
-    def size(self, key: str, default: int | None = None, *, least: int = 1, most: int = 2**31 - 1) -> int:
-        """A whole number from `least` to `most`."""
-        found = self.value(key, default)
-        if isinstance(found, bool) or not isinstance(found, int) or not least <= found <= most:
-            raise self.wrong(key, found, f"a whole number from {least:,} to {most:,}")
-        return found
+    def size(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = 2**31 - 1) -> int:
+        """A whole number from `minimum` to `maximum`."""
+        value = self.value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+            raise self.wrong(key, value, f"a whole number from {minimum:,} to {maximum:,}")
+        return value
 
-    def number(self, key: str, default: float | None = None, *, least: float = 0.0, most: float = 1e30) -> float:
-        """A finite number from `least` to `most`."""
-        found = self.value(key, default)
-        if isinstance(found, bool) or not isinstance(found, int | float) or not least <= found <= most:
-            raise self.wrong(key, found, f"a number from {least:g}" + ("" if most == 1e30 else f" to {most:g}"))
-        return float(found)
+    def number(self, key: str, default: float | None = None, *, minimum: float = 0.0, maximum: float = 1e30) -> float:
+        """A finite number from `minimum` to `maximum`."""
+        value = self.value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value <= maximum:
+            raise self.wrong(key, value, f"a number from {minimum:g}" + ("" if maximum == 1e30 else f" to {maximum:g}"))
+        return float(value)
 
-    def optional_number(self, key: str, *, least: float = 0.0) -> float | None:
+    def optional_number(self, key: str, *, minimum: float = 0.0) -> float | None:
         """A finite number, or None where the key is null, or absent and without a default."""
-        return None if self.value(key) is None else self.number(key, least=least)
+        return None if self.value(key) is None else self.number(key, minimum=minimum)
 
     def refuse(self, key: str, *allowed: Any) -> None:
-        """Refuse every value but those allowed: what another one asks for is not computed here."""
-        found = self.value(key, allowed[0])
-        if found not in allowed:
+        """Refuse every value but those allowed: others ask for what is not computed here."""
+        value = self.value(key, allowed[0])
+        if value not in allowed:
             wanted = " or ".join(map(repr, allowed))
-            raise self.wrong(key, found, f"{wanted}, the only value computed for this model_type")
+            raise self.wrong(key, value, f"{wanted}, the only value computed for this model_type")
 
     def flag(self, key: str, default: bool = False) -> bool:
-        found = self.value(key, default)
-        if not isinstance(found, bool):
-            raise self.wrong(key, found, "true or false")
-        return found
+        value = self.value(key, default)
+        if not isinstance(value, bool):
+            raise self.wrong(key, value, "true or false")
+        return value
 
     def one_of(self, key: str, choices: Any, default: Any = None) -> Any:
-        found = self.value(key, default)
-        if found not in list(choices):
-            raise self.wrong(key, found, f"one of {', '.join(sorted(map(str, choices)))}")
-        return found
+        value = self.value(key, default)
+        if value not in list(choices):
+            raise self.wrong(key, value, f"one of {', '.join(sorted(map(str, choices)))}")
+        return value
 
     def section(self, key: str) -> dict[str, Any]:
         """An object of its own; empty where the key is absent or null."""
-        found = self.value(key, {})
-        if not isinstance(found, dict):
-            raise self.wrong(key, found, "an object")
-        return found
+        value = self.value(key, {})
+        if not isinstance(value, dict):
+            raise self.wrong(key, value, "an object")
+        return value
 
     def numbers(self, key: str) -> tuple[float, ...]:
         """A list of finite numbers above 0."""
-        found = self.value(key)
+        value = self.value(key)
         number = int | float
-        if not isinstance(found, list) or not all(isinstance(x, number) and 0 < x <= 1e30 for x in found):
-            raise self.wrong(key, found, "a list of numbers above 0")
-        return tuple(map(float, found))
+        if not isinstance(value, list) or not all(isinstance(x, number) and 0 < x <= 1e30 for x in value):
+            raise self.wrong(key, value, "a list of numbers above 0")
+        return tuple(map(float, value))
 
     def names(self, key: str) -> list[str] | None:
         """A list of strings; None where the key is absent or null."""
-        found = self.value(key)
-        if found is not None and not (isinstance(found, list) and all(isinstance(name, str) for name in found)):
-            raise self.wrong(key, found, "a list of names")
-        return found
+        value = self.value(key)
+        if value is not None and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
+            raise self.wrong(key, value, "a list of names")
+        return value
 
-    def wrong(self, key: str, found: Any, wanted: str) -> ValueError:
-        text = repr(found)
+    def wrong(self, key: str, value: Any, wanted: str) -> ValueError:
+        text = repr(value)
         return ValueError(f"{self.source}: {key} is {text[:80]}{'...' if len(text) > 80 else ''}, wanted {wanted}.")
 
     def finish(self) -> None:
-        """Refuse what nobody read: an unknown key may change what the model computes."""
+        """Refuse keys that nobody read: an unknown one may change what the model computes."""
         private = {key for key in self.raw if key.startswith("_")}  # notes that transformers takes for itself
         unknown = sorted(set(self.raw) - self._asked - INERT - private)
         if unknown:
-            found = ", ".join(f"{key}={self.raw[key]!r}" for key in unknown)
+            listed = ", ".join(f"{key}={self.raw[key]!r}" for key in unknown)
             raise ValueError(
                 f"{self.source} has keys that trl_jax does not know for model_type {self.raw.get('model_type')!r}: "
-                f"{found}. They might change what the model computes, so they are not ignored. Remove them if they "
+                f"{listed}. They might change what the model computes, so they are not ignored. Remove them if they "
                 "have no effect."
             )
 
@@ -157,32 +157,3 @@ def read_config(folder: Path) -> dict[str, Any]:
             "Pass the unquantised checkpoint."
         )
     return raw
-
-
-def classifier_config(
-    raw: dict[str, Any],
-    *,
-    architecture: str,
-    dtype: str,
-    pad_token_id: int | None,
-    eos_token_id: int | list[int] | None,
-) -> dict[str, Any]:
-    """A copy of `raw` that describes a reward model: the keys TRL's save changes, and no others.
-
-    Args:
-        architecture: the class of transformers that loads the result.
-        dtype: the name of the dtype on disk.
-        pad_token_id: the id before which scores are read; None leaves the key as it is.
-        eos_token_id: the end of a text; None leaves the key as it is.
-    """
-    written = {**raw, "architectures": [architecture], "use_cache": False}
-    written.pop("num_labels", None)  # transformers derives it from id2label
-    written["id2label"], written["label2id"] = {"0": "LABEL_0"}, {"LABEL_0": 0}
-    written.pop("torch_dtype", None)
-    written["dtype"] = dtype
-    ids = {"pad_token_id": pad_token_id, "eos_token_id": eos_token_id}
-    given = {key: value for key, value in ids.items() if value is not None}
-    if not isinstance(raw.get("text_config"), dict):
-        return written | given
-    written["text_config"] = raw["text_config"] | given  # where transformers looks for them
-    return written | {key: value for key, value in given.items() if key in raw}

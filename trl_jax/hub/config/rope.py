@@ -27,23 +27,23 @@ _TAKEN = {
 }  # fmt: skip
 _ALWAYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 KINDS = tuple(_NEEDED)
-_TINY = 1e-9  # what a number that is divided by must at least be
-_LEAST_THETA = 1.001  # and one whose logarithm is
+_TINY = 1e-9  # the least that is divided by
+_LEAST_THETA = 1.001  # the least whose logarithm is divided by
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
-def read_rope(config: ConfigReader, *, partial: bool = False, own: frozenset[str] = frozenset()) -> Rope:
+def read_rope(config: ConfigReader, *, partial: bool = False, extra_keys: frozenset[str] = frozenset()) -> Rope:
     """The positions of a decoder whose layers share one rope.
 
     Args:
         partial: whether `partial_rotary_factor` is a fact of this model_type (see `read_rotary_dim`) or refused.
-        own: keys of the section that the family reads itself.
+        extra_keys: keys of the section that the family reads itself.
 
     Raises:
         ValueError: a type this release does not compute, an unknown or missing key, each by name.
     """
-    theta = config.number("rope_theta", 10_000.0, least=_LEAST_THETA)
-    return _rope(config, _section(config), theta, partial=partial, own=own)
+    theta = config.number("rope_theta", 10_000.0, minimum=_LEAST_THETA)
+    return _rope(config, _section(config), theta, partial=partial, extra_keys=extra_keys)
 
 
 def read_ropes(config: ConfigReader, types: list[str], *, local_theta: float) -> tuple[Rope, ...]:
@@ -51,30 +51,30 @@ def read_ropes(config: ConfigReader, types: list[str], *, local_theta: float) ->
 
     The older keys: `rope_scaling` is for full attention alone, `rope_local_base_freq` the theta of sliding attention.
     """
-    theta = config.number("rope_theta", 10_000.0, least=_LEAST_THETA)
-    thetas = {_FULL: theta, _SLIDING: config.number("rope_local_base_freq", local_theta, least=_LEAST_THETA)}
+    theta = config.number("rope_theta", 10_000.0, minimum=_LEAST_THETA)
+    thetas = {_FULL: theta, _SLIDING: config.number("rope_local_base_freq", local_theta, minimum=_LEAST_THETA)}
     nested, legacy = config.section("rope_parameters"), config.section("rope_scaling")
     unknown = sorted(set(nested) - {_FULL, _SLIDING})
     if unknown:
         raise config.wrong("rope_parameters", unknown, f"sections for {_FULL} and {_SLIDING}")
     ropes = {}
     for kind, default in thetas.items():
-        found = {"rope_type": "default", **(nested.get(kind) or {})}  # so a bare `type` counts for nothing
-        found = found | legacy if kind == _FULL else found
-        where = f"{config.source}: rope_parameters.{kind}"
-        ropes[kind] = _rope(config, ConfigReader(_set(found), where), default, partial=False)
+        section = {"rope_type": "default", **(nested.get(kind) or {})}  # a bare `type` has no effect
+        section = section | legacy if kind == _FULL else section
+        source = f"{config.source}: rope_parameters.{kind}"
+        ropes[kind] = _rope(config, ConfigReader(_without_null(section), source), default, partial=False)
     return tuple(ropes[kind] for kind in types)
 
 
 def read_rotary_dim(
     config: ConfigReader, head_dim: int, default: float, key: str = "partial_rotary_factor", *, whole: bool = False
 ) -> int:
-    """How many channels of a head turn: `partial_rotary_factor` of the section, else of the config under `key`.
+    """The number of rotated channels of a head: `partial_rotary_factor` of the section, or `key` of the config.
 
-    `whole`: any whole number does, where transformers computes it; of an odd one, as `Rope.frequencies` says.
+    `whole`: any whole number will do, where transformers computes it; for an odd one see `Rope.frequencies`.
     """
-    share = config.number(key, default, most=1.0)
-    share = _section(config).number("partial_rotary_factor", share, most=1.0)
+    share = config.number(key, default, maximum=1.0)
+    share = _section(config).number("partial_rotary_factor", share, maximum=1.0)
     channels = int(head_dim * share)
     if not whole and (channels < 2 or channels % 2):
         raise config.wrong(key, share, f"a share of the {head_dim} channels of a head that is even and at least 2")
@@ -83,33 +83,33 @@ def read_rotary_dim(
 
 def _section(config: ConfigReader) -> ConfigReader:
     """`rope_scaling` or else `rope_parameters`: transformers lets the older key win."""
-    legacy, today = config.section("rope_scaling"), config.section("rope_parameters")
+    legacy, current = config.section("rope_scaling"), config.section("rope_parameters")
     name = "rope_scaling" if legacy else "rope_parameters"
-    return ConfigReader(_set(legacy or today), f"{config.source}: {name}")
+    return ConfigReader(_without_null(legacy or current), f"{config.source}: {name}")
 
 
-def _set(section: dict[str, Any]) -> dict[str, Any]:
+def _without_null(section: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in section.items() if value is not None}
 
 
 def _rope(
-    config: ConfigReader, rope: ConfigReader, theta: float, *, partial: bool, own: frozenset[str] = frozenset()
+    config: ConfigReader, rope: ConfigReader, theta: float, *, partial: bool, extra_keys: frozenset[str] = frozenset()
 ) -> Rope:
-    kind = rope.one_of("rope_type", _NEEDED, rope.one_of("type", _NEEDED, "default"))
+    kind = rope.one_of("rope_type", KINDS, rope.one_of("type", KINDS, "default"))
     if not partial and rope.number("partial_rotary_factor", 1.0) != 1.0:
         raise rope.wrong("partial_rotary_factor", rope.raw["partial_rotary_factor"], "1.0 for this model_type")
-    _check_keys(rope, kind, own)
-    theta = rope.number("rope_theta", theta, least=_LEAST_THETA)
+    _check_keys(rope, kind, extra_keys)
+    theta = rope.number("rope_theta", theta, minimum=_LEAST_THETA)
     if kind == "default":
         return Rope(theta=theta)
     if kind == "longrope":
         return Rope(theta=theta, kind=kind, **_longrope_details(config, rope))
-    return Rope(theta=theta, kind=kind, factor=rope.number("factor", least=_TINY), **_details(config, rope, kind))
+    return Rope(theta=theta, kind=kind, factor=rope.number("factor", minimum=_TINY), **_details(config, rope, kind))
 
 
-def _check_keys(rope: ConfigReader, kind: str, own: frozenset[str]) -> None:
-    found = set(rope.raw) - _ALWAYS - own
-    unknown, missing = sorted(found - _NEEDED[kind] - _TAKEN[kind]), sorted(_NEEDED[kind] - found)
+def _check_keys(rope: ConfigReader, kind: str, extra_keys: frozenset[str]) -> None:
+    keys = set(rope.raw) - _ALWAYS - extra_keys
+    unknown, missing = sorted(keys - _NEEDED[kind] - _TAKEN[kind]), sorted(_NEEDED[kind] - keys)
     if unknown:
         raise ValueError(f"{rope.source}: rope_type {kind!r} does not take {', '.join(unknown)}.")
     if missing:
@@ -117,15 +117,15 @@ def _check_keys(rope: ConfigReader, kind: str, own: frozenset[str]) -> None:
 
 
 def _details(config: ConfigReader, rope: ConfigReader, kind: str) -> dict[str, Any]:
-    """What the type needs beside its factor, named as in Rope."""
+    """The fields of Rope that the type needs besides its factor."""
     if kind == "linear":
         return {}
     length = rope.size("original_max_position_embeddings", config.value("max_position_embeddings"))
     if kind == "llama3":
         low = rope.number("low_freq_factor")
-        high = rope.number("high_freq_factor", least=low + _TINY)
+        high = rope.number("high_freq_factor", minimum=low + _TINY)
         return {"original_length": length, "low_freq_factor": low, "high_freq_factor": high}
-    factor = rope.number("factor", least=_TINY)
+    factor = rope.number("factor", minimum=_TINY)
     mscale, mscale_all = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
     return {
         "original_length": length,
@@ -137,7 +137,7 @@ def _details(config: ConfigReader, rope: ConfigReader, kind: str) -> dict[str, A
 
 
 def _yarn_attention(factor: float, mscale: float, mscale_all: float) -> float:
-    """YaRN's temperature on cosines and sines (arXiv:2309.00071, eq. 22); a scale of 0 is one not given."""
+    """YaRN's temperature on cosines and sines (arXiv:2309.00071, eq. 22); a scale of 0 counts as absent."""
 
     def temperature(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
@@ -150,12 +150,12 @@ def _yarn_attention(factor: float, mscale: float, mscale_all: float) -> float:
 def _longrope_details(config: ConfigReader, rope: ConfigReader) -> dict[str, Any]:
     longest = config.size("max_position_embeddings")
     original = config.size("original_max_position_embeddings", longest)
-    original = rope.size("original_max_position_embeddings", original, least=2)
-    stretch = rope.number("factor", longest / original, least=_TINY)
-    sharded_step = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
+    original = rope.size("original_max_position_embeddings", original, minimum=2)
+    stretch = rope.number("factor", longest / original, minimum=_TINY)
+    temperature = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
     return {
         "original_length": original,
-        "attention_factor": rope.number("attention_factor", sharded_step),
+        "attention_factor": rope.number("attention_factor", temperature),
         "short_factors": rope.numbers("short_factor"),
         "long_factors": rope.numbers("long_factor"),
     }

@@ -16,18 +16,19 @@ from trl_jax.nn.aten.program import Program
 
 
 class TorchModel:
-    """A sequence classifier of transformers: its config, its parameters' values once, and its programs.
+    """A model of transformers: its config, its parameters' values once, and its programs.
 
     Attributes:
         config: transformers' config object; `pad_token_id` in it is read whenever a program is made.
         dtypes: parameter name -> the dtype it was loaded in, and is saved in.
         shapes: parameter name -> shape.
         embeddings: the names of embedding tables.
-        most_tokens: the length of the longest text that has positions; None where any has.
+        max_positions: the length of the longest text that has positions; None where any has.
     """
 
-    def __init__(self, folder: Path, *, dtype: str, seed: int):
-        self._module = bridge.load_classifier(folder, dtype, seed)
+    def __init__(self, folder: Path, *, dtype: str, seed: int, config: Any = None):
+        """`config` is transformers' config object of the folder; None reads it there."""
+        self._module = bridge.load_classifier(folder, dtype, seed, config)
         self.config = self._module.config
         self.config.use_cache = False
         named = dict(self._module.named_parameters())
@@ -43,20 +44,20 @@ class TorchModel:
         """The parameters of layer norms, whatever they are called, those that do not train and those without use."""
         inside = bridge.members(self._module, "LayerNorm")
         named = self._module.named_parameters()
-        own = {name for name, parameter in named if id(parameter) in inside or not parameter.requires_grad}
-        return self.program(2, 16, dtype="float32", training=False).unread() | own
+        undecayed = {name for name, parameter in named if id(parameter) in inside or not parameter.requires_grad}
+        return self.program(2, 16, dtype="float32", training=False).unread() | undecayed
 
     def take(self) -> Iterator[tuple[str, np.ndarray]]:
-        """(name, float32 array) of each parameter, once: its memory is given back when the next one is asked for.
+        """(name, float32 array) of each parameter, once: its memory is freed when the next one is asked for.
 
-        What stays is the shape of the model, enough to export and to save it.
+        The shape of the model stays, enough to export and to save it.
         """
         for name, parameter in self._module.named_parameters():
             yield name, parameter.detach().float().numpy()
             bridge.empty(parameter, "float32")
 
     def save(self, folder: Path, params: dict[str, Any]) -> None:
-        """transformers' own save_pretrained: names, fusion and shards are its business."""
+        """Save with transformers' own save_pretrained, which knows names, fusion and shards."""
         parameters = dict(self._module.named_parameters())
         names = {id(parameter): name for name, parameter in parameters.items()}
         try:
@@ -65,15 +66,15 @@ class TorchModel:
             state = self._module.state_dict(keep_vars=True)
             for name, tensor in state.items():  # a tied tensor stands in it under several names
                 if id(tensor) in names:
-                    own = names[id(tensor)]
-                    state[name] = bridge.as_dtype(params[own], self.dtypes[own])
+                    parameter = names[id(tensor)]
+                    state[name] = bridge.as_dtype(params[parameter], self.dtypes[parameter])
             self._module.save_pretrained(folder, state_dict=state)
         finally:
             for parameter in parameters.values():
                 bridge.empty(parameter, "float32")
 
     def program(self, rows: int, length: int, *, dtype: str, training: bool) -> Program:
-        """One that is right for `[rows, length]`: exported before, or now."""
+        """A program that is right for `[rows, length]`: exported before, or now."""
         made = self._programs.setdefault((dtype, training, self.config.get_text_config().pad_token_id), [])
         for fits, program in made:
             if fits(rows, length):

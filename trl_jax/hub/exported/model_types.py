@@ -1,4 +1,4 @@
-"""The model types that are no family of ours: which go through the exporter, which go nowhere, and why."""
+"""Model types that are no family here: those that are exported, and those that are refused, with the reason."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trl_jax.hub.torch import bridge
 
 
 def is_exported(raw: dict[str, Any], native: Collection[str], source: Path) -> bool:
-    """Whether the exporter is to compute a checkpoint of this config.json: `native` types are not its business.
+    """Whether a checkpoint of this config.json is computed by exporting it; `native` types are not.
 
     Raises:
         ImportError: it is, but torch is not installed.
@@ -28,7 +28,7 @@ def is_exported(raw: dict[str, Any], native: Collection[str], source: Path) -> b
 
 
 def objection(raw: dict[str, Any], native: Collection[str], source: Path) -> ValueError:
-    """Why a config.json cannot be had: the type, the reason, the nearest that works."""
+    """The error of a config.json that is not supported: the type, the reason, the nearest that works."""
     kind = raw.get("model_type")
     if isinstance(kind, str) and kind in REFUSED:
         reason, nearest = REFUSED[kind]

@@ -1,4 +1,4 @@
-"""How long a text a model of the long tail has positions for, read from its table of them."""
+"""The length of the longest text that an exported model has positions for, read from its table of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from trl_jax.hub.torch.bridge import unloaded
 
 _POSITIONS = re.compile(r"(embed_positions|position_embeddings|positions_embed|wpe)$")
-# Types whose table begins with rows that no position has, in memory of a pad token that it no longer knows.
+# Types whose table begins with rows of no position, for a pad token that older versions had.
 OFFSETS = {"biogpt": 2, "opt": 2}
 
 
@@ -18,10 +18,10 @@ def max_positions(config: Any) -> int | None:
 
 
 def max_positions_of(module: Any) -> int | None:
-    """A table of positions has as many rows as the config has positions, and those that its first ids leave out."""
+    """As `max_positions`: a table of positions has a row for each, and some unused ones before them."""
     facts = module.config.get_text_config().to_dict()
     names = "max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length"
-    given = next((facts[name] for name in names if isinstance(facts.get(name), int)), None)
+    stated = next((facts[name] for name in names if isinstance(facts.get(name), int)), None)
     offset = OFFSETS.get(module.config.model_type, 0)
 
     def first(table):
@@ -29,4 +29,4 @@ def max_positions_of(module: Any) -> int | None:
 
     tables = [part for name, part in module.named_modules() if _POSITIONS.search(name) and "weight" in part._parameters]
     lengths = {len(table.weight) - first(table): len(table.weight) for table in tables}
-    return min((length for length, rows in lengths.items() if given in (length, rows)), default=None)
+    return min((length for length, rows in lengths.items() if stated in (length, rows)), default=None)

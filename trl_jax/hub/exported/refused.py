@@ -1,4 +1,4 @@
-"""Sequence classifiers of transformers that no engine takes: why, and the nearest model_type that works."""
+"""Models of transformers that no backend takes: why, and the nearest model_type that works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch.export wrote, as plain data: a graph of ATen operations, and the shapes that it is right for."""
+"""A program of torch.export as plain data: a graph of ATen operations, and the shapes that it is right for."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _INERT = {"device", "layout", "pin_memory", "memory_format", "non_blocking", "dt
 
 
 def domain(exported: Any) -> Callable[[int, int], bool]:
-    """Which numbers of rows and tokens the program is right for: what the tracer took for granted on its way."""
+    """Tells whether the program is right for a number of rows and tokens, by the guards that the tracer relied on."""
     value = _input(exported).meta["val"]
     sizes = value.shape[1:]
     guards = [guard.expr for guard in value.fake_mode.shape_env.guards]
     ranges = exported.range_constraints
 
     def fits(rows: int, length: int) -> bool:
-        found: dict[Any, int] = {}
+        values: dict[Any, int] = {}
         for size, number in zip(sizes, (rows, length), strict=True):
             symbol = size if isinstance(size, int) else size.node.expr
             if isinstance(symbol, int) or symbol.is_number:
                 if int(symbol) != number:
                     return False
-            elif found.setdefault(symbol, number) != number or number not in ranges[symbol]:
+            elif values.setdefault(symbol, number) != number or number not in ranges[symbol]:
                 return False
-        return all(bool(guard.subs(found)) for guard in guards)
+        return all(bool(guard.subs(values)) for guard in guards)
 
     return fits
 
@@ -45,13 +45,13 @@ def translated(exported: Any, model_type: str) -> Program:
     """The graph as plain data.
 
     Raises:
-        NotImplementedError: an operation that has no counterpart here.
+        NotImplementedError: an operation has no counterpart here.
     """
     signature = exported.graph_signature
     prefix = "model."
     parameters = {name: path.removeprefix(prefix) for name, path in signature.inputs_to_parameters.items()}
     frozen = frozenset(parameters.values()) - _trained(exported)
-    held = {**exported.state_dict, **exported.constants}
+    tensors = {**exported.state_dict, **exported.constants}
     paths = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
     nodes, layer = [], None
     for node in exported.graph.nodes:
@@ -63,7 +63,7 @@ def translated(exported: Any, model_type: str) -> Program:
         raise NotImplementedError(
             f"model_type {model_type!r} needs operations that trl_jax has no counterpart of: {', '.join(unknown)}."
         )
-    constants = {name: held[path].detach().cpu().numpy() for name, path in paths.items()}
+    constants = {name: tensors[path].detach().cpu().numpy() for name, path in paths.items()}
     [output] = signature.user_outputs
     return Program(tuple(nodes), parameters, frozen, constants, _input(exported).name, output)
 

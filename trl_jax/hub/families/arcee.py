@@ -13,4 +13,4 @@ def arch(config: ConfigReader) -> Arch:
     return replace(llama.arch(config), gated=False)
 
 
-FAMILY = Family("arcee", "ArceeForSequenceClassification", arch, llama.names)
+FAMILY = Family("arcee", "Arcee", arch, llama.names)

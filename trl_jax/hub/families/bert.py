@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from trl_jax.hub.checkpoint.tensor_map import Names
 from trl_jax.hub.config.reader import ConfigReader
-from trl_jax.hub.families import Draw, Family
+from trl_jax.hub.families import Family
 from trl_jax.hub.families.llama import read_padding_idx
+from trl_jax.hub.heads import Draw, ScoreHead
 from trl_jax.models.encoder_arch import EncoderArch, HeadFacts
 from trl_jax.models.heads import EncoderScorer
 from trl_jax.nn.mlp import ACTIVATIONS
@@ -25,7 +26,7 @@ def arch(config: ConfigReader) -> EncoderArch:
 
 
 def shared(config: ConfigReader, head: HeadFacts) -> EncoderArch:
-    """What the encoders that came after it have of it, too."""
+    """The facts that later encoders share."""
     hidden, heads = read_heads(config, "hidden_size", "num_attention_heads")
     for key in UNUSED:
         config.value(key)
@@ -37,13 +38,13 @@ def shared(config: ConfigReader, head: HeadFacts) -> EncoderArch:
         vocab_size=config.size("vocab_size"),
         hidden_size=hidden,
         mlp_size=config.size("intermediate_size"),
-        num_layers=config.size("num_hidden_layers", most=4096),
+        num_layers=config.size("num_hidden_layers", maximum=4096),
         num_heads=heads,
         norm_eps=config.number("layer_norm_eps", 1e-12),
         head=head,
         activation=config.one_of("hidden_act", ACTIVATIONS, "gelu"),
         learned_positions=config.size("max_position_embeddings", 512),
-        type_vocab_size=config.size("type_vocab_size", 2, least=0),
+        type_vocab_size=config.size("type_vocab_size", 2, minimum=0),
         embedding_dropout=dropout,
         attention_dropout=read_dropout(config, "attention_probs_dropout_prob", 0.1),
         attention_out_dropout=dropout,
@@ -61,7 +62,7 @@ def read_heads(config: ConfigReader, size: str, count: str) -> tuple[int, int]:
 
 
 def read_dropout(config: ConfigReader, key: str, default: float) -> float:
-    return config.number(key, default, most=0.99)
+    return config.number(key, default, maximum=0.99)
 
 
 def read_classifier_dropout(config: ConfigReader) -> float:
@@ -91,7 +92,7 @@ def names(arch: EncoderArch) -> Names:
     return body("bert.") | {"head.dense": "bert.pooler.dense", "head.out": "classifier"}
 
 
-def head_drawn(dense: str, out: str) -> Callable[[EncoderArch], list[Draw]]:
+def draw_head(dense: str, out: str) -> Callable[[EncoderArch], list[Draw]]:
     """New linear maps of these names: weights normal, biases 0."""
 
     def drawn(arch: EncoderArch) -> list[Draw]:
@@ -103,13 +104,11 @@ def head_drawn(dense: str, out: str) -> Callable[[EncoderArch], list[Draw]]:
 
 FAMILY = Family(
     "bert",
-    "BertForSequenceClassification",
+    "Bert",
     arch,
     names,
-    scorer=EncoderScorer,
-    drawn=head_drawn("bert.pooler.dense", "classifier"),
     base_prefix="bert.",
-    heads=("classifier.",),
+    score_head=ScoreHead(EncoderScorer, (), ("classifier.",), draw_head("bert.pooler.dense", "classifier")),
     language_head=None,
     ignored=(r"^cls\.", *BUFFERS),
 )

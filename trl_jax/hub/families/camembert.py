@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from trl_jax.hub.families import roberta
 
-FAMILY = roberta.family("camembert", "CamembertForSequenceClassification", roberta.head_first)
+FAMILY = roberta.family("camembert", "Camembert", roberta.head_first)

@@ -23,4 +23,4 @@ def arch(config: ConfigReader) -> Arch:
     )
 
 
-FAMILY = Family("cohere", "CohereForSequenceClassification", arch, llama.names, in_transformers=False)
+FAMILY = Family("cohere", "Cohere", arch, llama.names, in_transformers=False)

@@ -18,4 +18,4 @@ def arch(config: ConfigReader) -> Arch:
     return replace(base, windows=windows, ropes=ropes)
 
 
-FAMILY = Family("cohere2", "Cohere2ForSequenceClassification", arch, llama.names, in_transformers=False)
+FAMILY = Family("cohere2", "Cohere2", arch, llama.names, in_transformers=False)

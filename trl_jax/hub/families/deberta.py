@@ -7,9 +7,10 @@ from dataclasses import replace
 from trl_jax.hub.checkpoint.tensor_map import Names, PerHead, ordered
 from trl_jax.hub.config.reader import ConfigReader
 from trl_jax.hub.families import Family, bert, deberta_v2
+from trl_jax.hub.heads import ScoreHead
 from trl_jax.models.encoder_arch import EncoderArch
 from trl_jax.models.heads import EncoderScorer
-from trl_jax.nn.disentangled import Distances
+from trl_jax.nn.attention.disentangled import Distances
 
 
 def arch(config: ConfigReader) -> EncoderArch:
@@ -38,13 +39,11 @@ def names(arch: EncoderArch) -> Names:
 
 FAMILY = Family(
     "deberta",
-    "DebertaForSequenceClassification",
+    "Deberta",
     arch,
     names,
-    scorer=EncoderScorer,
-    drawn=bert.head_drawn("pooler.dense", "classifier"),
     base_prefix="deberta.",
-    heads=("pooler.", "classifier."),
+    score_head=ScoreHead(EncoderScorer, (), ("pooler.", "classifier."), bert.draw_head("pooler.dense", "classifier")),
     language_head=None,
     ignored=deberta_v2.IGNORED,
 )

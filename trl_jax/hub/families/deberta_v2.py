@@ -1,4 +1,4 @@
-"""deberta-v2, v3 too: bert with disentangled attention, maybe a convolution beside the first layer."""
+"""deberta-v2 and v3: bert with disentangled attention, in some a convolution beside the first layer."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import replace
 from trl_jax.hub.checkpoint.tensor_map import Names
 from trl_jax.hub.config.reader import ConfigReader
 from trl_jax.hub.families import Family, bert
+from trl_jax.hub.heads import ScoreHead
 from trl_jax.models.encoder_arch import ConvolutionFacts, EncoderArch, HeadFacts
 from trl_jax.models.heads import EncoderScorer
-from trl_jax.nn.disentangled import Distances
+from trl_jax.nn.attention.disentangled import Distances
 from trl_jax.nn.mlp import ACTIVATIONS
 
 # Of the language model's head, and a key that transformers does not read.
@@ -20,7 +21,7 @@ IGNORED = (r"^(cls|lm_predictions|mask_predictions)\.", r"\bposition_embeddings\
 def arch(config: ConfigReader) -> EncoderArch:
     base, longest = shared(config), read_longest(config)
     config.refuse("attention_head_size", base.hidden_size // base.num_heads)
-    buckets = config.size("position_buckets", -1, least=-1)
+    buckets = config.size("position_buckets", -1, minimum=-1)
     if buckets > 0 and not 2 <= buckets // 2 < longest - 1:
         raise config.wrong("position_buckets", buckets, f"4 or more, up to twice {longest - 2}, or -1")
     by_content = read_products(config)
@@ -35,7 +36,7 @@ def arch(config: ConfigReader) -> EncoderArch:
 
 
 def shared(config: ConfigReader) -> EncoderArch:
-    """What deberta has of it, too: all but the attention."""
+    """The facts that deberta shares: all but the attention."""
     for key in UNUSED:
         config.value(key)
     dropout = bert.read_dropout(config, "hidden_dropout_prob", 0.1)
@@ -53,12 +54,12 @@ def shared(config: ConfigReader) -> EncoderArch:
 
 
 def read_longest(config: ConfigReader) -> int:
-    longest = config.size("max_relative_positions", -1, least=-1)
+    longest = config.size("max_relative_positions", -1, minimum=-1)
     return longest if longest > 0 else config.size("max_position_embeddings", 512)
 
 
 def read_products(config: ConfigReader) -> dict[str, bool]:
-    """Which contents meet which distances, `pos_att_type`: a list, or a text with bars."""
+    """The products of contents with distances that `pos_att_type` asks for: a list, or a text with bars."""
     found = config.value("pos_att_type", [])
     kinds = [kind.strip() for kind in found.lower().split("|")] if isinstance(found, str) else found
     if not isinstance(kinds, list) or len(set(kinds)) < len(kinds) or not set(kinds) <= {"c2p", "p2c"}:
@@ -67,7 +68,7 @@ def read_products(config: ConfigReader) -> dict[str, bool]:
 
 
 def _convolution(config: ConfigReader, base: EncoderArch) -> ConvolutionFacts | None:
-    width, groups = config.size("conv_kernel_size", 0, least=0), config.size("conv_groups", 1)
+    width, groups = config.size("conv_kernel_size", 0, minimum=0), config.size("conv_groups", 1)
     activation = config.one_of("conv_act", ACTIVATIONS, "tanh")
     if width == 0:
         return None
@@ -100,13 +101,11 @@ def body() -> Names:
 
 FAMILY = Family(
     "deberta-v2",
-    "DebertaV2ForSequenceClassification",
+    "DebertaV2",
     arch,
     names,
-    scorer=EncoderScorer,
-    drawn=bert.head_drawn("pooler.dense", "classifier"),
     base_prefix="deberta.",
-    heads=("pooler.", "classifier."),
+    score_head=ScoreHead(EncoderScorer, (), ("pooler.", "classifier."), bert.draw_head("pooler.dense", "classifier")),
     language_head=None,
     ignored=IGNORED,
 )

@@ -6,6 +6,7 @@ from trl_jax.hub.checkpoint.tensor_map import Names
 from trl_jax.hub.config.reader import ConfigReader
 from trl_jax.hub.families import Family, bert
 from trl_jax.hub.families.llama import read_padding_idx
+from trl_jax.hub.heads import ScoreHead
 from trl_jax.models.encoder_arch import EncoderArch, HeadFacts
 from trl_jax.models.heads import EncoderScorer
 from trl_jax.nn.mlp import ACTIVATIONS
@@ -21,7 +22,7 @@ def arch(config: ConfigReader) -> EncoderArch:
         vocab_size=config.size("vocab_size"),
         hidden_size=hidden,
         mlp_size=config.size("hidden_dim"),
-        num_layers=config.size("n_layers", most=4096),
+        num_layers=config.size("n_layers", maximum=4096),
         num_heads=heads,
         norm_eps=1e-12,
         head=HeadFacts("relu", dropout_after=bert.read_dropout(config, "seq_classif_dropout", 0.2)),
@@ -54,13 +55,13 @@ def names(arch: EncoderArch) -> Names:
 
 FAMILY = Family(
     "distilbert",
-    "DistilBertForSequenceClassification",
+    "DistilBert",
     arch,
     names,
-    scorer=EncoderScorer,
-    drawn=bert.head_drawn("pre_classifier", "classifier"),
     base_prefix="distilbert.",
-    heads=("pre_classifier.", "classifier."),
+    score_head=ScoreHead(
+        EncoderScorer, (), ("pre_classifier.", "classifier."), bert.draw_head("pre_classifier", "classifier")
+    ),
     language_head=None,
     ignored=(r"^vocab_(transform|layer_norm|projector)\.", *bert.BUFFERS),
 )

@@ -7,6 +7,7 @@ from dataclasses import replace
 from trl_jax.hub.checkpoint.tensor_map import Names, ordered
 from trl_jax.hub.config.reader import ConfigReader
 from trl_jax.hub.families import Family, bert
+from trl_jax.hub.heads import ScoreHead
 from trl_jax.models.encoder_arch import EncoderArch, HeadFacts
 from trl_jax.models.heads import EncoderScorer
 
@@ -30,13 +31,13 @@ def names(arch: EncoderArch) -> Names:
 
 FAMILY = Family(
     "electra",
-    "ElectraForSequenceClassification",
+    "Electra",
     arch,
     names,
-    scorer=EncoderScorer,
-    drawn=bert.head_drawn("classifier.dense", "classifier.out_proj"),
     base_prefix="electra.",
-    heads=("classifier.",),
+    score_head=ScoreHead(
+        EncoderScorer, (), ("classifier.",), bert.draw_head("classifier.dense", "classifier.out_proj")
+    ),
     language_head=None,
     ignored=(r"^(discriminator_predictions|generator_predictions|generator_lm_head)\.", *bert.BUFFERS),
 )

@@ -23,4 +23,4 @@ def arch(config: ConfigReader) -> Arch:
     )
 
 
-FAMILY = Family("gemma", "GemmaForSequenceClassification", arch, llama.names)
+FAMILY = Family("gemma", "Gemma", arch, llama.names)

@@ -23,10 +23,10 @@ def arch(config: ConfigReader) -> Arch:
 
 
 def shared(config: ConfigReader) -> Arch:
-    """What gemma3 has of it, too."""
+    """The facts that gemma3 shares."""
     base = gemma.arch(config)
     config.optional_number("final_logit_softcapping")  # caps a language model's logits
-    scale = config.number("query_pre_attn_scalar", 256, least=1e-9) ** -0.5
+    scale = config.number("query_pre_attn_scalar", 256, minimum=1e-9) ** -0.5
     return replace(
         base,
         block="sandwich",
@@ -44,4 +44,4 @@ def names(arch: Arch) -> Names:
     }
 
 
-FAMILY = Family("gemma2", "Gemma2ForSequenceClassification", arch, names)
+FAMILY = Family("gemma2", "Gemma2", arch, names)

@@ -1,4 +1,4 @@
-"""gemma3: gemma3_text beside a tower that sees images, which preference pairs have none of."""
+"""gemma3: gemma3_text beside a tower for images, which is carried along unused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trl_jax.hub.families import Family, gemma3_text, read_text_arch
 from trl_jax.models.arch import Arch
 
 OF_IMAGES = ("vision_config", "boi_token_index", "eoi_token_index", "image_token_index", "mm_tokens_per_image")
-PREFIX, TODAY = "language_model.model.", "model.language_model."
+PREFIX, CURRENT_PREFIX = "language_model.model.", "model.language_model."
 
 
 def arch(config: ConfigReader) -> Arch:
@@ -22,16 +22,16 @@ def arch(config: ConfigReader) -> Arch:
 
 def names(arch: Arch) -> Names:
     own = gemma3_text.FAMILY.names(arch)
-    return {path: PREFIX + name.removeprefix("model.") for path, name in own.items()} | {"score": "score"}
+    return {path: PREFIX + name.removeprefix("model.") for path, name in own.items()}
 
 
 FAMILY = Family(
     "gemma3",
-    "Gemma3ForSequenceClassification",
+    "Gemma3",
     arch,
     names,
     base_prefix=PREFIX,
-    other_prefixes=(TODAY,),
+    other_prefixes=(CURRENT_PREFIX,),
     language_head=None,
     ignored=(r"^(language_model\.)?lm_head\.",),
     carried=r"^(model\.)?(vision_tower|multi_modal_projector)\.",

@@ -14,7 +14,7 @@ from trl_jax.models.arch import Arch
 def arch(config: ConfigReader) -> Arch:
     config.optional_number("attn_logit_softcapping")  # transformers has the key and never applies it
     pattern = config.size("sliding_window_pattern", 6)
-    layers = config.size("num_hidden_layers", most=4096)
+    layers = config.size("num_hidden_layers", maximum=4096)
     types = read_layer_types(config, [SLIDING if (i + 1) % pattern else FULL for i in range(layers)])
     ropes = read_ropes(config.with_values(rope_theta=config.value("rope_theta", 1e6)), types, local_theta=1e4)
     base = gemma2.shared(config.with_values(rope_parameters=None, rope_scaling=None, rope_theta=None))
@@ -23,4 +23,4 @@ def arch(config: ConfigReader) -> Arch:
     )
 
 
-FAMILY = Family("gemma3_text", "Gemma3TextForSequenceClassification", arch, gemma2.names)
+FAMILY = Family("gemma3_text", "Gemma3Text", arch, gemma2.names)

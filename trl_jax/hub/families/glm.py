@@ -21,4 +21,4 @@ def names(arch: Arch) -> Names:
     return llama.names(arch) | phi3.gate_up(arch)
 
 
-FAMILY = Family("glm", "GlmForSequenceClassification", arch, names)
+FAMILY = Family("glm", "Glm", arch, names)

@@ -23,4 +23,4 @@ def names(arch: Arch) -> Names:
     }
 
 
-FAMILY = Family("glm4", "Glm4ForSequenceClassification", arch, names)
+FAMILY = Family("glm4", "Glm4", arch, names)

@@ -32,11 +32,11 @@ def arch(config: ConfigReader) -> Arch:
 
 
 def shared(config: ConfigReader) -> Arch:
-    """What gptj has of it, too."""
-    hidden, layers, heads = config.size("n_embd"), config.size("n_layer", most=4096), config.size("n_head")
+    """The facts that gptj shares."""
+    hidden, layers, heads = config.size("n_embd"), config.size("n_layer", maximum=4096), config.size("n_head")
     if hidden % heads:
         raise config.wrong("n_embd", hidden, f"a multiple of n_head {heads}")
-    dropout = config.number("resid_pdrop", 0.0, most=0.99)
+    dropout = config.number("resid_pdrop", 0.0, maximum=0.99)
     return Arch(
         vocab_size=config.size("vocab_size"),
         hidden_size=hidden,
@@ -53,8 +53,8 @@ def shared(config: ConfigReader) -> Arch:
         activation=config.one_of("activation_function", ACTIVATIONS, "gelu_new"),
         gated=False,
         mlp_bias=True,
-        attention_dropout=config.number("attn_pdrop", 0.0, most=0.99),
-        embedding_dropout=config.number("embd_pdrop", 0.0, most=0.99),
+        attention_dropout=config.number("attn_pdrop", 0.0, maximum=0.99),
+        embedding_dropout=config.number("embd_pdrop", 0.0, maximum=0.99),
         attention_out_dropout=dropout,
         mlp_out_dropout=dropout,
         initializer_range=config.number("initializer_range", 0.02),
@@ -75,13 +75,12 @@ def names(arch: Arch) -> Names:
         **concatenated(layer + "mlp.c_fc", {"decoder.layers.mlp.up": arch.mlp_size}, transposed=True),
         **concatenated(layer + "mlp.c_proj", {"decoder.layers.mlp.down": hidden}, transposed=True),
         "decoder.norm": "transformer.ln_f",
-        "score": "score",
     }
 
 
 FAMILY = Family(
     "gpt2",
-    "GPT2ForSequenceClassification",
+    "GPT2",
     arch,
     names,
     base_prefix="transformer.",

@@ -14,7 +14,7 @@ from trl_jax.models.arch import Arch
 
 def arch(config: ConfigReader) -> Arch:
     base = llama.arch(_with_todays_theta(config), partial=True)
-    bias, dropout = config.flag("attention_bias", True), config.number("hidden_dropout", 0.0, most=0.99)
+    bias, dropout = config.flag("attention_bias", True), config.number("hidden_dropout", 0.0, maximum=0.99)
     config.optional_number("classifier_dropout")  # of a token classifier
     rotary_dim = _rotary_dim(config, base)
     return replace(
@@ -36,7 +36,7 @@ def arch(config: ConfigReader) -> Arch:
 
 
 def _rotary_dim(config: ConfigReader, base: Arch) -> int:
-    """Of the smallest models it may be 0, which turns nothing, or odd."""
+    """In the smallest models it may be 0, which rotates nothing, or odd."""
     kind = base.ropes[0].kind
     return read_rotary_dim(config, base.head_dim, 0.25, "rotary_pct", whole=kind in ("default", "linear"))
 
@@ -56,13 +56,12 @@ def names(arch: Arch) -> Names:
         "decoder.layers.mlp.up": layer + "mlp.dense_h_to_4h",
         "decoder.layers.mlp.down": layer + "mlp.dense_4h_to_h",
         "decoder.norm": "gpt_neox.final_layer_norm",
-        "score": "score",
     }
 
 
 FAMILY = Family(
     "gpt_neox",
-    "GPTNeoXForSequenceClassification",
+    "GPTNeoX",
     arch,
     names,
     base_prefix="gpt_neox.",

@@ -16,7 +16,7 @@ def arch(config: ConfigReader) -> Arch:
     config.size("n_positions", 2048)
     for key in (*gpt2.OF_OTHER_HEADS, "scale_attn_weights", "gradient_checkpointing"):
         config.value(key)
-    rotary_dim = config.size("rotary_dim", base.head_dim, most=base.head_dim)
+    rotary_dim = config.size("rotary_dim", base.head_dim, maximum=base.head_dim)
     if rotary_dim % 2:
         raise config.wrong("rotary_dim", rotary_dim, "an even number: rotary positions turn pairs of channels")
     return replace(
@@ -38,13 +38,12 @@ def names(arch: Arch) -> Names:
         "decoder.layers.mlp.up": layer + "mlp.fc_in",
         "decoder.layers.mlp.down": layer + "mlp.fc_out",
         "decoder.norm": "transformer.ln_f",
-        "score": "score",
     }
 
 
 FAMILY = Family(
     "gptj",
-    "GPTJForSequenceClassification",
+    "GPTJ",
     arch,
     names,
     base_prefix="transformer.",

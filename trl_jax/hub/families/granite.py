@@ -20,4 +20,4 @@ def arch(config: ConfigReader) -> Arch:
     )
 
 
-FAMILY = Family("granite", "GraniteForSequenceClassification", arch, llama.names, in_transformers=False)
+FAMILY = Family("granite", "Granite", arch, llama.names, in_transformers=False)

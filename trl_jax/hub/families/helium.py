@@ -13,4 +13,4 @@ def arch(config: ConfigReader) -> Arch:
     return replace(llama.arch(config), rope_interleaved=True, norm="rms_float32", o_bias=False)
 
 
-FAMILY = Family("helium", "HeliumForSequenceClassification", arch, llama.names)
+FAMILY = Family("helium", "Helium", arch, llama.names)

@@ -37,4 +37,4 @@ def names(arch: Arch) -> Names:
     }
 
 
-FAMILY = Family("hunyuan_v1_dense", "HunYuanDenseV1ForSequenceClassification", arch, names)
+FAMILY = Family("hunyuan_v1_dense", "HunYuanDenseV1", arch, names)

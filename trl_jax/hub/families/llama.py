@@ -10,9 +10,9 @@ from trl_jax.models.arch import Arch
 from trl_jax.nn.mlp import ACTIVATIONS
 
 
-def arch(config: ConfigReader, *, partial: bool = False, own: frozenset[str] = frozenset()) -> Arch:
-    """What most decoders share; a family replaces what it does otherwise. `partial` and `own` as in `read_rope`."""
-    hidden, layers = config.size("hidden_size"), config.size("num_hidden_layers", most=4096)
+def arch(config: ConfigReader, *, partial: bool = False, extra_keys: frozenset[str] = frozenset()) -> Arch:
+    """The facts of most decoders; a family replaces those that differ. `partial` and `extra_keys` as in `read_rope`."""
+    hidden, layers = config.size("hidden_size"), config.size("num_hidden_layers", maximum=4096)
     heads, key_heads, head_dim = read_heads(config, hidden)
     bias = config.flag("attention_bias")
     for key in ("rope_interleaved", "use_mrope"):  # written into some configs, always false
@@ -26,14 +26,14 @@ def arch(config: ConfigReader, *, partial: bool = False, own: frozenset[str] = f
         num_key_heads=key_heads,
         head_dim=head_dim,
         norm_eps=config.number("rms_norm_eps", 1e-6),
-        ropes=(read_rope(config, partial=partial, own=own),) * layers,
+        ropes=(read_rope(config, partial=partial, extra_keys=extra_keys),) * layers,
         rotary_dim=head_dim,
         windows=(None,) * layers,
         activation=config.one_of("hidden_act", ACTIVATIONS, "silu"),
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=config.flag("mlp_bias"),
-        attention_dropout=config.number("attention_dropout", 0.0, most=0.99),
+        attention_dropout=config.number("attention_dropout", 0.0, maximum=0.99),
         initializer_range=config.number("initializer_range", 0.02),
         tied_embeddings=config.flag("tie_word_embeddings"),
         padding_idx=read_padding_idx(config),
@@ -59,7 +59,7 @@ def read_padding_idx(config: ConfigReader) -> int | None:
     if config.value("pad_token_id") is None:
         return None
     size = config.size("vocab_size")
-    return config.size("pad_token_id", least=-size, most=size - 1) % size
+    return config.size("pad_token_id", minimum=-size, maximum=size - 1) % size
 
 
 def names(arch: Arch) -> Names:
@@ -78,8 +78,7 @@ def names(arch: Arch) -> Names:
         "decoder.layers.mlp.up": layer + "mlp.up_proj",
         "decoder.layers.mlp.down": layer + "mlp.down_proj",
         "decoder.norm": "model.norm",
-        "score": "score",
     }
 
 
-FAMILY = Family("llama", "LlamaForSequenceClassification", arch, names)
+FAMILY = Family("llama", "Llama", arch, names)

@@ -17,4 +17,4 @@ def arch(config: ConfigReader) -> Arch:
     return replace(base, windows=windows_of(types, window))
 
 
-FAMILY = Family("ministral", "MinistralForSequenceClassification", arch, llama.names)
+FAMILY = Family("ministral", "Ministral", arch, llama.names)

@@ -17,10 +17,10 @@ _DEFAULT = {
 def arch(config: ConfigReader) -> Arch:
     if not config.section("rope_parameters") and not config.section("rope_scaling"):
         config = config.with_values(rope_parameters=_DEFAULT)
-    base = mistral.arch(config, own=frozenset({"llama_4_scaling_beta", "max_position_embeddings"}))
+    base = mistral.arch(config, extra_keys=frozenset({"llama_4_scaling_beta", "max_position_embeddings"}))
     rope = ConfigReader(config.section("rope_parameters"), f"{config.source}: rope_parameters")
     original = rope.size("original_max_position_embeddings")
     return replace(base, query_growth=QueryGrowth(rope.number("llama_4_scaling_beta"), original))
 
 
-FAMILY = Family("ministral3", "Ministral3ForSequenceClassification", arch, llama.names)
+FAMILY = Family("ministral3", "Ministral3", arch, llama.names)

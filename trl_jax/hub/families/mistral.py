@@ -10,10 +10,11 @@ from trl_jax.hub.families import Family, llama
 from trl_jax.models.arch import Arch
 
 
-def arch(config: ConfigReader, *, own: frozenset[str] = frozenset()) -> Arch:
-    base = llama.arch(config, own=own)  # an attention_bias in its config has no effect, in transformers neither
+def arch(config: ConfigReader, *, extra_keys: frozenset[str] = frozenset()) -> Arch:
+    # An attention_bias in its config has no effect, in transformers neither.
+    base = llama.arch(config, extra_keys=extra_keys)
     windows = (read_window(config),) * base.num_layers
     return replace(base, qkv_bias=False, o_bias=False, mlp_bias=False, windows=windows)
 
 
-FAMILY = Family("mistral", "MistralForSequenceClassification", arch, llama.names)
+FAMILY = Family("mistral", "Mistral", arch, llama.names)

@@ -29,4 +29,4 @@ def names(arch: Arch) -> Names:
     return ordered(found, "decoder.layers.mlp.router", before="decoder.layers.mlp.gate")
 
 
-FAMILY = Family("mixtral", "MixtralForSequenceClassification", arch, names, moved=((".block_sparse_moe.", ".mlp."),))
+FAMILY = Family("mixtral", "Mixtral", arch, names, moved=((".block_sparse_moe.", ".mlp."),))

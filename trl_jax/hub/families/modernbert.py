@@ -8,8 +8,9 @@ from trl_jax.hub.checkpoint.tensor_map import Names, concatenated
 from trl_jax.hub.config.layer_types import FULL, SLIDING, read_layer_types, windows_of
 from trl_jax.hub.config.reader import ConfigReader
 from trl_jax.hub.config.rope import read_ropes
-from trl_jax.hub.families import Draw, Family, bert
+from trl_jax.hub.families import Family, bert
 from trl_jax.hub.families.llama import read_padding_idx
+from trl_jax.hub.heads import Draw, ScoreHead
 from trl_jax.models.encoder_arch import EncoderArch, HeadFacts
 from trl_jax.models.heads import EncoderScorer
 from trl_jax.nn.mlp import ACTIVATIONS
@@ -29,10 +30,10 @@ def arch(config: ConfigReader) -> EncoderArch:
     hidden, heads = bert.read_heads(config, "hidden_size", "num_attention_heads")
     if hidden // heads % 2:
         raise config.wrong("hidden_size", hidden, "an even number of channels a head: rotary positions turn pairs")
-    layers = config.size("num_hidden_layers", most=4096)
+    layers = config.size("num_hidden_layers", maximum=4096)
     every = config.size("global_attn_every_n_layers", 3)
     types = read_layer_types(config, [SLIDING if i % every else FULL for i in range(layers)])
-    reach = config.size("local_attention", 128, least=2) // 2  # to either side
+    reach = config.size("local_attention", 128, minimum=2) // 2  # to either side
     dropout = bert.read_dropout(config, "attention_dropout", 0.0)
     return EncoderArch(
         vocab_size=config.size("vocab_size"),
@@ -55,7 +56,7 @@ def arch(config: ConfigReader) -> EncoderArch:
         attention_out_dropout=dropout,
         mlp_dropout=bert.read_dropout(config, "mlp_dropout", 0.0),
         initializer_range=config.number("initializer_range", 0.02),
-        initializer_cutoff=config.number("initializer_cutoff_factor", 3.0, least=_LEAST_CUTOFF),
+        initializer_cutoff=config.number("initializer_cutoff_factor", 3.0, minimum=_LEAST_CUTOFF),
         padding_idx=read_padding_idx(config),
     )
 
@@ -95,7 +96,7 @@ def names(arch: EncoderArch) -> Names:
     }
 
 
-def drawn(arch: EncoderArch) -> list[Draw]:
+def draw_head(arch: EncoderArch) -> list[Draw]:
     """Each new weight is drawn as any linear map's, and then once more, bounded and with a deviation of its own."""
     plain, cutoff = arch.initializer_range, arch.initializer_cutoff
     dense, out = plain / math.sqrt(2 * arch.num_layers), arch.hidden_size**-0.5
@@ -111,12 +112,10 @@ def drawn(arch: EncoderArch) -> list[Draw]:
 
 FAMILY = Family(
     "modernbert",
-    "ModernBertForSequenceClassification",
+    "ModernBert",
     arch,
     names,
-    scorer=EncoderScorer,
-    drawn=drawn,
-    heads=("head.", "classifier."),
+    score_head=ScoreHead(EncoderScorer, (), ("head.", "classifier."), draw_head),
     language_head=None,
     ignored=(r"^decoder\.",),
 )

@@ -21,4 +21,4 @@ def arch(config: ConfigReader) -> Arch:
     )
 
 
-FAMILY = Family("nemotron", "NemotronForSequenceClassification", arch, llama.names)
+FAMILY = Family("nemotron", "Nemotron", arch, llama.names)

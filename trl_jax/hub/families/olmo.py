@@ -14,4 +14,4 @@ def arch(config: ConfigReader) -> Arch:
     return replace(llama.arch(config), norm="layer_plain", norm_eps=1e-5, mlp_bias=False, clip_qkv=clip)
 
 
-FAMILY = Family("olmo", "OlmoForSequenceClassification", arch, llama.names)
+FAMILY = Family("olmo", "Olmo", arch, llama.names)

@@ -28,4 +28,4 @@ def names(arch: Arch) -> Names:
     }
 
 
-FAMILY = Family("olmo2", "Olmo2ForSequenceClassification", arch, names)
+FAMILY = Family("olmo2", "Olmo2", arch, names)

@@ -12,11 +12,11 @@ from trl_jax.models.arch import Arch
 
 
 def arch(config: ConfigReader) -> Arch:
-    layers = config.size("num_hidden_layers", most=4096)
+    layers = config.size("num_hidden_layers", maximum=4096)
     types = read_layer_types(config, [SLIDING if (i + 1) % 4 else FULL for i in range(layers)])
     ropes = read_ropes(config, types, local_theta=500_000.0)  # whatever rope_theta says
     base = olmo2.arch(config.with_values(rope_parameters=None, rope_scaling=None))
     return replace(base, ropes=ropes, windows=windows_of(types, read_window(config)))
 
 
-FAMILY = Family("olmo3", "Olmo3ForSequenceClassification", arch, olmo2.names)
+FAMILY = Family("olmo3", "Olmo3", arch, olmo2.names)

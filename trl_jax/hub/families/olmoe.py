@@ -22,4 +22,4 @@ def arch(config: ConfigReader) -> Arch:
     return replace(base, mlp_bias=False, qk_norm="full", clip_qkv=clip, experts=experts)
 
 
-FAMILY = Family("olmoe", "OlmoeForSequenceClassification", arch, qwen2_moe.names, in_transformers=False)
+FAMILY = Family("olmoe", "Olmoe", arch, qwen2_moe.names, in_transformers=False)

@@ -11,13 +11,13 @@ from trl_jax.nn.mlp import ACTIVATIONS
 
 
 def arch(config: ConfigReader) -> Arch:
-    hidden, layers = config.size("hidden_size"), config.size("num_hidden_layers", most=4096)
+    hidden, layers = config.size("hidden_size"), config.size("num_hidden_layers", maximum=4096)
     heads, bias = config.size("num_attention_heads"), config.flag("enable_bias", True)
     config.refuse("do_layer_norm_before", True)
     config.refuse("word_embed_proj_dim", hidden)
     config.refuse("layerdrop", 0.0)
     config.refuse("_remove_final_layer_norm", False)
-    dropout = config.number("dropout", 0.1, most=0.99)
+    dropout = config.number("dropout", 0.1, maximum=0.99)
     return Arch(
         vocab_size=config.size("vocab_size"),
         hidden_size=hidden,
@@ -39,7 +39,7 @@ def arch(config: ConfigReader) -> Arch:
         learned_positions=config.size("max_position_embeddings", 2048) + 2,
         position_offset=2,
         counts_visible=True,
-        attention_dropout=config.number("attention_dropout", 0.0, most=0.99),
+        attention_dropout=config.number("attention_dropout", 0.0, maximum=0.99),
         attention_out_dropout=dropout,
         mlp_out_dropout=dropout,
         initializer_range=config.number("init_std", 0.02),
@@ -60,8 +60,7 @@ def names(arch: Arch) -> Names:
         "decoder.layers.mlp.up": layer + "fc1",
         "decoder.layers.mlp.down": layer + "fc2",
         "decoder.norm": "model.decoder.final_layer_norm",
-        "score": "score",
     }
 
 
-FAMILY = Family("opt", "OPTForSequenceClassification", arch, names)
+FAMILY = Family("opt", "OPT", arch, names)

@@ -24,7 +24,7 @@ def arch(config: ConfigReader) -> Arch:
         mlp_bias=True,
         qk_norm="head" if config.flag("qk_layernorm", True) else None,
         qk_norm_kind="layer",
-        mlp_out_dropout=config.number("hidden_dropout", 0.0, most=0.99),
+        mlp_out_dropout=config.number("hidden_dropout", 0.0, maximum=0.99),
     )
 
 
@@ -44,4 +44,4 @@ def per_head(module: str, heads: int) -> Names:
     return {f"decoder.layers.attention.{name}": (module, PerHead(i, heads)) for i, name in enumerate("qkv")}
 
 
-FAMILY = Family("persimmon", "PersimmonForSequenceClassification", arch, names)
+FAMILY = Family("persimmon", "Persimmon", arch, names)

@@ -13,7 +13,7 @@ from trl_jax.models.arch import Arch
 
 def arch(config: ConfigReader) -> Arch:
     base = llama.arch(config, partial=True)
-    dropout = config.number("resid_pdrop", 0.0, most=0.99)
+    dropout = config.number("resid_pdrop", 0.0, maximum=0.99)
     return replace(
         base,
         block="parallel",
@@ -26,7 +26,7 @@ def arch(config: ConfigReader) -> Arch:
         mlp_bias=True,
         qk_norm="head" if config.flag("qk_layernorm") else None,
         qk_norm_kind="layer",
-        embedding_dropout=config.number("embd_pdrop", 0.0, most=0.99),
+        embedding_dropout=config.number("embd_pdrop", 0.0, maximum=0.99),
         attention_out_dropout=dropout,
         mlp_out_dropout=dropout,
     )
@@ -44,4 +44,4 @@ def names(arch: Arch) -> Names:
     }
 
 
-FAMILY = Family("phi", "PhiForSequenceClassification", arch, names)
+FAMILY = Family("phi", "Phi", arch, names)

@@ -14,9 +14,9 @@ from trl_jax.models.arch import Arch
 
 def arch(config: ConfigReader) -> Arch:
     base = llama.arch(config, partial=True)
-    dropout = config.number("resid_pdrop", 0.0, most=0.99)
+    dropout = config.number("resid_pdrop", 0.0, maximum=0.99)
     config.value("original_max_position_embeddings")  # of longrope alone
-    config.number("embd_pdrop", 0.0, most=0.99)  # read by nobody, in transformers neither
+    config.number("embd_pdrop", 0.0, maximum=0.99)  # read by nobody, in transformers neither
     return replace(
         base,
         qkv_bias=False,
@@ -45,4 +45,4 @@ def joined(sizes: dict[str, int], module: str) -> Names:
     return concatenated("model.layers.{}." + module, ours)
 
 
-FAMILY = Family("phi3", "Phi3ForSequenceClassification", arch, names)
+FAMILY = Family("phi3", "Phi3", arch, names)

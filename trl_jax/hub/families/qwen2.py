@@ -19,7 +19,7 @@ def arch(config: ConfigReader) -> Arch:
 def read_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
     """A window for each layer: `layer_types` says where, or `max_window_layers` from where on."""
     used = config.flag("use_sliding_window") and not config.is_null("sliding_window")
-    first = config.size("max_window_layers", 28, least=0)
+    first = config.size("max_window_layers", 28, minimum=0)
     default = [SLIDING if used and i >= first else FULL for i in range(num_layers)]
     types = read_layer_types(config, default)
     if SLIDING in types and not used:
@@ -31,4 +31,4 @@ def read_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...
     return windows_of(types, config.size("sliding_window", 4096) if used else None)
 
 
-FAMILY = Family("qwen2", "Qwen2ForSequenceClassification", arch, llama.names)
+FAMILY = Family("qwen2", "Qwen2", arch, llama.names)

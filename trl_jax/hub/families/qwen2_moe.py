@@ -52,4 +52,4 @@ def names(arch: Arch) -> Names:
     return ordered(found, "decoder.layers.mlp.router", before="decoder.layers.mlp.gate")
 
 
-FAMILY = Family("qwen2_moe", "Qwen2MoeForSequenceClassification", arch, names)
+FAMILY = Family("qwen2_moe", "Qwen2Moe", arch, names)

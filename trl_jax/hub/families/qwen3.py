@@ -15,4 +15,4 @@ def arch(config: ConfigReader) -> Arch:
     return replace(base, qk_norm="head", mlp_bias=False, windows=read_windows(config, base.num_layers))
 
 
-FAMILY = Family("qwen3", "Qwen3ForSequenceClassification", arch, llama.names)
+FAMILY = Family("qwen3", "Qwen3", arch, llama.names)

@@ -30,4 +30,4 @@ def names(arch: Arch) -> Names:
     return ordered(qwen2_moe.names(arch), mlp + "gate", mlp + "up", mlp + "down", before=mlp + "router")
 
 
-FAMILY = Family("qwen3_moe", "Qwen3MoeForSequenceClassification", arch, names)
+FAMILY = Family("qwen3_moe", "Qwen3Moe", arch, names)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from trl_jax.hub.checkpoint.tensor_map import Names, ordered
 from trl_jax.hub.config.reader import ConfigReader
 from trl_jax.hub.families import Family, bert
+from trl_jax.hub.heads import ScoreHead
 from trl_jax.models.encoder_arch import EncoderArch, HeadFacts
 from trl_jax.models.heads import EncoderScorer
 
@@ -26,7 +27,7 @@ def names(arch: EncoderArch) -> Names:
 
 
 def head_first(arch: EncoderArch) -> Names:
-    """As those have it that copied it."""
+    """The names in the order of the models that copied it."""
     return ordered(names(arch), "head.dense", "head.out", before="encoder.embed")
 
 
@@ -36,13 +37,13 @@ def family(model_type: str, architecture: str, names: Callable[[EncoderArch], Na
         architecture,
         arch,
         names,
-        scorer=EncoderScorer,
-        drawn=bert.head_drawn("classifier.dense", "classifier.out_proj"),
         base_prefix="roberta.",
-        heads=("classifier.",),
+        score_head=ScoreHead(
+            EncoderScorer, (), ("classifier.",), bert.draw_head("classifier.dense", "classifier.out_proj")
+        ),
         language_head=None,
         ignored=(r"^lm_head\.", r"(^|\.)pooler\.", *bert.BUFFERS),
     )
 
 
-FAMILY = family("roberta", "RobertaForSequenceClassification", names)
+FAMILY = family("roberta", "Roberta", names)

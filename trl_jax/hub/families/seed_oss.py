@@ -10,7 +10,7 @@ from trl_jax.models.arch import Arch
 
 
 def arch(config: ConfigReader) -> Arch:
-    dropout = config.number("residual_dropout", 0.0, most=0.99)
+    dropout = config.number("residual_dropout", 0.0, maximum=0.99)
     return replace(
         llama.arch(config),
         o_bias=config.flag("attention_out_bias"),
@@ -19,4 +19,4 @@ def arch(config: ConfigReader) -> Arch:
     )
 
 
-FAMILY = Family("seed_oss", "SeedOssForSequenceClassification", arch, llama.names)
+FAMILY = Family("seed_oss", "SeedOss", arch, llama.names)

@@ -28,4 +28,4 @@ def arch(config: ConfigReader) -> Arch:
     )
 
 
-FAMILY = Family("smollm3", "SmolLM3ForSequenceClassification", arch, llama.names)
+FAMILY = Family("smollm3", "SmolLM3", arch, llama.names)

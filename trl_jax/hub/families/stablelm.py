@@ -22,8 +22,8 @@ def arch(config: ConfigReader) -> Arch:
         qkv_bias=config.flag("use_qkv_bias"),
         o_bias=False,
         mlp_bias=False,
-        mlp_out_dropout=config.number("hidden_dropout", 0.0, most=0.99),
+        mlp_out_dropout=config.number("hidden_dropout", 0.0, maximum=0.99),
     )
 
 
-FAMILY = Family("stablelm", "StableLmForSequenceClassification", arch, llama.names)
+FAMILY = Family("stablelm", "StableLm", arch, llama.names)

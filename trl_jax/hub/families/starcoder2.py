@@ -13,7 +13,7 @@ from trl_jax.models.arch import Arch
 
 def arch(config: ConfigReader) -> Arch:
     base, bias = llama.arch(config), config.flag("use_bias", True)
-    dropout = config.number("residual_dropout", 0.0, most=0.99)
+    dropout = config.number("residual_dropout", 0.0, maximum=0.99)
     return replace(
         base,
         norm="layer",
@@ -23,7 +23,7 @@ def arch(config: ConfigReader) -> Arch:
         o_bias=bias,
         mlp_bias=bias,
         windows=(read_window(config),) * base.num_layers,
-        embedding_dropout=config.number("embedding_dropout", 0.0, most=0.99),
+        embedding_dropout=config.number("embedding_dropout", 0.0, maximum=0.99),
         attention_out_dropout=dropout,
         mlp_out_dropout=dropout,
     )
@@ -36,4 +36,4 @@ def names(arch: Arch) -> Names:
     }
 
 
-FAMILY = Family("starcoder2", "Starcoder2ForSequenceClassification", arch, names)
+FAMILY = Family("starcoder2", "Starcoder2", arch, names)

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from trl_jax.hub.families import roberta
 
-FAMILY = roberta.family("xlm-roberta", "XLMRobertaForSequenceClassification", roberta.head_first)
+FAMILY = roberta.family("xlm-roberta", "XLMRoberta", roberta.head_first)

@@ -1,4 +1,4 @@
-"""What is wrong with a file that safetensors refuses; its own errors seldom name the tensor."""
+"""Finds the fault of a file that safetensors refuses; its own errors seldom name the tensor."""
 
 from __future__ import annotations
 

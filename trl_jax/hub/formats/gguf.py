@@ -14,7 +14,7 @@ import numpy as np
 from trl_jax.hub.formats.gguf_header import check_fields
 from trl_jax.hub.formats.safetensors import SINGLE
 
-LINK = "model.gguf"  # beside the config.json and the tokenizer that were made of the file's own description
+LINK = "model.gguf"  # in the folder of the config.json and tokenizer that were made from the file
 
 _MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 # Keys after "<architecture>.", and the config's.
@@ -30,7 +30,7 @@ _CONFIG = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
 }
-# What a file may say besides without changing what is computed; of rope, only scaling would.
+# Further keys without effect on what is computed; of rope, only scaling has one.
 _INERT = re.compile(r"rope\.dimension_count|attention\.value_length|rope\.scaling\.(type|factor)$")
 _TENSORS = {
     "token_embd": "model.embed_tokens",
@@ -51,22 +51,22 @@ _TENSORS = {
 
 
 class GgufFiles:
-    """The tensors of a GGUF file as `hub.files.CheckpointFiles` offers those of safetensors; read as float32.
+    """The tensors of a GGUF file, with the methods of `safetensors.CheckpointFiles`; read as float32.
 
     Attributes: shards, shapes, dtypes, as there.
     """
 
     def __init__(self, path: Path):
         reader = _open(path)
-        found = {_their_name(tensor.name): tensor for tensor in reader.tensors if tensor.name != "rope_freqs.weight"}
-        self._tensors = found
-        self.shards = {SINGLE: list(found)}
-        self.shapes = {name: tuple(int(size) for size in tensor.shape[::-1]) for name, tensor in found.items()}
-        self.dtypes = dict.fromkeys(found, "float32")
-        self._heads = _turned_heads(reader)
+        tensors = {_full_name(tensor.name): tensor for tensor in reader.tensors if tensor.name != "rope_freqs.weight"}
+        self._tensors = tensors
+        self.shards = {SINGLE: list(tensors)}
+        self.shapes = {name: tuple(int(size) for size in tensor.shape[::-1]) for name, tensor in tensors.items()}
+        self.dtypes = dict.fromkeys(tensors, "float32")
+        self._heads = _permuted_heads(reader)
 
     def check_dtypes(self, tensors: Iterable[str]) -> None:
-        """Every type that the gguf package knows can be read."""
+        """Nothing: every type that the gguf package knows can be read."""
 
     def read(self, tensor: str) -> np.ndarray:
         """The values of one tensor, float32."""
@@ -78,16 +78,16 @@ class GgufFiles:
         projection = re.search(r"\.([qk])_proj\.", tensor)
         if projection is None or self._heads is None:
             return values
-        # llama.cpp turns neighbouring channels of a head, transformers those half a head apart.
+        # llama.cpp rotates neighbouring channels of a head, transformers those half a head apart.
         split = values.reshape(self._heads[projection[1]], -1, 2, *values.shape[1:])
         return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(values.shape)
 
 
 def unpack(path: Path) -> Path:
-    """A folder with the config and the tokenizer that the file describes, and a link to its weights.
+    """Make a folder with the config and the tokenizer that the file describes, and a link to its weights.
 
     Raises:
-        ValueError: an architecture, or a fact of it, that is not read here.
+        ValueError: the architecture, or a fact of it, is not read here.
     """
     import huggingface_hub
 
@@ -104,11 +104,11 @@ def unpack(path: Path) -> Path:
 
 
 def describe(path: Path) -> tuple[Any, dict[str, Any]]:
-    """The open file and the config that it stands for."""
+    """The open file and the config that describes its model."""
     reader = _open(path)
     try:
         return reader, _config(reader, path)
-    except (KeyError, IndexError, TypeError, OverflowError, UnicodeDecodeError) as error:  # of fields that are damaged
+    except (KeyError, IndexError, TypeError, OverflowError, UnicodeDecodeError) as error:  # of damaged fields
         raise _unreadable(path, error) from error
 
 
@@ -139,13 +139,13 @@ def _config(reader: Any, path: Path) -> dict[str, Any]:
             f"{path}: a GGUF file of architecture {architecture!r}; read are {', '.join(_MODEL_TYPES)}. Pass the "
             "safetensors repository it was made of."
         )
-    own = {key.partition(".")[2] for key in reader.fields if key.startswith(f"{architecture}.")}
+    keys = {key.partition(".")[2] for key in reader.fields if key.startswith(f"{architecture}.")}
     scaling = _value(reader, f"{architecture}.rope.scaling.type")
-    unknown = sorted(key for key in own if key not in _CONFIG and not _INERT.fullmatch(key))
+    unknown = sorted(key for key in keys if key not in _CONFIG and not _INERT.fullmatch(key))
     if unknown or scaling not in (None, "none"):
-        found = ", ".join(unknown) or f"rope.scaling.type={scaling!r}"
-        raise ValueError(f"{path}: {found} may change what the model computes and is not read from GGUF files.")
-    config = {name: _value(reader, f"{architecture}.{key}") for key, name in _CONFIG.items() if key in own}
+        listed = ", ".join(unknown) or f"rope.scaling.type={scaling!r}"
+        raise ValueError(f"{path}: {listed} may change what the model computes and is not read from GGUF files.")
+    config = {name: _value(reader, f"{architecture}.{key}") for key, name in _CONFIG.items() if key in keys}
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     if "rope_freqs.weight" in tensors:
         raise ValueError(f"{path}: rope_freqs.weight stretches positions, which is not read from GGUF files.")
@@ -164,7 +164,7 @@ _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
 def _tokenizer(reader: Any, model_type: str) -> Any:
-    """transformers' own conversion of the vocabulary; its reader of the file would need torch."""
+    """Convert the vocabulary with transformers, whose reader of the file would need torch."""
     from transformers import PreTrainedTokenizerFast
     from transformers.integrations.gguf import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
 
@@ -176,7 +176,7 @@ def _tokenizer(reader: Any, model_type: str) -> Any:
     backend, more = convert_gguf_tokenizer(model_type, described)
     special = {f"{name}_token": _value(reader, f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL.items()}
     special = {name: described["tokens"][number] for name, number in special.items() if number is not None}
-    # llama.cpp puts BOS before a sentencepiece vocabulary's texts unless told otherwise.
+    # llama.cpp puts BOS before a sentencepiece vocabulary's texts unless the file says otherwise.
     added = {"add_bos_token": True} if described["tokenizer_type"] == "llama" else {}
     for key in ("add_bos_token", "add_eos_token"):
         if f"tokenizer.ggml.{key}" in reader.fields:
@@ -186,7 +186,7 @@ def _tokenizer(reader: Any, model_type: str) -> Any:
     return tokenizer
 
 
-def _their_name(name: str) -> str:
+def _full_name(name: str) -> str:
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if match is None or match[2] not in _TENSORS:
         return name  # refused later, as an unexpected tensor
@@ -194,8 +194,8 @@ def _their_name(name: str) -> str:
     return f"{layer}{_TENSORS[match[2]]}.{match[3]}"
 
 
-def _turned_heads(reader: Any) -> dict[str, int] | None:
-    """Heads of q and k where their rows lie in llama.cpp's order; None where in transformers'."""
+def _permuted_heads(reader: Any) -> dict[str, int] | None:
+    """The heads of q and k where their rows have llama.cpp's order; None where they have transformers'."""
     if _value(reader, "general.architecture") != "llama":
         return None
     heads = _value(reader, "llama.attention.head_count")

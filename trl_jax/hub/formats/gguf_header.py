@@ -1,4 +1,4 @@
-"""A look at a GGUF file's fields before the gguf package reads them: it believes every length it is told."""
+"""Checks the fields of a GGUF file before the gguf package reads them, which trusts every length."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _number(file: BinaryIO, width: int) -> int:
 
 
 def _read(file: BinaryIO, count: int) -> bytes:
-    found = file.read(count)
-    if len(found) < count:
+    data = file.read(count)
+    if len(data) < count:
         raise ValueError("it ends in the middle of its fields")
-    return found
+    return data

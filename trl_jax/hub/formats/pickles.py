@@ -1,4 +1,4 @@
-"""Checkpoints that are pytorch_model.bin: their tensors are read by torch, nothing in them is run."""
+"""Checkpoints that are pytorch_model.bin: torch reads their tensors, no code in them is run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def only_pickled(folder: Path) -> bool:
 
 
 class PickledFiles:
-    """`CheckpointFiles` of pytorch_model.bin, single or sharded. Tensors are read, nothing in it is run."""
+    """The tensors of pytorch_model.bin, single or sharded, with the methods of `CheckpointFiles`."""
 
     def __init__(self, folder: Path):
         self._tensors: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Safetensors on disk: opened with care, one tensor at a time; written in the shards they came in."""
+"""Safetensors on disk: checked, read one tensor at a time, and written in the shards they came in."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trl_jax.hub.formats.diagnosis import diagnose
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
-_MAPPED = 2**28  # bytes read of a file until its pages are let go
+_MAPPED = 2**28  # bytes read of a file until its pages are released
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -28,7 +28,7 @@ class CheckpointFiles:
     Attributes:
         shards: file name -> the tensors it holds, in the file's order.
         shapes: tensor -> shape.
-        dtypes: tensor -> "float32", "bfloat16" or "float16"; another one as the file calls it.
+        dtypes: tensor -> "float32", "bfloat16" or "float16"; of others the file's own word.
     """
 
     def __init__(self, folder: Path):
@@ -71,9 +71,9 @@ class CheckpointFiles:
         """The values of a part of it; no other is read from the disk."""
         return self._handles[self._shard_of[tensor]].get_slice(tensor)[index]
 
-    def let_go(self, tensor: str, count: int) -> None:
+    def release(self, tensor: str, count: int) -> None:
         """Note that `count` bytes were read of this tensor. A file's pages count as this process's memory until it is
-        closed, so now and then it is opened anew: not after loading, when it may have been written over."""
+        closed, so now and then it is opened anew; not after loading, when it may have been overwritten."""
         shard = self._shard_of[tensor]
         self._read[shard] = self._read.get(shard, 0) + count
         if self._read[shard] > _MAPPED:
@@ -84,7 +84,7 @@ def open_tensors(path: Path) -> dict[str, np.ndarray]:
     """All tensors of one small file.
 
     Raises:
-        ValueError: it cannot be read, or holds a dtype that is not.
+        ValueError: it cannot be read, or has a tensor of another dtype.
     """
     try:
         with safe_open(path, framework="numpy") as handle:
@@ -124,7 +124,7 @@ def no_weights(where: str) -> FileNotFoundError:
 
 
 def indexed_shards(folder: Path, index: str = INDEX) -> list[str]:
-    """The file names in the index, each a plain one of that folder; whether they are there is not asked."""
+    """The file names in the index, each a plain one of that folder; they need not exist."""
     path = folder / index
     try:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
@@ -152,19 +152,19 @@ def write_checkpoint(
     time.
 
     Where not `writes`, each tensor is read and nothing kept: several processes gather a tensor together, one writes it.
-    A file takes the place of an earlier one when it is whole, for tensors may be read from that; what else an earlier
-    save left in `folder` is removed at the end: a reader would take its weights for these.
+    A file replaces an earlier one when it is complete, for tensors may be read from that. Other files that an earlier
+    save left in `folder` are removed at the end: a reader would take their weights for these.
     """
     weight_map, parameters, size = {}, 0, 0
     for name, tensors in shards.items():
-        found = {one: tensor(one) for one in tensors}
+        pieces = {one: tensor(one) for one in tensors}
         if not writes:
-            for one in in_order(found):
-                deque(found[one].read(), maxlen=0)
+            for one in in_order(pieces):
+                deque(pieces[one].read(), maxlen=0)
             continue
-        _write(folder / name, found)
+        _write(folder / name, pieces)
         weight_map |= dict.fromkeys(tensors, name)
-        counts = [(math.prod(one.shape), one.dtype.itemsize) for one in found.values()]
+        counts = [(math.prod(one.shape), one.dtype.itemsize) for one in pieces.values()]
         parameters += sum(count for count, _ in counts)
         size += sum(count * width for count, width in counts)
     if not writes:
@@ -179,12 +179,12 @@ def write_checkpoint(
 
 
 def _write(path: Path, tensors: dict[str, Pieces]) -> None:
-    with replacing(path) as beside:
-        write_tensors(beside, tensors, {"format": "pt"})
+    with replacing(path) as unfinished:
+        write_tensors(unfinished, tensors, {"format": "pt"})
 
 
 def shard_plan(source: dict[str, list[str]], kept: set[str], added: list[str]) -> dict[str, list[str]]:
-    """The shards to write: those of the source without what is left out, new tensors in the last one."""
+    """The shards to write: those of the source without tensors that are left out, new tensors in the last one."""
     groups = [[tensor for tensor in tensors if tensor in kept] for tensors in source.values()]
     groups = [group for group in groups if group] or [[]]
     groups[-1] = groups[-1] + added

@@ -1,39 +1,31 @@
-"""An adapter on a model: which arrays train, and what they are called on disk."""
+"""An adapter on a model: which arrays train, and their names on disk."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trl_jax.hub.checkpoint.saving import read_tensor
-from trl_jax.hub.checkpoint.tensor_map import TensorEntry
+from trl_jax.hub.checkpoint.saving import IndexedEntry
+from trl_jax.hub.config.native import NativeConfig
+from trl_jax.hub.heads import architecture, with_peft_head
 from trl_jax.hub.peft.lora_config import LoraConfig, refuse_beyond
 from trl_jax.hub.peft.modules import Module, modules_of
 from trl_jax.hub.peft.target_parameters import targeted_parameters, with_parameters
-from trl_jax.hub.peft.targets import (
-    Places,
-    rank_and_alpha,
-    saved_whole,
-    settled,
-    targeted,
-    with_drawn,
-    with_head,
-)
+from trl_jax.hub.peft.targets import Targets, fully_trained, rank_and_alpha, settled, targeted, with_drawn
 from trl_jax.models.adapted import Adapter, Layers, leaf
 
 PREFIX = "base_model.model."
 _SUFFIX = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector", "bias": "lora_B.bias"}
 _SAVED_TABLE = "embed_tokens"  # PEFT saves the base's own table too where it has this name and is named by it
-_OF_TABLES = {"a": "lora_embedding_A", "b": "lora_embedding_B"}
+_TABLE_SUFFIX = {"a": "lora_embedding_A", "b": "lora_embedding_B"}
 
 
 @dataclass(frozen=True)
-class Placed:
+class ModuleAdapters:
     """The adapters of one kind of module: one a layer, `ranks` 0 where there is none, `names` those on disk."""
 
     module: Module
@@ -54,14 +46,14 @@ class Placed:
         return {kind: (*lead, *each[kind]) for kind in ("a", "b", *self.adapter.has)}
 
     def sizes(self) -> dict[str, int]:
-        """Kind -> how many numbers it has, without what only fills an array where ranks are smaller."""
+        """Kind -> how many numbers it has, without the padding where ranks are smaller."""
         ranks, layers = sum(self.ranks) * max(self.module.experts, 1), sum(rank > 0 for rank in self.ranks)
         each = {"a": ranks * self.module.inputs, "b": ranks * self.module.outputs}
         each |= dict.fromkeys(("magnitude", "bias"), layers * self.module.outputs)
         return {kind: each[kind] for kind in ("a", "b", *self.adapter.has)}
 
     def at(self, layer: int) -> dict[str, tuple]:
-        """Kind -> where in the array of all layers that of one lies: experts' A are padded each for itself."""
+        """Kind -> the index of one layer's in the array of all layers; each expert's A is padded by itself."""
         rank, experts = self.ranks[layer], max(self.module.experts, 1)
         rows = slice(rank * experts)
         if experts > 1 and 0 < rank < self.rank:
@@ -71,8 +63,8 @@ class Placed:
         return {kind: (*lead, *inner.get(kind, ())) for kind in (("a", "b", *self.adapter.has) if rank else ())}
 
     def tensors(self) -> list[tuple[str, str, tuple]]:
-        """(name on disk, kind, place in the array of all layers) of each layer's."""
-        suffixes = _SUFFIX | (_OF_TABLES if self.module.kind == "embedding" else {})
+        """(name on disk, kind, index in the array of all layers) of each layer's."""
+        suffixes = _SUFFIX | (_TABLE_SUFFIX if self.module.kind == "embedding" else {})
         return [
             (f"{PREFIX}{name}.{suffixes[kind]}", kind, at)
             for layer, name in enumerate(self.names)
@@ -81,106 +73,130 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Whole:
-    """Parameters of the model itself that train: path -> the layers of it that do; `tensors` as they are saved,
-    each with the wires that have a part in it and its layer in our array."""
+class FullyTrained:
+    """Parameters of the model itself that train.
+
+    Attributes:
+        layers: path -> the layers that train; None: all.
+        tensors: name in the adapter's file -> the entries that have a slice in it, each with its layer in our array.
+    """
 
     layers: dict[str, tuple[int, ...] | None]
-    tensors: dict[str, list[tuple[TensorEntry, tuple[int, ...]]]]
+    tensors: dict[str, list[IndexedEntry]]
 
-    def parts(self) -> tuple[Layers, ...]:
-        return tuple(Layers(path, where) for path, where in self.layers.items() if where is not None)
+    def some_layers(self) -> tuple[Layers, ...]:
+        """The stacks of which only some layers train."""
+        return tuple(Layers(path, layers) for path, layers in self.layers.items() if layers is not None)
+
+    def array_of(self, path: str) -> str:
+        """The name of the array of a path that trains, among the params."""
+        layers = self.layers[path]
+        return path if layers is None else Layers(path, layers).name
+
+    def index_of(self, path: str, at: tuple[int, ...]) -> tuple[int, ...]:
+        """The place of a layer in that array."""
+        layers = self.layers[path]
+        return at if layers is None else (layers.index(at[0]),)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A LoraConfig on a model, resolved. `order` is PEFT's: (layer, its number in `placed`), modules before parameters.
-    `added` is a line on what it lacked of a reward model's; None for nothing.
+class AdapterPlan:
+    """A LoraConfig on a model, resolved.
+
+    Attributes:
+        modules: the adapters, a kind of module each.
+        order: (layer, number in `modules`) in PEFT's order, modules before parameters.
+        full: the model's own parameters that train.
+        saved_tables: name on disk -> path of the base's tables that PEFT saves beside their adapter.
+        note: a line on what the config lacked for the model's head; None for nothing.
     """
 
     config: LoraConfig
-    placed: tuple[Placed, ...]
+    modules: tuple[ModuleAdapters, ...]
     order: tuple[tuple[int, int], ...]
-    whole: Whole
-    kept: dict[str, str]
-    added: str | None
+    full: FullyTrained
+    saved_tables: dict[str, str]
+    note: str | None
 
     @property
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Of the adapters' arrays."""
+        """Shapes of the adapters' arrays."""
         return {
-            leaf(placed.adapter.name, kind): jax.ShapeDtypeStruct(shape, jnp.float32)
-            for placed in self.placed
-            for kind, shape in placed.shapes().items()
+            leaf(one.adapter.name, kind): jax.ShapeDtypeStruct(shape, jnp.float32)
+            for one in self.modules
+            for kind, shape in one.shapes().items()
         }
 
 
-def make_plan(config: LoraConfig, family: Any, arch: Any, drawn: tuple[str, ...] = ()) -> Plan:
-    """What a config means on a model of the native engine; `drawn` are tensors that no file has: they train whole.
+def make_adapter_plan(lora: LoraConfig, config: NativeConfig, drawn: tuple[str, ...] = ()) -> AdapterPlan:
+    """Resolve a LoraConfig on a native model; `drawn` are tensors that no file has: they train whole.
 
     Raises:
-        ValueError: what it asks for is not there, or not in this release; by name.
+        ValueError: it asks for what is not there, or not in this release; by name.
     """
-    refuse_beyond(config)
-    modules = modules_of(family, arch)
-    config, added = with_head(config, modules)
-    config, more = with_drawn(config, modules, drawn)
-    added = " ".join(line for line in (added, more) if line) or None
-    config, places, parameters = resolved(config, modules, family.model_type)
-    if config.task_type is None:
-        config = replace(config, auto_mapping=_class_of(family))
-    saved = saved_whole(config, modules)
-    _check_apart(places, parameters, saved)
-    given = {module: among for among in (places, parameters) for _, module, _ in among}
-    placed = tuple(_placed(config, module, among) for module, among in given.items())
-    number = {module: at for at, module in enumerate(given)}
-    order = tuple((layer, number[module]) for _, module, layer in (*places, *parameters))
-    tables = [module for module in dict.fromkeys(m for _, m, _ in places) if module.kind == "embedding"]
+    refuse_beyond(lora)
+    modules = modules_of(config)
+    lora, for_head = with_peft_head(lora, modules)
+    lora, for_drawn = with_drawn(lora, modules, drawn)
+    note = " ".join(line for line in (for_head, for_drawn) if line) or None
+    lora, targets, parameters = resolved(lora, modules, config.family.model_type)
+    if lora.task_type is None:
+        lora = replace(lora, auto_mapping=_auto_mapping(config))
+    full = fully_trained(lora, modules)
+    _check_apart(targets, parameters, full)
+    grouped = {module: group for group in (targets, parameters) for _, module, _ in group}
+    adapters = tuple(_module_adapters(lora, module, group) for module, group in grouped.items())
+    number = {module: at for at, module in enumerate(grouped)}
+    order = tuple((layer, number[module]) for _, module, layer in (*targets, *parameters))
+    adapted = {name for name, _, _ in targets} | {_owner(name) for name, _, _ in parameters}
+    tables = _saved_tables(lora, targets)
+    return AdapterPlan(lora, adapters, order, _full_training(lora, modules, adapted, full), tables, note)
+
+
+def _saved_tables(lora: LoraConfig, targets: Targets) -> dict[str, str]:
+    tables = [module for module in dict.fromkeys(m for _, m, _ in targets) if module.kind == "embedding"]
     for name in ("use_dora", "lora_bias"):
-        if tables and vars(config)[name]:
+        if tables and vars(lora)[name]:
             raise ValueError(f"LoraConfig: {name}=True does not go with the table {tables[0].name}. Leave one out.")
-    told = [table for table in tables if _SAVED_TABLE in config.target_modules and table.name.endswith(_SAVED_TABLE)]
-    kept = {f"{PREFIX}{module.name}.base_layer.weight": module.parts[0][0] + ".weight" for module in told}
-    adapted = {name for name, _, _ in places} | {_owner(name) for name, _, _ in parameters}
-    return Plan(config, placed, order, _whole(config, modules, adapted, saved), kept, added)
+    saved = [table for table in tables if _SAVED_TABLE in lora.target_modules and table.name.endswith(_SAVED_TABLE)]
+    return {f"{PREFIX}{module.name}.base_layer.weight": module.parts[0][0] + ".weight" for module in saved}
 
 
-def resolved(config: LoraConfig, modules: list[Module], model_type: str) -> tuple[LoraConfig, Places, Places]:
+def resolved(lora: LoraConfig, modules: list[Module], model_type: str) -> tuple[LoraConfig, Targets, Targets]:
     """The config as PEFT would write it, the modules that get adapters and the parameters that do.
 
     Raises:
         ValueError: it means nothing, or what cannot have one.
     """
-    config = settled(with_parameters(config, modules, model_type), modules, model_type)
-    places = targeted(config, modules)
-    return config, places, targeted_parameters(config, modules, alone=not places)
+    lora = settled(with_parameters(lora, modules, model_type), modules, model_type)
+    targets = targeted(lora, modules)
+    return lora, targets, targeted_parameters(lora, modules, alone=not targets)
 
 
-def _class_of(family: Any) -> dict[str, str]:
-    """What PEFT writes where no task says which class the model is of."""
+def _auto_mapping(config: NativeConfig) -> dict[str, str]:
+    """The class of the model, which PEFT writes where no task says it."""
     from transformers.models.auto.configuration_auto import model_type_to_module_name
 
-    module = model_type_to_module_name(family.model_type)
-    return {
-        "base_model_class": family.architecture, "parent_library": f"transformers.models.{module}.modeling_{module}",
-    }  # fmt: skip
+    module = model_type_to_module_name(config.family.model_type)
+    library = f"transformers.models.{module}.modeling_{module}"
+    return {"base_model_class": architecture(config.family), "parent_library": library}
 
 
 def _owner(name: str) -> str:
-    """The module that a parameter is one of."""
+    """The module that a parameter belongs to."""
     return name.rpartition(".")[0]
 
 
-def _check_apart(places: Places, parameters: Places, saved: Places) -> None:
-    whole = {name for name, _, _ in saved}
-    both = sorted(whole & ({name for name, _, _ in places} | {_owner(name) for name, _, _ in parameters}))
+def _check_apart(targets: Targets, parameters: Targets, full: Targets) -> None:
+    whole = {name for name, _, _ in full}
+    both = sorted(whole & ({name for name, _, _ in targets} | {_owner(name) for name, _, _ in parameters}))
     if both:
         raise ValueError(
             f"LoraConfig: {both[0]} would get an adapter and train whole, too, for modules_to_save go by the ends of "
             f"names. PEFT refuses that as well: pass exclude_modules=[{both[0].rpartition('.')[2]!r}], or leave it out "
             "of target_parameters."
         )
-    modules = {module for _, module, _ in places}
+    modules = {module for _, module, _ in targets}
     twice = sorted(name for name, module, _ in parameters if module in modules)
     if twice:
         raise ValueError(
@@ -189,41 +205,40 @@ def _check_apart(places: Places, parameters: Places, saved: Places) -> None:
         )
 
 
-def _placed(config: LoraConfig, module: Module, places: Places) -> Placed:
-    here = {layer: rank_and_alpha(config, name) for name, found, layer in places if found is module}
-    told = [here.get(layer, (0, 0.0)) for layer in range(module.layers)]
-    roots = [math.sqrt(rank) if config.use_rslora else rank for rank, _ in told]
-    scales = tuple(alpha / root if root else 0.0 for (_, alpha), root in zip(told, roots, strict=True))
-    has = ("magnitude",) * config.use_dora + ("bias",) * (config.lora_bias and module.kind != "embedding")
-    there = tuple(rank > 0 for rank, _ in told)
+def _module_adapters(lora: LoraConfig, module: Module, targets: Targets) -> ModuleAdapters:
+    of_layer = {layer: rank_and_alpha(lora, name) for name, target, layer in targets if target is module}
+    facts = [of_layer.get(layer, (0, 0.0)) for layer in range(module.layers)]
+    roots = [math.sqrt(rank) if lora.use_rslora else rank for rank, _ in facts]
+    scales = tuple(alpha / root if root else 0.0 for (_, alpha), root in zip(facts, roots, strict=True))
+    has = ("magnitude",) * lora.use_dora + ("bias",) * (lora.lora_bias and module.kind != "embedding")
+    there = tuple(rank > 0 for rank, _ in facts)
     adapter = Adapter(module.name, module.parts, scales, there, module.stacked, has, module.experts)
-    names = _wrapped_names(module, places) if module.experts else module.names()
-    return Placed(module, adapter, tuple(rank for rank, _ in told), tuple(names))
+    names = _wrapped_names(module, targets) if module.experts else module.names()
+    return ModuleAdapters(module, adapter, tuple(rank for rank, _ in facts), tuple(names))
 
 
-def _wrapped_names(module: Module, places: Places) -> list[str]:
+def _wrapped_names(module: Module, targets: Targets) -> list[str]:
     """Parameters of one module are wrapped one around the other: the last one's adapter has the module's own name."""
-    meant = [name for name, _, _ in places]
-    found = []
+    every, wrapped = [name for name, _, _ in targets], []
     for name in module.names():
-        beside = [one for one in meant if _owner(one) == _owner(name)]
-        later = beside[beside.index(name) + 1 :] if name in beside else []
-        found.append(_owner(name) + ".base_layer" * len(later))
-    return found
+        siblings = [one for one in every if _owner(one) == _owner(name)]
+        later = siblings[siblings.index(name) + 1 :] if name in siblings else []
+        wrapped.append(_owner(name) + ".base_layer" * len(later))
+    return wrapped
 
 
-def _whole(config: LoraConfig, modules: list[Module], adapted: set[str], saved: Places) -> Whole:
-    """`modules_to_save`, and the biases that train; those of `adapted` modules lie deeper."""
-    chosen = [(name, module, layer, entry) for name, module, layer in saved for entry in module.tensor_map]
-    if config.bias != "none":
-        done = {name for name, _, _ in saved}
-        everything = [
+def _full_training(lora: LoraConfig, modules: list[Module], adapted: set[str], full: Targets) -> FullyTrained:
+    """`modules_to_save`, and the biases that train; those of `adapted` modules have a longer name."""
+    chosen = [(name, module, layer, entry) for name, module, layer in full for entry in module.tensor_map]
+    if lora.bias != "none":
+        done = {name for name, _, _ in full}
+        others = [
             (name, module, layer)
             for module in modules
             for layer, name in enumerate(module.names())
-            if name not in done and (config.bias == "all" or name in adapted)
+            if name not in done and (lora.bias == "all" or name in adapted)
         ]
-        chosen += [(n, m, at, entry) for n, m, at in everything for entry in m.tensor_map if "bias" in entry.tensor]
+        chosen += [(n, m, at, entry) for n, m, at in others for entry in m.tensor_map if "bias" in entry.tensor]
     tensors: dict[str, list] = {}
     layers: dict[str, set[int]] = {}
     for name, module, layer, entry in chosen:
@@ -234,59 +249,5 @@ def _whole(config: LoraConfig, modules: list[Module], adapted: set[str], saved: 
         tensors.setdefault(tensor, []).append((entry, (layer,) if module.stacked else ()))
         layers.setdefault(entry.path, set()).add(layer)
     counts = {entry.path: module.layers for _, module, _, entry in chosen}
-    where = {path: None if len(at) == counts[path] else tuple(sorted(at)) for path, at in layers.items()}
-    return Whole(where, tensors)
-
-
-def tensors_of(plan: Plan, params: dict[str, Any], kept: dict[str, Any]) -> dict[str, np.ndarray]:
-    """What adapter_model.safetensors holds, by name; float32. `kept` has the arrays of `plan.kept`, by path."""
-    found = {
-        name: np.asarray(params[leaf(placed.adapter.name, kind)][at], np.float32)
-        for placed in plan.placed
-        for name, kind, at in placed.tensors()
-    }
-    found |= {name: np.asarray(kept[path], np.float32) for name, path in plan.kept.items()}
-    return found | whole_tensors(plan, params)
-
-
-def whole_tensors(plan: Plan, params: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Those of them that are no adapter's: what trains whole."""
-    found = {}
-    for name, places in plan.whole.tensors.items():
-        view, moved = {}, []
-        for entry, at in places:
-            where = plan.whole.layers[entry.path]
-            view[entry.path] = params[entry.path if where is None else Layers(entry.path, where).name]
-            moved.append((entry, at if where is None else (where.index(at[0]),)))
-        found[name] = read_tensor(view, moved)
-    return found
-
-
-def arrays_of(plan: Plan, tensors: dict[str, np.ndarray], like: dict[str, Any]) -> dict[str, jax.Array]:
-    """The inverse: arrays that train, from tensors by name; `like` has their shapes."""
-    arrays = {name: np.zeros(leaf_.shape, np.float32) for name, leaf_ in like.items()}
-    for placed in plan.placed:
-        for name, kind, at in placed.tensors():
-            arrays[leaf(placed.adapter.name, kind)][at] = tensors[name]
-    for name, places in plan.whole.tensors.items():
-        for entry, at in places:
-            where = plan.whole.layers[entry.path]
-            key = entry.path if where is None else Layers(entry.path, where).name
-            place = at if where is None else (where.index(at[0]),)
-            arrays[key][place] = entry.take(np.asarray(tensors[name], np.float32))
-    return {name: jnp.array(array) for name, array in arrays.items()}
-
-
-def wanted_shapes(plan: Plan, like: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name on disk -> shape, of all that an adapter's file must hold."""
-    found = {
-        name: np.empty(like[leaf(placed.adapter.name, kind)].shape, np.bool_)[at].shape
-        for placed in plan.placed
-        for name, kind, at in placed.tensors()
-    }
-    for name, places in plan.whole.tensors.items():
-        entry = places[0][0]
-        where = plan.whole.layers[entry.path]
-        key = entry.path if where is None else Layers(entry.path, where).name
-        found[name] = entry.shape_on_disk(like[key].shape)
-    return found
+    some = {path: None if len(at) == counts[path] else tuple(sorted(at)) for path, at in layers.items()}
+    return FullyTrained(some, tensors)

@@ -1,4 +1,4 @@
-"""How an adapter begins: PEFT's draws on torch's generator."""
+"""The initial values of an adapter: PEFT's draws on torch's generator."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import Any
 import numpy as np
 
 from trl_jax.core.torch_random import TorchGenerator
-from trl_jax.hub.peft.adapters import Placed, Plan
+from trl_jax.hub.peft.adapters import AdapterPlan, ModuleAdapters
 from trl_jax.hub.peft.lora_config import PISSA, LoraConfig
 from trl_jax.hub.peft.modules import Module
 from trl_jax.models.adapted import leaf
 
 
 def initial(
-    plan: Plan, weight: Callable[[str], Any], generator: TorchGenerator, begun: dict[str, np.ndarray]
+    plan: AdapterPlan, weight: Callable[[str], Any], generator: TorchGenerator, factors: dict[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
     """The adapters' arrays, drawn as PEFT draws them on torch's generator: two linear maps are made for each module,
-    then A is drawn anew. `weight` gives the array at a path, `begun` has arrays that are not drawn."""
-    arrays = {name: np.zeros(shape.shape, np.float32) for name, shape in plan.shapes.items()} | begun
+    then A is drawn anew. `weight` gives the array at a path, `factors` has arrays that are not drawn."""
+    arrays = {name: np.zeros(shape.shape, np.float32) for name, shape in plan.shapes.items()} | factors
     for layer, number in plan.order:
-        placed = plan.placed[number]
-        places = placed.at(layer)
-        for kind, value in _drawn(plan.config, placed.module, placed.ranks[layer], generator).items():
-            arrays[leaf(placed.adapter.name, kind)][places[kind]] = value
-    for placed in plan.placed:
-        if "magnitude" in placed.adapter.has:
-            arrays[leaf(placed.adapter.name, "magnitude")][...] = _row_norms(placed, weight, arrays)
+        one = plan.modules[number]
+        places = one.at(layer)
+        for kind, value in _draw(plan.config, one.module, one.ranks[layer], generator).items():
+            arrays[leaf(one.adapter.name, kind)][places[kind]] = value
+    for one in plan.modules:
+        if "magnitude" in one.adapter.has:
+            arrays[leaf(one.adapter.name, "magnitude")][...] = _row_norms(one, weight, arrays)
     return arrays
 
 
-def _drawn(config: LoraConfig, module: Module, rank: int, generator: TorchGenerator) -> dict[str, np.ndarray]:
+def _draw(config: LoraConfig, module: Module, rank: int, generator: TorchGenerator) -> dict[str, np.ndarray]:
     ranks = rank * max(module.experts, 1)
     a, b = (ranks, module.inputs), (module.outputs, ranks)
     if module.kind == "embedding":
@@ -55,17 +55,17 @@ def _drawn(config: LoraConfig, module: Module, rank: int, generator: TorchGenera
     return {"a": linear(a)}
 
 
-def _row_norms(placed: Placed, weight: Callable[[str], Any], arrays: dict[str, np.ndarray]) -> np.ndarray:
-    """Of W + scale B A: what the magnitudes begin with."""
-    name, module = placed.adapter.name, placed.module
+def _row_norms(one: ModuleAdapters, weight: Callable[[str], Any], arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """Norms of the rows of W + scale B A: the initial magnitudes."""
+    name, module = one.adapter.name, one.module
     a, b = (arrays[leaf(name, kind)] for kind in "ab")
-    lengths = np.zeros(placed.shapes()["magnitude"], np.float32)
-    for path, part in module.parts:
+    lengths = np.zeros(one.shapes()["magnitude"], np.float32)
+    for path, rows in module.parts:
         whole = weight(f"{path}.weight")
         for layer in range(module.layers):
             at = (layer,) if module.stacked else ()
-            own_b = b[at] if part is None else part.rows(b[at])
-            norms = np.linalg.norm(np.asarray(whole[at]) + placed.adapter.scales[layer] * (own_b @ a[at]), axis=1)
-            view = lengths[at] if part is None else part.view(lengths[at])
+            our_b = b[at] if rows is None else rows.rows(b[at])
+            norms = np.linalg.norm(np.asarray(whole[at]) + one.adapter.scales[layer] * (our_b @ a[at]), axis=1)
+            view = lengths[at] if rows is None else rows.view(lengths[at])
             view[...] = norms.reshape(view.shape)
     return lengths

@@ -1,4 +1,4 @@
-"""What an adapter is: PEFT's LoraConfig, field by field and key by key, without peft."""
+"""PEFT's LoraConfig, field by field and key by key, without peft."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PEFT = "0.21.2"  # the release whose format this is
 
 
 class TaskType(str, Enum):  # noqa: UP042 - PEFT's own is such a mixture, and format() tells the two apart
-    """What a model with an adapter is for: SEQ_CLS for a reward model."""
+    """PEFT's names for the task of a model with an adapter."""
 
     SEQ_CLS = "SEQ_CLS"
     SEQ_2_SEQ_LM = "SEQ_2_SEQ_LM"
@@ -30,7 +30,7 @@ class TaskType(str, Enum):  # noqa: UP042 - PEFT's own is such a mixture, and fo
 
 @dataclass
 class LoraConfig:
-    """PEFT's fields, defaults and order. What no trainer here can honour is refused when the model gets the adapter.
+    """PEFT's fields, defaults and order. Options without effect here are refused when the model gets the adapter.
 
     r, lora_alpha: the rank, and the scale before it is divided by the rank (`use_rslora`: by its root).
     target_modules: names, ends of names, a regular expression of whole names, or "all-linear".
@@ -92,9 +92,9 @@ class LoraConfig:
         self.rank_pattern, self.alpha_pattern = dict(self.rank_pattern or {}), dict(self.alpha_pattern or {})
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON's kinds; sets come sorted, so that the same adapter is the same file."""
-        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "runtime_config"}
-        return {name: sorted(value) if isinstance(value, set) else value for name, value in found.items()}
+        """The fields as types of JSON; sets are sorted, so that the same adapter is the same file."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "runtime_config"}
+        return {name: sorted(value) if isinstance(value, set) else value for name, value in values.items()}
 
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Write adapter_config.json."""
@@ -108,15 +108,15 @@ class LoraConfig:
         return read_lora_config(Path(folder))
 
 
-def _task(found: Any) -> str:
-    name = found.value if isinstance(found, Enum) else found
+def _task(task: Any) -> str:
+    name = task.value if isinstance(task, Enum) else task
     if not isinstance(name, str) or name not in TaskType.__members__:
         raise ValueError(f"task_type={name!r} is not one of {', '.join(TaskType.__members__)}.")
     return name
 
 
-def _whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _whole(value: Any, minimum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 def _number(value: Any) -> bool:
@@ -135,13 +135,13 @@ def _pattern(value: Any) -> bool:
         return False
 
 
-def _part(value: Any) -> bool:
-    """Whether it is one that may stand within another."""
+def _inner_pattern(value: Any) -> bool:
+    """Whether it is a regular expression that may stand within another."""
     return _pattern(value) and _pattern(f"(?P<number>.)({value})")
 
 
 def _patterns(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_part, value))
+    return isinstance(value, dict) and all(map(_inner_pattern, value))
 
 
 def _list(value: Any, each: Callable[[Any], bool]) -> bool:
@@ -149,7 +149,7 @@ def _list(value: Any, each: Callable[[Any], bool]) -> bool:
 
 
 def check(config: LoraConfig) -> None:
-    """Raises ValueError on a value that no adapter can have, by field."""
+    """Raise ValueError on a value that no adapter can have, by field."""
     values = vars(config)
 
     def must(good: bool, name: str, wanted: str) -> None:
@@ -172,8 +172,8 @@ def check(config: LoraConfig) -> None:
 
 
 def _check_names(config: LoraConfig, must: Callable[[bool, str, str], None]) -> None:
-    """Of modules and of layers."""
-    for name, each in (("modules_to_save", _part), ("target_parameters", _text)):
+    """The fields that name modules and layers."""
+    for name, each in (("modules_to_save", _inner_pattern), ("target_parameters", _text)):
         value = vars(config)[name]
         must(value is None or _list(value, each), name, "a list of names")
     for name in ("target_modules", "exclude_modules"):
@@ -182,14 +182,15 @@ def _check_names(config: LoraConfig, must: Callable[[bool, str, str], None]) -> 
     layers, patterns = config.layers_to_transform, config.layers_pattern
     good = layers is None or _whole(layers, 0) or _list(layers, lambda layer: _whole(layer, 0))
     must(good, "layers_to_transform", "a layer's number from 0 on, or a list of them")
-    must(patterns is None or _part(patterns) or _list(patterns, _part), "layers_pattern", "a pattern, or a list")
+    good = patterns is None or _inner_pattern(patterns) or _list(patterns, _inner_pattern)
+    must(good, "layers_pattern", "a pattern, or a list")
     if isinstance(config.target_modules, str):
         for name in ("layers_to_transform", "layers_pattern"):
             must(not vars(config)[name], name, "none beside a pattern: say in target_modules which layers are meant")
     must(not patterns or layers is not None, "layers_pattern", "layers_to_transform beside it")
 
 
-# Fields that ask for more than LoRA and DoRA, and their values that ask for nothing.
+# Fields that ask for more than LoRA and DoRA, with their values that ask for nothing.
 _BEYOND = {
     "megatron_config": (None,), "trainable_token_indices": (None,), "loftq_config": ({}, None), "eva_config": (None,),
     "corda_config": (None,), "lora_ga_config": (None,), "velora_config": (None,), "alora_invocation_tokens": (None,),
@@ -198,7 +199,7 @@ _BEYOND = {
 }  # fmt: skip
 PISSA = "pissa"
 _INITIAL = (True, False, "gaussian", PISSA)
-# The nearest that works, for PEFT's other types.
+# PEFT's other types -> the nearest that works.
 _NEAREST = {
     "ADALORA": "LoraConfig with rank_pattern", "LOHA": "LoraConfig", "LOKR": "LoraConfig", "IA3": "LoraConfig(r=1)",
     "OFT": "LoraConfig(use_dora=True)", "BOFT": "LoraConfig(use_dora=True)", "HRA": "LoraConfig(use_dora=True)",
@@ -208,11 +209,11 @@ _NEAREST = {
 
 
 def refuse_beyond(config: LoraConfig) -> None:
-    """Raises ValueError on what this release does not compute, by field and with the way out."""
+    """Raise ValueError on options that this release does not compute, by field and with the way out."""
     for name, idle in _BEYOND.items():
-        found = vars(config)[name]
-        if found not in idle:
-            raise ValueError(f"LoraConfig: {name}={found!r} is not in this release of trl_jax. Leave it out.")
+        value = vars(config)[name]
+        if value not in idle:
+            raise ValueError(f"LoraConfig: {name}={value!r} is not in this release of trl_jax. Leave it out.")
     if config.init_lora_weights not in _INITIAL:
         raise ValueError(
             f"LoraConfig: init_lora_weights={config.init_lora_weights!r} changes the base model or asks for data, "
@@ -227,22 +228,23 @@ def refuse_beyond(config: LoraConfig) -> None:
 
 
 def no_adapter(where: str, pickled: bool) -> FileNotFoundError:
-    """What is said of an adapter whose weights are not there, or only as a pickle."""
-    told = f" It has {PICKLED}, a pickle, which is not read: save it with safe_serialization=True." if pickled else ""
-    return FileNotFoundError(f"{where} has no {WEIGHTS}.{told}")
+    """The error of an adapter whose weights are not there, or only as a pickle."""
+    way_out = "save it with safe_serialization=True."
+    note = f" It has {PICKLED}, a pickle, which is not read: {way_out}" if pickled else ""
+    return FileNotFoundError(f"{where} has no {WEIGHTS}.{note}")
 
 
-def as_lora_config(given: Any) -> LoraConfig:
-    """A LoraConfig of ours with the values of ours or of peft's, which stays as it is.
+def as_lora_config(config: Any) -> LoraConfig:
+    """A new LoraConfig of ours with the values of ours or of peft's.
 
     Raises:
         TypeError, ValueError: it is something else, or another type of PEFT's.
     """
-    if isinstance(given, LoraConfig):
-        return LoraConfig(**vars(given))
-    if not type(given).__module__.startswith("peft."):
-        raise TypeError(f"peft_config is a {type(given).__qualname__}: wanted trl_jax.LoraConfig or peft.LoraConfig.")
-    return _from_keys(given.to_dict(), "peft_config")
+    if isinstance(config, LoraConfig):
+        return LoraConfig(**vars(config))
+    if not type(config).__module__.startswith("peft."):
+        raise TypeError(f"peft_config is a {type(config).__qualname__}: wanted trl_jax.LoraConfig or peft.LoraConfig.")
+    return _from_keys(config.to_dict(), "peft_config")
 
 
 def read_lora_config(folder: Path) -> LoraConfig:

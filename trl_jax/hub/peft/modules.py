@@ -1,4 +1,4 @@
-"""The modules of a model as transformers names and orders them, and where in them our arrays lie."""
+"""The modules of a model in transformers' names and order, and the places of our arrays in them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import Any
 
 from flax import nnx
 
-from trl_jax.hub.checkpoint.tensor_map import Part, Rows, TensorEntry, make_tensor_map
+from trl_jax.hub.checkpoint.tensor_map import Rows, TensorEntry, TensorSlice, make_tensor_map
+from trl_jax.hub.config.native import NativeConfig
 from trl_jax.hub.families import Family
 from trl_jax.models.adapted import module_at
 from trl_jax.models.functional import abstract
 from trl_jax.nn.linear import Embedding, Linear
 
-_ROUTER = re.compile(r"\.router$")  # a parameter of its own class there, no linear map
-_READ_WHOLE = re.compile(r"\.(type_embed|distance_embed)$")  # of which no rows are looked up
-# The parameters of experts there, in order, and which of ours lie in each, one below the other.
+_ROUTER = re.compile(r"\.router$")  # a class of its own there, no linear map
+_READ_WHOLE = re.compile(r"\.(type_embed|distance_embed)$")  # no rows of these are looked up
+# The parameters of experts there, in order, and those of ours that lie in each, one below the other.
 _EXPERTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 
 
@@ -25,10 +26,9 @@ class Module:
     """A module with parameters; with `{}` in its name, one of each layer.
 
     Attributes:
-        kind: "linear", "conv1d" (a linear map stored as (in, out)), "embedding", "router", "experts", or what it is
-            beside those.
-        parts: our modules whose weights lie in its weight, each with the part of it that they are.
-        wires: its parameters.
+        kind: "linear", "conv1d" (a linear map stored as (in, out)), "embedding", "router", "experts" or "other".
+        parts: our modules whose weights lie in its weight, each with its slice of it.
+        tensor_map: its parameters.
         layers: how many, 1 without `{}`; `first` is the number of the first.
         inputs, outputs: of the whole matrix; of an embedding rows and columns.
         experts: how many matrices lie in one parameter; 0 where it is a matrix.
@@ -37,7 +37,7 @@ class Module:
 
     name: str
     kind: str
-    parts: tuple[tuple[str, Part | None], ...]
+    parts: tuple[tuple[str, TensorSlice | None], ...]
     tensor_map: tuple[TensorEntry, ...]
     layers: int
     first: int
@@ -54,38 +54,35 @@ class Module:
         return [self.name.format(self.first + layer) for layer in range(self.layers)]
 
     def parameters(self) -> list[tuple[str, Module]]:
-        """Each by its last name, with the module, or what is inside of it, that has it."""
+        """Each by its last name, with the module, or the one inside of it, that has it."""
         if self.inside:
             return [(one.name.rpartition(".")[2], one) for one in self.inside]
         return [(name, self) for name in dict.fromkeys(entry.tensor.rpartition(".")[2] for entry in self.tensor_map)]
 
 
-def modules_of(family: Family, arch: Any) -> list[Module]:
-    """In transformers' order; the layers' modules, wherever `names` has them, follow each other."""
-    names = family.names(arch)
-    _, shapes = abstract(lambda: family.scorer(arch))
-    model = nnx.eval_shape(lambda: family.scorer(arch))
-    tensor_map = {entry.path: entry for entry in make_tensor_map(shapes, names)}
-    found: dict[str, list[TensorEntry]] = {}
+def modules_of(config: NativeConfig) -> list[Module]:
+    """The modules of a model in transformers' order; a layer's are next to each other, wherever `names` has them."""
+    names = config.names
+    _, shapes = abstract(config.model)
+    model = nnx.eval_shape(config.model)
+    entries = {entry.path: entry for entry in make_tensor_map(shapes, names)}
+    groups: dict[str, list[TensorEntry]] = {}
     for key in names:
-        for path in [key] if key in tensor_map else [f"{key}.weight", f"{key}.bias"]:
-            if path in tensor_map and tensor_map[path] not in (
-                group := found.setdefault(_owner(tensor_map[path].tensor), [])
-            ):
-                group.append(tensor_map[path])
-    modules = [_module(_today(name, family), group, shapes, model) for name, group in found.items()]
-    return [module for module in modules if module is not None]
+        for path in [key] if key in entries else [f"{key}.weight", f"{key}.bias"]:
+            if path in entries and entries[path] not in (group := groups.setdefault(_owner(entries[path].tensor), [])):
+                group.append(entries[path])
+    return [_module(_current_name(name, config.family), group, shapes, model) for name, group in groups.items()]
 
 
 def _owner(tensor: str) -> str:
-    """The module that has this tensor: experts lie in one parameter for all."""
+    """The module that has this tensor; all experts are one module."""
     if tensor.count("{}") > 1:
         return tensor[: tensor.rindex(".{}")]
     return tensor.rpartition(".")[0]
 
 
-def _today(name: str, family: Family) -> str:
-    """Checkpoints of some families keep names of another time; modules have those of today."""
+def _current_name(name: str, family: Family) -> str:
+    """The name in transformers of a module, whose name on disk may be an older one."""
     for old, new in family.moved:
         name = name.replace(old, new)
     for prefix in family.other_prefixes:
@@ -106,20 +103,20 @@ def _module(name: str, tensor_map: list[TensorEntry], shapes: dict, model: Any) 
     if kind != "other":
         whole = weights[0].shape_on_disk(shapes[weights[0].path].shape)
         outputs, inputs = whole[::-1] if kind in ("conv1d", "embedding") else whole
-    parts = tuple((path, entry.part) for path, entry in zip(ours, weights, strict=True))
+    parts = tuple((path, entry.tensor_slice) for path, entry in zip(ours, weights, strict=True))
     return Module(name, kind, parts, tuple(tensor_map), layers, first.first, inputs, outputs)
 
 
 def _experts(name: str, tensor_map: list[TensorEntry], shapes: dict) -> Module:
-    """The module of all experts, whose parameters have a first axis for them."""
-    own, inside = {entry.path.rpartition(".")[2]: entry for entry in tensor_map}, []
+    """The module of all experts; its parameters have a first axis for them."""
+    entries, inside = {entry.path.rpartition(".")[2]: entry for entry in tensor_map}, []
     for parameter, ours in _EXPERTS.items():
-        layers, experts, rows, inputs = shapes[own[ours[0]].path].shape
+        layers, experts, rows, inputs = shapes[entries[ours[0]].path].shape
         total = rows * len(ours)
-        parts = [None] if len(ours) == 1 else [Rows(at * rows, rows, total) for at in range(len(ours))]
-        held = tuple((own[one].path, part) for one, part in zip(ours, parts, strict=True))
-        of = tuple(own[one] for one in ours)
-        inside.append(Module(f"{name}.{parameter}", "experts", held, of, layers, of[0].first, inputs, total, experts))
+        slices = [None] if len(ours) == 1 else [Rows(at * rows, rows, total) for at in range(len(ours))]
+        parts = tuple((entries[one].path, rows) for one, rows in zip(ours, slices, strict=True))
+        of = tuple(entries[one] for one in ours)
+        inside.append(Module(f"{name}.{parameter}", "experts", parts, of, layers, of[0].first, inputs, total, experts))
     return Module(name, "other", (), tuple(tensor_map), layers, tensor_map[0].first, 0, 0, inside=tuple(inside))
 
 
@@ -130,11 +127,11 @@ def _kind(module: Any, path: str, entry: TensorEntry) -> str:
         return "other"
     if _ROUTER.search(path):
         return "router"
-    return "conv1d" if isinstance(entry.part, Rows) and entry.part.transposed else "linear"
+    return "conv1d" if isinstance(entry.tensor_slice, Rows) and entry.tensor_slice.transposed else "linear"
 
 
 def in_order(modules: list[Module]) -> list[tuple[str, Module, int]]:
-    """Every module by its whole name, with its layer counted from 0: as `named_modules` walks them."""
+    """Every module by its whole name, with its layer counted from 0, in the order of `named_modules`."""
     at = next((i for i, module in enumerate(modules) if module.stacked), len(modules))
     before, after = modules[:at], [module for module in modules[at:] if not module.stacked]
     stacked = [module for module in modules if module.stacked]

@@ -1,4 +1,4 @@
-"""Which parameters a LoraConfig means: of experts, which lie in one for all of them, and of linear maps."""
+"""The parameters that a LoraConfig means: of linear maps, and of experts, which share one."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import replace
 
 from trl_jax.hub.peft.lora_config import PISSA, LoraConfig
 from trl_jax.hub.peft.modules import Module, in_order
-from trl_jax.hub.peft.targets import Places, is_all, is_meant, linear_maps, shown, walked
+from trl_jax.hub.peft.targets import Targets, is_all, is_meant, linear_maps, shown, walked
 
 logger = logging.getLogger(__name__)
 
-_HOLDING = ("linear", "router", "experts")  # what has matrices that are meant here
+_WITH_MATRICES = ("linear", "router", "experts")  # kinds of modules whose matrices can be meant
 
-# Families whose experts and router target_modules may name as they were once called; PEFT then adapts the parameters
-# that they have become, and of two that lie in one, both or neither.
+# Families whose experts and router target_modules may name by older names; PEFT then adapts the parameters that they
+# have become, and of two that lie in one, both or neither.
 _OF_QWEN = {"gate": "gate.weight", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
 _BECAME = {
     "mixtral": {"gate": "gate.weight", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"},
@@ -24,7 +24,7 @@ _BECAME = {
 
 
 def with_parameters(config: LoraConfig, modules: list[Module], model_type: str) -> LoraConfig:
-    """The config that names parameters where it named what is in them now; as PEFT writes it for some families.
+    """The config with parameters in the place of older modules that lie in them now, as PEFT writes it.
 
     Raises:
         ValueError: it names one of two that lie in one parameter.
@@ -40,14 +40,14 @@ def with_parameters(config: LoraConfig, modules: list[Module], model_type: str) 
     rank_pattern, alpha_pattern = dict(config.rank_pattern), dict(config.alpha_pattern)
     for parameter in dict.fromkeys(became.values()):
         inside = [old for old, new in became.items() if new == parameter]
-        given = [old for old in inside if old in named.values()]
-        if 0 < len(given) < len(inside):
+        chosen = [old for old in inside if old in named.values()]
+        if 0 < len(chosen) < len(inside):
             raise ValueError(
-                f"LoraConfig: target_modules={shown(config.target_modules)} means {given[0]} of the experts, which "
+                f"LoraConfig: target_modules={shown(config.target_modules)} means {chosen[0]} of the experts, which "
                 f"lies in one parameter, {parameter}, with the rest of {', '.join(inside)}. Name all of them, or "
                 f"target_parameters=['experts.{parameter}']."
             )
-        if given and len(inside) > 1:
+        if chosen and len(inside) > 1:
             rank_pattern[rf".*\.{parameter}"] = config.r * len(inside)
             alpha_pattern[rf".*\.{parameter}"] = config.lora_alpha * len(inside)
     parameters = {*(config.target_parameters or ()), *(became[old] for old in named.values() if old is not None)}
@@ -61,11 +61,11 @@ def with_parameters(config: LoraConfig, modules: list[Module], model_type: str) 
 
 
 def _last_names(config: LoraConfig, modules: list[Module], became: dict[str, str]) -> set[str]:
-    """Of all that one pattern means, whichever layers it means them in."""
+    """The last names of all that one pattern means, whichever layers it means them in."""
     if is_all(config.target_modules):
         return {name.rpartition(".")[2] for name in linear_maps(config, modules)} | set(became)
     places = in_order(modules)
-    parameters = [f"{name}.{own}" for name, module, _ in places for own, _ in module.parameters()]
+    parameters = [f"{name}.{last}" for name, module, _ in places for last, _ in module.parameters()]
     once = [
         f"{name.rpartition('.')[0]}.{old}"
         for name in parameters
@@ -76,32 +76,32 @@ def _last_names(config: LoraConfig, modules: list[Module], became: dict[str, str
     return {name.rpartition(".")[2] for name in meant}
 
 
-def targeted_parameters(config: LoraConfig, modules: list[Module], *, alone: bool) -> Places:
-    """Each parameter that gets an adapter, in order, by its whole name, with what has it; whichever layers are named or
-    modules left out, for PEFT does not ask. `alone`: no module gets one.
+def targeted_parameters(config: LoraConfig, modules: list[Module], *, alone: bool) -> Targets:
+    """Each parameter that gets an adapter, in order, by its whole name, with the module that has it; PEFT does not look
+    at the layers that are named or modules that are left out. `alone`: no module gets an adapter.
 
     Raises:
-        ValueError: nothing at all is meant, or what is no matrix; or beside an option that only modules have.
+        ValueError: nothing at all is meant, or no matrix; or an option is set that only modules have.
     """
     wanted = tuple(config.target_parameters or ())
     every = [
-        (f"{name}.{own}", own, holder, layer)
+        (f"{name}.{last}", last, owner, layer)
         for name, module, layer in in_order(modules)
-        for own, holder in module.parameters()
+        for last, owner in module.parameters()
     ]
     meant = [place for place in every if f".{place[0]}".endswith(tuple(f".{end}" for end in wanted))]
-    for name, own, holder, _ in meant:
-        if holder.kind not in _HOLDING or own not in ("weight", holder.name.rpartition(".")[2]):
+    for name, last, owner, _ in meant:
+        if owner.kind not in _WITH_MATRICES or last not in ("weight", owner.name.rpartition(".")[2]):
             raise ValueError(
                 f"LoraConfig: target_parameters={shown(set(wanted))} means {name}, which is no matrix of a linear map "
                 f"or of experts. Those that are: {', '.join(_matrices(every))}."
             )
     if wanted and not meant:
-        told = f"target_parameters={shown(set(wanted))} means no parameter of this model. It has "
-        told += f"{', '.join(_matrices(every))}."
+        text = f"target_parameters={shown(set(wanted))} means no parameter of this model. It has "
+        text += f"{', '.join(_matrices(every))}."
         if alone:
-            raise ValueError(f"LoraConfig: {told}")
-        logger.warning("LoraConfig: %s", told)
+            raise ValueError(f"LoraConfig: {text}")
+        logger.warning("LoraConfig: %s", text)
     for field in ("lora_dropout", "use_dora", "lora_bias", "fan_in_fan_out"):
         if meant and vars(config)[field]:
             raise ValueError(
@@ -113,10 +113,10 @@ def targeted_parameters(config: LoraConfig, modules: list[Module], *, alone: boo
             f"LoraConfig: init_lora_weights='pissa' divides the matrices of modules, and this config means "
             f"{meant[0][0]}. Take True, or name target_modules without experts: ['q_proj', 'v_proj']."
         )
-    return [(name, holder, layer) for name, _, holder, layer in meant]
+    return [(name, owner, layer) for name, _, owner, layer in meant]
 
 
 def _matrices(every: list[tuple[str, str, Module, int]]) -> list[str]:
     """Parameters that can be adapted, by their last two names."""
-    names = [name for name, own, holder, _ in every if holder.kind in _HOLDING and not own.endswith("bias")]
+    names = [name for name, last, owner, _ in every if owner.kind in _WITH_MATRICES and not last.endswith("bias")]
     return sorted({".".join(name.split(".")[-2:]) for name in names})

@@ -1,4 +1,4 @@
-"""Which modules a LoraConfig means: PEFT's rules for names, patterns and layers."""
+"""The modules that a LoraConfig means: PEFT's rules for names, patterns and layers."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from trl_jax.hub.heads import peft_head
 from trl_jax.hub.peft.lora_config import LoraConfig
 from trl_jax.hub.peft.modules import Module, in_order
 
 ADAPTABLE = ("linear", "conv1d", "embedding")
 _ALL = "all-linear"
-_HEADS = ("score", "classifier")  # as PEFT knows sequence classifiers' heads
-_ADDED = ["classifier", "score"]  # what it adds to modules_to_save of one
-_MANY = 20  # from so many names on PEFT looks for ends of names that say the same
+_MANY = 20  # from so many names on, PEFT looks for ends of names that mean the same
 
-# What PEFT adapts where nothing is said.
+# The modules that PEFT adapts where none are named.
 _USUAL = {
     "bert": ("query", "value"), "deberta": ("in_proj",), "deberta-v2": ("query_proj", "value_proj"),
     "electra": ("query", "value"), "gemma": ("q_proj", "v_proj"), "gemma2": ("q_proj", "v_proj"),
@@ -26,32 +25,15 @@ _USUAL = {
     "stablelm": ("q_proj", "v_proj"), "xlm-roberta": ("query", "value"),
 }  # fmt: skip
 
-Places = list[tuple[str, Module, int]]
-
-
-def with_head(config: LoraConfig, modules: list[Module]) -> tuple[LoraConfig, str | None]:
-    """The config whose `modules_to_save` have the head, as PEFT makes it for a classifier; a line on what it lacked.
-
-    Of another task PEFT would make another model than this one is, so that becomes SEQ_CLS.
-    """
-    saved, task = list(config.modules_to_save or []), config.task_type
-    if task is not None:
-        added = None if task == "SEQ_CLS" else f"task_type={task!r} becomes 'SEQ_CLS', with which the head trains too."
-        saved = saved if saved[-2:] == _ADDED else [*saved, *_ADDED]
-        return replace(config, task_type="SEQ_CLS", modules_to_save=saved), added
-    head = next(name for name in _HEADS if any(module.name.split(".")[0] == name for module in modules))
-    if any(head.endswith(name) for name in saved):
-        return config, None
-    added = f"the head {head!r} is added to modules_to_save, so that it trains and is saved."
-    return replace(config, modules_to_save=[*saved, head]), added
+Targets = list[tuple[str, Module, int]]
 
 
 def with_drawn(
     config: LoraConfig, modules: list[Module], drawn: tuple[str, ...]
 ) -> tuple[LoraConfig, str | None]:
-    """The config whose `modules_to_save` have what the base checkpoint lacks, too: nobody could load the adapter
-    otherwise, for it would be drawn anew."""
-    saved = {module.name for _, module, _ in saved_whole(config, modules)}
+    """The config with the modules that the base checkpoint lacks in `modules_to_save`, too: nobody could load the
+    adapter otherwise, for they would be drawn anew."""
+    saved = {module.name for _, module, _ in fully_trained(config, modules)}
     owners = dict.fromkeys(tensor.rpartition(".")[0] for tensor in drawn)
     lost = [name for name in owners if name not in saved]
     if not lost:
@@ -61,25 +43,25 @@ def with_drawn(
 
 
 def settled(config: LoraConfig, modules: list[Module], model_type: str) -> LoraConfig:
-    """The config with `target_modules` that name modules: the usual ones where it names none, all for all-linear.
+    """The config with the names of modules in `target_modules`: the usual ones where it names none, all for all-linear.
 
     Raises:
         ValueError: it names none, and there are no usual ones of this model_type.
     """
-    found, places = config.target_modules, in_order(modules)
-    if found is None and not (config.target_parameters and model_type not in _USUAL):
+    wanted, places = config.target_modules, in_order(modules)
+    if wanted is None and not (config.target_parameters and model_type not in _USUAL):
         if model_type not in _USUAL:
             raise ValueError(
                 f"LoraConfig: target_modules is None, and PEFT has no usual choice for model_type {model_type!r}. "
                 f"Name some of {', '.join(candidates(modules))}, or pass 'all-linear'."
             )
-        found = set(_USUAL[model_type])
-    if is_all(found):
-        found = linear_maps(config, modules)
-    if isinstance(found, set) and len(found) >= _MANY:
-        found = _shortest(found, _every_name(places))
+        wanted = set(_USUAL[model_type])
+    if is_all(wanted):
+        wanted = linear_maps(config, modules)
+    if isinstance(wanted, set) and len(wanted) >= _MANY:
+        wanted = _shortest(wanted, _every_name(places))
     conv = any(module.kind == "conv1d" for _, module, _ in places)
-    return replace(config, target_modules=found, fan_in_fan_out=config.fan_in_fan_out or conv)
+    return replace(config, target_modules=wanted, fan_in_fan_out=config.fan_in_fan_out or conv)
 
 
 def is_all(wanted: Any) -> bool:
@@ -87,14 +69,9 @@ def is_all(wanted: Any) -> bool:
 
 
 def linear_maps(config: LoraConfig, modules: list[Module]) -> set[str]:
-    """Every linear map by name, but the head."""
-    head = _head_module(modules) if config.task_type == "SEQ_CLS" else None
+    """Every linear map by name, except the head."""
+    head = peft_head(config, modules)
     return {name for name, module, _ in in_order(modules) if module.kind in ("linear", "conv1d") and name != head}
-
-
-def _head_module(modules: list[Module]) -> str | None:
-    """The head as PEFT finds it: an attribute of that name, whatever is in it."""
-    return next((name for name in _HEADS if any(module.name.split(".")[0] == name for module in modules)), None)
 
 
 def candidates(modules: list[Module]) -> list[str]:
@@ -102,13 +79,13 @@ def candidates(modules: list[Module]) -> list[str]:
     return sorted({module.name.rpartition(".")[2] for module in modules if module.kind in ADAPTABLE})
 
 
-def _every_name(places: Places) -> set[str]:
-    """Of modules with parameters, and of what they are in."""
+def _every_name(places: Targets) -> set[str]:
+    """Names of modules with parameters, and of those they are in."""
     return {".".join(name.split(".")[:count]) for name, _, _ in places for count in range(1, name.count(".") + 2)}
 
 
 def _shortest(wanted: set[str], names: set[str]) -> set[str]:
-    """Ends of names that mean these modules and no others, as PEFT shortens long lists."""
+    """Ends of names that mean these modules and no others; PEFT shortens long lists so."""
     others = {name for name in names if name not in wanted and not name.endswith(tuple(f".{w}" for w in wanted))}
     ends = {end for name in others for end in _ends(name)}
     kept: set[str] = set()
@@ -125,11 +102,11 @@ def _ends(name: str) -> list[str]:
     return [".".join(parts[i:]) for i in range(len(parts))][::-1]
 
 
-def targeted(config: LoraConfig, modules: list[Module]) -> Places:
+def targeted(config: LoraConfig, modules: list[Module]) -> Targets:
     """Each module that gets an adapter, in order; `config` is settled.
 
     Raises:
-        ValueError: none is meant, and no parameter either; or one that has no adapters.
+        ValueError: none is meant, and no parameter either; or one that cannot have an adapter.
     """
     places, wanted = in_order(modules), config.target_modules
     known = {name: (name, module, layer) for name, module, layer in places}
@@ -152,8 +129,8 @@ def shown(value: Any) -> str:
     return repr(sorted(value) if isinstance(value, set) else value)
 
 
-def walked(places: Places) -> list[str]:
-    """Every name in order, what a module is in before the module."""
+def walked(places: Targets) -> list[str]:
+    """Every name in order, that of an outer module before those inside."""
     return list(
         dict.fromkeys(
             ".".join(name.split(".")[:count]) for name, _, _ in places for count in range(1, name.count(".") + 2)
@@ -195,8 +172,8 @@ def _in_layers(config: LoraConfig, name: str) -> bool:
     return int(found["number"]) in ([layers] if isinstance(layers, int) else layers)
 
 
-def saved_whole(config: LoraConfig, modules: list[Module]) -> Places:
-    """The modules that `modules_to_save` means, by how their names end, whatever stands before; and what is in them."""
+def fully_trained(config: LoraConfig, modules: list[Module]) -> Targets:
+    """The modules that `modules_to_save` means by the ends of their names, and those inside of them."""
     wanted = tuple(config.modules_to_save or ())
     places = in_order(modules)
     meant = [name for name in walked(places) if wanted and name.endswith(wanted)]
@@ -204,9 +181,9 @@ def saved_whole(config: LoraConfig, modules: list[Module]) -> Places:
 
 
 def rank_and_alpha(config: LoraConfig, name: str) -> tuple[int, float]:
-    """What the patterns say of the module of this name: the first that fits."""
+    """The rank and alpha of the module of this name: those of the first pattern that fits, or the usual ones."""
 
-    def told(patterns: dict, usual: Any) -> Any:
+    def lookup(patterns: dict, usual: Any) -> Any:
         return next((patterns[key] for key in patterns if re.match(rf"(.*\.)?({key})$", name)), usual)
 
-    return told(config.rank_pattern, config.r), told(config.alpha_pattern, config.lora_alpha)
+    return lookup(config.rank_pattern, config.r), lookup(config.alpha_pattern, config.lora_alpha)

@@ -1,6 +1,6 @@
-"""All that is asked of torch where it is installed, for transformers' own models and for pickled files.
+"""The calls of torch, where it is installed, for transformers' own models and for pickled files.
 
-One of three files that may import it, inside functions; `torch_model`, `translation` and `pickled` call these.
+One of three files that may import it, inside functions; `exported` and `formats.pickles` call these.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ def available() -> bool:
     return importlib.util.find_spec("torch") is not None
 
 
-def load_classifier(folder: Path, dtype: str, seed: int) -> Any:
-    """The classifier as TRL has it after `set_seed(seed)`: what the checkpoint lacks is drawn in the same order."""
+def load_classifier(folder: Path, dtype: str, seed: int, config: Any = None) -> Any:
+    """The classifier as TRL has it after `set_seed(seed)`: tensors that the checkpoint lacks are drawn in the same
+    order. `config` is its config object; None reads the folder's."""
     import torch
     from transformers import AutoModelForSequenceClassification
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         kind = dtype if dtype == "auto" else getattr(torch, dtype)
+        facts = {"num_labels": 1} if config is None else {"config": config}
         try:
             model = AutoModelForSequenceClassification.from_pretrained(
-                folder, num_labels=1, dtype=kind, attn_implementation="eager", trust_remote_code=False
+                folder, dtype=kind, attn_implementation="eager", trust_remote_code=False, **facts
             )
         except pickle.UnpicklingError as error:
             raise _not_tensors(folder / PICKLED, error) from error
@@ -56,7 +58,7 @@ def unloaded(config: Any) -> Any:
 
 
 def empty(parameter: Any, dtype: str) -> None:
-    """Memory that is never written takes no place."""
+    """Give up a parameter's values: memory that is never written takes no space."""
     import torch
 
     parameter.data = torch.empty(parameter.shape, dtype=getattr(torch, dtype))
@@ -91,9 +93,9 @@ def export(module: Any, rows: int, length: int, dtype: str, training: bool) -> A
             exported = torch.export.export(_of_rows(module), (example,), dynamic_shapes=free, strict=False)
             return exported.run_decompositions()
     except Exception as error:  # torch's tracer fails with errors of many types
-        how = " with dropout on (disable_dropout=True leaves it off)" if training else ""
+        mode = " with dropout on (disable_dropout=True leaves it off)" if training else ""
         raise ValueError(
-            f"model_type {module.config.model_type!r} cannot be exported{how} for {rows} rows of {length} tokens; "
+            f"model_type {module.config.model_type!r} cannot be exported{mode} for {rows} rows of {length} tokens; "
             f"torch.export says: {str(error).strip()[:400]}"
         ) from error
     finally:
@@ -127,6 +129,7 @@ def operation_of(node: Any) -> str:
 
 
 def plain(value: Any) -> Any:
+    """An argument of an operation without torch's classes."""
     import torch
 
     if isinstance(value, torch.fx.Node):
@@ -150,14 +153,14 @@ def dtype_name(dtype: Any) -> str:
 
 
 def as_tensors(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-    """The same as torch's tensors."""
+    """Arrays as torch's tensors."""
     import torch
 
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 def as_array(values: Any) -> np.ndarray:
-    """The same as NumPy's array, in its own dtype."""
+    """A tensor as NumPy's array, in its own dtype."""
     import torch
 
     if values.dtype is torch.bfloat16:  # NumPy has no such dtype of its own
@@ -170,12 +173,12 @@ def unpickled(path: Path) -> dict[str, Any]:
     import torch
 
     try:
-        held = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # from zip archives, pickles and torch's own checks alike
         raise _not_tensors(path, error) from error
-    if not isinstance(held, dict) or not all(isinstance(value, torch.Tensor) for value in held.values()):
-        raise ValueError(f"{path} holds a {type(held).__name__} that is not tensors by name: wanted a state dict.")
-    return dict(held)
+    if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
+        raise ValueError(f"{path} holds a {type(content).__name__} that is not tensors by name: wanted a state dict.")
+    return dict(content)
 
 
 def _not_tensors(path: Path, error: Exception) -> ValueError:

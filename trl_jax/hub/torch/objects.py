@@ -1,4 +1,4 @@
-"""torch models that a script brings: their weights in, and the trained ones back out."""
+"""torch models that a script passes: their weights in, and the trained ones back out."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trl_jax.hub.backends import Backend
-from trl_jax.hub.peft.adapted import AdaptedBackend
+from trl_jax.hub.backend import Backend
+from trl_jax.hub.peft.backend import AdaptedBackend
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ ADAPTER_FOLDER = "adapter"
 
 
 def is_torch_model(value: Any) -> bool:
-    """Whether it is a module of torch's; torch is not imported to tell."""
+    """Whether it is a module of torch's; torch is not imported to find out."""
     return "torch" in sys.modules and isinstance(value, sys.modules["torch"].nn.Module)
 
 
@@ -28,7 +28,7 @@ def as_folder(model: Any) -> Iterator[Path]:
     """A folder, for as long as it is needed, with the model as transformers saves it.
 
     Raises:
-        TypeError, ValueError: it is no sequence classifier of transformers with one label, or it is quantised.
+        TypeError, ValueError: it is no model of transformers with one label, or it is quantised.
     """
     base = model.get_base_model() if is_adapted(model) else model
     _check(base)
@@ -41,17 +41,17 @@ def as_folder(model: Any) -> Iterator[Path]:
 
 
 def is_adapted(model: Any) -> bool:
-    """Whether it is one of peft's, with an adapter."""
+    """Whether it is a model of peft's, with an adapter."""
     return type(model).__module__.startswith("peft.")
 
 
 def _save_adapted(model: Any, base: Any, folder: Path) -> None:
-    """The base model without what peft put into it, and the adapter in a folder below."""
+    """The base model without peft's modules, and the adapter in a folder below."""
     if len(model.peft_config) > 1:
         raise ValueError(f"model has {len(model.peft_config)} adapters: {', '.join(model.peft_config)}. Keep one.")
     [name] = model.peft_config
-    own = {key: value for key, value in base.state_dict().items() if not _of_adapter(key, name)}
-    plain = {key.replace(".base_layer", "").replace(".original_module", ""): value for key, value in own.items()}
+    state = {key: value for key, value in base.state_dict().items() if not _of_adapter(key, name)}
+    plain = {key.replace(".base_layer", "").replace(".original_module", ""): value for key, value in state.items()}
     base.save_pretrained(folder, state_dict=plain)
     model.save_pretrained(folder / ADAPTER_FOLDER, selected_adapters=[name])
     inner = folder / ADAPTER_FOLDER / name
@@ -84,9 +84,9 @@ def _check(model: Any) -> None:
         )
 
 
-def still_in(model: Any) -> list[str]:
-    """Names of parameters with requires_grad=False; peft freezes a base model's by itself."""
-    return [] if is_adapted(model) else [name for name, own in model.named_parameters() if not own.requires_grad]
+def frozen_names(model: Any) -> list[str]:
+    """Names of parameters with requires_grad=False; those of a base model are frozen by peft itself."""
+    return [] if is_adapted(model) else [name for name, one in model.named_parameters() if not one.requires_grad]
 
 
 def give_back(backend: Backend, params: dict, config: Any, model: Any) -> None:
@@ -113,8 +113,8 @@ def _give_back_adapter(backend: AdaptedBackend, params: dict, model: Any) -> Non
         return
     from peft import set_peft_model_state_dict
 
-    found = {name: torch.tensor(value) for name, value in backend.on_disk(params)}
-    set_peft_model_state_dict(model, found, adapter_name=next(iter(model.peft_config)))
+    state = {name: torch.tensor(value) for name, value in backend.on_disk(params)}
+    set_peft_model_state_dict(model, state, adapter_name=next(iter(model.peft_config)))
 
 
 def _as_loaded(backend: Backend, params: dict, config: Any, kind: type) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 def _dropout(x, rate, train=True, *, key):
-    """What is left, scaled up to the same mean, and the places that were."""
+    """The numbers that are kept, scaled up to the same mean, and the places of those."""
     if not train or rate == 0.0:
         return x, jnp.ones(x.shape, bool)
     kept = jax.random.bernoulli(key, 1.0 - rate, x.shape)

@@ -21,7 +21,7 @@ def run(
     remat: bool = False,
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """What the program computes, `[R, 1]`.
+    """The results of the program, `[R, 1]`.
 
     Args:
         params: by the names in `program.parameters`.

@@ -1,7 +1,7 @@
-"""Attention along a stream on TPUs: JAX's splash attention, told which blocks of keys a block of queries sees.
+"""Attention along packed rows on TPUs: JAX's splash attention, told which blocks of keys a block of queries sees.
 
-Splash attention gets one number of each query and the place of each key; a run of keys is two numbers of sixteen bits
-in one.
+Splash attention gets one number of each query and the place of each key; a range of keys is two numbers
+of sixteen bits in one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from trl_jax.core.layer_gather import TENSOR
-from trl_jax.nn.key_ranges import SAVED, KeyRanges
+from trl_jax.nn.attention.key_ranges import SAVED, KeyRanges
 from trl_jax.nn.platform import platform
 
 BLOCK = 512  # of queries and of keys; a longer one skips less, a shorter one is a turn more
@@ -22,33 +22,33 @@ _LANES = 128
 _PLACES = 1 << 16
 
 
-def splashes(k: jax.Array, runs: KeyRanges) -> bool:
-    """Whether it can: queries see one run each, and places along the keys `[S, K, C]` fit into sixteen bits."""
-    return runs.second is None and _padded(len(k)) < _PLACES
+def splashes(k_SKC: jax.Array, ranges: KeyRanges) -> bool:
+    """Whether it can: queries see one range each, and places along the keys fit into sixteen bits."""
+    return ranges.second is None and _padded(len(k_SKC)) < _PLACES
 
 
 def attend_splash(
-    q: jax.Array, k: jax.Array, v: jax.Array, runs: KeyRanges, *, scale: jax.Array, softcap: float | None
+    q_NHC: jax.Array, k_SKC: jax.Array, v_SKC: jax.Array, ranges: KeyRanges, *, scale: jax.Array, softcap: float | None
 ) -> jax.Array:
-    """Queries `[N, H, C]` on keys and values `[S, K, C]`; `runs` are of the queries."""
-    q = (q * jnp.asarray(scale, jnp.float32)).astype(q.dtype)
-    by_head = [_filled(y).transpose(1, 0, 2) for y in (q, k, v)]
-    within = jax.tree.map(_filled, runs)
+    """Results `[N, H, C]` of queries on keys and values; `ranges` are of the queries."""
+    q_NHC = (q_NHC * jnp.asarray(scale, jnp.float32)).astype(q_NHC.dtype)
+    by_head = [_filled(y).transpose(1, 0, 2) for y in (q_NHC, k_SKC, v_SKC)]
+    within = jax.tree.map(_filled, ranges)
 
-    def attend(q, k, v, runs):
-        return _attend(q, k, v, runs, softcap)
+    def attend(q_HNC, k_KSC, v_KSC, ranges):
+        return _attend(q_HNC, k_KSC, v_KSC, ranges, softcap)
 
     divided = set(jax.sharding.get_abstract_mesh().auto_axes)  # by the compiler, which divides no kernel
     if divided:
         heads = PartitionSpec(TENSOR)
         places = {"in_specs": (heads, heads, heads, PartitionSpec()), "out_specs": heads}
         attend = jax.shard_map(attend, **places, axis_names=divided, check_vma=False)
-    out = attend(*by_head, within).transpose(1, 0, 2)[: len(q)]
-    return jnp.where((runs.end > runs.first)[:, None, None], out, 0)
+    out = attend(*by_head, within).transpose(1, 0, 2)[: len(q_NHC)]
+    return jnp.where((ranges.end > ranges.first)[:, None, None], out, 0)
 
 
 def _padded(length: int) -> int:
-    """To whole blocks; to whole lanes what is shorter than one."""
+    """Up to whole blocks; up to whole lanes where it is shorter than a block."""
     return -(-length // _block(length)) * _block(length)
 
 
@@ -57,12 +57,12 @@ def _block(length: int) -> int:
 
 
 def _filled(y: jax.Array) -> jax.Array:
-    """Up to whole blocks, with zeros: as runs, those of queries that see nothing."""
+    """Filled up to whole blocks with zeros, which as ranges are those of queries that see nothing."""
     return jnp.pad(y, [(0, _padded(len(y)) - len(y))] + [(0, 0)] * (y.ndim - 1))
 
 
-def _seen(runs: jax.Array, keys: jax.Array) -> jax.Array:
-    return (keys >= jax.lax.shift_right_logical(runs, 16)) & (keys < (runs & (_PLACES - 1)))
+def _seen(ranges: jax.Array, keys: jax.Array) -> jax.Array:
+    return (keys >= jax.lax.shift_right_logical(ranges, 16)) & (keys < (ranges & (_PLACES - 1)))
 
 
 def _precision(dtype: jnp.dtype) -> AbstractContextManager:
@@ -71,14 +71,14 @@ def _precision(dtype: jnp.dtype) -> AbstractContextManager:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q, k, v, runs, softcap):
+def _attend(q, k, v, ranges, softcap):
     with _precision(q.dtype):
-        return _kernel(runs, k.shape[1], softcap)(q, k, v)
+        return _kernel(ranges, k.shape[1], softcap)(q, k, v)
 
 
-def _attend_forward(q, k, v, runs, softcap):
+def _attend_forward(q, k, v, ranges, softcap):
     with _precision(q.dtype):
-        return jax.vjp(_kernel(runs, k.shape[1], softcap), q, k, v)
+        return jax.vjp(_kernel(ranges, k.shape[1], softcap), q, k, v)
 
 
 def _attend_backward(softcap, to_inputs, gradient):
@@ -89,16 +89,16 @@ def _attend_backward(softcap, to_inputs, gradient):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _kernel(runs: KeyRanges, keys: int, softcap: float | None):
+def _kernel(ranges: KeyRanges, keys: int, softcap: float | None):
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
-    of_q, of_k = _block(len(runs.first)), _block(keys)
+    of_q, of_k = _block(len(ranges.first)), _block(keys)
     sizes = splash.BlockSizes(
         block_q=of_q, block_kv=of_k, block_q_dkv=of_q, block_kv_dkv=of_k, block_q_dq=of_q, block_kv_dq=of_k
     )
-    needed = runs.blocks(of_q, of_k, keys // of_k)
-    packed = jax.lax.shift_left(runs.first, 16) | runs.end
-    by_query, by_key = _mask(needed, 1, packed), _mask(needed, 0, packed)
+    needed = ranges.blocks(of_q, of_k, keys // of_k)
+    in_one = jax.lax.shift_left(ranges.first, 16) | ranges.end
+    by_query, by_key = _mask(needed, 1, in_one), _mask(needed, 0, in_one)
     return splash.SplashAttentionKernel(
         by_query,
         by_query,
@@ -114,8 +114,9 @@ def _kernel(runs: KeyRanges, keys: int, softcap: float | None):
     )
 
 
-def _mask(needed: jax.Array, axis: int, packed: jax.Array):
-    """What the kernel walks along: blocks of keys (1) or of queries (0), in whose turn is read what is needed next."""
+def _mask(needed: jax.Array, axis: int, ranges: jax.Array):
+    """The blocks that the kernel walks along, of keys (axis 1) or of queries (axis 0): which it computes, and which it
+    reads next in the turn of each."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as masks
 
     count = needed.shape[axis]
@@ -126,5 +127,5 @@ def _mask(needed: jax.Array, axis: int, packed: jax.Array):
         mask_next=None,
         block_mask=needed.astype(jnp.int32)[None],
         partial_mask_blocks=None,
-        q_sequence=packed,
+        q_sequence=ranges,
     )

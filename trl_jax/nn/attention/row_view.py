@@ -1,4 +1,4 @@
-"""A stream's tokens row by row, a text each, and back: for kernels that read rows.
+"""Tokens of packed rows as rows of one text each, and back: for kernels that read rows.
 
 Each way is a gather, and its gradient another one, in which no two numbers meet by chance: a run repeats to the bit.
 """
@@ -12,19 +12,18 @@ from trl_jax.core.packed import RowView
 
 
 def by_text(x: jax.Array, texts: RowView) -> jax.Array:
-    """Tokens of streams `[R, T, ...]` as those of their texts `[R x N, L, ...]`, zeros behind each; what two texts
-    begin with is in both."""
+    """Tokens of packed rows `[R, T, ...]` as those of their texts `[R x N, L, ...]`, zeros behind each; the tokens that
+    two texts begin with are in both."""
     rows, count, length = texts.places.shape
-    found = _to_texts(x.reshape(*x.shape[:2], -1), texts.places.reshape(rows, -1), texts.rows)
-    return found.reshape(rows * count, length, *x.shape[2:])
+    taken = _to_texts(x.reshape(*x.shape[:2], -1), texts.places.reshape(rows, -1), texts.rows)
+    return taken.reshape(rows * count, length, *x.shape[2:])
 
 
 def by_token(x: jax.Array, texts: RowView) -> jax.Array:
-    """What `by_text` gives, or what became of it, as tokens of streams: one of those that two texts share, which are
-    alike."""
+    """The inverse of `by_text`: tokens of packed rows, one of those that two texts share, which are alike."""
     rows = len(texts.places)
-    found = _to_tokens(x.reshape(rows, -1, x[0, 0].size), texts.places.reshape(rows, -1), texts.rows)
-    return found.reshape(*found.shape[:2], *x.shape[2:])
+    taken = _to_tokens(x.reshape(rows, -1, x[0, 0].size), texts.places.reshape(rows, -1), texts.rows)
+    return taken.reshape(*taken.shape[:2], *x.shape[2:])
 
 
 def _at(x: jax.Array, places: jax.Array) -> jax.Array:

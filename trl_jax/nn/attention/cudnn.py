@@ -10,10 +10,10 @@ from trl_jax.nn.platform import platform
 _AMPERE = 8.0  # the least compute capability that it runs on
 
 
-def attends(q: jax.Array) -> bool:
-    """Whether it takes these queries `[R, T, H, C]`, of the GPUs that there are."""
-    _, length, _, channels = q.shape
-    return takes(channels, q.dtype) and length % 2 == 0 and platform() == "gpu" and _capable()
+def attends(q_RTHC: jax.Array) -> bool:
+    """Whether the GPUs that there are have it for these queries."""
+    _, length, _, channels = q_RTHC.shape
+    return takes(channels, q_RTHC.dtype) and length % 2 == 0 and platform() == "gpu" and _capable()
 
 
 def takes(channels: int, dtype: jnp.dtype | str) -> bool:
@@ -27,14 +27,20 @@ def _capable() -> bool:
 
 
 def attend_cudnn(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float | jax.Array, lengths: jax.Array | None = None
+    q_RTHC: jax.Array,
+    k_RTKC: jax.Array,
+    v_RTKC: jax.Array,
+    *,
+    scale: float | jax.Array,
+    lengths: jax.Array | None = None,
 ) -> jax.Array:
-    """Causal, queries `[R, T, H, C]` on keys and values `[R, T, K, C]`; what is behind `lengths` int32 `[R]` is not
-    computed.
+    """Causal attention, `[R, T, H, C]`; what is behind `lengths` int32 `[R]` is not computed.
 
     No mask is passed: what is to the right of a text is seen by pads alone, and of a mask cuDNN would write a gradient.
     """
     if isinstance(scale, jax.Array):
-        q, scale = (q * scale).astype(q.dtype), 1.0
+        q_RTHC, scale = (q_RTHC * scale).astype(q_RTHC.dtype), 1.0
     within = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
-    return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True, implementation="cudnn", **within)
+    return jax.nn.dot_product_attention(
+        q_RTHC, k_RTKC, v_RTKC, scale=scale, is_causal=True, implementation="cudnn", **within
+    )

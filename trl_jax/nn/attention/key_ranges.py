@@ -1,5 +1,4 @@
-"""What queries see of keys, where each sees one run of them: what the kernels of attention along a stream have in
-common."""
+"""The keys that queries along packed rows see, as ranges: common to the kernels."""
 
 from __future__ import annotations
 
@@ -9,11 +8,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-SAVED = "attended"  # what checkpoint policies call the results, which cost more to compute again than to keep
+SAVED = "attended"  # the name of results in checkpoint policies: they cost more to compute again than to keep
 
 
 class KeyRanges(NamedTuple):
-    """Per query the places of the keys that it sees, from `first` up to but without `end`: int32, `[N]` or in blocks.
+    """The places of the keys that each query sees, from `first` up to but without `end`: int32, `[N]` or in blocks.
 
     And those from `second` up to but without `second_end`, behind the others; None where there are none.
     """
@@ -34,9 +33,9 @@ class KeyRanges(NamedTuple):
         return self._either(overlaps)
 
     def see(self, keys: jax.Array) -> jax.Array:
-        """Whether queries `[..., N]` see those at these places `[S]`: bool `[..., N, S]`."""
+        """Whether queries `[..., N]` see the keys at these places `[S]`: bool `[..., N, S]`."""
         return self._either(lambda first, end: (keys >= first[..., None]) & (keys < end[..., None]))
 
-    def _either(self, of_run: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
-        found = of_run(self.first, self.end)
-        return found if self.second is None else found | of_run(self.second, self.second_end)
+    def _either(self, of_range: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+        found = of_range(self.first, self.end)
+        return found if self.second is None else found | of_range(self.second, self.second_end)

@@ -1,4 +1,4 @@
-"""Texts longer than a device has room for: their tokens dealt over the sequence axis of a mesh."""
+"""Texts longer than a device has room for: their tokens divided in stripes over the sequence axis of a mesh."""
 
 from __future__ import annotations
 
@@ -12,31 +12,30 @@ from trl_jax.core.layer_gather import SEQUENCE, TENSOR
 
 
 class Striped(NamedTuple):
-    """Each row's tokens are dealt over `devices` as cards are, `block` at a time.
+    """Each row's tokens go to `devices` in turn, `block` of them at a time.
 
-    Under a causal mask that gives everyone as much to see, where runs would leave most to the last (Brandon et al.
-    2023, arXiv:2311.09431).
+    Under a causal mask that gives each as much to see, where one contiguous part each would leave most to the last
+    (Brandon et al. 2023, arXiv:2311.09431).
     """
 
     devices: int
     block: int
 
-    def own(self, array: jax.Array, fill: int = 0) -> jax.Array:
-        """This device's `[R, T', ...]` of what all have, `[R, T, ...]`; where T does not come out even, behind `fill`s.
-        """
+    def local(self, array: jax.Array, fill: int = 0) -> jax.Array:
+        """This device's `[R, T', ...]` of all tokens `[R, T, ...]`; T is filled up with `fill` to come out even."""
         rows, length, *rest = array.shape
         missing = -length % (self.devices * self.block)
         filled = jnp.pad(array, [(0, 0), (0, missing)] + [(0, 0)] * len(rest), constant_values=fill)
-        striped = filled.reshape(rows, -1, self.devices, self.block, *rest)
-        own = jax.lax.dynamic_index_in_dim(striped, self.number, axis=2, keepdims=False)
-        return own.reshape(rows, -1, *rest)
+        stripes = filled.reshape(rows, -1, self.devices, self.block, *rest)
+        local = jax.lax.dynamic_index_in_dim(stripes, self.number, axis=2, keepdims=False)
+        return local.reshape(rows, -1, *rest)
 
     def gathered(self, heads: jax.Array) -> jax.Array:
-        """All tokens' of everyone's `[R, T', K, C]`."""
+        """All tokens `[R, T, K, C]` of every device's `[R, T', K, C]`."""
         rows, _, *rest = heads.shape
 
-        def gather(own: jax.Array) -> jax.Array:
-            return jax.lax.all_gather(own.reshape(rows, -1, self.block, *own.shape[2:]), SEQUENCE, axis=2)
+        def gather(local: jax.Array) -> jax.Array:
+            return jax.lax.all_gather(local.reshape(rows, -1, self.block, *local.shape[2:]), SEQUENCE, axis=2)
 
         if jax.sharding.get_abstract_mesh().shape[TENSOR] > 1:  # part by part of the heads: XLA would gather those
             before, after = PartitionSpec(None, None, TENSOR), PartitionSpec(None, None, None, None, TENSOR)
@@ -49,16 +48,16 @@ class Striped(NamedTuple):
         Places are counted over all devices; `h` `[R, T', D]` is each one's own.
         """
         number, within = jnp.divmod(places, self.block)
-        found = h[rows, number // self.devices * self.block + within]
+        local = h[rows, number // self.devices * self.block + within]
         mine = number % self.devices == self.number
-        return jax.lax.psum(jnp.where(mine[:, None], found, 0), SEQUENCE)
+        return jax.lax.psum(jnp.where(mine[:, None], local, 0), SEQUENCE)
 
     def places(self, start: int, end: int) -> jax.Array:
-        """Where this device's tokens `[start, end)` of a row stand among all; `block` is 1."""
+        """The places of this device's tokens `[start, end)` of a row among all; `block` is 1."""
         return self.number + self.devices * jnp.arange(start, end)
 
     def blocks(self, rows: int, count: int) -> jax.Array:
-        """Which blocks this device's are, `count` of each row, counted along all rows: int32 `[rows x count]`."""
+        """The numbers of this device's blocks, `count` of each row, along all rows: int32 `[rows x count]`."""
         first = jnp.arange(rows, dtype=jnp.int32)[:, None] * count * self.devices + self.number
         return (first + jnp.arange(count, dtype=jnp.int32) * self.devices).reshape(-1)
 
@@ -69,6 +68,6 @@ class Striped(NamedTuple):
 
 
 def striped(block: int) -> Striped | None:
-    """How tokens are dealt where this is traced; None where every device has them all."""
+    """How tokens are divided where this is traced; None where every device has them all."""
     devices = jax.sharding.get_abstract_mesh().shape.get(SEQUENCE, 1)
     return Striped(devices, block) if devices > 1 else None

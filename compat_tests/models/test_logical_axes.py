@@ -1,0 +1,72 @@
+"""Every parameter says what its axes count; the table of engine.sharding divides them by that alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from compat_tests.models import encoders
+from compat_tests.tiny import tiny_model
+from trl_jax import AutoModelForSequenceClassification, BitsAndBytesConfig, LoraConfig
+from trl_jax.engine.sharding import RULES
+from trl_jax.hub.auto import find_checkpoint
+
+LAYER = {
+    "attention.q.weight": "heads embed", "attention.k.weight": "kv embed", "attention.v.weight": "kv embed",
+    "attention.o.weight": "embed heads", "attention.q.bias": "heads", "attention.k.bias": "kv",
+    "attention.v.bias": "kv", "attention.o.bias": "embed", "attention.distance_q.weight": "heads embed",
+    "attention.distance_k.weight": "kv embed", "attention.distance_q.bias": "heads", "attention.distance_k.bias": "kv",
+    "mlp.gate.weight": "mlp embed", "mlp.up.weight": "mlp embed", "mlp.down.weight": "embed mlp", "mlp.up.bias": "mlp",
+    "mlp.gate.bias": "mlp", "mlp.down.bias": "embed", "mlp.gate": "experts mlp embed", "mlp.up": "experts mlp embed",
+    "mlp.down": "experts embed mlp", "mlp.router.weight": "- embed", "mlp.shared_gate.weight": "- embed",
+    "mlp.shared.gate.weight": "mlp embed", "mlp.shared.up.weight": "mlp embed", "mlp.shared.down.weight": "embed mlp",
+}  # fmt: skip
+MODEL = {
+    "embed.weight": "vocab embed", "position_embed.weight": "- embed", "type_embed.weight": "- embed",
+    "distance_embed.weight": "- embed", "score.weight": "- embed", "head.out.weight": "- embed", "head.out.bias": "-",
+    "head.dense.weight": "- -", "head.dense.bias": "-", "projection.weight": "- -", "projection.bias": "-",
+    "convolution.weight": "- - -", "convolution.bias": "-",
+}  # fmt: skip
+CASES = [("llama", "yarn"), ("qwen2_moe", "plain"), ("gpt2", "plain"), ("olmo2", "plain"), ("cohere", "plain")]
+ENCODERS = ["bert", "modernbert", "deberta", "deberta-v2", "electra"]
+
+
+def wanted(path, ndim):
+    _, stacked, layer = path.partition(".layers.")
+    if "norm." in path:
+        lead = ("layers",) if ndim > 1 else ()
+        return (*lead, *("norm",) * (ndim - len(lead)))
+    said = LAYER[layer] if stacked else MODEL[path.removeprefix("decoder.").removeprefix("encoder.")]
+    axes = tuple("" if axis == "-" else axis for axis in said.split())
+    return ("layers", *axes) if stacked else axes
+
+
+def check(model):
+    axes = model.backend.axes
+    assert set(axes) >= set(model.params)
+    for path, array in model.params.items():
+        assert axes[path] == wanted(path, array.ndim), path
+    assert {axis for named in axes.values() for axis in named} <= set(RULES)
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_decoders(family, name, built):
+    check(AutoModelForSequenceClassification.from_pretrained(built(family, name)))
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_encoders(family, tmp_path):
+    check(AutoModelForSequenceClassification.from_pretrained(encoders.build(tmp_path, family, "plain")))
+
+
+@pytest.mark.parametrize(("bits", "codes"), [("load_in_4bit", "flat"), ("load_in_8bit", "heads embed")])
+def test_few_bits_have_the_axes_of_their_matrix_or_lie_flat(bits, codes, tmp_path):
+    checkpoint = find_checkpoint(str(tiny_model(tmp_path, "llama")), dtype="float32")
+    lora, quantization = LoraConfig(r=4, target_modules="all-linear"), BitsAndBytesConfig(**{bits: True})
+    model = checkpoint.load_adapted(lora, 0, quantization=quantization)
+    axes = model.backend.axes
+    for path, array in model.frozen.items():
+        assert len(axes[path]) == array.ndim, path
+    name = "decoder.layers.attention.q.weight"
+    assert axes[f"{name}.codes"] == ("layers", *codes.split()) and axes[f"{name}.scales"] == ("layers", "flat")
+    trained = {path for path in model.params if "lora_" in path}
+    assert trained and not trained & set(axes)  # an adapter's, which lie as in the adapter's file

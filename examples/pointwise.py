@@ -1,0 +1,88 @@
+"""A trainer of your own: a reward model of answers that each have a rating. `python examples/pointwise.py [folder]`"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tiny_model
+from datasets import Dataset, IterableDataset
+
+from trl_jax import BaseConfig, BaseTrainer
+from trl_jax.tasks import Batch, Columns, Example, Measured, counted, joined, of_examples, prepare_texts, summed
+
+
+def text_of(row: dict[str, Any]) -> dict[str, str]:
+    return {"input_ids": row["prompt"] + row["completion"]}
+
+
+@dataclass(frozen=True)
+class PointwiseTask:
+    """One text an example, whose score is trained towards its rating by the squared error."""
+
+    head: ClassVar[Literal["score"]] = "score"
+    columns: ClassVar[Columns] = Columns(texts=("input_ids",), numbers=("rating",))
+
+    def prepare(self, dataset: Dataset | IterableDataset, tokenizer: Any, **limits: Any) -> Dataset | IterableDataset:
+        return prepare_texts(dataset, tokenizer, text_of, self.columns, needed=("prompt", "completion"), **limits)
+
+    def example(self, row: dict[str, Any]) -> Example:
+        return self.columns.example(row)
+
+    def loss(self, outputs: jax.Array, batch: Batch | Measured) -> tuple[jax.Array, dict[str, jax.Array]]:
+        error = outputs - batch.extras["rating"]
+        rows = counted(batch.weight, batch.micro_batch)
+        sums = {"rows": 1.0, "squared": jnp.square(error), "absolute": jnp.abs(error)}
+        return jnp.sum(batch.weight * sums["squared"]), {name: summed(value, rows) for name, value in sums.items()}
+
+    def metrics(self, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float]:
+        found = joined(sums, dict.fromkeys(("rows", "squared", "absolute"), np.sum), count="rows")
+        rows, squared, absolute = (float(found[name].sum()) for name in ("rows", "squared", "absolute"))
+        return {"mse": squared / rows, "mae": absolute / rows} if rows else {}
+
+    def predictions(self, outputs: np.ndarray, num_examples: int) -> np.ndarray:
+        return of_examples(outputs, 1, num_examples)[:, None]
+
+    def inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return batch
+
+
+@dataclass
+class PointwiseConfig(BaseConfig):
+    max_length: int | None = field(default=1024, metadata={"help": "Longest text in tokens; longer ones are left out."})
+    disable_dropout: bool = field(default=True, metadata={"help": "Train without dropout."})
+
+
+class PointwiseTrainer(BaseTrainer):
+    """Trains a sequence classifier with one label to give each completion its rating."""
+
+    _name, _tag_names = "Pointwise", ["pointwise"]
+    config_class = PointwiseConfig
+
+    def make_task(self) -> PointwiseTask:
+        return PointwiseTask()
+
+
+WORDS = {"thanks": 1.0, "carefully": 0.5, "maybe": -0.5, "whatever": -1.0}
+
+
+def main(folder: Path) -> None:
+    pairs = [(one, other) for one in WORDS for other in WORDS]
+    rows = [{"prompt": "How? ", "completion": " ".join(pair), "rating": sum(map(WORDS.get, pair))} for pair in pairs]
+    data = Dataset.from_list(rows).train_test_split(test_size=3, seed=0)
+    model = tiny_model.build(folder / "start", ("How? " + row["completion"] for row in rows), vocab_size=300)
+    args = PointwiseConfig(str(folder), num_train_epochs=20, learning_rate=5e-3, save_strategy="no", report_to="none")
+    trainer = PointwiseTrainer(str(model), args, train_dataset=data["train"], eval_dataset=data["test"])
+    before = trainer.evaluate()["eval_mse"]
+    trainer.train()
+    trainer.save_model()
+    print(f"Squared error on unseen rows: {before:.3f}, after training {trainer.evaluate()['eval_mse']:.3f}.")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "out"))

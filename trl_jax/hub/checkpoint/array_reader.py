@@ -1,0 +1,110 @@
+"""Our arrays from the tensors of a checkpoint: rounded, quantised, as bits, or spread over devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from trl_jax.hub.checkpoint.sharded_reading import Index, read_sharded
+from trl_jax.hub.checkpoint.tensor_map import TensorEntry
+from trl_jax.hub.formats.gguf import LINK, GgufFiles
+from trl_jax.hub.formats.pickles import PickledFiles, only_pickled
+from trl_jax.hub.formats.safetensors import CheckpointFiles
+from trl_jax.hub.peft.quantization import quantized
+from trl_jax.nn.quantized import Format
+
+Files = CheckpointFiles | GgufFiles | PickledFiles
+
+
+def open_files(folder: Path) -> Files:
+    """The weights of a folder, in the format they have."""
+    if (folder / LINK).exists():
+        return GgufFiles(folder / LINK)
+    return (PickledFiles if only_pickled(folder) else CheckpointFiles)(folder)
+
+
+@dataclass(frozen=True)
+class ArrayReader:
+    """Reads our arrays one by one.
+
+    Attributes:
+        on_disk: full name of a tensor -> its name in `files`.
+        dtype: the dtype that values are rounded to; "auto" keeps each tensor's own.
+    """
+
+    files: Files
+    on_disk: dict[str, str]
+    dtype: str
+
+    def stored_dtype(self, entry: TensorEntry) -> Any:
+        """The dtype of an array that stays as it is stored: its first tensor's, or the one all are rounded to."""
+        first = self.on_disk[entry.tensor.format(*[entry.first] * entry.stacked)]
+        return jnp.dtype(self.files.dtypes[first] if self.dtype == "auto" else self.dtype)
+
+    def array(self, entry: TensorEntry, shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> jax.Array:
+        """One of our arrays, on one device or laid out as `sharding` says."""
+        if sharding is None:
+            return self._assemble(entry, shape, dtype, lambda values: values.astype(dtype, copy=False))
+        return read_sharded(self._read_part, entry, shape, self.on_disk, sharding, dtype)
+
+    def bits(self, entry: TensorEntry, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        """The bits of an array of 16-bit floats, uint16."""
+        return self._assemble(entry, shape, jnp.uint16, lambda x: x.astype(dtype, copy=False).view(np.uint16))
+
+    def quantized(self, entry: TensorEntry, shape: tuple[int, ...], form: Format) -> dict[str, jax.Array]:
+        """The arrays of a quantised weight, by path; each tensor is quantised when it is read, so that the whole of the
+        weights is never there as floats."""
+        leading, leaves = shape[: entry.stacked], form.leaves()
+        arrays = {name: np.empty((*leading, *inner), kind) for name, (inner, kind) in leaves.items()}
+        for tensor, index in entry.tensors(shape):
+            for name, values in quantized(entry.take(self._read(self.on_disk[tensor])), form).items():
+                arrays[name][index] = values
+        return {f"{entry.path}.{name}": jnp.array(values) for name, values in arrays.items()}
+
+    def _assemble(self, entry: TensorEntry, shape: tuple[int, ...], dtype: Any, convert: Any) -> jax.Array:
+        """Put the tensors in place one by one: besides the array, one tensor is in memory."""
+
+        def read(tensor: str) -> np.ndarray:
+            return convert(entry.take(self._read(self.on_disk[tensor])))
+
+        tensors = entry.tensors(shape)
+        if not entry.stacked:  # a copy: memory of NumPy cannot be donated
+            return jnp.array(read(tensors[0][0]), dtype)
+        array = jnp.zeros(shape, dtype)
+        for tensor, index in tensors:
+            values = read(tensor)
+            array = jax.block_until_ready(_set_at(array, values, np.asarray(index)))
+        return array
+
+    def _read(self, tensor: str) -> np.ndarray:
+        values = self.files.read(tensor)
+        if isinstance(self.files, CheckpointFiles):
+            self.files.release(tensor, values.nbytes)
+        return self._rounded(tensor, values)
+
+    def _read_part(self, tensor: str, index: Index | None) -> np.ndarray:
+        """Only these bytes of a safetensors file; other formats give a tensor whole."""
+        if index is None or not isinstance(self.files, CheckpointFiles):
+            values = self.files.read(tensor)
+            values = values if index is None else values[index]
+        else:
+            values = self.files.read_part(tensor, index)
+            self.files.release(tensor, values.nbytes)
+        return self._rounded(tensor, values)
+
+    def _rounded(self, tensor: str, values: np.ndarray) -> np.ndarray:
+        if self.dtype in ("auto", self.files.dtypes[tensor]):
+            return values
+        return values.astype(ml_dtypes.bfloat16 if self.dtype == "bfloat16" else self.dtype)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _set_at(array: jax.Array, values: jax.Array, index: jax.Array) -> jax.Array:
+    return array.at[tuple(index)].set(values.astype(array.dtype))

@@ -1,0 +1,82 @@
+"""A config.json that has been read: one value, handed along, so that nobody reads the file again."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flax import nnx
+
+from trl_jax.hub.checkpoint.tensor_map import Names
+from trl_jax.hub.config.reader import read_config
+from trl_jax.hub.families import Family, read_arch
+from trl_jax.hub.heads import CONFIG_VALUES, Draw, HeadName, ScoreHead, head_of
+
+
+@dataclass(frozen=True)
+class NativeConfig:
+    """A config.json of a family: read once, and handed to whatever loads, saves or adapts the checkpoint.
+
+    Attributes:
+        path: the file.
+        raw: its content.
+        family, arch: its meaning; every key has been accounted for.
+        head: the head that the trunk gets.
+    """
+
+    path: Path
+    raw: dict[str, Any] = field(repr=False)
+    family: Family
+    arch: Any
+    head: ScoreHead
+
+    @property
+    def names(self) -> Names:
+        """Our modules, trunk and head -> theirs."""
+        return self.family.names(self.arch) | dict(self.head.names)
+
+    def model(self) -> nnx.Module:
+        """The module that computes it; to be looked at abstractly."""
+        return self.head.model(self.arch)
+
+    def draws(self) -> list[Draw]:
+        """The tensors that a checkpoint may lack."""
+        return self.head.draws(self.arch)
+
+
+def native_config(raw: dict[str, Any], path: Path, head: HeadName = "score") -> NativeConfig:
+    """The meaning of a config.json that has been read.
+
+    Raises:
+        ValueError: a model_type, key or value that is not supported, by name.
+    """
+    family, arch = read_arch(raw, path)
+    return NativeConfig(path, raw, family, arch, head_of(family, head))
+
+
+def read_native_config(folder: Path) -> NativeConfig:
+    """The config.json of a folder.
+
+    Raises:
+        FileNotFoundError, ValueError: there is none, or it says what is not supported.
+    """
+    return native_config(read_config(folder), folder / "config.json")
+
+
+def transformers_config(raw: dict[str, Any], path: Path) -> Any:
+    """The config object of transformers: what tokenizers, trackers and scripts ask `model.config` for.
+
+    Raises:
+        ValueError: its class refuses a value.
+    """
+    from transformers import CONFIG_MAPPING
+
+    try:
+        values = copy.deepcopy(raw)  # its classes change what they are given
+        config = CONFIG_MAPPING[raw["model_type"]].from_dict(values, name_or_path=path.parent, **CONFIG_VALUES)
+    except Exception as error:  # its classes check their keys with errors of many types, none of which names the file
+        raise ValueError(f"{path}: transformers refuses it: {error}. Correct that key.") from error
+    config.use_cache = False
+    return config

@@ -1,0 +1,178 @@
+"""The backend of our own decoder and encoder."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from trl_jax.core.torch_param_layout import TorchParamLayout
+from trl_jax.core.torch_random import TorchGenerator
+from trl_jax.hub.backend import Backend
+from trl_jax.hub.checkpoint.loading import Source, load, outline
+from trl_jax.hub.checkpoint.resizing import resized_source
+from trl_jax.hub.checkpoint.saving import entries_of, read_tensor, save
+from trl_jax.hub.checkpoint.sharded_reading import Placement
+from trl_jax.hub.checkpoint.tensor_map import TensorEntry
+from trl_jax.hub.config.native import NativeConfig, read_native_config
+from trl_jax.hub.freezing import Locations
+from trl_jax.models.adapted import module_at
+from trl_jax.models.functional import abstract, logical_axes
+from trl_jax.models.stack import narrowest_window
+from trl_jax.nn.quantized import HALVES, TABLES, Format, Quantized, dequantized
+
+
+class NativeBackend(Backend):
+    """The configurable decoder or encoder; `source` is the checkpoint it was loaded from, `formats` says which weights
+    are held in few bits."""
+
+    name, log_level, undecayed, infers_lengths, saves_aside = "native", logging.INFO, frozenset(), False, True
+    takes_noise = can_resize = True
+
+    def __init__(self, source: Source, formats: dict[str, Format] | None = None):
+        self.source, self.dtypes, self.formats = source, source.dtypes, formats or {}
+        arch, causal = source.config.arch, not source.config.head.model.needs_valid
+        self.vocab_size, self.max_positions = arch.vocab_size, arch.max_positions
+        self.graph, _ = abstract(self.make)
+        self.tensors = {entry.path: entry.tensor for entry in source.tensor_map}
+        self.embeddings = frozenset(path for path in self.tensors if path.endswith("embed.weight"))
+        self.ignores_types = self.causal = causal
+        self.takes_packed, self.drops_out = causal or arch.takes_packed, arch.drops_out
+        self.window = narrowest_window(arch.windows)
+        self.heads = {"heads": arch.num_heads} | ({"key heads": arch.num_key_heads} if causal else {})
+        self.batch_invariant = not causal  # some ropes of decoders ask for the longest text of a batch
+
+    @property
+    def axes(self) -> Mapping[str, tuple[str, ...]]:
+        return logical_axes(self.make)
+
+    def make(self) -> nnx.Module:
+        """The module, to be looked at abstractly."""
+        model = self.source.config.model()
+        for path, form in self.formats.items():
+            owner, _, name = path.rpartition(".")
+            module = module_at(model, owner)
+            weight = vars(module)[name]
+            setattr(module, name, Quantized(form, weight.shape[:-2], weight.get_metadata()["axes"]))
+        return model
+
+    def torch_param_layout(self) -> TorchParamLayout:
+        # transformers keeps what experts begin with in one tensor, which on disk are several
+        experts = {path: path.rpartition(".")[0] for path in self.tensors if path.endswith(("mlp.gate", "mlp.up"))}
+        tensor_map = self.source.tensor_map
+        joined = {entry.path: entry.tensor for entry in tensor_map if entry.tensor_slice is not None} | experts
+        return TorchParamLayout(frozenset(entry.path for entry in tensor_map if entry.stacked), joined)
+
+    def locations(self, params: dict[str, jax.Array]) -> Locations:
+        locations: Locations = {}
+        for entry in self.source.tensor_map:
+            if entry.path in params:  # a weight in few bits has no array of this name
+                for name, index in entry.tensors(params[entry.path].shape):
+                    locations.setdefault(name, []).append((entry.path, index))
+        return locations
+
+    def size_of(self, path: str, array: jax.Array) -> int:
+        weight, _, leaf = path.rpartition(".")
+        if weight not in self.formats:
+            return array.size
+        return array.size * (2 if self.formats[weight].kind in TABLES else 1) if leaf == "codes" else 0
+
+    def floats(self, path: str, array: jax.Array) -> jax.Array:
+        form = self.formats.get(path.removesuffix(".codes"))
+        halves = form is not None and form.kind in HALVES
+        return jax.lax.bitcast_convert_type(array, jnp.dtype(form.kind)) if halves else array
+
+    def weight(self, arrays: dict[str, jax.Array], path: str) -> jax.Array:
+        if path not in self.formats:
+            return jnp.asarray(arrays[path], jnp.float32)
+        form = self.formats[path]
+        leaves = {name: arrays[f"{path}.{name}"] for name in form.leaves()}
+        unpack = partial(dequantized, form)
+        stacked = form.kind not in HALVES and leaves["codes"].ndim > len(form.leaves()["codes"][0])
+        return jax.vmap(unpack)(leaves) if stacked else unpack(leaves)
+
+    def replaced(self, arrays: dict[str, jax.Array], path: str, values: np.ndarray) -> dict[str, jax.Array]:
+        """Other numbers for the array at a path, in its format and at its place.
+
+        Raises:
+            ValueError: it is quantised.
+        """
+        form = self.formats.get(path)
+        if form is not None and form.kind not in HALVES:
+            raise ValueError(
+                f"LoraConfig: init_lora_weights='pissa' puts other numbers into {path}, which is quantised to "
+                f"{form.kind}. Leave quantization_config out, or take init_lora_weights=True."
+            )
+        name = path if form is None else f"{path}.codes"
+        kind = arrays[path].dtype if form is None else jnp.dtype(form.kind)
+        stored = values.astype(kind) if form is None else values.astype(kind).view(np.uint16)
+        return {name: jax.device_put(stored, arrays[name].sharding)}
+
+    def weights(self, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """All of them, as a backend without quantised weights has them."""
+        plain = {path: array for path, array in arrays.items() if path.rpartition(".")[0] not in self.formats}
+        return {path: self.weight(arrays, path) for path in (*plain, *self.formats)}
+
+    def save(self, folder: Path, params: dict[str, jax.Array], config: Any, *, writes: bool = True) -> None:
+        text = config.get_text_config()
+        ids = {"pad_token_id": text.pad_token_id, "eos_token_id": text.eos_token_id}
+        save(folder, params, self.source, writes=writes, **ids)
+
+    def load(self, folder: Path, seed: int, place: Placement | None = None) -> dict[str, jax.Array]:
+        return load(read_native_config(folder), dtype="auto", seed=seed, place=place)[0]
+
+    def resized(self, rows: int) -> NativeBackend:
+        return NativeBackend(resized_source(self.source, rows))
+
+    def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
+        for tensor, entries in entries_of(params, self.source).items():
+            yield tensor, read_tensor(params, entries)
+
+
+def load_native(
+    config: NativeConfig,
+    *,
+    dtype: str,
+    seed: int | TorchGenerator,
+    as_stored: bool = False,
+    formats: dict[str, Format] | None = None,
+    bits: Collection[str] = (),
+    place: Placement | None = None,
+) -> tuple[dict[str, jax.Array], NativeBackend]:
+    """The parameters and their backend; arguments as in `loading.load`."""
+    params, source = load(config, dtype=dtype, seed=seed, as_stored=as_stored, formats=formats, bits=bits, place=place)
+
+    def kind(entry: TensorEntry, codes: jax.Array) -> str:
+        return source.dtypes[entry.tensors(codes.shape)[0][0]]
+
+    return params, NativeBackend(source, _with_bits(params, source, formats, kind))
+
+
+def outline_native(
+    config: NativeConfig, *, dtype: str, formats: dict[str, Format] | None = None, **options: Any
+) -> tuple[dict[str, jax.ShapeDtypeStruct], NativeBackend]:
+    """Shapes of the parameters, and the backend, from config.json alone; `options` as in `loading.outline`."""
+    shapes, source = outline(config, dtype=dtype, formats=formats, **options)
+    return shapes, NativeBackend(source, _with_bits(shapes, source, formats, lambda *_: source.dtype))
+
+
+def _with_bits(
+    params: Mapping[str, Any],
+    source: Source,
+    formats: dict[str, Format] | None,
+    kind: Callable[[TensorEntry, Any], str],
+) -> dict[str, Format]:
+    """The formats, and those of arrays that hold the bits of 16-bit floats; `kind` says of which."""
+    every = {} if formats is None else dict(formats)
+    for entry in source.tensor_map:
+        codes = params.get(f"{entry.path}.codes")
+        if codes is not None and entry.path not in every:
+            every[entry.path] = Format(kind(entry, codes), codes.shape[-2:])
+    return every

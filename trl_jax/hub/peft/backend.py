@@ -1,0 +1,108 @@
+"""The backend of a native model with an adapter: it writes and reads adapters alone, in PEFT's format."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors.numpy import save_file
+
+from trl_jax.core.torch_param_layout import TorchParamLayout
+from trl_jax.hub.backend import Backend
+from trl_jax.hub.checkpoint.sharded_reading import Placement, shard_array
+from trl_jax.hub.freezing import Locations
+from trl_jax.hub.native_backend import NativeBackend
+from trl_jax.hub.peft.adapter_tensors import arrays_of, read_tensors, tensors_of, wanted_shapes
+from trl_jax.hub.peft.adapters import AdapterPlan
+from trl_jax.hub.peft.lora_config import WEIGHTS
+from trl_jax.models.adapted import AdaptedGraph, adapted_graph, leaf
+
+
+class AdaptedBackend(Backend):
+    """A native backend beside whose frozen arrays those of `plan` train.
+
+    `base` is the backend without the adapter, `frozen` the arrays that do not train, where some of them are in the
+    adapter's files; `shapes` are those of all that trains.
+    """
+
+    log_level, undecayed, saves_aside, can_resize, can_freeze = logging.INFO, frozenset(), True, False, False
+
+    def __init__(self, base: NativeBackend, plan: AdapterPlan, frozen: dict[str, Any], shapes: dict[str, Any]):
+        self.base, self.plan, self.frozen, self._shapes = base, plan, frozen, shapes
+        self.name = f"{base.name} (with an adapter)"
+        self.vocab_size, self.max_positions, self.embeddings = base.vocab_size, base.max_positions, base.embeddings
+        self.infers_lengths, self.ignores_types, self.causal = base.infers_lengths, base.ignores_types, base.causal
+        self.takes_packed, self.takes_noise, self.window = base.takes_packed, base.takes_noise, base.window
+        self.batch_invariant, self.heads = base.batch_invariant, base.heads
+        self.drops_out = base.drops_out or plan.config.lora_dropout > 0
+        self.graph = _graph_of(base, plan)
+        self.tensors = {name: base.tensors.get(name.removesuffix("@trained"), name) for name in shapes}
+        self.dtypes = dict.fromkeys(wanted_shapes(plan, shapes), "float32")
+        self._sizes = {leaf(one.adapter.name, kind): size for one in plan.modules for kind, size in one.sizes().items()}
+
+    def torch_param_layout(self) -> TorchParamLayout:
+        whole, paths = self.base.torch_param_layout(), {name: name.removesuffix("@trained") for name in self.tensors}
+        joined = {name: whole.joined[path] for name, path in paths.items() if path in whole.joined}
+        adapters = (one.adapter for one in self.plan.modules if one.module.stacked)
+        stacked = {leaf(adapter.name, kind) for adapter in adapters for kind in ("a", "b", *adapter.has)}
+        stacked |= {name for name, path in paths.items() if path in whole.stacked}
+        return TorchParamLayout(frozenset(stacked), joined)
+
+    @property
+    def axes(self) -> Mapping[str, tuple[str, ...]]:
+        axes, names = self.base.axes, {name: name.removesuffix("@trained") for name in self.tensors}
+        return axes | {name: axes[path] for name, path in names.items() if path in axes}
+
+    def locations(self, params: dict[str, jax.Array]) -> Locations:
+        """Names alone: a script cannot freeze an adapter's parameters."""
+        return dict.fromkeys(self.dtypes, [])
+
+    def size_of(self, path: str, array: jax.Array) -> int:
+        return self._sizes[path] if path in self._sizes else self.base.size_of(path, array)
+
+    def floats(self, path: str, array: jax.Array) -> jax.Array:
+        return self.base.floats(path, array)
+
+    def weight(self, arrays: dict[str, jax.Array], path: str) -> jax.Array:
+        return self.base.weight(arrays, path)
+
+    def save(self, folder: Path, params: dict[str, jax.Array], config: Any, *, writes: bool = True) -> None:
+        """Write adapter_model.safetensors and adapter_config.json, as PEFT does."""
+        del config  # the base model's own, which stays where it is
+        tensors = dict(self.on_disk(params))
+        if not writes:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        replace(self.plan.config, inference_mode=True).save_pretrained(folder)
+
+    def load(
+        self, folder: Path, seed: int, place: Placement | None = None, defaults: dict[str, np.ndarray] | None = None
+    ) -> dict[str, jax.Array]:
+        """`defaults` has tensors, by their names in the file, for those that it lacks."""
+        arrays = arrays_of(self.plan, read_tensors(folder, self.plan, self._shapes, defaults), self._shapes)
+        if place is None:
+            return arrays
+        axes = self.axes
+        return {path: shard_array(place, axes.get(path, ()), array) for path, array in arrays.items()}
+
+    def resized(self, rows: int) -> Backend:
+        raise ValueError(
+            f"A model with an adapter embeds {self.vocab_size} tokens, wanted {rows}: adapters belong to tables of one "
+            "size. Resize the model first, or call merge_and_unload()."
+        )
+
+    def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
+        tables = {path: self.base.weight(self.frozen, path) for path in self.plan.saved_tables.values()}
+        tensors = tensors_of(self.plan, params, tables)
+        return ((name, np.ascontiguousarray(tensors[name])) for name in sorted(tensors))
+
+
+def _graph_of(base: NativeBackend, plan: AdapterPlan) -> AdaptedGraph:
+    adapters = tuple(one.adapter for one in plan.modules)
+    return adapted_graph(base.make, adapters, plan.shapes, plan.full.some_layers(), plan.config.lora_dropout)

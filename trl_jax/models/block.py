@@ -1,0 +1,72 @@
+"""One layer of the decoder."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from trl_jax.models.arch import BLOCKS, Arch
+from trl_jax.models.stack import apply
+from trl_jax.nn.attention.causal import Attention
+from trl_jax.nn.attention.inputs import AttentionInputs
+from trl_jax.nn.dropout import dropout_or_none
+from trl_jax.nn.mlp import MLP
+from trl_jax.nn.moe import MoE
+from trl_jax.nn.norm import Norm
+
+EMBEDDING, _ATTENTION, _ATTENTION_OUT, _MLP_OUT = range(4)  # places of dropout
+
+
+class Block(nnx.Module):
+    """One layer: attention and MLP with the norms that `arch.block` names, one after the other or side by side."""
+
+    def __init__(self, arch: Arch):
+        def norm(name: str) -> Norm | None:
+            there = name in BLOCKS[arch.block]
+            return Norm(arch.hidden_size, kind=arch.norm, eps=arch.norm_eps) if there else None
+
+        self.attention_norm, self.attention_out_norm = norm("attention_norm"), norm("attention_out_norm")
+        self.mlp_norm, self.mlp_out_norm = norm("mlp_norm"), norm("mlp_out_norm")
+        self.attention = Attention(arch)
+        self.mlp = _mlp(arch)
+        self.arch = arch
+
+    def __call__(
+        self, h: jax.Array, inputs: AttentionInputs, *, dtype: jnp.dtype, key: jax.Array | None = None
+    ) -> jax.Array:
+        """`[R, T, D]` to the same; `key` turns dropout on.
+
+        Attention and MLP compute in `dtype`, the residual stream that they are added to stays float32, as under torch's
+        autocast.
+        """
+        x = apply(self.attention_norm, h).astype(dtype)
+        attended = self._attend(x, inputs, key)
+        if self.arch.block == "parallel":
+            return h + attended + self._feed(x, key)
+        if self.arch.block == "parallel_two_norms":
+            return h + attended + self._feed(self.mlp_norm(h).astype(dtype), key)
+        h = h + attended
+        return h + self._feed(apply(self.mlp_norm, h).astype(dtype), key)
+
+    def _attend(self, x: jax.Array, inputs: AttentionInputs, key: jax.Array | None) -> jax.Array:
+        arch = self.arch
+        dropout = dropout_or_none(arch.attention_dropout, key, _ATTENTION)
+        out = apply(self.attention_out_norm, self.attention(x, inputs, dropout))
+        out = apply(dropout_or_none(arch.attention_out_dropout, key, _ATTENTION_OUT), out)
+        return scaled(out, arch.residual_scale)
+
+    def _feed(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
+        arch = self.arch
+        out = apply(self.mlp_out_norm, self.mlp(x))
+        return scaled(apply(dropout_or_none(arch.mlp_out_dropout, key, _MLP_OUT), out), arch.residual_scale)
+
+
+def _mlp(arch: Arch) -> MLP | MoE:
+    if arch.experts is not None:
+        return MoE(arch.hidden_size, arch.experts, activation=arch.activation)
+    return MLP(arch.hidden_size, arch.mlp_size, activation=arch.activation, gated=arch.gated, bias=arch.mlp_bias)
+
+
+def scaled(x: jax.Array, scale: float) -> jax.Array:
+    return x if scale == 1.0 else x * scale

@@ -1,0 +1,51 @@
+"""The one place that knows which computation of attention a layout takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from trl_jax.nn.attention.inputs import AttentionInputs
+from trl_jax.nn.attention.key_ranges import SAVED
+from trl_jax.nn.attention.packed import attend_packed
+from trl_jax.nn.attention.padded import attend_padded
+from trl_jax.nn.attention.row_view import by_text, by_token
+from trl_jax.nn.dropout import Dropout
+
+
+def attend(
+    q_RTHC: jax.Array,
+    k_RSKC: jax.Array,
+    v_RSKC: jax.Array,
+    inputs: AttentionInputs,
+    *,
+    causal: bool = True,
+    bias: Callable[[int, int], jax.Array] | None = None,
+    softcap: float | None = None,
+    dropout: Dropout | None = None,
+) -> jax.Array:
+    """Results `[R, T, H, C]` of queries on keys and values; the keywords are those of `attend_padded`.
+
+    Packed rows are attended to as they lie, or text by text where they come with a view of their texts as rows. They
+    know no bias and no dropout, and `inputs.packed` says what is seen: `causal` must be what it was made for.
+    """
+    packed = inputs.packed
+    if packed is None:
+        options = {"causal": causal, "bias": bias, "softcap": softcap, "dropout": dropout}
+        return attend_padded(q_RTHC, k_RSKC, v_RSKC, inputs, **options)
+    if packed.texts is None:
+        return attend_packed(q_RTHC, k_RSKC, v_RSKC, inputs, softcap=softcap)
+    return _attend_by_text(q_RTHC, k_RSKC, v_RSKC, inputs, causal=causal, softcap=softcap)
+
+
+def _attend_by_text(q_RTHC, k_RSKC, v_RSKC, inputs: AttentionInputs, *, causal: bool, softcap: float | None):
+    texts = inputs.packed.texts
+    inside = (texts.places < q_RTHC.shape[1]).reshape(-1, texts.places.shape[2])
+    lengths = jnp.maximum(jnp.sum(inside, axis=1, dtype=jnp.int32), 1)  # a row without a text is one of a zero
+    rows = inputs._replace(valid=None if causal else inside.at[:, 0].set(True), striped=None)
+    qkv = (by_text(y, texts) for y in (q_RTHC, k_RSKC, v_RSKC))
+    out = attend_padded(*qkv, rows, causal=causal, softcap=softcap, lengths=lengths)
+    return checkpoint_name(by_token(out, texts), SAVED)

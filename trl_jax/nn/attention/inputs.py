@@ -1,0 +1,58 @@
+"""The inputs of attention beside the hidden states, as one value."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+
+from trl_jax.core.packed import Packed
+from trl_jax.nn.attention.striped import Striped
+
+
+class LayerInputs(NamedTuple):
+    """The part that differs from layer to layer: `[L]` arrays that a scan walks along, or the scalars of one layer.
+
+    rope: int32, the number of its rope. scale: float32. window: int32. Each None where all layers are alike.
+    """
+
+    rope: jax.Array | None = None
+    scale: jax.Array | None = None
+    window: jax.Array | None = None
+
+
+class AttentionInputs(NamedTuple):
+    """Which keys the queries of a layer see, and how positions and scores are computed.
+
+    scale: multiplies the scores before the softmax; a float, or a float32 scalar where layers differ.
+    cos, sin: float32 `[R, T, 1, C / 2]`, as `rotate` takes them, or with a leading axis of ropes until `of_layer` picks
+        one; None leaves positions out.
+    growth: float32 `[R, T, 1, 1]`, multiplies the queries; None does not.
+    window: int32 scalar; a query at t sees keys s with |t - s| < window. None: all.
+    valid: bool `[R, T]`, keys that may be seen; None where causal and every pad stands to the right of the text, and in
+        packed rows.
+    packed: what tokens of packed rows see; None where each row is a text.
+    striped: how tokens are divided over the sequence axis of a mesh; queries, and `packed`, are then this device's.
+        None where it has all of them.
+    distances: `[2 x span, D]`, the table of disentangled attention; None elsewhere.
+    """
+
+    scale: float | jax.Array
+    cos: jax.Array | None = None
+    sin: jax.Array | None = None
+    growth: jax.Array | None = None
+    window: jax.Array | None = None
+    valid: jax.Array | None = None
+    packed: Packed | None = None
+    striped: Striped | None = None
+    distances: jax.Array | None = None
+
+    def of_layer(self, layer: LayerInputs) -> AttentionInputs:
+        """Those of one layer, from what all layers share."""
+        inputs = self
+        if self.cos is not None:
+            rope = 0 if layer.rope is None else layer.rope
+            inputs = inputs._replace(cos=self.cos[rope], sin=self.sin[rope])
+        if layer.scale is not None:
+            inputs = inputs._replace(scale=layer.scale)
+        return inputs if layer.window is None else inputs._replace(window=layer.window)

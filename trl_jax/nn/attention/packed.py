@@ -1,0 +1,61 @@
+"""Attention along packed rows: the ranges of keys that their tokens see, and the kernel for the platform."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from trl_jax.core.packed import BLOCK, Packed
+from trl_jax.nn.attention.block import attend_blocks
+from trl_jax.nn.attention.inputs import AttentionInputs
+from trl_jax.nn.attention.key_ranges import KeyRanges
+from trl_jax.nn.attention.splash import attend_splash, splashes
+from trl_jax.nn.attention.striped import Striped
+from trl_jax.nn.platform import platform
+
+
+def attend_packed(
+    q_RTHC: jax.Array, k_RSKC: jax.Array, v_RSKC: jax.Array, inputs: AttentionInputs, *, softcap: float | None = None
+) -> jax.Array:
+    """Results `[R, T, H, C]` of queries on keys and values of as many packed rows; T is a multiple of BLOCK.
+
+    A token that sees nothing gets zeros. Of `inputs` it takes scale, packed, window and striped; where tokens are
+    striped, S counts those of all devices.
+
+    Raises:
+        ValueError: rows of another length.
+    """
+    rows, length = q_RTHC.shape[:2]
+    if length % BLOCK:
+        raise ValueError(f"A packed row of {length} tokens is not a multiple of {BLOCK}: pad it to one.")
+    ranges = _key_ranges(inputs.packed, inputs.window, inputs.striped, k_RSKC.shape[1])
+    q_NHC, k_SKC, v_SKC = (y.reshape(-1, *y.shape[2:]) for y in (q_RTHC, k_RSKC, v_RSKC))
+    kernel = attend_splash if platform() == "tpu" and splashes(k_SKC, ranges) else attend_blocks
+    return kernel(q_NHC, k_SKC, v_SKC, ranges, scale=inputs.scale, softcap=softcap).reshape(q_RTHC.shape)
+
+
+def seen_both_ways(packed: Packed) -> Packed:
+    """For texts whose tokens see what comes after them, too. Texts must share nothing."""
+    length = packed.first.shape[-1]
+    last = jnp.diff(packed.first, axis=-1, append=-1) != 0
+    ends = jax.lax.cummin(jnp.where(last, jnp.arange(1, length + 1), length), axis=last.ndim - 1, reverse=True)
+    return packed._replace(end=ends)
+
+
+def _key_ranges(packed: Packed, window: jax.Array | None, striped: Striped | None, length: int) -> KeyRanges:
+    """`[N]`, places counted along all rows, one behind the other and each with `length` keys."""
+    rows, queries = packed.first.shape
+    offset = jnp.arange(rows, dtype=jnp.int32)[:, None] * length
+    first, end = ((y + offset).reshape(-1) for y in (packed.first, packed.end))
+    if window is None:
+        return KeyRanges(first, end)
+    blocks = jnp.arange(rows * queries // BLOCK) if striped is None else striped.blocks(rows, queries // BLOCK)
+    place = (blocks[:, None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)).reshape(-1)
+    nearest, last = jnp.maximum(first, place - window + 1), place + jnp.minimum(end - place, window)
+    if packed.prompt is None:
+        return KeyRanges(nearest, last)
+    # An answer before its prompt: next to the answer's first token is the prompt's first, but its last is the nearest.
+    prompt = (packed.prompt + offset).reshape(-1)
+    before, position = place < prompt, end - 1 - place
+    second = prompt + jnp.maximum(position - window + 1, 0)
+    return KeyRanges(nearest, jnp.where(before, jnp.minimum(last, prompt), last), jnp.where(before, second, end), end)

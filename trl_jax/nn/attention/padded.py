@@ -1,0 +1,83 @@
+"""Attention on padded rows, a text each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from trl_jax.nn.attention import cudnn
+from trl_jax.nn.attention.inputs import AttentionInputs
+from trl_jax.nn.dropout import Dropout
+
+QUERY_BLOCK = 256
+
+
+def attend_padded(
+    q_RTHC: jax.Array,
+    k_RSKC: jax.Array,
+    v_RSKC: jax.Array,
+    inputs: AttentionInputs,
+    *,
+    causal: bool = True,
+    bias: Callable[[int, int], jax.Array] | None = None,
+    softcap: float | None = None,
+    dropout: Dropout | None = None,
+    lengths: jax.Array | None = None,
+) -> jax.Array:
+    """Results `[R, T, H, C]` of queries on keys and values; S = T, or all devices' tokens where they are striped.
+
+    Queries go in blocks; where they are causal, each against the keys up to its own end: the upper triangle is never
+    computed. GPUs have a kernel for causal attention without more.
+
+    Args:
+        inputs: its scale, window, valid and striped.
+        causal: a query sees itself and what is before it; otherwise both sides.
+        bias: from the start and end of a block of queries to `[R, K, G, T, S]`, added to its scores before they are
+            scaled.
+        softcap: bounds the scores before masking: `softcap * tanh(scores / softcap)`.
+        dropout: applied to the probabilities, as transformers' attention does.
+        lengths: int32 `[R]`, behind which nobody reads the results: the GPUs' kernel leaves it out.
+    """
+    scale, striped = inputs.scale, inputs.striped
+    plain = causal and bias is None and softcap is None and inputs.valid is None and inputs.window is None
+    if plain and dropout is None and striped is None and cudnn.attends(q_RTHC):
+        return cudnn.attend_cudnn(q_RTHC, k_RSKC, v_RSKC, scale=scale, lengths=lengths)
+    rows, length, heads, channels = q_RTHC.shape
+    q_RTKGC = q_RTHC.reshape(rows, length, k_RSKC.shape[2], heads // k_RSKC.shape[2], channels)
+    blocks = []
+    for start in range(0, length, QUERY_BLOCK):
+        end = min(start + QUERY_BLOCK, length)
+        places_T = jnp.arange(start, end) if striped is None else striped.places(start, end)
+        last = end * (1 if striped is None else striped.devices) if causal else k_RSKC.shape[1]
+        mask = _mask(places_T, last, causal, inputs)
+        block_dropout, block_bias = dropout and dropout.fold(start), bias and bias(start, end)
+        qkv = q_RTKGC[:, start:end], k_RSKC[:, :last], v_RSKC[:, :last]
+        blocks.append(_softmax_average(*qkv, mask, scale, block_bias, softcap, block_dropout))
+    return jnp.concatenate(blocks, axis=1).reshape(q_RTHC.shape)
+
+
+def _mask(places_T: jax.Array, last: int, causal: bool, inputs: AttentionInputs) -> jax.Array:
+    """Which of the keys `[0, last)` the queries at these places see: bool, broadcasting to `[R, K, G, T, S]`."""
+    distance_TS = places_T[:, None] - jnp.arange(last)
+    mask = distance_TS >= 0 if causal else jnp.ones_like(distance_TS, bool)
+    if inputs.window is not None:
+        mask &= jnp.abs(distance_TS) < inputs.window
+    if inputs.valid is not None:
+        valid = inputs.valid[:, None, None, None, :last]
+        # A pad sees itself, so that no softmax is empty; where both sides are seen, any token of the text will do.
+        mask = mask & (valid | (distance_TS == 0) if causal else valid)
+    return mask
+
+
+def _softmax_average(q_RTKGC, k_RSKC, v_RSKC, mask, scale, bias, softcap, dropout):
+    scores = jnp.einsum("rtkgc,rskc->rkgts", q_RTKGC, k_RSKC, preferred_element_type=jnp.float32)
+    scores = (scores if bias is None else scores + bias) * scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
+    weights_RKGTS = jax.nn.softmax(scores, axis=-1).astype(v_RSKC.dtype)
+    if dropout is not None:
+        weights_RKGTS = dropout(weights_RKGTS)
+    return jnp.einsum("rkgts,rskc->rtkgc", weights_RKGTS, v_RSKC)
