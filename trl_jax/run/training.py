@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ from trl_jax.run.callbacks import begin_state
 from trl_jax.run.checkpointing import Checkpointer
 from trl_jax.run.data import length_of
 from trl_jax.run.dataloaders import steps_of
+from trl_jax.run.hooks import TrainerHooks
 from trl_jax.run.hub_push import HubPublisher, sweep_stages
 from trl_jax.run.memory_metrics import memory
 from trl_jax.run.nan_report import explain
@@ -41,17 +42,6 @@ from trl_jax.run.precompile import compiling_ahead
 from trl_jax.run.resuming import resume, weights_of
 from trl_jax.run.state import RunState
 from trl_jax.run.train_step import TrainStep, optimizer_of
-
-
-class TrainerHooks(NamedTuple):
-    """The trainer's methods that a script may have overridden."""
-
-    create_optimizer: Callable[[], Any]
-    get_train_dataloader: Callable[[], Any]
-    evaluate: Callable[[], dict[str, float]]
-    log: Callable[[dict[str, float]], None]
-    save_checkpoint: Callable[[Progress], Path]
-    loss: Callable
 
 
 class Training:
@@ -68,15 +58,15 @@ class Training:
         checkpointer: Checkpointer,
         publisher: HubPublisher,
         choose: Callable[[], OptimizerChoice],
-        brought: Any,
+        torch_model: Any,
     ):
         """
         Args:
             choose: what the arguments and the constructor say of the optimizer, as they are now.
-            brought: the torch model that was passed; it gets the trained weights.
+            torch_model: the torch model that was passed, which gets the trained weights; None without one.
         """
         self._run, self._hooks, self._train_step = run, hooks, train_step
-        self._checkpointer, self._publisher, self._brought = checkpointer, publisher, brought
+        self._checkpointer, self._publisher, self._torch_model = checkpointer, publisher, torch_model
         self._choose, self.choice = choose, choose()
         self.optimizer: Optimizer | None = None
 
@@ -201,8 +191,8 @@ class Training:
         self._hooks.log(metrics)
         metrics["epoch"] = state.epoch
         self._take_best()
-        if self._brought is not None:
-            give_back(run.model.backend, run.model.params, run.model.config, self._brought)
+        if self._torch_model is not None:
+            give_back(run.model.backend, run.model.params, run.model.config, self._torch_model)
         run.events.fire("on_train_end")
         return TrainOutput(state.global_step, train_loss, metrics)
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -16,47 +16,30 @@ from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from trl_jax.data.example import Measured
-from trl_jax.data.loader import ExampleLoader
 from trl_jax.data.rows.checks import check_type
 from trl_jax.engine.compilation import keep_compilations
-from trl_jax.engine.processes import check_alike, is_first, several
 from trl_jax.engine.progress import Progress
-from trl_jax.engine.spmd import ShardedStep
 from trl_jax.hub.peft.lora_config import as_lora_config
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.run import construction, data, layout_choice, model_loading
+from trl_jax.run import construction, layout_choice, model_loading
 from trl_jax.run.accelerator import Accelerator
 from trl_jax.run.base_config import BaseConfig
 from trl_jax.run.callbacks import begin_state, events_of
-from trl_jax.run.checkpointing import Checkpointer
-from trl_jax.run.dataloaders import Batches
 from trl_jax.run.devices import check_offloading, run_devices
-from trl_jax.run.evaluation import Evaluator, MetricHooks
-from trl_jax.run.forward import Forward
+from trl_jax.run.evaluation import MetricHooks
+from trl_jax.run.hooks import TrainerHooks
 from trl_jax.run.hub_push import HubPublisher
-from trl_jax.run.model_files import arguments_text
 from trl_jax.run.optimizer_choice import choose
+from trl_jax.run.parts import assemble
 from trl_jax.run.predictions import check_compute_metrics
 from trl_jax.run.rng import check_noise
 from trl_jax.run.state import RunState
-from trl_jax.run.train_step import TrainStep, default_optimizer
-from trl_jax.run.training import TrainerHooks, Training
-from trl_jax.run.user_loss import BoundModel, UserLoss, script_values
+from trl_jax.run.train_step import default_optimizer
+from trl_jax.run.training import TrainerHooks
+from trl_jax.run.user_loss import BoundModel, script_values
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.refusals import check_overridden, names_of_script, refuse
 from trl_jax.trainer.surface import Surface
-
-
-class Parts(NamedTuple):
-    """What a trainer is made of, for tools that look at a run without training it."""
-
-    run: RunState
-    forward: Forward
-    evaluator: Evaluator
-    train_step: TrainStep
-    checkpointer: Checkpointer
-    publisher: HubPublisher
-    training: Training
 
 
 class BaseTrainer(Surface):
@@ -115,7 +98,7 @@ class BaseTrainer(Surface):
             raise TypeError(f"args is a {type(args).__module__}.{type(args).__qualname__}: wanted a {wanted}.")
         keep_compilations()  # before anything is compiled
         adapter = None if peft_config is None else as_lora_config(peft_config)
-        model, brought = model_loading.told_apart(model)
+        model, torch_model = model_loading.told_apart(model)
         if train_dataset is None:
             raise ValueError("`train_dataset` is required: pass a datasets.Dataset.")
         check_type(train_dataset, "train")
@@ -127,10 +110,10 @@ class BaseTrainer(Surface):
         if args.push_to_hub:  # first of all: a Hub that does not answer costs seconds, not a model's loading
             self.init_hf_repo()
         quantization = model_loading.quantization_of(quantization_config, args)
-        checkpoint = model_loading.find(model, args) if brought is None else model_loading.taken(brought, args)
+        checkpoint = model_loading.find(model, args) if torch_model is None else model_loading.taken(torch_model, args)
         # A torch model takes back what it has room for; an adapter belongs to tables of one size.
-        can_resize = brought is None and adapter is None and checkpoint.can_resize
-        run.processing_class = construction.tokenizer_of(processing_class, checkpoint, brought, args)
+        can_resize = torch_model is None and adapter is None and checkpoint.can_resize
+        run.processing_class = construction.tokenizer_of(processing_class, checkpoint, torch_model, args)
         run.vocab_size = construction.settle_tokens(
             args, run.processing_class, checkpoint.vocab_size, can_resize=can_resize
         )
@@ -139,53 +122,42 @@ class BaseTrainer(Surface):
         run.train_dataset = self.prepare_dataset(train_dataset, "train")
         run.eval_dataset = self._prepared_for_evaluation(eval_dataset)
         run.model = model_loading.ready(checkpoint, args, adapter, quantization)
-        construction.settle_model(run, [*self._tag_names, "trl", "trl_jax"], brought)
+        construction.settle_model(run, [*self._tag_names, "trl", "trl_jax"], torch_model)
         args.check()  # again: setters and plain assignment get past the check at construction
         construction.check_strategies(args, run.eval_dataset)
         check_compute_metrics(compute_metrics, args.batch_eval_metrics)
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
-        self._assemble(partial(choose, args, optimizers, optimizer_cls_and_kwargs), brought, callbacks)
-
-    def _assemble(self, chosen: Callable, brought: Any, callbacks: list[TrainerCallback] | None) -> None:
-        """Make the parts of the run, each with what it needs."""
-        run = self._run
-        self.accelerator = Accelerator(run.args, self.end)
+        self.accelerator = Accelerator(args, self.end)
         construction.divide(run)
         run.events = events_of(run, callbacks)
         begin_state(run)
-        arguments = arguments_text(run.args)  # now: what cannot be written should not cost a run
-        construction.set_log_level(run.args.get_process_log_level())
-        construction.warn_of_idle_devices(run.args)
-        os.makedirs(run.args.output_dir, exist_ok=True)
-        self._checkpointer = Checkpointer(run, arguments, self.save_model)
-        self._forward = forward = Forward(run)
-        sharded_step = None
-        if run.sharding_plan is not None:
-            sharded_step = ShardedStep(run.sharding_plan, run.model.params, run.model.frozen)
-        user_loss = UserLoss(run, forward, self.compute_loss, lambda: script_values(self)) if run.own_loss else None
-        self._evaluator = Evaluator(run, forward, sharded_step, user_loss, self.prediction_step)
-        train_step = TrainStep(run, self.loss, sharded_step, user_loss if "compute_loss" in run.overridden else None)
-        hooks = TrainerHooks(
-            self.create_optimizer,
-            self.get_train_dataloader,
-            lambda: self.evaluate(),  # as a callback or a script may have set it since
-            self.log,
-            self._save_checkpoint,
-            self.loss,
-        )
-        self._training = Training(
-            run, hooks, train_step, self._checkpointer, self._publisher, chosen, brought
-        )
-        self.parts = Parts(
-            run, forward, self._evaluator, train_step, self._checkpointer, self._publisher, self._training
-        )
-        data.length_of(run)  # refuses a run without an end now rather than at train()
-        if several():
-            check_alike(self._checkpointer.digests())
+        chosen = partial(choose, args, optimizers, optimizer_cls_and_kwargs)
+        self.parts = assemble(run, self._hooks(), self._publisher, chosen, torch_model)
         run.events.fire("on_init_end")
-        check_noise(run.args, run.model.backend)
-        layout_choice.check_layout(run.args, run.model.backend)
-        check_offloading(run.args, run.model.backend)
+        check_noise(args, run.model.backend)
+        layout_choice.check_layout(args, run.model.backend)
+        check_offloading(args, run.model.backend)
+
+    def _prepared_for_evaluation(self, dataset: Any) -> Any:
+        if dataset is None:
+            return None
+        if not isinstance(dataset, dict):
+            return self.prepare_dataset(dataset, "eval")
+        return {name: self.prepare_dataset(part, f"eval_dataset[{name!r}]") for name, part in dataset.items()}
+
+    def _hooks(self) -> TrainerHooks:
+        return TrainerHooks(
+            compute_loss=self.compute_loss,
+            create_optimizer=self.create_optimizer,
+            evaluate=lambda: self.evaluate(),  # as a callback or a script may have set it since
+            get_train_dataloader=self.get_train_dataloader,
+            log=self.log,
+            loss=self.loss,
+            prediction_step=self.prediction_step,
+            save_checkpoint=self._save_checkpoint,
+            save_model=self.save_model,
+            script_values=lambda: script_values(self),
+        )
 
     # ---- training ----------------------------------------------------------------------------------------------
 
@@ -208,13 +180,13 @@ class BaseTrainer(Surface):
         """
         refuse(trial=trial, ignore_keys_for_eval=ignore_keys_for_eval)
         self._run.task = self.make_task()  # arguments may have been changed since
-        return self._training.train(resume_from_checkpoint)
+        return self.parts.training.train(resume_from_checkpoint)
 
     def loss(
         self, params: dict, batch: Any, key: jax.Array | None, *, remat: bool | str = False
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The task's loss and sums of one pass through a batch; arguments as of `run.forward.Forward.loss`."""
-        return self._forward.loss(params, batch, key, remat=remat)
+        return self.parts.forward.loss(params, batch, key, remat=remat)
 
     def compute_loss(
         self,
@@ -239,23 +211,28 @@ class BaseTrainer(Surface):
         loss, _ = task.loss(outputs.logits[:, 0], Measured(jnp.full(examples, 1.0 / examples), extras, examples))
         return (loss, outputs) if return_outputs else loss
 
+    def _save_checkpoint(self, progress: Progress) -> Path:
+        folder = self.parts.checkpointer.save(progress, aside=not self._publisher.pushes_checkpoints)
+        self._publisher.push_saved(folder)
+        return folder
+
     def create_optimizer(self) -> Any:
         """What turns gradients into updates; `optimizers` of the constructor, if given, or what `args.optim` names.
 
         Overriding it: return any optax transformation; its updates are scaled as torch's LambdaLR would, by the
         schedule of the arguments as a share of its peak.
         """
-        return default_optimizer(self._run, self._training.choice)
+        return default_optimizer(self._run, self.parts.training.choice)
 
     @property
     def optimizer(self) -> Any:
         """The optimizer of the last train(); None before it."""
-        return self._training.optimizer
+        return self.parts.training.optimizer
 
     @property
     def lr_scheduler(self) -> Any:
         """The schedule of the last train(); None before it."""
-        return self._checkpointer.lr_scheduler
+        return self.parts.checkpointer.lr_scheduler
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: it makes models by `model_init`, which TRL's trainers here do not take either."""
@@ -263,48 +240,6 @@ class BaseTrainer(Surface):
             "hyperparameter_search is not in this release of trl_jax. Make a trainer for each "
             "configuration and call train()."
         )
-
-    # ---- data --------------------------------------------------------------------------------------------------
-
-    def prepare_dataset(self, dataset: Any, name: str, *, bounded: bool = True) -> Dataset | IterableDataset:
-        """Rows as the loader takes them; where they are `bounded`, without those longer than max_length. Preparing
-        twice is preparing once."""
-        return data.prepare(self._run, dataset, name, bounded=bounded)
-
-    def _prepared_for_evaluation(self, dataset: Any) -> Any:
-        if dataset is None:
-            return None
-        if not isinstance(dataset, dict):
-            return self.prepare_dataset(dataset, "eval")
-        return {name: self.prepare_dataset(part, f"eval_dataset[{name!r}]") for name, part in dataset.items()}
-
-    def loader(self, dataset: Dataset | IterableDataset, *, training: bool) -> ExampleLoader:
-        """Step batches over a prepared dataset."""
-        return data.loader(self._run, dataset, training=training)
-
-    def batches(self, dataset: Dataset | IterableDataset, *, training: bool) -> Batches:
-        """A dataloader over a prepared dataset, as a script's own get_train_dataloader may return it."""
-        return Batches(self.loader(dataset, training=training), self._run.task)
-
-    def get_train_dataloader(self) -> Any:
-        """Batches of the training set as dicts; `set_epoch` chooses the order."""
-        return self.batches(self.train_dataset, training=True)
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Batches of a prepared evaluation set, in its order; a string picks one of the constructor's."""
-        if isinstance(eval_dataset, str):
-            known = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
-            if eval_dataset not in known:
-                raise ValueError(
-                    f"There is no evaluation set {eval_dataset!r}: the trainer was given "
-                    f"{', '.join(known) or 'no dict of them'}."
-                )
-            eval_dataset = known[eval_dataset]
-        return self.batches(self.eval_dataset if eval_dataset is None else eval_dataset, training=False)
-
-    def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """Batches of a prepared dataset, in its order."""
-        return self.batches(test_dataset, training=False)
 
     # ---- evaluation --------------------------------------------------------------------------------------------
 
@@ -331,7 +266,7 @@ class BaseTrainer(Surface):
         return self._evaluate_one(dataset, metric_key_prefix)
 
     def _evaluate_one(self, dataset: Any, prefix: str) -> dict[str, float]:
-        metrics = self._evaluator.evaluate(self.get_eval_dataloader(dataset), prefix, self._metric_hooks())
+        metrics = self.parts.evaluator.evaluate(self.get_eval_dataloader(dataset), prefix, self._metric_hooks())
         self.log(metrics)
         if self.state.epoch is not None:
             metrics["epoch"] = self.state.epoch
@@ -352,7 +287,7 @@ class BaseTrainer(Surface):
         """
         refuse(ignore_keys=ignore_keys)
         prepared = self.prepare_dataset(test_dataset, "test", bounded=False)
-        return self._evaluator.predict(self.get_test_dataloader(prepared), metric_key_prefix, self._metric_hooks())
+        return self.parts.evaluator.predict(self.get_test_dataloader(prepared), metric_key_prefix, self._metric_hooks())
 
     def prediction_step(
         self,
@@ -365,71 +300,3 @@ class BaseTrainer(Surface):
         refuse(ignore_keys=ignore_keys)
         loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
         return loss, None if prediction_loss_only else outputs["logits"], None
-
-    # ---- files and the Hub -------------------------------------------------------------------------------------
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write a folder that transformers loads: config, weights, tokenizer, and training_args.json."""
-        self._checkpointer.write_model(Path(self.args.output_dir if output_dir is None else output_dir), self.model)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    def _save_checkpoint(self, progress: Progress) -> Path:
-        folder = self._checkpointer.save(progress, aside=not self._publisher.pushes_checkpoints)
-        self._publisher.push_saved(folder)
-        return folder
-
-    @property
-    def hub_model_id(self) -> str | None:
-        """The repository's full name, None before it was opened."""
-        return self._publisher.repo_id
-
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Make the repository `args.hub_model_id`, named after output_dir if None, unless it is there.
-
-        Raises:
-            TypeError, ValueError: the token cannot be one.
-            PermissionError, ConnectionError: that failed. Under `hub_strategy="end"` a Hub that cannot be reached is
-                warned of only: it is not needed yet.
-        """
-        self._publisher.open(token, private)
-
-    def push_to_hub(
-        self,
-        commit_message: str | None = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        private: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Save the model and its card to `args.output_dir` and upload that, checkpoints left out.
-
-        Args:
-            kwargs: for `create_model_card`: model_name, dataset_name, tags and further metadata.
-
-        Returns:
-            The commit; where `blocking` is False, a Future of it.
-
-        Raises:
-            PermissionError, ConnectionError: not even the last try succeeded; everything is in the folder.
-        """
-        self._run.events.fire("on_push_begin")
-        if not is_first():  # which alone talks to the Hub
-            self.save_model(_internal_call=True)
-            return None
-        if not self._publisher.opened or token is not None:
-            self.init_hf_repo(token=token, private=private)
-        self.save_model(_internal_call=True)
-        self.create_model_card(**kwargs)
-        return self._publisher.push(commit_message or "End of training", blocking=blocking, revision=revision)
-
-    def create_model_card(
-        self,
-        model_name: str | None = None,
-        dataset_name: str | list[str] | None = None,
-        tags: str | list[str] | None = None,
-        **facts: Any,
-    ) -> None:
-        """Write README.md into `args.output_dir`; one that somebody else wrote is left alone."""
-        self._publisher.write_card(model_name, dataset_name, tags, facts)

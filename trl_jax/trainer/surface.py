@@ -6,11 +6,17 @@ import abc
 from pathlib import Path
 from typing import Any
 
+from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import CallbackHandler, TrainerCallback, TrainerControl, TrainerState
 
+from trl_jax.data.loader import ExampleLoader
+from trl_jax.engine.processes import is_first
 from trl_jax.engine.sharding import ShardingPlan
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.run import callbacks, reports
+from trl_jax.run import callbacks, data, reports
+from trl_jax.run.dataloaders import Batches
+from trl_jax.run.hub_push import HubPublisher
+from trl_jax.run.parts import Parts
 from trl_jax.run.state import RunState
 
 
@@ -27,9 +33,13 @@ def _of_run(name: str, doc: str) -> property:
 
 
 class Surface(abc.ABC):
-    """What a script may ask of a trainer, or set on it, beside having it train."""
+    """Data, files and facts that a script may ask of a trainer, or set on it, beside having it train."""
 
     _run: RunState
+    _publisher: HubPublisher
+    parts: Parts
+
+    # ---- what the run holds ------------------------------------------------------------------------------------
 
     model = _of_run("model", "The model that trains.")
     args = _of_run("args", "The configuration.")
@@ -112,3 +122,102 @@ class Surface(abc.ABC):
     def end(self) -> None:
         """Let trackers finish what they have open."""
         callbacks.finish_trackers(self.callback_handler)
+
+    # ---- data --------------------------------------------------------------------------------------------------
+
+    def prepare_dataset(self, dataset: Any, name: str, *, bounded: bool = True) -> Dataset | IterableDataset:
+        """Rows as the loader takes them; where they are `bounded`, without those longer than max_length. Preparing
+        twice is preparing once."""
+        return data.prepare(self._run, dataset, name, bounded=bounded)
+
+    def loader(self, dataset: Dataset | IterableDataset, *, training: bool) -> ExampleLoader:
+        """Step batches over a prepared dataset."""
+        return data.loader(self._run, dataset, training=training)
+
+    def batches(self, dataset: Dataset | IterableDataset, *, training: bool) -> Batches:
+        """A dataloader over a prepared dataset, as a script's own get_train_dataloader may return it."""
+        return Batches(self.loader(dataset, training=training), self._run.task)
+
+    def get_train_dataloader(self) -> Any:
+        """Batches of the training set as dicts; `set_epoch` chooses the order."""
+        return self.batches(self.train_dataset, training=True)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Batches of a prepared evaluation set, in its order; a string picks one of the constructor's."""
+        if isinstance(eval_dataset, str):
+            known = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
+            if eval_dataset not in known:
+                raise ValueError(
+                    f"There is no evaluation set {eval_dataset!r}: the trainer was given "
+                    f"{', '.join(known) or 'no dict of them'}."
+                )
+            eval_dataset = known[eval_dataset]
+        return self.batches(self.eval_dataset if eval_dataset is None else eval_dataset, training=False)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """Batches of a prepared dataset, in its order."""
+        return self.batches(test_dataset, training=False)
+
+    # ---- files and the Hub -------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write a folder that transformers loads: config, weights, tokenizer, and training_args.json."""
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        self.parts.checkpointer.write_model(folder, self.model)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    @property
+    def hub_model_id(self) -> str | None:
+        """The repository's full name, None before it was opened."""
+        return self._publisher.repo_id
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Make the repository `args.hub_model_id`, named after output_dir if None, unless it is there.
+
+        Raises:
+            TypeError, ValueError: the token cannot be one.
+            PermissionError, ConnectionError: that failed. Under `hub_strategy="end"` a Hub that cannot be reached is
+                warned of only: it is not needed yet.
+        """
+        self._publisher.open(token, private)
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Save the model and its card to `args.output_dir` and upload that, checkpoints left out.
+
+        Args:
+            kwargs: for `create_model_card`: model_name, dataset_name, tags and further metadata.
+
+        Returns:
+            The commit; where `blocking` is False, a Future of it.
+
+        Raises:
+            PermissionError, ConnectionError: not even the last try succeeded; everything is in the folder.
+        """
+        self._run.events.fire("on_push_begin")
+        if not is_first():  # which alone talks to the Hub
+            self.save_model(_internal_call=True)
+            return None
+        if not self._publisher.opened or token is not None:
+            self.init_hf_repo(token=token, private=private)
+        self.save_model(_internal_call=True)
+        self.create_model_card(**kwargs)
+        return self._publisher.push(commit_message or "End of training", blocking=blocking, revision=revision)
+
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | list[str] | None = None,
+        tags: str | list[str] | None = None,
+        **facts: Any,
+    ) -> None:
+        """Write README.md into `args.output_dir`; one that somebody else wrote is left alone."""
+        self._publisher.write_card(model_name, dataset_name, tags, facts)

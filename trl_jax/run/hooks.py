@@ -1,0 +1,27 @@
+"""The methods of a trainer that a script may have overridden, as the parts of a run call them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trl_jax.engine.progress import Progress
+
+
+class TrainerHooks(NamedTuple):
+    """Bound methods of the trainer, under their own names.
+
+    script_values: the numbers and words that a script put on its trainer, by name.
+    """
+
+    compute_loss: Callable
+    create_optimizer: Callable[[], Any]
+    evaluate: Callable[[], dict[str, float]]
+    get_train_dataloader: Callable[[], Any]
+    log: Callable[[dict[str, float]], None]
+    loss: Callable
+    prediction_step: Callable
+    save_checkpoint: Callable[[Progress], Path]
+    save_model: Callable[..., None]
+    script_values: Callable[[], tuple[tuple[str, Any], ...]]

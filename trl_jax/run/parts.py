@@ -1,0 +1,68 @@
+"""The parts of a run, made in order, each with what it needs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from trl_jax.engine.processes import check_alike, several
+from trl_jax.engine.spmd import ShardedStep
+from trl_jax.run import construction, data
+from trl_jax.run.checkpointing import Checkpointer
+from trl_jax.run.evaluation import Evaluator
+from trl_jax.run.forward import Forward
+from trl_jax.run.hooks import TrainerHooks
+from trl_jax.run.hub_push import HubPublisher
+from trl_jax.run.model_files import arguments_text
+from trl_jax.run.optimizer_choice import OptimizerChoice
+from trl_jax.run.state import RunState
+from trl_jax.run.train_step import TrainStep
+from trl_jax.run.training import Training
+from trl_jax.run.user_loss import UserLoss
+
+
+class Parts(NamedTuple):
+    """What a trainer is made of, for tools that look at a run without training it."""
+
+    run: RunState
+    forward: Forward
+    evaluator: Evaluator
+    train_step: TrainStep
+    checkpointer: Checkpointer
+    publisher: HubPublisher
+    training: Training
+
+
+def assemble(
+    run: RunState,
+    hooks: TrainerHooks,
+    publisher: HubPublisher,
+    choose: Callable[[], OptimizerChoice],
+    torch_model: Any,
+) -> Parts:
+    """Make the parts of a run whose model, data and callbacks are there.
+
+    Args:
+        choose: what the arguments and the constructor say of the optimizer, as they are now.
+        torch_model: the torch model that was passed, which gets the trained weights; None without one.
+
+    Raises:
+        ValueError: the run has no end; what cannot be written should not cost one either.
+    """
+    arguments = arguments_text(run.args)
+    construction.set_log_level(run.args.get_process_log_level())
+    construction.warn_of_idle_devices(run.args)
+    os.makedirs(run.args.output_dir, exist_ok=True)
+    checkpointer, forward = Checkpointer(run, arguments, hooks.save_model), Forward(run)
+    plan = run.sharding_plan
+    sharded_step = None if plan is None else ShardedStep(plan, run.model.params, run.model.frozen)
+    user_loss = UserLoss(run, forward, hooks.compute_loss, hooks.script_values) if run.own_loss else None
+    evaluator = Evaluator(run, forward, sharded_step, user_loss, hooks.prediction_step)
+    trained_by_script = user_loss if "compute_loss" in run.overridden else None
+    train_step = TrainStep(run, hooks.loss, sharded_step, trained_by_script)
+    training = Training(run, hooks, train_step, checkpointer, publisher, choose, torch_model)
+    data.length_of(run)
+    if several():
+        check_alike(checkpointer.digests())
+    return Parts(run, forward, evaluator, train_step, checkpointer, publisher, training)
