@@ -35,7 +35,6 @@ from trl_jax.run.predictions import check_compute_metrics
 from trl_jax.run.rng import check_noise
 from trl_jax.run.state import RunState
 from trl_jax.run.train_step import default_optimizer
-from trl_jax.run.training import TrainerHooks
 from trl_jax.run.user_loss import BoundModel, script_values
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.refusals import check_overridden, names_of_script, refuse
