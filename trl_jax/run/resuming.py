@@ -81,7 +81,6 @@ def _of_transformers(run: RunState, found: ResumePoint, params: dict, tx: Any) -
 def _of_ours(
     run: RunState, checkpointer: Checkpointer, saved: SavedProgress, params: dict, tx: Any
 ) -> tuple[dict, Any, Progress]:
-    _check_release(saved)
     _check_step(run, saved)
     like, plan = jax.eval_shape(tx.init, params), run.sharding_plan
     places = (None, None) if plan is None else (plan.params(params), plan.state(like, params))
@@ -101,16 +100,6 @@ def _restore_state(run: RunState, found: ResumePoint) -> None:
     if state.best_model_checkpoint is not None:  # the run's folder may have moved
         beside = found.folder.parent / Path(state.best_model_checkpoint).name
         state.best_model_checkpoint = str(beside) if beside.is_dir() else None
-
-
-def _check_release(saved: SavedProgress) -> None:
-    """Raises ValueError for a checkpoint of a release whose state has other names."""
-    if missing := {"step_examples", "shards", "fills", "schedule", "tokens_seen"} - saved.facts.keys():
-        raise ValueError(
-            f"{saved.folder} was written by an earlier release of trl_jax: its training state has no "
-            f"{', '.join(sorted(missing))}. Resume it with that release, or begin a run from its weights: pass the "
-            "folder as model."
-        )
 
 
 def _check_step(run: RunState, saved: SavedProgress) -> None:
