@@ -199,14 +199,16 @@ def test_row18_nothing_to_resume_from(there, tmp_path):
         find("nowhere", str(tmp_path))
 
 
-def test_row22_a_newer_format(saved):
+@pytest.mark.parametrize(
+    ("step", "written"), [(1, "a newer one wrote it. Upgrade trl_jax"), (-1, "an older one wrote it. Resume with that")]
+)
+def test_row22_another_format(step, written, saved):
     path = saved / "checkpoint-4" / MANIFEST
-    body = read_manifest(path.parent) | {"format": FORMAT + 1}
+    body = read_manifest(path.parent) | {"format": FORMAT + step}
     path.write_text(_rendered(body))
-    text = f"{path} has format 2, this release of trl_jax reads up to 1: a newer one wrote it. Upgrade trl_jax."
     with pytest.raises(BrokenCheckpoint) as error:
         find(path.parent, str(saved))
-    assert text in str(error.value)
+    assert f"{path} has format {FORMAT + step}, this release of trl_jax reads {FORMAT}: {written}" in str(error.value)
 
 
 def test_row44_two_runs_in_one_folder(tmp_path):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 import re
 import shutil
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -17,8 +15,6 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 import trl_jax
 from compat_tests.trainer.trainers import FACTS, make, stream, table
 from trl_jax.data.order import epoch_order
-from trl_jax.engine import progress
-from trl_jax.engine.manifest import MANIFEST, write_manifest
 
 CONFIG = {
     "save_strategy": "steps",
@@ -185,20 +181,3 @@ def test_what_is_resumed_is_said(train, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="trl_jax"):
         train(only(tmp_path, 1), True, max_steps=2)
     assert f"Resuming from {tmp_path}/again/checkpoint-1: step 1 of 2." in caplog.text
-
-
-def test_a_checkpoint_of_another_release_is_refused(folder, tmp_path):
-    run = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
-    trainer = make(trl_jax, folder, tmp_path, train=table(8), config=run)
-    trainer.train()
-    saved = Path(trainer.args.output_dir) / "checkpoint-1"
-    facts = saved / progress.FACTS
-    kept = json.loads(facts.read_text())
-    del kept["format"]  # as the releases before it was written
-    kept["progress"]["pairs"] = kept["progress"].pop("examples")
-    facts.write_text(json.dumps(kept))
-    manifest = json.loads((saved / MANIFEST).read_text())
-    (saved / MANIFEST).unlink()
-    write_manifest(saved, {name: fact for name, fact in manifest.items() if name != "files"})
-    with pytest.raises(ValueError, match="checkpoint-1 was written by another release of trl_jax: .* format 1, wa"):
-        trainer.train(resume_from_checkpoint=str(saved))

@@ -16,7 +16,7 @@ from typing import Any
 import xxhash
 
 MANIFEST = "manifest.json"
-FORMAT = 1  # of the files of a checkpoint; raised when an older release could no longer read them
+FORMAT = 2  # of the files of a checkpoint; raised when another release cannot read them
 LIBRARIES = ("jax", "flax", "optax", "transformers", "datasets", "numpy")
 
 
@@ -56,24 +56,25 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """Read the facts and the list of files of a checkpoint.
 
     Raises:
-        BrokenCheckpoint: it has no manifest, a byte of it has changed, or a newer release wrote it.
+        BrokenCheckpoint: it has no manifest, a byte of it has changed, or another release wrote it.
     """
     path = folder / MANIFEST
     try:
         text = path.read_bytes().decode()
         body = json.loads(text)
         whole = isinstance(body, dict) and isinstance(body.pop("xxh3_128", None), str) and _rendered(body) == text
-        newer = whole and body["format"] > FORMAT
-        if whole and not newer:
+        found = body["format"] if whole else FORMAT
+        if whole and found == FORMAT:
             _ = [(entry["bytes"], entry["xxh3_128"], body["step"]) for entry in body["files"].values()]
     except FileNotFoundError as error:
         raise BrokenCheckpoint(f"{path} does not exist: the checkpoint was never completed.") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BrokenCheckpoint(f"{path} is damaged: {error}.") from error
-    if newer:
+    if found != FORMAT:
+        newer, way = ("a newer", "Upgrade trl_jax") if found > FORMAT else ("an older", "Resume with that release")
         raise BrokenCheckpoint(
-            f"{path} has format {body['format']}, this release of trl_jax reads up to {FORMAT}: a newer one wrote it. "
-            "Upgrade trl_jax."
+            f"{path} has format {found}, this release of trl_jax reads {FORMAT}: {newer} one wrote it. {way}, or pass "
+            "the folder as model= to begin anew from its weights."
         )
     if not whole:
         raise BrokenCheckpoint(f"{path} is damaged: its text is not what its own digest says.")

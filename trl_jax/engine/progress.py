@@ -21,7 +21,6 @@ from trl_jax.engine.sharding import pieces, placed
 # In a folder of their own: readers of a model take every *.safetensors next to its config for weights.
 TENSORS, FACTS = "training_state/arrays.safetensors", "training_state/facts.json"
 PIECE = 256 * 2**20
-FORMAT = 2  # of the training state: counted up where what is written changes
 
 
 @dataclass
@@ -65,7 +64,7 @@ def named_leaves(tree: Any, prefix: str) -> dict[str, Any]:
 def progress_json(progress: Progress, facts: dict[str, Any]) -> str:
     """The progress but for its arrays, the state of the global random generators, and the caller's own facts."""
     kept = {name: value for name, value in asdict(progress).items() if name != "unreported"}
-    return json.dumps({"format": FORMAT, "progress": kept, "random": _random_state(), **facts}, indent=2) + "\n"
+    return json.dumps({"progress": kept, "random": _random_state(), **facts}, indent=2) + "\n"
 
 
 def write_progress(
@@ -98,7 +97,6 @@ class SavedProgress:
 
     Raises:
         BrokenCheckpoint: a file is missing or damaged.
-        ValueError: another release of trl_jax wrote them.
     """
 
     def __init__(self, folder: Path):
@@ -111,15 +109,6 @@ class SavedProgress:
                 )
         try:
             self.facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-            found = self.facts.get("format", 1)
-        except (ValueError, AttributeError, RecursionError) as error:
-            raise BrokenCheckpoint(f"{folder}: {FACTS} is damaged: {error!r}.") from error
-        if found != FORMAT:
-            raise ValueError(
-                f"{folder} was written by another release of trl_jax: its training state has format {found}, wanted "
-                f"{FORMAT}. Resume it with that release, or pass the folder as model= to start anew from its weights."
-            )
-        try:
             self.tensors = safe_open(folder / TENSORS, framework="numpy")
             self._names = list(self.tensors.keys())
             kept = {name: self.facts["progress"][name] for name in _FIELDS}
