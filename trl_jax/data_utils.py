@@ -1,4 +1,4 @@
-"""Rows in the forms TRL's datasets have, from one to another: TRL's `trl.data_utils`."""
+"""Conversions of rows between the forms of TRL's datasets: TRL's `trl.data_utils`."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _FORMATS = (
     {"prompt", "completion", "label"},
 )
 _ANSWERS = ("chosen", "rejected", "completion")
-_TALKS = ("prompt", "completion", "chosen", "rejected", "messages", "conversations")
+_CONVERSATIONS = ("prompt", "completion", "chosen", "rejected", "messages", "conversations")
 
 
 def is_conversational(example: dict[str, Any]) -> bool:
-    """Whether a row holds messages, each with a role, and not text."""
-    held = [example[name] for name in ("prompt", "chosen", "rejected", "completion", "messages") if name in example]
-    return bool(held) and _are_messages(held[0], "role")
+    """Whether a row has messages, each with a role, instead of text."""
+    values = [example[name] for name in ("prompt", "chosen", "rejected", "completion", "messages") if name in example]
+    return bool(values) and _are_messages(values[0], "role")
 
 
 def is_conversational_from_value(example: dict[str, Any]) -> bool:
-    """Whether a row holds `conversations` in the form of ShareGPT: messages with `from` and `value`."""
-    talk = example.get("conversations")
-    return _are_messages(talk, "from") and "value" in talk[0]
+    """Whether a row has `conversations` in the form of ShareGPT: messages with `from` and `value`."""
+    conversation = example.get("conversations")
+    return _are_messages(conversation, "from") and "value" in conversation[0]
 
 
 def _are_messages(value: Any, key: str) -> bool:
@@ -42,7 +42,7 @@ def _are_messages(value: Any, key: str) -> bool:
 
 
 def maybe_convert_to_chatml(example: dict[str, Any]) -> dict[str, Any]:
-    """The row with `role` and `content` where it had `from` and `value`, and `messages` for `conversations`."""
+    """Rename `from` and `value` of messages to `role` and `content`, and the column `conversations` to `messages`."""
     names = {"from": "role", "value": "content"}
 
     def converted(message: Any) -> Any:
@@ -50,32 +50,32 @@ def maybe_convert_to_chatml(example: dict[str, Any]) -> dict[str, Any]:
             return message
         return {names.get(key, key): value for key, value in message.items()}
 
-    talks = {name: value for name, value in example.items() if name in _TALKS and isinstance(value, list)}
-    new = {name: [converted(message) for message in talk] for name, talk in talks.items()}
+    lists = {name: value for name, value in example.items() if name in _CONVERSATIONS and isinstance(value, list)}
+    new = {name: [converted(message) for message in conversation] for name, conversation in lists.items()}
     return {("messages" if name == "conversations" else name): new.get(name, value) for name, value in example.items()}
 
 
 def apply_chat_template(
     example: dict[str, Any], processing_class: Any, tools: list[dict | Callable] | None = None, **template_kwargs: Any
 ) -> dict[str, Any]:
-    """A conversational row as text: the prompt, and behind it each answer.
+    """Render a conversational row as text: the prompt, and each answer as the continuation of it.
 
-    What both share at the beginning is the prompt, so that prompt and answer joined are the rendered conversation.
+    The prompt is the longest common beginning of the rendered conversations, so that prompt + answer is the whole one.
 
     Raises:
-        KeyError: the row has no form that TRL knows.
-        ValueError: a prompt ends with a message of neither user, tool nor assistant.
+        KeyError: the row has none of the forms that TRL knows.
+        ValueError: the role of the prompt's last message is not user, tool or assistant.
     """
-    held = {name for name in _COLUMNS if name in example}
-    if held not in _FORMATS:
-        raise KeyError(f"Invalid keys in the example: {held}; wanted one of {_FORMATS}.")
+    names_found = {name for name in _COLUMNS if name in example}
+    if names_found not in _FORMATS:
+        raise KeyError(f"Invalid keys in the example: {names_found}; wanted one of {_FORMATS}.")
     options = {"tools": tools or None, "tokenize": False, **example.get("chat_template_kwargs", {}), **template_kwargs}
     render = partial(processing_class.apply_chat_template, **options)
-    label = {"label": example["label"]} if "label" in held else {}
-    answers = [name for name in _ANSWERS if name in held]
-    if "messages" in held:
+    label = {"label": example["label"]} if "label" in names_found else {}
+    answers = [name for name in _ANSWERS if name in names_found]
+    if "messages" in names_found:
         return {"text": render(example["messages"])}
-    if "prompt" not in held:
+    if "prompt" not in names_found:
         return {name: render(example[name]) for name in answers}
     whole = {name: render(example["prompt"] + example[name]) for name in answers}
     prompt = os.path.commonprefix([render(example["prompt"], **_opening(example["prompt"])), *whole.values()])
@@ -83,18 +83,18 @@ def apply_chat_template(
 
 
 def _opening(prompt: list[dict[str, Any]]) -> dict[str, bool]:
-    """How a template leaves the prompt open for the answer."""
+    """The template's options that leave the prompt open for the answer."""
     role = prompt[-1]["role"]
     if role not in ("user", "tool", "assistant"):
         raise ValueError(f"Invalid role in the last message: {role}; wanted user, tool or assistant.")
-    goes_on = role == "assistant"
-    return {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
+    continues = role == "assistant"
+    return {"add_generation_prompt": not continues, "continue_final_message": continues}
 
 
 def maybe_apply_chat_template(
     example: dict[str, Any], processing_class: Any, tools: list[dict | Callable] | None = None, **template_kwargs: Any
 ) -> dict[str, Any]:
-    """`apply_chat_template` of a conversational row; any other as it is."""
+    """Render a conversational row by `apply_chat_template`; return any other row as it is."""
     return (
         apply_chat_template(example, processing_class, tools, **template_kwargs)
         if is_conversational(example)
@@ -103,9 +103,9 @@ def maybe_apply_chat_template(
 
 
 def extract_prompt(example: dict[str, Any]) -> dict[str, Any]:
-    """What `chosen` and `rejected` begin with alike becomes `prompt`; a space before the answers stays with them.
+    """Move the common beginning of `chosen` and `rejected` to `prompt`; a space before the answers stays with them.
 
-    Of two that are alike to the end of the shorter, its last item counts as answer.
+    Where one is a beginning of the other, its last item still counts as answer.
     """
     chosen, rejected = example["chosen"], example["rejected"]
     shorter = min(len(chosen), len(rejected))
@@ -118,7 +118,10 @@ def extract_prompt(example: dict[str, Any]) -> dict[str, Any]:
 
 
 def maybe_extract_prompt(example: dict[str, Any]) -> dict[str, Any]:
-    """`extract_prompt` of a preference row whose prompt is in its answers, though it may stand beside them too."""
+    """Apply `extract_prompt` to a preference row whose answers contain the prompt; return any other row as it is.
+
+    A `prompt` of another form than the answers (text or messages) is replaced.
+    """
     if "chosen" not in example or "rejected" not in example:
         return example
     if "prompt" in example:
@@ -128,17 +131,17 @@ def maybe_extract_prompt(example: dict[str, Any]) -> dict[str, Any]:
 
 
 def unpair_preference_dataset(dataset: Any, **map_kwargs: Any) -> Any:
-    """Each pair as two rows with `completion` and `label`, all chosen ones of a block before its rejected ones.
+    """Split each pair into two rows with `completion` and `label`; chosen answers of a block come before rejected ones.
 
     Args:
         dataset: Dataset, DatasetDict or IterableDataset of pairs.
-        map_kwargs: for its `map`.
+        map_kwargs: for the dataset's `map`.
     """
     return dataset.map(_unpaired, batched=True, remove_columns=get_dataset_column_names(dataset), **map_kwargs)
 
 
 def maybe_unpair_preference_dataset(dataset: Any, num_proc: int | None = None, desc: str | None = None) -> Any:
-    """`unpair_preference_dataset` of pairs; any other dataset as it is."""
+    """Apply `unpair_preference_dataset` to a dataset of pairs; return any other as it is."""
     if not {"chosen", "rejected"} <= set(get_dataset_column_names(dataset)):
         return dataset
     return unpair_preference_dataset(dataset, num_proc=num_proc, desc=desc)
@@ -146,13 +149,13 @@ def maybe_unpair_preference_dataset(dataset: Any, num_proc: int | None = None, d
 
 def _unpaired(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
     pairs = len(batch["chosen"])
-    own = {"completion": batch["chosen"] + batch["rejected"], "label": [True] * pairs + [False] * pairs}
+    unpaired = {"completion": batch["chosen"] + batch["rejected"], "label": [True] * pairs + [False] * pairs}
     others = {name: values * 2 for name, values in batch.items() if name not in ("chosen", "rejected")}
-    return own | others
+    return unpaired | others
 
 
 def get_dataset_column_names(dataset: Dataset | IterableDataset | DatasetDict) -> list[str]:
-    """Its columns; of a stream that does not know them, those of its first row."""
+    """Names of a dataset's columns; for a stream without that information, those of its first row."""
     if isinstance(dataset, dict):
         dataset = next(iter(dataset.values()))
     return list(next(iter(dataset))) if dataset.column_names is None else dataset.column_names

@@ -5,7 +5,7 @@
 
 A run trains a tiny model 6 to 8 steps on the CPU, evaluates, predicts and saves. Kept are every logged figure but
 those of the clock, in full, and of each saved tensor and of the predictions a digest and a few numbers at even
-distances, which show roughly how far apart two tensors are. Runs named "mesh ..." have eight pretended devices.
+distances, which show roughly how far apart two tensors are. Runs named "mesh ..." have eight simulated devices.
 Files are comparable where processor, jaxlib and XLA_FLAGS are the same: another XLA may round elsewhere.
 """
 

@@ -1,4 +1,4 @@
-"""What a device holds of weights, moments and gradients, and what it sends, on meshes of pretended CPU devices.
+"""What a device holds of weights, moments and gradients, and what it sends, on meshes of simulated CPU devices.
 
     python -m compat_tests.bench.division                        # a llama of 8 layers and width 512
     python -m compat_tests.bench.division --meshes fsdp:2 fsdp:4 zero2:4 --width 1024

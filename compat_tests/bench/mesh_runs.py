@@ -1,4 +1,4 @@
-"""The runs that `meshes` compares: on meshes of pretended devices, on one, and of TRL with the same global batch."""
+"""The runs that `meshes` compares: on meshes of simulated devices, on one, and of TRL with the same global batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same run on meshes of eight pretended devices, on one device, and of TRL with the same global batch: how far
+"""The same run on meshes of eight simulated devices, on one device, and of TRL with the same global batch: how far
 apart every number is, as Markdown.
 
     python -m compat_tests.bench.meshes                       # six models, their layouts, every mesh, 20 steps each

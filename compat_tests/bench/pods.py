@@ -48,7 +48,7 @@ def planned(model: str, topology: str, mesh: str, pairs: int, length: int, layou
         (Path(folder) / "config.json").write_text(json.dumps(CONFIGS[model]))
         flags = {
             "model_name_or_path": folder, "topology": topology, "mesh_shape": mesh, "max_length": length,
-            "per_device_train_batch_size": pairs, "json": f"{folder}/plan.json", "levers": False,
+            "per_device_train_batch_size": pairs, "json": f"{folder}/plan.json", "suggestions": False,
             "remat_policy": "nothing_saveable", "batch_layout": layout,
         }  # fmt: skip
         words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]

@@ -20,8 +20,8 @@ def begun(monkeypatch):
     monkeypatch.setattr("trl_jax.dryrun.compiler.prepare", lambda place: None)
 
 
-def test_pretended_devices_from_the_shell(checkpoint, tmp_path):
-    """A process of its own: JAX is told how many devices to pretend before it looks for any."""
+def test_simulated_devices_from_the_shell(checkpoint, tmp_path):
+    """A process of its own: JAX is told how many devices to simulate before it looks for any."""
     written = tmp_path / "plan.json"
     flags = f"--model_name_or_path {checkpoint()} --topology cpu:2 --mesh_shape fsdp:2 --json {written}"
     flags += " --max_length 64 --per_device_train_batch_size 2 --batch_layout padded"
@@ -30,23 +30,24 @@ def test_pretended_devices_from_the_shell(checkpoint, tmp_path):
         capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "on cpu:2: 2 device(s), pretended, of no size; mesh fsdp:2." in done.stdout
+    assert "on cpu:2: 2 device(s), simulated, of no size; mesh fsdp:2." in done.stdout
     found = json.loads(written.read_text())
     gathered = [one for one in found["compiled"]["cost"]["collectives"] if one["kind"] == "all-gather"]
     assert sum(one["bytes"] for one in gathered) > 2 * found["memory"]["parameters"]  # forward and backward
-    assert found["memory"]["parameters"] < 0.6 * 4 * found["parameters"] and found["levers"] == []
+    assert found["memory"]["parameters"] < 0.6 * 4 * found["parameters"] and found["suggestions"] == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json"]
 
 
-def test_levers_from_the_shell(checkpoint, capsys):
+def test_suggestions_from_the_shell(checkpoint, capsys):
     flags = f"--model_name_or_path {checkpoint()} --topology a100:1 --max_length 50000 --per_device_train_batch_size 2"
     assert main(["plan", *flags.split()]) == 0
     told = capsys.readouterr().out
     assert "It does not fit by arithmetic alone" in told
     assert "- --per_device_train_batch_size 1 --gradient_accumulation_steps 2: It" in told
     assert "- --max_length 25000: It fits" in told
-    assert main(["plan", *flags.split(), "--levers", "false"]) == 0
-    assert "- --max_length" not in capsys.readouterr().out
+    for flag in ("--suggestions", "--levers"):  # the second is its former name
+        assert main(["plan", *flags.split(), flag, "false"]) == 0
+        assert "- --max_length" not in capsys.readouterr().out
 
 
 def test_rows_of_a_file_tell_the_lengths(checkpoint, capsys, tmp_path):

@@ -91,7 +91,7 @@ def _traced(run: Run, args: abstract_run.PlannedConfig) -> Any:
     trainer = abstract_run.trainer_of(model, args, run.rows)
     tx, found = trainer.parts.training.made_optimizer(), trace.batches(trainer)
     assert found.tokens == 2 * LENGTH * PAIRS * args.gradient_accumulation_steps * trainer.parts.run.shards
-    return trace.traced(trainer, tx, trace.given(trainer, tx, found.largest), remat=True)
+    return trace.traced(trainer, tx, trace.step_arguments(trainer, tx, found.largest), remat=True)
 
 
 def _memory(traced: Any) -> Any:

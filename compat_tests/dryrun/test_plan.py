@@ -1,4 +1,4 @@
-"""Plans: the step of train() from a config.json alone, arithmetic beside the compiler, levers that are pulled."""
+"""Plans: the step of train() from a config.json alone, arithmetic next to the compiler, suggestions planned."""
 
 import importlib.util
 import json
@@ -15,9 +15,9 @@ from trl_jax.core.chips import CHIPS, Topology, topology
 from trl_jax.dryrun import abstract_run
 from trl_jax.dryrun.compiler import devices, of_refusal
 from trl_jax.dryrun.plan import Run, plan
-from trl_jax.dryrun.suggestions import pulled
+from trl_jax.dryrun.suggestions import suggestions_for
 from trl_jax.hub.auto import find_checkpoint
-from trl_jax.scripts.plan_text import levers_text, text
+from trl_jax.scripts.plan_text import suggestions_text, text
 
 SHAPE = {"per_device_train_batch_size": 4, "max_length": 96, "bf16": False, "report_to": "none"}
 
@@ -63,7 +63,7 @@ def test_arithmetic_and_compiler_agree(bare, tmp_path):
     assert found.peak == told.arguments + told.allocated and found.fits is None and found.mesh == {}
     assert told.cost.unknown == 0 and 0.8 < told.cost.flops / found.flops < 1.02  # a layer's last product is not redone
     json.dumps(found.as_dict())
-    assert "pretended devices have no memory of their own" in text(found)
+    assert "simulated devices have no memory of their own" in text(found)
     assert not (tmp_path / "out").exists()
 
 
@@ -102,9 +102,9 @@ def test_other_families_are_planned(bare, tmp_path, model_type, layout):
 @pytest.mark.parametrize(
     ("model_type", "place", "said", "attention"),
     [
-        ("llama", "cpu:1", {}, "plain XLA, 64 queries of a stream at a time"),
+        ("llama", "cpu:1", {}, "plain XLA, 64 queries of a packed row at a time"),
         ("llama", "cpu:1", {"batch_layout": "padded"}, "plain XLA, 256 queries of a row at a time"),
-        ("llama", "v5e:1x1", {}, "splash attention, 512 queries of a stream at a time"),
+        ("llama", "v5e:1x1", {}, "splash attention, 512 queries of a packed row at a time"),
         ("llama", "h100:1", {"bf16": True}, "cuDNN's flash attention, text by text"),
         ("llama", "h100:1", {}, "plain XLA, 256 queries of a row at a time against the keys before them, text by text"),
         ("bert", "h100:1", {"bf16": True}, "plain XLA, 256 queries of a row at a time"),
@@ -119,16 +119,17 @@ def test_real_rows_tell_the_lengths(bare, tmp_path):
     lengths = [20, 30, 90, 40, 25, 50, 31, 33]
     rows = Dataset.from_dict({f"{side}_ids": [[id] * n for n in lengths] for side, id in abstract_run.SIDES.items()})
     args = config(tmp_path, train_sampling_strategy="sequential", batch_layout="padded")
-    found = plan(replace(bare(), rows=abstract_run.Rows(rows, None, abstract_run.NoText())), args, topology("h100:1"))
+    rows = abstract_run.Rows(rows, None, abstract_run.PlaceholderTokenizer())
+    found = plan(replace(bare(), rows=rows), args, topology("h100:1"))
     assert found.lengths == {64: 1, 96: 1} and found.tokens == sum(lengths) and found.one.length == 96
 
 
-def test_what_an_evaluation_needs_counts_and_has_levers_of_its_own(bare, tmp_path):
+def test_what_an_evaluation_needs_counts_and_has_suggestions_of_its_own(bare, tmp_path):
     args = config(tmp_path, per_device_train_batch_size=1, per_device_eval_batch_size=64, eval_strategy="epoch")
     run, whole = bare(), plan(bare(), args, small_chip(10**12))
-    step, evaluation = whole.parts
+    step, evaluation = whole.phases
     assert step.peak < evaluation.peak == whole.peak and whole.fits
-    assert plan(run, config(tmp_path, per_device_train_batch_size=1), small_chip(10**12)).parts == [step]
+    assert plan(run, config(tmp_path, per_device_train_batch_size=1), small_chip(10**12)).phases == [step]
     place = small_chip((step.peak + evaluation.peak) // 2)
 
     def planned(changed, compiles=True):
@@ -136,16 +137,16 @@ def test_what_an_evaluation_needs_counts_and_has_levers_of_its_own(bare, tmp_pat
 
     found = planned(args)
     assert found.fits is False and "It does not fit in evaluation by arithmetic alone" in text(found)
-    levers = list(pulled(args, found, planned))
-    [lever] = [lever for lever in levers if "per_device_eval_batch_size" in lever.settings]
-    assert lever.plan.fits and lever.settings["per_device_eval_batch_size"] < 64
-    pulled_at = {key for one in levers for key in one.settings}
-    assert not {"gradient_checkpointing", "per_device_train_batch_size"} & pulled_at
+    suggestions = list(suggestions_for(args, found, planned))
+    [suggestion] = [suggestion for suggestion in suggestions if "per_device_eval_batch_size" in suggestion.settings]
+    assert suggestion.plan.fits and suggestion.settings["per_device_eval_batch_size"] < 64
+    changed = {key for one in suggestions for key in one.settings}
+    assert not {"gradient_checkpointing", "per_device_train_batch_size"} & changed
 
 
 def test_rows_without_a_test_split_are_refused_as_in_training(bare, tmp_path):
     pairs = Dataset.from_dict({f"{side}_ids": [[id] * 9] * 8 for side, id in abstract_run.SIDES.items()})
-    run = replace(bare(), rows=abstract_run.Rows(pairs, None, abstract_run.NoText()))
+    run = replace(bare(), rows=abstract_run.Rows(pairs, None, abstract_run.PlaceholderTokenizer()))
     with pytest.raises(ValueError, match="eval_strategy='epoch' needs an eval_dataset"):
         plan(run, config(tmp_path, eval_strategy="epoch"), topology("h100:1"))
 
@@ -198,7 +199,7 @@ def test_a_refusal_of_the_compiler_says_what_was_wanted(error, found):
     assert of_refusal("INTERNAL: Mosaic failed") is None
 
 
-def test_fewer_devices_than_are_pretended_are_refused():
+def test_fewer_devices_than_are_simulated_are_refused():
     with pytest.raises(ValueError, match=r"cpu:64: JAX has started with \d+ CPU device.s.. Call engine.ahead.prepare"):
         devices(topology("cpu:64"))
 
@@ -236,7 +237,7 @@ def small_chip(size):
         (0.02, ["gradient_checkpointing", "bf16", "mesh_shape", "per_device_train_batch_size", "max_length", "all"]),
     ],
 )
-def test_levers_are_pulled_one_by_one_and_then_together(bare, tmp_path, share, wanted):
+def test_suggestions_are_planned_one_by_one_and_then_together(bare, tmp_path, share, wanted):
     args = config(tmp_path, gradient_checkpointing=False, max_length=512)
     checkpoint = bare()
     whole = plan(checkpoint, args, small_chip(1)).peak
@@ -245,17 +246,17 @@ def test_levers_are_pulled_one_by_one_and_then_together(bare, tmp_path, share, w
     def planned(changed, compiles=True):
         return plan(checkpoint, changed, place, compiles=compiles)
 
-    found = list(pulled(args, planned(args), planned))
-    assert [next(iter(lever.settings)) for lever in found[: len(wanted)]][:5] == wanted[:5]
+    found = list(suggestions_for(args, planned(args), planned))
+    assert [next(iter(suggestion.settings)) for suggestion in found[: len(wanted)]][:5] == wanted[:5]
     assert len(found) == len(wanted)
-    assert all(lever.plan.peak < whole for lever in found)
+    assert all(suggestion.plan.peak < whole for suggestion in found)
     assert args.gradient_checkpointing is False and args.max_length == 512  # nothing is written into what was given
     if "all" in wanted:
-        assert found[-1].plan.peak < min(lever.plan.peak for lever in found[:-1])
-        assert found[-1].settings == {key: value for lever in found[:-1] for key, value in lever.settings.items()}
+        assert found[-1].plan.peak < min(suggestion.plan.peak for suggestion in found[:-1])
+        assert found[-1].settings == {key: value for one in found[:-1] for key, value in one.settings.items()}
     else:
-        assert any(lever.plan.fits for lever in found)
-    assert "--gradient_checkpointing True" in levers_text(found[0])
+        assert any(suggestion.plan.fits for suggestion in found)
+    assert "--gradient_checkpointing True" in suggestions_text(found[0])
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed; trl_jax[tpu] has it")

@@ -49,7 +49,7 @@ def lengths(*each):
 
 
 def test_a_stream_without_end_of_which_max_length_removes_every_row(monkeypatch, caplog):
-    monkeypatch.setattr(streams, "MOST_REMOVED", 1_200)
+    monkeypatch.setattr(streams, "MAX_REMOVED", 1_200)
 
     def rows():
         return ({"chosen_ids": [5] * (9 + i % 3), "rejected_ids": [6]} for i in itertools.count())
@@ -67,7 +67,7 @@ def test_a_stream_without_end_of_which_max_length_removes_every_row(monkeypatch,
 
 
 def test_rows_are_counted_from_the_last_that_was_kept(monkeypatch):
-    monkeypatch.setattr(streams, "MOST_REMOVED", 4)
+    monkeypatch.setattr(streams, "MAX_REMOVED", 4)
     assert len(list(ready(lengths(9, 9, 9, 2, 9, 9, 9, 2, 9), max_length=4))) == 2
     with pytest.raises(ValueError, match="removed 4 rows of train_dataset in succession, up to row 5: .* has 7 tokens"):
         list(ready(lengths(5, 2, 9, 8, 7, 9, 2), max_length=4))
@@ -195,7 +195,7 @@ UNSURE = {
 
 @pytest.mark.parametrize("kind", UNSURE)
 def test_where_a_long_text_may_have_few_tokens_nothing_is_cut(kind):
-    assert cutting.most_characters(_with(UNSURE[kind]), 10) is None
+    assert cutting.character_bound(_with(UNSURE[kind]), 10) is None
 
 
 @settings(deadline=None, max_examples=60)
@@ -207,7 +207,7 @@ def test_no_text_has_fewer_tokens_than_that(text, normalizer):
     tokenizer = tiny_tokenizer()
     tokenizer.backend_tokenizer.normalizer = normalizer
     tokens = len(tokenizer(text)["input_ids"])
-    assert len(text) <= cutting.most_characters(tokenizer, tokens)
+    assert len(text) <= cutting.character_bound(tokenizer, tokens)
 
 
 # ---- templates that make too much ----
@@ -227,7 +227,7 @@ TOO_MUCH = {
 
 @pytest.mark.parametrize("kind", TOO_MUCH)
 def test_a_template_that_asks_for_all_memory(kind, monkeypatch):
-    monkeypatch.setattr(rendering, "MOST_CHARACTERS", 10**6)  # beyond, it would be gigabytes all the same
+    monkeypatch.setattr(rendering, "MAX_CHARACTERS", 10**6)  # beyond, it would be gigabytes all the same
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TOO_MUCH[kind]
     row = {"chosen": CHAT, "rejected": CHAT}

@@ -1,4 +1,4 @@
-"""Eight pretended CPU devices: the numbers of one, memory that falls, and only the collectives that a mesh needs."""
+"""Eight simulated CPU devices: the numbers of one, memory that falls, and only the collectives that a mesh needs."""
 
 from __future__ import annotations
 

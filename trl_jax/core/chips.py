@@ -37,11 +37,11 @@ CHIPS = {
     "h100": Chip(989.4e12, 81_559 * _MIB, 3350e9, 900e9, 1, _NVIDIA + "h100"),
     "h200": Chip(989.4e12, 143_771 * _MIB, 4800e9, 900e9, 1, _NVIDIA + "h200"),
 }
-PRETENDED = "cpu"  # devices on this machine's CPU: they show how arrays are divided, not speed or memory
+SIMULATED = "cpu"  # simulated devices on this machine's CPU: they show how arrays are divided, not speed or memory
 
 
 class Topology(NamedTuple):
-    """`chip` is None for pretended devices, whose number is `shape`."""
+    """`chip` is None for simulated devices, whose number is `shape`."""
 
     name: str
     kind: str
@@ -69,7 +69,7 @@ def topology(name: str) -> Topology:
     match = re.fullmatch(r"([a-z0-9]+):(\d+(?:x\d+)*)", name)
     kind, sizes = match.groups() if match else (None, "")
     shape = tuple(map(int, sizes.split("x"))) if sizes else ()
-    if kind not in (*CHIPS, PRETENDED) or 0 in shape:
+    if kind not in (*CHIPS, SIMULATED) or 0 in shape:
         raise ValueError(f"--topology {name} is unknown. {known()}")
     chip = CHIPS.get(kind)
     wanted = chip.axes if chip else 1
@@ -86,4 +86,4 @@ def known() -> str:
         "TFLOP/s a chip)"
         for kind, chip in CHIPS.items()
     ]
-    return f"Known are {', '.join(kinds)}, and cpu:A, pretended devices of this machine's CPU."
+    return f"Known are {', '.join(kinds)}, and cpu:A, simulated devices on this machine's CPU."

@@ -1,4 +1,4 @@
-"""Packed rows: texts laid end to end in one row, and what each token of it sees."""
+"""Packed rows: texts laid end to end in one row, and the tokens that each of its tokens attends to."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-BLOCK = 64  # a packed row's length is a multiple of it; of 64, 128 and 256 the quickest on a CPU
+BLOCK = 64  # a packed row's length is a multiple of it; 64 is faster on a CPU than 128 and 256
 
 
 class RowView(NamedTuple):
-    """The texts of packed rows as rows of L tokens, X of them; int32 arrays, of NumPy or JAX.
+    """Indices that turn the X texts of each packed row into rows of L tokens, and back; int32, of NumPy or JAX.
 
-    places: `[R, X, L]`, the place in its packed row of each token of a text, in order; T behind the text.
-    rows: `[R, 2, T]`, the place in these rows, laid end to end, of each token of the packed row: in its text, or in
-        both of those that begin with it; X x L where there is none.
+    places: `[R, X, L]`, the place in its packed row of each token of a text, in order; T after the text's end. rows:
+    `[R, 2, T]`, the place among the X * L tokens of these rows of each token of the packed row: in its text, or in
+        both texts that share it; X * L where there is none.
     """
 
     places: Any
@@ -22,15 +22,16 @@ class RowView(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """What the tokens of packed rows see; int32 arrays `[R, T]`, of NumPy or JAX.
+    """The range of tokens that each token of a packed row attends to; int32 arrays `[R, T]`, of NumPy or JAX.
 
-    A token sees one range of its row, from `first` up to but without `end`. So that this holds for both answers to a
-    prompt, one stands before it from its last token to its first, the other behind it. A token that only fills the row
-    sees nothing: both are the row's length.
+    A token attends to the range of its row from `first` up to, but not including, `end`. So that one range is enough
+    for both answers to a shared prompt, one answer lies before the prompt in reverse order, the other after it. Padding
+    attends to nothing: both are the row's length.
 
-    `longest` is the length of the longest text that TRL would have run in one batch with the token's. `prompt` is the
-    place where the prompt begins that a token belongs to or follows; None where nothing is shared, and a range is in
-    the order of its text. `texts` are there for kernels that read rows, else None.
+    longest: length of the longest text that TRL would have run in one batch with the token's. prompt: where the prompt
+    begins that a token belongs to or follows; None where nothing is shared, and each range is in
+        the order of its text.
+    texts: indices for kernels that read rows, else None.
     """
 
     first: Any

@@ -1,4 +1,4 @@
-"""Examples: the texts and numbers that one row of a prepared dataset gives a step. Pure NumPy."""
+"""Examples: the texts and numbers of one row of a prepared dataset. Pure NumPy."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 
 
 class Example(NamedTuple):
-    """One row, as layouts take it.
+    """One row, in the form that layouts read.
 
-    texts: token ids of each text that the model reads; every example of a task has as many.
-    extras: numbers that the loss needs beside the outputs, by name.
+    texts: token ids of each text that the model reads; all examples of a task have the same number of texts.
+    extras: numbers that the loss needs besides the outputs, by name.
     """
 
     texts: tuple[Sequence[int], ...]
@@ -20,12 +20,12 @@ class Example(NamedTuple):
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest text."""
+        """Number of tokens of the longest text."""
         return max(map(len, self.texts))
 
     @property
     def tokens(self) -> int:
-        """Tokens of all texts."""
+        """Number of tokens of all texts together."""
         return sum(map(len, self.texts))
 
 
@@ -33,7 +33,7 @@ class Columns(NamedTuple):
     """The columns of a prepared dataset that a step is computed from.
 
     texts: columns of token ids, one for each text of an example, in the order of the outputs.
-    numbers: columns of numbers, each of which a dataset may lack.
+    numbers: columns of numbers; a dataset may lack any of them.
     """
 
     texts: tuple[str, ...]
@@ -41,18 +41,19 @@ class Columns(NamedTuple):
 
     @property
     def all(self) -> tuple[str, ...]:
+        """All names, texts first."""
         return (*self.texts, *self.numbers)
 
     def example(self, row: Mapping[str, Any]) -> Example:
-        """The example whose texts and extras are these columns of the row, as they are."""
+        """Make an example of these columns of a row."""
         texts = tuple(row[name] for name in self.texts)
         return Example(texts, {name: row[name] for name in self.numbers if name in row})
 
 
 class Measured(NamedTuple):
-    """What a loss needs of the examples of one batch beside the model's outputs; fields as in `Batch`.
+    """The part of a batch that a loss needs besides the model's outputs; fields as in `Batch`.
 
-    num_examples: how many of the E examples are real; the outputs of the others mean nothing.
+    num_examples: how many of the E examples are real; the others are padding.
     """
 
     weight: Any
@@ -62,7 +63,8 @@ class Measured(NamedTuple):
 
 
 def measured(examples: Sequence[Example], size: int) -> Measured:
-    """A batch that has room for `size` examples, each of the real ones with an equal share of its loss."""
+    """Make a batch of these examples, padded to `size` ones; real examples weigh equally, and their weights sum to
+    1."""
     count = len(examples)
     weight = np.zeros(size, np.float32)
     weight[:count] = 1 / count
@@ -73,7 +75,9 @@ def measured(examples: Sequence[Example], size: int) -> Measured:
 
 
 def of_examples(outputs: Any, texts: int, num_examples: int) -> Any:
-    """Outputs `[X, ...]` of a batch without those that only fill it: the first text of each real example, then the
-    second of each, and so on."""
+    """Drop the outputs of padding examples from `[X, ...]`.
+
+    Those of the first text of each real example come first, then those of the second, and so on.
+    """
     by_text = outputs.reshape(texts, -1, *outputs.shape[1:])
     return by_text[:, :num_examples].reshape(-1, *outputs.shape[1:])

@@ -1,4 +1,5 @@
-"""Whether two datasets hold the same examples: digests of prepared rows, whatever file or cache they came from."""
+"""Digests of prepared rows, to tell whether two datasets have the same examples, whatever file or cache they are
+from."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from trl_jax.data.rows.checks import blocks
 
 
 def fingerprint(dataset: Dataset, columns: Columns) -> str:
-    """The digest of every example of a prepared table, in order: ids, lengths and numbers."""
+    """The digest of all examples of a prepared table in order: ids, lengths and numbers. A hexadecimal string."""
     numbers = [name for name in columns.numbers if name in dataset.column_names]
     names = (*columns.texts, *numbers)
     digest = xxhash.xxh3_128(" ".join(names).encode())
@@ -28,7 +29,8 @@ def fingerprint(dataset: Dataset, columns: Columns) -> str:
 
 
 def row_digest(row: dict[str, Any], columns: Columns, so_far: int) -> int:
-    """The digest of a stream's examples up to this one: 64 bits, chained, so that any prefix has its own."""
+    """The digest of a stream's examples up to this row: 64 bits, chained from `so_far`, the digest up to the row
+    before."""
     digest = xxhash.xxh3_64(seed=so_far)
     for column in columns.texts:
         digest.update(np.asarray(row[column], np.int64))

@@ -1,4 +1,4 @@
-"""Prepared rows in, batches of arrays out."""
+"""Load prepared rows as batches of arrays, one for each optimizer step."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from trl_jax.data.layout.sharded import by_shard, filled, room, sharded_packed, 
 from trl_jax.data.order import epoch_order, micro_batches
 
 
-class Visited(NamedTuple):
-    """An example, where its row stands in the dataset, and the digest of a stream up to it."""
+class IndexedExample(NamedTuple):
+    """An example, the index of its row in the dataset and, of a stream, the digest up to it."""
 
     example: Example
     index: int
@@ -31,13 +31,13 @@ class Visited(NamedTuple):
 
 
 class StepBatch(NamedTuple):
-    """The arrays of one optimizer step, or of one evaluation step, and what there is to say of them.
+    """The arrays of one optimizer step or one evaluation step, and counts of them.
 
-    num_micro_batches counts the real ones; num_examples and num_tokens count real examples and tokens, pads left out.
-    num_padded_tokens is what TRL would have computed on: every row of a micro-batch as long as its longest.
-    num_places is what is computed on here. rows are the examples' places in the dataset, of a stream in its epoch;
-    passes says which of these are in each pass. rows_digest is that of a stream's examples from the epoch's first to
-    this batch's last.
+    num_micro_batches, num_examples, num_tokens: of real ones, without padding.
+    num_padded_tokens: tokens that TRL would have computed on: each row of a micro-batch as long as its longest.
+    num_places: tokens that are computed on here, padding included.
+    rows: index of each example's row in the dataset, of a stream in its epoch. passes: those that are in each pass.
+    rows_digest: of a stream's examples from the first of the epoch to the last of this batch.
     """
 
     arrays: Batch
@@ -53,49 +53,49 @@ class StepBatch(NamedTuple):
 
 @dataclass
 class ExampleLoader:
-    """Iterates over the steps of one epoch; `set_epoch` chooses which.
+    """Iterates over the steps of one epoch, which `set_epoch` chooses.
 
-    `batch_size` examples make a micro-batch, `accumulation` micro-batches a step. Padded, a micro-batch is a pass;
-    packed or shared, a step's examples go into as many packed rows, whichever their micro-batch.
+    `batch_size` examples make a micro-batch, `accumulation` micro-batches a step. In the padded layout a micro-batch is
+    a pass; in the packed and shared layouts a step's examples fill as many packed rows, whatever their micro-batch.
 
-    On several devices `shards` of them share each micro-batch, and arrays have an axis for them behind that of passes.
-    As TRL's ranks do, an epoch of training then begins again at its end until its last micro-batch is whole, unless
-    `fills` says otherwise: a run goes on as it began, whichever devices it has now.
+    On several devices, `shards` of them divide each micro-batch, and arrays have an axis of shards after that of
+    passes. The last micro-batch of a training epoch is then filled up with its first examples, as TRL's ranks do,
+    unless `fills` says otherwise: a resumed run goes on as it began, whatever devices it has now.
     """
 
     dataset: Dataset | IterableDataset
     columns: Columns
-    example: Callable[[dict[str, Any]], Example]  # of a row
+    example: Callable[[dict[str, Any]], Example]  # makes an example of a row
     batch_size: int
     pad_token_id: int
     pad_to_multiple_of: int | str | None
     layout: str = "padded"
     buckets: Buckets = Buckets()
-    views: ViewBuckets | None = None  # in place of the buckets where texts in packed rows are viewed as rows, too
+    views: ViewBuckets | None = None  # instead of buckets, where attention reads the texts of packed rows as rows
     accumulation: int = 1
     shards: int = 1
-    divided: bool = True  # False: filled up for the shards, but laid out as for one device
-    fills: bool | None = None  # None: where there are several shards
+    divided: bool = True  # False: filled up for the shards, but laid out for one device
+    fills: bool | None = None  # None: only where there are several shards
     shuffle: bool = False
     seed: int = 0
     drop_last: bool = False
-    lengths: np.ndarray | None = None  # of the rows, to visit those of like length together
+    lengths: np.ndarray | None = None  # of the rows, to group rows of like length
     epoch: int = 0
     skipped: int = 0
     skipped_digest: int | None = None
 
     def set_epoch(self, epoch: int, skip: int = 0, skipped_digest: int | None = None) -> None:
-        """Have the next iteration run through this epoch's order, without its first `skip` examples.
+        """Let the next iteration run through this epoch's order, without its first `skip` examples.
 
-        A stream is read to there all the same: only so does a shuffled one come out as it was. Where its examples do
-        not have `skipped_digest`, the iteration raises ValueError.
+        A stream is read from its beginning nevertheless, so that a shuffled one has the same order. Iterating raises
+        ValueError where its skipped examples have another digest than `skipped_digest`.
         """
         self.epoch, self.skipped, self.skipped_digest = epoch, skip, skipped_digest
         if isinstance(self.dataset, IterableDataset):
             self.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
-        """Steps in an epoch; TypeError where the dataset has no length, as len() of it would raise."""
+        """Steps in an epoch; TypeError where the dataset has no length."""
         rows = len(self.dataset)
         batches = rows // self.batch_size if self.drop_last else math.ceil(rows / self.batch_size)
         return math.ceil(batches / self.accumulation)
@@ -106,14 +106,14 @@ class ExampleLoader:
             yield self._step(group, number)
 
     def _steps_before(self) -> int:
-        """Steps of the run before the next iteration's first."""
+        """Number of steps of the run before the first of the next iteration."""
         return self.epoch * len(self) + self.skipped // (self.batch_size * self.accumulation)
 
-    def groups(self) -> Iterator[list[list[Visited]]]:
-        """The examples of each step, by micro-batch."""
+    def groups(self) -> Iterator[list[list[IndexedExample]]]:
+        """Iterate over steps: their examples, by micro-batch."""
         return micro_batches(self._micro_batches(), self.accumulation, drop_last=False)
 
-    def _micro_batches(self) -> Iterator[list[Visited]]:
+    def _micro_batches(self) -> Iterator[list[IndexedExample]]:
         if isinstance(self.dataset, IterableDataset):
             yield from micro_batches(self._stream(), self.batch_size, drop_last=self.drop_last)
             return
@@ -131,24 +131,24 @@ class ExampleLoader:
         for indices in micro_batches(order[self.skipped :], self.batch_size, drop_last=self.drop_last):
             rows = columns[np.asarray(indices)]
             values = [dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)]
-            yield [Visited(self.example(row), int(i), None) for row, i in zip(values, indices, strict=True)]
+            yield [IndexedExample(self.example(row), int(i), None) for row, i in zip(values, indices, strict=True)]
 
-    def _stream(self) -> Iterator[Visited]:
+    def _stream(self) -> Iterator[IndexedExample]:
         read, digest, first = 0, 0, []
         for row in self.dataset:
             digest = row_digest(row, self.columns, digest)
             if read < self.batch_size:
-                first.append(Visited(self.example(row), read, digest))
+                first.append(IndexedExample(self.example(row), read, digest))
             if read >= self.skipped:
-                yield Visited(self.example(row), read, digest)
+                yield IndexedExample(self.example(row), read, digest)
             read += 1
             if read == self.skipped:
                 self._check_skipped(digest)
         if read < self.skipped:
             self._check_skipped(digest)
         missing = -read % self.batch_size if self._filling and read else 0
-        for visited in islice(cycle(first), max(0, self.skipped - read), missing):
-            yield visited._replace(digest=digest)
+        for indexed in islice(cycle(first), max(0, self.skipped - read), missing):
+            yield indexed._replace(digest=digest)
 
     @property
     def _filling(self) -> bool:
@@ -162,48 +162,49 @@ class ExampleLoader:
                 "are others. Pass the same stream, or ignore_data_skip=True to begin the epoch again."
             )
 
-    def _step(self, group: list[list[Visited]], number: int) -> StepBatch:
+    def _step(self, group: list[list[IndexedExample]], number: int) -> StepBatch:
         shards = self.shards if self.divided else 1
-        examples = by_shard([[visited.example for visited in batch] for batch in group], shards)
+        examples = by_shard([[indexed.example for indexed in batch] for batch in group], shards)
         weights = [1 / (len(group) * len(batch)) for batch in group for _ in range(shards)]
-        arrays, into = self._laid_out(examples, weights, partial(self.buckets, step=number))
-        lengths = [[len(ids) for example in own for ids in example.texts] for own in examples]
-        rows, passes = [visited.index for batch in group for visited in batch], self.accumulation * shards
+        arrays, pass_of = self._laid_out(examples, weights, partial(self.buckets, step=number))
+        lengths = [[len(ids) for example in batch for ids in example.texts] for batch in examples]
+        rows, passes = [indexed.index for batch in group for indexed in batch], self.accumulation * shards
         return StepBatch(
             arrays,
             num_micro_batches=len(group),
             num_examples=sum(map(len, group)),
             num_tokens=sum(map(sum, lengths)),
-            num_padded_tokens=sum(len(own) * self._trl_length(max(own)) for own in lengths if own),
+            num_padded_tokens=sum(len(texts) * self._trl_length(max(texts)) for texts in lengths if texts),
             num_places=arrays.tokens.size,
             rows=rows,
-            passes=[[row for row, own in zip(rows, into, strict=True) if own == p] for p in range(passes)],
+            passes=[[row for row, at in zip(rows, pass_of, strict=True) if at == p] for p in range(passes)],
             rows_digest=group[-1][-1].digest,
         )
 
     def _laid_out(
         self, micro_batches: list[list[Example]], weights: list[float], bucket: Callable[[int], int]
     ) -> tuple[Batch, list[int]]:
-        """The arrays of a step, and for each example the pass, and shard, that it is in: counted over both."""
+        """The arrays of a step, and for each example the number `pass * shards + shard` of where it is."""
         shards = self.shards if self.divided else 1
         examples, passes = self.batch_size // shards, self.accumulation * shards
         if self.layout == "padded":
             padding = {"pad_token_id": self.pad_token_id, "pad_to_multiple_of": self.pad_to_multiple_of}
             arrays = pad_examples(micro_batches, examples=examples, count=passes, weights=weights, **padding)
-            into = [m for m, batch in enumerate(micro_batches) for _ in batch]
-            return (arrays if shards == 1 else sharded_rows(arrays, shards)), into
+            pass_of = [m for m, batch in enumerate(micro_batches) for _ in batch]
+            return (arrays if shards == 1 else sharded_rows(arrays, shards)), pass_of
         share = self.layout == "shared"
         placed = place(micro_batches, examples=examples, share=share, weights=weights)
-        most = None if shards == 1 else room(examples, self.accumulation)
+        max_examples = None if shards == 1 else room(examples, self.accumulation)
         if self.views is not None:
-            most = examples if passes == 1 else 2 * examples
-        into = greedy_bins([one.tokens for one in placed], passes, most)
-        view = None if self.views is None else RowViewShape(most, self.views)
+            max_examples = examples if passes == 1 else 2 * examples
+        pass_of = greedy_bins([one.tokens for one in placed], passes, max_examples)
+        view = None if self.views is None else RowViewShape(max_examples, self.views)
         form = Form(self.pad_token_id, share, bucket, view)
         if shards == 1:
-            return pack_examples(placed, into, form, examples=examples, count=passes, rows=passes), into
-        return sharded_packed(placed, into, form, examples=examples, count=self.accumulation, shards=shards), into
+            return pack_examples(placed, pass_of, form, examples=examples, count=passes, rows=passes), pass_of
+        arrays = sharded_packed(placed, pass_of, form, examples=examples, count=self.accumulation, shards=shards)
+        return arrays, pass_of
 
     def _trl_length(self, longest: int) -> int:
-        """The row length of TRL's collator, which knows no buckets."""
+        """The row length of TRL's collator, which has no buckets."""
         return longest if self.pad_to_multiple_of == "auto" else padded_length(longest, self.pad_to_multiple_of)

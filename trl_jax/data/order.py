@@ -1,4 +1,4 @@
-"""Which rows a run visits, and when: TRL's order to the index."""
+"""The order in which a run reads its rows, the same as TRL's to the index, and the length of a run."""
 
 from __future__ import annotations
 
@@ -17,17 +17,21 @@ from trl_jax.core.torch_random import TorchGenerator
 def epoch_order(
     rows: int, *, seed: int, epoch: int, shuffle: bool, lengths: np.ndarray | None = None, group: int = 1
 ) -> np.ndarray:
-    """Row indices of one epoch: `torch.randperm` seeded with `seed + epoch`, or 0, 1, 2, ...; with `lengths`, those of
-    like length together, for steps of `group` rows."""
+    """Row indices of one epoch, `[rows]`: `torch.randperm` seeded with `seed + epoch`, or 0, 1, 2, ... without
+    `shuffle`.
+
+    Args:
+        lengths: of the rows; where given, rows of like length are grouped into steps of `group` rows.
+    """
     order = TorchGenerator(seed + epoch).permutation(rows) if shuffle else np.arange(rows)
     return order if lengths is None else grouped_by_length(order, lengths, group)
 
 
 def grouped_by_length(order: np.ndarray, lengths: np.ndarray, batch_size: int) -> np.ndarray:
-    """The same rows, those of like length side by side: transformers' LengthGroupedSampler over this `order`.
+    """Put rows of like length next to each other: transformers' LengthGroupedSampler, over this `order`.
 
-    Runs of up to 50 batches, at least four of them, are sorted by length; the longest row of all comes first, so that
-    memory that is too small shows at once.
+    Stretches of up to 50 batches, at least four of them, are sorted by length. The longest row of all comes first, so
+    that a step that does not fit into memory fails at once.
     """
     run = max(1, min(len(order) // (batch_size * 4), 50)) * batch_size
     runs = [sorted(order[i : i + run], key=lambda row: lengths[row], reverse=True) for i in range(0, len(order), run)]
@@ -37,7 +41,7 @@ def grouped_by_length(order: np.ndarray, lengths: np.ndarray, batch_size: int) -
 
 
 def micro_batches(items: Iterator[Any], size: int, *, drop_last: bool) -> Iterator[list]:
-    """Runs of `size` items; the last may be shorter, or is left out."""
+    """Group items by `size`; the last group may be shorter, or is left out with `drop_last`."""
     items = iter(items)
     while batch := list(islice(items, size)):
         if len(batch) == size or not drop_last:
@@ -46,9 +50,9 @@ def micro_batches(items: Iterator[Any], size: int, *, drop_last: bool) -> Iterat
 
 @dataclass(frozen=True)
 class RunLength:
-    """How long a run is. A step is an optimizer step; the last one of an epoch may have fewer micro-batches.
+    """The length of a run in optimizer steps; the last step of an epoch may have fewer micro-batches.
 
-    `micro_batches_per_epoch` of a dataset without a length is what `max_steps` asks for.
+    micro_batches_per_epoch: for a dataset without a length, as many as `max_steps` needs.
     """
 
     max_steps: int
@@ -59,10 +63,10 @@ class RunLength:
 def run_length(
     rows: int | None, *, batch_size: int, accumulation: int, drop_last: bool, epochs: float, max_steps: int
 ) -> RunLength:
-    """The length of a run by TRL's arguments: `max_steps` beats `epochs`; a ragged last step counts as a step.
+    """The length of a run by TRL's arguments: `max_steps` beats `epochs`; an incomplete last step counts.
 
     Raises:
-        ValueError: a dataset without a length and no `max_steps`.
+        ValueError: the dataset has no length and there is no `max_steps`, or `drop_last` leaves no batch.
     """
     if rows is None:
         if max_steps <= 0:

@@ -1,4 +1,4 @@
-"""Rows of tokens packed into rows of one length: TRL's `pack_dataset`."""
+"""Pack rows of tokens into rows of at most one length: TRL's `pack_dataset`."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _STRATEGIES = ("bfd", "bfd_split", "wrapped")
 def pack_dataset(
     dataset: Any, seq_length: int, strategy: str = "bfd", map_kwargs: dict[str, Any] | None = None
 ) -> Any:
-    """Rows joined into rows of at most `seq_length` items; every column must be a list, of the same length in a row.
+    """Join rows into rows of at most `seq_length` items. All columns must hold lists, of the same length within a row.
 
     Args:
         dataset: Dataset, IterableDataset or a dict of either.
-        strategy: "bfd" cuts longer rows off and packs by best fit, the longest first (Ding et al. 2024,
-            arXiv:2404.10830); "bfd_split" packs what was cut off too; "wrapped" joins all rows and cuts them evenly.
-            The first two add `seq_lengths`, how long the pieces of a row are.
-        map_kwargs: for its `map`, whose batches are packed one by one.
+        strategy: "bfd" truncates longer rows and packs by best fit, the longest first (Ding et al. 2024,
+            arXiv:2404.10830); "bfd_split" also packs what was cut off; "wrapped" joins all rows and cuts them evenly.
+            The first two add the column `seq_lengths`, the lengths of the pieces in each row.
+        map_kwargs: for the dataset's `map`; each of its batches is packed on its own.
 
     Raises:
         TypeError: a column holds no lists.
-        ValueError: lists of different lengths in a row, or an unknown strategy.
+        ValueError: lists of different lengths in a row, an unknown strategy, or a seq_length below 1.
     """
     if strategy not in _STRATEGIES:
         raise ValueError(f"Invalid packing strategy {strategy!r}, wanted one of {', '.join(_STRATEGIES)}.")
@@ -37,23 +37,23 @@ def pack_dataset(
     form = _form(dataset)
     if "columns" in form and strategy != "wrapped":
         form["columns"] = [*form["columns"], "seq_lengths"]
-    how = {"seq_length": seq_length} | ({} if strategy == "wrapped" else {"split": strategy == "bfd_split"})
+    options = {"seq_length": seq_length} | ({} if strategy == "wrapped" else {"split": strategy == "bfd_split"})
     function = _wrapped if strategy == "wrapped" else _best_fit
-    packed = dataset.with_format("arrow").map(function, batched=True, fn_kwargs=how, **(map_kwargs or {}))
+    packed = dataset.with_format("arrow").map(function, batched=True, fn_kwargs=options, **(map_kwargs or {}))
     return packed.with_format(**form)
 
 
 def _form(dataset: Any) -> dict[str, Any]:
-    """The arguments of `with_format` that give a dataset the format it has."""
+    """The arguments of `with_format` that restore a dataset's format."""
     one = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
-    if not isinstance(one, Dataset):
-        return {"type": None if one._formatting is None else one._formatting.format_type}  # a stream does not say
+    if not isinstance(one, Dataset):  # a stream has no public name for its format
+        return {"type": None if one._formatting is None else one._formatting.format_type}
     form = dict(one.format)
     return form | form.pop("format_kwargs")
 
 
 def _lists(table: pa.Table) -> dict[str, pa.Array]:
-    """The columns, each in one piece."""
+    """The columns, each as one array, after checking that they are lists of the same lengths."""
     lists = {name: table[name].combine_chunks() for name in table.column_names}
     for name, column in lists.items():
         if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
@@ -69,7 +69,7 @@ def _lists(table: pa.Table) -> dict[str, pa.Array]:
 
 
 def _recut(lists: dict[str, pa.Array], offsets: np.ndarray) -> dict[str, pa.Array]:
-    """The same items in lists that end elsewhere."""
+    """The same items in lists with other `offsets`."""
     return {
         name: type(column).from_arrays(pa.array(offsets, column.offsets.type), column.flatten())
         for name, column in lists.items()
@@ -103,8 +103,8 @@ def _best_fit(table: pa.Table, seq_length: int, split: bool) -> pa.Table:
 
 
 def _rows(lengths: np.ndarray, size: int) -> list[list[int]]:
-    """Which pieces make up each row. The longest come first; each goes where the least space remains that it fits in,
-    of several such rows the one that came to it first."""
+    """Assign pieces to rows by best fit, the longest first: each goes into the row with the least space that it fits
+    in, of several such rows into the one that has had that space longest."""
     rows: list[list[int]] = []
     with_space: dict[int, deque[list[int]]] = defaultdict(deque)
     spaces: list[int] = []  # those of with_space that have a row, in order

@@ -1,4 +1,4 @@
-"""A trainer whose devices are elsewhere, and which has neither weights nor, maybe, data."""
+"""A trainer on devices that this machine does not have: shapes in the place of weights and, if need be, of data."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from trl_jax.run.jax_arguments import Device
 from trl_jax.trainer.reward_config import RewardConfig
 from trl_jax.trainer.reward_trainer import RewardTrainer
 
-SIDES = {"chosen": 1, "rejected": 2}  # made-up pairs, of one id each
+SIDES = {"chosen": 1, "rejected": 2}  # the token id that fills a made-up answer of this column
 
 
 @dataclass(frozen=True)
-class Elsewhere(Device):
-    """A device of this kind, wherever."""
+class PlannedDevice(Device):
+    """The `args.device` of a planned run: of the planned platform, whatever this machine has."""
 
     platform: str = "cpu"
 
@@ -31,21 +31,21 @@ class Elsewhere(Device):
 
 
 class PlannedConfig(RewardConfig):
-    """A RewardConfig of a run on devices of another machine."""
+    """A RewardConfig whose device and mesh are those planned for; see `planned`."""
 
     platform: ClassVar[str]
     devices: ClassVar[list]
 
     @property
     def device(self) -> Device:
-        return Elsewhere(self.use_cpu, self.platform)
+        return PlannedDevice(self.use_cpu, self.platform)
 
     def jax_devices(self) -> list:
         return self.devices
 
 
-class NoText:
-    """In the place of a tokenizer where pairs come as ids."""
+class PlaceholderTokenizer:
+    """Stands in for a tokenizer where pairs come as token ids."""
 
     pad_token, pad_token_id, eos_token, eos_token_id = "<pad>", 0, "</s>", 0
 
@@ -54,10 +54,10 @@ class NoText:
 
 
 def planned(args: RewardConfig, topology: Topology, output_dir: str) -> PlannedConfig:
-    """The arguments for a run on `topology` that saves, reports and pushes nothing, and whose model is there."""
+    """Copy the arguments for a run on `topology` that saves, reports and pushes nothing and is handed its model."""
     args = copy.copy(args)
-    place = {"platform": topology.platform, "devices": devices(topology)}
-    args.__class__ = type("PlannedConfig", (PlannedConfig,), place)
+    target = {"platform": topology.platform, "devices": devices(topology)}
+    args.__class__ = type("PlannedConfig", (PlannedConfig,), target)
     quiet = {"output_dir": output_dir, "report_to": [], "push_to_hub": False, "use_cpu": False}
     quiet |= {"save_strategy": SaveStrategy.NO, "load_best_model_at_end": False, "model_init_kwargs": None}
     for name, value in quiet.items():
@@ -66,12 +66,13 @@ def planned(args: RewardConfig, topology: Topology, output_dir: str) -> PlannedC
 
 
 def evaluates(args: RewardConfig) -> bool:
+    """Whether the run evaluates on the way."""
     return args.eval_strategy != "no" or args.eval_on_start
 
 
 class Rows(NamedTuple):
-    """The pairs of a run, and their tokenizer; None stands for pairs of ids as long as max_length that have nothing in
-    common."""
+    """The pairs of a run and their tokenizer. None as `train` stands for made-up pairs of max_length tokens each, which
+    share no prefix."""
 
     train: Dataset | IterableDataset | None = None
     test: Any = None
@@ -79,10 +80,10 @@ class Rows(NamedTuple):
 
 
 def trainer_of(model: PreTrainedModel, args: PlannedConfig, rows: Rows) -> RewardTrainer:
-    """The trainer of the run.
+    """Build the trainer of the run.
 
     Raises:
-        ValueError: there are neither rows nor a max_length.
+        ValueError: rows.train and args.max_length are both None, or RewardTrainer refuses the arguments.
     """
     if rows.train is None:
         if args.max_length is None:
@@ -105,4 +106,4 @@ def _longest_pairs(args: PlannedConfig) -> Rows:
         return Dataset.from_dict(ids)
 
     train = pairs(args.per_device_train_batch_size * args.gradient_accumulation_steps)
-    return Rows(train, pairs(args.per_device_eval_batch_size), NoText())
+    return Rows(train, pairs(args.per_device_eval_batch_size), PlaceholderTokenizer())

@@ -1,4 +1,4 @@
-"""Compiling for devices that are not there, and what the compiler then says."""
+"""Compile for devices that this machine does not have, and read the compiler's figures."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from jax.experimental import topologies
 from trl_jax.core.chips import Topology
 from trl_jax.dryrun import hlo
 
-# libtpu asks the machine which TPU it has; this one has none, and the names stand for any.
+# libtpu asks the machine which TPU it has. These answer where there is none; compilation is for the topology asked for.
 _NO_TPU_HERE = {
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
-_TOO_LARGE = (  # what libtpu says at the end and, of temporaries alone, before it begins
+_TOO_LARGE = (  # libtpu's errors after compiling and, for temporaries alone, before
     r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm",
     r"required for HLO temporaries \(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)",
 )
@@ -30,12 +30,12 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class Compiled(NamedTuple):
-    """What the compiler says of a step; bytes are a device's.
+    """The compiler's figures of a step; bytes are those of one device.
 
-    peak: the most that is alive at once, what the step is given included. arguments: what it is given, layouts padded
-    as the device wants them. allocated: the sum of its temporary buffers, some of which take turns in the same place.
-    `fits` is the compiler's verdict, None where there is no limit; where it is False, peak is what the compiler wanted,
-    room what it had, and the rest is not known.
+    seconds: how long compilation took. peak: the most bytes alive at once, arguments included. arguments: bytes of the
+    step's arguments, padded as the device lays them out. allocated: the sum of its temporary buffers, some of which
+    share memory one after another. fits: the compiler's verdict, None where there is no limit; where it is False, peak
+    is what the compiler wanted, room what it had, and the rest is None.
     """
 
     seconds: float
@@ -48,12 +48,12 @@ class Compiled(NamedTuple):
 
     @property
     def temporary(self) -> int | None:
-        """What is alive at the peak besides what the step is given."""
+        """Bytes alive at the peak besides the arguments; None where they are not known."""
         return None if self.arguments is None else self.peak - self.arguments
 
 
 def no_compiler(topology: Topology) -> str | None:
-    """Why there is none for it on this machine; None where there is one."""
+    """The reason why this machine cannot compile for the topology; None where it can."""
     if topology.platform == "gpu":
         return "XLA compiles for a GPU only on a machine that has one, and a plan uses none"
     if topology.platform == "tpu" and importlib.util.find_spec("libtpu") is None:
@@ -62,16 +62,19 @@ def no_compiler(topology: Topology) -> str | None:
 
 
 def prepare(topology: Topology) -> None:
-    """Before JAX looks for devices: it is to take this machine's CPU, as so many devices as are pretended."""
+    """Make JAX use this machine's CPU, as many simulated devices as a `cpu:A` topology has.
+
+    Call it before JAX looks for devices.
+    """
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_enable_compilation_cache", False)  # how long it takes is asked for
+    jax.config.update("jax_enable_compilation_cache", False)  # the plan reports how long compilation takes
     if topology.platform == "cpu":
         jax.config.update("jax_num_cpu_devices", topology.devices)
 
 
 @dataclass(frozen=True)  # no tuple: NumPy would take it for a row of an array
-class Imagined:
-    """What a mesh asks of a device, where nothing is compiled."""
+class DeviceStub:
+    """A device with no more than a mesh asks of it, where nothing is compiled."""
 
     id: int
     platform: str
@@ -79,8 +82,8 @@ class Imagined:
     process_index: int = 0
 
 
-def devices(topology: Topology) -> list[jax.Device | Imagined]:
-    """Devices to compile for, or to lay shapes out on where there is no compiler.
+def devices(topology: Topology) -> list[jax.Device | DeviceStub]:
+    """Devices of the topology to compile for, or stubs to lay shapes out on where there is no compiler.
 
     Raises:
         ValueError: the compiler knows no such topology, or JAX has fewer devices already.
@@ -94,13 +97,13 @@ def devices(topology: Topology) -> list[jax.Device | Imagined]:
             )
         return found[: topology.devices]
     if no_compiler(topology) is not None:
-        return [Imagined(number, topology.platform, topology.kind) for number in range(topology.devices)]
+        return [DeviceStub(number, topology.platform, topology.kind) for number in range(topology.devices)]
     for name, value in _NO_TPU_HERE.items():
         os.environ.setdefault(name, value)
-    host = [min(2, size) for size in (*topology.shape, 1, 1)[:2]] + [1]  # chips that share one, at most 2x2
+    chips_per_host = [min(2, size) for size in (*topology.shape, 1, 1)[:2]] + [1]  # at most 2x2
     try:
         found = topologies.get_topology_desc(
-            platform="tpu", topology_name=topology.name, chips_per_host_bounds=host
+            platform="tpu", topology_name=topology.name, chips_per_host_bounds=chips_per_host
         )
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"--topology {topology.name}: the TPU compiler knows no such shape: {error}") from error
@@ -108,7 +111,7 @@ def devices(topology: Topology) -> list[jax.Device | Imagined]:
 
 
 def of_refusal(error: str) -> tuple[int, int] | None:
-    """Bytes that a program would have used and bytes that there are, of a compiler's refusal; None if it is another."""
+    """Parse the bytes wanted and the bytes available out of the compiler's error; None for another error."""
     for pattern in _TOO_LARGE:
         if match := re.search(pattern, error):
             used, room = (int(float(match[at]) * _UNITS[match[at + 1]]) for at in (1, 3))
@@ -117,7 +120,11 @@ def of_refusal(error: str) -> tuple[int, int] | None:
 
 
 def compiled(traced: jax.stages.Traced, topology: Topology) -> Compiled:
-    """Compile; where it does not fit, what was wanted."""
+    """Compile a traced step for the topology.
+
+    Raises:
+        jax.errors.JaxRuntimeError: the compiler failed for another reason than memory.
+    """
     start, lowered = time.monotonic(), traced.lower(lowering_platforms=(topology.platform,))
     try:
         program = lowered.compile()
@@ -128,7 +135,7 @@ def compiled(traced: jax.stages.Traced, topology: Topology) -> Compiled:
         return Compiled(time.monotonic() - start, found[0], False, found[1])
     seconds, memory = time.monotonic() - start, program.memory_analysis()
     arguments, allocated = memory.argument_size_in_bytes, memory.temp_size_in_bytes
-    # The CPU's compiler counts no peak of what is alive, and a TPU's counts what waits on the host, too.
+    # The CPU's compiler reports no peak, and that of a TPU includes what is offloaded to the host.
     summed = topology.chip is None or memory.host_temp_size_in_bytes > 0
     peak = arguments + allocated if summed else memory.peak_memory_in_bytes
     fits, cost = None if topology.chip is None else True, hlo.cost(program.as_text())

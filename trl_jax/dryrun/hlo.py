@@ -1,6 +1,6 @@
-"""What a compiled program does on each device, read from its HLO text: matrix products, and words with other devices.
+"""FLOPs of matrix products and bytes of collectives on each device, counted in a compiled program's HLO text.
 
-XLA's own cost analysis counts the body of a loop once; here it counts as often as it runs.
+XLA's own cost analysis counts the body of a loop once; here each is counted as often as it runs.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _CALLS = ("while", "fusion", "call", "conditional", "async")
 
 
 class Collective(NamedTuple):
-    """Collectives of one kind between as many devices on arrays of one dtype.
+    """Collectives of one kind among groups of one size, on arrays of one dtype.
 
-    count: how often a step does it. bytes: what lies in its larger end, over all `count`; of an all-gather the gathered
-    whole. sent: what each device sends of it where they stand in a ring (Patarasuk and Yuan 2009).
+    count: how often a step runs them. bytes: the larger of operands and results, summed over all `count`; for an
+    all-gather that is the gathered array. sent: bytes that each device sends in a ring (Patarasuk and Yuan 2009).
     """
 
     kind: str
@@ -38,8 +38,8 @@ class Collective(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """flops: of matrix products, on each device. unknown: loops of which the text does not say how often they run,
-    their bodies counted once."""
+    """Of one device: FLOPs of matrix products, its collectives, and the number of loops of unknown length, whose bodies
+    are counted once."""
 
     flops: int
     collectives: list[Collective]
@@ -47,7 +47,11 @@ class Cost(NamedTuple):
 
 
 def cost(text: str) -> Cost:
-    """Of the program with this HLO text, as `compiled.as_text()` gives it."""
+    """Count the cost of a program from its HLO text, as `compiled.as_text()` gives it.
+
+    Raises:
+        ValueError: the text is not HLO, or has replica groups in an unknown notation.
+    """
     computations, entry = parsed(text)
     devices = re.search(r"num_partitions=(\d+)", text.partition("\n")[0])
     reader = _Reader(computations, int(devices[1]) if devices else 1)
@@ -57,7 +61,7 @@ def cost(text: str) -> Cost:
 
 
 class _Reader:
-    """Walks from the entry into what it calls, with how often each is run."""
+    """Walks from the entry into the computations it calls, with how often each runs."""
 
     def __init__(self, computations: dict[str, Computation], devices: int):
         self.computations, self.devices, self.flops, self.unknown = computations, devices, 0, 0
@@ -73,28 +77,28 @@ class _Reader:
             elif kind in COLLECTIVES:
                 self._collect(kind, one, body, times)
             elif kind in _CALLS:
-                turns = self._turns(one) if kind == "while" else 1
+                trips = self._trip_count(one) if kind == "while" else 1
                 for called in one.called:
-                    self.visit(called, times * turns)
+                    self.visit(called, times * trips)
 
     def _collect(self, kind: str, one: Instruction, body: Computation, times: int) -> None:
-        if chain := re.search(r'chain_id="(\d+)"', one.rest):  # a TPU's, spread over several fusions: one all the same
+        if chain := re.search(r'chain_id="(\d+)"', one.rest):  # one collective of a TPU, split over several fusions
             if chain[1] in self._chains:
                 return
             self._chains.add(chain[1])
-        operands = sum(array_bytes(shape) for shape in one.given(body))
-        begun = one.opcode.endswith("-start") and one.shape.startswith("(")  # its tuple has the operands, too
-        results = array_bytes(one.shape) - (operands if begun else 0)
+        operands = sum(array_bytes(shape) for shape in one.operand_shapes(body))
+        asynchronous = one.opcode.endswith("-start") and one.shape.startswith("(")  # its result has the operands, too
+        results = array_bytes(one.shape) - (operands if asynchronous else 0)
         size, group = max(operands, results), _group(one, self.devices)
         share = 1.0 if "permute" in kind or "broadcast" in kind else (group - 1) / group
         sums = self.collectives[kind, group, dtype_of(one.shape)]
         for place, added in enumerate((1, size, int(size * share * (2 if kind == "all-reduce" else 1)))):
             sums[place] += times * added
 
-    def _turns(self, one: Instruction) -> int:
-        """How often a loop runs: as the compiler says, or the constant that its counter is compared with."""
-        if told := re.search(r'known_trip_count":\{"n":"(\d+)"', one.rest):
-            return int(told[1])
+    def _trip_count(self, one: Instruction) -> int:
+        """Trip count of a loop: the compiler's, or the constant that its counter is compared with."""
+        if known := re.search(r'known_trip_count":\{"n":"(\d+)"', one.rest):
+            return int(known[1])
         condition = self.computations[re.search(r"condition=%?([\w.-]+)", one.rest)[1]].values()
         limits = [i for i in condition if i.opcode == "constant" and i.shape.startswith(("s32[]", "u32[]"))]
         if len(limits) != 1 or not any("direction=LT" in rest for rest in self._rests(condition)):
@@ -110,12 +114,13 @@ class _Reader:
 
 
 def _group(one: Instruction, devices: int) -> int:
-    """How many devices take part together. XLA lists them, counts them, or names axes of a mesh; {} are all."""
+    """Size of a replica group. XLA lists the devices, gives their number, or names axes of a mesh; {} is all of
+    them."""
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", one.rest):
         return listed[1].count(",") + 1
     if counted := re.search(r"replica_groups=\[\d+,(\d+)\]", one.rest):
         return int(counted[1])
-    if named := re.search(r"replica_groups=mesh\[(.*?)\].*? \{('.*?')\}", one.rest):  # maybe their order between
+    if named := re.search(r"replica_groups=mesh\[(.*?)\].*? \{('.*?')\}", one.rest):  # device_ids may come between
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
         return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", named[2]))
     if "source_target_pairs" in one.rest:

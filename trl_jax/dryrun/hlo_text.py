@@ -1,4 +1,4 @@
-"""HLO text, taken apart into computations and instructions."""
+"""Parser of HLO text into computations and instructions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CALLED = re.compile(
 
 
 class Instruction(NamedTuple):
-    """`shape` is text, of one array or a tuple; `rest` is what stands behind the operands."""
+    """One line of HLO. `shape` is the text of an array's or a tuple's shape; `rest` is the text after the operands."""
 
     name: str
     shape: str
@@ -31,8 +31,8 @@ class Instruction(NamedTuple):
         for name, names in _CALLED.findall(self.rest):
             yield from [name] if name else re.findall(r"[\w.-]+", names)
 
-    def given(self, body: Computation) -> list[str]:
-        """Shapes of its operands."""
+    def operand_shapes(self, body: Computation) -> list[str]:
+        """Shapes of its operands, as text."""
         return [body[name].shape for name in re.findall(r"%([\w.-]+)", self.operands)]
 
 
@@ -40,10 +40,10 @@ Computation = dict[str, Instruction]
 
 
 def parsed(text: str) -> tuple[dict[str, Computation], str]:
-    """The instructions of each computation by name, and the name of the entry.
+    """Parse the instructions of each computation, by name, and the name of the entry.
 
     Raises:
-        ValueError: it is no HLO text.
+        ValueError: the text is not HLO.
     """
     computations, entry, current = {}, "", {}
     for line in text.splitlines():
@@ -65,7 +65,7 @@ def _instruction(name: str, text: str) -> Instruction:
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the parenthesis at `start` is closed."""
+    """Index of the parenthesis that closes the one at `start`."""
     depth = 0
     for match in re.compile(r"[()]").finditer(text, start):
         depth += 1 if match[0] == "(" else -1
@@ -75,17 +75,17 @@ def _closing(text: str, start: int) -> int:
 
 
 def array_bytes(shape: str) -> int:
-    """Of an array or a tuple of them, without what a layout pads."""
+    """Bytes of an array or a tuple of arrays, without padding of layouts."""
     return sum(math.prod(_numbers(sizes)) * _bits(dtype) for dtype, sizes in _ARRAY.findall(shape)) // 8
 
 
 def dtype_of(shape: str) -> str:
-    """Of the first array."""
+    """HLO's dtype of the first array, as in "bf16"."""
     return _ARRAY.search(shape)[1]
 
 
 def sizes_of(shape: str) -> list[int]:
-    """Of the first array."""
+    """Sizes of the first array."""
     return _numbers(_ARRAY.search(shape)[2])
 
 

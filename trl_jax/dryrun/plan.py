@@ -1,4 +1,7 @@
-"""What a run would need of devices that are not there: its step compiled ahead of time, beside arithmetic."""
+"""Plan a run on devices that this machine does not have: memory, FLOPs and communication of its step.
+
+All of it by arithmetic and, where the compiler is installed, by compiling the step ahead of time.
+"""
 
 from __future__ import annotations
 
@@ -21,36 +24,41 @@ from trl_jax.run.model_loading import outlined
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.reward_config import RewardConfig
 
-_BY_ROW = f"plain XLA, {QUERY_BLOCK} queries of a row at a time against the keys before them"
-_ALONG = "{}, {} queries of a stream at a time against the blocks of keys that any of them sees"
+_BY_ROWS = f"plain XLA, {QUERY_BLOCK} queries of a row at a time against the keys before them"
+_ALONG_PACKED = "{}, {} queries of a packed row at a time against the blocks of keys that any of them sees"
 
 
 class Evaluation(NamedTuple):
-    """A pass of evaluation on the way: what a device computes at once, and what is on it meanwhile."""
+    """An evaluation during training: the pass of one device, the bytes on it meanwhile, and the compiler's figures."""
 
     one: step_memory.Pass
     memory: step_memory.Memory
     compiled: Compiled | None
 
 
-class Part(NamedTuple):
-    """Of a run: `peak` is the most bytes at once, by the compiler where there is one, else by arithmetic (which
-    `reckoned` is); `fits` is None where no one knows."""
+class Phase(NamedTuple):
+    """A step or an evaluation of the run.
+
+    peak: the most bytes at once on a device, by the compiler where there is one, else by arithmetic. estimated: the
+    same by arithmetic alone. fits: None where it is not known.
+    """
 
     name: str
     peak: int
-    reckoned: int
+    estimated: int
     fits: bool | None
     compiled: Compiled | None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes, FLOPs and seconds are a device's, and a step's.
+    """The figures of one run; bytes, FLOPs and seconds are those of one device and one step.
 
-    lengths: of rows or streams, and how many of the steps looked at have each. places, tokens: means over steps on all
-    devices, of what is computed on and of real text. remat: whole layers are computed twice.
-    `compiled` is None where there is no compiler, and `why` says so. `evaluation` is None where the run has none.
+    mesh: the axes with more than one device, and their sizes. lengths: length of (packed) rows in tokens -> how many of
+    the surveyed steps have it. places, tokens: means over steps, on all devices together, of tokens computed on
+    (padding included) and of tokens of real text. one: the pass that a device computes at once. remat: whether layers
+    are computed again in the backward pass. why: the reason there are no figures of the compiler; `compiled` is None
+    then. bound: None where the chip or its time is not known. evaluation: None where the run has none.
     """
 
     model: str
@@ -75,41 +83,42 @@ class Plan:
     evaluation: Evaluation | None = None
 
     @property
-    def parts(self) -> list[Part]:
+    def phases(self) -> list[Phase]:
         """The step and, where there is one, the evaluation."""
-        told = [("a step", self.memory, self.compiled)]
+        phases = [("a step", self.memory, self.compiled)]
         if self.evaluation is not None:
-            told.append(("evaluation", self.evaluation.memory, self.evaluation.compiled))
-        return [_part(name, memory, compiled, self.topology) for name, memory, compiled in told]
+            phases.append(("evaluation", self.evaluation.memory, self.evaluation.compiled))
+        return [_phase(name, memory, compiled, self.topology) for name, memory, compiled in phases]
 
     @property
-    def largest(self) -> Part:
-        """The one that decides: which does not fit, or has the higher peak."""
-        return max(self.parts, key=lambda part: (part.fits is False, part.peak))
+    def largest(self) -> Phase:
+        """The phase that decides: the one that does not fit, else the one with the higher peak."""
+        return max(self.phases, key=lambda phase: (phase.fits is False, phase.peak))
 
     @property
     def peak(self) -> int:
+        """Bytes of a device."""
         return self.largest.peak
 
     @property
     def fits(self) -> bool | None:
-        """None where no one knows: a pretended device has no memory of its own."""
+        """Whether the run fits; None for simulated devices, which have no memory of their own."""
         return self.largest.fits
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The plan as nested dicts, lists, numbers and strings, for JSON."""
         return _plain(vars(self) | {"peak": self.peak, "fits": self.fits})
 
 
-def _part(name: str, memory: step_memory.Memory, compiled: Compiled | None, topology: Topology) -> Part:
+def _phase(name: str, memory: step_memory.Memory, compiled: Compiled | None, topology: Topology) -> Phase:
     peak, fits = (memory.peak, None) if compiled is None else (compiled.peak, compiled.fits)
     if topology.chip is not None and compiled is None:
         fits = peak <= topology.chip.memory
-    return Part(name, peak, memory.peak, fits, compiled)
+    return Phase(name, peak, memory.peak, fits, compiled)
 
 
 def _plain(value: Any) -> Any:
-    """Dicts, lists and numbers."""
+    """Turn named tuples into dicts and other tuples into lists, all the way down."""
     if isinstance(value, tuple) and type(value) is not tuple:
         value = value._asdict()
     if isinstance(value, dict):
@@ -119,8 +128,8 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Run:
-    """What is planned: a checkpoint, whose weights are not looked at, on these rows; maybe an adapter on it, and how
-    weights beside that are held."""
+    """The run to plan: a checkpoint, whose weights are not read, the rows, and the adapter and the quantization of the
+    base weights, if any."""
 
     checkpoint: Checkpoint
     rows: abstract_run.Rows = abstract_run.Rows()
@@ -132,41 +141,41 @@ def plan(run: Run, args: RewardConfig, topology: Topology, *, compiles: bool = T
     """Plan a run.
 
     Args:
-        compiles: False leaves it at arithmetic.
+        compiles: False plans by arithmetic alone.
 
     Raises:
-        ValueError: what RewardTrainer refuses, or a text has no bound.
+        ValueError: RewardTrainer refuses the arguments, or there are neither rows nor a max_length.
     """
     with tempfile.TemporaryDirectory() as folder:
         planned = abstract_run.planned(args, topology, folder)
         model = outlined(run.checkpoint, planned, run.adapter, run.quantization)
         trainer = abstract_run.trainer_of(model, planned, run.rows)
-        found = trace.batches(trainer)
+        survey = trace.batches(trainer)
     why, tx = no_compiler(topology) if compiles else "nothing was compiled", trainer.parts.training.made_optimizer()
-    given, compiles = trace.given(trainer, tx, found.largest), why is None
-    evaluation = _evaluation(trainer, given, topology, compiles) if abstract_run.evaluates(args) else None
+    arguments, compiles = trace.step_arguments(trainer, tx, survey.largest), why is None
+    evaluation = _evaluation(trainer, arguments, topology, compiles) if abstract_run.evaluates(args) else None
     for remat in args.remats:
-        made = _planned(run.checkpoint.name, topology, trainer, found, given, remat, compiles)
-        if made.parts[0].fits is not False:
+        planned_run = _planned(run.checkpoint.name, topology, trainer, survey, arguments, remat, compiles)
+        if planned_run.phases[0].fits is not False:
             break
-    return replace(made, why=why, evaluation=evaluation)
+    return replace(planned_run, why=why, evaluation=evaluation)
 
 
 def _planned(
     model: str,
     topology: Topology,
     trainer: BaseTrainer,
-    found: trace.Surveyed,
-    given: step_memory.Given,
+    survey: trace.Survey,
+    arguments: step_memory.StepArguments,
     remat: bool | str,
     compiles: bool,
 ) -> Plan:
     args, tx = trainer.args, trainer.parts.training.made_optimizer()
-    result = compiled(trace.traced(trainer, tx, given, remat=remat), topology) if compiles else None
+    result = compiled(trace.traced(trainer, tx, arguments, remat=remat), topology) if compiles else None
     layout = trainer.loader(trainer.train_dataset, training=True).layout
-    one, arch, maps = trace.one_pass(trainer, given), trace.arch_of(trainer), trace.maps(trainer)
-    causal, gradients = trainer.model.backend.causal, trace.gradients(trainer, given)
-    flops = step_flops.flops(maps, found.largest, arch, causal=causal, remat=remat)
+    one, arch, maps = trace.one_pass(trainer, arguments), trace.arch_of(trainer), trace.maps(trainer)
+    causal, gradients = trainer.model.backend.causal, trace.gradients(trainer, arguments)
+    flops = step_flops.flops(maps, survey.largest, arch, causal=causal, remat=remat)
     return Plan(
         model=model,
         parameters=trainer.model.num_parameters(),
@@ -176,45 +185,49 @@ def _planned(
         layout=layout,
         attention=_attention(topology.platform, trainer, arch, layout),
         remat=remat,
-        lengths=found.lengths,
-        places=found.places,
-        tokens=found.tokens,
+        lengths=survey.lengths,
+        places=survey.places,
+        tokens=survey.tokens,
         one=one,
-        memory=step_memory.memory(given, gradients, one, arch, maps, dtype=args.compute_dtype, remat=remat),
+        memory=step_memory.memory(arguments, gradients, one, arch, maps, dtype=args.compute_dtype, remat=remat),
         flops=flops // math.prod(trace.mesh_of(trainer).values()),
         why=None,
         compiled=result,
-        bound=_bound(topology, result, given),
+        bound=_bound(topology, result, arguments),
         settings=_settings(args),
     )
 
 
 def _attention(platform: str, trainer: BaseTrainer, arch: Any, layout: str) -> str:
-    """What computes it, in words."""
+    """Describe in words what computes attention."""
     args, backend = trainer.args, trainer.model.backend
     windowed = layout_choice.windowed(args, backend)
     if platform == "gpu":
-        plain = backend.causal and not windowed and arch.softcap is None
-        plain = plain and cudnn.takes(arch.head_dim, args.compute_dtype)
-        return "cuDNN's flash attention, text by text" if plain else f"{_BY_ROW}, text by text"
+        flash = backend.causal and not windowed and arch.softcap is None
+        flash = flash and cudnn.takes(arch.head_dim, args.compute_dtype)
+        return "cuDNN's flash attention, text by text" if flash else f"{_BY_ROWS}, text by text"
     if layout == "padded":
-        return _BY_ROW
-    splashes = platform == "tpu" and not (windowed and layout == "shared")
-    return _ALONG.format(*(("splash attention", splash.BLOCK) if splashes else ("plain XLA", BLOCK)))
+        return _BY_ROWS
+    splash_runs = platform == "tpu" and not (windowed and layout == "shared")
+    return _ALONG_PACKED.format(*(("splash attention", splash.BLOCK) if splash_runs else ("plain XLA", BLOCK)))
 
 
-def _evaluation(trainer: BaseTrainer, step: step_memory.Given, topology: Topology, compiles: bool) -> Evaluation:
-    given = trace.given_evaluation(trainer, step, trace.largest_evaluated(trainer))
-    one, arch, maps = trace.one_pass(trainer, given), trace.arch_of(trainer), trace.maps(trainer)
-    memory = step_memory.evaluation_memory(given, one, arch, maps, dtype=trainer.args.compute_dtype)
-    result = compiled(trace.traced_evaluation(trainer, given), topology) if compiles else None
+def _evaluation(
+    trainer: BaseTrainer, step: step_memory.StepArguments, topology: Topology, compiles: bool
+) -> Evaluation:
+    arguments = trace.evaluation_arguments(trainer, step, trace.largest_evaluated(trainer))
+    one, arch, maps = trace.one_pass(trainer, arguments), trace.arch_of(trainer), trace.maps(trainer)
+    memory = step_memory.evaluation_memory(arguments, one, arch, maps, dtype=trainer.args.compute_dtype)
+    result = compiled(trace.traced_evaluation(trainer, arguments), topology) if compiles else None
     return Evaluation(one, memory, result)
 
 
-def _bound(topology: Topology, result: Compiled | None, given: step_memory.Given) -> step_flops.Bound | None:
+def _bound(
+    topology: Topology, result: Compiled | None, arguments: step_memory.StepArguments
+) -> step_flops.Bound | None:
     if topology.chip is None or result is None or not result.fits:
         return None
-    return step_flops.bound(topology.chip, result, step_memory.on_device((given.params, given.state)))
+    return step_flops.bound(topology.chip, result, step_memory.on_device((arguments.params, arguments.state)))
 
 
 def _settings(args: RewardConfig) -> dict[str, Any]:

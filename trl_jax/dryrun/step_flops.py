@@ -1,4 +1,4 @@
-"""What a step must compute, by arithmetic: what `trl-jax plan` sets beside the compiler's figures."""
+"""FLOPs of a step by arithmetic, which `trl-jax plan` prints next to the compiler's figures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ LAYERS = ".layers."  # in the path of a parameter that has a leading axis of lay
 
 
 class Map(NamedTuple):
-    """One of the matrices of each layer; a token goes through it `used` times, through that many experts'."""
+    """A matrix `[outputs, inputs]` of every layer. used: how many of it a token goes through, top_k for experts.
+    trains: whether it has a gradient."""
 
     outputs: int
     inputs: int
@@ -26,7 +27,13 @@ class Map(NamedTuple):
 
 
 def maps_of(shapes: Mapping[str, Any], arch: Any, trained: Collection[str]) -> list[Map]:
-    """The stacked weights `[L, out, in]` or, of experts, `[L, E, out, in]` among these, by path."""
+    """The layers' matrices among these shapes by path: stacked weights `[L, out, in]` or, of experts, `[L, E, out,
+    in]`.
+
+    Args:
+        arch: the model's `Arch`.
+        trained: the paths that train.
+    """
     found = [(path, leaf) for path, leaf in shapes.items() if LAYERS in path and leaf.ndim in (3, 4)]
     return [
         Map(*leaf.shape[-2:], 1 if leaf.ndim == 3 else arch.experts.top_k, path in trained) for path, leaf in found
@@ -34,42 +41,44 @@ def maps_of(shapes: Mapping[str, Any], arch: Any, trained: Collection[str]) -> l
 
 
 def flops(maps: Sequence[Map], batch: Batch, arch: Any, *, causal: bool, remat: bool | str) -> int:
-    """Of a step, on all devices together, in matrix products: two for each weight and token (Kaplan et al. 2020), the
-    same for what queries see; twice that backward, or once for weights that stay as they are; and once more where
-    layers are computed again. What queries see always is, on rows whole and along streams the scores: no memory is
-    spent on keeping it."""
+    """FLOPs of a step's matrix products on all devices together.
+
+    Forward, two for each weight and token (Kaplan et al. 2020) and two for each product of a query with a key or a
+    value. Backward, twice that, or once for frozen weights; and once more where layers are computed again. Attention is
+    always computed again, because its weights are never kept: wholly on padded rows, the scores alone on packed rows.
+    """
     times = sum(((3 if each.trains else 2) + bool(remat)) * each.used * each.outputs * each.inputs for each in maps)
     forward = 2 * times * arch.num_layers * math.prod(batch.tokens.shape)
-    attended = 4 * seen(batch, causal) * arch.num_layers * channels_of(arch)
+    attended = 4 * attended_keys(batch, causal) * arch.num_layers * channels_of(arch)
     if batch.packed is None:
         return forward + 4 * attended
     return forward + (9 if remat else 7) * attended // 2
 
 
 def channels_of(arch: Any) -> int:
-    """Of all heads of queries together."""
+    """Channels of all query heads together."""
     return arch.hidden_size if "head_dim" not in vars(arch) else arch.num_heads * arch.head_dim
 
 
-def seen(batch: Batch, causal: bool) -> int:
-    """How many keys all queries of a step are held against: padded rows in blocks of queries, streams exactly."""
+def attended_keys(batch: Batch, causal: bool) -> int:
+    """Number of (query, key) products of a step: on padded rows by blocks of queries, on packed rows exactly."""
     *rows, length = batch.tokens.shape
     if batch.packed is not None:
-        held = np.asarray(batch.packed.end) - np.asarray(batch.packed.first)
-        if not causal:  # of n tokens each is held against n, not against those up to itself
-            return int(2 * held.sum() - (held > 0).sum())
-        return int(held.sum())
-    return math.prod(rows) * held_against(length, causal)
+        products = np.asarray(batch.packed.end) - np.asarray(batch.packed.first)
+        if not causal:  # each of n tokens attends to all n, not only to those up to itself
+            return int(2 * products.sum() - (products > 0).sum())
+        return int(products.sum())
+    return math.prod(rows) * keys_of_row(length, causal)
 
 
-def held_against(length: int, causal: bool) -> int:
-    """How many keys the queries of one row are held against, block by block."""
+def keys_of_row(length: int, causal: bool) -> int:
+    """Number of (query, key) products of one padded row, block by block of queries."""
     ends = [min(start + QUERY_BLOCK, length) for start in range(0, length, QUERY_BLOCK)]
     return sum((end - start) * (end if causal else length) for start, end in zip([0, *ends], ends, strict=False))
 
 
 class Bound(NamedTuple):
-    """Seconds that a step takes at least on each of a chip's parts, by its published figures."""
+    """Lower bounds on the seconds of a step by a chip's published figures: of compute, memory and links."""
 
     compute: float
     memory: float
@@ -81,8 +90,11 @@ class Bound(NamedTuple):
 
 
 def bound(chip: Chip, compiled: Compiled, outputs: int) -> Bound:
-    """Every product at the peak in bfloat16; every argument read once, every result written once, and every temporary
-    byte both; all collectives over all links at once, one direction each."""
+    """The bound of a compiled step whose results take `outputs` bytes a device.
+
+    Products run at the peak of bfloat16; arguments are read once, results written once, temporaries both; collectives
+    use all links at once, one direction each.
+    """
     moved = compiled.arguments + outputs + 2 * compiled.temporary
     sent = sum(one.sent for one in compiled.cost.collectives)
     return Bound(compiled.cost.flops / chip.flops, moved / chip.bandwidth, sent / (chip.links / 2))

@@ -1,4 +1,4 @@
-"""What a step must hold, by arithmetic: what `trl-jax plan` sets beside the compiler's figures."""
+"""Memory of a step by arithmetic, which `trl-jax plan` prints next to the compiler's figures."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from trl_jax.data.layout.batch import Batch
-from trl_jax.dryrun.step_flops import LAYERS, Map, channels_of, held_against
+from trl_jax.dryrun.step_flops import LAYERS, Map, channels_of, keys_of_row
 from trl_jax.nn.attention.padded import QUERY_BLOCK
 
 _FLOAT32 = 4
 
 
 class Memory(NamedTuple):
-    """Bytes of a device.
+    """Bytes of one device.
 
-    gradients: and, with several passes a step, their sum. copies: layers' weights in the dtype of computation.
-    gathered: one layer's weights made whole, where they lie in parts, and their gradient. kept: for the backward pass.
-    working: one layer, computed again and backward. outside: the gradient of what is no layer, made whole; at the end,
-    when nothing of the layers is left.
+    gradients: twice that where several passes a step are summed. copies: layers' weights in the dtype of computation.
+    gathered: one layer's weights, all-gathered over fsdp, and their gradient. kept: activations for the backward pass.
+    working: activations of one layer while it is computed, again and backward. outside: weights outside the layers
+    (embedding, head), all-gathered; when they are needed, nothing of the layers is left.
     """
 
     parameters: int
@@ -50,11 +50,12 @@ class Memory(NamedTuple):
 
     @property
     def peak(self) -> int:
+        """The most bytes at once."""
         return self.arguments + self.temporary
 
 
-class Given(NamedTuple):
-    """What a step is called with: shapes, each with the places where its array would lie."""
+class StepArguments(NamedTuple):
+    """The arguments of a step as shapes with shardings."""
 
     params: dict[str, jax.ShapeDtypeStruct]
     state: Any
@@ -67,9 +68,9 @@ class Given(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """What one device computes at once: so many rows or streams, each so long; `passes` of them are a step.
+    """The (packed) rows that one device computes at once, `[rows, length]`; a step has `passes` of them.
 
-    `sharing` devices compute the same, each some of its heads and channels; `dealt` devices each some of its tokens.
+    sharing: devices that divide the heads and channels of these rows. striped: devices that divide their tokens.
     """
 
     passes: int
@@ -80,58 +81,65 @@ class Pass(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of the device itself."""
+        """Tokens that this device computes of a pass."""
         return self.rows * self.length // self.striped
 
 
 def on_device(leaves: Any) -> int:
-    """Bytes that a device has of shapes with shardings."""
+    """Bytes on one device of shapes with shardings."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(leaves)
     )
 
 
 def memory(
-    given: Given, gradients: int, one: Pass, arch: Any, maps: Sequence[Map], *, dtype: str, remat: bool | str
+    arguments: StepArguments,
+    gradients: int,
+    one: Pass,
+    arch: Any,
+    maps: Sequence[Map],
+    *,
+    dtype: str,
+    remat: bool | str,
 ) -> Memory:
-    """Of a step; `gradients` are a device's bytes of them, `remat` is as in `models.stack`."""
+    """The memory of a step; `gradients` is their bytes on one device, `remat` is as in `models.stack`."""
     width = 2 if dtype == "bfloat16" else _FLOAT32
-    outputs = sum(each.used * each.outputs for each in maps) // one.sharing  # a layer's maps' numbers, of a token
+    outputs = sum(each.used * each.outputs for each in maps) // one.sharing  # activations of a token in one layer
     kept = one.tokens * arch.hidden_size * _FLOAT32 + (0 if remat else one.tokens * outputs * width)
-    outside = {path: leaf for path, leaf in given.params.items() if LAYERS not in path}
-    return _held(given, one, arch, maps, width)._replace(
+    outside = {path: leaf for path, leaf in arguments.params.items() if LAYERS not in path}
+    return _common(arguments, one, arch, maps, width)._replace(
         gradients=gradients * min(one.passes, 2),
-        gathered=_gathered(given, arch, width, gradients=True),
+        gathered=_gathered(arguments, arch, width, gradients=True),
         kept=(2 if remat == "offloaded" else arch.num_layers) * kept,  # one on its way out, one on its way in
-        working=2 * (one.tokens * outputs * width + _texts(given.batch, one, arch, width))
-        + _scores(given.batch, one, arch, width)
+        working=2 * (one.tokens * outputs * width + _texts(arguments.batch, one, arch, width))
+        + _scores(arguments.batch, one, arch, width)
         + _keys(one, arch, width),
         outside=_whole(outside.values()),
     )
 
 
-def evaluation_memory(given: Given, one: Pass, arch: Any, maps: Sequence[Map], *, dtype: str) -> Memory:
-    """Of a pass of evaluation, beside which the optimizer's state waits."""
+def evaluation_memory(arguments: StepArguments, one: Pass, arch: Any, maps: Sequence[Map], *, dtype: str) -> Memory:
+    """The memory of a pass of evaluation during training, the optimizer's state included."""
     width = 2 if dtype == "bfloat16" else _FLOAT32
     outputs = sum(each.used * each.outputs for each in maps) // one.sharing
-    outside = {path: leaf for path, leaf in (given.frozen | given.params).items() if LAYERS not in path}
-    return _held(given, one, arch, maps, width)._replace(
-        gathered=_gathered(given, arch, width, gradients=False),
+    outside = {path: leaf for path, leaf in (arguments.frozen | arguments.params).items() if LAYERS not in path}
+    return _common(arguments, one, arch, maps, width)._replace(
+        gathered=_gathered(arguments, arch, width, gradients=False),
         working=one.tokens * outputs * width
-        + _texts(given.batch, one, arch, width)
-        + _block(given.batch, one, arch, width)
+        + _texts(arguments.batch, one, arch, width)
+        + _block(arguments.batch, one, arch, width)
         + _keys(one, arch, width),
         outside=_whole(outside.values()),
     )
 
 
-def _held(given: Given, one: Pass, arch: Any, maps: Sequence[Map], width: int) -> Memory:
-    """What a step and an evaluation have alike."""
-    floats = [leaf for _, leaf in given.layers if leaf.dtype == np.float32]
+def _common(arguments: StepArguments, one: Pass, arch: Any, maps: Sequence[Map], width: int) -> Memory:
+    """The memory that a step and an evaluation both need; the rest is zero."""
+    floats = [leaf for _, leaf in arguments.layers if leaf.dtype == np.float32]
     return Memory(
-        parameters=on_device((given.params, given.frozen)),
-        moments=on_device(given.state),
-        batch=on_device(given.batch),
+        parameters=on_device((arguments.params, arguments.frozen)),
+        moments=on_device(arguments.state),
+        batch=on_device(arguments.batch),
         gradients=0,
         copies=on_device(floats) * width // _FLOAT32 if width < _FLOAT32 else 0,
         gathered=0,
@@ -141,18 +149,18 @@ def _held(given: Given, one: Pass, arch: Any, maps: Sequence[Map], width: int) -
     )
 
 
-def _gathered(given: Given, arch: Any, width: int, *, gradients: bool) -> int:
-    """One layer's weights that lie in parts, and of those that train their gradients."""
+def _gathered(arguments: StepArguments, arch: Any, width: int, *, gradients: bool) -> int:
+    """Bytes of one layer's sharded weights all-gathered and, of those that train, their gradients."""
     total = 0
-    for path, leaf in given.layers:
-        held = leaf.dtype.itemsize
-        of_each = min(held, width) + (_FLOAT32 if gradients and path in given.params else 0)
-        total += _whole([leaf]) // held * of_each
+    for path, leaf in arguments.layers:
+        stored = leaf.dtype.itemsize
+        of_each = min(stored, width) + (_FLOAT32 if gradients and path in arguments.params else 0)
+        total += _whole([leaf]) // stored * of_each
     return total // arch.num_layers
 
 
 def _whole(leaves: Iterable[Any]) -> int:
-    """Bytes of weights that lie in parts over fsdp, made whole on it."""
+    """Bytes of the weights sharded over fsdp, once they are all-gathered."""
     return sum(
         on_device(leaf) * leaf.sharding.mesh.shape["fsdp"]
         for leaf in leaves
@@ -161,23 +169,23 @@ def _whole(leaves: Iterable[Any]) -> int:
 
 
 def _scores(batch: Batch, one: Pass, arch: Any, width: int) -> int:
-    """Of a layer on rows all weights of the softmax, in float32 and as they multiply, and gradients of a block; along a
-    stream a block is all there is at once."""
+    """Bytes of one layer's attention weights on padded rows, in float32 and in the dtype of computation, and gradients
+    of one block. Zero where attention runs along packed rows: there only a block exists at once."""
     rows, length = _rows(batch, one)
     heads = rows * arch.num_heads // one.sharing // one.striped
-    weights = heads * held_against(length, causal=True)
+    weights = heads * keys_of_row(length, causal=True)
     return weights * (_FLOAT32 + width) + 2 * heads * QUERY_BLOCK * length * _FLOAT32
 
 
 def _block(batch: Batch, one: Pass, arch: Any, width: int) -> int:
-    """Without a backward pass, what a block of queries on rows is held against."""
+    """Bytes of the scores of one block of queries on padded rows, without a backward pass."""
     rows, length = _rows(batch, one)
     heads = rows * arch.num_heads // one.sharing // one.striped
     return heads * min(QUERY_BLOCK, length) * length * (_FLOAT32 + width)
 
 
 def _rows(batch: Batch, one: Pass) -> tuple[int, int]:
-    """How many rows attention reads on a device, and how long they are; none along a stream."""
+    """Number and length of the rows that attention reads on a device; (0, 0) where it runs along packed rows."""
     if batch.packed is None:
         return one.rows, one.length
     if batch.packed.texts is None:
@@ -187,7 +195,8 @@ def _rows(batch: Batch, one: Pass) -> tuple[int, int]:
 
 
 def _texts(batch: Batch, one: Pass, arch: Any, width: int) -> int:
-    """Queries, keys, values and results of one layer, where a stream's texts are laid out as rows."""
+    """Bytes of queries, keys, values and results of one layer, where packed texts are laid out as rows for
+    attention."""
     if batch.packed is None or batch.packed.texts is None:
         return 0
     heads = arch.num_heads + arch.num_key_heads
@@ -195,7 +204,8 @@ def _texts(batch: Batch, one: Pass, arch: Any, width: int) -> int:
 
 
 def _keys(one: Pass, arch: Any, width: int) -> int:
-    """Keys and values of one layer where tokens are dealt: of all tokens, and their gradients."""
+    """Bytes of one layer's keys and values of all tokens, and their gradients, where tokens are striped over
+    devices."""
     if one.striped == 1:
         return 0
     return 4 * one.rows * one.length * arch.num_key_heads // one.sharing * arch.head_dim * width

@@ -1,4 +1,4 @@
-"""What would make a run fit: each lever is pulled and planned anew, none is guessed."""
+"""Suggestions of settings that make a run fit: each is planned anew, none is guessed."""
 
 from __future__ import annotations
 
@@ -10,101 +10,105 @@ from trl_jax.dryrun.plan import Plan
 from trl_jax.trainer.reward_config import RewardConfig
 
 Planned = Callable[[RewardConfig, bool], Plan]  # compiled, or by arithmetic alone
-_SLACK = 1.1  # what arithmetic may be off by, once the run itself has shown by how much it is
+_SLACK = 1.1  # by what factor arithmetic may still be off once it is scaled to the peak that the compiler found
 
 
-class Lever(NamedTuple):
-    """`settings`: what it changes of the arguments."""
+class Suggestion(NamedTuple):
+    """Arguments to change, by name, and the plan of the run with them."""
 
     settings: dict[str, Any]
     plan: Plan
 
     @property
     def name(self) -> str:
+        """The settings as flags."""
         return " ".join(f"--{name} {value}" for name, value in self.settings.items())
 
     def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
         return {"settings": self.settings, "plan": self.plan.as_dict()}
 
 
-def pulled(args: RewardConfig, plan: Plan, planned: Planned) -> Iterator[Lever]:
-    """Each lever alone, of the batch and of max_length the longest pull that is enough; where none is, all at once.
+def suggestions_for(args: RewardConfig, plan: Plan, planned: Planned) -> Iterator[Suggestion]:
+    """Plan each suggestion alone; where none is enough, all of them together at the end.
+
+    Of batch sizes and of max_length the largest that fits is suggested, or the smallest where none fits.
 
     Args:
         plan: of `args`, which does not fit.
-        planned: plans arguments, by the compiler or by arithmetic alone.
+        planned: plans these arguments, with the compiler (True) or by arithmetic alone (False).
     """
     together: dict[str, Any] = {}
     enough = False
     for settings in switches(args, plan):
         together |= settings
-        lever = _pull(args, settings, planned)
-        enough |= bool(lever.plan.fits)
-        yield lever
-    pulls = {"a step": batch_sizes(args), "evaluation": eval_batch_sizes(args)}
-    for sizes in (*(pulls[part.name] for part in plan.parts if part.fits is False), max_lengths(args)):
-        lever = _largest(args, plan, sizes, planned)
-        if lever is not None:
-            together |= lever.settings
-            enough |= bool(lever.plan.fits)
-            yield lever
+        suggestion = _suggest(args, settings, planned)
+        enough |= bool(suggestion.plan.fits)
+        yield suggestion
+    sizes_of = {"a step": batch_sizes(args), "evaluation": eval_batch_sizes(args)}
+    for sizes in (*(sizes_of[phase.name] for phase in plan.phases if phase.fits is False), max_lengths(args)):
+        suggestion = _largest(args, plan, sizes, planned)
+        if suggestion is not None:
+            together |= suggestion.settings
+            enough |= bool(suggestion.plan.fits)
+            yield suggestion
     if not enough and together:
-        yield _pull(args, together, planned)
+        yield _suggest(args, together, planned)
 
 
 def switches(args: RewardConfig, plan: Plan) -> list[dict[str, Any]]:
-    """What is not on yet of what changes no step's pairs, and helps what does not fit."""
-    found, step = [], plan.parts[0].fits is False
+    """Settings that leave the pairs of every step as they are, are not set yet and help the phase that does not fit."""
+    settings, step = [], plan.phases[0].fits is False
     if step and not args.gradient_checkpointing:
-        found.append({"gradient_checkpointing": True})
+        settings.append({"gradient_checkpointing": True})
     if args.compute_dtype != "bfloat16":
-        found.append({"bf16": True})
+        settings.append({"bf16": True})
     if plan.mesh.get("data", 1) > 1:
         others = [f"{axis}:{size}" for axis, size in plan.mesh.items() if axis not in ("data", "fsdp")]
         shards = plan.mesh["data"] * plan.mesh.get("fsdp", 1)
-        found.append({"mesh_shape": ",".join([f"fsdp:{shards}", *others])})
+        settings.append({"mesh_shape": ",".join([f"fsdp:{shards}", *others])})
     if step and args.gradient_checkpointing and not args.activation_offloading and plan.topology.platform == "tpu":
-        found.append({"activation_offloading": True})
-    return found
+        settings.append({"activation_offloading": True})
+    return settings
 
 
 def batch_sizes(args: RewardConfig) -> list[dict[str, Any]]:
-    """Half the pairs at once, and a half of that: twice the passes, the same steps."""
+    """Halved per_device_train_batch_size down to one, with gradient_accumulation_steps doubled: the same steps."""
     size, passes = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    halves = [2**power for power in range(1, size.bit_length()) if size % 2**power == 0]
+    divisors = [2**power for power in range(1, size.bit_length()) if size % 2**power == 0]
     return [
-        {"per_device_train_batch_size": size // part, "gradient_accumulation_steps": passes * part} for part in halves
+        {"per_device_train_batch_size": size // by, "gradient_accumulation_steps": passes * by} for by in divisors
     ]
 
 
 def eval_batch_sizes(args: RewardConfig) -> list[dict[str, Any]]:
-    """Half the pairs of a pass of evaluation, and a half of that."""
+    """Halved per_device_eval_batch_size, down to one."""
     size = args.per_device_eval_batch_size
     return [{"per_device_eval_batch_size": size >> power} for power in range(1, size.bit_length())]
 
 
 def max_lengths(args: RewardConfig) -> list[dict[str, Any]]:
-    """Half the tokens, down to 256: longer pairs are left out."""
+    """Halved max_length, down to 256; longer pairs are left out of training."""
     lengths = [] if args.max_length is None else [args.max_length >> power for power in range(1, 16)]
     return [{"max_length": length} for length in lengths if length >= 256]
 
 
-def _largest(args: RewardConfig, plan: Plan, sizes: list[dict[str, Any]], planned: Planned) -> Lever | None:
-    """The first of these that fits, or the last."""
-    lever, room, part = None, plan.topology.chip.memory, plan.largest
-    if part.compiled is not None and part.compiled.room is not None:
-        room = part.compiled.room
+def _largest(args: RewardConfig, plan: Plan, sizes: list[dict[str, Any]], planned: Planned) -> Suggestion | None:
+    """The suggestion of the first of these that fits, else of the last; None of none."""
+    suggestion, room, phase = None, plan.topology.chip.memory, plan.largest
+    if phase.compiled is not None and phase.compiled.room is not None:
+        room = phase.compiled.room
     for settings in sizes:
-        alike = planned(_changed(args, settings), False).largest.reckoned * part.peak / part.reckoned
-        if settings is sizes[-1] or alike < room * _SLACK:
-            lever = _pull(args, settings, planned)
-            if lever.plan.fits:
-                return lever
-    return lever
+        scaled = planned(_changed(args, settings), False).largest.estimated * phase.peak / phase.estimated
+        if settings is sizes[-1] or scaled < room * _SLACK:
+            suggestion = _suggest(args, settings, planned)
+            if suggestion.plan.fits:
+                return suggestion
+    return suggestion
 
 
-def _pull(args: RewardConfig, settings: dict[str, Any], planned: Planned) -> Lever:
-    return Lever(settings, planned(_changed(args, settings), True))
+def _suggest(args: RewardConfig, settings: dict[str, Any], planned: Planned) -> Suggestion:
+    return Suggestion(settings, planned(_changed(args, settings), True))
 
 
 def _changed(args: RewardConfig, settings: dict[str, Any]) -> RewardConfig:

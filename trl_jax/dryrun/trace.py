@@ -1,4 +1,4 @@
-"""The steps of a run on devices that are elsewhere: what they are called with, and what they compute."""
+"""Trace the steps of a planned run: the shapes they are called with and the programs they become."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 from trl_jax.data.layout.batch import Batch
 from trl_jax.data.windows import WINDOW
 from trl_jax.dryrun.step_flops import Map, maps_of
-from trl_jax.dryrun.step_memory import Given, Pass, on_device
+from trl_jax.dryrun.step_memory import Pass, StepArguments, on_device
 from trl_jax.engine.sharding import make_mesh, placed
 from trl_jax.hub.checkpoint.loading import Source
 from trl_jax.hub.peft.backend import AdaptedBackend
@@ -24,11 +24,15 @@ from trl_jax.models.functional import abstract
 from trl_jax.run.rng import run_key
 from trl_jax.trainer.base_trainer import BaseTrainer
 
-SURVEYED = 2_048  # steps of a dataset that are laid out to see how long they are
+MAX_SURVEYED = 2_048  # steps of a dataset that are laid out for their lengths
 
 
-class Surveyed(NamedTuple):
-    """The steps of a run: the largest, how many have rows or streams of each length, and means over them."""
+class Survey(NamedTuple):
+    """The steps of a run.
+
+    largest: the batch with most tokens. lengths: length of its (packed) rows -> how many steps have it. places, tokens:
+    means over steps of tokens computed on, padding included, and of tokens of real text.
+    """
 
     largest: Batch
     lengths: dict[int, int]
@@ -36,32 +40,32 @@ class Surveyed(NamedTuple):
     tokens: float
 
 
-def batches(trainer: BaseTrainer) -> Surveyed:
-    """What the first epoch's steps are computed on."""
+def batches(trainer: BaseTrainer) -> Survey:
+    """Survey the batches of the first epoch, at most MAX_SURVEYED."""
     lengths, places, tokens, largest = Counter(), [], [], None
-    for step, _ in zip(trainer.loader(trainer.train_dataset, training=True), range(SURVEYED), strict=False):
+    for step, _ in zip(trainer.loader(trainer.train_dataset, training=True), range(MAX_SURVEYED), strict=False):
         lengths[step.arrays.tokens.shape[-1]] += 1
         places.append(step.num_places)
         tokens.append(step.num_tokens)
         if largest is None or step.num_places > largest.num_places:
             largest = step
-    return Surveyed(largest.arrays, dict(sorted(lengths.items())), float(np.mean(places)), float(np.mean(tokens)))
+    return Survey(largest.arrays, dict(sorted(lengths.items())), float(np.mean(places)), float(np.mean(tokens)))
 
 
 def largest_evaluated(trainer: BaseTrainer) -> Batch:
-    """The pass of the evaluation that has most tokens."""
+    """The batch of the evaluation that has most tokens."""
     windows = trainer.parts.evaluator.windows(trainer.loader(trainer.eval_dataset, training=False))
-    looked_at = itertools.islice(windows, SURVEYED // WINDOW)
-    return max((arrays for window in looked_at for arrays, _ in window.passes), key=lambda one: one.tokens.size)
+    surveyed = itertools.islice(windows, MAX_SURVEYED // WINDOW)
+    return max((arrays for window in surveyed for arrays, _ in window.passes), key=lambda one: one.tokens.size)
 
 
-def given(trainer: BaseTrainer, tx: Any, batch: Batch) -> Given:
-    """What the step is called with, for a batch of the trainer's loader."""
+def step_arguments(trainer: BaseTrainer, tx: Any, batch: Batch) -> StepArguments:
+    """The arguments of the compiled step, for a batch of the trainer's loader."""
     params, frozen, sharding_plan = trainer.model.params, trainer.model.frozen, trainer.sharding_plan
     state = jax.eval_shape(tx.init, params)
     if sharding_plan is None:
-        return Given(*_at(SingleDeviceSharding(trainer.args.jax_devices()[0]), (params, state, batch, frozen)))
-    return Given(
+        return StepArguments(*_at(SingleDeviceSharding(trainer.args.jax_devices()[0]), (params, state, batch, frozen)))
+    return StepArguments(
         sharding_plan.placed(params),
         sharding_plan.placed_state(state, params),
         _at(sharding_plan.batch, batch),
@@ -69,38 +73,40 @@ def given(trainer: BaseTrainer, tx: Any, batch: Batch) -> Given:
     )
 
 
-def given_evaluation(trainer: BaseTrainer, step: Given, batch: Batch) -> Given:
-    """What is on a device during a pass of evaluation; `step` is what is there in training."""
-    place = (
+def evaluation_arguments(trainer: BaseTrainer, step: StepArguments, batch: Batch) -> StepArguments:
+    """The arguments of an evaluation's pass: those of the training `step` with this batch."""
+    sharding = (
         SingleDeviceSharding(trainer.args.jax_devices()[0])
         if trainer.sharding_plan is None
         else trainer.sharding_plan.rows
     )
-    return step._replace(batch=_at(place, batch))
+    return step._replace(batch=_at(sharding, batch))
 
 
-def _at(place: Any, leaves: Any) -> Any:
-    return jax.tree.map(lambda leaf: placed(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), place), leaves)
+def _at(sharding: Any, leaves: Any) -> Any:
+    """Shapes and dtypes of these arrays, with this sharding."""
+    return jax.tree.map(lambda leaf: placed(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), sharding), leaves)
 
 
-def traced(trainer: BaseTrainer, tx: Any, given: Given, *, remat: bool | str) -> jax.stages.Traced:
-    """The step of `train()`, not yet for any kind of device."""
+def traced(trainer: BaseTrainer, tx: Any, arguments: StepArguments, *, remat: bool | str) -> jax.stages.Traced:
+    """Trace the step of `train()`; it is lowered for a platform later."""
     key = jax.eval_shape(partial(run_key, trainer.args))
     rate = jax.ShapeDtypeStruct((), np.float32)
     with trainer.parts.run.on_device(), _platform(trainer):
         step = trainer.parts.train_step.compiled(tx, remat=remat)
-        return step.trace(given.params, given.state, given.batch, rate, key, given.frozen)
+        return step.trace(arguments.params, arguments.state, arguments.batch, rate, key, arguments.frozen)
 
 
-def traced_evaluation(trainer: BaseTrainer, given: Given) -> jax.stages.Traced:
-    """A pass of `evaluate()` in training; the optimizer's state has no part in it, but its place."""
+def traced_evaluation(trainer: BaseTrainer, arguments: StepArguments) -> jax.stages.Traced:
+    """Trace a pass of `evaluate()` during training; the optimizer's state is an argument that only takes memory."""
 
     def scores(arrays: dict, state: Any, batch: Batch) -> jax.Array:
         del state
         return trainer.parts.evaluator.outputs(arrays, batch, dtype=trainer.args.compute_dtype)
 
+    params = arguments.frozen | arguments.params
     with trainer.parts.run.on_device(), _platform(trainer):
-        return jax.jit(scores, keep_unused=True).trace(given.frozen | given.params, given.state, given.batch)
+        return jax.jit(scores, keep_unused=True).trace(params, arguments.state, arguments.batch)
 
 
 def _source(trainer: BaseTrainer) -> Source:
@@ -109,12 +115,12 @@ def _source(trainer: BaseTrainer) -> Source:
 
 
 def arch_of(trainer: BaseTrainer) -> Any:
-    """The facts of the model, whether or not an adapter is on it."""
+    """The `Arch` of the model, under an adapter that of its base."""
     return _source(trainer).config.arch
 
 
 def maps(trainer: BaseTrainer) -> list[Map]:
-    """The matrices of the model's layers, and of adapters beside them."""
+    """The matrices of the model's layers, and those of adapters on them."""
     backend, trained, source = trainer.model.backend, trainer.model.params, _source(trainer)
     _, shapes = abstract(source.config.model)
     if isinstance(backend, AdaptedBackend):
@@ -123,29 +129,30 @@ def maps(trainer: BaseTrainer) -> list[Map]:
 
 
 def _platform(trainer: BaseTrainer) -> AbstractContextManager:
-    """What a single device's step is compiled for, as kernels ask it: of the mesh, where it isn't this machine's."""
+    """Tell kernels the platform of a single device, by an abstract mesh, where it isn't this machine's."""
     if trainer.sharding_plan is not None or trainer.args.platform == jax.default_backend():
         return nullcontext()
     return jax.sharding.use_abstract_mesh(make_mesh({}, trainer.args.jax_devices()).abstract_mesh)
 
 
 def mesh_of(trainer: BaseTrainer) -> dict[str, int]:
-    """The axes that have more than one device."""
+    """Axis -> size, of the axes that have more than one device."""
     axes = {} if trainer.sharding_plan is None else trainer.sharding_plan.mesh.shape
     return {axis: size for axis, size in axes.items() if size > 1}
 
 
-def one_pass(trainer: BaseTrainer, given: Given) -> Pass:
-    """What a device computes at once."""
-    tokens = given.batch.tokens
+def one_pass(trainer: BaseTrainer, arguments: StepArguments) -> Pass:
+    """The rows that one device computes at once."""
+    tokens = arguments.batch.tokens
     passes, *rows, length = tokens.sharding.shard_shape(tokens.shape)
     mesh = mesh_of(trainer)
     return Pass(passes, math.prod(rows), length, mesh.get("tensor", 1), mesh.get("sequence", 1))
 
 
-def gradients(trainer: BaseTrainer, given: Given) -> int:
-    """Bytes that a device has of them."""
-    params, sharding_plan = given.params, trainer.sharding_plan
+def gradients(trainer: BaseTrainer, arguments: StepArguments) -> int:
+    """Bytes of gradients on one device."""
+    params, sharding_plan = arguments.params, trainer.sharding_plan
     if sharding_plan is None:
         return on_device(params)
-    return on_device({path: placed(params[path], place) for path, place in sharding_plan.gradients(params).items()})
+    places = sharding_plan.gradients(params)
+    return on_device({path: placed(params[path], place) for path, place in places.items()})

@@ -1,4 +1,4 @@
-"""The command `trl-jax plan`: reports what a run would need of devices that are not there."""
+"""The command `trl-jax plan`: reports the memory, FLOPs and communication of a run on devices you do not have."""
 
 from __future__ import annotations
 
@@ -26,8 +26,12 @@ class PlanArguments:
 
     topology: str = field(metadata={"help": f"The devices to plan for. {known()}"})
     json: str | None = field(default=None, metadata={"help": "File to write the figures to, as JSON."})
-    levers: bool = field(
-        default=True, metadata={"help": "Where it does not fit, compile what might make it fit, one by one."}
+    suggestions: bool = field(
+        default=True,
+        metadata={
+            "help": "Where it does not fit, plan settings that might make it fit, one by one.",
+            "aliases": ["--levers"],  # its former name
+        },
     )
 
 
@@ -53,39 +57,43 @@ def main(
     model_args: ModelConfig,
     dataset_args: DatasetMixtureConfig,
 ) -> None:
-    """Print the plan, and write it to a file where asked for. Trains nothing, fetches no weights."""
+    """Print the plan, and write it to the file of `--json`. Trains nothing, downloads no weights.
+
+    Raises:
+        ValueError: the topology is unknown, or the run is one that `trl-jax reward` refuses.
+    """
     from trl_jax.dryrun.compiler import prepare
     from trl_jax.dryrun.plan import plan
-    from trl_jax.dryrun.suggestions import pulled
-    from trl_jax.scripts.plan_text import levers_text, text
+    from trl_jax.dryrun.suggestions import suggestions_for
+    from trl_jax.scripts.plan_text import suggestions_text, text
 
-    place = topology(plan_args.topology)
-    prepare(place)
-    idle = without_part(training_args)
-    if idle:
-        names = ", ".join(f"--{name}" for name in idle)
+    target = topology(plan_args.topology)
+    prepare(target)
+    ignored = without_part(training_args)
+    if ignored:
+        names = ", ".join(f"--{name}" for name in ignored)
         warnings.warn(f"A plan is of a step and of a pass of evaluation; no part in it have {names}.", stacklevel=2)
     run = _run_of(script_args, training_args, model_args, dataset_args)
 
     def planned(args: RewardConfig, compiles: bool = True) -> Any:
-        return plan(run, args, place, compiles=compiles)
+        return plan(run, args, target, compiles=compiles)
 
-    found = planned(training_args)
-    print(text(found), flush=True)
-    tried = []
-    if found.fits is False and plan_args.levers:
-        for lever in pulled(training_args, found, planned):
-            tried.append(lever)
-            print(levers_text(lever), flush=True)
+    result = planned(training_args)
+    print(text(result), flush=True)
+    suggestions = []
+    if result.fits is False and plan_args.suggestions:
+        for suggestion in suggestions_for(training_args, result, planned):
+            suggestions.append(suggestion)
+            print(suggestions_text(suggestion), flush=True)
     if plan_args.json is not None:
-        written = found.as_dict() | {"levers": [lever.as_dict() for lever in tried]}
-        Path(plan_args.json).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+        figures = result.as_dict() | {"suggestions": [suggestion.as_dict() for suggestion in suggestions]}
+        Path(plan_args.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
 def without_part(args: RewardConfig) -> list[str]:
     """The arguments of `NO_PART` that differ from their defaults."""
-    alone = type(args)(args.output_dir, eval_strategy=args.eval_strategy, use_cpu=args.use_cpu)
-    usual = vars(alone) | {"output_dir": type(args)().output_dir, "use_cpu": False}
+    default = type(args)(args.output_dir, eval_strategy=args.eval_strategy, use_cpu=args.use_cpu)
+    usual = vars(default) | {"output_dir": type(args)().output_dir, "use_cpu": False}
     return sorted(name for name in NO_PART if vars(args)[name] != usual[name])
 
 
@@ -104,14 +112,14 @@ def _run_of(
     from trl_jax.trainer.utils import get_peft_config, get_quantization_config
 
     mixture = dataset_args if dataset_args.datasets else None
-    anything = script_args.dataset_name is not None or mixture is not None
-    check_flags(script_args, training_args, model_args, mixes=mixture is not None or not anything)
+    has_rows = script_args.dataset_name is not None or mixture is not None
+    check_flags(script_args, training_args, model_args, mixes=mixture is not None or not has_rows)
     args = copy.copy(training_args)
     args.model_init_kwargs = model_init_kwargs(training_args, model_args)
     checkpoint = find(model_args.model_name_or_path, args)
     quantization = quantization_of(get_quantization_config(model_args), args)
     run = Run(checkpoint, adapter=get_peft_config(model_args), quantization=quantization)
-    if not anything:
+    if not has_rows:
         return run
     code = training_args.trust_remote_code
     tokenizer = load_tokenizer(tokenizer_folder(checkpoint), checkpoint.config, trust_remote_code=code)

@@ -1,4 +1,4 @@
-"""Writes a plan as text."""
+"""A plan as text."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trl_jax.dryrun.plan import Plan
-    from trl_jax.dryrun.suggestions import Lever
+    from trl_jax.dryrun.suggestions import Suggestion
 
 _GIB = 2**30
 
 
 def text(plan: Plan) -> str:
+    """The whole plan: head, table of memory, collectives, FLOPs, evaluation and verdict, a few lines each."""
     parts = [_head(plan), _memory(plan), _collectives(plan), _work(plan), _evaluation(plan), verdict(plan)]
     return "\n".join(part for part in parts if part)
 
@@ -21,8 +22,8 @@ _KEPT = {False: "matrix products kept", True: "layers computed twice", "offloade
 
 def _head(plan: Plan) -> str:
     chip, kinds = plan.topology.chip, plan.settings
-    has = "pretended, of no size" if chip is None else f"{_size(chip.memory)} each"
-    many = f"{plan.topology.devices} device(s), {has}"
+    memory = "simulated, of no size" if chip is None else f"{_size(chip.memory)} each"
+    many = f"{plan.topology.devices} device(s), {memory}"
     mesh = ",".join(f"{axis}:{size}" for axis, size in plan.mesh.items()) or "none"
     kept = _KEPT[plan.remat]
     lengths = ", ".join(f"{length:,} (x{count})" for length, count in plan.lengths.items())
@@ -37,12 +38,12 @@ def _head(plan: Plan) -> str:
 
 def _memory(plan: Plan) -> str:
     compiled, memory = plan.compiled, plan.memory
-    mine = {name: _size(value) for name, value in memory._asdict().items()}
+    sizes = {name: _size(value) for name, value in memory._asdict().items()}
     rows = [
         ("bytes a device", "arithmetic", "compiler"),
-        *((f"  {name}", mine[name], "") for name in ("parameters", "moments", "batch")),
+        *((f"  {name}", sizes[name], "") for name in ("parameters", "moments", "batch")),
         ("what the step is given", _size(memory.arguments), _size(compiled and compiled.arguments)),
-        *((f"  {name}", mine[name], "") for name in ("gradients", "copies", "gathered", "kept", "working", "outside")),
+        *((f"  {name}", sizes[name], "") for name in ("gradients", "copies", "gathered", "kept", "working", "outside")),
         ("what it needs besides", _size(memory.temporary), _size(compiled and compiled.temporary)),
         ("peak", _size(memory.peak), _size(compiled and compiled.peak)),
     ]
@@ -50,7 +51,7 @@ def _memory(plan: Plan) -> str:
 
 
 def _collectives(plan: Plan) -> str:
-    """A line for each collective; nothing where the compiler gave no cost, as where a step does not fit."""
+    """A line for each kind of collective; empty where the compiler gave no cost, as where a step does not fit."""
     if plan.compiled is None or plan.compiled.cost is None or plan.topology.devices == 1:
         return ""
     found = plan.compiled.cost.collectives
@@ -82,18 +83,19 @@ def _work(plan: Plan) -> str:
 def _evaluation(plan: Plan) -> str:
     if plan.evaluation is None:
         return ""
-    one, part = plan.evaluation.one, plan.parts[-1]
-    measured = "" if part.compiled is None else f", {_size(part.peak)} by the compiler"
+    one, phase = plan.evaluation.one, plan.phases[-1]
+    measured = "" if phase.compiled is None else f", {_size(phase.peak)} by the compiler"
     return (
         f"Evaluation: a pass of {one.rows} x {one.length:,} tokens a device, beside the optimizer's state: peak "
-        f"{_size(part.reckoned)} by arithmetic{measured}."
+        f"{_size(phase.estimated)} by arithmetic{measured}."
     )
 
 
 def verdict(plan: Plan) -> str:
+    """Whether the run fits, and how much of the memory it takes: one sentence."""
     chip, compiled = plan.topology.chip, plan.largest.compiled
     if plan.fits is None:
-        return "Whether it fits: pretended devices have no memory of their own to compare with."
+        return "Whether it fits: simulated devices have no memory of their own to compare with."
     word = "It fits" if plan.fits else "It does not fit"
     word += " in evaluation" if not plan.fits and plan.largest.name == "evaluation" else ""
     if compiled is None:
@@ -102,10 +104,11 @@ def verdict(plan: Plan) -> str:
     return f"{word}: {_size(plan.peak)} of {room}."
 
 
-def levers_text(lever: Lever) -> str:
-    plan = lever.plan
+def suggestions_text(suggestion: Suggestion) -> str:
+    """A line for one suggestion: its flags and the verdict."""
+    plan = suggestion.plan
     took = f", compiled in {plan.compiled.seconds:,.0f} s" if plan.compiled else ""
-    return f"- {lever.name}: {verdict(plan)[:-1]}{took}."
+    return f"- {suggestion.name}: {verdict(plan)[:-1]}{took}."
 
 
 def _size(count: int | None) -> str:

@@ -1,6 +1,6 @@
-"""Tasks: what is learned, each in one file, and what one needs to write another.
+"""Tasks, each in one file: they define what is learned. Everything needed to write another one is exported here.
 
-Nothing else in the package knows which trainer runs. `trl_jax.BaseTrainer` trains whatever a `Task` explains.
+Nothing else in the package knows which task runs. `trl_jax.BaseTrainer` trains any `Task`.
 """
 
 from __future__ import annotations

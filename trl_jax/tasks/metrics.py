@@ -1,4 +1,4 @@
-"""From the sums that losses return to the numbers that are logged."""
+"""Join the sums that losses return into one array for each metric."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import numpy as np
 def joined(
     batches: Sequence[Mapping[str, np.ndarray]], joins: Mapping[str, Callable], count: str
 ) -> dict[str, np.ndarray]:
-    """The sums of all micro-batches that had an example, `[micro-batches]` each, in float64.
+    """Join the sums of steps or batches: `[micro-batches]` each, float64, without micro-batches that have no example.
 
-    A step gives `[passes, micro-batches]`: where micro-batches were laid out together, a pass has a part of each. A
-    batch of an evaluation gives single numbers.
+    A step has sums `[passes, micro-batches]`: where micro-batches are packed together, a pass has a part of each. A
+    batch of an evaluation has scalars.
 
     Args:
         batches: sums by name, of each step or batch.
-        joins: how the parts of a micro-batch become one, np.sum or np.min, by the name of a sum.
+        joins: the function that joins the parts of a micro-batch, as np.sum or np.min, by the name of the sum.
         count: the name of the sum that counts examples.
     """
-    found = {
+    sums = {
         name: np.concatenate([join(np.atleast_2d(batch[name]).astype(np.float64), axis=0) for batch in batches])
         for name, join in joins.items()
     }
-    real = found[count] > 0
-    return {name: values[real] for name, values in found.items()}
+    real = sums[count] > 0
+    return {name: values[real] for name, values in sums.items()}

@@ -1,4 +1,4 @@
-"""Reward models: the score of the chosen answer of each pair above that of the rejected one."""
+"""Reward models: the score of the chosen answer of each pair is trained to exceed that of the rejected one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class RewardTask:
     def prepare(
         self, dataset: Dataset | IterableDataset, tokenizer: Any, **limits: Any
     ) -> Dataset | IterableDataset:
-        """Preference rows of every form with `chosen_ids` and `rejected_ids`, less the pairs too long."""
+        """Add `chosen_ids` and `rejected_ids` to preference rows of every form, and leave out pairs that are too
+        long."""
         return preference.prepare(dataset, tokenizer, **limits)
 
     def example(self, row: dict[str, Any]) -> Example:
@@ -45,7 +46,7 @@ class RewardTask:
         return self.columns.example(row)
 
     def loss(self, outputs: jax.Array, batch: Batch | Measured) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """`losses.pairwise_loss` of the scores, chosen answers above rejected ones."""
+        """`losses.pairwise_loss` of the scores `[2E]`: those of all chosen answers, then those of all rejected ones."""
         chosen, rejected = jnp.split(outputs, 2)
         return pairwise_loss(
             chosen,
@@ -57,23 +58,23 @@ class RewardTask:
         )
 
     def metrics(self, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float]:
-        """TRL's metrics of a reward model; none without pairs.
+        """TRL's metrics of a reward model; empty without pairs.
 
-        In training each is a mean over micro-batches of each one's own mean or extreme, as TRL's are. In an evaluation
-        means are over all pairs, however they were batched; TRL averages the batches' means, which lets the pairs of a
-        short last batch count for more. Extremes are means of the batches' own in both.
+        In training, each is the mean over micro-batches of their means or extremes, as in TRL. In an evaluation, means
+        are over all pairs, however they were batched; TRL averages the means of batches, so that the pairs of a short
+        last batch count for more. Extremes are averaged over batches in both.
         """
-        found = joined(sums, _JOINS, count="pairs")
-        pairs = found["pairs"]
+        totals = joined(sums, _JOINS, count="pairs")
+        pairs = totals["pairs"]
         if not pairs.size:
             return {}
         over = (lambda total: np.mean(total / pairs)) if split == "train" else lambda total: total.sum() / pairs.sum()
         return {
-            "min_reward": float(np.mean(found["reward_min"])),
-            "mean_reward": float(over(found["reward_sum"] / 2)),
-            "max_reward": float(np.mean(found["reward_max"])),
-            "accuracy": float(over(found["correct"])),
-            "margin": float(over(found["margin_sum"])),
+            "min_reward": float(np.mean(totals["reward_min"])),
+            "mean_reward": float(over(totals["reward_sum"] / 2)),
+            "max_reward": float(np.mean(totals["reward_max"])),
+            "accuracy": float(over(totals["correct"])),
+            "margin": float(over(totals["margin_sum"])),
         }
 
     def predictions(self, outputs: np.ndarray, num_examples: int) -> np.ndarray:
@@ -81,7 +82,7 @@ class RewardTask:
         return of_examples(outputs, 2, num_examples)[:, None]
 
     def inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Also the names of early releases of TRL, `input_ids_chosen` and so on."""
+        """Add the names of early releases of TRL to the batch: `input_ids_chosen` and so on."""
         for name in ("input_ids", "attention_mask"):
             chosen, rejected = np.split(batch[name], 2)
             batch = batch | {f"{name}_chosen": chosen, f"{name}_rejected": rejected}

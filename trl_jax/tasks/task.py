@@ -15,9 +15,9 @@ Sums = dict[str, jax.Array]
 
 
 class Task(Protocol):
-    """A small frozen object that explains one way of training; it knows no trainer, device or file.
+    """The definition of one way of training: a small frozen object without trainer, device or file.
 
-    head: the head that the checkpoint gets: "score" gives one number a text.
+    head: of the model; "score" gives one number for each text.
     columns: the columns of a prepared dataset that examples are made of.
     """
 
@@ -33,37 +33,46 @@ class Task(Protocol):
         num_proc: int | None,
         name: str,
     ) -> Dataset | IterableDataset:
-        """The dataset with this task's columns beside its own; preparing twice is preparing once.
+        """Add this task's columns to the dataset's own; a dataset that has them is only checked.
 
         Args:
-            max_length: tokens of the longest text that is kept; None keeps all.
+            max_length: rows with a text of more tokens are left out; None keeps all.
             num_proc: processes that tokenise.
-            name: "train", "eval", "test", or the words by which errors call the dataset.
+            name: "train", "eval", "test", or the dataset's name in errors.
 
         Raises:
-            TypeError, ValueError: a column or row that cannot be trained on, by name.
+            TypeError, ValueError: a column or row, which the text names, cannot be trained on.
         """
 
     def example(self, row: dict[str, Any]) -> Example:
         """The texts and extras of one prepared row."""
 
     def loss(self, outputs: jax.Array, batch: Batch | Measured) -> tuple[jax.Array, Sums]:
-        """The loss, a float32 scalar, and sums for the metrics, each `[M]` over the batch's micro-batches, or a scalar
-        where it has none.
+        """The loss, a float32 scalar, and sums for the metrics: `[M]`, one for each micro-batch of the batch, or a
+        scalar where `batch.micro_batch` is None.
 
         Args:
-            outputs: float32 `[X]`, what the head gives at each read: every example's first text, then the second ones.
+            outputs: the head's output at each read, float32 `[X]`: first texts of all examples, then second ones.
             batch: `weight` `[E]`, `extras` and `micro_batch`, as in `Batch`. The loss is a sum weighted by `weight`.
         """
 
     def metrics(self, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float]:
-        """What is logged beside the loss, from the sums of each step ("train") or of each batch ("eval")."""
+        """The metrics to log besides the loss.
+
+        Args:
+            sums: of each step for split "train", of each batch for "eval".
+        """
 
     def predictions(self, outputs: np.ndarray, num_examples: int) -> np.ndarray:
-        """What predict() and compute_metrics see of one batch, whose first examples alone are real."""
+        """The predictions of one batch for predict() and compute_metrics.
+
+        Args:
+            outputs: `[X]`, as in `loss`.
+            num_examples: how many examples are real: the first ones.
+        """
 
     def inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """What a script's own compute_loss is given.
+        """The inputs that a script's own compute_loss gets.
 
         Args:
             batch: `input_ids` and `attention_mask` `[X, T]` of real examples, and each of the extras.

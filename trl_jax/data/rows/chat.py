@@ -1,4 +1,4 @@
-"""One preference row as the tokenizer wants it: two texts, or two conversations with template options."""
+"""Preference rows to token ids: both answers as text, or as conversations with options of the chat template."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from typing import Any, NamedTuple
 from trl_jax.core.printable import printable
 from trl_jax.data.rows.checks import cell_error
 from trl_jax.data.rows.cutting import is_long
-from trl_jax.data.rows.rendering import MOST_CHARACTERS, TooLarge, apply_chat_template
+from trl_jax.data.rows.rendering import MAX_CHARACTERS, TooLarge, apply_chat_template
 
 _READ = ("prompt", "chosen", "rejected", "tools", "chat_template_kwargs")
-# Of apply_chat_template, which a row may pass too: what is about the tokens, not about the text.
+# Arguments of apply_chat_template that a row may pass and that change the tokens, not the text.
 _ABOUT_TOKENS = {"padding", "truncation", "max_length", "return_tensors", "tokenizer_kwargs", "sanitize_control_tokens"}
 _WANTED = "a string, or a non-empty list of messages, each with a 'role' and a 'content'"
 
 
 class Pair(NamedTuple):
-    """Both answers with their prompt; `options` are the chat template's keyword arguments, empty for text."""
+    """Both answers, each with the prompt in front.
+
+    options: keyword arguments of the chat template, empty for text. where: the row's name in errors.
+    """
 
     chosen: str | list[dict]
     rejected: str | list[dict]
@@ -26,29 +29,34 @@ class Pair(NamedTuple):
 
 
 def is_messages(value: Any) -> bool:
+    """Whether a value is a non-empty list of messages, each with a role."""
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]
 
 
 def tokenise_batch(
-    batch: Any, indices: list[int], tokenizer: Any, where: str, most: int | None = None
+    batch: Any, indices: list[int], tokenizer: Any, where: str, max_characters: int | None = None
 ) -> dict[str, list[list[int]]]:
-    """A block of rows, given by columns, to `chosen_ids` and `rejected_ids`; made for `Dataset.map`.
+    """Tokenise a block of rows, as `Dataset.map` passes it, to `chosen_ids` and `rejected_ids`.
 
-    Only the ids are returned, so that the user's own columns stay as they are. `indices` and `where` name the
-    rows in errors. Of texts of more than `most` characters the beginning alone is tokenised: enough to leave them out.
+    Only the ids are returned, so that the user's own columns stay as they are. `indices` and `where` name the rows in
+    errors. A text of more than `max_characters` is tokenised only up to there, which is enough to see that it is too
+    long.
+
+    Raises:
+        ValueError: a row has another form than a text or a conversation with a template, by row and column.
     """
     columns = [column for column in _READ if column in batch]
     cells = zip(*(batch[column] for column in columns), strict=True)
     rows = [dict(zip(columns, row, strict=True)) for row in cells]
     pairs = [read_pair(row, f"Row {i} of {where}", tokenizer) for i, row in zip(indices, rows, strict=True)]
-    chosen, rejected = zip(*tokenise(pairs, tokenizer, most), strict=True)
+    chosen, rejected = zip(*tokenise(pairs, tokenizer, max_characters), strict=True)
     return {"chosen_ids": list(chosen), "rejected_ids": list(rejected)}
 
 
 def read_pair(row: dict[str, Any], where: str, tokenizer: Any) -> Pair:
-    """Join an explicit prompt to both answers and end texts with EOS; a template ends conversations itself.
+    """Join an explicit prompt to both answers, and end texts with EOS; a template ends conversations itself.
 
-    `where` names the row in errors. EOS is looked for in the answer alone, not in prompt and answer joined.
+    `where` names the row in errors. EOS is looked for in the answer alone, before the prompt is joined to it.
     """
     columns = [column for column in ("prompt", "chosen", "rejected") if column in row]
     _check_contents(row, columns, where)
@@ -66,42 +74,53 @@ def read_pair(row: dict[str, Any], where: str, tokenizer: Any) -> Pair:
     return Pair(chosen, rejected, options, where)
 
 
-def tokenise(pairs: list[Pair], tokenizer: Any, most: int | None = None) -> list[tuple[list[int], list[int]]]:
-    """Token ids of each pair, all of them text or all of them conversations; `most` as in `tokenise_batch`."""
+def tokenise(pairs: list[Pair], tokenizer: Any, max_characters: int | None = None) -> list[tuple[list[int], list[int]]]:
+    """Token ids (chosen, rejected) of each pair; all pairs are texts, or all are conversations.
+
+    Args:
+        max_characters: as in `tokenise_batch`.
+    """
     if isinstance(pairs[0].chosen, str):
-        texts = [_cut(text, most) for pair in pairs for text in (pair.chosen, pair.rejected)]
+        texts = [_cut(text, max_characters) for pair in pairs for text in (pair.chosen, pair.rejected)]
         ids = tokenizer(text=texts)["input_ids"]
         return list(zip(ids[::2], ids[1::2], strict=True))
-    return [_render(pair, tokenizer, most) for pair in pairs]
+    return [_render(pair, tokenizer, max_characters) for pair in pairs]
 
 
-def _cut(text: str, most: int | None) -> str:
-    return text if most is None else text[: most + 1]
+def _cut(text: str, max_characters: int | None) -> str:
+    return text if max_characters is None else text[: max_characters + 1]
 
 
-def _render(pair: Pair, tokenizer: Any, most: int | None) -> tuple[list[int], list[int]]:
+def _render(pair: Pair, tokenizer: Any, max_characters: int | None) -> tuple[list[int], list[int]]:
+    sides = (pair.chosen, pair.rejected)
     try:
-        return tuple(_render_side(side, pair.options, tokenizer, most) for side in (pair.chosen, pair.rejected))
+        return tuple(_render_side(side, pair.options, tokenizer, max_characters) for side in sides)
     except TooLarge as error:
         raise ValueError(
             f"{pair.where}: the tokenizer's chat template makes a text or a number that is too large: wanted at most "
-            f"{MOST_CHARACTERS:,} characters. Correct the template, or leave the row out."
+            f"{MAX_CHARACTERS:,} characters. Correct the template, or leave the row out."
         ) from error
-    except Exception as error:  # a template may raise anything: pass it on, with the row's name beside it
+    except Exception as error:  # a template may raise anything; the row's name is added
         error.args = tuple(printable(part) if isinstance(part, str) else part for part in error.args)
         error.add_note(f"{pair.where}: raised by the tokenizer's chat template.")
         raise
 
 
-def _render_side(messages: list[dict], options: dict[str, Any], tokenizer: Any, most: int | None) -> list[int]:
-    if is_long(messages, most) and _ABOUT_TOKENS.isdisjoint(options):
+def _render_side(
+    messages: list[dict], options: dict[str, Any], tokenizer: Any, max_characters: int | None
+) -> list[int]:
+    if is_long(messages, max_characters) and _ABOUT_TOKENS.isdisjoint(options):
         text = apply_chat_template(tokenizer, messages, tokenize=False, **options)
-        return tokenizer(_cut(text, most), add_special_tokens=False)["input_ids"]
+        return tokenizer(_cut(text, max_characters), add_special_tokens=False)["input_ids"]
     return apply_chat_template(tokenizer, messages, tokenize=True, return_dict=True, **options)["input_ids"]
 
 
 def with_eos(text: str, tokenizer: Any, where: str) -> str:
-    """The text, ended with the tokenizer's EOS token as TRL ends texts."""
+    """End a text with the tokenizer's EOS token, unless it ends so already, as TRL does.
+
+    Raises:
+        ValueError: the tokenizer has no EOS token; `where` names the row.
+    """
     if tokenizer.eos_token is None:
         raise ValueError(
             f"{where} is plain text, which ends with the EOS token, and the tokenizer "
@@ -138,7 +157,8 @@ def _check_contents(row: dict[str, Any], columns: list[str], where: str) -> None
 
 
 def check_unicode(found: Any, column: str, where: str) -> None:
-    """ValueError for half a UTF-16 character, as broken JSON escapes leave it: no tokenizer takes it."""
+    """Raise ValueError for a lone surrogate (half a UTF-16 pair, from broken JSON escapes), which no tokenizer
+    takes."""
     texts = [found] if isinstance(found, str) else [value for message in found for value in message.values()]
     for text in texts:
         try:

@@ -1,7 +1,7 @@
-"""What a dataset must be before it is trained on; every error names the argument, the row and the column.
+"""Checks of a dataset before it is trained on; every error names the argument, the row and the column.
 
 The checks read blocks: a `pyarrow.Table` and the index of its first row. A `Dataset` comes in blocks of many
-rows, a stream in blocks of one, so both are held to the same rules.
+rows, a stream in blocks of one row, so the same rules hold for both.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ _FIXES = {
 
 
 def argument(name: str) -> str:
-    """How errors call the dataset: train_dataset for "train"; a ready name, such as eval_dataset['key'], as it is."""
+    """The dataset's name in errors: train_dataset for "train"; another name, such as eval_dataset['key'], as it is."""
     return f"{name}_dataset" if name in ("train", "eval", "test") else name
 
 
 def check_type(dataset: Any, name: str) -> None:
+    """Raise TypeError for anything but a Dataset or IterableDataset, and ValueError for one with a transform."""
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         raise ValueError(
             f"{argument(name)} has a transform (set_transform or with_transform), which works on rows as "
@@ -52,12 +53,13 @@ def check_type(dataset: Any, name: str) -> None:
 
 
 def missing_columns(columns: list[str], name: str) -> ValueError:
+    """The error of a dataset that has only `columns`, neither texts nor ids."""
     accepted = ", or ".join(f"{chosen!r} and {rejected!r}" for chosen, rejected in (TEXTS, IDS, *LEGACY_IDS))
     return ValueError(f"{argument(name)} needs the columns {accepted}; found {columns}.")
 
 
 def cell_error(where: str, column: str, found: Any, wanted: str) -> ValueError:
-    """`where` is a row: "Row 3 of train_dataset"."""
+    """The error of one value; `where` is its row, as in "Row 3 of train_dataset"."""
     text = repr(found)
     shown = text if len(text) <= 60 else text[:57] + "..."
     kind = "" if found is None else f" ({type(found).__name__})"
@@ -71,9 +73,9 @@ def check_token_ids(
     name: str,
     max_positions: int | None = None,
 ) -> Dataset | IterableDataset:
-    """Raise ValueError for an id or a position without an embedding: an accelerator would clamp it without a word.
+    """Raise ValueError for an id or a position without an embedding: an accelerator would silently clamp it.
 
-    Returns the prepared dataset it was given; a stream comes back checking each row as it passes.
+    Returns the same dataset; a stream is returned with the check mapped over its rows.
 
     Args:
         columns: of token ids, a text each.
@@ -90,19 +92,20 @@ def check_token_ids(
 
 
 def blocks(dataset: Dataset, columns: tuple[str, ...]) -> Iterator[tuple[int, pa.Table]]:
+    """Iterate over (index of the first row, block of at most ROWS_PER_BLOCK rows) of these columns."""
     arrow = dataset.select_columns(list(columns)).with_format("arrow")
     for number, block in enumerate(arrow.iter(batch_size=ROWS_PER_BLOCK)):
         yield number * ROWS_PER_BLOCK, block
 
 
 def list_lengths(block: pa.Table, column: str) -> tuple[np.ndarray, np.ndarray]:
-    """The ids of a checked column, end to end, and how many each row has."""
+    """The ids of a checked column laid end to end `[tokens]`, and the number of each row `[rows]`, int64."""
     lists = block.column(column).combine_chunks()
     return _numbers(lists.flatten()), _numbers(pc.list_value_length(lists)).astype(np.int64)
 
 
 def row_block(row: dict[str, Any], columns: tuple[str, ...], where: str) -> pa.Table:
-    """One row as a block; `where` names it in the error for a value that no column can hold."""
+    """Make a block of one row; `where` names it in the ValueError for a value that no column can have."""
     try:
         return pa.table({column: pa.array([row[column]]) for column in columns})
     except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
@@ -110,7 +113,11 @@ def row_block(row: dict[str, Any], columns: tuple[str, ...], where: str) -> pa.T
 
 
 def check_ids(block: pa.Table, first: int, where: str) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens of the longer side, whether both sides are equal), each [rows]; ValueError for all but ids."""
+    """The number of tokens of the longer answer and whether both answers are equal, each `[rows]`.
+
+    Raises:
+        ValueError: a value is not a list of at least one int.
+    """
     chosen, rejected = (id_lists(block, column, first, where) for column in IDS)
     of_chosen, of_rejected = (_numbers(pc.list_value_length(side)) for side in (chosen, rejected))
     identical = of_chosen == of_rejected
@@ -123,11 +130,12 @@ def check_ids(block: pa.Table, first: int, where: str) -> tuple[np.ndarray, np.n
 
 
 def check_margin(block: pa.Table, first: int, where: str) -> None:
+    """Raise ValueError for a row without a finite margin."""
     check_numbers(block, "margin", first, where, "a finite number: give every row a margin, or drop the column")
 
 
 def check_numbers(block: pa.Table, column: str, first: int, where: str, wanted: str = "a finite number") -> None:
-    """Raise ValueError for a row of a column of numbers that has none, or one that float32 does not hold."""
+    """Raise ValueError for a row of a column of numbers that has none, or one beyond the range of float32."""
     numbers = block.column(column).combine_chunks()
     kind = numbers.type
     if numbers.null_count:
@@ -143,7 +151,7 @@ def check_numbers(block: pa.Table, column: str, first: int, where: str, wanted: 
 
 
 def empty_texts(block: pa.Table) -> np.ndarray:
-    """Whether the chosen or rejected text of each row is the empty string; conversations never are."""
+    """Whether the chosen or rejected text of each row is the empty string, `[rows]`; conversations never are."""
     empty = np.zeros(block.num_rows, dtype=bool)
     for column in TEXTS:
         texts = block.column(column)
@@ -153,11 +161,12 @@ def empty_texts(block: pa.Table) -> np.ndarray:
 
 
 def is_list(kind: pa.DataType) -> bool:
+    """Whether an Arrow type is a list of any kind."""
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
 def id_lists(block: pa.Table, column: str, first: int, where: str) -> pa.Array:
-    """A column of ids, each of them a list of at least one int; ValueError for anything else."""
+    """The lists of a column of ids; ValueError for a value that is not a list of at least one int."""
     lists = block.column(column).combine_chunks()
     kind = lists.type
     if not is_list(kind):

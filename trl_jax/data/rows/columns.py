@@ -1,4 +1,4 @@
-"""Which columns of a dataset are read, under which names, and which a script may believe are."""
+"""Find the columns of a dataset that are read, under today's or older names, and warn of those that are not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WEIGHT = "all pairs weigh the same"
 _LABEL = "the chosen answer is the better one of every pair"
 _PROMPT = "the prompt's column is called 'prompt'"
 _IMAGE = "the model reads text"
-# What TRL leaves out without a word -> why a script that has it may not be doing what it is for.
+# Column that TRL silently ignores -> the reason, for the warning: a script that has it may expect something of it.
 _UNREAD = {
     **dict.fromkeys([*MASKS.values(), "chosen_attention_mask", "rejected_attention_mask"], _PADDING),
     **dict.fromkeys(["weight", "weights", "sample_weight", "sample_weights"], _WEIGHT),
@@ -29,20 +29,20 @@ _UNREAD = {
 
 
 class Columns(NamedTuple):
-    """What was found: `tokenised` rows have ids; `masks` is the part of `MASKS` that is read beside them."""
+    """The columns found. tokenised: rows have token ids. masks: the entries of `MASKS` that are read with them."""
 
     tokenised: bool
     masks: dict[str, str]
 
 
 def settle(dataset: Any, found: list[str], name: str) -> tuple[Any, Columns]:
-    """The dataset under today's column names, and what is read of it.
+    """Rename older columns to today's names, and find those that are read.
 
-    Warns of an older name, and of columns that look as if they changed the training and don't.
+    Warns of older names, and of columns that look as if they changed the training but don't.
 
     Args:
         found: the dataset's columns; a stream may not know them itself.
-        name: as `preference.prepare` takes it.
+        name: of the dataset, as `preference.prepare` takes it.
 
     Raises:
         ValueError: there are neither texts nor ids.

@@ -1,6 +1,6 @@
-"""Texts that are certainly longer than max_length, of which a beginning is enough to see it.
+"""A bound on characters beyond which a text is certainly longer than max_length, so that its beginning is enough.
 
-To tokenise ten million characters takes seconds and gigabytes, and the row is then left out.
+Tokenising ten million characters takes seconds and gigabytes, only for the row to be left out.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _DECOMPOSED = 4  # characters that Unicode's canonical composition makes one of,
 _KEEPS_ALL = ("ByteLevel", "Digits", "Split")  # pre-tokenizers that lose no character
 
 
-def most_characters(tokenizer: Any, max_length: int | None) -> int | None:
-    """A text of more characters has more than `max_length` tokens; None where there is no such number.
+def character_bound(tokenizer: Any, max_length: int | None) -> int | None:
+    """The number of characters beyond which a text has more than `max_length` tokens; None where there is none.
 
-    There is one for byte-level BPE: every byte is a token or part of one, and none has more bytes than the longest of
-    the vocabulary. Other tokenizers may drop characters, or make one token of any number of unknown ones.
+    It exists for byte-level BPE: every byte is part of a token, and no token has more bytes than the longest one of the
+    vocabulary. Other tokenizers may drop characters, or make one token of any number of unknown ones.
     """
     if max_length is None or not _is_byte_level(tokenizer):
         return None
@@ -42,7 +42,7 @@ def _is_byte_level(tokenizer: Any) -> bool:
     if not isinstance(backend.model, BPE) or not isinstance(backend.normalizer, normalizers.NFC | None):
         return False
     if any(token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values()):
-        return False  # which take any number of spaces
+        return False  # such tokens swallow any number of spaces
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     return _splits_bytes(backend.pre_tokenizer) and set(alphabet) <= tokenizer.get_vocab().keys()
 
@@ -51,26 +51,26 @@ def _splits_bytes(splitter: pre_tokenizers.PreTokenizer | None) -> bool:
     """Whether texts are split into bytes in the end, and nothing is lost on the way."""
     if splitter is None:
         return False
-    told = json.loads(splitter.__getstate__())
-    steps = told["pretokenizers"] if told["type"] == "Sequence" else [told]
+    state = json.loads(splitter.__getstate__())
+    steps = state["pretokenizers"] if state["type"] == "Sequence" else [state]
     lost = any(step["type"] not in _KEEPS_ALL or step.get("behavior") == "Removed" for step in steps)
     return not lost and steps[-1]["type"] == "ByteLevel"
 
 
-def most_of_table(dataset: Dataset, tokenizer: Any, max_length: int | None) -> int | None:
-    """`most_characters`, or None where no row has as many, so that one cache of the ids serves every max_length."""
+def character_bound_of_table(dataset: Dataset, tokenizer: Any, max_length: int | None) -> int | None:
+    """`character_bound`, or None where no row exceeds it, so that the ids are cached once for every max_length."""
     columns = tuple(column for column in TEXTS if column in dataset.column_names)
     if max_length is None:
         return None
     counts = [sum(_characters(block.column(c)) for c in columns).max() for _, block in checks.blocks(dataset, columns)]
-    if max(counts) <= max_length:  # the least that it may be
+    if max(counts) <= max_length:  # no bound is lower
         return None
-    most = most_characters(tokenizer, max_length)
-    return None if most is None or max(counts) <= most else most
+    max_characters = character_bound(tokenizer, max_length)
+    return None if max_characters is None or max(counts) <= max_characters else max_characters
 
 
 def _characters(values: pa.Array | pa.ChunkedArray) -> np.ndarray:
-    """Of all strings in each value: `[values]`."""
+    """Number of characters of all strings in each value, however nested: `[values]`, int64."""
     if isinstance(values, pa.ChunkedArray):
         values = values.combine_chunks()
     kind = values.type
@@ -85,9 +85,9 @@ def _characters(values: pa.Array | pa.ChunkedArray) -> np.ndarray:
     return np.zeros(len(values), np.int64)
 
 
-def is_long(value: Any, most: int | None) -> bool:
-    """Whether a text, or the messages of a conversation, have more characters than `most`."""
-    return most is not None and _count(value) > most
+def is_long(value: Any, max_characters: int | None) -> bool:
+    """Whether a text, or the messages of a conversation, have more characters than `max_characters`."""
+    return max_characters is not None and _count(value) > max_characters
 
 
 def _count(value: Any) -> int:

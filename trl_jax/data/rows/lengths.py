@@ -1,4 +1,4 @@
-"""Rows of a table that are longer than max_length are left out, with a warning; `streaming` does so as rows pass."""
+"""Leave rows longer than max_length out of a table, with a warning; `streaming` does so as rows arrive."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ logger = logging.getLogger(__name__)
 def drop_long(
     dataset: Dataset, lengths: np.ndarray, max_length: int | None, where: str, unit: str, about: str = ""
 ) -> Dataset:
-    """The rows of at most `max_length` tokens; None keeps all.
+    """Keep the rows of at most `max_length` tokens; None keeps all.
 
     Args:
         lengths: tokens of the longest text of each row: `[rows]`.
-        where, unit: how messages call the dataset and one row, as in "train_dataset" and "pair".
+        where, unit: names of the dataset and of one row in messages, as in "train_dataset" and "pair".
         about: "at least " where long texts were not tokenised to their end.
 
     Raises:

@@ -1,6 +1,6 @@
-"""Attention masks beside the token ids of early TRL's rows: the places they hide are padding, and are left out.
+"""Attention masks of rows from early releases of TRL: masked tokens are padding, and are dropped.
 
-Early TRL handed the masks to the model. Here texts are padded, or laid end to end, when batches are made.
+Those releases passed the masks to the model. Here texts are padded, or laid end to end, when batches are made.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ MASKS = {"chosen_ids": "attention_mask_chosen", "rejected_ids": "attention_mask_
 
 
 def drop_padding(dataset: Dataset, masks: dict[str, str], num_proc: int | None, where: str) -> Dataset:
-    """The table without the masks and what they hide.
+    """Drop the masks of a table and the tokens that they mask out.
 
     Args:
         masks: column of ids -> column of its mask, as in `MASKS`.
-        where: the dataset, in errors.
+        where: the dataset's name in errors.
 
     Raises:
         ValueError: as `unmasked`.
@@ -46,11 +46,11 @@ def _unmasked_batch(block: pa.Table, indices: list[int], masks: dict[str, str], 
 
 
 def unmasked(block: pa.Table, first: int, column: str, mask: str, where: str) -> pa.Array:
-    """The ids of a column at the places where its mask is 1.
+    """The ids of a column where its mask is 1.
 
     Raises:
         ValueError: a mask of another length, of other values than 0 and 1, or with zeros between ones, by row and
-            column. (Without the places between, positions would be others than they were in early TRL.)
+            column. (Dropping tokens in the middle would change the positions of those after them.)
     """
     lists = checks.id_lists(block, column, first, where)
     lengths = pc.list_value_length(lists).to_numpy(zero_copy_only=False)
@@ -71,7 +71,7 @@ def unmasked(block: pa.Table, first: int, column: str, mask: str, where: str) ->
 
 
 def _kept(block: pa.Table, first: int, mask: str, lengths: np.ndarray, of: str, where: str) -> np.ndarray:
-    """Whether each token of a block stays, end to end."""
+    """Whether the mask keeps each token of a block: bool `[tokens]`, rows laid end to end."""
     wanted, lists = f"a list of 0 and 1, one for each token {of}", block.column(mask).combine_chunks()
     if not checks.is_list(lists.type):
         raise checks.cell_error(f"Row {first} of {where}", mask, lists[0].as_py(), wanted)

@@ -1,4 +1,4 @@
-"""Messages with images among them: TRL's `prepare_multimodal_messages`."""
+"""Messages with images: TRL's `prepare_multimodal_messages`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ _ROLES = ("system", "user", "assistant", "tool")
 
 
 def prepare_multimodal_messages(messages: list[dict[str, Any]], images: list | None = None) -> list[dict[str, Any]]:
-    """Messages whose content is a list of parts, with `images` in the places kept for them.
+    """Turn the content of messages into lists of parts, and put `images` at their placeholders.
 
-    Text becomes a part of its own; where the first user's message is text, all images stand before it. A part
-    `{"type": "image"}` without an image is a place for one, but in a tool's message.
+    Text becomes a part of its own; where the first message of the user is text, all images go before it. A part
+    `{"type": "image"}` without an image is a placeholder, except in a tool's message.
 
     Raises:
-        ValueError: an unknown role, or another number of places than of images.
+        ValueError: an unknown role, or another number of placeholders than of images.
     """
     waiting, images = iter(images or ()), list(images or ())
     messages = _in_parts(messages, len(images))

@@ -1,4 +1,4 @@
-"""Preference rows of every form to token ids, in the same order."""
+"""Prepare preference datasets of every form that TRL accepts: their rows become token ids, in the same order."""
 
 from __future__ import annotations
 
@@ -22,15 +22,21 @@ def prepare(
     num_proc: int | None,
     name: str,
 ) -> Dataset | IterableDataset:
-    """The dataset with `chosen_ids` and `rejected_ids` beside its own columns, less the pairs too long.
+    """Add `chosen_ids` and `rejected_ids` to the dataset's own columns, and leave out the pairs that are too long.
 
-    A pair goes when either side has more than `max_length` tokens; nothing is truncated. A prepared dataset
-    passes through, so preparing twice is preparing once. `name` is 'train', 'eval', 'test' or what
-    errors shall call it, such as "eval_dataset['key']".
-    Raises TypeError or ValueError for what cannot be trained on; a stream raises when it reaches the row.
+    A pair is left out where either answer, with its prompt, has more than `max_length` tokens; nothing is truncated. A
+    dataset that is prepared already stays as it is.
+
+    Args:
+        num_proc: processes that tokenise.
+        name: "train", "eval", "test", or the dataset's name in errors, such as "eval_dataset['key']".
+
+    Raises:
+        TypeError, ValueError: the dataset, a column or a row cannot be trained on; a stream raises when it reaches the
+            row.
     """
     checks.check_type(dataset, name)
-    plain = dataset.with_format(None)  # rows as Python values, whatever the format they are shown in
+    plain = dataset.with_format(None)  # rows as Python values, whatever format the user has set
     if isinstance(plain, IterableDataset):
         opening = streaming.first_row(plain, checks.argument(name))
         plain, read = columns.settle(plain, list(opening), name)
@@ -43,12 +49,12 @@ def prepare(
     _check_margins(plain, checks.argument(name))
     if read.masks:
         plain = _drop_padding(plain, read.masks, num_proc, checks.argument(name))
-    most = None
+    max_characters = None
     if not read.tokenised:
-        most = cutting.most_of_table(plain, tokenizer, max_length)
-        plain = _tokenise(plain, tokenizer, num_proc, name, most)
+        max_characters = cutting.character_bound_of_table(plain, tokenizer, max_length)
+        plain = _tokenise(plain, tokenizer, num_proc, name, max_characters)
     lengths = _check_pairs(plain, max_length, checks.argument(name))
-    about = "" if most is None else "at least "
+    about = "" if max_characters is None else "at least "
     return drop_long(plain, lengths, max_length, checks.argument(name), "pair", about)
 
 
@@ -66,12 +72,12 @@ def _drop_padding(dataset: Dataset, found: dict[str, str], num_proc: int | None,
 
 
 def _tokens(dataset: Dataset, columns: tuple[str, ...]) -> np.ndarray:
-    """Of each row of columns of ids that were checked: [columns, rows]."""
+    """Number of tokens of each row of these checked columns of ids: `[columns, rows]`."""
     found = [[checks.list_lengths(b, column)[1] for _, b in checks.blocks(dataset, columns)] for column in columns]
     return np.stack([np.concatenate(column) for column in found])
 
 
-def _tokenise(dataset: Dataset, tokenizer: Any, num_proc: int | None, name: str, most: int | None) -> Dataset:
+def _tokenise(dataset: Dataset, tokenizer: Any, num_proc: int | None, name: str, max_characters: int | None) -> Dataset:
     where = checks.argument(name)
     dataset = dataset.map(
         chat.tokenise_batch,
@@ -81,7 +87,7 @@ def _tokenise(dataset: Dataset, tokenizer: Any, num_proc: int | None, name: str,
         fn_kwargs={
             "tokenizer": tokenizer,
             "where": where,
-            "most": most,
+            "max_characters": max_characters,
         },  # not a closure: the cache finds the result again
         desc=f"Tokenizing {where.replace('_', ' ', 1)}",
     )
@@ -91,7 +97,9 @@ def _tokenise(dataset: Dataset, tokenizer: Any, num_proc: int | None, name: str,
 
 
 def _check_pairs(dataset: Dataset, max_length: int | None, where: str) -> np.ndarray:
-    """Tokens of the longer side of each pair: [rows]. Of texts that were cut, more than `max_length`."""
+    """Number of tokens of the longer answer of each pair, `[rows]`; for texts that were cut, a number above
+    `max_length`.
+    """
     scanned = [checks.check_ids(block, first, where) for first, block in checks.blocks(dataset, checks.IDS)]
     lengths, identical = (np.concatenate(part) for part in zip(*scanned, strict=True))
     if max_length is not None:

@@ -1,7 +1,7 @@
-"""Chat templates, which may come from anyone, rendered within bounds: a line of one can ask for all memory there is.
+"""Render chat templates within limits of size: they come from anyone, and one line can ask for all memory there is.
 
-jinja2's sandbox lets products, powers and sums be looked at before they are computed, and the text as it grows. What
-filters and methods of strings make is seen only when it is there.
+jinja2's sandbox lets us check sums, products and powers before they are computed, and the text as it grows. The results
+of filters and of string methods can be checked only once they exist.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
 
-MOST_CHARACTERS = 2**27  # of a rendered text, and items of a list
-_MOST_BITS = 2**16  # of a whole number
-_PIECES = 2**12  # that are joined at once
+MAX_CHARACTERS = 2**27  # of a rendered text, and items of a list
+_MAX_BITS = 2**16  # of a whole number
+_PIECES = 2**12  # of text, joined at once
 
 
 class TooLarge(jinja2.TemplateError):
-    """A template makes more than `MOST_CHARACTERS`."""
+    """A template makes a text of more than `MAX_CHARACTERS`, or a number of more than 65,536 bits."""
 
 
-def _check(size: int, most: int) -> None:
-    if size > most:
-        raise TooLarge(f"more than {most:,}")
+def _check(size: int, maximum: int) -> None:
+    if size > maximum:
+        raise TooLarge(f"more than {maximum:,}")
 
 
 def _joined(pieces: Iterable[str]) -> str:
@@ -33,23 +33,23 @@ def _joined(pieces: Iterable[str]) -> str:
     while some := list(islice(pieces, _PIECES)):
         found.append("".join(some))
         size += len(found[-1])
-        _check(size, MOST_CHARACTERS)
+        _check(size, MAX_CHARACTERS)
     return "".join(found)
 
 
 def _check_operands(operator: str, left: Any, right: Any) -> None:
-    """Raise TooLarge where the result would be."""
+    """Raise TooLarge where the result of an operator would be."""
     sequences, whole = (str, bytes, list, tuple), isinstance(left, int) and isinstance(right, int)
     if operator == "+" and isinstance(left, sequences) and isinstance(right, sequences):
-        _check(len(left) + len(right), MOST_CHARACTERS)
+        _check(len(left) + len(right), MAX_CHARACTERS)
     elif operator == "*" and isinstance(left, sequences) and isinstance(right, int):
-        _check(len(left) * right, MOST_CHARACTERS)
+        _check(len(left) * right, MAX_CHARACTERS)
     elif operator == "*" and isinstance(right, sequences) and isinstance(left, int):
-        _check(len(right) * left, MOST_CHARACTERS)
+        _check(len(right) * left, MAX_CHARACTERS)
     elif operator == "*" and whole:
-        _check(left.bit_length() + right.bit_length(), _MOST_BITS)
+        _check(left.bit_length() + right.bit_length(), _MAX_BITS)
     elif operator == "**" and whole:
-        _check(left.bit_length() * right, _MOST_BITS)
+        _check(left.bit_length() * right, _MAX_BITS)
 
 
 class _Bounded(ImmutableSandboxedEnvironment):
@@ -61,16 +61,16 @@ class _Bounded(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
 
-def apply_chat_template(tokenizer: Any, messages: list[dict], **how: Any) -> Any:
-    """`tokenizer.apply_chat_template`, of what is not too large.
+def apply_chat_template(tokenizer: Any, messages: list[dict], **options: Any) -> Any:
+    """Call `tokenizer.apply_chat_template(messages, **options)` with limits of size.
 
-    transformers makes its environment while it compiles a template, of the class of this name, and keeps it.
+    transformers looks up the class of jinja2's environment while it compiles a template, and caches the environment.
 
     Raises:
-        TooLarge: what the template asks for, or makes, is.
+        TooLarge: the template makes more than the limits.
     """
     chat_template_utils.ImmutableSandboxedEnvironment = _Bounded
     try:
-        return tokenizer.apply_chat_template(messages, **how)
+        return tokenizer.apply_chat_template(messages, **options)
     finally:
         chat_template_utils.ImmutableSandboxedEnvironment = ImmutableSandboxedEnvironment

@@ -1,4 +1,4 @@
-"""EOS, pad and the chat template, settled on the tokenizer before the first row is read."""
+"""Set EOS, pad and the chat template on the tokenizer, before the first row is read."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from trl_jax.data.rows.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-_MULTIPLE = 64  # to which TRL rounds up the tokens of a model that grows
+_MULTIPLE = 64  # TRL rounds the embedding of a model that it resizes up to a multiple of this
 
 
 def settle(tokenizer: Any, *, eos_token: str | None = None, pad_token: str | None = None) -> Any:
     """Set `eos_token` and `pad_token` on the tokenizer itself and return it.
 
-    It writes into what it was given on purpose, as TRL does: scripts read `tokenizer.pad_token` after they built
-    the trainer, and the tokenizer saved beside the model must say the same. The pad token is `pad_token`, else the
-    tokenizer's own, else its EOS token.
+    It changes the tokenizer itself, as TRL does: scripts read `tokenizer.pad_token` after they built the trainer, and
+    the tokenizer that is saved with the model must have the same. The pad token is `pad_token`, else the tokenizer's
+    own, else its EOS token.
+
+    Raises:
+        ValueError: a token is not in the vocabulary, or there is neither a pad nor an EOS token.
     """
     if eos_token is not None:
         _check_known(tokenizer, "eos_token", eos_token)
@@ -42,8 +45,18 @@ def settle(tokenizer: Any, *, eos_token: str | None = None, pad_token: str | Non
 def settle_chat_template(tokenizer: Any, path: str, *, rows: int, can_resize: bool = False) -> int:
     """Give the tokenizer the template in a .jinja or .j2 file (UTF-8), or that of another tokenizer, by folder or name.
 
-    With another's template come its added tokens and its EOS token; the model embeds `rows` tokens. Returns how many it
-    is to embed: more, where there are too few and it `grows`.
+    Another tokenizer's added tokens and EOS token come with its template.
+
+    Args:
+        rows: tokens that the model embeds.
+        can_resize: whether the model's embedding may get more rows.
+
+    Returns:
+        How many tokens the model has to embed: `rows`, or more where it can be resized and new tokens need it.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the tokenizer cannot be loaded, or has more new tokens than the model has rows to spare.
     """
     file = Path(path)
     if file.suffix not in (".jinja", ".j2"):
@@ -56,10 +69,10 @@ def settle_chat_template(tokenizer: Any, path: str, *, rows: int, can_resize: bo
 
 
 def clone_into(tokenizer: Any, source_path: str, *, rows: int, multiple: int = 0) -> list[int]:
-    """Another tokenizer's chat template, added tokens and EOS token, into this one; the ids of the new tokens.
+    """Copy another tokenizer's chat template, added tokens and EOS token into this one; returns the new tokens' ids.
 
-    Rows of the embedding that no token has then get names, <extra_id_0> and so on, as in TRL. Where there are too few,
-    as many are named as the next `multiple` has; 0 means that there can be no more.
+    Rows of the embedding without a token then get tokens <extra_id_0> and so on, as in TRL. Where there are too few
+    `rows`, their number is first rounded up to a `multiple`; 0 means that there can be no more.
 
     Raises:
         ValueError: there are more new tokens than rows to spare.
@@ -92,7 +105,7 @@ def _loaded(path: str) -> Any:
 
 
 def _fill(tokenizer: Any, size: int) -> list[str]:
-    """Name the rows that no token has; the names that were new."""
+    """Add <extra_id_n> tokens until there are `size`; returns those that were new."""
     added, number = [], 0
     while len(tokenizer.get_vocab()) < size:
         name = f"<extra_id_{number}>"
@@ -113,7 +126,7 @@ def _check_known(tokenizer: Any, argument: str, token: str) -> None:
 
 @cache
 def _warn_shared(token: str) -> None:
-    """Once per process: the cache remembers the token it has warned of."""
+    """Warn once per process of each token, by the cache."""
     logger.warning(
         "pad_token and eos_token are both %r: the score is read at the last token that is not EOS, as TRL "
         "does. RewardConfig(pad_token=...) with another token lets the score be read at the EOS itself.",
@@ -122,7 +135,8 @@ def _warn_shared(token: str) -> None:
 
 
 def settle_ids(config: Any, tokenizer: Any, *, eos: bool) -> None:
-    """Where a row ends, in the config and, beside images, in the text's own."""
+    """Write the tokenizer's pad id and, where `eos`, its EOS id into the model's config, and into the text config of a
+    multimodal model."""
     for part in (config, config.get_text_config()):
         part.pad_token_id = tokenizer.pad_token_id
         if eos:
@@ -130,6 +144,7 @@ def settle_ids(config: Any, tokenizer: Any, *, eos: bool) -> None:
 
 
 def check_pad(tokenizer: Any, vocab_size: int) -> None:
+    """Raise ValueError where the model has no embedding for the pad token."""
     if tokenizer.pad_token_id >= vocab_size:
         raise ValueError(
             f"The pad token {tokenizer.pad_token!r} has id {tokenizer.pad_token_id}, but the model embeds the ids 0 to "

@@ -1,4 +1,4 @@
-"""Rows of plain text to the token columns of any task."""
+"""Prepare datasets of plain text for any task: the texts of each row become columns of token ids."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def prepare_texts(
     num_proc: int | None,
     name: str,
 ) -> Dataset | IterableDataset:
-    """The dataset with a task's columns of tokens beside its own, less the rows that are too long.
+    """Add a task's columns of token ids to the dataset's own, and leave out the rows that are too long.
 
-    Texts end with the tokenizer's EOS token, as TRL's do. A dataset that has the columns of tokens is tokenised
-    already; its rows are checked, and left out where they are too long.
+    Texts end with the tokenizer's EOS token, as TRL's do. A dataset that has these columns already is not tokenised
+    again; its rows are checked, and left out where they are too long.
 
     Args:
-        texts_of: the texts of a row, each under the name of the column that gets its tokens. A function of a module,
-            so that the cache of datasets finds the result again.
-        columns: of the task; every row must have its numbers.
+        texts_of: maps a row to its texts, each under the name of the column that gets its token ids. Define it at the
+            top of a module, so that the cache of datasets recognises it.
+        columns: the task's; every row must have its numbers.
         needed: columns of text that `texts_of` reads.
-        max_length, num_proc, name: as `Task.prepare` is given them.
+        max_length, num_proc, name: as in `Task.prepare`.
 
     Raises:
-        TypeError, ValueError: the dataset is none, is empty or lacks a column; a text is no string, a number is not
+        TypeError, ValueError: it is no dataset, is empty or lacks a column; a text is no string, or a number is not
             finite. A stream raises when it reaches the row.
     """
     checks.check_type(dataset, name)
@@ -57,7 +57,7 @@ def prepare_texts(
     facts = {"tokenizer": tokenizer, "texts_of": texts_of, "columns": columns, "needed": needed, "where": where}
     if streams:
         rows = plain.map(_read_row, with_indices=True, fn_kwargs=facts | {"tokenised": tokenised})
-        limits = {"max_length": max_length, "where": where, "passed": streaming.Passed()}
+        limits = {"max_length": max_length, "where": where, "state": streaming.StreamState()}
         return streaming.without_long(rows, columns=columns.texts, unit="row", **limits)
     if not tokenised:
         words = f"Tokenizing {where.replace('_', ' ', 1)}"
@@ -75,7 +75,7 @@ def _tokenise(
     needed: tuple[str, ...],
     where: str,
 ) -> dict[str, list[list[int]]]:
-    """A block of rows, given by columns, to the ids of their texts; made for `Dataset.map`."""
+    """Tokenise a block of rows, as `Dataset.map` passes it."""
     cells = zip(*(batch[column] for column in batch), strict=True)
     rows = [dict(zip(batch, row, strict=True)) for row in cells]
     places = [f"Row {i} of {where}" for i in indices]
@@ -94,21 +94,27 @@ def _texts(
 
 
 def _read_row(
-    row: dict[str, Any], index: int, columns: Columns, needed: tuple[str, ...], where: str, tokenised: bool, **how: Any
+    row: dict[str, Any],
+    index: int,
+    columns: Columns,
+    needed: tuple[str, ...],
+    where: str,
+    tokenised: bool,
+    **options: Any,
 ) -> dict[str, Any]:
-    """The columns of a stream's row, checked as those of a table."""
+    """The token ids of a stream's row, checked as those of a table."""
     streaming.check_has(row, index, (*(columns.texts if tokenised else needed), *columns.numbers), where)
     ids = {}
     if not tokenised:
         batch = {column: [value] for column, value in row.items()}
-        tokens = _tokenise(batch, [index], columns=columns, needed=needed, where=where, **how)
+        tokens = _tokenise(batch, [index], columns=columns, needed=needed, where=where, **options)
         ids = {column: rows[0] for column, rows in tokens.items()}
     _checked(checks.row_block(row | ids, columns.all, f"Row {index} of {where}"), columns, index, where)
     return ids
 
 
 def _checked(block: pa.Table, columns: Columns, first: int, where: str) -> np.ndarray:
-    """Tokens of the longest text of each row: [rows]; ValueError for what is no id or no number."""
+    """Number of tokens of the longest text of each row, `[rows]`; ValueError for a wrong id or number."""
     for column in columns.numbers:
         checks.check_numbers(block, column, first, where)
     lists = [checks.id_lists(block, column, first, where) for column in columns.texts]

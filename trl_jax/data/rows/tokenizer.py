@@ -1,4 +1,4 @@
-"""Tokenizers by folder or Hub name."""
+"""Load tokenizers by folder or Hub name."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 
 def load_tokenizer(place: str | Path, config: Any = None, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a folder or a repository, of whose code nothing is run unless the user said so.
+    """Load the tokenizer of a folder or a repository, without running code of its own unless the user allows it.
 
     Args:
-        config: transformers' config of its model. With `trust_remote_code` it is what tells the tokenizer's class,
-            where AutoTokenizer would run a config's own code to find that out.
+        config: transformers' config of its model. With `trust_remote_code` the tokenizer's class is found by it;
+            AutoTokenizer would otherwise run a config's own code for that.
         trust_remote_code: let the tokenizer's own code run, where `auto_map` in tokenizer_config.json names some.
 
     Raises:
@@ -21,5 +21,5 @@ def load_tokenizer(place: str | Path, config: Any = None, *, trust_remote_code: 
 
     if trust_remote_code:
         return AutoTokenizer.from_pretrained(place, config=config, trust_remote_code=True)
-    # None would have transformers ask on the terminal, and take what comes from a pipe for the answer.
+    # With None, transformers would ask on the terminal, and read the answer from a pipe if there is one.
     return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
