@@ -23,7 +23,7 @@ from trl_jax.engine.own_folder import own_folder
 from trl_jax.hub import auto
 from trl_jax.hub.torch.optimizer_state import write_adamw_moments
 from trl_jax.run import model_loading
-from trl_jax.trainer import reward_trainer
+from trl_jax.trainer import base_trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -189,7 +189,7 @@ def test_a_trainer_and_scoring_look_before_they_compile(checkpoint, tmp_path, mo
         seen.append("found")
         return plain(*given, **how)
 
-    for module in (reward_trainer, compilation):
+    for module in (base_trainer, compilation):
         monkeypatch.setattr(module, "keep_compilations", lambda: seen.append("looked"))
     for module in (model_loading, auto):
         monkeypatch.setattr(module, "find_checkpoint", found)

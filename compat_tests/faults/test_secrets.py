@@ -26,6 +26,7 @@ from compat_tests.trainer.trainers import FACTS, table
 from trl_jax.cli.main import main
 from trl_jax.core import secrets
 from trl_jax.hub import push
+from trl_jax.run.resuming import log_changes
 
 MARK = "Mark7of3a9Secret"
 TOLD = re.compile(re.escape(MARK[1:]), re.IGNORECASE)
@@ -192,7 +193,7 @@ def test_a_run_tells_none(kind, folder, hub, told, tmp_path):
     old = tmp_path / "old" / "training_args.json"  # of a release that wrote what lies deeper
     old.parent.mkdir()
     old.write_text(json.dumps({"extras": {"headers": {"token": marker("old")}}}))
-    again._tell_changes(old.parent)
+    log_changes(old.parent, again.parts.checkpointer.arguments)
     trainer.end()
     found = told(full_text(failed.value))
     assert_untold(found | everything(hub))

@@ -152,7 +152,7 @@ def test_row19_another_mesh_goes_on_with_the_same_numbers(checkpoint, tmp_path):
     for path, array in unbroken.model.params.items():
         np.testing.assert_allclose(np.asarray(array), np.asarray(other.model.params[path]), atol=2e-4)
     fewer = trainer(checkpoint, tmp_path / "other", **(second | {"gradient_accumulation_steps": 1}))
-    with pytest.raises(ValueError, match="in steps of 8 pairs on 4 devices; 2 devices x .* give 4. Set grad.*=2"):
+    with pytest.raises(ValueError, match="in steps of 8 examples on 4 devices; 2 devices x .* give 4. Set grad.*=2"):
         fewer.train(resume_from_checkpoint=left)
 
 

@@ -42,7 +42,7 @@ def resume(run: RunState, checkpointer: Checkpointer, found: ResumePoint, length
     else:
         params, state, progress = _of_ours(run, checkpointer, saved, params, tx)
     run.model.params, run.optimizer_state = params, state
-    _log_changes(folder, checkpointer.arguments)
+    log_changes(folder, checkpointer.arguments)
     reached = found.state.global_step >= length.max_steps
     progress.stop_training = reached or (progress.stop_training and found.state.max_steps == length.max_steps)
     if args.ignore_data_skip and not progress.stop_training:
@@ -127,7 +127,7 @@ def _check_dataset(found: ResumePoint, now: str | None) -> None:
         )
 
 
-def _log_changes(folder: Path, arguments: str) -> None:
+def log_changes(folder: Path, arguments: str) -> None:
     path = folder / ARGUMENTS
     then = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     changes = changed_arguments(masked(then), json.loads(arguments)) if then else []

@@ -127,8 +127,9 @@ def make_parser(subparsers: argparse._SubParsersAction | None = None, prog: str 
     )
     parser.description = (
         "Train a reward model on preference pairs, for example:\n\n"
-        "  trl-jax reward --model_name_or_path Qwen/Qwen3-0.6B --dataset_name pairs.jsonl \\\n"
-        "      --output_dir out --num_train_epochs 1 --learning_rate 1e-5\n\n"
+        "  trl-jax reward --model_name_or_path Qwen/Qwen3-0.6B \\\n"
+        "      --dataset_name pairs.jsonl --output_dir out \\\n"
+        "      --num_train_epochs 1 --learning_rate 1e-5\n\n"
         "A YAML file may hold any of the flags as keys."
     )
     fit_to_release(parser, RewardConfig.argument_table)
