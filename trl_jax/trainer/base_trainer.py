@@ -48,7 +48,7 @@ from trl_jax.trainer.surface import Surface
 
 
 class Parts(NamedTuple):
-    """What a trainer is made of, for tools that look at a run without training it."""
+    """The parts of a trainer, for tools that look at a run without training it."""
 
     run: RunState
     forward: Forward
@@ -115,7 +115,7 @@ class BaseTrainer(Surface):
             raise TypeError(f"args is a {type(args).__module__}.{type(args).__qualname__}: wanted a {wanted}.")
         keep_compilations()  # before anything is compiled
         adapter = None if peft_config is None else as_lora_config(peft_config)
-        model, brought = model_loading.told_apart(model)
+        model, brought = model_loading.split_model(model)
         if train_dataset is None:
             raise ValueError("`train_dataset` is required: pass a datasets.Dataset.")
         check_type(train_dataset, "train")
@@ -240,7 +240,7 @@ class BaseTrainer(Surface):
         return (loss, outputs) if return_outputs else loss
 
     def create_optimizer(self) -> Any:
-        """What turns gradients into updates; `optimizers` of the constructor, if given, or what `args.optim` names.
+        """Create the optimizer; `optimizers` of the constructor, if given, or what `args.optim` names.
 
         Overriding it: return any optax transformation; its updates are scaled as torch's LambdaLR would, by the
         schedule of the arguments as a share of its peak.

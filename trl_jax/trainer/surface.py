@@ -27,7 +27,7 @@ def _of_run(name: str, doc: str) -> property:
 
 
 class Surface(abc.ABC):
-    """What a script may ask of a trainer, or set on it, beside having it train."""
+    """The attributes and methods of a trainer besides training, which scripts read or set."""
 
     _run: RunState
 
