@@ -1,7 +1,9 @@
-"""Rooms that every task shares do not speak of one: no pairs, no chosen and rejected answers, no rewards."""
+"""Words: shared rooms do not speak of one task (pairs, chosen and rejected answers, rewards), and docstrings say what
+a thing is."""
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -45,7 +47,28 @@ def test_no_shared_room_is_passed_over():
     assert {file.rpartition("/")[0] for file in files()} >= set(SHARED)
 
 
-# The checker itself can fail.
+def riddles(source: str) -> list[str]:
+    """The docstrings that begin with "What", by their line."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    texts = [(node.body[0].lineno, ast.get_docstring(node)) for node in ast.walk(ast.parse(source))
+             if isinstance(node, documented) and ast.get_docstring(node)]  # fmt: skip
+    return [f"{line}: {text.splitlines()[0]}" for line, text in texts if re.match(r"what\b", text, re.IGNORECASE)]
+
+
+def test_docstrings_say_what_a_thing_is():
+    """They begin with a verb or a noun."""
+    files = {str(path.relative_to(PACKAGE)): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
+    assert {file: found for file, source in files.items() if (found := riddles(source))} == {}
+
+
+# The checkers themselves can fail.
+
+
+@pytest.mark.parametrize("head", ["", "class A:\n    ", "def f():\n    ", "async def f():\n    "])
+def test_a_docstring_that_begins_with_what_is_found(head):
+    assert len(riddles(f'{head}"""What a step is."""\n')) == 1
+    assert riddles(f'{head}"""Whatever: say what a step is."""\n') == []
+
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_a_run_gives_the_same_numbers_in_every_layout(checkpoint, tmp_path, monk
 
 def test_texts_that_are_divided_over_gpus_are_padded_unless_asked_otherwise():
     found, why = layout_choice.exact_layout(asked(device="cuda"), CAUSAL, striped=True)
-    assert found == "padded" and "have no kernel along streams; batch_layout='shared' uses XLA" in why
+    assert found == "padded" and "have no kernel along packed rows; batch_layout='shared' uses XLA" in why
     assert layout_choice.exact_layout(asked("shared", device="cuda"), CAUSAL, striped=True)[0] == "shared"
 
 

@@ -1,4 +1,4 @@
-"""`trainer.accelerator`, as scripts reach into it."""
+"""`trainer.accelerator`: the attributes and methods of accelerate's class that scripts use."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ _INSTEAD = {
 
 
 class Accelerator:
-    """What of accelerate's class means something here. `num_processes` counts devices: TRL has a process for each.
+    """The part of accelerate's Accelerator that has a meaning here. `num_processes` counts devices: TRL has a process
+    for each.
 
     Raises:
-        AttributeError: for everything else, with what does it here.
+        AttributeError: for every other attribute, with what to use instead.
     """
 
     local_process_index = 0
@@ -51,19 +52,19 @@ class Accelerator:
         )
         self._end = end
 
-    def print(self, *values: Any, **how: Any) -> None:
+    def print(self, *values: Any, **options: Any) -> None:
         if self.is_main_process:
-            print(*values, **how)
+            print(*values, **options)
 
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
         return model
 
     def wait_for_everyone(self) -> None:
-        """Until every process is here; there may be only this one."""
+        """Wait until every process has come here."""
         barrier("accelerator.wait_for_everyone")
 
     def gather(self, value: Any) -> Any:
-        """The value itself: what a script holds is already of all devices."""
+        """The value itself: it already covers all devices."""
         return value
 
     def gather_for_metrics(self, value: Any, use_gather_object: bool = False) -> Any:

@@ -1,4 +1,4 @@
-"""transformers' callbacks of a run, and the state that they see."""
+"""The callbacks of a run, which are transformers', and the TrainerState that they get."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trl_jax.run.state import RunState
 
 
 def events_of(run: RunState, callbacks: list[TrainerCallback] | None) -> Events:
-    """The default callbacks, those of `report_to` and these, with a control and no state yet."""
+    """Build the events of a run: the default callbacks, those of `report_to` and the given ones, with a fresh state."""
     from transformers.integrations import get_reporting_integration_callbacks
 
     reporters = get_reporting_integration_callbacks(run.args.report_to)
@@ -43,16 +43,16 @@ def begin_state(run: RunState) -> None:
 
 
 def finish_trackers(handler: CallbackHandler) -> None:
-    """Let trackers finish what they have open."""
+    """End the runs that trackers such as wandb have open."""
     for callback in handler.callbacks:
         for tracker in ("_wandb", "_trackio"):  # modules, where transformers' callbacks have imported them
             if vars(callback).get(tracker) is not None and callback._initialized:
                 vars(callback)[tracker].finish()
-                callback._initialized = False  # a run that is over cannot be ended, but the next log begins one
+                callback._initialized = False  # the next log then begins a new run
 
 
 def log(run: RunState, logs: dict[str, Any]) -> None:
-    """Put `logs` into `state.log_history` with the epoch and step, and hand them to the callbacks."""
+    """Append `logs` to `state.log_history` with the epoch and step, and pass them to the callbacks."""
     state = run.state
     if state.epoch is not None:
         logs = {**logs, "epoch": state.epoch}

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: weights and moments bit for bit, and the place in the data."""
+"""Checkpoints of a run: weights and optimizer state bit for bit, and the position in the data."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from trl_jax.run.model_files import write_model
 from trl_jax.run.optimizer_choice import LearningRate
 from trl_jax.run.state import RunState
 
-_OWN = ("process_id", "local_rank")  # arguments that each process has its own of
+_PER_PROCESS = ("process_id", "local_rank")  # arguments that differ between the processes of a run
 
 
 class Checkpointer:
-    """Writes checkpoints, in a thread beside the next steps where nobody would notice.
+    """Writes checkpoints, in a thread while training goes on where nothing depends on them being complete.
 
-    lr_scheduler: the run's schedule, whose state is kept; set at the beginning of train().
+    lr_scheduler: the run's schedule, whose state is saved; set at the beginning of train().
     """
 
     def __init__(self, run: RunState, arguments: str, save_model: Callable[..., None]):
         """
         Args:
-            arguments: what stands in training_args.json.
-            save_model: the trainer's, which a script may have overridden.
+            arguments: the text of training_args.json.
+            save_model: the trainer's method, which a script may have overridden.
         """
         self._run, self.arguments, self._save_model = run, arguments, save_model
         self.saver = AsyncSaver()
@@ -48,11 +48,14 @@ class Checkpointer:
         """Write the checkpoint of this step; returns its folder.
 
         Args:
-            aside: writing may go on beside the next steps, where nothing else stands against it.
+            aside: write in a thread while training goes on, where nothing prevents it.
+
+        Raises:
+            FloatingPointError: weights are NaN or infinite.
         """
         run = self._run
         self._check_weights()
-        self.saver.settle()  # before the copy: two at once would be memory for nothing
+        self.saver.settle()  # before the copy, so that no two copies exist at once
         aside = aside and self._may_go_aside()
         needed, write = self._least_bytes(), self._writer(progress, aside=aside)
         if not is_first():  # gathers what the first process writes
@@ -71,18 +74,19 @@ class Checkpointer:
         return folder
 
     def _may_go_aside(self) -> bool:
-        """Whether nobody looks at the checkpoint before it is whole, no other process has a part in it, and there is
-        memory for the copy that is written."""
+        """Whether no callback or override needs the complete checkpoint, no other process writes a part of it, and the
+        host has memory for the copy that is written."""
         run = self._run
         if run.overridden & {"save_model", "_save_checkpoint"} or not run.model.backend.saves_aside or several():
             return False
         if any(type(c).on_save is not TrainerCallback.on_save for c in run.events.handler.callbacks):
             return False
         spare = host_memory.available()
-        return spare is None or self._held_bytes() < spare / 2
+        return spare is None or self._copied_bytes() < spare / 2
 
     def _writer(self, progress: Progress, *, aside: bool) -> Callable[[Path], None]:
-        """What fills a checkpoint's folder; `aside`, from a copy of everything that the next step changes."""
+        """The function that writes a checkpoint's folder; with `aside`, from a copy of all that the next step
+        changes."""
         run = self._run
         trees = {"params": run.model.params}
         if not run.args.save_only_model:
@@ -100,21 +104,21 @@ class Checkpointer:
                 self._save_model(folder, _internal_call=True)
             if run.args.save_only_model:
                 return
-            rounded = set(run.model.backend.dtypes.values()) != {"float32"}  # by the model's own file
-            kept = trees if rounded else {"optimizer": trees["optimizer"]}
-            write_progress(folder, steps, kept, text, writes=is_first())
+            rounded = set(run.model.backend.dtypes.values()) != {"float32"}  # in the model's own files
+            saved = trees if rounded else {"optimizer": trees["optimizer"]}
+            write_progress(folder, steps, saved, text, writes=is_first())
 
         return write
 
     def write_model(self, folder: Path, model: PreTrainedModel) -> None:
-        """What save_model writes, of a model that may be a copy of the trainer's."""
+        """Write the files of save_model for this model, which may be a copy of the trainer's."""
         write_model(folder, model, self._run.processing_class, self.arguments)
 
-    def _held_bytes(self) -> int:
+    def _copied_bytes(self) -> int:
         return sum(leaf.nbytes for leaf in jax.tree.leaves((self._run.model.params, self._run.optimizer_state)))
 
     def _least_bytes(self) -> int:
-        """Of weights and moments; small files not counted."""
+        """Least size of the checkpoint: weights and moments, without small files."""
         run = self._run
         width = 4 if "float32" in run.model.backend.dtypes.values() else 2
         weights = width * run.model.num_parameters(only_trainable=True)
@@ -122,7 +126,7 @@ class Checkpointer:
         return weights + state
 
     def _check_weights(self) -> None:
-        """Raises FloatingPointError rather than let weights that are no numbers take the place of good ones."""
+        """Raise FloatingPointError for NaN or infinite weights, before they replace a good checkpoint."""
         bad = [path for path, good in jax.device_get(_finite(self._run.model.params)).items() if not good]
         if bad:
             raise FloatingPointError(
@@ -131,19 +135,19 @@ class Checkpointer:
             )
 
     def forget_dataset(self) -> None:
-        """The dataset may have been exchanged since the last run."""
+        """Forget the fingerprint: the dataset may have been replaced since the last run."""
         self._fingerprint = None
 
     def dataset_fingerprint(self) -> str | None:
-        """The digest of a table, read once a run; a stream's rows are known only as they pass."""
+        """The digest of a table, computed once a run; None for a stream, whose rows are known only as they arrive."""
         run = self._run
         if self._fingerprint is None and isinstance(run.train_dataset, Dataset):
             self._fingerprint = fingerprint(run.train_dataset, run.task.columns)
         return self._fingerprint
 
     def digests(self) -> dict[str, int]:
-        """Digests of what the processes of a run must have in common."""
-        arguments = {name: value for name, value in json.loads(self.arguments).items() if name not in _OWN}
+        """Digests of the facts that all processes of a run must share, by name."""
+        arguments = {name: value for name, value in json.loads(self.arguments).items() if name not in _PER_PROCESS}
         facts = {
             "arguments": json.dumps(arguments),
             "train_dataset": str(self.dataset_fingerprint()),

@@ -26,13 +26,15 @@ from trl_jax.run.state import RunState
 logger = logging.getLogger(__name__)
 
 
-def tokenizer_of(given: Any, checkpoint: Checkpoint | PreTrainedModel, brought: Any, args: BaseConfig) -> Any:
-    """The tokenizer that was passed, or the model's own."""
-    if given is not None:
-        return given
+def tokenizer_of(
+    processing_class: Any, checkpoint: Checkpoint | PreTrainedModel, torch_model: Any, args: BaseConfig
+) -> Any:
+    """The tokenizer that was passed as `processing_class`, or the model's own."""
+    if processing_class is not None:
+        return processing_class
     code = args.trust_remote_code
-    if brought is not None:
-        return load_tokenizer(brought.config._name_or_path, brought.config, trust_remote_code=code)
+    if torch_model is not None:
+        return load_tokenizer(torch_model.config._name_or_path, torch_model.config, trust_remote_code=code)
     return load_tokenizer(model_loading.tokenizer_folder(checkpoint), checkpoint.config, trust_remote_code=code)
 
 
@@ -49,19 +51,22 @@ def settle_tokens(args: BaseConfig, tokenizer: Any, rows: int, *, can_resize: bo
     return rows
 
 
-def settle_model(run: RunState, tags: list[str], brought: Any) -> None:
-    """Room for the tokens, TRL's tags, and the tokenizer's ids in the model's config and in that of torch's model."""
+def settle_model(run: RunState, tags: list[str], torch_model: Any) -> None:
+    """Resize the model to the tokens, add TRL's tags, and write the tokenizer's ids into the model's config.
+
+    The config of torch's model, if one was passed, gets the ids, too.
+    """
     model, args = run.model, run.args
     if run.vocab_size != model.vocab_size:
         model.resize_token_embeddings(run.vocab_size)
     model.add_model_tags(tags)
     eos = args.eos_token is not None or args.chat_template_path is not None
-    for config in (model.config, *([] if brought is None else [brought.config])):
+    for config in (model.config, *([] if torch_model is None else [torch_model.config])):
         special_tokens.settle_ids(config, run.processing_class, eos=eos)
 
 
 def divide(run: RunState) -> None:
-    """Lay the model's arrays on the mesh of the arguments, if there is one."""
+    """Distribute the model's arrays over the mesh of the arguments, if there is one."""
     run.sharding_plan = sharding_plan_of(run.args)
     check_division(run.sharding_plan, run.model, run.own_loss)
     model = run.model
@@ -73,7 +78,7 @@ def divide(run: RunState) -> None:
 
 
 def check_strategies(args: BaseConfig, eval_dataset: Any) -> None:
-    """Raises ValueError where a strategy of the arguments lacks what it needs."""
+    """Raise ValueError where a strategy of the arguments lacks an evaluation set or a metric that it needs."""
     if args.eval_strategy != "no" and eval_dataset is None:
         raise ValueError(
             f"eval_strategy={str(args.eval_strategy.value)!r} needs an eval_dataset. Pass one, or set "
@@ -105,7 +110,8 @@ def set_log_level(level: int) -> None:
 
 
 def warn_of_idle_devices(args: BaseConfig) -> None:
-    """JAX without the plugin of an accelerator runs on the CPU, and says so in no way one would notice."""
+    """Warn where training is on the CPU of a machine that has an accelerator: JAX lacks its plugin and hardly says
+    so."""
     if args.use_cpu or os.environ.get("JAX_PLATFORMS") or jax.default_backend() != "cpu":
         return
     for kind, extra, pattern in (("GPU", "cuda", "/dev/nvidia[0-9]*"), ("TPU", "tpu", "/dev/accel[0-9]*")):

@@ -1,4 +1,4 @@
-"""A run's datasets: prepared, and in batches."""
+"""The datasets of a run: preparing them, and loading them in batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def prepare(run: RunState, dataset: Any, name: str, *, bounded: bool = True) -> Dataset | IterableDataset:
-    """Rows as the loader takes them; where they are `bounded`, without those longer than max_length."""
+    """Prepare rows for the loader; `bounded` leaves out those longer than max_length."""
     prepared = run.task.prepare(
         dataset,
         run.processing_class,
@@ -32,7 +32,7 @@ def prepare(run: RunState, dataset: Any, name: str, *, bounded: bool = True) -> 
 
 
 def length_of(run: RunState) -> RunLength:
-    """How long the run is, by its arguments and its training set."""
+    """The length of the run, by its arguments and its training set."""
     args = run.args
     return run_length(
         len(run.train_dataset) if isinstance(run.train_dataset, Dataset) else None,
@@ -46,16 +46,16 @@ def length_of(run: RunState) -> RunLength:
 
 def loader(run: RunState, dataset: Dataset | IterableDataset, *, training: bool) -> ExampleLoader:
     """Step batches over a prepared dataset."""
-    args, own = run.args, bool(run.own_loss)
+    args, user_loss = run.args, bool(run.own_loss)
     lengths = _lengths(run, dataset) if training and args.train_sampling_strategy == "group_by_length" else None
-    layout = LayoutPlan("padded") if own else _layout(run, dataset, lengths, training)  # scripts' methods see rows
+    layout = LayoutPlan("padded") if user_loss else _layout(run, dataset, lengths, training)  # scripts get rows
     return ExampleLoader(
         dataset,
         run.task.columns,
         run.task.example,
         batch_size=run.micro_batch_examples if training else args.per_device_eval_batch_size * run.shards,
         shards=run.shards,
-        divided=not own,
+        divided=not user_loss,
         fills=run.fills if training else False,
         pad_token_id=run.processing_class.pad_token_id,
         pad_to_multiple_of=run.pad_to_multiple_of,
@@ -66,7 +66,7 @@ def loader(run: RunState, dataset: Dataset | IterableDataset, *, training: bool)
         shuffle=training and args.train_sampling_strategy != "sequential",
         seed=args.seed if args.data_seed is None else args.data_seed,
         lengths=lengths,
-        # Every evaluation row counts; and of a stream TRL drops nothing.
+        # No row of an evaluation is dropped and, as in TRL, none of a stream.
         drop_last=training and args.dataloader_drop_last and isinstance(dataset, Dataset),
     )
 
@@ -90,7 +90,7 @@ def _layout(run: RunState, dataset: Any, lengths: np.ndarray | None, training: b
 
 
 def _lengths(run: RunState, dataset: Dataset | IterableDataset) -> np.ndarray | None:
-    """Tokens of the longest text of each row, unless a column tells; a stream has no order to change."""
+    """The length of each row `[rows]`: of its longest text, or by `length_column_name`; None for a stream."""
     if not isinstance(dataset, Dataset):
         logger.warning("group_by_length has no effect on a stream: its rows come as they do.")
         return None

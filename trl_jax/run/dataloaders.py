@@ -1,4 +1,4 @@
-"""Dataloaders as scripts know them."""
+"""Dataloaders in the form that scripts expect."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from trl_jax.tasks.task import Task
 
 
 class Batches:
-    """Iterates over dicts of NumPy arrays, one a micro-batch: `input_ids`, `attention_mask`, and the task's own.
+    """Iterates over micro-batches as dicts of NumPy arrays: `input_ids`, `attention_mask`, and those of the task.
 
-    steps: the loader behind it, which gives whole optimizer steps.
-    dataset, batch_size: of that.
+    steps: the underlying loader of optimizer steps.
+    dataset, batch_size: of that loader.
     """
 
     def __init__(self, steps: ExampleLoader, task: Task):
@@ -26,7 +26,7 @@ class Batches:
         self.steps.set_epoch(epoch)
 
     def __len__(self) -> int:
-        """Micro-batches in an epoch; TypeError of a stream."""
+        """Micro-batches in an epoch; TypeError for a stream."""
         rows = len(self.dataset)
         return rows // self.batch_size if self.steps.drop_last else -(-rows // self.batch_size)
 
@@ -36,10 +36,10 @@ class Batches:
 
 
 def steps_of(batches: Any, method: str) -> ExampleLoader:
-    """The loader behind what a dataloader's method returned.
+    """The loader of the `Batches` that a dataloader's method returned.
 
     Raises:
-        TypeError: a script's own, of something else.
+        TypeError: the method is a script's own and returned something else.
     """
     if not isinstance(batches, Batches):
         raise TypeError(

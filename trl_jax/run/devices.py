@@ -1,4 +1,4 @@
-"""The devices of a run, and how arguments divide it over them."""
+"""The devices of a run, and how its arguments divide it over them."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-PROGRAMS_AT_ONCE = 4  # that are compiled beside steps
+PROGRAMS_AT_ONCE = 4  # compiled at the same time, while steps run
 
 
 def compiles_ahead(device: str) -> bool:
-    """On TPUs. A CPU computes the steps itself, and XLA for GPUs tries kernels out on the device."""
+    """Whether programs are compiled while steps run. Only on TPUs: a CPU is busy with the steps, and XLA for GPUs times
+    kernels on the device."""
     return device == "tpu"
 
 
 def run_devices(args: BaseConfig) -> list[jax.Device]:
-    """All that a run may use, of every process."""
+    """All devices that the run may use, of every process."""
     return args.jax_devices()
 
 
 def run_device(args: BaseConfig) -> jax.Device:
-    """This process's first."""
-    run_devices(args)  # processes find each other before anything else
+    """The first device of this process."""
+    run_devices(args)  # joins the processes first
     return jax.local_devices(backend="cpu" if args.use_cpu else None)[0]
 
 
@@ -44,7 +45,7 @@ def mesh_sizes(args: BaseConfig) -> dict[str, int]:
     """The size of each axis that the arguments name, or imply.
 
     Raises:
-        ValueError: they do not come out even on the devices there are, or not with a DeepSpeed file's batch.
+        ValueError: the sizes do not fit the number of devices, or the batch size of a DeepSpeed file.
     """
     asked = parallel.asked({f.name: getattr(args, f.name) for f in fields(args)})
     devices = run_devices(args)
@@ -60,8 +61,8 @@ def mesh_sizes(args: BaseConfig) -> dict[str, int]:
 
 
 def check_division(sharding_plan: ShardingPlan | None, model: PreTrainedModel, overridden: set[str]) -> None:
-    """Raises ValueError where the model's heads do not come out even on the tensor axis, or texts cannot be divided:
-    for the model, or for what the script has `overridden`."""
+    """Raise ValueError where the tensor axis does not divide the model's heads, or the sequence axis cannot divide
+    texts because of the model or of methods that the script has `overridden`."""
     if sharding_plan is None:
         return
     _check_sequence(sharding_plan.size(SEQUENCE), model, overridden & {"compute_loss", "prediction_step"})
@@ -82,7 +83,7 @@ def check_division(sharding_plan: ShardingPlan | None, model: PreTrainedModel, o
         )
 
 
-def _check_sequence(size: int, model: PreTrainedModel, own: set[str]) -> None:
+def _check_sequence(size: int, model: PreTrainedModel, overridden: set[str]) -> None:
     if size == 1:
         return
     ways = "Give these devices to data or fsdp instead."
@@ -91,13 +92,14 @@ def _check_sequence(size: int, model: PreTrainedModel, own: set[str]) -> None:
             f"mesh: sequence {size} deals the tokens of a text over devices, which only native decoders can read; "
             f"{model.name_or_path} is none ({model.backend.name} backend). {ways}"
         )
-    if own:
-        raise ValueError(f"mesh: sequence {size} divides texts, and a script's own {own.pop()} gets them whole. {ways}")
+    if overridden:
+        method = overridden.pop()
+        raise ValueError(f"mesh: sequence {size} divides texts, and a script's own {method} gets them whole. {ways}")
 
 
 def check_offloading(args: BaseConfig, backend: Backend) -> None:
-    """Raises ValueError where activation_offloading is asked for of a model that has no layers to scan; warns where
-    there is no other memory."""
+    """Raise ValueError where activation_offloading is set for a model without scanned layers; warn on a CPU, where it
+    has no effect."""
     if not args.activation_offloading:
         return
     if backend.heads is None:
@@ -110,13 +112,13 @@ def check_offloading(args: BaseConfig, backend: Backend) -> None:
 
 
 def describe(sharding_plan: ShardingPlan, params: dict, state: Any) -> str:
-    """One line: the mesh, and how much of weights and optimizer's state each device holds."""
+    """One line on the mesh, and on the share of the weights and the optimizer's state on each device."""
     mesh = ", ".join(f"{axis} {size}" for axis, size in sharding_plan.mesh.shape.items() if size > 1)
     parts = []
     for name, tree in (("weights", params), ("optimizer's state", state)):
         leaves = jax.tree.leaves(tree)
-        held = sum(prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
-        parts.append(f"{_bytes(held)} of {_bytes(sum(leaf.nbytes for leaf in leaves))} of the {name}")
+        per_device = sum(prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+        parts.append(f"{_bytes(per_device)} of {_bytes(sum(leaf.nbytes for leaf in leaves))} of the {name}")
     kind = sharding_plan.mesh.devices.flat[0].device_kind
     return f"Mesh {mesh} on {sharding_plan.mesh.size} devices ({kind}): each holds {' and '.join(parts)}."
 
@@ -127,12 +129,12 @@ def _bytes(count: int) -> str:
 
 
 def sharding_plan_of(args: BaseConfig) -> ShardingPlan | None:
-    """How the run is divided; None where it has one device."""
+    """The plan by which the run is divided over devices; None for a single one."""
     sizes = mesh_sizes(args)
     count = prod(sizes.values())
     if count == 1:
         return None
     asked = parallel.asked({f.name: getattr(args, f.name) for f in fields(args)})
-    how = {} if asked.whole_below is None else {"whole_below": asked.whole_below}
+    options = {} if asked.whole_below is None else {"whole_below": asked.whole_below}
     mesh = make_mesh(sizes, run_devices(args)[:count])
-    return ShardingPlan(mesh, "data" if asked.moments else None, **how)
+    return ShardingPlan(mesh, "data" if asked.moments else None, **options)

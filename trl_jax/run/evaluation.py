@@ -28,9 +28,9 @@ from trl_jax.run.user_loss_step import UserLossEvaluation, UserPrediction
 
 @dataclass(frozen=True)
 class MetricHooks:
-    """What a script adds to an evaluation: transformers' functions of those names, as they are now.
+    """A script's additions to an evaluation: transformers' functions of those names.
 
-    report: further metrics of the trainer's own, from what was evaluated and its dataset, under a prefix.
+    report: `(evaluated, dataset, prefix) -> metrics`, the trainer's own additions.
     """
 
     compute_metrics: Callable | None
@@ -39,7 +39,7 @@ class MetricHooks:
 
 
 class Evaluator:
-    """Runs evaluations, and makes metrics of them in TRL's names and order."""
+    """Runs evaluations, and computes metrics under TRL's names and in its order."""
 
     def __init__(
         self,
@@ -52,25 +52,25 @@ class Evaluator:
         self._run, self._forward, self._sharded_step = run, forward, sharded_step
         self._outputs = jax.jit(self.outputs, static_argnames=("dtype", "bounded"))
         self._measure = jax.jit(forward.measure)
-        self._by_script: Any = None  # by a script's own methods, batch by batch
+        self._by_script: Any = None  # evaluates batch by batch with a script's own methods
         if "prediction_step" in run.overridden:
             self._by_script = UserPrediction(run, user_loss, prediction_step)
         elif "compute_loss" in run.overridden:
             self._by_script = UserLossEvaluation(user_loss)
 
     def evaluate(self, batches: Any, prefix: str, hooks: MetricHooks) -> dict[str, float]:
-        """Loss, metrics and speed of the batches that get_eval_dataloader gave."""
+        """Evaluate the batches of get_eval_dataloader: loss, metrics and speed, by name with `prefix`."""
         start, run = time.time(), self._run
         evaluated, predicted = self._evaluated(batches, "get_eval_dataloader", hooks)
-        own = {} if run.args.prediction_loss_only else self._script_metrics(predicted, hooks)
-        metrics = _prefixed(prefix, evaluated.loss(), own) | self._speed(prefix, start, evaluated)
+        script_metrics = {} if run.args.prediction_loss_only else self._script_metrics(predicted, hooks)
+        metrics = _prefixed(prefix, evaluated.loss(), script_metrics) | self._speed(prefix, start, evaluated)
         measured = {"num_tokens": float(run.tokens_seen)} | run.task.metrics(evaluated.sums, "eval")
         if hooks.report is not None and "prediction_step" not in run.overridden:
             measured |= hooks.report(evaluated, predicted.dataset, prefix)
         return metrics | {f"{prefix}_{name}": value for name, value in measured.items()}
 
     def predict(self, batches: Any, prefix: str, hooks: MetricHooks) -> PredictionOutput:
-        """Predictions of the batches that get_test_dataloader gave, of texts longer than max_length, too."""
+        """Predict the batches of get_test_dataloader, texts longer than max_length included."""
         start = time.time()
         evaluated, predicted = self._evaluated(batches, "get_test_dataloader", hooks, bounded=False)
         metrics = _prefixed(prefix, evaluated.loss(), self._script_metrics(predicted, hooks))
@@ -79,11 +79,11 @@ class Evaluator:
         return PredictionOutput(predictions=predicted.joined, label_ids=(), metrics=metrics)
 
     def windows(self, batches: Any) -> Windows:
-        """The passes of an evaluation of these step batches."""
+        """The windows of an evaluation of this loader's batches."""
         return Windows(batches, sort=self._run.model.backend.batch_invariant)
 
     def outputs(self, params: dict, batch: Any, **options: Any) -> jax.Array:
-        """The model's outputs of one pass, whose arrays have an axis of shards in front."""
+        """The model's outputs `[X]` of one pass; where the run is sharded, `[shards, X]`."""
         first = partial(self._first_pass, **options)
         return first(params, batch) if self._sharded_step is None else self._sharded_step.scores(first)(params, batch)
 
@@ -143,8 +143,8 @@ class Evaluator:
         return speed_metrics(prefix, start, num_samples=evaluated.total, num_steps=steps)
 
 
-def _prefixed(prefix: str, loss: float, own: dict[str, float]) -> dict[str, float]:
+def _prefixed(prefix: str, loss: float, metrics: dict[str, float]) -> dict[str, float]:
     """In TRL's order: the script's metrics that have the prefix already, the loss, the script's others."""
-    ready = {name: value for name, value in own.items() if name.startswith(f"{prefix}_")}
-    others = {f"{prefix}_{name}": value for name, value in own.items() if name not in ready}
+    ready = {name: value for name, value in metrics.items() if name.startswith(f"{prefix}_")}
+    others = {f"{prefix}_{name}": value for name, value in metrics.items() if name not in ready}
     return ready | {f"{prefix}_loss": loss} | others

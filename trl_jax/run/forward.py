@@ -15,7 +15,7 @@ from trl_jax.run.state import RunState
 
 
 class Forward:
-    """The functions that a step and an evaluation are compiled of."""
+    """The functions from which a step and an evaluation are compiled."""
 
     def __init__(self, run: RunState):
         self._run = run
@@ -23,12 +23,12 @@ class Forward:
     def outputs(
         self, params: dict, batch: Batch, *, dtype: str, bounded: bool = True, **options: Any
     ) -> jax.Array:
-        """What the head gives at each read `[X]`, float32.
+        """The head's output at each read: `[X]`, float32.
 
         Args:
-            dtype: the layers compute in it.
-            bounded: no text is longer than max_length.
-            options: others of the model's call: remat, dropout_key, noise.
+            dtype: of the layers' computation.
+            bounded: whether no text is longer than max_length.
+            options: further arguments of the model's call: remat, dropout_key, noise.
         """
         run = self._run
         model = merge(run.model.graph, params, options.get("dropout_key"))
@@ -45,7 +45,7 @@ class Forward:
         Args:
             params: all parameters, trained and frozen ones.
             key: for dropout and noise; None without them.
-            remat: the backward pass computes layers again instead of keeping what they gave.
+            remat: whether the backward pass computes layers again instead of keeping their activations.
         """
         options = {"remat": remat} | self.random_options(key, batch.lengths)
         outputs = self.outputs(params, batch, dtype=self._run.args.compute_dtype, **options)
@@ -57,5 +57,5 @@ class Forward:
         return sums | {"loss": loss}
 
     def random_options(self, key: jax.Array | None, lengths: jax.Array) -> dict[str, Any]:
-        """The options of `outputs` in training; `key` is that of a pass through texts of these `lengths`."""
+        """The random options of `outputs` in training, for a pass with this key over texts of these `lengths`."""
         return random_options(self._run.args, key, lengths, self._run.pad_to_multiple_of)

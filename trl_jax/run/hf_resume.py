@@ -1,4 +1,4 @@
-"""What transformers' Trainer leaves in a checkpoint, as a run here goes on from it."""
+"""Resume from the files that transformers' Trainer writes into a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ logger = logging.getLogger(__name__)
 
 
 def optimizer_state(folder: Path, fresh: Any, load: Callable[[Path], dict[str, jax.Array]]) -> Any:
-    """`fresh` with AdamW's moments out of optimizer.pt; as it is, and said so, where there is no torch to read it.
+    """`fresh` with AdamW's moments from optimizer.pt; unchanged, with a warning, where they cannot be read without
+    torch.
 
-    `load` reads a folder of weights.
+    Args:
+        load: reads a folder of weights.
     """
     logger.warning("%s has no manifest: nothing tells whether its files are as they were written.", folder)
     if (folder / "adapter_config.json").is_file():
@@ -38,7 +40,11 @@ def optimizer_state(folder: Path, fresh: Any, load: Callable[[Path], dict[str, j
 
 
 def place(state: TrainerState, steps_an_epoch: int | None, examples_a_step: int) -> Progress:
-    """Where a run of transformers' stands, which counts in steps only; a stream (None) is read from its beginning."""
+    """The progress of a run of transformers, which counts steps only.
+
+    Args:
+        steps_an_epoch: None for a stream, whose epochs cannot be told.
+    """
     epoch, step = divmod(state.global_step, steps_an_epoch) if steps_an_epoch else (0, state.global_step)
     over = step == 0 and epoch > 0
     return Progress(
@@ -47,11 +53,12 @@ def place(state: TrainerState, steps_an_epoch: int | None, examples_a_step: int)
 
 
 def tokens_seen(state: TrainerState) -> int:
+    """The number of tokens in the last log, 0 where there is none."""
     return int(max((log["num_tokens"] for log in state.log_history if "num_tokens" in log), default=0))
 
 
 def _loss_sum(logs: list[dict[str, float]]) -> float:
-    """Of all logged steps, each line being the mean since the one before."""
+    """The sum of the losses of all logged steps; each log has the mean since the one before."""
     total, before = 0.0, 0
     for log in logs:
         if "loss" in log:

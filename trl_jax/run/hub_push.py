@@ -1,4 +1,4 @@
-"""A run's folder and checkpoints on the Hub."""
+"""Push a run's folder and checkpoints to the Hub."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from trl_jax.run.state import RunState
 logger = logging.getLogger(__name__)
 
 _STAGE = ".push"
-_NOT_TOLD = ("output_dir", "hub_model_id", "run_name", "accelerator_config", "use_cpu", "disable_tqdm", "report_to")
+_NOT_ON_CARD = ("output_dir", "hub_model_id", "run_name", "accelerator_config", "use_cpu", "disable_tqdm", "report_to")
 _STEP_ONLY = ("loss", "grad_norm", "learning_rate", "step", "total_flos", "num_input_tokens_seen")
 _CLOCK = ("_runtime", "_per_second")
 _NOT_THE_MODEL = ("training_state/*", "trainer_state.json", MANIFEST)  # of a checkpoint
 
 
 class HubPublisher:
-    """`push_to_hub` and what `hub_strategy` asks for.
+    """Pushes as `push_to_hub` and `hub_strategy` say.
 
-    repo_id: the repository's full name, None before it was opened.
+    repo_id: the repository's full name, None before `open`.
     """
 
     def __init__(self, run: RunState, tags: list[str]):
         """
         Args:
-            tags: of the model's card, by which one finds what such a trainer trained.
+            tags: of the model's card.
         """
         self._run, self._tags, self.repo_id = run, tags, None
         self._publisher: Publisher | None = None
         self._unpushed: Path | None = None  # the newest checkpoint whose push failed
 
     def open(self, token: str | None = None, private: bool | None = None) -> None:
-        """Make the repository `args.hub_model_id`, named after output_dir if None, unless it is there.
+        """Create the repository `args.hub_model_id`, named after output_dir if None, unless it exists.
 
         Raises:
             TypeError, ValueError: the token cannot be one.
-            PermissionError, ConnectionError: that failed. Under `hub_strategy="end"` a Hub that cannot be reached is
-                warned of only: it is not needed yet.
+            PermissionError, ConnectionError: that failed. With `hub_strategy="end"`, a Hub that cannot be reached only
+                gets a warning: it is not needed yet.
         """
         args = self._run.args
         if not is_first():
@@ -65,18 +65,19 @@ class HubPublisher:
             logger.warning("%s It is asked again when there is something to push.", error)
 
     def wait(self) -> None:
-        """Until no upload is under way."""
+        """Wait until no upload is running."""
         self._publisher.wait()
 
     @property
     def opened(self) -> bool:
+        """Whether `open` was called in this process."""
         return self._publisher is not None
 
     def push(self, message: str, *, blocking: bool, revision: str | None) -> Any:
         """Upload `args.output_dir`, checkpoints left out. Returns the commit; where not `blocking`, a Future of it.
 
         Raises:
-            PermissionError, ConnectionError: not even the last try succeeded; everything is in the folder.
+            PermissionError, ConnectionError: the last try failed, too; everything is in the folder.
         """
         uploads = [Upload(Path(self._run.args.output_dir), message, ignored=IGNORED)]
         if not blocking:
@@ -89,7 +90,7 @@ class HubPublisher:
         return commit
 
     def write_card(self, model_name: str | None, dataset_name: Any, tags: Any, facts: dict[str, Any]) -> None:
-        """Write README.md into `args.output_dir`; one that somebody else wrote is left alone."""
+        """Write README.md into `args.output_dir`, unless there is one that trl_jax did not write."""
         run, folder = self._run, Path(self._run.args.output_dir)
         began = run.model.name_or_path
         write_card(
@@ -105,10 +106,11 @@ class HubPublisher:
 
     @property
     def pushes_checkpoints(self) -> bool:
+        """Whether checkpoints are pushed during training."""
         return self._run.args.push_to_hub and self._run.args.hub_strategy != HubStrategy.END
 
     def push_saved(self, folder: Path) -> None:
-        """Push a checkpoint that was just written, unless hub_strategy says otherwise or an upload is under way."""
+        """Push a checkpoint that was just written, unless hub_strategy says otherwise or an upload is running."""
         if is_first() and self.pushes_checkpoints and (self._run.args.hub_always_push or not self._publisher.running):
             self._push_checkpoint(folder)
 
@@ -130,7 +132,8 @@ class HubPublisher:
         self._publisher.push_in_background(uploads, done=done)
 
     def _staged(self, folder: Path) -> Path:
-        """What is pushed of a checkpoint, under names of its own: it may be removed while that is under way."""
+        """Link the files to push into a folder of their own, because the checkpoint may be removed during the
+        upload."""
         output_dir = Path(self._run.args.output_dir)
         stage = output_dir / f"{_STAGE}-{self._run.state.global_step}"
         shutil.rmtree(stage, ignore_errors=True)
@@ -142,7 +145,7 @@ class HubPublisher:
         return stage
 
     def finish(self) -> None:
-        """Wait for the last upload; try a failed one again, and tell at the end what did not arrive."""
+        """Wait for the last upload, retry it if it failed, and log the failures."""
         if self._publisher is None:
             return
         if self._publisher.running:
@@ -165,30 +168,30 @@ class HubPublisher:
 
 
 def card_run(run: RunState) -> Run | None:
-    """What the card tells of the training; None before it."""
+    """The facts of the training for the card; None before the first log."""
     history = run.state.log_history
     if not history:
         return None
     defaults = type(run.args)("unused", use_cpu=run.args.use_cpu).to_dict()
-    told = {name: value for name, value in run.args.to_dict().items() if defaults.get(name) != value}
-    for name in (*_NOT_TOLD, *(name for name in told if name.endswith("_token"))):
-        told.pop(name, None)
+    changed = {name: value for name, value in run.args.to_dict().items() if defaults.get(name) != value}
+    for name in (*_NOT_ON_CARD, *(name for name in changed if name.endswith("_token"))):
+        changed.pop(name, None)
     last: dict[str, float] = {}
     for log in history:
         last |= {name: value for name, value in log.items() if name not in _STEP_ONLY}
     last = {name: value for name, value in last.items() if name == "train_loss" or not name.startswith("train_")}
     losses = [(log["step"], log["loss"]) for log in history if "loss" in log]
-    return Run(told, {name: value for name, value in last.items() if not name.endswith(_CLOCK)}, losses)
+    return Run(changed, {name: value for name, value in last.items() if not name.endswith(_CLOCK)}, losses)
 
 
 def sweep_stages(output_dir: str) -> None:
-    """Remove what uploads that were cut off left behind."""
+    """Remove the folders of interrupted uploads."""
     for stage in Path(output_dir).glob(f"{_STAGE}-*"):
         shutil.rmtree(stage)
 
 
 def _link(source: str, target: str) -> None:
-    """A second name for a file that nobody changes any more; a copy where the file system has none."""
+    """Hard-link a file that does not change any more; copy it where the file system has no links."""
     if os.path.exists(target):
         os.unlink(target)
     try:
@@ -198,7 +201,7 @@ def _link(source: str, target: str) -> None:
 
 
 def _link_weights(source: str, target: str) -> None:
-    """Of a run's own folder: logs and cards are still written to, so they are copied."""
+    """Link weights, and copy other files of a run's folder, such as logs, which may still change."""
     (_link if source.endswith(".safetensors") else shutil.copy2)(source, target)
 
 

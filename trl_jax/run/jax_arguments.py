@@ -89,12 +89,12 @@ class JaxArguments(TrainingArguments):
 
     @property
     def local_process_index(self) -> int:
-        """A host has one process."""
+        """Always 0: a host has one process."""
         return 0
 
     @contextlib.contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work"):
-        """The first process goes ahead; the others wait for it, and find what it left in a cache they share."""
+        """Run the block in the first process before the others, which then find its results in a shared cache."""
         from trl_jax.engine.processes import barrier
 
         if self.process_index:

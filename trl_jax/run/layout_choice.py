@@ -1,4 +1,4 @@
-"""The layout of a run's examples in memory: as was asked where that is exact, else padded rows, with a reason."""
+"""Choose the layout of a run's examples in memory: the one asked for where it is exact, else another, with a reason."""
 
 from __future__ import annotations
 
@@ -21,13 +21,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What a device could compute in the seconds that its compiler takes for a step, in FLOPs: 4 s of a CPU's, 20 s of what
-# a large model attains of an accelerator's. Compilations that go on beside steps (on TPUs) still take their time.
+# FLOPs that a device could compute in the time that its compiler takes for a step: 4 s on a CPU, 20 s at the rate that
+# a large model reaches on an accelerator. Compilations during steps (on TPUs) cost as much.
 _ON_CPUS, _ON_ACCELERATORS = 2e11, 2e15
 
 
 def exact_layout(args: BaseConfig, backend: Backend, *, striped: bool = False) -> tuple[str, str]:
-    """The layout of a run, and why where it is not what was asked for; `striped`: a mesh divides texts."""
+    """The layout of a run, and the reason where it is another than asked for, else "".
+
+    Args:
+        striped: whether a mesh divides texts over devices.
+    """
     asked = args.batch_layout
     if asked == "padded":
         return "padded", ""
@@ -38,7 +42,8 @@ def exact_layout(args: BaseConfig, backend: Backend, *, striped: bool = False) -
     if args.neftune_noise_alpha:
         return "padded", "with neftune_noise_alpha what both answers begin with gets noise of its own in each"
     if asked == "auto" and args.device.type == "cuda" and striped:
-        return "padded", "texts that are divided over GPUs have no kernel along streams; batch_layout='shared' uses XLA"
+        reason = "texts that are divided over GPUs have no kernel along packed rows; batch_layout='shared' uses XLA"
+        return "padded", reason
     if not backend.causal:
         reason = "the tokens of this model see what comes after them, so answers do not begin alike"
         return "packed", reason if asked == "shared" else ""
@@ -48,23 +53,23 @@ def exact_layout(args: BaseConfig, backend: Backend, *, striped: bool = False) -
 
 
 def windowed(args: BaseConfig, backend: Backend) -> bool:
-    """Whether a window of the model's is shorter than texts may be."""
+    """Whether the model has an attention window shorter than the longest text may be."""
     return backend.window is not None and (args.max_length is None or backend.window < args.max_length)
 
 
 def by_rows(args: BaseConfig, *, striped: bool) -> bool:
-    """Whether the texts of packed rows stand as rows, too, for attention: on GPUs, whose kernel reads rows."""
+    """Whether attention gets the texts of packed rows as rows: on GPUs, whose kernel reads rows."""
     return args.device.type == "cuda" and not striped
 
 
 def unplanned(args: BaseConfig, backend: Backend, *, striped: bool) -> LayoutPlan:
-    """The layout of what was not looked at beforehand."""
+    """The layout of a dataset whose lengths are not surveyed: evaluation sets and streams."""
     layout, _ = exact_layout(args, backend, striped=striped)
     return LayoutPlan(layout, views=ViewBuckets() if by_rows(args, striped=striped) else None)
 
 
 def check_layout(args: BaseConfig, backend: Backend) -> None:
-    """Warn of a layout that was asked for by name and cannot be had."""
+    """Warn where the layout that was asked for by name is not exact and another is used."""
     layout, reason = exact_layout(args, backend)
     if args.batch_layout not in ("auto", layout):
         logger.warning("batch_layout=%r is not exact here, so rows are %s: %s.", args.batch_layout, layout, reason)
@@ -83,11 +88,11 @@ def plan(
     striped: bool = False,
     lengths: np.ndarray | None = None,
 ) -> LayoutPlan:
-    """The layout of a run's training `steps`; one line of the log says which, why, and what it saves.
+    """The layout of a run's training `steps`; it is logged in one line, with the reason and what it saves.
 
     Args:
         columns: the token columns of the dataset, a text each.
-        lengths: those that rows are grouped by, None where they are not.
+        lengths: by which rows are grouped, `[rows]`; None where they are not grouped.
     """
     layout, reason = exact_layout(args, backend, striped=striped)
     if layout == "padded":
@@ -105,7 +110,7 @@ def plan(
         group=batch_size * shards * args.gradient_accumulation_steps,
     )
     compilation = _ON_CPUS if args.device.type == "cpu" else _ON_ACCELERATORS
-    found = plan_layout(
+    result = plan_layout(
         dataset,
         columns,
         lambda epoch: order(epoch=epoch),
@@ -117,12 +122,12 @@ def plan(
         by_rows=by_rows(args, striped=striped),
         at_once=PROGRAMS_AT_ONCE if compiles_ahead(args.device.type) else None,
     )
-    logger.info("%s", line(found))
-    return found
+    logger.info("%s", line(result))
+    return result
 
 
 def line(plan: LayoutPlan) -> str:
-    """`shared: 1.9k of 7.4k padded tokens a step`, and what there is to say of its lengths."""
+    """The line of the log: the layout, tokens computed, padded and real in a step, and the lengths of packed rows."""
     computed, padded, real = (_thousands(tokens) for tokens in (plan.computed, plan.padded, plan.real))
     lengths = plan.buckets.lengths if plan.views is None else sorted({row for row, _ in plan.views.shapes})
     rows = "" if plan.views is None else f", rows of {_listed(sorted({row for _, row in plan.views.shapes}))}"

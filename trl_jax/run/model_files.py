@@ -1,4 +1,4 @@
-"""What save_model writes: the model, its tokenizer and the arguments of the run."""
+"""Write the files of save_model: the model, its tokenizer and the arguments of the run."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ ARGUMENTS = "training_args.json"
 
 def arguments_text(args: BaseConfig) -> str:
     """The arguments as JSON, without secrets, dtypes by name."""
-    values = args.to_dict()  # hides every name that ends in _token: two of those are no secret
+    values = args.to_dict()  # hides every name that ends in _token, of which two are no secrets
     values |= {name: getattr(args, name) for name in ("eos_token", "pad_token") if name in values}
     for name, value in values.items():
         if isinstance(value, dict):
             values[name] = {key: str(entry) if "dtype" in key else entry for key, entry in value.items()}
-    return json.dumps(masked(values), indent=2)  # a script's own to_dict may have said more
+    return json.dumps(masked(values), indent=2)  # a script's own to_dict may add secrets
 
 
 def write_model(folder: Path, model: PreTrainedModel, processing_class: Any, arguments: str) -> None:
@@ -30,7 +30,7 @@ def write_model(folder: Path, model: PreTrainedModel, processing_class: Any, arg
 
     Args:
         model: the trainer's, or a copy of it.
-        arguments: of `arguments_text`.
+        arguments: the text that `arguments_text` made.
     """
     model.save_pretrained(folder)
     if is_first():

@@ -1,4 +1,4 @@
-"""From what was passed as `model=` to the model that trains."""
+"""Load the model that trains from the argument `model` of a trainer."""
 
 from __future__ import annotations
 
@@ -26,23 +26,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def quantization_of(given: Any, args: BaseConfig) -> BitsAndBytesConfig | None:
-    """What the trainer's argument says, or the model's own in `model_init_kwargs`."""
+def quantization_of(quantization_config: Any, args: BaseConfig) -> BitsAndBytesConfig | None:
+    """The quantization of the trainer's argument or of `model_init_kwargs`.
+
+    Raises:
+        ValueError: both are given.
+    """
     also = (args.model_init_kwargs or {}).get("quantization_config")
-    if given is not None and also is not None:
+    if quantization_config is not None and also is not None:
         raise ValueError("quantization_config is given to the trainer and in model_init_kwargs, too. Leave one out.")
-    found = also if given is None else given
-    return None if found is None else as_quantization(found)
+    either = also if quantization_config is None else quantization_config
+    return None if either is None else as_quantization(either)
 
 
 def tokenizer_folder(checkpoint: Checkpoint | PreTrainedModel) -> Path:
-    """An adapter's own, if it has one: it may have been given tokens."""
+    """The folder of the tokenizer: an adapter's, if it has one, since tokens may have been added to it."""
     adapter = None if isinstance(checkpoint, PreTrainedModel) else checkpoint.adapter
     return adapter if adapter is not None and (adapter / "tokenizer_config.json").is_file() else checkpoint.folder
 
 
 def find(model: str | PreTrainedModel, args: BaseConfig) -> Checkpoint | PreTrainedModel:
-    """The checkpoint of that name or folder, its weights not read yet; or the model that is there."""
+    """Find the checkpoint of that name or folder, without reading its weights; a model is returned as it is."""
     if isinstance(model, PreTrainedModel):
         if args.model_init_kwargs is not None:
             logger.warning("model_init_kwargs has no effect: the model is loaded already.")
@@ -54,23 +58,23 @@ def find(model: str | PreTrainedModel, args: BaseConfig) -> Checkpoint | PreTrai
     return find_checkpoint(model, **how)
 
 
-def taken(brought: Any, args: BaseConfig) -> PreTrainedModel:
-    """The weights of a torch model, in the dtypes it has."""
+def taken(torch_model: Any, args: BaseConfig) -> PreTrainedModel:
+    """Load the weights of a torch model, in their own dtypes."""
     if args.model_init_kwargs is not None:
         logger.warning("model_init_kwargs has no effect: the model is loaded already.")
-    with as_folder(brought) as folder:
+    with as_folder(torch_model) as folder:
         checkpoint = find_checkpoint(str(folder), dtype="auto")
-        if is_adapted(brought):
+        if is_adapted(torch_model):
             adapter = folder / ADAPTER_FOLDER
             checkpoint = replace(checkpoint, adapter=adapter, lora=read_lora_config(adapter))
         model = _loaded(checkpoint, args)
-    model.name_or_path = brought.config._name_or_path or type(brought).__name__
-    if frozen := frozen_names(brought):
-        _hold(model, frozen)
+    model.name_or_path = torch_model.config._name_or_path or type(torch_model).__name__
+    if frozen := frozen_names(torch_model):
+        _freeze(model, frozen)
     return model
 
 
-def _hold(model: PreTrainedModel, names: list[str]) -> None:
+def _freeze(model: PreTrainedModel, names: list[str]) -> None:
     if unknown := sorted(set(names) - set(model.names())):
         raise ValueError(
             f"model: {unknown[0]} has requires_grad=False, and no tensor on disk is called so. Pass the checkpoint's "
@@ -105,68 +109,68 @@ def ready(
     adapter: LoraConfig | None,
     quantization: BitsAndBytesConfig | None,
 ) -> PreTrainedModel:
-    """The model that trains: a checkpoint's, or one that is there, with an adapter where one is asked for."""
-    there = isinstance(checkpoint, PreTrainedModel)
-    if there and quantization is not None:
+    """The model that trains: a checkpoint's or a loaded one, with an adapter where one is configured."""
+    loaded = isinstance(checkpoint, PreTrainedModel)
+    if loaded and quantization is not None:
         logger.warning("quantization_config has no effect: the model is loaded already.")
     if adapter is None:
-        model = checkpoint if there else _loaded(checkpoint, args, quantization=quantization)
+        model = checkpoint if loaded else _loaded(checkpoint, args, quantization=quantization)
         if model.frozen:
-            _tell_adapter(model)
+            _log_adapter(model)
         return model
-    _check_one_adapter(bool(checkpoint.frozen) if there else checkpoint.adapter is not None)
-    if there:
+    _check_one_adapter(bool(checkpoint.frozen) if loaded else checkpoint.adapter is not None)
+    if loaded:
         with jax.default_device(run_device(args)):
             model = with_adapter(checkpoint, adapter, args.seed)
         logger.log(model.backend.log_level, "%s runs on the %s backend.", model.name_or_path, model.backend.name)
     else:
         model = _loaded(checkpoint, args, adapter, quantization)
-    _tell_adapter(model)
+    _log_adapter(model)
     return model
 
 
 def outlined(
     checkpoint: Checkpoint, args: BaseConfig, adapter: LoraConfig | None, quantization: BitsAndBytesConfig | None
 ) -> PreTrainedModel:
-    """The same of a checkpoint whose weights nobody has: shapes in the place of arrays."""
+    """The same without weights: shapes in the place of arrays."""
     if adapter is not None:
         _check_one_adapter(checkpoint.adapter is not None)
     return checkpoint.outline(adapter, quantization, parts=sharding_plan_of(args) is not None)
 
 
-def _check_one_adapter(there: bool) -> None:
-    if there:
+def _check_one_adapter(has_adapter: bool) -> None:
+    if has_adapter:
         raise ValueError(
             "peft_config is given, but the model has an adapter already. Leave peft_config out to train that one "
             "further, or pass model.merge_and_unload()."
         )
 
 
-def _tell_adapter(model: PreTrainedModel) -> None:
+def _log_adapter(model: PreTrainedModel) -> None:
     train, count = model.num_parameters(only_trainable=True), model.num_parameters()
     logger.info("Training with adapter: %s of %s parameters (%.4f%%).", f"{train:,}", f"{count:,}", 100 * train / count)
 
 
 def short_name(model: Any) -> str:
-    """The last part of the name of what was passed as `model=`, after which a run is called."""
-    ours, brought = told_apart(model)
-    name = ours if isinstance(ours, str) else (ours or brought).name_or_path
+    """The last part of the model's name, by which a run is named."""
+    ours, torch_model = split_model(model)
+    name = ours if isinstance(ours, str) else (ours or torch_model).name_or_path
     return (name or type(model).__name__).rstrip("/").split("/")[-1]
 
 
-def told_apart(given: Any) -> tuple[str | PreTrainedModel | None, Any]:
-    """(a name, a folder or our model; torch's model), one of which is None.
+def split_model(model: Any) -> tuple[str | PreTrainedModel | None, Any]:
+    """The argument `model` as (a name, a folder or our model; torch's model), one of which is None.
 
     Raises:
-        TypeError: it is nothing that trains.
+        TypeError: it is none of these.
     """
-    if is_torch_model(given):
-        return None, given
-    given = os.fspath(given) if isinstance(given, os.PathLike) else given
-    if not isinstance(given, str | PreTrainedModel):
+    if is_torch_model(model):
+        return None, model
+    model = os.fspath(model) if isinstance(model, os.PathLike) else model
+    if not isinstance(model, str | PreTrainedModel):
         raise TypeError(
-            f"model is a {type(given).__module__}.{type(given).__name__}; this release of trl_jax takes a checkpoint's "
+            f"model is a {type(model).__module__}.{type(model).__name__}; this release of trl_jax takes a checkpoint's "
             "folder or Hub name, a torch model of transformers, or what "
             "trl_jax.AutoModelForSequenceClassification.from_pretrained returned."
         )
-    return given, None
+    return model, None

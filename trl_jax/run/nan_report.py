@@ -1,4 +1,4 @@
-"""Values that are no numbers: in weights as they were loaded, or where in the model a step met the first one."""
+"""Find NaN and infinite values: in loaded weights, or where in the model a step computes the first one."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 def explain(run: RunState, loss: Callable, batch: Any) -> str:
-    """A sentence on where the first value that is no number arises, in the loss or in its gradient.
+    """A sentence on where the first NaN or infinite value arises, in the loss or in its gradient.
 
     Args:
         loss: `(params, one pass of a batch, key) -> (loss, sums)`.
-        batch: the step's.
+        batch: the step's `StepBatch`.
     """
     params, frozen, arrays = run.model.params, run.model.frozen, batch.arrays
     if run.sharding_plan is not None:
@@ -48,10 +48,10 @@ def explain(run: RunState, loss: Callable, batch: Any) -> str:
 
 
 def check_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """The model, unless a tensor of its checkpoint holds NaN or infinity.
+    """Return the model, unless a tensor of its checkpoint has NaN or infinite values.
 
     Raises:
-        ValueError: naming the tensors as they are called on disk.
+        ValueError: some tensors have; their names on disk are listed.
     """
     bad = [tensor for tensor, values in model.backend.on_disk(model.readable) if not np.isfinite(values).all()]
     frozen = ((path, model.backend.floats(path, array)) for path, array in model.frozen.items())

@@ -16,7 +16,7 @@ class OldNames(type):
 
     def __call__(cls, *args, **kwargs):
         accepted = inspect.signature(cls.__init__).parameters
-        # A subclass's own __init__ may take any name and hand it on.
+        # A subclass's own __init__ may take **kwargs and pass them on.
         open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
         kwargs, environment, notes = translated(kwargs, accepted)
         for name in kwargs.keys() - accepted.keys() if not open_ended else ():

@@ -1,4 +1,4 @@
-"""More memory than the machine has: what takes how much, and how to take less."""
+"""Out-of-memory errors: explain what takes how much and how to take less, or retry with smaller batches."""
 
 from __future__ import annotations
 
@@ -24,12 +24,16 @@ class StepTooLarge(MemoryError):
 
 
 def retried(run: Callable[[], T], size: Callable[[], int], again: Callable[[int], None]) -> T:
-    """What `run` gives. Where a step does not fit, as accelerate's `find_executable_batch_size`: with 0.9 times the
-    examples, rounded down, until it does or none are left.
+    """Return `run()`, retried with fewer examples while a step does not fit into memory.
+
+    Each time with 0.9 times the examples, rounded down, as accelerate's `find_executable_batch_size`.
 
     Args:
-        size: the examples of the micro-batches of this run.
-        again: put everything back, and take so many.
+        size: returns the examples of a micro-batch now.
+        again: resets the run to begin with this many.
+
+    Raises:
+        StepTooLarge: not even one example fits.
     """
     while True:
         try:
@@ -38,26 +42,26 @@ def retried(run: Callable[[], T], size: Callable[[], int], again: Callable[[int]
             smaller = int(0.9 * size())
             if smaller == 0:
                 raise
-            told = str(error).partition(".")[0]
-        logger.warning("%s with per_device_train_batch_size=%d: starting again with %d.", told, size(), smaller)
-        gc.collect()  # what the run held on the device
+            reason = str(error).partition(".")[0]
+        logger.warning("%s with per_device_train_batch_size=%d: starting again with %d.", reason, size(), smaller)
+        gc.collect()  # frees the arrays of the failed run
         again(smaller)
 
 
 @contextlib.contextmanager
-def told_of_memory(run: RunState) -> Iterator[None]:
-    """An allocation that fails becomes a StepTooLarge with what the run holds and how to hold less."""
+def explain_memory(run: RunState) -> Iterator[None]:
+    """Turn a failed allocation into a StepTooLarge that lists the run's memory and the ways to need less."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise StepTooLarge(f"{_plan(run)} XLA says: {str(error).strip().splitlines()[0]}") from error
+        raise StepTooLarge(f"{_explanation(run)} XLA says: {str(error).strip().splitlines()[0]}") from error
 
 
 @contextlib.contextmanager
-def evaluation_told_of_memory(run: RunState) -> Iterator[None]:
-    """As `told_of_memory`, of an evaluation on the way: smaller steps would not help it."""
+def explain_evaluation_memory(run: RunState) -> Iterator[None]:
+    """Turn a failed allocation of an evaluation during training into a MemoryError: smaller steps would not help."""
     jax.block_until_ready(run.model.params)  # a step that did not fit may say so only now
     try:
         yield
@@ -71,15 +75,15 @@ def evaluation_told_of_memory(run: RunState) -> Iterator[None]:
         ) from error
 
 
-def _plan(run: RunState) -> str:
-    args, size, (weights, gradients) = run.args, run.train_batch_size, _held(run)
+def _explanation(run: RunState) -> str:
+    args, size, (weights, gradients) = run.args, run.train_batch_size, _on_device(run)
     rows = len(run.task.columns.texts) * size
-    levers = [
+    settings = [
         f"per_device_train_batch_size={size} (with gradient_accumulation_steps raised to "
         "match, the steps stay the same)",
         "max_length" + ("" if args.max_length is None else f"={args.max_length}"),
     ]
-    lower = f"Lower {' or '.join(levers)}"
+    lower = f"Lower {' or '.join(settings)}"
     if not args.gradient_checkpointing:
         lower += ", or set gradient_checkpointing=True"
     if run.sharding_plan is not None and run.sharding_plan.size("fsdp") == 1:
@@ -91,16 +95,16 @@ def _plan(run: RunState) -> str:
     )
 
 
-def _held(run: RunState) -> tuple[int, int]:
+def _on_device(run: RunState) -> tuple[int, int]:
     """Bytes of weights, frozen ones too, and of gradients; those of one device where there are several."""
     model, sharding_plan = run.model, run.sharding_plan
     if sharding_plan is None:
         return sum(array.nbytes for array in model.arrays.values()), 4 * model.num_parameters(only_trainable=True)
 
-    def held(arrays: dict, places: dict) -> int:
+    def on_device(arrays: dict, places: dict) -> int:
         return sum(array.dtype.itemsize * prod(places[path].shard_shape(array.shape)) for path, array in arrays.items())
 
-    return held(model.arrays, sharding_plan.params(model.arrays)), held(
+    return on_device(model.arrays, sharding_plan.params(model.arrays)), on_device(
         model.params, sharding_plan.gradients(model.params)
     )
 

@@ -1,4 +1,4 @@
-"""What a script may pass for an optimizer instead of naming one: optax's own, or torch's classes by their name."""
+"""Choose the optimizer: one named by the arguments, an optax transformation, or the counterpart of a torch class."""
 
 from __future__ import annotations
 
@@ -27,24 +27,29 @@ _SHOW = "optimizers=(optax.adamw(1e-4), None)"
 
 @dataclass(frozen=True)
 class OptimizerChoice:
-    """The rule by name with its hyperparameters, or an optax transformation; the highest rate; a schedule, if given."""
+    """The optimizer and the schedule of a run.
+
+    peak: the highest learning rate. name, hyperparameters: of one of our rules. tx: an optax transformation instead.
+    schedule: a function of the step instead of the arguments' schedule.
+    """
 
     peak: float
     name: str | None = None
-    given: Hyperparameters | None = None
+    hyperparameters: Hyperparameters | None = None
     tx: optax.GradientTransformation | None = None
     schedule: Callable[[int], float] | None = None
 
     def make(
         self, decayed: dict[str, bool], layout: TorchParamLayout, max_grad_norm: float | None, warmup_steps: int
     ) -> Optimizer | optax.GradientTransformation:
+        """Build the optimizer; `decayed` says of each parameter's path whether it has weight decay."""
         if self.tx is not None:
             return from_optax(self.tx, peak=self.peak, max_grad_norm=max_grad_norm)
-        given = replace(self.given, warmup_steps=warmup_steps, layout=layout)
-        return make_optimizer(self.name, given, decayed=decayed, max_grad_norm=max_grad_norm)
+        hyperparameters = replace(self.hyperparameters, warmup_steps=warmup_steps, layout=layout)
+        return make_optimizer(self.name, hyperparameters, decayed=decayed, max_grad_norm=max_grad_norm)
 
     def rates(self, args: BaseConfig, max_steps: int) -> Callable[[int], float]:
-        """Finished steps -> the rate of the next; with `observe` where it follows a metric."""
+        """The schedule: number of finished steps -> learning rate of the next; one with `observe` follows a metric."""
         if self.schedule is not None:
             return lambda step: float(self.schedule(step))
         name, kwargs = plain(args.lr_scheduler_type), as_dict("lr_scheduler_kwargs", args.lr_scheduler_kwargs)
@@ -55,10 +60,10 @@ class OptimizerChoice:
 
 
 def choose(args: BaseConfig, optimizers: Any, cls_and_kwargs: Any) -> OptimizerChoice:
-    """What the constructor's arguments mean.
+    """Choose by the constructor's arguments `optimizers` and `optimizer_cls_and_kwargs`, else by `args.optim`.
 
     Raises:
-        TypeError, ValueError: an optimizer or schedule of torch's, or arguments a class does not take.
+        TypeError, ValueError: an optimizer or schedule is torch's, or a class does not take its arguments.
     """
     tx, schedule = optimizers
     if tx is None and schedule is not None:
@@ -68,8 +73,8 @@ def choose(args: BaseConfig, optimizers: Any, cls_and_kwargs: Any) -> OptimizerC
     if cls_and_kwargs is not None:
         return _of_class(args, *cls_and_kwargs)
     if tx is None:
-        own = parsed(plain(args.optim), args.optim_args)
-        return OptimizerChoice(args.learning_rate, plain(args.optim), _hyperparameters(args, own))
+        options = parsed(plain(args.optim), args.optim_args)
+        return OptimizerChoice(args.learning_rate, plain(args.optim), _hyperparameters(args, options))
     check_optax(tx)
     if schedule is not None and (not callable(schedule) or _root(type(schedule)) in ("torch", "transformers")):
         raise TypeError(
@@ -80,6 +85,7 @@ def choose(args: BaseConfig, optimizers: Any, cls_and_kwargs: Any) -> OptimizerC
 
 
 def check_optax(tx: Any) -> None:
+    """Raise TypeError for anything but an optax transformation."""
     if not isinstance(tx, optax.GradientTransformation):
         raise TypeError(
             f"optimizers: a {_full_name(type(tx))} cannot update JAX arrays; pass an optax transformation, as in "
@@ -97,31 +103,31 @@ def _of_class(args: BaseConfig, cls: Any, kwargs: dict[str, Any]) -> OptimizerCh
             f"optimizer_cls_and_kwargs: {_full_name(cls)} has no counterpart here; those of torch that have: "
             f"{', '.join(_CLASSES)} (Adam without weight decay). Or pass an optax factory and its arguments."
         )
-    name, own = _CLASSES[cls.__name__], {key: value for key, value in kwargs.items() if key not in _KERNELS}
-    b1, b2 = own.pop("betas", (args.adam_beta1, args.adam_beta2))
-    eps, peak = own.pop("eps", 1e-8), own.pop("lr", 1e-3)
+    name, options = _CLASSES[cls.__name__], {key: value for key, value in kwargs.items() if key not in _KERNELS}
+    b1, b2 = options.pop("betas", (args.adam_beta1, args.adam_beta2))
+    eps, peak = options.pop("eps", 1e-8), options.pop("lr", 1e-3)
     if name in ("adagrad", "rmsprop"):
-        own["eps"] = eps if "eps" in kwargs else {"adagrad": 1e-10, "rmsprop": 1e-8}[name]
+        options["eps"] = eps if "eps" in kwargs else {"adagrad": 1e-10, "rmsprop": 1e-8}[name]
     if name == "adafactor":
-        _check_adafactor(own)
-    if own.pop("weight_decay", args.weight_decay) != args.weight_decay:
+        _check_adafactor(options)
+    if options.pop("weight_decay", args.weight_decay) != args.weight_decay:
         raise ValueError(
             f"optimizer_cls_and_kwargs: weight_decay={kwargs['weight_decay']}, but the trainer groups parameters by "
             f"args.weight_decay={args.weight_decay}, which wins in TRL too. Set weight_decay in the config."
         )
-    if unknown := sorted(own.keys() - OPTIMIZERS[name].takes.keys()):
+    if unknown := sorted(options.keys() - OPTIMIZERS[name].takes.keys()):
         raise ValueError(f"optimizer_cls_and_kwargs: {cls.__name__} does not take {', '.join(unknown)} here.")
-    return OptimizerChoice(peak, name, Hyperparameters(b1, b2, eps, args.weight_decay, own))
+    return OptimizerChoice(peak, name, Hyperparameters(b1, b2, eps, args.weight_decay, options))
 
 
-def _check_adafactor(own: dict[str, Any]) -> None:
+def _check_adafactor(options: dict[str, Any]) -> None:
     for key in ("scale_parameter", "relative_step"):
-        if own.pop(key, True):
+        if options.pop(key, True):
             raise ValueError(f"optimizer_cls_and_kwargs: Adafactor is built here with {key}=False only. Set it so.")
 
 
-def _hyperparameters(args: BaseConfig, own: dict[str, Any]) -> Hyperparameters:
-    return Hyperparameters(args.adam_beta1, args.adam_beta2, args.adam_epsilon, args.weight_decay, own)
+def _hyperparameters(args: BaseConfig, options: dict[str, Any]) -> Hyperparameters:
+    return Hyperparameters(args.adam_beta1, args.adam_beta2, args.adam_epsilon, args.weight_decay, options)
 
 
 def _root(kind: Any) -> str:
@@ -133,7 +139,7 @@ def _full_name(kind: Any) -> str:
 
 
 class LearningRate:
-    """The run's schedule as scripts and callbacks know it: `lr_scheduler`. `finished` tells how many steps are."""
+    """The run's schedule in the form of torch's `lr_scheduler`; `finished` returns the number of finished steps."""
 
     def __init__(self, rate: Callable[[int], float], finished: Callable[[], int]):
         self._rate, self._finished = rate, finished
@@ -143,11 +149,11 @@ class LearningRate:
         return self._rate(step)
 
     def get_last_lr(self) -> list[float]:
-        """The rate of the next step; after a step transformers' Trainer has moved its schedule on, too."""
+        """The learning rate of the next step, as that of transformers' Trainer after a step."""
         return [self._rate(self._finished())]
 
     def after_evaluation(self, metrics: dict[str, float], wanted: str | None) -> None:
-        """Let a schedule that follows a metric see it.
+        """Pass the metric `wanted` to a schedule that follows one.
 
         Raises:
             KeyError: the evaluation has no such metric.
@@ -160,7 +166,7 @@ class LearningRate:
         self._rate.observe(metrics[name])
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON; empty for a function of the step."""
+        """The state, ready for JSON; empty for a function of the step."""
         return self._rate.state() if isinstance(self._rate, Plateau) else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from trl_jax.run.user_loss import UserLoss
 
 
 class Parts(NamedTuple):
-    """What a trainer is made of, for tools that look at a run without training it."""
+    """The parts of a trainer, for tools that look at a run without training it."""
 
     run: RunState
     forward: Forward

@@ -1,4 +1,4 @@
-"""Compiling the programs of a run beside its steps, where the host has nothing better to do."""
+"""Compile the programs of a run in threads while its steps run, on devices that leave the host idle."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ from trl_jax.run.train_step import TrainStep
 def compiling_ahead(
     run: RunState, train_step: TrainStep, step: Any, steps: ExampleLoader, progress: Progress
 ) -> contextlib.AbstractContextManager:
-    """Meanwhile threads compile `step` for the shapes of the early ones of `steps`, a loader, from `progress` on: those
-    that fit them best, whichever serve until then."""
+    """A context in which threads compile `step` for the shapes of the loader's first steps after `progress`.
+
+    They compile the buckets that fit these steps best; longer ones serve until they are ready.
+    """
     known = isinstance(step, Programs) and not isinstance(steps.dataset, IterableDataset)
     if not known or not compiles_ahead(run.args.device.type):
         return contextlib.nullcontext()
@@ -46,7 +48,7 @@ def compiling_ahead(
 
 
 def _shapes(arrays: Any, *, placed: bool) -> Any:
-    """Arrays without their numbers: a step takes those away."""
+    """Shapes of arrays: the arrays themselves are donated to the step."""
     return jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding if placed else None), arrays
     )

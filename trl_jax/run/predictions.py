@@ -1,4 +1,4 @@
-"""Predictions of an evaluation, as `compute_metrics` gets them."""
+"""The predictions of an evaluation, in the form that `compute_metrics` gets."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ import numpy as np
 from datasets import Dataset
 from transformers.trainer_utils import EvalPrediction, denumpify_detensorize
 
-_HIDDEN = -100  # transformers' filler where arrays of several batches differ in length
+_FILLER = -100  # transformers' filler where arrays of several batches differ in length
 
 
 @dataclass
 class Predicted:
-    """Of each batch: its predictions, labels (`()` for none), the loss of each row, and its ids if they are wanted."""
+    """For each batch its predictions, its labels (`()` for none), the losses of its rows and, if wanted, its token ids.
+
+    together: whether batches are joined for the script (eval_do_concat_batches). dataset: that was evaluated.
+    """
 
     predictions: list[Any]
     labels: list[Any]
@@ -28,10 +31,16 @@ class Predicted:
 
     @property
     def joined(self) -> Any:
+        """The predictions of all batches as one array, or as a list where they are not joined."""
         return _joined(self.predictions) if self.together else self.predictions
 
     def metrics(self, compute: Callable[..., dict], include: list[str], by_batch: bool) -> dict[str, float]:
-        """What the script's function says of all batches, or of the last one that it is shown, JSON-ready."""
+        """The metrics of the script's `compute`, ready for JSON.
+
+        Args:
+            include: `include_for_metrics`.
+            by_batch: call it for each batch; the result of the last call counts.
+        """
         if not by_batch:
             return _plain(compute(self._shown(slice(None), include, join=self.together)))
         found: dict[str, Any] = {}
@@ -54,7 +63,7 @@ class Predicted:
 
 
 def check_compute_metrics(compute_metrics: Any, by_batch: bool) -> None:
-    """Raises ValueError where `batch_eval_metrics` asks for an argument that the function does not take."""
+    """Raise ValueError where `batch_eval_metrics` asks for an argument that the function does not take."""
     if by_batch and compute_metrics is not None:
         if "compute_result" not in inspect.signature(compute_metrics).parameters:
             raise ValueError(
@@ -76,7 +85,7 @@ def token_ids_of(dataset: Any, places: list[int], columns: tuple[str, ...]) -> n
 
 
 def _joined(batches: list[Any]) -> Any:
-    """One array, or a tuple of them; along the second axis all as long as the longest."""
+    """Join arrays, or tuples of arrays, along the first axis, filled up to the longest along the second."""
     if isinstance(batches[0], tuple | list):
         return tuple(_joined(list(parts)) for parts in zip(*batches, strict=True))
     arrays = [np.asarray(batch) for batch in batches]
@@ -86,7 +95,7 @@ def _joined(batches: list[Any]) -> Any:
 
     def filled(array):
         missing = [(0, 0), (0, longest - array.shape[1]), *[(0, 0)] * (array.ndim - 2)]
-        return np.pad(array, missing, constant_values=_HIDDEN)
+        return np.pad(array, missing, constant_values=_FILLER)
 
     return np.concatenate([filled(array) for array in arrays])
 

@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: whatever is wrong with it is told before anything of the run changes."""
+"""Resume from a checkpoint: all errors are raised before anything of the run changes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def resume(run: RunState, checkpointer: Checkpointer, found: ResumePoint, length: RunLength, tx: Any) -> Progress:
-    """Make the run what it was when it wrote this checkpoint; returns its place.
+    """Restore the run to the state in which it wrote this checkpoint; returns its progress.
 
     Raises:
         ValueError: the checkpoint is of another model, dataset, batch or release.
@@ -54,7 +54,7 @@ def resume(run: RunState, checkpointer: Checkpointer, found: ResumePoint, length
 
 
 def weights_of(run: RunState, folder: Path) -> dict[str, jax.Array]:
-    """The weights of a checkpoint, where the run has its own.
+    """The weights of a checkpoint, placed on the devices of the run's.
 
     Raises:
         ValueError: they are of another model.
@@ -98,12 +98,12 @@ def _restore_state(run: RunState, found: ResumePoint) -> None:
     restore_callbacks(run.events, wholly=run.args.restore_callback_states_from_checkpoint)
     state.train_batch_size = run.train_batch_size
     if state.best_model_checkpoint is not None:  # the run's folder may have moved
-        beside = found.folder.parent / Path(state.best_model_checkpoint).name
-        state.best_model_checkpoint = str(beside) if beside.is_dir() else None
+        moved = found.folder.parent / Path(state.best_model_checkpoint).name
+        state.best_model_checkpoint = str(moved) if moved.is_dir() else None
 
 
 def _check_step(run: RunState, saved: SavedProgress) -> None:
-    """On another number of devices a step must still have as many examples: other numbers were another run's."""
+    """Raise ValueError where other devices would change the number of examples in a step."""
     then, args = saved.facts["step_examples"], run.args
     if saved.facts["shards"] == run.shards or then == run.step_examples:
         return

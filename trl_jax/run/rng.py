@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from trl_jax.hub.backend import Backend
     from trl_jax.run.base_config import BaseConfig
 
-_NOISE = 1000  # beside the places of dropout, which share the key
+_NOISE = 1000  # folded into the key; dropout folds in smaller numbers
 
 
 def run_key(args: BaseConfig) -> jax.Array | None:
-    """None where a run leaves nothing to chance. A step folds its number into it, so a resumed run draws the same."""
+    """The key of a run, None where nothing is random. A step folds its number in, so a resumed run draws the same."""
     drawn = not args.disable_dropout or args.neftune_noise_alpha
     return jax.random.key(args.seed) if drawn else None
 
@@ -28,8 +28,8 @@ def random_options(
     """The options of the model's call in training.
 
     Args:
-        lengths: of the texts that are read. On the longest depends how strong the noise is, as under TRL, where rows
-            are as long as that one, or the next `multiple`.
+        lengths: of the texts that are read. The strength of the noise depends on the longest, as in TRL, where rows are
+            as long as that one, rounded up to the next `multiple`.
     """
     if key is None:
         return {}
@@ -42,7 +42,7 @@ def random_options(
 
 
 def check_noise(args: BaseConfig, backend: Backend) -> None:
-    """Raises ValueError where noise is asked for and the embedding is out of reach."""
+    """Raise ValueError where noise is asked for and the model's backend cannot add it."""
     if args.neftune_noise_alpha and not backend.takes_noise:
         raise ValueError(
             f"neftune_noise_alpha={args.neftune_noise_alpha}: this model runs on the {backend.name} backend, whose "

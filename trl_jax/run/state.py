@@ -1,4 +1,4 @@
-"""The state of a run, which each of its parts is handed: model, task, data, arguments, callbacks and counters."""
+"""The state of a run, shared by all its parts: model, task, data, arguments, callbacks and counters."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ from trl_jax.run.base_config import BaseConfig
 from trl_jax.run.devices import run_device
 from trl_jax.tasks.task import Task
 
-OWN_LOSS = frozenset({"compute_loss", "prediction_step"})  # a script's own ways to look at a batch
+OWN_LOSS = frozenset({"compute_loss", "prediction_step"})  # methods by which a script computes on a batch itself
 
 
 @dataclass
 class RunState:
-    """What the parts of a run read, and what they count.
+    """The state and the counters that the parts of a run share.
 
-    args, task: how to train, and what is learned.
+    args, task: how to train, and what to learn.
     overridden: names that a script's own subclass of the trainer defines.
     pad_to_multiple_of: of the arguments, or of the collator that was passed.
     model, processing_class, train_dataset, eval_dataset: as the trainer shows them; set while it is constructed.
-    vocab_size, max_positions: what token ids and texts are checked against; None of the latter is any length.
+    vocab_size, max_positions: limits of token ids and of lengths of texts; max_positions=None is no limit.
     events: callbacks with their state and control.
     sharding_plan: where arrays lie on several devices; None on one.
     optimizer_state: of the last step; a second train() goes on with it, as TRL's does.
     tokens_seen: real tokens of all steps so far.
     found_batch_size: by auto_find_batch_size.
-    fills: whether epochs end filled up, as the run did that a checkpoint is of; None leaves it to the devices.
+    fills: whether the last micro-batch of an epoch is filled up, as in the run that is resumed; None: on several
+        devices.
     """
 
     args: BaseConfig
@@ -63,7 +64,7 @@ class RunState:
 
     @property
     def own_loss(self) -> frozenset[str]:
-        """Which ways to look at a batch the script has of its own."""
+        """The methods of OWN_LOSS that the script overrides."""
         return OWN_LOSS & self.overridden
 
     @property
@@ -73,7 +74,7 @@ class RunState:
 
     @property
     def shards(self) -> int:
-        """How many devices, or groups of them, have examples of their own."""
+        """The number of devices, or groups of devices, over which examples are divided."""
         return 1 if self.sharding_plan is None else self.sharding_plan.shards
 
     @property
@@ -95,7 +96,7 @@ class RunState:
 
     @contextlib.contextmanager
     def state_replaced(self, values: dict[str, Any]) -> Iterator[None]:
-        """While this holds, `state` has these values: arrays of a program that is traced."""
+        """A context in which `state` has these values: arrays of a program that is traced."""
         real = self.events.state
         self.events.state = copy.copy(real)
         vars(self.events.state).update(values)

@@ -1,4 +1,4 @@
-"""The optimizer step of a run: what it is compiled of, what it is given, and what becomes of the model."""
+"""The optimizer step of a run: compiling it, feeding it batches, and updating the model with its results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainStep:
-    """Makes the step of `train()`, and takes it."""
+    """Builds and runs the step of `train()`."""
 
     def __init__(
         self, run: RunState, loss: Callable, sharded_step: ShardedStep | None, user_loss: UserLoss | None
@@ -36,13 +36,14 @@ class TrainStep:
         """
         Args:
             loss: `(params, batch, key, remat=) -> (loss, sums)`, as `Forward.loss`.
-            sharded_step: how it lies on several devices.
-            user_loss: of a script that has its own compute_loss; the step then goes micro-batch by micro-batch.
+            sharded_step: divides the step over several devices; None on one.
+            user_loss: a script's own compute_loss; the step then runs micro-batch by micro-batch.
         """
         self._run, self._loss, self.sharded_step, self._user_loss = run, loss, sharded_step, user_loss
 
     def compiled(self, tx: Any, *, remat: bool | str) -> Any:
-        """A step of `train()`, jitted; arguments as of `make_step`'s. `remat`: layers are computed twice."""
+        """The jitted step of `train()`, with the arguments of `make_step`'s. remat: whether layers are computed
+        twice."""
         run = self._run
         options = compiler_options(run.args.device.type, several=run.sharding_plan is not None)
 
@@ -71,7 +72,7 @@ class TrainStep:
         """(step batch, learning rate) -> metrics. Replaces the model's parameters by their successors.
 
         Args:
-            check: called before each step; raises what went wrong beside it.
+            check: called before each step; raises the errors of background threads.
         """
         run, args = self._run, self._run.args
         if run.optimizer_state is None:
@@ -96,8 +97,10 @@ class TrainStep:
         return advance
 
     def placed(self, batch: Any) -> Any:
-        """The batch with its arrays on the devices. On a single one they are not bound to it: weights are not, and the
-        step would compile for either."""
+        """Put the arrays of a batch on the devices.
+
+        On a single device they are uncommitted, as weights are: committed ones would compile the step again.
+        """
         run = self._run
         if run.sharding_plan is not None:
             return batch._replace(arrays=distributed(batch.arrays, run.sharding_plan.batch))
@@ -105,20 +108,20 @@ class TrainStep:
             return batch._replace(arrays=jax.device_put(batch.arrays))
 
     def new_optimizer_state(self, tx: Any) -> Any:
-        """The state before the first step, where the parameters lie."""
+        """The optimizer's state before the first step, sharded as the parameters are."""
         params, sharding_plan = self._run.model.params, self._run.sharding_plan
         if sharding_plan is None:
             return tx.init(params)
         return jax.jit(tx.init, out_shardings=sharding_plan.state(jax.eval_shape(tx.init, params), params))(params)
 
     def _input_tokens(self, batch: Any) -> int:
-        """What `include_num_input_tokens_seen` counts of a step."""
+        """The tokens of a step that `include_num_input_tokens_seen` counts."""
         counted = {"all": batch.num_padded_tokens, "non_padding": batch.num_tokens, "no": 0}
         return counted[self._run.args.include_num_input_tokens_seen]
 
 
 def default_optimizer(run: RunState, choice: OptimizerChoice) -> Any:
-    """What `optimizers` of the constructor or `args.optim` names, for the parameters that decay."""
+    """Build the optimizer of this choice, with weight decay on the parameters that have it in transformers."""
     backend, args = run.model.backend, run.args
     decayed = {
         path: decays(path) and decays(tensor) and path not in backend.undecayed
@@ -129,10 +132,13 @@ def default_optimizer(run: RunState, choice: OptimizerChoice) -> Any:
 
 
 def optimizer_of(run: RunState, made: Any, choice: OptimizerChoice) -> Optimizer:
-    """An optax transformation as the step takes it, which leaves alone what a script has frozen.
+    """The step's optimizer, which does not update what a script has frozen.
 
     Args:
-        made: what the trainer's create_optimizer gave.
+        made: the result of the trainer's create_optimizer.
+
+    Raises:
+        TypeError: it is no optax transformation.
     """
     if not isinstance(made, Optimizer):
         check_optax(made)
@@ -141,8 +147,8 @@ def optimizer_of(run: RunState, made: Any, choice: OptimizerChoice) -> Optimizer
     if not masks:
         return made
 
-    def update(*given, **options):
-        updates, state = made.update(*given, **options)
+    def update(*args, **options):
+        updates, state = made.update(*args, **options)
         return zero_frozen_updates(updates, masks), state
 
     return made._replace(update=update)

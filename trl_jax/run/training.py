@@ -36,7 +36,7 @@ from trl_jax.run.hooks import TrainerHooks
 from trl_jax.run.hub_push import HubPublisher, sweep_stages
 from trl_jax.run.memory_metrics import memory
 from trl_jax.run.nan_report import explain
-from trl_jax.run.oom import evaluation_told_of_memory, retried, told_of_memory
+from trl_jax.run.oom import explain_evaluation_memory, explain_memory, retried
 from trl_jax.run.optimizer_choice import LearningRate, OptimizerChoice
 from trl_jax.run.precompile import compiling_ahead
 from trl_jax.run.resuming import resume, weights_of
@@ -86,7 +86,7 @@ class Training:
             return self._what_fits(once) if args.auto_find_batch_size else once()
 
     def made_optimizer(self) -> Optimizer:
-        """What create_optimizer gives, as the step takes it."""
+        """The result of create_optimizer, in the form of the step."""
         return optimizer_of(self._run, self._hooks.create_optimizer(), self.choice)
 
     def _what_fits(self, once: Callable[[], TrainOutput]) -> TrainOutput:
@@ -154,7 +154,7 @@ class Training:
             with (
                 checkpointer.saver.settled(),
                 naming_lost_processes(),
-                told_of_memory(run),
+                explain_memory(run),
                 compiling_ahead(run, train_step, step, steps, progress),
             ):
                 return loop.run()
@@ -163,14 +163,14 @@ class Training:
 
     def _evaluate(self) -> dict[str, float]:
         args = self._run.args
-        telling = evaluation_told_of_memory(self._run) if args.auto_find_batch_size else contextlib.nullcontext()
+        telling = explain_evaluation_memory(self._run) if args.auto_find_batch_size else contextlib.nullcontext()
         with telling:
             metrics = self._hooks.evaluate()
         self._checkpointer.lr_scheduler.after_evaluation(metrics, args.metric_for_best_model)
         return metrics
 
     def _measured(self, steps: list[dict[str, np.ndarray]]) -> dict[str, float]:
-        """What is logged of the steps since the last log, beside loss, grad_norm and learning_rate."""
+        """Metrics to log of the steps since the last log, beside loss, grad_norm and learning_rate."""
         if not steps:
             return {}
         return {"num_tokens": float(self._run.tokens_seen)} | self._run.task.metrics(steps, "train")

@@ -1,4 +1,4 @@
-"""A script's own `compute_loss`: the model it calls, its batch as a dict, and errors that show torch in jax.numpy."""
+"""A script's own `compute_loss`: the model that it calls, its batch as a dict, and errors that translate torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trl_jax.run.forward import Forward
 from trl_jax.run.state import RunState
 from trl_jax.tasks.task import Task
 
-# Of torch, in a loss -> the same in JAX.
+# Pattern of torch code in a loss -> the same in JAX.
 _IN_JAX = {
     r"(torch\.)?nn\.functional\.logsigmoid|F\.logsigmoid": "jax.nn.log_sigmoid",
     r"torch\.chunk\((.*?),\s*(?:chunks\s*=\s*)?(\d+)(,\s*dim\s*=\s*0)?\)": r"jnp.split(\1, \2)",
@@ -43,13 +43,14 @@ _IGNORED = {"return_dict", "use_cache"}
 
 
 def script_values(trainer: Any) -> tuple[tuple[str, Any], ...]:
-    """The numbers and words that a script put on its trainer, by name: a compiled loss has them as they are now."""
+    """The numbers and strings that a script set on its trainer, by name; a compiled loss contains their current
+    values."""
     kinds = (bool, int, float, str)
     return tuple((name, value) for name, value in sorted(vars(trainer).items()) if type(value) in kinds)
 
 
 class Outputs:
-    """What calling the model gives: `logits`, float32 `[rows, 1]`, by attribute, name or place."""
+    """The result of calling the model: `logits`, float32 `[rows, 1]`, by attribute, key or index 0."""
 
     def __init__(self, logits: jax.Array):
         self.logits = logits
@@ -76,9 +77,8 @@ class BoundModel:
     ):
         """
         Args:
-            random_options: from the number of a call and the lengths of its rows to what it leaves to chance; None
-                leaves nothing to it.
-            ignored: names of a batch beside input_ids and attention_mask, which a call may be given, too.
+            random_options: `(number of the call, lengths of its rows) -> random options`; None for none.
+            ignored: further names of a batch that a call may pass without effect.
         """
         self._model, self._params, self._random_options = model, params, random_options
         self._options = {"dtype": jnp.dtype(dtype), "remat": remat}
@@ -89,10 +89,10 @@ class BoundModel:
         """Score rows of token ids `[rows, T]`.
 
         Args:
-            others: `return_dict`, `use_cache` and what else a batch has mean nothing here.
+            others: `return_dict`, `use_cache` and other entries of a batch, which have no effect.
 
         Raises:
-            TypeError: another argument than these.
+            TypeError: an unknown argument.
         """
         if unknown := others.keys() - self._ignored:
             raise TypeError(f"model(...) takes input_ids and attention_mask, not {', '.join(sorted(unknown))}.")
@@ -114,9 +114,9 @@ class BoundModel:
 
 
 class UserLoss:
-    """A script's own loss: the model and the batch as scripts know them, the loss it gives, and the sums to log.
+    """Calls a script's own loss with the model and the batch in TRL's form, and computes the sums to log.
 
-    values: the numbers and words on the script's trainer, of which a compiled loss is made anew.
+    values: returns the numbers and strings on the script's trainer; the loss is compiled again when they change.
     """
 
     def __init__(
@@ -130,10 +130,10 @@ class UserLoss:
         """The loss and the sums of a batch.
 
         Args:
-            state: of `state()`, seen by the script as `self.state`.
+            state: from `state()`; the script reads it as `self.state`.
 
         Raises:
-            TypeError: the script called torch, or gave no number.
+            TypeError: the script called torch, or did not return a scalar.
         """
         with self._run.state_replaced(state), torch_explained():
             found = self._compute_loss(bound, {name: jnp.asarray(value) for name, value in inputs.items()})
@@ -146,7 +146,7 @@ class UserLoss:
         return loss.astype(jnp.float32), self.sums(bound, inputs)
 
     def state(self) -> dict[str, np.ndarray]:
-        """Where the run is, for a compiled loss that asks `self.state`."""
+        """The step and epoch, for a compiled loss that reads `self.state`."""
         state = self._run.state
         return {"global_step": np.int32(state.global_step), "epoch": np.float32(state.epoch or 0)}
 
@@ -168,7 +168,8 @@ class UserLoss:
         )
 
     def sums(self, bound: BoundModel, inputs: dict[str, Any]) -> dict[str, jax.Array]:
-        """What the task's loss counts, where the calls read each row of the batch once; of nothing otherwise."""
+        """The sums of the task's loss, where the calls cover each row of the batch once; otherwise sums without
+        examples."""
         task, rows = self._run.task, len(inputs["input_ids"])
         outputs, texts = jnp.concatenate(bound.outputs) if bound.outputs else jnp.zeros(0), len(task.columns.texts)
         complete = len(outputs) == rows
@@ -180,12 +181,12 @@ class UserLoss:
         return task.loss(outputs, Measured(weight, extras, examples))[1]
 
     def inputs(self, arrays: Batch) -> list[dict[str, np.ndarray]]:
-        """Each micro-batch of a step of padded rows as scripts know it."""
+        """Each micro-batch of a step of padded rows, as `inputs_of`."""
         return inputs_of(arrays, self._run.task)
 
 
 def inputs_of(arrays: Batch, task: Task) -> list[dict[str, np.ndarray]]:
-    """Each micro-batch of a step of padded rows, without what only fills the shape, as `task.inputs` gives it."""
+    """Each micro-batch of a step of padded rows, without padding examples, in the form of `task.inputs`."""
     return [
         task.inputs(batch)
         for m in range(len(arrays.weight))
@@ -210,17 +211,17 @@ def _described(value: Any) -> str:
 
 @contextlib.contextmanager
 def torch_explained() -> Iterator[None]:
-    """Turn what torch says to a JAX array into an error with the line as jax.numpy has it, and what JAX says to a
-    value that is asked for while a loss is compiled into one that tells the line and the way out."""
+    """Explain errors of a loss: of torch about a JAX array, with the line translated to jax.numpy; of JAX about a value
+    that does not exist while the loss is compiled, with the line and the way out."""
     try:
         yield
     except jax.errors.JAXTypeError as error:
-        own = [frame for frame in traceback.extract_tb(error.__traceback__) if _of_script(frame.filename)]
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _of_script(frame.filename)]
         raise TypeError(
-            f"compute_loss is compiled once and has no values while it is: `{own[-1].line if own else error}`. Choose "
-            "with jnp.where, bound with jnp.minimum; float(), .item(), if and self.log need values. self.state's "
-            "global_step and epoch are such arrays, too; to count on a call of the model write model(...), not "
-            "self.model(...). What is to be logged is for a callback or compute_metrics."
+            f"compute_loss is compiled once and has no values while it is: `{frames[-1].line if frames else error}`. "
+            "Choose with jnp.where, bound with jnp.minimum; float(), .item(), if and self.log need values. "
+            "self.state's global_step and epoch are such arrays, too; to count on a call of the model write model(...), "
+            "not self.model(...). What is to be logged is for a callback or compute_metrics."
         ) from error
     except (TypeError, AttributeError, RuntimeError, ValueError) as error:
         frames = traceback.extract_tb(error.__traceback__)
@@ -242,7 +243,7 @@ def _called(line: str) -> str:
 
 
 def in_jax(line: str) -> str:
-    """A line of torch, its names replaced by those of JAX."""
+    """Translate a line of torch to JAX, name by name."""
     for pattern, jax_name in _IN_JAX.items():
         line = re.sub(pattern, jax_name, line)
     return line

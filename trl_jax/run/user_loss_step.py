@@ -1,4 +1,4 @@
-"""A step and an evaluation by way of a script's own `compute_loss` or `prediction_step`."""
+"""A step and an evaluation with a script's own `compute_loss` or `prediction_step`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from trl_jax.run.user_loss import UserLoss, torch_explained
 
 
 class UserLossStep:
-    """What `engine.step.make_step` gives, for a loss that takes a mean over the examples it sees.
+    """A step as `engine.step.make_step` makes it, for a loss that is a mean over the examples it gets.
 
-    Each micro-batch has its real examples only, so one that is short is a program of its own.
+    A micro-batch has only its real examples, so a shorter one is compiled as another program.
     """
 
     def __init__(self, run: RunState, user_loss: UserLoss, without_frozen: Callable, tx: Any):
         """
         Args:
-            without_frozen: from a loss to one without a gradient for frozen numbers.
+            without_frozen: turns a loss into one without gradients of frozen parameters.
         """
         self._run, self._user_loss, self._point = run, user_loss, tx.point
         loss = without_frozen(self._training_loss)
@@ -60,7 +60,7 @@ class UserLossStep:
 
 
 def _apply(tx: Any, params: dict, opt_state: Any, gradients: dict, total: Any, learning_rate: Any) -> tuple:
-    """As in `engine.step`, everything stays as it was where loss, gradient or update is not finite."""
+    """Apply the update; as in `engine.step`, nothing changes where loss, gradient or update is not finite."""
     norm = optax.global_norm(gradients)
     finite = jnp.isfinite(total) & jnp.isfinite(norm)
     params, opt_state, applied = updated(tx, finite, params, opt_state, gradients, norm, learning_rate)
@@ -68,7 +68,7 @@ def _apply(tx: Any, params: dict, opt_state: Any, gradients: dict, total: Any, l
 
 
 class UserLossEvaluation:
-    """(parameters, a batch's arrays) -> sums with `loss`, and outputs, by the script's `compute_loss`."""
+    """Evaluates a batch by the script's `compute_loss`: `(params, arrays) -> (sums with "loss", outputs)`."""
 
     def __init__(self, user_loss: UserLoss):
         self._user_loss = user_loss
@@ -88,7 +88,7 @@ class UserLossEvaluation:
 
 
 class UserPrediction:
-    """The same by the script's `prediction_step`, outside of any compiled program; outputs come with labels."""
+    """Evaluates a batch by the script's `prediction_step`, which is not compiled; outputs are (logits, labels)."""
 
     def __init__(self, run: RunState, user_loss: UserLoss, prediction_step: Callable):
         self._run, self._user_loss, self._prediction_step = run, user_loss, prediction_step

@@ -1,4 +1,4 @@
-"""Score answers with a reward model: what `trl-jax score MODEL FILE` runs."""
+"""The command `trl-jax score MODEL FILE`: scores answers with a reward model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SEED = 42  # draws the head of a checkpoint that has none, as AutoModelForSeque
 
 @dataclass
 class ScoreArguments:
-    """model: folder or Hub name. file: jsonl. output: jsonl, None means stdout."""
+    """Arguments of the command. model: folder or Hub name. file: jsonl. output: jsonl; None is stdout."""
 
     model: str
     file: str
@@ -68,10 +68,10 @@ def make_parser(prog: str | None = None) -> Parser:
 
 
 def main(args: ScoreArguments) -> None:
-    """Score every row; rows that are scored stay when the run is cut off.
+    """Score every row; scored rows are kept when the run is interrupted.
 
     Raises:
-        ValueError: a line that is no row, or an output that is not this run's.
+        ValueError: a line is not a row, or the output is of another run.
     """
     if args.batch_size < 1:
         raise ValueError(f"--batch_size {args.batch_size}: wanted at least 1.")
@@ -92,7 +92,7 @@ def main(args: ScoreArguments) -> None:
 
 
 def _ready(args: ScoreArguments, source: Path) -> tuple[Scorer, int]:
-    """The model, and how many rows there are. A bad row is named before weights are read."""
+    """The model and the number of rows. A bad row raises an error before weights are read."""
     from trl_jax.data.rows.tokenizer import load_tokenizer
     from trl_jax.engine.compilation import keep_compilations
     from trl_jax.hub.auto import find_checkpoint
@@ -113,7 +113,7 @@ def _read(row: Row, tokenizer: Any) -> Any:
 
 
 class Scorer:
-    """A model with its tokenizer: rows to scores."""
+    """Scores rows with a model and its tokenizer."""
 
     def __init__(self, checkpoint: Checkpoint, tokenizer: Any):
         self.checkpoint, self.tokenizer = checkpoint, tokenizer
@@ -125,7 +125,7 @@ class Scorer:
         """The rows with their scores.
 
         Raises:
-            ValueError: a text is longer than the model has positions, or its score is no number.
+            ValueError: a text is longer than the model has positions for, or its score is not finite.
         """
         import numpy as np
 
@@ -140,14 +140,14 @@ class Scorer:
         return [row.content | self._finite(row, {name: next(scores) for name in _names(row)}) for row in rows]
 
     def _ids(self, row: Row) -> list[list[int]]:
-        """Token ids of what is to be scored, as in training: texts end with EOS, conversations as templates do."""
+        """Token ids of the texts to score, as in training: texts end with EOS, conversations as their template does."""
         from trl_jax.data.rows.chat import tokenise
 
         ids = list(tokenise([_read(row, self.tokenizer)], self.tokenizer)[0][: len(_names(row))])
-        most = self.model.max_positions
-        if most is not None and max(map(len, ids)) > most:
+        limit = self.model.max_positions
+        if limit is not None and max(map(len, ids)) > limit:
             raise ValueError(
-                f"{row.where} has {max(map(len, ids)):,} tokens, but the model has positions for {most:,}. Cut the "
+                f"{row.where} has {max(map(len, ids)):,} tokens, but the model has positions for {limit:,}. Cut the "
                 "text, or leave the row out."
             )
         return ids
@@ -167,7 +167,7 @@ def _names(row: Row) -> tuple[str, ...]:
 
 
 def _mark(args: ScoreArguments, scorer: Scorer) -> dict[str, Any]:
-    """All that scores depend on beside the rows: settings, and a digest of each file that the model is read from."""
+    """All that scores depend on besides the rows: settings, and a digest of each file of the model."""
     from trl_jax.engine.manifest import digest
     from trl_jax.hub.fetch import SMALL
 
@@ -180,7 +180,7 @@ def _mark(args: ScoreArguments, scorer: Scorer) -> dict[str, Any]:
 
 
 def _stdout() -> Sink:
-    """UTF-8 whatever the terminal's encoding is."""
+    """Write rows to stdout in UTF-8, whatever the terminal's encoding."""
 
     def write(row: dict[str, Any]) -> None:
         sys.stdout.buffer.write(encoded(row) + b"\n")

@@ -1,7 +1,7 @@
-"""A file of scored rows: it is there when it is complete, and an interrupted run goes on where it stopped.
+"""The file of scored rows: it appears when it is complete, and an interrupted run resumes where it stopped.
 
-Until then rows stand in `NAME.partial`, and beside it `NAME.partial.mark`, which says of which run they are; a process
-that writes them holds a lock on the mark.
+Until then rows are in `NAME.partial`, and `NAME.partial.mark` identifies the run that writes them; the process that
+writes holds a lock on the mark.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from trl_jax.engine.lock import locked
 from trl_jax.engine.manifest import digest, sync
 from trl_jax.scripts.score_rows import encoded, is_right, parse_row, read_rows, score_columns
 
-ROWS = "FILE"  # what the mark calls the digest of the rows to score
+ROWS = "FILE"  # the mark's key of the digest of the rows to score
 _FORMAT = 1
 Sink = tuple[list[bool | None], Callable[[dict[str, Any]], None]]
 
 
 class Output:
-    """`path` as the user named it, `source` the file of rows; `overwrite` lets what is there be replaced.
+    """The output of one run.
+
+    path: as the user named it. source: the file of rows. overwrite: whether an existing file may be replaced.
 
     Raises:
-        ValueError, OSError: nothing can be written there, or something is there.
+        ValueError, OSError: the path cannot be written, or exists and may not be replaced.
     """
 
     def __init__(self, path: str, source: Path, overwrite: bool):
@@ -53,13 +55,16 @@ class Output:
 
     @contextlib.contextmanager
     def begun(self, mark: dict[str, Any]) -> Iterator[Sink]:
-        """What an earlier run of this mark scored, `is_right` of each row, and how a further row is written.
+        """Begin or resume a run: a context with `is_right` of each row scored before, and a function that writes a row.
 
-        At the end the file is in its place. Where the block raises, rows stay for the next run.
+        At its end the file is moved into place. Where the block raises, rows are kept for the next run.
+
+        Args:
+            mark: settings that identify the run, by name.
 
         Raises:
-            ValueError: what is there is not this run's.
-            BlockingIOError: another process is at it.
+            ValueError: the partial file is of another run.
+            BlockingIOError: another process is writing it.
         """
         mark = {"format": _FORMAT, ROWS: digest(self.source), **mark}
         self._check_ours()
@@ -81,7 +86,8 @@ class Output:
             os.close(lock)
 
     def _check_ours(self) -> None:
-        """What is there under our names must be of such a run: a file of the user's own is left alone."""
+        """Raise ValueError where files under our names are not of such a run: a file of the user's own is left
+        alone."""
         there = [path for path in (self.partial, self.sidecar) if path.exists()]
         ours = self.sidecar.exists() and (not self.sidecar.stat().st_size or "format" in self._mark())
         if there and not ours:
@@ -91,8 +97,8 @@ class Output:
             )
 
     def _taken_up(self, mark: dict[str, Any]) -> list[bool | None]:
-        """`is_right` of the rows that are done; what was cut off behind them is removed, and all where there is none
-        of this run's."""
+        """`is_right` of the rows that are done; an incomplete line after them is removed, and all rows of another
+        run."""
         done, end = [], 0
         if self.partial.exists() and self.partial.stat().st_size:
             others = _differences(self._mark(), mark)
@@ -111,11 +117,11 @@ class Output:
         try:
             mark = json.loads(self.sidecar.read_bytes())
         except ValueError:
-            mark = None  # cut off or changed: nobody's
+            mark = None  # cut off or changed
         return mark if isinstance(mark, dict) else {}
 
     def _done(self) -> tuple[list[bool | None], int]:
-        """`is_right` of each whole line, and where the last one ends."""
+        """`is_right` of each complete line, and the byte at which the last one ends."""
         done, end, rows = [], 0, read_rows(self.source)
         with open(self.partial, "rb") as lines:
             for number, line in enumerate(lines, 1):
@@ -137,7 +143,7 @@ class Output:
         return is_right(scored)
 
     def _filled(self, done: list[bool | None]) -> Iterator[Sink]:
-        """Open for further rows. Of a run that scored none, nothing stays."""
+        """Open the partial file for further rows; it is removed where a failed run has scored none."""
         count = len(done)
 
         def write(row: dict[str, Any]) -> None:
@@ -151,8 +157,8 @@ class Output:
                 os.fsync(file.fileno())
         except BaseException:
             if count:
-                told = f"{count} rows are scored and stay in {self.partial}: the same command goes on behind them."
-                print(told, file=sys.stderr)
+                message = f"{count} rows are scored and stay in {self.partial}: the same command goes on behind them."
+                print(message, file=sys.stderr)
             else:
                 self.partial.unlink()
                 self.sidecar.unlink()

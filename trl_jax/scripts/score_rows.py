@@ -1,4 +1,4 @@
-"""The rows of a jsonl file that is to be scored. Whatever is wrong with one is told by its line."""
+"""Read the rows of a jsonl file to score; errors name the line."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ ANSWERS = ("response", "completion", "answer")
 
 
 class Row(NamedTuple):
-    """`where` names the line in errors: "answers.jsonl, line 3"."""
+    """A row; `where` names its line in errors, as in "answers.jsonl, line 3"."""
 
     where: str
     content: dict[str, Any]
 
 
 def read_rows(source: Path) -> Iterator[Row]:
-    """The rows in their order. Lines end with a newline and nothing else; blank ones are none.
+    """Iterate over the rows in order. Lines end with a newline only; blank ones are skipped.
 
     Raises:
-        ValueError: a line is no row, or has a column that its scores would take.
+        ValueError: a line is not a row, or has a column that its scores would replace.
     """
     with open(source, "rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -34,10 +34,10 @@ def read_rows(source: Path) -> Iterator[Row]:
 
 
 def parse_row(line: bytes, where: str) -> dict[str, Any]:
-    """The JSON object of a line, one that can be written again.
+    """Parse the JSON object of a line, which can be written as JSON again.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the line is not such an object.
     """
     try:
         row = json.loads(line.decode("utf-8"))
@@ -55,9 +55,9 @@ def parse_row(line: bytes, where: str) -> dict[str, Any]:
     except RecursionError as error:
         raise ValueError(f"{where} is nested deeper than Python reads JSON. Leave out the column that is.") from error
     except ValueError as error:
-        told = f"{error.msg} in column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        problem = f"{error.msg} in column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
         nul = " It has NUL bytes: save the file as UTF-8." if b"\0" in line else ""
-        raise ValueError(f"{where} is not JSON: {told}. Wanted one row a line.{nul}") from error
+        raise ValueError(f"{where} is not JSON: {problem}. Wanted one row a line.{nul}") from error
     if not isinstance(row, dict):
         raise ValueError(f"{where} holds a {type(row).__name__}: wanted a row, as in {{\"text\": \"...\"}}.")
     return row
@@ -69,7 +69,7 @@ def encoded(row: dict[str, Any]) -> bytes:
 
 
 def score_columns(row: dict[str, Any]) -> tuple[str, ...]:
-    """The columns that the row's scores get."""
+    """Names of the columns for the row's scores."""
     return ("chosen_reward", "rejected_reward") if "chosen" in row and "rejected" in row else ("reward",)
 
 
@@ -83,10 +83,10 @@ def _check_columns(row: Row) -> None:
 
 
 def as_pair(row: Row) -> dict[str, Any]:
-    """A single answer is a pair with itself, of which one side is scored.
+    """Turn any row into a pair; a single answer becomes a pair with itself, of which one side is scored.
 
     Raises:
-        ValueError: the row has no column that is scored.
+        ValueError: the row has no column to score.
     """
     content = row.content
     if "chosen" in content and "rejected" in content:

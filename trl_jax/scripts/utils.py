@@ -72,7 +72,7 @@ class TrlParser(HfArgumentParser):
     @staticmethod
     def _parse_dataclass_field(parser: argparse.ArgumentParser, field: Field) -> None:
         takes_none = type(None) in get_args(field.type)
-        resolved = copy.copy(field)  # transformers writes the type it settles on into the field
+        resolved = copy.copy(field)  # transformers writes the resolved type into the field
         HfArgumentParser._parse_dataclass_field(parser, resolved)
         action = parser._option_string_actions[f"--{field.name}"]
         if takes_none and action.type is resolved.type and action.type is not str:
@@ -85,7 +85,7 @@ class TrlParser(HfArgumentParser):
         fail_with_unknown_args: bool = True,
         separate_remaining_strings: bool = False,
     ) -> tuple[Any, ...]:
-        """Parse to dataclass instances, and where asked for the strings that are left (the YAML's, then the flags').
+        """Parse to dataclass instances and, where asked for, the remaining strings (the YAML's, then the flags').
 
         Raises:
             ValueError: an unknown flag, or an unknown key unless fail_with_unknown_args is False.
@@ -175,7 +175,7 @@ def _read_config(path: str) -> dict[str, Any]:
 
 
 def _without_its_text(error: Exception) -> str:
-    """Of a YAML error all but the lines it cites, which may hold secrets."""
+    """The text of a YAML error without the lines that it quotes, which may contain secrets."""
     import yaml
 
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:

@@ -1,4 +1,4 @@
-"""What the user calls, under TRL's own module names."""
+"""The trainers and configs that users call, under TRL's own module names."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class BaseTrainer(Surface):
             raise TypeError(f"args is a {type(args).__module__}.{type(args).__qualname__}: wanted a {wanted}.")
         keep_compilations()  # before anything is compiled
         adapter = None if peft_config is None else as_lora_config(peft_config)
-        model, torch_model = model_loading.told_apart(model)
+        model, torch_model = model_loading.split_model(model)
         if train_dataset is None:
             raise ValueError("`train_dataset` is required: pass a datasets.Dataset.")
         check_type(train_dataset, "train")
@@ -216,7 +216,7 @@ class BaseTrainer(Surface):
         return folder
 
     def create_optimizer(self) -> Any:
-        """What turns gradients into updates; `optimizers` of the constructor, if given, or what `args.optim` names.
+        """Create the optimizer; `optimizers` of the constructor, if given, or what `args.optim` names.
 
         Overriding it: return any optax transformation; its updates are scaled as torch's LambdaLR would, by the
         schedule of the arguments as a share of its peak.

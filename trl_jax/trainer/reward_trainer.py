@@ -87,7 +87,7 @@ class RewardTrainer(BaseTrainer):
         return MetricHooks(self.compute_metrics, self.preprocess_logits_for_metrics, wanted)
 
     def _report(self, evaluated: Evaluated, dataset: Any, prefix: str) -> dict[str, float]:
-        """What `eval_report` asks for beyond TRL's metrics."""
+        """The metrics of `eval_report` beyond TRL's metrics."""
         args, task = self.args, self._run.task
         batches = zip(evaluated.outputs, evaluated.num_examples, strict=True)
         scores = [task.predictions(*batch)[:, 0] for batch in batches]

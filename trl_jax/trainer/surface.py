@@ -33,7 +33,7 @@ def _of_run(name: str, doc: str) -> property:
 
 
 class Surface(abc.ABC):
-    """Data, files and facts that a script may ask of a trainer, or set on it, beside having it train."""
+    """Data, files and facts that scripts ask of a trainer, or set on it, besides having it train."""
 
     _run: RunState
     _publisher: HubPublisher
