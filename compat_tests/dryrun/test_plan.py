@@ -200,7 +200,7 @@ def test_a_refusal_of_the_compiler_says_what_was_wanted(error, found):
 
 
 def test_fewer_devices_than_are_simulated_are_refused():
-    with pytest.raises(ValueError, match=r"cpu:64: JAX has started with \d+ CPU device.s.. Call engine.ahead.prepare"):
+    with pytest.raises(ValueError, match=r"cpu:64: JAX has started with \d+ CPU device.s.. Call trl_jax.*prepare"):
         devices(topology("cpu:64"))
 
 

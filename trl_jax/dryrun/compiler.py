@@ -92,8 +92,9 @@ def devices(topology: Topology) -> list[jax.Device | DeviceStub]:
         found = jax.devices("cpu")
         if len(found) < topology.devices:
             raise ValueError(
-                f"{topology.name}: JAX has started with {len(found)} CPU device(s). Call engine.ahead.prepare first, "
-                f"or set XLA_FLAGS=--xla_force_host_platform_device_count={topology.devices}."
+                f"{topology.name}: JAX has started with {len(found)} CPU device(s). Call "
+                f"trl_jax.dryrun.compiler.prepare first, or set "
+                f"XLA_FLAGS=--xla_force_host_platform_device_count={topology.devices}."
             )
         return found[: topology.devices]
     if no_compiler(topology) is not None:

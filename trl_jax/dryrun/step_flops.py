@@ -34,9 +34,9 @@ def maps_of(shapes: Mapping[str, Any], arch: Any, trained: Collection[str]) -> l
         arch: the model's `Arch`.
         trained: the paths that train.
     """
-    found = [(path, leaf) for path, leaf in shapes.items() if LAYERS in path and leaf.ndim in (3, 4)]
+    matrices = [(path, leaf) for path, leaf in shapes.items() if LAYERS in path and leaf.ndim in (3, 4)]
     return [
-        Map(*leaf.shape[-2:], 1 if leaf.ndim == 3 else arch.experts.top_k, path in trained) for path, leaf in found
+        Map(*leaf.shape[-2:], 1 if leaf.ndim == 3 else arch.experts.top_k, path in trained) for path, leaf in matrices
     ]
 
 

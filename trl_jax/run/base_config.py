@@ -72,7 +72,7 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
     use_liger_kernel: bool = field(default=False, metadata={"help": "Accepted without effect."})
     torch_empty_cache_steps: int | None = field(default=None, metadata={"help": "Accepted without effect."})
 
-    # What every trainer of TRL's has behind transformers' own, in TRL's order.
+    # Arguments of every trainer of TRL after transformers' own, in TRL's order.
     model_init_kwargs: dict[str, Any] | str | None = field(
         default=None,
         metadata={"help": "How to load a model given by name, as a dict or JSON: revision, dtype, ..."},
@@ -81,7 +81,7 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
         default=False,
         metadata={"help": "Let a tokenizer's repository run its own code. A model's code is never run."},
     )
-    # Not in TRL, and never by position.
+    # Not in TRL, and keyword-only.
     batch_layout: str = field(
         default="auto",
         kw_only=True,
@@ -121,15 +121,15 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
         default=None, kw_only=True, metadata={"help": "Which of them this is, from 0, with coordinator_address."}
     )
 
-    # Arguments of most trainers. Each trainer has them at other places, and fields of a base class come first, so a
-    # config class declares those it has; these are the values of one that hasn't.
+    # Arguments of most trainers. Their positions differ, and fields of a base class come first, so each config class
+    # declares those it has; these are the values for a class without them.
     activation_offloading = disable_dropout = False
     chat_template_path = dataset_num_proc = eos_token = max_length = pad_token = None
     pad_to_multiple_of = "auto"
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        # Its own, even if inherited: a script's @dataclass would otherwise generate one, which prints secrets.
+        # Set on the class itself: a script's @dataclass would otherwise generate one, which prints secrets.
         cls.__repr__ = cls.__repr__
 
     def __post_init__(self):
@@ -139,13 +139,13 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
             self.bf16 = not self.fp16
         notes = self.check()
         if self.gradient_checkpointing is True and self.activation_checkpointing is None:
-            # The default is ours, so the FutureWarning about its old name would not be the user's to heed.
+            # The default is ours: the user could do nothing about a FutureWarning of its old name.
             self.activation_checkpointing = True
         super().__post_init__()
         for name in self._VALID_DICT_FIELDS:
-            given = getattr(self, name)
-            if isinstance(given, dict) and "token" in given:
-                setattr(self, name, given | {"token": as_token("token", given["token"])})
+            value = getattr(self, name)
+            if isinstance(value, dict) and "token" in value:
+                setattr(self, name, value | {"token": as_token("token", value["token"])})
         check_output_dir(self.output_dir)
         for note in notes:
             warnings.warn(note, stacklevel=self._frames_to_caller())
@@ -160,7 +160,7 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
 
     def to_dict(self) -> dict[str, Any]:
         """The arguments as transformers writes them, without secrets: those in dictionaries are hidden, too."""
-        twin = copy.copy(self)  # transformers changes the dictionaries that the arguments hold
+        twin = copy.copy(self)  # transformers changes the dictionaries among the arguments
         vars(twin).update({name: _unshared(value) for name, value in vars(self).items()})
         return masked(super(BaseConfig, twin).to_dict())
 
@@ -175,7 +175,7 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
     __repr__ = __str__
 
     def check(self) -> list[str]:
-        """Check the values as they now are against the table; returns its warnings, one line each.
+        """Check the current values against the table; returns its warnings, one line each.
 
         Raises:
             ValueError: the table refuses a value; there is a line for each.
@@ -245,7 +245,7 @@ def _unshared(value: Any) -> Any:
 
 
 def check_output_dir(output_dir: str) -> None:
-    """Say now, and not at the first checkpoint, that output_dir cannot be written. Creates nothing."""
+    """Raise now, and not at the first checkpoint, where output_dir cannot be written. Creates nothing."""
     folder = Path(output_dir).absolute()
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
     if not nearest.is_dir():

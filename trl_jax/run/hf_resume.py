@@ -43,7 +43,7 @@ def place(state: TrainerState, steps_an_epoch: int | None, examples_a_step: int)
     """The progress of a run of transformers, which counts steps only.
 
     Args:
-        steps_an_epoch: None for a stream, whose epochs cannot be told.
+        steps_an_epoch: None for a stream, which is then read from its beginning.
     """
     epoch, step = divmod(state.global_step, steps_an_epoch) if steps_an_epoch else (0, state.global_step)
     over = step == 0 and epoch > 0

@@ -51,11 +51,11 @@ def find(model: str | PreTrainedModel, args: BaseConfig) -> Checkpoint | PreTrai
         if args.model_init_kwargs is not None:
             logger.warning("model_init_kwargs has no effect: the model is loaded already.")
         return model
-    how = {"dtype": "float32", **(args.model_init_kwargs or {})}
-    how.pop("quantization_config", None)
+    options = {"dtype": "float32", **(args.model_init_kwargs or {})}
+    options.pop("quantization_config", None)
     if args.trust_remote_code:
-        how.setdefault("trust_remote_code", True)
-    return find_checkpoint(model, **how)
+        options.setdefault("trust_remote_code", True)
+    return find_checkpoint(model, **options)
 
 
 def taken(torch_model: Any, args: BaseConfig) -> PreTrainedModel:

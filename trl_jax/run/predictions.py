@@ -43,11 +43,11 @@ class Predicted:
         """
         if not by_batch:
             return _plain(compute(self._shown(slice(None), include, join=self.together)))
-        found: dict[str, Any] = {}
+        metrics: dict[str, Any] = {}
         for i in range(len(self.predictions)):
             last = i == len(self.predictions) - 1
-            found = compute(self._shown(slice(i, i + 1), include, join=True), compute_result=last)
-        return _plain(found)
+            metrics = compute(self._shown(slice(i, i + 1), include, join=True), compute_result=last)
+        return _plain(metrics)
 
     def _shown(self, which: slice, include: list[str], *, join: bool) -> EvalPrediction:
         def part(values):
@@ -100,6 +100,6 @@ def _joined(batches: list[Any]) -> Any:
     return np.concatenate([filled(array) for array in arrays])
 
 
-def _plain(found: dict[str, Any]) -> dict[str, float]:
-    on_host = {name: np.asarray(v) if isinstance(v, jax.Array) else v for name, v in found.items()}
+def _plain(metrics: dict[str, Any]) -> dict[str, float]:
+    on_host = {name: np.asarray(v) if isinstance(v, jax.Array) else v for name, v in metrics.items()}
     return denumpify_detensorize(on_host)  # logs and states are written as JSON

@@ -26,30 +26,30 @@ from trl_jax.run.state import RunState
 logger = logging.getLogger(__name__)
 
 
-def resume(run: RunState, checkpointer: Checkpointer, found: ResumePoint, length: RunLength, tx: Any) -> Progress:
+def resume(run: RunState, checkpointer: Checkpointer, point: ResumePoint, length: RunLength, tx: Any) -> Progress:
     """Restore the run to the state in which it wrote this checkpoint; returns its progress.
 
     Raises:
         ValueError: the checkpoint is of another model, dataset, batch or release.
     """
-    folder, args = found.folder, run.args
-    saved = SavedProgress(folder) if found.manifest is not None else None
-    if found.manifest is not None and not args.ignore_data_skip:
-        _check_dataset(found, checkpointer.dataset_fingerprint())
+    folder, args = point.folder, run.args
+    saved = SavedProgress(folder) if point.manifest is not None else None
+    if point.manifest is not None and not args.ignore_data_skip:
+        _check_dataset(point, checkpointer.dataset_fingerprint())
     params = weights_of(run, folder)
     if saved is None:
-        params, state, progress = _of_transformers(run, found, params, tx)
+        params, state, progress = _of_transformers(run, point, params, tx)
     else:
         params, state, progress = _of_ours(run, checkpointer, saved, params, tx)
     run.model.params, run.optimizer_state = params, state
     log_changes(folder, checkpointer.arguments)
-    reached = found.state.global_step >= length.max_steps
-    progress.stop_training = reached or (progress.stop_training and found.state.max_steps == length.max_steps)
+    reached = point.state.global_step >= length.max_steps
+    progress.stop_training = reached or (progress.stop_training and point.state.max_steps == length.max_steps)
     if args.ignore_data_skip and not progress.stop_training:
         progress.examples, progress.rows_digest = 0, None
     progress.micro_batches = math.ceil(progress.examples / run.micro_batch_examples)
-    _restore_state(run, found)
-    logger.warning("Resuming from %s: step %d of %d.", folder, found.state.global_step, length.max_steps)
+    _restore_state(run, point)
+    logger.warning("Resuming from %s: step %d of %d.", folder, point.state.global_step, length.max_steps)
     return progress
 
 
@@ -70,12 +70,12 @@ def weights_of(run: RunState, folder: Path) -> dict[str, jax.Array]:
     return params if plan is None else plan.placed(params)
 
 
-def _of_transformers(run: RunState, found: ResumePoint, params: dict, tx: Any) -> tuple[dict, Any, Progress]:
-    state = hf_resume.optimizer_state(found.folder, tx.init(params), lambda folder: weights_of(run, folder))
+def _of_transformers(run: RunState, point: ResumePoint, params: dict, tx: Any) -> tuple[dict, Any, Progress]:
+    state = hf_resume.optimizer_state(point.folder, tx.init(params), lambda folder: weights_of(run, folder))
     if run.sharding_plan is not None:
         state = run.sharding_plan.placed_state(state, params)
-    run.tokens_seen = hf_resume.tokens_seen(found.state)
-    return params, state, _place_of(run, found.state)
+    run.tokens_seen = hf_resume.tokens_seen(point.state)
+    return params, state, _place_of(run, point.state)
 
 
 def _of_ours(
@@ -92,13 +92,13 @@ def _of_ours(
     return params, state, saved.progress
 
 
-def _restore_state(run: RunState, found: ResumePoint) -> None:
-    state = run.events.state = found.state
+def _restore_state(run: RunState, point: ResumePoint) -> None:
+    state = run.events.state = point.state
     state.is_local_process_zero = state.is_world_process_zero = is_first()
     restore_callbacks(run.events, wholly=run.args.restore_callback_states_from_checkpoint)
     state.train_batch_size = run.train_batch_size
     if state.best_model_checkpoint is not None:  # the run's folder may have moved
-        moved = found.folder.parent / Path(state.best_model_checkpoint).name
+        moved = point.folder.parent / Path(state.best_model_checkpoint).name
         state.best_model_checkpoint = str(moved) if moved.is_dir() else None
 
 
@@ -117,11 +117,11 @@ def _check_step(run: RunState, saved: SavedProgress) -> None:
     )
 
 
-def _check_dataset(found: ResumePoint, now: str | None) -> None:
-    then = found.manifest["dataset"]
+def _check_dataset(point: ResumePoint, now: str | None) -> None:
+    then = point.manifest["dataset"]
     if then != now:
         raise ValueError(
-            f"train_dataset is not the one {found.folder} was trained on (fingerprint {now}, then {then}): its "
+            f"train_dataset is not the one {point.folder} was trained on (fingerprint {now}, then {then}): its "
             "place in the data would mean nothing. Pass the same rows, tokenizer and max_length, or "
             "ignore_data_skip=True to begin the epoch again with these."
         )

@@ -136,8 +136,8 @@ class UserLoss:
             TypeError: the script called torch, or did not return a scalar.
         """
         with self._run.state_replaced(state), torch_explained():
-            found = self._compute_loss(bound, {name: jnp.asarray(value) for name, value in inputs.items()})
-        loss = found[0] if isinstance(found, tuple) else found
+            result = self._compute_loss(bound, {name: jnp.asarray(value) for name, value in inputs.items()})
+        loss = result[0] if isinstance(result, tuple) else result
         if not isinstance(loss, jax.Array) or loss.shape != ():
             raise TypeError(
                 f"compute_loss returned {_described(loss)}: wanted a JAX scalar, as in "
@@ -220,8 +220,8 @@ def torch_explained() -> Iterator[None]:
         raise TypeError(
             f"compute_loss is compiled once and has no values while it is: `{frames[-1].line if frames else error}`. "
             "Choose with jnp.where, bound with jnp.minimum; float(), .item(), if and self.log need values. "
-            "self.state's global_step and epoch are such arrays, too; to count on a call of the model write model(...), "
-            "not self.model(...). What is to be logged is for a callback or compute_metrics."
+            "self.state's global_step and epoch are such arrays, too; to count on a call of the model write "
+            "model(...), not self.model(...). What is to be logged is for a callback or compute_metrics."
         ) from error
     except (TypeError, AttributeError, RuntimeError, ValueError) as error:
         frames = traceback.extract_tb(error.__traceback__)

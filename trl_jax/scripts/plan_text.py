@@ -54,14 +54,14 @@ def _collectives(plan: Plan) -> str:
     """A line for each kind of collective; empty where the compiler gave no cost, as where a step does not fit."""
     if plan.compiled is None or plan.compiled.cost is None or plan.topology.devices == 1:
         return ""
-    found = plan.compiled.cost.collectives
+    collectives = plan.compiled.cost.collectives
     lines = [
         f"  {one.kind:<20}{f'{one.group} devices':<12}{one.dtype:<6}{one.count:>6,} x{_size(one.bytes):>12}"
         f"{_size(one.sent):>12} sent"
-        for one in found
+        for one in collectives
     ]
-    total = f"collectives a step, {_size(sum(one.bytes for one in found))}:"
-    return "\n".join([total, *lines]) if found else "No collectives."
+    total = f"collectives a step, {_size(sum(one.bytes for one in collectives))}:"
+    return "\n".join([total, *lines]) if collectives else "No collectives."
 
 
 def _work(plan: Plan) -> str:

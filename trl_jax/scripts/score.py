@@ -81,12 +81,12 @@ def main(args: ScoreArguments) -> None:
     output = None if args.output is None else Output(args.output, source, args.overwrite)
     scorer, total = _ready(args, source)
     with contextlib.nullcontext(_stdout()) if output is None else output.begun(_mark(args, scorer)) as (done, write):
-        seen = list(done)
+        results = list(done)
         rows = islice(read_rows(source), len(done), None)
         for row in _shown(_scored(scorer, rows, args.batch_size), total, len(done), args.quiet):
             write(row)
-            seen.append(is_right(row))
-    pairs = [right for right in seen if right is not None]
+            results.append(is_right(row))
+    pairs = [right for right in results if right is not None]
     if pairs:
         print(f"accuracy {sum(pairs) / len(pairs):.4f} over {len(pairs)} pairs", file=sys.stderr)
 

@@ -92,14 +92,14 @@ def as_pair(row: Row) -> dict[str, Any]:
     if "chosen" in content and "rejected" in content:
         return content
     kept = {name: content[name] for name in ("prompt", "tools", "chat_template_kwargs") if name in content}
-    found = [name for name in (*ANSWERS, "messages", "text") if name in content]
-    if not found:
+    scored = [name for name in (*ANSWERS, "messages", "text") if name in content]
+    if not scored:
         raise ValueError(
             f"{row.where} holds {', '.join(content) or 'nothing'}: wanted text, messages, chosen and rejected, or "
             f"prompt and one of {', '.join(ANSWERS)}."
         )
-    answer = content[found[0]]
-    if found[0] in ("messages", "text"):
+    answer = content[scored[0]]
+    if scored[0] in ("messages", "text"):
         kept.pop("prompt", None)
     elif isinstance(kept.get("prompt"), list) and isinstance(answer, str):
         answer = [{"role": "assistant", "content": answer}]

@@ -29,35 +29,36 @@ _UNREAD = {
 
 
 class Columns(NamedTuple):
-    """The columns found. tokenised: rows have token ids. masks: the entries of `MASKS` that are read with them."""
+    """The columns that are read. tokenised: rows have token ids. masks: the entries of `MASKS` that are read with
+    them."""
 
     tokenised: bool
     masks: dict[str, str]
 
 
-def settle(dataset: Any, found: list[str], name: str) -> tuple[Any, Columns]:
+def settle(dataset: Any, column_names: list[str], name: str) -> tuple[Any, Columns]:
     """Rename older columns to today's names, and find those that are read.
 
     Warns of older names, and of columns that look as if they changed the training but don't.
 
     Args:
-        found: the dataset's columns; a stream may not know them itself.
+        column_names: the dataset's columns; a stream may not know them itself.
         name: of the dataset, as `preference.prepare` takes it.
 
     Raises:
         ValueError: there are neither texts nor ids.
     """
     older = None
-    if not set(checks.IDS) <= set(found):
-        older = next((pair for pair in checks.LEGACY_IDS if set(pair) <= set(found)), None)
-    masks = {ids: mask for ids, mask in MASKS.items() if older == _EARLY_IDS and mask in found}
-    tokenised = older is not None or set(checks.IDS) <= set(found)
+    if not set(checks.IDS) <= set(column_names):
+        older = next((pair for pair in checks.LEGACY_IDS if set(pair) <= set(column_names)), None)
+    masks = {ids: mask for ids, mask in MASKS.items() if older == _EARLY_IDS and mask in column_names}
+    tokenised = older is not None or set(checks.IDS) <= set(column_names)
     if older is not None:
         _warn_older(older, name)
         dataset = dataset.rename_columns(dict(zip(older, checks.IDS, strict=True)))
-    elif not tokenised and not set(checks.TEXTS) <= set(found):
-        raise checks.missing_columns(found, name)
-    _warn_unread([column for column in found if column not in masks.values()], tokenised, checks.argument(name))
+    elif not tokenised and not set(checks.TEXTS) <= set(column_names):
+        raise checks.missing_columns(column_names, name)
+    _warn_unread([column for column in column_names if column not in masks.values()], tokenised, checks.argument(name))
     return dataset, Columns(tokenised, masks)
 
 
@@ -71,14 +72,14 @@ def _warn_older(names: tuple[str, str], name: str) -> None:
     )
 
 
-def _warn_unread(found: list[str], tokenised: bool, where: str) -> None:
-    prompted = tokenised or "prompt" in found
+def _warn_unread(column_names: list[str], tokenised: bool, where: str) -> None:
+    prompted = tokenised or "prompt" in column_names
     why: dict[str, list[str]] = {}
-    for column in found:
+    for column in column_names:
         reason = _UNREAD.get(column)
         if reason is None or reason == _PROMPT and prompted or reason == _PADDING and not tokenised:
             continue
-        if column == "margins" and "margin" in found:
+        if column == "margins" and "margin" in column_names:
             continue
         why.setdefault(reason, []).append(column)
     for reason, columns in why.items():

@@ -34,7 +34,7 @@ def prepare_multimodal_messages(messages: list[dict[str, Any]], images: list | N
 
 
 def _in_parts(messages: list[dict[str, Any]], images: int) -> list[dict[str, Any]]:
-    found = []
+    converted = []
     for message in messages:
         if message["role"] not in _ROLES:
             raise ValueError(f"Invalid role in message: {message['role']}. Expected {', '.join(_ROLES)}.")
@@ -44,8 +44,8 @@ def _in_parts(messages: list[dict[str, Any]], images: int) -> list[dict[str, Any
             if message["role"] == "user":
                 before, images = [{"type": "image"} for _ in range(images)], 0
             message = {**message, "content": [*before, text]}
-        found.append(message)
-    return found
+        converted.append(message)
+    return converted
 
 
 def _parts_with_places(message: dict[str, Any]) -> list[dict[str, Any]]:

@@ -64,17 +64,17 @@ def _check_margins(dataset: Dataset, where: str) -> None:
             checks.check_margin(block, first, where)
 
 
-def _drop_padding(dataset: Dataset, found: dict[str, str], num_proc: int | None, where: str) -> Dataset:
-    shorter = masks.drop_padding(dataset, found, num_proc, where)
-    padded = _tokens(dataset, tuple(found)) != _tokens(shorter, tuple(found))
-    _warn_count(padded.any(axis=0), f"rows of {where} have padding by {list(found.values())}: it is left out")
+def _drop_padding(dataset: Dataset, masks_of: dict[str, str], num_proc: int | None, where: str) -> Dataset:
+    shorter = masks.drop_padding(dataset, masks_of, num_proc, where)
+    padded = _tokens(dataset, tuple(masks_of)) != _tokens(shorter, tuple(masks_of))
+    _warn_count(padded.any(axis=0), f"rows of {where} have padding by {list(masks_of.values())}: it is left out")
     return shorter
 
 
 def _tokens(dataset: Dataset, columns: tuple[str, ...]) -> np.ndarray:
     """Number of tokens of each row of these checked columns of ids: `[columns, rows]`."""
-    found = [[checks.list_lengths(b, column)[1] for _, b in checks.blocks(dataset, columns)] for column in columns]
-    return np.stack([np.concatenate(column) for column in found])
+    counts = [[checks.list_lengths(b, column)[1] for _, b in checks.blocks(dataset, columns)] for column in columns]
+    return np.stack([np.concatenate(column) for column in counts])
 
 
 def _tokenise(dataset: Dataset, tokenizer: Any, num_proc: int | None, name: str, max_characters: int | None) -> Dataset:
@@ -108,6 +108,6 @@ def _check_pairs(dataset: Dataset, max_length: int | None, where: str) -> np.nda
     return lengths
 
 
-def _warn_count(found: np.ndarray, what: str) -> None:
-    if found.any():
-        logger.warning(f"{found.sum():,} of {len(found):,} {what} (first: row {np.argmax(found)})")
+def _warn_count(flags: np.ndarray, what: str) -> None:
+    if flags.any():
+        logger.warning(f"{flags.sum():,} of {len(flags):,} {what} (first: row {np.argmax(flags)})")
