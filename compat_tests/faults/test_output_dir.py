@@ -82,7 +82,7 @@ def test_a_second_run_goes_on_with_its_own_and_loses_nothing_of_the_first(train,
     aside = f"checkpoint-2-run-{first['checkpoint-2'][:8]}"
     assert names(folder) == [RECORD, "checkpoint-2", aside, "checkpoint-4"]
     assert (folder / aside / "model.safetensors").read_bytes() == kept
-    assert f"{folder / 'checkpoint-2'} is another run's: it is now {aside}." in caplog.text
+    assert f"{folder / 'checkpoint-2'} is not of this run: it is now {aside}." in caplog.text
     caplog.clear()
     resumed = train(True, **other(7))
     assert f"Resuming from {folder / 'checkpoint-2'}: step 2 of 4." in caplog.text

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from trl_jax.engine.events import Events
 from trl_jax.engine.manifest import BrokenCheckpoint, sync, verify, write_manifest
+from trl_jax.engine.plain_files import discard, entries
 from trl_jax.engine.run_id import checkpoints_of, run_of, set_aside
 
 STATE_FILE = "trainer_state.json"
-# Hidden names of folders that are being written, replaced or removed: no reader looks for them.
-_UNFINISHED, _REPLACED, _REMOVED = (f".{PREFIX_CHECKPOINT_DIR}-*.{word}" for word in ("unfinished", "replaced", "gone"))
 
 
 def save_checkpoint(
@@ -73,7 +73,7 @@ def _write_whole(folder: Path, fill: Callable[[Path], None], needed: int) -> Non
     unfinished = _aside(folder, "unfinished")
     try:
         _check_space(folder.parent, folder, needed)
-        shutil.rmtree(unfinished, ignore_errors=True)
+        discard(unfinished)
         unfinished.mkdir(parents=True)
         fill(unfinished)
         _publish(unfinished, folder)
@@ -99,14 +99,13 @@ def _publish(unfinished: Path, folder: Path) -> None:
     replaced = _aside(folder, "replaced")
     if os.path.lexists(folder):
         if run_of(folder) == run_of(unfinished):
-            shutil.rmtree(replaced, ignore_errors=True)
+            discard(replaced)
             folder.rename(replaced)
         else:
             set_aside(folder)
     unfinished.rename(folder)
     sync(folder.parent)
-    if replaced.exists():
-        shutil.rmtree(replaced)
+    discard(replaced)
 
 
 def _check_space(run_dir: Path, folder: Path, needed: int) -> None:
@@ -149,9 +148,9 @@ def _forget_oldest(run_dir: Path, limit: int | None, newest: Path, kept: list[Pa
 def remove(checkpoint: Path) -> None:
     """Rename, then remove: a folder that is half removed must not look like a checkpoint."""
     gone = _aside(checkpoint, "gone")
-    shutil.rmtree(gone, ignore_errors=True)
+    discard(gone)
     checkpoint.rename(gone)
-    shutil.rmtree(gone)
+    discard(gone)
 
 
 def forget_all_but_best(output_dir: str, best: str) -> None:
@@ -163,22 +162,30 @@ def forget_all_but_best(output_dir: str, best: str) -> None:
 
 def sweep(run_dir: Path) -> None:
     """Remove what killed runs left unfinished; a checkpoint that only lacked its name gets it."""
-    for unfinished in run_dir.glob(_UNFINISHED):
-        folder = run_dir / unfinished.name.removeprefix(".").removesuffix(".unfinished")
+    for unfinished in _left(run_dir, "unfinished"):
         try:
             verify(unfinished)
         except BrokenCheckpoint:
-            shutil.rmtree(unfinished)
+            discard(unfinished)
         else:
-            _publish(unfinished, folder)
-    for replaced in run_dir.glob(_REPLACED):
-        folder = run_dir / replaced.name.removeprefix(".").removesuffix(".replaced")
-        if folder.exists():
-            shutil.rmtree(replaced)
+            _publish(unfinished, _named(unfinished))
+    for replaced in _left(run_dir, "replaced"):
+        if os.path.lexists(_named(replaced)):
+            discard(replaced)
         else:
-            replaced.rename(folder)
-    for gone in run_dir.glob(_REMOVED):
-        shutil.rmtree(gone)
+            replaced.rename(_named(replaced))
+    for gone in _left(run_dir, "gone"):
+        discard(gone)
+
+
+def _left(run_dir: Path, word: str) -> list[Path]:
+    """The folders of that kind that are being written, replaced or removed: no reader looks for their hidden names."""
+    return list(entries(run_dir, lambda name: fnmatch(name, f".{PREFIX_CHECKPOINT_DIR}-*.{word}")))
+
+
+def _named(aside: Path) -> Path:
+    """The name that `_aside` was made of."""
+    return aside.with_name(aside.name.removeprefix(".").rpartition(".")[0])
 
 
 def _remember_callbacks(events: Events) -> None:

@@ -31,9 +31,9 @@ def new_id() -> str:
 
 def checkpoints(run_dir: Path) -> list[Path]:
     """The folders named checkpoint-<step>, and those set aside, lowest step first."""
-    found = [(_NAME.fullmatch(path.name), path) for path in entries(run_dir)]
-    folders = [(int(match[1]), match[2] is None, path) for match, path in found if match and is_folder(path)]
-    return [path for *_, path in sorted(folders)]
+    found = [path for path in entries(run_dir, lambda name: _NAME.fullmatch(name) is not None) if is_folder(path)]
+    matches = {path: _NAME.fullmatch(path.name) for path in found}
+    return sorted(found, key=lambda path: (int(matches[path][1]), matches[path][2] is None, path))
 
 
 def run_of(checkpoint: Path) -> str | None:
@@ -91,7 +91,7 @@ def set_aside(checkpoint: Path) -> None:
         number += 1
         aside = f"{name}-{number}"
     checkpoint.rename(checkpoint.with_name(aside))
-    logger.warning("%s is another run's: it is now %s.", checkpoint, aside)
+    logger.warning("%s is not of this run: it is now %s.", checkpoint, aside)
 
 
 def checkpoint_of(run: str | None, run_dir: Path, name: str) -> Path | None:
