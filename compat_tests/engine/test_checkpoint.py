@@ -12,6 +12,7 @@ from transformers.trainer_utils import SaveStrategy
 from compat_tests.engine.runs import run_loop
 from trl_jax.engine.best import is_new_best
 from trl_jax.engine.checkpoint import forget_all_but_best
+from trl_jax.engine.manifest import write_manifest
 
 SAVES = {"save_strategy": "steps", "save_steps": 2, "num_train_epochs": 1}
 
@@ -51,11 +52,12 @@ def test_a_write_that_fails_leaves_no_checkpoint_and_does_not_stand_in_the_way(t
     assert not list(tmp_path.glob(".checkpoint-*"))
 
 
-def test_a_checkpoint_of_an_earlier_run_is_replaced_whole(tmp_path):
+def test_a_folder_of_somebody_elses_is_set_aside(tmp_path):
     (tmp_path / "checkpoint-2").mkdir()
     (tmp_path / "checkpoint-2" / "old").write_text("left over")
     run_loop(tmp_path, **SAVES)
     assert not (tmp_path / "checkpoint-2" / "old").exists()
+    assert (tmp_path / "checkpoint-2-run-unknown" / "old").read_text() == "left over"
 
 
 def test_the_state_is_in_the_checkpoint(tmp_path):
@@ -79,10 +81,15 @@ def test_when_it_is_saved(tmp_path, strategy):
 
 
 def test_all_but_the_best_are_forgotten(tmp_path):
-    for name in ("checkpoint-2", "checkpoint-10", "checkpoint-4", "final"):
+    whose = {"checkpoint-2": "a", "checkpoint-10": "a", "checkpoint-4": "a", "checkpoint-6": "b", "final": "a"}
+    for name, run in whose.items():
         (tmp_path / name).mkdir()
+        write_manifest(tmp_path / name, {"step": 0, "run": run})
+    (tmp_path / "checkpoint-8").mkdir()  # nobody knows whose
     forget_all_but_best(str(tmp_path), str(tmp_path / "checkpoint-4"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", "final"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", "checkpoint-6", "checkpoint-8", "final"]
+    forget_all_but_best(str(tmp_path), str(tmp_path / "checkpoint-8"))
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 @pytest.mark.parametrize(

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from trl_jax.engine.events import Events
 from trl_jax.engine.manifest import BrokenCheckpoint, sync, verify, write_manifest
+from trl_jax.engine.plain_files import discard, entries
+from trl_jax.engine.run_id import checkpoints_of, run_of, set_aside
 
 STATE_FILE = "trainer_state.json"
-# Hidden names of folders that are being written, replaced or removed: no reader looks for them.
-_UNFINISHED, _REPLACED, _REMOVED = (f".{PREFIX_CHECKPOINT_DIR}-*.{word}" for word in ("unfinished", "replaced", "gone"))
 
 
 def save_checkpoint(
@@ -34,7 +36,7 @@ def save_checkpoint(
 
     Args:
         write: fills a folder that gets its name only when everything is in it and on the disk.
-        facts: for the manifest, which has the step too.
+        facts: for the manifest, which has the step too; "run" is the run's id.
         needed: bytes that are about to be written, where that is known.
         begin: runs the job that does all of it, now or while training goes on: the job reads nothing that a later step
             changes, if `write` does not.
@@ -45,11 +47,13 @@ def save_checkpoint(
     state, run_dir = events.state, Path(output_dir)
     folder = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
     best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
-    if best == folder or best.exists():  # it may have become the best after it was written
+    if best == folder or run_of(best) == facts.get("run", ""):  # it may have become the best after it was written
         state.best_model_checkpoint = str(best)
     _remember_callbacks(events)
     text, facts = json.dumps(asdict(state), indent=2) + "\n", {"step": state.global_step} | facts
-    limit, kept = events.args.save_total_limit, {str(folder), state.best_model_checkpoint}
+    limit, kept = events.args.save_total_limit, [folder]
+    if state.best_model_checkpoint is not None:
+        kept.append(Path(state.best_model_checkpoint))
 
     def fill(unfinished: Path) -> None:
         write(unfinished)
@@ -69,7 +73,7 @@ def _write_whole(folder: Path, fill: Callable[[Path], None], needed: int) -> Non
     unfinished = _aside(folder, "unfinished")
     try:
         _check_space(folder.parent, folder, needed)
-        shutil.rmtree(unfinished, ignore_errors=True)
+        discard(unfinished)
         unfinished.mkdir(parents=True)
         fill(unfinished)
         _publish(unfinished, folder)
@@ -78,11 +82,11 @@ def _write_whole(folder: Path, fill: Callable[[Path], None], needed: int) -> Non
         raise _not_written(error, folder, needed) from error
 
 
-def await_checkpoint(output_dir: str, state: Any) -> Path:
+def await_checkpoint(output_dir: str, state: Any, run: str) -> Path:
     """The checkpoint that another process has just written, as `save_checkpoint` returns it."""
     run_dir = Path(output_dir)
     best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
-    if best.exists():
+    if run_of(best) == run:
         state.best_model_checkpoint = str(best)
     return run_dir / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
 
@@ -93,13 +97,15 @@ def _aside(folder: Path, word: str) -> Path:
 
 def _publish(unfinished: Path, folder: Path) -> None:
     replaced = _aside(folder, "replaced")
-    if folder.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        folder.rename(replaced)
+    if os.path.lexists(folder):
+        if run_of(folder) == run_of(unfinished):
+            discard(replaced)
+            folder.rename(replaced)
+        else:
+            set_aside(folder)
     unfinished.rename(folder)
     sync(folder.parent)
-    if replaced.exists():
-        shutil.rmtree(replaced)
+    discard(replaced)
 
 
 def _check_space(run_dir: Path, folder: Path, needed: int) -> None:
@@ -123,53 +129,63 @@ def _not_written(error: Exception, folder: Path, needed: int) -> OSError:
     )
 
 
-def _forget_oldest(run_dir: Path, limit: int | None, newest: Path, kept: set[str | None]) -> None:
-    """Remove checkpoints down to `limit`, lowest step first, but none of `kept`.
+def _forget_oldest(run_dir: Path, limit: int | None, newest: Path, kept: list[Path]) -> None:
+    """Remove this run's checkpoints down to `limit`, lowest step first, but none of `kept`.
 
     Raises:
         BrokenCheckpoint: `newest` is not as it was written; then nothing is removed.
     """
-    checkpoints = sort_checkpoints(str(run_dir))
-    excess = len(checkpoints) - limit if limit is not None and limit > 0 else 0
+    if limit is None or limit <= 0:
+        return
+    own, kept = checkpoints_of(run_of(newest), run_dir), [path.absolute() for path in kept]
+    excess = len(own) - limit
     if excess > 0:
         verify(newest)
-        for checkpoint in [name for name in checkpoints if name not in kept][:excess]:
-            remove(Path(checkpoint))
+        for checkpoint in [path for path in own if path.absolute() not in kept][:excess]:
+            remove(checkpoint)
 
 
 def remove(checkpoint: Path) -> None:
     """Rename, then remove: a folder that is half removed must not look like a checkpoint."""
     gone = _aside(checkpoint, "gone")
-    shutil.rmtree(gone, ignore_errors=True)
+    discard(gone)
     checkpoint.rename(gone)
-    shutil.rmtree(gone)
+    discard(gone)
 
 
 def forget_all_but_best(output_dir: str, best: str) -> None:
-    """Remove every other checkpoint: `save_total_limit=1` means one folder once the run is over."""
-    for checkpoint in sort_checkpoints(output_dir):
-        if Path(checkpoint) != Path(best):
-            remove(Path(checkpoint))
+    """Remove the same run's other checkpoints: `save_total_limit=1` means one folder once the run is over."""
+    for checkpoint in checkpoints_of(run_of(Path(best)), Path(output_dir)):
+        if checkpoint.absolute() != Path(best).absolute():
+            remove(checkpoint)
 
 
 def sweep(run_dir: Path) -> None:
     """Remove what killed runs left unfinished; a checkpoint that only lacked its name gets it."""
-    for unfinished in run_dir.glob(_UNFINISHED):
-        folder = run_dir / unfinished.name.removeprefix(".").removesuffix(".unfinished")
+    for unfinished in _left(run_dir, "unfinished"):
         try:
             verify(unfinished)
         except BrokenCheckpoint:
-            shutil.rmtree(unfinished)
+            discard(unfinished)
         else:
-            _publish(unfinished, folder)
-    for replaced in run_dir.glob(_REPLACED):
-        folder = run_dir / replaced.name.removeprefix(".").removesuffix(".replaced")
-        if folder.exists():
-            shutil.rmtree(replaced)
+            _publish(unfinished, _named(unfinished))
+    for replaced in _left(run_dir, "replaced"):
+        if os.path.lexists(_named(replaced)):
+            discard(replaced)
         else:
-            replaced.rename(folder)
-    for gone in run_dir.glob(_REMOVED):
-        shutil.rmtree(gone)
+            replaced.rename(_named(replaced))
+    for gone in _left(run_dir, "gone"):
+        discard(gone)
+
+
+def _left(run_dir: Path, word: str) -> list[Path]:
+    """The folders of that kind that are being written, replaced or removed: no reader looks for their hidden names."""
+    return list(entries(run_dir, lambda name: fnmatch(name, f".{PREFIX_CHECKPOINT_DIR}-*.{word}")))
+
+
+def _named(aside: Path) -> Path:
+    """The name that `_aside` was made of."""
+    return aside.with_name(aside.name.removeprefix(".").rpartition(".")[0])
 
 
 def _remember_callbacks(events: Events) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+
+from trl_jax.engine.plain_files import is_file
 
 LOCK = ".trl_jax.lock"
 
@@ -34,7 +37,8 @@ def only_run(output_dir: str) -> Iterator[None]:
         os.write(handle, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
         yield
     finally:
-        path.unlink(missing_ok=True)  # still locked: whoever waits for the file notices, and makes a new one
+        if _is_at(path, handle):  # else the folder was made anew, and the file may be another run's
+            path.unlink()  # still locked: whoever waits for the file notices, and makes a new one
         os.close(handle)
 
 
@@ -43,15 +47,30 @@ def locked(path: Path) -> int:
 
     Raises:
         BlockingIOError: another has it; `strerror` is the first kilobyte of the file.
+        FileExistsError: there is a link of this name, a folder or a device; nothing is done to it.
     """
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        handle = _opened(path)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             holder = os.read(handle, 1000).decode(errors="replace")
             os.close(handle)
             raise BlockingIOError(error.errno, holder, str(path)) from error
-        if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
+        if _is_at(path, handle):
             return handle
         os.close(handle)  # its holder left between the two calls
+
+
+def _opened(path: Path) -> int:
+    if os.path.lexists(path) and not is_file(path):
+        raise FileExistsError(errno.EEXIST, "is no plain file, so it cannot be the lock of a run. Remove it", str(path))
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+
+
+def _is_at(path: Path, handle: int) -> bool:
+    """Whether the open file still has this name."""
+    try:
+        return os.path.samestat(os.fstat(handle), path.lstat())
+    except FileNotFoundError:
+        return False

@@ -59,6 +59,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         BrokenCheckpoint: it has no manifest, a byte of it has changed, or another release wrote it.
     """
     path = folder / MANIFEST
+    if path.exists() and not path.is_file():  # reading a pipe would never end
+        raise BrokenCheckpoint(f"{path} is no file, so nothing tells whether the checkpoint is complete.")
     try:
         text = path.read_bytes().decode()
         body = json.loads(text)
@@ -66,7 +68,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         found = body["format"] if whole else FORMAT
         if whole and found == FORMAT:
             _ = [(entry["bytes"], entry["xxh3_128"], body["step"]) for entry in body["files"].values()]
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise BrokenCheckpoint(f"{path} does not exist: the checkpoint was never completed.") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BrokenCheckpoint(f"{path} is damaged: {error}.") from error

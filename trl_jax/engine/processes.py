@@ -70,6 +70,13 @@ def barrier(name: str) -> None:
         multihost_utils.sync_global_devices(name)
 
 
+def from_first(data: bytes) -> bytes:
+    """The first process's `data`, in all processes; as long in each."""
+    if not several():
+        return data
+    return multihost_utils.process_allgather(np.frombuffer(data, np.uint8))[0].tobytes()
+
+
 def check_alike(facts: dict[str, int]) -> None:
     """Check that all processes have the same values.
 

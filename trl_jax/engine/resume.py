@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from transformers.trainer_callback import ExportableState, TrainerState
-from transformers.trainer_utils import sort_checkpoints
 
 from trl_jax.engine.checkpoint import STATE_FILE
 from trl_jax.engine.events import Events
 from trl_jax.engine.manifest import MANIFEST, BrokenCheckpoint, verify
+from trl_jax.engine.run_id import checkpoints, recorded, run_of
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +27,13 @@ class ResumePoint:
 
 
 def find(wanted: str | Path | bool, output_dir: str) -> ResumePoint:
-    """Find the checkpoint at a path, or for True the newest complete one in `output_dir`.
+    """Find the checkpoint at a path, or for True the newest complete one of the run that was last at `output_dir`.
+
+    Without a checkpoint of this package's there, True takes one of transformers' Trainer.
 
     Raises:
-        ValueError: there is none, or the one at the path is not complete; the text names the file, and a checkpoint
-            that is complete.
+        ValueError: there is none, nothing tells which of several runs is meant, or the one at the path is not complete;
+            the text names the file, and a checkpoint that is complete.
     """
     if wanted is True:
         return _newest(Path(output_dir))
@@ -70,26 +72,45 @@ def _is_transformers(folder: Path) -> bool:
 
 
 def _newest(run_dir: Path) -> ResumePoint:
-    candidates = sort_checkpoints(str(run_dir))[::-1] if run_dir.is_dir() else []
-    faults = []
-    for candidate in candidates:
+    runs = {path: run_of(path) for path in reversed(checkpoints(run_dir))}
+    wanted = _wanted_run(run_dir, runs)
+    faults, others = [], [path.name for path, run in runs.items() if run not in (wanted, None)]
+    for candidate in [path for path, run in runs.items() if run in (wanted, None)]:
         try:
-            point = check(Path(candidate))
+            point = check(candidate)
         except BrokenCheckpoint as error:
             faults.append(str(error))
             logger.warning("%s is passed over: %s", candidate, error)
         else:
-            return point
-    why = " ".join(faults) or "There is no checkpoint-<step> in it."
+            if point.manifest is not None or wanted is None:
+                return point
+            others.append(candidate.name)
+    why = " ".join(faults) or ("" if others else "There is no checkpoint-<step> in it.")
+    if others:
+        whose = f"{', '.join(others)} {'is' if len(others) == 1 else 'are'} not of the run that was begun last here."
+        why = f"{why} {whose} Pass a path to go on from there.".lstrip()
     raise ValueError(f"No valid checkpoint found in output directory ({run_dir}). {why} Train without resuming.")
 
 
+def _wanted_run(run_dir: Path, runs: dict[Path, str | None]) -> str | None:
+    """The run that was last at the folder, by its record; without one, the only run there is."""
+    wanted, known = recorded(run_dir), {run for run in runs.values() if run is not None}
+    if wanted is None and len(known) > 1:
+        listed = ", ".join(f"{path.name} (run {run[:8]})" for path, run in runs.items() if run is not None)
+        raise ValueError(
+            f"output_dir={str(run_dir)!r} holds checkpoints of {len(known)} runs: {listed}. Nothing tells which is "
+            "meant: pass the path of one as resume_from_checkpoint."
+        )
+    return wanted if wanted is not None else next(iter(known), None)
+
+
 def _another(folder: Path) -> str:
-    """A sentence that names the newest complete checkpoint in the folder of a broken one."""
-    for candidate in sort_checkpoints(str(folder.absolute().parent))[::-1]:
-        if Path(candidate) != folder.absolute():
+    """A sentence that names the newest complete checkpoint beside a broken one, of the same run if that is known."""
+    run = run_of(folder)
+    for candidate in reversed(checkpoints(folder.absolute().parent)):
+        if candidate != folder.absolute() and (run is None or run_of(candidate) == run):
             try:
-                return f"{check(Path(candidate)).folder} is whole: pass that one."
+                return f"{check(candidate).folder} is whole: pass that one."
             except BrokenCheckpoint:
                 continue
     return "There is no other whole checkpoint beside it."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import logging
 import threading
 import time
@@ -22,18 +23,16 @@ logger = logging.getLogger(__name__)
 _WAITS = (1.0, 2.0, 4.0, 8.0)  # seconds before the second try, the third, ...
 _LONGEST_WAIT = 60.0  # however long the Hub asks for
 _HOPELESS = (400, 401, 403, 404, 413)  # statuses that another try would not change
-# Files of a run's folder that are not pushed: checkpoints have places of their own, and hidden names are private.
-IGNORED = ("_*", ".*", "checkpoint-*")
 
 
 @dataclass(frozen=True)
 class Upload:
-    """One commit: the files of a folder, to a path in the repository."""
+    """One commit: these files of a folder, by their paths in it, to a path in the repository."""
 
     folder: Path
     message: str
+    files: list[str]
     path_in_repo: str = ""
-    ignored: tuple[str, ...] = ()
 
 
 class Publisher:
@@ -121,7 +120,7 @@ class Publisher:
                     folder_path=upload.folder,
                     path_in_repo=upload.path_in_repo,
                     commit_message=upload.message,
-                    ignore_patterns=list(upload.ignored),
+                    allow_patterns=[glob.escape(name) for name in upload.files],
                     revision=revision,
                 )
             except Exception as error:

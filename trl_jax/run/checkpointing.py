@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from datasets import Dataset
 from transformers.trainer_callback import TrainerCallback
+from transformers.trainer_utils import SaveStrategy
 
 from trl_jax.data.fingerprint import fingerprint
 from trl_jax.engine import host_memory
@@ -19,6 +20,8 @@ from trl_jax.engine.async_saver import AsyncSaver, host_copy
 from trl_jax.engine.checkpoint import await_checkpoint, save_checkpoint
 from trl_jax.engine.processes import barrier, is_first, several
 from trl_jax.engine.progress import Progress, progress_json, write_progress
+from trl_jax.engine.resume import ResumePoint
+from trl_jax.engine.run_id import record
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.run.model_files import write_model
 from trl_jax.run.optimizer_choice import LearningRate
@@ -31,6 +34,7 @@ class Checkpointer:
     """Writes checkpoints, in a thread while training goes on where nothing depends on them being complete.
 
     lr_scheduler: the run's schedule, whose state is saved; set at the beginning of train().
+    run_id: of the run, in the manifest of each checkpoint; set there, too.
     """
 
     def __init__(self, run: RunState, arguments: str, save_model: Callable[..., None]):
@@ -42,6 +46,7 @@ class Checkpointer:
         self._run, self.arguments, self._save_model = run, arguments, save_model
         self.saver = AsyncSaver()
         self.lr_scheduler: LearningRate | None = None
+        self.run_id = ""
         self._fingerprint: str | None = None
 
     def save(self, progress: Progress, *, aside: bool) -> Path:
@@ -61,17 +66,24 @@ class Checkpointer:
         if not is_first():  # gathers what the first process writes
             write(Path(run.args.output_dir))
             barrier("checkpoint")
-            return await_checkpoint(run.args.output_dir, run.state)
+            return await_checkpoint(run.args.output_dir, run.state, self.run_id)
         folder = save_checkpoint(
             run.args.output_dir,
             write,
             run.events,
-            facts={"dataset": self.dataset_fingerprint()},
+            facts={"run": self.run_id, "dataset": self.dataset_fingerprint()},
             needed=needed,
             **({"begin": self.saver.begin} if aside else {}),
         )
         barrier("checkpoint")
         return folder
+
+    def begin(self, found: ResumePoint | None, new_id: str) -> None:
+        """Take the id of the run that is resumed, or the new one."""
+        args, resumed = self._run.args, found is not None and found.manifest is not None
+        self.run_id = (resumed and found.manifest.get("run")) or new_id
+        if is_first() and args.save_strategy != SaveStrategy.NO:
+            record(Path(args.output_dir), self.run_id, fresh=found is None)
 
     def _may_go_aside(self) -> bool:
         """Whether no callback or override needs the complete checkpoint, no other process writes a part of it, and the

@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections.abc import Iterable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from transformers.trainer_utils import HubStrategy, SaveStrategy
 
 from trl_jax.engine.manifest import MANIFEST
+from trl_jax.engine.plain_files import discard, entries, files_below
 from trl_jax.engine.processes import is_first
 from trl_jax.hub.card import Run, write_card
-from trl_jax.hub.push import IGNORED, Publisher, Upload
+from trl_jax.hub.push import Publisher, Upload
 from trl_jax.run.state import RunState
 
 logger = logging.getLogger(__name__)
@@ -22,7 +25,8 @@ _STAGE = ".push"
 _NOT_ON_CARD = ("output_dir", "hub_model_id", "run_name", "accelerator_config", "use_cpu", "disable_tqdm", "report_to")
 _STEP_ONLY = ("loss", "grad_norm", "learning_rate", "step", "total_flos", "num_input_tokens_seen")
 _CLOCK = ("_runtime", "_per_second")
-_NOT_THE_MODEL = ("training_state/*", "trainer_state.json", MANIFEST)  # of a checkpoint
+_NOT_PUSHED = ("_*", "checkpoint-*")  # of a run's folder, as TRL: checkpoints have places of their own
+_NOT_THE_MODEL = ("training_state", "trainer_state.json", MANIFEST)  # of a checkpoint
 
 
 class HubPublisher:
@@ -79,7 +83,8 @@ class HubPublisher:
         Raises:
             PermissionError, ConnectionError: the last try failed, too; everything is in the folder.
         """
-        uploads = [Upload(Path(self._run.args.output_dir), message, ignored=IGNORED)]
+        folder = Path(self._run.args.output_dir)
+        uploads = [Upload(folder, message, list(files_below(folder, _is_pushed)))]
         if not blocking:
             return self._publisher.push_in_background(
                 uploads, revision=revision, done=lambda succeeded: None, daemon=False
@@ -120,10 +125,10 @@ class HubPublisher:
         stage = self._staged(folder)
         where = f"step {step}" if args.save_strategy == SaveStrategy.STEPS else f"epoch {int(run.state.epoch)}"
         message = f"Training in progress, {where}"
-        uploads = [Upload(stage / "run", message)]
+        uploads = [_whole(stage / "run", message)]
         if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
             place = "last-checkpoint" if args.hub_strategy == HubStrategy.CHECKPOINT else folder.name
-            uploads.append(Upload(stage / "checkpoint", f"{message}, checkpoint", place))
+            uploads.append(_whole(stage / "checkpoint", f"{message}, checkpoint", place))
 
         def done(succeeded):
             shutil.rmtree(stage)
@@ -136,12 +141,10 @@ class HubPublisher:
         upload."""
         output_dir = Path(self._run.args.output_dir)
         stage = output_dir / f"{_STAGE}-{self._run.state.global_step}"
-        shutil.rmtree(stage, ignore_errors=True)
-        shutil.copytree(folder, stage / "checkpoint", copy_function=_link)
-        ignored = shutil.ignore_patterns(*IGNORED)
-        shutil.copytree(output_dir, stage / "run", ignore=ignored, copy_function=_link_weights)
-        model = shutil.ignore_patterns(*(pattern.split("/")[0] for pattern in _NOT_THE_MODEL))
-        shutil.copytree(folder, stage / "run", ignore=model, copy_function=_link, dirs_exist_ok=True)
+        discard(stage)
+        _copy(folder, stage / "checkpoint", files_below(folder))
+        _copy(output_dir, stage / "run", files_below(output_dir, _is_pushed), changes=True)
+        _copy(folder, stage / "run", files_below(folder, lambda name: name not in _NOT_THE_MODEL and _is_pushed(name)))
         return stage
 
     def finish(self) -> None:
@@ -186,23 +189,37 @@ def card_run(run: RunState) -> Run | None:
 
 def sweep_stages(output_dir: str) -> None:
     """Remove the folders of interrupted uploads."""
-    for stage in Path(output_dir).glob(f"{_STAGE}-*"):
-        shutil.rmtree(stage)
+    for stage in entries(Path(output_dir), lambda name: name.startswith(f"{_STAGE}-")):
+        discard(stage)
 
 
-def _link(source: str, target: str) -> None:
+def _is_pushed(path: str) -> bool:
+    """Whether a file or folder at this path in the run's folder is pushed: hidden names are private, wherever."""
+    return not Path(path).name.startswith(".") and not any(fnmatch(path.split("/")[0], p) for p in _NOT_PUSHED)
+
+
+def _whole(folder: Path, message: str, path_in_repo: str = "") -> Upload:
+    return Upload(folder, message, list(files_below(folder)), path_in_repo)
+
+
+def _copy(source: Path, target: Path, files: Iterable[str], *, changes: bool = False) -> None:
+    """Bring files of one folder into another; `changes`: all but weights are still written to."""
+    target.mkdir(parents=True, exist_ok=True)
+    for name in files:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        if changes and not name.endswith(".safetensors"):
+            shutil.copy2(source / name, target / name)
+        else:
+            _link(source / name, target / name)
+
+
+def _link(source: Path, target: Path) -> None:
     """Hard-link a file that does not change any more; copy it where the file system has no links."""
-    if os.path.exists(target):
-        os.unlink(target)
+    target.unlink(missing_ok=True)
     try:
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)
-
-
-def _link_weights(source: str, target: str) -> None:
-    """Link weights, and copy other files of a run's folder, such as logs, which may still change."""
-    (_link if source.endswith(".safetensors") else shutil.copy2)(source, target)
 
 
 def _listed(value: str | list[str] | None) -> list[str]:

@@ -17,6 +17,7 @@ from trl_jax.data.order import RunLength
 from trl_jax.engine.processes import is_first
 from trl_jax.engine.progress import Progress, SavedProgress
 from trl_jax.engine.resume import ResumePoint, changed_arguments, restore_callbacks
+from trl_jax.engine.run_id import checkpoint_of
 from trl_jax.run import hf_resume
 from trl_jax.run.checkpointing import Checkpointer
 from trl_jax.run.data import loader
@@ -98,8 +99,9 @@ def _restore_state(run: RunState, point: ResumePoint) -> None:
     restore_callbacks(run.events, wholly=run.args.restore_callback_states_from_checkpoint)
     state.train_batch_size = run.train_batch_size
     if state.best_model_checkpoint is not None:  # the run's folder may have moved
-        moved = point.folder.parent / Path(state.best_model_checkpoint).name
-        state.best_model_checkpoint = str(moved) if moved.is_dir() else None
+        run_id = None if point.manifest is None else point.manifest.get("run", "")
+        best = checkpoint_of(run_id, point.folder.parent, Path(state.best_model_checkpoint).name)
+        state.best_model_checkpoint = None if best is None else str(best)
 
 
 def _check_step(run: RunState, saved: SavedProgress) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -27,6 +28,7 @@ from trl_jax.engine.prefetch import Prefetched
 from trl_jax.engine.processes import barrier, is_first, naming_lost_processes
 from trl_jax.engine.progress import Progress
 from trl_jax.engine.resume import find
+from trl_jax.engine.run_id import new_id
 from trl_jax.hub.torch.objects import give_back
 from trl_jax.run.callbacks import begin_state
 from trl_jax.run.checkpointing import Checkpointer
@@ -76,13 +78,13 @@ class Training:
         saves = args.save_strategy != SaveStrategy.NO
         promise = "saving a checkpoint and leaving" if saves else "leaving without a checkpoint (save_strategy='no')"
         with self._run.on_device(), contextlib.ExitStack() as entered:
-            if saves and is_first():
+            if is_first() and (saves or os.access(args.output_dir, os.W_OK)):  # who saves nothing may do so anywhere
                 entered.enter_context(only_run(args.output_dir))
                 sweep(Path(args.output_dir))
                 sweep_stages(args.output_dir)
             barrier("train")  # until the first process has swept
             entered.enter_context(interrupts.heeded(promise))
-            once = partial(self._once, as_choice(resume_from), interrupts)
+            once = partial(self._once, as_choice(resume_from), interrupts, new_id())
             return self._what_fits(once) if args.auto_find_batch_size else once()
 
     def made_optimizer(self) -> Optimizer:
@@ -105,7 +107,7 @@ class Training:
 
         return retried(once, lambda: run.train_batch_size, again)
 
-    def _once(self, resume_from: str | bool | None, interrupts: Interrupts) -> TrainOutput:
+    def _once(self, resume_from: str | bool | None, interrupts: Interrupts, run_id: str) -> TrainOutput:
         run, args, start = self._run, self._run.args, time.time()
         self.choice = self._choose()  # arguments may have been changed since
         self.optimizer = tx = self.made_optimizer()
@@ -119,6 +121,7 @@ class Training:
         self._checkpointer.forget_dataset()
         begin_state(run)
         progress = Progress() if found is None else resume(run, self._checkpointer, found, length, tx)
+        self._checkpointer.begin(found, run_id)
         first = run.state.global_step
         run.state.max_steps, run.state.num_train_epochs = length.max_steps, length.num_epochs
         run.state.compute_steps(args, length.max_steps)
