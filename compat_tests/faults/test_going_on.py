@@ -60,12 +60,20 @@ def train(folder, tmp_path):
     return run
 
 
+@pytest.fixture
+def heard():
+    """SIGHUP, which the tests themselves may be told to ignore."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def weights(trainer):
     return jax.tree.map(np.asarray, trainer.model.params)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_row12_a_signal_lets_the_step_finish_and_saves_it(number, code, train, tmp_path, capfd):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+def test_row12_a_signal_lets_the_step_finish_and_saves_it(number, code, train, tmp_path, capfd, heard):
     before = signal.getsignal(number)
     with pytest.raises(SystemExit) as left:
         train("broken", callbacks=[At(1, lambda control: os.kill(os.getpid(), number))])

@@ -1,4 +1,4 @@
-"""Handles SIGTERM and SIGINT: the first one lets the step finish, a second one ends the process at once."""
+"""Handles SIGTERM, SIGINT and SIGHUP: the first one lets the step finish, a second one ends the process at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from jax.experimental import multihost_utils
 
 from trl_jax.engine.processes import several
 
-_HEEDED = (signal.SIGTERM, signal.SIGINT)
+_HEEDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class Interrupted(BaseException):
+    """Ends what may be broken off for a signal; no `Exception`, which a script's own code might catch."""
 
 
 class Interrupts:
@@ -22,19 +26,21 @@ class Interrupts:
 
     def __init__(self):
         self.received: signal.Signals | None = None
+        self._evaluating = self._waiting = False
 
     @contextlib.contextmanager
     def heeded(self, promise: str) -> Iterator[None]:
         """Handle signals within the block. `promise` tells the user what the first one will lead to.
 
-        Outside of the main thread signals are left as they were, which Python requires; with several processes JAX
-        handles them (see `agree`).
+        A signal that the process ignores, as under nohup, stays ignored. Outside of the main thread signals are left
+        as they were, which Python requires; with several processes JAX handles them (see `agree`).
         """
         if several() or threading.current_thread() is not threading.main_thread():
             yield
             return
         self._promise = promise
-        before = {number: signal.signal(number, self._take) for number in _HEEDED}
+        heeded = [number for number in _HEEDED if signal.getsignal(number) != signal.SIG_IGN]
+        before = {number: signal.signal(number, self._take) for number in heeded}
         try:
             yield
         finally:
@@ -43,11 +49,45 @@ class Interrupts:
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
+        if number == signal.SIGHUP:
+            _do_without_terminal()
         if self.received is not None:
             _say(f"{name} again: leaving at once, without saving.")
             os._exit(128 + number)
         self.received = signal.Signals(number)
-        _say(f"{name}: finishing this step, then {self._promise}. Send it again to leave at once.")
+        if self._waiting:
+            raise Interrupted
+        doing = "ending the evaluation" if self._evaluating else "finishing this step"
+        _say(f"{name}: {doing}, then {self._promise}. Send it again to leave at once.")
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within the block, `check` raises Interrupted once a signal has come."""
+        self._evaluating = True
+        try:
+            yield
+        finally:
+            self._evaluating = False
+
+    def check(self) -> None:
+        """Break an evaluation off. Does nothing outside of `evaluating`: a script's own evaluations run to their end.
+
+        Raises:
+            Interrupted: a signal has come.
+        """
+        if self._evaluating and self.received is not None:
+            raise Interrupted
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Within the block, a signal raises Interrupted wherever it comes; one from before does so at the start."""
+        self._waiting = True
+        try:
+            if self.received is not None:
+                raise Interrupted
+            yield
+        finally:
+            self._waiting = False
 
     def agree(self, step: int) -> None:
         """Let several processes stop after the same step: JAX passes a SIGTERM of one on to the others."""
@@ -55,11 +95,23 @@ class Interrupts:
             self.received = signal.SIGTERM
 
     def leave(self) -> None:
-        """Raise SystemExit with the code that shells expect of a process ended by this signal: 143 or 130."""
+        """Raise SystemExit with the code that shells expect of a process ended by this signal: 143, 130 or 129."""
         _say(f"{self.received.name}: leaving.")
         raise SystemExit(128 + self.received)
 
 
 def _say(text: str) -> None:
     # Not through logging: an interrupted handler may have its lock, and would never release it.
-    os.write(sys.__stderr__.fileno(), f"trl_jax: {text}\n".encode())
+    with contextlib.suppress(OSError):  # nobody reads it any more
+        os.write(sys.__stderr__.fileno(), f"trl_jax: {text}\n".encode())
+
+
+def _do_without_terminal() -> None:
+    """Send output to nowhere where its terminal is gone: the next progress bar would raise before anything is saved."""
+    for handle in (1, 2):
+        try:
+            os.write(handle, b"")
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, handle)
+            os.close(nowhere)

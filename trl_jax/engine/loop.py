@@ -13,9 +13,10 @@ from transformers.trainer_utils import SaveStrategy
 
 from trl_jax.engine.best import is_new_best
 from trl_jax.engine.events import Events
-from trl_jax.engine.interrupts import Interrupts
+from trl_jax.engine.interrupts import Interrupted, Interrupts
 from trl_jax.engine.nonfinite_guard import NonFiniteGuard
 from trl_jax.engine.progress import Progress
+from trl_jax.engine.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +62,10 @@ class Loop:
     nonfinite_guard: NonFiniteGuard
     interrupts: Interrupts
     progress: Progress = field(default_factory=Progress)
-    _saved_at: int | None = None
     _between_steps: bool = True
+
+    def __post_init__(self) -> None:
+        self._saved_at = self.events.state.global_step  # what it begins with is no news
 
     def run(self) -> tuple[float, list[dict[str, np.ndarray]]]:
         """Train to the end, or until a callback says stop.
@@ -81,18 +84,21 @@ class Loop:
                 self._save()
             raise
         self.nonfinite_guard.settle()
-        unreported = self._fetch()
-        mean = self.progress.loss_sum / max(self.events.state.global_step, 1)
+        unreported = jax.device_get(self.progress.unreported)  # they stay there: it may still be saved
+        mean = (self.progress.loss_sum + _sum_of_losses(unreported)) / max(self.events.state.global_step, 1)
         return mean, [] if self.progress.evaluated_last else unreported
 
     def _epochs(self) -> None:
         events, progress = self.events, self.progress
         events.fire("on_train_begin")
+        self.leave_if_asked()
         if events.args.eval_on_start and events.state.global_step == 0:
-            self.evaluate()
+            self._evaluate()
         events.control.should_training_stop |= progress.stop_training
-        if progress.epoch_over and progress.stop_training:
-            return
+        if progress.epoch_over:
+            self._catch_up()
+            if progress.stop_training:
+                return
         for epoch in range(progress.epoch + progress.epoch_over, self.num_epochs):
             events.fire("on_epoch_begin")
             self._epoch(epoch)
@@ -106,6 +112,7 @@ class Loop:
             progress.examples, progress.micro_batches, progress.rows_digest = 0, 0, None
             progress.stop_epoch = False
         self.batches.set_epoch(epoch, progress.examples, progress.rows_digest)
+        self._catch_up()
         for batch in () if progress.stop_training or progress.stop_epoch else self.batches:
             self._step(batch)
             self._report_evaluate_save()
@@ -118,6 +125,19 @@ class Loop:
         events.fire("on_epoch_end")
         self._report_evaluate_save()
         self._heed_signals()
+
+    def _catch_up(self) -> None:
+        """Repeat the evaluation that the run before broke off."""
+        control, progress = self.events.control, self.progress
+        if not progress.evaluation_due:
+            return
+        progress.evaluation_due = False
+        control.should_evaluate, control.should_save = True, progress.save_due
+        control.should_epoch_stop |= progress.stop_epoch
+        self._report_evaluate_save()
+        self._heed_signals()
+        control = self.events.control  # callbacks may have put another in its place
+        progress.stop_training, progress.stop_epoch = control.should_training_stop, control.should_epoch_stop
 
     def _check_not_empty(self) -> None:
         events = self.events
@@ -164,12 +184,23 @@ class Loop:
         if events.control.should_log and self.progress.unreported:
             self._report()
         if events.control.should_evaluate:
-            best = is_new_best(self.evaluate(), events.args, events.state)
+            best = is_new_best(self._evaluate(), events.args, events.state)
             self.progress.evaluated_last = True
             if events.args.save_strategy == SaveStrategy.BEST:
                 events.control.should_save = best
         if events.control.should_save:
             self._save()
+
+    def _evaluate(self) -> dict[str, float]:
+        """Evaluate. For a signal, leave between two passes with a checkpoint from before, which has it repeated."""
+        progress, before = self.progress, Snapshot(self.events)
+        try:
+            with self.interrupts.evaluating():
+                return self.evaluate()
+        except Interrupted:
+            before.restore()
+            progress.evaluation_due, progress.save_due = True, self.events.control.should_save
+            self.leave_if_asked()
 
     def _save(self) -> None:
         control, progress = self.events.control, self.progress
@@ -181,17 +212,13 @@ class Loop:
         self._between_steps, self._saved_at = True, self.events.state.global_step
         self.events.fire("on_save")
 
-    def heed_while_waiting(self) -> None:
-        """Handle signals while no batch comes, when the step before is done."""
-        if self.interrupts.received is None:
-            return
-        if self.events.state.global_step == 0:
-            self.interrupts.leave()  # nothing to lose
-        self._heed_signals()
-
     def _heed_signals(self) -> None:
-        """Raise SystemExit where a signal came, after a checkpoint of this step."""
+        """Leave where this process or another got a signal."""
         self.interrupts.agree(self.events.state.global_step)
+        self.leave_if_asked()
+
+    def leave_if_asked(self) -> None:
+        """Between two steps: raise SystemExit where a signal came, after a checkpoint of the last step."""
         if self.interrupts.received is None:
             return
         if self.events.args.save_strategy != SaveStrategy.NO and self._saved_at != self.events.state.global_step:
@@ -201,7 +228,7 @@ class Loop:
     def _report(self) -> None:
         steps = self._fetch()
         logs = {
-            "loss": sum(float(step["loss"]) for step in steps) / len(steps),
+            "loss": _sum_of_losses(steps) / len(steps),
             "grad_norm": float(steps[-1]["grad_norm"]),
             "learning_rate": self.progress.learning_rate,
         }
@@ -210,5 +237,9 @@ class Loop:
     def _fetch(self) -> list[dict[str, np.ndarray]]:
         """Fetch the metrics since the last call to the host, and add their losses to the sum."""
         steps, self.progress.unreported = jax.device_get(self.progress.unreported), []
-        self.progress.loss_sum += sum(float(step["loss"]) for step in steps)
+        self.progress.loss_sum += _sum_of_losses(steps)
         return steps
+
+
+def _sum_of_losses(steps: list[dict[str, np.ndarray]]) -> float:
+    return sum(float(step["loss"]) for step in steps)

@@ -39,6 +39,8 @@ class Progress:
         loss_sum: sum of the losses of all steps that were reported.
         learning_rate: of the last step.
         evaluated_last: whether an evaluation came after the last step.
+        evaluation_due, save_due: whether an evaluation was broken off, which the next run begins with, and whether a
+            checkpoint was asked for after it.
         unreported: the metrics of the steps since the last report.
     """
 
@@ -52,6 +54,8 @@ class Progress:
     loss_sum: float = 0.0
     learning_rate: float = 0.0
     evaluated_last: bool = False
+    evaluation_due: bool = False
+    save_due: bool = False
     unreported: list[dict[str, Any]] = field(default_factory=list)
 
 

@@ -101,12 +101,21 @@ class Evaluator:
             if self._by_script is None:
                 outputs_of = partial(self._outputs, run.model.arrays, dtype=dtype, bounded=bounded)
                 place = None if run.sharding_plan is None else self._placed
-                windows = Prefetched(self.windows(steps), place)
-                evaluated = run_evaluation(outputs_of, self._measure, windows, after_each)
+                windows = Prefetched(self.windows(steps), place, run.interrupts.check)
+                evaluated = run_evaluation(self._checked(outputs_of), self._measure, windows, after_each)
             else:
                 evaluate = partial(self._by_script, run.model.arrays, dtype=dtype)
-                evaluated = run_batches(evaluate, steps, after_each)
+                evaluated = run_batches(self._checked(evaluate), steps, after_each)
         return evaluated, self._predicted(evaluated, batches.dataset, hooks)
+
+    def _checked(self, evaluate: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """The same for each pass, unless a signal has come that breaks an evaluation on the way off."""
+
+        def checked(arrays: Any) -> Any:
+            self._run.interrupts.check()
+            return evaluate(arrays)
+
+        return checked
 
     def _placed(self, window: Any) -> Any:
         place = self._run.sharding_plan.rows

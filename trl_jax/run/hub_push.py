@@ -157,6 +157,21 @@ class HubPublisher:
         if self._unpushed is not None and self._unpushed.exists():
             self._push_checkpoint(self._unpushed)
             self._publisher.wait()
+        self._tell_failures()
+
+    def tell_unfinished(self) -> None:
+        """Tell which uploads did not arrive, and that one under way ends with the process; wait for none."""
+        if self._publisher is None:
+            return
+        if self._publisher.running:
+            logger.warning(
+                "Leaving while an upload to %s is under way: it may not arrive. %s holds everything.",
+                self._publisher.repo_id,
+                self._run.args.output_dir,
+            )
+        self._tell_failures()
+
+    def _tell_failures(self) -> None:
         failures = self._publisher.failures
         if failures:
             state = "The last one did not arrive either" if self._unpushed is not None else "The last one arrived"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import TrainerState
 
 from trl_jax.engine.events import Events
+from trl_jax.engine.interrupts import Interrupts
 from trl_jax.engine.sharding import ShardingPlan
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.run.base_config import BaseConfig
@@ -36,6 +37,7 @@ class RunState:
     optimizer_state: of the last step; a second train() goes on with it, as TRL's does.
     tokens_seen: real tokens of all steps so far.
     found_batch_size: by auto_find_batch_size.
+    interrupts: the signals of the last train().
     fills: whether the last micro-batch of an epoch is filled up, as in the run that is resumed; None: on several
         devices.
     """
@@ -57,6 +59,7 @@ class RunState:
     found_batch_size: int | None = None
     fills: bool | None = None
     in_train: bool = False
+    interrupts: Interrupts = field(default_factory=Interrupts)
 
     @property
     def state(self) -> TrainerState:

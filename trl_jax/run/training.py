@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput, speed_metrics
 from trl_jax.core.arguments.values import as_choice
 from trl_jax.engine.async_saver import host_copy
 from trl_jax.engine.checkpoint import forget_all_but_best, sweep
-from trl_jax.engine.interrupts import Interrupts
+from trl_jax.engine.interrupts import Interrupted, Interrupts
 from trl_jax.engine.lock import only_run
 from trl_jax.engine.loop import Loop
 from trl_jax.engine.nonfinite_guard import PATIENCE, NonFiniteGuard
@@ -29,6 +29,7 @@ from trl_jax.engine.processes import barrier, is_first, naming_lost_processes
 from trl_jax.engine.progress import Progress
 from trl_jax.engine.resume import find
 from trl_jax.engine.run_id import new_id
+from trl_jax.engine.snapshot import Snapshot
 from trl_jax.hub.torch.objects import give_back
 from trl_jax.run.callbacks import begin_state
 from trl_jax.run.checkpointing import Checkpointer
@@ -74,7 +75,8 @@ class Training:
 
     def train(self, resume_from: str | bool | None) -> TrainOutput:
         """Train to the end, alone in output_dir, heeding signals; smaller batches where auto_find_batch_size asks."""
-        args, interrupts = self._run.args, Interrupts()
+        args = self._run.args
+        interrupts = self._run.interrupts = Interrupts()
         saves = args.save_strategy != SaveStrategy.NO
         promise = "saving a checkpoint and leaving" if saves else "leaving without a checkpoint (save_strategy='no')"
         with self._run.on_device(), contextlib.ExitStack() as entered:
@@ -84,8 +86,13 @@ class Training:
                 sweep_stages(args.output_dir)
             barrier("train")  # until the first process has swept
             entered.enter_context(interrupts.heeded(promise))
-            once = partial(self._once, as_choice(resume_from), interrupts, new_id())
-            return self._what_fits(once) if args.auto_find_batch_size else once()
+            once = partial(self._once, as_choice(resume_from), new_id())
+            try:
+                return self._what_fits(once) if args.auto_find_batch_size else once()
+            except SystemExit:
+                if interrupts.received is not None:
+                    self._publisher.tell_unfinished()
+                raise
 
     def made_optimizer(self) -> Optimizer:
         """The result of create_optimizer, in the form of the step."""
@@ -107,7 +114,7 @@ class Training:
 
         return retried(once, lambda: run.train_batch_size, again)
 
-    def _once(self, resume_from: str | bool | None, interrupts: Interrupts, run_id: str) -> TrainOutput:
+    def _once(self, resume_from: str | bool | None, run_id: str) -> TrainOutput:
         run, args, start = self._run, self._run.args, time.time()
         self.choice = self._choose()  # arguments may have been changed since
         self.optimizer = tx = self.made_optimizer()
@@ -125,11 +132,30 @@ class Training:
         first = run.state.global_step
         run.state.max_steps, run.state.num_train_epochs = length.max_steps, length.num_epochs
         run.state.compute_steps(args, length.max_steps)
-        train_loss, unreported = self._loop(tx, length, progress, interrupts)
-        self._publisher.finish()
-        return self._finished(train_loss, self._measured(unreported), start, length.max_steps, first)
+        loop, train_loss, unreported = self._looped(tx, length, progress)
+        with self._leaving_saved(loop):
+            with run.interrupts.waiting():
+                self._publisher.finish()
+            metrics = self._closing_metrics(train_loss, unreported, start, length.max_steps, first)
+            with run.interrupts.waiting():
+                params = self._best_params()
+        self._end(params)
+        if run.interrupts.received is not None:
+            run.interrupts.leave()
+        return TrainOutput(run.state.global_step, train_loss, metrics)
 
-    def _loop(self, tx: Any, length: Any, progress: Progress, interrupts: Interrupts) -> tuple[float, list]:
+    @contextlib.contextmanager
+    def _leaving_saved(self, loop: Loop) -> Iterator[None]:
+        """For a signal after the last step, leave with a checkpoint of it, without what the block has changed since."""
+        before = Snapshot(self._run.events)
+        try:
+            yield
+        except Interrupted:
+            before.restore()
+            with self._checkpointer.saver.settled():
+                loop.leave_if_asked()
+
+    def _looped(self, tx: Any, length: Any, progress: Progress) -> tuple[Loop, float, list]:
         run, checkpointer, train_step = self._run, self._checkpointer, self._train_step
         batches = self._hooks.get_train_dataloader()
         run.events.handler.train_dataloader = batches
@@ -138,7 +164,7 @@ class Training:
         patience = 1 if "underflow_overflow" in str(run.args.debug) else PATIENCE
         loop = Loop(
             events=run.events,
-            batches=Prefetched(steps, place, lambda: loop.heed_while_waiting()),
+            batches=Prefetched(steps, place, lambda: loop.leave_if_asked()),
             num_epochs=length.num_epochs,
             micro_batches_per_epoch=length.micro_batches_per_epoch,
             advance=train_step.advancer(step, tx, checkpointer.saver.check),
@@ -149,7 +175,7 @@ class Training:
             nonfinite_guard=NonFiniteGuard(
                 run.state.global_step + 1, partial(explain, run, self._hooks.loss), patience
             ),
-            interrupts=interrupts,
+            interrupts=run.interrupts,
             progress=progress,
         )
         run.in_train = True
@@ -160,7 +186,7 @@ class Training:
                 explain_memory(run),
                 compiling_ahead(run, train_step, step, steps, progress),
             ):
-                return loop.run()
+                return loop, *loop.run()
         finally:
             run.in_train = False
 
@@ -178,9 +204,10 @@ class Training:
             return {}
         return {"num_tokens": float(self._run.tokens_seen)} | self._run.task.metrics(steps, "train")
 
-    def _finished(
-        self, train_loss: float, measured: dict[str, float], start: float, max_steps: int, first: int
-    ) -> TrainOutput:
+    def _closing_metrics(
+        self, train_loss: float, unreported: list, start: float, max_steps: int, first: int
+    ) -> dict[str, float]:
+        """The run's metrics, logged."""
         run, args, state = self._run, self._run.args, self._run.state
         rows = run.step_examples * max_steps
         if isinstance(run.train_dataset, Dataset) and args.max_steps <= 0:
@@ -190,19 +217,24 @@ class Training:
         metrics = speed_metrics("train", start, num_samples=rows, num_steps=taken)
         if args.include_num_input_tokens_seen != "no":
             metrics["train_tokens_per_second"] = round(state.num_input_tokens_seen / metrics["train_runtime"], 3)
-        metrics |= {"total_flos": state.total_flos, "train_loss": train_loss} | measured | memory("train", args)
+        metrics |= {"total_flos": state.total_flos, "train_loss": train_loss}
+        metrics |= self._measured(unreported) | memory("train", args)
         self._hooks.log(metrics)
         metrics["epoch"] = state.epoch
-        self._take_best()
+        return metrics
+
+    def _best_params(self) -> dict[str, jax.Array] | None:
+        """The best checkpoint's weights where load_best_model_at_end asks for them."""
+        best = self._run.state.best_model_checkpoint
+        return weights_of(self._run, Path(best)) if self._run.args.load_best_model_at_end and best else None
+
+    def _end(self, params: dict[str, jax.Array] | None) -> None:
+        """Take these weights, if any; leave only the best checkpoint where one may be; tell callbacks."""
+        run, best = self._run, self._run.state.best_model_checkpoint
+        if params is not None:
+            run.model.params = params
+        if is_first() and run.args.save_total_limit == 1 and best is not None:
+            forget_all_but_best(run.args.output_dir, best)
         if self._torch_model is not None:
             give_back(run.model.backend, run.model.params, run.model.config, self._torch_model)
         run.events.fire("on_train_end")
-        return TrainOutput(state.global_step, train_loss, metrics)
-
-    def _take_best(self) -> None:
-        """The best checkpoint's weights where load_best_model_at_end says so; the only one left where one may be."""
-        args, best = self._run.args, self._run.state.best_model_checkpoint
-        if args.load_best_model_at_end and best is not None:
-            self._run.model.params = weights_of(self._run, Path(best))
-        if is_first() and args.save_total_limit == 1 and best is not None:
-            forget_all_but_best(args.output_dir, best)

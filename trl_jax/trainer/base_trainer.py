@@ -175,7 +175,8 @@ class BaseTrainer(Surface):
             ValueError: there is nothing whole to resume from, or it is of another model, optimizer or dataset.
             FloatingPointError: several steps in a row gave no number.
             MemoryError: a step does not fit; the text says what takes how much.
-            SystemExit: SIGTERM (143) or SIGINT (130) asked for it; what the step gave is in a checkpoint.
+            SystemExit: SIGTERM (143), SIGINT (130) or SIGHUP (129) asked for it; what the last step gave is in a
+                checkpoint, unless save_strategy="no". An evaluation on the way is broken off, and resuming repeats it.
         """
         refuse(trial=trial, ignore_keys_for_eval=ignore_keys_for_eval)
         self._run.task = self.make_task()  # arguments may have been changed since

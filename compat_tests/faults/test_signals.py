@@ -1,0 +1,223 @@
+"""Signals at any time of a run: during a step, an evaluation, and what comes after the last step."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pty
+import random
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from transformers import EarlyStoppingCallback, TrainerCallback
+
+import trl_jax
+from compat_tests.run.test_resume import Draws, same
+from compat_tests.trainer.trainers import FACTS, make, table
+from trl_jax.engine.interrupts import Interrupts
+from trl_jax.run import training
+from trl_jax.run.hub_push import HubPublisher
+
+CONFIG = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 3, "per_device_train_batch_size": 2}
+CONFIG |= {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2, "num_train_epochs": 2}
+
+
+def term():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint):
+    return checkpoint(**FACTS)
+
+
+@pytest.fixture
+def trainer(folder, tmp_path):
+    def made(name, *callbacks, sets=None, **config):
+        given = {"callbacks": [*callbacks, Draws()], "eval_dataset": table(5, seed=1) if sets is None else sets}
+        random.seed(5), np.random.seed(5)
+        return make(trl_jax, folder, tmp_path / name, train=table(7), config=CONFIG | config, **given)
+
+    return made
+
+
+def killed_in_evaluation(trainer, number):
+    """Train, with SIGTERM in this pass of evaluations. Returns how many passes there were."""
+    passes, outputs = [], trainer.parts.evaluator._outputs
+
+    def counted(*given, **options):
+        passes.append(1)
+        if len(passes) == number:
+            term()
+        return outputs(*given, **options)
+
+    trainer.parts.evaluator._outputs = counted
+    with pytest.raises(SystemExit) as left:
+        trainer.train()
+    assert left.value.code == 143
+    return len(passes)
+
+
+TWO = {"a": table(3, seed=1), "b": table(3, seed=2)}
+BEST = {"metric_for_best_model": "eval_a_loss", "greater_is_better": True, "eval_steps": 1}
+EVALUATIONS = {
+    # the pass in which the signal comes (each evaluation has two), the step it comes after, further arguments
+    "the second evaluation": (3, 4, {}),
+    "off the logs, unsaved so far": (1, 2, {"save_steps": 100}),
+    "at the end of an epoch": (1, 4, {"eval_strategy": "epoch", "save_strategy": "epoch", "logging_strategy": "epoch"}),
+    "at the end of the run": (3, 8, {"eval_strategy": "epoch", "save_strategy": "epoch"}),
+    "after a step that is the last": (1, 3, {"max_steps": 3, "eval_steps": 3}),
+    "the second of two sets": (3, 2, {"sets": TWO, **BEST, "logging_steps": 1}),
+    "to be saved when best": (3, 2, {"sets": TWO, **BEST, "save_strategy": "best", "load_best_model_at_end": True}),
+}
+
+
+@pytest.mark.parametrize("name", EVALUATIONS)
+def test_an_evaluation_is_broken_off_and_repeated_when_the_run_goes_on(name, trainer, tmp_path):
+    number, step, config = EVALUATIONS[name]
+    stopping = [EarlyStoppingCallback] if "sets" in config else []
+    assert killed_in_evaluation(trainer("run", *(kind(2) for kind in stopping), **config), number) == number
+    state = json.loads((tmp_path / f"run/checkpoint-{step}/trainer_state.json").read_text())
+    assert not any("eval_loss" in log or "eval_a_loss" in log for log in state["log_history"] if log["step"] == step)
+    again = trainer("run", *(kind(2) for kind in stopping), **config)
+    again.train(resume_from_checkpoint=True)
+    whole = trainer("whole", *(kind(2) for kind in stopping), **config)
+    whole.train()
+    for one in (again, whole):  # of the last save, which may have been another
+        one.state.stateful_callbacks.pop("TrainerControl")
+    same(again, whole)
+    unasked = {f"checkpoint-{step}"} if name in ("off the logs, unsaved so far", "to be saved when best") else set()
+    assert set(os.listdir(tmp_path / "whole")) == set(os.listdir(tmp_path / "run")) - unasked
+
+
+def test_before_the_first_step_there_is_nothing_to_save(trainer, tmp_path):
+    run = trainer("run", eval_on_start=True)
+    assert killed_in_evaluation(run, 1) == 1 and os.listdir(tmp_path / "run") == []
+    assert "eval_loss" in run.evaluate()  # which no signal of the run before breaks off
+
+
+class OnPrediction(TrainerCallback):
+    def on_prediction_step(self, args, state, control, **kwargs):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_scripts_own_evaluation_is_left_to_python(trainer):
+    with pytest.raises(KeyboardInterrupt):
+        trainer("run", OnPrediction()).evaluate()
+
+
+class OnLastLog(TrainerCallback):
+    def on_log(self, args, state, control, logs, **kwargs):
+        if "train_runtime" in logs:
+            term()
+
+
+class OnTrainEnd(TrainerCallback):
+    def on_train_end(self, args, state, control, **kwargs):
+        term()
+
+
+def left_by(trainer):
+    with pytest.raises(SystemExit) as left:
+        trainer.train()
+    assert left.value.code == 143
+
+
+def test_a_signal_with_the_closing_log_saves_the_last_step(trainer, tmp_path):
+    config = {"save_strategy": "epoch", "logging_steps": 5, "eval_strategy": "no"}
+    best = config | {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 1, "max_steps": 3}
+    best |= {"metric_for_best_model": "loss", "greater_is_better": True}
+    for name, given in (("saved", config), ("unsaved", best)):
+        left_by(trainer(name, OnLastLog(), **given))
+        last = sorted(os.listdir(tmp_path / name))[-1]
+        assert last == f"checkpoint-{3 if name == 'unsaved' else 8}"
+        again = trainer(name, **given)
+        again.train(resume_from_checkpoint=True)
+        whole = trainer(f"whole {name}", **given)
+        whole.train()
+        for one in (again, whole):
+            one.state.stateful_callbacks = {}  # of the last save, which was another
+        same(again, whole)
+
+
+def test_a_signal_while_the_best_checkpoint_is_read(trainer, tmp_path, monkeypatch):
+    config = {"load_best_model_at_end": True, "eval_steps": 2}
+    told, real = [], training.weights_of
+    monkeypatch.setattr(training, "weights_of", lambda run, folder: (term(), time.sleep(60)))
+    run, began = trainer("run", **config), time.monotonic()
+    run.add_callback(SimpleCallback(told))
+    left_by(run)
+    assert time.monotonic() - began < 50 and told == []
+    monkeypatch.setattr(training, "weights_of", real)
+    again = trainer("run", **config)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 8
+
+
+class SimpleCallback(TrainerCallback):
+    def __init__(self, told):
+        self.told = told
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.told.append("train_end")
+
+
+def test_a_signal_in_the_last_callback_ends_the_script(trainer):
+    left_by(trainer("run", OnTrainEnd(), max_steps=1, eval_strategy="no"))
+
+
+def test_uploads_under_way_are_named_and_left(trainer, tmp_path, monkeypatch, caplog):
+    run = trainer("run", max_steps=1, eval_strategy="no")
+    monkeypatch.setattr(HubPublisher, "finish", lambda self: (term(), time.sleep(60)))
+    run._publisher._publisher = SimpleNamespace(running=True, failures=["it said no"], repo_id="me/model")
+    began = time.monotonic()
+    with caplog.at_level(logging.WARNING, logger="trl_jax"):
+        left_by(run)
+    assert time.monotonic() - began < 50 and "checkpoint-1" in os.listdir(tmp_path / "run")
+    assert "Leaving while an upload to me/model is under way: it may not arrive." in caplog.text
+    assert "1 pushes to me/model failed." in caplog.text and "it said no" in caplog.text
+
+
+def test_a_hangup_that_is_ignored_stays_so():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupts().heeded("saving"):
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+CLOSED = """
+import fcntl, signal, sys, termios, time
+from pathlib import Path
+from trl_jax.engine.interrupts import Interrupts
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+interrupts = Interrupts()
+with interrupts.heeded("saving"):
+    print("ready", flush=True)
+    while interrupts.received is None:
+        time.sleep(0.01)
+    print("a progress bar", file=sys.stderr, flush=True)
+    print("another", flush=True)
+    Path(sys.argv[1]).write_text(interrupts.received.name)
+    interrupts.leave()
+"""
+
+
+def test_a_closed_terminal_does_not_keep_the_run_from_saving(tmp_path):
+    main, terminal = pty.openpty()
+    command = [sys.executable, "-c", CLOSED, str(tmp_path / "saved")]
+    child = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True)
+    os.close(terminal)
+    seen = b""
+    while b"ready" not in seen:
+        seen += os.read(main, 1000)
+    os.close(main)
+    assert child.wait(timeout=60) == 129 and (tmp_path / "saved").read_text() == "SIGHUP"
