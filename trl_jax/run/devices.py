@@ -60,7 +60,7 @@ def mesh_sizes(args: BaseConfig) -> dict[str, int]:
     return sizes
 
 
-def check_division(sharding_plan: ShardingPlan | None, model: PreTrainedModel, overridden: set[str]) -> None:
+def check_division(sharding_plan: ShardingPlan | None, model: PreTrainedModel, overridden: frozenset[str]) -> None:
     """Raise ValueError where the tensor axis does not divide the model's heads, or the sequence axis cannot divide
     texts because of the model or of methods that the script has `overridden`."""
     if sharding_plan is None:
@@ -83,7 +83,7 @@ def check_division(sharding_plan: ShardingPlan | None, model: PreTrainedModel, o
         )
 
 
-def _check_sequence(size: int, model: PreTrainedModel, overridden: set[str]) -> None:
+def _check_sequence(size: int, model: PreTrainedModel, overridden: frozenset[str]) -> None:
     if size == 1:
         return
     ways = "Give these devices to data or fsdp instead."
@@ -93,8 +93,9 @@ def _check_sequence(size: int, model: PreTrainedModel, overridden: set[str]) -> 
             f"{model.name_or_path} is none ({model.backend.name} backend). {ways}"
         )
     if overridden:
-        method = overridden.pop()
-        raise ValueError(f"mesh: sequence {size} divides texts, and a script's own {method} gets them whole. {ways}")
+        raise ValueError(
+            f"mesh: sequence {size} divides texts, and a script's own {min(overridden)} gets them whole. {ways}"
+        )
 
 
 def check_offloading(args: BaseConfig, backend: Backend) -> None:
