@@ -28,6 +28,8 @@ import trl_jax
 from compat_tests.tiny import preference_rows
 from compat_tests.trainer.trainers import FACTS, make, stream, table
 from trl_jax.engine.interrupts import Interrupts
+from trl_jax.engine.manifest import write_manifest
+from trl_jax.run import resuming
 
 CONFIG = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 3, "gradient_accumulation_steps": 2}
 
@@ -118,9 +120,10 @@ def test_row12_outside_the_main_thread_signals_are_left_alone():
 def test_row20_every_changed_argument_is_listed(train, caplog):
     train("run", max_steps=2)
     with caplog.at_level(logging.WARNING, logger="trl_jax"):
-        train("run", True, learning_rate=1e-3, seed=7, max_steps=3, per_device_train_batch_size=2)
+        train("run", True, learning_rate=1e-3, seed=7, data_seed=42, max_steps=3, per_device_train_batch_size=2)
     [line] = [record.message for record in caplog.records if "other arguments" in record.message]
-    assert "checkpoint-2 was saved with: learning_rate: 0.0005 -> 0.001; max_steps: 2 -> 3; per_dev" in line
+    changed = "data_seed: None -> 42; learning_rate: 0.0005 -> 0.001; max_steps: 2 -> 3; per_dev"
+    assert f"checkpoint-2 was saved with: {changed}" in line
     assert "per_device_train_batch_size: 4 -> 2; seed: 42 -> 7." in line
 
 
@@ -132,6 +135,67 @@ def test_row20_another_dataset_is_refused(rows, train, tmp_path):
     assert str(error.value).startswith(f"train_dataset is not the one {tmp_path / 'run'}/checkpoint-2 was trained on")
     assert "or ignore_data_skip=True to begin the epoch again" in str(error.value)
     assert train("run", True, train=rows, ignore_data_skip=True, max_steps=4).state.global_step == 4
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "named"),
+    [
+        ({}, {"seed": 7}, ("data_seed=42", "data_seed=7")),
+        ({"data_seed": 1}, {"data_seed": 2}, ("data_seed=1", "data_seed=2")),
+        ({}, {"train_sampling_strategy": "sequential"}, ("train_sampling_strategy='random'", "='sequential'")),
+        (
+            {"train_sampling_strategy": "group_by_length"},
+            {"train_sampling_strategy": "group_by_length", "gradient_accumulation_steps": 1},
+            ("examples a step=8", "examples a step=4"),
+        ),
+    ],
+)
+def test_row20_another_order_is_refused_within_an_epoch(then, now, named, train):
+    train("run", max_steps=2, **then)
+    with pytest.raises(ValueError, match="is in the middle of an epoch whose rows came in the order of") as error:
+        train("run", True, max_steps=4, **now)
+    assert all(name in str(error.value) for name in named) and "or ignore_data_skip=True to begin" in str(error.value)
+    assert train("run", True, max_steps=3, ignore_data_skip=True, **now).state.global_step == 3
+
+
+def test_row20_between_epochs_another_order_is_as_good(train):
+    train("run", num_train_epochs=1, save_strategy="epoch")
+    assert train("run", True, num_train_epochs=2, seed=7).state.global_step == 8
+
+
+def test_row20_other_libraries_are_told_of_once(train, monkeypatch, caplog):
+    train("run", max_steps=2)
+    now = resuming.libraries()
+    monkeypatch.setattr(resuming, "libraries", lambda: now | {"jax": "9.9", "transformers": "8.8"})
+    with caplog.at_level(logging.WARNING, logger="trl_jax"):
+        train("run", True, max_steps=3)
+    [line] = [record.message for record in caplog.records if "other versions" in record.message]
+    assert f"written with: jax: {now['jax']} -> 9.9; transformers: {now['transformers']} -> 8.8." in line
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "value", "text"),
+    [
+        ("trainer_state.json", "global_step", -5, "global_step is -5, wanted a whole number of at least 0"),
+        ("trainer_state.json", "global_step", 3, "global_step is 3, but manifest.json says 2"),
+        ("trainer_state.json", "epoch", 1e9, "epoch is 1000000000.0, wanted one from 0 to"),
+        ("trainer_state.json", "epoch", float("nan"), "epoch is nan, wanted one from 0 to"),
+        ("training_state/facts.json", "epoch", 10**9, "epoch is 1000000000, which a run of 2 steps has not reached"),
+        ("training_state/facts.json", "examples", -1, "examples is -1, wanted a whole number of at least 0"),
+        ("training_state/facts.json", "examples", 99, "examples is 99, and train_dataset has 32 rows"),
+    ],
+)
+def test_row20_numbers_that_cannot_be_are_named_with_their_file(file, name, value, text, train, tmp_path):
+    train("run", max_steps=2)
+    folder = tmp_path / "run" / "checkpoint-2"
+    facts = json.loads((folder / file).read_text())
+    (facts if file == "trainer_state.json" else facts["progress"])[name] = value
+    (folder / file).write_text(json.dumps(facts))
+    (folder / "manifest.json").unlink()
+    write_manifest(folder, {"step": 2, "dataset": train.last.parts.checkpointer.dataset_fingerprint()})
+    with pytest.raises(ValueError) as error:
+        train("run", str(folder), max_steps=4)
+    assert str(folder / file) in str(error.value) and text in str(error.value)
 
 
 def test_row20_another_stream_is_refused(train):

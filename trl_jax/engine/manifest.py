@@ -32,14 +32,18 @@ def digest(path: Path) -> str:
             return xxhash.xxh3_128_hexdigest(content)
 
 
+def libraries() -> dict[str, str]:
+    """The versions of what a run's numbers come of."""
+    return {name: version(name) for name in LIBRARIES}
+
+
 def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
     """Write `facts` and a list of every file below `folder`, and flush all of them to the disk, the manifest last."""
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         sync(path)
         files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "xxh3_128": digest(path)}
-    libraries = {name: version(name) for name in LIBRARIES}
-    body = {"format": FORMAT, **facts, "libraries": libraries, "files": files}
+    body = {"format": FORMAT, **facts, "libraries": libraries(), "files": files}
     (folder / MANIFEST).write_text(_rendered(body), encoding="utf-8")
     sync(folder / MANIFEST)
     for path in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:

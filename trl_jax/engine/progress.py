@@ -119,6 +119,16 @@ class SavedProgress:
             self.progress = Progress(**kept, unreported=self._unreported())
         except (ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
             raise BrokenCheckpoint(f"{folder}: {FACTS} or {TENSORS} is damaged: {error!r}.") from error
+        self._check_numbers()
+
+    def _check_numbers(self) -> None:
+        for name in ("epoch", "examples", "micro_batches"):
+            value = getattr(self.progress, name)
+            if type(value) is not int or value < 0:
+                raise BrokenCheckpoint(
+                    f"{self.folder / FACTS}: {name} is {value!r}, wanted a whole number of at least 0. Resume from "
+                    "another checkpoint."
+                )
 
     def _unreported(self) -> list[dict[str, np.ndarray]]:
         stacks = {name: self.tensors.get_tensor(f"metrics/{name}") for name in self.names("metrics")}

@@ -59,11 +59,22 @@ def check(folder: Path) -> ResumePoint:
     path = folder / STATE_FILE
     try:
         state = TrainerState.load_from_json(str(path))
-        if type(state.global_step) is not int or not isinstance(state.log_history, list):
-            raise ValueError(f"global_step is {state.global_step!r}, wanted a whole number, and log_history a list")
+        _check_numbers(state, manifest)
         return ResumePoint(folder, state, manifest)
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise BrokenCheckpoint(f"{path} cannot be read: {error}.") from error
+
+
+def _check_numbers(state: TrainerState, manifest: dict[str, Any] | None) -> None:
+    """Raises ValueError for a state that no run can have written."""
+    step, epoch = state.global_step, state.epoch
+    if type(step) is not int or step < 0 or not isinstance(state.log_history, list):
+        raise ValueError(f"global_step is {step!r}, wanted a whole number of at least 0, and log_history a list")
+    if manifest is not None and step != manifest["step"]:
+        raise ValueError(f"global_step is {step}, but {MANIFEST} says {manifest['step']}")
+    most = max(state.num_train_epochs, step) + 1
+    if epoch is not None and not 0 <= epoch <= most:
+        raise ValueError(f"epoch is {epoch!r}, wanted one from 0 to {most} after {step} steps")
 
 
 def _is_transformers(folder: Path) -> bool:

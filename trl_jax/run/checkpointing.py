@@ -23,6 +23,7 @@ from trl_jax.engine.progress import Progress, progress_json, write_progress
 from trl_jax.engine.resume import ResumePoint
 from trl_jax.engine.run_id import record
 from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.run.data import order_of
 from trl_jax.run.model_files import write_model
 from trl_jax.run.optimizer_choice import LearningRate
 from trl_jax.run.state import RunState
@@ -107,6 +108,7 @@ class Checkpointer:
         fills = run.shards > 1 if run.fills is None else run.fills
         facts = {"tokens_seen": run.tokens_seen, "schedule": self.lr_scheduler.state_dict()}
         facts |= {"shards": run.shards, "step_examples": run.step_examples, "fills": fills}
+        facts["order"] = order_of(run)
         text, steps = progress_json(progress, facts), list(progress.unreported)
 
         def write(folder: Path) -> None:

@@ -44,6 +44,24 @@ def length_of(run: RunState) -> RunLength:
     )
 
 
+def order_of(run: RunState) -> dict[str, Any]:
+    """The arguments that the order of a table's rows within an epoch follows; none of them for a stream."""
+    args, rows = run.args, run.train_dataset
+    if not isinstance(rows, Dataset):
+        return {}
+    order = {"train_sampling_strategy": args.train_sampling_strategy}
+    if args.train_sampling_strategy != "sequential":
+        order["data_seed"] = _order_seed(run)
+    if args.train_sampling_strategy == "group_by_length":
+        order["examples a step"] = run.step_examples
+        order["length_column_name"] = args.length_column_name if args.length_column_name in rows.column_names else None
+    return order
+
+
+def _order_seed(run: RunState) -> int:
+    return run.args.seed if run.args.data_seed is None else run.args.data_seed
+
+
 def loader(run: RunState, dataset: Dataset | IterableDataset, *, training: bool) -> ExampleLoader:
     """Step batches over a prepared dataset."""
     args, user_loss = run.args, bool(run.own_loss)
@@ -64,7 +82,7 @@ def loader(run: RunState, dataset: Dataset | IterableDataset, *, training: bool)
         views=layout.views,
         accumulation=args.gradient_accumulation_steps if training else 1,
         shuffle=training and args.train_sampling_strategy != "sequential",
-        seed=args.seed if args.data_seed is None else args.data_seed,
+        seed=_order_seed(run),
         lengths=lengths,
         # No row of an evaluation is dropped and, as in TRL, none of a stream.
         drop_last=training and args.dataloader_drop_last and isinstance(dataset, Dataset),

@@ -14,13 +14,14 @@ from transformers.trainer_callback import TrainerState
 
 from trl_jax.core.secrets import masked
 from trl_jax.data.order import RunLength
+from trl_jax.engine.manifest import BrokenCheckpoint, libraries
 from trl_jax.engine.processes import is_first
-from trl_jax.engine.progress import Progress, SavedProgress
+from trl_jax.engine.progress import FACTS, Progress, SavedProgress
 from trl_jax.engine.resume import ResumePoint, changed_arguments, restore_callbacks
 from trl_jax.engine.run_id import checkpoint_of
 from trl_jax.run import hf_resume
 from trl_jax.run.checkpointing import Checkpointer
-from trl_jax.run.data import loader
+from trl_jax.run.data import loader, order_of
 from trl_jax.run.model_files import ARGUMENTS
 from trl_jax.run.state import RunState
 
@@ -37,6 +38,11 @@ def resume(run: RunState, checkpointer: Checkpointer, point: ResumePoint, length
     saved = SavedProgress(folder) if point.manifest is not None else None
     if point.manifest is not None and not args.ignore_data_skip:
         _check_dataset(point, checkpointer.dataset_fingerprint())
+    reached = point.state.global_step >= length.max_steps
+    if saved is not None:
+        _check_place(run, saved, point.state.global_step)
+        if not (reached or args.ignore_data_skip):
+            _check_order(run, saved)
     params = weights_of(run, folder)
     if saved is None:
         params, state, progress = _of_transformers(run, point, params, tx)
@@ -44,7 +50,8 @@ def resume(run: RunState, checkpointer: Checkpointer, point: ResumePoint, length
         params, state, progress = _of_ours(run, checkpointer, saved, params, tx)
     run.model.params, run.optimizer_state = params, state
     log_changes(folder, checkpointer.arguments)
-    reached = point.state.global_step >= length.max_steps
+    if point.manifest is not None:
+        _log_libraries(folder, point.manifest["libraries"])
     progress.stop_training = reached or (progress.stop_training and point.state.max_steps == length.max_steps)
     if args.ignore_data_skip and not progress.stop_training:
         progress.examples, progress.rows_digest = 0, None
@@ -126,6 +133,41 @@ def _check_dataset(point: ResumePoint, now: str | None) -> None:
             f"train_dataset is not the one {point.folder} was trained on (fingerprint {now}, then {then}): its "
             "place in the data would mean nothing. Pass the same rows, tokenizer and max_length, or "
             "ignore_data_skip=True to begin the epoch again with these."
+        )
+
+
+def _check_place(run: RunState, saved: SavedProgress, step: int) -> None:
+    """Raises BrokenCheckpoint for a place that no run of so many steps on so many rows can have reached."""
+    progress, path, rows = saved.progress, saved.folder / FACTS, run.train_dataset
+    if progress.epoch > step:
+        raise BrokenCheckpoint(f"{path}: epoch is {progress.epoch}, which a run of {step} steps has not reached.")
+    most = len(rows) + saved.facts["step_examples"] if isinstance(rows, Dataset) else progress.examples
+    if progress.examples > most and not run.args.ignore_data_skip:  # the last step of an epoch may be filled up
+        raise BrokenCheckpoint(f"{path}: examples is {progress.examples}, and train_dataset has {len(rows)} rows.")
+
+
+def _check_order(run: RunState, saved: SavedProgress) -> None:
+    """Raises ValueError where the rest of an epoch would be that of another order."""
+    then, now, progress = saved.facts["order"], order_of(run), saved.progress
+    if then == now or progress.epoch_over or not progress.examples:
+        return
+    told, found = (", ".join(f"{name}={value!r}" for name, value in order.items()) for order in (then, now))
+    raise ValueError(
+        f"{saved.folder} is in the middle of an epoch whose rows came in the order of {told}. This run's {found} make "
+        "another order, in which some rows would come twice and others never. Pass the same (data_seed is that of "
+        "seed where it is None), or ignore_data_skip=True to begin the epoch anew in the new order."
+    )
+
+
+def _log_libraries(folder: Path, then: dict[str, str]) -> None:
+    now = libraries()
+    changes = [f"{name}: {then.get(name)} -> {now[name]}" for name in now if then.get(name) != now[name]]
+    if changes:
+        logger.warning(
+            "Resuming with other versions than %s was written with: %s. The numbers may differ in their last digits "
+            "from those of a run that was not broken.",
+            folder,
+            "; ".join(changes),
         )
 
 
