@@ -55,7 +55,6 @@ class Import(NamedTuple):
     module: str
     line: int
     in_function: bool
-    for_typing: bool
 
 
 class _Reader(ast.NodeVisitor):
@@ -63,7 +62,7 @@ class _Reader(ast.NodeVisitor):
 
     def __init__(self, package: str):
         self.package, self.found = package.split("."), []
-        self.depth = self.typing = 0
+        self.depth = 0
 
     def visit_FunctionDef(self, node):
         self.depth += 1
@@ -71,15 +70,6 @@ class _Reader(ast.NodeVisitor):
         self.depth -= 1
 
     visit_AsyncFunctionDef = visit_Lambda = visit_FunctionDef
-
-    def visit_If(self, node):
-        typing = ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
-        self.typing += typing
-        for child in node.body:
-            self.visit(child)
-        self.typing -= typing
-        for child in node.orelse:
-            self.visit(child)
 
     def visit_Import(self, node):
         for alias in node.names:
@@ -100,7 +90,7 @@ class _Reader(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _add(self, module, node):
-        self.found.append(Import(module, node.lineno, self.depth > 0, self.typing > 0))
+        self.found.append(Import(module, node.lineno, self.depth > 0))
 
 
 def imports(source: str, file: str) -> list[Import]:
