@@ -162,6 +162,17 @@ def files(*rooms: str) -> list[str]:
     return sorted(str(path.relative_to(PACKAGE)) for room in rooms for path in (PACKAGE / room).rglob("*.py"))
 
 
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported(name: str, path: Path, modules: dict[str, Path]) -> set[str]:
+    """The modules of the package that one of them imports, inside functions and for typing too."""
+    found = {i.module for i in imports(path.read_text(), str(path.relative_to(PACKAGE)))}
+    names = {module if module in modules else module.rpartition(".")[0] for module in found}
+    return (names & modules.keys()) - {name, "trl_jax"}
+
+
 @pytest.mark.parametrize("file", files(*FLOORS))
 def test_imports_go_down(file):
     assert wrong_imports((PACKAGE / file).read_text(), file) == []
@@ -170,6 +181,14 @@ def test_imports_go_down(file):
 @pytest.mark.parametrize("file", files(*FAMILY_FREE))
 def test_no_family_is_named(file):
     assert family_names((PACKAGE / file).read_text()) == []
+
+
+def test_no_files_import_each_other_in_a_circle():
+    modules = {module_of(path): path for path in PACKAGE.rglob("*.py")}
+    left = {name: imported(name, path, modules) for name, path in modules.items()}
+    while leaves := {name for name, needed in left.items() if not needed & left.keys()}:
+        left = {name: needed for name, needed in left.items() if name not in leaves}
+    assert left == {}
 
 
 def test_every_room_has_a_floor():

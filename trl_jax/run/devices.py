@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import fields
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 
@@ -14,11 +14,23 @@ from trl_jax.core.layer_gather import SEQUENCE, TENSOR
 from trl_jax.engine.sharding import ShardingPlan, make_mesh
 
 if TYPE_CHECKING:
+
     from trl_jax.hub.backend import Backend
     from trl_jax.hub.pretrained import PreTrainedModel
-    from trl_jax.run.base_config import BaseConfig
 
 logger = logging.getLogger(__name__)
+
+
+class DeviceArguments(Protocol):
+    """The part of a configuration that says which devices a run has."""
+
+    use_cpu: bool
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+    activation_offloading: bool
+    device: Any
+
+    def jax_devices(self) -> list[jax.Device]: ...
 
 
 PROGRAMS_AT_ONCE = 4  # compiled at the same time, while steps run
@@ -30,18 +42,18 @@ def compiles_ahead(device: str) -> bool:
     return device == "tpu"
 
 
-def run_devices(args: BaseConfig) -> list[jax.Device]:
+def run_devices(args: DeviceArguments) -> list[jax.Device]:
     """All devices that the run may use, of every process."""
     return args.jax_devices()
 
 
-def run_device(args: BaseConfig) -> jax.Device:
+def run_device(args: DeviceArguments) -> jax.Device:
     """The first device of this process."""
     run_devices(args)  # joins the processes first
     return jax.local_devices(backend="cpu" if args.use_cpu else None)[0]
 
 
-def mesh_sizes(args: BaseConfig) -> dict[str, int]:
+def mesh_sizes(args: DeviceArguments) -> dict[str, int]:
     """The size of each axis that the arguments name, or imply.
 
     Raises:
@@ -98,7 +110,7 @@ def _check_sequence(size: int, model: PreTrainedModel, overridden: frozenset[str
         )
 
 
-def check_offloading(args: BaseConfig, backend: Backend) -> None:
+def check_offloading(args: DeviceArguments, backend: Backend) -> None:
     """Raise ValueError where activation_offloading is set for a model without scanned layers; warn on a CPU, where it
     has no effect."""
     if not args.activation_offloading:
@@ -129,7 +141,7 @@ def _bytes(count: int) -> str:
     return f"{count / unit:.1f} {name}"
 
 
-def sharding_plan_of(args: BaseConfig) -> ShardingPlan | None:
+def sharding_plan_of(args: DeviceArguments) -> ShardingPlan | None:
     """The plan by which the run is divided over devices; None for a single one."""
     sizes = mesh_sizes(args)
     count = prod(sizes.values())

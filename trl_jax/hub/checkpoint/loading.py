@@ -13,8 +13,7 @@ import jax.numpy as jnp
 
 from trl_jax.core.tensors_file import Pieces, as_dtype
 from trl_jax.core.torch_random import TorchGenerator
-from trl_jax.hub import heads
-from trl_jax.hub.checkpoint import matching
+from trl_jax.hub.checkpoint import head_tensors, matching
 from trl_jax.hub.checkpoint.array_reader import ArrayReader, Files, open_files
 from trl_jax.hub.checkpoint.sharded_reading import Placement
 from trl_jax.hub.checkpoint.tensor_map import TensorEntry, make_tensor_map
@@ -114,7 +113,7 @@ def outline(
     """
     _, shapes = abstract(config.model)
     tensor_map = make_tensor_map(shapes, config.names)
-    has_head = heads.architecture(config.family) in (config.raw.get("architectures") or [])
+    has_head = head_tensors.architecture(config.family) in (config.raw.get("architectures") or [])
     drawn = () if has_head else tuple(dict.fromkeys(draw.tensor for draw in config.draws()))
     if as_stored and dtype == "auto":
         dtype = _stated_dtype(config)

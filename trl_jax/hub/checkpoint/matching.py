@@ -6,10 +6,11 @@ import re
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from trl_jax.hub import heads
+from trl_jax.hub.checkpoint import head_tensors
 from trl_jax.hub.checkpoint.array_reader import Files
 from trl_jax.hub.checkpoint.tensor_map import TensorEntry, make_tensor_map
 from trl_jax.hub.config.native import NativeConfig
+from trl_jax.hub.heads import ONE_LABEL
 
 _OLD_NORMS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 
@@ -34,10 +35,10 @@ def match(config: NativeConfig, files: Files, shapes: dict[str, Any]) -> Matched
         for tensor, _ in entry.tensors(shapes[entry.path].shape)
     }
     on_disk = _full_names(config, files, set(wanted))
-    heads.adopt(config, files, on_disk, wanted)
+    head_tensors.adopt(config, files, on_disk, wanted)
     files.check_dtypes(on_disk.values())
     embedding = next(entry.tensor for entry in tensor_map if entry.path.endswith(".embed.weight"))
-    heads.check_dropped(config, files, on_disk, embedding)
+    head_tensors.check_dropped(config, files, on_disk, embedding)
     _check(config, files, on_disk, wanted)
     return Matched(tensor_map, on_disk)
 
@@ -91,7 +92,7 @@ def _check(
         if name in on_disk and files.shapes[on_disk[name]] != tuple(shape)
     ]
     if wrong:
-        raise ValueError(f"{folder}: wrong shapes: {_some(wrong)}. {heads.ONE_LABEL}")
+        raise ValueError(f"{folder}: wrong shapes: {_some(wrong)}. {ONE_LABEL}")
 
 
 def _some(items: list[str], limit: int = 8) -> str:

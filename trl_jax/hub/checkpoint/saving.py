@@ -10,10 +10,10 @@ import numpy as np
 
 from trl_jax.core.tensors_file import Pieces, as_dtype
 from trl_jax.core.whole_file import write_whole
+from trl_jax.hub.checkpoint.head_tensors import saved_config
 from trl_jax.hub.checkpoint.loading import Source
 from trl_jax.hub.checkpoint.tensor_map import TensorEntry
 from trl_jax.hub.formats.safetensors import shard_plan, write_checkpoint
-from trl_jax.hub.heads import saved_config
 
 
 def save(

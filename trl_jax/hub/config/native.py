@@ -12,7 +12,7 @@ from flax import nnx
 from trl_jax.hub.checkpoint.tensor_map import Names
 from trl_jax.hub.config.reader import read_config
 from trl_jax.hub.families import Family, read_arch
-from trl_jax.hub.heads import CONFIG_VALUES, Draw, HeadName, ScoreHead, head_of
+from trl_jax.hub.heads import CONFIG_VALUES, Draw, HeadName, ScoreHead
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def native_config(raw: dict[str, Any], path: Path, head: HeadName = "score") -> 
         ValueError: a model_type, key or value that is not supported, by name.
     """
     family, arch = read_arch(raw, path)
-    return NativeConfig(path, raw, family, arch, head_of(family, head))
+    return NativeConfig(path, raw, family, arch, _head_of(family, head))
 
 
 def read_native_config(folder: Path) -> NativeConfig:
@@ -80,3 +80,8 @@ def transformers_config(raw: dict[str, Any], path: Path) -> Any:
         raise ValueError(f"{path}: transformers refuses it: {error}. Correct that key.") from error
     config.use_cache = False
     return config
+
+
+def _head_of(family: Family, head: HeadName) -> ScoreHead:
+    """The head of that name for a family."""
+    return {"score": family.score_head}[head]

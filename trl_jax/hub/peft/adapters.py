@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from trl_jax.hub.checkpoint.head_tensors import architecture
 from trl_jax.hub.checkpoint.saving import IndexedEntry
 from trl_jax.hub.config.native import NativeConfig
-from trl_jax.hub.heads import architecture, with_peft_head
+from trl_jax.hub.peft.heads import with_peft_head
 from trl_jax.hub.peft.lora_config import LoraConfig, refuse_beyond
 from trl_jax.hub.peft.modules import Module, modules_of
 from trl_jax.hub.peft.target_parameters import targeted_parameters, with_parameters

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from trl_jax.hub.config.native import NativeConfig
-from trl_jax.hub.heads import with_peft_head
+from trl_jax.hub.peft.heads import with_peft_head
 from trl_jax.hub.peft.lora_config import LoraConfig
 from trl_jax.hub.peft.modules import Module, modules_of
 from trl_jax.hub.peft.targets import fully_trained

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from trl_jax.hub.heads import peft_head
+from trl_jax.hub.peft.heads import peft_head
 from trl_jax.hub.peft.lora_config import LoraConfig
 from trl_jax.hub.peft.modules import Module, in_order
 

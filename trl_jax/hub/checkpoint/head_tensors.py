@@ -1,0 +1,80 @@
+"""Heads in checkpoints: one under another name, a language model's that is dropped, and the config.json to save."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from trl_jax.hub.checkpoint.array_reader import Files
+from trl_jax.hub.config.native import NativeConfig
+from trl_jax.hub.families import Family
+
+logger = logging.getLogger(__name__)
+
+
+def architecture(family: Family) -> str:
+    """The class of transformers that loads what is saved."""
+    return f"{family.class_prefix}ForSequenceClassification"
+
+
+def adopt(
+    config: NativeConfig, files: Files, on_disk: dict[str, str], wanted: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Take a head of another name for `score.weight`: the one tensor that nothing else accounts for, if it has the
+    head's shape. Changes `on_disk`, full name -> name on disk; `wanted` has the shapes of the model's tensors."""
+    unknown = sorted(set(on_disk) - set(wanted) - {config.family.language_head})
+    if "score.weight" not in set(wanted) - set(on_disk) or len(unknown) != 1:
+        return
+    name = on_disk[unknown[0]]
+    if files.shapes[name] == tuple(wanted["score.weight"]):
+        folder = config.path.parent
+        logger.warning("%s: %s has the shape of the score head and is read, and saved, as score.weight.", folder, name)
+        on_disk["score.weight"] = on_disk.pop(unknown[0])
+
+
+def check_dropped(config: NativeConfig, files: Files, on_disk: Mapping[str, str], embedding: str) -> None:
+    """Raise ValueError where the language model's head contradicts the config. It is dropped either way, but such a
+    checkpoint may be broken. `embedding` is the full name of the table of tokens."""
+    head, folder = config.family.language_head, config.path.parent
+    if head is None:
+        return
+    tied = config.arch.tied_embeddings
+    named = str((config.raw.get("architectures") or [""])[0])
+    if not tied and head not in on_disk and named.endswith("ForCausalLM"):
+        raise ValueError(
+            f"{folder}: config.json says architectures=[{named!r}] and tie_word_embeddings=false, but the "
+            f"weights have no {head}. Set tie_word_embeddings to true if the head is the embedding."
+        )
+    if tied and head in on_disk and embedding in on_disk:
+        if not np.array_equal(files.read(on_disk[head]), files.read(on_disk[embedding])):
+            raise ValueError(
+                f"{folder}: config.json says tie_word_embeddings=true, but {head} differs from {on_disk[embedding]}. "
+                "Set it to false, or remove the tensor."
+            )
+
+
+def saved_config(
+    config: NativeConfig, *, dtype: str, pad_token_id: int | None, eos_token_id: int | list[int] | None
+) -> dict[str, Any]:
+    """A copy of the checkpoint's config.json for a model with this head: the keys TRL's save changes, and no others.
+
+    Args:
+        dtype: the name of the dtype on disk.
+        pad_token_id: the id before which texts are read; None leaves the key as it is.
+        eos_token_id: the end of a text; None leaves the key as it is.
+    """
+    raw = config.raw
+    written = {**raw, "architectures": [architecture(config.family)], "use_cache": False}
+    written.pop("num_labels", None)  # transformers derives it from id2label
+    written["id2label"], written["label2id"] = {"0": "LABEL_0"}, {"LABEL_0": 0}
+    written.pop("torch_dtype", None)
+    written["dtype"] = dtype
+    ids = {"pad_token_id": pad_token_id, "eos_token_id": eos_token_id}
+    known = {key: value for key, value in ids.items() if value is not None}
+    if not isinstance(raw.get("text_config"), dict):
+        return written | known
+    written["text_config"] = raw["text_config"] | known  # where transformers looks for them
+    return written | {key: value for key, value in known.items() if key in raw}
