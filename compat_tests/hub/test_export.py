@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from compat_tests.models import variants
 from compat_tests.tiny import tiny_model
 from trl_jax import AutoModelForSequenceClassification
-from trl_jax.hub.heads import architecture
+from trl_jax.hub.checkpoint.head_tensors import architecture
 
 torch = pytest.importorskip("torch")
 
