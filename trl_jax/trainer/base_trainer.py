@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -90,11 +90,7 @@ class BaseTrainer(Surface):
             TypeError, ValueError: an argument, row or checkpoint at fault, by name.
         """
         refuse(data_collator=None if type(data_collator) is self._collator_class else data_collator)
-        if args is None:
-            args = self.config_class(f"{model_loading.short_name(model)}-{self._name}")
-        if not isinstance(args, self.config_class):
-            wanted = self.config_class.__name__
-            raise TypeError(f"args is a {type(args).__module__}.{type(args).__qualname__}: wanted a {wanted}.")
+        args = self._config(args, model)
         keep_compilations()  # before anything is compiled
         adapter = None if peft_config is None else as_lora_config(peft_config)
         model, torch_model = model_loading.split_model(model)
@@ -110,16 +106,8 @@ class BaseTrainer(Surface):
             self.init_hf_repo()
         quantization = model_loading.quantization_of(quantization_config, args)
         checkpoint = model_loading.find(model, args) if torch_model is None else model_loading.taken(torch_model, args)
-        # A torch model takes back what it has room for; an adapter belongs to tables of one size.
-        can_resize = torch_model is None and adapter is None and checkpoint.can_resize
-        run.processing_class = construction.tokenizer_of(processing_class, checkpoint, torch_model, args)
-        run.vocab_size = construction.settle_tokens(
-            args, run.processing_class, checkpoint.vocab_size, can_resize=can_resize
-        )
-        run.max_positions = checkpoint.max_positions
-        # Rows first: a bad one is named before weights are read, and num_proc forks before JAX has threads.
-        run.train_dataset = self.prepare_dataset(train_dataset, "train")
-        run.eval_dataset = self._prepared_for_evaluation(eval_dataset)
+        # An adapter belongs to a table of tokens of one size.
+        self._settle_data(checkpoint, torch_model, processing_class, train_dataset, eval_dataset, adapter is None)
         run.model = model_loading.ready(checkpoint, args, adapter, quantization)
         construction.settle_model(run, [*self._tag_names, "trl", "trl_jax"], torch_model)
         args.check()  # again: setters and plain assignment get past the check at construction
@@ -137,12 +125,33 @@ class BaseTrainer(Surface):
         layout_choice.check_layout(args, run.model.backend)
         check_offloading(args, run.model.backend)
 
-    def _prepared_for_evaluation(self, dataset: Any) -> Any:
-        if dataset is None:
-            return None
-        if not isinstance(dataset, dict):
-            return self.prepare_dataset(dataset, "eval")
-        return {name: self.prepare_dataset(part, f"eval_dataset[{name!r}]") for name, part in dataset.items()}
+    def _config(self, args: BaseConfig | None, model: Any) -> BaseConfig:
+        """The arguments that were passed, or those of a run that is called after its model."""
+        if args is None:
+            return self.config_class(f"{model_loading.short_name(model)}-{self._name}")
+        if not isinstance(args, self.config_class):
+            wanted = self.config_class.__name__
+            raise TypeError(f"args is a {type(args).__module__}.{type(args).__qualname__}: wanted a {wanted}.")
+        return args
+
+    def _settle_data(
+        self, checkpoint: Any, torch_model: Any, tokenizer: Any, train: Any, evaluation: Any, may_resize: bool
+    ) -> None:
+        """Settle the tokenizer and prepare rows, before weights are read: a bad row is named first, and num_proc forks
+        before JAX has threads.
+
+        Args:
+            may_resize: the table of tokens may grow; that of a torch model, which takes the weights back, never does.
+        """
+        run, args = self._run, self.args
+        run.processing_class = construction.tokenizer_of(tokenizer, checkpoint, torch_model, args)
+        can_resize = may_resize and torch_model is None and checkpoint.can_resize
+        run.vocab_size = construction.settle_tokens(
+            args, run.processing_class, checkpoint.vocab_size, can_resize=can_resize
+        )
+        run.max_positions = checkpoint.max_positions
+        run.train_dataset = self.prepare_dataset(train, "train")
+        run.eval_dataset = self._prepared_for_evaluation(evaluation)
 
     def _hooks(self) -> TrainerHooks:
         return TrainerHooks(
@@ -223,23 +232,6 @@ class BaseTrainer(Surface):
         schedule of the arguments as a share of its peak.
         """
         return default_optimizer(self._run, self.parts.training.choice)
-
-    @property
-    def optimizer(self) -> Any:
-        """The optimizer of the last train(); None before it."""
-        return self.parts.training.optimizer
-
-    @property
-    def lr_scheduler(self) -> Any:
-        """The schedule of the last train(); None before it."""
-        return self.parts.checkpointer.lr_scheduler
-
-    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: it makes models by `model_init`, which TRL's trainers here do not take either."""
-        raise NotImplementedError(
-            "hyperparameter_search is not in this release of trl_jax. Make a trainer for each "
-            "configuration and call train()."
-        )
 
     # ---- evaluation --------------------------------------------------------------------------------------------
 

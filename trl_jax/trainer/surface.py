@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import CallbackHandler, TrainerCallback, TrainerControl, TrainerState
@@ -77,6 +77,16 @@ class Surface(abc.ABC):
         """Examples in a micro-batch, on each device: those of the arguments, or what auto_find_batch_size found."""
         return self._run.train_batch_size
 
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer of the last train(); None before it."""
+        return self.parts.training.optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The schedule of the last train(); None before it."""
+        return self.parts.checkpointer.lr_scheduler
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Put `logs` into `state.log_history` with the epoch and step, and hand them to the callbacks."""
         callbacks.log(self._run, logs)
@@ -123,12 +133,26 @@ class Surface(abc.ABC):
         """Let trackers finish what they have open."""
         callbacks.finish_trackers(self.callback_handler)
 
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: it makes models by `model_init`, which TRL's trainers here do not take either."""
+        raise NotImplementedError(
+            "hyperparameter_search is not in this release of trl_jax. Make a trainer for each "
+            "configuration and call train()."
+        )
+
     # ---- data --------------------------------------------------------------------------------------------------
 
     def prepare_dataset(self, dataset: Any, name: str, *, bounded: bool = True) -> Dataset | IterableDataset:
         """Rows as the loader takes them; where they are `bounded`, without those longer than max_length. Preparing
         twice is preparing once."""
         return data.prepare(self._run, dataset, name, bounded=bounded)
+
+    def _prepared_for_evaluation(self, dataset: Any) -> Any:
+        if dataset is None:
+            return None
+        if not isinstance(dataset, dict):
+            return self.prepare_dataset(dataset, "eval")
+        return {name: self.prepare_dataset(part, f"eval_dataset[{name!r}]") for name, part in dataset.items()}
 
     def loader(self, dataset: Dataset | IterableDataset, *, training: bool) -> ExampleLoader:
         """Step batches over a prepared dataset."""
