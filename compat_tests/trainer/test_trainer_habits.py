@@ -59,10 +59,10 @@ def test_drop_last_drops_no_row_of_an_evaluation(folder, tmp_path):
 def test_an_older_run_in_the_folder_never_costs_the_new_checkpoint(folder, tmp_path):
     for step in (400, 500):
         (tmp_path / f"checkpoint-{step}").mkdir()
-    config = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "save_total_limit": 2}
+    config = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, "save_total_limit": 2}
     make(trl_jax, folder, tmp_path, config=config).train()
-    assert (tmp_path / "checkpoint-2" / "model.safetensors").is_file()
-    assert len(list(tmp_path.glob("checkpoint-*"))) == 2
+    assert (tmp_path / "checkpoint-3" / "model.safetensors").is_file()
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{n}" for n in (2, 3, 400, 500)]
 
 
 def test_a_stream_of_nothing_but_long_rows_is_an_error(folder, tmp_path):
