@@ -47,7 +47,7 @@ class AsyncSaver:
         except BaseException:
             try:
                 self.settle()
-            except Exception as error:
+            except Exception as error:  # the block's own error is the one to raise
                 logger.error("%s", error)
             raise
         self.settle()

@@ -123,7 +123,12 @@ def return_freed_memory() -> None:
 @functools.cache
 def _malloc_trim() -> Callable[[int], int] | None:
     """glibc's function; other systems have none, nor has Linux with musl."""
-    return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if sys.platform != "linux":
+        return None
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except AttributeError:
+        return None
 
 
 def shapes_of(batch: Any) -> tuple[tuple[int, ...], ...]:

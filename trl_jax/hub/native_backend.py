@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ import numpy as np
 from flax import nnx
 
 from trl_jax.core.torch_param_layout import TorchParamLayout
-from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.hub.backend import Backend
 from trl_jax.hub.checkpoint.loading import Source, load, outline
 from trl_jax.hub.checkpoint.resizing import resized_source
@@ -137,17 +136,10 @@ class NativeBackend(Backend):
 
 
 def load_native(
-    config: NativeConfig,
-    *,
-    dtype: str,
-    seed: int | TorchGenerator,
-    as_stored: bool = False,
-    formats: dict[str, Format] | None = None,
-    bits: Collection[str] = (),
-    place: Placement | None = None,
+    config: NativeConfig, *, formats: dict[str, Format] | None = None, **options: Any
 ) -> tuple[dict[str, jax.Array], NativeBackend]:
     """The parameters and their backend; arguments as in `loading.load`."""
-    params, source = load(config, dtype=dtype, seed=seed, as_stored=as_stored, formats=formats, bits=bits, place=place)
+    params, source = load(config, formats=formats, **options)
 
     def kind(entry: TensorEntry, codes: jax.Array) -> str:
         return source.dtypes[entry.tensors(codes.shape)[0][0]]

@@ -123,7 +123,7 @@ class Publisher:
                     allow_patterns=[glob.escape(name) for name in upload.files],
                     revision=revision,
                 )
-            except Exception as error:
+            except Exception as error:  # as in open; what is no answer of the Hub's is tried again, too
                 status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
                 if wait is None or status in _HOPELESS:
                     raise self._failure(error, f'did not take "{upload.message}"') from None

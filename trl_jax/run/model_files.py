@@ -18,7 +18,7 @@ ARGUMENTS = "training_args.json"
 def arguments_text(args: BaseConfig) -> str:
     """The arguments as JSON, without secrets, dtypes by name."""
     values = args.to_dict()  # hides every name that ends in _token, of which two are no secrets
-    values |= {name: getattr(args, name) for name in ("eos_token", "pad_token") if name in values}
+    values |= {name: vars(args)[name] for name in ("eos_token", "pad_token") if name in values}
     for name, value in values.items():
         if isinstance(value, dict):
             values[name] = {key: str(entry) if "dtype" in key else entry for key, entry in value.items()}
