@@ -157,3 +157,13 @@ def test_the_datasets_given_are_left_as_they_are(folder, tmp_path):
     trainer = make(trl_jax, folder, tmp_path, train=train, eval_dataset=test)
     assert train.column_names == test["a"].column_names == ["chosen", "rejected"]
     assert "chosen_ids" in trainer.eval_dataset["a"].column_names
+
+
+def test_methods_that_a_script_sets_on_its_trainer_are_called(folder, tmp_path):
+    trainer = make(trl_jax, folder, tmp_path, train=table(8), config={"max_steps": 1})
+    called = []
+    for name in ("log", "create_optimizer", "get_train_dataloader"):
+        method = getattr(trainer, name)
+        setattr(trainer, name, lambda *a, name=name, method=method, **k: (called.append(name), method(*a, **k))[1])
+    trainer.train()
+    assert set(called) == {"log", "create_optimizer", "get_train_dataloader"}

@@ -154,16 +154,17 @@ class BaseTrainer(Surface):
         run.eval_dataset = self._prepared_for_evaluation(evaluation)
 
     def _hooks(self) -> TrainerHooks:
+        """Methods as they are when they are called: a script may set others on the trainer at any time."""
         return TrainerHooks(
-            compute_loss=self.compute_loss,
-            create_optimizer=self.create_optimizer,
-            evaluate=lambda: self.evaluate(),  # as a callback or a script may have set it since
-            get_train_dataloader=self.get_train_dataloader,
-            log=self.log,
-            loss=self.loss,
-            prediction_step=self.prediction_step,
-            save_checkpoint=self._save_checkpoint,
-            save_model=self.save_model,
+            compute_loss=lambda *given, **options: self.compute_loss(*given, **options),
+            create_optimizer=lambda: self.create_optimizer(),
+            evaluate=lambda: self.evaluate(),
+            get_train_dataloader=lambda: self.get_train_dataloader(),
+            log=lambda logs: self.log(logs),
+            loss=lambda *given, **options: self.loss(*given, **options),
+            prediction_step=lambda *given: self.prediction_step(*given),
+            save_checkpoint=lambda progress: self._save_checkpoint(progress),
+            save_model=lambda *given, **options: self.save_model(*given, **options),
             script_values=lambda: script_values(self),
         )
 
