@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from trl_jax.hub.peft.quantization import BitsAndBytesConfig
     from trl_jax.hub.pretrained import PreTrainedModel
     from trl_jax.losses.pairwise import pairwise_loss
-    from trl_jax.run.base_config import BaseConfig
+    from trl_jax.run.arguments.base_config import BaseConfig
     from trl_jax.scripts.mixture import DatasetMixtureConfig, get_dataset
     from trl_jax.scripts.quiet import init_zero_verbose
     from trl_jax.scripts.utils import ScriptArguments, TrlParser
@@ -44,7 +44,7 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "AutoModelForSequenceClassification": "trl_jax.hub.auto",
-    "BaseConfig": "trl_jax.run.base_config",
+    "BaseConfig": "trl_jax.run.arguments.base_config",
     "BaseTrainer": "trl_jax.trainer.base_trainer",
     "BitsAndBytesConfig": "trl_jax.hub.peft.quantization",
     "DatasetMixtureConfig": "trl_jax.scripts.mixture",

@@ -19,10 +19,10 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from compat_tests.faults.killed_saves import events_of
-from trl_jax.engine.async_saver import AsyncSaver, host_copy
-from trl_jax.engine.checkpoint import save_checkpoint
-from trl_jax.engine.manifest import digest, sync, verify
-from trl_jax.engine.progress import TENSORS, Progress, SavedProgress, progress_json, write_progress
+from trl_jax.engine.checkpoints.async_saver import AsyncSaver, host_copy
+from trl_jax.engine.checkpoints.checkpoint import save_checkpoint
+from trl_jax.engine.checkpoints.manifest import digest, sync, verify
+from trl_jax.engine.checkpoints.progress import TENSORS, Progress, SavedProgress, progress_json, write_progress
 
 
 def timed(call):

@@ -116,7 +116,7 @@ def compiling(model: Path, data: Path, steps: int) -> list[int]:
     from trl_jax import RewardConfig, RewardTrainer
 
     lines, seen = [], []
-    logger = logging.getLogger("trl_jax.engine.compilation")
+    logger = logging.getLogger("trl_jax.engine.devices.compilation")
     logger.addHandler(type("Lines", (logging.Handler,), {"emit": lambda self, record: lines.append(record)})())
 
     class NonFiniteGuard(TrainerCallback):

@@ -14,7 +14,7 @@ from trl_jax.core.arguments.renamed import GONE, RENAMED, translated, way_out
 from trl_jax.core.arguments.rules import DETERMINISTIC_FLAG, SCHEDULES
 from trl_jax.core.arguments.table import defaults_of, judge
 from trl_jax.core.arguments.values import as_choice, as_dict, as_pad_multiple, show
-from trl_jax.run.base_config import BaseConfig
+from trl_jax.run.arguments.base_config import BaseConfig
 from trl_jax.trainer.reward_config import RewardConfig
 
 TABLE, DEFAULTS = RewardConfig.argument_table, defaults_of(dataclasses.fields(RewardConfig))

@@ -18,7 +18,7 @@ from transformers.trainer_callback import (
 )
 
 from trl_jax.data.order import micro_batches, run_length
-from trl_jax.engine.checkpoint import forget_all_but_best, save_checkpoint
+from trl_jax.engine.checkpoints.checkpoint import forget_all_but_best, save_checkpoint
 from trl_jax.engine.events import Events
 from trl_jax.engine.interrupts import Interrupts
 from trl_jax.engine.loop import Loop

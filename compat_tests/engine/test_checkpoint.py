@@ -10,9 +10,9 @@ from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import SaveStrategy
 
 from compat_tests.engine.runs import run_loop
-from trl_jax.engine.best import is_new_best
-from trl_jax.engine.checkpoint import forget_all_but_best
-from trl_jax.engine.manifest import write_manifest
+from trl_jax.engine.checkpoints.best import is_new_best
+from trl_jax.engine.checkpoints.checkpoint import forget_all_but_best
+from trl_jax.engine.checkpoints.manifest import write_manifest
 
 SAVES = {"save_strategy": "steps", "save_steps": 2, "num_train_epochs": 1}
 

@@ -13,12 +13,12 @@ import jax
 import numpy as np
 import pytest
 
-from trl_jax.engine import compilation
-from trl_jax.engine.compilation import Programs, compile_ahead, compiler_options
+from trl_jax.engine.devices import compilation
+from trl_jax.engine.devices.compilation import Programs, compile_ahead, compiler_options
 
 SCRIPT = """
 import jax
-from trl_jax.engine.compilation import keep_compilations
+from trl_jax.engine.devices.compilation import keep_compilations
 jax.jit(lambda x: x + 1)(1.0)  # before: JAX has looked for a cache already
 keep_compilations()
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -9,8 +9,8 @@ import pytest
 
 from compat_tests.engine.test_torch_updates import DECAYED, STEPS, gradients, rate, start
 from trl_jax.core.arguments.optimizers import OPTIMIZERS, parsed
-from trl_jax.engine.adaptive import Greedy, Plateau
-from trl_jax.engine.optimizers import Hyperparameters, from_optax, make_optimizer
+from trl_jax.engine.optimizers.adaptive import Greedy, Plateau
+from trl_jax.engine.optimizers.optimizer import Hyperparameters, from_optax, make_optimizer
 
 
 def ours(name, optim_args=None, **given):

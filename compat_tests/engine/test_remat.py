@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trl_jax.engine import host_memory
-from trl_jax.engine.compilation import Programs
-from trl_jax.engine.remat import RematFallback, room_of
+from trl_jax.engine.devices import host_memory
+from trl_jax.engine.devices.compilation import Programs
+from trl_jax.engine.devices.remat import RematFallback, room_of
 
 ROW = 1 << 10
 

@@ -13,8 +13,8 @@ import pytest
 
 from compat_tests.engine.test_optimizers import ours, same
 from compat_tests.engine.test_torch_updates import DECAYED, STEPS, gradients, rate, start
-from trl_jax.engine.optimizers import Hyperparameters, make_optimizer
-from trl_jax.engine.schedule_free import rectified
+from trl_jax.engine.optimizers.optimizer import Hyperparameters, make_optimizer
+from trl_jax.engine.optimizers.schedule_free import rectified
 from trl_jax.engine.step import make_step
 
 CLASSES = {"adamw": "AdamWScheduleFree", "radam": "RAdamScheduleFree", "sgd": "SGDScheduleFree"}

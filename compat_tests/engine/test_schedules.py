@@ -7,9 +7,9 @@ import inspect
 import pytest
 
 from trl_jax.core.arguments.rules import ADAPTIVE, SCHEDULES
-from trl_jax.engine import schedules
-from trl_jax.engine.adaptive import ADAPTIVE as FOLLOWING
-from trl_jax.engine.schedules import learning_rates
+from trl_jax.engine.optimizers import schedules
+from trl_jax.engine.optimizers.adaptive import ADAPTIVE as FOLLOWING
+from trl_jax.engine.optimizers.schedules import learning_rates
 
 PEAK = 3e-4
 NEEDY = ("cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay")  # they have keys without a default

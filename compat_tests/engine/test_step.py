@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from trl_jax.core.arguments.optimizers import parsed
-from trl_jax.engine.optimizers import Hyperparameters, from_optax, make_optimizer
+from trl_jax.engine.optimizers.optimizer import Hyperparameters, from_optax, make_optimizer
 from trl_jax.engine.step import make_step
 
 RATE = np.float32(0.1)

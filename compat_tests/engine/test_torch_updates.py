@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from trl_jax.engine.optimizers import Hyperparameters, decays, make_optimizer
-from trl_jax.engine.transforms import clip_by_global_norm, global_norm
+from trl_jax.engine.optimizers.optimizer import Hyperparameters, decays, make_optimizer
+from trl_jax.engine.optimizers.transforms import clip_by_global_norm, global_norm
 
 SHAPES = {"kernel": (5, 4), "norm": (4,), "bias": (3,), "still": (2, 2)}
 DECAYED = {"kernel": True, "norm": False, "bias": False, "still": True}

@@ -98,9 +98,9 @@ def changed(content: bytes, dice: random.Random) -> bytes:
 
 def readers(folder: Path) -> dict[str, tuple[str, Callable[[], Any]]]:
     """reader -> (the file that is changed, the call)."""
-    from trl_jax.engine.manifest import read_manifest
-    from trl_jax.engine.progress import SavedProgress
-    from trl_jax.engine.resume import check
+    from trl_jax.engine.checkpoints.manifest import read_manifest
+    from trl_jax.engine.checkpoints.progress import SavedProgress
+    from trl_jax.engine.checkpoints.resume import check
     from trl_jax.hub.config.native import read_native_config
     from trl_jax.hub.formats.gguf import describe
     from trl_jax.hub.formats.safetensors import CheckpointFiles
@@ -138,7 +138,7 @@ def build(folder: Path) -> None:
     from safetensors.numpy import save_file
 
     from compat_tests.faults.killed_saves import save
-    from trl_jax.engine.progress import Progress, progress_json, write_progress
+    from trl_jax.engine.checkpoints.progress import Progress, progress_json, write_progress
 
     save(folder / "made", 4)
     for path in (folder / "made" / "checkpoint-4").iterdir():

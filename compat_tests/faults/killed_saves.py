@@ -19,10 +19,10 @@ import numpy as np
 from safetensors.numpy import save_file
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl, TrainerState
 
-from trl_jax.engine.checkpoint import save_checkpoint, sweep
+from trl_jax.engine.checkpoints.checkpoint import save_checkpoint, sweep
+from trl_jax.engine.checkpoints.progress import Progress, progress_json, write_progress
+from trl_jax.engine.checkpoints.resume import find
 from trl_jax.engine.events import Events
-from trl_jax.engine.progress import Progress, progress_json, write_progress
-from trl_jax.engine.resume import find
 
 CALLS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.listdir", "os.scandir")
 

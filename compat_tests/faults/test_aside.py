@@ -14,10 +14,11 @@ from transformers import TrainerCallback
 
 import trl_jax
 from compat_tests.trainer.trainers import FACTS, make, table
-from trl_jax.engine import checkpoint, host_memory
-from trl_jax.engine.async_saver import AsyncSaver, host_copy
-from trl_jax.engine.manifest import MANIFEST, verify
-from trl_jax.run import checkpointing
+from trl_jax.engine.checkpoints import checkpoint
+from trl_jax.engine.checkpoints.async_saver import AsyncSaver, host_copy
+from trl_jax.engine.checkpoints.manifest import MANIFEST, verify
+from trl_jax.engine.devices import host_memory
+from trl_jax.run.output import checkpointing
 
 CONFIG = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
 

@@ -18,8 +18,8 @@ import pytest
 import trl_jax
 from compat_tests.trainer.trainers import FACTS, make, table
 from trl_jax.cli.main import main
-from trl_jax.engine import compilation
-from trl_jax.engine.own_folder import own_folder
+from trl_jax.engine.devices import compilation
+from trl_jax.engine.devices.own_folder import own_folder
 from trl_jax.hub import auto
 from trl_jax.hub.torch.optimizer_state import write_adamw_moments
 from trl_jax.run import model_loading
@@ -147,7 +147,7 @@ import logging, os, sys
 os.umask(0)
 logging.basicConfig()
 import jax
-from trl_jax.engine.compilation import keep_compilations
+from trl_jax.engine.devices.compilation import keep_compilations
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 keep_compilations()
 keep_compilations()
@@ -211,7 +211,7 @@ def test_above_the_folder_the_sticky_bit_is_enough(mode, safe, tmp_path):
 
 @pytest.mark.parametrize("mode", [0o1777, 0o702, 0o720])
 def test_the_folder_itself_is_written_by_nobody_else(mode, tmp_path, monkeypatch):
-    monkeypatch.setattr("trl_jax.engine.own_folder._is_own_group", lambda group: False)
+    monkeypatch.setattr("trl_jax.engine.devices.own_folder._is_own_group", lambda group: False)
     tmp_path.chmod(mode)
     with pytest.raises(PermissionError, match=f"has mode {mode:04o}"):
         own_folder(tmp_path)

@@ -27,9 +27,9 @@ from transformers import TrainerCallback
 import trl_jax
 from compat_tests.tiny import preference_rows
 from compat_tests.trainer.trainers import FACTS, make, stream, table
+from trl_jax.engine.checkpoints.manifest import write_manifest
 from trl_jax.engine.interrupts import Interrupts
-from trl_jax.engine.manifest import write_manifest
-from trl_jax.run import resuming
+from trl_jax.run.output import resuming
 
 CONFIG = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 3, "gradient_accumulation_steps": 2}
 

@@ -12,11 +12,11 @@ import trl_jax
 from compat_tests.faults.killed_saves import check, save
 from compat_tests.hub.loopback import TOKEN, serving
 from compat_tests.trainer.trainers import FACTS, make, table
-from trl_jax.engine.checkpoint import sweep
-from trl_jax.engine.manifest import BrokenCheckpoint, read_manifest
-from trl_jax.engine.plain_files import files_below
-from trl_jax.engine.resume import find
-from trl_jax.run.hub_push import sweep_stages
+from trl_jax.engine.checkpoints.checkpoint import sweep
+from trl_jax.engine.checkpoints.manifest import BrokenCheckpoint, read_manifest
+from trl_jax.engine.checkpoints.plain_files import files_below
+from trl_jax.engine.checkpoints.resume import find
+from trl_jax.run.output.hub_push import sweep_stages
 
 HUB = {"push_to_hub": True, "hub_model_id": "judge", "hub_token": TOKEN, "hub_strategy": "all_checkpoints"}
 

@@ -15,11 +15,11 @@ from transformers import TrainerCallback
 import trl_jax
 from compat_tests.faults.killed_saves import events_of
 from compat_tests.trainer.trainers import FACTS, make, table
-from trl_jax.engine.checkpoint import save_checkpoint, sweep
-from trl_jax.engine.lock import LOCK, only_run
-from trl_jax.engine.manifest import verify
-from trl_jax.engine.resume import find
-from trl_jax.engine.run_id import RECORD, record, run_of
+from trl_jax.engine.checkpoints.checkpoint import save_checkpoint, sweep
+from trl_jax.engine.checkpoints.lock import LOCK, only_run
+from trl_jax.engine.checkpoints.manifest import verify
+from trl_jax.engine.checkpoints.resume import find
+from trl_jax.engine.checkpoints.run_id import RECORD, record, run_of
 
 CONFIG = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 3}
 

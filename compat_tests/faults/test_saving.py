@@ -18,11 +18,11 @@ import pytest
 
 from compat_tests.bench.flips import unnoticed
 from compat_tests.faults.killed_saves import check, events_of, save
-from trl_jax.engine import checkpoint as engine
-from trl_jax.engine.checkpoint import sweep
-from trl_jax.engine.lock import LOCK, only_run
-from trl_jax.engine.manifest import FORMAT, MANIFEST, BrokenCheckpoint, _rendered, read_manifest, verify
-from trl_jax.engine.resume import find
+from trl_jax.engine.checkpoints import checkpoint as engine
+from trl_jax.engine.checkpoints.checkpoint import sweep
+from trl_jax.engine.checkpoints.lock import LOCK, only_run
+from trl_jax.engine.checkpoints.manifest import FORMAT, MANIFEST, BrokenCheckpoint, _rendered, read_manifest, verify
+from trl_jax.engine.checkpoints.resume import find
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -22,7 +22,7 @@ from compat_tests.run.test_resume import Draws, same
 from compat_tests.trainer.trainers import FACTS, make, table
 from trl_jax.engine.interrupts import Interrupts
 from trl_jax.run import training
-from trl_jax.run.hub_push import HubPublisher
+from trl_jax.run.output.hub_push import HubPublisher
 
 CONFIG = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 3, "per_device_train_batch_size": 2}
 CONFIG |= {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2, "num_train_epochs": 2}

@@ -22,8 +22,8 @@ from compat_tests.dryrun.planned import LORA, alike  # noqa: E402
 from compat_tests.parity.reference import BASE  # noqa: E402
 from trl_jax import BitsAndBytesConfig, LoraConfig, RewardConfig, RewardTrainer  # noqa: E402
 from trl_jax.core.packed import BLOCK  # noqa: E402
-from trl_jax.engine.compilation import compiler_options  # noqa: E402
-from trl_jax.engine.sharding import ShardingPlan, make_mesh  # noqa: E402
+from trl_jax.engine.devices.compilation import compiler_options  # noqa: E402
+from trl_jax.engine.devices.sharding import ShardingPlan, make_mesh  # noqa: E402
 from trl_jax.run import layout_choice, precompile  # noqa: E402
 
 ROWS = tiny.preference_rows(5 * PAIRS, margin=True)

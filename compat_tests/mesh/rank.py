@@ -16,7 +16,7 @@ def main(whose: str, folder: str, out: str, given: dict) -> None:
 
     rows = tiny.preference_rows(given.pop("pairs", ROWS), margin=True)
     if whose == "ours":
-        from trl_jax.engine import processes
+        from trl_jax.engine.devices import processes
 
         processes.HEARTBEAT = HEARTBEAT
     first = os.environ.get("RANK", os.environ.get("JAX_PROCESS_ID")) == "0"
@@ -47,7 +47,7 @@ def go_on(folder: str, rows: list[dict], out: str, *, resume: str | bool, dies: 
 
 def die_saving(trainer, step: int) -> None:
     """Weights are in the unfinished folder then, moments on their way."""
-    from trl_jax.run import checkpointing
+    from trl_jax.run.output import checkpointing
 
     write = checkpointing.write_progress
 

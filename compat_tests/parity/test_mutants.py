@@ -12,7 +12,7 @@ from compat_tests.parity.marks import assert_same_curve
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.data import loader
 from trl_jax.data.layout import packed
-from trl_jax.engine.schedules import learning_rates
+from trl_jax.engine.optimizers.schedules import learning_rates
 from trl_jax.losses.pairwise import pairwise_loss
 from trl_jax.nn.linear import Embedding
 from trl_jax.trainer.reward_config import RewardConfig
@@ -83,13 +83,13 @@ MUTANTS = [
     ("pad_is_eos", "trl_jax.data.layout.packed.last_real_token", last_token_by_mask),
     ("pad_is_eos_chat", "trl_jax.models.decoder.Embedding", pad_row_trains),
     ("qwen2", "trl_jax.run.train_step.decays", everything_decays),
-    ("plain", "trl_jax.engine.optimizers.scale_by_adam", eps_inside_the_root),
+    ("plain", "trl_jax.engine.optimizers.optimizer.scale_by_adam", eps_inside_the_root),
     ("ragged_accumulation", "trl_jax.data.loader.pack_examples", mean_over_rows),
     ("margin", "trl_jax.tasks.reward.pairwise_loss", loss_without_margin),
     ("centered_hard", "trl_jax.tasks.reward.pairwise_loss", loss_without_centring),
     ("plain", "optax.apply_updates", float16_weights),
-    ("cosine", "trl_jax.run.optimizer_choice.learning_rates", warmup_one_step_early),
-    ("cosine", "trl_jax.engine.optimizers.clip_by_global_norm", no_clipping),
+    ("cosine", "trl_jax.run.arguments.optimizer_choice.learning_rates", warmup_one_step_early),
+    ("cosine", "trl_jax.engine.optimizers.optimizer.clip_by_global_norm", no_clipping),
     ("causal", "trl_jax.hub.checkpoint.loading.TorchGenerator", another_seed),
 ]
 

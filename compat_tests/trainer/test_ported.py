@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 import trl_jax
 from compat_tests.parity.reference import read_weights
 from compat_tests.trainer.trainers import FACTS, make, table
-from trl_jax.run.user_loss import script_values
+from trl_jax.run.user_loss.bound_model import script_values
 from trl_jax.trainer.collator import DataCollatorForPreference
 from trl_jax.trainer.refusals import NEVER_CALLED
 

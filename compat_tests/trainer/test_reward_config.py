@@ -14,7 +14,7 @@ import warnings
 import pytest
 from transformers import TrainingArguments
 
-from trl_jax.run.base_config import BaseConfig
+from trl_jax.run.arguments.base_config import BaseConfig
 from trl_jax.trainer.model_config import ModelConfig
 from trl_jax.trainer.reward_config import RewardConfig
 

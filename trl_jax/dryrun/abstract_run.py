@@ -12,7 +12,7 @@ from transformers.trainer_utils import SaveStrategy
 from trl_jax.core.chips import Topology
 from trl_jax.dryrun.compiler import devices
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.run.jax_arguments import Device
+from trl_jax.run.arguments.jax_arguments import Device
 from trl_jax.trainer.reward_config import RewardConfig
 from trl_jax.trainer.reward_trainer import RewardTrainer
 

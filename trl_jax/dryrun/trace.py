@@ -17,7 +17,7 @@ from trl_jax.data.layout.batch import Batch
 from trl_jax.data.windows import WINDOW
 from trl_jax.dryrun.step_flops import Map, maps_of
 from trl_jax.dryrun.step_memory import Pass, StepArguments, on_device
-from trl_jax.engine.sharding import make_mesh, placed
+from trl_jax.engine.devices.sharding import make_mesh, placed
 from trl_jax.hub.checkpoint.loading import Source
 from trl_jax.hub.peft.backend import AdaptedBackend
 from trl_jax.models.functional import abstract

@@ -12,7 +12,7 @@ from types import FrameType
 
 from jax.experimental import multihost_utils
 
-from trl_jax.engine.processes import several
+from trl_jax.engine.devices.processes import several
 
 _HEEDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 

@@ -11,12 +11,12 @@ import jax
 import numpy as np
 from transformers.trainer_utils import SaveStrategy
 
-from trl_jax.engine.best import is_new_best
+from trl_jax.engine.checkpoints.best import is_new_best
+from trl_jax.engine.checkpoints.progress import Progress
+from trl_jax.engine.checkpoints.snapshot import Snapshot
 from trl_jax.engine.events import Events
 from trl_jax.engine.interrupts import Interrupted, Interrupts
 from trl_jax.engine.nonfinite_guard import NonFiniteGuard
-from trl_jax.engine.progress import Progress
-from trl_jax.engine.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 

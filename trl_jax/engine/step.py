@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from trl_jax.engine.optimizers import Optimizer
-from trl_jax.engine.spmd import ShardedStep
-from trl_jax.engine.transforms import global_norm
+from trl_jax.engine.devices.spmd import ShardedStep
+from trl_jax.engine.optimizers.optimizer import Optimizer
+from trl_jax.engine.optimizers.transforms import global_norm
 
 Params = dict[str, jax.Array]
 NO_PARAMS: Params = {}

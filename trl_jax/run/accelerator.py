@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from trl_jax.engine.processes import barrier
-from trl_jax.run.base_config import BaseConfig
+from trl_jax.engine.devices.processes import barrier
+from trl_jax.run.arguments.base_config import BaseConfig
 
 _INSTEAD = {
     "backward": "gradients are taken inside the compiled step; override compute_loss",

@@ -15,8 +15,8 @@ from transformers.trainer_callback import (
     TrainerState,
 )
 
+from trl_jax.engine.devices.processes import is_first
 from trl_jax.engine.events import Events
-from trl_jax.engine.processes import is_first
 from trl_jax.run.state import RunState
 
 

@@ -14,16 +14,16 @@ import numpy as np
 from transformers.trainer_utils import PredictionOutput, speed_metrics
 
 from trl_jax.data.windows import Windows
+from trl_jax.engine.devices.sharding import distributed
+from trl_jax.engine.devices.spmd import ShardedStep
 from trl_jax.engine.evaluation import Evaluated, run_batches, run_evaluation
 from trl_jax.engine.prefetch import Prefetched
-from trl_jax.engine.sharding import distributed
-from trl_jax.engine.spmd import ShardedStep
 from trl_jax.run.dataloaders import Batches, steps_of
 from trl_jax.run.forward import Forward
 from trl_jax.run.predictions import Predicted, token_ids_of
 from trl_jax.run.state import RunState
-from trl_jax.run.user_loss import UserLoss
-from trl_jax.run.user_loss_step import UserLossEvaluation, UserPrediction
+from trl_jax.run.user_loss.bound_model import UserLoss
+from trl_jax.run.user_loss.user_loss_step import UserLossEvaluation, UserPrediction
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trl_jax.engine.progress import Progress
+from trl_jax.engine.checkpoints.progress import Progress
 
 
 class TrainerHooks(NamedTuple):

@@ -17,7 +17,7 @@ from trl_jax.run.devices import PROGRAMS_AT_ONCE, compiles_ahead
 
 if TYPE_CHECKING:
     from trl_jax.hub.backend import Backend
-    from trl_jax.run.base_config import BaseConfig
+    from trl_jax.run.arguments.base_config import BaseConfig
 
 logger = logging.getLogger(__name__)
 

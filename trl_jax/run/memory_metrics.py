@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from trl_jax.run.base_config import BaseConfig
+from trl_jax.run.arguments.base_config import BaseConfig
 from trl_jax.run.devices import run_device
 
 try:

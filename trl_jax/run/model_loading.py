@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from trl_jax.engine.processes import several
-from trl_jax.engine.sharding import Fetched
+from trl_jax.engine.devices.processes import several
+from trl_jax.engine.devices.sharding import Fetched
 from trl_jax.hub.auto import Checkpoint, find_checkpoint, with_adapter
 from trl_jax.hub.peft.lora_config import LoraConfig, read_lora_config
 from trl_jax.hub.peft.quantization import BitsAndBytesConfig, as_quantization
@@ -21,7 +21,7 @@ from trl_jax.run.devices import run_device, sharding_plan_of
 from trl_jax.run.nan_report import check_weights
 
 if TYPE_CHECKING:
-    from trl_jax.run.base_config import BaseConfig
+    from trl_jax.run.arguments.base_config import BaseConfig
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from datasets import IterableDataset
 
 from trl_jax.data.layout.buckets import EARLY
 from trl_jax.data.loader import ExampleLoader
-from trl_jax.engine.compilation import Programs, compile_ahead
-from trl_jax.engine.progress import Progress
+from trl_jax.engine.checkpoints.progress import Progress
+from trl_jax.engine.devices.compilation import Programs, compile_ahead
 from trl_jax.run.devices import PROGRAMS_AT_ONCE, compiles_ahead
 from trl_jax.run.rng import run_key
 from trl_jax.run.state import RunState

@@ -11,7 +11,7 @@ from trl_jax.nn.noise import Noise
 
 if TYPE_CHECKING:
     from trl_jax.hub.backend import Backend
-    from trl_jax.run.base_config import BaseConfig
+    from trl_jax.run.arguments.base_config import BaseConfig
 
 _NOISE = 1000  # folded into the key; dropout folds in smaller numbers
 

@@ -12,11 +12,11 @@ import jax
 from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import TrainerState
 
+from trl_jax.engine.devices.sharding import ShardingPlan
 from trl_jax.engine.events import Events
 from trl_jax.engine.interrupts import Interrupts
-from trl_jax.engine.sharding import ShardingPlan
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.run.base_config import BaseConfig
+from trl_jax.run.arguments.base_config import BaseConfig
 from trl_jax.run.devices import run_device
 from trl_jax.tasks.task import Task
 

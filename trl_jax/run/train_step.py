@@ -9,20 +9,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from trl_jax.engine.compilation import Programs, compiler_options
-from trl_jax.engine.optimizers import Optimizer, decays, from_optax
-from trl_jax.engine.remat import RematFallback, room_of
-from trl_jax.engine.sharding import distributed
-from trl_jax.engine.spmd import ShardedStep
+from trl_jax.engine.devices.compilation import Programs, compiler_options
+from trl_jax.engine.devices.remat import RematFallback, room_of
+from trl_jax.engine.devices.sharding import distributed
+from trl_jax.engine.devices.spmd import ShardedStep
+from trl_jax.engine.optimizers.optimizer import Optimizer, decays, from_optax
 from trl_jax.engine.step import make_step
 from trl_jax.hub.freezing import stop_frozen_gradients, zero_frozen_updates
+from trl_jax.run.arguments.optimizer_choice import OptimizerChoice, check_optax
 from trl_jax.run.data import length_of
 from trl_jax.run.devices import describe, run_device
-from trl_jax.run.optimizer_choice import OptimizerChoice, check_optax
 from trl_jax.run.rng import run_key
 from trl_jax.run.state import RunState
-from trl_jax.run.user_loss import UserLoss
-from trl_jax.run.user_loss_step import UserLossStep
+from trl_jax.run.user_loss.bound_model import UserLoss
+from trl_jax.run.user_loss.user_loss_step import UserLossStep
 
 logger = logging.getLogger(__name__)
 

@@ -17,32 +17,32 @@ from datasets import Dataset
 from transformers.trainer_utils import SaveStrategy, TrainOutput, speed_metrics
 
 from trl_jax.core.arguments.values import as_choice
-from trl_jax.engine.async_saver import host_copy
-from trl_jax.engine.checkpoint import forget_all_but_best, sweep
+from trl_jax.engine.checkpoints.async_saver import host_copy
+from trl_jax.engine.checkpoints.checkpoint import forget_all_but_best, sweep
+from trl_jax.engine.checkpoints.lock import only_run
+from trl_jax.engine.checkpoints.progress import Progress
+from trl_jax.engine.checkpoints.resume import find
+from trl_jax.engine.checkpoints.run_id import new_id
+from trl_jax.engine.checkpoints.snapshot import Snapshot
+from trl_jax.engine.devices.processes import barrier, is_first, naming_lost_processes
 from trl_jax.engine.interrupts import Interrupted, Interrupts
-from trl_jax.engine.lock import only_run
 from trl_jax.engine.loop import Loop
 from trl_jax.engine.nonfinite_guard import PATIENCE, NonFiniteGuard
-from trl_jax.engine.optimizers import Optimizer
+from trl_jax.engine.optimizers.optimizer import Optimizer
 from trl_jax.engine.prefetch import Prefetched
-from trl_jax.engine.processes import barrier, is_first, naming_lost_processes
-from trl_jax.engine.progress import Progress
-from trl_jax.engine.resume import find
-from trl_jax.engine.run_id import new_id
-from trl_jax.engine.snapshot import Snapshot
 from trl_jax.hub.torch.objects import give_back
+from trl_jax.run.arguments.optimizer_choice import LearningRate, OptimizerChoice
 from trl_jax.run.callbacks import begin_state
-from trl_jax.run.checkpointing import Checkpointer
 from trl_jax.run.data import length_of
 from trl_jax.run.dataloaders import steps_of
 from trl_jax.run.hooks import TrainerHooks
-from trl_jax.run.hub_push import HubPublisher, sweep_stages
 from trl_jax.run.memory_metrics import memory
 from trl_jax.run.nan_report import explain
 from trl_jax.run.oom import explain_evaluation_memory, explain_memory, retried
-from trl_jax.run.optimizer_choice import LearningRate, OptimizerChoice
+from trl_jax.run.output.checkpointing import Checkpointer
+from trl_jax.run.output.hub_push import HubPublisher, sweep_stages
+from trl_jax.run.output.resuming import resume, weights_of
 from trl_jax.run.precompile import compiling_ahead
-from trl_jax.run.resuming import resume, weights_of
 from trl_jax.run.state import RunState
 from trl_jax.run.train_step import TrainStep, optimizer_of
 

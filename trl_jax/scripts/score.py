@@ -94,7 +94,7 @@ def main(args: ScoreArguments) -> None:
 def _ready(args: ScoreArguments, source: Path) -> tuple[Scorer, int]:
     """The model and the number of rows. A bad row raises an error before weights are read."""
     from trl_jax.data.rows.tokenizer import load_tokenizer
-    from trl_jax.engine.compilation import keep_compilations
+    from trl_jax.engine.devices.compilation import keep_compilations
     from trl_jax.hub.auto import find_checkpoint
     from trl_jax.run.model_loading import tokenizer_folder
 
@@ -168,7 +168,7 @@ def _names(row: Row) -> tuple[str, ...]:
 
 def _mark(args: ScoreArguments, scorer: Scorer) -> dict[str, Any]:
     """All that scores depend on besides the rows: settings, and a digest of each file of the model."""
-    from trl_jax.engine.manifest import digest
+    from trl_jax.engine.checkpoints.manifest import digest
     from trl_jax.hub.fetch import SMALL
 
     checkpoint = scorer.checkpoint

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from trl_jax.engine.lock import locked
-from trl_jax.engine.manifest import digest, sync
+from trl_jax.engine.checkpoints.lock import locked
+from trl_jax.engine.checkpoints.manifest import digest, sync
 from trl_jax.scripts.score_rows import encoded, is_right, parse_row, read_rows, score_columns
 
 ROWS = "FILE"  # the mark's key of the digest of the rows to score

@@ -17,25 +17,25 @@ from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from trl_jax.data.example import Measured
 from trl_jax.data.rows.checks import check_type
-from trl_jax.engine.compilation import keep_compilations
-from trl_jax.engine.progress import Progress
+from trl_jax.engine.checkpoints.progress import Progress
+from trl_jax.engine.devices.compilation import keep_compilations
 from trl_jax.hub.peft.lora_config import as_lora_config
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.run import construction, layout_choice, model_loading
 from trl_jax.run.accelerator import Accelerator
-from trl_jax.run.base_config import BaseConfig
+from trl_jax.run.arguments.base_config import BaseConfig
+from trl_jax.run.arguments.optimizer_choice import choose
 from trl_jax.run.callbacks import begin_state, events_of
 from trl_jax.run.devices import check_offloading, run_devices
 from trl_jax.run.evaluation import MetricHooks
 from trl_jax.run.hooks import TrainerHooks
-from trl_jax.run.hub_push import HubPublisher
-from trl_jax.run.optimizer_choice import choose
+from trl_jax.run.output.hub_push import HubPublisher
 from trl_jax.run.parts import assemble
 from trl_jax.run.predictions import check_compute_metrics
 from trl_jax.run.rng import check_noise
 from trl_jax.run.state import RunState
 from trl_jax.run.train_step import default_optimizer
-from trl_jax.run.user_loss import BoundModel, script_values
+from trl_jax.run.user_loss.bound_model import BoundModel, script_values
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.refusals import check_overridden, names_of_script, refuse
 from trl_jax.trainer.surface import Surface

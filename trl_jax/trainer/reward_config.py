@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from transformers import TrainingArguments
 
 from trl_jax.core.arguments.reward import REWARD
-from trl_jax.run.base_config import BaseConfig
+from trl_jax.run.arguments.base_config import BaseConfig
 
 
 @dataclass(repr=False)

@@ -10,12 +10,12 @@ from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import CallbackHandler, TrainerCallback, TrainerControl, TrainerState
 
 from trl_jax.data.loader import ExampleLoader
-from trl_jax.engine.processes import is_first
-from trl_jax.engine.sharding import ShardingPlan
+from trl_jax.engine.devices.processes import is_first
+from trl_jax.engine.devices.sharding import ShardingPlan
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.run import callbacks, data, reports
 from trl_jax.run.dataloaders import Batches
-from trl_jax.run.hub_push import HubPublisher
+from trl_jax.run.output.hub_push import HubPublisher
 from trl_jax.run.parts import Parts
 from trl_jax.run.state import RunState
 

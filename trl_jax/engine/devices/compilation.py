@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from trl_jax.engine.own_folder import own_folder
+from trl_jax.engine.devices.own_folder import own_folder
 
 logger = logging.getLogger(__name__)
 

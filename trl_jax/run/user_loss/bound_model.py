@@ -36,7 +36,7 @@ _IN_JAX = {
 }
 
 
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[2]
 
 # Arguments of a call that change nothing: scripts pass on a whole batch, `model(**inputs)`.
 _IGNORED = {"return_dict", "use_cache"}

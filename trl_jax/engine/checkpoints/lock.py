@@ -11,7 +11,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from trl_jax.engine.plain_files import is_file
+from trl_jax.engine.checkpoints.plain_files import is_file
 
 LOCK = ".trl_jax.lock"
 

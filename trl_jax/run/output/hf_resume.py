@@ -12,8 +12,8 @@ from typing import Any
 import jax
 from transformers.trainer_callback import TrainerState
 
-from trl_jax.engine.optimizers import decays, with_adam_moments
-from trl_jax.engine.progress import Progress
+from trl_jax.engine.checkpoints.progress import Progress
+from trl_jax.engine.optimizers.optimizer import decays, with_adam_moments
 from trl_jax.hub.torch.optimizer_state import OPTIMIZER, write_adamw_moments
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ from typing import Any
 
 from transformers.trainer_utils import HubStrategy, SaveStrategy
 
-from trl_jax.engine.manifest import MANIFEST
-from trl_jax.engine.plain_files import discard, entries, files_below
-from trl_jax.engine.processes import is_first
+from trl_jax.engine.checkpoints.manifest import MANIFEST
+from trl_jax.engine.checkpoints.plain_files import discard, entries, files_below
+from trl_jax.engine.devices.processes import is_first
 from trl_jax.hub.card import Run, write_card
 from trl_jax.hub.push import Publisher, Upload
 from trl_jax.run.state import RunState

@@ -13,7 +13,7 @@ import optax
 
 from trl_jax.engine.step import updated
 from trl_jax.run.state import RunState
-from trl_jax.run.user_loss import UserLoss, torch_explained
+from trl_jax.run.user_loss.bound_model import UserLoss, torch_explained
 
 
 class UserLossStep:

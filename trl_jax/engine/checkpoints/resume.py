@@ -9,10 +9,10 @@ from typing import Any
 
 from transformers.trainer_callback import ExportableState, TrainerState
 
-from trl_jax.engine.checkpoint import STATE_FILE
+from trl_jax.engine.checkpoints.checkpoint import STATE_FILE
+from trl_jax.engine.checkpoints.manifest import MANIFEST, BrokenCheckpoint, verify
+from trl_jax.engine.checkpoints.run_id import checkpoints, recorded, run_of
 from trl_jax.engine.events import Events
-from trl_jax.engine.manifest import MANIFEST, BrokenCheckpoint, verify
-from trl_jax.engine.run_id import checkpoints, recorded, run_of
 
 logger = logging.getLogger(__name__)
 

@@ -14,15 +14,15 @@ from transformers.trainer_callback import TrainerState
 
 from trl_jax.core.secrets import masked
 from trl_jax.data.order import RunLength
-from trl_jax.engine.manifest import BrokenCheckpoint, libraries
-from trl_jax.engine.processes import is_first
-from trl_jax.engine.progress import FACTS, Progress, SavedProgress
-from trl_jax.engine.resume import ResumePoint, changed_arguments, restore_callbacks
-from trl_jax.engine.run_id import checkpoint_of
-from trl_jax.run import hf_resume
-from trl_jax.run.checkpointing import Checkpointer
+from trl_jax.engine.checkpoints.manifest import BrokenCheckpoint, libraries
+from trl_jax.engine.checkpoints.progress import FACTS, Progress, SavedProgress
+from trl_jax.engine.checkpoints.resume import ResumePoint, changed_arguments, restore_callbacks
+from trl_jax.engine.checkpoints.run_id import checkpoint_of
+from trl_jax.engine.devices.processes import is_first
 from trl_jax.run.data import loader, order_of
-from trl_jax.run.model_files import ARGUMENTS
+from trl_jax.run.output import hf_resume
+from trl_jax.run.output.checkpointing import Checkpointer
+from trl_jax.run.output.model_files import ARGUMENTS
 from trl_jax.run.state import RunState
 
 logger = logging.getLogger(__name__)

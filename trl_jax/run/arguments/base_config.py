@@ -15,8 +15,8 @@ from trl_jax.core.arguments.base import BASE, COMMON
 from trl_jax.core.arguments.table import Handling, defaults_of, judge
 from trl_jax.core.arguments.values import as_pad_multiple
 from trl_jax.core.secrets import as_token, learn, masked, scrubbed
-from trl_jax.run.jax_arguments import JaxArguments
-from trl_jax.run.old_names import OldNames
+from trl_jax.run.arguments.jax_arguments import JaxArguments
+from trl_jax.run.arguments.old_names import OldNames
 
 
 # repr=False: a generated repr would print secrets.
@@ -234,7 +234,7 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
         """All devices that a run may use, of every process; JAX starts here, so processes find each other first."""
         import jax
 
-        from trl_jax.engine.processes import join
+        from trl_jax.engine.devices.processes import join
 
         join(self.coordinator_address, self.num_processes, self.process_id)
         return jax.devices("cpu") if self.use_cpu else jax.devices()

@@ -16,10 +16,10 @@ from safetensors import SafetensorError
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from trl_jax.engine.checkpoints.manifest import BrokenCheckpoint, sync, verify, write_manifest
+from trl_jax.engine.checkpoints.plain_files import discard, entries
+from trl_jax.engine.checkpoints.run_id import checkpoints_of, run_of, set_aside
 from trl_jax.engine.events import Events
-from trl_jax.engine.manifest import BrokenCheckpoint, sync, verify, write_manifest
-from trl_jax.engine.plain_files import discard, entries
-from trl_jax.engine.run_id import checkpoints_of, run_of, set_aside
 
 STATE_FILE = "trainer_state.json"
 

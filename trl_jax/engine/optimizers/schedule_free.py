@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from trl_jax.engine.transforms import RunningState, bias
+from trl_jax.engine.optimizers.transforms import RunningState, bias
 
 _TABLE = 4096  # steps whose rectification is computed in double precision
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from trl_jax.engine.manifest import BrokenCheckpoint, read_manifest, sync
-from trl_jax.engine.plain_files import entries, is_file, is_folder
-from trl_jax.engine.processes import from_first
+from trl_jax.engine.checkpoints.manifest import BrokenCheckpoint, read_manifest, sync
+from trl_jax.engine.checkpoints.plain_files import entries, is_file, is_folder
+from trl_jax.engine.devices.processes import from_first
 
 RECORD = ".trl_jax.run"
 _NAME = re.compile(PREFIX_CHECKPOINT_DIR + r"-(\d+)(-run-\w+(-\d+)?)?")

@@ -95,7 +95,7 @@ class JaxArguments(TrainingArguments):
     @contextlib.contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work"):
         """Run the block in the first process before the others, which then find its results in a shared cache."""
-        from trl_jax.engine.processes import barrier
+        from trl_jax.engine.devices.processes import barrier
 
         if self.process_index:
             barrier(f"main_process_first: {desc}")

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from trl_jax.core.layer_gather import SEQUENCE, layers_gathered_by
-from trl_jax.engine.sharding import BATCH, ShardingPlan
+from trl_jax.engine.devices.sharding import BATCH, ShardingPlan
 
 
 class ShardedStep:

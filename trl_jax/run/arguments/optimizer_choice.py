@@ -11,10 +11,10 @@ import optax
 from trl_jax.core.arguments.optimizers import OPTIMIZERS, parsed
 from trl_jax.core.arguments.values import as_dict, plain
 from trl_jax.core.torch_param_layout import TorchParamLayout
-from trl_jax.engine.adaptive import ADAPTIVE, Plateau
-from trl_jax.engine.optimizers import Hyperparameters, Optimizer, from_optax, make_optimizer
-from trl_jax.engine.schedules import learning_rates
-from trl_jax.run.base_config import BaseConfig
+from trl_jax.engine.optimizers.adaptive import ADAPTIVE, Plateau
+from trl_jax.engine.optimizers.optimizer import Hyperparameters, Optimizer, from_optax, make_optimizer
+from trl_jax.engine.optimizers.schedules import learning_rates
+from trl_jax.run.arguments.base_config import BaseConfig
 
 # Classes of torch, transformers and bitsandbytes -> the name of the rule.
 _CLASSES = {

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from trl_jax.engine import host_memory
-from trl_jax.engine.processes import several
+from trl_jax.engine.devices import host_memory
+from trl_jax.engine.devices.processes import several
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ import optax
 
 from trl_jax.core.arguments.optimizers import OPTIMIZERS
 from trl_jax.core.torch_param_layout import TorchParamLayout
-from trl_jax.engine.adafactor import scale_by_adafactor
-from trl_jax.engine.schedule_free import over_root_mean_square, point, rectified, schedule_free, warm
-from trl_jax.engine.transforms import (
+from trl_jax.engine.optimizers.adafactor import scale_by_adafactor
+from trl_jax.engine.optimizers.schedule_free import over_root_mean_square, point, rectified, schedule_free, warm
+from trl_jax.engine.optimizers.transforms import (
     clip_by_global_norm,
     scale_by_adagrad,
     scale_by_adam,

@@ -15,17 +15,17 @@ from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 
 from trl_jax.data.fingerprint import fingerprint
-from trl_jax.engine import host_memory
-from trl_jax.engine.async_saver import AsyncSaver, host_copy
-from trl_jax.engine.checkpoint import await_checkpoint, save_checkpoint
-from trl_jax.engine.processes import barrier, is_first, several
-from trl_jax.engine.progress import Progress, progress_json, write_progress
-from trl_jax.engine.resume import ResumePoint
-from trl_jax.engine.run_id import record
+from trl_jax.engine.checkpoints.async_saver import AsyncSaver, host_copy
+from trl_jax.engine.checkpoints.checkpoint import await_checkpoint, save_checkpoint
+from trl_jax.engine.checkpoints.progress import Progress, progress_json, write_progress
+from trl_jax.engine.checkpoints.resume import ResumePoint
+from trl_jax.engine.checkpoints.run_id import record
+from trl_jax.engine.devices import host_memory
+from trl_jax.engine.devices.processes import barrier, is_first, several
 from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.run.arguments.optimizer_choice import LearningRate
 from trl_jax.run.data import order_of
-from trl_jax.run.model_files import write_model
-from trl_jax.run.optimizer_choice import LearningRate
+from trl_jax.run.output.model_files import write_model
 from trl_jax.run.state import RunState
 
 _PER_PROCESS = ("process_id", "local_rank")  # arguments that differ between the processes of a run

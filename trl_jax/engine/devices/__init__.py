@@ -1,0 +1,1 @@
+"""Meshes, processes, recomputation instead of memory, and compiled programs."""

@@ -1,0 +1,1 @@
+"""A script's own compute_loss."""
