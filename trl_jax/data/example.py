@@ -7,21 +7,38 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+IGNORED = -100  # a label that is no target, as in transformers
+
 
 class Example(NamedTuple):
     """One row, in the form that layouts read.
 
     texts: token ids of each text that the model reads; all examples of a task have the same number of texts.
     extras: numbers that the loss needs besides the outputs, by name.
+    labels: of each text, under a language model's head: transformers' labels, for each of its tokens the id that is to
+        be predicted there from the tokens before it, or -100. Empty under a score head.
+    documents: the tokens of each document that the one text consists of; none sees another. Empty: it is one.
     """
 
     texts: tuple[Sequence[int], ...]
     extras: Mapping[str, float]
+    labels: tuple[Sequence[int], ...] = ()
+    documents: Sequence[int] = ()
 
     @property
     def longest(self) -> int:
         """Number of tokens of the longest text."""
         return max(map(len, self.texts))
+
+    @property
+    def longest_document(self) -> int:
+        """Number of tokens of the longest document, which is the longest text where texts consist of none."""
+        return max(self.documents) if self.documents else self.longest
+
+    @property
+    def num_targets(self) -> int:
+        """Number of tokens that are to be predicted; a text's first one never is."""
+        return sum(int(np.count_nonzero(np.asarray(labels[1:]) != IGNORED)) for labels in self.labels)
 
     @property
     def tokens(self) -> int:
@@ -34,20 +51,26 @@ class Columns(NamedTuple):
 
     texts: columns of token ids, one for each text of an example, in the order of the outputs.
     numbers: columns of numbers; a dataset may lack any of them.
+    labels: columns of labels, one for each text, under a language model's head.
+    documents: the column of the tokens of each document of the one text; a dataset may lack it.
     """
 
     texts: tuple[str, ...]
     numbers: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
+    documents: str | None = None
 
     @property
     def all(self) -> tuple[str, ...]:
         """All names, texts first."""
-        return (*self.texts, *self.numbers)
+        return (*self.texts, *self.labels, *self.numbers, *([self.documents] if self.documents else []))
 
     def example(self, row: Mapping[str, Any]) -> Example:
         """Make an example of these columns of a row."""
         texts = tuple(row[name] for name in self.texts)
-        return Example(texts, {name: row[name] for name in self.numbers if name in row})
+        labels = tuple(row[name] for name in self.labels)
+        documents = row.get(self.documents, ()) if self.documents else ()
+        return Example(texts, {name: row[name] for name in self.numbers if name in row}, labels, documents)
 
 
 class Measured(NamedTuple):

@@ -14,3 +14,13 @@ def counted(weight: jax.Array, micro_batch: jax.Array | None = None) -> jax.Arra
 def summed(values: jax.Array | float, examples: jax.Array) -> jax.Array:
     """The sum of `[E]` values over the examples that are `counted`, float32: a scalar, or `[M]`."""
     return jnp.sum(jnp.where(examples, values, 0), axis=-1, dtype=jnp.float32)
+
+
+def of_texts(values: jax.Array, text: jax.Array, texts: int) -> jax.Array:
+    """The sum over the reads of each text, float32 `[texts]`.
+
+    Args:
+        values: `[N]`, of each read.
+        text: int32 `[N]`, the text of each; `texts` where it belongs to none.
+    """
+    return jnp.zeros(texts, jnp.float32).at[text].add(values.astype(jnp.float32), mode="drop")

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from datasets import Dataset, IterableDataset
 
+from trl_jax.core.token_outputs import TokenOutputs
 from trl_jax.data.example import Columns, Example, Measured
 from trl_jax.data.layout.batch import Batch
 
@@ -17,11 +18,11 @@ Sums = dict[str, jax.Array]
 class Task(Protocol):
     """The definition of one way of training: a small frozen object without trainer, device or file.
 
-    head: of the model; "score" gives one number for each text.
+    head: of the model; "score" gives one number for each text, "lm" log-probabilities of its tokens (`TokenTask`).
     columns: the columns of a prepared dataset that examples are made of.
     """
 
-    head: Literal["score"]
+    head: Literal["score", "lm"]
     columns: Columns
 
     def prepare(
@@ -52,7 +53,8 @@ class Task(Protocol):
         scalar where `batch.micro_batch` is None.
 
         Args:
-            outputs: the head's output at each read, float32 `[X]`: first texts of all examples, then second ones.
+            outputs: under a score head its output at each read, float32 `[X]`: first texts of all examples, then
+                second ones. Under a language model's head, the result of `per_text`.
             batch: `weight` `[E]`, `extras` and `micro_batch`, as in `Batch`. The loss is a sum weighted by `weight`.
         """
 
@@ -76,4 +78,22 @@ class Task(Protocol):
 
         Args:
             batch: `input_ids` and `attention_mask` `[X, T]` of real examples, and each of the extras.
+        """
+
+
+class TokenTask(Task, Protocol):
+    """A task with a language model's head: what it reads is reduced to numbers of texts within a pass.
+
+    per_token: whether the weights that reach `loss` are shares of the step's targets, `1 / targets`, so that each
+        target counts the same; otherwise each example counts the same.
+    """
+
+    head: Literal["lm"]
+    per_token: bool
+
+    def per_text(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
+        """The sums over the reads of each text that `loss` needs, by name, float32 `[X]` each.
+
+        Args:
+            batch: a pass; `losses.sums.of_texts` sums over the reads of each of its texts.
         """

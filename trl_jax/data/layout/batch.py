@@ -16,7 +16,11 @@ class Batch(NamedTuple):
     Texts come in the order of the outputs: the first text of every example, then the second of every example.
 
     tokens, positions: int32 `[R, T]`.
-    reads: int32 `[X]`, the places that outputs are wanted of, row * T + place in the row; one of each text.
+    reads: int32 `[N]`, the places that outputs are wanted of, row * T + place in the row. Under a score head one of
+        each text, N = X. Under a language model's head those that predict a target, then places that only fill the
+        shape.
+    targets: int32 `[N]`, the id that each read predicts, -1 of one that only fills the shape. None under a score head.
+    text: int32 `[N]`, the text that each read belongs to, X of one that only fills the shape. None under a score head.
     lengths: int32 `[X]`, tokens of each text.
     weight: float32 `[E]`, the share of each example in the step's loss; 0 marks one that is not in this pass.
     micro_batch: bool `[M, E]`, which micro-batch of the step an example belongs to; metrics are summed over each.
@@ -34,6 +38,8 @@ class Batch(NamedTuple):
     micro_batch: np.ndarray
     extras: dict[str, np.ndarray]
     packed: Packed | None = None
+    targets: np.ndarray | None = None
+    text: np.ndarray | None = None
 
 
 def last_real_token(ids: Sequence[int], pad_token_id: int) -> int:

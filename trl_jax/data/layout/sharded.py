@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from trl_jax.core.packed import Packed, RowView
 from trl_jax.data.layout.batch import Batch
 from trl_jax.data.layout.packed import Form, Placed, longest_beside, pack_examples
 
@@ -69,12 +68,11 @@ def sharded_rows(batch: Batch, shards: int) -> Batch:
 def in_shards(batch: Batch, shards: int) -> Batch:
     """`[n x shards, ...]` as `[n, shards, ...]`."""
 
-    def split(leaf: np.ndarray | None) -> np.ndarray | None:
+    def split(leaf: Any) -> Any:
+        if isinstance(leaf, dict):
+            return {name: split(values) for name, values in leaf.items()}
+        if isinstance(leaf, tuple):
+            return type(leaf)(*map(split, leaf))
         return None if leaf is None else leaf.reshape(-1, shards, *leaf.shape[1:])
 
-    packed = batch.packed
-    if packed is not None:
-        view = None if packed.texts is None else RowView(*map(split, packed.texts))
-        packed = Packed(*map(split, packed[:-1]), view)
-    extras = {name: split(values) for name, values in batch.extras.items()}
-    return Batch(*map(split, batch[:-2]), extras, packed)
+    return split(batch)

@@ -1,0 +1,20 @@
+"""The outputs of a language model's head at the places that are read. Arrays are of NumPy or JAX."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class TokenOutputs(NamedTuple):
+    """Float32 `[N]` each, of every read; zeros where there is no target.
+
+    logps: the log-probability of the target, log p(target).
+    entropy: of the distribution, -sum p log p, in nats.
+    mean_logps: the mean of log p over the vocabulary, which label smoothing asks for.
+    correct: 1 where the target is the likeliest id, the first of several that are equally likely.
+    """
+
+    logps: Any
+    entropy: Any
+    mean_logps: Any
+    correct: Any
