@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -28,12 +28,14 @@ class SftTask:
 
     loss_type: "nll" or "dft".
     label_smoothing_factor: of "nll".
-    row_options: how rows become examples, as `data.rows.sft.prepare` takes it; a function of the dataset's name.
+    row_options: how rows become examples, further arguments of `data.rows.sft.prepare`.
+    eval_packing: whether sets other than the training set are packed; None as that.
     """
 
     loss_type: Literal["nll", "dft"] = "nll"
     label_smoothing_factor: float = 0.0
-    row_options: Callable[[str], dict[str, Any]] = lambda name: {}
+    row_options: Mapping[str, Any] = field(default_factory=dict)
+    eval_packing: bool | None = None
 
     head: ClassVar[Literal["lm"]] = "lm"
     per_token: ClassVar[bool] = True
@@ -42,8 +44,16 @@ class SftTask:
     def prepare(
         self, dataset: Dataset | IterableDataset, tokenizer: Any, *, name: str, **limits: Any
     ) -> Dataset | IterableDataset:
-        """Add `input_ids`, `labels` and, where texts are packed, `seq_lengths` to rows of every form that TRL takes."""
-        return rows.prepare(dataset, tokenizer, name=name, **limits, **self.row_options(name))
+        """Add `input_ids`, `labels` and, where texts are packed, `seq_lengths` to rows of every form that TRL takes.
+
+        Rows of which predictions are asked for, under the name "test", stay as they are and in their order.
+        """
+        options = dict(self.row_options)
+        if name == "test":
+            options |= {"packing": False, "shuffle_dataset": False}
+        elif name != "train" and self.eval_packing is not None:
+            options["packing"] = self.eval_packing
+        return rows.prepare(dataset, tokenizer, name=name, **limits, **options)
 
     def example(self, row: dict[str, Any]) -> Example:
         """The text of a row, its labels, and the documents in it."""
@@ -51,7 +61,7 @@ class SftTask:
 
     def per_text(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
         """Sums over the targets of each text, `[X]`: of their loss and entropy, of those that are predicted, of all."""
-        texts = len(batch.lengths)
+        texts = len(batch.weight)  # one an example
         losses = (
             dynamic_fine_tuning(outputs)
             if self.loss_type == "dft"

@@ -60,7 +60,7 @@ SFT: dict[str, Handling] = {
     **{name: line for name, line in COMMON.items() if name != "disable_dropout"},
     **handled("label_smoothing_factor", "native", rule=rules.number(0, most=1.0), note=_smoothing_note),
     **handled("label_names", "warned", "the column of labels is called labels."),
-    **handled("average_tokens_across_devices", "warned", "a loss divides by the tokens of all devices."),
+    **handled("average_tokens_across_devices", "native"),
     **handled("activation_checkpointing_kwargs gradient_checkpointing_kwargs", "mapped", rule=_checkpointing),
     **handled("router_aux_loss_coef", "native", rule=rules.number(0, optional=True, most=rules.MOST_FLOAT32)),
     # Rows
