@@ -9,7 +9,7 @@ from typing import Any
 
 from datasets import IterableDataset
 
-from trl_jax.data.rows import chat, checks, cutting
+from trl_jax.data.rows import checks, cutting, pairs
 from trl_jax.data.rows.masks import unmasked
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ def _read_row(
     ids = {column: row[column] for column in columns if column in checks.IDS}
     if not ids:
         rows = {key: [value] for key, value in row.items()}
-        batch = chat.tokenise_batch(rows, [index], tokenizer, where, max_characters)
+        batch = pairs.tokenise_batch(rows, [index], tokenizer, where, max_characters)
         ids = {column: values[0] for column, values in batch.items()}
         if "" in (row["chosen"], row["rejected"]):
             _warn_once(f"Row {index} of {where} has an empty chosen or rejected text", "empty", state)
