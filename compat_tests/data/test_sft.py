@@ -74,7 +74,8 @@ FORMS = {
     "completion_merged": [{"prompt": "gla", "completion": "dly"}, {"prompt": "care", "completion": "fully first"}],
     "completion_chat": completions("chat_prompt", 12),
     "completion_talk": [
-        {"prompt": row["messages"][:-1], "completion": row["messages"][-1:] * 2, "tools": TOOLS} for row in talks(9)
+        {"prompt": row["messages"][:-1], "completion": row["messages"][-1:] * 2, "tools": TOOLS if i % 2 else None}
+        for i, row in enumerate(talks(9))
     ],
     "ids": tokenised(30),
     "ids_labels": tokenised(30, labels=lambda ids: [-100 if i % 3 else i for i in ids]),
