@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # what type checkers and editors see
         prepare_multimodal_messages,
         unpair_preference_dataset,
     )
-    from trl_jax.hub.auto import AutoModelForSequenceClassification
+    from trl_jax.hub.auto import AutoModelForCausalLM, AutoModelForSequenceClassification
     from trl_jax.hub.peft.lora_config import LoraConfig, TaskType
     from trl_jax.hub.peft.quantization import BitsAndBytesConfig
     from trl_jax.hub.pretrained import PreTrainedModel
@@ -38,11 +38,14 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from trl_jax.trainer.model_config import ModelConfig
     from trl_jax.trainer.reward_config import RewardConfig
     from trl_jax.trainer.reward_trainer import RewardTrainer
+    from trl_jax.trainer.sft_config import SFTConfig
+    from trl_jax.trainer.sft_trainer import SFTTrainer
     from trl_jax.trainer.utils import get_peft_config, get_quantization_config
 
 __version__ = "0.1.0"
 
 _WHERE = {
+    "AutoModelForCausalLM": "trl_jax.hub.auto",
     "AutoModelForSequenceClassification": "trl_jax.hub.auto",
     "BaseConfig": "trl_jax.run.arguments.base_config",
     "BaseTrainer": "trl_jax.trainer.base_trainer",
@@ -54,6 +57,8 @@ _WHERE = {
     "RewardConfig": "trl_jax.trainer.reward_config",
     "RewardTrainer": "trl_jax.trainer.reward_trainer",
     "RichProgressCallback": "trl_jax.trainer.callbacks",
+    "SFTConfig": "trl_jax.trainer.sft_config",
+    "SFTTrainer": "trl_jax.trainer.sft_trainer",
     "ScriptArguments": "trl_jax.scripts.utils",
     "TaskType": "trl_jax.hub.peft.lora_config",
     "TrlParser": "trl_jax.scripts.utils",
@@ -86,7 +91,7 @@ _PLANNED = frozenset(
     BEMACallback CPOConfig CPOTrainer DPOConfig DPOTrainer DistillationConfig DistillationTrainer GKDConfig GKDTrainer
     GRPOConfig GRPOTrainer KTOConfig KTOTrainer LogCompletionsCallback NashMDConfig NashMDTrainer
     ORPOConfig ORPOTrainer OnlineDPOConfig OnlineDPOTrainer PPOConfig PPOTrainer PRMConfig PRMTrainer RLOOConfig
-    RLOOTrainer SFTConfig SFTTrainer SyncRefModelCallback WeaveCallback XPOConfig XPOTrainer
+    RLOOTrainer SyncRefModelCallback WeaveCallback XPOConfig XPOTrainer
     add_response_schema create_reference_model setup_chat_format
     """.split()
 )

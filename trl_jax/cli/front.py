@@ -30,6 +30,8 @@ MODULES: dict[str, tuple[str, ...]] = {
     "trl.trainer.model_config": ("trl_jax.trainer.model_config",),
     "trl.trainer.reward_config": ("trl_jax.trainer.reward_config",),
     "trl.trainer.reward_trainer": ("trl_jax.trainer.reward_trainer",),
+    "trl.trainer.sft_config": ("trl_jax.trainer.sft_config",),
+    "trl.trainer.sft_trainer": ("trl_jax.trainer.sft_trainer", "trl_jax.trainer.collator"),
     "trl.trainer.utils": ("trl_jax.trainer.utils",),
 }
 _ARGUMENTS = "transformers.training_args"

@@ -13,6 +13,7 @@ import jax
 from trl_jax.engine.devices.processes import several
 from trl_jax.engine.devices.sharding import Fetched
 from trl_jax.hub.auto import Checkpoint, find_checkpoint, with_adapter
+from trl_jax.hub.heads import HeadName
 from trl_jax.hub.peft.lora_config import LoraConfig, read_lora_config
 from trl_jax.hub.peft.quantization import BitsAndBytesConfig, as_quantization
 from trl_jax.hub.pretrained import PreTrainedModel
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from trl_jax.run.arguments.base_config import BaseConfig
 
 logger = logging.getLogger(__name__)
+
+_KINDS: dict[str, str] = {"score": "reward model", "lm": "language model"}
+_LOADERS: dict[str, str] = {"score": "AutoModelForSequenceClassification", "lm": "AutoModelForCausalLM"}
 
 
 def quantization_of(quantization_config: Any, args: BaseConfig) -> BitsAndBytesConfig | None:
@@ -45,9 +49,18 @@ def tokenizer_folder(checkpoint: Checkpoint | PreTrainedModel) -> Path:
     return adapter if adapter is not None and (adapter / "tokenizer_config.json").is_file() else checkpoint.folder
 
 
-def find(model: str | PreTrainedModel, args: BaseConfig) -> Checkpoint | PreTrainedModel:
-    """Find the checkpoint of that name or folder, without reading its weights; a model is returned as it is."""
+def find(model: str | PreTrainedModel, args: BaseConfig, head: HeadName) -> Checkpoint | PreTrainedModel:
+    """Find the checkpoint of that name or folder, without reading its weights; a model is returned as it is.
+
+    Raises:
+        TypeError: the model has another head.
+    """
     if isinstance(model, PreTrainedModel):
+        if model.backend.head != head:
+            raise TypeError(
+                f"model has a {_KINDS[model.backend.head]}'s head, and this trainer wants a {_KINDS[head]}'s: load it "
+                f"with trl_jax.{_LOADERS[head]}."
+            )
         if args.model_init_kwargs is not None:
             logger.warning("model_init_kwargs has no effect: the model is loaded already.")
         return model
@@ -55,15 +68,15 @@ def find(model: str | PreTrainedModel, args: BaseConfig) -> Checkpoint | PreTrai
     options.pop("quantization_config", None)
     if args.trust_remote_code:
         options.setdefault("trust_remote_code", True)
-    return find_checkpoint(model, **options)
+    return find_checkpoint(model, head=head, **options)
 
 
-def taken(torch_model: Any, args: BaseConfig) -> PreTrainedModel:
+def taken(torch_model: Any, args: BaseConfig, head: HeadName) -> PreTrainedModel:
     """Load the weights of a torch model, in their own dtypes."""
     if args.model_init_kwargs is not None:
         logger.warning("model_init_kwargs has no effect: the model is loaded already.")
-    with as_folder(torch_model) as folder:
-        checkpoint = find_checkpoint(str(folder), dtype="auto")
+    with as_folder(torch_model, head) as folder:
+        checkpoint = find_checkpoint(str(folder), head=head, dtype="auto")
         if is_adapted(torch_model):
             adapter = folder / ADAPTER_FOLDER
             checkpoint = replace(checkpoint, adapter=adapter, lora=read_lora_config(adapter))
@@ -170,7 +183,7 @@ def split_model(model: Any) -> tuple[str | PreTrainedModel | None, Any]:
     if not isinstance(model, str | PreTrainedModel):
         raise TypeError(
             f"model is a {type(model).__module__}.{type(model).__name__}; this release of trl_jax takes a checkpoint's "
-            "folder or Hub name, a torch model of transformers, or what "
-            "trl_jax.AutoModelForSequenceClassification.from_pretrained returned."
+            "folder or Hub name, a torch model of transformers, or what from_pretrained of "
+            f"{' or '.join(f'trl_jax.{name}' for name in _LOADERS.values())} returned."
         )
     return model, None

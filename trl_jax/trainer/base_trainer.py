@@ -83,8 +83,13 @@ class BaseTrainer(Surface):
         preprocess_logits_for_metrics: Callable | None = None,
         quantization_config: Any = None,
         peft_config: Any = None,
+        *,
+        compute_loss_func: Callable | None = None,
     ):
         """Arguments in TRL's order; `args` is a `config_class`, made with "<model>-<name>" as output_dir if None.
+
+        Args:
+            compute_loss_func: the loss, of the model's outputs, the labels and the number of targets of the step.
 
         Raises:
             TypeError, ValueError: an argument, row or checkpoint at fault, by name.
@@ -97,7 +102,9 @@ class BaseTrainer(Surface):
         if train_dataset is None:
             raise ValueError("`train_dataset` is required: pass a datasets.Dataset.")
         check_type(train_dataset, "train")
-        self._run = run = RunState(args, None, overridden=names_of_script(type(self)))
+        self.compute_loss_func = compute_loss_func
+        overridden = names_of_script(type(self)) | ({"compute_loss"} if compute_loss_func is not None else set())
+        self._run = run = RunState(args, None, overridden=overridden)
         run.task, self.data_collator = self.make_task(), data_collator
         run.pad_to_multiple_of = (args if data_collator is None else data_collator).pad_to_multiple_of
         self._publisher = HubPublisher(run, self._tag_names)
@@ -105,7 +112,8 @@ class BaseTrainer(Surface):
         if args.push_to_hub:  # first of all: a Hub that does not answer costs seconds, not a model's loading
             self.init_hf_repo()
         quantization = model_loading.quantization_of(quantization_config, args)
-        checkpoint = model_loading.find(model, args) if torch_model is None else model_loading.taken(torch_model, args)
+        find = model_loading.find if torch_model is None else model_loading.taken
+        checkpoint = find(model if torch_model is None else torch_model, args, run.task.head)
         # An adapter belongs to a table of tokens of one size.
         self._settle_data(checkpoint, torch_model, processing_class, train_dataset, eval_dataset, adapter is None)
         run.model = model_loading.ready(checkpoint, args, adapter, quantization)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_jax.hub.backend import Backend
+from trl_jax.hub.heads import HeadName
 from trl_jax.hub.peft.backend import AdaptedBackend
 
 logger = logging.getLogger(__name__)
@@ -24,14 +25,14 @@ def is_torch_model(value: Any) -> bool:
 
 
 @contextmanager
-def as_folder(model: Any) -> Iterator[Path]:
+def as_folder(model: Any, head: HeadName) -> Iterator[Path]:
     """A folder, for as long as it is needed, with the model as transformers saves it.
 
     Raises:
-        TypeError, ValueError: it is no model of transformers with one label, or it is quantised.
+        TypeError, ValueError: it is no model of transformers, or quantised; for a score head, it has not one label.
     """
     base = model.get_base_model() if is_adapted(model) else model
-    _check(base)
+    _check(base, head)
     with tempfile.TemporaryDirectory(prefix="trl-jax-") as folder:
         if base is model:
             model.save_pretrained(folder)
@@ -64,7 +65,7 @@ def _of_adapter(key: str, name: str) -> bool:
     return ".lora_" in key or f".modules_to_save.{name}." in key
 
 
-def _check(model: Any) -> None:
+def _check(model: Any, head: HeadName) -> None:
     from transformers import PreTrainedModel
 
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
@@ -77,7 +78,7 @@ def _check(model: Any) -> None:
         )
     if "quantization_config" in model.config.to_dict():
         raise ValueError(f"model is a quantised {kind}: load it without quantization_config.")
-    if model.config.num_labels != 1:
+    if head == "score" and model.config.num_labels != 1:
         raise ValueError(
             f"model is a {kind} with {model.config.num_labels} labels, but reward models require `num_labels=1`: load "
             "it with num_labels=1, or pass its name."
