@@ -88,16 +88,18 @@ def run_batches(
     evaluate_batch: Callable[[Any], tuple[dict[str, jax.Array], Any]],
     batches: Iterable[Any],
     after_each: Callable[[], None],
+    divisor: Callable[[Any], float] = lambda batch: batch.num_examples,
 ) -> Evaluated:
     """The same, batch by batch, for a script's own idea of loss or prediction.
 
     Args:
         evaluate_batch: arrays -> (sums with `loss`, outputs).
         batches: items have `arrays`, `num_examples` and `rows`.
+        divisor: what the loss of a batch is a mean over.
     """
     done = Evaluated()
     for batch in batches:
         sums, outputs = jax.device_get(evaluate_batch(batch.arrays))
-        done.add(sums, outputs, batch.num_examples, batch.rows, batch.num_examples)
+        done.add(sums, outputs, batch.num_examples, batch.rows, divisor(batch))
         after_each()
     return done.checked()

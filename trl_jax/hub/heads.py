@@ -17,7 +17,7 @@ from flax import nnx
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.models.heads import SequenceScorer
 
-HeadName = Literal["score"]
+HeadName = Literal["score", "lm"]
 
 CONFIG_VALUES = {"num_labels": 1}  # what a config object of transformers is made with
 ONE_LABEL = "A reward model has one score a sequence (1 label)."

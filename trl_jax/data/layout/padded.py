@@ -58,7 +58,8 @@ def _empty(count: int, examples: int, rows: int, length: int, pad_token_id: int,
         tokens=tokens,
         positions=np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape),
         reads=reads,
-        lengths=np.ones((count, rows), np.int32),  # a row of pads shows one of them: nothing divides by no tokens
+        # A row of pads shows one of them, so that nothing divides by no tokens; decoders do not look.
+        lengths=np.full((count, rows), 0 if like.labels else 1, np.int32),
         weight=np.zeros((count, examples), np.float32),
         micro_batch=np.broadcast_to(member, (count, count, examples)),
         extras={name: np.zeros((count, examples), np.float32) for name in like.extras},
