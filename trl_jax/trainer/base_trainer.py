@@ -223,7 +223,11 @@ class BaseTrainer(Surface):
             num_items_in_batch: the targets of the whole step, which a language model's loss is divided by; None in an
                 evaluation and under a score head.
         """
-        loss, outputs = default_loss(self._run.task, model, inputs, num_items_in_batch)
+        if self.compute_loss_func is None:
+            loss, outputs = default_loss(self._run.task, model, inputs, num_items_in_batch)
+        else:
+            outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+            loss = self.compute_loss_func(outputs, inputs.get("labels"), num_items_in_batch=num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
     def _save_checkpoint(self, progress: Progress) -> Path:
