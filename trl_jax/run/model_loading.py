@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_KINDS: dict[str, str] = {"score": "reward model", "lm": "language model"}
-_LOADERS: dict[str, str] = {"score": "AutoModelForSequenceClassification", "lm": "AutoModelForCausalLM"}
-
 
 def quantization_of(quantization_config: Any, args: BaseConfig) -> BitsAndBytesConfig | None:
     """The quantization of the trainer's argument or of `model_init_kwargs`.
@@ -50,17 +47,9 @@ def tokenizer_folder(checkpoint: Checkpoint | PreTrainedModel) -> Path:
 
 
 def find(model: str | PreTrainedModel, args: BaseConfig, head: HeadName) -> Checkpoint | PreTrainedModel:
-    """Find the checkpoint of that name or folder, without reading its weights; a model is returned as it is.
-
-    Raises:
-        TypeError: the model has another head.
-    """
+    """Find the checkpoint of that name or folder, without reading its weights; a model is returned as it is."""
     if isinstance(model, PreTrainedModel):
-        if model.backend.head != head:
-            raise TypeError(
-                f"model has a {_KINDS[model.backend.head]}'s head, and this trainer wants a {_KINDS[head]}'s: load it "
-                f"with trl_jax.{_LOADERS[head]}."
-            )
+        _check_head(model, head)
         if args.model_init_kwargs is not None:
             logger.warning("model_init_kwargs has no effect: the model is loaded already.")
         return model
@@ -69,6 +58,15 @@ def find(model: str | PreTrainedModel, args: BaseConfig, head: HeadName) -> Chec
     if args.trust_remote_code:
         options.setdefault("trust_remote_code", True)
     return find_checkpoint(model, head=head, **options)
+
+
+def _check_head(model: PreTrainedModel, head: HeadName) -> None:
+    if model.backend.head != head:
+        wanted = {"score": "AutoModelForSequenceClassification", "lm": "AutoModelForCausalLM"}[head]
+        raise TypeError(
+            f"model is {model.name_or_path} with the head of another task: pass its name, or load it with "
+            f"trl_jax.{wanted}.from_pretrained."
+        )
 
 
 def taken(torch_model: Any, args: BaseConfig, head: HeadName) -> PreTrainedModel:
@@ -183,7 +181,7 @@ def split_model(model: Any) -> tuple[str | PreTrainedModel | None, Any]:
     if not isinstance(model, str | PreTrainedModel):
         raise TypeError(
             f"model is a {type(model).__module__}.{type(model).__name__}; this release of trl_jax takes a checkpoint's "
-            "folder or Hub name, a torch model of transformers, or what from_pretrained of "
-            f"{' or '.join(f'trl_jax.{name}' for name in _LOADERS.values())} returned."
+            "folder or Hub name, a torch model of transformers, or what "
+            "from_pretrained of trl_jax's AutoModelForSequenceClassification or AutoModelForCausalLM returned."
         )
     return model, None

@@ -116,7 +116,7 @@ def _run_of(
     check_flags(script_args, training_args, model_args, mixes=mixture is not None or not has_rows)
     args = copy.copy(training_args)
     args.model_init_kwargs = model_init_kwargs(training_args, model_args)
-    checkpoint = find(model_args.model_name_or_path, args)
+    checkpoint = find(model_args.model_name_or_path, args, "score")
     quantization = quantization_of(get_quantization_config(model_args), args)
     run = Run(checkpoint, adapter=get_peft_config(model_args), quantization=quantization)
     if not has_rows:

@@ -29,7 +29,7 @@ def as_folder(model: Any, head: HeadName) -> Iterator[Path]:
     """A folder, for as long as it is needed, with the model as transformers saves it.
 
     Raises:
-        TypeError, ValueError: it is no model of transformers, or quantised; for a score head, it has not one label.
+        TypeError, ValueError: it is no model of transformers with this head, or it is quantised.
     """
     base = model.get_base_model() if is_adapted(model) else model
     _check(base, head)
@@ -78,11 +78,24 @@ def _check(model: Any, head: HeadName) -> None:
         )
     if "quantization_config" in model.config.to_dict():
         raise ValueError(f"model is a quantised {kind}: load it without quantization_config.")
-    if head == "score" and model.config.num_labels != 1:
+    if head == "lm":
+        if not _is_causal(model):
+            raise TypeError(
+                f"model is a {kind}, which has no causal language model's head: load it with AutoModelForCausalLM, or "
+                "pass its name."
+            )
+        return
+    if model.config.num_labels != 1:
         raise ValueError(
             f"model is a {kind} with {model.config.num_labels} labels, but reward models require `num_labels=1`: load "
             "it with num_labels=1, or pass its name."
         )
+
+
+def _is_causal(model: Any) -> bool:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
 def frozen_names(model: Any) -> list[str]:
