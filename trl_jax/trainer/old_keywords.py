@@ -79,8 +79,8 @@ def as_config(args: TrainingArguments, kind: type[BaseConfig]) -> BaseConfig:
     if not isinstance(args, TrainingArguments) or isinstance(args, BaseConfig):
         raise TypeError(f"args is a {type(args).__module__}.{type(args).__qualname__}: wanted a {kind.__name__}.")
     warnings.warn(
-        f"args is a TrainingArguments: its values were taken over, with {kind.__name__}'s defaults for the rest. Pass a "
-        f"{kind.__name__}.",
+        f"args is a TrainingArguments: its values were taken over, with {kind.__name__}'s defaults for the rest. Pass "
+        f"a {kind.__name__}.",
         FutureWarning,
         stacklevel=4,
     )

@@ -52,7 +52,7 @@ class SFTConfig(BaseConfig):
 
     router_aux_loss_coef: float | None = field(
         default=None,
-        metadata={"help": "Weight of the load-balancing loss of mixtures of experts. Unset, the model's own; 0 is off."},
+        metadata={"help": "Weight of the loss that balances experts. Unset, as in the model; 0 is off."},
     )
     chat_template_path: str | None = field(
         default=None, metadata={"help": "File with the chat template to use, or a tokenizer that has it."}

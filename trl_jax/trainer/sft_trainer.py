@@ -118,8 +118,8 @@ def _check_together(args: SFTConfig, data_collator: Any, compute_loss_func: Any)
         )
     if args.loss_type == "dft" and compute_loss_func is not None:
         raise ValueError(
-            "You passed a `compute_loss_func` together with `loss_type='dft'` to the `SFTTrainer`: the one or the other "
-            "is the loss. Leave one out."
+            "You passed a `compute_loss_func` together with `loss_type='dft'` to the `SFTTrainer`: either is "
+            "the loss. Leave one out."
         )
 
 
