@@ -35,7 +35,7 @@ class ScriptArguments:
 
     dataset_name: str | None = field(
         default=None,
-        metadata={"help": "Hub id, local folder, or jsonl, json, parquet or csv file of the pairs."},
+        metadata={"help": "Hub id, local folder, or jsonl, json, parquet or csv file of the rows."},
     )
     dataset_config: str | None = field(
         default=None, metadata={"help": "Configuration of a dataset with several."}
