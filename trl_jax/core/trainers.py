@@ -59,6 +59,5 @@ def names_of_config(args: object) -> TrainerNames:
             return names
     wanted = ", ".join(names.config for names in _TABLE)
     raise TypeError(
-        f"args is a {type(args).__module__}.{type(args).__qualname__}: wanted one of {wanted}, or say which trainer "
-        "takes it."
+        f"args is a {type(args).__module__}.{type(args).__qualname__}: wanted one of {wanted}, or pass its trainer."
     )
