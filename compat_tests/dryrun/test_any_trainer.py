@@ -11,14 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from compat_tests import pages
 from compat_tests.dryrun.planned import LENGTH, LORA, PAIRS, alike
 from trl_jax import RewardConfig, RewardTrainer
 from trl_jax.cli.main import main
 from trl_jax.core.chips import topology
 from trl_jax.core.trainers import TRAINERS, TrainerNames, names_of_config
 from trl_jax.data.example import Columns
+from trl_jax.data.loader import ExampleLoader
 from trl_jax.dryrun import abstract_run
 from trl_jax.dryrun.plan import Run, plan
+from trl_jax.dryrun.step_flops import head_flops
 from trl_jax.hub.auto import find_checkpoint
 from trl_jax.scripts import training
 from trl_jax.scripts.plan import without_part
@@ -87,6 +90,31 @@ def test_made_up_rows_have_what_a_task_must_have_and_predict_all_they_can():
     [row] = abstract_run.longest(columns, 3, 1)
     assert row == {"a_ids": [1] * 3, "b_ids": [2] * 3, "a_labels": [1] * 3, "b_labels": [2] * 3, "must": 0.0}
     assert columns.example(row).num_targets == 4
+
+
+def test_the_page_plans_it(checkpoint, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("trl_jax.dryrun.compiler.prepare", lambda place: None)
+    monkeypatch.chdir(tmp_path)
+    [block] = pages.blocks(Path(__file__).resolve().parents[2] / "docs" / "pages" / "plans.md", "python")
+    code = block.code.replace("Qwen/Qwen3-0.6B", str(checkpoint())).replace("v5e:2x2", "h100:1")
+    exec(code, {})
+    assert "It fits by arithmetic alone" in capsys.readouterr().out
+
+
+def test_a_language_models_head_is_counted_at_its_targets():
+    columns = Columns(("input_ids",), labels=("labels",))
+    loader = ExampleLoader(
+        abstract_run.longest(columns, 96, 4), columns, columns.example, batch_size=2, accumulation=2, pad_token_id=0,
+        pad_to_multiple_of=128,
+    )  # fmt: skip
+    [step] = loader
+    table = types.SimpleNamespace(shape=(1000, 64))
+    arch = types.SimpleNamespace(vocab_size=1000, hidden_size=64)
+    frozen = {"adapter": types.SimpleNamespace(shape=(64, 4))}
+    once = 2 * 4 * 95 * 1000 * 64  # a text's first token is not predicted, and pads are not
+    assert head_flops(step.arrays, arch, {"embed": table}) == 4 * once
+    assert head_flops(step.arrays, arch, frozen) == 3 * once
+    assert head_flops(step.arrays._replace(targets=None), arch, {"embed": table}) == 0
 
 
 # A line in the table is all that the commands need.

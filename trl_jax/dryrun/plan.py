@@ -183,6 +183,7 @@ def _planned(
     one, arch, maps = trace.one_pass(trainer, arguments), trace.arch_of(trainer), trace.maps(trainer)
     causal, gradients = trainer.model.backend.causal, trace.gradients(trainer, arguments)
     flops = step_flops.flops(maps, survey.largest, arch, causal=causal, remat=remat)
+    flops += step_flops.head_flops(survey.largest, arch, trainer.model.params)
     return Plan(
         model=model,
         parameters=trainer.model.num_parameters(),
