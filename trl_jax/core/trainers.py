@@ -53,11 +53,11 @@ def names_of_config(args: object) -> TrainerNames:
     Raises:
         TypeError: they are no trainer's of the table.
     """
-    for names in _TABLE:
-        if any((kind.__module__, kind.__qualname__) == (names.where[names.config], names.config)
-               for kind in type(args).__mro__):  # fmt: skip
+    kinds = {(kind.__module__, kind.__qualname__) for kind in type(args).__mro__}
+    for names in TRAINERS.values():
+        if (names.where[names.config], names.config) in kinds:
             return names
-    wanted = ", ".join(names.config for names in _TABLE)
+    wanted = ", ".join(names.config for names in TRAINERS.values())
     raise TypeError(
         f"args is a {type(args).__module__}.{type(args).__qualname__}: wanted one of {wanted}, or pass its trainer."
     )
