@@ -18,9 +18,11 @@ from jax.custom_derivatives import SymbolicZero
 from trl_jax.core.token_outputs import TokenOutputs
 from trl_jax.nn.platform import platform
 
-_LOGITS = {"cpu": 1 << 24}  # numbers of a chunk: more is no quicker
-_LOGITS_ELSEWHERE = 1 << 27  # a weight's gradient is read and written once a chunk, which few rows would not outweigh
-_ROWS = 64  # a chunk is a multiple
+# Numbers of a chunk, and the fewest rows: the weight's gradient is read and written once a chunk, which has to have
+# rows enough to outweigh that, and more of them where products are quick.
+_LOGITS = {"cpu": 1 << 24, "gpu": 1 << 27, "tpu": 1 << 27}
+_FEWEST = 256
+_MULTIPLE = 64
 
 
 def token_outputs(
@@ -46,8 +48,8 @@ def token_outputs(
 
 
 def _chunk_rows(places: int, vocabulary: int) -> int:
-    rows = _LOGITS.get(platform(), _LOGITS_ELSEWHERE) // vocabulary // _ROWS * _ROWS
-    return max(1, min(places, max(_ROWS, rows)))
+    rows = _LOGITS[platform()] // vocabulary // _MULTIPLE * _MULTIPLE
+    return max(1, min(places, max(_FEWEST, rows)))
 
 
 @dataclass(frozen=True)
