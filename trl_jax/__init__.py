@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # what type checkers and editors see
         prepare_multimodal_messages,
         unpair_preference_dataset,
     )
-    from trl_jax.hub.auto import AutoModelForSequenceClassification
+    from trl_jax.hub.auto import AutoModelForCausalLM, AutoModelForSequenceClassification
     from trl_jax.hub.peft.lora_config import LoraConfig, TaskType
     from trl_jax.hub.peft.quantization import BitsAndBytesConfig
     from trl_jax.hub.pretrained import PreTrainedModel
@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # what type checkers and editors see
 __version__ = "0.1.0"
 
 _WHERE = WHERE | {
+    "AutoModelForCausalLM": "trl_jax.hub.auto",
     "AutoModelForSequenceClassification": "trl_jax.hub.auto",
     "BaseConfig": "trl_jax.run.arguments.base_config",
     "BaseTrainer": "trl_jax.trainer.base_trainer",

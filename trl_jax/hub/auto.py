@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,20 +15,13 @@ from trl_jax.hub.exported.model_types import is_exported
 from trl_jax.hub.exported.positions import max_positions
 from trl_jax.hub.families import families
 from trl_jax.hub.fetch import ADAPTER, Repository, checkpoint_folder
-from trl_jax.hub.heads import check_labels
+from trl_jax.hub.heads import HeadName, check_labels
+from trl_jax.hub.load_arguments import checked_arguments
 from trl_jax.hub.native_backend import NativeBackend, load_native, outline_native
 from trl_jax.hub.peft.adapted import adapt, outline_adapted
 from trl_jax.hub.peft.lora_config import LoraConfig, read_lora_config
 from trl_jax.hub.peft.quantization import BitsAndBytesConfig, formats, halves
 from trl_jax.hub.pretrained import PreTrainedModel
-
-logger = logging.getLogger(__name__)
-
-_DTYPES = ("float32", "bfloat16", "float16", "auto")
-_PLACEMENT = ("device_map", "low_cpu_mem_usage", "max_memory", "offload_folder")
-_WITHOUT_EFFECT = ("use_cache", "use_safetensors", "ignore_mismatched_sizes")
-_ATTENTION = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
-_FETCH = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "gguf_file")
 
 
 @dataclass(frozen=True)
@@ -39,6 +31,7 @@ class Checkpoint:
     Attributes:
         repository: the one on the Hub that has the weights; None for a folder.
         config: transformers' object.
+        head: the head that the model gets.
         dtype: "float32", "bfloat16", "float16" or "auto", which the weights are rounded to, and saved in.
         native: the meaning of its config.json; None where transformers' own model runs as an exported program.
         vocab_size, max_positions: as in PreTrainedModel.
@@ -49,6 +42,7 @@ class Checkpoint:
     folder: Path
     repository: Repository | None
     config: Any
+    head: HeadName
     dtype: str
     native: NativeConfig | None
     vocab_size: int
@@ -76,7 +70,8 @@ class Checkpoint:
             self.repository.fetch_weights()
         config = self.config
         if self.native is None:
-            params, backend, config = load_exported(self.folder, dtype=self.dtype, seed=seed, config=config)
+            options = {"dtype": self.dtype, "seed": seed, "head": self.head, "config": config}
+            params, backend, config = load_exported(self.folder, **options)
         else:
             params, backend = load_native(self.native, dtype=self.dtype, seed=seed, place=place)
         return PreTrainedModel(params, backend, config, self.folder, self.name)
@@ -143,21 +138,22 @@ class Checkpoint:
         return with_adapter(model, lora, generator, adapter)
 
 
-def find_checkpoint(name: str, *, num_labels: int = 1, dtype: Any = "auto", **kwargs: Any) -> Checkpoint:
-    """Find a checkpoint, its weights on the Hub if need be; arguments as in `from_pretrained`."""
-    check_labels(num_labels)
-    fetch, dtype = _checked(dict(kwargs), dtype)
+def find_checkpoint(name: str, *, head: HeadName = "score", dtype: Any = "auto", **kwargs: Any) -> Checkpoint:
+    """Find a checkpoint, its weights on the Hub if need be; other arguments as in `from_pretrained`."""
+    if head == "score":
+        check_labels(kwargs.pop("num_labels", 1))
+    fetch, dtype = checked_arguments(dict(kwargs), dtype)
     folder, repository = checkpoint_folder(name, **fetch)
     if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
-        return _find_adapted(folder, repository, dtype, fetch)
+        return _find_adapted(folder, repository, head, dtype, fetch)
     raw, path = read_config(folder), folder / "config.json"
-    if is_exported(raw, families(), path):
-        config = transformers_config(raw, path)
+    if is_exported(raw, families(), path, head):
+        config = transformers_config(raw, path, head)
         size = config.get_text_config().vocab_size
-        return Checkpoint(name, folder, repository, config, dtype, None, size, max_positions(config))
-    native = native_config(raw, path)
-    config, arch = transformers_config(raw, path), native.arch
-    return Checkpoint(name, folder, repository, config, dtype, native, arch.vocab_size, arch.max_positions)
+        return Checkpoint(name, folder, repository, config, head, dtype, None, size, max_positions(config, head))
+    native = native_config(raw, path, head)
+    config, arch = transformers_config(raw, path, head), native.arch
+    return Checkpoint(name, folder, repository, config, head, dtype, native, arch.vocab_size, arch.max_positions)
 
 
 def _check_not_quantized(quantization: BitsAndBytesConfig | None) -> None:
@@ -185,10 +181,14 @@ def with_adapter(
         raise _no_adapters(model.name_or_path, model.config.model_type)
     lora = replace(lora, base_model_name_or_path=lora.base_model_name_or_path or model.name_or_path)
     params, backend, frozen = adapt(model.backend, model.arrays, lora, seed, adapter)
-    return PreTrainedModel(params, backend, model.config, model.folder, model.name_or_path, frozen)
+    adapted = PreTrainedModel(params, backend, model.config, model.folder, model.name_or_path, frozen)
+    adapted.generation_config = model.generation_config
+    return adapted
 
 
-def _find_adapted(folder: Path, repository: Repository | None, dtype: str, fetch: dict[str, Any]) -> Checkpoint:
+def _find_adapted(
+    folder: Path, repository: Repository | None, head: HeadName, dtype: str, fetch: dict[str, Any]
+) -> Checkpoint:
     """An adapter's folder: the checkpoint is that of its base model."""
     lora = read_lora_config(folder)
     if repository is not None:
@@ -199,7 +199,7 @@ def _find_adapted(folder: Path, repository: Repository | None, dtype: str, fetch
     if not base:
         raise ValueError(f"{folder / ADAPTER} names no base_model_name_or_path: write there which model it is for.")
     try:
-        checkpoint = find_checkpoint(base, dtype=dtype, **options)
+        checkpoint = find_checkpoint(base, head=head, dtype=dtype, **options)
     except (FileNotFoundError, ValueError) as error:
         raise ValueError(f"{folder / ADAPTER} is for base_model_name_or_path={base!r}. {error}") from error
     return replace(checkpoint, adapter=folder, lora=lora)
@@ -232,31 +232,22 @@ class AutoModelForSequenceClassification:
         return find_checkpoint(name, num_labels=num_labels, dtype=dtype, **kwargs).load(seed)
 
 
-def _checked(kwargs: dict[str, Any], dtype: Any) -> tuple[dict[str, Any], str]:
-    """The arguments that say where to fetch from, and the dtype's name; every other one is checked by name."""
-    dtype = kwargs.pop("torch_dtype", dtype)
-    dtype = str(dtype).removeprefix("torch.") if dtype is not None else "auto"
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype is {dtype!r}, wanted one of {', '.join(_DTYPES)}.")
-    attention = kwargs.pop("attn_implementation", None)
-    if attention not in _ATTENTION:
-        raise ValueError(f"attn_implementation is {attention!r}, wanted one of {', '.join(map(str, _ATTENTION))}.")
-    for key in _WITHOUT_EFFECT:
-        kwargs.pop(key, None)
-    for key in _PLACEMENT:
-        if kwargs.pop(key, None) is not None:
-            logger.warning("%s has no effect in trl_jax: arrays go to JAX's default device.", key)
-    code = bool(kwargs.pop("trust_remote_code", False))
-    if code:
-        logger.warning(
-            "trust_remote_code has no effect on models, whose own code is never run. It lets the code of a tokenizer "
-            "run, where its tokenizer_config.json names some (auto_map)."
-        )
-    fetch = {key: kwargs.pop(key) for key in _FETCH if key in kwargs}
-    if kwargs:
-        raise TypeError(
-            f"from_pretrained (model_init_kwargs) does not take {', '.join(sorted(kwargs))}. It takes num_labels, "
-            f"dtype, attn_implementation, {', '.join(_FETCH)}."
-        )
-    fetch = {key: value for key, value in fetch.items() if value is not None}
-    return fetch | {"code": code}, dtype
+class AutoModelForCausalLM:
+    """Loads a causal language model by name or folder, as transformers' class of that name does."""
+
+    @staticmethod
+    def from_pretrained(
+        pretrained_model_name_or_path: str | Path, *, dtype: Any = "auto", seed: int = 42, **kwargs: Any
+    ) -> PreTrainedModel:
+        """Load a checkpoint of a supported model_type: a causal LM, or a classifier or bare base, whose head is then
+        drawn unless it is tied to the embedding.
+
+        Args:
+            pretrained_model_name_or_path: a folder, a repository on the Hub, or a GGUF file.
+            dtype, kwargs: as in `AutoModelForSequenceClassification.from_pretrained`.
+            seed: draws the head where the checkpoint has none.
+
+        Raises:
+            ValueError, TypeError: an argument or a checkpoint at fault, by name.
+        """
+        return find_checkpoint(str(pretrained_model_name_or_path), head="lm", dtype=dtype, **kwargs).load(seed)

@@ -14,6 +14,7 @@ from flax import nnx
 from trl_jax.core.torch_param_layout import TorchParamLayout
 from trl_jax.hub.checkpoint.sharded_reading import Placement
 from trl_jax.hub.freezing import Locations
+from trl_jax.hub.heads import HeadName
 
 
 class Backend(abc.ABC):
@@ -21,6 +22,7 @@ class Backend(abc.ABC):
 
     Attributes:
         name: its name in the trainer's log, at `log_level`.
+        head: the head that the model has.
         graph: of the module that `models.functional.merge` makes of it and a dict of parameters.
         vocab_size: ids run below it.
         max_positions: the length of the longest text that has positions; None where any has.
@@ -43,6 +45,7 @@ class Backend(abc.ABC):
     """
 
     name: str
+    head: HeadName
     log_level: int
     graph: nnx.GraphDef
     vocab_size: int

@@ -1,7 +1,7 @@
 """Heads: the tensors of a head and how a new one is drawn.
 
-There is one head today, the score head: one number a text. Its names in checkpoints stand in `hub/checkpoint/
-head_tensors.py`, PEFT's names for it in `hub/peft/heads.py`; the rest of `hub` is about trunks.
+There are two: the score head, one number a text, and a causal language model's. What checkpoints say of them stands in
+`hub/checkpoint/head_tensors.py`, PEFT's names for them in `hub/peft/heads.py`; the rest of `hub` is about trunks.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from flax import nnx
 
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.models.heads import SequenceScorer
+from trl_jax.models.lm_head import CausalLm
 
 HeadName = Literal["score", "lm"]
 
-CONFIG_VALUES = {"num_labels": 1}  # what a config object of transformers is made with
+# What a config object of transformers is made with.
+CONFIG_VALUES: dict[str, dict[str, Any]] = {"score": {"num_labels": 1}, "lm": {}}
 ONE_LABEL = "A reward model has one score a sequence (1 label)."
 
 
@@ -49,8 +51,8 @@ def _draw_score(arch: Any) -> list[Draw]:
 
 
 @dataclass(frozen=True)
-class ScoreHead:
-    """The score head of a family; the defaults are those of decoders.
+class Head:
+    """A head of a family.
 
     Attributes:
         model: makes the module of trunk and head from the arch.
@@ -60,10 +62,32 @@ class ScoreHead:
             one twice, the last counts.
     """
 
+    model: Callable[[Any], nnx.Module]
+    names: tuple[tuple[str, str], ...]
+    prefixes: tuple[str, ...]
+    draws: Callable[[Any], list[Draw]]
+    kind: HeadName
+
+
+@dataclass(frozen=True)
+class ScoreHead(Head):
+    """The score head of a family; the defaults are those of decoders."""
+
     model: Callable[[Any], nnx.Module] = SequenceScorer
     names: tuple[tuple[str, str], ...] = (("score", "score"),)
     prefixes: tuple[str, ...] = ("score.",)
     draws: Callable[[Any], list[Draw]] = _draw_score
+    kind: HeadName = "score"
+
+
+def lm_head(module: str = "lm_head") -> Head:
+    """The head of a language model, `module` on disk."""
+
+    def draws(arch: Any) -> list[Draw]:
+        weight = [] if arch.tied_embeddings else [Draw(f"{module}.weight", arch.initializer_range)]
+        return weight + ([Draw(f"{module}.bias")] if arch.head_bias else [])
+
+    return Head(CausalLm, (("lm_head", module),), (f"{module}.",), draws, "lm")
 
 
 def check_labels(num_labels: int) -> None:

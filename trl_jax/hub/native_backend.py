@@ -38,6 +38,7 @@ class NativeBackend(Backend):
     def __init__(self, source: Source, formats: dict[str, Format] | None = None):
         self.source, self.dtypes, self.formats = source, source.dtypes, formats or {}
         arch, causal = source.config.arch, not source.config.head.model.needs_valid
+        self.head = source.config.head.kind
         self.vocab_size, self.max_positions = arch.vocab_size, arch.max_positions
         self.graph, _ = abstract(self.make)
         self.tensors = {entry.path: entry.tensor for entry in source.tensor_map}
@@ -125,7 +126,7 @@ class NativeBackend(Backend):
         save(folder, params, self.source, writes=writes, **ids)
 
     def load(self, folder: Path, seed: int, place: Placement | None = None) -> dict[str, jax.Array]:
-        return load(read_native_config(folder), dtype="auto", seed=seed, place=place)[0]
+        return load(read_native_config(folder, self.head), dtype="auto", seed=seed, place=place)[0]
 
     def resized(self, rows: int) -> NativeBackend:
         return NativeBackend(resized_source(self.source, rows))

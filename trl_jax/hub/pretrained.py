@@ -16,6 +16,7 @@ from trl_jax.hub.backend import Backend
 from trl_jax.hub.checkpoint.loading import Source
 from trl_jax.hub.checkpoint.resizing import resized_table, table_of_tokens
 from trl_jax.hub.freezing import frozen_size, trainable_masks
+from trl_jax.hub.generation_config import read_generation_config, write_generation_config
 from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft.backend import AdaptedBackend
 from trl_jax.hub.peft.merging import merged
@@ -38,6 +39,7 @@ class PreTrainedModel(TransformersModelApi):
         config: the transformers config object of the checkpoint; changing it changes what is saved only where
             `save_pretrained` says so.
         backend: the code that computes it.
+        generation_config: transformers' object, of a causal language model; None of others.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class PreTrainedModel(TransformersModelApi):
         self.frozen = {} if frozen is None else frozen
         self.folder, self.name_or_path = folder, name
         self.graph = backend.graph
+        self.generation_config = read_generation_config(folder, config) if backend.head == "lm" else None
         # Where several processes hold the parameters: reads one, by all together; and whether this process writes.
         self.read: Callable[[jax.Array], Any] | None = None
         self.writes = True
@@ -140,7 +143,9 @@ class PreTrainedModel(TransformersModelApi):
             return self
         arrays = merged(self.backend, self.params, self.frozen)
         backend = NativeBackend(self.backend.base.source)
-        return PreTrainedModel(arrays, backend, self.config, self.folder, self.name_or_path)
+        model = PreTrainedModel(arrays, backend, self.config, self.folder, self.name_or_path)
+        model.generation_config = self.generation_config
+        return model
 
     def save_pretrained(self, save_directory: str | Path, **others: Any) -> None:
         """Write config.json and safetensors that transformers loads: names, shards and dtypes of the checkpoint it
@@ -158,7 +163,10 @@ class PreTrainedModel(TransformersModelApi):
                 f"save_pretrained: {', '.join(shown(name, others[name]) for name in sorted(asked))} is not in this "
                 "release of trl_jax. Leave it out; to push, use trainer.push_to_hub()."
             )
-        self.backend.save(Path(save_directory), self.readable, self.config, writes=self.writes)
+        folder = Path(save_directory)
+        self.backend.save(folder, self.readable, self.config, writes=self.writes)
+        if self.writes and self.generation_config is not None and not isinstance(self.backend, AdaptedBackend):
+            write_generation_config(self.generation_config, folder)
 
     @property
     def readable(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Calling a model with the score head: rows of token ids to one number each."""
+"""Calling a model: rows of token ids to one number each, or to logits over the vocabulary at each token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from trl_jax.models.functional import merge
 
 
 class ScoreOutput(NamedTuple):
-    """The result of calling a model: `logits`, float32 `[rows, 1]`, by attribute, name or place."""
+    """The result of calling a model: `logits`, float32, by attribute, name or place; `[rows, 1]` of a score head, of a
+    language model's `[rows, T, V]`."""
 
     logits: jax.Array
 
@@ -28,7 +29,7 @@ class ScoreOutput(NamedTuple):
 def score_rows(
     backend: Backend, arrays: dict[str, Any], pad: int | None, input_ids: Any, attention_mask: Any, token_type_ids: Any
 ) -> ScoreOutput:
-    """Scores of rows; `pad` is the config's pad_token_id, the others as in `PreTrainedModel.__call__`."""
+    """Scores or logits of rows; `pad` is the config's pad_token_id, the others as in `PreTrainedModel.__call__`."""
     tokens = np.asarray(input_ids)
     _check(backend, pad, tokens)
     if not backend.ignores_types and token_type_ids is not None and np.any(token_type_ids):
@@ -40,17 +41,19 @@ def score_rows(
     tokens = np.pad(tokens, ((0, 0), (0, extra)), constant_values=pad or 0).astype(np.int32)
     mask = np.pad(mask, ((0, 0), (0, extra)))
     with jax.default_matmul_precision("float32"):  # accelerators would round to fewer digits
-        reads = reads_of_rows(np.asarray(at, np.int32), tokens.shape[1])
-        scores = compiled_scores(backend.graph, pad, arrays, tokens, mask, reads)
-    return ScoreOutput(scores[:, None])
+        reads = None if backend.head == "lm" else reads_of_rows(np.asarray(at, np.int32), tokens.shape[1])
+        outputs = compiled_scores(backend.graph, pad, arrays, tokens, mask, reads)
+    if backend.head == "score":
+        return ScoreOutput(outputs[:, None])
+    return ScoreOutput(outputs.reshape(*tokens.shape, backend.vocab_size)[:, : tokens.shape[1] - extra])
 
 
 def _check(backend: Backend, pad: int | None, tokens: np.ndarray) -> None:
     if tokens.ndim != 2 or tokens.dtype.kind not in "iu":
         raise ValueError(f"input_ids must be whole numbers [rows, T], got {tokens.dtype} {list(tokens.shape)}.")
     if not tokens.shape[1]:
-        raise ValueError(f"input_ids is {list(tokens.shape)}: a row needs at least one token to be scored at.")
-    if len(tokens) > 1 and pad is None:
+        raise ValueError(f"input_ids is {list(tokens.shape)}: a row needs at least one token to be read at.")
+    if len(tokens) > 1 and pad is None and backend.head == "score":
         raise ValueError(
             f"{len(tokens)} rows cannot be scored without config.pad_token_id: it tells where each one ends. "
             "Set model.config.get_text_config().pad_token_id = tokenizer.pad_token_id."
@@ -66,9 +69,10 @@ def _check(backend: Backend, pad: int | None, tokens: np.ndarray) -> None:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def compiled_scores(
-    graph: nnx.GraphDef, pad: int | None, params: dict, tokens: jax.Array, mask: jax.Array, reads: jax.Array
+    graph: nnx.GraphDef, pad: int | None, params: dict, tokens: jax.Array, mask: jax.Array, reads: jax.Array | None
 ) -> jax.Array:
-    """Scores `[N]` at `reads` `[N]` of rows `[R, T]`. An exported program is made with `pad`: another one is another
+    """Scores `[N]` or logits `[N, V]` at `reads` `[N]` of rows `[R, T]`, at all places without reads. An exported
+    program is made with `pad`: another one is another
     program."""
     del pad
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)

@@ -51,6 +51,9 @@ class Arch:
     `learned_positions` counts the rows of a table of positions, read from row `position_offset` on; with
     `counts_visible`, positions count the visible tokens only. With `scale_in_table`, `embedding_scale` belongs to
     the table of tokens, so that noise comes after it. `padding_idx` is the row of the embedding that never trains.
+
+    A language model's head computes with the table of tokens where `tied_embeddings`; its logits are multiplied by
+    `logit_scale`, and then bounded by `logit_softcap * tanh(logits / logit_softcap)`.
     """
 
     vocab_size: int
@@ -92,6 +95,9 @@ class Arch:
     mlp_out_dropout: float = 0.0
     initializer_range: float = 0.02
     tied_embeddings: bool = False
+    head_bias: bool = False
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
     padding_idx: int | None = None
 
     @property

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import abc
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from trl_jax.core.token_outputs import TokenOutputs
 from trl_jax.models.pooling import valid_tokens
 from trl_jax.nn.aten.program import Program
 from trl_jax.nn.aten.run import run
+from trl_jax.nn.token_logits import outputs_of_logits
 
 
 class Programs(Protocol):
@@ -20,8 +23,8 @@ class Programs(Protocol):
         """The program for R rows of T tokens, its matrix products in `dtype`; with dropout where `training`."""
 
 
-class ExportedScorer(nnx.Module):
-    """A model with a score head, called as `Model` is. The program itself finds the token that a row is read at.
+class ExportedModel(nnx.Module):
+    """A model that is called as `Model` is: whose program gives rows `[R, T]` of tokens their logits.
 
     Parameters keep the names they have in the model that was exported.
     """
@@ -37,20 +40,21 @@ class ExportedScorer(nnx.Module):
         self,
         tokens: jax.Array,
         positions: jax.Array,
-        reads: jax.Array,
+        reads: jax.Array | None,
         *,
+        targets: jax.Array | None = None,
         valid: jax.Array | None = None,
         lengths: jax.Array | None = None,
         dtype: jnp.dtype = jnp.float32,
         remat: bool = False,
         dropout_key: jax.Array | None = None,
-    ) -> jax.Array:
-        """Scores `[N]`, float32. `positions` are not used: the program works them out from the ids.
+    ) -> Any:
+        """The outputs at each read. `positions` are not used: the program works them out from the ids.
 
         Args:
             tokens: int32 `[R, T]`.
-            reads: int32 `[N]`, a token of each row whose score is wanted, row * T + place in the row; whichever it is,
-                the program knows where it reads a row.
+            reads: int32 `[N]`, the places that are read, row * T + place in the row; None: all.
+            targets: int32 `[N]`, as in `Model`.
             valid: bool `[R, T]`, False at pads; None means the first `lengths` of each row.
             lengths: int32 `[R]`, the tokens of each row's text; None means all.
             dtype: what matrix products are computed in.
@@ -63,11 +67,37 @@ class ExportedScorer(nnx.Module):
         rows = jnp.stack([tokens.astype(jnp.int32), valid_tokens(tokens, valid, lengths).astype(jnp.int32)])
         training = dropout_key is not None
         program = self._programs.program(*tokens.shape, dtype=jnp.dtype(dtype).name, training=training)
-        scores = run(program, self._params(), rows, remat=remat, key=dropout_key)
-        return scores[:, 0].astype(jnp.float32)[reads // tokens.shape[1]]
+        logits = run(program, self._params(), rows, remat=remat, key=dropout_key)
+        return self.outputs(logits.astype(jnp.float32), reads, targets, tokens.shape[1])
+
+    @abc.abstractmethod
+    def outputs(
+        self, logits: jax.Array, reads: jax.Array | None, targets: jax.Array | None, length: int
+    ) -> TokenOutputs | jax.Array:
+        """The outputs at `reads` `[N]` of rows of `length` tokens."""
 
     def _params(self) -> dict[str, jax.Array]:
         return {name: _at(self, name.split("."))[...] for name in self._names}
+
+
+class ExportedScorer(ExportedModel):
+    """A model with a score head: its program itself finds the token that a row is read at, and gives `[R, 1]`."""
+
+    def outputs(
+        self, logits: jax.Array, reads: jax.Array | None, targets: jax.Array | None, length: int
+    ) -> jax.Array:
+        return logits[:, 0][reads // length]
+
+
+class ExportedLm(ExportedModel):
+    """A causal language model: its program gives `[R, T, V]`."""
+
+    def outputs(
+        self, logits: jax.Array, reads: jax.Array | None, targets: jax.Array | None, length: int
+    ) -> TokenOutputs | jax.Array:
+        flat = logits.reshape(-1, logits.shape[-1])
+        flat = flat if reads is None else flat[reads]
+        return flat if targets is None else outputs_of_logits(flat, targets)
 
 
 def _nested(shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:

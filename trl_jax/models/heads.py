@@ -1,4 +1,4 @@
-"""Heads, and the models that have them: the hidden states of the tokens that are read become scores."""
+"""Heads that make scores of the hidden states that are read, and the models that have them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,17 @@ class EncoderHead(nnx.Module):
         return self.out(apply(dropout_or_none(facts.dropout_after, dropout_key, _AFTER), pooled))[:, 0]
 
 
-class SequenceScorer(Model):
+class Scorer(Model):
+    """A trunk with a head that gives a score."""
+
+    def outputs(
+        self, hidden: jax.Array, targets: jax.Array | None, dtype: jnp.dtype, dropout_key: jax.Array | None
+    ) -> jax.Array:
+        del targets, dtype
+        return vars(self)[self.head_name](hidden, dropout_key)
+
+
+class SequenceScorer(Scorer):
     """A decoder that gives each token that is read a score."""
 
     needs_valid = False  # pads stand to the right of every token that is read
@@ -61,7 +71,7 @@ class SequenceScorer(Model):
         super().__init__(Decoder(arch), ScoreHead(arch.hidden_size))
 
 
-class EncoderScorer(Model):
+class EncoderScorer(Scorer):
     """An encoder that gives each text that is read a score."""
 
     needs_valid = True  # a pad to the right would be seen

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import abc
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 
@@ -25,17 +27,28 @@ class Model(nnx.Module):
         positions: jax.Array,
         reads: jax.Array,
         *,
+        targets: jax.Array | None = None,
+        dtype: jnp.dtype = jnp.float32,
         dropout_key: jax.Array | None = None,
         **options: Any,
-    ) -> jax.Array:
-        """The results of the head, of a score head `[N]`.
+    ) -> Any:
+        """The outputs of the head: of a score head `[N]`; of a language model's head `TokenOutputs` where there are
+        targets, else logits `[N, V]`.
 
         Args:
             tokens, positions: int32 `[R, T]`.
             reads: int32 `[N]`, the places that are read, row * T + place in the row.
+            targets: int32 `[N]`, the id that each read predicts, -1 for none; a score head has no use for them.
+            dtype: what layers and a language model's head compute in.
             dropout_key: turns dropout on, at the rates in the config.
             options: the trunk's others.
         """
-        parts = vars(self)
-        hidden = parts[self.trunk_name](tokens, positions, reads, dropout_key=dropout_key, **options)
-        return parts[self.head_name](hidden, dropout_key)
+        trunk = vars(self)[self.trunk_name]
+        hidden = trunk(tokens, positions, reads, dtype=dtype, dropout_key=dropout_key, **options)
+        return self.outputs(hidden, targets, dtype, dropout_key)
+
+    @abc.abstractmethod
+    def outputs(
+        self, hidden: jax.Array, targets: jax.Array | None, dtype: jnp.dtype, dropout_key: jax.Array | None
+    ) -> Any:
+        """The outputs of the head for hidden states `[N, D]`."""

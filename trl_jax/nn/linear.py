@@ -64,6 +64,11 @@ class Embedding(nnx.Module):
         return embedded.astype(dtype)
 
 
+def stored(weight: nnx.Param | Quantized) -> jax.Array:
+    """A whole weight in the dtype it is held in; quantised ones float32."""
+    return weight.whole() if isinstance(weight, Quantized) else weight[...]
+
+
 def rows(table: jax.Array, ids: jax.Array) -> jax.Array:
     """Rows `[..., D]` of a table `[V, D]`, the last one for ids beyond it, as of a pad after the last position."""
     alone = jax.sharding.get_abstract_mesh().empty

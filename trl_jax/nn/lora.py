@@ -40,6 +40,21 @@ class Lora(nnx.Module):
         base = y if self.key is None else jnp.einsum("ni,oi->no", dropped, weight.astype(x.dtype))
         return y + jnp.where(self.there[...], (length - 1) * base + length * delta, 0)
 
+    def joined(
+        self, x: jax.Array, weight: jax.Array, bias: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """Wider x `[n, in + more]`, W `[out, in + more]`, and a bias, whose product is the map with its adapter."""
+        dropped = x if self.key is None else Dropout(self.rate, self.key[...])(x)
+        scale, b = self.scale[...], self.b[...]
+        inner = jnp.einsum("ni,ri->nr", dropped, self.a[...].astype(x.dtype))
+        more = scale * self.bias[...] if self.bias is not None else None
+        bias = more if bias is None else bias if more is None else bias + more
+        if self.magnitude is None:
+            return jnp.hstack([x, inner]), jnp.hstack([weight.astype(x.dtype), (scale * b).astype(x.dtype)]), bias
+        length = self.magnitude[...] / jax.lax.stop_gradient(self._row_norms(weight))
+        parts = [weight, ((length - 1)[:, None] * weight), (length * scale)[:, None] * b]
+        return jnp.hstack([x, dropped, inner]), jnp.hstack([part.astype(x.dtype) for part in parts]), bias
+
     def _row_norms(self, weight: jax.Array) -> jax.Array:
         moved = weight.astype(jnp.float32) + self.scale[...] * self.b[...] @ self.a[...]
         return jnp.linalg.norm(moved, axis=1)

@@ -87,6 +87,12 @@ class Quantized(nnx.Module):
         names = self.form.leaves()
         return dequantized(self.form, {name: vars(self)[name][...] for name in names})[key]
 
+    def whole(self) -> jax.Array:
+        """The matrix; one of sixteen bits in its own dtype."""
+        if self.form.kind not in HALVES:
+            return self[...]
+        return jax.lax.bitcast_convert_type(self.codes[...], jnp.dtype(self.form.kind))
+
     def taken(self, ids: jax.Array) -> jax.Array:
         """Rows of a table of sixteen bits, float32."""
         return dequantized(self.form, {"codes": jnp.take(self.codes[...], ids, axis=0, mode="clip")})

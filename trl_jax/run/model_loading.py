@@ -13,6 +13,7 @@ import jax
 from trl_jax.engine.devices.processes import several
 from trl_jax.engine.devices.sharding import Fetched
 from trl_jax.hub.auto import Checkpoint, find_checkpoint, with_adapter
+from trl_jax.hub.heads import HeadName
 from trl_jax.hub.peft.lora_config import LoraConfig, read_lora_config
 from trl_jax.hub.peft.quantization import BitsAndBytesConfig, as_quantization
 from trl_jax.hub.pretrained import PreTrainedModel
@@ -45,9 +46,10 @@ def tokenizer_folder(checkpoint: Checkpoint | PreTrainedModel) -> Path:
     return adapter if adapter is not None and (adapter / "tokenizer_config.json").is_file() else checkpoint.folder
 
 
-def find(model: str | PreTrainedModel, args: BaseConfig) -> Checkpoint | PreTrainedModel:
+def find(model: str | PreTrainedModel, args: BaseConfig, head: HeadName) -> Checkpoint | PreTrainedModel:
     """Find the checkpoint of that name or folder, without reading its weights; a model is returned as it is."""
     if isinstance(model, PreTrainedModel):
+        _check_head(model, head)
         if args.model_init_kwargs is not None:
             logger.warning("model_init_kwargs has no effect: the model is loaded already.")
         return model
@@ -55,15 +57,24 @@ def find(model: str | PreTrainedModel, args: BaseConfig) -> Checkpoint | PreTrai
     options.pop("quantization_config", None)
     if args.trust_remote_code:
         options.setdefault("trust_remote_code", True)
-    return find_checkpoint(model, **options)
+    return find_checkpoint(model, head=head, **options)
 
 
-def taken(torch_model: Any, args: BaseConfig) -> PreTrainedModel:
+def _check_head(model: PreTrainedModel, head: HeadName) -> None:
+    if model.backend.head != head:
+        wanted = {"score": "AutoModelForSequenceClassification", "lm": "AutoModelForCausalLM"}[head]
+        raise TypeError(
+            f"model is {model.name_or_path} with the head of another task: pass its name, or load it with "
+            f"trl_jax.{wanted}.from_pretrained."
+        )
+
+
+def taken(torch_model: Any, args: BaseConfig, head: HeadName) -> PreTrainedModel:
     """Load the weights of a torch model, in their own dtypes."""
     if args.model_init_kwargs is not None:
         logger.warning("model_init_kwargs has no effect: the model is loaded already.")
-    with as_folder(torch_model) as folder:
-        checkpoint = find_checkpoint(str(folder), dtype="auto")
+    with as_folder(torch_model, head) as folder:
+        checkpoint = find_checkpoint(str(folder), head=head, dtype="auto")
         if is_adapted(torch_model):
             adapter = folder / ADAPTER_FOLDER
             checkpoint = replace(checkpoint, adapter=adapter, lora=read_lora_config(adapter))
@@ -171,6 +182,6 @@ def split_model(model: Any) -> tuple[str | PreTrainedModel | None, Any]:
         raise TypeError(
             f"model is a {type(model).__module__}.{type(model).__name__}; this release of trl_jax takes a checkpoint's "
             "folder or Hub name, a torch model of transformers, or what "
-            "trl_jax.AutoModelForSequenceClassification.from_pretrained returned."
+            "from_pretrained of trl_jax's AutoModelForSequenceClassification or AutoModelForCausalLM returned."
         )
     return model, None

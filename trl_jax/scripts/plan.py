@@ -102,7 +102,7 @@ def _run_of(
     check_flags(script_args, model_args, rows=names.rows, mixes=mixture is not None or not has_rows)
     args = copy.copy(training_args)
     args.model_init_kwargs = model_init_kwargs(training_args, model_args)
-    checkpoint = find(model_args.model_name_or_path, args)
+    checkpoint = find(model_args.model_name_or_path, args, "score")
     quantization = quantization_of(get_quantization_config(model_args), args)
     adapter, trainer = get_peft_config(model_args), names.load_trainer()
     run = Run(checkpoint, adapter=adapter, quantization=quantization, trainer=trainer)

@@ -104,7 +104,8 @@ class BaseTrainer(Surface):
         if args.push_to_hub:  # first of all: a Hub that does not answer costs seconds, not a model's loading
             self.init_hf_repo()
         quantization = model_loading.quantization_of(quantization_config, args)
-        checkpoint = model_loading.find(model, args) if torch_model is None else model_loading.taken(torch_model, args)
+        load = partial(model_loading.find, model) if torch_model is None else partial(model_loading.taken, torch_model)
+        checkpoint = load(args, run.task.head)
         # An adapter belongs to a table of tokens of one size.
         self._settle_data(checkpoint, torch_model, processing_class, train_dataset, eval_dataset, adapter is None)
         run.model = model_loading.ready(checkpoint, args, adapter, quantization)

@@ -11,13 +11,25 @@ import numpy as np
 from trl_jax.hub.checkpoint.array_reader import Files
 from trl_jax.hub.config.native import NativeConfig
 from trl_jax.hub.families import Family
+from trl_jax.hub.heads import HeadName
 
 logger = logging.getLogger(__name__)
 
 
-def architecture(family: Family) -> str:
+def architecture(family: Family, head: HeadName) -> str:
     """The class of transformers that loads what is saved."""
-    return f"{family.class_prefix}ForSequenceClassification"
+    if head == "score":
+        return f"{family.class_prefix}ForSequenceClassification"
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.model_type]
+
+
+def of_other_head(config: NativeConfig, name: str) -> bool:
+    """Whether a tensor belongs to the head that the model does not get."""
+    if config.head.kind == "score":
+        return name == config.family.language_head
+    return name == config.family.language_head or name.startswith(config.family.score_head.prefixes)
 
 
 def adopt(
@@ -25,7 +37,7 @@ def adopt(
 ) -> None:
     """Take a head of another name for `score.weight`: the one tensor that nothing else accounts for, if it has the
     head's shape. Changes `on_disk`, full name -> name on disk; `wanted` has the shapes of the model's tensors."""
-    unknown = sorted(set(on_disk) - set(wanted) - {config.family.language_head})
+    unknown = sorted(name for name in set(on_disk) - set(wanted) if not of_other_head(config, name))
     if "score.weight" not in set(wanted) - set(on_disk) or len(unknown) != 1:
         return
     name = on_disk[unknown[0]]
@@ -36,14 +48,14 @@ def adopt(
 
 
 def check_dropped(config: NativeConfig, files: Files, on_disk: Mapping[str, str], embedding: str) -> None:
-    """Raise ValueError where the language model's head contradicts the config. It is dropped either way, but such a
-    checkpoint may be broken. `embedding` is the full name of the table of tokens."""
+    """Raise ValueError where the language model's head contradicts the config: such a checkpoint may be broken, even if
+    that head is dropped. `embedding` is the full name of the table of tokens."""
     head, folder = config.family.language_head, config.path.parent
     if head is None:
         return
     tied = config.arch.tied_embeddings
     named = str((config.raw.get("architectures") or [""])[0])
-    if not tied and head not in on_disk and named.endswith("ForCausalLM"):
+    if config.head.kind == "score" and not tied and head not in on_disk and named.endswith("ForCausalLM"):
         raise ValueError(
             f"{folder}: config.json says architectures=[{named!r}] and tie_word_embeddings=false, but the "
             f"weights have no {head}. Set tie_word_embeddings to true if the head is the embedding."
@@ -66,10 +78,11 @@ def saved_config(
         pad_token_id: the id before which texts are read; None leaves the key as it is.
         eos_token_id: the end of a text; None leaves the key as it is.
     """
-    raw = config.raw
-    written = {**raw, "architectures": [architecture(config.family)], "use_cache": False}
-    written.pop("num_labels", None)  # transformers derives it from id2label
-    written["id2label"], written["label2id"] = {"0": "LABEL_0"}, {"LABEL_0": 0}
+    raw, head = config.raw, config.head.kind
+    written = {**raw, "architectures": [architecture(config.family, head)]}
+    if head == "score":
+        written |= {"use_cache": False, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        written.pop("num_labels", None)  # transformers derives it from id2label
     written.pop("torch_dtype", None)
     written["dtype"] = dtype
     ids = {"pad_token_id": pad_token_id, "eos_token_id": eos_token_id}

@@ -113,7 +113,7 @@ def outline(
     """
     _, shapes = abstract(config.model)
     tensor_map = make_tensor_map(shapes, config.names)
-    has_head = head_tensors.architecture(config.family) in (config.raw.get("architectures") or [])
+    has_head = head_tensors.architecture(config.family, config.head.kind) in (config.raw.get("architectures") or [])
     drawn = () if has_head else tuple(dict.fromkeys(draw.tensor for draw in config.draws()))
     if as_stored and dtype == "auto":
         dtype = _stated_dtype(config)
@@ -155,7 +155,9 @@ def _draw(
         new[path_of[draw.tensor]] = jnp.asarray(draw.values(generator, shape), jnp.float32)
     if missing:
         names, folder = ", ".join(_tensors(missing)), config.path.parent
-        logger.info("%s has no %s: drawn from a normal distribution with seed %d.", folder, names, generator.seed)
+        level = logging.INFO if config.head.kind == "score" else logging.WARNING
+        text = "%s has no %s: drawn from a normal distribution with seed %d."
+        logger.log(level, text, folder, names, generator.seed)
     return new
 
 

@@ -68,7 +68,7 @@ def _full_names(config: NativeConfig, files: Files, wanted: set[str]) -> dict[st
     dropped = family.ignored if family.carried is None else (*family.ignored, family.carried)
     names = {}
     for name in files.shapes:
-        of_head = name == family.language_head or name.startswith(config.head.prefixes)
+        of_head = name.startswith(config.head.prefixes) or head_tensors.of_other_head(config, name)
         full = name if of_head or not bare else family.base_prefix + name
         if full in wanted or not any(re.search(pattern, name) for pattern in dropped):
             names[full] = name
@@ -80,7 +80,7 @@ def _check(
 ) -> None:
     folder, family = config.path.parent, config.family
     missing = sorted(set(wanted) - set(on_disk) - {draw.tensor for draw in config.draws()})
-    unexpected = sorted(set(on_disk) - set(wanted) - {family.language_head})
+    unexpected = sorted(name for name in set(on_disk) - set(wanted) if not head_tensors.of_other_head(config, name))
     if missing or unexpected:
         raise ValueError(
             f"{folder}: the weights do not fit config.json (model_type {family.model_type!r}). "

@@ -12,7 +12,7 @@ from flax import nnx
 from trl_jax.hub.checkpoint.tensor_map import Names
 from trl_jax.hub.config.reader import read_config
 from trl_jax.hub.families import Family, read_arch
-from trl_jax.hub.heads import CONFIG_VALUES, Draw, HeadName, ScoreHead
+from trl_jax.hub.heads import CONFIG_VALUES, Draw, Head, HeadName
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class NativeConfig:
     raw: dict[str, Any] = field(repr=False)
     family: Family
     arch: Any
-    head: ScoreHead
+    head: Head
 
     @property
     def names(self) -> Names:
@@ -53,19 +53,19 @@ def native_config(raw: dict[str, Any], path: Path, head: HeadName = "score") -> 
         ValueError: a model_type, key or value that is not supported, by name.
     """
     family, arch = read_arch(raw, path)
-    return NativeConfig(path, raw, family, arch, _head_of(family, head))
+    return NativeConfig(path, raw, family, arch, _head_of(family, head, path))
 
 
-def read_native_config(folder: Path) -> NativeConfig:
+def read_native_config(folder: Path, head: HeadName = "score") -> NativeConfig:
     """The config.json of a folder.
 
     Raises:
         FileNotFoundError, ValueError: there is none, or it says what is not supported.
     """
-    return native_config(read_config(folder), folder / "config.json")
+    return native_config(read_config(folder), folder / "config.json", head)
 
 
-def transformers_config(raw: dict[str, Any], path: Path) -> Any:
+def transformers_config(raw: dict[str, Any], path: Path, head: HeadName) -> Any:
     """The config object of transformers: what tokenizers, trackers and scripts ask `model.config` for.
 
     Raises:
@@ -75,13 +75,20 @@ def transformers_config(raw: dict[str, Any], path: Path) -> Any:
 
     try:
         values = copy.deepcopy(raw)  # its classes change what they are given
-        config = CONFIG_MAPPING[raw["model_type"]].from_dict(values, name_or_path=path.parent, **CONFIG_VALUES)
+        config = CONFIG_MAPPING[raw["model_type"]].from_dict(values, name_or_path=path.parent, **CONFIG_VALUES[head])
     except Exception as error:  # its classes check their keys with errors of many types, none of which names the file
         raise ValueError(f"{path}: transformers refuses it: {error}. Correct that key.") from error
-    config.use_cache = False
+    if head == "score":
+        config.use_cache = False
     return config
 
 
-def _head_of(family: Family, head: HeadName) -> ScoreHead:
+def _head_of(family: Family, head: HeadName, path: Path) -> Head:
     """The head of that name for a family."""
-    return {"score": family.score_head}[head]
+    found = {"score": family.score_head, "lm": family.lm_head}[head]
+    if found is None:
+        raise ValueError(
+            f"{path}: model_type {family.model_type!r} reads in both directions and has no causal language model. Pass "
+            "a checkpoint of a decoder: llama, qwen3, gpt2."
+        )
+    return found

@@ -15,7 +15,10 @@ from flax import nnx
 from trl_jax.hub.backend import Backend
 from trl_jax.hub.checkpoint.sharded_reading import Placement
 from trl_jax.hub.exported.model import TorchModel
-from trl_jax.models.exported import ExportedScorer
+from trl_jax.hub.heads import HeadName
+from trl_jax.models.exported import ExportedLm, ExportedScorer
+
+_MODELS = {"score": ExportedScorer, "lm": ExportedLm}
 
 
 class ExportedBackend(Backend):
@@ -27,11 +30,12 @@ class ExportedBackend(Backend):
     can_resize = saves_aside = False  # torch's own module saves, and programs are exported from it
 
     def __init__(self, model: TorchModel):
+        self.head = model.head
         self._model, self.dtypes, self.embeddings = model, model.dtypes, model.embeddings
         self.name = f"exported (model_type {model.config.model_type!r}, transformers' code by way of torch.export)"
         self.vocab_size, self.max_positions = model.config.get_text_config().vocab_size, model.max_positions
         self.tensors = {name: name for name in model.shapes}
-        self.graph, _ = nnx.split(nnx.eval_shape(lambda: ExportedScorer(model.shapes, model)))
+        self.graph, _ = nnx.split(nnx.eval_shape(lambda: _MODELS[model.head](model.shapes, model)))
 
     @property
     def undecayed(self) -> frozenset[str]:
@@ -44,7 +48,7 @@ class ExportedBackend(Backend):
             self._model.save(folder, whole)
 
     def load(self, folder: Path, seed: int, place: Placement | None = None) -> dict[str, jax.Array]:
-        return _take_params(TorchModel(folder, dtype="auto", seed=seed))
+        return _take_params(TorchModel(folder, dtype="auto", seed=seed, head=self.head))
 
     def resized(self, rows: int) -> Backend:
         raise ValueError(
@@ -57,11 +61,11 @@ class ExportedBackend(Backend):
 
 
 def load_exported(
-    folder: Path, *, dtype: str, seed: int, config: Any = None
+    folder: Path, *, dtype: str, seed: int, head: HeadName, config: Any = None
 ) -> tuple[dict[str, jax.Array], ExportedBackend, Any]:
     """The parameters, the backend, and the config object that decides what is exported and saved; arguments as in
     TorchModel."""
-    model = TorchModel(folder, dtype=dtype, seed=seed, config=config)
+    model = TorchModel(folder, dtype=dtype, seed=seed, head=head, config=config)
     return _take_params(model), ExportedBackend(model), model.config
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from trl_jax.hub.exported.positions import max_positions_of
 from trl_jax.hub.exported.translation import domain, translated
+from trl_jax.hub.heads import HeadName
 from trl_jax.hub.torch import bridge
 from trl_jax.nn.aten.program import Program
 
@@ -19,6 +20,7 @@ class TorchModel:
     """A model of transformers: its config, its parameters' values once, and its programs.
 
     Attributes:
+        head: the head that it has.
         config: transformers' config object; `pad_token_id` in it is read whenever a program is made.
         dtypes: parameter name -> the dtype it was loaded in, and is saved in.
         shapes: parameter name -> shape.
@@ -26,11 +28,13 @@ class TorchModel:
         max_positions: the length of the longest text that has positions; None where any has.
     """
 
-    def __init__(self, folder: Path, *, dtype: str, seed: int, config: Any = None):
+    def __init__(self, folder: Path, *, dtype: str, seed: int, head: HeadName = "score", config: Any = None):
         """`config` is transformers' config object of the folder; None reads it there."""
-        self._module = bridge.load_classifier(folder, dtype, seed, config)
+        self._module = bridge.load_model(folder, dtype, seed, config, head)
+        self.head = head
         self.config = self._module.config
-        self.config.use_cache = False
+        if head == "score":
+            self.config.use_cache = False
         named = dict(self._module.named_parameters())
         self.dtypes = {name: bridge.dtype_name(parameter.dtype) for name, parameter in named.items()}
         self.shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
@@ -79,6 +83,6 @@ class TorchModel:
         for fits, program in made:
             if fits(rows, length):
                 return program
-        exported = bridge.export(self._module, rows, length, dtype, training)
+        exported = bridge.export(self._module, rows, length, dtype, training, self.head)
         made.append((domain(exported), translated(exported, self.config.model_type)))
         return made[-1][1]

@@ -7,17 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from trl_jax.hub.exported.refused import REFUSED
+from trl_jax.hub.heads import HeadName
 from trl_jax.hub.torch import bridge
 
 
-def is_exported(raw: dict[str, Any], native: Collection[str], source: Path) -> bool:
+def is_exported(raw: dict[str, Any], native: Collection[str], source: Path, head: HeadName = "score") -> bool:
     """Whether a checkpoint of this config.json is computed by exporting it; `native` types are not.
 
     Raises:
         ImportError: it is, but torch is not installed.
     """
     kind = raw.get("model_type")
-    if not isinstance(kind, str) or kind in native or kind in REFUSED or kind not in _classifiers():
+    if not isinstance(kind, str) or kind in native or kind in REFUSED or kind not in _types(head):
         return False
     if not bridge.available():
         raise ImportError(
@@ -35,7 +36,7 @@ def objection(raw: dict[str, Any], native: Collection[str], source: Path) -> Val
         return ValueError(
             f"{source}: model_type {kind!r} is not supported: {reason}. The nearest that works: {nearest}."
         )
-    others = set(_classifiers()) - set(REFUSED) - set(native)
+    others = set(_types("score")) - set(REFUSED) - set(native)
     custom = " Its own code (auto_map) is never run." if raw.get("auto_map") else ""
     return ValueError(
         f"{source}: model_type {kind!r} is not supported by this release of trl_jax.{custom} "
@@ -44,7 +45,10 @@ def objection(raw: dict[str, Any], native: Collection[str], source: Path) -> Val
     )
 
 
-def _classifiers() -> Collection[str]:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+def _types(head: HeadName) -> Collection[str]:
+    """The types that transformers has a model with this head for."""
+    from transformers.models.auto import modeling_auto
 
-    return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    if head == "lm":
+        return modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES

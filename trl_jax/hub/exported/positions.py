@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from trl_jax.hub.heads import HeadName
 from trl_jax.hub.torch.bridge import unloaded
 
 _POSITIONS = re.compile(r"(embed_positions|position_embeddings|positions_embed|wpe)$")
@@ -12,9 +13,9 @@ _POSITIONS = re.compile(r"(embed_positions|position_embeddings|positions_embed|w
 OFFSETS = {"biogpt": 2, "opt": 2}
 
 
-def max_positions(config: Any) -> int | None:
+def max_positions(config: Any, head: HeadName = "score") -> int | None:
     """The length of the longest text that a model of this config has positions for; None where any has."""
-    return max_positions_of(unloaded(config))
+    return max_positions_of(unloaded(config, head))
 
 
 def max_positions_of(module: Any) -> int | None:

@@ -14,7 +14,7 @@ from typing import Any
 from trl_jax.hub.checkpoint.tensor_map import Names
 from trl_jax.hub.config.reader import ConfigReader
 from trl_jax.hub.exported.model_types import objection
-from trl_jax.hub.heads import ScoreHead
+from trl_jax.hub.heads import Head, ScoreHead, lm_head
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,10 @@ class Family:
     Attributes:
         class_prefix: how the names of its classes in transformers begin.
         arch, names: the meaning of a config; the names of its modules on disk.
-        score_head: its score head on disk.
+        score_head, lm_head: its heads on disk; lm_head is None where there are no causal models.
         base_prefix: opens the name of every tensor but the head's; the checkpoint of a bare base leaves it out.
         other_prefixes: stand in its place in checkpoints of other times; kept on save.
         moved: (part of names on disk, what transformers' modules have in its place).
-        language_head: the tensor of a causal model's head; None where there are no such models.
         ignored: regular expressions of tensors that checkpoints carry; dropped where the model has no use for them.
         carried: a regular expression of tensors that no text is computed with; they are saved as they came.
         in_transformers: whether transformers has a class of this model with the score head.
@@ -39,13 +38,18 @@ class Family:
     arch: Callable[[ConfigReader], Any]
     names: Callable[[Any], Names]
     score_head: ScoreHead = ScoreHead()
+    lm_head: Head | None = lm_head()
     base_prefix: str = "model."
     other_prefixes: tuple[str, ...] = ()
     moved: tuple[tuple[str, str], ...] = ()
-    language_head: str | None = "lm_head.weight"
     ignored: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$", r"^lm_head\.bias$")
     carried: str | None = None
     in_transformers: bool = True
+
+    @property
+    def language_head(self) -> str | None:
+        """The tensor of a causal model's head."""
+        return None if self.lm_head is None else f"{self.lm_head.names[0][1]}.weight"
 
 
 _REQUIRED = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}

@@ -109,6 +109,6 @@ FAMILY = Family(
     names,
     base_prefix="bert.",
     score_head=ScoreHead(EncoderScorer, (), ("classifier.",), draw_head("bert.pooler.dense", "classifier")),
-    language_head=None,
+    lm_head=None,
     ignored=(r"^cls\.", *BUFFERS),
 )

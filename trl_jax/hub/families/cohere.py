@@ -10,7 +10,7 @@ from trl_jax.models.arch import Arch
 
 
 def arch(config: ConfigReader) -> Arch:
-    config.optional_number("logit_scale")  # scales a language model's logits
+    scale = config.optional_number("logit_scale")
     return replace(
         llama.arch(config),
         block="parallel",
@@ -20,6 +20,7 @@ def arch(config: ConfigReader) -> Arch:
         mlp_bias=False,
         qk_norm="each_head" if config.flag("use_qk_norm") else None,
         qk_norm_kind="layer_unbiased",
+        logit_scale=1.0 if scale is None else scale,
     )
 
 

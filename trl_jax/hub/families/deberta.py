@@ -44,6 +44,6 @@ FAMILY = Family(
     names,
     base_prefix="deberta.",
     score_head=ScoreHead(EncoderScorer, (), ("pooler.", "classifier."), bert.draw_head("pooler.dense", "classifier")),
-    language_head=None,
+    lm_head=None,
     ignored=deberta_v2.IGNORED,
 )

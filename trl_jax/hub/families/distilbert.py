@@ -62,6 +62,6 @@ FAMILY = Family(
     score_head=ScoreHead(
         EncoderScorer, (), ("pre_classifier.", "classifier."), bert.draw_head("pre_classifier", "classifier")
     ),
-    language_head=None,
+    lm_head=None,
     ignored=(r"^vocab_(transform|layer_norm|projector)\.", *bert.BUFFERS),
 )

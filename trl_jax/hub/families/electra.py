@@ -38,6 +38,6 @@ FAMILY = Family(
     score_head=ScoreHead(
         EncoderScorer, (), ("classifier.",), bert.draw_head("classifier.dense", "classifier.out_proj")
     ),
-    language_head=None,
+    lm_head=None,
     ignored=(r"^(discriminator_predictions|generator_predictions|generator_lm_head)\.", *bert.BUFFERS),
 )

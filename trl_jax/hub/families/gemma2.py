@@ -25,11 +25,11 @@ def arch(config: ConfigReader) -> Arch:
 def shared(config: ConfigReader) -> Arch:
     """The facts that gemma3 shares."""
     base = gemma.arch(config)
-    config.optional_number("final_logit_softcapping")  # caps a language model's logits
     scale = config.number("query_pre_attn_scalar", 256, minimum=1e-9) ** -0.5
     return replace(
         base,
         block="sandwich",
+        logit_softcap=config.optional_number("final_logit_softcapping"),
         activation=config.one_of("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh"),
         attention_scales=(scale,) * base.num_layers,
     )

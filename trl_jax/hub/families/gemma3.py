@@ -7,6 +7,7 @@ from dataclasses import replace
 from trl_jax.hub.checkpoint.tensor_map import Names
 from trl_jax.hub.config.reader import ConfigReader
 from trl_jax.hub.families import Family, gemma3_text, read_text_arch
+from trl_jax.hub.heads import lm_head
 from trl_jax.models.arch import Arch
 
 OF_IMAGES = ("vision_config", "boi_token_index", "eoi_token_index", "image_token_index", "mm_tokens_per_image")
@@ -32,7 +33,7 @@ FAMILY = Family(
     names,
     base_prefix=PREFIX,
     other_prefixes=(CURRENT_PREFIX,),
-    language_head=None,
+    lm_head=lm_head("language_model.lm_head"),
     ignored=(r"^(language_model\.)?lm_head\.",),
     carried=r"^(model\.)?(vision_tower|multi_modal_projector)\.",
 )

@@ -9,6 +9,7 @@ from trl_jax.hub.config.reader import ConfigReader
 from trl_jax.hub.config.rope import read_rotary_dim
 from trl_jax.hub.families import Family, llama
 from trl_jax.hub.families.persimmon import per_head
+from trl_jax.hub.heads import lm_head
 from trl_jax.models.arch import Arch
 
 
@@ -65,6 +66,7 @@ FAMILY = Family(
     arch,
     names,
     base_prefix="gpt_neox.",
-    language_head="embed_out.weight",
+    lm_head=lm_head("embed_out"),
+    moved=(("embed_out", "lm_head"),),
     ignored=(r"\.rotary_emb\.inv_freq$", r"\.attention\.(masked_)?bias$"),
 )

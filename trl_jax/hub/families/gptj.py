@@ -22,6 +22,7 @@ def arch(config: ConfigReader) -> Arch:
     return replace(
         base,
         block="parallel",
+        head_bias=True,
         rotary_dim=rotary_dim,
         rope_interleaved=True,
         ropes=(Rope(theta=10_000.0),) * base.num_layers,

@@ -11,11 +11,11 @@ from trl_jax.models.arch import Arch
 
 def arch(config: ConfigReader) -> Arch:
     base = llama.arch(config)
-    config.number("logits_scaling", 1.0)  # scales a language model's logits
     return replace(
         base,
         embedding_scale=config.number("embedding_multiplier", 1.0),
         residual_scale=config.number("residual_multiplier", 1.0),
+        logit_scale=1 / config.number("logits_scaling", 1.0, minimum=1e-9),
         attention_scales=(config.number("attention_multiplier", 1.0),) * base.num_layers,
     )
 

@@ -116,6 +116,6 @@ FAMILY = Family(
     arch,
     names,
     score_head=ScoreHead(EncoderScorer, (), ("head.", "classifier."), draw_head),
-    language_head=None,
+    lm_head=None,
     ignored=(r"^decoder\.",),
 )

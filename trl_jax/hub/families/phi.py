@@ -26,6 +26,7 @@ def arch(config: ConfigReader) -> Arch:
         mlp_bias=True,
         qk_norm="head" if config.flag("qk_layernorm") else None,
         qk_norm_kind="layer",
+        head_bias=True,
         embedding_dropout=config.number("embd_pdrop", 0.0, maximum=0.99),
         attention_out_dropout=dropout,
         mlp_out_dropout=dropout,

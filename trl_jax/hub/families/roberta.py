@@ -41,7 +41,7 @@ def family(model_type: str, architecture: str, names: Callable[[EncoderArch], Na
         score_head=ScoreHead(
             EncoderScorer, (), ("classifier.",), bert.draw_head("classifier.dense", "classifier.out_proj")
         ),
-        language_head=None,
+        lm_head=None,
         ignored=(r"^lm_head\.", r"(^|\.)pooler\.", *bert.BUFFERS),
     )
 

@@ -180,7 +180,7 @@ def _auto_mapping(config: NativeConfig) -> dict[str, str]:
 
     module = model_type_to_module_name(config.family.model_type)
     library = f"transformers.models.{module}.modeling_{module}"
-    return {"base_model_class": architecture(config.family), "parent_library": library}
+    return {"base_model_class": architecture(config.family, config.head.kind), "parent_library": library}
 
 
 def _owner(name: str) -> str:

@@ -35,6 +35,7 @@ class AdaptedBackend(Backend):
     def __init__(self, base: NativeBackend, plan: AdapterPlan, frozen: dict[str, Any], shapes: dict[str, Any]):
         self.base, self.plan, self.frozen, self._shapes = base, plan, frozen, shapes
         self.name = f"{base.name} (with an adapter)"
+        self.head = base.head
         self.vocab_size, self.max_positions, self.embeddings = base.vocab_size, base.max_positions, base.embeddings
         self.infers_lengths, self.ignores_types, self.causal = base.infers_lengths, base.ignores_types, base.causal
         self.takes_packed, self.takes_noise, self.window = base.takes_packed, base.takes_noise, base.window

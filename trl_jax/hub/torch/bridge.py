@@ -24,23 +24,31 @@ def available() -> bool:
     return importlib.util.find_spec("torch") is not None
 
 
-def load_classifier(folder: Path, dtype: str, seed: int, config: Any = None) -> Any:
-    """The classifier as TRL has it after `set_seed(seed)`: tensors that the checkpoint lacks are drawn in the same
-    order. `config` is its config object; None reads the folder's."""
+def _class_of(head: str) -> Any:
+    """transformers' class of models with this head."""
+    import transformers
+
+    names = {"score": "AutoModelForSequenceClassification", "lm": "AutoModelForCausalLM"}
+    return getattr(transformers, names[head])
+
+
+def load_model(folder: Path, dtype: str, seed: int, config: Any = None, head: str = "score") -> Any:
+    """The model with a head as TRL has it after `set_seed(seed)`: tensors that the checkpoint lacks are drawn in the
+    same order. `config` is its config object; None reads the folder's."""
     import torch
-    from transformers import AutoModelForSequenceClassification
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         kind = dtype if dtype == "auto" else getattr(torch, dtype)
-        facts = {"num_labels": 1} if config is None else {"config": config}
+        usual = {"num_labels": 1} if head == "score" else {}
+        facts = usual if config is None else {"config": config}
         try:
-            model = AutoModelForSequenceClassification.from_pretrained(
+            model = _class_of(head).from_pretrained(
                 folder, dtype=kind, attn_implementation="eager", trust_remote_code=False, **facts
             )
         except pickle.UnpicklingError as error:
             raise _not_tensors(folder / PICKLED, error) from error
-    fixed = {name for name, parameter in unloaded(model.config).named_parameters() if not parameter.requires_grad}
+    fixed = {name for name, parameter in unloaded(model.config, head).named_parameters() if not parameter.requires_grad}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in fixed)  # loading forgets it
     if model._can_set_experts_implementation():
@@ -48,13 +56,12 @@ def load_classifier(folder: Path, dtype: str, seed: int, config: Any = None) -> 
     return model
 
 
-def unloaded(config: Any) -> Any:
-    """The classifier without memory for its parameters."""
+def unloaded(config: Any, head: str = "score") -> Any:
+    """The model without memory for its parameters."""
     import torch
-    from transformers import AutoModelForSequenceClassification
 
     with torch.device("meta"):
-        return AutoModelForSequenceClassification.from_config(config, trust_remote_code=False)
+        return _class_of(head).from_config(config, trust_remote_code=False)
 
 
 def empty(parameter: Any, dtype: str) -> None:
@@ -79,7 +86,7 @@ def as_dtype(values: Any, dtype: str) -> Any:
     return torch.from_numpy(np.array(values, np.float32)).to(getattr(torch, dtype))
 
 
-def export(module: Any, rows: int, length: int, dtype: str, training: bool) -> Any:
+def export(module: Any, rows: int, length: int, dtype: str, training: bool, head: str = "score") -> Any:
     """The module as torch.export has it, down to ATen operations, any number of rows and tokens if it can be."""
     import torch
 
@@ -90,7 +97,7 @@ def export(module: Any, rows: int, length: int, dtype: str, training: bool) -> A
     module.train(training)
     try:
         with half:
-            exported = torch.export.export(_of_rows(module), (example,), dynamic_shapes=free, strict=False)
+            exported = torch.export.export(_of_rows(module, head), (example,), dynamic_shapes=free, strict=False)
             return exported.run_decompositions()
     except Exception as error:  # torch's tracer fails with errors of many types
         mode = " with dropout on (disable_dropout=True leaves it off)" if training else ""
@@ -102,9 +109,11 @@ def export(module: Any, rows: int, length: int, dtype: str, training: bool) -> A
         module.eval()
 
 
-def _of_rows(module: Any) -> Any:
-    """The classifier as a module of one input, ids above mask."""
+def _of_rows(module: Any, head: str) -> Any:
+    """The model as a module of one input, ids above mask."""
     import torch
+
+    options = {"use_cache": False} if head == "lm" else {}
 
     class Rows(torch.nn.Module):
         def __init__(self):
@@ -112,7 +121,7 @@ def _of_rows(module: Any) -> Any:
             self.model = module
 
         def forward(self, rows):
-            return self.model(input_ids=rows[0], attention_mask=rows[1]).logits
+            return self.model(input_ids=rows[0], attention_mask=rows[1], **options).logits
 
     return Rows()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_jax.hub.backend import Backend
+from trl_jax.hub.heads import HeadName
 from trl_jax.hub.peft.backend import AdaptedBackend
 
 logger = logging.getLogger(__name__)
@@ -24,14 +25,14 @@ def is_torch_model(value: Any) -> bool:
 
 
 @contextmanager
-def as_folder(model: Any) -> Iterator[Path]:
+def as_folder(model: Any, head: HeadName) -> Iterator[Path]:
     """A folder, for as long as it is needed, with the model as transformers saves it.
 
     Raises:
-        TypeError, ValueError: it is no model of transformers with one label, or it is quantised.
+        TypeError, ValueError: it is no model of transformers with this head, or it is quantised.
     """
     base = model.get_base_model() if is_adapted(model) else model
-    _check(base)
+    _check(base, head)
     with tempfile.TemporaryDirectory(prefix="trl-jax-") as folder:
         if base is model:
             model.save_pretrained(folder)
@@ -64,7 +65,7 @@ def _of_adapter(key: str, name: str) -> bool:
     return ".lora_" in key or f".modules_to_save.{name}." in key
 
 
-def _check(model: Any) -> None:
+def _check(model: Any, head: HeadName) -> None:
     from transformers import PreTrainedModel
 
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
@@ -77,11 +78,24 @@ def _check(model: Any) -> None:
         )
     if "quantization_config" in model.config.to_dict():
         raise ValueError(f"model is a quantised {kind}: load it without quantization_config.")
+    if head == "lm":
+        if not _is_causal(model):
+            raise TypeError(
+                f"model is a {kind}, which has no causal language model's head: load it with AutoModelForCausalLM, or "
+                "pass its name."
+            )
+        return
     if model.config.num_labels != 1:
         raise ValueError(
             f"model is a {kind} with {model.config.num_labels} labels, but reward models require `num_labels=1`: load "
             "it with num_labels=1, or pass its name."
         )
+
+
+def _is_causal(model: Any) -> bool:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
 def frozen_names(model: Any) -> list[str]:

@@ -1,0 +1,44 @@
+"""The arguments of `from_pretrained`: those that say what to fetch, and those that have no effect or are refused."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = ("float32", "bfloat16", "float16", "auto")
+_PLACEMENT = ("device_map", "low_cpu_mem_usage", "max_memory", "offload_folder")
+_WITHOUT_EFFECT = ("use_cache", "use_safetensors", "ignore_mismatched_sizes")
+_ATTENTION = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+_FETCH = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "gguf_file")
+
+
+def checked_arguments(kwargs: dict[str, Any], dtype: Any) -> tuple[dict[str, Any], str]:
+    """The arguments that say where to fetch from, and the dtype's name; every other one is checked by name."""
+    dtype = kwargs.pop("torch_dtype", dtype)
+    dtype = str(dtype).removeprefix("torch.") if dtype is not None else "auto"
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype is {dtype!r}, wanted one of {', '.join(_DTYPES)}.")
+    attention = kwargs.pop("attn_implementation", None)
+    if attention not in _ATTENTION:
+        raise ValueError(f"attn_implementation is {attention!r}, wanted one of {', '.join(map(str, _ATTENTION))}.")
+    for key in _WITHOUT_EFFECT:
+        kwargs.pop(key, None)
+    for key in _PLACEMENT:
+        if kwargs.pop(key, None) is not None:
+            logger.warning("%s has no effect in trl_jax: arrays go to JAX's default device.", key)
+    code = bool(kwargs.pop("trust_remote_code", False))
+    if code:
+        logger.warning(
+            "trust_remote_code has no effect on models, whose own code is never run. It lets the code of a tokenizer "
+            "run, where its tokenizer_config.json names some (auto_map)."
+        )
+    fetch = {key: kwargs.pop(key) for key in _FETCH if key in kwargs}
+    if kwargs:
+        raise TypeError(
+            f"from_pretrained (model_init_kwargs) does not take {', '.join(sorted(kwargs))}. It takes num_labels, "
+            f"dtype, attn_implementation, {', '.join(_FETCH)}."
+        )
+    fetch = {key: value for key, value in fetch.items() if value is not None}
+    return fetch | {"code": code}, dtype

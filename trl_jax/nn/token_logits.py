@@ -1,0 +1,31 @@
+"""Logits over the vocabulary, all at once, and what a language model's head says of them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from trl_jax.core.token_outputs import TokenOutputs
+
+
+def head_logits(
+    hidden: jax.Array, weight: jax.Array, *, bias: jax.Array | None, scale: float, softcap: float | None
+) -> jax.Array:
+    """Logits `[N, V]`, float32, of hidden states `[N, D]` under a head `[V, D]`; arguments as in `token_outputs`."""
+    logits = jnp.einsum("nd,vd->nv", hidden, weight.astype(hidden.dtype))
+    if bias is not None:
+        logits += bias.astype(hidden.dtype)
+    logits = logits.astype(jnp.float32) * scale
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+
+
+def outputs_of_logits(logits: jax.Array, targets: jax.Array) -> TokenOutputs:
+    """The outputs `[N]` for `targets` `[N]`, -1 where there is none, of logits `[N, V]`."""
+    logps, real = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1), targets >= 0
+    found = (
+        jnp.take_along_axis(logps, jnp.maximum(targets, 0)[:, None], axis=-1)[:, 0],
+        -jnp.sum(jnp.exp(logps) * logps, axis=-1),
+        jnp.mean(logps, axis=-1),
+        (jnp.argmax(logits, axis=-1) == targets).astype(jnp.float32),
+    )
+    return TokenOutputs(*(jnp.where(real, values, 0) for values in found))
