@@ -1,9 +1,9 @@
 """A language model's head at the places that are read, a chunk of them at a time: there is never an array `[N, V]`.
 
 The backward pass makes a chunk's logits again, from the logarithm of the softmax's sum; under a frozen weight it need
-not: the forward pass keeps the derivatives of log-probabilities by hidden states, `[N, D]`. Chunks of which no place has
-a target are not computed. Every sum over the vocabulary is a plain reduction, so where the weight's rows are divided
-over an axis of the mesh, devices send each other numbers of a place and no logits.
+not: the forward pass keeps the derivatives of log-probabilities by hidden states, `[N, D]`. Chunks of which no place
+has a target are not computed. Every sum over the vocabulary is a plain reduction, so where the weight's rows are
+divided over an axis of the mesh, devices send each other numbers of a place and no logits.
 """
 
 from __future__ import annotations
