@@ -398,7 +398,7 @@ def test_row27_missing_columns(good, tmp_path):
 
 def test_row28_a_conversation_without_a_template(good, tmp_path):
     text = "Row 0 of train_dataset is a conversation and the tokenizer"
-    with refuses(text, "has no chat template. Pass one with RewardConfig(chat_template_path="):
+    with refuses(text, "has no chat template. Pass one with chat_template_path="):
         trainer(good, tmp_path, rows=preference_rows(2, "chat"))
 
 
@@ -443,7 +443,7 @@ def test_row30_a_tokenizer_of_another_model(good, tmp_path):
 def test_row31_a_tokenizer_without_eos(good, tmp_path):
     words = tiny_tokenizer(eos=None)
     text = "Row 0 of train_dataset is plain text, which ends with the EOS token, and the tokenizer"
-    with refuses(text, "has none. Name a token of its vocabulary with RewardConfig(eos_token=...)."):
+    with refuses(text, "has none. Name a token of its vocabulary with eos_token=... in the trainer"):
         trainer(good, tmp_path, processing_class=words)
 
 

@@ -22,6 +22,7 @@ from trl_jax.run.dataloaders import Batches, steps_of
 from trl_jax.run.forward import Forward
 from trl_jax.run.logits import LogitsEvaluation
 from trl_jax.run.predictions import Predicted, token_ids_of
+from trl_jax.run.reports import task_metrics
 from trl_jax.run.state import RunState
 from trl_jax.run.user_loss.bound_model import UserLoss
 from trl_jax.run.user_loss.user_loss_step import UserLossEvaluation, UserPrediction
@@ -65,7 +66,7 @@ class Evaluator:
         evaluated, predicted = self._evaluated(batches, "get_eval_dataloader", hooks)
         script_metrics = {} if run.args.prediction_loss_only else self._script_metrics(predicted, hooks)
         metrics = _prefixed(prefix, evaluated.loss(), script_metrics) | self._speed(prefix, start, evaluated)
-        measured = {"num_tokens": float(run.tokens_seen)} | run.task.metrics(evaluated.sums, "eval")
+        measured = task_metrics(run, evaluated.sums, "eval")
         if hooks.report is not None and "prediction_step" not in run.overridden:
             measured |= hooks.report(evaluated, predicted.dataset, prefix)
         return metrics | {f"{prefix}_{name}": value for name, value in measured.items()}

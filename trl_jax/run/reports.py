@@ -7,7 +7,21 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from trl_jax.core.whole_file import write_whole
+from trl_jax.run.state import RunState
+
+
+def task_metrics(run: RunState, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float]:
+    """The task's metrics, and where TRL logs it `num_tokens`, the real tokens of all steps so far."""
+    task = run.task
+    metrics, tokens = task.metrics(sums, split), {"num_tokens": float(run.tokens_seen)}
+    if task.head == "score" or task.num_tokens_after not in metrics:
+        return tokens | metrics
+    names = list(metrics)
+    behind = names[names.index(task.num_tokens_after) + 1 :]
+    return {name: metrics[name] for name in names if name not in behind} | tokens | {n: metrics[n] for n in behind}
 
 
 def metrics_format(metrics: dict[str, Any]) -> dict[str, Any]:

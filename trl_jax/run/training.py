@@ -43,6 +43,7 @@ from trl_jax.run.output.checkpointing import Checkpointer
 from trl_jax.run.output.hub_push import HubPublisher, sweep_stages
 from trl_jax.run.output.resuming import resume, weights_of
 from trl_jax.run.precompile import compiling_ahead
+from trl_jax.run.reports import task_metrics
 from trl_jax.run.state import RunState
 from trl_jax.run.train_step import TrainStep, optimizer_of
 
@@ -200,9 +201,7 @@ class Training:
 
     def _measured(self, steps: list[dict[str, np.ndarray]]) -> dict[str, float]:
         """Metrics to log of the steps since the last log, beside loss, grad_norm and learning_rate."""
-        if not steps:
-            return {}
-        return {"num_tokens": float(self._run.tokens_seen)} | self._run.task.metrics(steps, "train")
+        return task_metrics(self._run, steps, "train") if steps else {}
 
     def _closing_metrics(
         self, train_loss: float, unreported: list, start: float, max_steps: int, first: int

@@ -40,9 +40,10 @@ def check_type(dataset: Any, name: str) -> None:
     """Raise TypeError for anything but a Dataset or IterableDataset, and ValueError for one with a transform."""
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         raise ValueError(
-            f"{argument(name)} has a transform (set_transform or with_transform), which works on rows as "
-            "they are read; rows are tokenised once, before training. Apply it with dataset.map, or drop it "
-            "with dataset.with_format(None)."
+            f"{argument(name)} has a transform (`Dataset.set_transform()` or `Dataset.with_transform()`), which works "
+            "on rows as they are read; rows are read once, before training. Apply it with dataset.map, or drop it with "
+            "dataset.with_format(None). TRL's skip_prepare_dataset, which lets a transform return trainer-ready rows, "
+            "does not change that here."
         )
     if isinstance(dataset, Dataset | IterableDataset):
         return

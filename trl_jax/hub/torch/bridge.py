@@ -161,11 +161,13 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def as_tensors(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Arrays as torch's tensors."""
+def as_tensors(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Arrays as torch's tensors; other values stay as they are."""
     import torch
 
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return {
+        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in arrays.items()
+    }
 
 
 def as_array(values: Any) -> np.ndarray:
