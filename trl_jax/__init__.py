@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trl_jax.core.lazy import fetching
+from trl_jax.core.trainers import WHERE
 
 if TYPE_CHECKING:  # what type checkers and editors see
     from trl_jax.chat_template_utils import clone_chat_template, get_training_chat_template, supports_tool_calling
@@ -44,7 +45,7 @@ if TYPE_CHECKING:  # what type checkers and editors see
 
 __version__ = "0.1.0"
 
-_WHERE = {
+_WHERE = WHERE | {
     "AutoModelForCausalLM": "trl_jax.hub.auto",
     "AutoModelForSequenceClassification": "trl_jax.hub.auto",
     "BaseConfig": "trl_jax.run.arguments.base_config",
@@ -54,11 +55,7 @@ _WHERE = {
     "LoraConfig": "trl_jax.hub.peft.lora_config",
     "ModelConfig": "trl_jax.trainer.model_config",
     "PreTrainedModel": "trl_jax.hub.pretrained",
-    "RewardConfig": "trl_jax.trainer.reward_config",
-    "RewardTrainer": "trl_jax.trainer.reward_trainer",
     "RichProgressCallback": "trl_jax.trainer.callbacks",
-    "SFTConfig": "trl_jax.trainer.sft_config",
-    "SFTTrainer": "trl_jax.trainer.sft_trainer",
     "ScriptArguments": "trl_jax.scripts.utils",
     "TaskType": "trl_jax.hub.peft.lora_config",
     "TrlParser": "trl_jax.scripts.utils",
@@ -84,7 +81,7 @@ _WHERE = {
 }
 __all__ = sorted(_WHERE)
 
-# Names on TRL's door, of this release or an earlier one: not built here.
+# Names on TRL's door, of this release or an earlier one: those of them that are not built say so.
 _PLANNED = frozenset(
     """
     AlignPropTrainer AutoModelForCausalLMWithValueHead AutoModelForSeq2SeqLMWithValueHead BCOConfig BCOTrainer
@@ -94,7 +91,7 @@ _PLANNED = frozenset(
     RLOOTrainer SyncRefModelCallback WeaveCallback XPOConfig XPOTrainer
     add_response_schema create_reference_model setup_chat_format
     """.split()
-)
+).difference(_WHERE)
 __getattr__ = fetching(__name__, _WHERE, _PLANNED)
 
 

@@ -67,15 +67,17 @@ class Columns(NamedTuple):
     """The columns of a prepared dataset that a step is computed from.
 
     texts: columns of token ids, one for each text of an example, in the order of the outputs.
-    numbers: columns of numbers; a dataset may lack any of them.
+    numbers: columns of numbers.
     labels: columns of labels, one for each text, under a language model's head.
     documents: the column of the tokens of each document of the one text; a dataset may lack it.
+    optional: those of `numbers` that a dataset may lack.
     """
 
     texts: tuple[str, ...]
     numbers: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
     documents: str | None = None
+    optional: tuple[str, ...] = ()
 
     @property
     def all(self) -> tuple[str, ...]:
