@@ -33,7 +33,8 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["p
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
-    """An empty folder, with the YAML file that the pages show."""
+    """An empty folder, with the YAML file that the pages show; examples can be imported."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     [shown] = pages.blocks(FOLDER / "getting-started.md", "yaml")
     Path("reward.yaml").write_text(shown.code)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import trl_jax
+import trl_jax.trainer
+from trl_jax.cli.front import MODULES
+from trl_jax.cli.main import COMMANDS
+from trl_jax.core.trainers import TRAINERS
 
 HEAVY = (
     "jax",
@@ -75,6 +82,24 @@ def test_every_name_on_trls_door_is_ours_or_says_that_it_is_not_here():
 def test_from_door_import_of_a_trl_name_says_the_same():
     with pytest.raises(ImportError, match="trl_jax has no DPOTrainer"):
         from trl_jax import DPOTrainer  # noqa: F401
+
+
+def test_editors_see_the_names_that_are_there():
+    """The imports for type checkers name what the table of lazy imports has."""
+    tree = ast.parse(Path(trl_jax.__file__).read_text())
+    [block] = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    assert {name.name: found.module for found in block.body for name in found.names} == trl_jax._WHERE
+
+
+@pytest.mark.parametrize("names", TRAINERS.values(), ids=list(TRAINERS))
+def test_a_trainer_of_the_table_is_behind_every_door(names):
+    assert COMMANDS[names.command] == names.summary
+    assert {"main", "make_parser"} <= vars(importlib.import_module(f"trl_jax.scripts.{names.command}")).keys()
+    for name, module in names.where.items():
+        kind = getattr(trl_jax, name)
+        assert kind is names.load(name) is getattr(trl_jax.trainer, name) and kind.__module__ == module
+        assert MODULES[module.replace("trl_jax", "trl")] == (module,)
+    assert names.load_trainer().config_class is names.load_config()
 
 
 def test_no_name_is_both_here_and_promised():

@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 import jax.numpy as jnp  # noqa: E402
 import pointwise  # noqa: E402
-from pointwise import PointwiseConfig, PointwiseTrainer  # noqa: E402
+from pointwise import PointwiseConfig, PointwiseTask, PointwiseTrainer  # noqa: E402
 
 import trl_jax  # noqa: E402
 import trl_jax.tasks  # noqa: E402
@@ -330,6 +330,22 @@ def test_a_row_of_a_stream_that_lacks_what_the_first_has(make):
     rows = stream([rated(1)[0], without("rating")])
     with pytest.raises(ValueError, match=re.escape("Row 1 of train_dataset lacks the columns ['rating'], which the")):
         list(make(rows=rows, config={"max_steps": 1}).train_dataset)
+
+
+@FORMS
+def test_a_number_that_is_optional_may_be_missing_and_is_checked_where_it_is_not(make, form):
+    class Optional(PointwiseTask):
+        columns = PointwiseTask.columns._replace(optional=("rating",))
+
+    class OptionalTrainer(PointwiseTrainer):
+        def make_task(self):
+            return Optional()
+
+    rows = list(make(kind=OptionalTrainer, rows=form([without("rating")]), config={"max_steps": 1}).train_dataset)
+    assert rows[0]["input_ids"] and "rating" not in rows[0]
+    with pytest.raises(ValueError, match=re.escape("column 'rating': found 'good' (str), wanted a finite")):
+        row = rated(1)[0] | {"rating": "good"}
+        list(make(kind=OptionalTrainer, rows=form([row]), config={"max_steps": 1}).train_dataset)
 
 
 @pytest.mark.parametrize(

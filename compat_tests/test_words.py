@@ -12,11 +12,15 @@ import pytest
 import trl_jax
 
 PACKAGE = Path(trl_jax.__file__).parent
-SHARED = ("data/layout", "engine", "run", "nn", "models", "hub")
+SHARED = ("data/layout", "engine", "run", "nn", "models", "hub", "dryrun", "cli")
+SHARED_SCRIPTS = ("datasets", "mixture", "plan", "plan_parser", "plan_text", "training", "utils")
 OF_A_TASK = {"pair", "pairs", "chosen", "rejected", "preference", "preferences", "reward", "rewards"}
 WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")  # in names, too: num_pairs, RewardConfig
 CHANNELS = re.compile(r"pairs? of channels|(?<=turn )pairs", re.IGNORECASE)  # what rotary positions turn
 ALLOWED = {
+    "cli/front.py": {"rewards"},  # trl.rewards, a module of TRL
+    "cli/main.py": {"reward"},  # the model that `trl-jax score` runs
+    "dryrun/hlo.py": {"pairs"},  # of devices, in HLO's name for them
     "hub/card.py": {"reward"},  # tags and text of the card that TRL writes for its reward models
     "hub/heads.py": {"reward"},  # TRL's errors for a checkpoint with another head than a score
     "hub/torch/objects.py": {"reward"},  # the same, of a torch model
@@ -35,7 +39,9 @@ def words_of_a_task(source: str, file: str = "") -> list[str]:
 
 
 def files() -> list[str]:
-    return sorted(str(path.relative_to(PACKAGE)) for room in SHARED for path in (PACKAGE / room).rglob("*.py"))
+    rooms = (path for room in SHARED for path in (PACKAGE / room).rglob("*.py"))
+    scripts = (PACKAGE / "scripts" / f"{name}.py" for name in SHARED_SCRIPTS)
+    return sorted(str(path.relative_to(PACKAGE)) for path in (*rooms, *scripts))
 
 
 @pytest.mark.parametrize("file", files())

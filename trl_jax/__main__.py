@@ -1,7 +1,7 @@
-"""python -m trl_jax SCRIPT [ARGUMENTS]: a script written for TRL, unchanged, with its reward training on JAX.
+"""python -m trl_jax SCRIPT [ARGUMENTS]: a script written for TRL, unchanged, with its training on JAX.
 
-Inside, and in the Python processes it starts, `trl`'s reward names are trl_jax's, whether trl is installed or not;
-any other name is that of the installed trl, or says that it is missing.
+Inside, and in the Python processes it starts, the names of `trl` that trl_jax has are trl_jax's, whether trl is
+installed or not; any other name is that of the installed trl, or says that it is missing.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from datasets import Dataset, DatasetDict, IterableDataset
 
 from trl_jax.cli.main import main
 from trl_jax.core.arguments.reward import REWARD
-from trl_jax.scripts import reward
-from trl_jax.scripts.datasets import load_preferences
+from trl_jax.scripts import reward, training
+from trl_jax.scripts.datasets import load_splits
 from trl_jax.scripts.utils import ScriptArguments, TrlParser
 from trl_jax.trainer.model_config import ModelConfig
 from trl_jax.trainer.reward_config import RewardConfig
@@ -420,7 +420,7 @@ def test_one_file(tmp_path, kind, streaming):
         {"parquet": Dataset.to_parquet, "csv": Dataset.to_csv}[kind](Dataset.from_list(ROWS), str(path))
     else:
         path.write_text(json.dumps(ROWS) if kind == "json" else lines)
-    splits = load_preferences(str(path), streaming=streaming)
+    splits = load_splits(str(path), streaming=streaming)
     assert list(splits) == ["train"] and list(splits["train"]) == ROWS
     assert isinstance(splits["train"], IterableDataset if streaming else Dataset)
 
@@ -431,10 +431,10 @@ def test_folders(tmp_path, pairs, streaming):
     DatasetDict(train=Dataset.from_list(ROWS), test=Dataset.from_list(ROWS[:2])).save_to_disk(
         tmp_path / "two"
     )
-    assert {k: list(v) for k, v in load_preferences("one", streaming=streaming).items()} == {"train": ROWS}
-    two = load_preferences("two", streaming=streaming)
+    assert {k: list(v) for k, v in load_splits("one", streaming=streaming).items()} == {"train": ROWS}
+    two = load_splits("two", streaming=streaming)
     assert {k: list(v) for k, v in two.items()} == {"train": ROWS, "test": ROWS[:2]}
-    files = load_preferences(str(pairs), streaming=streaming)
+    files = load_splits(str(pairs), streaming=streaming)
     assert {k: list(v) for k, v in files.items()} == {"train": ROWS, "test": ROWS}
     assert isinstance(two["train"], IterableDataset if streaming else Dataset)
 
@@ -473,7 +473,7 @@ def test_folders(tmp_path, pairs, streaming):
             "zero.jsonl",
             None,
             ValueError,
-            "dataset file zero.jsonl is empty: wanted rows with chosen and rejected.",
+            "dataset file zero.jsonl is empty: wanted rows to train on.",
         ),
         (
             "zero.jsonl",
@@ -488,7 +488,7 @@ def test_bad_names(tmp_path, name, config, error, text):
     (tmp_path / "notes.txt").write_text("x")
     (tmp_path / "zero.jsonl").write_text("")
     with pytest.raises(error) as caught:
-        load_preferences(name, config)
+        load_splits(name, config)
     assert str(caught.value) == text
 
 
@@ -500,4 +500,4 @@ def test_a_plain_parser_shows_its_help():
 def test_ignore_bias_buffers_is_warned_of():
     script = ScriptArguments(dataset_name="d", ignore_bias_buffers=True)
     with pytest.warns(UserWarning, match="--ignore_bias_buffers has no effect in trl_jax: there are no"):
-        reward.check_flags(script, RewardConfig("out"), ModelConfig(model_name_or_path="m"))
+        training.check_flags(script, ModelConfig(model_name_or_path="m"))

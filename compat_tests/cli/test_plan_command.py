@@ -10,7 +10,7 @@ import pytest
 from compat_tests.tiny import preference_rows
 from trl_jax import RewardConfig
 from trl_jax.cli.main import main
-from trl_jax.core.arguments.reward import REWARD
+from trl_jax.core.trainers import TRAINERS
 from trl_jax.scripts.plan import NO_PART, without_part
 
 
@@ -81,7 +81,8 @@ def test_every_argument_has_a_part_in_a_plan_or_is_told_to_have_none(checkpoint,
         model_init_kwargs trust_remote_code chat_template_path disable_dropout eos_token pad_token max_length
         dataset_num_proc pad_to_multiple_of center_rewards_coefficient batch_layout
     """
-    known = {name for name, line in REWARD.items() if line.kind in ("native", "mapped")}
+    tables = [names.load_config().argument_table for names in TRAINERS.values()]
+    known = {name for table in tables for name, line in table.items() if line.kind in ("native", "mapped")}
     assert known == NO_PART | set(honoured.split()) and not NO_PART & set(honoured.split())
     quiet = RewardConfig(str(tmp_path), eval_strategy="steps", max_length=64)
     assert without_part(quiet) == ["output_dir"]

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from datasets import Dataset
 
-from trl_jax import LoraConfig, RewardConfig, RewardTrainer
+from trl_jax import BaseConfig, BaseTrainer, LoraConfig, RewardTrainer
 from trl_jax.core.chips import topology
 from trl_jax.dryrun import abstract_run, trace
 from trl_jax.dryrun.plan import Plan, Run, plan
@@ -23,6 +23,8 @@ from trl_jax.run.rng import run_key
 LORA = LoraConfig(r=4, target_modules="all-linear", task_type="SEQ_CLS")
 NESTED = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
 LENGTH, PAIRS = 96, 4
+SIDES = {"chosen": 1, "rejected": 2}  # the token id that fills an answer of this column
+PAIR = {f"{side}_ids": [id] * LENGTH for side, id in SIDES.items()}
 
 
 def alike(
@@ -31,15 +33,20 @@ def alike(
     devices: int = 1,
     adapter: LoraConfig | None = None,
     quantization: BitsAndBytesConfig | None = None,
+    kind: type[BaseTrainer] = RewardTrainer,
+    row: dict[str, Any] = PAIR,
     **config,
 ) -> Plan:
-    """The plan for a config.json alone, once its programs are those of a run on the weights in a folder."""
-    args = RewardConfig(
+    """The plan for a config.json alone, once its programs are those of a run on the weights in a folder.
+
+    row: the longest row of the trainer.
+    """
+    args = kind.config_class(
         str(out), per_device_train_batch_size=PAIRS, per_device_eval_batch_size=2 * PAIRS, max_length=LENGTH,
         eval_strategy="epoch", report_to="none", remat_policy="nothing_saveable", model_init_kwargs={"dtype": "auto"},
         **config,
     )  # fmt: skip
-    real = _real(weights, args, devices, adapter, quantization)
+    real = _real(kind, row, weights, args, devices, adapter, quantization)
     tx, batch = (
         real.parts.training.made_optimizer(),
         real.parts.train_step.placed(next(iter(real.loader(real.train_dataset, training=True)))).arrays,
@@ -50,7 +57,7 @@ def alike(
             real.model.params, state, batch, rate, run_key(args), real.model.frozen
         )
     shutil.copy(weights / "config.json", out)
-    run = Run(find_checkpoint(str(out), dtype="auto"), adapter=adapter, quantization=quantization)
+    run = Run(find_checkpoint(str(out), dtype="auto"), adapter=adapter, quantization=quantization, trainer=kind)
     place = topology(f"cpu:{devices}")
     traced, found = _traced(run, abstract_run.planned(args, place, str(out))), plan(run, args, place)
     assert _letters(traced) == _letters(step)
@@ -71,12 +78,18 @@ def alike(
 
 
 def _real(
-    weights: Path, args: RewardConfig, devices: int, adapter: LoraConfig | None, quantization: Any
-) -> RewardTrainer:
-    def rows(pairs: int) -> Dataset:
-        return Dataset.from_dict({f"{side}_ids": [[id] * LENGTH] * pairs for side, id in abstract_run.SIDES.items()})
+    kind: type[BaseTrainer],
+    row: dict[str, Any],
+    weights: Path,
+    args: BaseConfig,
+    devices: int,
+    adapter: LoraConfig | None,
+    quantization: Any,
+) -> BaseTrainer:
+    def rows(count: int) -> Dataset:
+        return Dataset.from_list([row] * count)
 
-    return RewardTrainer(
+    return kind(
         str(weights),
         args,
         train_dataset=rows(PAIRS * args.gradient_accumulation_steps * devices),
@@ -88,9 +101,10 @@ def _real(
 
 def _traced(run: Run, args: abstract_run.PlannedConfig) -> Any:
     model = outlined(run.checkpoint, args, run.adapter, run.quantization)
-    trainer = abstract_run.trainer_of(model, args, run.rows)
+    trainer = abstract_run.trainer_of(run.trainer, model, args, run.rows)
     tx, found = trainer.parts.training.made_optimizer(), trace.batches(trainer)
-    assert found.tokens == 2 * LENGTH * PAIRS * args.gradient_accumulation_steps * trainer.parts.run.shards
+    texts = len(trainer.make_task().columns.texts)
+    assert found.tokens == texts * LENGTH * PAIRS * args.gradient_accumulation_steps * trainer.parts.run.shards
     return trace.traced(trainer, tx, trace.step_arguments(trainer, tx, found.largest), remat=True)
 
 

@@ -9,7 +9,7 @@ import jax
 import pytest
 from datasets import Dataset
 
-from compat_tests.dryrun.planned import LORA, NESTED, alike
+from compat_tests.dryrun.planned import LORA, NESTED, SIDES, alike
 from trl_jax import RewardConfig
 from trl_jax.core.chips import CHIPS, Topology, topology
 from trl_jax.dryrun import abstract_run
@@ -117,7 +117,7 @@ def test_what_computes_attention_is_told(bare, tmp_path, model_type, place, said
 
 def test_real_rows_tell_the_lengths(bare, tmp_path):
     lengths = [20, 30, 90, 40, 25, 50, 31, 33]
-    rows = Dataset.from_dict({f"{side}_ids": [[id] * n for n in lengths] for side, id in abstract_run.SIDES.items()})
+    rows = Dataset.from_dict({f"{side}_ids": [[id] * n for n in lengths] for side, id in SIDES.items()})
     args = config(tmp_path, train_sampling_strategy="sequential", batch_layout="padded")
     rows = abstract_run.Rows(rows, None, abstract_run.PlaceholderTokenizer())
     found = plan(replace(bare(), rows=rows), args, topology("h100:1"))
@@ -145,7 +145,7 @@ def test_what_an_evaluation_needs_counts_and_has_suggestions_of_its_own(bare, tm
 
 
 def test_rows_without_a_test_split_are_refused_as_in_training(bare, tmp_path):
-    pairs = Dataset.from_dict({f"{side}_ids": [[id] * 9] * 8 for side, id in abstract_run.SIDES.items()})
+    pairs = Dataset.from_dict({f"{side}_ids": [[id] * 9] * 8 for side, id in SIDES.items()})
     run = replace(bare(), rows=abstract_run.Rows(pairs, None, abstract_run.PlaceholderTokenizer()))
     with pytest.raises(ValueError, match="eval_strategy='epoch' needs an eval_dataset"):
         plan(run, config(tmp_path, eval_strategy="epoch"), topology("h100:1"))

@@ -15,7 +15,8 @@ class Window:
     """A window of one pass, whose outputs are its number for every example of its one batch."""
 
     def __init__(self, number, examples):
-        self.passes, self.batches = [(np.float32(number), None)], [SimpleNamespace(num_examples=examples)]
+        self.passes = [(np.float32(number), None)]
+        self.batches = [SimpleNamespace(num_examples=examples, divisor=examples)]
 
     @property
     def rows(self):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +52,10 @@ class FakeHub:
         place = self.cache / "snapshots" / COMMIT / file
         if not place.exists():
             place.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(self.upstream / file, place)
+            kind = "sha256" if file.endswith((".safetensors", ".bin")) else "sha1"
+            blob = self.cache / "blobs" / hashlib.new(kind, (self.upstream / file).read_bytes()).hexdigest()
+            blob.parent.mkdir(exist_ok=True)
+            shutil.copy(self.upstream / file, blob)
+            place.symlink_to(os.path.relpath(blob, place.parent))
             self.fetched.append(file)
         return place

@@ -38,7 +38,8 @@ class Hub:
 
     Attributes:
         fault: asked with (method, path) before each answer; a number is the status to answer with, "drop" closes the
-            connection, "slow" waits half a second, None is a good answer.
+            connection, "slow" waits half a second, "hang" never answers, "zeros" sends zeros for a file's bytes
+            and "half" half of them, None is a good answer.
         headers: sent with every faulty answer.
         requests: (method, path) of all that came.
         received: the same with query, headers and body, but for the Authorization header.
@@ -52,6 +53,7 @@ class Hub:
     token: str = TOKEN
     fault: Any = lambda method, path: None
     headers: dict[str, str] = field(default_factory=dict)
+    closed: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self):
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
@@ -60,6 +62,7 @@ class Hub:
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
     def close(self) -> None:
+        self.closed.set()
         self.server.shutdown()
         self.server.server_close()
 
@@ -135,9 +138,14 @@ class _Handler(BaseHTTPRequestHandler):
             return
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.hub.received[-1] += body
+        self.spoiled = fault
+        if fault == "hang":
+            self.hub.closed.wait()
+            self.close_connection = True
+            return
         if fault == "slow":
             time.sleep(0.5)
-        elif fault is not None:
+        elif fault not in (None, "zeros", "half"):
             self._send(fault, {"error": f"the server says {fault}"}, self.hub.headers)
             return
         if not path.startswith("/objects/") and self.headers.get("Authorization") != f"Bearer {self.hub.token}":
@@ -152,14 +160,15 @@ class _Handler(BaseHTTPRequestHandler):
                 return
         self._send(404, {"error": f"{method} {path} is not known here"})
 
-    def _send(self, status: int, content: Any, headers: dict | None = None) -> None:
+    def _send(self, status: int, content: Any, headers: dict | None = None, half: bool = False) -> None:
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         for name, value in {"Content-Length": str(len(data)), "X-Request-Id": "1", **(headers or {})}.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(data)
+            self.wfile.write(data[: len(data) // 2] if half else data)
+        self.close_connection = half or self.close_connection
 
     def whoami(self, body):
         self._send(200, {"name": USER, "type": "user", "auth": {"accessToken": {"role": "write"}}})
@@ -232,7 +241,9 @@ class _Handler(BaseHTTPRequestHandler):
         if data is None:
             self._send(404, {"error": "Entry not found"}, {"X-Error-Code": "EntryNotFound"})
             return
-        self._send(200, data, {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": _oid(history)})
+        digest = (hashlib.sha256 if path.endswith(".safetensors") else hashlib.sha1)(data).hexdigest()
+        sent = bytes(len(data)) if self.spoiled == "zeros" else data
+        self._send(200, sent, {"ETag": f'"{digest}"', "X-Repo-Commit": _oid(history)}, half=self.spoiled == "half")
 
 
 _NAME, _BRANCH = r"(?P<name>[^/]+/[^/]+)", r"(?P<branch>[^/]+)"

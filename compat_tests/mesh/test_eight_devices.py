@@ -1,4 +1,4 @@
-"""Runs eight_devices.py where there are eight devices: JAX settles how many a process has once."""
+"""Runs files of tests where there are eight devices: JAX settles how many a process has once."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
-def test_eight_devices():
-    file = Path(__file__).with_name("eight_devices.py")
+
+@pytest.mark.parametrize("name", ["eight_devices.py", "eight_token_heads.py"])
+def test_eight_devices(name):
+    file = Path(__file__).with_name(name)
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-n", "0", "-q", "-x", str(file)],
         capture_output=True,

@@ -40,7 +40,7 @@ def asked(layout="auto", device="cpu", **more):
         (asked(), WHOLE, "padded", "reads whole rows"),
         (asked("shared"), WHOLE, "padded", "reads whole rows"),
         (asked(disable_dropout=False), CAUSAL, "shared", ""),
-        (asked(disable_dropout=False), DROPS, "padded", "disable_dropout=False"),
+        (asked(disable_dropout=False), DROPS, "padded", "knows no dropout"),
         (asked(neftune_noise_alpha=5.0), CAUSAL, "padded", "neftune_noise_alpha"),
         (asked(), DROPS, "shared", ""),
         (asked(device="cuda"), CAUSAL, "shared", ""),

@@ -17,7 +17,7 @@ import trl_jax
 from compat_tests.parity.reference import BASE, read_weights
 from compat_tests.trainer.trainers import FACTS, make, stream, table
 from trl_jax.run import memory_metrics
-from trl_jax.run.user_loss.bound_model import in_jax
+from trl_jax.run.user_loss.torch_errors import in_jax
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from trl_jax.core.arguments.renamed import translated
+from trl_jax.core.trainers import WHERE
 
 # TRL's modules of which we replace names -> our modules with these names, in the order in which they are asked.
 MODULES: dict[str, tuple[str, ...]] = {
@@ -28,13 +29,12 @@ MODULES: dict[str, tuple[str, ...]] = {
     "trl.trainer": ("trl_jax.trainer",),
     "trl.trainer.callbacks": ("trl_jax.trainer.callbacks",),
     "trl.trainer.model_config": ("trl_jax.trainer.model_config",),
-    "trl.trainer.reward_config": ("trl_jax.trainer.reward_config",),
-    "trl.trainer.reward_trainer": ("trl_jax.trainer.reward_trainer",),
     "trl.trainer.utils": ("trl_jax.trainer.utils",),
+    **{ours.replace("trl_jax", "trl"): (ours,) for ours in WHERE.values()},
 }
 _ARGUMENTS = "transformers.training_args"
 _PACKAGES = ("trl", "trl.scripts", "trl.trainer")
-_FOLLOWED = "1.16.0"  # the release of TRL whose reward surface this is
+_FOLLOWED = "1.16.0"  # the release of TRL whose surface this is
 _IN_CHILDREN = Path(__file__).parent / "children"
 
 

@@ -1,4 +1,4 @@
-"""`trl-jax reward`, `plan`, `score`, `env`: TRL's flags and YAML. Each command imports what it needs when it runs."""
+"""The commands of `trl-jax`: TRL's flags and YAML. Each command imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import warnings
 from importlib import metadata
 
 from trl_jax.core.secrets import masked_flags, scrubbed
+from trl_jax.core.trainers import TRAINERS
 
-COMMANDS = {
-    "reward": "train a reward model on preference pairs",
+COMMANDS = {command: names.summary for command, names in TRAINERS.items()} | {
     "plan": "will my run fit on this TPU? Compiles its step for devices you do not have",
     "score": "score the answers of a file with a reward model",
     "env": "print versions and devices",
@@ -69,7 +69,7 @@ def _show_warning(message, category, filename, lineno, file=None, line=None) -> 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="trl-jax",
-        description="Train and use reward models in JAX, with TRL's flags.",
+        description="Train and use models in JAX, with TRL's flags.",
         epilog=(
             "`trl-jax COMMAND --help` lists a command's flags. TRL_JAX_TRACEBACK=1 shows an error's origin."
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,14 +32,30 @@ class Example(NamedTuple):
         return max(map(len, self.texts))
 
     @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Where each document of the one text begins and ends; of a text without documents, itself."""
+        ends = np.cumsum([0, *(self.documents or [len(self.texts[0])])]).tolist()
+        return list(itertools.pairwise(ends))
+
+    @property
     def longest_document(self) -> int:
         """Number of tokens of the longest document, which is the longest text where texts consist of none."""
-        return max(self.documents) if self.documents else self.longest
+        return max(self.documents, default=self.longest)
 
     @property
     def num_targets(self) -> int:
-        """Number of tokens that are to be predicted; a text's first one never is."""
-        return sum(int(np.count_nonzero(np.asarray(labels[1:]) != IGNORED)) for labels in self.labels)
+        """Number of tokens that are to be predicted, of all texts together."""
+        return sum(len(self.targets(text)[0]) for text in range(len(self.labels)))
+
+    def targets(self, text: int) -> tuple[np.ndarray, np.ndarray]:
+        """The places of a text that predict a target, in order, and these targets: `[n]` each.
+
+        The first token of a document is predicted from nothing, whatever its label.
+        """
+        labels = np.array(self.labels[text], np.int64)
+        labels[np.cumsum([0, *self.documents[:-1]])] = IGNORED
+        at = np.flatnonzero(labels != IGNORED)
+        return at - 1, labels[at]
 
     @property
     def tokens(self) -> int:
@@ -50,15 +67,17 @@ class Columns(NamedTuple):
     """The columns of a prepared dataset that a step is computed from.
 
     texts: columns of token ids, one for each text of an example, in the order of the outputs.
-    numbers: columns of numbers; a dataset may lack any of them.
+    numbers: columns of numbers.
     labels: columns of labels, one for each text, under a language model's head.
     documents: the column of the tokens of each document of the one text; a dataset may lack it.
+    optional: those of `numbers` that a dataset may lack.
     """
 
     texts: tuple[str, ...]
     numbers: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
     documents: str | None = None
+    optional: tuple[str, ...] = ()
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -77,24 +96,30 @@ class Measured(NamedTuple):
     """The part of a batch that a loss needs besides the model's outputs; fields as in `Batch`.
 
     num_examples: how many of the E examples are real; the others are padding.
+    divisor: what the loss of this batch is a mean over: its examples, or its targets.
     """
 
     weight: Any
     extras: dict[str, Any]
     num_examples: int
     micro_batch: Any = None
+    divisor: float = 1.0
 
 
-def measured(examples: Sequence[Example], size: int) -> Measured:
-    """Make a batch of these examples, padded to `size` ones; real examples weigh equally, and their weights sum to
-    1."""
+def measured(examples: Sequence[Example], size: int, *, per_token: bool = False) -> Measured:
+    """Make a batch of these examples, padded to `size` ones, whose loss is a mean.
+
+    Args:
+        per_token: a mean over their targets, otherwise over the examples.
+    """
     count = len(examples)
+    divisor = max(1, sum(example.num_targets for example in examples)) if per_token else count
     weight = np.zeros(size, np.float32)
-    weight[:count] = 1 / count
+    weight[:count] = 1 / divisor
     extras = {name: np.zeros(size, np.float32) for name in examples[0].extras}
     for name, values in extras.items():
         values[:count] = [example.extras[name] for example in examples]
-    return Measured(weight, extras, count)
+    return Measured(weight, extras, count, divisor=divisor)
 
 
 def of_examples(outputs: Any, texts: int, num_examples: int) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from datasets import Dataset, IterableDataset
@@ -20,6 +20,8 @@ from trl_jax.data.layout.packed import Form, RowViewShape, greedy_bins, pack_exa
 from trl_jax.data.layout.padded import pad_examples
 from trl_jax.data.layout.sharded import by_shard, filled, room, sharded_packed, sharded_rows
 from trl_jax.data.order import epoch_order, micro_batches
+
+Weighting = Literal["examples", "tokens", "shards"]
 
 
 class IndexedExample(NamedTuple):
@@ -61,6 +63,9 @@ class ExampleLoader:
     On several devices, `shards` of them divide each micro-batch, and arrays have an axis of shards after that of
     passes. The last micro-batch of a training epoch is then filled up with its first examples, as TRL's ranks do,
     unless `fills` says otherwise: a resumed run goes on as it began, whatever devices it has now.
+
+    The loss of a step is a sum over its examples, whose weights are by `weighting` TRL's mean over micro-batches of
+    means over "examples", a mean over "tokens" (the step's targets), or over "shards" of means over each one's targets.
     """
 
     dataset: Dataset | IterableDataset
@@ -71,6 +76,7 @@ class ExampleLoader:
     pad_to_multiple_of: int | str | None
     layout: str = "padded"
     buckets: Buckets = Buckets()
+    weighting: Weighting = "examples"
     views: ViewBuckets | None = None  # instead of buckets, where attention reads the texts of packed rows as rows
     accumulation: int = 1
     shards: int = 1
@@ -165,7 +171,7 @@ class ExampleLoader:
     def _step(self, group: list[list[IndexedExample]], number: int) -> StepBatch:
         shards = self.shards if self.divided else 1
         examples = by_shard([[indexed.example for indexed in batch] for batch in group], shards)
-        weights = [1 / (len(group) * len(batch)) for batch in group for _ in range(shards)]
+        weights = self._weights(group, examples, shards)
         arrays, pass_of = self._laid_out(examples, weights, partial(self.buckets, step=number))
         lengths = [[len(ids) for example in batch for ids in example.texts] for batch in examples]
         rows, passes = [indexed.index for batch in group for indexed in batch], self.accumulation * shards
@@ -180,6 +186,17 @@ class ExampleLoader:
             passes=[[row for row, at in zip(rows, pass_of, strict=True) if at == p] for p in range(passes)],
             rows_digest=group[-1][-1].digest,
         )
+
+    def _weights(
+        self, group: list[list[IndexedExample]], runs: list[list[Example]], shards: int
+    ) -> list[float]:
+        """The weight of the examples of each of `by_shard`'s runs, by `weighting`."""
+        if self.weighting == "examples":
+            return [1 / (len(group) * len(batch)) for batch in group for _ in range(shards)]
+        targets = np.asarray([sum(example.num_targets for example in run) for run in runs]).reshape(-1, shards)
+        if self.weighting == "tokens":
+            return [1 / max(1, int(targets.sum()))] * len(runs)
+        return (1 / (shards * np.maximum(1, targets.sum(axis=0)))).tolist() * len(group)
 
     def _laid_out(
         self, micro_batches: list[list[Example]], weights: list[float], bucket: Callable[[int], int]

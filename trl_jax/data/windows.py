@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -31,8 +32,21 @@ class Window:
     rows: list[list[int]]
     batch_size: int
 
-    def restored(self, outputs: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Reorder outputs by pass, `[X]` or `[shards, X]`, to outputs by batch, `[texts * batch_size]`, float32."""
+    def restored(self, outputs: Sequence[Any]) -> list[Any]:
+        """Reorder outputs by pass to outputs by batch.
+
+        Args:
+            outputs: of each pass, float32 `[X]` or `[shards, X]`, or such arrays by name.
+
+        Returns:
+            Of each batch `[texts * batch_size]`, or such arrays by name.
+        """
+        if not isinstance(outputs[0], dict):
+            return self._restored(outputs)
+        by_name = {name: self._restored([output[name] for output in outputs]) for name in outputs[0]}
+        return [{name: parts[number] for name, parts in by_name.items()} for number in range(len(self.batches))]
+
+    def _restored(self, outputs: Sequence[np.ndarray]) -> list[np.ndarray]:
         texts = outputs[0].shape[-1] // self.passes[0][1].shape[-1]
         restored = np.zeros((texts, len(self.batches) * self.batch_size), np.float32)
         for (_, examples), output in zip(self.passes, outputs, strict=True):
@@ -66,7 +80,9 @@ class Windows:
         loader, batches = self._loader, [[one.example for one in batch] for batch in indexed]
         rows = [[one.index for one in batch] for batch in indexed]
         passes = self._padded_passes(batches) if loader.layout == "padded" else self._packed_passes(batches)
-        return Window(passes, [measured(batch, loader.batch_size) for batch in batches], rows, loader.batch_size)
+        per_token = loader.weighting != "examples"
+        parts = [measured(batch, loader.batch_size, per_token=per_token) for batch in batches]
+        return Window(passes, parts, rows, loader.batch_size)
 
     def _padded_passes(self, batches: list[list[Example]]) -> list[tuple[Batch, np.ndarray]]:
         loader, examples = self._loader, [example for batch in batches for example in batch]
@@ -91,7 +107,7 @@ class Windows:
         mean = sum(one.tokens for one in placed) // (len(batches) * shards)
         self._packed = max(self._packed, loader.buckets(max(mean, *(one.tokens for one in placed))))
         if loader.views is not None:
-            _, text = loader.views(self._packed, max(one.example.longest for one in placed))
+            _, text = loader.views(self._packed, max(one.example.longest_document for one in placed))
             self._text = max(self._text, text)
         # Rotary embeddings that depend on the longest text use that of the batch of one of TRL's ranks.
         longest = dict(zip((one.slot for one in placed), longest_beside(placed, self._share), strict=True))

@@ -10,13 +10,13 @@ from datasets import Dataset, IterableDataset
 from transformers.trainer_utils import SaveStrategy
 
 from trl_jax.core.chips import Topology
+from trl_jax.data.example import Columns
 from trl_jax.dryrun.compiler import devices
 from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.run.arguments.base_config import BaseConfig
 from trl_jax.run.arguments.jax_arguments import Device
-from trl_jax.trainer.reward_config import RewardConfig
-from trl_jax.trainer.reward_trainer import RewardTrainer
-
-SIDES = {"chosen": 1, "rejected": 2}  # the token id that fills a made-up answer of this column
+from trl_jax.tasks.task import Task
+from trl_jax.trainer.base_trainer import BaseTrainer
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class PlannedDevice(Device):
         return "cuda" if self.platform == "gpu" else self.platform
 
 
-class PlannedConfig(RewardConfig):
-    """A RewardConfig whose device and mesh are those planned for; see `planned`."""
+class PlannedConfig(BaseConfig):
+    """A config whose device and mesh are those planned for; `planned` mixes it into the trainer's own."""
 
     platform: ClassVar[str]
     devices: ClassVar[list]
@@ -45,19 +45,31 @@ class PlannedConfig(RewardConfig):
 
 
 class PlaceholderTokenizer:
-    """Stands in for a tokenizer where pairs come as token ids."""
+    """Stands in for a tokenizer where texts come as token ids."""
 
     pad_token, pad_token_id, eos_token, eos_token_id = "<pad>", 0, "</s>", 0
+    chat_template = None
 
     def get_vocab(self) -> dict[str, int]:
         return {self.pad_token: 0, self.eos_token: 0}
 
 
-def planned(args: RewardConfig, topology: Topology, output_dir: str) -> PlannedConfig:
+class _Arguments(NamedTuple):
+    """All that a trainer has when it makes its task."""
+
+    args: BaseConfig
+
+
+def task_of(kind: type[BaseTrainer], args: BaseConfig) -> Task:
+    """The task that a trainer of this class makes of these arguments."""
+    return kind.make_task(_Arguments(args))
+
+
+def planned(args: BaseConfig, topology: Topology, output_dir: str) -> PlannedConfig:
     """Copy the arguments for a run on `topology` that saves, reports and pushes nothing and is handed its model."""
     args = copy.copy(args)
     target = {"platform": topology.platform, "devices": devices(topology)}
-    args.__class__ = type("PlannedConfig", (PlannedConfig,), target)
+    args.__class__ = type("PlannedConfig", (PlannedConfig, type(args)), target)
     quiet = {"output_dir": output_dir, "report_to": [], "push_to_hub": False, "use_cpu": False}
     quiet |= {"save_strategy": SaveStrategy.NO, "load_best_model_at_end": False, "model_init_kwargs": None}
     for name, value in quiet.items():
@@ -65,45 +77,58 @@ def planned(args: RewardConfig, topology: Topology, output_dir: str) -> PlannedC
     return args
 
 
-def evaluates(args: RewardConfig) -> bool:
+def evaluates(args: BaseConfig) -> bool:
     """Whether the run evaluates on the way."""
     return args.eval_strategy != "no" or args.eval_on_start
 
 
 class Rows(NamedTuple):
-    """The pairs of a run and their tokenizer. None as `train` stands for made-up pairs of max_length tokens each, which
-    share no prefix."""
+    """The rows of a run and their tokenizer. None as `train` stands for made-up rows, whose texts have max_length
+    tokens each and share no prefix."""
 
     train: Dataset | IterableDataset | None = None
     test: Any = None
     tokenizer: Any = None
 
 
-def trainer_of(model: PreTrainedModel, args: PlannedConfig, rows: Rows) -> RewardTrainer:
+def trainer_of(kind: type[BaseTrainer], model: PreTrainedModel, args: PlannedConfig, rows: Rows) -> BaseTrainer:
     """Build the trainer of the run.
 
     Raises:
-        ValueError: rows.train and args.max_length are both None, or RewardTrainer refuses the arguments.
+        ValueError: rows.train and args.max_length are both None, the trainer refuses the arguments, or it computes the
+            loss in a method of a script's.
     """
     if rows.train is None:
         if args.max_length is None:
             raise ValueError("max_length=None bounds no text: pass --max_length, or --dataset_name for real lengths.")
-        rows = _longest_pairs(args)
+        rows = _longest_rows(task_of(kind, args).columns, args)
         args = copy.copy(args)
         args.eos_token = args.pad_token = args.chat_template_path = None
-    return RewardTrainer(
+    trainer = kind(
         model=model,
         args=args,
         train_dataset=rows.train,
         eval_dataset=rows.test if evaluates(args) else None,
         processing_class=rows.tokenizer,
     )
+    if own := sorted(trainer.parts.run.own_loss):
+        raise ValueError(f"{kind.__name__} overrides {', '.join(own)}: a plan is of the task's own loss. Leave it out.")
+    return trainer
 
 
-def _longest_pairs(args: PlannedConfig) -> Rows:
-    def pairs(count: int) -> Dataset:
-        ids = {f"{side}_ids": [[id] * args.max_length] * count * len(args.devices) for side, id in SIDES.items()}
-        return Dataset.from_dict(ids)
+def _longest_rows(columns: Columns, args: PlannedConfig) -> Rows:
+    size, passes = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    counts = (size * passes, args.per_device_eval_batch_size)
+    train, test = (longest(columns, args.max_length, count * len(args.devices)) for count in counts)
+    return Rows(train, test, PlaceholderTokenizer())
 
-    train = pairs(args.per_device_train_batch_size * args.gradient_accumulation_steps)
-    return Rows(train, pairs(args.per_device_eval_batch_size), PlaceholderTokenizer())
+
+def longest(columns: Columns, length: int, count: int) -> Dataset:
+    """Make up `count` rows of a task's columns, with texts of `length` tokens.
+
+    Each text is filled with an id of its own, so texts share no prefix, and each of its tokens is to be predicted.
+    """
+    texts = [[number] * length for number, _ in enumerate(columns.texts, start=1)]
+    row = dict(zip(columns.texts, texts, strict=True)) | dict(zip(columns.labels, texts, strict=False))
+    row |= {name: 0.0 for name in columns.numbers if name not in columns.optional}
+    return Dataset.from_dict({name: [value] * count for name, value in row.items()})

@@ -1,4 +1,4 @@
-"""FLOPs of one matrix product in HLO text, two for each pair of numbers that are multiplied."""
+"""FLOPs of one matrix product in HLO text, two for each multiplication, whose result is added to a sum."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from trl_jax.core.chips import Topology
 from trl_jax.core.packed import BLOCK
+from trl_jax.core.trainers import names_of_config
 from trl_jax.dryrun import abstract_run, step_flops, step_memory, trace
 from trl_jax.dryrun.compiler import Compiled, compiled, no_compiler
 from trl_jax.hub.auto import Checkpoint
@@ -20,9 +21,9 @@ from trl_jax.hub.peft.quantization import BitsAndBytesConfig
 from trl_jax.nn.attention import cudnn, splash
 from trl_jax.nn.attention.padded import QUERY_BLOCK
 from trl_jax.run import layout_choice
+from trl_jax.run.arguments.base_config import BaseConfig
 from trl_jax.run.model_loading import outlined
 from trl_jax.trainer.base_trainer import BaseTrainer
-from trl_jax.trainer.reward_config import RewardConfig
 
 _BY_ROWS = f"plain XLA, {QUERY_BLOCK} queries of a row at a time against the keys before them"
 _ALONG_PACKED = "{}, {} queries of a packed row at a time against the blocks of keys that any of them sees"
@@ -129,27 +130,33 @@ def _plain(value: Any) -> Any:
 @dataclass(frozen=True)
 class Run:
     """The run to plan: a checkpoint, whose weights are not read, the rows, and the adapter and the quantization of the
-    base weights, if any."""
+    base weights, if any.
+
+    trainer: the class of the trainer; None takes the one of trl_jax's whose arguments are planned.
+    """
 
     checkpoint: Checkpoint
     rows: abstract_run.Rows = abstract_run.Rows()
     adapter: LoraConfig | None = None
     quantization: BitsAndBytesConfig | None = None
+    trainer: type[BaseTrainer] | None = None
 
 
-def plan(run: Run, args: RewardConfig, topology: Topology, *, compiles: bool = True) -> Plan:
+def plan(run: Run, args: BaseConfig, topology: Topology, *, compiles: bool = True) -> Plan:
     """Plan a run.
 
     Args:
         compiles: False plans by arithmetic alone.
 
     Raises:
-        ValueError: RewardTrainer refuses the arguments, or there are neither rows nor a max_length.
+        ValueError: the trainer refuses the arguments, or there are neither rows nor a max_length.
+        TypeError: the arguments are those of a trainer that is not trl_jax's, and `run.trainer` is None.
     """
+    kind = names_of_config(args).load_trainer() if run.trainer is None else run.trainer
     with tempfile.TemporaryDirectory() as folder:
         planned = abstract_run.planned(args, topology, folder)
         model = outlined(run.checkpoint, planned, run.adapter, run.quantization)
-        trainer = abstract_run.trainer_of(model, planned, run.rows)
+        trainer = abstract_run.trainer_of(kind, model, planned, run.rows)
         survey = trace.batches(trainer)
     why, tx = no_compiler(topology) if compiles else "nothing was compiled", trainer.parts.training.made_optimizer()
     arguments, compiles = trace.step_arguments(trainer, tx, survey.largest), why is None
@@ -176,6 +183,7 @@ def _planned(
     one, arch, maps = trace.one_pass(trainer, arguments), trace.arch_of(trainer), trace.maps(trainer)
     causal, gradients = trainer.model.backend.causal, trace.gradients(trainer, arguments)
     flops = step_flops.flops(maps, survey.largest, arch, causal=causal, remat=remat)
+    flops += step_flops.head_flops(survey.largest, arch, trainer.model.params)
     return Plan(
         model=model,
         parameters=trainer.model.num_parameters(),
@@ -230,6 +238,11 @@ def _bound(
     return step_flops.bound(topology.chip, result, step_memory.on_device((arguments.params, arguments.state)))
 
 
-def _settings(args: RewardConfig) -> dict[str, Any]:
-    names = "per_device_train_batch_size gradient_accumulation_steps max_length gradient_checkpointing".split()
-    return {name: vars(args)[name] for name in names} | {"compute": args.compute_dtype}
+def _settings(args: BaseConfig) -> dict[str, Any]:
+    return {
+        "per_device_train_batch_size": args.per_device_train_batch_size,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "max_length": args.max_length,
+        "gradient_checkpointing": args.gradient_checkpointing,
+        "compute": args.compute_dtype,
+    }

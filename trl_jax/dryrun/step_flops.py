@@ -55,6 +55,22 @@ def flops(maps: Sequence[Map], batch: Batch, arch: Any, *, causal: bool, remat: 
     return forward + (9 if remat else 7) * attended // 2
 
 
+def head_flops(batch: Batch, arch: Any, trained: Mapping[str, Any]) -> int:
+    """FLOPs of a language model's head in a step, on all devices together; 0 under a score head, which has one row.
+
+    At each target four products with the vocabulary: logits, the same again in the backward pass, the gradient of the
+    hidden state and, unless the table is frozen, that of the table.
+
+    Args:
+        trained: the parameters that train, by path.
+    """
+    if batch.targets is None:
+        return 0
+    table = (arch.vocab_size, arch.hidden_size)
+    products = 4 if any(leaf.shape == table for leaf in trained.values()) else 3
+    return 2 * products * int(np.sum(np.asarray(batch.targets) >= 0)) * math.prod(table)
+
+
 def channels_of(arch: Any) -> int:
     """Channels of all query heads together."""
     return arch.hidden_size if "head_dim" not in vars(arch) else arch.num_heads * arch.head_dim

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from trl_jax.dryrun.plan import Plan
-from trl_jax.trainer.reward_config import RewardConfig
+from trl_jax.run.arguments.base_config import BaseConfig
 
-Planned = Callable[[RewardConfig, bool], Plan]  # compiled, or by arithmetic alone
+Planned = Callable[[BaseConfig, bool], Plan]  # compiled, or by arithmetic alone
 _SLACK = 1.1  # by what factor arithmetic may still be off once it is scaled to the peak that the compiler found
 
 
@@ -29,7 +29,7 @@ class Suggestion(NamedTuple):
         return {"settings": self.settings, "plan": self.plan.as_dict()}
 
 
-def suggestions_for(args: RewardConfig, plan: Plan, planned: Planned) -> Iterator[Suggestion]:
+def suggestions_for(args: BaseConfig, plan: Plan, planned: Planned) -> Iterator[Suggestion]:
     """Plan each suggestion alone; where none is enough, all of them together at the end.
 
     Of batch sizes and of max_length the largest that fits is suggested, or the smallest where none fits.
@@ -56,8 +56,8 @@ def suggestions_for(args: RewardConfig, plan: Plan, planned: Planned) -> Iterato
         yield _suggest(args, together, planned)
 
 
-def switches(args: RewardConfig, plan: Plan) -> list[dict[str, Any]]:
-    """Settings that leave the pairs of every step as they are, are not set yet and help the phase that does not fit."""
+def switches(args: BaseConfig, plan: Plan) -> list[dict[str, Any]]:
+    """Settings that keep the examples of every step, are not set yet and help the phase that does not fit."""
     settings, step = [], plan.phases[0].fits is False
     if step and not args.gradient_checkpointing:
         settings.append({"gradient_checkpointing": True})
@@ -72,7 +72,7 @@ def switches(args: RewardConfig, plan: Plan) -> list[dict[str, Any]]:
     return settings
 
 
-def batch_sizes(args: RewardConfig) -> list[dict[str, Any]]:
+def batch_sizes(args: BaseConfig) -> list[dict[str, Any]]:
     """Halved per_device_train_batch_size down to one, with gradient_accumulation_steps doubled: the same steps."""
     size, passes = args.per_device_train_batch_size, args.gradient_accumulation_steps
     divisors = [2**power for power in range(1, size.bit_length()) if size % 2**power == 0]
@@ -81,19 +81,19 @@ def batch_sizes(args: RewardConfig) -> list[dict[str, Any]]:
     ]
 
 
-def eval_batch_sizes(args: RewardConfig) -> list[dict[str, Any]]:
+def eval_batch_sizes(args: BaseConfig) -> list[dict[str, Any]]:
     """Halved per_device_eval_batch_size, down to one."""
     size = args.per_device_eval_batch_size
     return [{"per_device_eval_batch_size": size >> power} for power in range(1, size.bit_length())]
 
 
-def max_lengths(args: RewardConfig) -> list[dict[str, Any]]:
-    """Halved max_length, down to 256; longer pairs are left out of training."""
+def max_lengths(args: BaseConfig) -> list[dict[str, Any]]:
+    """Halved max_length, down to 256; what is longer does not train."""
     lengths = [] if args.max_length is None else [args.max_length >> power for power in range(1, 16)]
     return [{"max_length": length} for length in lengths if length >= 256]
 
 
-def _largest(args: RewardConfig, plan: Plan, sizes: list[dict[str, Any]], planned: Planned) -> Suggestion | None:
+def _largest(args: BaseConfig, plan: Plan, sizes: list[dict[str, Any]], planned: Planned) -> Suggestion | None:
     """The suggestion of the first of these that fits, else of the last; None of none."""
     suggestion, room, phase = None, plan.topology.chip.memory, plan.largest
     if phase.compiled is not None and phase.compiled.room is not None:
@@ -107,11 +107,11 @@ def _largest(args: RewardConfig, plan: Plan, sizes: list[dict[str, Any]], planne
     return suggestion
 
 
-def _suggest(args: RewardConfig, settings: dict[str, Any], planned: Planned) -> Suggestion:
+def _suggest(args: BaseConfig, settings: dict[str, Any], planned: Planned) -> Suggestion:
     return Suggestion(settings, planned(_changed(args, settings), True))
 
 
-def _changed(args: RewardConfig, settings: dict[str, Any]) -> RewardConfig:
+def _changed(args: BaseConfig, settings: dict[str, Any]) -> BaseConfig:
     changed = copy.copy(args)
     for name, value in settings.items():
         setattr(changed, name, value)

@@ -15,13 +15,14 @@ class Evaluated:
     """The results of each batch, on the host.
 
     sums: what the loss gave, with `loss`. outputs: what the model gave. num_examples: the real ones. rows: which rows
-    of the set each batch is.
+    of the set each batch is. divisors: what each loss is a mean over.
     """
 
     sums: list[dict[str, np.ndarray]] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
     num_examples: list[int] = field(default_factory=list)
     rows: list[list[int]] = field(default_factory=list)
+    divisors: list[float] = field(default_factory=list)
 
     @property
     def total(self) -> int:
@@ -29,15 +30,18 @@ class Evaluated:
         return sum(self.num_examples)
 
     def loss(self) -> float:
-        """The mean over all examples; batches report means, the last one over fewer."""
+        """The mean over the whole set; batches report means, each over as much as its divisor."""
         losses = np.asarray([sums["loss"] for sums in self.sums], np.float64)
-        return float(np.average(losses, weights=self.num_examples))
+        return float(np.average(losses, weights=self.divisors))
 
-    def add(self, sums: dict[str, np.ndarray], outputs: Any, num_examples: int, rows: list[int]) -> None:
+    def add(
+        self, sums: dict[str, np.ndarray], outputs: Any, num_examples: int, rows: list[int], divisor: float
+    ) -> None:
         self.sums.append(sums)
         self.outputs.append(outputs)
         self.num_examples.append(num_examples)
         self.rows.append(rows)
+        self.divisors.append(divisor)
 
     def checked(self) -> Evaluated:
         """Raises ValueError where there was no batch."""
@@ -67,7 +71,7 @@ def run_evaluation(
     for window in windows:
         restored = window.restored(_outputs(outputs_of, window.passes))
         for outputs, batch, rows in zip(restored, window.batches, window.rows, strict=True):
-            done.add(jax.device_get(measure(outputs, batch)), outputs, batch.num_examples, rows)
+            done.add(jax.device_get(measure(outputs, batch)), outputs, batch.num_examples, rows, batch.divisor)
             after_each()
     return done.checked()
 
@@ -84,16 +88,18 @@ def run_batches(
     evaluate_batch: Callable[[Any], tuple[dict[str, jax.Array], Any]],
     batches: Iterable[Any],
     after_each: Callable[[], None],
+    divisor: Callable[[Any], float] = lambda batch: batch.num_examples,
 ) -> Evaluated:
     """The same, batch by batch, for a script's own idea of loss or prediction.
 
     Args:
         evaluate_batch: arrays -> (sums with `loss`, outputs).
         batches: items have `arrays`, `num_examples` and `rows`.
+        divisor: what the loss of a batch is a mean over.
     """
     done = Evaluated()
     for batch in batches:
         sums, outputs = jax.device_get(evaluate_batch(batch.arrays))
-        done.add(sums, outputs, batch.num_examples, batch.rows)
+        done.add(sums, outputs, batch.num_examples, batch.rows, divisor(batch))
         after_each()
     return done.checked()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
 
 from jax.experimental import multihost_utils
 
+from trl_jax.core.say import say
 from trl_jax.engine.devices.processes import several
 
 _HEEDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -52,13 +52,13 @@ class Interrupts:
         if number == signal.SIGHUP:
             _do_without_terminal()
         if self.received is not None:
-            _say(f"{name} again: leaving at once, without saving.")
+            say(f"{name} again: leaving at once, without saving.")
             os._exit(128 + number)
         self.received = signal.Signals(number)
         if self._waiting:
             raise Interrupted
         doing = "ending the evaluation" if self._evaluating else "finishing this step"
-        _say(f"{name}: {doing}, then {self._promise}. Send it again to leave at once.")
+        say(f"{name}: {doing}, then {self._promise}. Send it again to leave at once.")
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -96,14 +96,8 @@ class Interrupts:
 
     def leave(self) -> None:
         """Raise SystemExit with the code that shells expect of a process ended by this signal: 143, 130 or 129."""
-        _say(f"{self.received.name}: leaving.")
+        say(f"{self.received.name}: leaving.")
         raise SystemExit(128 + self.received)
-
-
-def _say(text: str) -> None:
-    # Not through logging: an interrupted handler may have its lock, and would never release it.
-    with contextlib.suppress(OSError):  # nobody reads it any more
-        os.write(sys.__stderr__.fileno(), f"trl_jax: {text}\n".encode())
 
 
 def _do_without_terminal() -> None:

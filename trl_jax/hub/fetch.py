@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -10,16 +12,21 @@ from typing import Any
 import huggingface_hub
 from huggingface_hub.errors import (
     EntryNotFoundError,
+    HfHubHTTPError,
     HFValidationError,
+    HTTPError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
+    RevisionNotFoundError,
 )
 
 from trl_jax.core.secrets import as_token, learn, scrubbed, shown
+from trl_jax.hub.digests import check_digest
 from trl_jax.hub.formats.gguf import unpack
 from trl_jax.hub.formats.pickles import only_pickled
 from trl_jax.hub.formats.safetensors import INDEX, SINGLE, indexed_shards, no_weights, unconverted
+from trl_jax.hub.limits import HubSilentError, limited
 from trl_jax.hub.peft.lora_config import CONFIG as ADAPTER
 from trl_jax.hub.peft.lora_config import PICKLED, no_adapter
 from trl_jax.hub.peft.lora_config import WEIGHTS as _ADAPTER_WEIGHTS
@@ -54,6 +61,7 @@ class Repository:
         Raises:
             ValueError: the weights are in another format.
             FileNotFoundError: there are none, or they cannot be fetched.
+            ConnectionError: they did not arrive as a whole.
         """
         try:
             _download(self.name, SINGLE, self.subfolder, self.commit, self.access)
@@ -72,8 +80,7 @@ class Repository:
         self._snapshot([_ADAPTER_WEIGHTS], [])
         if (self.folder / _ADAPTER_WEIGHTS).is_file():
             return
-        names = huggingface_hub.HfApi().list_repo_files(self.name, revision=self.commit, token=self.access["token"])
-        raise no_adapter(f"model={self.name!r}", _prefix(self.subfolder) + PICKLED in names)
+        raise no_adapter(f"model={self.name!r}", _prefix(self.subfolder) + PICKLED in self._listed())
 
     def _fetch_pickled(self, error: EntryNotFoundError) -> bool:
         """Fetch pytorch_model.bin, if there is one and torch can read it; returns whether."""
@@ -84,13 +91,23 @@ class Repository:
 
     def _snapshot(self, patterns, ignored) -> None:
         prefix = _prefix(self.subfolder)
-        huggingface_hub.snapshot_download(
-            self.name,
-            revision=self.commit,
-            allow_patterns=[prefix + pattern for pattern in patterns],
-            ignore_patterns=[prefix + pattern for pattern in ignored],
-            **self.access,
-        )
+        with _fetching(self.name, ", ".join(patterns)):
+            huggingface_hub.snapshot_download(
+                self.name,
+                revision=self.commit,
+                allow_patterns=[prefix + pattern for pattern in patterns],
+                ignore_patterns=[prefix + pattern for pattern in ignored],
+                **self.access,
+            )
+        for pattern in patterns:
+            for file in self.folder.glob(pattern):
+                check_digest(file, self.name)
+
+    def _listed(self) -> list[str]:
+        """The files of the repository."""
+        with _fetching(self.name, "the list of its files"):
+            api = huggingface_hub.HfApi()
+            return api.list_repo_files(self.name, revision=self.commit, token=self.access["token"])
 
     def _without_weights(self, error: EntryNotFoundError) -> Exception:
         if isinstance(error, LocalEntryNotFoundError):
@@ -98,7 +115,7 @@ class Repository:
                 f"model={self.name!r}: the weights are not in the cache ({self.folder}) and could not be fetched. "
                 f"The Hub's client said: {client_said(error)}"
             )
-        names = huggingface_hub.HfApi().list_repo_files(self.name, revision=self.commit, token=self.access["token"])
+        names = self._listed()
         pickled = _prefix(self.subfolder) + "pytorch_model"
         where = f"model={self.name!r}"
         if any(name.startswith(pickled) and name.endswith(".bin") for name in names):
@@ -124,6 +141,7 @@ def checkpoint_folder(
 
     Raises:
         FileNotFoundError: neither a folder nor a repository that can be fetched, or it lacks `subfolder`.
+        ConnectionError: a file did not arrive as a whole.
         TypeError, ValueError: the token cannot be one.
     """
     token = as_token("token", token)
@@ -146,14 +164,43 @@ def checkpoint_folder(
 
 
 def client_said(error: Exception) -> str:
-    """The text of an error of the Hub's client, without the tokens that it asks with."""
+    """The text of an error of the Hub's client, with its cause and without the tokens that it asks with."""
     learn(huggingface_hub.get_token(), "hub_token")
-    return scrubbed(str(error))
+    return scrubbed(_text(error))
 
 
 def safe_cause(error: Exception) -> Exception | None:
     """The error as the cause of another; None where its text, which tracebacks print, holds a secret."""
-    return error if client_said(error) == str(error) else None
+    return error if client_said(error) == _text(error) else None
+
+
+def _text(error: BaseException) -> str:
+    """The error's text, the request where a transport's error says nothing of it, and the cause."""
+    text = str(error)
+    if isinstance(error, HTTPError) and not isinstance(error, HfHubHTTPError | HubSilentError):
+        text = f"{type(error).__name__}: {text} ({error.request.method} {str(error.request.url).partition('?')[0]})"
+    return text if error.__cause__ is None else f"{text} {_text(error.__cause__)}"
+
+
+@contextlib.contextmanager
+def _fetching(name: str, files: str) -> Iterator[None]:
+    """Limit a block that asks the Hub for files of a model; an error that breaks it off names both.
+
+    Raises:
+        ConnectionError: the Hub did not send them as a whole.
+    """
+    with limited(f"fetching {files} of model={name!r}"):
+        try:
+            yield
+        except (*_UNREACHED, EntryNotFoundError, RevisionNotFoundError):
+            raise
+        except (HTTPError, OSError) as error:
+            if not isinstance(error, HTTPError) and error.errno is not None:  # of the disk
+                raise
+            raise ConnectionError(
+                f"model={name!r}: {files} could not be fetched from the Hub, whose client said: {client_said(error)} "
+                "Start again: what has arrived as a whole is not fetched twice."
+            ) from safe_cause(error)
 
 
 def _gguf(folder, name, file, revision, subfolder, access) -> Path:
@@ -201,7 +248,15 @@ def _config(name, subfolder, revision, access) -> Path:
 
 
 def _download(name, file, subfolder, revision, access) -> Path:
-    return Path(huggingface_hub.hf_hub_download(name, file, subfolder=subfolder or None, revision=revision, **access))
+    """Fetch one file unless the cache has it.
+
+    Raises:
+        ValueError: its digest is not the Hub's.
+    """
+    with _fetching(name, file):
+        path = huggingface_hub.hf_hub_download(name, file, subfolder=subfolder or None, revision=revision, **access)
+    check_digest(Path(path), name)
+    return Path(path)
 
 
 def _prefix(subfolder: str) -> str:

@@ -13,16 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 
 from trl_jax.core.secrets import as_token, scrubbed
+from trl_jax.hub import limits
 from trl_jax.hub.fetch import client_said
+from trl_jax.hub.leaving import told_from_now_on
 
 logger = logging.getLogger(__name__)
 
 _WAITS = (1.0, 2.0, 4.0, 8.0)  # seconds before the second try, the third, ...
 _LONGEST_WAIT = 60.0  # however long the Hub asks for
 _HOPELESS = (400, 401, 403, 404, 413)  # statuses that another try would not change
+
+
+class _UploadError(Exception):
+    """A file did not arrive; its cause is the client's."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,8 @@ class Upload:
 
 
 class Publisher:
-    """One repository. `failures` are the texts of the background pushes that failed, `running` says whether one runs.
+    """One repository. `failures` are the texts of the background pushes that failed, `running` says whether one runs,
+    `uploading` which one.
 
     The token is passed to the client and to nothing else: errors do not show it.
 
@@ -48,6 +55,7 @@ class Publisher:
         self._token, self._revision = as_token("hub_token", token), revision
         self.repo_id, self.failures = name, []
         self._private, self._opened = private, False
+        self.uploading: str | None = None
         self._thread: threading.Thread | None = None
 
     def open(self) -> str:
@@ -60,10 +68,11 @@ class Publisher:
         if not self._opened:
             api = huggingface_hub.HfApi(token=self._token)
             try:
-                url = api.create_repo(self.repo_id, private=self._private, exist_ok=True)
-                if self._revision is not None:
-                    api.create_branch(url.repo_id, branch=self._revision, exist_ok=True)
-            except Exception as error:  # the client raises its own errors, its transport's and the system's
+                with limits.limited(f"opening the repository {self.repo_id!r} on the Hub"):
+                    url = api.create_repo(self.repo_id, private=self._private, exist_ok=True)
+                    if self._revision is not None:
+                        api.create_branch(url.repo_id, branch=self._revision, exist_ok=True)
+            except (HTTPError, HFValidationError, OSError) as error:
                 raise self._failure(error, "cannot be opened") from None
             self.repo_id, self._opened = url.repo_id, True
         return self.repo_id
@@ -90,20 +99,27 @@ class Publisher:
     ) -> Future:
         """Upload after the uploads under way. At the end `done` is called with True or False; a failure is logged.
 
-        A daemon's upload is cut off when the process ends.
+        A daemon's upload is cut off when the process ends. Other uploads the process waits for at its end; a signal
+        that ends it says what that cuts off.
         """
         future, before = Future(), self._thread
+        limits.begin_again()
+        if not daemon:
+            told_from_now_on(limits.under_way, limits.cut_off)
 
         def run():
             if before is not None:
                 before.join()
             try:
                 result = self.push(uploads, revision=revision)
-            except OSError as error:
+            except Exception as error:
                 self.failures.append(str(error))
-                logger.warning("%s", error)
                 done(False)
                 future.set_exception(error)
+                if not isinstance(error, OSError):  # none of the Hub's: shown with its traceback
+                    raise
+                if not limits.is_cut_off():
+                    logger.warning("%s", error)
             else:
                 done(True)
                 future.set_result(result)
@@ -112,8 +128,32 @@ class Publisher:
         self._thread.start()
         return future
 
+    def cut_off(self) -> None:
+        """Break off what is under way, because the process is leaving."""
+        limits.cut_off()
+
     def _upload(self, upload: Upload, revision: str | None) -> Any:
-        for wait in (*_WAITS, None):
+        self.uploading = upload.message
+        try:
+            for wait in (*_WAITS, None):
+                try:
+                    return self._try(upload, revision)
+                except (HTTPError, OSError, _UploadError) as error:
+                    if wait is None or not _may_pass(error) or limits.is_cut_off():
+                        raise self._failure(error, f'did not take "{upload.message}"') from None
+                    wait = _retry_after(error) or wait
+                    logger.info("%s Trying again in %g seconds.", self._failure(error, "did not answer"), wait)
+                time.sleep(wait)
+        finally:
+            self.uploading = None
+
+    def _try(self, upload: Upload, revision: str | None) -> Any:
+        """Upload once.
+
+        Raises:
+            _UploadError: the client names a file that it could not upload.
+        """
+        with limits.limited(f'uploading "{upload.message}" to {self.repo_id}'):
             try:
                 return huggingface_hub.HfApi(token=self._token).upload_folder(
                     repo_id=self.repo_id,
@@ -123,17 +163,14 @@ class Publisher:
                     allow_patterns=[glob.escape(name) for name in upload.files],
                     revision=revision,
                 )
-            except Exception as error:  # as in open; what is no answer of the Hub's is tried again, too
-                status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
-                if wait is None or status in _HOPELESS:
-                    raise self._failure(error, f'did not take "{upload.message}"') from None
-                wait = _retry_after(error) or wait
-                logger.info("%s Trying again in %g seconds.", self._failure(error, "did not answer"), wait)
-            time.sleep(wait)
+            except RuntimeError as error:  # as which the client raises errors of its transport, in threads of its own
+                if isinstance(error.__cause__, HTTPError | OSError):
+                    raise _UploadError(str(error)) from error.__cause__
+                raise
 
     def _failure(self, error: Exception, problem: str) -> OSError:
         """The error of a request that failed; `problem` says which one."""
-        status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+        status = _status(error)
         text = f"{type(error).__name__}: {' '.join(client_said(error).split())}"
         kind = PermissionError if status in (401, 403) else ConnectionError
         way_out = (
@@ -142,6 +179,22 @@ class Publisher:
             else "What is saved here is complete: push again later."
         )
         return kind(scrubbed(f"The repository {self.repo_id!r} on the Hub {problem}: {text} {way_out}"))
+
+
+def _status(error: Exception) -> int | None:
+    """The status that the Hub answered with; None where it did not."""
+    answered = error.__cause__ if isinstance(error, _UploadError) else error
+    return answered.response.status_code if isinstance(answered, HfHubHTTPError) else None
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether another try may succeed: not after a refusal, nor for a file that cannot be read, nor in time."""
+    cause = error.__cause__ if isinstance(error, _UploadError) else error
+    if isinstance(cause, limits.HubSilentError):
+        return False
+    if isinstance(cause, HTTPError):
+        return _status(cause) not in _HOPELESS
+    return isinstance(cause, ConnectionError | TimeoutError)
 
 
 def _retry_after(error: Exception) -> float | None:

@@ -1,11 +1,28 @@
-"""Outputs of a language model's head at the places that are read."""
+"""A language model's head at the places that are read, a chunk of them at a time: there is never an array `[N, V]`.
+
+The backward pass computes a chunk's logits again, from the logarithm of the softmax's sum. Chunks of which no place
+has a target are not computed. Every sum over the vocabulary is a plain reduction, so where the weight's rows are
+divided over an axis of the mesh, devices send each other numbers of a place and no logits.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
 import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from trl_jax.core.token_outputs import TokenOutputs
-from trl_jax.nn.token_logits import head_logits, outputs_of_logits
+from trl_jax.nn.platform import platform
+
+# Numbers of a chunk, and the fewest rows: the weight's gradient is read and written once a chunk, which has to have
+# rows enough to outweigh that, and more of them where products are quick.
+_LOGITS = {"cpu": 1 << 24, "gpu": 1 << 27, "tpu": 1 << 27}
+_FEWEST = 256
+_MULTIPLE = 64
 
 
 def token_outputs(
@@ -17,5 +34,164 @@ def token_outputs(
     scale: float = 1.0,
     softcap: float | None = None,
 ) -> TokenOutputs:
-    """The outputs for `targets` `[N]`, -1 where there is none, of hidden states `[N, D]` under a head `[V, D]`."""
-    return outputs_of_logits(head_logits(hidden, weight, bias=bias, scale=scale, softcap=softcap), targets)
+    """Outputs `[N]` of hidden states `[N, D]` under a weight `[V, D]` and a bias `[V]`, float32.
+
+    Logits are `z = softcap * tanh((hidden @ weight.T + bias) * scale / softcap)`. The product and the bias are of
+    hidden's dtype, what follows is float32. `targets` `[N]` are ids; below 0, a place has none, and such places come
+    last: their outputs are zeros. What takes no part in differentiation, as a frozen weight, gets no gradient computed.
+    """
+    places, rows = len(targets), _chunk_rows(len(targets), len(weight))
+    filled = -places % rows
+    head = _Head(rows, float(scale), None if softcap is None else float(softcap))
+    hidden, targets = jnp.pad(hidden, ((0, filled), (0, 0))), jnp.pad(targets, (0, filled), constant_values=-1)
+    return TokenOutputs(*(output[:places] for output in _outputs(head, hidden, weight, bias, targets)))
+
+
+def _chunk_rows(places: int, vocabulary: int) -> int:
+    rows = _LOGITS[platform()] // vocabulary // _MULTIPLE * _MULTIPLE
+    return max(1, min(places, max(_FEWEST, rows)))
+
+
+@dataclass(frozen=True)
+class _Head:
+    """Rows of a chunk, and what becomes of the product."""
+
+    rows: int
+    scale: float
+    softcap: float | None
+
+    def logits(self, hidden: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
+        """Float32 `[rows, V]`; `weight` and `bias` are of hidden's dtype."""
+        z = _rounded(jnp.einsum("nd,vd->nv", hidden, weight), hidden.dtype)
+        z = (z if bias is None else _rounded(z + bias, hidden.dtype)) * self.scale
+        return z if self.softcap is None else self.softcap * jnp.tanh(z / self.softcap)
+
+    def before(self, d_z: jax.Array, z: jax.Array) -> jax.Array:
+        """The gradient of the product, of that of the logits."""
+        slope = 1.0 if self.softcap is None else 1 - jnp.square(z / self.softcap)
+        return d_z * slope * self.scale
+
+    def chunks(self, targets: jax.Array) -> jax.Array:
+        """How many chunks have a target.
+
+        Written out for shards of the batch, each may have its own number. Where the compiler divides products as well,
+        devices send to each other in every chunk, and all do as many as the longest, for which they would wait anyway:
+        whether loops of different lengths may send is up to the platform.
+        """
+        count = (jnp.sum(targets >= 0, dtype=jnp.int32) + self.rows - 1) // self.rows
+        mesh = jax.sharding.get_abstract_mesh()
+        divided = any(mesh.shape[axis] > 1 for axis in mesh.auto_axes)
+        return jax.lax.pmax(count, mesh.manual_axes) if divided and mesh.manual_axes else count
+
+    def taken(self, chunk: jax.Array, array: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(array, chunk * self.rows, self.rows)
+
+    def put(self, chunk: jax.Array, array: jax.Array, rows: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(array, rows.astype(array.dtype), chunk * self.rows, 0)
+
+
+def _rounded(array: jax.Array, kind: jnp.dtype) -> jax.Array:
+    """Float32 of the numbers that `kind` has. XLA leaves out casts to fewer bits and back, but not this."""
+    bits = jnp.finfo(kind)
+    return jax.lax.reduce_precision(array.astype(jnp.float32), bits.nexp, bits.nmant)
+
+
+class _Yes(NamedTuple):
+    """A pytree without arrays: what is saved may not be a bool."""
+
+
+class _Saved(NamedTuple):
+    """The forward pass's for the backward. `differentiated`: of hidden, weight and bias, those with a gradient."""
+
+    arrays: tuple[jax.Array, jax.Array, jax.Array | None, jax.Array]
+    log_sum: jax.Array
+    entropy: jax.Array
+    chunks: jax.Array
+    differentiated: tuple[_Yes | None, ...]
+
+
+def _forward(head, hidden, weight, bias, targets):
+    """TokenOutputs, the logarithms of the softmax's sums `[N]`, and the number of chunks."""
+    weight, bias = jax.tree.map(lambda array: array.astype(hidden.dtype), (weight, bias))
+    ids, chunks = jnp.arange(len(weight)), head.chunks(targets)
+
+    def compute(chunk, outputs):
+        target = head.taken(chunk, targets)
+        z = head.logits(head.taken(chunk, hidden), weight, bias)
+        largest = jnp.max(z, axis=1)
+        weights = jnp.exp(z - largest[:, None])
+        total = jnp.sum(weights, axis=1)
+        log_sum = largest + jnp.log(total)
+        first = jnp.min(jnp.where(z == largest[:, None], ids, len(ids)), axis=1)
+        logps = jnp.sum(jnp.where(ids == target[:, None], z, 0), axis=1) - log_sum
+        entropy = log_sum - jnp.sum(weights * z, axis=1) / total
+        found = logps, entropy, jnp.mean(z, axis=1) - log_sum, first == target
+        found = (*(jnp.where(target >= 0, output, 0) for output in found), log_sum)
+        return tuple(head.put(chunk, array, rows) for array, rows in zip(outputs, found, strict=True))
+
+    zeros = jnp.zeros(len(targets), jnp.float32)
+    *outputs, log_sum = jax.lax.fori_loop(0, chunks, compute, (zeros,) * 5)
+    return TokenOutputs(*outputs), log_sum, chunks
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _outputs(head, hidden, weight, bias, targets):
+    return _forward(head, hidden, weight, bias, targets)[0]
+
+
+def _outputs_forward(head, *primals):
+    arrays = jax.tree.map(lambda primal: primal.value, primals)
+    differentiated = tuple(_Yes() if primal is not None and primal.perturbed else None for primal in primals[:3])
+    outputs, log_sum, chunks = _forward(head, *arrays)
+    return outputs, _Saved(arrays, log_sum, outputs.entropy, chunks, differentiated)
+
+
+def _outputs_backward(head, saved, cotangents):
+    hidden, weight, bias, targets = saved.arrays
+    cast_weight, cast_bias = jax.tree.map(lambda array: array.astype(hidden.dtype), (weight, bias))
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+    def add(chunk, gradients):
+        d_hidden, d_weight, d_bias = gradients
+        hidden_rows = head.taken(chunk, hidden)
+        z = head.logits(hidden_rows, cast_weight, cast_bias)
+        d_z = head.before(_d_logits(head, chunk, z, saved, cotangents), z).astype(hidden.dtype)
+        if d_hidden is not None:
+            d_hidden = head.put(chunk, d_hidden, product("nv,vd->nd", d_z, cast_weight))
+        if d_weight is not None:
+            d_weight += product("nv,nd->vd", d_z, hidden_rows)
+        if d_bias is not None:
+            d_bias += jnp.sum(d_z, axis=0, dtype=jnp.float32)
+        return d_hidden, d_weight, d_bias
+
+    kinds = hidden.dtype, jnp.float32, jnp.float32
+    zeros = tuple(
+        None if asked is None else jnp.zeros(array.shape, kind)
+        for asked, array, kind in zip(saved.differentiated, saved.arrays, kinds, strict=False)
+    )
+    d_hidden, d_weight, d_bias = jax.lax.fori_loop(0, saved.chunks, add, zeros)
+    cast = [None if d is None else d.astype(a.dtype) for d, a in ((d_weight, weight), (d_bias, bias))]
+    return d_hidden, *cast, None
+
+
+def _d_logits(head, chunk, z, saved, cotangents):
+    """The gradient `[rows, V]` of the chunk's logits, zeros where there is no target."""
+    target = head.taken(chunk, saved.arrays[3])
+    column = partial(_column, head, chunk, target)
+    of_logps, of_entropy, of_mean = map(column, cotangents[:3])
+    log_p = z - head.taken(chunk, saved.log_sum)[:, None]
+    of_p = of_logps + of_mean
+    if not isinstance(cotangents.entropy, SymbolicZero):
+        of_p = of_p + of_entropy * (log_p + head.taken(chunk, saved.entropy)[:, None])
+    at_target = jnp.arange(z.shape[1]) == target[:, None]
+    return jnp.where(at_target, of_logps, 0) + of_mean / z.shape[1] - jnp.exp(log_p) * of_p
+
+
+def _column(head, chunk, target, cotangent):
+    """A chunk's cotangents `[rows, 1]`, without those of places that have no target."""
+    if isinstance(cotangent, SymbolicZero):
+        return jnp.zeros((len(target), 1), jnp.float32)
+    return jnp.where(target >= 0, head.taken(chunk, cotangent), 0)[:, None]
+
+
+_outputs.defvjp(_outputs_forward, _outputs_backward, symbolic_zeros=True)

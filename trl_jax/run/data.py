@@ -10,9 +10,10 @@ from datasets import Dataset, IterableDataset
 
 from trl_jax.core.layer_gather import SEQUENCE
 from trl_jax.data.layout.plan import LayoutPlan
-from trl_jax.data.loader import ExampleLoader
+from trl_jax.data.loader import ExampleLoader, Weighting
 from trl_jax.data.order import RunLength, run_length
 from trl_jax.data.rows.checks import check_token_ids
+from trl_jax.data.rows.labels import check_labels
 from trl_jax.run import layout_choice
 from trl_jax.run.state import RunState
 
@@ -28,7 +29,9 @@ def prepare(run: RunState, dataset: Any, name: str, *, bounded: bool = True) -> 
         num_proc=run.args.dataset_num_proc,
         name=name,
     )
-    return check_token_ids(prepared, run.task.columns.texts, run.vocab_size, name, run.max_positions)
+    columns = run.task.columns
+    prepared = check_token_ids(prepared, columns.texts, run.vocab_size, name, run.max_positions)
+    return check_labels(prepared, columns, run.vocab_size, name) if columns.labels else prepared
 
 
 def length_of(run: RunState) -> RunLength:
@@ -78,6 +81,7 @@ def loader(run: RunState, dataset: Dataset | IterableDataset, *, training: bool)
         pad_token_id=run.processing_class.pad_token_id,
         pad_to_multiple_of=run.pad_to_multiple_of,
         layout=layout.layout,
+        weighting=_weighting(run),
         buckets=layout.buckets,
         views=layout.views,
         accumulation=args.gradient_accumulation_steps if training else 1,
@@ -87,6 +91,13 @@ def loader(run: RunState, dataset: Dataset | IterableDataset, *, training: bool)
         # No row of an evaluation is dropped and, as in TRL, none of a stream.
         drop_last=training and args.dataloader_drop_last and isinstance(dataset, Dataset),
     )
+
+
+def _weighting(run: RunState) -> Weighting:
+    """How the loss of a step weighs its examples."""
+    if run.task.head == "score" or not run.task.per_token:
+        return "examples"
+    return "tokens" if run.args.average_tokens_across_devices else "shards"
 
 
 def _layout(run: RunState, dataset: Any, lengths: np.ndarray | None, training: bool) -> LayoutPlan:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from trl_jax.data.loader import ExampleLoader
-from trl_jax.run.user_loss.bound_model import inputs_of
+from trl_jax.run.user_loss.inputs import inputs_of
 from trl_jax.tasks.task import Task
 
 

@@ -20,6 +20,7 @@ from trl_jax.engine.evaluation import Evaluated, run_batches, run_evaluation
 from trl_jax.engine.prefetch import Prefetched
 from trl_jax.run.dataloaders import Batches, steps_of
 from trl_jax.run.forward import Forward
+from trl_jax.run.logits import LogitsEvaluation
 from trl_jax.run.predictions import Predicted, token_ids_of
 from trl_jax.run.state import RunState
 from trl_jax.run.user_loss.bound_model import UserLoss
@@ -72,11 +73,11 @@ class Evaluator:
     def predict(self, batches: Any, prefix: str, hooks: MetricHooks) -> PredictionOutput:
         """Predict the batches of get_test_dataloader, texts longer than max_length included."""
         start = time.time()
-        evaluated, predicted = self._evaluated(batches, "get_test_dataloader", hooks, bounded=False)
+        evaluated, predicted = self._evaluated(batches, "get_test_dataloader", hooks, predicts=True)
         metrics = _prefixed(prefix, evaluated.loss(), self._script_metrics(predicted, hooks))
         metrics |= self._speed(prefix, start, evaluated)
         self._run.events.fire("on_predict", metrics)
-        return PredictionOutput(predictions=predicted.joined, label_ids=(), metrics=metrics)
+        return PredictionOutput(predictions=predicted.joined, label_ids=predicted.joined_labels, metrics=metrics)
 
     def windows(self, batches: Any) -> Windows:
         """The windows of an evaluation of this loader's batches."""
@@ -91,21 +92,27 @@ class Evaluator:
         return self._forward.outputs(params, jax.tree.map(lambda leaf: leaf[0], batch), **options)
 
     def _evaluated(
-        self, batches: Batches, method: str, hooks: MetricHooks, *, bounded: bool = True
+        self, batches: Batches, method: str, hooks: MetricHooks, *, predicts: bool = False
     ) -> tuple[Evaluated, Predicted]:
+        """The results of a loader's batches; to `predict`, texts may be longer than max_length."""
         run = self._run
         dtype = (None if run.in_train else run.args.eval_dtype) or run.args.compute_dtype
         run.events.handler.eval_dataloader = batches
         steps, after_each = steps_of(batches, method), partial(run.events.fire, "on_prediction_step")
         with run.on_device():
-            if self._by_script is None:
-                outputs_of = partial(self._outputs, run.model.arrays, dtype=dtype, bounded=bounded)
+            if self._by_script is not None:
+                evaluate = partial(self._by_script, run.model.arrays, dtype=dtype)
+                evaluated = run_batches(self._checked(evaluate), steps, after_each)
+            elif run.task.head == "lm" and (predicts or hooks.compute_metrics is not None):
+                by_logits = LogitsEvaluation(run, hooks.preprocess_logits_for_metrics)
+                evaluate = self._checked(partial(by_logits, run.model.arrays, dtype=dtype))
+                rows = replace(steps, layout="padded", divided=False)
+                evaluated = run_batches(evaluate, rows, after_each, by_logits.divisor)
+            else:
+                outputs_of = partial(self._outputs, run.model.arrays, dtype=dtype, bounded=not predicts)
                 place = None if run.sharding_plan is None else self._placed
                 windows = Prefetched(self.windows(steps), place, run.interrupts.check)
                 evaluated = run_evaluation(self._checked(outputs_of), self._measure, windows, after_each)
-            else:
-                evaluate = partial(self._by_script, run.model.arrays, dtype=dtype)
-                evaluated = run_batches(self._checked(evaluate), steps, after_each)
         return evaluated, self._predicted(evaluated, batches.dataset, hooks)
 
     def _checked(self, evaluate: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -123,12 +130,14 @@ class Evaluator:
 
     def _predicted(self, evaluated: Evaluated, dataset: Any, hooks: MetricHooks) -> Predicted:
         run, counts = self._run, evaluated.num_examples
-        if "prediction_step" in run.overridden:
+        if isinstance(evaluated.outputs[0], tuple):
             predictions, labels = (list(part) for part in zip(*evaluated.outputs, strict=True))
+        elif run.task.head == "lm":  # sums of texts, which nobody asked for
+            predictions, labels = [()] * len(counts), [()] * len(counts)
         else:
             outputs = zip(evaluated.outputs, counts, strict=True)
             predictions, labels = [run.task.predictions(*batch) for batch in outputs], [()] * len(counts)
-        if (preprocess := hooks.preprocess_logits_for_metrics) is not None:
+        if (preprocess := hooks.preprocess_logits_for_metrics) is not None and run.task.head == "score":
             shown = zip(predictions, labels, strict=True)
             predictions = [jax.tree.map(np.asarray, preprocess(*batch)) for batch in shown]
         texts = len(run.task.columns.texts)

@@ -22,8 +22,9 @@ class Forward:
 
     def outputs(
         self, params: dict, batch: Batch, *, dtype: str, bounded: bool = True, **options: Any
-    ) -> jax.Array:
-        """The head's output at each read: `[X]`, float32.
+    ) -> Any:
+        """The outputs of each text, float32 `[X]`: those of a score head or, under a language model's head, the task's
+        `per_text` by name.
 
         Args:
             dtype: of the layers' computation.
@@ -35,7 +36,11 @@ class Forward:
         if run.model.backend.window is not None:
             options["max_tokens"] = run.args.max_length if bounded else None
         options |= {"lengths": batch.lengths} if batch.packed is None else {"packed": batch.packed}
-        return model(batch.tokens, batch.positions, batch.reads, dtype=jnp.dtype(dtype), **options)
+        if run.task.head == "score":
+            return model(batch.tokens, batch.positions, batch.reads, dtype=jnp.dtype(dtype), **options)
+        options["targets"] = batch.targets
+        outputs = model(batch.tokens, batch.positions, batch.reads, dtype=jnp.dtype(dtype), **options)
+        return run.task.per_text(outputs, batch)
 
     def loss(
         self, params: dict, batch: Batch, key: jax.Array | None, *, remat: bool | str = False
@@ -51,7 +56,7 @@ class Forward:
         outputs = self.outputs(params, batch, dtype=self._run.args.compute_dtype, **options)
         return self._run.task.loss(outputs, batch)
 
-    def measure(self, outputs: jax.Array, batch: Measured) -> dict[str, jax.Array]:
+    def measure(self, outputs: Any, batch: Measured) -> dict[str, jax.Array]:
         """The sums of an evaluated batch, and its `loss`, a mean."""
         loss, sums = self._run.task.loss(outputs, batch)
         return sums | {"loss": loss}

@@ -38,9 +38,9 @@ def exact_layout(args: BaseConfig, backend: Backend, *, striped: bool = False) -
     if not backend.takes_packed:
         return "padded", "this model reads whole rows, not texts laid end to end"
     if backend.drops_out and not args.disable_dropout:
-        return "padded", "with disable_dropout=False what both answers begin with is dropped for each in its own way"
+        return "padded", "attention along packed rows knows no dropout"
     if args.neftune_noise_alpha:
-        return "padded", "with neftune_noise_alpha what both answers begin with gets noise of its own in each"
+        return "padded", "with neftune_noise_alpha each text gets noise of its own, also where two begin alike"
     if asked == "auto" and args.device.type == "cuda" and striped:
         reason = "texts that are divided over GPUs have no kernel along packed rows; batch_layout='shared' uses XLA"
         return "padded", reason

@@ -34,6 +34,13 @@ class Predicted:
         """The predictions of all batches as one array, or as a list where they are not joined."""
         return _joined(self.predictions) if self.together else self.predictions
 
+    @property
+    def joined_labels(self) -> Any:
+        """The labels likewise; `()` where there are none."""
+        if not np.size(self.labels[0]):
+            return ()
+        return _joined(self.labels) if self.together else self.labels
+
     def metrics(self, compute: Callable[..., dict], include: list[str], by_batch: bool) -> dict[str, float]:
         """The metrics of the script's `compute`, ready for JSON.
 

@@ -1,4 +1,4 @@
-"""Loads preference pairs by name: a Hub id, a local folder, or one file."""
+"""Loads datasets by name: a Hub id, a local folder, or one file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "cs
 SAVED = ("state.json", "dataset_dict.json")
 
 
-def load_preferences(
+def load_splits(
     name: str, config: str | None = None, streaming: bool = False
 ) -> Mapping[str, Dataset | IterableDataset]:
     """Load split -> rows. A single file, or a single saved dataset, is the split "train".
@@ -49,7 +49,7 @@ def _load_file(path: Path, config: str | None, streaming: bool) -> Mapping[str, 
             f"dataset file {path} ends in {path.suffix!r}: wanted {_readable()}, or one of them .gz."
         )
     if path.stat().st_size == 0:
-        raise ValueError(f"dataset file {path} is empty: wanted rows with chosen and rejected.")
+        raise ValueError(f"dataset file {path} is empty: wanted rows to train on.")
     return load_dataset(READERS[_suffix(path)], data_files={"train": str(path)}, streaming=streaming)
 
 
@@ -70,7 +70,7 @@ def _no_config(path: Path, config: str | None) -> None:
 
 
 def _suffix(path: Path) -> str:
-    """The suffix of the file's type: .jsonl for pairs.jsonl and for pairs.jsonl.gz."""
+    """The suffix of the file's type: .jsonl for rows.jsonl and for rows.jsonl.gz."""
     return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
 
 

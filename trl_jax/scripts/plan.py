@@ -5,34 +5,19 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl_jax.core.chips import known, topology
+from trl_jax.core.chips import topology
+from trl_jax.core.trainers import DEFAULT, TRAINERS, TrainerNames
+from trl_jax.scripts.plan_parser import PlanArguments, PlanParser
 
 if TYPE_CHECKING:
     from trl_jax.dryrun.plan import Run
-    from trl_jax.scripts.utils import DatasetMixtureConfig, ScriptArguments, TrlParser
+    from trl_jax.run.arguments.base_config import BaseConfig
+    from trl_jax.scripts.utils import DatasetMixtureConfig, ScriptArguments
     from trl_jax.trainer.model_config import ModelConfig
-    from trl_jax.trainer.reward_config import RewardConfig
-
-
-@dataclass
-class PlanArguments:
-    """The devices to plan for, and what to report."""
-
-    _argument_group_name = "plan"
-
-    topology: str = field(metadata={"help": f"The devices to plan for. {known()}"})
-    json: str | None = field(default=None, metadata={"help": "File to write the figures to, as JSON."})
-    suggestions: bool = field(
-        default=True,
-        metadata={
-            "help": "Where it does not fit, plan settings that might make it fit, one by one.",
-            "aliases": ["--levers"],  # its former name
-        },
-    )
 
 
 # Arguments that change neither the memory nor the time of a step or an evaluation.
@@ -53,14 +38,14 @@ NO_PART = frozenset(
 def main(
     plan_args: PlanArguments,
     script_args: ScriptArguments,
-    training_args: RewardConfig,
+    training_args: BaseConfig,
     model_args: ModelConfig,
     dataset_args: DatasetMixtureConfig,
 ) -> None:
     """Print the plan, and write it to the file of `--json`. Trains nothing, downloads no weights.
 
     Raises:
-        ValueError: the topology is unknown, or the run is one that `trl-jax reward` refuses.
+        ValueError: the topology is unknown, or the run is one that training refuses.
     """
     from trl_jax.dryrun.compiler import prepare
     from trl_jax.dryrun.plan import plan
@@ -73,9 +58,9 @@ def main(
     if ignored:
         names = ", ".join(f"--{name}" for name in ignored)
         warnings.warn(f"A plan is of a step and of a pass of evaluation; no part in it have {names}.", stacklevel=2)
-    run = _run_of(script_args, training_args, model_args, dataset_args)
+    run = _run_of(TRAINERS[plan_args.trainer], script_args, training_args, model_args, dataset_args)
 
-    def planned(args: RewardConfig, compiles: bool = True) -> Any:
+    def planned(args: BaseConfig, compiles: bool = True) -> Any:
         return plan(run, args, target, compiles=compiles)
 
     result = planned(training_args)
@@ -90,16 +75,17 @@ def main(
         Path(plan_args.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
-def without_part(args: RewardConfig) -> list[str]:
-    """The arguments of `NO_PART` that differ from their defaults."""
+def without_part(args: BaseConfig) -> list[str]:
+    """The arguments of `NO_PART` that the config has and that differ from their defaults."""
     default = type(args)(args.output_dir, eval_strategy=args.eval_strategy, use_cpu=args.use_cpu)
     usual = vars(default) | {"output_dir": type(args)().output_dir, "use_cpu": False}
-    return sorted(name for name in NO_PART if vars(args)[name] != usual[name])
+    return sorted(name for name in NO_PART & usual.keys() if vars(args)[name] != usual[name])
 
 
 def _run_of(
+    names: TrainerNames,
     script_args: ScriptArguments,
-    training_args: RewardConfig,
+    training_args: BaseConfig,
     model_args: ModelConfig,
     dataset_args: DatasetMixtureConfig,
 ) -> Run:
@@ -108,17 +94,18 @@ def _run_of(
     from trl_jax.dryrun.abstract_run import Rows, evaluates
     from trl_jax.dryrun.plan import Run
     from trl_jax.run.model_loading import find, quantization_of, tokenizer_folder
-    from trl_jax.scripts.reward import check_flags, datasets_of, model_init_kwargs, split_of
+    from trl_jax.scripts.training import check_flags, datasets_of, model_init_kwargs, split_of
     from trl_jax.trainer.utils import get_peft_config, get_quantization_config
 
     mixture = dataset_args if dataset_args.datasets else None
     has_rows = script_args.dataset_name is not None or mixture is not None
-    check_flags(script_args, training_args, model_args, mixes=mixture is not None or not has_rows)
+    check_flags(script_args, model_args, rows=names.rows, mixes=mixture is not None or not has_rows)
     args = copy.copy(training_args)
     args.model_init_kwargs = model_init_kwargs(training_args, model_args)
     checkpoint = find(model_args.model_name_or_path, args, "score")
     quantization = quantization_of(get_quantization_config(model_args), args)
-    run = Run(checkpoint, adapter=get_peft_config(model_args), quantization=quantization)
+    adapter, trainer = get_peft_config(model_args), names.load_trainer()
+    run = Run(checkpoint, adapter=adapter, quantization=quantization, trainer=trainer)
     if not has_rows:
         return run
     code = training_args.trust_remote_code
@@ -128,26 +115,9 @@ def _run_of(
     return replace(run, rows=Rows(split_of(splits, script_args, "dataset_train_split"), test, tokenizer))
 
 
-def make_parser(prog: str | None = None) -> TrlParser:
-    """Parser of (PlanArguments, ScriptArguments, RewardConfig, ModelConfig, DatasetMixtureConfig)."""
-    from trl_jax.scripts.reward import fit_to_release
-    from trl_jax.scripts.utils import DatasetMixtureConfig, ScriptArguments, TrlParser
-    from trl_jax.trainer.model_config import ModelConfig
-    from trl_jax.trainer.reward_config import RewardConfig
-
-    kinds = (PlanArguments, ScriptArguments, RewardConfig, ModelConfig, DatasetMixtureConfig)
-    parser = TrlParser(kinds, prog=prog)
-    parser.usage = "%(prog)s --model_name_or_path MODEL --topology v5e:4x4\n       [--config FILE.yaml] [flags]"
-    parser.description = (
-        "Will my run fit on this TPU? For example:\n\n"
-        "  trl-jax plan --model_name_or_path meta-llama/Llama-3.1-8B --topology v5e:4x4 \\\n"
-        "      --fsdp full_shard --max_length 1024 --per_device_train_batch_size 1\n\n"
-        "The training step is compiled for devices you do not have, from config.json alone: memory, collectives, a "
-        "lower bound on the time of a step, and whether it fits. Flags are those of `trl-jax reward`; without "
-        "--dataset_name every text is taken to be as long as --max_length and to share nothing."
-    )
-    fit_to_release(parser, RewardConfig.argument_table)
-    return parser
+def make_parser(prog: str | None = None) -> PlanParser:
+    """Parser of (PlanArguments, ScriptArguments, the trainer's config, ModelConfig, DatasetMixtureConfig)."""
+    return PlanParser(DEFAULT, prog)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ class ScriptArguments:
 
     dataset_name: str | None = field(
         default=None,
-        metadata={"help": "Hub id, local folder, or jsonl, json, parquet or csv file of the pairs."},
+        metadata={"help": "Hub id, local folder, or jsonl, json, parquet or csv file of the rows."},
     )
     dataset_config: str | None = field(
         default=None, metadata={"help": "Configuration of a dataset with several."}
@@ -90,9 +90,9 @@ class TrlParser(HfArgumentParser):
         Raises:
             ValueError: an unknown flag, or an unknown key unless fail_with_unknown_args is False.
         """
-        flags, path = _take_config(list(sys.argv[1:] if args is None else args))
+        flags, path = take_config(list(sys.argv[1:] if args is None else args))
         learn_flags(flags)
-        config = {} if path is None else _read_config(path)
+        config = {} if path is None else read_config(path)
         from_config = self.set_defaults_with_config(**config)
         if from_config and fail_with_unknown_args and not return_remaining_strings:
             keys = [flag[2:] for flag in from_config[::2]]
@@ -138,8 +138,8 @@ def _or_none(inner: Callable[[str], Any]) -> Callable[[str], Any]:
     return parse
 
 
-def _take_config(args: list[str]) -> tuple[list[str], str | None]:
-    """The arguments without --config and its value, and that value."""
+def take_config(args: list[str]) -> tuple[list[str], str | None]:
+    """Split --config off: the arguments without it and its value, and that value."""
     for i, arg in enumerate(args):
         if arg.startswith("--config="):
             return args[:i] + args[i + 1 :], arg.partition("=")[2]
@@ -150,7 +150,7 @@ def _take_config(args: list[str]) -> tuple[list[str], str | None]:
     return args, None
 
 
-def _read_config(path: str) -> dict[str, Any]:
+def read_config(path: str) -> dict[str, Any]:
     """Read the keys of a YAML file, and set the environment from its `env` block."""
     import yaml
 

@@ -32,7 +32,7 @@ class RewardTask:
     center_rewards_coefficient: float | None = None
 
     head: ClassVar[Literal["score"]] = "score"
-    columns: ClassVar[Columns] = Columns(("chosen_ids", "rejected_ids"), ("margin",))
+    columns: ClassVar[Columns] = Columns(("chosen_ids", "rejected_ids"), ("margin",), optional=("margin",))
 
     def prepare(
         self, dataset: Dataset | IterableDataset, tokenizer: Any, **limits: Any

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from trl_jax.core.lazy import fetching
+from trl_jax.core.trainers import WHERE
 
-_WHERE = {
+_WHERE = WHERE | {
     "DataCollatorForPreference": "trl_jax.trainer.collator",
     "ModelConfig": "trl_jax.trainer.model_config",
-    "RewardConfig": "trl_jax.trainer.reward_config",
-    "RewardTrainer": "trl_jax.trainer.reward_trainer",
     "RichProgressCallback": "trl_jax.trainer.callbacks",
     "compute_accuracy": "trl_jax.trainer.utils",
     "get_peft_config": "trl_jax.trainer.utils",

@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
-from trl_jax.data.example import Measured
 from trl_jax.data.rows.checks import check_type
 from trl_jax.engine.checkpoints.progress import Progress
 from trl_jax.engine.devices.compilation import keep_compilations
@@ -36,6 +34,7 @@ from trl_jax.run.rng import check_noise
 from trl_jax.run.state import RunState
 from trl_jax.run.train_step import default_optimizer
 from trl_jax.run.user_loss.bound_model import BoundModel, script_values
+from trl_jax.run.user_loss.default_loss import default_loss
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.refusals import check_overridden, names_of_script, refuse
 from trl_jax.trainer.surface import Surface
@@ -209,17 +208,15 @@ class BaseTrainer(Surface):
         """The mean loss of a batch. Scripts override it, in jax.numpy; it is compiled, gradient and all.
 
         Args:
-            model: called as `model(input_ids=..., attention_mask=...)`, gives `.logits` `[rows, 1]`.
+            model: called as `model(input_ids=..., attention_mask=...)`, gives `.logits`, `[rows, 1]` of a score head
+                and `[rows, T, V]` of a language model's.
             inputs: `input_ids` and `attention_mask` `[X, T]`: each example's first text, then the second ones, and what
                 else the task has.
             return_outputs: give `(loss, outputs)`.
-            num_items_in_batch: of TRL's signature; means nothing here.
+            num_items_in_batch: the targets of the whole step, which a language model's loss is divided by; None in an
+                evaluation and under a score head.
         """
-        task = self._run.task
-        outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
-        examples = len(outputs.logits) // len(task.columns.texts)
-        extras = {name: inputs[name] for name in task.columns.numbers if name in inputs}
-        loss, _ = task.loss(outputs.logits[:, 0], Measured(jnp.full(examples, 1.0 / examples), extras, examples))
+        loss, outputs = default_loss(self._run.task, model, inputs, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
     def _save_checkpoint(self, progress: Progress) -> Path:
@@ -276,8 +273,8 @@ class BaseTrainer(Surface):
         """The task's predictions for every row of a dataset, raw or prepared; of those longer than max_length, too.
 
         Returns:
-            `predictions`, batch by batch in the order of the task's outputs; `label_ids` is `()`; `metrics` has the
-            loss and the speed.
+            `predictions`, batch by batch in the order of the task's outputs; `label_ids`, which are `()` unless the
+            task has labels; `metrics` has the loss and the speed.
         """
         refuse(ignore_keys=ignore_keys)
         prepared = self.prepare_dataset(test_dataset, "test", bounded=False)
@@ -290,7 +287,10 @@ class BaseTrainer(Surface):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple:
-        """(loss, logits `[X, 1]`, None) of one batch. Where a script overrides it, evaluation calls it every time."""
+        """(loss, logits, labels) of one batch. Where a script overrides it, evaluation calls it every time.
+
+        Logits are `[X, 1]` and labels None under a score head, `[rows, T, V]` and `[rows, T]` of a language model.
+        """
         refuse(ignore_keys=ignore_keys)
         loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
-        return loss, None if prediction_loss_only else outputs["logits"], None
+        return (loss, None, None) if prediction_loss_only else (loss, outputs["logits"], inputs.get("labels"))

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trl_jax.core.packed import Packed
+from trl_jax.data.example import Example
 
 
 class Batch(NamedTuple):
@@ -21,7 +22,7 @@ class Batch(NamedTuple):
         shape.
     targets: int32 `[N]`, the id that each read predicts, -1 of one that only fills the shape. None under a score head.
     text: int32 `[N]`, the text that each read belongs to, X of one that only fills the shape. None under a score head.
-    lengths: int32 `[X]`, tokens of each text.
+    lengths: int32 `[X]`, tokens of each text; `[R]` of padded rows, of which documents have one each.
     weight: float32 `[E]`, the share of each example in the step's loss; 0 marks one that is not in this pass.
     micro_batch: bool `[M, E]`, which micro-batch of the step an example belongs to; metrics are summed over each.
     extras: float32 `[E]` by name, numbers of the examples that the loss needs.
@@ -40,6 +41,26 @@ class Batch(NamedTuple):
     packed: Packed | None = None
     targets: np.ndarray | None = None
     text: np.ndarray | None = None
+
+    def read(self, index: tuple[int, ...], start: int, places: np.ndarray, targets: np.ndarray, text: int) -> int:
+        """Enter reads of a text that predict `targets` `[n]`, from read `start` of a pass on. Returns their end.
+
+        Args:
+            index: of the pass.
+            places: of the reads, flat within the pass, `[n]`.
+        """
+        end = start + len(places)
+        self.reads[index][start:end], self.targets[index][start:end] = places, targets
+        self.text[index][start:end] = text
+        return end
+
+
+def read_places(example: Example, text: int, pad_token_id: int) -> np.ndarray:
+    """The places of a text that outputs are wanted of, `[n]`: those that predict a target; without labels the one that
+    transformers' classifiers read."""
+    if example.labels:
+        return example.targets(text)[0]
+    return np.asarray([last_real_token(example.texts[text], pad_token_id)])
 
 
 def last_real_token(ids: Sequence[int], pad_token_id: int) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 
 from trl_jax.core.packed import Packed, RowView
 from trl_jax.data.example import Example
-from trl_jax.data.layout.batch import Batch, last_real_token
+from trl_jax.data.layout.batch import Batch, read_places
 
 
 class Placed(NamedTuple):
@@ -101,10 +101,10 @@ def place(
 
 
 def longest_beside(placed: Sequence[Placed], size: int) -> list[int]:
-    """For each example the longest text among those that TRL would run beside it: runs of `size` slots."""
+    """For each example the longest document among those that TRL would run beside it: runs of `size` slots."""
     longest: dict[int, int] = {}
     for one in placed:
-        longest[one.slot // size] = max(longest.get(one.slot // size, 0), one.example.longest)
+        longest[one.slot // size] = max(longest.get(one.slot // size, 0), one.example.longest_document)
     return [longest[one.slot // size] for one in placed]
 
 
@@ -133,16 +133,18 @@ def pack_examples(
     if form.row_view is None:
         length = form.bucket(max(filled))
     else:
-        length, text = form.row_view.shape(max(filled), max(one.example.longest for one in placed))
-        view = _no_view(rows, len(like.texts) * form.row_view.examples, text, length)
-    batch = _empty(form, rows, length, count, examples, like, view)
+        length, text = form.row_view.shape(max(filled), max(one.example.longest_document for one in placed))
+        view = _no_view(rows, _view_rows(placed, into, form.row_view), text, length)
+    batch = _empty(form, rows, length, count, examples, like, view, _num_reads(placed, into, length))
     beside = longest_beside(placed, examples) if beside is None else beside
-    free, taken = [0] * rows, [0] * rows
+    free, taken, read = [0] * rows, [0] * rows, [0] * rows
     for one, row, longest in zip(placed, into, beside, strict=True):
-        places = _write(batch, row, free[row], one, form.pad_token_id)
+        places = _write(batch, row, free[row], one)
+        read[row] = _write_reads(batch, row, read[row], one, places, form.pad_token_id)
         if view is not None:
-            _write_view(view, row, taken[row], one.shared, places)
-        taken[row] += 1
+            runs = [places[0][start:end] for start, end in one.example.spans] if one.example.documents else places
+            _write_view(view, row, taken[row], one.shared, runs)
+            taken[row] += len(runs)
         end = free[row] + one.tokens
         batch.packed.longest[row, 0, free[row] : end] = longest
         free[row] = end
@@ -150,17 +152,19 @@ def pack_examples(
 
 
 def _empty(
-    form: Form, rows: int, length: int, count: int, examples: int, like: Example, view: RowView | None
+    form: Form, rows: int, length: int, count: int, examples: int, like: Example, view: RowView | None, reads: int
 ) -> Batch:
     def filled(shape: tuple[int, ...], value: int, dtype: type = np.int32) -> np.ndarray:
         return np.full((rows, *shape), value, dtype)
 
-    slots = count * examples
+    slots, targets, text = count * examples, None, None
+    if like.labels:
+        targets, text = filled((reads,), -1), filled((reads,), len(like.texts) * slots)
     member = np.repeat(np.eye(count, dtype=bool), examples, axis=1)
     return Batch(
         tokens=filled((1, length), form.pad_token_id),
         positions=filled((1, length), 0),
-        reads=filled((len(like.texts) * slots,), 0),
+        reads=filled((reads if like.labels else len(like.texts) * slots,), 0),
         lengths=filled((len(like.texts) * slots,), 1),
         weight=filled((slots,), 0, np.float32),
         micro_batch=np.broadcast_to(member, (rows, *member.shape)),
@@ -169,10 +173,26 @@ def _empty(
             filled((1, length), length),
             filled((1, length), length),
             filled((1, length), 1),
-            filled((1, length), length) if form.share else None,
+            filled((1, length), length) if form.share and len(like.texts) > 1 else None,
             view,
         ),
+        targets=targets,
+        text=text,
     )
+
+
+def _num_reads(placed: Sequence[Placed], into: Sequence[int], length: int) -> int:
+    """Places for the reads of a packed row with targets: as many as it has tokens, whatever part of them is read, or a
+    multiple where texts that share tokens read them twice."""
+    targets = np.bincount(into, [one.example.num_targets for one in placed])
+    return max(1, -(-int(targets.max()) // length)) * length
+
+
+def _view_rows(placed: Sequence[Placed], into: Sequence[int], view: RowViewShape) -> int:
+    """Rows that the texts of any packed row are viewed as; of documents the next power of two, so that few shapes
+    compile."""
+    documents = int(np.bincount(into, [len(one.example.documents) for one in placed]).max())
+    return 1 << (documents - 1).bit_length() if documents else len(placed[0].example.texts) * view.examples
 
 
 def _no_view(rows: int, count: int, longest: int, length: int) -> RowView:
@@ -192,39 +212,53 @@ def _places(texts: Sequence[Sequence[int]], start: int, shared: int) -> list[np.
     return [of_first, np.concatenate([of_first[:shared], np.arange(branch, branch + len(second) - shared)])]
 
 
-def _write(batch: Batch, row: int, start: int, one: Placed, pad_token_id: int) -> list[np.ndarray]:
-    """Lay an example into a packed row from `start` on. Returns where each text's tokens are.
-
-    A text that is the same as the first one is read at one place with it: sums in another order would tell them apart,
-    as TRL does not.
-    """
-    texts, slots = one.example.texts, batch.weight.shape[1]
+def _write(batch: Batch, row: int, start: int, one: Placed) -> list[np.ndarray]:
+    """Lay an example into a packed row from `start` on. Returns where each text's tokens are."""
+    texts = one.example.texts
     places = _places(texts, start, one.shared)
     tokens, positions, packed = batch.tokens[row, 0], batch.positions[row, 0], batch.packed
     first, end = packed.first[row, 0], packed.end[row, 0]
     for ids, at in reversed(list(zip(texts, places, strict=True))):
-        tokens[at], positions[at] = ids, np.arange(len(ids))
-        first[at], end[at] = at[0], at + 1
-        if packed.prompt is not None:
-            packed.prompt[row, 0, at] = at[0]
+        tokens[at] = ids
+        for begin, stop in one.example.spans if one.example.documents else [(0, len(ids))]:
+            run = at[begin:stop]
+            positions[run], first[run], end[run] = np.arange(stop - begin), run[0], run + 1
+            if packed.prompt is not None:
+                packed.prompt[row, 0, run] = run[0]
     if one.shared:  # the first text's own tokens see from themselves to the end of what is shared
         own = places[0][one.shared :]
         first[own], end[own] = own, places[0][0] + one.shared
-    for number, (ids, at) in enumerate(zip(texts, places, strict=True)):
-        slot = number * slots + one.slot
-        read = places[0] if np.array_equal(texts[0], ids) else at
-        batch.reads[row, slot], batch.lengths[row, slot] = read[last_real_token(ids, pad_token_id)], len(ids)
     batch.weight[row, one.slot] = one.weight
     for name, values in batch.extras.items():
         values[row, one.slot] = one.example.extras[name]
     return places
 
 
+def _write_reads(
+    batch: Batch, row: int, read: int, one: Placed, places: list[np.ndarray], pad_token_id: int
+) -> int:
+    """Enter the reads of an example, those of targets from `read` on. Returns their end.
+
+    A text that is the same as the first one is read at one place with it: sums in another order would tell them apart,
+    as TRL does not.
+    """
+    texts, slots = one.example.texts, batch.weight.shape[1]
+    for number, (ids, at) in enumerate(zip(texts, places, strict=True)):
+        slot = number * slots + one.slot
+        at = (places[0] if np.array_equal(texts[0], ids) else at)[read_places(one.example, number, pad_token_id)]
+        batch.lengths[row, slot] = len(ids)
+        if one.example.labels:
+            read = batch.read((row,), read, at, one.example.targets(number)[1], slot)
+        else:
+            batch.reads[row, slot] = at[0]
+    return read
+
+
 def _write_view(view: RowView, row: int, number: int, shared: int, places: list[np.ndarray]) -> None:
-    """The rows of the example of this number in its packed row, from where each text's tokens are."""
+    """The rows, from this number on, of an example in its packed row, from where each text's tokens are."""
     at_view, back = view.places[row, 0], view.rows[row, 0]
     for text, at in enumerate(places):
-        own = (len(places) * number + text) * at_view.shape[1] + np.arange(len(at))
+        own = (number + text) * at_view.shape[1] + np.arange(len(at))
         at_view.reshape(-1)[own] = at
         begin = shared if text else 0  # what is shared is in the first text's row, and in the second's as the other
         back[0, at[begin:]] = own[begin:]

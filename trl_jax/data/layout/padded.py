@@ -1,4 +1,4 @@
-"""Padded rows: each text has a row of its own, as long as the longest. Pure NumPy."""
+"""Padded rows: each text, or document of a text, has a row of its own, as long as the longest. Pure NumPy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from trl_jax.data.example import Example
-from trl_jax.data.layout.batch import Batch, last_real_token, padded_length
+from trl_jax.data.layout.batch import Batch, padded_length, read_places
 
 
 def pad_examples(
@@ -29,39 +29,66 @@ def pad_examples(
         pad_to_multiple_of: see `padded_length`.
         weights: of an example of each micro-batch; None makes it TRL's mean of means.
     """
-    longest = max(example.longest for batch in micro_batches for example in batch)
-    first = micro_batches[0][0]
-    batch = _empty(count, examples, len(first.texts), padded_length(longest, pad_to_multiple_of), pad_token_id, first)
+    every, like = [example for batch in micro_batches for example in batch], micro_batches[0][0]
+    length = padded_length(max(example.longest_document for example in every), pad_to_multiple_of)
+    documents = max(sum(len(example.documents) for example in batch) for batch in micro_batches)
+    rows = 1 << (documents - 1).bit_length() if documents else len(like.texts) * examples
+    batch = _empty(count, examples, rows, length, pad_token_id, like)
     for m, own in enumerate(micro_batches):
         if own:
             share = 1.0 / (len(micro_batches) * len(own)) if weights is None else weights[m]
             batch.weight[m, : len(own)] = share
+        row = read = 0
         for slot, example in enumerate(own):
-            _write(batch, m, slot, example, pad_token_id)
+            first = [row] if documents else [number * examples + slot for number in range(len(example.texts))]
+            read = _write(batch, m, slot, example, first, read, pad_token_id)
+            row += len(example.documents)
     return batch
 
 
-def _empty(count: int, examples: int, texts: int, length: int, pad_token_id: int, like: Example) -> Batch:
-    rows = texts * examples
+def _empty(count: int, examples: int, rows: int, length: int, pad_token_id: int, like: Example) -> Batch:
     tokens = np.full((count, rows, length), pad_token_id, np.int32)
     member = np.eye(count, dtype=bool)[:, :, None]
+    reads = np.tile(np.arange(rows, dtype=np.int32) * length, (count, 1))
+    targets = text = None
+    if like.labels:
+        reads, targets = np.zeros((count, rows * length), np.int32), np.full((count, rows * length), -1, np.int32)
+        text = np.full_like(targets, len(like.texts) * examples)
     return Batch(
         tokens=tokens,
         positions=np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape),
-        reads=np.tile(np.arange(rows, dtype=np.int32) * length, (count, 1)),
-        lengths=np.ones((count, rows), np.int32),  # a row of pads shows one of them: nothing divides by no tokens
+        reads=reads,
+        # A row of pads shows one of them, so that nothing divides by no tokens; decoders do not look.
+        lengths=np.full((count, rows), 0 if like.labels else 1, np.int32),
         weight=np.zeros((count, examples), np.float32),
         micro_batch=np.broadcast_to(member, (count, count, examples)),
         extras={name: np.zeros((count, examples), np.float32) for name in like.extras},
+        targets=targets,
+        text=text,
     )
 
 
-def _write(batch: Batch, m: int, slot: int, example: Example, pad_token_id: int) -> None:
+def _write(
+    batch: Batch, m: int, slot: int, example: Example, rows: Sequence[int], read: int, pad_token_id: int
+) -> int:
+    """Enter an example into micro-batch m, its reads from `read` on where it has targets. Returns their end.
+
+    Args:
+        rows: the row of each text; its further documents are in those after it.
+    """
     examples, length = batch.weight.shape[1], batch.tokens.shape[2]
     for number, ids in enumerate(example.texts):
-        row = number * examples + slot
-        batch.tokens[m, row, : len(ids)] = ids
-        batch.reads[m, row] = row * length + last_real_token(ids, pad_token_id)
-        batch.lengths[m, row] = len(ids)
+        spans = example.spans if example.documents else [(0, len(ids))]
+        at = []
+        for row, (start, end) in enumerate(spans, start=rows[number]):
+            batch.tokens[m, row, : end - start], batch.lengths[m, row] = ids[start:end], end - start
+            at.append(row * length + np.arange(end - start))
+        places = np.concatenate(at)[read_places(example, number, pad_token_id)]
+        text = number * examples + slot
+        if example.labels:
+            read = batch.read((m,), read, places, example.targets(number)[1], text)
+        else:
+            batch.reads[m, text] = places[0]
     for name, values in batch.extras.items():
         values[m, slot] = example.extras[name]
+    return read

@@ -36,7 +36,7 @@ def prepare_texts(
     Args:
         texts_of: maps a row to its texts, each under the name of the column that gets its token ids. Define it at the
             top of a module, so that the cache of datasets recognises it.
-        columns: the task's; every row must have its numbers.
+        columns: the task's; every row must have its numbers, but for the optional ones.
         needed: columns of text that `texts_of` reads.
         max_length, num_proc, name: as in `Task.prepare`.
 
@@ -50,6 +50,8 @@ def prepare_texts(
     found = list(streaming.first_row(plain, where)) if streams else plain.column_names
     if not streams and not len(plain):
         raise ValueError(f"{where} is empty")
+    lacking = set(columns.optional).difference(found)
+    columns = columns._replace(numbers=tuple(name for name in columns.numbers if name not in lacking))
     tokenised = set(columns.texts) <= set(found)
     read = (*(columns.texts if tokenised else needed), *columns.numbers)
     if missing := [column for column in read if column not in found]:

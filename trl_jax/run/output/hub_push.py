@@ -160,15 +160,17 @@ class HubPublisher:
         self._tell_failures()
 
     def tell_unfinished(self) -> None:
-        """Tell which uploads did not arrive, and that one under way ends with the process; wait for none."""
+        """Tell which uploads did not arrive, and cut off the one under way; wait for none."""
         if self._publisher is None:
             return
         if self._publisher.running:
             logger.warning(
-                "Leaving while an upload to %s is under way: it may not arrive. %s holds everything.",
+                'Leaving while the upload "%s" to %s is under way: it is cut off. %s holds everything.',
+                self._publisher.uploading,
                 self._publisher.repo_id,
                 self._run.args.output_dir,
             )
+            self._publisher.cut_off()
         self._tell_failures()
 
     def _tell_failures(self) -> None:

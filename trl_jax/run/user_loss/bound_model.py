@@ -1,12 +1,8 @@
-"""A script's own `compute_loss`: the model that it calls, its batch as a dict, and errors that translate torch."""
+"""A script's own `compute_loss`: the model that it calls, and the sums to log beside it."""
 
 from __future__ import annotations
 
-import contextlib
-import re
-import traceback
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,29 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from trl_jax.core.packed import reads_of_rows
-from trl_jax.data.example import Measured, of_examples
+from trl_jax.data.example import IGNORED, Measured
 from trl_jax.data.layout.batch import Batch
+from trl_jax.hub.heads import HeadName
 from trl_jax.models.functional import merge
 from trl_jax.run.forward import Forward
 from trl_jax.run.state import RunState
-from trl_jax.tasks.task import Task
-
-# Pattern of torch code in a loss -> the same in JAX.
-_IN_JAX = {
-    r"(torch\.)?nn\.functional\.logsigmoid|F\.logsigmoid": "jax.nn.log_sigmoid",
-    r"torch\.chunk\((.*?),\s*(?:chunks\s*=\s*)?(\d+)(,\s*dim\s*=\s*0)?\)": r"jnp.split(\1, \2)",
-    r"(torch\.)?nn\.functional\.|F\.(?=[a-z])": "jax.nn.",
-    r"torch\.sigmoid": "jax.nn.sigmoid",
-    r"torch\.(softmax|log_softmax|relu|softplus)": r"jax.nn.\1",
-    r"torch\.cat\(": "jnp.concatenate(",
-    r"torch\.tensor\(": "jnp.asarray(",
-    r"\bdim=": "axis=",
-    r"\.unsqueeze\(-1\)": "[..., None]",
-    r"torch\.": "jnp.",
-}
-
-
-_PACKAGE = Path(__file__).parents[2]
+from trl_jax.run.user_loss.inputs import inputs_of
+from trl_jax.run.user_loss.token_logits import mean_loss, task_loss
+from trl_jax.run.user_loss.torch_errors import torch_explained
 
 # Arguments of a call that change nothing: scripts pass on a whole batch, `model(**inputs)`.
 _IGNORED = {"return_dict", "use_cache"}
@@ -50,13 +32,18 @@ def script_values(trainer: Any) -> tuple[tuple[str, Any], ...]:
 
 
 class Outputs:
-    """The result of calling the model: `logits`, float32 `[rows, 1]`, by attribute, key or index 0."""
+    """The result of calling the model, by attribute, key or index: `loss`, where labels were passed, then `logits`.
 
-    def __init__(self, logits: jax.Array):
-        self.logits = logits
+    loss: the mean over targets, or their sum divided by `num_items_in_batch`, as transformers' causal models give it.
+    logits: float32, `[rows, 1]` of a score head, `[rows, T, V]` of a language model's.
+    """
+
+    def __init__(self, logits: jax.Array, loss: jax.Array | None = None):
+        self.logits, self.loss = logits, loss
 
     def __getitem__(self, key: str | int) -> jax.Array:
-        return {"logits": self.logits, 0: self.logits}[key]
+        there = {"logits": self.logits} if self.loss is None else {"loss": self.loss, "logits": self.logits}
+        return list(there.values())[key] if isinstance(key, int) else there[key]
 
 
 class BoundModel:
@@ -74,31 +61,42 @@ class BoundModel:
         remat: bool | str = False,
         random_options: Callable[[int, jax.Array], dict[str, Any]] | None = None,
         ignored: frozenset[str] = frozenset(),
+        head: HeadName = "score",
     ):
         """
         Args:
             random_options: `(number of the call, lengths of its rows) -> random options`; None for none.
             ignored: further names of a batch that a call may pass without effect.
+            head: the model's.
         """
         self._model, self._params, self._random_options = model, params, random_options
         self._options = {"dtype": jnp.dtype(dtype), "remat": remat}
         self._ignored = _IGNORED | ignored
-        self.config, self.outputs = model.config, []
+        self.config, self.outputs, self._head = model.config, [], head
 
-    def __call__(self, input_ids: Any = None, attention_mask: Any = None, **others: Any) -> Outputs:
+    def __call__(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        labels: Any = None,
+        num_items_in_batch: Any = None,
+        **others: Any,
+    ) -> Outputs:
         """Score rows of token ids `[rows, T]`.
 
         Args:
+            labels: `[rows, T]`, of a language model, which then gives `loss`, too.
             others: `return_dict`, `use_cache` and other entries of a batch, which have no effect.
 
         Raises:
             TypeError: an unknown argument.
         """
+        if labels is not None and self._head == "score" and "labels" not in self._ignored:
+            others["labels"] = labels
         if unknown := others.keys() - self._ignored:
             raise TypeError(f"model(...) takes input_ids and attention_mask, not {', '.join(sorted(unknown))}.")
         tokens = jnp.asarray(input_ids)
         places = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-        at = jnp.max(jnp.where(tokens != self.config.pad_token_id, places, 0), axis=1)
         options = dict(self._options)
         if self._random_options is not None:
             visible = jnp.ones(tokens.shape, int) if attention_mask is None else attention_mask
@@ -106,6 +104,11 @@ class BoundModel:
         model = merge(self._model.graph, self._params, options.get("dropout_key"))
         if model.needs_valid:
             options["valid"] = jnp.ones(tokens.shape, bool) if attention_mask is None else attention_mask.astype(bool)
+        if self._head == "lm":
+            self.outputs.append(model(tokens, places, None, **options).reshape(*tokens.shape, -1))
+            loss = None if labels is None else mean_loss(self.outputs[-1], jnp.asarray(labels), num_items_in_batch)
+            return Outputs(self.outputs[-1], loss)
+        at = jnp.max(jnp.where(tokens != self.config.pad_token_id, places, 0), axis=1)
         self.outputs.append(model(tokens, places, reads_of_rows(at, tokens.shape[1]), **options))
         return Outputs(self.outputs[-1][:, None])
 
@@ -125,18 +128,21 @@ class UserLoss:
         self._run, self._forward, self._compute_loss, self.values = run, forward, compute_loss, values
 
     def __call__(
-        self, bound: BoundModel, inputs: dict[str, Any], state: dict[str, Any]
+        self, bound: BoundModel, inputs: dict[str, Any], state: dict[str, Any], num_items: Any = None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The loss and the sums of a batch.
 
         Args:
             state: from `state()`; the script reads it as `self.state`.
+            num_items: the targets of the whole step, for a language model's loss, which divides by them; None in an
+                evaluation and under a score head.
 
         Raises:
             TypeError: the script called torch, or did not return a scalar.
         """
+        options = {} if self._run.task.head == "score" else {"num_items_in_batch": num_items}
         with self._run.state_replaced(state), torch_explained():
-            result = self._compute_loss(bound, {name: jnp.asarray(value) for name, value in inputs.items()})
+            result = self._compute_loss(bound, {name: jnp.asarray(value) for name, value in inputs.items()}, **options)
         loss = result[0] if isinstance(result, tuple) else result
         if not isinstance(loss, jax.Array) or loss.shape != ():
             raise TypeError(
@@ -165,12 +171,18 @@ class UserLoss:
             remat=remat,
             random_options=None if key is None else random_options,
             ignored=frozenset(inputs),
+            head=self._run.task.head,
         )
 
     def sums(self, bound: BoundModel, inputs: dict[str, Any]) -> dict[str, jax.Array]:
         """The sums of the task's loss, where the calls cover each row of the batch once; otherwise sums without
         examples."""
         task, rows = self._run.task, len(inputs["input_ids"])
+        if task.head == "lm":
+            covered = bound.outputs and bound.outputs[-1].shape[:2] == inputs["labels"].shape
+            logits = bound.outputs[-1] if covered else jnp.zeros((*inputs["labels"].shape, 1))
+            labels = jnp.asarray(inputs["labels"])
+            return task_loss(task, logits, labels if covered else jnp.full_like(labels, IGNORED))[1]
         outputs, texts = jnp.concatenate(bound.outputs) if bound.outputs else jnp.zeros(0), len(task.columns.texts)
         complete = len(outputs) == rows
         outputs, examples = (outputs, rows // texts) if complete else (jnp.zeros(texts), 1)
@@ -185,65 +197,5 @@ class UserLoss:
         return inputs_of(arrays, self._run.task)
 
 
-def inputs_of(arrays: Batch, task: Task) -> list[dict[str, np.ndarray]]:
-    """Each micro-batch of a step of padded rows, without padding examples, in the form of `task.inputs`."""
-    return [
-        task.inputs(batch)
-        for m in range(len(arrays.weight))
-        if (batch := _real_rows(jax.tree.map(lambda leaf, m=m: leaf[m], arrays), len(task.columns.texts)))
-    ]
-
-
-def _real_rows(batch: Batch, texts: int) -> dict[str, np.ndarray]:
-    examples = int(np.count_nonzero(batch.weight))
-    if not examples:
-        return {}
-    tokens, lengths = (of_examples(array, texts, examples) for array in (batch.tokens, batch.lengths))
-    mask = (np.arange(tokens.shape[1]) < lengths[:, None]).astype(np.int32)
-    return {"input_ids": tokens, "attention_mask": mask} | {
-        name: values[:examples] for name, values in batch.extras.items()
-    }
-
-
 def _described(value: Any) -> str:
     return f"an array {list(value.shape)}" if isinstance(value, jax.Array) else f"a {type(value).__qualname__}"
-
-
-@contextlib.contextmanager
-def torch_explained() -> Iterator[None]:
-    """Explain errors of a loss: of torch about a JAX array, with the line translated to jax.numpy; of JAX about a value
-    that does not exist while the loss is compiled, with the line and the way out."""
-    try:
-        yield
-    except jax.errors.JAXTypeError as error:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _of_script(frame.filename)]
-        raise TypeError(
-            f"compute_loss is compiled once and has no values while it is: `{frames[-1].line if frames else error}`. "
-            "Choose with jnp.where, bound with jnp.minimum; float(), .item(), if and self.log need values. "
-            "self.state's global_step and epoch are such arrays, too; to count on a call of the model write "
-            "model(...), not self.model(...). What is to be logged is for a callback or compute_metrics."
-        ) from error
-    except (TypeError, AttributeError, RuntimeError, ValueError) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        line = next((frame.line for frame in reversed(frames) if frame.line and "torch" in _called(frame.line)), None)
-        if line is None:
-            raise
-        raise TypeError(
-            f"compute_loss runs on JAX arrays, which torch cannot take: `{line}`. In JAX: `{in_jax(line)}`, with "
-            "`import jax, jax.numpy as jnp`."
-        ) from error
-
-
-def _of_script(file: str) -> bool:
-    return "site-packages" not in file and not Path(file).is_relative_to(_PACKAGE)
-
-
-def _called(line: str) -> str:
-    return line.replace("nn.functional", "torch").replace("F.", "torch.")
-
-
-def in_jax(line: str) -> str:
-    """Translate a line of torch to JAX, name by name."""
-    for pattern, jax_name in _IN_JAX.items():
-        line = re.sub(pattern, jax_name, line)
-    return line

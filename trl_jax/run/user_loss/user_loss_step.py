@@ -13,7 +13,8 @@ import optax
 
 from trl_jax.engine.step import updated
 from trl_jax.run.state import RunState
-from trl_jax.run.user_loss.bound_model import UserLoss, torch_explained
+from trl_jax.run.user_loss.bound_model import UserLoss
+from trl_jax.run.user_loss.torch_errors import torch_explained
 
 
 class UserLossStep:
@@ -36,27 +37,30 @@ class UserLossStep:
         self, params: dict, opt_state: Any, arrays: Any, learning_rate: Any, key: Any, frozen: dict
     ) -> tuple:
         micro = self._user_loss.inputs(arrays)
+        parts, num_items = len(micro), None
+        if arrays.targets is not None:  # such a loss divides by the targets of the whole step itself
+            parts, num_items = 1, np.float32(max(1, np.count_nonzero(np.asarray(arrays.targets) >= 0)))
         keys = [None] * len(micro) if key is None else jax.random.split(key, len(micro))
         total, gradients, sums, at = 0.0, None, [], self._point(params, opt_state)
         values, state = self._user_loss.values(), self._user_loss.state()
         for inputs, micro_key in zip(micro, keys, strict=True):
-            (loss, found), grads = self._grad(at, frozen, inputs, micro_key, state, values=values)
-            total, sums = total + loss / len(micro), [*sums, found]
+            (loss, found), grads = self._grad(at, frozen, inputs, micro_key, state, num_items, values=values)
+            total, sums = total + loss / parts, [*sums, found]
             gradients = grads if gradients is None else jax.tree.map(jnp.add, gradients, grads)
-        gradients = jax.tree.map(lambda g: g / len(micro), gradients)
+        gradients = jax.tree.map(lambda g: g / parts, gradients)
         params, opt_state, measured = self._apply(params, opt_state, gradients, total, learning_rate)
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *sums)
         return params, opt_state, stacked | {"loss": total} | measured
 
     def _training_loss(
-        self, params: dict, frozen: dict, inputs: dict, key: Any, state: dict, *, values: tuple
+        self, params: dict, frozen: dict, inputs: dict, key: Any, state: dict, num_items: Any, *, values: tuple
     ) -> tuple:
         del values  # read from the trainer while this is traced; other values are another program
         args = self._run.args
         bound = self._user_loss.bound(
             frozen | params, inputs, dtype=args.compute_dtype, remat=args.remats[-1], key=key
         )
-        return self._user_loss(bound, inputs, state)
+        return self._user_loss(bound, inputs, state, num_items)
 
 
 def _apply(tx: Any, params: dict, opt_state: Any, gradients: dict, total: Any, learning_rate: Any) -> tuple:

@@ -1,0 +1,63 @@
+"""The table of trainers. One line here gives a trainer its names on all doors, its command and its plans."""
+
+from __future__ import annotations
+
+import importlib
+from typing import NamedTuple
+
+
+class TrainerNames(NamedTuple):
+    """The names of a trainer, whose modules are called as in TRL.
+
+    command: as in `trl-jax sft`; its script is scripts/<command>.py, its classes are in trainer/<command>_trainer.py
+        and trainer/<command>_config.py.
+    trainer, config: the classes.
+    rows: what the command calls the rows of a dataset.
+    summary: the line of `trl-jax --help`.
+    """
+
+    command: str
+    trainer: str
+    config: str
+    rows: str
+    summary: str
+
+    @property
+    def where(self) -> dict[str, str]:
+        """The module that defines each of the classes, by name."""
+        start = f"trl_jax.trainer.{self.command}"
+        return {self.trainer: f"{start}_trainer", self.config: f"{start}_config"}
+
+    def load(self, name: str) -> type:
+        """Import one of the classes."""
+        return vars(importlib.import_module(self.where[name]))[name]
+
+    def load_trainer(self) -> type:
+        return self.load(self.trainer)
+
+    def load_config(self) -> type:
+        return self.load(self.config)
+
+
+_TABLE = (
+    TrainerNames("reward", "RewardTrainer", "RewardConfig", "pairs", "train a reward model on preference pairs"),
+)
+TRAINERS: dict[str, TrainerNames] = {names.command: names for names in _TABLE}
+DEFAULT = "reward"  # of `trl-jax plan`
+WHERE: dict[str, str] = {name: module for names in _TABLE for name, module in names.where.items()}
+
+
+def names_of_config(args: object) -> TrainerNames:
+    """The trainer whose arguments these are.
+
+    Raises:
+        TypeError: they are no trainer's of the table.
+    """
+    kinds = {(kind.__module__, kind.__qualname__) for kind in type(args).__mro__}
+    for names in TRAINERS.values():
+        if (names.where[names.config], names.config) in kinds:
+            return names
+    wanted = ", ".join(names.config for names in TRAINERS.values())
+    raise TypeError(
+        f"args is a {type(args).__module__}.{type(args).__qualname__}: wanted one of {wanted}, or pass its trainer."
+    )
