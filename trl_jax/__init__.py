@@ -43,12 +43,8 @@ if TYPE_CHECKING:  # what type checkers and editors see
 
 __version__ = "0.1.0"
 
-<<<<<<< HEAD
-_WHERE = {
-    "AutoModelForCausalLM": "trl_jax.hub.auto",
-=======
 _WHERE = WHERE | {
->>>>>>> main
+    "AutoModelForCausalLM": "trl_jax.hub.auto",
     "AutoModelForSequenceClassification": "trl_jax.hub.auto",
     "BaseConfig": "trl_jax.run.arguments.base_config",
     "BaseTrainer": "trl_jax.trainer.base_trainer",
