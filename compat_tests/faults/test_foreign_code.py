@@ -108,9 +108,9 @@ def test_a_chat_template_of_another_repository_runs_nothing(hostile, checkpoint,
 
 def test_torchs_models_run_nothing(hostile, tmp_path):
     torch = pytest.importorskip("torch")
-    from trl_jax.hub.torch.bridge import load_classifier
+    from trl_jax.hub.torch.bridge import load_model
 
-    load_classifier(hostile, "float32", 0)
+    load_model(hostile, "float32", 0)
     torch.save({"param_groups": [], "state": {}}, hostile / "optimizer.pt")
     with pytest.raises(ValueError, match="is not AdamW's state of this model"):
         write_adamw_moments(hostile, tmp_path, lambda name: True)

@@ -69,7 +69,7 @@ def leaf(name: str, kind: str) -> str:
 
 @dataclass(frozen=True)
 class Layers:
-    """`params[<path>@trained]` are the layers `where` of the stack at `path`; the others are frozen."""
+    """`params[<path>@trained]` are the layers `where` of the stack at `path`, or rows of a table; others are frozen."""
 
     path: str
     where: tuple[int, ...]
@@ -98,7 +98,8 @@ class AdaptedGraph:
         trained = {leaf(a.name, kind) for a in self.adapters for kind in _KINDS} | {part.name for part in self.layers}
         arrays = {path: array for path, array in params.items() if path not in trained}
         for part in self.layers:
-            arrays[part.path] = arrays[part.path].at[jnp.asarray(part.where)].set(params[part.name])
+            whole = arrays[part.path]
+            arrays[part.path] = whole.at[jnp.asarray(part.where)].set(params[part.name].astype(whole.dtype))
         for number, adapter in enumerate(self.adapters):
             dice = jax.random.fold_in(key, number) if drops else None
             for path, part in adapter.parts:

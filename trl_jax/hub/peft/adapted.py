@@ -19,6 +19,7 @@ from trl_jax.hub.peft.backend import AdaptedBackend
 from trl_jax.hub.peft.initial_values import initial
 from trl_jax.hub.peft.lora_config import PISSA, LoraConfig
 from trl_jax.hub.peft.pissa import principal_parts
+from trl_jax.hub.untied import untied
 from trl_jax.models.adapted import Layers
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,8 @@ def adapt(
         ValueError: the config or the folder does not go with the model.
     """
     plan = _plan_for(base, lora, new=folder is None)
+    if plan.unties:
+        base, arrays = untied(base, arrays)
     trained, frozen = _split_trained(plan, arrays)
     shapes = _shapes(plan, trained)
     factors: dict[str, np.ndarray] = {}
@@ -58,6 +61,8 @@ def outline_adapted(
 ) -> tuple[dict[str, Any], AdaptedBackend, dict[str, Any]]:
     """The result of `adapt`, of shapes: those of a `new` adapter, or of one that a folder has."""
     plan = _plan_for(base, lora, new=new)
+    if plan.unties:
+        base, shapes = untied(base, shapes)
     trained, frozen = jax.eval_shape(partial(_split_trained, plan), shapes)
     outlined = _shapes(plan, trained)
     return outlined, AdaptedBackend(base, plan, frozen if plan.saved_tables else {}, outlined), frozen

@@ -12,16 +12,18 @@ import numpy as np
 from trl_jax.hub.checkpoint.head_tensors import architecture
 from trl_jax.hub.checkpoint.saving import IndexedEntry
 from trl_jax.hub.config.native import NativeConfig
-from trl_jax.hub.peft.heads import with_peft_head
+from trl_jax.hub.peft.heads import is_lm_head, with_peft_head
 from trl_jax.hub.peft.lora_config import LoraConfig, refuse_beyond
-from trl_jax.hub.peft.modules import Module, modules_of
+from trl_jax.hub.peft.modules import Module, current_name, modules_of
 from trl_jax.hub.peft.target_parameters import targeted_parameters, with_parameters
 from trl_jax.hub.peft.targets import Targets, fully_trained, rank_and_alpha, settled, targeted, with_drawn
+from trl_jax.hub.peft.trained_tokens import TENSOR, token_tables
+from trl_jax.hub.untied import is_tied, untied_config
 from trl_jax.models.adapted import Adapter, Layers, leaf
 
 PREFIX = "base_model.model."
 _SUFFIX = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector", "bias": "lora_B.bias"}
-_SAVED_TABLE = "embed_tokens"  # PEFT saves the base's own table too where it has this name and is named by it
+_SAVED_TABLES = ("embed_tokens", "lm_head")  # PEFT saves the base's own table or head too where one is named so
 _TABLE_SUFFIX = {"a": "lora_embedding_A", "b": "lora_embedding_B"}
 
 
@@ -78,7 +80,7 @@ class FullyTrained:
     """Parameters of the model itself that train.
 
     Attributes:
-        layers: path -> the layers that train; None: all.
+        layers: path -> the layers, or rows of a table, that train; None: all.
         tensors: name in the adapter's file -> the entries that have a slice in it, each with its layer in our array.
     """
 
@@ -95,9 +97,9 @@ class FullyTrained:
         return path if layers is None else Layers(path, layers).name
 
     def index_of(self, path: str, at: tuple[int, ...]) -> tuple[int, ...]:
-        """The place of a layer in that array."""
+        """The place of a layer in that array; () is all of it."""
         layers = self.layers[path]
-        return at if layers is None else (layers.index(at[0]),)
+        return at if layers is None or not at else (layers.index(at[0]),)
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,9 @@ class AdapterPlan:
         modules: the adapters, a kind of module each.
         order: (layer, number in `modules`) in PEFT's order, modules before parameters.
         full: the model's own parameters that train.
-        saved_tables: name on disk -> path of the base's tables that PEFT saves beside their adapter.
+        saved_tables: name on disk -> path of the base's tables, or head, that PEFT saves beside their adapter.
+        unties: whether a head that the base ties to the table of tokens needs a weight of its own: one of the two
+            trains, and the other does not.
         note: a line on what the config lacked for the model's head; None for nothing.
     """
 
@@ -118,6 +122,7 @@ class AdapterPlan:
     full: FullyTrained
     saved_tables: dict[str, str]
     note: str | None
+    unties: bool = False
 
     @property
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -136,9 +141,9 @@ def make_adapter_plan(lora: LoraConfig, config: NativeConfig, drawn: tuple[str, 
         ValueError: it asks for what is not there, or not in this release; by name.
     """
     refuse_beyond(lora)
-    modules = modules_of(config)
-    lora, for_head = with_peft_head(lora, modules)
-    lora, for_drawn = with_drawn(lora, modules, drawn)
+    modules = modules_of(untied_config(config))
+    lora, for_head = with_peft_head(lora, modules, config.head.kind)
+    lora, for_drawn = with_drawn(lora, modules, tuple(current_name(tensor, config.family) for tensor in drawn))
     note = " ".join(line for line in (for_head, for_drawn) if line) or None
     lora, targets, parameters = resolved(lora, modules, config.family.model_type)
     if lora.task_type is None:
@@ -150,8 +155,15 @@ def make_adapter_plan(lora: LoraConfig, config: NativeConfig, drawn: tuple[str, 
     number = {module: at for at, module in enumerate(grouped)}
     order = tuple((layer, number[module]) for _, module, layer in (*targets, *parameters))
     adapted = {name for name, _, _ in targets} | {_owner(name) for name, _, _ in parameters}
-    tables = _saved_tables(lora, targets)
-    return AdapterPlan(lora, adapters, order, _full_training(lora, modules, adapted, full), tables, note)
+    trained = _full_training(lora, modules, adapted, full, token_tables(lora, modules))
+    unties = is_tied(config) and _unties(targets, full)
+    return AdapterPlan(lora, adapters, order, trained, _saved_tables(lora, targets), note, unties)
+
+
+def _unties(targets: Targets, full: Targets) -> bool:
+    """Whether the head or the table of tokens trains alone. An adapter of the table is none of the head's."""
+    heads = any(is_lm_head(module) for _, module, _ in (*targets, *full))
+    return heads or any(path.endswith(".embed") for _, module, _ in full for path, _ in module.parts)
 
 
 def _saved_tables(lora: LoraConfig, targets: Targets) -> dict[str, str]:
@@ -159,8 +171,18 @@ def _saved_tables(lora: LoraConfig, targets: Targets) -> dict[str, str]:
     for name in ("use_dora", "lora_bias"):
         if tables and vars(lora)[name]:
             raise ValueError(f"LoraConfig: {name}=True does not go with the table {tables[0].name}. Leave one out.")
-    saved = [table for table in tables if _SAVED_TABLE in lora.target_modules and table.name.endswith(_SAVED_TABLE)]
-    return {f"{PREFIX}{module.name}.base_layer.weight": module.parts[0][0] + ".weight" for module in saved}
+    heads = [module for module in dict.fromkeys(m for _, m, _ in targets) if is_lm_head(module)]
+    named = isinstance(lora.target_modules, set) and not lora.target_modules.isdisjoint(_SAVED_TABLES)
+    if isinstance(lora.target_modules, str):
+        named = any(module.name.rpartition(".")[2] in _SAVED_TABLES for module in (*tables, *heads))
+    if not named or lora.trainable_token_indices is not None:
+        return {}
+    saved = [module for module in (*tables, *heads) if not module.parts[0][0].endswith("position_embed")]
+    return {
+        f"{PREFIX}{module.name}.base_layer.{entry.tensor.rpartition('.')[2]}": entry.path
+        for module in saved
+        for entry in module.tensor_map
+    }
 
 
 def resolved(lora: LoraConfig, modules: list[Module], model_type: str) -> tuple[LoraConfig, Targets, Targets]:
@@ -228,8 +250,14 @@ def _wrapped_names(module: Module, targets: Targets) -> list[str]:
     return wrapped
 
 
-def _full_training(lora: LoraConfig, modules: list[Module], adapted: set[str], full: Targets) -> FullyTrained:
-    """`modules_to_save`, and the biases that train; those of `adapted` modules have a longer name."""
+def _full_training(
+    lora: LoraConfig,
+    modules: list[Module],
+    adapted: set[str],
+    full: Targets,
+    tokens: list[tuple[Module, tuple[int, ...]]],
+) -> FullyTrained:
+    """`modules_to_save`, the biases that train, those of `adapted` modules with a longer name, and rows of tables."""
     meant = [(name, module, layer, entry) for name, module, layer in full for entry in module.tensor_map]
     if lora.bias != "none":
         done = {name for name, _, _ in full}
@@ -251,4 +279,13 @@ def _full_training(lora: LoraConfig, modules: list[Module], adapted: set[str], f
         layers.setdefault(entry.path, set()).add(layer)
     counts = {entry.path: module.layers for _, module, _, entry in meant}
     some = {path: None if len(at) == counts[path] else tuple(sorted(at)) for path, at in layers.items()}
+    for table, ids in tokens:
+        if table.name in adapted:
+            raise ValueError(
+                f"LoraConfig: {table.name} would get an adapter, and its rows train by trainable_token_indices. Leave "
+                "one out."
+            )
+        entry = next(entry for entry in table.tensor_map if entry.path.endswith(".weight"))
+        tensors[f"{PREFIX}{table.name}.{TENSOR}"] = [(entry, ())]
+        some[entry.path] = ids
     return FullyTrained(some, tensors)

@@ -179,6 +179,10 @@ def _check_names(config: LoraConfig, must: Callable[[bool, str, str], None]) -> 
     for name in ("target_modules", "exclude_modules"):
         value = vars(config)[name]
         must(value is None or _pattern(value) or _list(value, _text), name, "a list of names, or one pattern")
+    tokens = config.trainable_token_indices
+    lists = list(tokens.values()) if isinstance(tokens, dict) else [tokens]
+    good = tokens is None or all(_list(ids, lambda token: _whole(token, 0)) for ids in lists)
+    must(good, "trainable_token_indices", "a list of ids, or such a list for each name of a table")
     layers, patterns = config.layers_to_transform, config.layers_pattern
     good = layers is None or _whole(layers, 0) or _list(layers, lambda layer: _whole(layer, 0))
     must(good, "layers_to_transform", "a layer's number from 0 on, or a list of them")
@@ -192,7 +196,7 @@ def _check_names(config: LoraConfig, must: Callable[[bool, str, str], None]) -> 
 
 # Fields that ask for more than LoRA and DoRA, with their values that ask for nothing.
 _BEYOND = {
-    "megatron_config": (None,), "trainable_token_indices": (None,), "loftq_config": ({}, None), "eva_config": (None,),
+    "megatron_config": (None,), "loftq_config": ({}, None), "eva_config": (None,),
     "corda_config": (None,), "lora_ga_config": (None,), "velora_config": (None,), "alora_invocation_tokens": (None,),
     "use_qalora": (False,), "monteclora_config": (None,), "layer_replication": (None,), "use_bdlora": (None,),
     "arrow_config": (None,), "kasa_config": (None,), "ensure_weight_tying": (False,),

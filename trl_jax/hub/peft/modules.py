@@ -13,6 +13,7 @@ from trl_jax.hub.config.native import NativeConfig
 from trl_jax.hub.families import Family
 from trl_jax.models.adapted import module_at
 from trl_jax.models.functional import abstract
+from trl_jax.models.lm_head import LmHead
 from trl_jax.nn.linear import Embedding, Linear
 
 _ROUTER = re.compile(r"\.router$")  # a class of its own there, no linear map
@@ -71,7 +72,7 @@ def modules_of(config: NativeConfig) -> list[Module]:
         for path in [key] if key in entries else [f"{key}.weight", f"{key}.bias"]:
             if path in entries and entries[path] not in (group := groups.setdefault(_owner(entries[path].tensor), [])):
                 group.append(entries[path])
-    return [_module(_current_name(name, config.family), group, shapes, model) for name, group in groups.items()]
+    return [_module(current_name(name, config.family), group, shapes, model) for name, group in groups.items()]
 
 
 def _owner(tensor: str) -> str:
@@ -81,7 +82,7 @@ def _owner(tensor: str) -> str:
     return tensor.rpartition(".")[0]
 
 
-def _current_name(name: str, family: Family) -> str:
+def current_name(name: str, family: Family) -> str:
     """The name in transformers of a module, whose name on disk may be an older one."""
     for old, new in family.moved:
         name = name.replace(old, new)
@@ -123,7 +124,7 @@ def _experts(name: str, tensor_map: list[TensorEntry], shapes: dict) -> Module:
 def _kind(module: Any, path: str, entry: TensorEntry) -> str:
     if isinstance(module, Embedding):
         return "other" if _READ_WHOLE.search(path) else "embedding"
-    if not isinstance(module, Linear):
+    if not isinstance(module, Linear | LmHead):
         return "other"
     if _ROUTER.search(path):
         return "router"

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 
 from trl_jax.hub.config.native import NativeConfig
-from trl_jax.hub.peft.heads import with_peft_head
+from trl_jax.hub.heads import HeadName
+from trl_jax.hub.peft.heads import is_lm_head, with_peft_head
 from trl_jax.hub.peft.lora_config import LoraConfig
 from trl_jax.hub.peft.modules import Module, modules_of
 from trl_jax.hub.peft.targets import fully_trained
+from trl_jax.hub.peft.trained_tokens import token_tables
 from trl_jax.nn.quantized import BLOCK, DYNAMIC, SCALES, TABLES, Format
 
 _MATRICES = ("linear", "conv1d", "embedding", "router")
@@ -82,11 +84,13 @@ def formats(quantization: BitsAndBytesConfig, lora: LoraConfig, config: NativeCo
     Experts, which share one parameter, stay as they are.
     """
     modules = modules_of(config)
-    whole = _fully_trained_names(lora, modules) | {draw.tensor.rpartition(".")[0] for draw in config.draws()}
+    drawn = {draw.tensor.rpartition(".")[0] for draw in config.draws()}
+    whole = _trained_names(lora, modules, config.head.kind) | drawn
     skipped = tuple(quantization.llm_int8_skip_modules or ())
     weights = {}
     for module in modules:
-        if module.kind in ("linear", "conv1d") and module.name not in whole and not _skips(skipped, module):
+        plain = module.kind in ("linear", "conv1d") and not is_lm_head(module)
+        if plain and module.name not in whole and not _skips(skipped, module):
             weights |= {f"{path}.weight": (module, rows) for path, rows in module.parts}
     return {path: quantization.form(_shape(module, rows)) for path, (module, rows) in weights.items()}
 
@@ -94,14 +98,17 @@ def formats(quantization: BitsAndBytesConfig, lora: LoraConfig, config: NativeCo
 def halves(lora: LoraConfig, config: NativeConfig) -> frozenset[str]:
     """Paths of matrices and tables that do not train: they may be held as bits where the checkpoint has sixteen."""
     modules = modules_of(config)
-    whole = _fully_trained_names(lora, modules)
+    whole = _trained_names(lora, modules, config.head.kind)
     frozen = [module for module in modules if module.kind in _MATRICES and module.name not in whole]
     paths = {f"{path}.weight" for module in frozen for path, _ in module.parts}
     return frozenset(paths | {path for module in modules for one in module.inside for path, _ in one.parts})
 
 
-def _fully_trained_names(lora: LoraConfig, modules: list[Module]) -> set[str]:
-    return {module.name for _, module, _ in fully_trained(with_peft_head(lora, modules)[0], modules)}
+def _trained_names(lora: LoraConfig, modules: list[Module], kind: HeadName) -> set[str]:
+    """The modules whose own weights train, whole or in some rows."""
+    lora, _ = with_peft_head(lora, modules, kind)
+    tables = {module.name for module, _ in token_tables(lora, modules)}
+    return tables | {module.name for _, module, _ in fully_trained(lora, modules)}
 
 
 def _skips(skipped: tuple[str, ...], module: Module) -> bool:
