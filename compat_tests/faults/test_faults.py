@@ -448,14 +448,14 @@ def test_row31_a_tokenizer_without_eos(good, tmp_path):
 
 
 def test_row31_an_eos_token_that_is_unknown(good, tmp_path):
-    with refuses("eos_token='<nope>' is not in the vocabulary of the tokenizer", "Name a token it has"):
+    with refuses("The specified `eos_token` ('<nope>') is not found in the vocabulary of the given", "Name a token it has"):
         trainer(good, tmp_path, eos_token="<nope>")
 
 
 def test_row32_a_tokenizer_without_pad_and_eos(good, tmp_path):
     words = tiny_tokenizer(pad=None, eos=None)
     with refuses(
-        "has neither a pad nor an EOS token", "RewardConfig(pad_token=...), or with RewardConfig(eos_token="
+        "has neither a pad nor an EOS token", "pad_token=... in the trainer's configuration, or with eos_token="
     ):
         trainer(good, tmp_path, processing_class=words)
 

@@ -7,7 +7,8 @@ from compat_tests.parity.cases import Case
 # The assistant's words and the end of its turn are marked.
 MARKED = (
     "{% for message in messages %}{{ message['role'] }}: "
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}{{ eos_token }}{% endgeneration %}\n"
+    "{% if message['role'] == 'assistant' %}{% generation %}"
+    "{{ message['content'] }}{{ eos_token }}{% endgeneration %}\n"
     "{% else %}{{ message['content'] }}{{ eos_token }}\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )

@@ -106,6 +106,7 @@ class HubPublisher:
             tags=[*self._tags, *_listed(tags)],
             run=card_run(run),
             adapter=bool(run.model.frozen),
+            head=run.task.head,
             **facts,
         )
 
