@@ -448,7 +448,7 @@ def test_row31_a_tokenizer_without_eos(good, tmp_path):
 
 
 def test_row31_an_eos_token_that_is_unknown(good, tmp_path):
-    with refuses("The specified `eos_token` ('<nope>') is not found in the vocabulary of the given", "Name a token it has"):
+    with refuses("The specified `eos_token` ('<nope>') is not found in the vocabulary", "Name a token it has"):
         trainer(good, tmp_path, eos_token="<nope>")
 
 

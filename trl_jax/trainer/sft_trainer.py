@@ -61,7 +61,7 @@ class SFTTrainer(BaseTrainer):
         TypeError, ValueError: an argument, row or checkpoint at fault, by name.
     """
 
-    _name, _tag_names = "SFT", ["sft"]
+    _name, _tag_names = "SFT", ["trl", "sft"]
     config_class, _collator_class = SFTConfig, DataCollatorForLanguageModeling
 
     @accepting_old_keywords(*_MOVED)
