@@ -241,3 +241,13 @@ def test_an_error_of_our_own_is_not_tried_again(hub, tmp_path, monkeypatch):
     with pytest.raises(TypeError, match="ours"):
         publisher.push([Upload(tmp_path, "mine", [])])
     assert len(tries) == 1
+
+
+def test_rows_that_a_script_streams_meanwhile_are_not_limited(hub):
+    hub.fault, hub.headers = lambda method, path: 429, {"Retry-After": "3600"}
+    session = huggingface_hub.get_session()
+    with limits.limited("uploading"):
+        assert session.get(f"{hub.url}/api/datasets/somebody/rows").status_code == 429
+        with pytest.raises(limits.HubSilentError, match="asks to wait 3600 seconds"):
+            session.get(f"{hub.url}/api/models/{NAME}")
+    assert session.get(f"{hub.url}/api/models/{NAME}").status_code == 429

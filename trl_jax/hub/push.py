@@ -106,7 +106,7 @@ class Publisher:
         future, before, ended = Future(), self._ended, threading.Event()
         limits.begin_again()
         if not daemon:
-            told_from_now_on(limits.under_way, limits.cut_off)
+            told_from_now_on(limits.under_way)
 
         def run():
             if before is not None:
