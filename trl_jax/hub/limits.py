@@ -23,6 +23,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import HTTPError
 from huggingface_hub.utils import parse_ratelimit_headers
 
+from trl_jax.core.secrets import scrubbed
 from trl_jax.hub.leaving import leaving_told
 
 logger = logging.getLogger(__name__)
@@ -137,7 +138,7 @@ def _watch(operation: str, done: threading.Event) -> None:
 
 def _key(request: Any) -> str:
     """The request in messages; what follows the ? may be a signature."""
-    return f"{request.method} {str(request.url).partition('?')[0]}"
+    return scrubbed(f"{request.method} {str(request.url).partition('?')[0]}")
 
 
 def _before(request: Any) -> None:
