@@ -166,8 +166,8 @@ class HubPublisher:
             return
         if self._publisher.running:
             logger.warning(
-                'Leaving while the upload "%s" to %s is under way: it is cut off. %s holds everything.',
-                self._publisher.uploading,
+                "Leaving while %s to %s is under way: it is cut off. %s holds everything.",
+                f'the upload "{self._publisher.uploading}"' if self._publisher.uploading else "an upload",
                 self._publisher.repo_id,
                 self._run.args.output_dir,
             )
