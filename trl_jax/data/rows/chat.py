@@ -13,6 +13,7 @@ from trl_jax.data.rows.rendering import MAX_CHARACTERS, TooLarge, apply_chat_tem
 _READ = ("prompt", "chosen", "rejected", "tools", "chat_template_kwargs")
 # Arguments of apply_chat_template that a row may pass and that change the tokens, not the text.
 _ABOUT_TOKENS = {"padding", "truncation", "max_length", "return_tensors", "tokenizer_kwargs", "sanitize_control_tokens"}
+_SHOWN = 2000  # characters of what a template raises
 _WANTED = "a string, or a non-empty list of messages, each with a 'role' and a 'content'"
 
 
@@ -101,7 +102,7 @@ def _render(pair: Pair, tokenizer: Any, max_characters: int | None) -> tuple[lis
             f"{MAX_CHARACTERS:,} characters. Correct the template, or leave the row out."
         ) from error
     except Exception as error:  # a template may raise anything; the row's name is added
-        error.args = tuple(printable(part) if isinstance(part, str) else part for part in error.args)
+        error.args = tuple(printable(part[:_SHOWN]) if isinstance(part, str) else part for part in error.args)
         error.add_note(f"{pair.where}: raised by the tokenizer's chat template.")
         raise
 

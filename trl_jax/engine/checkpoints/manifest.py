@@ -15,6 +15,8 @@ from typing import Any
 
 import xxhash
 
+from trl_jax.core import memory_errors
+
 MANIFEST = "manifest.json"
 FORMAT = 2  # of the files of a checkpoint; raised when another release cannot read them
 LIBRARIES = ("jax", "flax", "optax", "transformers", "datasets", "numpy")
@@ -25,7 +27,8 @@ class BrokenCheckpoint(ValueError):
 
 
 def digest(path: Path) -> str:
-    with path.open("rb") as file:
+    """XXH3 of a file's bytes; MemoryError with its name where it cannot be mapped."""
+    with memory_errors.naming(path), path.open("rb") as file:
         if not path.stat().st_size:  # which mmap refuses
             return xxhash.xxh3_128_hexdigest(b"")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
