@@ -16,6 +16,7 @@ from typing import Any
 import xxhash
 
 from trl_jax.core import memory_errors
+from trl_jax.core.printable import brief
 
 MANIFEST = "manifest.json"
 FORMAT = 2  # of the files of a checkpoint; raised when another release cannot read them
@@ -73,12 +74,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         body = json.loads(text)
         whole = isinstance(body, dict) and isinstance(body.pop("xxh3_128", None), str) and _rendered(body) == text
         found = body["format"] if whole else FORMAT
+        if type(found) is not int:
+            raise ValueError(f"its format is {brief(found)}, wanted a number")
         if whole and found == FORMAT:
             _ = [(entry["bytes"], entry["xxh3_128"], body["step"]) for entry in body["files"].values()]
     except (FileNotFoundError, NotADirectoryError) as error:
         raise BrokenCheckpoint(f"{path} does not exist: the checkpoint was never completed.") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise BrokenCheckpoint(f"{path} is damaged: {error}.") from error
+        raise BrokenCheckpoint(f"{path} is damaged: {str(error)[:500]}.") from error
     if found != FORMAT:
         newer, way = ("a newer", "Upgrade trl_jax") if found > FORMAT else ("an older", "Resume with that release")
         raise BrokenCheckpoint(

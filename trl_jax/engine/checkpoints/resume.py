@@ -63,7 +63,7 @@ def check(folder: Path) -> ResumePoint:
         _check_numbers(state, manifest)
         return ResumePoint(folder, state, manifest)
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise BrokenCheckpoint(f"{path} cannot be read: {error}.") from error
+        raise BrokenCheckpoint(f"{path} cannot be read: {str(error)[:500]}.") from error
 
 
 def _check_numbers(state: TrainerState, manifest: dict[str, Any] | None) -> None:
