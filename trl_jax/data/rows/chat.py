@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from trl_jax.core.printable import printable
 from trl_jax.data.rows.checks import cell_error
 from trl_jax.data.rows.cutting import is_long
-from trl_jax.data.rows.rendering import MAX_CHARACTERS, TooLarge, apply_chat_template
+from trl_jax.data.rows.rendering import apply_chat_template
+from trl_jax.data.rows.template_limits import ITEM, MAX_CHARACTERS, MAX_WORK, TooLarge
 
 _READ = ("prompt", "chosen", "rejected", "tools", "chat_template_kwargs")
 # Arguments of apply_chat_template that a row may pass and that change the tokens, not the text.
@@ -98,8 +99,9 @@ def _render(pair: Pair, tokenizer: Any, max_characters: int | None) -> tuple[lis
         return tuple(_render_side(side, pair.options, tokenizer, max_characters) for side in sides)
     except TooLarge as error:
         raise ValueError(
-            f"{pair.where}: the tokenizer's chat template makes a text or a number that is too large: wanted at most "
-            f"{MAX_CHARACTERS:,} characters. Correct the template, or leave the row out."
+            f"{pair.where}: the tokenizer's chat template makes a text or a number that is too large, or takes too "
+            f"many steps: wanted at most {MAX_CHARACTERS:,} characters and {MAX_WORK // ITEM:,} steps. Correct the "
+            "template, or leave the row out."
         ) from error
     except Exception as error:  # a template may raise anything; the row's name is added
         error.args = tuple(printable(part[:_SHOWN]) if isinstance(part, str) else part for part in error.args)
