@@ -9,7 +9,7 @@ from typing import Any
 
 from trl_jax.core.printable import printable
 from trl_jax.data.rows.checks import cell_error
-from trl_jax.data.rows.template_limits import MAX_CHARACTERS, TooLarge
+from trl_jax.data.rows.template_limits import ITEM, MAX_CHARACTERS, MAX_WORK, TooLarge
 
 _SHOWN = 2000  # characters of what a template raises
 _WANTED = "a string, or a non-empty list of messages, each with a 'role' and a 'content'"
