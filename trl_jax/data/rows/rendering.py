@@ -6,7 +6,8 @@ of filters and of string methods can be checked only once they exist.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -64,13 +65,29 @@ class _Bounded(ImmutableSandboxedEnvironment):
 def apply_chat_template(tokenizer: Any, messages: list[dict], **options: Any) -> Any:
     """Call `tokenizer.apply_chat_template(messages, **options)` with limits of size.
 
-    transformers looks up the class of jinja2's environment while it compiles a template, and caches the environment.
-
     Raises:
         TooLarge: the template makes more than the limits.
     """
+    with _bounded():
+        return tokenizer.apply_chat_template(messages, **options)
+
+
+def render(
+    template: str, messages: list[dict], *, spans: bool = False, **variables: Any
+) -> tuple[str, list[tuple[int, int]]]:
+    """The text of messages, with the same limits and, if asked for, its spans within `{% generation %}`."""
+    with _bounded():
+        texts, found = chat_template_utils.render_jinja_template(
+            [messages], chat_template=template, return_assistant_tokens_mask=spans, **variables
+        )
+    return texts[0], found[0] if spans else []
+
+
+@contextmanager
+def _bounded() -> Iterator[None]:
+    """transformers looks up the class of jinja2's environment while it compiles a template, and caches it."""
     chat_template_utils.ImmutableSandboxedEnvironment = _Bounded
     try:
-        return tokenizer.apply_chat_template(messages, **options)
+        yield
     finally:
         chat_template_utils.ImmutableSandboxedEnvironment = ImmutableSandboxedEnvironment

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 from itertools import pairwise, takewhile
 from typing import Any
 
@@ -146,18 +147,15 @@ def as_messages(conversation: Any, where: str) -> list[dict[str, Any]]:
     return [{names.get(key, key): value for key, value in message.items()} for message in conversation]
 
 
-def _of_completions(rows: list[dict], places: list[str], tokenizer: Any, _: Form, masking: Masking) -> tuple:
+def _of_completions(rows: list[dict], places: list[str], tokenizer: Any, form: Form, masking: Masking) -> tuple:
     for row, where in zip(rows, places, strict=True):
         chat.check_contents(row, ["prompt", "completion"], where, _MIXED)
         for column in ("prompt", "completion"):
             chat.check_unicode(row[column], column, where)
-    kinds = [chat.is_messages(row["prompt"]) for row in rows]
-    if any(kinds) and not all(kinds):
-        raise ValueError(
-            f"{places[kinds.index(not kinds[0])]}: {'text' if kinds[0] else 'a conversation'}, and other rows are "
-            f"{'conversations' if kinds[0] else 'texts'}. {_MIXED}"
-        )
-    return (_conversations if kinds[0] else _joined)(rows, places, tokenizer, masking)
+        if chat.is_messages(row["prompt"]) != form.conversational:
+            found, first = ("text", "a conversation") if form.conversational else ("a conversation", "text")
+            raise ValueError(f"{where} is {found}, and the first row is {first}. Make all rows the same.")
+    return (_conversations if form.conversational else _joined)(rows, places, tokenizer, masking)
 
 
 def _joined(rows: list[dict], places: list[str], tokenizer: Any, masking: Masking) -> tuple[list, list]:
@@ -167,7 +165,7 @@ def _joined(rows: list[dict], places: list[str], tokenizer: Any, masking: Maskin
     if not masking.completion:
         return ids, ids
     prompts = tokenizer(text=[row["prompt"] for row in rows])["input_ids"]
-    behind = [_behind(prompt, whole, tokenizer) for prompt, whole in zip(prompts, ids, strict=True)]
+    behind = [_behind(prompt, whole) for prompt, whole in zip(prompts, ids, strict=True)]
     return ids, [_labels(whole, mask) for whole, mask in zip(ids, behind, strict=True)]
 
 
@@ -180,7 +178,7 @@ def _conversations(rows: list[dict], places: list[str], tokenizer: Any, masking:
         found = _assistant(rendered, masking)
         if masking.completion:
             prompt = _render(tokenizer, row["prompt"], where, add_generation_prompt=True, **options)
-            found = [*found, _behind(prompt["input_ids"], rendered["input_ids"], tokenizer)]
+            found = [*found, _behind(prompt["input_ids"], rendered["input_ids"])]
         ids.append(rendered["input_ids"])
         labels.append(_labels(ids[-1], *found))
     return ids, labels
@@ -212,27 +210,22 @@ def _assistant(rendered: dict[str, list[int]], masking: Masking) -> list[list[in
     return [rendered["assistant_masks"]]
 
 
-def _behind(prompt: list[int], whole: list[int], tokenizer: Any) -> list[int]:
+def _behind(prompt: list[int], whole: list[int]) -> list[int]:
     """The mask of what is behind the prompt: 0 as far as both begin alike."""
     alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole, strict=False)))
     if alike < len(prompt):
-        _warn_of_prefix(tokenizer.decode(prompt[alike:]))
+        warn_of_prefix()
     return [0] * alike + [1] * (len(whole) - alike)
 
 
-_warned: set[str] = set()
-
-
-def _warn_of_prefix(rest: str) -> None:
-    """Warn once in a process."""
-    if _warned:
-        return
-    _warned.add(rest)
+@cache
+def warn_of_prefix() -> None:
+    """Warn once in a process, by the cache."""
     logger.warning(
         "The tokenized prompt is not a prefix of the tokenized prompt+completion: the chat template renders the prompt "
         "in another way when it is alone, or tokens merge where the two meet. The completion begins where they differ, "
-        f"and the prompt's end is not trained on as it will be read: {printable(rest)!r}. Let the prompt end where a "
-        "token ends, or choose a template that renders it the same. Other rows like it are not reported."
+        "so the model is trained on another end of the prompt than it will read. Let the prompt end where a token "
+        "ends, or choose a template that renders it the same. Other rows like it are not reported."
     )
 
 
