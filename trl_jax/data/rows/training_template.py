@@ -128,7 +128,7 @@ def _text(template: str, talk: list[dict[str, Any]], **options: Any) -> str:
 
 
 def _header(template: str, kind: str) -> str | None:
-    """What a template renders before the assistant says something, or None where turns begin in several ways.
+    """The text that a template renders before the assistant says something; None where turns begin in several ways.
 
     It is what the generation prompt adds, without the tag that opens a thought. Where a turn has it again in its
     middle, the assistant writes it itself, and it is no header. Where an expression writes its end along with what the
