@@ -9,8 +9,6 @@ from trl_jax.data.rows.cutting import is_long
 from trl_jax.data.rows.rendering import apply_chat_template
 
 _READ = ("prompt", "chosen", "rejected", "tools", "chat_template_kwargs")
-# Arguments of apply_chat_template that a row may pass and that change the tokens, not the text.
-_ABOUT_TOKENS = {"padding", "truncation", "max_length", "return_tensors", "tokenizer_kwargs", "sanitize_control_tokens"}
 _TWICE = "If 'chosen' and 'rejected' already begin with the prompt, drop it: dataset.remove_columns(\"prompt\")."
 
 
@@ -94,7 +92,7 @@ def _render(pair: Pair, tokenizer: Any, max_characters: int | None) -> tuple[lis
 def _render_side(
     messages: list[dict], options: dict[str, Any], tokenizer: Any, max_characters: int | None
 ) -> list[int]:
-    if is_long(messages, max_characters) and _ABOUT_TOKENS.isdisjoint(options):
+    if is_long(messages, max_characters) and chat.ABOUT_TOKENS.isdisjoint(options):
         text = apply_chat_template(tokenizer, messages, tokenize=False, **options)
         return tokenizer(_cut(text, max_characters), add_special_tokens=False)["input_ids"]
     return apply_chat_template(tokenizer, messages, tokenize=True, return_dict=True, **options)["input_ids"]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -131,11 +132,29 @@ def apply_chat_template(tokenizer: Any, messages: list[dict], **options: Any) ->
     Raises:
         TooLarge: the template makes or does more than the limits.
     """
+    with _limited():
+        return tokenizer.apply_chat_template(messages, **options)
+
+
+def render(
+    template: str, messages: list[dict], *, spans: bool = False, **variables: Any
+) -> tuple[str, list[tuple[int, int]]]:
+    """The text of messages, with the same limits and, if asked for, its spans within `{% generation %}`."""
+    with _limited():
+        texts, found = chat_template_utils.render_jinja_template(
+            [messages], chat_template=template, return_assistant_tokens_mask=spans, **variables
+        )
+    return texts[0], found[0] if spans else []
+
+
+@contextmanager
+def _limited() -> Iterator[None]:
+    """A context in which transformers compiles templates with limits."""
     theirs = chat_template_utils._compile_jinja_template
     chat_template_utils._compile_jinja_template = _compiled
     limits.begin()
     try:
-        return tokenizer.apply_chat_template(messages, **options)
+        yield
     finally:
         chat_template_utils._compile_jinja_template = theirs
         limits.end()
