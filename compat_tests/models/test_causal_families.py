@@ -12,6 +12,7 @@ import pytest
 from compat_tests.models import causal, variants
 from trl_jax import AutoModelForCausalLM
 from trl_jax.hub.checkpoint.saving import entries_of, read_tensor
+from trl_jax.losses.load_balancing import load_balancing_loss
 from trl_jax.models.functional import merge
 
 torch = pytest.importorskip("torch")
@@ -107,3 +108,25 @@ def test_the_head_computes_in_the_runs_dtype(folder_of):
         theirs = causal.forward(reference.to(torch.bfloat16), ids, mask).float().numpy()[mask > 0]
     off, theirs_off = (np.sqrt(np.mean((found - exact) ** 2)) for found in (ours, theirs))
     assert 1e-4 * exact.std() < off <= theirs_off
+
+
+@pytest.mark.parametrize("family", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])
+def test_the_load_balancing_loss(family, folder_of):
+    """Of the visible tokens of all layers, with its gradient."""
+    folder, (ids, mask) = folder_of(family, False), causal.rows()
+    ids, mask = ids[:2], mask[:2]  # padded to the right: others have tokens that see nothing
+    model, reference = AutoModelForCausalLM.from_pretrained(folder), causal.reference(folder)
+    options = {"attention_mask": torch.tensor(mask), "output_router_logits": True, "use_cache": False}
+    wanted = reference(input_ids=torch.tensor(ids), **options).aux_loss
+    wanted.backward()
+    router = reference.model.layers[0].mlp.gate.weight.grad.numpy()
+    places = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
+
+    def loss(params):
+        arguments = {"targets": np.asarray([3], np.int32), "valid": mask > 0, "counted": mask > 0}
+        _, sums = merge(model.graph, params)(ids, places, np.asarray([5], np.int32), **arguments)
+        return load_balancing_loss(sums)
+
+    found, gradients = jax.jit(jax.value_and_grad(loss), compiler_options=QUICKLY)(model.params)
+    np.testing.assert_allclose(found, wanted.item(), rtol=1e-5)
+    variants.assert_close(gradients["decoder.layers.mlp.router.weight"][0], router, 1e-4)
