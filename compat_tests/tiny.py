@@ -59,6 +59,7 @@ def tiny_tokenizer(folder=None, *, pad="<pad>", eos="</s>", bos=None, chat_templ
     """A byte-level BPE fast tokenizer that knows our word lists; written to `folder` too when one is given.
 
     pad=None leaves it without a pad token, pad equal to eos makes them one; `bos` is put before every text.
+    chat_template: the template, or True for CHAT_TEMPLATE.
     """
     from tokenizers import Tokenizer, processors
     from transformers import PreTrainedTokenizerFast
@@ -72,7 +73,7 @@ def tiny_tokenizer(folder=None, *, pad="<pad>", eos="</s>", bos=None, chat_templ
         )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **named)
     if chat_template:
-        tokenizer.chat_template = CHAT_TEMPLATE
+        tokenizer.chat_template = CHAT_TEMPLATE if chat_template is True else chat_template
     if folder is not None:
         tokenizer.save_pretrained(folder)
     return tokenizer
@@ -134,6 +135,18 @@ def preference_rows(n: int, kind: str = "text", margin: bool = False, seed: int 
         for row in rows:
             row["margin"] = round(dice.uniform(-0.5, 2.0), 3)
     return rows
+
+
+def text_rows(n: int, kind: str = "text", seed: int = 0) -> list[dict]:
+    """`n` rows to fine-tune on, of 4 to about 50 tokens: the prompts and good answers of `preference_rows`.
+
+    kind: "text"; "prompt", with a completion; or the same as messages, "chat" and "chat_prompt".
+    """
+    rows = preference_rows(n, kind, seed=seed)
+    names = {"text": "text", "chat": "messages"}
+    if kind in names:
+        return [{names[kind]: row["chosen"]} for row in rows]
+    return [{"prompt": row["prompt"], "completion": row["chosen"]} for row in rows]
 
 
 def _row(dice: random.Random, kind: str) -> dict:

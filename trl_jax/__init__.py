@@ -39,6 +39,8 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from trl_jax.trainer.model_config import ModelConfig
     from trl_jax.trainer.reward_config import RewardConfig
     from trl_jax.trainer.reward_trainer import RewardTrainer
+    from trl_jax.trainer.sft_config import SFTConfig
+    from trl_jax.trainer.sft_trainer import SFTTrainer
     from trl_jax.trainer.utils import get_peft_config, get_quantization_config
 
 __version__ = "0.1.0"
@@ -86,7 +88,7 @@ _PLANNED = frozenset(
     BEMACallback CPOConfig CPOTrainer DPOConfig DPOTrainer DistillationConfig DistillationTrainer GKDConfig GKDTrainer
     GRPOConfig GRPOTrainer KTOConfig KTOTrainer LogCompletionsCallback NashMDConfig NashMDTrainer
     ORPOConfig ORPOTrainer OnlineDPOConfig OnlineDPOTrainer PPOConfig PPOTrainer PRMConfig PRMTrainer RLOOConfig
-    RLOOTrainer SFTConfig SFTTrainer SyncRefModelCallback WeaveCallback XPOConfig XPOTrainer
+    RLOOTrainer SyncRefModelCallback WeaveCallback XPOConfig XPOTrainer
     add_response_schema create_reference_model setup_chat_format
     """.split()
 ).difference(_WHERE)

@@ -28,16 +28,16 @@ def take(
     Through the pipe: facts; then, for each "go" received, the seconds of a segment; then closing facts.
     """
     start = time.perf_counter()
-    package = _package(side)
-    compiling = _count_compilation() if side == "trl_jax" else []
+    package = package_of(side)
+    compiling = count_compilation() if side == "trl_jax" else []
     trainer = package.RewardTrainer(
         model=str(model),
         args=package.RewardConfig(**config),
         train_dataset=dataset(model, config, **rows),
     )
-    clock = _clock(pipe, segment, stop, _settle if side == "trl_jax" else lambda model: None)
-    trainer.add_callback(clock)
-    _silence(trainer)
+    timer = clock(pipe, segment, stop, settle if side == "trl_jax" else lambda model: None)
+    trainer.add_callback(timer)
+    silence(trainer)
     ready = time.perf_counter() - start
     pipe.send(_batches(trainer, side) | {"ready s": ready})
     trainer.train()
@@ -45,7 +45,7 @@ def take(
     pipe.send(
         {
             "logs": logs,
-            "first step s": clock.first_step,
+            "first step s": timer.first_step,
             "compile s": sum(compiling) if side == "trl_jax" else None,
             "peak MB": common.memory(),
         }
@@ -57,14 +57,14 @@ def first_step(side: str, model: Path, rows: dict, config: dict, cache: str) -> 
     import os
 
     os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
-    package = _package(side)
+    package = package_of(side)
     args = package.RewardConfig(**config)
     trainer = package.RewardTrainer(model=str(model), args=args, train_dataset=dataset(model, config, **rows))
-    _silence(trainer)
+    silence(trainer)
     trainer.train()
 
 
-def _package(side: str) -> Any:
+def package_of(side: str) -> Any:
     if side == "trl_jax":
         common.hide_torch()
     return importlib.import_module(side)
@@ -144,7 +144,7 @@ def _theirs(batch: Any) -> tuple[int, int, int, tuple]:
     return tokens, tokens, shape[0] * shape[1], shape
 
 
-def _clock(pipe: Connection, segment: int, stop: int | None, settle: Any) -> Any:
+def clock(pipe: Connection, segment: int, stop: int | None, wait_for: Any) -> Any:
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):
@@ -155,10 +155,10 @@ def _clock(pipe: Connection, segment: int, stop: int | None, settle: Any) -> Any
 
         def on_step_end(self, args, state, control, model, **kwargs):
             if state.global_step == 1:
-                settle(model)
+                wait_for(model)
                 self.first_step = time.perf_counter() - self._start
             if state.global_step % segment == 0:
-                settle(model)
+                wait_for(model)
                 pipe.send(time.perf_counter() - self._start)
                 control.should_training_stop |= state.global_step == stop
                 if state.global_step < (stop or state.max_steps):
@@ -171,20 +171,20 @@ def _clock(pipe: Connection, segment: int, stop: int | None, settle: Any) -> Any
     return Clock()
 
 
-def _settle(model: Any) -> None:
+def settle(model: Any) -> None:
     """Wait until the step is done: JAX returns before it is."""
     import jax
 
     jax.block_until_ready(model.params)
 
 
-def _silence(trainer: Any) -> None:
+def silence(trainer: Any) -> None:
     from transformers import PrinterCallback
 
     trainer.remove_callback(PrinterCallback)
 
 
-def _count_compilation() -> list[float]:
+def count_compilation() -> list[float]:
     """A list that grows by the seconds of each compilation from now on."""
     import jax
 

@@ -197,7 +197,7 @@ def test_a_conversation_without_a_chat_template(form):
     text = text.replace("TokenizersBackend", type(tokenizer).__name__)
     dataset = form([{"chosen": CHAT, "rejected": CHAT}])
     refuses(dataset, text, tokenizer=tokenizer)
-    refuses(dataset, 'RewardConfig(chat_template_path="template.jinja")', tokenizer=tokenizer)
+    refuses(dataset, 'with chat_template_path="template.jinja"', tokenizer=tokenizer)
 
 
 @both
@@ -214,7 +214,7 @@ def test_an_error_of_the_template_names_its_row(form):
 def test_text_without_an_eos_token(form):
     refuses(
         form([GOOD]),
-        "has none. Name a token of its vocabulary with RewardConfig(eos_token=...)",
+        "has none. Name a token of its vocabulary with eos_token=... in the trainer",
         tokenizer=tiny_tokenizer(eos=None),
     )
     tokenizer = tiny_tokenizer(eos=None, chat_template=True)

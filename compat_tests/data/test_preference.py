@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from compat_tests.tiny import preference_rows, tiny_tokenizer
-from trl_jax.data.rows import chat
+from trl_jax.data.rows import pairs as rows_of_pairs
 from trl_jax.data.rows.preference import prepare
 
 TEMPLATE = (
@@ -191,7 +191,7 @@ def test_the_cache_is_found_again(tokenizer, tmp_path, monkeypatch):
     file.write_text("\n".join(json.dumps(row) for row in preference_rows(10)))
     dataset = load_dataset("json", data_files=str(file), split="train", cache_dir=str(tmp_path / "cache"))
     first = ours(dataset, tokenizer)
-    monkeypatch.setattr(chat, "read_pair", lambda *_: pytest.fail("tokenised again"))
+    monkeypatch.setattr(rows_of_pairs, "read_pair", lambda *_: pytest.fail("tokenised again"))
     second = ours(dataset, tokenizer)
     assert first.cache_files == second.cache_files and pairs(first) == pairs(second)
 

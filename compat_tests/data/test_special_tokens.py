@@ -35,7 +35,7 @@ def test_tokens_are_set_on_the_tokenizer_itself(made, asked, eos, pad):
 @pytest.mark.parametrize("argument", ["eos_token", "pad_token"])
 def test_a_token_outside_the_vocabulary_is_refused(argument):
     tokenizer = tiny_tokenizer()
-    with pytest.raises(ValueError, match=f"{argument}='<nope>' is not in the vocabulary of the tokenizer"):
+    with pytest.raises(ValueError, match=rf"The specified `{argument}` \('<nope>'\) is not found in the vocabulary"):
         settle(tokenizer, **{argument: "<nope>"})
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("</s>", "<pad>")
     assert len(tokenizer) == len(tiny_tokenizer())

@@ -52,7 +52,8 @@ OPENINGS = {
         b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n",
         "this is a git-LFS pointer, not the weights: run `git lfs pull`",
     ),
-    "text": (b"Entry not found", "it is text that begins 'Entry not found': download it again"),
+    "not_found": (b"Entry not found", "this is an answer of the Hub, which has no such file"),
+    "text": (b"root:x:0:0:root:/root:/bin/bash", "it is text: download it again"),
     "zeros": (bytes(1000), "its header is not a JSON object of tensors"),
 }  # fmt: skip
 
@@ -398,7 +399,7 @@ def test_row27_missing_columns(good, tmp_path):
 
 def test_row28_a_conversation_without_a_template(good, tmp_path):
     text = "Row 0 of train_dataset is a conversation and the tokenizer"
-    with refuses(text, "has no chat template. Pass one with RewardConfig(chat_template_path="):
+    with refuses(text, "has no chat template. Pass one with chat_template_path="):
         trainer(good, tmp_path, rows=preference_rows(2, "chat"))
 
 
@@ -443,19 +444,19 @@ def test_row30_a_tokenizer_of_another_model(good, tmp_path):
 def test_row31_a_tokenizer_without_eos(good, tmp_path):
     words = tiny_tokenizer(eos=None)
     text = "Row 0 of train_dataset is plain text, which ends with the EOS token, and the tokenizer"
-    with refuses(text, "has none. Name a token of its vocabulary with RewardConfig(eos_token=...)."):
+    with refuses(text, "has none. Name a token of its vocabulary with eos_token=... in the trainer"):
         trainer(good, tmp_path, processing_class=words)
 
 
 def test_row31_an_eos_token_that_is_unknown(good, tmp_path):
-    with refuses("eos_token='<nope>' is not in the vocabulary of the tokenizer", "Name a token it has"):
+    with refuses("The specified `eos_token` ('<nope>') is not found in the vocabulary", "Name a token it has"):
         trainer(good, tmp_path, eos_token="<nope>")
 
 
 def test_row32_a_tokenizer_without_pad_and_eos(good, tmp_path):
     words = tiny_tokenizer(pad=None, eos=None)
     with refuses(
-        "has neither a pad nor an EOS token", "RewardConfig(pad_token=...), or with RewardConfig(eos_token="
+        "has neither a pad nor an EOS token", "pad_token=... in the trainer's configuration, or with eos_token="
     ):
         trainer(good, tmp_path, processing_class=words)
 

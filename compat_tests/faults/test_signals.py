@@ -175,12 +175,14 @@ def test_a_signal_in_the_last_callback_ends_the_script(trainer):
 def test_uploads_under_way_are_named_and_left(trainer, tmp_path, monkeypatch, caplog):
     run = trainer("run", max_steps=1, eval_strategy="no")
     monkeypatch.setattr(HubPublisher, "finish", lambda self: (term(), time.sleep(60)))
-    run._publisher._publisher = SimpleNamespace(running=True, failures=["it said no"], repo_id="me/model")
+    run._publisher._publisher = SimpleNamespace(
+        running=True, failures=["it said no"], repo_id="me/model", uploading="mine", cut_off=lambda: None
+    )
     began = time.monotonic()
     with caplog.at_level(logging.WARNING, logger="trl_jax"):
         left_by(run)
     assert time.monotonic() - began < 50 and "checkpoint-1" in os.listdir(tmp_path / "run")
-    assert "Leaving while an upload to me/model is under way: it may not arrive." in caplog.text
+    assert 'Leaving while the upload "mine" to me/model is under way: it is cut off.' in caplog.text
     assert "1 pushes to me/model failed." in caplog.text and "it said no" in caplog.text
 
 

@@ -38,7 +38,7 @@ class Hub:
 
     Attributes:
         fault: asked with (method, path) before each answer; a number is the status to answer with, "drop" closes the
-            connection, "slow" waits half a second, "hang" never answers, "zeros" sends zeros for a file's bytes
+            connection, "slow" waits half a second, "hang" waits a minute, "zeros" sends zeros for a file's bytes
             and "half" half of them, None is a good answer.
         headers: sent with every faulty answer.
         requests: (method, path) of all that came.
@@ -140,7 +140,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.received[-1] += body
         self.spoiled = fault
         if fault == "hang":
-            self.hub.closed.wait()
+            self.hub.closed.wait(60)
             self.close_connection = True
             return
         if fault == "slow":

@@ -83,6 +83,27 @@ def test_one_output_alone_differentiated(name):
     np.testing.assert_allclose(run(weight), exact.grad, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", NAMES[:3])
+@pytest.mark.parametrize("case", CASES)
+def test_under_a_frozen_weight(case, name):
+    """Of log-probabilities alone, the gradient takes two products: logits are not computed again."""
+    hidden, weight, bias, targets = drawn(130, 100)
+    facts = dict(CASES[case])
+    bias = bias if facts.pop("bias", False) else None
+    cotangent = np.random.default_rng(1).normal(size=130).astype(np.float32)
+
+    def ours(hidden):
+        return jnp.sum(token_outputs(hidden, weight, targets, bias=bias, **facts)._asdict()[name] * cotangent)
+
+    exact = torch.tensor(hidden, dtype=torch.float64, requires_grad=True)
+    frozen = [None if array is None else torch.tensor(array).double() for array in (weight, bias)]
+    wanted = formula(exact, *frozen, targets, **facts)
+    (wanted._asdict()[name] * torch.tensor(cotangent)).sum().backward()
+    np.testing.assert_allclose(jax.jit(jax.grad(ours))(hidden), exact.grad, rtol=1e-4, atol=1e-4)
+    every = equations(jax.make_jaxpr(jax.grad(ours))(hidden).jaxpr)
+    assert sum(equation.primitive.name == "dot_general" for equation in every) == (2 if name == "logps" else 4)
+
+
 def test_a_tie_with_a_smaller_id_is_a_miss():
     weight = np.zeros((VOCABULARY, WIDTH), np.float32)
     weight[[7, 40]] = 1

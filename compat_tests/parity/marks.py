@@ -24,6 +24,7 @@ class Marks:
     rewards: float = 2e-4
     grad_norm: float = 2e-4
     accuracy: float = 1e-7
+    entropy: float = 1e-5
 
 
 def allowed(key: str, value: float, marks: Marks) -> float:
@@ -35,8 +36,10 @@ def allowed(key: str, value: float, marks: Marks) -> float:
         return 1e-9
     if bare == "learning_rate":
         return 1e-12 * abs(value)
-    if bare == "accuracy":
+    if bare in ("accuracy", "mean_token_accuracy"):
         return marks.accuracy
+    if bare == "entropy":
+        return marks.entropy
     if bare == "grad_norm":
         return marks.grad_norm
     if bare in ("loss", "train_loss"):

@@ -1,4 +1,4 @@
-"""One reward training under a config, with TRL or with us: the two differ by the package imported only."""
+"""One training under a config, with TRL or with us: the two differ by the package imported only."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Run:
 
 
 def run_trl(model_folder, rows, out, *, double=False, **keywords) -> Run:
-    """Train with real TRL, in float64 if `double`; the keywords are those of `_run` and of RewardConfig."""
+    """Train with real TRL, in float64 if `double`; the keywords are those of `_run` and of the config."""
     import torch
     import trl
 
@@ -63,14 +63,19 @@ def run_ours(model_folder, rows, out, **keywords) -> Run:
 
 
 def _run(
-    package, model_folder, rows, out, *, model=None, eval_rows=None, predict_rows=None, peft_config=None, **config
-) -> Run:
+    package, model_folder, rows, out, *, trainer="Reward", model=None, eval_rows=None, predict_rows=None,
+    peft_config=None, **config,
+) -> Run:  # fmt: skip
     """Train `model`, or that of the folder, on `rows`, evaluate on `eval_rows` and predict `predict_rows` if given, and
-    save under `out`."""
+    save under `out`.
+
+    trainer: "Reward" or "SFT".
+    """
     from datasets import Dataset
 
-    args = package.RewardConfig(output_dir=str(out), **(BASE | config))
-    trainer = package.RewardTrainer(
+    config_class, trainer_class = getattr(package, f"{trainer}Config"), getattr(package, f"{trainer}Trainer")
+    args = config_class(output_dir=str(out), **(BASE | config))
+    trainer = trainer_class(
         model=str(model_folder) if model is None else model,
         args=args,
         train_dataset=Dataset.from_list(rows),

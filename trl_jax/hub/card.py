@@ -6,16 +6,36 @@ import math
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 import yaml
 
 from trl_jax.core.secrets import masked, scrubbed
 from trl_jax.core.whole_file import write_whole
+from trl_jax.hub.heads import HeadName
 
 CARD, CURVE = "README.md", "training_loss.svg"
 _MARK = "<!-- trl_jax wrote this card and will write it anew; remove this line to keep your own. -->"
 _TAGS = ("generated_from_trainer", "trl_jax")
 _LIBRARIES = ("transformers", "datasets", "jax", "flax", "optax")
+
+
+class _Kind(NamedTuple):
+    """What a card says of models with one of the heads."""
+
+    subject: str
+    meaning: str
+    loader: str
+    pipeline: str
+
+
+_KINDS: dict[str, _Kind] = {
+    "score": _Kind(
+        "a reward model", ": one score a text, the higher the better", "ForSequenceClassification",
+        "text-classification",
+    ),
+    "lm": _Kind("a language model", "", "ForCausalLM", "text-generation"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -42,6 +62,7 @@ def write_card(
     tags: list[str],
     run: Run | None = None,
     adapter: bool = False,
+    head: HeadName = "score",
     **facts: object,
 ) -> None:
     """Write README.md unless there is one that this function did not write.
@@ -49,11 +70,12 @@ def write_card(
     Args:
         base_model: a repository's name; None where training began from a folder.
         adapter: the repository holds an adapter alone.
+        head: the model's.
         run: the training to describe; None for a model that has not been trained.
         facts: further metadata of the card, as the Hub calls it (language, license, ...); None is left out.
     """
     path = folder / CARD
-    if path.exists() and _MARK not in path.read_text(encoding="utf-8"):
+    if path.exists() and not (path.is_file() and _MARK.encode() in path.read_bytes()):  # a card in any encoding
         return
     metadata = {
         "library_name": "peft" if adapter else "transformers",
@@ -61,12 +83,12 @@ def write_card(
         "base_model": base_model,
         "datasets": datasets or None,
         "tags": list(dict.fromkeys([*_TAGS, *tags, *(_adapter_tags(base_model) if adapter else ())])),
-        "pipeline_tag": "text-classification",
+        "pipeline_tag": _KINDS[head].pipeline,
         **facts,
     }
     kept = {key: masked(value, key) for key, value in metadata.items() if value is not None}
     front = yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
-    text = f"---\n{front}---\n\n{_MARK}\n\n{_text(model_name, base_model, datasets, adapter)}"
+    text = f"---\n{front}---\n\n{_MARK}\n\n{_text(model_name, base_model, datasets, adapter, head)}"
     text += _run_section(folder, run)
     write_whole(path, scrubbed(text))
 
@@ -75,20 +97,22 @@ def _adapter_tags(base_model: str | None) -> list[str]:
     return ["lora", *([f"base_model:adapter:{base_model}"] if base_model else [])]
 
 
-def _text(model_name: str, base_model: str | None, datasets: list[str], adapter: bool) -> str:
+def _text(model_name: str, base_model: str | None, datasets: list[str], adapter: bool, head: HeadName) -> str:
     library, loader = ("peft", "AutoPeftModel") if adapter else ("transformers", "AutoModel")
-    subject = "An adapter (LoRA) that makes a reward model" if adapter else "A reward model"
+    kind = _KINDS[head]
+    subject = f"An adapter (LoRA) that makes {kind.subject}" if adapter else f"A{kind.subject[1:]}"
+    options = ", num_labels=1" if adapter and head == "score" else ""
     origin = f", trained from [{base_model}](https://huggingface.co/{base_model})" if base_model else ""
     data = f" on {', '.join(datasets)}" if datasets else ""
     libraries = "\n".join(f"- {name} {version(name)}" for name in _LIBRARIES)
     return f"""# {model_name}
 
-{subject}{origin}{data} with trl_jax: one score a text, the higher the better.
+{subject}{origin}{data} with trl_jax{kind.meaning}.
 
 ```python
-from {library} import {loader}ForSequenceClassification
+from {library} import {loader}{kind.loader}
 
-model = {loader}ForSequenceClassification.from_pretrained("{model_name}"{", num_labels=1" if adapter else ""})
+model = {loader}{kind.loader}.from_pretrained("{model_name}"{options})
 ```
 
 Trained with

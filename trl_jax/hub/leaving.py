@@ -11,11 +11,8 @@ from types import FrameType
 
 from trl_jax.core.say import say
 
-_DEFAULTS = {
-    signal.SIGTERM: signal.SIG_DFL,
-    signal.SIGHUP: signal.SIG_DFL,
-    signal.SIGINT: signal.default_int_handler,
-}
+_ENDING = {signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+_ALL = _ENDING | {signal.SIGINT: signal.default_int_handler}
 
 
 @contextlib.contextmanager
@@ -25,7 +22,7 @@ def leaving_told(operations: Callable[[], list[str]], cut_off: Callable[[], None
     SIGINT raises KeyboardInterrupt, after `cut_off`: the client's threads would be waited for. The others end the
     process, as without us, with the exit status 128 + n. Handlers of the script, or of a run, stay in place.
     """
-    before = told_from_now_on(operations, cut_off)
+    before = _handled(_ALL, operations, cut_off)
     try:
         yield
     finally:
@@ -33,8 +30,13 @@ def leaving_told(operations: Callable[[], list[str]], cut_off: Callable[[], None
             signal.signal(number, handler)
 
 
-def told_from_now_on(operations: Callable[[], list[str]], cut_off: Callable[[], None]) -> dict:
-    """As `leaving_told`, without an end. Returns the handlers that were replaced; none outside of the main thread."""
+def told_from_now_on(operations: Callable[[], list[str]]) -> None:
+    """As `leaving_told`, without an end and without SIGINT, which leaves the script's threads alone."""
+    _handled(_ENDING, operations, lambda: None)
+
+
+def _handled(defaults: dict, operations: Callable[[], list[str]], cut_off: Callable[[], None]) -> dict:
+    """Handle signals that have these handlers, and return what was replaced; nothing outside of the main thread."""
     if threading.current_thread() is not threading.main_thread():
         return {}
 
@@ -46,5 +48,5 @@ def told_from_now_on(operations: Callable[[], list[str]], cut_off: Callable[[], 
             raise KeyboardInterrupt
         os._exit(128 + number)
 
-    taken = [number for number, default in _DEFAULTS.items() if signal.getsignal(number) == default]
+    taken = [number for number, default in defaults.items() if signal.getsignal(number) == default]
     return {number: signal.signal(number, leave) for number in taken}

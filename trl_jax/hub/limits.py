@@ -23,6 +23,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import HTTPError
 from huggingface_hub.utils import parse_ratelimit_headers
 
+from trl_jax.core.secrets import scrubbed
 from trl_jax.hub.leaving import leaving_told
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,9 @@ _DEFAULT = 60.0  # seconds
 _TOLD_AFTER = 5.0  # seconds without an answer
 _LOOKS = 0.25  # seconds between two looks at what is waited for
 _TRIED_AGAIN = (408, 429, 500, 502, 503, 504)  # statuses after which the client tries again
+
+_NOT_OURS = ("/datasets/", "/api/datasets/")  # rows that a script reads meanwhile, as its own library does
+_UNLIMITED = "trl_jax.unlimited"  # an extension of their requests, which redirected ones inherit
 
 _operations: list[str] = []  # under way: "fetching ..."
 _waits: dict[str, float] = {}  # request without a good answer so far -> since when; inf while its body is sent
@@ -74,7 +78,7 @@ def limited(operation: str) -> Iterator[None]:
     try:
         with leaving_told(under_way, cut_off):
             yield
-        for request in [] if _cut_off else list(_waits):
+        for request in [] if _cut_off or len(_operations) > 1 else list(_waits):
             logger.warning("%s had no good answer while %s.", request, operation)
     finally:
         done.set()
@@ -134,7 +138,7 @@ def _watch(operation: str, done: threading.Event) -> None:
 
 def _key(request: Any) -> str:
     """The request in messages; what follows the ? may be a signature."""
-    return f"{request.method} {str(request.url).partition('?')[0]}"
+    return scrubbed(f"{request.method} {str(request.url).partition('?')[0]}")
 
 
 def _before(request: Any) -> None:
@@ -142,6 +146,10 @@ def _before(request: Any) -> None:
     if not _operations:
         return
     key, now, limit = _key(request), time.monotonic(), patience()
+    if request.url.path.startswith(_NOT_OURS):
+        request.extensions[_UNLIMITED] = True
+    if _UNLIMITED in request.extensions:
+        return
     if _cut_off:
         raise HubSilentError(f"{key} was broken off, as the process is leaving.")
     left = limit - max(0.0, now - _waits.setdefault(key, now))
@@ -172,7 +180,7 @@ def _traced(key: str, uploads: bool) -> Callable[[str, dict], None]:
 
 def _after(response: Any) -> None:
     """Note a good answer. Before the client tries again, wait as long as the server asks for, within the limit."""
-    if not _operations:
+    if not _operations or _UNLIMITED in response.request.extensions:
         return
     key = _key(response.request)
     if response.status_code not in _TRIED_AGAIN:

@@ -56,7 +56,8 @@ class Publisher:
         self.repo_id, self.failures = name, []
         self._private, self._opened = private, False
         self.uploading: str | None = None
-        self._thread: threading.Thread | None = None
+        # Of the last background push. No join, which in Python 3.11 takes a thread for ended that a signal came by.
+        self._ended: threading.Event | None = None
 
     def open(self) -> str:
         """Make the repository (and the branch) if there is none, and return its full name.
@@ -79,11 +80,11 @@ class Publisher:
 
     @property
     def running(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return self._ended is not None and not self._ended.is_set()
 
     def wait(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
+        if self._ended is not None:
+            self._ended.wait()
 
     def push(self, uploads: list[Upload], *, revision: str | None = None) -> Any:
         """Upload now, and return the last commit.
@@ -102,31 +103,40 @@ class Publisher:
         A daemon's upload is cut off when the process ends. Other uploads the process waits for at its end; a signal
         that ends it says what that cuts off.
         """
-        future, before = Future(), self._thread
+        future, before, ended = Future(), self._ended, threading.Event()
         limits.begin_again()
         if not daemon:
-            told_from_now_on(limits.under_way, limits.cut_off)
+            told_from_now_on(limits.under_way)
 
         def run():
             if before is not None:
-                before.join()
+                before.wait()
             try:
-                result = self.push(uploads, revision=revision)
-            except Exception as error:
-                self.failures.append(str(error))
-                done(False)
-                future.set_exception(error)
-                if not isinstance(error, OSError):  # none of the Hub's: shown with its traceback
-                    raise
-                if not limits.is_cut_off():
-                    logger.warning("%s", error)
-            else:
-                done(True)
-                future.set_result(result)
+                self._push_told(uploads, revision, done, future)
+            finally:
+                ended.set()
 
-        self._thread = threading.Thread(target=run, name="push to the Hub", daemon=daemon)
-        self._thread.start()
+        self._ended = ended
+        threading.Thread(target=run, name="push to the Hub", daemon=daemon).start()
         return future
+
+    def _push_told(
+        self, uploads: list[Upload], revision: str | None, done: Callable[[bool], None], future: Future
+    ) -> None:
+        """Push, and tell `done` and `future` what came of it."""
+        try:
+            result = self.push(uploads, revision=revision)
+        except Exception as error:
+            self.failures.append(str(error))
+            done(False)
+            future.set_exception(error)
+            if not isinstance(error, OSError):  # none of the Hub's: shown with its traceback
+                raise
+            if not limits.is_cut_off():
+                logger.warning("%s", error)
+        else:
+            done(True)
+            future.set_result(result)
 
     def cut_off(self) -> None:
         """Break off what is under way, because the process is leaving."""

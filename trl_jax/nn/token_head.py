@@ -1,6 +1,7 @@
 """A language model's head at the places that are read, a chunk of them at a time: there is never an array `[N, V]`.
 
-The backward pass computes a chunk's logits again, from the logarithm of the softmax's sum. Chunks of which no place
+The backward pass makes a chunk's logits again, from the logarithm of the softmax's sum; under a frozen weight it need
+not: the forward pass keeps the derivatives of log-probabilities by hidden states, `[N, D]`. Chunks of which no place
 has a target are not computed. Every sum over the vocabulary is a plain reduction, so where the weight's rows are
 divided over an axis of the mesh, devices send each other numbers of a place and no logits.
 """
@@ -24,6 +25,7 @@ from trl_jax.nn.token_logits import rounded
 _LOGITS = {"cpu": 1 << 24, "gpu": 1 << 27, "tpu": 1 << 27}
 _FEWEST = 256
 _MULTIPLE = 64
+_product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def token_outputs(
@@ -99,34 +101,40 @@ class _Saved(NamedTuple):
     """The forward pass's for the backward. `differentiated`: of hidden, weight and bias, those with a gradient."""
 
     arrays: tuple[jax.Array, jax.Array, jax.Array | None, jax.Array]
-    log_sum: jax.Array
     entropy: jax.Array
+    log_sum: jax.Array
     chunks: jax.Array
+    slopes: jax.Array | None
     differentiated: tuple[_Yes | None, ...]
 
 
-def _forward(head, hidden, weight, bias, targets):
-    """TokenOutputs, the logarithms of the softmax's sums `[N]`, and the number of chunks."""
+def _forward(head, hidden, weight, bias, targets, with_slopes=False):
+    """TokenOutputs, the logarithms of the softmax's sums `[N]`, the number of chunks; the derivatives `[N, D]` of
+    log-probabilities by hidden states, if they are asked for."""
     weight, bias = jax.tree.map(lambda array: array.astype(hidden.dtype), (weight, bias))
     ids, chunks = jnp.arange(len(weight)), head.chunks(targets)
 
-    def compute(chunk, outputs):
+    def compute(chunk, carried):
+        outputs, slopes = carried
         target = head.taken(chunk, targets)
-        z = head.logits(head.taken(chunk, hidden), weight, bias)
+        z, at_target = head.logits(head.taken(chunk, hidden), weight, bias), ids == target[:, None]
         largest = jnp.max(z, axis=1)
         weights = jnp.exp(z - largest[:, None])
         total = jnp.sum(weights, axis=1)
         log_sum = largest + jnp.log(total)
         first = jnp.min(jnp.where(z == largest[:, None], ids, len(ids)), axis=1)
-        logps = jnp.sum(jnp.where(ids == target[:, None], z, 0), axis=1) - log_sum
+        logps = jnp.sum(jnp.where(at_target, z, 0), axis=1) - log_sum
         entropy = log_sum - jnp.sum(weights * z, axis=1) / total
         found = logps, entropy, jnp.mean(z, axis=1) - log_sum, first == target
         found = (*(jnp.where(target >= 0, output, 0) for output in found), log_sum)
-        return tuple(head.put(chunk, array, rows) for array, rows in zip(outputs, found, strict=True))
+        if slopes is not None:
+            d_z = head.before(at_target - weights / total[:, None], z).astype(hidden.dtype)
+            slopes = head.put(chunk, slopes, _product("nv,vd->nd", d_z, weight))
+        return tuple(head.put(chunk, array, rows) for array, rows in zip(outputs, found, strict=True)), slopes
 
-    zeros = jnp.zeros(len(targets), jnp.float32)
-    *outputs, log_sum = jax.lax.fori_loop(0, chunks, compute, (zeros,) * 5)
-    return TokenOutputs(*outputs), log_sum, chunks
+    zeros, slopes = jnp.zeros(len(targets), jnp.float32), jnp.zeros_like(hidden) if with_slopes else None
+    (*outputs, log_sum), slopes = jax.lax.fori_loop(0, chunks, compute, ((zeros,) * 5, slopes))
+    return TokenOutputs(*outputs), log_sum, chunks, slopes
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -137,14 +145,18 @@ def _outputs(head, hidden, weight, bias, targets):
 def _outputs_forward(head, *primals):
     arrays = jax.tree.map(lambda primal: primal.value, primals)
     differentiated = tuple(_Yes() if primal is not None and primal.perturbed else None for primal in primals[:3])
-    outputs, log_sum, chunks = _forward(head, *arrays)
-    return outputs, _Saved(arrays, log_sum, outputs.entropy, chunks, differentiated)
+    # Of a frozen weight nothing but the hidden states' gradient is wanted: a row is its derivative times a cotangent.
+    outputs, *saved = _forward(head, *arrays, with_slopes=differentiated == (_Yes(), None, None))
+    return outputs, _Saved(arrays, outputs.entropy, *saved, differentiated)
 
 
 def _outputs_backward(head, saved, cotangents):
     hidden, weight, bias, targets = saved.arrays
+    no_others = isinstance(cotangents.entropy, SymbolicZero) and isinstance(cotangents.mean_logps, SymbolicZero)
+    if saved.slopes is not None and no_others:
+        of_logps = _column(targets, cotangents.logps)
+        return (saved.slopes * of_logps).astype(hidden.dtype), None, None, None
     cast_weight, cast_bias = jax.tree.map(lambda array: array.astype(hidden.dtype), (weight, bias))
-    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
     def add(chunk, gradients):
         d_hidden, d_weight, d_bias = gradients
@@ -152,9 +164,9 @@ def _outputs_backward(head, saved, cotangents):
         z = head.logits(hidden_rows, cast_weight, cast_bias)
         d_z = head.before(_d_logits(head, chunk, z, saved, cotangents), z).astype(hidden.dtype)
         if d_hidden is not None:
-            d_hidden = head.put(chunk, d_hidden, product("nv,vd->nd", d_z, cast_weight))
+            d_hidden = head.put(chunk, d_hidden, _product("nv,vd->nd", d_z, cast_weight))
         if d_weight is not None:
-            d_weight += product("nv,nd->vd", d_z, hidden_rows)
+            d_weight += _product("nv,nd->vd", d_z, hidden_rows)
         if d_bias is not None:
             d_bias += jnp.sum(d_z, axis=0, dtype=jnp.float32)
         return d_hidden, d_weight, d_bias
@@ -172,8 +184,8 @@ def _outputs_backward(head, saved, cotangents):
 def _d_logits(head, chunk, z, saved, cotangents):
     """The gradient `[rows, V]` of the chunk's logits, zeros where there is no target."""
     target = head.taken(chunk, saved.arrays[3])
-    column = partial(_column, head, chunk, target)
-    of_logps, of_entropy, of_mean = map(column, cotangents[:3])
+    columns = [_column(saved.arrays[3], cotangent) for cotangent in cotangents[:3]]
+    of_logps, of_entropy, of_mean = (head.taken(chunk, column) for column in columns)
     log_p = z - head.taken(chunk, saved.log_sum)[:, None]
     of_p = of_logps + of_mean
     if not isinstance(cotangents.entropy, SymbolicZero):
@@ -182,11 +194,11 @@ def _d_logits(head, chunk, z, saved, cotangents):
     return jnp.where(at_target, of_logps, 0) + of_mean / z.shape[1] - jnp.exp(log_p) * of_p
 
 
-def _column(head, chunk, target, cotangent):
-    """A chunk's cotangents `[rows, 1]`, without those of places that have no target."""
+def _column(targets, cotangent):
+    """Cotangents `[n, 1]`, without those of places that have no target."""
     if isinstance(cotangent, SymbolicZero):
-        return jnp.zeros((len(target), 1), jnp.float32)
-    return jnp.where(target >= 0, head.taken(chunk, cotangent), 0)[:, None]
+        return jnp.zeros((len(targets), 1), jnp.float32)
+    return jnp.where(targets >= 0, cotangent, 0)[:, None]
 
 
 _outputs.defvjp(_outputs_forward, _outputs_backward, symbolic_zeros=True)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from datasets import Dataset
-from transformers.trainer_utils import SaveStrategy, TrainOutput, speed_metrics
+from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from trl_jax.core.arguments.values import as_choice
 from trl_jax.engine.checkpoints.async_saver import host_copy
@@ -43,6 +43,7 @@ from trl_jax.run.output.checkpointing import Checkpointer
 from trl_jax.run.output.hub_push import HubPublisher, sweep_stages
 from trl_jax.run.output.resuming import resume, weights_of
 from trl_jax.run.precompile import compiling_ahead
+from trl_jax.run.reports import speed_metrics, task_metrics
 from trl_jax.run.state import RunState
 from trl_jax.run.train_step import TrainStep, optimizer_of
 
@@ -115,7 +116,7 @@ class Training:
         return retried(once, lambda: run.train_batch_size, again)
 
     def _once(self, resume_from: str | bool | None, run_id: str) -> TrainOutput:
-        run, args, start = self._run, self._run.args, time.time()
+        run, args, start = self._run, self._run.args, time.monotonic()
         self.choice = self._choose()  # arguments may have been changed since
         self.optimizer = tx = self.made_optimizer()
         found = find(resume_from, args.output_dir) if resume_from else None
@@ -200,9 +201,7 @@ class Training:
 
     def _measured(self, steps: list[dict[str, np.ndarray]]) -> dict[str, float]:
         """Metrics to log of the steps since the last log, beside loss, grad_norm and learning_rate."""
-        if not steps:
-            return {}
-        return {"num_tokens": float(self._run.tokens_seen)} | self._run.task.metrics(steps, "train")
+        return task_metrics(self._run, steps, "train") if steps else {}
 
     def _closing_metrics(
         self, train_loss: float, unreported: list, start: float, max_steps: int, first: int

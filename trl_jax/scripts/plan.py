@@ -91,7 +91,7 @@ def _run_of(
 ) -> Run:
     """The run to plan: checkpoint, adapter, and the rows if a dataset is named."""
     from trl_jax.data.rows.tokenizer import load_tokenizer
-    from trl_jax.dryrun.abstract_run import Rows, evaluates
+    from trl_jax.dryrun.abstract_run import Rows, evaluates, task_of
     from trl_jax.dryrun.plan import Run
     from trl_jax.run.model_loading import find, quantization_of, tokenizer_folder
     from trl_jax.scripts.training import check_flags, datasets_of, model_init_kwargs, split_of
@@ -102,10 +102,10 @@ def _run_of(
     check_flags(script_args, model_args, rows=names.rows, mixes=mixture is not None or not has_rows)
     args = copy.copy(training_args)
     args.model_init_kwargs = model_init_kwargs(training_args, model_args)
-    checkpoint = find(model_args.model_name_or_path, args, "score")
+    trainer = names.load_trainer()
+    checkpoint = find(model_args.model_name_or_path, args, task_of(trainer, args).head)
     quantization = quantization_of(get_quantization_config(model_args), args)
-    adapter, trainer = get_peft_config(model_args), names.load_trainer()
-    run = Run(checkpoint, adapter=adapter, quantization=quantization, trainer=trainer)
+    run = Run(checkpoint, adapter=get_peft_config(model_args), quantization=quantization, trainer=trainer)
     if not has_rows:
         return run
     code = training_args.trust_remote_code

@@ -107,7 +107,7 @@ def _ready(args: ScoreArguments, source: Path) -> tuple[Scorer, int]:
 
 
 def _read(row: Row, tokenizer: Any) -> Any:
-    from trl_jax.data.rows.chat import read_pair
+    from trl_jax.data.rows.pairs import read_pair
 
     return read_pair(as_pair(row), row.where, tokenizer)
 
@@ -141,7 +141,7 @@ class Scorer:
 
     def _ids(self, row: Row) -> list[list[int]]:
         """Token ids of the texts to score, as in training: texts end with EOS, conversations as their template does."""
-        from trl_jax.data.rows.chat import tokenise
+        from trl_jax.data.rows.pairs import tokenise
 
         ids = list(tokenise([_read(row, self.tokenizer)], self.tokenizer)[0][: len(_names(row))])
         limit = self.model.max_positions

@@ -86,10 +86,12 @@ class TokenTask(Task, Protocol):
 
     per_token: whether the weights that reach `loss` are shares of the step's targets, `1 / targets`, so that each
         target counts the same; otherwise each example counts the same.
+    num_tokens_after: the metric behind which `num_tokens` is logged, as in TRL.
     """
 
     head: Literal["lm"]
     per_token: bool
+    num_tokens_after: str
 
     def per_text(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
         """The sums over the reads of each text that `loss` needs, by name, float32 `[X]` each.

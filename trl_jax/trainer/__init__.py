@@ -6,6 +6,7 @@ from trl_jax.core.lazy import fetching
 from trl_jax.core.trainers import WHERE
 
 _WHERE = WHERE | {
+    "DataCollatorForLanguageModeling": "trl_jax.trainer.collator",
     "DataCollatorForPreference": "trl_jax.trainer.collator",
     "ModelConfig": "trl_jax.trainer.model_config",
     "RichProgressCallback": "trl_jax.trainer.callbacks",

@@ -82,8 +82,13 @@ class BaseTrainer(Surface):
         preprocess_logits_for_metrics: Callable | None = None,
         quantization_config: Any = None,
         peft_config: Any = None,
+        *,
+        compute_loss_func: Callable | None = None,
     ):
         """Arguments in TRL's order; `args` is a `config_class`, made with "<model>-<name>" as output_dir if None.
+
+        Args:
+            compute_loss_func: the loss, of the model's outputs, the labels and the number of targets of the step.
 
         Raises:
             TypeError, ValueError: an argument, row or checkpoint at fault, by name.
@@ -96,7 +101,9 @@ class BaseTrainer(Surface):
         if train_dataset is None:
             raise ValueError("`train_dataset` is required: pass a datasets.Dataset.")
         check_type(train_dataset, "train")
-        self._run = run = RunState(args, None, overridden=names_of_script(type(self)))
+        self.compute_loss_func = compute_loss_func
+        overridden = names_of_script(type(self)) | ({"compute_loss"} if compute_loss_func is not None else set())
+        self._run = run = RunState(args, None, overridden=overridden)
         run.task, self.data_collator = self.make_task(), data_collator
         run.pad_to_multiple_of = (args if data_collator is None else data_collator).pad_to_multiple_of
         self._publisher = HubPublisher(run, self._tag_names)
@@ -216,7 +223,11 @@ class BaseTrainer(Surface):
             num_items_in_batch: the targets of the whole step, which a language model's loss is divided by; None in an
                 evaluation and under a score head.
         """
-        loss, outputs = default_loss(self._run.task, model, inputs, num_items_in_batch)
+        if self.compute_loss_func is None:
+            loss, outputs = default_loss(self._run.task, model, inputs, num_items_in_batch)
+        else:
+            outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+            loss = self.compute_loss_func(outputs, inputs.get("labels"), num_items_in_batch=num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
     def _save_checkpoint(self, progress: Progress) -> Path:

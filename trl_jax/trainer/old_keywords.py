@@ -1,4 +1,4 @@
-"""Arguments of trainers by the names they had in earlier releases of TRL."""
+"""Arguments of trainers by the names they had, and the class of `args` they took, in earlier releases of TRL."""
 
 from __future__ import annotations
 
@@ -7,14 +7,25 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
-from trl_jax.core.arguments.renamed import way_out
-from trl_jax.trainer.reward_config import as_reward_config
+from transformers import TrainingArguments
+
+from trl_jax.core.arguments.renamed import GONE_FROM_TRL, RENAMED, translated, way_out
+from trl_jax.run.arguments.base_config import BaseConfig
 
 
-def accepting_old_keywords(init: Callable) -> Callable:
-    """A trainer's `__init__` that also takes `tokenizer=` and `max_length=`, each with a FutureWarning."""
+def accepting_old_keywords(*moved: str) -> Callable[[Callable], Callable]:
+    """Make a trainer's `__init__` take `tokenizer=` and arguments that have moved, each with a FutureWarning.
+
+    Args:
+        moved: names of arguments, old or today's, that are the configuration's now.
+    """
+    return functools.partial(_wrapped, frozenset(moved))
+
+
+def _wrapped(moved: frozenset[str], init: Callable) -> Callable:
     accepted = inspect.signature(init).parameters
 
     @functools.wraps(init)
@@ -24,9 +35,11 @@ def accepting_old_keywords(init: Callable) -> Callable:
                 raise TypeError("tokenizer and processing_class are one argument. Leave tokenizer out.")
             kwargs["processing_class"] = kwargs.pop("tokenizer")
             _tell("tokenizer is an old name: pass it as processing_class.")
-        if "max_length" in kwargs:
-            args, kwargs = _with_max_length(args, kwargs)
-            _tell("max_length is an argument of RewardConfig now: pass RewardConfig(max_length=...).")
+        for name in GONE_FROM_TRL.split() if moved & {"packing"} else ():
+            if kwargs.pop(name, None) is not None:
+                _tell(f"{name} has no effect any more; {RENAMED[name]}")
+        if given := {name: kwargs.pop(name) for name in sorted(moved) if name in kwargs}:
+            args, kwargs = _with_moved(type(self).config_class, given, args, kwargs)
         for name in kwargs.keys() - accepted.keys():
             raise TypeError(f"{type(self).__name__} has no argument {name!r}: {way_out(name, accepted)}")
         init(self, *args, **kwargs)
@@ -34,18 +47,46 @@ def accepting_old_keywords(init: Callable) -> Callable:
     return wrapped
 
 
-def _with_max_length(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """The trainer's arguments with a copy of its configuration that has the length; `args` are (model, args, ...)."""
-    max_length = kwargs.pop("max_length")
-    given = args[1] if len(args) > 1 else kwargs.get("args")
-    if given is None:
-        raise TypeError(f"max_length={max_length!r} has no configuration to go to: pass RewardConfig(max_length=...).")
-    changed = copy.copy(as_reward_config(given))
-    changed.max_length = max_length
+def _with_moved(
+    kind: type[BaseConfig], given: dict[str, Any], args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
+    """The trainer's arguments with a copy of its configuration that has the values; `args` are (model, args, ...)."""
+    names = [f.name for f in fields(kind)]
+    now, _, _ = translated(given, names)
+    config = args[1] if len(args) > 1 else kwargs.get("args")
+    written = ", ".join(f"{name}={value!r}" for name, value in now.items())
+    if config is None:
+        raise TypeError(f"{written} has no configuration to go to: pass {kind.__name__}({written}).")
+    changed = copy.copy(as_config(config, kind))
+    for name, value in now.items():
+        setattr(changed, name, value)
+    for old in given:
+        new = translated({old: given[old]}, names)[0]
+        _tell(f"{old} is an argument of {kind.__name__} now: pass {kind.__name__}({', '.join(new)}=...).", above=1)
     if len(args) > 1:
         return (args[0], changed, *args[2:]), kwargs
     return args, kwargs | {"args": changed}
 
 
-def _tell(text: str) -> None:
-    warnings.warn(text, FutureWarning, stacklevel=4)
+def as_config(args: TrainingArguments, kind: type[BaseConfig]) -> BaseConfig:
+    """Return a `kind` as it is, and make one of the TrainingArguments that scripts for early TRL pass.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if isinstance(args, kind):
+        return args
+    if not isinstance(args, TrainingArguments) or isinstance(args, BaseConfig):
+        raise TypeError(f"args is a {type(args).__module__}.{type(args).__qualname__}: wanted a {kind.__name__}.")
+    warnings.warn(
+        f"args is a TrainingArguments: its values were taken over, with {kind.__name__}'s defaults for the rest. Pass "
+        f"a {kind.__name__}.",
+        FutureWarning,
+        stacklevel=4,
+    )
+    known = {f.name for f in fields(kind) if f.init}
+    return kind(**{f.name: getattr(args, f.name) for f in fields(args) if f.name in known and f.init})
+
+
+def _tell(text: str, above: int = 0) -> None:
+    warnings.warn(text, FutureWarning, stacklevel=3 + above)

@@ -1,9 +1,6 @@
 """RewardConfig: BaseConfig with the arguments of reward training."""
 
-import warnings
-from dataclasses import dataclass, field, fields
-
-from transformers import TrainingArguments
+from dataclasses import dataclass, field
 
 from trl_jax.core.arguments.reward import REWARD
 from trl_jax.run.arguments.base_config import BaseConfig
@@ -88,23 +85,3 @@ class RewardConfig(BaseConfig):
     eval_subset_column: str = field(
         default="subset", kw_only=True, metadata={"help": "Column that names a pair's subset, for eval_report."}
     )
-
-
-def as_reward_config(args: TrainingArguments) -> RewardConfig:
-    """Returns a RewardConfig as it is, and makes one of the TrainingArguments that scripts for early TRL pass.
-
-    Raises:
-        TypeError: it is neither.
-    """
-    if isinstance(args, RewardConfig):
-        return args
-    if not isinstance(args, TrainingArguments):
-        raise TypeError(f"args is a {type(args).__module__}.{type(args).__qualname__}: wanted a RewardConfig.")
-    warnings.warn(
-        "args is a TrainingArguments: its values were taken over, with RewardConfig's defaults for the rest. Pass a "
-        "RewardConfig.",
-        FutureWarning,
-        stacklevel=4,
-    )
-    known = {f.name for f in fields(RewardConfig) if f.init}
-    return RewardConfig(**{f.name: getattr(args, f.name) for f in fields(args) if f.name in known and f.init})

@@ -19,8 +19,8 @@ from trl_jax.tasks.eval_report import report
 from trl_jax.tasks.reward import RewardTask
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.collator import DataCollatorForPreference
-from trl_jax.trainer.old_keywords import accepting_old_keywords
-from trl_jax.trainer.reward_config import RewardConfig, as_reward_config
+from trl_jax.trainer.old_keywords import accepting_old_keywords, as_config
+from trl_jax.trainer.reward_config import RewardConfig
 
 
 class RewardTrainer(BaseTrainer):
@@ -55,7 +55,7 @@ class RewardTrainer(BaseTrainer):
     _name, _tag_names = "Reward", ["reward-trainer"]
     config_class, _collator_class = RewardConfig, DataCollatorForPreference
 
-    @accepting_old_keywords
+    @accepting_old_keywords("max_length")
     def __init__(
         self,
         model: str | os.PathLike | PreTrainedModel,
@@ -72,7 +72,7 @@ class RewardTrainer(BaseTrainer):
         quantization_config: Any = None,
         peft_config: Any = None,
     ):
-        args = None if args is None else as_reward_config(args)
+        args = None if args is None else as_config(args, RewardConfig)
         super().__init__(
             model, args, data_collator, train_dataset, eval_dataset, processing_class,
             compute_metrics, callbacks, optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics,

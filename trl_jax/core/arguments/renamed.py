@@ -12,31 +12,37 @@ GONE = (
     "fp16_backend half_precision_backend include_tokens_per_second ipex jit_mode_eval overwrite_output_dir"
     " past_index ray_scope save_safetensors torchdynamo tpu_num_cores use_ipex use_mps_device"
 )
+GONE_FROM_TRL = "chars_per_token dataset_batch_size infinite num_of_sequences"  # arguments of SFTTrainer, SFTConfig
 RENAMED = {
     "dispatch_batches": "leave it out: one process makes the batches.",
     "evaluation_strategy": "use eval_strategy.",
     "group_by_length": "use train_sampling_strategy.",
     "logging_dir": "set the environment variable TENSORBOARD_LOGGING_DIR.",
     "max_prompt_length": "use max_length, which holds for prompt and answer together.",
+    "max_seq_length": "use max_length.",
     "no_cuda": "use use_cpu.",
     "push_to_hub_model_id": "use hub_model_id.",
     "push_to_hub_organization": "use hub_model_id, as organization/name.",
     "push_to_hub_token": "use hub_token.",
     "split_batches": "leave it out: one process makes the batches.",
     "torch_dtype": "use dtype.",
+    "use_liger": "use use_liger_kernel.",
     "warmup_ratio": "use warmup_steps: a number below 1 is a ratio.",
     **dict.fromkeys(GONE.split(), "leave it out: transformers no longer has it."),
+    **dict.fromkeys(GONE_FROM_TRL.split(), "leave it out: TRL no longer has it."),
 }
 # Old name -> the new one that takes the same value.
 _SAME = {
     "evaluation_strategy": "eval_strategy",
+    "max_seq_length": "max_length",
     "no_cuda": "use_cpu",
     "push_to_hub_model_id": "hub_model_id",
     "push_to_hub_token": "hub_token",
     "torch_dtype": "dtype",
+    "use_liger": "use_liger_kernel",
     "warmup_ratio": "warmup_steps",
 }
-_IGNORED = {*GONE.split(), "dispatch_batches", "split_batches"}
+_IGNORED = {*GONE.split(), *GONE_FROM_TRL.split(), "dispatch_batches", "split_batches"}
 TENSORBOARD = "TENSORBOARD_LOGGING_DIR"
 
 

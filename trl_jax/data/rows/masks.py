@@ -54,10 +54,10 @@ def unmasked(block: pa.Table, first: int, column: str, mask: str, where: str) ->
     """
     lists = checks.id_lists(block, column, first, where)
     lengths = pc.list_value_length(lists).to_numpy(zero_copy_only=False)
-    kept = _kept(block, first, mask, lengths, f"of {column!r}", where)
+    keeps = kept(block, first, mask, lengths, f"of {column!r}", where)
     rows = np.repeat(np.arange(len(lengths)), lengths)
-    before = np.append(False, kept[:-1] & (rows[1:] == rows[:-1]))
-    runs = np.bincount(rows[kept & ~before], minlength=len(lengths))
+    before = np.append(False, keeps[:-1] & (rows[1:] == rows[:-1]))
+    runs = np.bincount(rows[keeps & ~before], minlength=len(lengths))
     if (runs != 1).any():
         row = int(np.argmax(runs != 1))
         found = "zeros between ones" if runs[row] else "nothing but zeros"
@@ -65,12 +65,12 @@ def unmasked(block: pa.Table, first: int, column: str, mask: str, where: str) ->
             f"Row {first + row} of {where}, column {mask!r}: found {found}, wanted ones for the text, and zeros for "
             f"padding before or behind it. Leave what is not text out of {column!r}."
         )
-    ends = np.append(0, np.cumsum(np.bincount(rows[kept], minlength=len(lengths))))
-    values = lists.flatten().cast(pa.int64()).filter(pa.array(kept))
+    ends = np.append(0, np.cumsum(np.bincount(rows[keeps], minlength=len(lengths))))
+    values = lists.flatten().cast(pa.int64()).filter(pa.array(keeps))
     return pa.LargeListArray.from_arrays(pa.array(ends), values)
 
 
-def _kept(block: pa.Table, first: int, mask: str, lengths: np.ndarray, of: str, where: str) -> np.ndarray:
+def kept(block: pa.Table, first: int, mask: str, lengths: np.ndarray, of: str, where: str) -> np.ndarray:
     """Whether the mask keeps each token of a block: bool `[tokens]`, rows laid end to end."""
     wanted, lists = f"a list of 0 and 1, one for each token {of}", block.column(mask).combine_chunks()
     if not checks.is_list(lists.type):

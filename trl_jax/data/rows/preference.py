@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, IterableDataset
 
-from trl_jax.data.rows import chat, checks, columns, cutting, masks, streaming
+from trl_jax.data.rows import checks, columns, cutting, masks, pairs, streaming
 from trl_jax.data.rows.lengths import drop_long
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def _tokens(dataset: Dataset, columns: tuple[str, ...]) -> np.ndarray:
 def _tokenise(dataset: Dataset, tokenizer: Any, num_proc: int | None, name: str, max_characters: int | None) -> Dataset:
     where = checks.argument(name)
     dataset = dataset.map(
-        chat.tokenise_batch,
+        pairs.tokenise_batch,
         with_indices=True,
         batched=True,
         num_proc=num_proc,

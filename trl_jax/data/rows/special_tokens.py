@@ -29,9 +29,9 @@ def settle(tokenizer: Any, *, eos_token: str | None = None, pad_token: str | Non
     pad = pad_token or tokenizer.pad_token or eos_token or tokenizer.eos_token
     if pad is None:
         raise ValueError(
-            f"The tokenizer ({type(tokenizer).__name__}) has neither a pad nor an EOS token, and the score "
-            "is read at the last token that is not padding. Name a token of its vocabulary with "
-            "RewardConfig(pad_token=...), or with RewardConfig(eos_token=...) to use it for both."
+            f"The tokenizer ({type(tokenizer).__name__}) has neither a pad nor an EOS token, and rows of a batch are "
+            "filled up with the former. Name a token of its vocabulary with pad_token=... in the trainer's "
+            "configuration, or with eos_token=... to use it for both."
         )
     _check_known(tokenizer, "pad_token", pad)
     if eos_token is not None:
@@ -119,8 +119,9 @@ def _check_known(tokenizer: Any, argument: str, token: str) -> None:
     vocabulary = tokenizer.get_vocab()
     if token not in vocabulary:
         raise ValueError(
-            f"{argument}={token!r} is not in the vocabulary of the tokenizer ({type(tokenizer).__name__}, "
-            f"{len(vocabulary):,} tokens). Name a token it has, or first add it to tokenizer and model."
+            f"The specified `{argument}` ('{token}') is not found in the vocabulary of the given `processing_class` "
+            f"({type(tokenizer).__name__}, {len(vocabulary):,} tokens). Name a token it has, or first add it to "
+            "tokenizer and model."
         )
 
 
@@ -141,6 +142,15 @@ def settle_ids(config: Any, tokenizer: Any, *, eos: bool) -> None:
         part.pad_token_id = tokenizer.pad_token_id
         if eos:
             part.eos_token_id = tokenizer.eos_token_id
+
+
+def settle_generation(config: Any, tokenizer: Any, *, eos: bool) -> None:
+    """Write the pad id into a generation_config and, where `eos`, the EOS id to the front of those that end a text."""
+    config.pad_token_id = tokenizer.pad_token_id
+    others = config.eos_token_id or []
+    others = [others] if isinstance(others, int) else others
+    if eos and tokenizer.eos_token_id not in others:
+        config.eos_token_id = [tokenizer.eos_token_id, *others]
 
 
 def check_pad(tokenizer: Any, vocab_size: int) -> None:

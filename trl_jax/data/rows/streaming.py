@@ -9,7 +9,8 @@ from typing import Any
 
 from datasets import IterableDataset
 
-from trl_jax.data.rows import chat, checks, cutting
+from trl_jax.core.printable import brief
+from trl_jax.data.rows import checks, cutting, pairs
 from trl_jax.data.rows.masks import unmasked
 
 logger = logging.getLogger(__name__)
@@ -100,16 +101,16 @@ def _read_row(
     ids = {column: row[column] for column in columns if column in checks.IDS}
     if not ids:
         rows = {key: [value] for key, value in row.items()}
-        batch = chat.tokenise_batch(rows, [index], tokenizer, where, max_characters)
+        batch = pairs.tokenise_batch(rows, [index], tokenizer, where, max_characters)
         ids = {column: values[0] for column, values in batch.items()}
         if "" in (row["chosen"], row["rejected"]):
-            _warn_once(f"Row {index} of {where} has an empty chosen or rejected text", "empty", state)
+            warn_once(f"Row {index} of {where} has an empty chosen or rejected text", "empty", state)
     ids |= _unmasked(row, index, masks, where, state)
     block = checks.row_block(ids, checks.IDS, f"Row {index} of {where}")
     tokens, identical = checks.check_ids(block, index, where)
     if identical[0] and (max_length is None or tokens[0] <= max_length):
         what = f"Row {index} of {where} has identical chosen and rejected tokens: no preference"
-        _warn_once(what, "identical", state)
+        warn_once(what, "identical", state)
     return ids
 
 
@@ -120,7 +121,7 @@ def _unmasked(row: dict[str, Any], index: int, masks: dict[str, str], where: str
         block = checks.row_block(row, (column, mask), f"Row {index} of {where}")
         left[column] = unmasked(block, index, column, mask, where)[0].as_py()
         if len(left[column]) < len(row[column]):
-            _warn_once(f"Row {index} of {where} has padding by {mask!r}: it is left out", "padding", state)
+            warn_once(f"Row {index} of {where} has padding by {mask!r}: it is left out", "padding", state)
     return left
 
 
@@ -137,7 +138,8 @@ def check_has(row: dict[str, Any], index: int, columns: tuple[str, ...], where: 
     missing = [column for column in columns if column not in row]
     if missing:
         raise ValueError(
-            f"Row {index} of {where} lacks the columns {missing}, which the first row has; found {list(row)}."
+            f"Row {index} of {where} lacks the columns {missing}, which the first row has; found "
+            f"{brief(list(row), 500)}."
         )
 
 
@@ -158,7 +160,7 @@ def _fits(
     if cutting.is_long([row.get(column) for column in cutting.TEXTS], max_characters):
         state.about = "at least "
     what = f"max_length={max_length} removes row {index} of {where} ({state.about}{tokens:,} tokens)"
-    _warn_once(what, "long", state)
+    warn_once(what, "long", state)
     state.shortest = min(tokens, state.shortest) if state.removed else tokens
     state.removed += 1
     if state.removed in (1_000, 10_000, MAX_REMOVED):
@@ -180,7 +182,7 @@ def _report_removed(index: int, max_length: int, where: str, state: StreamState,
     )
 
 
-def _warn_once(what: str, kind: str, state: StreamState) -> None:
+def warn_once(what: str, kind: str, state: StreamState) -> None:
     """Warn of the first row of each kind only."""
     if kind not in state.warned:
         state.warned.add(kind)

@@ -18,7 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from trl_jax.engine.checkpoints.manifest import BrokenCheckpoint, sync, verify, write_manifest
 from trl_jax.engine.checkpoints.plain_files import discard, entries
-from trl_jax.engine.checkpoints.run_id import checkpoints_of, run_of, set_aside
+from trl_jax.engine.checkpoints.run_id import checkpoints, checkpoints_of, run_of, set_aside
 from trl_jax.engine.events import Events
 
 STATE_FILE = "trainer_state.json"
@@ -122,9 +122,10 @@ def _not_written(error: Exception, folder: Path, needed: int) -> OSError:
         why = f"No space left on device: it takes {needed:,} bytes and {shutil.disk_usage(nearest).free:,} are free"
     else:
         why = str(error)
+    earlier = "earlier ones are untouched" if checkpoints(folder.parent) else f"{folder.parent} has no earlier one"
     return OSError(
         number or errno.EIO,
-        f"{why}. The checkpoint was not written; earlier ones are untouched. Make room or access there, and resume",
+        f"{why}. The checkpoint was not written; {earlier}. Make room or access there, and resume",
         str(folder),
     )
 

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from trl_jax.core.printable import brief
 from trl_jax.core.tensors_file import Pieces, in_order, write_tensors
 from trl_jax.engine.checkpoints.manifest import BrokenCheckpoint
 from trl_jax.engine.devices.sharding import pieces, placed
@@ -118,7 +119,7 @@ class SavedProgress:
             kept = {name: self.facts["progress"][name] for name in _FIELDS}
             self.progress = Progress(**kept, unreported=self._unreported())
         except (ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
-            raise BrokenCheckpoint(f"{folder}: {FACTS} or {TENSORS} is damaged: {error!r}.") from error
+            raise BrokenCheckpoint(f"{folder}: {FACTS} or {TENSORS} is damaged: {brief(error, 300)}.") from error
         self._check_numbers()
 
     def _check_numbers(self) -> None:
@@ -126,8 +127,8 @@ class SavedProgress:
             value = getattr(self.progress, name)
             if type(value) is not int or value < 0:
                 raise BrokenCheckpoint(
-                    f"{self.folder / FACTS}: {name} is {value!r}, wanted a whole number of at least 0. Resume from "
-                    "another checkpoint."
+                    f"{self.folder / FACTS}: {name} is {brief(value)}, wanted a whole number of at least 0. "
+                    "Resume from another checkpoint."
                 )
 
     def _unreported(self) -> list[dict[str, np.ndarray]]:

@@ -161,11 +161,13 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def as_tensors(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Arrays as torch's tensors."""
+def as_tensors(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Arrays as torch's tensors; other values stay as they are."""
     import torch
 
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return {
+        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in arrays.items()
+    }
 
 
 def as_array(values: Any) -> np.ndarray:
@@ -183,6 +185,8 @@ def unpickled(path: Path) -> dict[str, Any]:
 
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except MemoryError:
+        raise
     except Exception as error:  # from zip archives, pickles and torch's own checks alike
         raise _not_tensors(path, error) from error
     if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):

@@ -145,7 +145,7 @@ class Checkpointer:
         if bad:
             raise FloatingPointError(
                 f"Step {self._run.state.global_step}: {', '.join(bad[:8])} hold NaN or infinite values. No checkpoint "
-                "was written; earlier ones are good. Lower learning_rate and resume."
+                "was written; what was there is as it was. Lower learning_rate and resume."
             )
 
     def forget_dataset(self) -> None:

@@ -12,6 +12,7 @@ import jax
 from datasets import Dataset
 from transformers.trainer_callback import TrainerState
 
+from trl_jax.core.printable import brief
 from trl_jax.core.secrets import masked
 from trl_jax.data.order import RunLength
 from trl_jax.engine.checkpoints.manifest import BrokenCheckpoint, libraries
@@ -151,7 +152,7 @@ def _check_order(run: RunState, saved: SavedProgress) -> None:
     then, now, progress = saved.facts["order"], order_of(run), saved.progress
     if then == now or progress.epoch_over or not progress.examples:
         return
-    told, found = (", ".join(f"{name}={value!r}" for name, value in order.items()) for order in (then, now))
+    told, found = (", ".join(f"{name}={brief(value)}" for name, value in order.items()) for order in (then, now))
     raise ValueError(
         f"{saved.folder} is in the middle of an epoch whose rows came in the order of {told}. This run's {found} make "
         "another order, in which some rows would come twice and others never. Pass the same (data_seed is that of "

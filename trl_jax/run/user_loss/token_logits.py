@@ -8,20 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trl_jax.core.token_outputs import TokenOutputs
 from trl_jax.data.example import IGNORED, Measured
+from trl_jax.nn.token_logits import outputs_of_logits
 from trl_jax.tasks.task import TokenTask
-
-
-def token_outputs_of_logits(logits: jax.Array, targets: jax.Array) -> TokenOutputs:
-    """The outputs of the head, `[N]` each, from logits `[N, V]` and int32 targets `[N]`, negative where there are
-    none."""
-    log_p = jax.nn.log_softmax(logits.astype(jnp.float32))
-    real = targets >= 0
-    at = jnp.take_along_axis(log_p, jnp.maximum(targets, 0)[:, None], axis=1)[:, 0]
-    entropy, correct = -jnp.sum(jnp.exp(log_p) * log_p, axis=1), jnp.argmax(log_p, axis=1) == targets
-    found = (at, entropy, jnp.mean(log_p, axis=1), correct)
-    return TokenOutputs(*(jnp.where(real, values, 0).astype(jnp.float32) for values in found))
 
 
 def per_text_of_logits(task: TokenTask, logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
@@ -34,7 +23,7 @@ def per_text_of_logits(task: TokenTask, logits: jax.Array, labels: jax.Array) ->
     rows, length = labels.shape
     targets = jnp.where(labels[:, 1:] == IGNORED, -1, labels[:, 1:]).reshape(-1)
     text = jnp.where(targets < 0, rows, jnp.repeat(jnp.arange(rows), length - 1))
-    outputs = token_outputs_of_logits(logits[:, :-1].reshape(-1, logits.shape[-1]), targets)
+    outputs = outputs_of_logits(logits[:, :-1].reshape(-1, logits.shape[-1]), targets)
     return task.per_text(outputs, SimpleNamespace(text=text, targets=targets, weight=jnp.ones(rows), extras={}))
 
 
@@ -59,5 +48,5 @@ def mean_loss(logits: jax.Array, labels: jax.Array, num_items: Any = None) -> ja
         labels: `[rows, T]`, -100 where nothing is predicted.
     """
     targets = jnp.where(labels[:, 1:] == IGNORED, -1, labels[:, 1:]).reshape(-1)
-    outputs = token_outputs_of_logits(logits[:, :-1].reshape(-1, logits.shape[-1]), targets)
+    outputs = outputs_of_logits(logits[:, :-1].reshape(-1, logits.shape[-1]), targets)
     return -jnp.sum(outputs.logps) / (jnp.sum(targets >= 0) if num_items is None else num_items)

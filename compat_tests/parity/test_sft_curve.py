@@ -1,0 +1,55 @@
+"""Supervised fine-tuning by real TRL and by us: each logged number at each step, and the weights at the end."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+
+from compat_tests.parity import reference
+from compat_tests.parity.marks import assert_same_curve, assert_same_entry, assert_same_weights, steps_of
+from compat_tests.parity.sft_cases import CASES
+from compat_tests.tiny import text_rows
+
+KEYS = "loss grad_norm learning_rate entropy mean_token_accuracy num_tokens epoch step".split()
+
+
+@pytest.fixture(scope="module")
+def both(checkpoint, tmp_path_factory):
+    """both(name) -> our run of a case, and TRL's."""
+    pytest.importorskip("trl", reason="parity is measured against real TRL")
+    done = {}
+
+    def run(name):
+        if name not in done:
+            case, folder = CASES[name], checkpoint(**CASES[name].model)
+            eval_rows = None if case.eval_rows is None else text_rows(**case.eval_rows)
+            options = {"trainer": "SFT", "eval_rows": eval_rows} | case.config
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # of what TRL's next release has no longer
+                done[name] = tuple(
+                    run(folder, text_rows(**case.rows), tmp_path_factory.mktemp(name), **options)
+                    for run in (reference.run_ours, reference.run_trl)
+                )
+        return done[name]
+
+    return run
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_curve_is_trls(both, name):
+    ours, theirs = both(name)
+    assert theirs.logs[-1]["step"] >= 30
+    assert all(list(entry) == KEYS for entry in steps_of(theirs.logs))
+    assert_same_curve(ours.logs, theirs.logs, **CASES[name].marks)
+    if theirs.evaluate_metrics is not None:
+        assert_same_entry(ours.evaluate_metrics, theirs.evaluate_metrics, **CASES[name].marks)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_weights_after_the_run_are_trls(both, checkpoint, name):
+    ours, theirs = both(name)
+    assert_same_weights(ours.weights, theirs.weights, CASES[name].weights)
+    before, tensor = reference.read_weights(checkpoint(**CASES[name].model)), "model.layers.0.mlp.up_proj.weight"
+    assert np.abs(theirs.weights[tensor] - before[tensor]).max() > 10 * CASES[name].weights

@@ -1,0 +1,212 @@
+"""SFTTrainer: TRL's constructor, its errors in TRL's words, a script's own loss and metrics, and what is saved."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from datasets import Dataset
+from transformers import TrainingArguments
+
+import trl_jax
+from compat_tests.parity.reference import BASE
+from compat_tests.tiny import text_rows
+from compat_tests.trainer.trainers import FACTS
+from trl_jax.trainer.collator import DataCollatorForLanguageModeling
+
+CAUSAL = FACTS | {"head": "causal"}
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint):
+    return checkpoint(**CAUSAL)
+
+
+def make(package, model, out, *, rows=None, config=None, **arguments):
+    """An SFTTrainer of trl or trl_jax on 16 rows, 4 steps; `config` over the parity tests' BASE."""
+    args = package.SFTConfig(str(out), **(BASE | (config or {})))
+    rows = text_rows(16, "prompt") if rows is None else rows
+    model = str(model) if isinstance(model, Path) else model
+    return package.SFTTrainer(model=model, args=args, train_dataset=Dataset.from_list(rows), **arguments)
+
+
+def steps(trainer):
+    return [log for log in trainer.state.log_history if "loss" in log]
+
+
+def parameters(function):
+    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+
+
+@pytest.mark.parametrize("method", ["__init__", "train", "evaluate", "compute_loss", "prediction_step", "log"])
+def test_the_arguments_are_trls(method):
+    trl = pytest.importorskip("trl")
+    assert parameters(getattr(trl_jax.SFTTrainer, method)) == parameters(getattr(trl.SFTTrainer, method))
+
+
+@pytest.mark.parametrize(("config", "arguments", "text"), [
+    ({"padding_free": True}, {}, "When `padding_free=True` without packing, `max_length` is not enforced."),
+    ({"packing": True, "max_length": None}, {}, "When packing is enabled, `max_length` can't be `None`."),
+    ({"packing": True}, {"data_collator": DataCollatorForLanguageModeling(0)},
+     "Passing a custom data collator is not supported when using padding-free."),
+    ({"loss_type": "dft"}, {"compute_loss_func": len},
+     "You passed a `compute_loss_func` together with `loss_type='dft'` to the `SFTTrainer`"),
+    ({"assistant_only_loss": True}, {}, "You set `assistant_only_loss=True`, but the dataset is not conversational."),
+    ({"completion_only_loss": True}, {"formatting_func": lambda row: row["prompt"]},
+     "A formatting function was provided while `completion_only_loss=True`, which is incompatible"),
+    ({"eos_token": "<no>"}, {}, r"The specified `eos_token` \('<no>'\) is not found in the vocabulary"),
+    ({"router_aux_loss_coef": 0.1}, {},
+     "`router_aux_loss_coef` is set to 0.1 but LlamaForCausalLM is not a Mixture-of-Experts model"),
+])  # fmt: skip
+def test_errors_in_trls_words(config, arguments, text, folder, tmp_path):
+    with pytest.raises(ValueError, match=text):
+        make(trl_jax, folder, tmp_path, config=config, **arguments)
+
+
+def test_the_dataset_is_required(folder, tmp_path):
+    with pytest.raises(ValueError, match="`train_dataset` is required"):
+        trl_jax.SFTTrainer(str(folder), trl_jax.SFTConfig(str(tmp_path)))
+
+
+def test_a_mixture_of_experts_says_that_its_loss_is_not_balanced(checkpoint, tmp_path):
+    folder = checkpoint("mixtral", head="causal", num_hidden_layers=1)
+    with pytest.raises(ValueError, match="^router_aux_loss_coef=0.001 of MixtralForCausalLM: the load-balancing loss"):
+        make(trl_jax, folder, tmp_path)
+    assert make(trl_jax, folder, tmp_path, config={"router_aux_loss_coef": 0.0}).model.backend.head == "lm"
+
+
+def test_a_model_with_another_head_is_refused(checkpoint, tmp_path):
+    model = trl_jax.AutoModelForSequenceClassification.from_pretrained(checkpoint(**FACTS))
+    with pytest.raises(TypeError, match="AutoModelForCausalLM"):
+        make(trl_jax, model, tmp_path)
+
+
+def test_keywords_of_earlier_releases(folder, tmp_path):
+    args = TrainingArguments(str(tmp_path), max_steps=1, report_to="none", use_cpu=True, save_strategy="no", seed=3)
+    rows = Dataset.from_list([{"story": row["text"]} for row in text_rows(4)])
+    given = {"max_seq_length": 16, "dataset_text_field": "story", "packing": True, "dataset_batch_size": 10}
+    with pytest.warns(FutureWarning) as told:
+        trainer = trl_jax.SFTTrainer(str(folder), args, train_dataset=rows, **given)
+    texts = [str(warning.message) for warning in told]
+    for said in ("max_seq_length is an argument of SFTConfig now: pass SFTConfig(max_length=...).",
+                 "packing is an argument of SFTConfig now: pass SFTConfig(packing=...).",
+                 "dataset_batch_size has no effect any more; leave it out: TRL no longer has it."):  # fmt: skip
+        assert said in texts
+    assert (trainer.args.max_length, trainer.args.seed, trainer.args.packing) == (16, 3, True)
+    assert trainer.train_dataset.column_names == ["input_ids", "labels", "seq_lengths"]
+    with pytest.raises(TypeError, match=r"packing=True has no configuration to go to: pass SFTConfig\(packing=True\)."):
+        trl_jax.SFTTrainer(str(folder), train_dataset=rows, packing=True)
+
+
+def jax_loss(outputs, labels, num_items_in_batch=None):
+    logits, targets = outputs.logits[:, :-1], labels[:, 1:]
+    log_p = jax.nn.log_softmax(logits)
+    at = jnp.take_along_axis(log_p, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
+    total = -jnp.sum(jnp.where(targets == -100, 0, at))
+    return total / (jnp.sum(targets != -100) if num_items_in_batch is None else num_items_in_batch)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_loss_that_is_passed(folder, tmp_path):
+    """The likelihood, written once more: the curve is the trainer's own, to rounding, in steps of unequal batches."""
+    config = {"gradient_accumulation_steps": 2, "max_steps": 3}
+    own = make(trl_jax, folder, tmp_path / "own", config=config)
+    passed = make(trl_jax, folder, tmp_path / "passed", config=config, compute_loss_func=jax_loss)
+    own.train(), passed.train()
+    for mine, other in zip(steps(passed), steps(own), strict=True):
+        assert list(mine) == list(other) and mine == pytest.approx(other, abs=2e-5)
+    rows = Dataset.from_list(text_rows(8, "prompt", seed=2))
+    assert passed.evaluate(rows)["eval_entropy"] == pytest.approx(own.evaluate(rows)["eval_entropy"], abs=1e-5)
+
+
+class Halved(trl_jax.SFTTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        return (loss / 2, outputs) if return_outputs else loss / 2
+
+
+def test_a_loss_of_a_subclass_finds_the_task_s_behind_super(folder, tmp_path):
+    config = {"max_steps": 1, "loss_type": "dft"}
+    trainer = make(trl_jax, folder, tmp_path / "own", config=config)
+    args = trl_jax.SFTConfig(str(tmp_path / "halved"), **(BASE | config))
+    halved = Halved(str(folder), args, train_dataset=Dataset.from_list(text_rows(16, "prompt")))
+    trainer.train(), halved.train()
+    assert steps(halved)[0]["loss"] == pytest.approx(steps(trainer)[0]["loss"] / 2, rel=1e-5)
+
+
+def accuracy(found):
+    """As scripts write it: of unshifted logits and the collator's labels."""
+    logits, labels = found.predictions[:, :-1], found.label_ids[:, 1:]
+    real = labels != -100
+    return {"right": float((np.argmax(logits, -1) == labels)[real].mean()), "targets": int(real.sum())}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_compute_metrics_and_predict_give_what_trl_gives(folder, tmp_path):
+    trl = pytest.importorskip("trl")
+    rows, found = text_rows(6, "prompt", seed=4), {}
+    for package in (trl_jax, trl):
+        trainer = make(package, folder, tmp_path / package.__name__, compute_metrics=accuracy,
+                       eval_dataset=Dataset.from_list(rows), config={"pad_to_multiple_of": None})  # fmt: skip
+        found[package] = trainer.evaluate(), trainer.predict(trainer.eval_dataset)
+    (mine, ours), (other, theirs) = found[trl_jax], found[trl]
+    assert (mine["eval_right"], mine["eval_targets"]) == (other["eval_right"], other["eval_targets"])
+    assert ours.predictions.shape == theirs.predictions.shape and ours.label_ids.shape == theirs.label_ids.shape
+    real = theirs.label_ids[:, 1:] != -100
+    assert np.array_equal(ours.label_ids[:, 1:], theirs.label_ids[:, 1:])
+    assert np.abs(ours.predictions[:, :-1][real] - theirs.predictions[:, :-1][real]).max() < 1e-4
+    assert "test_loss" in ours.metrics
+
+
+@pytest.mark.parametrize("size", [1, 4, 6])
+def test_an_evaluation_is_the_same_in_any_batches(size, folder, tmp_path):
+    rows = Dataset.from_list(text_rows(6, "prompt", seed=4))
+    sides = (make(trl_jax, folder, tmp_path, config={"per_device_eval_batch_size": batch}) for batch in (2, size))
+    one, other = (side.evaluate(rows) for side in sides)
+    for name in ("eval_loss", "eval_entropy", "eval_mean_token_accuracy"):
+        assert one[name] == pytest.approx(other[name], rel=1e-5)
+
+
+def test_a_packed_set_is_packed_once(folder, tmp_path):
+    trainer = make(trl_jax, folder, tmp_path, config={"packing": True, "max_length": 64})
+    again = trainer.prepare_dataset(trainer.train_dataset, "train")
+    assert again["input_ids"][:] == trainer.train_dataset["input_ids"][:]
+    assert again["seq_lengths"][:] == trainer.train_dataset["seq_lengths"][:]
+
+
+def test_rows_that_are_prepared_already(folder, tmp_path):
+    rows = [{"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]}] * 8
+    config = {"dataset_kwargs": {"skip_prepare_dataset": True}, "max_length": 2, "max_steps": 1}
+    trainer = make(trl_jax, folder, tmp_path, rows=rows, config=config)
+    trainer.train()
+    assert trainer.train_dataset[0] == rows[0] and steps(trainer)[0]["num_tokens"] == 16
+
+
+def test_a_torch_model_gets_the_trained_weights(folder, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("torch")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    before = model.lm_head.weight.detach().numpy().copy()
+    trainer = make(trl_jax, model, tmp_path, config={"max_steps": 2})
+    trainer.train()
+    assert np.abs(model.lm_head.weight.detach().numpy() - before).max() > 1e-4
+
+
+def test_what_is_saved_is_a_language_model(folder, tmp_path):
+    trainer = make(trl_jax, folder, tmp_path, config={"max_steps": 1, "eos_token": "<pad>"})
+    trainer.model.generation_config.max_length = 77  # as scripts do before they save
+    trainer.train()
+    trainer.save_model()
+    trainer.create_model_card(dataset_name="mine", tags=["own"])
+    names = ("config.json", "generation_config.json")
+    config, generation = (json.loads((tmp_path / name).read_text()) for name in names)
+    assert config["architectures"] == ["LlamaForCausalLM"] and config["eos_token_id"] == 0
+    assert generation["max_length"] == 77 and generation["eos_token_id"][0] == 0
+    card = (tmp_path / "README.md").read_text()
+    assert all(f"- {tag}\n" in card for tag in ("trl", "sft", "own")) and "pipeline_tag: text-generation" in card
+    assert "reward" not in card and "AutoModelForCausalLM" in card

@@ -1,0 +1,162 @@
+"""Prepare datasets of supervised fine-tuning: rows of every form that TRL accepts become token ids and labels."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from datasets import Dataset, IterableDataset
+
+from trl_jax.data.example import IGNORED
+from trl_jax.data.packing import pack_dataset
+from trl_jax.data.rows import checks, sft_form, streaming
+from trl_jax.data.rows.sft_rows import tokenise_batch
+from trl_jax.data.rows.training_template import training_template
+
+logger = logging.getLogger(__name__)
+
+COLUMNS = ("input_ids", "labels")
+_NO_LABEL = "have no token to train on: their labels are all -100"
+_WAY_OUT = "Where prompts fill max_length, raise it, or pass truncation_mode='keep_end'."
+
+
+def prepare(
+    dataset: Dataset | IterableDataset,
+    tokenizer: Any,
+    *,
+    max_length: int | None,
+    num_proc: int | None,
+    name: str,
+    dataset_text_field: str = "text",
+    truncation_mode: str = "keep_start",
+    completion_only_loss: bool | None = None,
+    assistant_only_loss: bool = False,
+    packing: bool = False,
+    packing_strategy: str = "bfd",
+    formatting_func: Callable[[dict[str, Any]], str] | None = None,
+    chat_template: str | None = None,
+    shuffle_dataset: bool = False,
+    seed: int = 0,
+    skip_prepare_dataset: bool = False,
+) -> Dataset | IterableDataset:
+    """Add `input_ids` and `labels` to the dataset's own columns; of packed rows only they and `seq_lengths` are left.
+
+    Rows are cut to `max_length`, and those that have no label left are dropped; or they are packed. Rows that are
+    packed already (they have `seq_lengths`) stay as they are.
+
+    Args:
+        num_proc: processes that tokenise; each packs its own part of the rows.
+        name: "train", "eval", "test", or the dataset's name in errors, such as "eval_dataset['key']".
+        completion_only_loss: None: where the rows have prompts and completions.
+        chat_template: in the place of the tokenizer's. None: its own, or with `assistant_only_loss` one that marks what
+            the assistant says.
+        seed: of `shuffle_dataset`.
+        skip_prepare_dataset: the rows have their columns already; nothing is cut, packed or shuffled.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: the dataset, an option or a row cannot be trained on; a stream raises when
+            it reaches the row.
+    """
+    where = checks.argument(name)
+    checks.check_type(dataset, name)
+    plain = dataset.with_format(None)
+    streams = isinstance(plain, IterableDataset)
+    if not streams and not len(plain):
+        raise ValueError(f"{where} is empty")
+    first = streaming.first_row(plain, where) if streams else plain[0]
+    if skip_prepare_dataset:
+        return _unprepared(plain, first, name, num_proc)
+    sft_form.check_lengths(packing, packing_strategy, max_length, truncation_mode)
+    form, completions = sft_form.settle(
+        first,
+        where,
+        column=dataset_text_field,
+        formatting_func=formatting_func,
+        completion_only_loss=completion_only_loss,
+        assistant_only_loss=assistant_only_loss,
+    )
+    if assistant_only_loss and chat_template is None and form.conversational:
+        chat_template = training_template(tokenizer)
+    masking = sft_form.Masking(completions, assistant_only_loss, chat_template)
+    packs = packing and not (form.kind == "ids" and "seq_lengths" in first)
+    limits = {"max_length": None if packs else max_length, "keep_end": truncation_mode == "keep_end"}
+    plain = _tokenised(plain, num_proc, tokenizer=tokenizer, form=form, masking=masking, where=where, **limits)
+    plain = _labelled(plain, where, drops=max_length is not None and not packs)
+    if packs:
+        plain = plain.select_columns(list(COLUMNS))
+        plain = plain.shuffle(seed=seed) if shuffle_dataset else plain
+        plain = pack_dataset(plain, max_length, packing_strategy, _map_options(plain, num_proc, f"Packing {where}"))
+    return plain.shuffle(seed=seed) if shuffle_dataset else plain
+
+
+def _unprepared(
+    dataset: Dataset | IterableDataset, first: dict[str, Any], name: str, num_proc: int | None
+) -> Dataset | IterableDataset:
+    """A dataset of ids as it is, with the ids as labels where there are none."""
+    where = checks.argument(name)
+    if "input_ids" not in first:
+        raise ValueError(
+            f"skip_prepare_dataset=True: {where} needs the column 'input_ids', found {list(first)}. Tokenise the rows, "
+            "or drop `skip_prepare_dataset`."
+        )
+    sft_form.check_masks(first, name)
+    form, masking = sft_form.Form("ids"), sft_form.Masking(False, False, None)
+    facts = {"tokenizer": None, "form": form, "masking": masking, "max_length": None, "keep_end": False}
+    return _tokenised(dataset, num_proc, where=where, **facts)
+
+
+def _tokenised(
+    dataset: Dataset | IterableDataset, num_proc: int | None, *, where: str, **facts: Any
+) -> Dataset | IterableDataset:
+    """Map `tokenise_batch` over the dataset; a stream is read one row at a time."""
+    options = {"batch_size": 1} if isinstance(dataset, IterableDataset) else {}
+    options |= _map_options(dataset, num_proc, f"Tokenizing {where}")
+    return dataset.map(tokenise_batch, with_indices=True, batched=True, fn_kwargs=facts | {"where": where}, **options)
+
+
+def _map_options(dataset: Dataset | IterableDataset, num_proc: int | None, words: str) -> dict[str, Any]:
+    """Options of `map` that a stream does not have."""
+    if isinstance(dataset, IterableDataset):
+        return {}
+    return {"num_proc": num_proc, "desc": words.replace("_", " ", 1)}
+
+
+def _labelled(dataset: Dataset | IterableDataset, where: str, drops: bool) -> Dataset | IterableDataset:
+    """Leave out the rows whose labels are all -100, if `drops`, and warn of them.
+
+    Raises:
+        ValueError: there are no other rows.
+    """
+    if isinstance(dataset, IterableDataset):
+        facts = {"where": where, "state": streaming.StreamState()}
+        return dataset.filter(_has_label, with_indices=True, fn_kwargs=facts) if drops else dataset
+    kept = np.concatenate([_have_labels(block) for _, block in checks.blocks(dataset, ("labels",))])
+    missing, total = np.count_nonzero(~kept), len(kept)
+    if missing == total:
+        raise ValueError(f"All {total:,} rows of {where} {_NO_LABEL}. {_WAY_OUT}")
+    if not missing:
+        return dataset
+    what = f"{missing:,} of {total:,} rows of {where} {_NO_LABEL} (first: row {np.argmin(kept)})"
+    logger.warning(f"{what}: they are dropped. {_WAY_OUT}" if drops else f"{what}. {_WAY_OUT}")
+    return dataset.select(np.flatnonzero(kept)) if drops else dataset
+
+
+def _have_labels(block: pa.Table) -> np.ndarray:
+    """Whether each row has a label that is not -100: `[rows]`."""
+    labels, lengths = checks.list_lengths(block, "labels")
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    return np.bincount(rows[labels != IGNORED], minlength=len(lengths)) > 0
+
+
+def _has_label(row: dict[str, Any], index: int, where: str, state: streaming.StreamState) -> bool:
+    if any(label != IGNORED for label in row["labels"]):
+        state.removed = 0
+        return True
+    streaming.warn_once(f"Row {index} of {where} has no token to train on: it is dropped", "unlabelled", state)
+    state.removed += 1
+    if state.removed == streaming.MAX_REMOVED:
+        raise ValueError(f"{state.removed:,} rows of {where} in succession, up to row {index}, {_NO_LABEL}. {_WAY_OUT}")
+    return False

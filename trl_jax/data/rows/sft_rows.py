@@ -1,0 +1,251 @@
+"""Rows of supervised fine-tuning to token ids and labels: texts, conversations, prompts with completions, token ids."""
+
+from __future__ import annotations
+
+import logging
+from itertools import pairwise, takewhile
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from trl_jax.core.printable import printable
+from trl_jax.data.example import IGNORED
+from trl_jax.data.rows import chat, checks, masks
+from trl_jax.data.rows.rendering import apply_chat_template
+from trl_jax.data.rows.sft_form import Form, Masking
+from trl_jax.data.rows.streaming import check_has
+
+logger = logging.getLogger(__name__)
+
+_MIXED = "Write the prompt and the completion in the same way."
+
+
+def tokenise_batch(
+    batch: Any,
+    indices: list[int],
+    tokenizer: Any,
+    form: Form,
+    masking: Masking,
+    max_length: int | None,
+    keep_end: bool,
+    where: str,
+) -> dict[str, Any]:
+    """Make `input_ids` and `labels` of a block of rows, as `Dataset.map` passes it, of at most `max_length` tokens.
+
+    Only these are returned, so that the user's own columns stay as they are. `indices` and `where` name the rows in
+    errors.
+
+    Raises:
+        ValueError: a row has another form, by row and column.
+        RuntimeError: the assistant says nothing in a row, and only what it says is trained on.
+    """
+    check_has(batch, indices[0], form.needed, where)
+    if form.kind == "ids":
+        ids, labels = _given(batch, indices[0], form, max_length, where)
+    else:
+        cells = zip(*(batch[column] for column in batch), strict=True)
+        rows = [dict(zip(batch, row, strict=True)) for row in cells]
+        read = _READERS[form.kind]
+        ids, labels = read(rows, [f"Row {i} of {where}" for i in indices], tokenizer, form, masking)
+    if max_length is None:
+        return {"input_ids": ids, "labels": labels}
+    part = slice(-max_length, None) if keep_end else slice(max_length)
+    return {"input_ids": [row[part] for row in ids], "labels": [row[part] for row in labels]}
+
+
+def _given(batch: Any, first: int, form: Form, max_length: int | None, where: str) -> tuple[list, list]:
+    """Ids of rows that have them, and their labels, or labels by their masks."""
+    others = form.masks or (("labels",) if "labels" in batch else ())
+    block = _table(batch, ("input_ids", *others), first, where)
+    lists = checks.id_lists(block, "input_ids", first, where)
+    lengths = lists.value_lengths().to_numpy(zero_copy_only=False)
+    labels = lists.flatten().to_numpy(zero_copy_only=False).astype(np.int64)
+    for column in form.masks:
+        labels[~masks.kept(block, first, column, lengths, "of 'input_ids'", where)] = IGNORED
+    if others == ("labels",):
+        labels = _labels_beside(block, lengths, first, where)
+    if "seq_lengths" in batch:
+        _check_documents(batch["seq_lengths"], lengths, max_length, first, where)
+    values, ends = labels.tolist(), np.cumsum(lengths).tolist()
+    return batch["input_ids"], [values[start:end] for start, end in pairwise([0, *ends])]
+
+
+def _labels_beside(block: pa.Table, lengths: np.ndarray, first: int, where: str) -> np.ndarray:
+    """The labels of a block laid end to end, `[tokens]`; `lengths` are those of the ids: `[rows]`."""
+    lists = checks.id_lists(block, "labels", first, where)
+    found = lists.value_lengths().to_numpy(zero_copy_only=False)
+    if (found != lengths).any():
+        row = int(np.argmax(found != lengths))
+        raise ValueError(
+            f"Row {first + row} of {where}, column 'labels': found {found[row]:,} values, wanted {lengths[row]:,}, one "
+            "for each token of 'input_ids': its id, or -100 where it is no target."
+        )
+    return lists.flatten().to_numpy(zero_copy_only=False)
+
+
+def _check_documents(
+    documents: list[list[int]], lengths: np.ndarray, max_length: int | None, first: int, where: str
+) -> None:
+    """Raise ValueError for a packed row whose documents are not all of its tokens, or that is too long."""
+    for row, (tokens, found) in enumerate(zip(lengths.tolist(), documents, strict=True), start=first):
+        if not isinstance(found, list) or sum(found) != tokens or min(found) < 1:
+            wanted = f"the tokens of each document of the row, {tokens:,} together"
+            raise checks.cell_error(f"Row {row} of {where}", "seq_lengths", found, wanted)
+        if max_length is not None and tokens > max_length:
+            raise ValueError(
+                f"Row {row} of {where} is packed already (it has 'seq_lengths') and has {tokens:,} tokens, "
+                f"max_length={max_length}. Pack the rows to that length, or pass max_length={tokens}."
+            )
+
+
+def _table(batch: Any, columns: tuple[str, ...], first: int, where: str) -> pa.Table:
+    try:
+        return pa.table({column: pa.array(batch[column]) for column in columns})
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
+        raise ValueError(f"Rows from {first} of {where}, columns {list(columns)}: {printable(str(error))}") from error
+
+
+def _of_texts(rows: list[dict], places: list[str], tokenizer: Any, form: Form, _: Masking) -> tuple[list, list]:
+    texts = []
+    for row, where in zip(rows, places, strict=True):
+        column = form.column
+        if form.formatting_func:
+            text, column = form.formatting_func(row), "formatting_func(row)"
+        else:
+            text = row[column]
+        if not isinstance(text, str):
+            raise checks.cell_error(where, column, text, "a string")
+        chat.check_unicode(text, column, where)
+        texts.append(chat.with_eos(text, tokenizer, where))
+    ids = tokenizer(text=texts)["input_ids"]
+    return ids, ids
+
+
+def _of_messages(rows: list[dict], places: list[str], tokenizer: Any, form: Form, masking: Masking) -> tuple:
+    ids, labels = [], []
+    for row, where in zip(rows, places, strict=True):
+        messages = row[form.kind]
+        if form.kind == "conversations":
+            messages = as_messages(messages, where)
+        if not chat.is_messages(messages):
+            raise checks.cell_error(where, form.kind, messages, "a non-empty list of messages, each with a 'role'")
+        options = _options(row, tokenizer, masking, where)
+        chat.check_unicode(messages, form.kind, where)
+        rendered = _render(tokenizer, messages, where, return_assistant_tokens_mask=masking.assistant, **options)
+        ids.append(rendered["input_ids"])
+        labels.append(_labels(ids[-1], *_assistant(rendered, masking)))
+    return ids, labels
+
+
+def as_messages(conversation: Any, where: str) -> list[dict[str, Any]]:
+    """Messages of a conversation in the form of ShareGPT: `from` and `value` become `role` and `content`."""
+    names = {"from": "role", "value": "content"}
+    if not isinstance(conversation, list) or not all(isinstance(message, dict) for message in conversation):
+        raise checks.cell_error(where, "conversations", conversation, "a list of messages with 'from' and 'value'")
+    return [{names.get(key, key): value for key, value in message.items()} for message in conversation]
+
+
+def _of_completions(rows: list[dict], places: list[str], tokenizer: Any, _: Form, masking: Masking) -> tuple:
+    for row, where in zip(rows, places, strict=True):
+        chat.check_contents(row, ["prompt", "completion"], where, _MIXED)
+        for column in ("prompt", "completion"):
+            chat.check_unicode(row[column], column, where)
+    kinds = [chat.is_messages(row["prompt"]) for row in rows]
+    if any(kinds) and not all(kinds):
+        raise ValueError(
+            f"{places[kinds.index(not kinds[0])]}: {'text' if kinds[0] else 'a conversation'}, and other rows are "
+            f"{'conversations' if kinds[0] else 'texts'}. {_MIXED}"
+        )
+    return (_conversations if kinds[0] else _joined)(rows, places, tokenizer, masking)
+
+
+def _joined(rows: list[dict], places: list[str], tokenizer: Any, masking: Masking) -> tuple[list, list]:
+    """Texts: the completion, ended with EOS, behind the prompt."""
+    ended = [chat.with_eos(row["completion"], tokenizer, where) for row, where in zip(rows, places, strict=True)]
+    ids = tokenizer(text=[row["prompt"] + text for row, text in zip(rows, ended, strict=True)])["input_ids"]
+    if not masking.completion:
+        return ids, ids
+    prompts = tokenizer(text=[row["prompt"] for row in rows])["input_ids"]
+    behind = [_behind(prompt, whole, tokenizer) for prompt, whole in zip(prompts, ids, strict=True)]
+    return ids, [_labels(whole, mask) for whole, mask in zip(ids, behind, strict=True)]
+
+
+def _conversations(rows: list[dict], places: list[str], tokenizer: Any, masking: Masking) -> tuple[list, list]:
+    """Messages: the completion's behind the prompt's."""
+    ids, labels = [], []
+    for row, where in zip(rows, places, strict=True):
+        options, whole = _options(row, tokenizer, masking, where), row["prompt"] + row["completion"]
+        rendered = _render(tokenizer, whole, where, return_assistant_tokens_mask=masking.assistant, **options)
+        found = _assistant(rendered, masking)
+        if masking.completion:
+            prompt = _render(tokenizer, row["prompt"], where, add_generation_prompt=True, **options)
+            found = [*found, _behind(prompt["input_ids"], rendered["input_ids"], tokenizer)]
+        ids.append(rendered["input_ids"])
+        labels.append(_labels(ids[-1], *found))
+    return ids, labels
+
+
+def _options(row: dict[str, Any], tokenizer: Any, masking: Masking, where: str) -> dict[str, Any]:
+    options = chat.template_options(row, where)
+    if masking.chat_template is not None:
+        return {"chat_template": masking.chat_template, **options}
+    chat.check_template(tokenizer, options, where)
+    return options
+
+
+def _render(tokenizer: Any, messages: list[dict], where: str, **options: Any) -> dict[str, list[int]]:
+    with chat.errors_of_template(where):
+        return apply_chat_template(tokenizer, messages, tokenize=True, return_dict=True, **options)
+
+
+def _assistant(rendered: dict[str, list[int]], masking: Masking) -> list[list[int]]:
+    """The mask of what the assistant says, if it is asked for."""
+    if not masking.assistant:
+        return []
+    if 1 not in rendered["assistant_masks"]:
+        raise RuntimeError(
+            "You're using `assistant_only_loss=True`, but at least one example has no assistant tokens. This usually "
+            "means the tokenizer's chat template doesn't generate assistant masks: it may be missing the "
+            "`{% generation %}` keyword. Correct the template, or leave out rows in which the assistant says nothing."
+        )
+    return [rendered["assistant_masks"]]
+
+
+def _behind(prompt: list[int], whole: list[int], tokenizer: Any) -> list[int]:
+    """The mask of what is behind the prompt: 0 as far as both begin alike."""
+    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole, strict=False)))
+    if alike < len(prompt):
+        _warn_of_prefix(tokenizer.decode(prompt[alike:]))
+    return [0] * alike + [1] * (len(whole) - alike)
+
+
+_warned: set[str] = set()
+
+
+def _warn_of_prefix(rest: str) -> None:
+    """Warn once in a process."""
+    if _warned:
+        return
+    _warned.add(rest)
+    logger.warning(
+        "The tokenized prompt is not a prefix of the tokenized prompt+completion: the chat template renders the prompt "
+        "in another way when it is alone, or tokens merge where the two meet. The completion begins where they differ, "
+        f"and the prompt's end is not trained on as it will be read: {printable(rest)!r}. Let the prompt end where a "
+        "token ends, or choose a template that renders it the same. Other rows like it are not reported."
+    )
+
+
+def _labels(ids: list[int], *found: list[int]) -> list[int]:
+    """The ids where all masks are 1, and -100 elsewhere."""
+    if not found:
+        return ids
+    return [token if all(bits) else IGNORED for token, *bits in zip(ids, *found, strict=True)]
+
+
+_READERS = {
+    "text": _of_texts,
+    "messages": _of_messages,
+    "conversations": _of_messages,
+    "completion": _of_completions,
+}

@@ -1,0 +1,106 @@
+"""Supervised fine-tuning: a language model is trained to predict the tokens of texts, or the labelled part of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from datasets import Dataset, IterableDataset
+
+from trl_jax.core.token_outputs import TokenOutputs
+from trl_jax.data.example import Columns, Example, Measured
+from trl_jax.data.layout.batch import Batch
+from trl_jax.data.rows import sft as rows
+from trl_jax.losses.cross_entropy import dynamic_fine_tuning, negative_log_likelihood
+from trl_jax.losses.sums import counted, of_texts, summed
+from trl_jax.tasks.metrics import joined
+
+_SUMS = ("targets", "entropy", "correct")
+
+
+@dataclass(frozen=True)
+class SftTask:
+    """TRL's supervised fine-tuning: one text an example, and labels for its tokens.
+
+    loss_type: "nll" or "dft".
+    label_smoothing_factor: of "nll".
+    row_options: how rows become examples, further arguments of `data.rows.sft.prepare`.
+    eval_packing: whether sets other than the training set are packed; None as that.
+    """
+
+    loss_type: Literal["nll", "dft"] = "nll"
+    label_smoothing_factor: float = 0.0
+    row_options: Mapping[str, Any] = field(default_factory=dict)
+    eval_packing: bool | None = None
+
+    head: ClassVar[Literal["lm"]] = "lm"
+    per_token: ClassVar[bool] = True
+    num_tokens_after: ClassVar[str] = "mean_token_accuracy"
+    columns: ClassVar[Columns] = Columns(("input_ids",), labels=("labels",), documents="seq_lengths")
+
+    def prepare(
+        self, dataset: Dataset | IterableDataset, tokenizer: Any, *, name: str, **limits: Any
+    ) -> Dataset | IterableDataset:
+        """Add `input_ids`, `labels` and, where texts are packed, `seq_lengths` to rows of every form that TRL takes.
+
+        Rows of which predictions are asked for, under the name "test", stay as they are and in their order.
+        """
+        options = dict(self.row_options)
+        if name == "test":
+            options |= {"packing": False, "shuffle_dataset": False}
+        elif name != "train" and self.eval_packing is not None:
+            options["packing"] = self.eval_packing
+        return rows.prepare(dataset, tokenizer, name=name, **limits, **options)
+
+    def example(self, row: dict[str, Any]) -> Example:
+        """The text of a row, its labels, and the documents in it."""
+        return self.columns.example(row)
+
+    def per_text(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
+        """Sums over the targets of each text, `[X]`: of their loss and entropy, of those that are predicted, of all."""
+        texts = len(batch.weight)  # one an example
+        losses = (
+            dynamic_fine_tuning(outputs)
+            if self.loss_type == "dft"
+            else negative_log_likelihood(outputs, self.label_smoothing_factor)
+        )
+        values = {"loss": losses, "entropy": jax.lax.stop_gradient(outputs.entropy), "correct": outputs.correct}
+        sums = {name: of_texts(value, batch.text, texts) for name, value in values.items()}
+        return sums | {"targets": of_texts(jnp.ones(len(batch.text)), batch.text, texts)}
+
+    def loss(
+        self, outputs: dict[str, jax.Array], batch: Batch | Measured
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The weighted sum of the losses of targets, and sums over the micro-batches."""
+        real = counted(batch.weight, batch.micro_batch)
+        sums = {name: summed(outputs[name], real) for name in _SUMS}
+        return jnp.sum(batch.weight * outputs["loss"]), sums | {"examples": summed(1.0, real)}
+
+    def metrics(self, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float]:
+        """TRL's metrics: the mean entropy of predictions, in nats, and the share of targets that are the likeliest id.
+
+        In training, the mean over micro-batches of their means, as in TRL, with 0 for one without targets. In an
+        evaluation, the mean over all targets of the set.
+        """
+        totals = joined(sums, dict.fromkeys((*_SUMS, "examples"), np.sum), count="examples")
+        if not totals["examples"].size:
+            return {}
+        if split != "train":
+            totals = {name: values.sum(keepdims=True) for name, values in totals.items()}
+        targets = np.maximum(totals["targets"], 1)
+        return {
+            "entropy": float(np.mean(totals["entropy"] / targets)),
+            "mean_token_accuracy": float(np.mean(totals["correct"] / targets)),
+        }
+
+    def predictions(self, outputs: np.ndarray, num_examples: int) -> np.ndarray:
+        """Logits `[E, T, V]` of a batch, at each token of its padded rows."""
+        return outputs[:num_examples]
+
+    def inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The batch as it is: TRL's has no further names."""
+        return batch

@@ -1,0 +1,142 @@
+"""Supervised fine-tuning of language models: TRL's SFTTrainer on JAX."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, IterableDataset
+from transformers.trainer_callback import TrainerCallback
+from transformers.trainer_utils import EvalPrediction
+
+from trl_jax.core.arguments.values import as_dict
+from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.tasks.sft import SftTask
+from trl_jax.trainer.base_trainer import BaseTrainer
+from trl_jax.trainer.collator import DataCollatorForLanguageModeling
+from trl_jax.trainer.old_keywords import accepting_old_keywords, as_config
+from trl_jax.trainer.sft_config import SFTConfig
+
+_MOVED = (
+    "dataset_kwargs", "dataset_num_proc", "dataset_text_field", "eval_packing", "max_length", "max_seq_length",
+    "model_init_kwargs", "neftune_noise_alpha", "packing",
+)  # fmt: skip
+_ROW_OPTIONS = (
+    "assistant_only_loss", "completion_only_loss", "dataset_text_field", "packing", "packing_strategy", "seed",
+    "shuffle_dataset", "truncation_mode",
+)  # fmt: skip
+
+
+class SFTTrainer(BaseTrainer):
+    """Fine-tunes a causal language model on texts, conversations, or prompts with completions.
+
+    The arguments are TRL's, in TRL's order.
+
+    Args:
+        model: a checkpoint's folder or Hub name, or what `trl_jax.AutoModelForCausalLM` loaded, or a torch model of
+            transformers, which has the trained weights after `train()`. Weights are kept in float32;
+            `args.model_init_kwargs["dtype"]` ("float32" unless set) is what they are saved in.
+        args: an SFTConfig; None means `SFTConfig("<model>-SFT")`.
+        data_collator: a DataCollatorForLanguageModeling, whose `pad_to_multiple_of` then holds.
+        train_dataset: rows with `text`, `messages`, `prompt` and `completion`, or `input_ids`; a Dataset or an
+            IterableDataset (with `max_steps`).
+        eval_dataset: the same, or a dict of them.
+        processing_class: the tokenizer; loaded with the model if None. Its pad token is set if it has none.
+        compute_loss_func: a loss in jax.numpy of the model's outputs, whose `logits` are `[rows, T, V]`, and the labels
+            `[rows, T]`; `num_items_in_batch` is the number of targets of the whole step.
+        compute_metrics: gets an EvalPrediction of all logits `[N, T, V]`, not shifted, and labels `[N, T]`.
+        callbacks: transformers' callbacks, besides the default ones.
+        optimizers: an optax transformation with its rate, and None or a function of the step. The function scales
+            what the transformation gives; without it the arguments' schedule does, as a share of its peak.
+        optimizer_cls_and_kwargs: an optax factory, or a class of torch's that has a counterpart, and its arguments.
+        preprocess_logits_for_metrics: applied to each batch's logits and labels; what it gives is kept, and not them.
+        quantization_config: a BitsAndBytesConfig of ours or of transformers': the weights beside an adapter are held in
+            4 or 8 bits.
+        peft_config: a LoraConfig of ours or of peft's: an adapter trains beside the frozen model, and is what is saved.
+        formatting_func: makes the text of a row.
+
+    Raises:
+        TypeError, ValueError: an argument, row or checkpoint at fault, by name.
+    """
+
+    _name, _tag_names = "SFT", ["trl", "sft"]
+    config_class, _collator_class = SFTConfig, DataCollatorForLanguageModeling
+
+    @accepting_old_keywords(*_MOVED)
+    def __init__(
+        self,
+        model: str | os.PathLike | PreTrainedModel,
+        args: SFTConfig | None = None,
+        data_collator: DataCollatorForLanguageModeling | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None = None,
+        processing_class: Any = None,
+        compute_loss_func: Callable | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None,
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        formatting_func: Callable[[dict[str, Any]], str] | None = None,
+    ):
+        self._formatting_func = formatting_func
+        if args is not None:
+            args = as_config(args, SFTConfig)
+            _check_together(args, data_collator, compute_loss_func)
+        super().__init__(
+            model, args, data_collator, train_dataset, eval_dataset, processing_class,
+            compute_metrics, callbacks, optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics,
+            quantization_config, peft_config, compute_loss_func=compute_loss_func,
+        )  # fmt: skip
+        _check_router(self.args.router_aux_loss_coef, self.model.config)
+
+    def make_task(self) -> SftTask:
+        args = self.args
+        options = {name: vars(args)[name] for name in _ROW_OPTIONS}
+        options["skip_prepare_dataset"] = _skips(args)
+        options["formatting_func"] = self._formatting_func
+        return SftTask(args.loss_type, args.label_smoothing_factor, options, args.eval_packing)
+
+
+def _skips(args: SFTConfig) -> bool:
+    return bool(as_dict("dataset_kwargs", args.dataset_kwargs).get("skip_prepare_dataset"))
+
+
+def _check_together(args: SFTConfig, data_collator: Any, compute_loss_func: Any) -> None:
+    """Raise ValueError for arguments that do not go together."""
+    packs_documents = args.packing and args.packing_strategy != "wrapped"
+    if data_collator is not None and (args.padding_free or packs_documents):
+        raise ValueError("Passing a custom data collator is not supported when using padding-free.")
+    if args.padding_free and not args.packing and args.max_length is not None and not _skips(args):
+        raise ValueError(
+            "When `padding_free=True` without packing, `max_length` is not enforced. Either enable packing (e.g., "
+            "`packing=True, packing_strategy='bfd'`), provide already truncated inputs, or set `max_length=None`."
+        )
+    if args.loss_type == "dft" and compute_loss_func is not None:
+        raise ValueError(
+            "You passed a `compute_loss_func` together with `loss_type='dft'` to the `SFTTrainer`: either is "
+            "the loss. Leave one out."
+        )
+
+
+def _check_router(coefficient: float | None, config: Any) -> None:
+    """Raise ValueError for a load-balancing loss that this release does not add, or that the model does not have."""
+    facts = config.to_dict()
+    if "output_router_logits" not in facts:
+        if coefficient:
+            raise ValueError(
+                f"`router_aux_loss_coef` is set to {coefficient} but {config.architectures[0]} is not a "
+                "Mixture-of-Experts model that returns its router logits, so there is no auxiliary loss to weight. "
+                "Leave it out."
+            )
+        return
+    own = facts.get("router_aux_loss_coef", 0.0)
+    if own if coefficient is None else coefficient:
+        raise ValueError(
+            f"router_aux_loss_coef={own if coefficient is None else coefficient} of {config.architectures[0]}: the "
+            "load-balancing loss is not in this release of trl_jax. Pass router_aux_loss_coef=0.0 to train without it."
+        )
