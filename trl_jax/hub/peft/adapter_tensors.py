@@ -97,7 +97,7 @@ def read_tensors(
 
 def _check_names(path: Path, plan: AdapterPlan, names: set[str], wanted: set[str]) -> None:
     missing = sorted(wanted - names)
-    strange = sorted(name for name in names - wanted - set(plan.saved_tables) if ".base_layer.weight" not in name)
+    strange = sorted(name for name in names - wanted - set(plan.saved_tables) if ".base_layer." not in name)
     if any(_SINGLE_EXPERT.search(name) for name in strange):
         raise ValueError(
             f"{path} has an adapter for each expert, as transformers 4 had them; today all lie in one parameter. PEFT "
