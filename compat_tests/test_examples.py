@@ -30,6 +30,16 @@ def test_the_quickstart_learns(tmp_path):
     assert (tmp_path / "curve.svg").read_text().startswith("<svg")
 
 
+def test_fine_tuning_learns(tmp_path):
+    shown = run(ROOT / "examples" / "sft.py", "--output_dir", tmp_path)
+    first, last, wrong, right = map(float, re.search(
+        r"loss went from (\d\.\d+) to (\d\.\d+), and tokens that are right from (\d\.\d+) to (\d\.\d+)\.", shown
+    ).groups())  # fmt: skip
+    assert first > 5 and last < 1 and wrong < 0.1 and right > 0.85
+    assert int(re.search(r"^(\d) of 4 answers are right\.$", shown, flags=re.M)[1]) >= 3
+    assert (tmp_path / "final" / "generation_config.json").is_file()
+
+
 def test_a_script_ported_by_its_import_prints_trls_losses(tmp_path):
     pytest.importorskip("trl")
     sys.path.insert(0, str(ROOT / "examples"))
