@@ -32,4 +32,9 @@ def _is_of_memory(error: BaseException) -> bool:
         return error.errno == errno.ENOMEM
     if isinstance(error, RuntimeError):
         return "RESOURCE_EXHAUSTED" in str(error)
-    return isinstance(error, MemoryError) or type(error).__name__ == "PanicException" and "pointer" in str(error)
+    return isinstance(error, MemoryError) or is_panic(error) and "pointer" in str(error)
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether an extension in Rust gave up; its exception is no Exception, and has no module to import it from."""
+    return type(error).__name__ == "PanicException"

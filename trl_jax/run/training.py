@@ -82,7 +82,8 @@ class Training:
         promise = "saving a checkpoint and leaving" if saves else "leaving without a checkpoint (save_strategy='no')"
         with self._run.on_device(), contextlib.ExitStack() as entered:
             if is_first() and (saves or os.access(args.output_dir, os.W_OK)):  # who saves nothing may do so anywhere
-                entered.enter_context(only_run(args.output_dir))
+                self._checkpointer.lock = entered.enter_context(only_run(args.output_dir))
+                entered.callback(setattr, self._checkpointer, "lock", None)
                 sweep(Path(args.output_dir))
                 sweep_stages(args.output_dir)
             barrier("train")  # until the first process has swept

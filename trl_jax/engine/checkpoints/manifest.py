@@ -78,6 +78,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             raise ValueError(f"its format is {brief(found)}, wanted a number")
         if whole and found == FORMAT:
             _ = [(entry["bytes"], entry["xxh3_128"], body["step"]) for entry in body["files"].values()]
+            outside = [name for name in body["files"] if Path(name).is_absolute() or ".." in Path(name).parts]
+            if outside:
+                raise ValueError(f"it lists {brief(outside[0])}, which is not in its folder")
     except (FileNotFoundError, NotADirectoryError) as error:
         raise BrokenCheckpoint(f"{path} does not exist: the checkpoint was never completed.") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -10,6 +10,7 @@ from typing import Any
 from transformers.trainer_callback import ExportableState, TrainerState
 
 from trl_jax.core.printable import brief, listed
+from trl_jax.core.secrets import masked
 from trl_jax.engine.checkpoints.checkpoint import STATE_FILE
 from trl_jax.engine.checkpoints.manifest import MANIFEST, BrokenCheckpoint, verify
 from trl_jax.engine.checkpoints.run_id import checkpoints, recorded, run_of
@@ -142,7 +143,8 @@ def restore_callbacks(events: Events, *, wholly: bool) -> None:
         if isinstance(callback, ExportableState) and left.get(name):
             saved = left[name].pop(0)
             for attribute, value in ((saved["args"] if wholly else {}) | saved["attributes"]).items():
-                setattr(callback, attribute, value)
+                if value != masked(vars(callback).get(attribute), attribute):  # else it is as saved, or was a secret
+                    setattr(callback, attribute, value)
     missing = [name for name, states in left.items() if states and name != type(events.control).__name__]
     if missing:
         logger.warning("The checkpoint has the state of callbacks that this run lacks: %s.", listed(missing))

@@ -26,6 +26,8 @@ from trl_jax.run.output.checkpointing import Checkpointer
 from trl_jax.run.output.model_files import ARGUMENTS
 from trl_jax.run.state import RunState
 
+_FACTS = {"order": dict, "schedule": dict, "tokens_seen": int, "shards": int, "step_examples": int, "fills": bool}
+
 logger = logging.getLogger(__name__)
 
 
@@ -39,6 +41,8 @@ def resume(run: RunState, checkpointer: Checkpointer, point: ResumePoint, length
     saved = SavedProgress(folder) if point.manifest is not None else None
     if point.manifest is not None and not args.ignore_data_skip:
         _check_dataset(point, checkpointer.dataset_fingerprint())
+    if saved is not None:
+        _check_facts(saved)
     reached = point.state.global_step >= length.max_steps
     if saved is not None:
         _check_place(run, saved, point.state.global_step)
@@ -135,6 +139,16 @@ def _check_dataset(point: ResumePoint, now: str | None) -> None:
             "place in the data would mean nothing. Pass the same rows, tokenizer and max_length, or "
             "ignore_data_skip=True to begin the epoch again with these."
         )
+
+
+def _check_facts(saved: SavedProgress) -> None:
+    """Raises BrokenCheckpoint for a fact of another kind than `Checkpointer` writes."""
+    for name, kind in _FACTS.items():
+        if type(saved.facts.get(name)) is not kind:
+            raise BrokenCheckpoint(
+                f"{saved.folder / FACTS}: {name} is {brief(saved.facts.get(name))}, wanted a {kind.__name__}. Resume "
+                "from another checkpoint."
+            )
 
 
 def _check_place(run: RunState, saved: SavedProgress, step: int) -> None:
