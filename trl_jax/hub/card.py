@@ -21,7 +21,7 @@ _LIBRARIES = ("transformers", "datasets", "jax", "flax", "optax")
 
 
 class _Kind(NamedTuple):
-    """What a card says of models with one of the heads."""
+    """The lines of a card that depend on the head of its model."""
 
     subject: str
     meaning: str

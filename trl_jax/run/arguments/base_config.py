@@ -246,6 +246,10 @@ def _unshared(value: Any) -> Any:
 
 def check_output_dir(output_dir: str) -> None:
     """Raise now, and not at the first checkpoint, where output_dir cannot be written. Creates nothing."""
+    try:
+        str(output_dir).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"output_dir={ascii(output_dir)} is no Unicode text: choose another output_dir.") from error
     folder = Path(output_dir).absolute()
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
     if not nearest.is_dir():
