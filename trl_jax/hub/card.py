@@ -21,7 +21,7 @@ _LIBRARIES = ("transformers", "datasets", "jax", "flax", "optax")
 
 
 class _Kind(NamedTuple):
-    """What a card says of models with one of the heads."""
+    """The words of a card for models with one of the heads."""
 
     subject: str
     meaning: str
