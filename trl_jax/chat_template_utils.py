@@ -1,17 +1,16 @@
-"""Chat templates from one tokenizer to another: TRL's `trl.chat_template_utils`, as far as reward models need it."""
+"""Chat templates from one tokenizer to another: TRL's `trl.chat_template_utils`, as far as trainers need it."""
 
 from __future__ import annotations
 
-import importlib.util
-import re
 import warnings
-from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 
 from trl_jax.data.rows.multimodal import prepare_multimodal_messages
 from trl_jax.data.rows.special_tokens import clone_into
+from trl_jax.data.rows.training_template import has_generation_markers as has_generation_markers
+from trl_jax.data.rows.training_template import training_template
 
 # What a template may leave out of a tool's call and answer: words that stand in no template.
 _TOOL, _ARGUMENT, _VALUE, _ANSWER = "called_by_name_7f3a", "with_argument_5c1e", "of_this_value_9b2d", "gives_that_4e8f"
@@ -110,18 +109,13 @@ def _image() -> Any:
     return Image.new("RGB", (8, 8))
 
 
-def has_generation_markers(chat_template: str | dict[str, str]) -> bool:
-    """Whether a template marks what the assistant says; of several by name, the one called "default"."""
-    text = chat_template["default"] if isinstance(chat_template, dict) else chat_template
-    return re.search(r"\{%-?\s*generation\s*-?%\}", text) is not None
-
-
 def get_training_chat_template(processing_class: Any = None, tokenizer: Any = None) -> str | None:
     """None where the template marks what the assistant says and, if it knows tools, renders what is before a tool's
-    answer as without it. Else TRL's own replacement of that template, read from the installed trl.
+    answer as without it. Else one that does: TRL's own, where trl is installed and knows the template, or one that
+    is derived.
 
     Raises:
-        ValueError: there is no such replacement, or trl, which has them, is not installed.
+        ValueError: there is no such template.
     """
     if tokenizer is not None:
         if processing_class is not None:
@@ -133,19 +127,4 @@ def get_training_chat_template(processing_class: Any = None, tokenizer: Any = No
     template = processing_class.chat_template
     text = template["default"] if isinstance(template, dict) else template
     kept = not supports_tool_calling(processing_class) or is_chat_template_prefix_preserving(processing_class)
-    return None if kept and has_generation_markers(text) else _replacement(text)
-
-
-def _replacement(text: str) -> str:
-    """TRL has a template for training beside each that it knows: `NAME.jinja` and `NAME_training.jinja`."""
-    trl = importlib.util.find_spec("trl")
-    folders = [] if trl is None else [Path(place) / "chat_templates" for place in trl.submodule_search_locations or ()]
-    for known in (file for folder in folders for file in folder.glob("*.jinja")):
-        better = known.with_name(f"{known.stem}_training.jinja")
-        if better.is_file() and known.read_text(encoding="utf-8") == text:
-            return better.read_text(encoding="utf-8")
-    missing = "TRL has no replacement for it" if folders else "its replacement may be in trl, which is not installed"
-    raise ValueError(
-        "The chat template is not training-compatible: it has no {% generation %} markers, or renders what is before "
-        f"a tool's answer in another way than without it; and {missing}. Change the template by hand."
-    )
+    return None if kept and has_generation_markers(text) else training_template(text)

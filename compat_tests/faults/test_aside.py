@@ -75,9 +75,33 @@ def test_a_disk_that_is_full_ends_the_run_at_the_next_step(train, monkeypatch, t
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "write_manifest", full)
-    with pytest.raises(OSError, match="The checkpoint was not written; earlier ones are untouched"):
+    with pytest.raises(OSError, match="The checkpoint was not written; .*full has no earlier one"):
         train("full")
     assert not [name for name in os.listdir(tmp_path / "full") if name.startswith("checkpoint")]
+
+
+@pytest.mark.parametrize("name", ["save_model", "_save_checkpoint"])
+def test_a_method_that_a_script_sets_on_its_trainer_writes_each_checkpoint(name, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpointing, "host_copy", lambda tree: pytest.fail("copied, and written aside"))
+    trainer = make(trl_jax, checkpoint(**FACTS), tmp_path / "run", train=table(16), config=CONFIG)
+    method, called = getattr(trainer, name), []
+
+    def own(*given, **options):
+        called.append(trainer.state.global_step)
+        return method(*given, **options)
+
+    setattr(trainer, name, own)
+    trainer.train()
+    assert called == [2, 4] and verify(tmp_path / "run" / "checkpoint-4")
+
+
+@pytest.mark.parametrize("name", ["compute_loss", "prediction_step", "training_step", "evaluation_loop"])
+def test_a_method_set_on_a_trainer_that_would_be_passed_over_is_refused(name, checkpoint, tmp_path):
+    trainer = make(trl_jax, checkpoint(**FACTS), tmp_path / "run", train=table(16), eval_dataset=table(4))
+    setattr(trainer, name, lambda *given, **options: None)
+    for call in (trainer.train, trainer.evaluate, lambda: trainer.predict(table(4))):
+        with pytest.raises(TypeError, match=f"{name} was set on the trainer"):
+            call()
 
 
 def test_where_memory_is_short_the_run_waits(train, monkeypatch):

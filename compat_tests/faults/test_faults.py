@@ -52,7 +52,8 @@ OPENINGS = {
         b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n",
         "this is a git-LFS pointer, not the weights: run `git lfs pull`",
     ),
-    "text": (b"Entry not found", "it is text that begins 'Entry not found': download it again"),
+    "not_found": (b"Entry not found", "this is an answer of the Hub, which has no such file"),
+    "text": (b"root:x:0:0:root:/root:/bin/bash", "it is text: download it again"),
     "zeros": (bytes(1000), "its header is not a JSON object of tensors"),
 }  # fmt: skip
 

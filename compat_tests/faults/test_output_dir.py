@@ -207,6 +207,42 @@ def test_a_lock_is_the_file_not_its_name(tmp_path):
     assert names(folder) == []
 
 
+def test_a_folder_that_is_removed_and_made_anew_is_locked_before_it_is_written(train, folder):
+    """Two runs in one folder: the first finds out before its next checkpoint, and leaves all to the second."""
+
+    class Removed(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            """Has each checkpoint written before the next step."""
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                shutil.rmtree(folder)
+            if state.global_step == 3 and second is not None:
+                shutil.rmtree(folder)
+                second.__enter__()
+
+    second = None
+    train(callbacks=[Removed()])
+    assert names(folder) == ["checkpoint-2", "checkpoint-4"]
+    second = only_run(str(folder))
+    with pytest.raises(RuntimeError, match="is being written by another run"):
+        train(callbacks=[Removed()])
+    assert names(folder) == [LOCK]
+    second.__exit__(None, None, None)
+    assert names(folder) == []
+
+
+def test_a_renewed_lock_keeps_others_out(folder):
+    with only_run(str(folder)) as lock:
+        shutil.rmtree(folder)
+        lock.renew()
+        with pytest.raises(RuntimeError, match="is being written by another run"), only_run(str(folder)):
+            pass
+        lock.renew()
+        assert names(folder) == [LOCK]
+    assert names(folder) == []
+
+
 def test_a_run_without_checkpoints_has_the_lock_too(train, folder):
     class Look(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):

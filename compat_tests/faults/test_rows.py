@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import itertools
 import re
-import tracemalloc
 
 import pytest
 from datasets import Dataset, IterableDataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
-from transformers.utils import chat_template_utils
 
 from compat_tests.tiny import preference_rows, tiny_tokenizer
 from trl_jax.core.printable import printable
-from trl_jax.data.rows import cutting, rendering
+from trl_jax.data.rows import cutting
 from trl_jax.data.rows import streaming as streams
 from trl_jax.data.rows.preference import prepare
 
@@ -208,49 +205,3 @@ def test_no_text_has_fewer_tokens_than_that(text, normalizer):
     tokenizer.backend_tokenizer.normalizer = normalizer
     tokens = len(tokenizer(text)["input_ids"])
     assert len(text) <= cutting.character_bound(tokenizer, tokens)
-
-
-# ---- templates that make too much ----
-
-
-TOO_MUCH = {
-    "product": "{{ 'a' * 10**10 }}",
-    "product_of_a_list": "{{ ([0] * 10**9) | length }}",
-    "the_other_way": "{{ 10**10 * messages[0].role }}",
-    "power": "{{ 10 ** (10 ** 10) }}",
-    "square": "{% set x = namespace(n=10) %}{% for i in range(60) %}{% set x.n = x.n * x.n %}{% endfor %}",
-    "sum": "{% set x = namespace(s='aaaa') %}{% for i in range(60) %}{% set x.s = x.s + x.s %}{% endfor %}",
-    "loops": "{% for i in range(99999) %}{% for j in range(99999) %}" + "a" * 999 + "{% endfor %}{% endfor %}",
-    "pieces": "{% for i in range(99999) %}{% for j in range(99999) %}{{ messages[0].content }}{% endfor %}{% endfor %}",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", TOO_MUCH)
-def test_a_template_that_asks_for_all_memory(kind, monkeypatch):
-    monkeypatch.setattr(rendering, "MAX_CHARACTERS", 10**6)  # beyond, it would be gigabytes all the same
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = TOO_MUCH[kind]
-    row = {"chosen": CHAT, "rejected": CHAT}
-    tracemalloc.start()
-    with pytest.raises(ValueError, match="Row 0 of train_dataset: the tokenizer's chat template makes .* too large"):
-        list(ready(stream([row]), tokenizer))
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 50e6
-
-
-def test_what_templates_do_otherwise_is_as_it_was():
-    template = "{{ '=' * 20 + '-' * 3 }}{{ 2 ** 10 * 3 }}{% for i in range(9999) %}{{ '' }}{% endfor %}"
-    template += "{% generation %}{% for m in messages %}{{ m.content ~ 1.5 * 2 }}"
-    template += "{% if loop.last %}{% break %}{% endif %}{% endfor %}{% endgeneration %}"
-    template += "{{ [1] + [2] }}{{ messages[0] | tojson }}"
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = template
-    [row] = ready(stream([{"chosen": CHAT, "rejected": CHAT * 2}]), tokenizer)
-    text = "=" * 20 + "---3072hi3.0[1, 2]" + '{"role": "user", "content": "hi"}'
-    assert tokenizer.decode(row["chosen_ids"]) == text
-
-
-def test_transformers_renders_as_before():
-    ready(stream([{"chosen": CHAT, "rejected": CHAT}]), tiny_tokenizer(chat_template=True))
-    assert chat_template_utils.ImmutableSandboxedEnvironment is ImmutableSandboxedEnvironment

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 
 import pytest
+from transformers.trainer_callback import ExportableState, TrainerCallback
 
 import trl_jax
 from compat_tests.hub.loopback import serving
@@ -361,3 +362,41 @@ def test_saving_with_a_token_is_refused_unseen(folder, told, tmp_path):
     with pytest.raises(TypeError, match="token='<TOKEN>' is not in this release") as refused:
         model.save_pretrained(tmp_path / "saved", token=marker("save"))
     assert_untold(told(full_text(refused.value)))
+
+
+class Keyed(TrainerCallback, ExportableState):
+    """A callback whose state has secrets, as one that sends its numbers somewhere may."""
+
+    def __init__(self, key):
+        self.api_key, self.seen, self.url = key, 0, f"https://me:{key}@example.com"
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.seen += 1
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        state.log_history[-1] |= {"note": f"sent with api_key={self.api_key}", "eval_password": 0.5}
+
+    def state(self):
+        own = {"api_key": self.api_key, "seen": self.seen, "url": self.url}
+        return {"args": {"key": self.api_key}, "attributes": own}
+
+
+def test_the_state_of_a_callback_is_written_without_and_resumed_with_them(kind, folder, told, tmp_path):
+    def trained(resume=None, key="callback"):
+        given = {"output_dir": str(tmp_path / "run")} | BASE | {"save_strategy": "steps", "save_steps": 2}
+        callback = Keyed(marker(key))
+        trainer = kind.trainer(
+            model=folder, args=kind.config(**given), train_dataset=kind.rows(16), callbacks=[callback]
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        trainer.save_state()
+        return trainer, callback
+
+    trained()
+    found = told()
+    assert_untold({name: data for name, data in found.items() if name not in ("logs", "screen")})
+    state = json.loads(found["checkpoint-2/trainer_state.json"])
+    assert state["stateful_callbacks"]["Keyed"]["attributes"]["api_key"] == "<API_KEY>"
+    assert {log["eval_password"] for log in state["log_history"]} == {0.5}  # a number is a metric
+    _, resumed = trained(str(tmp_path / "run" / "checkpoint-2"))
+    assert (resumed.api_key, resumed.seen) == (marker("callback"), 4) and marker("callback") in resumed.url

@@ -15,4 +15,7 @@ class Events:
 
     def fire(self, event: str, *extra: Any) -> None:
         """Call `event` ("on_step_end", ...) of every callback, in order."""
-        self.control = getattr(self.handler, event)(self.args, self.state, self.control, *extra)
+        control = getattr(self.handler, event)(self.args, self.state, self.control, *extra)
+        if not isinstance(control, TrainerControl):
+            raise TypeError(f"{event} of a callback returned a {type(control).__name__}: wanted its control, or None.")
+        self.control = control

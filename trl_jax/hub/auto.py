@@ -18,6 +18,7 @@ from trl_jax.hub.fetch import ADAPTER, Repository, checkpoint_folder
 from trl_jax.hub.heads import HeadName, check_labels
 from trl_jax.hub.load_arguments import checked_arguments
 from trl_jax.hub.native_backend import NativeBackend, load_native, outline_native
+from trl_jax.hub.new_model import new_model
 from trl_jax.hub.peft.adapted import adapt, outline_adapted
 from trl_jax.hub.peft.lora_config import LoraConfig, read_lora_config
 from trl_jax.hub.peft.quantization import BitsAndBytesConfig, formats, halves
@@ -251,3 +252,13 @@ class AutoModelForCausalLM:
             ValueError, TypeError: an argument or a checkpoint at fault, by name.
         """
         return find_checkpoint(str(pretrained_model_name_or_path), head="lm", dtype=dtype, **kwargs).load(seed)
+
+    @staticmethod
+    def from_config(config: Any, *, seed: int = 42) -> PreTrainedModel:
+        """Make a model of a config, of transformers or a dict, with new weights; `seed` draws them. They are not those
+        that torch would draw.
+
+        Raises:
+            ValueError: a model_type, key or value that is not supported, by name.
+        """
+        return new_model(config, "lm", seed)

@@ -75,7 +75,7 @@ def write_card(
         facts: further metadata of the card, as the Hub calls it (language, license, ...); None is left out.
     """
     path = folder / CARD
-    if path.exists() and _MARK not in path.read_text(encoding="utf-8"):
+    if path.exists() and not (path.is_file() and _MARK.encode() in path.read_bytes()):  # a card in any encoding
         return
     metadata = {
         "library_name": "peft" if adapter else "transformers",

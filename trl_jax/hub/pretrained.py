@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,12 @@ from trl_jax.core.secrets import shown
 from trl_jax.data.layout.batch import padded_length
 from trl_jax.hub.backend import Backend
 from trl_jax.hub.checkpoint.loading import Source
-from trl_jax.hub.checkpoint.resizing import resized_table, table_of_tokens
+from trl_jax.hub.checkpoint.resizing import resized_table, tables_of_tokens
 from trl_jax.hub.freezing import frozen_size, trainable_masks
 from trl_jax.hub.generation_config import read_generation_config, write_generation_config
-from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft.backend import AdaptedBackend
 from trl_jax.hub.peft.merging import merged
+from trl_jax.hub.push import Publisher, Upload
 from trl_jax.hub.scoring import ScoreOutput, score_rows
 from trl_jax.hub.transformers_api import TransformersModelApi
 
@@ -119,15 +120,16 @@ class PreTrainedModel(TransformersModelApi):
         return trainable_masks(self.frozen_names, self.backend.locations(self.params), self.params)
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None) -> Any:
-        """Give the table of tokens `new_num_tokens` rows, rounded up to a multiple; new ones are the mean of the old.
+        """Give the table of tokens, and a language model's head, `new_num_tokens` rows, rounded up to a multiple; the
+        new ones are the mean of the old.
 
         Returns what `get_input_embeddings` does.
         """
         rows = padded_length(self.vocab_size if new_num_tokens is None else new_num_tokens, pad_to_multiple_of)
         if rows != self.vocab_size:
             self.backend = self.backend.resized(rows)
-            self.graph, path = self.backend.graph, table_of_tokens(self.params)
-            self.params = self.params | {path: resized_table(self.params[path], rows)}
+            self.graph, tables = self.backend.graph, tables_of_tokens(self.params)
+            self.params = self.params | {path: resized_table(self.params[path], rows) for path in tables}
             self.config.get_text_config().vocab_size = rows
         return self.get_input_embeddings()
 
@@ -141,8 +143,7 @@ class PreTrainedModel(TransformersModelApi):
         """The plain model that computes the same without its adapter; itself, where it has none."""
         if not isinstance(self.backend, AdaptedBackend):
             return self
-        arrays = merged(self.backend, self.params, self.frozen)
-        backend = NativeBackend(self.backend.base.source)
+        arrays, backend = merged(self.backend, self.params, self.frozen)
         model = PreTrainedModel(arrays, backend, self.config, self.folder, self.name_or_path)
         model.generation_config = self.generation_config
         return model
@@ -161,12 +162,33 @@ class PreTrainedModel(TransformersModelApi):
         if asked:
             raise TypeError(
                 f"save_pretrained: {', '.join(shown(name, others[name]) for name in sorted(asked))} is not in this "
-                "release of trl_jax. Leave it out; to push, use trainer.push_to_hub()."
+                "release of trl_jax. Leave it out; to push, use push_to_hub()."
             )
         folder = Path(save_directory)
         self.backend.save(folder, self.readable, self.config, writes=self.writes)
         if self.writes and self.generation_config is not None and not isinstance(self.backend, AdaptedBackend):
             write_generation_config(self.generation_config, folder)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        commit_message: str = "Upload model",
+        private: bool | None = None,
+        token: str | None = None,
+        revision: str | None = None,
+    ) -> Any:
+        """Upload what `save_pretrained` writes to a repository, made where there is none. Returns the commit.
+
+        Raises:
+            PermissionError, ConnectionError: the Hub refuses it, or cannot be reached.
+        """
+        publisher = Publisher(repo_id, token=token, private=private, revision=revision)
+        publisher.open()  # first: a Hub that does not answer costs no saving
+        with tempfile.TemporaryDirectory(prefix="trl-jax-") as folder:
+            self.save_pretrained(folder)
+            files = sorted(path.name for path in Path(folder).iterdir())
+            return publisher.push([Upload(Path(folder), commit_message, files)])
 
     @property
     def readable(self) -> dict[str, Any]:

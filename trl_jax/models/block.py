@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from trl_jax.core.router_sums import RouterSums
 from trl_jax.models.arch import BLOCKS, Arch
 from trl_jax.models.stack import apply
 from trl_jax.nn.attention.causal import Attention
@@ -33,9 +34,16 @@ class Block(nnx.Module):
         self.arch = arch
 
     def __call__(
-        self, h: jax.Array, inputs: AttentionInputs, *, dtype: jnp.dtype, key: jax.Array | None = None
-    ) -> jax.Array:
-        """`[R, T, D]` to the same; `key` turns dropout on.
+        self,
+        h: jax.Array,
+        inputs: AttentionInputs,
+        *,
+        dtype: jnp.dtype,
+        key: jax.Array | None = None,
+        counted: jax.Array | None = None,
+    ) -> tuple[jax.Array, RouterSums | None]:
+        """`[R, T, D]` to the same, and the router's sums over the tokens `counted` `[R, T]`, if any; `key` turns
+        dropout on.
 
         Attention and MLP compute in `dtype`, the residual stream that they are added to stays float32, as under torch's
         autocast.
@@ -43,11 +51,14 @@ class Block(nnx.Module):
         x = apply(self.attention_norm, h).astype(dtype)
         attended = self._attend(x, inputs, key)
         if self.arch.block == "parallel":
-            return h + attended + self._feed(x, key)
-        if self.arch.block == "parallel_two_norms":
-            return h + attended + self._feed(self.mlp_norm(h).astype(dtype), key)
-        h = h + attended
-        return h + self._feed(apply(self.mlp_norm, h).astype(dtype), key)
+            h = h + attended
+        elif self.arch.block == "parallel_two_norms":
+            x, h = self.mlp_norm(h).astype(dtype), h + attended
+        else:
+            h = h + attended
+            x = apply(self.mlp_norm, h).astype(dtype)
+        sums = None if counted is None else self.mlp.router_sums(x, counted)
+        return h + self._feed(x, key), sums
 
     def _attend(self, x: jax.Array, inputs: AttentionInputs, key: jax.Array | None) -> jax.Array:
         arch = self.arch

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trl_jax.core.packed import BLOCK, Packed
+from trl_jax.core.router_sums import RouterSums
 from trl_jax.models.arch import Arch
 from trl_jax.models.block import EMBEDDING, Block, scaled
 from trl_jax.models.stack import apply, checkpointed, rope_inputs, stacked, whole_layer, window_inputs
@@ -65,8 +66,9 @@ class Decoder(nnx.Module):
         dropout_key: jax.Array | None = None,
         noise: Noise | None = None,
         max_tokens: int | None = None,
-    ) -> jax.Array:
-        """Hidden states `[N, D]` of the tokens that are read.
+        counted: jax.Array | None = None,
+    ) -> jax.Array | tuple[jax.Array, RouterSums]:
+        """Hidden states `[N, D]` of the tokens that are read; where some are counted, the routers' sums over those too.
 
         Args:
             tokens, positions: int32 `[R, T]`.
@@ -82,11 +84,12 @@ class Decoder(nnx.Module):
             dropout_key: turns dropout on, at the rates in the config.
             noise: what is added to the embeddings of tokens.
             max_tokens: no text has more tokens; None where nobody knows. Windows as long are left out.
+            counted: bool `[R, T]`, the tokens that the routers of experts are summed over.
         """
         length, stripes = tokens.shape[1], striped(1 if packed is None else BLOCK)
         if stripes is not None:  # tokens that fill them up come after all that is seen, and see nothing themselves
             assert reads is not None and valid is None
-            tokens, positions, packed = jax.tree.map(stripes.local, (tokens, positions, packed))
+            tokens, positions, packed, counted = jax.tree.map(stripes.local, (tokens, positions, packed, counted))
         shared = AttentionInputs(self.arch.head_dim**-0.5, valid=valid, packed=packed, striped=stripes)
         longest = _longest(length, reads, lengths, packed)
         shared, by_layer = self._layer_inputs(shared, positions, longest, max_tokens)
@@ -95,12 +98,13 @@ class Decoder(nnx.Module):
         def layer(h, slices):
             state, inputs, key = slices
             block = nnx.merge(graph, whole_layer(state, f"{self.NAME}.layers"))
-            return block(h, shared.of_layer(inputs), dtype=dtype, key=key), None
+            return block(h, shared.of_layer(inputs), dtype=dtype, key=key, counted=counted)
 
         h = self._embedded(tokens, positions, valid, dropout_key, noise)
         keys = None if dropout_key is None else jax.random.split(dropout_key, self.arch.num_layers)
-        h, _ = jax.lax.scan(checkpointed(layer, remat=remat), h, (state, by_layer, keys))
-        return self.norm(_read(h, reads, length, stripes))
+        h, sums = jax.lax.scan(checkpointed(layer, remat=remat), h, (state, by_layer, keys))
+        hidden = self.norm(_read(h, reads, length, stripes))
+        return hidden if sums is None else (hidden, sums)
 
     def _embedded(self, tokens, positions, valid, dropout_key, noise) -> jax.Array:
         arch = self.arch

@@ -41,11 +41,15 @@ class Model(nnx.Module):
             targets: int32 `[N]`, the id that each read predicts, -1 for none; a score head has no use for them.
             dtype: what layers and a language model's head compute in.
             dropout_key: turns dropout on, at the rates in the config.
-            options: the trunk's others.
+            options: the trunk's others. With `counted`, tokens `[R, T]`, a model with experts gives beside its outputs
+                the `RouterSums` over those.
         """
         trunk = vars(self)[self.trunk_name]
         hidden = trunk(tokens, positions, reads, dtype=dtype, dropout_key=dropout_key, **options)
-        return self.outputs(hidden, targets, dtype, dropout_key)
+        if not isinstance(hidden, tuple):
+            return self.outputs(hidden, targets, dtype, dropout_key)
+        hidden, sums = hidden
+        return self.outputs(hidden, targets, dtype, dropout_key), sums
 
     @abc.abstractmethod
     def outputs(

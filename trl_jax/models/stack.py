@@ -48,7 +48,7 @@ def checkpointed(layer: Callable, *, remat: bool | str) -> Callable:
     """The layer as a scan's body: the backward pass recomputes it all (`remat`) or all but its matrix products and the
     results of attention along packed rows. "offloaded": all, from inputs that wait in the host's memory."""
 
-    def body(h: jax.Array, slices: Any) -> tuple[jax.Array, None]:
+    def body(h: jax.Array, slices: Any) -> tuple[jax.Array, Any]:
         return layer(checkpoint_name(h, _INPUT), slices)
 
     return jax.checkpoint(body, prevent_cse=False, policy=_KEPT[remat])

@@ -8,6 +8,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from trl_jax.core.layer_gather import TENSOR
+from trl_jax.core.router_sums import RouterSums
 from trl_jax.nn.linear import Linear
 from trl_jax.nn.lora import ExpertsLora, adapted_dot
 from trl_jax.nn.mlp import ACTIVATIONS, MLP
@@ -56,6 +57,14 @@ class MoE(nnx.Module):
         places = (*[PartitionSpec()] * 3, *[divided] * 4)
         run = jax.shard_map(of_device, in_specs=places, out_specs=PartitionSpec(), axis_names={TENSOR}, check_vma=False)
         return run(x, *self._route(x), first, *experts)
+
+    def router_sums(self, x: jax.Array, counted: jax.Array) -> RouterSums:
+        """Sums of this layer over the tokens of `x` `[..., D]` that are `counted` `[...]`."""
+        flat, weight = x.reshape(-1, x.shape[-1]), counted.reshape(-1).astype(jnp.float32)
+        probabilities = jax.nn.softmax(self.router(flat).astype(jnp.float32), axis=-1)
+        _, selected = jax.lax.top_k(probabilities, self.experts.top_k)
+        sent = jnp.zeros(self.experts.count).at[selected].add(weight[:, None])
+        return RouterSums(sent, weight @ probabilities, jnp.sum(weight))
 
     def _matrices(self) -> list[tuple[jax.Array, ...]]:
         """Of gate, up and down: W, and where there are adapters A and B."""

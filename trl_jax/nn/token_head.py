@@ -18,6 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from trl_jax.core.token_outputs import TokenOutputs
 from trl_jax.nn.platform import platform
+from trl_jax.nn.token_logits import rounded
 
 # Numbers of a chunk, and the fewest rows: the weight's gradient is read and written once a chunk, which has to have
 # rows enough to outweigh that, and more of them where products are quick.
@@ -64,8 +65,8 @@ class _Head:
 
     def logits(self, hidden: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
         """Float32 `[rows, V]`; `weight` and `bias` are of hidden's dtype."""
-        z = _rounded(jnp.einsum("nd,vd->nv", hidden, weight), hidden.dtype)
-        z = (z if bias is None else _rounded(z + bias, hidden.dtype)) * self.scale
+        z = rounded(jnp.einsum("nd,vd->nv", hidden, weight), hidden.dtype)
+        z = (z if bias is None else rounded(z + bias, hidden.dtype)) * self.scale
         return z if self.softcap is None else self.softcap * jnp.tanh(z / self.softcap)
 
     def before(self, d_z: jax.Array, z: jax.Array) -> jax.Array:
@@ -90,12 +91,6 @@ class _Head:
 
     def put(self, chunk: jax.Array, array: jax.Array, rows: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice_in_dim(array, rows.astype(array.dtype), chunk * self.rows, 0)
-
-
-def _rounded(array: jax.Array, kind: jnp.dtype) -> jax.Array:
-    """Float32 of the numbers that `kind` has. XLA leaves out casts to fewer bits and back, but not this."""
-    bits = jnp.finfo(kind)
-    return jax.lax.reduce_precision(array.astype(jnp.float32), bits.nexp, bits.nmant)
 
 
 class _Yes(NamedTuple):

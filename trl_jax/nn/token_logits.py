@@ -12,11 +12,17 @@ def head_logits(
     hidden: jax.Array, weight: jax.Array, *, bias: jax.Array | None, scale: float, softcap: float | None
 ) -> jax.Array:
     """Logits `[N, V]`, float32, of hidden states `[N, D]` under a head `[V, D]`; arguments as in `token_outputs`."""
-    logits = jnp.einsum("nd,vd->nv", hidden, weight.astype(hidden.dtype))
+    logits = rounded(jnp.einsum("nd,vd->nv", hidden, weight.astype(hidden.dtype)), hidden.dtype)
     if bias is not None:
-        logits += bias.astype(hidden.dtype)
-    logits = logits.astype(jnp.float32) * scale
+        logits = rounded(logits + bias.astype(hidden.dtype), hidden.dtype)
+    logits *= scale
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+
+
+def rounded(array: jax.Array, kind: jnp.dtype) -> jax.Array:
+    """Float32 of the numbers that `kind` has. XLA leaves out casts to fewer bits and back, but not this."""
+    bits = jnp.finfo(kind)
+    return jax.lax.reduce_precision(array.astype(jnp.float32), bits.nexp, bits.nmant)
 
 
 def outputs_of_logits(logits: jax.Array, targets: jax.Array) -> TokenOutputs:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from transformers.trainer_utils import PredictionOutput, speed_metrics
+from transformers.trainer_utils import PredictionOutput
 
 from trl_jax.data.windows import Windows
 from trl_jax.engine.devices.sharding import distributed
@@ -22,7 +22,7 @@ from trl_jax.run.dataloaders import Batches, steps_of
 from trl_jax.run.forward import Forward
 from trl_jax.run.logits import LogitsEvaluation
 from trl_jax.run.predictions import Predicted, token_ids_of
-from trl_jax.run.reports import task_metrics
+from trl_jax.run.reports import speed_metrics, task_metrics
 from trl_jax.run.state import RunState
 from trl_jax.run.user_loss.bound_model import UserLoss
 from trl_jax.run.user_loss.user_loss_step import UserLossEvaluation, UserPrediction
@@ -62,7 +62,7 @@ class Evaluator:
 
     def evaluate(self, batches: Any, prefix: str, hooks: MetricHooks) -> dict[str, float]:
         """Evaluate the batches of get_eval_dataloader: loss, metrics and speed, by name with `prefix`."""
-        start, run = time.time(), self._run
+        start, run = time.monotonic(), self._run
         evaluated, predicted = self._evaluated(batches, "get_eval_dataloader", hooks)
         script_metrics = {} if run.args.prediction_loss_only else self._script_metrics(predicted, hooks)
         metrics = _prefixed(prefix, evaluated.loss(), script_metrics) | self._speed(prefix, start, evaluated)
@@ -73,7 +73,7 @@ class Evaluator:
 
     def predict(self, batches: Any, prefix: str, hooks: MetricHooks) -> PredictionOutput:
         """Predict the batches of get_test_dataloader, texts longer than max_length included."""
-        start = time.time()
+        start = time.monotonic()
         evaluated, predicted = self._evaluated(batches, "get_test_dataloader", hooks, predicts=True)
         metrics = _prefixed(prefix, evaluated.loss(), self._script_metrics(predicted, hooks))
         metrics |= self._speed(prefix, start, evaluated)

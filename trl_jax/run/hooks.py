@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ class TrainerHooks(NamedTuple):
     """Bound methods of the trainer, under their own names.
 
     script_values: the numbers and words that a script put on its trainer, by name.
+    set_by_script: the names of all that was set on the trainer itself, methods included.
     """
 
     compute_loss: Callable
@@ -25,3 +26,4 @@ class TrainerHooks(NamedTuple):
     save_checkpoint: Callable[[Progress], Path]
     save_model: Callable[..., None]
     script_values: Callable[[], tuple[tuple[str, Any], ...]]
+    set_by_script: Callable[[], Collection[str]]

@@ -54,7 +54,7 @@ def assemble(
     construction.set_log_level(run.args.get_process_log_level())
     construction.warn_of_idle_devices(run.args)
     os.makedirs(run.args.output_dir, exist_ok=True)
-    checkpointer, forward = Checkpointer(run, arguments, hooks.save_model), Forward(run)
+    checkpointer, forward = Checkpointer(run, arguments, hooks), Forward(run)
     plan = run.sharding_plan
     sharded_step = None if plan is None else ShardedStep(plan, run.model.params, run.model.frozen)
     user_loss = UserLoss(run, forward, hooks.compute_loss, hooks.script_values) if run.own_loss else None

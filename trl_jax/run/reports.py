@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import datetime
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from trl_jax.core.secrets import masked
 from trl_jax.core.whole_file import write_whole
 from trl_jax.run.state import RunState
 
@@ -43,8 +45,17 @@ def save_metrics(folder: Path, split: str, metrics: dict[str, Any], combined: bo
     _write(folder / f"{split}_results.json", metrics)
     if combined:
         path = folder / "all_results.json"
-        before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        _write(path, before | metrics)
+        _write(path, (_read(path) if path.exists() else {}) | metrics)
+
+
+def speed_metrics(prefix: str, start: float, num_samples: float, num_steps: float) -> dict[str, float]:
+    """transformers' metrics of speed, since `start` of time.monotonic: the computer's clock may be set back."""
+    seconds = time.monotonic() - start
+    metrics = {f"{prefix}_runtime": round(seconds, 4)}
+    if seconds > 0:
+        metrics |= {f"{prefix}_samples_per_second": round(num_samples / seconds, 3)}
+        metrics |= {f"{prefix}_steps_per_second": round(num_steps / seconds, 3)}
+    return metrics
 
 
 def _readable(name: str, value: Any) -> Any:
@@ -58,5 +69,16 @@ def _readable(name: str, value: Any) -> Any:
     return round(value, 4) if isinstance(value, float) else value
 
 
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        metrics = json.loads(path.read_text(encoding="utf-8"))
+        return {**metrics}
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"{path} holds no metrics to add to ({error}): wanted an object of JSON. Move it away, or pass "
+            "combined=False."
+        ) from error
+
+
 def _write(path: Path, metrics: dict[str, Any]) -> None:
-    write_whole(path, json.dumps(metrics, indent=4, sort_keys=True))
+    write_whole(path, json.dumps(masked(metrics), indent=4, sort_keys=True))

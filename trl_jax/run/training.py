@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from datasets import Dataset
-from transformers.trainer_utils import SaveStrategy, TrainOutput, speed_metrics
+from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from trl_jax.core.arguments.values import as_choice
 from trl_jax.engine.checkpoints.async_saver import host_copy
@@ -43,7 +43,7 @@ from trl_jax.run.output.checkpointing import Checkpointer
 from trl_jax.run.output.hub_push import HubPublisher, sweep_stages
 from trl_jax.run.output.resuming import resume, weights_of
 from trl_jax.run.precompile import compiling_ahead
-from trl_jax.run.reports import task_metrics
+from trl_jax.run.reports import speed_metrics, task_metrics
 from trl_jax.run.state import RunState
 from trl_jax.run.train_step import TrainStep, optimizer_of
 
@@ -82,7 +82,8 @@ class Training:
         promise = "saving a checkpoint and leaving" if saves else "leaving without a checkpoint (save_strategy='no')"
         with self._run.on_device(), contextlib.ExitStack() as entered:
             if is_first() and (saves or os.access(args.output_dir, os.W_OK)):  # who saves nothing may do so anywhere
-                entered.enter_context(only_run(args.output_dir))
+                self._checkpointer.lock = entered.enter_context(only_run(args.output_dir))
+                entered.callback(setattr, self._checkpointer, "lock", None)
                 sweep(Path(args.output_dir))
                 sweep_stages(args.output_dir)
             barrier("train")  # until the first process has swept
@@ -116,7 +117,7 @@ class Training:
         return retried(once, lambda: run.train_batch_size, again)
 
     def _once(self, resume_from: str | bool | None, run_id: str) -> TrainOutput:
-        run, args, start = self._run, self._run.args, time.time()
+        run, args, start = self._run, self._run.args, time.monotonic()
         self.choice = self._choose()  # arguments may have been changed since
         self.optimizer = tx = self.made_optimizer()
         found = find(resume_from, args.output_dir) if resume_from else None

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trl_jax.core.printable import printable
+
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
@@ -42,6 +44,7 @@ def load_splits(
 
 def _load_file(path: Path, config: str | None, streaming: bool) -> Mapping[str, Dataset | IterableDataset]:
     from datasets import load_dataset
+    from datasets.exceptions import DatasetGenerationError
 
     _no_config(path, config)
     if _suffix(path) not in READERS:
@@ -50,7 +53,12 @@ def _load_file(path: Path, config: str | None, streaming: bool) -> Mapping[str, 
         )
     if path.stat().st_size == 0:
         raise ValueError(f"dataset file {path} is empty: wanted rows to train on.")
-    return load_dataset(READERS[_suffix(path)], data_files={"train": str(path)}, streaming=streaming)
+    try:
+        return load_dataset(READERS[_suffix(path)], data_files={"train": str(path)}, streaming=streaming)
+    except (StopIteration, ValueError, DatasetGenerationError) as error:
+        found = error.__cause__ or error  # datasets' own text says only that there was an error
+        text = f"{type(found).__name__}: {printable(str(found)[:300])}"
+        raise ValueError(f"dataset file {path} holds no rows that can be read as {_suffix(path)} ({text}).") from error
 
 
 def _load_saved(path: Path, config: str | None, streaming: bool) -> Mapping[str, Dataset | IterableDataset]:

@@ -164,6 +164,7 @@ def read_config(path: str) -> dict[str, Any]:
         raise ValueError(
             f"{path} holds a {type(config).__name__}: wanted flags as keys, such as `max_steps: 10`."
         )
+    _check_size(path, config)
     if strange := [key for key in config if not isinstance(key, str)]:
         raise ValueError(f"{path}: the keys {strange} are not text: wanted names of flags.")
     env = config.pop("env", {})
@@ -172,6 +173,19 @@ def read_config(path: str) -> dict[str, Any]:
     learn(config)
     os.environ.update({str(name): str(value) for name, value in env.items()})
     return config
+
+
+_MOST_VALUES = 100_000  # of a configuration file
+
+
+def _check_size(path: str, config: dict[Any, Any]) -> None:
+    """Raise ValueError for more than a hundred thousand values, which a few lines of aliases can ask for."""
+    waiting, found = [config], 0
+    while waiting:
+        value, found = waiting.pop(), found + 1
+        if found > _MOST_VALUES:
+            raise ValueError(f"{path} has more than {_MOST_VALUES:,} values, aliases (*name) written out. Write fewer.")
+        waiting += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def _without_its_text(error: Exception) -> str:

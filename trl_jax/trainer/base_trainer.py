@@ -36,7 +36,7 @@ from trl_jax.run.train_step import default_optimizer
 from trl_jax.run.user_loss.bound_model import BoundModel, script_values
 from trl_jax.run.user_loss.default_loss import default_loss
 from trl_jax.tasks.task import Task
-from trl_jax.trainer.refusals import check_overridden, names_of_script, refuse
+from trl_jax.trainer.refusals import check_overridden, check_set, names_of_script, refuse
 from trl_jax.trainer.surface import Surface
 
 
@@ -173,6 +173,7 @@ class BaseTrainer(Surface):
             save_checkpoint=lambda progress: self._save_checkpoint(progress),
             save_model=lambda *given, **options: self.save_model(*given, **options),
             script_values=lambda: script_values(self),
+            set_by_script=lambda: vars(self).keys(),
         )
 
     # ---- training ----------------------------------------------------------------------------------------------
@@ -196,6 +197,7 @@ class BaseTrainer(Surface):
                 checkpoint, unless save_strategy="no". An evaluation on the way is broken off, and resuming repeats it.
         """
         refuse(trial=trial, ignore_keys_for_eval=ignore_keys_for_eval)
+        check_set(vars(self).keys(), type(self))
         self._run.task = self.make_task()  # arguments may have been changed since
         return self.parts.training.train(resume_from_checkpoint)
 
@@ -253,6 +255,7 @@ class BaseTrainer(Surface):
         A dict of datasets is evaluated one by one, `<prefix>_<name>_...` each; a string picks one of the constructor's.
         """
         refuse(ignore_keys=ignore_keys)
+        check_set(vars(self).keys(), type(self))
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, dict):
             metrics = {}
@@ -288,6 +291,7 @@ class BaseTrainer(Surface):
             task has labels; `metrics` has the loss and the speed.
         """
         refuse(ignore_keys=ignore_keys)
+        check_set(vars(self).keys(), type(self))
         prepared = self.prepare_dataset(test_dataset, "test", bounded=False)
         return self.parts.evaluator.predict(self.get_test_dataloader(prepared), metric_key_prefix, self._metric_hooks())
 

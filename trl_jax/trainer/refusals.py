@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 _OWN_LOSS = "The step is one compiled function: override compute_loss(self, model, inputs, return_outputs=False)."
@@ -39,6 +40,18 @@ def check_overridden(cls: type) -> None:
         raise TypeError(
             f"{cls.__name__} overrides {', '.join(unheard)}, which trl_jax never calls. "
             + " ".join(dict.fromkeys(NEVER_CALLED[name] for name in unheard))
+        )
+
+
+def check_set(names: Collection[str], cls: type) -> None:
+    """Raises TypeError for a method set on a trainer itself that would never be called, or that is compiled from the
+    class."""
+    if unheard := sorted(NEVER_CALLED.keys() & names):
+        raise TypeError(f"{unheard[0]} was set on the trainer, and trl_jax never calls it. {NEVER_CALLED[unheard[0]]}")
+    if compiled := sorted({"compute_loss", "prediction_step"} & names):
+        raise TypeError(
+            f"{compiled[0]} was set on the trainer itself, where it would be passed over: the step is compiled from "
+            f"its class. Write class OwnTrainer({cls.__name__}) with a method {compiled[0]} of its own."
         )
 
 

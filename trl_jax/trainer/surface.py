@@ -9,7 +9,9 @@ from typing import Any, NoReturn
 from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import CallbackHandler, TrainerCallback, TrainerControl, TrainerState
 
+from trl_jax.core.whole_file import write_whole
 from trl_jax.data.loader import ExampleLoader
+from trl_jax.engine.checkpoints.checkpoint import STATE_FILE, state_text
 from trl_jax.engine.devices.processes import is_first
 from trl_jax.engine.devices.sharding import ShardingPlan
 from trl_jax.hub.pretrained import PreTrainedModel
@@ -127,7 +129,7 @@ class Surface(abc.ABC):
 
     def save_state(self) -> None:
         """Write trainer_state.json into `args.output_dir`."""
-        self.state.save_to_json(str(Path(self.args.output_dir) / "trainer_state.json"))
+        write_whole(Path(self.args.output_dir) / STATE_FILE, state_text(self.state))
 
     def end(self) -> None:
         """Let trackers finish what they have open."""

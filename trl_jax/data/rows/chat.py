@@ -9,8 +9,11 @@ from typing import Any
 
 from trl_jax.core.printable import printable
 from trl_jax.data.rows.checks import cell_error
-from trl_jax.data.rows.rendering import MAX_CHARACTERS, TooLarge
+from trl_jax.data.rows.template_limits import ITEM, MAX_CHARACTERS, MAX_WORK, TooLarge
 
+# Arguments of apply_chat_template that a row may pass and that change the tokens, not the text.
+ABOUT_TOKENS = {"padding", "truncation", "max_length", "return_tensors", "tokenizer_kwargs", "sanitize_control_tokens"}
+_SHOWN = 2000  # characters of what a template raises
 _WANTED = "a string, or a non-empty list of messages, each with a 'role' and a 'content'"
 
 
@@ -98,10 +101,11 @@ def errors_of_template(where: str) -> Iterator[None]:
         yield
     except TooLarge as error:
         raise ValueError(
-            f"{where}: the tokenizer's chat template makes a text or a number that is too large: wanted at most "
-            f"{MAX_CHARACTERS:,} characters. Correct the template, or leave the row out."
+            f"{where}: the tokenizer's chat template makes a text or a number that is too large, or takes too many "
+            f"steps: wanted at most {MAX_CHARACTERS:,} characters and {MAX_WORK // ITEM:,} steps. Correct the "
+            "template, or leave the row out."
         ) from error
     except Exception as error:  # a template may raise anything; the row's name is added
-        error.args = tuple(printable(part) if isinstance(part, str) else part for part in error.args)
+        error.args = tuple(printable(part[:_SHOWN]) if isinstance(part, str) else part for part in error.args)
         error.add_note(f"{where}: raised by the tokenizer's chat template.")
         raise

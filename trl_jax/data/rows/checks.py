@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 
-from trl_jax.core.printable import printable
+from trl_jax.core.printable import brief, printable
 
 IDS = ("chosen_ids", "rejected_ids")
 TEXTS = ("chosen", "rejected")
@@ -56,15 +56,13 @@ def check_type(dataset: Any, name: str) -> None:
 def missing_columns(columns: list[str], name: str) -> ValueError:
     """The error of a dataset that has only `columns`, neither texts nor ids."""
     accepted = ", or ".join(f"{chosen!r} and {rejected!r}" for chosen, rejected in (TEXTS, IDS, *LEGACY_IDS))
-    return ValueError(f"{argument(name)} needs the columns {accepted}; found {columns}.")
+    return ValueError(f"{argument(name)} needs the columns {accepted}; found {brief(columns, 500)}.")
 
 
 def cell_error(where: str, column: str, found: Any, wanted: str) -> ValueError:
     """The error of one value; `where` is its row, as in "Row 3 of train_dataset"."""
-    text = repr(found)
-    shown = text if len(text) <= 60 else text[:57] + "..."
     kind = "" if found is None else f" ({type(found).__name__})"
-    return ValueError(f"{where}, column {column!r}: found {shown}{kind}, wanted {wanted}.")
+    return ValueError(f"{where}, column {column!r}: found {brief(found, 60)}{kind}, wanted {wanted}.")
 
 
 def check_token_ids(
@@ -110,7 +108,7 @@ def row_block(row: dict[str, Any], columns: tuple[str, ...], where: str) -> pa.T
     try:
         return pa.table({column: pa.array([row[column]]) for column in columns})
     except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
-        raise ValueError(f"{where}, columns {list(columns)}: {printable(str(error))}") from error
+        raise ValueError(f"{where}, columns {list(columns)}: {printable(str(error)[:500])}") from error
 
 
 def check_ids(block: pa.Table, first: int, where: str) -> tuple[np.ndarray, np.ndarray]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from trl_jax.core.memory_errors import is_panic
 from trl_jax.data.rows import chat
 from trl_jax.data.rows.cutting import is_long
 from trl_jax.data.rows.rendering import apply_chat_template
 
 _READ = ("prompt", "chosen", "rejected", "tools", "chat_template_kwargs")
-# Arguments of apply_chat_template that a row may pass and that change the tokens, not the text.
-_ABOUT_TOKENS = {"padding", "truncation", "max_length", "return_tensors", "tokenizer_kwargs", "sanitize_control_tokens"}
 _TWICE = "If 'chosen' and 'rejected' already begin with the prompt, drop it: dataset.remove_columns(\"prompt\")."
 
 
@@ -75,9 +74,21 @@ def tokenise(pairs: list[Pair], tokenizer: Any, max_characters: int | None = Non
     """
     if isinstance(pairs[0].chosen, str):
         texts = [_cut(text, max_characters) for pair in pairs for text in (pair.chosen, pair.rejected)]
-        ids = tokenizer(text=texts)["input_ids"]
+        ids = _ids(tokenizer, texts, pairs)
         return list(zip(ids[::2], ids[1::2], strict=True))
     return [_render(pair, tokenizer, max_characters) for pair in pairs]
+
+
+def _ids(tokenizer: Any, texts: list[str], pairs: list[Pair]) -> list[list[int]]:
+    """The token ids of the texts, two a pair; where the tokenizer gives up, the error has the pair's row."""
+    try:
+        return tokenizer(text=texts)["input_ids"]
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        if len(pairs) == 1:
+            raise ValueError(f"{pairs[0].where}: the tokenizer cannot read it: {str(error)[:200]}.") from None
+    return [ids for i, pair in enumerate(pairs) for ids in _ids(tokenizer, texts[2 * i : 2 * i + 2], [pair])]
 
 
 def _cut(text: str, max_characters: int | None) -> str:
@@ -94,7 +105,7 @@ def _render(pair: Pair, tokenizer: Any, max_characters: int | None) -> tuple[lis
 def _render_side(
     messages: list[dict], options: dict[str, Any], tokenizer: Any, max_characters: int | None
 ) -> list[int]:
-    if is_long(messages, max_characters) and _ABOUT_TOKENS.isdisjoint(options):
+    if is_long(messages, max_characters) and chat.ABOUT_TOKENS.isdisjoint(options):
         text = apply_chat_template(tokenizer, messages, tokenize=False, **options)
         return tokenizer(_cut(text, max_characters), add_special_tokens=False)["input_ids"]
     return apply_chat_template(tokenizer, messages, tokenize=True, return_dict=True, **options)["input_ids"]

@@ -14,7 +14,7 @@ from trl_jax.data.example import IGNORED
 from trl_jax.data.packing import pack_dataset
 from trl_jax.data.rows import checks, sft_form, streaming
 from trl_jax.data.rows.sft_rows import tokenise_batch
-from trl_jax.data.rows.training_template import training_template
+from trl_jax.data.rows.training_template import has_generation_markers, stop_token_is_trained, training_template
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +78,9 @@ def prepare(
         completion_only_loss=completion_only_loss,
         assistant_only_loss=assistant_only_loss,
     )
-    if assistant_only_loss and chat_template is None and form.conversational:
-        chat_template = training_template(tokenizer)
+    if assistant_only_loss and form.conversational:
+        chat_template = chat_template or _marked_template(tokenizer)
+        _warn_of_stop_token(tokenizer, chat_template)
     masking = sft_form.Masking(completions, assistant_only_loss, chat_template)
     packs = packing and not (form.kind == "ids" and "seq_lengths" in first)
     limits = {"max_length": None if packs else max_length, "keep_end": truncation_mode == "keep_end"}
@@ -90,6 +91,21 @@ def prepare(
         plain = plain.shuffle(seed=seed) if shuffle_dataset else plain
         plain = pack_dataset(plain, max_length, packing_strategy, _map_options(plain, num_proc, f"Packing {where}"))
     return plain.shuffle(seed=seed) if shuffle_dataset else plain
+
+
+def _marked_template(tokenizer: Any) -> str | None:
+    """None where the tokenizer's own template marks what the assistant says; it is an error of each row to have
+    none."""
+    own = tokenizer.chat_template
+    return None if own is None or has_generation_markers(own) else training_template(own)
+
+
+def _warn_of_stop_token(tokenizer: Any, chat_template: str | None) -> None:
+    if tokenizer.chat_template is not None and not stop_token_is_trained(tokenizer, chat_template):
+        logger.warning(
+            "The chat template does not include the assistant turn's end-of-turn token in the loss mask; the model may "
+            "not learn to stop. Put that token before `{% endgeneration %}`, or set `assistant_only_loss=False`."
+        )
 
 
 def _unprepared(

@@ -39,7 +39,7 @@ class Form(NamedTuple):
 
 
 class Masking(NamedTuple):
-    """The parts of a row that are left out of the labels, and the template that marks them.
+    """The tokens that are left out of the labels, and the template that marks them.
 
     completion: prompts are left out. assistant: all but what the assistant says. chat_template: in the place of the
     tokenizer's own; None is that.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 from itertools import pairwise, takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +20,14 @@ from trl_jax.data.rows.streaming import check_has
 logger = logging.getLogger(__name__)
 
 _MIXED = "Write the prompt and the completion in the same way."
+
+
+class _Talk(NamedTuple):
+    """A conversation, its keyword arguments of the chat template, and the row's name in errors."""
+
+    messages: list[dict[str, Any]]
+    options: dict[str, Any]
+    where: str
 
 
 def tokenise_batch(
@@ -123,22 +132,20 @@ def _of_texts(rows: list[dict], places: list[str], tokenizer: Any, form: Form, _
 
 
 def _of_messages(rows: list[dict], places: list[str], tokenizer: Any, form: Form, masking: Masking) -> tuple:
-    ids, labels = [], []
+    talks = []
     for row, where in zip(rows, places, strict=True):
         messages = row[form.kind]
         if form.kind == "conversations":
-            messages = as_messages(messages, where)
+            messages = _as_messages(messages, where)
         if not chat.is_messages(messages):
             raise checks.cell_error(where, form.kind, messages, "a non-empty list of messages, each with a 'role'")
-        options = _options(row, tokenizer, masking, where)
         chat.check_unicode(messages, form.kind, where)
-        rendered = _render(tokenizer, messages, where, return_assistant_tokens_mask=masking.assistant, **options)
-        ids.append(rendered["input_ids"])
-        labels.append(_labels(ids[-1], *_assistant(rendered, masking)))
-    return ids, labels
+        talks.append(_Talk(messages, _options(row, tokenizer, masking, where), where))
+    ids, said = _tokenise(talks, tokenizer, masking.assistant)
+    return ids, [_labels(*both) for both in zip(ids, *said, strict=True)]
 
 
-def as_messages(conversation: Any, where: str) -> list[dict[str, Any]]:
+def _as_messages(conversation: Any, where: str) -> list[dict[str, Any]]:
     """Messages of a conversation in the form of ShareGPT: `from` and `value` become `role` and `content`."""
     names = {"from": "role", "value": "content"}
     if not isinstance(conversation, list) or not all(isinstance(message, dict) for message in conversation):
@@ -146,18 +153,15 @@ def as_messages(conversation: Any, where: str) -> list[dict[str, Any]]:
     return [{names.get(key, key): value for key, value in message.items()} for message in conversation]
 
 
-def _of_completions(rows: list[dict], places: list[str], tokenizer: Any, _: Form, masking: Masking) -> tuple:
+def _of_completions(rows: list[dict], places: list[str], tokenizer: Any, form: Form, masking: Masking) -> tuple:
     for row, where in zip(rows, places, strict=True):
         chat.check_contents(row, ["prompt", "completion"], where, _MIXED)
         for column in ("prompt", "completion"):
             chat.check_unicode(row[column], column, where)
-    kinds = [chat.is_messages(row["prompt"]) for row in rows]
-    if any(kinds) and not all(kinds):
-        raise ValueError(
-            f"{places[kinds.index(not kinds[0])]}: {'text' if kinds[0] else 'a conversation'}, and other rows are "
-            f"{'conversations' if kinds[0] else 'texts'}. {_MIXED}"
-        )
-    return (_conversations if kinds[0] else _joined)(rows, places, tokenizer, masking)
+        if chat.is_messages(row["prompt"]) != form.conversational:
+            found, first = ("text", "a conversation") if form.conversational else ("a conversation", "text")
+            raise ValueError(f"{where} is {found}, and the first row is {first}. Make all rows the same.")
+    return (_conversations if form.conversational else _joined)(rows, places, tokenizer, masking)
 
 
 def _joined(rows: list[dict], places: list[str], tokenizer: Any, masking: Masking) -> tuple[list, list]:
@@ -167,23 +171,20 @@ def _joined(rows: list[dict], places: list[str], tokenizer: Any, masking: Maskin
     if not masking.completion:
         return ids, ids
     prompts = tokenizer(text=[row["prompt"] for row in rows])["input_ids"]
-    behind = [_behind(prompt, whole, tokenizer) for prompt, whole in zip(prompts, ids, strict=True)]
+    behind = [_behind(prompt, whole) for prompt, whole in zip(prompts, ids, strict=True)]
     return ids, [_labels(whole, mask) for whole, mask in zip(ids, behind, strict=True)]
 
 
 def _conversations(rows: list[dict], places: list[str], tokenizer: Any, masking: Masking) -> tuple[list, list]:
     """Messages: the completion's behind the prompt's."""
-    ids, labels = [], []
-    for row, where in zip(rows, places, strict=True):
-        options, whole = _options(row, tokenizer, masking, where), row["prompt"] + row["completion"]
-        rendered = _render(tokenizer, whole, where, return_assistant_tokens_mask=masking.assistant, **options)
-        found = _assistant(rendered, masking)
-        if masking.completion:
-            prompt = _render(tokenizer, row["prompt"], where, add_generation_prompt=True, **options)
-            found = [*found, _behind(prompt["input_ids"], rendered["input_ids"], tokenizer)]
-        ids.append(rendered["input_ids"])
-        labels.append(_labels(ids[-1], *found))
-    return ids, labels
+    options = [_options(row, tokenizer, masking, where) for row, where in zip(rows, places, strict=True)]
+    whole = [row["prompt"] + row["completion"] for row in rows]
+    ids, found = _tokenise(list(map(_Talk, whole, options, places)), tokenizer, masking.assistant)
+    if masking.completion:
+        asked = [row["prompt"] for row in rows]
+        prompts, _ = _tokenise(list(map(_Talk, asked, options, places)), tokenizer, add_generation_prompt=True)
+        found = [*found, list(map(_behind, prompts, ids))]
+    return ids, [_labels(*all_) for all_ in zip(ids, *found, strict=True)]
 
 
 def _options(row: dict[str, Any], tokenizer: Any, masking: Masking, where: str) -> dict[str, Any]:
@@ -194,45 +195,55 @@ def _options(row: dict[str, Any], tokenizer: Any, masking: Masking, where: str) 
     return options
 
 
-def _render(tokenizer: Any, messages: list[dict], where: str, **options: Any) -> dict[str, list[int]]:
-    with chat.errors_of_template(where):
-        return apply_chat_template(tokenizer, messages, tokenize=True, return_dict=True, **options)
+def _tokenise(
+    talks: list[_Talk], tokenizer: Any, assistant: bool = False, **options: Any
+) -> tuple[list[list[int]], list[list[list[int]]]]:
+    """The ids of conversations and, in a list for that, the masks of what the assistant says, if they are asked for.
+
+    Without masks, texts are rendered one by one and tokenised together, which is faster.
+    """
+    if not assistant and all(chat.ABOUT_TOKENS.isdisjoint(talk.options) for talk in talks):
+        texts = [_render(talk, tokenizer, tokenize=False, **options) for talk in talks]
+        return tokenizer(text=texts, add_special_tokens=False)["input_ids"], []
+    options |= {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": assistant}
+    rendered = [_render(talk, tokenizer, **options) for talk in talks]
+    ids = [one["input_ids"] for one in rendered]
+    return ids, [[_said(one, talk.where) for one, talk in zip(rendered, talks, strict=True)]] if assistant else []
 
 
-def _assistant(rendered: dict[str, list[int]], masking: Masking) -> list[list[int]]:
-    """The mask of what the assistant says, if it is asked for."""
-    if not masking.assistant:
-        return []
+def _render(talk: _Talk, tokenizer: Any, **options: Any) -> Any:
+    with chat.errors_of_template(talk.where):
+        return apply_chat_template(tokenizer, talk.messages, **options, **talk.options)
+
+
+def _said(rendered: dict[str, list[int]], where: str) -> list[int]:
+    """The mask of what the assistant says."""
     if 1 not in rendered["assistant_masks"]:
         raise RuntimeError(
             "You're using `assistant_only_loss=True`, but at least one example has no assistant tokens. This usually "
             "means the tokenizer's chat template doesn't generate assistant masks: it may be missing the "
-            "`{% generation %}` keyword. Correct the template, or leave out rows in which the assistant says nothing."
+            f"`{{% generation %}}` keyword. {where} is such an example: correct the template, or leave out rows in "
+            "which the assistant says nothing."
         )
-    return [rendered["assistant_masks"]]
+    return rendered["assistant_masks"]
 
 
-def _behind(prompt: list[int], whole: list[int], tokenizer: Any) -> list[int]:
+def _behind(prompt: list[int], whole: list[int]) -> list[int]:
     """The mask of what is behind the prompt: 0 as far as both begin alike."""
     alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole, strict=False)))
     if alike < len(prompt):
-        _warn_of_prefix(tokenizer.decode(prompt[alike:]))
+        warn_of_prefix()
     return [0] * alike + [1] * (len(whole) - alike)
 
 
-_warned: set[str] = set()
-
-
-def _warn_of_prefix(rest: str) -> None:
-    """Warn once in a process."""
-    if _warned:
-        return
-    _warned.add(rest)
+@cache
+def warn_of_prefix() -> None:
+    """Warn once in a process, by the cache."""
     logger.warning(
         "The tokenized prompt is not a prefix of the tokenized prompt+completion: the chat template renders the prompt "
         "in another way when it is alone, or tokens merge where the two meet. The completion begins where they differ, "
-        f"and the prompt's end is not trained on as it will be read: {printable(rest)!r}. Let the prompt end where a "
-        "token ends, or choose a template that renders it the same. Other rows like it are not reported."
+        "so the model is trained on another end of the prompt than it will read. Let the prompt end where a token "
+        "ends, or choose a template that renders it the same. Other rows like it are not reported."
     )
 
 

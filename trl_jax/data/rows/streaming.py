@@ -9,6 +9,7 @@ from typing import Any
 
 from datasets import IterableDataset
 
+from trl_jax.core.printable import brief
 from trl_jax.data.rows import checks, cutting, pairs
 from trl_jax.data.rows.masks import unmasked
 
@@ -137,7 +138,8 @@ def check_has(row: dict[str, Any], index: int, columns: tuple[str, ...], where: 
     missing = [column for column in columns if column not in row]
     if missing:
         raise ValueError(
-            f"Row {index} of {where} lacks the columns {missing}, which the first row has; found {list(row)}."
+            f"Row {index} of {where} lacks the columns {missing}, which the first row has; found "
+            f"{brief(list(row), 500)}."
         )
 
 

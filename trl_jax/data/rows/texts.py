@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 
+from trl_jax.core.printable import brief
 from trl_jax.data.example import Columns
 from trl_jax.data.rows import chat, checks, streaming
 from trl_jax.data.rows.lengths import drop_long
@@ -55,7 +56,7 @@ def prepare_texts(
     tokenised = set(columns.texts) <= set(found)
     read = (*(columns.texts if tokenised else needed), *columns.numbers)
     if missing := [column for column in read if column not in found]:
-        raise ValueError(f"{where} needs the columns {list(read)}; {missing} are missing, found {found}.")
+        raise ValueError(f"{where} needs the columns {list(read)}; {missing} are missing, found {brief(found, 500)}.")
     facts = {"tokenizer": tokenizer, "texts_of": texts_of, "columns": columns, "needed": needed, "where": where}
     if streams:
         rows = plain.map(_read_row, with_indices=True, fn_kwargs=facts | {"tokenised": tokenised})

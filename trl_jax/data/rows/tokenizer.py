@@ -15,11 +15,13 @@ def load_tokenizer(place: str | Path, config: Any = None, *, trust_remote_code: 
         trust_remote_code: let the tokenizer's own code run, where `auto_map` in tokenizer_config.json names some.
 
     Raises:
-        ValueError: it needs its own code, and `trust_remote_code` is False.
+        ValueError: it needs its own code, and `trust_remote_code` is False; or its files are nested too deeply.
     """
     from transformers import AutoTokenizer
 
-    if trust_remote_code:
-        return AutoTokenizer.from_pretrained(place, config=config, trust_remote_code=True)
     # With None, transformers would ask on the terminal, and read the answer from a pipe if there is one.
-    return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+    options = {"config": config, "trust_remote_code": True} if trust_remote_code else {"trust_remote_code": False}
+    try:
+        return AutoTokenizer.from_pretrained(place, **options)
+    except RecursionError as error:
+        raise ValueError(f"{place}: a JSON file of the tokenizer is nested too deeply. Download it again.") from error

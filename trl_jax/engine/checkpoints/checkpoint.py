@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from trl_jax.core.secrets import learn, masked
 from trl_jax.engine.checkpoints.manifest import BrokenCheckpoint, sync, verify, write_manifest
 from trl_jax.engine.checkpoints.plain_files import discard, entries
-from trl_jax.engine.checkpoints.run_id import checkpoints_of, run_of, set_aside
+from trl_jax.engine.checkpoints.run_id import checkpoints, checkpoints_of, run_of, set_aside
 from trl_jax.engine.events import Events
 
 STATE_FILE = "trainer_state.json"
@@ -50,7 +51,7 @@ def save_checkpoint(
     if best == folder or run_of(best) == facts.get("run", ""):  # it may have become the best after it was written
         state.best_model_checkpoint = str(best)
     _remember_callbacks(events)
-    text, facts = json.dumps(asdict(state), indent=2) + "\n", {"step": state.global_step} | facts
+    text, facts = state_text(state), {"step": state.global_step} | facts
     limit, kept = events.args.save_total_limit, [folder]
     if state.best_model_checkpoint is not None:
         kept.append(Path(state.best_model_checkpoint))
@@ -66,6 +67,23 @@ def save_checkpoint(
 
     begin(job)
     return folder
+
+
+def state_text(state: TrainerState) -> str:
+    """The text of trainer_state.json, without secrets that a callback, a log or a name had."""
+    values = asdict(state)
+    learn(values)
+    logs = [
+        {name: value if isinstance(value, int | float) else masked(value, name) for name, value in log.items()}
+        for log in values["log_history"]
+    ]  # metrics are numbers, whatever their names
+    try:
+        return json.dumps(masked(values) | {"log_history": logs}, indent=2) + "\n"
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{STATE_FILE} cannot be written: {error}. The state() of a callback, and what it puts into the trainer's "
+            "state or its log_history, must be JSON."
+        ) from error
 
 
 def _write_whole(folder: Path, fill: Callable[[Path], None], needed: int) -> None:
@@ -121,10 +139,11 @@ def _not_written(error: Exception, folder: Path, needed: int) -> OSError:
         number, nearest = errno.ENOSPC, next(path for path in folder.absolute().parents if path.exists())
         why = f"No space left on device: it takes {needed:,} bytes and {shutil.disk_usage(nearest).free:,} are free"
     else:
-        why = str(error)
+        why = str(error) if isinstance(error, SafetensorError) else error.strerror or str(error)
+    earlier = "earlier ones are untouched" if checkpoints(folder.parent) else f"{folder.parent} has no earlier one"
     return OSError(
         number or errno.EIO,
-        f"{why}. The checkpoint was not written; earlier ones are untouched. Make room or access there, and resume",
+        f"{why}. The checkpoint was not written; {earlier}. Make room or access there, and resume",
         str(folder),
     )
 

@@ -16,30 +16,56 @@ from trl_jax.engine.checkpoints.plain_files import is_file
 LOCK = ".trl_jax.lock"
 
 
-@contextlib.contextmanager
-def only_run(output_dir: str) -> Iterator[None]:
-    """Lock `output_dir` for this run. The lock ends with the process, however that ends.
+class RunLock:
+    """The lock of an output_dir, held by this run until `release`, or until the process ends, however that is.
 
     Raises:
         RuntimeError: another run has locked it; the text says which.
     """
-    path = Path(output_dir) / LOCK
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        handle = locked(path)
-    except BlockingIOError as error:
-        raise RuntimeError(
-            f"output_dir={output_dir!r} is being written by another run ({error.strerror}). Wait for it to end, or "
-            "choose another output_dir."
-        ) from error
-    try:
+
+    def __init__(self, output_dir: str):
+        self._path = Path(output_dir) / LOCK
+        self._handle = self._taken()
+
+    def renew(self) -> None:
+        """Lock the folder that has the name now, where the one that was locked has been removed or renamed.
+
+        Raises:
+            RuntimeError: another run has it.
+        """
+        if not _is_at(self._path, self._handle):
+            handle = self._taken()
+            os.close(self._handle)
+            self._handle = handle
+
+    def release(self) -> None:
+        """Unlock it, and remove the file."""
+        if _is_at(self._path, self._handle):  # else the folder was made anew, and the file may be another run's
+            self._path.unlink()  # still locked: whoever waits for the file notices, and makes a new one
+        os.close(self._handle)
+
+    def _taken(self) -> int:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            handle = locked(self._path)
+        except BlockingIOError as error:
+            raise RuntimeError(
+                f"output_dir={str(self._path.parent)!r} is being written by another run ({error.strerror}). Wait for "
+                "it to end, or choose another output_dir."
+            ) from error
         os.truncate(handle, 0)
         os.write(handle, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
-        yield
+        return handle
+
+
+@contextlib.contextmanager
+def only_run(output_dir: str) -> Iterator[RunLock]:
+    """Lock `output_dir` for this run; RuntimeError where another has locked it."""
+    lock = RunLock(output_dir)
+    try:
+        yield lock
     finally:
-        if _is_at(path, handle):  # else the folder was made anew, and the file may be another run's
-            path.unlink()  # still locked: whoever waits for the file notices, and makes a new one
-        os.close(handle)
+        lock.release()
 
 
 def locked(path: Path) -> int:

@@ -15,6 +15,9 @@ from typing import Any
 
 import xxhash
 
+from trl_jax.core import memory_errors
+from trl_jax.core.printable import brief
+
 MANIFEST = "manifest.json"
 FORMAT = 2  # of the files of a checkpoint; raised when another release cannot read them
 LIBRARIES = ("jax", "flax", "optax", "transformers", "datasets", "numpy")
@@ -25,7 +28,8 @@ class BrokenCheckpoint(ValueError):
 
 
 def digest(path: Path) -> str:
-    with path.open("rb") as file:
+    """XXH3 of a file's bytes; MemoryError with its name where it cannot be mapped."""
+    with memory_errors.naming(path), path.open("rb") as file:
         if not path.stat().st_size:  # which mmap refuses
             return xxhash.xxh3_128_hexdigest(b"")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -70,12 +74,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         body = json.loads(text)
         whole = isinstance(body, dict) and isinstance(body.pop("xxh3_128", None), str) and _rendered(body) == text
         found = body["format"] if whole else FORMAT
+        if type(found) is not int:
+            raise ValueError(f"its format is {brief(found)}, wanted a number")
         if whole and found == FORMAT:
             _ = [(entry["bytes"], entry["xxh3_128"], body["step"]) for entry in body["files"].values()]
+            outside = [name for name in body["files"] if Path(name).is_absolute() or ".." in Path(name).parts]
+            if outside:
+                raise ValueError(f"it lists {brief(outside[0])}, which is not in its folder")
     except (FileNotFoundError, NotADirectoryError) as error:
         raise BrokenCheckpoint(f"{path} does not exist: the checkpoint was never completed.") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise BrokenCheckpoint(f"{path} is damaged: {error}.") from error
+        raise BrokenCheckpoint(f"{path} is damaged: {str(error)[:500]}.") from error
     if found != FORMAT:
         newer, way = ("a newer", "Upgrade trl_jax") if found > FORMAT else ("an older", "Resume with that release")
         raise BrokenCheckpoint(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import jax
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from trl_jax.core.printable import brief
 from trl_jax.core.tensors_file import Pieces, in_order, write_tensors
 from trl_jax.engine.checkpoints.manifest import BrokenCheckpoint
 from trl_jax.engine.devices.sharding import pieces, placed
@@ -118,17 +120,25 @@ class SavedProgress:
             kept = {name: self.facts["progress"][name] for name in _FIELDS}
             self.progress = Progress(**kept, unreported=self._unreported())
         except (ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
-            raise BrokenCheckpoint(f"{folder}: {FACTS} or {TENSORS} is damaged: {error!r}.") from error
+            raise BrokenCheckpoint(f"{folder}: {FACTS} or {TENSORS} is damaged: {brief(error, 300)}.") from error
         self._check_numbers()
+        self._check_random_state()
 
     def _check_numbers(self) -> None:
         for name in ("epoch", "examples", "micro_batches"):
             value = getattr(self.progress, name)
             if type(value) is not int or value < 0:
                 raise BrokenCheckpoint(
-                    f"{self.folder / FACTS}: {name} is {value!r}, wanted a whole number of at least 0. Resume from "
-                    "another checkpoint."
+                    f"{self.folder / FACTS}: {name} is {brief(value)}, wanted a whole number of at least 0. "
+                    "Resume from another checkpoint."
                 )
+
+    def _check_random_state(self) -> None:
+        try:
+            self._set_random_state(random.Random().setstate, np.random.RandomState().set_state)
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            text = brief(error, 300)
+            raise BrokenCheckpoint(f"{self.folder / FACTS}: random is no state of the generators: {text}.") from error
 
     def _unreported(self) -> list[dict[str, np.ndarray]]:
         stacks = {name: self.tensors.get_tensor(f"metrics/{name}") for name in self.names("metrics")}
@@ -166,10 +176,13 @@ class SavedProgress:
 
     def restore_random_state(self) -> None:
         """Python's and NumPy's global generators, which callbacks and metrics may draw from."""
+        self._set_random_state(random.setstate, np.random.set_state)
+
+    def _set_random_state(self, python: Callable[[tuple], None], numpy: Callable[[tuple], None]) -> None:
         version, words, gauss = self.facts["random"]["python"]
-        random.setstate((version, tuple(words), gauss))
+        python((version, tuple(words), gauss))
         name, keys, *rest = self.facts["random"]["numpy"]
-        np.random.set_state((name, np.asarray(keys, np.uint32), *rest))
+        numpy((name, np.asarray(keys, np.uint32), *rest))
 
 
 class _Saved:

@@ -9,6 +9,8 @@ from typing import Any
 
 from transformers.trainer_callback import ExportableState, TrainerState
 
+from trl_jax.core.printable import brief, listed
+from trl_jax.core.secrets import masked
 from trl_jax.engine.checkpoints.checkpoint import STATE_FILE
 from trl_jax.engine.checkpoints.manifest import MANIFEST, BrokenCheckpoint, verify
 from trl_jax.engine.checkpoints.run_id import checkpoints, recorded, run_of
@@ -62,19 +64,19 @@ def check(folder: Path) -> ResumePoint:
         _check_numbers(state, manifest)
         return ResumePoint(folder, state, manifest)
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise BrokenCheckpoint(f"{path} cannot be read: {error}.") from error
+        raise BrokenCheckpoint(f"{path} cannot be read: {str(error)[:500]}.") from error
 
 
 def _check_numbers(state: TrainerState, manifest: dict[str, Any] | None) -> None:
     """Raises ValueError for a state that no run can have written."""
     step, epoch = state.global_step, state.epoch
     if type(step) is not int or step < 0 or not isinstance(state.log_history, list):
-        raise ValueError(f"global_step is {step!r}, wanted a whole number of at least 0, and log_history a list")
+        raise ValueError(f"global_step is {brief(step)}, wanted a whole number of at least 0, and log_history a list")
     if manifest is not None and step != manifest["step"]:
         raise ValueError(f"global_step is {step}, but {MANIFEST} says {manifest['step']}")
     most = max(state.num_train_epochs, step) + 1
     if epoch is not None and not 0 <= epoch <= most:
-        raise ValueError(f"epoch is {epoch!r}, wanted one from 0 to {most} after {step} steps")
+        raise ValueError(f"epoch is {brief(epoch)}, wanted one from 0 to {most} after {step} steps")
 
 
 def _is_transformers(folder: Path) -> bool:
@@ -141,13 +143,15 @@ def restore_callbacks(events: Events, *, wholly: bool) -> None:
         if isinstance(callback, ExportableState) and left.get(name):
             saved = left[name].pop(0)
             for attribute, value in ((saved["args"] if wholly else {}) | saved["attributes"]).items():
-                setattr(callback, attribute, value)
+                if value != masked(vars(callback).get(attribute), attribute):  # else it is as saved, or was a secret
+                    setattr(callback, attribute, value)
     missing = [name for name, states in left.items() if states and name != type(events.control).__name__]
     if missing:
-        logger.warning("The checkpoint has the state of callbacks that this run lacks: %s.", ", ".join(missing))
+        logger.warning("The checkpoint has the state of callbacks that this run lacks: %s.", listed(missing))
 
 
 def changed_arguments(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """"name: old -> new" for every argument that has changed."""
     names = sorted((then.keys() | now.keys()) - {"resume_from_checkpoint"})
-    return [f"{name}: {then.get(name)!r} -> {now.get(name)!r}" for name in names if then.get(name) != now.get(name)]
+    changed = [name for name in names if then.get(name) != now.get(name)]
+    return [f"{name}: {brief(then.get(name), 200)} -> {brief(now.get(name), 200)}" for name in changed]

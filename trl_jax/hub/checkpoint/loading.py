@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from trl_jax.core import memory_errors
 from trl_jax.core.tensors_file import Pieces, as_dtype
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.hub.checkpoint import head_tensors, matching
@@ -75,6 +76,7 @@ def load(
 
     Raises:
         FileNotFoundError, ValueError: the file, tensor or key at fault by name.
+        MemoryError: an array does not fit, on this machine or its device.
     """
     files = open_files(config.path.parent)
     _, shapes = abstract(config.model)
@@ -83,17 +85,18 @@ def load(
     new = _draw(config, missing, table.tensor_map, shapes, seed)
     reader, params = ArrayReader(files, table.on_disk, dtype), {}
     axes = {} if place is None else logical_axes(config.model)
-    for entry in table.tensor_map:
-        path, shape = entry.path, shapes[entry.path].shape
-        if path in (formats or {}):
-            params |= reader.quantized(entry, shape, formats[path])
-        elif path in new:
-            params[path] = new[path]
-        elif path in bits and reader.stored_dtype(entry).name in HALVES:
-            params[f"{path}.codes"] = reader.bits(entry, shape, reader.stored_dtype(entry))
-        else:
-            stored = reader.stored_dtype(entry) if as_stored else jnp.float32
-            params[path] = reader.array(entry, shape, stored, place and place(axes[path], shape))
+    with memory_errors.naming(config.path.parent):
+        for entry in table.tensor_map:
+            path, shape = entry.path, shapes[entry.path].shape
+            if path in (formats or {}):
+                params |= reader.quantized(entry, shape, formats[path])
+            elif path in new:
+                params[path] = new[path]
+            elif path in bits and reader.stored_dtype(entry).name in HALVES:
+                params[f"{path}.codes"] = reader.bits(entry, shape, reader.stored_dtype(entry))
+            else:
+                stored = reader.stored_dtype(entry) if as_stored else jnp.float32
+                params[path] = reader.array(entry, shape, stored, place and place(axes[path], shape))
     return params, _source(config, reader, table, missing)
 
 

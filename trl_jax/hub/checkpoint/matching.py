@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from trl_jax.core.printable import brief, listed
 from trl_jax.hub.checkpoint import head_tensors
 from trl_jax.hub.checkpoint.array_reader import Files
 from trl_jax.hub.checkpoint.tensor_map import TensorEntry, make_tensor_map
@@ -87,7 +88,7 @@ def _check(
             f"Missing: {_some(missing)}. Unexpected: {_some(unexpected)}. Pass the config.json that belongs to them."
         )
     wrong = [
-        f"{name} is {list(files.shapes[on_disk[name]])}, config.json asks for {list(shape)}"
+        f"{name} is {brief(list(files.shapes[on_disk[name]]))}, config.json asks for {list(shape)}"
         for name, shape in wanted.items()
         if name in on_disk and files.shapes[on_disk[name]] != tuple(shape)
     ]
@@ -95,7 +96,5 @@ def _check(
         raise ValueError(f"{folder}: wrong shapes: {_some(wrong)}. {ONE_LABEL}")
 
 
-def _some(items: list[str], limit: int = 8) -> str:
-    if not items:
-        return "none"
-    return "; ".join(items[:limit]) + (f"; and {len(items) - limit:,} more" if len(items) > limit else "")
+def _some(items: list[str]) -> str:
+    return listed(items, separator="; ") or "none"

@@ -1,4 +1,4 @@
-"""Changes the number of rows in the table of tokens."""
+"""Changes the number of rows in the table of tokens, and in the head of a language model."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ def resized_source(source: Source, rows: int) -> Source:
 
 
 def resized_table(table: jax.Array, rows: int) -> jax.Array:
-    """`[V, D]` to `[rows, D]`: new rows are the mean of the old ones.
+    """`[V, D]` to `[rows, D]`, or a bias `[V]` to `[rows]`: new rows are the mean of the old ones.
 
     transformers draws them around that mean with a billionth of the rows' covariance (`mean_resizing`).
     """
     new = max(rows - len(table), 0)
-    return jnp.concatenate([table[:rows], jnp.broadcast_to(jnp.mean(table, axis=0), (new, table.shape[1]))])
+    return jnp.concatenate([table[:rows], jnp.broadcast_to(jnp.mean(table, axis=0), (new, *table.shape[1:]))])
 
 
-def table_of_tokens(params: dict[str, Any]) -> str:
-    """The path of the table, whichever trunk it belongs to."""
-    [path] = [path for path in params if path.split(".")[1:] == ["embed", "weight"]]
-    return path
+def tables_of_tokens(params: dict[str, Any]) -> list[str]:
+    """The paths of the arrays with a row for each token, whichever trunk they belong to."""
+    return [path for path in params if path.split(".")[1:] == ["embed", "weight"] or path.startswith("lm_head.")]

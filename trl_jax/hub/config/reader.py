@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
+
+from trl_jax.core import strict_json
+from trl_jax.core.printable import brief, listed
 
 # Keys without effect on what is computed: bookkeeping, labels, token ids, generation settings.
 INERT = frozenset(
@@ -112,18 +114,17 @@ class ConfigReader:
         return value
 
     def wrong(self, key: str, value: Any, wanted: str) -> ValueError:
-        text = repr(value)
-        return ValueError(f"{self.source}: {key} is {text[:80]}{'...' if len(text) > 80 else ''}, wanted {wanted}.")
+        return ValueError(f"{self.source}: {key} is {brief(value)}, wanted {wanted}.")
 
     def finish(self) -> None:
         """Refuse keys that nobody read: an unknown one may change what the model computes."""
         private = {key for key in self.raw if key.startswith("_")}  # notes that transformers takes for itself
         unknown = sorted(set(self.raw) - self._asked - INERT - private)
         if unknown:
-            listed = ", ".join(f"{key}={self.raw[key]!r}" for key in unknown)
+            kind, keys = brief(self.raw.get("model_type")), listed([f"{key}={brief(self.raw[key])}" for key in unknown])
             raise ValueError(
-                f"{self.source} has keys that trl_jax does not know for model_type {self.raw.get('model_type')!r}: "
-                f"{listed}. They might change what the model computes, so they are not ignored. Remove them if they "
+                f"{self.source} has keys that trl_jax does not know for model_type {kind}: "
+                f"{keys}. They might change what the model computes, so they are not ignored. Remove them if they "
                 "have no effect."
             )
 
@@ -139,7 +140,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: a checkpoint folder holds config.json and *.safetensors.")
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = strict_json.read(path)
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number or a nest beyond Python's limits
         raise ValueError(f"{path} is not valid JSON ({error}). Download the checkpoint again.") from error
     if not isinstance(raw, dict):
@@ -153,7 +154,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if reader.section("quantization_config"):
         method = raw["quantization_config"].get("quant_method")
         raise ValueError(
-            f"{path}: the weights are quantised (quant_method={method!r}), which this release of trl_jax cannot read. "
-            "Pass the unquantised checkpoint."
+            f"{path}: the weights are quantised (quant_method={brief(method)}), which this release of trl_jax cannot "
+            "read. Pass the unquantised checkpoint."
         )
     return raw

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from trl_jax.core.printable import listed
 from trl_jax.hub.config.reader import ConfigReader
 from trl_jax.nn.rope import Rope
 
@@ -111,7 +112,7 @@ def _check_keys(rope: ConfigReader, kind: str, extra_keys: frozenset[str]) -> No
     keys = set(rope.raw) - _ALWAYS - extra_keys
     unknown, missing = sorted(keys - _NEEDED[kind] - _TAKEN[kind]), sorted(_NEEDED[kind] - keys)
     if unknown:
-        raise ValueError(f"{rope.source}: rope_type {kind!r} does not take {', '.join(unknown)}.")
+        raise ValueError(f"{rope.source}: rope_type {kind!r} does not take {listed(unknown)}.")
     if missing:
         raise ValueError(f"{rope.source}: rope_type {kind!r} needs {', '.join(missing)}.")
 

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from trl_jax.core.printable import brief
 from trl_jax.hub.exported.refused import REFUSED
 from trl_jax.hub.heads import HeadName
 from trl_jax.hub.torch import bridge
@@ -39,7 +40,7 @@ def objection(raw: dict[str, Any], native: Collection[str], source: Path) -> Val
     others = set(_types("score")) - set(REFUSED) - set(native)
     custom = " Its own code (auto_map) is never run." if raw.get("auto_map") else ""
     return ValueError(
-        f"{source}: model_type {kind!r} is not supported by this release of trl_jax.{custom} "
+        f"{source}: model_type {brief(kind)} is not supported by this release of trl_jax.{custom} "
         f"Supported: {', '.join(sorted(native))}. Where torch is installed, {len(others)} other types that "
         "transformers has a sequence classifier for: bloom, gpt_oss, albert and so on."
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from trl_jax.core.printable import brief, listed
 from trl_jax.hub.formats.gguf_header import check_fields
 from trl_jax.hub.formats.safetensors import SINGLE
 
@@ -113,7 +114,7 @@ def describe(path: Path) -> tuple[Any, dict[str, Any]]:
 
 
 def _unreadable(path: Path, error: Exception) -> ValueError:
-    return ValueError(f"{path} is not a readable GGUF file: {error!r}. Download it again.")
+    return ValueError(f"{path} is not a readable GGUF file: {brief(error, 500)}. Download it again.")
 
 
 def _open(path: Path) -> Any:
@@ -136,15 +137,15 @@ def _config(reader: Any, path: Path) -> dict[str, Any]:
     architecture = _value(reader, "general.architecture")
     if architecture not in _MODEL_TYPES:
         raise ValueError(
-            f"{path}: a GGUF file of architecture {architecture!r}; read are {', '.join(_MODEL_TYPES)}. Pass the "
+            f"{path}: a GGUF file of architecture {brief(architecture)}; read are {', '.join(_MODEL_TYPES)}. Pass the "
             "safetensors repository it was made of."
         )
     keys = {key.partition(".")[2] for key in reader.fields if key.startswith(f"{architecture}.")}
     scaling = _value(reader, f"{architecture}.rope.scaling.type")
     unknown = sorted(key for key in keys if key not in _CONFIG and not _INERT.fullmatch(key))
     if unknown or scaling not in (None, "none"):
-        listed = ", ".join(unknown) or f"rope.scaling.type={scaling!r}"
-        raise ValueError(f"{path}: {listed} may change what the model computes and is not read from GGUF files.")
+        keys = listed(unknown) or f"rope.scaling.type={brief(scaling)}"
+        raise ValueError(f"{path}: {keys} may change what the model computes and is not read from GGUF files.")
     config = {name: _value(reader, f"{architecture}.{key}") for key, name in _CONFIG.items() if key in keys}
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     if "rope_freqs.weight" in tensors:

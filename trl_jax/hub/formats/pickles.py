@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from trl_jax.core import memory_errors
 from trl_jax.hub.formats.safetensors import DTYPES, INDEX, SINGLE, indexed_shards
 from trl_jax.hub.torch import bridge
 from trl_jax.hub.torch.bridge import PICKLED
@@ -29,7 +30,10 @@ class PickledFiles:
         self.shards: dict[str, list[str]] = {}
         names = [PICKLED] if (folder / PICKLED).is_file() else indexed_shards(folder, PICKLED_INDEX)
         for name in names:
-            tensors = bridge.unpickled(folder / name)
+            with memory_errors.naming(folder / name):
+                tensors = bridge.unpickled(folder / name)
+            if twice := tensors.keys() & self._tensors.keys():
+                raise ValueError(f"{folder / name} holds the tensor {min(twice)}, which an earlier shard holds too.")
             self.shards[name] = list(tensors)
             self._tensors |= tensors
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}

@@ -8,13 +8,16 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from trl_jax.core import memory_errors, strict_json
+from trl_jax.core.printable import brief, listed, printable
 from trl_jax.core.tensors_file import Pieces, in_order, write_tensors
 from trl_jax.core.whole_file import replacing, write_whole
-from trl_jax.hub.formats.diagnosis import diagnose
+from trl_jax.hub.formats.diagnosis import check_names, diagnose
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
@@ -40,10 +43,7 @@ class CheckpointFiles:
             self._open(folder / name)
 
     def _open(self, path: Path) -> None:
-        try:
-            handle = safe_open(path, framework="numpy")
-        except SafetensorError as error:
-            raise ValueError(f"{path} is not a readable safetensors file: {diagnose(path) or error}.") from error
+        handle = _opened(path)
         self.shards[path.name] = list(handle.keys())
         for tensor in self.shards[path.name]:
             if tensor in self._shard_of:
@@ -65,11 +65,13 @@ class CheckpointFiles:
 
     def read(self, tensor: str) -> np.ndarray:
         """The values of one tensor, in the dtype of the file."""
-        return self._handles[self._shard_of[tensor]].get_tensor(tensor)
+        with memory_errors.naming(self._folder / self._shard_of[tensor]):
+            return self._handles[self._shard_of[tensor]].get_tensor(tensor)
 
     def read_part(self, tensor: str, index: tuple[slice, ...]) -> np.ndarray:
         """The values of a part of it; no other is read from the disk."""
-        return self._handles[self._shard_of[tensor]].get_slice(tensor)[index]
+        with memory_errors.naming(self._folder / self._shard_of[tensor]):
+            return self._handles[self._shard_of[tensor]].get_slice(tensor)[index]
 
     def release(self, tensor: str, count: int) -> None:
         """Note that `count` bytes were read of this tensor. A file's pages count as this process's memory until it is
@@ -86,15 +88,25 @@ def open_tensors(path: Path) -> dict[str, np.ndarray]:
     Raises:
         ValueError: it cannot be read, or has a tensor of another dtype.
     """
+    handle = _opened(path)
+    names = list(handle.keys())
+    strange = [name for name in names if handle.get_slice(name).get_dtype() not in DTYPES]
+    if strange:
+        raise ValueError(f"{path}: {brief(strange[0])} is no floating-point tensor of {', '.join(DTYPES)}.")
+    with memory_errors.naming(path):
+        return {name: handle.get_tensor(name) for name in names}
+
+
+def _opened(path: Path) -> Any:
+    """A handle of safetensors', whose reader takes the last of two tensors of one name without a word."""
     try:
-        with safe_open(path, framework="numpy") as handle:
-            names = list(handle.keys())
-            strange = [name for name in names if handle.get_slice(name).get_dtype() not in DTYPES]
-            if strange:
-                raise ValueError(f"{path}: {strange[0]} is no floating-point tensor of {', '.join(DTYPES)}.")
-            return {name: handle.get_tensor(name) for name in names}
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a readable safetensors file: {diagnose(path) or error}.") from error
+        with memory_errors.naming(path):
+            handle = safe_open(path, framework="numpy")
+            check_names(path)
+    except (SafetensorError, ValueError) as error:
+        fault = diagnose(path) or printable(str(error)[:300])
+        raise ValueError(f"{path} is not a readable safetensors file: {fault}.") from error
+    return handle
 
 
 def _shard_names(folder: Path) -> list[str]:
@@ -107,7 +119,8 @@ def _shard_names(folder: Path) -> list[str]:
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise FileNotFoundError(
-            f"{folder} lacks {len(missing)} of the {len(names)} shards in {INDEX}: {', '.join(missing)}. Download them."
+            f"{folder} lacks {len(missing)} of the {len(names)} shards in {INDEX}: {listed(missing, 100)}. Download "
+            "them."
         )
     return names
 
@@ -127,15 +140,18 @@ def indexed_shards(folder: Path, index: str = INDEX) -> list[str]:
     """The file names in the index, each a plain one of that folder; they need not exist."""
     path = folder / index
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = strict_json.read(path)["weight_map"]
         names = sorted(set(weight_map.values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} is not an index: wanted a JSON object with weight_map, tensor to file.") from error
+        raise ValueError(
+            f"{path} is not an index: wanted a JSON object with weight_map, tensor to file. Reading it: "
+            f"{brief(error, 200)}."
+        ) from error
     strange = [name for name in names if not isinstance(name, str) or not _plain(name)]
     if strange or not names:
         raise ValueError(
-            f"{path} names shards outside its folder or none at all: {strange}. Nothing was opened. Shards are plain "
-            "file names: download the index again."
+            f"{path} names shards outside its folder or none at all: {brief(strange, 500)}. Nothing was opened. "
+            "Shards are plain file names: download the index again."
         )
     return names
 

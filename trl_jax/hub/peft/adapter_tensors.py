@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from trl_jax.core.printable import brief, listed
 from trl_jax.hub.checkpoint.saving import read_tensor
 from trl_jax.hub.formats.safetensors import open_tensors
 from trl_jax.hub.peft.adapters import AdapterPlan
@@ -88,15 +89,15 @@ def read_tensors(
     for name, shape in wanted.items():
         if tuple(tensors[name].shape) != tuple(shape):
             raise ValueError(
-                f"{path}: {name} is {list(tensors[name].shape)}, this base model asks for {list(shape)}: the adapter "
-                "is another model's. Pass the base model that it was trained on."
+                f"{path}: {name} is {brief(list(tensors[name].shape))}, this base model asks for {list(shape)}: the "
+                "adapter is another model's. Pass the base model that it was trained on."
             )
     return {name: tensors[name] for name in wanted}
 
 
 def _check_names(path: Path, plan: AdapterPlan, names: set[str], wanted: set[str]) -> None:
     missing = sorted(wanted - names)
-    strange = sorted(name for name in names - wanted - set(plan.saved_tables) if ".base_layer.weight" not in name)
+    strange = sorted(name for name in names - wanted - set(plan.saved_tables) if ".base_layer." not in name)
     if any(_SINGLE_EXPERT.search(name) for name in strange):
         raise ValueError(
             f"{path} has an adapter for each expert, as transformers 4 had them; today all lie in one parameter. PEFT "
@@ -110,4 +111,4 @@ def _check_names(path: Path, plan: AdapterPlan, names: set[str], wanted: set[str
 
 
 def _some(names: list[str]) -> str:
-    return "; ".join(names[:4]) + (f"; and {len(names) - 4} more" if len(names) > 4 else "") if names else "none"
+    return listed(names, 4, "; ") or "none"

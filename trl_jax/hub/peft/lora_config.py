@@ -11,6 +11,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from trl_jax.core import strict_json
+from trl_jax.core.printable import brief, listed
 from trl_jax.core.whole_file import write_whole
 
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -111,7 +113,7 @@ class LoraConfig:
 def _task(task: Any) -> str:
     name = task.value if isinstance(task, Enum) else task
     if not isinstance(name, str) or name not in TaskType.__members__:
-        raise ValueError(f"task_type={name!r} is not one of {', '.join(TaskType.__members__)}.")
+        raise ValueError(f"task_type={brief(name)} is not one of {', '.join(TaskType.__members__)}.")
     return name
 
 
@@ -154,7 +156,7 @@ def check(config: LoraConfig) -> None:
 
     def must(good: bool, name: str, wanted: str) -> None:
         if not good:
-            raise ValueError(f"LoraConfig: {name}={values[name]!r}, wanted {wanted}.")
+            raise ValueError(f"LoraConfig: {name}={brief(values[name])}, wanted {wanted}.")
 
     for name in ("inference_mode", "fan_in_fan_out", "use_rslora", "use_dora", "lora_bias"):
         must(isinstance(values[name], bool), name, "True or False")
@@ -217,10 +219,10 @@ def refuse_beyond(config: LoraConfig) -> None:
     for name, idle in _BEYOND.items():
         value = vars(config)[name]
         if value not in idle:
-            raise ValueError(f"LoraConfig: {name}={value!r} is not in this release of trl_jax. Leave it out.")
+            raise ValueError(f"LoraConfig: {name}={brief(value)} is not in this release of trl_jax. Leave it out.")
     if config.init_lora_weights not in _INITIAL:
         raise ValueError(
-            f"LoraConfig: init_lora_weights={config.init_lora_weights!r} changes the base model or asks for data, "
+            f"LoraConfig: init_lora_weights={brief(config.init_lora_weights)} changes the base model or asks for data, "
             "which this release of trl_jax does not. Take True, False, 'gaussian' or 'pissa'. Or save an adapter that "
             "PEFT began and the base model it changed, and say init_lora_weights: true in its adapter_config.json."
         )
@@ -259,7 +261,7 @@ def read_lora_config(folder: Path) -> LoraConfig:
     """
     path = folder / CONFIG
     try:
-        keys = json.loads(path.read_text(encoding="utf-8"))
+        keys = strict_json.read(path)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}.") from error
     if not isinstance(keys, dict):
@@ -272,13 +274,14 @@ def _from_keys(keys: dict[str, Any], source: str) -> LoraConfig:
     kind = kind.value if isinstance(kind, Enum) else kind
     if kind != "LORA":
         nearest = _NEAREST.get(str(kind), "LoraConfig")
-        raise ValueError(f"{source}: peft_type={kind!r} is not in this release of trl_jax; the nearest is {nearest}.")
+        kind = brief(kind)
+        raise ValueError(f"{source}: peft_type={kind} is not in this release of trl_jax; the nearest is {nearest}.")
     known = {f.name for f in fields(LoraConfig)}
     unknown = sorted(key for key, value in keys.items() if key not in known and value not in (None, False, {}, []))
     if unknown:
         raise ValueError(
-            f"{source} has {', '.join(unknown)}, which PEFT {PEFT} has not (peft_version is "
-            f"{keys.get('peft_version')!r}): they may change what the adapter computes. Save it with that release."
+            f"{source} has {listed(unknown)}, which PEFT {PEFT} has not (peft_version is "
+            f"{brief(keys.get('peft_version'))}): they may change what the adapter computes. Save it with that release."
         )
     return LoraConfig(**{key: _copied(value) for key, value in keys.items() if key in known})
 

@@ -8,14 +8,21 @@ import jax
 import jax.numpy as jnp
 
 from trl_jax.hub.checkpoint.tensor_map import TensorSlice
+from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft.backend import AdaptedBackend
+from trl_jax.hub.untied import is_tied, untied
 from trl_jax.models.adapted import Adapter, Layers, leaf
 
 
-def merged(backend: AdaptedBackend, params: dict[str, jax.Array], frozen: dict[str, Any]) -> dict[str, jax.Array]:
-    """Arrays of the base backend that compute the same without the adapter; float32, all of them new."""
-    plan = backend.plan
+def merged(
+    backend: AdaptedBackend, params: dict[str, jax.Array], frozen: dict[str, Any]
+) -> tuple[dict[str, jax.Array], NativeBackend]:
+    """Arrays that compute the same without the adapter, float32, all of them new, and their backend. A head that is
+    tied to a table with an adapter gets a weight of its own, for it has none of the table's adapter."""
+    plan, plain = backend.plan, NativeBackend(backend.base.source)
     arrays = backend.base.weights(frozen)
+    if is_tied(plain.source.config) and any(one.module.kind == "embedding" for one in plan.modules):
+        plain, arrays = untied(plain, arrays)
     for path, layers in plan.full.layers.items():
         if layers is None:
             arrays[path] = jnp.array(params[path])
@@ -31,7 +38,7 @@ def merged(backend: AdaptedBackend, params: dict[str, jax.Array], frozen: dict[s
                 arrays[f"{path}.weight"] = _merged_table(adapter, leaves, arrays[f"{path}.weight"])
             else:
                 arrays |= _merged_matrix(adapter, path, rows, leaves, arrays)
-    return arrays
+    return arrays, plain
 
 
 def _merged_experts(

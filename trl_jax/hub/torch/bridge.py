@@ -185,6 +185,8 @@ def unpickled(path: Path) -> dict[str, Any]:
 
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except MemoryError:
+        raise
     except Exception as error:  # from zip archives, pickles and torch's own checks alike
         raise _not_tensors(path, error) from error
     if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):

@@ -9,6 +9,8 @@ from typing import Any
 
 from safetensors.numpy import save_file
 
+from trl_jax.core import memory_errors
+from trl_jax.core.printable import brief
 from trl_jax.hub.formats.safetensors import SINGLE
 
 OPTIMIZER = "optimizer.pt"
@@ -32,10 +34,12 @@ def write_adamw_moments(checkpoint: Path, folder: Path, decays: Callable[[str], 
     try:
         sizes = [len(group["params"]) for group in saved["param_groups"] if group["params"]]
         states = [saved["state"][index] for index in range(len(names))]
-        moments = {"mu": [state["exp_avg"] for state in states], "nu": [state["exp_avg_sq"] for state in states]}
+        parts = {"mu": "exp_avg", "nu": "exp_avg_sq"}
+        moments = {part: [state[key].float().contiguous().numpy() for state in states] for part, key in parts.items()}
         [count] = {int(state["step"]) for state in states}
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{checkpoint / OPTIMIZER} is not AdamW's state of this model: {error!r}.") from error
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        text = brief(error, 300)
+        raise ValueError(f"{checkpoint / OPTIMIZER} is not AdamW's state of this model: {text}.") from error
     if sizes != [len(group) for group in groups]:
         raise ValueError(
             f"{checkpoint / OPTIMIZER} has groups of {sizes} tensors, the model {[len(group) for group in groups]}."
@@ -44,20 +48,24 @@ def write_adamw_moments(checkpoint: Path, folder: Path, decays: Callable[[str], 
     for part, values in moments.items():
         (folder / part).mkdir()
         shutil.copy(checkpoint / "config.json", folder / part)
-        arrays = {name: value.float().contiguous().numpy() for name, value in zip(order, values, strict=True)}
-        save_file(arrays, folder / part / SINGLE)
+        save_file(dict(zip(order, values, strict=True)), folder / part / SINGLE)
     return count
 
 
 def _read(path: Path) -> Any:
-    import pickle
-
     import torch
 
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)  # which runs no code of the file's
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+        with memory_errors.naming(path):
+            return torch.load(path, map_location="cpu", weights_only=True)  # which runs no code of the file's
+    except MemoryError:
+        raise
+    except Exception as error:  # its reader stumbles over a damaged file in many ways
+        said = " ".join([f"{type(error).__name__}:", *str(error).splitlines()[:1]])
+        raise ValueError(
+            f"{path}, of {path.stat().st_size:,} bytes, cannot be read ({said[:200]}). Copy it again, or pass the "
+            "folder as model= to begin anew from its weights."
+        ) from error
 
 
 def _parameter_names(checkpoint: Path) -> list[str]:

@@ -17,6 +17,7 @@ from transformers.trainer_utils import SaveStrategy
 from trl_jax.data.fingerprint import fingerprint
 from trl_jax.engine.checkpoints.async_saver import AsyncSaver, host_copy
 from trl_jax.engine.checkpoints.checkpoint import await_checkpoint, save_checkpoint
+from trl_jax.engine.checkpoints.lock import RunLock
 from trl_jax.engine.checkpoints.progress import Progress, progress_json, write_progress
 from trl_jax.engine.checkpoints.resume import ResumePoint
 from trl_jax.engine.checkpoints.run_id import record
@@ -25,6 +26,7 @@ from trl_jax.engine.devices.processes import barrier, is_first, several
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.run.arguments.optimizer_choice import LearningRate
 from trl_jax.run.data import order_of
+from trl_jax.run.hooks import TrainerHooks
 from trl_jax.run.output.model_files import write_model
 from trl_jax.run.state import RunState
 
@@ -36,15 +38,16 @@ class Checkpointer:
 
     lr_scheduler: the run's schedule, whose state is saved; set at the beginning of train().
     run_id: of the run, in the manifest of each checkpoint; set there, too.
+    lock: of output_dir, while train() has it.
     """
 
-    def __init__(self, run: RunState, arguments: str, save_model: Callable[..., None]):
+    def __init__(self, run: RunState, arguments: str, hooks: TrainerHooks):
         """
         Args:
             arguments: the text of training_args.json.
-            save_model: the trainer's method, which a script may have overridden.
         """
-        self._run, self.arguments, self._save_model = run, arguments, save_model
+        self._run, self.arguments, self._hooks = run, arguments, hooks
+        self.lock: RunLock | None = None
         self.saver = AsyncSaver()
         self.lr_scheduler: LearningRate | None = None
         self.run_id = ""
@@ -61,6 +64,8 @@ class Checkpointer:
         """
         run = self._run
         self._check_weights()
+        if self.lock is not None:
+            self.lock.renew()
         self.saver.settle()  # before the copy, so that no two copies exist at once
         aside = aside and self._may_go_aside()
         needed, write = self._least_bytes(), self._writer(progress, aside=aside)
@@ -89,8 +94,8 @@ class Checkpointer:
     def _may_go_aside(self) -> bool:
         """Whether no callback or override needs the complete checkpoint, no other process writes a part of it, and the
         host has memory for the copy that is written."""
-        run = self._run
-        if run.overridden & {"save_model", "_save_checkpoint"} or not run.model.backend.saves_aside or several():
+        run, own = self._run, self._run.overridden.union(self._hooks.set_by_script())
+        if own & {"save_model", "_save_checkpoint"} or not run.model.backend.saves_aside or several():
             return False
         if any(type(c).on_save is not TrainerCallback.on_save for c in run.events.handler.callbacks):
             return False
@@ -115,7 +120,7 @@ class Checkpointer:
             if aside:
                 self.write_model(folder, run.model.with_params(trees["params"]))
             else:
-                self._save_model(folder, _internal_call=True)
+                self._hooks.save_model(folder, _internal_call=True)
             if run.args.save_only_model:
                 return
             rounded = set(run.model.backend.dtypes.values()) != {"float32"}  # in the model's own files
@@ -145,7 +150,7 @@ class Checkpointer:
         if bad:
             raise FloatingPointError(
                 f"Step {self._run.state.global_step}: {', '.join(bad[:8])} hold NaN or infinite values. No checkpoint "
-                "was written; earlier ones are good. Lower learning_rate and resume."
+                "was written; what was there is as it was. Lower learning_rate and resume."
             )
 
     def forget_dataset(self) -> None:

@@ -166,24 +166,28 @@ class HubPublisher:
             return
         if self._publisher.running:
             logger.warning(
-                "Leaving while %s to %s is under way: it is cut off. %s holds everything.",
+                "Leaving while %s to %s is under way: it is cut off. %s.",
                 f'the upload "{self._publisher.uploading}"' if self._publisher.uploading else "an upload",
                 self._publisher.repo_id,
-                self._run.args.output_dir,
+                self._local(),
             )
             self._publisher.cut_off()
         self._tell_failures()
+
+    def _local(self) -> str:
+        folder = self._run.args.output_dir
+        return f"{folder} holds everything" if Path(folder).is_dir() else f"{folder} is gone, too"
 
     def _tell_failures(self) -> None:
         failures = self._publisher.failures
         if failures:
             state = "The last one did not arrive either" if self._unpushed is not None else "The last one arrived"
             logger.error(
-                "%d pushes to %s failed. %s; %s holds everything. The first said: %s",
+                "%d pushes to %s failed. %s; %s. The first said: %s",
                 len(failures),
                 self._publisher.repo_id,
                 state,
-                self._run.args.output_dir,
+                self._local(),
                 failures[0],
             )
 

@@ -12,6 +12,7 @@ import jax
 from datasets import Dataset
 from transformers.trainer_callback import TrainerState
 
+from trl_jax.core.printable import brief
 from trl_jax.core.secrets import masked
 from trl_jax.data.order import RunLength
 from trl_jax.engine.checkpoints.manifest import BrokenCheckpoint, libraries
@@ -24,6 +25,8 @@ from trl_jax.run.output import hf_resume
 from trl_jax.run.output.checkpointing import Checkpointer
 from trl_jax.run.output.model_files import ARGUMENTS
 from trl_jax.run.state import RunState
+
+_FACTS = {"order": dict, "schedule": dict, "tokens_seen": int, "shards": int, "step_examples": int, "fills": bool}
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +41,8 @@ def resume(run: RunState, checkpointer: Checkpointer, point: ResumePoint, length
     saved = SavedProgress(folder) if point.manifest is not None else None
     if point.manifest is not None and not args.ignore_data_skip:
         _check_dataset(point, checkpointer.dataset_fingerprint())
+    if saved is not None:
+        _check_facts(saved)
     reached = point.state.global_step >= length.max_steps
     if saved is not None:
         _check_place(run, saved, point.state.global_step)
@@ -136,6 +141,16 @@ def _check_dataset(point: ResumePoint, now: str | None) -> None:
         )
 
 
+def _check_facts(saved: SavedProgress) -> None:
+    """Raises BrokenCheckpoint for a fact of another kind than `Checkpointer` writes."""
+    for name, kind in _FACTS.items():
+        if type(saved.facts.get(name)) is not kind:
+            raise BrokenCheckpoint(
+                f"{saved.folder / FACTS}: {name} is {brief(saved.facts.get(name))}, wanted a {kind.__name__}. Resume "
+                "from another checkpoint."
+            )
+
+
 def _check_place(run: RunState, saved: SavedProgress, step: int) -> None:
     """Raises BrokenCheckpoint for a place that no run of so many steps on so many rows can have reached."""
     progress, path, rows = saved.progress, saved.folder / FACTS, run.train_dataset
@@ -151,7 +166,7 @@ def _check_order(run: RunState, saved: SavedProgress) -> None:
     then, now, progress = saved.facts["order"], order_of(run), saved.progress
     if then == now or progress.epoch_over or not progress.examples:
         return
-    told, found = (", ".join(f"{name}={value!r}" for name, value in order.items()) for order in (then, now))
+    told, found = (", ".join(f"{name}={brief(value)}" for name, value in order.items()) for order in (then, now))
     raise ValueError(
         f"{saved.folder} is in the middle of an epoch whose rows came in the order of {told}. This run's {found} make "
         "another order, in which some rows would come twice and others never. Pass the same (data_seed is that of "

@@ -1,0 +1,147 @@
+"""Causal language models from checkpoints of other kinds and formats, made larger, made new, turned into scorers."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from compat_tests.hub.test_gguf import write_gguf
+from compat_tests.models import causal, variants
+from trl_jax import AutoModelForCausalLM, AutoModelForSequenceClassification
+from trl_jax.hub.auto import find_checkpoint
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+
+def logits_of(folder, ids, mask):
+    with torch.no_grad():
+        return causal.forward(causal.reference(folder), ids, mask).numpy()
+
+
+def assert_same_logits(model, folder):
+    ids, mask = causal.rows()
+    wanted = logits_of(folder, ids, mask)
+    variants.assert_close(np.asarray(model(ids, mask).logits)[mask > 0], wanted[mask > 0], 1e-5, "logits")
+
+
+@pytest.mark.parametrize("head", ["classifier", "base"])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "phi"])
+def test_a_head_that_is_not_there_is_drawn_as_transformers_draws_it(family, head, tmp_path, caplog):
+    folder = variants.tiny_model(tmp_path / "in", family, head=head)
+    with caplog.at_level(logging.WARNING):
+        model = AutoModelForCausalLM.from_pretrained(folder, seed=5)
+    name = "embed_out.weight" if family == "gpt_neox" else "lm_head.weight"
+    assert f"has no {name}" in caplog.text
+    transformers.set_seed(5)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    np.testing.assert_allclose(
+        model.params["lm_head.weight"], theirs.lm_head.weight.detach().numpy(), rtol=1e-6, atol=1e-9
+    )
+    model.save_pretrained(tmp_path / "out")
+    assert_same_logits(model, tmp_path / "out")
+    assert "ForCausalLM" in json.loads((tmp_path / "out" / "config.json").read_text())["architectures"][0]
+
+
+def test_a_tied_head_is_not_drawn(tmp_path, caplog):
+    folder = variants.tiny_model(tmp_path, "llama", head="base", tie=True)
+    with caplog.at_level(logging.WARNING):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+    assert "has no" not in caplog.text
+    assert_same_logits(model, folder)
+
+
+def test_a_language_model_becomes_a_scorer_and_a_scorer_a_language_model(tmp_path):
+    folder = causal.build(tmp_path / "in", "llama", tie=True)
+    AutoModelForSequenceClassification.from_pretrained(folder).save_pretrained(tmp_path / "scorer")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "scorer")
+    model.save_pretrained(tmp_path / "back")
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    assert "score.weight" in load_file(tmp_path / "scorer" / "model.safetensors")
+
+
+def test_an_encoder_has_no_language_models_head(tmp_path):
+    with pytest.raises(ValueError, match="model_type 'bert' reads in both directions and has no causal language model"):
+        AutoModelForCausalLM.from_pretrained(variants.tiny_model(tmp_path, "bert"))
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("family", ["llama", "phi", "gpt_neox"])
+def test_more_tokens_are_the_mean_of_the_old(family, tie, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(causal.build(tmp_path / "in", family, tie=tie))
+    before = {path: np.asarray(array) for path, array in model.params.items()}
+    model.resize_token_embeddings(521, pad_to_multiple_of=64)
+    for path in [path for path in before if "lm_head" in path or path == "decoder.embed.weight"]:
+        old, new = before[path], np.asarray(model.params[path])
+        assert len(new) == 576
+        np.testing.assert_array_equal(new[: len(old)], old)
+        np.testing.assert_allclose(new[len(old) :], np.broadcast_to(old.mean(axis=0), new[len(old) :].shape), atol=1e-6)
+    model.save_pretrained(tmp_path / "out")
+    assert_same_logits(model, tmp_path / "out")
+
+
+def test_the_generation_config_is_the_checkpoints_and_may_be_changed(tmp_path):
+    folder = causal.build(tmp_path / "in", "llama", tie=False)
+    path = folder / "generation_config.json"
+    # a checkpoint's own values, which contradict each other: transformers refuses to save them
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"top_p": 0.6, "do_sample": False, "max_length": 77}))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.generation_config.eos_token_id = [1, 9]
+    model.save_pretrained(tmp_path / "out")
+    found = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert found["eos_token_id"] == [1, 9] and found["top_p"] == 0.6 and found["max_length"] == 77
+    path.unlink()
+    assert AutoModelForCausalLM.from_pretrained(folder).generation_config.pad_token_id == model.config.pad_token_id
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi", "granite"])
+def test_a_new_model_of_a_config(family, tmp_path):
+    config = causal.reference(causal.build(tmp_path / "in", family, tie=False)).config
+    model = AutoModelForCausalLM.from_config(config, seed=3)
+    model.save_pretrained(tmp_path / "out")
+    assert_same_logits(model, tmp_path / "out")
+    theirs = dict(transformers.AutoModelForCausalLM.from_config(config).named_parameters())
+    assert sum(parameter.numel() for parameter in theirs.values()) == model.num_parameters()
+    for name, values in model.named_parameters():
+        wanted = theirs[name.replace("embed_out", "lm_head")].detach().numpy()
+        facts = ([found.mean(), found.std()] for found in (values, wanted))
+        np.testing.assert_allclose(*facts, atol=0.02, err_msg=name)
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_a_gguf_file(tie, tmp_path):
+    folder = causal.build(tmp_path / "in", "llama", tie=tie)
+    write_gguf(folder, tmp_path / "model.gguf")
+    assert_same_logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model.gguf"), folder)
+
+
+def test_a_pickled_checkpoint(tmp_path):
+    folder = causal.build(tmp_path / "in", "llama", tie=False)
+    tensors = {name: torch.tensor(values) for name, values in load_file(folder / "model.safetensors").items()}
+    expected = logits_of(folder, *causal.rows())
+    torch.save(tensors, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    ids, mask = causal.rows()
+    found = np.asarray(AutoModelForCausalLM.from_pretrained(folder)(ids, mask).logits)
+    variants.assert_close(found[mask > 0], expected[mask > 0], 1e-5)
+
+
+def test_an_exported_model(tmp_path):
+    """bloom has no family here: transformers' own code runs, exported."""
+    folder = variants.tiny_model(tmp_path / "in", "bloom", head="causal", n_head=4, n_layer=2)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.backend.name.startswith("exported")
+    assert_same_logits(model, folder)
+    model.save_pretrained(tmp_path / "out")
+    assert_same_logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), folder)
+
+
+def test_the_outline_has_the_shapes_of_the_loaded_model(tmp_path):
+    for tie in (False, True):
+        checkpoint = find_checkpoint(str(causal.build(tmp_path / str(tie), "phi", tie=tie)), head="lm")
+        shapes = {path: array.shape for path, array in checkpoint.outline().params.items()}
+        assert shapes == {path: array.shape for path, array in checkpoint.load(0).params.items()}

@@ -1,0 +1,106 @@
+"""Rewrite a chat template so that it marks what the assistant says with `{% generation %}`, as transformers wants it.
+
+The template's own words stay. Its text between tags becomes string literals, so that tags can be put anywhere without
+changing the whitespace that jinja2 trims around them. Each loop gets two bodies: for messages of the assistant, one
+that collects what its own renders, and marks it behind the header of the turn; for all else, its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from jinja2 import Environment
+
+SEPARATOR = "\x00"
+_TURN = "turn_of_assistant"
+_END = (
+    "{% if messages[-1]['role'] == 'assistant' %}{% generation %}{{ eos_token }}{% endgeneration %}"
+    "{% else %}{{ eos_token }}{% endif %}"
+)
+
+
+class _Piece(NamedTuple):
+    """A tag, an expression or a text of a template, as source. words: of a tag or an expression; of a text none."""
+
+    source: str
+    tag: str = ""
+    words: tuple[str, ...] = ()
+
+
+def separated(template: str) -> str:
+    """The template with `SEPARATOR` behind each text and each expression that it renders."""
+    behind = "{{ " + json.dumps(SEPARATOR) + " }}"
+    return "".join(piece.source + behind * (not piece.tag) for piece in _pieces(template))
+
+
+def marked(template: str, header: str) -> str:
+    """The template with `{% generation %}` around all of an assistant's turn but its header.
+
+    So is the EOS token that ends a conversation behind the last turn.
+
+    Args:
+        header: what is rendered before the assistant says something.
+
+    Raises:
+        ValueError: a loop does not end.
+    """
+    found, parts, at = list(_pieces(template)), [], 0
+    while at < len(found):
+        piece = found[at]
+        if piece.tag == "for" and piece.words[2] == "in":  # over one variable
+            end = _end_of_body(found, at)
+            parts += [piece.source, _two_bodies(piece.words[1], found[at + 1 : end], header)]
+            at = end
+            continue
+        parts.append(_END if parts and piece.words == ("eos_token",) else piece.source)
+        at += 1
+    return "".join(parts)
+
+
+def _pieces(template: str) -> Iterator[_Piece]:
+    """Split a template at its tags; whitespace that they trim is gone, and so are comments."""
+    environment, inside = Environment(trim_blocks=True, lstrip_blocks=True), []
+    for _, kind, value in environment.lex(template):
+        words = tuple(word for name, word in inside if name != "whitespace")
+        source = " " + "".join(word for _, word in inside).strip() + " "
+        if kind in ("block_begin", "variable_begin"):
+            inside = []
+        elif kind == "block_end":
+            yield _Piece("{%" + source + "%}", words[0], words)
+        elif kind == "variable_end":
+            yield _Piece("{{" + source + "}}", words=words)
+        elif kind == "data":
+            yield _Piece("{{ " + json.dumps(value, ensure_ascii=False) + " }}")
+        else:
+            inside.append((kind, value))
+
+
+def _end_of_body(found: list[_Piece], start: int) -> int:
+    """The place of the tag that ends the body of the loop which starts at a place: its `endfor` or its `else`."""
+    opened = ["for"]
+    for at in range(start + 1, len(found)):
+        tag = found[at].tag
+        if tag in ("if", "for"):
+            opened.append(tag)
+        elif tag in ("endif", "endfor"):
+            opened.pop()
+        if not opened or tag == "else" and opened == ["for"]:
+            return at
+    raise ValueError("a loop of the chat template does not end")
+
+
+def _two_bodies(message: str, body: list[_Piece], header: str) -> str:
+    """A loop's body for what the assistant says, and for all else; one that leaves early would lose what it said."""
+    leaves = "{{ raise_exception('the turn of the assistant ends within its loop') }}"
+    collected = "".join(leaves * (piece.tag in ("break", "continue")) + piece.source for piece in body)
+    start = json.dumps(header, ensure_ascii=False)
+    return (
+        f"{{% if {message} is mapping and {message}['role'] == 'assistant' %}}"
+        f"{{% set {_TURN} %}}{collected}{{% endset %}}"
+        f"{{% if {_TURN} and {_TURN}.startswith({start}) %}}{{{{ {start} }}}}"
+        f"{{% generation %}}{{{{ {_TURN}[{len(header)}:] }}}}{{% endgeneration %}}"
+        f"{{% elif {_TURN} %}}{{{{ raise_exception('a turn of the assistant has another header') }}}}{{% endif %}}"
+        f"{{% else %}}{''.join(piece.source for piece in body)}{{% endif %}}"
+    )
