@@ -26,8 +26,8 @@ from compat_tests.pages import FOLDER, PAGES, README, ROOT
 from trl_jax.cli import main as command_line
 
 EVERY = pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
-A_READER_HAS = ("pairs", "held_out", "trainer")  # a page need not make these
-CONFIGS = (trl_jax.RewardConfig, trl_jax.LoraConfig, trl_jax.BitsAndBytesConfig)
+A_READER_HAS = ("pairs", "rows", "held_out", "trainer")  # a page need not make these
+CONFIGS = (trl_jax.RewardConfig, trl_jax.SFTConfig, trl_jax.LoraConfig, trl_jax.BitsAndBytesConfig)
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 
 

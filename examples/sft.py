@@ -21,8 +21,8 @@ from trl_jax import AutoModelForCausalLM, SFTConfig, SFTTrainer
 
 CAPITALS = {
     "France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Portugal": "Lisbon", "Norway": "Oslo",
-    "Sweden": "Stockholm", "Finland": "Helsinki", "Denmark": "Copenhagen", "Poland": "Warsaw", "Austria": "Vienna", "Greece": "Athens",
-    "Egypt": "Cairo", "Kenya": "Nairobi", "Japan": "Tokyo", "Peru": "Lima", "Cuba": "Havana",
+    "Sweden": "Stockholm", "Finland": "Helsinki", "Denmark": "Copenhagen", "Poland": "Warsaw", "Austria": "Vienna",
+    "Greece": "Athens", "Egypt": "Cairo", "Kenya": "Nairobi", "Japan": "Tokyo", "Peru": "Lima", "Cuba": "Havana",
 }  # fmt: skip
 ASKED = [
     "What is the capital of {}?",

@@ -210,3 +210,15 @@ def test_what_is_saved_is_a_language_model(folder, tmp_path):
     card = (tmp_path / "README.md").read_text()
     assert all(f"- {tag}\n" in card for tag in ("trl", "sft", "own")) and "pipeline_tag: text-generation" in card
     assert "reward" not in card and "AutoModelForCausalLM" in card
+
+
+def test_a_run_that_goes_on_is_the_run_that_was_not_broken_off(folder, tmp_path):
+    """Packed rows and accumulation: every logged number of the later steps, num_tokens among them, is the same."""
+    config = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "packing": True, "max_length": 48,
+              "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}  # fmt: skip
+    rows = text_rows(40, "prompt")
+    whole = make(trl_jax, folder, tmp_path / "run", rows=rows, config=config)
+    whole.train()
+    resumed = make(trl_jax, folder, tmp_path / "run", rows=rows, config=config)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert steps(resumed)[2:] == steps(whole)[2:] and len(steps(whole)) == 4

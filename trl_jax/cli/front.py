@@ -31,7 +31,6 @@ MODULES: dict[str, tuple[str, ...]] = {
     "trl.trainer.model_config": ("trl_jax.trainer.model_config",),
     "trl.trainer.utils": ("trl_jax.trainer.utils",),
     **{ours.replace("trl_jax", "trl"): (ours,) for ours in WHERE.values()},
-    "trl.trainer.sft_trainer": ("trl_jax.trainer.sft_trainer", "trl_jax.trainer.collator"),
 }
 _ARGUMENTS = "transformers.training_args"
 _PACKAGES = ("trl", "trl.scripts", "trl.trainer")

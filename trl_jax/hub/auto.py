@@ -245,7 +245,8 @@ class AutoModelForCausalLM:
 
         Args:
             pretrained_model_name_or_path: a folder, a repository on the Hub, or a GGUF file.
-            dtype, kwargs: as in `AutoModelForSequenceClassification.from_pretrained`.
+            dtype: as in `AutoModelForSequenceClassification.from_pretrained`.
+            **kwargs: likewise.
             seed: draws the head where the checkpoint has none.
 
         Raises:

@@ -21,7 +21,7 @@ _LIBRARIES = ("transformers", "datasets", "jax", "flax", "optax")
 
 
 class _Kind(NamedTuple):
-    """The lines of a card that depend on the head of its model."""
+    """The words of a card for models with one of the heads."""
 
     subject: str
     meaning: str

@@ -39,7 +39,9 @@ def prepare_texts(
             top of a module, so that the cache of datasets recognises it.
         columns: the task's; every row must have its numbers, but for the optional ones.
         needed: columns of text that `texts_of` reads.
-        max_length, num_proc, name: as in `Task.prepare`.
+        max_length: as in `Task.prepare`.
+        num_proc: likewise.
+        name: likewise.
 
     Raises:
         TypeError, ValueError: it is no dataset, is empty or lacks a column; a text is no string, or a number is not
