@@ -491,7 +491,7 @@ def test_row35_the_code_of_a_repository_is_never_run(good, tmp_path, caplog):
     folder = copied(good, tmp_path, model_type="homemade", auto_map=auto_map)
     (folder / "modeling.py").write_text(f"open({str(mark)!r}, 'w')\nclass Config: ...\nclass Model: ...\n")
     for trust in (False, True):
-        with refuses("model_type 'homemade' is not supported", "Its own code (auto_map) is never run."):
+        with refuses("model_type 'homemade' is not supported", "Its custom code (auto_map) is never run."):
             trainer(folder, tmp_path, trust_remote_code=trust)
     folder = copied(folder, tmp_path / "known", model_type="llama")
     load(folder, trust_remote_code=True)

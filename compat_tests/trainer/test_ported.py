@@ -160,6 +160,18 @@ def test_what_is_frozen_in_a_torch_model_stays(folder, tmp_path):
     assert [name for name, tensor in model.state_dict().items() if (tensor != before[name]).any()] == ["score.weight"]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_torchs_functions_take_parameters(folder, dtype):
+    torch = pytest.importorskip("torch")
+    model = trl_jax.AutoModelForSequenceClassification.from_pretrained(folder)
+    parameter = model.get_parameter("score.weight")
+    held = parameter.clone().astype(dtype).view(type(parameter))
+    tensor = torch.from_numpy(parameter.numpy()).to(getattr(torch, dtype))
+    assert torch.equal(held, tensor) and torch.equal(tensor, held.clone())
+    assert not torch.equal(held, torch.zeros_like(input=held))
+    assert torch.equal(torch.cat([held, tensor]), torch.cat([tensor, tensor]))
+
+
 def test_flags_that_mean_nothing_are_refused(folder, tmp_path):
     model = make(trl_jax, folder, tmp_path).model
     with pytest.raises(ValueError, match="not for a copy"):

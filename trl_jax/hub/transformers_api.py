@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+
+from trl_jax.hub.torch.bridge import as_tensors
 
 
 class Parameter(np.ndarray):
@@ -44,6 +46,13 @@ class Parameter(np.ndarray):
 
     def numpy(self) -> np.ndarray:
         return np.asarray(self)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Give torch's functions tensors of the values: torch calls this for `torch.equal(parameter, other)`."""
+        return function(*as_tensors(args), **as_tensors(kwargs or {}))
 
 
 class Submodule:

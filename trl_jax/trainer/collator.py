@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from trl_jax.data.example import IGNORED
-from trl_jax.hub.torch.bridge import as_tensors
+from trl_jax.hub.torch import bridge
 
 
 @dataclass
@@ -22,7 +22,7 @@ class DataCollatorForPreference:
     Args:
         pad_token_id: fills rows on the right.
         pad_to_multiple_of: T is rounded up to a multiple of it.
-        return_tensors: "np", or "pt" where torch is installed.
+        return_tensors: "pt", torch's tensors, or "np", NumPy's arrays; None is "pt" where torch is installed.
 
     Raises:
         ValueError: another `return_tensors`.
@@ -30,7 +30,7 @@ class DataCollatorForPreference:
 
     pad_token_id: int
     pad_to_multiple_of: int | None = None
-    return_tensors: str = "np"
+    return_tensors: str | None = None
 
     def __post_init__(self):
         _check_kind(self.return_tensors)
@@ -43,7 +43,7 @@ class DataCollatorForPreference:
         }
         if "margin" in examples[0]:
             batch["margin"] = np.asarray([example["margin"] for example in examples], np.float32)
-        return as_tensors(batch) if (return_tensors or self.return_tensors) == "pt" else batch
+        return _as_kind(return_tensors or self.return_tensors, batch)
 
 
 @dataclass
@@ -61,7 +61,7 @@ class DataCollatorForLanguageModeling:
             The first token of a document has the label -100.
         return_position_ids: give `position_ids` beside the mask, too.
         pad_to_multiple_of: T is rounded up to a multiple of it.
-        return_tensors: "np", or "pt" where torch is installed.
+        return_tensors: "pt", torch's tensors, or "np", NumPy's arrays; None is "pt" where torch is installed.
 
     Raises:
         ValueError: another `return_tensors`.
@@ -71,7 +71,7 @@ class DataCollatorForLanguageModeling:
     padding_free: bool = False
     return_position_ids: bool = False
     pad_to_multiple_of: int | None = None
-    return_tensors: str = "np"
+    return_tensors: str | None = None
 
     def __post_init__(self):
         _check_kind(self.return_tensors)
@@ -92,7 +92,12 @@ class DataCollatorForLanguageModeling:
             batch |= _documents(batch["position_ids"][0])
         else:
             batch["attention_mask"] = _padded([np.ones(len(row)) for row in ids], 0, multiple)
-        return as_tensors(batch) if (return_tensors or self.return_tensors) == "pt" else batch
+        return _as_kind(return_tensors or self.return_tensors, batch)
+
+    @staticmethod
+    def get_position_ids_from_packed_seq_lengths(batch_seq_lengths: list[list[int]]) -> list[Any]:
+        """Places of tokens in their documents, `[T]` a row; tensors where torch is installed."""
+        return _as_kind(None, [_positions(lengths) for lengths in batch_seq_lengths])
 
 
 class DataCollatorForCompletionOnlyLM:
@@ -106,9 +111,15 @@ class DataCollatorForCompletionOnlyLM:
         )
 
 
-def _check_kind(return_tensors: str) -> None:
-    if return_tensors not in ("np", "pt"):
+def _check_kind(return_tensors: str | None) -> None:
+    if return_tensors not in ("np", "pt", None):
         raise ValueError(f"return_tensors={return_tensors!r}: wanted 'np', or 'pt' where torch is installed.")
+
+
+def _as_kind(return_tensors: str | None, batch: Any) -> Any:
+    """Arrays, or tensors of them where asked for or, unless told, where torch is installed."""
+    tensors = bridge.available() if return_tensors is None else return_tensors == "pt"
+    return bridge.as_tensors(batch) if tensors else batch
 
 
 def _padded(rows: list[Sequence[int]], value: int, multiple: int | None) -> np.ndarray:

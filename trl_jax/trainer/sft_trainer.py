@@ -57,6 +57,9 @@ class SFTTrainer(BaseTrainer):
         peft_config: a LoraConfig of ours or of peft's: an adapter trains beside the frozen model, and is what is saved.
         formatting_func: makes the text of a row.
 
+    Attributes:
+        aux_loss_enabled: whether a loss that balances experts is added; False in this release.
+
     Raises:
         TypeError, ValueError: an argument, row or checkpoint at fault, by name.
     """
@@ -92,6 +95,7 @@ class SFTTrainer(BaseTrainer):
             compute_metrics, callbacks, optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics,
             quantization_config, peft_config, compute_loss_func=compute_loss_func,
         )  # fmt: skip
+        self.aux_loss_enabled = False
         _check_router(self.args.router_aux_loss_coef, self.model.config)
 
     def make_task(self) -> SftTask:

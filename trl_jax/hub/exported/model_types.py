@@ -38,7 +38,7 @@ def objection(raw: dict[str, Any], native: Collection[str], source: Path) -> Val
             f"{source}: model_type {kind!r} is not supported: {reason}. The nearest that works: {nearest}."
         )
     others = set(_types("score")) - set(REFUSED) - set(native)
-    custom = " Its own code (auto_map) is never run." if raw.get("auto_map") else ""
+    custom = " Its custom code (auto_map) is never run." if raw.get("auto_map") else ""
     return ValueError(
         f"{source}: model_type {brief(kind)} is not supported by this release of trl_jax.{custom} "
         f"Supported: {', '.join(sorted(native))}. Where torch is installed, {len(others)} other types that "

@@ -161,13 +161,21 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def as_tensors(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Arrays as torch's tensors; other values stay as they are."""
+def as_tensors(values: Any) -> Any:
+    """Arrays as torch's tensors, in dicts, lists and tuples too; other values stay as they are."""
+    if isinstance(values, dict):
+        return {name: as_tensors(value) for name, value in values.items()}
+    if isinstance(values, list | tuple):
+        return type(values)(map(as_tensors, values))
+    return _as_tensor(np.asarray(values)) if isinstance(values, np.ndarray) else values
+
+
+def _as_tensor(values: np.ndarray) -> Any:
     import torch
 
-    return {
-        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in arrays.items()
-    }
+    if values.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(values)
 
 
 def as_array(values: Any) -> np.ndarray:
