@@ -80,6 +80,9 @@ def test_every_argument_has_a_part_in_a_plan_or_is_told_to_have_none(checkpoint,
         length_column_name accelerator_config parallelism_config fsdp fsdp_config deepspeed mesh_shape
         model_init_kwargs trust_remote_code chat_template_path disable_dropout eos_token pad_token max_length
         dataset_num_proc pad_to_multiple_of center_rewards_coefficient batch_layout
+        dataset_text_field dataset_kwargs packing packing_strategy eval_packing padding_free truncation_mode
+        shuffle_dataset completion_only_loss assistant_only_loss average_tokens_across_devices loss_type
+        label_smoothing_factor router_aux_loss_coef
     """
     tables = [names.load_config().argument_table for names in TRAINERS.values()]
     known = {name for table in tables for name, line in table.items() if line.kind in ("native", "mapped")}
