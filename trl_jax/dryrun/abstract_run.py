@@ -15,6 +15,7 @@ from trl_jax.dryrun.compiler import devices
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.run.arguments.base_config import BaseConfig
 from trl_jax.run.arguments.jax_arguments import Device
+from trl_jax.run.state import RunState
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.base_trainer import BaseTrainer
 
@@ -54,15 +55,11 @@ class PlaceholderTokenizer:
         return {self.pad_token: 0, self.eos_token: 0}
 
 
-class _Arguments(NamedTuple):
-    """All that a trainer has when it makes its task."""
-
-    args: BaseConfig
-
-
 def task_of(kind: type[BaseTrainer], args: BaseConfig) -> Task:
     """The task that a trainer of this class makes of these arguments."""
-    return kind.make_task(_Arguments(args))
+    trainer = kind.__new__(kind)  # no run is begun: a task is made of the arguments alone
+    trainer._run = RunState(args, None)
+    return trainer.make_task()
 
 
 def planned(args: BaseConfig, topology: Topology, output_dir: str) -> PlannedConfig:

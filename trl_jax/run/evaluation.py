@@ -54,6 +54,7 @@ class Evaluator:
         self._run, self._forward, self._sharded_step = run, forward, sharded_step
         self._outputs = jax.jit(self.outputs, static_argnames=("dtype", "bounded"))
         self._measure = jax.jit(forward.measure)
+        self._by_logits: LogitsEvaluation | None = None
         self._by_script: Any = None  # evaluates batch by batch with a script's own methods
         if "prediction_step" in run.overridden:
             self._by_script = UserPrediction(run, user_loss, prediction_step)
@@ -105,7 +106,7 @@ class Evaluator:
                 evaluate = partial(self._by_script, run.model.arrays, dtype=dtype)
                 evaluated = run_batches(self._checked(evaluate), steps, after_each)
             elif run.task.head == "lm" and (predicts or hooks.compute_metrics is not None):
-                by_logits = LogitsEvaluation(run, hooks.preprocess_logits_for_metrics)
+                by_logits = self._logits(hooks.preprocess_logits_for_metrics)
                 evaluate = self._checked(partial(by_logits, run.model.arrays, dtype=dtype))
                 rows = replace(steps, layout="padded", divided=False)
                 evaluated = run_batches(evaluate, rows, after_each, by_logits.divisor)
@@ -115,6 +116,12 @@ class Evaluator:
                 windows = Prefetched(self.windows(steps), place, run.interrupts.check)
                 evaluated = run_evaluation(self._checked(outputs_of), self._measure, windows, after_each)
         return evaluated, self._predicted(evaluated, batches.dataset, hooks)
+
+    def _logits(self, preprocess: Callable | None) -> LogitsEvaluation:
+        """The evaluation with whole logits; the last one, compiled, as long as `preprocess` is the same."""
+        if self._by_logits is None or self._by_logits.preprocess is not preprocess:
+            self._by_logits = LogitsEvaluation(self._run, preprocess)
+        return self._by_logits
 
     def _checked(self, evaluate: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """The same for each pass, unless a signal has come that breaks an evaluation on the way off."""

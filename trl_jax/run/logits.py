@@ -30,7 +30,7 @@ class LogitsEvaluation:
         Args:
             preprocess: a script's `preprocess_logits_for_metrics`, called with logits and labels as JAX arrays.
         """
-        self._run, self._preprocess, self._warned = run, preprocess, False
+        self._run, self.preprocess, self._warned = run, preprocess, False
         self._evaluate = jax.jit(self._outputs, static_argnames="dtype")
 
     def __call__(self, params: dict, arrays: Any, *, dtype: str) -> tuple:
@@ -38,8 +38,8 @@ class LogitsEvaluation:
         sums, logits = self._evaluate(params, inputs, dtype=dtype)
         longest = int(inputs["attention_mask"].sum(axis=1).max())
         logits, labels = logits[:, :longest], inputs["labels"][:, :longest]
-        if self._preprocess is not None:
-            return sums, (self._preprocess(logits, jnp.asarray(labels)), labels)
+        if self.preprocess is not None:
+            return sums, (self.preprocess(logits, jnp.asarray(labels)), labels)
         if not self._warned:
             self._warned = True
             logger.warning(

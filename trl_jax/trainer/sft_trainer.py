@@ -66,6 +66,7 @@ class SFTTrainer(BaseTrainer):
 
     _name, _tag_names = "SFT", ["trl", "sft"]
     config_class, _collator_class = SFTConfig, DataCollatorForLanguageModeling
+    _formatting_func: Callable[[dict[str, Any]], str] | None = None
 
     @accepting_old_keywords(*_MOVED)
     def __init__(
