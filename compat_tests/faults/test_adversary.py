@@ -18,7 +18,7 @@ from compat_tests.faults.killed_saves import save
 from compat_tests.trainer.trainers import FACTS, make
 from trl_jax.engine.checkpoints.manifest import BrokenCheckpoint, _rendered, read_manifest, write_manifest
 from trl_jax.engine.checkpoints.resume import find
-from trl_jax.scripts.datasets import load_preferences
+from trl_jax.scripts.datasets import load_splits
 from trl_jax.scripts.utils import TrlParser
 
 SAVES = {"save_strategy": "steps", "save_steps": 2}
@@ -154,7 +154,7 @@ def test_a_dataset_file_without_rows_is_named(content, tmp_path):
         path = tmp_path / f"rows.{suffix}"
         path.write_bytes(content)
         with pytest.raises(ValueError, match=f"rows.{suffix} holds no rows that can be read as .{suffix}"):
-            load_preferences(str(path))
+            load_splits(str(path))
 
 
 def test_a_folder_whose_name_is_no_text_is_refused_at_once(tmp_path):
