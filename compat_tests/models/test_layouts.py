@@ -66,7 +66,8 @@ def batches(layout):
 
 def of_step(model, layout, *, gradients=False, dtype="float32", max_length=None):
     """The step's loss, or with `gradients` the loss and those; a pass is compiled once a shape."""
-    forward = Forward(SimpleNamespace(model=model, args=SimpleNamespace(max_length=max_length)))
+    args, task = SimpleNamespace(max_length=max_length), SimpleNamespace(head="score")
+    forward = Forward(SimpleNamespace(model=model, args=args, task=task, reference=None))
 
     def loss(params, batch):
         chosen, rejected = jnp.split(forward.outputs(params, batch, dtype=dtype), 2)
