@@ -83,7 +83,9 @@ def test_a_causal_or_bare_model_becomes_a_classifier(head, tie, family, shards, 
     theirs, report = Theirs.from_pretrained(tmp_path, output_loading_info=True)
     assert {key: list(found) for key, found in report.items() if found} == {}
     assert (
-        type(theirs).__name__ == config_of(tmp_path)["architectures"][0] == architecture(model.source.config.family, "score")
+        type(theirs).__name__
+        == config_of(tmp_path)["architectures"][0]
+        == architecture(model.source.config.family, "score")
     )
     ids, mask = variants.rows()
     variants.assert_close(model(ids, mask).logits, variants.reference_logits(tmp_path, ids, mask), 1e-5)
