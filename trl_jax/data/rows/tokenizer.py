@@ -20,8 +20,8 @@ def load_tokenizer(place: str | Path, config: Any = None, *, trust_remote_code: 
     from transformers import AutoTokenizer
 
     # With None, transformers would ask on the terminal, and read the answer from a pipe if there is one.
-    options = {"config": config, "trust_remote_code": True} if trust_remote_code else {"trust_remote_code": False}
+    options = {"config": config} if trust_remote_code else {}
     try:
-        return AutoTokenizer.from_pretrained(place, **options)
+        return AutoTokenizer.from_pretrained(place, trust_remote_code=bool(trust_remote_code), **options)
     except RecursionError as error:
         raise ValueError(f"{place}: a JSON file of the tokenizer is nested too deeply. Download it again.") from error
