@@ -152,10 +152,12 @@ def total(hidden, weight, targets, bias=None):
 
 
 def equations(jaxpr):
+    """Every equation of a jaxpr, those of its loops, calls and custom gradients among them."""
     for equation in jaxpr.eqns:
         yield equation
-        for inner in jax.core.jaxprs_in_params(equation.params):
-            yield from equations(inner)
+        for inner in jax.tree.leaves(tuple(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")):
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
 
 
 def outputs_of_products(function, *arguments):
