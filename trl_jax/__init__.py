@@ -36,6 +36,8 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from trl_jax.scripts.utils import ScriptArguments, TrlParser
     from trl_jax.trainer.base_trainer import BaseTrainer
     from trl_jax.trainer.callbacks import RichProgressCallback
+    from trl_jax.trainer.dpo_config import DPOConfig
+    from trl_jax.trainer.dpo_trainer import DPOTrainer
     from trl_jax.trainer.model_config import ModelConfig
     from trl_jax.trainer.reward_config import RewardConfig
     from trl_jax.trainer.reward_trainer import RewardTrainer

@@ -69,7 +69,7 @@ def _run(
     """Train `model`, or that of the folder, on `rows`, evaluate on `eval_rows` and predict `predict_rows` if given, and
     save under `out`.
 
-    trainer: "Reward" or "SFT".
+    trainer: "Reward", "SFT" or "DPO".
     """
     from datasets import Dataset
 

@@ -42,6 +42,7 @@ class TrainerNames(NamedTuple):
 _TABLE = (
     TrainerNames("reward", "RewardTrainer", "RewardConfig", "pairs", "train a reward model on preference pairs"),
     TrainerNames("sft", "SFTTrainer", "SFTConfig", "rows", "fine-tune a language model on texts or conversations"),
+    TrainerNames("dpo", "DPOTrainer", "DPOConfig", "pairs", "train a language model on preference pairs, directly"),
 )
 TRAINERS: dict[str, TrainerNames] = {names.command: names for names in _TABLE}
 DEFAULT = "reward"  # of `trl-jax plan`

@@ -61,7 +61,7 @@ def largest_evaluated(trainer: BaseTrainer) -> Batch:
 
 def step_arguments(trainer: BaseTrainer, tx: Any, batch: Batch) -> StepArguments:
     """The arguments of the compiled step, for a batch of the trainer's loader."""
-    params, frozen, sharding_plan = trainer.model.params, trainer.model.frozen, trainer.sharding_plan
+    params, frozen, sharding_plan = trainer.model.params, trainer.parts.run.frozen, trainer.sharding_plan
     state = jax.eval_shape(tx.init, params)
     if sharding_plan is None:
         return StepArguments(*_at(SingleDeviceSharding(trainer.args.jax_devices()[0]), (params, state, batch, frozen)))

@@ -47,7 +47,9 @@ def token_outputs(
     filled = -places % rows
     head = _Head(rows, float(scale), None if softcap is None else float(softcap))
     hidden, targets = jnp.pad(hidden, ((0, filled), (0, 0))), jnp.pad(targets, (0, filled), constant_values=-1)
-    return TokenOutputs(*(output[:places] for output in _outputs(head, hidden, weight, bias, targets)))
+    outputs = TokenOutputs(*(output[:places] for output in _outputs(head, hidden, weight, bias, targets)))
+    mean_logits, squares = jax.lax.stop_gradient((outputs.mean_logits, outputs.log_sum_sq_probs))
+    return outputs._replace(mean_logits=mean_logits, log_sum_sq_probs=squares)
 
 
 def _chunk_rows(places: int, vocabulary: int) -> int:
@@ -125,7 +127,8 @@ def _forward(head, hidden, weight, bias, targets, with_slopes=False):
         first = jnp.min(jnp.where(z == largest[:, None], ids, len(ids)), axis=1)
         logps = jnp.sum(jnp.where(at_target, z, 0), axis=1) - log_sum
         entropy = log_sum - jnp.sum(weights * z, axis=1) / total
-        found = logps, entropy, jnp.mean(z, axis=1) - log_sum, first == target
+        mean, squares = jnp.mean(z, axis=1), jnp.log(jnp.sum(jnp.square(weights), axis=1)) - 2 * jnp.log(total)
+        found = logps, entropy, mean - log_sum, first == target, mean, squares
         found = (*(jnp.where(target >= 0, output, 0) for output in found), log_sum)
         if slopes is not None:
             d_z = head.before(at_target - weights / total[:, None], z).astype(hidden.dtype)
@@ -133,7 +136,7 @@ def _forward(head, hidden, weight, bias, targets, with_slopes=False):
         return tuple(head.put(chunk, array, rows) for array, rows in zip(outputs, found, strict=True)), slopes
 
     zeros, slopes = jnp.zeros(len(targets), jnp.float32), jnp.zeros_like(hidden) if with_slopes else None
-    (*outputs, log_sum), slopes = jax.lax.fori_loop(0, chunks, compute, ((zeros,) * 5, slopes))
+    (*outputs, log_sum), slopes = jax.lax.fori_loop(0, chunks, compute, ((zeros,) * 7, slopes))
     return TokenOutputs(*outputs), log_sum, chunks, slopes
 
 

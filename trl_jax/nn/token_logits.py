@@ -27,11 +27,14 @@ def rounded(array: jax.Array, kind: jnp.dtype) -> jax.Array:
 
 def outputs_of_logits(logits: jax.Array, targets: jax.Array) -> TokenOutputs:
     """The outputs `[N]` for `targets` `[N]`, -1 where there is none, of logits `[N, V]`."""
-    logps, real = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1), targets >= 0
+    logits = logits.astype(jnp.float32)
+    logps, real = jax.nn.log_softmax(logits, axis=-1), targets >= 0
     found = (
         jnp.take_along_axis(logps, jnp.maximum(targets, 0)[:, None], axis=-1)[:, 0],
         -jnp.sum(jnp.exp(logps) * logps, axis=-1),
         jnp.mean(logps, axis=-1),
         (jnp.argmax(logits, axis=-1) == targets).astype(jnp.float32),
+        jax.lax.stop_gradient(jnp.mean(logits, axis=-1)),
+        jax.lax.stop_gradient(jax.nn.logsumexp(2 * logps, axis=-1)),
     )
     return TokenOutputs(*(jnp.where(real, values, 0) for values in found))

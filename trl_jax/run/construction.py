@@ -21,6 +21,7 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.run import model_loading
 from trl_jax.run.arguments.base_config import BaseConfig
 from trl_jax.run.devices import check_division, sharding_plan_of
+from trl_jax.run.reference_model import PREFIX, ReferenceModel
 from trl_jax.run.state import RunState
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,16 @@ def divide(run: RunState) -> None:
         model.params, model.frozen = map(run.sharding_plan.placed, (model.params, model.frozen))
     if several():
         model.read, model.writes = Fetched, is_first()
+
+
+def attach_reference(run: RunState, reference: ReferenceModel) -> None:
+    """Let a run's step compute a reference, too, its arrays divided over the mesh as the policy's are."""
+    plan = run.sharding_plan
+    if plan is not None:
+        axes = {PREFIX + path: axes for path, axes in reference.backend.axes.items()}
+        run.sharding_plan = plan = replace(plan, axes={**plan.axes, **axes})
+        reference = replace(reference, arrays=plan.placed(reference.arrays))
+    run.reference = reference
 
 
 def check_strategies(args: BaseConfig, eval_dataset: Any) -> None:

@@ -31,7 +31,8 @@ def prepare(run: RunState, dataset: Any, name: str, *, bounded: bool = True) -> 
     )
     columns = run.task.columns
     prepared = check_token_ids(prepared, columns.texts, run.vocab_size, name, run.max_positions)
-    return check_labels(prepared, columns, run.vocab_size, name) if columns.labels else prepared
+    prepared = check_labels(prepared, columns, run.vocab_size, name) if columns.labels else prepared
+    return prepared if run.finish_rows is None else run.finish_rows(prepared, name)
 
 
 def length_of(run: RunState) -> RunLength:

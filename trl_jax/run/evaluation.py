@@ -111,7 +111,7 @@ class Evaluator:
                 rows = replace(steps, layout="padded", divided=False)
                 evaluated = run_batches(evaluate, rows, after_each, by_logits.divisor)
             else:
-                outputs_of = partial(self._outputs, run.model.arrays, dtype=dtype, bounded=not predicts)
+                outputs_of = partial(self._outputs, run.arrays, dtype=dtype, bounded=not predicts)
                 place = None if run.sharding_plan is None else self._placed
                 windows = Prefetched(self.windows(steps), place, run.interrupts.check)
                 evaluated = run_evaluation(self._checked(outputs_of), self._measure, windows, after_each)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from trl_jax.data.example import Measured
 from trl_jax.data.layout.batch import Batch
+from trl_jax.hub.backend import Backend
 from trl_jax.models.functional import merge
 from trl_jax.run.rng import random_options
 from trl_jax.run.state import RunState
@@ -24,23 +25,42 @@ class Forward:
         self, params: dict, batch: Batch, *, dtype: str, bounded: bool = True, **options: Any
     ) -> Any:
         """The outputs of each text, float32 `[X]`: those of a score head or, under a language model's head, the task's
-        `per_text` by name.
+        `per_text` by name, with `ref_logps`, the `logps` of the reference, where the run has one.
 
         Args:
             dtype: of the layers' computation.
             bounded: whether no text is longer than max_length.
             options: further arguments of the model's call: remat, dropout_key, noise.
         """
-        run = self._run
+        run, reference = self._run, self._run.reference
+        common, max_tokens = self._common(batch, dtype), run.args.max_length if bounded else None
+        if reference is not None:
+            params, compared = reference.split(params)
         model = merge(run.model.graph, params, options.get("dropout_key"))
-        if run.model.backend.window is not None:
-            options["max_tokens"] = run.args.max_length if bounded else None
-        options |= {"lengths": batch.lengths} if batch.packed is None else {"packed": batch.packed}
+        options |= common | _windows(run.model.backend, max_tokens)
+        outputs = model(batch.tokens, batch.positions, batch.reads, **options)
         if run.task.head == "score":
-            return model(batch.tokens, batch.positions, batch.reads, dtype=jnp.dtype(dtype), **options)
-        options["targets"] = batch.targets
-        outputs = model(batch.tokens, batch.positions, batch.reads, dtype=jnp.dtype(dtype), **options)
-        return run.task.per_text(outputs, batch)
+            return outputs
+        sums = run.task.per_text(outputs, batch)
+        if reference is None:
+            return sums
+        return sums | {"ref_logps": self._of_reference(compared, batch, max_tokens, common)}
+
+    def reference_logps(self, params: dict, batch: Batch) -> jax.Array:
+        """The log-probability of each text under the run's reference, `[X]`; arguments as of `outputs`."""
+        _, compared = self._run.reference.split(params)
+        return self._of_reference(compared, batch, self._run.args.max_length, self._common(batch))
+
+    def _of_reference(self, arrays: dict, batch: Batch, max_tokens: int | None, options: dict[str, Any]) -> jax.Array:
+        reference = self._run.reference
+        outputs = reference.outputs(arrays, batch, **options, **_windows(reference.backend, max_tokens))
+        return self._run.task.per_text(outputs, batch)["logps"]
+
+    def _common(self, batch: Batch, dtype: str | None = None) -> dict[str, Any]:
+        """The options of every model's call; dtype=None is that of training."""
+        options: dict[str, Any] = {"dtype": jnp.dtype(dtype or self._run.args.compute_dtype)}
+        options |= {"lengths": batch.lengths} if batch.packed is None else {"packed": batch.packed}
+        return options if self._run.task.head == "score" else options | {"targets": batch.targets}
 
     def loss(
         self, params: dict, batch: Batch, key: jax.Array | None, *, remat: bool | str = False
@@ -64,3 +84,8 @@ class Forward:
     def random_options(self, key: jax.Array | None, lengths: jax.Array) -> dict[str, Any]:
         """The random options of `outputs` in training, for a pass with this key over texts of these `lengths`."""
         return random_options(self._run.args, key, lengths, self._run.pad_to_multiple_of)
+
+
+def _windows(backend: Backend, max_tokens: int | None) -> dict[str, int | None]:
+    """The option of a model that has attention windows: the length of the longest text."""
+    return {} if backend.window is None else {"max_tokens": max_tokens}

@@ -29,7 +29,15 @@ class LogitsEvaluation:
         """
         Args:
             preprocess: a script's `preprocess_logits_for_metrics`, called with logits and labels as JAX arrays.
+
+        Raises:
+            ValueError: the task's examples have several texts.
         """
+        if len(run.task.columns.texts) > 1:
+            raise ValueError(
+                "predict() and compute_metrics are not in this release of trl_jax where an example has several texts. "
+                "Use evaluate(), whose metrics need no logits, or call trainer.model on rows of token ids."
+            )
         self._run, self.preprocess, self._warned = run, preprocess, False
         self._evaluate = jax.jit(self._outputs, static_argnames="dtype")
 

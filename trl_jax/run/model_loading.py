@@ -140,6 +140,14 @@ def ready(
     return model
 
 
+def beside(model: Any, args: BaseConfig) -> PreTrainedModel:
+    """A language model that is computed beside the one that trains, from an argument like `model`."""
+    name_or_ours, torch_model = split_model(model)
+    if torch_model is not None:
+        return taken(torch_model, args, "lm")
+    return ready(find(name_or_ours, args, "lm"), args, None, None)
+
+
 def outlined(
     checkpoint: Checkpoint, args: BaseConfig, adapter: LoraConfig | None, quantization: BitsAndBytesConfig | None
 ) -> PreTrainedModel:

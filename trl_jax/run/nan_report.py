@@ -25,7 +25,7 @@ def explain(run: RunState, loss: Callable, batch: Any) -> str:
         loss: `(params, one pass of a batch, key) -> (loss, sums)`.
         batch: the step's `StepBatch`.
     """
-    params, frozen, arrays = run.model.params, run.model.frozen, batch.arrays
+    params, frozen, arrays = run.model.params, run.frozen, batch.arrays
     if run.sharding_plan is not None:
         params, frozen = ({path: jnp.asarray(fetched(a)) for path, a in part.items()} for part in (params, frozen))
         arrays = jax.tree.map(lambda leaf: fetched(leaf).reshape(-1, *leaf.shape[2:]), arrays)

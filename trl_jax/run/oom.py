@@ -99,7 +99,7 @@ def _on_device(run: RunState) -> tuple[int, int]:
     """Bytes of weights, frozen ones too, and of gradients; those of one device where there are several."""
     model, sharding_plan = run.model, run.sharding_plan
     if sharding_plan is None:
-        return sum(array.nbytes for array in model.arrays.values()), 4 * model.num_parameters(only_trainable=True)
+        return sum(array.nbytes for array in run.arrays.values()), 4 * model.num_parameters(only_trainable=True)
 
     def on_device(arrays: dict, places: dict) -> int:
         return sum(array.dtype.itemsize * prod(places[path].shard_shape(array.shape)) for path, array in arrays.items())

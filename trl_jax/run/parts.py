@@ -56,7 +56,7 @@ def assemble(
     os.makedirs(run.args.output_dir, exist_ok=True)
     checkpointer, forward = Checkpointer(run, arguments, hooks), Forward(run)
     plan = run.sharding_plan
-    sharded_step = None if plan is None else ShardedStep(plan, run.model.params, run.model.frozen)
+    sharded_step = None if plan is None else ShardedStep(plan, run.model.params, run.frozen)
     user_loss = UserLoss(run, forward, hooks.compute_loss, hooks.script_values) if run.own_loss else None
     evaluator = Evaluator(run, forward, sharded_step, user_loss, hooks.prediction_step)
     trained_by_script = user_loss if "compute_loss" in run.overridden else None

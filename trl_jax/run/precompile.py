@@ -33,7 +33,7 @@ def compiling_ahead(
         return contextlib.nullcontext()
     coming = replace(steps, buckets=replace(steps.buckets, ready=()))
     coming.set_epoch(progress.epoch + progress.epoch_over, 0 if progress.epoch_over else progress.examples)
-    arrays = run.model.params, run.optimizer_state, run.model.frozen
+    arrays = run.model.params, run.optimizer_state, run.frozen
     params, state, frozen = (_shapes(part, placed=run.sharding_plan is not None) for part in arrays)
     key = run_key(run.args)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from trl_jax.engine.interrupts import Interrupts
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.run.arguments.base_config import BaseConfig
 from trl_jax.run.devices import run_device
+from trl_jax.run.reference_model import ReferenceModel
 from trl_jax.tasks.task import Task
 
 OWN_LOSS = frozenset({"compute_loss", "prediction_step"})  # methods by which a script computes on a batch itself
@@ -34,6 +35,9 @@ class RunState:
     vocab_size, max_positions: limits of token ids and of lengths of texts; max_positions=None is no limit.
     events: callbacks with their state and control.
     sharding_plan: where arrays lie on several devices; None on one.
+    reference: the model that the policy is compared with, in tasks that have one and do not know it beforehand.
+    finish_rows: adds columns that the model computes to a prepared dataset of this name; None while the trainer is
+        constructed, and where there are none.
     optimizer_state: of the last step; a second train() goes on with it, as TRL's does.
     tokens_seen: real tokens of all steps so far.
     found_batch_size: by auto_find_batch_size.
@@ -54,6 +58,8 @@ class RunState:
     max_positions: int | None = None
     events: Events | None = None
     sharding_plan: ShardingPlan | None = None
+    reference: ReferenceModel | None = None
+    finish_rows: Callable[[Any, str], Any] | None = None
     optimizer_state: Any = None
     tokens_seen: int = 0
     found_batch_size: int | None = None
@@ -64,6 +70,16 @@ class RunState:
     @property
     def state(self) -> TrainerState:
         return self.events.state
+
+    @property
+    def frozen(self) -> dict[str, Any]:
+        """All arrays that reach the step without being trained: the model's frozen ones, and the reference's."""
+        return self.model.frozen if self.reference is None else self.model.frozen | self.reference.arrays
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """All arrays that are computed with."""
+        return self.frozen | self.model.params
 
     @property
     def own_loss(self) -> frozenset[str]:

@@ -87,7 +87,7 @@ class TrainStep:
             step_key = None if key is None else jax.random.fold_in(key, run.state.global_step)
             rate = np.float32(learning_rate)
             run.model.params, run.optimizer_state, metrics = step(
-                run.model.params, run.optimizer_state, batch.arrays, rate, step_key, run.model.frozen
+                run.model.params, run.optimizer_state, batch.arrays, rate, step_key, run.frozen
             )
             run.tokens_seen += batch.num_tokens
             run.state.num_input_tokens_seen += self._input_tokens(batch)

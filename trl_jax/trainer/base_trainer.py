@@ -84,11 +84,13 @@ class BaseTrainer(Surface):
         peft_config: Any = None,
         *,
         compute_loss_func: Callable | None = None,
+        reference: Callable[[RunState], None] | None = None,
     ):
         """Arguments in TRL's order; `args` is a `config_class`, made with "<model>-<name>" as output_dir if None.
 
         Args:
             compute_loss_func: the loss, of the model's outputs, the labels and the number of targets of the step.
+            reference: attaches a reference to the run, once the model is there (`run.construction.attach_reference`).
 
         Raises:
             TypeError, ValueError: an argument, row or checkpoint at fault, by name.
@@ -123,6 +125,8 @@ class BaseTrainer(Surface):
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
         self.accelerator = Accelerator(args, self.end)
         construction.divide(run)
+        if reference is not None:
+            reference(run)
         run.events = events_of(run, callbacks)
         begin_state(run)
         chosen = partial(choose, args, optimizers, optimizer_cls_and_kwargs)

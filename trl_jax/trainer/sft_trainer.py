@@ -17,6 +17,7 @@ from trl_jax.tasks.sft import SftTask
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.collator import DataCollatorForLanguageModeling
 from trl_jax.trainer.old_keywords import accepting_old_keywords, as_config
+from trl_jax.trainer.refusals import check_router
 from trl_jax.trainer.sft_config import SFTConfig
 
 _MOVED = (
@@ -97,7 +98,7 @@ class SFTTrainer(BaseTrainer):
             quantization_config, peft_config, compute_loss_func=compute_loss_func,
         )  # fmt: skip
         self.aux_loss_enabled = False
-        _check_router(self.args.router_aux_loss_coef, self.model.config)
+        check_router(self.args.router_aux_loss_coef, self.model.config)
 
     def make_task(self) -> SftTask:
         args = self.args
@@ -125,23 +126,4 @@ def _check_together(args: SFTConfig, data_collator: Any, compute_loss_func: Any)
         raise ValueError(
             "You passed a `compute_loss_func` together with `loss_type='dft'` to the `SFTTrainer`: either is "
             "the loss. Leave one out."
-        )
-
-
-def _check_router(coefficient: float | None, config: Any) -> None:
-    """Raise ValueError for a load-balancing loss that this release does not add, or that the model does not have."""
-    facts = config.to_dict()
-    if "output_router_logits" not in facts:
-        if coefficient:
-            raise ValueError(
-                f"`router_aux_loss_coef` is set to {coefficient} but {config.architectures[0]} is not a "
-                "Mixture-of-Experts model that returns its router logits, so there is no auxiliary loss to weight. "
-                "Leave it out."
-            )
-        return
-    own = facts.get("router_aux_loss_coef", 0.0)
-    if own if coefficient is None else coefficient:
-        raise ValueError(
-            f"router_aux_loss_coef={own if coefficient is None else coefficient} of {config.architectures[0]}: the "
-            "load-balancing loss is not in this release of trl_jax. Pass router_aux_loss_coef=0.0 to train without it."
         )

@@ -230,10 +230,16 @@ def _said(rendered: dict[str, list[int]], where: str) -> list[int]:
 
 def _behind(prompt: list[int], whole: list[int]) -> list[int]:
     """The mask of what is behind the prompt: 0 as far as both begin alike."""
+    alike = common_prefix(prompt, whole)
+    return [0] * alike + [1] * (len(whole) - alike)
+
+
+def common_prefix(prompt: list[int], whole: list[int]) -> int:
+    """How many tokens a prompt, and it with an answer, begin alike with; warns where these are not the whole prompt."""
     alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole, strict=False)))
     if alike < len(prompt):
         warn_of_prefix()
-    return [0] * alike + [1] * (len(whole) - alike)
+    return alike
 
 
 @cache

@@ -1,0 +1,76 @@
+"""Direct preference optimisation by real TRL and by us: each logged number at each step, and the weights at the end."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+
+from compat_tests.parity import reference
+from compat_tests.parity.dpo_cases import CASES
+from compat_tests.parity.marks import timeless
+from compat_tests.tiny import preference_rows
+
+KEYS = (
+    "loss grad_norm learning_rate entropy num_tokens logits/chosen logits/rejected mean_token_accuracy rewards/chosen "
+    "rewards/rejected rewards/accuracies rewards/margins logps/chosen logps/rejected epoch step"
+).split()
+# Differences that count as equal, relative to TRL's number, and absolute.
+RELATIVE, ABSOLUTE = 5e-5, 2e-5
+
+
+@pytest.fixture(scope="module")
+def both(checkpoint, tmp_path_factory):
+    """both(name) -> our run of a case, and TRL's."""
+    pytest.importorskip("trl", reason="parity is measured against real TRL")
+    done = {}
+
+    def run(name):
+        if name not in done:
+            case, folder = CASES[name], checkpoint(**CASES[name].model)
+            eval_rows = None if case.eval_rows is None else preference_rows(**case.eval_rows)
+            options = {"trainer": "DPO", "eval_rows": eval_rows} | case.config
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # of keep_end
+                done[name] = tuple(
+                    run(folder, preference_rows(**case.rows), tmp_path_factory.mktemp(name), **options)
+                    for run in (reference.run_ours, reference.run_trl)
+                )
+        return done[name]
+
+    return run
+
+
+def assert_same(ours, theirs):
+    ours, theirs = timeless(ours), timeless(theirs)
+    assert list(ours) == list(theirs)
+    undecided = abs(theirs.get("rewards/margins", 1)) < ABSOLUTE  # rounding says which answer of a pair is ahead
+    for key, value in theirs.items():
+        if key == "rewards/accuracies" and undecided:
+            continue
+        ours_close = ours[key] == pytest.approx(value, rel=RELATIVE, abs=ABSOLUTE)
+        assert ours_close, f"step {theirs.get('step')}, {key}: ours {ours[key]!r}, TRL's {value!r}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_curve_is_trls(both, name):
+    ours, theirs = both(name)
+    steps = [entry for entry in theirs.logs if "loss" in entry]
+    assert all(list(entry) == KEYS for entry in steps) and len(steps) >= 2
+    assert len(ours.logs) == len(theirs.logs)
+    for mine, other in zip(ours.logs, theirs.logs, strict=True):
+        assert_same(mine, other)
+    if theirs.evaluate_metrics is not None:
+        assert_same(ours.evaluate_metrics, theirs.evaluate_metrics)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_weights_after_the_run_are_trls(both, checkpoint, name):
+    ours, theirs = both(name)
+    assert sorted(ours.weights) == sorted(theirs.weights)
+    before = reference.read_weights(checkpoint(**CASES[name].model))
+    for tensor, wanted in theirs.weights.items():
+        np.testing.assert_allclose(ours.weights[tensor], wanted, rtol=0, atol=1e-3, err_msg=tensor)
+    tensor = "model.layers.0.mlp.up_proj.weight"
+    assert np.abs(theirs.weights[tensor] - before[tensor]).max() > 4e-3

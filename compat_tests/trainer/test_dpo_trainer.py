@@ -1,0 +1,215 @@
+"""DPOTrainer: its four references, what it prepares, evaluates, saves and resumes, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from datasets import Dataset, IterableDataset
+
+import trl_jax
+from compat_tests.parity.dpo_cases import CHAT, SMALL
+from compat_tests.parity.reference import BASE, read_weights
+from compat_tests.parity.test_dpo_curve import assert_same
+from compat_tests.tiny import preference_rows
+
+STEPS = {"max_steps": 3, "learning_rate": 3e-3, "max_length": 64}
+
+
+def table(n=16, kind="prompt", seed=0):
+    return Dataset.from_list(preference_rows(n, kind, seed=seed))
+
+
+def make(package, model, out, config=None, **arguments):
+    args = package.DPOConfig(str(out), **(BASE | STEPS | (config or {})))
+    arguments.setdefault("train_dataset", table())
+    return package.DPOTrainer(str(model) if hasattr(model, "joinpath") else model, args=args, **arguments)
+
+
+def trained(*given, **options):
+    trainer = make(*given, **options)
+    trainer.train()
+    return trainer
+
+
+def steps(trainer):
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.fixture
+def model(checkpoint):
+    return checkpoint(**SMALL)
+
+
+def test_fields_and_defaults_are_trls():
+    trl = pytest.importorskip("trl")
+
+    def facts(kind):
+        return [
+            (f.name, f.default_factory() if f.default is dataclasses.MISSING else f.default)
+            for f in dataclasses.fields(kind)
+            if f.init and not f.kw_only and (f.default is not dataclasses.MISSING or f.default_factory is not None)
+        ]
+
+    assert [fact for fact in facts(trl_jax.DPOConfig) if fact[0] != "output_dir"] == [
+        fact for fact in facts(trl.DPOConfig) if fact[0] != "output_dir"
+    ]
+
+
+@pytest.mark.parametrize("kind", ["text", "prompt", "chat", "chat_prompt"])
+@pytest.mark.parametrize("limit", [{}, {"max_length": 30}, {"max_length": None}])
+def test_prepared_rows_are_trls(checkpoint, tmp_path, kind, limit):
+    trl = pytest.importorskip("trl")
+    folder = checkpoint(**CHAT)
+    rows = table(12, kind)
+    ours, theirs = (
+        make(package, folder, tmp_path, limit, train_dataset=rows).train_dataset for package in (trl_jax, trl)
+    )
+    for column in ("prompt_ids", "chosen_ids", "rejected_ids"):
+        assert ours[column] == theirs[column]
+    for row in ours:
+        assert row["chosen_input_ids"] == (row["prompt_ids"] + row["chosen_ids"])[: limit.get("max_length", 64)]
+
+
+def test_a_given_reference_is_trls(checkpoint, model, tmp_path):
+    trl = pytest.importorskip("trl")
+    other = checkpoint(**SMALL, seed=5)
+    from transformers import AutoModelForCausalLM
+
+    theirs = trained(trl, model, tmp_path / "b", ref_model=AutoModelForCausalLM.from_pretrained(other, dtype="float32"))
+    ours = trained(trl_jax, model, tmp_path / "a", ref_model=str(other))
+    assert abs(steps(theirs)[0]["rewards/chosen"]) > 0.01
+    for mine, wanted in zip(steps(ours), steps(theirs), strict=True):
+        assert_same(mine, wanted)
+
+
+@pytest.mark.parametrize("config", [{}, {"precompute_ref_log_probs": True}])
+def test_under_a_new_adapter_the_reference_is_the_model_without_it(model, tmp_path, config):
+    trl, peft = pytest.importorskip("trl"), pytest.importorskip("peft")
+    lora = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "up_proj"], "task_type": "CAUSAL_LM"}
+    ours = trained(trl_jax, model, tmp_path / "a", config, peft_config=trl_jax.LoraConfig(**lora))
+    theirs = trained(trl, model, tmp_path / "b", config, peft_config=peft.LoraConfig(**lora))
+    assert steps(theirs)[-1]["rewards/chosen"] != 0
+    for mine, wanted in zip(steps(ours), steps(theirs), strict=True):
+        assert_same(mine, wanted)
+    assert not [path for path in ours.parts.run.frozen if path.startswith("reference.")]
+
+
+def test_an_adapter_that_trains_further_is_compared_with_a_copy_of_it(model, tmp_path):
+    lora = trl_jax.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    first = trained(trl_jax, model, tmp_path / "a", peft_config=lora)
+    first.save_model(str(tmp_path / "adapter"))
+    second = trained(trl_jax, tmp_path / "adapter", tmp_path / "b")
+    assert steps(second)[0]["loss"] == pytest.approx(np.log(2), abs=1e-6)
+    assert steps(second)[-1]["rewards/chosen"] != 0
+
+
+def test_the_policy_in_memory_is_its_own_reference(model, tmp_path):
+    policy = trl_jax.AutoModelForCausalLM.from_pretrained(str(model), dtype="float32")
+    policy.params = {path: array * 1.01 for path, array in policy.params.items()}
+    trainer = trained(trl_jax, policy, tmp_path)
+    assert steps(trainer)[0]["loss"] == pytest.approx(np.log(2), abs=1e-6)
+    with pytest.raises(ValueError, match="cannot be the same object"):
+        make(trl_jax, policy, tmp_path, ref_model=policy)
+
+
+def test_a_precomputed_reference_is_the_live_one(model, tmp_path):
+    live, before = (
+        trained(trl_jax, model, tmp_path / str(flag), {"precompute_ref_log_probs": flag, "batch_layout": "padded"})
+        for flag in (False, True)
+    )
+    for one, other in zip(steps(live), steps(before), strict=True):
+        assert_same(other, one)
+    assert before.parts.run.reference is None
+    with pytest.raises(ValueError, match="Cannot compute reference log-probs for a dataset passed"):
+        before.evaluate(table(4, seed=3))
+
+
+def test_an_evaluation_is_trls_of_one_batch(model, tmp_path):
+    """Of several batches TRL logs the mean of their means, we the mean over the set."""
+    trl = pytest.importorskip("trl")
+    pairs, one_batch = {"eval_dataset": table(8, seed=4)}, {"per_device_eval_batch_size": 8}
+    ours, theirs = (
+        trained(package, model, tmp_path / package.__name__, one_batch, **pairs) for package in (trl_jax, trl)
+    )
+    assert_same(ours.evaluate(), theirs.evaluate())
+    raw = table(8, seed=5)
+    assert_same(ours.evaluate(raw), theirs.evaluate(raw))
+
+
+def test_a_resumed_run_goes_on_to_the_bit_and_saves_no_reference(model, tmp_path):
+    saved = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    whole = trained(trl_jax, model, tmp_path / "a", saved)
+    again = make(trl_jax, model, tmp_path / "a", saved)
+    again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    assert steps(again) == steps(whole)
+    names = read_weights(tmp_path / "a" / "checkpoint-2").keys()
+    assert names == read_weights(model).keys()
+
+
+def test_a_saved_folder_loads_in_transformers(model, tmp_path):
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    trainer = trained(trl_jax, model, tmp_path / "a")
+    trainer.save_model(str(tmp_path / "out"))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    ids = torch.tensor([[5, 9, 11, 7]])
+    with torch.no_grad():
+        wanted = theirs(input_ids=ids).logits.numpy()
+    np.testing.assert_allclose(np.asarray(trainer.model(ids.numpy()).logits), wanted, atol=2e-4)
+
+
+def test_a_stream_trains(model, tmp_path):
+    rows = preference_rows(16, "prompt")
+    stream = IterableDataset.from_generator(lambda: iter(rows))
+    assert len(steps(trained(trl_jax, model, tmp_path, train_dataset=stream))) == 3
+    with pytest.raises(ValueError, match="not supported with IterableDataset"):
+        make(trl_jax, model, tmp_path, {"precompute_ref_log_probs": True}, train_dataset=stream)
+
+
+def test_tokenised_rows_are_taken_as_they_are(model, tmp_path):
+    first = make(trl_jax, model, tmp_path).train_dataset
+    ids = first.select_columns(["prompt_ids", "chosen_ids", "rejected_ids"])
+    again = make(trl_jax, model, tmp_path, train_dataset=ids).train_dataset
+    assert again["chosen_input_ids"] == first["chosen_input_ids"]
+    assert again["rejected_labels"] == first["rejected_labels"]
+
+
+def test_old_arguments_of_the_trainer(model, tmp_path):
+    with pytest.warns(FutureWarning, match="beta is an argument of DPOConfig"):
+        trainer = make(trl_jax, model, tmp_path, beta=0.3, max_length=33)
+    assert (trainer.args.beta, trainer.args.max_length) == (0.3, 33)
+    with pytest.raises(TypeError, match="max_prompt_length"):
+        make(trl_jax, model, tmp_path, max_prompt_length=10)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"sync_ref_model": True}, "sync_ref_model"),
+        ({"loss_type": "nothing"}, "Unknown loss type: nothing. Should be one of"),
+        ({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "`loss_weights` must have the same length"),
+        ({"f_divergence_type": "forward_kl", "loss_type": "bco_pair"}, "only supported for the following loss types"),
+        ({"f_divergence_type": "other"}, "Unknown f_divergence_type: other"),
+        ({"loss_type": "exo_pair"}, "Label smoothing must be greater than 0.0"),
+        ({"loss_type": "aot", "use_weighting": True}, "WPO-style weighting is not implemented"),
+        ({"loss_type": "aot", "batch_layout": "shared"}, "Pass batch_layout='padded'"),
+        ({"ld_alpha": 1.5}, "ld_alpha"),
+    ],
+)
+def test_arguments_that_are_refused(tmp_path, config, words):
+    with pytest.raises(ValueError, match=words):
+        trl_jax.DPOConfig(str(tmp_path), use_cpu=True, **config)
+
+
+def test_scripts_of_logits_are_refused(model, tmp_path):
+    class Own(trl_jax.DPOTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return 0.0
+
+    with pytest.raises(TypeError, match="Own overrides compute_loss"):
+        Own(str(model), args=trl_jax.DPOConfig(str(tmp_path), use_cpu=True), train_dataset=table())
+    with pytest.raises(ValueError, match="compute_metrics"):
+        make(trl_jax, model, tmp_path, compute_metrics=lambda found: {})
+    with pytest.raises(ValueError, match="several texts"):
+        make(trl_jax, model, tmp_path).predict(table(4))

@@ -1,0 +1,106 @@
+"""How each field of DPOConfig is handled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trl_jax.core.arguments import rules
+from trl_jax.core.arguments.base import BASE, COMMON
+from trl_jax.core.arguments.table import Handling, handled
+from trl_jax.core.arguments.values import show
+
+LOSSES = (
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
+    "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
+)  # fmt: skip
+DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
+_OF_ANY_DIVERGENCE = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
+_WITHOUT_WEIGHTS = {"aot", "aot_unpaired"}
+OF_BATCHES = {"aot", "aot_unpaired", "sft"}  # computed of the pairs of a micro-batch together
+
+
+def _losses(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if not isinstance(value, list) or not value:
+        return f"{show(name, value)}: wanted the names of losses, as in loss_type=['sigmoid']."
+    for loss in value:
+        if loss not in LOSSES:
+            return f"Unknown loss type: {loss}. Should be one of {list(LOSSES)}"
+    if "exo_pair" in value and not 0 < values["label_smoothing"] < 1:
+        return (
+            "Label smoothing must be greater than 0.0 when using 'exo_pair' loss, and below 1. The paper recommends a "
+            "value of 1e-3."
+        )
+    if "robust" in value and not 0 <= values["label_smoothing"] < 0.5:
+        return f"loss_type='robust' needs 0 <= label_smoothing < 0.5, found {values['label_smoothing']}."
+    if (batch := sorted(OF_BATCHES & set(value))) and values["batch_layout"] not in ("auto", "padded"):
+        return (
+            f"{', '.join(batch)} of loss_type is a loss of a micro-batch's pairs together, which "
+            f"{show('batch_layout', values['batch_layout'])} lays out by length. Pass batch_layout='padded'."
+        )
+    return None
+
+
+def _weights(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(isinstance(weight, int | float) for weight in value):
+        return f"{show(name, value)}: wanted a list of numbers, one for each of loss_type."
+    if len(value) != len(values["loss_type"]):
+        return (
+            "`loss_weights` must have the same length as `loss_type` when combining multiple losses. Got "
+            f"{len(value)} weights for {len(values['loss_type'])} loss types."
+        )
+    return None
+
+
+def _divergence(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if value not in DIVERGENCES:
+        return f"Unknown f_divergence_type: {value}. Should be one of {list(DIVERGENCES)}"
+    if value != "reverse_kl" and not set(values["loss_type"]) <= _OF_ANY_DIVERGENCE:
+        return (
+            f"`f_divergence_type={value!r}` is only supported for the following loss types: "
+            f"{sorted(_OF_ANY_DIVERGENCE)}. You provided {values['loss_type']}."
+        )
+    return None
+
+
+def _weighting(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if value and _WITHOUT_WEIGHTS & set(values["loss_type"]):
+        return (
+            "WPO-style weighting is not implemented for 'aot' or 'aot_unpaired' because they sort the pairs of a "
+            "batch. Leave use_weighting out."
+        )
+    return None
+
+
+def _truncation(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if value in ("keep_start", "keep_end"):
+        return None
+    return f"Unsupported truncation mode: {value}, expected 'keep_start' or 'keep_end'"
+
+
+DPO: dict[str, Handling] = {
+    **BASE,
+    **{name: line for name, line in COMMON.items() if name not in ("chat_template_path", "eos_token")},
+    **handled("label_names", "warned", "preference pairs have no column of labels."),
+    **handled("label_smoothing_factor", "warned", "preference losses have label_smoothing."),
+    **handled("router_aux_loss_coef", "native", rule=rules.number(0, optional=True, most=rules.MOST_FLOAT32)),
+    # Rows
+    **handled("truncation_mode", "native", rule=_truncation),
+    **handled("padding_free", "warned", "it is temporarily unavailable in TRL; batch_layout='packed' has no padding."),
+    # The reference
+    **handled("precompute_ref_log_probs", "native"),
+    **handled("precompute_ref_batch_size", "native", rule=rules.whole(1, optional=True, most=rules.MOST_EXAMPLES)),
+    **handled("sync_ref_model", "refused", "the reference stays as it is in this release of trl_jax. Leave it out."),
+    **handled("ref_model_mixup_alpha ref_model_sync_steps", "refused", "it belongs to sync_ref_model. Leave it out."),
+    # The loss
+    **handled("loss_type", "native", rule=_losses),
+    **handled("loss_weights", "native", rule=_weights),
+    **handled("beta discopop_tau", "native", rule=rules.number(1e-9, most=rules.MOST_FLOAT32)),
+    **handled("ld_alpha", "native", rule=rules.number(0, optional=True, most=1.0)),
+    **handled("label_smoothing", "native", rule=rules.number(0, most=1.0)),
+    **handled("f_divergence_type", "native", rule=_divergence),
+    **handled("f_alpha_divergence_coef", "native", rule=rules.number(-rules.MOST_FLOAT32, most=rules.MOST_FLOAT32)),
+    **handled("use_weighting", "native", rule=_weighting),
+}  # fmt: skip

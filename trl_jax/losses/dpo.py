@@ -1,0 +1,225 @@
+"""Losses of direct preference optimisation, on the log-probabilities that a policy and a reference give to answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+_REVERSE_KL = 1e-6  # alpha this near to 1 is the reverse KL divergence, its limit
+_MOST = 80.0  # of an exponent, whose power float32 can hold
+
+
+class PairLogps(NamedTuple):
+    """Float32 `[E]` each, of E pairs.
+
+    chosen, rejected: the policy's log-probability of each answer, summed over its tokens.
+    ref_chosen, ref_rejected: the reference's.
+    chosen_tokens, rejected_tokens: the number of tokens of each answer.
+    chosen_sum: as `chosen`, without the weighting of `length_desensitised`.
+    preference: the weight of each pair in WPO; no gradient goes through it.
+    """
+
+    chosen: jax.Array
+    rejected: jax.Array
+    ref_chosen: jax.Array
+    ref_rejected: jax.Array
+    chosen_tokens: jax.Array
+    rejected_tokens: jax.Array
+    chosen_sum: jax.Array
+    preference: jax.Array
+
+    @property
+    def ratios(self) -> tuple[jax.Array, jax.Array]:
+        """The logarithms of policy / reference, of chosen and rejected answers."""
+        return self.chosen - self.ref_chosen, self.rejected - self.ref_rejected
+
+
+@dataclass(frozen=True)
+class PreferenceLoss:
+    r"""The weighted sum of the losses that `names` names, by TRL's names.
+
+    With $c$, $r$ the log-ratios of policy and reference for the chosen and the rejected answer, $u$ their scores under
+    the divergence, and $\Delta = u_c - u_r$:
+
+    | name | loss of a pair | from |
+    | --- | --- | --- |
+    | sigmoid | $-\log \sigma(\beta \Delta)$ | DPO, arXiv:2305.18290, eq. 7 |
+    | hinge | $\max(0, 1 - \beta \Delta)$ | SLiC, arXiv:2305.10425 |
+    | ipo | $(u_c / n_c - u_r / n_r - 1 / 2 \beta)^2$ | IPO, arXiv:2310.12036, eq. 17; a token's mean |
+    | exo_pair | $KL(\sigma(\pm \beta \Delta) \| 1 - \epsilon, \epsilon)$ | EXO, arXiv:2402.00856, eq. 16 |
+    | nca_pair | $-\log \sigma(\beta c) - [\log \sigma(-\beta c) + \log \sigma(-\beta r)] / 2$ | NCA, arXiv:2402.05369 |
+    | robust | $[-(1-\epsilon) \log \sigma(\beta \Delta) + \epsilon \log \sigma(-\beta \Delta)] / (1 - 2 \epsilon)$ |
+      robust DPO, arXiv:2403.00409 |
+    | bco_pair | $-\log \sigma(\beta c) - \log \sigma(-\beta r)$ | BCO, arXiv:2404.04656 |
+    | sppo_hard | $(c - 1 / 2 \beta)^2 + (r + 1 / 2 \beta)^2$ | SPPO, arXiv:2405.00675 |
+    | aot, aot_unpaired | the smoothed sigmoid loss of sorted differences | AOT, arXiv:2406.05882 |
+    | apo_zero | $1 - \sigma(\beta c) + \sigma(\beta r)$ | APO, arXiv:2408.06266, eq. 7 |
+    | apo_down | $\sigma(\beta c) + 1 - \sigma(\beta (c - r))$ | APO, eq. 8 |
+    | discopop | a blend of $-\log \sigma(\beta \Delta)$ and $\exp(-\beta \Delta)$ | DiscoPOP, arXiv:2406.08414 |
+    | sft | the mean negative log-likelihood of the chosen tokens | as in RPO, arXiv:2404.19733 |
+    | sigmoid_norm | $-\log \sigma(\beta (u_c / n_c - u_r / n_r))$ | Tulu 3, arXiv:2411.15124 |
+
+    Args:
+        names, weights: the losses, and the factor of each.
+        divergence, alpha: of f-DPO (arXiv:2309.16240): reverse_kl, forward_kl, js_divergence or alpha_divergence.
+        label_smoothing: epsilon above.
+        tau: the temperature of discopop.
+        weighted: multiply the losses of each pair by its `preference` (WPO, arXiv:2406.11827, eq. 2).
+    """
+
+    names: tuple[str, ...] = ("sigmoid",)
+    weights: tuple[float, ...] = (1.0,)
+    beta: float = 0.1
+    divergence: str = "reverse_kl"
+    alpha: float = 0.5
+    label_smoothing: float = 0.0
+    tau: float = 0.05
+    weighted: bool = False
+
+    def __call__(self, pairs: PairLogps, weight: jax.Array) -> jax.Array:
+        """The loss of the pairs, a float32 scalar.
+
+        Args:
+            weight: `[E]` share of each pair in the step's loss; 0 marks one that only fills the shape. Losses of
+                `WHOLE_BATCH` are computed of the pairs together, which weigh the same.
+        """
+        factor, total = pairs.preference if self.weighted else 1.0, jnp.zeros(())
+        for name, share in zip(self.names, self.weights, strict=True):
+            together = name in WHOLE_BATCH
+            losses = WHOLE_BATCH[name](self, pairs, weight > 0) if together else PER_PAIR[name](self, pairs)
+            total += share * jnp.sum(weight * losses * factor)
+        return total
+
+    def scores(self, pairs: PairLogps) -> tuple[jax.Array, jax.Array]:
+        """The scores of chosen and rejected answers, `[E]` each: the derivative of f at the ratio (f-DPO, table 1)."""
+        return tuple(map(self._score, pairs.ratios))
+
+    def _score(self, ratio: jax.Array) -> jax.Array:
+        order = self.alpha - 1
+        if self.divergence == "forward_kl":
+            return 1 - jnp.exp(-ratio)
+        if self.divergence == "js_divergence":
+            return math.log(2) + jax.nn.log_sigmoid(ratio)
+        if self.divergence == "alpha_divergence" and abs(order) >= _REVERSE_KL:
+            return (jnp.exp(jnp.minimum(order * ratio, _MOST)) - 1) / order
+        return ratio
+
+    def lead(self, pairs: PairLogps) -> jax.Array:
+        """beta times the difference of the scores, `[E]`."""
+        chosen, rejected = self.scores(pairs)
+        return self.beta * (chosen - rejected)
+
+    def lead_per_token(self, pairs: PairLogps) -> jax.Array:
+        """The difference of the scores, each divided by the answer's tokens, `[E]`."""
+        chosen, rejected = self.scores(pairs)
+        return chosen / jnp.maximum(pairs.chosen_tokens, 1) - rejected / jnp.maximum(pairs.rejected_tokens, 1)
+
+
+def length_desensitised(head: jax.Array, tail: jax.Array, alpha: float | None) -> jax.Array:
+    """The log-probability of answers in LD-DPO (arXiv:2409.06411, eq. 10): the tokens beyond the length of the pair's
+    shorter answer, whose sum is `tail`, count by `alpha`. None counts them whole."""
+    return head + tail if alpha is None else head + alpha * tail
+
+
+def _hinge(loss: PreferenceLoss, pairs: PairLogps) -> jax.Array:
+    return jax.nn.relu(1 - loss.lead(pairs))
+
+
+def _ipo(loss: PreferenceLoss, pairs: PairLogps) -> jax.Array:
+    return jnp.square(loss.lead_per_token(pairs) - 1 / (2 * loss.beta))
+
+
+def _exo_pair(loss: PreferenceLoss, pairs: PairLogps) -> jax.Array:
+    lead, flipped = loss.lead(pairs), loss.label_smoothing
+    wins = jax.nn.sigmoid(lead) * (jax.nn.log_sigmoid(lead) - math.log1p(-flipped))
+    return wins + jax.nn.sigmoid(-lead) * (jax.nn.log_sigmoid(-lead) - math.log(flipped))
+
+
+def _nca_pair(loss: PreferenceLoss, pairs: PairLogps) -> jax.Array:
+    chosen, rejected = (loss.beta * ratio for ratio in pairs.ratios)
+    both = jax.nn.log_sigmoid(-chosen) + jax.nn.log_sigmoid(-rejected)
+    return -jax.nn.log_sigmoid(chosen) - 0.5 * both
+
+
+def _robust(loss: PreferenceLoss, pairs: PairLogps) -> jax.Array:
+    lead, flipped = loss.lead(pairs), loss.label_smoothing
+    clean = (1 - flipped) * -jax.nn.log_sigmoid(lead) + flipped * jax.nn.log_sigmoid(-lead)
+    return clean / (1 - 2 * flipped)
+
+
+def _bco_pair(loss: PreferenceLoss, pairs: PairLogps) -> jax.Array:
+    chosen, rejected = (loss.beta * ratio for ratio in pairs.ratios)
+    return -jax.nn.log_sigmoid(chosen) - jax.nn.log_sigmoid(-rejected)
+
+
+def _sppo_hard(loss: PreferenceLoss, pairs: PairLogps) -> jax.Array:
+    (chosen, rejected), aim = pairs.ratios, 0.5 / loss.beta
+    return jnp.square(chosen - aim) + jnp.square(rejected + aim)
+
+
+def _apo_zero(loss: PreferenceLoss, pairs: PairLogps) -> jax.Array:
+    chosen, rejected = (jax.nn.sigmoid(loss.beta * ratio) for ratio in pairs.ratios)
+    return 1 - chosen + rejected
+
+
+def _apo_down(loss: PreferenceLoss, pairs: PairLogps) -> jax.Array:
+    chosen, rejected = pairs.ratios
+    return jax.nn.sigmoid(loss.beta * chosen) + 1 - jax.nn.sigmoid(loss.beta * (chosen - rejected))
+
+
+def _discopop(loss: PreferenceLoss, pairs: PairLogps) -> jax.Array:
+    lead = loss.lead(pairs)
+    share = jax.nn.sigmoid(lead / loss.tau)
+    return -jax.nn.log_sigmoid(lead) * (1 - share) + jnp.exp(-lead) * share
+
+
+def _aot(loss: PreferenceLoss, pairs: PairLogps, real: jax.Array) -> jax.Array:
+    policy, reference = pairs.chosen - pairs.rejected, pairs.ref_chosen - pairs.ref_rejected
+    return _sorted(loss, policy, reference, real)
+
+
+def _aot_unpaired(loss: PreferenceLoss, pairs: PairLogps, real: jax.Array) -> jax.Array:
+    return _sorted(loss, *pairs.ratios, real)
+
+
+def _sorted(loss: PreferenceLoss, first: jax.Array, second: jax.Array, real: jax.Array) -> jax.Array:
+    """The smoothed sigmoid loss of the differences of two sorted samples: the first of `[E]` are those of real ones."""
+    first, second = (jnp.sort(jnp.where(real, values, jnp.inf)) for values in (first, second))
+    filled = jnp.arange(len(real)) >= jnp.sum(real)
+    lead = loss.beta * jnp.where(filled, 0, jnp.where(filled, 0, first) - jnp.where(filled, 0, second))
+    kept, flipped = jax.nn.log_sigmoid(lead), jax.nn.log_sigmoid(-lead)
+    losses = -kept * (1 - loss.label_smoothing) - flipped * loss.label_smoothing
+    # Real pairs weigh the same, wherever they stand: their mean for each.
+    return jnp.sum(jnp.where(filled, 0, losses)) / jnp.maximum(1, jnp.sum(real)) * jnp.ones(len(real))
+
+
+def _sft(loss: PreferenceLoss, pairs: PairLogps, real: jax.Array) -> jax.Array:
+    tokens = jnp.maximum(1, jnp.sum(jnp.where(real, pairs.chosen_tokens, 0)))
+    return -jnp.sum(jnp.where(real, pairs.chosen_sum, 0)) / tokens * jnp.ones(len(real))
+
+
+PER_PAIR: dict[str, Callable[[PreferenceLoss, PairLogps], jax.Array]] = {
+    "sigmoid": lambda loss, pairs: -jax.nn.log_sigmoid(loss.lead(pairs)),
+    "hinge": _hinge,
+    "ipo": _ipo,
+    "exo_pair": _exo_pair,
+    "nca_pair": _nca_pair,
+    "robust": _robust,
+    "bco_pair": _bco_pair,
+    "sppo_hard": _sppo_hard,
+    "apo_zero": _apo_zero,
+    "apo_down": _apo_down,
+    "discopop": _discopop,
+    "sigmoid_norm": lambda loss, pairs: -jax.nn.log_sigmoid(loss.beta * loss.lead_per_token(pairs)),
+}
+# Losses of the pairs of a micro-batch together, which no other layout than padded rows keeps apart.
+WHOLE_BATCH: dict[str, Callable[[PreferenceLoss, PairLogps, jax.Array], jax.Array]] = {
+    "aot": _aot,
+    "aot_unpaired": _aot_unpaired,
+    "sft": _sft,
+}

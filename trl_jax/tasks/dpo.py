@@ -1,0 +1,186 @@
+"""Direct preference optimisation: a policy is trained to prefer chosen answers, as compared with a reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from datasets import Dataset, IterableDataset
+
+from trl_jax.core.token_outputs import TokenOutputs
+from trl_jax.data.example import Columns, Example, Measured
+from trl_jax.data.layout.batch import Batch
+from trl_jax.data.rows import dpo as rows
+from trl_jax.losses.dpo import PairLogps, PreferenceLoss, length_desensitised
+from trl_jax.losses.sums import counted, of_texts, summed
+from trl_jax.tasks.metrics import joined
+
+REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
+_TOKEN_SUMS = ("entropy", "targets", "logits", "correct")
+_PAIR_SUMS = ("reward_chosen", "reward_rejected", "wins", "logps_chosen", "logps_rejected", "examples")
+
+
+@dataclass(frozen=True)
+class DpoTask:
+    """TRL's direct preference optimisation: two texts an example, of which the answers' tokens are labelled.
+
+    objective: the loss of pairs, with its options.
+    ld_alpha: what tokens beyond the length of the pair's shorter answer count (LD-DPO); None counts all alike.
+    max_length, truncation_mode: how a prompt with its answer is cut, whichever set it is of.
+    """
+
+    objective: PreferenceLoss = field(default_factory=PreferenceLoss)
+    ld_alpha: float | None = None
+    max_length: int | None = None
+    truncation_mode: str = "keep_start"
+
+    head: ClassVar[Literal["lm"]] = "lm"
+    per_token: ClassVar[bool] = False
+    num_tokens_after: ClassVar[str] = "entropy"
+    columns: ClassVar[Columns] = Columns(
+        ("chosen_input_ids", "rejected_input_ids"),
+        numbers=REFERENCE_COLUMNS,
+        labels=("chosen_labels", "rejected_labels"),
+        optional=REFERENCE_COLUMNS,
+    )
+
+    def prepare(
+        self,
+        dataset: Dataset | IterableDataset,
+        tokenizer: Any,
+        *,
+        max_length: int | None,
+        num_proc: int | None,
+        name: str,
+    ) -> Dataset | IterableDataset:
+        """Add TRL's `prompt_ids`, `chosen_ids` and `rejected_ids`, and the texts and labels of `columns`."""
+        del max_length  # a set to predict is cut as the others are
+        limits = {"max_length": self.max_length, "keep_end": self.truncation_mode == "keep_end"}
+        return rows.prepare(dataset, tokenizer, num_proc=num_proc, name=name, **limits)
+
+    def example(self, row: dict[str, Any]) -> Example:
+        """Both texts of a row, their labels, and the reference's log-probabilities, where they are precomputed."""
+        return self.columns.example(row)
+
+    def per_text(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
+        """Sums over the targets of each text, `[X]`. `logps` has the weighting of `ld_alpha`, `logps_sum` has not."""
+        texts = 2 * len(batch.weight)
+        ones = jnp.ones(len(batch.text))
+        targets = of_texts(ones, batch.text, texts)
+        fixed = jax.lax.stop_gradient(outputs)
+        values = {
+            "logps_sum": outputs.logps,
+            "entropy": fixed.entropy,
+            "correct": fixed.correct,
+            "logits": fixed.mean_logits,
+            "aligned": fixed.logps - fixed.log_sum_sq_probs,
+        }
+        sums = {name: of_texts(value, batch.text, texts) for name, value in values.items()}
+        logps = sums["logps_sum"]
+        if self.ld_alpha is not None:
+            tail = of_texts(outputs.logps * _beyond_shorter(batch.text, targets), batch.text, texts)
+            logps = length_desensitised(logps - tail, tail, self.ld_alpha)
+        return sums | {"logps": logps, "targets": targets}
+
+    def loss(
+        self, outputs: dict[str, jax.Array], batch: Batch | Measured
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The weighted sum of the losses of pairs, and sums over the micro-batches.
+
+        Args:
+            outputs: of `per_text`, with `ref_logps`, the reference's `logps`, unless the batch has them.
+        """
+        chosen, rejected = ({name: part[i] for name, part in _halves(outputs).items()} for i in range(2))
+        if "ref_logps" not in outputs:
+            chosen["ref_logps"], rejected["ref_logps"] = (batch.extras[name] for name in REFERENCE_COLUMNS)
+        pairs = _pairs(chosen, rejected)
+        real, rewards = counted(batch.weight, batch.micro_batch), [self.objective.beta * r for r in pairs.ratios]
+        sums = {
+            f"{name}_{side}": summed(part[name], real)
+            for name in _TOKEN_SUMS
+            for side, part in (("chosen", chosen), ("rejected", rejected))
+        }
+        sums |= {
+            "reward_chosen": summed(rewards[0], real),
+            "reward_rejected": summed(rewards[1], real),
+            "wins": summed(rewards[0] > rewards[1], real),
+            "logps_chosen": summed(pairs.chosen, real),
+            "logps_rejected": summed(pairs.rejected, real),
+            "examples": summed(1.0, real),
+        }
+        return self.objective(pairs, batch.weight), sums
+
+    def metrics(self, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float]:
+        """TRL's metrics: means over the micro-batches of their means; in an evaluation, means over the set.
+
+        Entropy, logits and accuracy are means over tokens, the others over pairs.
+        """
+        names = [f"{name}_{side}" for name in _TOKEN_SUMS for side in ("chosen", "rejected")]
+        totals = joined(sums, dict.fromkeys((*names, *_PAIR_SUMS), np.sum), count="examples")
+        if not totals["examples"].size:
+            return {}
+        if split != "train":
+            totals = {name: values.sum(keepdims=True) for name, values in totals.items()}
+
+        def mean(total: np.ndarray, count: np.ndarray) -> float:
+            return float(np.mean(total / np.maximum(count, 1)))
+
+        tokens, pairs = totals["targets_chosen"] + totals["targets_rejected"], totals["examples"]
+        by_token = {f"logits/{side}": mean(totals[f"logits_{side}"], totals[f"targets_{side}"]) for side in _SIDES}
+        rewards = {f"rewards/{side}": mean(totals[f"reward_{side}"], pairs) for side in _SIDES}
+        margins = totals["reward_chosen"] - totals["reward_rejected"]
+        return {
+            "entropy": mean(totals["entropy_chosen"] + totals["entropy_rejected"], tokens),
+            **by_token,
+            "mean_token_accuracy": mean(totals["correct_chosen"], totals["targets_chosen"]),
+            **rewards,
+            "rewards/accuracies": mean(totals["wins"], pairs),
+            "rewards/margins": mean(margins, pairs),
+            **{f"logps/{side}": mean(totals[f"logps_{side}"], pairs) for side in _SIDES},
+        }
+
+    def predictions(self, outputs: np.ndarray, num_examples: int) -> np.ndarray:
+        """Not asked for: DPOTrainer refuses compute_metrics and predict()."""
+        raise NotImplementedError("DPO has no predictions.")
+
+    def inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The batch as it is."""
+        return batch
+
+
+_SIDES = ("chosen", "rejected")
+
+
+def _halves(outputs: dict[str, jax.Array]) -> dict[str, list[jax.Array]]:
+    """Of each of the outputs `[2E]` those of chosen and those of rejected answers, `[E]`."""
+    return {name: jnp.split(values, 2) for name, values in outputs.items()}
+
+
+def _pairs(chosen: dict[str, jax.Array], rejected: dict[str, jax.Array]) -> PairLogps:
+    aligned = (jnp.exp(side["aligned"] / jnp.maximum(side["targets"], 1)) for side in (chosen, rejected))
+    return PairLogps(
+        chosen["logps"],
+        rejected["logps"],
+        chosen["ref_logps"],
+        rejected["ref_logps"],
+        chosen["targets"],
+        rejected["targets"],
+        chosen["logps_sum"],
+        next(aligned) * next(aligned),
+    )
+
+
+def _beyond_shorter(text: jax.Array, targets: jax.Array) -> jax.Array:
+    """Which reads `[N]` are of tokens beyond the length of the pair's shorter answer.
+
+    Args:
+        text: `[N]`, the text of each read, whose reads are in order and stand together.
+        targets: `[2E]`, the number of reads of each text.
+    """
+    number = jnp.arange(len(text))
+    start = jnp.full(len(targets) + 1, len(text)).at[text].min(number)
+    shorter = jnp.tile(jnp.minimum(*jnp.split(targets, 2)), 2)
+    return number - start[text] >= jnp.append(shorter, 0)[text]

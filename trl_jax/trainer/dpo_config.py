@@ -1,0 +1,150 @@
+"""DPOConfig: BaseConfig with the arguments of direct preference optimisation."""
+
+import warnings
+from dataclasses import dataclass, field
+
+from trl_jax.core.arguments.dpo import DPO, OF_BATCHES
+from trl_jax.run.arguments.base_config import BaseConfig
+
+
+@dataclass(repr=False)
+class DPOConfig(BaseConfig):
+    """The arguments of DPOTrainer, in TRL's names, defaults and positional order; our own come last.
+
+    Besides the fields of TrainingArguments and of BaseConfig (batch_layout, remat_policy, mesh_shape and others):
+
+        router_aux_loss_coef: weight of the load-balancing loss of mixtures of experts; None takes the model's own, 0.0
+            leaves it out.
+        disable_dropout: trains without dropout.
+        dataset_num_proc: processes that tokenise.
+        max_length: longest prompt and answer together, in tokens; what is beyond is cut off. None cuts nothing.
+        truncation_mode: "keep_start" cuts the end off, "keep_end" (deprecated) the beginning.
+        padding_free: without effect; `batch_layout` has layouts without padding.
+        pad_to_multiple_of: row lengths in tokens are rounded up to a multiple of it. "auto" rounds up to a short
+            ladder of lengths (32 tokens apart, from 256 on four an octave), so that few shapes compile; None keeps
+            each batch's longest. Losses do not depend on it.
+        precompute_ref_log_probs: compute the reference's log-probabilities once, before training, and drop it.
+        precompute_ref_batch_size: pairs of a batch then; None takes those of training or evaluation.
+        loss_type: one or more of "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair",
+            "sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm";
+            `trl_jax.losses.dpo` has their formulas.
+        loss_weights: the factor of each loss; None means 1.0 for all.
+        ld_alpha: what tokens beyond the length of the shorter answer count, from 0.0 to 1.0 (LD-DPO); None: as others.
+        f_divergence_type: "reverse_kl", "forward_kl", "js_divergence" or "alpha_divergence" (f-DPO).
+        f_alpha_divergence_coef: alpha of "alpha_divergence".
+        label_smoothing: the probability that a preference is the wrong way round, of "robust", "exo_pair", "aot" and
+            "aot_unpaired".
+        beta: how strongly the policy is held near the reference; tau of "ipo".
+        use_weighting: weights each pair by how likely the policy is to write it (WPO).
+        discopop_tau: temperature of "discopop".
+        activation_offloading: the inputs of layers, which "nothing_saveable" keeps all the same, wait in the host's
+            memory; it takes the place of remat_policy.
+        sync_ref_model, ref_model_mixup_alpha, ref_model_sync_steps: refused; the reference stays as it is.
+        pad_token: deprecated; set it on the tokenizer.
+    """
+
+    argument_table = DPO
+    _argument_group_name = "training"
+
+    learning_rate: float = field(default=1e-6, metadata={"help": "Peak learning rate of AdamW."})
+
+    router_aux_loss_coef: float | None = field(
+        default=None,
+        metadata={"help": "Weight of the loss that balances experts. Unset, as in the model; 0 is off."},
+    )
+    disable_dropout: bool = field(default=True, metadata={"help": "Train without dropout."})
+
+    dataset_num_proc: int | None = field(
+        default=None, metadata={"help": "Processes that tokenise the dataset."}
+    )
+    max_length: int | None = field(
+        default=1024,
+        metadata={"help": "Longest prompt with its answer in tokens, the rest is cut off. None cuts nothing."},
+    )
+    truncation_mode: str = field(
+        default="keep_start",
+        metadata={
+            "help": "Part of a text beyond max_length that stays. 'keep_end' is deprecated.",
+            "choices": ["keep_end", "keep_start"],
+        },
+    )
+    padding_free: bool = field(
+        default=False, metadata={"help": "Accepted without effect; batch_layout has layouts without padding."}
+    )
+    pad_to_multiple_of: int | str | None = field(
+        default="auto",
+        metadata={
+            "help": "Round row lengths up to a multiple of it. 'auto' rounds up to a short ladder of lengths (32 "
+            "tokens apart, from 256 on four an octave), so that few shapes compile; None rounds nothing. Losses do not "
+            "depend on it."
+        },
+    )
+    precompute_ref_log_probs: bool = field(
+        default=False,
+        metadata={"help": "Compute the reference's log-probabilities once, before training, and drop it."},
+    )
+    precompute_ref_batch_size: int | None = field(
+        default=None, metadata={"help": "Pairs of a batch then. Unset, those of training or evaluation."}
+    )
+
+    loss_type: list[str] = field(
+        default_factory=lambda: ["sigmoid"],
+        metadata={
+            "help": "One or more losses, which are added: 'sigmoid', 'hinge', 'ipo', 'exo_pair', 'nca_pair', 'robust', "
+            "'bco_pair', 'sppo_hard', 'aot', 'aot_unpaired', 'apo_zero', 'apo_down', 'discopop', 'sft', "
+            "'sigmoid_norm'."
+        },
+    )
+    loss_weights: list[float] | None = field(
+        default=None, metadata={"help": "Factor of each loss, as in 0.8 0.2 1.0. Unset, 1.0."}
+    )
+    ld_alpha: float | None = field(
+        default=None,
+        metadata={
+            "help": "What tokens beyond the length of the shorter answer count (LD-DPO), from 0.0 to 1.0. Unset, as "
+            "the others."
+        },
+    )
+    f_divergence_type: str = field(
+        default="reverse_kl",
+        metadata={
+            "help": "Divergence between policy and reference: 'reverse_kl', 'forward_kl', 'js_divergence' or "
+            "'alpha_divergence' (f-DPO)."
+        },
+    )
+    f_alpha_divergence_coef: float = field(default=0.5, metadata={"help": "Alpha of 'alpha_divergence'."})
+    label_smoothing: float = field(
+        default=0.0,
+        metadata={
+            "help": "Probability that a preference is the wrong way round, of 'robust', 'exo_pair', 'aot' and "
+            "'aot_unpaired'."
+        },
+    )
+    beta: float = field(
+        default=0.1, metadata={"help": "How strongly the policy is held near the reference; tau of 'ipo'."}
+    )
+    use_weighting: bool = field(
+        default=False, metadata={"help": "Weight pairs by how likely the policy is to write them (WPO)."}
+    )
+    discopop_tau: float = field(default=0.05, metadata={"help": "Temperature of 'discopop'."})
+    activation_offloading: bool = field(
+        default=False,
+        metadata={"help": "Keep what gradient checkpointing keeps, each layer's input, in the host's memory."},
+    )
+    sync_ref_model: bool = field(default=False, metadata={"help": "Not supported: the reference stays as it is."})
+    ref_model_mixup_alpha: float = field(default=0.6, metadata={"help": "Of sync_ref_model, not supported."})
+    ref_model_sync_steps: int = field(default=512, metadata={"help": "Of sync_ref_model, not supported."})
+
+    pad_token: str | None = field(
+        default=None, metadata={"help": "Deprecated: set it on the tokenizer instead."}
+    )
+
+    def __post_init__(self):
+        if isinstance(self.loss_type, str):
+            self.loss_type = [self.loss_type]
+        if self.truncation_mode == "keep_end":
+            text = "truncation_mode='keep_end' is deprecated: use truncation_mode='keep_start', the default."
+            warnings.warn(text, FutureWarning, stacklevel=self._frames_to_caller())
+        super().__post_init__()
+        if self.batch_layout == "auto" and OF_BATCHES & set(self.loss_type):
+            self.batch_layout = "padded"
