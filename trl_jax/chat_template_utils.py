@@ -9,8 +9,8 @@ from jinja2 import TemplateError
 
 from trl_jax.data.rows.multimodal import prepare_multimodal_messages
 from trl_jax.data.rows.special_tokens import clone_into
-from trl_jax.data.rows.training_template import has_generation_markers as has_generation_markers
-from trl_jax.data.rows.training_template import training_template
+from trl_jax.data.rows.templates.training import has_generation_markers as has_generation_markers
+from trl_jax.data.rows.templates.training import training_template
 
 # What a template may leave out of a tool's call and answer: words that stand in no template.
 _TOOL, _ARGUMENT, _VALUE, _ANSWER = "called_by_name_7f3a", "with_argument_5c1e", "of_this_value_9b2d", "gives_that_4e8f"

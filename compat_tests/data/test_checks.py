@@ -10,7 +10,7 @@ from datasets import Dataset, DatasetDict, Features, IterableDataset, List, Valu
 
 from compat_tests.tiny import preference_rows, tiny_tokenizer
 from trl_jax.data.rows import checks
-from trl_jax.data.rows.preference import prepare
+from trl_jax.data.rows.preference.reward import prepare
 
 CHAT = [{"role": "user", "content": "hi"}]
 GOOD = {"chosen": "a", "rejected": "b"}

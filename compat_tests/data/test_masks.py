@@ -9,7 +9,7 @@ from datasets import ClassLabel, Dataset, Features, IterableDataset, List, Value
 
 from compat_tests.tiny import preference_rows, tiny_tokenizer
 from trl_jax.data.rows import checks
-from trl_jax.data.rows.preference import prepare
+from trl_jax.data.rows.preference.reward import prepare
 
 MASKED = ("attention_mask_chosen", "attention_mask_rejected")
 

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from compat_tests.tiny import preference_rows, tiny_tokenizer
-from trl_jax.data.rows import pairs as rows_of_pairs
-from trl_jax.data.rows.preference import prepare
+from trl_jax.data.rows.preference import pairs as rows_of_pairs
+from trl_jax.data.rows.preference.reward import prepare
 
 TEMPLATE = (
     "{% if tools is not none %}tools: {{ tools | tojson }}\n{% endif %}"

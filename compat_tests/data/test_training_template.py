@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from compat_tests.tiny import tiny_tokenizer
-from trl_jax.data.rows import training_template as ours
-from trl_jax.data.rows.marked_template import marked
-from trl_jax.data.rows.rendering import render
+from trl_jax.data.rows.templates import training as ours
+from trl_jax.data.rows.templates.marked import marked
+from trl_jax.data.rows.templates.rendering import render
 
 TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>"}
 TOOLS = [{"type": "function", "function": {"name": "clock", "description": "the time", "parameters": {}}}]

@@ -17,8 +17,8 @@ from trl_jax.dryrun import abstract_run, trace
 from trl_jax.dryrun.plan import Plan, Run, plan
 from trl_jax.hub.auto import find_checkpoint
 from trl_jax.hub.peft.quantization import BitsAndBytesConfig
-from trl_jax.run.model_loading import outlined
-from trl_jax.run.rng import run_key
+from trl_jax.run.model.loading import outlined
+from trl_jax.run.step.rng import run_key
 
 LORA = LoraConfig(r=4, target_modules="all-linear", task_type="SEQ_CLS")
 NESTED = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)

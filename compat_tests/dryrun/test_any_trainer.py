@@ -25,7 +25,7 @@ from trl_jax.dryrun.step_flops import head_flops
 from trl_jax.hub.auto import find_checkpoint
 from trl_jax.scripts import training
 from trl_jax.scripts.plan import without_part
-from trl_jax.scripts.plan_text import text
+from trl_jax.scripts.plan.text import text
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 

@@ -205,7 +205,7 @@ def rows(dice: random.Random) -> None:
     from datasets import IterableDataset
 
     from compat_tests.tiny import preference_rows, tiny_tokenizer
-    from trl_jax.data.rows import preference
+    from trl_jax.data.rows.preference import reward as preference
 
     kind = dice.choice(["text", "prompt", "chat", "chat_prompt"])
     made = preference_rows(3, kind, margin=dice.random() < 0.3)

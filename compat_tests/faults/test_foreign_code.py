@@ -22,7 +22,7 @@ from trl_jax.engine.devices import compilation
 from trl_jax.engine.devices.own_folder import own_folder
 from trl_jax.hub import auto
 from trl_jax.hub.torch.optimizer_state import write_adamw_moments
-from trl_jax.run import model_loading
+from trl_jax.run.model import loading as model_loading
 from trl_jax.trainer import base_trainer
 
 ROOT = Path(__file__).resolve().parents[2]

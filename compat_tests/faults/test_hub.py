@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 import trl_jax
 from compat_tests.hub.loopback import TOKEN, serving
 from compat_tests.trainer.trainers import FACTS, make, table
-from trl_jax.hub import push
+from trl_jax.hub.network import push
 
 NAME = "somebody/judge"
 CONFIG = {"push_to_hub": True, "hub_model_id": "judge", "hub_token": TOKEN, "save_strategy": "steps", "save_steps": 2}
@@ -180,7 +180,7 @@ def test_row42_the_last_push_is_tried_again_at_the_end(train, hub, caplog):
 
 def test_row41_a_hub_that_is_down_is_noticed_before_a_model_is_loaded(trainer, hub, monkeypatch):
     hub.close()
-    monkeypatch.setattr("trl_jax.run.model_loading.find", lambda *given: pytest.fail("looked at the model"))
+    monkeypatch.setattr("trl_jax.run.model.loading.find", lambda *given: pytest.fail("looked at the model"))
     start = time.time()
     with pytest.raises(ConnectionError, match="The repository 'judge' on the Hub cannot be opened: ConnectError: "):
         trainer()

@@ -19,8 +19,8 @@ import pytest
 import trl_jax
 from compat_tests.hub.loopback import TOKEN, Repository, serving
 from compat_tests.trainer.trainers import FACTS, make, table
-from trl_jax.hub import digests, limits, push
-from trl_jax.hub.push import Publisher, Upload
+from trl_jax.hub.network import digests, limits, push
+from trl_jax.hub.network.push import Publisher, Upload
 
 NAME, WEIGHTS = "somebody/judge", "model.safetensors"
 CONFIG = {"push_to_hub": True, "hub_model_id": "judge", "hub_token": TOKEN, "save_strategy": "steps", "save_steps": 1}
@@ -197,7 +197,7 @@ def test_a_signal_at_the_end_of_training_cuts_the_upload_off(trainer, hub, tmp_p
 PUSH = """
 import sys, time
 from pathlib import Path
-from trl_jax.hub.push import Publisher, Upload
+from trl_jax.hub.network.push import Publisher, Upload
 publisher = Publisher("judge", token=sys.argv[2], private=None, revision=None)
 uploads = [Upload(Path(sys.argv[1]), "mine", ["a.safetensors", "b.safetensors"])]
 if sys.argv[3] == "later":

@@ -8,7 +8,7 @@ import pytest
 from compat_tests.faults.broken import trainer as make
 from compat_tests.faults.test_faults import refuses
 from compat_tests.trainer.trainers import Uncompiled
-from trl_jax.run import train_step
+from trl_jax.run.step import train_step
 
 CHAT = [
     {"chosen": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}],

@@ -15,7 +15,7 @@ from compat_tests.tiny import preference_rows, tiny_tokenizer
 from trl_jax.core.printable import printable
 from trl_jax.data.rows import cutting
 from trl_jax.data.rows import streaming as streams
-from trl_jax.data.rows.preference import prepare
+from trl_jax.data.rows.preference.reward import prepare
 
 CHAT = [{"role": "user", "content": "hi"}]
 GOOD = {"chosen": "a", "rejected": "b"}

@@ -26,7 +26,7 @@ from compat_tests.tiny import preference_rows
 from compat_tests.trainer.trainers import FACTS, table
 from trl_jax.cli.main import main
 from trl_jax.core import secrets
-from trl_jax.hub import push
+from trl_jax.hub.network import push
 from trl_jax.run.output.resuming import log_changes
 
 MARK = "Mark7of3a9Secret"

@@ -11,8 +11,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
 
 from compat_tests.tiny import tiny_tokenizer
-from trl_jax.data.rows import template_limits
-from trl_jax.data.rows.preference import prepare
+from trl_jax.data.rows.preference.reward import prepare
+from trl_jax.data.rows.templates import limits as template_limits
 
 CHAT = [{"role": "user", "content": "hi"}]
 ROW = {"chosen": CHAT, "rejected": CHAT}

@@ -17,7 +17,8 @@ from compat_tests.faults.broken import INDEX, WEIGHTS, copied, header_of, traine
 from compat_tests.faults.killed_saves import save
 from compat_tests.tiny import preference_rows
 from compat_tests.trainer.trainers import FACTS, make
-from trl_jax.core import memory_errors, strict_json
+from trl_jax.core import memory_errors
+from trl_jax.core.files import strict_json
 from trl_jax.core.printable import brief, listed
 from trl_jax.engine.checkpoints.manifest import MANIFEST, BrokenCheckpoint, digest
 from trl_jax.engine.checkpoints.resume import find
@@ -196,7 +197,7 @@ def test_what_does_not_fit_is_named(error, good, tmp_path, monkeypatch):
     for module, call, name in (
         ("trl_jax.engine.checkpoints.manifest.mmap.mmap", lambda: digest(path), path),
         ("trl_jax.hub.formats.safetensors.safe_open", lambda: CheckpointFiles(path.parent), path),
-        ("trl_jax.core.strict_json.loads", lambda: read_config(good), good / "config.json"),
+        ("trl_jax.core.files.strict_json.loads", lambda: read_config(good), good / "config.json"),
         ("trl_jax.hub.checkpoint.array_reader.ArrayReader.array", lambda: trainer(good, tmp_path), good),
     ):
         with monkeypatch.context() as patched:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from trl_jax import AutoModelForSequenceClassification
-from trl_jax.core.tensors_file import Pieces
-from trl_jax.core.whole_file import write_whole
+from trl_jax.core.files.tensors_file import Pieces
+from trl_jax.core.files.whole_file import write_whole
 from trl_jax.hub.formats.safetensors import INDEX, SINGLE, CheckpointFiles, write_checkpoint
 from trl_jax.run.reports import save_metrics
 

@@ -18,7 +18,7 @@ from trl_jax.data.layout.packed import Form, RowViewShape, greedy_bins, pack_exa
 from trl_jax.data.layout.padded import pad_examples
 from trl_jax.losses.pairwise import pairwise_loss
 from trl_jax.models.functional import merge
-from trl_jax.run.forward import Forward
+from trl_jax.run.step.forward import Forward
 
 QUICKLY = {"xla_backend_optimization_level": 0}
 PAIRS, COUNT, PAD = 3, 3, 0

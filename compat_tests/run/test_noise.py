@@ -11,7 +11,7 @@ import pytest
 
 import trl_jax
 from compat_tests.trainer.trainers import FACTS, make, table
-from trl_jax.run.rng import check_noise, random_options, run_key
+from trl_jax.run.step.rng import check_noise, random_options, run_key
 from trl_jax.run.user_loss.bound_model import BoundModel
 
 

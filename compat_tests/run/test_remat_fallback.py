@@ -10,7 +10,7 @@ import pytest
 
 import trl_jax
 from compat_tests.trainer.trainers import FACTS, Uncompiled, make, table
-from trl_jax.run import train_step
+from trl_jax.run.step import train_step
 
 CONFIG = {
     "batch_layout": "padded", "per_device_train_batch_size": 7, "max_steps": 2, "logging_steps": 1,

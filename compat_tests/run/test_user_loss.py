@@ -16,7 +16,7 @@ from transformers import TrainerCallback, TrainingArguments
 import trl_jax
 from compat_tests.parity.reference import BASE, read_weights
 from compat_tests.trainer.trainers import FACTS, make, stream, table
-from trl_jax.run import memory_metrics
+from trl_jax.run.memory import metrics as memory_metrics
 from trl_jax.run.user_loss.torch_errors import in_jax
 
 

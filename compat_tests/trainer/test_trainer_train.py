@@ -18,7 +18,8 @@ from compat_tests.engine.runs import Recorder
 from compat_tests.parity.marks import assert_same_curve, assert_same_weights, steps_of, timeless
 from compat_tests.parity.reference import read_weights
 from compat_tests.trainer.trainers import FACTS, make, stream, table
-from trl_jax.run import layout_choice, precompile, train_step
+from trl_jax.run import layout_choice
+from trl_jax.run.step import precompile, train_step
 
 EVERYTHING = {
     "eval_strategy": "steps",

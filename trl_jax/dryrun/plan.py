@@ -22,7 +22,7 @@ from trl_jax.nn.attention import cudnn, splash
 from trl_jax.nn.attention.padded import QUERY_BLOCK
 from trl_jax.run import layout_choice
 from trl_jax.run.arguments.base_config import BaseConfig
-from trl_jax.run.model_loading import outlined
+from trl_jax.run.model.loading import outlined
 from trl_jax.trainer.base_trainer import BaseTrainer
 
 _BY_ROWS = f"plain XLA, {QUERY_BLOCK} queries of a row at a time against the keys before them"

@@ -21,7 +21,7 @@ from trl_jax.engine.devices.sharding import make_mesh, placed
 from trl_jax.hub.checkpoint.loading import Source
 from trl_jax.hub.peft.backend import AdaptedBackend
 from trl_jax.models.functional import abstract
-from trl_jax.run.rng import run_key
+from trl_jax.run.step.rng import run_key
 from trl_jax.trainer.base_trainer import BaseTrainer
 
 MAX_SURVEYED = 2_048  # steps of a dataset that are laid out for their lengths

@@ -14,10 +14,10 @@ from trl_jax.hub.exported.backend import load_exported
 from trl_jax.hub.exported.model_types import is_exported
 from trl_jax.hub.exported.positions import max_positions
 from trl_jax.hub.families import families
-from trl_jax.hub.fetch import ADAPTER, Repository, checkpoint_folder
 from trl_jax.hub.heads import HeadName, check_labels
 from trl_jax.hub.load_arguments import checked_arguments
 from trl_jax.hub.native_backend import NativeBackend, load_native, outline_native
+from trl_jax.hub.network.fetch import ADAPTER, Repository, checkpoint_folder
 from trl_jax.hub.new_model import new_model
 from trl_jax.hub.peft.adapted import adapt, outline_adapted
 from trl_jax.hub.peft.lora_config import LoraConfig, read_lora_config

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import yaml
 
+from trl_jax.core.files.whole_file import write_whole
 from trl_jax.core.secrets import masked, scrubbed
-from trl_jax.core.whole_file import write_whole
 from trl_jax.hub.heads import HeadName
 
 CARD, CURVE = "README.md", "training_loss.svg"

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from trl_jax.core.whole_file import write_whole
+from trl_jax.core.files.whole_file import write_whole
 
 NAME = "generation_config.json"
 logger = logging.getLogger(__name__)

@@ -18,9 +18,9 @@ from trl_jax.hub.checkpoint.loading import Source
 from trl_jax.hub.checkpoint.resizing import resized_table, tables_of_tokens
 from trl_jax.hub.freezing import frozen_size, trainable_masks
 from trl_jax.hub.generation_config import read_generation_config, write_generation_config
+from trl_jax.hub.network.push import Publisher, Upload
 from trl_jax.hub.peft.backend import AdaptedBackend
 from trl_jax.hub.peft.merging import merged
-from trl_jax.hub.push import Publisher, Upload
 from trl_jax.hub.scoring import ScoreOutput, score_rows
 from trl_jax.hub.transformers_api import TransformersModelApi
 

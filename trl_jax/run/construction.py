@@ -18,10 +18,10 @@ from trl_jax.engine.devices.processes import is_first, several
 from trl_jax.engine.devices.sharding import Fetched
 from trl_jax.hub.auto import Checkpoint
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.run import model_loading
 from trl_jax.run.arguments.base_config import BaseConfig
 from trl_jax.run.devices import check_division, sharding_plan_of
-from trl_jax.run.reference_model import PREFIX, ReferenceModel
+from trl_jax.run.model import loading as model_loading
+from trl_jax.run.model.reference import PREFIX, ReferenceModel
 from trl_jax.run.state import RunState
 
 logger = logging.getLogger(__name__)

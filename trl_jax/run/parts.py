@@ -10,14 +10,14 @@ from trl_jax.engine.devices.processes import check_alike, several
 from trl_jax.engine.devices.spmd import ShardedStep
 from trl_jax.run import construction, data
 from trl_jax.run.arguments.optimizer_choice import OptimizerChoice
-from trl_jax.run.evaluation import Evaluator
-from trl_jax.run.forward import Forward
+from trl_jax.run.evaluation.evaluation import Evaluator
 from trl_jax.run.hooks import TrainerHooks
 from trl_jax.run.output.checkpointing import Checkpointer
 from trl_jax.run.output.hub_push import HubPublisher
 from trl_jax.run.output.model_files import arguments_text
 from trl_jax.run.state import RunState
-from trl_jax.run.train_step import TrainStep
+from trl_jax.run.step.forward import Forward
+from trl_jax.run.step.train_step import TrainStep
 from trl_jax.run.training import Training
 from trl_jax.run.user_loss.bound_model import UserLoss
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from trl_jax.core.files.whole_file import write_whole
 from trl_jax.core.secrets import masked
-from trl_jax.core.whole_file import write_whole
 from trl_jax.run.state import RunState
 
 

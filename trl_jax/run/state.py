@@ -18,7 +18,7 @@ from trl_jax.engine.interrupts import Interrupts
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.run.arguments.base_config import BaseConfig
 from trl_jax.run.devices import run_device
-from trl_jax.run.reference_model import ReferenceModel
+from trl_jax.run.model.reference import ReferenceModel
 from trl_jax.tasks.task import Task
 
 OWN_LOSS = frozenset({"compute_loss", "prediction_step"})  # methods by which a script computes on a batch itself

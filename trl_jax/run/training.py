@@ -36,16 +36,16 @@ from trl_jax.run.callbacks import begin_state
 from trl_jax.run.data import length_of
 from trl_jax.run.dataloaders import steps_of
 from trl_jax.run.hooks import TrainerHooks
-from trl_jax.run.memory_metrics import memory
+from trl_jax.run.memory.metrics import memory
+from trl_jax.run.memory.oom import explain_evaluation_memory, explain_memory, retried
 from trl_jax.run.nan_report import explain
-from trl_jax.run.oom import explain_evaluation_memory, explain_memory, retried
 from trl_jax.run.output.checkpointing import Checkpointer
 from trl_jax.run.output.hub_push import HubPublisher, sweep_stages
 from trl_jax.run.output.resuming import resume, weights_of
-from trl_jax.run.precompile import compiling_ahead
 from trl_jax.run.reports import speed_metrics, task_metrics
 from trl_jax.run.state import RunState
-from trl_jax.run.train_step import TrainStep, optimizer_of
+from trl_jax.run.step.precompile import compiling_ahead
+from trl_jax.run.step.train_step import TrainStep, optimizer_of
 
 
 class Training:

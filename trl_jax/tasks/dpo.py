@@ -13,7 +13,7 @@ from datasets import Dataset, IterableDataset
 from trl_jax.core.token_outputs import TokenOutputs
 from trl_jax.data.example import Columns, Example, Measured
 from trl_jax.data.layout.batch import Batch
-from trl_jax.data.rows import dpo as rows
+from trl_jax.data.rows.preference import dpo as rows
 from trl_jax.losses.dpo import PairLogps, PreferenceLoss, length_desensitised
 from trl_jax.losses.sums import counted, of_texts, summed
 from trl_jax.tasks.metrics import joined

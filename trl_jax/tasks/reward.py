@@ -12,7 +12,7 @@ from datasets import Dataset, IterableDataset
 
 from trl_jax.data.example import Columns, Example, Measured, of_examples
 from trl_jax.data.layout.batch import Batch
-from trl_jax.data.rows import preference
+from trl_jax.data.rows.preference import reward as preference
 from trl_jax.losses.pairwise import pairwise_loss
 from trl_jax.tasks.metrics import joined
 

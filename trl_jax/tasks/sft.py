@@ -14,7 +14,7 @@ from datasets import Dataset, IterableDataset
 from trl_jax.core.token_outputs import TokenOutputs
 from trl_jax.data.example import Columns, Example, Measured
 from trl_jax.data.layout.batch import Batch
-from trl_jax.data.rows import sft as rows
+from trl_jax.data.rows.sft import preparation as rows
 from trl_jax.losses.cross_entropy import dynamic_fine_tuning, negative_log_likelihood
 from trl_jax.losses.sums import counted, of_texts, summed
 from trl_jax.tasks.metrics import joined

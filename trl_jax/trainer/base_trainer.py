@@ -19,20 +19,21 @@ from trl_jax.engine.checkpoints.progress import Progress
 from trl_jax.engine.devices.compilation import keep_compilations
 from trl_jax.hub.peft.lora_config import as_lora_config
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.run import construction, layout_choice, model_loading
+from trl_jax.run import construction, layout_choice
 from trl_jax.run.accelerator import Accelerator
 from trl_jax.run.arguments.base_config import BaseConfig
 from trl_jax.run.arguments.optimizer_choice import choose
 from trl_jax.run.callbacks import begin_state, events_of
 from trl_jax.run.devices import check_offloading, run_devices
-from trl_jax.run.evaluation import MetricHooks
+from trl_jax.run.evaluation.evaluation import MetricHooks
+from trl_jax.run.evaluation.predictions import check_compute_metrics
 from trl_jax.run.hooks import TrainerHooks
+from trl_jax.run.model import loading as model_loading
 from trl_jax.run.output.hub_push import HubPublisher
 from trl_jax.run.parts import assemble
-from trl_jax.run.predictions import check_compute_metrics
-from trl_jax.run.rng import check_noise
 from trl_jax.run.state import RunState
-from trl_jax.run.train_step import default_optimizer
+from trl_jax.run.step.rng import check_noise
+from trl_jax.run.step.train_step import default_optimizer
 from trl_jax.run.user_loss.bound_model import BoundModel, script_values
 from trl_jax.run.user_loss.default_loss import default_loss
 from trl_jax.tasks.task import Task

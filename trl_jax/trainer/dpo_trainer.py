@@ -10,9 +10,10 @@ from transformers.trainer_callback import TrainerCallback
 
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.losses.dpo import PreferenceLoss
-from trl_jax.run import construction, model_loading
-from trl_jax.run.precompute import precomputed
-from trl_jax.run.reference_model import ReferenceModel, given, initial_policy
+from trl_jax.run import construction
+from trl_jax.run.model import loading as model_loading
+from trl_jax.run.model.precompute import precomputed
+from trl_jax.run.model.reference import ReferenceModel, given, initial_policy
 from trl_jax.run.state import OWN_LOSS, RunState
 from trl_jax.tasks.dpo import REFERENCE_COLUMNS, DpoTask
 from trl_jax.trainer.base_trainer import BaseTrainer

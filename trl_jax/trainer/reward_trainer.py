@@ -14,7 +14,7 @@ from transformers.trainer_utils import EvalPrediction
 
 from trl_jax.engine.evaluation import Evaluated
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.run.evaluation import MetricHooks
+from trl_jax.run.evaluation.evaluation import MetricHooks
 from trl_jax.tasks.eval_report import report
 from trl_jax.tasks.reward import RewardTask
 from trl_jax.trainer.base_trainer import BaseTrainer

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import CallbackHandler, TrainerCallback, TrainerControl, TrainerState
 
-from trl_jax.core.whole_file import write_whole
+from trl_jax.core.files.whole_file import write_whole
 from trl_jax.data.loader import ExampleLoader
 from trl_jax.engine.checkpoints.checkpoint import STATE_FILE, state_text
 from trl_jax.engine.devices.processes import is_first

@@ -9,7 +9,7 @@ from typing import Any
 
 from trl_jax.core.printable import printable
 from trl_jax.data.rows.checks import cell_error
-from trl_jax.data.rows.template_limits import ITEM, MAX_CHARACTERS, MAX_WORK, TooLarge
+from trl_jax.data.rows.templates.limits import ITEM, MAX_CHARACTERS, MAX_WORK, TooLarge
 
 # Arguments of apply_chat_template that a row may pass and that change the tokens, not the text.
 ABOUT_TOKENS = {"padding", "truncation", "max_length", "return_tensors", "tokenizer_kwargs", "sanitize_control_tokens"}

@@ -10,8 +10,9 @@ from typing import Any
 from datasets import IterableDataset
 
 from trl_jax.core.printable import brief
-from trl_jax.data.rows import checks, cutting, pairs
+from trl_jax.data.rows import checks, cutting
 from trl_jax.data.rows.masks import unmasked
+from trl_jax.data.rows.preference import pairs
 
 logger = logging.getLogger(__name__)
 MAX_REMOVED = 100_000  # rows in succession that max_length may remove

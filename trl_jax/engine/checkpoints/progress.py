@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from trl_jax.core.files.tensors_file import Pieces, in_order, write_tensors
 from trl_jax.core.printable import brief
-from trl_jax.core.tensors_file import Pieces, in_order, write_tensors
 from trl_jax.engine.checkpoints.manifest import BrokenCheckpoint
 from trl_jax.engine.devices.sharding import pieces, placed
 

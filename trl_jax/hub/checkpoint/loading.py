@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from trl_jax.core import memory_errors
-from trl_jax.core.tensors_file import Pieces, as_dtype
+from trl_jax.core.files.tensors_file import Pieces, as_dtype
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.hub.checkpoint import head_tensors, matching
 from trl_jax.hub.checkpoint.array_reader import ArrayReader, Files, open_files

@@ -8,8 +8,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from trl_jax.core.tensors_file import Pieces, as_dtype
-from trl_jax.core.whole_file import write_whole
+from trl_jax.core.files.tensors_file import Pieces, as_dtype
+from trl_jax.core.files.whole_file import write_whole
 from trl_jax.hub.checkpoint.head_tensors import saved_config
 from trl_jax.hub.checkpoint.loading import Source
 from trl_jax.hub.checkpoint.tensor_map import TensorEntry

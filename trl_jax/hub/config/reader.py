@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trl_jax.core import strict_json
+from trl_jax.core.files import strict_json
 from trl_jax.core.printable import brief, listed
 
 # Keys without effect on what is computed: bookkeeping, labels, token ids, generation settings.

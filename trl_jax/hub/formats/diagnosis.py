@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from trl_jax.core import strict_json
+from trl_jax.core.files import strict_json
 from trl_jax.core.printable import brief, listed
 
 _OPENINGS = {

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from trl_jax.core import memory_errors, strict_json
+from trl_jax.core import memory_errors
+from trl_jax.core.files import strict_json
+from trl_jax.core.files.tensors_file import Pieces, in_order, write_tensors
+from trl_jax.core.files.whole_file import replacing, write_whole
 from trl_jax.core.printable import brief, listed, printable
-from trl_jax.core.tensors_file import Pieces, in_order, write_tensors
-from trl_jax.core.whole_file import replacing, write_whole
 from trl_jax.hub.formats.diagnosis import check_names, diagnose
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

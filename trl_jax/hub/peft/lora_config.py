@@ -11,9 +11,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from trl_jax.core import strict_json
+from trl_jax.core.files import strict_json
+from trl_jax.core.files.whole_file import write_whole
 from trl_jax.core.printable import brief, listed
-from trl_jax.core.whole_file import write_whole
 
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PEFT = "0.21.2"  # the release whose format this is

@@ -16,7 +16,7 @@ from trl_jax.engine.checkpoints.manifest import MANIFEST
 from trl_jax.engine.checkpoints.plain_files import discard, entries, files_below
 from trl_jax.engine.devices.processes import is_first
 from trl_jax.hub.card import Run, write_card
-from trl_jax.hub.push import Publisher, Upload
+from trl_jax.hub.network.push import Publisher, Upload
 from trl_jax.run.state import RunState
 
 logger = logging.getLogger(__name__)

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from trl_jax.core.files.whole_file import write_whole
 from trl_jax.core.secrets import masked
-from trl_jax.core.whole_file import write_whole
 from trl_jax.engine.devices.processes import barrier, is_first
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.run.arguments.base_config import BaseConfig

@@ -14,8 +14,8 @@ from trl_jax.data.example import IGNORED, Measured
 from trl_jax.data.layout.batch import Batch
 from trl_jax.hub.heads import HeadName
 from trl_jax.models.functional import merge
-from trl_jax.run.forward import Forward
 from trl_jax.run.state import RunState
+from trl_jax.run.step.forward import Forward
 from trl_jax.run.user_loss.inputs import inputs_of
 from trl_jax.run.user_loss.token_logits import mean_loss, task_loss
 from trl_jax.run.user_loss.torch_errors import torch_explained

@@ -16,9 +16,9 @@ import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 
 from trl_jax.core.secrets import as_token, scrubbed
-from trl_jax.hub import limits
-from trl_jax.hub.fetch import client_said
-from trl_jax.hub.leaving import told_from_now_on
+from trl_jax.hub.network import limits
+from trl_jax.hub.network.fetch import client_said
+from trl_jax.hub.network.leaving import told_from_now_on
 
 logger = logging.getLogger(__name__)
 

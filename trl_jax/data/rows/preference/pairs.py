@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from trl_jax.core.memory_errors import is_panic
 from trl_jax.data.rows import chat
 from trl_jax.data.rows.cutting import is_long
-from trl_jax.data.rows.rendering import apply_chat_template
+from trl_jax.data.rows.templates.rendering import apply_chat_template
 
 _READ = ("prompt", "chosen", "rejected", "tools", "chat_template_kwargs")
 _TWICE = "If 'chosen' and 'rejected' already begin with the prompt, drop it: dataset.remove_columns(\"prompt\")."

@@ -24,7 +24,7 @@ from huggingface_hub.errors import HTTPError
 from huggingface_hub.utils import parse_ratelimit_headers
 
 from trl_jax.core.secrets import scrubbed
-from trl_jax.hub.leaving import leaving_told
+from trl_jax.hub.network.leaving import leaving_told
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from trl_jax.data.windows import Windows
 from trl_jax.engine.devices.sharding import distributed
 from trl_jax.engine.devices.spmd import ShardedStep
 from trl_jax.run import data
-from trl_jax.run.forward import Forward
 from trl_jax.run.state import RunState
+from trl_jax.run.step.forward import Forward
 
 
 def precomputed(

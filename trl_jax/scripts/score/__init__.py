@@ -12,8 +12,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl_jax.scripts.score_output import Output, Sink
-from trl_jax.scripts.score_rows import Row, as_pair, encoded, is_right, read_rows, score_columns
+from trl_jax.scripts.score.output import Output, Sink
+from trl_jax.scripts.score.rows import Row, as_pair, encoded, is_right, read_rows, score_columns
 
 if TYPE_CHECKING:
     from trl_jax.hub.auto import Checkpoint
@@ -96,7 +96,7 @@ def _ready(args: ScoreArguments, source: Path) -> tuple[Scorer, int]:
     from trl_jax.data.rows.tokenizer import load_tokenizer
     from trl_jax.engine.devices.compilation import keep_compilations
     from trl_jax.hub.auto import find_checkpoint
-    from trl_jax.run.model_loading import tokenizer_folder
+    from trl_jax.run.model.loading import tokenizer_folder
 
     keep_compilations()
     code = args.trust_remote_code
@@ -107,7 +107,7 @@ def _ready(args: ScoreArguments, source: Path) -> tuple[Scorer, int]:
 
 
 def _read(row: Row, tokenizer: Any) -> Any:
-    from trl_jax.data.rows.pairs import read_pair
+    from trl_jax.data.rows.preference.pairs import read_pair
 
     return read_pair(as_pair(row), row.where, tokenizer)
 
@@ -141,7 +141,7 @@ class Scorer:
 
     def _ids(self, row: Row) -> list[list[int]]:
         """Token ids of the texts to score, as in training: texts end with EOS, conversations as their template does."""
-        from trl_jax.data.rows.pairs import tokenise
+        from trl_jax.data.rows.preference.pairs import tokenise
 
         ids = list(tokenise([_read(row, self.tokenizer)], self.tokenizer)[0][: len(_names(row))])
         limit = self.model.max_positions
@@ -169,7 +169,7 @@ def _names(row: Row) -> tuple[str, ...]:
 def _mark(args: ScoreArguments, scorer: Scorer) -> dict[str, Any]:
     """All that scores depend on besides the rows: settings, and a digest of each file of the model."""
     from trl_jax.engine.checkpoints.manifest import digest
-    from trl_jax.hub.fetch import SMALL
+    from trl_jax.hub.network.fetch import SMALL
 
     checkpoint = scorer.checkpoint
     mark = {"--dtype": args.dtype, "--trust_remote_code": args.trust_remote_code}

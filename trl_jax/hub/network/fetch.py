@@ -22,11 +22,11 @@ from huggingface_hub.errors import (
 )
 
 from trl_jax.core.secrets import as_token, learn, scrubbed, shown
-from trl_jax.hub.digests import check_digest
 from trl_jax.hub.formats.gguf import unpack
 from trl_jax.hub.formats.pickles import only_pickled
 from trl_jax.hub.formats.safetensors import INDEX, SINGLE, indexed_shards, no_weights, unconverted
-from trl_jax.hub.limits import HubSilentError, limited
+from trl_jax.hub.network.digests import check_digest
+from trl_jax.hub.network.limits import HubSilentError, limited
 from trl_jax.hub.peft.lora_config import CONFIG as ADAPTER
 from trl_jax.hub.peft.lora_config import PICKLED, no_adapter
 from trl_jax.hub.peft.lora_config import WEIGHTS as _ADAPTER_WEIGHTS

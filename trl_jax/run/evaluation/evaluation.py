@@ -19,11 +19,11 @@ from trl_jax.engine.devices.spmd import ShardedStep
 from trl_jax.engine.evaluation import Evaluated, run_batches, run_evaluation
 from trl_jax.engine.prefetch import Prefetched
 from trl_jax.run.dataloaders import Batches, steps_of
-from trl_jax.run.forward import Forward
-from trl_jax.run.logits import LogitsEvaluation
-from trl_jax.run.predictions import Predicted, token_ids_of
+from trl_jax.run.evaluation.logits import LogitsEvaluation
+from trl_jax.run.evaluation.predictions import Predicted, token_ids_of
 from trl_jax.run.reports import speed_metrics, task_metrics
 from trl_jax.run.state import RunState
+from trl_jax.run.step.forward import Forward
 from trl_jax.run.user_loss.bound_model import UserLoss
 from trl_jax.run.user_loss.user_loss_step import UserLossEvaluation, UserPrediction
 

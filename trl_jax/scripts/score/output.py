@@ -16,7 +16,7 @@ from typing import Any
 
 from trl_jax.engine.checkpoints.lock import locked
 from trl_jax.engine.checkpoints.manifest import digest, sync
-from trl_jax.scripts.score_rows import encoded, is_right, parse_row, read_rows, score_columns
+from trl_jax.scripts.score.rows import encoded, is_right, parse_row, read_rows, score_columns
 
 ROWS = "FILE"  # the mark's key of the digest of the rows to score
 _FORMAT = 1

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl_jax.core.chips import topology
 from trl_jax.core.trainers import DEFAULT, TRAINERS, TrainerNames
-from trl_jax.scripts.plan_parser import PlanArguments, PlanParser
+from trl_jax.scripts.plan.parser import PlanArguments, PlanParser
 
 if TYPE_CHECKING:
     from trl_jax.dryrun.plan import Run
@@ -50,7 +50,7 @@ def main(
     from trl_jax.dryrun.compiler import prepare
     from trl_jax.dryrun.plan import plan
     from trl_jax.dryrun.suggestions import suggestions_for
-    from trl_jax.scripts.plan_text import suggestions_text, text
+    from trl_jax.scripts.plan.text import suggestions_text, text
 
     target = topology(plan_args.topology)
     prepare(target)
@@ -93,7 +93,7 @@ def _run_of(
     from trl_jax.data.rows.tokenizer import load_tokenizer
     from trl_jax.dryrun.abstract_run import Rows, evaluates, task_of
     from trl_jax.dryrun.plan import Run
-    from trl_jax.run.model_loading import find, quantization_of, tokenizer_folder
+    from trl_jax.run.model.loading import find, quantization_of, tokenizer_folder
     from trl_jax.scripts.training import check_flags, datasets_of, model_init_kwargs, split_of
     from trl_jax.trainer.utils import get_peft_config, get_quantization_config
 

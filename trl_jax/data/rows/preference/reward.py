@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, IterableDataset
 
-from trl_jax.data.rows import checks, columns, cutting, masks, pairs, streaming
+from trl_jax.data.rows import checks, columns, cutting, masks, streaming
 from trl_jax.data.rows.lengths import drop_long
+from trl_jax.data.rows.preference import pairs
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Render chat templates within the limits of `template_limits`.
+"""Render chat templates within the limits of `limits`.
 
 jinja2's sandbox lets us look at operators, calls, filters and the growing text. What it computes without asking (loops,
 slices, comparisons, `~`) gets a filter of ours around its values before a template is compiled.
@@ -17,7 +17,7 @@ from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
 
-from trl_jax.data.rows import template_limits as limits
+from trl_jax.data.rows.templates import limits
 
 _PIECES = 2**12  # of text, joined at once
 _COUNTED, _READ = "trl_jax_counted", "trl_jax_read"  # our filters

@@ -9,8 +9,8 @@ from datasets import Dataset, IterableDataset
 
 from trl_jax.data.example import IGNORED
 from trl_jax.data.rows import chat, checks, streaming
-from trl_jax.data.rows.rendering import apply_chat_template
-from trl_jax.data.rows.sft_rows import common_prefix
+from trl_jax.data.rows.sft.rows import common_prefix
+from trl_jax.data.rows.templates.rendering import apply_chat_template
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from trl_jax.data.loader import ExampleLoader
 from trl_jax.engine.checkpoints.progress import Progress
 from trl_jax.engine.devices.compilation import Programs, compile_ahead
 from trl_jax.run.devices import PROGRAMS_AT_ONCE, compiles_ahead
-from trl_jax.run.rng import run_key
 from trl_jax.run.state import RunState
-from trl_jax.run.train_step import TrainStep
+from trl_jax.run.step.rng import run_key
+from trl_jax.run.step.train_step import TrainStep
 
 
 def compiling_ahead(

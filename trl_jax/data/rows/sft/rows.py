@@ -13,9 +13,9 @@ import pyarrow as pa
 from trl_jax.core.printable import printable
 from trl_jax.data.example import IGNORED
 from trl_jax.data.rows import chat, checks, masks
-from trl_jax.data.rows.rendering import apply_chat_template
-from trl_jax.data.rows.sft_form import Form, Masking
+from trl_jax.data.rows.sft.form import Form, Masking
 from trl_jax.data.rows.streaming import check_has
+from trl_jax.data.rows.templates.rendering import apply_chat_template
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,10 @@ from datasets import Dataset, IterableDataset
 
 from trl_jax.data.example import IGNORED
 from trl_jax.data.packing import pack_dataset
-from trl_jax.data.rows import checks, sft_form, streaming
-from trl_jax.data.rows.sft_rows import tokenise_batch
-from trl_jax.data.rows.training_template import has_generation_markers, stop_token_is_trained, training_template
+from trl_jax.data.rows import checks, streaming
+from trl_jax.data.rows.sft import form as forms
+from trl_jax.data.rows.sft.rows import tokenise_batch
+from trl_jax.data.rows.templates.training import has_generation_markers, stop_token_is_trained, training_template
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +70,8 @@ def prepare(
     first = streaming.first_row(plain, where) if streams else plain[0]
     if skip_prepare_dataset:
         return _unprepared(plain, first, name, num_proc)
-    sft_form.check_lengths(packing, packing_strategy, max_length, truncation_mode)
-    form, completions = sft_form.settle(
+    forms.check_lengths(packing, packing_strategy, max_length, truncation_mode)
+    form, completions = forms.settle(
         first,
         where,
         column=dataset_text_field,
@@ -81,7 +82,7 @@ def prepare(
     if assistant_only_loss and form.conversational:
         chat_template = chat_template or _marked_template(tokenizer)
         _warn_of_stop_token(tokenizer, chat_template)
-    masking = sft_form.Masking(completions, assistant_only_loss, chat_template)
+    masking = forms.Masking(completions, assistant_only_loss, chat_template)
     packs = packing and not (form.kind == "ids" and "seq_lengths" in first)
     limits = {"max_length": None if packs else max_length, "keep_end": truncation_mode == "keep_end"}
     plain = _tokenised(plain, num_proc, tokenizer=tokenizer, form=form, masking=masking, where=where, **limits)
@@ -118,8 +119,8 @@ def _unprepared(
             f"skip_prepare_dataset=True: {where} needs the column 'input_ids', found {list(first)}. Tokenise the rows, "
             "or drop `skip_prepare_dataset`."
         )
-    sft_form.check_masks(first, name)
-    form, masking = sft_form.Form("ids"), sft_form.Masking(False, False, None)
+    forms.check_masks(first, name)
+    form, masking = forms.Form("ids"), forms.Masking(False, False, None)
     facts = {"tokenizer": None, "form": form, "masking": masking, "max_length": None, "keep_end": False}
     return _tokenised(dataset, num_proc, where=where, **facts)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from trl_jax.data.rows.marked_template import SEPARATOR, marked, separated
-from trl_jax.data.rows.rendering import apply_chat_template, render
+from trl_jax.data.rows.templates.marked import SEPARATOR, marked, separated
+from trl_jax.data.rows.templates.rendering import apply_chat_template, render
 
 _THINK = "<think>"
 # Words that stand in no template, by who says them; an argument of a tool is the assistant's.

@@ -11,8 +11,8 @@ from trl_jax.data.example import Measured
 from trl_jax.data.layout.batch import Batch
 from trl_jax.hub.backend import Backend
 from trl_jax.models.functional import merge
-from trl_jax.run.rng import random_options
 from trl_jax.run.state import RunState
+from trl_jax.run.step.rng import random_options
 
 
 class Forward:

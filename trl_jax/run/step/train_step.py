@@ -19,8 +19,8 @@ from trl_jax.hub.freezing import stop_frozen_gradients, zero_frozen_updates
 from trl_jax.run.arguments.optimizer_choice import OptimizerChoice, check_optax
 from trl_jax.run.data import length_of
 from trl_jax.run.devices import describe, run_device
-from trl_jax.run.rng import run_key
 from trl_jax.run.state import RunState
+from trl_jax.run.step.rng import run_key
 from trl_jax.run.user_loss.bound_model import UserLoss
 from trl_jax.run.user_loss.user_loss_step import UserLossStep
 
