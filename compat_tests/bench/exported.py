@@ -41,7 +41,7 @@ def race(folder: Path, args: Any, remat: bool) -> list[dict[str, Any]]:
 
     made = {
         "native": load_native(read_native_config(folder), dtype="float32", seed=0),
-        "exported": load_exported(folder, dtype="float32", seed=0)[:2],
+        "exported": load_exported(folder, dtype="float32", seed=0, head="score")[:2],
     }
     steps, ready = {}, {}
     for name, (params, backend) in made.items():

@@ -48,7 +48,7 @@ def compare(folder: Path, length: int = 24) -> Apart:
 
 
 def _ours(folder: Path, ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    params, backend, _ = load_exported(folder, dtype="float32", seed=0)
+    params, backend, _ = load_exported(folder, dtype="float32", seed=0, head="score")
     reads = reads_of_rows(np.zeros(len(ids), np.int32), ids.shape[1])
 
     def pulled(params):

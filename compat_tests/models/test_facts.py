@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from compat_tests.models import variants
-from trl_jax import AutoModelForSequenceClassification
+from compat_tests.models import causal, variants
+from trl_jax import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl_jax.core.packed import reads_of_rows
 from trl_jax.hub.config import native
 from trl_jax.hub.families import read_arch
@@ -74,12 +74,14 @@ DROPOUTS = {
     "attention_out_dropout": ("phi", "plain"),
     "mlp_out_dropout": ("stablelm", "parallel"),
 }
+# Facts of a language model's head -> the family and a wrong value.
+HEAD = {"logit_scale": ("cohere", 1.0), "logit_softcap": ("gemma2", None)}
 # Shown by tests of their own below, scale_in_table in test_noise.py.
-ELSEWHERE = {"counts_visible", "initializer_range", "tied_embeddings", "padding_idx", "scale_in_table"}
+ELSEWHERE = {"counts_visible", "initializer_range", "tied_embeddings", "padding_idx", "scale_in_table", "head_bias"}
 
 
 def test_every_fact_is_here():
-    assert {fact.name for fact in fields(Arch)} == {*REFUSED, *MISCOMPUTED, *DROPOUTS, *ELSEWHERE}
+    assert {fact.name for fact in fields(Arch)} == {*REFUSED, *MISCOMPUTED, *DROPOUTS, *HEAD, *ELSEWHERE}
     assert {fact.name for fact in fields(Rope)} == set(ROPE)
     assert {fact.name for fact in fields(Experts)} == {*EXPERTS, "count", "size", "shared_size"}
 
@@ -88,13 +90,13 @@ def test_every_fact_is_here():
 def load_with(monkeypatch):
     """load_with(folder, **wrong): the model under an Arch with these facts; without any, under its own."""
 
-    def load(folder, **wrong):
+    def load(folder, model_class=AutoModelForSequenceClassification, **wrong):
         def read_wrongly(raw, source):
             family, arch = read_arch(raw, source)
             return family, replace(arch, **wrong)
 
         monkeypatch.setattr(native, "read_arch", read_wrongly)
-        return AutoModelForSequenceClassification.from_pretrained(folder)
+        return model_class.from_pretrained(folder)
 
     return load
 
@@ -133,6 +135,20 @@ def test_a_fact_of_value(fact, built, load_with):
     family, name, wrong = MISCOMPUTED[fact]
     folder = built(family, name)
     assert _off(scores(load_with(folder, **{fact: wrong})), scores(load_with(folder))) > 1e-4
+
+
+@pytest.mark.parametrize("fact", HEAD)
+def test_a_fact_of_a_language_models_head(fact, tmp_path, load_with):
+    family, wrong = HEAD[fact]
+    folder, (ids, mask) = causal.build(tmp_path, family, tie=False), causal.rows()
+    logits = load_with(folder, AutoModelForCausalLM)(ids, mask).logits
+    assert _off(np.asarray(load_with(folder, AutoModelForCausalLM, **{fact: wrong})(ids, mask).logits), logits) > 1e-4
+
+
+def test_the_bias_of_a_language_models_head(tmp_path, load_with):
+    folder = causal.build(tmp_path, "phi", tie=False)
+    right, wrong = load_with(folder, AutoModelForCausalLM), load_with(folder, AutoModelForCausalLM, head_bias=False)
+    assert right.params.keys() - wrong.params.keys() == {"lm_head.bias"}
 
 
 @pytest.mark.parametrize("fact", EXPERTS)

@@ -80,7 +80,7 @@ def pad_row_trains(num_embeddings, features, *, padding_idx=None, **axes):
 MUTANTS = [
     ("data_seed", "trl_jax.data.loader.epoch_order", another_order),
     ("data_seed", "trl_jax.data.loader.epoch_order", every_epoch_in_the_same_order),
-    ("pad_is_eos", "trl_jax.data.layout.packed.last_real_token", last_token_by_mask),
+    ("pad_is_eos", "trl_jax.data.layout.batch.last_real_token", last_token_by_mask),
     ("pad_is_eos_chat", "trl_jax.models.decoder.Embedding", pad_row_trains),
     ("qwen2", "trl_jax.run.step.train_step.decays", everything_decays),
     ("plain", "trl_jax.engine.optimizers.optimizer.scale_by_adam", eps_inside_the_root),
