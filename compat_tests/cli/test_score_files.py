@@ -18,7 +18,7 @@ from trl_jax.cli.main import main
 from trl_jax.hub.auto import find_checkpoint
 from trl_jax.hub.peft.lora_config import LoraConfig
 from trl_jax.hub.pretrained import PreTrainedModel, ScoreOutput
-from trl_jax.scripts.score import command as score
+from trl_jax.scripts import score
 from trl_jax.scripts.score import output as score_output
 
 
