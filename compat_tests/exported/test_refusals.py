@@ -49,7 +49,7 @@ def test_loading_refuses_by_name(tmp_path):
 
 def test_code_of_a_repository_is_refused_although_torch_is_here(tmp_path):
     folder = folder_of(tmp_path, model_type="homemade", auto_map={"AutoModel": "x.Y"})
-    with pytest.raises(ValueError, match=r"'homemade' is not supported .* Its own code \(auto_map\) is never run"):
+    with pytest.raises(ValueError, match=r"'homemade' is not supported .* Its custom code \(auto_map\) is never run"):
         AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True)
 
 
