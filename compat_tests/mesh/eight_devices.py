@@ -24,7 +24,8 @@ from trl_jax import BitsAndBytesConfig, LoraConfig, RewardConfig, RewardTrainer 
 from trl_jax.core.packed import BLOCK  # noqa: E402
 from trl_jax.engine.devices.compilation import compiler_options  # noqa: E402
 from trl_jax.engine.devices.sharding import ShardingPlan, make_mesh  # noqa: E402
-from trl_jax.run import layout_choice, precompile  # noqa: E402
+from trl_jax.run import layout_choice  # noqa: E402
+from trl_jax.run.step import precompile  # noqa: E402
 
 ROWS = tiny.preference_rows(5 * PAIRS, margin=True)
 MARKS = {"loss": 1e-5, "train_loss": 1e-5, "grad_norm": 2e-4}  # the others' is 2e-4
