@@ -54,21 +54,22 @@ def alike(
     state, rate = real.parts.train_step.new_optimizer_state(tx), np.float32(1e-4)
     with real.parts.run.on_device():
         step = real.parts.train_step.compiled(tx, remat=True).trace(
-            real.model.params, state, batch, rate, run_key(args), real.model.frozen
+            real.model.params, state, batch, rate, run_key(args), real.parts.run.frozen
         )
     shutil.copy(weights / "config.json", out)
-    run = Run(find_checkpoint(str(out), dtype="auto"), adapter=adapter, quantization=quantization, trainer=kind)
+    checkpoint = find_checkpoint(str(out), head=abstract_run.task_of(kind, args).head, dtype="auto")
+    run = Run(checkpoint, adapter=adapter, quantization=quantization, trainer=kind)
     place = topology(f"cpu:{devices}")
     traced, found = _traced(run, abstract_run.planned(args, place, str(out))), plan(run, args, place)
     assert _letters(traced) == _letters(step)
     assert found.compiled.arguments == _memory(step).argument_size_in_bytes
-    assert found.memory.parameters == _held((real.model.params, real.model.frozen))
+    assert found.memory.parameters == _held((real.model.params, real.parts.run.frozen))
     assert found.memory.moments == _held(state)
     with real.parts.run.on_device():
         window = trace.largest_evaluated(real)
         place = None if real.sharding_plan is None else real.sharding_plan.rows
         scored = jax.jit(real.parts.evaluator.outputs, static_argnames="dtype").trace(
-            real.model.arrays, jax.device_put(window, place), dtype=args.compute_dtype
+            real.parts.run.arrays, jax.device_put(window, place), dtype=args.compute_dtype
         )
     told, memory = found.evaluation.compiled, _memory(scored)
     unread = told.arguments - _held(state) - memory.argument_size_in_bytes  # of the batch: weights, margins
@@ -91,7 +92,7 @@ def _real(
 
     return kind(
         str(weights),
-        args,
+        args=args,
         train_dataset=rows(PAIRS * args.gradient_accumulation_steps * devices),
         eval_dataset=rows(2 * PAIRS * devices),
         peft_config=adapter,

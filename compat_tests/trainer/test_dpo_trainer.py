@@ -175,6 +175,20 @@ def test_tokenised_rows_are_taken_as_they_are(model, tmp_path):
     assert again["rejected_labels"] == first["rejected_labels"]
 
 
+def test_rows_of_early_releases_are_only_cut(model, tmp_path):
+    """Ids and labels of both texts, as those releases prepared them, and as a plan makes them up."""
+    texts = {"chosen_input_ids": [5, 6, 7, 8], "rejected_input_ids": [5, 6, 9]}
+    labels = {"chosen_labels": [-100, -100, 7, 8], "rejected_labels": [-100, -100, 9]}
+    rows = Dataset.from_list([texts | labels] * 4)
+    trainer = make(trl_jax, model, tmp_path, {"max_length": 3}, train_dataset=rows)
+    assert trainer.train_dataset[0] == {name: ids[:3] for name, ids in (texts | labels).items()}
+    trainer.train()
+    words = "Row 0 of the prepared train_dataset, column 'chosen_labels'.*wanted a label for each of the 4"
+    with pytest.raises(ValueError, match=words):
+        wrong = Dataset.from_list([texts | labels | {"chosen_labels": [7]}])
+        make(trl_jax, model, tmp_path, train_dataset=wrong)
+
+
 def test_old_arguments_of_the_trainer(model, tmp_path):
     with pytest.warns(FutureWarning, match="beta is an argument of DPOConfig"):
         trainer = make(trl_jax, model, tmp_path, beta=0.3, max_length=33)

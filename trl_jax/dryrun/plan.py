@@ -184,6 +184,7 @@ def _planned(
     causal, gradients = trainer.model.backend.causal, trace.gradients(trainer, arguments)
     flops = step_flops.flops(maps, survey.largest, arch, causal=causal, remat=remat)
     flops += step_flops.head_flops(survey.largest, arch, trainer.model.params)
+    flops += trace.reference_flops_of(trainer, survey.largest)
     return Plan(
         model=model,
         parameters=trainer.model.num_parameters(),

@@ -49,10 +49,30 @@ def flops(maps: Sequence[Map], batch: Batch, arch: Any, *, causal: bool, remat: 
     """
     times = sum(((3 if each.trains else 2) + bool(remat)) * each.used * each.outputs * each.inputs for each in maps)
     forward = 2 * times * arch.num_layers * math.prod(batch.tokens.shape)
-    attended = 4 * attended_keys(batch, causal) * arch.num_layers * channels_of(arch)
+    attended = _attention_flops(batch, arch, causal)
     if batch.packed is None:
         return forward + 4 * attended
     return forward + (9 if remat else 7) * attended // 2
+
+
+def reference_flops(maps: Sequence[Map], batch: Batch, arch: Any, *, causal: bool) -> int:
+    """FLOPs of a reference's forward pass with its head over the batch of a step, on all devices together.
+
+    Args:
+        maps, arch, causal: the reference's.
+    """
+    times = sum(each.used * each.outputs * each.inputs for each in maps)
+    layers = 2 * times * arch.num_layers * math.prod(batch.tokens.shape) + _attention_flops(batch, arch, causal)
+    return layers + 2 * _targets(batch) * arch.vocab_size * arch.hidden_size
+
+
+def _attention_flops(batch: Batch, arch: Any, causal: bool) -> int:
+    """FLOPs of a forward pass's products of queries with keys and values."""
+    return 4 * attended_keys(batch, causal) * arch.num_layers * channels_of(arch)
+
+
+def _targets(batch: Batch) -> int:
+    return int(np.sum(np.asarray(batch.targets) >= 0))
 
 
 def head_flops(batch: Batch, arch: Any, trained: Mapping[str, Any]) -> int:
@@ -68,7 +88,7 @@ def head_flops(batch: Batch, arch: Any, trained: Mapping[str, Any]) -> int:
         return 0
     table = (arch.vocab_size, arch.hidden_size)
     products = 4 if any(leaf.shape == table for leaf in trained.values()) else 3
-    return 2 * products * int(np.sum(np.asarray(batch.targets) >= 0)) * math.prod(table)
+    return 2 * products * _targets(batch) * math.prod(table)
 
 
 def channels_of(arch: Any) -> int:

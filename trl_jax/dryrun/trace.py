@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,9 +16,10 @@ from jax.sharding import SingleDeviceSharding
 
 from trl_jax.data.layout.batch import Batch
 from trl_jax.data.windows import WINDOW
-from trl_jax.dryrun.step_flops import Map, maps_of
+from trl_jax.dryrun.step_flops import Map, maps_of, reference_flops
 from trl_jax.dryrun.step_memory import Pass, StepArguments, on_device
 from trl_jax.engine.devices.sharding import make_mesh, placed
+from trl_jax.hub.backend import Backend
 from trl_jax.hub.checkpoint.loading import Source
 from trl_jax.hub.peft.backend import AdaptedBackend
 from trl_jax.models.functional import abstract
@@ -109,23 +111,35 @@ def traced_evaluation(trainer: BaseTrainer, arguments: StepArguments) -> jax.sta
         return jax.jit(scores, keep_unused=True).trace(params, arguments.state, arguments.batch)
 
 
-def _source(trainer: BaseTrainer) -> Source:
-    backend = trainer.model.backend
+def _source(backend: Backend) -> Source:
     return backend.base.source if isinstance(backend, AdaptedBackend) else backend.source
 
 
 def arch_of(trainer: BaseTrainer) -> Any:
     """The `Arch` of the model, under an adapter that of its base."""
-    return _source(trainer).config.arch
+    return _source(trainer.model.backend).config.arch
 
 
 def maps(trainer: BaseTrainer) -> list[Map]:
     """The matrices of the model's layers, and those of adapters on them."""
-    backend, trained, source = trainer.model.backend, trainer.model.params, _source(trainer)
+    return _maps(trainer.model.backend, trainer.model.params)
+
+
+def _maps(backend: Backend, trained: Collection[str]) -> list[Map]:
+    source = _source(backend)
     _, shapes = abstract(source.config.model)
     if isinstance(backend, AdaptedBackend):
         shapes = shapes | backend.plan.shapes
     return maps_of(shapes, source.config.arch, trained)
+
+
+def reference_flops_of(trainer: BaseTrainer, batch: Batch) -> int:
+    """FLOPs of the reference that a step computes beside the model; 0 without one."""
+    if trainer.parts.run.reference is None:
+        return 0
+    backend = trainer.parts.run.reference.backend
+    arch = _source(backend).config.arch
+    return reference_flops(_maps(backend, ()), batch, arch, causal=backend.causal)
 
 
 def _platform(trainer: BaseTrainer) -> AbstractContextManager:

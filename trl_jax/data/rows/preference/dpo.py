@@ -15,6 +15,7 @@ from trl_jax.data.rows.templates.rendering import apply_chat_template
 logger = logging.getLogger(__name__)
 
 IDS = ("prompt_ids", "chosen_ids", "rejected_ids")
+JOINED = ("chosen_input_ids", "rejected_input_ids", "chosen_labels", "rejected_labels")
 _NEEDED = ("chosen", "rejected")
 _READ = ("prompt", *_NEEDED, "tools", "chat_template_kwargs")
 _TWICE = "Write the prompt and both answers in the same way."
@@ -32,7 +33,8 @@ def prepare(
     """Add TRL's `prompt_ids`, `chosen_ids` and `rejected_ids` to the dataset's own columns, and what a step reads:
     `chosen_input_ids` and `rejected_input_ids`, the prompt with each answer, cut to `max_length`, and their labels.
 
-    Rows that have the three columns already are not tokenised. Unless `keep_end`, rows whose prompt alone has
+    Rows that have the three columns already are not tokenised. Rows with ids and labels of both texts, which early
+    releases of TRL prepared, are only cut. Unless `keep_end`, rows whose prompt alone has
     `max_length` tokens or more are left out.
 
     Args:
@@ -51,6 +53,9 @@ def prepare(
     if not streams and not len(plain):
         raise ValueError(f"{where} is empty")
     first = streaming.first_row(plain, where) if streams else plain[0]
+    part = _part(max_length, keep_end)
+    if all(column in first for column in JOINED):
+        return plain if max_length is None else plain.map(_cut, fn_kwargs={"part": (part.start, part.stop)})
     tokenised = all(column in first for column in IDS)
     if not tokenised and not all(column in first for column in _NEEDED):
         raise ValueError(
@@ -70,7 +75,7 @@ def prepare(
         if not streams:
             _tell_dropped(len(plain) - len(kept), len(plain), where, max_length)
         plain = kept
-    facts = {"max_length": max_length, "keep_end": keep_end, "where": where}
+    facts = {"part": (part.start, part.stop), "where": where}
     return plain.map(_joined, with_indices=True, fn_kwargs=facts, **options("Joining prompts and answers of"))
 
 
@@ -146,16 +151,24 @@ def _has_room(row: dict[str, Any], max_length: int) -> bool:
     return len(row["prompt_ids"]) < max_length
 
 
-def _joined(row: dict[str, Any], index: int, max_length: int | None, keep_end: bool, where: str) -> dict[str, Any]:
-    """The prompt with each answer, of at most `max_length` tokens, and labels, which are the answer's ids."""
-    part = slice(None)
-    if max_length is not None:
-        part = slice(-max_length, None) if keep_end else slice(max_length)
+def _part(max_length: int | None, keep_end: bool) -> slice:
+    """The part of a text that is kept: its first or last `max_length` tokens, or all."""
+    if max_length is None:
+        return slice(None)
+    return slice(-max_length, None) if keep_end else slice(max_length)
+
+
+def _cut(row: dict[str, Any], part: tuple[int | None, int | None]) -> dict[str, Any]:
+    return {column: row[column][slice(*part)] for column in JOINED}
+
+
+def _joined(row: dict[str, Any], index: int, part: tuple[int | None, int | None], where: str) -> dict[str, Any]:
+    """The part of the prompt with each answer that is kept, and labels, which are the answer's ids."""
     joined: dict[str, list[int]] = {}
     for side in _NEEDED:
         prompt, answer = row["prompt_ids"], row[f"{side}_ids"]
         if not prompt and not answer:
             raise checks.cell_error(f"Row {index} of {where}", f"{side}_ids", answer, "a token, as it has no prompt")
-        joined[f"{side}_input_ids"] = (prompt + answer)[part]
-        joined[f"{side}_labels"] = ([IGNORED] * len(prompt) + answer)[part]
+        joined[f"{side}_input_ids"] = (prompt + answer)[slice(*part)]
+        joined[f"{side}_labels"] = ([IGNORED] * len(prompt) + answer)[slice(*part)]
     return joined
