@@ -499,6 +499,9 @@ def test_a_deepspeed_file_that_agrees_is_read_and_the_rest_of_it_warned_of(tmp_p
      ["overwrite_output_dir has no effect any more; leave it out: transformers no longer has it."]),
     ({"save_safetensors": True}, {}, {},
      ["save_safetensors has no effect any more; leave it out: transformers no longer has it."]),
+    ({"reference_free": False}, {}, {},
+     ["reference_free=False asks for nothing: TRL no longer has it. Leave it out."]),
+    ({"padding_value": 0}, {}, {}, ["padding_value has no effect any more; leave it out: TRL no longer has it."]),
 ])  # fmt: skip
 def test_old_names_are_translated(given, now, environment, notes):
     before = dict(given)
@@ -510,6 +513,7 @@ def test_old_names_are_translated(given, now, environment, notes):
     ({"evaluation_strategy": "steps", "eval_strategy": "no"},
      "evaluation_strategy='steps' and eval_strategy='no' are one argument. Leave evaluation_strategy out."),
     ({"max_prompt_length": 5}, "max_prompt_length=5: use max_length, which holds for prompt and answer together."),
+    ({"rpo_alpha": 0.5}, "rpo_alpha=0.5: use loss_type=['sigmoid', 'sft'] and loss_weights=[1.0, rpo_alpha]."),
     ({"push_to_hub_organization": "us"},
      "push_to_hub_organization without a model's name: use hub_model_id='organization/name'."),
 ])  # fmt: skip

@@ -12,13 +12,27 @@ GONE = (
     "fp16_backend half_precision_backend include_tokens_per_second ipex jit_mode_eval overwrite_output_dir"
     " past_index ray_scope save_safetensors torchdynamo tpu_num_cores use_ipex use_mps_device"
 )
-GONE_FROM_TRL = "chars_per_token dataset_batch_size infinite num_of_sequences"  # arguments of SFTTrainer, SFTConfig
+GONE_FROM_TRL = (
+    "chars_per_token dataset_batch_size infinite num_of_sequences"  # of SFTTrainer, SFTConfig
+    " label_pad_token_id padding_value"  # of DPOConfig
+)
+# Arguments of old releases of TRL whose meaning is told otherwise today; False and None asked for nothing.
+OTHERWISE = {
+    "force_use_ref_model": "leave it out: a ref_model is used beside an adapter, too.",
+    "generate_during_eval": "leave it out, and generate with the saved model.",
+    "is_encoder_decoder": "leave it out: models that write have a decoder alone.",
+    "max_completion_length": "use max_length, which holds for prompt and answer together.",
+    "max_prompt_length": "use max_length, which holds for prompt and answer together.",
+    "model_adapter_name": "leave it out: the model's adapter trains.",
+    "ref_adapter_name": "leave it out: the reference of an adapter that trains on is a copy of it.",
+    "reference_free": "leave it out: every loss compares with a reference.",
+    "rpo_alpha": "use loss_type=['sigmoid', 'sft'] and loss_weights=[1.0, rpo_alpha].",
+}
 RENAMED = {
     "dispatch_batches": "leave it out: one process makes the batches.",
     "evaluation_strategy": "use eval_strategy.",
     "group_by_length": "use train_sampling_strategy.",
     "logging_dir": "set the environment variable TENSORBOARD_LOGGING_DIR.",
-    "max_prompt_length": "use max_length, which holds for prompt and answer together.",
     "max_seq_length": "use max_length.",
     "no_cuda": "use use_cpu.",
     "push_to_hub_model_id": "use hub_model_id.",
@@ -28,6 +42,7 @@ RENAMED = {
     "torch_dtype": "use dtype.",
     "use_liger": "use use_liger_kernel.",
     "warmup_ratio": "use warmup_steps: a number below 1 is a ratio.",
+    **OTHERWISE,
     **dict.fromkeys(GONE.split(), "leave it out: transformers no longer has it."),
     **dict.fromkeys(GONE_FROM_TRL.split(), "leave it out: TRL no longer has it."),
 }
@@ -65,12 +80,15 @@ def translated(given: Mapping[str, Any], known: Iterable[str]) -> tuple[dict[str
         The arguments by today's names, environment variables to set, and a warning for each old name.
 
     Raises:
-        TypeError: a name both old and new, or save_safetensors=False.
+        TypeError: a name both old and new, save_safetensors=False, or what is told otherwise today.
     """
     known, now, environment, notes = set(known), dict(given), {}, []
     for name in [name for name in given if name in RENAMED and name not in known]:
         new = _modern(name, now.pop(name), given)
         if new is None:
+            continue
+        if name in OTHERWISE:
+            notes.append(f"{name}={given[name]} asks for nothing: TRL no longer has it. Leave it out.")
             continue
         if name in _IGNORED:
             notes.append(f"{name} has no effect any more; {RENAMED[name]}")
@@ -96,8 +114,8 @@ def _modern(name: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] |
         return {} if value is None else {TENSORBOARD: str(value)}
     if name == "group_by_length":
         return {"train_sampling_strategy": "group_by_length"} if value else {}
-    if name == "max_prompt_length":
-        raise TypeError(f"max_prompt_length={value!r}: {RENAMED[name]}")
+    if name in OTHERWISE and value is not None and value is not False:
+        raise TypeError(f"{name}={value!r}: {RENAMED[name]}")
     if name == "push_to_hub_organization":
         model = given.get("hub_model_id") or given.get("push_to_hub_model_id")
         if value is None:
