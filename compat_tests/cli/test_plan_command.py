@@ -83,6 +83,8 @@ def test_every_argument_has_a_part_in_a_plan_or_is_told_to_have_none(checkpoint,
         dataset_text_field dataset_kwargs packing packing_strategy eval_packing padding_free truncation_mode
         shuffle_dataset completion_only_loss assistant_only_loss average_tokens_across_devices loss_type
         label_smoothing_factor router_aux_loss_coef
+        beta discopop_tau f_alpha_divergence_coef f_divergence_type label_smoothing ld_alpha
+        loss_weights precompute_ref_log_probs use_weighting
     """
     tables = [names.load_config().argument_table for names in TRAINERS.values()]
     known = {name for table in tables for name, line in table.items() if line.kind in ("native", "mapped")}

@@ -28,7 +28,8 @@ def precomputed(
 ) -> Dataset:
     """The dataset with a float32 column for each text: its log-probability under the run's reference.
 
-    A dataset that has the columns is computed again: nothing in it says of which model they are.
+    A dataset that has the columns is computed again: nothing in it says of which model they are. Under a model without
+    weights, of a plan, they are zeros.
 
     Args:
         columns: their names, in the order of the texts.
@@ -46,6 +47,8 @@ def precomputed(
     dataset = dataset.remove_columns([column for column in columns if column in dataset.column_names])
     loader = replace(data.loader(run, dataset, training=False), batch_size=batch_size * run.shards)
     found = np.zeros((len(columns), len(dataset)), np.float32)
+    if any(isinstance(array, jax.ShapeDtypeStruct) for array in run.arrays.values()):
+        return _with_columns(dataset, columns, found)
     hidden = run.args.disable_tqdm or bool(os.environ.get("TQDM_DISABLE"))
     progress = tqdm(total=len(dataset), desc=f"Computing reference log probs for {name} dataset", disable=hidden)
     with run.on_device(), progress:
@@ -56,6 +59,10 @@ def precomputed(
             for logps, batch, rows in batches:
                 found[:, rows] = of_examples(logps, len(columns), batch.num_examples).reshape(len(columns), -1)
                 progress.update(batch.num_examples)
+    return _with_columns(dataset, columns, found)
+
+
+def _with_columns(dataset: Dataset, columns: tuple[str, ...], found: np.ndarray) -> Dataset:
     for column, values in zip(columns, found, strict=True):
         dataset = dataset.add_column(column, values)
     return dataset
