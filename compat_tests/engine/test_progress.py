@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from trl_jax.engine.checkpoints import progress
+from trl_jax.engine.checkpoints.manifest import BrokenCheckpoint
 from trl_jax.engine.checkpoints.progress import Progress, SavedProgress, progress_json, write_progress
 from trl_jax.engine.devices.sharding import pieces
 
@@ -40,3 +43,11 @@ def test_who_does_not_write_reads_all_the_same(tmp_path, monkeypatch):
     trees = {"optimizer": {"nu": jnp.zeros((2, 3)), "mu": jnp.zeros(4)}}
     write_progress(tmp_path, [], trees, "", writes=False)
     assert sorted(read) == [(2, 3), (4,)] and not list(tmp_path.iterdir())
+
+
+def test_a_random_state_that_lacks_a_word_is_named(tmp_path):
+    facts = json.loads(progress_json(Progress(), {}))
+    facts["random"]["numpy"][1].pop()
+    write_progress(tmp_path, [{"loss": np.float32(0.5)}], {"optimizer": {"count": jnp.asarray(7)}}, json.dumps(facts))
+    with pytest.raises(BrokenCheckpoint, match="random is no state of the generators"):
+        SavedProgress(tmp_path)

@@ -136,7 +136,7 @@ class SavedProgress:
     def _check_random_state(self) -> None:
         try:
             self._set_random_state(random.Random().setstate, np.random.RandomState().set_state)
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
+        except (ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
             text = brief(error, 300)
             raise BrokenCheckpoint(f"{self.folder / FACTS}: random is no state of the generators: {text}.") from error
 
