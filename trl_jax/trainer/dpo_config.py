@@ -3,7 +3,7 @@
 import warnings
 from dataclasses import dataclass, field
 
-from trl_jax.core.arguments.dpo import DPO, OF_BATCHES
+from trl_jax.core.arguments.dpo import DPO
 from trl_jax.run.arguments.base_config import BaseConfig
 
 
@@ -146,5 +146,3 @@ class DPOConfig(BaseConfig):
             text = "truncation_mode='keep_end' is deprecated: use truncation_mode='keep_start', the default."
             warnings.warn(text, FutureWarning, stacklevel=self._frames_to_caller())
         super().__post_init__()
-        if self.batch_layout == "auto" and OF_BATCHES & set(self.loss_type):
-            self.batch_layout = "padded"
