@@ -80,6 +80,21 @@ def test_every_example_once_with_its_texts_and_its_weight(layout, texts, accumul
         assert [len(own) for own in step.passes] == kept.sum(axis=-1).reshape(-1).tolist()
 
 
+@pytest.mark.parametrize("shards", [1, SHARDS])
+@pytest.mark.parametrize("views", [None, ViewBuckets()])
+def test_a_pass_has_one_micro_batch_where_the_loss_wants_it_whole(shards, views):
+    """Of 13 examples in micro-batches of 8: eight, and those that are left, on the devices as TRL's ranks have them."""
+    options = {"layout": "shared", "accumulation": 3, "by_micro_batch": True, "views": views, "fills": False}
+    [step] = loader(table(13), shards=shards, **options)
+    member = step.arrays.micro_batch.reshape(3 * shards, 3, 8 // shards)
+    kept = step.arrays.weight.reshape(3 * shards, 1, 8 // shards) > 0
+    counts = (member & kept).sum(axis=-1)
+    of_second = [5] if shards == 1 else [2, 1, 1, 1]
+    assert counts[:shards, 0].tolist() == [8 // shards] * shards
+    assert counts[shards : 2 * shards, 1].tolist() == of_second
+    assert counts.sum() == 13 and step.passes[0] == list(range(8 // shards))
+
+
 @pytest.mark.parametrize("layout", ["packed", "shared"])
 @every_number_of_texts
 def test_nothing_is_shared_but_what_two_texts_begin_with(layout, texts):

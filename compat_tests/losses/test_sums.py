@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from trl_jax.losses.sums import mean_over_shards
 from trl_jax.tasks import counted, summed
 
 WEIGHT = np.array([0.5, 0.0, 0.25, 0.25], np.float32)
@@ -39,3 +40,15 @@ def test_what_only_fills_the_shape_is_in_neither_sum_nor_gradient(filler):
     values = np.where(WEIGHT > 0, VALUES, filler).astype(np.float32)
     total, gradient = jax.value_and_grad(lambda values: summed(values, counted(WEIGHT)))(values)
     assert total == 7 and gradient.tolist() == [1, 0, 1, 1]
+
+
+def test_the_mean_over_shards_is_the_value_without_several_devices():
+    assert jax.jit(mean_over_shards)(np.float32(3)) == 3
+
+
+def test_the_mean_over_shards_is_of_all_devices_axes():
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1), ("data", "fsdp"))
+    spec = jax.sharding.PartitionSpec(("data", "fsdp"))
+    of_shard = jax.shard_map(mean_over_shards, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    assert jax.jit(of_shard)(np.array([3.0], np.float32)).tolist() == [3]
+    assert "psum" in str(jax.make_jaxpr(of_shard)(np.array([3.0], np.float32)))

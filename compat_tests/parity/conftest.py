@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 
 from compat_tests.parity import reference
@@ -45,3 +47,32 @@ class Runs:
 def runs(checkpoint, tmp_path_factory) -> Runs:
     pytest.importorskip("trl", reason="parity is measured against real TRL")
     return Runs(checkpoint, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def both_of(checkpoint, tmp_path_factory):
+    """both_of(trainer, cases, rows) -> a function from a case's name to our run and TRL's.
+
+    trainer: "SFT", "DPO" or another in trl's names; rows: makes rows of a case's options.
+    """
+    pytest.importorskip("trl", reason="parity is measured against real TRL")
+
+    def runs_of(trainer, cases, rows):
+        done = {}
+
+        def run(name):
+            if name not in done:
+                case, folder = cases[name], checkpoint(**cases[name].model)
+                eval_rows = None if case.eval_rows is None else rows(**case.eval_rows)
+                options = {"trainer": trainer, "eval_rows": eval_rows} | case.config
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", FutureWarning)  # of what TRL's next release has no longer
+                    done[name] = tuple(
+                        train(folder, rows(**case.rows), tmp_path_factory.mktemp(name), **options)
+                        for train in (reference.run_ours, reference.run_trl)
+                    )
+            return done[name]
+
+        return run
+
+    return runs_of

@@ -34,6 +34,11 @@ CASES = {name: case(loss_type=name, **SMOOTHED.get(name, {})) for name in LOSSES
     # 4 micro-batches an epoch, the last of one pair: steps of three, and of one.
     "accumulated": case(rows={"n": 13, "kind": "prompt"}, gradient_accumulation_steps=3, logging_steps=2),
     "precomputed": case(precompute_ref_log_probs=True, precompute_ref_batch_size=3),
+    # One pass a micro-batch: pairs are sorted, and answers' tokens averaged, within it.
+    "sorted_accumulated": case(
+        rows={"n": 13, "kind": "prompt"}, gradient_accumulation_steps=3, batch_layout="shared",
+        loss_type=["aot", "sft"],
+    ),
     "packed": case(batch_layout="packed"),
     "padded": case(batch_layout="padded"),
     "evaluated": case(

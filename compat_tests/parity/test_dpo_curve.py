@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import numpy as np
 import pytest
 
@@ -21,25 +19,8 @@ RELATIVE, ABSOLUTE = 5e-5, 2e-5
 
 
 @pytest.fixture(scope="module")
-def both(checkpoint, tmp_path_factory):
-    """both(name) -> our run of a case, and TRL's."""
-    pytest.importorskip("trl", reason="parity is measured against real TRL")
-    done = {}
-
-    def run(name):
-        if name not in done:
-            case, folder = CASES[name], checkpoint(**CASES[name].model)
-            eval_rows = None if case.eval_rows is None else preference_rows(**case.eval_rows)
-            options = {"trainer": "DPO", "eval_rows": eval_rows} | case.config
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # of keep_end
-                done[name] = tuple(
-                    run(folder, preference_rows(**case.rows), tmp_path_factory.mktemp(name), **options)
-                    for run in (reference.run_ours, reference.run_trl)
-                )
-        return done[name]
-
-    return run
+def both(both_of):
+    return both_of("DPO", CASES, preference_rows)
 
 
 def assert_same(ours, theirs):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import numpy as np
 import pytest
 
@@ -16,25 +14,8 @@ KEYS = "loss grad_norm learning_rate entropy mean_token_accuracy num_tokens epoc
 
 
 @pytest.fixture(scope="module")
-def both(checkpoint, tmp_path_factory):
-    """both(name) -> our run of a case, and TRL's."""
-    pytest.importorskip("trl", reason="parity is measured against real TRL")
-    done = {}
-
-    def run(name):
-        if name not in done:
-            case, folder = CASES[name], checkpoint(**CASES[name].model)
-            eval_rows = None if case.eval_rows is None else text_rows(**case.eval_rows)
-            options = {"trainer": "SFT", "eval_rows": eval_rows} | case.config
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # of what TRL's next release has no longer
-                done[name] = tuple(
-                    run(folder, text_rows(**case.rows), tmp_path_factory.mktemp(name), **options)
-                    for run in (reference.run_ours, reference.run_trl)
-                )
-        return done[name]
-
-    return run
+def both(both_of):
+    return both_of("SFT", CASES, text_rows)
 
 
 @pytest.mark.parametrize("name", CASES)

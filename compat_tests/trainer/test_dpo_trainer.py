@@ -211,7 +211,6 @@ def test_old_arguments_of_the_trainer(model, tmp_path):
         ({"f_divergence_type": "other"}, "Unknown f_divergence_type: other"),
         ({"loss_type": "exo_pair"}, "Label smoothing must be greater than 0.0"),
         ({"loss_type": "aot", "use_weighting": True}, "WPO-style weighting is not implemented"),
-        ({"loss_type": "aot", "batch_layout": "shared"}, "Pass batch_layout='padded'"),
         ({"ld_alpha": 1.5}, "ld_alpha"),
     ],
 )

@@ -18,7 +18,7 @@ from trl_jax.data.layout.batch import Batch, padded_length
 from trl_jax.data.layout.buckets import Buckets, ViewBuckets
 from trl_jax.data.layout.packed import Form, RowViewShape, greedy_bins, pack_examples, place
 from trl_jax.data.layout.padded import pad_examples
-from trl_jax.data.layout.sharded import by_shard, filled, room, sharded_packed, sharded_rows
+from trl_jax.data.layout.sharded import by_shard, filled, in_shards, packed_passes, room, sharded_rows
 from trl_jax.data.order import epoch_order, micro_batches
 
 Weighting = Literal["examples", "tokens", "shards"]
@@ -58,7 +58,8 @@ class ExampleLoader:
     """Iterates over the steps of one epoch, which `set_epoch` chooses.
 
     `batch_size` examples make a micro-batch, `accumulation` micro-batches a step. In the padded layout a micro-batch is
-    a pass; in the packed and shared layouts a step's examples fill as many packed rows, whatever their micro-batch.
+    a pass; in the packed and shared layouts a step's examples fill as many packed rows, whatever their micro-batch,
+    unless `by_micro_batch` keeps those of each together.
 
     On several devices, `shards` of them divide each micro-batch, and arrays have an axis of shards after that of
     passes. The last micro-batch of a training epoch is then filled up with its first examples, as TRL's ranks do,
@@ -79,6 +80,7 @@ class ExampleLoader:
     weighting: Weighting = "examples"
     views: ViewBuckets | None = None  # instead of buckets, where attention reads the texts of packed rows as rows
     accumulation: int = 1
+    by_micro_batch: bool = False
     shards: int = 1
     divided: bool = True  # False: filled up for the shards, but laid out for one device
     fills: bool | None = None  # None: only where there are several shards
@@ -211,16 +213,27 @@ class ExampleLoader:
             return (arrays if shards == 1 else sharded_rows(arrays, shards)), pass_of
         share = self.layout == "shared"
         placed = place(micro_batches, examples=examples, share=share, weights=weights)
-        max_examples = None if shards == 1 else room(examples, self.accumulation)
-        if self.views is not None:
-            max_examples = examples if passes == 1 else 2 * examples
-        pass_of = greedy_bins([one.tokens for one in placed], passes, max_examples)
+        max_examples = self._max_examples(examples, passes, shards)
+        if self.by_micro_batch:
+            pass_of = [one.slot // examples for one in placed]
+        else:
+            pass_of = greedy_bins([one.tokens for one in placed], passes, max_examples)
         view = None if self.views is None else RowViewShape(max_examples, self.views)
         form = Form(self.pad_token_id, share, bucket, view)
-        if shards == 1:
+        if shards == 1 and not self.by_micro_batch:
             return pack_examples(placed, pass_of, form, examples=examples, count=passes, rows=passes), pass_of
-        arrays = sharded_packed(placed, pass_of, form, examples=examples, count=self.accumulation, shards=shards)
-        return arrays, pass_of
+        most = max_examples if self.by_micro_batch else room(examples, self.accumulation)
+        sizes = {"examples": examples, "count": self.accumulation, "shards": shards, "most": most}
+        arrays = packed_passes(placed, pass_of, form, **sizes)
+        return (arrays if shards == 1 else in_shards(arrays, shards)), pass_of
+
+    def _max_examples(self, examples: int, passes: int, shards: int) -> int | None:
+        """How many examples a packed row may have; None where that is not bounded."""
+        if self.by_micro_batch:
+            return examples
+        if self.views is not None:
+            return examples if passes == 1 else 2 * examples
+        return None if shards == 1 else room(examples, self.accumulation)
 
     def _trl_length(self, longest: int) -> int:
         """The row length of TRL's collator, which has no buckets."""

@@ -217,7 +217,7 @@ PER_PAIR: dict[str, Callable[[PreferenceLoss, PairLogps], jax.Array]] = {
     "discopop": _discopop,
     "sigmoid_norm": lambda loss, pairs: -jax.nn.log_sigmoid(loss.beta * loss.lead_per_token(pairs)),
 }
-# Losses of the pairs of a micro-batch together, which no other layout than padded rows keeps apart.
+# Losses of the pairs of a micro-batch together.
 WHOLE_BATCH: dict[str, Callable[[PreferenceLoss, PairLogps, jax.Array], jax.Array]] = {
     "aot": _aot,
     "aot_unpaired": _aot_unpaired,

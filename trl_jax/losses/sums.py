@@ -24,3 +24,10 @@ def of_texts(values: jax.Array, text: jax.Array, texts: int) -> jax.Array:
         text: int32 `[N]`, the text of each; `texts` where it belongs to none.
     """
     return jnp.zeros(texts, jnp.float32).at[text].add(values.astype(jnp.float32), mode="drop")
+
+
+def mean_over_shards(value: jax.Array) -> jax.Array:
+    """The mean of a value over the devices that each have a share of the batch, on all of them; without several
+    devices the value itself. Shares weigh the same, as ranks do in accelerate's `gather(...).mean()`."""
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    return jax.lax.pmean(value, axes) if axes else value

@@ -85,6 +85,7 @@ def loader(run: RunState, dataset: Dataset | IterableDataset, *, training: bool)
         weighting=_weighting(run),
         buckets=layout.buckets,
         views=layout.views,
+        by_micro_batch=_by_micro_batch(run),
         accumulation=args.gradient_accumulation_steps if training else 1,
         shuffle=training and args.train_sampling_strategy != "sequential",
         seed=_order_seed(run),
@@ -101,6 +102,11 @@ def _weighting(run: RunState) -> Weighting:
     return "tokens" if run.args.average_tokens_across_devices else "shards"
 
 
+def _by_micro_batch(run: RunState) -> bool:
+    """Whether the loss needs the examples of a micro-batch together."""
+    return run.task.head == "lm" and run.task.by_micro_batch
+
+
 def _layout(run: RunState, dataset: Any, lengths: np.ndarray | None, training: bool) -> LayoutPlan:
     striped = run.sharding_plan is not None and run.sharding_plan.size(SEQUENCE) > 1
     if not training:
@@ -115,6 +121,7 @@ def _layout(run: RunState, dataset: Any, lengths: np.ndarray | None, training: b
         steps=length_of(run).max_steps,
         shards=run.shards,
         striped=striped,
+        by_micro_batch=_by_micro_batch(run),
         lengths=lengths,
     )
 

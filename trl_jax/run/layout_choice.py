@@ -86,12 +86,14 @@ def plan(
     steps: int,
     shards: int = 1,
     striped: bool = False,
+    by_micro_batch: bool = False,
     lengths: np.ndarray | None = None,
 ) -> LayoutPlan:
     """The layout of a run's training `steps`; it is logged in one line, with the reason and what it saves.
 
     Args:
         columns: the token columns of the dataset, a text each.
+        by_micro_batch: whether each micro-batch has a packed row to itself.
         lengths: by which rows are grouped, `[rows]`; None where they are not grouped.
     """
     layout, reason = exact_layout(args, backend, striped=striped)
@@ -119,6 +121,7 @@ def plan(
         accumulation=args.gradient_accumulation_steps * shards,  # as many packed rows
         bucket_cost=int(compilation / (6 * max(parameters, 1) * args.gradient_accumulation_steps)),
         run_steps=steps,
+        by_micro_batch=by_micro_batch,
         by_rows=by_rows(args, striped=striped),
         at_once=PROGRAMS_AT_ONCE if compiles_ahead(args.device.type) else None,
     )

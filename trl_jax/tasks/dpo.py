@@ -14,7 +14,7 @@ from trl_jax.core.token_outputs import TokenOutputs
 from trl_jax.data.example import Columns, Example, Measured
 from trl_jax.data.layout.batch import Batch
 from trl_jax.data.rows.preference import dpo as rows
-from trl_jax.losses.dpo import PairLogps, PreferenceLoss, length_desensitised
+from trl_jax.losses.dpo import WHOLE_BATCH, PairLogps, PreferenceLoss, length_desensitised
 from trl_jax.losses.sums import counted, of_texts, summed
 from trl_jax.tasks.metrics import joined
 
@@ -46,6 +46,11 @@ class DpoTask:
         labels=("chosen_labels", "rejected_labels"),
         optional=REFERENCE_COLUMNS,
     )
+
+    @property
+    def by_micro_batch(self) -> bool:
+        """Whether a loss of several pairs together is among those of the objective."""
+        return not WHOLE_BATCH.keys().isdisjoint(self.objective.names)
 
     def prepare(
         self,

@@ -39,6 +39,7 @@ class SftTask:
 
     head: ClassVar[Literal["lm"]] = "lm"
     per_token: ClassVar[bool] = True
+    by_micro_batch: ClassVar[bool] = False
     num_tokens_after: ClassVar[str] = "mean_token_accuracy"
     columns: ClassVar[Columns] = Columns(("input_ids",), labels=("labels",), documents="seq_lengths")
 

@@ -86,11 +86,14 @@ class TokenTask(Task, Protocol):
 
     per_token: whether the weights that reach `loss` are shares of the step's targets, `1 / targets`, so that each
         target counts the same; otherwise each example counts the same.
+    by_micro_batch: whether the loss needs the examples of a micro-batch, on several devices of a device's part of it,
+        in one pass. Otherwise a pass may have examples of any micro-batches of the step.
     num_tokens_after: the metric behind which `num_tokens` is logged, as in TRL.
     """
 
     head: Literal["lm"]
     per_token: bool
+    by_micro_batch: bool
     num_tokens_after: str
 
     def per_text(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:

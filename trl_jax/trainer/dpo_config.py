@@ -1,9 +1,9 @@
 """DPOConfig: BaseConfig with the arguments of direct preference optimisation."""
 
-import warnings
 from dataclasses import dataclass, field
 
-from trl_jax.core.arguments.dpo import DPO, OF_BATCHES
+from trl_jax.core.arguments.dpo import DPO
+from trl_jax.run.arguments import text_fields
 from trl_jax.run.arguments.base_config import BaseConfig
 
 
@@ -48,41 +48,20 @@ class DPOConfig(BaseConfig):
 
     learning_rate: float = field(default=1e-6, metadata={"help": "Peak learning rate of AdamW."})
 
-    router_aux_loss_coef: float | None = field(
-        default=None,
-        metadata={"help": "Weight of the loss that balances experts. Unset, as in the model; 0 is off."},
-    )
-    disable_dropout: bool = field(default=True, metadata={"help": "Train without dropout."})
+    router_aux_loss_coef: float | None = text_fields.router_aux_loss_coef()
+    disable_dropout: bool = text_fields.disable_dropout()
 
-    dataset_num_proc: int | None = field(
-        default=None, metadata={"help": "Processes that tokenise the dataset."}
-    )
+    dataset_num_proc: int | None = text_fields.dataset_num_proc()
     max_length: int | None = field(
         default=1024,
         metadata={"help": "Longest prompt with its answer in tokens, the rest is cut off. None cuts nothing."},
     )
-    truncation_mode: str = field(
-        default="keep_start",
-        metadata={
-            "help": "Part of a text beyond max_length that stays. 'keep_end' is deprecated.",
-            "choices": ["keep_end", "keep_start"],
-        },
-    )
+    truncation_mode: str = text_fields.truncation_mode()
     padding_free: bool = field(
         default=False, metadata={"help": "Accepted without effect; batch_layout has layouts without padding."}
     )
-    pad_to_multiple_of: int | str | None = field(
-        default="auto",
-        metadata={
-            "help": "Round row lengths up to a multiple of it. 'auto' rounds up to a short ladder of lengths (32 "
-            "tokens apart, from 256 on four an octave), so that few shapes compile; None rounds nothing. Losses do not "
-            "depend on it."
-        },
-    )
-    precompute_ref_log_probs: bool = field(
-        default=False,
-        metadata={"help": "Compute the reference's log-probabilities once, before training, and drop it."},
-    )
+    pad_to_multiple_of: int | str | None = text_fields.pad_to_multiple_of()
+    precompute_ref_log_probs: bool = text_fields.precompute_ref_log_probs()
     precompute_ref_batch_size: int | None = field(
         default=None, metadata={"help": "Pairs of a batch then. Unset, those of training or evaluation."}
     )
@@ -127,24 +106,15 @@ class DPOConfig(BaseConfig):
         default=False, metadata={"help": "Weight pairs by how likely the policy is to write them (WPO)."}
     )
     discopop_tau: float = field(default=0.05, metadata={"help": "Temperature of 'discopop'."})
-    activation_offloading: bool = field(
-        default=False,
-        metadata={"help": "Keep what gradient checkpointing keeps, each layer's input, in the host's memory."},
-    )
+    activation_offloading: bool = text_fields.activation_offloading()
     sync_ref_model: bool = field(default=False, metadata={"help": "Not supported: the reference stays as it is."})
     ref_model_mixup_alpha: float = field(default=0.6, metadata={"help": "Of sync_ref_model, not supported."})
     ref_model_sync_steps: int = field(default=512, metadata={"help": "Of sync_ref_model, not supported."})
 
-    pad_token: str | None = field(
-        default=None, metadata={"help": "Deprecated: set it on the tokenizer instead."}
-    )
+    pad_token: str | None = text_fields.pad_token()
 
     def __post_init__(self):
         if isinstance(self.loss_type, str):
             self.loss_type = [self.loss_type]
-        if self.truncation_mode == "keep_end":
-            text = "truncation_mode='keep_end' is deprecated: use truncation_mode='keep_start', the default."
-            warnings.warn(text, FutureWarning, stacklevel=self._frames_to_caller())
+        text_fields.warn_of_keep_end(self.truncation_mode, self._frames_to_caller())
         super().__post_init__()
-        if self.batch_layout == "auto" and OF_BATCHES & set(self.loss_type):
-            self.batch_layout = "padded"

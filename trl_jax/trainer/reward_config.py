@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from trl_jax.core.arguments.reward import REWARD
+from trl_jax.run.arguments import text_fields
 from trl_jax.run.arguments.base_config import BaseConfig
 
 
@@ -37,42 +38,24 @@ class RewardConfig(BaseConfig):
 
     learning_rate: float = field(default=1e-4, metadata={"help": "Peak learning rate of AdamW."})
 
-    chat_template_path: str | None = field(
-        default=None, metadata={"help": "File with the chat template to use, or a tokenizer that has it."}
-    )
-    disable_dropout: bool = field(default=True, metadata={"help": "Train without dropout."})
+    chat_template_path: str | None = text_fields.chat_template_path()
+    disable_dropout: bool = text_fields.disable_dropout()
 
-    dataset_num_proc: int | None = field(
-        default=None, metadata={"help": "Processes that tokenise the dataset."}
-    )
-    eos_token: str | None = field(
-        default=None, metadata={"help": "Token that ends a text. Unset, the tokenizer's own."}
-    )
+    dataset_num_proc: int | None = text_fields.dataset_num_proc()
+    eos_token: str | None = text_fields.eos_token()
     max_length: int | None = field(
         default=1024,
         metadata={"help": "Longest text in tokens; a pair with a longer one is left out. None keeps all."},
     )
-    pad_to_multiple_of: int | str | None = field(
-        default="auto",
-        metadata={
-            "help": "Round row lengths up to a multiple of it. 'auto' rounds up to a short ladder of lengths (32 "
-            "tokens apart, from 256 on four an octave), so that few shapes compile; None rounds nothing. Losses and "
-            "scores do not depend on it."
-        },
-    )
+    pad_to_multiple_of: int | str | None = text_fields.pad_to_multiple_of("Losses and scores")
 
     center_rewards_coefficient: float | None = field(
         default=None,
         metadata={"help": "Weight of the term that draws scores to a mean of zero; 0.01 is usual."},
     )
-    activation_offloading: bool = field(
-        default=False,
-        metadata={"help": "Keep what gradient checkpointing keeps, each layer's input, in the host's memory."},
-    )
+    activation_offloading: bool = text_fields.activation_offloading()
 
-    pad_token: str | None = field(
-        default=None, metadata={"help": "Deprecated: set it on the tokenizer instead."}
-    )
+    pad_token: str | None = text_fields.pad_token()
     # Not in TRL, and never by position.
     eval_report: bool = field(
         default=False,

@@ -6,6 +6,7 @@ from typing import Any
 
 from trl_jax.core.arguments.sft import SFT
 from trl_jax.core.arguments.values import as_dict
+from trl_jax.run.arguments import text_fields
 from trl_jax.run.arguments.base_config import BaseConfig
 
 
@@ -50,36 +51,21 @@ class SFTConfig(BaseConfig):
 
     learning_rate: float = field(default=2e-5, metadata={"help": "Peak learning rate of AdamW."})
 
-    router_aux_loss_coef: float | None = field(
-        default=None,
-        metadata={"help": "Weight of the loss that balances experts. Unset, as in the model; 0 is off."},
-    )
-    chat_template_path: str | None = field(
-        default=None, metadata={"help": "File with the chat template to use, or a tokenizer that has it."}
-    )
+    router_aux_loss_coef: float | None = text_fields.router_aux_loss_coef()
+    chat_template_path: str | None = text_fields.chat_template_path()
 
     dataset_text_field: str = field(default="text", metadata={"help": "Column of plain texts."})
     dataset_kwargs: dict[str, Any] | str | None = field(
         default=None,
         metadata={"help": "'{\"skip_prepare_dataset\": true}' for rows that are tokenised and truncated already."},
     )
-    dataset_num_proc: int | None = field(
-        default=None, metadata={"help": "Processes that tokenise the dataset."}
-    )
-    eos_token: str | None = field(
-        default=None, metadata={"help": "Token that ends a text. Unset, the tokenizer's own."}
-    )
+    dataset_num_proc: int | None = text_fields.dataset_num_proc()
+    eos_token: str | None = text_fields.eos_token()
     max_length: int | None = field(
         default=1024,
         metadata={"help": "Longest text in tokens, the rest is cut off; length of packed rows. None cuts nothing."},
     )
-    truncation_mode: str = field(
-        default="keep_start",
-        metadata={
-            "help": "Part of a text beyond max_length that stays. 'keep_end' is deprecated.",
-            "choices": ["keep_end", "keep_start"],
-        },
-    )
+    truncation_mode: str = text_fields.truncation_mode()
     shuffle_dataset: bool = field(default=False, metadata={"help": "Shuffle the prepared rows once, by seed."})
     packing: bool = field(default=False, metadata={"help": "Join texts to rows of max_length tokens."})
     packing_strategy: str = field(
@@ -93,14 +79,7 @@ class SFTConfig(BaseConfig):
     padding_free: bool = field(
         default=False, metadata={"help": "Texts of a batch end to end, not as padded rows; batch_layout='packed'."}
     )
-    pad_to_multiple_of: int | str | None = field(
-        default="auto",
-        metadata={
-            "help": "Round row lengths up to a multiple of it. 'auto' rounds up to a short ladder of lengths (32 "
-            "tokens apart, from 256 on four an octave), so that few shapes compile; None rounds nothing. Losses do not "
-            "depend on it."
-        },
-    )
+    pad_to_multiple_of: int | str | None = text_fields.pad_to_multiple_of()
     eval_packing: bool | None = field(
         default=None, metadata={"help": "Packing of evaluation sets. Unset, as packing."}
     )
@@ -120,14 +99,9 @@ class SFTConfig(BaseConfig):
             "choices": ["nll", "dft", "chunked_nll"],
         },
     )
-    activation_offloading: bool = field(
-        default=False,
-        metadata={"help": "Keep what gradient checkpointing keeps, each layer's input, in the host's memory."},
-    )
+    activation_offloading: bool = text_fields.activation_offloading()
 
-    pad_token: str | None = field(
-        default=None, metadata={"help": "Deprecated: set it on the tokenizer instead."}
-    )
+    pad_token: str | None = text_fields.pad_token()
 
     def __post_init__(self):
         caller = self._frames_to_caller()
@@ -136,9 +110,7 @@ class SFTConfig(BaseConfig):
                 text = f"{name}={old!r} is deprecated: use {name}={new!r}, which is the same."
                 warnings.warn(text, FutureWarning, stacklevel=caller)
                 setattr(self, name, new)
-        if self.truncation_mode == "keep_end":
-            text = "truncation_mode='keep_end' is deprecated: use truncation_mode='keep_start', the default."
-            warnings.warn(text, FutureWarning, stacklevel=caller)
+        text_fields.warn_of_keep_end(self.truncation_mode, caller)
         super().__post_init__()
         if self.padding_free and self.batch_layout == "auto":
             self.batch_layout = "packed"

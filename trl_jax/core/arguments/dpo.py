@@ -17,7 +17,6 @@ LOSSES = (
 DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 _OF_ANY_DIVERGENCE = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
 _WITHOUT_WEIGHTS = {"aot", "aot_unpaired"}
-OF_BATCHES = {"aot", "aot_unpaired", "sft"}  # computed of the pairs of a micro-batch together
 
 
 def _losses(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
@@ -33,11 +32,6 @@ def _losses(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
         )
     if "robust" in value and not 0 <= values["label_smoothing"] < 0.5:
         return f"loss_type='robust' needs 0 <= label_smoothing < 0.5, found {values['label_smoothing']}."
-    if (batch := sorted(OF_BATCHES & set(value))) and values["batch_layout"] not in ("auto", "padded"):
-        return (
-            f"{', '.join(batch)} of loss_type is a loss of a micro-batch's pairs together, which "
-            f"{show('batch_layout', values['batch_layout'])} lays out by length. Pass batch_layout='padded'."
-        )
     return None
 
 

@@ -40,6 +40,7 @@ def plan_layout(
     accumulation: int,
     bucket_cost: int,
     run_steps: int,
+    by_micro_batch: bool = False,
     by_rows: bool = False,
     at_once: int | None = None,
 ) -> LayoutPlan:
@@ -50,6 +51,7 @@ def plan_layout(
         order_of: from an epoch to the order of its examples.
         bucket_cost: what a compilation costs, in tokens of a packed row.
         run_steps: how many steps the run has, over which that is paid.
+        by_micro_batch: whether each micro-batch has a packed row to itself.
         by_rows: texts are viewed as rows, too.
         at_once: how many programs are compiled at a time beside the steps; None where steps wait for theirs.
     """
@@ -59,7 +61,7 @@ def plan_layout(
     place = np.argsort(first)
     for epoch in range(epochs):
         part = known if epoch == 0 else known.visited(place[order_of(epoch)])
-        steps += part.steps(batch_size, accumulation, layout)
+        steps += part.steps(batch_size, accumulation, layout, by_micro_batch=by_micro_batch)
     padded, real, lengths, texts = (np.asarray(column) for column in zip(*steps, strict=True))
     cost = int(bucket_cost * len(lengths) / max(1, run_steps))
     buckets = without_late(fitted(lengths, cost), lengths)

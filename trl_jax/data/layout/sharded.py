@@ -36,17 +36,18 @@ def room(examples: int, accumulation: int) -> int:
     return (accumulation + 1) * examples
 
 
-def sharded_packed(
-    placed: Sequence[Placed], into: Sequence[int], form: Form, *, examples: int, count: int, shards: int
+def packed_passes(
+    placed: Sequence[Placed], into: Sequence[int], form: Form, *, examples: int, count: int, shards: int, most: int
 ) -> Batch:
-    """Examples as packed rows, `[count, shards, 1, T]`: pass by pass, one for each shard.
+    """Examples as packed rows, `[count x shards, 1, T]`, each with a slot for `most` examples: pass by pass, one for
+    each shard.
 
     Args:
         placed: of `by_shard`'s runs, `examples` each; slots are counted over all of them.
         into: the packed row of each, counted over passes and shards.
         form: as `pack_examples` takes it.
     """
-    most, rows = room(examples, count), count * shards
+    rows = count * shards
     member, own = np.zeros((rows, count, most), bool), []
     taken = [0] * rows
     for one, row in zip(placed, into, strict=True):
@@ -55,7 +56,7 @@ def sharded_packed(
         own.append(one._replace(slot=slot))
     beside = longest_beside(placed, examples)
     batch = pack_examples(own, into, form, examples=most, count=1, rows=rows, beside=beside)
-    return in_shards(batch._replace(micro_batch=member), shards)
+    return batch._replace(micro_batch=member)
 
 
 def sharded_rows(batch: Batch, shards: int) -> Batch:

@@ -33,14 +33,21 @@ class Survey:
     def visited(self, order: np.ndarray) -> Survey:
         return Survey(self.texts[order], self.shared[order])
 
-    def steps(self, batch_size: int, accumulation: int, layout: str) -> list[StepSize]:
-        """The sizes of each step."""
+    def steps(
+        self, batch_size: int, accumulation: int, layout: str, *, by_micro_batch: bool = False
+    ) -> list[StepSize]:
+        """The sizes of each step.
+
+        Args:
+            by_micro_batch: whether each micro-batch has a packed row to itself.
+        """
         alone, longest = self.texts.sum(axis=1), self.texts.max(axis=1)
         costs, size = alone - self.shared if layout == "shared" else alone, batch_size * accumulation
         found = []
         for start in range(0, len(alone), size):
             own = costs[start : start + size].tolist()
-            filled = np.bincount(greedy_bins(own, accumulation), own)
+            into = np.arange(len(own)) // batch_size if by_micro_batch else greedy_bins(own, accumulation)
+            filled = np.bincount(into, own)
             micro = [longest[at : at + batch_size] for at in range(start, min(start + size, len(alone)), batch_size)]
             padded = sum(self.texts.shape[1] * len(rows) * int(rows.max()) for rows in micro)
             real, texts = int(alone[start : start + size].sum()), longest[start : start + size]

@@ -1,0 +1,72 @@
+"""Fields that configs of several trainers have, in TRL's names; each config puts them where TRL's has them."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import field
+from typing import Any
+
+
+def router_aux_loss_coef() -> Any:
+    return _field(None, "Weight of the loss that balances experts. Unset, as in the model; 0 is off.")
+
+
+def chat_template_path() -> Any:
+    return _field(None, "File with the chat template to use, or a tokenizer that has it.")
+
+
+def disable_dropout() -> Any:
+    return _field(True, "Train without dropout.")
+
+
+def dataset_num_proc() -> Any:
+    return _field(None, "Processes that tokenise the dataset.")
+
+
+def eos_token() -> Any:
+    return _field(None, "Token that ends a text. Unset, the tokenizer's own.")
+
+
+def truncation_mode() -> Any:
+    text = "Part of a text beyond max_length that stays. 'keep_end' is deprecated."
+    return _field("keep_start", text, choices=["keep_end", "keep_start"])
+
+
+def pad_to_multiple_of(unchanged: str = "Losses") -> Any:
+    """
+    Args:
+        unchanged: the results that do not depend on it.
+    """
+    return _field(
+        "auto",
+        "Round row lengths up to a multiple of it. 'auto' rounds up to a short ladder of lengths (32 tokens apart, "
+        f"from 256 on four an octave), so that few shapes compile; None rounds nothing. {unchanged} do not depend on "
+        "it.",
+    )
+
+
+def precompute_ref_log_probs() -> Any:
+    return _field(False, "Compute the reference's log-probabilities once, before training, and drop it.")
+
+
+def activation_offloading() -> Any:
+    return _field(False, "Keep what gradient checkpointing keeps, each layer's input, in the host's memory.")
+
+
+def pad_token() -> Any:
+    return _field(None, "Deprecated: set it on the tokenizer instead.")
+
+
+def _field(default: Any, text: str, **metadata: Any) -> Any:
+    return field(default=default, metadata={"help": text} | metadata)
+
+
+def warn_of_keep_end(mode: str, stacklevel: int) -> None:
+    """Warn that `truncation_mode="keep_end"` is deprecated.
+
+    Args:
+        stacklevel: of the line that made the config, counted from the caller of this function.
+    """
+    if mode == "keep_end":
+        text = "truncation_mode='keep_end' is deprecated: use truncation_mode='keep_start', the default."
+        warnings.warn(text, FutureWarning, stacklevel=stacklevel + 1)
