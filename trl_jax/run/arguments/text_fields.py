@@ -49,6 +49,22 @@ def precompute_ref_log_probs() -> Any:
     return _field(False, "Compute the reference's log-probabilities once, before training, and drop it.")
 
 
+def precompute_ref_batch_size(unit: str) -> Any:
+    return _field(None, f"{unit} of a batch then. Unset, those of training or evaluation.")
+
+
+def sync_ref_model() -> Any:
+    return _field(False, "Not supported: the reference stays as it is.")
+
+
+def ref_model_mixup_alpha() -> Any:
+    return _field(0.6, "Of sync_ref_model, not supported.")
+
+
+def ref_model_sync_steps() -> Any:
+    return _field(512, "Of sync_ref_model, not supported.")
+
+
 def activation_offloading() -> Any:
     return _field(False, "Keep what gradient checkpointing keeps, each layer's input, in the host's memory.")
 
