@@ -38,6 +38,8 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from trl_jax.trainer.callbacks import RichProgressCallback
     from trl_jax.trainer.dpo_config import DPOConfig
     from trl_jax.trainer.dpo_trainer import DPOTrainer
+    from trl_jax.trainer.kto_config import KTOConfig
+    from trl_jax.trainer.kto_trainer import KTOTrainer
     from trl_jax.trainer.model_config import ModelConfig
     from trl_jax.trainer.reward_config import RewardConfig
     from trl_jax.trainer.reward_trainer import RewardTrainer

@@ -27,6 +27,10 @@ def eos_token() -> Any:
     return _field(None, "Token that ends a text. Unset, the tokenizer's own.")
 
 
+def longest_answered() -> Any:
+    return _field(1024, "Longest prompt with its answer in tokens, the rest is cut off. None cuts nothing.")
+
+
 def truncation_mode() -> Any:
     text = "Part of a text beyond max_length that stays. 'keep_end' is deprecated."
     return _field("keep_start", text, choices=["keep_end", "keep_start"])
