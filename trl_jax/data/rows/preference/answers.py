@@ -9,7 +9,7 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 
 from trl_jax.data.example import IGNORED
-from trl_jax.data.rows import chat, checks, streaming
+from trl_jax.data.rows import chat, checks
 from trl_jax.data.rows.sft.rows import common_prefix
 from trl_jax.data.rows.templates.rendering import apply_chat_template
 
@@ -18,22 +18,6 @@ logger = logging.getLogger(__name__)
 _OPTIONS = ("tools", "chat_template_kwargs")
 
 Options = Callable[[str], dict[str, Any]]
-
-
-def opened(dataset: Dataset | IterableDataset, name: str) -> tuple[Dataset | IterableDataset, dict[str, Any]]:
-    """The dataset with plain values, and its first row.
-
-    Raises:
-        TypeError, ValueError: it is no dataset, has a transform, or is empty.
-    """
-    where = checks.argument(name)
-    checks.check_type(dataset, name)
-    plain = dataset.with_format(None)
-    if isinstance(plain, IterableDataset):
-        return plain, streaming.first_row(plain, where)
-    if not len(plain):
-        raise ValueError(f"{where} is empty")
-    return plain, plain[0]
 
 
 def map_options(dataset: Dataset | IterableDataset, where: str, num_proc: int | None) -> Options:
@@ -65,7 +49,7 @@ def read_row(row: dict[str, Any], answers: Sequence[str], place: str) -> dict[st
 
 def tokenised(row: dict[str, Any], answers: Sequence[str], tokenizer: Any, place: str) -> list[list[int]]:
     """The token ids of a row's prompt, and those of it with each answer, which ends with EOS unless it is messages."""
-    if not chat.is_messages(row["prompt"]):
+    if isinstance(row["prompt"], str):
         ended = [row["prompt"] + chat.with_eos(row[answer], tokenizer, place) for answer in answers]
         return tokenizer(text=[row["prompt"], *ended])["input_ids"]
     options = chat.template_options(row, place)

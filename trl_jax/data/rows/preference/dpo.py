@@ -6,7 +6,8 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 
-from trl_jax.data.rows import checks
+from trl_jax.core.printable import brief
+from trl_jax.data.rows import checks, streaming
 from trl_jax.data.rows.preference import answers
 
 IDS = ("prompt_ids", "chosen_ids", "rejected_ids")
@@ -40,16 +41,19 @@ def prepare(
             row.
     """
     where = checks.argument(name)
-    plain, first = answers.opened(dataset, name)
+    plain, first = streaming.opened(dataset, name)
     part = _part(max_length, keep_end)
     if all(column in first for column in JOINED):
+        plain = streaming.with_columns(plain, JOINED, where)
         return plain if max_length is None else plain.map(_cut, fn_kwargs={"part": (part.start, part.stop)})
     tokenised = all(column in first for column in IDS)
     if not tokenised and not all(column in first for column in _NEEDED):
         raise ValueError(
             f"{where} needs the columns 'chosen' and 'rejected', and maybe 'prompt', or {', '.join(IDS)}; found "
-            f"{list(first)}."
+            f"{brief(list(first), 500)}."
         )
+    read = [name for name in ("prompt", *_NEEDED) if name in first]
+    plain = streaming.with_columns(plain, IDS if tokenised else read, where)
     options = answers.map_options(plain, where, num_proc)
     if not tokenised:
         facts = {"tokenizer": tokenizer, "where": where}

@@ -7,6 +7,7 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 
+from trl_jax.core.printable import brief
 from trl_jax.data.rows import checks, streaming
 from trl_jax.data.rows.preference import answers
 from trl_jax.data.rows.preference.unpairing import unpair_preference_dataset
@@ -47,12 +48,15 @@ def prepare(
             row.
     """
     where = checks.argument(name)
-    plain, first = answers.opened(dataset, name)
+    plain, first = streaming.opened(dataset, name)
     if is_prepared(first, block):
         columns = JOINED if block is None else (*JOINED, *KL_JOINED)
+        plain = streaming.with_columns(plain, (*columns, "label"), where)
         return plain if max_length is None else plain.map(_cut, fn_kwargs={"columns": columns, "end": max_length})
     options = answers.map_options(plain, where, num_proc)
-    if not all(column in first for column in IDS):
+    if all(column in first for column in IDS):
+        plain = streaming.with_columns(plain, IDS, where)
+    else:
         plain, where = _unpaired(plain, first, where, options)
         facts = {"tokenizer": tokenizer, "where": where}
         plain = plain.map(tokenise_row, with_indices=True, fn_kwargs=facts, **options("Tokenizing"))
@@ -70,7 +74,6 @@ def is_prepared(columns: Any, block: int | None) -> bool:
 
 def tokenise_row(row: dict[str, Any], index: int, tokenizer: Any, where: str) -> dict[str, list[int]]:
     """The token ids of a row's prompt and of what the answer adds to it; `index` and `where` name it in errors."""
-    streaming.check_has(row, index, _NEEDED, where)
     place = f"Row {index} of {where}"
     read = answers.read_row(row, ("completion",), place)
     ids = answers.behind_prompt(*answers.tokenised(read, ("completion",), tokenizer, place))
@@ -85,9 +88,10 @@ def _unpaired(
         if not all(column in first for column in _NEEDED):
             raise ValueError(
                 f"{where} needs the columns 'prompt', 'completion' and 'label', or 'chosen' and 'rejected', and maybe "
-                f"'prompt', or {', '.join(IDS)}; found {list(first)}."
+                f"'prompt', or {', '.join(IDS)}; found {brief(list(first), 500)}."
             )
-        return dataset, where
+        return streaming.with_columns(dataset, _NEEDED, where), where
+    dataset = streaming.with_columns(dataset, [name for name in ("prompt", *_PAIR) if name in first], where)
     if "prompt" not in first:
         facts = {"where": where}
         dataset = dataset.map(_with_prompt, with_indices=True, fn_kwargs=facts, **options("Extracting prompt from"))
@@ -96,7 +100,6 @@ def _unpaired(
 
 
 def _with_prompt(row: dict[str, Any], index: int, where: str) -> dict[str, Any]:
-    streaming.check_has(row, index, _PAIR, where)
     return answers.read_row(row, _PAIR, f"Row {index} of {where}")
 
 
