@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 from datasets import Dataset, IterableDataset
@@ -23,7 +24,8 @@ def table(n=16, **options):
 
 def make(package, model, out, config=None, **arguments):
     args = package.KTOConfig(str(out), **(BASE | STEPS | (config or {})))
-    return package.KTOTrainer(str(model), args=args, **{"train_dataset": table()} | arguments)
+    model = str(model) if isinstance(model, Path) else model
+    return package.KTOTrainer(model, args=args, **{"train_dataset": table()} | arguments)
 
 
 def trained(*given, **options):
@@ -85,6 +87,14 @@ def test_rows_that_are_tokenised_are_taken_as_they_are(model, tmp_path):
     assert again["KL_completion_labels"] == [labels[:9] for labels in prepared["KL_completion_labels"]]
 
 
+def test_processes_do_not_change_the_blocks(model, tmp_path):
+    one, two = (
+        make(trl_jax, model, tmp_path, {"dataset_num_proc": count}, train_dataset=table(7, kind="text", paired=True))
+        for count in (None, 2)
+    )
+    assert one.train_dataset[:] == two.train_dataset[:]
+
+
 def test_a_stream_trains_as_its_table_does(model, tmp_path):
     rows = kto_rows(14)
     stream = IterableDataset.from_generator(lambda: iter(rows))
@@ -120,6 +130,15 @@ def test_a_given_reference_is_trls(checkpoint, model, tmp_path):
     assert abs(steps(theirs)[0]["rewards/chosen"]) > 0.01
     for mine, wanted in zip(steps(ours), steps(theirs), strict=True):
         assert_same(mine, wanted)
+
+
+@pytest.mark.parametrize("door", ["trl_jax", "transformers"])
+def test_a_copy_of_the_model_is_the_reference_that_there_is_without_one(model, tmp_path, door):
+    policy = pytest.importorskip(door).AutoModelForCausalLM.from_pretrained(str(model), dtype="float32")
+    copied = trl_jax.create_reference_model(policy)
+    given, none = (trained(trl_jax, policy, tmp_path, {"max_steps": 2}, ref_model=it) for it in (copied, None))
+    assert steps(given)[0]["rewards/chosen"] == 0 != steps(given)[1]["rewards/chosen"]
+    assert steps(none)[0]["rewards/chosen"] == 0 and steps(none)[0]["logps/chosen"] != steps(given)[0]["logps/chosen"]
 
 
 def test_an_evaluation_is_of_the_set_and_not_of_its_batches(model, tmp_path):
