@@ -193,6 +193,10 @@ def test_old_arguments_of_the_trainer(model, tmp_path):
     with pytest.warns(FutureWarning, match="beta is an argument of DPOConfig"):
         trainer = make(trl_jax, model, tmp_path, beta=0.3, max_length=33)
     assert (trainer.args.beta, trainer.args.max_length) == (0.3, 33)
+    args = trl_jax.DPOConfig(str(tmp_path), **BASE | STEPS)
+    with pytest.warns(FutureWarning, match="beta is an argument of DPOConfig"):
+        trainer = trl_jax.DPOTrainer(str(model), None, args, beta=0.4, train_dataset=table())
+    assert trainer.args.beta == 0.4
     with pytest.raises(TypeError, match="max_prompt_length"):
         make(trl_jax, model, tmp_path, max_prompt_length=10)
 

@@ -71,6 +71,7 @@ class Columns(NamedTuple):
     labels: columns of labels, one for each text, under a language model's head.
     documents: the column of the tokens of each document of the one text; a dataset may lack it.
     optional: those of `numbers` that a dataset may lack.
+    counted: how many texts, from the first, count as tokens that were trained on; None counts all.
     """
 
     texts: tuple[str, ...]
@@ -78,6 +79,7 @@ class Columns(NamedTuple):
     labels: tuple[str, ...] = ()
     documents: str | None = None
     optional: tuple[str, ...] = ()
+    counted: int | None = None
 
     @property
     def all(self) -> tuple[str, ...]:
