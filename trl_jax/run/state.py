@@ -72,6 +72,11 @@ class RunState:
         return self.events.state
 
     @property
+    def moving_reference(self) -> dict[str, Any]:
+        """The arrays of a reference that follows the policy, which checkpoints have beside the policy's."""
+        return {} if self.reference is None or self.reference.sync is None else self.reference.arrays
+
+    @property
     def frozen(self) -> dict[str, Any]:
         """All arrays that reach the step without being trained: the model's frozen ones, and the reference's."""
         return self.model.frozen if self.reference is None else self.model.frozen | self.reference.arrays
