@@ -97,6 +97,7 @@ class Measured(NamedTuple):
 
     num_examples: how many of the E examples are real; the others are padding.
     divisor: what the loss of this batch is a mean over: its examples, or its targets.
+    share: `[E]`, the share of each example in a mean over the examples.
     """
 
     weight: Any
@@ -104,6 +105,7 @@ class Measured(NamedTuple):
     num_examples: int
     micro_batch: Any = None
     divisor: float = 1.0
+    share: Any = None
 
 
 def measured(examples: Sequence[Example], size: int, *, per_token: bool = False) -> Measured:
@@ -114,12 +116,12 @@ def measured(examples: Sequence[Example], size: int, *, per_token: bool = False)
     """
     count = len(examples)
     divisor = max(1, sum(example.num_targets for example in examples)) if per_token else count
-    weight = np.zeros(size, np.float32)
-    weight[:count] = 1 / divisor
+    weight, share = np.zeros((2, size), np.float32)
+    weight[:count], share[:count] = 1 / divisor, 1 / count
     extras = {name: np.zeros(size, np.float32) for name in examples[0].extras}
     for name, values in extras.items():
         values[:count] = [example.extras[name] for example in examples]
-    return Measured(weight, extras, count, divisor=divisor)
+    return Measured(weight, extras, count, divisor=divisor, share=share)
 
 
 def of_examples(outputs: Any, texts: int, num_examples: int) -> Any:

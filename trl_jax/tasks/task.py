@@ -62,7 +62,8 @@ class Task(Protocol):
         """The metrics to log besides the loss.
 
         Args:
-            sums: of each step for split "train", of each batch for "eval".
+            sums: of each step for split "train", of each batch for "eval". Where a mixture of experts is balanced,
+                `tasks.aux_loss` makes a metric of those of that loss, which the run adds to this task's.
         """
 
     def predictions(self, outputs: np.ndarray, num_examples: int) -> np.ndarray:

@@ -14,12 +14,13 @@ from trl_jax.run import construction
 from trl_jax.run.model import loading as model_loading
 from trl_jax.run.model.precompute import precomputed
 from trl_jax.run.model.reference import ReferenceModel, given, initial_policy
+from trl_jax.run.model.routers import balance_experts
 from trl_jax.run.state import OWN_LOSS, RunState
 from trl_jax.tasks.dpo import REFERENCE_COLUMNS, DpoTask
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.dpo_config import DPOConfig
 from trl_jax.trainer.old_keywords import accepting_old_keywords, as_config
-from trl_jax.trainer.refusals import check_router, names_of_script
+from trl_jax.trainer.refusals import names_of_script
 
 _MOVED = (
     "beta", "dataset_num_proc", "disable_dropout", "f_alpha_divergence_coef", "f_divergence_type", "label_smoothing",
@@ -51,6 +52,9 @@ class DPOTrainer(BaseTrainer):
         quantization_config: a BitsAndBytesConfig of ours or of transformers': the weights beside an adapter are held in
             4 or 8 bits.
         peft_config: a LoraConfig of ours or of peft's: an adapter trains beside the frozen model, and is what is saved.
+
+    Attributes:
+        aux_loss_enabled: whether a loss that balances experts is added.
 
     Raises:
         TypeError, ValueError: an argument, row or checkpoint at fault, by name.
@@ -98,7 +102,7 @@ class DPOTrainer(BaseTrainer):
         )
         if self.args.precompute_ref_log_probs:
             self._precompute()
-        check_router(self.args.router_aux_loss_coef, self.model.config)
+        self.aux_loss_enabled = balance_experts(self._run, self.args.router_aux_loss_coef)
 
     def make_task(self) -> DpoTask:
         args = self.args

@@ -13,11 +13,11 @@ from transformers.trainer_utils import EvalPrediction
 
 from trl_jax.core.arguments.values import as_dict
 from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.run.model.routers import balance_experts
 from trl_jax.tasks.sft import SftTask
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.collator import DataCollatorForLanguageModeling
 from trl_jax.trainer.old_keywords import accepting_old_keywords, as_config
-from trl_jax.trainer.refusals import check_router
 from trl_jax.trainer.sft_config import SFTConfig
 
 _MOVED = (
@@ -59,7 +59,7 @@ class SFTTrainer(BaseTrainer):
         formatting_func: makes the text of a row.
 
     Attributes:
-        aux_loss_enabled: whether a loss that balances experts is added; False in this release.
+        aux_loss_enabled: whether a loss that balances experts is added.
 
     Raises:
         TypeError, ValueError: an argument, row or checkpoint at fault, by name.
@@ -97,8 +97,7 @@ class SFTTrainer(BaseTrainer):
             compute_metrics, callbacks, optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics,
             quantization_config, peft_config, compute_loss_func=compute_loss_func,
         )  # fmt: skip
-        self.aux_loss_enabled = False
-        check_router(self.args.router_aux_loss_coef, self.model.config)
+        self.aux_loss_enabled = balance_experts(self._run, self.args.router_aux_loss_coef)
 
     def make_task(self) -> SftTask:
         args = self.args

@@ -1,0 +1,48 @@
+"""The loss that balances a mixture of experts, beside a task's own: it is of all tokens of a pass."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from trl_jax.core.packed import Packed
+from trl_jax.data.example import Measured
+from trl_jax.data.layout.batch import Batch
+from trl_jax.losses.sums import counted, summed
+
+AUX_LOSS = "aux_loss"
+
+
+def texts_of_tokens(batch: Batch) -> jax.Array:
+    """How many texts each token belongs to, int32 `[R, T]`: 0 for a pad, 2 for what two texts share."""
+    length = batch.tokens.shape[-1]
+    place = jnp.arange(length, dtype=jnp.int32)
+    if batch.packed is None:
+        return (place < batch.lengths[:, None]).astype(jnp.int32)
+    return (batch.packed.first < length).astype(jnp.int32) + _shared(batch.packed, place)
+
+
+def _shared(packed: Packed, place: jax.Array) -> jax.Array | int:
+    """1 for each token that two texts share, else 0, `[R, T]`.
+
+    Before what is shared stands the first text's next token, which sees it to its end. Where nothing is, the token
+    before a text sees no further than itself.
+    """
+    if packed.prompt is None:
+        return 0
+    end = jnp.take_along_axis(packed.end, jnp.maximum(packed.prompt - 1, 0), axis=1)
+    return ((packed.prompt > 0) & (packed.prompt <= place) & (place < end)).astype(jnp.int32)
+
+
+def with_aux_loss(
+    loss: jax.Array, sums: dict[str, jax.Array], aux_loss: jax.Array, batch: Batch | Measured, coefficient: float
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """A task's loss with `coefficient` times the mean of passes' load-balancing losses, and its sums with theirs.
+
+    Args:
+        aux_loss: `[X]`, for each text that of the pass which computed it.
+        batch: its `share` says what each example counts in that mean.
+    """
+    of_examples, real = aux_loss[: len(batch.weight)], counted(batch.weight, batch.micro_batch)
+    sums = sums | {AUX_LOSS: summed(of_examples, real), f"{AUX_LOSS}_examples": summed(1.0, real)}
+    return loss + coefficient * jnp.sum(batch.share * of_examples), sums
