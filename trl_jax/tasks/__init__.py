@@ -13,5 +13,6 @@ from trl_jax.tasks.metrics import aux_loss, joined
 from trl_jax.tasks.task import Task
 
 __all__ = [
-    "Batch", "Columns", "Example", "Measured", "Task", "aux_loss", "counted", "joined", "of_examples", "prepare_texts", "summed",
+    "Batch", "Columns", "Example", "Measured", "Task", "aux_loss", "counted", "joined", "of_examples", "prepare_texts",
+    "summed",
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,8 @@ from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.collator import DataCollatorForLanguageModeling
 from trl_jax.trainer.old_keywords import accepting_old_keywords, as_config
 from trl_jax.trainer.sft_config import SFTConfig
+
+logger = logging.getLogger(__name__)
 
 _MOVED = (
     "dataset_kwargs", "dataset_num_proc", "dataset_text_field", "eval_packing", "max_length", "max_seq_length",
@@ -98,6 +101,12 @@ class SFTTrainer(BaseTrainer):
             quantization_config, peft_config, compute_loss_func=compute_loss_func,
         )  # fmt: skip
         self.aux_loss_enabled = balance_experts(self._run, self.args.router_aux_loss_coef)
+        if self.aux_loss_enabled and compute_loss_func is not None:
+            logger.warning(
+                "compute_loss_func is the whole loss, as in TRL: the load-balancing loss of this mixture of experts is "
+                "logged and not added. Add router_aux_loss_coef * outputs.aux_loss yourself, or pass "
+                "router_aux_loss_coef=0.0."
+            )
 
     def make_task(self) -> SftTask:
         args = self.args

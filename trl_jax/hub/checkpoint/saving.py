@@ -28,8 +28,8 @@ def save(
 ) -> None:
     """Write config.json and the weights as transformers has them for this model_type and head.
 
-    Names, shards and every config key but those `changed` are those of the source; each tensor has the dtype it was loaded in. Where not
-    `writes`, parameters are only read.
+    Names, shards and every config key but those `changed` are those of the source; each tensor has the dtype it was
+    loaded in. Where not `writes`, parameters are only read.
     """
     entries = entries_of(params, source)
     known = {tensor for tensors in source.shards.values() for tensor in tensors}

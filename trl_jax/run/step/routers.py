@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -9,6 +12,7 @@ from trl_jax.core.packed import Packed
 from trl_jax.data.example import Measured
 from trl_jax.data.layout.batch import Batch
 from trl_jax.losses.sums import counted, summed
+from trl_jax.run.state import RunState
 
 AUX_LOSS = "aux_loss"
 
@@ -46,3 +50,15 @@ def with_aux_loss(
     of_examples, real = aux_loss[: len(batch.weight)], counted(batch.weight, batch.micro_batch)
     sums = sums | {AUX_LOSS: summed(of_examples, real), f"{AUX_LOSS}_examples": summed(1.0, real)}
     return loss + coefficient * jnp.sum(batch.share * of_examples), sums
+
+
+def aux_loss_weight(run: RunState, share: Any) -> Any:
+    """What the load-balancing loss of a batch with this share of a step counts; None where the run adds none."""
+    return run.router_aux_loss_coef * share if run.router_aux_loss_coef else None
+
+
+def aux_loss_sums(aux_losses: Sequence[jax.Array]) -> dict[str, jax.Array]:
+    """The sums for the metric, of batches that were computed alone; nothing where there are none."""
+    if not aux_losses:
+        return {}
+    return {AUX_LOSS: sum(aux_losses), f"{AUX_LOSS}_examples": jnp.float32(len(aux_losses))}
