@@ -67,6 +67,7 @@ def test_preferences(layout, checkpoint, tmp_path):
     assert len(ours.logs) == len(theirs.logs) == 4
     for mine, other in zip(ours.logs, theirs.logs, strict=True):
         assert_same(mine, other)
-    assert_same(ours.evaluate_metrics, theirs.evaluate_metrics)
+    for key in ("eval_loss", "eval_aux_loss"):
+        assert ours.evaluate_metrics[key] == pytest.approx(theirs.evaluate_metrics[key], rel=1e-5)
     assert_same_weights(ours.weights, theirs.weights, 5e-4)
     assert list(steps_of(theirs.logs)[0])[:5] == ["loss", "grad_norm", "learning_rate", "aux_loss", "entropy"]
