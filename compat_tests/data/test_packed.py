@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,7 +12,6 @@ from trl_jax.data.example import Example
 from trl_jax.data.layout.batch import last_real_token
 from trl_jax.data.layout.buckets import Buckets
 from trl_jax.data.layout.packed import Form, RowViewShape, greedy_bins, pack_examples, place, shared_tokens
-from trl_jax.run.step.routers import texts_of_tokens
 
 layouts = pytest.mark.parametrize("share", [False, True], ids=["packed", "shared"])
 
@@ -175,23 +173,3 @@ def test_rows_are_about_as_full_as_each_other(costs, rows):
 def test_no_row_has_more_examples_than_it_may(costs, rows, more):
     most = -(-len(costs) // rows) + more
     assert np.bincount(greedy_bins(costs, rows, most)).max() <= most
-
-
-@layouts
-@settings(deadline=None)
-@given(steps)
-def test_how_many_texts_each_token_belongs_to(share, step):
-    """Of the whole row, pads too, by the arrays of `Packed` alone."""
-    size, groups = step
-    batch, placed, into = laid_out(groups, size, len(groups), share)
-    wanted, filled = np.zeros(batch.tokens.shape, int), [0] * len(batch.tokens)
-    for one, row in zip(placed, into, strict=True):
-        own, start = wanted[row, 0], filled[row]
-        first = len(one.example.texts[0]) - one.shared
-        own[start : start + one.tokens] = 1
-        own[start + first : start + first + one.shared] = 2
-        filled[row] += one.tokens
-    for row, counts in enumerate(wanted):
-        tokens, packed = jax.tree.map(lambda leaf, row=row: leaf[row], (batch.tokens, batch.packed))
-        np.testing.assert_array_equal(texts_of_tokens(batch._replace(tokens=tokens, packed=packed)), counts)
-    assert wanted.sum() == sum(one.example.tokens for one in placed)
