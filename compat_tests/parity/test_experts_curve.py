@@ -71,3 +71,13 @@ def test_preferences(layout, checkpoint, tmp_path):
         assert ours.evaluate_metrics[key] == pytest.approx(theirs.evaluate_metrics[key], rel=1e-5)
     assert_same_weights(ours.weights, theirs.weights, 5e-4)
     assert list(steps_of(theirs.logs)[0])[:5] == ["loss", "grad_norm", "learning_rate", "aux_loss", "entropy"]
+
+
+def test_trl_counts_the_pads_behind_texts_that_lie_end_to_end(checkpoint, tmp_path):
+    """It has no mask there. Without pads to count, the losses of routers are the same: `joined` above."""
+    config = {"padding_free": True, "max_length": None, "pad_to_multiple_of": 64, "max_steps": 1}
+    folder = checkpoint("mixtral", **SMALL)
+    ours, theirs = both("SFT", folder, text_rows(4), tmp_path, **config)
+    (mine, *_), (other, *_) = steps_of(ours.logs), steps_of(theirs.logs)
+    assert abs(mine["loss"] - other["loss"]) < 0.001 * 0.5
+    assert other["num_tokens"] % 64 == 0 and abs(mine["aux_loss"] - other["aux_loss"]) > 1e-3

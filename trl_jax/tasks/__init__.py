@@ -9,10 +9,9 @@ from trl_jax.data.example import Columns, Example, Measured, of_examples
 from trl_jax.data.layout.batch import Batch
 from trl_jax.data.rows.texts import prepare_texts
 from trl_jax.losses.sums import counted, summed
-from trl_jax.tasks.metrics import aux_loss, joined
+from trl_jax.tasks.metrics import joined
 from trl_jax.tasks.task import Task
 
 __all__ = [
-    "Batch", "Columns", "Example", "Measured", "Task", "aux_loss", "counted", "joined", "of_examples", "prepare_texts",
-    "summed",
+    "Batch", "Columns", "Example", "Measured", "Task", "counted", "joined", "of_examples", "prepare_texts", "summed",
 ]  # fmt: skip

@@ -63,7 +63,7 @@ class Task(Protocol):
 
         Args:
             sums: of each step for split "train", of each batch for "eval". Where a mixture of experts is balanced,
-                `tasks.aux_loss` makes a metric of those of that loss, which the run adds to this task's.
+                `tasks.metrics.aux_loss` makes a metric of those of that loss, which the run adds to this task's.
         """
 
     def predictions(self, outputs: np.ndarray, num_examples: int) -> np.ndarray:

@@ -53,7 +53,7 @@ def with_aux_loss(
 
 
 def aux_loss_weight(run: RunState, share: Any) -> Any:
-    """What the load-balancing loss of a batch with this share of a step counts; None where the run adds none."""
+    """The weight of the load-balancing loss of a batch with this share of a step; None where the run adds none."""
     return run.router_aux_loss_coef * share if run.router_aux_loss_coef else None
 
 
