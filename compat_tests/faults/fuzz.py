@@ -201,18 +201,26 @@ def _build_gguf(path: Path) -> None:
 
 
 def rows(dice: random.Random) -> None:
-    """Preference rows with one odd cell, through the whole of preparing them."""
+    """Rows with one odd cell, through the whole of preparing them for one of the trainers."""
     from datasets import IterableDataset
 
     from compat_tests.tiny import preference_rows, tiny_tokenizer
-    from trl_jax.data.rows.preference import reward as preference
+    from trl_jax.tasks.dpo import DpoTask
+    from trl_jax.tasks.reward import RewardTask
+    from trl_jax.tasks.sft import SftTask
 
     kind = dice.choice(["text", "prompt", "chat", "chat_prompt"])
     made = preference_rows(3, kind, margin=dice.random() < 0.3)
     made[dice.randrange(3)] = changed_json(made[0], dice)
     made = [row if isinstance(row, dict) else {"chosen": row} for row in made]
+    task = dice.choice([RewardTask(), SftTask(), DpoTask(max_length=64)])
+    if isinstance(task, SftTask):
+        names = {"prompt": "prompt", "chosen": "completion"} if "prompt" in kind else {"chosen": "messages"}
+        names = {"chosen": "text"} if kind == "text" else names
+        made = [{names.get(name, name): value for name, value in row.items()} for row in made]
     stream = IterableDataset.from_generator(lambda: iter(made))
-    _ = list(preference.prepare(stream, tiny_tokenizer(chat_template=True), max_length=64, num_proc=None, name="train"))
+    limits = {"max_length": 64, "num_proc": None, "name": "train"}
+    _ = list(task.prepare(stream, tiny_tokenizer(chat_template=True), **limits))
 
 
 def fuzz(cases: int, seed: int) -> dict[str, dict[str, int]]:

@@ -17,12 +17,13 @@ from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
 import trl_jax
 from compat_tests.hub.loopback import serving
 from compat_tests.parity.reference import BASE
-from compat_tests.tiny import preference_rows
+from compat_tests.tiny import text_rows
 from compat_tests.trainer.trainers import FACTS, table
 from trl_jax.cli.main import main
 from trl_jax.core import secrets
@@ -41,10 +42,17 @@ class Kind:
     config: type
     command: str
     rows: object = table
+    model: dict = field(default_factory=dict)
 
 
+LM = {"head": "causal"}
 # A trainer joins with a line.
-KINDS = {"reward": Kind(trl_jax.RewardTrainer, trl_jax.RewardConfig, "reward")}
+KINDS = {
+    "reward": Kind(trl_jax.RewardTrainer, trl_jax.RewardConfig, "reward"),
+    "sft": Kind(trl_jax.SFTTrainer, trl_jax.SFTConfig, "sft", lambda n: Dataset.from_list(text_rows(n)), LM),
+    "dpo": Kind(trl_jax.DPOTrainer, trl_jax.DPOConfig, "dpo", table, LM),
+}
+every_kind = pytest.mark.parametrize("kind", KINDS, indirect=True)
 
 
 def marker(place: str) -> str:
@@ -58,14 +66,15 @@ def forgets(monkeypatch):
     monkeypatch.setattr(secrets, "_known", {})
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture
 def kind(request):
-    return KINDS[request.param]
+    """Reward training, where `every_kind` does not say otherwise."""
+    return KINDS[vars(request).get("param", "reward")]
 
 
 @pytest.fixture
-def folder(checkpoint):
-    return str(checkpoint(**FACTS))
+def folder(checkpoint, kind):
+    return str(checkpoint(**FACTS, **kind.model))
 
 
 @pytest.fixture
@@ -141,6 +150,7 @@ def texts_of(args) -> dict[str, str]:
     return {name: text.encode() for name, text in shown.items()}
 
 
+@every_kind
 @pytest.mark.parametrize("init", [{"token": marker("init")}, json.dumps({"token": f"{marker('init')}\n"})])
 def test_a_configuration_shows_none_and_has_them_all(kind, init, tmp_path):
     own = with_own_fields(kind.config)
@@ -177,6 +187,7 @@ def test_a_placeholder_is_never_taken_for_another_runs_token(kind, tmp_path):
     assert kind.config(str(tmp_path), use_cpu=True, report_to="none", hub_token="<HUB_TOKEN>").hub_token is None
 
 
+@every_kind
 def test_a_run_tells_none(kind, folder, hub, told, tmp_path):
     pytest.importorskip("tensorboard")
     args = with_own_fields(kind.config)(**settings(tmp_path / "run", extras=DEEP, tracker_api_key=marker("own")))
@@ -325,10 +336,11 @@ def test_wrong_files_are_told_without_secrets(wrong, kind, told, tmp_path, monke
     assert_untold(found)
 
 
+@every_kind
 def test_a_command_trains_and_pushes_and_tells_none(kind, folder, hub, told, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ANOTHER_API_KEY", "unset")  # restored afterwards: the file sets it
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in preference_rows(8)))
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kind.rows(8)))
     Path("config.yaml").write_text(
         f"hub_token: '{marker('hub')}\n\n'\nenv: {{ANOTHER_API_KEY: {marker('env')}}}\nreport_to: none\nmax_steps: 1\n"
     )

@@ -57,9 +57,12 @@ def template_options(row: dict[str, Any], where: str) -> dict[str, Any]:
 
 def check_unicode(found: Any, column: str, where: str) -> None:
     """Raise ValueError for a lone surrogate (half a UTF-16 pair, from broken JSON escapes), which no tokenizer
-    takes."""
-    texts = [found] if isinstance(found, str) else [value for message in found for value in message.values()]
-    for text in texts:
+    takes, and for a message that is none."""
+    messages = [{"content": found}] if isinstance(found, str) else found
+    for message in messages:
+        if not isinstance(message, dict):
+            raise cell_error(where, column, message, "messages alone, each a dict with role and content")
+    for text in (value for message in messages for value in message.values()):
         try:
             str(text).encode()
         except UnicodeEncodeError as error:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 
 from trl_jax.core.printable import brief
 from trl_jax.data.rows import checks, cutting
@@ -26,6 +27,33 @@ class StreamState:
     removed: int = 0  # by max_length, since the last row that was kept
     shortest: int = 0  # tokens of the shortest of those
     about: str = ""  # "at least " where texts were cut
+
+
+def opened(dataset: Any, name: str) -> tuple[Dataset | IterableDataset, dict[str, Any]]:
+    """A dataset with rows as Python values, whatever format the user has set, and its first row.
+
+    Raises:
+        TypeError, ValueError: it is no dataset, or empty.
+    """
+    checks.check_type(dataset, name)
+    plain = dataset.with_format(None)
+    if isinstance(plain, IterableDataset):
+        return plain, first_row(plain, checks.argument(name))
+    if not len(plain):
+        raise ValueError(f"{checks.argument(name)} is empty")
+    return plain, plain[0]
+
+
+def with_columns(dataset: Dataset | IterableDataset, columns: Sequence[str], where: str) -> Dataset | IterableDataset:
+    """The dataset; a stream whose rows lack one of these columns, as those of a table cannot, raises there."""
+    if isinstance(dataset, Dataset):
+        return dataset
+    return dataset.map(_had, with_indices=True, fn_kwargs={"columns": tuple(columns), "where": where})
+
+
+def _had(row: dict[str, Any], index: int, columns: tuple[str, ...], where: str) -> dict[str, Any]:
+    check_has(row, index, columns, where)
+    return row
 
 
 def first_row(dataset: IterableDataset, where: str) -> dict[str, Any]:

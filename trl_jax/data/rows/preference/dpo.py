@@ -7,6 +7,7 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 
+from trl_jax.core.printable import brief
 from trl_jax.data.example import IGNORED
 from trl_jax.data.rows import chat, checks, streaming
 from trl_jax.data.rows.sft.rows import common_prefix
@@ -47,21 +48,20 @@ def prepare(
             row.
     """
     where = checks.argument(name)
-    checks.check_type(dataset, name)
-    plain = dataset.with_format(None)
+    plain, first = streaming.opened(dataset, name)
     streams = isinstance(plain, IterableDataset)
-    if not streams and not len(plain):
-        raise ValueError(f"{where} is empty")
-    first = streaming.first_row(plain, where) if streams else plain[0]
     part = _part(max_length, keep_end)
     if all(column in first for column in JOINED):
+        plain = streaming.with_columns(plain, JOINED, where)
         return plain if max_length is None else plain.map(_cut, fn_kwargs={"part": (part.start, part.stop)})
     tokenised = all(column in first for column in IDS)
     if not tokenised and not all(column in first for column in _NEEDED):
         raise ValueError(
             f"{where} needs the columns 'chosen' and 'rejected', and maybe 'prompt', or {', '.join(IDS)}; found "
-            f"{list(first)}."
+            f"{brief(list(first), 500)}."
         )
+
+    plain = streaming.with_columns(plain, IDS if tokenised else [name for name in _READ[:3] if name in first], where)
 
     def options(words: str) -> dict[str, Any]:
         return {} if streams else {"num_proc": num_proc, "desc": f"{words} {where}".replace("_", " ", 1)}
@@ -105,7 +105,7 @@ def tokenise_row(row: dict[str, Any], index: int, tokenizer: Any, where: str) ->
         chat.check_unicode(row[column], column, place)
     if "prompt" not in row:
         row |= extract_prompt(row["chosen"], row["rejected"], place)
-    if chat.is_messages(row["chosen"]):
+    if not isinstance(row["chosen"], str):
         prompt, chosen, rejected = _conversation(row, tokenizer, place)
     else:
         answers = [row["prompt"] + chat.with_eos(row[side], tokenizer, place) for side in _NEEDED]

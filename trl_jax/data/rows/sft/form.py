@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
+from trl_jax.core.printable import brief
 from trl_jax.data.rows import chat
 
 logger = logging.getLogger(__name__)
@@ -72,8 +73,8 @@ def settle(
     if "image" in first or "images" in first:
         raise ValueError(
             "The dataset appears to be vision-related (contains 'image' or 'images' keys), but the provided model does "
-            f"not seem to be a vision-language model: {where} has the columns {list(first)}, and models read text "
-            "here. Drop the images: dataset.remove_columns."
+            f"not seem to be a vision-language model: {where} has the columns {brief(list(first), 500)}, and models "
+            "read text here. Drop the images: dataset.remove_columns."
         )
     only = {"prompt", "completion"} <= first.keys() if completion_only_loss is None else completion_only_loss
     if only and formatting_func:
@@ -89,7 +90,7 @@ def settle(
     if assistant_only_loss and form.kind != "ids" and not form.conversational:
         raise ValueError(
             "You set `assistant_only_loss=True`, but the dataset is not conversational. This option is only supported "
-            f"for conversational datasets: {where} has the columns {list(first)}."
+            f"for conversational datasets: {where} has the columns {brief(list(first), 500)}."
         )
     _check_completions(form, first, where, completion_only_loss)
     if "labels" in first and form.kind != "ids":
@@ -125,8 +126,8 @@ def _form(first: dict[str, Any], where: str, column: str, formatting_func: Any) 
     raise ValueError(
         f"{where} needs one of: {column!r} (dataset_text_field) with a text, 'messages' with a list of messages, each "
         "with a 'role' and a 'content', 'prompt' and 'completion', 'conversations' with messages of 'from' and "
-        f"'value', or 'input_ids'. Found the columns {list(first)}. Rename columns with dataset.rename_column, or pass "
-        "dataset_text_field or a formatting_func."
+        f"'value', or 'input_ids'. Found the columns {brief(list(first), 500)}. Rename columns with "
+        "dataset.rename_column, or pass dataset_text_field or a formatting_func."
     )
 
 
@@ -141,8 +142,8 @@ def _check_completions(form: Form, first: dict[str, Any], where: str, completion
     if completion_only_loss and not told:
         raise ValueError(
             f"completion_only_loss=True needs rows with 'prompt' and 'completion', or with 'input_ids' and "
-            f"'completion_mask' or 'labels': {where} has the columns {list(first)}, so every token would be trained "
-            "on. Split the rows, use assistant_only_loss=True for conversations, or leave the option out."
+            f"'completion_mask' or 'labels': {where} has the columns {brief(list(first), 500)}, so every token would "
+            "be trained on. Split the rows, use assistant_only_loss=True for conversations, or leave the option out."
         )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 from datasets import Dataset, IterableDataset
 
+from trl_jax.core.printable import brief
 from trl_jax.data.example import IGNORED
 from trl_jax.data.packing import pack_dataset
 from trl_jax.data.rows import checks, streaming
@@ -62,12 +63,7 @@ def prepare(
             it reaches the row.
     """
     where = checks.argument(name)
-    checks.check_type(dataset, name)
-    plain = dataset.with_format(None)
-    streams = isinstance(plain, IterableDataset)
-    if not streams and not len(plain):
-        raise ValueError(f"{where} is empty")
-    first = streaming.first_row(plain, where) if streams else plain[0]
+    plain, first = streaming.opened(dataset, name)
     if skip_prepare_dataset:
         return _unprepared(plain, first, name, num_proc)
     forms.check_lengths(packing, packing_strategy, max_length, truncation_mode)
@@ -116,8 +112,8 @@ def _unprepared(
     where = checks.argument(name)
     if "input_ids" not in first:
         raise ValueError(
-            f"skip_prepare_dataset=True: {where} needs the column 'input_ids', found {list(first)}. Tokenise the rows, "
-            "or drop `skip_prepare_dataset`."
+            f"skip_prepare_dataset=True: {where} needs the column 'input_ids', found {brief(list(first), 500)}. "
+            "Tokenise the rows, or drop `skip_prepare_dataset`."
         )
     forms.check_masks(first, name)
     form, masking = forms.Form("ids"), forms.Masking(False, False, None)
