@@ -1,50 +1,20 @@
-"""The load-balancing loss in a run: whose tokens it counts, which losses it is added to, and who has none."""
+"""The load-balancing loss in a run: which losses it is added to, and who has none."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
-import jax
 import numpy as np
 import pytest
 from datasets import Dataset
-from hypothesis import given, settings
 from transformers import LlamaConfig, PhimoeConfig
 
 import trl_jax
-from compat_tests.data.examples import steps
-from compat_tests.data.test_packed import laid_out, layouts
 from compat_tests.parity.reference import BASE
 from compat_tests.tiny import text_rows
 from trl_jax.run.model.routers import balance_experts
-from trl_jax.run.step.routers import texts_of_tokens
 
 CONFIG = {"max_length": 64, "gradient_accumulation_steps": 2, "router_aux_loss_coef": 0.5}
-
-
-@layouts
-@settings(deadline=None)
-@given(steps)
-def test_how_many_texts_each_token_belongs_to(share, step):
-    """Of the whole row, pads too."""
-    size, groups = step
-    batch, placed, into = laid_out(groups, size, len(groups), share)
-    wanted, filled = np.zeros(batch.tokens.shape, int), [0] * len(batch.tokens)
-    for one, row in zip(placed, into, strict=True):
-        own, start = wanted[row, 0], filled[row]
-        first = len(one.example.texts[0]) - one.shared
-        own[start : start + one.tokens] = 1
-        own[start + first : start + first + one.shared] = 2
-        filled[row] += one.tokens
-    for row, counts in enumerate(wanted):
-        tokens, packed = jax.tree.map(lambda leaf, row=row: leaf[row], (batch.tokens, batch.packed))
-        np.testing.assert_array_equal(texts_of_tokens(batch._replace(tokens=tokens, packed=packed)), counts)
-    assert wanted.sum() == sum(one.example.tokens for one in placed)
-
-
-def test_how_many_texts_each_token_of_padded_rows_belongs_to():
-    batch = SimpleNamespace(tokens=np.zeros((3, 4)), lengths=np.asarray([2, 4, 0]), packed=None)
-    assert texts_of_tokens(batch).tolist() == [[1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]]
 
 
 def state(config, *, has_routers):

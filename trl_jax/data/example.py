@@ -19,12 +19,14 @@ class Example(NamedTuple):
     labels: of each text, under a language model's head: transformers' labels, for each of its tokens the id that is to
         be predicted there from the tokens before it, or -100. Empty under a score head.
     documents: the tokens of each document that the one text consists of; none sees another. Empty: it is one.
+    counted: how many texts, from the first, count as tokens that were trained on; None counts all.
     """
 
     texts: tuple[Sequence[int], ...]
     extras: Mapping[str, float]
     labels: tuple[Sequence[int], ...] = ()
     documents: Sequence[int] = ()
+    counted: int | None = None
 
     @property
     def longest(self) -> int:
@@ -71,6 +73,7 @@ class Columns(NamedTuple):
     labels: columns of labels, one for each text, under a language model's head.
     documents: the column of the tokens of each document of the one text; a dataset may lack it.
     optional: those of `numbers` that a dataset may lack.
+    counted: how many texts, from the first, count as tokens that were trained on; None counts all.
     """
 
     texts: tuple[str, ...]
@@ -78,6 +81,7 @@ class Columns(NamedTuple):
     labels: tuple[str, ...] = ()
     documents: str | None = None
     optional: tuple[str, ...] = ()
+    counted: int | None = None
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -89,7 +93,8 @@ class Columns(NamedTuple):
         texts = tuple(row[name] for name in self.texts)
         labels = tuple(row[name] for name in self.labels)
         documents = row.get(self.documents, ()) if self.documents else ()
-        return Example(texts, {name: row[name] for name in self.numbers if name in row}, labels, documents)
+        numbers = {name: row[name] for name in self.numbers if name in row}
+        return Example(texts, numbers, labels, documents, self.counted)
 
 
 class Measured(NamedTuple):

@@ -14,7 +14,7 @@ from trl_jax.losses.load_balancing import load_balancing_loss
 from trl_jax.models.functional import merge
 from trl_jax.run.state import RunState
 from trl_jax.run.step.rng import random_options
-from trl_jax.run.step.routers import AUX_LOSS, texts_of_tokens, with_aux_loss
+from trl_jax.run.step.routers import AUX_LOSS, with_aux_loss
 
 
 class Forward:
@@ -42,7 +42,7 @@ class Forward:
         model = merge(run.model.graph, params, options.get("dropout_key"))
         options |= common | _windows(run.model.backend, max_tokens)
         if run.router_aux_loss_coef:
-            options["counted"] = texts_of_tokens(batch)
+            options["counted"] = batch.counted
         outputs = model(batch.tokens, batch.positions, batch.reads, **options)
         if run.task.head == "score":
             return outputs

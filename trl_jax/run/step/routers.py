@@ -8,34 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trl_jax.core.packed import Packed
 from trl_jax.data.example import Measured
 from trl_jax.data.layout.batch import Batch
 from trl_jax.losses.sums import counted, summed
 from trl_jax.run.state import RunState
 
 AUX_LOSS = "aux_loss"
-
-
-def texts_of_tokens(batch: Batch) -> jax.Array:
-    """How many texts each token belongs to, int32 `[R, T]`: 0 for a pad, 2 for what two texts share."""
-    length = batch.tokens.shape[-1]
-    place = jnp.arange(length, dtype=jnp.int32)
-    if batch.packed is None:
-        return (place < batch.lengths[:, None]).astype(jnp.int32)
-    return (batch.packed.first < length).astype(jnp.int32) + _shared(batch.packed, place)
-
-
-def _shared(packed: Packed, place: jax.Array) -> jax.Array | int:
-    """1 for each token that two texts share, else 0, `[R, T]`.
-
-    Before what is shared stands the first text's next token, which sees it to its end. Where nothing is, the token
-    before a text sees no further than itself.
-    """
-    if packed.prompt is None:
-        return 0
-    end = jnp.take_along_axis(packed.end, jnp.maximum(packed.prompt - 1, 0), axis=1)
-    return ((packed.prompt > 0) & (packed.prompt <= place) & (place < end)).astype(jnp.int32)
 
 
 def with_aux_loss(
