@@ -12,9 +12,10 @@ from trl_jax.run import construction
 from trl_jax.run.model import loading as model_loading
 from trl_jax.run.model.precompute import precomputed
 from trl_jax.run.model.reference import ReferenceModel, Sync, given, initial_policy
+from trl_jax.run.model.routers import balance_experts
 from trl_jax.run.state import OWN_LOSS, RunState
 from trl_jax.trainer.base_trainer import BaseTrainer
-from trl_jax.trainer.refusals import check_router, names_of_script
+from trl_jax.trainer.refusals import names_of_script
 
 
 class TrainerWithReference(BaseTrainer):
@@ -23,6 +24,7 @@ class TrainerWithReference(BaseTrainer):
 
     Attributes:
         ref_model: as it was passed.
+        aux_loss_enabled: whether a loss that balances experts is added.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class TrainerWithReference(BaseTrainer):
             _check_lengths(data_collator, self.args)
         if self.args.precompute_ref_log_probs:
             self._precompute()
-        check_router(self.args.router_aux_loss_coef, self.model.config)
+        self.aux_loss_enabled = balance_experts(self._run, self.args.router_aux_loss_coef)
 
     def _check_own(self, compute_metrics: Any) -> None:
         """Raise ValueError for metrics of logits, TypeError for a script's own loss: neither is in this release."""
