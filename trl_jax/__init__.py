@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from trl_jax.hub.pretrained import PreTrainedModel
     from trl_jax.losses.pairwise import pairwise_loss
     from trl_jax.run.arguments.base_config import BaseConfig
+    from trl_jax.run.model.reference import create_reference_model
     from trl_jax.scripts.mixture import DatasetMixtureConfig, get_dataset
     from trl_jax.scripts.quiet import init_zero_verbose
     from trl_jax.scripts.utils import ScriptArguments, TrlParser
@@ -38,6 +39,8 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from trl_jax.trainer.callbacks import RichProgressCallback
     from trl_jax.trainer.dpo_config import DPOConfig
     from trl_jax.trainer.dpo_trainer import DPOTrainer
+    from trl_jax.trainer.kto_config import KTOConfig
+    from trl_jax.trainer.kto_trainer import KTOTrainer
     from trl_jax.trainer.model_config import ModelConfig
     from trl_jax.trainer.reward_config import RewardConfig
     from trl_jax.trainer.reward_trainer import RewardTrainer
@@ -63,6 +66,7 @@ _WHERE = WHERE | {
     "TrlParser": "trl_jax.scripts.utils",
     "apply_chat_template": "trl_jax.data_utils",
     "clone_chat_template": "trl_jax.chat_template_utils",
+    "create_reference_model": "trl_jax.run.model.reference",
     "extract_prompt": "trl_jax.data_utils",
     "get_dataset": "trl_jax.scripts.mixture",
     "get_peft_config": "trl_jax.trainer.utils",
@@ -87,11 +91,11 @@ __all__ = sorted(_WHERE)
 _PLANNED = frozenset(
     """
     AlignPropTrainer AutoModelForCausalLMWithValueHead AutoModelForSeq2SeqLMWithValueHead BCOConfig BCOTrainer
-    BEMACallback CPOConfig CPOTrainer DPOConfig DPOTrainer DistillationConfig DistillationTrainer GKDConfig GKDTrainer
-    GRPOConfig GRPOTrainer KTOConfig KTOTrainer LogCompletionsCallback NashMDConfig NashMDTrainer
+    BEMACallback CPOConfig CPOTrainer DistillationConfig DistillationTrainer GKDConfig GKDTrainer
+    GRPOConfig GRPOTrainer LogCompletionsCallback NashMDConfig NashMDTrainer
     ORPOConfig ORPOTrainer OnlineDPOConfig OnlineDPOTrainer PPOConfig PPOTrainer PRMConfig PRMTrainer RLOOConfig
     RLOOTrainer SyncRefModelCallback WeaveCallback XPOConfig XPOTrainer
-    add_response_schema create_reference_model setup_chat_format
+    add_response_schema setup_chat_format
     """.split()
 ).difference(_WHERE)
 __getattr__ = fetching(__name__, _WHERE, _PLANNED)

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from datasets import Dataset, DatasetDict, IterableDataset
-
 from trl_jax.data.packing import pack_dataset as pack_dataset
 from trl_jax.data.rows.multimodal import prepare_multimodal_messages as prepare_multimodal_messages
+from trl_jax.data.rows.preference.unpairing import get_dataset_column_names as get_dataset_column_names
+from trl_jax.data.rows.preference.unpairing import unpair_preference_dataset as unpair_preference_dataset
 
 _COLUMNS = ("prompt", "chosen", "rejected", "completion", "messages", "label")
 _FORMATS = (
@@ -130,32 +130,8 @@ def maybe_extract_prompt(example: dict[str, Any]) -> dict[str, Any]:
     return extract_prompt({"chosen": example["chosen"], "rejected": example["rejected"]})
 
 
-def unpair_preference_dataset(dataset: Any, **map_kwargs: Any) -> Any:
-    """Split each pair into two rows with `completion` and `label`; chosen answers of a block come before rejected ones.
-
-    Args:
-        dataset: Dataset, DatasetDict or IterableDataset of pairs.
-        map_kwargs: for the dataset's `map`.
-    """
-    return dataset.map(_unpaired, batched=True, remove_columns=get_dataset_column_names(dataset), **map_kwargs)
-
-
 def maybe_unpair_preference_dataset(dataset: Any, num_proc: int | None = None, desc: str | None = None) -> Any:
     """Apply `unpair_preference_dataset` to a dataset of pairs; return any other as it is."""
     if not {"chosen", "rejected"} <= set(get_dataset_column_names(dataset)):
         return dataset
     return unpair_preference_dataset(dataset, num_proc=num_proc, desc=desc)
-
-
-def _unpaired(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    pairs = len(batch["chosen"])
-    unpaired = {"completion": batch["chosen"] + batch["rejected"], "label": [True] * pairs + [False] * pairs}
-    others = {name: values * 2 for name, values in batch.items() if name not in ("chosen", "rejected")}
-    return unpaired | others
-
-
-def get_dataset_column_names(dataset: Dataset | IterableDataset | DatasetDict) -> list[str]:
-    """Names of a dataset's columns; for a stream without that information, those of its first row."""
-    if isinstance(dataset, dict):
-        dataset = next(iter(dataset.values()))
-    return list(next(iter(dataset))) if dataset.column_names is None else dataset.column_names

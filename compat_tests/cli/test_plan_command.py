@@ -84,7 +84,7 @@ def test_every_argument_has_a_part_in_a_plan_or_is_told_to_have_none(checkpoint,
         shuffle_dataset completion_only_loss assistant_only_loss average_tokens_across_devices loss_type
         label_smoothing_factor router_aux_loss_coef
         beta discopop_tau f_alpha_divergence_coef f_divergence_type label_smoothing ld_alpha
-        loss_weights precompute_ref_log_probs use_weighting
+        loss_weights precompute_ref_log_probs use_weighting desirable_weight undesirable_weight
     """
     tables = [names.load_config().argument_table for names in TRAINERS.values()]
     known = {name for table in tables for name, line in table.items() if line.kind in ("native", "mapped")}

@@ -75,6 +75,12 @@ def test_what_is_counted(form):
     np.testing.assert_allclose(last.arrays.weight, [[1, 0], [0, 0], [0, 0]])
 
 
+def test_tokens_of_the_first_texts_alone_may_count():
+    columns = Columns(TEXTS[:2], counted=1)
+    [step] = ExampleLoader(table(3), columns, columns.example, batch_size=3, pad_token_id=PAD, pad_to_multiple_of=None)
+    assert (step.num_tokens, step.num_counted_tokens, step.num_padded_tokens) == (6 + 6, 6, 9)
+
+
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
 @pytest.mark.parametrize(("texts", "tokens", "padded"), [(1, 12, 2 * 2 + 2 * 3 + 2 * 3), (3, 48, 6 * 4 * 3)])
 def test_what_is_counted_of_other_numbers_of_texts(texts, tokens, padded, layout):

@@ -5,17 +5,25 @@ from __future__ import annotations
 import pytest
 
 from compat_tests.dryrun.planned import LENGTH, alike
-from trl_jax import DPOTrainer
-
-SIDES = {"chosen": 1, "rejected": 2}
-PAIR = {f"{side}_{part}": [id] * LENGTH for side, id in SIDES.items() for part in ("input_ids", "labels")}
+from trl_jax import DPOTrainer, KTOTrainer
 
 
-@pytest.mark.parametrize("before", [False, True], ids=["beside", "before"])
-def test_the_programs_are_those_of_a_trainer_with_weights(checkpoint, tmp_path, before):
+def row(*sides: str) -> dict[str, list[int]]:
+    return {f"{side}_{part}": [id] * LENGTH for id, side in enumerate(sides, 1) for part in ("input_ids", "labels")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "before"),
+    [
+        (DPOTrainer, row("chosen", "rejected"), False),
+        (DPOTrainer, row("chosen", "rejected"), True),
+        (KTOTrainer, row("completion", "KL_completion") | {"label": 0.0}, False),
+    ],
+)
+def test_the_programs_are_those_of_a_trainer_with_weights(checkpoint, tmp_path, kind, row, before):
     """The parameters are the policy's, and a copy of them that computes a forward pass of its own, unless the
     reference's log-probabilities are computed before."""
     weights, how = checkpoint(head="causal"), {"precompute_ref_log_probs": before, "bf16": False}
-    found = alike(weights, tmp_path, kind=DPOTrainer, row=PAIR, **how)
+    found = alike(weights, tmp_path, kind=kind, row=row, **how)
     assert found.memory.parameters == (1 if before else 2) * 4 * found.parameters
     assert 0.8 < found.compiled.cost.flops / found.flops < 1.02

@@ -206,6 +206,7 @@ def rows(dice: random.Random) -> None:
 
     from compat_tests.tiny import preference_rows, tiny_tokenizer
     from trl_jax.tasks.dpo import DpoTask
+    from trl_jax.tasks.kto import KtoTask
     from trl_jax.tasks.reward import RewardTask
     from trl_jax.tasks.sft import SftTask
 
@@ -213,11 +214,15 @@ def rows(dice: random.Random) -> None:
     made = preference_rows(3, kind, margin=dice.random() < 0.3)
     made[dice.randrange(3)] = changed_json(made[0], dice)
     made = [row if isinstance(row, dict) else {"chosen": row} for row in made]
-    task = dice.choice([RewardTask(), SftTask(), DpoTask(max_length=64)])
+    task = dice.choice([RewardTask(), SftTask(), DpoTask(max_length=64), KtoTask(max_length=64)])
     if isinstance(task, SftTask):
         names = {"prompt": "prompt", "chosen": "completion"} if "prompt" in kind else {"chosen": "messages"}
         names = {"chosen": "text"} if kind == "text" else names
         made = [{names.get(name, name): value for name, value in row.items()} for row in made]
+    if isinstance(task, KtoTask) and "prompt" in kind:
+        names, label = {"chosen": "completion"}, dice.choice([True, False, 0, None, "x"])
+        made = [{names.get(name, name): value for name, value in row.items() if name != "rejected"} for row in made]
+        made = [{"label": label, **row} for row in made]
     stream = IterableDataset.from_generator(lambda: iter(made))
     limits = {"max_length": 64, "num_proc": None, "name": "train"}
     _ = list(task.prepare(stream, tiny_tokenizer(chat_template=True), **limits))

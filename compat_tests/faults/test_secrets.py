@@ -51,6 +51,7 @@ KINDS = {
     "reward": Kind(trl_jax.RewardTrainer, trl_jax.RewardConfig, "reward"),
     "sft": Kind(trl_jax.SFTTrainer, trl_jax.SFTConfig, "sft", lambda n: Dataset.from_list(text_rows(n)), LM),
     "dpo": Kind(trl_jax.DPOTrainer, trl_jax.DPOConfig, "dpo", table, LM),
+    "kto": Kind(trl_jax.KTOTrainer, trl_jax.KTOConfig, "kto", table, LM),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS, indirect=True)
 

@@ -1,4 +1,4 @@
-"""DPO on meshes of simulated CPU devices: the numbers of one device, with the reference in the step or before it."""
+"""DPO and KTO on meshes of simulated CPU devices: the numbers of one device, the reference in the step or before it."""
 
 from __future__ import annotations
 
@@ -10,33 +10,39 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from datasets import Dataset  # noqa: E402
 
-from compat_tests.parity.dpo_cases import SMALL  # noqa: E402
+from compat_tests.parity.kto_cases import SMALL, kto_rows  # noqa: E402
 from compat_tests.parity.reference import BASE  # noqa: E402
 from compat_tests.tiny import preference_rows  # noqa: E402
-from trl_jax import DPOConfig, DPOTrainer  # noqa: E402
+from trl_jax import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer  # noqa: E402
 
-PAIRS = 8  # of a batch, on all devices together
+ROWS = 8  # of a batch, on all devices together
 MEASURED = ("loss", "grad_norm", "rewards/margins", "logps/chosen", "entropy", "eval_loss", "eval_rewards/margins")
+DPO = (DPOConfig, DPOTrainer, Dataset.from_list(preference_rows(3 * ROWS, "prompt")))
+KTO = (KTOConfig, KTOTrainer, Dataset.from_list(kto_rows(3 * ROWS)))
+QUICK = {"learning_rate": 1e-2, "beta": 0.3}  # for the divergence not to be 0
 
 
 @pytest.fixture(scope="module")
-def run(checkpoint, tmp_path_factory):
-    def measured(mesh: str, shards: int, **config) -> np.ndarray:
-        sizes = {f"per_device_{split}_batch_size": PAIRS // shards for split in ("train", "eval")}
+def make(checkpoint, tmp_path_factory):
+    def made(kinds, mesh: str, shards: int, rows=None, **config):
+        args_of, trainer_of, own = kinds
+        sizes = {f"per_device_{split}_batch_size": ROWS // shards for split in ("train", "eval")}
         out, steps = str(tmp_path_factory.mktemp("out")), {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 3}
-        args = DPOConfig(out, mesh_shape=mesh, **BASE | steps | sizes | config)
-        rows = Dataset.from_list(preference_rows(3 * PAIRS, "prompt"))
-        model = str(checkpoint(**SMALL))
-        trainer = DPOTrainer(model, args=args, train_dataset=rows, eval_dataset=rows.select(range(PAIRS + 3)))
-        trainer.train()
-        return np.asarray([log[key] for key in MEASURED for log in trainer.state.log_history if key in log])
+        args, train = args_of(out, mesh_shape=mesh, **BASE | steps | sizes | config), own if rows is None else rows
+        held_out = train.select(range(ROWS + 2))  # the last batch has fewer rows than devices
+        return trainer_of(str(checkpoint(**SMALL)), args=args, train_dataset=train, eval_dataset=held_out)
 
-    return measured
+    return made
+
+
+def numbers(trainer, keys=MEASURED) -> np.ndarray:
+    trainer.train()
+    return np.asarray([log[key] for key in keys for log in trainer.state.log_history if key in log])
 
 
 @pytest.fixture(scope="module")
-def alone(run):
-    return run("data:1", 1)
+def alone(make):
+    return numbers(make(DPO, "data:1", 1))
 
 
 @pytest.mark.parametrize(
@@ -47,6 +53,27 @@ def alone(run):
         ("data:8", 8, {"batch_layout": "padded"}),
     ],
 )
-def test_the_numbers_of_one_device(mesh, shards, config, run, alone):
+def test_the_numbers_of_one_device(mesh, shards, config, make, alone):
     assert len(alone) == 5 * 3 + 2
-    np.testing.assert_allclose(run(mesh, shards, **config), alone, rtol=2e-4, atol=1e-5)
+    np.testing.assert_allclose(numbers(make(DPO, mesh, shards, **config)), alone, rtol=2e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def alone_in_blocks(make):
+    """One device that takes all rows of a micro-batch, whose answers go to other prompts as on each of four devices."""
+    rows = make(KTO, "data:1", 4).train_dataset
+    return numbers(make(KTO, "data:1", 1, rows, **QUICK), ("kl", *MEASURED))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "config"),
+    [
+        ("data:2,fsdp:2,tensor:2", {}),
+        ("fsdp:4,sequence:2", {"precompute_ref_log_probs": True}),
+        ("data:4,tensor:2", {"batch_layout": "padded"}),
+    ],
+)
+def test_the_divergence_is_estimated_by_the_rows_of_all_devices(mesh, config, make, alone_in_blocks):
+    assert alone_in_blocks[:3].max() > 0.1
+    found = numbers(make(KTO, mesh, 4, **QUICK, **config), ("kl", *MEASURED))
+    np.testing.assert_allclose(found, alone_in_blocks, rtol=5e-4, atol=5e-5)

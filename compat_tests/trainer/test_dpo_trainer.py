@@ -13,6 +13,7 @@ from compat_tests.parity.dpo_cases import CHAT, SMALL
 from compat_tests.parity.reference import BASE, read_weights
 from compat_tests.parity.test_dpo_curve import assert_same
 from compat_tests.tiny import preference_rows
+from trl_jax.trainer.dpo_trainer import DataCollatorForPreference
 
 STEPS = {"max_steps": 3, "learning_rate": 3e-3, "max_length": 64}
 
@@ -114,6 +115,17 @@ def test_the_policy_in_memory_is_its_own_reference(model, tmp_path):
         make(trl_jax, policy, tmp_path, ref_model=policy)
 
 
+def test_trls_collator_says_to_which_length_rows_are_padded(model, tmp_path):
+    collator = DataCollatorForPreference(pad_token_id=0, max_length=64, pad_to_multiple_of=48)
+    trainer = make(trl_jax, model, tmp_path, {"batch_layout": "padded"}, data_collator=collator)
+    [batch, *_] = trainer.get_train_dataloader().steps
+    assert batch.arrays.tokens.shape[-1] % 48 == 0
+    with pytest.raises(ValueError, match="data_collator has max_length=None, the arguments max_length=64"):
+        make(trl_jax, model, tmp_path, data_collator=DataCollatorForPreference(pad_token_id=0))
+    with pytest.raises(ValueError, match="data_collator=.* is not in this release"):
+        make(trl_jax, model, tmp_path, data_collator=print)
+
+
 def test_a_precomputed_reference_is_the_live_one(model, tmp_path):
     live, before = (
         trained(trl_jax, model, tmp_path / str(flag), {"precompute_ref_log_probs": flag, "batch_layout": "padded"})
@@ -193,6 +205,10 @@ def test_old_arguments_of_the_trainer(model, tmp_path):
     with pytest.warns(FutureWarning, match="beta is an argument of DPOConfig"):
         trainer = make(trl_jax, model, tmp_path, beta=0.3, max_length=33)
     assert (trainer.args.beta, trainer.args.max_length) == (0.3, 33)
+    args = trl_jax.DPOConfig(str(tmp_path), **BASE | STEPS)
+    with pytest.warns(FutureWarning, match="beta is an argument of DPOConfig"):
+        trainer = trl_jax.DPOTrainer(str(model), None, args, beta=0.4, train_dataset=table())
+    assert trainer.args.beta == 0.4
     with pytest.raises(TypeError, match="max_prompt_length"):
         make(trl_jax, model, tmp_path, max_prompt_length=10)
 

@@ -43,6 +43,7 @@ _TABLE = (
     TrainerNames("reward", "RewardTrainer", "RewardConfig", "pairs", "train a reward model on preference pairs"),
     TrainerNames("sft", "SFTTrainer", "SFTConfig", "rows", "fine-tune a language model on texts or conversations"),
     TrainerNames("dpo", "DPOTrainer", "DPOConfig", "pairs", "train a language model on preference pairs, directly"),
+    TrainerNames("kto", "KTOTrainer", "KTOConfig", "rows", "train a language model on answers that are good or bad"),
 )
 TRAINERS: dict[str, TrainerNames] = {names.command: names for names in _TABLE}
 DEFAULT = "reward"  # of `trl-jax plan`

@@ -36,7 +36,8 @@ class StepBatch(NamedTuple):
     """The arrays of one optimizer step or one evaluation step, and counts of them.
 
     num_micro_batches, num_examples, num_tokens: of real ones, without padding.
-    num_padded_tokens: tokens that TRL would have computed on: each row of a micro-batch as long as its longest.
+    num_counted_tokens: of them those of texts that count (`Columns.counted`).
+    num_padded_tokens: the same as TRL computes them: each row of a micro-batch as long as its longest.
     num_places: tokens that are computed on here, padding included.
     rows: index of each example's row in the dataset, of a stream in its epoch. passes: those that are in each pass.
     rows_digest: of a stream's examples from the first of the epoch to the last of this batch.
@@ -46,6 +47,7 @@ class StepBatch(NamedTuple):
     num_micro_batches: int
     num_examples: int
     num_tokens: int
+    num_counted_tokens: int
     num_padded_tokens: int
     num_places: int
     rows: list[int]
@@ -177,13 +179,15 @@ class ExampleLoader:
         arrays, pass_of = self._laid_out(examples, weights, partial(self.buckets, step=number))
         if self.by_micro_batch:
             arrays = arrays._replace(share=shares(arrays.weight > 0))
-        lengths = [[len(ids) for example in batch for ids in example.texts] for batch in examples]
+        counted = self.columns.counted
+        lengths = [[len(ids) for example in batch for ids in example.texts[:counted]] for batch in examples]
         rows, passes = [indexed.index for batch in group for indexed in batch], self.accumulation * shards
         return StepBatch(
             arrays,
             num_micro_batches=len(group),
             num_examples=sum(map(len, group)),
-            num_tokens=sum(map(sum, lengths)),
+            num_tokens=sum(example.tokens for batch in examples for example in batch),
+            num_counted_tokens=sum(map(sum, lengths)),
             num_padded_tokens=sum(len(texts) * self._trl_length(max(texts)) for texts in lengths if texts),
             num_places=arrays.tokens.size,
             rows=rows,

@@ -99,10 +99,6 @@ class SftTask:
             **aux_loss(sums),
         }
 
-    def predictions(self, outputs: np.ndarray, num_examples: int) -> np.ndarray:
-        """Logits `[E, T, V]` of a batch, at each token of its padded rows."""
-        return outputs[:num_examples]
-
     def inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The batch as it is: TRL's has no further names."""
         return batch

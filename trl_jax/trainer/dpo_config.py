@@ -52,19 +52,14 @@ class DPOConfig(BaseConfig):
     disable_dropout: bool = text_fields.disable_dropout()
 
     dataset_num_proc: int | None = text_fields.dataset_num_proc()
-    max_length: int | None = field(
-        default=1024,
-        metadata={"help": "Longest prompt with its answer in tokens, the rest is cut off. None cuts nothing."},
-    )
+    max_length: int | None = text_fields.longest_answered()
     truncation_mode: str = text_fields.truncation_mode()
     padding_free: bool = field(
         default=False, metadata={"help": "Accepted without effect; batch_layout has layouts without padding."}
     )
     pad_to_multiple_of: int | str | None = text_fields.pad_to_multiple_of()
     precompute_ref_log_probs: bool = text_fields.precompute_ref_log_probs()
-    precompute_ref_batch_size: int | None = field(
-        default=None, metadata={"help": "Pairs of a batch then. Unset, those of training or evaluation."}
-    )
+    precompute_ref_batch_size: int | None = text_fields.precompute_ref_batch_size("Pairs")
 
     loss_type: list[str] = field(
         default_factory=lambda: ["sigmoid"],
@@ -107,9 +102,9 @@ class DPOConfig(BaseConfig):
     )
     discopop_tau: float = field(default=0.05, metadata={"help": "Temperature of 'discopop'."})
     activation_offloading: bool = text_fields.activation_offloading()
-    sync_ref_model: bool = field(default=False, metadata={"help": "Not supported: the reference stays as it is."})
-    ref_model_mixup_alpha: float = field(default=0.6, metadata={"help": "Of sync_ref_model, not supported."})
-    ref_model_sync_steps: int = field(default=512, metadata={"help": "Of sync_ref_model, not supported."})
+    sync_ref_model: bool = text_fields.sync_ref_model()
+    ref_model_mixup_alpha: float = text_fields.ref_model_mixup_alpha()
+    ref_model_sync_steps: int = text_fields.ref_model_sync_steps()
 
     pad_token: str | None = text_fields.pad_token()
 

@@ -39,7 +39,8 @@ def _wrapped(moved: frozenset[str], init: Callable) -> Callable:
             if kwargs.pop(name, None) is not None:
                 _tell(f"{name} has no effect any more; {RENAMED[name]}")
         if given := {name: kwargs.pop(name) for name in sorted(moved) if name in kwargs}:
-            args, kwargs = _with_moved(type(self).config_class, given, args, kwargs)
+            at = list(accepted).index("args") - 1  # without self
+            args, kwargs = _with_moved(type(self).config_class, given, args, kwargs, at)
         for name in kwargs.keys() - accepted.keys():
             raise TypeError(f"{type(self).__name__} has no argument {name!r}: {way_out(name, accepted)}")
         init(self, *args, **kwargs)
@@ -48,12 +49,12 @@ def _wrapped(moved: frozenset[str], init: Callable) -> Callable:
 
 
 def _with_moved(
-    kind: type[BaseConfig], given: dict[str, Any], args: tuple, kwargs: dict[str, Any]
+    kind: type[BaseConfig], given: dict[str, Any], args: tuple, kwargs: dict[str, Any], at: int
 ) -> tuple[tuple, dict[str, Any]]:
-    """The trainer's arguments with a copy of its configuration that has the values; `args` are (model, args, ...)."""
+    """The trainer's arguments with a copy of its configuration, the one `at` this place, that has the values."""
     names = [f.name for f in fields(kind)]
     now, _, _ = translated(given, names)
-    config = args[1] if len(args) > 1 else kwargs.get("args")
+    config = args[at] if len(args) > at else kwargs.get("args")
     written = ", ".join(f"{name}={value!r}" for name, value in now.items())
     if config is None:
         raise TypeError(f"{written} has no configuration to go to: pass {kind.__name__}({written}).")
@@ -63,8 +64,8 @@ def _with_moved(
     for old in given:
         new = translated({old: given[old]}, names)[0]
         _tell(f"{old} is an argument of {kind.__name__} now: pass {kind.__name__}({', '.join(new)}=...).", above=1)
-    if len(args) > 1:
-        return (args[0], changed, *args[2:]), kwargs
+    if len(args) > at:
+        return (*args[:at], changed, *args[at + 1 :]), kwargs
     return args, kwargs | {"args": changed}
 
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from trl_jax.core.arguments import rules
-from trl_jax.core.arguments.base import BASE, COMMON
+from trl_jax.core.arguments.base import COMMON
 from trl_jax.core.arguments.table import Handling, handled
 from trl_jax.core.arguments.values import show
+from trl_jax.core.arguments.with_reference import WITH_REFERENCE
 
 LOSSES = (
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
@@ -75,23 +76,17 @@ def _truncation(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
 
 
 DPO: dict[str, Handling] = {
-    **BASE,
-    **{name: line for name, line in COMMON.items() if name not in ("chat_template_path", "eos_token")},
+    **WITH_REFERENCE,
+    "pad_token": COMMON["pad_token"],
     **handled("label_names", "warned", "preference pairs have no column of labels."),
     **handled("label_smoothing_factor", "warned", "preference losses have label_smoothing."),
-    **handled("router_aux_loss_coef", "native", rule=rules.number(0, optional=True, most=rules.MOST_FLOAT32)),
     # Rows
     **handled("truncation_mode", "native", rule=_truncation),
     **handled("padding_free", "warned", "it is temporarily unavailable in TRL; batch_layout='packed' has no padding."),
-    # The reference
-    **handled("precompute_ref_log_probs", "native"),
-    **handled("precompute_ref_batch_size", "native", rule=rules.whole(1, optional=True, most=rules.MOST_EXAMPLES)),
-    **handled("sync_ref_model", "refused", "the reference stays as it is in this release of trl_jax. Leave it out."),
-    **handled("ref_model_mixup_alpha ref_model_sync_steps", "refused", "it belongs to sync_ref_model. Leave it out."),
     # The loss
     **handled("loss_type", "native", rule=_losses),
     **handled("loss_weights", "native", rule=_weights),
-    **handled("beta discopop_tau", "native", rule=rules.number(1e-9, most=rules.MOST_FLOAT32)),
+    **handled("discopop_tau", "native", rule=rules.number(1e-9, most=rules.MOST_FLOAT32)),
     **handled("ld_alpha", "native", rule=rules.number(0, optional=True, most=1.0)),
     **handled("label_smoothing", "native", rule=rules.number(0, most=1.0)),
     **handled("f_divergence_type", "native", rule=_divergence),

@@ -14,7 +14,7 @@ GONE = (
 )
 GONE_FROM_TRL = (
     "chars_per_token dataset_batch_size infinite num_of_sequences"  # of SFTTrainer, SFTConfig
-    " label_pad_token_id padding_value"  # of DPOConfig
+    " label_pad_token_id padding_value"  # of DPOConfig, KTOConfig
 )
 # Arguments of old releases of TRL whose meaning is told otherwise today; False and None asked for nothing.
 OTHERWISE = {
@@ -27,6 +27,7 @@ OTHERWISE = {
     "ref_adapter_name": "leave it out: the reference of an adapter that trains on is a copy of it.",
     "reference_free": "leave it out: every loss compares with a reference.",
     "rpo_alpha": "use loss_type=['sigmoid', 'sft'] and loss_weights=[1.0, rpo_alpha].",
+    "truncation_mode": "leave it out: this trainer has one way of shortening texts.",
 }
 RENAMED = {
     "dispatch_batches": "leave it out: one process makes the batches.",

@@ -27,6 +27,10 @@ def eos_token() -> Any:
     return _field(None, "Token that ends a text. Unset, the tokenizer's own.")
 
 
+def longest_answered() -> Any:
+    return _field(1024, "Longest prompt with its answer in tokens, the rest is cut off. None cuts nothing.")
+
+
 def truncation_mode() -> Any:
     text = "Part of a text beyond max_length that stays. 'keep_end' is deprecated."
     return _field("keep_start", text, choices=["keep_end", "keep_start"])
@@ -47,6 +51,22 @@ def pad_to_multiple_of(unchanged: str = "Losses") -> Any:
 
 def precompute_ref_log_probs() -> Any:
     return _field(False, "Compute the reference's log-probabilities once, before training, and drop it.")
+
+
+def precompute_ref_batch_size(unit: str) -> Any:
+    return _field(None, f"{unit} of a batch then. Unset, those of training or evaluation.")
+
+
+def sync_ref_model() -> Any:
+    return _field(False, "Not supported: the reference stays as it is.")
+
+
+def ref_model_mixup_alpha() -> Any:
+    return _field(0.6, "Of sync_ref_model, not supported.")
+
+
+def ref_model_sync_steps() -> Any:
+    return _field(512, "Of sync_ref_model, not supported.")
 
 
 def activation_offloading() -> Any:

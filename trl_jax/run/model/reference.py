@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +78,19 @@ def given(model: PreTrainedModel, vocab_size: int) -> ReferenceModel:
             "same tokenizer, or resize it."
         )
     return ReferenceModel(model.backend, _own(model.arrays))
+
+
+def create_reference_model(model: Any) -> Any:
+    """A copy of a model as it is now, for `ref_model`. Where that is not passed, a trainer makes one itself.
+
+    Args:
+        model: what `trl_jax.AutoModelForCausalLM` loaded, or a torch model of transformers.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return copy.deepcopy(model).eval().requires_grad_(False)
+    twin = copy.copy(model)
+    twin.params, twin.frozen = (jax.tree.map(jnp.copy, arrays) for arrays in (model.params, model.frozen))
+    return twin
 
 
 def _own(arrays: dict[str, Any]) -> dict[str, Any]:

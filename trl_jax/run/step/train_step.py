@@ -89,7 +89,7 @@ class TrainStep:
             run.model.params, run.optimizer_state, metrics = step(
                 run.model.params, run.optimizer_state, batch.arrays, rate, step_key, run.frozen
             )
-            run.tokens_seen += batch.num_tokens
+            run.tokens_seen += batch.num_counted_tokens
             run.state.num_input_tokens_seen += self._input_tokens(batch)
             run.state.total_flos += flops_a_token * batch.num_padded_tokens
             return metrics
@@ -116,7 +116,7 @@ class TrainStep:
 
     def _input_tokens(self, batch: Any) -> int:
         """The tokens of a step that `include_num_input_tokens_seen` counts."""
-        counted = {"all": batch.num_padded_tokens, "non_padding": batch.num_tokens, "no": 0}
+        counted = {"all": batch.num_padded_tokens, "non_padding": batch.num_counted_tokens, "no": 0}
         return counted[self._run.args.include_num_input_tokens_seen]
 
 

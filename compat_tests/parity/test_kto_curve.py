@@ -1,0 +1,53 @@
+"""KTO by real TRL and by us: each logged number at each step, and the weights at the end."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from compat_tests.parity import reference
+from compat_tests.parity.kto_cases import CASES, kto_rows
+from compat_tests.parity.test_dpo_curve import assert_same
+
+KEYS = (
+    "loss grad_norm learning_rate kl entropy num_tokens logits/chosen logits/rejected rewards/chosen logps/chosen "
+    "rewards/rejected logps/rejected rewards/margins epoch step"
+).split()
+
+
+@pytest.fixture(scope="module")
+def both(both_of):
+    return both_of("KTO", CASES, kto_rows)
+
+
+def steps(run):
+    return [entry for entry in run.logs if "loss" in entry]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_curve_is_trls(both, name):
+    ours, theirs = both(name)
+    assert len(steps(theirs)) >= 2 and len(ours.logs) == len(theirs.logs)
+    for mine, other in zip(ours.logs, theirs.logs, strict=True):
+        assert_same(mine, other)
+    if theirs.evaluate_metrics is not None:
+        assert_same(ours.evaluate_metrics, theirs.evaluate_metrics)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_weights_after_the_run_are_trls(both, checkpoint, name):
+    ours, theirs = both(name)
+    assert sorted(ours.weights) == sorted(theirs.weights)
+    before = reference.read_weights(checkpoint(**CASES[name].model))
+    for tensor, wanted in theirs.weights.items():
+        np.testing.assert_allclose(ours.weights[tensor], wanted, rtol=0, atol=1e-3, err_msg=tensor)
+    tensor = "model.layers.0.mlp.up_proj.weight"
+    assert np.abs(theirs.weights[tensor] - before[tensor]).max() > 4e-3
+
+
+def test_the_cases_have_what_they_are_for(both):
+    shared, pairs, accumulated = (steps(both(name)[1]) for name in ("shared", "pairs", "accumulated"))
+    assert list(shared[0]) == KEYS and any(entry["kl"] > 0.01 for entry in shared) and accumulated[-1]["kl"] > 0
+    assert [[f"rewards/{side}" in entry for side in ("chosen", "rejected", "margins")] for entry in pairs] == [
+        [True, False, False], [True, True, True], [False, True, False]
+    ]  # fmt: skip

@@ -1,0 +1,224 @@
+"""KTOTrainer: what it prepares, its references, evaluations and resumes, and what it warns of and refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from datasets import Dataset, IterableDataset
+
+import trl_jax
+from compat_tests.parity.kto_cases import CHAT, SMALL, kto_rows
+from compat_tests.parity.reference import BASE
+from compat_tests.parity.test_dpo_curve import assert_same
+from trl_jax.run.model.reference import PREFIX
+
+STEPS = {"max_steps": 3, "learning_rate": 1e-2, "beta": 0.3, "max_length": 64}
+IDS = ("prompt_ids", "completion_ids", "KL_completion_ids", "label")
+
+
+def table(n=16, **options):
+    return Dataset.from_list(kto_rows(n, **options))
+
+
+def make(package, model, out, config=None, **arguments):
+    args = package.KTOConfig(str(out), **(BASE | STEPS | (config or {})))
+    model = str(model) if isinstance(model, Path) else model
+    return package.KTOTrainer(model, args=args, **{"train_dataset": table()} | arguments)
+
+
+def trained(*given, **options):
+    trainer = make(*given, **options)
+    trainer.train()
+    return trainer
+
+
+def steps(trainer):
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.fixture
+def model(checkpoint):
+    return checkpoint(**SMALL)
+
+
+def test_fields_and_defaults_are_trls():
+    trl = pytest.importorskip("trl")
+
+    def facts(kind):
+        found = [f for f in dataclasses.fields(kind) if f.init and not f.kw_only and f.name != "output_dir"]
+        return [(f.name, f.default, f.default_factory) for f in found]
+
+    assert facts(trl_jax.KTOConfig) == facts(trl.KTOConfig)
+
+
+@pytest.mark.parametrize(
+    ("rows", "config"),
+    [
+        ({"n": 9}, {"max_length": 14}),
+        ({"n": 6, "kind": "text", "paired": True}, {"max_length": None}),
+        ({"n": 1003, "kind": "chat_prompt", "paired": True}, {"per_device_train_batch_size": 3}),
+        ({"n": 7, "kind": "chat_prompt"}, {"loss_type": "apo_zero_unpaired"}),
+    ],
+)
+def test_prepared_rows_are_trls(checkpoint, tmp_path, rows, config):
+    trl = pytest.importorskip("trl")
+    folder, dataset = checkpoint(**CHAT), table(**rows).add_column("extra", list(range(rows["n"])))
+    ours, theirs = (
+        make(package, folder, tmp_path, config, train_dataset=dataset).train_dataset for package in (trl_jax, trl)
+    )
+    estimates = "loss_type" not in config
+    for column in ("prompt_ids", "completion_ids", "label", "extra", *(["KL_completion_ids"] if estimates else [])):
+        assert ours[column] == theirs[column]
+    for row in ours:
+        for side in ("", "KL_") if estimates else ("",):
+            whole = row["prompt_ids"] + row[f"{side}completion_ids"]
+            assert row[f"{side}completion_input_ids"] == whole[: config.get("max_length", 64)]
+    assert estimates == ("KL_completion_ids" in ours.column_names)
+
+
+def test_rows_that_are_tokenised_are_taken_as_they_are(model, tmp_path):
+    prepared = make(trl_jax, model, tmp_path).train_dataset
+    ids = prepared.select_columns(["prompt_ids", "completion_ids", "label"])
+    found = make(trl_jax, model, tmp_path, train_dataset=ids).train_dataset
+    assert found[:] == prepared.select_columns(found.column_names)[:] and "KL_completion_labels" in found.column_names
+    again = make(trl_jax, model, tmp_path, {"max_length": 9}, train_dataset=prepared).train_dataset
+    assert again["KL_completion_labels"] == [labels[:9] for labels in prepared["KL_completion_labels"]]
+
+
+def test_processes_do_not_change_the_blocks(model, tmp_path):
+    one, two = (
+        make(trl_jax, model, tmp_path, {"dataset_num_proc": count}, train_dataset=table(7, kind="text", paired=True))
+        for count in (None, 2)
+    )
+    assert one.train_dataset[:] == two.train_dataset[:]
+
+
+def test_a_stream_trains_as_its_table_does(model, tmp_path):
+    rows = kto_rows(14)
+    stream = IterableDataset.from_generator(lambda: iter(rows))
+    streamed, read = (trained(trl_jax, model, tmp_path, train_dataset=data) for data in (stream, table(14)))
+    assert steps(streamed) == [{**entry, "epoch": entry["step"] / 3} for entry in steps(read)]
+    pairs = IterableDataset.from_generator(lambda: iter(kto_rows(4, "text", paired=True)))
+    found = list(make(trl_jax, model, tmp_path, train_dataset=pairs).train_dataset)
+    table_of_pairs = table(4, kind="text", paired=True)
+    wanted = list(make(trl_jax, model, tmp_path, train_dataset=table_of_pairs).train_dataset)
+    assert [{name: row[name] for name in IDS} for row in found] == [{name: row[name] for name in IDS} for row in wanted]
+
+
+@pytest.mark.parametrize("config", [{}, {"precompute_ref_log_probs": True}])
+def test_under_a_new_adapter_the_reference_is_the_model_without_it(model, tmp_path, config):
+    trl, peft = pytest.importorskip("trl"), pytest.importorskip("peft")
+    lora = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "up_proj"], "task_type": "CAUSAL_LM"}
+    ours = trained(trl_jax, model, tmp_path / "a", config, peft_config=trl_jax.LoraConfig(**lora))
+    theirs = trained(trl, model, tmp_path / "b", config, peft_config=peft.LoraConfig(**lora))
+    assert steps(theirs)[-1]["kl"] > 0
+    for mine, wanted in zip(steps(ours), steps(theirs), strict=True):
+        assert_same(mine, wanted)
+    assert not [path for path in ours.parts.run.frozen if path.startswith(PREFIX)]
+
+
+def test_a_given_reference_is_trls(checkpoint, model, tmp_path):
+    trl, transformers = pytest.importorskip("trl"), pytest.importorskip("transformers")
+    other = checkpoint(**SMALL, seed=5)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(other, dtype="float32")
+    ours, theirs = (
+        trained(package, model, tmp_path / package.__name__, ref_model=reference)
+        for package, reference in ((trl_jax, str(other)), (trl, loaded))
+    )
+    assert abs(steps(theirs)[0]["rewards/chosen"]) > 0.01
+    for mine, wanted in zip(steps(ours), steps(theirs), strict=True):
+        assert_same(mine, wanted)
+
+
+@pytest.mark.parametrize("door", ["trl_jax", "transformers"])
+def test_a_copy_of_the_model_is_the_reference_that_there_is_without_one(model, tmp_path, door):
+    policy = pytest.importorskip(door).AutoModelForCausalLM.from_pretrained(str(model), dtype="float32")
+    copied = trl_jax.create_reference_model(policy)
+    given, none = (trained(trl_jax, policy, tmp_path, {"max_steps": 2}, ref_model=it) for it in (copied, None))
+    assert steps(given)[0]["rewards/chosen"] == 0 != steps(given)[1]["rewards/chosen"]
+    assert steps(none)[0]["rewards/chosen"] == 0 and steps(none)[0]["logps/chosen"] != steps(given)[0]["logps/chosen"]
+
+
+def test_an_evaluation_is_of_the_set_and_not_of_its_batches(model, tmp_path):
+    """TRL's margins are a mean over batches that have both kinds, and so no difference of its rewards."""
+    held_out = table(11, seed=3)
+    small, large = (
+        trained(trl_jax, model, tmp_path, {"per_device_eval_batch_size": size}).evaluate(held_out) for size in (2, 16)
+    )
+    for key in ("entropy", "logits/chosen", "rewards/rejected", "logps/chosen", "rewards/margins", "kl"):
+        assert small[f"eval_{key}"] == pytest.approx(large[f"eval_{key}"], rel=1e-4)
+    assert small["eval_rewards/margins"] == pytest.approx(small["eval_rewards/chosen"] - small["eval_rewards/rejected"])
+
+
+def test_a_resumed_run_goes_on_to_the_bit(model, tmp_path):
+    saved = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    whole = trained(trl_jax, model, tmp_path, saved)
+    again = make(trl_jax, model, tmp_path, saved)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert steps(again) == steps(whole) and whole.args.train_sampling_strategy == "sequential"
+
+
+def test_tokens_of_other_rows_answers_are_not_counted(model, tmp_path):
+    counted = {"include_num_input_tokens_seen": "non_padding", "max_steps": 1}
+    trainer = trained(trl_jax, model, tmp_path, counted)
+    ids = trainer.train_dataset[:4]["completion_input_ids"]
+    assert steps(trainer)[0]["num_tokens"] == trainer.state.num_input_tokens_seen == sum(map(len, ids))
+
+
+@pytest.mark.parametrize(
+    ("rows", "config", "words"),
+    [
+        ({"n": 5}, {"desirable_weight": 0.7}, ["The last row of train_dataset has no other in its block"]),
+        ({"n": 4, "paired": True}, {}, ["whole micro-batches are of one kind"]),
+        ({"n": 8, "share": 1.0}, {}, ["EITHER desirable_weight in [0.12, 0.17] or undesirable_weight in [6.02, 8.0]"]),
+        ({"n": 4, "share": 1.0}, {"desirable_weight": 0.3}, []),
+    ],
+)
+def test_what_it_warns_of(model, tmp_path, caplog, rows, config, words):
+    make(trl_jax, model, tmp_path, config, train_dataset=table(**rows), eval_dataset=table(8))
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("trl_jax")]
+    assert len(told) == len(words) and all(part in text for part, text in zip(words, told, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"train_sampling_strategy": "random"}, "Loss type `'kto'` estimates the KL divergence term and requires"),
+        ({"per_device_train_batch_size": 1}, r"Actual \(not effective\) batch size must be > 1"),
+        ({"loss_type": "nothing"}, "loss_type='nothing' .*supported: kto, apo_zero_unpaired"),
+        ({"sync_ref_model": True}, "sync_ref_model"),
+        ({"desirable_weight": -1.0}, "desirable_weight=-1.0"),
+    ],
+)
+def test_arguments_that_are_refused(model, tmp_path, config, words):
+    with pytest.raises(ValueError, match=words):
+        make(trl_jax, model, tmp_path, config)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([{"prompt": "a", "completion": "b"}], "needs the columns 'prompt', 'completion' and 'label', or 'chosen'"),
+        ([{"prompt": "a", "completion": "b", "label": 2}], "Row 0 of train_dataset, column 'label': found 2"),
+        ([{"prompt": "a", "completion": "b", "label": None}], "Row 0 of train_dataset, column 'label': found None"),
+        ([{"prompt": "a", "completion": None, "label": True}], "Row 0 of train_dataset, column 'completion'"),
+        ([{"prompt": "a", "chosen": "b", "rejected": 3}], "Row 1 of the unpaired train_dataset, column 'completion'"),
+    ],
+)
+def test_rows_that_are_refused(model, tmp_path, rows, words):
+    with pytest.raises(ValueError, match=words):
+        make(trl_jax, model, tmp_path, train_dataset=Dataset.from_list(rows))
+
+
+def test_arguments_of_earlier_releases(model, tmp_path):
+    with pytest.warns(FutureWarning, match="desirable_weight is an argument of KTOConfig"):
+        assert make(trl_jax, model, tmp_path, desirable_weight=0.3).args.desirable_weight == 0.3
+    for name, value in {"max_prompt_length": 9, "generate_during_eval": True, "truncation_mode": "keep_end"}.items():
+        with pytest.raises(TypeError, match=f"{name}={value!r}"):
+            trl_jax.KTOConfig(str(tmp_path), use_cpu=True, **{name: value})
+    with pytest.warns(FutureWarning, match="label_pad_token_id has no effect any more"):
+        trl_jax.KTOConfig(str(tmp_path), use_cpu=True, label_pad_token_id=-100)
+    with pytest.raises(TypeError, match="model_adapter_name"):
+        make(trl_jax, model, tmp_path, model_adapter_name="other")

@@ -1,0 +1,159 @@
+"""Prepare datasets of answers that are each desirable or not: a prompt's tokens, the answer's, and another row's."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+
+from trl_jax.core.printable import brief
+from trl_jax.data.rows import checks, streaming
+from trl_jax.data.rows.preference import answers
+from trl_jax.data.rows.preference.unpairing import unpair_preference_dataset
+
+logger = logging.getLogger(__name__)
+
+IDS = ("prompt_ids", "completion_ids", "label")
+JOINED = ("completion_input_ids", "completion_labels")
+KL_JOINED = ("KL_completion_input_ids", "KL_completion_labels")
+_PAIR = ("chosen", "rejected")
+_NEEDED = ("prompt", "completion", "label")
+
+
+def prepare(
+    dataset: Dataset | IterableDataset,
+    tokenizer: Any,
+    *,
+    max_length: int | None,
+    block: int | None,
+    num_proc: int | None,
+    name: str,
+) -> Dataset | IterableDataset:
+    """Add TRL's `prompt_ids`, `completion_ids` and `KL_completion_ids` to the dataset's own columns, and what a step
+    reads: the prompt with either answer, cut to `max_length`, and their labels (`JOINED`, `KL_JOINED`).
+
+    Pairs become two rows, in TRL's order. Rows that have the first two columns already are not tokenised. Rows that
+    have the last ones, which early releases of TRL prepared, are only cut. Rows whose prompt alone has `max_length`
+    tokens or more are left out.
+
+    Args:
+        block: each answer in a block of so many rows also answers the next row's prompt, the last one the first's, for
+            the estimate of the divergence. None where a loss has none.
+        num_proc: processes that tokenise.
+        name: "train", "eval", "test", or the dataset's name in errors, such as "eval_dataset['key']".
+
+    Raises:
+        TypeError, ValueError: the dataset, a column or a row cannot be trained on; a stream raises when it reaches the
+            row.
+    """
+    where = checks.argument(name)
+    plain, first = streaming.opened(dataset, name)
+    if is_prepared(first, block):
+        columns = JOINED if block is None else (*JOINED, *KL_JOINED)
+        plain = streaming.with_columns(plain, (*columns, "label"), where)
+        return plain if max_length is None else plain.map(_cut, fn_kwargs={"columns": columns, "end": max_length})
+    options = answers.map_options(plain, where, num_proc)
+    if all(column in first for column in IDS):
+        plain = streaming.with_columns(plain, IDS, where)
+    else:
+        plain, where = _unpaired(plain, first, where, options)
+        facts = {"tokenizer": tokenizer, "where": where}
+        plain = plain.map(tokenise_row, with_indices=True, fn_kwargs=facts, **options("Tokenizing"))
+    plain = answers.without_full_prompts(plain, max_length, where, options)
+    if block is not None:
+        plain = _with_kl_rows(plain, block, where)
+    facts = {"sides": ("", "KL_")[: 1 if block is None else 2], "end": max_length, "where": where}
+    return plain.map(_joined, with_indices=True, fn_kwargs=facts, **options("Joining prompts and answers of"))
+
+
+def is_prepared(columns: Any, block: int | None) -> bool:
+    """Whether rows with these columns have all that a step reads; `block` as in `prepare`."""
+    return all(column in columns for column in (*JOINED, *(() if block is None else KL_JOINED), "label"))
+
+
+def tokenise_row(row: dict[str, Any], index: int, tokenizer: Any, where: str) -> dict[str, list[int]]:
+    """The token ids of a row's prompt and of what the answer adds to it; `index` and `where` name it in errors."""
+    place = f"Row {index} of {where}"
+    read = answers.read_row(row, ("completion",), place)
+    ids = answers.behind_prompt(*answers.tokenised(read, ("completion",), tokenizer, place))
+    return dict(zip(IDS, ids, strict=False))
+
+
+def _unpaired(
+    dataset: Dataset | IterableDataset, first: dict[str, Any], where: str, options: answers.Options
+) -> tuple[Dataset | IterableDataset, str]:
+    """Rows of one answer each, and what errors call them. Blocks of pairs do not depend on `num_proc`."""
+    if not all(column in first for column in _PAIR):
+        if not all(column in first for column in _NEEDED):
+            raise ValueError(
+                f"{where} needs the columns 'prompt', 'completion' and 'label', or 'chosen' and 'rejected', and maybe "
+                f"'prompt', or {', '.join(IDS)}; found {brief(list(first), 500)}."
+            )
+        return streaming.with_columns(dataset, _NEEDED, where), where
+    dataset = streaming.with_columns(dataset, [name for name in ("prompt", *_PAIR) if name in first], where)
+    if "prompt" not in first:
+        facts = {"where": where}
+        dataset = dataset.map(_with_prompt, with_indices=True, fn_kwargs=facts, **options("Extracting prompt from"))
+    words = {} if isinstance(dataset, IterableDataset) else {"desc": f"Unpairing {where}"}
+    return unpair_preference_dataset(dataset, **words), f"the unpaired {where}"
+
+
+def _with_prompt(row: dict[str, Any], index: int, where: str) -> dict[str, Any]:
+    return answers.read_row(row, _PAIR, f"Row {index} of {where}")
+
+
+def _with_kl_rows(dataset: Dataset | IterableDataset, block: int, where: str) -> Dataset | IterableDataset:
+    state = streaming.StreamState()
+    if isinstance(dataset, Dataset) and len(dataset) % block == 1:
+        _warn_alone(where, block, state)
+    facts = {"block": block, "where": where, "state": state}
+    return dataset.map(_kl_rows, batched=True, batch_size=block, fn_kwargs=facts)
+
+
+def _kl_rows(
+    rows: dict[str, list[Any]], block: int, where: str, state: streaming.StreamState
+) -> dict[str, list[list[int]]]:
+    """The answer of the row before, and of the last row for the first."""
+    *others, last = rows["completion_ids"]
+    if not others:
+        _warn_alone(where, block, state)
+    return {"KL_completion_ids": [last, *others]}
+
+
+def _warn_alone(where: str, block: int, state: streaming.StreamState) -> None:
+    what = (
+        f"The last row of {where} has no other in its block of per_device_train_batch_size={block} rows: its "
+        "divergence is estimated by its own answer, as in TRL, so its loss stays at 0.5 where it is desirable and has "
+        "become likelier. Leave a row out or add one"
+    )
+    streaming.warn_once(what, "alone", state)
+
+
+def _cut(row: dict[str, Any], columns: tuple[str, ...], end: int) -> dict[str, Any]:
+    return {column: row[column][:end] for column in columns}
+
+
+def _joined(
+    row: dict[str, Any], index: int, sides: tuple[str, ...], end: int | None, where: str
+) -> dict[str, list[int]]:
+    """The part of the prompt with each answer that is kept, and labels, which are the answer's ids."""
+    place, columns = f"Row {index} of {where}", {}
+    if row["label"] not in (True, False):
+        raise checks.cell_error(place, "label", row["label"], "true for a desirable answer, or false")
+    for side, names in zip(sides, (JOINED, KL_JOINED), strict=False):
+        texts = answers.joined(row, f"{side}completion_ids", slice(end), place)
+        columns |= dict(zip(names, texts, strict=True))
+    return columns
+
+
+def warn_of_order(dataset: Dataset | IterableDataset, batch_size: int) -> None:
+    """Warn of pairs so many that a micro-batch in the order of `prepare` is of one kind."""
+    first = dataset.column_names or streaming.first_row(dataset, "train_dataset")
+    if not all(column in first for column in _PAIR) or isinstance(dataset, Dataset) and len(dataset) < batch_size:
+        return
+    logger.warning(
+        "train_dataset has pairs. As in TRL, of each 1,000 pairs first all chosen answers become rows, then all "
+        "rejected ones, and rows are trained on in that order: whole micro-batches are of one kind, and "
+        "rewards/margins is not logged. To mix them, pass unpair_preference_dataset(dataset).shuffle(seed=42)."
+    )

@@ -1,0 +1,174 @@
+"""Kahneman-Tversky optimisation: a policy is trained to prefer desirable answers, as compared with a reference."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from datasets import Dataset, IterableDataset
+
+from trl_jax.core.token_outputs import TokenOutputs
+from trl_jax.data.example import Columns, Example, Measured
+from trl_jax.data.layout.batch import Batch
+from trl_jax.data.rows.preference import kto as rows
+from trl_jax.losses.kto import UnpairedLoss, kl_estimate
+from trl_jax.losses.sums import counted, of_texts, summed
+from trl_jax.tasks.metrics import aux_loss, joined
+
+logger = logging.getLogger(__name__)
+
+_REFERENCE_COLUMNS = ("ref_logps", "ref_KL_logps")
+_SIDES = ("chosen", "rejected")
+_SIDE_SUMS = ("entropy", "targets", "logits", "rewards", "logps", "count")
+_ALL_SUMS = ("examples", "kl", *(f"{name}_{side}" for name in _SIDE_SUMS for side in _SIDES))
+
+
+@dataclass(frozen=True)
+class KtoTask:
+    """TRL's Kahneman-Tversky optimisation: an example is a prompt with its answer and, where the loss estimates a
+    divergence, with the answer of the row before; the answers' tokens are labelled.
+
+    objective: the loss, with its options.
+    max_length: longest prompt with its answer, whichever set it is of; None cuts nothing.
+    batch_size: rows of a micro-batch on each device, among which answers go to other prompts.
+    in_order: whether rows are trained on in their order.
+    """
+
+    objective: UnpairedLoss = field(default_factory=UnpairedLoss)
+    max_length: int | None = None
+    batch_size: int = 8
+    in_order: bool = True
+
+    head: ClassVar[Literal["lm"]] = "lm"
+    per_token: ClassVar[bool] = False
+    num_tokens_after: ClassVar[str] = "entropy"
+
+    @property
+    def by_micro_batch(self) -> bool:
+        return self.objective.estimates_kl
+
+    @property
+    def columns(self) -> Columns:
+        texts = 2 if self.objective.estimates_kl else 1
+        ids, labels = zip(*(rows.JOINED, rows.KL_JOINED)[:texts], strict=True)
+        reference = _REFERENCE_COLUMNS[:texts]
+        return Columns(ids, numbers=("label", *reference), labels=labels, optional=reference, counted=1)
+
+    def prepare(
+        self,
+        dataset: Dataset | IterableDataset,
+        tokenizer: Any,
+        *,
+        max_length: int | None,
+        num_proc: int | None,
+        name: str,
+    ) -> Dataset | IterableDataset:
+        """Add TRL's `prompt_ids`, `completion_ids` and `KL_completion_ids`, and the texts and labels of `columns`."""
+        del max_length  # a set to predict is cut as the others are
+        block = self.batch_size if self.objective.estimates_kl else None
+        options = {"max_length": self.max_length, "block": block, "num_proc": num_proc}
+        prepared = rows.prepare(dataset, tokenizer, name=name, **options)
+        if name == "train":
+            if self.in_order:
+                rows.warn_of_order(dataset, self.batch_size)
+            if isinstance(prepared, Dataset) and not rows.is_prepared(dataset.column_names, block):
+                self._check_balance(prepared["label"])
+        return prepared
+
+    def _check_balance(self, labels: list[Any]) -> None:
+        """Warn where neither weight makes up for unequal numbers of both kinds (KTO, eq. 8)."""
+        desirable = max(sum(labels), 1)
+        undesirable = max(len(labels) - desirable, 1)
+        weight, other = self.objective.desirable_weight, self.objective.undesirable_weight
+        most, least = (round(undesirable * other / desirable * share, 2) for share in (1.33, 1))
+        top, bottom = (round(desirable * weight / undesirable / share, 2) for share in (1, 1.33))
+        if desirable == undesirable or least <= weight <= most or bottom <= other <= top:
+            return
+        logger.warning(
+            "You have different amounts of desirable/positive and undesirable/negative examples but the weights on the "
+            "desirable and undesirable losses don't seem to be in an ideal range. Based on your data, we recommend "
+            f"EITHER desirable_weight in [{least}, {most}] or undesirable_weight in [{bottom}, {top}] (but NOT BOTH). "
+            f"There are {desirable:,} desirable and {undesirable:,} undesirable rows."
+        )
+
+    def example(self, row: dict[str, Any]) -> Example:
+        """The texts of a row, their labels, its kind, and the reference's log-probabilities, where they are known."""
+        return self.columns.example(row)
+
+    def per_text(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
+        """Sums over the targets of each text, `[X]`."""
+        texts, fixed = len(self.columns.texts) * len(batch.weight), jax.lax.stop_gradient(outputs)
+        values = {
+            "logps": outputs.logps,
+            "entropy": fixed.entropy,
+            "logits": fixed.mean_logits,
+            "targets": jnp.ones(len(batch.text)),
+        }
+        return {name: of_texts(value, batch.text, texts) for name, value in values.items()}
+
+    def loss(
+        self, outputs: dict[str, jax.Array], batch: Batch | Measured
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The loss of a micro-batch, and sums over it.
+
+        Args:
+            outputs: of `per_text`, with `ref_logps`, the reference's `logps`, unless the batch has them.
+        """
+        own, *others = self._texts(outputs)
+        if "ref_logps" not in outputs:
+            for text, column in zip((own, *others), _REFERENCE_COLUMNS, strict=False):
+                text["ref_logps"] = batch.extras[column]
+        ratio, desirable = own["logps"] - own["ref_logps"], batch.extras["label"] > 0
+        divergence = others[0]["logps"] - others[0]["ref_logps"] if others else jnp.zeros_like(ratio)
+        kl = kl_estimate(divergence, batch.weight > 0)
+        real = counted(batch.weight, batch.micro_batch)
+        values = own | {"rewards": self.objective.beta * ratio, "count": 1.0}
+        sums = {"examples": summed(1.0, real), "kl": summed(divergence, real)}
+        for side, of_side in zip(_SIDES, (desirable, ~desirable), strict=True):
+            sums |= {f"{name}_{side}": summed(values[name], real & of_side) for name in _SIDE_SUMS}
+        return self.objective(ratio, desirable, kl, batch.weight), sums
+
+    def _texts(self, outputs: dict[str, jax.Array]) -> list[dict[str, jax.Array]]:
+        """The outputs `[X]` of each example's texts: `[E]` of the first one, and of the other."""
+        texts = len(self.columns.texts)
+        parts = {name: jnp.split(values, texts) for name, values in outputs.items()}
+        return [{name: part[text] for name, part in parts.items()} for text in range(texts)]
+
+    def metrics(self, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float]:
+        """TRL's metrics: of each the mean over the micro-batches that have it; in an evaluation, of the whole set."""
+        totals = joined(sums, dict.fromkeys(_ALL_SUMS, np.sum), count="examples")
+        if split != "train":
+            totals = {name: values.sum(keepdims=True) for name, values in totals.items()}
+        found = defaultdict(list)
+        for values in zip(*totals.values(), strict=True):
+            for name, value in _measured(dict(zip(totals, values, strict=True))):
+                found[name].append(value)
+            found |= {name: [value] for name, value in aux_loss(sums).items()}  # behind those of the first, as in TRL
+        return {name: float(np.mean(values)) for name, values in found.items()}
+
+    def inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The batch as it is."""
+        return batch
+
+
+def _measured(sums: dict[str, float]) -> Iterator[tuple[str, float]]:
+    """The metrics of a micro-batch by name, those of a kind only where it has answers of that kind."""
+    kinds = [side for side in _SIDES if sums[f"count_{side}"]]
+    entropy, tokens = (sum(sums[f"{name}_{side}"] for side in _SIDES) for name in ("entropy", "targets"))
+    yield "kl", max(0.0, sums["kl"] / sums["examples"])
+    yield "entropy", entropy / max(tokens, 1)
+    for side in kinds:
+        if sums[f"targets_{side}"]:
+            yield f"logits/{side}", sums[f"logits_{side}"] / sums[f"targets_{side}"]
+    rewards = {side: sums[f"rewards_{side}"] / sums[f"count_{side}"] for side in kinds}
+    for side in kinds:
+        yield f"rewards/{side}", rewards[side]
+        yield f"logps/{side}", sums[f"logps_{side}"] / sums[f"count_{side}"]
+    if len(kinds) == 2:
+        yield "rewards/margins", rewards["chosen"] - rewards["rejected"]

@@ -1,0 +1,101 @@
+"""Kahneman-Tversky optimisation of language models: TRL's KTOTrainer on JAX."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+from transformers.trainer_callback import TrainerCallback
+
+from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.losses.kto import UnpairedLoss
+from trl_jax.tasks.kto import KtoTask
+from trl_jax.trainer.completion_collators import DataCollatorForUnpairedPreference
+from trl_jax.trainer.kto_config import KTOConfig
+from trl_jax.trainer.old_keywords import accepting_old_keywords, as_config
+from trl_jax.trainer.with_reference import TrainerWithReference
+
+_MOVED = (
+    "beta", "dataset_num_proc", "desirable_weight", "disable_dropout", "loss_type", "max_length", "model_init_kwargs",
+    "precompute_ref_log_probs", "undesirable_weight",
+)  # fmt: skip
+
+
+class KTOTrainer(TrainerWithReference):
+    """Trains a language model on answers that are each known to be desirable or not, as compared with a reference.
+
+    The arguments are TRL's, in TRL's order.
+
+    Args:
+        model: a checkpoint's folder or Hub name, or what `trl_jax.AutoModelForCausalLM` loaded, or a torch model of
+            transformers, which has the trained weights after `train()`. Weights are kept in float32;
+            `args.model_init_kwargs["dtype"]` ("float32" unless set) is what they are saved in.
+        ref_model: the same, of the reference. None: the model as it is before training; under a new adapter the model
+            without it, under one that the model has a copy of that.
+        args: a KTOConfig; None means `KTOConfig("<model>-KTO")`.
+        data_collator: a DataCollatorForUnpairedPreference, whose `pad_to_multiple_of` then holds.
+        train_dataset: rows with `prompt`, `completion` and `label`, as text or as messages, or with `prompt_ids`,
+            `completion_ids` and `label`, or pairs, `chosen` and `rejected` with or without `prompt`; a Dataset or an
+            IterableDataset (with `max_steps`).
+        eval_dataset: the same, or a dict of them.
+        processing_class: the tokenizer; loaded with the model if None. Its pad token is set if it has none.
+        compute_metrics: refused: TRL's own metrics need no logits.
+        callbacks: transformers' callbacks, besides the default ones.
+        optimizers: an optax transformation with its rate, and None or a function of the step. The function scales
+            what the transformation gives; without it the arguments' schedule does, as a share of its peak.
+        quantization_config: a BitsAndBytesConfig of ours or of transformers': the weights beside an adapter are held in
+            4 or 8 bits.
+        peft_config: a LoraConfig of ours or of peft's: an adapter trains beside the frozen model, and is what is saved.
+
+    Raises:
+        TypeError, ValueError: an argument, row or checkpoint at fault, by name.
+    """
+
+    _name, _tag_names = "KTO", ["kto"]
+    config_class, _collator_class = KTOConfig, DataCollatorForUnpairedPreference
+
+    @accepting_old_keywords(*_MOVED)
+    def __init__(
+        self,
+        model: str | os.PathLike | PreTrainedModel,
+        ref_model: str | os.PathLike | PreTrainedModel | None = None,
+        args: KTOConfig | None = None,
+        data_collator: DataCollatorForUnpairedPreference | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None = None,
+        processing_class: Any = None,
+        compute_metrics: None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+    ):
+        args = None if args is None else as_config(args, KTOConfig)
+        super().__init__(
+            model, ref_model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_metrics,
+            callbacks, optimizers, quantization_config, peft_config,
+        )  # fmt: skip
+
+    def make_task(self) -> KtoTask:
+        args = self.args
+        objective = UnpairedLoss(args.loss_type, args.beta, args.desirable_weight, args.undesirable_weight)
+        if objective.estimates_kl:
+            _check_batches(args)
+        in_order = args.train_sampling_strategy == "sequential"
+        return KtoTask(objective, args.max_length, args.per_device_train_batch_size, in_order)
+
+
+def _check_batches(args: KTOConfig) -> None:
+    """Raise ValueError for batches in which an answer has no other row's prompt to answer."""
+    if args.train_sampling_strategy != "sequential":
+        raise ValueError(
+            f"Loss type `'{args.loss_type}'` estimates the KL divergence term and requires "
+            "`train_sampling_strategy='sequential'`, as each answer also answers the next row's prompt of its batch. "
+            f"Got `train_sampling_strategy='{args.train_sampling_strategy}'`."
+        )
+    if args.per_device_train_batch_size <= 1:
+        raise ValueError(
+            "Actual (not effective) batch size must be > 1. KTO will not work properly because the KL term will be "
+            f"equivalent to the implied reward. Found per_device_train_batch_size={args.per_device_train_batch_size}."
+        )

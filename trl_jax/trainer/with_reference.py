@@ -1,0 +1,128 @@
+"""The base of trainers that compare a policy with a reference model: DPO and KTO."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from datasets import Dataset
+
+from trl_jax.run import construction
+from trl_jax.run.model import loading as model_loading
+from trl_jax.run.model.precompute import precomputed
+from trl_jax.run.model.reference import ReferenceModel, given, initial_policy
+from trl_jax.run.model.routers import balance_experts
+from trl_jax.run.state import OWN_LOSS, RunState
+from trl_jax.trainer.base_trainer import BaseTrainer
+from trl_jax.trainer.refusals import names_of_script
+
+
+class TrainerWithReference(BaseTrainer):
+    """A trainer of language models whose task has the reference's log-probabilities, of every text, as the optional
+    columns of numbers: they are computed in the step, or before training with `precompute_ref_log_probs`.
+
+    Attributes:
+        ref_model: as it was passed.
+        aux_loss_enabled: whether a loss that balances experts is added.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        ref_model: Any,
+        args: Any,
+        data_collator: Any,
+        train_dataset: Any,
+        eval_dataset: Any,
+        processing_class: Any,
+        compute_metrics: Any,
+        callbacks: Any,
+        optimizers: Any,
+        quantization_config: Any,
+        peft_config: Any,
+    ):
+        if ref_model is not None and ref_model is model and not isinstance(model, str | os.PathLike):
+            raise ValueError(
+                "`model` and `ref_model` cannot be the same object. In most cases you should omit `ref_model`: the "
+                "model as it is before training is then the reference."
+            )
+        self._check_own(compute_metrics)
+        self.ref_model, self._fresh_adapter = ref_model, peft_config is not None
+        super().__init__(
+            model,
+            args,
+            data_collator,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            compute_metrics,
+            callbacks,
+            optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            reference=self._attach_reference,
+        )
+        if data_collator is not None:
+            _check_lengths(data_collator, self.args)
+        if self.args.precompute_ref_log_probs:
+            self._precompute()
+        self.aux_loss_enabled = balance_experts(self._run, self.args.router_aux_loss_coef)
+
+    def _check_own(self, compute_metrics: Any) -> None:
+        """Raise ValueError for metrics of logits, TypeError for a script's own loss: neither is in this release."""
+        if compute_metrics is not None:
+            raise ValueError(
+                f"compute_metrics is not in this release of trl_jax for {self._name}, as it asks for all logits. Leave "
+                "it out: evaluate() has rewards, margins, log-probabilities and entropy."
+            )
+        if own := sorted(names_of_script(type(self)) & OWN_LOSS):
+            raise TypeError(
+                f"{type(self).__name__} overrides {', '.join(own)}, which is not in this release of trl_jax for "
+                f"{self._name}. Choose a loss_type."
+            )
+
+    def _attach_reference(self, run: RunState) -> None:
+        if not run.args.precompute_ref_log_probs:
+            construction.attach_reference(run, self._reference(run))
+
+    def _reference(self, run: RunState) -> ReferenceModel:
+        if self.ref_model is None:
+            return initial_policy(run.model, fresh_adapter=self._fresh_adapter)
+        return given(model_loading.beside(self.ref_model, run.args), run.vocab_size)
+
+    def _precompute(self) -> None:
+        """Give all datasets the reference's log-probabilities; later ones get them when they are prepared."""
+        run = self._run
+        run.train_dataset = self._with_reference(run.train_dataset, "train")
+        if isinstance(run.eval_dataset, dict):
+            run.eval_dataset = {name: self._with_reference(part, name) for name, part in run.eval_dataset.items()}
+        elif run.eval_dataset is not None:
+            run.eval_dataset = self._with_reference(run.eval_dataset, "eval")
+        run.finish_rows = self._with_reference
+
+    def _with_reference(self, dataset: Dataset, name: str) -> Dataset:
+        run, args, reference = self._run, self.args, self._reference(self._run)
+        if run.state.global_step and self.ref_model is None and reference.arrays:
+            raise ValueError(
+                "Cannot compute reference log-probs for a dataset passed to `evaluate()` after training has started, "
+                "because `precompute_ref_log_probs=True` and no `ref_model` was provided: the model as it was is not "
+                "kept. Pass this dataset as `eval_dataset` to the trainer, pass a `ref_model`, or set "
+                "`precompute_ref_log_probs=False`."
+            )
+        own = args.per_device_train_batch_size if name == "train" else args.per_device_eval_batch_size
+        batch_size, columns = args.precompute_ref_batch_size or own, run.task.columns.optional
+        construction.attach_reference(run, reference)
+        try:
+            return precomputed(run, self.parts.forward, dataset, columns, batch_size=batch_size, name=name)
+        finally:
+            run.reference = None
+
+
+def _check_lengths(collator: Any, args: Any) -> None:
+    """Raise ValueError for a collator that cuts texts in another way than the arguments say."""
+    for name in ("max_length", "truncation_mode"):
+        if name in vars(collator) and vars(collator)[name] != vars(args)[name]:
+            raise ValueError(
+                f"data_collator has {name}={vars(collator)[name]!r}, the arguments {name}={vars(args)[name]!r}: rows "
+                "are cut once, when they are prepared. Write the same in both, or leave the collator out."
+            )
