@@ -7,6 +7,7 @@ import json
 import pytest
 
 from compat_tests.parity import reference
+from compat_tests.parity.kto_cases import kto_rows
 from compat_tests.parity.marks import assert_same_curve, assert_same_entry, assert_same_weights, steps_of
 from compat_tests.parity.test_dpo_curve import assert_same
 from compat_tests.tiny import preference_rows, text_rows
@@ -71,6 +72,19 @@ def test_preferences(layout, checkpoint, tmp_path):
         assert ours.evaluate_metrics[key] == pytest.approx(theirs.evaluate_metrics[key], rel=1e-5)
     assert_same_weights(ours.weights, theirs.weights, 5e-4)
     assert list(steps_of(theirs.logs)[0])[:5] == ["loss", "grad_norm", "learning_rate", "aux_loss", "entropy"]
+
+
+def test_answers_to_other_prompts_are_not_balanced(checkpoint, tmp_path):
+    """KTO computes them beside each row's own, from which the shared layout has its prompt."""
+    ours, theirs = both(
+        "KTO", checkpoint("olmoe", **SMALL), kto_rows(14), tmp_path, eval_rows=kto_rows(8, seed=9),
+        per_device_eval_batch_size=8, router_aux_loss_coef=0.5, batch_layout="shared",
+    )  # fmt: skip
+    for mine, other in zip(ours.logs, theirs.logs, strict=True):
+        assert_same(mine, other)
+    assert_same(ours.evaluate_metrics, theirs.evaluate_metrics)
+    assert_same_weights(ours.weights, theirs.weights, 5e-4)
+    assert "aux_loss" in theirs.logs[0]
 
 
 def test_trl_counts_the_pads_behind_texts_that_lie_end_to_end(checkpoint, tmp_path):

@@ -47,9 +47,6 @@ class DPOTrainer(TrainerWithReference):
             4 or 8 bits.
         peft_config: a LoraConfig of ours or of peft's: an adapter trains beside the frozen model, and is what is saved.
 
-    Attributes:
-        aux_loss_enabled: whether a loss that balances experts is added.
-
     Raises:
         TypeError, ValueError: an argument, row or checkpoint at fault, by name.
     """
