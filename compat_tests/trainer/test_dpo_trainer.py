@@ -170,6 +170,29 @@ def test_a_reference_that_follows_the_policy_is_resumed_to_the_bit(model, tmp_pa
     assert read_weights(tmp_path / "a" / "checkpoint-3").keys() == read_weights(model).keys()
 
 
+def test_the_reference_is_there_to_look_at(model, checkpoint, tmp_path):
+    follows = {"sync_ref_model": True, "ref_model_sync_steps": 3, "ref_model_mixup_alpha": 1.0}
+    trainer = make(trl_jax, model, tmp_path, follows)
+    before = {name: np.asarray(values).copy() for name, values in trainer.ref_model.named_parameters()}
+    trainer.train()
+    policy = dict(trainer.model.named_parameters())
+    for name, values in trainer.ref_model.named_parameters():  # it was moved all the way after the third step
+        np.testing.assert_array_equal(values, policy[name])
+        assert not np.array_equal(values, before[name])
+    other = checkpoint(**SMALL | {"intermediate_size": 64})
+    given = make(trl_jax, model, tmp_path, ref_model=str(other)).ref_model
+    assert dict(given.named_parameters())["model.layers.0.mlp.up_proj.weight"].shape[0] == 64
+    lora = trl_jax.LoraConfig(target_modules=["q_proj"])
+    assert make(trl_jax, model, tmp_path, peft_config=lora).ref_model is None
+    assert make(trl_jax, model, tmp_path, {"precompute_ref_log_probs": True}).ref_model is None
+
+
+def test_a_batch_of_trls_collator(model, tmp_path):
+    trainer = make(trl_jax, model, tmp_path)
+    batch = trainer.data_collator([trainer.train_dataset[0]], return_tensors="np")
+    assert batch["input_ids"].shape == batch["completion_mask"].shape and len(batch["input_ids"]) == 2
+
+
 def test_a_reference_that_cannot_follow(model, checkpoint, tmp_path):
     follows = {"sync_ref_model": True}
     with pytest.raises(ValueError, match="`sync_ref_model=True` while using a PEFT model"):

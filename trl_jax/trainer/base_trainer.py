@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 import os
 from collections.abc import Callable
 from functools import partial
@@ -51,7 +52,7 @@ class BaseTrainer(Surface):
 
     Attributes:
         compute_metrics, preprocess_logits_for_metrics: as they were passed; a script may set others.
-        data_collator: as it was passed.
+        data_collator: as it was passed, or TRL's. Steps are laid out without it.
         parts: what the run is made of.
     """
 
@@ -119,6 +120,8 @@ class BaseTrainer(Surface):
         # An adapter belongs to a table of tokens of one size.
         self._settle_data(checkpoint, torch_model, processing_class, train_dataset, eval_dataset, adapter is None)
         run.model = model_loading.ready(checkpoint, args, adapter, quantization)
+        if data_collator is None:
+            self.data_collator = self._collator()
         construction.settle_model(run, [*self._tag_names, "trl", "trl_jax"], torch_model)
         args.check()  # again: setters and plain assignment get past the check at construction
         construction.check_strategies(args, run.eval_dataset)
@@ -145,6 +148,16 @@ class BaseTrainer(Surface):
             wanted = self.config_class.__name__
             raise TypeError(f"args is a {type(args).__module__}.{type(args).__qualname__}: wanted a {wanted}.")
         return args
+
+    def _collator(self) -> Any:
+        """TRL's collator of these arguments, for scripts that call it; None where the task has none."""
+        if self._collator_class is None:
+            return None
+        wanted = {field.name for field in dataclasses.fields(self._collator_class)}
+        known = {name: value for name, value in vars(self.args).items() if name in wanted}
+        if known["pad_to_multiple_of"] == "auto":
+            known["pad_to_multiple_of"] = None
+        return self._collator_class(pad_token_id=self.processing_class.pad_token_id, **known)
 
     def _settle_data(
         self, checkpoint: Any, torch_model: Any, tokenizer: Any, train: Any, evaluation: Any, may_resize: bool

@@ -8,6 +8,7 @@ from typing import Any
 from datasets import Dataset
 
 from trl_jax.hub.peft.backend import AdaptedBackend
+from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.run import construction
 from trl_jax.run.model import loading as model_loading
 from trl_jax.run.model.precompute import precomputed
@@ -23,7 +24,6 @@ class TrainerWithReference(BaseTrainer):
     columns of numbers: they are computed in the step, or before training with `precompute_ref_log_probs`.
 
     Attributes:
-        ref_model: as it was passed.
         aux_loss_enabled: whether a loss that balances experts is added.
     """
 
@@ -48,7 +48,7 @@ class TrainerWithReference(BaseTrainer):
                 "model as it is before training is then the reference."
             )
         self._check_own(compute_metrics)
-        self.ref_model, self._fresh_adapter = ref_model, peft_config is not None
+        self._given_reference, self._fresh_adapter = ref_model, peft_config is not None
         super().__init__(
             model,
             args,
@@ -68,6 +68,15 @@ class TrainerWithReference(BaseTrainer):
         if self.args.precompute_ref_log_probs:
             self._precompute()
         self.aux_loss_enabled = balance_experts(self._run, self.args.router_aux_loss_coef)
+
+    @property
+    def ref_model(self) -> PreTrainedModel | None:
+        """The reference as it is now; None where it is not in memory as a model of its own: with
+        `precompute_ref_log_probs`, and of an adapter, whose reference is the model under it."""
+        model, reference = self._run.model, self._run.reference
+        if reference is None or (self._given_reference is None and isinstance(model.backend, AdaptedBackend)):
+            return None
+        return reference.as_model(model)
 
     def _check_own(self, compute_metrics: Any) -> None:
         """Raise ValueError for metrics of logits, TypeError for a script's own loss: neither is in this release."""
@@ -92,9 +101,9 @@ class TrainerWithReference(BaseTrainer):
             construction.attach_reference(run, reference)
 
     def _reference(self, run: RunState) -> ReferenceModel:
-        if self.ref_model is None:
+        if self._given_reference is None:
             return initial_policy(run.model, fresh_adapter=self._fresh_adapter)
-        return given(model_loading.beside(self.ref_model, run.args), run.vocab_size)
+        return given(model_loading.beside(self._given_reference, run.args), run.vocab_size)
 
     def _precompute(self) -> None:
         """Give all datasets the reference's log-probabilities; later ones get them when they are prepared."""
@@ -108,7 +117,7 @@ class TrainerWithReference(BaseTrainer):
 
     def _with_reference(self, dataset: Dataset, name: str) -> Dataset:
         run, args, reference = self._run, self.args, self._reference(self._run)
-        if run.state.global_step and self.ref_model is None and reference.arrays:
+        if run.state.global_step and self._given_reference is None and reference.arrays:
             raise ValueError(
                 "Cannot compute reference log-probs for a dataset passed to `evaluate()` after training has started, "
                 "because `precompute_ref_log_probs=True` and no `ref_model` was provided: the model as it was is not "

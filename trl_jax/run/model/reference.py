@@ -78,6 +78,13 @@ class ReferenceModel:
         own = {path.removeprefix(PREFIX): array for path, array in arrays.items() if path.startswith(PREFIX)}
         return policy, {path: policy[path] for path in self.shared} | own
 
+    def as_model(self, policy: PreTrainedModel) -> PreTrainedModel:
+        """The reference as a model, with the policy's config and tokenizer. Its arrays are these, not copies: where
+        the reference moves, they are given away."""
+        own = {path.removeprefix(PREFIX): array for path, array in self.arrays.items()}
+        shared = {path: policy.frozen[path] for path in self.shared}
+        return PreTrainedModel(own, self.backend, policy.config, policy.folder, policy.name_or_path, shared)
+
     def outputs(self, arrays: dict[str, Any], batch: Batch, **options: Any) -> Any:
         """The outputs of the reference's head, without gradient.
 
