@@ -138,6 +138,8 @@ def test_a_copy_of_the_model_is_the_reference_that_there_is_without_one(model, t
     copied = trl_jax.create_reference_model(policy)
     given, none = (trained(trl_jax, policy, tmp_path, {"max_steps": 2}, ref_model=it) for it in (copied, None))
     assert steps(given)[0]["rewards/chosen"] == 0 != steps(given)[1]["rewards/chosen"]
+    with pytest.raises(ValueError, match="num_shared_layers=1: a reference shares no layers"):
+        trl_jax.create_reference_model(policy, num_shared_layers=1)
     assert steps(none)[0]["rewards/chosen"] == 0 and steps(none)[0]["logps/chosen"] != steps(given)[0]["logps/chosen"]
 
 
