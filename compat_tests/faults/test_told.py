@@ -75,6 +75,17 @@ def test_a_header_of_three_million_axes(good, tmp_path):
     assert len(str(error.value)) < 1000
 
 
+@pytest.mark.parametrize("axis", [[0], "axis"])
+def test_a_header_with_an_axis_that_is_no_number(axis, good, tmp_path):
+    """Times the other axis it would be a list, or a text, of a trillion entries."""
+    folder = copied(good, tmp_path)
+    header, data = header_of(folder / WEIGHTS)
+    header["score.weight"]["shape"] = [axis, 10**12]
+    write_header(folder / WEIGHTS, header, data)
+    with pytest.raises(ValueError, match="score.weight has shape .* wanted whole numbers"):
+        CheckpointFiles(folder)
+
+
 def test_an_index_of_a_million_places(good, tmp_path):
     folder = copied(good, tmp_path)
     (folder / WEIGHTS).unlink()

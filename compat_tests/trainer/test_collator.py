@@ -11,9 +11,19 @@ from trl_jax.trainer.collator import (
     DataCollatorForLanguageModeling,
     DataCollatorForPreference,
 )
+from trl_jax.trainer.completion_collators import DataCollatorForPreference as OfPrompts
+from trl_jax.trainer.completion_collators import DataCollatorForUnpairedPreference
 
 TEXTS = [{"input_ids": [1, 2, 3, 4, 5]}, {"input_ids": [6, 7]}]
 LABELLED = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, {"input_ids": [6, 7], "labels": [6, -100]}]
+PAIRS = [
+    {"prompt_ids": [1, 2, 3], "chosen_ids": [4, 5], "rejected_ids": [6]},
+    {"prompt_ids": [7, 8], "chosen_ids": [9, 10], "rejected_ids": [11, 12, 13]},
+]
+RATED = [
+    {"prompt_ids": [1, 2, 3], "completion_ids": [4, 5], "KL_completion_ids": [9, 10, 11, 12], "label": True},
+    {"prompt_ids": [7, 8], "completion_ids": [9, 10, 11, 12], "KL_completion_ids": [4, 5], "label": False},
+]
 PACKED = [TEXTS[0] | {"seq_lengths": [3, 2]}, TEXTS[1] | {"seq_lengths": [1, 1]}]
 
 
@@ -34,6 +44,41 @@ def test_the_collator_of_texts_is_trls(rows, form, multiple):
         np.testing.assert_array_equal(found[name], values)
 
 
+def same(found, wanted):
+    assert list(found) == list(wanted)
+    for name, values in wanted.items():
+        assert found[name].dtype == values.numpy().dtype, name
+        np.testing.assert_array_equal(found[name], values, err_msg=name)
+
+
+@pytest.mark.parametrize("multiple", [None, 4])
+@pytest.mark.parametrize("cut", [{}, {"max_length": 4}, {"max_length": 4, "truncation_mode": "keep_end"}])
+@pytest.mark.parametrize("known", [{}, {"ref_chosen_logps": -1.5, "ref_rejected_logps": -2.5}])
+def test_the_collator_of_prompts_with_two_answers_is_trls(known, cut, multiple):
+    trl = pytest.importorskip("trl.trainer.dpo_trainer")
+    rows, how = [row | known for row in PAIRS], {"pad_to_multiple_of": multiple} | cut
+    same(OfPrompts(0, return_tensors="np", **how)(rows), trl.DataCollatorForPreference(0, **how)(rows))
+
+
+@pytest.mark.parametrize("multiple", [None, 4])
+@pytest.mark.parametrize("max_length", [None, 4])
+@pytest.mark.parametrize("known", [{}, {"ref_logps": -1.5, "ref_KL_logps": -2.5}])
+@pytest.mark.parametrize("estimates", [False, True])
+def test_the_collator_of_rated_completions_is_trls(estimates, known, max_length, multiple):
+    trl = pytest.importorskip("trl.trainer.kto_trainer")
+    rows = [row | known for row in RATED]
+    if not estimates:
+        rows = [{name: value for name, value in row.items() if name != "KL_completion_ids"} for row in rows]
+    how = {"pad_to_multiple_of": multiple, "max_length": max_length}
+    ours = DataCollatorForUnpairedPreference(0, return_tensors="np", **how)(rows)
+    same(ours, trl.DataCollatorForUnpairedPreference(0, **how)(rows))
+
+
+def test_a_truncation_that_there_is_not():
+    with pytest.raises(ValueError, match="Unsupported truncation mode: middle, expected"):
+        OfPrompts(0, truncation_mode="middle")
+
+
 def test_places_of_packed_documents_are_trls():
     torch, trl = pytest.importorskip("torch"), pytest.importorskip("trl.trainer.sft_trainer")
     lengths = [[3, 2], [1], [2, 1, 4]]
@@ -44,6 +89,7 @@ def test_places_of_packed_documents_are_trls():
 
 @pytest.mark.parametrize("collator, row", [
     (DataCollatorForLanguageModeling, TEXTS[0]), (DataCollatorForPreference, {"chosen_ids": [1], "rejected_ids": [2]}),
+    (OfPrompts, PAIRS[0]), (DataCollatorForUnpairedPreference, RATED[0]),
 ])  # fmt: skip
 def test_without_torch_batches_are_arrays(monkeypatch, collator, row):
     monkeypatch.setattr(bridge, "available", lambda: False)

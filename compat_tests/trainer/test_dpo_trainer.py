@@ -13,6 +13,7 @@ from compat_tests.parity.dpo_cases import CHAT, SMALL
 from compat_tests.parity.reference import BASE, read_weights
 from compat_tests.parity.test_dpo_curve import assert_same
 from compat_tests.tiny import preference_rows
+from trl_jax.trainer.dpo_trainer import DataCollatorForPreference
 
 STEPS = {"max_steps": 3, "learning_rate": 3e-3, "max_length": 64}
 
@@ -112,6 +113,17 @@ def test_the_policy_in_memory_is_its_own_reference(model, tmp_path):
     assert steps(trainer)[0]["loss"] == pytest.approx(np.log(2), abs=1e-6)
     with pytest.raises(ValueError, match="cannot be the same object"):
         make(trl_jax, policy, tmp_path, ref_model=policy)
+
+
+def test_trls_collator_says_to_which_length_rows_are_padded(model, tmp_path):
+    collator = DataCollatorForPreference(pad_token_id=0, max_length=64, pad_to_multiple_of=48)
+    trainer = make(trl_jax, model, tmp_path, {"batch_layout": "padded"}, data_collator=collator)
+    [batch, *_] = trainer.get_train_dataloader().steps
+    assert batch.arrays.tokens.shape[-1] % 48 == 0
+    with pytest.raises(ValueError, match="data_collator has max_length=None, the arguments max_length=64"):
+        make(trl_jax, model, tmp_path, data_collator=DataCollatorForPreference(pad_token_id=0))
+    with pytest.raises(ValueError, match="data_collator=.* is not in this release"):
+        make(trl_jax, model, tmp_path, data_collator=print)
 
 
 def test_a_precomputed_reference_is_the_live_one(model, tmp_path):

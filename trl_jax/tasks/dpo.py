@@ -147,10 +147,6 @@ class DpoTask:
             **{f"logps/{side}": mean(totals[f"logps_{side}"], pairs) for side in _SIDES},
         }
 
-    def predictions(self, outputs: np.ndarray, num_examples: int) -> np.ndarray:
-        """Not asked for: DPOTrainer refuses compute_metrics and predict()."""
-        raise NotImplementedError("DPO has no predictions.")
-
     def inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The batch as it is."""
         return batch

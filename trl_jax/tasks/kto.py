@@ -151,10 +151,6 @@ class KtoTask:
                 found[name].append(value)
         return {name: float(np.mean(values)) for name, values in found.items()}
 
-    def predictions(self, outputs: np.ndarray, num_examples: int) -> np.ndarray:
-        """Not asked for: KTOTrainer refuses compute_metrics and predict()."""
-        raise NotImplementedError("KTO has no predictions.")
-
     def inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The batch as it is."""
         return batch

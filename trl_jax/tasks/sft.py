@@ -98,10 +98,6 @@ class SftTask:
             "mean_token_accuracy": float(np.mean(totals["correct"] / targets)),
         }
 
-    def predictions(self, outputs: np.ndarray, num_examples: int) -> np.ndarray:
-        """Logits `[E, T, V]` of a batch, at each token of its padded rows."""
-        return outputs[:num_examples]
-
     def inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The batch as it is: TRL's has no further names."""
         return batch

@@ -18,7 +18,8 @@ Sums = dict[str, jax.Array]
 class Task(Protocol):
     """The definition of one way of training: a small frozen object without trainer, device or file.
 
-    head: of the model; "score" gives one number for each text, "lm" log-probabilities of its tokens (`TokenTask`).
+    head: of the model; "score" gives one number for each text (`ScoreTask`), "lm" log-probabilities of its tokens
+        (`TokenTask`).
     columns: the columns of a prepared dataset that examples are made of.
     """
 
@@ -65,19 +66,25 @@ class Task(Protocol):
             sums: of each step for split "train", of each batch for "eval".
         """
 
+    def inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The inputs that a script's own compute_loss gets.
+
+        Args:
+            batch: `input_ids` and `attention_mask` `[X, T]` of real examples, and each of the extras.
+        """
+
+
+class ScoreTask(Task, Protocol):
+    """A task with a score head, whose numbers are its predictions."""
+
+    head: Literal["score"]
+
     def predictions(self, outputs: np.ndarray, num_examples: int) -> np.ndarray:
         """The predictions of one batch for predict() and compute_metrics.
 
         Args:
             outputs: `[X]`, as in `loss`.
             num_examples: how many examples are real: the first ones.
-        """
-
-    def inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The inputs that a script's own compute_loss gets.
-
-        Args:
-            batch: `input_ids` and `attention_mask` `[X, T]` of real examples, and each of the extras.
         """
 
 

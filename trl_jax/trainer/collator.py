@@ -33,17 +33,17 @@ class DataCollatorForPreference:
     return_tensors: str | None = None
 
     def __post_init__(self):
-        _check_kind(self.return_tensors)
+        check_kind(self.return_tensors)
 
     def __call__(self, examples: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
         rows = [example[f"{side}_ids"] for side in ("chosen", "rejected") for example in examples]
         batch = {
-            "input_ids": _padded(rows, self.pad_token_id, self.pad_to_multiple_of),
-            "attention_mask": _padded([np.ones(len(ids)) for ids in rows], 0, self.pad_to_multiple_of),
+            "input_ids": padded(rows, self.pad_token_id, self.pad_to_multiple_of),
+            "attention_mask": padded([np.ones(len(ids)) for ids in rows], 0, self.pad_to_multiple_of),
         }
         if "margin" in examples[0]:
             batch["margin"] = np.asarray([example["margin"] for example in examples], np.float32)
-        return _as_kind(return_tensors or self.return_tensors, batch)
+        return as_kind(return_tensors or self.return_tensors, batch)
 
 
 @dataclass
@@ -74,7 +74,7 @@ class DataCollatorForLanguageModeling:
     return_tensors: str | None = None
 
     def __post_init__(self):
-        _check_kind(self.return_tensors)
+        check_kind(self.return_tensors)
 
     def __call__(self, examples: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
         ids = [example["input_ids"] for example in examples]
@@ -84,20 +84,20 @@ class DataCollatorForLanguageModeling:
         if self.padding_free:
             ids, labels, places = ([np.concatenate(rows)] for rows in (ids, labels, places))
         multiple = self.pad_to_multiple_of
-        batch = {"input_ids": _padded(ids, self.pad_token_id, multiple), "labels": _padded(labels, IGNORED, multiple)}
+        batch = {"input_ids": padded(ids, self.pad_token_id, multiple), "labels": padded(labels, IGNORED, multiple)}
         if self.padding_free or self.return_position_ids:
-            batch["position_ids"] = _padded(places, 0, multiple)
+            batch["position_ids"] = padded(places, 0, multiple)
         if self.padding_free:
             batch["labels"][batch["position_ids"] == 0] = IGNORED
             batch |= _documents(batch["position_ids"][0])
         else:
-            batch["attention_mask"] = _padded([np.ones(len(row)) for row in ids], 0, multiple)
-        return _as_kind(return_tensors or self.return_tensors, batch)
+            batch["attention_mask"] = padded([np.ones(len(row)) for row in ids], 0, multiple)
+        return as_kind(return_tensors or self.return_tensors, batch)
 
     @staticmethod
     def get_position_ids_from_packed_seq_lengths(batch_seq_lengths: list[list[int]]) -> list[Any]:
         """Places of tokens in their documents, `[T]` a row; tensors where torch is installed."""
-        return _as_kind(None, [_positions(lengths) for lengths in batch_seq_lengths])
+        return as_kind(None, [_positions(lengths) for lengths in batch_seq_lengths])
 
 
 class DataCollatorForCompletionOnlyLM:
@@ -111,18 +111,18 @@ class DataCollatorForCompletionOnlyLM:
         )
 
 
-def _check_kind(return_tensors: str | None) -> None:
+def check_kind(return_tensors: str | None) -> None:
     if return_tensors not in ("np", "pt", None):
         raise ValueError(f"return_tensors={return_tensors!r}: wanted 'np', or 'pt' where torch is installed.")
 
 
-def _as_kind(return_tensors: str | None, batch: Any) -> Any:
+def as_kind(return_tensors: str | None, batch: Any) -> Any:
     """Arrays, or tensors of them where asked for or, unless told, where torch is installed."""
     tensors = bridge.available() if return_tensors is None else return_tensors == "pt"
     return bridge.as_tensors(batch) if tensors else batch
 
 
-def _padded(rows: list[Sequence[int]], value: int, multiple: int | None) -> np.ndarray:
+def padded(rows: list[Sequence[int]], value: int, multiple: int | None) -> np.ndarray:
     """Rows as one array `[B, T]`, int64, filled with `value` on the right."""
     length = -(-max(map(len, rows)) // (multiple or 1)) * (multiple or 1)
     array = np.full((len(rows), length), value, np.int64)

@@ -11,6 +11,7 @@ from transformers.trainer_callback import TrainerCallback
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.losses.dpo import PreferenceLoss
 from trl_jax.tasks.dpo import DpoTask
+from trl_jax.trainer.completion_collators import DataCollatorForPreference
 from trl_jax.trainer.dpo_config import DPOConfig
 from trl_jax.trainer.old_keywords import accepting_old_keywords, as_config
 from trl_jax.trainer.with_reference import TrainerWithReference
@@ -33,7 +34,7 @@ class DPOTrainer(TrainerWithReference):
         ref_model: the same, of the reference. None: the model as it is before training; under a new adapter the model
             without it, under one that the model has a copy of that.
         args: a DPOConfig; None means `DPOConfig("<model>-DPO")`.
-        data_collator: refused; rows are padded by `pad_to_multiple_of`.
+        data_collator: a DataCollatorForPreference, whose `pad_to_multiple_of` then holds.
         train_dataset: pairs, `chosen` and `rejected` with or without `prompt`, as text or as messages, or
             `prompt_ids`, `chosen_ids` and `rejected_ids`; a Dataset or an IterableDataset (with `max_steps`).
         eval_dataset: the same, or a dict of them.
@@ -51,7 +52,7 @@ class DPOTrainer(TrainerWithReference):
     """
 
     _name, _tag_names = "DPO", ["dpo"]
-    config_class = DPOConfig
+    config_class, _collator_class = DPOConfig, DataCollatorForPreference
 
     @accepting_old_keywords(*_MOVED)
     def __init__(
@@ -59,7 +60,7 @@ class DPOTrainer(TrainerWithReference):
         model: str | os.PathLike | PreTrainedModel,
         ref_model: str | os.PathLike | PreTrainedModel | None = None,
         args: DPOConfig | None = None,
-        data_collator: None = None,
+        data_collator: DataCollatorForPreference | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None = None,
         processing_class: Any = None,

@@ -11,6 +11,7 @@ from transformers.trainer_callback import TrainerCallback
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.losses.kto import UnpairedLoss
 from trl_jax.tasks.kto import KtoTask
+from trl_jax.trainer.completion_collators import DataCollatorForUnpairedPreference
 from trl_jax.trainer.kto_config import KTOConfig
 from trl_jax.trainer.old_keywords import accepting_old_keywords, as_config
 from trl_jax.trainer.with_reference import TrainerWithReference
@@ -33,7 +34,7 @@ class KTOTrainer(TrainerWithReference):
         ref_model: the same, of the reference. None: the model as it is before training; under a new adapter the model
             without it, under one that the model has a copy of that.
         args: a KTOConfig; None means `KTOConfig("<model>-KTO")`.
-        data_collator: refused; rows are padded by `pad_to_multiple_of`.
+        data_collator: a DataCollatorForUnpairedPreference, whose `pad_to_multiple_of` then holds.
         train_dataset: rows with `prompt`, `completion` and `label`, as text or as messages, or with `prompt_ids`,
             `completion_ids` and `label`, or pairs, `chosen` and `rejected` with or without `prompt`; a Dataset or an
             IterableDataset (with `max_steps`).
@@ -52,7 +53,7 @@ class KTOTrainer(TrainerWithReference):
     """
 
     _name, _tag_names = "KTO", ["kto"]
-    config_class = KTOConfig
+    config_class, _collator_class = KTOConfig, DataCollatorForUnpairedPreference
 
     @accepting_old_keywords(*_MOVED)
     def __init__(
@@ -60,7 +61,7 @@ class KTOTrainer(TrainerWithReference):
         model: str | os.PathLike | PreTrainedModel,
         ref_model: str | os.PathLike | PreTrainedModel | None = None,
         args: KTOConfig | None = None,
-        data_collator: None = None,
+        data_collator: DataCollatorForUnpairedPreference | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None = None,
         processing_class: Any = None,

@@ -60,6 +60,8 @@ class TrainerWithReference(BaseTrainer):
             peft_config=peft_config,
             reference=self._attach_reference,
         )
+        if data_collator is not None:
+            _check_lengths(data_collator, self.args)
         if self.args.precompute_ref_log_probs:
             self._precompute()
         check_router(self.args.router_aux_loss_coef, self.model.config)
@@ -112,3 +114,13 @@ class TrainerWithReference(BaseTrainer):
             return precomputed(run, self.parts.forward, dataset, columns, batch_size=batch_size, name=name)
         finally:
             run.reference = None
+
+
+def _check_lengths(collator: Any, args: Any) -> None:
+    """Raise ValueError for a collator that cuts texts in another way than the arguments say."""
+    for name in ("max_length", "truncation_mode"):
+        if name in vars(collator) and vars(collator)[name] != vars(args)[name]:
+            raise ValueError(
+                f"data_collator has {name}={vars(collator)[name]!r}, the arguments {name}={vars(args)[name]!r}: rows "
+                "are cut once, when they are prepared. Write the same in both, or leave the collator out."
+            )

@@ -85,6 +85,8 @@ def _faulty_tensor(dtype: str, shape: list[int], size: int) -> str | None:
     if dtype not in _BITS:
         known = "which safetensors does not know or cannot size; save it as F32, BF16 or F16"
         return f"has dtype {listed([dtype])}, {known}"
+    if not all(type(axis) is int for axis in shape):  # a product with a list or a text would be as long as it says
+        return f"has shape {brief(shape)}, wanted whole numbers: {_ANOTHER}"
     wanted = math.prod(shape) * _BITS[dtype] // 8
     if wanted == size:
         return None
