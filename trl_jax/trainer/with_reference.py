@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 from typing import Any
 
 from datasets import Dataset
@@ -15,6 +16,8 @@ from trl_jax.run.state import OWN_LOSS, RunState
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.refusals import check_router, names_of_script
 
+_LENGTHS = ("max_length", "truncation_mode")  # how texts are cut, in the words of the arguments and of collators
+
 
 class TrainerWithReference(BaseTrainer):
     """A trainer of language models whose task has the reference's log-probabilities, of every text, as the optional
@@ -22,6 +25,7 @@ class TrainerWithReference(BaseTrainer):
 
     Attributes:
         ref_model: as it was passed.
+        data_collator: as it was passed, or TRL's for the arguments.
     """
 
     def __init__(
@@ -60,11 +64,19 @@ class TrainerWithReference(BaseTrainer):
             peft_config=peft_config,
             reference=self._attach_reference,
         )
-        if data_collator is not None:
-            _check_lengths(data_collator, self.args)
+        if data_collator is None:
+            self.data_collator = self._default_collator()
+        _check_lengths(self.data_collator, self.args)
         if self.args.precompute_ref_log_probs:
             self._precompute()
         check_router(self.args.router_aux_loss_coef, self.model.config)
+
+    def _default_collator(self) -> Any:
+        """TRL's collator for these arguments, for scripts that make batches of their own: the run does without."""
+        args, kind = self.args, self._collator_class
+        lengths = {f.name: vars(args)[f.name] for f in fields(kind) if f.name in _LENGTHS}
+        multiple = None if args.pad_to_multiple_of == "auto" else args.pad_to_multiple_of
+        return kind(self.processing_class.pad_token_id, pad_to_multiple_of=multiple, **lengths)
 
     def _check_own(self, compute_metrics: Any) -> None:
         """Raise ValueError for metrics of logits, TypeError for a script's own loss: neither is in this release."""
@@ -118,7 +130,7 @@ class TrainerWithReference(BaseTrainer):
 
 def _check_lengths(collator: Any, args: Any) -> None:
     """Raise ValueError for a collator that cuts texts in another way than the arguments say."""
-    for name in ("max_length", "truncation_mode"):
+    for name in _LENGTHS:
         if name in vars(collator) and vars(collator)[name] != vars(args)[name]:
             raise ValueError(
                 f"data_collator has {name}={vars(collator)[name]!r}, the arguments {name}={vars(args)[name]!r}: rows "
