@@ -173,3 +173,22 @@ def test_rows_are_about_as_full_as_each_other(costs, rows):
 def test_no_row_has_more_examples_than_it_may(costs, rows, more):
     most = -(-len(costs) // rows) + more
     assert np.bincount(greedy_bins(costs, rows, most)).max() <= most
+
+
+@layouts
+@pytest.mark.parametrize("counted", [None, 1])
+@settings(deadline=None)
+@given(steps)
+def test_how_many_texts_that_count_a_token_belongs_to(share, counted, step):
+    """What two texts share, to both; where the first one alone counts, its tokens alone."""
+    size, groups = step
+    groups = [[example._replace(counted=counted) for example in group] for group in groups]
+    batch, placed, into = laid_out(groups, size, len(groups), share)
+    wanted, filled = np.zeros_like(batch.counted), [0] * len(batch.tokens)
+    for one, row in zip(placed, into, strict=True):
+        own = wanted[row, 0, filled[row] : filled[row] + one.tokens]
+        first = len(one.example.texts[0])
+        own[:first], own[first:] = 1, counted is None
+        own[first - one.shared : first] += counted is None
+        filled[row] += one.tokens
+    np.testing.assert_array_equal(batch.counted, wanted)

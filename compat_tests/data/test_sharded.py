@@ -93,6 +93,8 @@ def test_a_pass_has_one_micro_batch_where_the_loss_wants_it_whole(shards, views)
     assert counts[:shards, 0].tolist() == [8 // shards] * shards
     assert counts[shards : 2 * shards, 1].tolist() == of_second
     assert counts.sum() == 13 and step.passes[0] == list(range(8 // shards))
+    share = step.arrays.share.reshape(3 * shards, -1).sum(axis=-1)
+    np.testing.assert_allclose(share, np.repeat([1 / (2 * shards), 0], [2 * shards, shards]), rtol=1e-6)
 
 
 @pytest.mark.parametrize("layout", ["packed", "shared"])

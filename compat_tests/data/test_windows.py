@@ -81,6 +81,17 @@ def test_every_example_once_and_in_its_place(layout, sort, texts, examples, monk
         }
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
+def test_a_pass_has_one_batch_where_it_is_wanted_whole(layout, shards):
+    """On several devices each one's part of it."""
+    batches = loader(table(10), layout=layout, batch_size=4, shards=shards, fills=False)
+    [window] = Windows(batches, sort=True, whole=True)
+    found = [own[own >= 0].tolist() for _, slots in window.passes for own in slots.reshape(shards, -1)]
+    size = 4 // shards
+    assert [part for part in found if part] == [list(range(at, min(at + size, 10))) for at in range(0, 10, size)]
+
+
 @pytest.mark.parametrize("texts", [1, 2, 3])
 def test_packed_rows_are_full_and_of_one_length(texts):
     batches = loader(table(300), texts, layout="shared")

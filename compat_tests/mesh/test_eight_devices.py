@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("name", ["eight_devices.py", "eight_references.py", "eight_token_heads.py"])
+@pytest.mark.parametrize(
+    "name", ["eight_devices.py", "eight_experts.py", "eight_references.py", "eight_token_heads.py"]
+)
 def test_eight_devices(name):
     file = Path(__file__).with_name(name)
     run = subprocess.run(

@@ -74,7 +74,7 @@ def test_scores_and_gradients(family, name, built):
 def _assert_gradients(gradients, model, wanted, folder):
     """As one checkpoint against another: the gradients saved by the table that saves weights."""
     out = folder / "gradients"
-    save(out, gradients, model.source, pad_token_id=None, eos_token_id=None)
+    save(out, gradients, model.source, changed={})
     found = load_file(out / WEIGHTS)
     assert set(found) == set(wanted)
     for tensor, gradient in wanted.items():

@@ -67,7 +67,8 @@ def batches(layout):
 def of_step(model, layout, *, gradients=False, dtype="float32", max_length=None):
     """The step's loss, or with `gradients` the loss and those; a pass is compiled once a shape."""
     args, task = SimpleNamespace(max_length=max_length), SimpleNamespace(head="score")
-    forward = Forward(SimpleNamespace(model=model, args=args, task=task, reference=None))
+    state = {"model": model, "args": args, "task": task, "reference": None, "router_aux_loss_coef": 0.0}
+    forward = Forward(SimpleNamespace(**state))
 
     def loss(params, batch):
         chosen, rejected = jnp.split(forward.outputs(params, batch, dtype=dtype), 2)

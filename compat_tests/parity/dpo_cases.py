@@ -39,6 +39,7 @@ CASES = {name: case(loss_type=name, **SMOOTHED.get(name, {})) for name in LOSSES
         rows={"n": 13, "kind": "prompt"}, gradient_accumulation_steps=3, batch_layout="shared",
         loss_type=["aot", "sft"],
     ),
+    "following": case(sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=0.3),
     "packed": case(batch_layout="packed"),
     "padded": case(batch_layout="padded"),
     "evaluated": case(

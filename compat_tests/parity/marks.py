@@ -42,7 +42,7 @@ def allowed(key: str, value: float, marks: Marks) -> float:
         return marks.entropy
     if bare == "grad_norm":
         return marks.grad_norm
-    if bare in ("loss", "train_loss"):
+    if bare in ("loss", "train_loss", "aux_loss"):
         return marks.loss
     if bare in REWARDS:
         return marks.rewards

@@ -160,6 +160,25 @@ def test_a_resumed_run_goes_on_to_the_bit_and_saves_no_reference(model, tmp_path
     assert names == read_weights(model).keys()
 
 
+def test_a_reference_that_follows_the_policy_is_resumed_to_the_bit(model, tmp_path):
+    follows = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.3}
+    saved = {"save_strategy": "steps", "save_steps": 3, "max_steps": 5} | follows
+    whole = trained(trl_jax, model, tmp_path / "a", saved)
+    again = make(trl_jax, model, tmp_path / "a", saved)
+    again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
+    assert steps(again) == steps(whole) != steps(trained(trl_jax, model, tmp_path / "b", {"max_steps": 5}))
+    assert read_weights(tmp_path / "a" / "checkpoint-3").keys() == read_weights(model).keys()
+
+
+def test_a_reference_that_cannot_follow(model, checkpoint, tmp_path):
+    follows = {"sync_ref_model": True}
+    with pytest.raises(ValueError, match="`sync_ref_model=True` while using a PEFT model"):
+        make(trl_jax, model, tmp_path, follows, peft_config=trl_jax.LoraConfig(target_modules=["q_proj"]))
+    wider = checkpoint(**SMALL | {"intermediate_size": 64})
+    with pytest.raises(ValueError, match="of ref_model is not a parameter of the model in the same shape"):
+        make(trl_jax, model, tmp_path, follows, ref_model=str(wider))
+
+
 def test_a_saved_folder_loads_in_transformers(model, tmp_path):
     transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
     trainer = trained(trl_jax, model, tmp_path / "a")
@@ -216,7 +235,9 @@ def test_old_arguments_of_the_trainer(model, tmp_path):
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"sync_ref_model": True}, "sync_ref_model"),
+        ({"sync_ref_model": True, "precompute_ref_log_probs": True}, "together with `precompute_ref_log_probs=True`"),
+        ({"ref_model_mixup_alpha": 1.5}, "ref_model_mixup_alpha=1.5: wanted the policy's share of the new reference"),
+        ({"ref_model_sync_steps": 0}, "ref_model_sync_steps=0"),
         ({"loss_type": "nothing"}, "Unknown loss type: nothing. Should be one of"),
         ({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "`loss_weights` must have the same length"),
         ({"f_divergence_type": "forward_kl", "loss_type": "bco_pair"}, "only supported for the following loss types"),

@@ -73,13 +73,6 @@ def test_the_dataset_is_required(folder, tmp_path):
         trl_jax.SFTTrainer(str(folder), trl_jax.SFTConfig(str(tmp_path)))
 
 
-def test_a_mixture_of_experts_says_that_its_loss_is_not_balanced(checkpoint, tmp_path):
-    folder = checkpoint("mixtral", head="causal", num_hidden_layers=1)
-    with pytest.raises(ValueError, match="^router_aux_loss_coef=0.001 of MixtralForCausalLM: the load-balancing loss"):
-        make(trl_jax, folder, tmp_path)
-    assert make(trl_jax, folder, tmp_path, config={"router_aux_loss_coef": 0.0}).model.backend.head == "lm"
-
-
 def test_a_model_with_another_head_is_refused(checkpoint, tmp_path):
     model = trl_jax.AutoModelForSequenceClassification.from_pretrained(checkpoint(**FACTS))
     with pytest.raises(TypeError, match="AutoModelForCausalLM"):

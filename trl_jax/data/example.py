@@ -19,12 +19,14 @@ class Example(NamedTuple):
     labels: of each text, under a language model's head: transformers' labels, for each of its tokens the id that is to
         be predicted there from the tokens before it, or -100. Empty under a score head.
     documents: the tokens of each document that the one text consists of; none sees another. Empty: it is one.
+    counted: how many texts, from the first, count as tokens that were trained on; None counts all.
     """
 
     texts: tuple[Sequence[int], ...]
     extras: Mapping[str, float]
     labels: tuple[Sequence[int], ...] = ()
     documents: Sequence[int] = ()
+    counted: int | None = None
 
     @property
     def longest(self) -> int:
@@ -91,7 +93,8 @@ class Columns(NamedTuple):
         texts = tuple(row[name] for name in self.texts)
         labels = tuple(row[name] for name in self.labels)
         documents = row.get(self.documents, ()) if self.documents else ()
-        return Example(texts, {name: row[name] for name in self.numbers if name in row}, labels, documents)
+        numbers = {name: row[name] for name in self.numbers if name in row}
+        return Example(texts, numbers, labels, documents, self.counted)
 
 
 class Measured(NamedTuple):
@@ -99,6 +102,7 @@ class Measured(NamedTuple):
 
     num_examples: how many of the E examples are real; the others are padding.
     divisor: what the loss of this batch is a mean over: its examples, or its targets.
+    share: `[E]`, the share of each example in a mean over the examples.
     """
 
     weight: Any
@@ -106,6 +110,7 @@ class Measured(NamedTuple):
     num_examples: int
     micro_batch: Any = None
     divisor: float = 1.0
+    share: Any = None
 
 
 def measured(examples: Sequence[Example], size: int, *, per_token: bool = False) -> Measured:
@@ -116,12 +121,12 @@ def measured(examples: Sequence[Example], size: int, *, per_token: bool = False)
     """
     count = len(examples)
     divisor = max(1, sum(example.num_targets for example in examples)) if per_token else count
-    weight = np.zeros(size, np.float32)
-    weight[:count] = 1 / divisor
+    weight, share = np.zeros((2, size), np.float32)
+    weight[:count], share[:count] = 1 / divisor, 1 / count
     extras = {name: np.zeros(size, np.float32) for name in examples[0].extras}
     for name, values in extras.items():
         values[:count] = [example.extras[name] for example in examples]
-    return Measured(weight, extras, count, divisor=divisor)
+    return Measured(weight, extras, count, divisor=divisor, share=share)
 
 
 def of_examples(outputs: Any, texts: int, num_examples: int) -> Any:

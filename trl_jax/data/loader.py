@@ -18,7 +18,7 @@ from trl_jax.data.layout.batch import Batch, padded_length
 from trl_jax.data.layout.buckets import Buckets, ViewBuckets
 from trl_jax.data.layout.packed import Form, RowViewShape, greedy_bins, pack_examples, place
 from trl_jax.data.layout.padded import pad_examples
-from trl_jax.data.layout.sharded import by_shard, filled, in_shards, packed_passes, room, sharded_rows
+from trl_jax.data.layout.sharded import by_shard, filled, in_shards, packed_passes, room, sharded_rows, shares
 from trl_jax.data.order import epoch_order, micro_batches
 
 Weighting = Literal["examples", "tokens", "shards"]
@@ -177,6 +177,8 @@ class ExampleLoader:
         examples = by_shard([[indexed.example for indexed in batch] for batch in group], shards)
         weights = self._weights(group, examples, shards)
         arrays, pass_of = self._laid_out(examples, weights, partial(self.buckets, step=number))
+        if self.by_micro_batch:
+            arrays = arrays._replace(share=shares(arrays.weight > 0))
         counted = self.columns.counted
         lengths = [[len(ids) for example in batch for ids in example.texts[:counted]] for batch in examples]
         rows, passes = [indexed.index for batch in group for indexed in batch], self.accumulation * shards

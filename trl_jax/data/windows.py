@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -59,12 +60,14 @@ class Windows:
     """Iterates over the batches of a loader, a window of them at a time.
 
     sort: whether padded rows may be batched with rows of other batches; False where a model's numbers depend on that.
+    whole: whether each pass has the examples of one batch, on several devices each one's part of it.
 
     All packed rows get the same length, about the tokens of a batch, so that rarely more than one shape compiles.
     """
 
-    def __init__(self, loader: ExampleLoader, *, sort: bool):
-        self._loader, self._sort, self._packed, self._text = loader, sort, 0, 0
+    def __init__(self, loader: ExampleLoader, *, sort: bool, whole: bool = False):
+        self._loader, self._sort, self._whole = loader, sort and not whole, whole
+        self._packed = self._text = 0  # lengths of packed rows and of their longest texts
 
     def __iter__(self) -> Iterator[Window]:
         gathered = []
@@ -102,16 +105,16 @@ class Windows:
 
     def _packed_passes(self, batches: list[list[Example]]) -> list[tuple[Batch, np.ndarray]]:
         loader, shards = self._loader, self._loader.shards
-        max_examples = 2 * self._share
+        max_examples = self._share if self._whole else 2 * self._share
         placed = place(batches, examples=loader.batch_size, share=loader.layout == "shared")
-        mean = sum(one.tokens for one in placed) // (len(batches) * shards)
-        self._packed = max(self._packed, loader.buckets(max(mean, *(one.tokens for one in placed))))
+        parts = _parts(placed, self._share) if self._whole else None
+        self._packed = max(self._packed, loader.buckets(self._tokens(placed, parts, len(batches))))
         if loader.views is not None:
             _, text = loader.views(self._packed, max(one.example.longest_document for one in placed))
             self._text = max(self._text, text)
         # Rotary embeddings that depend on the longest text use that of the batch of one of TRL's ranks.
         longest = dict(zip((one.slot for one in placed), longest_beside(placed, self._share), strict=True))
-        fitting = _fitting(placed, self._packed, max_examples)
+        fitting = _fitting(placed, self._packed, max_examples) if parts is None else parts
         return [self._pass(fitting[at : at + shards], max_examples, longest) for at in range(0, len(fitting), shards)]
 
     def _pass(self, rows: list[list[Placed]], max_examples: int, longest: dict[int, int]) -> tuple[Batch, np.ndarray]:
@@ -131,6 +134,13 @@ class Windows:
             slots[number, : len(row)] = [one.slot for one in row]
         return arrays, self._by_shard(slots)
 
+    def _tokens(self, placed: list[Placed], parts: list[list[Placed]] | None, batches: int) -> int:
+        """The tokens that a packed row has to have room for: of the largest of the parts, else of an average batch."""
+        if parts is not None:
+            return max(sum(one.tokens for one in part) for part in parts)
+        mean = sum(one.tokens for one in placed) // (batches * self._loader.shards)
+        return max(mean, *(one.tokens for one in placed))
+
     @property
     def _share(self) -> int:
         """Number of examples of a batch on each shard."""
@@ -138,6 +148,11 @@ class Windows:
 
     def _by_shard(self, slots: np.ndarray) -> np.ndarray:
         return slots.reshape(-1) if self._loader.shards == 1 else slots.reshape(self._loader.shards, -1)
+
+
+def _parts(placed: list[Placed], size: int) -> list[list[Placed]]:
+    """The examples of each run of `size` slots."""
+    return [list(part) for _, part in groupby(placed, key=lambda one: one.slot // size)]
 
 
 def _fitting(placed: list[Placed], length: int, max_examples: int) -> list[list[Placed]]:

@@ -37,6 +37,7 @@ class Backend(abc.ABC):
         window: the number of tokens that one sees in the narrowest layer, itself among them; None: all.
         drops_out: it has dropout that training may turn on.
         takes_noise: noise may be added to its embeddings.
+        has_routers: it has routers of experts, whose loads can be summed.
         can_resize: it can embed more tokens than its checkpoint did.
         batch_invariant: the output of a text does not depend on the rows beside it.
         saves_aside: `save` may run in a thread while the model trains.
@@ -61,6 +62,7 @@ class Backend(abc.ABC):
     window: int | None
     drops_out: bool
     takes_noise: bool
+    has_routers: bool
     can_resize: bool
     batch_invariant: bool
     saves_aside: bool

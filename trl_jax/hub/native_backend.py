@@ -46,6 +46,7 @@ class NativeBackend(Backend):
         self.ignores_types = self.causal = causal
         self.takes_packed, self.drops_out = causal or arch.takes_packed, arch.drops_out
         self.window = narrowest_window(arch.windows)
+        self.has_routers = causal and arch.experts is not None
         self.heads = {"heads": arch.num_heads} | ({"key heads": arch.num_key_heads} if causal else {})
         self.batch_invariant = not causal  # some ropes of decoders ask for the longest text of a batch
 
@@ -122,8 +123,10 @@ class NativeBackend(Backend):
 
     def save(self, folder: Path, params: dict[str, jax.Array], config: Any, *, writes: bool = True) -> None:
         text = config.get_text_config()
-        ids = {"pad_token_id": text.pad_token_id, "eos_token_id": text.eos_token_id}
-        save(folder, params, self.source, writes=writes, **ids)
+        changed = {"pad_token_id": text.pad_token_id, "eos_token_id": text.eos_token_id}
+        if self.has_routers and self.head == "lm":
+            changed |= {name: vars(text)[name] for name in ("output_router_logits", "router_aux_loss_coef")}
+        save(folder, params, self.source, changed=changed, writes=writes)
 
     def load(self, folder: Path, seed: int, place: Placement | None = None) -> dict[str, jax.Array]:
         return load(read_native_config(folder, self.head), dtype="auto", seed=seed, place=place)[0]

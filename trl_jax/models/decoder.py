@@ -84,7 +84,7 @@ class Decoder(nnx.Module):
             dropout_key: turns dropout on, at the rates in the config.
             noise: what is added to the embeddings of tokens.
             max_tokens: no text has more tokens; None where nobody knows. Windows as long are left out.
-            counted: bool `[R, T]`, the tokens that the routers of experts are summed over.
+            counted: bool or int32 `[R, T]`, the tokens that the routers of experts are summed over, and how often each.
         """
         length, stripes = tokens.shape[1], striped(1 if packed is None else BLOCK)
         if stripes is not None:  # tokens that fill them up come after all that is seen, and see nothing themselves
@@ -103,6 +103,8 @@ class Decoder(nnx.Module):
         h = self._embedded(tokens, positions, valid, dropout_key, noise)
         keys = None if dropout_key is None else jax.random.split(dropout_key, self.arch.num_layers)
         h, sums = jax.lax.scan(checkpointed(layer, remat=remat), h, (state, by_layer, keys))
+        if stripes is not None:
+            sums = stripes.summed(sums)
         hidden = self.norm(_read(h, reads, length, stripes))
         return hidden if sums is None else (hidden, sums)
 

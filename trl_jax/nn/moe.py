@@ -59,7 +59,7 @@ class MoE(nnx.Module):
         return run(x, *self._route(x), first, *experts)
 
     def router_sums(self, x: jax.Array, counted: jax.Array) -> RouterSums:
-        """Sums of this layer over the tokens of `x` `[..., D]` that are `counted` `[...]`."""
+        """Sums of this layer over the tokens of `x` `[..., D]`, each as often as it is `counted` `[...]`."""
         flat, weight = x.reshape(-1, x.shape[-1]), counted.reshape(-1).astype(jnp.float32)
         probabilities = jax.nn.softmax(self.router(flat).astype(jnp.float32), axis=-1)
         _, selected = jax.lax.top_k(probabilities, self.experts.top_k)

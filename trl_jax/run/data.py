@@ -104,7 +104,7 @@ def _weighting(run: RunState) -> Weighting:
 
 def _by_micro_batch(run: RunState) -> bool:
     """Whether the loss needs the examples of a micro-batch together."""
-    return run.task.head == "lm" and run.task.by_micro_batch
+    return run.task.head == "lm" and (run.task.by_micro_batch or run.router_aux_loss_coef != 0)
 
 
 def _layout(run: RunState, dataset: Any, lengths: np.ndarray | None, training: bool) -> LayoutPlan:

@@ -36,6 +36,7 @@ class RunState:
     events: callbacks with their state and control.
     sharding_plan: where arrays lie on several devices; None on one.
     reference: the model that the policy is compared with, in tasks that have one and do not know it beforehand.
+    router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts; 0.0 adds none.
     finish_rows: adds columns that the model computes to a prepared dataset of this name; None while the trainer is
         constructed, and where there are none.
     optimizer_state: of the last step; a second train() goes on with it, as TRL's does.
@@ -59,6 +60,7 @@ class RunState:
     events: Events | None = None
     sharding_plan: ShardingPlan | None = None
     reference: ReferenceModel | None = None
+    router_aux_loss_coef: float = 0.0
     finish_rows: Callable[[Any, str], Any] | None = None
     optimizer_state: Any = None
     tokens_seen: int = 0
@@ -70,6 +72,11 @@ class RunState:
     @property
     def state(self) -> TrainerState:
         return self.events.state
+
+    @property
+    def moving_reference(self) -> dict[str, Any]:
+        """The arrays of a reference that follows the policy, which checkpoints have beside the policy's."""
+        return {} if self.reference is None or self.reference.sync is None else self.reference.arrays
 
     @property
     def frozen(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from trl_jax.data.layout.batch import Batch
 from trl_jax.data.rows.preference import dpo as rows
 from trl_jax.losses.dpo import WHOLE_BATCH, PairLogps, PreferenceLoss, length_desensitised
 from trl_jax.losses.sums import counted, of_texts, summed
-from trl_jax.tasks.metrics import joined
+from trl_jax.tasks.metrics import aux_loss, joined
 
 REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
 _TOKEN_SUMS = ("entropy", "targets", "logits", "correct")
@@ -138,6 +138,7 @@ class DpoTask:
         rewards = {f"rewards/{side}": mean(totals[f"reward_{side}"], pairs) for side in _SIDES}
         margins = totals["reward_chosen"] - totals["reward_rejected"]
         return {
+            **aux_loss(sums),
             "entropy": mean(totals["entropy_chosen"] + totals["entropy_rejected"], tokens),
             **by_token,
             "mean_token_accuracy": mean(totals["correct_chosen"], totals["targets_chosen"]),

@@ -19,7 +19,7 @@ from trl_jax.data.layout.batch import Batch
 from trl_jax.data.rows.preference import kto as rows
 from trl_jax.losses.kto import UnpairedLoss, kl_estimate
 from trl_jax.losses.sums import counted, of_texts, summed
-from trl_jax.tasks.metrics import joined
+from trl_jax.tasks.metrics import aux_loss, joined
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +149,7 @@ class KtoTask:
         for values in zip(*totals.values(), strict=True):
             for name, value in _measured(dict(zip(totals, values, strict=True))):
                 found[name].append(value)
+            found |= {name: [value] for name, value in aux_loss(sums).items()}  # behind those of the first, as in TRL
         return {name: float(np.mean(values)) for name, values in found.items()}
 
     def inputs(self, batch: dict[str, Any]) -> dict[str, Any]:

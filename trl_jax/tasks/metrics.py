@@ -26,3 +26,12 @@ def joined(
     }
     real = sums[count] > 0
     return {name: values[real] for name, values in sums.items()}
+
+
+def aux_loss(batches: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
+    """TRL's metric of the load-balancing loss: its mean over micro-batches, or over batches of an evaluation. Nothing
+    where the run adds none."""
+    if not batches or "aux_loss" not in batches[0]:
+        return {}
+    totals = joined(batches, {"aux_loss": np.sum, "aux_loss_examples": np.sum}, count="aux_loss_examples")
+    return {"aux_loss": float(np.mean(totals["aux_loss"] / totals["aux_loss_examples"]))}

@@ -17,7 +17,7 @@ from trl_jax.data.layout.batch import Batch
 from trl_jax.data.rows.sft import preparation as rows
 from trl_jax.losses.cross_entropy import dynamic_fine_tuning, negative_log_likelihood
 from trl_jax.losses.sums import counted, of_texts, summed
-from trl_jax.tasks.metrics import joined
+from trl_jax.tasks.metrics import aux_loss, joined
 
 _SUMS = ("targets", "entropy", "correct")
 
@@ -96,6 +96,7 @@ class SftTask:
         return {
             "entropy": float(np.mean(totals["entropy"] / targets)),
             "mean_token_accuracy": float(np.mean(totals["correct"] / targets)),
+            **aux_loss(sums),
         }
 
     def inputs(self, batch: dict[str, Any]) -> dict[str, Any]:

@@ -63,7 +63,8 @@ class Task(Protocol):
         """The metrics to log besides the loss.
 
         Args:
-            sums: of each step for split "train", of each batch for "eval".
+            sums: of each step for split "train", of each batch for "eval". Where a mixture of experts is balanced,
+                `tasks.metrics.aux_loss` makes a metric of those of that loss, which the run adds to this task's.
         """
 
     def inputs(self, batch: dict[str, Any]) -> dict[str, Any]:

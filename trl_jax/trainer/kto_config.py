@@ -29,7 +29,11 @@ class KTOConfig(BaseConfig):
         desirable_weight, undesirable_weight: the factor of the losses of either kind.
         activation_offloading: the inputs of layers, which "nothing_saveable" keeps all the same, wait in the host's
             memory; it takes the place of remat_policy.
-        sync_ref_model, ref_model_mixup_alpha, ref_model_sync_steps: refused; the reference stays as it is.
+        sync_ref_model: move the reference towards the policy every `ref_model_sync_steps` steps (TR-DPO,
+            https://huggingface.co/papers/2404.09656, equation 3), to `ref_model_mixup_alpha` times the policy and the
+            rest the reference. Checkpoints then have the reference, too.
+        ref_model_mixup_alpha: the policy's share, from 0.0 to 1.0.
+        ref_model_sync_steps: steps between two moves.
     """
 
     argument_table = KTO

@@ -60,22 +60,3 @@ def refuse(**given: Any) -> None:
     for name, value in given.items():
         if value is not None:
             raise ValueError(f"{name}={value!r} is not in this release of trl_jax. Leave it out.")
-
-
-def check_router(coefficient: float | None, config: Any) -> None:
-    """Raise ValueError for a load-balancing loss that this release does not add, or that the model does not have."""
-    facts = config.to_dict()
-    if "output_router_logits" not in facts:
-        if coefficient:
-            raise ValueError(
-                f"`router_aux_loss_coef` is set to {coefficient} but {config.architectures[0]} is not a "
-                "Mixture-of-Experts model that returns its router logits, so there is no auxiliary loss to weight. "
-                "Leave it out."
-            )
-        return
-    own = facts.get("router_aux_loss_coef", 0.0)
-    if own if coefficient is None else coefficient:
-        raise ValueError(
-            f"router_aux_loss_coef={own if coefficient is None else coefficient} of {config.architectures[0]}: the "
-            "load-balancing loss is not in this release of trl_jax. Pass router_aux_loss_coef=0.0 to train without it."
-        )

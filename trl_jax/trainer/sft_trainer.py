@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +14,14 @@ from transformers.trainer_utils import EvalPrediction
 
 from trl_jax.core.arguments.values import as_dict
 from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.run.model.routers import balance_experts
 from trl_jax.tasks.sft import SftTask
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.collator import DataCollatorForLanguageModeling
 from trl_jax.trainer.old_keywords import accepting_old_keywords, as_config
-from trl_jax.trainer.refusals import check_router
 from trl_jax.trainer.sft_config import SFTConfig
+
+logger = logging.getLogger(__name__)
 
 _MOVED = (
     "dataset_kwargs", "dataset_num_proc", "dataset_text_field", "eval_packing", "max_length", "max_seq_length",
@@ -59,7 +62,7 @@ class SFTTrainer(BaseTrainer):
         formatting_func: makes the text of a row.
 
     Attributes:
-        aux_loss_enabled: whether a loss that balances experts is added; False in this release.
+        aux_loss_enabled: whether a loss that balances experts is added.
 
     Raises:
         TypeError, ValueError: an argument, row or checkpoint at fault, by name.
@@ -97,8 +100,13 @@ class SFTTrainer(BaseTrainer):
             compute_metrics, callbacks, optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics,
             quantization_config, peft_config, compute_loss_func=compute_loss_func,
         )  # fmt: skip
-        self.aux_loss_enabled = False
-        check_router(self.args.router_aux_loss_coef, self.model.config)
+        self.aux_loss_enabled = balance_experts(self._run, self.args.router_aux_loss_coef)
+        if self.aux_loss_enabled and compute_loss_func is not None:
+            logger.warning(
+                "compute_loss_func is the whole loss, as in TRL: the load-balancing loss of this mixture of experts is "
+                "logged and not added. Add router_aux_loss_coef * outputs.aux_loss yourself, or pass "
+                "router_aux_loss_coef=0.0."
+            )
 
     def make_task(self) -> SftTask:
         args = self.args

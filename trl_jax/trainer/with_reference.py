@@ -8,13 +8,15 @@ from typing import Any
 
 from datasets import Dataset
 
+from trl_jax.hub.peft.backend import AdaptedBackend
 from trl_jax.run import construction
 from trl_jax.run.model import loading as model_loading
 from trl_jax.run.model.precompute import precomputed
-from trl_jax.run.model.reference import ReferenceModel, given, initial_policy
+from trl_jax.run.model.reference import ReferenceModel, Sync, given, initial_policy
+from trl_jax.run.model.routers import balance_experts
 from trl_jax.run.state import OWN_LOSS, RunState
 from trl_jax.trainer.base_trainer import BaseTrainer
-from trl_jax.trainer.refusals import check_router, names_of_script
+from trl_jax.trainer.refusals import names_of_script
 
 _LENGTHS = ("max_length", "truncation_mode")  # how texts are cut, in the words of the arguments and of collators
 
@@ -26,6 +28,7 @@ class TrainerWithReference(BaseTrainer):
     Attributes:
         ref_model: as it was passed.
         data_collator: as it was passed, or TRL's for the arguments.
+        aux_loss_enabled: whether a loss that balances experts is added.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class TrainerWithReference(BaseTrainer):
         _check_lengths(self.data_collator, self.args)
         if self.args.precompute_ref_log_probs:
             self._precompute()
-        check_router(self.args.router_aux_loss_coef, self.model.config)
+        self.aux_loss_enabled = balance_experts(self._run, self.args.router_aux_loss_coef)
 
     def _default_collator(self) -> Any:
         """TRL's collator for these arguments, for scripts that make batches of their own: the run does without."""
@@ -93,7 +96,12 @@ class TrainerWithReference(BaseTrainer):
 
     def _attach_reference(self, run: RunState) -> None:
         if not run.args.precompute_ref_log_probs:
-            construction.attach_reference(run, self._reference(run))
+            reference = self._reference(run)
+            if run.args.sync_ref_model:
+                _check_sync(run)
+                sync = Sync(run.args.ref_model_mixup_alpha, run.args.ref_model_sync_steps)
+                reference = reference.following(sync, run.model.arrays)
+            construction.attach_reference(run, reference)
 
     def _reference(self, run: RunState) -> ReferenceModel:
         if self.ref_model is None:
@@ -126,6 +134,16 @@ class TrainerWithReference(BaseTrainer):
             return precomputed(run, self.parts.forward, dataset, columns, batch_size=batch_size, name=name)
         finally:
             run.reference = None
+
+
+def _check_sync(run: RunState) -> None:
+    """Raise ValueError where the reference has no weights of its own to move."""
+    if isinstance(run.model.backend, AdaptedBackend):
+        raise ValueError(
+            "You passed `sync_ref_model=True` while using a PEFT model, which is currently not supported: the "
+            "reference is the base model, which an adapter leaves as it is. Leave sync_ref_model out, or train all "
+            "weights."
+        )
 
 
 def _check_lengths(collator: Any, args: Any) -> None:

@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from trl_jax.core.arguments import rules
 from trl_jax.core.arguments.base import BASE, COMMON
 from trl_jax.core.arguments.table import Handling, handled
+from trl_jax.core.arguments.values import show
+
+
+def _synced(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if value and values["precompute_ref_log_probs"]:
+        return (
+            "You cannot use `sync_ref_model=True` together with `precompute_ref_log_probs=True`: log-probabilities "
+            "computed before training are those of a reference that stays as it is. Leave one of the two out."
+        )
+    return None
+
+
+def _share(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if isinstance(value, int | float) and 0 <= value <= 1:
+        return None
+    return f"{show(name, value)}: wanted the policy's share of the new reference, from 0.0 to 1.0."
+
 
 WITH_REFERENCE: dict[str, Handling] = {
     **BASE,
@@ -13,7 +33,8 @@ WITH_REFERENCE: dict[str, Handling] = {
     **handled("router_aux_loss_coef", "native", rule=rules.number(0, optional=True, most=rules.MOST_FLOAT32)),
     **handled("precompute_ref_log_probs", "native"),
     **handled("precompute_ref_batch_size", "native", rule=rules.whole(1, optional=True, most=rules.MOST_EXAMPLES)),
-    **handled("sync_ref_model", "refused", "the reference stays as it is in this release of trl_jax. Leave it out."),
-    **handled("ref_model_mixup_alpha ref_model_sync_steps", "refused", "it belongs to sync_ref_model. Leave it out."),
+    **handled("sync_ref_model", "native", rule=_synced),
+    **handled("ref_model_mixup_alpha", "native", rule=_share),
+    **handled("ref_model_sync_steps", "native", rule=rules.whole(1)),
     **handled("beta", "native", rule=rules.number(1e-9, most=rules.MOST_FLOAT32)),
 }

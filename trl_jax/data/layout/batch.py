@@ -22,6 +22,10 @@ class Batch(NamedTuple):
         shape.
     targets: int32 `[N]`, the id that each read predicts, -1 of one that only fills the shape. None under a score head.
     text: int32 `[N]`, the text that each read belongs to, X of one that only fills the shape. None under a score head.
+    share: float32 `[E]`, the share of each example in the mean over the step's passes, on all devices, of means over
+        their examples. None where micro-batches do not have a pass each.
+    counted: int8 `[R, T]`, how many of the texts that count (`Example.counted`) each token belongs to; 0 of a pad, 2 of
+        one that two texts share.
     lengths: int32 `[X]`, tokens of each text; `[R]` of padded rows, of which documents have one each.
     weight: float32 `[E]`, the share of each example in the step's loss; 0 marks one that is not in this pass.
     micro_batch: bool `[M, E]`, which micro-batch of the step an example belongs to; metrics are summed over each.
@@ -41,6 +45,8 @@ class Batch(NamedTuple):
     packed: Packed | None = None
     targets: np.ndarray | None = None
     text: np.ndarray | None = None
+    share: np.ndarray | None = None
+    counted: np.ndarray | None = None
 
     def read(self, index: tuple[int, ...], start: int, places: np.ndarray, targets: np.ndarray, text: int) -> int:
         """Enter reads of a text that predict `targets` `[n]`, from read `start` of a pass on. Returns their end.

@@ -178,6 +178,7 @@ def _empty(
         ),
         targets=targets,
         text=text,
+        counted=filled((1, length), 0, np.int8),
     )
 
 
@@ -225,6 +226,8 @@ def _write(batch: Batch, row: int, start: int, one: Placed) -> list[np.ndarray]:
             positions[run], first[run], end[run] = np.arange(stop - begin), run[0], run + 1
             if packed.prompt is not None:
                 packed.prompt[row, 0, run] = run[0]
+    for at in places[: one.example.counted]:
+        batch.counted[row, 0, at] += 1
     if one.shared:  # the first text's own tokens see from themselves to the end of what is shared
         own = places[0][one.shared :]
         first[own], end[own] = own, places[0][0] + one.shared

@@ -65,6 +65,7 @@ def _empty(count: int, examples: int, rows: int, length: int, pad_token_id: int,
         extras={name: np.zeros((count, examples), np.float32) for name in like.extras},
         targets=targets,
         text=text,
+        counted=np.zeros(tokens.shape, np.int8),
     )
 
 
@@ -77,11 +78,13 @@ def _write(
         rows: the row of each text; its further documents are in those after it.
     """
     examples, length = batch.weight.shape[1], batch.tokens.shape[2]
+    counted = range(len(example.texts))[: example.counted]
     for number, ids in enumerate(example.texts):
         spans = example.spans if example.documents else [(0, len(ids))]
         at = []
         for row, (start, end) in enumerate(spans, start=rows[number]):
             batch.tokens[m, row, : end - start], batch.lengths[m, row] = ids[start:end], end - start
+            batch.counted[m, row, : end - start] = number in counted
             at.append(row * length + np.arange(end - start))
         places = np.concatenate(at)[read_places(example, number, pad_token_id)]
         text = number * examples + slot

@@ -77,3 +77,13 @@ def in_shards(batch: Batch, shards: int) -> Batch:
         return None if leaf is None else leaf.reshape(-1, shards, *leaf.shape[1:])
 
     return split(batch)
+
+
+def shares(real: np.ndarray) -> np.ndarray:
+    """The share of each example in the mean over passes of means over their examples, float32 `[..., E]`.
+
+    Args:
+        real: bool `[..., E]`, which examples of each pass are real; a pass without any does not count.
+    """
+    examples = real.sum(axis=-1, keepdims=True)
+    return (real / np.maximum(examples, 1) / np.count_nonzero(examples)).astype(np.float32)

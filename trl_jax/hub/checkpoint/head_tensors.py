@@ -68,15 +68,12 @@ def check_dropped(config: NativeConfig, files: Files, on_disk: Mapping[str, str]
             )
 
 
-def saved_config(
-    config: NativeConfig, *, dtype: str, pad_token_id: int | None, eos_token_id: int | list[int] | None
-) -> dict[str, Any]:
+def saved_config(config: NativeConfig, *, dtype: str, changed: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of the checkpoint's config.json for a model with this head: the keys TRL's save changes, and no others.
 
     Args:
         dtype: the name of the dtype on disk.
-        pad_token_id: the id before which texts are read; None leaves the key as it is.
-        eos_token_id: the end of a text; None leaves the key as it is.
+        changed: keys that a run has set, such as the ids of tokens; one that is None stays as it is.
     """
     raw, head = config.raw, config.head.kind
     written = {**raw, "architectures": [architecture(config.family, head)]}
@@ -85,8 +82,7 @@ def saved_config(
         written.pop("num_labels", None)  # transformers derives it from id2label
     written.pop("torch_dtype", None)
     written["dtype"] = dtype
-    ids = {"pad_token_id": pad_token_id, "eos_token_id": eos_token_id}
-    known = {key: value for key, value in ids.items() if value is not None}
+    known = {key: value for key, value in changed.items() if value is not None}
     if not isinstance(raw.get("text_config"), dict):
         return written | known
     written["text_config"] = raw["text_config"] | known  # where transformers looks for them

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,14 +23,13 @@ def save(
     params: dict[str, jax.Array],
     source: Source,
     *,
-    pad_token_id: int | None,
-    eos_token_id: int | list[int] | None,
+    changed: Mapping[str, Any],
     writes: bool = True,
 ) -> None:
     """Write config.json and the weights as transformers has them for this model_type and head.
 
-    Names, shards and every config key are those of the source; each tensor has the dtype it was loaded in. Where not
-    `writes`, parameters are only read.
+    Names, shards and every config key but those `changed` are those of the source; each tensor has the dtype it was
+    loaded in. Where not `writes`, parameters are only read.
     """
     entries = entries_of(params, source)
     known = {tensor for tensors in source.shards.values() for tensor in tensors}
@@ -46,7 +47,7 @@ def save(
         return
     folder.mkdir(parents=True, exist_ok=True)
     write_checkpoint(folder, shards, pieces)
-    config = saved_config(source.config, dtype=source.dtype, pad_token_id=pad_token_id, eos_token_id=eos_token_id)
+    config = saved_config(source.config, dtype=source.dtype, changed=changed)
     write_whole(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 

@@ -39,7 +39,7 @@ class AdaptedBackend(Backend):
         self.vocab_size, self.max_positions, self.embeddings = base.vocab_size, base.max_positions, base.embeddings
         self.infers_lengths, self.ignores_types, self.causal = base.infers_lengths, base.ignores_types, base.causal
         self.takes_packed, self.takes_noise, self.window = base.takes_packed, base.takes_noise, base.window
-        self.batch_invariant, self.heads = base.batch_invariant, base.heads
+        self.batch_invariant, self.heads, self.has_routers = base.batch_invariant, base.heads, base.has_routers
         self.drops_out = base.drops_out or plan.config.lora_dropout > 0
         self.graph = _graph_of(base, plan)
         self.tensors = {name: base.tensors.get(name.removesuffix("@trained"), name) for name in shapes}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,10 @@ class Striped(NamedTuple):
         local = h[rows, number // self.devices * self.block + within]
         mine = number % self.devices == self.number
         return jax.lax.psum(jnp.where(mine[:, None], local, 0), SEQUENCE)
+
+    def summed(self, sums: Any) -> Any:
+        """Sums over all tokens, of each device's over its own."""
+        return jax.tree.map(lambda part: jax.lax.psum(part, SEQUENCE), sums)
 
     def places(self, start: int, end: int) -> jax.Array:
         """The places of this device's tokens `[start, end)` of a row among all; `block` is 1."""

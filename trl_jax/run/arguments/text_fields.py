@@ -58,15 +58,15 @@ def precompute_ref_batch_size(unit: str) -> Any:
 
 
 def sync_ref_model() -> Any:
-    return _field(False, "Not supported: the reference stays as it is.")
+    return _field(False, "Move the reference towards the policy every ref_model_sync_steps steps (TR-DPO).")
 
 
 def ref_model_mixup_alpha() -> Any:
-    return _field(0.6, "Of sync_ref_model, not supported.")
+    return _field(0.6, "The policy's share of the new reference, from 0.0 to 1.0.")
 
 
 def ref_model_sync_steps() -> Any:
-    return _field(512, "Of sync_ref_model, not supported.")
+    return _field(512, "Steps between two moves of the reference.")
 
 
 def activation_offloading() -> Any:

@@ -83,7 +83,8 @@ class Evaluator:
 
     def windows(self, batches: Any) -> Windows:
         """The windows of an evaluation of this loader's batches."""
-        return Windows(batches, sort=self._run.model.backend.batch_invariant)
+        run = self._run
+        return Windows(batches, sort=run.model.backend.batch_invariant, whole=run.router_aux_loss_coef != 0)
 
     def outputs(self, params: dict, batch: Any, **options: Any) -> jax.Array:
         """The model's outputs `[X]` of one pass; where the run is sharded, `[shards, X]`."""

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trl_jax.run.state import RunState
+from trl_jax.run.step.routers import aux_loss_sums, aux_loss_weight
 from trl_jax.run.user_loss.bound_model import BoundModel
 from trl_jax.run.user_loss.inputs import inputs_of
 from trl_jax.run.user_loss.token_logits import task_loss
@@ -64,7 +65,9 @@ class LogitsEvaluation:
 
     def _outputs(self, params: dict, inputs: dict, *, dtype: str) -> tuple:
         task, labels = self._run.task, inputs["labels"]
-        bound = BoundModel(self._run.model, params, dtype=dtype, head="lm")
-        logits = bound(inputs["input_ids"], inputs["attention_mask"]).logits
-        loss, sums = task_loss(task, logits, labels)
-        return sums | {"loss": loss}, logits
+        weight = aux_loss_weight(self._run, 1.0)
+        bound = BoundModel(self._run.model, params, dtype=dtype, head="lm", aux_loss_weight=weight)
+        outputs = bound(inputs["input_ids"], inputs["attention_mask"])
+        loss, sums = task_loss(task, outputs.logits, labels)
+        sums |= aux_loss_sums(bound.aux_losses)
+        return sums | {"loss": bound.balanced(loss, outputs.aux_loss)}, outputs.logits

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from trl_jax.core.printable import brief
 from trl_jax.data.layout.batch import Batch
 from trl_jax.hub.backend import Backend
 from trl_jax.hub.peft.backend import AdaptedBackend
@@ -18,6 +20,17 @@ from trl_jax.models.functional import merge
 PREFIX = "reference."
 
 
+class Sync(NamedTuple):
+    """How a reference follows the policy.
+
+    share: of the policy in the new reference.
+    steps: between two moves.
+    """
+
+    share: float
+    steps: int
+
+
 @dataclass(frozen=True)
 class ReferenceModel:
     """A model whose arrays are its own, or those of the policy that do not train.
@@ -25,11 +38,39 @@ class ReferenceModel:
     backend: computes it.
     arrays: its own, by path with `PREFIX`, as they go to the step beside the policy's frozen arrays.
     shared: paths of the policy's frozen arrays that it is computed with, too.
+    sync: how its own arrays follow the policy's; None leaves them as they are.
     """
 
     backend: Backend
     arrays: dict[str, Any] = field(default_factory=dict)
     shared: frozenset[str] = frozenset()
+    sync: Sync | None = None
+
+    def after(self, step: int, policy: dict[str, jax.Array]) -> ReferenceModel:
+        """The reference of the steps behind this one; where it moves, its arrays are given away.
+
+        Args:
+            policy: the policy's arrays by path, after the step.
+        """
+        if self.sync is None or step % self.sync.steps:
+            return self
+        policy = {path: policy[path.removeprefix(PREFIX)] for path in self.arrays}
+        return replace(self, arrays=_mixed(self.arrays, policy, self.sync.share))
+
+    def following(self, sync: Sync, policy: dict[str, Any]) -> ReferenceModel:
+        """The same, which follows the policy.
+
+        Raises:
+            ValueError: its parameters are not the policy's.
+        """
+        own = {path.removeprefix(PREFIX): array.shape for path, array in self.arrays.items()}
+        other = [path for path, shape in own.items() if path not in policy or policy[path].shape != shape]
+        if other:
+            raise ValueError(
+                f"sync_ref_model=True: {brief(other[0])} of ref_model is not a parameter of the model in the same "
+                "shape, so they cannot be mixed. Pass a ref_model of the same architecture, or leave one of both out."
+            )
+        return replace(self, sync=sync)
 
     def split(self, arrays: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """The policy's arrays and the reference's, by their paths in either."""
@@ -46,6 +87,17 @@ class ReferenceModel:
         """
         model = merge(self.backend.graph, jax.lax.stop_gradient(arrays))
         return jax.lax.stop_gradient(model(batch.tokens, batch.positions, batch.reads, **options))
+
+
+@partial(jax.jit, donate_argnums=0)
+def _mixed(reference: dict[str, jax.Array], policy: dict[str, jax.Array], share: jax.Array) -> dict[str, jax.Array]:
+    """Of each array `(1 - share) * reference + share * policy`, in float32, in the reference's type."""
+
+    def mixed(own: jax.Array, other: jax.Array) -> jax.Array:
+        total = (1 - share) * own.astype(jnp.float32) + share * other.astype(jnp.float32)
+        return total.astype(own.dtype)
+
+    return jax.tree.map(mixed, reference, policy)
 
 
 def initial_policy(model: PreTrainedModel, *, fresh_adapter: bool) -> ReferenceModel:

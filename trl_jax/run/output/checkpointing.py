@@ -108,7 +108,7 @@ class Checkpointer:
         run = self._run
         trees = {"params": run.model.params}
         if not run.args.save_only_model:
-            trees["optimizer"] = run.optimizer_state
+            trees |= {"optimizer": run.optimizer_state, "reference": run.moving_reference}
         trees = host_copy(trees) if aside else trees
         fills = run.shards > 1 if run.fills is None else run.fills
         facts = {"tokens_seen": run.tokens_seen, "schedule": self.lr_scheduler.state_dict()}
@@ -124,7 +124,7 @@ class Checkpointer:
             if run.args.save_only_model:
                 return
             rounded = set(run.model.backend.dtypes.values()) != {"float32"}  # in the model's own files
-            saved = trees if rounded else {"optimizer": trees["optimizer"]}
+            saved = {name: tree for name, tree in trees.items() if rounded or name != "params"}
             write_progress(folder, steps, saved, text, writes=is_first())
 
         return write
@@ -134,15 +134,17 @@ class Checkpointer:
         write_model(folder, model, self._run.processing_class, self.arguments)
 
     def _copied_bytes(self) -> int:
-        return sum(leaf.nbytes for leaf in jax.tree.leaves((self._run.model.params, self._run.optimizer_state)))
+        run = self._run
+        copied = run.model.params, run.optimizer_state, run.moving_reference
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(copied))
 
     def _least_bytes(self) -> int:
         """Least size of the checkpoint: weights and moments, without small files."""
         run = self._run
         width = 4 if "float32" in run.model.backend.dtypes.values() else 2
         weights = width * run.model.num_parameters(only_trainable=True)
-        state = 0 if run.args.save_only_model else sum(leaf.nbytes for leaf in jax.tree.leaves(run.optimizer_state))
-        return weights + state
+        state = () if run.args.save_only_model else jax.tree.leaves((run.optimizer_state, run.moving_reference))
+        return weights + sum(leaf.nbytes for leaf in state)
 
     def _check_weights(self) -> None:
         """Raise FloatingPointError for NaN or infinite weights, before they replace a good checkpoint."""

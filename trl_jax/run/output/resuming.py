@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +100,20 @@ def _of_ours(
     places = (None, None) if plan is None else (plan.params(params), plan.state(like, params))
     params = saved.tree("params", params, places[0]) if saved.names("params") else params
     state = saved.tree("optimizer", like, places[1])
+    _resume_reference(run, saved)
     run.fills, run.tokens_seen = saved.facts["fills"], saved.facts["tokens_seen"]
     saved.restore_random_state()
     checkpointer.lr_scheduler.load_state_dict(saved.facts["schedule"])
     return params, state, saved.progress
+
+
+def _resume_reference(run: RunState, saved: SavedProgress) -> None:
+    """Let a reference that followed the policy go on from where it was."""
+    if run.reference is None or not saved.names("reference"):
+        return
+    arrays, plan = run.reference.arrays, run.sharding_plan
+    places = None if plan is None else plan.params(arrays)
+    run.reference = replace(run.reference, arrays=saved.tree("reference", arrays, places))
 
 
 def _restore_state(run: RunState, point: ResumePoint) -> None:

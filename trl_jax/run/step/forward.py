@@ -10,9 +10,11 @@ import jax.numpy as jnp
 from trl_jax.data.example import Measured
 from trl_jax.data.layout.batch import Batch
 from trl_jax.hub.backend import Backend
+from trl_jax.losses.load_balancing import load_balancing_loss
 from trl_jax.models.functional import merge
 from trl_jax.run.state import RunState
 from trl_jax.run.step.rng import random_options
+from trl_jax.run.step.routers import AUX_LOSS, with_aux_loss
 
 
 class Forward:
@@ -25,7 +27,8 @@ class Forward:
         self, params: dict, batch: Batch, *, dtype: str, bounded: bool = True, **options: Any
     ) -> Any:
         """The outputs of each text, float32 `[X]`: those of a score head or, under a language model's head, the task's
-        `per_text` by name, with `ref_logps`, the `logps` of the reference, where the run has one.
+        `per_text` by name, with `ref_logps`, the `logps` of the reference, where the run has one, and `aux_loss`, the
+        load-balancing loss of this pass, where the run adds it.
 
         Args:
             dtype: of the layers' computation.
@@ -38,10 +41,17 @@ class Forward:
             params, compared = reference.split(params)
         model = merge(run.model.graph, params, options.get("dropout_key"))
         options |= common | _windows(run.model.backend, max_tokens)
+        if run.router_aux_loss_coef:
+            options["counted"] = batch.counted
         outputs = model(batch.tokens, batch.positions, batch.reads, **options)
         if run.task.head == "score":
             return outputs
-        sums = run.task.per_text(outputs, batch)
+        sums = {}
+        if run.router_aux_loss_coef:
+            outputs, router_sums = outputs
+            texts = len(run.task.columns.texts) * len(batch.weight)
+            sums[AUX_LOSS] = jnp.broadcast_to(load_balancing_loss(router_sums), texts)
+        sums |= run.task.per_text(outputs, batch)
         if reference is None:
             return sums
         return sums | {"ref_logps": self._of_reference(compared, batch, max_tokens, common)}
@@ -74,11 +84,18 @@ class Forward:
         """
         options = {"remat": remat} | self.random_options(key, batch.lengths)
         outputs = self.outputs(params, batch, dtype=self._run.args.compute_dtype, **options)
-        return self._run.task.loss(outputs, batch)
+        return self._loss(outputs, batch)
+
+    def _loss(self, outputs: Any, batch: Batch | Measured) -> tuple[jax.Array, dict[str, jax.Array]]:
+        run = self._run
+        loss, sums = run.task.loss(outputs, batch)
+        if not run.router_aux_loss_coef:
+            return loss, sums
+        return with_aux_loss(loss, sums, outputs[AUX_LOSS], batch, run.router_aux_loss_coef)
 
     def measure(self, outputs: Any, batch: Measured) -> dict[str, jax.Array]:
         """The sums of an evaluated batch, and its `loss`, a mean."""
-        loss, sums = self._run.task.loss(outputs, batch)
+        loss, sums = self._loss(outputs, batch)
         return sums | {"loss": loss}
 
     def random_options(self, key: jax.Array | None, lengths: jax.Array) -> dict[str, Any]:

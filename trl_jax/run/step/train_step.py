@@ -89,6 +89,8 @@ class TrainStep:
             run.model.params, run.optimizer_state, metrics = step(
                 run.model.params, run.optimizer_state, batch.arrays, rate, step_key, run.frozen
             )
+            if run.reference is not None:
+                run.reference = run.reference.after(run.state.global_step + 1, run.model.arrays)
             run.tokens_seen += batch.num_counted_tokens
             run.state.num_input_tokens_seen += self._input_tokens(batch)
             run.state.total_flos += flops_a_token * batch.num_padded_tokens

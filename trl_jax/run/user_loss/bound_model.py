@@ -13,9 +13,11 @@ from trl_jax.core.packed import reads_of_rows
 from trl_jax.data.example import IGNORED, Measured
 from trl_jax.data.layout.batch import Batch
 from trl_jax.hub.heads import HeadName
+from trl_jax.losses.load_balancing import load_balancing_loss
 from trl_jax.models.functional import merge
 from trl_jax.run.state import RunState
 from trl_jax.run.step.forward import Forward
+from trl_jax.run.step.routers import aux_loss_sums, aux_loss_weight
 from trl_jax.run.user_loss.inputs import inputs_of
 from trl_jax.run.user_loss.token_logits import mean_loss, task_loss
 from trl_jax.run.user_loss.torch_errors import torch_explained
@@ -35,21 +37,23 @@ class Outputs:
     """The result of calling the model, by attribute, key or index: `loss`, where labels were passed, then `logits`.
 
     loss: the mean over targets, or their sum divided by `num_items_in_batch`, as transformers' causal models give it.
+    aux_loss: the load-balancing loss of a mixture of experts, not weighted; None where the run adds none.
     logits: float32, `[rows, 1]` of a score head, `[rows, T, V]` of a language model's.
     """
 
-    def __init__(self, logits: jax.Array, loss: jax.Array | None = None):
-        self.logits, self.loss = logits, loss
+    def __init__(self, logits: jax.Array, loss: jax.Array | None = None, aux_loss: jax.Array | None = None):
+        self.logits, self.loss, self.aux_loss = logits, loss, aux_loss
 
     def __getitem__(self, key: str | int) -> jax.Array:
-        there = {"logits": self.logits} if self.loss is None else {"loss": self.loss, "logits": self.logits}
+        every = {"loss": self.loss, "aux_loss": self.aux_loss, "logits": self.logits}
+        there = {name: value for name, value in every.items() if value is not None}
         return list(there.values())[key] if isinstance(key, int) else there[key]
 
 
 class BoundModel:
     """The model with the parameters of this step, to be called on rows padded on the right.
 
-    `outputs` are those of every call, in order. Other attributes are the trainer's model's.
+    `outputs` and `aux_losses` are those of every call, in order. Other attributes are the trainer's model's.
     """
 
     def __init__(
@@ -62,17 +66,20 @@ class BoundModel:
         random_options: Callable[[int, jax.Array], dict[str, Any]] | None = None,
         ignored: frozenset[str] = frozenset(),
         head: HeadName = "score",
+        aux_loss_weight: Any = None,
     ):
         """
         Args:
             random_options: `(number of the call, lengths of its rows) -> random options`; None for none.
             ignored: further names of a batch that a call may pass without effect.
             head: the model's.
+            aux_loss_weight: what the load-balancing loss counts in the batch's; None where it is not asked for.
         """
         self._model, self._params, self._random_options = model, params, random_options
         self._options = {"dtype": jnp.dtype(dtype), "remat": remat}
         self._ignored = _IGNORED | ignored
         self.config, self.outputs, self._head = model.config, [], head
+        self.aux_losses, self.aux_loss_weight = [], aux_loss_weight
 
     def __call__(
         self,
@@ -105,12 +112,27 @@ class BoundModel:
         if model.needs_valid:
             options["valid"] = jnp.ones(tokens.shape, bool) if attention_mask is None else attention_mask.astype(bool)
         if self._head == "lm":
-            self.outputs.append(model(tokens, places, None, **options).reshape(*tokens.shape, -1))
+            logits, aux_loss = self._logits(model, tokens, places, attention_mask, options)
+            self.outputs.append(logits.reshape(*tokens.shape, -1))
             loss = None if labels is None else mean_loss(self.outputs[-1], jnp.asarray(labels), num_items_in_batch)
-            return Outputs(self.outputs[-1], loss)
+            return Outputs(self.outputs[-1], None if loss is None else self.balanced(loss, aux_loss), aux_loss)
         at = jnp.max(jnp.where(tokens != self.config.pad_token_id, places, 0), axis=1)
         self.outputs.append(model(tokens, places, reads_of_rows(at, tokens.shape[1]), **options))
         return Outputs(self.outputs[-1][:, None])
+
+    def _logits(
+        self, model: Any, tokens: jax.Array, places: jax.Array, mask: Any, options: dict[str, Any]
+    ) -> tuple[jax.Array, jax.Array | None]:
+        if self.aux_loss_weight is None:
+            return model(tokens, places, None, **options), None
+        options["counted"] = jnp.ones(tokens.shape, int) if mask is None else jnp.asarray(mask)
+        logits, sums = model(tokens, places, None, **options)
+        self.aux_losses.append(load_balancing_loss(sums))
+        return logits, self.aux_losses[-1]
+
+    def balanced(self, loss: jax.Array, aux_loss: jax.Array | None) -> jax.Array:
+        """The loss of a batch with the load-balancing loss of a call, if there is one."""
+        return loss if aux_loss is None else loss + self.aux_loss_weight * aux_loss
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -157,9 +179,21 @@ class UserLoss:
         return {"global_step": np.int32(state.global_step), "epoch": np.float32(state.epoch or 0)}
 
     def bound(
-        self, params: dict, inputs: dict, *, dtype: str, remat: bool | str = False, key: jax.Array | None = None
+        self,
+        params: dict,
+        inputs: dict,
+        *,
+        dtype: str,
+        remat: bool | str = False,
+        key: jax.Array | None = None,
+        share: Any = 1.0,
     ) -> BoundModel:
-        """The model with these parameters, for one batch of `inputs`; in training, `key` is that of the batch."""
+        """The model with these parameters, for one batch of `inputs`.
+
+        Args:
+            key: that of the batch, in training.
+            share: what the batch counts in a mean over those of the step.
+        """
 
         def random_options(call: int, lengths: jax.Array) -> dict[str, Any]:
             return self._forward.random_options(jax.random.fold_in(key, call), lengths)
@@ -172,6 +206,7 @@ class UserLoss:
             random_options=None if key is None else random_options,
             ignored=frozenset(inputs),
             head=self._run.task.head,
+            aux_loss_weight=aux_loss_weight(self._run, share),
         )
 
     def sums(self, bound: BoundModel, inputs: dict[str, Any]) -> dict[str, jax.Array]:
@@ -182,7 +217,8 @@ class UserLoss:
             covered = bound.outputs and bound.outputs[-1].shape[:2] == inputs["labels"].shape
             logits = bound.outputs[-1] if covered else jnp.zeros((*inputs["labels"].shape, 1))
             labels = jnp.asarray(inputs["labels"])
-            return task_loss(task, logits, labels if covered else jnp.full_like(labels, IGNORED))[1]
+            sums = task_loss(task, logits, labels if covered else jnp.full_like(labels, IGNORED))[1]
+            return sums | aux_loss_sums(bound.aux_losses[-1:])
         outputs, texts = jnp.concatenate(bound.outputs) if bound.outputs else jnp.zeros(0), len(task.columns.texts)
         complete = len(outputs) == rows
         outputs, examples = (outputs, rows // texts) if complete else (jnp.zeros(texts), 1)

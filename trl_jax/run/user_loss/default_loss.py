@@ -24,7 +24,8 @@ def default_loss(
     """
     outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
     if task.head == "lm":
-        return task_loss(task, outputs.logits, inputs["labels"], num_items)[0], outputs
+        loss, _ = task_loss(task, outputs.logits, inputs["labels"], num_items)
+        return model.balanced(loss, outputs.aux_loss), outputs
     examples = len(outputs.logits) // len(task.columns.texts)
     extras = {name: inputs[name] for name in task.columns.numbers if name in inputs}
     weight = jnp.full(examples, 1.0 / examples)

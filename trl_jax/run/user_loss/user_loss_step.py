@@ -42,9 +42,9 @@ class UserLossStep:
             parts, num_items = 1, np.float32(max(1, np.count_nonzero(np.asarray(arrays.targets) >= 0)))
         keys = [None] * len(micro) if key is None else jax.random.split(key, len(micro))
         total, gradients, sums, at = 0.0, None, [], self._point(params, opt_state)
-        values, state = self._user_loss.values(), self._user_loss.state()
+        values, state, share = self._user_loss.values(), self._user_loss.state(), np.float32(1 / len(micro))
         for inputs, micro_key in zip(micro, keys, strict=True):
-            (loss, found), grads = self._grad(at, frozen, inputs, micro_key, state, num_items, values=values)
+            (loss, found), grads = self._grad(at, frozen, inputs, micro_key, state, num_items, share, values=values)
             total, sums = total + loss / parts, [*sums, found]
             gradients = grads if gradients is None else jax.tree.map(jnp.add, gradients, grads)
         gradients = jax.tree.map(lambda g: g / parts, gradients)
@@ -53,12 +53,21 @@ class UserLossStep:
         return params, opt_state, stacked | {"loss": total} | measured
 
     def _training_loss(
-        self, params: dict, frozen: dict, inputs: dict, key: Any, state: dict, num_items: Any, *, values: tuple
+        self,
+        params: dict,
+        frozen: dict,
+        inputs: dict,
+        key: Any,
+        state: dict,
+        num_items: Any,
+        share: Any,
+        *,
+        values: tuple,
     ) -> tuple:
         del values  # read from the trainer while this is traced; other values are another program
         args = self._run.args
         bound = self._user_loss.bound(
-            frozen | params, inputs, dtype=args.compute_dtype, remat=args.remats[-1], key=key
+            frozen | params, inputs, dtype=args.compute_dtype, remat=args.remats[-1], key=key, share=share
         )
         return self._user_loss(bound, inputs, state, num_items)
 

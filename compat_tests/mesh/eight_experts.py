@@ -1,0 +1,58 @@
+"""Mixtures of experts on meshes of simulated CPU devices: each device balances its own micro-batch, as TRL's ranks."""
+
+from __future__ import annotations
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+from datasets import Dataset  # noqa: E402
+
+import trl_jax  # noqa: E402
+from compat_tests.parity.reference import BASE  # noqa: E402
+from compat_tests.tiny import preference_rows, text_rows  # noqa: E402
+
+SMALL = {"head": "causal", "num_hidden_layers": 1, "hidden_size": 32}
+CONFIG = {"max_length": 64, "router_aux_loss_coef": 0.5, "num_train_epochs": 1, "learning_rate": 3e-3}
+MEASURED = {"SFT": ("loss", "grad_norm", "aux_loss", "eval_aux_loss")}
+MEASURED["DPO"] = (*MEASURED["SFT"], "eval_loss")
+ROWS = {"SFT": text_rows, "DPO": preference_rows}
+
+
+@pytest.fixture(scope="module")
+def run(checkpoint, tmp_path_factory):
+    def measured(name: str, mesh: str, accumulation: int, layout: str) -> np.ndarray:
+        config = {"mesh_shape": mesh, "gradient_accumulation_steps": accumulation, "batch_layout": layout}
+        out = str(tmp_path_factory.mktemp("out"))
+        args = getattr(trl_jax, f"{name}Config")(out, **BASE | CONFIG | config)
+        train, evaluated = (Dataset.from_list(ROWS[name](n, "prompt", seed=n)) for n in (16, 8))
+        trainer = getattr(trl_jax, f"{name}Trainer")(
+            str(checkpoint("qwen3_moe", **SMALL)), args=args, train_dataset=train, eval_dataset=evaluated
+        )
+        trainer.train()
+        trainer.evaluate()
+        return np.asarray([log[key] for key in MEASURED[name] for log in trainer.state.log_history if key in log])
+
+    return measured
+
+
+@pytest.fixture(scope="module")
+def alone(run):
+    """By trainer: on one device, whose two micro-batches a step are what two devices have of one."""
+    return {name: run(name, "data:1", 2, "padded") for name in ROWS}
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "layout"),
+    [
+        ("SFT", "fsdp:2", "padded"),
+        ("SFT", "fsdp:2,tensor:2", "packed"),
+        ("SFT", "data:2,sequence:2", "packed"),
+        ("DPO", "fsdp:2", "shared"),
+    ],
+)
+def test_the_numbers_of_one_device(name, mesh, layout, run, alone):
+    assert len(alone[name]) == 3 * 2 + len(MEASURED[name]) - 3
+    np.testing.assert_allclose(run(name, mesh, 1, layout), alone[name], rtol=2e-4)

@@ -1,0 +1,97 @@
+"""Mixtures of experts by real TRL and by us: the load-balancing loss in each logged number, and in the weights."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from compat_tests.parity import reference
+from compat_tests.parity.kto_cases import kto_rows
+from compat_tests.parity.marks import assert_same_curve, assert_same_entry, assert_same_weights, steps_of
+from compat_tests.parity.test_dpo_curve import assert_same
+from compat_tests.tiny import preference_rows, text_rows
+
+SIDES = (reference.run_ours, reference.run_trl)
+SMALL = {"head": "causal", "num_hidden_layers": 2, "hidden_size": 32}
+# 5 micro-batches an epoch, the last of 2 rows: steps of two, and of one.
+CONFIG = {"max_length": 64, "learning_rate": 1e-3, "gradient_accumulation_steps": 2}
+ROWS = {"n": 18, "kind": "prompt"}
+ADAPTER = {"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+EVALUATED = {"per_device_eval_batch_size": 16}
+SFT = {
+    "its own": ("mixtral", {} | EVALUATED),
+    "packed": ("qwen2_moe", {"router_aux_loss_coef": 0.5, "batch_layout": "packed"} | EVALUATED),
+    "padded": ("qwen3_moe", {"router_aux_loss_coef": 0.5, "batch_layout": "padded"} | EVALUATED),
+    "joined": ("olmoe", {"router_aux_loss_coef": 0.5, "packing": True, "pad_to_multiple_of": None}),
+    "none": ("qwen2_moe", {"router_aux_loss_coef": 0.0}),
+    "adapter": ("mixtral", {"router_aux_loss_coef": 0.5, "peft_config": ADAPTER}),
+}
+DPO = {"shared": "mixtral", "packed": "qwen3_moe"}
+
+
+def both(trainer, folder, rows, tmp_path, *, eval_rows=None, peft_config=None, **config):
+    pytest.importorskip("trl", reason="parity is measured against real TRL")
+    if peft_config is not None:
+        config["peft_config"] = pytest.importorskip("peft").LoraConfig(**peft_config)
+    options = {"trainer": trainer, "eval_rows": eval_rows} | CONFIG | config
+    return [train(folder, rows, tmp_path / train.__name__, **options) for train in SIDES]
+
+
+@pytest.mark.parametrize("name", SFT)
+def test_fine_tuning(name, checkpoint, tmp_path):
+    family, config = SFT[name]
+    eval_rows = text_rows(9, "prompt", seed=9) if EVALUATED.items() <= config.items() else None
+    ours, theirs = both(
+        "SFT", checkpoint(family, **SMALL), text_rows(**ROWS), tmp_path, eval_rows=eval_rows, **config
+    )
+    assert_same_curve(ours.logs, theirs.logs)
+    if eval_rows is not None:
+        assert_same_entry(ours.evaluate_metrics, theirs.evaluate_metrics)
+    assert_same_weights(ours.weights, theirs.weights, 5e-4)
+    losses = {"aux_loss" in entry for entry in steps_of(theirs.logs)}
+    assert losses == {name != "none"}
+    if "peft_config" not in config:
+        saved, wanted = (json.loads((side.folder / "config.json").read_text()) for side in (ours, theirs))
+        for key in ("output_router_logits", "router_aux_loss_coef"):
+            assert saved[key] == wanted[key]
+
+
+@pytest.mark.parametrize("layout", DPO)
+def test_preferences(layout, checkpoint, tmp_path):
+    """Prompts count twice, once for each answer, though the shared layout has them once. 3 batches are evaluated."""
+    folder, rows = checkpoint(DPO[layout], **SMALL), preference_rows(**ROWS)
+    ours, theirs = both(
+        "DPO", folder, rows, tmp_path, eval_rows=preference_rows(10, "prompt", seed=9), batch_layout=layout,
+        router_aux_loss_coef=0.5,
+    )  # fmt: skip
+    assert len(ours.logs) == len(theirs.logs) == 4
+    for mine, other in zip(ours.logs, theirs.logs, strict=True):
+        assert_same(mine, other)
+    for key in ("eval_loss", "eval_aux_loss"):
+        assert ours.evaluate_metrics[key] == pytest.approx(theirs.evaluate_metrics[key], rel=1e-5)
+    assert_same_weights(ours.weights, theirs.weights, 5e-4)
+    assert list(steps_of(theirs.logs)[0])[:5] == ["loss", "grad_norm", "learning_rate", "aux_loss", "entropy"]
+
+
+def test_answers_to_other_prompts_are_not_balanced(checkpoint, tmp_path):
+    """KTO computes them beside each row's own, from which the shared layout has its prompt."""
+    ours, theirs = both(
+        "KTO", checkpoint("olmoe", **SMALL), kto_rows(14), tmp_path, eval_rows=kto_rows(8, seed=9),
+        per_device_eval_batch_size=8, router_aux_loss_coef=0.5, batch_layout="shared",
+    )  # fmt: skip
+    for mine, other in zip(ours.logs, theirs.logs, strict=True):
+        assert_same(mine, other)
+    assert_same(ours.evaluate_metrics, theirs.evaluate_metrics)
+    assert_same_weights(ours.weights, theirs.weights, 5e-4)
+    assert "aux_loss" in theirs.logs[0]
+
+
+def test_trl_counts_the_pads_behind_texts_that_lie_end_to_end(checkpoint, tmp_path):
+    """It has no mask there. Without pads to count, the losses of routers are the same: `joined` above."""
+    config = {"padding_free": True, "max_length": None, "pad_to_multiple_of": 64, "max_steps": 1}
+    folder = checkpoint("mixtral", **SMALL)
+    ours, theirs = both("SFT", folder, text_rows(4), tmp_path, **config)
+    (mine, *_), (other, *_) = steps_of(ours.logs), steps_of(theirs.logs)
+    assert abs(mine["loss"] - other["loss"]) < 0.001 * 0.5
+    assert other["num_tokens"] % 64 == 0 and abs(mine["aux_loss"] - other["aux_loss"]) > 1e-3
