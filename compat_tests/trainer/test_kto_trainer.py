@@ -107,6 +107,15 @@ def test_a_stream_trains_as_its_table_does(model, tmp_path):
     assert [{name: row[name] for name in IDS} for row in found] == [{name: row[name] for name in IDS} for row in wanted]
 
 
+def test_the_collator_of_a_trainer_is_trls(model, tmp_path):
+    trl = pytest.importorskip("trl")
+    ours, theirs = (make(package, model, tmp_path, {"max_length": 14}) for package in (trl_jax, trl))
+    found, wanted = (trainer.data_collator([theirs.train_dataset[at] for at in range(3)]) for trainer in (ours, theirs))
+    assert list(found) == list(wanted)
+    for name, values in wanted.items():
+        assert found[name].tolist() == values.tolist()
+
+
 @pytest.mark.parametrize("config", [{}, {"precompute_ref_log_probs": True}])
 def test_under_a_new_adapter_the_reference_is_the_model_without_it(model, tmp_path, config):
     trl, peft = pytest.importorskip("trl"), pytest.importorskip("peft")
@@ -138,6 +147,8 @@ def test_a_copy_of_the_model_is_the_reference_that_there_is_without_one(model, t
     copied = trl_jax.create_reference_model(policy)
     given, none = (trained(trl_jax, policy, tmp_path, {"max_steps": 2}, ref_model=it) for it in (copied, None))
     assert steps(given)[0]["rewards/chosen"] == 0 != steps(given)[1]["rewards/chosen"]
+    with pytest.raises(ValueError, match="num_shared_layers=1: a reference shares no layers"):
+        trl_jax.create_reference_model(policy, num_shared_layers=1)
     assert steps(none)[0]["rewards/chosen"] == 0 and steps(none)[0]["logps/chosen"] != steps(given)[0]["logps/chosen"]
 
 

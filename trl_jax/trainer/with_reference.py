@@ -18,6 +18,8 @@ from trl_jax.run.state import OWN_LOSS, RunState
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.refusals import names_of_script
 
+_LENGTHS = ("max_length", "truncation_mode")  # how texts are cut, in the words of the arguments and of collators
+
 
 class TrainerWithReference(BaseTrainer):
     """A trainer of language models whose task has the reference's log-probabilities, of every text, as the optional
@@ -63,8 +65,7 @@ class TrainerWithReference(BaseTrainer):
             peft_config=peft_config,
             reference=self._attach_reference,
         )
-        if data_collator is not None:
-            _check_lengths(data_collator, self.args)
+        _check_lengths(self.data_collator, self.args)
         if self.args.precompute_ref_log_probs:
             self._precompute()
         self.aux_loss_enabled = balance_experts(self._run, self.args.router_aux_loss_coef)
@@ -145,7 +146,7 @@ def _check_sync(run: RunState) -> None:
 
 def _check_lengths(collator: Any, args: Any) -> None:
     """Raise ValueError for a collator that cuts texts in another way than the arguments say."""
-    for name in ("max_length", "truncation_mode"):
+    for name in _LENGTHS:
         if name in vars(collator) and vars(collator)[name] != vars(args)[name]:
             raise ValueError(
                 f"data_collator has {name}={vars(collator)[name]!r}, the arguments {name}={vars(args)[name]!r}: rows "

@@ -139,12 +139,16 @@ def given(model: PreTrainedModel, vocab_size: int) -> ReferenceModel:
     return ReferenceModel(model.backend, _own(model.arrays))
 
 
-def create_reference_model(model: Any) -> Any:
+def create_reference_model(model: Any, num_shared_layers: int | None = None, pattern: str | None = None) -> Any:
     """A copy of a model as it is now, for `ref_model`. Where that is not passed, a trainer makes one itself.
 
     Args:
         model: what `trl_jax.AutoModelForCausalLM` loaded, or a torch model of transformers.
+        num_shared_layers, pattern: refused: all layers are copied.
     """
+    for name, value in {"num_shared_layers": num_shared_layers, "pattern": pattern}.items():
+        if value is not None:
+            raise ValueError(f"{name}={value!r}: a reference shares no layers with the policy. Leave it out.")
     if not isinstance(model, PreTrainedModel):
         return copy.deepcopy(model).eval().requires_grad_(False)
     twin = copy.copy(model)
