@@ -13,6 +13,8 @@ from compat_tests.hub.test_gguf import write_gguf
 from compat_tests.models import causal, variants
 from trl_jax import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl_jax.hub.auto import find_checkpoint
+from trl_jax.hub.config.native import transformers_config
+from trl_jax.hub.config.reader import read_config
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -145,3 +147,37 @@ def test_the_outline_has_the_shapes_of_the_loaded_model(tmp_path):
         checkpoint = find_checkpoint(str(causal.build(tmp_path / str(tie), "phi", tie=tie)), head="lm")
         shapes = {path: array.shape for path, array in checkpoint.outline().params.items()}
         assert shapes == {path: array.shape for path, array in checkpoint.load(0).params.items()}
+
+
+def changed(folder, **values):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_keys_of_cohere2s_first_checkpoints_say_what_is_computed(tmp_path):
+    folder = variants.tiny_model(tmp_path / "in", "cohere2", head="causal")
+    said = {
+        "cache_implementation": "hybrid", "order_of_interleaved_layers": "local_attn_first",
+        "position_embedding_type": "rope_gptj", "rotary_pct": 1.0, "use_embedding_sharing": True,
+        "use_gated_activation": True, "use_parallel_block": True, "use_parallel_embedding": False,
+    }  # fmt: skip
+    changed(folder, **said)
+    assert_same_logits(AutoModelForCausalLM.from_pretrained(folder), folder)
+    changed(folder, use_parallel_block=False)
+    with pytest.raises(ValueError, match="use_parallel_block is False, wanted True"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_gpt_neox_has_as_many_heads_of_keys_as_of_queries(tmp_path):
+    folder = variants.tiny_model(tmp_path / "in", "gpt_neox", head="causal")
+    changed(folder, num_key_value_heads=1)
+    assert_same_logits(AutoModelForCausalLM.from_pretrained(folder), folder)
+
+
+def test_numbers_that_json_does_not_have(tmp_path):
+    """Of the state-space layers of NemotronH, as transformers writes them."""
+    theirs = transformers.NemotronHConfig(time_step_limit=(0.0, float("inf")))
+    theirs.save_pretrained(tmp_path)
+    assert '"__float__": "Infinity"' in (tmp_path / "config.json").read_text()
+    found = transformers_config(read_config(tmp_path), tmp_path / "config.json", "lm")
+    assert list(found.time_step_limit) == [0.0, float("inf")]

@@ -137,7 +137,7 @@ class Surface(abc.ABC):
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: it makes models by `model_init`, which TRL's trainers here do not take either."""
-        raise NotImplementedError(
+        raise TypeError(
             "hyperparameter_search is not in this release of trl_jax. Make a trainer for each "
             "configuration and call train()."
         )

@@ -74,13 +74,22 @@ def transformers_config(raw: dict[str, Any], path: Path, head: HeadName) -> Any:
     from transformers import CONFIG_MAPPING
 
     try:
-        values = copy.deepcopy(raw)  # its classes change what they are given
+        values = _with_floats(copy.deepcopy(raw))  # its classes change what they are given
         config = CONFIG_MAPPING[raw["model_type"]].from_dict(values, name_or_path=path.parent, **CONFIG_VALUES[head])
     except Exception as error:  # its classes check their keys with errors of many types, none of which names the file
         raise ValueError(f"{path}: transformers refuses it: {error}. Correct that key.") from error
     if head == "score":
         config.use_cache = False
     return config
+
+
+def _with_floats(value: Any) -> Any:
+    """Numbers that JSON does not have in the place of what transformers writes for them: {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+            return float(value["__float__"])
+        return {key: _with_floats(part) for key, part in value.items()}
+    return [_with_floats(part) for part in value] if isinstance(value, list) else value
 
 
 def _head_of(family: Family, head: HeadName, path: Path) -> Head:

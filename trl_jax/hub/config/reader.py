@@ -11,17 +11,17 @@ from trl_jax.core.printable import brief, listed
 # Keys without effect on what is computed: bookkeeping, labels, token ids, generation settings.
 INERT = frozenset(
     """
-    add_cross_attention architectures attn_implementation auto_map bad_words_ids begin_suppress_tokens
-    bos_token_id chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample
-    dtype early_stopping encoder_no_repeat_ngram_size eod_token_id eos_token_id exponential_decay_length_penalty
-    finetuning_task forced_bos_token_id forced_eos_token_id id2label is_decoder is_encoder_decoder is_llama_config
-    label2id length_penalty mask_token_id max_length max_position_embeddings
-    max_sequence_length min_length model_type name no_repeat_ngram_size num_beam_groups
-    num_beams num_labels num_return_sequences output_attentions output_hidden_states output_scores pad_token_id prefix
-    pretraining_tp problem_type pruned_heads remove_invalid_values repetition_penalty return_dict
-    return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
-    tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config transformers_version
-    typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache
+    add_cross_attention architectures attn_implementation auto_map bad_words_ids begin_suppress_tokens bos_token_id
+    cache_implementation chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty
+    do_sample dtype early_stopping encoder_no_repeat_ngram_size eod_token_id eos_token_id
+    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id id2label is_decoder
+    is_encoder_decoder is_llama_config label2id length_penalty mask_token_id max_length max_position_embeddings
+    max_sequence_length min_length model_type name no_repeat_ngram_size num_beam_groups num_beams num_labels
+    num_return_sequences output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp
+    problem_type pruned_heads remove_invalid_values repetition_penalty return_dict return_dict_in_generate
+    sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class
+    top_k top_p torch_dtype torchscript transformers.js_config transformers_version typical_p unk_token_id
+    unsloth_fixed unsloth_version use_bfloat16 use_cache
     """.split()
 )
 

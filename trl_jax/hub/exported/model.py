@@ -63,19 +63,22 @@ class TorchModel:
     def save(self, folder: Path, params: dict[str, Any]) -> None:
         """Save with transformers' own save_pretrained, which knows names, fusion and shards."""
         parameters = dict(self._module.named_parameters())
-        names = {id(parameter): name for name, parameter in parameters.items()}
         try:
             for name, parameter in parameters.items():
                 bridge.empty(parameter, self.dtypes[name])
             state = self._module.state_dict(keep_vars=True)
-            for name, tensor in state.items():  # a tied tensor stands in it under several names
-                if id(tensor) in names:
-                    parameter = names[id(tensor)]
-                    state[name] = bridge.as_dtype(params[parameter], self.dtypes[parameter])
+            whole = {name: bridge.as_dtype(params[name], dtype) for name, dtype in self.dtypes.items()}
+            state |= {name: whole[first] for name, first in self._names().items()}  # a tied one is written once
             self._module.save_pretrained(folder, state_dict=state)
         finally:
             for parameter in parameters.values():
                 bridge.empty(parameter, "float32")
+
+    def _names(self) -> dict[str, str]:
+        """From each name of a parameter to the one that `named_parameters` gives it: a tied one has several."""
+        first = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        every = self._module.named_parameters(remove_duplicate=False)
+        return {name: first[id(parameter)] for name, parameter in every}
 
     def program(self, rows: int, length: int, *, dtype: str, training: bool) -> Program:
         """A program that is right for `[rows, length]`: exported before, or now."""
@@ -84,5 +87,5 @@ class TorchModel:
             if fits(rows, length):
                 return program
         exported = bridge.export(self._module, rows, length, dtype, training, self.head)
-        made.append((domain(exported), translated(exported, self.config.model_type)))
+        made.append((domain(exported), translated(exported, self.config.model_type, self._names())))
         return made[-1][1]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from trl_jax.hub.torch.bridge import operation_of, plain, recorded
 from trl_jax.nn.aten.program import Node, Program
 from trl_jax.nn.aten.table import OPERATIONS
 
+_MODEL = "model."  # the module's name in what is exported
 _LAYER = re.compile(r"\.\d+(?:@\d+)?$")  # a numbered submodule; @1 marks that it is called for the second time
 _SILENT = ("aten._assert_tensor_metadata.default", "aten.sym_constrain_range_for_size.default")
 _INERT = {"device", "layout", "pin_memory", "memory_format", "non_blocking", "dtype"}  # dtypes stand in the result
@@ -41,16 +42,19 @@ def _input(exported: Any) -> Any:
     return next(node for node in exported.graph.nodes if node.name == name)
 
 
-def translated(exported: Any, model_type: str) -> Program:
+def translated(exported: Any, model_type: str, names: Mapping[str, str]) -> Program:
     """The graph as plain data.
 
+    Args:
+        names: from every name of a parameter to the one that it goes by; a tied one has several.
+
     Raises:
-        NotImplementedError: an operation has no counterpart here.
+        ValueError: an operation has no counterpart here.
     """
     signature = exported.graph_signature
-    prefix = "model."
-    parameters = {name: path.removeprefix(prefix) for name, path in signature.inputs_to_parameters.items()}
-    frozen = frozenset(parameters.values()) - _trained(exported)
+    paths = signature.inputs_to_parameters
+    parameters = {name: names[path.removeprefix(_MODEL)] for name, path in paths.items()}
+    frozen = frozenset(parameters.values()) - {names[name] for name in _trained(exported)}
     tensors = {**exported.state_dict, **exported.constants}
     paths = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
     nodes, layer = [], None
@@ -60,8 +64,9 @@ def translated(exported: Any, model_type: str) -> Program:
             nodes.append(_node(node, layer))
     unknown = sorted({node.op for node in nodes} - set(OPERATIONS))
     if unknown:
-        raise NotImplementedError(
-            f"model_type {model_type!r} needs operations that trl_jax has no counterpart of: {', '.join(unknown)}."
+        raise ValueError(
+            f"model_type {model_type!r} needs operations that trl_jax has no counterpart of: {', '.join(unknown)}. "
+            "Pass a checkpoint of another type."
         )
     constants = {name: tensors[path].detach().cpu().numpy() for name, path in paths.items()}
     [output] = signature.user_outputs
@@ -69,7 +74,7 @@ def translated(exported: Any, model_type: str) -> Program:
 
 
 def _trained(exported: Any) -> set[str]:
-    return {name.removeprefix("model.") for name, value in exported.named_parameters() if value.requires_grad}
+    return {name.removeprefix(_MODEL) for name, value in exported.named_parameters() if value.requires_grad}
 
 
 def _node(node: Any, layer: str | None) -> Node:

@@ -9,9 +9,19 @@ from trl_jax.hub.config.reader import ConfigReader
 from trl_jax.hub.families import Family, cohere, llama
 from trl_jax.models.arch import Arch
 
+# Keys of its first checkpoints, which transformers does not read: what they say is what it computes.
+_SAID = {
+    "order_of_interleaved_layers": "local_attn_first", "position_embedding_type": "rope_gptj", "rotary_pct": 1.0,
+    "use_embedding_sharing": True, "use_gated_activation": True, "use_parallel_block": True,
+    "use_parallel_embedding": False,
+}  # fmt: skip
+
 
 def arch(config: ConfigReader) -> Arch:
+    for key, value in _SAID.items():
+        config.refuse(key, value)
     base, pattern = cohere.arch(config), config.size("sliding_window_pattern", 4)
+    config.refuse("layer_switch", pattern)
     types = read_layer_types(config, [SLIDING if (i + 1) % pattern else FULL for i in range(base.num_layers)])
     windows = windows_of(types, read_window(config))
     ropes = tuple(None if window is None else base.ropes[0] for window in windows)

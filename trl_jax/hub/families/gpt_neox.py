@@ -14,7 +14,8 @@ from trl_jax.models.arch import Arch
 
 
 def arch(config: ConfigReader) -> Arch:
-    base = llama.arch(_with_todays_theta(config), partial=True)
+    heads = config.size("num_attention_heads")  # of keys, too, whatever num_key_value_heads says
+    base = llama.arch(_with_todays_theta(config).with_values(num_key_value_heads=heads), partial=True)
     bias, dropout = config.flag("attention_bias", True), config.number("hidden_dropout", 0.0, maximum=0.99)
     config.optional_number("classifier_dropout")  # of a token classifier
     rotary_dim = _rotary_dim(config, base)

@@ -16,7 +16,7 @@ def _addmm(bias, a, b, *, beta=1, alpha=1):
 def _convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
     """`x` is [N, in, ...], `weight` [out, in / groups, ...]."""
     if transposed or any(output_padding):
-        raise NotImplementedError("a transposed convolution")
+        raise ValueError("The exported model has a transposed convolution, which trl_jax has no counterpart of.")
     y = jax.lax.conv_general_dilated(
         x,
         weight.astype(x.dtype),
