@@ -7,7 +7,7 @@ import logging
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from compat_tests.hub.test_gguf import write_gguf
 from compat_tests.models import causal, variants
@@ -181,3 +181,18 @@ def test_numbers_that_json_does_not_have(tmp_path):
     assert '"__float__": "Infinity"' in (tmp_path / "config.json").read_text()
     found = transformers_config(read_config(tmp_path), tmp_path / "config.json", "lm")
     assert list(found.time_step_limit) == [0.0, float("inf")]
+
+
+def test_a_bias_that_the_familys_head_does_not_have_is_left_out_and_said(tmp_path, caplog):
+    folder = variants.tiny_model(tmp_path / "in", "llama", head="causal")
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        tensors | {"lm_head.bias": np.ones(len(tensors["lm_head.weight"]), np.float32)}, folder / "model.safetensors"
+    )
+    with caplog.at_level(logging.WARNING):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+    assert "lm_head.bias is left out: a LlamaForCausalLM has none, here as in transformers." in caplog.text
+    assert_same_logits(model, folder)
+    caplog.clear()
+    AutoModelForSequenceClassification.from_pretrained(folder)
+    assert "lm_head.bias" not in caplog.text

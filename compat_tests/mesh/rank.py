@@ -7,6 +7,7 @@ import os
 import signal
 
 HEARTBEAT = 10  # seconds, a third of what users wait
+FULL = 48  # 3 steps of 2 x 2 x 4 rows: TRL's ranks count a shorter last batch's metrics of the first rank alone
 ROWS = 44  # 6 micro-batches of 2 x 4 pairs, the last with four pairs of the first
 
 
@@ -14,21 +15,34 @@ def main(whose: str, folder: str, out: str, given: dict) -> None:
     from compat_tests import tiny
     from compat_tests.parity import reference
 
-    rows = tiny.preference_rows(given.pop("pairs", ROWS), margin=True)
     if whose == "ours":
         from trl_jax.engine.devices import processes
 
         processes.HEARTBEAT = HEARTBEAT
     first = os.environ.get("RANK", os.environ.get("JAX_PROCESS_ID")) == "0"
     if "resume" in given:
-        go_on(folder, rows, f"{out}/{whose}", **given)
+        go_on(folder, tiny.preference_rows(given.pop("pairs", ROWS), margin=True), f"{out}/{whose}", **given)
         return
     if not first:  # whose save may not be there yet
         reference.read_weights = lambda folder: {}
-    found = {"ours": reference.run_ours, "trl": reference.run_trl}[whose](folder, rows, f"{out}/{whose}", **given)
-    if first:
-        with open(f"{out}/{whose}.json", "w", encoding="utf-8") as file:
-            json.dump(found.logs, file)
+    run = {"ours": reference.run_ours, "trl": reference.run_trl}[whose]
+    for trainer in given.pop("trainers", ["Reward"]):
+        place = f"{out}/{whose}" if trainer == "Reward" else f"{out}/{whose}_{trainer}"
+        found = run(folder, rows_of(trainer), place, trainer=trainer, **given)
+        if first:
+            with open(f"{place}.json", "w", encoding="utf-8") as file:
+                json.dump(found.logs, file)
+
+
+def rows_of(trainer: str) -> list[dict]:
+    """Rows in the form that this trainer takes."""
+    from compat_tests import tiny
+    from compat_tests.parity.kto_cases import kto_rows
+
+    makes = {"SFT": tiny.text_rows, "DPO": tiny.preference_rows, "KTO": kto_rows}
+    if trainer in makes:
+        return makes[trainer](FULL, kind="prompt")
+    return tiny.preference_rows(ROWS, margin=True)
 
 
 def go_on(folder: str, rows: list[dict], out: str, *, resume: str | bool, dies: int | None = None, **config):

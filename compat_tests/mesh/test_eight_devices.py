@@ -10,7 +10,7 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    "name", ["eight_devices.py", "eight_experts.py", "eight_references.py", "eight_token_heads.py"]
+    "name", ["eight_devices.py", "eight_experts.py", "eight_references.py", "eight_token_heads.py", "eight_trl.py"]
 )
 def test_eight_devices(name):
     file = Path(__file__).with_name(name)

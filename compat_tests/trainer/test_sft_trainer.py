@@ -15,7 +15,7 @@ from transformers import TrainingArguments
 
 import trl_jax
 from compat_tests.parity.reference import BASE
-from compat_tests.tiny import text_rows
+from compat_tests.tiny import text_rows, tiny_tokenizer
 from compat_tests.trainer.trainers import FACTS
 from trl_jax.trainer.collator import DataCollatorForLanguageModeling
 
@@ -215,3 +215,36 @@ def test_a_run_that_goes_on_is_the_run_that_was_not_broken_off(folder, tmp_path)
     resumed = make(trl_jax, folder, tmp_path / "run", rows=rows, config=config)
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     assert steps(resumed)[2:] == steps(whole)[2:] and len(steps(whole)) == 4
+
+
+def test_four_bit_weights_with_an_adapter_train_as_the_floats_that_they_stand_for(folder, tmp_path):
+    """QLoRA, written as for TRL: the same losses as of a checkpoint that holds what the four bits say."""
+    bits = trl_jax.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    lora = trl_jax.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    config = {"model_init_kwargs": {"quantization_config": bits}, "learning_rate": 1e-2}
+    few = make(trl_jax, folder, tmp_path / "few", config=config, peft_config=lora)
+    assert few.model.frozen["decoder.layers.mlp.up.weight.codes"].dtype == np.uint8
+    few.model.merge_and_unload().save_pretrained(tmp_path / "floats")  # the adapter is 0 yet
+    few.processing_class.save_pretrained(tmp_path / "floats")
+    plain = make(trl_jax, tmp_path / "floats", tmp_path / "plain", config={"learning_rate": 1e-2}, peft_config=lora)
+    for trainer in (few, plain):
+        trainer.train()
+    found, wanted = ([log["loss"] for log in steps(trainer)] for trainer in (few, plain))
+    assert wanted[-1] < wanted[0]
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+def test_a_chat_template_of_a_file_or_of_another_tokenizer_is_trls(checkpoint, tmp_path):
+    trl = pytest.importorskip("trl")
+    base = checkpoint(**CAUSAL | {"tokenizer": {"chat_template": "{{ messages[0]['content'] }}"}})
+    file, other = tmp_path / "turns.jinja", tmp_path / "other"
+    file.write_text("{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}")
+    tiny_tokenizer(other, chat_template=True)
+    for number, path in enumerate((file, other)):
+        config = {"chat_template_path": str(path)}
+        ours, theirs = (
+            make(package, base, tmp_path / f"{number}", rows=text_rows(8, "chat"), config=config)
+            for package in (trl_jax, trl)
+        )
+        assert ours.processing_class.chat_template == theirs.processing_class.chat_template
+        assert ours.train_dataset["input_ids"] == theirs.train_dataset["input_ids"]

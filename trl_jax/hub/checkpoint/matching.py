@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from trl_jax.hub.checkpoint.tensor_map import TensorEntry, make_tensor_map
 from trl_jax.hub.config.native import NativeConfig
 from trl_jax.hub.heads import ONE_LABEL
 
+logger = logging.getLogger(__name__)
 _OLD_NORMS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 
 
@@ -73,6 +75,11 @@ def _full_names(config: NativeConfig, files: Files, wanted: set[str]) -> dict[st
         full = name if of_head or not bare else family.base_prefix + name
         if full in wanted or not any(re.search(pattern, name) for pattern in dropped):
             names[full] = name
+        elif name.startswith(config.head.prefixes):
+            logger.warning(
+                "%s: %s is left out: a %s has none, here as in transformers.", config.path.parent, name,
+                head_tensors.architecture(family, config.head.kind),
+            )  # fmt: skip
     return names
 
 

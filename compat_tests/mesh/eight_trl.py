@@ -1,0 +1,56 @@
+"""Fine-tuning and preference optimisation of language models on simulated devices, beside real TRL on one."""
+
+from __future__ import annotations
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+import pytest  # noqa: E402
+
+from compat_tests.mesh.rank import rows_of  # noqa: E402
+from compat_tests.parity import reference  # noqa: E402
+from compat_tests.parity.dpo_cases import SMALL  # noqa: E402
+from compat_tests.parity.marks import assert_same_weights, steps_of  # noqa: E402
+from compat_tests.parity.test_dpo_curve import assert_same  # noqa: E402
+
+CONFIG = {"max_length": 64, "max_steps": 6, "learning_rate": 3e-3}
+ROWS = 4  # a step, on all devices together
+
+
+@pytest.fixture(scope="module")
+def trl(checkpoint, tmp_path_factory):
+    """TRL's run of a trainer, made once."""
+    pytest.importorskip("trl")
+    made = {}
+
+    def of(trainer):
+        if trainer not in made:
+            out = tmp_path_factory.mktemp("trl")
+            made[trainer] = reference.run_trl(
+                checkpoint(**SMALL), rows_of(trainer), out, trainer=trainer, per_device_train_batch_size=ROWS, **CONFIG
+            )
+        return made[trainer]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("trainer", "mesh", "shards", "layout"),
+    [
+        ("SFT", "data:2", 2, "padded"),
+        ("SFT", "fsdp:2", 2, "packed"),
+        ("SFT", "tensor:2", 1, "packed"),
+        ("SFT", "fsdp:2,sequence:2", 2, "packed"),
+        ("DPO", "fsdp:2", 2, "shared"),
+        ("DPO", "tensor:2", 1, "shared"),
+    ],
+)
+def test_the_curve_is_trls(trainer, mesh, shards, layout, trl, checkpoint, tmp_path):
+    config = {"mesh_shape": mesh, "batch_layout": layout, "per_device_train_batch_size": ROWS // shards}
+    ours = reference.run_ours(checkpoint(**SMALL), rows_of(trainer), tmp_path, trainer=trainer, **CONFIG | config)
+    theirs = trl(trainer)
+    assert len(steps_of(theirs.logs)) == 6
+    for mine, other in zip(ours.logs, theirs.logs, strict=True):
+        assert_same(mine, other)
+    assert_same_weights(ours.weights, theirs.weights, 1e-3)
