@@ -223,7 +223,8 @@ class Surface(abc.ABC):
             kwargs: for `create_model_card`: model_name, dataset_name, tags and further metadata.
 
         Returns:
-            The commit; where `blocking` is False, a Future of it.
+            The commit; where `blocking` is False, a Future of it. Ask for its `result()` before the script ends: Python
+            then closes what uploads need, here as in transformers.
 
         Raises:
             PermissionError, ConnectionError: not even the last try succeeded; everything is in the folder.
