@@ -6,7 +6,7 @@ import pytest
 
 from compat_tests.tiny import tiny_tokenizer
 from trl_jax.data.rows import special_tokens
-from trl_jax.data.rows.special_tokens import settle, settle_chat_template
+from trl_jax.data.rows.special_tokens import settle, settle_chat_template, warn_of_shared_pad
 
 
 @pytest.fixture(autouse=True)
@@ -48,10 +48,10 @@ def test_neither_pad_nor_eos():
 
 
 def test_pad_equal_to_eos_is_warned_of_once_per_process(caplog):
-    settle(tiny_tokenizer())
+    warn_of_shared_pad(settle(tiny_tokenizer()))
     assert not caplog.messages
     for _ in range(3):
-        settle(tiny_tokenizer(pad=None))
+        warn_of_shared_pad(settle(tiny_tokenizer(pad=None)))
     assert len(caplog.messages) == 1
     assert "both '</s>': the score is read at the last token that is not EOS, as TRL does" in caplog.text
 

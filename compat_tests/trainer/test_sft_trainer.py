@@ -248,3 +248,8 @@ def test_a_chat_template_of_a_file_or_of_another_tokenizer_is_trls(checkpoint, t
         )
         assert ours.processing_class.chat_template == theirs.processing_class.chat_template
         assert ours.train_dataset["input_ids"] == theirs.train_dataset["input_ids"]
+
+
+def test_a_pad_token_that_is_the_eos_token_says_nothing_of_scores(folder, tmp_path, caplog):
+    make(trl_jax, folder, tmp_path, processing_class=tiny_tokenizer(pad="</s>"))
+    assert "score" not in caplog.text

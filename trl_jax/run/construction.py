@@ -39,13 +39,15 @@ def tokenizer_of(
     return load_tokenizer(model_loading.tokenizer_folder(checkpoint), checkpoint.config, trust_remote_code=code)
 
 
-def settle_tokens(args: BaseConfig, tokenizer: Any, rows: int, *, can_resize: bool) -> int:
-    """Give the tokenizer the special tokens and the chat template of the arguments.
+def settle_tokens(args: BaseConfig, tokenizer: Any, rows: int, *, can_resize: bool, head: str) -> int:
+    """Give the tokenizer the special tokens and the chat template of the arguments; `head` is the model's.
 
     Returns:
         How many tokens the model has to embed: `rows`, or more where it can be resized.
     """
     special_tokens.settle(tokenizer, eos_token=args.eos_token, pad_token=args.pad_token)
+    if head == "score":
+        special_tokens.warn_of_shared_pad(tokenizer)
     if args.chat_template_path is not None:
         rows = special_tokens.settle_chat_template(tokenizer, args.chat_template_path, rows=rows, can_resize=can_resize)
     special_tokens.check_pad(tokenizer, rows)

@@ -172,7 +172,7 @@ class BaseTrainer(Surface):
         run.processing_class = construction.tokenizer_of(tokenizer, checkpoint, torch_model, args)
         can_resize = may_resize and torch_model is None and checkpoint.can_resize
         run.vocab_size = construction.settle_tokens(
-            args, run.processing_class, checkpoint.vocab_size, can_resize=can_resize
+            args, run.processing_class, checkpoint.vocab_size, can_resize=can_resize, head=run.task.head
         )
         run.max_positions = checkpoint.max_positions
         run.train_dataset = self.prepare_dataset(train, "train")

@@ -37,8 +37,6 @@ def settle(tokenizer: Any, *, eos_token: str | None = None, pad_token: str | Non
     if eos_token is not None:
         tokenizer.eos_token = eos_token
     tokenizer.pad_token = pad
-    if pad == tokenizer.eos_token:
-        _warn_shared(pad)
     return tokenizer
 
 
@@ -123,6 +121,12 @@ def _check_known(tokenizer: Any, argument: str, token: str) -> None:
             f"({type(tokenizer).__name__}, {len(vocabulary):,} tokens). Name a token it has, or first add it to "
             "tokenizer and model."
         )
+
+
+def warn_of_shared_pad(tokenizer: Any) -> None:
+    """Say where scores are read if texts end in the token that fills rows up."""
+    if tokenizer.pad_token == tokenizer.eos_token:
+        _warn_shared(tokenizer.pad_token)
 
 
 @cache
