@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
+import transformers
 from datasets import Dataset, IterableDataset
 
 import trl_jax
@@ -233,3 +235,30 @@ def test_arguments_of_earlier_releases(model, tmp_path):
         trl_jax.KTOConfig(str(tmp_path), use_cpu=True, label_pad_token_id=-100)
     with pytest.raises(TypeError, match="model_adapter_name"):
         make(trl_jax, model, tmp_path, model_adapter_name="other")
+
+
+def shares(found):
+    """As scripts write metrics of logits: over every place, of token ids."""
+    logits, ids = found.predictions[:, :-1], found.label_ids[:, 1:]
+    real = ids > 0
+    return {"right": float((np.argmax(logits, -1) == ids)[real].mean()), "targets": int(real.sum())}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("config", [{}, {"precompute_ref_log_probs": True}])
+def test_compute_metrics_and_predict_give_what_trl_gives(config, model, checkpoint, tmp_path):
+    """Beside a reference that is another model, so that no reward is 0 but for rounding."""
+    trl, found, folder = pytest.importorskip("trl"), {}, checkpoint(**SMALL | {"seed": 5})
+    config = config | {"pad_to_multiple_of": None, "per_device_eval_batch_size": 8}
+    for package, models in ((trl_jax, trl_jax), (trl, transformers)):
+        reference = models.AutoModelForCausalLM.from_pretrained(folder)
+        trainer = make(package, model, tmp_path / package.__name__, config, ref_model=reference,
+                       compute_metrics=shares, eval_dataset=table(8, seed=4))  # fmt: skip
+        found[package] = trainer.evaluate(), trainer.predict(trainer.eval_dataset)
+    (mine, ours), (other, theirs) = found[trl_jax], found[trl]
+    assert_same(mine, other)
+    assert mine["eval_targets"] == other["eval_targets"] > 0
+    assert np.array_equal(ours.label_ids, theirs.label_ids) and ours.predictions.shape == theirs.predictions.shape
+    real = theirs.label_ids > 0
+    assert np.abs(ours.predictions[real] - theirs.predictions[real]).max() < 1e-4
+    assert ours.metrics["test_loss"] == pytest.approx(theirs.metrics["test_loss"], abs=1e-5)

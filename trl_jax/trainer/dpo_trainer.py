@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import TrainerCallback
+from transformers.trainer_utils import EvalPrediction
 
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.losses.dpo import PreferenceLoss
@@ -39,7 +41,8 @@ class DPOTrainer(TrainerWithReference):
             `prompt_ids`, `chosen_ids` and `rejected_ids`; a Dataset or an IterableDataset (with `max_steps`).
         eval_dataset: the same, or a dict of them.
         processing_class: the tokenizer; loaded with the model if None. Its pad token is set if it has none.
-        compute_metrics: refused: TRL's own metrics need no logits.
+        compute_metrics: gets an EvalPrediction of all logits `[rows, T, V]`, not shifted, and their token ids
+            `[rows, T]`, as in TRL, which will drop it; its own metrics need no logits.
         callbacks: transformers' callbacks, besides the default ones.
         optimizers: an optax transformation with its rate, and None or a function of the step. The function scales
             what the transformation gives; without it the arguments' schedule does, as a share of its peak.
@@ -64,7 +67,7 @@ class DPOTrainer(TrainerWithReference):
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None = None,
         processing_class: Any = None,
-        compute_metrics: None = None,
+        compute_metrics: Callable[[EvalPrediction], dict] | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         quantization_config: Any = None,

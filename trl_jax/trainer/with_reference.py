@@ -49,7 +49,7 @@ class TrainerWithReference(BaseTrainer):
                 "`model` and `ref_model` cannot be the same object. In most cases you should omit `ref_model`: the "
                 "model as it is before training is then the reference."
             )
-        self._check_own(compute_metrics)
+        self._check_own()
         self._given_reference, self._fresh_adapter = ref_model, peft_config is not None
         super().__init__(
             model,
@@ -79,13 +79,8 @@ class TrainerWithReference(BaseTrainer):
             return None
         return reference.as_model(model)
 
-    def _check_own(self, compute_metrics: Any) -> None:
-        """Raise ValueError for metrics of logits, TypeError for a script's own loss: neither is in this release."""
-        if compute_metrics is not None:
-            raise ValueError(
-                f"compute_metrics is not in this release of trl_jax for {self._name}, as it asks for all logits. Leave "
-                "it out: evaluate() has rewards, margins, log-probabilities and entropy."
-            )
+    def _check_own(self) -> None:
+        """Raise TypeError for a script's own loss, which is not in this release."""
         if own := sorted(names_of_script(type(self)) & OWN_LOSS):
             raise TypeError(
                 f"{type(self).__name__} overrides {', '.join(own)}, which is not in this release of trl_jax for "

@@ -108,7 +108,7 @@ class Evaluator:
                 evaluated = run_batches(self._checked(evaluate), steps, after_each)
             elif run.task.head == "lm" and (predicts or hooks.compute_metrics is not None):
                 by_logits = self._logits(hooks.preprocess_logits_for_metrics)
-                evaluate = self._checked(partial(by_logits, run.model.arrays, dtype=dtype))
+                evaluate = self._checked(partial(by_logits, run.arrays, dtype=dtype))
                 rows = replace(steps, layout="padded", divided=False)
                 evaluated = run_batches(evaluate, rows, after_each, by_logits.divisor)
             else:
@@ -121,7 +121,7 @@ class Evaluator:
     def _logits(self, preprocess: Callable | None) -> LogitsEvaluation:
         """The evaluation with whole logits; the last one, compiled, as long as `preprocess` is the same."""
         if self._by_logits is None or self._by_logits.preprocess is not preprocess:
-            self._by_logits = LogitsEvaluation(self._run, preprocess)
+            self._by_logits = LogitsEvaluation(self._run, self._forward, preprocess)
         return self._by_logits
 
     def _checked(self, evaluate: Callable[[Any], Any]) -> Callable[[Any], Any]:

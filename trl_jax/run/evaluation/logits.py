@@ -10,7 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from trl_jax.data.example import Measured, of_examples
+from trl_jax.data.layout.batch import Batch
 from trl_jax.run.state import RunState
+from trl_jax.run.step.forward import Forward
 from trl_jax.run.step.routers import aux_loss_sums, aux_loss_weight
 from trl_jax.run.user_loss.bound_model import BoundModel
 from trl_jax.run.user_loss.inputs import inputs_of
@@ -23,30 +26,24 @@ class LogitsEvaluation:
     """Evaluates a batch of padded rows: `(params, arrays) -> (sums with "loss", (predictions, labels))`.
 
     Predictions are logits float32 `[rows, T, V]`, of each place for the next token, or what `preprocess` makes of them;
-    labels int32 `[rows, T]` are at their own place. T is the batch's longest row, the loss a mean over its targets.
+    labels int32 `[rows, T]` are at their own place. Where an example has several texts, or the task compares with a
+    reference, the labels are the token ids, as in TRL, and the rows are those of the texts that count as trained on:
+    first texts of all examples, then second ones. T is the longest row, the loss a mean over targets or examples.
     """
 
-    def __init__(self, run: RunState, preprocess: Callable | None):
+    def __init__(self, run: RunState, forward: Forward, preprocess: Callable | None):
         """
         Args:
             preprocess: a script's `preprocess_logits_for_metrics`, called with logits and labels as JAX arrays.
-
-        Raises:
-            ValueError: the task's examples have several texts.
         """
-        if len(run.task.columns.texts) > 1:
-            raise ValueError(
-                "predict() and compute_metrics are not in this release of trl_jax where an example has several texts. "
-                "Use evaluate(), whose metrics need no logits, or call trainer.model on rows of token ids."
-            )
-        self._run, self.preprocess, self._warned = run, preprocess, False
-        self._evaluate = jax.jit(self._outputs, static_argnames="dtype")
+        self._run, self._forward, self.preprocess, self._warned = run, forward, preprocess, False
+        columns, count = run.task.columns, len(run.task.columns.texts)
+        self._texts = None if count == 1 and not columns.optional else columns.counted or count
+        self._evaluate = jax.jit(self._loss_of_logits, static_argnames="dtype")
+        self._evaluate_beside = jax.jit(self._loss_and_logits, static_argnames="dtype")
 
     def __call__(self, params: dict, arrays: Any, *, dtype: str) -> tuple:
-        [inputs] = inputs_of(arrays, self._run.task)
-        sums, logits = self._evaluate(params, inputs, dtype=dtype)
-        longest = int(inputs["attention_mask"].sum(axis=1).max())
-        logits, labels = logits[:, :longest], inputs["labels"][:, :longest]
+        sums, logits, labels = (self._of_labels if self._texts is None else self._of_texts)(params, arrays, dtype)
         if self.preprocess is not None:
             return sums, (self.preprocess(logits, jnp.asarray(labels)), labels)
         if not self._warned:
@@ -60,10 +57,18 @@ class LogitsEvaluation:
         return sums, (logits, labels)
 
     def divisor(self, batch: Any) -> float:
-        """The number of targets of a batch, which its loss is a mean over."""
+        """What the loss of a batch is a mean over: its targets, or its examples."""
+        if not self._run.task.per_token:
+            return batch.num_examples
         return max(1, int(np.count_nonzero(batch.arrays.targets >= 0)))
 
-    def _outputs(self, params: dict, inputs: dict, *, dtype: str) -> tuple:
+    def _of_labels(self, params: dict, arrays: Any, dtype: str) -> tuple:
+        [inputs] = inputs_of(arrays, self._run.task)
+        sums, logits = self._evaluate(params, inputs, dtype=dtype)
+        longest = int(inputs["attention_mask"].sum(axis=1).max())
+        return sums, logits[:, :longest], inputs["labels"][:, :longest]
+
+    def _loss_of_logits(self, params: dict, inputs: dict, *, dtype: str) -> tuple:
         task, labels = self._run.task, inputs["labels"]
         weight = aux_loss_weight(self._run, 1.0)
         bound = BoundModel(self._run.model, params, dtype=dtype, head="lm", aux_loss_weight=weight)
@@ -71,3 +76,25 @@ class LogitsEvaluation:
         loss, sums = task_loss(task, outputs.logits, labels)
         sums |= aux_loss_sums(bound.aux_losses)
         return sums | {"loss": bound.balanced(loss, outputs.aux_loss)}, outputs.logits
+
+    def _of_texts(self, params: dict, arrays: Batch, dtype: str) -> tuple:
+        batch: Batch = jax.tree.map(lambda leaf: leaf[0], arrays)
+        examples = int(np.count_nonzero(batch.weight))
+        sums, logits = self._evaluate_beside(params, batch, dtype=dtype)
+        rows = len(batch.weight) * self._texts
+        logits, tokens, lengths = (
+            of_examples(array, self._texts, examples) for array in (logits, batch.tokens[:rows], batch.lengths[:rows])
+        )
+        longest = int(lengths.max())
+        return sums, logits[:, :longest], tokens[:, :longest]
+
+    def _loss_and_logits(self, params: dict, batch: Batch, *, dtype: str) -> tuple:
+        """The task's loss without logits, and logits `[rows, T, V]` by a pass of their own, as TRL makes them."""
+        run, rows = self._run, len(batch.weight) * self._texts
+        outputs = self._forward.outputs(params, batch, dtype=dtype, bounded=False)
+        measured = Measured(batch.weight, batch.extras, len(batch.weight), share=batch.weight)
+        sums = self._forward.measure(outputs, measured)
+        policy = params if run.reference is None else run.reference.split(params)[0]
+        bound = BoundModel(run.model, policy, dtype=dtype, head="lm")
+        mask = jnp.arange(batch.tokens.shape[1]) < batch.lengths[:rows, None]
+        return sums, bound(batch.tokens[:rows], mask).logits
