@@ -52,6 +52,7 @@ def checkpoint(tmp_path_factory):
 # The dearest files, in the order of what they cost: whoever takes one last would work on alone.
 FIRST = (
     "mesh/test_eight_devices.py", "parity/test_curve.py", "mesh/test_two_processes.py", "models/test_families.py",
+    "mesh/test_two_references.py",
     "parity/test_dpo_curve.py", "parity/test_kto_curve.py", "trainer/test_kto_trainer.py",
     "adapters/test_against_peft.py", "compat_tests/test_scripts.py", "exported/test_computing.py",
     "exported/test_types.py", "compat_tests/test_examples.py", "compat_tests/test_pointwise.py",

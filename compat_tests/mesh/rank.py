@@ -11,10 +11,9 @@ ROWS = 44  # 6 micro-batches of 2 x 4 pairs, the last with four pairs of the fir
 
 
 def main(whose: str, folder: str, out: str, given: dict) -> None:
-    from compat_tests import tiny
     from compat_tests.parity import reference
 
-    rows = tiny.preference_rows(given.pop("pairs", ROWS), margin=True)
+    rows = rows_of(given.get("trainer", "Reward"), given.pop("pairs", ROWS))
     if whose == "ours":
         from trl_jax.engine.devices import processes
 
@@ -29,6 +28,15 @@ def main(whose: str, folder: str, out: str, given: dict) -> None:
     if first:
         with open(f"{out}/{whose}.json", "w", encoding="utf-8") as file:
             json.dump(found.logs, file)
+
+
+def rows_of(trainer: str, count: int) -> list[dict]:
+    from compat_tests.parity.kto_cases import kto_rows
+    from compat_tests.tiny import preference_rows
+
+    if trainer == "Reward":
+        return preference_rows(count, margin=True)
+    return preference_rows(count, "prompt") if trainer == "DPO" else kto_rows(count)
 
 
 def go_on(folder: str, rows: list[dict], out: str, *, resume: str | bool, dies: int | None = None, **config):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import threading
 
 import pytest
 
 from compat_tests import tiny
-from compat_tests.mesh.launching import launch
+from compat_tests.mesh.launching import launch, launch_both
 from compat_tests.mesh.rank import ROWS, go_on
 from compat_tests.parity.marks import assert_same_curve, assert_same_weights, steps_of
 from compat_tests.parity.reference import read_weights
@@ -27,20 +26,8 @@ def folder(checkpoint):
 def pair(folder, tmp_path_factory):
     """Where two processes, and two ranks of TRL, have left five steps."""
     pytest.importorskip("trl")
-    out, done = tmp_path_factory.mktemp("pair"), {}
-
-    def run(whose: str, **more) -> None:
-        done[whose] = launch(whose, folder, out, config=[CONFIG | more] * 2)
-
-    threads = [
-        threading.Thread(target=run, args=("trl",)), threading.Thread(target=run, args=("ours",), kwargs=TWO | SAVING)
-    ]  # fmt: skip
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for results in done.values():
-        assert all(code == 0 for code, _ in results), "\n".join(text[-3000:] for _, text in results)
+    out = tmp_path_factory.mktemp("pair")
+    launch_both(folder, out, CONFIG, ours=TWO | SAVING)
     return out
 
 
