@@ -19,6 +19,9 @@ os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # bitsandbytes would compil
 _compiled = tempfile.TemporaryDirectory(prefix="trl-jax-compiled-")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _compiled.name)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+# What a run keeps for the next one is no other session's.
+_kept = tempfile.TemporaryDirectory(prefix="trl-jax-datasets-")
+os.environ.setdefault("HF_DATASETS_CACHE", _kept.name)
 # Nor does LLVM polish what runs for a moment; and XLA's older code for fusions, which jaxlib 0.12 no longer has, takes
 # a fifth of the time to make. XLA_FLAGS= runs the tests as users run.
 _quickly = "--xla_backend_optimization_level=0"
@@ -49,6 +52,7 @@ def checkpoint(tmp_path_factory):
 # The dearest files, in the order of what they cost: whoever takes one last would work on alone.
 FIRST = (
     "mesh/test_eight_devices.py", "parity/test_curve.py", "mesh/test_two_processes.py", "models/test_families.py",
+    "mesh/test_two_language_models.py",
     "parity/test_dpo_curve.py", "parity/test_kto_curve.py", "trainer/test_kto_trainer.py",
     "adapters/test_against_peft.py", "compat_tests/test_scripts.py", "exported/test_computing.py",
     "exported/test_types.py", "compat_tests/test_examples.py", "compat_tests/test_pointwise.py",

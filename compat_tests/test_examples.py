@@ -40,6 +40,17 @@ def test_fine_tuning_learns(tmp_path):
     assert (tmp_path / "final" / "generation_config.json").is_file()
 
 
+def test_preferences_are_learned(tmp_path):
+    shown = run(ROOT / "examples" / "dpo.py", "--output_dir", tmp_path)
+    assert int(re.search(r"^(\d) of 4 answers are right\.$", shown, flags=re.M)[1]) >= 3
+    assert "Questions that were brushed off: 4 before, 0 after." in shown
+    first, last = map(float, re.search(r"Margins went from (\d\.\d+) to (\d\.\d+)\.", shown).groups())
+    assert first == 0 and last > 0.1
+    picture = (tmp_path / "rewards.svg").read_text()
+    assert picture.startswith("<svg") and picture.count("<polyline") == 3
+    assert (tmp_path / "final" / "generation_config.json").is_file()
+
+
 def test_a_script_ported_by_its_import_prints_trls_losses(tmp_path):
     pytest.importorskip("trl")
     sys.path.insert(0, str(ROOT / "examples"))

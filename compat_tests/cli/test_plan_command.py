@@ -82,7 +82,7 @@ def test_every_argument_has_a_part_in_a_plan_or_is_told_to_have_none(checkpoint,
         dataset_num_proc pad_to_multiple_of center_rewards_coefficient batch_layout
         dataset_text_field dataset_kwargs packing packing_strategy eval_packing padding_free truncation_mode
         shuffle_dataset completion_only_loss assistant_only_loss average_tokens_across_devices loss_type
-        label_smoothing_factor router_aux_loss_coef
+        label_smoothing_factor router_aux_loss_coef max_prompt_length
         beta discopop_tau f_alpha_divergence_coef f_divergence_type label_smoothing ld_alpha
         loss_weights precompute_ref_log_probs use_weighting desirable_weight undesirable_weight
     """

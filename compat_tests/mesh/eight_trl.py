@@ -28,7 +28,12 @@ def trl(checkpoint, tmp_path_factory):
         if trainer not in made:
             out = tmp_path_factory.mktemp("trl")
             made[trainer] = reference.run_trl(
-                checkpoint(**SMALL), rows_of(trainer), out, trainer=trainer, per_device_train_batch_size=ROWS, **CONFIG
+                checkpoint(**SMALL),
+                rows_of(trainer, 24),
+                out,
+                trainer=trainer,
+                per_device_train_batch_size=ROWS,
+                **CONFIG,
             )
         return made[trainer]
 
@@ -48,7 +53,7 @@ def trl(checkpoint, tmp_path_factory):
 )
 def test_the_curve_is_trls(trainer, mesh, shards, layout, trl, checkpoint, tmp_path):
     config = {"mesh_shape": mesh, "batch_layout": layout, "per_device_train_batch_size": ROWS // shards}
-    ours = reference.run_ours(checkpoint(**SMALL), rows_of(trainer), tmp_path, trainer=trainer, **CONFIG | config)
+    ours = reference.run_ours(checkpoint(**SMALL), rows_of(trainer, 24), tmp_path, trainer=trainer, **CONFIG | config)
     theirs = trl(trainer)
     assert len(steps_of(theirs.logs)) == 6
     for mine, other in zip(ours.logs, theirs.logs, strict=True):

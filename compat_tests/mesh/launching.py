@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -43,6 +44,24 @@ def launch(
             process.kill()
             process.join()
         return [(process.exitcode, text.read_text()) for process, text in zip(started, said, strict=True)]
+
+
+def launch_both(folder, out, config: dict, *, ours: dict) -> None:
+    """Two processes of ours beside two ranks of TRL, with the same `config`; all of them end well."""
+    done = {}
+
+    def run(whose: str, **more) -> None:
+        done[whose] = launch(whose, folder, out, config=[config | more] * 2)
+
+    threads = [
+        threading.Thread(target=run, args=("trl",)), threading.Thread(target=run, args=("ours",), kwargs=ours)
+    ]  # fmt: skip
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for results in done.values():
+        assert all(code == 0 for code, _ in results), "\n".join(text[-3000:] for _, text in results)
 
 
 def _ours(number: int, count: int, place: str) -> dict:

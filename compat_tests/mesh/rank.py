@@ -7,12 +7,10 @@ import os
 import signal
 
 HEARTBEAT = 10  # seconds, a third of what users wait
-FULL = 48  # 3 steps of 2 x 2 x 4 rows: TRL's ranks count a shorter last batch's metrics of the first rank alone
 ROWS = 44  # 6 micro-batches of 2 x 4 pairs, the last with four pairs of the first
 
 
 def main(whose: str, folder: str, out: str, given: dict) -> None:
-    from compat_tests import tiny
     from compat_tests.parity import reference
 
     if whose == "ours":
@@ -21,28 +19,28 @@ def main(whose: str, folder: str, out: str, given: dict) -> None:
         processes.HEARTBEAT = HEARTBEAT
     first = os.environ.get("RANK", os.environ.get("JAX_PROCESS_ID")) == "0"
     if "resume" in given:
-        go_on(folder, tiny.preference_rows(given.pop("pairs", ROWS), margin=True), f"{out}/{whose}", **given)
+        go_on(folder, rows_of("Reward", given.pop("pairs", ROWS)), f"{out}/{whose}", **given)
         return
     if not first:  # whose save may not be there yet
         reference.read_weights = lambda folder: {}
     run = {"ours": reference.run_ours, "trl": reference.run_trl}[whose]
-    for trainer in given.pop("trainers", ["Reward"]):
-        place = f"{out}/{whose}" if trainer == "Reward" else f"{out}/{whose}_{trainer}"
-        found = run(folder, rows_of(trainer), place, trainer=trainer, **given)
+    count = given.pop("pairs", ROWS)
+    for name, more in given.pop("runs", {"": {}}).items():  # one after the other
+        place, config = f"{out}/{whose}{name}", given | more
+        found = run(folder, rows_of(config.get("trainer", "Reward"), count), place, **config)
         if first:
             with open(f"{place}.json", "w", encoding="utf-8") as file:
                 json.dump(found.logs, file)
 
 
-def rows_of(trainer: str) -> list[dict]:
+def rows_of(trainer: str, count: int) -> list[dict]:
     """Rows in the form that this trainer takes."""
-    from compat_tests import tiny
     from compat_tests.parity.kto_cases import kto_rows
+    from compat_tests.tiny import preference_rows, text_rows
 
-    makes = {"SFT": tiny.text_rows, "DPO": tiny.preference_rows, "KTO": kto_rows}
-    if trainer in makes:
-        return makes[trainer](FULL, kind="prompt")
-    return tiny.preference_rows(ROWS, margin=True)
+    if trainer == "Reward":
+        return preference_rows(count, margin=True)
+    return {"SFT": text_rows, "DPO": preference_rows, "KTO": kto_rows}[trainer](count, kind="prompt")
 
 
 def go_on(folder: str, rows: list[dict], out: str, *, resume: str | bool, dies: int | None = None, **config):

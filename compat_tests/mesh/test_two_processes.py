@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import threading
 
 import pytest
 
 from compat_tests import tiny
-from compat_tests.mesh.launching import launch
+from compat_tests.mesh.launching import launch, launch_both
 from compat_tests.mesh.rank import ROWS, go_on
-from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.marks import assert_same_curve, assert_same_weights, steps_of
 from compat_tests.parity.reference import read_weights
-from compat_tests.parity.test_dpo_curve import assert_same
 
 CONFIG = {"gradient_accumulation_steps": 2, "max_steps": 5, "lr_scheduler_type": "constant"}
 SAVING = {"save_strategy": "steps", "save_steps": 1}
@@ -30,44 +27,14 @@ def pair(folder, tmp_path_factory):
     """Where two processes, and two ranks of TRL, have left five steps."""
     pytest.importorskip("trl")
     out = tmp_path_factory.mktemp("pair")
-    beside({"trl": {}, "ours": TWO | SAVING}, folder, out)
+    launch_both(folder, out, CONFIG, ours=TWO | SAVING)
     return out
-
-
-def beside(runs, folder, out) -> None:
-    """Start two processes for each of the runs, by whose it is; all must end well."""
-    done = {}
-
-    def run(whose: str, more: dict) -> None:
-        done[whose] = launch(whose, folder, out, config=[CONFIG | more] * 2)
-
-    threads = [threading.Thread(target=run, args=one) for one in runs.items()]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for results in done.values():
-        assert all(code == 0 for code, _ in results), "\n".join(text[-3000:] for _, text in results)
 
 
 def test_two_processes_are_two_ranks_of_trl(pair):
     ours, theirs = (json.loads((pair / f"{whose}.json").read_text()) for whose in ("ours", "trl"))
     assert_same_curve(ours, theirs)
     assert_same_weights(*(read_weights(pair / whose / "final") for whose in ("ours", "trl")))
-
-
-def test_two_processes_that_train_a_language_model_are_two_ranks_of_trl(checkpoint, tmp_path):
-    """Each trainer of causal models, one after the other in the same processes."""
-    pytest.importorskip("trl")
-    trainers = {"trainers": ["SFT", "DPO", "KTO"], "max_length": 64, "max_steps": 3, "learning_rate": 3e-3}
-    beside({"trl": trainers, "ours": trainers | TWO}, checkpoint(**SMALL), tmp_path)
-    for trainer in trainers["trainers"]:
-        ours, theirs = (json.loads((tmp_path / f"{whose}_{trainer}.json").read_text()) for whose in ("ours", "trl"))
-        assert len(steps_of(theirs)) == 3
-        for mine, other in zip(ours, theirs, strict=True):
-            assert_same(mine, other)
-        ours, theirs = (read_weights(tmp_path / f"{whose}_{trainer}" / "final") for whose in ("ours", "trl"))
-        assert_same_weights(ours, theirs, 1e-3)
 
 
 def alone(folder, out, resume):

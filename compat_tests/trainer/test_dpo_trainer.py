@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from compat_tests.parity.dpo_cases import CHAT, SMALL
 from compat_tests.parity.reference import BASE, read_weights
 from compat_tests.parity.test_dpo_curve import assert_same
 from compat_tests.tiny import preference_rows
+from trl_jax.tasks.dpo import DpoTask
 from trl_jax.trainer.dpo_trainer import DataCollatorForPreference
 
 STEPS = {"max_steps": 3, "learning_rate": 3e-3, "max_length": 64}
@@ -252,8 +254,40 @@ def test_old_arguments_of_the_trainer(model, tmp_path):
     with pytest.warns(FutureWarning, match="beta is an argument of DPOConfig"):
         trainer = trl_jax.DPOTrainer(str(model), None, args, beta=0.4, train_dataset=table())
     assert trainer.args.beta == 0.4
-    with pytest.raises(TypeError, match="max_prompt_length"):
-        make(trl_jax, model, tmp_path, max_prompt_length=10)
+    with pytest.raises(TypeError, match="max_completion_length"):
+        make(trl_jax, model, tmp_path, max_completion_length=10)
+
+
+@pytest.mark.parametrize("config", [{}, {"truncation_mode": "keep_end"}, {"max_length": 12}])
+def test_max_prompt_length_keeps_the_end_of_a_prompt(model, tmp_path, config):
+    """As in the releases of TRL that had it: then prompt and answer are cut together."""
+    whole = make(trl_jax, model, tmp_path, {"max_length": None}).train_dataset
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        args = trl_jax.DPOConfig(str(tmp_path), **BASE | STEPS | config, max_prompt_length=5)
+        rows = trl_jax.DPOTrainer(str(model), args=args, train_dataset=table()).train_dataset
+    told = [str(one.message) for one in told if "max_prompt_length" in str(one.message)]
+    assert len(told) == 1 and told[0].startswith("max_prompt_length=5 is deprecated")
+    part = slice(-64, None) if config.get("truncation_mode") else slice(config.get("max_length", 64))
+    assert len(rows) == 16 and max(map(len, whole["prompt_ids"])) > 5
+    for row, before in zip(rows, whole, strict=True):
+        assert row["prompt_ids"] == before["prompt_ids"][-5:]
+        for side in ("chosen", "rejected"):
+            assert row[f"{side}_input_ids"] == (row["prompt_ids"] + before[f"{side}_ids"])[part]
+            labels = [-100] * len(row["prompt_ids"]) + before[f"{side}_ids"]
+            assert row[f"{side}_labels"] == labels[part]
+
+
+def test_max_prompt_length_of_the_trainer_and_of_rows_that_are_joined(model, tmp_path):
+    with pytest.warns(FutureWarning, match="max_prompt_length is an argument of DPOConfig now") as told:
+        rows = make(trl_jax, model, tmp_path, max_prompt_length=5).train_dataset
+    assert len([one for one in told if "max_prompt_length" in str(one.message)]) == 1
+    names = DpoTask.columns.texts + DpoTask.columns.labels
+    joined = make(trl_jax, model, tmp_path).train_dataset.select_columns(names)
+    with pytest.warns(FutureWarning, match="max_prompt_length=5 is deprecated"):
+        again = make(trl_jax, model, tmp_path, {"max_prompt_length": 5}, train_dataset=joined).train_dataset
+    for name in names:
+        assert again[name][:] == rows[name][:] != joined[name][:]
 
 
 @pytest.mark.parametrize(
@@ -269,6 +303,7 @@ def test_old_arguments_of_the_trainer(model, tmp_path):
         ({"loss_type": "exo_pair"}, "Label smoothing must be greater than 0.0"),
         ({"loss_type": "aot", "use_weighting": True}, "WPO-style weighting is not implemented"),
         ({"ld_alpha": 1.5}, "ld_alpha"),
+        ({"max_prompt_length": 0}, "max_prompt_length=0: wanted a whole number of at least 1"),
     ],
 )
 def test_arguments_that_are_refused(tmp_path, config, words):

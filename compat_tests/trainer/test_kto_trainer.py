@@ -228,7 +228,8 @@ def test_rows_that_are_refused(model, tmp_path, rows, words):
 def test_arguments_of_earlier_releases(model, tmp_path):
     with pytest.warns(FutureWarning, match="desirable_weight is an argument of KTOConfig"):
         assert make(trl_jax, model, tmp_path, desirable_weight=0.3).args.desirable_weight == 0.3
-    for name, value in {"max_prompt_length": 9, "generate_during_eval": True, "truncation_mode": "keep_end"}.items():
+    gone = {"max_completion_length": 9, "generate_during_eval": True, "truncation_mode": "keep_end"}
+    for name, value in gone.items():
         with pytest.raises(TypeError, match=f"{name}={value!r}"):
             trl_jax.KTOConfig(str(tmp_path), use_cpu=True, **{name: value})
     with pytest.warns(FutureWarning, match="label_pad_token_id has no effect any more"):
@@ -262,3 +263,27 @@ def test_compute_metrics_and_predict_give_what_trl_gives(config, model, checkpoi
     real = theirs.label_ids > 0
     assert np.abs(ours.predictions[real] - theirs.predictions[real]).max() < 1e-4
     assert ours.metrics["test_loss"] == pytest.approx(theirs.metrics["test_loss"], abs=1e-5)
+
+
+def test_max_prompt_length_keeps_the_end_of_prompts_of_long_texts(model, tmp_path):
+    """As in the releases of TRL that had it, whose truncation_mode was "keep_end"."""
+    whole = make(trl_jax, model, tmp_path, {"max_length": None}).train_dataset
+    lengths = [len(row["prompt_ids"]) + len(row["completion_ids"]) for row in whole]
+    middle = sorted(lengths)[len(lengths) // 2]
+    limits = {"max_length": middle, "max_prompt_length": 3}
+    with pytest.warns(FutureWarning, match="max_prompt_length=3 is deprecated") as told:
+        rows = make(trl_jax, model, tmp_path, limits).train_dataset
+    assert len([one for one in told if "max_prompt_length" in str(one.message)]) == 1
+    assert len(rows) == len(whole) and max(map(len, whole["prompt_ids"])) > 3
+    for row, before, length in zip(rows, whole, lengths, strict=True):
+        prompt = before["prompt_ids"] if length <= middle else before["prompt_ids"][-3:]
+        assert row["prompt_ids"] == prompt
+        assert row["completion_input_ids"] == (prompt + before["completion_ids"])[:middle]
+        assert row["completion_labels"] == ([-100] * len(prompt) + before["completion_ids"])[:middle]
+        assert row["KL_completion_input_ids"] == (prompt + before["KL_completion_ids"])[:middle]
+    joined = [name for name in whole.column_names if name.endswith(("input_ids", "labels"))]
+    texts = whole.select_columns([*joined, "label"])
+    with pytest.warns(FutureWarning, match="max_prompt_length=3 is deprecated"):
+        again = make(trl_jax, model, tmp_path, limits, train_dataset=texts).train_dataset
+    for name in ("completion_input_ids", "completion_labels"):
+        assert again[name][:] == rows[name][:]

@@ -30,12 +30,14 @@ class DpoTask:
     objective: the loss of pairs, with its options.
     ld_alpha: what tokens beyond the length of the pair's shorter answer count (LD-DPO); None counts all alike.
     max_length, truncation_mode: how a prompt with its answer is cut, whichever set it is of.
+    max_prompt_length: how many of a prompt's last tokens stay before; None: all.
     """
 
     objective: PreferenceLoss = field(default_factory=PreferenceLoss)
     ld_alpha: float | None = None
     max_length: int | None = None
     truncation_mode: str = "keep_start"
+    max_prompt_length: int | None = None
 
     head: ClassVar[Literal["lm"]] = "lm"
     per_token: ClassVar[bool] = False
@@ -64,6 +66,7 @@ class DpoTask:
         """Add TRL's `prompt_ids`, `chosen_ids` and `rejected_ids`, and the texts and labels of `columns`."""
         del max_length  # a set to predict is cut as the others are
         limits = {"max_length": self.max_length, "keep_end": self.truncation_mode == "keep_end"}
+        limits |= {"max_prompt_length": self.max_prompt_length}
         return rows.prepare(dataset, tokenizer, num_proc=num_proc, name=name, **limits)
 
     def example(self, row: dict[str, Any]) -> Example:

@@ -38,12 +38,14 @@ class KtoTask:
     max_length: longest prompt with its answer, whichever set it is of; None cuts nothing.
     batch_size: rows of a micro-batch on each device, among which answers go to other prompts.
     in_order: whether rows are trained on in their order.
+    max_prompt_length: how many of the last tokens stay of a prompt that is too long with its answer; None: all.
     """
 
     objective: UnpairedLoss = field(default_factory=UnpairedLoss)
     max_length: int | None = None
     batch_size: int = 8
     in_order: bool = True
+    max_prompt_length: int | None = None
 
     head: ClassVar[Literal["lm"]] = "lm"
     per_token: ClassVar[bool] = False
@@ -72,8 +74,8 @@ class KtoTask:
         """Add TRL's `prompt_ids`, `completion_ids` and `KL_completion_ids`, and the texts and labels of `columns`."""
         del max_length  # a set to predict is cut as the others are
         block = self.batch_size if self.objective.estimates_kl else None
-        options = {"max_length": self.max_length, "block": block, "num_proc": num_proc}
-        prepared = rows.prepare(dataset, tokenizer, name=name, **options)
+        limits = {"max_length": self.max_length, "max_prompt_length": self.max_prompt_length}
+        prepared = rows.prepare(dataset, tokenizer, block=block, num_proc=num_proc, name=name, **limits)
         if name == "train":
             if self.in_order:
                 rows.warn_of_order(dataset, self.batch_size)

@@ -23,7 +23,8 @@ class DPOConfig(BaseConfig):
         pad_to_multiple_of: row lengths in tokens are rounded up to a multiple of it. "auto" rounds up to a short
             ladder of lengths (32 tokens apart, from 256 on four an octave), so that few shapes compile; None keeps
             each batch's longest. Losses do not depend on it.
-        precompute_ref_log_probs: compute the reference's log-probabilities once, before training, and drop it.
+        precompute_ref_log_probs: compute the reference's log-probabilities once, before training, and drop it. They
+            are kept on the disk for other runs.
         precompute_ref_batch_size: pairs of a batch then; None takes those of training or evaluation.
         loss_type: one or more of "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair",
             "sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm";
@@ -45,6 +46,8 @@ class DPOConfig(BaseConfig):
         ref_model_mixup_alpha: the policy's share, from 0.0 to 1.0.
         ref_model_sync_steps: steps between two moves.
         pad_token: deprecated; set it on the tokenizer.
+        max_prompt_length: deprecated; the number of a prompt's last tokens that stay, before prompt and answer are cut
+            to `max_length`. None: all.
     """
 
     argument_table = DPO
@@ -111,9 +114,11 @@ class DPOConfig(BaseConfig):
     ref_model_sync_steps: int = text_fields.ref_model_sync_steps()
 
     pad_token: str | None = text_fields.pad_token()
+    max_prompt_length: int | None = text_fields.max_prompt_length()
 
     def __post_init__(self):
         if isinstance(self.loss_type, str):
             self.loss_type = [self.loss_type]
         text_fields.warn_of_keep_end(self.truncation_mode, self._frames_to_caller())
+        text_fields.warn_of_prompt_length(self.max_prompt_length, self._frames_to_caller())
         super().__post_init__()

@@ -20,7 +20,7 @@ from trl_jax.trainer.with_reference import TrainerWithReference
 
 _MOVED = (
     "beta", "dataset_num_proc", "disable_dropout", "f_alpha_divergence_coef", "f_divergence_type", "label_smoothing",
-    "loss_type", "max_length", "model_init_kwargs", "precompute_ref_log_probs", "truncation_mode",
+    "loss_type", "max_length", "max_prompt_length", "model_init_kwargs", "precompute_ref_log_probs", "truncation_mode",
 )  # fmt: skip
 
 
@@ -56,6 +56,7 @@ class DPOTrainer(TrainerWithReference):
 
     _name, _tag_names = "DPO", ["dpo"]
     config_class, _collator_class = DPOConfig, DataCollatorForPreference
+    _changes_logps = ("ld_alpha",)
 
     @accepting_old_keywords(*_MOVED)
     def __init__(
@@ -91,4 +92,4 @@ class DPOTrainer(TrainerWithReference):
             args.discopop_tau,
             args.use_weighting,
         )
-        return DpoTask(objective, args.ld_alpha, args.max_length, args.truncation_mode)
+        return DpoTask(objective, args.ld_alpha, args.max_length, args.truncation_mode, args.max_prompt_length)

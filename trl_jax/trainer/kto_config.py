@@ -22,7 +22,8 @@ class KTOConfig(BaseConfig):
         pad_to_multiple_of: row lengths in tokens are rounded up to a multiple of it. "auto" rounds up to a short
             ladder of lengths (32 tokens apart, from 256 on four an octave), so that few shapes compile; None keeps
             each batch's longest. Losses do not depend on it.
-        precompute_ref_log_probs: compute the reference's log-probabilities once, before training, and drop it.
+        precompute_ref_log_probs: compute the reference's log-probabilities once, before training, and drop it. They
+            are kept on the disk for other runs.
         precompute_ref_batch_size: rows of a batch then; None takes those of training or evaluation.
         loss_type: "kto" or "apo_zero_unpaired"; `trl_jax.losses.kto` has their formulas.
         beta: how strongly the policy is held near the reference.
@@ -34,6 +35,8 @@ class KTOConfig(BaseConfig):
             rest the reference. Checkpoints then have the reference, too.
         ref_model_mixup_alpha: the policy's share, from 0.0 to 1.0.
         ref_model_sync_steps: steps between two moves.
+        max_prompt_length: deprecated; the number of a prompt's last tokens that stay where it has more than
+            `max_length` with its answer. None: all.
     """
 
     argument_table = KTO
@@ -67,3 +70,9 @@ class KTOConfig(BaseConfig):
     sync_ref_model: bool = text_fields.sync_ref_model()
     ref_model_mixup_alpha: float = text_fields.ref_model_mixup_alpha()
     ref_model_sync_steps: int = text_fields.ref_model_sync_steps()
+
+    max_prompt_length: int | None = text_fields.max_prompt_length()
+
+    def __post_init__(self):
+        text_fields.warn_of_prompt_length(self.max_prompt_length, self._frames_to_caller())
+        super().__post_init__()

@@ -19,8 +19,8 @@ from trl_jax.trainer.old_keywords import accepting_old_keywords, as_config
 from trl_jax.trainer.with_reference import TrainerWithReference
 
 _MOVED = (
-    "beta", "dataset_num_proc", "desirable_weight", "disable_dropout", "loss_type", "max_length", "model_init_kwargs",
-    "precompute_ref_log_probs", "undesirable_weight",
+    "beta", "dataset_num_proc", "desirable_weight", "disable_dropout", "loss_type", "max_length",
+    "max_prompt_length", "model_init_kwargs", "precompute_ref_log_probs", "undesirable_weight",
 )  # fmt: skip
 
 
@@ -86,7 +86,8 @@ class KTOTrainer(TrainerWithReference):
         if objective.estimates_kl:
             _check_batches(args)
         in_order = args.train_sampling_strategy == "sequential"
-        return KtoTask(objective, args.max_length, args.per_device_train_batch_size, in_order)
+        batch_size = args.per_device_train_batch_size
+        return KtoTask(objective, args.max_length, batch_size, in_order, args.max_prompt_length)
 
 
 def _check_batches(args: KTOConfig) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, ClassVar
 
 from datasets import Dataset
 
@@ -28,6 +28,8 @@ class TrainerWithReference(BaseTrainer):
     Attributes:
         aux_loss_enabled: whether a loss that balances experts is added.
     """
+
+    _changes_logps: ClassVar[tuple[str, ...]] = ()  # arguments by which a text's log-probability is another
 
     def __init__(
         self,
@@ -124,7 +126,9 @@ class TrainerWithReference(BaseTrainer):
         batch_size, columns = args.precompute_ref_batch_size or own, run.task.columns.optional
         construction.attach_reference(run, reference)
         try:
-            return precomputed(run, self.parts.forward, dataset, columns, batch_size=batch_size, name=name)
+            facts = {argument: vars(args)[argument] for argument in self._changes_logps}
+            options = {"batch_size": batch_size, "name": name, "facts": facts}
+            return precomputed(run, self.parts.forward, dataset, columns, **options)
         finally:
             run.reference = None
 

@@ -31,6 +31,7 @@ WITH_REFERENCE: dict[str, Handling] = {
     **{name: line for name, line in COMMON.items() if name not in ("chat_template_path", "eos_token", "pad_token")},
     **handled("label_smoothing_factor", "warned", "preference losses have no labels of tokens to smooth."),
     **handled("router_aux_loss_coef", "native", rule=rules.number(0, optional=True, most=rules.MOST_FLOAT32)),
+    **handled("max_prompt_length", "native", rule=rules.whole(1, optional=True)),
     **handled("precompute_ref_log_probs", "native"),
     **handled("precompute_ref_batch_size", "native", rule=rules.whole(1, optional=True, most=rules.MOST_EXAMPLES)),
     **handled("sync_ref_model", "native", rule=_synced),

@@ -31,6 +31,11 @@ def longest_answered() -> Any:
     return _field(1024, "Longest prompt with its answer in tokens, the rest is cut off. None cuts nothing.")
 
 
+def max_prompt_length() -> Any:
+    text = "Deprecated: tokens of a prompt, of which the last ones stay. Unset, all."
+    return field(default=None, kw_only=True, metadata={"help": text})
+
+
 def truncation_mode() -> Any:
     text = "Part of a text beyond max_length that stays. 'keep_end' is deprecated."
     return _field("keep_start", text, choices=["keep_end", "keep_start"])
@@ -50,7 +55,7 @@ def pad_to_multiple_of(unchanged: str = "Losses") -> Any:
 
 
 def precompute_ref_log_probs() -> Any:
-    return _field(False, "Compute the reference's log-probabilities once, before training, and drop it.")
+    return _field(False, "Compute the reference's log-probabilities once, before training, and keep them on the disk.")
 
 
 def precompute_ref_batch_size(unit: str) -> Any:
@@ -79,6 +84,16 @@ def pad_token() -> Any:
 
 def _field(default: Any, text: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": text} | metadata)
+
+
+def warn_of_prompt_length(most: int | None, stacklevel: int) -> None:
+    """Warn that `max_prompt_length` is deprecated; `stacklevel` as in `warn_of_keep_end`."""
+    if most is not None:
+        text = (
+            f"max_prompt_length={most} is deprecated, and TRL no longer has it: long prompts lose their beginning. "
+            "max_length is for prompt and answer together."
+        )
+        warnings.warn(text, FutureWarning, stacklevel=stacklevel + 1)
 
 
 def warn_of_keep_end(mode: str, stacklevel: int) -> None:

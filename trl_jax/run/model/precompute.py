@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,22 +19,32 @@ from trl_jax.data.windows import Windows
 from trl_jax.engine.devices.sharding import distributed
 from trl_jax.engine.devices.spmd import ShardedStep
 from trl_jax.run import data
+from trl_jax.run.model.logps_cache import LogpsCache, folder_of
 from trl_jax.run.state import RunState
 from trl_jax.run.step.forward import Forward
 
 
 def precomputed(
-    run: RunState, forward: Forward, dataset: Any, columns: tuple[str, ...], *, batch_size: int, name: str
+    run: RunState,
+    forward: Forward,
+    dataset: Any,
+    columns: tuple[str, ...],
+    *,
+    batch_size: int,
+    name: str,
+    facts: dict[str, Any],
 ) -> Dataset:
     """The dataset with a float32 column for each text: its log-probability under the run's reference.
 
-    A dataset that has the columns is computed again: nothing in it says of which model they are. Under a model without
-    weights, of a plan, they are zeros.
+    What an earlier run computed by the same reference of the same rows is read from the disk. The columns of a dataset
+    that has them are replaced: nothing in it says of which model they are. Under a model without weights, of a plan,
+    they are zeros.
 
     Args:
         columns: their names, in the order of the texts.
         batch_size: examples of a batch on each device; the numbers do not depend on it.
         name: the dataset's, for the progress bar.
+        facts: by name, what the numbers depend on besides the reference, the rows and what every run has.
 
     Raises:
         ValueError: the dataset is a stream.
@@ -45,21 +55,44 @@ def precomputed(
             "set `precompute_ref_log_probs=False`."
         )
     dataset = dataset.remove_columns([column for column in columns if column in dataset.column_names])
-    loader = replace(data.loader(run, dataset, training=False), batch_size=batch_size * run.shards)
-    found = np.zeros((len(columns), len(dataset)), np.float32)
     if any(isinstance(array, jax.ShapeDtypeStruct) for array in run.arrays.values()):
-        return _with_columns(dataset, columns, found)
-    hidden = run.args.disable_tqdm or bool(os.environ.get("TQDM_DISABLE"))
-    progress = tqdm(total=len(dataset), desc=f"Computing reference log probs for {name} dataset", disable=hidden)
-    with run.on_device(), progress:
-        compute = _compiled(run, forward)
-        for window in Windows(loader, sort=run.model.backend.batch_invariant):
-            outputs = [compute(_placed(run, arrays)) for arrays, _ in window.passes]
-            batches = zip(window.restored(jax.device_get(outputs)), window.batches, window.rows, strict=True)
-            for logps, batch, rows in batches:
-                found[:, rows] = of_examples(logps, len(columns), batch.num_examples).reshape(len(columns), -1)
-                progress.update(batch.num_examples)
-    return _with_columns(dataset, columns, found)
+        return _with_columns(dataset, columns, np.zeros((len(columns), len(dataset)), np.float32))
+    batch_size *= run.shards
+    cache = LogpsCache(folder_of(run, dataset, batch_size, facts), len(columns), len(dataset))
+    if not cache.known.all():
+        hidden = run.args.disable_tqdm or bool(os.environ.get("TQDM_DISABLE"))
+        words = f"Computing reference log probs for {name} dataset"
+        with tqdm(total=len(dataset), initial=int(cache.known.sum()), desc=words, disable=hidden) as progress:
+            _compute(run, forward, dataset, cache, batch_size, progress)
+    return _with_columns(dataset, columns, cache.values)
+
+
+def _compute(
+    run: RunState, forward: Forward, dataset: Dataset, cache: LogpsCache, batch_size: int, progress: tqdm
+) -> None:
+    """Put those that are missing into the cache; where it raises, those that were computed are kept."""
+    compute = _compiled(run, forward)
+    try:
+        with run.on_device():
+            for gap in cache.missing():
+                loader = data.loader(run, dataset.select(gap), training=False)
+                windows = Windows(replace(loader, batch_size=batch_size), sort=run.model.backend.batch_invariant)
+                for rows, logps in _by_batch(run, compute, windows, len(cache.values)):
+                    cache.put(gap.start + rows[0], logps)
+                    progress.update(len(rows))
+    finally:
+        cache.flush()
+
+
+def _by_batch(
+    run: RunState, compute: Callable[[Batch], jax.Array], windows: Windows, columns: int
+) -> Iterator[tuple[list[int], np.ndarray]]:
+    """The rows of each batch, one behind the other, and the log-probabilities of their texts, `[columns, rows]`."""
+    for window in windows:
+        outputs = [compute(_placed(run, arrays)) for arrays, _ in window.passes]
+        batches = zip(window.restored(jax.device_get(outputs)), window.batches, window.rows, strict=True)
+        for logps, batch, rows in batches:
+            yield rows, of_examples(logps, columns, batch.num_examples).reshape(columns, -1)
 
 
 def _with_columns(dataset: Dataset, columns: tuple[str, ...], found: np.ndarray) -> Dataset:

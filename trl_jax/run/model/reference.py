@@ -36,12 +36,14 @@ class ReferenceModel:
     """A model whose arrays are its own, or those of the policy that do not train.
 
     backend: computes it.
+    config: transformers' object, of its checkpoint.
     arrays: its own, by path with `PREFIX`, as they go to the step beside the policy's frozen arrays.
     shared: paths of the policy's frozen arrays that it is computed with, too.
     sync: how its own arrays follow the policy's; None leaves them as they are.
     """
 
     backend: Backend
+    config: Any
     arrays: dict[str, Any] = field(default_factory=dict)
     shared: frozenset[str] = frozenset()
     sync: Sync | None = None
@@ -79,11 +81,11 @@ class ReferenceModel:
         return policy, {path: policy[path] for path in self.shared} | own
 
     def as_model(self, policy: PreTrainedModel) -> PreTrainedModel:
-        """The reference as a model, with the policy's config and tokenizer. Its arrays are these, not copies: where
+        """The reference as a model, with the policy's tokenizer. Its arrays are these, not copies: where
         the reference moves, they are given away."""
         own = {path.removeprefix(PREFIX): array for path, array in self.arrays.items()}
         shared = {path: policy.frozen[path] for path in self.shared}
-        return PreTrainedModel(own, self.backend, policy.config, policy.folder, policy.name_or_path, shared)
+        return PreTrainedModel(own, self.backend, self.config, policy.folder, policy.name_or_path, shared)
 
     def outputs(self, arrays: dict[str, Any], batch: Batch, **options: Any) -> Any:
         """The outputs of the reference's head, without gradient.
@@ -115,11 +117,11 @@ def initial_policy(model: PreTrainedModel, *, fresh_adapter: bool) -> ReferenceM
     """
     shared = frozenset(model.frozen)
     if not fresh_adapter:
-        return ReferenceModel(model.backend, _own(model.params), shared)
+        return ReferenceModel(model.backend, model.config, _own(model.params), shared)
     backend = model.backend
     assert isinstance(backend, AdaptedBackend)
     whole = {path: array for path, array in model.params.items() if path in backend.base.axes}
-    return ReferenceModel(backend.base, _own(whole), shared)
+    return ReferenceModel(backend.base, model.config, _own(whole), shared)
 
 
 def given(model: PreTrainedModel, vocab_size: int) -> ReferenceModel:
@@ -136,7 +138,7 @@ def given(model: PreTrainedModel, vocab_size: int) -> ReferenceModel:
             f"ref_model embeds {model.vocab_size:,} tokens, the policy {vocab_size:,}. Pass a ref_model with the "
             "same tokenizer, or resize it."
         )
-    return ReferenceModel(model.backend, _own(model.arrays))
+    return ReferenceModel(model.backend, model.config, _own(model.arrays))
 
 
 def create_reference_model(model: Any, num_shared_layers: int | None = None, pattern: str | None = None) -> Any:

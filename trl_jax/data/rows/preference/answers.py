@@ -94,9 +94,16 @@ def extract_prompt(chosen: str | list, rejected: str | list, where: str) -> dict
 
 
 def without_full_prompts(
-    dataset: Dataset | IterableDataset, max_length: int | None, where: str, options: Options
+    dataset: Dataset | IterableDataset,
+    max_length: int | None,
+    max_prompt_length: int | None,
+    where: str,
+    options: Options,
 ) -> Dataset | IterableDataset:
     """Leave out rows whose prompt alone has `max_length` tokens or more, and say how many these are.
+
+    Args:
+        max_prompt_length: how many tokens will stay of a prompt that is too long; None: all.
 
     Raises:
         ValueError: no row of a table is left.
@@ -104,6 +111,8 @@ def without_full_prompts(
     if max_length is None:
         return dataset
     words = options("Dropping fully truncated rows from")
+    if max_prompt_length is not None and max_prompt_length < max_length:
+        return dataset
     kept = dataset.filter(_has_room, fn_kwargs={"max_length": max_length}, **words)
     if isinstance(dataset, IterableDataset) or len(kept) == len(dataset):
         return kept
@@ -125,6 +134,21 @@ def joined(row: dict[str, Any], column: str, kept: slice, place: str) -> tuple[l
     if not prompt and not answer:
         raise checks.cell_error(place, column, answer, "a token, as it has no prompt")
     return (prompt + answer)[kept], ([IGNORED] * len(prompt) + answer)[kept]
+
+
+def shortened(
+    row: dict[str, Any], ids: str, labels: str, kept: slice, max_prompt_length: int | None, beyond: int = 0
+) -> dict[str, list[int]]:
+    """The columns of a text that was joined before, of which a part is kept, and of its prompt the end.
+
+    Args:
+        max_prompt_length: tokens of the prompt, where the text has more than `beyond`; None: all.
+    """
+    start = 0
+    if max_prompt_length is not None and len(row[ids]) > beyond:
+        prompt = next((at for at, label in enumerate(row[labels]) if label != IGNORED), len(row[labels]))
+        start = max(prompt - max_prompt_length, 0)
+    return {column: row[column][start:][kept] for column in (ids, labels)}
 
 
 def _has_room(row: dict[str, Any], max_length: int) -> bool:

@@ -13,6 +13,7 @@ from trl_jax.data.rows.preference import answers
 IDS = ("prompt_ids", "chosen_ids", "rejected_ids")
 JOINED = ("chosen_input_ids", "rejected_input_ids", "chosen_labels", "rejected_labels")
 _NEEDED = ("chosen", "rejected")
+_SIDES = tuple((f"{side}_input_ids", f"{side}_labels") for side in _NEEDED)
 
 
 def prepare(
@@ -21,6 +22,7 @@ def prepare(
     *,
     max_length: int | None,
     keep_end: bool,
+    max_prompt_length: int | None = None,
     num_proc: int | None,
     name: str,
 ) -> Dataset | IterableDataset:
@@ -33,6 +35,7 @@ def prepare(
 
     Args:
         keep_end: cut at the beginning, and not at the end.
+        max_prompt_length: how many of a prompt's last tokens stay, before anything else is cut; None: all.
         num_proc: processes that tokenise.
         name: "train", "eval", "test", or the dataset's name in errors, such as "eval_dataset['key']".
 
@@ -45,7 +48,8 @@ def prepare(
     part = _part(max_length, keep_end)
     if all(column in first for column in JOINED):
         plain = streaming.with_columns(plain, JOINED, where)
-        return plain if max_length is None else plain.map(_cut, fn_kwargs={"part": (part.start, part.stop)})
+        facts = {"part": (part.start, part.stop), "max_prompt_length": max_prompt_length}
+        return plain if max_length is None is max_prompt_length else plain.map(_cut, fn_kwargs=facts)
     tokenised = all(column in first for column in IDS)
     if not tokenised and not all(column in first for column in _NEEDED):
         raise ValueError(
@@ -58,8 +62,9 @@ def prepare(
     if not tokenised:
         facts = {"tokenizer": tokenizer, "where": where}
         plain = plain.map(tokenise_row, with_indices=True, fn_kwargs=facts, **options("Tokenizing"))
-    plain = answers.without_full_prompts(plain, None if keep_end else max_length, where, options)
-    facts = {"part": (part.start, part.stop), "where": where}
+    longest = None if keep_end else max_length
+    plain = answers.without_full_prompts(plain, longest, max_prompt_length, where, options)
+    facts = {"part": (part.start, part.stop), "max_prompt_length": max_prompt_length, "where": where}
     return plain.map(_joined, with_indices=True, fn_kwargs=facts, **options("Joining prompts and answers of"))
 
 
@@ -78,13 +83,19 @@ def _part(max_length: int | None, keep_end: bool) -> slice:
     return slice(-max_length, None) if keep_end else slice(max_length)
 
 
-def _cut(row: dict[str, Any], part: tuple[int | None, int | None]) -> dict[str, Any]:
-    return {column: row[column][slice(*part)] for column in JOINED}
+def _cut(row: dict[str, Any], part: tuple[int | None, int | None], max_prompt_length: int | None) -> dict[str, Any]:
+    sides = (answers.shortened(row, *columns, slice(*part), max_prompt_length) for columns in _SIDES)
+    return {column: ids for side in sides for column, ids in side.items()}
 
 
-def _joined(row: dict[str, Any], index: int, part: tuple[int | None, int | None], where: str) -> dict[str, Any]:
+def _joined(
+    row: dict[str, Any], index: int, part: tuple[int | None, int | None], max_prompt_length: int | None, where: str
+) -> dict[str, Any]:
     """The part of the prompt with each answer that is kept, and labels, which are the answer's ids."""
     columns: dict[str, list[int]] = {}
+    if max_prompt_length is not None:
+        columns["prompt_ids"] = row["prompt_ids"][-max_prompt_length:]
+        row = {**row, **columns}
     for side in _NEEDED:
         texts = answers.joined(row, f"{side}_ids", slice(*part), f"Row {index} of {where}")
         columns[f"{side}_input_ids"], columns[f"{side}_labels"] = texts

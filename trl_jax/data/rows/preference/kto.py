@@ -27,6 +27,7 @@ def prepare(
     *,
     max_length: int | None,
     block: int | None,
+    max_prompt_length: int | None = None,
     num_proc: int | None,
     name: str,
 ) -> Dataset | IterableDataset:
@@ -40,6 +41,8 @@ def prepare(
     Args:
         block: each answer in a block of so many rows also answers the next row's prompt, the last one the first's, for
             the estimate of the divergence. None where a loss has none.
+        max_prompt_length: how many of the last tokens stay of a prompt that has more than `max_length` with its own
+            answer; None: all.
         num_proc: processes that tokenise.
         name: "train", "eval", "test", or the dataset's name in errors, such as "eval_dataset['key']".
 
@@ -50,9 +53,10 @@ def prepare(
     where = checks.argument(name)
     plain, first = streaming.opened(dataset, name)
     if is_prepared(first, block):
-        columns = JOINED if block is None else (*JOINED, *KL_JOINED)
-        plain = streaming.with_columns(plain, (*columns, "label"), where)
-        return plain if max_length is None else plain.map(_cut, fn_kwargs={"columns": columns, "end": max_length})
+        texts = (JOINED,) if block is None else (JOINED, KL_JOINED)
+        plain = streaming.with_columns(plain, (*(column for text in texts for column in text), "label"), where)
+        facts = {"texts": texts, "end": max_length, "max_prompt_length": max_prompt_length}
+        return plain if max_length is None is max_prompt_length else plain.map(_cut, fn_kwargs=facts)
     options = answers.map_options(plain, where, num_proc)
     if all(column in first for column in IDS):
         plain = streaming.with_columns(plain, IDS, where)
@@ -60,10 +64,11 @@ def prepare(
         plain, where = _unpaired(plain, first, where, options)
         facts = {"tokenizer": tokenizer, "where": where}
         plain = plain.map(tokenise_row, with_indices=True, fn_kwargs=facts, **options("Tokenizing"))
-    plain = answers.without_full_prompts(plain, max_length, where, options)
+    plain = answers.without_full_prompts(plain, max_length, max_prompt_length, where, options)
     if block is not None:
         plain = _with_kl_rows(plain, block, where)
-    facts = {"sides": ("", "KL_")[: 1 if block is None else 2], "end": max_length, "where": where}
+    sides = ("", "KL_")[: 1 if block is None else 2]
+    facts = {"sides": sides, "end": max_length, "max_prompt_length": max_prompt_length, "where": where}
     return plain.map(_joined, with_indices=True, fn_kwargs=facts, **options("Joining prompts and answers of"))
 
 
@@ -130,15 +135,28 @@ def _warn_alone(where: str, block: int, state: streaming.StreamState) -> None:
     streaming.warn_once(what, "alone", state)
 
 
-def _cut(row: dict[str, Any], columns: tuple[str, ...], end: int) -> dict[str, Any]:
-    return {column: row[column][:end] for column in columns}
+def _cut(
+    row: dict[str, Any], texts: tuple[tuple[str, str], ...], end: int | None, max_prompt_length: int | None
+) -> dict[str, Any]:
+    cut = (answers.shortened(row, *columns, slice(end), max_prompt_length, end or 0) for columns in texts)
+    return {column: ids for text in cut for column, ids in text.items()}
 
 
 def _joined(
-    row: dict[str, Any], index: int, sides: tuple[str, ...], end: int | None, where: str
+    row: dict[str, Any],
+    index: int,
+    sides: tuple[str, ...],
+    end: int | None,
+    max_prompt_length: int | None,
+    where: str,
 ) -> dict[str, list[int]]:
     """The part of the prompt with each answer that is kept, and labels, which are the answer's ids."""
     place, columns = f"Row {index} of {where}", {}
+    if max_prompt_length is not None:
+        prompt = row["prompt_ids"]
+        fits = end is not None and len(prompt) + len(row["completion_ids"]) <= end
+        columns["prompt_ids"] = prompt if fits else prompt[-max_prompt_length:]
+        row = {**row, **columns}
     if row["label"] not in (True, False):
         raise checks.cell_error(place, "label", row["label"], "true for a desirable answer, or false")
     for side, names in zip(sides, (JOINED, KL_JOINED), strict=False):
