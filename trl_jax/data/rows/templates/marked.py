@@ -8,6 +8,7 @@ that collects what its own renders, and marks it behind the header of the turn; 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -15,6 +16,8 @@ from jinja2 import Environment
 
 SEPARATOR = "\x00"
 _TURN = "turn_of_assistant"
+# Whether the message is the last, or stands behind a place that was found before: the last question, mostly.
+_PLACE = re.compile(r"\bloop\.last\b|\bloop\.index0?\s*>=?\s*\w+(?:\.\w+)?")
 _END = (
     "{% if messages[-1]['role'] == 'assistant' %}{% generation %}{{ eos_token }}{% endgeneration %}"
     "{% else %}{{ eos_token }}{% endif %}"
@@ -35,13 +38,15 @@ def separated(template: str) -> str:
     return "".join(piece.source + behind * (not piece.tag) for piece in _pieces(template))
 
 
-def marked(template: str, header: str) -> str:
+def marked(template: str, header: str, *, as_last: bool = False) -> str:
     """The template with `{% generation %}` around all of an assistant's turn but its header.
 
     So is the EOS token that ends a conversation behind the last turn.
 
     Args:
         header: what is rendered before the assistant says something.
+        as_last: each turn of the assistant is rendered as the last of its conversation is: thoughts of earlier turns
+            stay where the template leaves them out.
 
     Raises:
         ValueError: a loop does not end.
@@ -51,7 +56,9 @@ def marked(template: str, header: str) -> str:
         piece = found[at]
         if piece.tag == "for" and piece.words[2] == "in":  # over one variable
             end = _end_of_body(found, at)
-            parts += [piece.source, _two_bodies(piece.words[1], found[at + 1 : end], header)]
+            body = found[at + 1 : end]
+            own = [_as_last(one) for one in body] if as_last else body
+            parts += [piece.source, _two_bodies(piece.words[1], own, body, header)]
             at = end
             continue
         parts.append(_END if parts and piece.words == ("eos_token",) else piece.source)
@@ -91,10 +98,18 @@ def _end_of_body(found: list[_Piece], start: int) -> int:
     raise ValueError("a loop of the chat template does not end")
 
 
-def _two_bodies(message: str, body: list[_Piece], header: str) -> str:
-    """A loop's body for what the assistant says, and for all else; one that leaves early would lose what it said."""
+def _as_last(piece: _Piece) -> _Piece:
+    """A tag whose conditions on the message's place in the conversation are those of the last message."""
+    if piece.tag not in ("if", "elif"):
+        return piece
+    return piece._replace(source=_PLACE.sub("true", piece.source))
+
+
+def _two_bodies(message: str, own: list[_Piece], body: list[_Piece], header: str) -> str:
+    """A loop's body for what the assistant says, its `own`, and for all else; one that leaves early would lose what it
+    said."""
     leaves = "{{ raise_exception('the turn of the assistant ends within its loop') }}"
-    collected = "".join(leaves * (piece.tag in ("break", "continue")) + piece.source for piece in body)
+    collected = "".join(leaves * (piece.tag in ("break", "continue")) + piece.source for piece in own)
     start = json.dumps(header, ensure_ascii=False)
     return (
         f"{{% if {message} is mapping and {message}['role'] == 'assistant' %}}"

@@ -20,6 +20,7 @@ _ASKED, _TOLD, _RULE = "user_asks_{}_4c1d", "tool_tells_{}_9b2d", "system_rules_
 _SAID, _THOUGHT, _VALUE = "assistant_says_{}_7f3a", "assistant_thinks_{}_5c1e", "assistant_calls_3d2b"
 _OTHERS = re.compile(r"(?:user_asks|tool_tells|system_rules)_\w+")
 _OWN = re.compile(r"assistant_(?:says|thinks|calls)_\w+")
+_UNENDED = re.compile(rf"(?:{_OWN.pattern})\s*\Z")  # the assistant would not learn to stop
 _TOKENS = {f"{name}_token": f"\x02{name}\x03" for name in ("bos", "eos", "pad", "unk")}
 
 
@@ -91,15 +92,19 @@ def derived(chat_template: str) -> str | None:
     """The template with what the assistant says marked; None unless it is unmarked and stands the test of a few talks.
 
     In each of them it must render the same text, mark all that the assistant says and nothing that others do, and
-    render the beginning of a talk in the same way when the talk goes on.
+    render the beginning of a talk in the same way when the talk goes on. Of a template that leaves thoughts out of
+    earlier turns, or puts them into the last one alone, every turn is rendered as the last: the same text where there
+    is one turn.
     """
     if has_generation_markers(chat_template):
         return None
     try:
         kind = next(kind for kind in ("str", "parts") if _SAID.format(1) in _text(chat_template, _talk(kind, *_PLAIN)))
         header = _header(chat_template, kind)
-        found = None if header is None else marked(chat_template, header)
-        return found if found is not None and _stands(chat_template, found, kind) else None
+        if header is None:
+            return None
+        tried = ((marked(chat_template, header, as_last=as_last), as_last) for as_last in (False, True))
+        return next((found for found, as_last in tried if _stands(chat_template, found, kind, as_last)), None)
     except Exception:  # a template may raise anything, and then it is none that we know how to mark
         return None
 
@@ -165,22 +170,27 @@ def _content_starts(template: str, talk: list[dict[str, Any]]) -> int:
     return 0
 
 
-def _stands(template: str, found: str, kind: str) -> bool:
-    return all(_stands_in(template, found, _talk(kind, *roles)) for roles in _TALKS)
+def _stands(template: str, found: str, kind: str, as_last: bool) -> bool:
+    return all(_stands_in(template, found, _talk(kind, *roles), as_last) for roles in _TALKS)
 
 
-def _stands_in(template: str, found: str, talk: list[dict[str, Any]]) -> bool:
+def _stands_in(template: str, found: str, talk: list[dict[str, Any]], as_last: bool) -> bool:
     """Whether a marked template is right in a talk, or the template itself takes no such talk."""
     try:
         text = _text(template, talk)
     except Exception:
         return _TALKS[0] != tuple(message["role"] for message in talk)
     other, spans = render(found, talk, spans=True, **_TOKENS)
+    if as_last:  # earlier turns may differ
+        text = other
+        if _UNENDED.search("".join(text[start:end] for start, end in spans)):
+            return False
     edges = [0, *(edge for span in spans for edge in span), len(text)]
     outside = "".join(text[start:end] for start, end in list(pairwise(edges))[::2])
     inside = "".join(text[start:end] for start, end in spans)
     said = {word for message in talk if "tool_calls" not in message for word in _OWN.findall(str(message["content"]))}
-    first = next(i for i, message in enumerate(talk) if message["role"] == "assistant") + 1
-    begun = _text(template, talk[:first]).removesuffix(_TOKENS["eos_token"])
-    right = other == text and text.startswith(begun) and said <= set(_OWN.findall(inside))
+    ends = [i + 1 for i, message in enumerate(talk) if message["role"] == "assistant"]
+    begun = [_text(template, talk[: ends[0]]), *(_text(found, talk[:end]) for end in ends)]
+    goes_on = all(text.startswith(start.removesuffix(_TOKENS["eos_token"])) for start in begun)
+    right = other == text and goes_on and said <= set(_OWN.findall(inside))
     return right and not _OWN.search(outside) and not _OTHERS.search(inside)
