@@ -57,7 +57,7 @@ class LogitsEvaluation:
         return sums, (logits, labels)
 
     def divisor(self, batch: Any) -> float:
-        """What the loss of a batch is a mean over: its targets, or its examples."""
+        """The number of targets, or of examples, that the loss of a batch is a mean over."""
         if not self._run.task.per_token:
             return batch.num_examples
         return max(1, int(np.count_nonzero(batch.arrays.targets >= 0)))
