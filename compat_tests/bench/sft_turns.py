@@ -34,23 +34,17 @@ def take(pipe: Connection, side: str, model: Path, rows: dict, config: dict, seg
         model=str(model),
         args=package.SFTConfig(**config),
         train_dataset=dataset(model, **rows),
-        processing_class=_tokenizer(model),
+        processing_class=tokenizer(model),
     )
-    timer = turns.clock(pipe, segment, stop, turns.settle if side == "trl_jax" else lambda model: None)
-    trainer.add_callback(timer)
-    turns.silence(trainer)
-    pipe.send({"rows": len(trainer.train_dataset)})
-    trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    pipe.send({"logs": logs, "compile s": sum(compiling), "peak MB": common.memory(), "first step s": timer.first_step})
+    turns.train(pipe, trainer, side, segment, stop, {"rows": len(trainer.train_dataset)}, compiling)
 
 
-def _tokenizer(model: Path) -> Any:
+def tokenizer(model: Path) -> Any:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.chat_template = tokenizer.chat_template or _TEMPLATE
-    return tokenizer
+    words = AutoTokenizer.from_pretrained(model)
+    words.chat_template = words.chat_template or _TEMPLATE
+    return words
 
 
 def dataset(model: Path, *, kind: str, data: Path, count: int, length: int) -> Any:
@@ -87,7 +81,7 @@ def peak(side: str, model: Path, rows: dict, config: dict) -> dict[str, float]:
         model=str(model),
         args=package.SFTConfig(**config | {"max_steps": 3}),
         train_dataset=dataset(model, **rows),
-        processing_class=_tokenizer(model),
+        processing_class=tokenizer(model),
         callbacks=[Ends()],
     )
     turns.silence(trainer)

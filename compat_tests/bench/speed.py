@@ -18,20 +18,15 @@ share nothing, where a layout can win nothing; these two are random tokens.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import cycle, islice
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from compat_tests.bench import common, turns
+from compat_tests.bench import common, lanes, turns
+from compat_tests.bench.lanes import Lane
 
 NO_CHECKPOINTS = {"gradient_checkpointing": False}
 ARMS = {
@@ -62,68 +57,42 @@ def main() -> None:
             if args.steps is not None:
                 measured = f"{args.steps} steps measured of {args.epochs} epochs"
             print(f"{kind}: {args.pairs} pairs, {args.batch} a step, {measured}", flush=True)
-            lanes = race(args, kind, model, Path(folder))
-            report[kind] = table(lanes, args)
+            raced = race(args, kind, model, Path(folder))
+            report[kind] = table(raced, args)
             if args.starts:
                 _add_starts(report[kind], args, kind, model, Path(folder))
             common.show(report[kind])
-            report[f"{kind}_segments"] = {lane.name: lane.seconds for lane in lanes}
+            report[f"{kind}_segments"] = {lane.name: lane.seconds for lane in raced}
     common.write_json(args.json, report | {"options": vars(args)})
 
 
 def _arguments():
     options = common.parser(__doc__)
-    options.add_argument("--data", type=Path, required=True, help="jsonl of chosen and rejected texts")
-    options.add_argument("--model", type=Path, help="checkpoint; unset, a llama of --layers and --width")
-    options.add_argument("--layers", type=int, default=8)
-    options.add_argument("--width", type=int, default=256, help="a multiple of 64")
+    lanes.add_options(options, "chosen and rejected")
     arms = [name for name in ARMS if name != BEFORE]
     options.add_argument("--arms", nargs="+", default=arms, choices=ARMS)
     options.add_argument("--before", type=Path, help='folder of the checkout that the arm "before" is of')
     options.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     options.add_argument("--starts", action="store_true", help="also measure the first step, cold and warm")
-    options.add_argument("--control_length", type=int, default=256, help="tokens of every row of the control")
     options.add_argument("--pairs", type=int, default=64)
-    options.add_argument("--batch", type=int, default=8)
     options.add_argument("--epochs", type=int, default=3, help="epochs measured, after one of warm-up; with --steps, "
                          "those of the whole run")
     options.add_argument("--warm_up", type=int, default=48, help="with --steps, steps before them")
     options.add_argument("--steps", type=int, help="measure so many steps of a run that is longer")
-    options.add_argument("--segment", type=int, default=4, help="steps a turn")
-    options.add_argument("--max_length", type=int, default=1024)
     args = options.parse_args()
     if (BEFORE in args.arms) != (args.before is not None):
         options.error(f'--before {args.before} and --arms {" ".join(args.arms)}: "before" needs both or neither')
     return args
 
 
-@dataclass
-class Lane:
-    """One arm's process, as seen from here: `seconds` of each of its segments."""
-
-    name: str
-    pipe: Connection
-    facts: dict[str, Any]
-    seconds: list[float] = field(default_factory=list)
-
-    def turn(self) -> None:
-        self.pipe.send("go")
-        self.seconds.append(self.pipe.recv())
-
-
 def race(args: Any, kind: str, model: Path, folder: Path) -> list[Lane]:
-    """Build all arms one after the other, then run every segment in each, the first to go changing."""
-    lanes = [_start(name, args, kind, model, folder) for name in args.arms]
-    warm, steps = window(args, lanes[0].facts)
+    """Build all arms one after the other, then run every segment in each."""
+    started = [_start(name, args, kind, model, folder) for name in args.arms]
+    warm, steps = window(args, started[0].facts)
     if warm % args.segment or steps % args.segment:
         raise ValueError(f"--segment {args.segment} does not divide {warm} steps of warm-up and {steps} after them.")
-    for segment in range((warm + steps) // args.segment):
-        first = segment % len(lanes)
-        for lane in lanes[first:] + lanes[:first]:
-            lane.turn()
-    for lane in lanes:
-        lane.facts |= lane.pipe.recv()
-    return lanes
+    lanes.race(started, (warm + steps) // args.segment)
+    return started
 
 
 def window(args: Any, facts: dict) -> tuple[int, int]:
@@ -135,23 +104,9 @@ def window(args: Any, facts: dict) -> tuple[int, int]:
 def _start(name: str, args: Any, kind: str, model: Path, folder: Path) -> Lane:
     """Start an arm and wait until its trainer is built."""
     side, config, rows = _work(name, args, kind, folder)
-    context = get_context("spawn")
-    here, there = context.Pipe()
     stop = None if args.steps is None else args.warm_up + args.steps
-    work = (there, side, model, rows, config, args.segment, stop)
-    with _importing_from(args.before if name == BEFORE else None):
-        context.Process(target=turns.take, args=work, daemon=True).start()
-    there.close()
-    return Lane(name, here, here.recv())
-
-
-@contextlib.contextmanager
-def _importing_from(checkout: Path | None) -> Iterator[None]:
-    """A process that is started meanwhile looks for its modules in that folder first: it is handed our sys.path."""
-    kept = sys.path.copy()
-    sys.path[:0] = [] if checkout is None else [str(checkout.absolute())]
-    yield
-    sys.path[:] = kept
+    checkout = args.before if name == BEFORE else None
+    return lanes.start(name, turns.take, side, model, rows, config, args.segment, stop, checkout=checkout)
 
 
 def _work(name: str, args: Any, kind: str, folder: Path) -> tuple[str, dict, dict]:
@@ -180,10 +135,10 @@ def _add_starts(rows: list[dict], args: Any, kind: str, model: Path, folder: Pat
             row[f"{how} s"] = time.time() - started
 
 
-def table(lanes: list[Lane], args: Any) -> list[dict]:
+def table(raced: list[Lane], args: Any) -> list[dict]:
     """A row an arm. The warm-up does not count; ratios are medians over segments, of the same pairs but for TRL
     tuned."""
-    return [_row(lane, lanes[0], args) for lane in lanes]
+    return [_row(lane, raced[0], args) for lane in raced]
 
 
 def _row(lane: Lane, base: Lane, args: Any) -> dict:
@@ -208,15 +163,9 @@ def _row(lane: Lane, base: Lane, args: Any) -> dict:
         "first step s": lane.facts["first step s"],
         "ready s": lane.facts["ready s"],
         "peak MB": lane.facts["peak MB"],
-        "loss apart": None if lane.name in GROUPED else _apart(base, lane, "loss"),
-        "grad_norm apart": None if lane.name in GROUPED else _apart(base, lane, "grad_norm"),
+        "loss apart": None if lane.name in GROUPED else lanes.apart(base, lane, "loss"),
+        "grad_norm apart": None if lane.name in GROUPED else lanes.apart(base, lane, "grad_norm"),
     }
-
-
-def _apart(base: Lane, lane: Lane, key: str) -> float:
-    """The largest difference between two arms of a logged figure."""
-    pairs = zip(base.facts["logs"], lane.facts["logs"], strict=True)
-    return max(abs(theirs[key] - ours[key]) for theirs, ours in pairs)
 
 
 if __name__ == "__main__":

@@ -35,11 +35,22 @@ def take(
         args=package.RewardConfig(**config),
         train_dataset=dataset(model, config, **rows),
     )
+    ready = time.perf_counter() - start
+    train(pipe, trainer, side, segment, stop, _batches(trainer, side) | {"ready s": ready}, compiling)
+
+
+def train(
+    pipe: Connection, trainer: Any, side: str, segment: int, stop: int | None, facts: dict, compiling: list[float]
+) -> None:
+    """Send facts, then train: for each "go" received the seconds of a segment, and at the end what is known then.
+
+    Args:
+        compiling: of `count_compilation`.
+    """
     timer = clock(pipe, segment, stop, settle if side == "trl_jax" else lambda model: None)
     trainer.add_callback(timer)
     silence(trainer)
-    ready = time.perf_counter() - start
-    pipe.send(_batches(trainer, side) | {"ready s": ready})
+    pipe.send(facts)
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     pipe.send(

@@ -176,6 +176,9 @@ def test_damaged_parts_are_computed_again_and_one_line_says_so(model, cache, com
     np.testing.assert_allclose(numbers(again), whole, rtol=1e-6)
     told = [record.message for record in caplog.records if "damaged" in record.message]
     assert len(told) == 1 and told[0].startswith("3 of the files of log-probabilities in")
+    caplog.clear()
+    make(model, tmp_path, table(6))
+    assert computed == [1, 4] and not [record for record in caplog.records if "damaged" in record.message]
 
 
 def test_no_pickle_is_read(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
@@ -91,6 +92,9 @@ class LogpsCache:
                 self.known[start : start + part.shape[1]] = True
             except (OSError, ValueError):
                 damaged.append(path)
+        for path in damaged:
+            with contextlib.suppress(OSError):  # then the next run says so again
+                path.unlink()
         if damaged:
             logger.warning(
                 f"{len(damaged)} of the files of log-probabilities in {self._folder} cannot be read or are damaged "
