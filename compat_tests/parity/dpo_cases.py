@@ -6,7 +6,7 @@ from compat_tests.parity.cases import Case
 
 SMALL = {"head": "causal", "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48}
 CHAT = SMALL | {"tokenizer": {"chat_template": True}}
-STEPS = {"max_steps": 5, "max_length": 64, "learning_rate": 3e-3}
+STEPS = {"max_steps": 6, "max_length": 64, "learning_rate": 3e-3}
 PROMPTS = {"n": 24, "kind": "prompt"}
 SMOOTHED = {"exo_pair": {"label_smoothing": 1e-3}, "robust": {"label_smoothing": 0.1}, "aot": {"label_smoothing": 0.1}}
 LOSSES = (
@@ -20,6 +20,7 @@ def case(rows=PROMPTS, model=SMALL, eval_rows=None, marks=None, **config) -> Cas
 
 
 CASES = {name: case(loss_type=name, **SMOOTHED.get(name, {})) for name in LOSSES} | {
+    "thirty_steps": case(max_steps=30, learning_rate=1e-3),
     "several": case(loss_type=["sigmoid", "bco_pair", "sft"], loss_weights=[0.8, 0.2, 1.0]),
     "forward_kl": case(f_divergence_type="forward_kl"),
     "js_divergence": case(f_divergence_type="js_divergence", loss_type="ipo"),

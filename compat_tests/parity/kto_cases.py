@@ -9,7 +9,7 @@ from compat_tests.parity.dpo_cases import CHAT, SMALL
 from compat_tests.tiny import preference_rows
 
 # Quick enough for the policy to leave its reference, so that the divergence is not 0.
-STEPS = {"max_steps": 5, "max_length": 64, "learning_rate": 1e-2, "beta": 0.3}
+STEPS = {"max_steps": 6, "max_length": 64, "learning_rate": 1e-2, "beta": 0.3}
 PROMPTS = {"n": 24, "kind": "prompt"}
 
 
@@ -31,6 +31,7 @@ def case(rows=PROMPTS, model=SMALL, eval_rows=None, **config) -> Case:
 
 CASES = {
     "shared": case(),
+    "thirty_steps": case(max_steps=30, learning_rate=1e-3),
     "padded": case(batch_layout="padded"),
     "packed": case(batch_layout="packed"),
     # 4 micro-batches an epoch, the last of one row, which its own answer is compared with: steps of three, and of one.

@@ -345,3 +345,11 @@ def test_compute_metrics_and_predict_give_what_trl_gives(config, model, checkpoi
     real = theirs.label_ids > 0
     assert np.abs(ours.predictions[real] - theirs.predictions[real]).max() < 1e-4
     assert ours.metrics["test_loss"] == pytest.approx(theirs.metrics["test_loss"], abs=1e-5)
+
+
+def test_an_evaluation_is_the_same_in_any_batches(model, tmp_path):
+    one, other = (
+        make(trl_jax, model, tmp_path, {"per_device_eval_batch_size": size}).evaluate(table(6, seed=4)) for size in (2, 6)
+    )
+    for name in ("eval_loss", "eval_entropy", "eval_logits/chosen", "eval_mean_token_accuracy", "eval_logps/rejected"):
+        assert one[name] == pytest.approx(other[name], rel=1e-5), name
