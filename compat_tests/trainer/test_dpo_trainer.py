@@ -348,8 +348,7 @@ def test_compute_metrics_and_predict_give_what_trl_gives(config, model, checkpoi
 
 
 def test_an_evaluation_is_the_same_in_any_batches(model, tmp_path):
-    one, other = (
-        make(trl_jax, model, tmp_path, {"per_device_eval_batch_size": size}).evaluate(table(6, seed=4)) for size in (2, 6)
-    )
+    sides = (make(trl_jax, model, tmp_path, {"per_device_eval_batch_size": size}) for size in (2, 6))
+    one, other = (side.evaluate(table(6, seed=4)) for side in sides)
     for name in ("eval_loss", "eval_entropy", "eval_logits/chosen", "eval_mean_token_accuracy", "eval_logps/rejected"):
         assert one[name] == pytest.approx(other[name], rel=1e-5), name
