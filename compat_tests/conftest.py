@@ -53,6 +53,8 @@ def checkpoint(tmp_path_factory):
 FIRST = (
     "mesh/test_eight_devices.py", "parity/test_curve.py", "mesh/test_two_processes.py", "models/test_families.py",
     "mesh/test_two_language_models.py",
+
+    "parity/test_sft_curve.py", "parity/test_experts_curve.py", "parity/test_sft_models.py",
     "parity/test_dpo_curve.py", "parity/test_kto_curve.py", "trainer/test_kto_trainer.py",
     "adapters/test_against_peft.py", "compat_tests/test_scripts.py", "exported/test_computing.py",
     "exported/test_types.py", "compat_tests/test_examples.py", "compat_tests/test_pointwise.py",
