@@ -20,6 +20,7 @@ FLOORS = {
     "data": 1,
     "models": 2,
     "tasks": 2,
+    "generation": 3,
     "hub": 3,
     "engine": 4,
     "run": 5,
@@ -28,14 +29,15 @@ FLOORS = {
     "scripts": 8,
     "cli": 8,
 }
-# These two share the top floor, and the one calls the other.
-NEIGHBOURS = {("cli", "scripts")}
+# Two that share a floor: the first calls the second.
+NEIGHBOURS = {("cli", "scripts"), ("hub", "generation")}
 NEVER = {
     "core": "jax jaxlib flax optax transformers",
     "data": "jax jaxlib flax optax",
     "losses": "flax optax",
     "nn": "transformers safetensors optax",
     "models": "transformers safetensors optax",
+    "generation": "transformers safetensors optax hub tasks",
     "hub": "optax",
     "engine": "flax models nn hub data",
 }
@@ -48,7 +50,7 @@ FAMILIES = re.compile(
     r"|gpt_?neox?|bert|roberta|deberta|bloom)",
     re.IGNORECASE,
 )
-FAMILY_FREE = ("nn", "models", "engine", "losses", "data", "core")
+FAMILY_FREE = ("nn", "models", "generation", "engine", "losses", "data", "core")
 
 
 class Import(NamedTuple):
@@ -220,6 +222,9 @@ def test_every_room_has_a_floor():
         ("data/a.py", "import jax", "data must never import jax"),
         ("losses/a.py", "from flax import nnx", "losses must never import flax"),
         ("models/a.py", "import safetensors.numpy", "models must never import safetensors"),
+        ("generation/a.py", "def f():\n    import transformers", "generation must never import transformers"),
+        ("generation/a.py", "from trl_jax.hub import auto", "generation must never import hub"),
+        ("generation/a.py", "from trl_jax.tasks import sft", "generation must never import tasks"),
         ("hub/families/a.py", "from ...engine import step", "hub (floor 3) must not import engine (floor 4)"),
         ("engine/a.py", "def f():\n    from trl_jax.data import order", "engine must never import data"),
         ("engine/a.py", "from trl_jax import hub", "engine must never import hub"),
@@ -246,6 +251,7 @@ def test_the_checker_objects(file, source, why):
         ("hub/torch/bridge.py", "def f():\n    import torch"),
         ("engine/a.py", "import transformers, jax, optax"),
         ("cli/main.py", "from trl_jax.scripts import reward"),
+        ("hub/generating.py", "from trl_jax.generation import noise"),
         ("trainer/sft_trainer.py", "from .base_trainer import BaseTrainer"),
     ],
 )
