@@ -1,1 +1,4 @@
-"""Generation: prompts of token ids to completions. Knows a model's graph and arrays; no checkpoint, no trainer."""
+"""Prompts to completions: knows parameters and token ids, no trainer and no file.
+
+Names end in axes of `trl_jax.nn`'s alphabet: R rows that are being completed, V vocabulary, T tokens of a row.
+"""
