@@ -15,7 +15,7 @@ from trl_jax.models.functional import merge
 
 pytest.importorskip("torch")
 
-# The stack in a scan for all; layer by layer for those with several ropes, windows, caps, experts and learned positions.
+# The stack in a scan for all; layer by layer for those with several ropes, windows, caps, experts, learned positions.
 CASES = [(family, False) for family in causal.DECODERS] + [
     (family, True) for family in ("gemma2", "gemma3_text", "gpt2", "mixtral")
 ]

@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from trl_jax.generation.weights import trunk_of
-from trl_jax.models.functional import merge
-from trl_jax.nn.kv_cache import Cache, CachePlaces, LayerCache
+from trl_jax.nn.kv_cache import Cache, LayerCache
 
 
 class Stops(NamedTuple):
@@ -27,13 +25,15 @@ class Stops(NamedTuple):
 class Decoding(NamedTuple):
     """The state between two steps, of B = P x G completions.
 
-    cache: holds all tokens but each completion's last. tokens: int32 `[B, T]`. count: int32 scalar, tokens of each so
-    far. alive: bool `[B]`. logps: float32 `[B, T]`, the log-probability of each token; None where nobody asks.
+    cache: holds all tokens but each completion's last. tokens: int32 `[B, T]`. count: int32 scalar, steps so far.
+    lengths: int32 `[B]`, tokens of each, that which ended it among them. alive: bool `[B]`. logps: float32 `[B, T]`, the
+    log-probability of each token; None where nobody asks.
     """
 
     cache: Cache
     tokens: jax.Array
     count: jax.Array
+    lengths: jax.Array
     alive: jax.Array
     logps: jax.Array | None
 
@@ -46,7 +46,7 @@ def begun(cache: Cache, rows: int, capacity: int, *, logps: bool) -> Decoding:
     """The state before the first token."""
     tokens = jnp.zeros((rows, capacity), jnp.int32)
     kept = jnp.zeros(tokens.shape, jnp.float32) if logps else None
-    return Decoding(cache, tokens, jnp.int32(0), jnp.ones(rows, bool), kept)
+    return Decoding(cache, tokens, jnp.int32(0), jnp.zeros(rows, jnp.int32), jnp.ones(rows, bool), kept)
 
 
 @partial(jax.jit, static_argnames=("capacity",))
@@ -89,7 +89,8 @@ def selected(state: Decoding, prompts: jax.Array, members: jax.Array, alive: jax
     layers = [layer(own) for own in layers] if isinstance(layers, list) else layer(layers)
     places = state.cache.places._replace(prompt_lengths=state.cache.places.prompt_lengths[prompts])
     logps = None if state.logps is None else state.logps[rows]
-    return Decoding(Cache(layers, places), state.tokens[rows], state.count, alive.reshape(-1), logps)
+    own = {"tokens": state.tokens[rows], "lengths": state.lengths[rows], "alive": alive.reshape(-1), "logps": logps}
+    return state._replace(cache=Cache(layers, places), **own)
 
 
 def _group(state: Decoding) -> int:
@@ -97,13 +98,8 @@ def _group(state: Decoding) -> int:
     return len(state.tokens) // len(state.cache.places.prompt_lengths)
 
 
-def with_token(state: Decoding, logits: jax.Array, draw: Any, stops: Stops) -> Decoding:
-    """With the next token of each completion that lives, drawn by its logits `[B, V]`; others get pads.
-
-    Args:
-        draw: (logits, state) -> ids `[B]`, and their log-probabilities.
-    """
-    drawn, logps = draw(logits, state)
+def with_token(state: Decoding, drawn: jax.Array, logps: jax.Array | None, stops: Stops) -> Decoding:
+    """With the next token of each completion that lives, one of `drawn` `[B]`; others get pads."""
     tokens = jnp.where(state.alive, drawn, stops.pad).astype(jnp.int32)
     at = (0, state.count)
     kept = state.logps
@@ -113,6 +109,7 @@ def with_token(state: Decoding, logits: jax.Array, draw: Any, stops: Stops) -> D
     return state._replace(
         tokens=jax.lax.dynamic_update_slice(state.tokens, tokens[:, None], at),
         count=state.count + 1,
+        lengths=state.lengths + state.alive,
         alive=state.alive & ~ended,
         logps=kept,
     )
