@@ -18,7 +18,7 @@ from trl_jax.models.functional import merge
 
 
 class Drawing(NamedTuple):
-    """How a token is chosen, and the prompts of all rows as processors see them.
+    """How a token is drawn, and the prompts of all rows as processors see them.
 
     processors: changes of the scores, in their order. prompt_ids: int32 `[B, W]`, padded on the left; from
     `prompt_length` on, an int32 scalar, columns only fill the shape. pads: int32 `[B]`, columns on the left that are
@@ -38,13 +38,13 @@ class Drawing(NamedTuple):
 
 
 class Status(NamedTuple):
-    """What the host looks at, while the state itself is given to the next call: of `Decoding`."""
+    """Copies of `Decoding` for the host to look at, while the state itself is given to the next call."""
 
     count: jax.Array
     alive: jax.Array
 
 
-def _chosen(logits, state: Decoding, noise: Noise | None, step, drawing: Drawing):
+def _drawn(logits, state: Decoding, noise: Noise | None, step, drawing: Drawing):
     """Ids `[B]` drawn by `logits` `[B, V]`, and their log-probabilities where they are kept."""
     scores = process(drawing.processors, drawing.history(state), logits) if drawing.processors else logits
     ids = jnp.argmax(scores, axis=-1) if noise is None else sample(scores, noise.exponentials(step, logits.shape[1]))
@@ -62,7 +62,7 @@ def first_tokens(
 ) -> tuple[Decoding, Status]:
     """The first token of each completion, by its prompt's logits `[P, V]`."""
     logits = jnp.repeat(logits, len(state.alive) // len(logits), axis=0)
-    state = with_token(state, *_chosen(logits, state, noise, 0, drawing), stops)
+    state = with_token(state, *_drawn(logits, state, noise, 0, drawing), stops)
     return state, Status(state.count, state.alive)
 
 
@@ -103,7 +103,7 @@ def next_tokens(
     def step(carry):
         number, state = carry
         logits, state = forward(state)
-        return number + 1, with_token(state, *_chosen(logits, state, noise, first + number, drawing), stops)
+        return number + 1, with_token(state, *_drawn(logits, state, noise, first + number, drawing), stops)
 
     def goes_on(carry):
         number, state = carry

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,8 @@ class Decoding(NamedTuple):
     """The state between two steps, of B = P x G completions.
 
     cache: holds all tokens but each completion's last. tokens: int32 `[B, T]`. count: int32 scalar, steps so far.
-    lengths: int32 `[B]`, tokens of each, that which ended it among them. alive: bool `[B]`. logps: float32 `[B, T]`, the
-    log-probability of each token; None where nobody asks.
+    lengths: int32 `[B]`, tokens of each, that which ended it among them. alive: bool `[B]`. logps: float32 `[B, T]`,
+    the log-probability of each token; None where nobody asks.
     """
 
     cache: Cache

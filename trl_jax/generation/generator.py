@@ -52,7 +52,7 @@ class Watch(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """What is generated.
+    """Prompts to complete, and how.
 
     prompts: token ids of each, at least one. group: completions of each.
     eos: ids that end a completion. pad: stands behind its end. max_new_tokens: of each completion, at most.
@@ -76,9 +76,11 @@ class Request:
 
 
 class Completions(NamedTuple):
-    """tokens: int32 `[B, N]`, of the completions of the first prompt, then of the second, with pads behind each end; N is
-    the longest's. lengths: int32 `[B]`, tokens of each, that which ends it among them. logps: float32 `[B, N]`, of each
-    token; None where nobody asked."""
+    """Of all rows, those of the first prompt first.
+
+    tokens: int32 `[B, N]`, pads behind each completion's end; N is the length of the longest. lengths: int32 `[B]`,
+    tokens of each, that which ends it among them. logps: float32 `[B, N]`, of each token; None where nobody asked.
+    """
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -222,7 +224,7 @@ def _power_of_two(number: int) -> int:
 
 
 def _drawing(request: Request) -> Drawing:
-    """How tokens of all rows are chosen. Prompts are as wide as the longest, or as they came."""
+    """How tokens of all rows are drawn. Prompts are as wide as the longest, or as they came."""
     width = request.width or max(map(len, request.prompts))
     ids = np.full((len(request.prompts), padded_length(width, "auto")), request.pad, np.int32)
     pads = np.asarray([width - len(prompt) for prompt in request.prompts], np.int32)
