@@ -62,7 +62,7 @@ def test_tokens_are_those_of_transformers(case, sampled):
     ended = np.isin(wanted[sampled], EOS)
     np.testing.assert_array_equal(out.lengths, np.where(ended.any(1), ended.argmax(1) + 1, ended.shape[1]))
     if sampled:
-        assert stream.uniform(1, 0.5)[0] + 0.5 == pytest.approx(after, abs=1e-7)  # nothing more and nothing less is drawn
+        assert stream.uniform(1, 0.5)[0] + 0.5 == pytest.approx(after, abs=1e-7)
 
 
 def test_one_step_a_call_and_no_compaction_change_nothing(case, monkeypatch):
