@@ -213,9 +213,40 @@ def test_rows_of_different_lengths_are_each_as_alone():
 
 
 @pytest.mark.parametrize("k", [1, 7, 399, 400, 401])
-def test_the_largest_of_many_shapes(k):
+def test_the_largest_of_a_row(k):
     for seed in range(5):
         scores = scores_of(seed)
         scores[0, :9] = [-0.0, 0.0, np.inf, 1e-45, -1e-45, 3.4e38, -3.4e38, 2.0, -2.0]
         least = np.sort(scores, axis=1)[:, -min(k, VOCABULARY)]
         np.testing.assert_array_equal(jax.jit(among_largest)(scores, k), scores >= least[:, None])
+
+
+LARGE = 20_011  # blocks of ids are looked at alone where few of them count
+
+
+def large_scores(seed: int) -> np.ndarray:
+    """Rows without equals, with equals, with a run of the largest in few blocks, and all equal."""
+    random = np.random.default_rng(seed)
+    scores = random.normal(0, 3, (4, LARGE)).astype(np.float32)
+    scores[1] = np.round(scores[1] * 8) / 8
+    scores[2, 5000:5100] = np.linspace(20, 21, 100)
+    scores[3] = -1.5 if seed % 2 else scores[3]
+    return scores
+
+
+@pytest.mark.parametrize("k", [1, 50, 78, 79, 5000, LARGE])
+def test_the_largest_of_a_large_vocabulary(k):
+    for seed in range(4):
+        scores = large_scores(seed)
+        least = np.sort(scores, axis=1)[:, -k]
+        np.testing.assert_array_equal(jax.jit(among_largest)(scores, k), scores >= least[:, None])
+
+
+@pytest.mark.parametrize("names", [["top_k_20", "top_p_0.9"], ["top_p_0.9"], ["top_k_20", "typical_p_0.93"]])
+def test_a_large_vocabulary(names):
+    mine, others = zip(*(pairs()[name] for name in names), strict=True)
+    for seed in range(4):
+        expected = torch.from_numpy(large_scores(seed)[:3])
+        for processor in others:
+            expected = processor(None, expected)
+        assert_equal(processed(mine, None, large_scores(seed)[:3]), expected.numpy())

@@ -77,8 +77,13 @@ class TopP(NamedTuple):
 
     def __call__(self, history: History, scores_RV: jax.Array) -> jax.Array:
         removed_RV = leading(scores_RV, jax.nn.softmax(scores_RV, axis=-1), self.tail)
-        last = scores_RV.shape[-1] - 1 - jnp.argmax(scores_RV[:, ::-1], axis=-1, keepdims=True)
-        return keep(~removed_RV | (jnp.arange(scores_RV.shape[-1]) == last), scores_RV)
+
+        def but_for_the_last():
+            places, largest_R1 = jnp.arange(scores_RV.shape[-1]), scores_RV.max(axis=-1, keepdims=True)
+            last_R1 = jnp.where(scores_RV >= largest_R1, places, -1).max(axis=-1, keepdims=True)
+            return removed_RV & (places != last_R1)
+
+        return keep(~jax.lax.cond(self.tail > 0.99, but_for_the_last, lambda: removed_RV), scores_RV)
 
 
 class MinP(NamedTuple):
@@ -88,8 +93,7 @@ class MinP(NamedTuple):
 
     def __call__(self, history: History, scores_RV: jax.Array) -> jax.Array:
         p_RV = jax.nn.softmax(scores_RV, axis=-1)
-        kept_RV = p_RV >= self.min_p * p_RV.max(axis=-1, keepdims=True)
-        return keep(kept_RV | is_first_largest(p_RV), scores_RV)
+        return keep(p_RV >= self.min_p * p_RV.max(axis=-1, keepdims=True), scores_RV)
 
 
 class TypicalP(NamedTuple):
