@@ -1,0 +1,66 @@
+"""Completions as the examples of a step, with the numbers that the loss needs of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from trl_jax.data.example import IGNORED, Example
+from trl_jax.data.layout.sharded import by_shard
+from trl_jax.rollout.experience import Completed, Experience
+from trl_jax.tasks.policy import PolicyTask
+
+
+def example_of(
+    prompt: Sequence[int],
+    completion: Sequence[int],
+    counted: np.ndarray,
+    numbers: Mapping[str, float] | None = None,
+    of_tokens: Mapping[str, np.ndarray] | None = None,
+) -> Example:
+    """A prompt with its completion as one text, of which the tokens of the completion that count are predicted.
+
+    Args:
+        counted: bool, of each token of the completion.
+        numbers: of the completion. of_tokens: of its tokens that count.
+    """
+    ids = np.concatenate([prompt, completion]).astype(np.int32)
+    labels = np.full(len(ids), IGNORED, np.int32)
+    labels[len(prompt) :][counted] = np.asarray(completion)[counted]
+    return Example((ids,), dict(numbers or {}), (labels,), reads={name: (v,) for name, v in (of_tokens or {}).items()})
+
+
+def step_examples(
+    task: PolicyTask,
+    parts: Sequence[Sequence[Completed]],
+    generations: Sequence[Experience],
+    part: float,
+    coef: float | None,
+    ranks: int,
+) -> list[list[Example]]:
+    """The examples of a step's micro-batches.
+
+    Args:
+        generations: the one that each micro-batch is cut from.
+        part: micro-batches of the step / micro-batches of a generation.
+        coef: the coefficient of the entropy bonus; None without one.
+        ranks: that a micro-batch is divided over.
+    """
+    groups = []
+    for rows, generation in zip(parts, generations, strict=True):
+        lengths = np.asarray([row.num_tokens for row in rows], np.float32)
+        share = np.full(len(rows), 1 / (len(parts) * len(rows)), np.float32)
+        member = np.zeros((ranks, len(rows)), bool)
+        for rank, own in enumerate(by_shard([range(len(rows))], ranks)):
+            member[rank, own] = True
+        tokens = generation.num_tokens
+        weights = task.token_weights(lengths, share, member, generated_tokens=tokens, part=part)
+        groups.append([_with_numbers(task, *row, coef) for row in zip(rows, weights.tolist(), strict=True)])
+    return groups
+
+
+def _with_numbers(task: PolicyTask, row: Completed, weight: float, coef: float | None) -> Example:
+    numbers, of_tokens = task.numbers(row)
+    numbers = {**numbers, "token_weight": weight} | ({} if coef is None else {"entropy_coef": coef})
+    return example_of(row.prompt, row.completion, row.counted, numbers, of_tokens)

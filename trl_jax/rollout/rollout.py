@@ -1,0 +1,103 @@
+"""Prompts -> completions -> rewards -> advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from trl_jax.rollout.experience import Completed, Experience
+from trl_jax.rollout.metrics import Collected, length_metrics, reward_metrics
+from trl_jax.tasks.policy import PolicyTask
+
+Ids = Sequence[Sequence[int]]
+Logps = Sequence[np.ndarray]
+
+
+class Rewards(Protocol):
+    """Reward functions. `names` are those of the metrics."""
+
+    names: Sequence[str]
+
+    def __call__(self, rows: Sequence[dict], prompts: list, completions: list, completion_ids: list) -> np.ndarray:
+        """The reward of each completion by each function, float32 `[B, F]`, NaN where one does not apply."""
+
+    def metrics(self) -> dict[str, float]:
+        """The metrics that functions have logged since the last call, sorted by name."""
+
+
+class Writer(Protocol):
+    """Text in and out of the policy."""
+
+    def prompt_ids(self, prompts: list) -> list[list[int]]: ...
+
+    def complete(self, prompt_ids: Ids, group: int) -> list[np.ndarray]:
+        """A completion of each prompt, int32 `[tokens]`, with the token that ended it; `group` like prompts stand side
+        by side."""
+
+    def completions(self, prompts: list, completion_ids: Ids) -> list: ...
+
+
+@dataclass
+class Rollout:
+    """Writes completions with the policy as it is, and judges them.
+
+    task: how rewards become advantages.
+    writer: the policy, with its tokenizer.
+    rewards: the reward functions.
+    logps: (prompts, completions, counted) -> log-probabilities of the completions' tokens under the policy or, by name,
+        the "reference"; float32 `[tokens]` of each.
+    ends: ids that a completion which was not broken off ends with.
+    drops_truncated: nothing is learned from completions that were broken off.
+    saw_tokens: told how many tokens were read and written in training; gives those of the whole run.
+    table: told of prompts, completions, rewards and advantages, by mode; None without one.
+    """
+
+    task: PolicyTask
+    writer: Writer
+    rewards: Rewards
+    logps: Callable[[str, Ids, Ids, Sequence[np.ndarray]], Logps]
+    ends: frozenset[int]
+    drops_truncated: bool
+    saw_tokens: Callable[[int], int]
+    table: Callable[..., None] | None = None
+    collected: dict[str, Collected] = field(default_factory=lambda: {"train": Collected(), "eval": Collected()})
+
+    def make(self, rows: Sequence[dict[str, Any]], group: int, mode: str) -> Experience:
+        """Complete the prompts of these rows, of which `group` that are alike stand side by side.
+
+        Args:
+            mode: "train" or "eval": where metrics are collected.
+        """
+        metrics, prompts = self.collected[mode], [row["prompt"] for row in rows]
+        ids = self.writer.prompt_ids(prompts)
+        written = self.writer.complete(ids, group)
+        texts = self.writer.completions(prompts, written)
+        truncated = np.asarray([int(own[-1]) not in self.ends for own in written])
+        tokens = sum(map(len, ids)) + sum(map(len, written))
+        metrics.set("num_tokens", float(self.saw_tokens(tokens if mode == "train" else 0)))
+        metrics.add(length_metrics([len(own) for own in written], truncated))
+        dropped = truncated & self.drops_truncated
+        counted = [np.full(len(own), not out) for own, out in zip(written, dropped, strict=True)]
+        old = self.logps("policy", ids, written, counted) if self.task.keeps_old_logps else [None] * len(rows)
+        ref = self.logps("reference", ids, written, counted) if self.task.beta else [None] * len(rows)
+        kl = _divergence(old, ref, counted)
+        if self.task.divergence_in_reward and self.task.beta:
+            metrics.add(iter([("kl", float(kl.sum() / max(1, sum(own.sum() for own in counted))))]))
+        rewards = self.rewards(rows, prompts, texts, [own.tolist() for own in written])
+        judged = self.task.advantages(rewards, group, kl)
+        metrics.add(reward_metrics(self.rewards.names, rewards, judged))
+        metrics.add(iter(self.rewards.metrics().items()))
+        if self.table is not None:
+            self.table(mode, prompts, texts, rewards, judged.advantages)
+        ids, written = ([np.asarray(own, np.int32) for own in part] for part in (ids, written))
+        return Experience(list(map(Completed, ids, written, counted, judged.advantages.tolist(), old, ref)))
+
+
+def _divergence(old: Logps, ref: Logps, counted: Sequence[np.ndarray]) -> np.ndarray | None:
+    """The sum of old - reference log-probabilities over each completion's tokens, float32 `[B]`."""
+    if old[0] is None or ref[0] is None:
+        return None
+    return np.asarray([np.sum((a - b) * c) for a, b, c in zip(old, ref, counted, strict=True)], np.float32)

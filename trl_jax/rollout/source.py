@@ -1,0 +1,133 @@
+"""The steps of a run that makes its rows itself: which prompts are completed when, and which completions a step gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trl_jax.core.torch_random import GeneratorState, TorchGenerator
+from trl_jax.rollout.entropy import EntropyBonus
+from trl_jax.rollout.experience import Completed, Experience
+from trl_jax.rollout.metrics import Collected
+from trl_jax.rollout.rollout import Rollout
+from trl_jax.rollout.sampler import RepeatSampler
+from trl_jax.tasks.policy import Cycle
+
+BASE_SEED_WORDS = 2  # that a pass of torch's loader over the data takes, for workers' seeds
+
+
+@dataclass
+class RolloutSteps:
+    """Iterates over the steps of an epoch, which `set_epoch` begins. It needs the parameters as they are, so nothing may
+    be made ahead of an update.
+
+    rows: by index, a row of the dataset.
+    sampler: the prompts of each epoch.
+    lay_out: (micro-batches of completions, the generation of each, number of the step, entropy coefficient) -> step
+        batch.
+    bonus: the coefficient of the entropy bonus of each step; None without one.
+    streams: torch's random numbers, one a rank; the first is what completions are drawn with.
+    num_micro_batches: since the beginning of the run, which decides when to generate.
+    """
+
+    rollout: Rollout
+    cycle: Cycle
+    rows: Callable[[int], dict[str, Any]]
+    sampler: RepeatSampler
+    lay_out: Callable[[list[list[Completed]], list[Experience], int, float | None], Any]
+    streams: Sequence[TorchGenerator]
+    bonus: EntropyBonus | None = None
+    num_micro_batches: int = 0
+    num_steps: int = 0
+    buffer: Experience | None = None
+    epoch: int = -1  # none yet
+    needs_params: bool = True
+
+    def begin(self) -> None:
+        """Forget what an earlier run has left: its completions were another policy's."""
+        self.buffer, self.num_micro_batches, self.num_steps, self.epoch = None, 0, 0, -1
+        self.sampler.begin()
+
+    def set_epoch(self, epoch: int, skip: int = 0, skipped_digest: int | None = None) -> None:
+        """Begin an epoch; the one that was restored goes on where it was, so `skip` is known."""
+        del skip, skipped_digest
+        if epoch == self.epoch:
+            return
+        self.epoch = epoch
+        self.sampler.next_epoch()
+        for stream in self.streams:
+            stream.skip(BASE_SEED_WORDS)
+
+    def __len__(self) -> int:
+        """Steps of an epoch."""
+        return -(-self.sampler.num_chunks * self.cycle.repeats // self.cycle.accumulation)
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.sampler.has_next:
+            yield self._step()
+
+    def _step(self) -> Any:
+        """A step's batch: micro-batches until there are enough or the epoch is over."""
+        parts, experiences, number = [], [], self.num_steps
+        while len(parts) < self.cycle.accumulation and self.sampler.has_next:
+            prompts = self.sampler.next()
+            if self.num_micro_batches % self.cycle.repeats == 0 or self.buffer is None:
+                self.buffer = self._generated(prompts)
+            part = self.num_micro_batches % self.cycle.parts
+            parts.append(self.buffer.part(part, self.cycle.parts, self.cycle.ranks))
+            experiences.append(self.buffer)
+            self.num_micro_batches += 1
+        self.num_steps += 1
+        return self.lay_out(parts, experiences, number, None if self.bonus is None else self.bonus.next())
+
+    def stepped(self, metrics: dict[str, Any]) -> None:
+        """Told of the metrics of each step, which may still be on their way."""
+        if self.bonus is not None:
+            self.bonus.stepped(metrics)
+
+    def _generated(self, prompts: Sequence[int]) -> Experience:
+        """Completions of these rows, shuffled within each rank."""
+        rows = [self.rows(index) for index in prompts for _ in range(self.cycle.group)]
+        experience = self.rollout.make(rows, self.cycle.group, "train")
+        size = len(rows) // self.cycle.ranks
+        order = [rank * size + stream.permutation(size) for rank, stream in enumerate(self.streams)]
+        return experience.ordered(np.concatenate(order).tolist())
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------
+
+    def state(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """All that a resumed run needs to go on to the bit: arrays by name, and numbers for JSON."""
+        arrays = {} if self.buffer is None else {f"buffer/{name}": a for name, a in self.buffer.arrays().items()}
+        states = [stream.state() for stream in self.streams]
+        arrays["streams"] = np.stack([state.key for state in states])
+        arrays |= {f"sampler/{name}": array for name, array in self.sampler.state().items()}
+        facts = {
+            "num_micro_batches": self.num_micro_batches,
+            "num_steps": self.num_steps,
+            "epoch": self.epoch,
+            "streams": [[state.used, state.position] for state in states],
+            "metrics": self.rollout.collected["train"].values,
+            "bonus": None if self.bonus is None else self.bonus.state(),
+        }
+        return arrays, facts
+
+    def restore(self, arrays: dict[str, np.ndarray], facts: dict[str, Any]) -> None:
+        """Go on from where `state` was asked."""
+        buffer = _under("buffer", arrays)
+        self.buffer = Experience.of_arrays(buffer) if buffer else None
+        for stream, key, (used, position) in zip(self.streams, arrays["streams"], facts["streams"], strict=True):
+            stream.restore(GeneratorState(key, used, position))
+        self.sampler.restore(_under("sampler", arrays))
+        self.num_micro_batches, self.num_steps = facts["num_micro_batches"], facts["num_steps"]
+        self.epoch = facts["epoch"]
+        if self.bonus is not None:
+            self.bonus.restore(facts["bonus"])
+        self.rollout.collected["train"] = Collected(facts["metrics"])
+
+
+def _under(prefix: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    start = f"{prefix}/"
+    return {name.removeprefix(start): array for name, array in arrays.items() if name.startswith(start)}

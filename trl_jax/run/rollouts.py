@@ -1,0 +1,173 @@
+"""A run that makes its rows itself: the rollout, of the run's model, tokenizer, task and reward functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from trl_jax.core.torch_random import TorchGenerator
+from trl_jax.data.layout.batch import Batch
+from trl_jax.data.layout.sharded import by_shard
+from trl_jax.data.rows import prompts as rows
+from trl_jax.data.step_layout import IndexedExample, StepBatch, StepLayout
+from trl_jax.engine.devices.sharding import distributed
+from trl_jax.engine.devices.spmd import ShardedStep
+from trl_jax.hub.generating import complete
+from trl_jax.rollout.entropy import EntropyBonus
+from trl_jax.rollout.examples import example_of, step_examples
+from trl_jax.rollout.experience import Completed, Experience
+from trl_jax.rollout.rollout import Ids, Logps, Rewards, Rollout
+from trl_jax.rollout.sampler import RepeatSampler
+from trl_jax.rollout.source import RolloutSteps
+from trl_jax.run import data
+from trl_jax.run.state import RunState
+from trl_jax.run.step.forward import Forward
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the policy completes prompts.
+
+    template_options: further arguments of the chat template. max_prompt_length: the last tokens of a prompt that stay;
+    None: all. eos_token_ids: each ends a completion. options: of `generate`.
+    """
+
+    template_options: dict[str, Any]
+    max_prompt_length: int | None
+    eos_token_ids: tuple[int, ...]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RolloutParts:
+    """What a trainer decides of its rollout.
+
+    shuffle: whether prompts come in another order each epoch.
+    bonus: the coefficient of the entropy bonus; None without one.
+    """
+
+    sampling: Sampling
+    rewards: Rewards
+    drops_truncated: bool
+    shuffle: bool
+    bonus: EntropyBonus | None
+    table: Callable[..., None] | None
+
+
+def rollout_steps(
+    run: RunState, parts: RolloutParts, forward: Forward, sharded_step: ShardedStep | None
+) -> RolloutSteps:
+    """The source of a run's steps."""
+    cycle, args = run.task.cycle, run.args
+    streams = [TorchGenerator(args.seed + rank) for rank in range(cycle.ranks)]
+    rollout = Rollout(
+        run.task,
+        PolicyWriter(run, parts.sampling, streams[0]),
+        parts.rewards,
+        CompletionLogps(run, forward, sharded_step),
+        frozenset({*parts.sampling.eos_token_ids, run.processing_class.pad_token_id}),
+        parts.drops_truncated,
+        lambda tokens: _seen(run, tokens),
+        parts.table,
+    )
+    sampler = RepeatSampler(
+        len(run.train_dataset), chunk=cycle.prompts, repeats=cycle.repeats, shuffle=parts.shuffle, seed=args.seed
+    )
+    lay_out = StepMaker(run)
+    return RolloutSteps(rollout, cycle, lambda i: run.train_dataset[int(i)], sampler, lay_out, streams, parts.bonus)
+
+
+def _seen(run: RunState, tokens: int) -> int:
+    run.state.num_input_tokens_seen += tokens
+    return run.state.num_input_tokens_seen
+
+
+class PolicyWriter:
+    """Completes prompts with the run's model as it is; the random numbers are those of `stream`."""
+
+    def __init__(self, run: RunState, sampling: Sampling, stream: TorchGenerator):
+        self._run, self._sampling, self._stream = run, sampling, stream
+
+    def prompt_ids(self, prompts: list) -> list[list[int]]:
+        sampling = self._sampling
+        options = {"template_options": sampling.template_options, "max_prompt_length": sampling.max_prompt_length}
+        return rows.prompt_ids(prompts, self._run.processing_class, **options)
+
+    def complete(self, prompt_ids: Ids, group: int) -> list[np.ndarray]:
+        run, sampling = self._run, self._sampling
+        with run.on_device():
+            out = complete(
+                run.model, prompt_ids, sampling.options, group=group, eos=sampling.eos_token_ids,
+                pad=run.processing_class.pad_token_id, stream=self._stream, dtype=run.args.compute_dtype,
+            )  # fmt: skip
+        return [tokens[:length] for tokens, length in zip(out.tokens, out.lengths, strict=True)]
+
+    def completions(self, prompts: list, completion_ids: Ids) -> list:
+        return rows.completion_texts(prompts, completion_ids, self._run.processing_class)
+
+
+class StepMaker:
+    """Micro-batches of completions -> the arrays of a step."""
+
+    def __init__(self, run: RunState):
+        self._run, self._layout = run, data.step_layout(run, training=True)
+
+    def __call__(
+        self, parts: list[list[Completed]], generations: list[Experience], number: int, coef: float | None
+    ) -> StepBatch:
+        task, layout = self._run.task, self._layout
+        share = len(parts) / task.cycle.parts
+        groups = step_examples(task, parts, generations, share, coef, layout.shards)
+        return layout.step([[IndexedExample(example, 0) for example in group] for group in groups], number)
+
+
+class CompletionLogps:
+    """Log-probabilities of completions' tokens under the policy or the reference, in passes as those of a step."""
+
+    def __init__(self, run: RunState, forward: Forward, sharded_step: ShardedStep | None):
+        self._run = run
+        functions = {"policy": forward.policy_reads, "reference": forward.reference_reads}
+        self._of = {name: _compiled(of_pass, sharded_step) for name, of_pass in functions.items()}
+
+    def __call__(self, model: str, prompts: Ids, completions: Ids, counted: Sequence[np.ndarray]) -> Logps:
+        run = self._run
+        layout = replace(data.step_layout(run, training=True), accumulation=1)
+        examples = [example_of(*row) for row in zip(prompts, completions, counted, strict=True)]
+        found = [np.zeros(len(own), np.float32) for own in completions]
+        with run.on_device():
+            for start in range(0, len(examples), layout.batch_size):
+                part = slice(start, start + layout.batch_size)
+                step = layout.step([[IndexedExample(example, 0) for example in examples[part]]], 0)
+                logps = np.asarray(self._of[model](run.arrays, _placed(run, step.arrays)))
+                _scatter(logps, step.arrays, counted[part], found[part], layout)
+        return found
+
+
+def _compiled(of_pass: Callable, sharded_step: ShardedStep | None) -> Callable:
+    """(arrays, batch of one pass) -> log-probabilities of its reads, `[shards, N]`."""
+
+    def first(arrays: dict, batch: Batch) -> jax.Array:
+        return of_pass(arrays, jax.tree.map(lambda leaf: leaf[0], batch))["logps"]
+
+    if sharded_step is not None:
+        return jax.jit(sharded_step.scores(first))
+    return jax.jit(lambda arrays, batch: first(arrays, batch)[None])
+
+
+def _placed(run: RunState, batch: Batch) -> Batch:
+    return batch if run.sharding_plan is None else distributed(batch, run.sharding_plan.rows)
+
+
+def _scatter(
+    logps: np.ndarray, batch: Batch, counted: Sequence[np.ndarray], found: list[np.ndarray], layout: StepLayout
+) -> None:
+    """Enter the log-probabilities `[shards, N]` of a micro-batch's reads at the tokens that count of each completion."""
+    text = batch.text[0].reshape(logps.shape)
+    numbers = by_shard([range(len(found))], layout.shards)
+    for shard, own in enumerate(numbers):
+        for slot, number in enumerate(own):
+            found[number][counted[number]] = logps[shard, text[shard] == slot]

@@ -1,0 +1,70 @@
+"""REINFORCE leave-one-out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trl_jax.data.layout.batch import Batch
+from trl_jax.losses.policy_gradient import Advantages, rloo_advantages, rloo_loss
+from trl_jax.losses.sums import counted
+from trl_jax.tasks.metrics import aux_loss
+from trl_jax.tasks.policy import PolicyTask
+from trl_jax.tasks.policy_metrics import rloo_metrics
+
+
+@dataclass(frozen=True)
+class RlooTask(PolicyTask):
+    """TRL's RLOO: a completion is one action, and the divergence from the reference a part of its reward.
+
+    epsilon, epsilon_high: how far the ratio of policies may go from 1; epsilon_high None: as epsilon.
+    reward_clip_range: bounds of the weighted sum of rewards; None: none.
+    normalize_advantages: divide them by their standard deviation.
+    """
+
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    reward_clip_range: tuple[float, float] | None = None
+    normalize_advantages: bool = False
+
+    divergence_in_reward: ClassVar[bool] = True
+
+    @property
+    def keeps_old_logps(self) -> bool:
+        return True
+
+    def numbers(self, row: Any) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+        old = float(np.sum(row.old_logps[row.counted], dtype=np.float32))
+        return {"advantage": row.advantage, "old_logps": old}, {}
+
+    def advantages(self, rewards: np.ndarray, group: int, kl: np.ndarray | None) -> Advantages:
+        """Over the mean of the group's others."""
+        options = {"reward_clip_range": self.reward_clip_range, "normalize": self.normalize_advantages}
+        return rloo_advantages(rewards, group, weights=self.reward_weights, kl=kl, beta=self.beta, **options)
+
+    def token_weights(self, lengths: np.ndarray, share: np.ndarray, micro_batch: np.ndarray, **of_generation: Any):
+        return share
+
+    def loss(self, outputs: dict[str, jax.Array], batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The step's loss of the completions of a pass, and sums over micro-batches."""
+        return rloo_loss(
+            outputs["logps"],
+            batch.extras.example["old_logps"],
+            batch.extras.example["advantage"],
+            entropies=outputs["entropy"],
+            text=batch.text,
+            share=batch.weight,
+            micro_batch=counted(batch.weight, jnp.atleast_2d(batch.micro_batch)),
+            epsilon=self.epsilon,
+            epsilon_high=self.epsilon_high,
+        )
+
+    def metrics(self, sums: Sequence[dict[str, np.ndarray]], split: str) -> dict[str, float]:
+        """TRL's metrics of the policy: means over micro-batches."""
+        measured = rloo_metrics(sums)
+        return aux_loss(sums) | {name: float(np.nanmean(values)) for name, values in measured.items()}
