@@ -296,7 +296,7 @@ def test_lengths_are_planned_for_the_order_of_grouped_rows(folder, tmp_path, cap
     for epoch in range(2):
         steps.set_epoch(epoch)
         met |= {step.arrays.tokens.shape[-1] for step in steps}
-    assert met <= set(steps.buckets.lengths)
+    assert met <= set(steps.step_layout.buckets.lengths)
 
 
 def test_values_of_the_trainers_own_are_told_from_a_scripts(folder, tmp_path):
