@@ -74,6 +74,7 @@ class Columns(NamedTuple):
     documents: the column of the tokens of each document of the one text; a dataset may lack it.
     optional: those of `numbers` that a dataset may lack.
     counted: how many texts, from the first, count as tokens that were trained on; None counts all.
+    prompts: the column of what a run completes, where examples are made of completions; None elsewhere.
     """
 
     texts: tuple[str, ...]
@@ -82,6 +83,7 @@ class Columns(NamedTuple):
     documents: str | None = None
     optional: tuple[str, ...] = ()
     counted: int | None = None
+    prompts: str | None = None
 
     @property
     def all(self) -> tuple[str, ...]:

@@ -3,6 +3,7 @@ from."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,9 @@ def fingerprint(dataset: Dataset, columns: Columns) -> str:
             digest.update(rows.flatten().to_numpy(zero_copy_only=False).astype(np.int64))
         for column in numbers:
             digest.update(block.column(column).to_numpy().astype(np.float64))
+    if columns.prompts is not None:
+        for prompt in dataset[columns.prompts]:
+            digest.update(json.dumps(prompt, sort_keys=True).encode() + b"\n")
     return digest.hexdigest()
 
 

@@ -64,6 +64,24 @@ class Prefetched:
             queue.put((None, error, False))
 
 
+@dataclass
+class AsNeeded:
+    """Iterates over `batches` as they are asked for, in no thread: each is made with the parameters after the last step.
+
+    place: applied to each batch; None leaves batches as they are.
+    """
+
+    batches: Any
+    place: Callable[[Any], Any] | None = None
+
+    def set_epoch(self, epoch: int, skip: int = 0, skipped_digest: int | None = None) -> None:
+        self.batches.set_epoch(epoch, skip, skipped_digest)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.batches:
+            yield batch if self.place is None else self.place(batch)
+
+
 def _end(thread: Thread, queue: Queue, stop: Event) -> None:
     """Wait for the thread to end, as the next thread may read the same rows. A thread whose rows have stalled is left
     alone and ends with its next batch."""

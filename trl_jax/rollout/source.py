@@ -29,7 +29,8 @@ class RolloutSteps:
     lay_out: (micro-batches of completions, the generation of each, number of the step, entropy coefficient) -> step
         batch.
     bonus: the coefficient of the entropy bonus of each step; None without one.
-    streams: torch's random numbers, one a rank; the first is what completions are drawn with.
+    streams: torch's random numbers, one of each rank that micro-batches are divided over; the first is what completions
+        are drawn with.
     num_micro_batches: since the beginning of the run, which decides when to generate.
     """
 
@@ -77,7 +78,7 @@ class RolloutSteps:
             if self.num_micro_batches % self.cycle.repeats == 0 or self.buffer is None:
                 self.buffer = self._generated(prompts)
             part = self.num_micro_batches % self.cycle.parts
-            parts.append(self.buffer.part(part, self.cycle.parts, self.cycle.ranks))
+            parts.append(self.buffer.part(part, self.cycle.parts, len(self.streams)))
             experiences.append(self.buffer)
             self.num_micro_batches += 1
         self.num_steps += 1
@@ -92,7 +93,7 @@ class RolloutSteps:
         """Completions of these rows, shuffled within each rank."""
         rows = [self.rows(index) for index in prompts for _ in range(self.cycle.group)]
         experience = self.rollout.make(rows, self.cycle.group, "train")
-        size = len(rows) // self.cycle.ranks
+        size = len(rows) // len(self.streams)
         order = [rank * size + stream.permutation(size) for rank, stream in enumerate(self.streams)]
         return experience.ordered(np.concatenate(order).tolist())
 

@@ -17,6 +17,7 @@ from trl_jax.data.rows.labels import check_labels
 from trl_jax.data.step_layout import StepLayout, Weighting
 from trl_jax.run import layout_choice
 from trl_jax.run.state import RunState
+from trl_jax.tasks.policy import PolicyTask
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,10 @@ def prepare(run: RunState, dataset: Any, name: str, *, bounded: bool = True) -> 
 def length_of(run: RunState) -> RunLength:
     """The length of the run, by its arguments and its training set."""
     args = run.args
+    if isinstance(run.task, PolicyTask):
+        micro_batches = run.task.cycle.micro_batches(len(run.train_dataset))
+        lengths = {"epochs": args.num_train_epochs, "max_steps": args.max_steps, "drop_last": False}
+        return run_length(micro_batches, batch_size=1, accumulation=args.gradient_accumulation_steps, **lengths)
     return run_length(
         len(run.train_dataset) if isinstance(run.train_dataset, Dataset) else None,
         batch_size=run.micro_batch_examples,

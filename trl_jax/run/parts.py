@@ -10,11 +10,13 @@ from trl_jax.engine.devices.processes import check_alike, several
 from trl_jax.engine.devices.spmd import ShardedStep
 from trl_jax.run import construction, data
 from trl_jax.run.arguments.optimizer_choice import OptimizerChoice
+from trl_jax.run.evaluation.completions import CompletionEvaluator
 from trl_jax.run.evaluation.evaluation import Evaluator
 from trl_jax.run.hooks import TrainerHooks
 from trl_jax.run.output.checkpointing import Checkpointer
 from trl_jax.run.output.hub_push import HubPublisher
 from trl_jax.run.output.model_files import arguments_text
+from trl_jax.run.rollouts import RolloutParts, rollout_steps
 from trl_jax.run.state import RunState
 from trl_jax.run.step.forward import Forward
 from trl_jax.run.step.train_step import TrainStep
@@ -27,7 +29,7 @@ class Parts(NamedTuple):
 
     run: RunState
     forward: Forward
-    evaluator: Evaluator
+    evaluator: Evaluator | CompletionEvaluator
     train_step: TrainStep
     checkpointer: Checkpointer
     publisher: HubPublisher
@@ -40,12 +42,14 @@ def assemble(
     publisher: HubPublisher,
     choose: Callable[[], OptimizerChoice],
     torch_model: Any,
+    rollout: RolloutParts | None = None,
 ) -> Parts:
     """Make the parts of a run whose model, data and callbacks are there.
 
     Args:
         choose: what the arguments and the constructor say of the optimizer, as they are now.
         torch_model: the torch model that was passed, which gets the trained weights; None without one.
+        rollout: how a run makes its rows itself; None where they are a dataset's.
 
     Raises:
         ValueError: the run has no end; what cannot be written should not cost one either.
@@ -58,7 +62,11 @@ def assemble(
     plan = run.sharding_plan
     sharded_step = None if plan is None else ShardedStep(plan, run.model.params, run.frozen)
     user_loss = UserLoss(run, forward, hooks.compute_loss, hooks.script_values) if run.own_loss else None
-    evaluator = Evaluator(run, forward, sharded_step, user_loss, hooks.prediction_step)
+    if rollout is None:
+        evaluator = Evaluator(run, forward, sharded_step, user_loss, hooks.prediction_step)
+    else:
+        run.rollout = rollout_steps(run, rollout, forward, sharded_step)
+        evaluator = CompletionEvaluator(run, forward, sharded_step, run.rollout)
     trained_by_script = user_loss if "compute_loss" in run.overridden else None
     train_step = TrainStep(run, hooks.loss, sharded_step, trained_by_script)
     training = Training(run, hooks, train_step, checkpointer, publisher, choose, torch_model)

@@ -63,7 +63,7 @@ def rollout_steps(
 ) -> RolloutSteps:
     """The source of a run's steps."""
     cycle, args = run.task.cycle, run.args
-    streams = [TorchGenerator(args.seed + rank) for rank in range(cycle.ranks)]
+    streams = [TorchGenerator(args.seed + rank) for rank in range(run.shards)]
     rollout = Rollout(
         run.task,
         PolicyWriter(run, parts.sampling, streams[0]),

@@ -16,6 +16,7 @@ from trl_jax.engine.devices.sharding import ShardingPlan
 from trl_jax.engine.events import Events
 from trl_jax.engine.interrupts import Interrupts
 from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.rollout.source import RolloutSteps
 from trl_jax.run.arguments.base_config import BaseConfig
 from trl_jax.run.devices import run_device
 from trl_jax.run.model.reference import ReferenceModel
@@ -35,6 +36,7 @@ class RunState:
     vocab_size, max_positions: limits of token ids and of lengths of texts; max_positions=None is no limit.
     events: callbacks with their state and control.
     sharding_plan: where arrays lie on several devices; None on one.
+    rollout: makes the rows of a run that writes them itself; None where they are a dataset's.
     reference: the model that the policy is compared with, in tasks that have one and do not know it beforehand.
     router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts; 0.0 adds none.
     finish_rows: adds columns that the model computes to a prepared dataset of this name; None while the trainer is
@@ -60,6 +62,7 @@ class RunState:
     events: Events | None = None
     sharding_plan: ShardingPlan | None = None
     reference: ReferenceModel | None = None
+    rollout: RolloutSteps | None = None
     router_aux_loss_coef: float = 0.0
     finish_rows: Callable[[Any, str], Any] | None = None
     optimizer_state: Any = None

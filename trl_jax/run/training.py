@@ -29,7 +29,7 @@ from trl_jax.engine.interrupts import Interrupted, Interrupts
 from trl_jax.engine.loop import Loop
 from trl_jax.engine.nonfinite_guard import PATIENCE, NonFiniteGuard
 from trl_jax.engine.optimizers.optimizer import Optimizer
-from trl_jax.engine.prefetch import Prefetched
+from trl_jax.engine.prefetch import AsNeeded, Prefetched
 from trl_jax.hub.torch.objects import give_back
 from trl_jax.run.arguments.optimizer_choice import LearningRate, OptimizerChoice
 from trl_jax.run.callbacks import begin_state
@@ -129,6 +129,8 @@ class Training:
         run.events.handler.optimizer, run.events.handler.lr_scheduler = tx, schedule
         self._checkpointer.forget_dataset()
         begin_state(run)
+        if run.rollout is not None:
+            run.rollout.begin()
         progress = Progress() if found is None else resume(run, self._checkpointer, found, length, tx)
         self._checkpointer.begin(found, run_id)
         first = run.state.global_step
@@ -159,14 +161,17 @@ class Training:
 
     def _looped(self, tx: Any, length: Any, progress: Progress) -> tuple[Loop, float, list]:
         run, checkpointer, train_step = self._run, self._checkpointer, self._train_step
-        batches = self._hooks.get_train_dataloader()
+        batches = self._hooks.get_train_dataloader() if run.rollout is None else run.rollout
         run.events.handler.train_dataloader = batches
-        steps, step = steps_of(batches, "get_train_dataloader"), train_step.made(tx)
+        steps = batches if run.rollout is not None else steps_of(batches, "get_train_dataloader")
+        step = train_step.made(tx)
         place = None if "compute_loss" in run.overridden else train_step.placed
         patience = 1 if "underflow_overflow" in str(run.args.debug) else PATIENCE
         loop = Loop(
             events=run.events,
-            batches=Prefetched(steps, place, lambda: loop.leave_if_asked()),
+            batches=AsNeeded(steps, place)
+            if run.rollout is not None
+            else Prefetched(steps, place, lambda: loop.leave_if_asked()),
             num_epochs=length.num_epochs,
             micro_batches_per_epoch=length.micro_batches_per_epoch,
             advance=train_step.advancer(step, tx, checkpointer.saver.check),

@@ -25,8 +25,7 @@ class Cycle:
     """How generations and steps go together.
 
     group: completions of a prompt. prompts: of a generation. parts: micro-batches that a generation is cut into.
-    iterations: how often they are trained on. accumulation: micro-batches of a step. ranks: that a micro-batch is
-    divided over.
+    iterations: how often they are trained on. accumulation: micro-batches of a step.
     """
 
     group: int = 8
@@ -34,7 +33,6 @@ class Cycle:
     parts: int = 1
     iterations: int = 1
     accumulation: int = 1
-    ranks: int = 1
 
     @property
     def repeats(self) -> int:

@@ -31,6 +31,7 @@ from trl_jax.run.hooks import TrainerHooks
 from trl_jax.run.model import loading as model_loading
 from trl_jax.run.output.hub_push import HubPublisher
 from trl_jax.run.parts import assemble
+from trl_jax.run.rollouts import RolloutParts
 from trl_jax.run.state import RunState
 from trl_jax.run.step.rng import check_noise
 from trl_jax.run.step.train_step import default_optimizer
@@ -88,12 +89,14 @@ class BaseTrainer(Surface):
         *,
         compute_loss_func: Callable | None = None,
         reference: Callable[[RunState], None] | None = None,
+        rollout: Callable[[RunState], RolloutParts] | None = None,
     ):
         """Arguments in TRL's order; `args` is a `config_class`, made with "<model>-<name>" as output_dir if None.
 
         Args:
             compute_loss_func: the loss, of the model's outputs, the labels and the number of targets of the step.
             reference: attaches a reference to the run, once the model is there (`run.construction.attach_reference`).
+            rollout: how the run makes its rows itself; None where they are the dataset's.
 
         Raises:
             TypeError, ValueError: an argument, row or checkpoint at fault, by name.
@@ -135,7 +138,8 @@ class BaseTrainer(Surface):
         run.events = events_of(run, callbacks)
         begin_state(run)
         chosen = partial(choose, args, optimizers, optimizer_cls_and_kwargs)
-        self.parts = assemble(run, self._hooks(), self._publisher, chosen, torch_model)
+        own_rows = None if rollout is None else rollout(run)
+        self.parts = assemble(run, self._hooks(), self._publisher, chosen, torch_model, own_rows)
         run.events.fire("on_init_end")
         check_noise(args, run.model.backend)
         layout_choice.check_layout(args, run.model.backend)

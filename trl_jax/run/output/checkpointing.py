@@ -110,10 +110,13 @@ class Checkpointer:
         if not run.args.save_only_model:
             trees |= {"optimizer": run.optimizer_state, "reference": run.moving_reference}
         trees = host_copy(trees) if aside else trees
+        rollout = None
+        if run.rollout is not None:
+            trees["rollout"], rollout = run.rollout.state()
         fills = run.shards > 1 if run.fills is None else run.fills
         facts = {"tokens_seen": run.tokens_seen, "schedule": self.lr_scheduler.state_dict()}
         facts |= {"shards": run.shards, "step_examples": run.step_examples, "fills": fills}
-        facts["order"] = order_of(run)
+        facts |= {"order": order_of(run), "rollout": rollout}
         text, steps = progress_json(progress, facts), list(progress.unreported)
 
         def write(folder: Path) -> None:

@@ -101,6 +101,9 @@ def _of_ours(
     params = saved.tree("params", params, places[0]) if saved.names("params") else params
     state = saved.tree("optimizer", like, places[1])
     _resume_reference(run, saved)
+    if run.rollout is not None:
+        arrays = {name: saved.tensors.get_tensor(f"rollout/{name}") for name in saved.names("rollout")}
+        run.rollout.restore(arrays, saved.facts["rollout"])
     run.fills, run.tokens_seen = saved.facts["fills"], saved.facts["tokens_seen"]
     saved.restore_random_state()
     checkpointer.lr_scheduler.load_state_dict(saved.facts["schedule"])
@@ -168,7 +171,7 @@ def _check_place(run: RunState, saved: SavedProgress, step: int) -> None:
     if progress.epoch > step:
         raise BrokenCheckpoint(f"{path}: epoch is {progress.epoch}, which a run of {step} steps has not reached.")
     most = len(rows) + saved.facts["step_examples"] if isinstance(rows, Dataset) else progress.examples
-    if progress.examples > most and not run.args.ignore_data_skip:  # the last step of an epoch may be filled up
+    if run.rollout is None and progress.examples > most and not run.args.ignore_data_skip:  # the last step of an epoch may be filled up
         raise BrokenCheckpoint(f"{path}: examples is {progress.examples}, and train_dataset has {len(rows)} rows.")
 
 

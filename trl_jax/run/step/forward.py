@@ -56,6 +56,17 @@ class Forward:
             return sums
         return sums | {"ref_logps": self._of_reference(compared, batch, max_tokens, common)}
 
+    def policy_reads(self, params: dict, batch: Batch) -> dict[str, jax.Array]:
+        """The task's numbers of a pass under the policy as it is, without a gradient; arguments as of `outputs`."""
+        return self.outputs(params, batch, dtype=self._run.args.compute_dtype)
+
+    def reference_reads(self, params: dict, batch: Batch) -> dict[str, jax.Array]:
+        """The same under the run's reference."""
+        reference = self._run.reference
+        _, compared = reference.split(params)
+        options = self._common(batch) | _windows(reference.backend, self._run.args.max_length)
+        return self._run.task.of_pass(reference.outputs(compared, batch, **options), batch)
+
     def reference_logps(self, params: dict, batch: Batch) -> jax.Array:
         """The log-probability of each text under the run's reference, `[X]`; arguments as of `outputs`."""
         _, compared = self._run.reference.split(params)

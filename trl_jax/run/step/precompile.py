@@ -28,7 +28,8 @@ def compiling_ahead(
 
     They compile the buckets that fit these steps best; longer ones serve until they are ready.
     """
-    known = isinstance(step, Programs) and not isinstance(steps.dataset, IterableDataset)
+    known = isinstance(steps, ExampleLoader) and isinstance(step, Programs)
+    known = known and not isinstance(steps.dataset, IterableDataset)
     if not known or not compiles_ahead(run.args.device.type):
         return contextlib.nullcontext()
     coming = steps.laid_out(buckets=replace(steps.step_layout.buckets, ready=()))

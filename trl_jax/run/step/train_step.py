@@ -91,6 +91,8 @@ class TrainStep:
             )
             if run.reference is not None:
                 run.reference = run.reference.after(run.state.global_step + 1, run.model.arrays)
+            if run.rollout is not None:
+                run.rollout.stepped(metrics)
             run.tokens_seen += batch.num_counted_tokens
             run.state.num_input_tokens_seen += self._input_tokens(batch)
             run.state.total_flos += flops_a_token * batch.num_padded_tokens

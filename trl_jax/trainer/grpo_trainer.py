@@ -1,0 +1,96 @@
+"""Group relative policy optimisation: TRL's GRPOTrainer on JAX."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+from transformers.trainer_callback import TrainerCallback
+
+from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.losses.policy_gradient import PolicyLoss
+from trl_jax.rollout.entropy import EntropyBonus
+from trl_jax.tasks.grpo import GrpoTask
+from trl_jax.trainer.grpo_config import GRPOConfig
+from trl_jax.trainer.old_keywords import as_config
+from trl_jax.trainer.policy_trainer import PolicyTrainer
+from trl_jax.trainer.refusals import refuse
+
+_OF_THE_LOSS = (
+    "loss_type", "epsilon", "epsilon_high", "delta", "beta", "use_bias_correction_kl", "importance_sampling_level",
+    "off_policy_mask_threshold", "top_entropy_quantile", "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos",
+    "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg", "max_completion_length",
+)  # fmt: skip
+
+
+class GRPOTrainer(PolicyTrainer):
+    """Trains a language model on completions that it writes itself, by their rewards relative to the other completions
+    of the same prompt (DeepSeekMath, https://huggingface.co/papers/2402.03300), and by the losses that grew out of it.
+
+    The arguments are TRL's, in TRL's order.
+
+    Args:
+        model: a checkpoint's folder or Hub name, or what `trl_jax.AutoModelForCausalLM` loaded, or a torch model of
+            transformers, which has the trained weights after `train()`.
+        reward_funcs: a reward function or reward model, or a list of them. A function is called with `prompts`,
+            `completions`, `completion_ids`, the dataset's other columns, `trainer_state`, `log_extra` and `log_metric`,
+            and gives a number or None for each completion; it may be async. A model is a folder's or repository's name,
+            what `trl_jax.AutoModelForSequenceClassification` loaded, or a torch model.
+        args: a GRPOConfig; None means `GRPOConfig("<model>-GRPO")`.
+        train_dataset: rows with a `prompt`, a text or messages; other columns go to the reward functions.
+        eval_dataset: the same, or a dict of them.
+        processing_class: the tokenizer; loaded with the model if None.
+        reward_processing_classes: the tokenizers of reward models, one for each of reward_funcs; None loads them with
+            the models.
+        callbacks: transformers' callbacks, besides the default ones.
+        optimizers: an optax transformation with its rate, and None or a function of the step.
+        quantization_config: the weights beside an adapter are held in 4 or 8 bits.
+        peft_config: a LoraConfig of ours or of peft's.
+        tools, rollout_func, environment_factory: refused.
+    """
+
+    _name, _tag_names = "GRPO", ["trl", "grpo"]
+    config_class = GRPOConfig
+
+    def __init__(
+        self,
+        model: str | os.PathLike | PreTrainedModel,
+        reward_funcs: Any = None,
+        args: GRPOConfig | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: list[Callable] | None = None,
+        rollout_func: Callable | None = None,
+        environment_factory: Any = None,
+    ):
+        refuse(tools=tools, rollout_func=rollout_func, environment_factory=environment_factory)
+        args = None if args is None else as_config(args, GRPOConfig)
+        super().__init__(
+            model, reward_funcs, args, train_dataset, eval_dataset, processing_class, reward_processing_classes,
+            callbacks, optimizers, quantization_config, peft_config,
+        )  # fmt: skip
+
+    def make_task(self) -> GrpoTask:
+        args = self.args
+        return GrpoTask(
+            **self._of_any_policy(),
+            objective=PolicyLoss(**{name: vars(args)[name] for name in _OF_THE_LOSS}),
+            multi_objective_aggregation=args.multi_objective_aggregation,
+            scale_rewards=args.scale_rewards,
+            entropy_bonus=bool(args.entropy_coef or args.use_adaptive_entropy),
+        )
+
+    def _bonus(self) -> EntropyBonus | None:
+        args = self.args
+        if not args.use_adaptive_entropy:
+            return EntropyBonus(args.entropy_coef) if args.entropy_coef else None
+        bounds = {"least": args.entropy_coef_min, "most": args.entropy_coef_max}
+        return EntropyBonus(args.entropy_coef, args.entropy_target, args.entropy_coef_delta, **bounds)

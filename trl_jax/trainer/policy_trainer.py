@@ -1,0 +1,134 @@
+"""The base of trainers that learn from completions which the policy writes itself: GRPO and RLOO."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from trl_jax.hub.peft.backend import AdaptedBackend
+from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.rollout.entropy import EntropyBonus
+from trl_jax.rollout.rewards import reward_functions
+from trl_jax.run import construction
+from trl_jax.run.model.reference import Sync, initial_policy
+from trl_jax.run.model.routers import balance_experts
+from trl_jax.run.rollouts import RolloutParts, Sampling
+from trl_jax.run.state import RunState
+from trl_jax.tasks.policy import Cycle
+from trl_jax.trainer.base_trainer import BaseTrainer
+
+
+class PolicyTrainer(BaseTrainer):
+    """A trainer whose rows are prompts, and which judges what the policy makes of them by reward functions.
+
+    Attributes:
+        reward_funcs: as they were passed, as a list. reward_func_names: their names in metrics.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any,
+        args: Any,
+        train_dataset: Any,
+        eval_dataset: Any,
+        processing_class: Any,
+        reward_processing_classes: Any,
+        callbacks: Any,
+        optimizers: Any,
+        quantization_config: Any,
+        peft_config: Any,
+    ):
+        self.reward_funcs = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+        self._reward_processing_classes, self._fresh_adapter = reward_processing_classes, peft_config is not None
+        super().__init__(
+            model,
+            args,
+            None,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            reference=self._attach_reference,
+            rollout=self._rollout,
+        )
+        self.aux_loss_enabled = balance_experts(self._run, self.args.router_aux_loss_coef)
+
+    @property
+    def ref_model(self) -> PreTrainedModel | None:
+        """The reference as it is now; None where beta is 0, and of an adapter, whose reference is the model under it."""
+        model, reference = self._run.model, self._run.reference
+        if reference is None or isinstance(model.backend, AdaptedBackend):
+            return None
+        return reference.as_model(model)
+
+    def _attach_reference(self, run: RunState) -> None:
+        args = run.args
+        if not args.beta:
+            return
+        reference = initial_policy(run.model, fresh_adapter=self._fresh_adapter)
+        if args.sync_ref_model:
+            if isinstance(run.model.backend, AdaptedBackend):
+                raise NotImplementedError(
+                    "You passed `sync_ref_model=True` while using a PEFT model, which is currently not supported: the "
+                    "reference is the base model, which an adapter leaves as it is. Leave sync_ref_model out, or "
+                    "train all weights."
+                )
+            sync = Sync(args.ref_model_mixup_alpha, args.ref_model_sync_steps)
+            reference = reference.following(sync, run.model.arrays)
+        construction.attach_reference(run, reference)
+
+    def _rollout(self, run: RunState) -> RolloutParts:
+        args = run.args
+        rewards = reward_functions(
+            self.reward_funcs, self._reward_processing_classes, args, state=lambda: run.state,
+            template_options=args.chat_template_kwargs,
+        )  # fmt: skip
+        self.reward_func_names = list(rewards.names)
+        sampling = Sampling(
+            args.chat_template_kwargs or {}, args.max_prompt_length, _eos_token_ids(run), _options(args)
+        )
+        return RolloutParts(
+            sampling, rewards, args.mask_truncated_completions, args.shuffle_dataset, self._bonus(), None
+        )
+
+    def _bonus(self) -> EntropyBonus | None:
+        """The coefficient of the entropy bonus, where the loss has one."""
+        return None
+
+    def _of_any_policy(self) -> dict[str, Any]:
+        """The fields of a task that GRPO and RLOO share."""
+        args = self.args
+        cycle = Cycle(
+            group=args.num_generations,
+            prompts=args.generation_batch_size // args.num_generations,
+            parts=args.steps_per_generation,
+            iterations=args.num_iterations,
+            accumulation=args.gradient_accumulation_steps,
+        )
+        weights = None if args.reward_weights is None else tuple(args.reward_weights)
+        return {
+            "num_generations": args.num_generations,
+            "num_generations_eval": args.num_generations_eval or args.num_generations,
+            "temperature": args.temperature,
+            "beta": args.beta,
+            "reward_weights": weights,
+            "cycle": cycle,
+        }
+
+
+def _eos_token_ids(run: RunState) -> tuple[int, ...]:
+    """The model's ids that end a text, the tokenizer's before them if it is none of these."""
+    own, found = run.processing_class.eos_token_id, run.model.generation_config.eos_token_id
+    ids = [found] if isinstance(found, int) else list(found or ())
+    return tuple(ids if own in ids or own is None else [own, *ids])
+
+
+def _options(args: Any) -> dict[str, Any]:
+    """The arguments of `generate` that the config says."""
+    named = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    options = {name: vars(args)[name] for name in named}
+    return options | {"max_new_tokens": args.max_completion_length, "do_sample": True} | (args.generation_kwargs or {})

@@ -1,0 +1,56 @@
+"""REINFORCE leave-one-out: TRL's RLOOTrainer on JAX."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+from transformers.trainer_callback import TrainerCallback
+
+from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.tasks.rloo import RlooTask
+from trl_jax.trainer.old_keywords import as_config
+from trl_jax.trainer.policy_trainer import PolicyTrainer
+from trl_jax.trainer.rloo_config import RLOOConfig
+
+
+class RLOOTrainer(PolicyTrainer):
+    """Trains a language model on completions that it writes itself, by their rewards over the mean of the prompt's other
+    completions (https://huggingface.co/papers/2402.14740).
+
+    The arguments are TRL's, in TRL's order, and as those of `GRPOTrainer`.
+    """
+
+    _name, _tag_names = "RLOO", ["trl", "rloo"]
+    config_class = RLOOConfig
+
+    def __init__(
+        self,
+        model: str | os.PathLike | PreTrainedModel,
+        reward_funcs: Any,
+        args: RLOOConfig | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+    ):
+        args = None if args is None else as_config(args, RLOOConfig)
+        super().__init__(
+            model, reward_funcs, args, train_dataset, eval_dataset, processing_class, reward_processing_classes,
+            callbacks, optimizers, quantization_config, peft_config,
+        )  # fmt: skip
+
+    def make_task(self) -> RlooTask:
+        args = self.args
+        return RlooTask(
+            **self._of_any_policy(),
+            epsilon=args.epsilon,
+            epsilon_high=args.epsilon_high,
+            reward_clip_range=args.reward_clip_range,
+            normalize_advantages=args.normalize_advantages,
+        )
