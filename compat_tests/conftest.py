@@ -11,7 +11,8 @@ from importlib.metadata import version
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["no_proxy"] = os.environ["NO_PROXY"] = "localhost,127.0.0.1"  # where the tests' own Hub and ranks are
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # bitsandbytes would compile for longer than it computes

@@ -62,14 +62,6 @@ def train(folder, tmp_path):
     return run
 
 
-@pytest.fixture
-def heard():
-    """SIGHUP, which the tests themselves may be told to ignore."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
 def weights(trainer):
     return jax.tree.map(np.asarray, trainer.model.params)
 

@@ -107,7 +107,7 @@ class OnPrediction(TrainerCallback):
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_a_scripts_own_evaluation_is_left_to_python(trainer):
+def test_a_scripts_own_evaluation_is_left_to_python(trainer, heard):
     with pytest.raises(KeyboardInterrupt):
         trainer("run", OnPrediction()).evaluate()
 
@@ -193,6 +193,18 @@ def test_a_hangup_that_is_ignored_stays_so():
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_an_interrupt_that_is_ignored_is_told_of_once(trainer, heard, capfd):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    trainer("run", max_steps=2, eval_strategy="no").train()
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    told = capfd.readouterr().err
+    assert told.count("SIGINT is ignored by this process, as in the background of a shell") == 1
+    assert f"kill -TERM {os.getpid()} ends it: finishing the step, then saving a checkpoint and leaving.\n" in told
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    trainer("heard", max_steps=1, eval_strategy="no").train()
+    assert "SIGINT" not in capfd.readouterr().err
 
 
 CLOSED = """

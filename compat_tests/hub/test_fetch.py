@@ -149,7 +149,9 @@ def test_a_mistyped_folder(name, tmp_path, monkeypatch):
         load(name, cache_dir=str(tmp_path / "cache"))
 
 
-def test_a_mistyped_folder_with_the_hub_in_reach(monkeypatch):
+def test_a_mistyped_folder_with_the_hub_in_reach(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
     class Unknown(RepositoryNotFoundError):
         def __init__(self, text):
             Exception.__init__(self, text)

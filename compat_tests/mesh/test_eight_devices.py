@@ -10,8 +10,12 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    "name", ["eight_devices.py", "eight_experts.py", "eight_references.py", "eight_token_heads.py", "eight_trl.py"]
-)
+    "name",
+    [
+        "eight_devices.py", "eight_experts.py", "eight_references.py", "eight_token_heads.py", "eight_trl.py",
+        "eight_whole_runs.py",
+    ],
+)  # fmt: skip
 def test_eight_devices(name):
     file = Path(__file__).with_name(name)
     run = subprocess.run(

@@ -311,15 +311,6 @@ def test_arguments_that_are_refused(tmp_path, config, words):
         trl_jax.DPOConfig(str(tmp_path), use_cpu=True, **config)
 
 
-def test_a_loss_of_the_script_is_refused(model, tmp_path):
-    class Own(trl_jax.DPOTrainer):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            return 0.0
-
-    with pytest.raises(TypeError, match="Own overrides compute_loss"):
-        Own(str(model), args=trl_jax.DPOConfig(str(tmp_path), use_cpu=True), train_dataset=table())
-
-
 def shares(found):
     """As scripts write metrics of logits: over every place, of token ids."""
     logits, ids = found.predictions[:, :-1], found.label_ids[:, 1:]

@@ -32,14 +32,20 @@ class Interrupts:
     def heeded(self, promise: str) -> Iterator[None]:
         """Handle signals within the block. `promise` tells the user what the first one will lead to.
 
-        A signal that the process ignores, as under nohup, stays ignored. Outside of the main thread signals are left
-        as they were, which Python requires; with several processes JAX handles them (see `agree`).
+        A signal that the process ignores, as under nohup, stays ignored. The user is told if that is SIGINT, which
+        shells have ignored by what they start in the background. Outside of the main thread signals are left as they
+        were, which Python requires; with several processes JAX handles them (see `agree`).
         """
         if several() or threading.current_thread() is not threading.main_thread():
             yield
             return
         self._promise = promise
         heeded = [number for number in _HEEDED if signal.getsignal(number) != signal.SIG_IGN]
+        if signal.SIGINT not in heeded:
+            say(
+                "SIGINT is ignored by this process, as in the background of a shell, and will not stop the run. "
+                f"kill -TERM {os.getpid()} ends it: finishing the step, then {promise}."
+            )
         before = {number: signal.signal(number, self._take) for number in heeded}
         try:
             yield
