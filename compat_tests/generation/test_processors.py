@@ -12,13 +12,13 @@ import pytest
 from trl_jax.generation import processors as ours
 from trl_jax.generation import warpers
 from trl_jax.generation.history import History
-from trl_jax.generation.selection import among_largest
+from trl_jax.generation.selection import among_largest, leading, until
 
 torch = pytest.importorskip("torch")
 theirs = pytest.importorskip("transformers.generation.logits_process")
 
 ROWS, PROMPT, VOCABULARY = 6, 9, 400
-LENGTHS = (1, PROMPT, PROMPT + 1, PROMPT + 2, 15, 41)
+LENGTHS = (1, PROMPT, PROMPT + 1, PROMPT + 3, 15, 41)
 PADS = np.array([0, 3, 8, 0, 1, 5])
 EOS = [7, 11]
 BAN = {(5,): float("-inf"), (3, 4): float("-inf"), (1, 2, 6): float("-inf"), (9, 9): float("-inf")}
@@ -54,8 +54,9 @@ def history_of(ids: np.ndarray, width: int = 64) -> History:
 processed = jax.jit(ours.process)
 
 
-def pairs() -> dict:
-    """Name -> our processor and transformers'."""
+def pairs(prompt: np.ndarray | None = None) -> dict:
+    """Name -> our processor and transformers'; `prompt` is int64 `[ROWS, PROMPT]`."""
+    prompt = ids_of(0, PROMPT) if prompt is None else prompt
     eos, numbers = jnp.array(EOS), jnp.float32
     decay = np.log(1.07)
     return {
@@ -76,6 +77,14 @@ def pairs() -> dict:
             f"no_repeat_ngram_size_{n}": (ours.NoRepeatNGram(n), theirs.NoRepeatNGramLogitsProcessor(n))
             for n in (1, 2, 3, 12)
         },
+        "encoder_repetition_penalty": (
+            ours.PromptRepetitionPenalty(numbers(1 / 1.3)),
+            theirs.EncoderRepetitionPenaltyLogitsProcessor(1.3, torch.from_numpy(prompt)),
+        ),
+        "encoder_no_repeat_ngram_size": (
+            ours.NoRepeatNGram(2, of_prompt=True),
+            theirs.EncoderNoRepeatNGramLogitsProcessor(2, torch.from_numpy(prompt)),
+        ),
         "min_length": (ours.MinLength(14, eos), theirs.MinLengthLogitsProcessor(14, EOS)),
         "min_new_tokens": (
             ours.MinNewTokens(3, eos),
@@ -127,8 +136,8 @@ def stable_sort(monkeypatch):
 
 def both(names: list[str], length: int, seed: int) -> tuple[jax.Array, np.ndarray]:
     """The scores after the processors of these names: ours, and transformers'."""
-    mine, others = zip(*(pairs()[name] for name in names), strict=True)
     scores, ids = scores_of(seed), ids_of(seed, length)
+    mine, others = zip(*(pairs(ids[:, :PROMPT])[name] for name in names), strict=True)
     expected = torch.from_numpy(scores)
     for processor in others:
         expected = processor(torch.from_numpy(ids), expected)
@@ -138,7 +147,7 @@ def both(names: list[str], length: int, seed: int) -> tuple[jax.Array, np.ndarra
 @pytest.mark.parametrize("name", list(pairs()))
 def test_one(name):
     changed = False
-    for length in LENGTHS:
+    for length in LENGTHS[name.startswith("encoder") :]:  # these need the prompt as it was
         for seed in range(3):
             found, expected = both([name], length, seed)
             assert_equal(found, expected)
@@ -250,3 +259,25 @@ def test_a_large_vocabulary(names):
         for processor in others:
             expected = processor(None, expected)
         assert_equal(processed(mine, None, large_scores(seed)[:3]), expected.numpy())
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_prefixes_by_weight(large):
+    """Weights of sixty-fourths add up exactly, so that sums which just reach a limit are there, too."""
+    random = np.random.default_rng(0)
+    for limit in (0.0, 1 / 64, 0.25, 0.5, 63 / 64, 1.0):
+        weights = random.multinomial(64, np.ones(20) / 20, size=5).astype(np.float32) / 64
+        order = np.round(weights * random.choice([1, -1], (5, 1)) * 64)
+        if large:
+            weights, order = (np.pad(array, ((0, 0), (0, 9000))) for array in (weights, order))
+        places = np.argsort(order, axis=1, kind="stable")
+        sums = np.cumsum(np.take_along_axis(weights, places, axis=1), axis=1)
+        within, first = np.zeros(weights.shape, bool), np.zeros(weights.shape, bool)
+        np.put_along_axis(within, places, sums <= limit, axis=1)
+        reached = np.minimum((sums < limit).sum(axis=1), weights.shape[1] - 1)
+        last = np.take_along_axis(np.take_along_axis(order, places, axis=1), reached[:, None], axis=1)
+        first = order <= last
+        heavy = weights > 0
+        np.testing.assert_array_equal(jax.jit(leading)(order, weights, limit) & heavy, within & heavy)
+        if limit > 0:
+            np.testing.assert_array_equal(jax.jit(until)(order, weights, limit) & heavy, first & heavy)

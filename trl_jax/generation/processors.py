@@ -82,25 +82,43 @@ class RepetitionPenalty(NamedTuple):
 
     def __call__(self, history: History, scores_RV: jax.Array) -> jax.Array:
         places = jnp.arange(history.ids.shape[1])
-        there_RV = seen(
-            history.ids, (places >= history.pads[:, None]) & (places < history.lengths), scores_RV.shape[-1]
-        )
-        penalised_RV = jnp.where(scores_RV < 0, scores_RV * self.penalty, scores_RV / self.penalty)
-        return jnp.where(there_RV, penalised_RV, scores_RV)
+        counts_RT = (places >= history.pads[:, None]) & (places < history.lengths)
+        return _penalised(history, counts_RT, self.penalty, scores_RV)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=(), meta_fields=("size",))
+class PromptRepetitionPenalty(NamedTuple):
+    """The same for tokens of the prompt alone, its padding among them: transformers' `encoder_repetition_penalty` has
+    one divided by it as its `penalty`."""
+
+    penalty: Number
+
+    def __call__(self, history: History, scores_RV: jax.Array) -> jax.Array:
+        places = jnp.arange(history.ids.shape[1])
+        return _penalised(history, places < history.lengths - history.new, self.penalty, scores_RV)
+
+
+def _penalised(history: History, counts_RT: jax.Array, penalty: Number, scores_RV: jax.Array) -> jax.Array:
+    counts_RT = jnp.broadcast_to(counts_RT, history.ids.shape)
+    penalised_RV = jnp.where(scores_RV < 0, scores_RV * penalty, scores_RV / penalty)
+    return jnp.where(seen(history.ids, counts_RT, scores_RV.shape[-1]), penalised_RV, scores_RV)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=(), meta_fields=("size", "of_prompt"))
 @dataclasses.dataclass(frozen=True)
 class NoRepeatNGram:
-    """Removes ids that would end a run of `size` tokens which the row, padding and all, has already; static."""
+    """Removes ids that would end a run of `size` tokens which the row, padding and all, has already, or its prompt has
+    where `of_prompt`. Both are static."""
 
     size: int
+    of_prompt: bool = False
 
     def __call__(self, history: History, scores_RV: jax.Array) -> jax.Array:
         ids_RT, before = history.ids, self.size - 1
         if ids_RT.shape[1] < self.size:
             return scores_RV
-        begun_RN = jnp.arange(ids_RT.shape[1] - before) + self.size <= history.lengths
+        ends = jnp.arange(ids_RT.shape[1] - before) + self.size
+        within = ends <= (history.lengths - history.new if self.of_prompt else history.lengths)
+        begun_RN = jnp.broadcast_to(within, (len(ids_RT), len(ends)))
         suffix_RB = history.last(before)
         for i in range(before):
             begun_RN &= ids_RT[:, i : ids_RT.shape[1] - before + i] == suffix_RB[:, i, None]
