@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from trl_jax.data.example import IGNORED, Example
+from trl_jax.data.extras import Extras
 from trl_jax.data.layout.sharded import by_shard
 from trl_jax.rollout.experience import Completed, Experience
 from trl_jax.tasks.policy import PolicyTask
@@ -28,7 +29,8 @@ def example_of(
     ids = np.concatenate([prompt, completion]).astype(np.int32)
     labels = np.full(len(ids), IGNORED, np.int32)
     labels[len(prompt) :][counted] = np.asarray(completion)[counted]
-    return Example((ids,), dict(numbers or {}), (labels,), reads={name: (v,) for name, v in (of_tokens or {}).items()})
+    extras = Extras(dict(numbers or {}), {}, {name: (values,) for name, values in (of_tokens or {}).items()})
+    return Example((ids,), extras, (labels,))
 
 
 def step_examples(

@@ -96,7 +96,7 @@ class PolicyTask(abc.ABC):
         """The batch as it is."""
         return batch
 
-    def of_pass(self, outputs: TokenOutputs, batch: Batch) -> Sums:
+    def per_text(self, outputs: TokenOutputs, batch: Batch) -> Sums:
         """The log-probability and the entropy of each read, `[N]`."""
         return {"logps": outputs.logps, "entropy": outputs.entropy}
 

@@ -65,7 +65,7 @@ class Forward:
         reference = self._run.reference
         _, compared = reference.split(params)
         options = self._common(batch) | _windows(reference.backend, self._run.args.max_length)
-        return self._run.task.of_pass(reference.outputs(compared, batch, **options), batch)
+        return self._run.task.per_text(reference.outputs(compared, batch, **options), batch)
 
     def reference_logps(self, params: dict, batch: Batch) -> jax.Array:
         """The log-probability of each text under the run's reference, `[X]`; arguments as of `outputs`."""

@@ -1,0 +1,2 @@
+from trl_jax.core.arguments.base import COMMON
+GRPO = dict(COMMON)
