@@ -1,2 +1,0 @@
-from trl_jax.core.arguments.base import COMMON
-GRPO = dict(COMMON)
