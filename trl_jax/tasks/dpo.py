@@ -40,6 +40,9 @@ class DpoTask:
     max_prompt_length: int | None = None
 
     head: ClassVar[Literal["lm"]] = "lm"
+    axis: ClassVar[Literal["text"]] = "text"
+    compared: ClassVar[tuple[str, ...]] = ("logps",)
+    temperature: ClassVar[float] = 1.0
     per_token: ClassVar[bool] = False
     num_tokens_after: ClassVar[str] = "entropy"
     columns: ClassVar[Columns] = Columns(
@@ -73,7 +76,7 @@ class DpoTask:
         """Both texts of a row, their labels, and the reference's log-probabilities, where they are precomputed."""
         return self.columns.example(row)
 
-    def per_text(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
+    def of_pass(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
         """Sums over the targets of each text, `[X]`. `logps` has the weighting of `ld_alpha`, `logps_sum` has not."""
         texts = 2 * len(batch.weight)
         ones = jnp.ones(len(batch.text))
@@ -99,11 +102,11 @@ class DpoTask:
         """The weighted sum of the losses of pairs, and sums over the micro-batches.
 
         Args:
-            outputs: of `per_text`, with `ref_logps`, the reference's `logps`, unless the batch has them.
+            outputs: of `of_pass`, with `ref_logps` of the reference, unless the batch has them.
         """
         chosen, rejected = ({name: part[i] for name, part in _halves(outputs).items()} for i in range(2))
         if "ref_logps" not in outputs:
-            chosen["ref_logps"], rejected["ref_logps"] = (batch.extras[name] for name in REFERENCE_COLUMNS)
+            chosen["ref_logps"], rejected["ref_logps"] = (batch.extras.example[name] for name in REFERENCE_COLUMNS)
         pairs = _pairs(chosen, rejected)
         real, rewards = counted(batch.weight, batch.micro_batch), [self.objective.beta * r for r in pairs.ratios]
         sums = {

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from trl_jax.core.packed import Packed, RowView
-from trl_jax.data.example import Example
-from trl_jax.data.layout.batch import Batch, read_places
+from trl_jax.data.example import Example, weight_of
+from trl_jax.data.layout.batch import Batch, empty_extras, read_places
 
 
 class Placed(NamedTuple):
@@ -87,12 +87,12 @@ def place(
     weights: Sequence[float] | None = None,
 ) -> list[Placed]:
     """The examples of a step in order; a full micro-batch has `examples`. TRL's mean of means is in their weights,
-    unless `weights` has those of each micro-batch's examples."""
+    unless `weights` has those of each micro-batch's examples, or an example has its own."""
     return [
         Placed(
             m * examples + i,
             example,
-            1.0 / (len(micro_batches) * len(batch)) if weights is None else weights[m],
+            weight_of(example, 1.0 / (len(micro_batches) * len(batch)) if weights is None else weights[m]),
             shared_tokens(example.texts) if share else 0,
         )
         for m, batch in enumerate(micro_batches)
@@ -158,17 +158,18 @@ def _empty(
         return np.full((rows, *shape), value, dtype)
 
     slots, targets, text = count * examples, None, None
+    reads = reads if like.labels else len(like.texts) * slots
     if like.labels:
         targets, text = filled((reads,), -1), filled((reads,), len(like.texts) * slots)
     member = np.repeat(np.eye(count, dtype=bool), examples, axis=1)
     return Batch(
         tokens=filled((1, length), form.pad_token_id),
         positions=filled((1, length), 0),
-        reads=filled((reads if like.labels else len(like.texts) * slots,), 0),
+        reads=filled((reads,), 0),
         lengths=filled((len(like.texts) * slots,), 1),
         weight=filled((slots,), 0, np.float32),
         micro_batch=np.broadcast_to(member, (rows, *member.shape)),
-        extras={name: filled((slots,), 0, np.float32) for name in like.extras},
+        extras=empty_extras(like, rows, examples=slots, reads=reads),
         packed=Packed(
             filled((1, length), length),
             filled((1, length), length),
@@ -231,9 +232,7 @@ def _write(batch: Batch, row: int, start: int, one: Placed) -> list[np.ndarray]:
     if one.shared:  # the first text's own tokens see from themselves to the end of what is shared
         own = places[0][one.shared :]
         first[own], end[own] = own, places[0][0] + one.shared
-    batch.weight[row, one.slot] = one.weight
-    for name, values in batch.extras.items():
-        values[row, one.slot] = one.example.extras[name]
+    batch.enter((row,), one.slot, one.example, one.weight)
     return places
 
 
@@ -251,7 +250,7 @@ def _write_reads(
         at = (places[0] if np.array_equal(texts[0], ids) else at)[read_places(one.example, number, pad_token_id)]
         batch.lengths[row, slot] = len(ids)
         if one.example.labels:
-            read = batch.read((row,), read, at, one.example.targets(number)[1], slot)
+            read = batch.read((row,), read, one.slot, one.example, number, at)
         else:
             batch.reads[row, slot] = at[0]
     return read
