@@ -11,7 +11,9 @@ from compat_tests.data.examples import PAD, ids, steps
 from trl_jax.data.example import Example
 from trl_jax.data.layout.batch import last_real_token
 from trl_jax.data.layout.buckets import Buckets
-from trl_jax.data.layout.packed import Form, RowViewShape, greedy_bins, pack_examples, place, shared_tokens
+from trl_jax.data.layout.packed import Form, pack_examples
+from trl_jax.data.layout.placing import greedy_bins, place, shared_tokens
+from trl_jax.data.layout.row_view import RowViewShape
 
 layouts = pytest.mark.parametrize("share", [False, True], ids=["packed", "shared"])
 

@@ -74,7 +74,7 @@ def test_types_and_shapes(texts):
         "tokens": (np.int32, (1, 2 * texts, 2)),
         "positions": (np.int32, (1, 2 * texts, 2)),
         "reads": (np.int32, (1, 2 * texts)),
-        "counted": (np.int8, (1, 2 * texts, 2)),
+        "counted": (np.int16, (1, 2 * texts, 2)),
         "lengths": (np.int32, (1, 2 * texts)),
         "weight": (np.float32, (1, 2)),
         "micro_batch": (np.bool_, (1, 1, 2)),

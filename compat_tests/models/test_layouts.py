@@ -15,8 +15,10 @@ from compat_tests.models.families import VARIANTS
 from trl_jax import AutoModelForSequenceClassification
 from trl_jax.data.example import Example
 from trl_jax.data.extras import Extras
-from trl_jax.data.layout.packed import Form, RowViewShape, greedy_bins, pack_examples, place
+from trl_jax.data.layout.packed import Form, pack_examples
 from trl_jax.data.layout.padded import pad_examples
+from trl_jax.data.layout.placing import greedy_bins, place
+from trl_jax.data.layout.row_view import RowViewShape
 from trl_jax.losses.pairwise import pairwise_loss
 from trl_jax.models.functional import merge
 from trl_jax.run.step.forward import Forward

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +11,16 @@ import numpy as np
 from trl_jax.data.extras import Extras
 
 IGNORED = -100  # a label that is no target, as in transformers
+
+
+class Context(NamedTuple):
+    """The beginning of an example's one text, alike in all examples of a micro-batch with the same key.
+
+    tokens: how many ids it is.
+    """
+
+    key: Hashable
+    tokens: int
 
 
 class Example(NamedTuple):
@@ -23,6 +33,7 @@ class Example(NamedTuple):
     documents: the tokens of each document that the one text consists of; none sees another. Empty: it is one.
     counted: how many texts, from the first, count as tokens that were trained on; None counts all.
     weight: of the example in the step's loss, which is a weighted sum, above 0; None leaves it to the layout.
+    context: what it shares with others, which the shared layout computes once. None: nothing.
     """
 
     texts: tuple[Sequence[int], ...]
@@ -31,6 +42,7 @@ class Example(NamedTuple):
     documents: Sequence[int] = ()
     counted: int | None = None
     weight: float | None = None
+    context: Context | None = None
 
     @property
     def longest(self) -> int:

@@ -12,8 +12,10 @@ import numpy as np
 from trl_jax.data.example import Example
 from trl_jax.data.layout.batch import Batch, padded_length
 from trl_jax.data.layout.buckets import Buckets, ViewBuckets
-from trl_jax.data.layout.packed import Form, RowViewShape, greedy_bins, pack_examples, place
+from trl_jax.data.layout.packed import Form, pack_examples
 from trl_jax.data.layout.padded import pad_examples
+from trl_jax.data.layout.placing import bins_of, place
+from trl_jax.data.layout.row_view import RowViewShape
 from trl_jax.data.layout.sharded import by_shard, in_shards, packed_passes, room, sharded_rows, shares
 
 Weighting = Literal["examples", "tokens", "shards"]
@@ -142,7 +144,7 @@ class StepLayout:
         if self.by_micro_batch:
             pass_of = [one.slot // examples for one in placed]
         else:
-            pass_of = greedy_bins([one.tokens for one in placed], passes, max_examples)
+            pass_of = bins_of(placed, passes, max_examples)
         view = None if self.views is None else RowViewShape(max_examples, self.views)
         form = Form(self.pad_token_id, share, bucket, view)
         if shards == 1 and not self.by_micro_batch:

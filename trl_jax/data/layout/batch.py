@@ -25,8 +25,8 @@ class Batch(NamedTuple):
     text: int32 `[N]`, the text that each read belongs to, X of one that only fills the shape. None under a score head.
     share: float32 `[E]`, the share of each example in the mean over the step's passes, on all devices, of means over
         their examples. None where micro-batches do not have a pass each.
-    counted: int8 `[R, T]`, how many of the texts that count (`Example.counted`) each token belongs to; 0 of a pad, 2 of
-        one that two texts share.
+    counted: int16 `[R, T]`, how many of the texts that count (`Example.counted`) each token belongs to; 0 of a pad, 2
+        of one that two texts share.
     lengths: int32 `[X]`, tokens of each text; `[R]` of padded rows, of which documents have one each.
     weight: float32 `[E]`, the share of each example in the step's loss; 0 marks one that is not in this pass.
     micro_batch: bool `[M, E]`, which micro-batch of the step an example belongs to; metrics are summed over each.

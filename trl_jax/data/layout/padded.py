@@ -64,7 +64,7 @@ def _empty(count: int, examples: int, rows: int, length: int, pad_token_id: int,
         extras=empty_extras(like, count, examples=examples, reads=reads.shape[1]),
         targets=targets,
         text=text,
-        counted=np.zeros(tokens.shape, np.int8),
+        counted=np.zeros(tokens.shape, np.int16),
     )
 
 

@@ -27,8 +27,8 @@ class Forward:
         self, params: dict, batch: Batch, *, dtype: str, bounded: bool = True, **options: Any
     ) -> Any:
         """The numbers of a pass that the task's loss gets: outputs of a score head, float32 `[X]`, or, under a language
-        model's head, the task's `of_pass` by name, with `ref_<name>` of those that it compares with the reference, where the
-        run has one, and `aux_loss` `[X]`, the load-balancing loss of this pass, where the run adds it.
+        model's head, the task's `of_pass` by name, with `ref_<name>` of those that it compares with the reference,
+        where the run has one, and `aux_loss` `[X]`, the load-balancing loss of this pass, where the run adds it.
 
         Args:
             dtype: of the layers' computation.
