@@ -28,14 +28,35 @@ EXAMPLES = [example(number) for number in range(1, 8)]
 
 
 def step(layout: str, examples=EXAMPLES, **options):
-    batches = [examples[:SIZE], examples[SIZE:]]
-    groups = [[IndexedExample(one, number) for number, one in enumerate(batch)] for batch in batches]
-    laid_out = StepLayout(SIZE, pad_token_id=0, pad_to_multiple_of=None, layout=layout, accumulation=2, **options)
-    return laid_out.step(groups, 0).arrays
+    return laid_out(layout, examples, **options).arrays
 
 
-@pytest.mark.parametrize("options", [{}, {"shards": 2}, {"by_micro_batch": True}], ids=str)
-@pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
+def laid_out(layout: str, examples=EXAMPLES, **options):
+    indexed = [IndexedExample(one, number) for number, one in enumerate(examples)]
+    groups = [indexed[:SIZE], indexed[SIZE:]]
+    made = StepLayout(SIZE, pad_token_id=0, pad_to_multiple_of=None, layout=layout, accumulation=2, **options)
+    return made.step(groups, 0)
+
+
+in_every_layout = pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
+on_devices = pytest.mark.parametrize(
+    "options", [{}, {"shards": 2}, {"by_micro_batch": True}, {"shards": 2, "by_micro_batch": True}], ids=str
+)
+
+
+@on_devices
+@in_every_layout
+def test_what_is_found_at_reads_goes_back_to_examples(layout, options):
+    made = laid_out(layout, **options)
+    found = made.of_reads(made.arrays.extras.read["of_read"])
+    assert sorted(found) == list(range(len(EXAMPLES)))
+    for number, one in enumerate(EXAMPLES):
+        for values, wanted in zip(found[number], one.extras.read["of_read"], strict=True):
+            np.testing.assert_array_equal(values, wanted)
+
+
+@on_devices
+@in_every_layout
 def test_each_number_is_where_it_belongs(layout, options):
     batch = step(layout, **options)
     examples, met = batch.weight.shape[-1], []

@@ -52,7 +52,8 @@ class BranchesTask:
 
     def loss(self, outputs: dict[str, jax.Array], batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         advantages, weights = (at_reads(x, batch.text) for x in (batch.extras.text["advantage"], batch.weight))
-        losses, kl = of_tokens(*outputs.values(), batch.extras.read["old_logps"], advantages)
+        found = (outputs[name] for name in ("logps", "entropy", "ref_logps"))
+        losses, kl = of_tokens(*found, batch.extras.read["old_logps"], advantages)
         real = counted(batch.weight, batch.micro_batch)
         of_examples = (of_texts(x, batch.text, len(batch.weight)) for x in (kl, jnp.ones(len(kl))))
         sums = {name: summed(x, real) for name, x in zip(("kl", "tokens"), of_examples, strict=True)}

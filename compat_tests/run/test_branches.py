@@ -3,11 +3,16 @@ float64."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
 
 from compat_tests.run import branches
+from trl_jax.data.example import IGNORED
+from trl_jax.data.step_layout import IndexedExample
+from trl_jax.run import data
 
 OURS = {
     "decoder.embed.weight": "model.embed_tokens.weight", "decoder.norm.weight": "model.norm.weight",
@@ -55,6 +60,24 @@ def test_loss_and_gradients_are_those_of_the_formula(layout, models, wanted, tmp
     np.testing.assert_allclose(loss, wanted[0], rtol=2e-6)
     for ours, theirs in OURS.items():
         np.testing.assert_allclose(gradients[ours], wanted[2][theirs], atol=2e-6, rtol=1e-4, err_msg=ours)
+
+
+def test_a_run_lays_out_examples_that_come_from_no_dataset(models, wanted, tmp_path):
+    """As those of a rollout do; log-probabilities of a pass go back to them."""
+    config = {"batch_layout": "shared", "per_device_train_batch_size": 6, "gradient_accumulation_steps": 2}
+    trainer = branches.trainer(*models, tmp_path, branches.rows(), **config)
+    run, forward = trainer.parts.run, trainer.parts.forward
+    examples = [IndexedExample(run.task.example(row), number) for number, row in enumerate(branches.rows())]
+    step = data.step_layout(run, training=True).step([examples[:6], examples[6:]], 0)
+    run_pass = jax.jit(partial(forward.outputs, dtype="float32"))
+    arrays = [jax.tree.map(lambda leaf, p=p: leaf[p], step.arrays) for p in range(2)]
+    outputs = [run_pass(run.arrays, own) for own in arrays]
+    losses = [float(run.task.loss(*both)[0]) for both in zip(outputs, arrays, strict=True)]
+    np.testing.assert_allclose(sum(losses), wanted[0], rtol=2e-6)
+    ref_logps = step.of_reads(np.stack([output["ref_logps"] for output in outputs]))
+    assert [len(values) for row in range(12) for values in ref_logps[row]] == [
+        sum(label != IGNORED for label in row["labels"]) for row in branches.rows()
+    ]
 
 
 @pytest.mark.parametrize("layout", ["padded", "shared"])

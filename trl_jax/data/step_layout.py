@@ -35,7 +35,7 @@ class IndexedExample(NamedTuple):
 class StepBatch(NamedTuple):
     """The arrays of one optimizer step or one evaluation step, and counts of them.
 
-    num_micro_batches, num_examples, num_tokens: of real ones, without padding.
+    num_micro_batches, num_examples, num_tokens: of real ones, without padding. num_texts: of each example.
     num_counted_tokens: of them those of texts that count (`Example.counted`).
     num_padded_tokens: the same as TRL computes them: each row of a micro-batch as long as its longest.
     num_places: tokens that are computed on here, padding included.
@@ -46,6 +46,7 @@ class StepBatch(NamedTuple):
     arrays: Batch
     num_micro_batches: int
     num_examples: int
+    num_texts: int
     num_tokens: int
     num_counted_tokens: int
     num_padded_tokens: int
@@ -53,6 +54,19 @@ class StepBatch(NamedTuple):
     rows: list[int]
     passes: list[list[int]]
     rows_digest: int | None
+
+    def of_reads(self, values: np.ndarray) -> dict[int, tuple[np.ndarray, ...]]:
+        """For each of `rows` the values of the reads of each text, in the order of `Example.targets`.
+
+        Args:
+            values: of every read, in the form of `arrays.reads`, under a language model's head.
+        """
+        found, examples = {}, self.arrays.weight.shape[-1]
+        for rows, index in zip(self.passes, np.ndindex(self.arrays.weight.shape[:-1]), strict=True):
+            own, text = values[index], self.arrays.text[index]
+            for row, slot in zip(rows, np.flatnonzero(self.arrays.weight[index]), strict=True):
+                found[row] = tuple(own[text == number * examples + slot] for number in range(self.num_texts))
+        return found
 
 
 @dataclass(frozen=True)
@@ -107,6 +121,7 @@ class StepLayout:
             arrays,
             num_micro_batches=len(group),
             num_examples=sum(map(len, group)),
+            num_texts=len(group[0][0].example.texts),
             num_tokens=sum(example.tokens for batch in examples for example in batch),
             num_counted_tokens=sum(map(sum, lengths)),
             num_padded_tokens=sum(len(texts) * self._trl_length(max(texts)) for texts in lengths if texts),

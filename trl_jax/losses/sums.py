@@ -33,7 +33,7 @@ def at_reads(values: jax.Array, text: jax.Array) -> jax.Array:
         values: `[X]`, of each text; of each example, where an example is one text.
         text: int32 `[N]`, the text of each read; X where it belongs to none.
     """
-    return values.at[text].get(mode="fill", fill_value=0)
+    return jnp.asarray(values).at[text].get(mode="fill", fill_value=0)
 
 
 def mean_over_shards(value: jax.Array) -> jax.Array:
