@@ -8,6 +8,7 @@ import pytest
 from trl_jax.data.example import IGNORED, Context, Example
 from trl_jax.data.layout.placing import bins_of, greedy_bins, place
 from trl_jax.data.step_layout import IndexedExample, StepLayout
+from trl_jax.dryrun.step_flops import attended_keys
 
 SIZE, GROUP = 6, 3
 
@@ -40,6 +41,13 @@ def test_a_context_lies_once(options):
         assert sum(int(np.sum(row == 1 + number)) for row in tokens) == len(one.texts[0]) - 20
     counts = sorted(set(np.unique(arrays.counted).tolist()) - {0})
     assert counts == [1, GROUP]
+
+
+def test_a_plan_counts_the_keys_of_both_ranges():
+    made = examples(2 * GROUP)
+    lengths = [(20, len(one.texts[0])) for one in made]
+    own = sum(sum(range(prompt + 1, length + 1)) for prompt, length in lengths)
+    assert attended_keys(step(made).arrays, causal=True) == own + 2 * sum(range(1, 21))
 
 
 def test_other_layouts_have_it_in_each_text():

@@ -5,7 +5,7 @@ Nothing else in the package knows which task runs. `trl_jax.BaseTrainer` trains 
 
 from __future__ import annotations
 
-from trl_jax.data.example import Columns, Example, Measured, of_examples
+from trl_jax.data.example import Columns, Context, Example, Measured, of_examples
 from trl_jax.data.extras import Extras
 from trl_jax.data.layout.batch import Batch
 from trl_jax.data.rows.texts import prepare_texts
@@ -14,6 +14,6 @@ from trl_jax.tasks.metrics import joined
 from trl_jax.tasks.task import Task
 
 __all__ = [
-    "Batch", "Columns", "Example", "Extras", "Measured", "Task", "counted", "joined", "of_examples",
+    "Batch", "Columns", "Context", "Example", "Extras", "Measured", "Task", "counted", "joined", "of_examples",
     "prepare_texts", "summed",
 ]  # fmt: skip
