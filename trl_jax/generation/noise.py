@@ -97,6 +97,36 @@ def chunk_steps(rows: int, vocabulary: int, most: int) -> int:
     return max(1, min(most, _CHUNK_BYTES // (8 * rows * vocabulary)))
 
 
+class NoiseSource(Protocol):
+    """The random numbers of one generation, a chunk of steps at a time."""
+
+    def noise(self, rows: np.ndarray | None = None) -> Noise:
+        """The next chunk: of all rows, or of `rows`, int `[R]`, alone: whichever are still alive."""
+
+    def close(self, steps: int) -> None:
+        """End it, after `steps` steps of which the numbers were used."""
+
+
+class KeyedSource:
+    """Numbers by row and position, of a key that the generator gives.
+
+    Args:
+        rows: all of the generation. steps: of a chunk.
+    """
+
+    def __init__(self, generator: TorchGenerator, *, rows: int, steps: int):
+        self._key, self._rows, self._steps, self._position = random_key(generator), np.arange(rows), steps, 0
+
+    def noise(self, rows: np.ndarray | None = None) -> KeyedNoise:
+        rows = self._rows if rows is None else rows
+        noise = KeyedNoise(self._key, rows.astype(np.int32), np.full(len(rows), self._position, np.int32))
+        self._position += self._steps
+        return noise
+
+    def close(self, steps: int) -> None:
+        """There is nothing to end: what comes next has another key."""
+
+
 class PrefetchedWords:
     """The words of torch's stream for one generation, a thread making those of the next chunk ahead of time.
 
