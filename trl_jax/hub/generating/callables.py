@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -55,10 +55,35 @@ def _dispatch(number: Any, ids: Any, length: Any, scores: Any) -> np.ndarray:
     return _running[int(number)](np.asarray(ids)[:, : int(length)].astype(np.int64), np.array(scores))
 
 
+class Failures:
+    """Raises in the loop what functions raised when they were called from compiled code, which would hide it."""
+
+    def __init__(self):
+        self.errors: list[Exception] = []
+
+    def caught(self, function: OnHost) -> OnHost:
+        """The function, which leaves no score to draw by where it raises."""
+
+        def call(ids: np.ndarray, scores: np.ndarray) -> np.ndarray:
+            try:
+                return function(ids, scores)
+            except Exception as error:
+                self.errors.append(error)
+                return np.full_like(scores, np.nan)
+
+        return call
+
+    def __call__(self, ids: np.ndarray, scores: Any) -> np.ndarray:
+        """A criterion that ends no row."""
+        if self.errors:
+            raise self.errors[0]
+        return np.zeros(len(ids), bool)
+
+
 @contextmanager
-def on_host(functions: Iterable[OnHost]) -> Any:
+def on_host(functions: Iterable[OnHost], failures: Failures) -> Iterator[list[HostProcessor]]:
     """The processors that call these functions, for as long as it is open."""
-    numbers = {next(_numbers): function for function in functions}
+    numbers = {next(_numbers): failures.caught(function) for function in functions}
     _running.update(numbers)
     try:
         yield [HostProcessor(np.int32(number)) for number in numbers]

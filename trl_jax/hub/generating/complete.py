@@ -68,6 +68,7 @@ def complete(
     """
     from transformers import GenerationConfig
 
+    check_generates(model)
     settings, _ = resolve(model, GenerationConfig(**options), {})
     prompts = [np.asarray(ids, np.int32) for ids in prompt_ids]
     text = text_of(model, settings, max(map(len, prompts)))
@@ -107,10 +108,10 @@ def run(
     """Generate; the stream stands behind the steps that were taken, or where it was if that fails.
 
     Raises:
-        ValueError: the model cannot generate, or has no positions for the longest completion.
+        ValueError: the model has no positions for the longest completion.
         RuntimeError: the model's logits are not finite.
     """
-    _check(model, request)
+    _check_positions(model, request)
     weights = Weights.of(model.graph, model.arrays, dtype)
     steps = 1 if watch is not None else chunk_steps(request.rows, model.vocab_size, generator.STEPS)
     options = {"vocabulary": model.vocab_size, "steps": steps, "new": request.max_new_tokens}
@@ -130,13 +131,17 @@ def run(
     return completions
 
 
-def _check(model: Any, request: Request) -> None:
+def check_generates(model: Any) -> None:
+    """Raises ValueError where the model is no native decoder with a language model's head."""
     if model.backend.head != "lm" or not model.backend.causal:
         raise ValueError(
             f"{model.name_or_path} cannot generate: it runs on the {model.backend.name} backend and has a "
             f"{model.backend.head!r} head; wanted a native decoder with a language model's head. Load it with "
             "AutoModelForCausalLM, or generate with transformers."
         )
+
+
+def _check_positions(model: Any, request: Request) -> None:
     longest = max(map(len, request.prompts)) + request.max_new_tokens
     if model.max_positions is not None and longest > model.max_positions:
         raise ValueError(

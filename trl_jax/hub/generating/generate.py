@@ -15,8 +15,8 @@ from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.generation.generator import Completions
 from trl_jax.generation.options import Text
 from trl_jax.generation.processors import Processor
-from trl_jax.hub.generating.callables import Called, PrefixConstraint, Recorder, in_order, merged, on_host
-from trl_jax.hub.generating.complete import drawing_of, request_of, run, text_of
+from trl_jax.hub.generating.callables import Called, Failures, PrefixConstraint, Recorder, in_order, merged, on_host
+from trl_jax.hub.generating.complete import check_generates, drawing_of, request_of, run, text_of
 from trl_jax.hub.generating.prompts import Prompts, read_prompts
 from trl_jax.hub.generating.refusals import refuse_arguments
 from trl_jax.hub.generating.settings import Settings, processors_of, resolve
@@ -26,7 +26,7 @@ from trl_jax.hub.generating.watching import MaxTime, StepWatch
 
 @dataclass(frozen=True)
 class GenerateOutput:
-    """What `generate` returns with return_dict_in_generate=True; by attribute or by name.
+    """The result of `generate` with return_dict_in_generate=True; by attribute or by name.
 
     sequences: int64 `[rows, prompt + new]`.
     scores, logits: a tuple of float32 `[rows, V]`, one a step: processed, and as the model gave them; None where not
@@ -89,6 +89,7 @@ class GenerationApi:
             RuntimeError: the model's logits are not finite.
         """
         del synced_gpus
+        check_generates(self)
         named = {
             "assistant_model": assistant_model, "negative_prompt_ids": negative_prompt_ids,
             "negative_prompt_attention_mask": negative_prompt_attention_mask, "custom_generate": custom_generate,
@@ -147,7 +148,7 @@ class _Caller:
         prefix_allowed: Callable | None,
     ):
         self._settings, self._prompts, self._criteria = settings, prompts, criteria
-        self._own, in_torch = list(processors), prompts.in_torch
+        self._own, in_torch, self._failures = list(processors), prompts.in_torch, Failures()
         self._prefix = prefix_allowed and PrefixConstraint(prefix_allowed, settings.completions, in_torch)
         wanted = ("output_logits", "output_scores") if settings.config.return_dict_in_generate else ()
         self._recorders = {name: Recorder() for name in wanted if vars(settings.config)[name]}
@@ -157,7 +158,7 @@ class _Caller:
         """All processors in their order, ours and the caller's."""
         functions = [Called(one, self._prompts.in_torch) for one in self._own]
         functions += [self._prefix] if self._prefix else []
-        with on_host([*functions, *self._recorders.values()]) as called:
+        with on_host([*functions, *self._recorders.values()], self._failures) as called:
             own, rest = called[: len(self._own)], called[len(self._own) :]
             if self._prefix:
                 before = in_order(before | {"prefix_allowed_tokens_fn": rest.pop(0)})
@@ -169,13 +170,13 @@ class _Caller:
 
     def watch(self, text: Text, streamer: Any, tokenizer: Any) -> StepWatch | None:
         """None where nothing has to be looked at in each step."""
-        config, criteria = self._settings.config, []
+        config, criteria = self._settings.config, [self._failures] if self._own or self._prefix else []
         if config.max_time is not None:
             criteria.append(MaxTime(config.max_time))
         if config.stop_strings is not None:
             criteria.append(StopStrings(config.stop_strings, tokenizer))
         criteria += [Called(one, self._prompts.in_torch) for one in self._criteria]
-        if not (criteria or streamer is not None or self._recorders or self._own or self._prefix):
+        if not (criteria or streamer is not None or self._recorders):
             return None
         scores = self._recorders["output_scores"].steps if "output_scores" in self._recorders else None
         options = {"streamer": streamer, "criteria": criteria, "scores": scores}
