@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import trl_jax
+from compat_tests.generation.test_stop_strings import byte_level
 from compat_tests.models import causal
 from trl_jax import AutoModelForCausalLM
 from trl_jax.core.seed import default_generator
@@ -283,6 +284,17 @@ def test_streamers_get_each_step(ours, theirs):
         model.generate(**{name: torch.tensor(array) for name, array in prompts().items()}, streamer=streamer, **OWN)
         got.append(streamer.got)
     assert got[0] == got[1] and got[0][-1] == "end" and len(got[0]) > 3
+
+
+@pytest.mark.parametrize("strings", ["e", ["a", "th", "!"]])
+def test_strings_end_rows(ours, theirs, strings):
+    """Of a tokenizer that knows fewer ids than the model."""
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=byte_level())
+    options = {"stop_strings": strings, "tokenizer": tokenizer, "do_sample": True, "temperature": 3.0, "top_k": 0}
+    options |= {"max_new_tokens": 40, "pad_token_id": 0, "num_return_sequences": 3}
+    found, expected = both(ours, theirs, **prompts(), **options)
+    assert_same(found, expected)
+    assert (expected[:, -1] == 0).sum() > 5
 
 
 def test_time_ends_all_rows(ours):
