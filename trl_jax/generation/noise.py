@@ -108,18 +108,19 @@ class NoiseSource(Protocol):
 
 
 class KeyedSource:
-    """Numbers by row and position, of a key that the generator gives.
+    """Numbers by row and position.
 
     Args:
-        rows: all of the generation. steps: of a chunk.
+        key: of the generation, as `random_key` makes it. numbers: of its rows, int `[R]`: two rows with one number, of
+            one call or of two, draw alike. steps: of a chunk.
     """
 
-    def __init__(self, generator: TorchGenerator, *, rows: int, steps: int):
-        self._key, self._rows, self._steps, self._position = random_key(generator), np.arange(rows), steps, 0
+    def __init__(self, key: jax.Array, *, numbers: np.ndarray, steps: int):
+        self._key, self._numbers, self._steps, self._position = key, numbers, steps, 0
 
     def noise(self, rows: np.ndarray | None = None) -> KeyedNoise:
-        rows = self._rows if rows is None else rows
-        noise = KeyedNoise(self._key, rows.astype(np.int32), np.full(len(rows), self._position, np.int32))
+        numbers = (self._numbers if rows is None else self._numbers[rows]).astype(np.int32)
+        noise = KeyedNoise(self._key, numbers, np.full(len(numbers), self._position, np.int32))
         self._position += self._steps
         return noise
 

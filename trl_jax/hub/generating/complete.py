@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,28 +13,40 @@ import numpy as np
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.generation import generator
 from trl_jax.generation.generator import Completions, Request, Watch, Weights
-from trl_jax.generation.noise import KeyedSource, NoiseSource, PrefetchedWords, chunk_steps
+from trl_jax.generation.noise import KeyedSource, NoiseSource, PrefetchedWords, chunk_steps, random_key
 from trl_jax.generation.options import Text
 from trl_jax.generation.processors import Processor
 from trl_jax.hub.generating.settings import Settings, max_length, processors_of, resolve
 from trl_jax.nn.platform import platform
 
 
-@dataclass(frozen=True)
-class Drawing:
-    """How tokens are drawn.
-
-    stream: torch's generator, which goes on behind the numbers that were used. exact: whether tokens are those that
-    transformers draws on a CPU; otherwise a row's depend on the stream, its number and its position alone.
-    """
-
-    stream: TorchGenerator
-    exact: bool
+class Drawing(Protocol):
+    """How tokens are drawn."""
 
     def source(self, rows: int, vocabulary: int, steps: int, new: int) -> NoiseSource:
-        if self.exact:
-            return PrefetchedWords(self.stream, rows=rows, vocabulary=vocabulary, steps=steps, max_steps=new)
-        return KeyedSource(self.stream, rows=rows, steps=steps)
+        """Random numbers for at most `new` steps of so many rows, in chunks of `steps`."""
+
+
+@dataclass(frozen=True)
+class ExactDrawing:
+    """As transformers draws on a CPU, with torch's generator, which then stands behind the numbers that were used."""
+
+    stream: TorchGenerator
+
+    def source(self, rows: int, vocabulary: int, steps: int, new: int) -> NoiseSource:
+        return PrefetchedWords(self.stream, rows=rows, vocabulary=vocabulary, steps=steps, max_steps=new)
+
+
+@dataclass(frozen=True)
+class KeyedDrawing:
+    """By a key, the numbers of the rows and the positions of their tokens alone; rows are numbered from 0 on, where
+    `numbers`, int `[R]`, does not say otherwise."""
+
+    key: jax.Array
+    numbers: np.ndarray | None = None
+
+    def source(self, rows: int, vocabulary: int, steps: int, new: int) -> NoiseSource:
+        return KeyedSource(self.key, numbers=np.arange(rows) if self.numbers is None else self.numbers, steps=steps)
 
 
 def exact_draws(dtype: Any) -> bool:
@@ -99,7 +111,9 @@ def request_of(
 
 def drawing_of(settings: Settings, stream: TorchGenerator, dtype: Any) -> Drawing | None:
     """How tokens are drawn; None where the likeliest are taken."""
-    return Drawing(stream, exact_draws(dtype)) if settings.config.do_sample else None
+    if not settings.config.do_sample:
+        return None
+    return ExactDrawing(stream) if exact_draws(dtype) else KeyedDrawing(random_key(stream))
 
 
 def run(

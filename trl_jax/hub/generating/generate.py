@@ -2,45 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from tqdm import tqdm
 
 from trl_jax.core.seed import default_generator
 from trl_jax.core.torch_random import TorchGenerator
-from trl_jax.generation.generator import Completions
-from trl_jax.generation.options import Text
-from trl_jax.generation.processors import Processor
-from trl_jax.hub.generating.callables import Called, Failures, PrefixConstraint, Recorder, in_order, merged, on_host
+from trl_jax.hub.generating.batches import Batches, Completion
+from trl_jax.hub.generating.caller import Caller
 from trl_jax.hub.generating.complete import check_generates, drawing_of, request_of, run, text_of
-from trl_jax.hub.generating.prompts import Prompts, read_prompts
+from trl_jax.hub.generating.prompts import read_prompts
 from trl_jax.hub.generating.refusals import refuse_arguments
-from trl_jax.hub.generating.settings import Settings, processors_of, resolve
-from trl_jax.hub.generating.stop_strings import StopStrings
-from trl_jax.hub.generating.watching import MaxTime, StepWatch
-
-
-@dataclass(frozen=True)
-class GenerateOutput:
-    """The result of `generate` with return_dict_in_generate=True; by attribute or by name.
-
-    sequences: int64 `[rows, prompt + new]`.
-    scores, logits: a tuple of float32 `[rows, V]`, one a step: processed, and as the model gave them; None where not
-    asked for.
-    logprobs: float32 `[rows, new]`, of each new token by the model's logits as they were; 0 behind a text's end.
-    """
-
-    sequences: Any
-    scores: tuple | None
-    logits: tuple | None
-    logprobs: Any
-
-    def __getitem__(self, name: str) -> Any:
-        return vars(self)[name]
+from trl_jax.hub.generating.settings import processors_of, resolve
+from trl_jax.hub.generating.text import decoded, encoded_prompt, ids_of_tokenizer
 
 
 class GenerationApi:
@@ -99,16 +77,79 @@ class GenerationApi:
         refuse_arguments(named | others)
         prompts = read_prompts(*_inputs(inputs, others), settings, self.backend.vocab_size)
         text = text_of(self, settings, prompts.width)
-        caller = _Caller(settings, prompts, logits_processor or (), stopping_criteria or (), prefix_allowed_tokens_fn)
+        caller = Caller(settings, prompts, logits_processor or (), stopping_criteria or (), prefix_allowed_tokens_fn)
         with caller.processors(*processors_of(settings, text)) as processors:
             watch = caller.watch(text, streamer, tokenizer)
             request = request_of(settings, text, *prompts.grouped(settings.completions), processors)
             request = replace(request, logps=bool(settings.config.return_dict_in_generate))
-            stream = default_generator() if seed is None else TorchGenerator(seed)
-            completions = run(self, request, drawing_of(settings, stream, dtype), dtype=dtype, watch=watch)
+            drawing = drawing_of(settings, _stream(seed), dtype)
+            completions = run(self, request, drawing, dtype=dtype, watch=watch)
         if watch is not None:
             watch.end()
         return caller.result(completions)
+
+    def generate_batch(
+        self,
+        inputs: Sequence[Sequence[int]],
+        generation_config: Any = None,
+        *,
+        seed: int | None = None,
+        batch_size: int = 64,
+        progress_bar: bool = False,
+        dtype: Any = jnp.float32,
+        **kwargs: Any,
+    ) -> dict[str, Completion]:
+        """Complete any number of prompts, a batch of like length at a time.
+
+        A completion's tokens depend on the seed and its number alone, whatever `batch_size`, but are not those of
+        `generate`.
+
+        Args:
+            inputs: token ids of each prompt, without padding.
+            batch_size: completions that are computed at once.
+            progress_bar: show how many tokens were drawn, and how many a second.
+            generation_config, seed, dtype, kwargs: as in `generate`.
+
+        Returns a Completion by its request_id, "req_0", "req_1", ..., those of a prompt side by side.
+        """
+        if not len(inputs):
+            return {}
+        tokenizer = kwargs.pop("tokenizer", None)
+        settings, others = resolve(self, generation_config, kwargs)
+        _check_unused(others, ())
+        options = {"batch_size": batch_size, "dtype": dtype, "tokenizer": tokenizer}
+        batches = Batches(self, settings, inputs, stream=_stream(seed), **options)
+        done: dict[int, Completion] = {}
+        with tqdm(unit=" tokens", disable=not progress_bar) as bar:
+            for batch in batches():
+                done |= {one.number: one for one in batch}
+                bar.update(sum(len(one.generated_tokens) for one in batch))
+        return {done[number].request_id: done[number] for number in sorted(done)}
+
+    def generate_text(
+        self,
+        prompts: Sequence[str | Sequence[dict[str, Any]]],
+        tokenizer: Any,
+        *,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        **arguments: Any,
+    ) -> list[Any]:
+        """Complete texts or conversations: a string for each prompt, or a list of them with num_return_sequences.
+
+        Args:
+            tokenizer: the model's; its EOS and pad ids count where the model's generation_config has none.
+            arguments: those of `generate_batch`.
+        """
+        options = chat_template_kwargs or {}
+        ids = [encoded_prompt(prompt, tokenizer, **options) for prompt in prompts]
+        arguments = ids_of_tokenizer(self, tokenizer, arguments)
+        done = list(self.generate_batch(ids, tokenizer=tokenizer, **arguments).values())
+        texts, group = [decoded(one.generated_tokens, tokenizer) for one in done], len(done) // max(1, len(ids))
+        return texts if group <= 1 else [texts[start : start + group] for start in range(0, len(texts), group)]
+
+
+def _stream(seed: int | None) -> TorchGenerator:
+    return default_generator() if seed is None else TorchGenerator(seed)
 
 
 def _inputs(inputs: Any, others: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -125,69 +166,14 @@ def _inputs(inputs: Any, others: Mapping[str, Any]) -> tuple[Any, Any]:
         )
     if np.any(others.get("token_type_ids")):
         raise ValueError("token_type_ids has other types than 0, but each row is a single text. Leave it out.")
-    known = ("input_ids", "attention_mask", "token_type_ids", "trust_remote_code")
+    _check_unused(others, ("input_ids", "attention_mask", "token_type_ids", "trust_remote_code"))
+    return inputs if ids is None else ids, others.get("attention_mask")
+
+
+def _check_unused(others: Mapping[str, Any], known: tuple[str, ...]) -> None:
     unused = [name for name, value in others.items() if value is not None and name not in known]
     if unused:
         raise ValueError(
             f"The following `model_kwargs` are not used by the model: {unused} (note: typos in the generate arguments "
             "will also show up in this list)"
         )
-    return inputs if ids is None else ids, others.get("attention_mask")
-
-
-class _Caller:
-    """What a caller gives beside numbers: functions that change scores, that end texts, and wishes for a step's own
-    values."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        prompts: Prompts,
-        processors: Sequence[Callable],
-        criteria: Sequence[Callable],
-        prefix_allowed: Callable | None,
-    ):
-        self._settings, self._prompts, self._criteria = settings, prompts, criteria
-        self._own, in_torch, self._failures = list(processors), prompts.in_torch, Failures()
-        self._prefix = prefix_allowed and PrefixConstraint(prefix_allowed, settings.completions, in_torch)
-        wanted = ("output_logits", "output_scores") if settings.config.return_dict_in_generate else ()
-        self._recorders = {name: Recorder() for name in wanted if vars(settings.config)[name]}
-
-    @contextmanager
-    def processors(self, before: dict[str, Processor], behind: dict[str, Processor]) -> Iterator[tuple[Processor, ...]]:
-        """All processors in their order, ours and the caller's."""
-        functions = [Called(one, self._prompts.in_torch) for one in self._own]
-        functions += [self._prefix] if self._prefix else []
-        with on_host([*functions, *self._recorders.values()], self._failures) as called:
-            own, rest = called[: len(self._own)], called[len(self._own) :]
-            if self._prefix:
-                before = in_order(before | {"prefix_allowed_tokens_fn": rest.pop(0)})
-            keep = dict(zip(self._recorders, rest, strict=True))
-            chain = [*merged(before, list(zip(self._own, own, strict=True))), *behind.values()]
-            first = [keep["output_logits"]] if "output_logits" in keep else []
-            last = [keep["output_scores"]] if "output_scores" in keep else []
-            yield (*first, *chain, *last)
-
-    def watch(self, text: Text, streamer: Any, tokenizer: Any) -> StepWatch | None:
-        """None where nothing has to be looked at in each step."""
-        config, criteria = self._settings.config, [self._failures] if self._own or self._prefix else []
-        if config.max_time is not None:
-            criteria.append(MaxTime(config.max_time))
-        if config.stop_strings is not None:
-            criteria.append(StopStrings(config.stop_strings, tokenizer))
-        criteria += [Called(one, self._prompts.in_torch) for one in self._criteria]
-        if not (criteria or streamer is not None or self._recorders):
-            return None
-        scores = self._recorders["output_scores"].steps if "output_scores" in self._recorders else None
-        options = {"streamer": streamer, "criteria": criteria, "scores": scores}
-        return StepWatch(self._prompts, self._settings.completions, text.max_length, **options)
-
-    def result(self, completions: Completions) -> Any:
-        """The sequences, or all that was asked for."""
-        prompts = self._prompts
-        sequences = prompts.sequences(completions.tokens, self._settings.completions)
-        if not self._settings.config.return_dict_in_generate:
-            return sequences
-        kept = {name: tuple(map(prompts.back, recorder.steps)) for name, recorder in self._recorders.items()}
-        logprobs = prompts.back(completions.logps)
-        return GenerateOutput(sequences, kept.get("output_scores"), kept.get("output_logits"), logprobs)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from trl_jax.hub.generating.prompts import Prompts
+from trl_jax.hub.generating.stop_strings import StopStrings
 
 # (ids [B, T], scores) -> whether each row ends, bool [B] or one for all
 Criterion = Callable[[np.ndarray, Any], np.ndarray]
@@ -22,6 +23,16 @@ class MaxTime:
 
     def __call__(self, ids: np.ndarray, scores: Any) -> np.ndarray:
         return np.full(len(ids), time.monotonic() > self._end)
+
+
+def criteria_of(config: Any, tokenizer: Any) -> list[Criterion]:
+    """Those of a GenerationConfig that are asked on the host.
+
+    Raises:
+        ValueError: stop strings and no tokenizer, in transformers' words.
+    """
+    criteria: list[Criterion] = [] if config.max_time is None else [MaxTime(config.max_time)]
+    return criteria if config.stop_strings is None else [*criteria, StopStrings(config.stop_strings, tokenizer)]
 
 
 class StepWatch:
