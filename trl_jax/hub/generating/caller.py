@@ -36,7 +36,7 @@ class GenerateOutput:
 
 
 class Caller:
-    """What a caller gives beside numbers: functions that change scores, that end texts, and wishes for a step's own
+    """The things that a caller gives beside numbers: functions that change scores, that end texts, and wishes for a step's own
     values."""
 
     def __init__(

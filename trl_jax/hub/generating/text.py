@@ -16,7 +16,8 @@ def encoded_prompt(prompt: str | Sequence[dict[str, Any]], tokenizer: Any, **tem
     """
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])
-    if not prompt or not all(isinstance(message, dict) and "role" in message for message in prompt):
+    messages = prompt if isinstance(prompt, Sequence) else ()
+    if not messages or not all(isinstance(message, dict) and "role" in message for message in messages):
         raise ValueError(
             f"A prompt is {prompt!r:.80}: wanted a string, or messages as in [{{'role': 'user', 'content': 'Hi'}}]."
         )
