@@ -36,8 +36,7 @@ class GenerateOutput:
 
 
 class Caller:
-    """The things that a caller gives beside numbers: functions that change scores, that end texts, and wishes for a step's own
-    values."""
+    """The functions of a caller, which change scores and end texts, and the values of each step that it wants."""
 
     def __init__(
         self,

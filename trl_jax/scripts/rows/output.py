@@ -116,8 +116,7 @@ class Output:
             )
 
     def _taken_up(self, mark: dict[str, Any]) -> list[Any]:
-        """Read what is kept of the rows that are done; an incomplete line after them is removed, and all rows of another
-        run."""
+        """Read what is kept of the rows that are done; an incomplete line after them goes, and all of another run."""
         done, end = [], 0
         if self.partial.exists() and self.partial.stat().st_size:
             others = _differences(self._mark(), mark)
