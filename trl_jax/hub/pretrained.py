@@ -17,6 +17,7 @@ from trl_jax.hub.backend import Backend
 from trl_jax.hub.checkpoint.loading import Source
 from trl_jax.hub.checkpoint.resizing import resized_table, tables_of_tokens
 from trl_jax.hub.freezing import frozen_size, trainable_masks
+from trl_jax.hub.generating.generate import GenerationApi
 from trl_jax.hub.generation_config import read_generation_config, write_generation_config
 from trl_jax.hub.network.push import Publisher, Upload
 from trl_jax.hub.peft.backend import AdaptedBackend
@@ -31,7 +32,7 @@ _WITHOUT_EFFECT = {
 }  # fmt: skip
 
 
-class PreTrainedModel(TransformersModelApi):
+class PreTrainedModel(TransformersModelApi, GenerationApi):
     """A model with its weights.
 
     Attributes:
