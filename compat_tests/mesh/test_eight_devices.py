@@ -13,6 +13,7 @@ FILES = (
     "eight_whole_runs.py", "two_branches.py",
 )  # fmt: skip
 
+
 @pytest.mark.parametrize("name", FILES)
 def test_eight_devices(name):
     file = Path(__file__).with_name(name)
