@@ -15,6 +15,7 @@ import trl_jax
 PACKAGE = Path(trl_jax.__file__).parent
 FLOORS = {
     "core": 0,
+    "rewards": 0,
     "nn": 1,
     "losses": 1,
     "data": 1,
@@ -33,6 +34,7 @@ FLOORS = {
 NEIGHBOURS = {("cli", "scripts"), ("hub", "generation")}
 NEVER = {
     "core": "jax jaxlib flax optax transformers",
+    "rewards": "jax jaxlib flax optax transformers core",
     "data": "jax jaxlib flax optax",
     "losses": "flax optax",
     "nn": "transformers safetensors optax",
