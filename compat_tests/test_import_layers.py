@@ -24,6 +24,7 @@ FLOORS = {
     "generation": 3,
     "hub": 3,
     "engine": 4,
+    "rollout": 4,
     "run": 5,
     "trainer": 6,
     "dryrun": 7,

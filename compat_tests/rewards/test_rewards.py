@@ -63,8 +63,9 @@ def test_a_penalty_that_rewards():
         rewards.get_repetition_penalty_reward(max_penalty=1)
 
 
-FORMULAS = [r"\frac{1}{3}", "$x = 2$", r"\boxed{4}", r"\boxed{\sqrt{2}}", "0.5", r"$\frac12$", "nothing", "",
-            r"\boxed{", "$$(1, 2)$$", r"\boxed{x^2 + 2x + 1}", r"\boxed{(x+1)^2}", "1,000", r"\boxed{1000}"]  # fmt: skip
+FORMULAS = [r"\frac{1}{3}", "$x = 2$", r"\boxed{4}", r"\boxed{\sqrt{2}}", "0.5", r"$\frac12$", "nothing",
+            "", r"\boxed{", "$$(1, 2)$$", r"\boxed{x^2 + 2x + 1}", r"\boxed{(x+1)^2}", "1,000",
+            r"\boxed{1000}"]  # fmt: skip
 ANSWERS = [f"{start} {formula}{end}" for formula in FORMULAS
            for start, end in (("It is", ""), ("<think>\\boxed{9}</think> so", "."), ("<think>7", ""))]  # fmt: skip
 

@@ -19,7 +19,7 @@ from trl_jax.trainer.grpo_config import GRPOConfig
 from trl_jax.trainer.rloo_config import RLOOConfig
 
 OWN = {"batch_layout": "auto", "remat_policy": "auto", "mesh_shape": None, "coordinator_address": None,
-       "num_processes": None, "process_id": None, "max_prompt_length": None}  # fmt: skip
+       "num_processes": None, "process_id": None, "max_prompt_length": None, "reward_timeout": None}  # fmt: skip
 BOTH = pytest.mark.parametrize("kind", [GRPOConfig, RLOOConfig])
 ALGORITHMS = {GRPOConfig: "GRPO", RLOOConfig: "RLOO"}
 
@@ -130,6 +130,7 @@ REFUSED_BY_BOTH = [
     ({"num_iterations": 0}, "num_iterations=0: wanted a whole number of at least 1."),
     ({"steps_per_generation": 0}, "steps_per_generation=0: wanted a whole number of at least 1 or None."),
     ({"temperature": 0}, "temperature=0: wanted a number above 0."),
+    ({"reward_timeout": 0}, "reward_timeout=0: wanted a number above 0."),
     ({"top_p": 1.5}, "top_p=1.5: wanted at most 1.0. Lower it."),
     ({"top_k": -1}, "top_k=-1: wanted a whole number of at least 0."),
     ({"min_p": -0.1}, "min_p=-0.1: wanted a number of at least 0 or None."),

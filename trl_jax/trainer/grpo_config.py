@@ -55,6 +55,7 @@ class GRPOConfig(BaseConfig):
             output_dir/completions; trackers get each prompt once with `log_unique_prompts`.
         log_completions_hub_repo: dataset on the Hub that gets them, too.
         max_prompt_length: deprecated; the number of a prompt's last tokens that stay. None: all.
+        reward_timeout: seconds that an asynchronous reward function may take; None: any. Not in TRL.
     """
 
     argument_table = GRPO
@@ -206,6 +207,11 @@ class GRPOConfig(BaseConfig):
     )
 
     max_prompt_length: int | None = generation_fields.max_prompt_length()
+    reward_timeout: float | None = field(
+        default=None,
+        kw_only=True,
+        metadata={"help": "Seconds that an asynchronous reward function may take. Unset, any."},
+    )
 
     def __post_init__(self):
         caller = self._frames_to_caller()

@@ -44,6 +44,7 @@ class RLOOConfig(BaseConfig):
         log_completions: shows completions in a table of `num_completions_to_print` rows, or all; trackers get each
             prompt once with `log_unique_prompts`.
         max_prompt_length: deprecated; the number of a prompt's last tokens that stay. None: all.
+        reward_timeout: seconds that an asynchronous reward function may take; None: any. Not in TRL.
     """
 
     argument_table = RLOO
@@ -121,6 +122,11 @@ class RLOOConfig(BaseConfig):
     use_transformers_paged: bool = shared("use_transformers_paged", False)
 
     max_prompt_length: int | None = generation_fields.max_prompt_length()
+    reward_timeout: float | None = field(
+        default=None,
+        kw_only=True,
+        metadata={"help": "Seconds that an asynchronous reward function may take. Unset, any."},
+    )
 
     def __post_init__(self):
         generation_fields.warn_of_old(self, self._frames_to_caller())

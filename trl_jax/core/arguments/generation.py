@@ -134,6 +134,7 @@ GENERATION: dict[str, Handling] = {
     **handled("vllm_structured_outputs_regex", "refused", "completions are not held to a pattern; leave it out."),
     # The loss and the reference
     **handled("reward_weights", "native", rule=_weights),
+    **handled("reward_timeout", "native", rule=_above(0, math.inf, optional=True)),
     **handled("beta epsilon", "native", rule=rules.number(0, most=rules.MOST_FLOAT32)),
     **handled("epsilon_high", "native", rule=rules.number(0, optional=True, most=rules.MOST_FLOAT32)),
     **handled("num_iterations", "native", rule=rules.whole(1, most=rules.MOST_MICRO_BATCHES)),
