@@ -7,12 +7,15 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trl_jax.hub.auto import Checkpoint, find_checkpoint
 from trl_jax.hub.backend import Backend
 from trl_jax.hub.heads import HeadName
 from trl_jax.hub.peft.backend import AdaptedBackend
+from trl_jax.hub.peft.lora_config import read_lora_config
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +42,17 @@ def as_folder(model: Any, head: HeadName) -> Iterator[Path]:
         else:
             _save_adapted(model, base, Path(folder))
         yield Path(folder)
+
+
+@contextmanager
+def as_checkpoint(model: Any, head: HeadName) -> Iterator[Checkpoint]:
+    """The model as a checkpoint to load, for as long as it is needed, with its adapter where it has one."""
+    with as_folder(model, head) as folder:
+        checkpoint = find_checkpoint(str(folder), head=head, dtype="auto")
+        if is_adapted(model):
+            adapter = folder / ADAPTER_FOLDER
+            checkpoint = replace(checkpoint, adapter=adapter, lora=read_lora_config(adapter))
+        yield checkpoint
 
 
 def is_adapted(model: Any) -> bool:

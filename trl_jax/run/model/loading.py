@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +13,10 @@ from trl_jax.engine.devices.processes import several
 from trl_jax.engine.devices.sharding import Fetched
 from trl_jax.hub.auto import Checkpoint, find_checkpoint, with_adapter
 from trl_jax.hub.heads import HeadName
-from trl_jax.hub.peft.lora_config import LoraConfig, read_lora_config
+from trl_jax.hub.peft.lora_config import LoraConfig
 from trl_jax.hub.peft.quantization import BitsAndBytesConfig, as_quantization
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.hub.torch.objects import ADAPTER_FOLDER, as_folder, frozen_names, is_adapted, is_torch_model
+from trl_jax.hub.torch.objects import as_checkpoint, frozen_names, is_torch_model
 from trl_jax.run.devices import run_device, sharding_plan_of
 from trl_jax.run.nan_report import check_weights
 
@@ -79,11 +78,7 @@ def taken(torch_model: Any, args: BaseConfig, head: HeadName, **options: Any) ->
     """Load the weights of a torch model; `options` of `Checkpoint.load`."""
     if args.model_init_kwargs is not None:
         logger.warning("model_init_kwargs has no effect: the model is loaded already.")
-    with as_folder(torch_model, head) as folder:
-        checkpoint = find_checkpoint(str(folder), head=head, dtype="auto")
-        if is_adapted(torch_model):
-            adapter = folder / ADAPTER_FOLDER
-            checkpoint = replace(checkpoint, adapter=adapter, lora=read_lora_config(adapter))
+    with as_checkpoint(torch_model, head) as checkpoint:
         model = _loaded(checkpoint, args, **options)
     model.name_or_path = torch_model.config._name_or_path or type(torch_model).__name__
     if frozen := frozen_names(torch_model):
