@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import sys
 import tempfile
@@ -13,6 +14,7 @@ from typing import Any
 from trl_jax.hub.backend import Backend
 from trl_jax.hub.heads import HeadName
 from trl_jax.hub.peft.backend import AdaptedBackend
+from trl_jax.hub.peft.lora_config import LoraConfig
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +37,20 @@ def as_folder(model: Any, head: HeadName) -> Iterator[Path]:
     _check(base, head)
     with tempfile.TemporaryDirectory(prefix="trl-jax-") as folder:
         if base is model:
+            _check_no_adapter(model)
             model.save_pretrained(folder)
         else:
             _save_adapted(model, base, Path(folder))
         yield Path(folder)
+
+
+def _check_no_adapter(model: Any) -> None:
+    """Raise ValueError for a base model in whose layers there is an adapter: peft's model of it is wanted."""
+    if "peft_config" in vars(model):
+        raise ValueError(
+            f"model is a {type(model).__qualname__} in whose layers there is an adapter of peft's already. Pass "
+            "peft's model of it, the trainer.model that trained it, or a folder that it was saved to."
+        )
 
 
 def is_adapted(model: Any) -> bool:
@@ -120,15 +132,32 @@ def give_back(backend: Backend, params: dict, config: Any, model: Any) -> None:
 
 
 def _give_back_adapter(backend: AdaptedBackend, params: dict, model: Any) -> None:
+    """Write an adapter into peft's model, or into the base model itself, in whose layers peft puts it."""
     import torch
 
+    state = {name: torch.tensor(value) for name, value in backend.on_disk(params)}
     if not is_adapted(model):
-        logger.warning("The torch model stays as it was: the adapter is in trainer.model, and in what is saved.")
-        return
+        if importlib.util.find_spec("peft") is None:
+            logger.warning(
+                "The torch model stays as it was: the adapter is in trainer.model, and in what is saved. Where peft is "
+                "installed, the model gets it, too."
+            )
+            return
+        if "peft_config" not in vars(model):
+            _install(backend.saved_config, model)
+        state = {name.removeprefix("base_model.model."): value for name, value in state.items()}
     from peft import set_peft_model_state_dict
 
-    state = {name: torch.tensor(value) for name, value in backend.on_disk(params)}
     set_peft_model_state_dict(model, state, adapter_name=next(iter(model.peft_config)))
+
+
+def _install(config: LoraConfig, model: Any) -> None:
+    """Let peft put a new adapter into the layers of a model, which stays the object it is."""
+    from peft import PeftConfig, get_peft_model
+
+    with tempfile.TemporaryDirectory(prefix="trl-jax-") as folder:
+        config.save_pretrained(folder)
+        get_peft_model(model, PeftConfig.from_pretrained(folder))
 
 
 def _as_loaded(backend: Backend, params: dict, config: Any, kind: type) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from trl_jax.engine.devices.processes import several
 from trl_jax.engine.devices.sharding import Fetched
 from trl_jax.hub.auto import Checkpoint, find_checkpoint, with_adapter
 from trl_jax.hub.heads import HeadName
-from trl_jax.hub.peft.lora_config import LoraConfig, read_lora_config
+from trl_jax.hub.peft.backend import AdaptedBackend
+from trl_jax.hub.peft.lora_config import LoraConfig, begun, read_lora_config
 from trl_jax.hub.peft.quantization import BitsAndBytesConfig, as_quantization
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.torch.objects import ADAPTER_FOLDER, as_folder, frozen_names, is_adapted, is_torch_model
@@ -83,8 +84,11 @@ def taken(torch_model: Any, args: BaseConfig, head: HeadName, **options: Any) ->
         checkpoint = find_checkpoint(str(folder), head=head, dtype="auto")
         if is_adapted(torch_model):
             adapter = folder / ADAPTER_FOLDER
-            checkpoint = replace(checkpoint, adapter=adapter, lora=read_lora_config(adapter))
+            lora = read_lora_config(adapter)
+            checkpoint = replace(checkpoint, adapter=adapter, lora=begun(lora))
         model = _loaded(checkpoint, args, **options)
+        if isinstance(model.backend, AdaptedBackend):
+            model.backend.saved_config = lora
     model.name_or_path = torch_model.config._name_or_path or type(torch_model).__name__
     if frozen := frozen_names(torch_model):
         _freeze(model, frozen)
