@@ -55,9 +55,10 @@ def settle_tokens(args: BaseConfig, tokenizer: Any, rows: int, *, can_resize: bo
 
 
 def settle_model(run: RunState, tags: list[str], torch_model: Any) -> None:
-    """Resize the model to the tokens, add TRL's tags, and write the tokenizer's ids into the model's configs.
+    """Resize the model to the tokens, add TRL's tags, and write the tokenizer's ids and `use_cache` into the model's
+    configs.
 
-    The configs of torch's model, if one was passed, get the ids, too.
+    The configs of torch's model, if one was passed, get them, too.
     """
     model, args = run.model, run.args
     if run.vocab_size != model.vocab_size:
@@ -66,6 +67,7 @@ def settle_model(run: RunState, tags: list[str], torch_model: Any) -> None:
     eos = args.eos_token is not None or args.chat_template_path is not None
     for config in (model.config, *([] if torch_model is None else [torch_model.config])):
         special_tokens.settle_ids(config, run.processing_class, eos=eos)
+        config.use_cache = args.use_cache
     for one in (model, torch_model):
         if one is not None and run.task.head == "lm":
             special_tokens.settle_generation(one.generation_config, run.processing_class, eos=eos)

@@ -14,6 +14,7 @@ from trl_jax.engine.devices.processes import several
 from trl_jax.engine.devices.sharding import Fetched
 from trl_jax.hub.auto import Checkpoint, find_checkpoint, with_adapter
 from trl_jax.hub.heads import HeadName
+from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft.backend import AdaptedBackend
 from trl_jax.hub.peft.lora_config import LoraConfig, begun, read_lora_config
 from trl_jax.hub.peft.quantization import BitsAndBytesConfig, as_quantization
@@ -90,6 +91,8 @@ def taken(torch_model: Any, args: BaseConfig, head: HeadName, **options: Any) ->
         if isinstance(model.backend, AdaptedBackend):
             model.backend.saved_config = lora
     model.name_or_path = torch_model.config._name_or_path or type(torch_model).__name__
+    if isinstance(model.backend, NativeBackend | AdaptedBackend):
+        model.config = torch_model.config  # one object: what a script writes there is saved, as in TRL
     if frozen := frozen_names(torch_model):
         _freeze(model, frozen)
     return model
