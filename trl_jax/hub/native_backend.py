@@ -152,7 +152,7 @@ class NativeBackend(Backend):
         return load(read_native_config(folder, self.head), dtype="auto", seed=seed, place=place)[0]
 
     def resized(self, rows: int) -> NativeBackend:
-        return NativeBackend(resized_source(self.source, rows))
+        return NativeBackend(resized_source(self.source, rows), self.formats)
 
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
         for tensor, entries in entries_of(params, self.source).items():

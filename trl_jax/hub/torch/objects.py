@@ -115,6 +115,21 @@ def frozen_names(model: Any) -> list[str]:
     return [] if is_adapted(model) else [name for name, one in model.named_parameters() if not one.requires_grad]
 
 
+def resize(model: Any, rows: int) -> None:
+    """Give a torch model so many rows of tokens, in its head, too; the new ones are the mean of the old."""
+    import torch
+
+    before = model.get_input_embeddings().num_embeddings
+    if is_adapted(model) or before == rows:
+        return
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    tables = [model.get_input_embeddings(), model.get_output_embeddings()]
+    with torch.no_grad():
+        for table in tables if rows > before else []:
+            if table is not None:
+                table.weight[before:] = table.weight[:before].mean(0)
+
+
 def give_back(backend: Backend, params: dict, config: Any, model: Any) -> None:
     """Write the parameters into the torch model they came from, in the dtypes it has and on its devices."""
     import torch

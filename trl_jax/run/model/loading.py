@@ -133,8 +133,13 @@ def ready(
     args: BaseConfig,
     adapter: LoraConfig | None,
     quantization: BitsAndBytesConfig | None,
+    rows: int,
 ) -> PreTrainedModel:
-    """The model that trains: a checkpoint's or a loaded one, with an adapter where one is configured."""
+    """The model that trains: a checkpoint's or a loaded one, with an adapter where one is configured.
+
+    Args:
+        rows: how many tokens a model embeds that gets an adapter: it belongs to a table of one size.
+    """
     loaded = isinstance(checkpoint, PreTrainedModel)
     if loaded and quantization is not None:
         logger.warning("quantization_config has no effect: the model is loaded already.")
@@ -146,10 +151,11 @@ def ready(
     _check_one_adapter(bool(checkpoint.frozen) if loaded else checkpoint.adapter is not None)
     if loaded:
         with jax.default_device(run_device(args)):
+            checkpoint.resize_token_embeddings(rows)
             model = with_adapter(checkpoint, adapter, args.seed)
         logger.log(model.backend.log_level, "%s runs on the %s backend.", model.name_or_path, model.backend.name)
     else:
-        model = _loaded(checkpoint, args, adapter, quantization)
+        model = _loaded(replace(checkpoint, vocab_size=rows), args, adapter, quantization)
     _log_adapter(model)
     return model
 
