@@ -149,7 +149,8 @@ class Checkpoint:
         generator, options = TorchGenerator(seed), self._frozen_options(lora, quantization, parts=place is not None)
         arrays, backend = load_native(self.native, dtype=self.dtype, seed=generator, place=place, **options)
         model = PreTrainedModel(arrays, backend, self.config, self.folder, self.name)
-        model.resize_token_embeddings(self.vocab_size)
+        if self.vocab_size != model.vocab_size:
+            model.resize_token_embeddings(self.vocab_size)
         return with_adapter(model, lora, generator, adapter)
 
 

@@ -66,7 +66,8 @@ def settle_model(run: RunState, tags: list[str], torch_model: Any) -> None:
     The configs of torch's model, if one was passed, get them, too.
     """
     model, args = run.model, run.args
-    model.resize_token_embeddings(run.vocab_size)
+    if run.vocab_size != model.vocab_size:
+        model.resize_token_embeddings(run.vocab_size)
     model.add_model_tags(tags)
     eos = args.eos_token is not None or args.chat_template_path is not None
     for config in (model.config, *([] if torch_model is None else [torch_model.config])):

@@ -15,7 +15,8 @@ from trl_jax.hub.config.reader import read_config
 from trl_jax.hub.families import Family, read_arch
 from trl_jax.hub.heads import CONFIG_VALUES, Draw, Head, HeadName
 
-_OF_FILES = {"architectures", "dtype", "torch_dtype", "transformers_version"}  # what is saved decides them
+# What is saved decides them, whatever the config object says.
+_OF_FILES = {"architectures", "dtype", "tie_word_embeddings", "torch_dtype", "transformers_version", "vocab_size"}
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,8 @@ def ready(
     _check_one_adapter(bool(checkpoint.frozen) if loaded else checkpoint.adapter is not None)
     if loaded:
         with jax.default_device(run_device(args)):
-            checkpoint.resize_token_embeddings(rows)
+            if rows != checkpoint.vocab_size:
+                checkpoint.resize_token_embeddings(rows)
             model = with_adapter(checkpoint, adapter, args.seed)
         logger.log(model.backend.log_level, "%s runs on the %s backend.", model.name_or_path, model.backend.name)
     else:
