@@ -1,7 +1,7 @@
 """Completions by transformers and by trl_jax: the same prompts, seed and model of noise, float32, no row ends early.
 
-Calls are made turn about in one process, after one of each that compiles. Times are CPU seconds, which on a machine with
-other work tell more than the clock. "prefill" is a call for one token, "step" the rest of a call by its tokens. Each
+Calls are made turn about in one process, after one of each that compiles. Times are CPU seconds, which on a busy
+machine tell more than the clock. "prefill" is a call for one token, "step" the rest of a call by its tokens. Each
 side's peak memory is that of a process of its own, beyond what lies there before its model is loaded.
 
 `--axis` repeats the race for several numbers of prompts, completions, tokens of a prompt or new tokens, and draws
