@@ -1,4 +1,4 @@
-"""Runs files of tests where there are eight devices: JAX settles how many a process has once."""
+"""Runs files of tests where there are eight devices, or two: JAX settles how many a process has once."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from pathlib import Path
 
 import pytest
 
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "eight_devices.py", "eight_experts.py", "eight_references.py", "eight_token_heads.py", "eight_trl.py",
-        "eight_whole_runs.py",
-    ],
+FILES = (
+    "eight_devices.py", "eight_experts.py", "eight_references.py", "eight_token_heads.py", "eight_trl.py",
+    "eight_whole_runs.py", "two_branches.py",
 )  # fmt: skip
+
+@pytest.mark.parametrize("name", FILES)
 def test_eight_devices(name):
     file = Path(__file__).with_name(name)
     run = subprocess.run(

@@ -28,6 +28,16 @@ def of_texts(values: jax.Array, text: jax.Array, texts: int) -> jax.Array:
     return jnp.zeros(texts, jnp.float32).at[text].add(values.astype(jnp.float32), mode="drop")
 
 
+def at_reads(values: jax.Array, text: jax.Array) -> jax.Array:
+    """For each read `[N]` the value of its text; 0 of one that belongs to none.
+
+    Args:
+        values: `[X]`, of each text; of each example, where an example is one text.
+        text: int32 `[N]`, the text of each read; X where it belongs to none.
+    """
+    return jnp.asarray(values).at[text].get(mode="fill", fill_value=0)
+
+
 def mean_over_shards(value: jax.Array) -> jax.Array:
     """The mean of a value over the devices that each have a share of the batch, on all of them; without several
     devices the value itself. Shares weigh the same, as ranks do in accelerate's `gather(...).mean()`."""

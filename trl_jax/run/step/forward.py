@@ -26,9 +26,9 @@ class Forward:
     def outputs(
         self, params: dict, batch: Batch, *, dtype: str, bounded: bool = True, **options: Any
     ) -> Any:
-        """The outputs of each text, float32 `[X]`: those of a score head or, under a language model's head, the task's
-        `per_text` by name, with `ref_logps`, the `logps` of the reference, where the run has one, and `aux_loss`, the
-        load-balancing loss of this pass, where the run adds it.
+        """The numbers of a pass that the task's loss gets: outputs of a score head, float32 `[X]`, or, under a language
+        model's head, the task's `of_pass` by name, with `ref_<name>` of those that it compares with the reference,
+        where the run has one, and `aux_loss` `[X]`, the load-balancing loss of this pass, where the run adds it.
 
         Args:
             dtype: of the layers' computation.
@@ -51,26 +51,33 @@ class Forward:
             outputs, router_sums = outputs
             texts = len(run.task.columns.texts) * len(batch.weight)
             sums[AUX_LOSS] = jnp.broadcast_to(load_balancing_loss(router_sums), texts)
-        sums |= run.task.per_text(outputs, batch)
+        sums |= run.task.of_pass(outputs, batch)
         if reference is None:
             return sums
-        return sums | {"ref_logps": self._of_reference(compared, batch, max_tokens, common)}
+        found = self._of_reference(compared, batch, max_tokens, common)
+        return sums | {f"ref_{name}": values for name, values in found.items()}
 
-    def reference_logps(self, params: dict, batch: Batch) -> jax.Array:
-        """The log-probability of each text under the run's reference, `[X]`; arguments as of `outputs`."""
+    def of_reference(self, params: dict, batch: Batch) -> dict[str, jax.Array]:
+        """The numbers of a pass under the run's reference that the task compares with; arguments as of `outputs`."""
         _, compared = self._run.reference.split(params)
         return self._of_reference(compared, batch, self._run.args.max_length, self._common(batch))
 
-    def _of_reference(self, arrays: dict, batch: Batch, max_tokens: int | None, options: dict[str, Any]) -> jax.Array:
-        reference = self._run.reference
+    def _of_reference(
+        self, arrays: dict, batch: Batch, max_tokens: int | None, options: dict[str, Any]
+    ) -> dict[str, jax.Array]:
+        reference, task = self._run.reference, self._run.task
         outputs = reference.outputs(arrays, batch, **options, **_windows(reference.backend, max_tokens))
-        return self._run.task.per_text(outputs, batch)["logps"]
+        numbers = task.of_pass(outputs, batch)
+        return {name: numbers[name] for name in task.compared}
 
     def _common(self, batch: Batch, dtype: str | None = None) -> dict[str, Any]:
         """The options of every model's call; dtype=None is that of training."""
         options: dict[str, Any] = {"dtype": jnp.dtype(dtype or self._run.args.compute_dtype)}
         options |= {"lengths": batch.lengths} if batch.packed is None else {"packed": batch.packed}
-        return options if self._run.task.head == "score" else options | {"targets": batch.targets}
+        task = self._run.task
+        if task.head == "score":
+            return options
+        return options | {"targets": batch.targets, "temperature": task.temperature}
 
     def loss(
         self, params: dict, batch: Batch, key: jax.Array | None, *, remat: bool | str = False
@@ -93,7 +100,7 @@ class Forward:
             return loss, sums
         return with_aux_loss(loss, sums, outputs[AUX_LOSS], batch, run.router_aux_loss_coef)
 
-    def measure(self, outputs: Any, batch: Measured) -> dict[str, jax.Array]:
+    def measure(self, outputs: Any, batch: Batch | Measured) -> dict[str, jax.Array]:
         """The sums of an evaluated batch, and its `loss`, a mean."""
         loss, sums = self._loss(outputs, batch)
         return sums | {"loss": loss}
