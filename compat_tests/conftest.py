@@ -65,8 +65,9 @@ FIRST = (
     "adapters/test_against_peft.py", "compat_tests/test_scripts.py", "exported/test_computing.py",
     "exported/test_types.py", "compat_tests/test_examples.py", "compat_tests/test_pointwise.py",
     "parity/test_families.py", "parity/test_mutants.py", "models/test_encoders.py", "models/test_facts.py",
-    "faults/test_saving.py", "cli/test_front.py",
-    "run/test_user_loss.py", "models/test_layouts.py", "run/test_resume.py", "faults/test_going_on.py",
+    "faults/test_saving.py", "cli/test_front.py", "losses/test_policy_gradient.py",
+    "run/test_user_loss.py", "models/test_layouts.py", "run/test_resume.py", "run/test_resume_of_trl.py",
+    "faults/test_going_on.py",
     "exported/test_training.py", "models/test_encoder_facts.py", "trainer/test_trainer_train.py", "faults/test_fuzz.py",
 )  # fmt: skip
 

@@ -34,6 +34,11 @@ HOST = frozenset("""
     train_sampling_strategy include_num_input_tokens_seen remove_unused_columns prediction_loss_only log_level
     lr_scheduler_type lr_scheduler_kwargs
 """.split())  # fmt: skip
+# Fields of a run that no step is traced from, and those that the key has in another form.
+HOST_OF_RUN = frozenset("""
+    args task model reference processing_class train_dataset eval_dataset events finish_rows optimizer_state tokens_seen
+    found_batch_size fills in_train interrupts vocab_size max_positions
+""".split())
 _TRACED = ("trl_jax", "jax", "flax", "optax", "numpy")
 
 _shared: OrderedDict[Any, Any] = OrderedDict()
@@ -131,14 +136,19 @@ def _key(run: Any, *more: Any) -> Any:
         return None
     reference = None
     if run.reference is not None:
-        reference = (*_of_backend(run.reference.backend), run.reference.shared, run.reference.sync)
-    facts = run.router_aux_loss_coef, run.pad_to_multiple_of, run.overridden, type(run.args), type(run.task)
-    key = (said, _of_backend(run.model.backend), reference, facts, more)
+        reference = _of_backend(run.reference.backend), _fields(run.reference, {"backend", "config", "arrays"})
+    kinds = type(run.args), type(run.task)
+    key = said, _of_backend(run.model.backend), reference, _fields(run, HOST_OF_RUN), kinds, more
     try:
         hash(key)
     except TypeError:
         return None
     return key
+
+
+def _fields(value: Any, without: frozenset[str] | set[str]) -> tuple:
+    return tuple((field.name, getattr(value, field.name)) for field in dataclasses.fields(value)
+                 if field.name not in without)  # fmt: skip
 
 
 def _of_backend(backend: Any) -> tuple:

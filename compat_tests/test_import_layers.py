@@ -20,6 +20,7 @@ FLOORS = {
     "data": 1,
     "models": 2,
     "tasks": 2,
+    "generation": 3,
     "hub": 3,
     "engine": 4,
     "run": 5,
@@ -28,8 +29,8 @@ FLOORS = {
     "scripts": 8,
     "cli": 8,
 }
-# These two share the top floor, and the one calls the other.
-NEIGHBOURS = {("cli", "scripts")}
+# These share a floor, and the first calls the second.
+NEIGHBOURS = {("cli", "scripts"), ("hub", "generation")}
 NEVER = {
     "core": "jax jaxlib flax optax transformers",
     "data": "jax jaxlib flax optax",
@@ -37,6 +38,7 @@ NEVER = {
     "nn": "transformers safetensors optax",
     "models": "transformers safetensors optax",
     "hub": "optax",
+    "generation": "transformers safetensors optax hub engine tasks",
     "engine": "flax models nn hub data",
 }
 # Used only where the user brings them: in these files, inside functions.

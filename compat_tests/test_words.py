@@ -12,7 +12,7 @@ import pytest
 import trl_jax
 
 PACKAGE = Path(trl_jax.__file__).parent
-SHARED = ("data/layout", "engine", "run", "nn", "models", "hub", "dryrun", "cli")
+SHARED = ("data/layout", "engine", "run", "nn", "models", "generation", "hub", "dryrun", "cli")
 SHARED_SCRIPTS = ("datasets", "mixture", "plan/__init__", "plan/parser", "plan/text", "training", "utils")
 OF_A_TASK = {"pair", "pairs", "chosen", "rejected", "preference", "preferences", "reward", "rewards"}
 WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")  # in names, too: num_pairs, RewardConfig

@@ -12,6 +12,7 @@ from trl_jax.core.trainers import WHERE
 
 if TYPE_CHECKING:  # what type checkers and editors see
     from trl_jax.chat_template_utils import clone_chat_template, get_training_chat_template, supports_tool_calling
+    from trl_jax.core.seed import set_seed
     from trl_jax.data_utils import (
         apply_chat_template,
         extract_prompt,
@@ -82,6 +83,7 @@ _WHERE = WHERE | {
     "pack_dataset": "trl_jax.data_utils",
     "pairwise_loss": "trl_jax.losses.pairwise",
     "prepare_multimodal_messages": "trl_jax.data_utils",
+    "set_seed": "trl_jax.core.seed",
     "supports_tool_calling": "trl_jax.chat_template_utils",
     "unpair_preference_dataset": "trl_jax.data_utils",
 }

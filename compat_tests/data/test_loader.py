@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 from datasets import Dataset, IterableDataset
 
+from compat_tests.data.loaders import example_loader
 from trl_jax.data.example import Columns
-from trl_jax.data.loader import ExampleLoader
 from trl_jax.data.order import epoch_order
 
 PAD = 0
@@ -34,7 +35,7 @@ def stream(n):
 def loader(dataset, texts=2, **options):
     columns = Columns(TEXTS[:texts], ("margin", "label"))
     options = {"batch_size": 2, "pad_token_id": PAD, "pad_to_multiple_of": None} | options
-    return ExampleLoader(dataset, columns, columns.example, **options)
+    return example_loader(dataset, columns, **options)
 
 
 def order(batches):
@@ -77,7 +78,7 @@ def test_what_is_counted(form):
 
 def test_tokens_of_the_first_texts_alone_may_count():
     columns = Columns(TEXTS[:2], counted=1)
-    [step] = ExampleLoader(table(3), columns, columns.example, batch_size=3, pad_token_id=PAD, pad_to_multiple_of=None)
+    [step] = example_loader(table(3), columns, batch_size=3, pad_token_id=PAD, pad_to_multiple_of=None)
     assert (step.num_tokens, step.num_counted_tokens, step.num_padded_tokens) == (6 + 6, 6, 9)
 
 
@@ -143,9 +144,19 @@ def test_extras_are_those_numbers_that_the_rows_have(numbers):
 
 def test_a_task_may_make_other_examples_of_its_rows():
     columns = Columns(("first",))
-    batches = ExampleLoader(
+    batches = example_loader(
         table(2), columns, lambda row: columns.example(row)._replace(extras={"length": len(row["first"])}),
         batch_size=2, pad_token_id=PAD, pad_to_multiple_of=None,
     )  # fmt: skip
     [batch] = batches
     np.testing.assert_array_equal(batch.arrays.extras["length"], [[1, 2]])
+
+
+def test_a_step_is_laid_out_without_a_dataset():
+    """Whoever makes examples lays them out with the layout alone, and names each by a number of its own."""
+    steps = loader(table(4, margin=1, label=-1), accumulation=2, layout="packed")
+    [wanted] = steps
+    group = [[indexed._replace(index=indexed.index + 10) for indexed in batch] for batch in next(iter(steps.groups()))]
+    made = steps.step_layout.step(group, 0)
+    assert made.rows == [10, 11, 12, 13]
+    jax.tree.map(np.testing.assert_array_equal, made.arrays, wanted.arrays)

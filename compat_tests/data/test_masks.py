@@ -148,7 +148,6 @@ UNREAD = {
     "labels": (IDS | {"labels": 1}, "['labels'] are not read: the chosen answer is the better one of every pair."),
     "margins": (TEXTS | {"margins": 1.0}, "['margins'] are not read: the column is called 'margin'."),
     "question": (TEXTS | {"question": "?"}, "['question'] are not read: the prompt's column is called 'prompt'."),
-    "images": (TEXTS | {"images": [1]}, "['images'] are not read: the model reads text."),
 }  # fmt: skip
 
 

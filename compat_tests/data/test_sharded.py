@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
+from compat_tests.data.loaders import example_loader
 from trl_jax.data.example import Columns
 from trl_jax.data.layout.batch import last_real_token
 from trl_jax.data.layout.buckets import ViewBuckets
 from trl_jax.data.layout.sharded import by_shard, filled
-from trl_jax.data.loader import ExampleLoader
 from trl_jax.data.windows import Windows
 
 PAD, SHARDS = 0, 4
@@ -34,7 +34,7 @@ def table(examples):
 def loader(data, texts=2, *, shards=SHARDS, **options):
     columns = Columns(TEXTS[:texts], ("margin", "label"))
     options = {"batch_size": 8, "pad_token_id": PAD, "pad_to_multiple_of": None} | options
-    return ExampleLoader(data, columns, columns.example, shards=shards, **options)
+    return example_loader(data, columns, shards=shards, **options)
 
 
 def text_read_at(batch, read):

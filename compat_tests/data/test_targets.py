@@ -10,11 +10,11 @@ from datasets import Dataset, IterableDataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from compat_tests.data.loaders import example_loader
 from compat_tests.effort import drawn
 from trl_jax.data.example import IGNORED, Columns, Example, measured
 from trl_jax.data.fingerprint import fingerprint, row_digest
 from trl_jax.data.layout.buckets import Buckets, ViewBuckets
-from trl_jax.data.loader import ExampleLoader
 from trl_jax.data.rows.labels import check_labels
 from trl_jax.data.windows import Windows
 
@@ -52,10 +52,10 @@ def rows_of(examples: list[Example], columns: Columns) -> list[dict]:
     ]
 
 
-def loader(examples: list[Example], columns: Columns, **more) -> ExampleLoader:
+def loader(examples: list[Example], columns: Columns, **more):
     dataset = Dataset.from_list(rows_of(examples, columns))
     known = {"batch_size": SIZE, "accumulation": ACCUMULATION, "pad_token_id": 7, "pad_to_multiple_of": None}
-    return ExampleLoader(dataset, columns, columns.example, **(known | more))
+    return example_loader(dataset, columns, **(known | more))
 
 
 def wanted(examples: list[Example]) -> Counter:

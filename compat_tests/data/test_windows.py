@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
+from compat_tests.data.loaders import example_loader
 from trl_jax.core.packed import BLOCK
 from trl_jax.data import windows
 from trl_jax.data.example import Columns
-from trl_jax.data.loader import ExampleLoader
 from trl_jax.data.windows import Windows
 
 PAD, SIZE = 0, 3
@@ -31,7 +31,7 @@ def table(examples, seed=0):
 def loader(data, texts=2, **options):
     columns = Columns(TEXTS[:texts], ("margin", "label"))
     options = {"batch_size": SIZE, "pad_token_id": PAD, "pad_to_multiple_of": None} | options
-    return ExampleLoader(data, columns, columns.example, **options)
+    return example_loader(data, columns, **options)
 
 
 def total(ids):

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from compat_tests import pages
+from compat_tests.data.loaders import example_loader
 from compat_tests.dryrun.planned import LENGTH, LORA, PAIRS, alike
 from trl_jax import RewardConfig, RewardTrainer
 from trl_jax.cli.main import main
 from trl_jax.core.chips import topology
 from trl_jax.core.trainers import TRAINERS, TrainerNames, names_of_config
 from trl_jax.data.example import Columns
-from trl_jax.data.loader import ExampleLoader
 from trl_jax.dryrun import abstract_run
 from trl_jax.dryrun.plan import Run, plan
 from trl_jax.dryrun.step_flops import head_flops
@@ -103,8 +103,8 @@ def test_the_page_plans_it(checkpoint, monkeypatch, capsys, tmp_path):
 
 def test_a_language_models_head_is_counted_at_its_targets():
     columns = Columns(("input_ids",), labels=("labels",))
-    loader = ExampleLoader(
-        abstract_run.longest(columns, 96, 4), columns, columns.example, batch_size=2, accumulation=2, pad_token_id=0,
+    loader = example_loader(
+        abstract_run.longest(columns, 96, 4), columns, batch_size=2, accumulation=2, pad_token_id=0,
         pad_to_multiple_of=128,
     )  # fmt: skip
     [step] = loader

@@ -102,7 +102,7 @@ def test_row11_bad_weights_never_become_a_checkpoint(run, tmp_path):
     from trl_jax.engine.checkpoints.progress import Progress
 
     with pytest.raises(FloatingPointError, match=f"Step 0: {path} hold NaN or infinite values. No checkpoint was wri"):
-        trained._save_checkpoint(Progress())
+        trained._save_progress(Progress())
     assert not list((tmp_path / "run").glob("*checkpoint*"))
 
 

@@ -19,6 +19,7 @@ PAIRS = PairLogps(
             [4, 3, 2, 1],  # rejected_tokens
             [-9.9, -4.4, -7.7, -1.1],  # chosen_sum
             [0.9, 0.2, 0.5, 0.7],  # preference
+            [3, 2, 4, 1],  # chosen_targets
         ],
         np.float32,
     )
@@ -66,7 +67,7 @@ LOSSES = {
     "apo_down": sigmoid(BETA * CHOSEN) + 1 - sigmoid(BETA * MARGIN),
     "discopop": -log_sigmoid(BETA * MARGIN) * (1 - sigmoid(BETA * MARGIN / TAU))
     + np.exp(-BETA * MARGIN) * sigmoid(BETA * MARGIN / TAU),
-    "sft": np.full(3, (9.9 + 4.4 + 7.7) / 10),
+    "sft": np.full(3, (9.9 + 4.4 + 7.7) / 9),
     "sigmoid_norm": -log_sigmoid(BETA * A_TOKEN),
 }
 

@@ -84,7 +84,7 @@ MUTANTS = [
     ("pad_is_eos_chat", "trl_jax.models.decoder.Embedding", pad_row_trains),
     ("qwen2", "trl_jax.run.step.train_step.decays", everything_decays),
     ("plain", "trl_jax.engine.optimizers.optimizer.scale_by_adam", eps_inside_the_root),
-    ("ragged_accumulation", "trl_jax.data.loader.pack_examples", mean_over_rows),
+    ("ragged_accumulation", "trl_jax.data.step_layout.pack_examples", mean_over_rows),
     ("margin", "trl_jax.tasks.reward.pairwise_loss", loss_without_margin),
     ("centered_hard", "trl_jax.tasks.reward.pairwise_loss", loss_without_centring),
     ("plain", "optax.apply_updates", float16_weights),

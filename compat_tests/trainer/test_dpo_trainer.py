@@ -88,6 +88,28 @@ def test_a_given_reference_is_trls(checkpoint, model, tmp_path):
         assert_same(mine, wanted)
 
 
+@pytest.mark.parametrize("config", [{}, {"sync_ref_model": True, "ref_model_sync_steps": 2}])
+def test_a_reference_keeps_the_dtype_that_it_has(checkpoint, model, tmp_path, config):
+    """In sixteen bits it takes half of the memory, and is computed in them, by whichever door it came."""
+    trl = pytest.importorskip("trl")
+    from transformers import AutoModelForCausalLM
+
+    other, mark = checkpoint(**SMALL, seed=5, dtype="bfloat16"), 4e-3  # of bfloat16's rounding; the shift is 0.06
+    theirs = trained(trl, model, tmp_path / "b", config, ref_model=AutoModelForCausalLM.from_pretrained(other))
+    doors = [str(other), AutoModelForCausalLM.from_pretrained(other)]
+    for door in [*doors, trl_jax.AutoModelForCausalLM.from_pretrained(str(other))]:
+        trainer = make(trl_jax, model, tmp_path / "a", config, ref_model=door)
+        reference, policy = trainer.parts.run.reference, trainer.model.arrays
+        assert reference.dtype == "bfloat16"
+        assert 2 * sum(array.nbytes for array in reference.arrays.values()) == sum(a.nbytes for a in policy.values())
+        assert {array.dtype.name for array in trainer.ref_model.params.values()} == {"bfloat16"}
+        if door is doors[0]:
+            trainer.train()
+            for mine, wanted in zip(steps(trainer), steps(theirs), strict=True):
+                for name in ("loss", "rewards/margins"):
+                    assert mine[name] == pytest.approx(wanted[name], abs=mark)
+
+
 @pytest.mark.parametrize("config", [{}, {"precompute_ref_log_probs": True}])
 def test_under_a_new_adapter_the_reference_is_the_model_without_it(model, tmp_path, config):
     trl, peft = pytest.importorskip("trl"), pytest.importorskip("peft")
@@ -309,15 +331,6 @@ def test_max_prompt_length_of_the_trainer_and_of_rows_that_are_joined(model, tmp
 def test_arguments_that_are_refused(tmp_path, config, words):
     with pytest.raises(ValueError, match=words):
         trl_jax.DPOConfig(str(tmp_path), use_cpu=True, **config)
-
-
-def test_a_loss_of_the_script_is_refused(model, tmp_path):
-    class Own(trl_jax.DPOTrainer):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            return 0.0
-
-    with pytest.raises(TypeError, match="Own overrides compute_loss"):
-        Own(str(model), args=trl_jax.DPOConfig(str(tmp_path), use_cpu=True), train_dataset=table())
 
 
 def shares(found):

@@ -1,27 +1,66 @@
 """torch's CPU random numbers, drawn with NumPy.
 
-TRL's run depends on two draws: the order in which rows are visited and the first values of the score head. Both come
-from the 32-bit Mersenne Twister that `torch.manual_seed` seeds; reproducing them makes the same seed mean the same
-run without torch installed.
+TRL's run depends on three draws: the order in which rows are visited, the first values of new weights, and the tokens
+that are sampled. All come from the 32-bit Mersenne Twister that `torch.manual_seed` seeds; reproducing them makes the
+same seed mean the same run without torch installed.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 _LARGEST_32_BIT_PERMUTATION = (2**32 - 1) // 20  # from here on torch draws 64 bits for each swap
+_BLOCK = 2**20  # words that are skipped at once
+
+
+class GeneratorState(NamedTuple):
+    """A place in the stream of a TorchGenerator, small enough to be kept and saved.
+
+    key: uint32 `[624]`, the twister's words.
+    used: how many of them were handed out, 0 to 624.
+    position: words drawn since the seed.
+    """
+
+    key: np.ndarray
+    used: int
+    position: int
 
 
 class TorchGenerator:
-    """Draws the numbers of `torch.Generator().manual_seed(seed)` on the CPU."""
+    """Draws the numbers of `torch.Generator().manual_seed(seed)` on the CPU; of a seed, its low 32 bits count.
+
+    position: words of 32 bits drawn since the seed.
+    """
 
     def __init__(self, seed: int):
-        self.seed = seed
+        self.manual_seed(seed)
+
+    def manual_seed(self, seed: int) -> None:
+        """Go back to the beginning of a seed's stream."""
+        self.seed, self.position = seed, 0
         self._state = np.random.RandomState(seed & 0xFFFFFFFF)
 
+    def state(self) -> GeneratorState:
+        """The place in the stream, for `restore`."""
+        _, key, used, *_ = self._state.get_state()
+        return GeneratorState(key, int(used), self.position)
+
+    def restore(self, state: GeneratorState) -> None:
+        """Go on from a place that `state` gave."""
+        self._state.set_state(("MT19937", state.key, int(state.used)))
+        self.position = int(state.position)
+
     def words(self, count: int) -> np.ndarray:
-        """The next `count` raw outputs, uint32."""
+        """The next `count` raw outputs, uint32 `[count]`. Other threads run meanwhile."""
+        self.position += count
         return self._state.randint(0, 2**32, size=count, dtype=np.uint32)
+
+    def skip(self, count: int) -> None:
+        """Leave out `count` words."""
+        for start in range(0, count, _BLOCK):
+            self.words(min(_BLOCK, count - start))
 
     def permutation(self, count: int) -> np.ndarray:
         """`torch.randperm(count)`: int64 `[count]`."""
@@ -62,15 +101,33 @@ class TorchGenerator:
             values = np.where(outside, self.normal(count, std), values)
         return values
 
+    def exponential(self, count: int) -> np.ndarray:
+        """`torch.empty(count).exponential_(1)`: float32 `[count]`, two words each, equal to the bit."""
+        return (-np.log1p(-self._doubles(count))).astype(np.float32)
+
+    def multinomial(self, probabilities: np.ndarray) -> np.ndarray:
+        """`torch.multinomial(probabilities, 1)[:, 0]` of float32 `[rows, V]`: int64 `[rows]`.
+
+        The largest p / q wins, the first of equals, where q is exponential. One draws 2 * rows * V words, whatever
+        the probabilities are.
+        """
+        q = self.exponential(probabilities.size).reshape(probabilities.shape)
+        with np.errstate(divide="ignore"):  # a q of 0, once in 2^53
+            return np.argmax(probabilities / q, axis=-1)
+
+    def _doubles(self, count: int) -> np.ndarray:
+        """Numbers of 53 random bits in [0, 1): the low bits of two words, the first of which is the high half."""
+        words = self.words(2 * count).astype(np.uint64)
+        bits = (words[0::2] << np.uint64(32)) | words[1::2]
+        return (bits & np.uint64(2**53 - 1)).astype(np.float64) * 2.0**-53
+
     def _uniforms(self, count: int) -> np.ndarray:
         return (self.words(count) & np.uint32(0xFFFFFF)).astype(np.float32) * np.float32(2**-24)
 
     def _normal_one_by_one(self, count: int, std: float) -> np.ndarray:
         """Short tensors: pairs in double precision, 53 random bits each, cosine first and sine kept for the next."""
         pairs = (count + 1) // 2
-        words = self.words(4 * pairs).astype(np.uint64).reshape(pairs, 2, 2)
-        bits = (words[..., 0] << np.uint64(32)) | words[..., 1]
-        uniform = (bits & np.uint64(2**53 - 1)).astype(np.float64) * 2.0**-53
+        uniform = self._doubles(2 * pairs).reshape(pairs, 2)
         radius = np.sqrt(-2.0 * np.log1p(-uniform[:, 1]))
         angle = 2.0 * np.pi * uniform[:, 0]
         values = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=1).reshape(-1)[:count]

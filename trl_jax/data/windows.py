@@ -13,7 +13,8 @@ from trl_jax.data.example import Example, Measured, measured
 from trl_jax.data.layout.batch import Batch
 from trl_jax.data.layout.packed import Form, Placed, RowViewShape, longest_beside, pack_examples, place
 from trl_jax.data.layout.padded import pad_examples
-from trl_jax.data.loader import ExampleLoader, IndexedExample
+from trl_jax.data.loader import ExampleLoader
+from trl_jax.data.step_layout import IndexedExample
 
 WINDOW = 64  # batches in a window
 
@@ -66,7 +67,8 @@ class Windows:
     """
 
     def __init__(self, loader: ExampleLoader, *, sort: bool, whole: bool = False):
-        self._loader, self._sort, self._whole = loader, sort and not whole, whole
+        self._loader, self._layout = loader, loader.step_layout
+        self._sort, self._whole = sort and not whole, whole
         self._packed = self._text = 0  # lengths of packed rows and of their longest texts
 
     def __iter__(self) -> Iterator[Window]:
@@ -80,37 +82,37 @@ class Windows:
             yield self._window(gathered)
 
     def _window(self, indexed: list[list[IndexedExample]]) -> Window:
-        loader, batches = self._loader, [[one.example for one in batch] for batch in indexed]
+        layout, batches = self._layout, [[one.example for one in batch] for batch in indexed]
         rows = [[one.index for one in batch] for batch in indexed]
-        passes = self._padded_passes(batches) if loader.layout == "padded" else self._packed_passes(batches)
-        per_token = loader.weighting != "examples"
-        parts = [measured(batch, loader.batch_size, per_token=per_token) for batch in batches]
-        return Window(passes, parts, rows, loader.batch_size)
+        passes = self._padded_passes(batches) if layout.layout == "padded" else self._packed_passes(batches)
+        per_token = layout.weighting != "examples"
+        parts = [measured(batch, layout.batch_size, per_token=per_token) for batch in batches]
+        return Window(passes, parts, rows, layout.batch_size)
 
     def _padded_passes(self, batches: list[list[Example]]) -> list[tuple[Batch, np.ndarray]]:
-        loader, examples = self._loader, [example for batch in batches for example in batch]
+        layout, examples = self._layout, [example for batch in batches for example in batch]
         longest = [-example.longest for example in examples]
         order = np.argsort(longest, kind="stable") if self._sort else np.arange(len(examples))
         passes, size = [], self._share
-        for start in range(0, len(examples), loader.batch_size):
-            numbers = order[start : start + loader.batch_size]
+        for start in range(0, len(examples), layout.batch_size):
+            numbers = order[start : start + layout.batch_size]
             shares = [numbers[at : at + size] for at in range(0, len(numbers), size)]
-            padding = {"pad_token_id": loader.pad_token_id, "pad_to_multiple_of": loader.pad_to_multiple_of}
+            padding = {"pad_token_id": layout.pad_token_id, "pad_to_multiple_of": layout.pad_to_multiple_of}
             by_share = [[examples[number] for number in share] for share in shares]
-            arrays = pad_examples(by_share, examples=size, count=loader.shards, **padding)
-            slots = np.full(loader.batch_size, -1)
+            arrays = pad_examples(by_share, examples=size, count=layout.shards, **padding)
+            slots = np.full(layout.batch_size, -1)
             slots[: len(numbers)] = numbers
             passes.append((arrays, self._by_shard(slots)))
         return passes
 
     def _packed_passes(self, batches: list[list[Example]]) -> list[tuple[Batch, np.ndarray]]:
-        loader, shards = self._loader, self._loader.shards
+        layout, shards = self._layout, self._layout.shards
         max_examples = self._share if self._whole else 2 * self._share
-        placed = place(batches, examples=loader.batch_size, share=loader.layout == "shared")
+        placed = place(batches, examples=layout.batch_size, share=layout.layout == "shared")
         parts = _parts(placed, self._share) if self._whole else None
-        self._packed = max(self._packed, loader.buckets(self._tokens(placed, parts, len(batches))))
-        if loader.views is not None:
-            _, text = loader.views(self._packed, max(one.example.longest_document for one in placed))
+        self._packed = max(self._packed, layout.buckets(self._tokens(placed, parts, len(batches))))
+        if layout.views is not None:
+            _, text = layout.views(self._packed, max(one.example.longest_document for one in placed))
             self._text = max(self._text, text)
         # Rotary embeddings that depend on the longest text use that of the batch of one of TRL's ranks.
         longest = dict(zip((one.slot for one in placed), longest_beside(placed, self._share), strict=True))
@@ -118,18 +120,18 @@ class Windows:
         return [self._pass(fitting[at : at + shards], max_examples, longest) for at in range(0, len(fitting), shards)]
 
     def _pass(self, rows: list[list[Placed]], max_examples: int, longest: dict[int, int]) -> tuple[Batch, np.ndarray]:
-        loader = self._loader
-        view = None if loader.views is None else RowViewShape(max_examples, lambda *_: (self._packed, self._text))
+        layout = self._layout
+        view = None if layout.views is None else RowViewShape(max_examples, lambda *_: (self._packed, self._text))
         arrays = pack_examples(
             [one._replace(slot=slot) for row in rows for slot, one in enumerate(row)],
             [number for number, row in enumerate(rows) for _ in row],
-            Form(loader.pad_token_id, loader.layout == "shared", lambda _: self._packed, view),
+            Form(layout.pad_token_id, layout.layout == "shared", lambda _: self._packed, view),
             examples=max_examples,
             count=1,
-            rows=loader.shards,
+            rows=layout.shards,
             beside=[longest[one.slot] for row in rows for one in row],
         )
-        slots = np.full((loader.shards, max_examples), -1)
+        slots = np.full((layout.shards, max_examples), -1)
         for number, row in enumerate(rows):
             slots[number, : len(row)] = [one.slot for one in row]
         return arrays, self._by_shard(slots)
@@ -138,16 +140,16 @@ class Windows:
         """The tokens that a packed row has to have room for: of the largest of the parts, else of an average batch."""
         if parts is not None:
             return max(sum(one.tokens for one in part) for part in parts)
-        mean = sum(one.tokens for one in placed) // (batches * self._loader.shards)
+        mean = sum(one.tokens for one in placed) // (batches * self._layout.shards)
         return max(mean, *(one.tokens for one in placed))
 
     @property
     def _share(self) -> int:
         """Number of examples of a batch on each shard."""
-        return self._loader.batch_size // self._loader.shards
+        return self._layout.batch_size // self._layout.shards
 
     def _by_shard(self, slots: np.ndarray) -> np.ndarray:
-        return slots.reshape(-1) if self._loader.shards == 1 else slots.reshape(self._loader.shards, -1)
+        return slots.reshape(-1) if self._layout.shards == 1 else slots.reshape(self._layout.shards, -1)
 
 
 def _parts(placed: list[Placed], size: int) -> list[list[Placed]]:

@@ -179,7 +179,7 @@ def _planned(
 ) -> Plan:
     args, tx = trainer.args, trainer.parts.training.made_optimizer()
     result = compiled(trace.traced(trainer, tx, arguments, remat=remat), topology) if compiles else None
-    layout = trainer.loader(trainer.train_dataset, training=True).layout
+    layout = trainer.loader(trainer.train_dataset, training=True).step_layout.layout
     one, arch, maps = trace.one_pass(trainer, arguments), trace.arch_of(trainer), trace.maps(trainer)
     causal, gradients = trainer.model.backend.causal, trace.gradients(trainer, arguments)
     flops = step_flops.flops(maps, survey.largest, arch, causal=causal, remat=remat)

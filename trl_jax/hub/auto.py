@@ -57,9 +57,15 @@ class Checkpoint:
         return self.native is not None and self.adapter is None
 
     def load(
-        self, seed: int, quantization: BitsAndBytesConfig | None = None, place: Placement | None = None
+        self,
+        seed: int,
+        quantization: BitsAndBytesConfig | None = None,
+        place: Placement | None = None,
+        *,
+        as_stored: bool = False,
     ) -> PreTrainedModel:
-        """The model; `seed` draws the head where the checkpoint has none; `place` as in `loading.load`.
+        """The model; `seed` draws the head where the checkpoint has none; `place` and `as_stored` as in `loading.load`,
+        the latter of native models.
 
         Raises:
             ValueError: weights that train whole are to be quantised.
@@ -74,7 +80,8 @@ class Checkpoint:
             options = {"dtype": self.dtype, "seed": seed, "head": self.head, "config": config}
             params, backend, config = load_exported(self.folder, **options)
         else:
-            params, backend = load_native(self.native, dtype=self.dtype, seed=seed, place=place)
+            options = {"seed": seed, "place": place, "as_stored": as_stored}
+            params, backend = load_native(self.native, dtype=self.dtype, **options)
         return PreTrainedModel(params, backend, config, self.folder, self.name)
 
     def outline(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -120,6 +120,28 @@ class NativeBackend(Backend):
         """All of them, as a backend without quantised weights has them."""
         plain = {path: array for path, array in arrays.items() if path.rpartition(".")[0] not in self.formats}
         return {path: self.weight(arrays, path) for path in (*plain, *self.formats)}
+
+    def as_stored(self, arrays: dict[str, jax.Array], bits: Collection[str]) -> tuple[dict[str, Any], NativeBackend]:
+        """All arrays in the dtypes that they are saved in, and the backend of these.
+
+        Args:
+            bits: paths of those that are held as bits where they have sixteen.
+        """
+        held, forms = {}, {}
+        for entry in self.source.tensor_map:
+            path, array = entry.path, arrays[entry.path]
+            tensor, _ = entry.tensors(array.shape)[0]
+            array = array.astype(self.source.dtypes.get(tensor, self.source.dtype))
+            if path in bits and array.dtype.name in HALVES:
+                forms[path] = Format(array.dtype.name, array.shape[-2:])
+                path, array = f"{path}.codes", jax.lax.bitcast_convert_type(array, jnp.uint16)
+            held[path] = array
+        return held, NativeBackend(self.source, forms)
+
+    def without_bits(self, arrays: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], NativeBackend]:
+        """All arrays as floats, where they are held as the bits of these, and the backend of these."""
+        floats = {path.removesuffix(".codes"): self.floats(path, array) for path, array in arrays.items()}
+        return floats, NativeBackend(self.source)
 
     def save(self, folder: Path, params: dict[str, jax.Array], config: Any, *, writes: bool = True) -> None:
         text = config.get_text_config()

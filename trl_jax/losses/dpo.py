@@ -19,9 +19,11 @@ class PairLogps(NamedTuple):
 
     chosen, rejected: the policy's log-probability of each answer, summed over its tokens.
     ref_chosen, ref_rejected: the reference's.
-    chosen_tokens, rejected_tokens: the number of tokens of each answer.
+    chosen_tokens, rejected_tokens: the number of tokens of each answer. Of one that a text begins with, the first
+        counts, too, though nothing predicts it.
     chosen_sum: as `chosen`, without the weighting of `length_desensitised`.
     preference: the weight of each pair in WPO; no gradient goes through it.
+    chosen_targets: the number of tokens of each chosen answer that are predicted.
     """
 
     chosen: jax.Array
@@ -32,6 +34,7 @@ class PairLogps(NamedTuple):
     rejected_tokens: jax.Array
     chosen_sum: jax.Array
     preference: jax.Array
+    chosen_targets: jax.Array
 
     @property
     def ratios(self) -> tuple[jax.Array, jax.Array]:
@@ -199,7 +202,7 @@ def _sorted(loss: PreferenceLoss, first: jax.Array, second: jax.Array, real: jax
 
 
 def _sft(loss: PreferenceLoss, pairs: PairLogps, real: jax.Array) -> jax.Array:
-    tokens = jnp.maximum(1, jnp.sum(jnp.where(real, pairs.chosen_tokens, 0)))
+    tokens = jnp.maximum(1, jnp.sum(jnp.where(real, pairs.chosen_targets, 0)))
     return -jnp.sum(jnp.where(real, pairs.chosen_sum, 0)) / tokens * jnp.ones(len(real))
 
 

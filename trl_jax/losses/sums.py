@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from trl_jax.core.layer_gather import SEQUENCE
+
 
 def counted(weight: jax.Array, micro_batch: jax.Array | None = None) -> jax.Array:
     """Which examples count: bool `[E]`, those with a weight; with `micro_batch` bool `[M, E]`, those of each."""
@@ -31,3 +33,11 @@ def mean_over_shards(value: jax.Array) -> jax.Array:
     devices the value itself. Shares weigh the same, as ranks do in accelerate's `gather(...).mean()`."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
     return jax.lax.pmean(value, axes) if axes else value
+
+
+def of_all_shards(values: jax.Array) -> jax.Array:
+    """The `[N]` values of each device that has a share of the batch, end to end; without several devices as they are.
+    Along the sequence axis devices have the same ones, which count once."""
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    shared = tuple(axis for axis in axes if axis != SEQUENCE)
+    return jax.lax.all_gather(values, shared, tiled=True) if shared else values

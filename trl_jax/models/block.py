@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -12,11 +14,20 @@ from trl_jax.models.stack import apply
 from trl_jax.nn.attention.causal import Attention
 from trl_jax.nn.attention.inputs import AttentionInputs
 from trl_jax.nn.dropout import dropout_or_none
+from trl_jax.nn.kv_cache import KeysValues
 from trl_jax.nn.mlp import MLP
 from trl_jax.nn.moe import MoE
 from trl_jax.nn.norm import Norm
 
 EMBEDDING, _ATTENTION, _ATTENTION_OUT, _MLP_OUT = range(4)  # places of dropout
+
+
+class BlockOutputs(NamedTuple):
+    """h: the residual stream `[R, T, D]`. keys_values: those of its tokens. sums: the router's, None if none asked."""
+
+    h: jax.Array
+    keys_values: KeysValues
+    sums: RouterSums | None
 
 
 class Block(nnx.Module):
@@ -41,15 +52,14 @@ class Block(nnx.Module):
         dtype: jnp.dtype,
         key: jax.Array | None = None,
         counted: jax.Array | None = None,
-    ) -> tuple[jax.Array, RouterSums | None]:
-        """`[R, T, D]` to the same, and the router's sums over the tokens `counted` `[R, T]`, if any; `key` turns
-        dropout on.
+    ) -> BlockOutputs:
+        """From `h` `[R, T, D]`; routers are summed over the tokens `counted` `[R, T]`, if any; `key` turns dropout on.
 
         Attention and MLP compute in `dtype`, the residual stream that they are added to stays float32, as under torch's
         autocast.
         """
         x = apply(self.attention_norm, h).astype(dtype)
-        attended = self._attend(x, inputs, key)
+        attended, keys_values = self._attend(x, inputs, key)
         if self.arch.block == "parallel":
             h = h + attended
         elif self.arch.block == "parallel_two_norms":
@@ -58,14 +68,15 @@ class Block(nnx.Module):
             h = h + attended
             x = apply(self.mlp_norm, h).astype(dtype)
         sums = None if counted is None else self.mlp.router_sums(x, counted)
-        return h + self._feed(x, key), sums
+        return BlockOutputs(h + self._feed(x, key), keys_values, sums)
 
-    def _attend(self, x: jax.Array, inputs: AttentionInputs, key: jax.Array | None) -> jax.Array:
+    def _attend(self, x: jax.Array, inputs: AttentionInputs, key: jax.Array | None) -> tuple[jax.Array, KeysValues]:
         arch = self.arch
         dropout = dropout_or_none(arch.attention_dropout, key, _ATTENTION)
-        out = apply(self.attention_out_norm, self.attention(x, inputs, dropout))
+        out, keys_values = self.attention(x, inputs, dropout)
+        out = apply(self.attention_out_norm, out)
         out = apply(dropout_or_none(arch.attention_out_dropout, key, _ATTENTION_OUT), out)
-        return scaled(out, arch.residual_scale)
+        return scaled(out, arch.residual_scale), keys_values
 
     def _feed(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
         arch = self.arch

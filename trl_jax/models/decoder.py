@@ -10,10 +10,11 @@ from trl_jax.core.packed import BLOCK, Packed
 from trl_jax.core.router_sums import RouterSums
 from trl_jax.models.arch import Arch
 from trl_jax.models.block import EMBEDDING, Block, scaled
-from trl_jax.models.stack import apply, checkpointed, rope_inputs, stacked, whole_layer, window_inputs
+from trl_jax.models.stack import apply, checkpointed, rope_inputs, stacked, walked, whole_layer, window_inputs
 from trl_jax.nn.attention.inputs import AttentionInputs, LayerInputs
 from trl_jax.nn.attention.striped import Striped, striped
 from trl_jax.nn.dropout import dropout_or_none
+from trl_jax.nn.kv_cache import Cache, KeysValues
 from trl_jax.nn.linear import Embedding
 from trl_jax.nn.noise import Noise
 from trl_jax.nn.norm import Norm
@@ -98,7 +99,8 @@ class Decoder(nnx.Module):
         def layer(h, slices):
             state, inputs, key = slices
             block = nnx.merge(graph, whole_layer(state, f"{self.NAME}.layers"))
-            return block(h, shared.of_layer(inputs), dtype=dtype, key=key, counted=counted)
+            out = block(h, shared.of_layer(inputs), dtype=dtype, key=key, counted=counted)
+            return out.h, out.sums
 
         h = self._embedded(tokens, positions, valid, dropout_key, noise)
         keys = None if dropout_key is None else jax.random.split(dropout_key, self.arch.num_layers)
@@ -107,6 +109,41 @@ class Decoder(nnx.Module):
             sums = stripes.summed(sums)
         hidden = self.norm(_read(h, reads, length, stripes))
         return hidden if sums is None else (hidden, sums)
+
+    def with_keys(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        reads: jax.Array | None,
+        longest: jax.Array,
+        *,
+        cache: Cache | None = None,
+        layers: list[nnx.State] | None = None,
+        dtype: jnp.dtype = jnp.float32,
+        max_tokens: int | None = None,
+    ) -> tuple[jax.Array, KeysValues]:
+        """Hidden states `[N, D]`, and the keys and values `[L, R, T, K, C]` of the tokens, for a cache.
+
+        Args:
+            tokens, positions, reads, dtype, max_tokens: as in a call; rows of one token each where there is a cache.
+            longest: the tokens of the longest text so far, for ropes that ask.
+            cache: what the rows' tokens follow; None where texts begin here.
+            layers: the parameters of each layer, taken out of the stack; None computes with the stack, in a scan.
+        """
+        shared = AttentionInputs(self.arch.head_dim**-0.5, places=None if cache is None else cache.places)
+        shared, by_layer = self._layer_inputs(shared, positions, longest, max_tokens)
+        graph, state = nnx.split(self.layers)
+
+        def layer(h, slices):
+            state, inputs, own_cache = slices
+            block = nnx.merge(graph, whole_layer(state, f"{self.NAME}.layers"))
+            out = block(h, shared.of_layer(inputs)._replace(cache=own_cache), dtype=dtype)
+            return out.h, out.keys_values
+
+        h = self._embedded(tokens, positions, None, None, None)
+        slices = (by_layer, None if cache is None else cache.layers)
+        h, keys_values = walked(layer, h, state if layers is None else layers, slices)
+        return self.norm(_read(h, reads, tokens.shape[1], None)), keys_values
 
     def _embedded(self, tokens, positions, valid, dropout_key, noise) -> jax.Array:
         arch = self.arch

@@ -54,6 +54,28 @@ def checkpointed(layer: Callable, *, remat: bool | str) -> Callable:
     return jax.checkpoint(body, prevent_cse=False, policy=_KEPT[remat])
 
 
+def walked(layer: Callable, h: jax.Array, state: nnx.State | list[nnx.State], slices: tuple) -> tuple[jax.Array, Any]:
+    """Layer by layer, `layer(h, (state, *slices))`, which gives the next h and a result. Returns the last h and the
+    results, stacked along a leading axis L.
+
+    Args:
+        state: the parameters of all layers, stacked; or a list of each layer's: layers are then written out one after
+            another, and nothing is cut out of stacked parameters.
+        slices: what else layers get, stacked as well; or a list of each layer's; or None.
+    """
+    if not isinstance(state, list):
+        return jax.lax.scan(layer, h, (state, *slices))
+    results = []
+    for number, own in enumerate(state):
+        h, result = layer(h, (own, *(_cut(part, number) for part in slices)))
+        results.append(result)
+    return h, jax.tree.map(lambda *each: jnp.stack(each), *results)
+
+
+def _cut(part: Any, number: int) -> Any:
+    return part[number] if isinstance(part, list) else jax.tree.map(lambda a: a[number], part)
+
+
 def whole_layer(state: nnx.State, stack: str) -> nnx.State:
     """A layer's parameters, each gathered where a device holds a part of it; in the turn of the scan that uses them.
 

@@ -10,10 +10,11 @@ from datasets import Dataset, IterableDataset
 
 from trl_jax.core.layer_gather import SEQUENCE
 from trl_jax.data.layout.plan import LayoutPlan
-from trl_jax.data.loader import ExampleLoader, Weighting
+from trl_jax.data.loader import ExampleLoader
 from trl_jax.data.order import RunLength, run_length
 from trl_jax.data.rows.checks import check_token_ids
 from trl_jax.data.rows.labels import check_labels
+from trl_jax.data.step_layout import StepLayout, Weighting
 from trl_jax.run import layout_choice
 from trl_jax.run.state import RunState
 
@@ -68,30 +69,47 @@ def _order_seed(run: RunState) -> int:
 
 def loader(run: RunState, dataset: Dataset | IterableDataset, *, training: bool) -> ExampleLoader:
     """Step batches over a prepared dataset."""
-    args, user_loss = run.args, bool(run.own_loss)
+    args = run.args
     lengths = _lengths(run, dataset) if training and args.train_sampling_strategy == "group_by_length" else None
-    layout = LayoutPlan("padded") if user_loss else _layout(run, dataset, lengths, training)  # scripts get rows
+    plan = _planned(run, dataset, lengths) if training and not run.own_loss else None
     return ExampleLoader(
         dataset,
         run.task.columns,
         run.task.example,
-        batch_size=run.micro_batch_examples if training else args.per_device_eval_batch_size * run.shards,
-        shards=run.shards,
-        divided=not user_loss,
+        step_layout(run, plan, training=training),
         fills=run.fills if training else False,
-        pad_token_id=run.processing_class.pad_token_id,
-        pad_to_multiple_of=run.pad_to_multiple_of,
-        layout=layout.layout,
-        weighting=_weighting(run),
-        buckets=layout.buckets,
-        views=layout.views,
-        by_micro_batch=_by_micro_batch(run),
-        accumulation=args.gradient_accumulation_steps if training else 1,
         shuffle=training and args.train_sampling_strategy != "sequential",
         seed=_order_seed(run),
         lengths=lengths,
         # No row of an evaluation is dropped and, as in TRL, none of a stream.
         drop_last=training and args.dataloader_drop_last and isinstance(dataset, Dataset),
+    )
+
+
+def step_layout(run: RunState, plan: LayoutPlan | None = None, *, training: bool) -> StepLayout:
+    """How the run lays out its steps, whoever makes the examples.
+
+    Args:
+        plan: the layout, where lengths were surveyed; None takes the run's layout with buckets for any lengths.
+        training: micro-batches of training and as many as a step has; otherwise those of an evaluation, one at a time.
+    """
+    args, user_loss = run.args, bool(run.own_loss)
+    if user_loss:
+        plan = LayoutPlan("padded")  # scripts get rows
+    elif plan is None:
+        plan = layout_choice.unplanned(args, run.model.backend, striped=_striped(run))
+    return StepLayout(
+        batch_size=run.micro_batch_examples if training else args.per_device_eval_batch_size * run.shards,
+        pad_token_id=run.processing_class.pad_token_id,
+        pad_to_multiple_of=run.pad_to_multiple_of,
+        layout=plan.layout,
+        buckets=plan.buckets,
+        weighting=_weighting(run),
+        views=plan.views,
+        accumulation=args.gradient_accumulation_steps if training else 1,
+        by_micro_batch=_by_micro_batch(run),
+        shards=run.shards,
+        divided=not user_loss,
     )
 
 
@@ -107,10 +125,13 @@ def _by_micro_batch(run: RunState) -> bool:
     return run.task.head == "lm" and (run.task.by_micro_batch or run.router_aux_loss_coef != 0)
 
 
-def _layout(run: RunState, dataset: Any, lengths: np.ndarray | None, training: bool) -> LayoutPlan:
-    striped = run.sharding_plan is not None and run.sharding_plan.size(SEQUENCE) > 1
-    if not training:
-        return layout_choice.unplanned(run.args, run.model.backend, striped=striped)
+def _striped(run: RunState) -> bool:
+    """Whether a mesh divides texts over devices."""
+    return run.sharding_plan is not None and run.sharding_plan.size(SEQUENCE) > 1
+
+
+def _planned(run: RunState, dataset: Any, lengths: np.ndarray | None) -> LayoutPlan:
+    """The layout of the training set, by how long its texts are."""
     return layout_choice.plan(
         run.args,
         run.model.backend,
@@ -120,7 +141,7 @@ def _layout(run: RunState, dataset: Any, lengths: np.ndarray | None, training: b
         batch_size=run.train_batch_size,
         steps=length_of(run).max_steps,
         shards=run.shards,
-        striped=striped,
+        striped=_striped(run),
         by_micro_batch=_by_micro_batch(run),
         lengths=lengths,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from trl_jax.data.loader import ExampleLoader
@@ -31,7 +30,7 @@ class Batches:
         return rows // self.batch_size if self.steps.drop_last else -(-rows // self.batch_size)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for step in replace(self.steps, layout="padded", divided=False):
+        for step in self.steps.laid_out(layout="padded", divided=False):
             yield from inputs_of(step.arrays, self._task)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from trl_jax.engine.checkpoints.progress import Progress
@@ -23,7 +22,7 @@ class TrainerHooks(NamedTuple):
     log: Callable[[dict[str, float]], None]
     loss: Callable
     prediction_step: Callable
-    save_checkpoint: Callable[[Progress], Path]
+    save_checkpoint: Callable[[Progress], None]
     save_model: Callable[..., None]
     script_values: Callable[[], tuple[tuple[str, Any], ...]]
     set_by_script: Callable[[], Collection[str]]

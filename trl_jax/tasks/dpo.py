@@ -11,7 +11,7 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 
 from trl_jax.core.token_outputs import TokenOutputs
-from trl_jax.data.example import Columns, Example, Measured
+from trl_jax.data.example import IGNORED, Columns, Example, Measured
 from trl_jax.data.layout.batch import Batch
 from trl_jax.data.rows.preference import dpo as rows
 from trl_jax.losses.dpo import WHOLE_BATCH, PairLogps, PreferenceLoss, length_desensitised
@@ -19,6 +19,7 @@ from trl_jax.losses.sums import counted, of_texts, summed
 from trl_jax.tasks.metrics import aux_loss, joined
 
 REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
+_AT_START = ("chosen_at_start", "rejected_at_start")
 _TOKEN_SUMS = ("entropy", "targets", "logits", "correct")
 _PAIR_SUMS = ("reward_chosen", "reward_rejected", "wins", "logps_chosen", "logps_rejected", "examples")
 
@@ -70,8 +71,14 @@ class DpoTask:
         return rows.prepare(dataset, tokenizer, num_proc=num_proc, name=name, **limits)
 
     def example(self, row: dict[str, Any]) -> Example:
-        """Both texts of a row, their labels, and the reference's log-probabilities, where they are precomputed."""
-        return self.columns.example(row)
+        """Both texts of a row, their labels, the reference's log-probabilities, where they are precomputed, and whether
+        an answer's token stands at the beginning of a text (`_AT_START`)."""
+        example = self.columns.example(row)
+        at_start = {
+            name: sum(label != IGNORED for label in labels[:1])
+            for name, labels in zip(_AT_START, example.labels, strict=True)
+        }
+        return example._replace(extras={**example.extras, **at_start})
 
     def per_text(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
         """Sums over the targets of each text, `[X]`. `logps` has the weighting of `ld_alpha`, `logps_sum` has not."""
@@ -104,6 +111,8 @@ class DpoTask:
         chosen, rejected = ({name: part[i] for name, part in _halves(outputs).items()} for i in range(2))
         if "ref_logps" not in outputs:
             chosen["ref_logps"], rejected["ref_logps"] = (batch.extras[name] for name in REFERENCE_COLUMNS)
+        for side, name in zip((chosen, rejected), _AT_START, strict=True):
+            side["tokens"] = side["targets"] + batch.extras[name]
         pairs = _pairs(chosen, rejected)
         real, rewards = counted(batch.weight, batch.micro_batch), [self.objective.beta * r for r in pairs.ratios]
         sums = {
@@ -171,10 +180,11 @@ def _pairs(chosen: dict[str, jax.Array], rejected: dict[str, jax.Array]) -> Pair
         rejected["logps"],
         chosen["ref_logps"],
         rejected["ref_logps"],
-        chosen["targets"],
-        rejected["targets"],
+        chosen["tokens"],
+        rejected["tokens"],
         chosen["logps_sum"],
         next(aligned) * next(aligned),
+        chosen["targets"],
     )
 
 

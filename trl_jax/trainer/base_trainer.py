@@ -5,9 +5,8 @@ from __future__ import annotations
 import abc
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
@@ -38,7 +37,7 @@ from trl_jax.run.step.train_step import default_optimizer
 from trl_jax.run.user_loss.bound_model import BoundModel, script_values
 from trl_jax.run.user_loss.default_loss import default_loss
 from trl_jax.tasks.task import Task
-from trl_jax.trainer.refusals import check_overridden, check_set, names_of_script, refuse
+from trl_jax.trainer.refusals import NEVER_CALLED, check_overridden, check_set, names_of_script, refuse
 from trl_jax.trainer.surface import Surface
 
 
@@ -47,8 +46,8 @@ class BaseTrainer(Surface):
     (`config_class`).
 
     A script's subclass may override `compute_loss`, `loss`, `evaluate`, `predict`, `prediction_step`, `log`,
-    `save_model`, `create_optimizer` and the dataloaders. Methods of transformers' Trainer that have no counterpart here
-    are refused: nobody would call them.
+    `save_model`, `_save_checkpoint`, `push_to_hub`, `init_hf_repo`, `create_model_card`, `create_optimizer` and the
+    dataloaders. Other methods that TRL's trainers call on themselves are refused: nobody would call them here.
 
     Attributes:
         compute_metrics, preprocess_logits_for_metrics: as they were passed; a script may set others.
@@ -60,10 +59,12 @@ class BaseTrainer(Surface):
     _tag_names: ClassVar[list[str]]  # of the model's card
     config_class: ClassVar[type[BaseConfig]] = BaseConfig
     _collator_class: ClassVar[type | None] = None  # whose pad_to_multiple_of is taken; others are refused
+    _never_called: ClassVar[Mapping[str, str]] = NEVER_CALLED  # methods of TRL's that a script may not override
+    _progress: Progress | None = None  # what the checkpoint that is being saved has
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        check_overridden(cls)
+        check_overridden(cls, cls._never_called)
 
     @abc.abstractmethod
     def make_task(self) -> Task:
@@ -188,7 +189,7 @@ class BaseTrainer(Surface):
             log=lambda logs: self.log(logs),
             loss=lambda *given, **options: self.loss(*given, **options),
             prediction_step=lambda *given: self.prediction_step(*given),
-            save_checkpoint=lambda progress: self._save_checkpoint(progress),
+            save_checkpoint=self._save_progress,
             save_model=lambda *given, **options: self.save_model(*given, **options),
             script_values=lambda: script_values(self),
             set_by_script=lambda: vars(self).keys(),
@@ -215,7 +216,7 @@ class BaseTrainer(Surface):
                 checkpoint, unless save_strategy="no". An evaluation on the way is broken off, and resuming repeats it.
         """
         refuse(trial=trial, ignore_keys_for_eval=ignore_keys_for_eval)
-        check_set(vars(self).keys(), type(self))
+        check_set(vars(self).keys(), type(self), self._never_called)
         self._run.task = self.make_task()  # arguments may have been changed since
         return self.parts.training.train(resume_from_checkpoint)
 
@@ -250,10 +251,25 @@ class BaseTrainer(Surface):
             loss = self.compute_loss_func(outputs, inputs.get("labels"), num_items_in_batch=num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
-    def _save_checkpoint(self, progress: Progress) -> Path:
-        folder = self.parts.checkpointer.save(progress, aside=not self._publisher.pushes_checkpoints)
+    def _save_progress(self, progress: Progress) -> None:
+        self._progress = progress
+        try:
+            self._save_checkpoint(self.model, None)
+        finally:
+            self._progress = None
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Write the checkpoint of a step, and push it. Scripts override it, with transformers' arguments, of which
+        neither says more than the run has.
+
+        Raises:
+            RuntimeError: no step has asked for it.
+        """
+        del model, trial
+        if self._progress is None:
+            raise RuntimeError("_save_checkpoint is called by train(). To save the model at any time: save_model().")
+        folder = self.parts.checkpointer.save(self._progress, aside=not self._publisher.pushes_checkpoints)
         self._publisher.push_saved(folder)
-        return folder
 
     def create_optimizer(self) -> Any:
         """Create the optimizer; `optimizers` of the constructor, if given, or what `args.optim` names.
@@ -273,7 +289,7 @@ class BaseTrainer(Surface):
         A dict of datasets is evaluated one by one, `<prefix>_<name>_...` each; a string picks one of the constructor's.
         """
         refuse(ignore_keys=ignore_keys)
-        check_set(vars(self).keys(), type(self))
+        check_set(vars(self).keys(), type(self), self._never_called)
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, dict):
             metrics = {}
@@ -309,7 +325,7 @@ class BaseTrainer(Surface):
             task has labels; `metrics` has the loss and the speed.
         """
         refuse(ignore_keys=ignore_keys)
-        check_set(vars(self).keys(), type(self))
+        check_set(vars(self).keys(), type(self), self._never_called)
         prepared = self.prepare_dataset(test_dataset, "test", bounded=False)
         return self.parts.evaluator.predict(self.get_test_dataloader(prepared), metric_key_prefix, self._metric_hooks())
 

@@ -1,31 +1,50 @@
-"""Methods of transformers' Trainer, and TRL's, that nobody would call here, and what a script does instead."""
+"""Methods that TRL's trainers, or transformers', call on themselves and nobody calls here, and what a script does
+instead."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 _OWN_LOSS = "The step is one compiled function: override compute_loss(self, model, inputs, return_outputs=False)."
 _OWN_DATA = "Override get_train_dataloader or get_eval_dataloader, or order the rows and say train_sampling_strategy."
 _OWN_RATES = "Override create_optimizer, or pass optimizers=(an optax transformation, a schedule)."
 _OWN_CALLBACK = "Override evaluate, predict, save_model or log, or write a TrainerCallback."
+_OWN_ARGUMENTS = "Say it by an argument of the config or of the trainer."
+_LOSS_TYPE = (
+    "The step is one compiled function, and a loss of the script's own is not in this release of trl_jax for DPO and "
+    "KTO: choose a loss_type."
+)
 NEVER_CALLED = {
     name: instead
     for names, instead in (
         ("training_step autocast_smart_context_manager compute_loss_context_manager _wrap_model _clip_grad_norm "
          "_get_grad_norm _get_num_items_in_batch get_batch_samples _run_epoch _inner_training_loop "
-         "_prepare_for_training call_model_init", _OWN_LOSS),
+         "_prepare_for_training call_model_init _defer_fsdp_gradient_reduction _has_mixed_mesh_grads "
+         "_mixed_mesh_grad_norm _sync_replicated_trainable_parameters _update_auto_batch_size", _OWN_LOSS),
         ("_get_train_sampler _get_eval_sampler _get_dataloader _get_collator_with_removed_columns _prepare_dataset "
-         "_prepare_input _prepare_inputs _remove_unused_columns _set_signature_columns_if_needed", _OWN_DATA),
+         "_prepare_input _prepare_inputs _remove_unused_columns _set_signature_columns_if_needed num_examples "
+         "_prepare_context_parallel_inputs _reject_skip_prepare_without_labels", _OWN_DATA),
         ("create_optimizer_and_scheduler create_scheduler get_decay_parameter_names get_optimizer_cls_and_kwargs "
          "_get_learning_rate", _OWN_RATES),
         ("evaluation_loop _evaluate _maybe_log_save_evaluate _determine_best_metric _load_best_model _save "
          "_load_from_checkpoint _save_optimizer_and_scheduler _load_optimizer_and_scheduler _save_rng_state "
          "_load_rng_state _load_callback_state _push_from_checkpoint floating_point_ops store_flos "
-         "_finalize_training _init_training_state", _OWN_CALLBACK),
+         "_finalize_training _init_training_state _finish_current_push _get_output_dir _load_scaler _save_scaler "
+         "_hp_search_setup _report_to_hp_search _tune_save_checkpoint _issue_warnings_after_load "
+         "_track_num_input_tokens _send_telemetry", _OWN_CALLBACK),
+        ("_build_accelerator_args create_accelerator_and_postprocess _move_model_to_device _validate_args add_callback "
+         "get_cp_size get_sp_size get_tp_size get_total_train_batch_size is_local_process_zero is_world_process_zero "
+         "set_initial_training_values", _OWN_ARGUMENTS),
     )
     for name in names.split()
 }  # fmt: skip
+NEVER_CALLED_WITH_REFERENCE = {
+    name: _LOSS_TYPE if instead is _OWN_LOSS else instead for name, instead in NEVER_CALLED.items()
+} | dict.fromkeys(
+    ("compute_loss", "prediction_step", "_compute_loss", "_compute_kl_logps", "compute_ref_log_probs",
+     "_precompute_ref_logps"), _LOSS_TYPE,
+)  # fmt: skip
 
 
 def names_of_script(cls: type) -> frozenset[str]:
@@ -34,20 +53,20 @@ def names_of_script(cls: type) -> frozenset[str]:
     return frozenset(name for kind in own for name in vars(kind))
 
 
-def check_overridden(cls: type) -> None:
+def check_overridden(cls: type, never_called: Mapping[str, str]) -> None:
     """Raises TypeError for a subclass with a method that would never be called."""
-    if unheard := sorted(names_of_script(cls) & NEVER_CALLED.keys()):
+    if unheard := sorted(names_of_script(cls) & never_called.keys()):
         raise TypeError(
             f"{cls.__name__} overrides {', '.join(unheard)}, which trl_jax never calls. "
-            + " ".join(dict.fromkeys(NEVER_CALLED[name] for name in unheard))
+            + " ".join(dict.fromkeys(never_called[name] for name in unheard))
         )
 
 
-def check_set(names: Collection[str], cls: type) -> None:
+def check_set(names: Collection[str], cls: type, never_called: Mapping[str, str]) -> None:
     """Raises TypeError for a method set on a trainer itself that would never be called, or that is compiled from the
     class."""
-    if unheard := sorted(NEVER_CALLED.keys() & names):
-        raise TypeError(f"{unheard[0]} was set on the trainer, and trl_jax never calls it. {NEVER_CALLED[unheard[0]]}")
+    if unheard := sorted(never_called.keys() & names):
+        raise TypeError(f"{unheard[0]} was set on the trainer, and trl_jax never calls it. {never_called[unheard[0]]}")
     if compiled := sorted({"compute_loss", "prediction_step"} & names):
         raise TypeError(
             f"{compiled[0]} was set on the trainer itself, where it would be passed over: the step is compiled from "

@@ -14,9 +14,9 @@ from trl_jax.run.model import loading as model_loading
 from trl_jax.run.model.precompute import precomputed
 from trl_jax.run.model.reference import ReferenceModel, Sync, given, initial_policy
 from trl_jax.run.model.routers import balance_experts
-from trl_jax.run.state import OWN_LOSS, RunState
+from trl_jax.run.state import RunState
 from trl_jax.trainer.base_trainer import BaseTrainer
-from trl_jax.trainer.refusals import names_of_script
+from trl_jax.trainer.refusals import NEVER_CALLED_WITH_REFERENCE
 
 _LENGTHS = ("max_length", "truncation_mode")  # how texts are cut, in the words of the arguments and of collators
 
@@ -29,6 +29,7 @@ class TrainerWithReference(BaseTrainer):
         aux_loss_enabled: whether a loss that balances experts is added.
     """
 
+    _never_called = NEVER_CALLED_WITH_REFERENCE
     _changes_logps: ClassVar[tuple[str, ...]] = ()  # arguments by which a text's log-probability is another
 
     def __init__(
@@ -51,7 +52,6 @@ class TrainerWithReference(BaseTrainer):
                 "`model` and `ref_model` cannot be the same object. In most cases you should omit `ref_model`: the "
                 "model as it is before training is then the reference."
             )
-        self._check_own()
         self._given_reference, self._fresh_adapter = ref_model, peft_config is not None
         super().__init__(
             model,
@@ -81,14 +81,6 @@ class TrainerWithReference(BaseTrainer):
             return None
         return reference.as_model(model)
 
-    def _check_own(self) -> None:
-        """Raise TypeError for a script's own loss, which is not in this release."""
-        if own := sorted(names_of_script(type(self)) & OWN_LOSS):
-            raise TypeError(
-                f"{type(self).__name__} overrides {', '.join(own)}, which is not in this release of trl_jax for "
-                f"{self._name}. Choose a loss_type."
-            )
-
     def _attach_reference(self, run: RunState) -> None:
         if not run.args.precompute_ref_log_probs:
             reference = self._reference(run)
@@ -101,7 +93,8 @@ class TrainerWithReference(BaseTrainer):
     def _reference(self, run: RunState) -> ReferenceModel:
         if self._given_reference is None:
             return initial_policy(run.model, fresh_adapter=self._fresh_adapter)
-        return given(model_loading.beside(self._given_reference, run.args), run.vocab_size)
+        as_bits = run.sharding_plan is None and not run.args.sync_ref_model
+        return given(model_loading.beside(self._given_reference, run.args), run.vocab_size, as_bits=as_bits)
 
     def _precompute(self) -> None:
         """Give all datasets the reference's log-probabilities; later ones get them when they are prepared."""

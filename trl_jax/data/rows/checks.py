@@ -6,7 +6,7 @@ rows, a stream in blocks of one row, so the same rules hold for both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,8 @@ def argument(name: str) -> str:
 
 
 def check_type(dataset: Any, name: str) -> None:
-    """Raise TypeError for anything but a Dataset or IterableDataset, and ValueError for one with a transform."""
+    """Raise TypeError for anything but a Dataset or IterableDataset, and ValueError for one with a transform or with
+    images."""
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         raise ValueError(
             f"{argument(name)} has a transform (`Dataset.set_transform()` or `Dataset.with_transform()`), which works "
@@ -46,11 +47,22 @@ def check_type(dataset: Any, name: str) -> None:
             "does not change that here."
         )
     if isinstance(dataset, Dataset | IterableDataset):
+        check_no_images(dataset.column_names or (), argument(name))
         return
     found = type(dataset).__name__
     splits = f" with splits {list(dataset)}" if found.endswith("DatasetDict") else ""
     fix = _FIXES.get(found, "see datasets.Dataset.from_list and datasets.Dataset.from_generator")
     raise TypeError(f"{argument(name)} must be a Dataset or IterableDataset, got a {found}{splits}: {fix}.")
+
+
+def check_no_images(columns: Collection[str], where: str) -> None:
+    """Raise ValueError for rows with images, beside which a text alone would be trained on."""
+    if found := sorted({"image", "images"}.intersection(columns)):
+        raise ValueError(
+            "The dataset appears to be vision-related (contains 'image' or 'images' keys), but the provided model does "
+            f"not seem to be a vision-language model: {where} has {found[0]!r}, and trl_jax trains on text alone. To "
+            f"do so, drop it with dataset.remove_columns({found})."
+        )
 
 
 def missing_columns(columns: list[str], name: str) -> ValueError:

@@ -16,14 +16,12 @@ _PADDING = "every token of 'chosen_ids' and 'rejected_ids' is trained on, as in 
 _WEIGHT = "all pairs weigh the same"
 _LABEL = "the chosen answer is the better one of every pair"
 _PROMPT = "the prompt's column is called 'prompt'"
-_IMAGE = "the model reads text"
 # Column that TRL silently ignores -> the reason, for the warning: a script that has it may expect something of it.
 _UNREAD = {
     **dict.fromkeys([*MASKS.values(), "chosen_attention_mask", "rejected_attention_mask"], _PADDING),
     **dict.fromkeys(["weight", "weights", "sample_weight", "sample_weights"], _WEIGHT),
     **dict.fromkeys(["label", "labels"], _LABEL),
     **dict.fromkeys(["question", "instruction", "query"], _PROMPT),
-    **dict.fromkeys(["image", "images"], _IMAGE),
     "margins": "the column is called 'margin'",
 }
 

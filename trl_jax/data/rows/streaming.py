@@ -57,10 +57,12 @@ def _had(row: dict[str, Any], index: int, columns: tuple[str, ...], where: str) 
 
 
 def first_row(dataset: IterableDataset, where: str) -> dict[str, Any]:
-    """The first row of a stream, whose columns may not be known otherwise; ValueError where there is none."""
+    """The first row of a stream, whose columns may not be known otherwise; ValueError where there is none, or it has
+    images."""
     rows = list(islice(dataset, 1))
     if not rows:
         raise ValueError(f"{where} is empty")
+    checks.check_no_images(rows[0], where)
     return rows[0]
 
 

@@ -66,10 +66,11 @@ class ShardedStep:
         return sharding_plan.params(shapes), sharding_plan.state(state, shapes), sharding_plan.whole
 
     def scores(self, score: Callable) -> Callable:
-        """`score(params, batch)` with the arrays of one pass a shard, `[shards, ...]`; results `[shards, ...]`."""
+        """`score(params, batch)` with the arrays of one pass a shard, `[shards, ...]`; its array, or arrays by name,
+        `[shards, ...]`."""
 
         def of_shard(params, batch):
-            return self._all(self._with_whole(score)(params, batch), axis=0)
+            return jax.tree.map(partial(self._all, axis=0), self._with_whole(score)(params, batch))
 
         def run(params, batch):
             places = (self._of(params), PartitionSpec(self._axes))

@@ -95,10 +95,11 @@ def formats(quantization: BitsAndBytesConfig, lora: LoraConfig, config: NativeCo
     return {path: quantization.form(_shape(module, rows)) for path, (module, rows) in weights.items()}
 
 
-def halves(lora: LoraConfig, config: NativeConfig) -> frozenset[str]:
-    """Paths of matrices and tables that do not train: they may be held as bits where the checkpoint has sixteen."""
+def halves(lora: LoraConfig | None, config: NativeConfig) -> frozenset[str]:
+    """Paths of matrices and tables that do not train beside an adapter, or None: they may be held as bits where the
+    checkpoint has sixteen."""
     modules = modules_of(config)
-    whole = _trained_names(lora, modules, config.head.kind)
+    whole = set() if lora is None else _trained_names(lora, modules, config.head.kind)
     frozen = [module for module in modules if module.kind in _MATRICES and module.name not in whole]
     paths = {f"{path}.weight" for module in frozen for path, _ in module.parts}
     return frozenset(paths | {path for module in modules for one in module.inside for path, _ in one.parts})

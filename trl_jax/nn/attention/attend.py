@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from trl_jax.nn.attention.cached import attend_cached
 from trl_jax.nn.attention.inputs import AttentionInputs
 from trl_jax.nn.attention.key_ranges import SAVED
 from trl_jax.nn.attention.packed import attend_packed
@@ -30,8 +31,11 @@ def attend(
     """Results `[R, T, H, C]` of queries on keys and values; the keywords are those of `attend_padded`.
 
     Packed rows are attended to as they lie, or text by text where they come with a view of their texts as rows. They
-    know no bias and no dropout, and `inputs.packed` says what is seen: `causal` must be what it was made for.
+    know no bias and no dropout, and `inputs.packed` says what is seen: `causal` must be what it was made for. Nor does
+    a cache: the tokens of `inputs.cache` are seen beside the one of each row.
     """
+    if inputs.cache is not None:
+        return attend_cached(q_RTHC, k_RSKC, v_RSKC, inputs, softcap=softcap)
     packed = inputs.packed
     if packed is None:
         options = {"causal": causal, "bias": bias, "softcap": softcap, "dropout": dropout}

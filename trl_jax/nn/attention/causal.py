@@ -9,6 +9,7 @@ from flax import nnx
 from trl_jax.nn.attention.attend import attend
 from trl_jax.nn.attention.inputs import AttentionInputs
 from trl_jax.nn.dropout import Dropout
+from trl_jax.nn.kv_cache import KeysValues
 from trl_jax.nn.linear import Linear
 from trl_jax.nn.norm import Norm
 from trl_jax.nn.rope import rotate
@@ -26,15 +27,17 @@ class Attention(nnx.Module):
         self.q_norm, self.k_norm = _norm_of_heads(arch, arch.num_heads), _norm_of_heads(arch, arch.num_key_heads)
         self.arch = arch
 
-    def __call__(self, x_RTD: jax.Array, inputs: AttentionInputs, dropout: Dropout | None = None) -> jax.Array:
-        """`[R, T, D]` to the same; `dropout` is for padded rows alone."""
+    def __call__(
+        self, x_RTD: jax.Array, inputs: AttentionInputs, dropout: Dropout | None = None
+    ) -> tuple[jax.Array, KeysValues]:
+        """`[R, T, D]` to the same, and the keys and values that it has made; `dropout` is for padded rows alone."""
         q_RTHC, k_RTKC, v_RTKC = self._projected(x_RTD, inputs)
         if inputs.growth is not None:
             q_RTHC = q_RTHC * inputs.growth.astype(q_RTHC.dtype)
         if inputs.striped is not None:
             k_RTKC, v_RTKC = inputs.striped.gathered(k_RTKC), inputs.striped.gathered(v_RTKC)
         out = attend(q_RTHC, k_RTKC, v_RTKC, inputs, softcap=self.arch.softcap, dropout=dropout)
-        return self.o(out.reshape(*x_RTD.shape[:-1], -1))
+        return self.o(out.reshape(*x_RTD.shape[:-1], -1)), KeysValues(k_RTKC, v_RTKC)
 
     def _projected(self, x_RTD: jax.Array, inputs: AttentionInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values, normed and turned as the arch says."""

@@ -8,6 +8,7 @@ import jax
 
 from trl_jax.core.packed import Packed
 from trl_jax.nn.attention.striped import Striped
+from trl_jax.nn.kv_cache import CachePlaces, LayerCache
 
 
 class LayerInputs(NamedTuple):
@@ -35,6 +36,9 @@ class AttentionInputs(NamedTuple):
     striped: how tokens are divided over the sequence axis of a mesh; queries, and `packed`, are then this device's.
         None where it has all of them.
     distances: `[2 x span, D]`, the table of disentangled attention; None elsewhere.
+    cache: keys and values of the tokens before, this layer's; each row then has one token. None where all tokens are
+        computed here.
+    places: how much of the cache is filled.
     """
 
     scale: float | jax.Array
@@ -46,6 +50,8 @@ class AttentionInputs(NamedTuple):
     packed: Packed | None = None
     striped: Striped | None = None
     distances: jax.Array | None = None
+    cache: LayerCache | None = None
+    places: CachePlaces | None = None
 
     def of_layer(self, layer: LayerInputs) -> AttentionInputs:
         """Those of one layer, from what all layers share."""

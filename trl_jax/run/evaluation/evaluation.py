@@ -109,7 +109,7 @@ class Evaluator:
             elif run.task.head == "lm" and (predicts or hooks.compute_metrics is not None):
                 by_logits = self._logits(hooks.preprocess_logits_for_metrics)
                 evaluate = self._checked(partial(by_logits, run.arrays, dtype=dtype))
-                rows = replace(steps, layout="padded", divided=False)
+                rows = steps.laid_out(layout="padded", divided=False)
                 evaluated = run_batches(evaluate, rows, after_each, by_logits.divisor)
             else:
                 outputs_of = partial(self._outputs, run.arrays, dtype=dtype, bounded=not predicts)

@@ -46,14 +46,20 @@ def tokenizer_folder(checkpoint: Checkpoint | PreTrainedModel) -> Path:
     return adapter if adapter is not None and (adapter / "tokenizer_config.json").is_file() else checkpoint.folder
 
 
-def find(model: str | PreTrainedModel, args: BaseConfig, head: HeadName) -> Checkpoint | PreTrainedModel:
-    """Find the checkpoint of that name or folder, without reading its weights; a model is returned as it is."""
+def find(
+    model: str | PreTrainedModel, args: BaseConfig, head: HeadName, *, dtype: str = "float32"
+) -> Checkpoint | PreTrainedModel:
+    """Find the checkpoint of that name or folder, without reading its weights; a model is returned as it is.
+
+    Args:
+        dtype: unless `model_init_kwargs` says another.
+    """
     if isinstance(model, PreTrainedModel):
         _check_head(model, head)
         if args.model_init_kwargs is not None:
             logger.warning("model_init_kwargs has no effect: the model is loaded already.")
         return model
-    options = {"dtype": "float32", **(args.model_init_kwargs or {})}
+    options = {"dtype": dtype, **(args.model_init_kwargs or {})}
     options.pop("quantization_config", None)
     if args.trust_remote_code:
         options.setdefault("trust_remote_code", True)
@@ -69,8 +75,8 @@ def _check_head(model: PreTrainedModel, head: HeadName) -> None:
         )
 
 
-def taken(torch_model: Any, args: BaseConfig, head: HeadName) -> PreTrainedModel:
-    """Load the weights of a torch model, in their own dtypes."""
+def taken(torch_model: Any, args: BaseConfig, head: HeadName, **options: Any) -> PreTrainedModel:
+    """Load the weights of a torch model; `options` of `Checkpoint.load`."""
     if args.model_init_kwargs is not None:
         logger.warning("model_init_kwargs has no effect: the model is loaded already.")
     with as_folder(torch_model, head) as folder:
@@ -78,7 +84,7 @@ def taken(torch_model: Any, args: BaseConfig, head: HeadName) -> PreTrainedModel
         if is_adapted(torch_model):
             adapter = folder / ADAPTER_FOLDER
             checkpoint = replace(checkpoint, adapter=adapter, lora=read_lora_config(adapter))
-        model = _loaded(checkpoint, args)
+        model = _loaded(checkpoint, args, **options)
     model.name_or_path = torch_model.config._name_or_path or type(torch_model).__name__
     if frozen := frozen_names(torch_model):
         _freeze(model, frozen)
@@ -99,12 +105,13 @@ def _loaded(
     args: BaseConfig,
     adapter: LoraConfig | None = None,
     quantization: BitsAndBytesConfig | None = None,
+    **options: Any,
 ) -> PreTrainedModel:
     sharding_plan = sharding_plan_of(args)
     place = None if sharding_plan is None else sharding_plan.place
     with jax.default_device(run_device(args)):
         if adapter is None:
-            model = checkpoint.load(args.seed, quantization, place)
+            model = checkpoint.load(args.seed, quantization, place, **options)
         else:
             model = checkpoint.load_adapted(adapter, args.seed, quantization=quantization, place=place)
         if several():
@@ -141,11 +148,13 @@ def ready(
 
 
 def beside(model: Any, args: BaseConfig) -> PreTrainedModel:
-    """A language model that is computed beside the one that trains, from an argument like `model`."""
+    """A language model that is computed beside the one that trains, from an argument like `model`; its weights have the
+    dtypes that it has."""
     name_or_ours, torch_model = split_model(model)
     if torch_model is not None:
-        return taken(torch_model, args, "lm")
-    return ready(find(name_or_ours, args, "lm"), args, None, None)
+        return taken(torch_model, args, "lm", as_stored=True)
+    found = find(name_or_ours, args, "lm", dtype="auto")
+    return found if isinstance(found, PreTrainedModel) else _loaded(found, args, as_stored=True)
 
 
 def outlined(

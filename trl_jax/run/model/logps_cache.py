@@ -150,7 +150,7 @@ def _key(run: RunState, dataset: Dataset, batch_size: int, facts: dict[str, Any]
         "rows": fingerprint(dataset, run.task.columns),
         "batch size": None if reference.backend.batch_invariant else batch_size,
         "max_length": None if reference.backend.window is None else args.max_length,
-        "dtype": [args.compute_dtype, args.tf32, args.device.type],
+        "dtype": [args.compute_dtype, args.tf32, args.device.type, reference.dtype],
         "model": [reference.backend.name, _ADDRESS.sub("", repr(reference.backend.graph)), settings],
     }
     digest = xxhash.xxh3_128(json.dumps(whole, sort_keys=True, default=str).encode())

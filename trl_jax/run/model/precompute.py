@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -76,7 +75,7 @@ def _compute(
         with run.on_device():
             for gap in cache.missing():
                 loader = data.loader(run, dataset.select(gap), training=False)
-                windows = Windows(replace(loader, batch_size=batch_size), sort=run.model.backend.batch_invariant)
+                windows = Windows(loader.laid_out(batch_size=batch_size), sort=run.model.backend.batch_invariant)
                 for rows, logps in _by_batch(run, compute, windows, len(cache.values)):
                     cache.put(gap.start + rows[0], logps)
                     progress.update(len(rows))

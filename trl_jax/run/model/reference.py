@@ -13,9 +13,12 @@ import jax.numpy as jnp
 from trl_jax.core.printable import brief
 from trl_jax.data.layout.batch import Batch
 from trl_jax.hub.backend import Backend
+from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft.backend import AdaptedBackend
+from trl_jax.hub.peft.quantization import halves
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.models.functional import merge
+from trl_jax.nn.quantized import HALVES
 
 PREFIX = "reference."
 
@@ -40,6 +43,7 @@ class ReferenceModel:
     arrays: its own, by path with `PREFIX`, as they go to the step beside the policy's frozen arrays.
     shared: paths of the policy's frozen arrays that it is computed with, too.
     sync: how its own arrays follow the policy's; None leaves them as they are.
+    dtype: "bfloat16" or "float16", which it is computed in where the policy is in float32; None: as the policy.
     """
 
     backend: Backend
@@ -47,6 +51,7 @@ class ReferenceModel:
     arrays: dict[str, Any] = field(default_factory=dict)
     shared: frozenset[str] = frozenset()
     sync: Sync | None = None
+    dtype: str | None = None
 
     def after(self, step: int, policy: dict[str, jax.Array]) -> ReferenceModel:
         """The reference of the steps behind this one; where it moves, its arrays are given away.
@@ -83,9 +88,11 @@ class ReferenceModel:
     def as_model(self, policy: PreTrainedModel) -> PreTrainedModel:
         """The reference as a model, with the policy's tokenizer. Its arrays are these, not copies: where
         the reference moves, they are given away."""
-        own = {path.removeprefix(PREFIX): array for path, array in self.arrays.items()}
+        own, backend = {path.removeprefix(PREFIX): array for path, array in self.arrays.items()}, self.backend
+        if isinstance(backend, NativeBackend) and not self.shared:
+            own, backend = backend.without_bits(own)
         shared = {path: policy.frozen[path] for path in self.shared}
-        return PreTrainedModel(own, self.backend, self.config, policy.folder, policy.name_or_path, shared)
+        return PreTrainedModel(own, backend, self.config, policy.folder, policy.name_or_path, shared)
 
     def outputs(self, arrays: dict[str, Any], batch: Batch, **options: Any) -> Any:
         """The outputs of the reference's head, without gradient.
@@ -94,6 +101,8 @@ class ReferenceModel:
             arrays: its own, of `split`.
             options: of the model's call.
         """
+        if self.dtype is not None and options["dtype"] == jnp.float32:
+            options["dtype"] = jnp.dtype(self.dtype)
         model = merge(self.backend.graph, jax.lax.stop_gradient(arrays))
         return jax.lax.stop_gradient(model(batch.tokens, batch.positions, batch.reads, **options))
 
@@ -124,11 +133,12 @@ def initial_policy(model: PreTrainedModel, *, fresh_adapter: bool) -> ReferenceM
     return ReferenceModel(backend.base, model.config, _own(whole), shared)
 
 
-def given(model: PreTrainedModel, vocab_size: int) -> ReferenceModel:
-    """A model of the user's.
+def given(model: PreTrainedModel, vocab_size: int, *, as_bits: bool) -> ReferenceModel:
+    """A model of the user's, in the dtype that it has.
 
     Args:
         vocab_size: how many tokens the policy embeds.
+        as_bits: hold matrices of sixteen bits as whole numbers (`nn.quantized`).
 
     Raises:
         ValueError: it embeds fewer tokens than the policy's tokenizer has.
@@ -138,7 +148,13 @@ def given(model: PreTrainedModel, vocab_size: int) -> ReferenceModel:
             f"ref_model embeds {model.vocab_size:,} tokens, the policy {vocab_size:,}. Pass a ref_model with the "
             "same tokenizer, or resize it."
         )
-    return ReferenceModel(model.backend, model.config, _own(model.arrays))
+    arrays, backend = model.arrays, model.backend
+    native = backend.base if isinstance(backend, AdaptedBackend) else backend
+    stored = native.source.dtype if isinstance(native, NativeBackend) else "float32"
+    if isinstance(backend, NativeBackend):
+        bits = halves(None, backend.source.config) if as_bits else ()
+        arrays, backend = backend.as_stored(arrays, bits)
+    return ReferenceModel(backend, model.config, _own(arrays), dtype=stored if stored in HALVES else None)
 
 
 def create_reference_model(model: Any, num_shared_layers: int | None = None, pattern: str | None = None) -> Any:

@@ -101,7 +101,8 @@ class UserLossEvaluation:
 
 
 class UserPrediction:
-    """Evaluates a batch by the script's `prediction_step`, which is not compiled; outputs are (logits, labels)."""
+    """Evaluates a batch by the script's `prediction_step`, which is not compiled; outputs are (logits, labels), `()` in
+    the place of None."""
 
     def __init__(self, run: RunState, user_loss: UserLoss, prediction_step: Callable):
         self._run, self._user_loss, self._prediction_step = run, user_loss, prediction_step
@@ -113,5 +114,5 @@ class UserPrediction:
             inputs = {name: jnp.asarray(value) for name, value in inputs.items()}
             loss, logits, labels = self._prediction_step(bound, inputs, self._run.args.prediction_loss_only, None)
         sums = self._user_loss.sums(bound, inputs)
-        on_host = jax.tree.map(np.asarray, (logits, labels))
+        on_host = tuple(() if part is None else jax.tree.map(np.asarray, part) for part in (logits, labels))
         return sums | {"loss": jnp.asarray(loss, jnp.float32)}, on_host

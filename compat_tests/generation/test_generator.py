@@ -1,0 +1,83 @@
+"""The decode loop gives transformers' tokens, whatever its buckets, chunks and compaction."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from compat_tests.models import causal
+from trl_jax import AutoModelForCausalLM
+from trl_jax.core.torch_random import TorchGenerator
+from trl_jax.generation import generator
+from trl_jax.generation.generator import Request, Weights, generate
+from trl_jax.generation.noise import PrefetchedWords
+from trl_jax.generation.warpers import Temperature
+
+torch = pytest.importorskip("torch")
+
+EOS, GROUP, NEW, SEED = (1, 50, 60, 70, 80), 4, 70, 3  # more tokens than the first two buckets have
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2", "gpt2"])
+def case(request, tmp_path_factory):
+    """A model, ragged prompts, and transformers' completions of them by whether they are sampled."""
+    folder = causal.build(tmp_path_factory.mktemp(request.param), request.param, tie=False)
+    model, dice = AutoModelForCausalLM.from_pretrained(folder), np.random.default_rng(0)
+    prompts = [dice.integers(5, model.vocab_size - 8, n).astype(np.int32) for n in (11, 7, 3)]
+    ids, mask = np.zeros((2, GROUP * 3, 11), np.int64)
+    for row in range(len(ids)):
+        prompt = prompts[row // GROUP]
+        ids[row, 11 - len(prompt) :], mask[row, 11 - len(prompt) :] = prompt, 1
+    reference, wanted = causal.reference(folder), {}
+    for sampled, options in {False: {}, True: {"temperature": 0.7, "top_k": 0}}.items():
+        torch.manual_seed(SEED)
+        wanted[sampled] = reference.generate(
+            torch.tensor(ids), attention_mask=torch.tensor(mask), max_new_tokens=NEW, eos_token_id=list(EOS),
+            pad_token_id=0, do_sample=sampled, **options,
+        )[:, 11:].numpy()  # fmt: skip
+    return model, prompts, wanted, torch.rand(1).item()
+
+
+def completed(model, prompts, sampled, *, steps=16, logps=False):
+    """Our completions, and the generator of their random numbers behind them."""
+    processors = (Temperature(jnp.float32(0.7)),) if sampled else ()
+    temperature = 0.7 if sampled else 1.0
+    request = Request(prompts, GROUP, EOS, 0, NEW, processors, temperature=temperature, logps=logps)
+    weights, stream = Weights.of(model.graph, model.arrays), TorchGenerator(SEED)
+    if not sampled:
+        return generate(weights, request, steps=steps), stream
+    rows = {"rows": request.rows, "vocabulary": model.vocab_size}
+    words = PrefetchedWords(stream, **rows, steps=steps, max_steps=NEW)
+    out = generate(weights, request, words, steps=steps)
+    words.close(out.tokens.shape[1])
+    return out, stream
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_tokens_are_those_of_transformers(case, sampled):
+    model, prompts, wanted, after = case
+    out, stream = completed(model, prompts, sampled)
+    np.testing.assert_array_equal(out.tokens, wanted[sampled])
+    ended = np.isin(wanted[sampled], EOS)
+    np.testing.assert_array_equal(out.lengths, np.where(ended.any(1), ended.argmax(1) + 1, ended.shape[1]))
+    if sampled:
+        assert stream.uniform(1, 0.5)[0] + 0.5 == pytest.approx(after, abs=1e-7)
+
+
+def test_one_step_a_call_and_no_compaction_change_nothing(case, monkeypatch):
+    model, prompts, wanted, _ = case
+    monkeypatch.setattr(generator._Generation, "_compacted", lambda self, state, alive: state)
+    out, _ = completed(model, prompts, True, steps=5)
+    np.testing.assert_array_equal(out.tokens, wanted[True])
+
+
+def test_log_probabilities_are_those_of_whole_texts(case):
+    model, prompts, _, _ = case
+    out, _ = completed(model, prompts, True, logps=True)
+    for row, length in enumerate(out.lengths):
+        prompt, own = prompts[row // GROUP], out.tokens[row, :length]
+        logits = np.asarray(model(np.concatenate([prompt, own])[None]).logits)[0, len(prompt) - 1 : -1] / 0.7
+        wanted = np.take_along_axis(logits, own[:, None], 1)[:, 0] - np.logaddexp.reduce(logits, axis=1)
+        np.testing.assert_allclose(out.logps[row, :length], wanted, atol=2e-5)
+        assert not out.logps[row, length:].any()

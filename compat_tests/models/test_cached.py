@@ -1,0 +1,49 @@
+"""With keys and values kept, every decoder gives the logits that whole texts give it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from compat_tests.models import causal
+from trl_jax import AutoModelForCausalLM
+from trl_jax.generation.prefill import prefill
+from trl_jax.generation.weights import layers_for_decoding, trunk_of
+from trl_jax.models.functional import merge
+
+pytest.importorskip("torch")
+
+# The stack in a scan for all; layer by layer for those with several ropes, windows, caps, experts, learned positions.
+CASES = [(family, False) for family in causal.DECODERS] + [
+    (family, True) for family in ("gemma2", "gemma3_text", "gpt2", "mixtral")
+]
+LENGTHS, GROUP, NEW = np.array([11, 7], np.int32), 2, 12  # windows of 7 are crossed, in prompts and behind them
+
+
+@pytest.mark.parametrize(("family", "by_layer"), CASES)
+def test_logits_are_those_of_whole_texts(family, by_layer, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(causal.build(tmp_path, family, tie=False))
+    ids = np.random.default_rng(0).integers(5, model.vocab_size - 8, (4, 24)).astype(np.int32)
+    ids[1, :11], ids[3, :7] = ids[0, :11], ids[2, :7]  # two completions of each prompt, which differ
+    wanted = np.asarray(model(ids).logits)
+    options = {"group": GROUP, "capacity": 16, "max_tokens": 1000, "dtype": jnp.float32, "by_layer": by_layer}
+    logits, cache = prefill(model.graph, model.arrays, ids[::2, :12], LENGTHS, **options)
+    layers = layers_for_decoding(model.graph, model.arrays, "cpu") if by_layer else None
+    far = np.abs(logits - wanted[[0, 2], LENGTHS - 1]).max()
+
+    @jax.jit
+    def step(cache, tokens, places):
+        whole, options = merge(model.graph, model.arrays), {"cache": cache, "layers": layers, "max_tokens": 1000}
+        hidden, new = trunk_of(whole).with_keys(
+            tokens[:, None], places[:, None], None, jnp.max(places) + 1, **options
+        )
+        return whole.outputs(hidden, None, jnp.float32, None), cache.appended(new)
+
+    for number in range(NEW):
+        places = np.repeat(LENGTHS, GROUP) + number
+        logits, cache = step(cache, ids[np.arange(4), places], places)
+        far = max(far, np.abs(logits - wanted[np.arange(4), places]).max())
+    assert far < 1e-5 * max(1.0, wanted.std())
+    assert int(cache.places.written) == NEW

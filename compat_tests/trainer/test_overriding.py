@@ -1,0 +1,89 @@
+"""Methods that a script's subclass overrides: those that TRL's trainers call on themselves are called, or refused."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from types import SimpleNamespace
+
+import pytest
+
+import trl_jax
+from compat_tests.parity.reference import BASE
+from compat_tests.trainer.trainers import FACTS, make, table
+
+KINDS = ("RewardTrainer", "SFTTrainer", "DPOTrainer", "KTOTrainer")
+CALLED = frozenset(
+    "_save_checkpoint compute_loss create_model_card create_optimizer evaluate get_eval_dataloader get_test_dataloader "
+    "get_train_dataloader init_hf_repo log prediction_step push_to_hub save_model".split()
+)
+
+
+def called_on_self(cls: type) -> set[str]:
+    """The methods that a trainer of TRL's calls on itself, by its source and that of its bases."""
+    names = set()
+    for kind in cls.__mro__[:-1]:
+        for node in ast.walk(ast.parse(inspect.getsource(kind))):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+                names.add(node.attr)
+    return {name for name in names if inspect.isfunction(inspect.getattr_static(cls, name, None))}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_method_of_trls_trainers_is_called_or_refused(kind):
+    trl = pytest.importorskip("trl")
+    ours, wanted = getattr(trl_jax, kind), called_on_self(getattr(trl, kind))
+    refused = ours._never_called.keys()
+    assert len(wanted) > 80 and "_prepare_dataset" in wanted
+    assert wanted <= CALLED | refused
+    assert CALLED & refused == ({"compute_loss", "prediction_step"} if kind in ("DPOTrainer", "KTOTrainer") else set())
+    everywhere = {name for kind in KINDS for name in dir(getattr(trl, kind))}
+    assert refused <= everywhere  # of which a script may not use one for another purpose
+
+
+@pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer"])
+@pytest.mark.parametrize("name", ["_compute_loss", "_compute_kl_logps", "compute_loss", "training_step"])
+def test_a_loss_of_the_script_is_refused_where_only_loss_types_are(kind, name):
+    with pytest.raises(TypeError, match=rf"Own overrides {name}, which trl_jax never calls.*: choose a loss_type\."):
+        type("Own", (getattr(trl_jax, kind),), {name: lambda self: None})
+
+
+def test_a_name_that_trl_does_not_know_is_the_scripts():
+    for name in ("_compute_loss", "_compute_kl_logps", "compute_ref_log_probs"):
+        type("Own", (trl_jax.SFTTrainer,), {name: lambda self: None})
+
+
+def overridden(kind, names, seen):
+    """A subclass of a trainer whose methods note that they are called."""
+
+    def noting(name):
+        def method(self, *given, **options):
+            seen.add(name)
+            return getattr(super(own, self), name)(*given, **options)
+
+        return method
+
+    own = type("Own", (kind,), {name: noting(name) for name in names})
+    return own
+
+
+def test_what_may_be_overridden_is_called(checkpoint, tmp_path, monkeypatch):
+    seen, folder = set(), checkpoint(**FACTS)
+    config = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    args = trl_jax.RewardConfig(str(tmp_path), **BASE | config)
+    kind = overridden(trl_jax.RewardTrainer, CALLED, seen)
+    trainer = kind(str(folder), args=args, train_dataset=table(8), eval_dataset=table(4))
+    trainer.train()
+    trainer.predict(table(4))
+    assert CALLED - seen == {"create_model_card", "init_hf_repo", "push_to_hub"}  # the Hub's
+    hub = SimpleNamespace(opened=False, **dict.fromkeys(("open", "write_card", "push"), lambda *given, **options: None))
+    monkeypatch.setattr(trainer, "_publisher", hub)
+    args.push_to_hub = True
+    trainer.save_model()
+    assert seen == CALLED
+    assert (tmp_path / "checkpoint-1" / "model.safetensors").exists()
+
+
+def test_a_checkpoint_out_of_turn_is_refused(checkpoint, tmp_path):
+    with pytest.raises(RuntimeError, match="_save_checkpoint is called by train"):
+        make(trl_jax, checkpoint(**FACTS), tmp_path)._save_checkpoint(None, None)

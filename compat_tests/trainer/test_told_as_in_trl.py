@@ -1,0 +1,41 @@
+"""Datasets that TRL's trainers refuse, refused in TRL's words by each of ours."""
+
+from __future__ import annotations
+
+import pytest
+from datasets import Dataset, IterableDataset
+
+import trl_jax
+from compat_tests.mesh.rank import rows_of
+from compat_tests.parity.dpo_cases import SMALL
+from compat_tests.parity.reference import BASE
+from compat_tests.trainer.trainers import FACTS
+
+KINDS = ("Reward", "SFT", "DPO", "KTO")
+
+
+@pytest.fixture
+def make(checkpoint, tmp_path):
+    def made(package, kind, rows, **arguments):
+        args = getattr(package, f"{kind}Config")(str(tmp_path), max_steps=1, **BASE)
+        model = str(checkpoint(**FACTS if kind == "Reward" else SMALL))
+        return getattr(package, f"{kind}Trainer")(model, args=args, train_dataset=rows, **arguments)
+
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("column", ["image", "images"])
+def test_rows_with_images(kind, column, make):
+    plain = rows_of(kind, 4)
+    rows, words = [row | {column: "cat.png"} for row in plain], r"The dataset appears to be vision-related \(contains "
+    with pytest.raises(ValueError, match=words + f".*train_dataset has '{column}'.*remove_columns"):
+        make(trl_jax, kind, Dataset.from_list(rows))
+    with pytest.raises(ValueError, match=words):
+        make(trl_jax, kind, IterableDataset.from_generator(lambda: iter(rows)))
+    with pytest.raises(ValueError, match=words + f".*eval_dataset has '{column}'"):
+        make(trl_jax, kind, Dataset.from_list(plain), eval_dataset=Dataset.from_list(rows))
+    if kind != "Reward" and column == "image":
+        trl = pytest.importorskip("trl")
+        with pytest.raises(ValueError, match=words):
+            make(trl, kind, Dataset.from_list(rows))

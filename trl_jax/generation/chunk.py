@@ -1,0 +1,113 @@
+"""Several steps of decoding in one call of a compiled program."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from trl_jax.generation.decode import Decoding, Stops, with_token
+from trl_jax.generation.history import History
+from trl_jax.generation.noise import Noise, sample
+from trl_jax.generation.processors import Processor, process
+from trl_jax.generation.weights import trunk_of
+from trl_jax.models.functional import merge
+
+
+class Drawing(NamedTuple):
+    """How a token is drawn, and the prompts of all rows as processors see them.
+
+    processors: changes of the scores, in their order. prompt_ids: int32 `[B, W]`, padded on the left; from
+    `prompt_length` on, an int32 scalar, columns only fill the shape. pads: int32 `[B]`, columns on the left that are
+    padding. temperature: what logits are divided by for their log-probabilities.
+    """
+
+    processors: tuple[Processor, ...]
+    prompt_ids: jax.Array
+    prompt_length: jax.Array
+    pads: jax.Array
+    temperature: jax.Array
+
+    def history(self, state: Decoding) -> History:
+        room = jnp.pad(self.prompt_ids, ((0, 0), (0, state.capacity)))
+        ids = jax.lax.dynamic_update_slice(room, state.tokens, (0, self.prompt_length))
+        return History(ids, self.prompt_length + state.count, self.prompt_length, self.pads)
+
+
+class Status(NamedTuple):
+    """Copies of `Decoding` for the host to look at, while the state itself is given to the next call."""
+
+    count: jax.Array
+    alive: jax.Array
+
+
+def _drawn(logits, state: Decoding, noise: Noise | None, step, drawing: Drawing):
+    """Ids `[B]` drawn by `logits` `[B, V]`, and their log-probabilities where they are kept."""
+    scores = process(drawing.processors, drawing.history(state), logits) if drawing.processors else logits
+    ids = jnp.argmax(scores, axis=-1) if noise is None else sample(scores, noise.exponentials(step, logits.shape[1]))
+    ids = ids.astype(jnp.int32)
+    if state.logps is None:
+        return ids, None
+    scaled = logits / drawing.temperature
+    at = jnp.take_along_axis(scaled, jnp.maximum(ids, 0)[:, None], axis=1)[:, 0]
+    return ids, at - jax.nn.logsumexp(scaled, axis=1)
+
+
+@partial(jax.jit, donate_argnames=("state",))
+def first_tokens(
+    logits: jax.Array, state: Decoding, stops: Stops, noise: Noise | None, drawing: Drawing
+) -> tuple[Decoding, Status]:
+    """The first token of each completion, by its prompt's logits `[P, V]`."""
+    logits = jnp.repeat(logits, len(state.alive) // len(logits), axis=0)
+    state = with_token(state, *_drawn(logits, state, noise, 0, drawing), stops)
+    return state, Status(state.count, state.alive)
+
+
+@partial(jax.jit, static_argnames=("graph", "dtype", "max_tokens"), donate_argnames=("state",))
+def next_tokens(
+    graph: Any,
+    arrays: dict[str, jax.Array],
+    layers: list[nnx.State] | None,
+    state: Decoding,
+    stops: Stops,
+    noise: Noise | None,
+    drawing: Drawing,
+    first: jax.Array,
+    steps: jax.Array,
+    *,
+    dtype: jnp.dtype,
+    max_tokens: int,
+) -> tuple[Decoding, Status]:
+    """At most `steps` more tokens of each completion, fewer where all end before.
+
+    Args:
+        layers: as in `Decoder.with_keys`.
+        noise: random numbers, from its step `first` on for these steps; None takes the likeliest ids.
+        max_tokens: no prompt with its completion will have more.
+    """
+    model = merge(graph, arrays)
+    trunk = trunk_of(model)
+
+    def forward(state: Decoding) -> tuple[jax.Array, Decoding]:
+        lengths, written = state.cache.places
+        positions = jnp.repeat(lengths + written, len(state.alive) // len(lengths))[:, None]
+        tokens = jax.lax.dynamic_slice_in_dim(state.tokens, state.count - 1, 1, axis=1)
+        options = {"cache": state.cache, "layers": layers, "dtype": dtype, "max_tokens": max_tokens}
+        hidden, new = trunk.with_keys(tokens, positions, None, jnp.max(lengths) + written + 1, **options)
+        logits = model.outputs(hidden, None, dtype, None).astype(jnp.float32)
+        return logits, state._replace(cache=state.cache.appended(new))
+
+    def step(carry):
+        number, state = carry
+        logits, state = forward(state)
+        return number + 1, with_token(state, *_drawn(logits, state, noise, first + number, drawing), stops)
+
+    def goes_on(carry):
+        number, state = carry
+        return (number < steps) & jnp.any(state.alive)
+
+    _, state = jax.lax.while_loop(goes_on, step, (jnp.int32(0), state))
+    return state, Status(state.count, state.alive)

@@ -1,0 +1,48 @@
+"""Prompts through the model once: the logits behind each, and the keys and values that completions will see."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from trl_jax.core.packed import reads_of_rows
+from trl_jax.generation.weights import trunk_of
+from trl_jax.models.functional import merge
+from trl_jax.nn.kv_cache import Cache, CachePlaces, of_prompts
+
+
+@partial(jax.jit, static_argnames=("graph", "group", "capacity", "max_tokens", "dtype", "by_layer"))
+def prefill(
+    graph: Any,
+    arrays: dict[str, jax.Array],
+    tokens: jax.Array,
+    lengths: jax.Array,
+    *,
+    group: int,
+    capacity: int,
+    max_tokens: int,
+    dtype: jnp.dtype,
+    by_layer: bool,
+) -> tuple[jax.Array, Cache]:
+    """Logits `[P, V]`, float32, of the token after each prompt, and the cache for `group` completions of each.
+
+    Args:
+        tokens: int32 `[P, S]`, prompts from place 0 on; anything behind them.
+        lengths: int32 `[P]`, of the prompts, at least 1 each.
+        capacity: places of the cache for each completion.
+        max_tokens: no prompt with its completion will have more; windows as long are left out.
+        by_layer: the cache is a list of each layer's.
+    """
+    model = merge(graph, arrays)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    reads = reads_of_rows(lengths - 1, tokens.shape[1])
+    options = {"dtype": dtype, "max_tokens": max_tokens}
+    hidden, kept = trunk_of(model).with_keys(tokens, positions, reads, jnp.max(lengths), **options)
+    logits = model.outputs(hidden, None, dtype, None).astype(jnp.float32)
+    layers = of_prompts(kept, group, capacity)
+    if by_layer:
+        layers = [jax.tree.map(lambda leaf: leaf[i], layers) for i in range(len(layers.v))]  # noqa: B023
+    return logits, Cache(layers, CachePlaces(lengths, jnp.int32(0)))

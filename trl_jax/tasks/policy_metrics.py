@@ -1,0 +1,63 @@
+"""TRL's metrics of a policy's loss, of the sums that `losses.policy_gradient` returns. On the host, float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from trl_jax.losses.policy_gradient.settings import CLIPPED, PER_GENERATION, PolicyLoss
+from trl_jax.tasks.metrics import joined
+
+Sums = dict[str, np.ndarray]
+_JOINS = {"low_min": np.min, "high_max": np.max}  # the others are added
+
+
+def grpo_metrics(settings: PolicyLoss, sums: Sequence[Sums]) -> dict[str, np.ndarray]:
+    """The metrics of each micro-batch, `[M]` by TRL's names and in its order; NaN where nothing counts.
+
+    Args:
+        sums: of `grpo_loss`, of steps, `[passes, micro-batches]` each, or of the batches of an evaluation.
+    """
+    if not sums:
+        return {}
+    totals = joined(sums, {name: _JOINS.get(name, np.sum) for name in sums[0]}, count="completions")
+    return dict(_grpo(settings, totals)) if totals["completions"].size else {}
+
+
+def rloo_metrics(sums: Sequence[Sums]) -> dict[str, np.ndarray]:
+    """The same of `rloo_loss`."""
+    if not sums:
+        return {}
+    totals = joined(sums, {name: _JOINS.get(name, np.sum) for name in sums[0]}, count="completions")
+    if not totals["completions"].size:
+        return {}
+    entropy = {"entropy": totals["entropy"] / np.maximum(totals["tokens"], 1)}
+    clipped = dict(_clipped(totals, totals["completions"]))
+    names = ("low_mean", "low_min", "high_mean", "high_max", "region_mean")
+    return entropy | {f"clip_ratio/{name}": clipped[f"clip_ratio/{name}"] for name in names}
+
+
+def _grpo(settings: PolicyLoss, totals: Sums) -> Iterator[tuple[str, np.ndarray]]:
+    tokens = np.maximum(totals["tokens"], 1)
+    counted = totals["completions"] if settings.of_sequences else tokens
+    if "bonus_tokens" in totals:
+        of_generation = settings.loss_type in PER_GENERATION
+        yield "policy_loss", totals["policy_loss"] / (1 if of_generation else totals["share"])
+    for name in ("kl", "entropy"):
+        if name in totals:
+            yield name, totals[name] / tokens
+    if settings.loss_type in CLIPPED:
+        yield from _clipped(totals, counted)
+    elif settings.loss_type == "cispo":
+        yield "cispo_clip_ratio", totals["cispo_clipped"] / counted
+    elif settings.loss_type == "vespo":
+        yield "vespo/phi_seq_mean", totals["phi"] / totals["completions"]
+
+
+def _clipped(totals: Sums, counted: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    yield "clip_ratio/low_mean", totals["clipped_low"] / counted
+    yield "clip_ratio/high_mean", totals["clipped_high"] / counted
+    yield "clip_ratio/region_mean", totals["clipped"] / counted
+    for name in ("low_min", "high_max"):
+        yield f"clip_ratio/{name}", np.where(np.isinf(totals[name]), np.nan, totals[name])
