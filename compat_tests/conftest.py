@@ -30,9 +30,14 @@ if version("jaxlib").startswith("0.10."):
     _quickly += " --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("XLA_FLAGS", _quickly)
 
+import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 
-from compat_tests import tiny  # noqa: E402
+from compat_tests import shared_programs, tiny  # noqa: E402
+from compat_tests.effort import drawn  # noqa: E402
+
+hypothesis.settings.register_profile("trl_jax", max_examples=drawn(100))
+hypothesis.settings.load_profile("trl_jax")
 
 
 @pytest.fixture(scope="session")
@@ -60,8 +65,9 @@ FIRST = (
     "adapters/test_against_peft.py", "compat_tests/test_scripts.py", "exported/test_computing.py",
     "exported/test_types.py", "compat_tests/test_examples.py", "compat_tests/test_pointwise.py",
     "parity/test_families.py", "parity/test_mutants.py", "models/test_encoders.py", "models/test_facts.py",
-    "faults/test_saving.py", "cli/test_front.py",
-    "run/test_user_loss.py", "models/test_layouts.py", "run/test_resume.py", "faults/test_going_on.py",
+    "faults/test_saving.py", "cli/test_front.py", "losses/test_policy_gradient.py",
+    "run/test_user_loss.py", "models/test_layouts.py", "run/test_resume.py", "run/test_resume_of_trl.py",
+    "faults/test_going_on.py",
     "exported/test_training.py", "models/test_encoder_facts.py", "trainer/test_trainer_train.py", "faults/test_fuzz.py",
 )  # fmt: skip
 
@@ -72,6 +78,10 @@ def pytest_collection_modifyitems(items):
         return next((number for number, dear in enumerate(FIRST) if file.endswith(dear)), len(FIRST))
 
     items.sort(key=place)
+
+
+def pytest_sessionstart(session):
+    shared_programs.install()
 
 
 def pytest_collection_finish():

@@ -35,7 +35,7 @@ class PointwiseTask:
         return self.columns.example(row)
 
     def loss(self, outputs: jax.Array, batch: Batch | Measured) -> tuple[jax.Array, dict[str, jax.Array]]:
-        error = outputs - batch.extras["rating"]
+        error = outputs - batch.extras.example["rating"]
         rows = counted(batch.weight, batch.micro_batch)
         sums = {"rows": 1.0, "squared": jnp.square(error), "absolute": jnp.abs(error)}
         return jnp.sum(batch.weight * sums["squared"]), {name: summed(value, rows) for name, value in sums.items()}

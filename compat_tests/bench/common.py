@@ -122,14 +122,24 @@ def hide_torch() -> None:
     sys.meta_path.insert(0, NoTorch())
 
 
-def build_llama(folder: Path, *, layers: int, width: int, vocab_size: int, dtype: str = "float32") -> None:
-    """A causal llama of noise with heads of 32 channels, half as many for keys; no torch needed."""
+def build_llama(
+    folder: Path,
+    *,
+    layers: int,
+    width: int,
+    vocab_size: int,
+    dtype: str = "float32",
+    head: int = 32,
+    group: int = 2,
+    inner: int | None = None,
+) -> None:
+    """A causal llama of noise with heads of `head` channels, `group` of them for each of the keys; no torch needed."""
     import ml_dtypes
     import numpy as np
     from safetensors.numpy import save_file
 
     dice, kind = np.random.default_rng(0), ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
-    inner, keys = 3 * width, width // 2
+    inner, keys = inner or 3 * width, width // group
     shapes = {"self_attn.q_proj": (width, width), "self_attn.o_proj": (width, width)}
     shapes |= {"self_attn.k_proj": (keys, width), "self_attn.v_proj": (keys, width)}
     shapes |= {"mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width)}
@@ -148,7 +158,7 @@ def build_llama(folder: Path, *, layers: int, width: int, vocab_size: int, dtype
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": vocab_size,
         "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers,
-        "num_attention_heads": width // 32, "num_key_value_heads": width // 64, "head_dim": 32,
+        "num_attention_heads": width // head, "num_key_value_heads": keys // head, "head_dim": head,
         "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 4096,
         "tie_word_embeddings": True, "initializer_range": 0.02, "torch_dtype": dtype,
         "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None,

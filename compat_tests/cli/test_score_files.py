@@ -19,7 +19,7 @@ from trl_jax.hub.auto import find_checkpoint
 from trl_jax.hub.peft.lora_config import LoraConfig
 from trl_jax.hub.pretrained import PreTrainedModel, ScoreOutput
 from trl_jax.scripts import score
-from trl_jax.scripts.score import output as score_output
+from trl_jax.scripts.rows import output as score_output
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +182,7 @@ def test_any_text_that_json_can_hold_is_scored_and_gone_on_with(scored, tmp_path
 @pytest.mark.parametrize(
     ("line", "told_of"),
     [
-        (b'{"text": "a", "reward": 1}', "has a column 'reward' already, where its score would go. Rename that column"),
+        (b'{"text": "a", "reward": 1}', "has a column 'reward' already, where the result would go. Rename that column"),
         (b'{"chosen": "a", "rejected": "b", "chosen_reward": 1}', "has a column 'chosen_reward' already"),
         (b'{"text": "\\ud83d"}', "holds '\\ud83d', half of a character: wanted whole ones."),
         ('{"text": "é"}'.encode("latin-1"), "is not UTF-8: byte 0xe9 in column 11. Save the file as UTF-8"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from trl_jax.data.example import Columns, Example
+from trl_jax.data.extras import Extras
 
 PAD = 7
 TEXTS = (1, 2, 3)
@@ -19,7 +20,7 @@ def examples_of(texts: int) -> st.SearchStrategy[Example]:
     """Examples of this many texts, often the same one."""
     return st.builds(
         lambda prompt, ends, margin, label: Example(
-            tuple(prompt + end for end in ends), {"margin": margin, "label": label}
+            tuple(prompt + end for end in ends), Extras({"margin": margin, "label": label})
         ),
         st.lists(tokens, max_size=9),
         st.lists(ids, min_size=texts, max_size=texts),
@@ -42,4 +43,4 @@ steps = st.one_of(*map(steps_of, TEXTS))
 
 def row_of(example: Example) -> dict:
     """The row of a prepared dataset that gives this example."""
-    return dict(zip(COLUMNS[len(example.texts)].texts, example.texts, strict=True)) | dict(example.extras)
+    return dict(zip(COLUMNS[len(example.texts)].texts, example.texts, strict=True)) | dict(example.extras.example)

@@ -9,6 +9,7 @@ from datasets import Dataset, IterableDataset
 
 from compat_tests.data.loaders import example_loader
 from trl_jax.data.example import Columns
+from trl_jax.data.extras import Extras
 from trl_jax.data.order import epoch_order
 
 PAD = 0
@@ -137,19 +138,19 @@ def test_a_stream_goes_on_behind_rows_of_the_same_digest_alone():
 @pytest.mark.parametrize("numbers", [{}, {"label": -1}, {"margin": 1, "label": -1}])
 def test_extras_are_those_numbers_that_the_rows_have(numbers):
     [batch] = loader(table(2, **numbers))
-    assert list(batch.arrays.extras) == list(numbers)
+    assert list(batch.arrays.extras.example) == list(numbers)
     for name, factor in numbers.items():
-        np.testing.assert_array_equal(batch.arrays.extras[name], [[0.0, factor / 2]])
+        np.testing.assert_array_equal(batch.arrays.extras.example[name], [[0.0, factor / 2]])
 
 
 def test_a_task_may_make_other_examples_of_its_rows():
     columns = Columns(("first",))
     batches = example_loader(
-        table(2), columns, lambda row: columns.example(row)._replace(extras={"length": len(row["first"])}),
+        table(2), columns, lambda row: columns.example(row)._replace(extras=Extras({"length": len(row["first"])})),
         batch_size=2, pad_token_id=PAD, pad_to_multiple_of=None,
     )  # fmt: skip
     [batch] = batches
-    np.testing.assert_array_equal(batch.arrays.extras["length"], [[1, 2]])
+    np.testing.assert_array_equal(batch.arrays.extras.example["length"], [[1, 2]])
 
 
 def test_a_step_is_laid_out_without_a_dataset():

@@ -11,7 +11,9 @@ from compat_tests.data.examples import PAD, ids, steps
 from trl_jax.data.example import Example
 from trl_jax.data.layout.batch import last_real_token
 from trl_jax.data.layout.buckets import Buckets
-from trl_jax.data.layout.packed import Form, RowViewShape, greedy_bins, pack_examples, place, shared_tokens
+from trl_jax.data.layout.packed import Form, pack_examples
+from trl_jax.data.layout.placing import greedy_bins, place, shared_tokens
+from trl_jax.data.layout.row_view import RowViewShape
 
 layouts = pytest.mark.parametrize("share", [False, True], ids=["packed", "shared"])
 
@@ -114,11 +116,11 @@ def test_weights_extras_and_micro_batches_are_trls_whichever_row_examples_are_in
     for m, group in enumerate(groups):
         weight[m, : len(group)] = 1 / (len(groups) * len(group))
         for name, values in extras.items():
-            values[m, : len(group)] = [example.extras[name] for example in group]
+            values[m, : len(group)] = [example.extras.example[name] for example in group]
     np.testing.assert_allclose(batch.weight.sum(axis=0).reshape(count, size), weight, rtol=1e-6)
-    assert list(batch.extras) == list(extras)
+    assert list(batch.extras.example) == list(extras)
     for name, values in extras.items():
-        np.testing.assert_array_equal(batch.extras[name].sum(axis=0).reshape(count, size), values)
+        np.testing.assert_array_equal(batch.extras.example[name].sum(axis=0).reshape(count, size), values)
     assert ((batch.weight > 0).sum(axis=0) <= 1).all(), "an example is in one row"
     for m in range(count):
         of_micro_batch = batch.micro_batch[0, m].reshape(count, size).all(axis=1)
@@ -148,7 +150,7 @@ def test_each_of_two_texts_keeps_its_last_token(first, second):
 @given(text=ids)
 def test_others_than_two_texts_share_nothing(texts, text):
     assert shared_tokens([text] * texts) == 0
-    [one] = place([[Example((text,) * texts, {})]], examples=1, share=True)
+    [one] = place([[Example((text,) * texts)]], examples=1, share=True)
     assert (one.shared, one.tokens) == (0, texts * len(text))
     batch, _, _ = laid_out([[one.example]], 1, 1, True, rows=1)
     assert (batch.packed.first[0, 0] < batch.tokens.shape[2]).sum() == texts * len(text)
@@ -157,7 +159,7 @@ def test_others_than_two_texts_share_nothing(texts, text):
 @layouts
 @pytest.mark.parametrize("texts", [([1, 2, 3], [1, 2, 3]), ([1, 2, 3], [4], [1, 2, 3])])
 def test_a_text_that_is_the_first_once_more_is_read_at_the_same_place(share, texts):
-    batch, _, _ = laid_out([[Example(texts, {})]], 1, 1, share, rows=1)
+    batch, _, _ = laid_out([[Example(texts)]], 1, 1, share, rows=1)
     first, *_, last = batch.reads[0]
     assert first == last and batch.tokens[0, 0, visible(batch, 0, int(first))].tolist() == [1, 2, 3]
 

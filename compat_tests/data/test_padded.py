@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from compat_tests.data.examples import PAD, steps
 from trl_jax.data.example import Example
+from trl_jax.data.extras import Extras
 from trl_jax.data.layout.batch import last_real_token, padded_length
 from trl_jax.data.layout.padded import pad_examples
 
@@ -56,24 +57,24 @@ def test_weights_are_those_of_a_mean_over_micro_batches_of_means_over_examples(s
 def test_extras_are_those_of_their_examples(step, more):
     size, groups = step
     batch = padded(groups, size, len(groups) + more)
-    assert list(batch.extras) == ["margin", "label"]
-    for name, values in batch.extras.items():
+    assert list(batch.extras.example) == ["margin", "label"]
+    for name, values in batch.extras.example.items():
         wanted = np.zeros_like(batch.weight)
         for m, group in enumerate(groups):
-            wanted[m, : len(group)] = [example.extras[name] for example in group]
+            wanted[m, : len(group)] = [example.extras.example[name] for example in group]
         np.testing.assert_array_equal(values, wanted)
 
 
 @pytest.mark.parametrize("texts", [1, 2, 3])
 def test_types_and_shapes(texts):
-    batch = padded([[Example(([2, 3], [1], [5, 6])[:texts], {"margin": 1.0})]], size=2, count=1)
-    arrays = {name: array for name, array in (batch._asdict() | batch.extras).items() if array is not None}
-    assert list(arrays.pop("extras")) == ["margin"]
+    batch = padded([[Example(([2, 3], [1], [5, 6])[:texts], Extras({"margin": 1.0}))]], size=2, count=1)
+    arrays = {name: array for name, array in (batch._asdict() | batch.extras.example).items() if array is not None}
+    assert list(arrays.pop("extras").example) == ["margin"]
     assert {name: (array.dtype, array.shape) for name, array in arrays.items()} == {
         "tokens": (np.int32, (1, 2 * texts, 2)),
         "positions": (np.int32, (1, 2 * texts, 2)),
         "reads": (np.int32, (1, 2 * texts)),
-        "counted": (np.int8, (1, 2 * texts, 2)),
+        "counted": (np.int16, (1, 2 * texts, 2)),
         "lengths": (np.int32, (1, 2 * texts)),
         "weight": (np.float32, (1, 2)),
         "micro_batch": (np.bool_, (1, 1, 2)),
@@ -82,13 +83,13 @@ def test_types_and_shapes(texts):
 
 
 def test_without_numbers_there_are_no_extras():
-    assert padded([[Example(([1], [2, 3]), {})]]).extras == {}
+    assert padded([[Example(([1], [2, 3]))]]).extras == Extras()
 
 
 def test_the_examples_given_are_left_as_they_are():
-    example = Example(([1, 2], [3]), {"margin": 1.0})
+    example = Example(([1, 2], [3]), Extras({"margin": 1.0}))
     padded([[example]])
-    assert example == Example(([1, 2], [3]), {"margin": 1.0})
+    assert example == Example(([1, 2], [3]), Extras({"margin": 1.0}))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,7 @@ def test_multiples(longest, multiple, length):
 
 @pytest.mark.parametrize("counted", [None, 1])
 def test_tokens_of_texts_that_count(counted):
-    groups = [[Example(([1, 2, 3], [4]), {}, counted=counted)]]
+    groups = [[Example(([1, 2, 3], [4]), counted=counted)]]
     batch = pad_examples(groups, examples=2, count=1, pad_token_id=PAD, pad_to_multiple_of=None)
     other = [0, 0, 0] if counted else [1, 0, 0]
     assert batch.counted.tolist() == [[[1, 1, 1], [0, 0, 0], other, [0, 0, 0]]]

@@ -62,8 +62,8 @@ def test_every_example_once_with_its_texts_and_its_weight(layout, texts, accumul
         for place, slot in zip(*np.nonzero(kept.reshape(-1, kept.shape[2])), strict=True):
             own = jax.tree.map(lambda leaf, place=place: leaf[divmod(place, SHARDS)], arrays)
             reads, lengths = (leaf.reshape(texts, -1)[:, slot] for leaf in (own.reads, own.lengths))
-            row = int(own.extras["label"][slot]) - 1
-            assert row in step.passes[place] and own.extras["margin"][slot] == row / 2
+            row = int(own.extras.example["label"][slot]) - 1
+            assert row in step.passes[place] and own.extras.example["margin"][slot] == row / 2
             ids = [data[row][name] for name in TEXTS[:texts]]
             assert [text_read_at(own, read) for read in reads] == [
                 text[: last_real_token(text, PAD) + 1] for text in ids

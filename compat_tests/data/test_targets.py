@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compat_tests.data.loaders import example_loader
+from compat_tests.effort import drawn
 from trl_jax.data.example import IGNORED, Columns, Example, measured
+from trl_jax.data.extras import Extras
 from trl_jax.data.fingerprint import fingerprint, row_digest
 from trl_jax.data.layout.buckets import Buckets, ViewBuckets
 from trl_jax.data.rows.labels import check_labels
@@ -32,14 +34,14 @@ def labelled(texts: list[list[int]], ignored: list[bool]) -> list[list[int]]:
 def singles(draw) -> Example:
     documents = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
     text = draw(st.lists(st.integers(0, 9), min_size=sum(documents), max_size=sum(documents)))
-    return Example((text,), {}, tuple(labelled([text], draw(st.lists(st.booleans(), min_size=4)))), documents)
+    return Example((text,), Extras(), tuple(labelled([text], draw(st.lists(st.booleans(), min_size=4)))), documents)
 
 
 @st.composite
 def pairs(draw) -> Example:
     prompt, ends = draw(ids), (draw(ids), draw(ids))
     texts = [prompt + end for end in ends]
-    return Example(tuple(texts), {}, tuple(labelled(texts, draw(st.lists(st.booleans(), min_size=4)))))
+    return Example(tuple(texts), Extras(), tuple(labelled(texts, draw(st.lists(st.booleans(), min_size=4)))))
 
 
 def rows_of(examples: list[Example], columns: Columns) -> list[dict]:
@@ -93,7 +95,7 @@ def found_in(batch) -> Counter:
 
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=drawn(30))
 @given(st.data())
 def test_every_target_is_read_once_from_what_comes_before_it(layout, shards, data):
     for examples, columns in ((singles(), SINGLE), (pairs(), PAIR)):
@@ -103,7 +105,7 @@ def test_every_target_is_read_once_from_what_comes_before_it(layout, shards, dat
         assert found == wanted(rows)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=drawn(20))
 @given(st.lists(singles(), min_size=1, max_size=SIZE * ACCUMULATION), st.booleans())
 def test_views_of_texts_as_rows_have_a_row_for_each_document(rows, packed):
     views = ViewBuckets()
@@ -118,7 +120,7 @@ def test_views_of_texts_as_rows_have_a_row_for_each_document(rows, packed):
     assert found == Counter(tuple(row.texts[0][a:b]) for row in rows for a, b in row.spans)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=drawn(20))
 @given(st.lists(singles(), min_size=1, max_size=SIZE * ACCUMULATION))
 def test_weights_are_shares_of_the_targets_of_the_step_or_of_a_shard(rows):
     targets = sum(row.num_targets for row in rows)
@@ -132,13 +134,13 @@ def test_weights_are_shares_of_the_targets_of_the_step_or_of_a_shard(rows):
 
 
 def test_the_first_token_of_a_document_is_never_a_target():
-    example = Example(([5, 6, 7, 8],), {}, ([5, 6, 7, 8],), (1, 3))
+    example = Example(([5, 6, 7, 8],), Extras(), ([5, 6, 7, 8],), (1, 3))
     places, targets = example.targets(0)
     assert places.tolist() == [1, 2] and targets.tolist() == [7, 8] and example.num_targets == 2
 
 
 def test_the_loss_of_an_evaluation_batch_is_a_mean_over_its_targets():
-    examples = [Example(([1] * n,), {}, ([1] * n,)) for n in (3, 5)]
+    examples = [Example(([1] * n,), Extras(), ([1] * n,)) for n in (3, 5)]
     batch = measured(examples, 4, per_token=True)
     assert batch.divisor == 6 and np.allclose(batch.weight, [1 / 6, 1 / 6, 0, 0])
     steps = loader(examples, SINGLE._replace(documents=None), weighting="tokens")
@@ -147,7 +149,7 @@ def test_the_loss_of_an_evaluation_batch_is_a_mean_over_its_targets():
 
 
 def test_outputs_by_name_are_put_back_into_the_order_of_the_set():
-    rows = [Example(([1] * n,), {}, ([1] * n,)) for n in (5, 2, 9, 4, 3)]
+    rows = [Example(([1] * n,), Extras(), ([1] * n,)) for n in (5, 2, 9, 4, 3)]
     for layout in ("padded", "packed"):
         columns = SINGLE._replace(documents=None)
         window = next(iter(Windows(loader(rows, columns, layout=layout, accumulation=1), sort=True)))
@@ -179,6 +181,6 @@ def test_labels_that_cannot_be_are_named(labels, message):
 
 
 def test_buckets_hold_a_row_and_its_reads():
-    row = Example(([1] * 100,), {}, ([1] * 100,))
+    row = Example(([1] * 100,), Extras(), ([1] * 100,))
     [step] = loader([row], SINGLE._replace(documents=None), layout="packed", buckets=Buckets((128,)))
     assert step.arrays.tokens.shape[-1] == step.arrays.reads.shape[-1] == 128

@@ -76,7 +76,7 @@ def test_every_example_once_and_in_its_place(layout, sort, texts, examples, monk
         for part, name in zip(outputs.reshape(texts, SIZE), TEXTS, strict=False):
             assert part[:count].tolist() == [total(ids) for ids in rows[name]]
         np.testing.assert_allclose(batch.weight, [1 / count] * count + [0] * (SIZE - count), rtol=1e-6)
-        assert {name: values[:count].tolist() for name, values in batch.extras.items()} == {
+        assert {name: values[:count].tolist() for name, values in batch.extras.example.items()} == {
             name: rows[name] for name in ("margin", "label")
         }
 

@@ -21,6 +21,8 @@ from trl_jax.cli.main import main
 from trl_jax.engine.devices import compilation
 from trl_jax.engine.devices.own_folder import own_folder
 from trl_jax.hub import auto
+from trl_jax.hub.config.native import transformers_config
+from trl_jax.hub.config.reader import read_config
 from trl_jax.hub.torch.optimizer_state import write_adamw_moments
 from trl_jax.run.model import loading as model_loading
 from trl_jax.trainer import base_trainer
@@ -112,8 +114,9 @@ def test_torchs_models_run_nothing(hostile, tmp_path):
 
     load_model(hostile, "float32", 0)
     torch.save({"param_groups": [], "state": {}}, hostile / "optimizer.pt")
+    raw, path = read_config(hostile), hostile / "config.json"
     with pytest.raises(ValueError, match="is not AdamW's state of this model"):
-        write_adamw_moments(hostile, tmp_path, lambda name: True)
+        write_adamw_moments(hostile, tmp_path, transformers_config(raw, path, "score"), "score", lambda name: True)
     assert ran(hostile) == set()
 
 

@@ -14,8 +14,11 @@ from compat_tests.models import encoders
 from compat_tests.models.families import VARIANTS
 from trl_jax import AutoModelForSequenceClassification
 from trl_jax.data.example import Example
-from trl_jax.data.layout.packed import Form, RowViewShape, greedy_bins, pack_examples, place
+from trl_jax.data.extras import Extras
+from trl_jax.data.layout.packed import Form, pack_examples
 from trl_jax.data.layout.padded import pad_examples
+from trl_jax.data.layout.placing import greedy_bins, place
+from trl_jax.data.layout.row_view import RowViewShape
 from trl_jax.losses.pairwise import pairwise_loss
 from trl_jax.models.functional import merge
 from trl_jax.run.step.forward import Forward
@@ -47,7 +50,7 @@ def step():
     chosen = draw(4), draw(11), [], draw(1), [], draw(3) + [PAD], [PAD, PAD]
     rejected = draw(13), draw(17), draw(6), draw(2) + [PAD], [], [PAD], draw(25)
     rows = [
-        Example((prompt + one, prompt + other), {"margin": float(dice.normal())})
+        Example((prompt + one, prompt + other), Extras({"margin": float(dice.normal())}))
         for prompt, one, other in zip(prompts, chosen, rejected, strict=True)
     ]
     return rows[:3], rows[3:6], rows[6:]
@@ -72,7 +75,7 @@ def of_step(model, layout, *, gradients=False, dtype="float32", max_length=None)
 
     def loss(params, batch):
         chosen, rejected = jnp.split(forward.outputs(params, batch, dtype=dtype), 2)
-        facts = {"weight": batch.weight, "margin": batch.extras["margin"], "center_rewards_coefficient": 0.1}
+        facts = {"weight": batch.weight, "margin": batch.extras.example["margin"], "center_rewards_coefficient": 0.1}
         return pairwise_loss(chosen, rejected, **facts)[0]
 
     run = jax.jit(jax.value_and_grad(loss) if gradients else loss, compiler_options=QUICKLY)

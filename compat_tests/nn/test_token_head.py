@@ -18,7 +18,7 @@ VOCABULARY, WIDTH, ROWS = 90, 12, 64
 NAMES = TokenOutputs._fields
 CASES = {
     "plain": {}, "bias": {"bias": True}, "scale": {"scale": 0.3}, "softcap": {"softcap": 2.0},
-    "all": {"bias": True, "scale": 1.7, "softcap": 3.0},
+    "temperature": {"temperature": 0.7}, "all": {"bias": True, "scale": 1.7, "softcap": 3.0, "temperature": 1.6},
 }  # fmt: skip
 
 
@@ -38,10 +38,10 @@ def drawn(places, real, seed=0):
     return hidden, weight, bias, targets
 
 
-def formula(hidden, weight, bias, targets, scale=1.0, softcap=None):
+def formula(hidden, weight, bias, targets, scale=1.0, softcap=None, temperature=1.0):
     """All logits at once, in torch's float64."""
     z = (hidden @ weight.T + (0 if bias is None else bias)) * scale
-    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
     log_p, real = torch.log_softmax(z, -1), torch.as_tensor(targets >= 0)
     of_target = log_p.gather(1, torch.as_tensor(targets).long().clamp(min=0)[:, None])[:, 0]
     outputs = of_target, -(log_p.exp() * log_p).sum(-1), log_p.mean(-1)

@@ -14,6 +14,8 @@ from trl_jax.core.trainers import TRAINERS
 
 COMMANDS = {command: names.summary for command, names in TRAINERS.items()} | {
     "plan": "will my run fit on this TPU? Compiles its step for devices you do not have",
+    "generate": "complete the prompts of a file with a language model",
+    "chat": "talk to a language model",
     "score": "score the answers of a file with a reward model",
     "env": "print versions and devices",
 }

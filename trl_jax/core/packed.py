@@ -13,8 +13,8 @@ class RowView(NamedTuple):
     """Indices that turn the X texts of each packed row into rows of L tokens, and back; int32, of NumPy or JAX.
 
     places: `[R, X, L]`, the place in its packed row of each token of a text, in order; T after the text's end. rows:
-    `[R, 2, T]`, the place among the X * L tokens of these rows of each token of the packed row: in its text, or in
-        both texts that share it; X * L where there is none.
+    `[R, S, T]`, the place among the X * L tokens of these rows of each token of the packed row: in its text, or in
+        each of the up to S texts that share it; X * L where there is none.
     """
 
     places: Any
@@ -28,10 +28,15 @@ class Packed(NamedTuple):
     for both answers to a shared prompt, one answer lies before the prompt in reverse order, the other after it. Padding
     attends to nothing: both are the row's length.
 
+    Any number of branches may share a context, which lies once, before them: a token of a branch attends to a second
+    range, its context, from `context` up to, but not including, `context_end`, beside its own range in the branch.
+    Branches do not see each other. What has no context has an empty one.
+
     longest: length of the longest text that TRL would have run in one batch with the token's. prompt: where the prompt
-    begins that a token belongs to or follows; None where nothing is shared, and each range is in
+        begins that a token belongs to or follows; None where no two answers share one, and each range is in
         the order of its text.
     texts: indices for kernels that read rows, else None.
+    context, context_end: None where no branches share one.
     """
 
     first: Any
@@ -39,6 +44,8 @@ class Packed(NamedTuple):
     longest: Any
     prompt: Any = None
     texts: RowView | None = None
+    context: Any = None
+    context_end: Any = None
 
 
 def reads_of_rows(places: Any, length: int) -> Any:

@@ -3,30 +3,46 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from trl_jax.data.extras import Extras
+
 IGNORED = -100  # a label that is no target, as in transformers
+
+
+class Context(NamedTuple):
+    """The beginning of an example's one text, alike in all examples of a micro-batch with the same key.
+
+    tokens: how many ids it is.
+    """
+
+    key: Hashable
+    tokens: int
 
 
 class Example(NamedTuple):
     """One row, in the form that layouts read.
 
     texts: token ids of each text that the model reads; all examples of a task have the same number of texts.
-    extras: numbers that the loss needs besides the outputs, by name.
+    extras: numbers that the loss needs besides the outputs, by name: of the example, of its texts, of its reads.
     labels: of each text, under a language model's head: transformers' labels, for each of its tokens the id that is to
         be predicted there from the tokens before it, or -100. Empty under a score head.
     documents: the tokens of each document that the one text consists of; none sees another. Empty: it is one.
     counted: how many texts, from the first, count as tokens that were trained on; None counts all.
+    weight: of the example in the step's loss, which is a weighted sum, above 0; None leaves it to the layout.
+    context: what it shares with others, which the shared layout computes once. None: nothing.
     """
 
     texts: tuple[Sequence[int], ...]
-    extras: Mapping[str, float]
+    extras: Extras = Extras()
     labels: tuple[Sequence[int], ...] = ()
     documents: Sequence[int] = ()
     counted: int | None = None
+    weight: float | None = None
+    context: Context | None = None
 
     @property
     def longest(self) -> int:
@@ -96,11 +112,12 @@ class Columns(NamedTuple):
         labels = tuple(row[name] for name in self.labels)
         documents = row.get(self.documents, ()) if self.documents else ()
         numbers = {name: row[name] for name in self.numbers if name in row}
-        return Example(texts, numbers, labels, documents, self.counted)
+        return Example(texts, Extras(numbers), labels, documents, self.counted)
 
 
 class Measured(NamedTuple):
-    """The part of a batch that a loss needs besides the model's outputs; fields as in `Batch`.
+    """The part of a batch that a loss of numbers of texts needs besides those; fields as in `Batch`, without what is of
+    reads.
 
     num_examples: how many of the E examples are real; the others are padding.
     divisor: what the loss of this batch is a mean over: its examples, or its targets.
@@ -108,7 +125,7 @@ class Measured(NamedTuple):
     """
 
     weight: Any
-    extras: dict[str, Any]
+    extras: Extras
     num_examples: int
     micro_batch: Any = None
     divisor: float = 1.0
@@ -116,7 +133,7 @@ class Measured(NamedTuple):
 
 
 def measured(examples: Sequence[Example], size: int, *, per_token: bool = False) -> Measured:
-    """Make a batch of these examples, padded to `size` ones, whose loss is a mean.
+    """Make a batch of these examples, padded to `size` ones, whose loss is a mean unless they have weights.
 
     Args:
         per_token: a mean over their targets, otherwise over the examples.
@@ -124,11 +141,25 @@ def measured(examples: Sequence[Example], size: int, *, per_token: bool = False)
     count = len(examples)
     divisor = max(1, sum(example.num_targets for example in examples)) if per_token else count
     weight, share = np.zeros((2, size), np.float32)
-    weight[:count], share[:count] = 1 / divisor, 1 / count
-    extras = {name: np.zeros(size, np.float32) for name in examples[0].extras}
-    for name, values in extras.items():
-        values[:count] = [example.extras[name] for example in examples]
+    weight[:count], share[:count] = [weight_of(example, 1 / divisor) for example in examples], 1 / count
+    like = examples[0]
+    extras = like.extras._replace(read={}).zeros(examples=size, texts=len(like.texts) * size, reads=0)
+    for slot, example in enumerate(examples):
+        extras.enter((), slot, size, example.extras)
     return Measured(weight, extras, count, divisor=divisor, share=share)
+
+
+def weight_of(example: Example, weight: float) -> float:
+    """The weight of an example in the loss: its own, else `weight`.
+
+    Raises:
+        ValueError: its own is not above 0, which marks what only fills the shape.
+    """
+    if example.weight is None:
+        return weight
+    if not example.weight > 0:
+        raise ValueError(f"An example's weight is {example.weight}: wanted is one above 0. Leave the example out.")
+    return example.weight
 
 
 def of_examples(outputs: Any, texts: int, num_examples: int) -> Any:

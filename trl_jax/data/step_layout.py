@@ -12,8 +12,10 @@ import numpy as np
 from trl_jax.data.example import Example
 from trl_jax.data.layout.batch import Batch, padded_length
 from trl_jax.data.layout.buckets import Buckets, ViewBuckets
-from trl_jax.data.layout.packed import Form, RowViewShape, greedy_bins, pack_examples, place
+from trl_jax.data.layout.packed import Form, pack_examples
 from trl_jax.data.layout.padded import pad_examples
+from trl_jax.data.layout.placing import bins_of, place
+from trl_jax.data.layout.row_view import RowViewShape
 from trl_jax.data.layout.sharded import by_shard, in_shards, packed_passes, room, sharded_rows, shares
 
 Weighting = Literal["examples", "tokens", "shards"]
@@ -33,7 +35,7 @@ class IndexedExample(NamedTuple):
 class StepBatch(NamedTuple):
     """The arrays of one optimizer step or one evaluation step, and counts of them.
 
-    num_micro_batches, num_examples, num_tokens: of real ones, without padding.
+    num_micro_batches, num_examples, num_tokens: of real ones, without padding. num_texts: of each example.
     num_counted_tokens: of them those of texts that count (`Example.counted`).
     num_padded_tokens: the same as TRL computes them: each row of a micro-batch as long as its longest.
     num_places: tokens that are computed on here, padding included.
@@ -44,6 +46,7 @@ class StepBatch(NamedTuple):
     arrays: Batch
     num_micro_batches: int
     num_examples: int
+    num_texts: int
     num_tokens: int
     num_counted_tokens: int
     num_padded_tokens: int
@@ -51,6 +54,19 @@ class StepBatch(NamedTuple):
     rows: list[int]
     passes: list[list[int]]
     rows_digest: int | None
+
+    def of_reads(self, values: np.ndarray) -> dict[int, tuple[np.ndarray, ...]]:
+        """For each of `rows` the values of the reads of each text, in the order of `Example.targets`.
+
+        Args:
+            values: of every read, in the form of `arrays.reads`, under a language model's head.
+        """
+        found, examples = {}, self.arrays.weight.shape[-1]
+        for rows, index in zip(self.passes, np.ndindex(self.arrays.weight.shape[:-1]), strict=True):
+            own, text = values[index], self.arrays.text[index]
+            for row, slot in zip(rows, np.flatnonzero(self.arrays.weight[index]), strict=True):
+                found[row] = tuple(own[text == number * examples + slot] for number in range(self.num_texts))
+        return found
 
 
 @dataclass(frozen=True)
@@ -105,6 +121,7 @@ class StepLayout:
             arrays,
             num_micro_batches=len(group),
             num_examples=sum(map(len, group)),
+            num_texts=len(group[0][0].example.texts),
             num_tokens=sum(example.tokens for batch in examples for example in batch),
             num_counted_tokens=sum(map(sum, lengths)),
             num_padded_tokens=sum(len(texts) * self._trl_length(max(texts)) for texts in lengths if texts),
@@ -142,7 +159,7 @@ class StepLayout:
         if self.by_micro_batch:
             pass_of = [one.slot // examples for one in placed]
         else:
-            pass_of = greedy_bins([one.tokens for one in placed], passes, max_examples)
+            pass_of = bins_of(placed, passes, max_examples)
         view = None if self.views is None else RowViewShape(max_examples, self.views)
         form = Form(self.pad_token_id, share, bucket, view)
         if shards == 1 and not self.by_micro_batch:

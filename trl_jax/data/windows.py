@@ -11,8 +11,10 @@ import numpy as np
 
 from trl_jax.data.example import Example, Measured, measured
 from trl_jax.data.layout.batch import Batch
-from trl_jax.data.layout.packed import Form, Placed, RowViewShape, longest_beside, pack_examples, place
+from trl_jax.data.layout.packed import Form, pack_examples
 from trl_jax.data.layout.padded import pad_examples
+from trl_jax.data.layout.placing import Placed, longest_beside, place
+from trl_jax.data.layout.row_view import RowViewShape
 from trl_jax.data.loader import ExampleLoader
 from trl_jax.data.step_layout import IndexedExample
 

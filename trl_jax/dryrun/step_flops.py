@@ -101,6 +101,8 @@ def attended_keys(batch: Batch, causal: bool) -> int:
     *rows, length = batch.tokens.shape
     if batch.packed is not None:
         products = np.asarray(batch.packed.end) - np.asarray(batch.packed.first)
+        if batch.packed.context is not None:
+            products = products + np.asarray(batch.packed.context_end) - np.asarray(batch.packed.context)
         if not causal:  # each of n tokens attends to all n, not only to those up to itself
             return int(2 * products.sum() - (products > 0).sum())
         return int(products.sum())

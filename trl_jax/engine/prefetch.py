@@ -66,7 +66,7 @@ class Prefetched:
 
 @dataclass
 class AsNeeded:
-    """Iterates over `batches` as they are asked for, in no thread: each is made with the parameters after the last step.
+    """Iterates over `batches` as they are asked for, in no thread: each is made with the newest parameters.
 
     place: applied to each batch; None leaves batches as they are.
     """

@@ -13,7 +13,7 @@ from flax import nnx
 from trl_jax.data.layout.batch import padded_length
 from trl_jax.generation.chunk import Drawing, Status, first_tokens, next_tokens
 from trl_jax.generation.decode import Decoding, Stops, begun, grown, selected
-from trl_jax.generation.noise import Noise
+from trl_jax.generation.noise import Noise, NoiseSource
 from trl_jax.generation.prefill import prefill
 from trl_jax.generation.processors import Processor
 from trl_jax.generation.weights import layers_for_decoding
@@ -34,13 +34,6 @@ class Weights(NamedTuple):
     @classmethod
     def of(cls, graph: Any, arrays: dict[str, jax.Array], dtype: Any = jnp.float32) -> Weights:
         return cls(graph, arrays, layers_for_decoding(graph, arrays, platform()), jnp.dtype(dtype))
-
-
-class NoiseSource(Protocol):
-    """Random numbers, a chunk of steps at a time."""
-
-    def noise(self, rows: np.ndarray | None = None) -> Noise:
-        """Those of the next chunk: of all rows, or of `rows`, int `[R]`, alone."""
 
 
 class Watch(Protocol):

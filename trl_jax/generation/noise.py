@@ -97,6 +97,37 @@ def chunk_steps(rows: int, vocabulary: int, most: int) -> int:
     return max(1, min(most, _CHUNK_BYTES // (8 * rows * vocabulary)))
 
 
+class NoiseSource(Protocol):
+    """The random numbers of one generation, a chunk of steps at a time."""
+
+    def noise(self, rows: np.ndarray | None = None) -> Noise:
+        """The next chunk: of all rows, or of `rows`, int `[R]`, alone: whichever are still alive."""
+
+    def close(self, steps: int) -> None:
+        """End it, after `steps` steps of which the numbers were used."""
+
+
+class KeyedSource:
+    """Numbers by row and position.
+
+    Args:
+        key: of the generation, as `random_key` makes it. numbers: of its rows, int `[R]`: two rows with one number, of
+            one call or of two, draw alike. steps: of a chunk.
+    """
+
+    def __init__(self, key: jax.Array, *, numbers: np.ndarray, steps: int):
+        self._key, self._numbers, self._steps, self._position = key, numbers, steps, 0
+
+    def noise(self, rows: np.ndarray | None = None) -> KeyedNoise:
+        numbers = (self._numbers if rows is None else self._numbers[rows]).astype(np.int32)
+        noise = KeyedNoise(self._key, numbers, np.full(len(numbers), self._position, np.int32))
+        self._position += self._steps
+        return noise
+
+    def close(self, steps: int) -> None:
+        """There is nothing to end: what comes next has another key."""
+
+
 class PrefetchedWords:
     """The words of torch's stream for one generation, a thread making those of the next chunk ahead of time.
 

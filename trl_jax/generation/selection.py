@@ -107,16 +107,16 @@ def _blocks(x_RV: jax.Array, fill: int) -> jax.Array:
     return filled.reshape(rows, _BLOCK, -1)
 
 
-def _of_blocks(search: Callable[..., Any], chosen_RB: jax.Array, *arrays: tuple[jax.Array, int]) -> Any:
-    """`search` of arrays `[R, V]` whose chosen blocks alone matter, each given with what stands for the others."""
-    rows, count = chosen_RB.shape
+def _of_blocks(search: Callable[..., Any], wanted_RB: jax.Array, *arrays: tuple[jax.Array, int]) -> Any:
+    """`search` of arrays `[R, V]` whose wanted blocks alone matter, each given with what stands for the others."""
+    rows, count = wanted_RB.shape
     most = count // _FEW
 
     def of_all():
         return search(*(x_RV for x_RV, _ in arrays))
 
-    def of_chosen():
-        slots_RB = jnp.where(chosen_RB, jnp.cumsum(chosen_RB, axis=-1) - 1, most)
+    def of_wanted():
+        slots_RB = jnp.where(wanted_RB, jnp.cumsum(wanted_RB, axis=-1) - 1, most)
         blocks_RM = (
             jnp.full((rows, most), count).at[jnp.arange(rows)[:, None], slots_RB].set(jnp.arange(count), mode="drop")
         )
@@ -129,4 +129,4 @@ def _of_blocks(search: Callable[..., Any], chosen_RB: jax.Array, *arrays: tuple[
 
     if most < _WORTHWHILE:
         return of_all()
-    return jax.lax.cond(jnp.all(_total(chosen_RB) <= most), of_chosen, of_all)
+    return jax.lax.cond(jnp.all(_total(wanted_RB) <= most), of_wanted, of_all)

@@ -17,6 +17,7 @@ from trl_jax.hub.backend import Backend
 from trl_jax.hub.checkpoint.loading import Source
 from trl_jax.hub.checkpoint.resizing import resized_table, tables_of_tokens
 from trl_jax.hub.freezing import frozen_size, trainable_masks
+from trl_jax.hub.generating.generate import GenerationApi
 from trl_jax.hub.generation_config import read_generation_config, write_generation_config
 from trl_jax.hub.network.push import Publisher, Upload
 from trl_jax.hub.peft.backend import AdaptedBackend
@@ -31,14 +32,14 @@ _WITHOUT_EFFECT = {
 }  # fmt: skip
 
 
-class PreTrainedModel(TransformersModelApi):
+class PreTrainedModel(TransformersModelApi, GenerationApi):
     """A model with its weights.
 
     Attributes:
         params: the flat dict of the arrays that train, float32, by dotted path.
         frozen: the arrays that do not train: none, but beside an adapter.
-        config: the transformers config object of the checkpoint; changing it changes what is saved only where
-            `save_pretrained` says so.
+        config: the transformers config object of the checkpoint; what is changed in it is saved. How the model computes
+            was read before.
         backend: the code that computes it.
         generation_config: transformers' object, of a causal language model; None of others.
     """
@@ -150,7 +151,7 @@ class PreTrainedModel(TransformersModelApi):
 
     def save_pretrained(self, save_directory: str | Path, **others: Any) -> None:
         """Write config.json and safetensors that transformers loads: names, shards and dtypes of the checkpoint it
-        came from, `pad_token_id` and `eos_token_id` of `config`.
+        came from, and its keys with what was changed in `config`.
 
         Args:
             others: transformers' own, as far as they ask for just that.

@@ -13,7 +13,7 @@ from trl_jax.core.token_outputs import TokenOutputs
 from trl_jax.models.pooling import valid_tokens
 from trl_jax.nn.aten.program import Program
 from trl_jax.nn.aten.run import run
-from trl_jax.nn.token_logits import outputs_of_logits
+from trl_jax.nn.token_logits import outputs_of_logits, tempered
 
 
 class Programs(Protocol):
@@ -48,6 +48,7 @@ class ExportedModel(nnx.Module):
         dtype: jnp.dtype = jnp.float32,
         remat: bool = False,
         dropout_key: jax.Array | None = None,
+        temperature: float = 1.0,
     ) -> Any:
         """The outputs at each read. `positions` are not used: the program works them out from the ids.
 
@@ -60,6 +61,7 @@ class ExportedModel(nnx.Module):
             dtype: what matrix products are computed in.
             remat: the backward pass recomputes each layer from its input.
             dropout_key: turns dropout on, at the rates in the config.
+            temperature: divides the logits of a language model's head.
         """
         del positions
         if not len(tokens):
@@ -68,7 +70,7 @@ class ExportedModel(nnx.Module):
         training = dropout_key is not None
         program = self._programs.program(*tokens.shape, dtype=jnp.dtype(dtype).name, training=training)
         logits = run(program, self._params(), rows, remat=remat, key=dropout_key)
-        return self.outputs(logits.astype(jnp.float32), reads, targets, tokens.shape[1])
+        return self.outputs(tempered(logits.astype(jnp.float32), temperature), reads, targets, tokens.shape[1])
 
     @abc.abstractmethod
     def outputs(

@@ -56,9 +56,14 @@ class Scorer(Model):
     """A trunk with a head that gives a score."""
 
     def outputs(
-        self, hidden: jax.Array, targets: jax.Array | None, dtype: jnp.dtype, dropout_key: jax.Array | None
+        self,
+        hidden: jax.Array,
+        targets: jax.Array | None,
+        dtype: jnp.dtype,
+        dropout_key: jax.Array | None,
+        temperature: float,
     ) -> jax.Array:
-        del targets, dtype
+        del targets, dtype, temperature
         return vars(self)[self.head_name](hidden, dropout_key)
 
 

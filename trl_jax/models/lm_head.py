@@ -35,19 +35,20 @@ class LmHead(nnx.Module):
         self.scale, self.softcap = arch.logit_scale, arch.logit_softcap
 
     def __call__(
-        self, hidden: jax.Array, table: nnx.Param | Quantized, targets: jax.Array | None
+        self, hidden: jax.Array, table: nnx.Param | Quantized, targets: jax.Array | None, temperature: float = 1.0
     ) -> TokenOutputs | jax.Array:
         """The outputs `[N]` for each of the `targets` `[N]`; without targets, logits `[N, V]`, float32.
 
         Args:
             hidden: `[N, D]`, in the dtype that the product is computed in.
             table: the tokens' `[V, D]`, for a tied head.
+            temperature: divides the logits, after all else.
         """
         weight = stored(table if self.weight is None else self.weight)
         bias = None if self.bias is None else self.bias[...]
         if self.lora is not None:
             hidden, weight, bias = self.lora.joined(hidden, weight, bias)
-        facts = {"bias": bias, "scale": self.scale, "softcap": self.softcap}
+        facts = {"bias": bias, "scale": self.scale, "softcap": self.softcap, "temperature": temperature}
         if targets is None:
             return head_logits(hidden, weight, **facts)
         return token_outputs(hidden, weight, targets, **facts)
@@ -62,7 +63,12 @@ class CausalLm(Model):
         super().__init__(Decoder(arch), LmHead(arch))
 
     def outputs(
-        self, hidden: jax.Array, targets: jax.Array | None, dtype: jnp.dtype, dropout_key: jax.Array | None
+        self,
+        hidden: jax.Array,
+        targets: jax.Array | None,
+        dtype: jnp.dtype,
+        dropout_key: jax.Array | None,
+        temperature: float,
     ) -> TokenOutputs | jax.Array:
         del dropout_key  # its head has none
-        return self.lm_head(hidden.astype(dtype), self.decoder.embed.weight, targets)
+        return self.lm_head(hidden.astype(dtype), self.decoder.embed.weight, targets, temperature)

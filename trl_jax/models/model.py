@@ -30,6 +30,7 @@ class Model(nnx.Module):
         targets: jax.Array | None = None,
         dtype: jnp.dtype = jnp.float32,
         dropout_key: jax.Array | None = None,
+        temperature: float = 1.0,
         **options: Any,
     ) -> Any:
         """The outputs of the head: of a score head `[N]`; of a language model's head `TokenOutputs` where there are
@@ -41,18 +42,24 @@ class Model(nnx.Module):
             targets: int32 `[N]`, the id that each read predicts, -1 for none; a score head has no use for them.
             dtype: what layers and a language model's head compute in.
             dropout_key: turns dropout on, at the rates in the config.
+            temperature: divides the logits of a language model's head; a score head has none.
             options: the trunk's others. With `counted`, tokens `[R, T]`, a model with experts gives beside its outputs
                 the `RouterSums` over those.
         """
         trunk = vars(self)[self.trunk_name]
         hidden = trunk(tokens, positions, reads, dtype=dtype, dropout_key=dropout_key, **options)
         if not isinstance(hidden, tuple):
-            return self.outputs(hidden, targets, dtype, dropout_key)
+            return self.outputs(hidden, targets, dtype, dropout_key, temperature)
         hidden, sums = hidden
-        return self.outputs(hidden, targets, dtype, dropout_key), sums
+        return self.outputs(hidden, targets, dtype, dropout_key, temperature), sums
 
     @abc.abstractmethod
     def outputs(
-        self, hidden: jax.Array, targets: jax.Array | None, dtype: jnp.dtype, dropout_key: jax.Array | None
+        self,
+        hidden: jax.Array,
+        targets: jax.Array | None,
+        dtype: jnp.dtype,
+        dropout_key: jax.Array | None,
+        temperature: float,
     ) -> Any:
-        """The outputs of the head for hidden states `[N, D]`."""
+        """The outputs of the head for hidden states `[N, D]`; arguments as in the call."""

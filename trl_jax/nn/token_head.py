@@ -18,7 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from trl_jax.core.token_outputs import TokenOutputs
 from trl_jax.nn.platform import platform
-from trl_jax.nn.token_logits import rounded
+from trl_jax.nn.token_logits import rounded, tempered
 
 # Numbers of a chunk, and the fewest rows: the weight's gradient is read and written once a chunk, which has to have
 # rows enough to outweigh that, and more of them where products are quick.
@@ -36,16 +36,18 @@ def token_outputs(
     bias: jax.Array | None = None,
     scale: float = 1.0,
     softcap: float | None = None,
+    temperature: float = 1.0,
 ) -> TokenOutputs:
     """Outputs `[N]` of hidden states `[N, D]` under a weight `[V, D]` and a bias `[V]`, float32.
 
-    Logits are `z = softcap * tanh((hidden @ weight.T + bias) * scale / softcap)`. The product and the bias are of
-    hidden's dtype, what follows is float32. `targets` `[N]` are ids; below 0, a place has none, and such places come
-    last: their outputs are zeros. What takes no part in differentiation, as a frozen weight, gets no gradient computed.
+    Logits are `z = softcap * tanh((hidden @ weight.T + bias) * scale / softcap) / temperature`, and all outputs are of
+    their softmax. The product and the bias are of hidden's dtype, what follows is float32. `targets` `[N]` are ids;
+    below 0, a place has none, and such places come last: their outputs are zeros. What takes no part in
+    differentiation, as a frozen weight, gets no gradient computed.
     """
     places, rows = len(targets), _chunk_rows(len(targets), len(weight))
     filled = -places % rows
-    head = _Head(rows, float(scale), None if softcap is None else float(softcap))
+    head = _Head(rows, float(scale), None if softcap is None else float(softcap), float(temperature))
     hidden, targets = jnp.pad(hidden, ((0, filled), (0, 0))), jnp.pad(targets, (0, filled), constant_values=-1)
     outputs = TokenOutputs(*(output[:places] for output in _outputs(head, hidden, weight, bias, targets)))
     mean_logits, squares = jax.lax.stop_gradient((outputs.mean_logits, outputs.log_sum_sq_probs))
@@ -64,17 +66,18 @@ class _Head:
     rows: int
     scale: float
     softcap: float | None
+    temperature: float
 
     def logits(self, hidden: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
         """Float32 `[rows, V]`; `weight` and `bias` are of hidden's dtype."""
         z = rounded(jnp.einsum("nd,vd->nv", hidden, weight), hidden.dtype)
         z = (z if bias is None else rounded(z + bias, hidden.dtype)) * self.scale
-        return z if self.softcap is None else self.softcap * jnp.tanh(z / self.softcap)
+        return tempered(z if self.softcap is None else self.softcap * jnp.tanh(z / self.softcap), self.temperature)
 
     def before(self, d_z: jax.Array, z: jax.Array) -> jax.Array:
         """The gradient of the product, of that of the logits."""
-        slope = 1.0 if self.softcap is None else 1 - jnp.square(z / self.softcap)
-        return d_z * slope * self.scale
+        slope = 1.0 if self.softcap is None else 1 - jnp.square(z * self.temperature / self.softcap)
+        return d_z * slope * (self.scale / self.temperature)
 
     def chunks(self, targets: jax.Array) -> jax.Array:
         """How many chunks have a target.

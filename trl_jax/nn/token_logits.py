@@ -9,14 +9,25 @@ from trl_jax.core.token_outputs import TokenOutputs
 
 
 def head_logits(
-    hidden: jax.Array, weight: jax.Array, *, bias: jax.Array | None, scale: float, softcap: float | None
+    hidden: jax.Array,
+    weight: jax.Array,
+    *,
+    bias: jax.Array | None,
+    scale: float,
+    softcap: float | None,
+    temperature: float = 1.0,
 ) -> jax.Array:
     """Logits `[N, V]`, float32, of hidden states `[N, D]` under a head `[V, D]`; arguments as in `token_outputs`."""
     logits = rounded(jnp.einsum("nd,vd->nv", hidden, weight.astype(hidden.dtype)), hidden.dtype)
     if bias is not None:
         logits = rounded(logits + bias.astype(hidden.dtype), hidden.dtype)
     logits *= scale
-    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+    return tempered(logits if softcap is None else softcap * jnp.tanh(logits / softcap), temperature)
+
+
+def tempered(logits: jax.Array, temperature: float) -> jax.Array:
+    """Logits over a temperature; those over 1 are not divided."""
+    return logits if temperature == 1.0 else logits / temperature
 
 
 def rounded(array: jax.Array, kind: jnp.dtype) -> jax.Array:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from trl_jax.data.example import IGNORED, Example
+from trl_jax.data.example import IGNORED, Context, Example
 from trl_jax.data.extras import Extras
 from trl_jax.data.layout.sharded import by_shard
 from trl_jax.rollout.experience import Completed, Experience
@@ -20,7 +20,8 @@ def example_of(
     numbers: Mapping[str, float] | None = None,
     of_tokens: Mapping[str, np.ndarray] | None = None,
 ) -> Example:
-    """A prompt with its completion as one text, of which the tokens of the completion that count are predicted.
+    """A prompt with its completion as one text, of which the tokens of the completion that count are predicted. Other
+    completions of the prompt may share it.
 
     Args:
         counted: bool, of each token of the completion.
@@ -30,7 +31,7 @@ def example_of(
     labels = np.full(len(ids), IGNORED, np.int32)
     labels[len(prompt) :][counted] = np.asarray(completion)[counted]
     extras = Extras(dict(numbers or {}), {}, {name: (values,) for name, values in (of_tokens or {}).items()})
-    return Example((ids,), extras, (labels,))
+    return Example((ids,), extras, (labels,), context=Context(ids[: len(prompt)].tobytes(), len(prompt)))
 
 
 def step_examples(

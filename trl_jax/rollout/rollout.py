@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from trl_jax.rollout.completions_log import CompletionsLog
 from trl_jax.rollout.experience import Completed, Experience
 from trl_jax.rollout.metrics import Collected, length_metrics, reward_metrics
 from trl_jax.tasks.policy import PolicyTask
@@ -25,7 +26,10 @@ class Rewards(Protocol):
         """The reward of each completion by each function, float32 `[B, F]`, NaN where one does not apply."""
 
     def metrics(self) -> dict[str, float]:
-        """The metrics that functions have logged since the last call, sorted by name."""
+        """The metrics that functions have logged in the last call, sorted by name."""
+
+    def extra(self) -> dict[str, list]:
+        """The columns that functions have logged in the last call, sorted by name."""
 
 
 class Writer(Protocol):
@@ -52,7 +56,7 @@ class Rollout:
     ends: ids that a completion which was not broken off ends with.
     drops_truncated: nothing is learned from completions that were broken off.
     saw_tokens: told how many tokens were read and written in training; gives those of the whole run.
-    table: told of prompts, completions, rewards and advantages, by mode; None without one.
+    table: shows and writes completions with their rewards; None does not.
     """
 
     task: PolicyTask
@@ -62,7 +66,7 @@ class Rollout:
     ends: frozenset[int]
     drops_truncated: bool
     saw_tokens: Callable[[int], int]
-    table: Callable[..., None] | None = None
+    table: CompletionsLog | None = None
     collected: dict[str, Collected] = field(default_factory=lambda: {"train": Collected(), "eval": Collected()})
 
     def make(self, rows: Sequence[dict[str, Any]], group: int, mode: str) -> Experience:
@@ -91,9 +95,15 @@ class Rollout:
         metrics.add(reward_metrics(self.rewards.names, rewards, judged))
         metrics.add(iter(self.rewards.metrics().items()))
         if self.table is not None:
-            self.table(mode, prompts, texts, rewards, judged.advantages)
+            self.table.add(mode, prompts, texts, rewards, judged.advantages, self.rewards.extra())
         ids, written = ([np.asarray(own, np.int32) for own in part] for part in (ids, written))
         return Experience(list(map(Completed, ids, written, counted, judged.advantages.tolist(), old, ref)))
+
+    def logged(self, mode: str, step: int) -> dict[str, float | None]:
+        """The metrics since the last log, by TRL's names; and the table of completions is shown."""
+        if self.table is not None:
+            self.table.log(mode, step)
+        return self.collected[mode].taken()
 
 
 def _divergence(old: Logps, ref: Logps, counted: Sequence[np.ndarray]) -> np.ndarray | None:

@@ -10,7 +10,7 @@ from trl_jax.core.torch_random import GeneratorState, TorchGenerator
 class RepeatSampler:
     """Chunks of prompts, each given out `repeats` times in a row; a last chunk that is not full is left out.
 
-    All epochs' orders come from one stream, the e-th one from its e-th permutation: TRL's trl.trainer.utils.RepeatSampler.
+    All epochs' orders come from one stream, the e-th one from its e-th permutation, as in TRL's RepeatSampler.
 
     Args:
         rows: of the dataset. chunk: prompts of a generation. repeats: micro-batches between two generations.

@@ -1,4 +1,4 @@
-"""The steps of a run that makes its rows itself: which prompts are completed when, and which completions a step gets."""
+"""The steps of a run that makes its rows itself: which prompts are completed when, and what a step gets of them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ BASE_SEED_WORDS = 2  # that a pass of torch's loader over the data takes, for wo
 
 @dataclass
 class RolloutSteps:
-    """Iterates over the steps of an epoch, which `set_epoch` begins. It needs the parameters as they are, so nothing may
-    be made ahead of an update.
+    """Iterates over the steps of an epoch, which `set_epoch` begins. Completions are written by the newest parameters, so
+    nothing may be made ahead of an update.
 
     rows: by index, a row of the dataset.
     sampler: the prompts of each epoch.
@@ -104,6 +104,8 @@ class RolloutSteps:
         arrays = {} if self.buffer is None else {f"buffer/{name}": a for name, a in self.buffer.arrays().items()}
         states = [stream.state() for stream in self.streams]
         arrays["streams"] = np.stack([state.key for state in states])
+        if self.rollout.table is not None:
+            arrays["table"] = self.rollout.table.state()
         arrays |= {f"sampler/{name}": array for name, array in self.sampler.state().items()}
         facts = {
             "num_micro_batches": self.num_micro_batches,
@@ -122,6 +124,8 @@ class RolloutSteps:
         for stream, key, (used, position) in zip(self.streams, arrays["streams"], facts["streams"], strict=True):
             stream.restore(GeneratorState(key, used, position))
         self.sampler.restore(_under("sampler", arrays))
+        if self.rollout.table is not None and "table" in arrays:
+            self.rollout.table.restore(arrays["table"])
         self.num_micro_batches, self.num_steps = facts["num_micro_batches"], facts["num_steps"]
         self.epoch = facts["epoch"]
         if self.bonus is not None:

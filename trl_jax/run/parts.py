@@ -53,7 +53,9 @@ def assemble(
 
     Raises:
         ValueError: the run has no end; what cannot be written should not cost one either.
+        TypeError: a script computes a loss itself whose task asks for numbers of reads.
     """
+    _check_own_loss(run)
     arguments = arguments_text(run.args)
     construction.set_log_level(run.args.get_process_log_level())
     construction.warn_of_idle_devices(run.args)
@@ -74,3 +76,12 @@ def assemble(
     if several():
         check_alike(checkpointer.digests())
     return Parts(run, forward, evaluator, train_step, checkpointer, publisher, training)
+
+
+def _check_own_loss(run: RunState) -> None:
+    if run.own_loss and run.task.head == "lm" and run.task.axis == "read":
+        raise TypeError(
+            f"The trainer's own {' and '.join(sorted(run.own_loss))} would be given whole logits, and the loss of "
+            f"{type(run.task).__name__} asks for numbers of each token beside them. Leave the method out, and write a "
+            "task with another loss."
+        )

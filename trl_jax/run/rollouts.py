@@ -11,12 +11,12 @@ import numpy as np
 
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.data.layout.batch import Batch
-from trl_jax.data.layout.sharded import by_shard
 from trl_jax.data.rows import prompts as rows
-from trl_jax.data.step_layout import IndexedExample, StepBatch, StepLayout
+from trl_jax.data.step_layout import IndexedExample, StepBatch
 from trl_jax.engine.devices.sharding import distributed
 from trl_jax.engine.devices.spmd import ShardedStep
-from trl_jax.hub.generating import complete
+from trl_jax.hub.generating.complete import complete
+from trl_jax.rollout.completions_log import CompletionsLog
 from trl_jax.rollout.entropy import EntropyBonus
 from trl_jax.rollout.examples import example_of, step_examples
 from trl_jax.rollout.experience import Completed, Experience
@@ -33,12 +33,11 @@ class Sampling:
     """How the policy completes prompts.
 
     template_options: further arguments of the chat template. max_prompt_length: the last tokens of a prompt that stay;
-    None: all. eos_token_ids: each ends a completion. options: of `generate`.
+    None: all. options: fields of a GenerationConfig, of which each of the ids eos_token_id ends a completion.
     """
 
     template_options: dict[str, Any]
     max_prompt_length: int | None
-    eos_token_ids: tuple[int, ...]
     options: dict[str, Any]
 
 
@@ -55,7 +54,7 @@ class RolloutParts:
     drops_truncated: bool
     shuffle: bool
     bonus: EntropyBonus | None
-    table: Callable[..., None] | None
+    table: CompletionsLog | None
 
 
 def rollout_steps(
@@ -69,7 +68,7 @@ def rollout_steps(
         PolicyWriter(run, parts.sampling, streams[0]),
         parts.rewards,
         CompletionLogps(run, forward, sharded_step),
-        frozenset({*parts.sampling.eos_token_ids, run.processing_class.pad_token_id}),
+        frozenset({*parts.sampling.options["eos_token_id"], run.processing_class.pad_token_id}),
         parts.drops_truncated,
         lambda tokens: _seen(run, tokens),
         parts.table,
@@ -98,12 +97,10 @@ class PolicyWriter:
         return rows.prompt_ids(prompts, self._run.processing_class, **options)
 
     def complete(self, prompt_ids: Ids, group: int) -> list[np.ndarray]:
-        run, sampling = self._run, self._sampling
+        run, options = self._run, self._sampling.options
+        how = {"group": group, "stream": self._stream, "dtype": run.args.compute_dtype, "logps": False}
         with run.on_device():
-            out = complete(
-                run.model, prompt_ids, sampling.options, group=group, eos=sampling.eos_token_ids,
-                pad=run.processing_class.pad_token_id, stream=self._stream, dtype=run.args.compute_dtype,
-            )  # fmt: skip
+            out = complete(run.model, prompt_ids[::group], options, **how)
         return [tokens[:length] for tokens, length in zip(out.tokens, out.lengths, strict=True)]
 
     def completions(self, prompts: list, completion_ids: Ids) -> list:
@@ -130,7 +127,7 @@ class CompletionLogps:
 
     def __init__(self, run: RunState, forward: Forward, sharded_step: ShardedStep | None):
         self._run = run
-        functions = {"policy": forward.policy_reads, "reference": forward.reference_reads}
+        functions = {"policy": forward.of_policy, "reference": forward.of_reference}
         self._of = {name: _compiled(of_pass, sharded_step) for name, of_pass in functions.items()}
 
     def __call__(self, model: str, prompts: Ids, completions: Ids, counted: Sequence[np.ndarray]) -> Logps:
@@ -140,10 +137,11 @@ class CompletionLogps:
         found = [np.zeros(len(own), np.float32) for own in completions]
         with run.on_device():
             for start in range(0, len(examples), layout.batch_size):
-                part = slice(start, start + layout.batch_size)
-                step = layout.step([[IndexedExample(example, 0) for example in examples[part]]], 0)
+                part = list(enumerate(examples))[start : start + layout.batch_size]
+                step = layout.step([[IndexedExample(example, number) for number, example in part]], 0)
                 logps = np.asarray(self._of[model](run.arrays, _placed(run, step.arrays)))
-                _scatter(logps, step.arrays, counted[part], found[part], layout)
+                for number, (own,) in step.of_reads(logps.reshape(step.arrays.reads.shape)).items():
+                    found[number][counted[number]] = own
         return found
 
 
@@ -161,13 +159,3 @@ def _compiled(of_pass: Callable, sharded_step: ShardedStep | None) -> Callable:
 def _placed(run: RunState, batch: Batch) -> Batch:
     return batch if run.sharding_plan is None else distributed(batch, run.sharding_plan.rows)
 
-
-def _scatter(
-    logps: np.ndarray, batch: Batch, counted: Sequence[np.ndarray], found: list[np.ndarray], layout: StepLayout
-) -> None:
-    """Enter the log-probabilities `[shards, N]` of a micro-batch's reads at the tokens that count of each completion."""
-    text = batch.text[0].reshape(logps.shape)
-    numbers = by_shard([range(len(found))], layout.shards)
-    for shard, own in enumerate(numbers):
-        for slot, number in enumerate(own):
-            found[number][counted[number]] = logps[shard, text[shard] == slot]

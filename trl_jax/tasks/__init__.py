@@ -5,7 +5,8 @@ Nothing else in the package knows which task runs. `trl_jax.BaseTrainer` trains 
 
 from __future__ import annotations
 
-from trl_jax.data.example import Columns, Example, Measured, of_examples
+from trl_jax.data.example import Columns, Context, Example, Measured, of_examples
+from trl_jax.data.extras import Extras
 from trl_jax.data.layout.batch import Batch
 from trl_jax.data.rows.texts import prepare_texts
 from trl_jax.losses.sums import counted, summed
@@ -13,5 +14,6 @@ from trl_jax.tasks.metrics import joined
 from trl_jax.tasks.task import Task
 
 __all__ = [
-    "Batch", "Columns", "Example", "Measured", "Task", "counted", "joined", "of_examples", "prepare_texts", "summed",
+    "Batch", "Columns", "Context", "Example", "Extras", "Measured", "Task", "counted", "joined", "of_examples",
+    "prepare_texts", "summed",
 ]  # fmt: skip

@@ -41,6 +41,9 @@ class DpoTask:
     max_prompt_length: int | None = None
 
     head: ClassVar[Literal["lm"]] = "lm"
+    axis: ClassVar[Literal["text"]] = "text"
+    compared: ClassVar[tuple[str, ...]] = ("logps",)
+    temperature: ClassVar[float] = 1.0
     per_token: ClassVar[bool] = False
     num_tokens_after: ClassVar[str] = "entropy"
     columns: ClassVar[Columns] = Columns(
@@ -78,9 +81,10 @@ class DpoTask:
             name: sum(label != IGNORED for label in labels[:1])
             for name, labels in zip(_AT_START, example.labels, strict=True)
         }
-        return example._replace(extras={**example.extras, **at_start})
+        numbers = {**example.extras.example, **at_start}
+        return example._replace(extras=example.extras._replace(example=numbers))
 
-    def per_text(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
+    def of_pass(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
         """Sums over the targets of each text, `[X]`. `logps` has the weighting of `ld_alpha`, `logps_sum` has not."""
         texts = 2 * len(batch.weight)
         ones = jnp.ones(len(batch.text))
@@ -106,13 +110,13 @@ class DpoTask:
         """The weighted sum of the losses of pairs, and sums over the micro-batches.
 
         Args:
-            outputs: of `per_text`, with `ref_logps`, the reference's `logps`, unless the batch has them.
+            outputs: of `of_pass`, with `ref_logps` of the reference, unless the batch has them.
         """
         chosen, rejected = ({name: part[i] for name, part in _halves(outputs).items()} for i in range(2))
         if "ref_logps" not in outputs:
-            chosen["ref_logps"], rejected["ref_logps"] = (batch.extras[name] for name in REFERENCE_COLUMNS)
+            chosen["ref_logps"], rejected["ref_logps"] = (batch.extras.example[name] for name in REFERENCE_COLUMNS)
         for side, name in zip((chosen, rejected), _AT_START, strict=True):
-            side["tokens"] = side["targets"] + batch.extras[name]
+            side["tokens"] = side["targets"] + batch.extras.example[name]
         pairs = _pairs(chosen, rejected)
         real, rewards = counted(batch.weight, batch.micro_batch), [self.objective.beta * r for r in pairs.ratios]
         sums = {

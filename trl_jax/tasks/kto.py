@@ -48,6 +48,9 @@ class KtoTask:
     max_prompt_length: int | None = None
 
     head: ClassVar[Literal["lm"]] = "lm"
+    axis: ClassVar[Literal["text"]] = "text"
+    compared: ClassVar[tuple[str, ...]] = ("logps",)
+    temperature: ClassVar[float] = 1.0
     per_token: ClassVar[bool] = False
     num_tokens_after: ClassVar[str] = "entropy"
 
@@ -103,7 +106,7 @@ class KtoTask:
         """The texts of a row, their labels, its kind, and the reference's log-probabilities, where they are known."""
         return self.columns.example(row)
 
-    def per_text(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
+    def of_pass(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
         """Sums over the targets of each text, `[X]`."""
         texts, fixed = len(self.columns.texts) * len(batch.weight), jax.lax.stop_gradient(outputs)
         values = {
@@ -120,13 +123,13 @@ class KtoTask:
         """The loss of a micro-batch, and sums over it.
 
         Args:
-            outputs: of `per_text`, with `ref_logps`, the reference's `logps`, unless the batch has them.
+            outputs: of `of_pass`, with `ref_logps` of the reference, unless the batch has them.
         """
         own, *others = self._texts(outputs)
         if "ref_logps" not in outputs:
             for text, column in zip((own, *others), _REFERENCE_COLUMNS, strict=False):
-                text["ref_logps"] = batch.extras[column]
-        ratio, desirable = own["logps"] - own["ref_logps"], batch.extras["label"] > 0
+                text["ref_logps"] = batch.extras.example[column]
+        ratio, desirable = own["logps"] - own["ref_logps"], batch.extras.example["label"] > 0
         divergence = others[0]["logps"] - others[0]["ref_logps"] if others else jnp.zeros_like(ratio)
         kl = kl_estimate(divergence, batch.weight > 0)
         real = counted(batch.weight, batch.micro_batch)

@@ -77,6 +77,8 @@ class PolicyTask(abc.ABC):
     cycle: Cycle = Cycle()
 
     head: ClassVar[Literal["lm"]] = "lm"
+    axis: ClassVar[Literal["read"]] = "read"
+    compared: ClassVar[tuple[str, ...]] = ()  # with a reference when completions are written, not in the step
     per_token: ClassVar[bool] = False
     by_micro_batch: ClassVar[bool] = True
     num_tokens_after: ClassVar[str | None] = None  # num_tokens is among the metrics of a generation
@@ -96,7 +98,7 @@ class PolicyTask(abc.ABC):
         """The batch as it is."""
         return batch
 
-    def per_text(self, outputs: TokenOutputs, batch: Batch) -> Sums:
+    def of_pass(self, outputs: TokenOutputs, batch: Batch) -> Sums:
         """The log-probability and the entropy of each read, `[N]`."""
         return {"logps": outputs.logps, "entropy": outputs.entropy}
 

@@ -52,7 +52,7 @@ class RewardTask:
             chosen,
             rejected,
             weight=batch.weight,
-            margin=batch.extras.get("margin"),
+            margin=batch.extras.example.get("margin"),
             center_rewards_coefficient=self.center_rewards_coefficient,
             micro_batch=batch.micro_batch,
         )

@@ -38,6 +38,9 @@ class SftTask:
     eval_packing: bool | None = None
 
     head: ClassVar[Literal["lm"]] = "lm"
+    axis: ClassVar[Literal["text"]] = "text"
+    compared: ClassVar[tuple[str, ...]] = ()
+    temperature: ClassVar[float] = 1.0
     per_token: ClassVar[bool] = True
     by_micro_batch: ClassVar[bool] = False
     num_tokens_after: ClassVar[str] = "mean_token_accuracy"
@@ -61,7 +64,7 @@ class SftTask:
         """The text of a row, its labels, and the documents in it."""
         return self.columns.example(row)
 
-    def per_text(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
+    def of_pass(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
         """Sums over the targets of each text, `[X]`: of their loss and entropy, of those that are predicted, of all."""
         texts = len(batch.weight)  # one an example
         losses = (

@@ -55,7 +55,8 @@ class Task(Protocol):
 
         Args:
             outputs: under a score head its output at each read, float32 `[X]`: first texts of all examples, then
-                second ones. Under a language model's head, the result of `per_text`.
+                second ones. Under a language model's head, the result of `of_pass`, and as `ref_<name>` those of
+                `compared`, of the reference, where the run has one.
             batch: `weight` `[E]`, `extras` and `micro_batch`, as in `Batch`. The loss is a sum weighted by `weight`.
         """
 
@@ -90,8 +91,13 @@ class ScoreTask(Task, Protocol):
 
 
 class TokenTask(Task, Protocol):
-    """A task with a language model's head: what it reads is reduced to numbers of texts within a pass.
+    """A task with a language model's head: what it reads becomes numbers of texts, or of reads, within a pass.
 
+    axis: of the numbers that `of_pass` gives. "text": `[X]` each, so that an evaluation may compute a batch's texts in
+        other passes, and hand `loss` numbers of examples and texts alone. "read": whatever the loss asks for, `[N]`
+        with `[X]` or none; it gets the whole `Batch`, and a batch is evaluated in one pass.
+    compared: which of these numbers the loss asks for of a reference, too.
+    temperature: divides the logits of the policy and of the reference.
     per_token: whether the weights that reach `loss` are shares of the step's targets, `1 / targets`, so that each
         target counts the same; otherwise each example counts the same.
     by_micro_batch: whether the loss needs the examples of a micro-batch, on several devices of a device's part of it,
@@ -100,13 +106,17 @@ class TokenTask(Task, Protocol):
     """
 
     head: Literal["lm"]
+    axis: Literal["text", "read"]
+    compared: tuple[str, ...]
+    temperature: float
     per_token: bool
     by_micro_batch: bool
     num_tokens_after: str
 
-    def per_text(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
-        """The sums over the reads of each text that `loss` needs, by name, float32 `[X]` each.
+    def of_pass(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
+        """The numbers of a pass that `loss` needs of the model, by name, float32 `[X]` or `[N]` by `axis`.
 
         Args:
-            batch: a pass; `losses.sums.of_texts` sums over the reads of each of its texts.
+            outputs: of each read, of the policy or of the reference.
+            batch: the pass; `losses.sums.of_texts` sums over the reads of each of its texts.
         """

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 from trl_jax.hub.peft.backend import AdaptedBackend
 from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.rollout.completions_log import CompletionsLog, trackers
 from trl_jax.rollout.entropy import EntropyBonus
-from trl_jax.rollout.rewards import reward_functions
+from trl_jax.rollout.reward_arguments import reward_functions
 from trl_jax.run import construction
 from trl_jax.run.model.reference import Sync, initial_policy
 from trl_jax.run.model.routers import balance_experts
@@ -57,6 +59,8 @@ class PolicyTrainer(BaseTrainer):
         )
         self.aux_loss_enabled = balance_experts(self._run, self.args.router_aux_loss_coef)
 
+    _writes_completions: ClassVar[bool] = True
+
     @property
     def ref_model(self) -> PreTrainedModel | None:
         """The reference as it is now; None where beta is 0, and of an adapter, whose reference is the model under it."""
@@ -84,16 +88,23 @@ class PolicyTrainer(BaseTrainer):
     def _rollout(self, run: RunState) -> RolloutParts:
         args = run.args
         rewards = reward_functions(
-            self.reward_funcs, self._reward_processing_classes, args, state=lambda: run.state,
-            template_options=args.chat_template_kwargs,
+            self.reward_funcs, self._reward_processing_classes, weights=args.reward_weights,
+            trainer_state=lambda: run.state, timeout=args.reward_timeout, template_options=args.chat_template_kwargs,
+            model_init_kwargs=args.model_init_kwargs, trust_remote_code=args.trust_remote_code, seed=args.seed,
         )  # fmt: skip
         self.reward_func_names = list(rewards.names)
-        sampling = Sampling(
-            args.chat_template_kwargs or {}, args.max_prompt_length, _eos_token_ids(run), _options(args)
-        )
+        sampling = Sampling(args.chat_template_kwargs or {}, args.max_prompt_length, _options(run))
+        table = self._table(rewards.names) if args.log_completions else None
         return RolloutParts(
-            sampling, rewards, args.mask_truncated_completions, args.shuffle_dataset, self._bonus(), None
+            sampling, rewards, args.mask_truncated_completions, args.shuffle_dataset, self._bonus(), table
         )
+
+    def _table(self, names: Sequence[str]) -> CompletionsLog:
+        args = self.args
+        return CompletionsLog(
+            names, args.generation_batch_size, args.num_completions_to_print, args.log_unique_prompts,
+            Path(args.output_dir) / "completions" if self._writes_completions else None, trackers(args.report_to or ()),
+        )  # fmt: skip
 
     def _bonus(self) -> EntropyBonus | None:
         """The coefficient of the entropy bonus, where the loss has one."""
@@ -120,15 +131,17 @@ class PolicyTrainer(BaseTrainer):
         }
 
 
-def _eos_token_ids(run: RunState) -> tuple[int, ...]:
+def _eos_token_ids(run: RunState) -> list[int]:
     """The model's ids that end a text, the tokenizer's before them if it is none of these."""
     own, found = run.processing_class.eos_token_id, run.model.generation_config.eos_token_id
     ids = [found] if isinstance(found, int) else list(found or ())
-    return tuple(ids if own in ids or own is None else [own, *ids])
+    return ids if own in ids or own is None else [own, *ids]
 
 
-def _options(args: Any) -> dict[str, Any]:
-    """The arguments of `generate` that the config says."""
-    named = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    options = {name: vars(args)[name] for name in named}
-    return options | {"max_new_tokens": args.max_completion_length, "do_sample": True} | (args.generation_kwargs or {})
+def _options(run: RunState) -> dict[str, Any]:
+    """The fields of the GenerationConfig that completions are sampled with."""
+    args, words = run.args, run.processing_class
+    options = {name: vars(args)[name] for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+    ids = {"eos_token_id": _eos_token_ids(run), "pad_token_id": words.pad_token_id, "bos_token_id": words.bos_token_id}
+    options |= {"max_new_tokens": args.max_completion_length, "do_sample": True} | ids
+    return options | (args.generation_kwargs or {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, ClassVar
 
 from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import TrainerCallback
@@ -24,6 +24,7 @@ class RLOOTrainer(PolicyTrainer):
 
     _name, _tag_names = "RLOO", ["trl", "rloo"]
     config_class = RLOOConfig
+    _writes_completions: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ import numpy as np
 
 from trl_jax.core.packed import Packed
 from trl_jax.data.example import Example
+from trl_jax.data.extras import Extras
 
 
 class Batch(NamedTuple):
@@ -24,12 +25,13 @@ class Batch(NamedTuple):
     text: int32 `[N]`, the text that each read belongs to, X of one that only fills the shape. None under a score head.
     share: float32 `[E]`, the share of each example in the mean over the step's passes, on all devices, of means over
         their examples. None where micro-batches do not have a pass each.
-    counted: int8 `[R, T]`, how many of the texts that count (`Example.counted`) each token belongs to; 0 of a pad, 2 of
-        one that two texts share.
+    counted: int16 `[R, T]`, how many of the texts that count (`Example.counted`) each token belongs to; 0 of a pad, 2
+        of one that two texts share.
     lengths: int32 `[X]`, tokens of each text; `[R]` of padded rows, of which documents have one each.
     weight: float32 `[E]`, the share of each example in the step's loss; 0 marks one that is not in this pass.
     micro_batch: bool `[M, E]`, which micro-batch of the step an example belongs to; metrics are summed over each.
-    extras: float32 `[E]` by name, numbers of the examples that the loss needs.
+    extras: float32, numbers that the loss needs by name: `extras.example` `[E]`, `extras.text` `[X]` and `extras.read`
+        `[N]`.
     packed: what tokens see where texts lie end to end; None where each row is a text.
 
     In a step every array has a leading axis of passes, which are computed one after another.
@@ -41,24 +43,48 @@ class Batch(NamedTuple):
     lengths: np.ndarray
     weight: np.ndarray
     micro_batch: np.ndarray
-    extras: dict[str, np.ndarray]
+    extras: Extras
     packed: Packed | None = None
     targets: np.ndarray | None = None
     text: np.ndarray | None = None
     share: np.ndarray | None = None
     counted: np.ndarray | None = None
 
-    def read(self, index: tuple[int, ...], start: int, places: np.ndarray, targets: np.ndarray, text: int) -> int:
-        """Enter reads of a text that predict `targets` `[n]`, from read `start` of a pass on. Returns their end.
+    def enter(self, index: tuple[int, ...], slot: int, example: Example, weight: float) -> None:
+        """Enter an example's weight, and the numbers of it and of its texts, into a slot of the pass at `index`."""
+        self.weight[index][slot] = weight
+        self.extras.enter(index, slot, self.weight.shape[-1], example.extras)
+
+    def read(
+        self, index: tuple[int, ...], start: int, slot: int, example: Example, number: int, places: np.ndarray
+    ) -> int:
+        """Enter the reads of an example's text that predict targets, from read `start` of a pass on. Returns their end.
 
         Args:
             index: of the pass.
+            slot: of the example.
+            number: of the text in it.
             places: of the reads, flat within the pass, `[n]`.
         """
-        end = start + len(places)
+        end, targets = start + len(places), example.targets(number)[1]
         self.reads[index][start:end], self.targets[index][start:end] = places, targets
-        self.text[index][start:end] = text
+        self.text[index][start:end] = number * self.weight.shape[-1] + slot
+        self.extras.enter_reads(index, start, len(places), number, example.extras)
         return end
+
+
+def empty_extras(like: Example, *lead: int, examples: int, reads: int) -> Extras:
+    """Zeros for passes `[*lead]` of E `examples` and N `reads`, under the names of an example's extras.
+
+    Raises:
+        ValueError: it has numbers of reads, and no labels that say what is read.
+    """
+    if like.extras.read and not like.labels:
+        raise ValueError(
+            f"extras.read[{next(iter(like.extras.read))!r}] has no targets that it could belong to: the example has no "
+            "labels. Numbers of texts are extras.text."
+        )
+    return like.extras.zeros(*lead, examples=examples, texts=len(like.texts) * examples, reads=reads)
 
 
 def read_places(example: Example, text: int, pad_token_id: int) -> np.ndarray:

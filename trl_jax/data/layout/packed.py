@@ -1,45 +1,24 @@
-"""Packed rows: text after text without pads between, and what two texts begin with only once. Pure NumPy."""
+"""Packed rows: text after text without pads between, and what several texts begin with only once. Pure NumPy."""
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from trl_jax.core.packed import Packed, RowView
 from trl_jax.data.example import Example
-from trl_jax.data.layout.batch import Batch, read_places
-
-
-class Placed(NamedTuple):
-    """An example with its slot, counted over the step's micro-batches, its weight, and how many tokens are shared."""
-
-    slot: int
-    example: Example
-    weight: float
-    shared: int
-
-    @property
-    def tokens(self) -> int:
-        """Places that it takes in a packed row."""
-        return self.example.tokens - self.shared
-
-
-class RowViewShape(NamedTuple):
-    """How texts in packed rows are viewed as rows, too: of at most `examples` examples. `shape` goes from the tokens of
-    the longest packed row, and of the longest text, to the lengths of packed rows and of rows."""
-
-    examples: int
-    shape: Callable[[int, int], tuple[int, int]]
+from trl_jax.data.layout.batch import Batch, empty_extras, read_places
+from trl_jax.data.layout.placing import Placed, longest_beside
+from trl_jax.data.layout.row_view import RowViewShape, no_view, sharing, view_rows, write_view
 
 
 class Form(NamedTuple):
     """How packed rows are laid out.
 
     pad_token_id: fills them, and decides where texts are read.
-    share: whether the two texts of an example may share what they begin with.
+    share: whether the two texts of an example may share what they begin with, and examples their context.
     bucket: from the tokens of the longest packed row to how long all are.
     row_view: texts stand as rows, too, and lengths are of its `shape`; None where attention goes along the packed row.
     """
@@ -48,64 +27,6 @@ class Form(NamedTuple):
     share: bool
     bucket: Callable[[int], int]
     row_view: RowViewShape | None = None
-
-
-def shared_tokens(texts: Sequence[Sequence[int]]) -> int:
-    """How many ids two texts begin with alike; each keeps its last one to itself. Others than two share nothing: a
-    token sees one run of its row, so a prefix has one text before it and one behind it."""
-    if len(texts) != 2:
-        return 0
-    first, second = texts
-    most = min(len(first), len(second)) - 1
-    differ = np.flatnonzero(np.asarray(first[:most]) != np.asarray(second[:most]))
-    return int(differ[0]) if len(differ) else most
-
-
-def greedy_bins(costs: Sequence[int], bins: int, most: int | None = None) -> list[int]:
-    """The bin of each item: the dearest first, each into the one that is emptiest then (Graham 1969).
-
-    `most` items at most go into one; there is room for all then.
-    """
-    if bins == 1:
-        return [0] * len(costs)
-    heap, found = [(0, number) for number in range(bins)], [0] * len(costs)
-    free = [len(costs) if most is None else most] * bins
-    for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
-        filled, number = heapq.heappop(heap)
-        found[item] = number
-        free[number] -= 1
-        if free[number]:
-            heapq.heappush(heap, (filled + costs[item], number))
-    return found
-
-
-def place(
-    micro_batches: Sequence[Sequence[Example]],
-    *,
-    examples: int,
-    share: bool,
-    weights: Sequence[float] | None = None,
-) -> list[Placed]:
-    """The examples of a step in order; a full micro-batch has `examples`. TRL's mean of means is in their weights,
-    unless `weights` has those of each micro-batch's examples."""
-    return [
-        Placed(
-            m * examples + i,
-            example,
-            1.0 / (len(micro_batches) * len(batch)) if weights is None else weights[m],
-            shared_tokens(example.texts) if share else 0,
-        )
-        for m, batch in enumerate(micro_batches)
-        for i, example in enumerate(batch)
-    ]
-
-
-def longest_beside(placed: Sequence[Placed], size: int) -> list[int]:
-    """For each example the longest document among those that TRL would run beside it: runs of `size` slots."""
-    longest: dict[int, int] = {}
-    for one in placed:
-        longest[one.slot // size] = max(longest.get(one.slot // size, 0), one.example.longest_document)
-    return [longest[one.slot // size] for one in placed]
 
 
 def pack_examples(
@@ -128,57 +49,77 @@ def pack_examples(
         count: micro-batches a full step has.
         beside: of each example as `longest_beside` gives it; None means that of micro-batches.
     """
-    filled = [sum(one.tokens for one, own in zip(placed, into, strict=True) if own == row) for row in range(rows)]
+    filled = _filled(placed, into, rows)
     view, length, like = None, 0, placed[0].example
     if form.row_view is None:
         length = form.bucket(max(filled))
     else:
         length, text = form.row_view.shape(max(filled), max(one.example.longest_document for one in placed))
-        view = _no_view(rows, _view_rows(placed, into, form.row_view), text, length)
-    batch = _empty(form, rows, length, count, examples, like, view, _num_reads(placed, into, length))
+        view = no_view(rows, view_rows(placed, into, form.row_view), text, length, sharing(placed, into))
+    branches = any(one.context is not None for one in placed)
+    batch = _empty(form, rows, length, count, examples, like, view, _num_reads(placed, into, length), branches)
     beside = longest_beside(placed, examples) if beside is None else beside
     free, taken, read = [0] * rows, [0] * rows, [0] * rows
+    contexts: dict[Hashable, list[np.ndarray]] = {}
     for one, row, longest in zip(placed, into, beside, strict=True):
-        places = _write(batch, row, free[row], one)
+        before = contexts.setdefault((row, one.context), [])
+        branch = 0 if one.context is None else len(before)
+        if one.context is None:
+            places = _write(batch, row, free[row], one)
+        else:
+            places = _write_branch(batch, row, free[row], one, before[0] if before else None)
         read[row] = _write_reads(batch, row, read[row], one, places, form.pad_token_id)
         if view is not None:
             runs = [places[0][start:end] for start, end in one.example.spans] if one.example.documents else places
-            _write_view(view, row, taken[row], one.shared, runs)
+            for text, at in enumerate(runs):
+                shared, side = (one.shared, text) if one.context is None else (one.context_tokens, branch)
+                write_view(view, row, taken[row] + text, at, shared if side else 0, side)
             taken[row] += len(runs)
-        end = free[row] + one.tokens
+        before.append(places[0][: one.context_tokens])
+        end = max(free[row], *(1 + int(at.max()) for at in places))
         batch.packed.longest[row, 0, free[row] : end] = longest
         free[row] = end
     return batch
 
 
 def _empty(
-    form: Form, rows: int, length: int, count: int, examples: int, like: Example, view: RowView | None, reads: int
+    form: Form,
+    rows: int,
+    length: int,
+    count: int,
+    examples: int,
+    like: Example,
+    view: RowView | None,
+    reads: int,
+    branches: bool,
 ) -> Batch:
     def filled(shape: tuple[int, ...], value: int, dtype: type = np.int32) -> np.ndarray:
         return np.full((rows, *shape), value, dtype)
 
     slots, targets, text = count * examples, None, None
+    reads = reads if like.labels else len(like.texts) * slots
     if like.labels:
         targets, text = filled((reads,), -1), filled((reads,), len(like.texts) * slots)
     member = np.repeat(np.eye(count, dtype=bool), examples, axis=1)
     return Batch(
         tokens=filled((1, length), form.pad_token_id),
         positions=filled((1, length), 0),
-        reads=filled((reads if like.labels else len(like.texts) * slots,), 0),
+        reads=filled((reads,), 0),
         lengths=filled((len(like.texts) * slots,), 1),
         weight=filled((slots,), 0, np.float32),
         micro_batch=np.broadcast_to(member, (rows, *member.shape)),
-        extras={name: filled((slots,), 0, np.float32) for name in like.extras},
+        extras=empty_extras(like, rows, examples=slots, reads=reads),
         packed=Packed(
             filled((1, length), length),
             filled((1, length), length),
             filled((1, length), 1),
             filled((1, length), length) if form.share and len(like.texts) > 1 else None,
             view,
+            *(filled((1, length), length) for _ in range(2) if branches),
         ),
         targets=targets,
         text=text,
-        counted=filled((1, length), 0, np.int8),
+        counted=filled((1, length), 0, np.int16),
     )
 
 
@@ -189,16 +130,14 @@ def _num_reads(placed: Sequence[Placed], into: Sequence[int], length: int) -> in
     return max(1, -(-int(targets.max()) // length)) * length
 
 
-def _view_rows(placed: Sequence[Placed], into: Sequence[int], view: RowViewShape) -> int:
-    """Rows that the texts of any packed row are viewed as; of documents the next power of two, so that few shapes
-    compile."""
-    documents = int(np.bincount(into, [len(one.example.documents) for one in placed]).max())
-    return 1 << (documents - 1).bit_length() if documents else len(placed[0].example.texts) * view.examples
-
-
-def _no_view(rows: int, count: int, longest: int, length: int) -> RowView:
-    places = np.full((rows, 1, count, longest), length, np.int32)
-    return RowView(places, np.full((rows, 1, 2, length), count * longest, np.int32))
+def _filled(placed: Sequence[Placed], into: Sequence[int], rows: int) -> list[int]:
+    """The tokens of each packed row: contexts count once in it."""
+    filled, met = [0] * rows, set()
+    for one, row in zip(placed, into, strict=True):
+        known = one.context is not None and (row, one.context) in met
+        filled[row] += one.tokens - (one.context_tokens if known else 0)
+        met.add((row, one.context))
+    return filled
 
 
 def _places(texts: Sequence[Sequence[int]], start: int, shared: int) -> list[np.ndarray]:
@@ -231,10 +170,37 @@ def _write(batch: Batch, row: int, start: int, one: Placed) -> list[np.ndarray]:
     if one.shared:  # the first text's own tokens see from themselves to the end of what is shared
         own = places[0][one.shared :]
         first[own], end[own] = own, places[0][0] + one.shared
-    batch.weight[row, one.slot] = one.weight
-    for name, values in batch.extras.items():
-        values[row, one.slot] = one.example.extras[name]
+    batch.enter((row,), one.slot, one.example, one.weight)
     return places
+
+
+def _write_branch(batch: Batch, row: int, start: int, one: Placed, context: np.ndarray | None) -> list[np.ndarray]:
+    """Lay an example from `start` on, behind its context. Returns where the text's tokens are.
+
+    Args:
+        context: where the context is, if the packed row has it already; otherwise it is laid at `start`.
+
+    Raises:
+        ValueError: the context has other tokens than under the same key before.
+    """
+    [ids], shared = one.example.texts, one.context_tokens
+    tokens, positions, packed = batch.tokens[row, 0], batch.positions[row, 0], batch.packed
+    if context is None:
+        context, start = np.arange(start, start + shared), start + shared
+        tokens[context] = ids[:shared]
+    elif not np.array_equal(tokens[context], ids[:shared]):
+        raise ValueError(
+            f"Two examples have a context of the key {one.example.context.key!r}, and their texts begin differently. "
+            "Give each context a key of its own."
+        )
+    own = np.arange(start, start + len(ids) - shared)
+    at = np.concatenate([context, own])
+    tokens[own], positions[at], packed.end[row, 0, at] = ids[shared:], np.arange(len(ids)), at + 1
+    packed.first[row, 0, context], packed.first[row, 0, own] = context[0], start
+    packed.context[row, 0, own], packed.context_end[row, 0, own] = context[0], context[-1] + 1
+    batch.counted[row, 0, at] += len(one.example.texts[: one.example.counted])
+    batch.enter((row,), one.slot, one.example, one.weight)
+    return [at]
 
 
 def _write_reads(
@@ -251,18 +217,9 @@ def _write_reads(
         at = (places[0] if np.array_equal(texts[0], ids) else at)[read_places(one.example, number, pad_token_id)]
         batch.lengths[row, slot] = len(ids)
         if one.example.labels:
-            read = batch.read((row,), read, at, one.example.targets(number)[1], slot)
+            read = batch.read((row,), read, one.slot, one.example, number, at)
         else:
             batch.reads[row, slot] = at[0]
     return read
 
 
-def _write_view(view: RowView, row: int, number: int, shared: int, places: list[np.ndarray]) -> None:
-    """The rows, from this number on, of an example in its packed row, from where each text's tokens are."""
-    at_view, back = view.places[row, 0], view.rows[row, 0]
-    for text, at in enumerate(places):
-        own = (number + text) * at_view.shape[1] + np.arange(len(at))
-        at_view.reshape(-1)[own] = at
-        begin = shared if text else 0  # what is shared is in the first text's row, and in the second's as the other
-        back[0, at[begin:]] = own[begin:]
-        back[1, at[:begin]] = own[:begin]

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trl_jax.data.example import Example
-from trl_jax.data.layout.batch import Batch, padded_length, read_places
+from trl_jax.data.example import Example, weight_of
+from trl_jax.data.layout.batch import Batch, empty_extras, padded_length, read_places
 
 
 def pad_examples(
@@ -27,7 +27,7 @@ def pad_examples(
         count: micro-batches a full step has; a shorter step is filled likewise.
         pad_token_id: fills rows, and decides where they are read.
         pad_to_multiple_of: see `padded_length`.
-        weights: of an example of each micro-batch; None makes it TRL's mean of means.
+        weights: of each micro-batch's examples that have none of their own; None makes it TRL's mean of means.
     """
     every, like = [example for batch in micro_batches for example in batch], micro_batches[0][0]
     length = padded_length(max(example.longest_document for example in every), pad_to_multiple_of)
@@ -35,11 +35,10 @@ def pad_examples(
     rows = 1 << (documents - 1).bit_length() if documents else len(like.texts) * examples
     batch = _empty(count, examples, rows, length, pad_token_id, like)
     for m, own in enumerate(micro_batches):
-        if own:
-            share = 1.0 / (len(micro_batches) * len(own)) if weights is None else weights[m]
-            batch.weight[m, : len(own)] = share
         row = read = 0
         for slot, example in enumerate(own):
+            weight = 1.0 / (len(micro_batches) * len(own)) if weights is None else weights[m]
+            batch.enter((m,), slot, example, weight_of(example, weight))
             first = [row] if documents else [number * examples + slot for number in range(len(example.texts))]
             read = _write(batch, m, slot, example, first, read, pad_token_id)
             row += len(example.documents)
@@ -62,10 +61,10 @@ def _empty(count: int, examples: int, rows: int, length: int, pad_token_id: int,
         lengths=np.full((count, rows), 0 if like.labels else 1, np.int32),
         weight=np.zeros((count, examples), np.float32),
         micro_batch=np.broadcast_to(member, (count, count, examples)),
-        extras={name: np.zeros((count, examples), np.float32) for name in like.extras},
+        extras=empty_extras(like, count, examples=examples, reads=reads.shape[1]),
         targets=targets,
         text=text,
-        counted=np.zeros(tokens.shape, np.int8),
+        counted=np.zeros(tokens.shape, np.int16),
     )
 
 
@@ -87,11 +86,8 @@ def _write(
             batch.counted[m, row, : end - start] = number in counted
             at.append(row * length + np.arange(end - start))
         places = np.concatenate(at)[read_places(example, number, pad_token_id)]
-        text = number * examples + slot
         if example.labels:
-            read = batch.read((m,), read, places, example.targets(number)[1], text)
+            read = batch.read((m,), read, slot, example, number, places)
         else:
-            batch.reads[m, text] = places[0]
-    for name, values in batch.extras.items():
-        values[m, slot] = example.extras[name]
+            batch.reads[m, number * examples + slot] = places[0]
     return read

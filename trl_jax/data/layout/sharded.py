@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from trl_jax.data.layout.batch import Batch
-from trl_jax.data.layout.packed import Form, Placed, longest_beside, pack_examples
+from trl_jax.data.layout.packed import Form, pack_examples
+from trl_jax.data.layout.placing import Placed, longest_beside
 
 
 def filled(order: np.ndarray, size: int) -> np.ndarray:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from datasets import Dataset
 
-from trl_jax.data.layout.packed import greedy_bins
+from trl_jax.data.layout.placing import greedy_bins
 from trl_jax.data.rows.checks import blocks, list_lengths
 
 SURVEYED = 16_384  # examples that are looked at, those of several epochs where there are fewer
@@ -66,7 +66,7 @@ def survey(dataset: Dataset, order: np.ndarray, columns: tuple[str, ...]) -> Sur
 
 
 def _shared(first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-    """`data.layout.packed.shared_tokens` of many examples; each text is (ids end to end, how many each row has)."""
+    """`data.layout.placing.shared_tokens` of many examples; each text is (ids end to end, how many each row has)."""
     most = np.minimum(first[1], second[1]) - 1
     starts = np.cumsum(most) - most
     within = np.arange(most.sum()) - np.repeat(starts, most)

@@ -12,14 +12,24 @@ from safetensors.numpy import save_file
 from trl_jax.core import memory_errors
 from trl_jax.core.printable import brief
 from trl_jax.hub.formats.safetensors import SINGLE
+from trl_jax.hub.heads import HeadName
+from trl_jax.hub.network.fetch import ADAPTER
+from trl_jax.hub.peft.lora_config import WEIGHTS
 
 OPTIMIZER = "optimizer.pt"
 
 
-def write_adamw_moments(checkpoint: Path, folder: Path, decays: Callable[[str], bool]) -> int:
+def write_adamw_moments(
+    checkpoint: Path, folder: Path, config: Any, head: HeadName, decays: Callable[[str], bool]
+) -> int:
     """Write the moments of a Trainer's checkpoint as if they were weights: `folder`/mu and `folder`/nu, for `load`.
 
-    torch numbers an optimizer's tensors; their names follow from the order of the model's, those that decay first.
+    torch numbers an optimizer's tensors; their names follow from the order of the model's, those that decay first. For
+    an adapter, peft is needed to know that order.
+
+    Args:
+        config: transformers' object, of the model or of an adapter's base model.
+        head: the model's.
 
     Returns:
         How many steps AdamW has taken.
@@ -28,7 +38,8 @@ def write_adamw_moments(checkpoint: Path, folder: Path, decays: Callable[[str], 
         ValueError: it is no AdamW over this model's tensors, or not one that can be read without running code.
     """
     saved = _read(checkpoint / OPTIMIZER)
-    names = _parameter_names(checkpoint)
+    names, files = _parameter_names(checkpoint, config, head), (checkpoint / ADAPTER, checkpoint / "config.json")
+    described, weights = (files[0], WEIGHTS) if files[0].is_file() else (files[1], SINGLE)
     groups = [[name for name in names if decays(name)], [name for name in names if not decays(name)]]
     groups = [group for group in groups if group]
     try:
@@ -47,8 +58,8 @@ def write_adamw_moments(checkpoint: Path, folder: Path, decays: Callable[[str], 
     order = [name for group in groups for name in group]
     for part, values in moments.items():
         (folder / part).mkdir()
-        shutil.copy(checkpoint / "config.json", folder / part)
-        save_file(dict(zip(order, values, strict=True)), folder / part / SINGLE)
+        shutil.copy(described, folder / part)
+        save_file({_on_disk(name): value for name, value in zip(order, values, strict=True)}, folder / part / weights)
     return count
 
 
@@ -68,11 +79,28 @@ def _read(path: Path) -> Any:
         ) from error
 
 
-def _parameter_names(checkpoint: Path) -> list[str]:
+def _parameter_names(checkpoint: Path, config: Any, head: HeadName) -> list[str]:
+    """The names of the parameters that train, in torch's order."""
     import torch
-    from transformers import AutoConfig, AutoModelForSequenceClassification
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    config = AutoConfig.from_pretrained(checkpoint, attn_implementation="eager", trust_remote_code=False)
+    kind = {"score": AutoModelForSequenceClassification, "lm": AutoModelForCausalLM}[head]
     with torch.device("meta"):
-        model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=False)
-    return [name for name, _ in model.named_parameters()]
+        model = kind.from_config(config, attn_implementation="eager", trust_remote_code=False)
+        if (checkpoint / ADAPTER).is_file():
+            model = _adapted(model, checkpoint)
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def _adapted(model: Any, checkpoint: Path) -> Any:
+    from peft import PeftConfig, get_peft_model
+
+    config = PeftConfig.from_pretrained(checkpoint)
+    config.inference_mode = config.init_lora_weights = False  # its values are not asked for
+    return get_peft_model(model, config)
+
+
+def _on_disk(name: str) -> str:
+    """The name under which PEFT saves a parameter of its one adapter; other names as they are."""
+    name = name.replace("lora_magnitude_vector.default.weight", "lora_magnitude_vector")
+    return name.replace(".modules_to_save.default", "").replace(".default", "")

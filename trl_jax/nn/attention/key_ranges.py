@@ -14,7 +14,8 @@ SAVED = "attended"  # the name of results in checkpoint policies: they cost more
 class KeyRanges(NamedTuple):
     """The places of the keys that each query sees, from `first` up to but without `end`: int32, `[N]` or in blocks.
 
-    And those from `second` up to but without `second_end`, behind the others; None where there are none.
+    And those from `second` up to but without `second_end`, behind the others; None where there are none. Either may be
+    empty.
     """
 
     first: jax.Array

@@ -47,11 +47,17 @@ def _key_ranges(packed: Packed, window: jax.Array | None, striped: Striped | Non
     rows, queries = packed.first.shape
     offset = jnp.arange(rows, dtype=jnp.int32)[:, None] * length
     first, end = ((y + offset).reshape(-1) for y in (packed.first, packed.end))
+    context = None
+    if packed.context is not None:
+        context = tuple((y + offset).reshape(-1) for y in (packed.context, packed.context_end))
     if window is None:
-        return KeyRanges(first, end)
+        return KeyRanges(first, end) if context is None else KeyRanges(*context, first, end)
     blocks = jnp.arange(rows * queries // BLOCK) if striped is None else striped.blocks(rows, queries // BLOCK)
     place = (blocks[:, None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)).reshape(-1)
     nearest, last = jnp.maximum(first, place - window + 1), place + jnp.minimum(end - place, window)
+    if context is not None:  # a branch's first token is next to its context's last one
+        begin, branch = context
+        return KeyRanges(jnp.maximum(begin, branch + (place - first) - window + 1), branch, nearest, last)
     if packed.prompt is None:
         return KeyRanges(nearest, last)
     # An answer before its prompt: next to the answer's first token is the prompt's first, but its last is the nearest.

@@ -13,14 +13,14 @@ from trl_jax.core.packed import RowView
 
 def by_text(x: jax.Array, texts: RowView) -> jax.Array:
     """Tokens of packed rows `[R, T, ...]` as those of their texts `[R x N, L, ...]`, zeros behind each; the tokens that
-    two texts begin with are in both."""
+    several texts begin with are in each of them."""
     rows, count, length = texts.places.shape
     taken = _to_texts(x.reshape(*x.shape[:2], -1), texts.places.reshape(rows, -1), texts.rows)
     return taken.reshape(rows * count, length, *x.shape[2:])
 
 
 def by_token(x: jax.Array, texts: RowView) -> jax.Array:
-    """The inverse of `by_text`: tokens of packed rows, one of those that two texts share, which are alike."""
+    """The inverse of `by_text`: tokens of packed rows, one of those that several texts share, which are alike."""
     rows = len(texts.places)
     taken = _to_tokens(x.reshape(rows, -1, x[0, 0].size), texts.places.reshape(rows, -1), texts.rows)
     return taken.reshape(*taken.shape[:2], *x.shape[2:])
@@ -38,8 +38,8 @@ def _to_texts(x, places, rows):
 
 def _to_texts_backward(saved, gradient):
     _, rows = saved
-    both = (_at(gradient, rows[:, side]).astype(jnp.float32) for side in (0, 1))
-    return sum(both).astype(gradient.dtype), None, None
+    parts = (_at(gradient, rows[:, text]).astype(jnp.float32) for text in range(rows.shape[1]))
+    return sum(parts).astype(gradient.dtype), None, None
 
 
 _to_texts.defvjp(lambda x, places, rows: (_at(x, places), (places, rows)), _to_texts_backward)

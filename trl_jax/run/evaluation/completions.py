@@ -52,7 +52,7 @@ class CompletionEvaluator:
         total = sum(counts)
         metrics = {f"{prefix}_loss": float(np.average(losses, weights=counts))}
         metrics |= speed_metrics(prefix, start, num_samples=total, num_steps=len(counts))
-        measured = self._source.rollout.collected["eval"].taken() | run.task.metrics(sums, "eval")
+        measured = self._source.rollout.logged("eval", run.state.global_step) | run.task.metrics(sums, "eval")
         return metrics | {f"{prefix}_{name}": value for name, value in measured.items()}
 
     def predict(self, batches: Any, prefix: str, hooks: MetricHooks) -> PredictionOutput:

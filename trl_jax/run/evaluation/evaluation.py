@@ -21,6 +21,7 @@ from trl_jax.engine.prefetch import Prefetched
 from trl_jax.run.dataloaders import Batches, steps_of
 from trl_jax.run.evaluation.logits import LogitsEvaluation
 from trl_jax.run.evaluation.predictions import Predicted, token_ids_of
+from trl_jax.run.evaluation.whole_batch import WholeBatchEvaluation
 from trl_jax.run.reports import speed_metrics, task_metrics
 from trl_jax.run.state import RunState
 from trl_jax.run.step.forward import Forward
@@ -55,6 +56,7 @@ class Evaluator:
         self._outputs = jax.jit(self.outputs, static_argnames=("dtype", "bounded"))
         self._measure = jax.jit(forward.measure)
         self._by_logits: LogitsEvaluation | None = None
+        self._whole = WholeBatchEvaluation(run, forward, sharded_step)
         self._by_script: Any = None  # evaluates batch by batch with a script's own methods
         if "prediction_step" in run.overridden:
             self._by_script = UserPrediction(run, user_loss, prediction_step)
@@ -111,6 +113,9 @@ class Evaluator:
                 evaluate = self._checked(partial(by_logits, run.arrays, dtype=dtype))
                 rows = steps.laid_out(layout="padded", divided=False)
                 evaluated = run_batches(evaluate, rows, after_each, by_logits.divisor)
+            elif run.task.head == "lm" and run.task.axis == "read":
+                evaluate = self._checked(partial(self._whole, run.arrays, dtype=dtype))
+                evaluated = run_batches(evaluate, steps, after_each, self._whole.divisor)
             else:
                 outputs_of = partial(self._outputs, run.arrays, dtype=dtype, bounded=not predicts)
                 place = None if run.sharding_plan is None else self._placed

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trl_jax.data.example import Measured, of_examples
+from trl_jax.data.example import of_examples
 from trl_jax.data.layout.batch import Batch
+from trl_jax.run.evaluation.divisor import divisor_of
 from trl_jax.run.state import RunState
 from trl_jax.run.step.forward import Forward
 from trl_jax.run.step.routers import aux_loss_sums, aux_loss_weight
@@ -26,9 +27,10 @@ class LogitsEvaluation:
     """Evaluates a batch of padded rows: `(params, arrays) -> (sums with "loss", (predictions, labels))`.
 
     Predictions are logits float32 `[rows, T, V]`, of each place for the next token, or what `preprocess` makes of them;
-    labels int32 `[rows, T]` are at their own place. Where an example has several texts, or the task compares with a
-    reference, the labels are the token ids, as in TRL, and the rows are those of the texts that count as trained on:
-    first texts of all examples, then second ones. T is the longest row, the loss a mean over targets or examples.
+    labels int32 `[rows, T]` are at their own place. Where an example has several texts, the task compares with a
+    reference, or its loss asks for numbers of reads, the labels are the token ids, as in TRL, and the rows are those of
+    the texts that count as trained on: first texts of all examples, then second ones. T is the longest row, the loss a
+    mean over targets or examples.
     """
 
     def __init__(self, run: RunState, forward: Forward, preprocess: Callable | None):
@@ -38,7 +40,8 @@ class LogitsEvaluation:
         """
         self._run, self._forward, self.preprocess, self._warned = run, forward, preprocess, False
         columns, count = run.task.columns, len(run.task.columns.texts)
-        self._texts = None if count == 1 and not columns.optional else columns.counted or count
+        alone = count == 1 and not columns.optional and run.task.axis == "text"
+        self._texts = None if alone else columns.counted or count
         self._evaluate = jax.jit(self._loss_of_logits, static_argnames="dtype")
         self._evaluate_beside = jax.jit(self._loss_and_logits, static_argnames="dtype")
 
@@ -58,9 +61,7 @@ class LogitsEvaluation:
 
     def divisor(self, batch: Any) -> float:
         """The number of targets, or of examples, that the loss of a batch is a mean over."""
-        if not self._run.task.per_token:
-            return batch.num_examples
-        return max(1, int(np.count_nonzero(batch.arrays.targets >= 0)))
+        return divisor_of(self._run.task, batch)
 
     def _of_labels(self, params: dict, arrays: Any, dtype: str) -> tuple:
         [inputs] = inputs_of(arrays, self._run.task)
@@ -92,8 +93,7 @@ class LogitsEvaluation:
         """The task's loss without logits, and logits `[rows, T, V]` by a pass of their own, as TRL makes them."""
         run, rows = self._run, len(batch.weight) * self._texts
         outputs = self._forward.outputs(params, batch, dtype=dtype, bounded=False)
-        measured = Measured(batch.weight, batch.extras, len(batch.weight), share=batch.weight)
-        sums = self._forward.measure(outputs, measured)
+        sums = self._forward.measure(outputs, batch._replace(micro_batch=None, share=batch.weight))
         policy = params if run.reference is None else run.reference.split(params)[0]
         bound = BoundModel(run.model, policy, dtype=dtype, head="lm")
         mask = jnp.arange(batch.tokens.shape[1]) < batch.lengths[:rows, None]

@@ -104,7 +104,7 @@ def _compiled(run: RunState, forward: Forward) -> Callable[[Batch], jax.Array]:
     """A pass's arrays -> the reference's log-probabilities of its texts, `[X]` or `[shards, X]`."""
 
     def of_pass(arrays: dict, batch: Batch) -> jax.Array:
-        return forward.reference_logps(arrays, jax.tree.map(lambda leaf: leaf[0], batch))
+        return forward.of_reference(arrays, jax.tree.map(lambda leaf: leaf[0], batch))["logps"]
 
     plan = run.sharding_plan
     if plan is not None:

@@ -14,28 +14,31 @@ from transformers.trainer_callback import TrainerState
 
 from trl_jax.engine.checkpoints.progress import Progress
 from trl_jax.engine.optimizers.optimizer import decays, with_adam_moments
+from trl_jax.hub.network.fetch import ADAPTER
+from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.torch.optimizer_state import OPTIMIZER, write_adamw_moments
 
 logger = logging.getLogger(__name__)
 
 
-def optimizer_state(folder: Path, fresh: Any, load: Callable[[Path], dict[str, jax.Array]]) -> Any:
+def optimizer_state(
+    folder: Path, fresh: Any, model: PreTrainedModel, load: Callable[[Path], dict[str, jax.Array]]
+) -> Any:
     """`fresh` with AdamW's moments from optimizer.pt; unchanged, with a warning, where they cannot be read without
-    torch.
+    torch, or those of an adapter without peft.
 
     Args:
+        model: that trains.
         load: reads a folder of weights.
     """
     logger.warning("%s has no manifest: nothing tells whether its files are as they were written.", folder)
-    if (folder / "adapter_config.json").is_file():
-        logger.warning("%s: the moments of an adapter are not read: AdamW's restart from zero.", folder / OPTIMIZER)
-        return fresh
-    if importlib.util.find_spec("torch") is None:
-        logger.warning("%s takes torch to read, which is not installed: AdamW's moments restart from zero.",
-                       folder / OPTIMIZER)  # fmt: skip
-        return fresh
+    for name in ("torch", "peft") if (folder / ADAPTER).is_file() else ("torch",):
+        if importlib.util.find_spec(name) is None:
+            logger.warning("%s takes %s to read, which is not installed: AdamW's moments restart from zero.",
+                           folder / OPTIMIZER, name)  # fmt: skip
+            return fresh
     with tempfile.TemporaryDirectory() as aside:
-        count = write_adamw_moments(folder, Path(aside), decays)
+        count = write_adamw_moments(folder, Path(aside), model.config, model.backend.head, decays)
         return with_adam_moments(fresh, count, *(load(Path(aside, part)) for part in ("mu", "nu")))
 
 

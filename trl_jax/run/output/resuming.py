@@ -85,7 +85,8 @@ def weights_of(run: RunState, folder: Path) -> dict[str, jax.Array]:
 
 
 def _of_transformers(run: RunState, point: ResumePoint, params: dict, tx: Any) -> tuple[dict, Any, Progress]:
-    state = hf_resume.optimizer_state(point.folder, tx.init(params), lambda folder: weights_of(run, folder))
+    fresh, load = tx.init(params), lambda folder: weights_of(run, folder)
+    state = hf_resume.optimizer_state(point.folder, fresh, run.model, load)
     if run.sharding_plan is not None:
         state = run.sharding_plan.placed_state(state, params)
     run.tokens_seen = hf_resume.tokens_seen(point.state)

@@ -12,6 +12,7 @@ from trl_jax.data.layout.batch import Batch
 from trl_jax.hub.backend import Backend
 from trl_jax.losses.load_balancing import load_balancing_loss
 from trl_jax.models.functional import merge
+from trl_jax.run.model.reference import PREFIX
 from trl_jax.run.state import RunState
 from trl_jax.run.step.rng import random_options
 from trl_jax.run.step.routers import AUX_LOSS, with_aux_loss
@@ -26,9 +27,9 @@ class Forward:
     def outputs(
         self, params: dict, batch: Batch, *, dtype: str, bounded: bool = True, **options: Any
     ) -> Any:
-        """The outputs of each text, float32 `[X]`: those of a score head or, under a language model's head, the task's
-        `per_text` by name, with `ref_logps`, the `logps` of the reference, where the run has one, and `aux_loss`, the
-        load-balancing loss of this pass, where the run adds it.
+        """The numbers of a pass that the task's loss gets: outputs of a score head, float32 `[X]`, or, under a language
+        model's head, the task's `of_pass` by name, with `ref_<name>` of those that it compares with the reference,
+        where the run has one, and `aux_loss` `[X]`, the load-balancing loss of this pass, where the run adds it.
 
         Args:
             dtype: of the layers' computation.
@@ -51,37 +52,39 @@ class Forward:
             outputs, router_sums = outputs
             texts = len(run.task.columns.texts) * len(batch.weight)
             sums[AUX_LOSS] = jnp.broadcast_to(load_balancing_loss(router_sums), texts)
-        sums |= run.task.per_text(outputs, batch)
-        if reference is None:
+        sums |= run.task.of_pass(outputs, batch)
+        if reference is None or not run.task.compared:
             return sums
-        return sums | {"ref_logps": self._of_reference(compared, batch, max_tokens, common)}
+        found = self._of_reference(compared, batch, max_tokens, common)
+        return sums | {f"ref_{name}": found[name] for name in run.task.compared}
 
-    def policy_reads(self, params: dict, batch: Batch) -> dict[str, jax.Array]:
-        """The task's numbers of a pass under the policy as it is, without a gradient; arguments as of `outputs`."""
-        return self.outputs(params, batch, dtype=self._run.args.compute_dtype)
+    def of_policy(self, params: dict, batch: Batch) -> dict[str, jax.Array]:
+        """The numbers of a pass under the model alone; arguments as of `outputs`."""
+        params = {path: array for path, array in params.items() if not path.startswith(PREFIX)}
+        options = self._common(batch) | _windows(self._run.model.backend, self._run.args.max_length)
+        model = merge(self._run.model.graph, params)
+        return self._run.task.of_pass(model(batch.tokens, batch.positions, batch.reads, **options), batch)
 
-    def reference_reads(self, params: dict, batch: Batch) -> dict[str, jax.Array]:
-        """The same under the run's reference."""
-        reference = self._run.reference
-        _, compared = reference.split(params)
-        options = self._common(batch) | _windows(reference.backend, self._run.args.max_length)
-        return self._run.task.per_text(reference.outputs(compared, batch, **options), batch)
-
-    def reference_logps(self, params: dict, batch: Batch) -> jax.Array:
-        """The log-probability of each text under the run's reference, `[X]`; arguments as of `outputs`."""
+    def of_reference(self, params: dict, batch: Batch) -> dict[str, jax.Array]:
+        """The numbers of a pass under the run's reference; arguments as of `outputs`."""
         _, compared = self._run.reference.split(params)
         return self._of_reference(compared, batch, self._run.args.max_length, self._common(batch))
 
-    def _of_reference(self, arrays: dict, batch: Batch, max_tokens: int | None, options: dict[str, Any]) -> jax.Array:
-        reference = self._run.reference
+    def _of_reference(
+        self, arrays: dict, batch: Batch, max_tokens: int | None, options: dict[str, Any]
+    ) -> dict[str, jax.Array]:
+        reference, task = self._run.reference, self._run.task
         outputs = reference.outputs(arrays, batch, **options, **_windows(reference.backend, max_tokens))
-        return self._run.task.per_text(outputs, batch)["logps"]
+        return task.of_pass(outputs, batch)
 
     def _common(self, batch: Batch, dtype: str | None = None) -> dict[str, Any]:
         """The options of every model's call; dtype=None is that of training."""
         options: dict[str, Any] = {"dtype": jnp.dtype(dtype or self._run.args.compute_dtype)}
         options |= {"lengths": batch.lengths} if batch.packed is None else {"packed": batch.packed}
-        return options if self._run.task.head == "score" else options | {"targets": batch.targets}
+        task = self._run.task
+        if task.head == "score":
+            return options
+        return options | {"targets": batch.targets, "temperature": task.temperature}
 
     def loss(
         self, params: dict, batch: Batch, key: jax.Array | None, *, remat: bool | str = False
@@ -104,7 +107,7 @@ class Forward:
             return loss, sums
         return with_aux_loss(loss, sums, outputs[AUX_LOSS], batch, run.router_aux_loss_coef)
 
-    def measure(self, outputs: Any, batch: Measured) -> dict[str, jax.Array]:
+    def measure(self, outputs: Any, batch: Batch | Measured) -> dict[str, jax.Array]:
         """The sums of an evaluated batch, and its `loss`, a mean."""
         loss, sums = self._loss(outputs, batch)
         return sums | {"loss": loss}

@@ -11,6 +11,7 @@ import numpy as np
 
 from trl_jax.core.packed import reads_of_rows
 from trl_jax.data.example import IGNORED, Measured
+from trl_jax.data.extras import Extras
 from trl_jax.data.layout.batch import Batch
 from trl_jax.hub.heads import HeadName
 from trl_jax.losses.load_balancing import load_balancing_loss
@@ -226,7 +227,7 @@ class UserLoss:
         extras = {
             name: inputs[name] if complete else jnp.zeros(examples) for name in task.columns.numbers if name in inputs
         }
-        return task.loss(outputs, Measured(weight, extras, examples))[1]
+        return task.loss(outputs, Measured(weight, Extras(extras), examples))[1]
 
     def inputs(self, arrays: Batch) -> list[dict[str, np.ndarray]]:
         """Each micro-batch of a step of padded rows, as `inputs_of`."""

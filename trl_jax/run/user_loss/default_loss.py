@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from trl_jax.data.example import Measured
+from trl_jax.data.extras import Extras
 from trl_jax.run.user_loss.bound_model import BoundModel, Outputs
 from trl_jax.run.user_loss.token_logits import task_loss
 from trl_jax.tasks.task import Task
@@ -27,6 +28,6 @@ def default_loss(
         loss, _ = task_loss(task, outputs.logits, inputs["labels"], num_items)
         return model.balanced(loss, outputs.aux_loss), outputs
     examples = len(outputs.logits) // len(task.columns.texts)
-    extras = {name: inputs[name] for name in task.columns.numbers if name in inputs}
+    extras = Extras({name: inputs[name] for name in task.columns.numbers if name in inputs})
     weight = jnp.full(examples, 1.0 / examples)
     return task.loss(outputs.logits[:, 0], Measured(weight, extras, examples))[0], outputs

@@ -20,7 +20,8 @@ def inputs_of(arrays: Batch, task: Task) -> list[dict[str, np.ndarray]]:
 
 
 def _real_rows(batch: Batch, texts: int) -> dict[str, np.ndarray]:
-    """`input_ids`, `attention_mask` and, where there are targets, `labels` of real rows; numbers of real examples."""
+    """`input_ids`, `attention_mask` and, where there are targets, `labels` of real rows; numbers of real examples and
+    of their texts."""
     examples = int(np.count_nonzero(batch.weight))
     if not examples:
         return {}
@@ -31,7 +32,8 @@ def _real_rows(batch: Batch, texts: int) -> dict[str, np.ndarray]:
         real = batch.lengths > 0
         tokens, lengths, labels = batch.tokens[real], batch.lengths[real], {"labels": _labels(batch)[real]}
     mask = (np.arange(tokens.shape[1]) < lengths[:, None]).astype(np.int32)
-    numbers = {name: values[:examples] for name, values in batch.extras.items()}
+    numbers = {name: values[:examples] for name, values in batch.extras.example.items()}
+    numbers |= {name: of_examples(values, texts, examples) for name, values in batch.extras.text.items()}
     return {"input_ids": tokens, "attention_mask": mask} | labels | numbers
 
 

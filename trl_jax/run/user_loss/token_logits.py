@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from trl_jax.data.example import IGNORED, Measured
+from trl_jax.data.extras import Extras
 from trl_jax.nn.token_logits import outputs_of_logits
 from trl_jax.tasks.task import TokenTask
 
 
-def per_text_of_logits(task: TokenTask, logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
-    """`task.per_text` of rows of a text each.
+def pass_of_logits(task: TokenTask, logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
+    """`task.of_pass` of rows of a text each.
 
     Args:
         logits: `[rows, T, V]`.
@@ -24,20 +25,20 @@ def per_text_of_logits(task: TokenTask, logits: jax.Array, labels: jax.Array) ->
     targets = jnp.where(labels[:, 1:] == IGNORED, -1, labels[:, 1:]).reshape(-1)
     text = jnp.where(targets < 0, rows, jnp.repeat(jnp.arange(rows), length - 1))
     outputs = outputs_of_logits(logits[:, :-1].reshape(-1, logits.shape[-1]), targets)
-    return task.per_text(outputs, SimpleNamespace(text=text, targets=targets, weight=jnp.ones(rows), extras={}))
+    return task.of_pass(outputs, SimpleNamespace(text=text, targets=targets, weight=jnp.ones(rows), extras=Extras()))
 
 
 def task_loss(task: TokenTask, logits: jax.Array, labels: jax.Array, num_items: Any = None) -> tuple:
     """The task's `(loss, sums)` of rows of a text each, which weigh the same: by token where the task weighs tokens.
 
     Args:
-        logits, labels: as in `per_text_of_logits`.
+        logits, labels: as in `pass_of_logits`.
         num_items: what a sum over tokens is divided by; None means the rows' own targets.
     """
     rows, targets = len(labels), jnp.maximum(1, jnp.sum(labels[:, 1:] != IGNORED))
     weight = 1 / (targets if num_items is None else num_items) if task.per_token else 1 / rows
-    measured = Measured(jnp.full(rows, weight), {}, rows)
-    return task.loss(per_text_of_logits(task, logits, labels), measured)
+    measured = Measured(jnp.full(rows, weight), Extras(), rows)
+    return task.loss(pass_of_logits(task, logits, labels), measured)
 
 
 def mean_loss(logits: jax.Array, labels: jax.Array, num_items: Any = None) -> jax.Array:

@@ -12,12 +12,23 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl_jax.scripts.score.output import Output, Sink
-from trl_jax.scripts.score.rows import Row, as_pair, encoded, is_right, read_rows, score_columns
+from trl_jax.scripts.loaded_model import digests
+from trl_jax.scripts.rows.output import Job, Output, to_stdout
+from trl_jax.scripts.rows.reading import Row, read_rows
+from trl_jax.scripts.score.rows import as_pair, is_right, score_columns
 
 if TYPE_CHECKING:
     from trl_jax.hub.auto import Checkpoint
 
+_JOB = Job(
+    command="trl-jax score",
+    verb="score",
+    done="scored",
+    read=lambda source: read_rows(source, score_columns),
+    added=score_columns,
+    check=lambda value: None if isinstance(value, float) else "a score",
+    kept=is_right,
+)
 _SEED = 42  # draws the head of a checkpoint that has none, as AutoModelForSequenceClassification does
 
 
@@ -78,11 +89,11 @@ def main(args: ScoreArguments) -> None:
     source = Path(args.file)
     if not source.is_file():
         raise FileNotFoundError(f"{args.file}: there is no such file of rows to score.")
-    output = None if args.output is None else Output(args.output, source, args.overwrite)
+    output = None if args.output is None else Output(_JOB, args.output, source, args.overwrite)
     scorer, total = _ready(args, source)
-    with contextlib.nullcontext(_stdout()) if output is None else output.begun(_mark(args, scorer)) as (done, write):
+    with contextlib.nullcontext(to_stdout()) if output is None else output.begun(_mark(args, scorer)) as (done, write):
         results = list(done)
-        rows = islice(read_rows(source), len(done), None)
+        rows = islice(_JOB.read(source), len(done), None)
         for row in _shown(_scored(scorer, rows, args.batch_size), total, len(done), args.quiet):
             write(row)
             results.append(is_right(row))
@@ -102,7 +113,7 @@ def _ready(args: ScoreArguments, source: Path) -> tuple[Scorer, int]:
     code = args.trust_remote_code
     checkpoint = find_checkpoint(args.model, dtype=args.dtype, trust_remote_code=code)
     tokenizer = load_tokenizer(tokenizer_folder(checkpoint), checkpoint.config, trust_remote_code=code)
-    total = sum(1 for row in read_rows(source) if _read(row, tokenizer))
+    total = sum(1 for row in _JOB.read(source) if _read(row, tokenizer))
     return Scorer(checkpoint, tokenizer), total
 
 
@@ -168,26 +179,7 @@ def _names(row: Row) -> tuple[str, ...]:
 
 def _mark(args: ScoreArguments, scorer: Scorer) -> dict[str, Any]:
     """All that scores depend on besides the rows: settings, and a digest of each file of the model."""
-    from trl_jax.engine.checkpoints.manifest import digest
-    from trl_jax.hub.network.fetch import SMALL
-
-    checkpoint = scorer.checkpoint
-    mark = {"--dtype": args.dtype, "--trust_remote_code": args.trust_remote_code}
-    for name, folder in (("MODEL", checkpoint.folder), ("ADAPTER", checkpoint.adapter)):
-        for pattern in () if folder is None else (*SMALL, "*.py", "*.safetensors", "pytorch_model*.bin", "*.gguf"):
-            mark |= {f"{name}/{path.name}": digest(path) for path in folder.glob(pattern) if path.is_file()}
-    return mark
-
-
-def _stdout() -> Sink:
-    """Write rows to stdout in UTF-8, whatever the terminal's encoding."""
-
-    def write(row: dict[str, Any]) -> None:
-        sys.stdout.buffer.write(encoded(row) + b"\n")
-        sys.stdout.buffer.flush()
-
-    sys.stdout.flush()
-    return [], write
+    return {"--dtype": args.dtype, "--trust_remote_code": args.trust_remote_code, **digests(scorer.checkpoint)}
 
 
 def _scored(scorer: Scorer, rows: Iterator[Row], batch_size: int) -> Iterator[dict[str, Any]]:

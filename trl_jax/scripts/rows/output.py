@@ -1,4 +1,4 @@
-"""The file of scored rows: it appears when it is complete, and an interrupted run resumes where it stopped.
+"""The file of rows that a command writes: it appears when it is complete, and an interrupted run is resumed.
 
 Until then rows are in `NAME.partial`, and `NAME.partial.mark` identifies the run that writes them; the process that
 writes holds a lock on the mark.
@@ -12,27 +12,46 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trl_jax.engine.checkpoints.lock import locked
 from trl_jax.engine.checkpoints.manifest import digest, sync
-from trl_jax.scripts.score.rows import encoded, is_right, parse_row, read_rows, score_columns
+from trl_jax.scripts.rows.reading import Row, encoded, parse_row
 
-ROWS = "FILE"  # the mark's key of the digest of the rows to score
+ROWS = "FILE"  # the mark's key of the digest of the rows
 _FORMAT = 1
-Sink = tuple[list[bool | None], Callable[[dict[str, Any]], None]]
+Sink = tuple[list[Any], Callable[[dict[str, Any]], None]]
+
+
+class Job(NamedTuple):
+    """The work of a command on rows.
+
+    verb, done: of messages, as in "score", "scored". read: the rows of a file, each checked. added: the columns that a
+    row gets. check: None where a value may stand in one; otherwise the kind that is wanted. kept: what a run remembers
+    of a row that it wrote.
+    """
+
+    command: str
+    verb: str
+    done: str
+    read: Callable[[Path], Iterator[Row]]
+    added: Callable[[dict[str, Any]], tuple[str, ...]]
+    check: Callable[[Any], str | None]
+    kept: Callable[[dict[str, Any]], Any]
 
 
 class Output:
     """The output of one run.
 
-    path: as the user named it. source: the file of rows. overwrite: whether an existing file may be replaced.
+    job: of the command. path: as the user named it. source: the file of rows. overwrite: whether an existing file may
+    be replaced.
 
     Raises:
         ValueError, OSError: the path cannot be written, or exists and may not be replaced.
     """
 
-    def __init__(self, path: str, source: Path, overwrite: bool):
+    def __init__(self, job: Job, path: str, source: Path, overwrite: bool):
+        self.job = job
         self.path, self.source, self.overwrite = Path(path).resolve(), source, overwrite  # through links, to the file
         self.partial = self.path.with_name(f"{self.path.name}.partial")
         self.sidecar = self.path.with_name(f"{self.path.name}.partial.mark")
@@ -46,16 +65,16 @@ class Output:
         if not self.path.is_file():
             raise ValueError(f"--output {self.path} is no regular file. Leave --output out to write to stdout.")
         if self.path.samefile(self.source):
-            raise ValueError(f"--output {self.path} is the file of rows to score. Name another --output.")
+            raise ValueError(f"--output {self.path} is the file of rows to {self.job.verb}. Name another --output.")
         if not self.overwrite:
             raise FileExistsError(
                 f"--output {self.path} is there already. Name another --output, or pass --overwrite to have it "
-                "replaced when all rows are scored."
+                f"replaced when all rows are {self.job.done}."
             )
 
     @contextlib.contextmanager
     def begun(self, mark: dict[str, Any]) -> Iterator[Sink]:
-        """Begin or resume a run: a context with `is_right` of each row scored before, and a function that writes a row.
+        """Begin or resume a run: a context with what is kept of each row done before, and a function that writes a row.
 
         At its end the file is moved into place. Where the block raises, rows are kept for the next run.
 
@@ -92,13 +111,12 @@ class Output:
         ours = self.sidecar.exists() and (not self.sidecar.stat().st_size or "format" in self._mark())
         if there and not ours:
             raise ValueError(
-                f"{there[0]} is in the way, and {self.sidecar.name} does not say that a run of `trl-jax score` wrote "
-                "it. Move it away, or name another --output."
+                f"{there[0]} is in the way, and {self.sidecar.name} does not say that a run of "
+                f"`{self.job.command}` wrote it. Move it away, or name another --output."
             )
 
-    def _taken_up(self, mark: dict[str, Any]) -> list[bool | None]:
-        """`is_right` of the rows that are done; an incomplete line after them is removed, and all rows of another
-        run."""
+    def _taken_up(self, mark: dict[str, Any]) -> list[Any]:
+        """Read what is kept of the rows that are done; an incomplete line after them goes, and all of another run."""
         done, end = [], 0
         if self.partial.exists() and self.partial.stat().st_size:
             others = _differences(self._mark(), mark)
@@ -120,30 +138,30 @@ class Output:
             mark = None  # cut off or changed
         return mark if isinstance(mark, dict) else {}
 
-    def _done(self) -> tuple[list[bool | None], int]:
-        """`is_right` of each complete line, and the byte at which the last one ends."""
-        done, end, rows = [], 0, read_rows(self.source)
+    def _done(self) -> tuple[list[Any], int]:
+        """Read what is kept of each complete line, and the byte at which the last one ends."""
+        done, end, rows = [], 0, self.job.read(self.source)
         with open(self.partial, "rb") as lines:
             for number, line in enumerate(lines, 1):
                 if line.endswith(b"\n"):
-                    done.append(self._scored(line, f"{self.partial}, line {number}", next(rows, None)))
+                    done.append(self._kept(line, f"{self.partial}, line {number}", next(rows, None)))
                     end += len(line)
         return done, end
 
-    def _scored(self, line: bytes, where: str, row: Any) -> bool | None:
+    def _kept(self, line: bytes, where: str, row: Row | None) -> Any:
         advice = f"Remove {self.partial.name} to begin anew, or name another --output."
         if row is None:
             raise ValueError(f"{where}: {self.source} has fewer rows. {advice}")
-        scored, columns = parse_row(line, where), score_columns(row.content)
-        if encoded({name: scored[name] for name in scored if name not in columns}) != encoded(row.content):
+        found, columns = parse_row(line, where), self.job.added(row.content)
+        if encoded({name: found[name] for name in found if name not in columns}) != encoded(row.content):
             raise ValueError(f"{where} holds another row than {row.where}. {advice}")
         for column in columns:
-            if not isinstance(scored.get(column), float):
-                raise ValueError(f"{where}: {column} is {scored.get(column)!r}, wanted a score. {advice}")
-        return is_right(scored)
+            if wanted := self.job.check(found.get(column)):
+                raise ValueError(f"{where}: {column} is {found.get(column)!r}, wanted {wanted}. {advice}")
+        return self.job.kept(found)
 
-    def _filled(self, done: list[bool | None]) -> Iterator[Sink]:
-        """Open the partial file for further rows; it is removed where a failed run has scored none."""
+    def _filled(self, done: list[Any]) -> Iterator[Sink]:
+        """Open the partial file for further rows; it is removed where a failed run has done none."""
         count = len(done)
 
         def write(row: dict[str, Any]) -> None:
@@ -157,8 +175,8 @@ class Output:
                 os.fsync(file.fileno())
         except BaseException:
             if count:
-                message = f"{count} rows are scored and stay in {self.partial}: the same command goes on behind them."
-                print(message, file=sys.stderr)
+                kept = f"{count} rows are {self.job.done} and stay in {self.partial}"
+                print(f"{kept}: the same command goes on behind them.", file=sys.stderr)
             else:
                 self.partial.unlink()
                 self.sidecar.unlink()
@@ -176,8 +194,8 @@ class Output:
     def _finish(self, mark: dict[str, Any]) -> None:
         if digest(self.source) != mark[ROWS]:
             raise ValueError(
-                f"{self.source} was changed while it was scored. Of the file as it was, rows stand in {self.partial}; "
-                "pass --overwrite to begin anew with the file as it is."
+                f"{self.source} was changed while it was {self.job.done}. Of the file as it was, rows stand in "
+                f"{self.partial}; pass --overwrite to begin anew with the file as it is."
             )
         self._check()  # something may have come there meanwhile
         os.replace(self.partial, self.path)
@@ -187,3 +205,14 @@ class Output:
 
 def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name))
+
+
+def to_stdout() -> Sink:
+    """Write rows to stdout in UTF-8, whatever the terminal's encoding."""
+
+    def write(row: dict[str, Any]) -> None:
+        sys.stdout.buffer.write(encoded(row) + b"\n")
+        sys.stdout.buffer.flush()
+
+    sys.stdout.flush()
+    return [], write

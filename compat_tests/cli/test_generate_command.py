@@ -1,0 +1,169 @@
+"""`trl-jax generate` and `trl-jax chat`."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+
+import pytest
+
+from compat_tests.models import causal
+from compat_tests.tiny import tiny_tokenizer
+from trl_jax import AutoModelForCausalLM
+from trl_jax.cli.main import main
+from trl_jax.scripts import generate
+from trl_jax.scripts.generation_fields import FieldsParser
+
+TALK = [{"role": "user", "content": "How do I bake the bread?"}]
+ROWS = [{"prompt": "Tell me", "id": 1}, {"messages": TALK}, {"prompt": TALK}, {"text": "Why should"}, {"prompt": "a"}]
+SAMPLED = ["--do_sample", "--temperature", "2", "--max_new_tokens=9", "--top-k", "0"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = causal.build(tmp_path_factory.mktemp("llama"), "llama", tie=False)
+    tiny_tokenizer(folder, chat_template=True)
+    return str(folder)
+
+
+@pytest.fixture
+def source(tmp_path):
+    return write(tmp_path / "in.jsonl", ROWS)
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_rows_get_the_completions_of_the_library(folder, source, tmp_path):
+    out = tmp_path / "out.jsonl"
+    assert main(["generate", folder, source, "-o", str(out), "--max_new_tokens", "7", "--batch_size", "2"]) == 0
+    prompts = ["Tell me", TALK, TALK, "Why should", "a"]
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), tiny_tokenizer(chat_template=True)
+    expected = model.generate_text(prompts, tokenizer, max_new_tokens=7)
+    found = read(out)
+    assert [row.pop("completion") for row in found] == expected and len(set(expected)) > 3
+    assert found == ROWS
+
+
+def test_several_are_drawn_by_seed_and_row(folder, source, tmp_path):
+    def run(name, *flags):
+        assert main(["generate", folder, source, "-o", str(tmp_path / name), *SAMPLED, *flags]) == 0
+        return [row["completion"] for row in read(tmp_path / name)]
+
+    first = run("1", "--num_return_sequences", "2")
+    assert first == run("2", "--num_return_sequences", "2", "--batch_size", "2")
+    assert first != run("3", "--num_return_sequences", "2", "--seed", "7")
+    assert [len(texts) for texts in first] == [2] * 5 and first[1] != first[2]
+
+
+def test_a_run_that_was_cut_off_goes_on(folder, source, tmp_path, monkeypatch, capsys):
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    assert main(["generate", folder, source, "-o", str(whole), *SAMPLED]) == 0
+    inner = generate.Completer.__call__
+
+    def stopped(self, first):
+        for number, row in enumerate(inner(self, first)):
+            if number == 3:
+                raise KeyboardInterrupt
+            yield row
+
+    with monkeypatch.context() as patched:
+        patched.setattr(generate.Completer, "__call__", stopped)
+        assert main(["generate", folder, source, "-o", str(out), *SAMPLED]) == 130
+    assert "3 rows are completed and stay in" in capsys.readouterr().err and not out.exists()
+    begun = []
+    monkeypatch.setattr(generate.Completer, "__call__", lambda self, first: begun.append(first) or inner(self, first))
+    assert main(["generate", folder, source, "-o", str(out), *SAMPLED, "--seed", "1"]) == 2
+    assert "was begun by another run, which differs in --seed" in capsys.readouterr().err
+    assert main(["generate", folder, source, "-o", str(out), *SAMPLED]) == 0
+    assert begun == [3] and out.read_bytes() == whole.read_bytes()
+
+
+def test_lines_of_stdin_go_to_stdout(folder, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Tell me\n\nWhy\n"))
+    assert main(["generate", folder, "--max_new_tokens", "3"]) == 0
+    printed = capsys.readouterr()
+    assert [json.loads(line)["prompt"] for line in printed.out.splitlines()] == ["Tell me", "Why"]
+    assert "2/2" in printed.err and "tokens/s" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--temprature", "2"], "is neither a flag nor a field of GenerationConfig. Did you mean --temperature?"),
+        (["--temperature"], "--temperature has no value."),
+        (["--do_sample", "--temperature", "-1"], "`temperature` (=-1.0) has to be a strictly positive float"),
+        (["--num_beams", "3"], "num_beams=3 is not in this release of trl_jax: there are no beams"),
+        (["--batch_size", "0"], "--batch_size 0: wanted at least 1."),
+    ],
+)  # fmt: skip
+def test_wrong_flags_are_told_of_in_a_line(folder, source, flags, text, capsys):
+    assert main(["generate", folder, source, *flags]) == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"txt": "a"}, "in.jsonl, line 2 holds txt: wanted prompt or messages or text."),
+        ({"prompt": "a", "completion": "b"}, "line 2 has a column 'completion' already, where the result would go"),
+        ({"prompt": ""}, "line 2 has a prompt of no tokens. Write at least one word, or leave the row out."),
+        ({"prompt": 3}, "line 2: A prompt is 3: wanted a string, or messages"),
+        ({"messages": []}, "line 2: A prompt is []: wanted a string, or messages"),
+    ],
+)
+def test_a_wrong_row_is_named(folder, tmp_path, row, text, capsys):
+    assert main(["generate", folder, write(tmp_path / "in.jsonl", [ROWS[0], row])]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_an_output_without_a_file_and_a_file_that_is_not_there(folder, tmp_path, capsys):
+    assert main(["generate", folder, "-o", str(tmp_path / "out")]) == 2
+    assert "--output needs a FILE of rows" in capsys.readouterr().err
+    assert main(["generate", folder, str(tmp_path / "none")]) == 2
+    assert "there is no such file of rows to complete" in capsys.readouterr().err
+
+
+def test_flags_are_fields():
+    parser = FieldsParser()
+    parser.add_argument("model")
+    parser.add_argument("--seed", type=int)
+    argv = "--do_sample m --seed 3 --temperature 1 --eos-token-id [1,2] --stop_strings END --top_p=0.5 --min_p none"
+    assert parser.parse_both(argv.split()) == (
+        {"model": "m", "seed": 3},
+        {
+            "do_sample": True,
+            "temperature": 1.0,
+            "eos_token_id": [1, 2],
+            "stop_strings": "END",
+            "top_p": 0.5,
+            "min_p": None,
+        },
+    )
+
+
+def test_a_conversation(folder, monkeypatch, capsys):
+    """Each answer sees what was said before; it is printed as it comes."""
+    asked = ["Tell me", "Why?", "/undo", "/clear", "Tell me", "/exit", "never"]
+    flags = ["--max_new_tokens", "5", "--system", "Be brief", "--seed", "3", "--do_sample"]
+    seen, inner = [], AutoModelForCausalLM.from_pretrained(folder).__class__.generate
+
+    def spied(self, inputs, **options):
+        seen.append(inputs[0])
+        return inner(self, inputs, **options)
+
+    monkeypatch.setattr(type(AutoModelForCausalLM.from_pretrained(folder)), "generate", spied)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in asked)))
+    assert main(["chat", folder, *flags]) == 0
+    tokenizer = tiny_tokenizer(chat_template=True)
+    first, second, third = map(tokenizer.decode, seen)
+    assert first == third and first.startswith("system: Be brief") and first.endswith("user: Tell me</s>\nassistant:")
+    assert second.startswith(first) and second.endswith("user: Why?</s>\nassistant:")
+    assert len(capsys.readouterr().out.splitlines()) >= 3

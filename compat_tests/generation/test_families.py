@@ -1,0 +1,85 @@
+"""Every native decoder family gives transformers' tokens: ragged prompts, several completions, windows crossed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from compat_tests.generation.near_ties import flips, least_margin, weights_of
+from compat_tests.models import causal
+from trl_jax import AutoModelForCausalLM
+from trl_jax.hub.pretrained import PreTrainedModel
+
+torch = pytest.importorskip("torch")
+
+SEED = 3
+# Longer texts, in which buckets and windows are crossed, greedy ones and with processors.
+TWELVE = (
+    "cohere2", "exaone4", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "granite", "llama", "mixtral", "olmoe", "phi3",
+    "qwen3",
+)  # fmt: skip
+CONFIGURATIONS = {
+    "greedy": {"repetition_penalty": 1.3},
+    "sampled": {"do_sample": True, "temperature": 1.1, "top_k": 60, "top_p": 0.95, "no_repeat_ngram_size": 4},
+}
+
+
+def rows(vocabulary: int) -> dict[str, np.ndarray]:
+    ids = np.random.default_rng(0).integers(5, vocabulary - 8, (4, 13))
+    mask = np.ones_like(ids)
+    for row, pads in enumerate((0, 5, 12, 2)):
+        ids[row, :pads], mask[row, :pads] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def loaded(folder, family: str) -> tuple[PreTrainedModel, object]:
+    causal.build(folder, family, tie=False)
+    return AutoModelForCausalLM.from_pretrained(folder), causal.reference(folder)
+
+
+def compared(ours, theirs, **options) -> tuple[int, float, int]:
+    """Rows that differ by near ties, the least lead of a token, and how many tokens were drawn."""
+    prompts = rows(ours.vocab_size)
+    width = prompts["input_ids"].shape[1]
+    torch.manual_seed(SEED)
+    wanted = theirs.generate(
+        **{name: torch.tensor(array) for name, array in prompts.items()}, return_dict_in_generate=True,
+        output_scores=True, pad_token_id=0, **options,
+    )  # fmt: skip
+    found = ours.generate(**prompts, seed=SEED, pad_token_id=0, **options)[:, width:]
+    scores, seed = [step.numpy() for step in wanted.scores], SEED if options.get("do_sample") else None
+    return flips(found, wanted.sequences[:, width:].numpy(), scores, seed), least_margin(scores, seed), found.size
+
+
+@pytest.mark.parametrize("family", causal.DECODERS)
+def test_every_family_samples_transformers_tokens(tmp_path, family):
+    options = {"do_sample": True, "top_k": 0, "temperature": 0.8, "num_return_sequences": 2, "max_new_tokens": 24}
+    flipped, margin, tokens = compared(*loaded(tmp_path, family), eos_token_id=[50, 60, 70], **options)
+    assert flipped == 0 and margin > 1e-5 and tokens > 24
+
+
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+@pytest.mark.parametrize("family", TWELVE)
+def test_long_texts(tmp_path, family, configuration):
+    """2,000 tokens where they are sampled."""
+    options = CONFIGURATIONS[configuration]
+    group = 8 if "do_sample" in options else 1
+    flipped, _, tokens = compared(
+        *loaded(tmp_path, family), eos_token_id=None, max_new_tokens=70, num_return_sequences=group, **options
+    )
+    assert flipped == 0 and tokens == 4 * group * 70
+
+
+def test_near_ties_are_told_from_other_differences():
+    scores = [np.random.default_rng(step).normal(0, 2, (3, 40)).astype(np.float32) for step in range(4)]
+    order = np.stack([np.argsort(step, axis=1) for step in weights_of(scores, 5)])
+    expected, other = order[:, :, -1].T, order[:, :, -1].T.copy()
+    assert flips(expected, expected, scores, 5) == 0
+    other[1, 2] = order[2, 1, -2]
+    with pytest.raises(AssertionError, match="row 1, step 2: .* which led by"):
+        flips(other, expected, scores, 5)
+    lead = weights_of(scores, 5)[2][1]
+    scores[2][1, other[1, 2]] += lead[expected[1, 2]] - lead[other[1, 2]] - 1e-6
+    assert flips(other, expected, scores, 5) == 1 and least_margin(scores, 5) < 1e-5
+    with pytest.raises(AssertionError, match="equal as far as both go"):
+        flips(expected[:, :3], expected, scores, 5)

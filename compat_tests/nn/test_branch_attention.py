@@ -1,0 +1,89 @@
+"""Attention of branches behind a context that lies once: values and gradients of the texts one by one, in float64."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from compat_tests.nn.test_packed_attention import FACTS, inputs
+from trl_jax.core.packed import BLOCK
+from trl_jax.data.example import Context, Example
+from trl_jax.data.layout.packed import Form, pack_examples
+from trl_jax.data.layout.placing import place
+from trl_jax.data.layout.row_view import RowViewShape
+from trl_jax.nn.attention import packed as packed_attention
+from trl_jax.nn.attention.attend import attend
+from trl_jax.nn.attention.inputs import AttentionInputs
+
+LENGTH, ROWS, LONGEST = 5 * BLOCK, 2, 3 * BLOCK
+
+
+def laid_out(seed=0):
+    """(what tokens see, the places of each text by packed row): contexts of one to many branches, some longer than a
+    block, one that is a whole text, and a text without a context."""
+    dice = np.random.default_rng(seed)
+    texts, into = [], []
+    for row in range(ROWS):
+        for group, (prompt, branches) in enumerate(((70, 5), (1, 3), (40, 1), (90, 2))):
+            begin = dice.integers(1, 9, prompt).tolist()
+            lengths = [0 if (group, branch) == (3, 1) else int(dice.integers(1, 9)) for branch in range(branches)]
+            texts += [
+                Example((begin + dice.integers(1, 9, own).tolist(),), context=Context((row, group), prompt))
+                for own in lengths
+            ]
+        texts.append(Example((dice.integers(1, 9, 30).tolist(),)))
+        into += [row] * (len(texts) - len(into))
+    order = np.random.default_rng(seed + 1).permutation(len(texts))  # branches need not stand together
+    placed = place([[texts[at] for at in order]], examples=len(texts), share=True)
+    form = Form(0, True, lambda tokens: LENGTH, RowViewShape(len(texts), lambda *_: (LENGTH, LONGEST)))
+    batch = pack_examples(placed, [into[at] for at in order], form, examples=len(texts), count=1, rows=ROWS)
+    packed = jax.tree.map(lambda leaf: leaf[:, 0], batch.packed)
+    places = packed.texts.places
+    found = [(row, at[at < LENGTH]) for row in range(ROWS) for at in places[row] if (at < LENGTH).any()]
+    assert sorted(len(at) for _, at in found) == sorted(len(text.texts[0]) for text in texts)
+    return packed, found
+
+
+def one_by_one(q, k, v, texts, scale, softcap=None, window=None):
+    out = jnp.zeros_like(q)
+    for row, at in texts:
+        group = q.shape[2] // k.shape[2]
+        keys, values = (jnp.repeat(x[row, at], group, axis=1) for x in (k, v))
+        scores = jnp.einsum("thc,shc->hts", q[row, at], keys) * scale
+        scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+        apart = np.arange(len(at))[:, None] - np.arange(len(at))
+        seen = (apart >= 0) & (apart < (len(at) if window is None else window))
+        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+        out = out.at[row, at].set(jnp.einsum("hts,shc->thc", weights, values))
+    return out
+
+
+@pytest.mark.parametrize("kernel", ["blocks", "where splash would be", "rows"])
+@pytest.mark.parametrize("name", FACTS)
+def test_the_texts_one_by_one(name, kernel, monkeypatch):
+    packed, texts = laid_out()
+    *qkv, weight = inputs(ROWS, LENGTH, 4, 2)
+    how = FACTS[name]
+    if kernel == "where splash would be":  # it takes one range of each query: blocks do it
+        monkeypatch.setattr(packed_attention, "platform", lambda: "tpu")
+        monkeypatch.setattr(packed_attention, "attend_splash", None)
+    if kernel != "rows":
+        packed = packed._replace(texts=None)
+    attention = AttentionInputs(how["scale"], window=how.get("window"), packed=jax.tree.map(jnp.asarray, packed))
+
+    def ours(*qkv):
+        out = attend(*qkv, attention, softcap=how.get("softcap"))
+        return jnp.sum(out * weight.astype(np.float32)), out
+
+    def theirs(*qkv):
+        out = one_by_one(*qkv, texts, **how)
+        return jnp.sum(out * weight), out
+
+    grad = {"argnums": (0, 1, 2), "has_aux": True}
+    found = jax.jit(jax.grad(ours, **grad))(*(x.astype(np.float32) for x in qkv))
+    with jax.enable_x64(True):
+        wanted = jax.grad(theirs, **grad)(*qkv)
+    for mine, exact in zip((found[1], *found[0]), (wanted[1], *wanted[0]), strict=True):
+        np.testing.assert_allclose(mine, exact, atol=3e-6 * np.abs(exact).max())

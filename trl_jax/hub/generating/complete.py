@@ -1,0 +1,164 @@
+"""Completions of prompts by a model: the settings of one generation, its random numbers, and its checks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trl_jax.core.torch_random import TorchGenerator
+from trl_jax.generation import generator
+from trl_jax.generation.generator import Completions, Request, Watch, Weights
+from trl_jax.generation.noise import KeyedSource, NoiseSource, PrefetchedWords, chunk_steps, random_key
+from trl_jax.generation.options import Text
+from trl_jax.generation.processors import Processor
+from trl_jax.hub.generating.settings import Settings, max_length, processors_of, resolve
+from trl_jax.nn.platform import platform
+
+
+class Drawing(Protocol):
+    """How tokens are drawn."""
+
+    def source(self, rows: int, vocabulary: int, steps: int, new: int) -> NoiseSource:
+        """Random numbers for at most `new` steps of so many rows, in chunks of `steps`."""
+
+
+@dataclass(frozen=True)
+class ExactDrawing:
+    """As transformers draws on a CPU, with torch's generator, which then stands behind the numbers that were used."""
+
+    stream: TorchGenerator
+
+    def source(self, rows: int, vocabulary: int, steps: int, new: int) -> NoiseSource:
+        return PrefetchedWords(self.stream, rows=rows, vocabulary=vocabulary, steps=steps, max_steps=new)
+
+
+@dataclass(frozen=True)
+class KeyedDrawing:
+    """By a key, the numbers of the rows and the positions of their tokens alone; rows are numbered from 0 on, where
+    `numbers`, int `[R]`, does not say otherwise."""
+
+    key: jax.Array
+    numbers: np.ndarray | None = None
+
+    def source(self, rows: int, vocabulary: int, steps: int, new: int) -> NoiseSource:
+        return KeyedSource(self.key, numbers=np.arange(rows) if self.numbers is None else self.numbers, steps=steps)
+
+
+def exact_draws(dtype: Any) -> bool:
+    """Whether this machine draws transformers' tokens: on a CPU, in float32."""
+    return platform() == "cpu" and jnp.dtype(dtype) == jnp.float32 and len(jax.devices()) == 1
+
+
+def complete(
+    model: Any,
+    prompt_ids: Sequence[Sequence[int]],
+    options: Mapping[str, Any],
+    *,
+    group: int,
+    stream: TorchGenerator,
+    dtype: Any = jnp.float32,
+    logps: bool = True,
+) -> Completions:
+    """Complete prompts, each `group` times, the completions of a prompt side by side.
+
+    Args:
+        model: a PreTrainedModel with a language model's head.
+        options: fields of a GenerationConfig, `eos_token_id` and `pad_token_id` among them; where one is None, that of
+            the model's generation_config counts.
+        stream: the generator that tokens are drawn with; it goes on behind them.
+        dtype: that the model computes in.
+        logps: whether log-probabilities are kept: of the model's own logits, divided by the temperature.
+
+    Raises:
+        ValueError: options that are not in this release or out of their range, or no room for a token.
+        RuntimeError: the model's logits are not finite.
+    """
+    from transformers import GenerationConfig
+
+    check_generates(model)
+    settings, _ = resolve(model, GenerationConfig(**options), {})
+    prompts = [np.asarray(ids, np.int32) for ids in prompt_ids]
+    text = text_of(model, settings, max(map(len, prompts)))
+    before, behind = processors_of(settings, text)
+    request = request_of(settings, text, prompts, group, (*before.values(), *behind.values()))
+    temperature = settings.config.temperature if settings.config.do_sample else 1.0
+    request = replace(request, temperature=temperature, logps=logps)
+    return run(model, request, drawing_of(settings, stream, dtype), dtype=dtype)
+
+
+def text_of(model: Any, settings: Settings, prompt_length: int) -> Text:
+    """The lengths and ids of a generation.
+
+    Raises:
+        ValueError: no room for a token.
+    """
+    positions = model.config.get_text_config().to_dict().get("max_position_embeddings")
+    return Text(settings.eos, prompt_length, max_length(settings, prompt_length, positions), model.vocab_size)
+
+
+def request_of(
+    settings: Settings, text: Text, prompts: list[np.ndarray], group: int, processors: tuple[Processor, ...]
+) -> Request:
+    """The request of `group` completions of each of these prompts, which are as wide as `text` says."""
+    new = text.max_length - text.prompt_length
+    return Request(prompts, group, settings.eos, settings.pad or 0, new, processors, width=text.prompt_length)
+
+
+def drawing_of(settings: Settings, stream: TorchGenerator, dtype: Any) -> Drawing | None:
+    """How tokens are drawn; None where the likeliest are taken."""
+    if not settings.config.do_sample:
+        return None
+    return ExactDrawing(stream) if exact_draws(dtype) else KeyedDrawing(random_key(stream))
+
+
+def run(
+    model: Any, request: Request, drawing: Drawing | None, *, dtype: Any, watch: Watch | None = None
+) -> Completions:
+    """Generate; the stream stands behind the steps that were taken, or where it was if that fails.
+
+    Raises:
+        ValueError: the model has no positions for the longest completion.
+        RuntimeError: the model's logits are not finite.
+    """
+    _check_positions(model, request)
+    weights = Weights.of(model.graph, model.arrays, dtype)
+    steps = 1 if watch is not None else chunk_steps(request.rows, model.vocab_size, generator.STEPS)
+    options = {"vocabulary": model.vocab_size, "steps": steps, "new": request.max_new_tokens}
+    source, used = None if drawing is None else drawing.source(request.rows, **options), 0
+    try:
+        with jax.default_matmul_precision("float32" if weights.dtype == jnp.float32 else "default"):
+            completions = generator.generate(weights, request, source, steps=steps, watch=watch)
+        used = completions.tokens.shape[1]
+    finally:
+        if source is not None:
+            source.close(used)
+    if (completions.tokens < 0).any():
+        raise RuntimeError(
+            "probability tensor contains either `inf`, `nan` or element < 0: the model's logits are not finite, or no "
+            "token is left to be drawn."
+        )
+    return completions
+
+
+def check_generates(model: Any) -> None:
+    """Raises ValueError where the model is no native decoder with a language model's head."""
+    if model.backend.head != "lm" or not model.backend.causal:
+        raise ValueError(
+            f"{model.name_or_path} cannot generate: it runs on the {model.backend.name} backend and has a "
+            f"{model.backend.head!r} head; wanted a native decoder with a language model's head. Load it with "
+            "AutoModelForCausalLM, or generate with transformers."
+        )
+
+
+def _check_positions(model: Any, request: Request) -> None:
+    longest = max(map(len, request.prompts)) + request.max_new_tokens
+    if model.max_positions is not None and longest > model.max_positions:
+        raise ValueError(
+            f"The longest prompt and its new tokens are {longest} tokens, but {model.name_or_path} has positions for "
+            f"{model.max_positions}. Lower max_new_tokens, or shorten the prompt."
+        )

@@ -1,0 +1,98 @@
+"""The command `trl-jax chat MODEL`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+from trl_jax.scripts.generation_fields import FieldsParser
+from trl_jax.scripts.loaded_model import LoadedModel, add_model_flags
+
+_HELP = "Ctrl-D or /exit ends it, /clear begins anew, /undo takes the last answer back."
+
+
+@dataclass
+class ChatArguments:
+    """Arguments of the command. model: folder or Hub name. system: the message that begins it. seed: None is another
+    one each time. fields: of a GenerationConfig."""
+
+    model: str
+    system: str | None = None
+    seed: int | None = None
+    dtype: str = "auto"
+    bf16: bool = False
+    trust_remote_code: bool = False
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+class Parser(FieldsParser):
+    def parse_args_and_config(self, argv: list[str]) -> tuple[ChatArguments]:
+        own, fields = self.parse_both(argv)
+        return (ChatArguments(**own, fields=fields),)
+
+
+def make_parser(prog: str | None = None) -> Parser:
+    parser = Parser(prog=prog, description=f"Talk to a language model. {_HELP}")
+    parser.add_argument("model", help="folder or Hub name of the language model")
+    parser.add_argument("--system", help="system message that begins the conversation")
+    parser.add_argument("--seed", type=int, help="of the tokens that are drawn (default: another one each time)")
+    add_model_flags(parser)
+    return parser
+
+
+def main(args: ChatArguments) -> None:
+    """Talk until stdin ends.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or a field is out of its range.
+    """
+    from trl_jax.core.seed import set_seed
+
+    model = LoadedModel.find(args.model, args.dtype, trust_remote_code=args.trust_remote_code)
+    if args.seed is not None:
+        set_seed(args.seed)
+    begin = [] if args.system is None else [{"role": "system", "content": args.system}]
+    messages, answer = list(begin), Answerer(model, args)
+    print(_HELP, file=sys.stderr)
+    while (line := _read()) is not None:
+        match line.strip():
+            case "/exit":
+                return
+            case "/clear":
+                messages = list(begin)
+            case "/undo":
+                messages = messages[: max(len(begin), len(messages) - 2)]
+            case "":
+                pass
+            case text:
+                messages += [{"role": "user", "content": text}]
+                messages += [{"role": "assistant", "content": answer(messages)}]
+
+
+def _read() -> str | None:
+    """A line; None at the end of stdin."""
+    try:
+        return input("> " if sys.stdin.isatty() else "")
+    except EOFError:
+        return None
+
+
+class Answerer:
+    """Answers a conversation, and prints the words as they come."""
+
+    def __init__(self, model: LoadedModel, args: ChatArguments):
+        self._model, self._tokenizer = model.load(), model.tokenizer
+        self._config = model.settings(args.fields).config
+        self._dtype = "bfloat16" if args.bf16 else "float32"
+
+    def __call__(self, messages: list[dict[str, str]]) -> str:
+        from transformers import TextStreamer
+
+        from trl_jax.hub.generating.text import decoded, encoded_prompt
+
+        ids = encoded_prompt(messages, self._tokenizer)
+        streamer = TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
+        options = {"generation_config": self._config, "tokenizer": self._tokenizer, "dtype": self._dtype}
+        [row] = self._model.generate([ids], attention_mask=[[1] * len(ids)], streamer=streamer, **options)
+        return decoded(row[len(ids) :].tolist(), self._tokenizer)

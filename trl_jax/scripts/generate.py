@@ -1,0 +1,174 @@
+"""The command `trl-jax generate MODEL [FILE]`: completes the prompts of a file, or lines of stdin."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trl_jax.scripts.generation_fields import FieldsParser
+from trl_jax.scripts.loaded_model import LoadedModel, add_model_flags
+from trl_jax.scripts.rows.output import Job, Output, to_stdout
+from trl_jax.scripts.rows.reading import Row, read_rows
+
+PROMPTS, COLUMN = ("prompt", "messages", "text"), "completion"
+_WINDOW = 4  # batches whose rows are sorted by length, and then written
+
+
+def _added(row: dict[str, Any]) -> tuple[str, ...]:
+    return (COLUMN,)
+
+
+_JOB = Job(
+    command="trl-jax generate",
+    verb="complete",
+    done="completed",
+    read=lambda source: read_rows(source, _added),
+    added=_added,
+    check=lambda value: None if isinstance(value, str | list) else "text",
+    kept=lambda row: None,
+)
+
+
+@dataclass
+class GenerateArguments:
+    """Arguments of the command. model: folder or Hub name. file: jsonl; None is lines of stdin. output: jsonl; None is
+    stdout. fields: of a GenerationConfig."""
+
+    model: str
+    file: str | None = None
+    output: str | None = None
+    overwrite: bool = False
+    batch_size: int = 16
+    seed: int = 42
+    dtype: str = "auto"
+    bf16: bool = False
+    trust_remote_code: bool = False
+    quiet: bool = False
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+class Parser(FieldsParser):
+    def parse_args_and_config(self, argv: list[str]) -> tuple[GenerateArguments]:
+        own, fields = self.parse_both(argv)
+        return (GenerateArguments(**own, fields=fields),)
+
+
+def make_parser(prog: str | None = None) -> Parser:
+    parser = Parser(
+        prog=prog,
+        description="Complete prompts. A row of the jsonl file holds a `prompt`, a text or a conversation, or "
+        "`messages`, or `text`; it comes out with its `completion`, a list of them with --num_return_sequences. "
+        "Without FILE each line of stdin is a prompt.",
+    )
+    parser.add_argument("model", help="folder or Hub name of the language model")
+    parser.add_argument("file", nargs="?", help="rows to complete, jsonl (default: lines of stdin)")
+    parser.add_argument(
+        "-o", "--output", help="file to write, there when it is complete; until then rows stand in OUTPUT.partial, and "
+        "the same command goes on where it stopped"
+    )  # fmt: skip
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace an OUTPUT that is there, once the new one is complete, and "
+        "an OUTPUT.partial of another run"
+    )  # fmt: skip
+    parser.add_argument("--batch_size", type=int, default=16, help="completions computed at once (default: 16)")
+    parser.add_argument("--seed", type=int, default=42, help="of the tokens that are drawn (default: 42)")
+    add_model_flags(parser)
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
+    return parser
+
+
+def main(args: GenerateArguments) -> None:
+    """Complete every row; completed rows are kept when the run is interrupted.
+
+    Raises:
+        ValueError: a line is not a row, a field is out of its range, or the output is of another run.
+    """
+    if args.batch_size < 1:
+        raise ValueError(f"--batch_size {args.batch_size}: wanted at least 1.")
+    if args.file is None and args.output is not None:
+        raise ValueError("--output needs a FILE of rows; of lines from stdin, send stdout to a file.")
+    source = None if args.file is None else Path(args.file)
+    if source is not None and not source.is_file():
+        raise FileNotFoundError(f"{args.file}: there is no such file of rows to complete.")
+    output = None if args.output is None else Output(_JOB, args.output, source, args.overwrite)
+    rows = list(_lines() if source is None else _JOB.read(source))
+    if not rows:
+        return
+    model = LoadedModel.find(args.model, args.dtype, trust_remote_code=args.trust_remote_code)
+    completer = Completer(model, args, rows)
+    mark = {"--seed": args.seed, "--bf16": args.bf16, "--dtype": args.dtype, **model.digests()}
+    mark |= {f"--{name}": value for name, value in args.fields.items()}
+    with contextlib.nullcontext(to_stdout()) if output is None else output.begun(mark) as (done, write):
+        for row in _shown(completer(len(done)), len(rows), len(done), args.quiet):
+            write(row)
+
+
+class Completer:
+    """Completes rows with a model; a row's tokens depend on the seed and its number alone.
+
+    Raises:
+        ValueError: a row without a prompt, or a field out of its range.
+    """
+
+    def __init__(self, model: LoadedModel, args: GenerateArguments, rows: list[Row]):
+        from trl_jax.core.torch_random import TorchGenerator
+        from trl_jax.hub.generating.batches import Batches
+
+        self._rows, self._tokenizer = rows, model.tokenizer
+        settings = model.settings(args.fields)
+        self._group, self._window = settings.completions, _WINDOW * args.batch_size
+        self._batches = Batches(
+            model.load(), settings, [_ids(row, model.tokenizer) for row in rows], stream=TorchGenerator(args.seed),
+            batch_size=args.batch_size, dtype="bfloat16" if args.bf16 else "float32", tokenizer=model.tokenizer,
+        )  # fmt: skip
+
+    def __call__(self, first: int) -> Iterator[tuple[dict[str, Any], int]]:
+        """The rows from this number on, each with its completions and how many tokens they have."""
+        for start in range(first, len(self._rows), self._window):
+            numbers = range(start, min(start + self._window, len(self._rows)))
+            done = {one.number: one.generated_tokens for batch in self._batches(numbers) for one in batch}
+            for number in numbers:
+                ids = [done[number * self._group + i] for i in range(self._group)]
+                texts = [self._tokenizer.decode(one, skip_special_tokens=True) for one in ids]
+                row = self._rows[number].content | {COLUMN: texts if self._group > 1 else texts[0]}
+                yield row, sum(map(len, ids))
+
+
+def _ids(row: Row, tokenizer: Any) -> list[int]:
+    from trl_jax.hub.generating.text import encoded_prompt
+
+    [column, *_] = [name for name in PROMPTS if name in row.content] or [None]
+    if column is None:
+        raise ValueError(f"{row.where} holds {', '.join(row.content) or 'nothing'}: wanted {' or '.join(PROMPTS)}.")
+    options = row.content.get("chat_template_kwargs", {})
+    options |= {"tools": row.content["tools"]} if "tools" in row.content else {}
+    try:
+        ids = encoded_prompt(row.content[column], tokenizer, **options)
+    except ValueError as error:
+        raise ValueError(f"{row.where}: {error}") from error
+    if not ids:
+        raise ValueError(f"{row.where} has a {column} of no tokens. Write at least one word, or leave the row out.")
+    return ids
+
+
+def _lines() -> Iterator[Row]:
+    for number, line in enumerate(sys.stdin, 1):
+        if line.strip():
+            yield Row(f"stdin, line {number}", {"prompt": line.rstrip("\n")})
+
+
+def _shown(rows: Iterator[tuple[dict[str, Any], int]], total: int, done: int, quiet: bool) -> Iterator[dict[str, Any]]:
+    from tqdm import tqdm
+
+    tokens, begin = 0, time.monotonic()
+    with tqdm(total=total, initial=done, unit=" rows", disable=quiet, file=sys.stderr) as bar:
+        for row, count in rows:
+            yield row
+            tokens += count
+            bar.set_postfix_str(f"{tokens / (time.monotonic() - begin):,.0f} tokens/s", refresh=False)
+            bar.update()

@@ -1,0 +1,1 @@
+"""Files of rows that a command reads and writes again with something beside them."""
