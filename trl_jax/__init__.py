@@ -40,11 +40,15 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from trl_jax.trainer.callbacks import RichProgressCallback
     from trl_jax.trainer.dpo_config import DPOConfig
     from trl_jax.trainer.dpo_trainer import DPOTrainer
+    from trl_jax.trainer.grpo_config import GRPOConfig
+    from trl_jax.trainer.grpo_trainer import GRPOTrainer
     from trl_jax.trainer.kto_config import KTOConfig
     from trl_jax.trainer.kto_trainer import KTOTrainer
     from trl_jax.trainer.model_config import ModelConfig
     from trl_jax.trainer.reward_config import RewardConfig
     from trl_jax.trainer.reward_trainer import RewardTrainer
+    from trl_jax.trainer.rloo_config import RLOOConfig
+    from trl_jax.trainer.rloo_trainer import RLOOTrainer
     from trl_jax.trainer.sft_config import SFTConfig
     from trl_jax.trainer.sft_trainer import SFTTrainer
     from trl_jax.trainer.utils import get_peft_config, get_quantization_config

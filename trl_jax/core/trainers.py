@@ -44,6 +44,8 @@ _TABLE = (
     TrainerNames("sft", "SFTTrainer", "SFTConfig", "rows", "fine-tune a language model on texts or conversations"),
     TrainerNames("dpo", "DPOTrainer", "DPOConfig", "pairs", "train a language model on preference pairs, directly"),
     TrainerNames("kto", "KTOTrainer", "KTOConfig", "rows", "train a language model on answers that are good or bad"),
+    TrainerNames("grpo", "GRPOTrainer", "GRPOConfig", "prompts", "train a language model on its answers, by rewards"),
+    TrainerNames("rloo", "RLOOTrainer", "RLOOConfig", "prompts", "the same, by REINFORCE leave-one-out"),
 )
 TRAINERS: dict[str, TrainerNames] = {names.command: names for names in _TABLE}
 DEFAULT = "reward"  # of `trl-jax plan`

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ class EntropyBonus:
     least: float = 0.0
     most: float = 1.0
     entropy: float = math.inf  # of the last step
+    logged: list[float] = field(default_factory=list)  # after each step since the last log
     _metrics: dict[str, Any] | None = None
 
     def next(self) -> float:
@@ -34,16 +35,26 @@ class EntropyBonus:
 
     def _adapt(self) -> None:
         """Fetch what the last step measured, only now that it is needed."""
-        if self._metrics is None or self.target is None:
+        if self._metrics is None:
             return
         total, tokens = (np.asarray(self._metrics[f"bonus_{name}"], np.float64).sum() for name in ("entropy", "tokens"))
         self._metrics, self.entropy = None, float(total / max(tokens, 1))
-        bounds = {"delta": self.delta, "least": self.least, "most": self.most}
-        self.coef = next_entropy_coef(self.coef, self.entropy, target=self.target, **bounds)
+        if self.target is not None:
+            bounds = {"delta": self.delta, "least": self.least, "most": self.most}
+            self.coef = next_entropy_coef(self.coef, self.entropy, target=self.target, **bounds)
+        self.logged.append(self.coef)
 
-    def state(self) -> list[float | None]:
+    def taken(self) -> list[float]:
+        """The coefficients after the steps since the last call."""
         self._adapt()
-        return [self.coef, None if math.isinf(self.entropy) else self.entropy]
+        logged, self.logged = self.logged, []
+        return logged
 
-    def restore(self, state: list[float | None]) -> None:
-        self.coef, self.entropy = state[0], math.inf if state[1] is None else state[1]
+    def state(self) -> dict[str, Any]:
+        """For `restore`, as JSON has it."""
+        self._adapt()
+        return {"coef": self.coef, "entropy": None if math.isinf(self.entropy) else self.entropy, "logged": self.logged}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        entropy = state["entropy"]
+        self.coef, self.entropy, self.logged = state["coef"], math.inf if entropy is None else entropy, state["logged"]

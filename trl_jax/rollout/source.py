@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
 
 from trl_jax.core.torch_random import GeneratorState, TorchGenerator
@@ -21,7 +23,7 @@ BASE_SEED_WORDS = 2  # that a pass of torch's loader over the data takes, for wo
 
 @dataclass
 class RolloutSteps:
-    """Iterates over the steps of an epoch, which `set_epoch` begins. Completions are written by the newest parameters, so
+    """Iterates over the steps of an epoch, which `set_epoch` begins. Completions are written by the newest parameters:
     nothing may be made ahead of an update.
 
     rows: by index, a row of the dataset.
@@ -45,7 +47,8 @@ class RolloutSteps:
     num_steps: int = 0
     buffer: Experience | None = None
     epoch: int = -1  # none yet
-    needs_params: bool = True
+    seconds: list[float] = field(default_factory=list)
+    _begun_at: float = 0.0
 
     def begin(self) -> None:
         """Forget what an earlier run has left: its completions were another policy's."""
@@ -72,6 +75,7 @@ class RolloutSteps:
 
     def _step(self) -> Any:
         """A step's batch: micro-batches until there are enough or the epoch is over."""
+        self._begun_at = time.monotonic()
         parts, experiences, number = [], [], self.num_steps
         while len(parts) < self.cycle.accumulation and self.sampler.has_next:
             prompts = self.sampler.next()
@@ -85,9 +89,17 @@ class RolloutSteps:
         return self.lay_out(parts, experiences, number, None if self.bonus is None else self.bonus.next())
 
     def stepped(self, metrics: dict[str, Any]) -> None:
-        """Told of the metrics of each step, which may still be on their way."""
+        """Wait for a step to end, which the next one's completions would do, and take over what it measured."""
+        jax.block_until_ready(metrics)
+        self.seconds.append(time.monotonic() - self._begun_at)
         if self.bonus is not None:
             self.bonus.stepped(metrics)
+
+    def logged(self) -> dict[str, float]:
+        """Of the steps since the last log: the coefficients of the entropy bonus, and the seconds a step took."""
+        found = {} if self.bonus is None else {"entropy_coef": self.bonus.taken()}
+        found, self.seconds = found | {"step_time": self.seconds}, []
+        return {name: sum(values) / len(values) for name, values in found.items() if values}
 
     def _generated(self, prompts: Sequence[int]) -> Experience:
         """Completions of these rows, shuffled within each rank."""

@@ -15,7 +15,7 @@ from trl_jax.losses.policy_gradient import Advantages, PolicyLoss, group_advanta
 from trl_jax.losses.sums import counted
 from trl_jax.tasks.metrics import aux_loss
 from trl_jax.tasks.policy import PolicyTask
-from trl_jax.tasks.policy_metrics import grpo_metrics
+from trl_jax.tasks.policy_metrics import grpo_metrics, means
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,6 @@ class GrpoTask(PolicyTask):
             settings=self.objective,
         )
 
-    def metrics(self, sums: Sequence[dict[str, np.ndarray]], split: str) -> dict[str, float]:
+    def metrics(self, sums: Sequence[dict[str, np.ndarray]], split: str) -> dict[str, float | None]:
         """TRL's metrics of the policy: means over micro-batches."""
-        measured = grpo_metrics(self.objective, sums)
-        return aux_loss(sums) | {name: float(np.nanmean(values)) for name, values in measured.items()}
+        return aux_loss(sums) | means(grpo_metrics(self.objective, sums))

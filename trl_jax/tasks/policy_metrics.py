@@ -11,6 +11,7 @@ from trl_jax.tasks.metrics import joined
 
 Sums = dict[str, np.ndarray]
 _JOINS = {"low_min": np.min, "high_max": np.max}  # the others are added
+_OF_STEPS = {"loss", "grad_norm", "updated", "aux_loss", "aux_loss_examples"}  # beside the sums of a policy's loss
 
 
 def grpo_metrics(settings: PolicyLoss, sums: Sequence[Sums]) -> dict[str, np.ndarray]:
@@ -19,23 +20,32 @@ def grpo_metrics(settings: PolicyLoss, sums: Sequence[Sums]) -> dict[str, np.nda
     Args:
         sums: of `grpo_loss`, of steps, `[passes, micro-batches]` each, or of the batches of an evaluation.
     """
-    if not sums:
-        return {}
-    totals = joined(sums, {name: _JOINS.get(name, np.sum) for name in sums[0]}, count="completions")
-    return dict(_grpo(settings, totals)) if totals["completions"].size else {}
+    totals = _totals(sums)
+    return dict(_grpo(settings, totals)) if totals else {}
 
 
 def rloo_metrics(sums: Sequence[Sums]) -> dict[str, np.ndarray]:
     """The same of `rloo_loss`."""
-    if not sums:
-        return {}
-    totals = joined(sums, {name: _JOINS.get(name, np.sum) for name in sums[0]}, count="completions")
-    if not totals["completions"].size:
+    totals = _totals(sums)
+    if not totals:
         return {}
     entropy = {"entropy": totals["entropy"] / np.maximum(totals["tokens"], 1)}
     clipped = dict(_clipped(totals, totals["completions"]))
     names = ("low_mean", "low_min", "high_mean", "high_max", "region_mean")
     return entropy | {f"clip_ratio/{name}": clipped[f"clip_ratio/{name}"] for name in names}
+
+
+def means(metrics: dict[str, np.ndarray]) -> dict[str, float | None]:
+    """The mean of each over the micro-batches where it is not NaN; None without any."""
+    real = {name: values[~np.isnan(values)] for name, values in metrics.items()}
+    return {name: float(values.mean()) if len(values) else None for name, values in real.items()}
+
+
+def _totals(sums: Sequence[Sums]) -> Sums:
+    """The sums of all micro-batches that have a completion, `[M]`; nothing where there is none."""
+    names = [name for name in (sums[0] if sums else ()) if name not in _OF_STEPS]
+    totals = joined(sums, {name: _JOINS.get(name, np.sum) for name in names}, count="completions") if names else {}
+    return totals if names and totals["completions"].size else {}
 
 
 def _grpo(settings: PolicyLoss, totals: Sums) -> Iterator[tuple[str, np.ndarray]]:

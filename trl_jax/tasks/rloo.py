@@ -15,7 +15,7 @@ from trl_jax.losses.policy_gradient import Advantages, rloo_advantages, rloo_los
 from trl_jax.losses.sums import counted
 from trl_jax.tasks.metrics import aux_loss
 from trl_jax.tasks.policy import PolicyTask
-from trl_jax.tasks.policy_metrics import rloo_metrics
+from trl_jax.tasks.policy_metrics import means, rloo_metrics
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,6 @@ class RlooTask(PolicyTask):
             epsilon_high=self.epsilon_high,
         )
 
-    def metrics(self, sums: Sequence[dict[str, np.ndarray]], split: str) -> dict[str, float]:
+    def metrics(self, sums: Sequence[dict[str, np.ndarray]], split: str) -> dict[str, float | None]:
         """TRL's metrics of the policy: means over micro-batches."""
-        measured = rloo_metrics(sums)
-        return aux_loss(sums) | {name: float(np.nanmean(values)) for name, values in measured.items()}
+        return aux_loss(sums) | means(rloo_metrics(sums))

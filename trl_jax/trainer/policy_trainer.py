@@ -63,7 +63,7 @@ class PolicyTrainer(BaseTrainer):
 
     @property
     def ref_model(self) -> PreTrainedModel | None:
-        """The reference as it is now; None where beta is 0, and of an adapter, whose reference is the model under it."""
+        """The reference as it is now; None where beta is 0, and of an adapter: it is the model under it."""
         model, reference = self._run.model, self._run.reference
         if reference is None or isinstance(model.backend, AdaptedBackend):
             return None

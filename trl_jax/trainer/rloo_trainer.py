@@ -16,8 +16,8 @@ from trl_jax.trainer.rloo_config import RLOOConfig
 
 
 class RLOOTrainer(PolicyTrainer):
-    """Trains a language model on completions that it writes itself, by their rewards over the mean of the prompt's other
-    completions (https://huggingface.co/papers/2402.14740).
+    """Trains a language model on completions that it writes itself, by their rewards over the mean of those of the
+    prompt's other completions (https://huggingface.co/papers/2402.14740).
 
     The arguments are TRL's, in TRL's order, and as those of `GRPOTrainer`.
     """

@@ -172,7 +172,8 @@ def _check_place(run: RunState, saved: SavedProgress, step: int) -> None:
     if progress.epoch > step:
         raise BrokenCheckpoint(f"{path}: epoch is {progress.epoch}, which a run of {step} steps has not reached.")
     most = len(rows) + saved.facts["step_examples"] if isinstance(rows, Dataset) else progress.examples
-    if run.rollout is None and progress.examples > most and not run.args.ignore_data_skip:  # the last step of an epoch may be filled up
+    known = run.rollout is None and not run.args.ignore_data_skip
+    if known and progress.examples > most:  # the last step of an epoch may be filled up
         raise BrokenCheckpoint(f"{path}: examples is {progress.examples}, and train_dataset has {len(rows)} rows.")
 
 
