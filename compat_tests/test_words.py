@@ -25,6 +25,8 @@ ALLOWED = {
     "hub/heads.py": {"reward"},  # TRL's errors for a checkpoint with another head than a score
     "hub/torch/objects.py": {"reward"},  # the same, of a torch model
     "nn/rope.py": {"pair", "pairs"},  # of channels
+    "run/rollouts.py": {"rewards"},  # of completions that a run writes itself
+    "run/evaluation/completions.py": {"rewards"},
 }
 
 

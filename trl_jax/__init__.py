@@ -98,9 +98,9 @@ _PLANNED = frozenset(
     """
     AlignPropTrainer AutoModelForCausalLMWithValueHead AutoModelForSeq2SeqLMWithValueHead BCOConfig BCOTrainer
     BEMACallback CPOConfig CPOTrainer DistillationConfig DistillationTrainer GKDConfig GKDTrainer
-    GRPOConfig GRPOTrainer LogCompletionsCallback NashMDConfig NashMDTrainer
-    ORPOConfig ORPOTrainer OnlineDPOConfig OnlineDPOTrainer PPOConfig PPOTrainer PRMConfig PRMTrainer RLOOConfig
-    RLOOTrainer SyncRefModelCallback WeaveCallback XPOConfig XPOTrainer
+    LogCompletionsCallback NashMDConfig NashMDTrainer
+    ORPOConfig ORPOTrainer OnlineDPOConfig OnlineDPOTrainer PPOConfig PPOTrainer PRMConfig PRMTrainer
+    SyncRefModelCallback WeaveCallback XPOConfig XPOTrainer
     add_response_schema setup_chat_format
     """.split()
 ).difference(_WHERE)

@@ -49,12 +49,12 @@ def test_the_names_of_reward_training_are_ours(tmp_path):
 
 
 THEIRS = """
-import trl, trl.trainer.grpo_config
-from trl import GRPOConfig
+import trl, trl.trainer.distillation_config
+from trl import DistillationConfig
 from trl.trainer.utils import pad
 from trl.experimental.orpo import ORPOConfig
-assert GRPOConfig.__module__ == "trl.trainer.grpo_config" and pad.__module__ == "trl.trainer.utils"
-print(trl.trainer.grpo_config.GRPOConfig is GRPOConfig)
+assert DistillationConfig.__module__ == "trl.trainer.distillation_config" and pad.__module__ == "trl.trainer.utils"
+print(trl.trainer.distillation_config.DistillationConfig is DistillationConfig)
 """
 
 
@@ -71,7 +71,7 @@ find = PathFinder.find_spec
 PathFinder.find_spec = classmethod(lambda cls, name, *a: None if name.split(".")[0] == "trl" else find(name, *a))
 import trl
 print(trl.__version__, trl.RewardConfig.__module__)
-for line in ("from trl import GRPOTrainer", "import trl.trainer.grpo_trainer", "from trl.trainer.utils import pad"):
+for line in ("from trl import DistillationTrainer", "import trl.trainer.distillation_trainer", "from trl.trainer.utils import pad"):
     try:
         exec(line)
     except ImportError as error:
@@ -83,8 +83,8 @@ def test_where_trl_is_not_installed_a_missing_name_says_so(tmp_path):
     done = run(tmp_path, MISSING)
     assert done.stdout.splitlines() == [
         "1.16.0 trl_jax.trainer.reward_config",
-        "ImportError trl has no GRPOTrainer in trl_jax, and trl is not ",
-        "ModuleNotFoundError trl.trainer.grpo_trainer is not part of trl_jax, and trl is not ",
+        "ImportError trl has no DistillationTrainer in trl_jax, and trl is not ",
+        "ModuleNotFoundError trl.trainer.distillation_trainer is not part of trl_jax, and trl is not ",
         "ImportError trl.trainer.utils has no pad in trl_jax, and trl is not ",
     ], done.stderr
 

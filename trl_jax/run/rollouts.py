@@ -1,4 +1,4 @@
-"""A run that makes its rows itself: the rollout, of the run's model, tokenizer, task and reward functions."""
+"""A run that makes its rows itself: the rollout, of the run's model, tokenizer and task, and judges of completions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class RolloutParts:
-    """What a trainer decides of its rollout.
+    """The part of a rollout that its trainer decides.
 
     shuffle: whether prompts come in another order each epoch.
     bonus: the coefficient of the entropy bonus; None without one.

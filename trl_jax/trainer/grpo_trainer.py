@@ -15,7 +15,7 @@ from trl_jax.rollout.entropy import EntropyBonus
 from trl_jax.tasks.grpo import GrpoTask
 from trl_jax.trainer.grpo_config import GRPOConfig
 from trl_jax.trainer.old_keywords import as_config
-from trl_jax.trainer.policy_trainer import PolicyTrainer
+from trl_jax.trainer.with_rollout import TrainerWithRollout
 from trl_jax.trainer.refusals import refuse
 
 _OF_THE_LOSS = (
@@ -25,7 +25,7 @@ _OF_THE_LOSS = (
 )  # fmt: skip
 
 
-class GRPOTrainer(PolicyTrainer):
+class GRPOTrainer(TrainerWithRollout):
     """Trains a language model on completions that it writes itself, by their rewards relative to the other completions
     of the same prompt (DeepSeekMath, https://huggingface.co/papers/2402.03300), and by the losses that grew out of it.
 

@@ -11,11 +11,11 @@ from transformers.trainer_callback import TrainerCallback
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.tasks.rloo import RlooTask
 from trl_jax.trainer.old_keywords import as_config
-from trl_jax.trainer.policy_trainer import PolicyTrainer
+from trl_jax.trainer.with_rollout import TrainerWithRollout
 from trl_jax.trainer.rloo_config import RLOOConfig
 
 
-class RLOOTrainer(PolicyTrainer):
+class RLOOTrainer(TrainerWithRollout):
     """Trains a language model on completions that it writes itself, by their rewards over the mean of those of the
     prompt's other completions (https://huggingface.co/papers/2402.14740).
 

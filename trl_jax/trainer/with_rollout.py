@@ -20,7 +20,7 @@ from trl_jax.tasks.policy import Cycle
 from trl_jax.trainer.base_trainer import BaseTrainer
 
 
-class PolicyTrainer(BaseTrainer):
+class TrainerWithRollout(BaseTrainer):
     """A trainer whose rows are prompts, and which judges what the policy makes of them by reward functions.
 
     Attributes:
