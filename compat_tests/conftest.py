@@ -30,9 +30,14 @@ if version("jaxlib").startswith("0.10."):
     _quickly += " --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("XLA_FLAGS", _quickly)
 
+import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 
-from compat_tests import tiny  # noqa: E402
+from compat_tests import shared_programs, tiny  # noqa: E402
+from compat_tests.effort import drawn  # noqa: E402
+
+hypothesis.settings.register_profile("trl_jax", max_examples=drawn(100))
+hypothesis.settings.load_profile("trl_jax")
 
 
 @pytest.fixture(scope="session")
@@ -73,6 +78,10 @@ def pytest_collection_modifyitems(items):
         return next((number for number, dear in enumerate(FIRST) if file.endswith(dear)), len(FIRST))
 
     items.sort(key=place)
+
+
+def pytest_sessionstart(session):
+    shared_programs.install()
 
 
 def pytest_collection_finish():

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Make a virtual environment with the reference (TRL on a CPU build of torch) beside this package, and run the tests.
 #
-#   bash compat_tests/run.sh [options of pytest]
+#   bash compat_tests/run.sh [options of pytest]      LIVE=1, THOROUGH=1: more of them, see CONTRIBUTING.md
+#   bash compat_tests/run.sh --install                the environment alone
 #
 # PYTHON=/path/to/python chooses the interpreter, VENV=.venv-other the environment's folder, and
 # TORCH="torch==2.13.0 --index-url ..." where torch comes from: plain `torch` may bring gigabytes of CUDA that no test
@@ -20,6 +21,8 @@ echo "== Installing trl_jax, torch for the CPU, and TRL"
 # shellcheck disable=SC2086  # TORCH may hold options of pip
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check ${TORCH:-torch==2.13.0}
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[test]"
+
+[ "${1:-}" != --install ] || exit 0
 
 echo "== Testing"
 exec "$venv/bin/python" -m pytest -n auto --maxprocesses 4 "$@"

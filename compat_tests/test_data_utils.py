@@ -14,7 +14,6 @@ from datasets import Dataset, DatasetDict, IterableDataset
 import trl_jax
 from compat_tests.tiny import tiny_tokenizer
 from trl_jax import data_utils as ours
-from trl_jax import rewards
 from trl_jax.chat_template_utils import clone_chat_template
 from trl_jax.hub.exported.backend import ExportedBackend
 from trl_jax.scripts.mixture import DatasetConfig, DatasetMixtureConfig, get_dataset
@@ -105,19 +104,6 @@ def test_pairs_are_unpaired_as_trl_does(theirs, kind):
     if kind == "dict":
         found, wanted = found["train"], wanted["train"]
     assert list(found) == list(wanted) and len(list(found)) == 6
-
-
-def test_the_format_rewards_are_trls():
-    theirs = pytest.importorskip("trl.rewards")
-    texts = "<think>a</think>b", "<think>a", "x<think>a</think>", "<think><think>a</think>"
-    talks = [[{"content": text}] for text in texts]
-    assert rewards.think_format_reward(talks) == theirs.think_format_reward(talks)
-    ids = [[1, 2, 3, 4], [5, 5, 5, 5, 5], [1], [], [1, 2, 1, 2, 1, 2], [7] * 90, [7] * 130]
-    for name, how in (("get_repetition_penalty_reward", (2, -0.5)), ("get_soft_overlong_punishment", (100, 20))):
-        mine, wanted = getattr(rewards, name)(*how), getattr(theirs, name)(*how)
-        assert mine(ids) == wanted(ids) and mine.__name__ == wanted.__name__
-    with pytest.raises(ValueError, match="max_penalty=1 is above 0"):
-        rewards.get_repetition_penalty_reward(max_penalty=1)
 
 
 EXAMPLES = [

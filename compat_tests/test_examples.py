@@ -1,4 +1,4 @@
-"""The examples do what the README says of them."""
+"""The examples do what the README says of them; but under THOROUGH=1 with fewer epochs, and less to show for them."""
 
 import json
 import os
@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from compat_tests.effort import THOROUGH
 
 ROOT = Path(__file__).resolve().parents[1]
 PAIRS = ROOT / "examples" / "data" / "preferences_train.jsonl"
@@ -21,22 +23,26 @@ def run(script: Path, *arguments: object) -> str:
     return done.stdout
 
 
+def _epochs(few: int) -> list:
+    return [] if THOROUGH else ["--epochs", few]
+
+
 def test_the_quickstart_learns(tmp_path):
-    shown = run(ROOT / "examples" / "quickstart.py", "--output_dir", tmp_path)
+    shown = run(ROOT / "examples" / "quickstart.py", "--output_dir", tmp_path, *_epochs(1))
     first, last = map(float, re.search(r"From (\d\.\d+) to (\d\.\d+)", shown).groups())
-    assert first < 0.7 and last > 0.9
+    assert first < 0.7 and last > (0.9 if THOROUGH else 0.85)
     helpful, dismissive = map(float, re.findall(r"^  ([+-]\d+\.\d+)  ", shown, flags=re.M))
     assert helpful > dismissive
     assert (tmp_path / "curve.svg").read_text().startswith("<svg")
 
 
 def test_fine_tuning_learns(tmp_path):
-    shown = run(ROOT / "examples" / "sft.py", "--output_dir", tmp_path)
+    shown = run(ROOT / "examples" / "sft.py", "--output_dir", tmp_path, *_epochs(10))
     first, last, wrong, right = map(float, re.search(
         r"loss went from (\d\.\d+) to (\d\.\d+), and tokens that are right from (\d\.\d+) to (\d\.\d+)\.", shown
     ).groups())  # fmt: skip
-    assert first > 5 and last < 1 and wrong < 0.1 and right > 0.85
-    assert int(re.search(r"^(\d) of 4 answers are right\.$", shown, flags=re.M)[1]) >= 3
+    assert first > 5 and last < (1 if THOROUGH else 2) and wrong < 0.1 and right > (0.85 if THOROUGH else 0.5)
+    assert int(re.search(r"^(\d) of 4 answers are right\.$", shown, flags=re.M)[1]) >= 3 * THOROUGH
     assert (tmp_path / "final" / "generation_config.json").is_file()
 
 

@@ -15,6 +15,7 @@ import trl_jax
 PACKAGE = Path(trl_jax.__file__).parent
 FLOORS = {
     "core": 0,
+    "rewards": 0,
     "nn": 1,
     "losses": 1,
     "data": 1,
@@ -23,6 +24,7 @@ FLOORS = {
     "generation": 3,
     "hub": 3,
     "engine": 4,
+    "rollout": 4,
     "run": 5,
     "trainer": 6,
     "dryrun": 7,
@@ -33,6 +35,7 @@ FLOORS = {
 NEIGHBOURS = {("cli", "scripts"), ("hub", "generation")}
 NEVER = {
     "core": "jax jaxlib flax optax transformers",
+    "rewards": "jax jaxlib flax optax transformers core",
     "data": "jax jaxlib flax optax",
     "losses": "flax optax",
     "nn": "transformers safetensors optax",

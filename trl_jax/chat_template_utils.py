@@ -21,14 +21,14 @@ def clone_chat_template(
 ) -> tuple[Any, Any, list[int]]:
     """Give `tokenizer` the chat template, the added tokens and the EOS token of another.
 
-    Most checkpoints have rows to spare in their embedding, which the new tokens take; otherwise it grows. Rows left
-    over get names, `<extra_id_0>` and so on, as in TRL, so that tokenizer and model agree on their number.
+    As in TRL, the embedding then has a row for each token, which are filled up with `<extra_id_0>` and so on: rows that
+    a checkpoint had to spare go. Those of a model that cannot be resized are filled up instead.
 
     Args:
         model: what `AutoModelForSequenceClassification` loaded; its config gets the EOS token's id.
         tokenizer: changed in place.
         source_tokenizer_path: folder or Hub name.
-        resize_to_multiple_of: what the embedding grows to; None grows it by what is needed.
+        resize_to_multiple_of: to which the number of rows is rounded up; None leaves it at that of the tokens.
 
     Returns:
         The model, the tokenizer, and the ids of the tokens that were added.
@@ -39,7 +39,7 @@ def clone_chat_template(
     rows = model.vocab_size
     multiple = (resize_to_multiple_of or 1) if model.can_resize else 0
     added = clone_into(tokenizer, source_tokenizer_path, rows=rows, multiple=multiple)
-    model.resize_token_embeddings(max(rows, len(tokenizer.get_vocab())))
+    model.resize_token_embeddings(len(tokenizer.get_vocab()) if model.can_resize else rows)
     model.config.eos_token_id = tokenizer.eos_token_id
     return model, tokenizer, added
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from compat_tests.data.examples import COLUMNS, TEXTS, examples_of, row_of
 from compat_tests.data.test_packed import laid_out
+from compat_tests.effort import drawn
 from trl_jax.data.layout.buckets import EARLY, Buckets
 from trl_jax.data.layout.plan import plan_layout
 from trl_jax.data.layout.survey import survey
@@ -30,7 +31,7 @@ def planned(dataset, columns=TWO, layout="shared", orders=None, **options):
 
 
 @pytest.mark.parametrize("texts", TEXTS)
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=drawn(30))
 @given(st.data(), st.integers(1, 3), st.integers(1, 3))
 def test_a_survey_counts_what_the_layouts_hold(texts, data, size, accumulation):
     examples = data.draw(st.lists(examples_of(texts), min_size=1, max_size=20))

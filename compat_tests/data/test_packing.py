@@ -7,6 +7,7 @@ from datasets import Dataset, DatasetDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from compat_tests.effort import drawn
 from trl_jax.data_utils import pack_dataset
 
 STRATEGIES = ("bfd", "bfd_split", "wrapped")
@@ -24,7 +25,7 @@ def theirs():
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=drawn(60))
 @given(lengths=LENGTHS, size=st.integers(1, 9))
 def test_rows_are_packed_as_trl_packs_them(theirs, strategy, lengths, size):
     """What `map` calls, not `map` itself: it writes a file each time."""

@@ -11,6 +11,7 @@ from datasets import Dataset, IterableDataset, disable_caching, enable_caching, 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from compat_tests.effort import drawn
 from compat_tests.tiny import preference_rows, tiny_tokenizer
 from trl_jax.data.rows.preference import pairs as rows_of_pairs
 from trl_jax.data.rows.preference.reward import prepare
@@ -112,7 +113,7 @@ def test_rows_equal_trls(form, limited, streaming, tokenizer):
         assert [row[column] for row in mine] == [row[column] for row in trls], column
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=drawn(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     texts=st.lists(st.tuples(st.text(max_size=20), st.text(max_size=20)), min_size=1, max_size=4),
     prompt=st.text(),

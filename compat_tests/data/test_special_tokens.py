@@ -61,7 +61,7 @@ def test_a_template_file_is_read(name, tmp_path):
     file = tmp_path / name
     file.write_text("{{ messages[0]['content'] }} – ś", encoding="utf-8")
     tokenizer = tiny_tokenizer()
-    assert settle_chat_template(tokenizer, str(file), rows=600) == 600
+    assert settle_chat_template(tokenizer, str(file), rows=600) == (600, [])
     assert tokenizer.chat_template == "{{ messages[0]['content'] }} – ś"
 
 
@@ -71,13 +71,15 @@ def test_another_tokenizer_s_template_comes_with_its_tokens(tmp_path):
     source.chat_template = "{{ 'cloned' }}"
     source.save_pretrained(tmp_path)
     size = len(tokenizer.get_vocab())
-    assert settle_chat_template(tokenizer, str(tmp_path), rows=size + 3) == size + 3
+    assert settle_chat_template(tokenizer, str(tmp_path), rows=size + 3) == (size + 3, [size, size + 1, size + 2])
     assert tokenizer.chat_template == "{{ 'cloned' }}" and tokenizer.convert_tokens_to_ids("<new>") == size
     assert tokenizer.convert_tokens_to_ids(["<extra_id_0>", "<extra_id_1>"]) == [size + 1, size + 2]
     with pytest.raises(ValueError, match=r"brings 1 new tokens \(<new>\), .* Resize the checkpoint's embedding"):
         settle_chat_template(tiny_tokenizer(), str(tmp_path), rows=size)
-    grown = tiny_tokenizer()
-    assert settle_chat_template(grown, str(tmp_path), rows=size, can_resize=True) == -(-(size + 1) // 64) * 64
+    whole = -(-(size + 1) // 64) * 64
+    for rows in (size, 600):  # rows to spare go
+        grown = tiny_tokenizer()
+        assert settle_chat_template(grown, str(tmp_path), rows=rows, can_resize=True) == (whole, [*range(size, whole)])
 
 
 def test_other_template_sources_are_refused(tmp_path):

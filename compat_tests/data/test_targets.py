@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compat_tests.data.loaders import example_loader
+from compat_tests.effort import drawn
 from trl_jax.data.example import IGNORED, Columns, Example, measured
 from trl_jax.data.extras import Extras
 from trl_jax.data.fingerprint import fingerprint, row_digest
@@ -94,7 +95,7 @@ def found_in(batch) -> Counter:
 
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=drawn(30))
 @given(st.data())
 def test_every_target_is_read_once_from_what_comes_before_it(layout, shards, data):
     for examples, columns in ((singles(), SINGLE), (pairs(), PAIR)):
@@ -104,7 +105,7 @@ def test_every_target_is_read_once_from_what_comes_before_it(layout, shards, dat
         assert found == wanted(rows)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=drawn(20))
 @given(st.lists(singles(), min_size=1, max_size=SIZE * ACCUMULATION), st.booleans())
 def test_views_of_texts_as_rows_have_a_row_for_each_document(rows, packed):
     views = ViewBuckets()
@@ -119,7 +120,7 @@ def test_views_of_texts_as_rows_have_a_row_for_each_document(rows, packed):
     assert found == Counter(tuple(row.texts[0][a:b]) for row in rows for a, b in row.spans)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=drawn(20))
 @given(st.lists(singles(), min_size=1, max_size=SIZE * ACCUMULATION))
 def test_weights_are_shares_of_the_targets_of_the_step_or_of_a_shard(rows):
     targets = sum(row.num_targets for row in rows)

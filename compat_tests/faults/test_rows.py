@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
+from compat_tests.effort import drawn
 from compat_tests.tiny import preference_rows, tiny_tokenizer
 from trl_jax.core.printable import printable
 from trl_jax.data.rows import cutting
@@ -195,7 +196,7 @@ def test_where_a_long_text_may_have_few_tokens_nothing_is_cut(kind):
     assert cutting.character_bound(_with(UNSURE[kind]), 10) is None
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=drawn(60))
 @given(
     st.text(st.sampled_from(" ae\u0301\u0344\u1f82漢🙂\n</s>bread"), min_size=1, max_size=400),
     st.sampled_from([None, normalizers.NFC()]),

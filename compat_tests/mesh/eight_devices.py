@@ -19,6 +19,7 @@ from compat_tests import tiny  # noqa: E402
 from compat_tests.bench.gaps import gaps  # noqa: E402
 from compat_tests.bench.mesh_runs import FACTS, PAIRS, run  # noqa: E402
 from compat_tests.dryrun.planned import LORA, alike  # noqa: E402
+from compat_tests.effort import only_thorough, thorough  # noqa: E402
 from compat_tests.parity.reference import BASE  # noqa: E402
 from trl_jax import BitsAndBytesConfig, LoraConfig, RewardConfig, RewardTrainer  # noqa: E402
 from trl_jax.core.packed import BLOCK  # noqa: E402
@@ -47,9 +48,10 @@ def alone(checkpoint):
 
 # All of them in compat_tests/bench/meshes.py. One weight of bert's has a first gradient as small as Adam's eps, and its
 # first step would be rounding: so a larger eps.
+MESHES = "data:2,fsdp:2,tensor:2", "fsdp:2,tensor:2,sequence:2"
 CASES = [
-    ("llama", "shared", "data:2,fsdp:2,tensor:2"), ("llama", "shared", "fsdp:2,tensor:2,sequence:2"),
-    ("gemma2", "padded", "data:2,sequence:4"), ("bert", "padded", "zero2:8"),
+    ("llama", "shared", MESHES[0]), thorough("llama", "shared", MESHES[1]),
+    ("gemma2", "padded", "data:2,sequence:4"), thorough("bert", "padded", "zero2:8"),
 ]  # fmt: skip
 HOW = {"llama": {"accumulation": 2, "scores": False}, "gemma2": {}, "bert": {"scores": False, "adam_epsilon": 1e-6}}
 
@@ -72,13 +74,13 @@ def made_before(make, batches, most):
 DIVIDED = {"fsdp": "full_shard", "fsdp_config": {"min_num_params": 1}}
 FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}
 ADAPTED = [
-    ("qwen3_moe", {"mesh_shape": "data:2,fsdp:2,tensor:2"}, None, 2),
-    ("llama", DIVIDED, FOUR_BITS, 1),
-    ("llama", DIVIDED, {"load_in_8bit": True}, 1),
+    pytest.param("qwen3_moe", {"mesh_shape": MESHES[0]}, None, 2, id="experts", marks=only_thorough),
+    pytest.param("llama", DIVIDED, FOUR_BITS, 1, id="4 bits"),
+    pytest.param("llama", DIVIDED, {"load_in_8bit": True}, 1, id="8 bits", marks=only_thorough),
 ]
 
 
-@pytest.mark.parametrize(("model", "said", "bits", "pairs"), ADAPTED, ids=["experts", "4 bits", "8 bits"])
+@pytest.mark.parametrize(("model", "said", "bits", "pairs"), ADAPTED)
 def test_adapters_are_those_of_one_device(model, said, bits, pairs, checkpoint, tmp_path, monkeypatch):
     """A divided base, quantised or not, and adapters that every device has; those of experts, too. All by programs
     that were made beforehand, as on TPUs, of nothing but shapes."""
@@ -136,13 +138,13 @@ def test_memory_falls_with_the_devices(checkpoint, tmp_path, caplog):
 
 
 def test_row19_another_mesh_goes_on_with_the_same_numbers(checkpoint, tmp_path):
-    """Meshes and batches are those of CASES, whose programs are compiled."""
+    """Meshes and batches are those of CASES, whose programs are compiled, or would be."""
     how = {"max_steps": 4, "gradient_accumulation_steps": 2, "batch_layout": "shared", "save_steps": 2}
-    first = how | {"per_device_train_batch_size": 1, "mesh_shape": CASES[0][2], "save_strategy": "steps"}
+    first = how | {"per_device_train_batch_size": 1, "mesh_shape": MESHES[0], "save_strategy": "steps"}
     unbroken = trainer(checkpoint, tmp_path, **first)
     unbroken.train()
     left = str(tmp_path / "checkpoint-2")
-    second = how | {"per_device_train_batch_size": 2, "mesh_shape": CASES[1][2]}
+    second = how | {"per_device_train_batch_size": 2, "mesh_shape": MESHES[1]}
     other = trainer(checkpoint, tmp_path / "other", **second)
     other.train(resume_from_checkpoint=left)
     assert [log["step"] for log in other.state.log_history] == [1, 2, 3, 4, 4]
@@ -229,6 +231,7 @@ def test_of_a_text_only_keys_and_values_are_gathered(checkpoint, tmp_path):
     assert {size for size in moved["all-reduce"] if size > 1024} <= gradients  # the rest is logged, or one token a text
 
 
+@only_thorough
 def test_rows_of_texts_stay_where_they_are(checkpoint, tmp_path, monkeypatch, alone):
     """Attention text by text, as on GPUs: nothing more is sent than along the packed row, heads divided or not, and the
     numbers are those of one device."""

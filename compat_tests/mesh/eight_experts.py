@@ -11,6 +11,7 @@ import pytest  # noqa: E402
 from datasets import Dataset  # noqa: E402
 
 import trl_jax  # noqa: E402
+from compat_tests.effort import thorough  # noqa: E402
 from compat_tests.parity.reference import BASE  # noqa: E402
 from compat_tests.tiny import preference_rows, text_rows  # noqa: E402
 
@@ -47,9 +48,9 @@ def alone(run):
 @pytest.mark.parametrize(
     ("name", "mesh", "layout"),
     [
-        ("SFT", "fsdp:2", "padded"),
+        thorough("SFT", "fsdp:2", "padded"),
         ("SFT", "fsdp:2,tensor:2", "packed"),
-        ("SFT", "data:2,sequence:2", "packed"),
+        thorough("SFT", "data:2,sequence:2", "packed"),
         ("DPO", "fsdp:2", "shared"),
     ],
 )

@@ -10,6 +10,7 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from datasets import Dataset  # noqa: E402
 
+from compat_tests.effort import thorough  # noqa: E402
 from compat_tests.parity.kto_cases import SMALL, kto_rows  # noqa: E402
 from compat_tests.parity.reference import BASE  # noqa: E402
 from compat_tests.tiny import preference_rows  # noqa: E402
@@ -49,8 +50,8 @@ def alone(make):
     ("mesh", "shards", "config"),
     [
         ("data:2,fsdp:2,tensor:2", 4, {}),
-        ("fsdp:4,tensor:2", 4, {"precompute_ref_log_probs": True}),
-        ("data:8", 8, {"batch_layout": "padded"}),
+        thorough("fsdp:4,tensor:2", 4, {"precompute_ref_log_probs": True}),
+        thorough("data:8", 8, {"batch_layout": "padded"}),
     ],
 )
 def test_the_numbers_of_one_device(mesh, shards, config, make, alone):
@@ -68,9 +69,9 @@ def alone_in_blocks(make):
 @pytest.mark.parametrize(
     ("mesh", "config"),
     [
-        ("data:2,fsdp:2,tensor:2", {}),
+        thorough("data:2,fsdp:2,tensor:2", {}),
         ("fsdp:4,sequence:2", {"precompute_ref_log_probs": True}),
-        ("data:4,tensor:2", {"batch_layout": "padded"}),
+        thorough("data:4,tensor:2", {"batch_layout": "padded"}),
     ],
 )
 def test_the_divergence_is_estimated_by_the_rows_of_all_devices(mesh, config, make, alone_in_blocks):

@@ -8,8 +8,9 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 import pytest  # noqa: E402
 
+from compat_tests.effort import thorough  # noqa: E402
 from compat_tests.mesh.rank import rows_of  # noqa: E402
-from compat_tests.parity import reference  # noqa: E402
+from compat_tests.parity import golden, reference  # noqa: E402
 from compat_tests.parity.dpo_cases import SMALL  # noqa: E402
 from compat_tests.parity.marks import assert_same_weights, steps_of  # noqa: E402
 from compat_tests.parity.test_dpo_curve import assert_same  # noqa: E402
@@ -21,20 +22,15 @@ ROWS = 4  # a step, on all devices together
 @pytest.fixture(scope="module")
 def trl(checkpoint, tmp_path_factory):
     """TRL's run of a trainer, made once."""
-    pytest.importorskip("trl")
     made = {}
 
     def of(trainer):
         if trainer not in made:
             out = tmp_path_factory.mktemp("trl")
-            made[trainer] = reference.run_trl(
-                checkpoint(**SMALL),
-                rows_of(trainer, 24),
-                out,
-                trainer=trainer,
-                per_device_train_batch_size=ROWS,
-                **CONFIG,
-            )
+            made[trainer] = golden.run_trl(
+                f"meshes/{trainer}", checkpoint(**SMALL), rows_of(trainer, 24), out, model=SMALL, trainer=trainer,
+                per_device_train_batch_size=ROWS, **CONFIG,
+            )  # fmt: skip
         return made[trainer]
 
     return of
@@ -43,11 +39,11 @@ def trl(checkpoint, tmp_path_factory):
 @pytest.mark.parametrize(
     ("trainer", "mesh", "shards", "layout"),
     [
-        ("SFT", "data:2", 2, "padded"),
-        ("SFT", "fsdp:2", 2, "packed"),
-        ("SFT", "tensor:2", 1, "packed"),
+        thorough("SFT", "data:2", 2, "padded"),
+        thorough("SFT", "fsdp:2", 2, "packed"),
+        thorough("SFT", "tensor:2", 1, "packed"),
         ("SFT", "fsdp:2,sequence:2", 2, "packed"),
-        ("DPO", "fsdp:2", 2, "shared"),
+        thorough("DPO", "fsdp:2", 2, "shared"),
         ("DPO", "tensor:2", 1, "shared"),
     ],
 )

@@ -13,6 +13,7 @@ from datasets import Dataset  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
 import trl_jax  # noqa: E402
+from compat_tests.effort import thorough  # noqa: E402
 from compat_tests.mesh.rank import rows_of  # noqa: E402
 from compat_tests.parity.dpo_cases import SMALL  # noqa: E402
 from compat_tests.parity.marks import timeless  # noqa: E402
@@ -67,15 +68,13 @@ def close(found, wanted):
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5), found, wanted)
 
 
-MESHES = {  # a step on tensor or sequence alone is written out in another way than one whose rows are divided
-    "Reward": ("sequence:2", "fsdp:2"),
-    "SFT": ("tensor:2", "sequence:2"),
-    "DPO": ("tensor:2", "fsdp:2"),
-    "KTO": ("sequence:2", "tensor:2"),
-}
+CASES = [  # a step on tensor or sequence alone is written out in another way than one whose rows are divided
+    thorough("Reward", "sequence:2"), ("Reward", "fsdp:2"), ("SFT", "tensor:2"), thorough("SFT", "sequence:2"),
+    thorough("DPO", "tensor:2"), thorough("DPO", "fsdp:2"), ("KTO", "sequence:2"), thorough("KTO", "tensor:2"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "mesh"), [(kind, mesh) for kind, meshes in MESHES.items() for mesh in meshes])
+@pytest.mark.parametrize(("kind", "mesh"), CASES)
 def test_a_run_from_its_first_step_to_its_resuming(kind, mesh, make, alone):
     wanted, weights = alone(kind)
     shards = 2 if mesh.startswith("fsdp") else 1

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from compat_tests.mesh import rank
+from compat_tests.parity import golden
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["compat_tests.mesh.imported"])
@@ -47,15 +48,16 @@ def launch(
 
 
 def launch_both(folder, out, config: dict, *, ours: dict) -> None:
-    """Two processes of ours beside two ranks of TRL, with the same `config`; all of them end well."""
+    """Two processes of ours, and beside them two ranks of TRL unless those are recorded, with the same `config`; all
+    of them end well."""
     done = {}
 
     def run(whose: str, **more) -> None:
         done[whose] = launch(whose, folder, out, config=[config | more] * 2)
 
-    threads = [
-        threading.Thread(target=run, args=("trl",)), threading.Thread(target=run, args=("ours",), kwargs=ours)
-    ]  # fmt: skip
+    threads = [threading.Thread(target=run, args=("ours",), kwargs=ours)]
+    if golden.live():
+        threads.append(threading.Thread(target=run, args=("trl",)))
     for thread in threads:
         thread.start()
     for thread in threads:

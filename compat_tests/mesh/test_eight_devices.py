@@ -6,20 +6,21 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+HERE = Path(__file__).parent
 
-FILES = (
-    "eight_devices.py", "eight_experts.py", "eight_references.py", "eight_token_heads.py", "eight_trl.py",
-    "eight_whole_runs.py", "two_branches.py",
-)  # fmt: skip
 
-@pytest.mark.parametrize("name", FILES)
-def test_eight_devices(name):
-    file = Path(__file__).with_name(name)
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-n", "0", "-q", "-x", str(file)],
-        capture_output=True,
-        text=True,
-        cwd=file.parents[2],
-    )
+def test_eight_devices():
+    """All of them in one process, which imports once."""
+    files = sorted(map(str, HERE.glob("eight_*.py")))
+    assert len(files) >= 6
+    run_apart(*files)
+
+
+def test_two_devices():
+    run_apart(str(HERE / "two_branches.py"))
+
+
+def run_apart(*files: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-x", *files]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parents[1])
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]

@@ -7,10 +7,14 @@ import json
 import pytest
 
 from compat_tests.mesh.launching import launch_both
+from compat_tests.mesh.rank import rows_of
+from compat_tests.parity import golden
 from compat_tests.parity.dpo_cases import SMALL
-from compat_tests.parity.reference import read_weights
+from compat_tests.parity.marks import assert_same_weights
+from compat_tests.parity.reference import Run, read_weights
 from compat_tests.parity.test_dpo_curve import assert_same
 
+PAIRS = 80
 CONFIG = {"gradient_accumulation_steps": 2, "max_steps": 5, "lr_scheduler_type": "constant", "max_length": 64}
 RUNS = {
     "SFT": {"trainer": "SFT", "learning_rate": 3e-3},
@@ -24,22 +28,22 @@ BEFORE = RUNS["DPO"] | {"precompute_ref_log_probs": True}
 
 @pytest.fixture(scope="module")
 def out(checkpoint, tmp_path_factory):
-    pytest.importorskip("trl")
     out = tmp_path_factory.mktemp("pair")
     # Full batches: of a shorter last one, TRL's ranks count the metrics of the first rank alone.
-    config, ours = CONFIG | {"runs": RUNS, "pairs": 80}, {"mesh_shape": "fsdp:2", "runs": RUNS | {"before": BEFORE}}
+    config, ours = CONFIG | {"runs": RUNS, "pairs": PAIRS}, {"mesh_shape": "fsdp:2", "runs": RUNS | {"before": BEFORE}}
     launch_both(checkpoint(**SMALL), out, config, ours=ours)
     return out
 
 
 @pytest.mark.parametrize(("name", "trls"), [("SFT", "SFT"), ("DPO", "DPO"), ("KTO", "KTO"), ("before", "DPO")])
-def test_two_processes_are_two_ranks_of_trl(name, trls, out):
-    ours, theirs = (json.loads((out / file).read_text()) for file in (f"ours{name}.json", f"trl{trls}.json"))
-    assert len(ours) == len(theirs) == 6
-    for mine, other in zip(ours, theirs, strict=True):
+def test_two_processes_are_two_ranks_of_trl(name, trls, out, checkpoint):
+    def run(left):
+        return Run(json.loads((out / f"{left}.json").read_text()), None, read_weights(out / left / "final"))
+
+    source = golden.digest(checkpoint(**SMALL), rows_of(trls, PAIRS), ["two ranks", SMALL], CONFIG | RUNS[trls])
+    ours, theirs = run(f"ours{name}"), golden.recorded_or(f"ranks/{trls}", source, lambda: run(f"trl{trls}"))
+    assert len(ours.logs) == len(theirs.logs) == 6
+    for mine, other in zip(ours.logs, theirs.logs, strict=True):
         assert_same(mine, other)
-    weights, wanted = (read_weights(out / run / "final") for run in (f"ours{name}", f"trl{trls}"))
-    assert weights.keys() == wanted.keys()
-    for tensor, values in wanted.items():
-        assert abs(weights[tensor] - values).max() < 1e-3, tensor
-    assert trls != "KTO" or any(entry.get("kl", 0) > 0.01 for entry in theirs)
+    assert_same_weights(ours.weights, theirs.weights, 1e-3)
+    assert trls != "KTO" or any(entry.get("kl", 0) > 0.01 for entry in theirs.logs)

@@ -8,33 +8,38 @@ import pytest
 
 from compat_tests import tiny
 from compat_tests.mesh.launching import launch, launch_both
-from compat_tests.mesh.rank import ROWS, go_on
+from compat_tests.mesh.rank import ROWS, go_on, rows_of
+from compat_tests.parity import golden
 from compat_tests.parity.marks import assert_same_curve, assert_same_weights, steps_of
-from compat_tests.parity.reference import read_weights
+from compat_tests.parity.reference import Run, read_weights
 
 CONFIG = {"gradient_accumulation_steps": 2, "max_steps": 5, "lr_scheduler_type": "constant"}
 SAVING = {"save_strategy": "steps", "save_steps": 1}
+MODEL = {"model_type": "llama", "num_hidden_layers": 2}
 TWO = {"mesh_shape": "fsdp:2"}
 
 
 @pytest.fixture(scope="module")
 def folder(checkpoint):
-    return checkpoint("llama", num_hidden_layers=2)
+    return checkpoint(**MODEL)
 
 
 @pytest.fixture(scope="module")
 def pair(folder, tmp_path_factory):
-    """Where two processes, and two ranks of TRL, have left five steps."""
-    pytest.importorskip("trl")
+    """Where two processes, and two ranks of TRL unless they are recorded, have left five steps."""
     out = tmp_path_factory.mktemp("pair")
     launch_both(folder, out, CONFIG, ours=TWO | SAVING)
     return out
 
 
-def test_two_processes_are_two_ranks_of_trl(pair):
-    ours, theirs = (json.loads((pair / f"{whose}.json").read_text()) for whose in ("ours", "trl"))
-    assert_same_curve(ours, theirs)
-    assert_same_weights(*(read_weights(pair / whose / "final") for whose in ("ours", "trl")))
+def test_two_processes_are_two_ranks_of_trl(pair, folder):
+    def run(whose):
+        return Run(json.loads((pair / f"{whose}.json").read_text()), None, read_weights(pair / whose / "final"))
+
+    source = golden.digest(folder, rows_of("Reward", ROWS), ["two ranks", MODEL], CONFIG)
+    ours, theirs = run("ours"), golden.recorded_or("ranks/Reward", source, lambda: run("trl"))
+    assert_same_curve(ours.logs, theirs.logs)
+    assert_same_weights(ours.weights, theirs.weights)
 
 
 def alone(folder, out, resume):

@@ -39,7 +39,7 @@ def test_logits_are_those_of_whole_texts(family, by_layer, tmp_path):
         hidden, new = trunk_of(whole).with_keys(
             tokens[:, None], places[:, None], None, jnp.max(places) + 1, **options
         )
-        return whole.outputs(hidden, None, jnp.float32, None), cache.appended(new)
+        return whole.outputs(hidden, None, jnp.float32, None, 1.0), cache.appended(new)
 
     for number in range(NEW):
         places = np.repeat(LENGTHS, GROUP) + number

@@ -1,4 +1,4 @@
-"""Runs are dear: each case is trained once a session with TRL and once with us, whoever asks."""
+"""Runs are dear: each case is trained once a session with us, and with TRL where it is not recorded, whoever asks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from compat_tests.parity import reference
+from compat_tests.parity import golden, reference
 from compat_tests.parity.cases import CASES
 from compat_tests.tiny import preference_rows
 
@@ -20,7 +20,7 @@ class Runs:
 
     def theirs(self, name: str) -> reference.Run:
         if name not in self._theirs:
-            self._theirs[name] = self._train(reference.run_trl, name)
+            self._theirs[name] = self._train(golden.run_trl, name, f"reward/{name}", model=CASES[name].model)
         return self._theirs[name]
 
     def ours(self, name: str) -> reference.Run:
@@ -36,16 +36,16 @@ class Runs:
         """The checkpoint a case starts from."""
         return self._checkpoint(**CASES[name].model)
 
-    def _train(self, run, name: str, **config) -> reference.Run:
+    def _train(self, run, name: str, *called, **config) -> reference.Run:
         case = CASES[name]
         eval_rows = None if case.eval_rows is None else preference_rows(**case.eval_rows)
         out = self._new_folder.mktemp(name)
-        return run(self.folder(name), preference_rows(**case.rows), out, eval_rows=eval_rows, **case.config | config)
+        given = preference_rows(**case.rows), out
+        return run(*called, self.folder(name), *given, eval_rows=eval_rows, **case.config | config)
 
 
 @pytest.fixture(scope="session")
 def runs(checkpoint, tmp_path_factory) -> Runs:
-    pytest.importorskip("trl", reason="parity is measured against real TRL")
     return Runs(checkpoint, tmp_path_factory)
 
 
@@ -55,7 +55,6 @@ def both_of(checkpoint, tmp_path_factory):
 
     trainer: "SFT", "DPO" or another in trl's names; rows: makes rows of a case's options.
     """
-    pytest.importorskip("trl", reason="parity is measured against real TRL")
 
     def runs_of(trainer, cases, rows):
         done = {}
@@ -67,9 +66,11 @@ def both_of(checkpoint, tmp_path_factory):
                 options = {"trainer": trainer, "eval_rows": eval_rows} | case.config
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", FutureWarning)  # of what TRL's next release has no longer
-                    done[name] = tuple(
-                        train(folder, rows(**case.rows), tmp_path_factory.mktemp(name), **options)
-                        for train in (reference.run_ours, reference.run_trl)
+                    outs, given = (tmp_path_factory.mktemp(name) for _ in range(2)), (folder, rows(**case.rows))
+                    called = f"{trainer.lower()}/{name}"
+                    done[name] = (
+                        reference.run_ours(*given, next(outs), **options),
+                        golden.run_trl(called, *given, next(outs), model=case.model, **options),
                     )
             return done[name]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
+from compat_tests.parity.sketch import gap
 
 TRAIN_KEYS = (
     "loss grad_norm learning_rate num_tokens min_reward mean_reward max_reward accuracy margin epoch step"
@@ -68,21 +68,24 @@ def assert_same_entry(mine: dict, other: dict, **marks) -> None:
     assert list(mine) == list(other), f"{where}: our keys {list(mine)}, TRL's keys {list(other)}"
     for key, value in other.items():
         mark = allowed(key, value, Marks(**marks))
-        gap = abs(mine[key] - value)
-        assert gap <= mark, (
-            f"{where}, {key}: ours {mine[key]!r}, TRL's {value!r}, apart {gap:.3g}, allowed {mark:.3g}"
+        apart = abs(mine[key] - value)
+        assert apart <= mark, (
+            f"{where}, {key}: ours {mine[key]!r}, TRL's {value!r}, apart {apart:.3g}, allowed {mark:.3g}"
         )
 
 
 def assert_same_weights(ours: dict, theirs: dict, mark: float = 2e-4) -> None:
-    """Two checkpoints hold the same names, shapes and types, and no element is further apart than `mark`."""
+    """Two checkpoints hold the same names, shapes and types, and no element is further apart than `mark`.
+
+    Of a recorded run's there are sketches, whose numbers are held to the same mark.
+    """
     assert sorted(ours) == sorted(theirs), f"names on one side only: {sorted(set(ours) ^ set(theirs))}"
     for name, tensor in theirs.items():
         mine = ours[name]
         found, wanted = (mine.dtype, mine.shape), (tensor.dtype, tensor.shape)
         assert found == wanted, f"{name}: ours is {found}, TRL's {wanted}"
-        gap = np.max(np.abs(mine.astype(np.float64) - tensor.astype(np.float64)))
-        assert gap <= mark, f"{name}: apart by {gap:.3g} at most, allowed {mark:.3g}"
+        apart = gap(name, mine, tensor)
+        assert apart <= mark, f"{name}: apart by {apart:.3g} at most, allowed {mark:.3g}"
 
 
 def steps_of(logs: list[dict]) -> list[dict]:
@@ -95,8 +98,8 @@ def worst(ours, theirs) -> dict[str, float]:
     gaps: dict[str, float] = {}
     for mine, other in zip(ours, theirs, strict=True):
         for key, value in timeless(other).items():
-            gap = abs(mine[key] - value)
-            gaps[key] = gap if math.isnan(gap) else max(gaps.get(key, 0.0), gap)
+            apart = abs(mine[key] - value)
+            gaps[key] = apart if math.isnan(apart) else max(gaps.get(key, 0.0), apart)
     return gaps
 
 

@@ -26,13 +26,17 @@ BASE = {
 
 @dataclass(frozen=True)
 class Run:
-    """What a run leaves: its log history, the saved folder and its tensors, what was asked of it after."""
+    """What a run leaves: its log history, the saved folder and its tensors, what was asked of it after.
+
+    Of a recorded one (`golden`) there is no folder, and a `Sketch` of each tensor.
+    """
 
     logs: list[dict]
-    folder: Path
+    folder: Path | None
     weights: dict[str, np.ndarray]
     evaluate_metrics: dict | None = None
     predictions: np.ndarray | None = None
+    facts: dict | None = None
 
 
 def run_trl(model_folder, rows, out, *, double=False, **keywords) -> Run:

@@ -6,9 +6,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from compat_tests.parity import reference
+from compat_tests.parity import golden, reference
 from compat_tests.parity.cases import CASES
 from compat_tests.parity.marks import TRAIN_KEYS, assert_same_curve, assert_same_weights, steps_of
+from compat_tests.parity.sketch import flat, gap
 from compat_tests.tiny import preference_rows
 
 
@@ -33,12 +34,9 @@ def test_fifty_steps_in_a_layout_that_is_not_of_choice(runs, layout):
 
 def test_padding_to_the_longest_gives_the_same_curve(checkpoint, tmp_path):
     """TRL's default. Few steps: without a common width each new length may compile anew."""
-    pytest.importorskip("trl")
-    sides = {"ours": reference.run_ours, "theirs": reference.run_trl}
-    rows = preference_rows(20, seed=4)
-    ours, theirs = (
-        run(checkpoint(), rows, tmp_path / side, pad_to_multiple_of=None) for side, run in sides.items()
-    )
+    given, config = (checkpoint(), preference_rows(20, seed=4)), {"pad_to_multiple_of": None}
+    ours = reference.run_ours(*given, tmp_path / "ours", **config)
+    theirs = golden.run_trl("reward/as wide as the longest", *given, tmp_path / "theirs", model={}, **config)
     assert_same_curve(ours.logs, theirs.logs)
     assert_same_weights(ours.weights, theirs.weights)
 
@@ -55,13 +53,10 @@ def test_bf16_keeps_float32_masters(runs):
 def test_bf16_moves_the_weights_the_way_trl_does(runs):
     """Adam lets single elements part by as much as they move, so whole ways are compared: TRL in float32, or
     with eager attention, ends 0.03 of it apart from TRL's own bf16; another order of the rows, 0.67."""
+    wanted = runs.theirs("bf16").weights
     start, ours, theirs = (
-        np.concatenate([weights[name].astype(np.float64).ravel() for name in sorted(weights)])
-        for weights in (
-            reference.read_weights(runs.folder("bf16")),
-            runs.ours("bf16").weights,
-            runs.theirs("bf16").weights,
-        )
+        flat(weights, like=wanted)
+        for weights in (reference.read_weights(runs.folder("bf16")), runs.ours("bf16").weights, wanted)
     )
     assert np.linalg.norm(ours - theirs) < 0.1 * np.linalg.norm(theirs - start)
 
@@ -80,17 +75,10 @@ def test_a_case_trains_thirty_steps(runs, name):
 def test_a_case_moves_the_weights_much_further_than_its_mark(runs, name):
     """Else an optimiser that does nothing would pass. bf16 is held by the way its weights went, above."""
     tensor = "layers.0.mlp.up_proj.weight"
-    before, after = (
-        _ending(reference.read_weights(runs.folder(name)), tensor),
-        _ending(runs.theirs(name).weights, tensor),
-    )
-    assert np.abs(after - before.astype(np.float32)).max() > 10 * 2e-4
-
-
-def _ending(weights: dict, name: str) -> np.ndarray:
-    """The one tensor of this name, whatever trunk prefix stands before it."""
-    [tensor] = [tensor for full, tensor in weights.items() if full.endswith(name)]
-    return tensor
+    before, after = reference.read_weights(runs.folder(name)), runs.theirs(name).weights
+    # Whatever trunk prefix stands before it.
+    [old], [new] = ([full for full in weights if full.endswith(tensor)] for weights in (before, after))
+    assert gap(new, before[old].astype(np.float32), after[new]) > 10 * 2e-4
 
 
 def test_clipping_is_active_where_the_case_says_so(runs):
@@ -123,5 +111,6 @@ def test_max_length_drops_some_rows_and_keeps_most(runs):
 
 def test_drawn_heads_differ_by_seed(runs):
     """Else the cases with no head on disk would show nothing of how it is drawn."""
-    one, two = (runs.theirs(name).weights["score.weight"] for name in ("causal", "causal_bfloat16"))
+    names = ("causal", "causal_bfloat16")
+    one, two = (flat(*[{"score": runs.theirs(name).weights["score.weight"]}] * 2) for name in names)
     assert np.abs(one - two).max() > 0.1

@@ -6,13 +6,12 @@ import json
 
 import pytest
 
-from compat_tests.parity import reference
+from compat_tests.parity import golden, reference
 from compat_tests.parity.kto_cases import kto_rows
 from compat_tests.parity.marks import assert_same_curve, assert_same_entry, assert_same_weights, steps_of
 from compat_tests.parity.test_dpo_curve import assert_same
 from compat_tests.tiny import preference_rows, text_rows
 
-SIDES = (reference.run_ours, reference.run_trl)
 SMALL = {"head": "causal", "num_hidden_layers": 2, "hidden_size": 32}
 # 5 micro-batches an epoch, the last of 2 rows: steps of two, and of one.
 CONFIG = {"max_length": 64, "learning_rate": 1e-3, "gradient_accumulation_steps": 2}
@@ -30,12 +29,20 @@ SFT = {
 DPO = {"shared": "mixtral", "packed": "qwen3_moe"}
 
 
-def both(trainer, folder, rows, tmp_path, *, eval_rows=None, peft_config=None, **config):
-    pytest.importorskip("trl", reason="parity is measured against real TRL")
+def both(called, trainer, family, checkpoint, rows, out, *, eval_rows=None, peft_config=None, **config):
     if peft_config is not None:
         config["peft_config"] = pytest.importorskip("peft").LoraConfig(**peft_config)
     options = {"trainer": trainer, "eval_rows": eval_rows} | CONFIG | config
-    return [train(folder, rows, tmp_path / train.__name__, **options) for train in SIDES]
+    folder, model = checkpoint(family, **SMALL), [family, SMALL]
+    ours, called = reference.run_ours(folder, rows, out / "ours", **options), f"experts/{called}"
+    return ours, golden.run_trl(called, folder, rows, out / "theirs", model=model, facts=routing, **options)
+
+
+def routing(run):
+    """What the saved config says of routers, if there is one."""
+    path = run.folder / "config.json"
+    saved = json.loads(path.read_text()) if path.exists() else {}
+    return {key: saved.get(key) for key in ("output_router_logits", "router_aux_loss_coef")}
 
 
 @pytest.mark.parametrize("name", SFT)
@@ -43,7 +50,7 @@ def test_fine_tuning(name, checkpoint, tmp_path):
     family, config = SFT[name]
     eval_rows = text_rows(9, "prompt", seed=9) if EVALUATED.items() <= config.items() else None
     ours, theirs = both(
-        "SFT", checkpoint(family, **SMALL), text_rows(**ROWS), tmp_path, eval_rows=eval_rows, **config
+        f"sft {name}", "SFT", family, checkpoint, text_rows(**ROWS), tmp_path, eval_rows=eval_rows, **config
     )
     assert_same_curve(ours.logs, theirs.logs)
     if eval_rows is not None:
@@ -52,18 +59,15 @@ def test_fine_tuning(name, checkpoint, tmp_path):
     losses = {"aux_loss" in entry for entry in steps_of(theirs.logs)}
     assert losses == {name != "none"}
     if "peft_config" not in config:
-        saved, wanted = (json.loads((side.folder / "config.json").read_text()) for side in (ours, theirs))
-        for key in ("output_router_logits", "router_aux_loss_coef"):
-            assert saved[key] == wanted[key]
+        assert routing(ours) == theirs.facts
 
 
 @pytest.mark.parametrize("layout", DPO)
 def test_preferences(layout, checkpoint, tmp_path):
     """Prompts count twice, once for each answer, though the shared layout has them once. 3 batches are evaluated."""
-    folder, rows = checkpoint(DPO[layout], **SMALL), preference_rows(**ROWS)
     ours, theirs = both(
-        "DPO", folder, rows, tmp_path, eval_rows=preference_rows(10, "prompt", seed=9), batch_layout=layout,
-        router_aux_loss_coef=0.5,
+        f"dpo {layout}", "DPO", DPO[layout], checkpoint, preference_rows(**ROWS), tmp_path,
+        eval_rows=preference_rows(10, "prompt", seed=9), batch_layout=layout, router_aux_loss_coef=0.5,
     )  # fmt: skip
     assert len(ours.logs) == len(theirs.logs) == 4
     for mine, other in zip(ours.logs, theirs.logs, strict=True):
@@ -77,7 +81,7 @@ def test_preferences(layout, checkpoint, tmp_path):
 def test_answers_to_other_prompts_are_not_balanced(checkpoint, tmp_path):
     """KTO computes them beside each row's own, from which the shared layout has its prompt."""
     ours, theirs = both(
-        "KTO", checkpoint("olmoe", **SMALL), kto_rows(14), tmp_path, eval_rows=kto_rows(8, seed=9),
+        "kto", "KTO", "olmoe", checkpoint, kto_rows(14), tmp_path, eval_rows=kto_rows(8, seed=9),
         per_device_eval_batch_size=8, router_aux_loss_coef=0.5, batch_layout="shared",
     )  # fmt: skip
     for mine, other in zip(ours.logs, theirs.logs, strict=True):
@@ -90,8 +94,7 @@ def test_answers_to_other_prompts_are_not_balanced(checkpoint, tmp_path):
 def test_trl_counts_the_pads_behind_texts_that_lie_end_to_end(checkpoint, tmp_path):
     """It has no mask there. Without pads to count, the losses of routers are the same: `joined` above."""
     config = {"padding_free": True, "max_length": None, "pad_to_multiple_of": 64, "max_steps": 1}
-    folder = checkpoint("mixtral", **SMALL)
-    ours, theirs = both("SFT", folder, text_rows(4), tmp_path, **config)
+    ours, theirs = both("padding_free", "SFT", "mixtral", checkpoint, text_rows(4), tmp_path, **config)
     (mine, *_), (other, *_) = steps_of(ours.logs), steps_of(theirs.logs)
     assert abs(mine["loss"] - other["loss"]) < 0.001 * 0.5
     assert other["num_tokens"] % 64 == 0 and abs(mine["aux_loss"] - other["aux_loss"]) > 1e-3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from compat_tests.parity import reference
+from compat_tests.parity import golden, reference
 from compat_tests.parity.marks import assert_same_curve, assert_same_weights
 from compat_tests.tiny import preference_rows
 from compat_tests.trainer.trainers import FACTS
@@ -23,12 +23,10 @@ CONFIG = {
 
 def test_the_curve_is_trls(checkpoint, tmp_path):
     """TRL evaluates after training, which leaves it with the averages; otherwise it would save where it steps from."""
-    pytest.importorskip("trl", reason="parity is measured against real TRL")
-    pytest.importorskip("schedulefree", reason="schedulefree, which TRL needs for it, is not installed")
-    folder, config = checkpoint(**FACTS), CONFIG | {"eval_rows": preference_rows(8, seed=3)}
-    theirs, ours = (
-        run(folder, preference_rows(32), tmp_path / run.__name__, **config)
-        for run in (reference.run_trl, reference.run_ours)
-    )
+    if golden.live():
+        pytest.importorskip("schedulefree", reason="schedulefree, which TRL needs for it, is not installed")
+    given, config = (checkpoint(**FACTS), preference_rows(32)), CONFIG | {"eval_rows": preference_rows(8, seed=3)}
+    theirs = golden.run_trl("schedule_free/adamw", *given, tmp_path / "theirs", model=FACTS, **config)
+    ours = reference.run_ours(*given, tmp_path / "ours", **config)
     assert_same_curve(ours.logs, theirs.logs)
     assert_same_weights(ours.weights, theirs.weights)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from compat_tests.parity import reference
+from compat_tests.parity import golden, reference
 from compat_tests.parity.marks import assert_same_curve, assert_same_weights, steps_of
 from compat_tests.parity.sft_cases import SMALL
 from compat_tests.tiny import text_rows, tiny_model
 
-SIDES = (reference.run_ours, reference.run_trl)
 CONFIG = {"trainer": "SFT", "max_steps": 8, "max_length": 64}
 EAGER = {"model_init_kwargs": {"attn_implementation": "eager", "dtype": "float32"}}
 # Each with what its config says of its language model's head: logits scaled, capped, with a bias.
@@ -29,12 +28,17 @@ FAMILIES = {
 ADRIFT = {"gpt_neox": "query_key_value.bias", "phi": "k_proj.bias", "qwen2": "k_proj.bias"}
 
 
+def both(called, model, folder, rows, out, **config):
+    """Our run and TRL's."""
+    ours = reference.run_ours(folder, rows, out / "ours", **config)
+    return ours, golden.run_trl(f"sft_models/{called}", folder, rows, out / "theirs", model=model, **config)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_eight_steps_of_a_family_are_trls(family, tmp_path):
-    pytest.importorskip("trl")
     folder = tiny_model(tmp_path / "model", family, head="causal", num_hidden_layers=2, **FAMILIES[family])
     config = CONFIG | (EAGER if family == "gemma2" else {})
-    ours, theirs = (run(folder, text_rows(32), tmp_path / run.__name__, **config) for run in SIDES)
+    ours, theirs = both(family, [family, FAMILIES[family]], folder, text_rows(32), tmp_path, **config)
     assert theirs.logs[-1]["step"] == 8
     assert_same_curve(ours.logs, theirs.logs, grad_norm=5e-4)
     held = [name for name in theirs.weights if not name.endswith(ADRIFT.get(family, "no such"))]
@@ -44,16 +48,15 @@ def test_eight_steps_of_a_family_are_trls(family, tmp_path):
 
 @pytest.mark.parametrize(("targets", "rank"), [(["q_proj", "v_proj"], 4), ("all-linear", 2)])
 def test_an_adapter_trains_as_peft_s(targets, rank, checkpoint, tmp_path):
-    pytest.importorskip("trl")
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=8, target_modules=targets)
     config = CONFIG | {"learning_rate": 5e-3, "peft_config": lora, "gradient_accumulation_steps": 2}
     rows = text_rows(40, "prompt")
-    ours, theirs = (run(checkpoint(**SMALL), rows, tmp_path / run.__name__, **config) for run in SIDES)
+    ours, theirs = both(f"adapter of rank {rank}", SMALL, checkpoint(**SMALL), rows, tmp_path, **config)
     assert_same_curve(ours.logs, theirs.logs)
     assert_same_weights(ours.weights, theirs.weights)
     losses = [entry["loss"] for entry in steps_of(theirs.logs)]
-    assert losses[-1] < losses[0] and all(np.any(values) for values in theirs.weights.values())
+    assert losses[-1] < losses[0] and all(np.any(values) for values in ours.weights.values())
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
@@ -69,9 +72,8 @@ def test_every_layout_gives_the_same_curve(layout, packing, checkpoint, tmp_path
 
 
 def test_a_checkpoint_whose_pad_is_eos(checkpoint, tmp_path):
-    pytest.importorskip("trl")
-    folder = checkpoint(**SMALL, tokenizer={"pad": "</s>"}, pad_token_id=None)
-    ours, theirs = (run(folder, text_rows(32), tmp_path / run.__name__, **CONFIG) for run in SIDES)
+    model = SMALL | {"tokenizer": {"pad": "</s>"}, "pad_token_id": None}
+    ours, theirs = both("pad_is_eos", model, checkpoint(**model), text_rows(32), tmp_path, **CONFIG)
     assert_same_curve(ours.logs, theirs.logs)
     assert_same_weights(ours.weights, theirs.weights)
 
@@ -79,10 +81,9 @@ def test_a_checkpoint_whose_pad_is_eos(checkpoint, tmp_path):
 def test_trl_divides_the_loss_of_gpt2_by_tokens_that_are_no_targets(tmp_path):
     """transformers tells by the class's name whether labels are shifted, and GPT2LMHeadModel is not called ForCausalLM:
     each row's first token counts. In an evaluation it does not, and both agree."""
-    pytest.importorskip("trl")
     folder, rows = tiny_model(tmp_path / "model", "gpt2", head="causal", tie=True), text_rows(4)
     options = {"trainer": "SFT", "max_steps": 1, "eval_rows": rows, "eval_on_start": True, "eval_strategy": "steps"}
-    ours, theirs = (run(folder, rows, tmp_path / run.__name__, **options) for run in SIDES)
+    ours, theirs = both("gpt2", "gpt2, tied", folder, rows, tmp_path, **options)
     [(before, step), (wanted, found)] = ([logs[0], steps_of(logs)[0]] for logs in (ours.logs, theirs.logs))
     tokens = step["num_tokens"]
     assert abs(before["eval_loss"] - wanted["eval_loss"]) < 1e-5 and abs(step["loss"] - before["eval_loss"]) < 1e-5

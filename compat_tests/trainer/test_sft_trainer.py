@@ -14,7 +14,7 @@ from datasets import Dataset
 from transformers import TrainingArguments
 
 import trl_jax
-from compat_tests.parity.reference import BASE
+from compat_tests.parity.reference import BASE, read_weights
 from compat_tests.tiny import text_rows, tiny_tokenizer
 from compat_tests.trainer.trainers import FACTS
 from trl_jax.trainer.collator import DataCollatorForLanguageModeling
@@ -253,3 +253,42 @@ def test_a_chat_template_of_a_file_or_of_another_tokenizer_is_trls(checkpoint, t
 def test_a_pad_token_that_is_the_eos_token_says_nothing_of_scores(folder, tmp_path, caplog):
     make(trl_jax, folder, tmp_path, processing_class=tiny_tokenizer(pad="</s>"))
     assert "score" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["name", "torch", "ours"])
+def test_tokens_that_a_chat_template_brings_train_beside_an_adapter_as_in_trl(kind, checkpoint, tmp_path):
+    """Rows of the table and the head, one step of plain descent. The adapter's first values are not TRL's: where
+    transformers resizes, it draws more numbers."""
+    trl, peft, transformers = map(pytest.importorskip, ("trl", "peft", "transformers"))
+    base, other = checkpoint(**CAUSAL | {"tokenizer": {"chat_template": True}}), tmp_path / "other"
+    words = tiny_tokenizer(chat_template="{% for m in messages %}<turn>{{ m['content'] }}<end>{% endfor %}")
+    words.add_tokens(["<turn>", "<end>"])
+    words.save_pretrained(other)
+    config, found = {"chat_template_path": str(other), "max_steps": 1, "learning_rate": 1.0, "optim": "sgd"}, []
+    for package, of in ((trl, peft), (trl_jax, trl_jax)):
+        model, out = base, tmp_path / package.__name__
+        if kind == "torch":
+            model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype="float32")
+        elif kind == "ours" and package is trl_jax:
+            model = trl_jax.AutoModelForCausalLM.from_pretrained(base)
+        lora = of.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        trainer = make(package, model, out, rows=text_rows(16, "chat"), config=config, peft_config=lora)
+        trainer.train()
+        trainer.save_model(str(out))
+        found.append((steps(trainer), read_weights(out)))
+    (theirs, wanted), (ours, weights) = found
+    assert ours[0]["loss"] == pytest.approx(theirs[0]["loss"], abs=5e-5)
+    assert ours[0]["grad_norm"] == pytest.approx(theirs[0]["grad_norm"], rel=1e-2)
+    assert weights.keys() <= wanted.keys() and len(weights) == 4  # TRL's have what lies below, too
+    for name in ("lm_head.weight", "model.embed_tokens.token_adapter.trainable_tokens_delta"):
+        mine, trls = weights[f"base_model.model.{name}"], wanted[f"base_model.model.{name}"]
+        np.testing.assert_allclose(mine, trls, atol=2e-4, err_msg=name)
+        assert np.abs(mine[-1] - mine).max() > 1e-2
+    ids = np.asarray([[3, 512, 9, 513]])
+    for package in ("trl_jax", "trl"):  # upon the base of its name, which is resized, too
+        again = trl_jax.AutoModelForCausalLM.from_pretrained(tmp_path / package)
+        logits = np.asarray(trainer.model(ids).logits) if package == "trl_jax" else None
+        assert again.vocab_size == 576
+        assert logits is None or np.abs(np.asarray(again(ids).logits) - logits).max() < 1e-4
+    trainer.train()  # the last one is ours: what it trained goes into torch's model again
+    assert kind != "torch" or model.lm_head.out_features == trainer.model.vocab_size == 576

@@ -97,7 +97,7 @@ def next_tokens(
         tokens = jax.lax.dynamic_slice_in_dim(state.tokens, state.count - 1, 1, axis=1)
         options = {"cache": state.cache, "layers": layers, "dtype": dtype, "max_tokens": max_tokens}
         hidden, new = trunk.with_keys(tokens, positions, None, jnp.max(lengths) + written + 1, **options)
-        logits = model.outputs(hidden, None, dtype, None).astype(jnp.float32)
+        logits = model.outputs(hidden, None, dtype, None, 1.0).astype(jnp.float32)
         return logits, state._replace(cache=state.cache.appended(new))
 
     def step(carry):

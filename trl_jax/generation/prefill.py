@@ -41,7 +41,7 @@ def prefill(
     reads = reads_of_rows(lengths - 1, tokens.shape[1])
     options = {"dtype": dtype, "max_tokens": max_tokens}
     hidden, kept = trunk_of(model).with_keys(tokens, positions, reads, jnp.max(lengths), **options)
-    logits = model.outputs(hidden, None, dtype, None).astype(jnp.float32)
+    logits = model.outputs(hidden, None, dtype, None, 1.0).astype(jnp.float32)
     layers = of_prompts(kept, group, capacity)
     if by_layer:
         layers = [jax.tree.map(lambda leaf: leaf[i], layers) for i in range(len(layers.v))]  # noqa: B023

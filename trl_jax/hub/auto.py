@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_jax.core.torch_random import TorchGenerator
+from trl_jax.hub.checkpoint.resizing import resized_config, tables_of_tokens
 from trl_jax.hub.checkpoint.sharded_reading import Placement
 from trl_jax.hub.config.native import NativeConfig, native_config, transformers_config
 from trl_jax.hub.config.reader import read_config
@@ -20,6 +21,7 @@ from trl_jax.hub.native_backend import NativeBackend, load_native, outline_nativ
 from trl_jax.hub.network.fetch import ADAPTER, Repository, checkpoint_folder
 from trl_jax.hub.new_model import new_model
 from trl_jax.hub.peft.adapted import adapt, outline_adapted
+from trl_jax.hub.peft.adapter_tensors import tokens_of
 from trl_jax.hub.peft.lora_config import LoraConfig, read_lora_config
 from trl_jax.hub.peft.quantization import BitsAndBytesConfig, formats, halves
 from trl_jax.hub.pretrained import PreTrainedModel
@@ -35,7 +37,8 @@ class Checkpoint:
         head: the head that the model gets.
         dtype: "float32", "bfloat16", "float16" or "auto", which the weights are rounded to, and saved in.
         native: the meaning of its config.json; None where transformers' own model runs as an exported program.
-        vocab_size, max_positions: as in PreTrainedModel.
+        vocab_size, max_positions: as in PreTrainedModel. With another `vocab_size` than its files have, the model is
+            resized before it gets an adapter.
         adapter, lora: the folder of an adapter on it, and that one's config.
     """
 
@@ -118,8 +121,11 @@ class Checkpoint:
         self, lora: LoraConfig, quantization: BitsAndBytesConfig | None, *, parts: bool
     ) -> dict[str, Any]:
         """The options of `load_native` for the frozen weights beside an adapter."""
-        quantized = None if quantization is None else formats(quantization, lora, self.native)
-        bits = () if parts else halves(lora, self.native)  # the layout on several devices goes by the plain weights
+        native = resized_config(self.native, self.vocab_size)
+        quantized = None if quantization is None else formats(quantization, lora, native)
+        bits = () if parts else halves(lora, native)  # the layout on several devices goes by the plain weights
+        if self.vocab_size != self.native.arch.vocab_size:
+            bits = set(bits).difference(tables_of_tokens(bits))
         return {"as_stored": True, "formats": quantized, "bits": bits}
 
     def load_adapted(
@@ -143,6 +149,8 @@ class Checkpoint:
         generator, options = TorchGenerator(seed), self._frozen_options(lora, quantization, parts=place is not None)
         arrays, backend = load_native(self.native, dtype=self.dtype, seed=generator, place=place, **options)
         model = PreTrainedModel(arrays, backend, self.config, self.folder, self.name)
+        if self.vocab_size != model.vocab_size:
+            model.resize_token_embeddings(self.vocab_size)
         return with_adapter(model, lora, generator, adapter)
 
 
@@ -210,7 +218,8 @@ def _find_adapted(
         checkpoint = find_checkpoint(base, head=head, dtype=dtype, **options)
     except (FileNotFoundError, ValueError) as error:
         raise ValueError(f"{folder / ADAPTER} is for base_model_name_or_path={base!r}. {error}") from error
-    return replace(checkpoint, adapter=folder, lora=lora)
+    tokens = None if checkpoint.native is None else tokens_of(folder, checkpoint.native.head)
+    return replace(checkpoint, adapter=folder, lora=lora, vocab_size=tokens or checkpoint.vocab_size)
 
 
 class AutoModelForSequenceClassification:

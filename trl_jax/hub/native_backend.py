@@ -20,7 +20,7 @@ from trl_jax.hub.checkpoint.resizing import resized_source
 from trl_jax.hub.checkpoint.saving import entries_of, read_tensor, save
 from trl_jax.hub.checkpoint.sharded_reading import Placement
 from trl_jax.hub.checkpoint.tensor_map import TensorEntry
-from trl_jax.hub.config.native import NativeConfig, read_native_config
+from trl_jax.hub.config.native import NativeConfig, changes, read_native_config
 from trl_jax.hub.freezing import Locations
 from trl_jax.models.adapted import module_at
 from trl_jax.models.functional import abstract, logical_axes
@@ -144,17 +144,15 @@ class NativeBackend(Backend):
         return floats, NativeBackend(self.source)
 
     def save(self, folder: Path, params: dict[str, jax.Array], config: Any, *, writes: bool = True) -> None:
-        text = config.get_text_config()
-        changed = {"pad_token_id": text.pad_token_id, "eos_token_id": text.eos_token_id}
-        if self.has_routers and self.head == "lm":
-            changed |= {name: vars(text)[name] for name in ("output_router_logits", "router_aux_loss_coef")}
+        source = self.source.config
+        changed = changes(config, source.raw, source.path, self.head) if writes else {}
         save(folder, params, self.source, changed=changed, writes=writes)
 
     def load(self, folder: Path, seed: int, place: Placement | None = None) -> dict[str, jax.Array]:
         return load(read_native_config(folder, self.head), dtype="auto", seed=seed, place=place)[0]
 
     def resized(self, rows: int) -> NativeBackend:
-        return NativeBackend(resized_source(self.source, rows))
+        return NativeBackend(resized_source(self.source, rows), self.formats)
 
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
         for tensor, entries in entries_of(params, self.source).items():

@@ -38,8 +38,8 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
     Attributes:
         params: the flat dict of the arrays that train, float32, by dotted path.
         frozen: the arrays that do not train: none, but beside an adapter.
-        config: the transformers config object of the checkpoint; changing it changes what is saved only where
-            `save_pretrained` says so.
+        config: the transformers config object of the checkpoint; what is changed in it is saved. How the model computes
+            was read before.
         backend: the code that computes it.
         generation_config: transformers' object, of a causal language model; None of others.
     """
@@ -151,7 +151,7 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
 
     def save_pretrained(self, save_directory: str | Path, **others: Any) -> None:
         """Write config.json and safetensors that transformers loads: names, shards and dtypes of the checkpoint it
-        came from, `pad_token_id` and `eos_token_id` of `config`.
+        came from, and its keys with what was changed in `config`.
 
         Args:
             others: transformers' own, as far as they ask for just that.

@@ -39,25 +39,31 @@ def tokenizer_of(
     return load_tokenizer(model_loading.tokenizer_folder(checkpoint), checkpoint.config, trust_remote_code=code)
 
 
-def settle_tokens(args: BaseConfig, tokenizer: Any, rows: int, *, can_resize: bool, head: str) -> int:
+def settle_tokens(
+    args: BaseConfig, tokenizer: Any, rows: int, *, can_resize: bool, head: str
+) -> tuple[int, list[int]]:
     """Give the tokenizer the special tokens and the chat template of the arguments; `head` is the model's.
 
     Returns:
-        How many tokens the model has to embed: `rows`, or more where it can be resized.
+        How many tokens the model has to embed: `rows`, or another number where it can be resized. And the ids of those
+        that came with the template.
     """
+    new: list[int] = []
     special_tokens.settle(tokenizer, eos_token=args.eos_token, pad_token=args.pad_token)
     if head == "score":
         special_tokens.warn_of_shared_pad(tokenizer)
     if args.chat_template_path is not None:
-        rows = special_tokens.settle_chat_template(tokenizer, args.chat_template_path, rows=rows, can_resize=can_resize)
+        path = args.chat_template_path
+        rows, new = special_tokens.settle_chat_template(tokenizer, path, rows=rows, can_resize=can_resize)
     special_tokens.check_pad(tokenizer, rows)
-    return rows
+    return rows, new
 
 
 def settle_model(run: RunState, tags: list[str], torch_model: Any) -> None:
-    """Resize the model to the tokens, add TRL's tags, and write the tokenizer's ids into the model's configs.
+    """Resize the model to the tokens, add TRL's tags, and write the tokenizer's ids and `use_cache` into the model's
+    configs.
 
-    The configs of torch's model, if one was passed, get the ids, too.
+    The configs of torch's model, if one was passed, get them, too.
     """
     model, args = run.model, run.args
     if run.vocab_size != model.vocab_size:
@@ -66,6 +72,7 @@ def settle_model(run: RunState, tags: list[str], torch_model: Any) -> None:
     eos = args.eos_token is not None or args.chat_template_path is not None
     for config in (model.config, *([] if torch_model is None else [torch_model.config])):
         special_tokens.settle_ids(config, run.processing_class, eos=eos)
+        config.use_cache = args.use_cache
     for one in (model, torch_model):
         if one is not None and run.task.head == "lm":
             special_tokens.settle_generation(one.generation_config, run.processing_class, eos=eos)

@@ -11,6 +11,7 @@ OPTIONAL = {
     "torch": "take torch models and pickled checkpoints",
     "peft": "take peft's objects",
     "gguf": "start from llama.cpp's files",
+    "math-verify": "reward right formulas",
     "trl": "run a script's other trainers under python -m trl_jax",
     "rich": "draw RichProgressCallback",
     "tensorboard": "serve report_to='tensorboard'",

@@ -18,7 +18,9 @@ from trl_jax.data.rows.checks import check_type
 from trl_jax.engine.checkpoints.progress import Progress
 from trl_jax.engine.devices.compilation import keep_compilations
 from trl_jax.hub.peft.lora_config import as_lora_config
+from trl_jax.hub.peft.trained_tokens import with_new_tokens
 from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.hub.torch.objects import resize
 from trl_jax.run import construction, layout_choice
 from trl_jax.run.accelerator import Accelerator
 from trl_jax.run.arguments.base_config import BaseConfig
@@ -118,9 +120,12 @@ class BaseTrainer(Surface):
         quantization = model_loading.quantization_of(quantization_config, args)
         load = partial(model_loading.find, model) if torch_model is None else partial(model_loading.taken, torch_model)
         checkpoint = load(args, run.task.head)
-        # An adapter belongs to a table of tokens of one size.
-        self._settle_data(checkpoint, torch_model, processing_class, train_dataset, eval_dataset, adapter is None)
-        run.model = model_loading.ready(checkpoint, args, adapter, quantization)
+        new_tokens = self._settle_data(checkpoint, torch_model, processing_class, train_dataset, eval_dataset)
+        if torch_model is not None and checkpoint.can_resize:
+            resize(torch_model, run.vocab_size)
+        if adapter is not None and new_tokens:
+            adapter = with_new_tokens(adapter, new_tokens, run.task.head)
+        run.model = model_loading.ready(checkpoint, args, adapter, quantization, run.vocab_size)
         if data_collator is None:
             self.data_collator = self._collator()
         construction.settle_model(run, [*self._tag_names, "trl", "trl_jax"], torch_model)
@@ -161,23 +166,23 @@ class BaseTrainer(Surface):
         return self._collator_class(pad_token_id=self.processing_class.pad_token_id, **known)
 
     def _settle_data(
-        self, checkpoint: Any, torch_model: Any, tokenizer: Any, train: Any, evaluation: Any, may_resize: bool
-    ) -> None:
+        self, checkpoint: Any, torch_model: Any, tokenizer: Any, train: Any, evaluation: Any
+    ) -> list[int]:
         """Settle the tokenizer and prepare rows, before weights are read: a bad row is named first, and num_proc forks
         before JAX has threads.
 
-        Args:
-            may_resize: the table of tokens may grow; that of a torch model, which takes the weights back, never does.
+        Returns:
+            The ids of tokens that the chat template brought.
         """
         run, args = self._run, self.args
         run.processing_class = construction.tokenizer_of(tokenizer, checkpoint, torch_model, args)
-        can_resize = may_resize and torch_model is None and checkpoint.can_resize
-        run.vocab_size = construction.settle_tokens(
-            args, run.processing_class, checkpoint.vocab_size, can_resize=can_resize, head=run.task.head
+        run.vocab_size, new_tokens = construction.settle_tokens(
+            args, run.processing_class, checkpoint.vocab_size, can_resize=checkpoint.can_resize, head=run.task.head
         )
         run.max_positions = checkpoint.max_positions
         run.train_dataset = self.prepare_dataset(train, "train")
         run.eval_dataset = self._prepared_for_evaluation(evaluation)
+        return new_tokens
 
     def _hooks(self) -> TrainerHooks:
         """Methods as they are when they are called: a script may set others on the trainer at any time."""

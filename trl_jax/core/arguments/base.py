@@ -49,7 +49,7 @@ BASE: dict[str, Handling] = {
     **handled("torch_compile", "silent", "every step is compiled"),
     **handled("torch_compile_backend torch_compile_mode", "warned", "XLA compiles every step."),
     **handled("use_liger_kernel liger_kernel_config", "warned", "XLA brings the kernels; results are equal."),
-    **handled("use_cache", "silent", "a forward pass over whole rows keeps no cache"),
+    **handled("use_cache", "native"),
     **handled("torch_empty_cache_steps", "warned", "JAX manages its own memory."),
     # Logging and tracking
     **handled("logging_strategy logging_first_step log_level log_level_replica", "native"),

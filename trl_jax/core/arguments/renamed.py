@@ -15,6 +15,7 @@ GONE = (
 GONE_FROM_TRL = (
     "chars_per_token dataset_batch_size infinite num_of_sequences"  # of SFTTrainer, SFTConfig
     " label_pad_token_id padding_value"  # of DPOConfig, KTOConfig
+    " vllm_device vllm_dtype vllm_enable_prefix_caching"  # of GRPOConfig
 )
 # Arguments of old releases of TRL whose meaning is told otherwise today; False and None asked for nothing.
 OTHERWISE = {
@@ -28,6 +29,17 @@ OTHERWISE = {
     "reference_free": "leave it out: every loss compares with a reference.",
     "rpo_alpha": "use loss_type=['sigmoid', 'sft'] and loss_weights=[1.0, rpo_alpha].",
     "truncation_mode": "leave it out: this trainer has one way of shortening texts.",
+}
+# Old names of arguments of GRPOConfig and RLOOConfig.
+OF_GENERATION = {
+    "cliprange": "epsilon",
+    "kl_coef": "beta",
+    "num_ppo_epochs": "num_iterations",
+    "response_length": "max_completion_length",
+    "rloo_k": "num_generations",
+    "use_liger_loss": "use_liger_kernel",
+    "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
+    "wandb_log_unique_prompts": "log_unique_prompts",
 }
 RENAMED = {
     "dispatch_batches": "leave it out: one process makes the batches.",
@@ -43,6 +55,7 @@ RENAMED = {
     "torch_dtype": "use dtype.",
     "use_liger": "use use_liger_kernel.",
     "warmup_ratio": "use warmup_steps: a number below 1 is a ratio.",
+    **{old: f"use {new}." for old, new in OF_GENERATION.items()},
     **OTHERWISE,
     **dict.fromkeys(GONE.split(), "leave it out: transformers no longer has it."),
     **dict.fromkeys(GONE_FROM_TRL.split(), "leave it out: TRL no longer has it."),
@@ -57,6 +70,7 @@ _SAME = {
     "torch_dtype": "dtype",
     "use_liger": "use_liger_kernel",
     "warmup_ratio": "warmup_steps",
+    **OF_GENERATION,
 }
 _IGNORED = {*GONE.split(), *GONE_FROM_TRL.split(), "dispatch_batches", "split_batches"}
 TENSORBOARD = "TENSORBOARD_LOGGING_DIR"

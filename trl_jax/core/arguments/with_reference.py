@@ -20,7 +20,7 @@ def _synced(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _share(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+def share(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     if isinstance(value, int | float) and 0 <= value <= 1:
         return None
     return f"{show(name, value)}: wanted the policy's share of the new reference, from 0.0 to 1.0."
@@ -35,7 +35,7 @@ WITH_REFERENCE: dict[str, Handling] = {
     **handled("precompute_ref_log_probs", "native"),
     **handled("precompute_ref_batch_size", "native", rule=rules.whole(1, optional=True, most=rules.MOST_EXAMPLES)),
     **handled("sync_ref_model", "native", rule=_synced),
-    **handled("ref_model_mixup_alpha", "native", rule=_share),
+    **handled("ref_model_mixup_alpha", "native", rule=share),
     **handled("ref_model_sync_steps", "native", rule=rules.whole(1)),
     **handled("beta", "native", rule=rules.number(1e-9, most=rules.MOST_FLOAT32)),
 }

@@ -40,17 +40,20 @@ def settle(tokenizer: Any, *, eos_token: str | None = None, pad_token: str | Non
     return tokenizer
 
 
-def settle_chat_template(tokenizer: Any, path: str, *, rows: int, can_resize: bool = False) -> int:
+def settle_chat_template(
+    tokenizer: Any, path: str, *, rows: int, can_resize: bool = False
+) -> tuple[int, list[int]]:
     """Give the tokenizer the template in a .jinja or .j2 file (UTF-8), or that of another tokenizer, by folder or name.
 
     Another tokenizer's added tokens and EOS token come with its template.
 
     Args:
         rows: tokens that the model embeds.
-        can_resize: whether the model's embedding may get more rows.
+        can_resize: whether the model's embedding may get another number of rows.
 
     Returns:
-        How many tokens the model has to embed: `rows`, or more where it can be resized and new tokens need it.
+        How many tokens the model has to embed: `rows` or, of another tokenizer's template where it can be resized, as
+        many as there are, rounded up to a multiple of 64, as in TRL. And the ids of the new tokens.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -58,19 +61,19 @@ def settle_chat_template(tokenizer: Any, path: str, *, rows: int, can_resize: bo
     """
     file = Path(path)
     if file.suffix not in (".jinja", ".j2"):
-        clone_into(tokenizer, str(path), rows=rows, multiple=_MULTIPLE if can_resize else 0)
-        return max(rows, len(tokenizer.get_vocab()))
+        new = clone_into(tokenizer, str(path), rows=rows, multiple=_MULTIPLE if can_resize else 0)
+        return len(tokenizer.get_vocab()) if can_resize else rows, new
     if not file.is_file():
         raise FileNotFoundError(f"chat_template_path={str(path)!r}: there is no such file.")
     tokenizer.chat_template = file.read_text(encoding="utf-8")
-    return rows
+    return rows, []
 
 
 def clone_into(tokenizer: Any, source_path: str, *, rows: int, multiple: int = 0) -> list[int]:
     """Copy another tokenizer's chat template, added tokens and EOS token into this one; returns the new tokens' ids.
 
-    Rows of the embedding without a token then get tokens <extra_id_0> and so on, as in TRL. Where there are too few
-    `rows`, their number is first rounded up to a `multiple`; 0 means that there can be no more.
+    The tokens are filled up to a `multiple` with <extra_id_0> and so on, as in TRL, whatever `rows` there were; 0 means
+    that there are `rows`, which are filled up.
 
     Raises:
         ValueError: there are more new tokens than rows to spare.
@@ -78,7 +81,7 @@ def clone_into(tokenizer: Any, source_path: str, *, rows: int, multiple: int = 0
     source, vocabulary = _loaded(source_path), tokenizer.get_vocab()
     new = [token for token in source.added_tokens_decoder.values() if token.content not in vocabulary]
     needed = len(vocabulary) + len(new)
-    if needed > rows and multiple:
+    if multiple:
         rows = -(-needed // multiple) * multiple
     elif needed > rows:
         raise ValueError(

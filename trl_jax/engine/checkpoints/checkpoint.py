@@ -62,7 +62,7 @@ def save_checkpoint(
         write_manifest(unfinished, facts)
 
     def job() -> None:
-        _write_whole(folder, fill, needed)
+        _write_whole(folder, fill, needed, replaces=limit is not None)
         _forget_oldest(run_dir, limit, folder, kept)
 
     begin(job)
@@ -86,15 +86,15 @@ def state_text(state: TrainerState) -> str:
         ) from error
 
 
-def _write_whole(folder: Path, fill: Callable[[Path], None], needed: int) -> None:
-    """Make the folder appear with everything in it, or not at all."""
+def _write_whole(folder: Path, fill: Callable[[Path], None], needed: int, *, replaces: bool) -> None:
+    """Make the folder appear with everything in it, or not at all; it `replaces` one of another run, too."""
     unfinished = _aside(folder, "unfinished")
     try:
         _check_space(folder.parent, folder, needed)
         discard(unfinished)
         unfinished.mkdir(parents=True)
         fill(unfinished)
-        _publish(unfinished, folder)
+        _publish(unfinished, folder, replaces=replaces)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise _not_written(error, folder, needed) from error
@@ -113,10 +113,10 @@ def _aside(folder: Path, word: str) -> Path:
     return folder.with_name(f".{folder.name}.{word}")
 
 
-def _publish(unfinished: Path, folder: Path) -> None:
+def _publish(unfinished: Path, folder: Path, *, replaces: bool = False) -> None:
     replaced = _aside(folder, "replaced")
     if os.path.lexists(folder):
-        if run_of(folder) == run_of(unfinished):
+        if run_of(folder) == run_of(unfinished) or (replaces and run_of(folder) is not None):
             discard(replaced)
             folder.rename(replaced)
         else:

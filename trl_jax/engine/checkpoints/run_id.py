@@ -57,8 +57,9 @@ def recorded(run_dir: Path) -> str | None:
     return path.read_text(encoding="utf-8", errors="replace").strip() if is_file(path) else None
 
 
-def record(run_dir: Path, run: str, *, fresh: bool) -> None:
-    """Record that this run goes on in `run_dir`, and warn where a fresh one finds checkpoints of others."""
+def record(run_dir: Path, run: str, *, fresh: bool, replaces: bool = False) -> None:
+    """Record that this run goes on in `run_dir`, and warn where a fresh one finds checkpoints of others, which it
+    `replaces` where it needs their names."""
     owners = {path: run_of(path) for path in checkpoints(run_dir)}
     others = [path.name for path, owner in owners.items() if owner != run and (fresh or owner is not None)]
     if not others:
@@ -67,10 +68,10 @@ def record(run_dir: Path, run: str, *, fresh: bool) -> None:
         _write(run_dir / RECORD, run)
         if fresh:
             logger.warning(
-                "output_dir=%r holds checkpoints of other runs: %s. This run leaves them there, renamed where it needs "
+                "output_dir=%r holds checkpoints of other runs: %s. This run leaves them there, %s where it needs "
                 "their names, and from now on resume_from_checkpoint=True takes this run's only. To go on from one of "
                 "the others, pass its path.",
-                str(run_dir), ", ".join(others),
+                str(run_dir), ", ".join(others), "but replaces them" if replaces else "renamed",
             )  # fmt: skip
 
 

@@ -73,7 +73,8 @@ def saved_config(config: NativeConfig, *, dtype: str, changed: Mapping[str, Any]
 
     Args:
         dtype: the name of the dtype on disk.
-        changed: keys that a run has set, such as the ids of tokens; one that is None stays as it is.
+        changed: keys that a run or its script has set, such as the ids of tokens; those of a part, such as text_config,
+            under its name.
     """
     raw, head = config.raw, config.head.kind
     written = {**raw, "architectures": [architecture(config.family, head)]}
@@ -82,8 +83,10 @@ def saved_config(config: NativeConfig, *, dtype: str, changed: Mapping[str, Any]
         written.pop("num_labels", None)  # transformers derives it from id2label
     written.pop("torch_dtype", None)
     written["dtype"] = dtype
-    known = {key: value for key, value in changed.items() if value is not None}
-    if not isinstance(raw.get("text_config"), dict):
-        return written | known
-    written["text_config"] = raw["text_config"] | known  # where transformers looks for them
-    return written | {key: value for key, value in known.items() if key in raw}
+    return _with(written, changed)
+
+
+def _with(written: dict[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
+    inner = {key: value for key, value in changed.items() if isinstance(value, dict)}
+    parts = {key: _with(written[key], value) for key, value in inner.items() if isinstance(written.get(key), dict)}
+    return written | dict(changed) | parts

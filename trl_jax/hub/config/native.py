@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from trl_jax.hub.checkpoint.tensor_map import Names
 from trl_jax.hub.config.reader import read_config
 from trl_jax.hub.families import Family, read_arch
 from trl_jax.hub.heads import CONFIG_VALUES, Draw, Head, HeadName
+
+# What is saved decides them, whatever the config object says.
+_OF_FILES = {"architectures", "dtype", "tie_word_embeddings", "torch_dtype", "transformers_version", "vocab_size"}
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,23 @@ def transformers_config(raw: dict[str, Any], path: Path, head: HeadName) -> Any:
     if head == "score":
         config.use_cache = False
     return config
+
+
+def changes(config: Any, raw: dict[str, Any], path: Path, head: HeadName) -> dict[str, Any]:
+    """The keys of a config object that are not as in the config.json that it was made of, those of a part of it under
+    its name: what a run and its script have set."""
+    loaded = transformers_config(raw, path, head)
+    return _different(*(json.loads(one.to_json_string(use_diff=False)) for one in (loaded, config)))
+
+
+def _different(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in now.items():
+        if key in _OF_FILES or key.startswith("_") or (key in before and before[key] == value):
+            continue
+        parts = isinstance(value, dict) and isinstance(before.get(key), dict)
+        found[key] = _different(before[key], value) if parts else value
+    return found
 
 
 def _with_floats(value: Any) -> Any:

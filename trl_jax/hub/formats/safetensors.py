@@ -83,6 +83,12 @@ class CheckpointFiles:
             self._handles[shard], self._read[shard] = safe_open(self._folder / shard, framework="numpy"), 0
 
 
+def shape_of(path: Path, name: str) -> tuple[int, ...] | None:
+    """The shape of a tensor of one file; None where it has none of this name."""
+    handle = _opened(path)
+    return tuple(handle.get_slice(name).get_shape()) if name in handle.keys() else None  # noqa: SIM118 - no mapping
+
+
 def open_tensors(path: Path) -> dict[str, np.ndarray]:
     """All tensors of one small file.
 

@@ -13,11 +13,14 @@ import numpy as np
 
 from trl_jax.core.printable import brief, listed
 from trl_jax.hub.checkpoint.saving import read_tensor
-from trl_jax.hub.formats.safetensors import open_tensors
+from trl_jax.hub.formats.safetensors import open_tensors, shape_of
+from trl_jax.hub.heads import Head
 from trl_jax.hub.peft.adapters import AdapterPlan
 from trl_jax.hub.peft.lora_config import PICKLED, WEIGHTS, no_adapter
 from trl_jax.models.adapted import leaf
 
+# Where a table was resized, PEFT saves what is below its own modules, too.
+_OF_THE_BASE = re.compile(r"\.(base_layer|original_module|modules_to_save)\.")
 _SINGLE_EXPERT = re.compile(r"\.experts\.\d+\.")
 logger = logging.getLogger(__name__)
 
@@ -54,6 +57,15 @@ def arrays_of(plan: AdapterPlan, tensors: dict[str, np.ndarray], shapes: dict[st
             array, index = plan.full.array_of(entry.path), plan.full.index_of(entry.path, at)
             arrays[array][index] = entry.take(np.asarray(tensors[name], np.float32))
     return {name: jnp.array(array) for name, array in arrays.items()}
+
+
+def tokens_of(folder: Path, head: Head) -> int | None:
+    """How many tokens the language model's head has that an adapter's file holds whole; None where it holds none."""
+    path, names = folder / WEIGHTS, [f"base_model.model.{prefix}weight" for prefix in head.prefixes]
+    if head.kind != "lm" or not path.is_file():
+        return None
+    shapes = (shape_of(path, name) for name in names)
+    return next((shape[0] for shape in shapes if shape), None)
 
 
 def wanted_shapes(plan: AdapterPlan, shapes: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -97,7 +109,7 @@ def read_tensors(
 
 def _check_names(path: Path, plan: AdapterPlan, names: set[str], wanted: set[str]) -> None:
     missing = sorted(wanted - names)
-    strange = sorted(name for name in names - wanted - set(plan.saved_tables) if ".base_layer." not in name)
+    strange = sorted(name for name in names - wanted - set(plan.saved_tables) if not _OF_THE_BASE.search(name))
     if any(_SINGLE_EXPERT.search(name) for name in strange):
         raise ValueError(
             f"{path} has an adapter for each expert, as transformers 4 had them; today all lie in one parameter. PEFT "

@@ -27,13 +27,15 @@ class AdaptedBackend(Backend):
     """A native backend beside whose frozen arrays those of `plan` train.
 
     `base` is the backend without the adapter, `frozen` the arrays that do not train, where some of them are in the
-    adapter's files; `shapes` are those of all that trains.
+    adapter's files; `shapes` are those of all that trains. `saved_config` is written beside the adapter: for whoever
+    loads it upon the base model of its name.
     """
 
     log_level, undecayed, saves_aside, can_resize, can_freeze = logging.INFO, frozenset(), True, False, False
 
     def __init__(self, base: NativeBackend, plan: AdapterPlan, frozen: dict[str, Any], shapes: dict[str, Any]):
         self.base, self.plan, self.frozen, self._shapes = base, plan, frozen, shapes
+        self.saved_config = plan.config
         self.name = f"{base.name} (with an adapter)"
         self.head = base.head
         self.vocab_size, self.max_positions, self.embeddings = base.vocab_size, base.max_positions, base.embeddings
@@ -80,7 +82,7 @@ class AdaptedBackend(Backend):
             return
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        replace(self.plan.config, inference_mode=True).save_pretrained(folder)
+        replace(self.saved_config, inference_mode=True).save_pretrained(folder)
 
     def load(
         self, folder: Path, seed: int, place: Placement | None = None, defaults: dict[str, np.ndarray] | None = None

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -231,6 +231,12 @@ def refuse_beyond(config: LoraConfig) -> None:
             "LoraConfig: lora_bias=True goes neither with use_dora nor with init_lora_weights='gaussian' or 'pissa'. "
             "Leave one out."
         )
+
+
+def begun(config: LoraConfig) -> LoraConfig:
+    """The config of an adapter that has its values, on a base model that PEFT has changed already where it does."""
+    began = {"init_lora_weights": True, "loftq_config": {}}
+    return replace(config, **began, **dict.fromkeys(("eva_config", "corda_config", "lora_ga_config")))
 
 
 def no_adapter(where: str, pickled: bool) -> FileNotFoundError:

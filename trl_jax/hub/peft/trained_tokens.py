@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
+
+from trl_jax.hub.heads import HeadName
 from trl_jax.hub.peft.heads import is_lm_head
 from trl_jax.hub.peft.lora_config import LoraConfig
 from trl_jax.hub.peft.modules import Module
 
+_TABLE, _HEAD = "embed_tokens", "lm_head"
+logger = logging.getLogger(__name__)
 TENSOR = "token_adapter.trainable_tokens_delta"  # the rows, after the name of their module
+
+
+def with_new_tokens(lora: LoraConfig, ids: list[int], head: HeadName) -> LoraConfig:
+    """The config of an adapter that also trains the rows of new tokens, and a language model's head whole, as TRL has
+    it."""
+    asked, saved = lora.trainable_token_indices, list(lora.modules_to_save or [])
+    named = isinstance(asked, dict)
+    asked = asked | {_TABLE: [*asked.get(_TABLE, ()), *ids]} if named else [*(asked or ()), *ids]
+    if head == "lm" and _HEAD not in saved:
+        saved.append(_HEAD)
+        logger.warning(
+            "Cloning chat template added new tokens to the tokenizer, but 'lm_head' is not in `modules_to_save` of the "
+            "adapter: it is added, as otherwise the model may not learn to write these tokens. "
+            "LoraConfig(modules_to_save=['lm_head']) says so."
+        )
+    return replace(lora, trainable_token_indices=asked, modules_to_save=saved or None)
 
 
 def token_tables(lora: LoraConfig, modules: list[Module]) -> list[tuple[Module, tuple[int, ...]]]:

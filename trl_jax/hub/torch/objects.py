@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trl_jax.hub.auto import Checkpoint, find_checkpoint
 from trl_jax.hub.backend import Backend
 from trl_jax.hub.heads import HeadName
 from trl_jax.hub.peft.backend import AdaptedBackend
+from trl_jax.hub.peft.lora_config import LoraConfig, begun, read_lora_config
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +39,31 @@ def as_folder(model: Any, head: HeadName) -> Iterator[Path]:
     _check(base, head)
     with tempfile.TemporaryDirectory(prefix="trl-jax-") as folder:
         if base is model:
+            _check_no_adapter(model)
             model.save_pretrained(folder)
         else:
             _save_adapted(model, base, Path(folder))
         yield Path(folder)
+
+
+@contextmanager
+def as_checkpoint(model: Any, head: HeadName) -> Iterator[Checkpoint]:
+    """The model as a checkpoint to load, for as long as it is needed, with its adapter where it has one."""
+    with as_folder(model, head) as folder:
+        checkpoint = find_checkpoint(str(folder), head=head, dtype="auto")
+        if is_adapted(model):
+            adapter = folder / ADAPTER_FOLDER
+            checkpoint = replace(checkpoint, adapter=adapter, lora=begun(read_lora_config(adapter)))
+        yield checkpoint
+
+
+def _check_no_adapter(model: Any) -> None:
+    """Raise ValueError for a base model in whose layers there is an adapter: peft's model of it is wanted."""
+    if "peft_config" in vars(model):
+        raise ValueError(
+            f"model is a {type(model).__qualname__} in whose layers there is an adapter of peft's already. Pass "
+            "peft's model of it, the trainer.model that trained it, or a folder that it was saved to."
+        )
 
 
 def is_adapted(model: Any) -> bool:
@@ -103,6 +128,21 @@ def frozen_names(model: Any) -> list[str]:
     return [] if is_adapted(model) else [name for name, one in model.named_parameters() if not one.requires_grad]
 
 
+def resize(model: Any, rows: int) -> None:
+    """Give a torch model so many rows of tokens, in its head, too; the new ones are the mean of the old."""
+    import torch
+
+    before = model.get_input_embeddings().num_embeddings
+    if is_adapted(model) or before == rows:
+        return
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    tables = [model.get_input_embeddings(), model.get_output_embeddings()]
+    with torch.no_grad():
+        for table in tables if rows > before else []:
+            if table is not None:
+                table.weight[before:] = table.weight[:before].mean(0)
+
+
 def give_back(backend: Backend, params: dict, config: Any, model: Any) -> None:
     """Write the parameters into the torch model they came from, in the dtypes it has and on its devices."""
     import torch
@@ -120,15 +160,32 @@ def give_back(backend: Backend, params: dict, config: Any, model: Any) -> None:
 
 
 def _give_back_adapter(backend: AdaptedBackend, params: dict, model: Any) -> None:
+    """Write an adapter into peft's model, or into the base model itself, in whose layers peft puts it."""
     import torch
 
+    state = {name: torch.tensor(value) for name, value in backend.on_disk(params)}
     if not is_adapted(model):
-        logger.warning("The torch model stays as it was: the adapter is in trainer.model, and in what is saved.")
-        return
+        if importlib.util.find_spec("peft") is None:
+            logger.warning(
+                "The torch model stays as it was: the adapter is in trainer.model, and in what is saved. Where peft is "
+                "installed, the model gets it, too."
+            )
+            return
+        if "peft_config" not in vars(model):
+            _install(backend.saved_config, model)
+        state = {name.removeprefix("base_model.model."): value for name, value in state.items()}
     from peft import set_peft_model_state_dict
 
-    state = {name: torch.tensor(value) for name, value in backend.on_disk(params)}
     set_peft_model_state_dict(model, state, adapter_name=next(iter(model.peft_config)))
+
+
+def _install(config: LoraConfig, model: Any) -> None:
+    """Let peft put a new adapter into the layers of a model, which stays the object it is."""
+    from peft import PeftConfig, get_peft_model
+
+    with tempfile.TemporaryDirectory(prefix="trl-jax-") as folder:
+        config.save_pretrained(folder)
+        get_peft_model(model, PeftConfig.from_pretrained(folder))
 
 
 def _as_loaded(backend: Backend, params: dict, config: Any, kind: type) -> dict[str, Any]:

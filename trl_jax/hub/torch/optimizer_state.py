@@ -102,4 +102,5 @@ def _adapted(model: Any, checkpoint: Path) -> Any:
 
 def _on_disk(name: str) -> str:
     """The name under which PEFT saves a parameter of its one adapter; other names as they are."""
+    name = name.replace("lora_magnitude_vector.default.weight", "lora_magnitude_vector")
     return name.replace(".modules_to_save.default", "").replace(".default", "")

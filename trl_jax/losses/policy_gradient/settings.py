@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
+from trl_jax.core.arguments.grpo import LOSSES
+
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # those with the clipped surrogate
 PER_GENERATION = ("dapo", "cispo", "vespo")  # those that divide by the tokens of a generation
 SamplerCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]

@@ -15,8 +15,8 @@ def chat_template_path() -> Any:
     return _field(None, "File with the chat template to use, or a tokenizer that has it.")
 
 
-def disable_dropout() -> Any:
-    return _field(True, "Train without dropout.")
+def disable_dropout(default: bool = True) -> Any:
+    return _field(default, "Train without dropout.")
 
 
 def dataset_num_proc() -> Any:

@@ -14,10 +14,12 @@ from trl_jax.engine.devices.processes import several
 from trl_jax.engine.devices.sharding import Fetched
 from trl_jax.hub.auto import Checkpoint, find_checkpoint, with_adapter
 from trl_jax.hub.heads import HeadName
+from trl_jax.hub.native_backend import NativeBackend
+from trl_jax.hub.peft.backend import AdaptedBackend
 from trl_jax.hub.peft.lora_config import LoraConfig, read_lora_config
 from trl_jax.hub.peft.quantization import BitsAndBytesConfig, as_quantization
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.hub.torch.objects import ADAPTER_FOLDER, as_folder, frozen_names, is_adapted, is_torch_model
+from trl_jax.hub.torch.objects import as_checkpoint, frozen_names, is_torch_model
 from trl_jax.run.devices import run_device, sharding_plan_of
 from trl_jax.run.nan_report import check_weights
 
@@ -79,13 +81,13 @@ def taken(torch_model: Any, args: BaseConfig, head: HeadName, **options: Any) ->
     """Load the weights of a torch model; `options` of `Checkpoint.load`."""
     if args.model_init_kwargs is not None:
         logger.warning("model_init_kwargs has no effect: the model is loaded already.")
-    with as_folder(torch_model, head) as folder:
-        checkpoint = find_checkpoint(str(folder), head=head, dtype="auto")
-        if is_adapted(torch_model):
-            adapter = folder / ADAPTER_FOLDER
-            checkpoint = replace(checkpoint, adapter=adapter, lora=read_lora_config(adapter))
+    with as_checkpoint(torch_model, head) as checkpoint:
         model = _loaded(checkpoint, args, **options)
+        if isinstance(model.backend, AdaptedBackend):
+            model.backend.saved_config = read_lora_config(checkpoint.adapter)
     model.name_or_path = torch_model.config._name_or_path or type(torch_model).__name__
+    if isinstance(model.backend, NativeBackend | AdaptedBackend):
+        model.config = torch_model.config  # one object: what a script writes there is saved, as in TRL
     if frozen := frozen_names(torch_model):
         _freeze(model, frozen)
     return model
@@ -126,8 +128,13 @@ def ready(
     args: BaseConfig,
     adapter: LoraConfig | None,
     quantization: BitsAndBytesConfig | None,
+    rows: int,
 ) -> PreTrainedModel:
-    """The model that trains: a checkpoint's or a loaded one, with an adapter where one is configured."""
+    """The model that trains: a checkpoint's or a loaded one, with an adapter where one is configured.
+
+    Args:
+        rows: how many tokens a model embeds that gets an adapter: it belongs to a table of one size.
+    """
     loaded = isinstance(checkpoint, PreTrainedModel)
     if loaded and quantization is not None:
         logger.warning("quantization_config has no effect: the model is loaded already.")
@@ -139,10 +146,12 @@ def ready(
     _check_one_adapter(bool(checkpoint.frozen) if loaded else checkpoint.adapter is not None)
     if loaded:
         with jax.default_device(run_device(args)):
+            if rows != checkpoint.vocab_size:
+                checkpoint.resize_token_embeddings(rows)
             model = with_adapter(checkpoint, adapter, args.seed)
         logger.log(model.backend.log_level, "%s runs on the %s backend.", model.name_or_path, model.backend.name)
     else:
-        model = _loaded(checkpoint, args, adapter, quantization)
+        model = _loaded(replace(checkpoint, vocab_size=rows), args, adapter, quantization)
     _log_adapter(model)
     return model
 

@@ -89,7 +89,8 @@ class Checkpointer:
         args, resumed = self._run.args, found is not None and found.manifest is not None
         self.run_id = (resumed and found.manifest.get("run")) or new_id
         if is_first() and args.save_strategy != SaveStrategy.NO:
-            record(Path(args.output_dir), self.run_id, fresh=found is None)
+            replaces = args.save_total_limit is not None
+            record(Path(args.output_dir), self.run_id, fresh=found is None, replaces=replaces)
 
     def _may_go_aside(self) -> bool:
         """Whether no callback or override needs the complete checkpoint, no other process writes a part of it, and the

@@ -1,0 +1,49 @@
+"""Metrics of a generation: TRL's names, order and values, and means that leave out what is not there."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from trl_jax.losses.policy_gradient import group_advantages
+
+metrics = pytest.importorskip("trl_jax.rollout.metrics")
+NAN = math.nan
+
+
+def test_lengths():
+    found = dict(metrics.length_metrics([3, 8, 5, 8], np.asarray([False, True, False, True])))
+    assert list(found.items()) == [
+        ("completions/mean_length", 6.0), ("completions/min_length", 3.0), ("completions/max_length", 8.0),
+        ("completions/clipped_ratio", 0.5), ("completions/mean_terminated_length", 4.0),
+        ("completions/min_terminated_length", 3.0), ("completions/max_terminated_length", 5.0),
+    ]  # fmt: skip
+    none = dict(metrics.length_metrics([8, 8], np.asarray([True, True])))
+    assert [none[f"completions/{kind}_terminated_length"] for kind in ("mean", "min", "max")] == [0, 0, 0]
+
+
+REWARDS = np.asarray([[1, NAN], [3, 2], [NAN, NAN], [4, NAN], [5, NAN], [5, NAN]], np.float32)
+
+
+def test_rewards():
+    torch = pytest.importorskip("torch")
+    nanstd = pytest.importorskip("trl.trainer.utils").nanstd
+    judged = group_advantages(REWARDS, 2, weights=[1.0, 0.5])
+    found = dict(metrics.reward_metrics(["a", "b"], REWARDS, judged))
+    assert list(found) == ["rewards/a/mean", "rewards/a/std", "rewards/b/mean", "rewards/b/std", "reward", "reward_std",
+                           "frac_reward_zero_std"]  # fmt: skip
+    columns = [torch.tensor(column) for column in (*REWARDS.T, np.asarray([1, 4, NAN, 4, 5, 5], np.float32))]
+    wanted = [value for column in columns for value in (torch.nanmean(column).item(), nanstd(column).item())]
+    np.testing.assert_allclose(list(found.values()), [*wanted, 2 / 6], rtol=1e-6)
+
+
+def test_means_since_the_last_log():
+    collected = metrics.Collected()
+    for values in ([("b", 1.0), ("a", NAN)], [("b", 2.0), ("c", 4.0), ("a", NAN)], [("c", NAN)]):
+        collected.add(iter(values))
+    collected.set("num_tokens", 5.0)
+    collected.set("num_tokens", 9.0)
+    assert list(collected.taken().items()) == [("b", 1.5), ("a", None), ("c", 4.0), ("num_tokens", 9.0)]
+    assert collected.taken() == {}

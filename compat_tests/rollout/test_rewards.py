@@ -1,0 +1,261 @@
+"""Reward functions of every kind: beside TRL's own `_calculate_rewards`, and what is told of bad ones."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import threading
+import time
+import traceback
+from collections import defaultdict
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from trl_jax.rollout.reward_arguments import reward_functions
+from trl_jax.rollout.rewards import callable_name, numbered
+
+PROMPTS = ["a", "a", "b", "b"]
+COMPLETIONS = ["x", "yy", "", "zzzz"]
+IDS = [[1], [2, 2], [3], [4, 4, 4, 4]]
+ROWS = [{"prompt": prompt, "completion": "?", "completion_ids": 0, "solution": n, "note": str(n)}
+        for n, prompt in enumerate(PROMPTS)]  # fmt: skip
+STATE = SimpleNamespace(global_step=7)
+
+
+def lengths(completions, **kwargs):
+    return [len(text) for text in completions]
+
+
+async def later(completions, **kwargs):
+    await asyncio.sleep(0.01)
+    return [float(len(text)) * 10 for text in completions]
+
+
+class Object:
+    def __call__(self, completion_ids, **kwargs):
+        return [sum(ids) if len(ids) > 1 else None for ids in completion_ids]
+
+
+class AsyncObject:
+    async def __call__(self, solution, **kwargs):
+        return np.asarray(solution, np.float64)
+
+
+def scaled(completions, factor, **kwargs):
+    return np.asarray(lengths(completions)) * factor
+
+
+def told(prompts, completions, completion_ids, solution, note, trainer_state, log_extra, log_metric):
+    assert (prompts, completions, completion_ids) == (PROMPTS, COMPLETIONS, IDS)
+    assert (solution, note, trainer_state.global_step) == ([0, 1, 2, 3], ["0", "1", "2", "3"], 7)
+    log_extra("z", list(note))
+    for text in completions:
+        log_extra("length", [len(text)])
+    log_metric("b", 1)
+    log_metric("b", 2.0)
+    log_metric("a", 5)
+    return [None] * 4
+
+
+def made(*functions, **options):
+    return reward_functions(list(functions), trainer_state=lambda: STATE, **options)
+
+
+def call(*functions, rows=ROWS, **options):
+    return made(*functions, **options)(rows, PROMPTS, COMPLETIONS, IDS)
+
+
+ALL = [lengths, later, Object(), functools.partial(scaled, factor=0.5), AsyncObject(), functools.partial(later), told]
+
+
+def of_trl(functions, monkeypatch):
+    """TRL's own, of what it reads of a trainer alone."""
+    from trl import GRPOTrainer
+    from trl.trainer import grpo_trainer
+
+    monkeypatch.setattr(grpo_trainer, "gather", lambda tensor: tensor)
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    stub = SimpleNamespace(
+        accelerator=SimpleNamespace(device="cpu", is_main_process=False), reward_funcs=functions, state=STATE,
+        environments=None, reward_processing_classes=[None] * len(functions), async_loop=loop,
+        args=SimpleNamespace(report_to=[]),
+        reward_func_names=[callable_name(function) for function in functions],
+        _pending_extra_logs=defaultdict(list), _pending_metrics=defaultdict(list))  # fmt: skip
+    stub._log_completion_extra = functools.partial(GRPOTrainer._log_completion_extra, stub)
+    stub._log_metric = functools.partial(GRPOTrainer._log_metric, stub)
+    rewards = GRPOTrainer._calculate_rewards.__wrapped__(stub, ROWS, PROMPTS, COMPLETIONS, IDS)
+    return rewards.numpy(), stub
+
+
+def test_rewards_are_trls(monkeypatch):
+    pytest.importorskip("trl")
+    ours = made(*ALL)
+    found = ours(ROWS, PROMPTS, COMPLETIONS, IDS)
+    wanted, stub = of_trl(list(ALL), monkeypatch)
+    assert found.dtype == np.float32 and np.array_equal(found, wanted, equal_nan=True)
+    assert ours.extra() == stub._pending_extra_logs and list(ours.extra()) == ["length", "z"]
+    assert list(ours.metrics().items()) == [("a", 5.0), ("b", 1.5)] and dict(stub._pending_metrics) == {
+        "a": [5], "b": [1, 2.0]}  # fmt: skip
+    ours.functions = ours.functions[:1]
+    ours(ROWS, PROMPTS, COMPLETIONS, IDS)
+    assert ours.metrics() == ours.extra() == {}  # nothing of the call before
+
+
+def test_names_are_trls_and_each_is_different():
+    utils = pytest.importorskip("trl.trainer.utils")
+    for function in ALL:
+        assert callable_name(function) == utils.get_callable_name(function)
+    assert made(*ALL).names == ["lengths", "later", "Object", "scaled", "AsyncObject", "later_2", "told"]
+    assert numbered(["a", "a_2", "a", "b", "a"]) == ["a", "a_2", "a_3", "b", "a_4"]
+    assert made(lambda **kwargs: [], lambda **kwargs: []).names == ["<lambda>", "<lambda>_2"]
+
+
+def test_one_function_needs_no_list_and_a_list_stays_as_it_is():
+    functions = [lengths]
+    assert reward_functions(lengths, trainer_state=lambda: STATE).names == ["lengths"]
+    reward_functions(functions, trainer_state=lambda: STATE)
+    assert functions == [lengths]
+
+
+def test_asynchronous_ones_run_together_and_after_the_others():
+    order = []
+
+    async def waits(completions, **kwargs):
+        order.append("begun")
+        await asyncio.sleep(0.2)
+        order.append("done")
+        return [0.0] * 4
+
+    def plain(completions, **kwargs):
+        order.append("plain")
+        return [1.0] * 4
+
+    start = time.monotonic()
+    assert call(waits, plain, waits, waits)[0].tolist() == [0, 1, 0, 0]
+    assert order == ["plain", "begun", "begun", "begun", "done", "done", "done"] and time.monotonic() - start < 0.5
+
+
+def test_the_loop_is_the_same_in_every_call():
+    loops = []
+
+    async def seen(completions, **kwargs):
+        loops.append(asyncio.get_running_loop())
+        return [0.0] * 4
+
+    rewards = made(seen)
+    for _ in range(2):
+        rewards(ROWS, PROMPTS, COMPLETIONS, IDS)
+    assert loops[0] is loops[1]
+
+    async def within():  # as in a notebook, whose thread has a loop of its own
+        return rewards(ROWS, PROMPTS, COMPLETIONS, IDS)
+
+    assert asyncio.run(within()).shape == (4, 1)
+
+
+def test_one_that_takes_too_long():
+    ended = []
+
+    async def slow(completions, **kwargs):
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("cancelled")
+
+    with pytest.raises(TimeoutError, match=r"^The reward function 'slow' took longer than reward_timeout=0.1 sec"):
+        call(slow, later, timeout=0.1)
+    assert ended == ["cancelled"]
+
+
+def test_a_timeout_of_its_own_stays_its_own():
+    async def gives_up(completions, **kwargs):
+        raise TimeoutError("the server")
+
+    with pytest.raises(TimeoutError, match="^the server$"):
+        call(gives_up, timeout=30)
+
+
+def fails(completions, **kwargs):
+    return [1 / len(text) for text in completions]
+
+
+async def fails_later(completions, **kwargs):
+    return fails(completions)
+
+
+@pytest.mark.parametrize("function", [fails, fails_later])
+def test_an_exception_keeps_its_kind_and_says_where(function):
+    async def waits(completions, **kwargs):
+        await asyncio.sleep(60)
+
+    with pytest.raises(ZeroDivisionError) as error:
+        call(waits, function) if function is fails_later else call(function, waits)
+    text = "".join(traceback.format_exception(error.value))
+    assert f"This was raised by the reward function '{function.__name__}', for 4 completions, the first of" in text
+    assert "prompt='a'" in text and "train(resume_from_checkpoint=True)" in text
+
+
+@pytest.mark.parametrize(("returned", "kind", "text"), [
+    ([1.0, 2.0], ValueError, "The reward function 'bad' returned 2 rewards, but 4 were expected (one per "
+     "prompt-completion pair). Make sure the reward function returns exactly one reward per completion."),
+    (None, TypeError, "The reward function 'bad' returned rewards=None: wanted a list of 4 rewards, numbers or None."),
+    (0.5, TypeError, "The reward function 'bad' returned rewards=0.5: wanted a list of 4 rewards, numbers or None."),
+    (["a", 1, 2, 3], TypeError,
+     "The reward function 'bad' returned rewards=['a', 1, 2, 3]: wanted numbers or None."),
+])  # fmt: skip
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_is_no_reward(returned, kind, text, asynchronous):
+    async def bad_later(**kwargs):
+        return returned
+
+    def bad(**kwargs):
+        return returned
+
+    bad_later.__name__ = "bad"
+    with pytest.raises(kind) as error:
+        call(bad_later if asynchronous else bad)
+    assert str(error.value) == text
+
+
+def test_a_column_of_another_length():
+    def wrong(completions, log_extra, **kwargs):
+        log_extra("note", ["a"])
+        return [0.0] * 4
+
+    with pytest.raises(ValueError, match=r"^log_extra\('note', values\) got 1 values for 4 completions: wanted"):
+        call(wrong)
+
+
+def test_a_completion_without_any_reward_is_warned_of(caplog):
+    def some(completions, **kwargs):
+        return [1.0, 2.0, None, None]
+
+    def others(completions, **kwargs):
+        return [None, 2.0, None, 3.0]
+
+    with caplog.at_level(logging.WARNING):
+        call(some, others)
+    [record] = caplog.records
+    assert record.message.startswith("All reward functions returned None for the following kwargs:\n{'completion_ids'")
+    assert "'solution': 2, 'note': '2', 'prompt': 'b', 'completion': ''}" in record.message
+    assert record.message.endswith("Please ensure that at least one reward function returns a valid reward.")
+
+
+@pytest.mark.parametrize(("given", "options", "kind", "text"), [
+    ([], {}, ValueError, "No reward source provided. Pass `reward_funcs`, or an `environment_factory` whose "
+     "environment defines a `get_reward` method."),
+    (None, {}, ValueError, "No reward source provided. Pass"),
+    ([lengths], {"weights": [1.0, 2.0]}, ValueError,
+     "Number of reward weights (2) must match number of reward functions (1)"),
+    ([lengths, later], {"processing_classes": [None]}, ValueError,
+     "The number of reward processing classes (1) must match the number of reward functions (2)."),
+    ([3], {}, TypeError, "reward_funcs holds a int: wanted functions, or reward models by name or object."),
+])  # fmt: skip
+def test_what_is_passed_is_checked(given, options, kind, text):
+    with pytest.raises(kind) as error:
+        reward_functions(given, trainer_state=lambda: STATE, **options)
+    assert str(error.value).startswith(text)

@@ -1,0 +1,173 @@
+"""Trainers of a test session share what JAX makes of their steps, where these are the same.
+
+Each trainer jits a step of its own, which JAX traces, lowers and compiles anew: for tiny models that is six times the
+training. Here two trainers get one jitted function, if all that it is traced from is equal: the trainer's class, the
+task, the graph of the model and of its reference, the optimizer, and every argument but those that only the host reads.
+A step is a trainer's own while a test has something patched that could be traced, where a script brings its own loss or
+optimizer, and under THOROUGH=1, where nothing is shared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from compat_tests.effort import THOROUGH
+
+_MOST = 64  # functions that are kept, with their programs
+
+# Arguments that no step is traced from. One that is not listed makes the steps different.
+HOST = frozenset("""
+    output_dir run_name max_steps num_train_epochs seed data_seed logging_steps logging_strategy logging_first_step
+    logging_nan_inf_filter save_steps save_strategy save_total_limit save_only_model save_on_each_node report_to
+    disable_tqdm eval_steps eval_strategy eval_on_start eval_delay per_device_train_batch_size
+    per_device_eval_batch_size gradient_accumulation_steps load_best_model_at_end metric_for_best_model
+    greater_is_better push_to_hub hub_model_id hub_token hub_strategy hub_private_repo hub_always_push hub_revision
+    ignore_data_skip dataloader_drop_last restore_callback_states_from_checkpoint pad_to_multiple_of
+    train_sampling_strategy include_num_input_tokens_seen remove_unused_columns prediction_loss_only log_level
+    lr_scheduler_type lr_scheduler_kwargs
+""".split())  # fmt: skip
+# Fields of a run that no step is traced from, and those that the key has in another form.
+HOST_OF_RUN = frozenset("""
+    args task model reference processing_class train_dataset eval_dataset events finish_rows optimizer_state tokens_seen
+    found_batch_size fills in_train interrupts vocab_size max_positions
+""".split())
+_TRACED = ("trl_jax", "jax", "flax", "optax", "numpy")
+
+_shared: OrderedDict[Any, Any] = OrderedDict()
+_patches: weakref.WeakSet = weakref.WeakSet()
+_default_optimizers: OrderedDict[int, Any] = OrderedDict()  # by id; they are kept, so that no other gets it
+
+
+def install() -> None:
+    """Let trainers share; does nothing under THOROUGH=1."""
+    if THOROUGH:
+        return
+    from trl_jax.run.evaluation.evaluation import Evaluator
+    from trl_jax.run.step import train_step
+    from trl_jax.trainer import base_trainer
+
+    _after(pytest.MonkeyPatch, "__init__", lambda patch, _: _patches.add(patch))
+    base_trainer.default_optimizer = _remembered(base_trainer.default_optimizer)
+    _after(base_trainer.BaseTrainer, "_hooks", _name_trainer)
+    _after(Evaluator, "__init__", _share_evaluation)
+    train_step.TrainStep.compiled = _sharing(train_step.TrainStep.compiled)
+
+
+def _after(kind: type, name: str, then: Callable) -> None:
+    """Call `then(self, result)` after each call of a method."""
+    method = getattr(kind, name)
+
+    @functools.wraps(method)
+    def wrapped(self, *given, **options):
+        result = method(self, *given, **options)
+        then(self, result)
+        return result
+
+    setattr(kind, name, wrapped)
+
+
+def _remembered(default_optimizer: Callable) -> Callable:
+    from trl_jax.run.data import length_of
+
+    @functools.wraps(default_optimizer)
+    def made(run, choice):
+        optimizer = default_optimizer(run, choice)
+        if choice.tx is None:
+            warmup = run.args.get_warmup_steps(length_of(run).max_steps)
+            _default_optimizers[id(optimizer)] = (optimizer, repr(choice), warmup)
+            if len(_default_optimizers) > 1000:
+                _default_optimizers.popitem(last=False)
+        return optimizer
+
+    return made
+
+
+def _name_trainer(trainer: Any, hooks: Any) -> None:
+    hooks.loss.trainer = weakref.ref(trainer)
+
+
+def _sharing(compiled: Callable) -> Callable:
+    @functools.wraps(compiled)
+    def shared(self, tx, *, remat):
+        def make():
+            return compiled(self, tx, remat=remat)
+
+        trainer, optimizer = getattr(self._loss, "trainer", lambda: None)(), _default_optimizers.get(id(tx))
+        if trainer is None or optimizer is None or "loss" in vars(trainer):
+            return make()
+        return _shared_or(make, self._run, "step", type(trainer), optimizer[1:], remat)
+
+    return shared
+
+
+def _share_evaluation(evaluator: Any, _: None) -> None:
+    own = evaluator._outputs, evaluator._measure
+    evaluator._outputs, evaluator._measure = _shared_or(lambda: own, evaluator._run, "evaluation")
+
+
+def _shared_or(make: Callable[[], Any], run: Any, *more: Any) -> Any:
+    """What was made for an equal key, or is made now."""
+    key = _key(run, *more)
+    if key is None:
+        return make()
+    if key not in _shared:
+        _shared[key] = make()
+        if len(_shared) > _MOST:
+            _shared.popitem(last=False)
+    _shared.move_to_end(key)
+    return _shared[key]
+
+
+def _key(run: Any, *more: Any) -> Any:
+    """All that a program is traced from; None where that cannot be told, or is patched."""
+    if run.model.trainable_masks or run.own_loss or run.sharding_plan is not None or _is_patched():
+        return None
+    args = {field.name: getattr(run.args, field.name) for field in dataclasses.fields(run.args)}
+    said = repr((sorted((name, value) for name, value in args.items() if name not in HOST), run.task))
+    if " at 0x" in said:
+        return None
+    reference = None
+    if run.reference is not None:
+        reference = _of_backend(run.reference.backend), _fields(run.reference, {"backend", "config", "arrays"})
+    kinds = type(run.args), type(run.task)
+    key = said, _of_backend(run.model.backend), reference, _fields(run, HOST_OF_RUN), kinds, more
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _fields(value: Any, without: frozenset[str] | set[str]) -> tuple:
+    return tuple((field.name, getattr(value, field.name)) for field in dataclasses.fields(value)
+                 if field.name not in without)  # fmt: skip
+
+
+def _of_backend(backend: Any) -> tuple:
+    named = tuple(sorted(backend.tensors.items())), tuple(sorted(backend.undecayed))
+    return type(backend), backend.graph, backend.window, named
+
+
+def _is_patched() -> bool:
+    """Whether a test has replaced something in a package that steps are made of."""
+    return any(
+        any(target is not os.environ for target, *_ in patch._setitem)
+        or any(_package(target) in _TRACED for target, *_ in patch._setattr)
+        for patch in _patches
+    )
+
+
+def _package(target: Any) -> str:
+    """Of a module, a class, or an object."""
+    if isinstance(target, type) or not hasattr(target, "__name__"):
+        target = target if isinstance(target, type) else type(target)
+        return target.__module__.partition(".")[0]
+    return target.__name__.partition(".")[0]

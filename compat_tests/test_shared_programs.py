@@ -1,0 +1,68 @@
+"""Trainers share a jitted step only where all is equal that it is traced from."""
+
+from __future__ import annotations
+
+import pytest
+
+import trl_jax
+from compat_tests.effort import THOROUGH
+from compat_tests.trainer.trainers import FACTS, make, table
+from trl_jax.losses import pairwise
+
+pytestmark = pytest.mark.skipif(THOROUGH, reason="nothing is shared under THOROUGH=1")
+
+
+@pytest.fixture
+def programs(checkpoint, tmp_path):
+    """programs(package, config, facts) -> the jitted step and evaluation of a trainer."""
+
+    def of(package=trl_jax, facts=None, **config):
+        config = {"center_rewards_coefficient": 0.01} | config
+        trainer = make(package, checkpoint(**FACTS | (facts or {})), tmp_path, config=config)
+        step = trainer.parts.train_step.compiled(trainer.parts.training.made_optimizer(), remat=False)
+        return step, trainer.parts.evaluator._outputs
+
+    return of
+
+
+def test_what_only_the_host_reads_makes_no_difference(programs):
+    one = programs()
+    assert programs(max_steps=3, logging_steps=2, seed=5, per_device_train_batch_size=2) == one
+    assert all(mine is other for mine, other in zip(programs(), one, strict=True))
+
+
+@pytest.mark.parametrize("changed", [
+    {"center_rewards_coefficient": 0.5}, {"weight_decay": 0.1}, {"optim": "sgd"}, {"max_grad_norm": 0.5},
+    {"adam_beta1": 0.8}, {"facts": {"hidden_size": 16}}, {"facts": {"num_key_value_heads": 2}},
+], ids=str)  # fmt: skip
+def test_a_step_of_something_else_is_another(changed, programs):
+    assert programs(**changed)[0] is not programs()[0]
+
+
+def test_a_class_of_a_script_has_its_own(programs):
+    class Own(trl_jax.RewardTrainer):
+        def loss(self, params, batch, key, **how):
+            return super().loss(params, batch, key, **how)
+
+    class Package:
+        RewardConfig, RewardTrainer = trl_jax.RewardConfig, Own
+
+    assert programs(Package)[0] is not programs()[0] and programs(Package)[0] is programs(Package)[0]
+
+
+def test_nothing_is_shared_while_something_is_patched(programs, monkeypatch):
+    before = programs()
+    monkeypatch.setattr(pairwise, "pairwise_loss", None)
+    assert programs()[0] is not before[0]
+    monkeypatch.undo()
+    assert programs()[0] is before[0]
+
+
+def test_an_optimizer_of_the_script_is_its_own(checkpoint, tmp_path):
+    import optax
+
+    def step():
+        trainer = make(trl_jax, checkpoint(**FACTS), tmp_path, train=table(16), optimizers=(optax.sgd(1e-3), None))
+        return trainer.parts.train_step.compiled(trainer.parts.training.made_optimizer(), remat=False)
+
+    assert step() is not step()

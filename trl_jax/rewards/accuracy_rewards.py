@@ -1,0 +1,158 @@
+"""Rewards for the right answer, which the package math_verify reads and compares as a formula."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+Messages = list[dict[str, str]]
+_SECONDS_TO_PARSE, _SECONDS_TO_VERIFY = 10, 5
+
+
+class _Verdict(NamedTuple):
+    """A reward, None where there is nothing to compare with; and what was understood of the solution and the answer."""
+
+    reward: float | None
+    gold: str
+    answer: str
+
+
+def accuracy_reward(
+    completions: list[Messages],
+    solution: list[str],
+    log_extra: Callable[[str, list], None] | None = None,
+    **kwargs: Any,
+) -> list[float | None]:
+    r"""1.0 for each completion (a list of one message) whose answer equals its solution, else 0.0; None where the
+    solution is no formula.
+
+    The answer has to be LaTeX with an anchor, as `\boxed{\frac{1}{3}}` or `$x = 2$`; the box comes first.
+
+    Args:
+        solution: the text of the solution of each.
+        log_extra: given by a trainer; called with the columns solution, gold_parsed and answer_parsed.
+
+    Raises:
+        ImportError: math_verify is not installed.
+    """
+    grade = _grader("accuracy_reward")
+    verdicts = [grade(messages[0]["content"], gold) for messages, gold in zip(completions, solution, strict=True)]
+    return _told(verdicts, solution, log_extra)
+
+
+def reasoning_accuracy_reward(
+    completions: list[Messages],
+    solution: list[str],
+    reasoning_delimiters: list[str] | None = None,
+    log_extra: Callable[[str, list], None] | None = None,
+    **kwargs: Any,
+) -> list[float | None]:
+    """`accuracy_reward` of what stands behind the reasoning; 0.0 for a completion whose reasoning does not end.
+
+    Args:
+        reasoning_delimiters: texts that end reasoning. The first of them that a completion has counts, at its last
+            place. None: "</think>".
+    """
+    grade = _grader("reasoning_accuracy_reward")
+    delimiters = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
+    unfinished = _Verdict(0.0, "[incomplete reasoning]", "[incomplete reasoning]")
+
+    def graded(content: str, gold: str) -> _Verdict:
+        found = next((delimiter for delimiter in delimiters if delimiter in content), None)
+        return unfinished if found is None else grade(content.rpartition(found)[2], gold)
+
+    verdicts = [graded(messages[0]["content"], gold) for messages, gold in zip(completions, solution, strict=True)]
+    return _told(verdicts, solution, log_extra)
+
+
+@dataclass(frozen=True)
+class CosineScaledReward:
+    r"""`accuracy_reward`, scaled by the completion's length so that short right answers are worth most, and long wrong
+    ones cost least.
+
+    $$ v_{long} + (v_{short} - v_{long}) \frac{1 + \cos(\pi\, length / max\_len)}{2} $$
+
+    Yeo et al. 2025, "Demystifying Long Chain-of-Thought Reasoning", appendix C.1 (arXiv:2502.03373).
+    """
+
+    max_len: int
+    min_value_wrong: float
+    max_value_wrong: float
+    min_value_correct: float
+    max_value_correct: float
+    __name__ = "cosine_scaled_reward"
+
+    def __call__(
+        self, completions: list[Messages], solution: list[str], completion_ids: list[list[int]], **kwargs: Any
+    ) -> list[float | None]:
+        accurate = accuracy_reward(completions, solution)
+        return [None if right is None else self._scaled(bool(right), len(ids))
+                for right, ids in zip(accurate, completion_ids, strict=True)]  # fmt: skip
+
+    def _scaled(self, right: bool, length: int) -> float:
+        long, short = (
+            (self.min_value_correct, self.max_value_correct) if right else (self.max_value_wrong, self.min_value_wrong)
+        )
+        cosine = math.cos(min(length / self.max_len, 1.0) * math.pi)  # which would rise again beyond
+        return float(long + 0.5 * (short - long) * (1.0 + cosine))
+
+
+def get_cosine_scaled_reward(
+    max_len: int,
+    min_value_wrong: float = -1.0,
+    max_value_wrong: float = -0.5,
+    min_value_correct: float = 0.5,
+    max_value_correct: float = 1.0,
+) -> CosineScaledReward:
+    """A function of completions, their solutions and their token ids.
+
+    Args:
+        max_len: tokens from which on a completion is as long as can be.
+        min_value_wrong, max_value_wrong: rewards of wrong answers, the shortest and the longest.
+        min_value_correct, max_value_correct: of right ones, the longest and the shortest.
+    """
+    return CosineScaledReward(max_len, min_value_wrong, max_value_wrong, min_value_correct, max_value_correct)
+
+
+def _told(
+    verdicts: Sequence[_Verdict], solution: Sequence[str], log_extra: Callable[[str, list], None] | None
+) -> list[float | None]:
+    if log_extra is not None:
+        log_extra("solution", list(solution))
+        log_extra("gold_parsed", [verdict.gold for verdict in verdicts])
+        log_extra("answer_parsed", [verdict.answer for verdict in verdicts])
+    return [verdict.reward for verdict in verdicts]
+
+
+def _grader(function: str) -> Callable[[str, str], _Verdict]:
+    """(text of a completion, text of the solution) -> its verdict; on behalf of the reward called `function`."""
+    try:
+        from latex2sympy2_extended import NormalizationConfig
+        from math_verify import LatexExtractionConfig, parse, verify
+    except ImportError as error:
+        raise ImportError(
+            f"Please install the `math_verify` package to use {function}: pip install math-verify"
+        ) from error
+    timed = threading.current_thread() is threading.main_thread()  # math_verify's clock is a signal
+    if not timed:
+        for name in ("math_verify.parser", "math_verify.grader"):
+            logging.getLogger(name).setLevel(logging.ERROR)  # or each call would warn of that
+    to_parse, to_verify = (_SECONDS_TO_PARSE, _SECONDS_TO_VERIFY) if timed else (None, None)
+    latex = LatexExtractionConfig(
+        normalization_config=NormalizationConfig(units=True), boxed_match_priority=0, try_extract_without_anchor=False
+    )
+
+    def grade(content: str, solution: str) -> _Verdict:
+        gold = parse(solution, parsing_timeout=to_parse)
+        if not gold:
+            return _Verdict(None, "[unparseable]", "[skipped]")
+        how = {"extraction_config": [latex], "extraction_mode": "first_match", "parsing_timeout": to_parse}
+        answer = parse(content, **how)
+        reward = float(verify(gold, answer, timeout_seconds=to_verify))
+        return _Verdict(reward, str(gold), str(answer) if answer else "[unparseable]")
+
+    return grade
