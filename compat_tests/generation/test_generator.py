@@ -12,7 +12,9 @@ from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.generation import generator
 from trl_jax.generation.generator import Request, Weights, generate
 from trl_jax.generation.noise import PrefetchedWords
+from trl_jax.generation.prefill import prefill
 from trl_jax.generation.warpers import Temperature
+from trl_jax.generation.weights import matrices_in
 
 torch = pytest.importorskip("torch")
 
@@ -81,3 +83,17 @@ def test_log_probabilities_are_those_of_whole_texts(case):
         wanted = np.take_along_axis(logits, own[:, None], 1)[:, 0] - np.logaddexp.reduce(logits, axis=1)
         np.testing.assert_allclose(out.logps[row, :length], wanted, atol=2e-5)
         assert not out.logps[row, length:].any()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral", "olmo2"])
+def test_matrices_in_sixteen_bits_change_no_logit(family, tmp_path):
+    """Products are of sixteen bits in any case; norms stay float32."""
+    model = AutoModelForCausalLM.from_pretrained(causal.build(tmp_path, family, tie=False))
+    halves = matrices_in(model.graph, model.arrays, jnp.dtype(jnp.bfloat16))
+    cast = {path for path, array in halves.items() if array.dtype == jnp.bfloat16}
+    assert "lm_head.weight" in cast and not any("norm" in path or "embed" in path for path in cast)
+    assert sum(".layers." in path for path in cast) >= 7
+    tokens = np.arange(5, 29, dtype=np.int32).reshape(2, 12)
+    options = {"group": 1, "capacity": 4, "max_tokens": 100, "dtype": jnp.bfloat16, "by_layer": False}
+    both = [prefill(model.graph, arrays, tokens, np.array([12, 9]), **options)[0] for arrays in (model.arrays, halves)]
+    np.testing.assert_array_equal(*both)

@@ -16,7 +16,7 @@ from trl_jax.generation.decode import Decoding, Stops, begun, grown, selected
 from trl_jax.generation.noise import Noise, NoiseSource
 from trl_jax.generation.prefill import prefill
 from trl_jax.generation.processors import Processor
-from trl_jax.generation.weights import layers_for_decoding
+from trl_jax.generation.weights import layers_for_decoding, matrices_in
 from trl_jax.nn.platform import platform
 
 STEPS = 16  # of a call, after which the host looks whether completions have ended
@@ -33,6 +33,7 @@ class Weights(NamedTuple):
 
     @classmethod
     def of(cls, graph: Any, arrays: dict[str, jax.Array], dtype: Any = jnp.float32) -> Weights:
+        arrays = matrices_in(graph, arrays, jnp.dtype(dtype))
         return cls(graph, arrays, layers_for_decoding(graph, arrays, platform()), jnp.dtype(dtype))
 
 

@@ -1,4 +1,4 @@
-"""The weights of a generation: the model's own arrays and, where it is quicker, each layer's by itself."""
+"""The weights of a generation: the model's own arrays and, where it is quicker, copies for the time of the call."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from trl_jax.models.functional import merge
@@ -34,3 +35,36 @@ def layers_for_decoding(graph: Any, arrays: dict[str, jax.Array], platform: str)
     """
     stacked = sum(array.nbytes for path, array in arrays.items() if ".layers." in path)
     return _unstacked(graph, arrays) if platform == "cpu" and stacked <= _LARGEST else None
+
+
+def matrices_in(graph: Any, arrays: dict[str, jax.Array], dtype: jnp.dtype) -> dict[str, jax.Array]:
+    """The arrays, of which the matrices that layers multiply by are in `dtype` already: the products are the same, and
+    each step reads half the bytes. Norms, biases, adapters and the table of tokens stay as they are."""
+    if dtype == jnp.float32:
+        return arrays
+    names = [path for path, axes in _axes(graph, arrays).items() if _is_matrix(path, axes) and path in arrays]
+    names = [path for path in names if arrays[path].dtype == jnp.float32]
+    return arrays | _cast({path: arrays[path] for path in names}, dtype)
+
+
+@partial(jax.jit, static_argnums=1)
+def _cast(arrays: dict[str, jax.Array], dtype: jnp.dtype) -> dict[str, jax.Array]:
+    return jax.tree.map(lambda array: array.astype(dtype), arrays)
+
+
+def _axes(graph: Any, arrays: dict[str, jax.Array]) -> dict[str, tuple[str, ...]]:
+    """The logical axes of the parameters of a model, by path."""
+    state = nnx.to_flat_state(nnx.split(nnx.eval_shape(lambda: merge(graph, _shapes(arrays))))[1])
+    named = ((".".join(map(str, path)), leaf.get_metadata()) for path, leaf in state)
+    return {path: metadata["axes"] for path, metadata in named if "axes" in metadata}
+
+
+def _shapes(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {path: jnp.zeros(array.shape, array.dtype) for path, array in arrays.items()}
+
+
+def _is_matrix(path: str, axes: tuple[str, ...]) -> bool:
+    """Whether layers, or an untied head, multiply by it and do nothing else with it."""
+    if "norm" in axes:
+        return False
+    return axes == ("vocab", "embed") if path.startswith("lm_head.") else axes[0] == "layers" and len(axes) >= 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,8 @@ from trl_jax.trainer.grpo_config import GRPOConfig
 from trl_jax.trainer.old_keywords import as_config
 from trl_jax.trainer.refusals import refuse
 from trl_jax.trainer.with_rollout import TrainerWithRollout
+
+logger = logging.getLogger(__name__)
 
 _OF_THE_LOSS = (
     "loss_type", "epsilon", "epsilon_high", "delta", "beta", "use_bias_correction_kl", "importance_sampling_level",
@@ -77,6 +80,7 @@ class GRPOTrainer(TrainerWithRollout):
             model, reward_funcs, args, train_dataset, eval_dataset, processing_class, reward_processing_classes,
             callbacks, optimizers, quantization_config, peft_config,
         )  # fmt: skip
+        _warn_of_levels(self.args.loss_type, self.args.importance_sampling_level)
 
     def make_task(self) -> GrpoTask:
         args = self.args
@@ -94,3 +98,24 @@ class GRPOTrainer(TrainerWithRollout):
             return EntropyBonus(args.entropy_coef) if args.entropy_coef else None
         bounds = {"least": args.entropy_coef_min, "most": args.entropy_coef_max}
         return EntropyBonus(args.entropy_coef, args.entropy_target, args.entropy_coef_delta, **bounds)
+
+
+def _warn_of_levels(loss_type: str, level: str) -> None:
+    """Warn of a loss at another level than its paper's, in TRL's words."""
+    if loss_type == "luspo" and level != "sequence":
+        logger.warning(
+            "When using `'luspo'` loss, `importance_sampling_level` should be set to `'sequence'` to mirror the "
+            "paper's setup."
+        )
+    if loss_type == "vespo" and level != "token":
+        logger.warning(
+            "VESPO computes sequence-level importance weights internally. `importance_sampling_level` should be set to "
+            "`'token'` (the default)."
+        )
+    if level == "sequence" and loss_type in ("bnpo", "dr_grpo", "dapo", "cispo"):
+        logger.warning(
+            "When using `importance_sampling_level='sequence'`, the `'%s'` loss sums per-token contributions, which "
+            "effectively weights each sequence by its completion length instead of optimizing the per-sequence "
+            "objective. To reproduce the GSPO paper's setup, set `loss_type='grpo'`.",
+            loss_type,
+        )
