@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from trl_jax.hub.peft.lora_config import LoraConfig, TaskType
     from trl_jax.hub.peft.quantization import BitsAndBytesConfig
     from trl_jax.hub.pretrained import PreTrainedModel
+    from trl_jax.hub.token_logps import token_logps_and_entropies
     from trl_jax.losses.pairwise import pairwise_loss
     from trl_jax.run.arguments.base_config import BaseConfig
     from trl_jax.run.model.reference import create_reference_model
@@ -89,6 +90,7 @@ _WHERE = WHERE | {
     "prepare_multimodal_messages": "trl_jax.data_utils",
     "set_seed": "trl_jax.core.seed",
     "supports_tool_calling": "trl_jax.chat_template_utils",
+    "token_logps_and_entropies": "trl_jax.hub.token_logps",
     "unpair_preference_dataset": "trl_jax.data_utils",
 }
 __all__ = sorted(_WHERE)
