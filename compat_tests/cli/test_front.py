@@ -71,7 +71,8 @@ find = PathFinder.find_spec
 PathFinder.find_spec = classmethod(lambda cls, name, *a: None if name.split(".")[0] == "trl" else find(name, *a))
 import trl
 print(trl.__version__, trl.RewardConfig.__module__)
-for line in ("from trl import DistillationTrainer", "import trl.trainer.distillation_trainer", "from trl.trainer.utils import pad"):
+lines = "from trl import DistillationTrainer", "import trl.trainer.distillation_trainer", "from trl.trainer.utils import pad"
+for line in lines:
     try:
         exec(line)
     except ImportError as error:

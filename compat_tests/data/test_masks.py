@@ -146,6 +146,8 @@ UNREAD = {
     "dpo_masks": (IDS | {"chosen_attention_mask": [1, 0]}, "['chosen_attention_mask'] are not read: every token of"),
     "weights": (TEXTS | {"weight": 2.0}, "['weight'] are not read: all pairs weigh the same."),
     "labels": (IDS | {"labels": 1}, "['labels'] are not read: the chosen answer is the better one of every pair."),
+    "early": (TEXTS | dict.fromkeys(("input_ids_chosen", "input_ids_rejected"), [5]),
+              "['input_ids_chosen', 'input_ids_rejected'] are not read: the texts are, as in TRL."),
     "margins": (TEXTS | {"margins": 1.0}, "['margins'] are not read: the column is called 'margin'."),
     "question": (TEXTS | {"question": "?"}, "['question'] are not read: the prompt's column is called 'prompt'."),
 }  # fmt: skip

@@ -63,6 +63,39 @@ def test_calls_in_a_row_differ_and_repeat_by_seed(model):
     assert first == [once(), once()] and first[0] != first[1]
 
 
+def test_an_interrupt_gives_back_the_batches_that_are_there(model, monkeypatch, caplog):
+    from trl_jax.hub.generating.batches import Batches
+
+    inner, left = Batches._completed, [2]
+
+    def interrupted(self, numbers):
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        return inner(self, numbers)
+
+    monkeypatch.setattr(Batches, "_completed", interrupted)
+    done = model.generate_batch(prompts(), batch_size=2, max_new_tokens=3)
+    assert list(done) == ["req_1", "req_2", "req_5", "req_6"]
+    assert "Interrupted: 4 of 7 completions are there, and are returned." in caplog.text
+    with pytest.raises(KeyboardInterrupt):
+        model.generate_batch(prompts(), batch_size=2, max_new_tokens=3)
+
+
+def test_many_lengths_compile_few_programs(model):
+    """As many as there are lengths of prompts' rows and of completions' rooms, each of them a power of two or so."""
+    from trl_jax.generation.chunk import first_tokens, next_tokens
+    from trl_jax.generation.prefill import prefill
+
+    programs = prefill, first_tokens, next_tokens
+    before, random = [program._cache_size() for program in programs], np.random.default_rng(0)
+    for _ in range(20):
+        length, new = random.integers(1, 60), random.integers(2, 60)
+        model.generate(random.integers(5, 60, (2, length)), max_new_tokens=int(new), pad_token_id=0)
+    prompts, firsts, steps = (program._cache_size() - count for program, count in zip(programs, before, strict=True))
+    assert prompts <= 4 and firsts <= 4 and steps <= 8
+
+
 def test_strings_end_texts(model, tokenizer):
     options = {"seed": 4, "batch_size": 4} | FIELDS | {"temperature": 3.0, "top_k": 0, "max_new_tokens": 40}
     free = model.generate_batch(prompts(), **options)

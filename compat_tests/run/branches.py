@@ -93,7 +93,8 @@ def trainer(policy, reference, folder, train: list[dict], kind=BranchesTrainer, 
     """Of two checkpoints; it evaluates on the rows that it trains on."""
 
     def attach(run):
-        construction.attach_reference(run, given(AutoModelForCausalLM.from_pretrained(reference), run.vocab_size))
+        compared = given(AutoModelForCausalLM.from_pretrained(reference), run.vocab_size, as_bits=False)
+        construction.attach_reference(run, compared)
 
     args = BranchesConfig(
         str(folder), use_cpu=True, bf16=False, report_to="none", save_strategy="no", disable_tqdm=True,

@@ -39,3 +39,22 @@ def test_rows_with_images(kind, column, make):
         trl = pytest.importorskip("trl")
         with pytest.raises(ValueError, match=words):
             make(trl, kind, Dataset.from_list(rows))
+
+
+IDS_TOO = {
+    "Reward": ("input_ids_chosen", "input_ids_rejected"),
+    "DPO": ("chosen_input_ids", "rejected_input_ids", "chosen_labels", "rejected_labels"),
+    "KTO": ("completion_input_ids", "completion_labels", "KL_completion_input_ids", "KL_completion_labels"),
+}
+READ = {"Reward": ("chosen_ids",), "DPO": ("prompt_ids", "chosen_ids"), "KTO": ("prompt_ids", "completion_ids")}
+
+
+@pytest.mark.parametrize("kind", IDS_TOO)
+def test_of_texts_and_ids_in_the_columns_of_early_releases_the_texts_are_read(kind, make):
+    trl = pytest.importorskip("trl")
+    rows = [row | dict.fromkeys(IDS_TOO[kind], [5, 6, 7]) for row in rows_of(kind, 4)]
+    for row in rows:
+        row.pop("margin", None)
+    ours, theirs = (make(package, kind, Dataset.from_list(rows)).train_dataset for package in (trl_jax, trl))
+    for column in READ[kind]:
+        assert ours[column] == theirs[column]

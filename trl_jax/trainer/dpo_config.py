@@ -25,7 +25,8 @@ class DPOConfig(BaseConfig):
             each batch's longest. Losses do not depend on it.
         precompute_ref_log_probs: compute the reference's log-probabilities once, before training, and drop it. They
             are kept on the disk for other runs.
-        precompute_ref_batch_size: pairs of a batch then; None takes those of training or evaluation.
+        precompute_ref_batch_size: pairs of a batch then; None takes those of training or evaluation. Another size gives
+            the same numbers but for rounding (1e-4 of sums over an answer's tokens).
         loss_type: one or more of "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair",
             "sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm";
             `trl_jax.losses.dpo` has their formulas.

@@ -15,6 +15,7 @@ _EARLY_IDS = ("input_ids_chosen", "input_ids_rejected")  # of the releases whose
 _PADDING = "every token of 'chosen_ids' and 'rejected_ids' is trained on, as in TRL. Leave padding out of them"
 _WEIGHT = "all pairs weigh the same"
 _LABEL = "the chosen answer is the better one of every pair"
+_TEXTS = "the texts are, as in TRL. To train on these ids, call them 'chosen_ids' and 'rejected_ids'"
 _PROMPT = "the prompt's column is called 'prompt'"
 # Column that TRL silently ignores -> the reason, for the warning: a script that has it may expect something of it.
 _UNREAD = {
@@ -22,6 +23,7 @@ _UNREAD = {
     **dict.fromkeys(["weight", "weights", "sample_weight", "sample_weights"], _WEIGHT),
     **dict.fromkeys(["label", "labels"], _LABEL),
     **dict.fromkeys(["question", "instruction", "query"], _PROMPT),
+    **dict.fromkeys(_EARLY_IDS, _TEXTS),
     "margins": "the column is called 'margin'",
 }
 
@@ -35,7 +37,8 @@ class Columns(NamedTuple):
 
 
 def settle(dataset: Any, column_names: list[str], name: str) -> tuple[Any, Columns]:
-    """Rename older columns to today's names, and find those that are read.
+    """Rename older columns to today's names, and find those that are read. Where texts and ids of an early release's
+    names are there, it is the texts, as in TRL.
 
     Warns of older names, and of columns that look as if they changed the training but don't.
 
@@ -49,6 +52,7 @@ def settle(dataset: Any, column_names: list[str], name: str) -> tuple[Any, Colum
     older = None
     if not set(checks.IDS) <= set(column_names):
         older = next((pair for pair in checks.LEGACY_IDS if set(pair) <= set(column_names)), None)
+        older = None if older == _EARLY_IDS and set(checks.TEXTS) <= set(column_names) else older
     masks = {ids: mask for ids, mask in MASKS.items() if older == _EARLY_IDS and mask in column_names}
     tokenised = older is not None or set(checks.IDS) <= set(column_names)
     if older is not None:
@@ -75,7 +79,8 @@ def _warn_unread(column_names: list[str], tokenised: bool, where: str) -> None:
     why: dict[str, list[str]] = {}
     for column in column_names:
         reason = _UNREAD.get(column)
-        if reason is None or reason == _PROMPT and prompted or reason == _PADDING and not tokenised:
+        idle = (reason == _TEXTS and tokenised) or (reason == _PROMPT and prompted)
+        if reason is None or idle or (reason == _PADDING and not tokenised):
             continue
         if column == "margins" and "margin" in column_names:
             continue

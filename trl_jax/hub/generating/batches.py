@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from tqdm import tqdm
 
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.generation.noise import random_key
@@ -16,6 +18,8 @@ from trl_jax.hub.generating.complete import KeyedDrawing, check_generates, reque
 from trl_jax.hub.generating.prompts import Prompts, left_padded
 from trl_jax.hub.generating.settings import Settings, processors_of
 from trl_jax.hub.generating.watching import StepWatch, criteria_of
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,21 @@ class Batches:
         padded = Prompts(left_padded(prompts, self._settings.pad), prompts)
         room = padded.width + self._text.max_length - self._text.prompt_length
         return StepWatch(padded, self._settings.completions, room, criteria=criteria) if criteria else None
+
+
+def collected(batches: Iterable[list[Completion]], total: int, *, progress_bar: bool) -> list[Completion]:
+    """All completions by their number; as many as are there when a Ctrl-C comes, unless there is none."""
+    done: dict[int, Completion] = {}
+    with tqdm(unit=" tokens", disable=not progress_bar) as bar:
+        try:
+            for batch in batches:
+                done |= {one.number: one for one in batch}
+                bar.update(sum(len(one.generated_tokens) for one in batch))
+        except KeyboardInterrupt:
+            if not done:
+                raise
+            logger.warning("Interrupted: %d of %d completions are there, and are returned.", len(done), total)
+    return [done[number] for number in sorted(done)]
 
 
 def _check_prompts(prompts: Sequence[Sequence[int]], vocabulary: int) -> None:

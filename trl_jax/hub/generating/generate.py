@@ -8,11 +8,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from trl_jax.core.seed import default_generator
 from trl_jax.core.torch_random import TorchGenerator
-from trl_jax.hub.generating.batches import Batches, Completion
+from trl_jax.hub.generating.batches import Batches, Completion, collected
 from trl_jax.hub.generating.caller import Caller
 from trl_jax.hub.generating.complete import check_generates, drawing_of, request_of, run, text_of
 from trl_jax.hub.generating.prompts import read_prompts
@@ -51,8 +50,10 @@ class GenerationApi:
             inputs: token ids `[rows, T]`, as lists, NumPy's, JAX's or torch's; or as `input_ids`, with an
                 `attention_mask`, as in `generate(**tokenizer(...))`.
             generation_config: transformers' object; fields that are None come from the model's own.
-            logits_processor, stopping_criteria, prefix_allowed_tokens_fn: functions of the caller, called on the host
-                in each step with NumPy's arrays, or torch's tensors where they or the prompts are of that kind.
+            logits_processor: functions of the caller that change scores, called on the host in each step with NumPy's
+                arrays, or torch's tensors where they or the prompts are of that kind.
+            stopping_criteria: likewise, functions that say which rows end.
+            prefix_allowed_tokens_fn: likewise, a function of a prompt's number and a row that lists what may follow.
             synced_gpus: has no effect: all processes of a mesh run one program.
             streamer: gets the prompts and each step's tokens.
             seed: of the tokens that are drawn; None goes on with the process's stream, which `trl_jax.set_seed` seeds.
@@ -108,9 +109,10 @@ class GenerationApi:
             inputs: token ids of each prompt, without padding.
             batch_size: completions that are computed at once.
             progress_bar: show how many tokens were drawn, and how many a second.
-            generation_config, seed, dtype, kwargs: as in `generate`.
+            generation_config: as in `generate`, like `seed`, `dtype` and `kwargs`.
 
-        Returns a Completion by its request_id, "req_0", "req_1", ..., those of a prompt side by side.
+        Returns a Completion by its request_id, "req_0", "req_1", ..., those of a prompt side by side. After a Ctrl-C
+        these are as many as are there.
         """
         if not len(inputs):
             return {}
@@ -119,12 +121,8 @@ class GenerationApi:
         _check_unused(others, ())
         options = {"batch_size": batch_size, "dtype": dtype, "tokenizer": tokenizer}
         batches = Batches(self, settings, inputs, stream=_stream(seed), **options)
-        done: dict[int, Completion] = {}
-        with tqdm(unit=" tokens", disable=not progress_bar) as bar:
-            for batch in batches():
-                done |= {one.number: one for one in batch}
-                bar.update(sum(len(one.generated_tokens) for one in batch))
-        return {done[number].request_id: done[number] for number in sorted(done)}
+        done = collected(batches(), len(inputs) * settings.completions, progress_bar=progress_bar)
+        return {one.request_id: one for one in done}
 
     def generate_text(
         self,

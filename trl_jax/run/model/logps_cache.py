@@ -8,7 +8,6 @@ import json
 import logging
 import re
 import time
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,8 @@ from trl_jax.run.state import RunState
 logger = logging.getLogger(__name__)
 
 SECONDS = 60  # between two parts: what a run that is killed loses
-_FORMAT = 1  # raised when this package computes other numbers of the same model and rows
+_NO_PART = ("_name_or_path", "use_cache")  # of a config in the numbers
+_FORMAT = 2  # raised when this package computes other numbers of the same model and rows
 _PIECE = 1 << 28  # bytes of weights that come to the host at a time
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
@@ -55,11 +55,6 @@ class LogpsCache:
         self._read()
         self.values = np.frombuffer(from_first(self.values.tobytes()), np.float32).reshape(columns, rows).copy()
         self.known = np.frombuffer(from_first(self.known.tobytes()), bool).copy()
-
-    def missing(self) -> Iterator[range]:
-        """The rows that are not known, those that lie together at a time."""
-        edges = np.flatnonzero(np.diff(self.known, prepend=True, append=True))
-        return (range(start, stop) for start, stop in edges.reshape(-1, 2).tolist())
 
     def put(self, start: int, values: np.ndarray) -> None:
         """Add those of the rows from `start`, `[columns, rows]`, and write a part when it is time."""
@@ -142,8 +137,7 @@ def folder_of(run: RunState, dataset: Dataset, batch_size: int, facts: dict[str,
 def _key(run: RunState, dataset: Dataset, batch_size: int, facts: dict[str, Any]) -> str:
     """The digest of the reference's weights, of what is computed with them, and of the prepared rows."""
     args, reference = run.args, run.reference
-    settings = reference.config.to_dict()
-    settings.pop("_name_or_path", None)
+    settings = {key: value for key, value in reference.config.to_dict().items() if key not in _NO_PART}
     whole = {
         **facts,
         "computed by": [_FORMAT, version("jax")],

@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from trl_jax.data.example import of_examples
 from trl_jax.data.layout.batch import Batch
-from trl_jax.data.windows import Windows
+from trl_jax.data.windows import Window, Windows
 from trl_jax.engine.devices.sharding import distributed
 from trl_jax.engine.devices.spmd import ShardedStep
 from trl_jax.run import data
@@ -41,7 +41,7 @@ def precomputed(
 
     Args:
         columns: their names, in the order of the texts.
-        batch_size: examples of a batch on each device; the numbers do not depend on it.
+        batch_size: examples of a batch on each device; by another one the numbers differ in rounding alone.
         name: the dataset's, for the progress bar.
         facts: by name, what the numbers depend on besides the reference, the rows and what every run has.
 
@@ -69,29 +69,34 @@ def precomputed(
 def _compute(
     run: RunState, forward: Forward, dataset: Dataset, cache: LogpsCache, batch_size: int, progress: tqdm
 ) -> None:
-    """Put those that are missing into the cache; where it raises, those that were computed are kept."""
-    compute = _compiled(run, forward)
+    """Put those that are missing into the cache; where it raises, those that were computed are kept.
+
+    A window with a missing row is computed whole, in the shapes that it has when nothing is known: so what is gone on
+    with is, bit for bit, what was never broken off.
+    """
+    compute, loader = _compiled(run, forward), data.loader(run, dataset, training=False)
+    windows = Windows(loader.laid_out(batch_size=batch_size), sort=run.model.backend.batch_invariant)
     try:
         with run.on_device():
-            for gap in cache.missing():
-                loader = data.loader(run, dataset.select(gap), training=False)
-                windows = Windows(loader.laid_out(batch_size=batch_size), sort=run.model.backend.batch_invariant)
-                for rows, logps in _by_batch(run, compute, windows, len(cache.values)):
-                    cache.put(gap.start + rows[0], logps)
-                    progress.update(len(rows))
+            for window in windows:
+                if all(cache.known[rows].all() for rows in window.rows):
+                    continue
+                for rows, logps in _by_batch(run, compute, window, len(cache.values)):
+                    if not cache.known[rows].all():
+                        progress.update(int(np.count_nonzero(~cache.known[rows])))
+                        cache.put(rows[0], logps)
     finally:
         cache.flush()
 
 
 def _by_batch(
-    run: RunState, compute: Callable[[Batch], jax.Array], windows: Windows, columns: int
+    run: RunState, compute: Callable[[Batch], jax.Array], window: Window, columns: int
 ) -> Iterator[tuple[list[int], np.ndarray]]:
     """The rows of each batch, one behind the other, and the log-probabilities of their texts, `[columns, rows]`."""
-    for window in windows:
-        outputs = [compute(_placed(run, arrays)) for arrays, _ in window.passes]
-        batches = zip(window.restored(jax.device_get(outputs)), window.batches, window.rows, strict=True)
-        for logps, batch, rows in batches:
-            yield rows, of_examples(logps, columns, batch.num_examples).reshape(columns, -1)
+    outputs = [compute(_placed(run, arrays)) for arrays, _ in window.passes]
+    batches = zip(window.restored(jax.device_get(outputs)), window.batches, window.rows, strict=True)
+    for logps, batch, rows in batches:
+        yield rows, of_examples(logps, columns, batch.num_examples).reshape(columns, -1)
 
 
 def _with_columns(dataset: Dataset, columns: tuple[str, ...], found: np.ndarray) -> Dataset:

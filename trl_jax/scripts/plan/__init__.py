@@ -27,7 +27,7 @@ NO_PART = frozenset(
     run_name project trackio_space_id trackio_bucket_id trackio_static_space_id include_num_input_tokens_seen debug
     eval_steps eval_delay prediction_loss_only eval_do_concat_batches batch_eval_metrics include_for_metrics eval_report
     eval_subset_column bf16_full_eval fp16_full_eval
-    save_strategy save_steps save_total_limit save_only_model load_best_model_at_end metric_for_best_model
+    save_strategy save_steps save_total_limit save_only_model use_cache load_best_model_at_end metric_for_best_model
     greater_is_better push_to_hub hub_token hub_model_id hub_private_repo hub_strategy hub_always_push hub_revision
     resume_from_checkpoint ignore_data_skip restore_callback_states_from_checkpoint
     auto_find_batch_size full_determinism skip_memory_metrics use_cpu coordinator_address num_processes process_id

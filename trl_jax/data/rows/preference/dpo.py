@@ -30,8 +30,8 @@ def prepare(
     `chosen_input_ids` and `rejected_input_ids`, the prompt with each answer, cut to `max_length`, and their labels.
 
     Rows that have the three columns already are not tokenised. Rows with ids and labels of both texts, which early
-    releases of TRL prepared, are only cut. Unless `keep_end`, rows whose prompt alone has
-    `max_length` tokens or more are left out.
+    releases of TRL prepared, are only cut, unless they have the texts, too, which TRL reads. Unless `keep_end`, rows
+    whose prompt alone has `max_length` tokens or more are left out.
 
     Args:
         keep_end: cut at the beginning, and not at the end.
@@ -46,7 +46,8 @@ def prepare(
     where = checks.argument(name)
     plain, first = streaming.opened(dataset, name)
     part = _part(max_length, keep_end)
-    if all(column in first for column in JOINED):
+    from_texts = all(column in first for column in _NEEDED) and not all(column in first for column in IDS)
+    if all(column in first for column in JOINED) and not from_texts:
         plain = streaming.with_columns(plain, JOINED, where)
         facts = {"part": (part.start, part.stop), "max_prompt_length": max_prompt_length}
         return plain if max_length is None is max_prompt_length else plain.map(_cut, fn_kwargs=facts)

@@ -35,8 +35,8 @@ def prepare(
     reads: the prompt with either answer, cut to `max_length`, and their labels (`JOINED`, `KL_JOINED`).
 
     Pairs become two rows, in TRL's order. Rows that have the first two columns already are not tokenised. Rows that
-    have the last ones, which early releases of TRL prepared, are only cut. Rows whose prompt alone has `max_length`
-    tokens or more are left out.
+    have the last ones, which early releases of TRL prepared, are only cut, unless they have texts, too. Rows whose
+    prompt alone has `max_length` tokens or more are left out.
 
     Args:
         block: each answer in a block of so many rows also answers the next row's prompt, the last one the first's, for
@@ -52,7 +52,8 @@ def prepare(
     """
     where = checks.argument(name)
     plain, first = streaming.opened(dataset, name)
-    if is_prepared(first, block):
+    from_texts = all(column in first for column in _NEEDED) and not all(column in first for column in IDS)
+    if is_prepared(first, block) and not from_texts:
         texts = (JOINED,) if block is None else (JOINED, KL_JOINED)
         plain = streaming.with_columns(plain, (*(column for text in texts for column in text), "label"), where)
         facts = {"texts": texts, "end": max_length, "max_prompt_length": max_prompt_length}

@@ -1,0 +1,97 @@
+"""`complete`, which rollouts call: a config's fields and the model's, one stream, log-probabilities."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from compat_tests.models import causal
+from trl_jax import AutoModelForCausalLM
+from trl_jax.core.torch_random import TorchGenerator
+from trl_jax.generation.noise import random_key
+from trl_jax.hub.generating.complete import ExactDrawing, KeyedDrawing, complete, drawing_of
+from trl_jax.hub.generating.settings import resolve
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+# The fields that TRL's GRPOTrainer sets; the others are None.
+FIELDS = {
+    "max_new_tokens": 20, "do_sample": True, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": [50, 60, 70],
+    "temperature": 0.8, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0,
+    "cache_implementation": None,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return causal.build(tmp_path_factory.mktemp("qwen3"), "qwen3", tie=True)
+
+
+@pytest.fixture
+def model(folder):
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def prompts() -> list[list[int]]:
+    return [np.random.default_rng(0).integers(5, 100, length).tolist() for length in (4, 9, 6)]
+
+
+@pytest.mark.parametrize("own", [{}, {"no_repeat_ngram_size": 2, "typical_p": 0.9, "suppress_tokens": [7, 8, 9]}])
+def test_rollouts_are_those_of_transformers(folder, model, own):
+    """A checkpoint's own fields act where the trainer's are None."""
+    reference, group = causal.reference(folder), 4
+    for one in (model, reference):
+        one.generation_config.update(**own)
+    width = max(map(len, prompts()))
+    ids = np.array([[0] * (width - len(row)) + row for row in prompts()]).repeat(group, axis=0)
+    stream = TorchGenerator(5)
+    torch.manual_seed(5)
+    for _ in range(2):
+        expected = reference.generate(
+            torch.tensor(ids), attention_mask=torch.tensor(ids > 0).long(),
+            generation_config=transformers.GenerationConfig(**FIELDS),
+        )[:, width:].numpy()  # fmt: skip
+        done = complete(model, prompts(), FIELDS, group=group, stream=stream)
+        np.testing.assert_array_equal(done.tokens, expected)
+    assert stream.uniform(1, 0.5)[0] + 0.5 == pytest.approx(torch.rand(1).item(), abs=1e-7)
+    ended = np.isin(expected, FIELDS["eos_token_id"])
+    np.testing.assert_array_equal(done.lengths, np.where(ended.any(1), ended.argmax(1) + 1, ended.shape[1]))
+
+
+def test_log_probabilities_are_of_all_ids_at_the_temperature(model):
+    """Not of those that processors left, nor of their scores."""
+    done = complete(model, prompts(), FIELDS | {"top_k": 5}, group=2, stream=TorchGenerator(1))
+    for row, (tokens, length) in enumerate(zip(done.tokens, done.lengths, strict=True)):
+        prompt = prompts()[row // 2]
+        logits = np.asarray(model(np.array([prompt + tokens[:length].tolist()])).logits)[0, len(prompt) - 1 : -1] / 0.8
+        expected = np.take_along_axis(logits, tokens[:length, None], 1)[:, 0] - np.logaddexp.reduce(logits, axis=1)
+        np.testing.assert_allclose(done.logps[row, :length], expected, atol=2e-5)
+    assert complete(model, prompts(), FIELDS, group=2, stream=TorchGenerator(1), logps=False).logps is None
+
+
+def test_draws_are_torchs_on_a_cpu_in_float32_alone(model):
+    settings, _ = resolve(model, None, FIELDS)
+    assert isinstance(drawing_of(settings, TorchGenerator(1), "float32"), ExactDrawing)
+    stream = TorchGenerator(1)
+    keyed = drawing_of(settings, stream, "bfloat16")
+    assert isinstance(keyed, KeyedDrawing) and stream.position == 2
+    assert (random_key(TorchGenerator(1)) == keyed.key).all()
+    assert drawing_of(resolve(model, None, FIELDS | {"do_sample": False})[0], stream, "float32") is None
+    first, again, other = (
+        complete(model, prompts(), FIELDS, group=2, stream=TorchGenerator(seed), dtype="bfloat16") for seed in (1, 1, 2)
+    )
+    np.testing.assert_array_equal(first.tokens, again.tokens)
+    assert first.tokens.tolist() != other.tokens.tolist()
+
+
+def test_a_failure_leaves_the_stream_where_it_was(model):
+    stream = TorchGenerator(3)
+    stream.words(7)
+    broken = {path: array * np.nan for path, array in model.params.items() if "norm" in path}
+    with pytest.raises(ValueError, match="`temperature`"):
+        complete(model, prompts(), FIELDS | {"temperature": 0}, group=1, stream=stream)
+    assert stream.position == 7
+    model.params = model.params | broken
+    with pytest.raises(RuntimeError, match="probability tensor contains either `inf`, `nan` or element < 0"):
+        complete(model, prompts(), FIELDS, group=1, stream=stream)
