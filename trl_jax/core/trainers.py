@@ -46,7 +46,7 @@ _TABLE = (
     TrainerNames("sft", "SFTTrainer", "SFTConfig", "rows", "fine-tune a language model on texts or conversations"),
     TrainerNames("dpo", "DPOTrainer", "DPOConfig", "pairs", "train a language model on preference pairs, directly"),
     TrainerNames("kto", "KTOTrainer", "KTOConfig", "rows", "train a language model on answers that are good or bad"),
-    TrainerNames("grpo", "GRPOTrainer", "GRPOConfig", "prompts", "train a language model on its answers, by rewards", False),
+    TrainerNames("grpo", "GRPOTrainer", "GRPOConfig", "prompts", "train a language model by rewards it earns", False),
     TrainerNames("rloo", "RLOOTrainer", "RLOOConfig", "prompts", "the same, by REINFORCE leave-one-out", False),
 )
 TRAINERS: dict[str, TrainerNames] = {names.command: names for names in _TABLE}

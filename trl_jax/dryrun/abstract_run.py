@@ -96,7 +96,7 @@ def trainer_of(kind: type[BaseTrainer], model: PreTrainedModel, args: PlannedCon
             refuses the arguments, or it computes the loss in a method of a script's.
     """
     if task_of(kind, args).columns.prompts is not None:
-        raise ValueError(f"{kind.__name__} writes its rows while it trains, which no plan foresees. Leave the plan out.")
+        raise ValueError(f"{kind.__name__} writes its rows while it trains, which no plan foresees. Run it instead.")
     if rows.train is None:
         if args.max_length is None:
             raise ValueError("max_length=None bounds no text: pass --max_length, or --dataset_name for real lengths.")

@@ -66,8 +66,8 @@ class PlanParser(TrlParser):
             raise ValueError(f"--trainer {named} is unknown: wanted one of {', '.join(_planned())}.")
         if not TRAINERS[named].planned:
             raise ValueError(
-                f"--trainer {named}: {TRAINERS[named].trainer} writes its rows while it trains, which no plan foresees. "
-                f"Planned are {', '.join(_planned())}."
+                f"--trainer {named}: {TRAINERS[named].trainer} writes its rows while it trains, which no plan foresees."
+                f" Planned are {', '.join(_planned())}."
             )
         return PlanParser(named, self.prog).parse_args_and_config(args, **options)
 
