@@ -92,9 +92,11 @@ def trainer_of(kind: type[BaseTrainer], model: PreTrainedModel, args: PlannedCon
     """Build the trainer of the run.
 
     Raises:
-        ValueError: rows.train and args.max_length are both None, the trainer refuses the arguments, or it computes the
-            loss in a method of a script's.
+        ValueError: the trainer writes its rows itself, rows.train and args.max_length are both None, the trainer
+            refuses the arguments, or it computes the loss in a method of a script's.
     """
+    if task_of(kind, args).columns.prompts is not None:
+        raise ValueError(f"{kind.__name__} writes its rows while it trains, which no plan foresees. Run it instead.")
     if rows.train is None:
         if args.max_length is None:
             raise ValueError("max_length=None bounds no text: pass --max_length, or --dataset_name for real lengths.")

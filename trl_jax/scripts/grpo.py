@@ -3,29 +3,41 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trl_jax.scripts.reward_sources import EXAMPLE, RewardSources, reward_sources
 from trl_jax.scripts.training import parser_of, train
 
 if TYPE_CHECKING:
-    from trl_jax.scripts.utils import DatasetMixtureConfig, ScriptArguments, TrlParser
+    from trl_jax.scripts.utils import DatasetMixtureConfig, TrlParser
     from trl_jax.trainer.grpo_config import GRPOConfig
     from trl_jax.trainer.model_config import ModelConfig
 
 
+@dataclass
+class GRPOScriptArguments(RewardSources):
+    """The data, and the rewards of completions."""
+
+
 def main(
-    script_args: ScriptArguments,
+    script_args: GRPOScriptArguments,
     training_args: GRPOConfig,
     model_args: ModelConfig,
     dataset_args: DatasetMixtureConfig | None = None,
 ) -> None:
-    """Train, save to training_args.output_dir, and say so. Changes none of its arguments."""
-    train("grpo", script_args, training_args, model_args, dataset_args)
+    """Train, save to training_args.output_dir, and say so. Changes none of its arguments.
+
+    Raises:
+        ValueError: there is no reward, or one that is no function.
+    """
+    rewards = reward_sources(script_args)
+    train("grpo", script_args, training_args, model_args, dataset_args, reward_funcs=rewards)
 
 
 def make_parser(subparsers: argparse._SubParsersAction | None = None, prog: str | None = None) -> TrlParser:
-    """Parser of (ScriptArguments, GRPOConfig, ModelConfig, DatasetMixtureConfig), alone or as `grpo`."""
-    return parser_of("grpo", subparsers, prog)
+    """Parser of (GRPOScriptArguments, GRPOConfig, ModelConfig, DatasetMixtureConfig), alone or as `grpo`."""
+    return parser_of("grpo", subparsers, prog, script_arguments=GRPOScriptArguments, example=EXAMPLE)
 
 
 if __name__ == "__main__":

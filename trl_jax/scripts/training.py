@@ -24,11 +24,13 @@ def train(
     training_args: BaseConfig,
     model_args: ModelConfig,
     dataset_args: DatasetMixtureConfig | None = None,
+    **further: Any,
 ) -> None:
     """Train, save to training_args.output_dir, push where asked to, and say so. Changes none of its arguments.
 
     Args:
         command: of the trainer, in `core.trainers.TRAINERS`.
+        further: arguments that this trainer has besides those of all.
     """
     mixture = dataset_args if dataset_args is not None and dataset_args.datasets else None
     rows = TRAINERS[command].rows
@@ -51,6 +53,7 @@ def train(
         eval_dataset=test_rows,
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
+        **further,
     )
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     print("Training completed.")
@@ -122,15 +125,25 @@ def split_of(splits: Mapping[str, Any], script_args: ScriptArguments, flag: str)
 
 
 def parser_of(
-    command: str, subparsers: argparse._SubParsersAction | None = None, prog: str | None = None
+    command: str,
+    subparsers: argparse._SubParsersAction | None = None,
+    prog: str | None = None,
+    *,
+    script_arguments: type[ScriptArguments] | None = None,
+    example: str = "--num_train_epochs 1",
 ) -> TrlParser:
-    """Parser of (ScriptArguments, the trainer's config, ModelConfig, DatasetMixtureConfig), alone or as a command."""
+    """Parser of (script_arguments, the trainer's config, ModelConfig, DatasetMixtureConfig), alone or as a command.
+
+    Args:
+        script_arguments: the flags of the data, with those that this command has besides; None: ScriptArguments.
+        example: flags that --help shows in its example.
+    """
     from trl_jax.scripts.utils import DatasetMixtureConfig, ScriptArguments, TrlParser
     from trl_jax.trainer.model_config import ModelConfig
 
     names = TRAINERS[command]
     config = names.load_config()
-    kinds = (ScriptArguments, config, ModelConfig, DatasetMixtureConfig)
+    kinds = (script_arguments or ScriptArguments, config, ModelConfig, DatasetMixtureConfig)
     if subparsers is not None:
         parser = subparsers.add_parser(command, help=names.summary, dataclass_types=kinds)
     else:
@@ -142,7 +155,7 @@ def parser_of(
         f"{names.summary.capitalize()}, for example:\n\n"
         f"  trl-jax {command} --model_name_or_path Qwen/Qwen3-0.6B \\\n"
         f"      --dataset_name {names.rows}.jsonl --output_dir out \\\n"
-        "      --num_train_epochs 1 --learning_rate 1e-5\n\n"
+        f"      {example} --learning_rate 1e-5\n\n"
         "A YAML file may hold any of the flags as keys."
     )
     fit_to_release(parser, config.argument_table)

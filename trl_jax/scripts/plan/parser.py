@@ -53,7 +53,7 @@ class PlanParser(TrlParser):
             "The training step is compiled for devices you do not have, from config.json alone: memory, collectives, a "
             f"lower bound on the time of a step, and whether it fits. Flags are those of `trl-jax {trainer}`; without "
             "--dataset_name every text is taken to be as long as --max_length and to share nothing. --trainer plans "
-            f"the run of another command: {', '.join(TRAINERS)}."
+            f"the run of another command: {', '.join(_planned())}."
         )
         fit_to_release(self, config.argument_table)
 
@@ -63,8 +63,17 @@ class PlanParser(TrlParser):
         if named in (None, self.trainer):
             return super().parse_args_and_config(args, **options)
         if named not in tuple(TRAINERS):
-            raise ValueError(f"--trainer {named} is unknown: wanted one of {', '.join(TRAINERS)}.")
+            raise ValueError(f"--trainer {named} is unknown: wanted one of {', '.join(_planned())}.")
+        if not TRAINERS[named].planned:
+            raise ValueError(
+                f"--trainer {named}: {TRAINERS[named].trainer} writes its rows while it trains, which no plan foresees."
+                f" Planned are {', '.join(_planned())}."
+            )
         return PlanParser(named, self.prog).parse_args_and_config(args, **options)
+
+
+def _planned() -> list[str]:
+    return [command for command, names in TRAINERS.items() if names.planned]
 
 
 def _trainer_in(args: list[str]) -> str | None:
