@@ -179,20 +179,20 @@ def test_no_prompt_is_the_bos(ours, theirs):
     np.testing.assert_array_equal(found, expected)
 
 
-def test_prompts_that_repeat_are_computed_once(ours, theirs, monkeypatch):
+@pytest.mark.parametrize(("repeats", "prompts_once", "group"), [((4, 4), 2, 8), ((4, 6), 5, 4), ((1, 3), 4, 2)])
+def test_prompts_that_repeat_are_computed_once(ours, theirs, monkeypatch, repeats, prompts_once, group):
     from trl_jax.generation import generator
 
-    seen = []
-    inner = generator.generate
+    seen, inner = [], generator.generate
     monkeypatch.setattr(
-        generator,
-        "generate",
-        lambda weights, request, *a, **k: seen.append(request) or inner(weights, request, *a, **k),
-    )
-    arrays = {name: array.repeat(4, axis=0) for name, array in prompts(2).items()}
+        generator, "generate", lambda weights, request, *rest, **options: (
+            seen.append(request) or inner(weights, request, *rest, **options)
+        )
+    )  # fmt: skip
+    arrays = {name: array.repeat(repeats, axis=0) for name, array in prompts(2).items()}
     options = {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 4, "pad_token_id": 0}
     assert_same(*both(ours, theirs, **arrays, **options))
-    assert (len(seen[0].prompts), seen[0].group) == (2, 8)
+    assert (len(seen[0].prompts), seen[0].group) == (prompts_once, group)
 
 
 def test_right_padding_is_told_of(ours, caplog):
@@ -240,8 +240,16 @@ def test_own_functions_get_numpys_arrays(ours, theirs):
 
 def test_an_own_processor_of_a_built_in_class_takes_its_place(ours, theirs):
     own = {"logits_processor": transformers.LogitsProcessorList([transformers.RepetitionPenaltyLogitsProcessor(3.0)])}
-    fields = {"repetition_penalty": 1.1, "suppress_tokens": [30], "max_new_tokens": 8, "pad_token_id": 0}
-    assert_same(*both(ours, theirs, **prompts(), **own, **fields))
+    fields = {
+        "repetition_penalty": 1.1,
+        "suppress_tokens": [30],
+        "output_scores": True,
+        "return_dict_in_generate": True,
+    }
+    found, expected = both(ours, theirs, **prompts(), **own, **fields, max_new_tokens=3, pad_token_id=0)
+    np.testing.assert_array_equal(found.sequences, expected.sequences)
+    for one, other in zip(found.scores, expected.scores, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
 
 
 def test_a_prefix_function_says_what_may_follow(ours, theirs):
@@ -300,6 +308,14 @@ def test_strings_end_rows(ours, theirs, strings):
 def test_time_ends_all_rows(ours):
     found = ours.generate(**prompts(), max_time=0.0, max_new_tokens=50, pad_token_id=0)
     assert found.shape[1] == 10
+
+
+def test_a_temperature_is_of_sampling_alone(ours, theirs):
+    """Nor do the others of its kind change scores of which the likeliest is taken."""
+    options = {"temperature": 0.5, "top_k": 3, "return_dict_in_generate": True, "output_scores": True}
+    found, expected = both(ours, theirs, **prompts(), **options, max_new_tokens=2, pad_token_id=0)
+    for one, other in zip(found.scores, expected.scores, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
 
 
 def test_scores_logits_and_log_probabilities(ours, theirs):
