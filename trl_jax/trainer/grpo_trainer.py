@@ -15,8 +15,8 @@ from trl_jax.rollout.entropy import EntropyBonus
 from trl_jax.tasks.grpo import GrpoTask
 from trl_jax.trainer.grpo_config import GRPOConfig
 from trl_jax.trainer.old_keywords import as_config
-from trl_jax.trainer.with_rollout import TrainerWithRollout
 from trl_jax.trainer.refusals import refuse
+from trl_jax.trainer.with_rollout import TrainerWithRollout
 
 _OF_THE_LOSS = (
     "loss_type", "epsilon", "epsilon_high", "delta", "beta", "use_bias_correction_kl", "importance_sampling_level",
