@@ -34,7 +34,9 @@ FOLDER = Path(__file__).with_name("golden")
 COMMAND = "RECORD=1 bash compat_tests/run.sh compat_tests/parity compat_tests/mesh"
 RELEASES = ("trl", "transformers", "torch")
 # TRL runs beside us each time, so that a wrong recording is noticed; one of each trainer.
-ALWAYS = ("reward/pad_is_eos_chat", "sft/text", "dpo/thirty_steps", "kto/thirty_steps")
+ALWAYS = (
+    "reward/pad_is_eos_chat", "sft/text", "dpo/thirty_steps", "kto/thirty_steps", "grpo/default", "rloo/default",
+)  # fmt: skip
 OURS = ("batch_layout",)  # arguments that TRL's run does not see
 
 
@@ -71,12 +73,12 @@ def recorded_or(name: str, key: str, make: Callable[[], reference.Run]) -> refer
     return run
 
 
-def digest(folder: Path, rows: list, model: Any, keywords: dict) -> str:
+def digest(folder: Path, rows: list, model: Any, keywords: dict, *code_too: Callable) -> str:
     """What TRL's run follows from, but for its releases and the machine; of the checkpoint the names and shapes, as its
-    numbers may differ in their last digit."""
+    numbers may differ in their last digit. `code_too`: further functions that a run follows from."""
     tensors = {name: (str(tensor.dtype), tensor.shape) for name, tensor in reference.read_weights(folder).items()}
     config = {key: value for key, value in (reference.BASE | keywords).items() if key not in OURS}
-    code = [inspect.getsource(part) for part in (reference._run, tiny._randomise)]
+    code = [inspect.getsource(part) for part in (reference._run, tiny._randomise, *code_too)]
     source = [config, rows, model, tensors, code]
     return hashlib.sha256(json.dumps(source, sort_keys=True, default=_plain).encode()).hexdigest()[:16]
 

@@ -1,0 +1,167 @@
+"""GRPO and RLOO by real TRL and by us: each completion's tokens, each logged number, and the weights at the end; and
+one thing broken at a time, which is noticed."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+
+from compat_tests.parity import golden, grpo_cases, reference
+from compat_tests.parity.grpo_cases import GRPO, RLOO, prompt_rows
+from compat_tests.parity.marks import assert_same_weights, timeless
+from compat_tests.parity.sketch import gap
+from trl_jax.run.rollouts import PolicyWriter
+from trl_jax.tasks import grpo
+
+NAMES = [*(("GRPO", name) for name in GRPO), *(("RLOO", name) for name in RLOO)]
+# Differences that count as equal, relative to TRL's number, and absolute.
+RELATIVE, ABSOLUTE, WEIGHTS = 1e-5, 1e-5, 1e-4
+COMPLETE, ADVANTAGES, TOKEN_WEIGHTS = PolicyWriter.complete, grpo.group_advantages, grpo.token_weights
+# Of means over several steps, and where the bonus' coefficient is logged, TRL's keys come as its lists were begun.
+OTHER_ORDER = ("epochs", "entropy_bonus")
+
+
+class Curves:
+    """The cases' runs, each made once."""
+
+    def __init__(self, checkpoint, new_folder):
+        self._checkpoint, self._new_folder, self._done = checkpoint, new_folder, {}
+
+    def both(self, trainer, name):
+        if (trainer, name) not in self._done:
+            self._done[trainer, name] = self.ours(trainer, name), self.theirs(trainer, name)
+        return self._done[trainer, name]
+
+    def ours(self, trainer, name):
+        import trl_jax
+
+        return self._run(trl_jax, trainer, name)
+
+    def theirs(self, trainer, name):
+        case, (rows, config) = _case(trainer, name), self._given(trainer, name)
+        key = golden.digest(self.folder(trainer, name), rows, case.model, config, grpo_cases.run, grpo_cases.vowels)
+        return golden.recorded_or(f"{trainer.lower()}/{name}", key, lambda: self._by_trl(trainer, name))
+
+    def folder(self, trainer, name):
+        return self._checkpoint(**_case(trainer, name).model)
+
+    def _by_trl(self, trainer, name):
+        import torch
+        import trl
+
+        torch.set_num_threads(1)
+        return self._run(trl, trainer, name)
+
+    def _run(self, package, trainer, name):
+        rows, config = self._given(trainer, name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            return grpo_cases.run(
+                package, trainer, self.folder(trainer, name), rows, self._new_folder.mktemp(name), **config
+            )
+
+    def _given(self, trainer, name):
+        case = _case(trainer, name)
+        config = dict(case.config)
+        if "peft_config" in config:
+            config["peft_config"] = config["peft_config"]()
+        eval_rows = None if case.eval_rows is None else prompt_rows(**case.eval_rows)
+        return prompt_rows(**case.rows), {"eval_rows": eval_rows, **config}
+
+
+def _case(trainer, name):
+    return {"GRPO": GRPO, "RLOO": RLOO}[trainer][name]
+
+
+@pytest.fixture(scope="module")
+def curves(checkpoint, tmp_path_factory):
+    return Curves(checkpoint, tmp_path_factory)
+
+
+def assert_same_runs(ours, theirs, same_order: bool) -> None:
+    """The completions, every number, the weights."""
+    assert ours.facts == theirs.facts, "other tokens were drawn"
+    assert len(ours.logs) == len(theirs.logs)
+    for mine, other in zip(ours.logs, theirs.logs, strict=True):
+        assert_same(mine, other, same_order)
+    assert (ours.evaluate_metrics is None) == (theirs.evaluate_metrics is None)
+    if theirs.evaluate_metrics is not None:
+        assert_same(ours.evaluate_metrics, theirs.evaluate_metrics, same_order)
+    assert_same_weights(ours.weights, theirs.weights, WEIGHTS)
+
+
+def assert_same(ours, theirs, same_order):
+    ours, theirs = timeless(ours), timeless(theirs)
+    keys = list if same_order else sorted
+    assert keys(ours) == keys(theirs)
+    for key, value in theirs.items():
+        close = value is ours[key] or ours[key] == pytest.approx(value, rel=RELATIVE, abs=ABSOLUTE, nan_ok=True)
+        assert close, f"step {theirs.get('step')}, {key}: ours {ours[key]!r}, TRL's {value!r}"
+
+
+@pytest.mark.parametrize(("trainer", "name"), NAMES)
+def test_completions_curve_and_weights_are_trls(curves, trainer, name):
+    ours, theirs = curves.both(trainer, name)
+    steps = [entry for entry in ours.logs if "loss" in entry]
+    assert len(steps) >= 4 and all("step_time" in entry for entry in steps)
+    assert sum(map(len, theirs.facts["completion_ids"])) >= 16
+    assert_same_runs(ours, theirs, name not in OTHER_ORDER)
+
+
+@pytest.mark.parametrize(("trainer", "name"), [("GRPO", "default"), ("RLOO", "default"), ("GRPO", "evaluated")])
+def test_the_runs_are_such_as_could_differ(curves, trainer, name):
+    _, theirs = curves.both(trainer, name)
+    before, tensor = reference.read_weights(curves.folder(trainer, name)), "model.layers.0.mlp.up_proj.weight"
+    assert gap(tensor, before[tensor], theirs.weights[tensor]) > 20 * WEIGHTS
+    drawn = [tuple(ids) for rows in theirs.facts["completion_ids"] for ids in rows]
+    assert len(set(drawn)) > len(drawn) / 2
+    lengths = {len(ids) for ids in drawn}
+    assert len(lengths) > 1, "no completion ended by itself"
+
+
+# One thing broken at a time.
+
+
+def no_permutation(self, prompts):
+    rows = [self.rows(index) for index in prompts for _ in range(self.cycle.group)]
+    return self.rollout.make(rows, self.cycle.group, "train")
+
+
+def a_little_smaller(rewards, group, **options):
+    judged = ADVANTAGES(rewards, group, **options)
+    return judged._replace(advantages=judged.advantages * np.float32(1 - 1e-3))
+
+
+def one_token_more(*given, generated_tokens, **of_generation):
+    return TOKEN_WEIGHTS(*given, generated_tokens=generated_tokens + 1, **of_generation)
+
+
+def the_same_order_each_epoch(self):
+    self._order, self._given = self._stream.permutation(self._rows), 0
+    self._stream = type(self._stream)(self._seed)
+
+
+def without_the_last_token(self, prompt_ids, group):
+    return [own[:-1] if len(own) > 1 else own for own in COMPLETE(self, prompt_ids, group)]
+
+
+MUTANTS = [
+    ("default", "trl_jax.rollout.source.RolloutSteps._generated", no_permutation, "tokens were drawn"),
+    ("default", "trl_jax.rollout.source.BASE_SEED_WORDS", 0, "tokens were drawn"),
+    ("default", "trl_jax.run.rollouts.PolicyWriter.complete", without_the_last_token, "tokens were drawn"),
+    ("epochs", "trl_jax.rollout.sampler.RepeatSampler.next_epoch", the_same_order_each_epoch, "tokens were drawn"),
+    ("default", "trl_jax.tasks.grpo.group_advantages", a_little_smaller, "ours|drawn"),
+    ("reference", "trl_jax.tasks.grpo.token_weights", one_token_more, "ours|drawn"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "broken", "match"), MUTANTS, ids=[str(place).rsplit(".", 1)[-1] for _, place, *_ in MUTANTS]
+)
+def test_a_broken_part_is_noticed(curves, monkeypatch, name, place, broken, match):
+    monkeypatch.setattr(place, broken)
+    mutant = curves.ours("GRPO", name)
+    with pytest.raises(AssertionError, match=match):
+        assert_same_runs(mutant, curves.theirs("GRPO", name), name not in OTHER_ORDER)
