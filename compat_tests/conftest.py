@@ -62,7 +62,7 @@ FIRST = (
 
     "parity/test_sft_curve.py", "parity/test_experts_curve.py", "parity/test_sft_models.py",
     "parity/test_dpo_curve.py", "parity/test_kto_curve.py", "trainer/test_kto_trainer.py",
-    "parity/test_grpo_curve.py", "run/test_rollout_resume.py",
+    "parity/test_grpo_curve.py", "run/test_rollout_resume.py", "trainer/test_grpo_trainer.py",
     "adapters/test_against_peft.py", "compat_tests/test_scripts.py", "exported/test_computing.py",
     "exported/test_types.py", "compat_tests/test_examples.py", "compat_tests/test_pointwise.py",
     "parity/test_families.py", "parity/test_mutants.py", "models/test_encoders.py", "models/test_facts.py",

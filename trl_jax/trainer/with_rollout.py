@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import jax
+
+from trl_jax.engine.devices import processes
 from trl_jax.hub.peft.backend import AdaptedBackend
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.rollout.completions_log import CompletionsLog, trackers
@@ -41,7 +44,8 @@ class TrainerWithRollout(BaseTrainer):
         quantization_config: Any,
         peft_config: Any,
     ):
-        self.reward_funcs = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+        given = () if reward_funcs is None else reward_funcs
+        self.reward_funcs = list(given) if isinstance(given, list | tuple) else [given]
         self._reward_processing_classes, self._fresh_adapter = reward_processing_classes, peft_config is not None
         super().__init__(
             model,
@@ -72,6 +76,12 @@ class TrainerWithRollout(BaseTrainer):
     def _attach_reference(self, run: RunState) -> None:
         args = run.args
         if not args.beta:
+            if args.sync_ref_model:
+                raise ValueError(
+                    "You passed `sync_ref_model=True` while `beta=0.0`, which means the reference model is not used "
+                    "during training: there is nothing to synchronize. Please set `sync_ref_model=False`, or set "
+                    "`beta` to a non-zero value."
+                )
             return
         reference = initial_policy(run.model, fresh_adapter=self._fresh_adapter)
         if args.sync_ref_model:
@@ -87,6 +97,7 @@ class TrainerWithRollout(BaseTrainer):
 
     def _rollout(self, run: RunState) -> RolloutParts:
         args = run.args
+        _refuse_processes(type(self).__name__)
         rewards = reward_functions(
             self.reward_funcs, self._reward_processing_classes, weights=args.reward_weights,
             trainer_state=lambda: run.state, timeout=args.reward_timeout, template_options=args.chat_template_kwargs,
@@ -129,6 +140,14 @@ class TrainerWithRollout(BaseTrainer):
             "reward_weights": weights,
             "cycle": cycle,
         }
+
+
+def _refuse_processes(trainer: str) -> None:
+    if processes.several():
+        raise ValueError(
+            f"{trainer} runs in one process, and this run has {jax.process_count()} (num_processes, or "
+            "JAX_NUM_PROCESSES). Start it on one host, all of whose devices it takes."
+        )
 
 
 def _eos_token_ids(run: RunState) -> list[int]:

@@ -1,0 +1,259 @@
+"""GRPOTrainer and RLOOTrainer: rewards of all kinds, what they evaluate, write and save, and what they refuse."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import numpy as np
+import pandas as pd
+import pytest
+from datasets import Dataset, IterableDataset
+from transformers import AutoTokenizer
+
+import trl_jax
+from compat_tests.parity.dpo_cases import CHAT, SMALL
+from compat_tests.parity.grpo_cases import length_reward, prompt_rows, vowels
+from compat_tests.parity.reference import BASE, read_weights
+from compat_tests.trainer.trainers import FACTS
+from trl_jax import GRPOTrainer, RLOOTrainer
+
+CONFIG = {
+    "max_steps": 1, "learning_rate": 3e-3, "num_generations": 4, "max_completion_length": 6, "pad_to_multiple_of": None,
+    "per_device_train_batch_size": 8, "per_device_eval_batch_size": 8,
+}  # fmt: skip
+BOTH = pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
+
+
+def table(n=8, kind="text"):
+    return Dataset.from_list(prompt_rows(n, kind))
+
+
+@pytest.fixture
+def make(checkpoint, tmp_path):
+    def made(rewards=length_reward, kind=GRPOTrainer, *, model=SMALL, train=None, config=None, **arguments):
+        args = kind.config_class(str(tmp_path / "out"), **BASE | CONFIG | (config or {}))
+        model = model if isinstance(model, trl_jax.PreTrainedModel) else str(checkpoint(**model))
+        return kind(model, rewards, args, table() if train is None else train, **arguments)
+
+    return made
+
+
+def trained(trainer):
+    trainer.train()
+    return trainer.state.log_history[0]
+
+
+# Refused
+
+
+@BOTH
+def test_too_few_prompts_are_told_with_the_numbers(kind, make):
+    with pytest.raises(ValueError, match="train_dataset has 1 prompts, and a generation takes 2"):
+        make(kind=kind, train=table(1)).train()
+
+
+@BOTH
+def test_the_dataset_is_required(kind, make, checkpoint):
+    with pytest.raises(ValueError, match="`train_dataset` is required"):
+        kind(str(checkpoint(**SMALL)), length_reward, kind.config_class("out", use_cpu=True, bf16=False))
+
+
+REFUSED = {
+    "no reward functions": ({"rewards": None}, ValueError, "No reward source provided"),
+    "weights": ({"config": {"reward_weights": [1.0, 2.0]}}, ValueError, r"Number of reward weights \(2\) must match"),
+    "tokenizers": (
+        {"reward_processing_classes": [None, None]}, ValueError, r"The number of reward processing classes \(2\)"),
+    "no function": ({"rewards": 3}, TypeError, "reward_funcs holds a int"),
+    "images": (
+        {"train": table().add_column("image", [[0]] * 8)}, ValueError, "contains 'image' or 'images' keys"),
+    "no prompts": ({"train": table().rename_column("prompt", "text")}, KeyError, "no column 'prompt'"),
+    "a stream": (
+        {"train": IterableDataset.from_generator(lambda: iter(prompt_rows(8)))}, TypeError, "an IterableDataset"),
+    "reference without beta": (
+        {"config": {"sync_ref_model": True, "beta": 0.0}}, ValueError, "nothing to synchronize"),
+    "group": ({"config": {"per_device_train_batch_size": 6}}, ValueError, "must be divisible by num_generations"),
+    "tools": ({"tools": [length_reward]}, Exception, "tools"),
+    "rollout_func": ({"rollout_func": length_reward}, Exception, "rollout_func"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_at_construction(name, make):
+    given, error, text = REFUSED[name]
+    with pytest.raises(error, match=text):
+        make(**given)
+
+
+def test_a_reference_of_an_adapter_cannot_follow(make):
+    config = {"sync_ref_model": True, "beta": 0.1}
+    with pytest.raises(NotImplementedError, match="sync_ref_model=True` while using a PEFT model"):
+        make(config=config, peft_config=trl_jax.LoraConfig(r=2))
+
+
+@BOTH
+def test_several_processes_are_refused(kind, make, monkeypatch):
+    monkeypatch.setattr("trl_jax.engine.devices.processes.several", lambda: True)
+    with pytest.raises(ValueError, match=f"{kind.__name__} runs in one process"):
+        make(kind=kind)
+
+
+def test_vllm_is_told_of_in_one_line(make, recwarn, caplog):
+    make(config={"use_vllm": True})
+    told = [str(w.message) for w in recwarn if "use_vllm" in str(w.message)]
+    told += [record.getMessage() for record in caplog.records if "use_vllm" in record.getMessage()]
+    assert len(told) == 1 and "no server is asked" in told[0] and "\n" not in told[0]
+
+
+# Rewards
+
+
+def test_rewards_of_all_kinds_in_one_run(make, checkpoint, tmp_path):
+    folder = checkpoint(**FACTS, seed=3)
+    loaded = trl_jax.AutoModelForSequenceClassification.from_pretrained(str(folder))
+    running = []
+
+    async def slow(completions, **columns):
+        running.append("begun")
+        await asyncio.sleep(0.01)
+        assert running.count("begun") == 2  # both run together
+        return [0.5] * len(completions)
+
+    async def slower(completions, **columns):
+        running.append("begun")
+        await asyncio.sleep(0.02)
+        return [None] * len(completions)
+
+    trainer = make([str(folder), loaded, slow, slower, vowels, lambda completions, **columns: [1.0] * len(completions)])
+    logs, name = trained(trainer), folder.name
+    assert trainer.reward_func_names[2:5] == ["slow", "slower", "vowels"]
+    first, second = trainer.reward_func_names[:2]
+    assert first == name and second != first and second.startswith(name)
+    assert logs[f"rewards/{first}/mean"] == pytest.approx(logs[f"rewards/{second}/mean"])
+    assert logs[f"rewards/{first}/std"] > 0
+    assert logs["rewards/slow/mean"] == 0.5 and logs["rewards/slower/mean"] is None
+    assert np.isfinite(logs["loss"]) and logs["reward"] > 1
+
+
+@BOTH
+def test_where_no_function_applies_nothing_is_learned_and_it_is_told(kind, make, caplog):
+    def never(completions, **columns):
+        return [None] * len(completions)
+
+    with caplog.at_level(logging.WARNING):
+        logs = trained(make(never, kind, config={"beta": 0.0}))
+    assert "All reward functions returned None for the following kwargs" in caplog.text
+    assert (logs["loss"], logs["grad_norm"], logs["rewards/never/mean"]) == (0.0, 0.0, None)
+
+
+def test_functions_get_columns_and_the_state(make):
+    given = {}
+
+    def look(prompts, completions, completion_ids, answer, trainer_state, **others):
+        given.update(prompts=prompts, answer=answer, step=trainer_state.global_step, others=sorted(others))
+        return list(map(float, map(len, completion_ids)))
+
+    logs = trained(make(look, config={"shuffle_dataset": False}))
+    rows = [row for row in prompt_rows(2) for _ in range(4)]
+    assert given["prompts"] == [row["prompt"] for row in rows] and given["answer"] == [row["answer"] for row in rows]
+    assert given["step"] == 0 and given["others"] == ["log_extra", "log_metric"]
+    assert logs["rewards/look/mean"] == logs["completions/mean_length"]
+
+
+def test_conversations(make):
+    seen = []
+
+    def look(prompts, completions, **columns):
+        seen.extend(completions)
+        return [float(len(own[0]["content"])) for own in completions]
+
+    trained(make(look, model=CHAT, train=table(kind="chat")))
+    assert len(seen) == 8 and all(own[0]["role"] == "assistant" for own in seen)
+
+
+def test_long_prompts_are_cut_where_max_prompt_length_says_so(make, checkpoint):
+    words = AutoTokenizer.from_pretrained(checkpoint(**SMALL))
+    logs = {}
+    for length in (None, 3):
+        if length is None:
+            trainer = make()
+        else:
+            with pytest.warns(FutureWarning, match="max_prompt_length=3 is deprecated"):
+                trainer = make(config={"max_prompt_length": length})
+        logs[length] = trained(trainer)
+    written = {length: log["num_tokens"] - 8 * log["completions/mean_length"] for length, log in logs.items()}
+    shortest = min(len(words(row["prompt"])["input_ids"]) for row in prompt_rows(8))
+    assert written[3] == 8 * 3 and written[None] >= 8 * shortest > 8 * 3
+
+
+# The model, and what a run leaves
+
+
+def test_lora_trains_the_adapter_alone(make, checkpoint, tmp_path):
+    trainer = make(peft_config=trl_jax.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), config={"beta": 0.1})
+    assert trainer.ref_model is None
+    logs = trained(trainer)
+    assert logs["kl"] == pytest.approx(0, abs=1e-6) and logs["grad_norm"] > 0
+    trainer.save_model(str(tmp_path / "saved"))
+    saved = read_weights(tmp_path / "saved")
+    assert all("lora_" in name for name in saved)
+    assert any(np.abs(array).max() > 0 for name, array in saved.items() if "lora_B" in name)
+
+
+def test_a_model_object_and_a_tokenizer_are_taken(make, checkpoint):
+    folder = str(checkpoint(**SMALL))
+    words = AutoTokenizer.from_pretrained(folder, padding_side="right")
+    trainer = make(model=trl_jax.AutoModelForCausalLM.from_pretrained(folder), processing_class=words)
+    logs = trained(trainer)
+    assert trainer.processing_class is words and words.padding_side == "right"
+    other = trained(make())
+    assert {k: v for k, v in logs.items() if "time" not in k} == {k: v for k, v in other.items() if "time" not in k}
+
+
+def test_completions_are_written(make, tmp_path):
+    def noting(completions, log_extra, **columns):
+        log_extra("letters", [len(text) for text in completions])
+        return list(map(float, map(len, completions)))
+
+    config = {"log_completions": True, "num_completions_to_print": 1, "max_steps": 2}
+    trained(make(noting, config=config))
+    files = sorted((tmp_path / "out" / "completions").glob("*.parquet"))
+    assert [file.name for file in files] == ["completions_00001.parquet", "completions_00002.parquet"]
+    found = pd.read_parquet(files[0])
+    assert list(found) == ["step", "prompt", "completion", "noting", "letters", "advantage"] and len(found) == 8
+    assert (found["noting"] == found["letters"]).all() and (found["step"] == 1).all()
+    assert abs(found["advantage"]).max() > 0.1
+
+
+@BOTH
+def test_evaluate_predict_and_several_sets(kind, make):
+    trainer = make(kind=kind, eval_dataset={"a": table(2), "b": table(3)}, config={"num_generations_eval": 2})
+    found = trainer.evaluate()
+    assert {"eval_a_reward", "eval_b_reward", "eval_a_loss", "eval_a_completions/mean_length"} <= found.keys()
+    assert found["eval_a_reward"] != found["eval_b_reward"]
+    one = trainer.evaluate(table(2))
+    assert {"eval_loss", "eval_reward", "eval_rewards/length_reward/mean"} <= one.keys()
+    out = trainer.predict(table(2))
+    assert out.predictions is None and np.isfinite(out.metrics["test_reward"])
+
+
+def test_the_best_model_by_reward(make):
+    config = {
+        "max_steps": 3, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1,
+        "metric_for_best_model": "eval_reward", "load_best_model_at_end": True,
+    }  # fmt: skip
+    trainer = make(eval_dataset=table(4), config=config)
+    trainer.train()
+    found = [log["eval_reward"] for log in trainer.state.log_history if "eval_reward" in log]
+    assert len(found) == 3 and trainer.state.best_metric == max(found)
+
+
+def test_prompts_in_their_order(make):
+    seen = []
+
+    def look(prompts, **columns):
+        seen.extend(prompts[::4])
+        return [0.0] * len(prompts)
+
+    trained(make(look, config={"shuffle_dataset": False, "max_steps": 4}))
+    assert seen == [row["prompt"] for row in prompt_rows(8)]
