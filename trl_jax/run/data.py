@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import jax
 import numpy as np
 from datasets import Dataset, IterableDataset
 
 from trl_jax.core.layer_gather import SEQUENCE
+from trl_jax.data.layout.batch import Batch
 from trl_jax.data.layout.plan import LayoutPlan
 from trl_jax.data.loader import ExampleLoader
 from trl_jax.data.order import RunLength, run_length
 from trl_jax.data.rows.checks import check_token_ids
 from trl_jax.data.rows.labels import check_labels
 from trl_jax.data.step_layout import StepLayout, Weighting
+from trl_jax.engine.devices.sharding import distributed
 from trl_jax.run import layout_choice
 from trl_jax.run.state import RunState
 from trl_jax.tasks.policy import PolicyTask
@@ -89,6 +92,13 @@ def loader(run: RunState, dataset: Dataset | IterableDataset, *, training: bool)
         # No row of an evaluation is dropped and, as in TRL, none of a stream.
         drop_last=training and args.dataloader_drop_last and isinstance(dataset, Dataset),
     )
+
+
+def placed_pass(run: RunState, arrays: Batch) -> Batch:
+    """A step's only pass where `ShardedStep.scores` takes it: arrays `[shards, ...]`."""
+    if run.shards > 1:
+        arrays = jax.tree.map(lambda leaf: leaf[0], arrays)
+    return arrays if run.sharding_plan is None else distributed(arrays, run.sharding_plan.rows)
 
 
 def step_layout(run: RunState, plan: LayoutPlan | None = None, *, training: bool) -> StepLayout:

@@ -13,7 +13,6 @@ from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.data.layout.batch import Batch
 from trl_jax.data.rows import prompts as rows
 from trl_jax.data.step_layout import IndexedExample, StepBatch
-from trl_jax.engine.devices.sharding import distributed
 from trl_jax.engine.devices.spmd import ShardedStep
 from trl_jax.hub.generating.complete import complete
 from trl_jax.rollout.completions_log import CompletionsLog
@@ -139,7 +138,7 @@ class CompletionLogps:
             for start in range(0, len(examples), layout.batch_size):
                 part = list(enumerate(examples))[start : start + layout.batch_size]
                 step = layout.step([[IndexedExample(example, number) for number, example in part]], 0)
-                logps = np.asarray(self._of[model](run.arrays, _placed(run, step.arrays)))
+                logps = np.asarray(self._of[model](run.arrays, data.placed_pass(run, step.arrays)))
                 for number, (own,) in step.of_reads(logps.reshape(step.arrays.reads.shape)).items():
                     found[number][counted[number]] = own
         return found
@@ -154,8 +153,3 @@ def _compiled(of_pass: Callable, sharded_step: ShardedStep | None) -> Callable:
     if sharded_step is not None:
         return jax.jit(sharded_step.scores(first))
     return jax.jit(lambda arrays, batch: first(arrays, batch)[None])
-
-
-def _placed(run: RunState, batch: Batch) -> Batch:
-    return batch if run.sharding_plan is None else distributed(batch, run.sharding_plan.rows)
-

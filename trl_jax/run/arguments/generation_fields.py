@@ -73,7 +73,7 @@ class GenerationArguments(Protocol):
     gradient_accumulation_steps: int
     do_eval: bool
     eval_strategy: Any
-    world_size: int
+    data_parallel_size: int
 
 
 def warn_of_old(args: GenerationArguments, stacklevel: int) -> None:
@@ -103,7 +103,7 @@ def settle_sizes(algorithm: str, args: GenerationArguments) -> None:
     Raises:
         ValueError: they do not fit, or a batch would have a part of a prompt's completions.
     """
-    devices = args.world_size
+    devices = args.data_parallel_size
     args.generation_batch_size, args.steps_per_generation = generation_sizes(
         args.generation_batch_size,
         args.steps_per_generation,

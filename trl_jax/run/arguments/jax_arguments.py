@@ -82,6 +82,14 @@ class JaxArguments(TrainingArguments):
         return prod(mesh_sizes(self).values())
 
     @property
+    def data_parallel_size(self) -> int:
+        """How many devices, or groups of them, have per_device_train_batch_size examples each: data x fsdp."""
+        from trl_jax.run.devices import mesh_sizes
+
+        sizes = mesh_sizes(self)
+        return sizes.get("data", 1) * sizes.get("fsdp", 1)
+
+    @property
     def process_index(self) -> int:
         import jax
 

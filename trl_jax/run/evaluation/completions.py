@@ -13,7 +13,6 @@ from transformers.trainer_utils import PredictionOutput
 
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.data.step_layout import IndexedExample
-from trl_jax.engine.devices.sharding import distributed
 from trl_jax.engine.devices.spmd import ShardedStep
 from trl_jax.rollout.examples import step_examples
 from trl_jax.rollout.source import BASE_SEED_WORDS, RolloutSteps
@@ -77,6 +76,4 @@ class CompletionEvaluator:
         bonus = 0.0 if self._source.bonus is not None else None
         groups = step_examples(task, [experience.rows], [experience], 1.0, bonus, layout.shards)
         step = layout.step([[IndexedExample(example, 0) for example in group] for group in groups], 0)
-        arrays = step.arrays if run.sharding_plan is None else distributed(step.arrays, run.sharding_plan.rows)
-        return jax.device_get(self._sums(run.arrays, arrays))
-
+        return jax.device_get(self._sums(run.arrays, data.placed_pass(run, step.arrays)))

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from trl_jax.data.layout.batch import Batch
-from trl_jax.engine.devices.sharding import distributed
 from trl_jax.engine.devices.spmd import ShardedStep
+from trl_jax.run import data
 from trl_jax.run.evaluation.divisor import divisor_of
 from trl_jax.run.state import RunState
 from trl_jax.run.step.forward import Forward
@@ -26,9 +26,7 @@ class WholeBatchEvaluation:
         self._sums = jax.jit(self._of_batch, static_argnames="dtype")
 
     def __call__(self, params: dict, arrays: Batch, *, dtype: str) -> tuple[dict[str, jax.Array], dict]:
-        if self._sharded_step is not None:
-            arrays = distributed(jax.tree.map(lambda leaf: leaf[0], arrays), self._run.sharding_plan.rows)
-        return self._sums(params, arrays, dtype=dtype), {}
+        return self._sums(params, data.placed_pass(self._run, arrays), dtype=dtype), {}
 
     def divisor(self, batch: Any) -> float:
         """The number that the loss of a batch is a mean over."""

@@ -1,0 +1,117 @@
+"""GRPO and RLOO on meshes of simulated CPU devices: they train, evaluate, save and go on, and the same seed gives the
+same completions on each of them."""
+
+from __future__ import annotations
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+from datasets import Dataset  # noqa: E402
+
+from compat_tests.effort import thorough  # noqa: E402
+from compat_tests.parity.dpo_cases import SMALL  # noqa: E402
+from compat_tests.parity.grpo_cases import length_reward, prompt_rows, vowels  # noqa: E402
+from compat_tests.parity.reference import BASE  # noqa: E402
+from trl_jax import GRPOTrainer, RLOOTrainer  # noqa: E402
+
+ROWS = 16  # of a micro-batch, on all devices together
+CONFIG = {
+    "max_steps": 4, "learning_rate": 3e-3, "num_generations": 4, "num_iterations": 2, "max_completion_length": 8,
+    "beta": 0.05, "eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 4, "pad_to_multiple_of": None,
+    "gradient_accumulation_steps": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def make(checkpoint, tmp_path_factory):
+    def made(kind, mesh: str, shards: int, out=None, **config):
+        sizes = {f"per_device_{split}_batch_size": ROWS // shards for split in ("train", "eval")}
+        out, seen = out or tmp_path_factory.mktemp("out"), []
+
+        def spy(completion_ids, **columns):
+            seen.append([list(ids) for ids in completion_ids])
+            return [0.0] * len(completion_ids)
+
+        args = kind.config_class(str(out), mesh_shape=mesh, **BASE | CONFIG | sizes | config)
+        functions, rows = [length_reward, vowels, spy], prompt_rows(20)
+        data = Dataset.from_list(rows), Dataset.from_list(rows[:5])  # the last batch has one prompt: four rows
+        return kind(str(checkpoint(**SMALL)), functions, args, *data), seen
+
+    return made
+
+
+def train(made, resume=None):
+    trainer, seen = made
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer, seen
+
+
+CLOCK = ("runtime", "per_second", "step_time")
+
+
+def history(trainer):
+    return [{k: v for k, v in log.items() if not k.endswith(CLOCK)} for log in trainer.state.log_history]
+
+
+@pytest.fixture(scope="module")
+def first(make):
+    """On data and fsdp, of which each shard has a fourth of the rows, and tensor."""
+    return train(make(GRPOTrainer, "data:2,fsdp:2,tensor:2", 4))
+
+
+def test_a_run_learns_and_evaluates(first):
+    trainer, seen = first
+    logs = history(trainer)
+    steps, evaluations = [log for log in logs if "loss" in log], [log for log in logs if "eval_loss" in log]
+    assert len(steps) == 4 and len(evaluations) == 2
+    assert all(np.isfinite(log["loss"]) and log["grad_norm"] > 0 for log in steps)
+    assert [len(rows) for rows in seen] == [32, 16, 4, 32, 16, 4]
+    assert steps[-1]["kl"] > 0 and all(np.isfinite(log["eval_reward"]) for log in evaluations)
+
+
+def same_numbers(mine, other):
+    for name in ("loss", "grad_norm", "reward", "kl", "entropy", "eval_loss", "eval_reward"):
+        if name in other:
+            assert mine[name] == pytest.approx(other[name], rel=5e-4, abs=2e-5), name
+
+
+@pytest.mark.parametrize("mesh", ["fsdp:4,tensor:2", thorough("data:4,tensor:2")])
+def test_the_same_completions_and_numbers_on_other_meshes(mesh, make, first):
+    trainer, seen = train(make(GRPOTrainer, mesh, 4))
+    assert seen == first[1]
+    for mine, other in zip(history(trainer), history(first[0]), strict=True):
+        same_numbers(mine, other)
+
+
+@pytest.mark.parametrize(("mesh", "shards"), [("data:8", 8), thorough("data:1,fsdp:8", 8), ("tensor:2", 1)])
+def test_the_same_completions_of_the_same_policy_by_more_or_fewer_shards(mesh, shards, make, first):
+    """They cut the generation into other micro-batches, each shard having its part of its own completions."""
+    trainer, seen = train(make(GRPOTrainer, mesh, shards, max_steps=1))
+    assert seen[0] == first[1][0]
+    mine, other = history(trainer)[0], history(first[0])[0]
+    for name in mine:
+        if name.startswith(("completions/", "reward")):
+            assert mine[name] == pytest.approx(other[name], rel=1e-6), name
+
+
+def test_texts_are_not_divided(make):
+    with pytest.raises(ValueError, match="leave the axis sequence out of mesh_shape"):
+        make(GRPOTrainer, "data:2,fsdp:2,sequence:2", 4)
+
+
+def test_generations_are_of_all_shards_together(make):
+    args = make(GRPOTrainer, "data:2,fsdp:2,tensor:2", 4)[0].args
+    assert (args.world_size, args.data_parallel_size, args.generation_batch_size) == (8, 4, 2 * ROWS)
+
+
+@pytest.mark.parametrize(("kind", "mesh"), [(GRPOTrainer, "data:2,fsdp:2,tensor:2"), (RLOOTrainer, "fsdp:4,tensor:2")])
+def test_a_run_goes_on_to_the_bit(kind, mesh, make, tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, "eval_strategy": "no"}
+    whole, seen = train(make(kind, mesh, 4, tmp_path, **options))
+    again, more = train(make(kind, mesh, 4, tmp_path, **options), str(tmp_path / "checkpoint-1"))
+    assert len(seen) == 2 and more == seen[1:]
+    jax.tree.map(np.testing.assert_array_equal, whole.model.params, again.model.params)
+    assert history(whole) == history(again)
