@@ -57,6 +57,16 @@ def test_preferences_are_learned(tmp_path):
     assert (tmp_path / "final" / "generation_config.json").is_file()
 
 
+def test_rewards_are_learned(tmp_path):
+    shown = run(ROOT / "examples" / "grpo.py", "--output_dir", tmp_path)
+    first, last = map(float, re.search(r"right answers went from (\d\.\d+) to (\d\.\d+)\.", shown).groups())
+    assert first < 0.2 and last > 0.8
+    picture = (tmp_path / "rewards.svg").read_text()
+    assert picture.startswith("<svg") and picture.count("<polyline") == 2
+    assert len(re.findall(r"before: .+ after: .+", shown)) == 4
+    assert (tmp_path / "final" / "generation_config.json").is_file()
+
+
 def test_a_script_ported_by_its_import_prints_trls_losses(tmp_path):
     pytest.importorskip("trl")
     sys.path.insert(0, str(ROOT / "examples"))

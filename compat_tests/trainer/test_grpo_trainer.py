@@ -257,3 +257,15 @@ def test_prompts_in_their_order(make):
 
     trained(make(look, config={"shuffle_dataset": False, "max_steps": 4}))
     assert seen == [row["prompt"] for row in prompt_rows(8)]
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_reward_functions_get_the_other_columns_unless_they_are_removed(removed, make):
+    seen = []
+
+    def reward(completions, **given):
+        seen.append("answer" in given)
+        return [0.0] * len(completions)
+
+    make(reward, config={"remove_unused_columns": removed}).train()
+    assert seen == [not removed]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
+from datasets import Dataset
 
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.data.layout.batch import Batch
@@ -75,8 +77,14 @@ def rollout_steps(
     sampler = RepeatSampler(
         len(run.train_dataset), chunk=cycle.prompts, repeats=cycle.repeats, shuffle=parts.shuffle, seed=args.seed
     )
-    lay_out = StepMaker(run)
-    return RolloutSteps(rollout, cycle, lambda i: run.train_dataset[int(i)], sampler, lay_out, streams, parts.bonus)
+    rows_of = partial(row_of, run, run.train_dataset)
+    return RolloutSteps(rollout, cycle, rows_of, sampler, StepMaker(run), streams, parts.bonus)
+
+
+def row_of(run: RunState, dataset: Dataset, index: int) -> dict[str, Any]:
+    """A row with all that completions are judged by, or its prompt alone with `remove_unused_columns`."""
+    row = dataset[int(index)]
+    return {"prompt": row["prompt"]} if run.args.remove_unused_columns else row
 
 
 def _seen(run: RunState, tokens: int) -> int:

@@ -63,7 +63,8 @@ GRPO: dict[str, Handling] = {
     **GENERATION,
     **without_sequence_axis("GRPOTrainer"),
     **whole_groups_only("GRPO"),
-    **handled("cast_lm_head_to_fp32", "native"),
+    **handled("cast_lm_head_to_fp32", "refused",
+              "the head computes as the layers do, with float32 sums. Leave it out, or train without bf16."),
     **handled("max_tool_calling_iterations", "native", rule=rules.whole(1, optional=True)),
     # The loss
     **handled("loss_type", "native", rule=_named(LOSSES, f"Unknown loss type: {{}}. Should be one of {list(LOSSES)}")),
@@ -93,5 +94,6 @@ GRPO: dict[str, Handling] = {
     **handled("vllm_importance_sampling_clip_max", "mapped", rule=rules.number(0, optional=True)),
     **handled("vllm_importance_sampling_clip_min", "mapped", rule=_least_ratio),
     # Completions that are shown
-    **handled("log_completions_hub_repo", "native", rule=_hub_repo),
+    **handled("log_completions_hub_repo", "warned",
+              "completions are written to output_dir/completions; push that folder.", rule=_hub_repo),
 }  # fmt: skip

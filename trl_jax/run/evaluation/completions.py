@@ -19,6 +19,7 @@ from trl_jax.rollout.source import BASE_SEED_WORDS, RolloutSteps
 from trl_jax.run import data
 from trl_jax.run.evaluation.evaluation import MetricHooks
 from trl_jax.run.reports import speed_metrics
+from trl_jax.run.rollouts import row_of
 from trl_jax.run.state import RunState
 from trl_jax.run.step.forward import Forward
 
@@ -67,7 +68,7 @@ class CompletionEvaluator:
         self._source.streams[0].skip(BASE_SEED_WORDS)
         size = run.args.per_device_eval_batch_size * run.shards
         repeated = np.repeat(order, group)
-        return [[dataset[int(i)] for i in repeated[at : at + size]] for at in range(0, len(repeated), size)]
+        return [[row_of(run, dataset, i) for i in repeated[at : at + size]] for at in range(0, len(repeated), size)]
 
     def _batch(self, rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
         run, task = self._run, self._run.task

@@ -1,0 +1,147 @@
+"""Teach a tiny language model to answer in sorted digits, by rewards for its own answers. Nothing is downloaded.
+
+    python examples/grpo.py [--output_dir out] [--steps 150] [--seed 42]
+
+The model begins as noise and is fine-tuned on answers of three digits in no order, so that some are sorted by chance.
+Then group relative policy optimisation has it answer each question eight times, and a function of two lines says which
+answers are sorted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import time
+from pathlib import Path
+
+import tiny_model
+from datasets import Dataset
+from plot import Curve, text_plot, write_svg
+from transformers import AutoTokenizer, PrinterCallback
+
+from trl_jax import AutoModelForCausalLM, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+
+MOST_TOKENS, DIGITS = 6, "0123456789"
+COMMON = {
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,  # leave these two out where there is a GPU or a TPU
+    "bf16": False,
+}
+
+
+def main() -> None:
+    options = read_options()
+    out, began = Path(options.output_dir), time.perf_counter()
+    train, test = questions()
+    model = fine_tuned(train, out, options.seed)
+    before = answers(model, test[:4])
+
+    trainer = make_trainer(str(model), out, train, test, options)
+    trainer.train()
+    trainer.save_model(str(out / "final"))
+    print(f"Two trainings in {time.perf_counter() - began:.0f} seconds.\n")
+    after = answers(out / "final", test[:4])
+    for row, first, last in zip(test, before, after, strict=False):
+        print(f"{row['prompt'][0]['content']:<24} before: {first:<10} after: {last}")
+    show_rewards(trainer.state.log_history, out / "rewards.svg")
+    print(f"The model is in {out / 'final'}.")
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Teach a tiny language model to sort digits by rewards.")
+    parser.add_argument("--output_dir", default="out")
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--seed", type=int, default=42)
+    return parser.parse_args()
+
+
+def questions() -> tuple[list[dict], list[dict]]:
+    """Prompts to train on, and one in four that is kept back."""
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{please} {what}."}]}
+        for please, what in itertools.product(
+            ("Name", "Write", "Give me", "Tell me"), ("three digits", "any three digits", "some digits", "a few digits")
+        )
+    ]
+    return [row for number, row in enumerate(rows) if number % 5], rows[::5]
+
+
+def is_sorted(completions, **columns) -> list[float]:
+    """1.0 for an answer of three digits that rise, and of nothing else."""
+    said = [messages[0]["content"].split() for messages in completions]
+    return [float(len(digits) == 3 and digits == sorted(set(DIGITS) & set(digits))) for digits in said]
+
+
+def fine_tuned(train: list[dict], out: Path, seed: int) -> Path:
+    """Where a model is that answers with three digits."""
+    start = tiny_model.build(out / "start", [*texts(train), " ".join(DIGITS)], seed=seed)
+    drawn = random.Random(seed)
+    rows = []
+    for row in train * 40:
+        answer = " ".join(drawn.sample(DIGITS, 3))
+        rows.append({"prompt": row["prompt"], "completion": [{"role": "assistant", "content": answer}]})
+    args = SFTConfig(
+        str(out), num_train_epochs=8, seed=seed, learning_rate=3e-3, warmup_steps=20, per_device_train_batch_size=16,
+        **COMMON,
+    )  # fmt: skip
+    trainer = SFTTrainer(model=str(start), args=args, train_dataset=Dataset.from_list(rows))
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    trainer.save_model(str(out / "fine-tuned"))
+    return out / "fine-tuned"
+
+
+def make_trainer(
+    model: str, out: Path, train: list[dict], test: list[dict], options: argparse.Namespace
+) -> GRPOTrainer:
+    """Each step has the model answer eight questions eight times."""
+    args = GRPOConfig(
+        output_dir=str(out),
+        max_steps=options.steps,
+        seed=options.seed,
+        per_device_train_batch_size=64,
+        num_generations=8,
+        max_completion_length=MOST_TOKENS,
+        learning_rate=2e-3,
+        lr_scheduler_type="constant",
+        logging_steps=10,
+        eval_strategy="steps",
+        eval_steps=20,
+        eval_on_start=True,
+        num_generations_eval=8,
+        per_device_eval_batch_size=32,
+        **COMMON,
+    )
+    datasets = {"train_dataset": Dataset.from_list(train), "eval_dataset": Dataset.from_list(test)}
+    trainer = GRPOTrainer(model=model, reward_funcs=is_sorted, args=args, **datasets)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def texts(rows: list[dict]) -> list[str]:
+    return [row["prompt"][0]["content"] for row in rows]
+
+
+def answers(folder: Path, rows: list[dict]) -> list[str]:
+    """Answers of a saved model, drawn as in training."""
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    how = {"max_new_tokens": MOST_TOKENS, "do_sample": True, "top_k": 0, "seed": 1}
+    return [text.strip() for text in model.generate_text([row["prompt"] for row in rows], tokenizer, **how)]
+
+
+def show_rewards(history: list[dict], path: Path) -> None:
+    """The mean rewards of answers to questions that were kept back."""
+    points = [(entry["step"], entry["eval_reward"]) for entry in history if "eval_reward" in entry]
+    trained = [(entry["step"], entry["reward"]) for entry in history if "reward" in entry]
+    unseen = Curve("Share of right answers to unseen questions", points, 0.0, 1.0, "#1a7f37")
+    print(text_plot(unseen))
+    write_svg(path, [Curve("Share of right answers while training", trained, 0.0, 1.0), unseen])
+    print(f"\nThe share of right answers went from {points[0][1]:.2f} to {points[-1][1]:.2f}. Picture: {path}")
+
+
+if __name__ == "__main__":
+    main()
