@@ -130,7 +130,7 @@ def calls():
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "transformers"
             for alias in node.names
             if alias.name.startswith("Auto")
-        } | {"_class_of(head)", "kind"}  # which of them it is depends on the head
+        } | {"_class_of(head)"}  # one of them, by the head
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 if node.func.attr in ("from_pretrained", "from_config") and ast.unparse(node.func.value) in theirs:
