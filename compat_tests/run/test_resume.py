@@ -135,8 +135,10 @@ def test_with_another_batch_size_no_row_is_seen_twice(train, tmp_path):
 
     class Rows(TrainerCallback):
         def on_train_begin(self, args, state, control, train_dataloader, **kwargs):
-            step = train_dataloader.steps._step
-            train_dataloader.steps._step = lambda *given: [made := step(*given), seen.extend(made.rows)][0]
+            layout = train_dataloader.steps.step_layout
+            step = layout.step
+            counting = lambda *given: [made := step(*given), seen.extend(made.rows)][0]  # noqa: E731
+            object.__setattr__(layout, "step", counting)
 
     train(only(tmp_path, 2), True, callbacks=[Rows()], num_train_epochs=1, gradient_accumulation_steps=1)
     assert seen == epoch_order(13, seed=42, epoch=0, shuffle=True)[8:].tolist()
