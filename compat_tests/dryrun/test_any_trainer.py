@@ -170,18 +170,6 @@ def test_a_trainer_that_there_is_not(checkpoint, capsys, tmp_path):
     assert "--trainer ['reward'] is unknown: wanted one of reward" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["grpo", "rloo"])
-def test_a_trainer_that_writes_its_rows_is_not_planned(command, run, checkpoint, capsys, tmp_path):
-    names = TRAINERS[command]
-    flags = f"--model_name_or_path {checkpoint()} --topology h100:1 --trainer {command}"
-    assert main(["plan", *flags.split()]) == 2
-    told = f"--trainer {command}: {names.trainer} writes its rows while it trains, which no plan foresees. Planned are "
-    assert told + "reward, sft, dpo, kto." in capsys.readouterr().err
-    args = names.load_config()(str(tmp_path / "out"), use_cpu=True, report_to="none")
-    with pytest.raises(ValueError, match=f"{names.trainer} writes its rows while it trains, which no plan foresees"):
-        plan(replace(run, trainer=names.load_trainer()), args, topology("h100:1"))
-
-
 def test_arguments_that_a_config_lacks_are_not_missed(tmp_path):
     assert without_part(PointwiseConfig(str(tmp_path), save_steps=7)) == ["output_dir", "save_steps"]
 

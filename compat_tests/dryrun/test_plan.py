@@ -60,7 +60,7 @@ def test_arithmetic_and_compiler_agree(bare, tmp_path):
     assert own.parameters == 4 * found.parameters and own.moments == 8 * found.parameters + 4
     held = own.parameters + own.moments  # of the batch, what a decoder does not look at is left out
     assert held < told.arguments < own.arguments + 64  # and the learning rate
-    assert found.peak == told.arguments + told.allocated and found.fits is None and found.mesh == {}
+    assert 0 <= found.peak - told.arguments - told.allocated < 4096 and found.fits is None and found.mesh == {}
     assert told.cost.unknown == 0 and 0.8 < told.cost.flops / found.flops < 1.02  # a layer's last product is not redone
     json.dumps(found.as_dict())
     assert "simulated devices have no memory of their own" in text(found)

@@ -14,7 +14,6 @@ class TrainerNames(NamedTuple):
     trainer, config: the classes.
     rows: what the command calls the rows of a dataset.
     summary: the line of `trl-jax --help`.
-    planned: whether `trl-jax plan` has plans of it: not of one that writes its own rows.
     """
 
     command: str
@@ -22,7 +21,6 @@ class TrainerNames(NamedTuple):
     config: str
     rows: str
     summary: str
-    planned: bool = True
 
     @property
     def where(self) -> dict[str, str]:
@@ -46,8 +44,8 @@ _TABLE = (
     TrainerNames("sft", "SFTTrainer", "SFTConfig", "rows", "fine-tune a language model on texts or conversations"),
     TrainerNames("dpo", "DPOTrainer", "DPOConfig", "pairs", "train a language model on preference pairs, directly"),
     TrainerNames("kto", "KTOTrainer", "KTOConfig", "rows", "train a language model on answers that are good or bad"),
-    TrainerNames("grpo", "GRPOTrainer", "GRPOConfig", "prompts", "train a language model by rewards it earns", False),
-    TrainerNames("rloo", "RLOOTrainer", "RLOOConfig", "prompts", "the same, by REINFORCE leave-one-out", False),
+    TrainerNames("grpo", "GRPOTrainer", "GRPOConfig", "prompts", "train a language model by rewards it earns"),
+    TrainerNames("rloo", "RLOOTrainer", "RLOOConfig", "prompts", "the same, by REINFORCE leave-one-out"),
 )
 TRAINERS: dict[str, TrainerNames] = {names.command: names for names in _TABLE}
 DEFAULT = "reward"  # of `trl-jax plan`

@@ -11,11 +11,13 @@ from transformers.trainer_utils import SaveStrategy
 
 from trl_jax.core.chips import Topology
 from trl_jax.data.example import Columns
+from trl_jax.dryrun import made_completions
 from trl_jax.dryrun.compiler import devices
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.run.arguments.base_config import BaseConfig
 from trl_jax.run.arguments.jax_arguments import Device
 from trl_jax.run.state import RunState
+from trl_jax.tasks.policy import PolicyTask
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.base_trainer import BaseTrainer
 
@@ -36,6 +38,7 @@ class PlannedConfig(BaseConfig):
 
     platform: ClassVar[str]
     devices: ClassVar[list]
+    counts_devices = True
 
     @property
     def device(self) -> Device:
@@ -49,6 +52,7 @@ class PlaceholderTokenizer:
     """Stands in for a tokenizer where texts come as token ids."""
 
     pad_token, pad_token_id, eos_token, eos_token_id = "<pad>", 0, "</s>", 0
+    bos_token_id = None
     chat_template = None
 
     def get_vocab(self) -> dict[str, int]:
@@ -64,13 +68,16 @@ def task_of(kind: type[BaseTrainer], args: BaseConfig) -> Task:
 
 def planned(args: BaseConfig, topology: Topology, output_dir: str) -> PlannedConfig:
     """Copy the arguments for a run on `topology` that saves, reports and pushes nothing and is handed its model."""
-    args = copy.copy(args)
+    settled, args = args.counts_devices, copy.copy(args)
     target = {"platform": topology.platform, "devices": devices(topology)}
     args.__class__ = type("PlannedConfig", (PlannedConfig, type(args)), target)
     quiet = {"output_dir": output_dir, "report_to": [], "push_to_hub": False, "use_cpu": False}
     quiet |= {"save_strategy": SaveStrategy.NO, "load_best_model_at_end": False, "model_init_kwargs": None}
     for name, value in quiet.items():
         setattr(args, name, value)
+    if settled and "generation_batch_size" in vars(args):
+        args.generation_batch_size = None  # it was of this machine's devices; micro-batches stay as many
+    args.settle_sizes()
     return args
 
 
@@ -92,15 +99,13 @@ def trainer_of(kind: type[BaseTrainer], model: PreTrainedModel, args: PlannedCon
     """Build the trainer of the run.
 
     Raises:
-        ValueError: the trainer writes its rows itself, rows.train and args.max_length are both None, the trainer
-            refuses the arguments, or it computes the loss in a method of a script's.
+        ValueError: rows.train and what bounds texts are both None, the trainer refuses the arguments, or it computes
+            the loss in a method of a script's.
     """
-    if task_of(kind, args).columns.prompts is not None:
-        raise ValueError(f"{kind.__name__} writes its rows while it trains, which no plan foresees. Run it instead.")
-    if rows.train is None:
-        if args.max_length is None:
-            raise ValueError("max_length=None bounds no text: pass --max_length, or --dataset_name for real lengths.")
-        rows = _longest_rows(task_of(kind, args).columns, args)
+    columns, made_up = task_of(kind, args).columns, rows.train is None
+    writes = columns.prompts is not None
+    if made_up:
+        rows = _prompts(task_of(kind, args), args) if writes else _longest_rows(columns, args)
         args = copy.copy(args)
         args.eos_token = args.pad_token = args.chat_template_path = None
     trainer = kind(
@@ -109,13 +114,25 @@ def trainer_of(kind: type[BaseTrainer], model: PreTrainedModel, args: PlannedCon
         train_dataset=rows.train,
         eval_dataset=rows.test if evaluates(args) else None,
         processing_class=rows.tokenizer,
+        **(made_completions.further_arguments(args) if writes else {}),
     )
+    if writes:
+        made_completions.with_longest_completions(trainer, made_up=made_up)
     if own := sorted(trainer.parts.run.own_loss):
         raise ValueError(f"{kind.__name__} overrides {', '.join(own)}: a plan is of the task's own loss. Leave it out.")
     return trainer
 
 
+def _prompts(task: PolicyTask, args: PlannedConfig) -> Rows:
+    """As many prompts as a generation takes, and as an evaluation's batch does."""
+    evaluated = args.per_device_eval_batch_size * args.data_parallel_size // task.num_generations_eval
+    counts = (task.cycle.prompts, max(1, evaluated))
+    return Rows(*(made_completions.longest_prompts(args, count) for count in counts), PlaceholderTokenizer())
+
+
 def _longest_rows(columns: Columns, args: PlannedConfig) -> Rows:
+    if args.max_length is None:
+        raise ValueError("max_length=None bounds no text: pass --max_length, or --dataset_name for real lengths.")
     size, passes = args.per_device_train_batch_size, args.gradient_accumulation_steps
     counts = (size * passes, args.per_device_eval_batch_size)
     train, test = (longest(columns, args.max_length, count * len(args.devices)) for count in counts)

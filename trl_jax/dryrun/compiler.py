@@ -121,7 +121,12 @@ def of_refusal(error: str) -> tuple[int, int] | None:
 
 
 def compiled(traced: jax.stages.Traced, topology: Topology) -> Compiled:
-    """Compile a traced step for the topology.
+    """The figures of a traced step that is compiled for the topology; see `compiled_program`."""
+    return compiled_program(traced, topology)[0]
+
+
+def compiled_program(traced: jax.stages.Traced, topology: Topology) -> tuple[Compiled, jax.stages.Compiled | None]:
+    """Compile a traced program for the topology; None where it needs more memory than there is.
 
     Raises:
         jax.errors.JaxRuntimeError: the compiler failed for another reason than memory.
@@ -133,11 +138,12 @@ def compiled(traced: jax.stages.Traced, topology: Topology) -> Compiled:
         found = of_refusal(str(error))
         if found is None:
             raise
-        return Compiled(time.monotonic() - start, found[0], False, found[1])
+        return Compiled(time.monotonic() - start, found[0], False, found[1]), None
     seconds, memory = time.monotonic() - start, program.memory_analysis()
     arguments, allocated = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     # The CPU's compiler reports no peak, and that of a TPU includes what is offloaded to the host.
     summed = topology.chip is None or memory.host_temp_size_in_bytes > 0
-    peak = arguments + allocated if summed else memory.peak_memory_in_bytes
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes  # of which no argument gives the memory
+    peak = arguments + allocated + results if summed else memory.peak_memory_in_bytes
     fits, cost = None if topology.chip is None else True, hlo.cost(program.as_text())
-    return Compiled(seconds, peak, fits, arguments=arguments, allocated=allocated, cost=cost)
+    return Compiled(seconds, peak, fits, arguments=arguments, allocated=allocated, cost=cost), program

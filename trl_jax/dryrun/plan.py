@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 from trl_jax.core.chips import Topology
 from trl_jax.core.packed import BLOCK
 from trl_jax.core.trainers import names_of_config
-from trl_jax.dryrun import abstract_run, step_flops, step_memory, trace
+from trl_jax.dryrun import abstract_run, made_completions, step_flops, step_memory, trace
 from trl_jax.dryrun.compiler import Compiled, compiled, no_compiler
+from trl_jax.dryrun.generation import Generation, Programs, Size, abstract_weights, cache_bytes, generation_memory
 from trl_jax.hub.auto import Checkpoint
+from trl_jax.hub.generating.complete import check_generates
 from trl_jax.hub.peft.lora_config import LoraConfig
 from trl_jax.hub.peft.quantization import BitsAndBytesConfig
 from trl_jax.nn.attention import cudnn, splash
@@ -38,7 +40,7 @@ class Evaluation(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """A step or an evaluation of the run.
+    """A step, an evaluation or a generation of the run.
 
     peak: the most bytes at once on a device, by the compiler where there is one, else by arithmetic. estimated: the
     same by arithmetic alone. fits: None where it is not known.
@@ -59,7 +61,9 @@ class Plan:
     the surveyed steps have it. places, tokens: means over steps, on all devices together, of tokens computed on
     (padding included) and of tokens of real text. one: the pass that a device computes at once. remat: whether layers
     are computed again in the backward pass. why: the reason there are no figures of the compiler; `compiled` is None
-    then. bound: None where the chip or its time is not known. evaluation: None where the run has none.
+    then. bound: None where the chip or its time is not known. evaluation: None where the run has none. generation: of a
+    run that writes its rows itself. scorer: bytes of a model that scores completions. unread: of a reference that only
+    generations are compared with: neither a step nor an evaluation's pass is given it.
     """
 
     model: str
@@ -82,14 +86,34 @@ class Plan:
     settings: dict[str, Any] = field(default_factory=dict)
 
     evaluation: Evaluation | None = None
+    generation: Generation | None = None
+    scorer: int = 0
+    unread: int = 0
 
     @property
     def phases(self) -> list[Phase]:
-        """The step and, where there is one, the evaluation."""
-        phases = [("a step", self.memory, self.compiled)]
+        """The step and, where there are any, the evaluation and the generation."""
+        phases = [self._phase("a step", self.memory.peak, self.compiled, self.unread)]
         if self.evaluation is not None:
-            phases.append(("evaluation", self.evaluation.memory, self.evaluation.compiled))
-        return [_phase(name, memory, compiled, self.topology) for name, memory, compiled in phases]
+            own = self.evaluation
+            phases.append(self._phase("evaluation", own.memory.peak, own.compiled, self.unread))
+        if self.generation is not None:
+            own = self.generation
+            phases.append(self._phase("generation", own.memory.peak, own.compiled, own.beside))
+        return phases
+
+    def _phase(self, name: str, estimated: int, compiled: Compiled | None, beside: int) -> Phase:
+        """A phase, with the model that scores.
+
+        Args:
+            beside: bytes that the compiler knows nothing of.
+        """
+        estimated, chip = estimated + self.scorer, self.topology.chip
+        peak = estimated if compiled is None else compiled.peak + beside + self.scorer
+        fits = None if chip is None else peak <= chip.memory
+        if compiled is not None and fits:
+            fits = compiled.fits and (compiled.room is None or peak <= compiled.room)
+        return Phase(name, peak, estimated, fits, compiled)
 
     @property
     def largest(self) -> Phase:
@@ -111,13 +135,6 @@ class Plan:
         return _plain(vars(self) | {"peak": self.peak, "fits": self.fits})
 
 
-def _phase(name: str, memory: step_memory.Memory, compiled: Compiled | None, topology: Topology) -> Phase:
-    peak, fits = (memory.peak, None) if compiled is None else (compiled.peak, compiled.fits)
-    if topology.chip is not None and compiled is None:
-        fits = peak <= topology.chip.memory
-    return Phase(name, peak, memory.peak, fits, compiled)
-
-
 def _plain(value: Any) -> Any:
     """Turn named tuples into dicts and other tuples into lists, all the way down."""
     if isinstance(value, tuple) and type(value) is not tuple:
@@ -132,7 +149,8 @@ class Run:
     """The run to plan: a checkpoint, whose weights are not read, the rows, and the adapter and the quantization of the
     base weights, if any.
 
-    trainer: the class of the trainer; None takes the one of trl_jax's whose arguments are planned.
+    trainer: the class of the trainer; None takes the one of trl_jax's whose arguments are planned. scorer: a model
+    that scores completions. generation: one of a language model that is trained on other rows.
     """
 
     checkpoint: Checkpoint
@@ -140,6 +158,8 @@ class Run:
     adapter: LoraConfig | None = None
     quantization: BitsAndBytesConfig | None = None
     trainer: type[BaseTrainer] | None = None
+    scorer: Checkpoint | None = None
+    generation: Size | None = None
 
 
 def plan(run: Run, args: BaseConfig, topology: Topology, *, compiles: bool = True) -> Plan:
@@ -165,7 +185,24 @@ def plan(run: Run, args: BaseConfig, topology: Topology, *, compiles: bool = Tru
         planned_run = _planned(run.checkpoint.name, topology, trainer, survey, arguments, remat, compiles)
         if planned_run.phases[0].fits is not False:
             break
-    return replace(planned_run, why=why, evaluation=evaluation)
+    further = {"evaluation": evaluation, "scorer": _held(run.scorer)}
+    reference = trainer.parts.run.reference
+    if reference is not None and not trainer.parts.run.task.compared:
+        further["unread"] = step_memory.on_device({path: arguments.frozen[path] for path in reference.arrays})
+    sizes = [] if run.generation is None else [run.generation]
+    if trainer.parts.run.rollout is not None:
+        sizes = made_completions.sizes(trainer.parts.run, evaluates=abstract_run.evaluates(args))
+    if sizes:
+        further["generation"] = _generation(trainer, arguments, sizes, topology, compiles)
+    return replace(planned_run, why=why, **further)
+
+
+def _held(checkpoint: Checkpoint | None) -> int:
+    """Bytes of a model that is whole on each device."""
+    if checkpoint is None:
+        return 0
+    arrays = checkpoint.outline(None, None, parts=False).arrays
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in arrays.values())
 
 
 def _planned(
@@ -179,7 +216,6 @@ def _planned(
 ) -> Plan:
     args, tx = trainer.args, trainer.parts.training.made_optimizer()
     result = compiled(trace.traced(trainer, tx, arguments, remat=remat), topology) if compiles else None
-    layout = trainer.loader(trainer.train_dataset, training=True).step_layout.layout
     one, arch, maps = trace.one_pass(trainer, arguments), trace.arch_of(trainer), trace.maps(trainer)
     causal, gradients = trainer.model.backend.causal, trace.gradients(trainer, arguments)
     flops = step_flops.flops(maps, survey.largest, arch, causal=causal, remat=remat)
@@ -191,8 +227,8 @@ def _planned(
         trained=trainer.model.num_parameters(only_trainable=True),
         topology=topology,
         mesh=trace.mesh_of(trainer),
-        layout=layout,
-        attention=_attention(topology.platform, trainer, arch, layout),
+        layout=survey.layout,
+        attention=_attention(topology.platform, trainer, arch, survey.layout),
         remat=remat,
         lengths=survey.lengths,
         places=survey.places,
@@ -231,6 +267,25 @@ def _evaluation(
     return Evaluation(one, memory, result)
 
 
+def _generation(
+    trainer: BaseTrainer, step: step_memory.StepArguments, sizes: list[Size], topology: Topology, compiles: bool
+) -> Generation:
+    """Of the largest of these sizes, the second of which is an evaluation's."""
+    check_generates(trainer.model)
+    run, arch, dtype = trainer.parts.run, trace.arch_of(trainer), trainer.args.compute_dtype
+    placed = step.frozen | step.params
+    arrays = {path: placed[path] for path in run.model.arrays}
+    with trace.on_device(trainer):
+        weights = abstract_weights(run.model.graph, arrays, dtype, topology.platform)
+        evaluates, size = max(enumerate(sizes), key=lambda one: cache_bytes(arch, one[1], dtype))
+        memory = generation_memory(step, arrays, weights, size, arch, trace.maps(trainer))
+        exact = topology.platform == "cpu" and topology.devices == 1 and dtype == "float32"
+        programs = Programs(weights, size, vocabulary=run.vocab_size, exact=exact)
+        result = programs.compiled(topology) if compiles else None
+    beside = step_memory.on_device((step.state, {p: leaf for p, leaf in placed.items() if p not in arrays}))
+    return Generation(size, memory, result, beside, bool(evaluates))
+
+
 def _bound(
     topology: Topology, result: Compiled | None, arguments: step_memory.StepArguments
 ) -> step_flops.Bound | None:
@@ -240,10 +295,12 @@ def _bound(
 
 
 def _settings(args: BaseConfig) -> dict[str, Any]:
-    return {
+    found = {
         "per_device_train_batch_size": args.per_device_train_batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "max_length": args.max_length,
         "gradient_checkpointing": args.gradient_checkpointing,
         "compute": args.compute_dtype,
     }
+    generates = ("generation_batch_size", "num_generations", "max_prompt_length", "max_completion_length")
+    return found | {name: vars(args)[name] for name in generates if name in vars(args)}

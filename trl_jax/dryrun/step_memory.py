@@ -14,7 +14,7 @@ from trl_jax.data.layout.batch import Batch
 from trl_jax.dryrun.step_flops import LAYERS, Map, channels_of, keys_of_row
 from trl_jax.nn.attention.padded import QUERY_BLOCK
 
-_FLOAT32 = 4
+FLOAT32 = 4
 
 
 class Memory(NamedTuple):
@@ -103,13 +103,13 @@ def memory(
     remat: bool | str,
 ) -> Memory:
     """The memory of a step; `gradients` is their bytes on one device, `remat` is as in `models.stack`."""
-    width = 2 if dtype == "bfloat16" else _FLOAT32
+    width = 2 if dtype == "bfloat16" else FLOAT32
     outputs = sum(each.used * each.outputs for each in maps) // one.sharing  # activations of a token in one layer
-    kept = one.tokens * arch.hidden_size * _FLOAT32 + (0 if remat else one.tokens * outputs * width)
+    kept = one.tokens * arch.hidden_size * FLOAT32 + (0 if remat else one.tokens * outputs * width)
     outside = {path: leaf for path, leaf in arguments.params.items() if LAYERS not in path}
     return _common(arguments, one, arch, maps, width)._replace(
         gradients=gradients * min(one.passes, 2),
-        gathered=_gathered(arguments, arch, width, gradients=True),
+        gathered=gathered(arguments, arch, width, gradients=True),
         kept=(2 if remat == "offloaded" else arch.num_layers) * kept,  # one on its way out, one on its way in
         working=2 * (one.tokens * outputs * width + _texts(arguments.batch, one, arch, width))
         + _scores(arguments.batch, one, arch, width)
@@ -120,11 +120,11 @@ def memory(
 
 def evaluation_memory(arguments: StepArguments, one: Pass, arch: Any, maps: Sequence[Map], *, dtype: str) -> Memory:
     """The memory of a pass of evaluation during training, the optimizer's state included."""
-    width = 2 if dtype == "bfloat16" else _FLOAT32
+    width = 2 if dtype == "bfloat16" else FLOAT32
     outputs = sum(each.used * each.outputs for each in maps) // one.sharing
     outside = {path: leaf for path, leaf in (arguments.frozen | arguments.params).items() if LAYERS not in path}
     return _common(arguments, one, arch, maps, width)._replace(
-        gathered=_gathered(arguments, arch, width, gradients=False),
+        gathered=gathered(arguments, arch, width, gradients=False),
         working=one.tokens * outputs * width
         + _texts(arguments.batch, one, arch, width)
         + _block(arguments.batch, one, arch, width)
@@ -141,7 +141,7 @@ def _common(arguments: StepArguments, one: Pass, arch: Any, maps: Sequence[Map],
         moments=on_device(arguments.state),
         batch=on_device(arguments.batch),
         gradients=0,
-        copies=on_device(floats) * width // _FLOAT32 if width < _FLOAT32 else 0,
+        copies=on_device(floats) * width // FLOAT32 if width < FLOAT32 else 0,
         gathered=0,
         kept=0,
         working=0,
@@ -149,12 +149,12 @@ def _common(arguments: StepArguments, one: Pass, arch: Any, maps: Sequence[Map],
     )
 
 
-def _gathered(arguments: StepArguments, arch: Any, width: int, *, gradients: bool) -> int:
+def gathered(arguments: StepArguments, arch: Any, width: int, *, gradients: bool) -> int:
     """Bytes of one layer's sharded weights all-gathered and, of those that train, their gradients."""
     total = 0
     for path, leaf in arguments.layers:
         stored = leaf.dtype.itemsize
-        of_each = min(stored, width) + (_FLOAT32 if gradients and path in arguments.params else 0)
+        of_each = min(stored, width) + (FLOAT32 if gradients and path in arguments.params else 0)
         total += _whole([leaf]) // stored * of_each
     return total // arch.num_layers
 
@@ -174,14 +174,18 @@ def _scores(batch: Batch, one: Pass, arch: Any, width: int) -> int:
     rows, length = _rows(batch, one)
     heads = rows * arch.num_heads // one.sharing // one.striped
     weights = heads * keys_of_row(length, causal=True)
-    return weights * (_FLOAT32 + width) + 2 * heads * QUERY_BLOCK * length * _FLOAT32
+    return weights * (FLOAT32 + width) + 2 * heads * QUERY_BLOCK * length * FLOAT32
 
 
 def _block(batch: Batch, one: Pass, arch: Any, width: int) -> int:
     """Bytes of the scores of one block of queries on padded rows, without a backward pass."""
     rows, length = _rows(batch, one)
-    heads = rows * arch.num_heads // one.sharing // one.striped
-    return heads * min(QUERY_BLOCK, length) * length * (_FLOAT32 + width)
+    return row_block(rows * arch.num_heads // one.sharing // one.striped, length, width)
+
+
+def row_block(heads: int, length: int, width: int) -> int:
+    """Bytes of the scores of a block of queries of so many rows' heads."""
+    return heads * min(QUERY_BLOCK, length) * length * (FLOAT32 + width)
 
 
 def _rows(batch: Batch, one: Pass) -> tuple[int, int]:

@@ -46,6 +46,7 @@ def suggestions_for(args: BaseConfig, plan: Plan, planned: Planned) -> Iterator[
         enough |= bool(suggestion.plan.fits)
         yield suggestion
     sizes_of = {"a step": batch_sizes(args), "evaluation": eval_batch_sizes(args)}
+    sizes_of["generation"] = generations(args, plan)
     for sizes in (*(sizes_of[phase.name] for phase in plan.phases if phase.fits is False), max_lengths(args)):
         suggestion = _largest(args, plan, sizes, planned)
         if suggestion is not None:
@@ -76,8 +77,11 @@ def batch_sizes(args: BaseConfig) -> list[dict[str, Any]]:
     """Halved per_device_train_batch_size down to one, with gradient_accumulation_steps doubled: the same steps."""
     size, passes = args.per_device_train_batch_size, args.gradient_accumulation_steps
     divisors = [2**power for power in range(1, size.bit_length()) if size % 2**power == 0]
+    parts = vars(args).get("steps_per_generation")  # of as many micro-batches, a generation would be smaller
     return [
-        {"per_device_train_batch_size": size // by, "gradient_accumulation_steps": passes * by} for by in divisors
+        {"per_device_train_batch_size": size // by, "gradient_accumulation_steps": passes * by}
+        | ({} if parts is None else {"steps_per_generation": parts * by})
+        for by in divisors
     ]
 
 
@@ -87,10 +91,28 @@ def eval_batch_sizes(args: BaseConfig) -> list[dict[str, Any]]:
     return [{"per_device_eval_batch_size": size >> power} for power in range(1, size.bit_length())]
 
 
+def generations(args: BaseConfig, plan: Plan) -> list[dict[str, Any]]:
+    """Halved generations of whole micro-batches and whole groups, where the largest one is of training; else smaller
+    batches of an evaluation."""
+    own = plan.generation
+    if own is None or "generation_batch_size" not in vars(args):
+        return []
+    if own.evaluates:
+        return eval_batch_sizes(args)
+    micro = args.per_device_train_batch_size * plan.mesh.get("data", 1) * plan.mesh.get("fsdp", 1)
+    halves = [own.size.completions / 2**power for power in range(1, own.size.completions.bit_length())]
+    sizes = [int(size) for size in halves if size % micro == 0 and size % args.num_generations == 0]
+    if args.generation_batch_size is not None and args.steps_per_generation is None:
+        return [{"generation_batch_size": size} for size in sizes]
+    return [{"steps_per_generation": size // micro} for size in sizes]
+
+
 def max_lengths(args: BaseConfig) -> list[dict[str, Any]]:
-    """Halved max_length, down to 256; what is longer does not train."""
-    lengths = [] if args.max_length is None else [args.max_length >> power for power in range(1, 16)]
-    return [{"max_length": length} for length in lengths if length >= 256]
+    """Halved max_length, down to 256, or max_completion_length; what is longer does not train."""
+    name = "max_completion_length" if "max_completion_length" in vars(args) else "max_length"
+    longest = vars(args).get(name)
+    lengths = [] if longest is None else [longest >> power for power in range(1, 16)]
+    return [{name: length} for length in lengths if length >= 256]
 
 
 def _largest(args: BaseConfig, plan: Plan, sizes: list[dict[str, Any]], planned: Planned) -> Suggestion | None:

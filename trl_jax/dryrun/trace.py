@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,14 +15,19 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from trl_jax.data.layout.batch import Batch
+from trl_jax.data.step_layout import StepBatch
 from trl_jax.data.windows import WINDOW
+from trl_jax.dryrun import step_memory
+from trl_jax.dryrun.made_completions import begun
 from trl_jax.dryrun.step_flops import Map, maps_of, reference_flops
-from trl_jax.dryrun.step_memory import Pass, StepArguments, on_device
+from trl_jax.dryrun.step_memory import Pass, StepArguments
 from trl_jax.engine.devices.sharding import make_mesh, placed
 from trl_jax.hub.backend import Backend
 from trl_jax.hub.checkpoint.loading import Source
 from trl_jax.hub.peft.backend import AdaptedBackend
 from trl_jax.models.functional import abstract
+from trl_jax.run import data
+from trl_jax.run.evaluation.completions import CompletionEvaluator
 from trl_jax.run.step.rng import run_key
 from trl_jax.trainer.base_trainer import BaseTrainer
 
@@ -33,29 +38,45 @@ class Survey(NamedTuple):
     """The steps of a run.
 
     largest: the batch with most tokens. lengths: length of its (packed) rows -> how many steps have it. places, tokens:
-    means over steps of tokens computed on, padding included, and of tokens of real text.
+    means over steps of tokens computed on, padding included, and of tokens of real text. layout: of their rows.
     """
 
     largest: Batch
     lengths: dict[int, int]
     places: float
     tokens: float
+    layout: str
 
 
 def batches(trainer: BaseTrainer) -> Survey:
     """Survey the batches of the first epoch, at most MAX_SURVEYED."""
     lengths, places, tokens, largest = Counter(), [], [], None
-    for step, _ in zip(trainer.loader(trainer.train_dataset, training=True), range(MAX_SURVEYED), strict=False):
+    steps, layout = _steps(trainer)
+    for step, _ in zip(steps, range(MAX_SURVEYED), strict=False):
         lengths[step.arrays.tokens.shape[-1]] += 1
         places.append(step.num_places)
         tokens.append(step.num_tokens)
         if largest is None or step.num_places > largest.num_places:
             largest = step
-    return Survey(largest.arrays, dict(sorted(lengths.items())), float(np.mean(places)), float(np.mean(tokens)))
+    means = float(np.mean(places)), float(np.mean(tokens))
+    return Survey(largest.arrays, dict(sorted(lengths.items())), *means, layout)
+
+
+def _steps(trainer: BaseTrainer) -> tuple[Iterable[StepBatch], str]:
+    """The steps of the first epoch, and their layout."""
+    run = trainer.parts.run
+    if run.rollout is not None:
+        return begun(run.rollout), data.step_layout(run, training=True).layout
+    loader = trainer.loader(trainer.train_dataset, training=True)
+    return loader, loader.step_layout.layout
 
 
 def largest_evaluated(trainer: BaseTrainer) -> Batch:
     """The batch of the evaluation that has most tokens."""
+    evaluator = trainer.parts.evaluator
+    if isinstance(evaluator, CompletionEvaluator):
+        rows = itertools.islice(evaluator.batches(trainer.eval_dataset), MAX_SURVEYED)
+        return data.only_pass(trainer.parts.run, max(map(evaluator.arrays, rows), key=lambda one: one.tokens.size))
     windows = trainer.parts.evaluator.windows(trainer.loader(trainer.eval_dataset, training=False))
     surveyed = itertools.islice(windows, MAX_SURVEYED // WINDOW)
     return max((arrays for window in surveyed for arrays, _ in window.passes), key=lambda one: one.tokens.size)
@@ -94,7 +115,7 @@ def traced(trainer: BaseTrainer, tx: Any, arguments: StepArguments, *, remat: bo
     """Trace the step of `train()`; it is lowered for a platform later."""
     key = jax.eval_shape(partial(run_key, trainer.args))
     rate = jax.ShapeDtypeStruct((), np.float32)
-    with trainer.parts.run.on_device(), _platform(trainer):
+    with on_device(trainer):
         step = trainer.parts.train_step.compiled(tx, remat=remat)
         return step.trace(arguments.params, arguments.state, arguments.batch, rate, key, arguments.frozen)
 
@@ -102,12 +123,16 @@ def traced(trainer: BaseTrainer, tx: Any, arguments: StepArguments, *, remat: bo
 def traced_evaluation(trainer: BaseTrainer, arguments: StepArguments) -> jax.stages.Traced:
     """Trace a pass of `evaluate()` during training; the optimizer's state is an argument that only takes memory."""
 
-    def scores(arrays: dict, state: Any, batch: Batch) -> jax.Array:
+    evaluator = trainer.parts.evaluator
+
+    def scores(arrays: dict, state: Any, batch: Batch) -> Any:
         del state
-        return trainer.parts.evaluator.outputs(arrays, batch, dtype=trainer.args.compute_dtype)
+        if isinstance(evaluator, CompletionEvaluator):
+            return evaluator.sums(arrays, batch)
+        return evaluator.outputs(arrays, batch, dtype=trainer.args.compute_dtype)
 
     params = arguments.frozen | arguments.params
-    with trainer.parts.run.on_device(), _platform(trainer):
+    with on_device(trainer):
         return jax.jit(scores, keep_unused=True).trace(params, arguments.state, arguments.batch)
 
 
@@ -142,6 +167,13 @@ def reference_flops_of(trainer: BaseTrainer, batch: Batch) -> int:
     return reference_flops(_maps(backend, ()), batch, arch, causal=backend.causal)
 
 
+@contextmanager
+def on_device(trainer: BaseTrainer) -> Iterator[None]:
+    """Trace and compile as on the run's device."""
+    with trainer.parts.run.on_device(), _platform(trainer):
+        yield
+
+
 def _platform(trainer: BaseTrainer) -> AbstractContextManager:
     """Tell kernels the platform of a single device, by an abstract mesh, where it isn't this machine's."""
     if trainer.sharding_plan is not None or trainer.args.platform == jax.default_backend():
@@ -167,6 +199,6 @@ def gradients(trainer: BaseTrainer, arguments: StepArguments) -> int:
     """Bytes of gradients on one device."""
     params, sharding_plan = arguments.params, trainer.sharding_plan
     if sharding_plan is None:
-        return on_device(params)
+        return step_memory.on_device(params)
     places = sharding_plan.gradients(params)
-    return on_device({path: placed(params[path], place) for path, place in places.items()})
+    return step_memory.on_device({path: placed(params[path], place) for path, place in places.items()})

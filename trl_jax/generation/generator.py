@@ -20,7 +20,7 @@ from trl_jax.generation.weights import layers_for_decoding, matrices_in
 from trl_jax.nn.platform import platform
 
 STEPS = 16  # of a call, after which the host looks whether completions have ended
-_SMALLEST = 32  # places for tokens; twice as many whenever these are full
+FIRST_PLACES = 32  # places for tokens; twice as many whenever these are full
 
 
 class Weights(NamedTuple):
@@ -98,9 +98,9 @@ def generate(
     return _Generation(weights, request, noise, steps, watch).run()
 
 
-def _room(tokens: int) -> int:
+def places(tokens: int) -> int:
     """Places for so many tokens: one of few numbers, each of which compiles once."""
-    return max(_SMALLEST, 1 << (tokens - 1).bit_length())
+    return max(FIRST_PLACES, 1 << (tokens - 1).bit_length())
 
 
 class _Generation:
@@ -136,7 +136,7 @@ class _Generation:
         tokens = np.full((len(request.prompts), self._longest), request.pad, np.int32)
         for row, ids in zip(tokens, request.prompts, strict=True):
             row[: len(ids)] = ids
-        capacity = _room(min(request.max_new_tokens, _SMALLEST))
+        capacity = places(min(request.max_new_tokens, FIRST_PLACES))
         logits, cache = prefill(
             weights.graph, weights.arrays, tokens, np.asarray([len(ids) for ids in request.prompts], np.int32),
             group=request.group, capacity=capacity, max_tokens=self._max_tokens, dtype=weights.dtype,
@@ -150,7 +150,7 @@ class _Generation:
     @property
     def _max_tokens(self) -> int:
         """No prompt with its completion has more."""
-        return self._longest + _room(self._request.max_new_tokens)
+        return self._longest + places(self._request.max_new_tokens)
 
     def _noise(self) -> Noise | None:
         """The chunk of random numbers that has those of the next step."""
@@ -164,7 +164,7 @@ class _Generation:
         weights, noise = self._weights, self._noise()
         first, steps = self._used, self._steps - self._used
         if count + steps > state.capacity and state.capacity < self._request.max_new_tokens:
-            state = grown(state, capacity=_room(state.capacity + 1))
+            state = grown(state, capacity=places(state.capacity + 1))
         state, status = next_tokens(
             weights.graph, weights.arrays, weights.layers, state, self._stops, noise, self._drawing, np.int32(first),
             np.int32(min(steps, state.capacity - count)), dtype=weights.dtype, max_tokens=self._max_tokens,

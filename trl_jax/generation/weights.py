@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -33,18 +34,33 @@ def layers_for_decoding(graph: Any, arrays: dict[str, jax.Array], platform: str)
     On a CPU a scan copies a layer's weights and cache out of the stacks in every turn, which takes a small model half
     of its time. Elsewhere it does not, and a large model has no room for another copy.
     """
-    stacked = sum(array.nbytes for path, array in arrays.items() if ".layers." in path)
-    return _unstacked(graph, arrays) if platform == "cpu" and stacked <= _LARGEST else None
+    return _unstacked(graph, arrays) if decodes_by_layer(arrays, platform) else None
+
+
+def decodes_by_layer(arrays: Mapping[str, Any], platform: str) -> bool:
+    """Whether layers are decoded one by one; `arrays` may be shapes."""
+    stacked = [array for path, array in arrays.items() if ".layers." in path]
+    return platform == "cpu" and sum(array.size * array.dtype.itemsize for array in stacked) <= _LARGEST
+
+
+def layer_shapes(graph: Any, arrays: Mapping[str, jax.ShapeDtypeStruct]) -> list[nnx.State]:
+    """The shapes of each layer's parameters by themselves."""
+    return jax.eval_shape(partial(_unstacked, graph), arrays)
 
 
 def matrices_in(graph: Any, arrays: dict[str, jax.Array], dtype: jnp.dtype) -> dict[str, jax.Array]:
     """The arrays, of which the matrices that layers multiply by are in `dtype` already: the products are the same, and
     each step reads half the bytes. Norms, biases, adapters and the table of tokens stay as they are."""
+    names = cast_matrices(graph, arrays, dtype)
+    return arrays | _cast({path: arrays[path] for path in names}, dtype) if names else arrays
+
+
+def cast_matrices(graph: Any, arrays: Mapping[str, Any], dtype: jnp.dtype) -> list[str]:
+    """The paths of the matrices that `matrices_in` casts; `arrays` may be shapes."""
     if dtype == jnp.float32:
-        return arrays
+        return []
     names = [path for path, axes in _axes(graph, arrays).items() if _is_matrix(path, axes) and path in arrays]
-    names = [path for path in names if arrays[path].dtype == jnp.float32]
-    return arrays | _cast({path: arrays[path] for path in names}, dtype)
+    return [path for path in names if arrays[path].dtype == jnp.float32]
 
 
 @partial(jax.jit, static_argnums=1)

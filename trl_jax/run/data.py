@@ -96,9 +96,13 @@ def loader(run: RunState, dataset: Dataset | IterableDataset, *, training: bool)
 
 def placed_pass(run: RunState, arrays: Batch) -> Batch:
     """A step's only pass where `ShardedStep.scores` takes it: arrays `[shards, ...]`."""
-    if run.shards > 1:
-        arrays = jax.tree.map(lambda leaf: leaf[0], arrays)
+    arrays = only_pass(run, arrays)
     return arrays if run.sharding_plan is None else distributed(arrays, run.sharding_plan.rows)
+
+
+def only_pass(run: RunState, arrays: Batch) -> Batch:
+    """The same on the host."""
+    return jax.tree.map(lambda leaf: leaf[0], arrays) if run.shards > 1 else arrays
 
 
 def step_layout(run: RunState, plan: LayoutPlan | None = None, *, training: bool) -> StepLayout:

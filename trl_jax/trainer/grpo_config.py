@@ -230,4 +230,8 @@ class GRPOConfig(BaseConfig):
             )
             self.vllm_importance_sampling_clip_max = self.vllm_importance_sampling_cap
         super().__post_init__()
+        if self.counts_devices:
+            self.settle_sizes()
+
+    def settle_sizes(self) -> None:
         generation_fields.settle_sizes("GRPO", self)

@@ -134,4 +134,8 @@ class RLOOConfig(BaseConfig):
     def __post_init__(self):
         generation_fields.warn_of_old(self, self._frames_to_caller())
         super().__post_init__()
+        if self.counts_devices:
+            self.settle_sizes()
+
+    def settle_sizes(self) -> None:
         generation_fields.settle_sizes("RLOO", self)

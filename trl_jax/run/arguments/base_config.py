@@ -126,6 +126,7 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
     activation_offloading = disable_dropout = False
     chat_template_path = dataset_num_proc = eos_token = max_length = pad_token = None
     pad_to_multiple_of = "auto"
+    counts_devices: ClassVar[bool] = True  # False: the run's devices are not this machine's, and sizes wait for them
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -157,6 +158,9 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
                 FutureWarning,
                 stacklevel=self._frames_to_caller(),
             )
+
+    def settle_sizes(self) -> None:
+        """Set the sizes that depend on how many devices the run has; most configs have none."""
 
     def to_dict(self) -> dict[str, Any]:
         """The arguments as transformers writes them, without secrets: those in dictionaries are hidden, too."""

@@ -12,6 +12,7 @@ from datasets import Dataset
 from transformers.trainer_utils import PredictionOutput
 
 from trl_jax.core.torch_random import TorchGenerator
+from trl_jax.data.layout.batch import Batch
 from trl_jax.data.step_layout import IndexedExample
 from trl_jax.engine.devices.spmd import ShardedStep
 from trl_jax.rollout.examples import step_examples
@@ -34,7 +35,7 @@ class CompletionEvaluator:
             loss, sums = forward.loss(params, jax.tree.map(lambda leaf: leaf[0], batch), None)
             return sums | {"loss": loss}
 
-        self._sums = jax.jit(first if sharded_step is None else sharded_step.scores(first))
+        self.sums = jax.jit(first if sharded_step is None else sharded_step.scores(first))
 
     def evaluate(self, batches: Any, prefix: str, hooks: MetricHooks) -> dict[str, float]:
         """Loss, speed and metrics over the prompts of a dataset, by name with `prefix`."""
@@ -42,7 +43,7 @@ class CompletionEvaluator:
         start, run, dataset = time.monotonic(), self._run, batches.dataset
         losses, sums, counts = [], [], []
         with run.on_device():
-            for rows in self._batches(dataset):
+            for rows in self.batches(dataset):
                 run.interrupts.check()
                 found = self._batch(rows)
                 losses.append(float(np.sum(found.pop("loss"))))
@@ -61,7 +62,7 @@ class CompletionEvaluator:
         self._run.events.fire("on_predict", metrics)
         return PredictionOutput(predictions=None, label_ids=None, metrics=metrics)
 
-    def _batches(self, dataset: Dataset) -> list[list[dict[str, Any]]]:
+    def batches(self, dataset: Dataset) -> list[list[dict[str, Any]]]:
         """The rows of each batch, every prompt as often as it is completed; in TRL's order, the same each time."""
         run, group = self._run, self._run.task.num_generations_eval
         order = TorchGenerator(run.args.seed).permutation(len(dataset))
@@ -70,11 +71,15 @@ class CompletionEvaluator:
         repeated = np.repeat(order, group)
         return [[row_of(run, dataset, i) for i in repeated[at : at + size]] for at in range(0, len(repeated), size)]
 
-    def _batch(self, rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    def arrays(self, rows: list[dict[str, Any]]) -> Batch:
+        """A batch's completions, laid out as one pass."""
         run, task = self._run, self._run.task
         experience = self._source.rollout.make(rows, task.num_generations_eval, "eval")
         layout = replace(data.step_layout(run, training=False), accumulation=1)
         bonus = 0.0 if self._source.bonus is not None else None
         groups = step_examples(task, [experience.rows], [experience], 1.0, bonus, layout.shards)
-        step = layout.step([[IndexedExample(example, 0) for example in group] for group in groups], 0)
-        return jax.device_get(self._sums(run.arrays, data.placed_pass(run, step.arrays)))
+        return layout.step([[IndexedExample(example, 0) for example in group] for group in groups], 0).arrays
+
+    def _batch(self, rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+        run = self._run
+        return jax.device_get(self.sums(run.arrays, data.placed_pass(run, self.arrays(rows))))

@@ -14,6 +14,7 @@ from trl_jax.core.trainers import DEFAULT, TRAINERS, TrainerNames
 from trl_jax.scripts.plan.parser import PlanArguments, PlanParser
 
 if TYPE_CHECKING:
+    from trl_jax.core.chips import Topology
     from trl_jax.dryrun.plan import Run
     from trl_jax.run.arguments.base_config import BaseConfig
     from trl_jax.scripts.utils import DatasetMixtureConfig, ScriptArguments
@@ -49,6 +50,7 @@ def main(
         ValueError: the topology is unknown, or the run is one that training refuses.
     """
     from trl_jax.dryrun.compiler import prepare
+    from trl_jax.dryrun.generation import Size
     from trl_jax.dryrun.plan import plan
     from trl_jax.dryrun.suggestions import suggestions_for
     from trl_jax.scripts.plan.text import suggestions_text, text
@@ -59,7 +61,10 @@ def main(
     if ignored:
         names = ", ".join(f"--{name}" for name in ignored)
         warnings.warn(f"A plan is of a step and of a pass of evaluation; no part in it have {names}.", stacklevel=2)
-    run = _run_of(TRAINERS[plan_args.trainer], script_args, training_args, model_args, dataset_args)
+    run = _run_of(TRAINERS[plan_args.trainer], target, script_args, training_args, model_args, dataset_args)
+
+    if plan_args.generate is not None:
+        run = replace(run, generation=Size.parsed(plan_args.generate))
 
     def planned(args: BaseConfig, compiles: bool = True) -> Any:
         return plan(run, args, target, compiles=compiles)
@@ -85,6 +90,7 @@ def without_part(args: BaseConfig) -> list[str]:
 
 def _run_of(
     names: TrainerNames,
+    target: Topology,
     script_args: ScriptArguments,
     training_args: BaseConfig,
     model_args: ModelConfig,
@@ -92,9 +98,10 @@ def _run_of(
 ) -> Run:
     """The run to plan: checkpoint, adapter, and the rows if a dataset is named."""
     from trl_jax.data.rows.tokenizer import load_tokenizer
-    from trl_jax.dryrun.abstract_run import Rows, evaluates, task_of
+    from trl_jax.dryrun.abstract_run import Rows, evaluates, planned, task_of
     from trl_jax.dryrun.plan import Run
     from trl_jax.run.model.loading import find, quantization_of, tokenizer_folder
+    from trl_jax.scripts.reward_sources import RewardSources
     from trl_jax.scripts.training import check_flags, datasets_of, model_init_kwargs, split_of
     from trl_jax.trainer.utils import get_peft_config, get_quantization_config
 
@@ -104,9 +111,13 @@ def _run_of(
     args = copy.copy(training_args)
     args.model_init_kwargs = model_init_kwargs(training_args, model_args)
     trainer = names.load_trainer()
-    checkpoint = find(model_args.model_name_or_path, args, task_of(trainer, args).head)
+    head = task_of(trainer, planned(args, target, args.output_dir)).head
+    checkpoint = find(model_args.model_name_or_path, args, head)
     quantization = quantization_of(get_quantization_config(model_args), args)
     run = Run(checkpoint, adapter=get_peft_config(model_args), quantization=quantization, trainer=trainer)
+    judge = script_args.reward_model_name_or_path if isinstance(script_args, RewardSources) else None
+    if judge is not None:
+        run = replace(run, scorer=find(judge, args, "score"))
     if not has_rows:
         return run
     code = training_args.trust_remote_code

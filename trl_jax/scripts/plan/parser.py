@@ -10,9 +10,12 @@ from typing import Any
 
 from trl_jax.core.chips import known
 from trl_jax.core.trainers import DEFAULT, TRAINERS
+from trl_jax.scripts.reward_sources import RewardSources
 from trl_jax.scripts.training import fit_to_release
 from trl_jax.scripts.utils import DatasetMixtureConfig, ScriptArguments, TrlParser, read_config, take_config
 from trl_jax.trainer.model_config import ModelConfig
+
+_REWARDED = ("grpo", "rloo")  # whose flags name rewards, too
 
 
 @dataclass
@@ -30,6 +33,13 @@ class PlanArguments:
             "aliases": ["--levers"],  # its former name
         },
     )
+    generate: str | None = field(
+        default=None,
+        metadata={
+            "help": "Plan a generation, too, as 64x256+128: 64 prompts of 256 tokens, and 128 new ones for each. Of "
+            "grpo and rloo theirs is planned."
+        },
+    )
     trainer: str = field(
         default=DEFAULT, metadata={"help": "The command that trains, for whose run to plan; flags are its own."}
     )
@@ -44,7 +54,9 @@ class PlanParser(TrlParser):
 
     def __init__(self, trainer: str, prog: str | None = None):
         self.trainer, config = trainer, TRAINERS[trainer].load_config()
-        super().__init__((PlanArguments, ScriptArguments, config, ModelConfig, DatasetMixtureConfig), prog=prog)
+        script = RewardSources if trainer in _REWARDED else ScriptArguments
+        kinds = (PlanArguments, script, _elsewhere(config), ModelConfig, DatasetMixtureConfig)
+        super().__init__(kinds, prog=prog)
         self.usage = "%(prog)s --model_name_or_path MODEL --topology v5e:4x4\n       [--config FILE.yaml] [flags]"
         self.description = (
             "Will my run fit on this TPU? For example:\n\n"
@@ -53,7 +65,7 @@ class PlanParser(TrlParser):
             "The training step is compiled for devices you do not have, from config.json alone: memory, collectives, a "
             f"lower bound on the time of a step, and whether it fits. Flags are those of `trl-jax {trainer}`; without "
             "--dataset_name every text is taken to be as long as --max_length and to share nothing. --trainer plans "
-            f"the run of another command: {', '.join(_planned())}."
+            f"the run of another command: {', '.join(TRAINERS)}."
         )
         fit_to_release(self, config.argument_table)
 
@@ -63,17 +75,13 @@ class PlanParser(TrlParser):
         if named in (None, self.trainer):
             return super().parse_args_and_config(args, **options)
         if named not in tuple(TRAINERS):
-            raise ValueError(f"--trainer {named} is unknown: wanted one of {', '.join(_planned())}.")
-        if not TRAINERS[named].planned:
-            raise ValueError(
-                f"--trainer {named}: {TRAINERS[named].trainer} writes its rows while it trains, which no plan foresees."
-                f" Planned are {', '.join(_planned())}."
-            )
+            raise ValueError(f"--trainer {named} is unknown: wanted one of {', '.join(TRAINERS)}.")
         return PlanParser(named, self.prog).parse_args_and_config(args, **options)
 
 
-def _planned() -> list[str]:
-    return [command for command, names in TRAINERS.items() if names.planned]
+def _elsewhere(config: type) -> type:
+    """The config of a run on other devices than this machine's."""
+    return type(config.__name__, (config,), {"counts_devices": False, "__module__": config.__module__})
 
 
 def _trainer_in(args: list[str]) -> str | None:

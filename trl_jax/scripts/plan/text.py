@@ -12,8 +12,10 @@ _GIB = 2**30
 
 
 def text(plan: Plan) -> str:
-    """The whole plan: head, table of memory, collectives, FLOPs, evaluation and verdict, a few lines each."""
-    parts = [_head(plan), _memory(plan), _collectives(plan), _work(plan), _evaluation(plan), verdict(plan)]
+    """The whole plan: head, table of memory, collectives, FLOPs, evaluation, generation and verdict, a few lines
+    each."""
+    parts = [_head(plan), _memory(plan), _collectives(plan), _work(plan), _evaluation(plan), _generation(plan)]
+    parts.append(verdict(plan))
     return "\n".join(part for part in parts if part)
 
 
@@ -83,11 +85,24 @@ def _work(plan: Plan) -> str:
 def _evaluation(plan: Plan) -> str:
     if plan.evaluation is None:
         return ""
-    one, phase = plan.evaluation.one, plan.phases[-1]
+    one, phase = plan.evaluation.one, plan.phases[1]
     measured = "" if phase.compiled is None else f", {_size(phase.peak)} by the compiler"
     return (
         f"Evaluation: a pass of {one.rows} x {one.length:,} tokens a device, beside the optimizer's state: peak "
         f"{_size(phase.estimated)} by arithmetic{measured}."
+    )
+
+
+def _generation(plan: Plan) -> str:
+    if plan.generation is None:
+        return ""
+    (size, memory, *_), phase = plan.generation, plan.phases[-1]
+    measured = "" if phase.compiled is None else f", {_size(phase.peak)} by the compiler"
+    scorer = f" and {_size(plan.scorer)} of the model that scores" if plan.scorer else ""
+    return (
+        f"Generation: {size.completions} completions of {size.prompts} prompt(s), with room for "
+        f"{size.prompt_places:,} and {size.new_places:,} tokens: a cache of {_size(memory.cache)} a device, beside the "
+        f"optimizer's state{scorer}: peak {_size(phase.estimated)} by arithmetic{measured}."
     )
 
 
@@ -97,7 +112,7 @@ def verdict(plan: Plan) -> str:
     if plan.fits is None:
         return "Whether it fits: simulated devices have no memory of their own to compare with."
     word = "It fits" if plan.fits else "It does not fit"
-    word += " in evaluation" if not plan.fits and plan.largest.name == "evaluation" else ""
+    word += f" in {plan.largest.name}" if not plan.fits and plan.largest.name != "a step" else ""
     if compiled is None:
         return f"{word} by arithmetic alone, {_size(plan.peak)} of {_size(chip.memory)}: {plan.why}."
     room = f"{_size(chip.memory)}" if compiled.room is None else f"the {_size(compiled.room)} that the compiler may use"

@@ -1,0 +1,206 @@
+"""The generation of a run that writes its rows itself: the memory of its two programs, and its cache."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trl_jax.core.chips import Topology
+from trl_jax.data.layout.batch import padded_length
+from trl_jax.dryrun.compiler import Compiled, compiled_program
+from trl_jax.dryrun.step_flops import Map
+from trl_jax.dryrun.step_memory import FLOAT32, StepArguments, gathered, on_device, row_block
+from trl_jax.generation.chunk import Drawing, next_tokens
+from trl_jax.generation.decode import Decoding, Stops, begun, grown
+from trl_jax.generation.generator import FIRST_PLACES, STEPS, Weights, places
+from trl_jax.generation.noise import KeyedNoise, Noise, TorchNoise, chunk_steps
+from trl_jax.generation.prefill import prefill
+from trl_jax.generation.weights import cast_matrices, decodes_by_layer, layer_shapes
+from trl_jax.nn.kv_cache import Cache
+
+_SCORES = 4  # arrays of all completions' scores at once: logits, weights, exponentials and the bits they are made of
+
+
+class Size(NamedTuple):
+    """completions: of `prompts` prompts. prompt_places, new_places: tokens of each that the cache has room for."""
+
+    prompts: int
+    completions: int
+    prompt_places: int
+    new_places: int
+
+    @classmethod
+    def of(cls, prompts: int, group: int, prompt_length: int, new_tokens: int) -> Size:
+        """The room that a generation makes for prompts and completions of at most these lengths."""
+        return cls(prompts, prompts * group, padded_length(prompt_length, "auto"), places(new_tokens))
+
+    @classmethod
+    def parsed(cls, text: str) -> Size:
+        """Of "64x256+128": 64 prompts of 256 tokens, and a completion of 128 for each.
+
+        Raises:
+            ValueError: it is not of that form.
+        """
+        found = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", text)
+        if found is None or "0" in (numbers := [number.lstrip("0") or "0" for number in found.groups()]):
+            raise ValueError(f"{text!r}: wanted prompts x tokens of each + tokens of its completion, as in 64x256+128.")
+        prompts, length, new = map(int, numbers)
+        return cls.of(prompts, 1, length, new)
+
+
+class GenerationMemory(NamedTuple):
+    """Bytes of one device.
+
+    parameters, moments: of the run, the reference among them. copies: of the weights, in the type of computation or
+    layer by layer. cache: keys and values of all tokens. prefill: what the prompts take, their keys and values among
+    it. decode: what a step takes besides the cache.
+    """
+
+    parameters: int
+    moments: int
+    copies: int
+    cache: int
+    prefill: int
+    decode: int
+
+    @property
+    def peak(self) -> int:
+        """The most bytes at once."""
+        return self.parameters + self.moments + self.copies + max(self.prefill, self.cache + self.decode)
+
+
+class Generation(NamedTuple):
+    """The largest generation of a run, on one device.
+
+    compiled: the figures of that of its two programs which takes more; None where nothing was compiled.
+    beside: bytes that are there, but no argument of these programs. evaluates: whether it is of an evaluation.
+    """
+
+    size: Size
+    memory: GenerationMemory
+    compiled: Compiled | None
+    beside: int
+    evaluates: bool
+
+
+def cache_bytes(arch: Any, size: Size, dtype: str) -> int:
+    """Bytes of the keys and values of a generation: of each prompt once, and of each completion its own."""
+    tokens = size.prompts * size.prompt_places + size.completions * size.new_places
+    return 2 * arch.num_layers * arch.num_key_heads * arch.head_dim * jnp.dtype(dtype).itemsize * tokens
+
+
+def abstract_weights(graph: Any, arrays: dict[str, Any], dtype: str, platform: str) -> Weights:
+    """`Weights.of` shapes with shardings."""
+    cast = cast_matrices(graph, arrays, jnp.dtype(dtype))
+    arrays = arrays | {
+        path: jax.ShapeDtypeStruct(arrays[path].shape, jnp.dtype(dtype), sharding=arrays[path].sharding)
+        for path in cast
+    }
+    layers = layer_shapes(graph, arrays) if decodes_by_layer(arrays, platform) else None
+    return Weights(graph, arrays, layers, jnp.dtype(dtype))
+
+
+def generation_memory(
+    arguments: StepArguments, arrays: dict[str, Any], weights: Weights, size: Size, arch: Any, maps: Sequence[Map]
+) -> GenerationMemory:
+    """The memory of a generation during training, by arithmetic. Every device computes all completions and has their
+    whole cache.
+
+    Args:
+        arrays: of the policy, shapes with shardings, of which `weights` are.
+    """
+    dtype, width = weights.dtype.name, weights.dtype.itemsize
+    tokens, outputs = size.prompts * size.prompt_places, max((each.used * each.outputs for each in maps), default=0)
+    growing = cache_bytes(arch, size._replace(prompts=0, new_places=size.new_places // 2), dtype)
+    layer = gathered(arguments, arch, width, gradients=False)
+    first = cache_bytes(arch, size._replace(new_places=FIRST_PLACES), dtype)
+    as_made = cache_bytes(arch, size._replace(completions=0), dtype)  # keys and values in the order of layers
+    activations = tokens * (2 * outputs * width + 2 * arch.hidden_size * FLOAT32)
+    block = row_block(size.prompts * arch.num_heads, size.prompt_places, width)
+    return GenerationMemory(
+        parameters=on_device((arguments.params, arguments.frozen)),
+        moments=on_device(arguments.state),
+        copies=_copies(arrays, weights),
+        cache=cache_bytes(arch, size, dtype),
+        prefill=first + as_made + layer + activations + block,
+        decode=max(growing, layer + _SCORES * size.completions * arch.vocab_size * FLOAT32),
+    )
+
+
+def _copies(arrays: dict[str, Any], weights: Weights) -> int:
+    cast = [weights.arrays[path] for path in arrays if weights.arrays[path].dtype != arrays[path].dtype]
+    layers = jax.tree.leaves(weights.layers)
+    return on_device(cast) + sum(leaf.size * leaf.dtype.itemsize for leaf in layers)
+
+
+class Programs:
+    """The two programs of a generation of this size, which are traced and compiled as for the run's device; the caller
+    sees to that.
+
+    Args:
+        weights: shapes with shardings. vocabulary: ids that are drawn from. exact: whether tokens are transformers'.
+    """
+
+    def __init__(self, weights: Weights, size: Size, *, vocabulary: int, exact: bool):
+        self._weights, self._size, self._vocabulary, self._exact = weights, size, vocabulary, exact
+        self._max_tokens = size.prompt_places + size.new_places
+
+    def compiled(self, topology: Topology) -> Compiled:
+        """The figures of the program that takes more memory: that of the prompts, or that of a step with a full
+        cache."""
+        first, program = compiled_program(self.prefill(), topology)
+        if program is None:
+            return first
+        places = jax.tree.map(_placed, program.out_info[1], program.output_shardings[1])
+        return max(first, compiled_program(self.decode(places), topology)[0], key=lambda one: one.peak)
+
+    def prefill(self) -> jax.stages.Traced:
+        """The prompts' pass."""
+        weights, size = self._weights, self._size
+        tokens, by_layer = _ints(size.prompts, size.prompt_places), weights.layers is not None
+        return prefill.trace(
+            weights.graph, weights.arrays, tokens, _ints(size.prompts), group=size.completions // size.prompts,
+            capacity=min(size.new_places, FIRST_PLACES), max_tokens=self._max_tokens, dtype=weights.dtype,
+            by_layer=by_layer,
+        )  # fmt: skip
+
+    def decode(self, cache: Cache) -> jax.stages.Traced:
+        """Steps with a full cache, which is divided as this one, of the prompts' pass, is."""
+        weights, size = self._weights, self._size
+        number, each = _ints(), _ints(size.completions)
+        drawing = Drawing((), _ints(size.completions, size.prompt_places), number, each, _struct((), np.float32))
+        return next_tokens.trace(
+            weights.graph, weights.arrays, weights.layers, self._full(cache), Stops(_ints(1), number, number),
+            self._noise(), drawing, number, number, dtype=weights.dtype, max_tokens=self._max_tokens,
+        )  # fmt: skip
+
+    def _full(self, cache: Cache) -> Decoding:
+        size = self._size
+        begin = partial(begun, rows=size.completions, capacity=min(size.new_places, FIRST_PLACES), logps=False)
+        state = jax.eval_shape(partial(grown, capacity=size.new_places), jax.eval_shape(begin, cache))
+        return state._replace(cache=jax.tree.map(lambda leaf, own: _placed(leaf, own.sharding), state.cache, cache))
+
+    def _noise(self) -> Noise:
+        size, vocabulary = self._size, self._vocabulary
+        if self._exact:
+            steps = chunk_steps(size.completions, vocabulary, STEPS)
+            return TorchNoise(_struct((steps, size.completions, vocabulary, 2), np.uint32))
+        return KeyedNoise(jax.eval_shape(jax.random.key, 0), _ints(size.completions), _ints(size.completions))
+
+
+def _struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return _struct(shape, np.int32)
+
+
+def _placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
