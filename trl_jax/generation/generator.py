@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -35,6 +36,10 @@ class Weights(NamedTuple):
     def of(cls, graph: Any, arrays: dict[str, jax.Array], dtype: Any = jnp.float32) -> Weights:
         arrays = matrices_in(graph, arrays, jnp.dtype(dtype))
         return cls(graph, arrays, layers_for_decoding(graph, arrays, platform()), jnp.dtype(dtype))
+
+
+# (completions that have ended, tokens of all of them so far) -> None
+Progress = Callable[[int, int], None]
 
 
 class Watch(Protocol):
@@ -88,14 +93,16 @@ def generate(
     *,
     steps: int = STEPS,
     watch: Watch | None = None,
+    progress: Progress | None = None,
 ) -> Completions:
     """Complete prompts.
 
     Args:
         noise: random numbers of chunks of `steps` steps; None takes the likeliest token each time.
         steps: tokens between two looks of the host; 1 where there is a watch.
+        progress: is told after each look how far it is.
     """
-    return _Generation(weights, request, noise, steps, watch).run()
+    return _Generation(weights, request, noise, steps, watch).run(progress)
 
 
 def places(tokens: int) -> int:
@@ -120,12 +127,16 @@ class _Generation:
         self._longest = padded_length(max(map(len, request.prompts)), "auto")
         self._drawing = _drawing(request)
 
-    def run(self) -> Completions:
+    def run(self, progress: Progress | None) -> Completions:
         state, status = self._begun()
         while (alive := self._alive(state, status)).any():
+            if progress is not None:
+                progress(self._request.rows - int(alive.sum()), self._written(state))
             state = state._replace(alive=jnp.asarray(alive))
             state, status = self._advanced(self._compacted(state, alive), int(status.count))
         self._collect(state)
+        if progress is not None:
+            progress(self._request.rows, int(self._lengths.sum()))
         count = int(status.count)
         logps = None if self._logps is None else self._logps[:, :count]
         return Completions(self._tokens[:, :count], self._lengths, logps)
@@ -199,6 +210,12 @@ class _Generation:
         drawing = self._drawing
         self._drawing = drawing._replace(prompt_ids=drawing.prompt_ids[rows], pads=drawing.pads[rows])
         return selected(state, at, members, living)
+
+    def _written(self, state: Decoding) -> int:
+        """Tokens so far."""
+        members, lengths = self._members.reshape(-1), self._lengths.copy()
+        lengths[members[members >= 0]] = np.asarray(state.lengths)[members >= 0]
+        return int(lengths.sum())
 
     def _collect(self, state: Decoding) -> None:
         """Take over what the state has of each row."""

@@ -57,6 +57,7 @@ class Rollout:
     drops_truncated: nothing is learned from completions that were broken off.
     saw_tokens: told how many tokens were read and written in training; gives those of the whole run.
     table: shows and writes completions with their rewards; None does not.
+    tell: says to whoever looks on what is being done.
     """
 
     task: PolicyTask
@@ -67,6 +68,7 @@ class Rollout:
     drops_truncated: bool
     saw_tokens: Callable[[int], int]
     table: CompletionsLog | None = None
+    tell: Callable[[str], None] = lambda text: None
     collected: dict[str, Collected] = field(default_factory=lambda: {"train": Collected(), "eval": Collected()})
 
     def make(self, rows: Sequence[dict[str, Any]], group: int, mode: str) -> Experience:
@@ -90,9 +92,11 @@ class Rollout:
         kl = _divergence(old, ref, counted)
         if self.task.divergence_in_reward and self.task.beta:
             metrics.add(iter([("kl", float(kl.sum() / max(1, sum(own.sum() for own in counted))))]))
+        self.tell(f"rewards of {len(rows)} completions")
         rewards = self.rewards(rows, prompts, texts, [own.tolist() for own in written])
         judged = self.task.advantages(rewards, group, kl)
         metrics.add(reward_metrics(self.rewards.names, rewards, judged))
+        self.tell(f"reward {_mean(judged.rewards)}, {'training' if mode == 'train' else 'evaluating'}")
         metrics.add(iter(self.rewards.metrics().items()))
         if self.table is not None:
             self.table.add(mode, prompts, texts, rewards, judged.advantages, self.rewards.extra())
@@ -104,6 +108,12 @@ class Rollout:
         if self.table is not None:
             self.table.log(mode, step)
         return self.collected[mode].taken()
+
+
+def _mean(rewards: np.ndarray) -> str:
+    """Of those that there are."""
+    found = rewards[~np.isnan(rewards)]
+    return f"{found.mean():.3g}" if len(found) else "unknown"
 
 
 def _divergence(old: Logps, ref: Logps, counted: Sequence[np.ndarray]) -> np.ndarray | None:

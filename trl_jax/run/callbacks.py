@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 from transformers.trainer_callback import (
@@ -17,6 +19,7 @@ from transformers.trainer_callback import (
 
 from trl_jax.engine.devices.processes import is_first
 from trl_jax.engine.events import Events
+from trl_jax.rollout.picture import write_picture
 from trl_jax.run.state import RunState
 
 
@@ -59,4 +62,6 @@ def log(run: RunState, logs: dict[str, Any]) -> None:
     if run.args.include_num_input_tokens_seen != "no":
         logs = {**logs, "num_input_tokens_seen": state.num_input_tokens_seen}
     state.log_history.append({**logs, "step": state.global_step})
+    if run.rollout is not None and is_first() and os.access(run.args.output_dir, os.W_OK):
+        write_picture(Path(run.args.output_dir), state.log_history)
     run.events.fire("on_log", logs)

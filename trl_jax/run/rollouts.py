@@ -25,6 +25,7 @@ from trl_jax.rollout.rollout import Ids, Logps, Rewards, Rollout
 from trl_jax.rollout.sampler import RepeatSampler
 from trl_jax.rollout.source import RolloutSteps
 from trl_jax.run import data
+from trl_jax.run.progress_line import GenerationProgress, ProgressLine
 from trl_jax.run.state import RunState
 from trl_jax.run.step.forward import Forward
 
@@ -63,16 +64,17 @@ def rollout_steps(
 ) -> RolloutSteps:
     """The source of a run's steps."""
     cycle, args = run.task.cycle, run.args
-    streams = [TorchGenerator(args.seed + rank) for rank in range(run.shards)]
+    streams, line = [TorchGenerator(args.seed + rank) for rank in range(run.shards)], ProgressLine(run.events)
     rollout = Rollout(
         run.task,
-        PolicyWriter(run, parts.sampling, streams[0]),
+        PolicyWriter(run, parts.sampling, streams[0], line),
         parts.rewards,
         CompletionLogps(run, forward, sharded_step),
         frozenset({*parts.sampling.options["eos_token_id"], run.processing_class.pad_token_id}),
         parts.drops_truncated,
         lambda tokens: _seen(run, tokens),
         parts.table,
+        line,
     )
     sampler = RepeatSampler(
         len(run.train_dataset), chunk=cycle.prompts, repeats=cycle.repeats, shuffle=parts.shuffle, seed=args.seed
@@ -95,8 +97,8 @@ def _seen(run: RunState, tokens: int) -> int:
 class PolicyWriter:
     """Completes prompts with the run's model as it is; the random numbers are those of `stream`."""
 
-    def __init__(self, run: RunState, sampling: Sampling, stream: TorchGenerator):
-        self._run, self._sampling, self._stream = run, sampling, stream
+    def __init__(self, run: RunState, sampling: Sampling, stream: TorchGenerator, line: ProgressLine):
+        self._run, self._sampling, self._stream, self._line = run, sampling, stream, line
 
     def prompt_ids(self, prompts: list) -> list[list[int]]:
         sampling = self._sampling
@@ -106,6 +108,7 @@ class PolicyWriter:
     def complete(self, prompt_ids: Ids, group: int) -> list[np.ndarray]:
         run, options = self._run, self._sampling.options
         how = {"group": group, "stream": self._stream, "dtype": run.args.compute_dtype, "logps": False}
+        how["progress"] = GenerationProgress(self._line, len(prompt_ids))
         with run.on_device():
             out = complete(run.model, prompt_ids[::group], options, **how)
         return [tokens[:length] for tokens, length in zip(out.tokens, out.lengths, strict=True)]

@@ -12,7 +12,7 @@ import numpy as np
 
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.generation import generator
-from trl_jax.generation.generator import Completions, Request, Watch, Weights
+from trl_jax.generation.generator import Completions, Progress, Request, Watch, Weights
 from trl_jax.generation.noise import KeyedSource, NoiseSource, PrefetchedWords, chunk_steps, random_key
 from trl_jax.generation.options import Text
 from trl_jax.generation.processors import Processor
@@ -63,6 +63,7 @@ def complete(
     stream: TorchGenerator,
     dtype: Any = jnp.float32,
     logps: bool = True,
+    progress: Progress | None = None,
 ) -> Completions:
     """Complete prompts, each `group` times, the completions of a prompt side by side.
 
@@ -73,6 +74,7 @@ def complete(
         stream: the generator that tokens are drawn with; it goes on behind them.
         dtype: that the model computes in.
         logps: whether log-probabilities are kept: of the model's own logits, divided by the temperature.
+        progress: is told how far it is, as by `generation.generator.generate`.
 
     Raises:
         ValueError: options that are not in this release or out of their range, or no room for a token.
@@ -88,7 +90,7 @@ def complete(
     request = request_of(settings, text, prompts, group, (*before.values(), *behind.values()))
     temperature = settings.config.temperature if settings.config.do_sample else 1.0
     request = replace(request, temperature=temperature, logps=logps)
-    return run(model, request, drawing_of(settings, stream, dtype), dtype=dtype)
+    return run(model, request, drawing_of(settings, stream, dtype), dtype=dtype, progress=progress)
 
 
 def text_of(model: Any, settings: Settings, prompt_length: int) -> Text:
@@ -117,8 +119,9 @@ def drawing_of(settings: Settings, stream: TorchGenerator, dtype: Any) -> Drawin
 
 
 def run(
-    model: Any, request: Request, drawing: Drawing | None, *, dtype: Any, watch: Watch | None = None
-) -> Completions:
+    model: Any, request: Request, drawing: Drawing | None, *, dtype: Any, watch: Watch | None = None,
+    progress: Progress | None = None,
+) -> Completions:  # fmt: skip
     """Generate; the stream stands behind the steps that were taken, or where it was if that fails.
 
     Raises:
@@ -132,7 +135,9 @@ def run(
     source, used = None if drawing is None else drawing.source(request.rows, **options), 0
     try:
         with jax.default_matmul_precision("float32" if weights.dtype == jnp.float32 else "default"):
-            completions = generator.generate(weights, request, source, steps=steps, watch=watch)
+            completions = generator.generate(
+                weights, request, source, steps=steps, watch=watch, progress=progress
+            )
         used = completions.tokens.shape[1]
     finally:
         if source is not None:
