@@ -250,6 +250,11 @@ def test_a_command_line_and_a_file(kind, tmp_path):
     assert args.scale_rewards == "none" if kind is GRPOConfig else tuple(args.reward_clip_range) == (-1.0, 2.0)
 
 
+def test_a_pair_of_numbers_on_the_command_line():
+    [args] = TrlParser((RLOOConfig,)).parse_args_and_config(["--output_dir", "out", "--reward_clip_range", "-1", "2.5"])
+    assert args.reward_clip_range == [-1.0, 2.5]
+
+
 @BOTH
 def test_it_is_written_as_json(kind):
     written = json.loads(kind("out", generation_kwargs={"min_p": 0.1}).to_json_string())

@@ -34,6 +34,8 @@ class RolloutSteps:
     streams: torch's random numbers, one of each rank that micro-batches are divided over; the first is what completions
         are drawn with.
     num_micro_batches: since the beginning of the run, which decides when to generate.
+    generated: when, of the first step since the last log: "before" its micro-batches, "within" or "after" it; None:
+        there was no step.
     """
 
     rollout: Rollout
@@ -48,11 +50,13 @@ class RolloutSteps:
     buffer: Experience | None = None
     epoch: int = -1  # none yet
     seconds: list[float] = field(default_factory=list)
+    generated: str | None = None
     _begun_at: float = 0.0
 
     def begin(self) -> None:
         """Forget what an earlier run has left: its completions were another policy's."""
         self.buffer, self.num_micro_batches, self.num_steps, self.epoch = None, 0, 0, -1
+        self.generated = None
         self.sampler.begin()
 
     def set_epoch(self, epoch: int, skip: int = 0, skipped_digest: int | None = None) -> None:
@@ -76,16 +80,18 @@ class RolloutSteps:
     def _step(self) -> Any:
         """A step's batch: micro-batches until there are enough or the epoch is over."""
         self._begun_at = time.monotonic()
-        parts, experiences, number = [], [], self.num_steps
+        parts, experiences, number, when = [], [], self.num_steps, "after"
         while len(parts) < self.cycle.accumulation and self.sampler.has_next:
             prompts = self.sampler.next()
             if self.num_micro_batches % self.cycle.repeats == 0 or self.buffer is None:
                 self.buffer = self._generated(prompts)
+                when = "within" if parts else "before"
             part = self.num_micro_batches % self.cycle.parts
             parts.append(self.buffer.part(part, self.cycle.parts, len(self.streams)))
             experiences.append(self.buffer)
             self.num_micro_batches += 1
         self.num_steps += 1
+        self.generated = self.generated or when
         return self.lay_out(parts, experiences, number, None if self.bonus is None else self.bonus.next())
 
     def stepped(self, metrics: dict[str, Any]) -> None:
@@ -95,11 +101,19 @@ class RolloutSteps:
         if self.bonus is not None:
             self.bonus.stepped(metrics)
 
-    def logged(self) -> dict[str, float]:
-        """Of the steps since the last log: the coefficients of the entropy bonus, and the seconds a step took."""
+    def logged(self, of_micro_batches: dict[str, Any], step: int) -> dict[str, Any]:
+        """The metrics of the steps since the last log: those of generations, of micro-batches and of steps
+        (coefficients of the entropy bonus, seconds), in the order in which they first came up, as in TRL."""
+        of_generations = self.rollout.logged("train", step)
         found = {} if self.bonus is None else {"entropy_coef": self.bonus.taken()}
         found, self.seconds = found | {"step_time": self.seconds}, []
-        return {name: sum(values) / len(values) for name, values in found.items() if values}
+        of_steps = {name: sum(values) / len(values) for name, values in found.items() if values}
+        when, self.generated = self.generated, None
+        if when == "within":
+            return of_micro_batches | of_generations | of_steps
+        if when == "after":
+            return of_micro_batches | of_steps | of_generations
+        return of_generations | of_micro_batches | of_steps
 
     def _generated(self, prompts: Sequence[int]) -> Experience:
         """Completions of these rows, shuffled within each rank."""
@@ -126,6 +140,7 @@ class RolloutSteps:
             "streams": [[state.used, state.position] for state in states],
             "metrics": self.rollout.collected["train"].values,
             "bonus": None if self.bonus is None else self.bonus.state(),
+            "generated": self.generated,
         }
         return arrays, facts
 
@@ -139,7 +154,7 @@ class RolloutSteps:
         if self.rollout.table is not None and "table" in arrays:
             self.rollout.table.restore(arrays["table"])
         self.num_micro_batches, self.num_steps = facts["num_micro_batches"], facts["num_steps"]
-        self.epoch = facts["epoch"]
+        self.epoch, self.generated = facts["epoch"], facts["generated"]
         if self.bonus is not None:
             self.bonus.restore(facts["bonus"])
         self.rollout.collected["train"] = Collected(facts["metrics"])

@@ -19,8 +19,7 @@ def task_metrics(run: RunState, sums: list[dict[str, np.ndarray]], split: str) -
     """The task's metrics, and where TRL logs it `num_tokens`, the real tokens of all steps so far."""
     task = run.task
     if run.rollout is not None:
-        metrics = run.rollout.rollout.logged(split, run.state.global_step) | task.metrics(sums, split)
-        return metrics | run.rollout.logged()
+        return run.rollout.logged(task.metrics(sums, split), run.state.global_step)
     metrics, tokens = task.metrics(sums, split), {"num_tokens": float(run.tokens_seen)}
     if task.head == "score" or task.num_tokens_after not in metrics:
         return tokens | metrics

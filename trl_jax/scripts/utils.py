@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn, get_args, get_origin
 
 from transformers import HfArgumentParser
 
@@ -75,7 +75,10 @@ class TrlParser(HfArgumentParser):
         resolved = copy.copy(field)  # transformers writes the resolved type into the field
         HfArgumentParser._parse_dataclass_field(parser, resolved)
         action = parser._option_string_actions[f"--{field.name}"]
-        if takes_none and action.type is resolved.type and action.type is not str:
+        if get_origin(resolved.type) is tuple:  # transformers would make one of a word's letters
+            kinds = get_args(resolved.type)
+            action.type, action.nargs = kinds[0], len(kinds)
+        elif takes_none and action.type is resolved.type and action.type is not str:
             action.type = _or_none(action.type)
 
     def parse_args_and_config(

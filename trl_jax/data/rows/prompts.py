@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -65,6 +66,12 @@ def prompt_ids(
         max_prompt_length: how many of the last tokens stay; None: all.
     """
     if is_messages(prompts[0]):
+        if any(prompt[-1]["role"] == "assistant" for prompt in prompts):
+            warnings.warn(
+                "A prompt ends with a message of the assistant. As in TRL, that message is not continued: a completion "
+                "is another one behind it. End prompts with a message of the user.",
+                stacklevel=2,
+            )
         options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, **(template_options or {})}
         ids = tokenizer.apply_chat_template([list(prompt) for prompt in prompts], **options)["input_ids"]
     else:

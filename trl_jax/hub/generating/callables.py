@@ -67,7 +67,7 @@ class Failures:
         def call(ids: np.ndarray, scores: np.ndarray) -> np.ndarray:
             try:
                 return function(ids, scores)
-            except Exception as error:
+            except Exception as error:  # whatever it is, it is raised again where users see it
                 self.errors.append(error)
                 return np.full_like(scores, np.nan)
 

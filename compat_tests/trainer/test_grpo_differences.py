@@ -1,0 +1,121 @@
+"""Rows of docs/pages/differences.md on rewards of a model's own completions that no other test checks."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from datasets import Dataset
+
+import trl_jax
+from compat_tests.parity.dpo_cases import SMALL
+from compat_tests.parity.grpo_cases import length_reward, prompt_rows
+from compat_tests.parity.reference import BASE
+from compat_tests.tiny import tiny_tokenizer
+from trl_jax import GRPOTrainer
+from trl_jax.data.rows.prompts import prompt_ids
+from trl_jax.run.evaluation.completions import CompletionEvaluator
+
+GREEDY = {"generation_kwargs": {"do_sample": False}}
+CONFIG = {
+    "max_steps": 1, "num_generations": 4, "max_completion_length": 6, "per_device_train_batch_size": 8,
+    "pad_to_multiple_of": None, "num_iterations": 2, "learning_rate": 0.1, "max_grad_norm": 0.0,
+}  # fmt: skip
+GPT2 = {"head": "causal", "n_layer": 1, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+
+
+@pytest.fixture
+def make(checkpoint, tmp_path):
+    def made(model=None, rows=None, **config):
+        args = GRPOTrainer.config_class(str(tmp_path / "out"), **BASE | CONFIG | config)
+        model = str(checkpoint("gpt2", **GPT2)) if model is None else model
+        return GRPOTrainer(model, length_reward, args, Dataset.from_list(rows or prompt_rows(8)))
+
+    return made
+
+
+def rows_of(trainer):
+    """The completions of a run's last generation."""
+    return trainer.parts.run.rollout.buffer.rows
+
+
+def test_positions_begin_with_the_first_token(make):
+    """Each completion of two prompts, one far longer, is what its text alone has the model say."""
+    short, long = prompt_rows(2)
+    long["prompt"] = 5 * long["prompt"]
+    trainer = make(rows=[short, long], learning_rate=0.0, **GREEDY)
+    trainer.train()
+    found = rows_of(trainer)
+    assert len({len(row.prompt) for row in found}) == 2
+    for row in found:
+        ids = np.concatenate([row.prompt, row.completion])[None]
+        logits = np.asarray(trainer.model(ids, np.ones_like(ids)).logits[0, len(row.prompt) - 1 : -1], np.float64)
+        logps = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        np.testing.assert_array_equal(logits.argmax(-1), row.completion)
+        np.testing.assert_allclose(logps[np.arange(len(row.completion)), row.completion], row.old_logps, atol=2e-5)
+
+
+@pytest.mark.parametrize("noisy", [{"disable_dropout": False}, {"disable_dropout": True, "neftune_noise_alpha": 5.0}])
+def test_dropout_and_noise_act_in_the_step_alone(noisy, make):
+    plain, other = make(disable_dropout=True, batch_layout="padded"), make(batch_layout="padded", **noisy)
+    for trainer in (plain, other):
+        trainer.train()
+    for mine, theirs in zip(rows_of(plain), rows_of(other), strict=True):
+        np.testing.assert_array_equal(mine.completion, theirs.completion)
+        np.testing.assert_array_equal(mine.old_logps, theirs.old_logps)
+    moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), plain.model.params, other.model.params)
+    assert max(moved.values()) > 1e-3
+
+
+def test_the_reference_of_a_changed_model_is_the_changed_one(make, checkpoint):
+    model = trl_jax.AutoModelForCausalLM.from_pretrained(str(checkpoint(**SMALL)))
+    model.params = {path: 1.5 * array for path, array in model.params.items()}
+    changed, kwargs = {path: np.asarray(array) for path, array in model.params.items()}, {"dtype": "float32"}
+    trainer = make(model, beta=0.1, model_init_kwargs=kwargs, num_iterations=1)
+    assert kwargs == {"dtype": "float32"}
+    trainer.train()
+    assert trainer.state.log_history[0]["kl"] == 0.0
+    jax.tree.map(np.testing.assert_array_equal, dict(trainer.ref_model.params), changed)
+
+
+def test_an_evaluations_loss_weighs_rows_alike(make, checkpoint, monkeypatch):
+    config = {"beta": 0.5, "loss_type": "grpo", "num_iterations": 1, "per_device_eval_batch_size": 8} | GREEDY
+    trainer = make(str(checkpoint(**SMALL)), **config)
+    trainer.train()
+    of_batches, batch = [], CompletionEvaluator._batch
+
+    def spied(self, rows):
+        found = batch(self, rows)
+        of_batches.append((len(rows), float(np.sum(found["loss"]))))
+        return found
+
+    monkeypatch.setattr(CompletionEvaluator, "_batch", spied)
+    losses, rows = {}, Dataset.from_list(prompt_rows(5))
+    for size in (20, 8):  # of 20 completions: one batch, or two and a half
+        of_batches.clear()
+        trainer.args.per_device_eval_batch_size = size
+        losses[size] = trainer.evaluate(rows)["eval_loss"]
+    counts, found = zip(*of_batches, strict=True)
+    assert counts == (8, 8, 4) and losses[8] == pytest.approx(losses[20], rel=1e-5)
+    assert abs(np.mean(found) - losses[8]) > 1e-5  # a plain mean would be another number
+
+
+def test_metrics_come_in_the_order_in_which_they_first_came_up(make, checkpoint):
+    """As in TRL: a log may begin with a step that uses older completions, or writes its own halfway."""
+    config = {"max_steps": 6, "logging_steps": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 3}
+    trainer = make(str(checkpoint(**SMALL)), num_iterations=1, per_device_train_batch_size=4, **config)
+    trainer.train()
+    first = {"num_tokens": "generation", "entropy": "micro-batch", "step_time": "step"}
+    orders = [[first[name] for name in log if name in first] for log in trainer.state.log_history[:3]]
+    assert orders == [
+        ["generation", "micro-batch", "step"], ["micro-batch", "step", "generation"],
+        ["micro-batch", "generation", "step"],
+    ]  # fmt: skip
+
+
+def test_a_prompt_that_ends_with_the_assistant_is_warned_of():
+    tokenizer, [row] = tiny_tokenizer(chat_template=True), prompt_rows(1, "chat")
+    asked = prompt_ids([row["prompt"]], tokenizer)
+    with pytest.warns(UserWarning, match="ends with a message of the assistant. As in TRL, that message is not contin"):
+        [ids] = prompt_ids([[*row["prompt"], {"role": "assistant", "content": "Well,"}]], tokenizer)
+    assert len(ids) > len(asked[0])
