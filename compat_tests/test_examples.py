@@ -67,6 +67,14 @@ def test_rewards_are_learned(tmp_path):
     assert (tmp_path / "final" / "generation_config.json").is_file()
 
 
+def test_a_reward_model_picks_better_answers(tmp_path):
+    shown = run(ROOT / "examples" / "best_of_n.py", "--output_dir", tmp_path)
+    first, last = map(float, re.search(r"right answers went from (\d\.\d+) to (\d\.\d+)\.", shown).groups())
+    assert first < 0.2 and last > 0.5
+    assert len(re.findall(r"first: .+ best of 16: .+", shown)) == 4
+    assert (tmp_path / "judge" / "model.safetensors").is_file()
+
+
 def test_a_script_ported_by_its_import_prints_trls_losses(tmp_path):
     pytest.importorskip("trl")
     sys.path.insert(0, str(ROOT / "examples"))
