@@ -1,4 +1,4 @@
-"""Let a reward model pick the best of several answers, without training the model that gives them. Nothing is downloaded.
+"""Let a reward model pick the best of several answers; the model that gives them stays. Nothing is downloaded.
 
     python examples/best_of_n.py [--output_dir out] [--n 16] [--seed 42]
 
