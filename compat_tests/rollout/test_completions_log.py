@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import types
 
+import huggingface_hub
 import numpy as np
 import pandas as pd
 import pytest
 
 from trl_jax.rollout.completions_log import CompletionsLog, trackers
+from trl_jax.rollout.completions_repo import CompletionsRepo
 from trl_jax.rollout.completions_table import print_completions
 
 NAMES = ["accuracy", "form"]
@@ -44,7 +47,7 @@ def test_the_last_ones_are_kept_and_a_column_is_none_where_it_was_not_given():
 
 def test_an_evaluation_leaves_the_table_and_the_file_of_training(tmp_path):
     told = []
-    made = log(folder=tmp_path / "completions", written=told.append, num_to_print=0)
+    made = log(folder=tmp_path / "completions", repo=told.append, num_to_print=0)
     made.log("eval", 3)
     assert told == []  # nothing was written yet
     add(made)
@@ -118,3 +121,38 @@ def test_what_a_terminal_would_obey_is_shown_as_text(capsys):
     made.add("train", ["p"], ["\x1b[2Jgone"], np.ones((1, 2), np.float32), np.ones(1))
     made.log("train", 1)
     assert "\x1b[2J" not in capsys.readouterr().out
+
+
+class Hub:
+    """huggingface_hub's HfApi, as far as it is called: what was made, and the files of each commit."""
+
+    made, commits = [], []
+
+    def __init__(self, token):
+        self.token = token
+
+    def create_repo(self, name, **how):
+        self.made.append((name, self.token, how))
+        return types.SimpleNamespace(repo_id=f"somebody/{name}")
+
+    def upload_folder(self, *, repo_id, folder_path, allow_patterns, repo_type, **how):
+        sizes = {name: (folder_path / name).stat().st_size for name in allow_patterns}
+        self.commits.append((repo_id, repo_type, sizes))
+
+
+def test_files_go_to_a_dataset_on_the_hub_once_in_a_while_and_at_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    repo = CompletionsRepo("mine", token="hf_secret", private=True)
+    assert Hub.made == [("mine", "hf_secret", {"private": True, "exist_ok": True, "repo_type": "dataset"})]
+    made = log(folder=tmp_path / "completions", repo=repo, num_to_print=0)
+    for step in (1, 2, 3):
+        made.add("train", ["p"], ["c"], np.ones((1, 2), np.float32), np.zeros(1))
+        made.log("train", step)
+        repo._publisher.wait()
+    assert len(Hub.commits) == 1  # the others came within two minutes
+    made.finish()
+    names = [sorted(files) for repo_id, kind, files in Hub.commits if (repo_id, kind) == ("somebody/mine", "dataset")]
+    assert names == [["README.md", "completions_00001.parquet"],
+                     ["README.md", "completions_00002.parquet", "completions_00003.parquet"]]  # fmt: skip
+    made.finish()
+    assert len(Hub.commits) == 2 and all(size for _, _, files in Hub.commits for size in files.values())

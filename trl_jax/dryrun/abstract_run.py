@@ -73,6 +73,8 @@ def planned(args: BaseConfig, topology: Topology, output_dir: str) -> PlannedCon
     args.__class__ = type("PlannedConfig", (PlannedConfig, type(args)), target)
     quiet = {"output_dir": output_dir, "report_to": [], "push_to_hub": False, "use_cpu": False}
     quiet |= {"save_strategy": SaveStrategy.NO, "load_best_model_at_end": False, "model_init_kwargs": None}
+    if "log_completions" in vars(args):
+        quiet |= {"log_completions": False, "log_completions_hub_repo": None}
     for name, value in quiet.items():
         setattr(args, name, value)
     if settled and "generation_batch_size" in vars(args):

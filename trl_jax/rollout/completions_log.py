@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 
 from trl_jax.core.files.whole_file import replacing
+from trl_jax.rollout.completions_repo import CompletionsRepo
 from trl_jax.rollout.completions_table import print_completions
 
 Mode = Literal["train", "eval"]
@@ -29,7 +30,7 @@ class CompletionsLog:
         unique_prompts: trackers get each prompt once.
         folder: where files are written; None: nowhere. Those of evaluations begin with eval_.
         trackers: functions that are given a table as a pandas DataFrame.
-        written: told of each file.
+        repo: gets each file; None where they stay here.
     """
 
     names: Sequence[str]
@@ -38,7 +39,7 @@ class CompletionsLog:
     unique_prompts: bool = False
     folder: Path | None = None
     trackers: Sequence[Callable[[pd.DataFrame], None]] = ()
-    written: Callable[[Path], None] | None = None
+    repo: CompletionsRepo | None = None
     _rows: dict[Mode, deque[dict[str, Any]]] = field(init=False)
 
     def __post_init__(self):
@@ -94,6 +95,11 @@ class CompletionsLog:
         for track in self.trackers:
             track(frame)
 
+    def finish(self) -> None:
+        """At the end of a run, wait until its files are where they belong."""
+        if self.repo is not None:
+            self.repo.finish()
+
     def state(self) -> np.ndarray:
         """For `restore`: what is kept, as JSON in UTF-8, uint8; values of other kinds as their text."""
         kept = {mode: list(rows) for mode, rows in self._rows.items()}
@@ -109,8 +115,8 @@ class CompletionsLog:
         path = self.folder / f"{'eval_' if mode == 'eval' else ''}completions_{step:05d}.parquet"
         with replacing(path) as beside:
             frame.to_parquet(beside)
-        if self.written is not None:
-            self.written(path)
+        if self.repo is not None:
+            self.repo(path)
 
 
 def trackers(report_to: Sequence[str]) -> list[Callable[[pd.DataFrame], None]]:

@@ -94,6 +94,11 @@ class RolloutSteps:
         self.generated = self.generated or when
         return self.lay_out(parts, experiences, number, None if self.bonus is None else self.bonus.next())
 
+    def finish(self) -> None:
+        """At the end of a run, wait for what still leaves this machine."""
+        if self.rollout.table is not None:
+            self.rollout.table.finish()
+
     def stepped(self, metrics: dict[str, Any]) -> None:
         """Wait for a step to end, which the next one's completions would do, and take over what it measured."""
         jax.block_until_ready(metrics)

@@ -140,6 +140,8 @@ class Training:
         with self._leaving_saved(loop):
             with run.interrupts.waiting():
                 self._publisher.finish()
+                if run.rollout is not None:
+                    run.rollout.finish()
             metrics = self._closing_metrics(train_loss, unreported, start, length.max_steps, first)
             with run.interrupts.waiting():
                 params = self._best_params()

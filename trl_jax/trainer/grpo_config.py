@@ -54,7 +54,7 @@ class GRPOConfig(BaseConfig):
         vllm_importance_sampling_*: read with `use_vllm`: how the ratio of policy and sampler counts.
         log_completions: shows completions in a table of `num_completions_to_print` rows, or all, and writes them to
             output_dir/completions; trackers get each prompt once with `log_unique_prompts`.
-        log_completions_hub_repo: dataset on the Hub that gets them, too.
+        log_completions_hub_repo: dataset on the Hub that gets these files, too, every two minutes and at the end.
         max_prompt_length: deprecated; the number of a prompt's last tokens that stay. None: all.
         reward_timeout: seconds that an asynchronous reward function may take; None: any. Not in TRL.
     """

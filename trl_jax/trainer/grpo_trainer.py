@@ -12,6 +12,7 @@ from transformers.trainer_callback import TrainerCallback
 
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.losses.policy_gradient import PolicyLoss
+from trl_jax.rollout.completions_repo import CompletionsRepo
 from trl_jax.rollout.entropy import EntropyBonus
 from trl_jax.tasks.grpo import GrpoTask
 from trl_jax.trainer.grpo_config import GRPOConfig
@@ -91,6 +92,10 @@ class GRPOTrainer(TrainerWithRollout):
             scale_rewards=args.scale_rewards,
             entropy_bonus=bool(args.entropy_coef or args.use_adaptive_entropy),
         )
+
+    def _completions_repo(self) -> CompletionsRepo | None:
+        args, name = self.args, self.args.log_completions_hub_repo
+        return None if name is None else CompletionsRepo(name, token=args.hub_token, private=args.hub_private_repo)
 
     def _bonus(self) -> EntropyBonus | None:
         args = self.args

@@ -12,6 +12,7 @@ from trl_jax.engine.devices import processes
 from trl_jax.hub.peft.backend import AdaptedBackend
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.rollout.completions_log import CompletionsLog, trackers
+from trl_jax.rollout.completions_repo import CompletionsRepo
 from trl_jax.rollout.entropy import EntropyBonus
 from trl_jax.rollout.reward_arguments import reward_functions
 from trl_jax.run import construction
@@ -115,7 +116,12 @@ class TrainerWithRollout(BaseTrainer):
         return CompletionsLog(
             names, args.generation_batch_size, args.num_completions_to_print, args.log_unique_prompts,
             Path(args.output_dir) / "completions" if self._writes_completions else None, trackers(args.report_to or ()),
+            self._completions_repo(),
         )  # fmt: skip
+
+    def _completions_repo(self) -> CompletionsRepo | None:
+        """The dataset on the Hub that gets the tables; None without one."""
+        return None
 
     def _bonus(self) -> EntropyBonus | None:
         """The coefficient of the entropy bonus, where the loss has one."""

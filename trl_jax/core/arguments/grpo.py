@@ -94,6 +94,5 @@ GRPO: dict[str, Handling] = {
     **handled("vllm_importance_sampling_clip_max", "mapped", rule=rules.number(0, optional=True)),
     **handled("vllm_importance_sampling_clip_min", "mapped", rule=_least_ratio),
     # Completions that are shown
-    **handled("log_completions_hub_repo", "warned",
-              "completions are written to output_dir/completions; push that folder.", rule=_hub_repo),
+    **handled("log_completions_hub_repo", "native", rule=_hub_repo),
 }  # fmt: skip

@@ -51,10 +51,12 @@ class Publisher:
         TypeError, ValueError: the token cannot be one.
     """
 
-    def __init__(self, name: str, *, token: str | None, private: bool | None, revision: str | None):
+    def __init__(
+        self, name: str, *, token: str | None, private: bool | None, revision: str | None, repo_type: str = "model"
+    ):
         self._token, self._revision = as_token("hub_token", token), revision
         self.repo_id, self.failures = name, []
-        self._private, self._opened = private, False
+        self._private, self._repo_type, self._opened = private, repo_type, False
         self.uploading: str | None = None
         # Of the last background push. No join, which in Python 3.11 takes a thread for ended that a signal came by.
         self._ended: threading.Event | None = None
@@ -70,7 +72,9 @@ class Publisher:
             api = huggingface_hub.HfApi(token=self._token)
             try:
                 with limits.limited(f"opening the repository {self.repo_id!r} on the Hub"):
-                    url = api.create_repo(self.repo_id, private=self._private, exist_ok=True)
+                    url = api.create_repo(
+                        self.repo_id, private=self._private, exist_ok=True, repo_type=self._repo_type
+                    )
                     if self._revision is not None:
                         api.create_branch(url.repo_id, branch=self._revision, exist_ok=True)
             except (HTTPError, HFValidationError, OSError) as error:
@@ -172,6 +176,7 @@ class Publisher:
                     commit_message=upload.message,
                     allow_patterns=[glob.escape(name) for name in upload.files],
                     revision=revision,
+                    repo_type=self._repo_type,
                 )
             except RuntimeError as error:  # as which the client raises errors of its transport, in threads of its own
                 if isinstance(error.__cause__, HTTPError | OSError):

@@ -33,6 +33,7 @@ NO_PART = frozenset(
     resume_from_checkpoint ignore_data_skip restore_callback_states_from_checkpoint
     auto_find_batch_size full_determinism skip_memory_metrics use_cpu coordinator_address num_processes process_id
     precompute_ref_batch_size sync_ref_model ref_model_mixup_alpha ref_model_sync_steps
+    log_completions log_completions_hub_repo log_unique_prompts num_completions_to_print
     """.split()
 )
 
