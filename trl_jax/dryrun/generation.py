@@ -95,15 +95,15 @@ def cache_bytes(arch: Any, size: Size, dtype: str) -> int:
     return 2 * arch.num_layers * arch.num_key_heads * arch.head_dim * jnp.dtype(dtype).itemsize * tokens
 
 
-def abstract_weights(graph: Any, arrays: dict[str, Any], dtype: str, platform: str) -> Weights:
+def abstract_weights(graph: Any, arrays: dict[str, Any], dtype: str, head_dtype: str, platform: str) -> Weights:
     """`Weights.of` shapes with shardings."""
-    cast = cast_matrices(graph, arrays, jnp.dtype(dtype))
+    cast = cast_matrices(graph, arrays, jnp.dtype(dtype), jnp.dtype(head_dtype))
     arrays = arrays | {
         path: jax.ShapeDtypeStruct(arrays[path].shape, jnp.dtype(dtype), sharding=arrays[path].sharding)
         for path in cast
     }
     layers = layer_shapes(graph, arrays) if decodes_by_layer(arrays, platform) else None
-    return Weights(graph, arrays, layers, jnp.dtype(dtype))
+    return Weights(graph, arrays, layers, jnp.dtype(dtype), jnp.dtype(head_dtype))
 
 
 def generation_memory(
@@ -167,7 +167,7 @@ class Programs:
         return prefill.trace(
             weights.graph, weights.arrays, tokens, _ints(size.prompts), group=size.completions // size.prompts,
             capacity=min(size.new_places, FIRST_PLACES), max_tokens=self._max_tokens, dtype=weights.dtype,
-            by_layer=by_layer,
+            head_dtype=weights.head_dtype, by_layer=by_layer,
         )  # fmt: skip
 
     def decode(self, cache: Cache) -> jax.stages.Traced:
@@ -177,7 +177,8 @@ class Programs:
         drawing = Drawing((), _ints(size.completions, size.prompt_places), number, each, _struct((), np.float32))
         return next_tokens.trace(
             weights.graph, weights.arrays, weights.layers, self._full(cache), Stops(_ints(1), number, number),
-            self._noise(), drawing, number, number, dtype=weights.dtype, max_tokens=self._max_tokens,
+            self._noise(), drawing, number, number, dtype=weights.dtype, head_dtype=weights.head_dtype,
+            max_tokens=self._max_tokens,
         )  # fmt: skip
 
     def _full(self, cache: Cache) -> Decoding:

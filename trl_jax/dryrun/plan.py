@@ -276,7 +276,8 @@ def _generation(
     placed = step.frozen | step.params
     arrays = {path: placed[path] for path in run.model.arrays}
     with trace.on_device(trainer):
-        weights = abstract_weights(run.model.graph, arrays, dtype, topology.platform)
+        head_dtype = "float32" if trainer.args.cast_lm_head_to_fp32 else dtype
+        weights = abstract_weights(run.model.graph, arrays, dtype, head_dtype, topology.platform)
         evaluates, size = max(enumerate(sizes), key=lambda one: cache_bytes(arch, one[1], dtype))
         memory = generation_memory(step, arrays, weights, size, arch, trace.maps(trainer))
         exact = topology.platform == "cpu" and topology.devices == 1 and dtype == "float32"

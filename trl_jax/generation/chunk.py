@@ -66,7 +66,7 @@ def first_tokens(
     return state, Status(state.count, state.alive)
 
 
-@partial(jax.jit, static_argnames=("graph", "dtype", "max_tokens"), donate_argnames=("state",))
+@partial(jax.jit, static_argnames=("graph", "dtype", "head_dtype", "max_tokens"), donate_argnames=("state",))
 def next_tokens(
     graph: Any,
     arrays: dict[str, jax.Array],
@@ -79,6 +79,7 @@ def next_tokens(
     steps: jax.Array,
     *,
     dtype: jnp.dtype,
+    head_dtype: jnp.dtype,
     max_tokens: int,
 ) -> tuple[Decoding, Status]:
     """At most `steps` more tokens of each completion, fewer where all end before.
@@ -97,7 +98,7 @@ def next_tokens(
         tokens = jax.lax.dynamic_slice_in_dim(state.tokens, state.count - 1, 1, axis=1)
         options = {"cache": state.cache, "layers": layers, "dtype": dtype, "max_tokens": max_tokens}
         hidden, new = trunk.with_keys(tokens, positions, None, jnp.max(lengths) + written + 1, **options)
-        logits = model.outputs(hidden, None, dtype, None, 1.0).astype(jnp.float32)
+        logits = model.outputs(hidden.astype(dtype), None, head_dtype, None, 1.0).astype(jnp.float32)
         return logits, state._replace(cache=state.cache.appended(new))
 
     def step(carry):

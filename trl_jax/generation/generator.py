@@ -25,17 +25,24 @@ FIRST_PLACES = 32  # places for tokens; twice as many whenever these are full
 
 
 class Weights(NamedTuple):
-    """A model's graph, its arrays, each layer's by itself (`layers_for_decoding`), and what it computes in."""
+    """A model's graph, its arrays, each layer's by itself (`layers_for_decoding`), and what it and its head compute
+    in."""
 
     graph: Any
     arrays: dict[str, jax.Array]
     layers: list[nnx.State] | None
     dtype: Any
+    head_dtype: Any
 
     @classmethod
-    def of(cls, graph: Any, arrays: dict[str, jax.Array], dtype: Any = jnp.float32) -> Weights:
-        arrays = matrices_in(graph, arrays, jnp.dtype(dtype))
-        return cls(graph, arrays, layers_for_decoding(graph, arrays, platform()), jnp.dtype(dtype))
+    def of(
+        cls, graph: Any, arrays: dict[str, jax.Array], dtype: Any = jnp.float32, head_dtype: Any = None
+    ) -> Weights:
+        """head_dtype: None: `dtype`."""
+        dtype = jnp.dtype(dtype)
+        head_dtype = dtype if head_dtype is None else jnp.dtype(head_dtype)
+        arrays = matrices_in(graph, arrays, dtype, head_dtype)
+        return cls(graph, arrays, layers_for_decoding(graph, arrays, platform()), dtype, head_dtype)
 
 
 # (completions that have ended, tokens of all of them so far) -> None
@@ -151,7 +158,7 @@ class _Generation:
         logits, cache = prefill(
             weights.graph, weights.arrays, tokens, np.asarray([len(ids) for ids in request.prompts], np.int32),
             group=request.group, capacity=capacity, max_tokens=self._max_tokens, dtype=weights.dtype,
-            by_layer=weights.layers is not None,
+            head_dtype=weights.head_dtype, by_layer=weights.layers is not None,
         )  # fmt: skip
         state = begun(cache, request.rows, capacity, logps=request.logps)
         state, status = first_tokens(logits, state, self._stops, self._noise(), self._drawing)
@@ -178,7 +185,8 @@ class _Generation:
             state = grown(state, capacity=places(state.capacity + 1))
         state, status = next_tokens(
             weights.graph, weights.arrays, weights.layers, state, self._stops, noise, self._drawing, np.int32(first),
-            np.int32(min(steps, state.capacity - count)), dtype=weights.dtype, max_tokens=self._max_tokens,
+            np.int32(min(steps, state.capacity - count)), dtype=weights.dtype, head_dtype=weights.head_dtype,
+            max_tokens=self._max_tokens,
         )  # fmt: skip
         self._used = self._steps
         return state, status

@@ -14,7 +14,7 @@ from trl_jax.models.functional import merge
 from trl_jax.nn.kv_cache import Cache, CachePlaces, of_prompts
 
 
-@partial(jax.jit, static_argnames=("graph", "group", "capacity", "max_tokens", "dtype", "by_layer"))
+@partial(jax.jit, static_argnames=("graph", "group", "capacity", "max_tokens", "dtype", "head_dtype", "by_layer"))
 def prefill(
     graph: Any,
     arrays: dict[str, jax.Array],
@@ -26,6 +26,7 @@ def prefill(
     max_tokens: int,
     dtype: jnp.dtype,
     by_layer: bool,
+    head_dtype: jnp.dtype | None = None,
 ) -> tuple[jax.Array, Cache]:
     """Logits `[P, V]`, float32, of the token after each prompt, and the cache for `group` completions of each.
 
@@ -35,13 +36,15 @@ def prefill(
         capacity: places of the cache for each completion.
         max_tokens: no prompt with its completion will have more; windows as long are left out.
         by_layer: the cache is a list of each layer's.
+        head_dtype: what the head computes in; None: `dtype`.
     """
     model = merge(graph, arrays)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     reads = reads_of_rows(lengths - 1, tokens.shape[1])
     options = {"dtype": dtype, "max_tokens": max_tokens}
     hidden, kept = trunk_of(model).with_keys(tokens, positions, reads, jnp.max(lengths), **options)
-    logits = model.outputs(hidden, None, dtype, None, 1.0).astype(jnp.float32)
+    head_dtype = dtype if head_dtype is None else head_dtype
+    logits = model.outputs(hidden.astype(dtype), None, head_dtype, None, 1.0).astype(jnp.float32)
     layers = of_prompts(kept, group, capacity)
     if by_layer:
         layers = [jax.tree.map(lambda leaf: leaf[i], layers) for i in range(len(layers.v))]  # noqa: B023

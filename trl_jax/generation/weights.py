@@ -48,18 +48,24 @@ def layer_shapes(graph: Any, arrays: Mapping[str, jax.ShapeDtypeStruct]) -> list
     return jax.eval_shape(partial(_unstacked, graph), arrays)
 
 
-def matrices_in(graph: Any, arrays: dict[str, jax.Array], dtype: jnp.dtype) -> dict[str, jax.Array]:
+def matrices_in(
+    graph: Any, arrays: dict[str, jax.Array], dtype: jnp.dtype, head_dtype: jnp.dtype | None = None
+) -> dict[str, jax.Array]:
     """The arrays, of which the matrices that layers multiply by are in `dtype` already: the products are the same, and
     each step reads half the bytes. Norms, biases, adapters and the table of tokens stay as they are."""
-    names = cast_matrices(graph, arrays, dtype)
+    names = cast_matrices(graph, arrays, dtype, head_dtype)
     return arrays | _cast({path: arrays[path] for path in names}, dtype) if names else arrays
 
 
-def cast_matrices(graph: Any, arrays: Mapping[str, Any], dtype: jnp.dtype) -> list[str]:
+def cast_matrices(
+    graph: Any, arrays: Mapping[str, Any], dtype: jnp.dtype, head_dtype: jnp.dtype | None
+) -> list[str]:
     """The paths of the matrices that `matrices_in` casts; `arrays` may be shapes."""
     if dtype == jnp.float32:
         return []
     names = [path for path, axes in _axes(graph, arrays).items() if _is_matrix(path, axes) and path in arrays]
+    if head_dtype == jnp.float32:
+        names = [path for path in names if not path.startswith("lm_head.")]
     return [path for path in names if arrays[path].dtype == jnp.float32]
 
 

@@ -31,6 +31,7 @@ class Model(nnx.Module):
         dtype: jnp.dtype = jnp.float32,
         dropout_key: jax.Array | None = None,
         temperature: float = 1.0,
+        head_dtype: jnp.dtype | None = None,
         **options: Any,
     ) -> Any:
         """The outputs of the head: of a score head `[N]`; of a language model's head `TokenOutputs` where there are
@@ -43,15 +44,17 @@ class Model(nnx.Module):
             dtype: what layers and a language model's head compute in.
             dropout_key: turns dropout on, at the rates in the config.
             temperature: divides the logits of a language model's head; a score head has none.
+            head_dtype: what a language model's head computes in; None: `dtype`.
             options: the trunk's others. With `counted`, tokens `[R, T]`, a model with experts gives beside its outputs
                 the `RouterSums` over those.
         """
         trunk = vars(self)[self.trunk_name]
         hidden = trunk(tokens, positions, reads, dtype=dtype, dropout_key=dropout_key, **options)
-        if not isinstance(hidden, tuple):
-            return self.outputs(hidden, targets, dtype, dropout_key, temperature)
-        hidden, sums = hidden
-        return self.outputs(hidden, targets, dtype, dropout_key, temperature), sums
+        hidden, *sums = hidden if isinstance(hidden, tuple) else (hidden,)
+        if head_dtype is not None:
+            hidden, dtype = hidden.astype(dtype), head_dtype
+        outputs = self.outputs(hidden, targets, dtype, dropout_key, temperature)
+        return (outputs, *sums) if sums else outputs
 
     @abc.abstractmethod
     def outputs(

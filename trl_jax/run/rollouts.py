@@ -108,6 +108,7 @@ class PolicyWriter:
     def complete(self, prompt_ids: Ids, group: int) -> list[np.ndarray]:
         run, options = self._run, self._sampling.options
         how = {"group": group, "stream": self._stream, "dtype": run.args.compute_dtype, "logps": False}
+        how["head_dtype"] = "float32" if run.args.cast_lm_head_to_fp32 else None
         how["progress"] = GenerationProgress(self._line, len(prompt_ids))
         with run.on_device():
             out = complete(run.model, prompt_ids[::group], options, **how)

@@ -81,6 +81,14 @@ class GRPOTrainer(TrainerWithRollout):
             model, reward_funcs, args, train_dataset, eval_dataset, processing_class, reward_processing_classes,
             callbacks, optimizers, quantization_config, peft_config,
         )  # fmt: skip
+        if self.args.cast_lm_head_to_fp32 and any(
+            path.startswith("lm_head.") and ".lora_" in path for path in self._run.model.arrays
+        ):
+            raise ValueError(
+                "`cast_lm_head_to_fp32=True` is not supported when the lm_head carries a PEFT adapter (e.g. "
+                "`target_modules` includes `lm_head`). Remove `lm_head` from the adapter's target modules, or set "
+                "`cast_lm_head_to_fp32=False`."
+            )
         _warn_of_levels(self.args.loss_type, self.args.importance_sampling_level)
 
     def make_task(self) -> GrpoTask:

@@ -63,8 +63,7 @@ GRPO: dict[str, Handling] = {
     **GENERATION,
     **without_sequence_axis("GRPOTrainer"),
     **whole_groups_only("GRPO"),
-    **handled("cast_lm_head_to_fp32", "refused",
-              "the head computes as the layers do, with float32 sums. Leave it out, or train without bf16."),
+    **handled("cast_lm_head_to_fp32", "native"),
     **handled("max_tool_calling_iterations", "native", rule=rules.whole(1, optional=True)),
     # The loss
     **handled("loss_type", "native", rule=_named(LOSSES, f"Unknown loss type: {{}}. Should be one of {list(LOSSES)}")),

@@ -62,6 +62,7 @@ def complete(
     group: int,
     stream: TorchGenerator,
     dtype: Any = jnp.float32,
+    head_dtype: Any = None,
     logps: bool = True,
     progress: Progress | None = None,
 ) -> Completions:
@@ -72,7 +73,7 @@ def complete(
         options: fields of a GenerationConfig, `eos_token_id` and `pad_token_id` among them; where one is None, that of
             the model's generation_config counts.
         stream: the generator that tokens are drawn with; it goes on behind them.
-        dtype: that the model computes in.
+        dtype: that the model computes in. head_dtype: its head; None: `dtype`.
         logps: whether log-probabilities are kept: of the model's own logits, divided by the temperature.
         progress: is told how far it is, as by `generation.generator.generate`.
 
@@ -90,7 +91,8 @@ def complete(
     request = request_of(settings, text, prompts, group, (*before.values(), *behind.values()))
     temperature = settings.config.temperature if settings.config.do_sample else 1.0
     request = replace(request, temperature=temperature, logps=logps)
-    return run(model, request, drawing_of(settings, stream, dtype), dtype=dtype, progress=progress)
+    drawing = drawing_of(settings, stream, dtype)
+    return run(model, request, drawing, dtype=dtype, head_dtype=head_dtype, progress=progress)
 
 
 def text_of(model: Any, settings: Settings, prompt_length: int) -> Text:
@@ -119,8 +121,8 @@ def drawing_of(settings: Settings, stream: TorchGenerator, dtype: Any) -> Drawin
 
 
 def run(
-    model: Any, request: Request, drawing: Drawing | None, *, dtype: Any, watch: Watch | None = None,
-    progress: Progress | None = None,
+    model: Any, request: Request, drawing: Drawing | None, *, dtype: Any, head_dtype: Any = None,
+    watch: Watch | None = None, progress: Progress | None = None,
 ) -> Completions:  # fmt: skip
     """Generate; the stream stands behind the steps that were taken, or where it was if that fails.
 
@@ -129,7 +131,7 @@ def run(
         RuntimeError: the model's logits are not finite.
     """
     _check_positions(model, request)
-    weights = Weights.of(model.graph, model.arrays, dtype)
+    weights = Weights.of(model.graph, model.arrays, dtype, head_dtype)
     steps = 1 if watch is not None else chunk_steps(request.rows, model.vocab_size, generator.STEPS)
     options = {"vocabulary": model.vocab_size, "steps": steps, "new": request.max_new_tokens}
     source, used = None if drawing is None else drawing.source(request.rows, **options), 0

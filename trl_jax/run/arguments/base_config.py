@@ -123,7 +123,7 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
 
     # Arguments of most trainers. Their positions differ, and fields of a base class come first, so each config class
     # declares those it has; these are the values for a class without them.
-    activation_offloading = disable_dropout = False
+    activation_offloading = disable_dropout = cast_lm_head_to_fp32 = False
     chat_template_path = dataset_num_proc = eos_token = max_length = pad_token = None
     pad_to_multiple_of = "auto"
     counts_devices: ClassVar[bool] = True  # False: the run's devices are not this machine's, and sizes wait for them

@@ -84,6 +84,8 @@ class Forward:
         task = self._run.task
         if task.head == "score":
             return options
+        if self._run.args.cast_lm_head_to_fp32:
+            options["head_dtype"] = jnp.dtype("float32")
         return options | {"targets": batch.targets, "temperature": task.temperature}
 
     def loss(

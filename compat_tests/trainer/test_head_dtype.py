@@ -1,0 +1,84 @@
+"""cast_lm_head_to_fp32: layers in bfloat16 under a head in float32, in the step, its passes and its completions."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from datasets import Dataset
+
+from compat_tests.parity.dpo_cases import SMALL
+from compat_tests.parity.grpo_cases import length_reward, prompt_rows
+from trl_jax import GRPOTrainer, LoraConfig
+from trl_jax.generation.prefill import prefill
+from trl_jax.generation.weights import matrices_in
+from trl_jax.hub.generating import complete as complete_module
+from trl_jax.models.functional import merge
+
+PROMPT, ANSWER = np.arange(5, 12), np.arange(20, 31)
+CONFIG = {
+    "bf16": True, "use_cpu": True, "report_to": "none", "num_generations": 4, "per_device_train_batch_size": 4,
+    "max_completion_length": 4,
+    "pad_to_multiple_of": None,
+}  # fmt: skip
+
+
+@pytest.fixture
+def make(checkpoint, tmp_path):
+    def made(cast, **arguments):
+        args = GRPOTrainer.config_class(str(tmp_path / "out"), cast_lm_head_to_fp32=cast, **CONFIG)
+        rows = Dataset.from_list(prompt_rows(4))
+        return GRPOTrainer(str(checkpoint(**SMALL)), length_reward, args, rows, **arguments)
+
+    return made
+
+
+def in_bfloat16(logits):
+    """Whether all of them are numbers of bfloat16."""
+    return bool(np.all(np.asarray(logits) == np.asarray(logits).astype(jnp.bfloat16).astype(np.float32)))
+
+
+def test_the_head_computes_in_float32_what_layers_in_bfloat16_give(make):
+    policy = make(True).model
+    model, ids = merge(policy.graph, policy.arrays), jnp.asarray(np.concatenate([PROMPT, ANSWER])[None])
+    places = jnp.arange(ids.shape[1])
+    given, how = (ids, places[None], places), {"dtype": jnp.bfloat16}
+    hidden = np.asarray(model.decoder(*given, **how).astype(jnp.bfloat16), np.float64)
+    logits = model(*given, head_dtype=jnp.float32, **how)
+    np.testing.assert_allclose(logits, hidden @ np.asarray(policy.arrays["lm_head.weight"], np.float64).T, atol=1e-5)
+    assert in_bfloat16(model(*given, **how)) and not in_bfloat16(logits)
+
+
+def test_a_step_and_its_completions_have_that_head(make):
+    exact, coarse = make(True), make(False)
+    asked = ("policy", [PROMPT], [ANSWER], [np.ones(len(ANSWER), bool)])
+    [found], [other] = (one.parts.run.rollout.rollout.logps(*asked) for one in (exact, coarse))
+    assert 1e-4 < np.abs(found - other).max() < 0.1
+    kinds, run = [], complete_module.run
+
+    def spied(*given, head_dtype, **how):
+        kinds.append(head_dtype)
+        return run(*given, head_dtype=head_dtype, **how)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(complete_module, "run", spied)
+        for one in (exact, coarse):
+            one.parts.run.rollout.rollout.writer.complete([PROMPT.tolist()] * 4, 4)
+    assert kinds == ["float32", None]
+
+
+def test_a_generation_keeps_the_heads_weight(make):
+    policy = make(True).model
+    arrays = matrices_in(policy.graph, policy.arrays, jnp.dtype("bfloat16"), jnp.dtype("float32"))
+    kinds = {path: array.dtype for path, array in arrays.items()}
+    assert kinds["lm_head.weight"] == jnp.float32 and jnp.bfloat16 in kinds.values()
+    how = {"group": 1, "capacity": 32, "max_tokens": 64, "dtype": jnp.dtype("bfloat16"), "by_layer": False}
+    asked = (policy.graph, arrays, PROMPT[None].astype(np.int32), np.asarray([len(PROMPT)], np.int32))
+    exact, coarse = prefill(*asked, head_dtype=jnp.dtype("float32"), **how)[0], prefill(*asked, **how)[0]
+    assert in_bfloat16(coarse) and not in_bfloat16(exact)
+    np.testing.assert_allclose(exact, coarse, atol=0.1)
+
+
+def test_an_adapter_of_the_head_is_refused_as_in_trl(make):
+    with pytest.raises(ValueError, match="is not supported when the lm_head carries a PEFT adapter"):
+        make(True, peft_config=LoraConfig(r=2, target_modules=["lm_head"]))
