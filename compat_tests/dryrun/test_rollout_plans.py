@@ -15,13 +15,13 @@ from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.grpo_cases import length_reward, prompt_rows
 from trl_jax import DPOConfig, GRPOConfig, GRPOTrainer, RLOOConfig
 from trl_jax.cli.main import main
-from trl_jax.core.chips import topology
+from trl_jax.core.chips import CHIPS, topology
 from trl_jax.dryrun import abstract_run
 from trl_jax.dryrun.compiler import compiled
 from trl_jax.dryrun.generation import Size
 from trl_jax.dryrun.made_completions import begun
 from trl_jax.dryrun.plan import Run, plan
-from trl_jax.dryrun.suggestions import batch_sizes, generations, max_lengths
+from trl_jax.dryrun.suggestions import batch_sizes, generations, max_lengths, suggestions_for
 from trl_jax.generation import generator
 from trl_jax.generation.decode import Decoding
 from trl_jax.hub.auto import find_checkpoint
@@ -126,6 +126,21 @@ def test_suggestions_keep_groups_and_generations_whole(bare, tmp_path):
     assert max_lengths(args) == [{"max_completion_length": 512}, {"max_completion_length": 256}]
     smaller = plan(bare, args, topology("h100:1"))
     assert smaller.generation.memory.cache > 10 * found.generation.memory.cache
+
+
+def test_a_generation_that_does_not_fit_is_made_smaller(bare, tmp_path):
+    sizes = {"per_device_train_batch_size": 1, "steps_per_generation": 1024}
+    args = config(tmp_path, max_completion_length=512, max_prompt_length=16, **sizes)
+    whole = plan(bare, args, topology("h100:1")).largest
+    assert whole.name == "generation"
+    place = topology("h100:1")._replace(chip=CHIPS["h100"]._replace(memory=0.7 * whole.peak))
+
+    def planned(changed, compiles=True):
+        return plan(bare, changed, place, compiles=compiles)
+
+    found = {suggestion.name: suggestion.plan.fits for suggestion in suggestions_for(args, planned(args), planned)}
+    assert found["--steps_per_generation 512"] and found["--max_completion_length 256"] and found["--bf16 True"]
+    assert "It does not fit in generation by arithmetic alone" in text(planned(args))
 
 
 def test_prompts_of_any_length_have_no_plan(bare, tmp_path):

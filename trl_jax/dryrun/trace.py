@@ -32,6 +32,7 @@ from trl_jax.run.step.rng import run_key
 from trl_jax.trainer.base_trainer import BaseTrainer
 
 MAX_SURVEYED = 2_048  # steps of a dataset that are laid out for their lengths
+MAX_OF_PROMPTS = 64  # the same, of completions that are all as long as they may be
 
 
 class Survey(NamedTuple):
@@ -49,10 +50,10 @@ class Survey(NamedTuple):
 
 
 def batches(trainer: BaseTrainer) -> Survey:
-    """Survey the batches of the first epoch, at most MAX_SURVEYED."""
+    """Survey the first batches of the first epoch."""
     lengths, places, tokens, largest = Counter(), [], [], None
     steps, layout = _steps(trainer)
-    for step, _ in zip(steps, range(MAX_SURVEYED), strict=False):
+    for step in steps:
         lengths[step.arrays.tokens.shape[-1]] += 1
         places.append(step.num_places)
         tokens.append(step.num_tokens)
@@ -66,16 +67,17 @@ def _steps(trainer: BaseTrainer) -> tuple[Iterable[StepBatch], str]:
     """The steps of the first epoch, and their layout."""
     run = trainer.parts.run
     if run.rollout is not None:
-        return begun(run.rollout), data.step_layout(run, training=True).layout
+        steps = itertools.islice(begun(run.rollout), MAX_OF_PROMPTS)
+        return steps, data.step_layout(run, training=True).layout
     loader = trainer.loader(trainer.train_dataset, training=True)
-    return loader, loader.step_layout.layout
+    return itertools.islice(loader, MAX_SURVEYED), loader.step_layout.layout
 
 
 def largest_evaluated(trainer: BaseTrainer) -> Batch:
     """The batch of the evaluation that has most tokens."""
     evaluator = trainer.parts.evaluator
     if isinstance(evaluator, CompletionEvaluator):
-        rows = itertools.islice(evaluator.batches(trainer.eval_dataset), MAX_SURVEYED)
+        rows = itertools.islice(evaluator.batches(trainer.eval_dataset), MAX_OF_PROMPTS)
         return data.only_pass(trainer.parts.run, max(map(evaluator.arrays, rows), key=lambda one: one.tokens.size))
     windows = trainer.parts.evaluator.windows(trainer.loader(trainer.eval_dataset, training=False))
     surveyed = itertools.islice(windows, MAX_SURVEYED // WINDOW)
