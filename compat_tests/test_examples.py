@@ -57,18 +57,26 @@ def test_preferences_are_learned(tmp_path):
     assert (tmp_path / "final" / "generation_config.json").is_file()
 
 
-def test_rewards_are_learned(tmp_path):
-    shown = run(ROOT / "examples" / "grpo.py", "--output_dir", tmp_path)
+@pytest.fixture(scope="module")
+def of_grpo(tmp_path_factory):
+    """The folder that the example of GRPO leaves, and what it prints."""
+    folder = tmp_path_factory.mktemp("grpo")
+    return folder, run(ROOT / "examples" / "grpo.py", "--output_dir", folder)
+
+
+def test_rewards_are_learned(of_grpo):
+    folder, shown = of_grpo
     first, last = map(float, re.search(r"right answers went from (\d\.\d+) to (\d\.\d+)\.", shown).groups())
     assert first < 0.2 and last > 0.8
-    picture = (tmp_path / "rewards.svg").read_text()
+    picture = (folder / "rewards.svg").read_text()
     assert picture.startswith("<svg") and picture.count("<polyline") == 2
     assert len(re.findall(r"before: .+ after: .+", shown)) == 4
-    assert (tmp_path / "final" / "generation_config.json").is_file()
+    assert (folder / "final" / "generation_config.json").is_file()
 
 
-def test_a_reward_model_picks_better_answers(tmp_path):
-    shown = run(ROOT / "examples" / "best_of_n.py", "--output_dir", tmp_path)
+def test_a_reward_model_picks_better_answers(of_grpo, tmp_path):
+    own = [] if THOROUGH else ["--policy", of_grpo[0] / "fine-tuned"]
+    shown = run(ROOT / "examples" / "best_of_n.py", "--output_dir", tmp_path, *own)
     first, last = map(float, re.search(r"right answers went from (\d\.\d+) to (\d\.\d+)\.", shown).groups())
     assert first < 0.2 and last > 0.5
     assert len(re.findall(r"first: .+ best of 16: .+", shown)) == 4

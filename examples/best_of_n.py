@@ -1,6 +1,6 @@
 """Let a reward model pick the best of several answers; the model that gives them stays. Nothing is downloaded.
 
-    python examples/best_of_n.py [--output_dir out] [--n 16] [--seed 42]
+    python examples/best_of_n.py [--output_dir out] [--policy out/fine-tuned] [--n 16] [--seed 42]
 
 A tiny language model is fine-tuned on answers of three digits in no order, as in grpo.py. A reward model learns from
 pairs of answers that sorted ones are better. Then each question is answered n times, and the reward model says which
@@ -26,9 +26,9 @@ def main() -> None:
     options = read_options()
     out, began = Path(options.output_dir), time.perf_counter()
     train, test = questions()
-    policy = fine_tuned(train, out, options.seed)
+    policy = Path(options.policy) if options.policy else fine_tuned(train, out, options.seed)
     judge = reward_model(policy, train, out, options.seed)
-    print(f"Two trainings in {time.perf_counter() - began:.0f} seconds.\n")
+    print(f"Trained in {time.perf_counter() - began:.0f} seconds.\n")
 
     tokenizer = AutoTokenizer.from_pretrained(policy, trust_remote_code=False)
     prompts = [row["prompt"] for row in test] * 8
@@ -47,6 +47,7 @@ def main() -> None:
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Let a reward model pick the best of several answers.")
     parser.add_argument("--output_dir", default="out")
+    parser.add_argument("--policy", help="what grpo.py has left in out/fine-tuned; unset, it is made again")
     parser.add_argument("--n", type=int, default=16, help="answers to each question")
     parser.add_argument("--seed", type=int, default=42)
     return parser.parse_args()
