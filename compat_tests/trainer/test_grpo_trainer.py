@@ -189,8 +189,8 @@ def test_a_rollout_func_writes_in_the_generators_place(make):
 
 def test_nothing_is_learned_from_tokens_that_are_not_the_models(make, tmp_path):
     """Masked tokens at the beginning of a completion teach what they teach as the end of the prompt: nothing. With a
-    second epoch of the completions, whose old log-probabilities are kept. An update is 3e-3; rounding differs with the
-    layout."""
+    second epoch of the completions, whose old log-probabilities are kept. By SGD, as Adam makes much of the rounding of
+    gradients that are next to nothing, and rounding differs with the layout."""
 
     def run(folder, moved):
         def rollout(prompts, trainer):
@@ -202,7 +202,7 @@ def test_nothing_is_learned_from_tokens_that_are_not_the_models(make, tmp_path):
             made = {"prompt_ids": ids, "completion_ids": completions, "logprobs": None, "env_mask": masks}
             return made | {"score": [float(number % 4) for number in range(len(prompts))]}
 
-        config = {"num_iterations": 2, "max_steps": 2, "beta": 0.1}
+        config = {"num_iterations": 2, "max_steps": 2, "beta": 0.1, "optim": "sgd", "learning_rate": 0.1}
         trainer = make(lambda completions, score, **columns: score, rollout_func=rollout, config=config)
         trainer.train()
         trainer.save_model(str(folder))
@@ -210,7 +210,7 @@ def test_nothing_is_learned_from_tokens_that_are_not_the_models(make, tmp_path):
 
     moved, masked = run(tmp_path / "moved", True), run(tmp_path / "masked", False)
     for name, values in moved.items():
-        np.testing.assert_allclose(values, masked[name], rtol=0, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(values, masked[name], rtol=0, atol=1e-6, err_msg=name)
 
 
 FALSE_ROLLOUTS = {
