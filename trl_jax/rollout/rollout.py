@@ -11,6 +11,7 @@ import numpy as np
 from trl_jax.rollout.completions_log import CompletionsLog
 from trl_jax.rollout.experience import Completed, Experience
 from trl_jax.rollout.metrics import Collected, length_metrics, reward_metrics
+from trl_jax.rollout.written import Written
 from trl_jax.tasks.policy import PolicyTask
 
 Ids = Sequence[Sequence[int]]
@@ -35,11 +36,8 @@ class Rewards(Protocol):
 class Writer(Protocol):
     """Text in and out of the policy."""
 
-    def prompt_ids(self, prompts: list) -> list[list[int]]: ...
-
-    def complete(self, prompt_ids: Ids, group: int) -> list[np.ndarray]:
-        """A completion of each prompt, int32 `[tokens]`, with the token that ended it; `group` like prompts stand side
-        by side."""
+    def write(self, prompts: list, group: int) -> Written:
+        """A completion of each prompt, of which `group` that are alike stand side by side."""
 
     def completions(self, prompts: list, completion_ids: Ids) -> list: ...
 
@@ -78,22 +76,22 @@ class Rollout:
             mode: "train" or "eval": where metrics are collected.
         """
         metrics, prompts = self.collected[mode], [row["prompt"] for row in rows]
-        ids = self.writer.prompt_ids(prompts)
-        written = self.writer.complete(ids, group)
+        made = self.writer.write(prompts, group)
+        ids, written, lengths = made.prompt_ids, made.completion_ids, [int(own.sum()) for own in made.by_model]
         texts = self.writer.completions(prompts, written)
         truncated = np.asarray([int(own[-1]) not in self.ends for own in written])
-        tokens = sum(map(len, ids)) + sum(map(len, written))
+        tokens = sum(map(len, ids)) + sum(lengths)
         metrics.set("num_tokens", float(self.saw_tokens(tokens if mode == "train" else 0)))
-        metrics.add(length_metrics([len(own) for own in written], truncated))
+        metrics.add(length_metrics(lengths, truncated))
         dropped = truncated & self.drops_truncated
-        counted = [np.full(len(own), not out) for own, out in zip(written, dropped, strict=True)]
+        counted = [own & (not out) for own, out in zip(made.by_model, dropped, strict=True)]
         old = self.logps("policy", ids, written, counted) if self.task.keeps_old_logps else [None] * len(rows)
         ref = self.logps("reference", ids, written, counted) if self.task.beta else [None] * len(rows)
         kl = _divergence(old, ref, counted)
         if self.task.divergence_in_reward and self.task.beta:
             metrics.add(iter([("kl", float(kl.sum() / max(1, sum(own.sum() for own in counted))))]))
         self.tell(f"rewards of {len(rows)} completions")
-        rewards = self.rewards(rows, prompts, texts, [own.tolist() for own in written])
+        rewards = self.rewards(made.with_columns(rows), prompts, texts, [own.tolist() for own in written])
         judged = self.task.advantages(rewards, group, kl)
         metrics.add(reward_metrics(self.rewards.names, rewards, judged))
         self.tell(f"reward {_mean(judged.rewards)}, {'training' if mode == 'train' else 'evaluating'}")

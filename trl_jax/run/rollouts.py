@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,8 +22,10 @@ from trl_jax.rollout.entropy import EntropyBonus
 from trl_jax.rollout.examples import example_of, step_examples
 from trl_jax.rollout.experience import Completed, Experience
 from trl_jax.rollout.rollout import Ids, Logps, Rewards, Rollout
+from trl_jax.rollout.rollout_func import written_by
 from trl_jax.rollout.sampler import RepeatSampler
 from trl_jax.rollout.source import RolloutSteps
+from trl_jax.rollout.written import Written, all_written
 from trl_jax.run import data
 from trl_jax.run.progress_line import GenerationProgress, ProgressLine
 from trl_jax.run.state import RunState
@@ -49,6 +51,7 @@ class RolloutParts:
 
     shuffle: whether prompts come in another order each epoch.
     bonus: the coefficient of the entropy bonus; None without one.
+    rollout_func: prompts -> completions, as `written_by` takes it; None: the policy completes them.
     """
 
     sampling: Sampling
@@ -57,6 +60,7 @@ class RolloutParts:
     shuffle: bool
     bonus: EntropyBonus | None
     table: CompletionsLog | None
+    rollout_func: Callable[[list], Mapping[str, Any]] | None = None
 
 
 def rollout_steps(
@@ -67,7 +71,7 @@ def rollout_steps(
     streams, line = [TorchGenerator(args.seed + rank) for rank in range(run.shards)], ProgressLine(run.events)
     rollout = Rollout(
         run.task,
-        PolicyWriter(run, parts.sampling, streams[0], line),
+        PolicyWriter(run, parts, streams[0], line),
         parts.rewards,
         CompletionLogps(run, forward, sharded_step),
         frozenset({*parts.sampling.options["eos_token_id"], run.processing_class.pad_token_id}),
@@ -95,17 +99,26 @@ def _seen(run: RunState, tokens: int) -> int:
 
 
 class PolicyWriter:
-    """Completes prompts with the run's model as it is; the random numbers are those of `stream`."""
+    """Completes prompts with the run's model as it is; the random numbers are those of `stream`. A `rollout_func` of
+    the script's does it in its place."""
 
-    def __init__(self, run: RunState, sampling: Sampling, stream: TorchGenerator, line: ProgressLine):
-        self._run, self._sampling, self._stream, self._line = run, sampling, stream, line
+    def __init__(self, run: RunState, parts: RolloutParts, stream: TorchGenerator, line: ProgressLine):
+        self._run, self._sampling, self._stream, self._line = run, parts.sampling, stream, line
+        self._rollout_func = parts.rollout_func
 
-    def prompt_ids(self, prompts: list) -> list[list[int]]:
+    def write(self, prompts: list, group: int) -> Written:
+        if self._rollout_func is not None:
+            return written_by(self._rollout_func, prompts)
+        ids = self._prompt_ids(prompts)
+        completions = self._complete(ids, group)
+        return Written(ids, completions, all_written(completions))
+
+    def _prompt_ids(self, prompts: list) -> list[list[int]]:
         sampling = self._sampling
         options = {"template_options": sampling.template_options, "max_prompt_length": sampling.max_prompt_length}
         return rows.prompt_ids(prompts, self._run.processing_class, **options)
 
-    def complete(self, prompt_ids: Ids, group: int) -> list[np.ndarray]:
+    def _complete(self, prompt_ids: Ids, group: int) -> list[np.ndarray]:
         run, options = self._run, self._sampling.options
         how = {"group": group, "stream": self._stream, "dtype": run.args.compute_dtype, "logps": False}
         how["head_dtype"] = "float32" if run.args.cast_lm_head_to_fp32 else None

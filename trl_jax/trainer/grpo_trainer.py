@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from datasets import Dataset, IterableDataset
@@ -52,7 +53,11 @@ class GRPOTrainer(TrainerWithRollout):
         optimizers: an optax transformation with its rate, and None or a function of the step.
         quantization_config: the weights beside an adapter are held in 4 or 8 bits.
         peft_config: a LoraConfig of ours or of peft's.
-        tools, rollout_func, environment_factory: refused.
+        rollout_func: called with a generation's prompts, each as often as it is to be completed, and this trainer, in
+            the place of our generator. It returns a dict of `prompt_ids`, `completion_ids` and `logprobs`, lists with
+            an item for each prompt, and if it likes `env_mask`, 0 for each token of a completion that is not learned
+            from; other keys go to the reward functions.
+        tools, environment_factory: refused.
     """
 
     _name, _tag_names = "GRPO", ["trl", "grpo"]
@@ -75,7 +80,8 @@ class GRPOTrainer(TrainerWithRollout):
         rollout_func: Callable | None = None,
         environment_factory: Any = None,
     ):
-        refuse(tools=tools, rollout_func=rollout_func, environment_factory=environment_factory)
+        refuse(tools=tools, environment_factory=environment_factory)
+        self.rollout_func = rollout_func
         args = None if args is None else as_config(args, GRPOConfig)
         super().__init__(
             model, reward_funcs, args, train_dataset, eval_dataset, processing_class, reward_processing_classes,
@@ -88,6 +94,12 @@ class GRPOTrainer(TrainerWithRollout):
                 "`cast_lm_head_to_fp32=True` is not supported when the lm_head carries a PEFT adapter (e.g. "
                 "`target_modules` includes `lm_head`). Remove `lm_head` from the adapter's target modules, or set "
                 "`cast_lm_head_to_fp32=False`."
+            )
+        if rollout_func is not None and self.args.off_policy_mask_threshold is not None:
+            raise ValueError(
+                f"off_policy_mask_threshold={self.args.off_policy_mask_threshold:g} together with a rollout_func is "
+                "not in this release of trl_jax: the `logprobs` that it returns are not compared with the policy's. "
+                "Leave off_policy_mask_threshold out."
             )
         _warn_of_levels(self.args.loss_type, self.args.importance_sampling_level)
 
@@ -105,12 +117,19 @@ class GRPOTrainer(TrainerWithRollout):
         args, name = self.args, self.args.log_completions_hub_repo
         return None if name is None else CompletionsRepo(name, token=args.hub_token, private=args.hub_private_repo)
 
+    def _rollout_func(self) -> Callable[[list], Mapping[str, Any]] | None:
+        return None if self.rollout_func is None else partial(_with_trainer, self)
+
     def _bonus(self) -> EntropyBonus | None:
         args = self.args
         if not args.use_adaptive_entropy:
             return EntropyBonus(args.entropy_coef) if args.entropy_coef else None
         bounds = {"least": args.entropy_coef_min, "most": args.entropy_coef_max}
         return EntropyBonus(args.entropy_coef, args.entropy_target, args.entropy_coef_delta, **bounds)
+
+
+def _with_trainer(trainer: GRPOTrainer, prompts: list) -> Mapping[str, Any]:
+    return trainer.rollout_func(prompts, trainer)
 
 
 def _warn_of_levels(loss_type: str, level: str) -> None:

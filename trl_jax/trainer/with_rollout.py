@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,6 +29,7 @@ class TrainerWithRollout(BaseTrainer):
 
     Attributes:
         reward_funcs: as they were passed, as a list. reward_func_names: their names in metrics.
+        num_generations, num_generations_eval: completions of a prompt.
     """
 
     def __init__(
@@ -65,6 +66,14 @@ class TrainerWithRollout(BaseTrainer):
         self.aux_loss_enabled = balance_experts(self._run, self.args.router_aux_loss_coef)
 
     _writes_completions: ClassVar[bool] = True
+
+    @property
+    def num_generations(self) -> int:
+        return self.args.num_generations
+
+    @property
+    def num_generations_eval(self) -> int:
+        return self.args.num_generations_eval or self.args.num_generations
 
     @property
     def ref_model(self) -> PreTrainedModel | None:
@@ -108,8 +117,9 @@ class TrainerWithRollout(BaseTrainer):
         sampling = Sampling(args.chat_template_kwargs or {}, args.max_prompt_length, _options(run))
         table = self._table(rewards.names) if args.log_completions else None
         return RolloutParts(
-            sampling, rewards, args.mask_truncated_completions, args.shuffle_dataset, self._bonus(), table
-        )
+            sampling, rewards, args.mask_truncated_completions, args.shuffle_dataset, self._bonus(), table,
+            self._rollout_func(),
+        )  # fmt: skip
 
     def _table(self, names: Sequence[str]) -> CompletionsLog:
         args = self.args
@@ -125,6 +135,10 @@ class TrainerWithRollout(BaseTrainer):
 
     def _bonus(self) -> EntropyBonus | None:
         """The coefficient of the entropy bonus, where the loss has one."""
+        return None
+
+    def _rollout_func(self) -> Callable[[list], Mapping[str, Any]] | None:
+        """The script's own way from prompts to completions, where it has one."""
         return None
 
     def _of_any_policy(self) -> dict[str, Any]:
