@@ -40,6 +40,7 @@ class Checkpoint:
         vocab_size, max_positions: as in PreTrainedModel. With another `vocab_size` than its files have, the model is
             resized before it gets an adapter.
         adapter, lora: the folder of an adapter on it, and that one's config.
+        quantization: how a model that was loaded already held its weights, which are floats of few values in the files.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Checkpoint:
     max_positions: int | None
     adapter: Path | None = None
     lora: LoraConfig | None = None
+    quantization: BitsAndBytesConfig | None = None
 
     @property
     def can_resize(self) -> bool:
@@ -75,7 +77,8 @@ class Checkpoint:
         """
         if self.adapter is not None:
             return self.load_adapted(self.lora, seed, self.adapter, quantization, place)
-        _check_not_quantized(quantization)
+        few = self.quantization if as_stored else None  # a model that does not train
+        _check_not_quantized(quantization or (None if as_stored else self.quantization))
         if self.repository is not None:
             self.repository.fetch_weights()
         config = self.config
@@ -83,7 +86,8 @@ class Checkpoint:
             options = {"dtype": self.dtype, "seed": seed, "head": self.head, "config": config}
             params, backend, config = load_exported(self.folder, **options)
         else:
-            options = {"seed": seed, "place": place, "as_stored": as_stored}
+            quantized = None if few is None else formats(few, None, self.native)
+            options = {"seed": seed, "place": place, "as_stored": as_stored, "formats": quantized}
             params, backend = load_native(self.native, dtype=self.dtype, **options)
         return PreTrainedModel(params, backend, config, self.folder, self.name)
 
@@ -121,7 +125,7 @@ class Checkpoint:
         self, lora: LoraConfig, quantization: BitsAndBytesConfig | None, *, parts: bool
     ) -> dict[str, Any]:
         """The options of `load_native` for the frozen weights beside an adapter."""
-        native = resized_config(self.native, self.vocab_size)
+        native, quantization = resized_config(self.native, self.vocab_size), quantization or self.quantization
         quantized = None if quantization is None else formats(quantization, lora, native)
         bits = () if parts else halves(lora, native)  # the layout on several devices goes by the plain weights
         if self.vocab_size != self.native.arch.vocab_size:
