@@ -58,3 +58,41 @@ def test_of_texts_and_ids_in_the_columns_of_early_releases_the_texts_are_read(ki
     ours, theirs = (make(package, kind, Dataset.from_list(rows)).train_dataset for package in (trl_jax, trl))
     for column in READ[kind]:
         assert ours[column] == theirs[column]
+
+
+def told(caplog, words):
+    return [one for one in caplog.messages if words in one]
+
+
+NOTHING = {
+    "SFT": ({"max_length": 1}, lambda row: {"text": "bread soup"}),
+    "DPO": ({}, lambda row: {"prompt_ids": [5], "chosen_ids": [], "rejected_ids": []}),
+    "KTO": ({}, lambda row: {"prompt_ids": [5, 6], "completion_ids": [], "label": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", NOTHING)
+def test_rows_in_which_nothing_is_predicted(kind, checkpoint, tmp_path, caplog):
+    options, changed = NOTHING[kind]
+    rows = Dataset.from_list([changed(row) for row in rows_of(kind, 4)])
+    args = getattr(trl_jax, f"{kind}Config")(str(tmp_path), **(BASE | {"max_steps": 1} | options))
+    trainer = getattr(trl_jax, f"{kind}Trainer")(str(checkpoint(**SMALL)), args=args, train_dataset=rows)
+    [one] = told(caplog, "losses are 0.0 throughout")
+    assert "train_dataset" in one and "in all 4 rows" in one
+    assert trainer.args.max_steps == 1
+
+
+def test_rows_without_a_prompt_and_with_equal_answers_are_counted_once(make, caplog):
+    pairs = {"prompt": ["", "bread:", "bread:"], "chosen": ["yes", "soup", "yes"], "rejected": ["no", "soup", "no"]}
+    make(trl_jax, "DPO", Dataset.from_dict(pairs))
+    assert told(caplog, "prompt: the first") == [
+        "1 of 3 rows of train_dataset (first: row 0) have no prompt: the first token of their answers has no context, "
+        "and is not scored."
+    ]
+    assert told(caplog, "equal chosen") == [
+        "1 of 3 rows of train_dataset (first: row 1) have equal chosen and rejected answers: no preference."
+    ]
+    caplog.clear()
+    answers = {"prompt": ["", "bread:"], "completion": ["yes", "no"], "label": [True, False]}
+    make(trl_jax, "KTO", Dataset.from_dict(answers))
+    assert len(told(caplog, "1 of 2 rows of train_dataset (first: row 0) have no prompt")) == 1
