@@ -54,6 +54,6 @@ def told_of(argument: str) -> Iterator[None]:
         yield
     except (FileNotFoundError, ValueError, TypeError) as error:
         text = re.sub(r"\bmodel=", f"{argument}=", str(error))
-        if text == str(error):
+        if text == str(error) or type(error) not in (FileNotFoundError, ValueError, TypeError):
             raise
         raise type(error)(text) from error.__cause__

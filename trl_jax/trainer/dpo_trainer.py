@@ -55,7 +55,8 @@ class DPOTrainer(TrainerWithReference):
         TypeError, ValueError: an argument, row or checkpoint at fault, by name.
     """
 
-    _name, _tag_names = "DPO", ["dpo"]
+    _name, _tag_names = "DPO", ["trl", "dpo"]
+    _paper = "Direct Preference Optimization: Your Language Model is Secretly a Reward Model", "2305.18290"
     config_class, _collator_class = DPOConfig, DataCollatorForPreference
     _changes_logps = ("ld_alpha",)
 

@@ -35,12 +35,13 @@ class HubPublisher:
     repo_id: the repository's full name, None before `open`.
     """
 
-    def __init__(self, run: RunState, tags: list[str]):
+    def __init__(self, run: RunState, tags: list[str], paper: tuple[str, str] | None = None):
         """
         Args:
             tags: of the model's card.
+            paper: title and arXiv number of the paper that has the method, of the card, too.
         """
-        self._run, self._tags, self.repo_id = run, tags, None
+        self._run, self._tags, self._paper, self.repo_id = run, tags, paper, None
         self._publisher: Publisher | None = None
         self._unpushed: Path | None = None  # the newest checkpoint whose push failed
 
@@ -96,6 +97,8 @@ class HubPublisher:
 
     def write_card(self, model_name: str | None, dataset_name: Any, tags: Any, facts: dict[str, Any]) -> None:
         """Write README.md into `args.output_dir`, unless there is one that trl_jax did not write."""
+        if not is_first():
+            return
         run, folder = self._run, Path(self._run.args.output_dir)
         began = run.model.name_or_path
         write_card(
@@ -107,6 +110,7 @@ class HubPublisher:
             run=card_run(run),
             adapter=bool(run.model.frozen),
             head=run.task.head,
+            paper=self._paper,
             **facts,
         )
 
