@@ -66,7 +66,8 @@ def test_a_script_for_trl_trains_as_the_commands_do(checkpoint, folder):
     model, wanted = checkpoint(**SMALL), {}
     for kind in ("DPO", "KTO"):
         values = given(kind, folder, model) | {"save_steps": 1, "output_dir": kind}
-        assert main([kind.lower(), *(text for name, value in values.items() for text in (f"--{name}", str(value)))]) == 0
+        flags = [text for name, value in values.items() for text in (f"--{name}", str(value))]
+        assert main([kind.lower(), *flags]) == 0
         wanted[kind] = first_loss(folder / kind / "checkpoint-1")
     (folder / "script.py").write_text(SCRIPT.format(run=RUN, model=str(model)))
     done = subprocess.run(
