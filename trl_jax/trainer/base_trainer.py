@@ -278,7 +278,6 @@ class BaseTrainer(Surface):
         del model, trial
         if self._progress is None:
             raise RuntimeError("_save_checkpoint is called by train(). To save the model at any time: save_model().")
-        self._publisher.write_card(None, None, None, {})  # as TRL, in output_dir
         folder = self.parts.checkpointer.save(self._progress, aside=not self._publisher.pushes_checkpoints)
         self._publisher.push_saved(folder)
 

@@ -97,8 +97,6 @@ class HubPublisher:
 
     def write_card(self, model_name: str | None, dataset_name: Any, tags: Any, facts: dict[str, Any]) -> None:
         """Write README.md into `args.output_dir`, unless there is one that trl_jax did not write."""
-        if not is_first():
-            return
         run, folder = self._run, Path(self._run.args.output_dir)
         began = run.model.name_or_path
         write_card(
