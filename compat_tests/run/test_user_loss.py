@@ -487,7 +487,7 @@ def test_what_scripts_reach_into(folder, tmp_path, capsys):
     assert model.get_input_embeddings().num_embeddings == model.vocab_size
     model.add_model_tags(["a", "a"])
     model.add_model_tags("b")
-    assert model.model_tags == ["reward-trainer", "trl", "trl_jax", "a", "b"]
+    assert model.model_tags == ["trl", "reward-trainer", "trl_jax", "a", "b"]
     with pytest.raises(KeyError, match="has no parameter 'x'"):
         model.get_parameter("x")
     model.print_trainable_parameters()
