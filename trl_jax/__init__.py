@@ -5,7 +5,7 @@ Importing this module loads nothing: every name is fetched when it is first used
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trl_jax.core.lazy import fetching
 from trl_jax.core.trainers import WHERE
@@ -106,7 +106,15 @@ _PLANNED = frozenset(
     add_response_schema setup_chat_format
     """.split()
 ).difference(_WHERE)
-__getattr__ = fetching(__name__, _WHERE, _PLANNED)
+_fetch = fetching(__name__, _WHERE, _PLANNED)
+
+
+def __getattr__(name: str) -> Any:
+    if name.endswith(("ForCausalLM", "ForSequenceClassification")) and name not in _WHERE:
+        from trl_jax.hub.auto import class_of_family
+
+        return class_of_family(name)
+    return _fetch(name)
 
 
 def __dir__() -> list[str]:

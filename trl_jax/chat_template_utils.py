@@ -11,6 +11,7 @@ from trl_jax.data.rows.multimodal import prepare_multimodal_messages
 from trl_jax.data.rows.special_tokens import clone_into
 from trl_jax.data.rows.templates.training import has_generation_markers as has_generation_markers
 from trl_jax.data.rows.templates.training import training_template
+from trl_jax.hub.torch.objects import is_torch_model, resize
 
 # What a template may leave out of a tool's call and answer: words that stand in no template.
 _TOOL, _ARGUMENT, _VALUE, _ANSWER = "called_by_name_7f3a", "with_argument_5c1e", "of_this_value_9b2d", "gives_that_4e8f"
@@ -25,7 +26,7 @@ def clone_chat_template(
     a checkpoint had to spare go. Those of a model that cannot be resized are filled up instead.
 
     Args:
-        model: what `AutoModelForSequenceClassification` loaded; its config gets the EOS token's id.
+        model: what one of our auto classes loaded, or a torch model; its config gets the EOS token's id.
         tokenizer: changed in place.
         source_tokenizer_path: folder or Hub name.
         resize_to_multiple_of: to which the number of rows is rounded up; None leaves it at that of the tokens.
@@ -36,6 +37,14 @@ def clone_chat_template(
     Raises:
         ValueError: there are more new tokens than rows to spare, in a model that cannot grow.
     """
+    if is_torch_model(model):
+        rows, multiple = model.get_input_embeddings().num_embeddings, resize_to_multiple_of or 1
+        added = clone_into(tokenizer, source_tokenizer_path, rows=rows, multiple=multiple)
+        resize(model, len(tokenizer.get_vocab()))
+        for config in (model.config, model.generation_config):
+            if config is not None:
+                config.eos_token_id = tokenizer.eos_token_id
+        return model, tokenizer, added
     rows = model.vocab_size
     multiple = (resize_to_multiple_of or 1) if model.can_resize else 0
     added = clone_into(tokenizer, source_tokenizer_path, rows=rows, multiple=multiple)

@@ -76,6 +76,8 @@ def test_the_log_names_the_engine_and_the_best_model_comes_back(trainable, tmp_p
     name = "exported (model_type 'gpt_neo', transformers' code by way of torch.export)"
     assert line.endswith(f"runs on the {name} backend.")
     trainer.train()
+    told = [one for one in caplog.messages if "torch exports transformers' code for" in one]
+    assert told and "takes tens of seconds" in told[0]
     best = reference.read_weights(trainer.state.best_model_checkpoint)
     assert trainer.state.best_model_checkpoint.endswith("checkpoint-2")
     for name, tensor in best.items():

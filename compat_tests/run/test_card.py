@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import xml.dom.minidom
 
+import pytest
+import yaml
+from datasets import Dataset
+
 import trl_jax
+from compat_tests.mesh.rank import rows_of
+from compat_tests.parity.dpo_cases import SMALL
+from compat_tests.parity.reference import BASE
 from compat_tests.trainer.trainers import FACTS, make, table
 
 
@@ -25,3 +32,21 @@ def test_the_card_tells_what_was_done(checkpoint, tmp_path):
     drawn = (tmp_path / "judge" / "training_loss.svg").read_text()
     xml.dom.minidom.parseString(drawn)
     assert "steps 1 to 3" in drawn
+
+
+PAPERS = {"SFT": None, "DPO": "2305.18290", "KTO": "2402.01306"}
+
+
+@pytest.mark.parametrize("kind", PAPERS)
+def test_a_card_has_trls_tags_and_names_the_methods_paper(kind, checkpoint, tmp_path):
+    trl = pytest.importorskip("trl")
+    args = getattr(trl_jax, f"{kind}Config")(str(tmp_path), **BASE)
+    rows = Dataset.from_list(rows_of(kind, 4))
+    trainer = getattr(trl_jax, f"{kind}Trainer")(str(checkpoint(**SMALL)), args=args, train_dataset=rows)
+    trainer.create_model_card()
+    card = (tmp_path / "README.md").read_text()
+    theirs = getattr(trl, f"{kind}Trainer")
+    assert {*theirs._tag_names, "trl_jax"} <= set(yaml.safe_load(card.split("---")[1])["tags"])
+    if PAPERS[kind] is not None:
+        assert theirs._paper["id"] == PAPERS[kind]
+        assert f"[{theirs._paper['title']}](https://huggingface.co/papers/{PAPERS[kind]})" in card

@@ -10,7 +10,10 @@ import pytest
 from datasets import Dataset
 
 import trl_jax
+from compat_tests.mesh.rank import rows_of
+from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.marks import timeless
+from compat_tests.parity.reference import BASE
 from compat_tests.trainer.trainers import FACTS, make, stream, table
 from trl_jax.run import layout_choice
 
@@ -156,3 +159,32 @@ def test_rows_of_texts_are_for_gpus_and_have_one_length():
     assert layout_choice.plan(asked("shared", device="cuda"), CAUSAL, data, COLUMNS, striped=True, **how).views is None
     assert layout_choice.plan(asked(device="cuda"), CAUSAL, stream(4), COLUMNS, **how).views.shapes == ()
     assert layout_choice.unplanned(asked(), CAUSAL, striped=False).views is None
+
+
+def gradients(trainer, batch):
+    import jax
+
+    def loss(params):
+        return trainer.loss(trainer.parts.run.frozen | params, batch, None)[0]
+
+    return jax.jit(jax.grad(loss))(trainer.model.params)
+
+
+@pytest.mark.parametrize("kind", ["DPO", "KTO"])
+def test_gradients_beside_a_reference_are_the_same_in_every_layout(kind, checkpoint, tmp_path):
+    import jax
+
+    found, model = {}, str(checkpoint(**SMALL))
+    for layout in ("padded", "shared"):
+        config = {"bf16": False, "batch_layout": layout, "max_steps": 1, "per_device_train_batch_size": 4}
+        args = getattr(trl_jax, f"{kind}Config")(str(tmp_path), **(BASE | config))
+        rows = Dataset.from_list(rows_of(kind, 4))
+        reference = str(checkpoint(**SMALL, seed=5))  # another model, or a DPO's gradient would not depend on it
+        trainer = getattr(trl_jax, f"{kind}Trainer")(model, reference, args, train_dataset=rows)
+        [step, *_] = trainer.get_train_dataloader().steps
+        assert (step.arrays.packed is None) == (layout == "padded")
+        one = jax.tree.map(lambda leaf: leaf[0], step.arrays)
+        found[layout] = gradients(trainer, one)
+    for path, wanted in found["padded"].items():
+        assert float(np.abs(wanted).max()) > 0
+        np.testing.assert_allclose(found["shared"][path], wanted, atol=2e-6, err_msg=path)

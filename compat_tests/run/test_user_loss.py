@@ -17,7 +17,7 @@ import trl_jax
 from compat_tests.parity.reference import BASE, read_weights
 from compat_tests.trainer.trainers import FACTS, make, stream, table
 from trl_jax.run.memory import metrics as memory_metrics
-from trl_jax.run.user_loss.torch_errors import in_jax
+from trl_jax.run.user_loss.in_jax import in_jax
 
 
 @pytest.fixture(scope="session")
@@ -127,10 +127,69 @@ def test_a_loss_that_cannot_be_says_what_to_write(folder, tmp_path, own, text):
         ("a, b = torch.chunk(x.squeeze(-1), chunks=2)", "a, b = jnp.split(x.squeeze(-1), 2)"),
         ("p = F.softplus(x) + torch.sigmoid(y)", "p = jax.nn.softplus(x) + jax.nn.sigmoid(y)"),
         ("m = torch.cat([a, b], dim=0)", "m = jnp.concatenate([a, b], axis=0)"),
+        ("return logits.argmax(dim=-1)", "return logits.argmax(axis=-1)"),
+        ("if x.view(-1, 3).size(0) > 2:", "if x.reshape(-1, 3).shape[0] > 2:"),
+        ("y = x.unsqueeze(-1).detach()", "y = jax.lax.stop_gradient(jnp.expand_dims(x, -1))"),
+        ("loss = F.mse_loss(a, b)", "loss = jnp.mean((a - b) ** 2)"),
+        ("loss = F.ctc_loss(a, b)", None),  # nobody has it
+        ("loss = F.cross_entropy(", None),  # half of a statement
     ],
 )
 def test_a_line_of_torch_in_jax(torchs, ours):
     assert in_jax(torchs) == ours
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "F.cross_entropy(x.view(-1, x.size(-1)), labels.view(-1), ignore_index=-100)",
+        "torch.nn.functional.binary_cross_entropy_with_logits(x, torch.clamp(x, 0, 1))",
+        "torch.log_softmax(x, dim=-1).gather(-1, known.unsqueeze(-1)).squeeze(-1).sum(dim=1)",
+        "F.smooth_l1_loss(x, x + 2) + F.kl_div(x.log_softmax(-1), x.softmax(dim=-1))",
+        "x.masked_fill(x > 0, 0.0).float().logsumexp(dim=1)",
+    ],
+)
+def test_what_is_proposed_computes_what_torch_does(line):
+    import jax
+    import optax
+
+    torch = pytest.importorskip("torch")
+    x = np.random.default_rng(0).standard_normal((2, 3, 5)).astype(np.float32)
+    labels = np.asarray([[1, -100, 4], [0, 2, -100]])
+    values = {"x": x, "labels": labels, "known": np.maximum(labels, 0)}
+    theirs = eval(line, {"torch": torch, "F": torch.nn.functional} | {n: torch.tensor(v) for n, v in values.items()})
+    names = {"jax": jax, "jnp": jnp, "optax": optax} | {n: jnp.asarray(v) for n, v in values.items()}
+    assert np.allclose(eval(in_jax(line), names), theirs.numpy(), atol=1e-5)
+
+
+def _cut(self, model, inputs, **how):
+    from torch.nn import functional as F
+
+    logits = model(inputs["input_ids"], inputs["attention_mask"]).logits
+    return F.cross_entropy(
+        logits,
+        inputs["input_ids"][:, 0],
+    )
+
+
+def _in_words_of_torch(self, model, inputs, **how):
+    logits = model(inputs["input_ids"], inputs["attention_mask"]).logits
+    return logits.argmax(dim=-1).mean()
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        (_cut, r"`return F.cross_entropy\( logits, inputs\[.input_ids.\]\[:, 0\], \)`; in JAX: `return optax.softmax_"),
+        (_in_words_of_torch, r"`return logits.argmax\(dim=-1\).mean\(\)`; in JAX: `return logits.argmax\(axis=-1"),
+    ],
+)
+def test_the_line_is_the_scripts(folder, tmp_path, own, words):
+    pytest.importorskip("torch")
+    kind = type("Own", (trl_jax.RewardTrainer,), {"compute_loss": own})
+    trainer = kind(str(folder), trl_jax.RewardConfig(str(tmp_path), **config()), train_dataset=table(8))
+    with pytest.raises(TypeError, match=words):
+        trainer.train()
 
 
 def test_a_prediction_step_of_ones_own_decides_what_compute_metrics_sees(folder, tmp_path):
@@ -428,7 +487,7 @@ def test_what_scripts_reach_into(folder, tmp_path, capsys):
     assert model.get_input_embeddings().num_embeddings == model.vocab_size
     model.add_model_tags(["a", "a"])
     model.add_model_tags("b")
-    assert model.model_tags == ["reward-trainer", "trl", "trl_jax", "a", "b"]
+    assert model.model_tags == ["trl", "reward-trainer", "trl_jax", "a", "b"]
     with pytest.raises(KeyError, match="has no parameter 'x'"):
         model.get_parameter("x")
     model.print_trainable_parameters()

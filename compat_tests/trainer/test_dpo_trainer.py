@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -220,7 +221,7 @@ def test_a_batch_of_trls_collator(model, tmp_path):
 
 def test_a_reference_that_cannot_follow(model, checkpoint, tmp_path):
     follows = {"sync_ref_model": True}
-    with pytest.raises(ValueError, match="`sync_ref_model=True` while using a PEFT model"):
+    with pytest.raises(NotImplementedError, match="`sync_ref_model=True` while using a PEFT model"):
         make(trl_jax, model, tmp_path, follows, peft_config=trl_jax.LoraConfig(target_modules=["q_proj"]))
     wider = checkpoint(**SMALL | {"intermediate_size": 64})
     with pytest.raises(ValueError, match="of ref_model is not a parameter of the model in the same shape"):
@@ -365,3 +366,56 @@ def test_an_evaluation_is_the_same_in_any_batches(model, tmp_path):
     one, other = (side.evaluate(table(6, seed=4)) for side in sides)
     for name in ("eval_loss", "eval_entropy", "eval_logits/chosen", "eval_mean_token_accuracy", "eval_logps/rejected"):
         assert one[name] == pytest.approx(other[name], rel=1e-5), name
+
+
+HARMLESS = {
+    "reference_free": False, "label_pad_token_id": -100, "padding_value": 0, "generate_during_eval": False,
+    "ref_model_init_kwargs": None, "force_use_ref_model": False,
+}  # fmt: skip
+
+
+def test_arguments_of_earlier_years_pass_where_they_ask_for_nothing(model, tmp_path):
+    """In the config and in the trainer; a loss by its name, or several in a tuple, in both."""
+    with pytest.warns(FutureWarning, match="reference_free=False asks for nothing"):
+        config = trl_jax.DPOConfig(str(tmp_path), loss_type=("sigmoid", "sft"), **BASE, **HARMLESS)
+    assert config.loss_type == ["sigmoid", "sft"]
+    with pytest.warns(FutureWarning, match="padding_value has no effect any more"):
+        one = make(trl_jax, model, tmp_path, loss_type="hinge", **HARMLESS)
+    assert one.make_task().objective.names == ("hinge",)
+    one.args.loss_type = ("hinge", "sft")
+    assert one.make_task().objective.names == ("hinge", "sft")
+    for where in (partial(trl_jax.DPOConfig, str(tmp_path)), partial(make, trl_jax, model, tmp_path)):
+        with pytest.raises(TypeError, match="ref_model_init_kwargs=.*pass it as ref_model"):
+            where(ref_model_init_kwargs={"dtype": "bfloat16"})
+        with pytest.raises(TypeError, match="reference_free=True: leave it out"):
+            where(reference_free=True)
+
+
+def test_a_reference_that_is_not_there_is_called_by_its_argument(model, tmp_path):
+    with pytest.raises(FileNotFoundError, match="ref_model='/no/such/folder': there is no such folder"):
+        make(trl_jax, model, tmp_path, ref_model="/no/such/folder")
+
+
+def test_robust_beyond_a_half_warns_as_trl_and_trains_on_its_number(model, tmp_path):
+    trl = pytest.importorskip("trl")
+    config = {"loss_type": "robust", "label_smoothing": 0.7, "max_steps": 1}
+    theirs = steps(trained(trl, model, tmp_path / "b", config))
+    with pytest.warns(UserWarning, match=r"should lie in \[0.0, 0.5\) for the 'robust' loss. You provided 0.7"):
+        ours = steps(trained(trl_jax, model, tmp_path / "a", config))
+    for mine, wanted in zip(ours, theirs, strict=True):
+        assert_same(mine, wanted)
+    with pytest.raises(ValueError, match="divides by 1 - 2"):
+        trl_jax.DPOConfig(str(tmp_path), use_cpu=True, loss_type="robust", label_smoothing=0.5)
+
+
+def test_the_chat_template_of_a_path_is_that_of_the_rows(model, tmp_path):
+    """Every config has it, as errors about conversations recommend it."""
+    template = tmp_path / "own.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}! {{ m.content }}{% endfor %}")
+    config, rows = {"chat_template_path": str(template)}, table(4, "chat")
+    trainer = make(trl_jax, model, tmp_path, config, train_dataset=rows)
+    words = trainer.processing_class.decode(trainer.train_dataset[0]["chosen_input_ids"])
+    assert words.startswith("user! ")
+    for kind in (trl_jax.KTOConfig, trl_jax.GRPOConfig, trl_jax.RLOOConfig):
+        args = kind(str(tmp_path), use_cpu=True, per_device_train_batch_size=8, **config)
+        assert args.chat_template_path == str(template)

@@ -19,7 +19,8 @@ from trl_jax.trainer.grpo_config import GRPOConfig
 from trl_jax.trainer.rloo_config import RLOOConfig
 
 OWN = {"batch_layout": "auto", "remat_policy": "auto", "mesh_shape": None, "coordinator_address": None,
-       "num_processes": None, "process_id": None, "max_prompt_length": None, "reward_timeout": None}  # fmt: skip
+       "num_processes": None, "process_id": None, "max_prompt_length": None, "reward_timeout": None,
+       "chat_template_path": None}  # fmt: skip
 BOTH = pytest.mark.parametrize("kind", [GRPOConfig, RLOOConfig])
 ALGORITHMS = {GRPOConfig: "GRPO", RLOOConfig: "RLOO"}
 

@@ -7,7 +7,7 @@ from datasets import Dataset, IterableDataset
 
 import trl_jax
 from compat_tests.mesh.rank import rows_of
-from compat_tests.parity.dpo_cases import SMALL
+from compat_tests.parity.dpo_cases import CHAT, SMALL
 from compat_tests.parity.reference import BASE
 from compat_tests.trainer.trainers import FACTS
 
@@ -58,3 +58,93 @@ def test_of_texts_and_ids_in_the_columns_of_early_releases_the_texts_are_read(ki
     ours, theirs = (make(package, kind, Dataset.from_list(rows)).train_dataset for package in (trl_jax, trl))
     for column in READ[kind]:
         assert ours[column] == theirs[column]
+
+
+def told(caplog, words):
+    return [one for one in caplog.messages if words in one]
+
+
+NOTHING = {
+    "SFT": ({"max_length": 1}, lambda row: {"text": "bread soup"}),
+    "DPO": ({}, lambda row: {"prompt_ids": [5], "chosen_ids": [], "rejected_ids": []}),
+    "KTO": ({}, lambda row: {"prompt_ids": [5, 6], "completion_ids": [], "label": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", NOTHING)
+def test_rows_in_which_nothing_is_predicted(kind, checkpoint, tmp_path, caplog):
+    options, changed = NOTHING[kind]
+    rows = Dataset.from_list([changed(row) for row in rows_of(kind, 4)])
+    args = getattr(trl_jax, f"{kind}Config")(str(tmp_path), **(BASE | {"max_steps": 1} | options))
+    trainer = getattr(trl_jax, f"{kind}Trainer")(str(checkpoint(**SMALL)), args=args, train_dataset=rows)
+    [one] = told(caplog, "losses are 0.0 throughout")
+    assert "train_dataset" in one and "in all 4 rows" in one
+    assert trainer.args.max_steps == 1
+
+
+def test_rows_without_a_prompt_and_with_equal_answers_are_counted_once(make, caplog):
+    pairs = {"prompt": ["", "bread:", "bread:"], "chosen": ["yes", "soup", "yes"], "rejected": ["no", "soup", "no"]}
+    make(trl_jax, "DPO", Dataset.from_dict(pairs))
+    assert told(caplog, "prompt: the first") == [
+        "1 of 3 rows of train_dataset (first: row 0) have no prompt: the first token of their answers has no context, "
+        "and is not scored."
+    ]
+    assert told(caplog, "equal chosen") == [
+        "1 of 3 rows of train_dataset (first: row 1) have equal chosen and rejected answers: no preference."
+    ]
+    caplog.clear()
+    answers = {"prompt": ["", "bread:"], "completion": ["yes", "no"], "label": [True, False]}
+    make(trl_jax, "KTO", Dataset.from_dict(answers))
+    assert len(told(caplog, "1 of 2 rows of train_dataset (first: row 0) have no prompt")) == 1
+
+
+def test_what_is_no_tokenizer_and_a_collator_in_one_line(make):
+    from transformers import DataCollatorForSeq2Seq
+
+    trl, rows = pytest.importorskip("trl"), Dataset.from_list(rows_of("SFT", 4))
+    for kind in KINDS:
+        with pytest.raises(TypeError, match="`processing_class` must be either a `PreTrainedTokenizerBase`"):
+            make(trl_jax, kind, Dataset.from_list(rows_of(kind, 4)), processing_class="x")
+    with pytest.raises(TypeError, match="`processing_class` must be either a `PreTrainedTokenizerBase`"):
+        make(trl, "SFT", rows, processing_class="x")
+    words = make(trl_jax, "SFT", rows).processing_class
+    with pytest.raises(ValueError, match=r"DataCollatorForSeq2Seq\(\.\.\.\) is not .*Leave it out") as told:
+        make(trl_jax, "SFT", rows, data_collator=DataCollatorForSeq2Seq(words))
+    assert len(str(told.value)) < 250
+
+
+def test_a_message_without_a_role_is_named_by_its_row(checkpoint, tmp_path):
+    good = [{"role": "user", "content": "bread"}, {"role": "assistant", "content": "soup"}]
+    rows = [{"messages": good}, {"messages": [good[0], {"role": None, "content": "soup"}]}]
+    with pytest.raises(ValueError, match="Row 1 of train_dataset, column 'messages'.*role and content"):
+        args = trl_jax.SFTConfig(str(tmp_path), **BASE)
+        trl_jax.SFTTrainer(str(checkpoint(**CHAT)), args=args, train_dataset=Dataset.from_list(rows))
+
+
+def test_rows_that_a_transform_makes_ready(checkpoint, tmp_path):
+    trl, found = pytest.importorskip("trl"), {}
+    plain = Dataset.from_dict({"number": [5, 6, 7, 8]})
+
+    def made(rows):
+        ids = [[number, 9, 10] for number in rows["number"]]
+        return {"input_ids": ids, "labels": ids}
+
+    options = {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False, "max_steps": 2}
+    for package in (trl_jax, trl):
+        args = package.SFTConfig(str(tmp_path / package.__name__), **(BASE | options))
+        trainer = package.SFTTrainer(str(checkpoint(**SMALL)), args=args, train_dataset=plain.with_transform(made))
+        trainer.train()
+        found[package] = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert found[trl_jax] == pytest.approx(found[trl], abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_prepared_before_jax_starts(kind, make, monkeypatch):
+    """JAX's threads are none yet that processes of dataset_num_proc could deadlock with."""
+    order, config, trainer = [], getattr(trl_jax, f"{kind}Config"), getattr(trl_jax, f"{kind}Trainer")
+    devices, prepare = config.jax_devices, trainer.prepare_dataset
+    monkeypatch.setattr(config, "jax_devices", lambda self: (order.append("devices"), devices(self))[1])
+    rows = lambda self, *given, **options: (order.append("rows"), prepare(self, *given, **options))[1]  # noqa: E731
+    monkeypatch.setattr(trainer, "prepare_dataset", rows)
+    make(trl_jax, kind, Dataset.from_list(rows_of(kind, 4)))
+    assert order[0] == "rows" and "devices" in order

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 
 import pytest
 from transformers import TrainerCallback
@@ -52,7 +51,7 @@ def test_a_methods_arguments_are_trls(method):
 
 
 def test_what_is_not_built_is_refused_by_name(tmp_path):
-    with pytest.raises(ValueError, match=re.escape(f"data_collator={len!r} is not in this release of trl_jax. Leave")):
+    with pytest.raises(ValueError, match=r"data_collator=builtins.*\(\.\.\.\) is not in this release.*Leave"):
         make(trl_jax, "no such folder", tmp_path, data_collator=len)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from trl_jax.hub.new_model import new_model
 from trl_jax.hub.peft.adapted import adapt, outline_adapted
 from trl_jax.hub.peft.adapter_tensors import tokens_of
 from trl_jax.hub.peft.lora_config import LoraConfig, read_lora_config
-from trl_jax.hub.peft.quantization import BitsAndBytesConfig, formats, halves
+from trl_jax.hub.peft.quantization import BitsAndBytesConfig, as_quantization, formats, halves
 from trl_jax.hub.pretrained import PreTrainedModel
 
 
@@ -40,6 +41,7 @@ class Checkpoint:
         vocab_size, max_positions: as in PreTrainedModel. With another `vocab_size` than its files have, the model is
             resized before it gets an adapter.
         adapter, lora: the folder of an adapter on it, and that one's config.
+        quantization: how a model that was loaded already held its weights, which are floats of few values in the files.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Checkpoint:
     max_positions: int | None
     adapter: Path | None = None
     lora: LoraConfig | None = None
+    quantization: BitsAndBytesConfig | None = None
 
     @property
     def can_resize(self) -> bool:
@@ -75,7 +78,8 @@ class Checkpoint:
         """
         if self.adapter is not None:
             return self.load_adapted(self.lora, seed, self.adapter, quantization, place)
-        _check_not_quantized(quantization)
+        few = self.quantization if as_stored else None  # a model that does not train
+        _check_not_quantized(quantization or (None if as_stored else self.quantization))
         if self.repository is not None:
             self.repository.fetch_weights()
         config = self.config
@@ -83,7 +87,8 @@ class Checkpoint:
             options = {"dtype": self.dtype, "seed": seed, "head": self.head, "config": config}
             params, backend, config = load_exported(self.folder, **options)
         else:
-            options = {"seed": seed, "place": place, "as_stored": as_stored}
+            quantized = None if few is None else formats(few, None, self.native)
+            options = {"seed": seed, "place": place, "as_stored": as_stored, "formats": quantized}
             params, backend = load_native(self.native, dtype=self.dtype, **options)
         return PreTrainedModel(params, backend, config, self.folder, self.name)
 
@@ -121,7 +126,7 @@ class Checkpoint:
         self, lora: LoraConfig, quantization: BitsAndBytesConfig | None, *, parts: bool
     ) -> dict[str, Any]:
         """The options of `load_native` for the frozen weights beside an adapter."""
-        native = resized_config(self.native, self.vocab_size)
+        native, quantization = resized_config(self.native, self.vocab_size), quantization or self.quantization
         quantized = None if quantization is None else formats(quantization, lora, native)
         bits = () if parts else halves(lora, native)  # the layout on several devices goes by the plain weights
         if self.vocab_size != self.native.arch.vocab_size:
@@ -240,13 +245,19 @@ class AutoModelForSequenceClassification:
             kwargs: revision, subfolder, token, cache_dir, local_files_only, gguf_file as in transformers;
                 attn_implementation is accepted (the backend picks its kernels); trust_remote_code fetches `*.py`
                 for the tokenizer, whose own code AutoTokenizer may then run; a model's is never run; device_map and
-                its like are warned of.
+                its like are warned of. quantization_config holds the weights in few bits, for an adapter that trains
+                beside them or for a reference. config is one that was read from there: what is changed in it is saved.
 
         Raises:
             ValueError, TypeError: an argument or a checkpoint at fault, by name.
         """
-        name = str(pretrained_model_name_or_path)
-        return find_checkpoint(name, num_labels=num_labels, dtype=dtype, **kwargs).load(seed)
+        kwargs |= {"num_labels": num_labels, "dtype": dtype}
+        return _from_pretrained(str(pretrained_model_name_or_path), "score", seed, **kwargs)
+
+    @staticmethod
+    def from_config(config: Any, *, seed: int = 42, dtype: Any = None) -> PreTrainedModel:
+        """As `AutoModelForCausalLM.from_config`, with the score head."""
+        return new_model(config, "score", seed, dtype)
 
 
 class AutoModelForCausalLM:
@@ -268,14 +279,63 @@ class AutoModelForCausalLM:
         Raises:
             ValueError, TypeError: an argument or a checkpoint at fault, by name.
         """
-        return find_checkpoint(str(pretrained_model_name_or_path), head="lm", dtype=dtype, **kwargs).load(seed)
+        return _from_pretrained(str(pretrained_model_name_or_path), "lm", seed, dtype=dtype, **kwargs)
 
     @staticmethod
-    def from_config(config: Any, *, seed: int = 42) -> PreTrainedModel:
+    def from_config(config: Any, *, seed: int = 42, dtype: Any = None) -> PreTrainedModel:
         """Make a model of a config, of transformers or a dict, with new weights; `seed` draws them. They are not those
         that torch would draw.
+
+        Args:
+            dtype: what they are saved in, as in `from_pretrained`; None: as the config says.
 
         Raises:
             ValueError: a model_type, key or value that is not supported, by name.
         """
-        return new_model(config, "lm", seed)
+        return new_model(config, "lm", seed, dtype)
+
+
+def _from_pretrained(
+    name: str, head: HeadName, seed: int, *, quantization_config: Any = None, config: Any = None, **kwargs: Any
+) -> PreTrainedModel:
+    checkpoint = find_checkpoint(name, head=head, **kwargs)
+    if config is not None:
+        checkpoint = replace(checkpoint, config=_same_architecture(config, checkpoint))
+    if quantization_config is None:
+        return checkpoint.load(seed)
+    few = as_quantization(quantization_config)
+    return replace(checkpoint, quantization=few).load(seed, as_stored=True)
+
+
+def _same_architecture(config: Any, checkpoint: Checkpoint) -> Any:
+    """Return a config of transformers' that a script passes beside a checkpoint.
+
+    Raises:
+        ValueError: it would have the checkpoint computed in another way.
+    """
+    native, given = checkpoint.native, json.loads(config.to_json_string(use_diff=False))
+    known = type(config)().to_dict().keys() | ({} if native is None else native.raw).keys()
+    raw = {key: value for key, value in given.items() if key in known}  # a script's own keys are no architecture
+    if native is None or native_config(raw, native.path, checkpoint.head).arch != native.arch:
+        raise ValueError(
+            f"config={type(config).__qualname__}: it says another architecture than {checkpoint.folder / 'config.json'}"
+            ", which is computed here. Leave config out, and write what shall be saved into model.config; for new "
+            "weights, from_config takes it."
+        )
+    return config
+
+
+def class_of_family(name: str) -> type:
+    """The class of that name in transformers, LlamaForCausalLM, as one of ours: `from_pretrained`, and new weights of
+    a config where it is called.
+
+    Raises:
+        AttributeError: there is no family with such a class.
+    """
+    auto = AutoModelForCausalLM if name.endswith("ForCausalLM") else AutoModelForSequenceClassification
+    prefix = name.removesuffix("ForCausalLM").removesuffix("ForSequenceClassification")
+    if prefix not in {family.class_prefix for family in families().values()}:
+        raise AttributeError(
+            f"module 'trl_jax' has no attribute {name!r}: {auto.__name__} loads every type of model that there is."
+        )
+    return type(name, (auto,), {"__new__": lambda cls, config, **options: cls.from_config(config, **options)})

@@ -63,6 +63,7 @@ def write_card(
     run: Run | None = None,
     adapter: bool = False,
     head: HeadName = "score",
+    paper: tuple[str, str] | None = None,
     **facts: object,
 ) -> None:
     """Write README.md unless there is one that this function did not write.
@@ -71,6 +72,7 @@ def write_card(
         base_model: a repository's name; None where training began from a folder.
         adapter: the repository holds an adapter alone.
         head: the model's.
+        paper: title and arXiv number of the paper that has the method.
         run: the training to describe; None for a model that has not been trained.
         facts: further metadata of the card, as the Hub calls it (language, license, ...); None is left out.
     """
@@ -88,7 +90,7 @@ def write_card(
     }
     kept = {key: masked(value, key) for key, value in metadata.items() if value is not None}
     front = yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
-    text = f"---\n{front}---\n\n{_MARK}\n\n{_text(model_name, base_model, datasets, adapter, head)}"
+    text = f"---\n{front}---\n\n{_MARK}\n\n{_text(model_name, base_model, datasets, adapter, head, paper)}"
     text += _run_section(folder, run)
     write_whole(path, scrubbed(text))
 
@@ -97,17 +99,25 @@ def _adapter_tags(base_model: str | None) -> list[str]:
     return ["lora", *([f"base_model:adapter:{base_model}"] if base_model else [])]
 
 
-def _text(model_name: str, base_model: str | None, datasets: list[str], adapter: bool, head: HeadName) -> str:
+def _text(
+    model_name: str,
+    base_model: str | None,
+    datasets: list[str],
+    adapter: bool,
+    head: HeadName,
+    paper: tuple[str, str] | None,
+) -> str:
     library, loader = ("peft", "AutoPeftModel") if adapter else ("transformers", "AutoModel")
     kind = _KINDS[head]
     subject = f"An adapter (LoRA) that makes {kind.subject}" if adapter else f"A{kind.subject[1:]}"
     options = ", num_labels=1" if adapter and head == "score" else ""
     origin = f", trained from [{base_model}](https://huggingface.co/{base_model})" if base_model else ""
     data = f" on {', '.join(datasets)}" if datasets else ""
+    method = f"\n\nThe method is that of [{paper[0]}](https://huggingface.co/papers/{paper[1]})." if paper else ""
     libraries = "\n".join(f"- {name} {version(name)}" for name in _LIBRARIES)
     return f"""# {model_name}
 
-{subject}{origin}{data} with trl_jax{kind.meaning}.
+{subject}{origin}{data} with trl_jax{kind.meaning}.{method}
 
 ```python
 from {library} import {loader}{kind.loader}

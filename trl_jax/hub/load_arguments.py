@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -42,3 +45,15 @@ def checked_arguments(kwargs: dict[str, Any], dtype: Any) -> tuple[dict[str, Any
         )
     fetch = {key: value for key, value in fetch.items() if value is not None}
     return fetch | {"code": code}, dtype
+
+
+@contextmanager
+def told_of(argument: str) -> Iterator[None]:
+    """Let errors of a block that loads a model call it by the `argument` that names it, where they say model=."""
+    try:
+        yield
+    except (FileNotFoundError, ValueError, TypeError) as error:
+        text = re.sub(r"\bmodel=", f"{argument}=", str(error))
+        if text == str(error) or type(error) not in (FileNotFoundError, ValueError, TypeError):
+            raise
+        raise type(error)(text) from error.__cause__

@@ -122,14 +122,18 @@ class NativeBackend(Backend):
         return {path: self.weight(arrays, path) for path in (*plain, *self.formats)}
 
     def as_stored(self, arrays: dict[str, jax.Array], bits: Collection[str]) -> tuple[dict[str, Any], NativeBackend]:
-        """All arrays in the dtypes that they are saved in, and the backend of these.
+        """All arrays in the dtypes that they are saved in, and the backend of these; those in few bits as they are.
 
         Args:
             bits: paths of those that are held as bits where they have sixteen.
         """
-        held, forms = {}, {}
+        forms = dict(self.formats)
+        held = {path: array for path, array in arrays.items() if path.rpartition(".")[0] in forms}
         for entry in self.source.tensor_map:
-            path, array = entry.path, arrays[entry.path]
+            path = entry.path
+            if path in self.formats:
+                continue
+            array = arrays[path]
             tensor, _ = entry.tensors(array.shape)[0]
             array = array.astype(self.source.dtypes.get(tensor, self.source.dtype))
             if path in bits and array.dtype.name in HALVES:
@@ -140,12 +144,15 @@ class NativeBackend(Backend):
 
     def without_bits(self, arrays: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], NativeBackend]:
         """All arrays as floats, where they are held as the bits of these, and the backend of these."""
-        floats = {path.removesuffix(".codes"): self.floats(path, array) for path, array in arrays.items()}
-        return floats, NativeBackend(self.source)
+        few = {path: form for path, form in self.formats.items() if form.kind not in HALVES}
+        bits = {f"{path}.codes": path for path in self.formats.keys() - few.keys()}
+        floats = {bits.get(path, path): self.floats(path, array) for path, array in arrays.items()}
+        return floats, NativeBackend(self.source, few)
 
     def save(self, folder: Path, params: dict[str, jax.Array], config: Any, *, writes: bool = True) -> None:
         source = self.source.config
         changed = changes(config, source.raw, source.path, self.head) if writes else {}
+        params = self.weights(params) if self.formats else params
         save(folder, params, self.source, changed=changed, writes=writes)
 
     def load(self, folder: Path, seed: int, place: Placement | None = None) -> dict[str, jax.Array]:
@@ -155,6 +162,7 @@ class NativeBackend(Backend):
         return NativeBackend(resized_source(self.source, rows), self.formats)
 
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
+        params = self.weights(params) if self.formats else params
         for tensor, entries in entries_of(params, self.source).items():
             yield tensor, read_tensor(params, entries)
 

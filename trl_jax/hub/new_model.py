@@ -15,13 +15,14 @@ from trl_jax.hub.checkpoint.loading import Source
 from trl_jax.hub.checkpoint.tensor_map import make_tensor_map
 from trl_jax.hub.config.native import NativeConfig, native_config, transformers_config
 from trl_jax.hub.heads import HeadName
+from trl_jax.hub.load_arguments import checked_arguments
 from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.pretrained import PreTrainedModel
 
 
-def new_model(config: Any, head: HeadName, seed: int) -> PreTrainedModel:
+def new_model(config: Any, head: HeadName, seed: int, dtype: Any = None) -> PreTrainedModel:
     """The model of transformers' config object, or of a dict like config.json: matrices and tables are normal with the
-    config's `initializer_range`, norms and biases change nothing.
+    config's `initializer_range`, norms and biases change nothing. It is saved in `dtype`, or in the config's.
 
     Raises:
         ValueError: a model_type, key or value that is not supported, by name.
@@ -29,7 +30,8 @@ def new_model(config: Any, head: HeadName, seed: int) -> PreTrainedModel:
     raw = dict(config) if isinstance(config, dict) else json.loads(config.to_json_string(use_diff=False))
     path = Path("config.json")
     native = native_config(raw, path, head)
-    params, dtype = _drawn(native, TorchGenerator(seed)), raw.get("dtype") or "float32"
+    params = _drawn(native, TorchGenerator(seed))
+    dtype = checked_arguments({}, dtype or raw.get("dtype") or "float32")[1]
     source = Source(native, {}, {}, dtype, make_tensor_map(params, native.names), {})
     made = transformers_config(raw, path, head)
     return PreTrainedModel(params, NativeBackend(source), made, path.parent, raw["model_type"])

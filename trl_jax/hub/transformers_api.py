@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -166,6 +167,29 @@ class TransformersModelApi:
         path = min(self.backend.embeddings)
         weight = np.array(self.backend.weight(self.arrays, path)).view(Parameter)
         return _Embedding(weight)
+
+    def get_output_embeddings(self) -> Any:
+        """An object with the `weight` of a language model's head `[vocabulary, hidden]`, the embedding's where both are
+        one; None under a score head."""
+        if self.backend.head != "lm":
+            return None
+        names = [name for name in self.names() if name.endswith(("lm_head.weight", "embed_out.weight"))]
+        return _Embedding(self.get_parameter(names[0])) if names else self.get_input_embeddings()
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype that weights are saved in: torch's where torch is imported, otherwise its name, as "bfloat16"."""
+        name = self.source.dtype
+        return vars(sys.modules["torch"])[name] if "torch" in sys.modules else name
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None) -> None:
+        """Without effect: `gradient_checkpointing` of the trainer's arguments, on by default, decides."""
+
+    def gradient_checkpointing_disable(self) -> None:
+        """As `gradient_checkpointing_enable`."""
+
+    def enable_input_require_grads(self) -> None:
+        """Without effect: gradients reach adapters without it."""
 
     def print_trainable_parameters(self) -> None:
         train, count = self.num_parameters(only_trainable=True), self.num_parameters()

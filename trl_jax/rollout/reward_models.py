@@ -13,6 +13,7 @@ from trl_jax.data.rows.chat import is_messages
 from trl_jax.data.rows.templates.rendering import apply_chat_template
 from trl_jax.data.rows.tokenizer import load_tokenizer
 from trl_jax.hub.auto import find_checkpoint
+from trl_jax.hub.load_arguments import told_of
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.torch.objects import as_checkpoint, is_torch_model
 
@@ -90,7 +91,8 @@ def reward_model(
     elif isinstance(model, PreTrainedModel):
         ours, place, config = model, model.name_or_path, model.config
     else:
-        ours = find_checkpoint(str(model), **options).load(seed)
+        with told_of("reward_funcs"):
+            ours = find_checkpoint(str(model), **options).load(seed)
         place, config = str(model), ours.config
     if ours.backend.head != "score":
         raise TypeError(

@@ -12,6 +12,7 @@ import jax
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging as transformers_logging
 
+from trl_jax.core.printable import brief
 from trl_jax.data.rows import special_tokens
 from trl_jax.data.rows.tokenizer import load_tokenizer
 from trl_jax.engine.devices.processes import is_first, several
@@ -30,7 +31,16 @@ logger = logging.getLogger(__name__)
 def tokenizer_of(
     processing_class: Any, checkpoint: Checkpoint | PreTrainedModel, torch_model: Any, args: BaseConfig
 ) -> Any:
-    """The tokenizer that was passed as `processing_class`, or the model's own."""
+    """The tokenizer that was passed as `processing_class`, or the model's own.
+
+    Raises:
+        TypeError: another thing was passed.
+    """
+    if isinstance(processing_class, str | os.PathLike | dict | type):
+        raise TypeError(
+            "The `processing_class` must be either a `PreTrainedTokenizerBase` or a `ProcessorMixin`, found "
+            f"{brief(processing_class)}: load it with transformers' AutoTokenizer.from_pretrained."
+        )
     if processing_class is not None:
         return processing_class
     code = args.trust_remote_code

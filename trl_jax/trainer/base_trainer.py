@@ -26,7 +26,7 @@ from trl_jax.run.accelerator import Accelerator
 from trl_jax.run.arguments.base_config import BaseConfig
 from trl_jax.run.arguments.optimizer_choice import choose
 from trl_jax.run.callbacks import begin_state, events_of
-from trl_jax.run.devices import check_offloading, run_devices
+from trl_jax.run.devices import check_offloading
 from trl_jax.run.evaluation.evaluation import MetricHooks
 from trl_jax.run.evaluation.predictions import check_compute_metrics
 from trl_jax.run.hooks import TrainerHooks
@@ -40,7 +40,7 @@ from trl_jax.run.step.train_step import default_optimizer
 from trl_jax.run.user_loss.bound_model import BoundModel, script_values
 from trl_jax.run.user_loss.default_loss import default_loss
 from trl_jax.tasks.task import Task
-from trl_jax.trainer.refusals import NEVER_CALLED, check_overridden, check_set, names_of_script, refuse
+from trl_jax.trainer.refusals import NEVER_CALLED, check_collator, check_overridden, check_set, names_of_script, refuse
 from trl_jax.trainer.surface import Surface
 
 
@@ -60,6 +60,7 @@ class BaseTrainer(Surface):
 
     _name: ClassVar[str]  # as in the output directory that is used where none is given, "<model>-<name>"
     _tag_names: ClassVar[list[str]]  # of the model's card
+    _paper: ClassVar[tuple[str, str] | None] = None  # title and arXiv number of the method's, for the card
     config_class: ClassVar[type[BaseConfig]] = BaseConfig
     _collator_class: ClassVar[type | None] = None  # whose pad_to_multiple_of is taken; others are refused
     _never_called: ClassVar[Mapping[str, str]] = NEVER_CALLED  # methods of TRL's that a script may not override
@@ -103,7 +104,7 @@ class BaseTrainer(Surface):
         Raises:
             TypeError, ValueError: an argument, row or checkpoint at fault, by name.
         """
-        refuse(data_collator=None if type(data_collator) is self._collator_class else data_collator)
+        check_collator(data_collator, self._collator_class)
         args = self._config(args, model)
         keep_compilations()  # before anything is compiled
         adapter = None if peft_config is None else as_lora_config(peft_config)
@@ -116,8 +117,8 @@ class BaseTrainer(Surface):
         self._run = run = RunState(args, None, overridden=overridden)
         run.task, self.data_collator = self.make_task(), data_collator
         run.pad_to_multiple_of = (args if data_collator is None else data_collator).pad_to_multiple_of
-        self._publisher = HubPublisher(run, self._tag_names)
-        run_devices(args)  # several processes find each other before anything else
+        self._publisher = HubPublisher(run, self._tag_names, self._paper)
+        args.join_processes()  # before anything else
         if args.push_to_hub:  # first of all: a Hub that does not answer costs seconds, not a model's loading
             self.init_hf_repo()
         quantization = model_loading.quantization_of(quantization_config, args)
@@ -131,7 +132,7 @@ class BaseTrainer(Surface):
         run.model = model_loading.ready(checkpoint, args, adapter, quantization, run.vocab_size)
         if data_collator is None:
             self.data_collator = self._collator()
-        construction.settle_model(run, [*self._tag_names, "trl", "trl_jax"], torch_model)
+        construction.settle_model(run, [*self._tag_names, "trl_jax"], torch_model)
         args.check()  # again: setters and plain assignment get past the check at construction
         construction.check_strategies(args, run.eval_dataset)
         check_compute_metrics(compute_metrics, args.batch_eval_metrics)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from trl_jax.core.arguments.dpo import DPO
+from trl_jax.core.arguments.dpo import DPO, losses_of
 from trl_jax.run.arguments import text_fields
 from trl_jax.run.arguments.base_config import BaseConfig
 
@@ -49,6 +49,8 @@ class DPOConfig(BaseConfig):
         pad_token: deprecated; set it on the tokenizer.
         max_prompt_length: deprecated; the number of a prompt's last tokens that stay, before prompt and answer are cut
             to `max_length`. None: all.
+        chat_template_path: .jinja or .j2 file with the chat template to use, or folder or Hub name of the tokenizer
+            that has it; its new tokens come, too.
     """
 
     argument_table = DPO
@@ -116,10 +118,11 @@ class DPOConfig(BaseConfig):
 
     pad_token: str | None = text_fields.pad_token()
     max_prompt_length: int | None = text_fields.max_prompt_length()
+    chat_template_path: str | None = text_fields.chat_template_path(kw_only=True)
 
     def __post_init__(self):
-        if isinstance(self.loss_type, str):
-            self.loss_type = [self.loss_type]
+        if isinstance(self.loss_type, str | tuple):
+            self.loss_type = losses_of(self.loss_type)
         text_fields.warn_of_keep_end(self.truncation_mode, self._frames_to_caller())
         text_fields.warn_of_prompt_length(self.max_prompt_length, self._frames_to_caller())
         super().__post_init__()

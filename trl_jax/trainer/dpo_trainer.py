@@ -10,6 +10,7 @@ from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import EvalPrediction
 
+from trl_jax.core.arguments.dpo import losses_of
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.losses.dpo import PreferenceLoss
 from trl_jax.tasks.dpo import DpoTask
@@ -54,7 +55,8 @@ class DPOTrainer(TrainerWithReference):
         TypeError, ValueError: an argument, row or checkpoint at fault, by name.
     """
 
-    _name, _tag_names = "DPO", ["dpo"]
+    _name, _tag_names = "DPO", ["trl", "dpo"]
+    _paper = "Direct Preference Optimization: Your Language Model is Secretly a Reward Model", "2305.18290"
     config_class, _collator_class = DPOConfig, DataCollatorForPreference
     _changes_logps = ("ld_alpha",)
 
@@ -82,9 +84,10 @@ class DPOTrainer(TrainerWithReference):
 
     def make_task(self) -> DpoTask:
         args = self.args
+        losses = losses_of(args.loss_type)
         objective = PreferenceLoss(
-            tuple(args.loss_type),
-            tuple(args.loss_weights or [1.0] * len(args.loss_type)),
+            tuple(losses),
+            tuple(args.loss_weights or [1.0] * len(losses)),
             args.beta,
             args.f_divergence_type,
             args.f_alpha_divergence_coef,

@@ -56,6 +56,8 @@ class GRPOConfig(BaseConfig):
             output_dir/completions; trackers get each prompt once with `log_unique_prompts`.
         log_completions_hub_repo: dataset on the Hub that gets these files, too, every two minutes and at the end.
         max_prompt_length: deprecated; the number of a prompt's last tokens that stay. None: all.
+        chat_template_path: .jinja or .j2 file with the chat template to use, or folder or Hub name of the tokenizer
+            that has it; its new tokens come, too.
         reward_timeout: seconds that an asynchronous reward function may take; None: any. Not in TRL.
     """
 
@@ -210,6 +212,7 @@ class GRPOConfig(BaseConfig):
     )
 
     max_prompt_length: int | None = generation_fields.max_prompt_length()
+    chat_template_path: str | None = text_fields.chat_template_path(kw_only=True)
     reward_timeout: float | None = field(
         default=None,
         kw_only=True,

@@ -61,6 +61,7 @@ class GRPOTrainer(TrainerWithRollout):
     """
 
     _name, _tag_names = "GRPO", ["trl", "grpo"]
+    _paper = "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models", "2402.03300"
     config_class = GRPOConfig
 
     def __init__(

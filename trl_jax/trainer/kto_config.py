@@ -37,6 +37,8 @@ class KTOConfig(BaseConfig):
         ref_model_sync_steps: steps between two moves.
         max_prompt_length: deprecated; the number of a prompt's last tokens that stay where it has more than
             `max_length` with its answer. None: all.
+        chat_template_path: .jinja or .j2 file with the chat template to use, or folder or Hub name of the tokenizer
+            that has it; its new tokens come, too.
     """
 
     argument_table = KTO
@@ -72,6 +74,7 @@ class KTOConfig(BaseConfig):
     ref_model_sync_steps: int = text_fields.ref_model_sync_steps()
 
     max_prompt_length: int | None = text_fields.max_prompt_length()
+    chat_template_path: str | None = text_fields.chat_template_path(kw_only=True)
 
     def __post_init__(self):
         text_fields.warn_of_prompt_length(self.max_prompt_length, self._frames_to_caller())

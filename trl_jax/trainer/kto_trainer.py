@@ -55,7 +55,8 @@ class KTOTrainer(TrainerWithReference):
         TypeError, ValueError: an argument, row or checkpoint at fault, by name.
     """
 
-    _name, _tag_names = "KTO", ["kto"]
+    _name, _tag_names = "KTO", ["trl", "kto"]
+    _paper = "KTO: Model Alignment as Prospect Theoretic Optimization", "2402.01306"
     config_class, _collator_class = KTOConfig, DataCollatorForUnpairedPreference
 
     @accepting_old_keywords(*_MOVED)

@@ -12,8 +12,10 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from trl_jax.core.arguments.renamed import GONE_FROM_TRL, RENAMED, translated, way_out
+from trl_jax.core.arguments.renamed import GONE_FROM_TRL, OTHERWISE, translated, way_out
 from trl_jax.run.arguments.base_config import BaseConfig
+
+_GONE = {*GONE_FROM_TRL.split(), *OTHERWISE}
 
 
 def accepting_old_keywords(*moved: str) -> Callable[[Callable], Callable]:
@@ -35,9 +37,9 @@ def _wrapped(moved: frozenset[str], init: Callable) -> Callable:
                 raise TypeError("tokenizer and processing_class are one argument. Leave tokenizer out.")
             kwargs["processing_class"] = kwargs.pop("tokenizer")
             _tell("tokenizer is an old name: pass it as processing_class.")
-        for name in GONE_FROM_TRL.split() if moved & {"packing"} else ():
-            if kwargs.pop(name, None) is not None:
-                _tell(f"{name} has no effect any more; {RENAMED[name]}")
+        for name in (kwargs.keys() & _GONE) - moved - accepted.keys():
+            for note in translated({name: kwargs.pop(name)}, ())[2]:
+                _tell(note)
         if given := {name: kwargs.pop(name) for name in sorted(moved) if name in kwargs}:
             at = list(accepted).index("args") - 1  # without self
             args, kwargs = _with_moved(type(self).config_class, given, args, kwargs, at)

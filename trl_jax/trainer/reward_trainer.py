@@ -52,7 +52,7 @@ class RewardTrainer(BaseTrainer):
         TypeError, ValueError: an argument, row or checkpoint at fault, by name.
     """
 
-    _name, _tag_names = "Reward", ["reward-trainer"]
+    _name, _tag_names = "Reward", ["trl", "reward-trainer"]
     config_class, _collator_class = RewardConfig, DataCollatorForPreference
 
     @accepting_old_keywords("max_length")

@@ -45,6 +45,8 @@ class RLOOConfig(BaseConfig):
         log_completions: shows completions in a table of `num_completions_to_print` rows, or all; trackers get each
             prompt once with `log_unique_prompts`.
         max_prompt_length: deprecated; the number of a prompt's last tokens that stay. None: all.
+        chat_template_path: .jinja or .j2 file with the chat template to use, or folder or Hub name of the tokenizer
+            that has it; its new tokens come, too.
         reward_timeout: seconds that an asynchronous reward function may take; None: any. Not in TRL.
     """
 
@@ -125,6 +127,7 @@ class RLOOConfig(BaseConfig):
     use_transformers_paged: bool = shared("use_transformers_paged", False)
 
     max_prompt_length: int | None = generation_fields.max_prompt_length()
+    chat_template_path: str | None = text_fields.chat_template_path(kw_only=True)
     reward_timeout: float | None = field(
         default=None,
         kw_only=True,

@@ -23,6 +23,10 @@ class RLOOTrainer(TrainerWithRollout):
     """
 
     _name, _tag_names = "RLOO", ["trl", "rloo"]
+    _paper = (
+        "Back to Basics: Revisiting REINFORCE-Style Optimization for Learning from Human Feedback in LLMs",
+        "2402.14740",
+    )
     config_class = RLOOConfig
     _writes_completions: ClassVar[bool] = False
 

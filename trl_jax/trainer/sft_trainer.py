@@ -13,6 +13,7 @@ from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import EvalPrediction
 
 from trl_jax.core.arguments.values import as_dict
+from trl_jax.data.rows.checks import as_read
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.run.model.routers import balance_experts
 from trl_jax.tasks.sft import SftTask
@@ -95,6 +96,8 @@ class SFTTrainer(BaseTrainer):
         if args is not None:
             args = as_config(args, SFTConfig)
             _check_together(args, data_collator, compute_loss_func)
+            if _skips(args):
+                train_dataset, eval_dataset = as_read(train_dataset, "train"), as_read(eval_dataset, "eval")
         super().__init__(
             model, args, data_collator, train_dataset, eval_dataset, processing_class,
             compute_metrics, callbacks, optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics,

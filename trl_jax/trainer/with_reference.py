@@ -127,9 +127,9 @@ class TrainerWithReference(BaseTrainer):
 
 
 def _check_sync(run: RunState) -> None:
-    """Raise ValueError where the reference has no weights of its own to move."""
+    """Raise NotImplementedError where the reference has no weights of its own to move."""
     if isinstance(run.model.backend, AdaptedBackend):
-        raise ValueError(
+        raise NotImplementedError(
             "You passed `sync_ref_model=True` while using a PEFT model, which is currently not supported: the "
             "reference is the base model, which an adapter leaves as it is. Leave sync_ref_model out, or train all "
             "weights."

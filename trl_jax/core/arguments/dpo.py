@@ -20,9 +20,15 @@ _OF_ANY_DIVERGENCE = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "ro
 _WITHOUT_WEIGHTS = {"aot", "aot_unpaired"}
 
 
+def losses_of(loss_type: Any) -> list[Any]:
+    """The names in `loss_type`, of which a script may write a single one, or a tuple."""
+    return [loss_type] if isinstance(loss_type, str) else list(loss_type)
+
+
 def _losses(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
-    if not isinstance(value, list) or not value:
+    if not isinstance(value, list | tuple | str) or not value:
         return f"{show(name, value)}: wanted the names of losses, as in loss_type=['sigmoid']."
+    value = losses_of(value)
     for loss in value:
         if loss not in LOSSES:
             return f"Unknown loss type: {loss}. Should be one of {list(LOSSES)}"
@@ -31,20 +37,29 @@ def _losses(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
             "Label smoothing must be greater than 0.0 when using 'exo_pair' loss, and below 1. The paper recommends a "
             "value of 1e-3."
         )
-    if "robust" in value and not 0 <= values["label_smoothing"] < 0.5:
-        return f"loss_type='robust' needs 0 <= label_smoothing < 0.5, found {values['label_smoothing']}."
+    if "robust" in value and values["label_smoothing"] == 0.5:
+        return "loss_type='robust' divides by 1 - 2 * label_smoothing, and label_smoothing is 0.5. Lower it."
+    return None
+
+
+def _losses_note(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    if "robust" in losses_of(value) and values["label_smoothing"] > 0.5:
+        return (
+            "The `label_smoothing` parameter should lie in [0.0, 0.5) for the 'robust' loss. You provided "
+            f"{values['label_smoothing']}."
+        )
     return None
 
 
 def _weights(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     if value is None:
         return None
-    if not isinstance(value, list) or not all(isinstance(weight, int | float) for weight in value):
+    if not isinstance(value, list | tuple) or not all(isinstance(weight, int | float) for weight in value):
         return f"{show(name, value)}: wanted a list of numbers, one for each of loss_type."
-    if len(value) != len(values["loss_type"]):
+    if len(value) != (count := len(losses_of(values["loss_type"]))):
         return (
             "`loss_weights` must have the same length as `loss_type` when combining multiple losses. Got "
-            f"{len(value)} weights for {len(values['loss_type'])} loss types."
+            f"{len(value)} weights for {count} loss types."
         )
     return None
 
@@ -52,16 +67,16 @@ def _weights(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
 def _divergence(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     if value not in DIVERGENCES:
         return f"Unknown f_divergence_type: {value}. Should be one of {list(DIVERGENCES)}"
-    if value != "reverse_kl" and not set(values["loss_type"]) <= _OF_ANY_DIVERGENCE:
+    if value != "reverse_kl" and not set(losses_of(values["loss_type"])) <= _OF_ANY_DIVERGENCE:
         return (
             f"`f_divergence_type={value!r}` is only supported for the following loss types: "
-            f"{sorted(_OF_ANY_DIVERGENCE)}. You provided {values['loss_type']}."
+            f"{sorted(_OF_ANY_DIVERGENCE)}. You provided {losses_of(values['loss_type'])}."
         )
     return None
 
 
 def _weighting(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
-    if value and _WITHOUT_WEIGHTS & set(values["loss_type"]):
+    if value and _WITHOUT_WEIGHTS & set(losses_of(values["loss_type"])):
         return (
             "WPO-style weighting is not implemented for 'aot' or 'aot_unpaired' because they sort the pairs of a "
             "batch. Leave use_weighting out."
@@ -84,7 +99,7 @@ DPO: dict[str, Handling] = {
     **handled("truncation_mode", "native", rule=_truncation),
     **handled("padding_free", "warned", "it is temporarily unavailable in TRL; batch_layout='packed' has no padding."),
     # The loss
-    **handled("loss_type", "native", rule=_losses),
+    **handled("loss_type", "native", rule=_losses, note=_losses_note),
     **handled("loss_weights", "native", rule=_weights),
     **handled("discopop_tau", "native", rule=rules.number(1e-9, most=rules.MOST_FLOAT32)),
     **handled("ld_alpha", "native", rule=rules.number(0, optional=True, most=1.0)),

@@ -99,7 +99,7 @@ def whole_groups_only(algorithm: str) -> dict[str, Handling]:
 GENERATION: dict[str, Handling] = {
     **BASE,
     **handled("disable_dropout", "native"),
-    "pad_to_multiple_of": COMMON["pad_to_multiple_of"],
+    **{name: COMMON[name] for name in ("chat_template_path", "pad_to_multiple_of")},
     **handled("train_sampling_strategy", "warned", "prompts come in the order of shuffle_dataset and seed."),
     **handled("data_seed", "warned", "prompts come in the order of shuffle_dataset and seed.",
               rule=BASE["data_seed"].rule),

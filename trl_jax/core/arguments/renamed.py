@@ -27,6 +27,7 @@ OTHERWISE = {
     "model_adapter_name": "leave it out: the model's adapter trains.",
     "ref_adapter_name": "leave it out: the reference of an adapter that trains on is a copy of it.",
     "reference_free": "leave it out: every loss compares with a reference.",
+    "ref_model_init_kwargs": "load the reference with AutoModelForCausalLM.from_pretrained, and pass it as ref_model.",
     "rpo_alpha": "use loss_type=['sigmoid', 'sft'] and loss_weights=[1.0, rpo_alpha].",
     "truncation_mode": "leave it out: this trainer has one way of shortening texts.",
 }
@@ -129,7 +130,7 @@ def _modern(name: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] |
         return {} if value is None else {TENSORBOARD: str(value)}
     if name == "group_by_length":
         return {"train_sampling_strategy": "group_by_length"} if value else {}
-    if name in OTHERWISE and value is not None and value is not False:
+    if name in OTHERWISE and value not in (None, False, {}):
         raise TypeError(f"{name}={value!r}: {RENAMED[name]}")
     if name == "push_to_hub_organization":
         model = given.get("hub_model_id") or given.get("push_to_hub_model_id")

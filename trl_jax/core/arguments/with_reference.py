@@ -28,7 +28,7 @@ def share(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
 
 WITH_REFERENCE: dict[str, Handling] = {
     **BASE,
-    **{name: line for name, line in COMMON.items() if name not in ("chat_template_path", "eos_token", "pad_token")},
+    **{name: line for name, line in COMMON.items() if name not in ("eos_token", "pad_token")},
     **handled("label_smoothing_factor", "warned", "preference losses have no labels of tokens to smooth."),
     **handled("router_aux_loss_coef", "native", rule=rules.number(0, optional=True, most=rules.MOST_FLOAT32)),
     **handled("max_prompt_length", "native", rule=rules.whole(1, optional=True)),

@@ -58,9 +58,9 @@ def template_options(row: dict[str, Any], where: str) -> dict[str, Any]:
 def check_unicode(found: Any, column: str, where: str) -> None:
     """Raise ValueError for a lone surrogate (half a UTF-16 pair, from broken JSON escapes), which no tokenizer
     takes, and for a message that is none."""
-    messages = [{"content": found}] if isinstance(found, str) else found
+    messages = [{"role": "", "content": found}] if isinstance(found, str) else found
     for message in messages:
-        if not isinstance(message, dict):
+        if not isinstance(message, dict) or message.get("role") is None is message.get("from"):
             raise cell_error(where, column, message, "messages alone, each a dict with role and content")
     for text in (value for message in messages for value in message.values()):
         try:

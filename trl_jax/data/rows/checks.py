@@ -6,6 +6,7 @@ rows, a stream in blocks of one row, so the same rules hold for both.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -15,6 +16,8 @@ import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 
 from trl_jax.core.printable import brief, printable
+
+logger = logging.getLogger(__name__)
 
 IDS = ("chosen_ids", "rejected_ids")
 TEXTS = ("chosen", "rejected")
@@ -36,6 +39,17 @@ def argument(name: str) -> str:
     return f"{name}_dataset" if name in ("train", "eval", "test") else name
 
 
+def as_read(dataset: Any, name: str) -> Any:
+    """A table with a transform (`Dataset.with_transform`) as a table of the rows that it makes, each made once; another
+    dataset, or a dict of them, as it is."""
+    if isinstance(dataset, dict):
+        return {key: as_read(part, f"{name}[{key!r}]") for key, part in dataset.items()}
+    if not isinstance(dataset, Dataset) or dataset.format["type"] != "custom":
+        return dataset
+    logger.warning(f"{argument(name)} has a transform: each row is made once, before training, and not in each epoch.")
+    return Dataset.from_list([dataset[number] for number in range(len(dataset))])
+
+
 def check_type(dataset: Any, name: str) -> None:
     """Raise TypeError for anything but a Dataset or IterableDataset, and ValueError for one with a transform or with
     images."""
@@ -43,8 +57,8 @@ def check_type(dataset: Any, name: str) -> None:
         raise ValueError(
             f"{argument(name)} has a transform (`Dataset.set_transform()` or `Dataset.with_transform()`), which works "
             "on rows as they are read; rows are read once, before training. Apply it with dataset.map, or drop it with "
-            "dataset.with_format(None). TRL's skip_prepare_dataset, which lets a transform return trainer-ready rows, "
-            "does not change that here."
+            "dataset.with_format(None). With dataset_kwargs={'skip_prepare_dataset': True}, SFTTrainer takes one whose "
+            "rows are trainer-ready."
         )
     if isinstance(dataset, Dataset | IterableDataset):
         check_no_images(dataset.column_names or (), argument(name))

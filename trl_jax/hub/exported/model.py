@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +15,10 @@ from trl_jax.hub.exported.translation import domain, translated
 from trl_jax.hub.heads import HeadName
 from trl_jax.hub.torch import bridge
 from trl_jax.nn.aten.program import Program
+
+logger = logging.getLogger(__name__)
+
+_MANY = 5000  # operations of a program that is long because of a loop over tokens
 
 
 class TorchModel:
@@ -86,6 +91,19 @@ class TorchModel:
         for fits, program in made:
             if fits(rows, length):
                 return program
+        kind = self.config.model_type
+        logger.warning(
+            f"model_type {kind!r}: torch exports transformers' code for {rows} rows of {length} tokens now, and JAX "
+            "compiles it, which takes tens of seconds. One program serves other lengths where the code allows it."
+        )
         exported = bridge.export(self._module, rows, length, dtype, training, self.head)
-        made.append((domain(exported), translated(exported, self.config.model_type, self._names())))
+        fits = domain(exported)
+        made.append((fits, translated(exported, kind, self._names())))
+        count = len(exported.graph.nodes)
+        if count > _MANY and not fits(rows, length + 1):
+            logger.warning(
+                f"model_type {kind!r}: its code goes through the {length} tokens one after the other, so its program "
+                f"has {count:,} operations, and each length has one of its own. Compiling takes minutes, the more the "
+                "longer rows are: lower max_length, and set pad_to_multiple_of to it, so that one program serves all."
+            )
         return made[-1][1]

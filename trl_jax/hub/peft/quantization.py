@@ -78,14 +78,15 @@ def as_quantization(config: Any) -> BitsAndBytesConfig:
     return BitsAndBytesConfig(**{key: value for key, value in values.items() if key in known})
 
 
-def formats(quantization: BitsAndBytesConfig, lora: LoraConfig, config: NativeConfig) -> dict[str, Format]:
-    """Path of a weight -> its format: of all linear maps but the head, those that train, and those that are skipped.
+def formats(quantization: BitsAndBytesConfig, lora: LoraConfig | None, config: NativeConfig) -> dict[str, Format]:
+    """Path of a weight -> its format: of all linear maps but the head, those that train beside an adapter, and those
+    that are skipped.
 
     Experts, which share one parameter, stay as they are.
     """
     modules = modules_of(config)
     drawn = {draw.tensor.rpartition(".")[0] for draw in config.draws()}
-    whole = _trained_names(lora, modules, config.head.kind) | drawn
+    whole = drawn if lora is None else _trained_names(lora, modules, config.head.kind) | drawn
     skipped = tuple(quantization.llm_int8_skip_modules or ())
     weights = {}
     for module in modules:

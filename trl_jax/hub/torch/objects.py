@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import logging
 import sys
@@ -17,6 +18,7 @@ from trl_jax.hub.backend import Backend
 from trl_jax.hub.heads import HeadName
 from trl_jax.hub.peft.backend import AdaptedBackend
 from trl_jax.hub.peft.lora_config import LoraConfig, begun, read_lora_config
+from trl_jax.hub.peft.quantization import BitsAndBytesConfig, as_quantization
 
 logger = logging.getLogger(__name__)
 
@@ -33,14 +35,16 @@ def as_folder(model: Any, head: HeadName) -> Iterator[Path]:
     """A folder, for as long as it is needed, with the model as transformers saves it.
 
     Raises:
-        TypeError, ValueError: it is no model of transformers with this head, or it is quantised.
+        TypeError, ValueError: it is no model of transformers with this head, or quantised by another library than
+            bitsandbytes.
     """
     base = model.get_base_model() if is_adapted(model) else model
     _check(base, head)
+    quantization_of(base)
     with tempfile.TemporaryDirectory(prefix="trl-jax-") as folder:
         if base is model:
             _check_no_adapter(model)
-            model.save_pretrained(folder)
+            _save(base, base.state_dict(), folder)
         else:
             _save_adapted(model, base, Path(folder))
         yield Path(folder)
@@ -54,7 +58,8 @@ def as_checkpoint(model: Any, head: HeadName) -> Iterator[Checkpoint]:
         if is_adapted(model):
             adapter = folder / ADAPTER_FOLDER
             checkpoint = replace(checkpoint, adapter=adapter, lora=begun(read_lora_config(adapter)))
-        yield checkpoint
+        base = model.get_base_model() if is_adapted(model) else model
+        yield replace(checkpoint, quantization=quantization_of(base))
 
 
 def _check_no_adapter(model: Any) -> None:
@@ -77,13 +82,68 @@ def _save_adapted(model: Any, base: Any, folder: Path) -> None:
         raise ValueError(f"model has {len(model.peft_config)} adapters: {', '.join(model.peft_config)}. Keep one.")
     [name] = model.peft_config
     state = {key: value for key, value in base.state_dict().items() if not _of_adapter(key, name)}
-    plain = {key.replace(".base_layer", "").replace(".original_module", ""): value for key, value in state.items()}
-    base.save_pretrained(folder, state_dict=plain)
+    _save(base, state, folder)
     model.save_pretrained(folder / ADAPTER_FOLDER, selected_adapters=[name])
     inner = folder / ADAPTER_FOLDER / name
     if inner.is_dir():  # where it has another name than peft's default
         for path in inner.iterdir():
             path.rename(folder / ADAPTER_FOLDER / path.name)
+
+
+def _save(base: Any, state: dict[str, Any], folder: Path | str) -> None:
+    """Save a model with this state, whose keys may be those that peft gives them; of weights in few bits, as floats."""
+    few = _in_few_bits(base)
+    inside = tuple(f"{name}." for name in few)
+    state = {key: value for key, value in state.items() if not key.startswith(inside) or key.endswith(".bias")}
+    plain = {_without_peft(key): value for key, value in (state | _floats(few)).items()}
+    if not few:
+        base.save_pretrained(folder, state_dict=plain)
+        return
+    import torch
+
+    config = copy.deepcopy(base.config)
+    del config.quantization_config
+    with torch.device("meta"):
+        twin = type(base)(config)
+    twin.load_state_dict(plain, strict=False, assign=True)
+    twin.tie_weights()
+    twin.save_pretrained(folder)
+
+
+def _without_peft(key: str) -> str:
+    return key.replace(".base_layer", "").replace(".original_module", "")
+
+
+def _in_few_bits(base: Any) -> dict[str, Any]:
+    """The modules whose weights bitsandbytes holds in four or eight bits."""
+    kinds = ("Params4bit", "Int8Params")
+    weights = {name: one.weight for name, one in base.named_modules() if "weight" in vars(one)["_parameters"]}
+    return {name: base.get_submodule(name) for name, one in weights.items() if type(one).__name__ in kinds}
+
+
+def _floats(modules: dict[str, Any]) -> dict[str, Any]:
+    from transformers.integrations.bitsandbytes import dequantize_bnb_weight
+
+    states = {name: vars(one).get("state") for name, one in modules.items()}
+    return {f"{name}.weight": dequantize_bnb_weight(one.weight, states[name]) for name, one in modules.items()}
+
+
+def quantization_of(base: Any) -> BitsAndBytesConfig | None:
+    """How a model's weights were quantised when it was loaded; None where they were not. Scales of scales are unpacked:
+    rounding them once more would change them.
+
+    Raises:
+        ValueError: by another library than bitsandbytes.
+    """
+    if "quantization_config" not in base.config.to_dict():
+        return None
+    config = base.config.quantization_config
+    if type(config).__name__ != "BitsAndBytesConfig":
+        raise ValueError(
+            f"model is a {type(base).__qualname__} that is quantised by a {type(config).__qualname__}: wanted a "
+            "BitsAndBytesConfig, or load it without quantization_config."
+        )
+    return replace(as_quantization(config), bnb_4bit_use_double_quant=False)
 
 
 def _of_adapter(key: str, name: str) -> bool:
@@ -101,8 +161,6 @@ def _check(model: Any, head: HeadName) -> None:
             f"model is a {kind}: its own code would not run, since transformers' models are computed here by JAX. Pass "
             "one of transformers' own classes, and put what is different into compute_loss."
         )
-    if "quantization_config" in model.config.to_dict():
-        raise ValueError(f"model is a quantised {kind}: load it without quantization_config.")
     if head == "lm":
         if not _is_causal(model):
             raise TypeError(
@@ -124,8 +182,11 @@ def _is_causal(model: Any) -> bool:
 
 
 def frozen_names(model: Any) -> list[str]:
-    """Names of parameters with requires_grad=False; those of a base model are frozen by peft itself."""
-    return [] if is_adapted(model) else [name for name, one in model.named_parameters() if not one.requires_grad]
+    """Names of parameters with requires_grad=False; those of a base model are frozen by peft itself, and those of a
+    quantised one have an adapter beside them or are refused."""
+    if is_adapted(model) or _in_few_bits(model):
+        return []
+    return [name for name, one in model.named_parameters() if not one.requires_grad]
 
 
 def resize(model: Any, rows: int) -> None:

@@ -234,13 +234,18 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
             return [False]
         return [True] if self.remat_policy == "nothing_saveable" else [False, True]
 
+    def join_processes(self) -> None:
+        """Let the processes of a run of several find each other. JAX is not asked for a device: it would start threads,
+        beside which `dataset_num_proc` could not fork."""
+        from trl_jax.engine.devices.processes import join
+
+        join(self.coordinator_address, self.num_processes, self.process_id)
+
     def jax_devices(self) -> list:
         """All devices that a run may use, of every process; JAX starts here, so processes find each other first."""
         import jax
 
-        from trl_jax.engine.devices.processes import join
-
-        join(self.coordinator_address, self.num_processes, self.process_id)
+        self.join_processes()
         return jax.devices("cpu") if self.use_cpu else jax.devices()
 
 

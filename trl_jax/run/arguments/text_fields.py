@@ -11,8 +11,9 @@ def router_aux_loss_coef() -> Any:
     return _field(None, "Weight of the loss that balances experts. Unset, as in the model; 0 is off.")
 
 
-def chat_template_path() -> Any:
-    return _field(None, "File with the chat template to use, or a tokenizer that has it.")
+def chat_template_path(*, kw_only: bool = False) -> Any:
+    text = "File with the chat template to use, or a tokenizer that has it."
+    return field(default=None, kw_only=kw_only, metadata={"help": text})
 
 
 def disable_dropout(default: bool = True) -> Any:

@@ -53,7 +53,8 @@ class LogitsEvaluation:
             self._warned = True
             logger.warning(
                 "predict() and compute_metrics get whole logits: %s numbers (%.2f GB) of each batch are kept in the "
-                "host's memory. preprocess_logits_for_metrics may keep less, such as their argmax.",
+                "host's memory. A function of logits and labels that is set as trainer.preprocess_logits_for_metrics "
+                "may keep less, such as their argmax.",
                 " x ".join(map(str, logits.shape)),
                 logits.nbytes / 1e9,
             )

@@ -14,12 +14,14 @@ from trl_jax.engine.devices.processes import several
 from trl_jax.engine.devices.sharding import Fetched
 from trl_jax.hub.auto import Checkpoint, find_checkpoint, with_adapter
 from trl_jax.hub.heads import HeadName
+from trl_jax.hub.load_arguments import told_of
 from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft.backend import AdaptedBackend
 from trl_jax.hub.peft.lora_config import LoraConfig, read_lora_config
 from trl_jax.hub.peft.quantization import BitsAndBytesConfig, as_quantization
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.torch.objects import as_checkpoint, frozen_names, is_torch_model
+from trl_jax.nn.quantized import HALVES
 from trl_jax.run.devices import run_device, sharding_plan_of
 from trl_jax.run.nan_report import check_weights
 
@@ -82,11 +84,12 @@ def taken(torch_model: Any, args: BaseConfig, head: HeadName, **options: Any) ->
     if args.model_init_kwargs is not None:
         logger.warning("model_init_kwargs has no effect: the model is loaded already.")
     with as_checkpoint(torch_model, head) as checkpoint:
-        model = _loaded(checkpoint, args, **options)
+        few = checkpoint.quantization is not None
+        model = _loaded(checkpoint, args, **(options | {"as_stored": True} if few else options))
         if isinstance(model.backend, AdaptedBackend):
             model.backend.saved_config = read_lora_config(checkpoint.adapter)
     model.name_or_path = torch_model.config._name_or_path or type(torch_model).__name__
-    if isinstance(model.backend, NativeBackend | AdaptedBackend):
+    if isinstance(model.backend, NativeBackend | AdaptedBackend) and not few:
         model.config = torch_model.config  # one object: what a script writes there is saved, as in TRL
     if frozen := frozen_names(torch_model):
         _freeze(model, frozen)
@@ -140,6 +143,7 @@ def ready(
         logger.warning("quantization_config has no effect: the model is loaded already.")
     if adapter is None:
         model = checkpoint if loaded else _loaded(checkpoint, args, quantization=quantization)
+        _check_floats(model)
         if model.frozen:
             _log_adapter(model)
         return model
@@ -156,14 +160,25 @@ def ready(
     return model
 
 
-def beside(model: Any, args: BaseConfig) -> PreTrainedModel:
-    """A language model that is computed beside the one that trains, from an argument like `model`; its weights have the
-    dtypes that it has."""
+def _check_floats(model: PreTrainedModel) -> None:
+    """Raise ValueError for a model that trains whole and is held in few bits."""
+    backend = model.backend
+    if isinstance(backend, NativeBackend) and any(form.kind not in HALVES for form in backend.formats.values()):
+        raise ValueError(
+            "You cannot perform fine-tuning on purely quantized models: model was loaded with a quantization_config. "
+            "Pass peft_config=LoraConfig(...), which trains an adapter on top of it, or load it without."
+        )
+
+
+def beside(model: Any, args: BaseConfig, argument: str = "ref_model") -> PreTrainedModel:
+    """A language model that is computed beside the one that trains, from an `argument` like `model`; its weights have
+    the dtypes that it has."""
     name_or_ours, torch_model = split_model(model)
     if torch_model is not None:
         return taken(torch_model, args, "lm", as_stored=True)
-    found = find(name_or_ours, args, "lm", dtype="auto")
-    return found if isinstance(found, PreTrainedModel) else _loaded(found, args, as_stored=True)
+    with told_of(argument):
+        found = find(name_or_ours, args, "lm", dtype="auto")
+        return found if isinstance(found, PreTrainedModel) else _loaded(found, args, as_stored=True)
 
 
 def outlined(

@@ -35,12 +35,13 @@ class HubPublisher:
     repo_id: the repository's full name, None before `open`.
     """
 
-    def __init__(self, run: RunState, tags: list[str]):
+    def __init__(self, run: RunState, tags: list[str], paper: tuple[str, str] | None = None):
         """
         Args:
             tags: of the model's card.
+            paper: title and arXiv number of the paper that has the method, of the card, too.
         """
-        self._run, self._tags, self.repo_id = run, tags, None
+        self._run, self._tags, self._paper, self.repo_id = run, tags, paper, None
         self._publisher: Publisher | None = None
         self._unpushed: Path | None = None  # the newest checkpoint whose push failed
 
@@ -107,6 +108,7 @@ class HubPublisher:
             run=card_run(run),
             adapter=bool(run.model.frozen),
             head=run.task.head,
+            paper=self._paper,
             **facts,
         )
 

@@ -151,5 +151,33 @@ def shortened(
     return {column: row[column][start:][kept] for column in (ids, labels)}
 
 
+def warn_of_rows(
+    dataset: Dataset | IterableDataset, texts: Sequence[str], labels: str, where: str
+) -> Dataset | IterableDataset:
+    """Warn, once each, of rows of a table without a prompt, and of those whose two answers are equal.
+
+    Args:
+        texts: the columns of whole texts, one or two.
+        labels: the column of the first one's labels.
+
+    Returns:
+        The same dataset.
+    """
+    if isinstance(dataset, IterableDataset):
+        return dataset
+    bare, equal = [], []
+    for _, block in checks.blocks(dataset, (*texts, labels)):
+        whole = [block.column(text).to_pylist() for text in texts]
+        bare += [row[:1] not in ([], [IGNORED]) for row in block.column(labels).to_pylist()]
+        equal += [one == other for one, other in zip(whole[0], whole[-1], strict=True)]
+    told = {"have no prompt: the first token of their answers has no context, and is not scored": bare}
+    if len(texts) == 2:
+        told["have equal chosen and rejected answers: no preference"] = equal
+    for words, rows in told.items():
+        if any(rows):
+            logger.warning(f"{sum(rows):,} of {len(rows):,} rows of {where} (first: row {rows.index(True)}) {words}.")
+    return dataset
+
+
 def _has_room(row: dict[str, Any], max_length: int) -> bool:
     return len(row["prompt_ids"]) < max_length

@@ -66,7 +66,8 @@ def prepare(
     longest = None if keep_end else max_length
     plain = answers.without_full_prompts(plain, longest, max_prompt_length, where, options)
     facts = {"part": (part.start, part.stop), "max_prompt_length": max_prompt_length, "where": where}
-    return plain.map(_joined, with_indices=True, fn_kwargs=facts, **options("Joining prompts and answers of"))
+    plain = plain.map(_joined, with_indices=True, fn_kwargs=facts, **options("Joining prompts and answers of"))
+    return answers.warn_of_rows(plain, JOINED[:2], JOINED[2], where)
 
 
 def tokenise_row(row: dict[str, Any], index: int, tokenizer: Any, where: str) -> dict[str, list[int]]:

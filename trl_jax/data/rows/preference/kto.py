@@ -70,7 +70,8 @@ def prepare(
         plain = _with_kl_rows(plain, block, where)
     sides = ("", "KL_")[: 1 if block is None else 2]
     facts = {"sides": sides, "end": max_length, "max_prompt_length": max_prompt_length, "where": where}
-    return plain.map(_joined, with_indices=True, fn_kwargs=facts, **options("Joining prompts and answers of"))
+    plain = plain.map(_joined, with_indices=True, fn_kwargs=facts, **options("Joining prompts and answers of"))
+    return answers.warn_of_rows(plain, JOINED[:1], JOINED[1], where)
 
 
 def is_prepared(columns: Any, block: int | None) -> bool:

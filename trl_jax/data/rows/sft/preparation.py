@@ -63,7 +63,7 @@ def prepare(
             it reaches the row.
     """
     where = checks.argument(name)
-    plain, first = streaming.opened(dataset, name)
+    plain, first = streaming.opened(checks.as_read(dataset, name) if skip_prepare_dataset else dataset, name)
     if skip_prepare_dataset:
         return _unprepared(plain, first, name, num_proc)
     forms.check_lengths(packing, packing_strategy, max_length, truncation_mode)
