@@ -6,6 +6,7 @@ import gc
 import os
 import tempfile
 from importlib.metadata import version
+from pathlib import Path
 
 # Before jax, torch or the hub's client are imported: each reads its settings once.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -31,6 +32,7 @@ if version("jaxlib").startswith("0.10."):
 os.environ.setdefault("XLA_FLAGS", _quickly)
 
 import hypothesis  # noqa: E402
+import jax  # noqa: E402
 import pytest  # noqa: E402
 
 from compat_tests import shared_programs, tiny  # noqa: E402
@@ -59,12 +61,13 @@ def checkpoint(tmp_path_factory):
 FIRST = (
     "mesh/test_eight_devices.py", "parity/test_curve.py", "mesh/test_two_processes.py", "models/test_families.py",
     "mesh/test_two_language_models.py",
-
+    "generation/test_families.py", "compat_tests/test_examples.py", "cli/test_reward_commands.py",
+    "generation/test_generator.py", "trainer/test_dpo_trainer.py", "generation/test_generate.py",
     "parity/test_sft_curve.py", "parity/test_experts_curve.py", "parity/test_sft_models.py",
     "parity/test_dpo_curve.py", "parity/test_kto_curve.py", "trainer/test_kto_trainer.py",
     "parity/test_grpo_curve.py", "run/test_rollout_resume.py", "trainer/test_grpo_trainer.py",
     "adapters/test_against_peft.py", "compat_tests/test_scripts.py", "exported/test_computing.py",
-    "exported/test_types.py", "compat_tests/test_examples.py", "compat_tests/test_pointwise.py",
+    "exported/test_types.py", "compat_tests/test_pointwise.py",
     "parity/test_families.py", "parity/test_mutants.py", "models/test_encoders.py", "models/test_facts.py",
     "faults/test_saving.py", "cli/test_front.py", "losses/test_policy_gradient.py",
     "run/test_user_loss.py", "models/test_layouts.py", "run/test_resume.py", "run/test_resume_of_trl.py",
@@ -89,6 +92,23 @@ def pytest_collection_finish():
     """Modules stay: the collector need not walk through torch, transformers and jax again and again."""
     gc.collect()
     gc.freeze()
+
+
+# Linux lets a process have 65,530 mappings of memory, of which a compiled program takes several: one program more ends
+# in a segmentation fault.
+MAPPINGS, _mappings, _ended = 30_000, Path("/proc/self/maps"), 0
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    """Forget all compiled programs before there are too many; asked for every twentieth test, and between files."""
+    global _ended
+    _ended += 1
+    another = nextitem is None or nextitem.path != item.path
+    if (another or _ended % 20 == 0) and _mappings.exists():
+        if _mappings.read_bytes().count(b"\n") > MAPPINGS:
+            jax.clear_caches()
+            gc.collect()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from compat_tests.effort import THOROUGH
+from compat_tests.effort import THOROUGH, only_thorough
 
 ROOT = Path(__file__).resolve().parents[1]
 PAIRS = ROOT / "examples" / "data" / "preferences_train.jsonl"
@@ -83,6 +83,7 @@ def test_a_reward_model_picks_better_answers(of_grpo, tmp_path):
     assert (tmp_path / "judge" / "model.safetensors").is_file()
 
 
+@only_thorough
 def test_a_script_ported_by_its_import_prints_trls_losses(tmp_path):
     pytest.importorskip("trl")
     sys.path.insert(0, str(ROOT / "examples"))

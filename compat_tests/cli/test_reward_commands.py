@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from compat_tests.effort import thorough
 from trl_jax import rewards
 from trl_jax.cli.main import main
 from trl_jax.core.trainers import TRAINERS
@@ -88,7 +89,7 @@ print(type(trainer).__module__)
 """
 
 
-@COMMANDS
+@pytest.mark.parametrize("command", ["grpo", thorough("rloo")])
 def test_a_script_trains_by_its_import_or_as_it_is(command, model, folder):
     """Under another import and under `python -m trl_jax`, with the same numbers."""
     algorithm, found = command.upper(), {}

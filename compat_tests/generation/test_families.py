@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
+from compat_tests.effort import thorough
 from compat_tests.generation.near_ties import flips, least_margin, weights_of
 from compat_tests.models import causal
 from trl_jax import AutoModelForCausalLM
@@ -22,6 +25,12 @@ CONFIGURATIONS = {
     "greedy": {"repetition_penalty": 1.3},
     "sampled": {"do_sample": True, "temperature": 1.1, "top_k": 60, "top_p": 0.95, "no_repeat_ngram_size": 4},
 }
+
+
+ALWAYS = ("gemma2", "greedy"), ("gpt2", "greedy"), ("llama", "sampled"), ("mixtral", "sampled"), ("cohere2", "sampled")
+LONG = [
+    pair if pair in ALWAYS else thorough(*pair) for pair in itertools.product(TWELVE, CONFIGURATIONS)
+]  # fmt: skip
 
 
 def rows(vocabulary: int) -> dict[str, np.ndarray]:
@@ -58,8 +67,7 @@ def test_every_family_samples_transformers_tokens(tmp_path, family):
     assert flipped == 0 and margin > 1e-5 and tokens > 24
 
 
-@pytest.mark.parametrize("configuration", CONFIGURATIONS)
-@pytest.mark.parametrize("family", TWELVE)
+@pytest.mark.parametrize(("family", "configuration"), LONG)
 def test_long_texts(tmp_path, family, configuration):
     """2,000 tokens where they are sampled."""
     options = CONFIGURATIONS[configuration]

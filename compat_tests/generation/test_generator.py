@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from compat_tests.effort import thorough
 from compat_tests.models import causal
 from trl_jax import AutoModelForCausalLM
 from trl_jax.core.torch_random import TorchGenerator
@@ -21,7 +22,7 @@ torch = pytest.importorskip("torch")
 EOS, GROUP, NEW, SEED = (1, 50, 60, 70, 80), 4, 70, 3  # more tokens than the first two buckets have
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2", "gpt2"])
+@pytest.fixture(scope="module", params=["llama", "gemma2", thorough("gpt2")])
 def case(request, tmp_path_factory):
     """A model, ragged prompts, and transformers' completions of them by whether they are sampled."""
     folder = causal.build(tmp_path_factory.mktemp(request.param), request.param, tie=False)

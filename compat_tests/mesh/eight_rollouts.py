@@ -78,7 +78,7 @@ def same_numbers(mine, other):
             assert mine[name] == pytest.approx(other[name], rel=5e-4, abs=2e-5), name
 
 
-@pytest.mark.parametrize("mesh", ["fsdp:4,tensor:2", thorough("data:4,tensor:2")])
+@pytest.mark.parametrize("mesh", [thorough("fsdp:4,tensor:2"), thorough("data:4,tensor:2")])
 def test_the_same_completions_and_numbers_on_other_meshes(mesh, make, first):
     trainer, seen = train(make(GRPOTrainer, mesh, 4))
     assert seen == first[1]
@@ -86,7 +86,7 @@ def test_the_same_completions_and_numbers_on_other_meshes(mesh, make, first):
         same_numbers(mine, other)
 
 
-@pytest.mark.parametrize(("mesh", "shards"), [("data:8", 8), thorough("data:1,fsdp:8", 8), ("tensor:2", 1)])
+@pytest.mark.parametrize(("mesh", "shards"), [("data:8", 8), thorough("data:1,fsdp:8", 8), thorough("tensor:2", 1)])
 def test_the_same_completions_of_the_same_policy_by_more_or_fewer_shards(mesh, shards, make, first):
     """They cut the generation into other micro-batches, each shard having its part of its own completions."""
     trainer, seen = train(make(GRPOTrainer, mesh, shards, max_steps=1))
@@ -107,7 +107,9 @@ def test_generations_are_of_all_shards_together(make):
     assert (args.world_size, args.data_parallel_size, args.generation_batch_size) == (8, 4, 2 * ROWS)
 
 
-@pytest.mark.parametrize(("kind", "mesh"), [(GRPOTrainer, "data:2,fsdp:2,tensor:2"), (RLOOTrainer, "fsdp:4,tensor:2")])
+@pytest.mark.parametrize(
+    ("kind", "mesh"), [(GRPOTrainer, "data:2,fsdp:2,tensor:2"), thorough(RLOOTrainer, "fsdp:4,tensor:2")]
+)
 def test_a_run_goes_on_to_the_bit(kind, mesh, make, tmp_path):
     options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, "eval_strategy": "no"}
     whole, seen = train(make(kind, mesh, 4, tmp_path, **options))

@@ -9,6 +9,7 @@ jax.config.update("jax_num_cpu_devices", 2)
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
+from compat_tests.effort import thorough  # noqa: E402
 from compat_tests.run import branches  # noqa: E402
 
 
@@ -23,7 +24,9 @@ def wanted(models):
     return branches.exact(*models, rows, [row["weight"] for row in rows])
 
 
-@pytest.mark.parametrize(("mesh", "layout"), [("data:2", "padded"), ("data:2", "shared"), ("fsdp:2", "shared")])
+@pytest.mark.parametrize(
+    ("mesh", "layout"), [thorough("data:2", "padded"), thorough("data:2", "shared"), ("fsdp:2", "shared")]
+)
 def test_a_run_trains_and_evaluates_them(mesh, layout, models, wanted, tmp_path):
     sizes = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "per_device_eval_batch_size": 6}
     trainer = branches.trainer(*models, tmp_path, branches.rows(), mesh_shape=mesh, batch_layout=layout, **sizes)

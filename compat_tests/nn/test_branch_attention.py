@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,12 +62,29 @@ def one_by_one(q, k, v, texts, scale, softcap=None, window=None):
     return out
 
 
+GRAD = {"argnums": (0, 1, 2), "has_aux": True}
+
+
+@functools.cache
+def exactly(name):
+    """The gradients and the outputs of the plain formula in float64."""
+    _, texts = laid_out()
+    *qkv, weight = inputs(ROWS, LENGTH, 4, 2)
+
+    def theirs(*qkv):
+        out = one_by_one(*qkv, texts, **FACTS[name])
+        return jnp.sum(out * weight), out
+
+    with jax.enable_x64(True):
+        return jax.grad(theirs, **GRAD)(*qkv)
+
+
 @pytest.mark.parametrize("kernel", ["blocks", "where splash would be", "rows"])
 @pytest.mark.parametrize("name", FACTS)
 def test_the_texts_one_by_one(name, kernel, monkeypatch):
-    packed, texts = laid_out()
+    packed, _ = laid_out()
     *qkv, weight = inputs(ROWS, LENGTH, 4, 2)
-    how = FACTS[name]
+    how, wanted = FACTS[name], exactly(name)
     if kernel == "where splash would be":  # it takes one range of each query: blocks do it
         monkeypatch.setattr(packed_attention, "platform", lambda: "tpu")
         monkeypatch.setattr(packed_attention, "attend_splash", None)
@@ -77,13 +96,6 @@ def test_the_texts_one_by_one(name, kernel, monkeypatch):
         out = attend(*qkv, attention, softcap=how.get("softcap"))
         return jnp.sum(out * weight.astype(np.float32)), out
 
-    def theirs(*qkv):
-        out = one_by_one(*qkv, texts, **how)
-        return jnp.sum(out * weight), out
-
-    grad = {"argnums": (0, 1, 2), "has_aux": True}
-    found = jax.jit(jax.grad(ours, **grad))(*(x.astype(np.float32) for x in qkv))
-    with jax.enable_x64(True):
-        wanted = jax.grad(theirs, **grad)(*qkv)
+    found = jax.jit(jax.grad(ours, **GRAD))(*(x.astype(np.float32) for x in qkv))
     for mine, exact in zip((found[1], *found[0]), (wanted[1], *wanted[0]), strict=True):
         np.testing.assert_allclose(mine, exact, atol=3e-6 * np.abs(exact).max())

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from compat_tests.effort import thorough
 from compat_tests.run import branches
 from trl_jax.data.example import IGNORED
 from trl_jax.data.step_layout import IndexedExample
@@ -20,7 +21,7 @@ OURS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral"])
+@pytest.fixture(scope="module", params=[thorough("llama"), "mistral"])
 def models(checkpoint, request):
     """Those of mistral have windows that are shorter than the longer prompts."""
     facts = {"model_type": request.param} | ({"sliding_window": 8} if request.param == "mistral" else {})

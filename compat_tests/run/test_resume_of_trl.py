@@ -9,6 +9,7 @@ import pytest
 from datasets import Dataset
 
 import trl_jax
+from compat_tests.effort import thorough
 from compat_tests.mesh.rank import rows_of
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.reference import BASE
@@ -18,7 +19,8 @@ from compat_tests.trainer.trainers import FACTS
 STEPS = {"max_steps": 4, "learning_rate": 3e-3, "max_length": 64, "save_strategy": "steps", "save_steps": 2}
 TASKS = {"Reward": "SEQ_CLS", "SFT": "CAUSAL_LM", "DPO": "CAUSAL_LM", "KTO": "CAUSAL_LM"}
 CASES = [
-    ("SFT", "untied"), ("SFT", "tied"), ("SFT", "lora"), ("DPO", "tied"), ("DPO", "lora"), ("KTO", "untied"),
+    thorough("SFT", "untied"), ("SFT", "tied"), thorough("SFT", "lora"), thorough("DPO", "tied"), ("DPO", "lora"),
+    ("KTO", "untied"),
     ("Reward", "lora"),
 ]  # fmt: skip
 

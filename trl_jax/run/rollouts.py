@@ -109,16 +109,16 @@ class PolicyWriter:
     def write(self, prompts: list, group: int) -> Written:
         if self._rollout_func is not None:
             return written_by(self._rollout_func, prompts)
-        ids = self._prompt_ids(prompts)
-        completions = self._complete(ids, group)
+        ids = self.prompt_ids(prompts)
+        completions = self.complete(ids, group)
         return Written(ids, completions, all_written(completions))
 
-    def _prompt_ids(self, prompts: list) -> list[list[int]]:
+    def prompt_ids(self, prompts: list) -> list[list[int]]:
         sampling = self._sampling
         options = {"template_options": sampling.template_options, "max_prompt_length": sampling.max_prompt_length}
         return rows.prompt_ids(prompts, self._run.processing_class, **options)
 
-    def _complete(self, prompt_ids: Ids, group: int) -> list[np.ndarray]:
+    def complete(self, prompt_ids: Ids, group: int) -> list[np.ndarray]:
         run, options = self._run, self._sampling.options
         how = {"group": group, "stream": self._stream, "dtype": run.args.compute_dtype, "logps": False}
         how["head_dtype"] = "float32" if run.args.cast_lm_head_to_fp32 else None
