@@ -81,10 +81,9 @@ def _layer(decoder, index, h, ids):
     graph, _ = nnx.split(nnx.eval_shape(lambda: Block(arch)))
     _, stack = nnx.split(decoder.layers)
     window = None if arch.windows[index] is None else jnp.int32(arch.windows[index])
-    hidden, _ = nnx.merge(graph, jax.tree.map(lambda leaf: leaf[index], stack))(
+    return nnx.merge(graph, jax.tree.map(lambda leaf: leaf[index], stack))(
         h, AttentionInputs(arch.head_dim**-0.5, cos[0], sin[0], window=window), dtype=h.dtype
-    )
-    return hidden
+    ).h
 
 
 def test_the_scanned_stack_is_its_layers_one_after_another(model, hidden):

@@ -13,6 +13,7 @@ from datasets import Dataset
 from trl_jax.dryrun.generation import Size
 from trl_jax.rollout.rollout import Ids, Logps
 from trl_jax.rollout.source import RolloutSteps
+from trl_jax.rollout.written import Written, all_written
 from trl_jax.run.arguments.base_config import BaseConfig
 from trl_jax.run.state import RunState
 from trl_jax.trainer.base_trainer import BaseTrainer
@@ -30,14 +31,12 @@ class LongestWriter:
     def __init__(self, ids_of: Any, tokens: int):
         self._ids_of, self._tokens, self.longest = ids_of, tokens, 0
 
-    def prompt_ids(self, prompts: list) -> list[list[int]]:
+    def write(self, prompts: list, group: int) -> Written:
+        del group
         ids = self._ids_of(prompts)
         self.longest = max(self.longest, *map(len, ids))
-        return ids
-
-    def complete(self, prompt_ids: Ids, group: int) -> list[np.ndarray]:
-        del group
-        return [np.full(self._tokens, TOKEN, np.int32) for _ in prompt_ids]
+        completions = [np.full(self._tokens, TOKEN, np.int32) for _ in ids]
+        return Written(ids, completions, all_written(completions))
 
     def completions(self, prompts: list, completion_ids: Ids) -> list:
         del completion_ids

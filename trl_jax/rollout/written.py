@@ -1,4 +1,4 @@
-"""What comes of prompts before it is judged."""
+"""Prompts with their completions, before these are judged."""
 
 from __future__ import annotations
 
