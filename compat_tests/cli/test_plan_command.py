@@ -85,6 +85,12 @@ def test_every_argument_has_a_part_in_a_plan_or_is_told_to_have_none(checkpoint,
         label_smoothing_factor router_aux_loss_coef max_prompt_length
         beta discopop_tau f_alpha_divergence_coef f_divergence_type label_smoothing ld_alpha
         loss_weights precompute_ref_log_probs use_weighting desirable_weight undesirable_weight
+        cast_lm_head_to_fp32 chat_template_kwargs delta entropy_coef entropy_coef_delta entropy_coef_max
+        entropy_coef_min entropy_target epsilon epsilon_high generation_batch_size generation_kwargs
+        importance_sampling_level max_completion_length num_generations num_generations_eval num_iterations
+        off_policy_mask_threshold reward_weights sapo_temperature_neg sapo_temperature_pos steps_per_generation
+        temperature top_entropy_quantile use_adaptive_entropy use_bias_correction_kl
+        vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos
     """
     tables = [names.load_config().argument_table for names in TRAINERS.values()]
     known = {name for table in tables for name, line in table.items() if line.kind in ("native", "mapped")}

@@ -95,7 +95,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("rich") is None, reason
 
 def test_it_is_shown_as_in_trl(capsys, monkeypatch):
     utils = pytest.importorskip("trl.trainer.utils")
-    monkeypatch.setenv("COLUMNS", "150")
+    monkeypatch.setattr("rich.console.Console._environ", {"COLUMNS": "150"})  # rich keeps what it was imported with
     prompts, completions, extra = [TALK, "plain"], [ANSWER, "text"], {"note": ["a", None]}
     rewards, advantages = {"accuracy": [1.0, 0.333], "form": [float("nan"), -2.0]}, [0.5, -0.5]
     utils.print_prompt_completions_sample(prompts, completions, rewards, advantages, 42, extra=extra)
