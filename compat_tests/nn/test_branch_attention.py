@@ -49,16 +49,23 @@ def laid_out(seed=0):
 
 
 def one_by_one(q, k, v, texts, scale, softcap=None, window=None):
-    out = jnp.zeros_like(q)
-    for row, at in texts:
-        group = q.shape[2] // k.shape[2]
-        keys, values = (jnp.repeat(x[row, at], group, axis=1) for x in (k, v))
-        scores = jnp.einsum("thc,shc->hts", q[row, at], keys) * scale
+    """Each text alone, filled up to `LONGEST` tokens behind it, so that one program computes all of them."""
+    out, group = jnp.zeros_like(q), q.shape[2] // k.shape[2]
+    apart = np.arange(LONGEST)[:, None] - np.arange(LONGEST)
+    seen = (apart >= 0) & (apart < (LONGEST if window is None else window))
+
+    @jax.jit
+    def alone(q, k, v):
+        scores = jnp.einsum("thc,shc->hts", q, jnp.repeat(k, group, axis=1)) * scale
         scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
-        apart = np.arange(len(at))[:, None] - np.arange(len(at))
-        seen = (apart >= 0) & (apart < (len(at) if window is None else window))
         weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
-        out = out.at[row, at].set(jnp.einsum("hts,shc->thc", weights, values))
+        return jnp.einsum("hts,shc->thc", weights, jnp.repeat(v, group, axis=1))
+
+    for row, at in texts:
+        places = np.pad(at, (0, LONGEST - len(at)), mode="edge")
+        done = alone(*(x[row, places] for x in (q, k, v)))
+        behind = np.where(np.arange(LONGEST) < len(at), places, LENGTH)  # those that fill up are dropped
+        out = out.at[row, behind].set(done, mode="drop")
     return out
 
 

@@ -4,6 +4,7 @@ compared with a reference; a trainer around it, rows, and the same loss in plain
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -21,6 +22,7 @@ from trl_jax.tasks import Columns, Example, Extras, joined
 TEMPERATURE, KL, ENTROPY = 0.7, 0.1, 0.05
 MODEL = {"head": "causal", "num_hidden_layers": 2}
 BRANCHES = 3
+MOST = 12  # tokens of a branch
 
 
 @dataclass(frozen=True)
@@ -133,19 +135,27 @@ def exact(policy, reference, rows: list[dict], weights: list[float]) -> tuple[fl
         ids = torch.tensor([row["input_ids"]])
         start = row["prompt"] - 1
         logits, compared = (model(ids).logits[0, start:-1] for model in models)
-        targets = np.asarray(row["input_ids"][start + 1 :])
-
-        def loss(logits, compared, row=row, weight=weight, targets=targets):
-            log_p, ref = (jax.nn.log_softmax(x / TEMPERATURE) for x in (logits, compared))
-            at, entropy = jnp.arange(len(targets)), -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
-            old = jnp.asarray(row["old_logps"], jnp.float64)
-            losses, kl = of_tokens(log_p[at, targets], entropy, ref[at, targets], old, row["advantage"])
-            return weight * jnp.sum(losses), jnp.sum(kl)
-
         with jax.enable_x64(True):
-            arrays = (jnp.asarray(x.detach().numpy()) for x in (logits, compared))
-            (value, apart), gradient = jax.value_and_grad(loss, has_aux=True)(*arrays)
+            arrays = (_filled(x.detach().numpy()) for x in (logits, compared))
+            targets, old = (_filled(x) for x in (row["input_ids"][start + 1 :], row["old_logps"]))
+            real = jnp.arange(MOST) < len(logits)
+            (value, apart), gradient = _of_row(*arrays, targets, old, real, row["advantage"])
             assert gradient.dtype == jnp.float64
-            total, kl, tokens = total + float(value), kl + float(apart), tokens + len(targets)
-            logits.backward(torch.tensor(np.asarray(gradient)))
+            total, kl, tokens = total + weight * float(value), kl + float(apart), tokens + len(logits)
+            logits.backward(weight * torch.tensor(np.asarray(gradient)[: len(logits)]))
     return total, kl / tokens, {name: p.grad.numpy() for name, p in models[0].named_parameters()}
+
+
+def _filled(values: Any) -> jax.Array:
+    """Rows up to `MOST`, so that one program computes all texts."""
+    values = np.asarray(values)
+    return jnp.asarray(np.pad(values, [(0, MOST - len(values)), *[(0, 0)] * (values.ndim - 1)], mode="edge"))
+
+
+@jax.jit
+@partial(jax.value_and_grad, has_aux=True)
+def _of_row(logits, compared, targets, old, real, advantage):
+    log_p, ref = (jax.nn.log_softmax(x / TEMPERATURE) for x in (logits, compared))
+    at, entropy = jnp.arange(MOST), -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+    losses, kl = of_tokens(log_p[at, targets], entropy, ref[at, targets], old, advantage)
+    return jnp.sum(losses * real), jnp.sum(kl * real)
