@@ -27,7 +27,7 @@ ALLOWED = {
     "nn/rope.py": {"pair", "pairs"},  # of channels
     "run/rollouts.py": {"rewards"},  # of completions that a run writes itself
     "dryrun/made_completions.py": {"reward"},
-    "scripts/plan/__init__.py": {"reward"},  # flags that name what scores completions
+    "scripts/plan/__init__.py": {"reward", "rewards"},  # flags that name what scores completions
     "scripts/plan/parser.py": {"reward", "rewards"},
     "run/evaluation/completions.py": {"rewards"},
 }
