@@ -53,6 +53,43 @@ def clone_chat_template(
     return model, tokenizer, added
 
 
+_CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def setup_chat_format(
+    model: Any, tokenizer: Any, format: str | None = "chatml", resize_to_multiple_of: int | None = None
+) -> tuple[Any, Any]:
+    """Give a base model and its tokenizer the format ChatML, as TRL's function of early releases did.
+
+    `<|im_start|>` becomes the BOS token, `<|im_end|>` EOS and pad token; they get rows in the embedding. Those of a
+    torch model are as torch draws them, of others the mean of the rows.
+
+    Args:
+        model, tokenizer: changed in place. resize_to_multiple_of: to which the number of rows is rounded up.
+
+    Raises:
+        ValueError: the tokenizer has a chat template already, or another format is asked for.
+    """
+    if tokenizer.chat_template is not None:
+        raise ValueError(
+            "Chat template is already added to the tokenizer. If you want to overwrite it, please set it to None."
+        )
+    if format != "chatml":
+        raise ValueError(f"Format {format!r} not available. Please use one of ['chatml'].")
+    begin, end = "<|im_start|>", "<|im_end|>"
+    tokenizer.add_special_tokens({"bos_token": begin, "eos_token": end, "pad_token": end})
+    tokenizer.chat_template = _CHATML
+    model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=resize_to_multiple_of)
+    for config in (model.config, model.generation_config):
+        if config is not None:
+            config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+            config.pad_token_id = tokenizer.pad_token_id
+    return model, tokenizer
+
+
 def supports_tool_calling(processing_class: Any) -> bool:
     """Whether the chat template shows a tool's call, its arguments and the tool's answer; many leave out one of them.
 

@@ -7,7 +7,6 @@ import pytest
 
 from trl_jax.hub.torch import bridge
 from trl_jax.trainer.collator import (
-    DataCollatorForCompletionOnlyLM,
     DataCollatorForLanguageModeling,
     DataCollatorForPreference,
 )
@@ -95,7 +94,3 @@ def test_without_torch_batches_are_arrays(monkeypatch, collator, row):
     monkeypatch.setattr(bridge, "available", lambda: False)
     assert {type(values) for values in collator(0)([row]).values()} == {np.ndarray}
 
-
-def test_the_collator_that_trl_had():
-    with pytest.raises(TypeError, match=r"gone from TRL.*SFTConfig\(completion_only_loss=True\) and rows of 'prompt'"):
-        DataCollatorForCompletionOnlyLM("### Answer:", tokenizer=None)

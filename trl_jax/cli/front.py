@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import importlib.util
@@ -124,14 +125,27 @@ class FrontModule(ModuleType):
         return _NOWHERE
 
     def _theirs(self, name: str) -> Any:
-        if _real_spec(self.__name__) is not None:
-            return getattr(_real(self.__name__), name)
+        """The name of the installed trl's, or a placeholder of one that TRL had or has and nobody builds here."""
+        found = _NOWHERE if _real_spec(self.__name__) is None else _of_real(self.__name__, name)
+        if found is not _NOWHERE:
+            return found
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        raise ImportError(
-            f"{self.__name__} has no {name} in trl_jax, and trl is not installed. It has "
-            f"{', '.join(sorted({n for m in MODULES[self.__name__] for n in _public(importlib.import_module(m))}))}."
-        )
+        from trl_jax.trainer.not_built import NEAR, placeholder
+
+        if name in NEAR:
+            return placeholder(name)
+        names = sorted({n for m in MODULES[self.__name__] for n in _public(importlib.import_module(m))})
+        close = ", ".join(difflib.get_close_matches(name, names, n=3)) or "no name is like it"
+        without = "" if _real_spec("trl") else ", and trl is not installed"
+        raise ImportError(f"{self.__name__} has no {name} in trl_jax{without}. Near it: {close}.")
+
+
+def _of_real(fullname: str, name: str) -> Any:
+    try:
+        return getattr(_real(fullname), name)
+    except AttributeError:
+        return _NOWHERE
 
 
 _NOWHERE = object()

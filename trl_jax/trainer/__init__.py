@@ -6,11 +6,15 @@ from trl_jax.core.lazy import fetching
 from trl_jax.core.trainers import WHERE
 
 _WHERE = WHERE | {
+    "ConstantLengthDataset": "trl_jax.trainer.constant_length",
+    "DataCollatorForCompletionOnlyLM": "trl_jax.trainer.older_collators",
     "DataCollatorForLanguageModeling": "trl_jax.trainer.collator",
     "DataCollatorForPreference": "trl_jax.trainer.collator",
     "ModelConfig": "trl_jax.trainer.model_config",
+    "RewardDataCollatorWithPadding": "trl_jax.trainer.older_collators",
     "RichProgressCallback": "trl_jax.trainer.callbacks",
     "compute_accuracy": "trl_jax.trainer.utils",
+    "get_kbit_device_map": "trl_jax.trainer.utils",
     "get_peft_config": "trl_jax.trainer.utils",
     "get_quantization_config": "trl_jax.trainer.utils",
 }

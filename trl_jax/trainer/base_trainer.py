@@ -63,7 +63,9 @@ class BaseTrainer(Surface):
     _paper: ClassVar[tuple[str, str] | None] = None  # title and arXiv number of the method's, for the card
     config_class: ClassVar[type[BaseConfig]] = BaseConfig
     _collator_class: ClassVar[type | None] = None  # whose pad_to_multiple_of is taken; others are refused
+    _older_collators: ClassVar[tuple[type, ...]] = ()  # of early TRL, that are taken, too
     _never_called: ClassVar[Mapping[str, str]] = NEVER_CALLED  # methods of TRL's that a script may not override
+    data_collator: Any = None
     _progress: Progress | None = None  # what the checkpoint that is being saved has
 
     def __init_subclass__(cls, **kwargs: Any):
@@ -104,7 +106,8 @@ class BaseTrainer(Surface):
         Raises:
             TypeError, ValueError: an argument, row or checkpoint at fault, by name.
         """
-        check_collator(data_collator, self._collator_class)
+        own = () if self._collator_class is None else (self._collator_class,)
+        check_collator(data_collator, (*own, *self._older_collators))
         args = self._config(args, model)
         keep_compilations()  # before anything is compiled
         adapter = None if peft_config is None else as_lora_config(peft_config)
@@ -115,7 +118,8 @@ class BaseTrainer(Surface):
         self.compute_loss_func = compute_loss_func
         overridden = names_of_script(type(self)) | ({"compute_loss"} if compute_loss_func is not None else set())
         self._run = run = RunState(args, None, overridden=overridden)
-        run.task, self.data_collator = self.make_task(), data_collator
+        self.data_collator = data_collator
+        run.task = self.make_task()
         run.pad_to_multiple_of = (args if data_collator is None else data_collator).pad_to_multiple_of
         self._publisher = HubPublisher(run, self._tag_names, self._paper)
         args.join_processes()  # before anything else

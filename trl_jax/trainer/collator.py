@@ -100,17 +100,6 @@ class DataCollatorForLanguageModeling:
         return as_kind(None, [_positions(lengths) for lengths in batch_seq_lengths])
 
 
-class DataCollatorForCompletionOnlyLM:
-    """Raises TypeError: TRL has it no longer, and rows get their labels before they are collated."""
-
-    def __init__(self, *_: Any, **__: Any):
-        raise TypeError(
-            "DataCollatorForCompletionOnlyLM is gone from TRL. Train on completions alone with "
-            "SFTConfig(completion_only_loss=True) and rows of 'prompt' and 'completion', or on what the assistant says "
-            "with SFTConfig(assistant_only_loss=True) and rows of 'messages'."
-        )
-
-
 def check_kind(return_tensors: str | None) -> None:
     if return_tensors not in ("np", "pt", None):
         raise ValueError(f"return_tensors={return_tensors!r}: wanted 'np', or 'pt' where torch is installed.")

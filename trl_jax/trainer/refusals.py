@@ -82,17 +82,16 @@ def refuse(**given: Any) -> None:
 
 
 _INSTEAD_OF_COLLATOR = {
-    "DataCollatorForCompletionOnlyLM": "Write rows with 'prompt' and 'completion', whose answers alone are trained on.",
     "DataCollatorForSeq2Seq": "Leave it out: prompts and answers are padded, and prompts left out of the labels.",
 }
 
 
-def check_collator(collator: Any, known: type | None) -> None:
+def check_collator(collator: Any, known: tuple[type, ...]) -> None:
     """Raises ValueError for a collator of another class than the trainer's own, whose code nobody would call."""
-    if collator is None or type(collator) is known:
+    if collator is None or type(collator) in known:
         return
     name = type(collator).__qualname__
-    own = "" if known is None else f", or pass a {known.__name__}, whose pad_to_multiple_of is taken"
+    own = f", or pass a {known[0].__name__}, whose pad_to_multiple_of is taken" if known else ""
     instead = _INSTEAD_OF_COLLATOR.get(name, f"Leave it out{own}: rows are padded as TRL's own collator does.")
     raise ValueError(
         f"data_collator={type(collator).__module__}.{name}(...) is not in this release of trl_jax. {instead}"

@@ -20,6 +20,7 @@ from trl_jax.tasks.sft import SftTask
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.collator import DataCollatorForLanguageModeling
 from trl_jax.trainer.old_keywords import accepting_old_keywords, as_config
+from trl_jax.trainer.older_collators import DataCollatorForCompletionOnlyLM
 from trl_jax.trainer.sft_config import SFTConfig
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,8 @@ class SFTTrainer(BaseTrainer):
             transformers, which has the trained weights after `train()`. Weights are kept in float32;
             `args.model_init_kwargs["dtype"]` ("float32" unless set) is what they are saved in.
         args: an SFTConfig; None means `SFTConfig("<model>-SFT")`.
-        data_collator: a DataCollatorForLanguageModeling, whose `pad_to_multiple_of` then holds.
+        data_collator: a DataCollatorForLanguageModeling, whose `pad_to_multiple_of` then holds; or early TRL's
+            DataCollatorForCompletionOnlyLM, by which answers alone are trained on.
         train_dataset: rows with `text`, `messages`, `prompt` and `completion`, or `input_ids`; a Dataset or an
             IterableDataset (with `max_steps`).
         eval_dataset: the same, or a dict of them.
@@ -71,6 +73,7 @@ class SFTTrainer(BaseTrainer):
 
     _name, _tag_names = "SFT", ["trl", "sft"]
     config_class, _collator_class = SFTConfig, DataCollatorForLanguageModeling
+    _older_collators = (DataCollatorForCompletionOnlyLM,)
     _formatting_func: Callable[[dict[str, Any]], str] | None = None
 
     @accepting_old_keywords(*_MOVED)
@@ -78,7 +81,7 @@ class SFTTrainer(BaseTrainer):
         self,
         model: str | os.PathLike | PreTrainedModel,
         args: SFTConfig | None = None,
-        data_collator: DataCollatorForLanguageModeling | None = None,
+        data_collator: DataCollatorForLanguageModeling | DataCollatorForCompletionOnlyLM | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None = None,
         processing_class: Any = None,
@@ -116,6 +119,8 @@ class SFTTrainer(BaseTrainer):
         options = {name: vars(args)[name] for name in _ROW_OPTIONS}
         options["skip_prepare_dataset"] = _skips(args)
         options["formatting_func"] = self._formatting_func
+        if isinstance(self.data_collator, DataCollatorForCompletionOnlyLM):
+            options["answer_marks"] = self.data_collator.marks
         return SftTask(args.loss_type, args.label_smoothing_factor, options, args.eval_packing)
 
 
@@ -128,6 +133,11 @@ def _check_together(args: SFTConfig, data_collator: Any, compute_loss_func: Any)
     packs_documents = args.packing and args.packing_strategy != "wrapped"
     if data_collator is not None and (args.padding_free or packs_documents):
         raise ValueError("Passing a custom data collator is not supported when using padding-free.")
+    if args.packing and isinstance(data_collator, DataCollatorForCompletionOnlyLM):
+        raise ValueError(
+            "You passed a `DataCollatorForCompletionOnlyLM` to the SFTTrainer. This is not compatible with the "
+            "`packing` argument: rows of 'prompt' and 'completion' are packed with their labels."
+        )
     if args.padding_free and not args.packing and args.max_length is not None and not _skips(args):
         raise ValueError(
             "When `padding_free=True` without packing, `max_length` is not enforced. Either enable packing (e.g., "

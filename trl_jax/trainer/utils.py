@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,25 @@ def get_quantization_config(model_args: ModelConfig) -> BitsAndBytesConfig | Non
         bnb_4bit_quant_type=model_args.bnb_4bit_quant_type,
         bnb_4bit_use_double_quant=model_args.use_bnb_nested_quant,
     )
+
+
+def is_peft_available() -> bool:
+    """Whether peft is installed; adapters need none of it here."""
+    return find_spec("peft") is not None
+
+
+def is_xpu_available() -> bool:
+    """False: arrays lie where JAX puts them, and torch's devices are not asked for."""
+    return False
+
+
+def is_npu_available() -> bool:
+    """False, as `is_xpu_available`."""
+    return False
+
+
+def get_kbit_device_map() -> None:
+    """None: JAX places arrays, quantised ones too."""
 
 
 def compute_accuracy(eval_pred: Any) -> dict[str, float]:

@@ -15,6 +15,7 @@ from trl_jax.data.example import IGNORED
 from trl_jax.data.packing import pack_dataset
 from trl_jax.data.rows import checks, streaming
 from trl_jax.data.rows.sft import form as forms
+from trl_jax.data.rows.sft.answers import AnswerMarks, label_answers
 from trl_jax.data.rows.sft.rows import tokenise_batch
 from trl_jax.data.rows.templates.training import has_generation_markers, stop_token_is_trained, training_template
 
@@ -43,6 +44,7 @@ def prepare(
     shuffle_dataset: bool = False,
     seed: int = 0,
     skip_prepare_dataset: bool = False,
+    answer_marks: AnswerMarks | None = None,
 ) -> Dataset | IterableDataset:
     """Add `input_ids` and `labels` to the dataset's own columns; of packed rows only they and `seq_lengths` are left.
 
@@ -57,6 +59,7 @@ def prepare(
             the assistant says.
         seed: of `shuffle_dataset`.
         skip_prepare_dataset: the rows have their columns already; nothing is cut, packed or shuffled.
+        answer_marks: labels are those of the answers that these tokens mark, whatever they were; not for packed rows.
 
     Raises:
         TypeError, ValueError, RuntimeError: the dataset, an option or a row cannot be trained on; a stream raises when
@@ -65,7 +68,8 @@ def prepare(
     where = checks.argument(name)
     plain, first = streaming.opened(checks.as_read(dataset, name) if skip_prepare_dataset else dataset, name)
     if skip_prepare_dataset:
-        return _unprepared(plain, first, name, num_proc)
+        plain = _unprepared(plain, first, name, num_proc)
+        return plain if answer_marks is None else _answers_of(plain, answer_marks, num_proc, where)
     forms.check_lengths(packing, packing_strategy, max_length, truncation_mode)
     form, completions = forms.settle(
         first,
@@ -83,11 +87,19 @@ def prepare(
     limits = {"max_length": None if packs else max_length, "keep_end": truncation_mode == "keep_end"}
     plain = _tokenised(plain, num_proc, tokenizer=tokenizer, form=form, masking=masking, where=where, **limits)
     plain = _labelled(plain, where, drops=max_length is not None and not packs)
+    if answer_marks is not None:
+        plain = _answers_of(plain, answer_marks, num_proc, where)
     if packs:
         plain = plain.select_columns(list(COLUMNS))
         plain = plain.shuffle(seed=seed) if shuffle_dataset else plain
         plain = pack_dataset(plain, max_length, packing_strategy, _map_options(plain, num_proc, f"Packing {where}"))
     return plain.shuffle(seed=seed) if shuffle_dataset else plain
+
+
+def _answers_of(
+    dataset: Dataset | IterableDataset, marks: AnswerMarks, num_proc: int | None, where: str
+) -> Dataset | IterableDataset:
+    return label_answers(dataset, marks, where, _map_options(dataset, num_proc, f"Labelling answers of {where}"))
 
 
 def _marked_template(tokenizer: Any) -> str | None:
