@@ -168,6 +168,44 @@ def test_unknown_flags(args, text):
     assert str(error.value) == text
 
 
+def told(words, text):
+    """The arguments that flags, and a YAML file, become, and the old names that were told."""
+    parser = TrlParser(RewardConfig)
+    with pytest.warns(FutureWarning) as seen:
+        [args] = parser.parse_args_and_config(words if text is None else ["--config", text, *words])
+    return args, [str(warning.message) for warning in seen if "old name" in str(warning.message)]
+
+
+OLD = [
+    (["--warmup_ratio", "0.1"], "warmup_steps", 0.1),
+    (["--warmup-ratio=0.1"], "warmup_steps", 0.1),
+    (["--evaluation_strategy", "steps", "--eval_steps", "2"], "eval_strategy", "steps"),
+    (["--group_by_length"], "train_sampling_strategy", "group_by_length"),
+    (["--group_by_length", "False"], "train_sampling_strategy", "random"),
+    (["--max_seq_length", "32"], "max_length", 32),
+    (["--no_cuda"], "use_cpu", True),
+    (["--push_to_hub_model_id", "a/b"], "hub_model_id", "a/b"),
+    (["--warmup_ratio", "0.1", "--warmup_steps", "3", "--no_cuda"], "warmup_steps", 3),  # steps always won
+]
+
+
+@pytest.mark.parametrize("words, name, wanted", OLD, ids=lambda value: str(value))
+def test_old_names_of_flags(words, name, wanted):
+    args, notes = told(["--output_dir", "out", "--bf16", "False", *words], None)
+    assert getattr(args, name) == wanted and len(notes) <= 1
+
+
+def test_old_names_in_yaml_and_beside_flags(tmp_path, monkeypatch):
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "")
+    lines = ("output_dir: out", "bf16: false", "warmup_ratio: 0.2", "evaluation_strategy: steps", "logging_dir: logs")
+    text = "\n".join((*lines, "torchdynamo: x"))
+    args, notes = told([], yaml_file(tmp_path, text))
+    assert (args.warmup_steps, args.eval_strategy.value) == (0.2, "steps") and len(notes) == 3
+    assert os.environ["TENSORBOARD_LOGGING_DIR"] == "logs"
+    args, _ = told(["--warmup_steps", "5"], yaml_file(tmp_path, text))
+    assert args.warmup_steps == 5
+
+
 def test_config_is_a_taken_name():
     @dataclass
     class Taken:
@@ -333,7 +371,10 @@ NOT_HERE = "is not in this release of trl_jax"
             ["--optim", "lomo"],
             f"optim='lomo' {NOT_HERE}; the nearest that is: adafactor.",
         ),
-        (["--evaluation_strategy", "steps"], "unknown argument --evaluation_strategy: use eval_strategy."),
+        (
+            ["--evaluation_strategy", "steps", "--eval_strategy", "no"],
+            "evaluation_strategy='steps' and eval_strategy='no' are one argument. Leave evaluation_strategy out.",
+        ),
         (
             ["--activation_offloading", "--gradient_checkpointing", "false", "--optim_target_modules", "q_proj"],
             (

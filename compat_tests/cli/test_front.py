@@ -144,3 +144,25 @@ def test_nothing_to_run(tmp_path):
     assert done.returncode == 2 and done.stderr.startswith("python -m trl_jax: there is no script 'none.py'.\nusage:")
     done = run(tmp_path, "", how=["--help"])
     assert done.returncode == 0 and done.stdout.startswith("usage: python -m trl_jax SCRIPT.py [ARGUMENTS]")
+
+
+FLAGS = """
+import warnings
+from dataclasses import dataclass
+from transformers import HfArgumentParser, TrainingArguments
+@dataclass
+class Own:
+    torch_dtype: str = "auto"
+parser = HfArgumentParser((Own, TrainingArguments))
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    own, args = parser.parse_args_into_dataclasses()
+places = [warning.filename.rpartition("/")[2] for warning in told if "old name" in str(warning.message)]
+print(own.torch_dtype, args.eval_strategy.value, args.warmup_steps, *places)
+"""
+
+
+def test_transformers_own_parser_takes_old_flags_there(tmp_path):
+    flags = ["--output_dir", "out", "--evaluation_strategy", "steps", "--warmup_ratio=0.1", "--torch_dtype", "bfloat16"]
+    done = run(tmp_path, FLAGS, how=["script.py", *flags])
+    assert done.stdout.splitlines() == ["bfloat16 steps 0.1 script.py script.py"], done.stderr

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from trl_jax.core.arguments.renamed import translated
+from trl_jax.core.arguments.renamed_flags import modern_flags
 from trl_jax.core.trainers import WHERE
 
 # TRL's modules of which we replace names -> our modules with these names, in the order in which they are asked.
@@ -34,6 +35,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     **{ours.replace("trl_jax", "trl"): (ours,) for ours in WHERE.values()},
 }
 _ARGUMENTS = "transformers.training_args"
+_PARSER = "transformers.hf_argparser"
 _PACKAGES = ("trl", "trl.scripts", "trl.trainer")
 _FOLLOWED = "1.16.0"  # the release of TRL whose surface this is
 _IN_CHILDREN = Path(__file__).parent / "children"
@@ -55,7 +57,7 @@ class Front(MetaPathFinder, Loader):
     """Finds the modules of `MODULES`; others of trl are found where trl is installed."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if fullname == _ARGUMENTS:
+        if fullname in (_ARGUMENTS, _PARSER):
             spec = PathFinder.find_spec(fullname, path)
             spec.loader = TakesOldNames(spec.loader)
             return spec
@@ -80,7 +82,8 @@ class Front(MetaPathFinder, Loader):
 
 
 class TakesOldNames(Loader):
-    """Loads transformers' TrainingArguments, which scripts for early releases of TRL pass, to know old names."""
+    """Loads transformers' TrainingArguments, which scripts for early releases of TRL pass, and its parser of flags, to
+    know old names."""
 
     def __init__(self, real: Loader):
         self._real = real
@@ -90,18 +93,42 @@ class TakesOldNames(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._real.exec_module(module)
-        plain = module.TrainingArguments.__init__
-        known = inspect.signature(plain).parameters
+        if module.__name__ == _PARSER:
+            _let_flags_be_old(module.HfArgumentParser)
+        else:
+            _let_arguments_be_old(module.TrainingArguments)
 
-        @functools.wraps(plain)
-        def init(self, *args: Any, **kwargs: Any) -> None:
-            kwargs, environment, notes = translated(kwargs, known)
-            os.environ.update(environment)
-            for note in notes:
-                warnings.warn(note, FutureWarning, stacklevel=2)
-            plain(self, *args, **kwargs)
 
-        module.TrainingArguments.__init__ = init
+def _let_arguments_be_old(kind: type) -> None:
+    plain = kind.__init__
+    known = inspect.signature(plain).parameters
+
+    @functools.wraps(plain)
+    def init(self, *args: Any, **kwargs: Any) -> None:
+        kwargs, environment, notes = translated(kwargs, known)
+        _tell(environment, notes)
+        plain(self, *args, **kwargs)
+
+    kind.__init__ = init
+
+
+def _let_flags_be_old(kind: type) -> None:
+    plain = kind.parse_args_into_dataclasses
+
+    @functools.wraps(plain)
+    def parse(self, args: list[str] | None = None, *others: Any, **options: Any) -> tuple:
+        names = {action.dest for action in self._actions}
+        flags, environment, notes = modern_flags(list(sys.argv[1:] if args is None else args), names)
+        _tell(environment, notes)
+        return plain(self, flags, *others, **options)
+
+    kind.parse_args_into_dataclasses = parse
+
+
+def _tell(environment: dict[str, str], notes: list[str]) -> None:
+    os.environ.update(environment)
+    for note in notes:
+        warnings.warn(note, FutureWarning, stacklevel=3)
 
 
 class FrontModule(ModuleType):

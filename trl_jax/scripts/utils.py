@@ -4,6 +4,7 @@ import argparse
 import copy
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any, NoReturn, get_args, get_origin
 
 from transformers import HfArgumentParser
 
-from trl_jax.core.arguments.renamed import way_out
+from trl_jax.core.arguments.renamed import translated, way_out
+from trl_jax.core.arguments.renamed_flags import is_of_training, modern_flags
 from trl_jax.core.secrets import learn, learn_flags, masked, scrubbed, shown
 from trl_jax.scripts.help_format import HelpFormatter
 from trl_jax.scripts.mixture import DatasetConfig, DatasetMixtureConfig, get_dataset
@@ -96,6 +98,7 @@ class TrlParser(HfArgumentParser):
         flags, path = take_config(list(sys.argv[1:] if args is None else args))
         learn_flags(flags)
         config = {} if path is None else read_config(path)
+        flags, config = self._modern(flags, config)
         from_config = self.set_defaults_with_config(**config)
         if from_config and fail_with_unknown_args and not return_remaining_strings:
             keys = [flag[2:] for flag in from_config[::2]]
@@ -110,6 +113,18 @@ class TrlParser(HfArgumentParser):
         if from_flags:
             raise ValueError(_unknown_flags(from_flags, self._names()))
         return tuple(parsed)
+
+    def _modern(self, flags: list[str], config: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
+        """Flags and the keys of YAML by today's names; warns of each old one."""
+        names = self._names()
+        if not is_of_training(names):
+            return flags, config
+        flags, environment, notes = modern_flags(flags, names)
+        config, more, others = translated(config, names)
+        os.environ.update(environment | more)
+        for note in notes + others:
+            warnings.warn(note, FutureWarning, stacklevel=3)
+        return flags, config
 
     def error(self, message: str) -> NoReturn:
         super().error(scrubbed(message))
