@@ -133,7 +133,7 @@ def check_command(words: list[str], patched: pytest.MonkeyPatch) -> None:
         case ["trl-jax", command, *flags]:
             assert command in command_line.COMMANDS, f"there is no {command}"
             if flags and flags != ["--help"]:
-                patched.setattr(f"trl_jax.scripts.{command}.main", stop)
+                patched.setattr(f"{command_line.module_of(command)}.main", stop)
                 with pytest.raises(Parsed):
                     assert command_line.main([command, *flags]) == 0, "it exits with an error"
         case ["python", "-m", "trl_jax", *_]:

@@ -18,6 +18,7 @@ OF_A_TASK = {"pair", "pairs", "chosen", "rejected", "preference", "preferences",
 WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")  # in names, too: num_pairs, RewardConfig
 CHANNELS = re.compile(r"pairs? of channels|(?<=turn )pairs", re.IGNORECASE)  # what rotary positions turn
 ALLOWED = {
+    "cli/compare/verdict.py": {"reward"},  # a number that some runs log
     "cli/front.py": {"rewards"},  # trl.rewards, a module of TRL
     "cli/main.py": {"reward"},  # the model that `trl-jax score` runs
     "dryrun/hlo.py": {"pairs"},  # of devices, in HLO's name for them

@@ -13,12 +13,15 @@ from trl_jax.core.secrets import masked_flags, scrubbed
 from trl_jax.core.trainers import TRAINERS
 
 COMMANDS = {command: names.summary for command, names in TRAINERS.items()} | {
+    "check": "read a TRL script, and say what of it works",
+    "compare": "a script's first steps under TRL and under trl_jax, side by side",
     "plan": "will my run fit on this TPU? Compiles its step for devices you do not have",
     "generate": "complete the prompts of a file with a language model",
     "chat": "talk to a language model",
     "score": "score the answers of a file with a reward model",
     "env": "print versions and devices",
 }
+_ABOUT_SCRIPTS = ("check", "compare")  # whose modules know how scripts are run, and are in this room
 # Errors of a wrong flag, file, value or metric's name are printed in a line, which also says how to see the traceback:
 # they may come from a mistake of our own, too. Others keep their traceback.
 USER_ERRORS = (ValueError, TypeError, KeyError, OSError)
@@ -51,11 +54,16 @@ def main(argv: list[str] | None = None) -> int:
 def _run(command: str, argv: list[str], typed: bool) -> None:
     # transformers advises to install torch at import; nothing here needs it.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    script = importlib.import_module(f"trl_jax.scripts.{command}")
+    script = importlib.import_module(module_of(command))
     arguments = script.make_parser(prog=f"trl-jax {command}").parse_args_and_config(argv)
     if typed:  # trackers keep the command line with a run
         sys.argv[1:] = masked_flags(sys.argv[1:])
     script.main(*arguments)
+
+
+def module_of(command: str) -> str:
+    """The module that a command runs."""
+    return f"trl_jax.{'cli' if command in _ABOUT_SCRIPTS else 'scripts'}.{command}"
 
 
 def _one_line(error: Exception) -> str:

@@ -1,0 +1,88 @@
+"""`trl-jax check`: what it says of a script holds when the script is run."""
+
+from __future__ import annotations
+
+import pytest
+
+from compat_tests.pages import ROOT
+from trl_jax.cli.check.judging import findings
+from trl_jax.cli.check.reading import read
+from trl_jax.cli.main import main
+
+SCRIPT = '''
+import os
+import torch
+import trl
+import trl_jax.tasks as tasks
+from trl import ORPOConfig, PPOTrainer, RewardTrainr, SFTConfig, SFTTrainer, setup_chat_format
+from trl.trainer.utils import get_peft_config, pad
+from trl_jax.tasks import Batch
+
+class Mine(SFTTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, **how):
+        return torch.nn.functional.cross_entropy(model(**inputs).logits, 1)
+    def training_step(self, *args): ...
+    def helper(self): ...
+
+args = SFTConfig("out", max_seq_length=32, optim="lomo", learing_rate=1e-3, packing=os.environ.get("P"), bf16=True,
+    wrong=os.getcwd(), torch_dtype=os.getcwd(), optim_target_modules=os.getcwd(), packing_strategy="wrapped",
+    use_liger_kernel=True, warmup_ratio=0.1, warmup_steps=0.1)
+PPOTrainer()
+trl.SFTTrainer("m", args=args, tokenizer=None, max_seq_length=2, dataset_text_fild=3, peft_config=None, packing=True)
+'''
+WORKS, CHANGED, REFUSED = "works", "changed", "refused"
+WANTED = {
+    "trl.SFTConfig": (WORKS, ""), "trl.setup_chat_format": (WORKS, ""),
+    "trl.ORPOConfig": (CHANGED, "It can be imported, but not used: it is not built. Near it: DPOTrainer"),
+    "trl.PPOTrainer": (REFUSED, "it is not built"), "trl.RewardTrainr": (REFUSED, "did you mean RewardTrainer?"),
+    "trl.trainer.utils.get_peft_config": (WORKS, ""), "trl.trainer.utils.pad": (CHANGED, "the installed trl's"),
+    "trl_jax.tasks.Batch": (WORKS, ""),
+    "Mine.compute_loss": (REFUSED, "Write it in jax.numpy"), "Mine.helper": (WORKS, ""),
+    "Mine.training_step": (REFUSED, "which trl_jax never calls"),
+    "SFTConfig(max_seq_length=32)": (CHANGED, "use max_length"), "SFTConfig(bf16=True)": (WORKS, ""),
+    "SFTConfig(optim='lomo')": (REFUSED, "the nearest that is: adafactor"),
+    "SFTConfig(learing_rate=0.001)": (REFUSED, "did you mean learning_rate?"),
+    "SFTConfig(use_liger_kernel=True)": (CHANGED, "has no effect in trl_jax"),
+    "SFTConfig(packing_strategy='wrapped')": (WORKS, ""), "SFTConfig(packing=...)": (WORKS, ""),
+    "SFTConfig(wrong=...)": (REFUSED, "SFTConfig has no argument 'wrong'"),
+    "SFTConfig(torch_dtype=...)": (CHANGED, "An old name: use dtype."),
+    "SFTConfig(optim_target_modules=...)": (CHANGED, "Refused, unless it is the default: it belongs to GaLore"),
+    "SFTConfig(warmup_ratio=0.1)": (CHANGED, "use warmup_steps"), "SFTConfig(warmup_steps=0.1)": (WORKS, ""),
+    "trl.SFTTrainer": (WORKS, ""), "SFTTrainer(args=...)": (WORKS, ""), "SFTTrainer(peft_config=...)": (WORKS, ""),
+    "SFTTrainer(tokenizer=...)": (CHANGED, "pass it as processing_class"),
+    "SFTTrainer(max_seq_length=...)": (CHANGED, "use max_length"),
+    "SFTTrainer(packing=...)": (CHANGED, "An argument of SFTConfig now."),
+    "SFTTrainer(dataset_text_fild=...)": (REFUSED, "SFTTrainer has no argument 'dataset_text_fild'"),
+}  # fmt: skip
+
+
+def test_every_use_gets_its_finding():
+    found = {one.what: (one.kind, one.text) for one in findings(read(SCRIPT))}
+    assert found.keys() == WANTED.keys()
+    for what, (kind, text) in WANTED.items():
+        assert found[what][0] == kind and text in found[what][1], (what, found[what])
+
+
+def test_arguments_that_only_hold_together():
+    refused = findings(read("from trl import SFTConfig\nSFTConfig(eval_strategy='steps', load_best_model_at_end=True, "
+                            "save_strategy='epoch')"))  # fmt: skip
+    assert any(one.kind == REFUSED and "load_best_model_at_end" in one.text for one in refused)
+    fine = findings(read("from trl import SFTConfig\nSFTConfig(eval_strategy='steps', save_strategy='steps', "
+                         "load_best_model_at_end=True)"))  # fmt: skip
+    assert {one.kind for one in fine} == {WORKS}
+
+
+@pytest.mark.parametrize("name, verdict", [
+    ("compat_tests/scripts/old_keywords.py", "It runs as it is; 6 of 19 are otherwise here."),
+    ("examples/reward.py", "It runs as it is."), ("compat_tests/tiny.py", "It takes nothing from trl."),
+])  # fmt: skip
+def test_scripts_that_run(name, verdict, capsys):
+    assert main(["check", str(ROOT / name)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == verdict
+
+
+def test_no_script(tmp_path, capsys):
+    assert main(["check", str(tmp_path / "none.py")]) == 2
+    (tmp_path / "text.py").write_text("no python")
+    assert main(["check", str(tmp_path / "text.py")]) == 2
+    assert "is no Python" in capsys.readouterr().err

@@ -1,0 +1,90 @@
+"""`trl-jax compare`: a script under TRL and under trl_jax, and what is said of the difference."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from compat_tests.tiny import tiny_model
+from trl_jax.cli.compare.verdict import Record, differences, first_difference, picture, report
+from trl_jax.cli.main import main
+
+SCRIPT = """
+import argparse
+from datasets import Dataset
+from trl import SFTConfig, SFTTrainer
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--model")
+parser.add_argument("--out")
+flags = parser.parse_args()
+rows = Dataset.from_dict({"text": [f"{n} and {n} are {2 * n}" for n in range(40)]})
+args = SFTConfig(
+    flags.out, learning_rate=1e-2, bf16=False, use_cpu=True, per_device_train_batch_size=4, eval_strategy="epoch",
+    push_to_hub=True, save_steps=1,
+)
+SFTTrainer(flags.model, args=args, train_dataset=rows, eval_dataset=rows).train()
+raise SystemError("a script goes on after train(), a comparison does not")
+"""
+
+
+def test_a_script_under_both(tmp_path, capsys):
+    pytest.importorskip("trl")
+    tiny_model(tmp_path / "model", head="causal")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    flags = ["--model", str(tmp_path / "model"), "--out", str(tmp_path / "out")]
+    ways = ["--steps", "3", "--json", str(tmp_path / "both.json"), "--picture", str(tmp_path / "both.svg")]
+    assert main(["compare", *ways, str(tmp_path / "script.py"), *flags]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "SFTTrainer, step by step" and lines[-1].startswith("The same run to ")
+    both = json.loads((tmp_path / "both.json").read_text())
+    theirs, ours = (Record(**both[side]) for side in ("trl", "trl_jax"))
+    assert [log["step"] for log in theirs.logs] == [1, 2, 3] and len(theirs.seconds) == len(ours.seconds) == 3
+    assert max(differences(theirs, ours).values()) < 1e-5 and theirs.rows == ours.rows and len(ours.rows) == 4
+    assert theirs.logs[0].keys() == ours.logs[0].keys() >= {"loss", "grad_norm", "entropy", "num_tokens"}
+    assert (tmp_path / "both.svg").read_text().count("<polyline") == 4
+    assert not (tmp_path / "out").exists()
+
+
+def record(losses=(2.0, 1.0), rows=((1, 2), (3,)), **others):
+    logs = [{"step": step, "loss": loss, "grad_norm": 1.0} for step, loss in enumerate(losses, start=1)]
+    return Record("SFTTrainer", logs, [4.0, *[2.0] * (len(losses) - 1)], 100.0, [list(row) for row in rows], **others)
+
+
+OTHER = [
+    (record(rows=((3,), (1, 2))), "the first batch has the same rows in another order"),
+    (record(rows=((1, 2), (3, 4))), "row 1 of the first batch has other tokens from place 1 on: [] under TRL (1 "
+     "tokens), [4] under trl_jax (2)"),
+    (record(losses=(2.0, 1.1)), "the loss of step 2 is 1 under TRL and 1.1 under trl_jax"),
+    (record(losses=(2.0,)), "TRL took 2 steps, trl_jax 1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("other, where", OTHER)
+def test_where_runs_differ_first(other, where):
+    assert report(record(), other)[-1].startswith(f"Another run: {where}. ")
+
+
+def test_rounding_is_no_difference():
+    near = record(losses=(2.0, 1.0000004))._replace(seconds=[9.0, 0.5], memory=50.0)
+    assert first_difference(record(), near) == ""
+    assert report(record(), near)[-1] == (
+        "The same run to 4e-07 in the loss, 4e-07 in all numbers; 4.0 times as fast; 0.5 of the memory."
+    )
+    assert picture(record(), near).startswith("<svg")
+
+
+def test_a_script_that_one_side_does_not_run():
+    lines = report(Record(error="TypeError: no argument max_seq_length"), record())
+    assert lines[1].startswith("step 1  loss 2") and lines[-1] == (
+        "Under TRL it does not train: TypeError: no argument max_seq_length The numbers are trl_jax's."
+    )
+    assert report(record(), Record(error="it ends"))[-1].endswith("it ends The numbers are TRL's.")
+
+
+def test_bad_words(tmp_path, capsys):
+    assert main(["compare", str(tmp_path / "none.py")]) == 2
+    (tmp_path / "script.py").write_text("print(1)")
+    assert main(["compare", "--steps", "0", str(tmp_path / "script.py")]) == 2
+    assert "--steps 0: wanted 1 or more." in capsys.readouterr().err
