@@ -60,7 +60,7 @@ def checkpoint(tmp_path_factory):
 # The dearest files, in the order of what they cost: whoever takes one last would work on alone.
 FIRST = (
     "mesh/test_eight_devices.py", "parity/test_curve.py", "mesh/test_two_processes.py", "models/test_families.py",
-    "mesh/test_two_language_models.py",
+    "mesh/test_two_language_models.py", "mesh/test_two_policies.py",
     "generation/test_families.py", "compat_tests/test_examples.py", "cli/test_reward_commands.py",
     "generation/test_generator.py", "trainer/test_dpo_trainer.py", "generation/test_generate.py",
     "parity/test_sft_curve.py", "parity/test_experts_curve.py", "parity/test_sft_models.py",

@@ -15,7 +15,7 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 import trl_jax
 from compat_tests.faults.broken import copied, trainer
 from compat_tests.faults.killed_saves import save
-from compat_tests.trainer.trainers import FACTS, make
+from compat_tests.trainer.trainers import FACTS, checkpoints, make
 from trl_jax.engine.checkpoints.manifest import BrokenCheckpoint, _rendered, read_manifest, write_manifest
 from trl_jax.engine.checkpoints.resume import find
 from trl_jax.scripts.datasets import load_splits
@@ -132,7 +132,7 @@ def test_a_limit_of_file_sizes_leaves_no_half_checkpoint(good, tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, before)
-    assert os.listdir(tmp_path / "run") == []
+    assert checkpoints(tmp_path / "run") == []
 
 
 def test_a_configuration_of_aliases_is_refused_at_once(tmp_path):

@@ -26,7 +26,7 @@ from transformers import TrainerCallback
 
 import trl_jax
 from compat_tests.tiny import preference_rows
-from compat_tests.trainer.trainers import FACTS, make, stream, table
+from compat_tests.trainer.trainers import FACTS, checkpoints, make, stream, table
 from trl_jax.engine.checkpoints.manifest import write_manifest
 from trl_jax.engine.interrupts import Interrupts
 from trl_jax.run.output import resuming
@@ -72,7 +72,7 @@ def test_row12_a_signal_lets_the_step_finish_and_saves_it(number, code, train, t
     with pytest.raises(SystemExit) as left:
         train("broken", callbacks=[At(1, lambda control: os.kill(os.getpid(), number))])
     assert left.value.code == code and signal.getsignal(number) == before
-    assert os.listdir(tmp_path / "broken") == ["checkpoint-1"]
+    assert checkpoints(tmp_path / "broken") == ["checkpoint-1"]
     told = capfd.readouterr().err
     assert f"trl_jax: {number.name}: finishing this step, then saving a checkpoint and leaving. Send it again" in told
     assert f"trl_jax: {number.name}: leaving." in told
@@ -295,7 +295,7 @@ def test_row45_a_callback_that_raises_may_have_asked_for_a_save(train, tmp_path)
 
     with pytest.raises(RuntimeError, match="my own"):
         train("run", callbacks=[At(1, wish)])
-    assert os.listdir(tmp_path / "run") == ["checkpoint-1"]
+    assert checkpoints(tmp_path / "run") == ["checkpoint-1"]
     assert train("run", True).state.global_step == 4
 
     def no_wish(control):

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 import trl_jax
 from compat_tests.faults.killed_saves import events_of
-from compat_tests.trainer.trainers import FACTS, make, table
+from compat_tests.trainer.trainers import FACTS, checkpoints, make, table
 from trl_jax.engine.checkpoints.checkpoint import save_checkpoint, sweep
 from trl_jax.engine.checkpoints.lock import LOCK, only_run
 from trl_jax.engine.checkpoints.manifest import verify
@@ -62,8 +62,7 @@ def save(run_dir, step, run, limit=None):
     save_checkpoint(str(run_dir), lambda folder: (folder / "weights").write_text(run), events, {"run": run})
 
 
-def names(folder):
-    return sorted(os.listdir(folder))
+names = checkpoints
 
 
 def other(seed):
@@ -80,7 +79,7 @@ def test_a_limit_holds_for_a_run_that_is_begun_again(train, folder, caplog):
 
 def test_a_second_run_goes_on_with_its_own_and_loses_nothing_of_the_first(train, folder, caplog):
     train()
-    first = {path.name: run_of(path) for path in folder.iterdir()}
+    first = {path.name: run_of(path) for path in folder.glob("checkpoint-*")}
     assert len(set(first.values())) == 1 and list(first.values())[0]
     kept = (folder / "checkpoint-2/model.safetensors").read_bytes()
     with caplog.at_level(logging.WARNING), pytest.raises(Killed):
@@ -199,7 +198,7 @@ def test_a_clean_folder_has_no_record(train, folder, caplog):
     assert names(folder) == ["checkpoint-2", "checkpoint-4"] and "other runs" not in caplog.text
     train(True, max_steps=6)
     assert names(folder) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
-    assert len({run_of(path) for path in folder.iterdir()}) == 1
+    assert len({run_of(path) for path in folder.glob("checkpoint-*")}) == 1
 
 
 def test_a_lock_is_the_file_not_its_name(tmp_path):

@@ -18,6 +18,7 @@ import pytest
 
 from compat_tests.bench.flips import unnoticed
 from compat_tests.faults.killed_saves import check, events_of, save
+from compat_tests.trainer.trainers import checkpoints
 from trl_jax.engine.checkpoints import checkpoint as engine
 from trl_jax.engine.checkpoints.checkpoint import sweep
 from trl_jax.engine.checkpoints.lock import LOCK, only_run
@@ -61,7 +62,7 @@ def test_row13_what_is_left_of_a_save_is_no_checkpoint_and_goes(saved):
     (saved / "checkpoint-4").rename(saved / ".checkpoint-4.replaced")
     assert find(True, str(saved)).state.global_step == 2
     assert check(saved, {4}, "") == 4
-    assert sorted(os.listdir(saved)) == ["checkpoint-2", "checkpoint-4"]
+    assert checkpoints(saved) == ["checkpoint-2", "checkpoint-4"]
 
 
 def full(at):
@@ -90,7 +91,7 @@ def test_row14_a_disk_that_is_full(at, saved, monkeypatch):
     assert error.value.errno == errno.ENOSPC and error.value.filename == str(saved / "checkpoint-6")
     assert "earlier ones are untouched. Make room" in str(error.value)
     monkeypatch.undo()
-    assert sorted(os.listdir(saved)) == ["checkpoint-2", "checkpoint-4"]
+    assert checkpoints(saved) == ["checkpoint-2", "checkpoint-4"]
     assert check(saved, {4}, "") == 4
 
 
@@ -110,7 +111,7 @@ def test_row14_safetensors_own_words_for_a_full_disk(saved):
     with pytest.raises(OSError) as error:
         engine.save_checkpoint(str(saved), write, events_of(6), {})
     assert error.value.errno == errno.ENOSPC
-    assert sorted(os.listdir(saved)) == ["checkpoint-2", "checkpoint-4"]
+    assert checkpoints(saved) == ["checkpoint-2", "checkpoint-4"]
 
 
 def test_row14_a_folder_that_vanished_is_made_again(saved):
@@ -240,6 +241,6 @@ def test_row52_a_folder_behind_a_link_and_times_that_lie(tmp_path):
         save(tmp_path / "link", step)
     os.utime(tmp_path / "real" / "checkpoint-9", (2e9, 2e9))
     save(tmp_path / "link", 11)  # two are kept: by number, not by time
-    assert sorted(os.listdir(tmp_path / "real")) == ["checkpoint-10", "checkpoint-11"]
+    assert checkpoints(tmp_path / "real") == ["checkpoint-10", "checkpoint-11"]
     sweep(tmp_path / "link")
     assert find(True, str(tmp_path / "link")).state.global_step == 11

@@ -19,7 +19,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 import trl_jax
 from compat_tests.run.test_resume import Draws, same
-from compat_tests.trainer.trainers import FACTS, make, table
+from compat_tests.trainer.trainers import FACTS, checkpoints, make, table
 from trl_jax.engine.interrupts import Interrupts
 from trl_jax.run import training
 from trl_jax.run.output.hub_push import HubPublisher
@@ -93,7 +93,7 @@ def test_an_evaluation_is_broken_off_and_repeated_when_the_run_goes_on(name, tra
         one.state.stateful_callbacks.pop("TrainerControl")
     same(again, whole)
     unasked = {f"checkpoint-{step}"} if name in ("off the logs, unsaved so far", "to be saved when best") else set()
-    assert set(os.listdir(tmp_path / "whole")) == set(os.listdir(tmp_path / "run")) - unasked
+    assert set(checkpoints(tmp_path / "whole")) == set(checkpoints(tmp_path / "run")) - unasked
 
 
 def test_before_the_first_step_there_is_nothing_to_save(trainer, tmp_path):
@@ -135,7 +135,7 @@ def test_a_signal_with_the_closing_log_saves_the_last_step(trainer, tmp_path):
     best |= {"metric_for_best_model": "loss", "greater_is_better": True}
     for name, given in (("saved", config), ("unsaved", best)):
         left_by(trainer(name, OnLastLog(), **given))
-        last = sorted(os.listdir(tmp_path / name))[-1]
+        last = checkpoints(tmp_path / name)[-1]
         assert last == f"checkpoint-{3 if name == 'unsaved' else 8}"
         again = trainer(name, **given)
         again.train(resume_from_checkpoint=True)

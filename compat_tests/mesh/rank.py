@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from functools import partial, partialmethod
 
 HEARTBEAT = 10  # seconds, a third of what users wait
 ROWS = 44  # 6 micro-batches of 2 x 4 pairs, the last with four pairs of the first
@@ -24,22 +25,53 @@ def main(whose: str, folder: str, out: str, given: dict) -> None:
     if not first:  # whose save may not be there yet
         reference.read_weights = lambda folder: {}
     run = {"ours": reference.run_ours, "trl": reference.run_trl}[whose]
+    if given.pop("writes", False):
+        run = partial(policy_run, whose)
     count = given.pop("pairs", ROWS)
     for name, more in given.pop("runs", {"": {}}).items():  # one after the other
         place, config = f"{out}/{whose}{name}", given | more
         found = run(folder, rows_of(config.get("trainer", "Reward"), count), place, **config)
+        if found.facts is not None:  # each process has its own
+            with open(f"{place}.{os.environ.get('RANK', os.environ.get('JAX_PROCESS_ID'))}.json", "w") as file:
+                json.dump(found.facts, file)
         if first:
             with open(f"{place}.json", "w", encoding="utf-8") as file:
                 json.dump(found.logs, file)
 
 
+def policy_run(whose: str, folder: str, rows: list[dict], out: str, *, trainer: str, eval_rows=None, of=None, **config):
+    """A run of GRPO or RLOO.
+
+    Args:
+        eval_rows: how many prompts are completed in evaluations. of: the folder, beside `out`, that this run and all
+            that come after it go on from.
+    """
+    import importlib
+
+    from compat_tests.parity import grpo_cases
+
+    if whose == "trl":
+        import torch
+
+        torch.set_num_threads(1)
+    package = importlib.import_module({"ours": "trl_jax", "trl": "trl"}[whose])
+    evaluated = None if eval_rows is None else grpo_cases.prompt_rows(eval_rows)
+    if of is not None:
+        kind, place = getattr(package, f"{trainer}Trainer"), os.path.join(os.path.dirname(out), of)
+        kind.train = partialmethod(kind.train, resume_from_checkpoint=place)
+    return grpo_cases.run(package, trainer, folder, rows, out, eval_rows=evaluated, **config)
+
+
 def rows_of(trainer: str, count: int) -> list[dict]:
     """Rows in the form that this trainer takes."""
+    from compat_tests.parity.grpo_cases import prompt_rows
     from compat_tests.parity.kto_cases import kto_rows
     from compat_tests.tiny import preference_rows, text_rows
 
     if trainer == "Reward":
         return preference_rows(count, margin=True)
+    if trainer in ("GRPO", "RLOO"):
+        return prompt_rows(count)
     return {"SFT": text_rows, "DPO": preference_rows, "KTO": kto_rows}[trainer](count, kind="prompt")
 
 

@@ -50,3 +50,14 @@ def test_a_card_has_trls_tags_and_names_the_methods_paper(kind, checkpoint, tmp_
     if PAPERS[kind] is not None:
         assert theirs._paper["id"] == PAPERS[kind]
         assert f"[{theirs._paper['title']}](https://huggingface.co/papers/{PAPERS[kind]})" in card
+
+
+def test_each_checkpoint_brings_the_card_up_to_date_and_leaves_a_users_alone(checkpoint, tmp_path):
+    config = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "logging_steps": 1}
+    make(trl_jax, checkpoint(**FACTS), tmp_path / "run", config=config).train()
+    assert "steps 1 to 2" in (tmp_path / "run" / "training_loss.svg").read_text()
+    assert "| save_steps | 1 |" in (tmp_path / "run" / "README.md").read_text()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "README.md").write_text("mine")
+    make(trl_jax, checkpoint(**FACTS), tmp_path / "mine", config=config).train()
+    assert (tmp_path / "mine" / "README.md").read_text() == "mine"

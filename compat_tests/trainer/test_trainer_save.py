@@ -64,7 +64,7 @@ def test_without_a_folder_it_goes_to_output_dir(folder, tmp_path):
 
 def test_checkpoints_hold_the_model_and_the_state(run):
     _, out = run
-    assert names(out) == ["checkpoint-2", "checkpoint-4"]
+    assert names(out) == ["README.md", "checkpoint-2", "checkpoint-4", "training_loss.svg"]
     assert {"config.json", "model.safetensors", "tokenizer.json", "trainer_state.json"} <= {
         *names(out / "checkpoint-4")
     }

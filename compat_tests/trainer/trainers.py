@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from datasets import Dataset, IterableDataset
@@ -17,6 +18,11 @@ FACTS = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }
+
+
+def checkpoints(folder) -> list[str]:
+    """The names of the checkpoints in a run's folder, beside which the model's card lies."""
+    return sorted(name for name in os.listdir(folder) if name not in ("README.md", "training_loss.svg"))
 
 
 def table(n: int, seed: int = 0, **how) -> Dataset:

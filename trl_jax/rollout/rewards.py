@@ -87,10 +87,13 @@ class RewardFunctions:
         self._check_columns(len(prompts))
         return rewards
 
+    def sums(self) -> dict[str, tuple[float, int]]:
+        """The sums of the numbers that functions gave to `log_metric` in the last call, and how many, by name."""
+        return {name: (float(np.sum(values, dtype=np.float32)), len(values)) for name, values in self._numbers.items()}
+
     def metrics(self) -> dict[str, float]:
-        """The means of the numbers that functions gave to `log_metric` in the last call, sorted by name."""
-        return {name: float(np.sum(values, dtype=np.float32)) / len(values)
-                for name, values in sorted(self._numbers.items())}  # fmt: skip
+        """The means of these numbers, sorted by name."""
+        return {name: total / count for name, (total, count) in sorted(self.sums().items())}
 
     def extra(self) -> dict[str, list]:
         """The columns that functions gave to `log_extra` in the last call, sorted by name."""

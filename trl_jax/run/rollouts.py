@@ -15,6 +15,8 @@ from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.data.layout.batch import Batch
 from trl_jax.data.rows import prompts as rows
 from trl_jax.data.step_layout import IndexedExample, StepBatch
+from trl_jax.engine.devices.processes import is_first, several
+from trl_jax.engine.devices.sharding import fetched
 from trl_jax.engine.devices.spmd import ShardedStep
 from trl_jax.hub.generating.complete import complete
 from trl_jax.rollout.completions_log import CompletionsLog
@@ -28,6 +30,7 @@ from trl_jax.rollout.source import RolloutSteps
 from trl_jax.rollout.written import Written, all_written
 from trl_jax.run import data
 from trl_jax.run.progress_line import GenerationProgress, ProgressLine
+from trl_jax.run.rank_rollouts import RankRewards, RankWriter, local_copy, own_rank
 from trl_jax.run.state import RunState
 from trl_jax.run.step.forward import Forward
 
@@ -69,15 +72,18 @@ def rollout_steps(
     """The source of a run's steps."""
     cycle, args = run.task.cycle, run.args
     streams, line = [TorchGenerator(args.seed + rank) for rank in range(run.shards)], ProgressLine(run.events)
+    writer, rewards = PolicyWriter(run, parts, streams[own_rank(run.shards)], line), parts.rewards
+    if several():
+        writer, rewards = RankWriter(writer, streams), RankRewards(rewards)
     rollout = Rollout(
         run.task,
-        PolicyWriter(run, parts, streams[0], line),
-        parts.rewards,
+        writer,
+        rewards,
         CompletionLogps(run, forward, sharded_step),
         frozenset({*parts.sampling.options["eos_token_id"], run.processing_class.pad_token_id}),
         parts.drops_truncated,
         lambda tokens: _seen(run, tokens),
-        parts.table,
+        parts.table if is_first() else None,
         line,
     )
     sampler = RepeatSampler(
@@ -124,7 +130,8 @@ class PolicyWriter:
         how["head_dtype"] = "float32" if run.args.cast_lm_head_to_fp32 else None
         how["progress"] = GenerationProgress(self._line, len(prompt_ids))
         with run.on_device():
-            out = complete(run.model, prompt_ids[::group], options, **how)
+            model = local_copy(run.model, jax.numpy.asarray) if several() else run.model
+            out = complete(model, prompt_ids[::group], options, **how)
         return [tokens[:length] for tokens, length in zip(out.tokens, out.lengths, strict=True)]
 
     def completions(self, prompts: list, completion_ids: Ids) -> list:
@@ -163,7 +170,7 @@ class CompletionLogps:
             for start in range(0, len(examples), layout.batch_size):
                 part = list(enumerate(examples))[start : start + layout.batch_size]
                 step = layout.step([[IndexedExample(example, number) for number, example in part]], 0)
-                logps = np.asarray(self._of[model](run.arrays, data.placed_pass(run, step.arrays)))
+                logps = fetched(self._of[model](run.arrays, data.placed_pass(run, step.arrays)))
                 for number, (own,) in step.of_reads(logps.reshape(step.arrays.reads.shape)).items():
                     found[number][counted[number]] = own
         return found

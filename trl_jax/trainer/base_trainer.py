@@ -17,6 +17,7 @@ from transformers.trainer_utils import PredictionOutput, TrainOutput
 from trl_jax.data.rows.checks import check_type
 from trl_jax.engine.checkpoints.progress import Progress
 from trl_jax.engine.devices.compilation import keep_compilations
+from trl_jax.engine.devices.processes import is_first
 from trl_jax.hub.peft.lora_config import as_lora_config
 from trl_jax.hub.peft.trained_tokens import with_new_tokens
 from trl_jax.hub.pretrained import PreTrainedModel
@@ -129,6 +130,8 @@ class BaseTrainer(Surface):
         load = partial(model_loading.find, model) if torch_model is None else partial(model_loading.taken, torch_model)
         checkpoint = load(args, run.task.head)
         new_tokens = self._settle_data(checkpoint, torch_model, processing_class, train_dataset, eval_dataset)
+        args.check()  # again: setters and plain assignment get past the check at construction
+        construction.check_strategies(args, run.eval_dataset)
         if torch_model is not None and checkpoint.can_resize:
             resize(torch_model, run.vocab_size)
         if adapter is not None and new_tokens:
@@ -137,8 +140,6 @@ class BaseTrainer(Surface):
         if data_collator is None:
             self.data_collator = self._collator()
         construction.settle_model(run, [*self._tag_names, "trl_jax"], torch_model)
-        args.check()  # again: setters and plain assignment get past the check at construction
-        construction.check_strategies(args, run.eval_dataset)
         check_compute_metrics(compute_metrics, args.batch_eval_metrics)
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
         self.accelerator = Accelerator(args, self.end)
@@ -273,8 +274,8 @@ class BaseTrainer(Surface):
             self._progress = None
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Write the checkpoint of a step, and push it. Scripts override it, with transformers' arguments, of which
-        neither says more than the run has.
+        """Write the checkpoint of a step and, as TRL does, the model's card into `args.output_dir`, and push it.
+        Scripts override it, with transformers' arguments, of which neither says more than the run has.
 
         Raises:
             RuntimeError: no step has asked for it.
@@ -283,6 +284,8 @@ class BaseTrainer(Surface):
         if self._progress is None:
             raise RuntimeError("_save_checkpoint is called by train(). To save the model at any time: save_model().")
         folder = self.parts.checkpointer.save(self._progress, aside=not self._publisher.pushes_checkpoints)
+        if is_first():
+            self.create_model_card()
         self._publisher.push_saved(folder)
 
     def create_optimizer(self) -> Any:

@@ -107,7 +107,7 @@ class TrainerWithRollout(BaseTrainer):
 
     def _rollout(self, run: RunState) -> RolloutParts:
         args = run.args
-        _refuse_processes(type(self).__name__)
+        _check_processes(type(self).__name__, run.shards)
         rewards = reward_functions(
             self.reward_funcs, self._reward_processing_classes, weights=args.reward_weights,
             trainer_state=lambda: run.state, timeout=args.reward_timeout, template_options=args.chat_template_kwargs,
@@ -162,11 +162,14 @@ class TrainerWithRollout(BaseTrainer):
         }
 
 
-def _refuse_processes(trainer: str) -> None:
-    if processes.several():
+def _check_processes(trainer: str, shards: int) -> None:
+    """Raise ValueError where processes would not have prompts of their own."""
+    count = jax.process_count() if processes.several() else 1
+    if shards % count:
         raise ValueError(
-            f"{trainer} runs in one process, and this run has {jax.process_count()} (num_processes, or "
-            "JAX_NUM_PROCESSES). Start it on one host, all of whose devices it takes."
+            f"{trainer} divides its prompts over {shards} devices (data x fsdp of the mesh), and this run has {count} "
+            f"processes: wanted a multiple of {count}, so that each has prompts of its own. Set mesh_shape, as in "
+            f"mesh_shape='fsdp:{count}'."
         )
 
 

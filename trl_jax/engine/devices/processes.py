@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -75,6 +76,35 @@ def from_first(data: bytes) -> bytes:
     if not several():
         return data
     return multihost_utils.process_allgather(np.frombuffer(data, np.uint8))[0].tobytes()
+
+
+def from_all(data: bytes) -> list[bytes]:
+    """Every process's `data`, in their order, in all processes."""
+    lengths = multihost_utils.process_allgather(np.asarray(len(data), np.int64)).reshape(-1).tolist()
+    padded = np.frombuffer(data.ljust(max(lengths), b"\0"), np.uint8)
+    found = multihost_utils.process_allgather(padded)
+    return [row[:length].tobytes() for row, length in zip(found, lengths, strict=True)]
+
+
+def of_each_process(do: Callable[[], Any]) -> list[Any]:
+    """What the call gives in every process, in their order; picklable.
+
+    Raises:
+        Exception: what it raised in this process.
+        RuntimeError: it raised in another one, which is named.
+    """
+    mine, error = None, None
+    try:
+        mine = do()
+    except Exception as raised:
+        error = raised
+    found = [pickle.loads(one) for one in from_all(pickle.dumps((mine, error and f"{type(error).__name__}: {error}")))]
+    if error is not None:
+        raise error
+    for number, (_, text) in enumerate(found):
+        if text is not None:
+            raise RuntimeError(f"Process {number} of this run raised {text} Its own log says where.")
+    return [value for value, _ in found]
 
 
 def check_alike(facts: dict[str, int]) -> None:

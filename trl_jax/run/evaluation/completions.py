@@ -14,6 +14,7 @@ from transformers.trainer_utils import PredictionOutput
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.data.layout.batch import Batch
 from trl_jax.data.step_layout import IndexedExample
+from trl_jax.engine.devices.sharding import fetched
 from trl_jax.engine.devices.spmd import ShardedStep
 from trl_jax.rollout.examples import step_examples
 from trl_jax.rollout.source import BASE_SEED_WORDS, RolloutSteps
@@ -66,7 +67,8 @@ class CompletionEvaluator:
         """The rows of each batch, every prompt as often as it is completed; in TRL's order, the same each time."""
         run, group = self._run, self._run.task.num_generations_eval
         order = TorchGenerator(run.args.seed).permutation(len(dataset))
-        self._source.streams[0].skip(BASE_SEED_WORDS)
+        for stream in self._source.streams:
+            stream.skip(BASE_SEED_WORDS)
         size = run.args.per_device_eval_batch_size * run.shards
         repeated = np.repeat(order, group)
         return [[row_of(run, dataset, i) for i in repeated[at : at + size]] for at in range(0, len(repeated), size)]
@@ -82,4 +84,4 @@ class CompletionEvaluator:
 
     def _batch(self, rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
         run = self._run
-        return jax.device_get(self.sums(run.arrays, data.placed_pass(run, self.arrays(rows))))
+        return jax.tree.map(fetched, self.sums(run.arrays, data.placed_pass(run, self.arrays(rows))))

@@ -1,0 +1,65 @@
+"""Two real processes that write completions and learn from them, beside two ranks of TRL, each with a part."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from compat_tests.mesh.launching import launch_both
+from compat_tests.mesh.rank import rows_of
+from compat_tests.parity import golden, grpo_cases
+from compat_tests.parity.dpo_cases import SMALL
+from compat_tests.parity.marks import assert_same_weights, timeless
+from compat_tests.parity.reference import Run, read_weights
+
+PROMPTS = 20
+CONFIG = grpo_cases.STEPS | {"max_steps": 3, "per_device_train_batch_size": 4, "writes": True}
+RUNS = {
+    "GRPO": {"trainer": "GRPO", "num_generations": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 4},
+    # A prompt's completions lie on both ranks.
+    "across": {"trainer": "GRPO", "num_generations": 8, "beta": 0.04, "num_iterations": 2, "eval_rows": 8,
+               "num_generations_eval": 2, "eval_strategy": "steps", "eval_steps": 2},
+    "RLOO": {"trainer": "RLOO", "num_generations": 4, "beta": 0.05, "normalize_advantages": True},
+}  # fmt: skip
+
+
+# Ours alone: within a generation a run goes on from its checkpoint, with every process's random numbers.
+SAVES = {"save_strategy": "steps", "save_steps": 1}
+AGAIN = {"GRPO": RUNS["GRPO"] | SAVES, "again": RUNS["GRPO"] | {"of": "oursGRPO/checkpoint-1"}}
+
+
+@pytest.fixture(scope="module")
+def out(checkpoint, tmp_path_factory):
+    out = tmp_path_factory.mktemp("policies")
+    ours = {"mesh_shape": "data:2", "runs": RUNS | AGAIN}
+    launch_both(checkpoint(**SMALL), out, CONFIG | {"runs": RUNS, "pairs": PROMPTS}, ours=ours)
+    return out
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_processes_are_two_ranks_of_trl(name, out, checkpoint):
+    def run(whose):
+        facts = [json.loads((out / f"{whose}{name}.{rank}.json").read_text()) for rank in (0, 1)]
+        logs = json.loads((out / f"{whose}{name}.json").read_text())
+        return Run(logs, None, read_weights(out / f"{whose}{name}" / "final"), facts={"ranks": facts})
+
+    rows = rows_of(RUNS[name]["trainer"], PROMPTS)
+    source = golden.digest(checkpoint(**SMALL), rows, ["two ranks", SMALL], CONFIG | RUNS[name], grpo_cases.run)
+    ours, theirs = run("ours"), golden.recorded_or(f"ranks/{name.lower()}_policy", source, lambda: run("trl"))
+    assert ours.facts == theirs.facts  # each rank's completions, token for token
+    assert len(ours.logs) == len(theirs.logs)
+    for mine, other in zip(map(timeless, ours.logs), map(timeless, theirs.logs), strict=True):
+        assert mine.keys() == other.keys()
+        for key, wanted in other.items():
+            assert mine[key] == pytest.approx(wanted, rel=1e-5, abs=1e-5, nan_ok=True), (key, mine["step"])
+    assert_same_weights(ours.weights, theirs.weights, 2e-4)
+    assert np.mean([log["reward_std"] for log in ours.logs if "reward_std" in log]) > 0
+
+
+def test_a_run_that_goes_on_is_the_unbroken_one(out):
+    runs = [json.loads((out / f"ours{name}.json").read_text()) for name in ("GRPO", "again")]
+    assert list(map(timeless, runs[0][1:-1])) == list(map(timeless, runs[1][1:-1]))
+    whole, again = (read_weights(out / f"ours{name}" / "final") for name in ("GRPO", "again"))
+    assert all((whole[name] == again[name]).all() for name in whole)
