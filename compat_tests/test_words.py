@@ -26,6 +26,7 @@ ALLOWED = {
     "hub/heads.py": {"reward"},  # TRL's errors for a checkpoint with another head than a score
     "hub/torch/objects.py": {"reward"},  # the same, of a torch model
     "nn/rope.py": {"pair", "pairs"},  # of channels
+    "run/rank_rollouts.py": {"reward", "rewards"},
     "run/rollouts.py": {"rewards"},  # of completions that a run writes itself
     "dryrun/made_completions.py": {"reward"},
     "scripts/plan/__init__.py": {"reward", "rewards"},  # flags that name what scores completions

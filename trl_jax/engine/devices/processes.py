@@ -87,7 +87,7 @@ def from_all(data: bytes) -> list[bytes]:
 
 
 def of_each_process(do: Callable[[], Any]) -> list[Any]:
-    """What the call gives in every process, in their order; picklable.
+    """Call it in every process, and return what all of them got, in their order; it is pickled.
 
     Raises:
         Exception: what it raised in this process.
