@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import threading
 
 import numpy as np
 import pandas as pd
@@ -18,6 +20,7 @@ from compat_tests.parity.reference import BASE, read_weights
 from compat_tests.trainer.trainers import FACTS
 from trl_jax import GRPOTrainer, RLOOTrainer
 from trl_jax.rollout.rollout_func import written_by
+from trl_jax.run.rollouts import CompletionLogps
 
 CONFIG = {
     "max_steps": 1, "learning_rate": 3e-3, "num_generations": 4, "max_completion_length": 6, "pad_to_multiple_of": None,
@@ -340,3 +343,37 @@ def test_reward_functions_get_the_other_columns_unless_they_are_removed(removed,
 
     make(reward, config={"remove_unused_columns": removed}).train()
     assert seen == [not removed]
+
+
+@BOTH
+def test_completions_are_judged_while_their_log_probabilities_are_computed(kind, make, monkeypatch):
+    begun, judged, call = threading.Event(), [], CompletionLogps.__call__
+
+    def logps(self, *given):
+        begun.set()
+        assert judged or judging.wait(20)
+        return call(self, *given)
+
+    def judge(completions, **columns):
+        judging.set()
+        assert begun.wait(20) and threading.current_thread() is threading.main_thread()
+        judged.append(len(completions))
+        return length_reward(completions)
+
+    judging = threading.Event()
+    monkeypatch.setattr(CompletionLogps, "__call__", logps)
+    trainer = make(judge, kind=kind, config={"beta": 0.1})
+    trained(trainer)
+    assert judged and all(math.isfinite(log["kl"]) for log in trainer.state.log_history if "kl" in log)
+
+
+def test_a_function_that_fails_leaves_no_thread(make):
+    def judge(**columns):
+        raise RuntimeError("no judge today")
+
+    with pytest.raises(RuntimeError, match="no judge today"):
+        make(judge, config={"beta": 0.1}).train()
+    for thread in threading.enumerate():
+        if thread.name.startswith("trl_jax-logps"):
+            thread.join(20)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("trl_jax-logps")]

@@ -56,6 +56,8 @@ class Rollout:
     saw_tokens: told how many tokens were read and written in training; gives those of the whole run.
     table: shows and writes completions with their rewards; None does not.
     tell: says to whoever looks on what is being done.
+    start: begins a call and returns a function that waits for what it gives: log-probabilities are computed while
+        completions are judged. Reward functions stay in this thread, which some need for signals of their own.
     """
 
     task: PolicyTask
@@ -65,6 +67,7 @@ class Rollout:
     ends: frozenset[int]
     drops_truncated: bool
     saw_tokens: Callable[[int], int]
+    start: Callable[[Callable[[], Any]], Callable[[], Any]]
     table: CompletionsLog | None = None
     tell: Callable[[str], None] = lambda text: None
     collected: dict[str, Collected] = field(default_factory=lambda: {"train": Collected(), "eval": Collected()})
@@ -85,13 +88,13 @@ class Rollout:
         metrics.add(length_metrics(lengths, truncated))
         dropped = truncated & self.drops_truncated
         counted = [own & (not out) for own, out in zip(made.by_model, dropped, strict=True)]
-        old = self.logps("policy", ids, written, counted) if self.task.keeps_old_logps else [None] * len(rows)
-        ref = self.logps("reference", ids, written, counted) if self.task.beta else [None] * len(rows)
+        passes = self.start(lambda: self._logps(ids, written, counted))
+        self.tell(f"rewards of {len(rows)} completions")
+        rewards = self.rewards(made.with_columns(rows), prompts, texts, [own.tolist() for own in written])
+        old, ref = passes()
         kl = _divergence(old, ref, counted)
         if self.task.divergence_in_reward and self.task.beta:
             metrics.add(iter([("kl", float(kl.sum() / max(1, sum(own.sum() for own in counted))))]))
-        self.tell(f"rewards of {len(rows)} completions")
-        rewards = self.rewards(made.with_columns(rows), prompts, texts, [own.tolist() for own in written])
         judged = self.task.advantages(rewards, group, kl)
         metrics.add(reward_metrics(self.rewards.names, rewards, judged))
         self.tell(f"reward {_mean(judged.rewards)}, {'training' if mode == 'train' else 'evaluating'}")
@@ -100,6 +103,12 @@ class Rollout:
             self.table.add(mode, prompts, texts, rewards, judged.advantages, self.rewards.extra())
         ids, written = ([np.asarray(own, np.int32) for own in part] for part in (ids, written))
         return Experience(list(map(Completed, ids, written, counted, judged.advantages.tolist(), old, ref)))
+
+    def _logps(self, ids: Ids, written: Ids, counted: Sequence[np.ndarray]) -> tuple[Sequence, Sequence]:
+        """Log-probabilities under the policy and under the reference; None for each completion, where nobody asks."""
+        nothing = [None] * len(written)
+        old = self.logps("policy", ids, written, counted) if self.task.keeps_old_logps else nothing
+        return old, self.logps("reference", ids, written, counted) if self.task.beta else nothing
 
     def logged(self, mode: str, step: int) -> dict[str, float | None]:
         """The metrics since the last log, by TRL's names; and the table of completions is shown."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -83,6 +84,7 @@ def rollout_steps(
         frozenset({*parts.sampling.options["eos_token_id"], run.processing_class.pad_token_id}),
         parts.drops_truncated,
         lambda tokens: _seen(run, tokens),
+        at_once if several() else in_a_thread,  # processes compute together, in one order
         parts.table if is_first() else None,
         line,
     )
@@ -91,6 +93,20 @@ def rollout_steps(
     )
     rows_of = partial(row_of, run, run.train_dataset)
     return RolloutSteps(rollout, cycle, rows_of, sampler, StepMaker(run), streams, parts.bonus)
+
+
+def in_a_thread(do: Callable[[], Any]) -> Callable[[], Any]:
+    """Begin a call in a thread of its own; the function that is returned waits for it, and raises what it raised."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="trl_jax-logps")
+    future = pool.submit(do)
+    pool.shutdown(wait=False)
+    return future.result
+
+
+def at_once(do: Callable[[], Any]) -> Callable[[], Any]:
+    """Do the call, and return a function that gives what it gave."""
+    found = do()
+    return lambda: found
 
 
 def row_of(run: RunState, dataset: Dataset, index: int) -> dict[str, Any]:
