@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # what type checkers and editors see
         setup_chat_format,
         supports_tool_calling,
     )
+    from trl_jax.cli.front import install
     from trl_jax.core.seed import set_seed
     from trl_jax.data_utils import (
         apply_chat_template,
@@ -102,6 +103,7 @@ _WHERE = WHERE | {
     "get_quantization_config": "trl_jax.trainer.utils",
     "get_training_chat_template": "trl_jax.chat_template_utils",
     "init_zero_verbose": "trl_jax.scripts.quiet",
+    "install": "trl_jax.cli.front",
     "is_conversational": "trl_jax.data_utils",
     "is_conversational_from_value": "trl_jax.data_utils",
     "is_npu_available": "trl_jax.trainer.utils",
@@ -136,6 +138,11 @@ def __getattr__(name: str) -> Any:
         if name in NEAR:
             return placeholder(name)
     return _fetch(name)
+
+
+def load_ipython_extension(ipython: Any) -> None:
+    """`%load_ext trl_jax` in a notebook: `import trl` finds trl_jax from then on."""
+    _fetch("install")()
 
 
 def __dir__() -> list[str]:

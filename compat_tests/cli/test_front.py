@@ -166,3 +166,25 @@ def test_transformers_own_parser_takes_old_flags_there(tmp_path):
     flags = ["--output_dir", "out", "--evaluation_strategy", "steps", "--warmup_ratio=0.1", "--torch_dtype", "bfloat16"]
     done = run(tmp_path, FLAGS, how=["script.py", *flags])
     assert done.stdout.splitlines() == ["bfloat16 steps 0.1 script.py script.py"], done.stderr
+
+
+CELLS = """
+import transformers
+from transformers import TrainingArguments
+import trl_jax
+trl_jax.load_ipython_extension(None)  # what %load_ext trl_jax calls
+trl_jax.install()
+from trl import SFTConfig
+import warnings
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    args = TrainingArguments("out", evaluation_strategy="steps")
+print(SFTConfig.__module__, args.eval_strategy.value, len([one for one in told if "old name" in str(one.message)]))
+"""
+
+
+def test_a_notebook_installs_it_in_a_cell(tmp_path):
+    (tmp_path / "cells.py").write_text(CELLS)
+    env = {**os.environ, "PYTHONPATH": ROOT}
+    done = subprocess.run([sys.executable, "cells.py"], capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert done.stdout == "trl_jax.trainer.sft_config steps 1\n", done.stderr

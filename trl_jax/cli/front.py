@@ -42,12 +42,16 @@ _IN_CHILDREN = Path(__file__).parent / "children"
 
 
 def install() -> None:
-    """Let `import trl` find the front from now on, in this process and in the Python processes it starts."""
+    """Let `import trl` find trl_jax from now on, in this process and in the Python processes it starts: for notebooks,
+    in the first cell. `python -m trl_jax` does it for scripts."""
     if any(isinstance(finder, Front) for finder in sys.meta_path):
         return
     for name in [name for name in sys.modules if name.partition(".")[0] == "trl"]:
         del sys.modules[name]
     sys.meta_path.insert(0, Front())
+    for name in (_ARGUMENTS, _PARSER):
+        if name in sys.modules:  # a notebook may have imported transformers before
+            _know_old_names(sys.modules[name])
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if str(_IN_CHILDREN) not in paths:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(_IN_CHILDREN), *filter(None, paths)])
@@ -93,10 +97,14 @@ class TakesOldNames(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._real.exec_module(module)
-        if module.__name__ == _PARSER:
-            _let_flags_be_old(module.HfArgumentParser)
-        else:
-            _let_arguments_be_old(module.TrainingArguments)
+        _know_old_names(module)
+
+
+def _know_old_names(module: ModuleType) -> None:
+    if module.__name__ == _PARSER:
+        _let_flags_be_old(module.HfArgumentParser)
+    else:
+        _let_arguments_be_old(module.TrainingArguments)
 
 
 def _let_arguments_be_old(kind: type) -> None:
