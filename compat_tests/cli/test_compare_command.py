@@ -6,7 +6,9 @@ import json
 
 import pytest
 
+from compat_tests.effort import only_thorough
 from compat_tests.tiny import tiny_model
+from trl_jax.cli.compare import SIDES, run
 from trl_jax.cli.compare.verdict import Record, differences, first_difference, picture, report
 from trl_jax.cli.main import main
 
@@ -45,6 +47,49 @@ def test_a_script_under_both(tmp_path, capsys):
     assert theirs.logs[0].keys() == ours.logs[0].keys() >= {"loss", "grad_norm", "entropy", "num_tokens"}
     assert (tmp_path / "both.svg").read_text().count("<polyline") == 4
     assert not (tmp_path / "out").exists()
+
+
+WRITTEN = """
+import sys
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+model, out = sys.argv[1:]
+rows = Dataset.from_dict({"prompt": [f"{n} and {n + 1} are" for n in range(20)], "answer": [str(n) for n in range(20)]})
+
+def write(prompts, trainer):
+    words = trainer.processing_class
+    made = [[(len(text) * 7 + 3 * place + row) % 200 + 5 for place in range(3 + row % 4)] + [words.eos_token_id]
+            for row, text in enumerate(prompts)]
+    return {
+        "prompt_ids": [words(text)["input_ids"] for text in prompts],
+        "completion_ids": made,
+        "logprobs": [[-1.0] * len(ids) for ids in made],
+        "env_mask": [[int((place + row) % 3 > 0) for place in range(len(ids))] for row, ids in enumerate(made)],
+        "judged": [float(len(ids)) for ids in made],
+    }
+
+def reward(completions, judged, answer, **columns):
+    return [a + len(b) / 10 + len(text) % 5 for text, a, b in zip(completions, judged, answer)]
+
+args = GRPOConfig(
+    out, learning_rate=1e-3, bf16=False, use_cpu=True, per_device_train_batch_size=8, max_completion_length=16,
+    beta=0.1, num_iterations=2,
+)
+GRPOTrainer(model, reward, args=args, train_dataset=rows, rollout_func=write).train()
+"""
+
+
+@only_thorough
+def test_a_scripts_own_rollout_func_trains_as_in_trl(tmp_path):
+    pytest.importorskip("trl")
+    tiny_model(tmp_path / "model", head="causal")
+    (tmp_path / "script.py").write_text(WRITTEN)
+    flags = [str(tmp_path / "model"), str(tmp_path / "out")]
+    theirs, ours = (run(side, str(tmp_path / "script.py"), flags, 4) for side in SIDES)
+    assert not theirs.error + ours.error and len(theirs.logs) == 4
+    assert max(differences(theirs, ours).values()) < 1e-5 and theirs.logs[0].keys() == ours.logs[0].keys()
+    assert all(log["kl"] != 0 for log in ours.logs[2:])
 
 
 def record(losses=(2.0, 1.0), rows=((1, 2), (3,)), **others):
