@@ -53,7 +53,8 @@ def test_two_processes_are_two_ranks_of_trl(name, out, checkpoint):
     for mine, other in zip(map(timeless, ours.logs), map(timeless, theirs.logs), strict=True):
         assert mine.keys() == other.keys()
         for key, wanted in other.items():
-            assert mine[key] == pytest.approx(wanted, rel=1e-5, abs=1e-5, nan_ok=True), (key, mine["step"])
+            mark = 3e-5 if key.endswith("kl") else 1e-5  # a difference of sums; the newer JAX adds in another order
+            assert mine[key] == pytest.approx(wanted, rel=1e-5, abs=mark, nan_ok=True), (key, mine["step"])
     assert_same_weights(ours.weights, theirs.weights, 2e-4)
     assert np.mean([log["reward_std"] for log in ours.logs if "reward_std" in log]) > 0
 
