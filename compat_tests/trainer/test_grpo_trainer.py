@@ -377,3 +377,14 @@ def test_a_function_that_fails_leaves_no_thread(make):
         if thread.name.startswith("trl_jax-logps"):
             thread.join(20)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("trl_jax-logps")]
+
+
+def test_a_script_reads_the_coefficient_and_the_tokenizers_of_reward_models(make, checkpoint):
+    config = {"entropy_coef": 0.01, "use_adaptive_entropy": True, "entropy_target": 100.0, "max_steps": 2}
+    trainer = make([length_reward, str(checkpoint(**FACTS))], config=config)
+    assert trainer.entropy_coef == 0.01
+    trainer.train()
+    assert trainer.entropy_coef == pytest.approx(0.01 + 2 * 0.005)
+    function, model = trainer.reward_processing_classes
+    assert function is None and model.pad_token is not None
+    assert make().entropy_coef == 0.0

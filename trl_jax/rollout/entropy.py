@@ -30,6 +30,12 @@ class EntropyBonus:
         self._adapt()
         return self.coef if self.target is None or self.entropy <= self.target else 0.0
 
+    @property
+    def now(self) -> float:
+        """The coefficient, after all steps so far."""
+        self._adapt()
+        return self.coef
+
     def stepped(self, metrics: dict[str, Any]) -> None:
         self._metrics = metrics
 

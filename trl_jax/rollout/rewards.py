@@ -87,6 +87,11 @@ class RewardFunctions:
         self._check_columns(len(prompts))
         return rewards
 
+    @property
+    def tokenizers(self) -> list[Any]:
+        """Those of reward models; None for functions."""
+        return [one.tokenizer if isinstance(one, RewardModel) else None for one in self.functions]
+
     def sums(self) -> dict[str, tuple[float, int]]:
         """The sums of the numbers that functions gave to `log_metric` in the last call, and how many, by name."""
         return {name: (float(np.sum(values, dtype=np.float32)), len(values)) for name, values in self._numbers.items()}

@@ -114,6 +114,12 @@ class GRPOTrainer(TrainerWithRollout):
             entropy_bonus=bool(args.entropy_coef or args.use_adaptive_entropy),
         )
 
+    @property
+    def entropy_coef(self) -> float:
+        """The coefficient of the entropy bonus now: `args.entropy_coef`, or what the adaptive one has become."""
+        bonus = self._run.rollout.bonus
+        return self.args.entropy_coef if bonus is None else bonus.now
+
     def _completions_repo(self) -> CompletionsRepo | None:
         args, name = self.args, self.args.log_completions_hub_repo
         return None if name is None else CompletionsRepo(name, token=args.hub_token, private=args.hub_private_repo)

@@ -113,7 +113,7 @@ class TrainerWithRollout(BaseTrainer):
             trainer_state=lambda: run.state, timeout=args.reward_timeout, template_options=args.chat_template_kwargs,
             model_init_kwargs=args.model_init_kwargs, trust_remote_code=args.trust_remote_code, seed=args.seed,
         )  # fmt: skip
-        self.reward_func_names = list(rewards.names)
+        self.reward_func_names, self.reward_processing_classes = list(rewards.names), rewards.tokenizers
         sampling = Sampling(args.chat_template_kwargs or {}, args.max_prompt_length, _options(run))
         table = self._table(rewards.names) if args.log_completions else None
         return RolloutParts(

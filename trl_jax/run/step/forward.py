@@ -50,8 +50,7 @@ class Forward:
         sums = {}
         if run.router_aux_loss_coef:
             outputs, router_sums = outputs
-            texts = len(run.task.columns.texts) * len(batch.weight)
-            sums[AUX_LOSS] = jnp.broadcast_to(load_balancing_loss(router_sums), texts)
+            sums[AUX_LOSS] = jnp.broadcast_to(load_balancing_loss(router_sums), batch.lengths.shape)
         sums |= run.task.of_pass(outputs, batch)
         if reference is None or not run.task.compared:
             return sums
