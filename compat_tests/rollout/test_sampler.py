@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from datasets import Dataset
 
 sampler = pytest.importorskip("trl_jax.rollout.sampler")
 
@@ -58,3 +59,50 @@ def test_a_second_run_begins_anew():
     first = list(epochs(made, 2))
     made.begin()
     assert list(epochs(made, 2)) == first
+
+
+def of_stream(rows, chunk, repeats, seed=None):
+    stream = Dataset.from_dict({"prompt": [str(row) for row in range(rows)]}).to_iterable_dataset()
+    stream = stream if seed is None else stream.shuffle(seed=seed, buffer_size=3)
+    return sampler.StreamSampler(stream, chunk=chunk, repeats=repeats)
+
+
+def given(made, count):
+    for _ in range(count):
+        made.next_epoch()
+        while made.has_next:
+            yield [row["prompt"] for row in made.next()]
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+@pytest.mark.parametrize(("rows", "chunk", "repeats"), [shape for shape in SHAPES if shape[0] < 100])
+def test_a_stream_is_given_out_as_trls_is(rows, chunk, repeats, seed):
+    utils = pytest.importorskip("trl.trainer.utils")
+    stream = Dataset.from_dict({"prompt": [str(row) for row in range(rows)]}).to_iterable_dataset()
+    stream = stream if seed is None else stream.shuffle(seed=seed, buffer_size=3)
+    theirs, wanted = utils.repeat_iterable_dataset(stream, 2, chunk, repeats), []
+    for epoch in range(3):
+        theirs.set_epoch(epoch)
+        wanted += [row["prompt"] for row in theirs]
+    found = [prompt for prompts in given(of_stream(rows, chunk, repeats, seed), 3) for prompt in prompts for _ in "ab"]
+    assert found == wanted
+
+
+@pytest.mark.parametrize(("rows", "chunk", "repeats"), [(7, 3, 4), (6, 2, 1), (5, 5, 2)])
+def test_a_stream_goes_on_from_any_place(rows, chunk, repeats):
+    whole = list(given(of_stream(rows, chunk, repeats, 5), 3))
+    for place in range(len(whole)):
+        made, gone = of_stream(rows, chunk, repeats, 5), []
+        while len(gone) <= place:
+            if not made.has_next:
+                made.next_epoch()
+            gone.append([row["prompt"] for row in made.next()])
+        again = of_stream(rows, chunk, repeats, 5)
+        again.restore(made.state())
+        while len(gone) < len(whole):
+            if not again.has_next:
+                again.next_epoch()
+            gone.append([row["prompt"] for row in again.next()])
+        assert gone == whole
+    made.begin()
+    assert list(given(made, 3)) == whole

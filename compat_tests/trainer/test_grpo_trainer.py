@@ -10,12 +10,13 @@ import threading
 import numpy as np
 import pandas as pd
 import pytest
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from transformers import AutoTokenizer
 
 import trl_jax
 from compat_tests.parity.dpo_cases import CHAT, SMALL
 from compat_tests.parity.grpo_cases import length_reward, prompt_rows, vowels
+from compat_tests.parity.marks import timeless
 from compat_tests.parity.reference import BASE, read_weights
 from compat_tests.trainer.trainers import FACTS
 from trl_jax import GRPOTrainer, RLOOTrainer
@@ -72,8 +73,8 @@ REFUSED = {
     "images": (
         {"train": table().add_column("image", [[0]] * 8)}, ValueError, "contains 'image' or 'images' keys"),
     "no prompts": ({"train": table().rename_column("prompt", "text")}, KeyError, "no column 'prompt'"),
-    "a stream": (
-        {"train": IterableDataset.from_generator(lambda: iter(prompt_rows(8)))}, TypeError, "an IterableDataset"),
+    "a stream without an end": (
+        {"train": table().to_iterable_dataset(), "config": {"max_steps": -1}}, ValueError, "max_steps must say how"),
     "reference without beta": (
         {"config": {"sync_ref_model": True, "beta": 0.0}}, ValueError, "nothing to synchronize"),
     "group": ({"config": {"per_device_train_batch_size": 6}}, ValueError, "must be divisible by num_generations"),
@@ -388,3 +389,23 @@ def test_a_script_reads_the_coefficient_and_the_tokenizers_of_reward_models(make
     function, model = trainer.reward_processing_classes
     assert function is None and model.pad_token is not None
     assert make().entropy_coef == 0.0
+
+
+@BOTH
+def test_prompts_of_a_stream_are_those_of_the_table(kind, make):
+    config = {"shuffle_dataset": False, "max_steps": 6, "num_iterations": 2, "learning_rate": 1e-3}
+    runs = [make(kind=kind, train=rows, config=config, eval_dataset=table(2)) for rows in
+            (table(5), table(5).to_iterable_dataset())]  # fmt: skip
+    for one in runs:
+        one.train()
+    wanted, found = ([timeless(log) for log in one.state.log_history[:-1]] for one in runs)
+    for a, b in zip(wanted, found, strict=True):
+        assert {**a, "epoch": 0} == {**b, "epoch": 0}  # a stream's epochs are shares of max_steps
+    stream = {"rows": table(2).to_iterable_dataset(), "others": table(2).to_iterable_dataset()}
+    metrics = runs[1].evaluate(stream)
+    assert {"eval_rows_reward", "eval_others_reward"} <= metrics.keys()
+
+
+def test_a_stream_with_too_few_prompts_is_told(make):
+    with pytest.raises(ValueError, match="train_dataset, a stream, has 1 prompts, and a generation takes 2"):
+        make(train=table(1).to_iterable_dataset()).train()

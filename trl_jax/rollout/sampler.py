@@ -2,9 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, Protocol
+
 import numpy as np
+from datasets import IterableDataset
 
 from trl_jax.core.torch_random import GeneratorState, TorchGenerator
+
+
+class Sampler(Protocol):
+    """The prompts of each micro-batch, epoch after epoch."""
+
+    num_chunks: int | None  # of an epoch; None: nobody knows
+
+    def begin(self) -> None:
+        """Before the first epoch."""
+
+    def next_epoch(self) -> None: ...
+
+    @property
+    def has_next(self) -> bool:
+        """Whether the epoch has another micro-batch."""
+
+    def next(self) -> Any:
+        """The chunk of prompts that the next micro-batch's generation has, or would have."""
+
+    def state(self) -> dict[str, np.ndarray]:
+        """For `restore`."""
+
+    def restore(self, state: dict[str, np.ndarray]) -> None:
+        """Go on from a `state`."""
 
 
 class RepeatSampler:
@@ -52,3 +81,66 @@ class RepeatSampler:
         """Go on from a `state`."""
         self._order, (self._given, used, position) = state["order"], state["numbers"].tolist()
         self._stream.restore(GeneratorState(state["stream"], used, position))
+
+
+class StreamSampler:
+    """The same of a stream, whose rows themselves are given out, in the order in which it has them.
+
+    Args:
+        stream: shuffled, where its order is to change: it is told each epoch, as TRL does.
+        chunk, repeats: as in `RepeatSampler`.
+    """
+
+    num_chunks = None
+
+    def __init__(self, stream: IterableDataset, *, chunk: int, repeats: int):
+        self._stream, self._size, self._repeats = stream, chunk, repeats
+        self.begin()
+
+    def begin(self) -> None:
+        self._epoch, self._chunks, self._given = -1, 0, 0
+        self._rows: Iterator[dict[str, Any]] = iter(())
+        self._chunk: list[dict[str, Any]] = []
+
+    def next_epoch(self) -> None:
+        """Raise ValueError where the epoch has no whole chunk."""
+        self._open(self._epoch + 1, 0)
+        if not self.has_next:
+            raise ValueError(
+                f"train_dataset, a stream, has {len(self._chunk)} prompts, and a generation takes {self._size} "
+                "(generation_batch_size / num_generations). Give it more, or lower per_device_train_batch_size."
+            )
+
+    def _open(self, epoch: int, chunks: int) -> None:
+        """Read an epoch from behind its first `chunks`."""
+        self._epoch, self._chunks, self._given, self._chunk = epoch, chunks, 0, []
+        self._stream.set_epoch(epoch)
+        self._rows = islice(iter(self._stream), chunks * self._size, None)
+
+    @property
+    def has_next(self) -> bool:
+        if self._epoch < 0:
+            return False
+        if not self._chunk or self._given == self._repeats:
+            self._chunk, self._given = list(islice(self._rows, self._size)), 0
+            self._chunks += 1
+        return len(self._chunk) == self._size
+
+    def next(self) -> list[dict[str, Any]]:
+        """Rows, `[chunk]` of them; only where `has_next`."""
+        self._given += 1
+        return self._chunk
+
+    def state(self) -> dict[str, np.ndarray]:
+        """The epoch, chunks of it that were read, and how often the last one was given out."""
+        return {"numbers": np.asarray([self._epoch, self._chunks, self._given], np.int64)}
+
+    def restore(self, state: dict[str, np.ndarray]) -> None:
+        epoch, chunks, given = state["numbers"].tolist()
+        self.begin()
+        if epoch < 0:
+            return
+        self._open(epoch, max(chunks - 1, 0))
+        if chunks:
+            self._chunk, self._chunks = list(islice(self._rows, self._size)), chunks
+        self._given = given

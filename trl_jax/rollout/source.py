@@ -15,7 +15,7 @@ from trl_jax.rollout.entropy import EntropyBonus
 from trl_jax.rollout.experience import Completed, Experience
 from trl_jax.rollout.metrics import Collected
 from trl_jax.rollout.rollout import Rollout
-from trl_jax.rollout.sampler import RepeatSampler
+from trl_jax.rollout.sampler import Sampler
 from trl_jax.tasks.policy import Cycle
 
 BASE_SEED_WORDS = 2  # that a pass of torch's loader over the data takes, for workers' seeds
@@ -26,7 +26,7 @@ class RolloutSteps:
     """Iterates over the steps of an epoch, which `set_epoch` begins. Completions are written by the newest parameters:
     nothing may be made ahead of an update.
 
-    rows: by index, a row of the dataset.
+    rows: by what the sampler gives for it, its index or itself, a row of the dataset.
     sampler: the prompts of each epoch.
     lay_out: (micro-batches of completions, the generation of each, number of the step, entropy coefficient) -> step
         batch.
@@ -40,8 +40,8 @@ class RolloutSteps:
 
     rollout: Rollout
     cycle: Cycle
-    rows: Callable[[int], dict[str, Any]]
-    sampler: RepeatSampler
+    rows: Callable[[Any], dict[str, Any]]
+    sampler: Sampler
     lay_out: Callable[[list[list[Completed]], list[Experience], int, float | None], Any]
     streams: Sequence[TorchGenerator]
     bonus: EntropyBonus | None = None
@@ -70,7 +70,9 @@ class RolloutSteps:
             stream.skip(BASE_SEED_WORDS)
 
     def __len__(self) -> int:
-        """Steps of an epoch."""
+        """Steps of an epoch; TypeError where the sampler reads a stream."""
+        if self.sampler.num_chunks is None:
+            raise TypeError("a stream of prompts has no length")
         return -(-self.sampler.num_chunks * self.cycle.repeats // self.cycle.accumulation)
 
     def __iter__(self) -> Iterator[Any]:
@@ -120,7 +122,7 @@ class RolloutSteps:
             return of_micro_batches | of_steps | of_generations
         return of_generations | of_micro_batches | of_steps
 
-    def _generated(self, prompts: Sequence[int]) -> Experience:
+    def _generated(self, prompts: Sequence[Any]) -> Experience:
         """Completions of these rows, shuffled within each rank."""
         rows = [self.rows(index) for index in prompts for _ in range(self.cycle.group)]
         experience = self.rollout.make(rows, self.cycle.group, "train")

@@ -44,7 +44,8 @@ def length_of(run: RunState) -> RunLength:
     """The length of the run, by its arguments and its training set."""
     args = run.args
     if isinstance(run.task, PolicyTask):
-        micro_batches = run.task.cycle.micro_batches(len(run.train_dataset))
+        rows = run.train_dataset
+        micro_batches = run.task.cycle.micro_batches(len(rows)) if isinstance(rows, Dataset) else None
         lengths = {"epochs": args.num_train_epochs, "max_steps": args.max_steps, "drop_last": False}
         return run_length(micro_batches, batch_size=1, accumulation=args.gradient_accumulation_steps, **lengths)
     return run_length(

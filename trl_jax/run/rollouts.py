@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.data.layout.batch import Batch
@@ -26,7 +26,7 @@ from trl_jax.rollout.examples import example_of, step_examples
 from trl_jax.rollout.experience import Completed, Experience
 from trl_jax.rollout.rollout import Ids, Logps, Rewards, Rollout
 from trl_jax.rollout.rollout_func import written_by
-from trl_jax.rollout.sampler import RepeatSampler
+from trl_jax.rollout.sampler import RepeatSampler, Sampler, StreamSampler
 from trl_jax.rollout.source import RolloutSteps
 from trl_jax.rollout.written import Written, all_written
 from trl_jax.run import data
@@ -88,11 +88,16 @@ def rollout_steps(
         parts.table if is_first() else None,
         line,
     )
-    sampler = RepeatSampler(
-        len(run.train_dataset), chunk=cycle.prompts, repeats=cycle.repeats, shuffle=parts.shuffle, seed=args.seed
-    )
-    rows_of = partial(row_of, run, run.train_dataset)
+    rows_of, sampler = partial(row_of, run, run.train_dataset), _sampler(run, parts.shuffle)
     return RolloutSteps(rollout, cycle, rows_of, sampler, StepMaker(run), streams, parts.bonus)
+
+
+def _sampler(run: RunState, shuffle: bool) -> Sampler:
+    dataset, cycle, seed = run.train_dataset, run.task.cycle, run.args.seed
+    sizes = {"chunk": cycle.prompts, "repeats": cycle.repeats}
+    if isinstance(dataset, IterableDataset):
+        return StreamSampler(dataset.shuffle(seed=seed) if shuffle else dataset, **sizes)
+    return RepeatSampler(len(dataset), shuffle=shuffle, seed=seed, **sizes)
 
 
 def in_a_thread(do: Callable[[], Any]) -> Callable[[], Any]:
@@ -109,9 +114,13 @@ def at_once(do: Callable[[], Any]) -> Callable[[], Any]:
     return lambda: found
 
 
-def row_of(run: RunState, dataset: Dataset, index: int) -> dict[str, Any]:
-    """A row with all that completions are judged by, or its prompt alone with `remove_unused_columns`."""
-    row = dataset[int(index)]
+def row_of(run: RunState, dataset: Dataset | IterableDataset, index: Any) -> dict[str, Any]:
+    """A row with all that completions are judged by, or its prompt alone with `remove_unused_columns`.
+
+    Args:
+        index: of the row; of a stream, the row itself.
+    """
+    row = index if isinstance(dataset, IterableDataset) else dataset[int(index)]
     return {"prompt": row["prompt"]} if run.args.remove_unused_columns else row
 
 

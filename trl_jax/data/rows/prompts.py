@@ -18,14 +18,8 @@ def check_prompts(dataset: Dataset | IterableDataset, name: str) -> Dataset | It
 
     Raises:
         KeyError: there is no such column.
-        TypeError: the rows are a stream.
         ValueError: a row has images, or its prompt is neither a text nor messages.
     """
-    if isinstance(dataset, IterableDataset):
-        raise TypeError(
-            f"{name}: an IterableDataset, and prompts are taken from a datasets.Dataset alone. Make one of it: "
-            "Dataset.from_list(list(stream)), or of its first rows stream.take(n)."
-        )
     columns = dataset.column_names
     if columns is not None and "prompt" not in columns:
         raise KeyError(f"{name}: no column 'prompt', found {', '.join(columns)}. Rename the column of the prompts.")

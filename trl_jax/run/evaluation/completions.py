@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from transformers.trainer_utils import PredictionOutput
 
 from trl_jax.core.torch_random import TorchGenerator
@@ -63,14 +63,17 @@ class CompletionEvaluator:
         self._run.events.fire("on_predict", metrics)
         return PredictionOutput(predictions=None, label_ids=None, metrics=metrics)
 
-    def batches(self, dataset: Dataset) -> list[list[dict[str, Any]]]:
+    def batches(self, dataset: Dataset | IterableDataset) -> list[list[dict[str, Any]]]:
         """The rows of each batch, every prompt as often as it is completed; in TRL's order, the same each time."""
         run, group = self._run, self._run.task.num_generations_eval
-        order = TorchGenerator(run.args.seed).permutation(len(dataset))
+        if isinstance(dataset, IterableDataset):
+            order = list(dataset.shuffle(seed=run.args.seed))
+        else:
+            order = TorchGenerator(run.args.seed).permutation(len(dataset))
         for stream in self._source.streams:
             stream.skip(BASE_SEED_WORDS)
         size = run.args.per_device_eval_batch_size * run.shards
-        repeated = np.repeat(order, group)
+        repeated = [index for index in order for _ in range(group)]
         return [[row_of(run, dataset, i) for i in repeated[at : at + size]] for at in range(0, len(repeated), size)]
 
     def arrays(self, rows: list[dict[str, Any]]) -> Batch:
