@@ -2,8 +2,9 @@
 
 Each trainer jits a step of its own, which JAX traces, lowers and compiles anew: for tiny models that is six times the
 training. Here two trainers get one jitted function, if all that it is traced from is equal: the trainer's class, the
-task, the graph of the model and of its reference, the optimizer, and every argument but those that only the host reads.
-A step is a trainer's own while a test has something patched that could be traced, where a script brings its own loss or
+task, the graph of the model and of its reference, the optimizer, where arrays lie on several devices, and every
+argument but those that only the host reads. So it is with evaluations, and log-probabilities of completions. A step is
+a trainer's own while a test has something patched that could be traced, where a script brings its own loss or
 optimizer, and under THOROUGH=1, where nothing is shared.
 """
 
@@ -36,8 +37,8 @@ HOST = frozenset("""
 """.split())  # fmt: skip
 # Fields of a run that no step is traced from, and those that the key has in another form.
 HOST_OF_RUN = frozenset("""
-    args task model reference processing_class train_dataset eval_dataset events finish_rows optimizer_state tokens_seen
-    found_batch_size fills in_train interrupts vocab_size max_positions
+    args task model reference rollout sharding_plan processing_class train_dataset eval_dataset events finish_rows
+    optimizer_state tokens_seen found_batch_size fills in_train interrupts vocab_size max_positions
 """.split())
 _TRACED = ("trl_jax", "jax", "flax", "optax", "numpy")
 
@@ -50,7 +51,9 @@ def install() -> None:
     """Let trainers share; does nothing under THOROUGH=1."""
     if THOROUGH:
         return
+    from trl_jax.run.evaluation.completions import CompletionEvaluator
     from trl_jax.run.evaluation.evaluation import Evaluator
+    from trl_jax.run.rollouts import CompletionLogps
     from trl_jax.run.step import train_step
     from trl_jax.trainer import base_trainer
 
@@ -58,6 +61,8 @@ def install() -> None:
     base_trainer.default_optimizer = _remembered(base_trainer.default_optimizer)
     _after(base_trainer.BaseTrainer, "_hooks", _name_trainer)
     _after(Evaluator, "__init__", _share_evaluation)
+    _after(CompletionEvaluator, "__init__", _share_attribute("sums"))
+    _after(CompletionLogps, "__init__", _share_attribute("_of"))
     train_step.TrainStep.compiled = _sharing(train_step.TrainStep.compiled)
 
 
@@ -113,6 +118,16 @@ def _share_evaluation(evaluator: Any, _: None) -> None:
     evaluator._outputs, evaluator._measure = _shared_or(lambda: own, evaluator._run, "evaluation")
 
 
+def _share_attribute(name: str) -> Callable:
+    """Let the jitted functions be shared that an object with a run has under this name."""
+
+    def share(holder: Any, _: None) -> None:
+        own = getattr(holder, name)
+        setattr(holder, name, _shared_or(lambda: own, holder._run, type(holder)))
+
+    return share
+
+
 def _shared_or(make: Callable[[], Any], run: Any, *more: Any) -> Any:
     """What was made for an equal key, or is made now."""
     key = _key(run, *more)
@@ -128,7 +143,7 @@ def _shared_or(make: Callable[[], Any], run: Any, *more: Any) -> Any:
 
 def _key(run: Any, *more: Any) -> Any:
     """All that a program is traced from; None where that cannot be told, or is patched."""
-    if run.model.trainable_masks or run.own_loss or run.sharding_plan is not None or _is_patched():
+    if run.model.trainable_masks or run.own_loss or _is_patched():
         return None
     args = {field.name: getattr(run.args, field.name) for field in dataclasses.fields(run.args)}
     said = repr((sorted((name, value) for name, value in args.items() if name not in HOST), run.task))
@@ -138,12 +153,24 @@ def _key(run: Any, *more: Any) -> Any:
     if run.reference is not None:
         reference = _of_backend(run.reference.backend), _fields(run.reference, {"backend", "config", "arrays"})
     kinds = type(run.args), type(run.task)
-    key = said, _of_backend(run.model.backend), reference, _fields(run, HOST_OF_RUN), kinds, more
+    places = _places(run)
+    key = said, _of_backend(run.model.backend), reference, places, _fields(run, HOST_OF_RUN), kinds, more
     try:
         hash(key)
     except TypeError:
         return None
     return key
+
+
+def _places(run: Any) -> Any:
+    """Where arrays lie on several devices, and the shapes that decide it; None on one."""
+    plan = run.sharding_plan
+    if plan is None:
+        return None
+    axes = tuple(sorted(plan.axes.items()))
+    shapes = (tuple(sorted((path, leaf.shape) for path, leaf in arrays.items()))
+              for arrays in (run.model.params, run.frozen))  # fmt: skip
+    return _fields(plan, {"axes"}), axes, *shapes
 
 
 def _fields(value: Any, without: frozenset[str] | set[str]) -> tuple:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from datasets import Dataset
 
 import trl_jax
 from compat_tests.effort import THOROUGH
+from compat_tests.parity.dpo_cases import SMALL
+from compat_tests.parity.grpo_cases import length_reward, prompt_rows
+from compat_tests.parity.reference import BASE
 from compat_tests.trainer.trainers import FACTS, make, table
 from trl_jax.losses import pairwise
 
@@ -66,3 +70,18 @@ def test_an_optimizer_of_the_script_is_its_own(checkpoint, tmp_path):
         return trainer.parts.train_step.compiled(trainer.parts.training.made_optimizer(), remat=False)
 
     assert step() is not step()
+
+
+def test_policies_share_programs_of_their_completions_too(checkpoint, tmp_path):
+    def programs(**config):
+        args = trl_jax.GRPOConfig(str(tmp_path), **BASE | {"num_generations": 4} | config)
+        trainer = trl_jax.GRPOTrainer(
+            str(checkpoint(**SMALL)), length_reward, args, Dataset.from_list(prompt_rows(8))
+        )
+        parts = trainer.parts
+        step = parts.train_step.compiled(parts.training.made_optimizer(), remat=False)
+        return step, parts.evaluator.sums
+
+    one, same, another = programs(), programs(max_steps=3), programs(epsilon=0.1)
+    assert all(mine is other for mine, other in zip(one, same, strict=True))
+    assert not any(mine is other for mine, other in zip(one, another, strict=True))
