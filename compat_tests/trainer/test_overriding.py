@@ -75,7 +75,7 @@ def test_what_may_be_overridden_is_called(checkpoint, tmp_path, monkeypatch):
     trainer = kind(str(folder), args=args, train_dataset=table(8), eval_dataset=table(4))
     trainer.train()
     trainer.predict(table(4))
-    assert CALLED - seen == {"create_model_card", "init_hf_repo", "push_to_hub"}  # the Hub's
+    assert CALLED - seen == {"init_hf_repo", "push_to_hub"}  # the Hub's
     hub = SimpleNamespace(opened=False, **dict.fromkeys(("open", "write_card", "push"), lambda *given, **options: None))
     monkeypatch.setattr(trainer, "_publisher", hub)
     args.push_to_hub = True
