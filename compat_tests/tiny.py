@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from compat_tests.models.families import ABSENT, SHAPES
 
@@ -208,3 +209,11 @@ def _randomise(model, generator) -> None:
                 parameter.copy_(0.7 * noise)
             else:
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+        for _, buffer in routers_buffers(model):
+            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+
+
+def routers_buffers(model) -> list[tuple[str, Any]]:
+    """What a torch model's routers add to the scores of experts; it does not train."""
+    ends = ("correction_bias", "expert_bias")
+    return sorted(((name, b) for name, b in model.named_buffers() if name.endswith(ends)), key=lambda one: one[0])

@@ -58,7 +58,7 @@ class Calls:
         self.traced, found = self._function.trace(*given, **options), self._function(*given, **options)
         [own] = [one for one in found if isinstance(one, Decoding | Cache)]
         cache = own.cache if isinstance(own, Decoding) else own
-        self.cache = sum(leaf.nbytes for leaf in jax.tree.leaves(cache.layers))
+        self.cache = sum(leaf.nbytes for leaf in jax.tree.leaves(cache.parts))
         return found
 
 

@@ -37,8 +37,30 @@ ABSENT = {
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "intermediate_size": 32}
 
+# Of which one sees every token; groups where the config has any.
+ROUTED = {
+    "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 1.7,
+}  # fmt: skip
+LATENT = {
+    "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+CONV = "conv"
+DEEPSEEK_YARN = {
+    "rope_type": "yarn", "rope_theta": 300.0, "factor": 4.0, "original_max_position_embeddings": 16,
+    "mscale": 0.7, "mscale_all_dim": 0.9,
+}  # fmt: skip
+
 # Beside tiny.SHAPE.
 SHAPES = {
+    "deepseek_v2": ROUTED | LATENT,
+    "deepseek_v3": ROUTED | LATENT | {"n_group": 4, "topk_group": 2},
+    "ernie4_5": {"head_dim": 24},
+    "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 24, "moe_num_shared_experts": 2},
+    "glm4_moe": ROUTED | {"head_dim": 24},
+    "lfm2": {"block_multiple_of": 8, "num_hidden_layers": 4},
+    "lfm2_moe": EXPERTS | {"num_hidden_layers": 4, "num_dense_layers": 1},
     "gemma": {"head_dim": 24},
     "gemma2": {"head_dim": 24},
     "gemma3_text": {"head_dim": 24},
@@ -65,7 +87,9 @@ SHAPES = {
     },  # fmt: skip
 }
 # Those that transformers has no sequence classifier for: the body is compared, under our own head.
-BODY_ONLY = {"cohere", "cohere2", "granite", "olmoe"}
+BODY_ONLY = {
+    "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm4_moe", "granite", "lfm2", "lfm2_moe", "olmoe",
+}  # fmt: skip
 
 # Those whose positions are not told by one rope_parameters.
 OWN_ROPE = {"gpt2", "gptj", "opt", "gemma3_text", "olmo3", "phi3", "ministral3"}
@@ -76,6 +100,43 @@ VARIANTS = {
     "cohere2": {
         "plain": {"sliding_window": 7},
         "types": {"sliding_window": 9, "layer_types": TYPES, "num_key_value_heads": 1},
+    },
+    "deepseek_v2": {
+        "plain": {},
+        "groups": {
+            "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "q_lora_rank": None,
+            "attention_bias": True, "rope_parameters": DEEPSEEK_YARN,
+        },
+    },
+    "deepseek_v3": {
+        "plain": {},
+        "others": {
+            "n_group": 1, "topk_group": 1, "q_lora_rank": None, "attention_bias": True, "rope_interleave": False,
+            "norm_topk_prob": False, "first_k_dense_replace": 0, "rope_parameters": DEEPSEEK_YARN,
+        },
+    },
+    "ernie4_5": {"plain": {}, "biases": {"use_bias": True, "rms_norm_eps": 1e-2, "num_key_value_heads": 4}},
+    "ernie4_5_moe": {
+        "plain": {},
+        "between": {"moe_layer_start_index": 0, "moe_layer_interval": 2, "moe_num_shared_experts": 0, "moe_norm_min": 0.9},
+    },
+    "glm4_moe": {
+        "plain": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
+        "groups": {
+            "n_group": 2, "topk_group": 1, "use_qk_norm": True, "attention_bias": True, "first_k_dense_replace": 2,
+            "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
+        },
+    },
+    "lfm2": {
+        "plain": {"layer_types": [CONV, CONV, FULL, CONV]},
+        "biases": {"full_attn_idxs": [0, 3], "conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False},
+    },
+    "lfm2_moe": {
+        "plain": {"layer_types": [CONV, FULL, CONV, FULL]},
+        "others": {
+            "layer_types": [FULL, CONV, CONV, CONV], "use_expert_bias": False, "norm_topk_prob": False,
+            "routed_scaling_factor": 1.3,
+        },
     },
     "exaone4": {
         "plain": {"sliding_window": 7, "sliding_window_pattern": 2},

@@ -14,7 +14,7 @@ import numpy as np
 from trl_jax.core.chips import Topology
 from trl_jax.data.layout.batch import padded_length
 from trl_jax.dryrun.compiler import Compiled, compiled_program
-from trl_jax.dryrun.step_flops import Map
+from trl_jax.dryrun.step_flops import Map, attention_layers
 from trl_jax.dryrun.step_memory import FLOAT32, StepArguments, gathered, on_device, row_block
 from trl_jax.generation.chunk import Drawing, next_tokens
 from trl_jax.generation.decode import Decoding, Stops, begun, grown
@@ -92,7 +92,11 @@ class Generation(NamedTuple):
 def cache_bytes(arch: Any, size: Size, dtype: str) -> int:
     """Bytes of the keys and values of a generation: of each prompt once, and of each completion its own."""
     tokens = size.prompts * size.prompt_places + size.completions * size.new_places
-    return 2 * arch.num_layers * arch.num_key_heads * arch.head_dim * jnp.dtype(dtype).itemsize * tokens
+    channels = arch.head_dim + (arch.head_dim if arch.latent is None else arch.latent.value_dim)
+    keys_values = attention_layers(arch) * arch.num_key_heads * channels * tokens
+    inputs = 0 if arch.short_convolution is None else (arch.short_convolution.width - 1) * arch.hidden_size
+    convolutions = (arch.num_layers - attention_layers(arch)) * inputs * size.completions
+    return (keys_values + convolutions) * jnp.dtype(dtype).itemsize
 
 
 def abstract_weights(graph: Any, arrays: dict[str, Any], dtype: str, head_dtype: str, platform: str) -> Weights:

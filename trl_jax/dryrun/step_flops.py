@@ -11,19 +11,24 @@ import numpy as np
 from trl_jax.core.chips import Chip
 from trl_jax.data.layout.batch import Batch
 from trl_jax.dryrun.compiler import Compiled
+from trl_jax.models.stack import in_a_stack
 from trl_jax.nn.attention.padded import QUERY_BLOCK
-
-LAYERS = ".layers."  # in the path of a parameter that has a leading axis of layers
 
 
 class Map(NamedTuple):
-    """A matrix `[outputs, inputs]` of every layer. used: how many of it a token goes through, top_k for experts.
+    """A matrix `[outputs, inputs]` of so many layers. used: how many of it a token goes through, top_k for experts.
     trains: whether it has a gradient."""
 
     outputs: int
     inputs: int
     used: int
     trains: bool
+    layers: int
+
+    @property
+    def size(self) -> int:
+        """Numbers that a token is multiplied by, in all layers."""
+        return self.layers * self.used * self.outputs * self.inputs
 
 
 def maps_of(shapes: Mapping[str, Any], arch: Any, trained: Collection[str]) -> list[Map]:
@@ -34,10 +39,12 @@ def maps_of(shapes: Mapping[str, Any], arch: Any, trained: Collection[str]) -> l
         arch: the model's `Arch`.
         trained: the paths that train.
     """
-    matrices = [(path, leaf) for path, leaf in shapes.items() if LAYERS in path and leaf.ndim in (3, 4)]
-    return [
-        Map(*leaf.shape[-2:], 1 if leaf.ndim == 3 else arch.experts.top_k, path in trained) for path, leaf in matrices
-    ]
+    matrices = [(path, leaf) for path, leaf in shapes.items() if in_a_stack(path) and leaf.ndim in (3, 4)]
+    return [Map(*leaf.shape[-2:], _used(leaf, arch), path in trained, leaf.shape[0]) for path, leaf in matrices]
+
+
+def _used(leaf: Any, arch: Any) -> int:
+    return arch.experts.top_k if leaf.ndim == 4 and arch.experts is not None else 1
 
 
 def flops(maps: Sequence[Map], batch: Batch, arch: Any, *, causal: bool, remat: bool | str) -> int:
@@ -47,8 +54,8 @@ def flops(maps: Sequence[Map], batch: Batch, arch: Any, *, causal: bool, remat: 
     value. Backward, twice that, or once for frozen weights; and once more where layers are computed again. Attention is
     always computed again, because its weights are never kept: wholly on padded rows, the scores alone on packed rows.
     """
-    times = sum(((3 if each.trains else 2) + bool(remat)) * each.used * each.outputs * each.inputs for each in maps)
-    forward = 2 * times * arch.num_layers * math.prod(batch.tokens.shape)
+    times = sum(((3 if each.trains else 2) + bool(remat)) * each.size for each in maps)
+    forward = 2 * times * math.prod(batch.tokens.shape)
     attended = _attention_flops(batch, arch, causal)
     if batch.packed is None:
         return forward + 4 * attended
@@ -61,14 +68,14 @@ def reference_flops(maps: Sequence[Map], batch: Batch, arch: Any, *, causal: boo
     Args:
         maps, arch, causal: the reference's.
     """
-    times = sum(each.used * each.outputs * each.inputs for each in maps)
-    layers = 2 * times * arch.num_layers * math.prod(batch.tokens.shape) + _attention_flops(batch, arch, causal)
+    times = sum(each.size for each in maps)
+    layers = 2 * times * math.prod(batch.tokens.shape) + _attention_flops(batch, arch, causal)
     return layers + 2 * _targets(batch) * arch.vocab_size * arch.hidden_size
 
 
 def _attention_flops(batch: Batch, arch: Any, causal: bool) -> int:
     """FLOPs of a forward pass's products of queries with keys and values."""
-    return 4 * attended_keys(batch, causal) * arch.num_layers * channels_of(arch)
+    return 4 * attended_keys(batch, causal) * attention_layers(arch) * channels_of(arch)
 
 
 def _targets(batch: Batch) -> int:
@@ -89,6 +96,13 @@ def head_flops(batch: Batch, arch: Any, trained: Mapping[str, Any]) -> int:
     table = (arch.vocab_size, arch.hidden_size)
     products = 4 if any(leaf.shape == table for leaf in trained.values()) else 3
     return 2 * products * _targets(batch) * math.prod(table)
+
+
+def attention_layers(arch: Any) -> int:
+    """Layers that attend."""
+    if "kinds" not in vars(arch) or arch.kinds is None:
+        return arch.num_layers
+    return sum(kind.mixer == "attention" for kind in arch.kinds)
 
 
 def channels_of(arch: Any) -> int:

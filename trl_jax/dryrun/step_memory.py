@@ -11,7 +11,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from trl_jax.data.layout.batch import Batch
-from trl_jax.dryrun.step_flops import LAYERS, Map, channels_of, keys_of_row
+from trl_jax.dryrun.step_flops import Map, channels_of, keys_of_row
+from trl_jax.models.stack import in_a_stack
 from trl_jax.nn.attention.padded import QUERY_BLOCK
 
 FLOAT32 = 4
@@ -64,7 +65,7 @@ class StepArguments(NamedTuple):
 
     @property
     def layers(self) -> list[tuple[str, jax.ShapeDtypeStruct]]:
-        return [(path, leaf) for path, leaf in (self.frozen | self.params).items() if LAYERS in path]
+        return [(path, leaf) for path, leaf in (self.frozen | self.params).items() if in_a_stack(path)]
 
 
 class Pass(NamedTuple):
@@ -104,9 +105,9 @@ def memory(
 ) -> Memory:
     """The memory of a step; `gradients` is their bytes on one device, `remat` is as in `models.stack`."""
     width = 2 if dtype == "bfloat16" else FLOAT32
-    outputs = sum(each.used * each.outputs for each in maps) // one.sharing  # activations of a token in one layer
+    outputs = outputs_of_layer(maps, arch) // one.sharing  # activations of a token in one layer
     kept = one.tokens * arch.hidden_size * FLOAT32 + (0 if remat else one.tokens * outputs * width)
-    outside = {path: leaf for path, leaf in arguments.params.items() if LAYERS not in path}
+    outside = {path: leaf for path, leaf in arguments.params.items() if not in_a_stack(path)}
     return _common(arguments, one, arch, maps, width)._replace(
         gradients=gradients * min(one.passes, 2),
         gathered=gathered(arguments, arch, width, gradients=True),
@@ -121,8 +122,8 @@ def memory(
 def evaluation_memory(arguments: StepArguments, one: Pass, arch: Any, maps: Sequence[Map], *, dtype: str) -> Memory:
     """The memory of a pass of evaluation during training, the optimizer's state included."""
     width = 2 if dtype == "bfloat16" else FLOAT32
-    outputs = sum(each.used * each.outputs for each in maps) // one.sharing
-    outside = {path: leaf for path, leaf in (arguments.frozen | arguments.params).items() if LAYERS not in path}
+    outputs = outputs_of_layer(maps, arch) // one.sharing
+    outside = {path: leaf for path, leaf in (arguments.frozen | arguments.params).items() if not in_a_stack(path)}
     return _common(arguments, one, arch, maps, width)._replace(
         gathered=gathered(arguments, arch, width, gradients=False),
         working=one.tokens * outputs * width
@@ -131,6 +132,11 @@ def evaluation_memory(arguments: StepArguments, one: Pass, arch: Any, maps: Sequ
         + _keys(one, arch, width),
         outside=_whole(outside.values()),
     )
+
+
+def outputs_of_layer(maps: Sequence[Map], arch: Any) -> int:
+    """Numbers that the matrices of a layer give for a token, on the average of all layers."""
+    return sum(each.layers * each.used * each.outputs for each in maps) // arch.num_layers
 
 
 def _common(arguments: StepArguments, one: Pass, arch: Any, maps: Sequence[Map], width: int) -> Memory:

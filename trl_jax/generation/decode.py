@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from trl_jax.nn.kv_cache import Cache, LayerCache
+from trl_jax.nn.kv_cache import Cache
 
 
 class Stops(NamedTuple):
@@ -53,21 +53,9 @@ def begun(cache: Cache, rows: int, capacity: int, *, logps: bool) -> Decoding:
 def grown(state: Decoding, *, capacity: int) -> Decoding:
     """With room for more tokens."""
     more = capacity - state.capacity
-
-    def wider(array: jax.Array | None, axis: int) -> jax.Array | None:
-        if array is None:
-            return None
-        widths = [(0, 0)] * array.ndim
-        widths[axis] = (0, more)
-        return jnp.pad(array, widths)
-
-    def layer(own: LayerCache) -> LayerCache:
-        return own._replace(k_T=wider(own.k_T, -1), v=wider(own.v, -2))
-
-    layers = state.cache.layers
-    layers = [layer(own) for own in layers] if isinstance(layers, list) else layer(layers)
-    cache = state.cache._replace(layers=layers)
-    return state._replace(cache=cache, tokens=wider(state.tokens, 1), logps=wider(state.logps, 1))
+    widths = ((0, 0), (0, more))
+    logps = None if state.logps is None else jnp.pad(state.logps, widths)
+    return state._replace(cache=state.cache.grown(more), tokens=jnp.pad(state.tokens, widths), logps=logps)
 
 
 @jax.jit
@@ -78,19 +66,9 @@ def selected(state: Decoding, prompts: jax.Array, members: jax.Array, alive: jax
         members: int32, a completion's number among those of its prompt.
     """
     rows = (prompts[:, None] * _group(state) + members).reshape(-1)
-
-    def layer(own: LayerCache) -> LayerCache:
-        before = own.v.ndim - 5  # an axis of layers, or none
-        at = (slice(None),) * before
-        of_prompt, of_member = (*at, prompts), (*at, prompts[:, None], members)
-        return LayerCache(own.prompt_k[of_prompt], own.prompt_v[of_prompt], own.k_T[of_member], own.v[of_member])
-
-    layers = state.cache.layers
-    layers = [layer(own) for own in layers] if isinstance(layers, list) else layer(layers)
-    places = state.cache.places._replace(prompt_lengths=state.cache.places.prompt_lengths[prompts])
     logps = None if state.logps is None else state.logps[rows]
     own = {"tokens": state.tokens[rows], "lengths": state.lengths[rows], "alive": alive.reshape(-1), "logps": logps}
-    return state._replace(cache=Cache(layers, places), **own)
+    return state._replace(cache=state.cache.selected(prompts, members), **own)
 
 
 def _group(state: Decoding) -> int:

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from trl_jax.core.packed import reads_of_rows
-from trl_jax.generation.weights import trunk_of
+from trl_jax.generation.weights import trunk_of, unstacked
 from trl_jax.models.functional import merge
-from trl_jax.nn.kv_cache import Cache, CachePlaces, of_prompts
+from trl_jax.nn.kv_cache import Cache, CachePlaces
 
 
 @partial(jax.jit, static_argnames=("graph", "group", "capacity", "max_tokens", "dtype", "head_dtype", "by_layer"))
@@ -35,7 +35,7 @@ def prefill(
         lengths: int32 `[P]`, of the prompts, at least 1 each.
         capacity: places of the cache for each completion.
         max_tokens: no prompt with its completion will have more; windows as long are left out.
-        by_layer: the cache is a list of each layer's.
+        by_layer: the cache has a part for each layer, not for each run of them.
         head_dtype: what the head computes in; None: `dtype`.
     """
     model = merge(graph, arrays)
@@ -45,7 +45,7 @@ def prefill(
     hidden, kept = trunk_of(model).with_keys(tokens, positions, reads, jnp.max(lengths), **options)
     head_dtype = dtype if head_dtype is None else head_dtype
     logits = model.outputs(hidden.astype(dtype), None, head_dtype, None, 1.0).astype(jnp.float32)
-    layers = of_prompts(kept, group, capacity)
+    parts = [part.cache(lengths, group, capacity) for part in kept]
     if by_layer:
-        layers = [jax.tree.map(lambda leaf: leaf[i], layers) for i in range(len(layers.v))]  # noqa: B023
-    return logits, Cache(layers, CachePlaces(lengths, jnp.int32(0)))
+        parts = [layer for part in parts for layer in unstacked(part)]
+    return logits, Cache(parts, CachePlaces(lengths, jnp.int32(0)))

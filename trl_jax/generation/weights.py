@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trl_jax.models.functional import merge
+from trl_jax.models.stack import in_a_stack
 
 _LARGEST = 512 * 2**20  # bytes of layers that are copied to be decoded one by one on a CPU
 
@@ -22,10 +23,13 @@ def trunk_of(model: nnx.Module) -> nnx.Module:
 
 @partial(jax.jit, static_argnums=0)
 def _unstacked(graph: Any, arrays: dict[str, jax.Array]) -> list[nnx.State]:
-    stack = trunk_of(merge(graph, arrays)).layers
-    state = nnx.split(stack)[1]
-    count = len(jax.tree.leaves(state)[0])
-    return [jax.tree.map(lambda leaf: leaf[i], state) for i in range(count)]  # noqa: B023
+    trunk = trunk_of(merge(graph, arrays))
+    return [layer for run in trunk.arch.runs for layer in unstacked(nnx.split(vars(trunk)[run.name])[1])]
+
+
+def unstacked(stack: Any) -> list[Any]:
+    """Each layer's of arrays with a leading axis L."""
+    return [jax.tree.map(lambda leaf: leaf[i], stack) for i in range(len(jax.tree.leaves(stack)[0]))]  # noqa: B023
 
 
 def layers_for_decoding(graph: Any, arrays: dict[str, jax.Array], platform: str) -> list[nnx.State] | None:
@@ -39,7 +43,7 @@ def layers_for_decoding(graph: Any, arrays: dict[str, jax.Array], platform: str)
 
 def decodes_by_layer(arrays: Mapping[str, Any], platform: str) -> bool:
     """Whether layers are decoded one by one; `arrays` may be shapes."""
-    stacked = [array for path, array in arrays.items() if ".layers." in path]
+    stacked = [array for path, array in arrays.items() if in_a_stack(path)]
     return platform == "cpu" and sum(array.size * array.dtype.itemsize for array in stacked) <= _LARGEST
 
 

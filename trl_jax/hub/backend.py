@@ -30,6 +30,7 @@ class Backend(abc.ABC):
         tensors: path of a parameter -> a name it has on disk.
         dtypes: tensor on disk -> the dtype it is saved in.
         undecayed: paths of parameters without weight decay whose names do not tell.
+        buffers: paths of arrays that are saved but no parameters: they never train.
         infers_lengths: it finds the end of a row by its pads; without a pad id, the end is the last token.
         ignores_types: token_type_ids have no effect.
         takes_packed: it computes texts laid end to end as if each were alone.
@@ -66,6 +67,7 @@ class Backend(abc.ABC):
     can_resize: bool
     batch_invariant: bool
     saves_aside: bool
+    buffers: frozenset[str] = frozenset()
     can_freeze: bool = True
     heads: Mapping[str, int] | None
 

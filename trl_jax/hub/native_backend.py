@@ -43,6 +43,7 @@ class NativeBackend(Backend):
         self.graph, _ = abstract(self.make)
         self.tensors = {entry.path: entry.tensor for entry in source.tensor_map}
         self.embeddings = frozenset(path for path in self.tensors if path.endswith("embed.weight"))
+        self.buffers = frozenset(path for path in self.tensors if path.endswith(".correction_bias"))
         self.ignores_types = self.causal = causal
         self.takes_packed, self.drops_out = causal or arch.takes_packed, arch.drops_out
         self.window = narrowest_window(arch.windows)

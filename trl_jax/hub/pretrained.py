@@ -108,6 +108,7 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
             path: array
             for path, array in (self.params if only_trainable else self.arrays).items()
             if not (exclude_embeddings and path.removesuffix(".codes") in self.backend.embeddings)
+            and path not in self.backend.buffers
         }
         masks = {path: mask for path, mask in self.trainable_masks.items() if path in counted} if only_trainable else {}
         sizes = (self.backend.size_of(path, array) for path, array in counted.items())
@@ -116,9 +117,10 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
     @property
     def trainable_masks(self) -> dict[str, np.ndarray]:
         """Of arrays that are frozen in part or whole, the layers that train: see `freezing.trainable_masks`."""
+        buffers = {path: np.zeros((), bool) for path in self.backend.buffers if path in self.params}
         if not self.frozen_names:
-            return {}
-        return trainable_masks(self.frozen_names, self.backend.locations(self.params), self.params)
+            return buffers
+        return trainable_masks(self.frozen_names, self.backend.locations(self.params), self.params) | buffers
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None) -> Any:
         """Give the table of tokens, and a language model's head, `new_num_tokens` rows, rounded up to a multiple; the

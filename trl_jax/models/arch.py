@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
 
 from trl_jax.nn.rope import Rope
 
@@ -20,8 +22,14 @@ BLOCKS = {
 class Experts:
     """A mixture of experts in place of the MLP: `top_k` of `count` experts, each `size` wide, see every token.
 
-    `renormalised`: the weights of the selected ones are made to add up to 1. `shared_size`: the width of an expert that
-    sees every token behind a sigmoid gate; None without it.
+    `scores` turns the router's logits into weights: "softmax" over all experts, or "sigmoid" of each.
+    `renormalised`: the weights of the selected ones are made to add up to 1, but for what `weight_floor` adds to their
+    sum ("sigmoid") or holds it up to ("softmax"); `scale` then multiplies them. `shared_size`: the width of an expert
+    that sees every token, behind a sigmoid gate where `shared_gated`; None without it.
+
+    `correction_bias`: a number of each expert that is added to its weight for the selection alone, and never trained.
+    Of `groups` of experts, the best `top_groups` are selected from; a group is as good as its best `group_best` experts
+    together (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
     """
 
     count: int
@@ -29,6 +37,53 @@ class Experts:
     size: int
     renormalised: bool
     shared_size: int | None = None
+    shared_gated: bool = True
+    scores: str = "softmax"
+    weight_floor: float = 0.0
+    scale: float = 1.0
+    correction_bias: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    group_best: int = 2
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention: queries, and keys and values, come from a few channels, `query_rank` (None: from the
+    residual stream) and `key_rank`. Of a query's and a key's channels the last `Arch.rotary_dim` know positions, and
+    those of keys are shared by all heads. A value has `value_dim` channels. `norm_eps` is of the norms of the few
+    channels."""
+
+    query_rank: int | None
+    key_rank: int
+    value_dim: int
+    norm_eps: float
+
+
+@dataclass(frozen=True)
+class ShortConvolution:
+    """A gated convolution in place of attention: it sees a token and the `width` - 1 before it."""
+
+    width: int
+    bias: bool
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What tells the parameters of layers apart: `mixer` is "attention" or "convolution"; `experts`: whether they are
+    in the place of the MLP."""
+
+    mixer: str = "attention"
+    experts: bool = False
+
+
+class Run(NamedTuple):
+    """`count` layers of one kind, one after another, from layer `first` on; `name` is that of their stack."""
+
+    first: int
+    count: int
+    kind: LayerKind
+    name: str
 
 
 @dataclass(frozen=True)
@@ -51,6 +106,8 @@ class Arch:
     `learned_positions` counts the rows of a table of positions, read from row `position_offset` on; with
     `counts_visible`, positions count the visible tokens only. With `scale_in_table`, `embedding_scale` belongs to
     the table of tokens, so that noise comes after it. `padding_idx` is the row of the embedding that never trains.
+
+    `kinds` is None where all layers attend, and have experts if there are any.
 
     A language model's head computes with the table of tokens where `tied_embeddings`; its logits are multiplied by
     `logit_scale`, and then bounded by `logit_softcap * tanh(logits / logit_softcap)`.
@@ -89,6 +146,9 @@ class Arch:
     position_offset: int = 0
     counts_visible: bool = False
     experts: Experts | None = None
+    latent: Latent | None = None
+    short_convolution: ShortConvolution | None = None
+    kinds: tuple[LayerKind, ...] | None = None
     attention_dropout: float = 0.0
     embedding_dropout: float = 0.0
     attention_out_dropout: float = 0.0
@@ -99,6 +159,15 @@ class Arch:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     padding_idx: int | None = None
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The layers in runs of one kind each."""
+        kinds = self.kinds or (LayerKind(experts=self.experts is not None),) * self.num_layers
+        groups = [list(group) for _, group in groupby(range(self.num_layers), key=lambda layer: kinds[layer])]
+        if len(groups) == 1:
+            return (Run(0, self.num_layers, kinds[0], "layers"),)
+        return tuple(Run(group[0], len(group), kinds[group[0]], f"layers_from_{group[0]}") for group in groups)
 
     @property
     def drops_out(self) -> bool:

@@ -9,40 +9,44 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trl_jax.core.router_sums import RouterSums
-from trl_jax.models.arch import BLOCKS, Arch
+from trl_jax.models.arch import BLOCKS, Arch, LayerKind
 from trl_jax.models.stack import apply
 from trl_jax.nn.attention.causal import Attention
 from trl_jax.nn.attention.inputs import AttentionInputs
+from trl_jax.nn.attention.latent import LatentAttention
 from trl_jax.nn.dropout import dropout_or_none
-from trl_jax.nn.kv_cache import KeysValues
+from trl_jax.nn.kv_cache import Kept
 from trl_jax.nn.mlp import MLP
 from trl_jax.nn.moe import MoE
 from trl_jax.nn.norm import Norm
+from trl_jax.nn.short_convolution import GatedShortConvolution
 
 EMBEDDING, _ATTENTION, _ATTENTION_OUT, _MLP_OUT = range(4)  # places of dropout
 
 
 class BlockOutputs(NamedTuple):
-    """h: the residual stream `[R, T, D]`. keys_values: those of its tokens. sums: the router's, None if none asked."""
+    """h: the residual stream `[R, T, D]`. kept: what the tokens that follow need of these. sums: the router's, None if
+    none asked."""
 
     h: jax.Array
-    keys_values: KeysValues
+    kept: Kept
     sums: RouterSums | None
 
 
 class Block(nnx.Module):
-    """One layer: attention and MLP with the norms that `arch.block` names, one after the other or side by side."""
+    """One layer: attention, or what stands in its place, and MLP with the norms that `arch.block` names, one after the
+    other or side by side."""
 
-    def __init__(self, arch: Arch):
+    def __init__(self, arch: Arch, kind: LayerKind):
         def norm(name: str) -> Norm | None:
             there = name in BLOCKS[arch.block]
             return Norm(arch.hidden_size, kind=arch.norm, eps=arch.norm_eps) if there else None
 
         self.attention_norm, self.attention_out_norm = norm("attention_norm"), norm("attention_out_norm")
         self.mlp_norm, self.mlp_out_norm = norm("mlp_norm"), norm("mlp_out_norm")
-        self.attention = Attention(arch)
-        self.mlp = _mlp(arch)
-        self.arch = arch
+        self.attention = _mixer(arch, kind)
+        self.mlp = _mlp(arch, kind)
+        self.arch, self.kind = arch, kind
 
     def __call__(
         self,
@@ -59,7 +63,7 @@ class Block(nnx.Module):
         autocast.
         """
         x = apply(self.attention_norm, h).astype(dtype)
-        attended, keys_values = self._attend(x, inputs, key)
+        attended, kept = self._attend(x, inputs, key)
         if self.arch.block == "parallel":
             h = h + attended
         elif self.arch.block == "parallel_two_norms":
@@ -67,16 +71,16 @@ class Block(nnx.Module):
         else:
             h = h + attended
             x = apply(self.mlp_norm, h).astype(dtype)
-        sums = None if counted is None else self.mlp.router_sums(x, counted)
-        return BlockOutputs(h + self._feed(x, key), keys_values, sums)
+        sums = None if counted is None or not self.kind.experts else self.mlp.router_sums(x, counted)
+        return BlockOutputs(h + self._feed(x, key), kept, sums)
 
-    def _attend(self, x: jax.Array, inputs: AttentionInputs, key: jax.Array | None) -> tuple[jax.Array, KeysValues]:
+    def _attend(self, x: jax.Array, inputs: AttentionInputs, key: jax.Array | None) -> tuple[jax.Array, Kept]:
         arch = self.arch
         dropout = dropout_or_none(arch.attention_dropout, key, _ATTENTION)
-        out, keys_values = self.attention(x, inputs, dropout)
+        out, kept = self.attention(x, inputs, dropout)
         out = apply(self.attention_out_norm, out)
         out = apply(dropout_or_none(arch.attention_out_dropout, key, _ATTENTION_OUT), out)
-        return scaled(out, arch.residual_scale), keys_values
+        return scaled(out, arch.residual_scale), kept
 
     def _feed(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
         arch = self.arch
@@ -84,8 +88,14 @@ class Block(nnx.Module):
         return scaled(apply(dropout_or_none(arch.mlp_out_dropout, key, _MLP_OUT), out), arch.residual_scale)
 
 
-def _mlp(arch: Arch) -> MLP | MoE:
-    if arch.experts is not None:
+def _mixer(arch: Arch, kind: LayerKind) -> Attention | LatentAttention | GatedShortConvolution:
+    if kind.mixer == "convolution":
+        return GatedShortConvolution(arch.hidden_size, arch.short_convolution)
+    return Attention(arch) if arch.latent is None else LatentAttention(arch)
+
+
+def _mlp(arch: Arch, kind: LayerKind) -> MLP | MoE:
+    if kind.experts:
         return MoE(arch.hidden_size, arch.experts, activation=arch.activation)
     return MLP(arch.hidden_size, arch.mlp_size, activation=arch.activation, gated=arch.gated, bias=arch.mlp_bias)
 

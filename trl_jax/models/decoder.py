@@ -10,14 +10,15 @@ from trl_jax.core.packed import BLOCK, Packed
 from trl_jax.core.router_sums import RouterSums
 from trl_jax.models.arch import Arch
 from trl_jax.models.block import EMBEDDING, Block, scaled
-from trl_jax.models.stack import apply, checkpointed, rope_inputs, stacked, walked, whole_layer, window_inputs
+from trl_jax.models.stack import apply, checkpointed, of_run, rope_inputs, stacked, whole_layer, window_inputs
 from trl_jax.nn.attention.inputs import AttentionInputs, LayerInputs
 from trl_jax.nn.attention.striped import Striped, striped
 from trl_jax.nn.dropout import dropout_or_none
-from trl_jax.nn.kv_cache import Cache, KeysValues
+from trl_jax.nn.kv_cache import Cache, Kept
 from trl_jax.nn.linear import Embedding
 from trl_jax.nn.noise import Noise
 from trl_jax.nn.norm import Norm
+from trl_jax.nn.short_convolution import places_before
 
 
 def _longest(
@@ -50,7 +51,8 @@ class Decoder(nnx.Module):
         self.embed = Embedding(arch.vocab_size, arch.hidden_size, **table)
         learned = arch.learned_positions
         self.position_embed = None if learned is None else Embedding(learned, arch.hidden_size)
-        self.layers = stacked(lambda: Block(arch), arch.num_layers)
+        for run in arch.runs:
+            setattr(self, run.name, stacked(lambda run=run: Block(arch, run.kind), run.count))
         self.norm = Norm(arch.hidden_size, kind=arch.norm, eps=arch.norm_eps)
 
     def __call__(
@@ -94,21 +96,24 @@ class Decoder(nnx.Module):
         shared = AttentionInputs(self.arch.head_dim**-0.5, valid=valid, packed=packed, striped=stripes)
         longest = _longest(length, reads, lengths, packed)
         shared, by_layer = self._layer_inputs(shared, positions, longest, max_tokens)
-        graph, state = nnx.split(self.layers)
-
-        def layer(h, slices):
-            state, inputs, key = slices
-            block = nnx.merge(graph, whole_layer(state, f"{self.NAME}.layers"))
-            out = block(h, shared.of_layer(inputs), dtype=dtype, key=key, counted=counted)
-            return out.h, out.sums
-
-        h = self._embedded(tokens, positions, valid, dropout_key, noise)
         keys = None if dropout_key is None else jax.random.split(dropout_key, self.arch.num_layers)
-        h, sums = jax.lax.scan(checkpointed(layer, remat=remat), h, (state, by_layer, keys))
-        if stripes is not None:
-            sums = stripes.summed(sums)
+        h, sums = self._embedded(tokens, positions, valid, dropout_key, noise), []
+        for run in self.arch.runs:
+            graph, state = nnx.split(vars(self)[run.name])
+
+            def layer(h, slices, graph=graph, name=run.name):
+                state, inputs, key = slices
+                block = nnx.merge(graph, whole_layer(state, f"{self.NAME}.{name}"))
+                out = block(h, shared.of_layer(inputs), dtype=dtype, key=key, counted=counted)
+                return out.h, out.sums
+
+            h, run_sums = jax.lax.scan(checkpointed(layer, remat=remat), h, (state, *of_run((by_layer, keys), run)))
+            sums += [] if run_sums is None else [run_sums]
         hidden = self.norm(_read(h, reads, length, stripes))
-        return hidden if sums is None else (hidden, sums)
+        if not sums:
+            return hidden
+        sums = sums[0] if len(sums) == 1 else jax.tree.map(lambda *each: jnp.concatenate(each), *sums)
+        return hidden, sums if stripes is None else stripes.summed(sums)
 
     def with_keys(
         self,
@@ -121,29 +126,40 @@ class Decoder(nnx.Module):
         layers: list[nnx.State] | None = None,
         dtype: jnp.dtype = jnp.float32,
         max_tokens: int | None = None,
-    ) -> tuple[jax.Array, KeysValues]:
-        """Hidden states `[N, D]`, and the keys and values `[L, R, T, K, C]` of the tokens, for a cache.
+    ) -> tuple[jax.Array, list[Kept]]:
+        """Hidden states `[N, D]`, and what a cache keeps of the tokens: of each run of layers, with a leading axis L; or
+        of each layer, without it, where `layers` are given.
 
         Args:
             tokens, positions, reads, dtype, max_tokens: as in a call; rows of one token each where there is a cache.
             longest: the tokens of the longest text so far, for ropes that ask.
-            cache: what the rows' tokens follow; None where texts begin here.
-            layers: the parameters of each layer, taken out of the stack; None computes with the stack, in a scan.
+            cache: what the rows' tokens follow, its parts like those that are given back; None where texts begin here.
+            layers: the parameters of each layer, taken out of its stack; None computes with the stacks, in scans.
         """
         shared = AttentionInputs(self.arch.head_dim**-0.5, places=None if cache is None else cache.places)
         shared, by_layer = self._layer_inputs(shared, positions, longest, max_tokens)
-        graph, state = nnx.split(self.layers)
+        h, kept = self._embedded(tokens, positions, None, None, None), []
+        parts = None if cache is None else cache.parts
+        for run in self.arch.runs:
+            graph, state = nnx.split(vars(self)[run.name])
 
-        def layer(h, slices):
-            state, inputs, own_cache = slices
-            block = nnx.merge(graph, whole_layer(state, f"{self.NAME}.layers"))
-            out = block(h, shared.of_layer(inputs)._replace(cache=own_cache), dtype=dtype)
-            return out.h, out.keys_values
+            def layer(h, slices, graph=graph, name=run.name):
+                state, inputs, own_cache = slices
+                block = nnx.merge(graph, whole_layer(state, f"{self.NAME}.{name}"))
+                out = block(h, shared.of_layer(inputs)._replace(cache=own_cache), dtype=dtype)
+                return out.h, out.kept
 
-        h = self._embedded(tokens, positions, None, None, None)
-        slices = (by_layer, None if cache is None else cache.layers)
-        h, keys_values = walked(layer, h, state if layers is None else layers, slices)
-        return self.norm(_read(h, reads, tokens.shape[1], None)), keys_values
+            count = len(kept)
+            if layers is None:
+                slices = (of_run(by_layer, run), None if parts is None else parts[count])
+                h, run_kept = jax.lax.scan(layer, h, (state, *slices))
+                kept.append(run_kept)
+                continue
+            for number in range(run.first, run.first + run.count):
+                inputs = jax.tree.map(lambda a: a[number], by_layer)  # noqa: B023
+                h, layer_kept = layer(h, (layers[number], inputs, None if parts is None else parts[number]))
+                kept.append(layer_kept)
+        return self.norm(_read(h, reads, tokens.shape[1], None)), kept
 
     def _embedded(self, tokens, positions, valid, dropout_key, noise) -> jax.Array:
         arch = self.arch
@@ -169,4 +185,6 @@ class Decoder(nnx.Module):
         if arch.query_growth is not None:
             turns = jnp.floor(positions / arch.query_growth.original_length)
             shared = shared._replace(growth=(1 + arch.query_growth.beta * jnp.log1p(turns))[..., None, None])
+        if arch.short_convolution is not None and shared.packed is not None:
+            shared = shared._replace(before=places_before(shared.packed, arch.short_convolution.width - 1))
         return shared._replace(**angles), LayerInputs(rope, scale, window)

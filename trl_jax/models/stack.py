@@ -44,6 +44,11 @@ def stacked(make: Callable[[], nnx.Module], count: int) -> nnx.Module:
     return nnx.merge(graph, nnx.from_flat_state([(path, stack(param)) for path, param in nnx.to_flat_state(state)]))
 
 
+def in_a_stack(path: str) -> bool:
+    """Whether the parameter at this path has a leading axis of layers."""
+    return any(name == "layers" or name.startswith("layers_from_") for name in path.split("."))
+
+
 def checkpointed(layer: Callable, *, remat: bool | str) -> Callable:
     """The layer as a scan's body: the backward pass recomputes it all (`remat`) or all but its matrix products and the
     results of attention along packed rows. "offloaded": all, from inputs that wait in the host's memory."""
@@ -54,26 +59,9 @@ def checkpointed(layer: Callable, *, remat: bool | str) -> Callable:
     return jax.checkpoint(body, prevent_cse=False, policy=_KEPT[remat])
 
 
-def walked(layer: Callable, h: jax.Array, state: nnx.State | list[nnx.State], slices: tuple) -> tuple[jax.Array, Any]:
-    """Layer by layer, `layer(h, (state, *slices))`, which gives the next h and a result. Returns the last h and the
-    results, stacked along a leading axis L.
-
-    Args:
-        state: the parameters of all layers, stacked; or a list of each layer's: layers are then written out one after
-            another, and nothing is cut out of stacked parameters.
-        slices: what else layers get, stacked as well; or a list of each layer's; or None.
-    """
-    if not isinstance(state, list):
-        return jax.lax.scan(layer, h, (state, *slices))
-    results = []
-    for number, own in enumerate(state):
-        h, result = layer(h, (own, *(_cut(part, number) for part in slices)))
-        results.append(result)
-    return h, jax.tree.map(lambda *each: jnp.stack(each), *results)
-
-
-def _cut(part: Any, number: int) -> Any:
-    return part[number] if isinstance(part, list) else jax.tree.map(lambda a: a[number], part)
+def of_run(inputs: Any, run: Any) -> Any:
+    """The part of per-layer inputs, arrays with a leading axis L, that is of a run of layers, a `models.arch.Run`."""
+    return jax.tree.map(lambda a: a[run.first : run.first + run.count], inputs)
 
 
 def whole_layer(state: nnx.State, stack: str) -> nnx.State:

@@ -1,4 +1,4 @@
-"""Keys and values of tokens, kept for the tokens that follow them.
+"""What layers keep of tokens for those that follow them: keys and values, or the inputs of a short convolution.
 
 G completions follow one prompt and share its keys and values: P prompts have P x G rows of completions, those of a
 prompt side by side. T counts the completions' places in the cache, S the prompts'.
@@ -13,14 +13,23 @@ import jax.numpy as jnp
 
 
 class KeysValues(NamedTuple):
-    """Of one layer: `[R, T, K, C]` each, as attention makes them, or with a leading axis L of all layers."""
+    """Of one layer: `[R, T, K, C]` each, as attention makes them, or with a leading axis L of several."""
 
     k: jax.Array
     v: jax.Array
 
+    def cache(self, lengths: jax.Array, group: int, capacity: int) -> LayerCache:
+        """The cache after prompts of these lengths, with `capacity` empty places for each of `group` completions."""
+        del lengths
+        prompt_k, prompt_v = self.k.swapaxes(-2, -3), self.v.swapaxes(-2, -3)
+        *lead, heads, _, channels = prompt_k.shape
+        k_T = jnp.zeros((*lead, group, heads, channels, capacity), self.k.dtype)
+        v = jnp.zeros((*lead, group, heads, capacity, prompt_v.shape[-1]), self.v.dtype)
+        return LayerCache(prompt_k, prompt_v, k_T, v)
+
 
 class LayerCache(NamedTuple):
-    """One layer's part of a cache, or with a leading axis L all layers', in the dtype that layers compute in.
+    """The keys and values of one layer, or with a leading axis L of several, in the dtype that layers compute in.
 
     prompt_k, prompt_v: `[P, K, S, C]`, prompts from place 0 on; what stands behind a prompt's end is never seen.
     k_T: `[P, G, K, C, T]`, keys of the completions, v: `[P, G, K, T, C]`. Either is laid out so that a product of one
@@ -31,6 +40,61 @@ class LayerCache(NamedTuple):
     prompt_v: jax.Array
     k_T: jax.Array
     v: jax.Array
+
+    def appended(self, new: KeysValues, place: jax.Array) -> LayerCache:
+        """With one more token of every completion, at `place`."""
+        axis = self.v.ndim - 2  # of the places: the last but one in v, the last in k_T
+        k, v = new.k.reshape(*self.k_T.shape[:-1], 1), new.v.reshape(*self.v.shape[:axis], 1, self.v.shape[-1])
+        k_T = jax.lax.dynamic_update_slice_in_dim(self.k_T, k.astype(self.k_T.dtype), place, axis + 1)
+        v = jax.lax.dynamic_update_slice_in_dim(self.v, v.astype(self.v.dtype), place, axis)
+        return self._replace(k_T=k_T, v=v)
+
+    def grown(self, more: int) -> LayerCache:
+        """With so many more places."""
+        return self._replace(k_T=_wider(self.k_T, -1, more), v=_wider(self.v, -2, more))
+
+    def selected(self, prompts: jax.Array, members: jax.Array) -> LayerCache:
+        """That of the completions `members` `[P', G']` of `prompts` `[P']`."""
+        at = (slice(None),) * (self.v.ndim - 5)  # an axis of layers, or none
+        of_prompt, of_member = (*at, prompts), (*at, prompts[:, None], members)
+        return LayerCache(self.prompt_k[of_prompt], self.prompt_v[of_prompt], self.k_T[of_member], self.v[of_member])
+
+
+class ConvolutionInputs(NamedTuple):
+    """Of one layer, or with a leading axis L of several: `[R, T, W, D]`, of each token its own and those before it, the
+    last W that a convolution of W + 1 tokens will see from the next one on."""
+
+    window: jax.Array
+
+    def cache(self, lengths: jax.Array, group: int, capacity: int) -> ConvolutionCache:
+        """The cache after prompts of these lengths, for `group` completions of each."""
+        del capacity
+        last = self.window[..., jnp.arange(len(lengths)), lengths - 1, :, :]
+        return ConvolutionCache(jnp.repeat(last[..., None, :, :], group, axis=-3))
+
+
+class ConvolutionCache(NamedTuple):
+    """The last inputs of one layer's convolution, `[P, G, W, D]`, or with a leading axis L of several layers'."""
+
+    window: jax.Array
+
+    def appended(self, new: ConvolutionInputs, place: jax.Array) -> ConvolutionCache:
+        """After one more token of every completion."""
+        del place
+        return ConvolutionCache(new.window.astype(self.window.dtype).reshape(self.window.shape))
+
+    def grown(self, more: int) -> ConvolutionCache:
+        """It needs no more places."""
+        del more
+        return self
+
+    def selected(self, prompts: jax.Array, members: jax.Array) -> ConvolutionCache:
+        """That of the completions `members` `[P', G']` of `prompts` `[P']`."""
+        at = (slice(None),) * (self.window.ndim - 4)
+        return ConvolutionCache(self.window[(*at, prompts[:, None], members)])
+
+
+Kept = KeysValues | ConvolutionInputs
 
 
 class CachePlaces(NamedTuple):
@@ -45,37 +109,31 @@ class CachePlaces(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Keys and values of P prompts and their P x G completions.
+    """What P prompts and their P x G completions have left.
 
-    layers: all layers' in one, or a list of each one's. places: how much of them is filled.
+    parts: of each run of layers, with a leading axis L; or of each layer. places: how much of them is filled.
     """
 
-    layers: LayerCache | list[LayerCache]
+    parts: list[LayerCache | ConvolutionCache]
     places: CachePlaces
 
-    def appended(self, new: KeysValues) -> Cache:
-        """With one more token of every completion, `[L, P x G, 1, K, C]`."""
+    def appended(self, new: list[Kept]) -> Cache:
+        """With one more token of every completion, `new` part by part."""
         place = self.places.written
-        if isinstance(self.layers, list):
-            layers = [_appended(own, new.k[i], new.v[i], place) for i, own in enumerate(self.layers)]
-        else:
-            layers = _appended(self.layers, new.k, new.v, place)
-        return Cache(layers, self.places._replace(written=place + 1))
+        parts = [own.appended(each, place) for own, each in zip(self.parts, new, strict=True)]
+        return Cache(parts, self.places._replace(written=place + 1))
+
+    def grown(self, more: int) -> Cache:
+        """With so many more places for each completion."""
+        return self._replace(parts=[own.grown(more) for own in self.parts])
+
+    def selected(self, prompts: jax.Array, members: jax.Array) -> Cache:
+        """That of the completions `members` `[P', G']` of `prompts` `[P']`."""
+        places = self.places._replace(prompt_lengths=self.places.prompt_lengths[prompts])
+        return Cache([own.selected(prompts, members) for own in self.parts], places)
 
 
-def _appended(layer: LayerCache, k: jax.Array, v: jax.Array, place: jax.Array) -> LayerCache:
-    axis = layer.v.ndim - 2  # of the places: the last but one in v, the last in k_T
-    k, v = k.reshape(*layer.k_T.shape[:-1], 1), v.reshape(*layer.v.shape[:axis], 1, layer.v.shape[-1])
-    k_T = jax.lax.dynamic_update_slice_in_dim(layer.k_T, k.astype(layer.k_T.dtype), place, axis + 1)
-    return layer._replace(k_T=k_T, v=jax.lax.dynamic_update_slice_in_dim(layer.v, v.astype(layer.v.dtype), place, axis))
-
-
-def of_prompts(kept: KeysValues, group: int, capacity: int) -> LayerCache:
-    """The cache of all layers after prompts, whose keys and values are `[L, P, S, K, C]`, with `capacity` empty places
-    for each of `group` completions of a prompt."""
-    prompt_k, prompt_v = kept.k.swapaxes(2, 3), kept.v.swapaxes(2, 3)
-    count, prompts, heads, _, channels = prompt_k.shape
-    empty = (count, prompts, group, heads)
-    k_T = jnp.zeros((*empty, channels, capacity), kept.k.dtype)
-    v = jnp.zeros((*empty, capacity, channels), kept.v.dtype)
-    return LayerCache(prompt_k, prompt_v, k_T, v)
+def _wider(array: jax.Array, axis: int, more: int) -> jax.Array:
+    widths = [(0, 0)] * array.ndim
+    widths[axis] = (0, more)
+    return jnp.pad(array, widths)

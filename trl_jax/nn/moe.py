@@ -15,9 +15,9 @@ from trl_jax.nn.mlp import ACTIVATIONS, MLP
 
 
 class MoE(nnx.Module):
-    """Softmax routing to the `top_k` likeliest gated experts (Shazeer et al. 2017, arXiv:1701.06538).
+    """Routing to the `top_k` gated experts of the highest scores (Shazeer et al. 2017, arXiv:1701.06538).
 
-    `experts` is a models.arch.Experts. Weights are stacked: gate and up `[E, F, D]`, down `[E, D, F]`; each may have
+    `experts` is a models.arch.Experts, which says how scores become weights. Weights are stacked: gate and up `[E, F, D]`, down `[E, D, F]`; each may have
     adapters beside it.
     """
 
@@ -32,16 +32,19 @@ class MoE(nnx.Module):
         self.up = nnx.Param(jnp.zeros(inner, jnp.float32), axes=("experts", "mlp", "embed"))
         self.down = nnx.Param(jnp.zeros(outer, jnp.float32), axes=("experts", "embed", "mlp"))
         self.gate_lora, self.up_lora, self.down_lora = nnx.data(None), nnx.data(None), nnx.data(None)
-        shared = experts.shared_size
+        corrected, shared = experts.correction_bias, experts.shared_size
+        self.correction_bias = nnx.Param(jnp.zeros(experts.count, jnp.float32), axes=("",)) if corrected else None
         self.shared = None if shared is None else MLP(features, shared, activation=activation)
-        self.shared_gate = None if shared is None else Linear(features, 1, axes=("", "embed"))
+        gated = shared is not None and experts.shared_gated
+        self.shared_gate = Linear(features, 1, axes=("", "embed")) if gated else None
         self.experts, self.activation = experts, ACTIVATIONS[activation]
 
     def __call__(self, x: jax.Array) -> jax.Array:
         flat = x.reshape(-1, x.shape[-1])
         mixed = self._routed(flat)
         if self.shared is not None:
-            mixed = mixed + jax.nn.sigmoid(self.shared_gate(flat)) * self.shared(flat)
+            shared = self.shared(flat)
+            mixed = mixed + (shared if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate(flat)) * shared)
         return mixed.reshape(x.shape)
 
     def _routed(self, x: jax.Array) -> jax.Array:
@@ -88,8 +91,26 @@ class MoE(nnx.Module):
 
     def _route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Weights and experts of each token, `[tokens, top_k]`; weights in float32."""
-        probabilities = jax.nn.softmax(self.router(x).astype(jnp.float32), axis=-1)
-        weights, selected = jax.lax.top_k(probabilities, self.experts.top_k)
-        if self.experts.renormalised:
-            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-        return weights, selected
+        experts, logits = self.experts, self.router(x).astype(jnp.float32)
+        weights = jax.nn.softmax(logits, axis=-1) if experts.scores == "softmax" else jax.nn.sigmoid(logits)
+        _, selected = jax.lax.top_k(self._of_best_groups(self._corrected(weights)), experts.top_k)
+        weights = jnp.take_along_axis(weights, selected, axis=-1)
+        if experts.renormalised:
+            total, floor = jnp.sum(weights, axis=-1, keepdims=True), experts.weight_floor
+            weights = weights / (jnp.maximum(total, floor) if experts.scores == "softmax" else total + floor)
+        return weights if experts.scale == 1.0 else weights * experts.scale, selected
+
+    def _corrected(self, weights: jax.Array) -> jax.Array:
+        """Weights as the selection sees them."""
+        return weights if self.correction_bias is None else weights + self.correction_bias[...]
+
+    def _of_best_groups(self, weights: jax.Array) -> jax.Array:
+        """Weights `[tokens, E]`, -inf outside of the best groups."""
+        experts = self.experts
+        if experts.groups == 1:
+            return weights
+        grouped = weights.reshape(len(weights), experts.groups, -1)
+        worth = jnp.sum(jax.lax.top_k(grouped, experts.group_best)[0], axis=-1)
+        _, best = jax.lax.top_k(worth, experts.top_groups)
+        inside = jnp.zeros(worth.shape, bool).at[jnp.arange(len(worth))[:, None], best].set(True)
+        return jnp.where(inside[..., None], grouped, -jnp.inf).reshape(weights.shape)

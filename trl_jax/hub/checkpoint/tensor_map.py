@@ -6,7 +6,7 @@ the expert: the array then has a leading axis for each.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -48,6 +48,20 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class OneRow:
+    """A vector of ours that is a matrix with one row."""
+
+    def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
+        return (1, *ours)
+
+    def view(self, tensor: np.ndarray) -> np.ndarray:
+        return tensor[0]
+
+    def rows(self, array: Any) -> Any:
+        return array[0]
+
+
+@dataclass(frozen=True)
 class PerHead:
     """Query, key or value (`which` is 0, 1 or 2) of a tensor that holds the three of each head together."""
 
@@ -73,10 +87,31 @@ def concatenated(module: str, sizes: dict[str, int], *, transposed: bool = False
     return names
 
 
-# Our module (or parameter) -> theirs; beside it the slice that is ours, if it is not all of it, or the number of the
+# Our module (or parameter) -> theirs; beside it the slice that is ours, if it is not all of it, and the number of the
 # layer there that is our first, if it is not 0. Norms aside, in the order in which transformers makes the modules: that
 # is the order in which adapters are drawn.
-Names = dict[str, str | tuple[str, TensorSlice] | tuple[str, int]]
+Names = dict[str, str | tuple[str, TensorSlice] | tuple[str, int] | tuple[str, TensorSlice, int]]
+
+
+def in_runs(runs: Iterable[Any], names_of: Callable[[Any], Names]) -> Names:
+    """The names of a model whose layers are of several kinds, from those of a model whose layers are all of one.
+
+    Args:
+        runs: each a `models.arch.Run`.
+        names_of: from a `models.arch.LayerKind`.
+    """
+    return {ours: name for run in runs for ours, name in _of_run(names_of(run.kind), run).items()}
+
+
+def _of_run(names: Names, run: Any) -> Names:
+    found: Names = {}
+    for ours, name in names.items():
+        if ".layers." not in ours:
+            found[ours] = name
+            continue
+        tensor, *place = (name,) if isinstance(name, str) else name
+        found[ours.replace(".layers.", f".{run.name}.", 1)] = (tensor, *place, run.first) if run.first else name
+    return found
 
 
 def ordered(names: Names, *modules: str, before: str) -> Names:
@@ -104,7 +139,7 @@ class TensorEntry:
     def tensors(self, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
         """Each tensor and its index in our array of this shape."""
         places = np.ndindex(shape[: self.stacked])
-        return [(self.tensor.format(*(i + self.first for i in index)), index) for index in places]
+        return [(self.tensor.format(*(i + self.first for i in index[:1]), *index[1:]), index) for index in places]
 
     def shape_on_disk(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         ours = shape[self.stacked :]
@@ -115,6 +150,8 @@ class TensorEntry:
         if self.tensor_slice is None:
             return tensor
         ours = self.tensor_slice.view(tensor)
+        if ours.ndim < tensor.ndim:
+            return ours
         return ours.reshape(-1, *ours.shape[ours.ndim - tensor.ndim + 1 :])
 
     def put(self, values: np.ndarray, tensor: np.ndarray) -> None:
@@ -129,7 +166,7 @@ def make_tensor_map(paths: Iterable[str], names: Names) -> list[TensorEntry]:
     for path in paths:
         module, _, kind = path.rpartition(".")
         name, suffix = (names[path], "") if path in names else (names[module], f".{kind}")
-        tensor, place = (name, None) if isinstance(name, str) else name
-        tensor_slice, first = (None, place) if isinstance(place, int) else (place, 0)
-        tensor_map.append(TensorEntry(path, tensor + suffix, tensor_slice, first))
+        tensor, *place = (name,) if isinstance(name, str) else name
+        first = place.pop() if place and isinstance(place[-1], int) else 0
+        tensor_map.append(TensorEntry(path, tensor + suffix, place[0] if place else None, first))
     return tensor_map

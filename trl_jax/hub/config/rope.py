@@ -82,6 +82,17 @@ def read_rotary_dim(
     return channels
 
 
+def read_score_scale(config: ConfigReader) -> float:
+    """What DeepSeek's models multiply their scores by where yarn has `mscale_all_dim`, as transformers does; else 1."""
+    section = _section(config)
+    kind = section.value("rope_type", section.value("type", "default"))
+    share = section.number("mscale_all_dim", 0.0)
+    if kind == "default" or not share:
+        return 1.0
+    factor = section.number("factor")
+    return (0.1 * share * math.log(factor) + 1.0) ** 2 if factor > 1 else 1.0
+
+
 def _section(config: ConfigReader) -> ConfigReader:
     """`rope_scaling` or else `rope_parameters`: transformers lets the older key win."""
     legacy, current = config.section("rope_scaling"), config.section("rope_parameters")

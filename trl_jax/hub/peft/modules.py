@@ -51,6 +51,11 @@ class Module:
     def stacked(self) -> bool:
         return "{}" in self.name
 
+    @property
+    def adapter_name(self) -> str:
+        """The name of its adapters' arrays, which tells layers of one run from those of another."""
+        return self.name.replace("{}", f"{{{self.first}+}}") if self.first else self.name
+
     def names(self) -> list[str]:
         return [self.name.format(self.first + layer) for layer in range(self.layers)]
 
@@ -67,12 +72,16 @@ def modules_of(config: NativeConfig) -> list[Module]:
     _, shapes = abstract(config.model)
     model = nnx.eval_shape(config.model)
     entries = {entry.path: entry for entry in make_tensor_map(shapes, names)}
-    groups: dict[str, list[TensorEntry]] = {}
+    groups: dict[tuple[str, int], list[TensorEntry]] = {}
     for key in names:
         for path in [key] if key in entries else [f"{key}.weight", f"{key}.bias"]:
-            if path in entries and entries[path] not in (group := groups.setdefault(_owner(entries[path].tensor), [])):
-                group.append(entries[path])
-    return [_module(current_name(name, config.family), group, shapes, model) for name, group in groups.items()]
+            if path not in entries:
+                continue
+            entry = entries[path]
+            group = groups.setdefault((_owner(entry.tensor), entry.first), [])
+            if entry not in group:
+                group.append(entry)
+    return [_module(current_name(name, config.family), group, shapes, model) for (name, _), group in groups.items()]
 
 
 def _owner(tensor: str) -> str:

@@ -28,7 +28,8 @@ def attend(
     softcap: float | None = None,
     dropout: Dropout | None = None,
 ) -> jax.Array:
-    """Results `[R, T, H, C]` of queries on keys and values; the keywords are those of `attend_padded`.
+    """Results `[R, T, H, C]` of queries on keys and values; the keywords are those of `attend_padded`. Values may have
+    fewer channels than keys, as many as the results.
 
     Packed rows are attended to as they lie, or text by text where they come with a view of their texts as rows. They
     know no bias and no dropout, and `inputs.packed` says what is seen: `causal` must be what it was made for. Nor does
@@ -41,8 +42,16 @@ def attend(
         options = {"causal": causal, "bias": bias, "softcap": softcap, "dropout": dropout}
         return attend_padded(q_RTHC, k_RSKC, v_RSKC, inputs, **options)
     if packed.texts is None:
-        return attend_packed(q_RTHC, k_RSKC, v_RSKC, inputs, softcap=softcap)
+        return _attend_packed(q_RTHC, k_RSKC, v_RSKC, inputs, softcap)
     return _attend_by_text(q_RTHC, k_RSKC, v_RSKC, inputs, causal=causal, softcap=softcap)
+
+
+def _attend_packed(q_RTHC, k_RSKC, v_RSKC, inputs: AttentionInputs, softcap: float | None):
+    channels = v_RSKC.shape[-1]
+    missing = k_RSKC.shape[-1] - channels  # kernels of packed rows take values as wide as keys
+    if missing:
+        v_RSKC = jnp.pad(v_RSKC, [(0, 0)] * 3 + [(0, missing)])
+    return attend_packed(q_RTHC, k_RSKC, v_RSKC, inputs, softcap=softcap)[..., :channels]
 
 
 def _attend_by_text(q_RTHC, k_RSKC, v_RSKC, inputs: AttentionInputs, *, causal: bool, softcap: float | None):

@@ -20,7 +20,7 @@ def attend_cached(
     prompts, heads, places, channels = cache.prompt_k.shape
     group, capacity = cache.v.shape[1], cache.v.shape[3]
     q_PGKMC = q_RTHC.reshape(prompts, group, heads, -1, channels)
-    own_k, own_v = (y.reshape(prompts, group, heads, 1, channels) for y in (k_RTKC, v_RTKC))
+    own_k, own_v = (y.reshape(prompts, group, heads, 1, -1) for y in (k_RTKC, v_RTKC))
     position_P = lengths_P + written
     seen_PS = jnp.arange(places) < lengths_P[:, None]
     seen_T = jnp.arange(capacity) < written
@@ -36,9 +36,10 @@ def attend_cached(
     ]
     weights = _softmax(scores, v_RTKC.dtype)
     by_prompt = weights[0].swapaxes(1, 2).reshape(prompts, heads, -1, places)
-    out_prompt = _dot("pkms,pksc->pkmc", by_prompt, cache.prompt_v).reshape(prompts, heads, group, -1, channels)
+    out_prompt = _dot("pkms,pksc->pkmc", by_prompt, cache.prompt_v)
+    out_prompt = out_prompt.reshape(prompts, heads, group, -1, own_v.shape[-1])
     out = out_prompt.swapaxes(1, 2) + _dot("pgkmt,pgktc->pgkmc", weights[1], cache.v) + weights[2] * own_v
-    return out.astype(v_RTKC.dtype).reshape(q_RTHC.shape)
+    return out.astype(v_RTKC.dtype).reshape(*q_RTHC.shape[:-1], -1)
 
 
 def _dot(form: str, left: jax.Array, right: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ import jax
 
 from trl_jax.core.packed import Packed
 from trl_jax.nn.attention.striped import Striped
-from trl_jax.nn.kv_cache import CachePlaces, LayerCache
+from trl_jax.nn.kv_cache import CachePlaces, ConvolutionCache, LayerCache
 
 
 class LayerInputs(NamedTuple):
@@ -35,8 +35,10 @@ class AttentionInputs(NamedTuple):
     packed: what tokens of packed rows see; None where each row is a text.
     striped: how tokens are divided over the sequence axis of a mesh; queries, and `packed`, are then this device's.
         None where it has all of them.
+    before: int32 `[R, T, W]`, for convolutions along packed rows: see `nn.short_convolution.places_before`. None where
+        a token's place is next to the one before it.
     distances: `[2 x span, D]`, the table of disentangled attention; None elsewhere.
-    cache: keys and values of the tokens before, this layer's; each row then has one token. None where all tokens are
+    cache: what the tokens before have left, this layer's; each row then has one token. None where all tokens are
         computed here.
     places: how much of the cache is filled.
     """
@@ -49,8 +51,9 @@ class AttentionInputs(NamedTuple):
     valid: jax.Array | None = None
     packed: Packed | None = None
     striped: Striped | None = None
+    before: jax.Array | None = None
     distances: jax.Array | None = None
-    cache: LayerCache | None = None
+    cache: LayerCache | ConvolutionCache | None = None
     places: CachePlaces | None = None
 
     def of_layer(self, layer: LayerInputs) -> AttentionInputs:

@@ -42,6 +42,7 @@ def attend_padded(
     """
     scale, striped = inputs.scale, inputs.striped
     plain = causal and bias is None and softcap is None and inputs.valid is None and inputs.window is None
+    plain = plain and v_RSKC.shape == k_RSKC.shape
     if plain and dropout is None and striped is None and cudnn.attends(q_RTHC):
         return cudnn.attend_cudnn(q_RTHC, k_RSKC, v_RSKC, scale=scale, lengths=lengths)
     rows, length, heads, channels = q_RTHC.shape
@@ -55,7 +56,7 @@ def attend_padded(
         block_dropout, block_bias = dropout and dropout.fold(start), bias and bias(start, end)
         qkv = q_RTKGC[:, start:end], k_RSKC[:, :last], v_RSKC[:, :last]
         blocks.append(_softmax_average(*qkv, mask, scale, block_bias, softcap, block_dropout))
-    return jnp.concatenate(blocks, axis=1).reshape(q_RTHC.shape)
+    return jnp.concatenate(blocks, axis=1).reshape(rows, length, heads, -1)
 
 
 def _mask(places_T: jax.Array, last: int, causal: bool, inputs: AttentionInputs) -> jax.Array:

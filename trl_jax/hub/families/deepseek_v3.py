@@ -1,0 +1,112 @@
+"""deepseek_v3: DeepSeek V3 and R1: latent attention; experts chosen by sigmoids in groups, and one for every token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trl_jax.hub.checkpoint.tensor_map import Names, in_runs, ordered
+from trl_jax.hub.config.reader import ConfigReader
+from trl_jax.hub.config.rope import read_score_scale
+from trl_jax.hub.families import Family, llama, qwen2_moe
+from trl_jax.models.arch import Arch, Experts, Latent, LayerKind
+
+# Keys of its first checkpoints, which transformers does not read: what they say is what it computes.
+_SAID = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+_OF_TRAINING = ("aux_loss_alpha", "ep_size", "num_nextn_predict_layers", "num_mtp_layers", "output_router_logits", "seq_aux")
+_LATENT_EPS = 1e-6
+
+
+def arch(config: ConfigReader) -> Arch:
+    for key, value in _SAID.items():
+        config.refuse(key, value)
+    base = latent_arch(config)
+    return replace(
+        base,
+        mlp_bias=False,
+        rope_interleaved=config.flag("rope_interleave", True),
+        experts=read_experts(config),
+        kinds=read_kinds(config, base.num_layers),
+    )
+
+
+def latent_arch(config: ConfigReader) -> Arch:
+    """The facts of a model with latent attention."""
+    for key in ("head_dim", "qk_head_dim", *_OF_TRAINING):  # the first two follow from others
+        config.value(key)
+    heads, rotary_dim = config.size("num_attention_heads"), config.size("qk_rope_head_dim")
+    config.refuse("num_key_value_heads", heads)
+    head_dim = config.size("qk_nope_head_dim") + rotary_dim
+    base = llama.arch(config.with_values(head_dim=head_dim))
+    rank = None if config.value("q_lora_rank") is None or config.is_null("q_lora_rank") else config.size("q_lora_rank")
+    latent = Latent(rank, config.size("kv_lora_rank"), config.size("v_head_dim"), _LATENT_EPS)
+    scale = head_dim**-0.5 * read_score_scale(config)
+    return replace(base, rotary_dim=rotary_dim, latent=latent, attention_scales=(scale,) * base.num_layers)
+
+
+def read_experts(config: ConfigReader) -> Experts:
+    size, groups = config.size("moe_intermediate_size"), config.size("n_group", 1)
+    count = config.size("n_routed_experts")
+    if count % groups or (groups > 1 and count // groups < 2):
+        raise config.wrong("n_routed_experts", count, f"a multiple of n_group {groups}, at least two in a group")
+    return Experts(
+        count=count,
+        top_k=config.size("num_experts_per_tok"),
+        size=size,
+        renormalised=config.flag("norm_topk_prob", True),
+        shared_size=size * config.size("n_shared_experts"),
+        shared_gated=False,
+        scores="sigmoid",
+        weight_floor=1e-20,
+        scale=config.number("routed_scaling_factor", 1.0),
+        correction_bias=True,
+        groups=groups,
+        top_groups=config.size("topk_group", 1, maximum=groups),
+    )
+
+
+def read_kinds(config: ConfigReader, num_layers: int, key: str = "first_k_dense_replace") -> tuple[LayerKind, ...]:
+    """The first layers, as many as `key` says, have an MLP; the others have experts."""
+    dense = config.size(key, 0, minimum=0)
+    return tuple(LayerKind(experts=layer >= dense) for layer in range(num_layers))
+
+
+def names(arch: Arch) -> Names:
+    return in_runs(arch.runs, lambda kind: _latent_names(arch) | mlp_names(arch, kind))
+
+
+def mlp_names(arch: Arch, kind: LayerKind) -> Names:
+    """An MLP, or experts beside those that see every token."""
+    ours, theirs = "decoder.layers.mlp.", "model.layers.{}.mlp."
+    if not kind.experts:
+        return {ours + name: f"{theirs}{name}_proj" for name in ("gate", "up", "down")}
+    found = {name: place for name, place in qwen2_moe.names(arch).items() if name.startswith(ours)}
+    found.pop(ours + "shared_gate")
+    found |= {f"{ours}shared.{name}": f"{theirs}shared_experts.{name}_proj" for name in ("gate", "up", "down")}
+    found[ours + "correction_bias"] = theirs + "gate.e_score_correction_bias"
+    return ordered(found, *(ours + name for name in ("gate", "up", "down")), before=ours + "router")
+
+
+def _latent_names(arch: Arch) -> Names:
+    ours, theirs = "decoder.layers.attention.", "model.layers.{}.self_attn."
+    down = arch.latent.query_rank is not None
+    return {
+        "decoder.embed": "model.embed_tokens",
+        "decoder.layers.attention_norm": "model.layers.{}.input_layernorm",
+        **({ours + "q_down": theirs + "q_a_proj", ours + "q_norm": theirs + "q_a_layernorm"} if down else {}),
+        ours + "q": theirs + ("q_b_proj" if down else "q_proj"),
+        ours + "kv_down": theirs + "kv_a_proj_with_mqa",
+        ours + "kv_norm": theirs + "kv_a_layernorm",
+        ours + "kv": theirs + "kv_b_proj",
+        ours + "o": theirs + "o_proj",
+        "decoder.layers.mlp_norm": "model.layers.{}.post_attention_layernorm",
+        "decoder.norm": "model.norm",
+    }
+
+
+FAMILY = Family(
+    "deepseek_v3",
+    "DeepseekV3",
+    arch,
+    names,
+    ignored=(r"\.rotary_emb\.inv_freq$", r"^lm_head\.bias$", r"^model\.layers\.61\."),  # the last predicts further tokens
+)

@@ -1,0 +1,63 @@
+"""ernie4_5_moe: ernie4_5 with experts in some layers, and others that see every token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trl_jax.hub.checkpoint.tensor_map import Names, OneRow, in_runs
+from trl_jax.hub.config.reader import ConfigReader
+from trl_jax.hub.families import Family, deepseek_v3, ernie4_5, llama
+from trl_jax.models.arch import Arch, Experts, LayerKind
+
+_OF_TRAINING = ("moe_capacity", "moe_gate", "moe_use_aux_free", "output_router_logits", "router_aux_loss_coef")
+
+
+def arch(config: ConfigReader) -> Arch:
+    config.refuse("use_bias", False)
+    for key in _OF_TRAINING:
+        config.value(key)
+    base = ernie4_5.arch(config)
+    return replace(base, experts=_experts(config), kinds=_kinds(config, base.num_layers))
+
+
+def _experts(config: ConfigReader) -> Experts:
+    size, shared = config.size("moe_intermediate_size"), config.size("moe_num_shared_experts", 0, minimum=0)
+    return Experts(
+        count=config.size("moe_num_experts"),
+        top_k=config.size("moe_k"),
+        size=size,
+        renormalised=True,
+        shared_size=size * shared or None,
+        shared_gated=False,
+        weight_floor=config.number("moe_norm_min", 1e-12),
+        correction_bias=True,
+    )
+
+
+def _kinds(config: ConfigReader, num_layers: int) -> tuple[LayerKind, ...]:
+    first, last = config.size("moe_layer_start_index", 1, minimum=0), config.value("moe_layer_end_index", -1)
+    last = num_layers - 1 if last == -1 else config.size("moe_layer_end_index", minimum=0)
+    every = config.size("moe_layer_interval", 1)
+    return tuple(LayerKind(experts=(i + 1) % every == 0 and first <= i <= last) for i in range(num_layers))
+
+
+def names(arch: Arch) -> Names:
+    own = {name: place for name, place in llama.names(arch).items() if not name.startswith("decoder.layers.mlp.")}
+    corrections = ("model.layers.{}.mlp.moe_statics.e_score_correction_bias", OneRow())
+
+    def of_kind(kind: LayerKind) -> Names:
+        found = own | deepseek_v3.mlp_names(arch, kind)
+        return found | ({"decoder.layers.mlp.correction_bias": corrections} if kind.experts else {})
+
+    return in_runs(arch.runs, of_kind)
+
+
+FAMILY = Family(
+    "ernie4_5_moe",
+    "Ernie4_5_Moe",
+    arch,
+    names,
+    moved=((".mlp.moe_statics.", ".mlp.gate.moe_statics."),),
+    ignored=(r"\.rotary_emb\.inv_freq$", r"^lm_head\.bias$", r"^model\.mtp_"),
+    in_transformers=False,
+)

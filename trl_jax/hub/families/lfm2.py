@@ -1,0 +1,93 @@
+"""lfm2: LFM2: gated short convolutions, and attention in some of the layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trl_jax.hub.checkpoint.tensor_map import Names, concatenated, in_runs
+from trl_jax.hub.config.reader import ConfigReader
+from trl_jax.hub.families import Family, llama
+from trl_jax.models.arch import Arch, LayerKind, ShortConvolution
+
+_CONVOLUTION, _ATTENTION = "conv", "full_attention"
+# Keys of its first checkpoints, which transformers does not read, or no text is computed with.
+_SAID = {"block_use_swiglu": True, "use_pos_enc": True, "tie_embedding": True}
+_UNREAD = (
+    "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init",
+    "num_heads", "theta",
+)  # fmt: skip
+
+
+def arch(config: ConfigReader) -> Arch:
+    for key, value in _SAID.items():
+        config.refuse(key, value)
+    for key in _UNREAD:
+        config.value(key)
+    hidden = config.size("hidden_size")
+    for key in ("block_dim", "conv_dim", "conv_dim_out"):
+        config.refuse(key, hidden)
+    base = hybrid_arch(config)
+    types = _types(config, base.num_layers)
+    mixers = read_mixers(config, config.names("layer_types") or types, base.num_layers)
+    return replace(base, mlp_size=_mlp_size(config), kinds=tuple(LayerKind(mixer) for mixer in mixers))
+
+
+def hybrid_arch(config: ConfigReader) -> Arch:
+    """The facts of a model of which some layers convolve."""
+    base = llama.arch(config.with_values(rms_norm_eps=config.number("norm_eps", 1e-5)))
+    convolution = ShortConvolution(config.size("conv_L_cache", 3, minimum=2), config.flag("conv_bias"))
+    return replace(base, qk_norm="head", short_convolution=convolution)
+
+
+def read_mixers(config: ConfigReader, types: list[str], num_layers: int) -> list[str]:
+    """The mixer of each layer."""
+    if len(types) != num_layers or set(types) - {_CONVOLUTION, _ATTENTION}:
+        raise config.wrong("layer_types", types, f"{num_layers} of {_CONVOLUTION!r} and {_ATTENTION!r}")
+    return ["convolution" if kind == _CONVOLUTION else "attention" for kind in types]
+
+
+def _types(config: ConfigReader, num_layers: int) -> list[str]:
+    attend = config.value("full_attn_idxs", list(range(num_layers)))
+    return [_ATTENTION if layer in attend else _CONVOLUTION for layer in range(num_layers)]
+
+
+def _mlp_size(config: ConfigReader) -> int:
+    size = config.size("block_ff_dim", config.size("intermediate_size"))
+    factor, multiple = config.optional_number("block_ffn_dim_multiplier"), config.size("block_multiple_of", 256)
+    if not config.flag("block_auto_adjust_ff_dim", True):
+        return size
+    size = int(2 * size / 3)
+    return size if factor is None else multiple * -(-int(factor * size) // multiple)
+
+
+def names(arch: Arch) -> Names:
+    ours, theirs = "decoder.layers.mlp.", "model.layers.{}.feed_forward."
+    mlp = {ours + "gate": theirs + "w1", ours + "up": theirs + "w3", ours + "down": theirs + "w2"}
+    return in_runs(arch.runs, lambda kind: mixer_names(arch, kind) | mlp)
+
+
+def mixer_names(arch: Arch, kind: LayerKind) -> Names:
+    """All but the MLP of a layer."""
+    layer, ours = "model.layers.{}.", "decoder.layers.attention."
+    if kind.mixer == "convolution":
+        size = arch.hidden_size
+        of_mixer = {
+            **concatenated(layer + "conv.in_proj", {ours + part: size for part in ("in_gate", "out_gate", "value")}),
+            ours + "weight": layer + "conv.conv.weight",
+            ours + "bias": layer + "conv.conv.bias",
+            ours + "o": layer + "conv.out_proj",
+        }
+    else:
+        of_mixer = {ours + name: f"{layer}self_attn.{name}_proj" for name in "qkv"}
+        of_mixer |= {ours + "o": layer + "self_attn.out_proj"}
+        of_mixer |= {f"{ours}{name}_norm": f"{layer}self_attn.{name}_layernorm" for name in "qk"}
+    return {
+        "decoder.embed": "model.embed_tokens",
+        "decoder.layers.attention_norm": layer + "operator_norm",
+        **of_mixer,
+        "decoder.layers.mlp_norm": layer + "ffn_norm",
+        "decoder.norm": "model.embedding_norm",
+    }
+
+
+FAMILY = Family("lfm2", "Lfm2", arch, names, in_transformers=False)
