@@ -118,7 +118,9 @@ VARIANTS = {
     "ernie4_5": {"plain": {}, "biases": {"use_bias": True, "rms_norm_eps": 1e-2, "num_key_value_heads": 4}},
     "ernie4_5_moe": {
         "plain": {},
-        "between": {"moe_layer_start_index": 0, "moe_layer_interval": 2, "moe_num_shared_experts": 0, "moe_norm_min": 0.9},
+        "between": {
+            "moe_layer_start_index": 0, "moe_layer_interval": 2, "moe_num_shared_experts": 0, "moe_norm_min": 0.9,
+        },
     },
     "glm4_moe": {
         "plain": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},

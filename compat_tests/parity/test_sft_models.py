@@ -24,6 +24,9 @@ FAMILIES = {
     "phi": {},
     "gpt_neox": {},
     "olmo2": {},
+    "deepseek_v3": {},
+    "glm4_moe": {},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
 }
 ADRIFT = {"gpt_neox": "query_key_value.bias", "phi": "k_proj.bias", "qwen2": "k_proj.bias"}
 

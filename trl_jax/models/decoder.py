@@ -127,8 +127,8 @@ class Decoder(nnx.Module):
         dtype: jnp.dtype = jnp.float32,
         max_tokens: int | None = None,
     ) -> tuple[jax.Array, list[Kept]]:
-        """Hidden states `[N, D]`, and what a cache keeps of the tokens: of each run of layers, with a leading axis L; or
-        of each layer, without it, where `layers` are given.
+        """Hidden states `[N, D]`, and what a cache keeps of the tokens: of each run of layers, with a leading axis L;
+        or of each layer, without it, where `layers` are given.
 
         Args:
             tokens, positions, reads, dtype, max_tokens: as in a call; rows of one token each where there is a cache.

@@ -17,8 +17,8 @@ from trl_jax.nn.mlp import ACTIVATIONS, MLP
 class MoE(nnx.Module):
     """Routing to the `top_k` gated experts of the highest scores (Shazeer et al. 2017, arXiv:1701.06538).
 
-    `experts` is a models.arch.Experts, which says how scores become weights. Weights are stacked: gate and up `[E, F, D]`, down `[E, D, F]`; each may have
-    adapters beside it.
+    `experts` is a models.arch.Experts, which says how scores become weights. Weights are stacked: gate and up `[E, F,
+    D]`, down `[E, D, F]`; each may have adapters beside it.
     """
 
     gate_lora: ExpertsLora | None
