@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trl_jax.nn.mlp import ClampedSwiGLU
 from trl_jax.nn.rope import Rope
 
 # Which norms a layer has: before and after attention, before and after the MLP.
@@ -21,7 +22,8 @@ class Experts:
     """A mixture of experts in place of the MLP: `top_k` of `count` experts, each `size` wide, see every token.
 
     `renormalised`: the weights of the selected ones are made to add up to 1. `shared_size`: the width of an expert that
-    sees every token behind a sigmoid gate; None without it.
+    sees every token behind a sigmoid gate; None without it. `bias`: the router and every map of an expert have one.
+    `swiglu`: joins gate and up in the place of the arch's activation; None leaves it to that.
     """
 
     count: int
@@ -29,6 +31,8 @@ class Experts:
     size: int
     renormalised: bool
     shared_size: int | None = None
+    bias: bool = False
+    swiglu: ClampedSwiGLU | None = None
 
 
 @dataclass(frozen=True)
