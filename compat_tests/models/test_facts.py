@@ -126,7 +126,12 @@ def test_a_fact_of_shape(fact, built, load_with):
 
 @pytest.mark.parametrize(
     ("family", "fact", "wrong"),
-    [("qwen2_moe", "count", 3), ("qwen2_moe", "size", 20), ("qwen2_moe", "shared_size", None), ("gpt_oss", "bias", False)],
+    [
+        ("qwen2_moe", "count", 3),
+        ("qwen2_moe", "size", 20),
+        ("qwen2_moe", "shared_size", None),
+        ("gpt_oss", "bias", False),
+    ],
 )
 def test_a_fact_of_the_experts_shape(family, fact, wrong, built, load_with):
     folder = built(family, "plain")
