@@ -33,6 +33,11 @@ CASES = {
     "bert": ALL | {"modules_to_save": ["pooler.dense"]},
     "qwen3_moe": ALL,
     "deepseek_v3": ALL,
+    "gpt_oss": {
+        "target_modules": ["q_proj", "o_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        "bias": "all",
+    },
     "mixtral": {
         "target_modules": ["v_proj"],
         "target_parameters": ["experts.down_proj", "layers.1.mlp.experts.gate_up_proj", "o_proj.weight"],

@@ -68,5 +68,6 @@ def test_the_numbers_of_one_device(name, mesh, layout, run, alone):
 @pytest.mark.parametrize("family", ["lfm2_moe", thorough("deepseek_v3")])
 def test_layers_of_several_kinds(family, run):
     """Neither has a load-balancing loss that is logged."""
-    found, wanted = (run("SFT", mesh, steps, "packed", family) for mesh, steps in (("fsdp:2,tensor:2", 1), ("data:1", 2)))
+    meshes = ("fsdp:2,tensor:2", 1), ("data:1", 2)
+    found, wanted = (run("SFT", mesh, steps, "packed", family) for mesh, steps in meshes)
     np.testing.assert_allclose(found, wanted, rtol=2e-4)

@@ -13,6 +13,10 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 LINEAR = {"rope_type": "linear", "rope_theta": 200.0, "factor": 3.0}
+OLD_YARN = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
 OLD_LINEAR = {"rope_type": "linear", "factor": 3.0}
 BOTH_ROPES = {SLIDE: {"rope_type": "default", "rope_theta": 100.0}, FULL: LINEAR}
 LONGROPE = {
@@ -76,6 +80,7 @@ SHAPES = {
     "qwen3_moe": {**EXPERTS, "head_dim": 24},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 40},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
+    "gpt_oss": {"head_dim": 24, "intermediate_size": 40, "num_local_experts": 4, "num_experts_per_tok": 2},
     "gptj": {"rotary_dim": 8, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "opt": {"init_std": 0.1, "ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0},
@@ -172,6 +177,14 @@ VARIANTS = {
         "still": {"hidden_size": 8, "rotary_pct": 0.25},
         "sequential": {"use_parallel_residual": False, "attention_bias": False},
         "old": {"old": {"rotary_pct": 0.5, "rotary_emb_base": 400}},
+    },
+    "gpt_oss": {
+        "plain": {"sliding_window": 7},
+        "original": {"sliding_window": 9, "old": {"rope_theta": 150_000, "rope_scaling": OLD_YARN}},
+        "clamped": {
+            "sliding_window": 9, "rope_parameters": None, "layer_types": TYPES, "attention_bias": False,
+            "swiglu_alpha": 1.2, "swiglu_limit": 0.5, "num_experts_per_tok": 3,
+        },
     },
     "gptj": {"plain": {}, "whole": {"rotary_dim": 16, "n_inner": 80}},
     "granite": {"plain": {}, "biases": {"attention_bias": True, "mlp_bias": True}},

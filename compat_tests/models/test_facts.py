@@ -15,6 +15,7 @@ from trl_jax.hub.config import native
 from trl_jax.hub.families import read_arch
 from trl_jax.models.arch import Arch, Experts
 from trl_jax.models.functional import merge
+from trl_jax.nn.mlp import ClampedSwiGLU
 from trl_jax.nn.rope import Rope
 
 # Fact -> the family and variant that show it and a wrong value, by what notices: the table of tensors, or the numbers.
@@ -33,6 +34,7 @@ REFUSED = {
     "gated": ("arcee", "plain", True),
     "learned_positions": ("gpt2", "plain", 500),
     "experts": ("qwen2_moe", "plain", None),
+    "sinks": ("gpt_oss", "plain", False),
 }
 MISCOMPUTED = {
     "norm_eps": ("qwen2", "plain", 1e-3),
@@ -53,7 +55,12 @@ MISCOMPUTED = {
     "residual_scale": ("granite", "plain", 1.0),
     "position_offset": ("opt", "plain", 0),
 }
-EXPERTS = {"top_k": 1, "renormalised": True}
+EXPERTS = {
+    "top_k": ("qwen3_moe", "plain", 1),
+    "renormalised": ("qwen3_moe", "plain", True),
+    "swiglu": ("gpt_oss", "plain", None),
+}
+SWIGLU = {"alpha": 1.0, "limit": 0.9}
 ROPE = {
     "theta": ("qwen2", "plain", 9_000.0),
     "kind": ("qwen2", "llama3", "linear"),
@@ -83,7 +90,8 @@ ELSEWHERE = {"counts_visible", "initializer_range", "tied_embeddings", "padding_
 def test_every_fact_is_here():
     assert {fact.name for fact in fields(Arch)} == {*REFUSED, *MISCOMPUTED, *DROPOUTS, *HEAD, *ELSEWHERE}
     assert {fact.name for fact in fields(Rope)} == set(ROPE)
-    assert {fact.name for fact in fields(Experts)} == {*EXPERTS, "count", "size", "shared_size"}
+    assert {fact.name for fact in fields(Experts)} == {*EXPERTS, "count", "size", "shared_size", "bias"}
+    assert {fact.name for fact in fields(ClampedSwiGLU)} == set(SWIGLU)
 
 
 @pytest.fixture
@@ -116,9 +124,17 @@ def test_a_fact_of_shape(fact, built, load_with):
         load_with(built(family, name), **{fact: wrong})
 
 
-@pytest.mark.parametrize(("fact", "wrong"), [("count", 3), ("size", 20), ("shared_size", None)])
-def test_a_fact_of_the_experts_shape(fact, wrong, built, load_with):
-    folder = built("qwen2_moe", "plain")
+@pytest.mark.parametrize(
+    ("family", "fact", "wrong"),
+    [
+        ("qwen2_moe", "count", 3),
+        ("qwen2_moe", "size", 20),
+        ("qwen2_moe", "shared_size", None),
+        ("gpt_oss", "bias", False),
+    ],
+)
+def test_a_fact_of_the_experts_shape(family, fact, wrong, built, load_with):
+    folder = built(family, "plain")
     experts = replace(load_with(folder).source.config.arch.experts, **{fact: wrong})
     with pytest.raises(ValueError, match=r"Missing: .*Unexpected: |wrong shapes: .* config.json asks for"):
         load_with(folder, experts=experts)
@@ -153,10 +169,20 @@ def test_the_bias_of_a_language_models_head(tmp_path, load_with):
 
 @pytest.mark.parametrize("fact", EXPERTS)
 def test_a_fact_of_the_experts_value(fact, built, load_with):
-    folder = built("qwen3_moe", "plain")
+    family, name, wrong = EXPERTS[fact]
+    folder = built(family, name)
     right = load_with(folder)
-    experts = replace(right.source.config.arch.experts, **{fact: EXPERTS[fact]})
+    experts = replace(right.source.config.arch.experts, **{fact: wrong})
     assert _off(scores(load_with(folder, experts=experts)), scores(right)) > 1e-4
+
+
+@pytest.mark.parametrize("fact", SWIGLU)
+def test_a_fact_of_the_clamped_gate(fact, built, load_with):
+    folder = built("gpt_oss", "clamped")
+    right = load_with(folder)
+    experts = right.source.config.arch.experts
+    wrong = replace(experts, swiglu=replace(experts.swiglu, **{fact: SWIGLU[fact]}))
+    assert _off(scores(load_with(folder, experts=wrong)), scores(right)) > 1e-4
 
 
 @pytest.mark.parametrize("fact", ROPE)

@@ -39,7 +39,8 @@ def maps_of(shapes: Mapping[str, Any], arch: Any, trained: Collection[str]) -> l
         arch: the model's `Arch`.
         trained: the paths that train.
     """
-    matrices = [(path, leaf) for path, leaf in shapes.items() if in_a_stack(path) and leaf.ndim in (3, 4)]
+    stacked = [(path, leaf) for path, leaf in shapes.items() if in_a_stack(path) and leaf.ndim in (3, 4)]
+    matrices = [(path, leaf) for path, leaf in stacked if not path.endswith("_bias")]  # those that experts have
     return [Map(*leaf.shape[-2:], _used(leaf, arch), path in trained, leaf.shape[0]) for path, leaf in matrices]
 
 

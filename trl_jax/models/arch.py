@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
+from trl_jax.nn.mlp import ClampedSwiGLU
 from trl_jax.nn.rope import Rope
 
 # Which norms a layer has: before and after attention, before and after the MLP.
@@ -25,7 +26,8 @@ class Experts:
     `scores` turns the router's logits into weights: "softmax" over all experts, or "sigmoid" of each.
     `renormalised`: the weights of the selected ones are made to add up to 1, but for what `weight_floor` adds to their
     sum ("sigmoid") or holds it up to ("softmax"); `scale` then multiplies them. `shared_size`: the width of an expert
-    that sees every token, behind a sigmoid gate where `shared_gated`; None without it.
+    that sees every token, behind a sigmoid gate where `shared_gated`; None without it. `bias`: the router and every map
+    of an expert have one. `swiglu`: joins gate and up in the place of the arch's activation; None leaves it to that.
 
     `correction_bias`: a number of each expert that is added to its weight for the selection alone, and never trained.
     Of `groups` of experts, the best `top_groups` are selected from; a group is as good as its best `group_best` experts
@@ -37,6 +39,8 @@ class Experts:
     size: int
     renormalised: bool
     shared_size: int | None = None
+    bias: bool = False
+    swiglu: ClampedSwiGLU | None = None
     shared_gated: bool = True
     scores: str = "softmax"
     weight_floor: float = 0.0
@@ -103,6 +107,7 @@ class Arch:
     nn.mlp.ACTIVATIONS. `qk_norm` is None, "head" (one norm for all heads), "each_head" (weights for each of them) or
     "full" (over all heads at once). `attention_scales` multiply the scores; None is head_dim ** -0.5. `softcap` bounds
     the scores by `softcap * tanh(scores / softcap)`; `clip_qkv` bounds projected queries, keys and values.
+    With `sinks`, each query head has a learned score more in the sum of its softmax, which brings no value.
     `learned_positions` counts the rows of a table of positions, read from row `position_offset` on; with
     `counts_visible`, positions count the visible tokens only. With `scale_in_table`, `embedding_scale` belongs to
     the table of tokens, so that noise comes after it. `padding_idx` is the row of the embedding that never trains.
@@ -138,6 +143,7 @@ class Arch:
     attention_scales: tuple[float, ...] | None = None
     softcap: float | None = None
     clip_qkv: float | None = None
+    sinks: bool = False
     query_growth: QueryGrowth | None = None
     embedding_scale: float = 1.0
     scale_in_table: bool = False

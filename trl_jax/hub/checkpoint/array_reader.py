@@ -15,6 +15,7 @@ import numpy as np
 from trl_jax.hub.checkpoint.sharded_reading import Index, read_sharded
 from trl_jax.hub.checkpoint.tensor_map import TensorEntry
 from trl_jax.hub.formats.gguf import LINK, GgufFiles
+from trl_jax.hub.formats.mxfp4 import Mxfp4Files
 from trl_jax.hub.formats.pickles import PickledFiles, only_pickled
 from trl_jax.hub.formats.safetensors import CheckpointFiles
 from trl_jax.hub.peft.quantization import quantized
@@ -27,7 +28,7 @@ def open_files(folder: Path) -> Files:
     """The weights of a folder, in the format they have."""
     if (folder / LINK).exists():
         return GgufFiles(folder / LINK)
-    return (PickledFiles if only_pickled(folder) else CheckpointFiles)(folder)
+    return (PickledFiles if only_pickled(folder) else Mxfp4Files)(folder)
 
 
 @dataclass(frozen=True)

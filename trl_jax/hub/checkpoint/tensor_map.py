@@ -78,6 +78,28 @@ class PerHead:
         return self.view(array).reshape(-1, *array.shape[1:])
 
 
+@dataclass(frozen=True)
+class ExpertColumns:
+    """Every `step`-th column from `start` on of all experts' matrices, stored as `[E, in, out]`, or biases `[E, out]`.
+
+    Ours are `[E, out, in]` and `[E, out]`.
+    """
+
+    start: int = 0
+    step: int = 1
+
+    def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
+        experts, outputs, *inputs = ours
+        return (experts, *inputs, outputs * self.step)
+
+    def view(self, tensor: np.ndarray) -> np.ndarray:
+        columns = tensor[..., self.start :: self.step]
+        return columns.swapaxes(1, 2) if tensor.ndim == 3 else columns
+
+    def rows(self, array: Any) -> Any:
+        return array[self.start :: self.step]
+
+
 def concatenated(module: str, sizes: dict[str, int], *, transposed: bool = False) -> dict[str, tuple[str, TensorSlice]]:
     """Names for a module whose weight joins several of ours, `sizes` (our module -> rows), one below the other."""
     total, names, start = sum(sizes.values()), {}, 0

@@ -101,7 +101,7 @@ def current_name(name: str, family: Family) -> str:
 
 
 def _module(name: str, tensor_map: list[TensorEntry], shapes: dict, model: Any) -> Module:
-    if tensor_map[0].stacked > 1:
+    if tensor_map[0].stacked > 1 or name.endswith(".experts"):
         return _experts(name, tensor_map, shapes)
     weights = [entry for entry in tensor_map if entry.path.endswith(".weight") and entry.tensor.endswith(".weight")]
     kind, ours = "other", [entry.path.removesuffix(".weight") for entry in weights]
@@ -123,9 +123,11 @@ def _experts(name: str, tensor_map: list[TensorEntry], shapes: dict) -> Module:
     for parameter, ours in _EXPERTS.items():
         layers, experts, rows, inputs = shapes[entries[ours[0]].path].shape
         total = rows * len(ours)
-        slices = [None] if len(ours) == 1 else [Rows(at * rows, rows, total) for at in range(len(ours))]
-        parts = tuple((entries[one].path, rows) for one, rows in zip(ours, slices, strict=True))
         of = tuple(entries[one] for one in ours)
+        slices = [None] if len(ours) == 1 else [Rows(at * rows, rows, total) for at in range(len(ours))]
+        if of[0].tensor_slice is not None:  # they lie so on disk, too
+            slices = [entry.tensor_slice for entry in of]
+        parts = tuple((entry.path, rows) for entry, rows in zip(of, slices, strict=True))
         inside.append(Module(f"{name}.{parameter}", "experts", parts, of, layers, of[0].first, inputs, total, experts))
     return Module(name, "other", (), tuple(tensor_map), layers, tensor_map[0].first, 0, 0, inside=tuple(inside))
 
