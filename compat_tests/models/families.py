@@ -69,6 +69,7 @@ SHAPES = {
     "helium": {"head_dim": 16},
     "ministral": {"head_dim": 16},
     "ministral3": {"head_dim": 24},
+    "minimax_m2": {"head_dim": 24, "num_local_experts": 4, "intermediate_size": 40, "num_experts_per_tok": 2},
     "mixtral": {"head_dim": 16, "num_local_experts": 4},
     "seed_oss": {"head_dim": 24, "attention_dropout": 0.0, "residual_dropout": 0.0},
     "hunyuan_v1_dense": {"head_dim": 24},
@@ -88,7 +89,8 @@ SHAPES = {
 }
 # Those that transformers has no sequence classifier for: the body is compared, under our own head.
 BODY_ONLY = {
-    "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm4_moe", "granite", "lfm2", "lfm2_moe", "olmoe",
+    "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm4_moe", "granite", "lfm2", "lfm2_moe", "minimax_m2",
+    "olmoe",
 }  # fmt: skip
 
 # Those whose positions are not told by one rope_parameters.
@@ -177,6 +179,10 @@ VARIANTS = {
     "hunyuan_v1_dense": {
         "plain": {},
         "alpha": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 300.0, "alpha": 50.0, "factor": 1.0}},
+    },
+    "minimax_m2": {
+        "plain": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
+        "rotary_dim": {"num_experts_per_tok": 3, "old": {"rotary_dim": 8, "rope_theta": 300.0}},
     },
     "ministral": {"plain": {"sliding_window": 7}, "types": {"sliding_window": 9, "layer_types": TYPES}},
     "ministral3": {"plain": {"rope_parameters": GROWING}, "window": {"sliding_window": 7, "rope_parameters": GROWING}},

@@ -110,7 +110,7 @@ def test_the_head_computes_in_the_runs_dtype(folder_of):
     assert 1e-4 * exact.std() < off <= theirs_off
 
 
-@pytest.mark.parametrize("family", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])
 def test_the_load_balancing_loss(family, folder_of):
     """Of the visible tokens of all layers, with its gradient."""
     folder, (ids, mask) = folder_of(family, False), causal.rows()
