@@ -47,6 +47,9 @@ LATENT = {
     "num_key_value_heads": 4,
 }  # fmt: skip
 CONV = "conv"
+GRANITE = {
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3, "logits_scaling": 7.0,
+}  # fmt: skip
 DEEPSEEK_YARN = {
     "rope_type": "yarn", "rope_theta": 300.0, "factor": 4.0, "original_max_position_embeddings": 16,
     "mscale": 0.7, "mscale_all_dim": 0.9,
@@ -80,17 +83,13 @@ SHAPES = {
     "gptj": {"rotary_dim": 8, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "opt": {"init_std": 0.1, "ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0},
-    "granite": {
-        "embedding_multiplier": 3.0,
-        "residual_multiplier": 0.5,
-        "attention_multiplier": 0.3,
-        "logits_scaling": 7.0,
-    },  # fmt: skip
+    "granite": GRANITE,
+    "granitemoe": GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 40},
 }
 # Those that transformers has no sequence classifier for: the body is compared, under our own head.
 BODY_ONLY = {
-    "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm4_moe", "granite", "lfm2", "lfm2_moe", "minimax_m2",
-    "olmoe",
+    "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm4_moe", "granite", "granitemoe", "lfm2", "lfm2_moe",
+    "minimax_m2", "olmoe",
 }  # fmt: skip
 
 # Those whose positions are not told by one rope_parameters.
@@ -175,6 +174,10 @@ VARIANTS = {
     },
     "gptj": {"plain": {}, "whole": {"rotary_dim": 16, "n_inner": 80}},
     "granite": {"plain": {}, "biases": {"attention_bias": True, "mlp_bias": True}},
+    "granitemoe": {
+        "plain": {},
+        "biases": {"attention_bias": True, "num_experts_per_tok": 3, "rms_norm_eps": 1e-2, "num_key_value_heads": 4},
+    },
     "helium": {"plain": {}, "biases": {"attention_bias": True, "mlp_bias": True, "rms_norm_eps": 1e-2}},
     "hunyuan_v1_dense": {
         "plain": {},

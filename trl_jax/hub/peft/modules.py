@@ -78,10 +78,10 @@ def modules_of(config: NativeConfig) -> list[Module]:
             if path not in entries:
                 continue
             entry = entries[path]
-            group = groups.setdefault((_owner(entry.tensor), entry.first), [])
+            group = groups.setdefault((current_name(_owner(entry.tensor), config.family), entry.first), [])
             if entry not in group:
                 group.append(entry)
-    return [_module(current_name(name, config.family), group, shapes, model) for (name, _), group in groups.items()]
+    return [_module(name, group, shapes, model) for (name, _), group in groups.items()]
 
 
 def _owner(tensor: str) -> str:
@@ -101,7 +101,7 @@ def current_name(name: str, family: Family) -> str:
 
 
 def _module(name: str, tensor_map: list[TensorEntry], shapes: dict, model: Any) -> Module:
-    if tensor_map[0].stacked > 1:
+    if tensor_map[0].stacked > 1 or name.endswith(".experts"):
         return _experts(name, tensor_map, shapes)
     weights = [entry for entry in tensor_map if entry.path.endswith(".weight") and entry.tensor.endswith(".weight")]
     kind, ours = "other", [entry.path.removesuffix(".weight") for entry in weights]
