@@ -88,7 +88,7 @@ SHAPES = {
 }
 # Those that transformers has no sequence classifier for: the body is compared, under our own head.
 BODY_ONLY = {
-    "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm4_moe", "granite", "granitemoe", "lfm2", "lfm2_moe",
+    "apertus", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm4_moe", "granite", "granitemoe", "lfm2", "lfm2_moe",
     "minimax_m2", "olmoe",
 }  # fmt: skip
 
@@ -96,6 +96,12 @@ BODY_ONLY = {
 OWN_ROPE = {"gpt2", "gptj", "opt", "gemma3_text", "olmo3", "phi3", "ministral3"}
 
 VARIANTS = {
+    "apertus": {
+        "plain": {},
+        "biases": {"attention_bias": True, "rms_norm_eps": 1e-2, "num_key_value_heads": 4},
+        "rope_of_the_class": {"rope_parameters": None},
+        "another_activation": {"hidden_act": "relu2", "rope_parameters": LLAMA3},
+    },
     "arcee": {"plain": {}, "biases": {"attention_bias": True, "mlp_bias": True, "rope_parameters": LINEAR}},
     "cohere": {"plain": {}, "qk_norm": {"use_qk_norm": True, "attention_bias": True, "layer_norm_eps": 1e-2}},
     "cohere2": {

@@ -18,7 +18,7 @@ from trl_jax.models.functional import merge
 torch = pytest.importorskip("torch")
 
 QUICKLY = {"xla_backend_optimization_level": 0}
-WITH_GRADIENTS = ("cohere", "gemma2", "gpt_neox", "granite", "llama", "phi", "olmoe")
+WITH_GRADIENTS = ("apertus", "cohere", "gemma2", "gpt_neox", "granite", "llama", "phi", "olmoe")
 ROUTERS = (".gate.weight", ".router.weight")  # as transformers calls them
 TIED = [(family, True) for family in ("llama", "phi", "gpt2")]
 CASES = [(family, tie) for family in causal.DECODERS for tie in (False, True)]

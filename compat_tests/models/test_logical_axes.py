@@ -19,6 +19,7 @@ LAYER = {
     "mlp.gate.bias": "mlp", "mlp.down.bias": "embed", "mlp.gate": "experts mlp embed", "mlp.up": "experts mlp embed",
     "mlp.down": "experts embed mlp", "mlp.router.weight": "- embed", "mlp.shared_gate.weight": "- embed",
     "mlp.shared.gate.weight": "mlp embed", "mlp.shared.up.weight": "mlp embed", "mlp.shared.down.weight": "embed mlp",
+    "mlp.activation.alpha_p": "-", "mlp.activation.alpha_n": "-", "mlp.activation.beta": "", "mlp.activation.eps": "",
 }  # fmt: skip
 MODEL = {
     "embed.weight": "vocab embed", "position_embed.weight": "- embed", "type_embed.weight": "- embed",
@@ -27,6 +28,7 @@ MODEL = {
     "convolution.weight": "- - -", "convolution.bias": "-",
 }  # fmt: skip
 CASES = [("llama", "yarn"), ("qwen2_moe", "plain"), ("gpt2", "plain"), ("olmo2", "plain"), ("cohere", "plain")]
+CASES += [("apertus", "plain")]
 ENCODERS = ["bert", "modernbert", "deberta", "deberta-v2", "electra"]
 
 
