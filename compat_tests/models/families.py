@@ -76,6 +76,7 @@ SHAPES = {
     "mixtral": {"head_dim": 16, "num_local_experts": 4},
     "seed_oss": {"head_dim": 24, "attention_dropout": 0.0, "residual_dropout": 0.0},
     "hunyuan_v1_dense": {"head_dim": 24},
+    "hunyuan_v1_moe": {"head_dim": 24, "num_experts": 4, "moe_topk": 2, "intermediate_size": 40},
     "qwen3": {"head_dim": 24},
     "qwen3_moe": {**EXPERTS, "head_dim": 24},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 40},
@@ -192,6 +193,13 @@ VARIANTS = {
     "minimax_m2": {
         "plain": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
         "rotary_dim": {"num_experts_per_tok": 3, "old": {"rotary_dim": 8, "rope_theta": 300.0}},
+    },
+    "hunyuan_v1_moe": {
+        "plain": {},
+        "list": {
+            "moe_topk": [3, 3, 3], "attention_bias": True, "rms_norm_eps": 1e-2,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 300.0, "alpha": 50.0, "factor": 1.0},
+        },
     },
     "ministral": {"plain": {"sliding_window": 7}, "types": {"sliding_window": 9, "layer_types": TYPES}},
     "ministral3": {"plain": {"rope_parameters": GROWING}, "window": {"sliding_window": 7, "rope_parameters": GROWING}},

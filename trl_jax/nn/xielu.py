@@ -8,8 +8,8 @@ from flax import nnx
 
 
 class XIELU(nnx.Module):
-    """xIELU (Huang and Schlag 2024, arXiv:2411.13010): `a x^2 + beta x` above 0, `b (exp(min(x, eps)) - 1 - x) + beta x`
-    below, with `a = softplus(alpha_p)` and `b = beta + softplus(alpha_n)`.
+    """xIELU (Huang and Schlag 2024, arXiv:2411.13010): `a x^2 + beta x` above 0 and
+    `b (exp(min(x, eps)) - 1 - x) + beta x` below, with `a = softplus(alpha_p)` and `b = beta + softplus(alpha_n)`.
 
     `alpha_p` and `alpha_n` `[1]` train; `beta` and `eps` are scalars that do not.
     """

@@ -49,7 +49,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class ExpertRows(Rows):
-    """Such rows of every expert's matrix; the tensor holds all of them, `[E, total, in]`, transposed `[E, in, total]`."""
+    """Such rows of each expert's matrix, in a tensor of all experts: `[E, total, in]`, transposed `[E, in, total]`."""
 
     def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
         return (ours[0], *super().shape(ours[1:]))

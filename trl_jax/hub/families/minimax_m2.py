@@ -1,4 +1,4 @@
-"""minimax_m2: mixtral with norms over all of q and k, experts chosen by corrected sigmoids, and some channels rotated."""
+"""minimax_m2: mixtral with norms over all of q and k, a router of corrected sigmoids, and some channels rotated."""
 
 from __future__ import annotations
 
