@@ -209,11 +209,11 @@ def _randomise(model, generator) -> None:
                 parameter.copy_(0.7 * noise)
             else:
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)
-        for _, buffer in routers_buffers(model):
+        for _, buffer in buffers_of(model):
             buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
 
 
-def routers_buffers(model) -> list[tuple[str, Any]]:
-    """What a torch model's routers add to the scores of experts; it does not train."""
-    ends = ("correction_bias", "expert_bias")
+def buffers_of(model) -> list[tuple[str, Any]]:
+    """What a torch model computes with and does not train: what its routers add to scores, numbers of activations."""
+    ends = ("correction_bias", "expert_bias", "act_fn.beta", "act_fn.eps")
     return sorted(((name, b) for name, b in model.named_buffers() if name.endswith(ends)), key=lambda one: one[0])

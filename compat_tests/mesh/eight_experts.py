@@ -36,7 +36,8 @@ def run(checkpoint, tmp_path_factory):
         args = getattr(trl_jax, f"{name}Config")(out, **BASE | CONFIG | config)
         train, evaluated = (Dataset.from_list(ROWS[name](n, "prompt", seed=n)) for n in (16, 8))
         trainer = getattr(trl_jax, f"{name}Trainer")(
-            str(checkpoint(family, **SMALL | FACTS.get(family, {}))), args=args, train_dataset=train, eval_dataset=evaluated
+            str(checkpoint(family, **SMALL | FACTS.get(family, {}))), args=args, train_dataset=train,
+            eval_dataset=evaluated,
         )
         trainer.train()
         trainer.evaluate()

@@ -51,6 +51,9 @@ LATENT = {
     "num_key_value_heads": 4,
 }  # fmt: skip
 CONV = "conv"
+GRANITE = {
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3, "logits_scaling": 7.0,
+}  # fmt: skip
 DEEPSEEK_YARN = {
     "rope_type": "yarn", "rope_theta": 300.0, "factor": 4.0, "original_max_position_embeddings": 16,
     "mscale": 0.7, "mscale_all_dim": 0.9,
@@ -73,9 +76,11 @@ SHAPES = {
     "helium": {"head_dim": 16},
     "ministral": {"head_dim": 16},
     "ministral3": {"head_dim": 24},
+    "minimax_m2": {"head_dim": 24, "num_local_experts": 4, "intermediate_size": 40, "num_experts_per_tok": 2},
     "mixtral": {"head_dim": 16, "num_local_experts": 4},
     "seed_oss": {"head_dim": 24, "attention_dropout": 0.0, "residual_dropout": 0.0},
     "hunyuan_v1_dense": {"head_dim": 24},
+    "hunyuan_v1_moe": {"head_dim": 24, "num_experts": 4, "moe_topk": 2, "intermediate_size": 40},
     "qwen3": {"head_dim": 24},
     "qwen3_moe": {**EXPERTS, "head_dim": 24},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 40},
@@ -84,22 +89,25 @@ SHAPES = {
     "gptj": {"rotary_dim": 8, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "opt": {"init_std": 0.1, "ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0},
-    "granite": {
-        "embedding_multiplier": 3.0,
-        "residual_multiplier": 0.5,
-        "attention_multiplier": 0.3,
-        "logits_scaling": 7.0,
-    },  # fmt: skip
+    "granite": GRANITE,
+    "granitemoe": GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 40},
 }
 # Those that transformers has no sequence classifier for: the body is compared, under our own head.
 BODY_ONLY = {
-    "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm4_moe", "granite", "lfm2", "lfm2_moe", "olmoe",
+    "apertus", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm4_moe", "granite", "granitemoe", "lfm2", "lfm2_moe",
+    "minimax_m2", "olmoe",
 }  # fmt: skip
 
 # Those whose positions are not told by one rope_parameters.
 OWN_ROPE = {"gpt2", "gptj", "opt", "gemma3_text", "olmo3", "phi3", "ministral3"}
 
 VARIANTS = {
+    "apertus": {
+        "plain": {},
+        "biases": {"attention_bias": True, "rms_norm_eps": 1e-2, "num_key_value_heads": 4},
+        "rope_of_the_class": {"rope_parameters": None},
+        "another_activation": {"hidden_act": "relu2", "rope_parameters": LLAMA3},
+    },
     "arcee": {"plain": {}, "biases": {"attention_bias": True, "mlp_bias": True, "rope_parameters": LINEAR}},
     "cohere": {"plain": {}, "qk_norm": {"use_qk_norm": True, "attention_bias": True, "layer_norm_eps": 1e-2}},
     "cohere2": {
@@ -188,10 +196,25 @@ VARIANTS = {
     },
     "gptj": {"plain": {}, "whole": {"rotary_dim": 16, "n_inner": 80}},
     "granite": {"plain": {}, "biases": {"attention_bias": True, "mlp_bias": True}},
+    "granitemoe": {
+        "plain": {},
+        "biases": {"attention_bias": True, "num_experts_per_tok": 3, "rms_norm_eps": 1e-2, "num_key_value_heads": 4},
+    },
     "helium": {"plain": {}, "biases": {"attention_bias": True, "mlp_bias": True, "rms_norm_eps": 1e-2}},
     "hunyuan_v1_dense": {
         "plain": {},
         "alpha": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 300.0, "alpha": 50.0, "factor": 1.0}},
+    },
+    "minimax_m2": {
+        "plain": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
+        "rotary_dim": {"num_experts_per_tok": 3, "old": {"rotary_dim": 8, "rope_theta": 300.0}},
+    },
+    "hunyuan_v1_moe": {
+        "plain": {},
+        "list": {
+            "moe_topk": [3, 3, 3], "attention_bias": True, "rms_norm_eps": 1e-2,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 300.0, "alpha": 50.0, "factor": 1.0},
+        },
     },
     "ministral": {"plain": {"sliding_window": 7}, "types": {"sliding_window": 9, "layer_types": TYPES}},
     "ministral3": {"plain": {"rope_parameters": GROWING}, "window": {"sliding_window": 7, "rope_parameters": GROWING}},

@@ -18,7 +18,8 @@ from trl_jax.models.functional import merge
 torch = pytest.importorskip("torch")
 
 QUICKLY = {"xla_backend_optimization_level": 0}
-WITH_GRADIENTS = ("cohere", "gemma2", "gpt_neox", "granite", "llama", "phi", "olmoe", "gpt_oss")
+WITH_GRADIENTS = ("apertus", "cohere", "gemma2", "gpt_neox", "granite", "llama", "phi", "olmoe", "gpt_oss")
+ROUTERS = (".gate.weight", ".router.weight")  # as transformers calls them
 TIED = [(family, True) for family in ("llama", "phi", "gpt2")]
 CASES = [(family, tie) for family in causal.DECODERS for tie in (False, True)]
 
@@ -110,7 +111,10 @@ def test_the_head_computes_in_the_runs_dtype(folder_of):
     assert 1e-4 * exact.std() < off <= theirs_off
 
 
-@pytest.mark.parametrize("family", ["ernie4_5_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])
+BALANCED = ("ernie4_5_moe", "gpt_oss", "granitemoe", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+
+
+@pytest.mark.parametrize("family", BALANCED)
 def test_the_load_balancing_loss(family, folder_of):
     """Of the visible tokens of all layers, with its gradient."""
     folder, (ids, mask) = folder_of(family, False), causal.rows()
@@ -120,8 +124,8 @@ def test_the_load_balancing_loss(family, folder_of):
     wanted = reference(input_ids=torch.tensor(ids), **options).aux_loss
     wanted.backward()
     run = next(run for run in model.source.config.arch.runs if run.kind.experts)
-    mlp = reference.model.layers[run.first].mlp
-    router = (mlp.router if family == "gpt_oss" else mlp.gate).weight.grad.numpy()
+    layer = reference.model.layers[run.first]
+    (router,) = (p.grad for n, p in layer.named_parameters() if n.endswith(ROUTERS))
     places = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
 
     def loss(params):
@@ -131,4 +135,4 @@ def test_the_load_balancing_loss(family, folder_of):
 
     found, gradients = jax.jit(jax.value_and_grad(loss), compiler_options=QUICKLY)(model.params)
     np.testing.assert_allclose(found, wanted.item(), rtol=1e-5)
-    variants.assert_close(gradients[f"decoder.{run.name}.mlp.router.weight"][0], router, 1e-4)
+    variants.assert_close(gradients[f"decoder.{run.name}.mlp.router.weight"][0], router.numpy(), 1e-4)

@@ -21,6 +21,7 @@ LAYER = {
     "mlp.router.bias": "-", "attention.sinks": "heads",
     "mlp.down": "experts embed mlp", "mlp.router.weight": "- embed", "mlp.shared_gate.weight": "- embed",
     "mlp.shared.gate.weight": "mlp embed", "mlp.shared.up.weight": "mlp embed", "mlp.shared.down.weight": "embed mlp",
+    "mlp.activation.alpha_p": "-", "mlp.activation.alpha_n": "-", "mlp.activation.beta": "", "mlp.activation.eps": "",
 }  # fmt: skip
 MODEL = {
     "embed.weight": "vocab embed", "position_embed.weight": "- embed", "type_embed.weight": "- embed",
@@ -29,7 +30,7 @@ MODEL = {
     "convolution.weight": "- - -", "convolution.bias": "-",
 }  # fmt: skip
 CASES = [("llama", "yarn"), ("qwen2_moe", "plain"), ("gpt2", "plain"), ("olmo2", "plain"), ("cohere", "plain")]
-CASES += [("gpt_oss", "plain")]
+CASES += [("gpt_oss", "plain"), ("apertus", "plain")]
 ENCODERS = ["bert", "modernbert", "deberta", "deberta-v2", "electra"]
 
 

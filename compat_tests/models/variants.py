@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from compat_tests.models import families
-from compat_tests.tiny import routers_buffers, tiny_model
+from compat_tests.tiny import buffers_of, tiny_model
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -159,7 +159,7 @@ def reference_gradients(model, folder: Path) -> dict[str, np.ndarray]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-        for _, buffer in routers_buffers(model):
+        for _, buffer in buffers_of(model):
             buffer.zero_()
     bare = type(model).__name__ == "Classifier"
     (model.body if bare else model).save_pretrained(folder)

@@ -28,6 +28,9 @@ from trl_jax.models.stack import narrowest_window
 from trl_jax.nn.quantized import HALVES, TABLES, Format, Quantized, dequantized
 
 
+_BUFFERS = (".correction_bias", ".activation.beta", ".activation.eps")
+
+
 class NativeBackend(Backend):
     """The configurable decoder or encoder; `source` is the checkpoint it was loaded from, `formats` says which weights
     are held in few bits."""
@@ -43,7 +46,7 @@ class NativeBackend(Backend):
         self.graph, _ = abstract(self.make)
         self.tensors = {entry.path: entry.tensor for entry in source.tensor_map}
         self.embeddings = frozenset(path for path in self.tensors if path.endswith("embed.weight"))
-        self.buffers = frozenset(path for path in self.tensors if path.endswith(".correction_bias"))
+        self.buffers = frozenset(path for path in self.tensors if path.endswith(_BUFFERS))
         self.ignores_types = self.causal = causal
         self.takes_packed, self.drops_out = causal or arch.takes_packed, arch.drops_out
         self.takes_stripes = causal and arch.short_convolution is None

@@ -10,6 +10,7 @@ from flax import nnx
 
 from trl_jax.nn.dropout import Dropout
 from trl_jax.nn.linear import Linear
+from trl_jax.nn.xielu import XIELU
 
 
 @jax.custom_jvp
@@ -42,6 +43,7 @@ ACTIVATIONS = {
     "tanh": tanh,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
+XIELU_NAME = "xielu"  # of the one that has parameters
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class MLP(nnx.Module):
         self.gate = Linear(features, hidden, bias=bias, axes=("mlp", "embed")) if gated else None
         self.up = Linear(features, hidden, bias=bias, axes=("mlp", "embed"))
         self.down = Linear(hidden, features, bias=bias, axes=("embed", "mlp"))
-        self.activation = ACTIVATIONS[activation]
+        self.activation = XIELU() if activation == XIELU_NAME else ACTIVATIONS[activation]
 
     def __call__(self, x: jax.Array, *, dropout: Dropout | None = None) -> jax.Array:
         """`[..., D]` to the same; `dropout` is applied before the way down."""

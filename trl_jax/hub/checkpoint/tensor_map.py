@@ -48,6 +48,18 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class ExpertRows(Rows):
+    """Such rows of each expert's matrix, in a tensor of all experts: `[E, total, in]`, transposed `[E, in, total]`."""
+
+    def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
+        return (ours[0], *super().shape(ours[1:]))
+
+    def view(self, tensor: np.ndarray) -> np.ndarray:
+        matrices = tensor.swapaxes(1, 2) if self.transposed else tensor
+        return matrices[:, self.start : self.start + self.count]
+
+
+@dataclass(frozen=True)
 class OneRow:
     """A vector of ours that is a matrix with one row."""
 

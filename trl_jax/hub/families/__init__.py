@@ -30,6 +30,7 @@ class Family:
         moved: (part of names on disk, what transformers' modules have in its place).
         ignored: regular expressions of tensors that checkpoints carry; dropped where the model has no use for them.
         carried: a regular expression of tensors that no text is computed with; they are saved as they came.
+        linear_router: whether transformers' router of experts is a linear map, which PEFT adapts like others.
         in_transformers: whether transformers has a class of this model with the score head.
     """
 
@@ -44,6 +45,7 @@ class Family:
     moved: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$", r"^lm_head\.bias$")
     carried: str | None = None
+    linear_router: bool = False
     in_transformers: bool = True
 
     @property

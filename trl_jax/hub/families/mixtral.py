@@ -12,10 +12,15 @@ from trl_jax.models.arch import Arch, Experts
 
 def arch(config: ConfigReader) -> Arch:
     base = mistral.arch(config)
+    return replace(base, experts=read_experts(config, base))
+
+
+def read_experts(config: ConfigReader, base: Arch) -> Experts:
+    """Experts as wide as `base` has the MLP whose place they take."""
     config.refuse("router_jitter_noise", 0.0)
     config.value("output_router_logits"), config.value("router_aux_loss_coef")  # of a language model's loss
     count, top_k = config.size("num_local_experts", 8), config.size("num_experts_per_tok", 2)
-    return replace(base, experts=Experts(count, top_k, size=base.mlp_size, renormalised=True))
+    return Experts(count, top_k, size=base.mlp_size, renormalised=True)
 
 
 def names(arch: Arch) -> Names:

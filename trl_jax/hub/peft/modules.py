@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flax import nnx
@@ -78,10 +78,11 @@ def modules_of(config: NativeConfig) -> list[Module]:
             if path not in entries:
                 continue
             entry = entries[path]
-            group = groups.setdefault((_owner(entry.tensor), entry.first), [])
+            group = groups.setdefault((current_name(_owner(entry.tensor), config.family), entry.first), [])
             if entry not in group:
                 group.append(entry)
-    return [_module(current_name(name, config.family), group, shapes, model) for (name, _), group in groups.items()]
+    made = (_module(name, group, shapes, model) for (name, _), group in groups.items())
+    return [replace(one, kind="linear") if one.kind == "router" and config.family.linear_router else one for one in made]
 
 
 def _owner(tensor: str) -> str:

@@ -16,9 +16,12 @@ _WITH_MATRICES = ("linear", "router", "experts")  # kinds of modules whose matri
 # Families whose experts and router target_modules may name by older names; PEFT then adapts the parameters that they
 # have become, and of two that lie in one, both or neither.
 _OF_QWEN = {"gate": "gate.weight", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
+_OF_MIXTRAL = {"gate": "gate.weight", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"}
 _BECAME = {
-    "mixtral": {"gate": "gate.weight", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"},
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "ernie4_5_moe", "glm4_moe", "olmoe", "qwen3_moe"), _OF_QWEN),
+    **dict.fromkeys(("minimax_m2", "mixtral"), _OF_MIXTRAL),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "ernie4_5_moe", "glm4_moe", "hunyuan_v1_moe", "olmoe", "qwen3_moe"), _OF_QWEN
+    ),
 }
 
 

@@ -1,0 +1,38 @@
+"""granitemoe: granite with experts, whose matrices of a layer lie in two tensors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trl_jax.hub.checkpoint.tensor_map import ExpertRows, Names, ordered
+from trl_jax.hub.config.reader import ConfigReader
+from trl_jax.hub.families import Family, granite, llama
+from trl_jax.models.arch import Arch, Experts
+
+MOVED = (
+    (".block_sparse_moe.input_linear", ".block_sparse_moe.experts"),
+    (".block_sparse_moe.output_linear", ".block_sparse_moe.experts"),
+    (".block_sparse_moe.router.layer", ".block_sparse_moe.router"),
+)
+
+
+def arch(config: ConfigReader) -> Arch:
+    base = granite.arch(config)
+    config.value("output_router_logits"), config.value("router_aux_loss_coef")  # of a language model's loss
+    count, top_k = config.size("num_local_experts"), config.size("num_experts_per_tok")
+    # A softmax over the logits of the selected is one over all of them, renormalised.
+    return replace(base, mlp_bias=False, experts=Experts(count, top_k, size=base.mlp_size, renormalised=True))
+
+
+def names(arch: Arch) -> Names:
+    ours, theirs, size = "decoder.layers.mlp.", "model.layers.{}.block_sparse_moe.", arch.experts.size
+    found = llama.names(arch) | {
+        ours + "router": theirs + "router.layer",
+        ours + "gate": (theirs + "input_linear.weight", ExpertRows(0, size, 2 * size)),
+        ours + "up": (theirs + "input_linear.weight", ExpertRows(size, size, 2 * size)),
+        ours + "down": theirs + "output_linear.weight",
+    }
+    return ordered(found, ours + "router", before=ours + "gate")
+
+
+FAMILY = Family("granitemoe", "GraniteMoe", arch, names, moved=MOVED, in_transformers=False)

@@ -1,0 +1,51 @@
+"""minimax_m2: mixtral with norms over all of q and k, a router of corrected sigmoids, and some channels rotated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trl_jax.hub.checkpoint.tensor_map import Names, ordered
+from trl_jax.hub.config.reader import ConfigReader
+from trl_jax.hub.config.rope import read_rotary_dim
+from trl_jax.hub.families import Family, llama, mixtral
+from trl_jax.models.arch import Arch
+
+# Keys of its first checkpoints, which transformers does not read: what they say is what it computes.
+_SAID = {
+    "qk_norm_type": "per_layer", "scoring_func": "sigmoid", "shared_intermediate_size": 0, "sliding_window": None,
+    "use_qk_norm": True, "use_routing_bias": True,
+}  # fmt: skip
+# Of tokens further ahead, which transformers does not predict, and of parts that these models do not have.
+_WITHOUT_EFFECT = (
+    "layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta", "mlp_intermediate_size",
+    "mtp_transformer_layers", "num_mtp_modules", "shared_moe_mode", "use_mtp",
+)  # fmt: skip
+
+
+def arch(config: ConfigReader) -> Arch:
+    for key, value in _SAID.items():
+        config.refuse(key, value)
+    for key in _WITHOUT_EFFECT:
+        config.value(key)
+    base = llama.arch(config, partial=True)
+    config.refuse("attn_type_list", [1] * base.num_layers, None)
+    rotary_dim = config.size("rotary_dim", base.head_dim, maximum=base.head_dim)
+    return replace(
+        base,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        rotary_dim=read_rotary_dim(config, base.head_dim, rotary_dim / base.head_dim),
+        qk_norm="full",
+        experts=replace(mixtral.read_experts(config, base), scores="sigmoid", correction_bias=True),
+    )
+
+
+def names(arch: Arch) -> Names:
+    correction = {"decoder.layers.mlp.correction_bias": "model.layers.{}.block_sparse_moe.e_score_correction_bias"}
+    return ordered(mixtral.names(arch) | correction, *correction, before="decoder.layers.mlp.router")
+
+
+FAMILY = Family(
+    "minimax_m2", "MiniMaxM2", arch, names, moved=((".block_sparse_moe.", ".mlp."),), in_transformers=False
+)
