@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 _DTYPES = ("float32", "bfloat16", "float16", "auto")
 _PLACEMENT = ("device_map", "low_cpu_mem_usage", "max_memory", "offload_folder")
-_WITHOUT_EFFECT = ("use_cache", "use_safetensors", "ignore_mismatched_sizes")
+_WITHOUT_EFFECT = ("use_cache", "use_safetensors", "ignore_mismatched_sizes", "use_flash_attention_2")
 _ATTENTION = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 _FETCH = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "gguf_file")
 
