@@ -81,8 +81,10 @@ def modules_of(config: NativeConfig) -> list[Module]:
             group = groups.setdefault((current_name(_owner(entry.tensor), config.family), entry.first), [])
             if entry not in group:
                 group.append(entry)
-    made = (_module(name, group, shapes, model) for (name, _), group in groups.items())
-    return [replace(one, kind="linear") if one.kind == "router" and config.family.linear_router else one for one in made]
+    made = [_module(name, group, shapes, model) for (name, _), group in groups.items()]
+    if config.family.linear_router:
+        made = [replace(one, kind="linear") if one.kind == "router" else one for one in made]
+    return made
 
 
 def _owner(tensor: str) -> str:
