@@ -13,7 +13,7 @@ from trl_jax import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl_jax.core.packed import reads_of_rows
 from trl_jax.hub.config import native
 from trl_jax.hub.families import read_arch
-from trl_jax.models.arch import Arch, Experts
+from trl_jax.models.arch import Arch, Experts, Latent, LayerKind, ShortConvolution
 from trl_jax.models.functional import merge
 from trl_jax.nn.mlp import ClampedSwiGLU
 from trl_jax.nn.rope import Rope
@@ -35,6 +35,9 @@ REFUSED = {
     "learned_positions": ("gpt2", "plain", 500),
     "experts": ("qwen2_moe", "plain", None),
     "sinks": ("gpt_oss", "plain", False),
+    "latent": ("deepseek_v3", "plain", Latent(32, 16, 10, 1e-6)),
+    "short_convolution": ("lfm2", "biases", ShortConvolution(3, True)),
+    "kinds": ("lfm2", "plain", (LayerKind("convolution"), LayerKind(), *(LayerKind("convolution"),) * 2)),
 }
 MISCOMPUTED = {
     "norm_eps": ("qwen2", "plain", 1e-3),
@@ -59,6 +62,21 @@ EXPERTS = {
     "top_k": ("qwen3_moe", "plain", 1),
     "renormalised": ("qwen3_moe", "plain", True),
     "swiglu": ("gpt_oss", "plain", None),
+    "scores": ("deepseek_v3", "plain", "softmax"),
+    "weight_floor": ("ernie4_5_moe", "between", 0.0),
+    "scale": ("deepseek_v3", "plain", 1.0),
+    "groups": ("deepseek_v3", "plain", 1),
+    "top_groups": ("deepseek_v3", "plain", 1),
+    "group_best": ("deepseek_v3", "plain", 1),
+}
+# Facts of experts that tell which tensors there are.
+EXPERTS_SHAPE = {
+    "count": ("qwen2_moe", 3),
+    "size": ("qwen2_moe", 20),
+    "shared_size": ("qwen2_moe", None),
+    "shared_gated": ("qwen2_moe", False),
+    "correction_bias": ("deepseek_v3", False),
+    "bias": ("gpt_oss", False),
 }
 SWIGLU = {"alpha": 1.0, "limit": 0.9}
 ROPE = {
@@ -90,7 +108,7 @@ ELSEWHERE = {"counts_visible", "initializer_range", "tied_embeddings", "padding_
 def test_every_fact_is_here():
     assert {fact.name for fact in fields(Arch)} == {*REFUSED, *MISCOMPUTED, *DROPOUTS, *HEAD, *ELSEWHERE}
     assert {fact.name for fact in fields(Rope)} == set(ROPE)
-    assert {fact.name for fact in fields(Experts)} == {*EXPERTS, "count", "size", "shared_size", "bias"}
+    assert {fact.name for fact in fields(Experts)} == {*EXPERTS, *EXPERTS_SHAPE}
     assert {fact.name for fact in fields(ClampedSwiGLU)} == set(SWIGLU)
 
 
@@ -124,16 +142,9 @@ def test_a_fact_of_shape(fact, built, load_with):
         load_with(built(family, name), **{fact: wrong})
 
 
-@pytest.mark.parametrize(
-    ("family", "fact", "wrong"),
-    [
-        ("qwen2_moe", "count", 3),
-        ("qwen2_moe", "size", 20),
-        ("qwen2_moe", "shared_size", None),
-        ("gpt_oss", "bias", False),
-    ],
-)
-def test_a_fact_of_the_experts_shape(family, fact, wrong, built, load_with):
+@pytest.mark.parametrize("fact", EXPERTS_SHAPE)
+def test_a_fact_of_the_experts_shape(fact, built, load_with):
+    family, wrong = EXPERTS_SHAPE[fact]
     folder = built(family, "plain")
     experts = replace(load_with(folder).source.config.arch.experts, **{fact: wrong})
     with pytest.raises(ValueError, match=r"Missing: .*Unexpected: |wrong shapes: .* config.json asks for"):
@@ -151,6 +162,13 @@ def test_a_fact_of_value(fact, built, load_with):
     family, name, wrong = MISCOMPUTED[fact]
     folder = built(family, name)
     assert _off(scores(load_with(folder, **{fact: wrong})), scores(load_with(folder))) > 1e-4
+
+
+def test_the_norms_of_latent_attention(built, load_with):
+    folder = built("deepseek_v3", "plain")
+    right = load_with(folder)
+    wrong = load_with(folder, latent=replace(right.source.config.arch.latent, norm_eps=1e-2))
+    assert _off(scores(wrong), scores(right)) > 1e-4
 
 
 @pytest.mark.parametrize("fact", HEAD)
