@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -24,13 +26,13 @@ ROWS = {"SFT": text_rows, "DPO": preference_rows}
 
 @pytest.fixture(scope="module")
 def run(checkpoint, tmp_path_factory):
-    def measured(name: str, mesh: str, accumulation: int, layout: str) -> np.ndarray:
+    def measured(family: str, name: str, mesh: str, accumulation: int, layout: str) -> np.ndarray:
         config = {"mesh_shape": mesh, "gradient_accumulation_steps": accumulation, "batch_layout": layout}
         out = str(tmp_path_factory.mktemp("out"))
         args = getattr(trl_jax, f"{name}Config")(out, **BASE | CONFIG | config)
         train, evaluated = (Dataset.from_list(ROWS[name](n, "prompt", seed=n)) for n in (16, 8))
         trainer = getattr(trl_jax, f"{name}Trainer")(
-            str(checkpoint("qwen3_moe", **SMALL)), args=args, train_dataset=train, eval_dataset=evaluated
+            str(checkpoint(family, **SMALL)), args=args, train_dataset=train, eval_dataset=evaluated
         )
         trainer.train()
         trainer.evaluate()
@@ -41,19 +43,23 @@ def run(checkpoint, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(run):
-    """By trainer: on one device, whose two micro-batches a step are what two devices have of one."""
-    return {name: run(name, "data:1", 2, "padded") for name in ROWS}
+    """alone(family, trainer): on one device, whose two micro-batches a step are what two devices have of one."""
+    return cache(lambda family, name: run(family, name, "data:1", 2, "padded"))
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh", "layout"),
+    ("family", "name", "mesh", "layout"),
     [
-        thorough("SFT", "fsdp:2", "padded"),
-        ("SFT", "fsdp:2,tensor:2", "packed"),
-        thorough("SFT", "data:2,sequence:2", "packed"),
-        ("DPO", "fsdp:2", "shared"),
+        thorough("qwen3_moe", "SFT", "fsdp:2", "padded"),
+        ("qwen3_moe", "SFT", "fsdp:2,tensor:2", "packed"),
+        thorough("qwen3_moe", "SFT", "data:2,sequence:2", "packed"),
+        ("qwen3_moe", "DPO", "fsdp:2", "shared"),
+        ("gpt_oss", "SFT", "fsdp:2,tensor:2", "packed"),
+        thorough("gpt_oss", "SFT", "data:2,sequence:2", "packed"),
+        thorough("gpt_oss", "DPO", "fsdp:2", "shared"),
     ],
 )
-def test_the_numbers_of_one_device(name, mesh, layout, run, alone):
-    assert len(alone[name]) == 3 * 2 + len(MEASURED[name]) - 3
-    np.testing.assert_allclose(run(name, mesh, 1, layout), alone[name], rtol=2e-4)
+def test_the_numbers_of_one_device(family, name, mesh, layout, run, alone):
+    one_device = alone(family, name)
+    assert len(one_device) == 3 * 2 + len(MEASURED[name]) - 3
+    np.testing.assert_allclose(run(family, name, mesh, 1, layout), one_device, rtol=2e-4)

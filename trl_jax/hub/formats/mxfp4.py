@@ -18,8 +18,8 @@ _BIAS = 127  # of a scale's exponent
 
 
 class Mxfp4Files(CheckpointFiles):
-    """A checkpoint in which `<tensor>_blocks` and `<tensor>_scales`, uint8 `[E, out, G, B]` and `[E, out, G]`, are read as
-    one tensor, bfloat16 `[E, in, out]`: G blocks of 2 B numbers, each block with a power of two."""
+    """A checkpoint in which `<tensor>_blocks`, uint8 `[E, out, G, B]`, and `<tensor>_scales`, uint8 `[E, out, G]`, are
+    read as one tensor, bfloat16 `[E, in, out]`: G blocks of 2 B numbers, each block with a power of two."""
 
     def __init__(self, folder: Path):
         super().__init__(folder)
