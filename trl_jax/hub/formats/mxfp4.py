@@ -13,7 +13,7 @@ METHOD = "mxfp4"  # in quantization_config.quant_method
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _POSITIVE = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)  # the numbers of E2M1, whose first bit is the sign
 _NUMBERS = np.concatenate([_POSITIVE, -_POSITIVE])
-_PAIRS = _NUMBERS[np.arange(256)[:, None] >> np.asarray([0, 4]) & 15]  # of a byte, `[256, 2]`: the low bits come first
+_BYTES = _NUMBERS[np.arange(256)[:, None] >> np.asarray([0, 4]) & 15]  # of a byte, `[256, 2]`: the low bits come first
 _BIAS = 127  # of a scale's exponent
 
 
@@ -61,6 +61,6 @@ def dequantized(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):  # a scale of 255 is no number
         powers = np.ldexp(np.float32(1), scales.astype(np.int32) - _BIAS)
         for expert in range(experts):
-            values = _PAIRS[blocks[expert]].reshape(outputs, groups, -1) * powers[expert][..., None]
+            values = _BYTES[blocks[expert]].reshape(outputs, groups, -1) * powers[expert][..., None]
             whole[expert] = values.reshape(outputs, -1).T
     return whole
