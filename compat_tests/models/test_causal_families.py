@@ -19,6 +19,7 @@ torch = pytest.importorskip("torch")
 
 QUICKLY = {"xla_backend_optimization_level": 0}
 WITH_GRADIENTS = ("apertus", "cohere", "gemma2", "gpt_neox", "granite", "llama", "phi", "olmoe")
+BALANCED = ("granitemoe", "granitemoehybrid", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 ROUTERS = (".gate.weight", ".router.weight")  # as transformers calls them
 TIED = [(family, True) for family in ("llama", "phi", "gpt2")]
 CASES = [(family, tie) for family in causal.DECODERS for tie in (False, True)]
@@ -111,7 +112,7 @@ def test_the_head_computes_in_the_runs_dtype(folder_of):
     assert 1e-4 * exact.std() < off <= theirs_off
 
 
-@pytest.mark.parametrize("family", ["granitemoe", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("family", BALANCED)
 def test_the_load_balancing_loss(family, folder_of):
     """Of the visible tokens of all layers, with its gradient."""
     folder, (ids, mask) = folder_of(family, False), causal.rows()

@@ -81,8 +81,9 @@ def modules_of(config: NativeConfig) -> list[Module]:
             group = groups.setdefault((current_name(_owner(entry.tensor), config.family), entry.first), [])
             if entry not in group:
                 group.append(entry)
-    made = (_module(name, group, shapes, model) for (name, _), group in groups.items())
-    return [replace(one, kind="linear") if one.kind == "router" and config.family.linear_router else one for one in made]
+    found = [_module(name, group, shapes, model) for (name, _), group in groups.items()]
+    linear = config.family.linear_router
+    return [replace(module, kind="linear") if linear and module.kind == "router" else module for module in found]
 
 
 def _owner(tensor: str) -> str:
