@@ -16,7 +16,7 @@ from trl_jax.hub.exported import translation
 from trl_jax.hub.exported.model import TorchModel
 from trl_jax.hub.exported.model_types import is_exported, objection
 from trl_jax.hub.exported.refused import REFUSED
-from trl_jax.hub.families import families
+from trl_jax.hub.families import families, native_types
 
 
 def folder_of(tmp_path, **config):
@@ -41,6 +41,13 @@ def test_every_classifier_of_transformers_is_native_exported_or_refused():
     assert not set(configs.TYPES) & set(REFUSED)
 
 
+@pytest.mark.parametrize(("types", "exported"), [(["attention"], False), (["attention", "mamba"], True), (None, True)])
+def test_a_language_model_with_layers_of_mamba_is_exported(types, exported, tmp_path):
+    raw = {"model_type": "granitemoehybrid", "layer_types": types}
+    assert is_exported(raw, native_types(raw), tmp_path, "lm") == exported
+    assert not is_exported(raw, native_types(raw), tmp_path, "score")
+
+
 def test_loading_refuses_by_name(tmp_path):
     folder = folder_of(tmp_path, model_type="bart")
     with pytest.raises(ValueError, match="model_type 'bart' is not supported: it finds the EOS .* works: roberta"):
@@ -57,7 +64,7 @@ def test_without_torch_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)  # as find_spec and import see one that is not there
     folder = folder_of(tmp_path, model_type="bloom")
     text = f"{folder / 'config.json'}: model_type 'bloom' is computed by exporting transformers' own model"
-    with pytest.raises(ImportError, match=re.escape(text) + r".*pip install 'trl_jax\[torch\]'.*there are arcee, "):
+    with pytest.raises(ImportError, match=re.escape(text) + r".*pip install 'trl_jax\[torch\]'.*there are apertus, "):
         AutoModelForSequenceClassification.from_pretrained(folder)
 
 

@@ -90,12 +90,16 @@ SHAPES = {
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "opt": {"init_std": 0.1, "ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0},
     "granite": GRANITE,
+    "granitemoehybrid": GRANITE | {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 40, "shared_intermediate_size": 48,
+        "layer_types": [FULL] * 3,
+    },
     "granitemoe": GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 40},
 }
 # Those that transformers has no sequence classifier for: the body is compared, under our own head.
 BODY_ONLY = {
-    "apertus", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm4_moe", "granite", "granitemoe", "lfm2", "lfm2_moe",
-    "minimax_m2", "olmoe",
+    "apertus", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm4_moe", "granite", "granitemoe",
+    "granitemoehybrid", "lfm2", "lfm2_moe", "minimax_m2", "olmoe",
 }  # fmt: skip
 
 # Those whose positions are not told by one rope_parameters.
@@ -199,6 +203,11 @@ VARIANTS = {
     "granitemoe": {
         "plain": {},
         "biases": {"attention_bias": True, "num_experts_per_tok": 3, "rms_norm_eps": 1e-2, "num_key_value_heads": 4},
+    },
+    "granitemoehybrid": {
+        "plain": {"position_embedding_type": "rope"},
+        "no_positions": {"layer_types": ["attention"] * 3, "attention_bias": True, "num_experts_per_tok": 3},
+        "no_experts": {"position_embedding_type": "rope", "num_local_experts": 0},
     },
     "helium": {"plain": {}, "biases": {"attention_bias": True, "mlp_bias": True, "rms_norm_eps": 1e-2}},
     "hunyuan_v1_dense": {

@@ -30,6 +30,7 @@ class Family:
         moved: (part of names on disk, what transformers' modules have in its place).
         ignored: regular expressions of tensors that checkpoints carry; dropped where the model has no use for them.
         carried: a regular expression of tensors that no text is computed with; they are saved as they came.
+        covers: whether the model of a config.json of this type is computed here; the others are exported.
         linear_router: whether transformers' router of experts is a linear map, which PEFT adapts like others.
         in_transformers: whether transformers has a class of this model with the score head.
     """
@@ -45,6 +46,7 @@ class Family:
     moved: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$", r"^lm_head\.bias$")
     carried: str | None = None
+    covers: Callable[[dict[str, Any]], bool] = lambda raw: True
     linear_router: bool = False
     in_transformers: bool = True
 
@@ -62,6 +64,11 @@ def families() -> dict[str, Family]:
     """The family of every file here, by model_type."""
     found = [import_module(f"{__name__}.{module.name}").FAMILY for module in iter_modules(__path__)]
     return {family.model_type: family for family in found}
+
+
+def native_types(raw: dict[str, Any]) -> set[str]:
+    """The model types that are computed here, given a config.json: of some, not all models are."""
+    return {kind for kind, family in families().items() if family.covers(raw)}
 
 
 def family_of(raw: dict[str, Any], source: Path) -> Family:

@@ -18,21 +18,30 @@ MOVED = (
 
 def arch(config: ConfigReader) -> Arch:
     base = granite.arch(config)
+    return replace(base, mlp_bias=False, experts=read_experts(config, base))
+
+
+def read_experts(config: ConfigReader, base: Arch) -> Experts:
+    """Experts as wide as `base` has the MLP whose place they take."""
     config.value("output_router_logits"), config.value("router_aux_loss_coef")  # of a language model's loss
     count, top_k = config.size("num_local_experts"), config.size("num_experts_per_tok")
     # A softmax over the logits of the selected is one over all of them, renormalised.
-    return replace(base, mlp_bias=False, experts=Experts(count, top_k, size=base.mlp_size, renormalised=True))
+    return Experts(count, top_k, size=base.mlp_size, renormalised=True)
 
 
 def names(arch: Arch) -> Names:
-    ours, theirs, size = "decoder.layers.mlp.", "model.layers.{}.block_sparse_moe.", arch.experts.size
-    found = llama.names(arch) | {
+    found = llama.names(arch) | experts_names(arch.experts)
+    return ordered(found, "decoder.layers.mlp.router", before="decoder.layers.mlp.gate")
+
+
+def experts_names(experts: Experts) -> Names:
+    ours, theirs, size = "decoder.layers.mlp.", "model.layers.{}.block_sparse_moe.", experts.size
+    return {
         ours + "router": theirs + "router.layer",
         ours + "gate": (theirs + "input_linear.weight", ExpertRows(0, size, 2 * size)),
         ours + "up": (theirs + "input_linear.weight", ExpertRows(size, size, 2 * size)),
         ours + "down": theirs + "output_linear.weight",
     }
-    return ordered(found, ours + "router", before=ours + "gate")
 
 
 FAMILY = Family("granitemoe", "GraniteMoe", arch, names, moved=MOVED, in_transformers=False)
