@@ -1,7 +1,7 @@
 """The gated delta rule in chunks (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464).
 
-Each head has a state `S` of `[C, V]`, key channels by value channels. A token with key `k`, value `v`, decay `exp(g)` and
-strength `beta` makes of it
+Each head has a state `S` of `[C, V]`, key channels by value channels. A token with key `k`, value `v`, decay
+`exp(g)` and strength `beta` makes of it
 
     S = exp(g) S + k u^T    with    u = beta (v - exp(g) S^T k),
 
@@ -28,8 +28,8 @@ _einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 class _Seen(NamedTuple):
     """What the tokens of each chunk follow, all of `[R, N, ...]`, or `[1, N, ...]` where rows are alike.
 
-    mask: bool `[I, J]`, the tokens of the chunk up to itself that are of its text. after_last, after_context: bool `[I]`,
-    whether what it follows ends with the last token before the chunk, or with the end of that token's context.
+    mask: bool `[I, J]`, the tokens of the chunk up to itself that are of its text. after_last, after_context: bool
+    `[I]`, whether what it follows ends with the last token before the chunk, or with the end of that token's context.
     context_row: int32 `[]`, where in this chunk the context ends of its last token; -1 where it ended before, and then
     `context_kept`, or `context_begins`, for with the last token before the chunk; None where no row has contexts.
     """
@@ -50,7 +50,7 @@ def delta_rule(
     beta_RTKG: jax.Array,
     order: TextOrder | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Outputs `[R, T, K, G, V]`, and the states after each row's last token `[R, K, G, C, V]`; in the dtype of `q_RTKC`.
+    """Outputs `[R, T, K, G, V]`, and the states after each row's last token `[R, K, G, C, V]`.
 
     Args:
         q_RTKC, k_RTKC: queries and keys of each of K heads, as they are multiplied.
@@ -62,7 +62,7 @@ def delta_rule(
     size = min(CHUNK, length)
     q, k, v, g, beta = (_in_chunks(x, size) for x in (q_RTKC, k_RTKC, v_RTKGV, g_RTKG, beta_RTKG))
     seen = _plain(k.shape[1], size) if order is None else _seen(order, size)
-    decay = _einsum("rnij,rnjkg->rnikg", seen.mask.astype(g.dtype), g)  # from what it follows before the chunk to itself
+    decay = _einsum("rnij,rnjkg->rnikg", seen.mask.astype(g.dtype), g)  # from before the chunk
     between = jnp.moveaxis(decay[:, :, :, None] - decay[:, :, None], (2, 3), (4, 5))  # [R, N, K, G, I, J]
     between = jnp.exp(jnp.where(seen.mask[:, :, None, None], between, -jnp.inf))
     decay = jnp.exp(decay)

@@ -1,4 +1,4 @@
-"""Packed rows for layers with a state, which read every text from its first token on."""
+"""Packed rows for layers that read every text from its first token on: convolutions, and those with a state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from trl_jax.core.packed import Packed
-from trl_jax.nn.short_convolution import places_before
 
 
 class TextOrder(NamedTuple):
@@ -79,3 +78,22 @@ def _branches(packed: Packed) -> tuple[jax.Array, ...]:
 
 def _taken(x: jax.Array, places: jax.Array) -> jax.Array:
     return jax.vmap(lambda row, at: row[at])(x, places)
+
+
+def places_before(packed: Packed, count: int) -> jax.Array:
+    """The places of the `count` tokens before each token in its text, the nearest last: int32 `[R, T, count]`; T where
+    there is none. Before a branch comes its context, before the first token of an answer its prompt."""
+    length = packed.first.shape[1]
+    place = jnp.arange(length, dtype=jnp.int32)
+    last = jnp.where(place > packed.first, place - 1, length)  # of the token's own range
+    if packed.context is not None:
+        ends = jnp.where(packed.context_end > packed.context, packed.context_end - 1, length)
+        last = jnp.where(place > packed.first, place - 1, ends)
+    if packed.prompt is not None:  # an answer before its prompt lies in reverse order: see core.packed.Packed
+        nearer = jnp.where(place + 1 < packed.prompt, place + 1, packed.end - 1)
+        last = jnp.where(place < packed.prompt, nearer, last)
+    last = jnp.where(packed.first < length, last, length).astype(jnp.int32)  # padding
+    found = [last]
+    while len(found) < count:
+        found.append(jax.vmap(lambda row, at: row.at[at].get(mode="fill", fill_value=length))(last, found[-1]))
+    return jnp.stack(found[::-1], axis=-1)
