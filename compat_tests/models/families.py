@@ -59,8 +59,16 @@ DEEPSEEK_YARN = {
     "mscale": 0.7, "mscale_all_dim": 0.9,
 }  # fmt: skip
 
+LINEAR_ATTENTION = "linear_attention"
+DELTA = {
+    "head_dim": 16, "full_attention_interval": 3, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+}  # fmt: skip
+
 # Beside tiny.SHAPE.
 SHAPES = {
+    "qwen3_next": {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 40},
+    "qwen3_5_text": DELTA,
     "deepseek_v2": ROUTED | LATENT,
     "deepseek_v3": ROUTED | LATENT | {"n_group": 4, "topk_group": 2},
     "ernie4_5": {"head_dim": 24},
@@ -255,6 +263,21 @@ VARIANTS = {
         "partial": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}, "num_key_value_heads": 4},
     },
     "qwen2_moe": {"plain": {}, "no_bias": {"qkv_bias": False, "norm_topk_prob": True}},
+    "qwen3_5_text": {
+        "plain": {"rope_parameters": QUARTER | {"mrope_section": [1, 1, 0], "mrope_interleaved": True}},
+        "others": {
+            "layer_types": [LINEAR_ATTENTION, FULL, LINEAR_ATTENTION], "attention_bias": True,
+            "linear_num_key_heads": 4, "linear_conv_kernel_dim": 3, "rms_norm_eps": 1e-2,
+            "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
+        },
+    },
+    "qwen3_next": {
+        "plain": {},
+        "dense": {
+            "decoder_sparse_step": 2, "layer_types": [FULL, LINEAR_ATTENTION, LINEAR_ATTENTION], "attention_bias": True,
+            "linear_num_value_heads": 2, "norm_topk_prob": False,
+        },
+    },
     "qwen3_moe": {"plain": {}, "window": {"use_sliding_window": True, "sliding_window": 7, "norm_topk_prob": True}},
     "seed_oss": {"plain": {}, "biases": {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}},
     "smollm3": {

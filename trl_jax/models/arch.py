@@ -73,9 +73,21 @@ class ShortConvolution:
 
 
 @dataclass(frozen=True)
+class GatedDelta:
+    """A gated delta net in place of attention: heads of queries and keys with `key_dim` channels, and of values with
+    `value_dim`, a multiple as many. Its convolution sees a token and the `width` - 1 before it."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+
+
+@dataclass(frozen=True)
 class LayerKind:
-    """What tells the parameters of layers apart: `mixer` is "attention" or "convolution"; `experts`: whether they are
-    in the place of the MLP."""
+    """What tells the parameters of layers apart: `mixer` is "attention", "convolution" or "delta_net"; `experts`:
+    whether they are in the place of the MLP."""
 
     mixer: str = "attention"
     experts: bool = False
@@ -106,7 +118,8 @@ class Arch:
     not know positions. `block` is a key of BLOCKS, `norm` and `qk_norm_kind` of nn.norm.NORMS, `activation` of
     nn.mlp.ACTIVATIONS or "xielu". `qk_norm` is None, "head" (one norm for all heads), "each_head" (weights for each of
     them) or "full" (over all heads at once). `attention_scales` multiply the scores; None is head_dim ** -0.5.
-    `softcap` bounds the scores by `softcap * tanh(scores / softcap)`; `clip_qkv` bounds projected queries, keys and
+    `softcap` bounds the scores by `softcap * tanh(scores / softcap)`; with `gated_attention`, each channel of the
+    result is multiplied by the sigmoid of one of the token's own; `clip_qkv` bounds projected queries, keys and
     values. With `sinks`, each query head has a learned score more in the sum of its softmax, which brings no value.
     `learned_positions` counts the rows of a table of positions, read from row `position_offset` on; with
     `counts_visible`, positions count the visible tokens only. With `scale_in_table`, `embedding_scale` belongs to
@@ -141,6 +154,7 @@ class Arch:
     qk_norm_kind: str = "rms"
     qk_norm_after_rope: bool = False
     attention_scales: tuple[float, ...] | None = None
+    gated_attention: bool = False
     softcap: float | None = None
     clip_qkv: float | None = None
     sinks: bool = False
@@ -154,6 +168,7 @@ class Arch:
     experts: Experts | None = None
     latent: Latent | None = None
     short_convolution: ShortConvolution | None = None
+    gated_delta: GatedDelta | None = None
     kinds: tuple[LayerKind, ...] | None = None
     attention_dropout: float = 0.0
     embedding_dropout: float = 0.0
