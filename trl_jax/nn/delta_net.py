@@ -70,6 +70,7 @@ class GatedDeltaNet(nnx.Module):
         weight = jnp.concatenate([self.q_convolution[...], self.k_convolution[...], self.v_convolution[...]])[:, 0]
         before = None if inputs.order is None else inputs.order.before
         seen_RTWD = with_tokens_before(projected, facts.width - 1, before, inputs.cache)
+        weight = weight.astype(x_RTD.dtype).astype(jnp.float32)
         taps = (seen_RTWD[:, :, at].astype(jnp.float32) * weight[:, at] for at in range(facts.width))
         convolved = jax.nn.silu(sum(taps).astype(x_RTD.dtype)).astype(jnp.float32)
         keys, shape = facts.key_heads * facts.key_dim, convolved.shape[:2]
