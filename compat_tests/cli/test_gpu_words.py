@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
-from compat_tests.cli.test_front import run
+from compat_tests.cli.test_front import ROOT, run
 from compat_tests.tiny import preference_rows
 from compat_tests.trainer.trainers import FACTS
 
@@ -92,3 +95,23 @@ def test_torch_still_exports_a_model(checkpoint, tmp_path):
     pytest.importorskip("torch")
     done = run(tmp_path, EXPORTED, str(checkpoint("biogpt")))
     assert done.stdout.splitlines()[-1:] == ["1"], done.stderr[-2000:]
+
+
+NOTEBOOK = """
+import sys, torch
+from transformers import AutoModelForSequenceClassification, TrainingArguments
+import trl_jax
+trl_jax.install()
+how = {"attn_implementation": "flash_attention_2", "device_map": "cuda"}
+model = AutoModelForSequenceClassification.from_pretrained(sys.argv[1], num_labels=1, **how).to("cuda")
+print(model.device, torch.cuda.is_available(), TrainingArguments("out", bf16=True).bf16)
+"""
+
+
+def test_a_notebook_may_have_imported_torch_before(checkpoint, tmp_path):
+    pytest.importorskip("torch")
+    model = checkpoint(**FACTS, tokenizer={"chat_template": True})
+    env = {**os.environ, "PYTHONPATH": ROOT}
+    command = [sys.executable, "-c", NOTEBOOK, str(model)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert done.stdout == "cpu True True\n", done.stderr[-2000:]

@@ -66,6 +66,7 @@ class BaseTrainer(Surface):
     _older_collators: ClassVar[tuple[type, ...]] = ()  # of early TRL, that are taken, too
     _never_called: ClassVar[Mapping[str, str]] = NEVER_CALLED  # methods of TRL's that a script may not override
     data_collator: Any = None
+    _tried_metrics: Callable | None = None  # the compute_metrics that was tried before training
     _progress: Progress | None = None  # what the checkpoint that is being saved has
 
     def __init_subclass__(cls, **kwargs: Any):
@@ -232,6 +233,9 @@ class BaseTrainer(Surface):
         refuse(trial=trial, ignore_keys_for_eval=ignore_keys_for_eval)
         check_set(vars(self).keys(), type(self), self._never_called)
         self._run.task = self.make_task()  # arguments may have been changed since
+        if self._run.rollout is None and self.compute_metrics is not self._tried_metrics:
+            self.parts.evaluator.try_metrics(self._metric_hooks())
+            self._tried_metrics = self.compute_metrics
         return self.parts.training.train(resume_from_checkpoint)
 
     def loss(

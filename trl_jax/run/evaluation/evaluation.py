@@ -20,6 +20,7 @@ from trl_jax.engine.evaluation import Evaluated, run_batches, run_evaluation
 from trl_jax.engine.prefetch import Prefetched
 from trl_jax.run.dataloaders import Batches, steps_of
 from trl_jax.run.evaluation.logits import LogitsEvaluation
+from trl_jax.run.evaluation.metrics_trial import try_metrics
 from trl_jax.run.evaluation.predictions import Predicted, token_ids_of
 from trl_jax.run.evaluation.whole_batch import WholeBatchEvaluation
 from trl_jax.run.reports import speed_metrics, task_metrics
@@ -82,6 +83,23 @@ class Evaluator:
         metrics |= self._speed(prefix, start, evaluated)
         self._run.events.fire("on_predict", metrics)
         return PredictionOutput(predictions=predicted.joined, label_ids=predicted.joined_labels, metrics=metrics)
+
+    def try_metrics(self, hooks: MetricHooks) -> None:
+        """Try compute_metrics before training, as `metrics_trial.try_metrics` does: where there are a function and an
+        evaluation set, and the script has no part in what the function sees."""
+        run = self._run
+        if hooks.compute_metrics is None or run.eval_dataset is None or run.args.prediction_loss_only or run.own_loss:
+            return
+        with run.on_device():
+            try_metrics(run, hooks.compute_metrics, partial(self._drawn, hooks.preprocess_logits_for_metrics))
+
+    def _drawn(self, preprocess: Callable | None, arrays: Any, examples: int, generator: np.random.Generator) -> tuple:
+        task = self._run.task
+        if task.head == "lm":
+            return self._logits(preprocess).drawn(arrays, generator)
+        outputs = generator.standard_normal(len(task.columns.texts) * examples, np.float32)
+        predictions = task.predictions(outputs, examples)
+        return (predictions if preprocess is None else preprocess(predictions, ())), ()
 
     def windows(self, batches: Any) -> Windows:
         """The windows of an evaluation of this loader's batches."""

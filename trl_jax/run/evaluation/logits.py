@@ -60,15 +60,34 @@ class LogitsEvaluation:
             )
         return sums, (logits, labels)
 
+    def drawn(self, arrays: Batch, generator: np.random.Generator) -> tuple[Any, np.ndarray]:
+        """`(predictions, labels)` of a batch whose logits are drawn: in the shapes of the computed ones."""
+        labels = self._labels(arrays)
+        vocab = self._run.vocab_size  # each token's logits are those of the one before, moved on: cheap to draw
+        drawn = generator.standard_normal(labels.size + vocab - 1, np.float32)
+        logits = np.lib.stride_tricks.sliding_window_view(drawn, vocab).reshape(*labels.shape, vocab)
+        if self.preprocess is None:
+            return logits, labels
+        return self.preprocess(jnp.asarray(logits), jnp.asarray(labels)), labels
+
     def divisor(self, batch: Any) -> float:
         """The number of targets, or of examples, that the loss of a batch is a mean over."""
         return divisor_of(self._run.task, batch)
 
+    def _labels(self, arrays: Batch) -> np.ndarray:
+        """The labels of a batch, as long as its longest row."""
+        if self._texts is None:
+            [inputs] = inputs_of(arrays, self._run.task)
+            return inputs["labels"][:, : int(inputs["attention_mask"].sum(axis=1).max())]
+        batch: Batch = jax.tree.map(lambda leaf: leaf[0], arrays)
+        examples, rows = int(np.count_nonzero(batch.weight)), len(batch.weight) * self._texts
+        tokens, lengths = (of_examples(array[:rows], self._texts, examples) for array in (batch.tokens, batch.lengths))
+        return tokens[:, : int(lengths.max())]
+
     def _of_labels(self, params: dict, arrays: Any, dtype: str) -> tuple:
-        [inputs] = inputs_of(arrays, self._run.task)
+        [inputs], labels = inputs_of(arrays, self._run.task), self._labels(arrays)
         sums, logits = self._evaluate(params, inputs, dtype=dtype)
-        longest = int(inputs["attention_mask"].sum(axis=1).max())
-        return sums, logits[:, :longest], inputs["labels"][:, :longest]
+        return sums, logits[:, : labels.shape[1]], labels
 
     def _loss_of_logits(self, params: dict, inputs: dict, *, dtype: str) -> tuple:
         task, labels = self._run.task, inputs["labels"]
@@ -80,15 +99,10 @@ class LogitsEvaluation:
         return sums | {"loss": bound.balanced(loss, outputs.aux_loss)}, outputs.logits
 
     def _of_texts(self, params: dict, arrays: Batch, dtype: str) -> tuple:
-        batch: Batch = jax.tree.map(lambda leaf: leaf[0], arrays)
-        examples = int(np.count_nonzero(batch.weight))
+        batch, labels = jax.tree.map(lambda leaf: leaf[0], arrays), self._labels(arrays)
         sums, logits = self._evaluate_beside(params, batch, dtype=dtype)
-        rows = len(batch.weight) * self._texts
-        logits, tokens, lengths = (
-            of_examples(array, self._texts, examples) for array in (logits, batch.tokens[:rows], batch.lengths[:rows])
-        )
-        longest = int(lengths.max())
-        return sums, logits[:, :longest], tokens[:, :longest]
+        logits = of_examples(logits, self._texts, int(np.count_nonzero(batch.weight)))
+        return sums, logits[:, : labels.shape[1]], labels
 
     def _loss_and_logits(self, params: dict, batch: Batch, *, dtype: str) -> tuple:
         """The task's loss without logits, and logits `[rows, T, V]` by a pass of their own, as TRL makes them."""
