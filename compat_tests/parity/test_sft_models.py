@@ -24,6 +24,8 @@ FAMILIES = {
     "phi": {},
     "gpt_neox": {},
     "olmo2": {},
+    "apertus": {},
+    "minimax_m2": {},
 }
 ADRIFT = {"gpt_neox": "query_key_value.bias", "phi": "k_proj.bias", "qwen2": "k_proj.bias"}
 
