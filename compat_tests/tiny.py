@@ -117,7 +117,9 @@ def tiny_model(
     facts = {key: value for key, value in (facts | overrides).items() if key not in ABSENT.get(model_type, ())}
     config = transformers.AutoConfig.for_model(model_type, **facts)
     model = getattr(transformers, HEADS[head]).from_config(config, dtype=torch.float32)
-    _randomise(model, torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    _randomise(model, generator)
+    _randomise_buffers(model, generator)
     model = model.to(getattr(torch, dtype))
     model.config.dtype = getattr(torch, dtype)
     model.save_pretrained(folder, max_shard_size="100KB" if shards else "5GB")
@@ -209,11 +211,18 @@ def _randomise(model, generator) -> None:
                 parameter.copy_(0.7 * noise)
             else:
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+
+
+def _randomise_buffers(model, generator) -> None:
+    """Apart from `_randomise`, whose source recordings of parity tests are held to."""
+    import torch
+
+    with torch.no_grad():
         for _, buffer in buffers_of(model):
             buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
 
 
 def buffers_of(model) -> list[tuple[str, Any]]:
-    """What a torch model computes with and does not train: what its routers add to scores, numbers of activations."""
+    """Numbers that a torch model computes with and does not train: of routers of experts, of activations."""
     ends = ("correction_bias", "expert_bias", "act_fn.beta", "act_fn.eps")
     return sorted(((name, b) for name, b in model.named_buffers() if name.endswith(ends)), key=lambda one: one[0])
