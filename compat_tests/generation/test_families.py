@@ -17,9 +17,9 @@ torch = pytest.importorskip("torch")
 
 SEED = 3
 # Longer texts, in which buckets and windows are crossed, greedy ones and with processors.
-TWELVE = (
-    "cohere2", "exaone4", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "granite", "llama", "mixtral", "olmoe", "phi3",
-    "qwen3",
+LONG_FAMILIES = (
+    "cohere2", "exaone4", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "granite", "llama", "mixtral",
+    "olmoe", "phi3", "qwen3",
 )  # fmt: skip
 CONFIGURATIONS = {
     "greedy": {"repetition_penalty": 1.3},
@@ -28,8 +28,9 @@ CONFIGURATIONS = {
 
 
 ALWAYS = ("gemma2", "greedy"), ("gpt2", "greedy"), ("llama", "sampled"), ("mixtral", "sampled"), ("cohere2", "sampled")
+ALWAYS += (("gpt_oss", "greedy"),)
 LONG = [
-    pair if pair in ALWAYS else thorough(*pair) for pair in itertools.product(TWELVE, CONFIGURATIONS)
+    pair if pair in ALWAYS else thorough(*pair) for pair in itertools.product(LONG_FAMILIES, CONFIGURATIONS)
 ]  # fmt: skip
 
 
