@@ -114,8 +114,8 @@ class Arch:
     not know positions. `block` is a key of BLOCKS, `norm` and `qk_norm_kind` of nn.norm.NORMS, `activation` of
     nn.mlp.ACTIVATIONS. `qk_norm` is None, "head" (one norm for all heads), "each_head" (weights for each of them) or
     "full" (over all heads at once). `attention_scales` multiply the scores; None is head_dim ** -0.5. `softcap` bounds
-    the scores by `softcap * tanh(scores / softcap)`; with `gated_attention`, each channel of the result is multiplied by
-    the sigmoid of one of the token's own; `clip_qkv` bounds projected queries, keys and values.
+    the scores by `softcap * tanh(scores / softcap)`; with `gated_attention`, each channel of the result is
+    multiplied by the sigmoid of one of the token's own; `clip_qkv` bounds projected queries, keys and values.
     `learned_positions` counts the rows of a table of positions, read from row `position_offset` on; with
     `counts_visible`, positions count the visible tokens only. With `scale_in_table`, `embedding_scale` belongs to
     the table of tokens, so that noise comes after it. `padding_idx` is the row of the embedding that never trains.
