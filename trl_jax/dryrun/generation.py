@@ -90,8 +90,8 @@ class Generation(NamedTuple):
 
 
 def cache_bytes(arch: Any, size: Size, dtype: str) -> int:
-    """Bytes of the keys and values of a generation, of each prompt once and of each completion its own, and of what other
-    layers keep for each completion."""
+    """Bytes of the keys and values of a generation, of each prompt once and of each completion its own, and of what
+    other layers keep for each completion."""
     tokens = size.prompts * size.prompt_places + size.completions * size.new_places
     channels = arch.head_dim + (arch.head_dim if arch.latent is None else arch.latent.value_dim)
     keys_values = attention_layers(arch) * arch.num_key_heads * channels * tokens

@@ -54,8 +54,8 @@ def flops(maps: Sequence[Map], batch: Batch, arch: Any, *, causal: bool, remat: 
 
     Forward, two for each weight and token (Kaplan et al. 2020) and two for each product of a query with a key or a
     value. Backward, twice that, or once for frozen weights; and once more where layers are computed again. Attention is
-    always computed again, because its weights are never kept: wholly on padded rows, the scores alone on packed rows. So
-    are gated delta rules.
+    always computed again, because its weights are never kept: wholly on padded rows, the scores alone on packed rows.
+    Gated delta rules are, too.
     """
     times = sum(((3 if each.trains else 2) + bool(remat)) * each.size for each in maps)
     forward = 2 * times * math.prod(batch.tokens.shape)
@@ -83,8 +83,8 @@ def _attention_flops(batch: Batch, arch: Any, causal: bool) -> int:
 
 
 def _delta_flops(batch: Batch, arch: Any) -> int:
-    """FLOPs of a forward pass's gated delta rules, chunk by chunk: products within it, the triangular system of each head
-    (half of a product), and the states that are read by keys and queries and written."""
+    """FLOPs of a forward pass's gated delta rules, chunk by chunk: products within it, the triangular system of each
+    head (half of a product), and the states that are read by keys and queries and written."""
     facts = vars(arch).get("gated_delta")
     if facts is None:
         return 0

@@ -29,15 +29,18 @@ ONE_LABEL = "A reward model has one score a sequence (1 label)."
 class Draw:
     """A tensor that a checkpoint may lack: normal with `std`, or all `fill` without one.
 
-    With `cutoff`, values further than so many standard deviations from 0 are drawn again.
+    With `cutoff`, values further than so many standard deviations from 0 are drawn again. transformers draws `unused`
+    uniform numbers before it.
     """
 
     tensor: str
     std: float | None = None
     cutoff: float | None = None
     fill: float = 0.0
+    unused: int = 0
 
     def values(self, generator: TorchGenerator, shape: tuple[int, ...]) -> np.ndarray:
+        generator.skip(self.unused)
         if self.std is None:
             return np.full(shape, self.fill)
         count = math.prod(shape)

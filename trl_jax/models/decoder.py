@@ -131,7 +131,7 @@ class Decoder(nnx.Module):
         or of each layer, without it, where `layers` are given.
 
         Args:
-            tokens, positions, reads, dtype, max_tokens: as in a call; rows of one token each where there is a cache, and
+            tokens, positions, reads, dtype, max_tokens: as in a call; rows of one token each where there is a cache;
                 elsewhere the one read of a row is its text's last token.
             longest: the tokens of the longest text so far, for ropes that ask.
             cache: what the rows' tokens follow, its parts like those that are given back; None where texts begin here.

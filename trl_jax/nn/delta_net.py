@@ -19,8 +19,9 @@ _LEAST_SQUARE = 1e-6  # is added to the squared length of a query or key
 class GatedDeltaNet(nnx.Module):
     """Convolved queries, keys and values through the gated delta rule, and its outputs normed and gated.
 
-    `facts` is a models.arch.GatedDelta. The weights of the convolutions lie as on disk, (channels, 1, width), that of the
-    token itself last. A token's decay is `-exp(A_log) * softplus(decay(x) + dt_bias)`, its strength `sigmoid(beta(x))`.
+    `facts` is a models.arch.GatedDelta. The weights of the convolutions lie as on disk, (channels, 1, width), that of
+    the token itself last. The logarithm of a token's decay is
+    `-exp(A_log) * softplus(decay(x) + dt_bias)`, its strength `sigmoid(beta(x))`.
     """
 
     def __init__(self, features: int, facts, *, eps: float):
@@ -46,7 +47,7 @@ class GatedDeltaNet(nnx.Module):
         cache."""
         del dropout  # no family has any here
         if inputs.striped is not None:
-            raise ValueError("A gated delta net has the whole of a text on one device: leave the mesh's sequence axis at 1.")
+            raise ValueError("A gated delta net has the whole of a text on one device: leave sequence at 1.")
         if inputs.valid is not None:
             x_RTD = x_RTD * inputs.valid[..., None].astype(x_RTD.dtype)
         order = inputs.order

@@ -26,7 +26,7 @@ _einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 class _Seen(NamedTuple):
-    """What the tokens of each chunk follow, all of `[R, N, ...]`, or `[1, N, ...]` where rows are alike.
+    """The tokens that those of each chunk follow, all of `[R, N, ...]`, or `[1, N, ...]` where rows are alike.
 
     mask: bool `[I, J]`, the tokens of the chunk up to itself that are of its text. after_last, after_context: bool
     `[I]`, whether what it follows ends with the last token before the chunk, or with the end of that token's context.
@@ -73,8 +73,8 @@ def delta_rule(
 
 
 class _Steps(NamedTuple):
-    """What a scan along chunks walks along, all of `[R, N, ...]`: `u` before the states' part is taken off, `read` the
-    keys and `queried` the queries that the states are read with, `[S, K, G, I, C]` for S states; `attended` the weights
+    """The arrays that a scan along chunks takes apart, `[R, N, ...]`: `u` before the states' part is taken off, `read`
+    the keys and `queried` the queries that the states are read with, `[S, K, G, I, C]` for S states; `attended` the weights
     of the chunk's tokens; `written` those of each `u` in the S new states, and `kept` of each old state in each."""
 
     u: jax.Array

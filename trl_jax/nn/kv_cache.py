@@ -96,8 +96,8 @@ class ConvolutionCache(NamedTuple):
 
 
 class RecurrentState(NamedTuple):
-    """Of one layer with a state, or with a leading axis L of several: the window of its convolution, `[R, T, W, D]` as in
-    `ConvolutionInputs`, and the state after each row's text, float32 `[R, K, G, C, V]`."""
+    """Of one layer with a state, or with a leading axis L of several: the window of its convolution, `[R, T, W, D]` as
+    in `ConvolutionInputs`, and the state after each row's text, float32 `[R, K, G, C, V]`."""
 
     window: jax.Array
     state: jax.Array
@@ -109,8 +109,8 @@ class RecurrentState(NamedTuple):
 
 
 class RecurrentCache(NamedTuple):
-    """What each completion goes on from in one layer, or with a leading axis L in several: `window` `[P, G, W, D]`, the
-    last inputs of its convolution, and `state`, float32 `[P, G, K, G', C, V]`, G' value heads for each key head."""
+    """The state that each completion goes on from, in one layer or with a leading axis L in several: `window`
+    `[P, G, W, D]`, the last inputs of its convolution, and `state`, float32 `[P, G, K, G', C, V]`, G' value heads for each key head."""
 
     window: jax.Array
     state: jax.Array

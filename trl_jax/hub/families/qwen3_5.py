@@ -19,8 +19,8 @@ def arch(config: ConfigReader) -> Arch:
     for key in OF_IMAGES:
         config.value(key)
     text = read_text_arch(config, "qwen3_5_text", qwen3_5_text.arch)
-    head = {"tied_embeddings": config.flag("tie_word_embeddings"), "initializer_range": config.number("initializer_range", 0.02)}
-    return replace(text, **head)
+    std = config.number("initializer_range", 0.02)  # of the head
+    return replace(text, tied_embeddings=config.flag("tie_word_embeddings"), initializer_range=std)
 
 
 def names(arch: Arch) -> Names:
@@ -40,4 +40,5 @@ FAMILY = Family(
     base_prefix=PREFIX,
     ignored=(*qwen3_next.IGNORED, r"^lm_head\."),
     carried=r"^model\.visual\.",
+    **qwen3_next.HEADS,
 )

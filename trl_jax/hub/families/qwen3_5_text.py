@@ -34,4 +34,4 @@ def projections(arch: Arch) -> Names:
     }
 
 
-FAMILY = Family("qwen3_5_text", "Qwen3_5Text", arch, names, ignored=qwen3_next.IGNORED)
+FAMILY = Family("qwen3_5_text", "Qwen3_5Text", arch, names, ignored=qwen3_next.IGNORED, **qwen3_next.HEADS)

@@ -8,6 +8,7 @@ from trl_jax.hub.checkpoint.tensor_map import Names, concatenated, in_runs, inte
 from trl_jax.hub.config.reader import ConfigReader
 from trl_jax.hub.config.rope import read_rotary_dim
 from trl_jax.hub.families import Family, llama, qwen2_moe
+from trl_jax.hub.heads import Draw, Head, ScoreHead, lm_head
 from trl_jax.models.arch import Arch, GatedDelta, LayerKind
 
 _DELTA, _ATTENTION = "linear_attention", "full_attention"
@@ -119,4 +120,15 @@ def delta_channels(arch: Arch, ending: str = "") -> dict[str, int]:
     return {f"{OURS}{name}{ending}": size for name, size in (("q", keys), ("k", keys), ("v", values))}
 
 
-FAMILY = Family("qwen3_next", "Qwen3Next", arch, names, ignored=IGNORED)
+def behind_decays(head: Head) -> Head:
+    """The head, drawn as transformers does: behind a decay for each value head, though the checkpoint has those."""
+
+    def draws(arch: Arch) -> list[Draw]:
+        unused = arch.gated_delta.value_heads * sum(kind.mixer == "delta_net" for kind in arch.kinds)
+        return [replace(draw, unused=0 if number else unused) for number, draw in enumerate(head.draws(arch))]
+
+    return replace(head, draws=draws)
+
+
+HEADS = {"score_head": behind_decays(ScoreHead()), "lm_head": behind_decays(lm_head())}
+FAMILY = Family("qwen3_next", "Qwen3Next", arch, names, ignored=IGNORED, **HEADS)

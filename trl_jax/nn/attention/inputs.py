@@ -39,7 +39,7 @@ class AttentionInputs(NamedTuple):
     before: int32 `[R, T, W]`, for convolutions along packed rows: see `nn.text_order.places_before`. None where
         a token's place is next to the one before it.
     order: the texts of packed rows, for layers with a state; None where each row is a text.
-    lengths: int32 `[R]`, the tokens of each row's text, where a state is wanted behind its last; None where nobody asks.
+    lengths: int32 `[R]`, the tokens of each row's text, where a state is wanted behind its last; else None.
     distances: `[2 x span, D]`, the table of disentangled attention; None elsewhere.
     cache: what the tokens before have left, this layer's; each row then has one token. None where all tokens are
         computed here.
