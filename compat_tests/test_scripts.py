@@ -56,6 +56,19 @@ SINCE = {
         "include_tokens_per_second=False,": "",
         "overwrite_output_dir=True,": "",
     },
+    "gpu_words": {
+        'assert torch.cuda.is_available(), "this script needs a GPU"': "",
+        "torch.cuda.set_device(0)": "",
+        "torch.cuda.get_device_properties(0)": "type('Some', (), {'name': 'some', 'total_memory': 1024**3})",
+        "torch.cuda.device_count()": "1",
+        "torch.cuda.get_device_capability()[0] >= 8 and torch.cuda.is_bf16_supported()": "True",
+        '"": torch.cuda.current_device()': '"": "cpu"',
+        "flash_attention_2": "eager",
+        ".cuda(0, non_blocking=True)": "",
+        "cuda:0": "cpu",
+        '"cuda"': '"cpu"',
+        "torch.cuda.synchronize()": "",
+    },
     "torch_object": {"torch_dtype": "dtype", ', "device_map": "cpu"': ""},
 }
 UNTIMED = ("runtime", "per_second", "flos")

@@ -32,6 +32,12 @@ CASES = {
     "qwen3": {"target_modules": ["q_proj", "down_proj"], "init_lora_weights": "pissa", "rank_pattern": {"q_proj": 3}},
     "bert": ALL | {"modules_to_save": ["pooler.dense"]},
     "qwen3_moe": ALL,
+    "deepseek_v3": ALL,
+    "gpt_oss": {
+        "target_modules": ["q_proj", "o_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        "bias": "all",
+    },
     "mixtral": {
         "target_modules": ["v_proj"],
         "target_parameters": ["experts.down_proj", "layers.1.mlp.experts.gate_up_proj", "o_proj.weight"],

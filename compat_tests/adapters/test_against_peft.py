@@ -16,7 +16,7 @@ from compat_tests.parity.reference import read_weights
 IDS = np.array([[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15, 16]])
 # Parts of layers, DoRA on fused, Conv1D and a table, an encoder, experts and a router, experts of other ranks, a base
 # that changed.
-SCORED = ("llama", "phi3", "gpt2", "bert", "qwen3_moe", "mixtral", "qwen3")
+SCORED = ("llama", "phi3", "gpt2", "bert", "qwen3_moe", "gpt_oss", "mixtral", "qwen3")
 # Either side divides the matrices anew when it loads such an adapter, in float32: where two singular values are a
 # thousandth apart, what is left of a matrix is 1e-5 from what it should be, on some processors more than on others.
 SCORES = {"qwen3": 1e-4}

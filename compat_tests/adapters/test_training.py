@@ -12,9 +12,10 @@ import trl_jax
 from compat_tests.adapters.runs import train
 from compat_tests.parity.marks import steps_of
 from compat_tests.parity.reference import read_weights
-from compat_tests.tiny import preference_rows
+from compat_tests.tiny import preference_rows, tiny_model
 from compat_tests.trainer.trainers import FACTS, make, table
 from trl_jax import LoraConfig
+from trl_jax.hub.auto import find_checkpoint
 from trl_jax.hub.peft.quantization import BitsAndBytesConfig, formats, quantized
 from trl_jax.hub.scoring import compiled_scores
 from trl_jax.nn.quantized import DYNAMIC, TABLES, Format, dequantized
@@ -104,6 +105,22 @@ def test_a_model_of_ours_keeps_its_own_numbers(checkpoint, tmp_path):
     assert all((np.asarray(model.params[path]) == value).all() for path, value in before.items())
     merged = trainer.model.merge_and_unload()
     assert np.allclose(merged(IDS).logits, trainer.model(IDS).logits, atol=1e-5) and not merged.frozen
+    assert list(trainer.model.peft_config) == ["default"] and trainer.model.peft_config["default"].r == adapter().r
+    assert not hasattr(merged, "peft_config")
+
+
+def test_experts_of_sixteen_bits_beside_an_adapter(tmp_path):
+    """Their fused tensors are held as bits, and come back to the byte."""
+    folder = tiny_model(tmp_path / "in", "gpt_oss", head="causal", dtype="bfloat16", sliding_window=7)
+    lora = adapter(target_parameters=["mlp.experts.down_proj"])
+    model = find_checkpoint(str(folder), head="lm", dtype="bfloat16").load_adapted(lora, 0)
+    held = [model.frozen[f"decoder.layers.mlp.{name}.codes"].dtype.name for name in ("gate", "up", "down")]
+    assert held == ["uint16"] * 3
+    plain = trl_jax.AutoModelForCausalLM.from_pretrained(folder)
+    np.testing.assert_array_equal(model(IDS).logits, plain(IDS).logits)
+    model.merge_and_unload().save_pretrained(tmp_path / "out")
+    before, after = ((path / "model.safetensors").read_bytes() for path in (folder, tmp_path / "out"))
+    assert before == after
 
 
 def test_from_the_command_line(checkpoint, tmp_path, monkeypatch):

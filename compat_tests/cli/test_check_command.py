@@ -37,7 +37,7 @@ WANTED = {
     "trl.PPOTrainer": (REFUSED, "it is not built"), "trl.RewardTrainr": (REFUSED, "did you mean RewardTrainer?"),
     "trl.trainer.utils.get_peft_config": (WORKS, ""), "trl.trainer.utils.pad": (CHANGED, "the installed trl's"),
     "trl_jax.tasks.Batch": (WORKS, ""),
-    "Mine.compute_loss": (REFUSED, "Write it in jax.numpy"), "Mine.helper": (WORKS, ""),
+    "Mine.compute_loss": (CHANGED, "It is in torch"), "Mine.helper": (WORKS, ""),
     "Mine.training_step": (REFUSED, "which trl_jax never calls"),
     "SFTConfig(max_seq_length=32)": (CHANGED, "use max_length"), "SFTConfig(bf16=True)": (WORKS, ""),
     "SFTConfig(optim='lomo')": (REFUSED, "the nearest that is: adafactor"),

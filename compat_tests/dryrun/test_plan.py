@@ -108,6 +108,7 @@ def test_other_families_are_planned(bare, tmp_path, model_type, layout):
         ("llama", "h100:1", {"bf16": True}, "cuDNN's flash attention, text by text"),
         ("llama", "h100:1", {}, "plain XLA, 256 queries of a row at a time against the keys before them, text by text"),
         ("bert", "h100:1", {"bf16": True}, "plain XLA, 256 queries of a row at a time"),
+        ("gpt_oss", "h100:1", {"bf16": True}, "plain XLA, 256 queries of a row at a time"),  # for its sinks
     ],
 )
 def test_what_computes_attention_is_told(bare, tmp_path, model_type, place, said, attention):

@@ -18,7 +18,6 @@ pytest.importorskip("trl")
 CONFIG = {"center_rewards_coefficient": 0.1, "weight_decay": 0.3, "learning_rate": 1e-3}
 CASES = {
     "gpt_neo": {},  # learned positions, local attention; layer norms called ln_1
-    "gpt_oss": {"head": False},  # experts, attention sinks; the head is drawn
 }
 
 

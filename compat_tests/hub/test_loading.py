@@ -222,6 +222,15 @@ def test_arguments_are_judged_by_name(how, error, text, checkpoint):
         AutoModelForSequenceClassification.from_pretrained(checkpoint("llama"), **how)
 
 
+def test_the_name_of_a_kernel_of_torchs_has_no_effect(checkpoint):
+    pytest.importorskip("torch")
+    folder = checkpoint("llama")
+    for attention in ("kernels-community/vllm-flash-attn3", "owner/name@main:attend"):
+        AutoModelForSequenceClassification.from_pretrained(folder, attn_implementation=attention)
+    with pytest.raises(ValueError, match="attn_implementation is 'owner/', wanted one of"):
+        AutoModelForSequenceClassification.from_pretrained(folder, attn_implementation="owner/")
+
+
 @pytest.mark.parametrize("key", ["device_map", "low_cpu_mem_usage", "trust_remote_code"])
 def test_arguments_without_effect_are_warned_of(key, checkpoint, caplog):
     pytest.importorskip("torch")

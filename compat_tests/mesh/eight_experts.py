@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -17,6 +19,11 @@ from compat_tests.tiny import preference_rows, text_rows  # noqa: E402
 
 SMALL = {"head": "causal", "num_hidden_layers": 1, "hidden_size": 32}
 CONFIG = {"max_length": 64, "router_aux_loss_coef": 0.5, "num_train_epochs": 1, "learning_rate": 3e-3}
+# Layers of several kinds: convolutions and attention, an MLP and experts; latent attention.
+FACTS = {
+    "lfm2_moe": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "deepseek_v3": {"num_hidden_layers": 2},
+}
 MEASURED = {"SFT": ("loss", "grad_norm", "aux_loss", "eval_aux_loss")}
 MEASURED["DPO"] = (*MEASURED["SFT"], "eval_loss")
 ROWS = {"SFT": text_rows, "DPO": preference_rows}
@@ -24,13 +31,15 @@ ROWS = {"SFT": text_rows, "DPO": preference_rows}
 
 @pytest.fixture(scope="module")
 def run(checkpoint, tmp_path_factory):
-    def measured(name: str, mesh: str, accumulation: int, layout: str) -> np.ndarray:
+    def measured(family: str, name: str, mesh: str, accumulation: int, layout: str) -> np.ndarray:
         config = {"mesh_shape": mesh, "gradient_accumulation_steps": accumulation, "batch_layout": layout}
         out = str(tmp_path_factory.mktemp("out"))
+        config |= {"router_aux_loss_coef": None} if family in FACTS else {}
         args = getattr(trl_jax, f"{name}Config")(out, **BASE | CONFIG | config)
         train, evaluated = (Dataset.from_list(ROWS[name](n, "prompt", seed=n)) for n in (16, 8))
         trainer = getattr(trl_jax, f"{name}Trainer")(
-            str(checkpoint("qwen3_moe", **SMALL)), args=args, train_dataset=train, eval_dataset=evaluated
+            str(checkpoint(family, **SMALL | FACTS.get(family, {}))), args=args, train_dataset=train,
+            eval_dataset=evaluated,
         )
         trainer.train()
         trainer.evaluate()
@@ -41,19 +50,31 @@ def run(checkpoint, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(run):
-    """By trainer: on one device, whose two micro-batches a step are what two devices have of one."""
-    return {name: run(name, "data:1", 2, "padded") for name in ROWS}
+    """alone(family, trainer): on one device, whose two micro-batches a step are what two devices have of one."""
+    return cache(lambda family, name: run(family, name, "data:1", 2, "padded"))
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh", "layout"),
+    ("family", "name", "mesh", "layout"),
     [
-        thorough("SFT", "fsdp:2", "padded"),
-        ("SFT", "fsdp:2,tensor:2", "packed"),
-        thorough("SFT", "data:2,sequence:2", "packed"),
-        ("DPO", "fsdp:2", "shared"),
+        thorough("qwen3_moe", "SFT", "fsdp:2", "padded"),
+        ("qwen3_moe", "SFT", "fsdp:2,tensor:2", "packed"),
+        thorough("qwen3_moe", "SFT", "data:2,sequence:2", "packed"),
+        ("qwen3_moe", "DPO", "fsdp:2", "shared"),
+        ("gpt_oss", "SFT", "fsdp:2,tensor:2", "packed"),
+        thorough("gpt_oss", "SFT", "data:2,sequence:2", "packed"),
+        thorough("gpt_oss", "DPO", "fsdp:2", "shared"),
     ],
 )
-def test_the_numbers_of_one_device(name, mesh, layout, run, alone):
-    assert len(alone[name]) == 3 * 2 + len(MEASURED[name]) - 3
-    np.testing.assert_allclose(run(name, mesh, 1, layout), alone[name], rtol=2e-4)
+def test_the_numbers_of_one_device(family, name, mesh, layout, run, alone):
+    one_device = alone(family, name)
+    assert len(one_device) == 3 * 2 + len(MEASURED[name]) - 3
+    np.testing.assert_allclose(run(family, name, mesh, 1, layout), one_device, rtol=2e-4)
+
+
+@pytest.mark.parametrize("family", ["lfm2_moe", thorough("deepseek_v3")])
+def test_layers_of_several_kinds(family, run):
+    """Neither has a load-balancing loss that is logged."""
+    meshes = ("fsdp:2,tensor:2", 1), ("data:1", 2)
+    found, wanted = (run(family, "SFT", mesh, steps, "packed") for mesh, steps in meshes)
+    np.testing.assert_allclose(found, wanted, rtol=2e-4)

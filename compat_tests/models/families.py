@@ -13,6 +13,10 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 LINEAR = {"rope_type": "linear", "rope_theta": 200.0, "factor": 3.0}
+OLD_YARN = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
 OLD_LINEAR = {"rope_type": "linear", "factor": 3.0}
 BOTH_ROPES = {SLIDE: {"rope_type": "default", "rope_theta": 100.0}, FULL: LINEAR}
 LONGROPE = {
@@ -55,8 +59,16 @@ DEEPSEEK_YARN = {
     "mscale": 0.7, "mscale_all_dim": 0.9,
 }  # fmt: skip
 
+LINEAR_ATTENTION = "linear_attention"
+DELTA = {
+    "head_dim": 16, "full_attention_interval": 3, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+}  # fmt: skip
+
 # Beside tiny.SHAPE.
 SHAPES = {
+    "qwen3_next": {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 40},
+    "qwen3_5_text": DELTA,
     "deepseek_v2": ROUTED | LATENT,
     "deepseek_v3": ROUTED | LATENT | {"n_group": 4, "topk_group": 2},
     "ernie4_5": {"head_dim": 24},
@@ -81,6 +93,7 @@ SHAPES = {
     "qwen3_moe": {**EXPERTS, "head_dim": 24},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 40},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
+    "gpt_oss": {"head_dim": 24, "intermediate_size": 40, "num_local_experts": 4, "num_experts_per_tok": 2},
     "gptj": {"rotary_dim": 8, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "opt": {"init_std": 0.1, "ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0},
@@ -130,7 +143,9 @@ VARIANTS = {
     "ernie4_5": {"plain": {}, "biases": {"use_bias": True, "rms_norm_eps": 1e-2, "num_key_value_heads": 4}},
     "ernie4_5_moe": {
         "plain": {},
-        "between": {"moe_layer_start_index": 0, "moe_layer_interval": 2, "moe_num_shared_experts": 0, "moe_norm_min": 0.9},
+        "between": {
+            "moe_layer_start_index": 0, "moe_layer_interval": 2, "moe_num_shared_experts": 0, "moe_norm_min": 0.9,
+        },
     },
     "glm4_moe": {
         "plain": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
@@ -182,6 +197,14 @@ VARIANTS = {
         "still": {"hidden_size": 8, "rotary_pct": 0.25},
         "sequential": {"use_parallel_residual": False, "attention_bias": False},
         "old": {"old": {"rotary_pct": 0.5, "rotary_emb_base": 400}},
+    },
+    "gpt_oss": {
+        "plain": {"sliding_window": 7},
+        "original": {"sliding_window": 9, "old": {"rope_theta": 150_000, "rope_scaling": OLD_YARN}},
+        "clamped": {
+            "sliding_window": 9, "rope_parameters": None, "layer_types": TYPES, "attention_bias": False,
+            "swiglu_alpha": 1.2, "swiglu_limit": 0.5, "num_experts_per_tok": 3,
+        },
     },
     "gptj": {"plain": {}, "whole": {"rotary_dim": 16, "n_inner": 80}},
     "granite": {"plain": {}, "biases": {"attention_bias": True, "mlp_bias": True}},
@@ -240,6 +263,21 @@ VARIANTS = {
         "partial": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}, "num_key_value_heads": 4},
     },
     "qwen2_moe": {"plain": {}, "no_bias": {"qkv_bias": False, "norm_topk_prob": True}},
+    "qwen3_5_text": {
+        "plain": {"rope_parameters": QUARTER | {"mrope_section": [1, 1, 0], "mrope_interleaved": True}},
+        "others": {
+            "layer_types": [LINEAR_ATTENTION, FULL, LINEAR_ATTENTION], "attention_bias": True,
+            "linear_num_key_heads": 4, "linear_conv_kernel_dim": 3, "rms_norm_eps": 1e-2,
+            "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
+        },
+    },
+    "qwen3_next": {
+        "plain": {},
+        "dense": {
+            "decoder_sparse_step": 2, "layer_types": [FULL, LINEAR_ATTENTION, LINEAR_ATTENTION], "attention_bias": True,
+            "linear_num_value_heads": 2, "norm_topk_prob": False,
+        },
+    },
     "qwen3_moe": {"plain": {}, "window": {"use_sliding_window": True, "sliding_window": 7, "norm_topk_prob": True}},
     "seed_oss": {"plain": {}, "biases": {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}},
     "smollm3": {

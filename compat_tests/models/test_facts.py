@@ -13,8 +13,9 @@ from trl_jax import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl_jax.core.packed import reads_of_rows
 from trl_jax.hub.config import native
 from trl_jax.hub.families import read_arch
-from trl_jax.models.arch import Arch, Experts
+from trl_jax.models.arch import Arch, Experts, Latent, LayerKind, ShortConvolution
 from trl_jax.models.functional import merge
+from trl_jax.nn.mlp import ClampedSwiGLU
 from trl_jax.nn.rope import Rope
 
 # Fact -> the family and variant that show it and a wrong value, by what notices: the table of tensors, or the numbers.
@@ -33,6 +34,10 @@ REFUSED = {
     "gated": ("arcee", "plain", True),
     "learned_positions": ("gpt2", "plain", 500),
     "experts": ("qwen2_moe", "plain", None),
+    "sinks": ("gpt_oss", "plain", False),
+    "latent": ("deepseek_v3", "plain", Latent(32, 16, 10, 1e-6)),
+    "short_convolution": ("lfm2", "biases", ShortConvolution(3, True)),
+    "kinds": ("lfm2", "plain", (LayerKind("convolution"), LayerKind(), *(LayerKind("convolution"),) * 2)),
 }
 MISCOMPUTED = {
     "norm_eps": ("qwen2", "plain", 1e-3),
@@ -53,7 +58,27 @@ MISCOMPUTED = {
     "residual_scale": ("granite", "plain", 1.0),
     "position_offset": ("opt", "plain", 0),
 }
-EXPERTS = {"top_k": 1, "renormalised": True}
+EXPERTS = {
+    "top_k": ("qwen3_moe", "plain", 1),
+    "renormalised": ("qwen3_moe", "plain", True),
+    "swiglu": ("gpt_oss", "plain", None),
+    "scores": ("deepseek_v3", "plain", "softmax"),
+    "weight_floor": ("ernie4_5_moe", "between", 0.0),
+    "scale": ("deepseek_v3", "plain", 1.0),
+    "groups": ("deepseek_v3", "plain", 1),
+    "top_groups": ("deepseek_v3", "plain", 1),
+    "group_best": ("deepseek_v3", "plain", 1),
+}
+# Facts of experts that tell which tensors there are.
+EXPERTS_SHAPE = {
+    "count": ("qwen2_moe", 3),
+    "size": ("qwen2_moe", 20),
+    "shared_size": ("qwen2_moe", None),
+    "shared_gated": ("qwen2_moe", False),
+    "correction_bias": ("deepseek_v3", False),
+    "bias": ("gpt_oss", False),
+}
+SWIGLU = {"alpha": 1.0, "limit": 0.9}
 ROPE = {
     "theta": ("qwen2", "plain", 9_000.0),
     "kind": ("qwen2", "llama3", "linear"),
@@ -83,7 +108,8 @@ ELSEWHERE = {"counts_visible", "initializer_range", "tied_embeddings", "padding_
 def test_every_fact_is_here():
     assert {fact.name for fact in fields(Arch)} == {*REFUSED, *MISCOMPUTED, *DROPOUTS, *HEAD, *ELSEWHERE}
     assert {fact.name for fact in fields(Rope)} == set(ROPE)
-    assert {fact.name for fact in fields(Experts)} == {*EXPERTS, "count", "size", "shared_size"}
+    assert {fact.name for fact in fields(Experts)} == {*EXPERTS, *EXPERTS_SHAPE}
+    assert {fact.name for fact in fields(ClampedSwiGLU)} == set(SWIGLU)
 
 
 @pytest.fixture
@@ -116,9 +142,10 @@ def test_a_fact_of_shape(fact, built, load_with):
         load_with(built(family, name), **{fact: wrong})
 
 
-@pytest.mark.parametrize(("fact", "wrong"), [("count", 3), ("size", 20), ("shared_size", None)])
-def test_a_fact_of_the_experts_shape(fact, wrong, built, load_with):
-    folder = built("qwen2_moe", "plain")
+@pytest.mark.parametrize("fact", EXPERTS_SHAPE)
+def test_a_fact_of_the_experts_shape(fact, built, load_with):
+    family, wrong = EXPERTS_SHAPE[fact]
+    folder = built(family, "plain")
     experts = replace(load_with(folder).source.config.arch.experts, **{fact: wrong})
     with pytest.raises(ValueError, match=r"Missing: .*Unexpected: |wrong shapes: .* config.json asks for"):
         load_with(folder, experts=experts)
@@ -137,6 +164,13 @@ def test_a_fact_of_value(fact, built, load_with):
     assert _off(scores(load_with(folder, **{fact: wrong})), scores(load_with(folder))) > 1e-4
 
 
+def test_the_norms_of_latent_attention(built, load_with):
+    folder = built("deepseek_v3", "plain")
+    right = load_with(folder)
+    wrong = load_with(folder, latent=replace(right.source.config.arch.latent, norm_eps=1e-2))
+    assert _off(scores(wrong), scores(right)) > 1e-4
+
+
 @pytest.mark.parametrize("fact", HEAD)
 def test_a_fact_of_a_language_models_head(fact, tmp_path, load_with):
     family, wrong = HEAD[fact]
@@ -153,10 +187,20 @@ def test_the_bias_of_a_language_models_head(tmp_path, load_with):
 
 @pytest.mark.parametrize("fact", EXPERTS)
 def test_a_fact_of_the_experts_value(fact, built, load_with):
-    folder = built("qwen3_moe", "plain")
+    family, name, wrong = EXPERTS[fact]
+    folder = built(family, name)
     right = load_with(folder)
-    experts = replace(right.source.config.arch.experts, **{fact: EXPERTS[fact]})
+    experts = replace(right.source.config.arch.experts, **{fact: wrong})
     assert _off(scores(load_with(folder, experts=experts)), scores(right)) > 1e-4
+
+
+@pytest.mark.parametrize("fact", SWIGLU)
+def test_a_fact_of_the_clamped_gate(fact, built, load_with):
+    folder = built("gpt_oss", "clamped")
+    right = load_with(folder)
+    experts = right.source.config.arch.experts
+    wrong = replace(experts, swiglu=replace(experts.swiglu, **{fact: SWIGLU[fact]}))
+    assert _off(scores(load_with(folder, experts=wrong)), scores(right)) > 1e-4
 
 
 @pytest.mark.parametrize("fact", ROPE)

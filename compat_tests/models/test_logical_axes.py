@@ -17,6 +17,8 @@ LAYER = {
     "attention.distance_k.weight": "kv embed", "attention.distance_q.bias": "heads", "attention.distance_k.bias": "kv",
     "mlp.gate.weight": "mlp embed", "mlp.up.weight": "mlp embed", "mlp.down.weight": "embed mlp", "mlp.up.bias": "mlp",
     "mlp.gate.bias": "mlp", "mlp.down.bias": "embed", "mlp.gate": "experts mlp embed", "mlp.up": "experts mlp embed",
+    "mlp.gate_bias": "experts mlp", "mlp.up_bias": "experts mlp", "mlp.down_bias": "experts embed",
+    "mlp.router.bias": "-", "attention.sinks": "heads",
     "mlp.down": "experts embed mlp", "mlp.router.weight": "- embed", "mlp.shared_gate.weight": "- embed",
     "mlp.shared.gate.weight": "mlp embed", "mlp.shared.up.weight": "mlp embed", "mlp.shared.down.weight": "embed mlp",
     "mlp.activation.alpha_p": "-", "mlp.activation.alpha_n": "-", "mlp.activation.beta": "", "mlp.activation.eps": "",
@@ -28,7 +30,7 @@ MODEL = {
     "convolution.weight": "- - -", "convolution.bias": "-",
 }  # fmt: skip
 CASES = [("llama", "yarn"), ("qwen2_moe", "plain"), ("gpt2", "plain"), ("olmo2", "plain"), ("cohere", "plain")]
-CASES += [("apertus", "plain")]
+CASES += [("gpt_oss", "plain"), ("apertus", "plain")]
 ENCODERS = ["bert", "modernbert", "deberta", "deberta-v2", "electra"]
 
 

@@ -33,6 +33,22 @@ def drawn(length, rows=2, heads=4, key_heads=2, channels=8):
     return [draw(size=(rows, length, count, channels)).astype(np.float32) for count in sizes]
 
 
+def test_sinks_are_keys_without_values():
+    """More than one block of queries; sinks below all scores and above."""
+    q, k, v = drawn(300)
+    sinks = np.asarray([-40.0, -1.0, 2.0, 40.0], np.float32)
+    seen = np.tril(np.ones((2, 300, 300), bool))
+    weights = np.einsum("rthc,rshc->rhts", q.astype(np.float64), np.repeat(k, 2, axis=2)) * 0.3
+    weights = np.where(seen[:, None], np.exp(weights), 0)
+    total = weights.sum(axis=-1, keepdims=True) + np.exp(sinks.astype(np.float64))[:, None, None]
+    wanted = np.einsum("rhts,rshc->rthc", weights / total, np.repeat(v, 2, axis=2))
+    with jax.disable_jit():
+        found = attend(q, k, v, AttentionInputs(0.3), sinks=jnp.asarray(sinks))
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
+    np.testing.assert_allclose(found[:, :, 0], formula(q, k, v, 0.3, seen)[:, :, 0], atol=1e-6)
+    assert np.abs(found[:, :, 3]).max() < 1e-12
+
+
 @pytest.mark.parametrize("window", [None, 5, 140])
 @pytest.mark.parametrize("length", [1, 20, 150])
 def test_the_formula(length, window):
@@ -143,7 +159,13 @@ def test_gpus_read_the_texts_of_packed_rows_as_rows(hopper):
 
 @pytest.mark.parametrize(
     "asked",
-    [{"softcap": 5.0}, {"window": jnp.int32(9)}, {"causal": False}, {"valid": jnp.ones((2, 64), bool)}],
+    [
+        {"softcap": 5.0},
+        {"sinks": jnp.zeros(4)},
+        {"window": jnp.int32(9)},
+        {"causal": False},
+        {"valid": jnp.ones((2, 64), bool)},
+    ],
     ids=str,
 )
 def test_what_cudnn_does_not_compute_is_left_to_xla(hopper, asked):

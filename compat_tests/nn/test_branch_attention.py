@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from compat_tests.nn.test_packed_attention import FACTS, inputs
+from compat_tests.nn.test_packed_attention import FACTS, inputs, sinks_of
 from trl_jax.core.packed import BLOCK
 from trl_jax.data.example import Context, Example
 from trl_jax.data.layout.packed import Form, pack_examples
@@ -48,28 +48,32 @@ def laid_out(seed=0):
     return packed, found
 
 
-def one_by_one(q, k, v, texts, scale, softcap=None, window=None):
+def one_by_one(q, k, v, sinks, texts, scale, softcap=None, window=None):
     """Each text alone, filled up to `LONGEST` tokens behind it, so that one program computes all of them."""
     out, group = jnp.zeros_like(q), q.shape[2] // k.shape[2]
     apart = np.arange(LONGEST)[:, None] - np.arange(LONGEST)
     seen = (apart >= 0) & (apart < (LONGEST if window is None else window))
 
     @jax.jit
-    def alone(q, k, v):
+    def alone(q, k, v, sinks):
         scores = jnp.einsum("thc,shc->hts", q, jnp.repeat(k, group, axis=1)) * scale
         scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
-        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+        scores = jnp.where(seen, scores, -jnp.inf)
+        if sinks is not None:
+            scores = jnp.concatenate([scores, jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))], axis=-1)
+        weights = jax.nn.softmax(scores, axis=-1)[..., : len(k)]
         return jnp.einsum("hts,shc->thc", weights, jnp.repeat(v, group, axis=1))
 
     for row, at in texts:
         places = np.pad(at, (0, LONGEST - len(at)), mode="edge")
-        done = alone(*(x[row, places] for x in (q, k, v)))
+        done = alone(*(x[row, places] for x in (q, k, v)), sinks)
         behind = np.where(np.arange(LONGEST) < len(at), places, LENGTH)  # those that fill up are dropped
         out = out.at[row, behind].set(done, mode="drop")
     return out
 
 
-GRAD = {"argnums": (0, 1, 2), "has_aux": True}
+def with_gradients(loss, arrays):
+    return jax.grad(loss, argnums=tuple(range(len(arrays))), has_aux=True)(*arrays)
 
 
 @functools.cache
@@ -77,13 +81,14 @@ def exactly(name):
     """The gradients and the outputs of the plain formula in float64."""
     _, texts = laid_out()
     *qkv, weight = inputs(ROWS, LENGTH, 4, 2)
+    how = {key: value for key, value in FACTS[name].items() if key != "sinks"}
 
-    def theirs(*qkv):
-        out = one_by_one(*qkv, texts, **FACTS[name])
+    def theirs(q, k, v, sinks=None):
+        out = one_by_one(q, k, v, sinks, texts, **how)
         return jnp.sum(out * weight), out
 
     with jax.enable_x64(True):
-        return jax.grad(theirs, **GRAD)(*qkv)
+        return with_gradients(theirs, qkv + sinks_of(FACTS[name], 4))
 
 
 @pytest.mark.parametrize("kernel", ["blocks", "where splash would be", "rows"])
@@ -99,10 +104,11 @@ def test_the_texts_one_by_one(name, kernel, monkeypatch):
         packed = packed._replace(texts=None)
     attention = AttentionInputs(how["scale"], window=how.get("window"), packed=jax.tree.map(jnp.asarray, packed))
 
-    def ours(*qkv):
-        out = attend(*qkv, attention, softcap=how.get("softcap"))
+    def ours(q, k, v, sinks=None):
+        out = attend(q, k, v, attention, softcap=how.get("softcap"), sinks=sinks)
         return jnp.sum(out * weight.astype(np.float32)), out
 
-    found = jax.jit(jax.grad(ours, **GRAD))(*(x.astype(np.float32) for x in qkv))
+    qkv += sinks_of(how, 4)
+    found = jax.jit(functools.partial(with_gradients, ours))([x.astype(np.float32) for x in qkv])
     for mine, exact in zip((found[1], *found[0]), (wanted[1], *wanted[0]), strict=True):
         np.testing.assert_allclose(mine, exact, atol=3e-6 * np.abs(exact).max())

@@ -69,8 +69,8 @@ def as_rows(positions, who, length):
     return RowView(places, rows)
 
 
-def formula(q, k, v, who, positions, scale, softcap, window):
-    """Softmax attention over all tokens, with a mask from what each token is."""
+def formula(q, k, v, sinks, who, positions, scale, softcap, window):
+    """Softmax attention over all tokens, with a mask from what each token is; a sink is a key more without a value."""
     group = q.shape[2] // k.shape[2]
     k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
     scores = jnp.einsum("rthc,rshc->rhts", q, k) * scale
@@ -83,8 +83,11 @@ def formula(q, k, v, who, positions, scale, softcap, window):
     if window is not None:
         seen &= apart < window
     scores = jnp.where(seen[:, None], scores, -1e300)
-    weights = jnp.where(seen[:, None], jnp.exp(scores - scores.max(axis=-1, keepdims=True)), 0)
+    highest = scores.max(axis=-1, keepdims=True) if sinks is None else 3.0
+    weights = jnp.where(seen[:, None], jnp.exp(scores - highest), 0)
     total = weights.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total += jnp.exp(sinks[:, None, None] - highest)
     return jnp.einsum("rhts,rshc->rthc", weights / jnp.where(total > 0, total, 1), v)
 
 
@@ -98,20 +101,26 @@ def both(packed, positions, who, arrays, how):
     """(ours in float32, the formula in float64), each the results and the gradients."""
     *qkv, weight = arrays
     attention = AttentionInputs(how["scale"], window=how.get("window"), packed=jax.tree.map(jnp.asarray, packed))
+    qkv += sinks_of(how, qkv[0].shape[2])
 
-    def ours(*qkv):
-        out = attend(*qkv, attention, softcap=how.get("softcap"))
+    def ours(q, k, v, sinks=None):
+        out = attend(q, k, v, attention, softcap=how.get("softcap"), sinks=sinks)
         return jnp.sum(out * weight.astype(np.float32)), out
 
-    def theirs(*qkv):
-        out = formula(*qkv, who, positions, how["scale"], how.get("softcap"), how.get("window"))
+    def theirs(q, k, v, sinks=None):
+        out = formula(q, k, v, sinks, who, positions, how["scale"], how.get("softcap"), how.get("window"))
         return jnp.sum(out * weight), out
 
-    grad = {"argnums": (0, 1, 2), "has_aux": True}
+    grad = {"argnums": tuple(range(len(qkv))), "has_aux": True}
     found = jax.jit(jax.grad(ours, **grad))(*(x.astype(np.float32) for x in qkv))
     with jax.enable_x64(True):
         wanted = jax.grad(theirs, **grad)(*qkv)
     return (found[1], *found[0]), (wanted[1], *wanted[0])
+
+
+def sinks_of(how, heads):
+    """[scores that join the softmax of each head], some below all others, some above."""
+    return [np.linspace(-3, 3, heads)] if how.get("sinks") else []
 
 
 FACTS = {
@@ -120,6 +129,8 @@ FACTS = {
     "wide_window": {"scale": 0.4, "window": np.int32(BLOCK + 9)},
     "softcap": {"scale": 0.9, "softcap": 1.5},
     "softcap_window": {"scale": 0.9, "softcap": 1.5, "window": np.int32(33)},
+    "sinks": {"scale": 0.4, "sinks": True},
+    "sinks_window": {"scale": 0.9, "sinks": True, "window": np.int32(33)},
 }
 
 

@@ -113,4 +113,5 @@ FAMILY_CASES = {
     # An expert that few tokens choose has gradients near Adam's eps: at 5e-4 the loss is 2e-5 apart.
     "mixtral": Case({"learning_rate": 1e-4}),
     "qwen3_moe": Case({"weight_decay": 0.3}, model={"head": "causal"}),
+    "gpt_oss": Case({"learning_rate": 1e-4}, model={"sliding_window": 7, "head": "causal"}),
 }

@@ -107,6 +107,10 @@ GRPO = {
     "conversations": case(rows=CHATS, model=CHAT, scale_rewards=False, shuffle_dataset=False),
     "evaluated": case(per_device_eval_batch_size=4, num_generations_eval=2, **EVALUATED),
     "experts": case(model=SMALL | {"model_type": "qwen3_moe"}, gradient_accumulation_steps=2),
+    "convolutions": case(
+        model=SMALL | {"model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+        gradient_accumulation_steps=2,
+    ),
     "adapter": case(beta=0.05, num_iterations=2, peft_config=_lora),
 }  # fmt: skip
 RLOO = {

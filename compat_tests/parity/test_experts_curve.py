@@ -24,6 +24,7 @@ SFT = {
     "padded": ("qwen3_moe", {"router_aux_loss_coef": 0.5, "batch_layout": "padded"} | EVALUATED),
     "joined": ("olmoe", {"router_aux_loss_coef": 0.5, "packing": True, "pad_to_multiple_of": None}),
     "none": ("qwen2_moe", {"router_aux_loss_coef": 0.0}),
+    "sinks": ("gpt_oss", {"router_aux_loss_coef": 0.5, "batch_layout": "packed"} | EVALUATED),
     "adapter": ("mixtral", {"router_aux_loss_coef": 0.5, "peft_config": ADAPTER}),
 }
 DPO = {"shared": "mixtral", "packed": "qwen3_moe"}

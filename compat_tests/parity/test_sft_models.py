@@ -26,6 +26,9 @@ FAMILIES = {
     "olmo2": {},
     "apertus": {},
     "minimax_m2": {},
+    "deepseek_v3": {},
+    "glm4_moe": {},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
 }
 ADRIFT = {"gpt_neox": "query_key_value.bias", "phi": "k_proj.bias", "qwen2": "k_proj.bias"}
 

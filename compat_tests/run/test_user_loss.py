@@ -110,8 +110,9 @@ def test_a_loss_that_scores_nothing_in_pairs_is_logged_without_rewards(folder, t
         (lambda m, x: m(x["input_ids"], labels=1).logits.mean(), r"takes input_ids and attention_mask, not labels"),
     ],
 )
-def test_a_loss_that_cannot_be_says_what_to_write(folder, tmp_path, own, text):
+def test_a_loss_that_cannot_be_says_what_to_write(folder, tmp_path, own, text, monkeypatch):
     pytest.importorskip("torch")
+    monkeypatch.setattr("trl_jax.run.user_loss.torch_errors.available", lambda: False)
     loss = {"compute_loss": lambda self, model, inputs, **how: own(model, inputs)}
     kind = type("Own", (trl_jax.RewardTrainer,), loss)
     trainer = kind(str(folder), trl_jax.RewardConfig(str(tmp_path), **config()), train_dataset=table(8))
@@ -184,8 +185,9 @@ def _in_words_of_torch(self, model, inputs, **how):
         (_in_words_of_torch, r"`return logits.argmax\(dim=-1\).mean\(\)`; in JAX: `return logits.argmax\(axis=-1"),
     ],
 )
-def test_the_line_is_the_scripts(folder, tmp_path, own, words):
+def test_the_line_is_the_scripts(folder, tmp_path, own, words, monkeypatch):
     pytest.importorskip("torch")
+    monkeypatch.setattr("trl_jax.run.user_loss.torch_errors.available", lambda: False)
     kind = type("Own", (trl_jax.RewardTrainer,), {"compute_loss": own})
     trainer = kind(str(folder), trl_jax.RewardConfig(str(tmp_path), **config()), train_dataset=table(8))
     with pytest.raises(TypeError, match=words):

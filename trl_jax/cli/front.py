@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import importlib
 import importlib.util
-import inspect
 import os
 import sys
-import warnings
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from trl_jax.core.arguments.renamed import translated
-from trl_jax.core.arguments.renamed_flags import modern_flags
+from trl_jax.cli.adjusted import ADJUSTMENTS, Adjusting
 from trl_jax.core.trainers import WHERE
 
 # TRL's modules of which we replace names -> our modules with these names, in the order in which they are asked.
@@ -34,8 +30,6 @@ MODULES: dict[str, tuple[str, ...]] = {
     "trl.trainer.utils": ("trl_jax.trainer.utils",),
     **{ours.replace("trl_jax", "trl"): (ours,) for ours in WHERE.values()},
 }
-_ARGUMENTS = "transformers.training_args"
-_PARSER = "transformers.hf_argparser"
 _PACKAGES = ("trl", "trl.scripts", "trl.trainer")
 _FOLLOWED = "1.16.0"  # the release of TRL whose surface this is
 _IN_CHILDREN = Path(__file__).parent / "children"
@@ -49,9 +43,8 @@ def install() -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "trl"]:
         del sys.modules[name]
     sys.meta_path.insert(0, Front())
-    for name in (_ARGUMENTS, _PARSER):
-        if name in sys.modules:  # a notebook may have imported transformers before
-            _know_old_names(sys.modules[name])
+    for name in ADJUSTMENTS.keys() & sys.modules.keys():  # a notebook may have imported them before
+        ADJUSTMENTS[name](sys.modules[name])
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if str(_IN_CHILDREN) not in paths:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(_IN_CHILDREN), *filter(None, paths)])
@@ -61,9 +54,10 @@ class Front(MetaPathFinder, Loader):
     """Finds the modules of `MODULES`; others of trl are found where trl is installed."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if fullname in (_ARGUMENTS, _PARSER):
+        if fullname in ADJUSTMENTS:
             spec = PathFinder.find_spec(fullname, path)
-            spec.loader = TakesOldNames(spec.loader)
+            if spec is not None:
+                spec.loader = Adjusting(spec.loader)
             return spec
         if fullname in MODULES:
             spec = ModuleSpec(fullname, self, is_package=fullname in _PACKAGES)
@@ -83,60 +77,6 @@ class Front(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Do nothing: names are imported when they are first used."""
-
-
-class TakesOldNames(Loader):
-    """Loads transformers' TrainingArguments, which scripts for early releases of TRL pass, and its parser of flags, to
-    know old names."""
-
-    def __init__(self, real: Loader):
-        self._real = real
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._real.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._real.exec_module(module)
-        _know_old_names(module)
-
-
-def _know_old_names(module: ModuleType) -> None:
-    if module.__name__ == _PARSER:
-        _let_flags_be_old(module.HfArgumentParser)
-    else:
-        _let_arguments_be_old(module.TrainingArguments)
-
-
-def _let_arguments_be_old(kind: type) -> None:
-    plain = kind.__init__
-    known = inspect.signature(plain).parameters
-
-    @functools.wraps(plain)
-    def init(self, *args: Any, **kwargs: Any) -> None:
-        kwargs, environment, notes = translated(kwargs, known)
-        _tell(environment, notes)
-        plain(self, *args, **kwargs)
-
-    kind.__init__ = init
-
-
-def _let_flags_be_old(kind: type) -> None:
-    plain = kind.parse_args_into_dataclasses
-
-    @functools.wraps(plain)
-    def parse(self, args: list[str] | None = None, *others: Any, **options: Any) -> tuple:
-        names = {action.dest for action in self._actions}
-        flags, environment, notes = modern_flags(list(sys.argv[1:] if args is None else args), names)
-        _tell(environment, notes)
-        return plain(self, flags, *others, **options)
-
-    kind.parse_args_into_dataclasses = parse
-
-
-def _tell(environment: dict[str, str], notes: list[str]) -> None:
-    os.environ.update(environment)
-    for note in notes:
-        warnings.warn(note, FutureWarning, stacklevel=3)
 
 
 class FrontModule(ModuleType):

@@ -90,13 +90,25 @@ class Generation(NamedTuple):
 
 
 def cache_bytes(arch: Any, size: Size, dtype: str) -> int:
-    """Bytes of the keys and values of a generation: of each prompt once, and of each completion its own."""
+    """Bytes of the keys and values of a generation, of each prompt once and of each completion its own, and of what other
+    layers keep for each completion."""
     tokens = size.prompts * size.prompt_places + size.completions * size.new_places
     channels = arch.head_dim + (arch.head_dim if arch.latent is None else arch.latent.value_dim)
     keys_values = attention_layers(arch) * arch.num_key_heads * channels * tokens
     inputs = 0 if arch.short_convolution is None else (arch.short_convolution.width - 1) * arch.hidden_size
     convolutions = (arch.num_layers - attention_layers(arch)) * inputs * size.completions
-    return (keys_values + convolutions) * jnp.dtype(dtype).itemsize
+    windows, states = _delta_states(arch)
+    channels = keys_values + convolutions + windows * size.completions
+    return channels * jnp.dtype(dtype).itemsize + states * size.completions * FLOAT32
+
+
+def _delta_states(arch: Any) -> tuple[int, int]:
+    """Numbers that a completion keeps for its gated delta nets: inputs of their convolutions, and their states."""
+    if arch.gated_delta is None:
+        return 0, 0
+    facts, layers = arch.gated_delta, arch.num_layers - attention_layers(arch)
+    channels = 2 * facts.key_heads * facts.key_dim + facts.value_heads * facts.value_dim
+    return layers * (facts.width - 1) * channels, layers * facts.value_heads * facts.key_dim * facts.value_dim
 
 
 def abstract_weights(graph: Any, arrays: dict[str, Any], dtype: str, head_dtype: str, platform: str) -> Weights:

@@ -248,7 +248,7 @@ def _attention(platform: str, trainer: BaseTrainer, arch: Any, layout: str) -> s
     args, backend = trainer.args, trainer.model.backend
     windowed = layout_choice.windowed(args, backend)
     if platform == "gpu":
-        flash = backend.causal and not windowed and arch.softcap is None
+        flash = backend.causal and not windowed and arch.softcap is None and not arch.sinks
         flash = flash and cudnn.takes(arch.head_dim, args.compute_dtype)
         return "cuDNN's flash attention, text by text" if flash else f"{_BY_ROWS}, text by text"
     if layout == "padded":

@@ -13,6 +13,7 @@ from trl_jax.data.layout.batch import Batch
 from trl_jax.dryrun.compiler import Compiled
 from trl_jax.models.stack import in_a_stack
 from trl_jax.nn.attention.padded import QUERY_BLOCK
+from trl_jax.nn.delta_rule import CHUNK
 
 
 class Map(NamedTuple):
@@ -39,12 +40,13 @@ def maps_of(shapes: Mapping[str, Any], arch: Any, trained: Collection[str]) -> l
         arch: the model's `Arch`.
         trained: the paths that train.
     """
-    matrices = [(path, leaf) for path, leaf in shapes.items() if in_a_stack(path) and leaf.ndim in (3, 4)]
-    return [Map(*leaf.shape[-2:], _used(leaf, arch), path in trained, leaf.shape[0]) for path, leaf in matrices]
+    stacked = [(path, leaf) for path, leaf in shapes.items() if in_a_stack(path) and leaf.ndim in (3, 4)]
+    matrices = [(path, leaf) for path, leaf in stacked if not path.endswith("_bias")]  # those that experts have
+    return [Map(*leaf.shape[-2:], _used(path, leaf, arch), path in trained, leaf.shape[0]) for path, leaf in matrices]
 
 
-def _used(leaf: Any, arch: Any) -> int:
-    return arch.experts.top_k if leaf.ndim == 4 and arch.experts is not None else 1
+def _used(path: str, leaf: Any, arch: Any) -> int:
+    return arch.experts.top_k if leaf.ndim == 4 and ".mlp." in path else 1  # others with four axes are of convolutions
 
 
 def flops(maps: Sequence[Map], batch: Batch, arch: Any, *, causal: bool, remat: bool | str) -> int:
@@ -52,11 +54,12 @@ def flops(maps: Sequence[Map], batch: Batch, arch: Any, *, causal: bool, remat: 
 
     Forward, two for each weight and token (Kaplan et al. 2020) and two for each product of a query with a key or a
     value. Backward, twice that, or once for frozen weights; and once more where layers are computed again. Attention is
-    always computed again, because its weights are never kept: wholly on padded rows, the scores alone on packed rows.
+    always computed again, because its weights are never kept: wholly on padded rows, the scores alone on packed rows. So
+    are gated delta rules.
     """
     times = sum(((3 if each.trains else 2) + bool(remat)) * each.size for each in maps)
     forward = 2 * times * math.prod(batch.tokens.shape)
-    attended = _attention_flops(batch, arch, causal)
+    attended, forward = _attention_flops(batch, arch, causal), forward + 4 * _delta_flops(batch, arch)
     if batch.packed is None:
         return forward + 4 * attended
     return forward + (9 if remat else 7) * attended // 2
@@ -70,12 +73,29 @@ def reference_flops(maps: Sequence[Map], batch: Batch, arch: Any, *, causal: boo
     """
     times = sum(each.size for each in maps)
     layers = 2 * times * math.prod(batch.tokens.shape) + _attention_flops(batch, arch, causal)
+    layers += _delta_flops(batch, arch)
     return layers + 2 * _targets(batch) * arch.vocab_size * arch.hidden_size
 
 
 def _attention_flops(batch: Batch, arch: Any, causal: bool) -> int:
     """FLOPs of a forward pass's products of queries with keys and values."""
     return 4 * attended_keys(batch, causal) * attention_layers(arch) * channels_of(arch)
+
+
+def _delta_flops(batch: Batch, arch: Any) -> int:
+    """FLOPs of a forward pass's gated delta rules, chunk by chunk: products within it, the triangular system of each head
+    (half of a product), and the states that are read by keys and queries and written."""
+    facts = vars(arch).get("gated_delta")
+    if facts is None:
+        return 0
+    packed, chunk = batch.packed, min(CHUNK, batch.tokens.shape[-1])
+    states = 1 if packed is None or (packed.prompt is None and packed.context is None) else 2
+    of_key_head = 4 * chunk * facts.key_dim
+    within = chunk * (3 * facts.value_dim + states * facts.key_dim)
+    of_value_head = within + states * 6 * facts.key_dim * facts.value_dim
+    tokens = math.prod(batch.tokens.shape) // batch.tokens.shape[-1] * (-(-batch.tokens.shape[-1] // chunk) * chunk)
+    layers = arch.num_layers - attention_layers(arch)
+    return layers * tokens * (facts.key_heads * of_key_head + facts.value_heads * of_value_head)
 
 
 def _targets(batch: Batch) -> int:

@@ -301,9 +301,9 @@ def _from_pretrained(
     checkpoint = find_checkpoint(name, head=head, **kwargs)
     if config is not None:
         checkpoint = replace(checkpoint, config=_same_architecture(config, checkpoint))
-    if quantization_config is None:
+    few = None if quantization_config is None else as_quantization(quantization_config)
+    if few is None:
         return checkpoint.load(seed)
-    few = as_quantization(quantization_config)
     return replace(checkpoint, quantization=few).load(seed, as_stored=True)
 
 

@@ -34,6 +34,7 @@ class Backend(abc.ABC):
         infers_lengths: it finds the end of a row by its pads; without a pad id, the end is the last token.
         ignores_types: token_type_ids have no effect.
         takes_packed: it computes texts laid end to end as if each were alone.
+        takes_stripes: a text's tokens may be divided over devices.
         causal: tokens do not depend on later ones, so two texts may share what both begin with.
         window: the number of tokens that one sees in the narrowest layer, itself among them; None: all.
         drops_out: it has dropout that training may turn on.
@@ -68,6 +69,7 @@ class Backend(abc.ABC):
     batch_invariant: bool
     saves_aside: bool
     buffers: frozenset[str] = frozenset()
+    takes_stripes: bool = False
     can_freeze: bool = True
     heads: Mapping[str, int] | None
 

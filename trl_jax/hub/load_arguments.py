@@ -12,8 +12,9 @@ logger = logging.getLogger(__name__)
 
 _DTYPES = ("float32", "bfloat16", "float16", "auto")
 _PLACEMENT = ("device_map", "low_cpu_mem_usage", "max_memory", "offload_folder")
-_WITHOUT_EFFECT = ("use_cache", "use_safetensors", "ignore_mismatched_sizes")
+_WITHOUT_EFFECT = ("use_cache", "use_safetensors", "ignore_mismatched_sizes", "use_flash_attention_2")
 _ATTENTION = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+_HUB_KERNEL = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?(:\w+)?")  # torch's, which computes the same attention
 _FETCH = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "gguf_file")
 
 
@@ -24,8 +25,9 @@ def checked_arguments(kwargs: dict[str, Any], dtype: Any) -> tuple[dict[str, Any
     if dtype not in _DTYPES:
         raise ValueError(f"dtype is {dtype!r}, wanted one of {', '.join(_DTYPES)}.")
     attention = kwargs.pop("attn_implementation", None)
-    if attention not in _ATTENTION:
-        raise ValueError(f"attn_implementation is {attention!r}, wanted one of {', '.join(map(str, _ATTENTION))}.")
+    if attention not in _ATTENTION and not (isinstance(attention, str) and _HUB_KERNEL.fullmatch(attention)):
+        known = ", ".join(map(str, _ATTENTION))
+        raise ValueError(f"attn_implementation is {attention!r}, wanted one of {known}, or a kernel as owner/name.")
     for key in _WITHOUT_EFFECT:
         kwargs.pop(key, None)
     for key in _PLACEMENT:

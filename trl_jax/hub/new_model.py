@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from trl_jax.core.torch_random import TorchGenerator
@@ -41,7 +42,12 @@ def _drawn(config: NativeConfig, generator: TorchGenerator) -> dict[str, jax.Arr
     params, arch = {}, config.arch
     for path, leaf in nnx.to_flat_state(nnx.split(nnx.eval_shape(config.model))[1]):
         name, axes = ".".join(map(str, path)), leaf.get_metadata()["axes"]
-        if path[-1] == "bias":
+        if path[-1] == "A_log":  # of a gated delta net
+            values = np.log(generator.uniform(leaf.size, 7.995) + np.float32(8.005))  # of numbers between 0.01 and 16
+            params[name] = jnp.asarray(values.reshape(leaf.shape), jnp.float32)
+        elif path[-1] == "dt_bias":
+            params[name] = jnp.ones(leaf.shape, jnp.float32)
+        elif path[-1] == "bias":
             params[name] = jnp.zeros(leaf.shape, jnp.float32)
         elif "norm" in axes:
             params[name] = jnp.full(leaf.shape, 0.0 if _one_plus(arch, path) else 1.0, jnp.float32)
@@ -55,5 +61,7 @@ def _drawn(config: NativeConfig, generator: TorchGenerator) -> dict[str, jax.Arr
 
 def _one_plus(arch: Any, path: tuple) -> bool:
     """Whether the norm that has this parameter scales by 1 + it."""
+    if path[-2] == "out_norm":  # of a gated delta net
+        return False
     kind = arch.qk_norm_kind if path[-2] in ("q_norm", "k_norm") else arch.norm
     return kind.endswith("_one_plus")

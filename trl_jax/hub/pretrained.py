@@ -21,6 +21,7 @@ from trl_jax.hub.generating.generate import GenerationApi
 from trl_jax.hub.generation_config import read_generation_config, write_generation_config
 from trl_jax.hub.network.push import Publisher, Upload
 from trl_jax.hub.peft.backend import AdaptedBackend
+from trl_jax.hub.peft.lora_config import LoraConfig
 from trl_jax.hub.peft.merging import merged
 from trl_jax.hub.scoring import ScoreOutput, score_rows
 from trl_jax.hub.transformers_api import TransformersModelApi
@@ -101,6 +102,13 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
     def max_positions(self) -> int | None:
         """The length of the longest text that has positions; None where any has."""
         return self.backend.max_positions
+
+    @property
+    def peft_config(self) -> dict[str, LoraConfig]:
+        """The config of the adapter by its name, as a PeftModel has it. Raises AttributeError where there is none."""
+        if not isinstance(self.backend, AdaptedBackend):
+            raise AttributeError(f"{type(self).__name__} has no adapter, so no peft_config")
+        return {"default": self.backend.plan.config}
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Count the numbers of the model, the head among them, or those that train."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
+from trl_jax.nn.mlp import ClampedSwiGLU
 from trl_jax.nn.rope import Rope
 
 # Which norms a layer has: before and after attention, before and after the MLP.
@@ -25,7 +26,8 @@ class Experts:
     `scores` turns the router's logits into weights: "softmax" over all experts, or "sigmoid" of each.
     `renormalised`: the weights of the selected ones are made to add up to 1, but for what `weight_floor` adds to their
     sum ("sigmoid") or holds it up to ("softmax"); `scale` then multiplies them. `shared_size`: the width of an expert
-    that sees every token, behind a sigmoid gate where `shared_gated`; None without it.
+    that sees every token, behind a sigmoid gate where `shared_gated`; None without it. `bias`: the router and every map
+    of an expert have one. `swiglu`: joins gate and up in the place of the arch's activation; None leaves it to that.
 
     `correction_bias`: a number of each expert that is added to its weight for the selection alone, and never trained.
     Of `groups` of experts, the best `top_groups` are selected from; a group is as good as its best `group_best` experts
@@ -37,6 +39,8 @@ class Experts:
     size: int
     renormalised: bool
     shared_size: int | None = None
+    bias: bool = False
+    swiglu: ClampedSwiGLU | None = None
     shared_gated: bool = True
     scores: str = "softmax"
     weight_floor: float = 0.0
@@ -69,9 +73,21 @@ class ShortConvolution:
 
 
 @dataclass(frozen=True)
+class GatedDelta:
+    """A gated delta net in place of attention: heads of queries and keys with `key_dim` channels, and of values with
+    `value_dim`, a multiple as many. Its convolution sees a token and the `width` - 1 before it."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+
+
+@dataclass(frozen=True)
 class LayerKind:
-    """What tells the parameters of layers apart: `mixer` is "attention" or "convolution"; `experts`: whether they are
-    in the place of the MLP."""
+    """What tells the parameters of layers apart: `mixer` is "attention", "convolution" or "delta_net"; `experts`:
+    whether they are in the place of the MLP."""
 
     mixer: str = "attention"
     experts: bool = False
@@ -102,10 +118,12 @@ class Arch:
     not know positions. `block` is a key of BLOCKS, `norm` and `qk_norm_kind` of nn.norm.NORMS, `activation` of
     nn.mlp.ACTIVATIONS or "xielu". `qk_norm` is None, "head" (one norm for all heads), "each_head" (weights for each of
     them) or "full" (over all heads at once). `attention_scales` multiply the scores; None is head_dim ** -0.5.
-    `softcap` bounds the scores by `softcap * tanh(scores / softcap)`; `clip_qkv` bounds projected queries, keys and
-    values. `learned_positions` counts the rows of a table of positions, read from row `position_offset` on; with
-    `counts_visible`, positions count the visible tokens only. With `scale_in_table`, `embedding_scale` belongs to the
-    table of tokens, so that noise comes after it. `padding_idx` is the row of the embedding that never trains.
+    `softcap` bounds the scores by `softcap * tanh(scores / softcap)`; with `gated_attention`, each channel of the
+    result is multiplied by the sigmoid of one of the token's own; `clip_qkv` bounds projected queries, keys and
+    values. With `sinks`, each query head has a learned score more in the sum of its softmax, which brings no value.
+    `learned_positions` counts the rows of a table of positions, read from row `position_offset` on; with
+    `counts_visible`, positions count the visible tokens only. With `scale_in_table`, `embedding_scale` belongs to
+    the table of tokens, so that noise comes after it. `padding_idx` is the row of the embedding that never trains.
 
     `kinds` is None where all layers attend, and have experts if there are any.
 
@@ -136,8 +154,10 @@ class Arch:
     qk_norm_kind: str = "rms"
     qk_norm_after_rope: bool = False
     attention_scales: tuple[float, ...] | None = None
+    gated_attention: bool = False
     softcap: float | None = None
     clip_qkv: float | None = None
+    sinks: bool = False
     query_growth: QueryGrowth | None = None
     embedding_scale: float = 1.0
     scale_in_table: bool = False
@@ -148,6 +168,7 @@ class Arch:
     experts: Experts | None = None
     latent: Latent | None = None
     short_convolution: ShortConvolution | None = None
+    gated_delta: GatedDelta | None = None
     kinds: tuple[LayerKind, ...] | None = None
     attention_dropout: float = 0.0
     embedding_dropout: float = 0.0

@@ -14,6 +14,7 @@ from trl_jax.models.stack import apply
 from trl_jax.nn.attention.causal import Attention
 from trl_jax.nn.attention.inputs import AttentionInputs
 from trl_jax.nn.attention.latent import LatentAttention
+from trl_jax.nn.delta_net import GatedDeltaNet
 from trl_jax.nn.dropout import dropout_or_none
 from trl_jax.nn.kv_cache import Kept
 from trl_jax.nn.mlp import MLP
@@ -88,7 +89,9 @@ class Block(nnx.Module):
         return scaled(apply(dropout_or_none(arch.mlp_out_dropout, key, _MLP_OUT), out), arch.residual_scale)
 
 
-def _mixer(arch: Arch, kind: LayerKind) -> Attention | LatentAttention | GatedShortConvolution:
+def _mixer(arch: Arch, kind: LayerKind) -> Attention | LatentAttention | GatedShortConvolution | GatedDeltaNet:
+    if kind.mixer == "delta_net":
+        return GatedDeltaNet(arch.hidden_size, arch.gated_delta, eps=arch.norm_eps)
     if kind.mixer == "convolution":
         return GatedShortConvolution(arch.hidden_size, arch.short_convolution)
     return Attention(arch) if arch.latent is None else LatentAttention(arch)

@@ -18,7 +18,7 @@ from trl_jax.nn.kv_cache import Cache, Kept
 from trl_jax.nn.linear import Embedding
 from trl_jax.nn.noise import Noise
 from trl_jax.nn.norm import Norm
-from trl_jax.nn.short_convolution import places_before
+from trl_jax.nn.text_order import places_before, text_order
 
 
 def _longest(
@@ -127,16 +127,19 @@ class Decoder(nnx.Module):
         dtype: jnp.dtype = jnp.float32,
         max_tokens: int | None = None,
     ) -> tuple[jax.Array, list[Kept]]:
-        """Hidden states `[N, D]`, and what a cache keeps of the tokens: of each run of layers, with a leading axis L; or
-        of each layer, without it, where `layers` are given.
+        """Hidden states `[N, D]`, and what a cache keeps of the tokens: of each run of layers, with a leading axis L;
+        or of each layer, without it, where `layers` are given.
 
         Args:
-            tokens, positions, reads, dtype, max_tokens: as in a call; rows of one token each where there is a cache.
+            tokens, positions, reads, dtype, max_tokens: as in a call; rows of one token each where there is a cache, and
+                elsewhere the one read of a row is its text's last token.
             longest: the tokens of the longest text so far, for ropes that ask.
             cache: what the rows' tokens follow, its parts like those that are given back; None where texts begin here.
             layers: the parameters of each layer, taken out of its stack; None computes with the stacks, in scans.
         """
         shared = AttentionInputs(self.arch.head_dim**-0.5, places=None if cache is None else cache.places)
+        if cache is None:
+            shared = shared._replace(lengths=reads % tokens.shape[1] + 1)
         shared, by_layer = self._layer_inputs(shared, positions, longest, max_tokens)
         h, kept = self._embedded(tokens, positions, None, None, None), []
         parts = None if cache is None else cache.parts
@@ -187,4 +190,6 @@ class Decoder(nnx.Module):
             shared = shared._replace(growth=(1 + arch.query_growth.beta * jnp.log1p(turns))[..., None, None])
         if arch.short_convolution is not None and shared.packed is not None:
             shared = shared._replace(before=places_before(shared.packed, arch.short_convolution.width - 1))
+        if arch.gated_delta is not None and shared.packed is not None:
+            shared = shared._replace(order=text_order(shared.packed, arch.gated_delta.width - 1))
         return shared._replace(**angles), LayerInputs(rope, scale, window)

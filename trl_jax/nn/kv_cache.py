@@ -1,4 +1,5 @@
-"""What layers keep of tokens for those that follow them: keys and values, or the inputs of a short convolution.
+"""What layers keep of tokens for those that follow them: keys and values, the inputs of a short convolution, or
+a state.
 
 G completions follow one prompt and share its keys and values: P prompts have P x G rows of completions, those of a
 prompt side by side. T counts the completions' places in the cache, S the prompts'.
@@ -94,7 +95,43 @@ class ConvolutionCache(NamedTuple):
         return ConvolutionCache(self.window[(*at, prompts[:, None], members)])
 
 
-Kept = KeysValues | ConvolutionInputs
+class RecurrentState(NamedTuple):
+    """Of one layer with a state, or with a leading axis L of several: the window of its convolution, `[R, T, W, D]` as in
+    `ConvolutionInputs`, and the state after each row's text, float32 `[R, K, G, C, V]`."""
+
+    window: jax.Array
+    state: jax.Array
+
+    def cache(self, lengths: jax.Array, group: int, capacity: int) -> RecurrentCache:
+        """The cache after prompts of these lengths, for `group` completions of each."""
+        window = ConvolutionInputs(self.window).cache(lengths, group, capacity).window
+        return RecurrentCache(window, jnp.repeat(self.state[..., None, :, :, :, :], group, axis=-5))
+
+
+class RecurrentCache(NamedTuple):
+    """What each completion goes on from in one layer, or with a leading axis L in several: `window` `[P, G, W, D]`, the
+    last inputs of its convolution, and `state`, float32 `[P, G, K, G', C, V]`, G' value heads for each key head."""
+
+    window: jax.Array
+    state: jax.Array
+
+    def appended(self, new: RecurrentState, place: jax.Array) -> RecurrentCache:
+        """After one more token of every completion."""
+        window = ConvolutionCache(self.window).appended(ConvolutionInputs(new.window), place).window
+        return RecurrentCache(window, new.state.reshape(self.state.shape))
+
+    def grown(self, more: int) -> RecurrentCache:
+        """It needs no more places."""
+        del more
+        return self
+
+    def selected(self, prompts: jax.Array, members: jax.Array) -> RecurrentCache:
+        """That of the completions `members` `[P', G']` of `prompts` `[P']`."""
+        at = (slice(None),) * (self.window.ndim - 4)
+        return RecurrentCache(*(x[(*at, prompts[:, None], members)] for x in self))
+
+
+Kept = KeysValues | ConvolutionInputs | RecurrentState
 
 
 class CachePlaces(NamedTuple):
@@ -114,7 +151,7 @@ class Cache(NamedTuple):
     parts: of each run of layers, with a leading axis L; or of each layer. places: how much of them is filled.
     """
 
-    parts: list[LayerCache | ConvolutionCache]
+    parts: list[LayerCache | ConvolutionCache | RecurrentCache]
     places: CachePlaces
 
     def appended(self, new: list[Kept]) -> Cache:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -42,6 +44,19 @@ ACTIVATIONS = {
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 XIELU_NAME = "xielu"  # of the one that has parameters
+
+
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """`(up + 1) * gate * sigmoid(alpha * gate)`, with gate at most `limit` and up within `limit` of 0 (OpenAI 2025,
+    arXiv:2508.10925)."""
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
 
 
 class MLP(nnx.Module):

@@ -17,8 +17,8 @@ from trl_jax.nn.mlp import ACTIVATIONS, MLP
 class MoE(nnx.Module):
     """Routing to the `top_k` gated experts of the highest scores (Shazeer et al. 2017, arXiv:1701.06538).
 
-    `experts` is a models.arch.Experts, which says how scores become weights. Weights are stacked: gate and up `[E, F, D]`, down `[E, D, F]`; each may have
-    adapters beside it.
+    `experts` is a models.arch.Experts, which says how scores become weights. Weights are stacked: gate and up `[E, F,
+    D]`, down `[E, D, F]`; each may have adapters beside it, and a bias `[E, F]` or `[E, D]`.
     """
 
     gate_lora: ExpertsLora | None
@@ -26,12 +26,14 @@ class MoE(nnx.Module):
     down_lora: ExpertsLora | None
 
     def __init__(self, features: int, experts, *, activation: str):
-        self.router = Linear(features, experts.count, axes=("", "embed"))
+        self.router = Linear(features, experts.count, bias=experts.bias, axes=("", "embed"))
         inner, outer = (experts.count, experts.size, features), (experts.count, features, experts.size)
         self.gate = nnx.Param(jnp.zeros(inner, jnp.float32), axes=("experts", "mlp", "embed"))
         self.up = nnx.Param(jnp.zeros(inner, jnp.float32), axes=("experts", "mlp", "embed"))
         self.down = nnx.Param(jnp.zeros(outer, jnp.float32), axes=("experts", "embed", "mlp"))
         self.gate_lora, self.up_lora, self.down_lora = nnx.data(None), nnx.data(None), nnx.data(None)
+        self.gate_bias, self.up_bias = _biases(experts, experts.size, "mlp"), _biases(experts, experts.size, "mlp")
+        self.down_bias = _biases(experts, features, "embed")
         corrected, shared = experts.correction_bias, experts.shared_size
         self.correction_bias = nnx.Param(jnp.zeros(experts.count, jnp.float32), axes=("",)) if corrected else None
         self.shared = None if shared is None else MLP(features, shared, activation=activation)
@@ -69,10 +71,17 @@ class MoE(nnx.Module):
         sent = jnp.zeros(self.experts.count).at[selected].add(weight[:, None])
         return RouterSums(sent, weight @ probabilities, jnp.sum(weight))
 
-    def _matrices(self) -> list[tuple[jax.Array, ...]]:
-        """Of gate, up and down: W, and where there are adapters A and B."""
-        both = ((self.gate, self.gate_lora), (self.up, self.up_lora), (self.down, self.down_lora))
-        return [(weight[...], *(() if lora is None else (lora.a[...], lora.b[...]))) for weight, lora in both]
+    def _matrices(self) -> list[tuple[jax.Array | None, ...]]:
+        """Of gate, up and down: the bias or None, W, and where there are adapters A and B."""
+        parts = (
+            (self.gate_bias, self.gate, self.gate_lora),
+            (self.up_bias, self.up, self.up_lora),
+            (self.down_bias, self.down, self.down_lora),
+        )
+        return [
+            (None if bias is None else bias[...], weight[...], *(() if lora is None else (lora.a[...], lora.b[...])))
+            for bias, weight, lora in parts
+        ]
 
     def _mixed(self, x, weights, selected, first, gate, up, down) -> jax.Array:
         """The sum of what a token's experts give, of those from `first[0]` on alone; None: all are here."""
@@ -81,13 +90,22 @@ class MoE(nnx.Module):
             expert = (expert - first[0]) % count  # these come first, tokens of others behind
         order = jnp.argsort(expert, stable=True)  # a token's place times top_k, sorted by expert
         token = order // self.experts.top_k
-        sizes = jnp.bincount(expert, length=count)[: len(gate[0])]
+        sizes = jnp.bincount(expert, length=count)[: len(gate[1])]
         sorted_x = x[token]
-        hidden = self.activation(adapted_dot(sorted_x, sizes, *gate)) * adapted_dot(sorted_x, sizes, *up)
-        out = adapted_dot(hidden, sizes, *down) * weights.reshape(-1)[order][:, None].astype(x.dtype)
+
+        def mapped(x: jax.Array, bias: jax.Array | None, *matrices: jax.Array) -> jax.Array:
+            y = adapted_dot(x, sizes, *matrices)
+            return y if bias is None else y + bias.astype(y.dtype).at[expert[order]].get(mode="clip")
+
+        hidden = self._joined(mapped(sorted_x, *gate), mapped(sorted_x, *up))
+        out = mapped(hidden, *down) * weights.reshape(-1)[order][:, None].astype(x.dtype)
         if first is not None:
             out = jnp.where(jnp.arange(len(out))[:, None] < jnp.sum(sizes), out, 0)
         return jnp.zeros_like(x).at[token].add(out)
+
+    def _joined(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        swiglu = self.experts.swiglu
+        return self.activation(gate) * up if swiglu is None else swiglu(gate, up)
 
     def _route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Weights and experts of each token, `[tokens, top_k]`; weights in float32."""
@@ -114,3 +132,10 @@ class MoE(nnx.Module):
         _, best = jax.lax.top_k(worth, experts.top_groups)
         inside = jnp.zeros(worth.shape, bool).at[jnp.arange(len(worth))[:, None], best].set(True)
         return jnp.where(inside[..., None], grouped, -jnp.inf).reshape(weights.shape)
+
+
+def _biases(experts, outputs: int, axis: str) -> nnx.Param | None:
+    """`[E, outputs]`, where experts have them."""
+    if not experts.bias:
+        return None
+    return nnx.Param(jnp.zeros((experts.count, outputs), jnp.float32), axes=("experts", axis))

@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from trl_jax.core.packed import Packed
 from trl_jax.nn.attention.inputs import AttentionInputs
-from trl_jax.nn.kv_cache import ConvolutionInputs
+from trl_jax.nn.kv_cache import ConvolutionCache, ConvolutionInputs, RecurrentCache
 from trl_jax.nn.linear import Linear
 
 
@@ -36,37 +35,24 @@ class GatedShortConvolution(nnx.Module):
         if inputs.valid is not None:
             x_RTD = x_RTD * inputs.valid[..., None].astype(x_RTD.dtype)
         gated = self.in_gate(x_RTD) * self.value(x_RTD)
-        seen_RTWD = jnp.concatenate([self._before(gated, inputs), gated[:, :, None]], axis=2)
+        seen_RTWD = with_tokens_before(gated, self.width - 1, inputs.before, inputs.cache)
         convolved = jnp.einsum("rtwd,dw->rtd", seen_RTWD, self.weight[:, 0].astype(gated.dtype))
         if self.bias is not None:
             convolved = convolved + self.bias[...].astype(gated.dtype)
         return self.o(self.out_gate(x_RTD) * convolved), ConvolutionInputs(seen_RTWD[:, :, 1:])
 
-    def _before(self, gated: jax.Array, inputs: AttentionInputs) -> jax.Array:
-        """The inputs of the `width` - 1 tokens before each, `[R, T, width - 1, D]`; zeros before a text's first."""
-        count, length = self.width - 1, gated.shape[1]
-        if inputs.cache is not None:
-            return inputs.cache.window.astype(gated.dtype).reshape(len(gated), 1, count, -1)
-        if inputs.before is not None:
-            return jax.vmap(lambda row, places: row.at[places].get(mode="fill", fill_value=0))(gated, inputs.before)
-        padded = jnp.pad(gated, [(0, 0), (count, 0), (0, 0)])
-        return jnp.stack([padded[:, place : place + length] for place in range(count)], axis=2)
 
-
-def places_before(packed: Packed, count: int) -> jax.Array:
-    """The places of the `count` tokens before each token in its text, the nearest last: int32 `[R, T, count]`; T where
-    there is none. Before a branch comes its context, before the first token of an answer its prompt."""
-    length = packed.first.shape[1]
-    place = jnp.arange(length, dtype=jnp.int32)
-    last = jnp.where(place > packed.first, place - 1, length)  # of the token's own range
-    if packed.context is not None:
-        ends = jnp.where(packed.context_end > packed.context, packed.context_end - 1, length)
-        last = jnp.where(place > packed.first, place - 1, ends)
-    if packed.prompt is not None:  # an answer before its prompt lies in reverse order: see core.packed.Packed
-        nearer = jnp.where(place + 1 < packed.prompt, place + 1, packed.end - 1)
-        last = jnp.where(place < packed.prompt, nearer, last)
-    last = jnp.where(packed.first < length, last, length).astype(jnp.int32)  # padding
-    found = [last]
-    while len(found) < count:
-        found.append(jax.vmap(lambda row, at: row.at[at].get(mode="fill", fill_value=length))(last, found[-1]))
-    return jnp.stack(found[::-1], axis=-1)
+def with_tokens_before(
+    x_RTD: jax.Array, count: int, before: jax.Array | None, cache: ConvolutionCache | RecurrentCache | None
+) -> jax.Array:
+    """`x_RTD` of the `count` tokens before each and, last, of itself: `[R, T, count + 1, D]`; zeros before a text's
+    first. `before` and `cache` as in `AttentionInputs`."""
+    length = x_RTD.shape[1]
+    if cache is not None:
+        own = cache.window.astype(x_RTD.dtype).reshape(len(x_RTD), 1, count, -1)
+    elif before is not None:
+        own = jax.vmap(lambda row, places: row.at[places].get(mode="fill", fill_value=0))(x_RTD, before)
+    else:
+        padded = jnp.pad(x_RTD, [(0, 0), (count, 0), (0, 0)])
+        own = jnp.stack([padded[:, place : place + length] for place in range(count)], axis=2)
+    return jnp.concatenate([own, x_RTD[:, :, None]], axis=2)

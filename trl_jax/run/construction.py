@@ -21,6 +21,7 @@ from trl_jax.hub.auto import Checkpoint
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.run.arguments.base_config import BaseConfig
 from trl_jax.run.devices import check_division, sharding_plan_of
+from trl_jax.run.first_lines import show_lines
 from trl_jax.run.model import loading as model_loading
 from trl_jax.run.model.reference import PREFIX, ReferenceModel
 from trl_jax.run.state import RunState
@@ -133,11 +134,12 @@ def check_strategies(args: BaseConfig, eval_dataset: Any) -> None:
         )
 
 
-def set_log_level(level: int) -> None:
-    """Set transformers' loggers and ours to what `log_level` asks for."""
+def set_log_level(level: int, *, asked: bool) -> None:
+    """Set transformers' loggers and ours to what `log_level` asks for; `asked`: it is not left to transformers."""
     transformers_logging.set_verbosity(level)
     ours = logging.getLogger("trl_jax")
     ours.setLevel(level)
+    show_lines(level, asked=asked)
     if not ours.hasHandlers():
         ours.addHandler(logging.StreamHandler())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from trl_jax.data.rows.labels import check_labels
 from trl_jax.data.step_layout import StepLayout, Weighting
 from trl_jax.engine.devices.sharding import distributed
 from trl_jax.run import layout_choice
+from trl_jax.run.first_lines import tell
 from trl_jax.run.state import RunState
 from trl_jax.tasks.policy import PolicyTask
 
@@ -164,6 +166,7 @@ def _planned(run: RunState, dataset: Any, lengths: np.ndarray | None) -> LayoutP
         striped=_striped(run),
         by_micro_batch=_by_micro_batch(run),
         lengths=lengths,
+        tell=partial(tell, run, "layout"),
     )
 
 

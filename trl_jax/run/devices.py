@@ -99,10 +99,10 @@ def _check_sequence(size: int, model: PreTrainedModel, overridden: frozenset[str
     if size == 1:
         return
     ways = "Give these devices to data or fsdp instead."
-    if not model.backend.causal:
+    if not model.backend.takes_stripes:
         raise ValueError(
-            f"mesh: sequence {size} deals the tokens of a text over devices, which only native decoders can read; "
-            f"{model.name_or_path} is none ({model.backend.name} backend). {ways}"
+            f"mesh: sequence {size} deals the tokens of a text over devices, which only native decoders can read whose "
+            f"layers all attend; {model.name_or_path} is none ({model.backend.name} backend). {ways}"
         )
     if overridden:
         raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -88,20 +88,22 @@ def plan(
     striped: bool = False,
     by_micro_batch: bool = False,
     lengths: np.ndarray | None = None,
+    tell: Callable[[str], None] = logger.info,
 ) -> LayoutPlan:
-    """The layout of a run's training `steps`; it is logged in one line, with the reason and what it saves.
+    """The layout of a run's training `steps`; it is told in one line, with the reason and what it saves.
 
     Args:
         columns: the token columns of the dataset, a text each.
         by_micro_batch: whether each micro-batch has a packed row to itself.
         lengths: by which rows are grouped, `[rows]`; None where they are not grouped.
+        tell: says that line.
     """
     layout, reason = exact_layout(args, backend, striped=striped)
     if layout == "padded":
-        logger.info("Layout padded%s.", f": {reason}" if reason else "")
+        tell(f"Layout padded{f': {reason}' if reason else ''}.")
         return LayoutPlan("padded")
     if isinstance(dataset, IterableDataset):
-        logger.info("Layout %s: how much it saves on a stream of rows is not known beforehand.", layout)
+        tell(f"Layout {layout}: how much it saves on a stream of rows is not known beforehand.")
         return unplanned(args, backend, striped=striped)
     order = partial(
         epoch_order,
@@ -125,7 +127,7 @@ def plan(
         by_rows=by_rows(args, striped=striped),
         at_once=PROGRAMS_AT_ONCE if compiles_ahead(args.device.type) else None,
     )
-    logger.info("%s", line(result))
+    tell(line(result))
     return result
 
 
@@ -134,9 +136,10 @@ def line(plan: LayoutPlan) -> str:
     computed, padded, real = (_thousands(tokens) for tokens in (plan.computed, plan.padded, plan.real))
     lengths = plan.buckets.lengths if plan.views is None else sorted({row for row, _ in plan.views.shapes})
     rows = "" if plan.views is None else f", rows of {_listed(sorted({row for _, row in plan.views.shapes}))}"
+    less = f" ({1 - plan.computed / plan.padded:.0%} less)" if plan.computed < plan.padded else ""
     return (
-        f"Layout {plan.layout}: {computed} of {padded} padded tokens a step, for {real} tokens of text; packed rows of "
-        f"{_listed(lengths)} tokens{rows}."
+        f"Layout {plan.layout}: {computed} of {padded} padded tokens a step{less}, for {real} tokens of text; packed "
+        f"rows of {_listed(lengths)} tokens{rows}."
     )
 
 

@@ -57,7 +57,7 @@ def assemble(
     """
     _check_own_loss(run)
     arguments = arguments_text(run.args)
-    construction.set_log_level(run.args.get_process_log_level())
+    construction.set_log_level(run.args.get_process_log_level(), asked=run.args.log_level != "passive")
     construction.warn_of_idle_devices(run.args)
     os.makedirs(run.args.output_dir, exist_ok=True)
     checkpointer, forward = Checkpointer(run, arguments, hooks), Forward(run)

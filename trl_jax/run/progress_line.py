@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from typing import Any
 
 from transformers.trainer_callback import ProgressCallback
 
@@ -29,10 +30,29 @@ class ProgressLine:
         if not sys.stderr.isatty() or (often and now - self._told_at < _SECONDS):
             return
         self._told_at = now
-        callbacks = self._events.handler.callbacks
-        for bar in [one.training_bar for one in callbacks if isinstance(one, ProgressCallback)]:
-            if bar is not None:
-                bar.set_description_str(text)
+        for bar in _bars(self._events):
+            bar.set_description_str(text)
+
+
+class CompilationUntimed:
+    """Leaves the compiler's time out of what the bar of a run's steps expects of those to come."""
+
+    def __init__(self, events: Events):
+        self._events, self._shapes = events, set()
+
+    def done(self, shape: tuple[int, ...]) -> None:
+        """A step whose tokens have this shape was begun; for the first of each shape it was compiled before."""
+        if shape in self._shapes:
+            return
+        self._shapes.add(shape)
+        for bar in _bars(self._events):
+            bar.unpause()
+
+
+def _bars(events: Events) -> list[Any]:
+    """The bars of a run's steps that transformers' callbacks show."""
+    callbacks = [one for one in events.handler.callbacks if isinstance(one, ProgressCallback)]
+    return [one.training_bar for one in callbacks if one.training_bar is not None]
 
 
 class GenerationProgress:

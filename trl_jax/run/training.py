@@ -33,8 +33,9 @@ from trl_jax.engine.prefetch import AsNeeded, Prefetched
 from trl_jax.hub.torch.objects import give_back
 from trl_jax.run.arguments.optimizer_choice import LearningRate, OptimizerChoice
 from trl_jax.run.callbacks import begin_state
-from trl_jax.run.data import length_of
+from trl_jax.run.data import length_of, step_layout
 from trl_jax.run.dataloaders import steps_of
+from trl_jax.run.first_lines import tell_compilation, tell_layout, tell_model, tell_trained
 from trl_jax.run.hooks import TrainerHooks
 from trl_jax.run.memory.metrics import memory
 from trl_jax.run.memory.oom import explain_evaluation_memory, explain_memory, retried
@@ -148,6 +149,7 @@ class Training:
         self._end(params)
         if run.interrupts.received is not None:
             run.interrupts.leave()
+        tell_trained(run, run.state.global_step - first, time.monotonic() - start)
         return TrainOutput(run.state.global_step, train_loss, metrics)
 
     @contextlib.contextmanager
@@ -163,9 +165,11 @@ class Training:
 
     def _looped(self, tx: Any, length: Any, progress: Progress) -> tuple[Loop, float, list]:
         run, checkpointer, train_step = self._run, self._checkpointer, self._train_step
+        tell_model(run)
         batches = self._hooks.get_train_dataloader() if run.rollout is None else run.rollout
         run.events.handler.train_dataloader = batches
         steps = batches if run.rollout is not None else steps_of(batches, "get_train_dataloader")
+        tell_layout(run, step_layout(run, training=True).layout)  # unless the dataset's survey has
         step = train_step.made(tx)
         place = None if "compute_loss" in run.overridden else train_step.placed
         patience = 1 if "underflow_overflow" in str(run.args.debug) else PATIENCE
@@ -176,7 +180,7 @@ class Training:
             else Prefetched(steps, place, lambda: loop.leave_if_asked()),
             num_epochs=length.num_epochs,
             micro_batches_per_epoch=length.micro_batches_per_epoch,
-            advance=train_step.advancer(step, tx, checkpointer.saver.check),
+            advance=train_step.advancer(step, tx, checkpointer.saver.check, partial(tell_compilation, run, steps)),
             learning_rate=checkpointer.lr_scheduler,
             report=lambda logs, since: self._hooks.log(logs | self._measured(since)),
             evaluate=self._evaluate,

@@ -39,7 +39,6 @@ from trl_jax.run.state import RunState
 from trl_jax.run.step.rng import check_noise
 from trl_jax.run.step.train_step import default_optimizer
 from trl_jax.run.user_loss.bound_model import BoundModel, script_values
-from trl_jax.run.user_loss.default_loss import default_loss
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.refusals import NEVER_CALLED, check_collator, check_overridden, check_set, names_of_script, refuse
 from trl_jax.trainer.surface import Surface
@@ -248,7 +247,8 @@ class BaseTrainer(Surface):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """The mean loss of a batch. Scripts override it, in jax.numpy; it is compiled, gradient and all.
+        """The mean loss of a batch. Scripts override it, in jax.numpy; it is compiled, gradient and all. One in torch
+        is given tensors, and computes apart from the model.
 
         Args:
             model: called as `model(input_ids=..., attention_mask=...)`, gives `.logits`, `[rows, 1]` of a score head
@@ -260,7 +260,7 @@ class BaseTrainer(Surface):
                 evaluation and under a score head.
         """
         if self.compute_loss_func is None:
-            loss, outputs = default_loss(self._run.task, model, inputs, num_items_in_batch)
+            loss, outputs = model.default_loss(self._run.task, inputs, num_items_in_batch)
         else:
             outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
             loss = self.compute_loss_func(outputs, inputs.get("labels"), num_items_in_batch=num_items_in_batch)

@@ -17,6 +17,7 @@ from trl_jax.engine.devices.sharding import ShardingPlan
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.run import callbacks, data, reports
 from trl_jax.run.dataloaders import Batches
+from trl_jax.run.first_lines import tell_saved
 from trl_jax.run.output.hub_push import HubPublisher
 from trl_jax.run.parts import Parts
 from trl_jax.run.state import RunState
@@ -190,6 +191,8 @@ class Surface(abc.ABC):
         """Write a folder that transformers loads: config, weights, tokenizer, and training_args.json."""
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         self.parts.checkpointer.write_model(folder, self.model)
+        if not _internal_call:
+            tell_saved(self._run, folder)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

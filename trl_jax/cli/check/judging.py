@@ -30,7 +30,8 @@ class Finding(NamedTuple):
 
 _OF_TRAINER = {names.trainer: names for names in TRAINERS.values()}
 _OF_CONFIG = {names.config: names for names in TRAINERS.values()}
-_TORCH_LOSS = "Write it in jax.numpy: it is compiled with the model and its gradient."
+_IN_JAX = "Write it in jax.numpy: it is compiled with the model and its gradient."
+_IN_TORCH = "It is in torch, which gets the outputs of each batch and gives their gradient. "
 
 
 def findings(uses: Uses) -> list[Finding]:
@@ -129,7 +130,8 @@ def _of_subclass(subclass: Subclass, names: TrainerNames) -> Iterator[Finding]:
         what = f"{subclass.name}.{method}"
         found = _tried(line, what, partial(type, subclass.name, (trainer,), {method: lambda self: None}))
         if found.kind == "works" and method in subclass.in_torch and "loss" in method:
-            found = Finding(line, what, "refused", _TORCH_LOSS)
+            own = method == "compute_loss"
+            found = Finding(line, what, "changed" if own else "refused", _IN_TORCH + _IN_JAX if own else _IN_JAX)
         yield found
 
 

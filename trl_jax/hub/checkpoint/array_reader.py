@@ -15,6 +15,7 @@ import numpy as np
 from trl_jax.hub.checkpoint.sharded_reading import Index, read_sharded
 from trl_jax.hub.checkpoint.tensor_map import TensorEntry
 from trl_jax.hub.formats.gguf import LINK, GgufFiles
+from trl_jax.hub.formats.mxfp4 import BLOCKS, Mxfp4Files
 from trl_jax.hub.formats.pickles import PickledFiles, only_pickled
 from trl_jax.hub.formats.safetensors import CheckpointFiles
 from trl_jax.hub.peft.quantization import quantized
@@ -27,7 +28,10 @@ def open_files(folder: Path) -> Files:
     """The weights of a folder, in the format they have."""
     if (folder / LINK).exists():
         return GgufFiles(folder / LINK)
-    return (PickledFiles if only_pickled(folder) else CheckpointFiles)(folder)
+    if only_pickled(folder):
+        return PickledFiles(folder)
+    files = CheckpointFiles(folder)
+    return Mxfp4Files(folder) if any(name.endswith(BLOCKS) for name in files.shapes) else files
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,57 @@ class PerHead:
         return self.view(array).reshape(-1, *array.shape[1:])
 
 
+@dataclass(frozen=True)
+class ExpertColumns:
+    """Every `step`-th column from `start` on of all experts' matrices, stored as `[E, in, out]`, or biases `[E, out]`.
+
+    Ours are `[E, out, in]` and `[E, out]`.
+    """
+
+    start: int = 0
+    step: int = 1
+
+    def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
+        experts, outputs, *inputs = ours
+        return (experts, *inputs, outputs * self.step)
+
+    def view(self, tensor: np.ndarray) -> np.ndarray:
+        columns = tensor[..., self.start :: self.step]
+        return columns.swapaxes(1, 2) if tensor.ndim == 3 else columns
+
+    def rows(self, array: Any) -> Any:
+        return array[self.start :: self.step]
+
+
+@dataclass(frozen=True)
+class PartOfEach:
+    """Of a tensor with as many rows for each of `groups`, `total`, the `count` from `start` on of every one."""
+
+    groups: int
+    start: int
+    count: int
+    total: int
+
+    def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
+        return (self.groups * self.total, *ours[1:])
+
+    def view(self, tensor: np.ndarray) -> np.ndarray:
+        return tensor.reshape(self.groups, self.total, *tensor.shape[1:])[:, self.start : self.start + self.count]
+
+    def rows(self, array: Any) -> Any:
+        return self.view(array).reshape(-1, *array.shape[1:])
+
+
+def interleaved(module: str, groups: int, sizes: dict[str, int]) -> dict[str, tuple[str, TensorSlice]]:
+    """Names for a module whose weight has for each of `groups` the rows of several of ours, `sizes` (our module -> its
+    rows of one group), one below the other."""
+    total, names, start = sum(sizes.values()), {}, 0
+    for ours, count in sizes.items():
+        names[ours] = (module, PartOfEach(groups, start, count, total))
+        start += count
+    return names
+
+
 def concatenated(module: str, sizes: dict[str, int], *, transposed: bool = False) -> dict[str, tuple[str, TensorSlice]]:
     """Names for a module whose weight joins several of ours, `sizes` (our module -> rows), one below the other."""
     total, names, start = sum(sizes.values()), {}, 0

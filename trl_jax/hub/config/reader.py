@@ -7,6 +7,7 @@ from typing import Any
 
 from trl_jax.core.files import strict_json
 from trl_jax.core.printable import brief, listed
+from trl_jax.hub.formats.mxfp4 import METHOD as MXFP4
 
 # Keys without effect on what is computed: bookkeeping, labels, token ids, generation settings.
 INERT = frozenset(
@@ -130,11 +131,12 @@ class ConfigReader:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The content of `folder/config.json`.
+    """The content of `folder/config.json`. Weights in MXFP4 are read as bfloat16, and saved so: what it says of them is
+    left out.
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: it is not a JSON object, or the checkpoint is quantised.
+        ValueError: it is not a JSON object, or the checkpoint is quantised in another way.
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
@@ -151,10 +153,12 @@ def read_config(folder: Path) -> dict[str, Any]:
         reader.section(key)
     for key in ("dtype", "torch_dtype"):
         reader.one_of(key, ("float32", "bfloat16", "float16"), "float32")
-    if reader.section("quantization_config"):
-        method = raw["quantization_config"].get("quant_method")
+    if not reader.section("quantization_config"):
+        return raw
+    method = raw["quantization_config"].get("quant_method")
+    if method != MXFP4:
         raise ValueError(
             f"{path}: the weights are quantised (quant_method={brief(method)}), which this release of trl_jax cannot "
-            "read. Pass the unquantised checkpoint."
+            f"read. Pass the unquantised checkpoint, or one with quant_method={MXFP4!r}."
         )
-    return raw
+    return {key: value for key, value in raw.items() if key != "quantization_config"}

@@ -42,7 +42,7 @@ def objection(raw: dict[str, Any], native: Collection[str], source: Path) -> Val
     return ValueError(
         f"{source}: model_type {brief(kind)} is not supported by this release of trl_jax.{custom} "
         f"Supported: {', '.join(sorted(native))}. Where torch is installed, {len(others)} other types that "
-        "transformers has a sequence classifier for: bloom, gpt_oss, albert and so on."
+        "transformers has a sequence classifier for: bloom, gpt_neo, albert and so on."
     )
 
 

@@ -12,7 +12,9 @@ from trl_jax.models.arch import Arch, Experts, Latent, LayerKind
 
 # Keys of its first checkpoints, which transformers does not read: what they say is what it computes.
 _SAID = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
-_OF_TRAINING = ("aux_loss_alpha", "ep_size", "num_nextn_predict_layers", "num_mtp_layers", "output_router_logits", "seq_aux")
+_OF_TRAINING = (
+    "aux_loss_alpha", "ep_size", "num_nextn_predict_layers", "num_mtp_layers", "output_router_logits", "seq_aux",
+)  # fmt: skip
 _LATENT_EPS = 1e-6
 
 
@@ -108,5 +110,6 @@ FAMILY = Family(
     "DeepseekV3",
     arch,
     names,
-    ignored=(r"\.rotary_emb\.inv_freq$", r"^lm_head\.bias$", r"^model\.layers\.61\."),  # the last predicts further tokens
+    # the last one's predict further tokens
+    ignored=(r"\.rotary_emb\.inv_freq$", r"^lm_head\.bias$", r"^model\.layers\.61\."),
 )

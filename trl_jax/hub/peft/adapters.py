@@ -267,7 +267,7 @@ def _full_training(
             for layer, name in enumerate(module.names())
             if name not in done and (lora.bias == "all" or name in adapted)
         ]
-        meant += [(n, m, at, entry) for n, m, at in others for entry in m.tensor_map if "bias" in entry.tensor]
+        meant += [(n, m, at, entry) for n, m, at in others for entry in m.tensor_map if entry.tensor.endswith(".bias")]
     tensors: dict[str, list] = {}
     layers: dict[str, set[int]] = {}
     for name, module, layer, entry in meant:

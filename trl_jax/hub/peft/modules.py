@@ -81,9 +81,10 @@ def modules_of(config: NativeConfig) -> list[Module]:
             group = groups.setdefault((current_name(_owner(entry.tensor), config.family), entry.first), [])
             if entry not in group:
                 group.append(entry)
-    found = [_module(name, group, shapes, model) for (name, _), group in groups.items()]
-    linear = config.family.linear_router
-    return [replace(module, kind="linear") if linear and module.kind == "router" else module for module in found]
+    made = [_module(name, group, shapes, model) for (name, _), group in groups.items()]
+    if config.family.linear_router:
+        made = [replace(one, kind="linear") if one.kind == "router" else one for one in made]
+    return made
 
 
 def _owner(tensor: str) -> str:
@@ -125,9 +126,11 @@ def _experts(name: str, tensor_map: list[TensorEntry], shapes: dict) -> Module:
     for parameter, ours in _EXPERTS.items():
         layers, experts, rows, inputs = shapes[entries[ours[0]].path].shape
         total = rows * len(ours)
-        slices = [None] if len(ours) == 1 else [Rows(at * rows, rows, total) for at in range(len(ours))]
-        parts = tuple((entries[one].path, rows) for one, rows in zip(ours, slices, strict=True))
         of = tuple(entries[one] for one in ours)
+        slices = [None] if len(ours) == 1 else [Rows(at * rows, rows, total) for at in range(len(ours))]
+        if of[0].tensor_slice is not None:  # they lie so on disk, too
+            slices = [entry.tensor_slice for entry in of]
+        parts = tuple((entry.path, rows) for entry, rows in zip(of, slices, strict=True))
         inside.append(Module(f"{name}.{parameter}", "experts", parts, of, layers, of[0].first, inputs, total, experts))
     return Module(name, "other", (), tuple(tensor_map), layers, tensor_map[0].first, 0, 0, inside=tuple(inside))
 

@@ -60,18 +60,24 @@ class BitsAndBytesConfig:
         return Format(self.bnb_4bit_quant_type, shape, self.bnb_4bit_use_double_quant)
 
 
-def as_quantization(config: Any) -> BitsAndBytesConfig:
-    """Our config with the values of ours, of transformers', or of a dict of them.
+def as_quantization(config: Any) -> BitsAndBytesConfig | None:
+    """Our config with the values of ours, of transformers', or of a dict of them. None for transformers' `Mxfp4Config`
+    with `dequantize=True`: a checkpoint in MXFP4 is always read so.
 
     Raises:
         TypeError: it is of another kind of quantisation.
+        ValueError: `Mxfp4Config` without `dequantize`.
     """
     if isinstance(config, BitsAndBytesConfig):
         return config
+    if type(config).__name__ == "Mxfp4Config":
+        if not config.dequantize:
+            raise ValueError("quantization_config=Mxfp4Config(dequantize=False): wanted dequantize=True to train it.")
+        return None
     if not isinstance(config, dict) and type(config).__name__ != "BitsAndBytesConfig":
         raise TypeError(
             f"quantization_config is a {type(config).__qualname__}: wanted a BitsAndBytesConfig of trl_jax or "
-            "transformers, with load_in_4bit or load_in_8bit."
+            "transformers, with load_in_4bit or load_in_8bit, or an Mxfp4Config with dequantize."
         )
     values = config if isinstance(config, dict) else config.to_dict()
     known = {field.name for field in fields(BitsAndBytesConfig)}

@@ -18,11 +18,10 @@ _WITH_MATRICES = ("linear", "router", "experts")  # kinds of modules whose matri
 _OF_QWEN = {"gate": "gate.weight", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
 _OF_MIXTRAL = {"gate": "gate.weight", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"}
 _BECAME = {
-    "hunyuan_v1_moe": _OF_QWEN,
-    "minimax_m2": _OF_MIXTRAL,
-    "mixtral": _OF_MIXTRAL,
-    "olmoe": _OF_QWEN,
-    "qwen3_moe": _OF_QWEN,
+    **dict.fromkeys(("minimax_m2", "mixtral"), _OF_MIXTRAL),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "ernie4_5_moe", "glm4_moe", "hunyuan_v1_moe", "olmoe", "qwen3_moe"), _OF_QWEN
+    ),
 }
 
 

@@ -1,6 +1,6 @@
 """The calls of torch, where it is installed, for transformers' own models and for pickled files.
 
-One of three files that may import it, inside functions; `exported` and `formats.pickles` call these.
+One of the files that may import it, inside functions; `exported` and `formats.pickles` call these.
 """
 
 from __future__ import annotations

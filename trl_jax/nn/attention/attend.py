@@ -26,6 +26,7 @@ def attend(
     causal: bool = True,
     bias: Callable[[int, int], jax.Array] | None = None,
     softcap: float | None = None,
+    sinks: jax.Array | None = None,
     dropout: Dropout | None = None,
 ) -> jax.Array:
     """Results `[R, T, H, C]` of queries on keys and values; the keywords are those of `attend_padded`. Values may have
@@ -36,29 +37,29 @@ def attend(
     a cache: the tokens of `inputs.cache` are seen beside the one of each row.
     """
     if inputs.cache is not None:
-        return attend_cached(q_RTHC, k_RSKC, v_RSKC, inputs, softcap=softcap)
+        return attend_cached(q_RTHC, k_RSKC, v_RSKC, inputs, softcap=softcap, sinks=sinks)
     packed = inputs.packed
     if packed is None:
-        options = {"causal": causal, "bias": bias, "softcap": softcap, "dropout": dropout}
+        options = {"causal": causal, "bias": bias, "softcap": softcap, "sinks": sinks, "dropout": dropout}
         return attend_padded(q_RTHC, k_RSKC, v_RSKC, inputs, **options)
     if packed.texts is None:
-        return _attend_packed(q_RTHC, k_RSKC, v_RSKC, inputs, softcap)
-    return _attend_by_text(q_RTHC, k_RSKC, v_RSKC, inputs, causal=causal, softcap=softcap)
+        return _attend_packed(q_RTHC, k_RSKC, v_RSKC, inputs, softcap=softcap, sinks=sinks)
+    return _attend_by_text(q_RTHC, k_RSKC, v_RSKC, inputs, causal=causal, softcap=softcap, sinks=sinks)
 
 
-def _attend_packed(q_RTHC, k_RSKC, v_RSKC, inputs: AttentionInputs, softcap: float | None):
+def _attend_packed(q_RTHC, k_RSKC, v_RSKC, inputs: AttentionInputs, **scores):
     channels = v_RSKC.shape[-1]
     missing = k_RSKC.shape[-1] - channels  # kernels of packed rows take values as wide as keys
     if missing:
         v_RSKC = jnp.pad(v_RSKC, [(0, 0)] * 3 + [(0, missing)])
-    return attend_packed(q_RTHC, k_RSKC, v_RSKC, inputs, softcap=softcap)[..., :channels]
+    return attend_packed(q_RTHC, k_RSKC, v_RSKC, inputs, **scores)[..., :channels]
 
 
-def _attend_by_text(q_RTHC, k_RSKC, v_RSKC, inputs: AttentionInputs, *, causal: bool, softcap: float | None):
+def _attend_by_text(q_RTHC, k_RSKC, v_RSKC, inputs: AttentionInputs, *, causal: bool, **scores):
     texts = inputs.packed.texts
     inside = (texts.places < q_RTHC.shape[1]).reshape(-1, texts.places.shape[2])
     lengths = jnp.maximum(jnp.sum(inside, axis=1, dtype=jnp.int32), 1)  # a row without a text is one of a zero
     rows = inputs._replace(valid=None if causal else inside.at[:, 0].set(True), striped=None)
     qkv = (by_text(y, texts) for y in (q_RTHC, k_RSKC, v_RSKC))
-    out = attend_padded(*qkv, rows, causal=causal, softcap=softcap, lengths=lengths)
+    out = attend_padded(*qkv, rows, causal=causal, lengths=lengths, **scores)
     return checkpoint_name(by_token(out, texts), SAVED)

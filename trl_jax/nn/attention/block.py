@@ -25,15 +25,27 @@ _exact = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def attend_blocks(
-    q_NHC: jax.Array, k_SKC: jax.Array, v_SKC: jax.Array, ranges: KeyRanges, *, scale: jax.Array, softcap: float | None
+    q_NHC: jax.Array,
+    k_SKC: jax.Array,
+    v_SKC: jax.Array,
+    ranges: KeyRanges,
+    *,
+    scale: jax.Array,
+    softcap: float | None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Results `[N, H, C]` of queries on keys and values, N and S multiples of BLOCK; `ranges` are of the queries."""
+    """Results `[N, H, C]` of queries on keys and values, N and S multiples of BLOCK; `ranges` are of the queries.
+
+    `sinks` `[H]` as in `attend_padded`: the softmax's sum of a head has another term, `exp(sink)`, at its end.
+    """
     heads, channels = k_SKC.shape[1:]
     grouped = q_NHC.reshape(-1, BLOCK, heads, q_NHC.shape[1] // heads, channels).transpose(0, 2, 3, 1, 4)
     q_NKMC = grouped.reshape(len(grouped), heads, -1, channels)
     k_SKBC, v_SKBC = (y.reshape(-1, BLOCK, heads, channels).transpose(0, 2, 1, 3) for y in (k_SKC, v_SKC))
     blocks = jax.tree.map(lambda y: jnp.tile(y.reshape(-1, BLOCK), (1, grouped.shape[2])), ranges)
-    out = _attend(q_NKMC, k_SKBC, v_SKBC, blocks, jnp.asarray(scale, jnp.float32), softcap)
+    if sinks is not None:
+        sinks = jnp.repeat(sinks.astype(jnp.float32).reshape(heads, -1), BLOCK, axis=1)
+    out = _attend(q_NKMC, k_SKBC, v_SKBC, sinks, blocks, jnp.asarray(scale, jnp.float32), softcap)
     return out.reshape(grouped.shape).transpose(0, 3, 1, 2, 4).reshape(q_NHC.shape)
 
 
@@ -54,7 +66,7 @@ def _scores(q_KMC, k_KBC, ranges, key_block, scale, softcap):
     return jnp.where(ranges.see(keys).T, scores, _MASKED)
 
 
-def _forward(q, k, v, ranges, scale, softcap):
+def _forward(q, k, v, sinks_KM, ranges, scale, softcap):
     """Results `[N, K, M, C]`, in the dtype of `v`, and the logarithm of the softmax's sum `[N, K, M]`."""
     v_T = v.swapaxes(2, 3)
 
@@ -75,7 +87,11 @@ def _forward(q, k, v, ranges, scale, softcap):
         initial = _zeros_T(q_KMC), zeros_KM + _MASKED / 2, zeros_KM
         total_KCM, max_KM, sum_KM = jax.lax.fori_loop(0, count, add, initial)
         sum_KM = jnp.where(sum_KM > 0, sum_KM, 1)
-        return (total_KCM / sum_KM[:, None]).astype(v.dtype).swapaxes(1, 2), max_KM + jnp.log(sum_KM)
+        out_KCM, log_sum_KM = total_KCM / sum_KM[:, None], max_KM + jnp.log(sum_KM)
+        if sinks_KM is not None:
+            out_KCM *= jax.nn.sigmoid(log_sum_KM - sinks_KM)[:, None]
+            log_sum_KM = jnp.logaddexp(log_sum_KM, sinks_KM)
+        return out_KCM.astype(v.dtype).swapaxes(1, 2), log_sum_KM
 
     return jax.lax.map(of_block, (q, ranges, *_key_blocks(ranges, len(k))))
 
@@ -85,18 +101,18 @@ def _zeros_T(q_KMC):
     return jnp.zeros(q_KMC.shape, jnp.float32).swapaxes(1, 2)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attend(q, k, v, ranges, scale, softcap):
-    return _forward(q, k, v, ranges, scale, softcap)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _attend(q, k, v, sinks, ranges, scale, softcap):
+    return _forward(q, k, v, sinks, ranges, scale, softcap)[0]
 
 
-def _attend_forward(q, k, v, ranges, scale, softcap):
-    out, log_sum = (checkpoint_name(y, SAVED) for y in _forward(q, k, v, ranges, scale, softcap))
-    return out, (q, k, v, ranges, scale, out, log_sum)
+def _attend_forward(q, k, v, sinks, ranges, scale, softcap):
+    out, log_sum = (checkpoint_name(y, SAVED) for y in _forward(q, k, v, sinks, ranges, scale, softcap))
+    return out, (q, k, v, sinks, ranges, scale, out, log_sum)
 
 
 def _attend_backward(softcap, saved, d_out):
-    q, k, v, ranges, scale, out, log_sum = saved
+    q, k, v, sinks, ranges, scale, out, log_sum = saved
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     k_T = k.swapaxes(2, 3)
 
@@ -123,7 +139,8 @@ def _attend_backward(softcap, saved, d_out):
     blocks = (q, d_out, log_sum, delta, ranges, *_key_blocks(ranges, len(k)))
     zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     (d_k, d_v), d_q = jax.lax.scan(of_block, zeros, blocks)
-    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), None, None
+    d_sinks = None if sinks is None else -jnp.sum(jnp.exp(sinks - log_sum) * delta, axis=0)
+    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), d_sinks, None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -9,12 +9,19 @@ from trl_jax.nn.attention.inputs import AttentionInputs
 
 
 def attend_cached(
-    q_RTHC: jax.Array, k_RTKC: jax.Array, v_RTKC: jax.Array, inputs: AttentionInputs, *, softcap: float | None = None
+    q_RTHC: jax.Array,
+    k_RTKC: jax.Array,
+    v_RTKC: jax.Array,
+    inputs: AttentionInputs,
+    *,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Results `[R, 1, H, C]` of one query a row on the cache, `inputs.cache`, and on its own key and value.
 
-    Of `inputs` it takes scale, window, cache and places. One softmax is taken over three parts, the shared prompt, the
-    completion and the token itself, joined by their maximum and sum (Milakov and Gimelshein 2018, arXiv:1805.02867).
+    Of `inputs` it takes scale, window, cache and places; `sinks` as in `attend_padded`. One softmax is taken over three
+    parts, the shared prompt, the completion and the token itself, joined by their maximum and sum (Milakov and
+    Gimelshein 2018, arXiv:1805.02867).
     """
     cache, (lengths_P, written) = inputs.cache, inputs.places
     prompts, heads, places, channels = cache.prompt_k.shape
@@ -34,7 +41,8 @@ def attend_cached(
         _masked(_bounded(_dot("pgkmc,pgkct->pgkmt", q_PGKMC, cache.k_T), inputs.scale, softcap), seen_T),
         _bounded(_dot("pgkmc,pgktc->pgkmt", q_PGKMC, own_k), inputs.scale, softcap),
     ]
-    weights = _softmax(scores, v_RTKC.dtype)
+    sinks_KM1 = None if sinks is None else sinks.astype(jnp.float32).reshape(heads, -1, 1)
+    weights = _softmax(scores, sinks_KM1, v_RTKC.dtype)
     by_prompt = weights[0].swapaxes(1, 2).reshape(prompts, heads, -1, places)
     out_prompt = _dot("pkms,pksc->pkmc", by_prompt, cache.prompt_v)
     out_prompt = out_prompt.reshape(prompts, heads, group, -1, own_v.shape[-1])
@@ -55,11 +63,13 @@ def _masked(scores: jax.Array, seen: jax.Array) -> jax.Array:
     return jnp.where(seen, scores, -jnp.inf)
 
 
-def _softmax(parts: list[jax.Array], dtype: jnp.dtype) -> list[jax.Array]:
+def _softmax(parts: list[jax.Array], sinks: jax.Array | None, dtype: jnp.dtype) -> list[jax.Array]:
     """Probabilities over the last axes of all parts together, rounded to `dtype`. The last part is never masked."""
-    highest = parts[-1]
+    highest = parts[-1] if sinks is None else jnp.maximum(parts[-1], sinks)
     for part in parts[:-1]:
         highest = jnp.maximum(highest, jnp.max(part, axis=-1, keepdims=True))
     weights = [jnp.exp(part - highest) for part in parts]
     total = sum(jnp.sum(part, axis=-1, keepdims=True) for part in weights)
+    if sinks is not None:
+        total += jnp.exp(sinks - highest)
     return [(part / total).astype(dtype) for part in weights]

@@ -21,9 +21,12 @@ class Attention(nnx.Module):
     def __init__(self, arch):
         size_q, size_k = arch.num_heads * arch.head_dim, arch.num_key_heads * arch.head_dim
         self.q = Linear(arch.hidden_size, size_q, bias=arch.qkv_bias, axes=("heads", "embed"))
+        gate = Linear(arch.hidden_size, size_q, bias=arch.qkv_bias, axes=("heads", "embed"))
+        self.gate = gate if arch.gated_attention else None
         self.k = Linear(arch.hidden_size, size_k, bias=arch.qkv_bias, axes=("kv", "embed"))
         self.v = Linear(arch.hidden_size, size_k, bias=arch.qkv_bias, axes=("kv", "embed"))
         self.o = Linear(size_q, arch.hidden_size, bias=arch.o_bias, axes=("embed", "heads"))
+        self.sinks = nnx.Param(jnp.zeros(arch.num_heads, jnp.float32), axes=("heads",)) if arch.sinks else None
         self.q_norm, self.k_norm = _norm_of_heads(arch, arch.num_heads), _norm_of_heads(arch, arch.num_key_heads)
         self.arch = arch
 
@@ -36,8 +39,12 @@ class Attention(nnx.Module):
             q_RTHC = q_RTHC * inputs.growth.astype(q_RTHC.dtype)
         if inputs.striped is not None:
             k_RTKC, v_RTKC = inputs.striped.gathered(k_RTKC), inputs.striped.gathered(v_RTKC)
-        out = attend(q_RTHC, k_RTKC, v_RTKC, inputs, softcap=self.arch.softcap, dropout=dropout)
-        return self.o(out.reshape(*x_RTD.shape[:-1], -1)), KeysValues(k_RTKC, v_RTKC)
+        scores = {"softcap": self.arch.softcap, "sinks": None if self.sinks is None else self.sinks[...]}
+        out = attend(q_RTHC, k_RTKC, v_RTKC, inputs, **scores, dropout=dropout)
+        out = out.reshape(*x_RTD.shape[:-1], -1)
+        if self.gate is not None:
+            out = out * jax.nn.sigmoid(self.gate(x_RTD))
+        return self.o(out), KeysValues(k_RTKC, v_RTKC)
 
     def _projected(self, x_RTD: jax.Array, inputs: AttentionInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values, normed and turned as the arch says."""

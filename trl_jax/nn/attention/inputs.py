@@ -8,7 +8,8 @@ import jax
 
 from trl_jax.core.packed import Packed
 from trl_jax.nn.attention.striped import Striped
-from trl_jax.nn.kv_cache import CachePlaces, ConvolutionCache, LayerCache
+from trl_jax.nn.kv_cache import CachePlaces, ConvolutionCache, LayerCache, RecurrentCache
+from trl_jax.nn.text_order import TextOrder
 
 
 class LayerInputs(NamedTuple):
@@ -35,8 +36,10 @@ class AttentionInputs(NamedTuple):
     packed: what tokens of packed rows see; None where each row is a text.
     striped: how tokens are divided over the sequence axis of a mesh; queries, and `packed`, are then this device's.
         None where it has all of them.
-    before: int32 `[R, T, W]`, for convolutions along packed rows: see `nn.short_convolution.places_before`. None where
+    before: int32 `[R, T, W]`, for convolutions along packed rows: see `nn.text_order.places_before`. None where
         a token's place is next to the one before it.
+    order: the texts of packed rows, for layers with a state; None where each row is a text.
+    lengths: int32 `[R]`, the tokens of each row's text, where a state is wanted behind its last; None where nobody asks.
     distances: `[2 x span, D]`, the table of disentangled attention; None elsewhere.
     cache: what the tokens before have left, this layer's; each row then has one token. None where all tokens are
         computed here.
@@ -52,8 +55,10 @@ class AttentionInputs(NamedTuple):
     packed: Packed | None = None
     striped: Striped | None = None
     before: jax.Array | None = None
+    order: TextOrder | None = None
+    lengths: jax.Array | None = None
     distances: jax.Array | None = None
-    cache: LayerCache | ConvolutionCache | None = None
+    cache: LayerCache | ConvolutionCache | RecurrentCache | None = None
     places: CachePlaces | None = None
 
     def of_layer(self, layer: LayerInputs) -> AttentionInputs:

@@ -15,12 +15,18 @@ from trl_jax.nn.platform import platform
 
 
 def attend_packed(
-    q_RTHC: jax.Array, k_RSKC: jax.Array, v_RSKC: jax.Array, inputs: AttentionInputs, *, softcap: float | None = None
+    q_RTHC: jax.Array,
+    k_RSKC: jax.Array,
+    v_RSKC: jax.Array,
+    inputs: AttentionInputs,
+    *,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Results `[R, T, H, C]` of queries on keys and values of as many packed rows; T is a multiple of BLOCK.
 
     A token that sees nothing gets zeros. Of `inputs` it takes scale, packed, window and striped; where tokens are
-    striped, S counts those of all devices.
+    striped, S counts those of all devices. `sinks` as in `attend_padded`.
 
     Raises:
         ValueError: rows of another length.
@@ -31,7 +37,8 @@ def attend_packed(
     ranges = _key_ranges(inputs.packed, inputs.window, inputs.striped, k_RSKC.shape[1])
     q_NHC, k_SKC, v_SKC = (y.reshape(-1, *y.shape[2:]) for y in (q_RTHC, k_RSKC, v_RSKC))
     kernel = attend_splash if platform() == "tpu" and splashes(k_SKC, ranges) else attend_blocks
-    return kernel(q_NHC, k_SKC, v_SKC, ranges, scale=inputs.scale, softcap=softcap).reshape(q_RTHC.shape)
+    out = kernel(q_NHC, k_SKC, v_SKC, ranges, scale=inputs.scale, softcap=softcap, sinks=sinks)
+    return out.reshape(q_RTHC.shape)
 
 
 def seen_both_ways(packed: Packed) -> Packed:

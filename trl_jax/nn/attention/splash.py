@@ -28,22 +28,29 @@ def splashes(k_SKC: jax.Array, ranges: KeyRanges) -> bool:
 
 
 def attend_splash(
-    q_NHC: jax.Array, k_SKC: jax.Array, v_SKC: jax.Array, ranges: KeyRanges, *, scale: jax.Array, softcap: float | None
+    q_NHC: jax.Array,
+    k_SKC: jax.Array,
+    v_SKC: jax.Array,
+    ranges: KeyRanges,
+    *,
+    scale: jax.Array,
+    softcap: float | None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Results `[N, H, C]` of queries on keys and values; `ranges` are of the queries."""
+    """Results `[N, H, C]` of queries on keys and values; `ranges` are of the queries, `sinks` `[H]` of the heads."""
     q_NHC = (q_NHC * jnp.asarray(scale, jnp.float32)).astype(q_NHC.dtype)
     by_head = [_filled(y).transpose(1, 0, 2) for y in (q_NHC, k_SKC, v_SKC)]
     within = jax.tree.map(_filled, ranges)
 
-    def attend(q_HNC, k_KSC, v_KSC, ranges):
-        return _attend(q_HNC, k_KSC, v_KSC, ranges, softcap)
+    def attend(q_HNC, k_KSC, v_KSC, sinks, ranges):
+        return _attend(q_HNC, k_KSC, v_KSC, sinks, ranges, softcap)
 
     divided = set(jax.sharding.get_abstract_mesh().auto_axes)  # by the compiler, which divides no kernel
     if divided:
         heads = PartitionSpec(TENSOR)
-        places = {"in_specs": (heads, heads, heads, PartitionSpec()), "out_specs": heads}
+        places = {"in_specs": (*[heads] * 4, PartitionSpec()), "out_specs": heads}
         attend = jax.shard_map(attend, **places, axis_names=divided, check_vma=False)
-    out = attend(*by_head, within).transpose(1, 0, 2)[: len(q_NHC)]
+    out = attend(*by_head, sinks, within).transpose(1, 0, 2)[: len(q_NHC)]
     return jnp.where((ranges.end > ranges.first)[:, None, None], out, 0)
 
 
@@ -70,15 +77,16 @@ def _precision(dtype: jnp.dtype) -> AbstractContextManager:
     return jax.default_matmul_precision("bfloat16") if dtype == jnp.bfloat16 else nullcontext()
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q, k, v, ranges, softcap):
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attend(q, k, v, sinks, ranges, softcap):
     with _precision(q.dtype):
-        return _kernel(ranges, k.shape[1], softcap)(q, k, v)
+        return _kernel(ranges, k.shape[1], softcap)(q, k, v, sinks=sinks)
 
 
-def _attend_forward(q, k, v, ranges, softcap):
+def _attend_forward(q, k, v, sinks, ranges, softcap):
+    kernel = _kernel(ranges, k.shape[1], softcap)
     with _precision(q.dtype):
-        return jax.vjp(_kernel(ranges, k.shape[1], softcap), q, k, v)
+        return jax.vjp(lambda q, k, v, sinks: kernel(q, k, v, sinks=sinks), q, k, v, sinks)
 
 
 def _attend_backward(softcap, to_inputs, gradient):

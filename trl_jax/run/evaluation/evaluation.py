@@ -61,7 +61,7 @@ class Evaluator:
         if "prediction_step" in run.overridden:
             self._by_script = UserPrediction(run, user_loss, prediction_step)
         elif "compute_loss" in run.overridden:
-            self._by_script = UserLossEvaluation(user_loss)
+            self._by_script = UserLossEvaluation(run, user_loss)
 
     def evaluate(self, batches: Any, prefix: str, hooks: MetricHooks) -> dict[str, float]:
         """Evaluate the batches of get_eval_dataloader: loss, metrics and speed, by name with `prefix`."""

@@ -19,6 +19,7 @@ from trl_jax.hub.freezing import stop_frozen_gradients, zero_frozen_updates
 from trl_jax.run.arguments.optimizer_choice import OptimizerChoice, check_optax
 from trl_jax.run.data import length_of
 from trl_jax.run.devices import describe, run_device
+from trl_jax.run.progress_line import CompilationUntimed
 from trl_jax.run.state import RunState
 from trl_jax.run.step.rng import run_key
 from trl_jax.run.user_loss.bound_model import UserLoss
@@ -68,11 +69,14 @@ class TrainStep:
         room = room_of(run_device(args)) if len(steps) > 1 else 0
         return Programs(RematFallback(steps, room), "The step")
 
-    def advancer(self, step: Any, tx: Any, check: Callable[[], None]) -> Callable:
+    def advancer(
+        self, step: Any, tx: Any, check: Callable[[], None], tell: Callable[[tuple[int, ...]], None]
+    ) -> Callable:
         """(step batch, learning rate) -> metrics. Replaces the model's parameters by their successors.
 
         Args:
             check: called before each step; raises the errors of background threads.
+            tell: called before each step with the shape of its tokens: of the first one it says that it is compiled.
         """
         run, args = self._run, self._run.args
         if run.optimizer_state is None:
@@ -81,14 +85,17 @@ class TrainStep:
             logger.info("%s", describe(run.sharding_plan, run.model.params, run.optimizer_state))
         key = run_key(args)
         flops_a_token = 6 * run.model.num_parameters(exclude_embeddings=True)
+        compilation = CompilationUntimed(run.events)
 
         def advance(batch, learning_rate):
             check()
             step_key = None if key is None else jax.random.fold_in(key, run.state.global_step)
-            rate = np.float32(learning_rate)
+            rate, shape = np.float32(learning_rate), batch.arrays.tokens.shape
+            tell(shape)
             run.model.params, run.optimizer_state, metrics = step(
                 run.model.params, run.optimizer_state, batch.arrays, rate, step_key, run.frozen
             )
+            compilation.done(shape)
             if run.reference is not None:
                 run.reference = run.reference.after(run.state.global_step + 1, run.model.arrays)
             if run.rollout is not None:

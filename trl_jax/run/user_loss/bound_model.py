@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -19,13 +20,13 @@ from trl_jax.models.functional import merge
 from trl_jax.run.state import RunState
 from trl_jax.run.step.forward import Forward
 from trl_jax.run.step.routers import aux_loss_sums, aux_loss_weight
+from trl_jax.run.user_loss.default_loss import default_loss
 from trl_jax.run.user_loss.inputs import inputs_of
 from trl_jax.run.user_loss.token_logits import mean_loss, task_loss
-from trl_jax.run.user_loss.torch_errors import torch_explained
+from trl_jax.run.user_loss.torch_errors import WrittenInTorch, may_run_in_torch, torch_explained
+from trl_jax.tasks.task import Task
 
-# Arguments of a call that change nothing: scripts pass on a whole batch, `model(**inputs)`.
-_IGNORED = {"return_dict", "use_cache"}
-
+logger = logging.getLogger(__name__)
 
 def script_values(trainer: Any) -> tuple[tuple[str, Any], ...]:
     """The numbers and strings that a script set on its trainer, by name; a compiled loss contains their current
@@ -54,8 +55,11 @@ class Outputs:
 class BoundModel:
     """The model with the parameters of this step, to be called on rows padded on the right.
 
-    `outputs` and `aux_losses` are those of every call, in order. Other attributes are the trainer's model's.
+    `outputs` and `aux_losses` are those of every call, in order; arguments that are `ignored` change nothing. Other
+    attributes are the trainer's model's.
     """
+
+    ignored = frozenset({"return_dict", "use_cache"})
 
     def __init__(
         self,
@@ -78,7 +82,7 @@ class BoundModel:
         """
         self._model, self._params, self._random_options = model, params, random_options
         self._options = {"dtype": jnp.dtype(dtype), "remat": remat}
-        self._ignored = _IGNORED | ignored
+        self._ignored = self.ignored | ignored
         self.config, self.outputs, self._head = model.config, [], head
         self.aux_losses, self.aux_loss_weight = [], aux_loss_weight
 
@@ -131,6 +135,10 @@ class BoundModel:
         self.aux_losses.append(load_balancing_loss(sums))
         return logits, self.aux_losses[-1]
 
+    def default_loss(self, task: Task, inputs: dict[str, jax.Array], num_items: Any) -> tuple[jax.Array, Outputs]:
+        """The task's loss of a batch, and what the model gave; arguments as of `default_loss.default_loss`."""
+        return default_loss(task, self, inputs, num_items)
+
     def balanced(self, loss: jax.Array, aux_loss: jax.Array | None) -> jax.Array:
         """The loss of a batch with the load-balancing loss of a call, if there is one."""
         return loss if aux_loss is None else loss + self.aux_loss_weight * aux_loss
@@ -143,12 +151,14 @@ class UserLoss:
     """Calls a script's own loss with the model and the batch in TRL's form, and computes the sums to log.
 
     values: returns the numbers and strings on the script's trainer; the loss is compiled again when they change.
+    in_torch: whether the loss was found to be written in torch.
     """
 
     def __init__(
         self, run: RunState, forward: Forward, compute_loss: Callable, values: Callable[[], tuple[tuple[str, Any], ...]]
     ):
-        self._run, self._forward, self._compute_loss, self.values = run, forward, compute_loss, values
+        self._run, self._forward, self.compute_loss, self.values = run, forward, compute_loss, values
+        self.in_torch = False
 
     def __call__(
         self, bound: BoundModel, inputs: dict[str, Any], state: dict[str, Any], num_items: Any = None
@@ -165,7 +175,7 @@ class UserLoss:
         """
         options = {} if self._run.task.head == "score" else {"num_items_in_batch": num_items}
         with self._run.state_replaced(state), torch_explained():
-            result = self._compute_loss(bound, {name: jnp.asarray(value) for name, value in inputs.items()}, **options)
+            result = self.compute_loss(bound, {name: jnp.asarray(value) for name, value in inputs.items()}, **options)
         loss = result[0] if isinstance(result, tuple) else result
         if not isinstance(loss, jax.Array) or loss.shape != ():
             raise TypeError(
@@ -173,6 +183,18 @@ class UserLoss:
                 "-jax.nn.log_sigmoid(model(**inputs).logits).mean()."
             )
         return loss.astype(jnp.float32), self.sums(bound, inputs)
+
+    def to_torch(self, error: WrittenInTorch) -> None:
+        """Go on with a loss in torch, if it can; else raise the error."""
+        if not may_run_in_torch(error):
+            raise error
+        self.in_torch = True
+        logger.warning(
+            "compute_loss is written in torch (`%s`): JAX computes the model, and its outputs go to torch and their "
+            "gradient back for each batch. In jax.numpy it is compiled with the model, and faster; %s.",
+            error.line,
+            error.instead,
+        )
 
     def state(self) -> dict[str, np.ndarray]:
         """The step and epoch, for a compiled loss that reads `self.state`."""
@@ -188,16 +210,18 @@ class UserLoss:
         remat: bool | str = False,
         key: jax.Array | None = None,
         share: Any = 1.0,
+        first_call: int = 0,
     ) -> BoundModel:
         """The model with these parameters, for one batch of `inputs`.
 
         Args:
             key: that of the batch, in training.
             share: what the batch counts in a mean over those of the step.
+            first_call: how many calls of the batch came before.
         """
 
         def random_options(call: int, lengths: jax.Array) -> dict[str, Any]:
-            return self._forward.random_options(jax.random.fold_in(key, call), lengths)
+            return self._forward.random_options(jax.random.fold_in(key, first_call + call), lengths)
 
         return BoundModel(
             self._run.model,

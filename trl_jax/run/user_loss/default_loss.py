@@ -9,17 +9,15 @@ import jax.numpy as jnp
 
 from trl_jax.data.example import Measured
 from trl_jax.data.extras import Extras
-from trl_jax.run.user_loss.bound_model import BoundModel, Outputs
 from trl_jax.run.user_loss.token_logits import task_loss
 from trl_jax.tasks.task import Task
 
 
-def default_loss(
-    task: Task, model: BoundModel, inputs: dict[str, jax.Array], num_items: Any
-) -> tuple[jax.Array, Outputs]:
-    """The task's loss of a batch, and what the model gave.
+def default_loss(task: Task, model: Any, inputs: dict[str, jax.Array], num_items: Any) -> tuple[jax.Array, Any]:
+    """The task's loss of a batch, and the outputs that the model gave.
 
     Args:
+        model: a `BoundModel`.
         inputs: as `compute_loss` gets them.
         num_items: the targets of the whole step, for a language model; None means the batch's own.
     """

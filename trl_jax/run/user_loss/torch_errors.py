@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 
+from trl_jax.hub.torch.bridge import available
 from trl_jax.run.user_loss.in_jax import in_jax
 
 _PACKAGE = Path(__file__).parents[2]
@@ -22,15 +23,46 @@ _OF_TORCH = re.compile(
 )
 
 
+_COMPLAINT = re.compile(r"\bTensors?\b")  # of torch's functions, about what is none
+_SAYS_TORCH = re.compile(r"\btorch\b|\bF\.[a-z]|nn\.functional")
+
+
+class WrittenInTorch(TypeError):
+    """A loss has words of torch's, and arrays of JAX's.
+
+    line: the script's.
+    instead: what to write.
+    """
+
+    def __init__(self, line: str, error: BaseException):
+        translated = in_jax(line)
+        self.line = line
+        self.instead = "write it with jax.numpy" if translated is None else f"in JAX: `{translated}`"
+        super().__init__(
+            f"compute_loss runs on JAX arrays, which torch cannot take, and which have NumPy's methods: `{line}`; "
+            f"{self.instead}, with `import jax, optax, jax.numpy as jnp`. ({str(error).splitlines()[0]})"
+        )
+
+
+class NotGiven(AttributeError):
+    """A loss in torch asked for more than the model's outputs."""
+
+
 @contextlib.contextmanager
 def torch_explained() -> Iterator[None]:
     """Explain errors of a loss: of torch about a JAX array, and of an array about torch's words, with the script's line
     translated to jax.numpy; of JAX about a value that does not exist while the loss is compiled, with the line and the
-    way out."""
+    way out.
+
+    Raises:
+        WrittenInTorch: the script's line has words of torch's.
+    """
     try:
         yield
     except jax.errors.JAXTypeError as error:
         line = _line_of_script(error)
+        if line is not None and _SAYS_TORCH.search(line):
+            raise WrittenInTorch(line, error) from error
         raise TypeError(
             f"compute_loss is compiled once and has no values while it is: `{error if line is None else line}`. "
             "Choose with jnp.where, bound with jnp.minimum; float(), .item(), if and self.log need values. "
@@ -39,14 +71,34 @@ def torch_explained() -> Iterator[None]:
         ) from error
     except (TypeError, AttributeError, RuntimeError, ValueError) as error:
         line = _line_of_script(error)
-        if line is None or not _OF_TORCH.search(line):
+        if line is None or not (_OF_TORCH.search(line) or _COMPLAINT.search(str(error))):
             raise
-        translated = in_jax(line)
-        instead = "write it with jax.numpy" if translated is None else f"in JAX: `{translated}`"
+        raise WrittenInTorch(line, error) from error
+
+
+@contextlib.contextmanager
+def outputs_alone() -> Iterator[None]:
+    """Name the line of a loss in torch that asks for more than the model's outputs."""
+    try:
+        yield
+    except NotGiven as error:
         raise TypeError(
-            f"compute_loss runs on JAX arrays, which torch cannot take, and which have NumPy's methods: `{line}`; "
-            f"{instead}, with `import jax, optax, jax.numpy as jnp`. ({str(error).splitlines()[0]})"
+            f"compute_loss is written in torch and asks for {error}, which stays in JAX: `{_line_of_script(error)}`. "
+            "It is given the outputs of model(input_ids, attention_mask): logits and, of a language model, the loss."
         ) from error
+
+
+def may_run_in_torch(error: WrittenInTorch) -> bool:
+    """Whether torch is there, and the line its own: where a script uses jax, a word that both have is JAX's."""
+    if not available():
+        return False
+    surely = _SAYS_TORCH.search(error.line) or _COMPLAINT.search(str(error.__cause__))
+    return surely is not None or not _uses_jax(error.__cause__)
+
+
+def _uses_jax(error: BaseException) -> bool:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if _of_script(frame.f_code.co_filename)]
+    return any(value is jax or value is jax.numpy for value in frames[-1].f_globals.values())
 
 
 def _line_of_script(error: BaseException) -> str | None:

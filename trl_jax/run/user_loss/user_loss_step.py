@@ -14,7 +14,8 @@ import optax
 from trl_jax.engine.step import updated
 from trl_jax.run.state import RunState
 from trl_jax.run.user_loss.bound_model import UserLoss
-from trl_jax.run.user_loss.torch_errors import torch_explained
+from trl_jax.run.user_loss.torch_errors import WrittenInTorch, torch_explained
+from trl_jax.run.user_loss.torch_loss import TorchLoss
 
 
 class UserLossStep:
@@ -31,6 +32,7 @@ class UserLossStep:
         self._run, self._user_loss, self._point = run, user_loss, tx.point
         loss = without_frozen(self._training_loss)
         self._grad = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnames="values")
+        self._in_torch = TorchLoss(run, user_loss, without_frozen)
         self._apply = jax.jit(partial(_apply, tx), donate_argnums=(0, 1))
 
     def __call__(
@@ -44,7 +46,8 @@ class UserLossStep:
         total, gradients, sums, at = 0.0, None, [], self._point(params, opt_state)
         values, state, share = self._user_loss.values(), self._user_loss.state(), np.float32(1 / len(micro))
         for inputs, micro_key in zip(micro, keys, strict=True):
-            (loss, found), grads = self._grad(at, frozen, inputs, micro_key, state, num_items, share, values=values)
+            given = at, frozen, inputs, micro_key, num_items, share
+            (loss, found), grads = self._value_and_grad(*given, state=state, values=values)
             total, sums = total + loss / parts, [*sums, found]
             gradients = grads if gradients is None else jax.tree.map(jnp.add, gradients, grads)
         gradients = jax.tree.map(lambda g: g / parts, gradients)
@@ -52,16 +55,25 @@ class UserLossStep:
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *sums)
         return params, opt_state, stacked | {"loss": total} | measured
 
+    def _value_and_grad(self, *given: Any, state: dict, values: tuple) -> tuple:
+        """`((loss, sums), gradient)` of a micro-batch; a loss in torch reads the trainer's state and values itself."""
+        if not self._user_loss.in_torch:
+            try:
+                return self._grad(*given, state=state, values=values)
+            except WrittenInTorch as error:
+                self._user_loss.to_torch(error)
+        return self._in_torch.value_and_grad(*given)
+
     def _training_loss(
         self,
         params: dict,
         frozen: dict,
         inputs: dict,
         key: Any,
-        state: dict,
         num_items: Any,
         share: Any,
         *,
+        state: dict,
         values: tuple,
     ) -> tuple:
         del values  # read from the trainer while this is traced; other values are another program
@@ -83,14 +95,19 @@ def _apply(tx: Any, params: dict, opt_state: Any, gradients: dict, total: Any, l
 class UserLossEvaluation:
     """Evaluates a batch by the script's `compute_loss`: `(params, arrays) -> (sums with "loss", outputs)`."""
 
-    def __init__(self, user_loss: UserLoss):
-        self._user_loss = user_loss
+    def __init__(self, run: RunState, user_loss: UserLoss):
+        self._user_loss, self._in_torch = user_loss, TorchLoss(run, user_loss)
         self._loss = jax.jit(self._evaluation_loss, static_argnames=("dtype", "values"))
 
     def __call__(self, params: dict, arrays: Any, *, dtype: str) -> tuple:
         [inputs] = self._user_loss.inputs(arrays)
         values, state = self._user_loss.values(), self._user_loss.state()
-        return self._loss(params, inputs, state, dtype=dtype, values=values)
+        if not self._user_loss.in_torch:
+            try:
+                return self._loss(params, inputs, state, dtype=dtype, values=values)
+            except WrittenInTorch as error:
+                self._user_loss.to_torch(error)
+        return self._in_torch.evaluated(params, inputs, dtype=dtype)
 
     def _evaluation_loss(self, params: dict, inputs: dict, state: dict, *, dtype: str, values: tuple) -> tuple:
         del values

@@ -1,0 +1,94 @@
+"""Words of GPUs under `python -m trl_jax`, on a computer whose torch has none."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from compat_tests.cli.test_front import run
+from compat_tests.tiny import preference_rows
+from compat_tests.trainer.trainers import FACTS
+
+BF16 = """
+import json, sys, torch
+from datasets import load_dataset
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments
+from transformers.utils import is_torch_bf16_gpu_available
+from trl import RewardConfig, RewardTrainer
+
+name, data = sys.argv[1:]
+rows = load_dataset("json", data_files=data, split="train")
+usual = dict(output_dir="out", per_device_train_batch_size=4, max_steps=2, learning_rate=1e-3, logging_steps=1,
+             report_to="none", save_strategy="no")
+
+def losses(model, args):
+    trainer = RewardTrainer(model, args, train_dataset=rows, processing_class=AutoTokenizer.from_pretrained(name))
+    trainer.train()
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+how = {"attn_implementation": "flash_attention_2", "device_map": {"": 0}}
+model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=1, use_flash_attention_2=True, **how)
+model.cuda()
+half = is_torch_bf16_gpu_available() and torch.cuda.is_bf16_supported()
+with_words = losses(model, TrainingArguments(bf16=half, fp16=not half, **usual))
+by_name = losses(name, RewardConfig(bf16=torch.cuda.is_available(), model_init_kwargs=how, **usual))
+print(json.dumps([with_words, by_name, losses(name, RewardConfig(bf16=True, **usual))]))
+"""
+
+
+def test_bf16_flash_attention_and_placement_train_as_the_plain_script(checkpoint, tmp_path):
+    pytest.importorskip("torch")
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in preference_rows(12)))
+    model = checkpoint(**FACTS, tokenizer={"chat_template": True})
+    done = run(tmp_path, BF16, str(model), str(data))
+    assert done.returncode == 0, done.stderr[-2000:]
+    with_words, by_name, plain = json.loads(done.stdout.splitlines()[-1])
+    assert with_words == by_name == plain and len(plain) == 2
+    assert done.stderr.count("torch has no GPU here") == 1
+
+
+TENSORS = """
+import warnings
+import torch
+import torch.utils.data
+x = torch.arange(3, device="cuda:0")
+torch.set_default_device("cuda")
+moved = [x.to("cuda"), x.to(device=torch.device("cuda")), x.to(0), x.to("cuda", torch.float32), x.cuda(), x.to("cpu")]
+assert all(one.device.type == "cpu" for one in moved) and moved[3].dtype is torch.float32
+assert torch.nn.Linear(2, 2).cuda().weight.device.type == torch.nn.Linear(2, 2).to("cuda:0").weight.device.type == "cpu"
+assert x.to(torch.float16).dtype is torch.float16 and torch.zeros(2, dtype=torch.int8).dtype is torch.int8
+free, total = torch.cuda.mem_get_info()
+assert free == total == torch.cuda.get_device_properties(0).total_memory > 2**20
+assert torch.cuda.device_count() == 1 and torch.cuda.current_device() == 0
+from accelerate.utils import is_cuda_available
+from transformers.utils import is_torch_cuda_available
+print(is_cuda_available(), is_torch_cuda_available(), torch.cuda.is_available())
+"""
+
+
+def test_tensors_stay_on_the_cpu_and_libraries_hear_the_truth(tmp_path):
+    pytest.importorskip("torch")
+    done = run(tmp_path, TENSORS)
+    assert done.stdout == "False False True\n", done.stderr[-2000:]
+    assert done.stderr.count("torch has no GPU here") == 1
+
+
+EXPORTED = """
+import sys, torch
+from datasets import Dataset
+from trl import RewardConfig, RewardTrainer
+torch.zeros(1).cuda()
+rows = Dataset.from_dict({"chosen": ["good", "fine", "well"], "rejected": ["bad", "poor", "ill"]})
+args = RewardConfig("out", max_steps=1, per_device_train_batch_size=3, report_to="none", save_strategy="no")
+trainer = RewardTrainer(sys.argv[1], args, train_dataset=rows)
+trainer.train()
+print(trainer.state.global_step)
+"""
+
+
+def test_torch_still_exports_a_model(checkpoint, tmp_path):
+    pytest.importorskip("torch")
+    done = run(tmp_path, EXPORTED, str(checkpoint("biogpt")))
+    assert done.stdout.splitlines()[-1:] == ["1"], done.stderr[-2000:]

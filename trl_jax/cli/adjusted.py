@@ -1,0 +1,84 @@
+"""Modules of torch and transformers that scripts import, adjusted when they are: to know old names of arguments, and
+words of GPUs on a computer without one."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from trl_jax.core.arguments.renamed import translated
+from trl_jax.core.arguments.renamed_flags import modern_flags
+from trl_jax.hub.torch import gpu_words
+
+
+class Adjusting(Loader):
+    """Loads a module of ADJUSTMENTS, and adjusts it."""
+
+    def __init__(self, real: Loader):
+        self._real = real
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._real.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__.loader = module.__loader__ = self._real  # as others will look for it
+        self._real.exec_module(module)
+        ADJUSTMENTS[module.__name__](module)
+
+
+def _let_arguments_be_old(module: ModuleType) -> None:
+    kind = module.TrainingArguments
+    plain = kind.__init__
+    known = inspect.signature(plain).parameters
+
+    @functools.wraps(plain)
+    def init(self, *args: Any, **kwargs: Any) -> None:
+        kwargs, environment, notes = translated(kwargs, known)
+        _tell(environment, notes)
+        plain(self, *args, **kwargs)
+
+    kind.__init__ = init
+
+
+def _let_flags_be_old(module: ModuleType) -> None:
+    kind = module.HfArgumentParser
+    plain = kind.parse_args_into_dataclasses
+
+    @functools.wraps(plain)
+    def parse(self, args: list[str] | None = None, *others: Any, **options: Any) -> tuple:
+        names = {action.dest for action in self._actions}
+        flags, environment, notes = modern_flags(list(sys.argv[1:] if args is None else args), names)
+        _tell(environment, notes)
+        return plain(self, flags, *others, **options)
+
+    kind.parse_args_into_dataclasses = parse
+
+
+def _tell(environment: dict[str, str], notes: list[str]) -> None:
+    os.environ.update(environment)
+    for note in notes:
+        warnings.warn(note, FutureWarning, stacklevel=3)
+
+
+def _arguments(module: ModuleType) -> None:
+    gpu_words.answer_bf16(module)
+    _let_arguments_be_old(module)
+
+
+# A module's name -> what is done to it after it was imported.
+ADJUSTMENTS: dict[str, Callable[[ModuleType], None]] = {
+    "torch": gpu_words.answer,
+    "transformers.hf_argparser": _let_flags_be_old,
+    "transformers.modeling_utils": lambda module: gpu_words.load_anywhere(module.PreTrainedModel),
+    "transformers.models.auto.auto_factory": lambda module: gpu_words.load_anywhere(module._BaseAutoModelClass),
+    "transformers.training_args": _arguments,
+    "transformers.utils": gpu_words.answer_bf16,
+}

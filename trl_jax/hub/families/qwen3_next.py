@@ -1,0 +1,122 @@
+"""qwen3_next: gated delta nets, gated attention in every fourth layer, and experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trl_jax.hub.checkpoint.tensor_map import Names, concatenated, in_runs, interleaved
+from trl_jax.hub.config.reader import ConfigReader
+from trl_jax.hub.config.rope import read_rotary_dim
+from trl_jax.hub.families import Family, llama, qwen2_moe
+from trl_jax.models.arch import Arch, GatedDelta, LayerKind
+
+_DELTA, _ATTENTION = "linear_attention", "full_attention"
+OURS = "decoder.layers.attention."
+IGNORED = (r"\.rotary_emb\.inv_freq$", r"^lm_head\.bias$", r"^mtp\.")  # the last predicts further tokens
+
+
+def arch(config: ConfigReader) -> Arch:
+    step, dense = config.size("decoder_sparse_step", 1), config.value("mlp_only_layers") or []
+    every = config.with_values(decoder_sparse_step=1, mlp_only_layers=None)
+    base = hybrid_arch(config)
+    kinds = tuple(
+        LayerKind(kind.mixer, layer not in dense and not (layer + 1) % step) for layer, kind in enumerate(base.kinds)
+    )
+    experts = qwen2_moe.read_experts(every, shared_size=config.size("shared_expert_intermediate_size"))
+    return replace(base, experts=experts, kinds=kinds)
+
+
+def hybrid_arch(config: ConfigReader, *, extra_keys: frozenset[str] = frozenset()) -> Arch:
+    """The facts of a model of gated delta nets and gated attention; `extra_keys` as in `read_rope`."""
+    base = llama.arch(config, partial=True, extra_keys=extra_keys)
+    return replace(
+        base,
+        mlp_bias=False,
+        rotary_dim=read_rotary_dim(config, base.head_dim, 0.25),
+        norm="rms_one_plus",
+        qk_norm="head",
+        qk_norm_kind="rms_one_plus",
+        gated_attention=True,
+        gated_delta=_gated_delta(config),
+        kinds=tuple(LayerKind(mixer) for mixer in _mixers(config, base.num_layers)),
+    )
+
+
+def _gated_delta(config: ConfigReader) -> GatedDelta:
+    config.refuse("hidden_act", "silu")  # which the convolution has, too
+    key_heads, value_heads = config.size("linear_num_key_heads"), config.size("linear_num_value_heads")
+    if value_heads % key_heads:
+        raise config.wrong("linear_num_value_heads", value_heads, f"a multiple of linear_num_key_heads {key_heads}")
+    sizes = (config.size(f"linear_{name}_head_dim") for name in ("key", "value"))
+    return GatedDelta(key_heads, value_heads, *sizes, config.size("linear_conv_kernel_dim", 4, minimum=2))
+
+
+def _mixers(config: ConfigReader, num_layers: int) -> list[str]:
+    every = config.size("full_attention_interval", 4)
+    default = [_DELTA if (layer + 1) % every else _ATTENTION for layer in range(num_layers)]
+    types = config.names("layer_types") or default
+    if len(types) != num_layers or set(types) - {_DELTA, _ATTENTION}:
+        raise config.wrong("layer_types", types, f"{num_layers} of {_DELTA!r} and {_ATTENTION!r}")
+    return ["delta_net" if kind == _DELTA else "attention" for kind in types]
+
+
+def names(arch: Arch) -> Names:
+    return in_runs(arch.runs, lambda kind: _layer_names(arch, kind))
+
+
+def _layer_names(arch: Arch, kind: LayerKind) -> Names:
+    base, mlp = qwen2_moe.names(arch) if kind.experts else llama.names(arch), "decoder.layers.mlp."
+    return layer_names(arch, kind, {name: place for name, place in base.items() if name.startswith(mlp)}, _projections)
+
+
+def layer_names(arch: Arch, kind: LayerKind, mlp: Names, projections) -> Names:
+    """The names of a layer with these of its MLP; `projections` has those of a delta net, by its Arch."""
+    mixer = projections(arch) if kind.mixer == "delta_net" else _attention(arch)
+    return {
+        "decoder.embed": "model.embed_tokens",
+        **mixer,
+        **mlp,
+        "decoder.layers.attention_norm": "model.layers.{}.input_layernorm",
+        "decoder.layers.mlp_norm": "model.layers.{}.post_attention_layernorm",
+        "decoder.norm": "model.norm",
+    }
+
+
+def _attention(arch: Arch) -> Names:
+    theirs = "model.layers.{}.self_attn."
+    return {
+        **interleaved(theirs + "q_proj", arch.num_heads, {OURS + "q": arch.head_dim, OURS + "gate": arch.head_dim}),
+        **{OURS + name: f"{theirs}{name}_proj" for name in "kvo"},
+        **{f"{OURS}{name}_norm": f"{theirs}{name}_norm" for name in "qk"},
+    }
+
+
+def _projections(arch: Arch) -> Names:
+    facts, theirs = arch.gated_delta, "model.layers.{}.linear_attn."
+    group = facts.value_heads // facts.key_heads
+    values = group * facts.value_dim
+    qkvz = {OURS + "q": facts.key_dim, OURS + "k": facts.key_dim, OURS + "v": values, OURS + "gate": values}
+    return {
+        **of_delta_net(arch),
+        **interleaved(theirs + "in_proj_qkvz", facts.key_heads, qkvz),
+        **interleaved(theirs + "in_proj_ba", facts.key_heads, {OURS + "beta": group, OURS + "decay": group}),
+        OURS + "out_norm": theirs + "norm",
+        OURS + "o": theirs + "out_proj",
+    }
+
+
+def of_delta_net(arch: Arch) -> Names:
+    """The names of a delta net's parameters that are in no linear map or norm."""
+    theirs = "model.layers.{}.linear_attn."
+    convolutions = concatenated(theirs + "conv1d.weight", delta_channels(arch, "_convolution"))
+    return {OURS + name: theirs + name for name in ("dt_bias", "A_log")} | convolutions
+
+
+def delta_channels(arch: Arch, ending: str = "") -> dict[str, int]:
+    """The channels of queries, keys and values, by our names with this ending."""
+    facts = arch.gated_delta
+    keys, values = facts.key_heads * facts.key_dim, facts.value_heads * facts.value_dim
+    return {f"{OURS}{name}{ending}": size for name, size in (("q", keys), ("k", keys), ("v", values))}
+
+
+FAMILY = Family("qwen3_next", "Qwen3Next", arch, names, ignored=IGNORED)
