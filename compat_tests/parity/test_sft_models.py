@@ -24,11 +24,11 @@ FAMILIES = {
     "phi": {},
     "gpt_neox": {},
     "olmo2": {},
+    "apertus": {},
+    "minimax_m2": {},
     "deepseek_v3": {},
     "glm4_moe": {},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "apertus": {},
-    "minimax_m2": {},
 }
 ADRIFT = {"gpt_neox": "query_key_value.bias", "phi": "k_proj.bias", "qwen2": "k_proj.bias"}
 
