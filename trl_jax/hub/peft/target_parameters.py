@@ -19,6 +19,7 @@ _OF_QWEN = {"gate": "gate.weight", "gate_proj": "gate_up_proj", "up_proj": "gate
 _BECAME = {
     "mixtral": {"gate": "gate.weight", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"},
     "olmoe": _OF_QWEN,
+    "qwen3_next": _OF_QWEN,
     "qwen3_moe": _OF_QWEN,
 }
 
