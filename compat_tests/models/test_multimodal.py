@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from compat_tests.models import variants
+from compat_tests.models import families, variants
 from compat_tests.parity import reference
 from compat_tests.parity.marks import assert_same_curve, assert_same_weights
-from compat_tests.tiny import preference_rows, tiny_tokenizer
+from compat_tests.tiny import SHAPE, preference_rows, tiny_tokenizer
 from trl_jax import AutoModelForSequenceClassification
 
 torch = pytest.importorskip("torch")
@@ -75,6 +75,36 @@ def test_scores_and_an_export_byte_for_byte(dtype, tmp_path):
     assert back == there
     mine, other = (json.loads((tmp_path / side / "config.json").read_text()) for side in ("back", "there"))
     assert mine == other | {"use_cache": False}
+
+
+def test_gated_delta_nets_beside_a_tower(tmp_path):
+    """qwen3_5: scores, and an export byte for byte."""
+    from transformers import AutoConfig, Qwen3_5ForSequenceClassification
+
+    words = tiny_tokenizer(tmp_path / "there")
+    text = SHAPE | families.DELTA | {"vocab_size": len(words) + 8, "pad_token_id": words.pad_token_id}
+    rope = families.QUARTER | {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
+    tower = {
+        "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64,
+        "num_position_embeddings": 16,
+    }  # fmt: skip
+    parts = {"text_config": text | {"rope_parameters": rope}, "vision_config": tower}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        theirs = Qwen3_5ForSequenceClassification(AutoConfig.for_model("qwen3_5", num_labels=1, **parts))
+        with torch.no_grad():
+            for parameter in theirs.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    theirs.save_pretrained(tmp_path / "there")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "there")
+    ids, mask = variants.rows()
+    with torch.no_grad():
+        wanted = theirs.eval()(input_ids=torch.tensor(ids), attention_mask=torch.tensor(mask)).logits.numpy()
+    assert wanted.std() > 0.05
+    variants.assert_close(model(ids, mask).logits, wanted, 1e-5)
+    model.save_pretrained(tmp_path / "back")
+    back, there = ((tmp_path / side / "model.safetensors").read_bytes() for side in ("back", "there"))
+    assert back == there
 
 
 def test_names_of_another_time_are_kept(tmp_path):

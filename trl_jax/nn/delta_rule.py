@@ -75,7 +75,8 @@ def delta_rule(
 class _Steps(NamedTuple):
     """The arrays that a scan along chunks takes apart, `[R, N, ...]`: `u` before the states' part is taken off, `read`
     the keys and `queried` the queries that the states are read with, `[S, K, G, I, C]` for S states; `attended` the
-    weights of the chunk's tokens; `written` those of each `u` in the S new states, and `kept` of each old state in each."""
+    weights of the chunk's tokens; `written` those of each `u` in the S new states, and `kept` of each old state in
+    each."""
 
     u: jax.Array
     read: jax.Array

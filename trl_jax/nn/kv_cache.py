@@ -110,8 +110,8 @@ class RecurrentState(NamedTuple):
 
 class RecurrentCache(NamedTuple):
     """The state that each completion goes on from, in one layer or with a leading axis L in several: `window`
-    `[P, G, W, D]`, the last inputs of its convolution, and `state`, float32 `[P, G, K, G', C, V]`, G' value heads for
-    each key head."""
+    `[P, G, W, D]`, the last inputs of its convolution, and `state`, float32 `[P, G, K, G', C, V]`, G' value
+    heads for each key head."""
 
     window: jax.Array
     state: jax.Array

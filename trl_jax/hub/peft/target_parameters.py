@@ -19,9 +19,8 @@ _OF_QWEN = {"gate": "gate.weight", "gate_proj": "gate_up_proj", "up_proj": "gate
 _OF_MIXTRAL = {"gate": "gate.weight", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"}
 _BECAME = {
     **dict.fromkeys(("minimax_m2", "mixtral"), _OF_MIXTRAL),
-    **dict.fromkeys(
-        ("deepseek_v2", "deepseek_v3", "ernie4_5_moe", "glm4_moe", "hunyuan_v1_moe", "olmoe", "qwen3_moe"), _OF_QWEN
-    ),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "ernie4_5_moe", "glm4_moe"), _OF_QWEN),
+    **dict.fromkeys(("hunyuan_v1_moe", "olmoe", "qwen3_moe", "qwen3_next"), _OF_QWEN),
 }
 
 
