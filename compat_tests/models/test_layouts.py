@@ -38,8 +38,7 @@ UNLIKE = {
 }  # fmt: skip
 ENCODERS = [("bert", "plain"), ("roberta", "plain"), ("modernbert", "biases"), ("electra", "plain")]
 GRADIENTS = [("llama", "yarn"), ("gemma2", "plain"), ("phi3", "long"), ("qwen3_moe", "window"), ("gpt2", "plain")]
-GRADIENTS += [("lfm2", "biases"), ("deepseek_v3", "plain"), ("gpt_oss", "clamped")]
-GRADIENTS += [("qwen3_5_text", "others"), ("qwen3_next", "plain")]
+GRADIENTS += [("lfm2", "biases"), ("deepseek_v3", "plain"), ("gpt_oss", "clamped"), ("qwen3_5_text", "others")]
 
 
 @cache

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.scipy.linalg import solve_triangular
 
 from trl_jax.nn.text_order import TextOrder
 
@@ -59,7 +58,7 @@ def delta_rule(
         order: the texts that lie in each row; None where each row is one.
     """
     length = q_RTKC.shape[1]
-    size = min(CHUNK, length)
+    size = min(CHUNK, 1 << (length - 1).bit_length())  # halves are inverted alone: see `_inverse`
     q, k, v, g, beta = (_in_chunks(x, size) for x in (q_RTKC, k_RTKC, v_RTKGV, g_RTKG, beta_RTKG))
     seen = _plain(k.shape[1], size) if order is None else _seen(order, size)
     decay = _einsum("rnij,rnjkg->rnikg", seen.mask.astype(g.dtype), g)  # from before the chunk
@@ -74,8 +73,8 @@ def delta_rule(
 
 class _Steps(NamedTuple):
     """The arrays that a scan along chunks takes apart, `[R, N, ...]`: `u` before the states' part is taken off, `read`
-    the keys and `queried` the queries that the states are read with, `[S, K, G, I, C]` for S states; `attended` the
-    weights of the chunk's tokens; `written` those of each `u` in the S new states, and `kept` of each old state in
+    the keys and `queried` the queries that the states are read with, `[S, K, G, I, C]` for S states; `attended`
+    the weights of the chunk's tokens; `written` those of each `u` in the S new states, and `kept` of each old state in
     each."""
 
     u: jax.Array
@@ -125,9 +124,25 @@ def _corrections(k, v, beta, decay, between, seen: _Seen) -> tuple[jax.Array, ja
     read = _from_states(k, decay * beta, seen)
     count, width = read.shape[2], k.shape[-1]
     parts = [given, *(read[:, :, state] for state in range(count))]
-    solved = solve_triangular(system, jnp.concatenate(parts, axis=-1), lower=True, unit_diagonal=True)
+    solved = _einsum("rnkgij,rnkgjv->rnkgiv", _inverse(system), jnp.concatenate(parts, axis=-1))
     u, read = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
     return u, jnp.moveaxis(read.reshape(*read.shape[:-1], count, width), -2, 2)
+
+
+def _inverse(system: jax.Array) -> jax.Array:
+    """The inverse of unit lower triangles `[..., I, I]`, whatever stands on and above the diagonal; from blocks of one
+    token to blocks of two, and so on, in products alone. I is a power of two."""
+    size, width = system.shape[-1], 1
+    found = jnp.ones((*system.shape[:-2], size, 1, 1), system.dtype)
+    while width < size:
+        at = jnp.arange(size // (2 * width))
+        halves = system.reshape(*system.shape[:-2], len(at), 2, width, len(at), 2, width)
+        below = jnp.moveaxis(jnp.diagonal(halves[..., 1, :, :, 0, :], axis1=-4, axis2=-2), -1, -3)
+        first, second = found[..., 0::2, :, :], found[..., 1::2, :, :]
+        corner = -_einsum("...ij,...jk,...kl->...il", second, below, first)
+        upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        found, width = jnp.concatenate([upper, jnp.concatenate([corner, second], axis=-1)], axis=-2), 2 * width
+    return found[..., 0, :, :]
 
 
 def _from_states(x, decay, seen: _Seen) -> jax.Array:
