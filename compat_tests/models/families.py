@@ -76,7 +76,9 @@ SHAPES = {
     "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 24, "moe_num_shared_experts": 2},
     "glm4_moe": ROUTED | {"head_dim": 24},
     "lfm2": {"block_multiple_of": 8, "num_hidden_layers": 4},
-    "lfm2_moe": EXPERTS | {"num_hidden_layers": 4, "num_dense_layers": 1},
+    "lfm2_moe": EXPERTS | {
+        "num_hidden_layers": 4, "num_dense_layers": 1, "layer_types": [CONV, "full_attention", CONV, "full_attention"],
+    },
     "gemma": {"head_dim": 24},
     "gemma2": {"head_dim": 24},
     "gemma3_text": {"head_dim": 24},

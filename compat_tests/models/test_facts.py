@@ -13,7 +13,7 @@ from trl_jax import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl_jax.core.packed import reads_of_rows
 from trl_jax.hub.config import native
 from trl_jax.hub.families import read_arch
-from trl_jax.models.arch import Arch, Experts, Latent, LayerKind, ShortConvolution
+from trl_jax.models.arch import Arch, Experts, GatedDelta, Latent, LayerKind, ShortConvolution
 from trl_jax.models.functional import merge
 from trl_jax.nn.mlp import ClampedSwiGLU
 from trl_jax.nn.rope import Rope
@@ -37,6 +37,7 @@ REFUSED = {
     "sinks": ("gpt_oss", "plain", False),
     "latent": ("deepseek_v3", "plain", Latent(32, 16, 10, 1e-6)),
     "short_convolution": ("lfm2", "biases", ShortConvolution(3, True)),
+    "gated_delta": ("qwen3_next", "plain", GatedDelta(2, 4, 32, 12, 3)),
     "kinds": ("lfm2", "plain", (LayerKind("convolution"), LayerKind(), *(LayerKind("convolution"),) * 2)),
 }
 MISCOMPUTED = {
@@ -52,6 +53,7 @@ MISCOMPUTED = {
     "ropes": ("smollm3", "plain", (Rope(300.0),) * 3),
     "attention_scales": ("gemma2", "no_caps", None),
     "softcap": ("gemma2", "plain", None),
+    "gated_attention": ("qwen3_next", "plain", False),
     "clip_qkv": ("olmo", "clip", None),
     "query_growth": ("ministral3", "plain", None),
     "embedding_scale": ("gemma", "plain", 1.0),

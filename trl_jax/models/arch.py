@@ -86,8 +86,8 @@ class GatedDelta:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What tells the parameters of layers apart: `mixer` is "attention", "convolution" or "delta_net"; `experts`:
-    whether they are in the place of the MLP."""
+    """The parameters that a layer has: `mixer` is "attention", "convolution" or "delta_net"; `experts`: whether these
+    are in the place of the MLP."""
 
     mixer: str = "attention"
     experts: bool = False

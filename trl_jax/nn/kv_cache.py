@@ -1,4 +1,4 @@
-"""What layers keep of tokens for those that follow them: keys and values, the inputs of a short convolution, or
+"""The values that layers keep of tokens for those that follow: keys and values, the inputs of a short convolution, or
 a state.
 
 G completions follow one prompt and share its keys and values: P prompts have P x G rows of completions, those of a
@@ -147,7 +147,7 @@ class CachePlaces(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """What P prompts and their P x G completions have left.
+    """All that is kept of P prompts and their P x G completions.
 
     parts: of each run of layers, with a leading axis L; or of each layer. places: how much of them is filled.
     """

@@ -83,7 +83,7 @@ def read_rotary_dim(
 
 
 def read_score_scale(config: ConfigReader) -> float:
-    """What DeepSeek's models multiply their scores by where yarn has `mscale_all_dim`, as transformers does; else 1."""
+    """The factor of scores in DeepSeek's models where yarn has `mscale_all_dim`, as in transformers; else 1."""
     section = _section(config)
     kind = section.value("rope_type", section.value("type", "default"))
     share = section.number("mscale_all_dim", 0.0)

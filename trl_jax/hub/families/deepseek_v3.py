@@ -1,4 +1,4 @@
-"""deepseek_v3: DeepSeek V3 and R1: latent attention; experts chosen by sigmoids in groups, and one for every token."""
+"""deepseek_v3: DeepSeek V3 and R1: latent attention; experts by sigmoids in groups, and one for every token."""
 
 from __future__ import annotations
 

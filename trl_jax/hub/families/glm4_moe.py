@@ -1,4 +1,4 @@
-"""glm4_moe: GLM 4.5 to 4.7: glm's attention; experts chosen as deepseek_v3 does."""
+"""glm4_moe: GLM 4.5 to 4.7: glm's attention; deepseek_v3's experts."""
 
 from __future__ import annotations
 
