@@ -76,8 +76,8 @@ def names(arch: Arch) -> Names:
     return in_runs(arch.runs, lambda kind: _latent_names(arch) | mlp_names(arch, kind))
 
 
-def mlp_names(arch: Arch, kind: LayerKind) -> Names:
-    """An MLP, or experts beside those that see every token."""
+def mlp_names(arch: Arch, kind: LayerKind, *, router_first: bool = False) -> Names:
+    """An MLP, or experts beside those that see every token; their router is made before or after them."""
     ours, theirs = "decoder.layers.mlp.", "model.layers.{}.mlp."
     if not kind.experts:
         return {ours + name: f"{theirs}{name}_proj" for name in ("gate", "up", "down")}
@@ -85,6 +85,8 @@ def mlp_names(arch: Arch, kind: LayerKind) -> Names:
     found.pop(ours + "shared_gate")
     found |= {f"{ours}shared.{name}": f"{theirs}shared_experts.{name}_proj" for name in ("gate", "up", "down")}
     found[ours + "correction_bias"] = theirs + "gate.e_score_correction_bias"
+    if router_first:
+        return found
     return ordered(found, *(ours + name for name in ("gate", "up", "down")), before=ours + "router")
 
 

@@ -46,7 +46,7 @@ def names(arch: Arch) -> Names:
     corrections = ("model.layers.{}.mlp.moe_statics.e_score_correction_bias", OneRow())
 
     def of_kind(kind: LayerKind) -> Names:
-        found = own | deepseek_v3.mlp_names(arch, kind)
+        found = own | deepseek_v3.mlp_names(arch, kind, router_first=True)
         return found | ({"decoder.layers.mlp.correction_bias": corrections} if kind.experts else {})
 
     return in_runs(arch.runs, of_kind)
