@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trl_jax.hub.checkpoint.tensor_map import Names, PerHead, ordered
+from trl_jax.hub.checkpoint.tensor_map import Names, ordered
+from trl_jax.hub.checkpoint.tensor_slices import PerHead
 from trl_jax.hub.config.reader import ConfigReader
 from trl_jax.hub.families import Family, bert, deberta_v2
 from trl_jax.hub.heads import ScoreHead

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trl_jax.hub.checkpoint.tensor_map import Names, OneRow, in_runs
+from trl_jax.hub.checkpoint.tensor_map import Names, in_runs
+from trl_jax.hub.checkpoint.tensor_slices import OneRow
 from trl_jax.hub.config.reader import ConfigReader
 from trl_jax.hub.families import Family, deepseek_v3, ernie4_5, llama
 from trl_jax.models.arch import Arch, Experts, LayerKind

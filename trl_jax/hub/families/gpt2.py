@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trl_jax.hub.checkpoint.tensor_map import Names, concatenated
+from trl_jax.hub.checkpoint.tensor_map import Names
+from trl_jax.hub.checkpoint.tensor_slices import concatenated
 from trl_jax.hub.config.reader import ConfigReader
 from trl_jax.hub.families import Family
 from trl_jax.models.arch import Arch

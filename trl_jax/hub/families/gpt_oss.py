@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trl_jax.hub.checkpoint.tensor_map import ExpertColumns, Names, ordered
+from trl_jax.hub.checkpoint.tensor_map import Names, ordered
+from trl_jax.hub.checkpoint.tensor_slices import ExpertColumns
 from trl_jax.hub.config.layer_types import FULL, SLIDING, read_layer_types, read_window, windows_of
 from trl_jax.hub.config.reader import ConfigReader
 from trl_jax.hub.families import Family, llama

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from trl_jax.hub.checkpoint.tensor_map import Names, concatenated
+from trl_jax.hub.checkpoint.tensor_map import Names
+from trl_jax.hub.checkpoint.tensor_slices import concatenated
 from trl_jax.hub.config.layer_types import FULL, SLIDING, read_layer_types, windows_of
 from trl_jax.hub.config.reader import ConfigReader
 from trl_jax.hub.config.rope import read_ropes

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trl_jax.hub.checkpoint.tensor_map import Names, concatenated, ordered
+from trl_jax.hub.checkpoint.tensor_map import Names, ordered
+from trl_jax.hub.checkpoint.tensor_slices import concatenated
 from trl_jax.hub.config.layer_types import read_window
 from trl_jax.hub.config.reader import ConfigReader
 from trl_jax.hub.config.rope import read_rotary_dim

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from trl_jax.hub.checkpoint.tensor_map import Names, concatenated, in_runs
+from trl_jax.hub.checkpoint.tensor_map import Names, in_runs
+from trl_jax.hub.checkpoint.tensor_slices import concatenated
 from trl_jax.hub.config.reader import ConfigReader
 from trl_jax.hub.families import Family, llama, qwen3_next
 from trl_jax.hub.families.qwen3_next import OURS

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trl_jax.hub.checkpoint.tensor_map import TensorSlice
+from trl_jax.hub.checkpoint.tensor_slices import TensorSlice
 from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft.backend import AdaptedBackend
 from trl_jax.hub.untied import is_tied, untied

@@ -8,7 +8,8 @@ from typing import Any
 
 from flax import nnx
 
-from trl_jax.hub.checkpoint.tensor_map import Rows, TensorEntry, TensorSlice, make_tensor_map
+from trl_jax.hub.checkpoint.tensor_map import TensorEntry, make_tensor_map
+from trl_jax.hub.checkpoint.tensor_slices import Rows, TensorSlice
 from trl_jax.hub.config.native import NativeConfig
 from trl_jax.hub.families import Family
 from trl_jax.models.adapted import module_at

@@ -1,0 +1,67 @@
+"""Generation of adapted models, and in bfloat16: PEFT's tokens, and the probabilities of the training forward."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from compat_tests.generation.near_ties import flips
+from compat_tests.generation.test_complete import FIELDS, prompts
+from compat_tests.models import causal
+from trl_jax import AutoModelForCausalLM
+from trl_jax.core.torch_random import TorchGenerator
+from trl_jax.hub.auto import find_checkpoint
+from trl_jax.hub.generating.complete import complete
+
+torch = pytest.importorskip("torch")
+peft = pytest.importorskip("peft")
+
+SAMPLED = {"do_sample": True, "top_k": 0, "temperature": 0.8, "max_new_tokens": 24, "pad_token_id": 0}
+SEED, FAR = 3, 0.1
+TARGETS = {
+    **dict.fromkeys(("mixtral", "qwen3"), "q_proj v_proj o_proj"),
+    "deepseek_v3": "q_b_proj kv_b_proj o_proj",
+}
+
+
+def adapted(folder, family: str):
+    """Our model with an adapter of PEFT's, and PEFT's."""
+    base, written = causal.build(folder / "base", family, tie=False), folder / "adapter"
+    facts = {"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM", "target_modules": TARGETS[family].split()}
+    config = peft.LoraConfig(**facts, init_lora_weights=False)
+    torch.manual_seed(0)
+    theirs = peft.get_peft_model(causal.reference(base), config).eval()
+    theirs.save_pretrained(written)
+    return find_checkpoint(str(written), head="lm").load(0), theirs
+
+
+@pytest.mark.parametrize("family", TARGETS)
+def test_an_adapter_writes_pefts_tokens(family, tmp_path):
+    """Beside the base, and merged into it; without it the base writes others."""
+    ours, theirs = adapted(tmp_path, family)
+    ids = np.random.default_rng(1).integers(5, 100, (3, 9))
+    torch.manual_seed(SEED)
+    options = {"return_dict_in_generate": True, "output_scores": True, "eos_token_id": None}
+    rows = {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(np.ones_like(ids))}
+    wanted = theirs.generate(**rows, **SAMPLED | options)
+    scores = [step.numpy() for step in wanted.scores]
+    for model in (ours, ours.merge_and_unload()):
+        found = model.generate(input_ids=ids, attention_mask=np.ones_like(ids), seed=SEED, eos_token_id=None, **SAMPLED)
+        assert flips(found[:, 9:], wanted.sequences[:, 9:].numpy(), scores, SEED) == 0
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    plain = base.generate(input_ids=ids, attention_mask=np.ones_like(ids), seed=SEED, eos_token_id=None, **SAMPLED)
+    assert plain.tolist() != found.tolist()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "lfm2"])
+def test_in_bfloat16_probabilities_are_those_of_whole_texts(family, tmp_path):
+    """Of the tokens that were drawn, in bfloat16 and in float32: no farther apart than that dtype is coarse."""
+    model = AutoModelForCausalLM.from_pretrained(causal.build(tmp_path, family, tie=False))
+    done = complete(model, prompts(), FIELDS, group=2, stream=TorchGenerator(1), dtype="bfloat16")
+    gaps = []
+    for row, (tokens, length) in enumerate(zip(done.tokens, done.lengths, strict=True)):
+        prompt = prompts()[row // 2]
+        logits = np.asarray(model(np.array([prompt + tokens[:length].tolist()])).logits)[0, len(prompt) - 1 : -1] / 0.8
+        exact = np.take_along_axis(logits, tokens[:length, None], 1)[:, 0] - np.logaddexp.reduce(logits, axis=1)
+        gaps += np.abs(done.logps[row, :length] - exact).tolist()
+    assert 1e-5 < np.median(gaps) < FAR and len(gaps) > 60
