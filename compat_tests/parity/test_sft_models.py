@@ -29,6 +29,8 @@ FAMILIES = {
     "deepseek_v3": {},
     "glm4_moe": {},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "qwen3_5_text": {"full_attention_interval": 2},
+    "qwen3_next": {"full_attention_interval": 2},
 }
 ADRIFT = {"gpt_neox": "query_key_value.bias", "phi": "k_proj.bias", "qwen2": "k_proj.bias"}
 
