@@ -111,6 +111,10 @@ GRPO = {
         model=SMALL | {"model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
         gradient_accumulation_steps=2,
     ),
+    "states": case(
+        model=SMALL | {"model_type": "qwen3_5_text", "num_hidden_layers": 2, "full_attention_interval": 2},
+        gradient_accumulation_steps=2,
+    ),
     "adapter": case(beta=0.05, num_iterations=2, peft_config=_lora),
 }  # fmt: skip
 RLOO = {
