@@ -38,6 +38,7 @@ ABSENT = {
     "opt": (*_GPT, "initializer_range"),
     "gpt_neox": _GPT[1:],
     "persimmon": _GPT[1:],
+    "qwen3_5_moe_text": _GPT[:1],
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "intermediate_size": 32}
 
@@ -70,6 +71,7 @@ DELTA = {
 SHAPES = {
     "qwen3_next": {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 40},
     "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 40},
     "deepseek_v2": ROUTED | LATENT,
     "deepseek_v3": ROUTED | LATENT | {"n_group": 4, "topk_group": 2},
     "ernie4_5": {"head_dim": 24},
@@ -111,6 +113,7 @@ SHAPES = {
 BODY_ONLY = {
     "apertus", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm4_moe", "granite", "granitemoe",
     "granitemoehybrid", "lfm2", "lfm2_moe", "minimax_m2", "olmoe",
+    "qwen3_5_moe_text",
 }  # fmt: skip
 
 # Those whose positions are not told by one rope_parameters.
@@ -271,6 +274,13 @@ VARIANTS = {
         "others": {
             "layer_types": [LINEAR_ATTENTION, FULL, LINEAR_ATTENTION], "attention_bias": True,
             "linear_num_key_heads": 4, "linear_conv_kernel_dim": 3,
+            "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
+        },
+    },
+    "qwen3_5_moe_text": {
+        "plain": {"rope_parameters": QUARTER | {"mrope_section": [1, 1, 0], "mrope_interleaved": True}},
+        "others": {
+            "layer_types": [FULL, LINEAR_ATTENTION, LINEAR_ATTENTION], "attention_bias": True, "num_experts_per_tok": 3,
             "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
         },
     },
