@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -110,7 +111,7 @@ ELSEWHERE = {"counts_visible", "initializer_range", "tied_embeddings", "padding_
 def test_every_fact_is_here():
     assert {fact.name for fact in fields(Arch)} == {*REFUSED, *MISCOMPUTED, *DROPOUTS, *HEAD, *ELSEWHERE}
     assert {fact.name for fact in fields(Rope)} == set(ROPE)
-    assert {fact.name for fact in fields(Experts)} == {*EXPERTS, *EXPERTS_SHAPE}
+    assert {fact.name for fact in fields(Experts)} == {*EXPERTS, *EXPERTS_SHAPE, "float32_router"}
     assert {fact.name for fact in fields(ClampedSwiGLU)} == set(SWIGLU)
 
 
@@ -164,6 +165,14 @@ def test_a_fact_of_value(fact, built, load_with):
     family, name, wrong = MISCOMPUTED[fact]
     folder = built(family, name)
     assert _off(scores(load_with(folder, **{fact: wrong})), scores(load_with(folder))) > 1e-4
+
+
+def test_a_router_in_float32(built, load_with):
+    """Elsewhere it is what other layers are: the scores of bfloat16 differ."""
+    folder = built("deepseek_v3", "plain")
+    right = load_with(folder)
+    wrong = load_with(folder, experts=replace(right.source.config.arch.experts, float32_router=False))
+    assert _off(*(scores(model, dtype=jnp.bfloat16) for model in (wrong, right))) > 1e-5
 
 
 def test_the_norms_of_latent_attention(built, load_with):

@@ -26,8 +26,9 @@ class Experts:
     `scores` turns the router's logits into weights: "softmax" over all experts, or "sigmoid" of each.
     `renormalised`: the weights of the selected ones are made to add up to 1, but for what `weight_floor` adds to their
     sum ("sigmoid") or holds it up to ("softmax"); `scale` then multiplies them. `shared_size`: the width of an expert
-    that sees every token, behind a sigmoid gate where `shared_gated`; None without it. `bias`: the router and every map
-    of an expert have one. `swiglu`: joins gate and up in the place of the arch's activation; None leaves it to that.
+    that sees every token, behind a sigmoid gate where `shared_gated`; None without it. `float32_router`: it computes in
+    float32, whatever other layers do. `bias`: the router and every map of an expert have one. `swiglu`: joins gate and
+    up in the place of the arch's activation; None leaves it to that.
 
     `correction_bias`: a number of each expert that is added to its weight for the selection alone, and never trained.
     Of `groups` of experts, the best `top_groups` are selected from; a group is as good as its best `group_best` experts
@@ -43,6 +44,7 @@ class Experts:
     swiglu: ClampedSwiGLU | None = None
     shared_gated: bool = True
     scores: str = "softmax"
+    float32_router: bool = False
     weight_floor: float = 0.0
     scale: float = 1.0
     correction_bias: bool = False

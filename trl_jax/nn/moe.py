@@ -66,7 +66,7 @@ class MoE(nnx.Module):
     def router_sums(self, x: jax.Array, counted: jax.Array) -> RouterSums:
         """Sums of this layer over the tokens of `x` `[..., D]`, each as often as it is `counted` `[...]`."""
         flat, weight = x.reshape(-1, x.shape[-1]), counted.reshape(-1).astype(jnp.float32)
-        probabilities = jax.nn.softmax(self.router(flat).astype(jnp.float32), axis=-1)
+        probabilities = jax.nn.softmax(self._logits(flat), axis=-1)
         _, selected = jax.lax.top_k(probabilities, self.experts.top_k)
         sent = jnp.zeros(self.experts.count).at[selected].add(weight[:, None])
         return RouterSums(sent, weight @ probabilities, jnp.sum(weight))
@@ -109,7 +109,7 @@ class MoE(nnx.Module):
 
     def _route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Weights and experts of each token, `[tokens, top_k]`; weights in float32."""
-        experts, logits = self.experts, self.router(x).astype(jnp.float32)
+        experts, logits = self.experts, self._logits(x)
         weights = jax.nn.softmax(logits, axis=-1) if experts.scores == "softmax" else jax.nn.sigmoid(logits)
         _, selected = jax.lax.top_k(self._of_best_groups(self._corrected(weights)), experts.top_k)
         weights = jnp.take_along_axis(weights, selected, axis=-1)
@@ -117,6 +117,10 @@ class MoE(nnx.Module):
             total, floor = jnp.sum(weights, axis=-1, keepdims=True), experts.weight_floor
             weights = weights / (jnp.maximum(total, floor) if experts.scores == "softmax" else total + floor)
         return weights if experts.scale == 1.0 else weights * experts.scale, selected
+
+    def _logits(self, x: jax.Array) -> jax.Array:
+        """The router's, float32."""
+        return self.router(x.astype(jnp.float32) if self.experts.float32_router else x).astype(jnp.float32)
 
     def _corrected(self, weights: jax.Array) -> jax.Array:
         """Weights as the selection sees them."""

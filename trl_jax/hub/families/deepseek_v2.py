@@ -39,6 +39,7 @@ def _experts(config: ConfigReader) -> Experts:
         renormalised=False,
         shared_size=size * config.size("n_shared_experts"),
         shared_gated=False,
+        float32_router=True,
         scale=config.number("routed_scaling_factor", 1.0),
         groups=groups,
         top_groups=top_groups,

@@ -58,6 +58,7 @@ def read_experts(config: ConfigReader) -> Experts:
         shared_size=size * config.size("n_shared_experts"),
         shared_gated=False,
         scores="sigmoid",
+        float32_router=True,
         weight_floor=1e-20,
         scale=config.number("routed_scaling_factor", 1.0),
         correction_bias=True,

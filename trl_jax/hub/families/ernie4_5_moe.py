@@ -30,6 +30,7 @@ def _experts(config: ConfigReader) -> Experts:
         renormalised=True,
         shared_size=size * shared or None,
         shared_gated=False,
+        float32_router=True,
         weight_floor=config.number("moe_norm_min", 1e-12),
         correction_bias=True,
     )
