@@ -38,7 +38,7 @@ HOST = frozenset("""
 # Fields of a run that no step is traced from, and those that the key has in another form.
 HOST_OF_RUN = frozenset("""
     args task model reference rollout sharding_plan processing_class train_dataset eval_dataset events finish_rows
-    optimizer_state tokens_seen found_batch_size fills in_train interrupts vocab_size max_positions
+    optimizer_state tokens_seen found_batch_size fills in_train interrupts vocab_size max_positions told
 """.split())
 _TRACED = ("trl_jax", "jax", "flax", "optax", "numpy")
 
@@ -155,10 +155,7 @@ def _key(run: Any, *more: Any) -> Any:
     kinds = type(run.args), type(run.task)
     places = _places(run)
     key = said, _of_backend(run.model.backend), reference, places, _fields(run, HOST_OF_RUN), kinds, more
-    try:
-        hash(key)
-    except TypeError:
-        return None
+    hash(key)  # a field that cannot be hashed is named in `HOST_OF_RUN`, or made so
     return key
 
 

@@ -46,13 +46,13 @@ def reads_and_targets(ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np
     return np.append(reads, [0, 0]).astype(np.int32), np.append(targets, [-1, -1]).astype(np.int32)
 
 
-def reference(folder: Path):
-    """transformers' model in float32."""
+def reference(folder: Path, dtype: str = "float32"):
+    """transformers' model, in float32 if nothing else is said."""
     import torch
     import transformers
 
     torch.set_num_threads(1)
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
 def forward(model, ids: np.ndarray, mask: np.ndarray):

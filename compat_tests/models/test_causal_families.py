@@ -88,8 +88,7 @@ def test_log_probabilities_and_gradients(family, tie, folder_of, tmp_path):
 
 @pytest.mark.parametrize(("family", "tie"), [(family, False) for family in causal.DECODERS] + TIED)
 def test_bfloat16_shards_come_back_to_the_byte(family, tie, folder_of, tmp_path):
-    theirs = causal.reference(folder_of(family, tie)).to(torch.bfloat16)
-    theirs.config.dtype = torch.bfloat16
+    theirs = causal.reference(folder_of(family, tie), "bfloat16")
     theirs.save_pretrained(tmp_path / "in", max_shard_size="100KB")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "in", dtype="auto")
     assert ("lm_head.weight" in model.params) != tie

@@ -78,7 +78,7 @@ def _layer(decoder, index, h, ids):
     """One layer of the stack by itself."""
     arch = decoder.arch
     cos, sin = rope_angles(_positions(ids), arch.ropes[:1], arch.rotary_dim, ids.shape[1])
-    graph, _ = nnx.split(nnx.eval_shape(lambda: Block(arch)))
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Block(arch, arch.runs[0].kind)))
     _, stack = nnx.split(decoder.layers)
     window = None if arch.windows[index] is None else jnp.int32(arch.windows[index])
     return nnx.merge(graph, jax.tree.map(lambda leaf: leaf[index], stack))(

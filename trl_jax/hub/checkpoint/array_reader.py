@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,9 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
+from trl_jax.core.files.tensors_file import as_dtype
 from trl_jax.hub.checkpoint.sharded_reading import Index, read_sharded
 from trl_jax.hub.checkpoint.tensor_map import TensorEntry
 from trl_jax.hub.formats.gguf import LINK, GgufFiles
@@ -19,7 +20,7 @@ from trl_jax.hub.formats.mxfp4 import BLOCKS, Mxfp4Files
 from trl_jax.hub.formats.pickles import PickledFiles, only_pickled
 from trl_jax.hub.formats.safetensors import CheckpointFiles
 from trl_jax.hub.peft.quantization import quantized
-from trl_jax.nn.quantized import Format
+from trl_jax.nn.quantized import HALVES, Format
 
 Files = CheckpointFiles | GgufFiles | PickledFiles
 
@@ -41,16 +42,22 @@ class ArrayReader:
     Attributes:
         on_disk: full name of a tensor -> its name in `files`.
         dtype: the dtype that values are rounded to; "auto" keeps each tensor's own.
+        in_float32: matches the names of tensors that are float32 where others have sixteen bits.
     """
 
     files: Files
     on_disk: dict[str, str]
     dtype: str
+    in_float32: str | None = None
+
+    def dtype_of(self, name: str) -> str:
+        """The dtype that the tensor of this name in `files` is read in."""
+        dtype = self.files.dtypes[name] if self.dtype == "auto" else self.dtype
+        return "float32" if dtype in HALVES and self.in_float32 and re.search(self.in_float32, name) else dtype
 
     def stored_dtype(self, entry: TensorEntry) -> Any:
         """The dtype of an array that stays as it is stored: its first tensor's, or the one all are rounded to."""
-        first = self.on_disk[entry.tensor.format(*[entry.first] * entry.stacked)]
-        return jnp.dtype(self.files.dtypes[first] if self.dtype == "auto" else self.dtype)
+        return jnp.dtype(self.dtype_of(self.on_disk[entry.tensor.format(*[entry.first] * entry.stacked)]))
 
     def array(self, entry: TensorEntry, shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> jax.Array:
         """One of our arrays, on one device or laid out as `sharding` says."""
@@ -104,9 +111,8 @@ class ArrayReader:
         return self._rounded(tensor, values)
 
     def _rounded(self, tensor: str, values: np.ndarray) -> np.ndarray:
-        if self.dtype in ("auto", self.files.dtypes[tensor]):
-            return values
-        return values.astype(ml_dtypes.bfloat16 if self.dtype == "bfloat16" else self.dtype)
+        dtype = self.dtype_of(tensor)
+        return values if dtype == self.files.dtypes[tensor] else values.astype(as_dtype(dtype))
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -83,7 +83,7 @@ def load(
     table = matching.match(config, files, shapes)
     missing = [draw for draw in config.draws() if draw.tensor not in table.on_disk]
     new = _draw(config, missing, table.tensor_map, shapes, seed)
-    reader, params = ArrayReader(files, table.on_disk, dtype), {}
+    reader, params = ArrayReader(files, table.on_disk, dtype, config.family.in_float32), {}
     axes = {} if place is None else logical_axes(config.model)
     with memory_errors.naming(config.path.parent):
         for entry in table.tensor_map:
@@ -126,11 +126,11 @@ def outline(
     stored, outlined = jnp.dtype(dtype), {}
     for entry in tensor_map:
         shape, form = shapes[entry.path].shape, (formats or {}).get(entry.path)
-        if form is None and entry.path in bits and stored.name in HALVES and entry.tensor not in drawn:
+        in_float32 = entry.tensor in drawn or re.search(config.family.in_float32 or r"(?!)", entry.tensor)
+        if form is None and entry.path in bits and stored.name in HALVES and not in_float32:
             form = Format(stored.name, shape[-2:])
         if form is None:
-            kind = jnp.float32 if entry.tensor in drawn else stored
-            outlined[entry.path] = jax.ShapeDtypeStruct(shape, kind)
+            outlined[entry.path] = jax.ShapeDtypeStruct(shape, jnp.float32 if in_float32 else stored)
             continue
         for name, (inner, kind) in form.leaves().items():
             outlined[f"{entry.path}.{name}"] = jax.ShapeDtypeStruct((*shape[:-2], *inner), kind)
@@ -174,7 +174,7 @@ def _source(config: NativeConfig, reader: ArrayReader, table: matching.Matched, 
     carried = {name for name in files.shapes if config.family.carried and re.search(config.family.carried, name)}
     full = {disk: name for name, disk in reader.on_disk.items()} | {name: name for name in carried}
     shards = {file: [full[name] for name in tensors if name in full] for file, tensors in files.shards.items()}
-    dtypes = {full[name]: files.dtypes[name] if dtype == "auto" else dtype for name in full if name not in carried}
+    dtypes = {full[name]: reader.dtype_of(name) for name in full if name not in carried}
     stored = raw.get("dtype") or raw.get("torch_dtype") or next(iter(dtypes.values()))
     pieces = {name: Pieces(files.shapes[name], as_dtype(files.dtypes[name]), _reader(files, name)) for name in carried}
     return Source(

@@ -30,6 +30,8 @@ class Family:
         moved: (part of names on disk, what transformers' modules have in its place).
         ignored: regular expressions of tensors that checkpoints carry; dropped where the model has no use for them.
         carried: a regular expression of tensors that no text is computed with; they are saved as they came.
+        in_float32: a regular expression of tensors that stay float32 where the model is loaded with sixteen bits
+            (transformers' `_keep_in_fp32_modules_strict`).
         covers: whether the model of a config.json of this type is computed here; the others are exported.
         linear_router: whether transformers' router of experts is a linear map, which PEFT adapts like others.
         in_transformers: whether transformers has a class of this model with the score head.
@@ -46,6 +48,7 @@ class Family:
     moved: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$", r"^lm_head\.bias$")
     carried: str | None = None
+    in_float32: str | None = None
     covers: Callable[[dict[str, Any]], bool] = lambda raw: True
     linear_router: bool = False
     in_transformers: bool = True

@@ -51,4 +51,4 @@ def names(arch: Arch) -> Names:
     return deepseek_v3.names(arch)
 
 
-FAMILY = Family("deepseek_v2", "DeepseekV2", arch, names)
+FAMILY = Family("deepseek_v2", "DeepseekV2", arch, names, in_float32=deepseek_v3.ROUTER)

@@ -16,6 +16,7 @@ _OF_TRAINING = (
     "aux_loss_alpha", "ep_size", "num_nextn_predict_layers", "num_mtp_layers", "output_router_logits", "seq_aux",
 )  # fmt: skip
 _LATENT_EPS = 1e-6
+ROUTER = r"\.gate\.weight$|\.e_score_correction_bias$"
 
 
 def arch(config: ConfigReader) -> Arch:
@@ -115,4 +116,5 @@ FAMILY = Family(
     names,
     # the last one's predict further tokens
     ignored=(r"\.rotary_emb\.inv_freq$", r"^lm_head\.bias$", r"^model\.layers\.61\."),
+    in_float32=ROUTER,
 )

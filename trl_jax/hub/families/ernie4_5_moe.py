@@ -61,5 +61,6 @@ FAMILY = Family(
     names,
     moved=((".mlp.moe_statics.", ".mlp.gate.moe_statics."),),
     ignored=(r"\.rotary_emb\.inv_freq$", r"^lm_head\.bias$", r"^model\.mtp_"),
+    in_float32=deepseek_v3.ROUTER,
     in_transformers=False,
 )

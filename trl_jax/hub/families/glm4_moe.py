@@ -37,5 +37,6 @@ FAMILY = Family(
     arch,
     names,
     ignored=(r"\.rotary_emb\.inv_freq$", r"^lm_head\.bias$", r"^model\.layers\.(46|92)\."),  # predict further tokens
+    in_float32=deepseek_v3.ROUTER,
     in_transformers=False,
 )
