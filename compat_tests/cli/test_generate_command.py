@@ -68,18 +68,22 @@ def test_a_run_that_was_cut_off_goes_on(folder, source, tmp_path, monkeypatch, c
     assert main(["generate", folder, source, "-o", str(whole), *SAMPLED]) == 0
     inner = generate.Completer.__call__
 
-    def stopped(self, first):
-        for number, row in enumerate(inner(self, first)):
-            if number == 3:
+    def stopped(self, first, take):
+        taken = []
+
+        def take_three(*row):
+            if len(taken) == 3:
                 raise KeyboardInterrupt
-            yield row
+            taken.append(take(*row))
+
+        inner(self, first, take_three)
 
     with monkeypatch.context() as patched:
         patched.setattr(generate.Completer, "__call__", stopped)
         assert main(["generate", folder, source, "-o", str(out), *SAMPLED]) == 130
     assert "3 rows are completed and stay in" in capsys.readouterr().err and not out.exists()
     begun = []
-    monkeypatch.setattr(generate.Completer, "__call__", lambda self, first: begun.append(first) or inner(self, first))
+    monkeypatch.setattr(generate.Completer, "__call__", lambda *given: begun.append(given[1]) or inner(*given))
     assert main(["generate", folder, source, "-o", str(out), *SAMPLED, "--seed", "1"]) == 2
     assert "was begun by another run, which differs in --seed" in capsys.readouterr().err
     assert main(["generate", folder, source, "-o", str(out), *SAMPLED]) == 0

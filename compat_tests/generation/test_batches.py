@@ -63,21 +63,22 @@ def test_calls_in_a_row_differ_and_repeat_by_seed(model):
     assert first == [once(), once()] and first[0] != first[1]
 
 
-def test_an_interrupt_gives_back_the_batches_that_are_there(model, monkeypatch, caplog):
-    from trl_jax.hub.generating.batches import Batches
+def test_an_interrupt_gives_back_the_completions_that_are_there(model, monkeypatch, caplog):
+    from trl_jax.generation import generator
 
-    inner, left = Batches._completed, [2]
+    inner, left = generator.refilled, [2]
 
-    def interrupted(self, numbers):
+    def interrupted(*given, **options):
         if not left[0]:
             raise KeyboardInterrupt
         left[0] -= 1
-        return inner(self, numbers)
+        return inner(*given, **options)
 
-    monkeypatch.setattr(Batches, "_completed", interrupted)
+    monkeypatch.setattr(generator, "refilled", interrupted)
     done = model.generate_batch(prompts(), batch_size=2, max_new_tokens=3)
-    assert list(done) == ["req_1", "req_2", "req_5", "req_6"]
-    assert "Interrupted: 4 of 7 completions are there, and are returned." in caplog.text
+    assert list(done) == ["req_1", "req_5", "req_6"]
+    assert "Interrupted: 3 of 7 completions are there, and are returned." in caplog.text
+    monkeypatch.setattr(generator, "prefill", interrupted)
     with pytest.raises(KeyboardInterrupt):
         model.generate_batch(prompts(), batch_size=2, max_new_tokens=3)
 

@@ -11,11 +11,12 @@ from compat_tests.models import causal
 from trl_jax import AutoModelForCausalLM
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.generation import generator
-from trl_jax.generation.generator import Request, Weights, generate
+from trl_jax.generation.generator import generate
 from trl_jax.generation.noise import PrefetchedWords
 from trl_jax.generation.prefill import prefill
+from trl_jax.generation.request import Request
 from trl_jax.generation.warpers import Temperature
-from trl_jax.generation.weights import matrices_in
+from trl_jax.generation.weights import Weights, matrices_in
 
 torch = pytest.importorskip("torch")
 

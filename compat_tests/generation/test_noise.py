@@ -58,7 +58,7 @@ def test_tokens_of_many_steps_are_torchs():
     torch = pytest.importorskip("torch")
     reference, generator = torch.Generator().manual_seed(5), TorchGenerator(5)
     words = PrefetchedWords(generator, rows=ROWS, vocabulary=VOCABULARY, steps=3, max_steps=8)
-    chunks = [words.noise() for _ in range(3)]
+    chunks = [words.noise(np.arange(ROWS), np.full(ROWS, 3 * i)) for i in range(3)]
     for step in range(8):
         scores = scores_of(step)
         expected = torch.multinomial(torch.softmax(torch.from_numpy(scores), -1), 1, generator=reference)[:, 0]
@@ -73,7 +73,7 @@ def test_the_stream_goes_on_behind_the_steps_that_were_used(steps):
     generator, expected = TorchGenerator(9), TorchGenerator(9)
     words = PrefetchedWords(generator, rows=2, vocabulary=5, steps=3, max_steps=20)
     for _ in range(-(-steps // 3)):
-        words.noise()
+        words.noise(np.arange(2), np.zeros(2))
     words.close(steps)
     expected.words(steps * 2 * 2 * 5)
     assert generator.position == expected.position
@@ -81,16 +81,16 @@ def test_the_stream_goes_on_behind_the_steps_that_were_used(steps):
 
 
 def test_rows_that_have_ended_leave_the_others_their_numbers():
-    def chunk(rows=None):
+    def chunk(rows):
         words = PrefetchedWords(TorchGenerator(2), rows=ROWS, vocabulary=VOCABULARY, steps=2, max_steps=4)
-        words.noise()
-        noise = words.noise(rows)
+        words.noise(np.arange(ROWS), np.zeros(ROWS))
+        noise = words.noise(rows, np.full(len(rows), 2))
         words.close(4)
         return noise
 
     alive = np.array([0, 3])
     scores = scores_of(0)
-    np.testing.assert_array_equal(drawn(chunk(alive), scores[alive], 1), drawn(chunk(), scores, 1)[alive])
+    np.testing.assert_array_equal(drawn(chunk(alive), scores[alive], 1), drawn(chunk(np.arange(ROWS)), scores, 1)[alive])
 
 
 def test_a_row_draws_the_same_whatever_is_beside_it():

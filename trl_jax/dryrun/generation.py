@@ -18,10 +18,10 @@ from trl_jax.dryrun.step_flops import Map, attention_layers
 from trl_jax.dryrun.step_memory import FLOAT32, StepArguments, gathered, on_device, row_block
 from trl_jax.generation.chunk import Drawing, next_tokens
 from trl_jax.generation.decode import Decoding, Stops, begun, grown
-from trl_jax.generation.generator import FIRST_PLACES, STEPS, Weights, places
+from trl_jax.generation.generator import FIRST_PLACES, STEPS, places
 from trl_jax.generation.noise import KeyedNoise, Noise, TorchNoise, chunk_steps
 from trl_jax.generation.prefill import prefill
-from trl_jax.generation.weights import cast_matrices, decodes_by_layer, layer_shapes
+from trl_jax.generation.weights import Weights, cast_matrices, decodes_by_layer, layer_shapes
 from trl_jax.nn.kv_cache import Cache
 
 _SCORES = 4  # arrays of all completions' scores at once: logits, weights, exponentials and the bits they are made of

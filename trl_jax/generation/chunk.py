@@ -33,8 +33,8 @@ class Drawing(NamedTuple):
 
     def history(self, state: Decoding) -> History:
         room = jnp.pad(self.prompt_ids, ((0, 0), (0, state.capacity)))
-        ids = jax.lax.dynamic_update_slice(room, state.tokens, (0, self.prompt_length))
-        return History(ids, self.prompt_length + state.count, self.prompt_length, self.pads)
+        ids = jax.lax.dynamic_update_slice(room, state.in_order(), (0, self.prompt_length))
+        return History(ids, self.prompt_length + state.drawn, self.prompt_length, self.pads)
 
 
 class Status(NamedTuple):
@@ -93,11 +93,12 @@ def next_tokens(
     trunk = trunk_of(model)
 
     def forward(state: Decoding) -> tuple[jax.Array, Decoding]:
-        lengths, written = state.cache.places
-        positions = jnp.repeat(lengths + written, len(state.alive) // len(lengths))[:, None]
-        tokens = jax.lax.dynamic_slice_in_dim(state.tokens, state.count - 1, 1, axis=1)
+        places = state.cache.places
+        positions_P = places.prompt_lengths + places.own
+        positions = jnp.repeat(positions_P, len(state.alive) // len(positions_P))[:, None]
+        tokens = jax.lax.dynamic_slice_in_dim(state.tokens, (state.count - 1) % state.capacity, 1, axis=1)
         options = {"cache": state.cache, "layers": layers, "dtype": dtype, "max_tokens": max_tokens}
-        hidden, new = trunk.with_keys(tokens, positions, None, jnp.max(lengths) + written + 1, **options)
+        hidden, new = trunk.with_keys(tokens, positions, None, jnp.max(positions_P) + 1, **options)
         logits = model.outputs(hidden.astype(dtype), None, head_dtype, None, 1.0).astype(jnp.float32)
         return logits, state._replace(cache=state.cache.appended(new))
 

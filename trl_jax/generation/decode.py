@@ -25,9 +25,9 @@ class Stops(NamedTuple):
 class Decoding(NamedTuple):
     """The state between two steps, of B = P x G completions.
 
-    cache: holds all tokens but each completion's last. tokens: int32 `[B, T]`. count: int32 scalar, steps so far.
-    lengths: int32 `[B]`, tokens of each, that which ended it among them. alive: bool `[B]`. logps: float32 `[B, T]`,
-    the log-probability of each token; None where nobody asks.
+    cache: holds all tokens but each completion's last. tokens: int32 `[B, T]`, that of step s at s % T. count: int32
+    scalar, steps so far. lengths: int32 `[B]`, tokens of each, that which ended it among them. alive: bool `[B]`.
+    logps: float32 `[B, T]`, the log-probability of each token; None where nobody asks.
     """
 
     cache: Cache
@@ -40,6 +40,22 @@ class Decoding(NamedTuple):
     @property
     def capacity(self) -> int:
         return self.tokens.shape[1]
+
+    @property
+    def begun(self) -> jax.Array:
+        """The step at which each completion began, int32 `[B]`."""
+        begun_P = self.cache.places.begun
+        return jnp.repeat(begun_P, len(self.alive) // len(begun_P))
+
+    @property
+    def drawn(self) -> jax.Array:
+        """Tokens that were drawn for each completion, int32 `[B]`, those behind its end among them."""
+        return self.count - self.begun
+
+    def in_order(self) -> jax.Array:
+        """The tokens, int32 `[B, T]`, with each completion's first one at place 0."""
+        at = (self.begun[:, None] + jnp.arange(self.capacity)) % self.capacity
+        return jnp.take_along_axis(self.tokens, at, axis=1)
 
 
 def begun(cache: Cache, rows: int, capacity: int, *, logps: bool) -> Decoding:
@@ -71,21 +87,50 @@ def selected(state: Decoding, prompts: jax.Array, members: jax.Array, alive: jax
     return state._replace(cache=state.cache.selected(prompts, members), **own)
 
 
+@partial(jax.jit, static_argnames=("count",))
+def with_prompt_places(state: Decoding, *, count: int) -> Decoding:
+    """With so many places for each prompt."""
+    return state._replace(cache=state.cache.with_prompt_places(count))
+
+
+@partial(jax.jit, donate_argnames=("state",))
+def refilled(state: Decoding, slots: jax.Array, fresh: Decoding) -> Decoding:
+    """With other prompts, of which `fresh` has the first token, in the place of those at `slots`, int32 `[P']`; a slot
+    that is not there leaves the fresh prompt out."""
+    rows = (slots[:, None] * _group(state) + jnp.arange(_group(state))).reshape(-1)
+    place = (state.count - 1) % state.capacity
+
+    def with_first(old: jax.Array, new: jax.Array) -> jax.Array:
+        return old.at[rows, place].set(new[:, 0], mode="drop")
+
+    return state._replace(
+        cache=state.cache.refilled(slots, fresh.cache),
+        tokens=with_first(state.tokens, fresh.tokens),
+        lengths=state.lengths.at[rows].set(fresh.lengths, mode="drop"),
+        alive=state.alive.at[rows].set(fresh.alive, mode="drop"),
+        logps=None if state.logps is None else with_first(state.logps, fresh.logps),
+    )
+
+
 def _group(state: Decoding) -> int:
     """Completions of a prompt."""
     return len(state.tokens) // len(state.cache.places.prompt_lengths)
 
 
 def with_token(state: Decoding, drawn: jax.Array, logps: jax.Array | None, stops: Stops) -> Decoding:
-    """With the next token of each completion that lives, one of `drawn` `[B]`; others get pads."""
-    tokens = jnp.where(state.alive, drawn, stops.pad).astype(jnp.int32)
-    at = (0, state.count)
-    kept = state.logps
-    if kept is not None:
-        kept = jax.lax.dynamic_update_slice(kept, jnp.where(state.alive, logps, 0)[:, None], at)
-    ended = jnp.any(tokens[:, None] == stops.eos, axis=1) | (state.count + 1 >= stops.max_new)
+    """With the next token of each completion that lives, one of `drawn` `[B]`; others get pads, or where there is no
+    place without a token of theirs keep that."""
+    place = state.count % state.capacity
+    full = state.drawn >= state.capacity
+
+    def filled(there: jax.Array, new: jax.Array, pad: jax.Array | int) -> jax.Array:
+        other = jnp.where(full, there[:, place], pad)
+        return there.at[:, place].set(jnp.where(state.alive, new, other).astype(there.dtype))
+
+    kept = None if state.logps is None else filled(state.logps, logps, 0)
+    ended = jnp.any(drawn[:, None] == stops.eos, axis=1) | (state.drawn + 1 >= stops.max_new)
     return state._replace(
-        tokens=jax.lax.dynamic_update_slice(state.tokens, tokens[:, None], at),
+        tokens=filled(state.tokens, drawn, stops.pad),
         count=state.count + 1,
         lengths=state.lengths + state.alive,
         alive=state.alive & ~ended,

@@ -100,8 +100,8 @@ def chunk_steps(rows: int, vocabulary: int, most: int) -> int:
 class NoiseSource(Protocol):
     """The random numbers of one generation, a chunk of steps at a time."""
 
-    def noise(self, rows: np.ndarray | None = None) -> Noise:
-        """The next chunk: of all rows, or of `rows`, int `[R]`, alone: whichever are still alive."""
+    def noise(self, rows: np.ndarray, drawn: np.ndarray) -> Noise:
+        """The next chunk, for `rows`, int `[R]`, of which each has `drawn` tokens, int `[R]`."""
 
     def close(self, steps: int) -> None:
         """End it, after `steps` steps of which the numbers were used."""
@@ -112,17 +112,14 @@ class KeyedSource:
 
     Args:
         key: of the generation, as `random_key` makes it. numbers: of its rows, int `[R]`: two rows with one number, of
-            one call or of two, draw alike. steps: of a chunk.
+            one call or of two, draw alike.
     """
 
-    def __init__(self, key: jax.Array, *, numbers: np.ndarray, steps: int):
-        self._key, self._numbers, self._steps, self._position = key, numbers, steps, 0
+    def __init__(self, key: jax.Array, *, numbers: np.ndarray):
+        self._key, self._numbers = key, numbers
 
-    def noise(self, rows: np.ndarray | None = None) -> KeyedNoise:
-        numbers = (self._numbers if rows is None else self._numbers[rows]).astype(np.int32)
-        noise = KeyedNoise(self._key, numbers, np.full(len(numbers), self._position, np.int32))
-        self._position += self._steps
-        return noise
+    def noise(self, rows: np.ndarray, drawn: np.ndarray) -> KeyedNoise:
+        return KeyedNoise(self._key, self._numbers[rows].astype(np.int32), drawn.astype(np.int32))
 
     def close(self, steps: int) -> None:
         """There is nothing to end: what comes next has another key."""
@@ -144,13 +141,14 @@ class PrefetchedWords:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="words")
         self._next: Future | None = self._thread.submit(self._make)
 
-    def noise(self, rows: np.ndarray | None = None) -> TorchNoise:
-        """The next chunk: of all rows, or of `rows`, int `[R]`, alone: whichever are still alive."""
+    def noise(self, rows: np.ndarray, drawn: np.ndarray) -> TorchNoise:
+        """The next chunk, for `rows`, int `[R]`; all have drawn as many tokens."""
+        del drawn
         future = self._next or self._thread.submit(self._make)
         words = future.result()
         behind = len(self._starts) * self._shape[0] >= self._max_steps
         self._next = None if behind else self._thread.submit(self._make)
-        return TorchNoise(words if rows is None else words[:, rows])
+        return TorchNoise(words if len(rows) == self._shape[1] else words[:, rows])
 
     def close(self, steps: int) -> None:
         """End the thread and leave the generator where torch's is after `steps` steps."""

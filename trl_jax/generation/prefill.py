@@ -48,4 +48,4 @@ def prefill(
     parts = [part.cache(lengths, group, capacity) for part in kept]
     if by_layer:
         parts = [layer for part in parts for layer in unstacked(part)]
-    return logits, Cache(parts, CachePlaces(lengths, jnp.int32(0)))
+    return logits, Cache(parts, CachePlaces(lengths, jnp.zeros_like(lengths), jnp.int32(0)))

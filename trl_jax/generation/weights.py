@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,30 @@ from flax import nnx
 
 from trl_jax.models.functional import merge
 from trl_jax.models.stack import in_a_stack
+from trl_jax.nn.platform import platform
 
 _LARGEST = 512 * 2**20  # bytes of layers that are copied to be decoded one by one on a CPU
+
+
+class Weights(NamedTuple):
+    """A model's graph, its arrays, each layer's by itself (`layers_for_decoding`), and what it and its head compute
+    in."""
+
+    graph: Any
+    arrays: dict[str, jax.Array]
+    layers: list[nnx.State] | None
+    dtype: Any
+    head_dtype: Any
+
+    @classmethod
+    def of(
+        cls, graph: Any, arrays: dict[str, jax.Array], dtype: Any = jnp.float32, head_dtype: Any = None
+    ) -> Weights:
+        """head_dtype: None: `dtype`."""
+        dtype = jnp.dtype(dtype)
+        head_dtype = dtype if head_dtype is None else jnp.dtype(head_dtype)
+        arrays = matrices_in(graph, arrays, dtype, head_dtype)
+        return cls(graph, arrays, layers_for_decoding(graph, arrays, platform()), dtype, head_dtype)
 
 
 def trunk_of(model: nnx.Module) -> nnx.Module:

@@ -43,8 +43,9 @@ class LayerCache(NamedTuple):
     v: jax.Array
 
     def appended(self, new: KeysValues, place: jax.Array) -> LayerCache:
-        """With one more token of every completion, at `place`."""
+        """With one more token of every completion, at `place`, which goes around: the oldest is written over."""
         axis = self.v.ndim - 2  # of the places: the last but one in v, the last in k_T
+        place = place % self.v.shape[axis]
         k, v = new.k.reshape(*self.k_T.shape[:-1], 1), new.v.reshape(*self.v.shape[:axis], 1, self.v.shape[-1])
         k_T = jax.lax.dynamic_update_slice_in_dim(self.k_T, k.astype(self.k_T.dtype), place, axis + 1)
         v = jax.lax.dynamic_update_slice_in_dim(self.v, v.astype(self.v.dtype), place, axis)
@@ -59,6 +60,16 @@ class LayerCache(NamedTuple):
         at = (slice(None),) * (self.v.ndim - 5)  # an axis of layers, or none
         of_prompt, of_member = (*at, prompts), (*at, prompts[:, None], members)
         return LayerCache(self.prompt_k[of_prompt], self.prompt_v[of_prompt], self.k_T[of_member], self.v[of_member])
+
+    def with_prompt_places(self, count: int) -> LayerCache:
+        """With so many places for each prompt."""
+        return self._replace(prompt_k=_sized(self.prompt_k, -2, count), prompt_v=_sized(self.prompt_v, -2, count))
+
+    def refilled(self, slots: jax.Array, new: LayerCache) -> LayerCache:
+        """With the prompts of `new` `[P']` at `slots`. What stood there of completions stays, and is not seen."""
+        new, layers = new.with_prompt_places(self.prompt_v.shape[-2]), self.v.ndim - 5
+        prompts = (_replaced(own, slots, other, layers) for own, other in zip(self[:2], new[:2], strict=True))
+        return LayerCache(*prompts, self.k_T, self.v)
 
 
 class ConvolutionInputs(NamedTuple):
@@ -93,6 +104,15 @@ class ConvolutionCache(NamedTuple):
         """That of the completions `members` `[P', G']` of `prompts` `[P']`."""
         at = (slice(None),) * (self.window.ndim - 4)
         return ConvolutionCache(self.window[(*at, prompts[:, None], members)])
+
+    def with_prompt_places(self, count: int) -> ConvolutionCache:
+        """It has none."""
+        del count
+        return self
+
+    def refilled(self, slots: jax.Array, new: ConvolutionCache) -> ConvolutionCache:
+        """With the prompts of `new` `[P']` at `slots`."""
+        return ConvolutionCache(_replaced(self.window, slots, new.window, self.window.ndim - 4))
 
 
 class RecurrentState(NamedTuple):
@@ -131,6 +151,16 @@ class RecurrentCache(NamedTuple):
         at = (slice(None),) * (self.window.ndim - 4)
         return RecurrentCache(*(x[(*at, prompts[:, None], members)] for x in self))
 
+    def with_prompt_places(self, count: int) -> RecurrentCache:
+        """It has none."""
+        del count
+        return self
+
+    def refilled(self, slots: jax.Array, new: RecurrentCache) -> RecurrentCache:
+        """With the prompts of `new` `[P']` at `slots`."""
+        layers = self.window.ndim - 4
+        return RecurrentCache(*(_replaced(old, slots, other, layers) for old, other in zip(self, new, strict=True)))
+
 
 Kept = KeysValues | ConvolutionInputs | RecurrentState
 
@@ -139,11 +169,19 @@ class CachePlaces(NamedTuple):
     """How much of a cache is filled; all layers share it. The token that is computed comes next.
 
     prompt_lengths: int32 `[P]`, tokens of each prompt.
-    written: int32 scalar, tokens of every completion that are in the cache.
+    begun: int32 `[P]`, how much was written when the completions of each prompt began: 0, unless they took the place of
+        others.
+    written: int32 scalar, how many tokens were written; completions have those since they began, the last ones.
     """
 
     prompt_lengths: jax.Array
+    begun: jax.Array
     written: jax.Array
+
+    @property
+    def own(self) -> jax.Array:
+        """Tokens of each prompt's completions that are in the cache, int32 `[P]`."""
+        return self.written - self.begun
 
 
 class Cache(NamedTuple):
@@ -167,8 +205,32 @@ class Cache(NamedTuple):
 
     def selected(self, prompts: jax.Array, members: jax.Array) -> Cache:
         """That of the completions `members` `[P', G']` of `prompts` `[P']`."""
-        places = self.places._replace(prompt_lengths=self.places.prompt_lengths[prompts])
+        lengths, begun, written = self.places
+        places = CachePlaces(lengths[prompts], begun[prompts], written)
         return Cache([own.selected(prompts, members) for own in self.parts], places)
+
+    def with_prompt_places(self, count: int) -> Cache:
+        """With so many places for each prompt."""
+        return self._replace(parts=[own.with_prompt_places(count) for own in self.parts])
+
+    def refilled(self, slots: jax.Array, new: Cache) -> Cache:
+        """With other prompts `[P']`, no longer than there is room for, at `slots`, their completions not yet begun. One
+        whose slot is none of the P is left out."""
+        parts = [own.refilled(slots, other) for own, other in zip(self.parts, new.parts, strict=True)]
+        lengths, begun, written = self.places
+        lengths = lengths.at[slots].set(new.places.prompt_lengths, mode="drop")
+        return Cache(parts, CachePlaces(lengths, begun.at[slots].set(written, mode="drop"), written))
+
+
+def _replaced(array: jax.Array, slots: jax.Array, new: jax.Array, axis: int) -> jax.Array:
+    """With `new` at these places of an axis; a place that is not there is left out."""
+    return array.at[(slice(None),) * axis + (slots,)].set(new.astype(array.dtype), mode="drop")
+
+
+def _sized(array: jax.Array, axis: int, size: int) -> jax.Array:
+    """With so many places on an axis, the first ones."""
+    there = array.shape[axis]
+    return jax.lax.slice_in_dim(array, 0, size, axis=axis) if size < there else _wider(array, axis, size - there)
 
 
 def _wider(array: jax.Array, axis: int, more: int) -> jax.Array:

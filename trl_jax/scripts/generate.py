@@ -5,18 +5,21 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trl_jax.scripts.generation_fields import FieldsParser
 from trl_jax.scripts.loaded_model import LoadedModel, add_model_flags
 from trl_jax.scripts.rows.output import Job, Output, to_stdout
 from trl_jax.scripts.rows.reading import Row, read_rows
 
+if TYPE_CHECKING:
+    from trl_jax.hub.generating.batches import Completion
+
 PROMPTS, COLUMN = ("prompt", "messages", "text"), "completion"
-_WINDOW = 4  # batches whose rows are sorted by length, and then written
+_WINDOW = 4  # batches whose rows are sorted by length
 
 
 def _added(row: dict[str, Any]) -> tuple[str, ...]:
@@ -103,9 +106,11 @@ def main(args: GenerateArguments) -> None:
     completer = Completer(model, args, rows)
     mark = {"--seed": args.seed, "--bf16": args.bf16, "--dtype": args.dtype, **model.digests()}
     mark |= {f"--{name}": value for name, value in args.fields.items()}
-    with contextlib.nullcontext(to_stdout()) if output is None else output.begun(mark) as (done, write):
-        for row in _shown(completer(len(done)), len(rows), len(done), args.quiet):
-            write(row)
+    with (
+        contextlib.nullcontext(to_stdout()) if output is None else output.begun(mark) as (done, write),
+        _shown(write, len(rows), len(done), args.quiet) as take,
+    ):
+        completer(len(done), take)
 
 
 class Completer:
@@ -121,22 +126,34 @@ class Completer:
 
         self._rows, self._tokenizer = rows, model.tokenizer
         settings = model.settings(args.fields)
-        self._group, self._window = settings.completions, _WINDOW * args.batch_size
+        self._group = settings.completions
         self._batches = Batches(
             model.load(), settings, [_ids(row, model.tokenizer) for row in rows], stream=TorchGenerator(args.seed),
             batch_size=args.batch_size, dtype="bfloat16" if args.bf16 else "float32", tokenizer=model.tokenizer,
+            window=_WINDOW * args.batch_size,
         )  # fmt: skip
 
-    def __call__(self, first: int) -> Iterator[tuple[dict[str, Any], int]]:
-        """The rows from this number on, each with its completions and how many tokens they have."""
-        for start in range(first, len(self._rows), self._window):
-            numbers = range(start, min(start + self._window, len(self._rows)))
-            done = {one.number: one.generated_tokens for batch in self._batches(numbers) for one in batch}
-            for number in numbers:
-                ids = [done[number * self._group + i] for i in range(self._group)]
+    def __call__(self, first: int, take: Callable[[dict[str, Any], int], None]) -> None:
+        """Complete the rows from this number on. `take` gets each in its order, with its completions, and how many
+        tokens they have."""
+        done: dict[int, list[int]] = {}  # completions that wait for those of an earlier row
+        number = first
+
+        def collect(completions: list[Completion]) -> None:
+            nonlocal number
+            done.update({one.number: one.generated_tokens for one in completions})
+            while number < len(self._rows) and all(one in done for one in self._completions(number)):
+                ids = [done.pop(one) for one in self._completions(number)]
                 texts = [self._tokenizer.decode(one, skip_special_tokens=True) for one in ids]
                 row = self._rows[number].content | {COLUMN: texts if self._group > 1 else texts[0]}
-                yield row, sum(map(len, ids))
+                take(row, sum(map(len, ids)))
+                number += 1
+
+        if first < len(self._rows):
+            self._batches(collect, first)
+
+    def _completions(self, number: int) -> range:
+        return range(number * self._group, (number + 1) * self._group)
 
 
 def _ids(row: Row, tokenizer: Any) -> list[int]:
@@ -162,13 +179,21 @@ def _lines() -> Iterator[Row]:
             yield Row(f"stdin, line {number}", {"prompt": line.rstrip("\n")})
 
 
-def _shown(rows: Iterator[tuple[dict[str, Any], int]], total: int, done: int, quiet: bool) -> Iterator[dict[str, Any]]:
+@contextlib.contextmanager
+def _shown(
+    write: Callable[[dict[str, Any]], None], total: int, done: int, quiet: bool
+) -> Iterator[Callable[[dict[str, Any], int], None]]:
+    """take(row, tokens), which writes the row and moves a bar."""
     from tqdm import tqdm
 
     tokens, begin = 0, time.monotonic()
     with tqdm(total=total, initial=done, unit=" rows", disable=quiet, file=sys.stderr) as bar:
-        for row, count in rows:
-            yield row
+
+        def take(row: dict[str, Any], count: int) -> None:
+            nonlocal tokens
+            write(row)
             tokens += count
             bar.set_postfix_str(f"{tokens / (time.monotonic() - begin):,.0f} tokens/s", refresh=False)
             bar.update()
+
+        yield take

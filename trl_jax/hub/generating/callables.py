@@ -51,8 +51,9 @@ class HostProcessor(NamedTuple):
         return io_callback(_dispatch, shape, self.number, history.ids, history.length, scores_RV)
 
 
-def _dispatch(number: Any, ids: Any, length: Any, scores: Any) -> np.ndarray:
-    return _running[int(number)](np.asarray(ids)[:, : int(length)].astype(np.int64), np.array(scores))
+def _dispatch(number: Any, ids: Any, lengths: Any, scores: Any) -> np.ndarray:
+    """All rows are as long: none takes the place of another where functions are called."""
+    return _running[int(number)](np.asarray(ids)[:, : int(np.max(lengths))].astype(np.int64), np.array(scores))
 
 
 class Failures:

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from trl_jax.generation.generator import Completions
 from trl_jax.generation.options import Text
 from trl_jax.generation.processors import Processor
+from trl_jax.generation.request import Completions
 from trl_jax.hub.generating.callables import Called, Failures, PrefixConstraint, Recorder, in_order, merged, on_host
 from trl_jax.hub.generating.prompts import Prompts
 from trl_jax.hub.generating.settings import Settings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -12,10 +12,11 @@ import numpy as np
 
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.generation import generator
-from trl_jax.generation.generator import Completions, Progress, Request, Watch, Weights
 from trl_jax.generation.noise import KeyedSource, NoiseSource, PrefetchedWords, chunk_steps, random_key
 from trl_jax.generation.options import Text
 from trl_jax.generation.processors import Processor
+from trl_jax.generation.request import Completed, Completions, Progress, Request, Watch
+from trl_jax.generation.weights import Weights
 from trl_jax.hub.generating.settings import Settings, max_length, processors_of, resolve
 from trl_jax.nn.platform import platform
 
@@ -46,7 +47,7 @@ class KeyedDrawing:
     numbers: np.ndarray | None = None
 
     def source(self, rows: int, vocabulary: int, steps: int, new: int) -> NoiseSource:
-        return KeyedSource(self.key, numbers=np.arange(rows) if self.numbers is None else self.numbers, steps=steps)
+        return KeyedSource(self.key, numbers=np.arange(rows) if self.numbers is None else self.numbers)
 
 
 def exact_draws(dtype: Any) -> bool:
@@ -136,20 +137,51 @@ def run(
     options = {"vocabulary": model.vocab_size, "steps": steps, "new": request.max_new_tokens}
     source, used = None if drawing is None else drawing.source(request.rows, **options), 0
     try:
-        with jax.default_matmul_precision("float32" if weights.dtype == jnp.float32 else "default"):
-            completions = generator.generate(
-                weights, request, source, steps=steps, watch=watch, progress=progress
-            )
+        with _precision(weights):
+            completions = generator.generate(weights, request, source, steps=steps, watch=watch, progress=progress)
         used = completions.tokens.shape[1]
     finally:
         if source is not None:
             source.close(used)
-    if (completions.tokens < 0).any():
+    _check_drawn(completions.tokens)
+    return completions
+
+
+def run_queue(
+    model: Any, request: Request, drawing: KeyedDrawing | None, done: Callable[[Sequence[Completed]], None], *,
+    slots: int, dtype: Any,
+) -> None:  # fmt: skip
+    """Generate, `slots` prompts at a time; `done` gets completions as they end.
+
+    Raises:
+        ValueError, RuntimeError: as `run`.
+    """
+    _check_positions(model, request)
+    weights = Weights.of(model.graph, model.arrays, dtype)
+    steps = chunk_steps(slots * request.group, model.vocab_size, generator.STEPS)
+    options = {"vocabulary": model.vocab_size, "steps": steps, "new": request.max_new_tokens}
+    source = None if drawing is None else drawing.source(request.rows, **options)
+
+    def checked(completed: Sequence[Completed]) -> None:
+        for one in completed:
+            _check_drawn(one.tokens)
+        done(completed)
+
+    with _precision(weights):
+        generator.generate_queue(weights, request, source, checked, slots=slots, steps=steps)
+
+
+def _precision(weights: Weights) -> Any:
+    """Products as precise as the dtype that is computed in."""
+    return jax.default_matmul_precision("float32" if weights.dtype == jnp.float32 else "default")
+
+
+def _check_drawn(tokens: np.ndarray) -> None:
+    if (tokens < 0).any():
         raise RuntimeError(
             "probability tensor contains either `inf`, `nan` or element < 0: the model's logits are not finite, or no "
             "token is left to be drawn."
         )
-    return completions
 
 
 def check_generates(model: Any) -> None:

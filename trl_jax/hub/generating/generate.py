@@ -100,7 +100,8 @@ class GenerationApi:
         dtype: Any = jnp.float32,
         **kwargs: Any,
     ) -> dict[str, Completion]:
-        """Complete any number of prompts, a batch of like length at a time.
+        """Complete any number of prompts, `batch_size` completions at a time: where those of a prompt have ended, the
+        next one takes its place.
 
         A completion's tokens depend on the seed and its number alone, whatever `batch_size`, but are not those of
         `generate`.
@@ -121,7 +122,7 @@ class GenerationApi:
         _check_unused(others, ())
         options = {"batch_size": batch_size, "dtype": dtype, "tokenizer": tokenizer}
         batches = Batches(self, settings, inputs, stream=_stream(seed), **options)
-        done = collected(batches(), len(inputs) * settings.completions, progress_bar=progress_bar)
+        done = collected(batches, len(inputs) * settings.completions, progress_bar=progress_bar)
         return {one.request_id: one for one in done}
 
     def generate_text(

@@ -23,22 +23,24 @@ def attend_cached(
     parts, the shared prompt, the completion and the token itself, joined by their maximum and sum (Milakov and
     Gimelshein 2018, arXiv:1805.02867).
     """
-    cache, (lengths_P, written) = inputs.cache, inputs.places
+    cache, lengths_P, own_P = inputs.cache, inputs.places.prompt_lengths, inputs.places.own
     prompts, heads, places, channels = cache.prompt_k.shape
     group, capacity = cache.v.shape[1], cache.v.shape[3]
     q_PGKMC = q_RTHC.reshape(prompts, group, heads, -1, channels)
     own_k, own_v = (y.reshape(prompts, group, heads, 1, -1) for y in (k_RTKC, v_RTKC))
-    position_P = lengths_P + written
+    position_P = lengths_P + own_P
+    back_T = (inputs.places.written - 1 - jnp.arange(capacity)) % capacity + 1  # of each place: so many tokens ago
     seen_PS = jnp.arange(places) < lengths_P[:, None]
-    seen_T = jnp.arange(capacity) < written
+    seen_PT = back_T <= own_P[:, None]
     if inputs.window is not None:
         seen_PS &= position_P[:, None] - jnp.arange(places) < inputs.window
-        seen_T &= written - jnp.arange(capacity) < inputs.window
+        seen_PT &= back_T < inputs.window
     q_PKMC = q_PGKMC.swapaxes(1, 2).reshape(prompts, heads, -1, channels)  # the queries of a prompt's completions
     of_prompt = _dot("pkmc,pksc->pkms", q_PKMC, cache.prompt_k).reshape(prompts, heads, group, -1, places)
+    of_own = _dot("pgkmc,pgkct->pgkmt", q_PGKMC, cache.k_T)
     scores = [
         _masked(_bounded(of_prompt.swapaxes(1, 2), inputs.scale, softcap), seen_PS[:, None, None, None]),
-        _masked(_bounded(_dot("pgkmc,pgkct->pgkmt", q_PGKMC, cache.k_T), inputs.scale, softcap), seen_T),
+        _masked(_bounded(of_own, inputs.scale, softcap), seen_PT[:, None, None, None]),
         _bounded(_dot("pgkmc,pgktc->pgkmt", q_PGKMC, own_k), inputs.scale, softcap),
     ]
     sinks_KM1 = None if sinks is None else sinks.astype(jnp.float32).reshape(heads, -1, 1)

@@ -1,0 +1,107 @@
+"""Prompts that take the place of those that have ended: each completion is the one that it is by itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from compat_tests.effort import THOROUGH, thorough
+from compat_tests.models import causal
+from trl_jax import AutoModelForCausalLM
+from trl_jax.core.torch_random import TorchGenerator
+from trl_jax.generation.generator import generate, generate_queue
+from trl_jax.generation.noise import KeyedSource, random_key
+from trl_jax.generation.processors import RepetitionPenalty
+from trl_jax.generation.request import Request
+from trl_jax.generation.weights import Weights
+
+EOS, COUNT = (50, 60, 70, 80, 90, 100, 110), 23
+KEY = random_key(TorchGenerator(3))
+
+
+@pytest.fixture(scope="module", params=["gemma2", "lfm2", "qwen3_next", thorough("gpt_oss"), thorough("deepseek_v3")])
+def model(request, tmp_path_factory):
+    """Windows of 7 tokens, windows of convolutions, recurrent states, sinks, latent attention."""
+    return AutoModelForCausalLM.from_pretrained(causal.build(tmp_path_factory.mktemp("m"), request.param, tie=False))
+
+
+def prompts(seed: int = 0, most: int = 30) -> list[np.ndarray]:
+    dice = np.random.default_rng(seed)
+    return [dice.integers(5, 500, length).astype(np.int32) for length in dice.integers(1, most, COUNT)]
+
+
+def asked(texts, new, group=1, eos=EOS):
+    penalty = RepetitionPenalty(np.float32(1.3))
+    return Request(texts, group, eos, 0, new, (penalty,), width=max(map(len, texts)), logps=True)
+
+
+def alone(model, request):
+    """Row -> tokens and log-probabilities, of each prompt by itself."""
+    weights, done = Weights.of(model.graph, model.arrays), {}
+    for number, prompt in enumerate(request.prompts):
+        rows = np.arange(request.group) + number * request.group
+        one = Request(**(vars(request) | {"prompts": [prompt]}))
+        completions = generate(weights, one, KeyedSource(KEY, numbers=rows))
+        done |= {int(row): (own.tokens, own.logps) for row, own in zip(rows, completions.rows(), strict=True)}
+    return done
+
+
+def queued(model, request, *, slots, steps=16):
+    done = {}
+    source = KeyedSource(KEY, numbers=np.arange(request.rows))
+    take = lambda completed: done.update({one.row: (one.tokens, one.logps) for one in completed})  # noqa: E731
+    generate_queue(Weights.of(model.graph, model.arrays), request, source, take, slots=slots, steps=steps)
+    return done
+
+
+def assert_same(found, wanted):
+    assert found.keys() == wanted.keys()
+    for row, (tokens, logps) in wanted.items():
+        np.testing.assert_array_equal(found[row][0], tokens, err_msg=str(row))
+        np.testing.assert_allclose(found[row][1], logps, atol=2e-5, err_msg=str(row))
+
+
+@pytest.mark.parametrize(("slots", "group", "steps"), [(3, 2, 5), thorough(4, 1, 16)])
+def test_completions_are_those_of_each_prompt_alone(model, slots, group, steps):
+    """Places go around: 23 prompts of up to 30 tokens each in 32 places, so that the ring is written over and over."""
+    request = asked(prompts(), 30, group)
+    wanted = alone(model, request)
+    lengths = [len(tokens) for tokens, _ in wanted.values()]
+    assert min(lengths) < 8 and sum(lengths) / slots > 32 * group
+    assert_same(queued(model, request, slots=slots, steps=steps), wanted)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return AutoModelForCausalLM.from_pretrained(causal.build(tmp_path_factory.mktemp("llama"), "llama", tie=False))
+
+
+@pytest.mark.parametrize("new", [1, 2, 33])
+def test_completions_that_end_at_once(llama, new):
+    """All ids but a few end one: whole rounds of prompts come and go between two looks at them."""
+    request = asked(prompts(1), new, eos=tuple(range(0, 510, 2)))
+    wanted = alone(llama, request)
+    assert sum(len(tokens) == 1 for tokens, _ in wanted.values()) > 5
+    assert_same(queued(llama, request, slots=4), wanted)
+
+
+@pytest.mark.skipif(not THOROUGH, reason="twenty orders of prompts and numbers of slots: THOROUGH=1")
+@pytest.mark.parametrize("seed", range(20))
+def test_any_number_of_slots(llama, seed):
+    dice = np.random.default_rng(seed)
+    request = asked(prompts(seed, 200), int(dice.integers(1, 90)), int(dice.integers(1, 4)))
+    found = queued(llama, request, slots=int(dice.integers(1, 24)), steps=int(dice.integers(1, 17)))
+    assert_same(found, alone(llama, request))
+
+
+def test_few_programs_are_compiled(llama):
+    """However many prompts there are: their number, and how they come in, are no shape."""
+    from trl_jax.generation.chunk import first_tokens, next_tokens
+    from trl_jax.generation.decode import refilled
+    from trl_jax.generation.prefill import prefill
+
+    programs = prefill, first_tokens, next_tokens, refilled
+    before = [program._cache_size() for program in programs]
+    queued(llama, asked(prompts(most=60) * 4, 40), slots=16)
+    made = [program._cache_size() - count for program, count in zip(programs, before, strict=True)]
+    assert all(0 < count <= most for count, most in zip(made, (3, 3, 6, 4), strict=True)), made
