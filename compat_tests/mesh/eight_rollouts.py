@@ -15,7 +15,7 @@ from compat_tests.effort import thorough  # noqa: E402
 from compat_tests.parity.dpo_cases import SMALL  # noqa: E402
 from compat_tests.parity.grpo_cases import length_reward, prompt_rows, vowels  # noqa: E402
 from compat_tests.parity.reference import BASE  # noqa: E402
-from trl_jax import GRPOTrainer, RLOOTrainer  # noqa: E402
+from trl_jax import AutoModelForCausalLM, GRPOTrainer, RLOOTrainer  # noqa: E402
 
 ROWS = 16  # of a micro-batch, on all devices together
 CONFIG = {
@@ -117,3 +117,17 @@ def test_a_run_goes_on_to_the_bit(kind, mesh, make, tmp_path):
     assert len(seen) == 2 and more == seen[1:]
     jax.tree.map(np.testing.assert_array_equal, whole.model.params, again.model.params)
     assert history(whole) == history(again)
+
+
+def test_many_prompts_are_completed_as_on_one_device(first, tmp_path):
+    """Those that wait come in where others have ended; parameters and caches are divided."""
+    trainer, _ = first
+    trainer.save_model(str(tmp_path))
+    alone, dice = AutoModelForCausalLM.from_pretrained(tmp_path), np.random.default_rng(0)
+    prompts = [dice.integers(5, 60, length).tolist() for length in dice.integers(1, 30, 20)]
+    options = {"seed": 3, "do_sample": True, "max_new_tokens": 20, "eos_token_id": list(range(30, 60)), "batch_size": 4}
+    done, wanted = (model.generate_batch(prompts, **options) for model in (trainer.model, alone))
+    assert done.keys() == wanted.keys() and len({len(one.generated_tokens) for one in wanted.values()}) > 5
+    for name, one in wanted.items():
+        assert done[name].generated_tokens == one.generated_tokens
+        np.testing.assert_allclose(done[name].logprobs, one.logprobs, atol=2e-5)
