@@ -97,5 +97,5 @@ def test_matrices_in_sixteen_bits_change_no_logit(family, tmp_path):
     assert sum(".layers." in path for path in cast) >= 7
     tokens = np.arange(5, 29, dtype=np.int32).reshape(2, 12)
     options = {"group": 1, "capacity": 4, "max_tokens": 100, "dtype": jnp.bfloat16, "by_layer": False}
-    both = [prefill(model.graph, arrays, tokens, np.array([12, 9]), **options)[0] for arrays in (model.arrays, halves)]
-    np.testing.assert_array_equal(*both)
+    lengths, both = (np.array([12, 9]), np.int32(12)), (model.arrays, halves)
+    np.testing.assert_array_equal(*(prefill(model.graph, own, tokens, *lengths, **options)[0] for own in both))

@@ -181,8 +181,9 @@ class Programs:
         weights, size = self._weights, self._size
         tokens, by_layer = _ints(size.prompts, size.prompt_places), weights.layers is not None
         return prefill.trace(
-            weights.graph, weights.arrays, tokens, _ints(size.prompts), group=size.completions // size.prompts,
-            capacity=min(size.new_places, FIRST_PLACES), max_tokens=self._max_tokens, dtype=weights.dtype,
+            weights.graph, weights.arrays, tokens, _ints(size.prompts), _ints(),
+            group=size.completions // size.prompts, capacity=min(size.new_places, FIRST_PLACES),
+            max_tokens=self._max_tokens, dtype=weights.dtype,
             head_dtype=weights.head_dtype, by_layer=by_layer,
         )  # fmt: skip
 
@@ -193,7 +194,7 @@ class Programs:
         drawing = Drawing((), _ints(size.completions, size.prompt_places), number, each, _struct((), np.float32))
         return next_tokens.trace(
             weights.graph, weights.arrays, weights.layers, self._full(cache), Stops(_ints(1), number, number),
-            self._noise(), drawing, number, number, dtype=weights.dtype, head_dtype=weights.head_dtype,
+            self._noise(), drawing, number, number, number, dtype=weights.dtype, head_dtype=weights.head_dtype,
             max_tokens=self._max_tokens,
         )  # fmt: skip
 

@@ -77,6 +77,7 @@ def next_tokens(
     drawing: Drawing,
     first: jax.Array,
     steps: jax.Array,
+    longest: jax.Array,
     *,
     dtype: jnp.dtype,
     head_dtype: jnp.dtype,
@@ -86,25 +87,26 @@ def next_tokens(
 
     Args:
         layers: as in `Decoder.with_keys`.
+        longest: int32 scalar, tokens of the longest text of the call with the first of these.
         noise: random numbers, from its step `first` on for these steps; None takes the likeliest ids.
         max_tokens: no prompt with its completion will have more.
     """
     model = merge(graph, arrays)
     trunk = trunk_of(model)
 
-    def forward(state: Decoding) -> tuple[jax.Array, Decoding]:
+    def forward(state: Decoding, longest: jax.Array) -> tuple[jax.Array, Decoding]:
         places = state.cache.places
         positions_P = places.prompt_lengths + places.own
         positions = jnp.repeat(positions_P, len(state.alive) // len(positions_P))[:, None]
         tokens = jax.lax.dynamic_slice_in_dim(state.tokens, (state.count - 1) % state.capacity, 1, axis=1)
         options = {"cache": state.cache, "layers": layers, "dtype": dtype, "max_tokens": max_tokens}
-        hidden, new = trunk.with_keys(tokens, positions, None, jnp.max(positions_P) + 1, **options)
+        hidden, new = trunk.with_keys(tokens, positions, None, longest, **options)
         logits = model.outputs(hidden.astype(dtype), None, head_dtype, None, 1.0).astype(jnp.float32)
         return logits, state._replace(cache=state.cache.appended(new))
 
     def step(carry):
         number, state = carry
-        logits, state = forward(state)
+        logits, state = forward(state, longest + number)
         return number + 1, with_token(state, *_drawn(logits, state, noise, first + number, drawing), stops)
 
     def goes_on(carry):

@@ -11,10 +11,10 @@ from trl_jax.data.layout.batch import padded_length
 from trl_jax.generation.chunk import Drawing, Status, first_tokens, next_tokens
 from trl_jax.generation.decode import Decoding, Stops, begun, grown, refilled, selected, with_prompt_places
 from trl_jax.generation.noise import KeyedSource, Noise, NoiseSource
-from trl_jax.generation.prefill import prefill
+from trl_jax.generation.prefill import prefill, recomputed
 from trl_jax.generation.request import Completed, Completions, Progress, Request, Watch
 from trl_jax.generation.slots import Slots, power_of_two
-from trl_jax.generation.weights import Weights
+from trl_jax.generation.weights import Weights, length_of_turn
 
 STEPS = 16  # of a call, after which the host looks whether completions have ended
 FIRST_PLACES = 32  # places for tokens; twice as many whenever these are full
@@ -91,10 +91,12 @@ class _Generation:
         self._inputs = request.drawing()  # of all rows of the request
         longest = padded_length(max(map(len, request.prompts)), "auto")
         self._max_tokens = longest + places(request.max_new_tokens)  # no prompt with its completion has more
+        self._turn = length_of_turn(weights)
+        self._turned = self._turn is not None and self._slots.longest(0) > self._turn
 
     def run(self, progress: Progress | None) -> None:
         slots, capacity = self._slots, places(min(self._request.max_new_tokens, FIRST_PLACES))
-        state, status = self._first(slots.members, self._prompt_places, capacity, self._noise(0))
+        state, status = self._first(slots.members, slots.longest(0), self._prompt_places, capacity, self._noise(0))
         self._used += 1
         while True:
             alive = self._alive(state, status)
@@ -108,17 +110,17 @@ class _Generation:
         slots.give(state, np.ones(slots.members.shape, bool))
 
     def _first(
-        self, members: np.ndarray, prompt_places: int, capacity: int, noise: Noise | None
+        self, members: np.ndarray, longest: int, prompt_places: int, capacity: int, noise: Noise | None
     ) -> tuple[Decoding, Status]:
-        """The first token of each completion of these prompts, `[P', G]`."""
+        """The first token of each completion of these prompts, `[P', G]`; the longest text has `longest` tokens."""
         request, weights, prompts = self._request, self._weights, self._slots.prompts(members)
         tokens = np.full((len(prompts), prompt_places), request.pad, np.int32)
         for row, ids in zip(tokens, prompts, strict=True):
             row[: len(ids)] = ids
         logits, cache = prefill(
             weights.graph, weights.arrays, tokens, np.asarray([len(ids) for ids in prompts], np.int32),
-            group=request.group, capacity=capacity, max_tokens=self._max_tokens, dtype=weights.dtype,
-            head_dtype=weights.head_dtype, by_layer=weights.layers is not None,
+            np.int32(longest), group=request.group, capacity=capacity, max_tokens=self._max_tokens,
+            dtype=weights.dtype, head_dtype=weights.head_dtype, by_layer=weights.layers is not None,
         )  # fmt: skip
         state = begun(cache, members.size, capacity, logps=request.logps)
         return first_tokens(logits, state, self._stops, noise, self._drawing(members.reshape(-1)))
@@ -141,16 +143,37 @@ class _Generation:
 
     def _advanced(self, state: Decoding, count: int) -> tuple[Decoding, Status]:
         weights, noise = self._weights, self._noise(count)
-        first, steps = self._used, self._steps - self._used
+        first, longest = self._used, self._slots.longest(count)
+        state, most = self._at_turn(state, longest)
+        steps = min(self._steps - first, most)
         if count + steps > state.capacity and state.capacity < self._request.max_new_tokens:
             state = grown(state, capacity=places(state.capacity + 1))
         state, status = next_tokens(
             weights.graph, weights.arrays, weights.layers, state, self._stops, noise, self._drawing(self._slots.rows),
-            np.int32(first), np.int32(steps), dtype=weights.dtype, head_dtype=weights.head_dtype,
-            max_tokens=self._max_tokens,
+            np.int32(first), np.int32(steps), np.int32(longest), dtype=weights.dtype,
+            head_dtype=weights.head_dtype, max_tokens=self._max_tokens,
         )  # fmt: skip
-        self._used = self._steps
+        self._used = first + steps
         return state, status
+
+    def _at_turn(self, state: Decoding, longest: int) -> tuple[Decoding, int]:
+        """The state for a step that has a text of `longest` tokens, and how many steps it serves: ropes may turn all
+        tokens otherwise once a text has more than a certain number."""
+        if self._turn is None:
+            return state, self._steps
+        if self._turned != (longest > self._turn):
+            self._turned = not self._turned
+            weights, places = self._weights, self._prompt_places
+            texts = np.zeros((len(state.tokens), places + state.capacity), np.int32)
+            prompts, completions = self._slots.prompts(self._slots.rows[:, None]), np.asarray(state.in_order())
+            for row, prompt, own in zip(texts, prompts, completions, strict=True):
+                row[: len(prompt)] = prompt
+                row[len(prompt) : len(prompt) + len(own)] = own
+            state = recomputed(
+                weights.graph, weights.arrays, state, texts, np.int32(longest), max_tokens=self._max_tokens,
+                dtype=weights.dtype, by_layer=weights.layers is not None,
+            )  # fmt: skip
+        return state, self._steps if self._turned else self._turn + 1 - longest
 
     def _alive(self, state: Decoding, status: Status) -> np.ndarray:
         """Which completions go on, bool `[P' x G']`: what the program says, and the watch."""
@@ -177,7 +200,8 @@ class _Generation:
     def _with_prompts(self, state: Decoding, fresh: np.ndarray, at: np.ndarray) -> Decoding:
         """The state with the prompts of these members `[P', G]`, and the first token of each, in these slots."""
         noise = None if self._source is None else self._source.noise(fresh.reshape(-1), np.zeros(fresh.size))
-        first, _ = self._first(fresh, power_of_two(max(32, self._longest(fresh))), 1, noise)
+        longest = self._slots.longest(int(state.count) - 1)
+        first, _ = self._first(fresh, longest, power_of_two(max(32, self._longest(fresh))), 1, noise)
         longest = self._longest(self._slots.members)
         if not self._prompt_places // 2 < longest <= self._prompt_places:
             self._prompt_places = power_of_two(max(32, longest))

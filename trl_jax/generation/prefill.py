@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from trl_jax.core.packed import reads_of_rows
+from trl_jax.generation.decode import Decoding
 from trl_jax.generation.weights import trunk_of, unstacked
 from trl_jax.models.functional import merge
 from trl_jax.nn.kv_cache import Cache, CachePlaces
@@ -20,6 +21,7 @@ def prefill(
     arrays: dict[str, jax.Array],
     tokens: jax.Array,
     lengths: jax.Array,
+    longest: jax.Array,
     *,
     group: int,
     capacity: int,
@@ -32,7 +34,7 @@ def prefill(
 
     Args:
         tokens: int32 `[P, S]`, prompts from place 0 on; anything behind them.
-        lengths: int32 `[P]`, of the prompts, at least 1 each.
+        lengths: int32 `[P]`, of the prompts, at least 1 each. longest: int32 scalar, of the longest text of the call.
         capacity: places of the cache for each completion.
         max_tokens: no prompt with its completion will have more; windows as long are left out.
         by_layer: the cache has a part for each layer, not for each run of them.
@@ -42,10 +44,41 @@ def prefill(
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     reads = reads_of_rows(lengths - 1, tokens.shape[1])
     options = {"dtype": dtype, "max_tokens": max_tokens}
-    hidden, kept = trunk_of(model).with_keys(tokens, positions, reads, jnp.max(lengths), **options)
+    hidden, kept = trunk_of(model).with_keys(tokens, positions, reads, longest, **options)
     head_dtype = dtype if head_dtype is None else head_dtype
     logits = model.outputs(hidden.astype(dtype), None, head_dtype, None, 1.0).astype(jnp.float32)
     parts = [part.cache(lengths, group, capacity) for part in kept]
     if by_layer:
         parts = [layer for part in parts for layer in unstacked(part)]
     return logits, Cache(parts, CachePlaces(lengths, jnp.zeros_like(lengths), jnp.int32(0)))
+
+
+@partial(jax.jit, static_argnames=("graph", "max_tokens", "dtype", "by_layer"), donate_argnames=("state",))
+def recomputed(
+    graph: Any,
+    arrays: dict[str, jax.Array],
+    state: Decoding,
+    texts: jax.Array,
+    longest: jax.Array,
+    *,
+    max_tokens: int,
+    dtype: jnp.dtype,
+    by_layer: bool,
+) -> Decoding:
+    """The state with keys and values as they are where the longest text has `longest` tokens: some ropes turn all
+    tokens otherwise from a length on.
+
+    Args:
+        texts: int32 `[B, S + T]`, each prompt and behind it what its completion has; anything behind that.
+    """
+    places = state.cache.places
+    group = len(texts) // len(places.prompt_lengths)
+    lengths = jnp.repeat(places.prompt_lengths + places.own, group)
+    positions = jnp.broadcast_to(jnp.arange(texts.shape[1], dtype=jnp.int32), texts.shape)
+    reads = reads_of_rows(jnp.maximum(lengths, 1) - 1, texts.shape[1])
+    options = {"dtype": dtype, "max_tokens": max_tokens}
+    _, kept = trunk_of(merge(graph, arrays)).with_keys(texts, positions, reads, longest, **options)
+    parts = [part.cache_of_texts(places, group, state.capacity) for part in kept]
+    if by_layer:
+        parts = [layer for part in parts for layer in unstacked(part)]
+    return state._replace(cache=Cache(parts, places))

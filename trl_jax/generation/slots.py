@@ -28,6 +28,7 @@ class Slots:
         self.members, self.begun = self._rows_of(first), np.zeros(len(first), np.int32)
         self.waiting = deque(range(len(first), len(request.prompts)))
         self._lengths = np.zeros(request.rows, np.int32)
+        self._ahead = max(map(len, self.prompts(self.members)))
 
     @property
     def rows(self) -> np.ndarray:
@@ -41,6 +42,11 @@ class Slots:
     def prompts(self, members: np.ndarray) -> list[np.ndarray]:
         """Their token ids."""
         return [self._request.prompts[row // self._request.group] for row in members[:, 0]]
+
+    def longest(self, count: int) -> int:
+        """Tokens of the longest text after so many steps, those behind a text's end among them: as where rows that have
+        ended stay."""
+        return self._ahead + count
 
     def free(self, alive: np.ndarray) -> np.ndarray:
         """Slots in which all completions have ended."""
@@ -59,6 +65,8 @@ class Slots:
         self.give(state, ended)
         fresh = self._rows_of([*numbers, *[numbers[0]] * fillers])
         self.members[at], self.begun[at] = fresh[: len(numbers)], int(state.count) - 1
+        lengths = np.asarray([len(prompt) for prompt in self.prompts(self.members)])
+        self._ahead = int(np.max(lengths - self.begun))
         return fresh, np.concatenate([at, np.full(fillers, len(self.members))]).astype(np.int32)
 
     def compact(self, state: Decoding, alive: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:

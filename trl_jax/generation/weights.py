@@ -38,6 +38,12 @@ class Weights(NamedTuple):
         return cls(graph, arrays, layers_for_decoding(graph, arrays, platform()), dtype, head_dtype)
 
 
+def length_of_turn(weights: Weights) -> int | None:
+    """The tokens of a text behind which ropes turn all of them otherwise (LongRoPE); None where none does."""
+    ropes = trunk_of(merge(weights.graph, weights.arrays)).arch.ropes
+    return min((rope.original_length for rope in ropes if rope is not None and rope.kind == "longrope"), default=None)
+
+
 def trunk_of(model: nnx.Module) -> nnx.Module:
     """The decoder of a model."""
     return vars(model)[model.trunk_name]

@@ -42,7 +42,10 @@ def score_rows(
     mask = np.pad(mask, ((0, 0), (0, extra)))
     with jax.default_matmul_precision("float32"):  # accelerators would round to fewer digits
         reads = None if backend.head == "lm" else reads_of_rows(np.asarray(at, np.int32), tokens.shape[1])
-        outputs = compiled_scores(backend.graph, pad, arrays, tokens, mask, reads)
+        # ropes that ask for the longest text take rows as they came, as transformers' do
+        by_row = reads is None and not backend.infers_lengths
+        lengths = np.asarray([tokens.shape[1] - extra], np.int32) if by_row else None
+        outputs = compiled_scores(backend.graph, pad, arrays, tokens, mask, reads, lengths)
     if backend.head == "score":
         return ScoreOutput(outputs[:, None])
     return ScoreOutput(outputs.reshape(*tokens.shape, backend.vocab_size)[:, : tokens.shape[1] - extra])
@@ -69,11 +72,17 @@ def _check(backend: Backend, pad: int | None, tokens: np.ndarray) -> None:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def compiled_scores(
-    graph: nnx.GraphDef, pad: int | None, params: dict, tokens: jax.Array, mask: jax.Array, reads: jax.Array | None
+    graph: nnx.GraphDef,
+    pad: int | None,
+    params: dict,
+    tokens: jax.Array,
+    mask: jax.Array,
+    reads: jax.Array | None,
+    lengths: jax.Array | None = None,
 ) -> jax.Array:
     """Scores `[N]` or logits `[N, V]` at `reads` `[N]` of rows `[R, T]`, at all places without reads. An exported
-    program is made with `pad`: another one is another
-    program."""
+    program is made with `pad`: another one is another program. `lengths` as in `Decoder.__call__`."""
     del pad
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    return merge(graph, params)(tokens, positions, reads, valid=mask)
+    options = {} if lengths is None else {"lengths": lengths}
+    return merge(graph, params)(tokens, positions, reads, valid=mask, **options)

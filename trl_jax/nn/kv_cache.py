@@ -28,6 +28,22 @@ class KeysValues(NamedTuple):
         v = jnp.zeros((*lead, group, heads, capacity, prompt_v.shape[-1]), self.v.dtype)
         return LayerCache(prompt_k, prompt_v, k_T, v)
 
+    def cache_of_texts(self, places: CachePlaces, group: int, capacity: int) -> LayerCache:
+        """The cache of completions that stand behind their prompts in the rows, `group` of each prompt side by side."""
+        prompts = len(places.prompt_lengths)
+        own_PT = (jnp.arange(capacity) - places.begun[:, None]) % capacity + places.prompt_lengths[:, None]
+
+        def parts(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            """Those of prompts `[P, K, S, C]`, and of completions `[P, G, K, T, C]`."""
+            *lead, _, length, heads, channels = x.shape
+            of_rows = x.swapaxes(-2, -3).reshape(*lead, prompts, group, heads, length, channels)
+            at = own_PT[:, None, None, :, None].reshape(*(1 for _ in lead), prompts, 1, 1, capacity, 1)
+            own = jnp.take_along_axis(of_rows, at, axis=-2)
+            return jax.lax.slice_in_dim(of_rows[..., 0, :, :, :], 0, length - capacity, axis=-2), own
+
+        (prompt_k, k), (prompt_v, v) = parts(self.k), parts(self.v)
+        return LayerCache(prompt_k, prompt_v, k.swapaxes(-1, -2), v)
+
 
 class LayerCache(NamedTuple):
     """The keys and values of one layer, or with a leading axis L of several, in the dtype that layers compute in.

@@ -1,0 +1,75 @@
+"""Ropes that turn all tokens otherwise once a text is long: generations that cross that length."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from compat_tests.models import causal, families
+from trl_jax import AutoModelForCausalLM, set_seed
+
+torch = pytest.importorskip("torch")
+
+ORIGINAL, EOS = 40, [50, 60]
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """Our model and transformers', of a type whose factors change behind 40 tokens."""
+    facts = {"rope_parameters": families.LONGROPE, "original_max_position_embeddings": ORIGINAL}
+    folder = causal.build(tmp_path_factory.mktemp("phi3"), "phi3", tie=False, sliding_window=None, **facts)
+    return AutoModelForCausalLM.from_pretrained(folder), causal.reference(folder)
+
+
+def batch(lengths):
+    dice = np.random.default_rng(0)
+    ids, mask = np.zeros((2, len(lengths), max(lengths)), np.int64)
+    for row, length in enumerate(lengths):
+        ids[row, -length:], mask[row, -length:] = dice.integers(5, 500, length), 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("lengths", [(11, 30, 4), (39, 3), (40, 7, 9), (41, 5), (17,)], ids=str)
+@pytest.mark.parametrize("sampled", [False, True])
+def test_tokens_are_transformers(lengths, sampled, both):
+    """From before, at and behind the length; the longest row may have ended when others are computed."""
+    ours, theirs = both
+    options = {"max_new_tokens": 45, "do_sample": sampled, "num_return_sequences": 2 if sampled else 1}
+    options |= {"eos_token_id": EOS, "pad_token_id": 0}
+    torch.manual_seed(3)
+    with torch.no_grad():
+        wanted = theirs.generate(**{name: torch.tensor(x) for name, x in batch(lengths).items()}, **options).numpy()
+    set_seed(3)
+    np.testing.assert_array_equal(ours.generate(**batch(lengths), **options), wanted)
+
+
+def test_log_probabilities_are_those_of_whole_texts(both):
+    """One text: before the crossing those of the short factors, and from there on those of the whole text."""
+    ours, _ = both
+    prompt = batch((30,))["input_ids"]
+    found = ours.generate(prompt, max_new_tokens=20, pad_token_id=0, return_dict_in_generate=True)
+    for length in (35, ORIGINAL, ORIGINAL + 1, 50):
+        text = np.asarray(found.sequences)[:, :length]
+        logits = np.asarray(ours(text[:, :-1]).logits)[0, -1].astype(np.float64)
+        wanted = logits[text[0, -1]] - np.logaddexp.reduce(logits)
+        assert np.asarray(found.logprobs)[0, length - 31] == pytest.approx(wanted, abs=2e-5)
+
+
+def test_prompts_of_a_queue_on_either_side(both):
+    """Where all texts are on one side, a prompt has the completion that it has alone; greedy, so that no seed tells."""
+    ours, _ = both
+    for low, high, new in ((3, 20, 12), (45, 60, 12)):
+        texts = [batch((length,))["input_ids"][0].tolist() for length in np.linspace(low, high, 9).astype(int)]
+        done = ours.generate_batch(texts, max_new_tokens=new, batch_size=3, eos_token_id=list(range(100)))
+        for text, one in zip(texts, done.values(), strict=True):
+            alone = ours.generate([text], max_new_tokens=new, pad_token_id=0, eos_token_id=list(range(100)))
+            assert one.generated_tokens == alone[0, len(text) :].tolist()
+
+
+def test_prompts_of_a_queue_that_cross(both):
+    """Long prompts that come and go: the run ends, each completion is there, and is finite."""
+    ours, _ = both
+    lengths = (8, 60, 9, 10, 39, 11, 70, 12, 13)
+    done = ours.generate_batch([batch((n,))["input_ids"][0].tolist() for n in lengths], max_new_tokens=20, batch_size=2)
+    assert len(done) == 9 and all(len(one.generated_tokens) == 20 for one in done.values())
+    assert np.isfinite([one.logprobs for one in done.values()]).all()
