@@ -84,7 +84,11 @@ class Batches:
         if not criteria_of(self._settings.config, self._tokenizer):
             request, drawing, taken = self._asked(numbers, done)
             run_queue(self._model, request, drawing, taken, slots=self._size, dtype=self._dtype)
-            return
+        else:
+            self.in_batches(numbers, done)
+
+    def in_batches(self, numbers: np.ndarray, done: Callable[[list[Completion]], None]) -> None:
+        """Complete the prompts of these numbers, each batch until its last completion has ended."""
         for start in range(0, len(numbers), self._size):
             request, drawing, taken = self._asked(numbers[start : start + self._size], done)
             completions = run(self._model, request, drawing, dtype=self._dtype, watch=self._watch(request.prompts))
@@ -108,11 +112,11 @@ class Batches:
 
         return request, None if self._key is None else KeyedDrawing(self._key, rows), taken
 
-    def _watch(self, prompts: list[np.ndarray]) -> StepWatch:
+    def _watch(self, prompts: list[np.ndarray]) -> StepWatch | None:
         criteria = criteria_of(self._settings.config, self._tokenizer)
         padded = Prompts(left_padded(prompts, self._settings.pad), prompts)
         room = padded.width + self._text.max_length - self._text.prompt_length
-        return StepWatch(padded, self._settings.completions, room, criteria=criteria)
+        return StepWatch(padded, self._settings.completions, room, criteria=criteria) if criteria else None
 
 
 def collected(batches: Batches, total: int, *, progress_bar: bool) -> list[Completion]:
