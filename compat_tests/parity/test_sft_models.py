@@ -29,6 +29,9 @@ FAMILIES = {
     "deepseek_v3": {},
     "glm4_moe": {},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
+    # TRL's load balancing asks this config for num_experts, which it does not have
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "router_aux_loss_coef": 0.0},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
     "qwen3_5_text": {"full_attention_interval": 2},
     "qwen3_next": {"full_attention_interval": 2},
 }

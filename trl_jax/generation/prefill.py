@@ -42,10 +42,12 @@ def prefill(
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     reads = reads_of_rows(lengths - 1, tokens.shape[1])
     options = {"dtype": dtype, "max_tokens": max_tokens}
-    hidden, kept = trunk_of(model).with_keys(tokens, positions, reads, jnp.max(lengths), **options)
+    trunk = trunk_of(model)
+    hidden, kept = trunk.with_keys(tokens, positions, reads, jnp.max(lengths), **options)
     head_dtype = dtype if head_dtype is None else head_dtype
     logits = model.outputs(hidden.astype(dtype), None, head_dtype, None, 1.0).astype(jnp.float32)
     parts = [part.cache(lengths, group, capacity) for part in kept]
     if by_layer:
-        parts = [layer for part in parts for layer in unstacked(part)]
+        runs = zip(parts, trunk.arch.runs, strict=True)
+        parts = [layer for part, run in runs for layer in unstacked(part, run.count)]
     return logits, Cache(parts, CachePlaces(lengths, jnp.int32(0)))

@@ -132,7 +132,27 @@ class RecurrentCache(NamedTuple):
         return RecurrentCache(*(x[(*at, prompts[:, None], members)] for x in self))
 
 
-Kept = KeysValues | ConvolutionInputs | RecurrentState
+class NothingKept(NamedTuple):
+    """Of a layer that sees each token by itself: what it keeps, and the cache of that."""
+
+    def cache(self, lengths: jax.Array, group: int, capacity: int) -> NothingKept:
+        del lengths, group, capacity
+        return self
+
+    def appended(self, new: NothingKept, place: jax.Array) -> NothingKept:
+        del new, place
+        return self
+
+    def grown(self, more: int) -> NothingKept:
+        del more
+        return self
+
+    def selected(self, prompts: jax.Array, members: jax.Array) -> NothingKept:
+        del prompts, members
+        return self
+
+
+Kept = KeysValues | ConvolutionInputs | RecurrentState | NothingKept
 
 
 class CachePlaces(NamedTuple):
@@ -152,7 +172,7 @@ class Cache(NamedTuple):
     parts: of each run of layers, with a leading axis L; or of each layer. places: how much of them is filled.
     """
 
-    parts: list[LayerCache | ConvolutionCache | RecurrentCache]
+    parts: list[LayerCache | ConvolutionCache | RecurrentCache | NothingKept]
     places: CachePlaces
 
     def appended(self, new: list[Kept]) -> Cache:
