@@ -71,6 +71,11 @@ DELTA = {
 MAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 12, "rms_norm_eps": 1e-2}
 
 MOE, MLP = "moe", "mlp"
+FALCON = {
+    "mamba_d_ssm": 96, "embedding_multiplier": 3.0, "lm_head_multiplier": 0.6, "key_multiplier": 1.4,
+    "attention_in_multiplier": 0.8, "attention_out_multiplier": 0.7, "ssm_in_multiplier": 1.3,
+    "ssm_out_multiplier": 0.6, "mlp_multipliers": [1.2, 0.7], "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
+}  # fmt: skip
 
 # Beside tiny.SHAPE.
 SHAPES = {
@@ -107,6 +112,7 @@ SHAPES = {
         "mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 12, "layer_norm_epsilon": 1e-2,
         "moe_shared_expert_intermediate_size": 40,
     },
+    "falcon_h1": MAMBA | FALCON,
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
     "gpt_oss": {"head_dim": 24, "intermediate_size": 40, "num_local_experts": 4, "num_experts_per_tok": 2},
     "gptj": {"rotary_dim": 8, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
@@ -121,7 +127,7 @@ SHAPES = {
 }
 # Those that transformers has no sequence classifier for: the body is compared, under our own head.
 BODY_ONLY = {
-    "apertus", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm4_moe", "granite", "granitemoe",
+    "apertus", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "falcon_h1", "glm4_moe", "granite", "granitemoe",
     "granitemoehybrid", "lfm2", "lfm2_moe", "minimax_m2", "nemotron_h", "olmoe",
     "qwen3_5_moe_text",
 }  # fmt: skip
@@ -258,6 +264,14 @@ VARIANTS = {
     "mistral": {"plain": {"sliding_window": 7}, "no_window": {"sliding_window": None, "head_dim": 24}},
     "mixtral": {"plain": {}, "window": {"sliding_window": 7, "num_experts_per_tok": 3}},
     "nemotron": {"plain": {}, "biases": {"attention_bias": True, "mlp_bias": True, "norm_eps": 1e-2}},
+    "falcon_h1": {
+        "plain": {},
+        "norm": {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_d_ssm": None},
+        "biases": {
+            "mamba_rms_norm": True, "projectors_bias": True, "mamba_proj_bias": True, "mamba_conv_bias": False,
+            "attention_bias": True, "mlp_bias": True, "mamba_d_conv": 3, "head_dim": 24,
+        },
+    },
     "nemotron_h": {
         "plain": {},
         "latent": {

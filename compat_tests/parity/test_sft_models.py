@@ -20,6 +20,7 @@ FAMILIES = {
     "gemma2": {"sliding_window": 7, "tie": True, "final_logit_softcapping": 8.0},
     "gemma3_text": {"sliding_window": 7, "tie": True},
     "cohere": {"tie": True, "logit_scale": 0.25},
+    "falcon_h1": {},
     "granite": {"logits_scaling": 3.0, "tie": True},
     "phi": {},
     "gpt_neox": {},

@@ -134,8 +134,8 @@ def attention_layers(arch: Any) -> int:
 
 
 def layers_with(arch: Any, mixer: str) -> int:
-    """Layers with this mixer, of a model with several kinds."""
-    return sum(kind.mixer == mixer for kind in arch.kinds)
+    """Layers with this mixer, alone or beside another, of a model that names the kinds of its layers."""
+    return sum(kind.mixer is not None and mixer in kind.mixer.split("+") for kind in arch.kinds)
 
 
 def channels_of(arch: Any) -> int:

@@ -95,7 +95,8 @@ class GatedDelta:
 class StateSpace:
     """Mamba-2 in place of attention: `heads` of `head_dim` channels, each with a state of `state_dim` rows; those of
     one of `groups` write and read with the same. Its convolution sees a token and the `width` - 1 before it; `bias` is
-    of its linear maps. Steps of time are within `dt_limits`."""
+    of its linear maps, `out_bias` of the last. Steps of time are within `dt_limits`. `norm` is "after_gate" or
+    "before_gate", or None without one; `scales` multiply what the first map gives: gate, x, B, C and steps."""
 
     heads: int
     head_dim: int
@@ -104,13 +105,27 @@ class StateSpace:
     width: int
     convolution_bias: bool
     bias: bool
+    out_bias: bool
     dt_limits: tuple[float, float]
+    norm: str | None = "after_gate"
+    scales: tuple[float, float, float, float, float] = (1.0,) * 5
+
+
+@dataclass(frozen=True)
+class MixerScales:
+    """What multiplies the inputs and the results of attention and of Mamba-2 side by side."""
+
+    attention_in: float
+    attention_out: float
+    mamba_in: float
+    mamba_out: float
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """The parameters that a layer has: `mixer` is "attention", "convolution", "delta_net", "mamba", or None where it
-    has none; `experts`: whether these are in the place of the MLP; `mlp`: whether it has either of them."""
+    """The parameters that a layer has: `mixer` is "attention", "convolution", "delta_net", "mamba", "attention+mamba"
+    for both side by side, or None where it has none; `experts`: whether these are in the place of the MLP; `mlp`:
+    whether it has either of them."""
 
     mixer: str | None = "attention"
     experts: bool = False
@@ -149,7 +164,8 @@ class Arch:
     `counts_visible`, positions count the visible tokens only. With `scale_in_table`, `embedding_scale` belongs to
     the table of tokens, so that noise comes after it. `padding_idx` is the row of the embedding that never trains.
 
-    `kinds` is None where all layers attend, and have experts if there are any.
+    `kinds` is None where all layers attend, and have experts if there are any. `mlp_scales` multiply what the MLP's
+    gate is computed of, and what the MLP gives.
 
     A language model's head computes with the table of tokens where `tied_embeddings`; its logits are multiplied by
     `logit_scale`, and then bounded by `logit_softcap * tanh(logits / logit_softcap)`.
@@ -194,6 +210,8 @@ class Arch:
     short_convolution: ShortConvolution | None = None
     gated_delta: GatedDelta | None = None
     state_space: StateSpace | None = None
+    mixer_scales: MixerScales | None = None
+    mlp_scales: tuple[float, float] = (1.0, 1.0)
     kinds: tuple[LayerKind, ...] | None = None
     attention_dropout: float = 0.0
     embedding_dropout: float = 0.0

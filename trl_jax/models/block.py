@@ -21,6 +21,7 @@ from trl_jax.nn.mamba2 import Mamba2
 from trl_jax.nn.mlp import MLP
 from trl_jax.nn.moe import MoE
 from trl_jax.nn.norm import Norm
+from trl_jax.nn.parallel_mixers import ParallelMixers
 from trl_jax.nn.short_convolution import GatedShortConvolution
 
 EMBEDDING, _ATTENTION, _ATTENTION_OUT, _MLP_OUT = range(4)  # places of dropout
@@ -92,7 +93,12 @@ class Block(nnx.Module):
         return scaled(apply(dropout_or_none(arch.mlp_out_dropout, key, _MLP_OUT), out), arch.residual_scale)
 
 
-def _mixer(arch: Arch, kind: LayerKind) -> Attention | LatentAttention | GatedShortConvolution | GatedDeltaNet | Mamba2:
+def _mixer(
+    arch: Arch, kind: LayerKind
+) -> Attention | LatentAttention | GatedShortConvolution | GatedDeltaNet | Mamba2 | ParallelMixers:
+    if kind.mixer == "attention+mamba":
+        mamba = Mamba2(arch.hidden_size, arch.state_space, eps=arch.norm_eps)
+        return ParallelMixers(Attention(arch), mamba, arch.mixer_scales)
     if kind.mixer == "mamba":
         return Mamba2(arch.hidden_size, arch.state_space, eps=arch.norm_eps)
     if kind.mixer == "delta_net":
@@ -105,7 +111,8 @@ def _mixer(arch: Arch, kind: LayerKind) -> Attention | LatentAttention | GatedSh
 def _mlp(arch: Arch, kind: LayerKind) -> MLP | MoE:
     if kind.experts:
         return MoE(arch.hidden_size, arch.experts, activation=arch.activation)
-    return MLP(arch.hidden_size, arch.mlp_size, activation=arch.activation, gated=arch.gated, bias=arch.mlp_bias)
+    maps = {"activation": arch.activation, "gated": arch.gated, "bias": arch.mlp_bias}
+    return MLP(arch.hidden_size, arch.mlp_size, scales=arch.mlp_scales, **maps)
 
 
 def scaled(x: jax.Array, scale: float) -> jax.Array:

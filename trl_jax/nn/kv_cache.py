@@ -152,7 +152,38 @@ class NothingKept(NamedTuple):
         return self
 
 
-Kept = KeysValues | ConvolutionInputs | RecurrentState | NothingKept
+class BothKept(NamedTuple):
+    """Of a layer that attends and has a state side by side."""
+
+    keys_values: KeysValues
+    state: RecurrentState
+
+    def cache(self, lengths: jax.Array, group: int, capacity: int) -> BothCaches:
+        """The caches after prompts of these lengths."""
+        return BothCaches(*(part.cache(lengths, group, capacity) for part in self))
+
+
+class BothCaches(NamedTuple):
+    """The caches of such a layer."""
+
+    keys_values: LayerCache
+    state: RecurrentCache
+
+    def appended(self, new: BothKept, place: jax.Array) -> BothCaches:
+        """With one more token of every completion, at `place`."""
+        return BothCaches(*(own.appended(each, place) for own, each in zip(self, new, strict=True)))
+
+    def grown(self, more: int) -> BothCaches:
+        """With so many more places."""
+        return BothCaches(*(own.grown(more) for own in self))
+
+    def selected(self, prompts: jax.Array, members: jax.Array) -> BothCaches:
+        """Those of the completions `members` `[P', G']` of `prompts` `[P']`."""
+        return BothCaches(*(own.selected(prompts, members) for own in self))
+
+
+Kept = KeysValues | ConvolutionInputs | RecurrentState | NothingKept | BothKept
+LayersCache = LayerCache | ConvolutionCache | RecurrentCache | NothingKept | BothCaches
 
 
 class CachePlaces(NamedTuple):
@@ -172,7 +203,7 @@ class Cache(NamedTuple):
     parts: of each run of layers, with a leading axis L; or of each layer. places: how much of them is filled.
     """
 
-    parts: list[LayerCache | ConvolutionCache | RecurrentCache | NothingKept]
+    parts: list[LayersCache]
     places: CachePlaces
 
     def appended(self, new: list[Kept]) -> Cache:

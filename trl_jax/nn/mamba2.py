@@ -13,6 +13,8 @@ from trl_jax.nn.norm import Norm
 from trl_jax.nn.short_convolution import silu_convolved
 from trl_jax.nn.ssd import state_space, state_space_step
 
+_PROJECTED = ("gate", "x", "B", "C", "dt")  # the parts of the first map, in the order of `StateSpace.scales`
+
 
 class Mamba2(nnx.Module):
     """Convolved inputs, and what is written with and read by, through the state space; its outputs gated and normed.
@@ -35,8 +37,8 @@ class Mamba2(nnx.Module):
         self.dt = Linear(features, facts.heads, bias=facts.bias, axes=("heads", "embed"))
         for name in ("dt_bias", "A_log", "D"):
             setattr(self, name, nnx.Param(jnp.zeros(facts.heads, jnp.float32), axes=("heads",)))
-        self.out_norm = Norm(inner, kind="rms", eps=eps, groups=facts.groups)
-        self.o = Linear(inner, features, bias=facts.bias, axes=("embed", "heads"))
+        self.out_norm = None if facts.norm is None else Norm(inner, kind="rms", eps=eps, groups=facts.groups)
+        self.o = Linear(inner, features, bias=facts.out_bias, axes=("embed", "heads"))
         self.facts = facts
 
     def __call__(
@@ -65,7 +67,7 @@ class Mamba2(nnx.Module):
     def _convolved(self, x_RTD: jax.Array, inputs: AttentionInputs) -> tuple[jax.Array, ...]:
         """Inputs `[R, T, K, G, V]`, B and C `[R, T, K, C]`, float32, and the window of the convolution."""
         facts, names = self.facts, ("x", "B", "C")
-        projected = jnp.concatenate([vars(self)[name](x_RTD) for name in names], axis=-1)
+        projected = jnp.concatenate([self._projected(name, x_RTD) for name in names], axis=-1)
         weight = jnp.concatenate([vars(self)[f"{name}_convolution"][...] for name in names])[:, 0]
         bias = None
         if facts.convolution_bias:
@@ -79,15 +81,23 @@ class Mamba2(nnx.Module):
 
     def _steps(self, x_RTD: jax.Array, lengths: jax.Array | None) -> jax.Array:
         """Steps of time, float32 `[R, T, K, G]`; behind a text's end a state stays as it is."""
-        dt = jax.nn.softplus(self.dt(x_RTD).astype(jnp.float32) + self.dt_bias[...])
+        dt = jax.nn.softplus(self._projected("dt", x_RTD).astype(jnp.float32) + self.dt_bias[...])
         dt = jnp.clip(dt, *self.facts.dt_limits).reshape(*x_RTD.shape[:2], self.facts.groups, -1)
         if lengths is None:
             return dt
         inside = jnp.arange(x_RTD.shape[1]) < lengths[:, None]
         return jnp.where(inside[..., None, None], dt, 0)
 
+    def _projected(self, name: str, x_RTD: jax.Array) -> jax.Array:
+        scale = self.facts.scales[_PROJECTED.index(name)]
+        projected = vars(self)[name](x_RTD)
+        return projected if scale == 1.0 else projected * scale
+
     def _gated(self, out: jax.Array, x_RTD: jax.Array) -> jax.Array:
-        return self.out_norm(out * jax.nn.silu(self.gate(x_RTD).astype(jnp.float32)))
+        gate = jax.nn.silu(self._projected("gate", x_RTD).astype(jnp.float32))
+        if self.facts.norm == "before_gate":
+            return self.out_norm(out) * gate
+        return out * gate if self.out_norm is None else self.out_norm(out * gate)
 
 
 def _visible(x: jax.Array, valid: jax.Array | None) -> jax.Array:

@@ -43,8 +43,8 @@ def _mixers(config: ConfigReader, num_layers: int) -> list[str]:
     return ["mamba" if kind == LINEAR else "attention" for kind in types]
 
 
-def read_state_space(config: ConfigReader, inner: int, mixers: list[str]) -> StateSpace | None:
-    """That of layers with `inner` channels; None where no mixer is Mamba."""
+def read_state_space(config: ConfigReader, inner: int, mixers: list[str | None]) -> StateSpace | None:
+    """That of layers with `inner` channels; None where no mixer is Mamba alone."""
     config.value("mamba_chunk_size")  # changes nothing that is computed
     heads, groups = config.size("mamba_n_heads"), config.size("mamba_n_groups")
     auto = config.value("mamba_d_head") in (None, "auto")
@@ -57,6 +57,7 @@ def read_state_space(config: ConfigReader, inner: int, mixers: list[str]) -> Sta
         width=config.size("mamba_d_conv", minimum=2),
         convolution_bias=config.flag("mamba_conv_bias", True),
         bias=config.flag("mamba_proj_bias"),
+        out_bias=config.flag("mamba_proj_bias"),
         dt_limits=config.limits("time_step_limit"),
     )
     if "mamba" not in mixers:
@@ -92,20 +93,20 @@ def _layer_names(arch: Arch, kind: LayerKind) -> Names:
     return others | experts | shared | {f"{layer}{mlp}down": "model.layers.{}.shared_mlp.output_linear"} | mixer
 
 
-def mamba_names(arch: Arch, theirs: str) -> Names:
+def mamba_names(arch: Arch, theirs: str, ours: str = OURS) -> Names:
     """The names of the parameters of Mamba-2, whose module on disk is `theirs`."""
     facts = arch.state_space
     inner, states = facts.heads * facts.head_dim, facts.groups * facts.state_dim
     convolved = {"x": inner, "B": states, "C": states}
     projected = {"gate": inner, **convolved, "dt": facts.heads}
-    channels = {f"{OURS}{name}_convolution": size for name, size in convolved.items()}
+    channels = {f"{ours}{name}_convolution": size for name, size in convolved.items()}
     return {
         **concatenated(theirs + "conv1d.weight", channels),
         **concatenated(theirs + "conv1d.bias", {f"{name}_bias": size for name, size in channels.items()}),
-        **concatenated(theirs + "in_proj", {OURS + name: size for name, size in projected.items()}),
-        **{OURS + name: theirs + name for name in ("dt_bias", "A_log", "D")},
-        OURS + "out_norm": theirs + "norm",
-        OURS + "o": theirs + "out_proj",
+        **concatenated(theirs + "in_proj", {ours + name: size for name, size in projected.items()}),
+        **{ours + name: theirs + name for name in ("dt_bias", "A_log", "D")},
+        ours + "out_norm": theirs + "norm",
+        ours + "o": theirs + "out_proj",
     }
 
 

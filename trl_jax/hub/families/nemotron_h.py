@@ -26,6 +26,10 @@ _RENAMED = {
     "mamba_conv_bias": "use_conv_bias",
 }  # fmt: skip
 # Nothing is computed with these, in transformers neither: among them positions, windows and the biases of attention.
+_OF_EXPERTS = (
+    "moe_intermediate_size", "moe_latent_size", "moe_shared_expert_intermediate_size", "n_group", "n_routed_experts",
+    "norm_topk_prob", "num_experts_per_tok", "routed_scaling_factor", "topk_group",
+)
 _UNREAD = (
     "attention_bias", "chunk_size", "expand", "hidden_dropout", "mamba_chunk_size", "mamba_dt_init_floor",
     "mamba_dt_limit", "mamba_dt_max", "mamba_expand", "mamba_proj_bias", "mamba_ssm_cache_dtype",
@@ -38,7 +42,7 @@ _UNREAD = (
 
 
 def arch(config: ConfigReader) -> Arch:
-    for key in (*_UNREAD, *_RENAMED):
+    for key in (*_UNREAD, *_RENAMED, *_OF_EXPERTS):
         config.value(key)
     config = config.with_values(**{new: config.raw[old] for old, new in _RENAMED.items() if old in config.raw})
     kinds, eps = _kinds(config), config.number("layer_norm_epsilon", 1e-5)
@@ -54,7 +58,7 @@ def arch(config: ConfigReader) -> Arch:
         norm="rms_float32",
         mlp_bias=bias,
         ropes=(None,) * count,
-        experts=_experts(config, bias),
+        experts=_experts(config, bias) if any(kind.experts for kind in kinds) else None,
         state_space=_state_space(config, kinds),
         kinds=kinds,
         tied_embeddings=False,  # whatever the config says
@@ -78,11 +82,10 @@ def _types(config: ConfigReader) -> list[str] | None:
     return None if types is None else [_OLD_NAMES.get(kind, kind) for kind in types]
 
 
-def _experts(config: ConfigReader, bias: bool) -> Experts | None:
+def _experts(config: ConfigReader, bias: bool) -> Experts:
     size, latent = config.size("moe_shared_expert_intermediate_size"), config.value("moe_latent_size")
-    known = config.with_values(n_shared_experts=1, n_routed_experts=config.value("n_routed_experts"))
     return replace(
-        deepseek_v3.read_experts(known),
+        deepseek_v3.read_experts(config.with_values(n_shared_experts=1)),  # whose number is not read
         gated=False,
         shared_size=size,
         latent_size=None if latent is None else config.size("moe_latent_size"),
