@@ -16,7 +16,7 @@ from trl_jax.hub.exported import translation
 from trl_jax.hub.exported.model import TorchModel
 from trl_jax.hub.exported.model_types import is_exported, objection
 from trl_jax.hub.exported.refused import REFUSED
-from trl_jax.hub.families import families, native_types
+from trl_jax.hub.families import families
 
 
 def folder_of(tmp_path, **config):
@@ -41,11 +41,11 @@ def test_every_classifier_of_transformers_is_native_exported_or_refused():
     assert not set(configs.TYPES) & set(REFUSED)
 
 
-@pytest.mark.parametrize(("types", "exported"), [(["attention"], False), (["attention", "mamba"], True), (None, True)])
-def test_a_language_model_with_layers_of_mamba_is_exported(types, exported, tmp_path):
-    raw = {"model_type": "granitemoehybrid", "layer_types": types}
-    assert is_exported(raw, native_types(raw), tmp_path, "lm") == exported
-    assert not is_exported(raw, native_types(raw), tmp_path, "score")
+@pytest.mark.parametrize(("model_type", "exported"), [("granitemoehybrid", False), ("mamba2", True)])
+def test_a_language_model_that_has_no_family_is_exported(model_type, exported, tmp_path):
+    raw = {"model_type": model_type}
+    assert is_exported(raw, families(), tmp_path, "lm") == exported
+    assert not is_exported(raw, families(), tmp_path, "score")
 
 
 def test_loading_refuses_by_name(tmp_path):

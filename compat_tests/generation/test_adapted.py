@@ -21,6 +21,7 @@ SEED, FAR = 3, 0.1
 TARGETS = {
     **dict.fromkeys(("mixtral", "qwen3"), "q_proj v_proj o_proj"),
     "deepseek_v3": "q_b_proj kv_b_proj o_proj",
+    "granitemoehybrid": "in_proj out_proj v_proj",
 }
 
 
@@ -53,7 +54,7 @@ def test_an_adapter_writes_pefts_tokens(family, tmp_path):
     assert plain.tolist() != found.tolist()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "lfm2", "falcon_h1"])
 def test_in_bfloat16_probabilities_are_those_of_whole_texts(family, tmp_path):
     """Of the tokens that were drawn, in bfloat16 and in float32: no farther apart than that dtype is coarse."""
     model = AutoModelForCausalLM.from_pretrained(causal.build(tmp_path, family, tie=False))

@@ -92,3 +92,13 @@ def test_near_ties_are_told_from_other_differences():
     assert flips(other, expected, scores, 5) == 1 and least_margin(scores, 5) < 1e-5
     with pytest.raises(AssertionError, match="equal as far as both go"):
         flips(expected[:, :3], expected, scores, 5)
+
+
+def test_steps_of_time_are_limited_in_generation_as_in_training(tmp_path):
+    """transformers does so without a cache alone."""
+    folder = causal.build(tmp_path, "granitemoehybrid", tie=False, time_step_limit=[0.6, 0.7])
+    ours, theirs = AutoModelForCausalLM.from_pretrained(folder), causal.reference(folder)
+    options = {"eos_token_id": None, "max_new_tokens": 20}
+    assert compared(ours, theirs, use_cache=False, **options)[0] == 0
+    with pytest.raises(AssertionError, match="which led by"):
+        compared(ours, theirs, **options)

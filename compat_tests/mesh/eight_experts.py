@@ -19,10 +19,12 @@ from compat_tests.tiny import preference_rows, text_rows  # noqa: E402
 
 SMALL = {"head": "causal", "num_hidden_layers": 1, "hidden_size": 32}
 CONFIG = {"max_length": 64, "router_aux_loss_coef": 0.5, "num_train_epochs": 1, "learning_rate": 3e-3}
-# Layers of several kinds: convolutions and attention, an MLP and experts; latent attention.
+# Layers of several kinds: convolutions, states and attention, an MLP and experts; latent attention.
 FACTS = {
     "lfm2_moe": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "deepseek_v3": {"num_hidden_layers": 2},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention"]},
+    "falcon_h1": {},
 }
 MEASURED = {"SFT": ("loss", "grad_norm", "aux_loss", "eval_aux_loss")}
 MEASURED["DPO"] = (*MEASURED["SFT"], "eval_loss")
@@ -72,9 +74,9 @@ def test_the_numbers_of_one_device(family, name, mesh, layout, run, alone):
     np.testing.assert_allclose(run(family, name, mesh, 1, layout), one_device, rtol=2e-4)
 
 
-@pytest.mark.parametrize("family", ["lfm2_moe", thorough("deepseek_v3")])
+@pytest.mark.parametrize("family", ["lfm2_moe", "nemotron_h", thorough("deepseek_v3"), thorough("falcon_h1")])
 def test_layers_of_several_kinds(family, run):
-    """Neither has a load-balancing loss that is logged."""
+    """None has a load-balancing loss that is logged."""
     meshes = ("fsdp:2,tensor:2", 1), ("data:1", 2)
     found, wanted = (run(family, "SFT", mesh, steps, "packed") for mesh, steps in meshes)
     np.testing.assert_allclose(found, wanted, rtol=2e-4)

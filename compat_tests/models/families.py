@@ -39,6 +39,7 @@ ABSENT = {
     "gpt_neox": _GPT[1:],
     "persimmon": _GPT[1:],
     "qwen3_5_moe_text": _GPT[:1],
+    "nemotron_h": ("num_hidden_layers",),
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "intermediate_size": 32}
 
@@ -65,6 +66,15 @@ LINEAR_ATTENTION = "linear_attention"
 DELTA = {
     "head_dim": 16, "full_attention_interval": 3, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 32, "linear_value_head_dim": 12, "rms_norm_eps": 0.1,
+}  # fmt: skip
+
+MAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 12, "rms_norm_eps": 1e-2}
+
+MOE, MLP = "moe", "mlp"
+FALCON = {
+    "mamba_d_ssm": 96, "embedding_multiplier": 3.0, "lm_head_multiplier": 0.6, "key_multiplier": 1.4,
+    "attention_in_multiplier": 0.8, "attention_out_multiplier": 0.7, "ssm_in_multiplier": 1.3,
+    "ssm_out_multiplier": 0.6, "mlp_multipliers": [1.2, 0.7], "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
 }  # fmt: skip
 
 # Beside tiny.SHAPE.
@@ -97,6 +107,12 @@ SHAPES = {
     "qwen3": {"head_dim": 24},
     "qwen3_moe": {**EXPERTS, "head_dim": 24},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 40},
+    "nemotron_h": {key: value for key, value in ROUTED.items() if key != "first_k_dense_replace"} | {
+        "head_dim": 16, "layers_block_type": [LINEAR_ATTENTION, MOE, FULL, LINEAR_ATTENTION, MLP], "n_group": 1,
+        "mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 12, "layer_norm_epsilon": 1e-2,
+        "moe_shared_expert_intermediate_size": 40,
+    },
+    "falcon_h1": MAMBA | FALCON,
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
     "gpt_oss": {"head_dim": 24, "intermediate_size": 40, "num_local_experts": 4, "num_experts_per_tok": 2},
     "gptj": {"rotary_dim": 8, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
@@ -105,14 +121,14 @@ SHAPES = {
     "granite": GRANITE,
     "granitemoehybrid": GRANITE | {
         "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 40, "shared_intermediate_size": 48,
-        "layer_types": [FULL] * 3,
+        "layer_types": [LINEAR_ATTENTION, FULL, LINEAR_ATTENTION], **MAMBA,
     },
     "granitemoe": GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 40},
 }
 # Those that transformers has no sequence classifier for: the body is compared, under our own head.
 BODY_ONLY = {
-    "apertus", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm4_moe", "granite", "granitemoe",
-    "granitemoehybrid", "lfm2", "lfm2_moe", "minimax_m2", "olmoe",
+    "apertus", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "falcon_h1", "glm4_moe", "granite", "granitemoe",
+    "granitemoehybrid", "lfm2", "lfm2_moe", "minimax_m2", "nemotron_h", "olmoe",
     "qwen3_5_moe_text",
 }  # fmt: skip
 
@@ -221,7 +237,11 @@ VARIANTS = {
     "granitemoehybrid": {
         "plain": {"position_embedding_type": "rope"},
         "no_positions": {"layer_types": ["attention"] * 3, "attention_bias": True, "num_experts_per_tok": 3},
-        "no_experts": {"position_embedding_type": "rope", "num_local_experts": 0},
+        "no_experts": {"layer_types": ["mamba", "mamba", "attention"], "num_local_experts": 0},
+        "biases": {
+            "layer_types": None, "mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_n_groups": 1,
+            "mamba_d_conv": 3, "time_step_limit": [0.3, 1.2], "num_experts_per_tok": 3,
+        },
     },
     "helium": {"plain": {}, "biases": {"attention_bias": True, "mlp_bias": True, "rms_norm_eps": 1e-2}},
     "hunyuan_v1_dense": {
@@ -244,6 +264,23 @@ VARIANTS = {
     "mistral": {"plain": {"sliding_window": 7}, "no_window": {"sliding_window": None, "head_dim": 24}},
     "mixtral": {"plain": {}, "window": {"sliding_window": 7, "num_experts_per_tok": 3}},
     "nemotron": {"plain": {}, "biases": {"attention_bias": True, "mlp_bias": True, "norm_eps": 1e-2}},
+    "falcon_h1": {
+        "plain": {},
+        "norm": {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_d_ssm": None},
+        "biases": {
+            "mamba_rms_norm": True, "projectors_bias": True, "mamba_proj_bias": True, "mamba_conv_bias": False,
+            "attention_bias": True, "mlp_bias": True, "mamba_d_conv": 3, "head_dim": 24,
+        },
+    },
+    "nemotron_h": {
+        "plain": {},
+        "latent": {
+            "layers_block_type": [MOE, MLP, LINEAR_ATTENTION, FULL], "moe_latent_size": 24, "mlp_bias": True,
+            "use_bias": True, "use_conv_bias": False, "n_groups": 4, "conv_kernel": 3, "time_step_min": 0.5,
+            "n_group": 4, "topk_group": 2, "norm_topk_prob": False, "num_key_value_heads": 4,
+        },
+        "no_experts": {"layers_block_type": [LINEAR_ATTENTION, MLP, FULL, MLP], "mlp_hidden_act": "silu"},
+    },
     "olmo": {"plain": {}, "clip": {"clip_qkv": 0.7, "attention_bias": True}},
     "olmo2": {"plain": {}, "biases": {"attention_bias": True, "num_key_value_heads": 4, "rms_norm_eps": 1e-2}},
     "olmo3": {

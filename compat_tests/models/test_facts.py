@@ -14,7 +14,7 @@ from trl_jax import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl_jax.core.packed import reads_of_rows
 from trl_jax.hub.config import native
 from trl_jax.hub.families import read_arch
-from trl_jax.models.arch import Arch, Experts, GatedDelta, Latent, LayerKind, ShortConvolution
+from trl_jax.models.arch import Arch, Experts, GatedDelta, Latent, LayerKind, MixerScales, ShortConvolution, StateSpace
 from trl_jax.models.functional import merge
 from trl_jax.nn.mlp import ClampedSwiGLU
 from trl_jax.nn.rope import Rope
@@ -39,6 +39,7 @@ REFUSED = {
     "latent": ("deepseek_v3", "plain", Latent(32, 16, 10, 1e-6)),
     "short_convolution": ("lfm2", "biases", ShortConvolution(3, True)),
     "gated_delta": ("qwen3_next", "plain", GatedDelta(2, 4, 32, 12, 3)),
+    "state_space": ("granitemoehybrid", "plain", StateSpace(8, 16, 2, 12, 4, False, False, False, (0.0, 9.0))),
     "kinds": ("lfm2", "plain", (LayerKind("convolution"), LayerKind(), *(LayerKind("convolution"),) * 2)),
 }
 MISCOMPUTED = {
@@ -59,6 +60,8 @@ MISCOMPUTED = {
     "query_growth": ("ministral3", "plain", None),
     "embedding_scale": ("gemma", "plain", 1.0),
     "residual_scale": ("granite", "plain", 1.0),
+    "mixer_scales": ("falcon_h1", "plain", MixerScales(0.8, 0.7, 1.0, 0.6)),
+    "mlp_scales": ("falcon_h1", "plain", (1.2, 1.0)),
     "position_offset": ("opt", "plain", 0),
 }
 EXPERTS = {
@@ -80,6 +83,9 @@ EXPERTS_SHAPE = {
     "shared_gated": ("qwen2_moe", False),
     "correction_bias": ("deepseek_v3", False),
     "bias": ("gpt_oss", False),
+    "gated": ("qwen2_moe", False),
+    "latent_size": ("nemotron_h", 16),
+    "latent_bias": ("nemotron_h", True),
 }
 SWIGLU = {"alpha": 1.0, "limit": 0.9}
 ROPE = {

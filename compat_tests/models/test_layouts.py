@@ -34,7 +34,8 @@ CASES += [("gemma2", "plain"), ("phi3", "long"), ("smollm3", "plain"), ("gpt2", 
 # CASES, gradients too.
 UNLIKE = {
     "llama", "gemma2", "gemma3_text", "phi3", "smollm3", "gpt2", "gptj", "opt", "olmoe", "ministral3", "cohere2",
-    "lfm2", "lfm2_moe", "deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next", "qwen3_5_text",
+    "lfm2", "lfm2_moe", "deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next", "qwen3_5_text", "granitemoehybrid",
+    "nemotron_h", "falcon_h1",
 }  # fmt: skip
 ENCODERS = [("bert", "plain"), ("roberta", "plain"), ("modernbert", "biases"), ("electra", "plain")]
 GRADIENTS = [("llama", "yarn"), ("gemma2", "plain"), ("phi3", "long"), ("qwen3_moe", "window"), ("gpt2", "plain")]

@@ -11,6 +11,7 @@ import numpy as np
 
 from compat_tests.models import families
 from compat_tests.tiny import buffers_of, tiny_model
+from trl_jax.hub.families import families as native_families
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -164,11 +165,10 @@ def reference_gradients(model, folder: Path) -> dict[str, np.ndarray]:
     bare = type(model).__name__ == "Classifier"
     (model.body if bare else model).save_pretrained(folder)
     found = load_file(folder / "model.safetensors")
-    return (
-        {f"model.{name}": values for name, values in found.items()} | {"score.weight": model.score.detach().numpy()}
-        if bare
-        else found
-    )
+    if not bare:
+        return found
+    prefix = native_families()[model.body.config.model_type].base_prefix
+    return {prefix + name: values for name, values in found.items()} | {"score.weight": model.score.detach().numpy()}
 
 
 def reference_logits(folder: Path, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:

@@ -115,6 +115,10 @@ GRPO = {
         model=SMALL | {"model_type": "qwen3_5_text", "num_hidden_layers": 2, "full_attention_interval": 2},
         gradient_accumulation_steps=2,
     ),
+    "mamba": case(
+        model=SMALL | {"model_type": "nemotron_h", "layers_block_type": ["linear_attention", "full_attention", "mlp"]},
+        gradient_accumulation_steps=2,
+    ),
     "adapter": case(beta=0.05, num_iterations=2, peft_config=_lora),
 }  # fmt: skip
 RLOO = {

@@ -20,6 +20,7 @@ FAMILIES = {
     "gemma2": {"sliding_window": 7, "tie": True, "final_logit_softcapping": 8.0},
     "gemma3_text": {"sliding_window": 7, "tie": True},
     "cohere": {"tie": True, "logit_scale": 0.25},
+    "falcon_h1": {},
     "granite": {"logits_scaling": 3.0, "tie": True},
     "phi": {},
     "gpt_neox": {},
@@ -29,6 +30,9 @@ FAMILIES = {
     "deepseek_v3": {},
     "glm4_moe": {},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
+    # TRL's load balancing asks this config for num_experts, which it does not have
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "router_aux_loss_coef": 0.0},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
     "qwen3_5_text": {"full_attention_interval": 2},
     "qwen3_next": {"full_attention_interval": 2},
 }

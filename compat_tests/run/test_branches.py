@@ -21,11 +21,15 @@ OURS = {
 }  # fmt: skip
 
 
-# Windows that are shorter than the longer prompts; convolutions that begin with a prompt's last tokens.
-FACTS = {"llama": {}, "mistral": {"sliding_window": 8}, "lfm2": {"layer_types": ["conv", "full_attention"]}}
+# Windows that are shorter than the longer prompts; convolutions that begin with a prompt's last tokens, and states that
+# begin with the one behind it.
+FACTS = {
+    "llama": {}, "mistral": {"sliding_window": 8}, "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 0},
+}  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[thorough("llama"), "mistral", "lfm2"])
+@pytest.fixture(scope="module", params=[thorough("llama"), "mistral", "lfm2", "granitemoehybrid"])
 def models(checkpoint, request):
     facts = {"model_type": request.param} | FACTS[request.param]
     return [checkpoint(**facts, **branches.MODEL, seed=seed) for seed in (0, 1)]

@@ -73,7 +73,7 @@ def test_a_generation_keeps_the_heads_weight(make):
     kinds = {path: array.dtype for path, array in arrays.items()}
     assert kinds["lm_head.weight"] == jnp.float32 and jnp.bfloat16 in kinds.values()
     how = {"group": 1, "capacity": 32, "max_tokens": 64, "dtype": jnp.dtype("bfloat16"), "by_layer": False}
-    asked = (policy.graph, arrays, PROMPT[None].astype(np.int32), np.asarray([len(PROMPT)], np.int32))
+    asked = (policy.graph, arrays, PROMPT[None].astype(np.int32), np.asarray([len(PROMPT)], np.int32), len(PROMPT))
     exact, coarse = prefill(*asked, head_dtype=jnp.dtype("float32"), **how)[0], prefill(*asked, **how)[0]
     assert in_bfloat16(coarse) and not in_bfloat16(exact)
     np.testing.assert_allclose(exact, coarse, atol=0.1)

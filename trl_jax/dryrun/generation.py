@@ -14,7 +14,7 @@ import numpy as np
 from trl_jax.core.chips import Topology
 from trl_jax.data.layout.batch import padded_length
 from trl_jax.dryrun.compiler import Compiled, compiled_program
-from trl_jax.dryrun.step_flops import Map, attention_layers
+from trl_jax.dryrun.step_flops import Map, attention_layers, layers_with
 from trl_jax.dryrun.step_memory import FLOAT32, StepArguments, gathered, on_device, row_block
 from trl_jax.generation.chunk import Drawing, next_tokens
 from trl_jax.generation.decode import Decoding, Stops, begun, grown
@@ -97,16 +97,20 @@ def cache_bytes(arch: Any, size: Size, dtype: str) -> int:
     keys_values = attention_layers(arch) * arch.num_key_heads * channels * tokens
     inputs = 0 if arch.short_convolution is None else (arch.short_convolution.width - 1) * arch.hidden_size
     convolutions = (arch.num_layers - attention_layers(arch)) * inputs * size.completions
-    windows, states = _delta_states(arch)
+    windows, states = _recurrent_states(arch)
     channels = keys_values + convolutions + windows * size.completions
     return channels * jnp.dtype(dtype).itemsize + states * size.completions * FLOAT32
 
 
-def _delta_states(arch: Any) -> tuple[int, int]:
-    """Numbers that a completion keeps for its gated delta nets: inputs of their convolutions, and their states."""
+def _recurrent_states(arch: Any) -> tuple[int, int]:
+    """Numbers that a completion keeps for its layers with a state: inputs of their convolutions, and their states."""
+    if arch.state_space is not None:
+        facts, layers = arch.state_space, layers_with(arch, "mamba")
+        channels = 2 * facts.groups * facts.state_dim + facts.heads * facts.head_dim
+        return layers * (facts.width - 1) * channels, layers * facts.heads * facts.state_dim * facts.head_dim
     if arch.gated_delta is None:
         return 0, 0
-    facts, layers = arch.gated_delta, arch.num_layers - attention_layers(arch)
+    facts, layers = arch.gated_delta, layers_with(arch, "delta_net")
     channels = 2 * facts.key_heads * facts.key_dim + facts.value_heads * facts.value_dim
     return layers * (facts.width - 1) * channels, layers * facts.value_heads * facts.key_dim * facts.value_dim
 

@@ -13,7 +13,7 @@ from trl_jax.data.layout.batch import Batch
 from trl_jax.dryrun.compiler import Compiled
 from trl_jax.models.stack import in_a_stack
 from trl_jax.nn.attention.padded import QUERY_BLOCK
-from trl_jax.nn.delta_rule import CHUNK
+from trl_jax.nn.chunks import CHUNK
 
 
 class Map(NamedTuple):
@@ -55,11 +55,11 @@ def flops(maps: Sequence[Map], batch: Batch, arch: Any, *, causal: bool, remat: 
     Forward, two for each weight and token (Kaplan et al. 2020) and two for each product of a query with a key or a
     value. Backward, twice that, or once for frozen weights; and once more where layers are computed again. Attention is
     always computed again, because its weights are never kept: wholly on padded rows, the scores alone on packed rows.
-    Gated delta rules are, too.
+    Scans of layers with a state are, too.
     """
     times = sum(((3 if each.trains else 2) + bool(remat)) * each.size for each in maps)
     forward = 2 * times * math.prod(batch.tokens.shape)
-    attended, forward = _attention_flops(batch, arch, causal), forward + 4 * _delta_flops(batch, arch)
+    attended, forward = _attention_flops(batch, arch, causal), forward + 4 * _recurrent_flops(batch, arch)
     if batch.packed is None:
         return forward + 4 * attended
     return forward + (9 if remat else 7) * attended // 2
@@ -73,7 +73,7 @@ def reference_flops(maps: Sequence[Map], batch: Batch, arch: Any, *, causal: boo
     """
     times = sum(each.size for each in maps)
     layers = 2 * times * math.prod(batch.tokens.shape) + _attention_flops(batch, arch, causal)
-    layers += _delta_flops(batch, arch)
+    layers += _recurrent_flops(batch, arch)
     return layers + 2 * _targets(batch) * arch.vocab_size * arch.hidden_size
 
 
@@ -82,20 +82,28 @@ def _attention_flops(batch: Batch, arch: Any, causal: bool) -> int:
     return 4 * attended_keys(batch, causal) * attention_layers(arch) * channels_of(arch)
 
 
-def _delta_flops(batch: Batch, arch: Any) -> int:
-    """FLOPs of a forward pass's gated delta rules, chunk by chunk: products within it, the triangular system of each
-    head (half of a product), and the states that are read by keys and queries and written."""
-    facts = vars(arch).get("gated_delta")
-    if facts is None:
-        return 0
+def _recurrent_flops(batch: Batch, arch: Any) -> int:
+    """FLOPs of a forward pass's scans of layers with a state."""
     packed, chunk = batch.packed, min(CHUNK, batch.tokens.shape[-1])
     states = 1 if packed is None or (packed.prompt is None and packed.context is None) else 2
-    of_key_head = 4 * chunk * facts.key_dim
+    tokens = math.prod(batch.tokens.shape) // batch.tokens.shape[-1] * (-(-batch.tokens.shape[-1] // chunk) * chunk)
+    delta, space = (vars(arch).get(name) for name in ("gated_delta", "state_space"))
+    of_token = 0 if delta is None else layers_with(arch, "delta_net") * _of_delta(delta, chunk, states)
+    return tokens * (of_token if space is None else layers_with(arch, "mamba") * _of_state_space(space, chunk, states))
+
+
+def _of_delta(facts: Any, chunk: int, states: int) -> int:
+    """FLOPs a token of a gated delta rule: products within a chunk, the triangular system of each head (half of a
+    product), and the states that are read by keys and queries and written."""
     within = chunk * (3 * facts.value_dim + states * facts.key_dim)
     of_value_head = within + states * 6 * facts.key_dim * facts.value_dim
-    tokens = math.prod(batch.tokens.shape) // batch.tokens.shape[-1] * (-(-batch.tokens.shape[-1] // chunk) * chunk)
-    layers = arch.num_layers - attention_layers(arch)
-    return layers * tokens * (facts.key_heads * of_key_head + facts.value_heads * of_value_head)
+    return facts.key_heads * 4 * chunk * facts.key_dim + facts.value_heads * of_value_head
+
+
+def _of_state_space(facts: Any, chunk: int, states: int) -> int:
+    """FLOPs a token of a state space: products within a chunk, and the states that are read and written."""
+    of_head = 2 * facts.head_dim * (chunk + 2 * states * facts.state_dim)
+    return facts.groups * 2 * chunk * facts.state_dim + facts.heads * of_head
 
 
 def _targets(batch: Batch) -> int:
@@ -122,7 +130,12 @@ def attention_layers(arch: Any) -> int:
     """Layers that attend."""
     if "kinds" not in vars(arch) or arch.kinds is None:
         return arch.num_layers
-    return sum(kind.mixer == "attention" for kind in arch.kinds)
+    return layers_with(arch, "attention")
+
+
+def layers_with(arch: Any, mixer: str) -> int:
+    """Layers with this mixer, alone or beside another, of a model that names the kinds of its layers."""
+    return sum(kind.mixer is not None and mixer in kind.mixer.split("+") for kind in arch.kinds)
 
 
 def channels_of(arch: Any) -> int:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from trl_jax.core.packed import reads_of_rows
 from trl_jax.generation.decode import Decoding
-from trl_jax.generation.weights import trunk_of, unstacked
+from trl_jax.generation.weights import by_layers, trunk_of
 from trl_jax.models.functional import merge
 from trl_jax.nn.kv_cache import Cache, CachePlaces
 
@@ -44,12 +44,13 @@ def prefill(
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     reads = reads_of_rows(lengths - 1, tokens.shape[1])
     options = {"dtype": dtype, "max_tokens": max_tokens}
-    hidden, kept = trunk_of(model).with_keys(tokens, positions, reads, longest, **options)
+    trunk = trunk_of(model)
+    hidden, kept = trunk.with_keys(tokens, positions, reads, longest, **options)
     head_dtype = dtype if head_dtype is None else head_dtype
     logits = model.outputs(hidden.astype(dtype), None, head_dtype, None, 1.0).astype(jnp.float32)
     parts = [part.cache(lengths, group, capacity) for part in kept]
     if by_layer:
-        parts = [layer for part in parts for layer in unstacked(part)]
+        parts = by_layers(parts, trunk.arch)
     return logits, Cache(parts, CachePlaces(lengths, jnp.zeros_like(lengths), jnp.int32(0)))
 
 
@@ -77,8 +78,7 @@ def recomputed(
     positions = jnp.broadcast_to(jnp.arange(texts.shape[1], dtype=jnp.int32), texts.shape)
     reads = reads_of_rows(jnp.maximum(lengths, 1) - 1, texts.shape[1])
     options = {"dtype": dtype, "max_tokens": max_tokens}
-    _, kept = trunk_of(merge(graph, arrays)).with_keys(texts, positions, reads, longest, **options)
+    trunk = trunk_of(merge(graph, arrays))
+    _, kept = trunk.with_keys(texts, positions, reads, longest, **options)
     parts = [part.cache_of_texts(places, group, state.capacity) for part in kept]
-    if by_layer:
-        parts = [layer for part in parts for layer in unstacked(part)]
-    return state._replace(cache=Cache(parts, places))
+    return state._replace(cache=Cache(by_layers(parts, trunk.arch) if by_layer else parts, places))

@@ -52,12 +52,17 @@ def trunk_of(model: nnx.Module) -> nnx.Module:
 @partial(jax.jit, static_argnums=0)
 def _unstacked(graph: Any, arrays: dict[str, jax.Array]) -> list[nnx.State]:
     trunk = trunk_of(merge(graph, arrays))
-    return [layer for run in trunk.arch.runs for layer in unstacked(nnx.split(vars(trunk)[run.name])[1])]
+    return [layer for run in trunk.arch.runs for layer in unstacked(nnx.split(vars(trunk)[run.name])[1], run.count)]
 
 
-def unstacked(stack: Any) -> list[Any]:
-    """Each layer's of arrays with a leading axis L."""
-    return [jax.tree.map(lambda leaf: leaf[i], stack) for i in range(len(jax.tree.leaves(stack)[0]))]  # noqa: B023
+def unstacked(stack: Any, count: int) -> list[Any]:
+    """Each layer's of arrays with a leading axis L of `count` layers."""
+    return [jax.tree.map(lambda leaf: leaf[i], stack) for i in range(count)]  # noqa: B023
+
+
+def by_layers(parts: list[Any], arch: Any) -> list[Any]:
+    """Of each layer, from those of each run of layers."""
+    return [layer for part, run in zip(parts, arch.runs, strict=True) for layer in unstacked(part, run.count)]
 
 
 def layers_for_decoding(graph: Any, arrays: dict[str, jax.Array], platform: str) -> list[nnx.State] | None:

@@ -15,7 +15,7 @@ from trl_jax.hub.config.reader import read_config
 from trl_jax.hub.exported.backend import load_exported
 from trl_jax.hub.exported.model_types import is_exported
 from trl_jax.hub.exported.positions import max_positions
-from trl_jax.hub.families import families, native_types
+from trl_jax.hub.families import families
 from trl_jax.hub.heads import HeadName, check_labels
 from trl_jax.hub.load_arguments import checked_arguments
 from trl_jax.hub.native_backend import NativeBackend, load_native, outline_native
@@ -168,7 +168,7 @@ def find_checkpoint(name: str, *, head: HeadName = "score", dtype: Any = "auto",
     if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
         return _find_adapted(folder, repository, head, dtype, fetch)
     raw, path = read_config(folder), folder / "config.json"
-    if is_exported(raw, native_types(raw), path, head):
+    if is_exported(raw, families(), path, head):
         config = transformers_config(raw, path, head)
         size = config.get_text_config().vocab_size
         return Checkpoint(name, folder, repository, config, head, dtype, None, size, max_positions(config, head))

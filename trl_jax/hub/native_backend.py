@@ -48,7 +48,7 @@ class NativeBackend(Backend):
         self.buffers = frozenset(path for path in self.tensors if path.endswith(_BUFFERS))
         self.ignores_types = self.causal = causal
         self.takes_packed, self.drops_out = causal or arch.takes_packed, arch.drops_out
-        self.takes_stripes = causal and arch.short_convolution is None and arch.gated_delta is None
+        self.takes_stripes = causal and not (arch.short_convolution or arch.gated_delta or arch.state_space)
         self.window = narrowest_window(arch.windows)
         self.has_routers = causal and arch.experts is not None
         self.heads = {"heads": arch.num_heads} | ({"key heads": arch.num_key_heads} if causal else {})

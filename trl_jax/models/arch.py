@@ -27,8 +27,10 @@ class Experts:
     `renormalised`: the weights of the selected ones are made to add up to 1, but for what `weight_floor` adds to their
     sum ("sigmoid") or holds it up to ("softmax"); `scale` then multiplies them. `shared_size`: the width of an expert
     that sees every token, behind a sigmoid gate where `shared_gated`; None without it. `float32_router`: it computes in
-    float32, whatever other layers do. `bias`: the router and every map of an expert have one. `swiglu`: joins gate and
-    up in the place of the arch's activation; None leaves it to that.
+    float32, whatever other layers do. `bias`: the router and every map of an expert have one. `gated`: experts are as
+    gated MLPs are. `swiglu`: joins gate and up in the place of the arch's activation; None leaves it to that. With
+    `latent_size`, experts that do not see every token compute in so many channels, which a linear map makes of the
+    token's and another brings back; `latent_bias`: these and the expert that sees every token have biases.
 
     `correction_bias`: a number of each expert that is added to its weight for the selection alone, and never trained.
     Of `groups` of experts, the best `top_groups` are selected from; a group is as good as its best `group_best` experts
@@ -51,6 +53,9 @@ class Experts:
     groups: int = 1
     top_groups: int = 1
     group_best: int = 2
+    gated: bool = True
+    latent_size: int | None = None
+    latent_bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,12 +92,44 @@ class GatedDelta:
 
 
 @dataclass(frozen=True)
-class LayerKind:
-    """The parameters that a layer has: `mixer` is "attention", "convolution" or "delta_net"; `experts`: whether these
-    are in the place of the MLP."""
+class StateSpace:
+    """Mamba-2 in place of attention: `heads` of `head_dim` channels, each with a state of `state_dim` rows; those of
+    one of `groups` write and read with the same. Its convolution sees a token and the `width` - 1 before it; `bias` is
+    of its linear maps, `out_bias` of the last. Steps of time are within `dt_limits`. `norm` is "after_gate" or
+    "before_gate", or None without one; `scales` multiply what the first map gives: gate, x, B, C and steps."""
 
-    mixer: str = "attention"
+    heads: int
+    head_dim: int
+    groups: int
+    state_dim: int
+    width: int
+    convolution_bias: bool
+    bias: bool
+    out_bias: bool
+    dt_limits: tuple[float, float]
+    norm: str | None = "after_gate"
+    scales: tuple[float, float, float, float, float] = (1.0,) * 5
+
+
+@dataclass(frozen=True)
+class MixerScales:
+    """What multiplies the inputs and the results of attention and of Mamba-2 side by side."""
+
+    attention_in: float
+    attention_out: float
+    mamba_in: float
+    mamba_out: float
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """The parameters that a layer has: `mixer` is "attention", "convolution", "delta_net", "mamba", "attention+mamba"
+    for both side by side, or None where it has none; `experts`: whether these are in the place of the MLP; `mlp`:
+    whether it has either of them."""
+
+    mixer: str | None = "attention"
     experts: bool = False
+    mlp: bool = True
 
 
 class Run(NamedTuple):
@@ -127,7 +164,8 @@ class Arch:
     `counts_visible`, positions count the visible tokens only. With `scale_in_table`, `embedding_scale` belongs to
     the table of tokens, so that noise comes after it. `padding_idx` is the row of the embedding that never trains.
 
-    `kinds` is None where all layers attend, and have experts if there are any.
+    `kinds` is None where all layers attend, and have experts if there are any. `mlp_scales` multiply what the MLP's
+    gate is computed of, and what the MLP gives.
 
     A language model's head computes with the table of tokens where `tied_embeddings`; its logits are multiplied by
     `logit_scale`, and then bounded by `logit_softcap * tanh(logits / logit_softcap)`.
@@ -171,6 +209,9 @@ class Arch:
     latent: Latent | None = None
     short_convolution: ShortConvolution | None = None
     gated_delta: GatedDelta | None = None
+    state_space: StateSpace | None = None
+    mixer_scales: MixerScales | None = None
+    mlp_scales: tuple[float, float] = (1.0, 1.0)
     kinds: tuple[LayerKind, ...] | None = None
     attention_dropout: float = 0.0
     embedding_dropout: float = 0.0

@@ -16,10 +16,12 @@ from trl_jax.nn.attention.inputs import AttentionInputs
 from trl_jax.nn.attention.latent import LatentAttention
 from trl_jax.nn.delta_net import GatedDeltaNet
 from trl_jax.nn.dropout import dropout_or_none
-from trl_jax.nn.kv_cache import Kept
+from trl_jax.nn.kv_cache import Kept, NothingKept
+from trl_jax.nn.mamba2 import Mamba2
 from trl_jax.nn.mlp import MLP
 from trl_jax.nn.moe import MoE
 from trl_jax.nn.norm import Norm
+from trl_jax.nn.parallel_mixers import ParallelMixers
 from trl_jax.nn.short_convolution import GatedShortConvolution
 
 EMBEDDING, _ATTENTION, _ATTENTION_OUT, _MLP_OUT = range(4)  # places of dropout
@@ -36,17 +38,17 @@ class BlockOutputs(NamedTuple):
 
 class Block(nnx.Module):
     """One layer: attention, or what stands in its place, and MLP with the norms that `arch.block` names, one after the
-    other or side by side."""
+    other or side by side; of some kinds one of the two alone, with its own norms."""
 
     def __init__(self, arch: Arch, kind: LayerKind):
         def norm(name: str) -> Norm | None:
-            there = name in BLOCKS[arch.block]
+            there = name in BLOCKS[arch.block] and (kind.mlp if name.startswith("mlp") else kind.mixer is not None)
             return Norm(arch.hidden_size, kind=arch.norm, eps=arch.norm_eps) if there else None
 
         self.attention_norm, self.attention_out_norm = norm("attention_norm"), norm("attention_out_norm")
         self.mlp_norm, self.mlp_out_norm = norm("mlp_norm"), norm("mlp_out_norm")
-        self.attention = _mixer(arch, kind)
-        self.mlp = _mlp(arch, kind)
+        self.attention = None if kind.mixer is None else _mixer(arch, kind)
+        self.mlp = _mlp(arch, kind) if kind.mlp else None
         self.arch, self.kind = arch, kind
 
     def __call__(
@@ -64,7 +66,9 @@ class Block(nnx.Module):
         autocast.
         """
         x = apply(self.attention_norm, h).astype(dtype)
-        attended, kept = self._attend(x, inputs, key)
+        attended, kept = (0.0, NothingKept()) if self.attention is None else self._attend(x, inputs, key)
+        if self.mlp is None:
+            return BlockOutputs(h + attended, kept, None)
         if self.arch.block == "parallel":
             h = h + attended
         elif self.arch.block == "parallel_two_norms":
@@ -89,7 +93,14 @@ class Block(nnx.Module):
         return scaled(apply(dropout_or_none(arch.mlp_out_dropout, key, _MLP_OUT), out), arch.residual_scale)
 
 
-def _mixer(arch: Arch, kind: LayerKind) -> Attention | LatentAttention | GatedShortConvolution | GatedDeltaNet:
+def _mixer(
+    arch: Arch, kind: LayerKind
+) -> Attention | LatentAttention | GatedShortConvolution | GatedDeltaNet | Mamba2 | ParallelMixers:
+    if kind.mixer == "attention+mamba":
+        mamba = Mamba2(arch.hidden_size, arch.state_space, eps=arch.norm_eps)
+        return ParallelMixers(Attention(arch), mamba, arch.mixer_scales)
+    if kind.mixer == "mamba":
+        return Mamba2(arch.hidden_size, arch.state_space, eps=arch.norm_eps)
     if kind.mixer == "delta_net":
         return GatedDeltaNet(arch.hidden_size, arch.gated_delta, eps=arch.norm_eps)
     if kind.mixer == "convolution":
@@ -100,7 +111,8 @@ def _mixer(arch: Arch, kind: LayerKind) -> Attention | LatentAttention | GatedSh
 def _mlp(arch: Arch, kind: LayerKind) -> MLP | MoE:
     if kind.experts:
         return MoE(arch.hidden_size, arch.experts, activation=arch.activation)
-    return MLP(arch.hidden_size, arch.mlp_size, activation=arch.activation, gated=arch.gated, bias=arch.mlp_bias)
+    maps = {"activation": arch.activation, "gated": arch.gated, "bias": arch.mlp_bias}
+    return MLP(arch.hidden_size, arch.mlp_size, scales=arch.mlp_scales, **maps)
 
 
 def scaled(x: jax.Array, scale: float) -> jax.Array:

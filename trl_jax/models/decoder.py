@@ -190,6 +190,7 @@ class Decoder(nnx.Module):
             shared = shared._replace(growth=(1 + arch.query_growth.beta * jnp.log1p(turns))[..., None, None])
         if arch.short_convolution is not None and shared.packed is not None:
             shared = shared._replace(before=places_before(shared.packed, arch.short_convolution.width - 1))
-        if arch.gated_delta is not None and shared.packed is not None:
-            shared = shared._replace(order=text_order(shared.packed, arch.gated_delta.width - 1))
+        recurrent = arch.gated_delta or arch.state_space
+        if recurrent is not None and shared.packed is not None:
+            shared = shared._replace(order=text_order(shared.packed, recurrent.width - 1))
         return shared._replace(**angles), LayerInputs(rope, scale, window)

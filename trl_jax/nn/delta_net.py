@@ -11,7 +11,7 @@ from trl_jax.nn.delta_rule import delta_rule, delta_step
 from trl_jax.nn.kv_cache import RecurrentState
 from trl_jax.nn.linear import Linear
 from trl_jax.nn.norm import Norm
-from trl_jax.nn.short_convolution import with_tokens_before
+from trl_jax.nn.short_convolution import silu_convolved
 
 _LEAST_SQUARE = 1e-6  # is added to the squared length of a query or key
 
@@ -69,18 +69,14 @@ class GatedDeltaNet(nnx.Module):
         facts = self.facts
         projected = jnp.concatenate([self.q(x_RTD), self.k(x_RTD), self.v(x_RTD)], axis=-1)
         weight = jnp.concatenate([self.q_convolution[...], self.k_convolution[...], self.v_convolution[...]])[:, 0]
-        before = None if inputs.order is None else inputs.order.before
-        seen_RTWD = with_tokens_before(projected, facts.width - 1, before, inputs.cache)
-        weight = weight.astype(x_RTD.dtype).astype(jnp.float32)
-        taps = (seen_RTWD[:, :, at].astype(jnp.float32) * weight[:, at] for at in range(facts.width))
-        convolved = jax.nn.silu(sum(taps).astype(x_RTD.dtype)).astype(jnp.float32)
+        convolved, window = silu_convolved(projected, weight, None, inputs)
         keys, shape = facts.key_heads * facts.key_dim, convolved.shape[:2]
         q, k = (
             _unit(part.reshape(*shape, facts.key_heads, facts.key_dim))
             for part in (convolved[..., :keys], convolved[..., keys : 2 * keys])
         )
         v = convolved[..., 2 * keys :].reshape(*shape, facts.key_heads, -1, facts.value_dim)
-        return q * facts.key_dim**-0.5, k, v, seen_RTWD[:, :, 1:]
+        return q * facts.key_dim**-0.5, k, v, window
 
     def _gates(self, x_RTD: jax.Array, lengths: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """Logarithms of decays and strengths, float32 `[R, T, K, G]`; behind a text's end a state stays as it is."""

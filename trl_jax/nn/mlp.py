@@ -60,15 +60,31 @@ class ClampedSwiGLU:
 
 
 class MLP(nnx.Module):
-    """`down(activation(up(x)))`, or gated: `down(activation(gate(x)) * up(x))` (Shazeer 2020, arXiv:2002.05202)."""
+    """`down(activation(up(x)))`, or gated: `down(activation(gate(x)) * up(x))` (Shazeer 2020, arXiv:2002.05202).
+    `scales` multiply what gate gives, and what down gives."""
 
-    def __init__(self, features: int, hidden: int, *, activation: str, gated: bool = True, bias: bool = False):
+    def __init__(
+        self,
+        features: int,
+        hidden: int,
+        *,
+        activation: str,
+        gated: bool = True,
+        bias: bool = False,
+        scales: tuple[float, float] = (1.0, 1.0),
+    ):
         self.gate = Linear(features, hidden, bias=bias, axes=("mlp", "embed")) if gated else None
         self.up = Linear(features, hidden, bias=bias, axes=("mlp", "embed"))
         self.down = Linear(hidden, features, bias=bias, axes=("embed", "mlp"))
-        self.activation = XIELU() if activation == XIELU_NAME else ACTIVATIONS[activation]
+        self.activation, self.scales = XIELU() if activation == XIELU_NAME else ACTIVATIONS[activation], scales
 
     def __call__(self, x: jax.Array, *, dropout: Dropout | None = None) -> jax.Array:
         """`[..., D]` to the same; `dropout` is applied before the way down."""
-        hidden = self.activation(self.up(x)) if self.gate is None else self.activation(self.gate(x)) * self.up(x)
-        return self.down(hidden if dropout is None else dropout(hidden))
+        of_gate, of_down = self.scales
+        if self.gate is None:
+            hidden = self.activation(self.up(x))
+        else:
+            gate = self.gate(x)
+            hidden = self.activation(gate if of_gate == 1.0 else gate * of_gate) * self.up(x)
+        out = self.down(hidden if dropout is None else dropout(hidden))
+        return out if of_down == 1.0 else out * of_down

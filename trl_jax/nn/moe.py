@@ -15,10 +15,10 @@ from trl_jax.nn.mlp import ACTIVATIONS, MLP
 
 
 class MoE(nnx.Module):
-    """Routing to the `top_k` gated experts of the highest scores (Shazeer et al. 2017, arXiv:1701.06538).
+    """Routing to the `top_k` experts of the highest scores (Shazeer et al. 2017, arXiv:1701.06538).
 
-    `experts` is a models.arch.Experts, which says how scores become weights. Weights are stacked: gate and up `[E, F,
-    D]`, down `[E, D, F]`; each may have adapters beside it, and a bias `[E, F]` or `[E, D]`.
+    `experts` is a models.arch.Experts, which says how scores become weights. Weights are stacked: gate, where there is
+    one, and up `[E, F, D]`, down `[E, D, F]`; each may have adapters beside it, and a bias `[E, F]` or `[E, D]`.
     """
 
     gate_lora: ExpertsLora | None
@@ -27,8 +27,10 @@ class MoE(nnx.Module):
 
     def __init__(self, features: int, experts, *, activation: str):
         self.router = Linear(features, experts.count, bias=experts.bias, axes=("", "embed"))
-        inner, outer = (experts.count, experts.size, features), (experts.count, features, experts.size)
-        self.gate = nnx.Param(jnp.zeros(inner, jnp.float32), axes=("experts", "mlp", "embed"))
+        width = features if experts.latent_size is None else experts.latent_size
+        inner, outer = (experts.count, experts.size, width), (experts.count, width, experts.size)
+        gate = nnx.Param(jnp.zeros(inner, jnp.float32), axes=("experts", "mlp", "embed"))
+        self.gate = gate if experts.gated else None
         self.up = nnx.Param(jnp.zeros(inner, jnp.float32), axes=("experts", "mlp", "embed"))
         self.down = nnx.Param(jnp.zeros(outer, jnp.float32), axes=("experts", "embed", "mlp"))
         self.gate_lora, self.up_lora, self.down_lora = nnx.data(None), nnx.data(None), nnx.data(None)
@@ -36,9 +38,15 @@ class MoE(nnx.Module):
         self.down_bias = _biases(experts, features, "embed")
         corrected, shared = experts.correction_bias, experts.shared_size
         self.correction_bias = nnx.Param(jnp.zeros(experts.count, jnp.float32), axes=("",)) if corrected else None
-        self.shared = None if shared is None else MLP(features, shared, activation=activation)
+        maps = {"activation": activation, "gated": experts.gated, "bias": experts.latent_bias}
+        self.shared = None if shared is None else MLP(features, shared, **maps)
         gated = shared is not None and experts.shared_gated
         self.shared_gate = Linear(features, 1, axes=("", "embed")) if gated else None
+        into, back = (width, features), (features, width)
+        self.into_latent, self.from_latent = (
+            None if experts.latent_size is None else Linear(*size[::-1], bias=experts.latent_bias, axes=axes)
+            for size, axes in ((into, ("", "embed")), (back, ("embed", "")))
+        )
         self.experts, self.activation = experts, ACTIVATIONS[activation]
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -50,10 +58,17 @@ class MoE(nnx.Module):
         return mixed.reshape(x.shape)
 
     def _routed(self, x: jax.Array) -> jax.Array:
+        routes = self._route(x)
+        if self.into_latent is None:
+            return self._divided(x, *routes)
+        return self.from_latent(self._divided(self.into_latent(x), *routes))
+
+    def _divided(self, x: jax.Array, weights: jax.Array, selected: jax.Array) -> jax.Array:
+        """What the experts give, each device its own where the tensor axis divides them."""
         count, devices = self.experts.count, jax.sharding.get_abstract_mesh().shape.get(TENSOR, 1)
         experts = self._matrices()
         if devices == 1 or count % devices:
-            return self._mixed(x, *self._route(x), None, *experts)
+            return self._mixed(x, weights, selected, None, *experts)
 
         def of_device(*arguments):
             return jax.lax.psum(self._mixed(*arguments), TENSOR)
@@ -61,7 +76,7 @@ class MoE(nnx.Module):
         divided, first = PartitionSpec(TENSOR), jnp.arange(0, count, count // devices)
         places = (*[PartitionSpec()] * 3, *[divided] * 4)
         run = jax.shard_map(of_device, in_specs=places, out_specs=PartitionSpec(), axis_names={TENSOR}, check_vma=False)
-        return run(x, *self._route(x), first, *experts)
+        return run(x, weights, selected, first, *experts)
 
     def router_sums(self, x: jax.Array, counted: jax.Array) -> RouterSums:
         """Sums of this layer over the tokens of `x` `[..., D]`, each as often as it is `counted` `[...]`."""
@@ -71,14 +86,15 @@ class MoE(nnx.Module):
         sent = jnp.zeros(self.experts.count).at[selected].add(weight[:, None])
         return RouterSums(sent, weight @ probabilities, jnp.sum(weight))
 
-    def _matrices(self) -> list[tuple[jax.Array | None, ...]]:
-        """Of gate, up and down: the bias or None, W, and where there are adapters A and B."""
+    def _matrices(self) -> list[tuple[jax.Array | None, ...] | None]:
+        """Of gate, up and down: the bias or None, W, and where there are adapters A and B; None where there is none."""
         parts = (
             (self.gate_bias, self.gate, self.gate_lora),
             (self.up_bias, self.up, self.up_lora),
             (self.down_bias, self.down, self.down_lora),
         )
         return [
+            None if weight is None else
             (None if bias is None else bias[...], weight[...], *(() if lora is None else (lora.a[...], lora.b[...])))
             for bias, weight, lora in parts
         ]
@@ -90,14 +106,15 @@ class MoE(nnx.Module):
             expert = (expert - first[0]) % count  # these come first, tokens of others behind
         order = jnp.argsort(expert, stable=True)  # a token's place times top_k, sorted by expert
         token = order // self.experts.top_k
-        sizes = jnp.bincount(expert, length=count)[: len(gate[1])]
+        sizes = jnp.bincount(expert, length=count)[: len(up[1])]
         sorted_x = x[token]
 
         def mapped(x: jax.Array, bias: jax.Array | None, *matrices: jax.Array) -> jax.Array:
             y = adapted_dot(x, sizes, *matrices)
             return y if bias is None else y + bias.astype(y.dtype).at[expert[order]].get(mode="clip")
 
-        hidden = self._joined(mapped(sorted_x, *gate), mapped(sorted_x, *up))
+        hidden = mapped(sorted_x, *up)
+        hidden = self.activation(hidden) if gate is None else self._joined(mapped(sorted_x, *gate), hidden)
         out = mapped(hidden, *down) * weights.reshape(-1)[order][:, None].astype(x.dtype)
         if first is not None:
             out = jnp.where(jnp.arange(len(out))[:, None] < jnp.sum(sizes), out, 0)

@@ -37,19 +37,23 @@ NORMS = {
 
 
 class Norm(nnx.Module):
-    """A norm of one of `NORMS`; parameters of `shape`, whose last axis is the one normed."""
+    """A norm of one of `NORMS`; parameters of `shape`, whose last axis is the one normed, each of `groups` equal parts
+    of it by itself."""
 
-    def __init__(self, *shape: int, kind: str, eps: float):
-        self.kind, self.eps = NORMS[kind], eps
+    def __init__(self, *shape: int, kind: str, eps: float, groups: int = 1):
+        self.kind, self.eps, self.groups = NORMS[kind], eps, groups
         axes = ("norm",) * len(shape)
         self.weight = nnx.Param(jnp.ones(shape, jnp.float32), axes=axes) if self.kind.weighted else None
         self.bias = nnx.Param(jnp.zeros(shape, jnp.float32), axes=axes) if self.kind.biased else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = x.astype(jnp.float32)
+        if self.groups > 1:
+            y = y.reshape(*x.shape[:-1], self.groups, -1)
         if self.kind.centred:
             y = y - jnp.mean(y, axis=-1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
+        y = y.reshape(x.shape)
         if self.kind.scales_rounded:
             y = y.astype(x.dtype)
         if self.weight is not None:

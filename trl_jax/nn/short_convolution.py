@@ -42,6 +42,21 @@ class GatedShortConvolution(nnx.Module):
         return self.o(self.out_gate(x_RTD) * convolved), ConvolutionInputs(seen_RTWD[:, :, 1:])
 
 
+def silu_convolved(
+    x_RTD: jax.Array, weight_DW: jax.Array, bias_D: jax.Array | None, inputs: AttentionInputs
+) -> tuple[jax.Array, jax.Array]:
+    """The SiLU of each channel's convolution over a token and those before it, float32 `[R, T, D]`, and the window
+    `[R, T, W, D]` that the next token sees; the convolution of layers with a state."""
+    width = weight_DW.shape[1]
+    before = None if inputs.order is None else inputs.order.before
+    seen_RTWD = with_tokens_before(x_RTD, width - 1, before, inputs.cache)
+    weight = weight_DW.astype(x_RTD.dtype).astype(jnp.float32)
+    convolved = sum(seen_RTWD[:, :, at].astype(jnp.float32) * weight[:, at] for at in range(width))
+    if bias_D is not None:
+        convolved = convolved + bias_D.astype(x_RTD.dtype).astype(jnp.float32)
+    return jax.nn.silu(convolved.astype(x_RTD.dtype)).astype(jnp.float32), seen_RTWD[:, :, 1:]
+
+
 def with_tokens_before(
     x_RTD: jax.Array, count: int, before: jax.Array | None, cache: ConvolutionCache | RecurrentCache | None
 ) -> jax.Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trl_jax.hub.config.reader import ConfigReader
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 def read_layer_types(config: ConfigReader, default: list[str]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 from flax import nnx
 
 from trl_jax.hub.checkpoint.tensor_map import Names
-from trl_jax.hub.config.reader import read_config
+from trl_jax.hub.config.reader import read_config, with_floats
 from trl_jax.hub.families import Family, read_arch
 from trl_jax.hub.heads import CONFIG_VALUES, Draw, Head, HeadName
 
@@ -78,7 +78,7 @@ def transformers_config(raw: dict[str, Any], path: Path, head: HeadName) -> Any:
     from transformers import CONFIG_MAPPING
 
     try:
-        values = _with_floats(copy.deepcopy(raw))  # its classes change what they are given
+        values = with_floats(copy.deepcopy(raw))  # its classes change what they are given
         config = CONFIG_MAPPING[raw["model_type"]].from_dict(values, name_or_path=path.parent, **CONFIG_VALUES[head])
     except Exception as error:  # its classes check their keys with errors of many types, none of which names the file
         raise ValueError(f"{path}: transformers refuses it: {error}. Correct that key.") from error
@@ -102,15 +102,6 @@ def _different(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
         parts = isinstance(value, dict) and isinstance(before.get(key), dict)
         found[key] = _different(before[key], value) if parts else value
     return found
-
-
-def _with_floats(value: Any) -> Any:
-    """Numbers that JSON does not have in the place of what transformers writes for them: {"__float__": "Infinity"}."""
-    if isinstance(value, dict):
-        if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
-            return float(value["__float__"])
-        return {key: _with_floats(part) for key, part in value.items()}
-    return [_with_floats(part) for part in value] if isinstance(value, list) else value
 
 
 def _head_of(family: Family, head: HeadName, path: Path) -> Head:

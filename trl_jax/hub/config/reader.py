@@ -107,6 +107,14 @@ class ConfigReader:
             raise self.wrong(key, value, "a list of numbers above 0")
         return tuple(map(float, value))
 
+    def limits(self, key: str) -> tuple[float, float]:
+        """Two numbers from 0 on, the second one no smaller, and infinite where it is no limit."""
+        value = with_floats(self.value(key))
+        two = isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(x, int | float) for x in value)
+        if not two or not 0 <= value[0] <= value[1]:
+            raise self.wrong(key, value, "a lower and an upper limit")
+        return float(value[0]), float(value[1])
+
     def names(self, key: str) -> list[str] | None:
         """A list of strings; None where the key is absent or null."""
         value = self.value(key)
@@ -128,6 +136,15 @@ class ConfigReader:
                 f"{keys}. They might change what the model computes, so they are not ignored. Remove them if they "
                 "have no effect."
             )
+
+
+def with_floats(value: Any) -> Any:
+    """Numbers that JSON does not have in the place of what transformers writes for them: {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+            return float(value["__float__"])
+        return {key: with_floats(part) for key, part in value.items()}
+    return [with_floats(part) for part in value] if isinstance(value, list) else value
 
 
 def read_config(folder: Path) -> dict[str, Any]:

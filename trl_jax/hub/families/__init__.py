@@ -32,7 +32,6 @@ class Family:
         carried: a regular expression of tensors that no text is computed with; they are saved as they came.
         in_float32: a regular expression of tensors that stay float32 where the model is loaded with sixteen bits
             (transformers' `_keep_in_fp32_modules_strict`).
-        covers: whether the model of a config.json of this type is computed here; the others are exported.
         linear_router: whether transformers' router of experts is a linear map, which PEFT adapts like others.
         in_transformers: whether transformers has a class of this model with the score head.
     """
@@ -49,7 +48,6 @@ class Family:
     ignored: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$", r"^lm_head\.bias$")
     carried: str | None = None
     in_float32: str | None = None
-    covers: Callable[[dict[str, Any]], bool] = lambda raw: True
     linear_router: bool = False
     in_transformers: bool = True
 
@@ -67,11 +65,6 @@ def families() -> dict[str, Family]:
     """The family of every file here, by model_type."""
     found = [import_module(f"{__name__}.{module.name}").FAMILY for module in iter_modules(__path__)]
     return {family.model_type: family for family in found}
-
-
-def native_types(raw: dict[str, Any]) -> set[str]:
-    """The model types that are computed here, given a config.json: of some, not all models are."""
-    return {kind for kind, family in families().items() if family.covers(raw)}
 
 
 def family_of(raw: dict[str, Any], source: Path) -> Family:

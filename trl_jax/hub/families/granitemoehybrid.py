@@ -1,46 +1,73 @@
-"""granitemoehybrid: granitemoe with an MLP that sees every token, alone or beside experts; of those without Mamba."""
+"""granitemoehybrid: Granite 4: Mamba-2, attention in some of the layers, and an MLP that sees every token, alone or
+beside experts."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from trl_jax.hub.checkpoint.tensor_map import Names
-from trl_jax.hub.config.layer_types import FULL
+from trl_jax.hub.checkpoint.tensor_map import Names, in_runs
+from trl_jax.hub.checkpoint.tensor_slices import concatenated
+from trl_jax.hub.config.layer_types import FULL, LINEAR
 from trl_jax.hub.config.reader import ConfigReader
 from trl_jax.hub.families import Family, granite, granitemoe, llama, phi3
-from trl_jax.models.arch import Arch, Experts
+from trl_jax.models.arch import Arch, Experts, LayerKind, StateSpace
 
-_OF_MAMBA = (
-    "mamba_chunk_size", "mamba_conv_bias", "mamba_d_conv", "mamba_d_head", "mamba_d_state", "mamba_expand",
-    "mamba_n_groups", "mamba_n_heads", "mamba_proj_bias", "time_step_limit",
-)  # fmt: skip
-_ATTEND = {"attention", FULL}
+_OLD_NAMES = {"mamba": LINEAR, "attention": FULL}
 _OF_EXPERTS = ("num_experts_per_tok", "output_router_logits", "router_aux_loss_coef")
-
-
-def covers(raw: dict[str, Any]) -> bool:
-    """Whether all layers attend."""
-    types = raw.get("layer_types") or raw.get("layers_block_type")
-    return isinstance(types, list) and set(map(str, types)) <= _ATTEND
+OURS = "decoder.layers.attention."
 
 
 def arch(config: ConfigReader) -> Arch:
-    for key in (*_OF_MAMBA, *_OF_EXPERTS, "init_method"):
+    for key in (*_OF_EXPERTS, "init_method"):
         config.value(key)
     config.refuse("normalization_function", "rmsnorm")
     base, shared_size = granite.arch(config), config.size("shared_intermediate_size")
-    types = config.names("layer_types") or config.names("layers_block_type") or []
-    if len(types) != base.num_layers or set(types) - _ATTEND:
-        raise config.wrong("layer_types", types, f"{base.num_layers} times {FULL!r}: layers of Mamba are not computed")
+    experts, mixers = _experts(config, base, shared_size), _mixers(config, base.num_layers)
     rotates = config.one_of("position_embedding_type", ("rope", "nope", None)) == "rope"
     return replace(
         base,
         mlp_size=shared_size,
         mlp_bias=False,
         ropes=base.ropes if rotates else (None,) * base.num_layers,
-        experts=_experts(config, base, shared_size),
+        experts=experts,
+        state_space=read_state_space(config, config.size("mamba_expand") * base.hidden_size, mixers),
+        kinds=tuple(LayerKind(mixer, experts is not None) for mixer in mixers),
     )
+
+
+def _mixers(config: ConfigReader, num_layers: int) -> list[str]:
+    types = config.names("layer_types") or config.names("layers_block_type") or [LINEAR] * num_layers
+    types = [_OLD_NAMES.get(kind, kind) for kind in types]
+    if len(types) != num_layers or set(types) - {LINEAR, FULL}:
+        raise config.wrong("layer_types", types, f"{num_layers} of {LINEAR!r} and {FULL!r}")
+    return ["mamba" if kind == LINEAR else "attention" for kind in types]
+
+
+def read_state_space(config: ConfigReader, inner: int, mixers: list[str | None]) -> StateSpace | None:
+    """That of layers with `inner` channels; None where no mixer is Mamba alone."""
+    config.value("mamba_chunk_size")  # changes nothing that is computed
+    heads, groups = config.size("mamba_n_heads"), config.size("mamba_n_groups")
+    auto = config.value("mamba_d_head") in (None, "auto")
+    head_dim = inner // heads if auto else config.size("mamba_d_head")
+    found = StateSpace(
+        heads,
+        head_dim,
+        groups,
+        state_dim=config.size("mamba_d_state"),
+        width=config.size("mamba_d_conv", minimum=2),
+        convolution_bias=config.flag("mamba_conv_bias", True),
+        bias=config.flag("mamba_proj_bias"),
+        out_bias=config.flag("mamba_proj_bias"),
+        dt_limits=config.limits("time_step_limit"),
+    )
+    if "mamba" not in mixers:
+        return None
+    config.refuse("hidden_act", "silu")  # which the convolution has, too
+    if heads * head_dim != inner:
+        raise config.wrong("mamba_n_heads", heads, f"a number of heads of {head_dim} channels, {inner} together")
+    if heads % groups:
+        raise config.wrong("mamba_n_heads", heads, f"a multiple of mamba_n_groups {groups}")
+    return found
 
 
 def _experts(config: ConfigReader, base: Arch, shared_size: int) -> Experts | None:
@@ -50,23 +77,37 @@ def _experts(config: ConfigReader, base: Arch, shared_size: int) -> Experts | No
 
 
 def names(arch: Arch) -> Names:
-    """Attention is made last, behind the MLP."""
-    found, layer, parts = llama.names(arch), "decoder.layers.", ("decoder.layers.attention.", "decoder.layers.mlp.")
-    attention = {name: place for name, place in found.items() if name.startswith(parts[0])}
-    others = {name: place for name, place in found.items() if not name.startswith(parts)}
+    return in_runs(arch.runs, lambda kind: _layer_names(arch, kind))
+
+
+def _layer_names(arch: Arch, kind: LayerKind) -> Names:
+    """The mixer is made last, behind the MLP."""
+    found, layer, mlps = llama.names(arch), "decoder.layers.", "decoder.layers.mlp."
+    others = {name: place for name, place in found.items() if not name.startswith((OURS, mlps))}
+    attention = {name: place for name, place in found.items() if name.startswith(OURS)}
+    mixer = mamba_names(arch, "model.layers.{}.mamba.") if kind.mixer == "mamba" else attention
     experts = {} if arch.experts is None else granitemoe.experts_names(arch.experts)
     mlp = "mlp." if arch.experts is None else "mlp.shared."
     sizes = {mlp + "gate": arch.mlp_size, mlp + "up": arch.mlp_size}
     shared = phi3.joined(sizes, "shared_mlp.input_linear")
-    return others | experts | shared | {f"{layer}{mlp}down": "model.layers.{}.shared_mlp.output_linear"} | attention
+    return others | experts | shared | {f"{layer}{mlp}down": "model.layers.{}.shared_mlp.output_linear"} | mixer
 
 
-FAMILY = Family(
-    "granitemoehybrid",
-    "GraniteMoeHybrid",
-    arch,
-    names,
-    moved=granitemoe.MOVED,
-    covers=covers,
-    in_transformers=False,
-)
+def mamba_names(arch: Arch, theirs: str, ours: str = OURS) -> Names:
+    """The names of the parameters of Mamba-2, whose module on disk is `theirs`."""
+    facts = arch.state_space
+    inner, states = facts.heads * facts.head_dim, facts.groups * facts.state_dim
+    convolved = {"x": inner, "B": states, "C": states}
+    projected = {"gate": inner, **convolved, "dt": facts.heads}
+    channels = {f"{ours}{name}_convolution": size for name, size in convolved.items()}
+    return {
+        **concatenated(theirs + "conv1d.weight", channels),
+        **concatenated(theirs + "conv1d.bias", {f"{name}_bias": size for name, size in channels.items()}),
+        **concatenated(theirs + "in_proj", {ours + name: size for name, size in projected.items()}),
+        **{ours + name: theirs + name for name in ("dt_bias", "A_log", "D")},
+        ours + "out_norm": theirs + "norm",
+        ours + "o": theirs + "out_proj",
+    }
+
+
+FAMILY = Family("granitemoehybrid", "GraniteMoeHybrid", arch, names, moved=granitemoe.MOVED, in_transformers=False)

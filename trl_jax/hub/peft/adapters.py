@@ -192,7 +192,7 @@ def resolved(lora: LoraConfig, modules: list[Module], model_type: str) -> tuple[
         ValueError: it means nothing, or what cannot have one.
     """
     lora = settled(with_parameters(lora, modules, model_type), modules, model_type)
-    targets = targeted(lora, modules)
+    targets = targeted(lora, modules, model_type)
     return lora, targets, targeted_parameters(lora, modules, alone=not targets)
 
 

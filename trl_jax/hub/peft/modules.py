@@ -21,6 +21,7 @@ _ROUTER = re.compile(r"\.router$")  # a class of its own there, no linear map
 _READ_WHOLE = re.compile(r"\.(type_embed|distance_embed)$")  # no rows of these are looked up
 # The parameters of experts there, in order, and those of ours that lie in each, one below the other.
 _EXPERTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+_UNGATED = {"up_proj": ("up",), "down_proj": ("down",)}
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def _module(name: str, tensor_map: list[TensorEntry], shapes: dict, model: Any) 
 def _experts(name: str, tensor_map: list[TensorEntry], shapes: dict) -> Module:
     """The module of all experts; its parameters have a first axis for them."""
     entries, inside = {entry.path.rpartition(".")[2]: entry for entry in tensor_map}, []
-    for parameter, ours in _EXPERTS.items():
+    for parameter, ours in (_EXPERTS if "gate" in entries else _UNGATED).items():
         layers, experts, rows, inputs = shapes[entries[ours[0]].path].shape
         total = rows * len(ours)
         of = tuple(entries[one] for one in ours)

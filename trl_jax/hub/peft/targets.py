@@ -20,10 +20,14 @@ _USUAL = {
     "electra": ("query", "value"), "gemma": ("q_proj", "v_proj"), "gemma2": ("q_proj", "v_proj"),
     "gemma3_text": ("q_proj", "v_proj"), "gpt2": ("c_attn",), "gpt_neox": ("query_key_value",),
     "gptj": ("q_proj", "v_proj"), "llama": ("q_proj", "v_proj"), "mistral": ("q_proj", "v_proj"),
-    "mixtral": ("q_proj", "v_proj"), "opt": ("q_proj", "v_proj"), "phi": ("q_proj", "v_proj", "fc1", "fc2"),
+    "mixtral": ("q_proj", "v_proj"), "nemotron_h": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "opt": ("q_proj", "v_proj"), "phi": ("q_proj", "v_proj", "fc1", "fc2"),
     "qwen2": ("q_proj", "v_proj"), "qwen3": ("q_proj", "v_proj"), "roberta": ("query", "value"),
     "stablelm": ("q_proj", "v_proj"), "xlm-roberta": ("query", "value"),
 }  # fmt: skip
+
+# Families whose kernels of Mamba take the weights of these modules themselves, past an adapter: PEFT refuses them.
+_PAST_ADAPTERS = {"falcon_h1": {"out_proj", "conv1d"}, "nemotron_h": {"out_proj", "conv1d"}}
 
 Targets = list[tuple[str, Module, int]]
 
@@ -102,7 +106,7 @@ def _ends(name: str) -> list[str]:
     return [".".join(parts[i:]) for i in range(len(parts))][::-1]
 
 
-def targeted(config: LoraConfig, modules: list[Module]) -> Targets:
+def targeted(config: LoraConfig, modules: list[Module], model_type: str) -> Targets:
     """Each module that gets an adapter, in order; `config` is settled.
 
     Raises:
@@ -111,6 +115,14 @@ def targeted(config: LoraConfig, modules: list[Module]) -> Targets:
     places, wanted = in_order(modules), config.target_modules
     known = {name: (name, module, layer) for name, module, layer in places}
     meant = [name for name in walked(places) if is_meant(config, name)]
+    past = _PAST_ADAPTERS.get(model_type, set())
+    incompatible = next((name for name in meant if name.rpartition(".")[2] in past), None)
+    if incompatible is not None:
+        raise ValueError(
+            f"LoraConfig: target_modules={shown(wanted)} means {incompatible}. PEFT: Module "
+            f"{incompatible.rpartition('.')[2]!r} is incompatible with Mamba-based models (model_type="
+            f"{model_type!r}). Name others of {', '.join(candidates(modules))}, or exclude_modules=['out_proj']."
+        )
     wrong = [name for name in meant if name not in known or known[name][1].kind not in ADAPTABLE]
     if wrong:
         raise ValueError(

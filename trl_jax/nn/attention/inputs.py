@@ -8,7 +8,7 @@ import jax
 
 from trl_jax.core.packed import Packed
 from trl_jax.nn.attention.striped import Striped
-from trl_jax.nn.kv_cache import CachePlaces, ConvolutionCache, LayerCache, RecurrentCache
+from trl_jax.nn.kv_cache import CachePlaces, LayersCache
 from trl_jax.nn.text_order import TextOrder
 
 
@@ -58,7 +58,7 @@ class AttentionInputs(NamedTuple):
     order: TextOrder | None = None
     lengths: jax.Array | None = None
     distances: jax.Array | None = None
-    cache: LayerCache | ConvolutionCache | RecurrentCache | None = None
+    cache: LayersCache | None = None
     places: CachePlaces | None = None
 
     def of_layer(self, layer: LayerInputs) -> AttentionInputs:
