@@ -113,7 +113,7 @@ SHAPES = {
 BODY_ONLY = {
     "apertus", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm4_moe", "granite", "granitemoe",
     "granitemoehybrid", "lfm2", "lfm2_moe", "minimax_m2", "olmoe",
-    "qwen3_5_moe_text",
+    "qwen3_5_moe", "qwen3_5_moe_text",
 }  # fmt: skip
 
 # Those whose positions are not told by one rope_parameters.
