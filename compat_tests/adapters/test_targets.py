@@ -20,7 +20,7 @@ from trl_jax.hub.peft.modules import modules_of
 from trl_jax.hub.peft.targets import candidates, rank_and_alpha
 
 # Beside those whose config is another's: the text parts of them are families of their own.
-FAMILIES = sorted(set(families()) - {"gemma3", "qwen3_5", "qwen3_5_moe"})
+FAMILIES = sorted(set(families()) - {"gemma3", "gemma4", "qwen3_5", "qwen3_5_moe"})
 HEADS = ["classifier", "score"]
 PATTERNS = {"rank_pattern": {r"\.1\..*": 3}, "alpha_pattern": {r".*\.0\..*": 32}}
 

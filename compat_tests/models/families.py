@@ -19,6 +19,10 @@ OLD_YARN = {
 }  # fmt: skip
 OLD_LINEAR = {"rope_type": "linear", "factor": 3.0}
 BOTH_ROPES = {SLIDE: {"rope_type": "default", "rope_theta": 100.0}, FULL: LINEAR}
+PROPORTIONAL = {
+    SLIDE: {"rope_type": "default", "rope_theta": 100.0},
+    FULL: {"rope_type": "proportional", "rope_theta": 300.0, "partial_rotary_factor": 0.5, "factor": 2.0},
+}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 300.0,
@@ -84,6 +88,10 @@ SHAPES = {
     "gemma": {"head_dim": 24},
     "gemma2": {"head_dim": 24},
     "gemma3_text": {"head_dim": 24},
+    "gemma4_text": {
+        "head_dim": 8, "global_head_dim": 12, "num_hidden_layers": 6, "layer_types": [SLIDE, SLIDE, FULL] * 2,
+        "num_kv_shared_layers": 3, "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 600,
+    },
     "glm": {"head_dim": 16},
     "glm4": {"head_dim": 16},
     "helium": {"head_dim": 16},
@@ -111,13 +119,13 @@ SHAPES = {
 }
 # Those that transformers has no sequence classifier for: the body is compared, under our own head.
 BODY_ONLY = {
-    "apertus", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm4_moe", "granite", "granitemoe",
-    "granitemoehybrid", "lfm2", "lfm2_moe", "minimax_m2", "olmoe",
+    "apertus", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "gemma4", "gemma4_text", "glm4_moe", "granite",
+    "granitemoe", "granitemoehybrid", "lfm2", "lfm2_moe", "minimax_m2", "olmoe",
     "qwen3_5_moe", "qwen3_5_moe_text",
 }  # fmt: skip
 
 # Those whose positions are not told by one rope_parameters.
-OWN_ROPE = {"gpt2", "gptj", "opt", "gemma3_text", "olmo3", "phi3", "ministral3"}
+OWN_ROPE = {"gpt2", "gptj", "opt", "gemma3_text", "gemma4_text", "olmo3", "phi3", "ministral3"}
 
 VARIANTS = {
     "apertus": {
@@ -188,6 +196,18 @@ VARIANTS = {
             "sliding_window": 7,
             "layer_types": TYPES,
             "old": {"rope_theta": 700.0, "rope_local_base_freq": 90.0, "rope_scaling": OLD_LINEAR},
+        },
+    },
+    "gemma4_text": {
+        "plain": {"sliding_window": 7, "use_double_wide_mlp": True},
+        "no_sharing": {
+            "sliding_window": 9, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "global_head_dim": 8,
+            "num_hidden_layers": 7, "layer_types": None, "rope_parameters": PROPORTIONAL,
+        },
+        "keys_as_values": {
+            "sliding_window": 9, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "attention_bias": True,
+            "num_kv_shared_layers": 4, "layer_types": [SLIDE, FULL, FULL, SLIDE, SLIDE, FULL],
+            "rope_parameters": PROPORTIONAL, "rms_norm_eps": 1e-2,
         },
     },
     "glm": {"plain": {}, "no_bias": {"attention_bias": False, "num_key_value_heads": 1, "head_dim": 24}},

@@ -14,7 +14,16 @@ from trl_jax import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl_jax.core.packed import reads_of_rows
 from trl_jax.hub.config import native
 from trl_jax.hub.families import read_arch
-from trl_jax.models.arch import Arch, Experts, GatedDelta, Latent, LayerKind, ShortConvolution
+from trl_jax.models.arch import (
+    Arch,
+    Experts,
+    GatedDelta,
+    Heads,
+    Latent,
+    LayerEmbedding,
+    LayerKind,
+    ShortConvolution,
+)  # fmt: skip
 from trl_jax.models.functional import merge
 from trl_jax.nn.mlp import ClampedSwiGLU
 from trl_jax.nn.rope import Rope
@@ -39,6 +48,8 @@ REFUSED = {
     "latent": ("deepseek_v3", "plain", Latent(32, 16, 10, 1e-6)),
     "short_convolution": ("lfm2", "biases", ShortConvolution(3, True)),
     "gated_delta": ("qwen3_next", "plain", GatedDelta(2, 4, 32, 12, 3)),
+    "layer_embedding": ("gemma4_text", "plain", LayerEmbedding(600, 8)),
+    "layer_scalar": ("gemma4_text", "plain", False),
     "kinds": ("lfm2", "plain", (LayerKind("convolution"), LayerKind(), *(LayerKind("convolution"),) * 2)),
 }
 MISCOMPUTED = {
@@ -48,6 +59,7 @@ MISCOMPUTED = {
     "block": ("gpt_neox", "plain", "pre"),
     "norm": ("gemma", "plain", "rms"),
     "qk_norm_kind": ("gemma3_text", "plain", "rms"),
+    "v_norm": ("gemma4_text", "plain", False),
     "qk_norm_after_rope": ("hunyuan_v1_dense", "plain", False),
     "rotary_dim": ("phi", "plain", 16),
     "rope_interleaved": ("helium", "plain", False),
@@ -86,6 +98,8 @@ ROPE = {
     "theta": ("qwen2", "plain", 9_000.0),
     "kind": ("qwen2", "llama3", "linear"),
     "factor": ("qwen2", "yarn", 3.0),
+    "channels": ("gemma4_text", "plain", 4),
+    "share": ("gemma4_text", "keys_as_values", 0.25),
     "original_length": ("qwen2", "llama3", 32),
     "low_freq_factor": ("qwen2", "llama3", 2.0),
     "high_freq_factor": ("qwen2", "llama3", 8.0),
@@ -143,6 +157,33 @@ def test_a_fact_of_shape(fact, built, load_with):
     family, name, wrong = REFUSED[fact]
     with pytest.raises(ValueError, match=r"Missing: .*Unexpected: |wrong shapes: .* config.json asks for"):
         load_with(built(family, name), **{fact: wrong})
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("plain", {"heads": Heads(1, 12)}), ("plain", {"heads": Heads(2, 8)}), ("plain", {"mlp_size": 96}),
+        ("plain", {"reuses": False}), ("keys_as_values", {"heads": Heads(1, 12, values_are_keys=False)}),
+    ],
+)  # fmt: skip
+def test_a_fact_of_a_layers_kind(name, wrong, built, load_with):
+    """Of those that reuse keys and values, or of those that see everything."""
+    folder = built("gemma4_text", name)
+    kinds = load_with(folder).source.config.arch.kinds
+    meant = [kind.heads is not None if "heads" in wrong else kind.reuses for kind in kinds]
+    changed = tuple(replace(kind, **wrong) if there else kind for kind, there in zip(kinds, meant, strict=True))
+    with pytest.raises(ValueError, match=r"Missing: .*Unexpected: |wrong shapes: .* config.json asks for"):
+        load_with(folder, kinds=changed)
+
+
+def test_which_keys_are_reused(built, load_with):
+    """Those of the last layer before, not of one further up."""
+    folder = built("gemma4_text", "plain")
+    right = load_with(folder)
+    kinds = right.source.config.arch.kinds
+    assert [kind.reused for kind in kinds] == [False, True, True, False, False, False]
+    earlier = (replace(kinds[0], reused=True), replace(kinds[1], reused=False), *kinds[2:])
+    assert _off(scores(load_with(folder, kinds=earlier)), scores(right)) > 1e-4
 
 
 @pytest.mark.parametrize("fact", EXPERTS_SHAPE)

@@ -22,16 +22,24 @@ QWEN_TOWER = {
     "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64,
     "num_position_embeddings": 16,
 }  # fmt: skip
+GEMMA_TOWER = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 16, "pooling_kernel_size": 2,
+}  # fmt: skip
 MROPE = families.QUARTER | {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
-# The text part, the tower, and what the tower's tensors are called.
+# The text part, the towers, and how their tensors' names begin.
 CASES = {
     "qwen3_5_moe": ({"rope_parameters": MROPE}, {"vision_config": QWEN_TOWER}, "model.visual."),
+    "gemma4": (
+        {"sliding_window": 7, "final_logit_softcapping": 4.0}, {"vision_config": GEMMA_TOWER, "audio_config": None},
+        ("model.vision_tower.", "model.embed_vision."),
+    ),
 }
 
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request, tmp_path_factory):
-    """(model_type, folder, transformers' model, how the tower's tensors begin)."""
+    """(model_type, folder, transformers' model, how the names of the towers' tensors begin)."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     text, parts, tower = CASES[request.param]

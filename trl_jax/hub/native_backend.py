@@ -27,7 +27,7 @@ from trl_jax.models.functional import abstract, logical_axes
 from trl_jax.models.stack import narrowest_window
 from trl_jax.nn.quantized import HALVES, TABLES, Format, Quantized, dequantized
 
-_BUFFERS = (".correction_bias", ".activation.beta", ".activation.eps")
+_BUFFERS = (".correction_bias", ".activation.beta", ".activation.eps", ".layer_scalar")
 
 
 class NativeBackend(Backend):

@@ -87,12 +87,38 @@ class GatedDelta:
 
 
 @dataclass(frozen=True)
+class Heads:
+    """The key heads of some layers, and the channels of each head. With `values_are_keys`, values are what keys are
+    before their norm."""
+
+    count: int
+    channels: int
+    values_are_keys: bool = False
+
+
+@dataclass(frozen=True)
+class LayerEmbedding:
+    """Each layer has its own embedding of every token, `channels` wide, from a table with this many `rows`."""
+
+    rows: int
+    channels: int
+
+
+@dataclass(frozen=True)
 class LayerKind:
     """The parameters that a layer has: `mixer` is "attention", "convolution" or "delta_net"; `experts`: whether these
-    are in the place of the MLP."""
+    are in the place of the MLP. `heads` and `mlp_size` are None where they are those of the Arch.
+
+    A layer that `reuses` makes no keys and values: it attends to those of the last layer that is `reused` and has the
+    same heads.
+    """
 
     mixer: str = "attention"
     experts: bool = False
+    heads: Heads | None = None
+    mlp_size: int | None = None
+    reused: bool = False
+    reuses: bool = False
 
 
 class Run(NamedTuple):
@@ -123,11 +149,13 @@ class Arch:
     `softcap` bounds the scores by `softcap * tanh(scores / softcap)`; with `gated_attention`, each channel of the
     result is multiplied by the sigmoid of one of the token's own; `clip_qkv` bounds projected queries, keys and
     values. With `sinks`, each query head has a learned score more in the sum of its softmax, which brings no value.
+    With `v_norm`, the values of each head are normed, without weights.
     `learned_positions` counts the rows of a table of positions, read from row `position_offset` on; with
     `counts_visible`, positions count the visible tokens only. With `scale_in_table`, `embedding_scale` belongs to
     the table of tokens, so that noise comes after it. `padding_idx` is the row of the embedding that never trains.
 
-    `kinds` is None where all layers attend, and have experts if there are any.
+    `kinds` is None where all layers attend, and have experts if there are any. With `layer_scalar`, each layer ends by
+    multiplying the residual stream by a number of its own, which never trains.
 
     A language model's head computes with the table of tokens where `tied_embeddings`; its logits are multiplied by
     `logit_scale`, and then bounded by `logit_softcap * tanh(logits / logit_softcap)`.
@@ -155,6 +183,7 @@ class Arch:
     qk_norm: str | None = None
     qk_norm_kind: str = "rms"
     qk_norm_after_rope: bool = False
+    v_norm: bool = False
     attention_scales: tuple[float, ...] | None = None
     gated_attention: bool = False
     softcap: float | None = None
@@ -171,6 +200,8 @@ class Arch:
     latent: Latent | None = None
     short_convolution: ShortConvolution | None = None
     gated_delta: GatedDelta | None = None
+    layer_embedding: LayerEmbedding | None = None
+    layer_scalar: bool = False
     kinds: tuple[LayerKind, ...] | None = None
     attention_dropout: float = 0.0
     embedding_dropout: float = 0.0
@@ -191,6 +222,10 @@ class Arch:
         if len(groups) == 1:
             return (Run(0, self.num_layers, kinds[0], "layers"),)
         return tuple(Run(group[0], len(group), kinds[group[0]], f"layers_from_{group[0]}") for group in groups)
+
+    def heads_of(self, kind: LayerKind) -> Heads:
+        """The heads of a layer."""
+        return Heads(self.num_key_heads, self.head_dim) if kind.heads is None else kind.heads
 
     @property
     def drops_out(self) -> bool:

@@ -17,6 +17,7 @@ from trl_jax.nn.attention.latent import LatentAttention
 from trl_jax.nn.delta_net import GatedDeltaNet
 from trl_jax.nn.dropout import dropout_or_none
 from trl_jax.nn.kv_cache import Kept
+from trl_jax.nn.layer_embedding import LayerInput
 from trl_jax.nn.mlp import MLP
 from trl_jax.nn.moe import MoE
 from trl_jax.nn.norm import Norm
@@ -47,6 +48,8 @@ class Block(nnx.Module):
         self.mlp_norm, self.mlp_out_norm = norm("mlp_norm"), norm("mlp_out_norm")
         self.attention = _mixer(arch, kind)
         self.mlp = _mlp(arch, kind)
+        self.layer_input = None if arch.layer_embedding is None else LayerInput(arch)
+        self.layer_scalar = nnx.Param(jnp.ones(1, jnp.float32), axes=("",)) if arch.layer_scalar else None
         self.arch, self.kind = arch, kind
 
     def __call__(
@@ -73,7 +76,7 @@ class Block(nnx.Module):
             h = h + attended
             x = apply(self.mlp_norm, h).astype(dtype)
         sums = None if counted is None or not self.kind.experts else self.mlp.router_sums(x, counted)
-        return BlockOutputs(h + self._feed(x, key), kept, sums)
+        return BlockOutputs(self._ended(h + self._feed(x, key), inputs, dtype), kept, sums)
 
     def _attend(self, x: jax.Array, inputs: AttentionInputs, key: jax.Array | None) -> tuple[jax.Array, Kept]:
         arch = self.arch
@@ -88,19 +91,25 @@ class Block(nnx.Module):
         out = apply(self.mlp_out_norm, self.mlp(x))
         return scaled(apply(dropout_or_none(arch.mlp_out_dropout, key, _MLP_OUT), out), arch.residual_scale)
 
+    def _ended(self, h: jax.Array, inputs: AttentionInputs, dtype: jnp.dtype) -> jax.Array:
+        if self.layer_input is not None:
+            h = h + self.layer_input(h.astype(dtype), inputs.embedded)
+        return h if self.layer_scalar is None else h * jax.lax.stop_gradient(self.layer_scalar[...])
+
 
 def _mixer(arch: Arch, kind: LayerKind) -> Attention | LatentAttention | GatedShortConvolution | GatedDeltaNet:
     if kind.mixer == "delta_net":
         return GatedDeltaNet(arch.hidden_size, arch.gated_delta, eps=arch.norm_eps)
     if kind.mixer == "convolution":
         return GatedShortConvolution(arch.hidden_size, arch.short_convolution)
-    return Attention(arch) if arch.latent is None else LatentAttention(arch)
+    return Attention(arch, kind) if arch.latent is None else LatentAttention(arch)
 
 
 def _mlp(arch: Arch, kind: LayerKind) -> MLP | MoE:
     if kind.experts:
         return MoE(arch.hidden_size, arch.experts, activation=arch.activation)
-    return MLP(arch.hidden_size, arch.mlp_size, activation=arch.activation, gated=arch.gated, bias=arch.mlp_bias)
+    size = kind.mlp_size or arch.mlp_size
+    return MLP(arch.hidden_size, size, activation=arch.activation, gated=arch.gated, bias=arch.mlp_bias)
 
 
 def scaled(x: jax.Array, scale: float) -> jax.Array:

@@ -8,7 +8,7 @@ import jax
 
 from trl_jax.core.packed import Packed
 from trl_jax.nn.attention.striped import Striped
-from trl_jax.nn.kv_cache import CachePlaces, ConvolutionCache, LayerCache, RecurrentCache
+from trl_jax.nn.kv_cache import CachePlaces, ConvolutionCache, KeysValues, LayerCache, RecurrentCache
 from trl_jax.nn.text_order import TextOrder
 
 
@@ -16,11 +16,13 @@ class LayerInputs(NamedTuple):
     """The part that differs from layer to layer: `[L]` arrays that a scan walks along, or the scalars of one layer.
 
     rope: int32, the number of its rope. scale: float32. window: int32. Each None where all layers are alike.
+    embedded: `[R, T, P]`, the layer's own embedding of each token; None where there is none.
     """
 
     rope: jax.Array | None = None
     scale: jax.Array | None = None
     window: jax.Array | None = None
+    embedded: jax.Array | None = None
 
 
 class AttentionInputs(NamedTuple):
@@ -40,9 +42,11 @@ class AttentionInputs(NamedTuple):
         a token's place is next to the one before it.
     order: the texts of packed rows, for layers with a state; None where each row is a text.
     lengths: int32 `[R]`, the tokens of each row's text, where a state is wanted behind its last; else None.
+    embedded: the layer's own embeddings, as in `LayerInputs`; not of attention's concern.
     distances: `[2 x span, D]`, the table of disentangled attention; None elsewhere.
-    cache: what the tokens before have left, this layer's; each row then has one token. None where all tokens are
-        computed here.
+    reused: the keys and values of an earlier layer, for one that makes none; elsewhere None.
+    cache: what the tokens before have left, this layer's or the one's whose keys and values it reuses; each row then
+        has one token. None where all tokens are computed here.
     places: how much of the cache is filled.
     """
 
@@ -57,7 +61,9 @@ class AttentionInputs(NamedTuple):
     before: jax.Array | None = None
     order: TextOrder | None = None
     lengths: jax.Array | None = None
+    embedded: jax.Array | None = None
     distances: jax.Array | None = None
+    reused: KeysValues | None = None
     cache: LayerCache | ConvolutionCache | RecurrentCache | None = None
     places: CachePlaces | None = None
 
@@ -69,4 +75,6 @@ class AttentionInputs(NamedTuple):
             inputs = inputs._replace(cos=self.cos[rope], sin=self.sin[rope])
         if layer.scale is not None:
             inputs = inputs._replace(scale=layer.scale)
+        if layer.embedded is not None:
+            inputs = inputs._replace(embedded=layer.embedded)
         return inputs if layer.window is None else inputs._replace(window=layer.window)
