@@ -55,7 +55,7 @@ LATENT = {
     "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
     "num_key_value_heads": 4,
 }  # fmt: skip
-CONV = "conv"
+CONV, CHUNKED = "conv", "chunked_attention"
 GRANITE = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3, "logits_scaling": 7.0,
 }  # fmt: skip
@@ -110,6 +110,10 @@ SHAPES = {
     "gptj": {"rotary_dim": 8, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "opt": {"init_std": 0.1, "ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0},
+    "llama4_text": {
+        "head_dim": 16, "intermediate_size": 40, "intermediate_size_mlp": 72, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "no_rope_layer_interval": 3, "attention_chunk_size": 9,
+    },
     "granite": GRANITE,
     "granitemoehybrid": GRANITE | {
         "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 40, "shared_intermediate_size": 48,
@@ -120,7 +124,7 @@ SHAPES = {
 # Those that transformers has no sequence classifier for: the body is compared, under our own head.
 BODY_ONLY = {
     "apertus", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "gemma4", "gemma4_text", "glm4_moe", "granite",
-    "granitemoe", "granitemoehybrid", "lfm2", "lfm2_moe", "minimax_m2", "olmoe",
+    "granitemoe", "granitemoehybrid", "llama4_text", "lfm2", "lfm2_moe", "minimax_m2", "olmoe",
     "qwen3_5_moe", "qwen3_5_moe_text",
 }  # fmt: skip
 
@@ -257,6 +261,17 @@ VARIANTS = {
         "list": {
             "moe_topk": [3, 3, 3], "attention_bias": True, "rms_norm_eps": 1e-2,
             "rope_parameters": {"rope_type": "dynamic", "rope_theta": 300.0, "alpha": 50.0, "factor": 1.0},
+        },
+    },
+    "llama4_text": {
+        "plain": {},
+        "growing": {
+            "interleave_moe_layer_step": 2, "no_rope_layers": [0, 1, 0], "floor_scale": 8, "attn_scale": 0.7,
+            "attention_bias": True, "rms_norm_eps": 1e-2, "rope_parameters": LLAMA3,
+        },
+        "not_normed": {
+            "use_qk_norm": False, "moe_layers": [2], "layer_types": ["full_attention", CHUNKED, CHUNKED],
+            "num_experts_per_tok": 1, "floor_scale": 8, "attn_temperature_tuning": False,
         },
     },
     "ministral": {"plain": {"sliding_window": 7}, "types": {"sliding_window": 9, "layer_types": TYPES}},

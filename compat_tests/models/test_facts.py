@@ -59,6 +59,7 @@ MISCOMPUTED = {
     "block": ("gpt_neox", "plain", "pre"),
     "norm": ("gemma", "plain", "rms"),
     "qk_norm_kind": ("gemma3_text", "plain", "rms"),
+    "chunks": ("llama4_text", "plain", None),
     "v_norm": ("gemma4_text", "plain", False),
     "qk_norm_after_rope": ("hunyuan_v1_dense", "plain", False),
     "rotary_dim": ("phi", "plain", 16),
@@ -80,6 +81,7 @@ EXPERTS = {
     "scores": ("deepseek_v3", "plain", "softmax"),
     "weight_floor": ("ernie4_5_moe", "between", 0.0),
     "scale": ("deepseek_v3", "plain", 1.0),
+    "weights_inputs": ("llama4_text", "plain", False),
     "groups": ("deepseek_v3", "plain", 1),
     "top_groups": ("deepseek_v3", "plain", 1),
     "group_best": ("deepseek_v3", "plain", 1),
@@ -174,6 +176,20 @@ def test_a_fact_of_a_layers_kind(name, wrong, built, load_with):
     changed = tuple(replace(kind, **wrong) if there else kind for kind, there in zip(kinds, meant, strict=True))
     with pytest.raises(ValueError, match=r"Missing: .*Unexpected: |wrong shapes: .* config.json asks for"):
         load_with(folder, kinds=changed)
+
+
+def test_layers_without_positions(built, load_with):
+    """They norm no queries and keys, and theirs alone grow."""
+    folder = built("llama4_text", "growing")
+    right = load_with(folder)
+    arch, wanted = right.source.config.arch, scores(right)
+    kinds = tuple(replace(kind, unplaced=False) for kind in arch.kinds)
+    for wrong in (
+        {"kinds": kinds},
+        {"query_growth": replace(arch.query_growth, unplaced=False)},
+        {"query_growth": replace(arch.query_growth, first=0)},
+    ):
+        assert _off(scores(load_with(folder, **wrong)), wanted) > 1e-4
 
 
 def test_which_keys_are_reused(built, load_with):

@@ -32,7 +32,8 @@ class Experts:
 
     `correction_bias`: a number of each expert that is added to its weight for the selection alone, and never trained.
     Of `groups` of experts, the best `top_groups` are selected from; a group is as good as its best `group_best` experts
-    together (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
+    together (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). With `weights_inputs`, an expert's weight multiplies what
+    it sees, not what it gives.
     """
 
     count: int
@@ -51,6 +52,7 @@ class Experts:
     groups: int = 1
     top_groups: int = 1
     group_best: int = 2
+    weights_inputs: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,14 +111,15 @@ class LayerKind:
     """The parameters that a layer has: `mixer` is "attention", "convolution" or "delta_net"; `experts`: whether these
     are in the place of the MLP. `heads` and `mlp_size` are None where they are those of the Arch.
 
-    A layer that `reuses` makes no keys and values: it attends to those of the last layer that is `reused` and has the
-    same heads.
+    A layer that is `unplaced` knows no positions, and norms no queries and keys. One that `reuses` makes no keys and
+    values: it attends to those of the last layer that is `reused` and has the same heads.
     """
 
     mixer: str = "attention"
     experts: bool = False
     heads: Heads | None = None
     mlp_size: int | None = None
+    unplaced: bool = False
     reused: bool = False
     reuses: bool = False
 
@@ -132,10 +135,13 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class QueryGrowth:
-    """Queries at position p are scaled by `1 + beta * log(1 + floor(p / original_length))`."""
+    """Queries at position p are scaled by `1 + beta * log(1 + floor(p / original_length))`, p counted from `first` on;
+    with `unplaced`, those of layers that know no positions alone (Nakanishi 2025, arXiv:2501.19399)."""
 
     beta: float
     original_length: int
+    first: int = 0
+    unplaced: bool = False
 
 
 @dataclass(frozen=True)
@@ -149,6 +155,7 @@ class Arch:
     `softcap` bounds the scores by `softcap * tanh(scores / softcap)`; with `gated_attention`, each channel of the
     result is multiplied by the sigmoid of one of the token's own; `clip_qkv` bounds projected queries, keys and
     values. With `sinks`, each query head has a learned score more in the sum of its softmax, which brings no value.
+    `chunks`: a layer's queries see the keys of their own chunk of a text, this many tokens long; None without any.
     With `v_norm`, the values of each head are normed, without weights.
     `learned_positions` counts the rows of a table of positions, read from row `position_offset` on; with
     `counts_visible`, positions count the visible tokens only. With `scale_in_table`, `embedding_scale` belongs to
@@ -184,6 +191,7 @@ class Arch:
     qk_norm_kind: str = "rms"
     qk_norm_after_rope: bool = False
     v_norm: bool = False
+    chunks: tuple[int | None, ...] | None = None
     attention_scales: tuple[float, ...] | None = None
     gated_attention: bool = False
     softcap: float | None = None

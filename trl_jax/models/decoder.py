@@ -208,13 +208,16 @@ class Decoder(nnx.Module):
         """Those of all layers with ropes and growth, and those that differ."""
         arch = self.arch
         angles, rope = rope_inputs(arch.ropes, positions, arch.rotary_dim, longest)
-        window = window_inputs(arch.windows, max_tokens)
+        window, chunk = window_inputs(arch.windows, max_tokens), window_inputs(arch.chunks or (), max_tokens)
+        if chunk is not None:
+            left = 0 if shared.valid is None else jnp.argmax(shared.valid, axis=1, keepdims=True)
+            shared = shared._replace(in_text=positions - left)
         scale = None if arch.attention_scales is None else jnp.asarray(arch.attention_scales, jnp.float32)
         if arch.query_growth is not None:
-            turns = jnp.floor(positions / arch.query_growth.original_length)
+            turns = jnp.floor((positions + arch.query_growth.first) / arch.query_growth.original_length)
             shared = shared._replace(growth=(1 + arch.query_growth.beta * jnp.log1p(turns))[..., None, None])
         if arch.short_convolution is not None and shared.packed is not None:
             shared = shared._replace(before=places_before(shared.packed, arch.short_convolution.width - 1))
         if arch.gated_delta is not None and shared.packed is not None:
             shared = shared._replace(order=text_order(shared.packed, arch.gated_delta.width - 1))
-        return shared._replace(**angles), LayerInputs(rope, scale, window)
+        return shared._replace(**angles), LayerInputs(rope, scale, window, chunk)

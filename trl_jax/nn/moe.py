@@ -91,14 +91,17 @@ class MoE(nnx.Module):
         order = jnp.argsort(expert, stable=True)  # a token's place times top_k, sorted by expert
         token = order // self.experts.top_k
         sizes = jnp.bincount(expert, length=count)[: len(gate[1])]
-        sorted_x = x[token]
+        sorted_x, sorted_weights = x[token], weights.reshape(-1)[order][:, None].astype(x.dtype)
+        if self.experts.weights_inputs:
+            sorted_x = sorted_x * sorted_weights
 
         def mapped(x: jax.Array, bias: jax.Array | None, *matrices: jax.Array) -> jax.Array:
             y = adapted_dot(x, sizes, *matrices)
             return y if bias is None else y + bias.astype(y.dtype).at[expert[order]].get(mode="clip")
 
         hidden = self._joined(mapped(sorted_x, *gate), mapped(sorted_x, *up))
-        out = mapped(hidden, *down) * weights.reshape(-1)[order][:, None].astype(x.dtype)
+        out = mapped(hidden, *down)
+        out = out if self.experts.weights_inputs else out * sorted_weights
         if first is not None:
             out = jnp.where(jnp.arange(len(out))[:, None] < jnp.sum(sizes), out, 0)
         return jnp.zeros_like(x).at[token].add(out)

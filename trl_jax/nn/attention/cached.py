@@ -32,8 +32,10 @@ def attend_cached(
     seen_PS = jnp.arange(places) < lengths_P[:, None]
     seen_T = jnp.arange(capacity) < written
     if inputs.window is not None:
-        seen_PS &= position_P[:, None] - jnp.arange(places) < inputs.window
-        seen_T &= written - jnp.arange(capacity) < inputs.window
+        window = inputs.window.reshape(prompts, -1)[:, :1] if inputs.window.ndim else inputs.window
+        seen_PS &= position_P[:, None] - jnp.arange(places) < window
+        seen_T = seen_T & (written - jnp.arange(capacity) < window)
+        seen_T = seen_T[:, None, None, None] if seen_T.ndim > 1 else seen_T
     q_PKMC = q_PGKMC.swapaxes(1, 2).reshape(prompts, heads, -1, channels)  # the queries of a prompt's completions
     of_prompt = _dot("pkmc,pksc->pkms", q_PKMC, cache.prompt_k).reshape(prompts, heads, group, -1, places)
     scores = [

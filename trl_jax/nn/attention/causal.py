@@ -31,14 +31,14 @@ class Attention(nnx.Module):
         self.q_norm = _norm_of_heads(arch, arch.num_heads, heads.channels)
         self.k_norm = _norm_of_heads(arch, heads.count, heads.channels) if makes else None
         self.v_norm = Norm(heads.channels, kind="rms_plain", eps=arch.norm_eps) if arch.v_norm and makes else None
-        self.arch, self.channels = arch, heads.channels
+        self.arch, self.channels, self.unplaced = arch, heads.channels, kind.unplaced
 
     def __call__(
         self, x_RTD: jax.Array, inputs: AttentionInputs, dropout: Dropout | None = None
     ) -> tuple[jax.Array, KeysValues]:
         """`[R, T, D]` to the same, and the keys and values that it has made; `dropout` is for padded rows alone."""
         q_RTHC, (k_RTKC, v_RTKC) = self._queries(x_RTD, inputs), inputs.reused or self._keys_values(x_RTD, inputs)
-        if inputs.growth is not None:
+        if inputs.growth is not None and (self.unplaced or not self.arch.query_growth.unplaced):
             q_RTHC = q_RTHC * inputs.growth.astype(q_RTHC.dtype)
         scores = {"softcap": self.arch.softcap, "sinks": None if self.sinks is None else self.sinks[...]}
         out = attend(q_RTHC, k_RTKC, v_RTKC, inputs, **scores, dropout=dropout)
@@ -71,7 +71,7 @@ class Attention(nnx.Module):
 
     def _turned(self, y: jax.Array, norm: Norm | None, inputs: AttentionInputs) -> jax.Array:
         """Queries or keys, normed head by head and turned."""
-        arch, per_head = self.arch, self.arch.qk_norm in ("head", "each_head")
+        arch, per_head = self.arch, self.arch.qk_norm in ("head", "each_head") and not self.unplaced
         if per_head and not arch.qk_norm_after_rope:
             y = norm(y)
         if inputs.cos is not None:
