@@ -33,8 +33,8 @@ class LayerEmbeddings(nnx.Module):
 
 
 class LayerInput(nnx.Module):
-    """What a layer adds to the residual stream for its own embedding of each token, which the stream opens and closes;
-    `arch` is a models.arch.Arch."""
+    """A layer's own embedding of each token, gated by the residual stream and projected to its width; `arch` is a
+    models.arch.Arch."""
 
     def __init__(self, arch):
         channels = arch.layer_embedding.channels
@@ -44,5 +44,5 @@ class LayerInput(nnx.Module):
         self.activation = EXACT_ACTIVATIONS[arch.activation]
 
     def __call__(self, h: jax.Array, embedded: jax.Array) -> jax.Array:
-        """`h` `[R, T, D]` and embeddings `[R, T, P]` to `[R, T, D]`."""
+        """From `h` `[R, T, D]` and embeddings `[R, T, P]`: `[R, T, D]`, to be added to `h`."""
         return self.norm(self.projection(self.activation(self.gate(h)) * embedded))

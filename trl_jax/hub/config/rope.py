@@ -31,7 +31,8 @@ _TAKEN = {
     "longrope": {"original_max_position_embeddings", "attention_factor", "factor"},
 }  # fmt: skip
 _ALWAYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-KINDS = tuple(kind for kind in _NEEDED if kind != "proportional")  # which the layers of one family alone have
+KINDS = tuple(_NEEDED)
+_OF_ALL = tuple(kind for kind in KINDS if kind != "proportional")  # which asks for the channels of each kind of layer
 _TINY = 1e-9  # the least that is divided by
 _LEAST_THETA = 1.001  # the least whose logarithm is divided by
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -121,7 +122,7 @@ def _without_null(section: dict[str, Any]) -> dict[str, Any]:
 def _rope(
     config: ConfigReader, rope: ConfigReader, theta: float, *, partial: bool, extra_keys: frozenset[str] = frozenset()
 ) -> Rope:
-    kind = rope.one_of("rope_type", KINDS, rope.one_of("type", KINDS, "default"))
+    kind = rope.one_of("rope_type", _OF_ALL, rope.one_of("type", _OF_ALL, "default"))
     if not partial and rope.number("partial_rotary_factor", 1.0) != 1.0:
         raise rope.wrong("partial_rotary_factor", rope.raw["partial_rotary_factor"], "1.0 for this model_type")
     _check_keys(rope, kind, extra_keys)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trl_jax.hub.checkpoint.tensor_map import Names, in_runs
-from trl_jax.hub.checkpoint.tensor_slices import ExpertColumns, ExpertRows
+from trl_jax.hub.checkpoint.tensor_slices import ExpertRows
 from trl_jax.hub.config.reader import ConfigReader
 from trl_jax.hub.families import Family, llama
 from trl_jax.models.arch import Arch, Experts, LayerKind, QueryGrowth
@@ -83,16 +83,15 @@ def names(arch: Arch) -> Names:
     ours, theirs = "decoder.layers.mlp.", "model.layers.{}.feed_forward."
     rest = {name: place for name, place in llama.names(arch).items() if not name.startswith(ours)}
     dense = {f"{ours}{part}": f"{theirs}{part}_proj" for part in ("gate", "up", "down")}
-    size = None if arch.experts is None else arch.experts.size
-    return in_runs(arch.runs, lambda kind: rest | (_of_experts(ours, theirs, size) if kind.experts else dense))
+    return in_runs(arch.runs, lambda kind: rest | (_of_experts(ours, theirs, arch) if kind.experts else dense))
 
 
-def _of_experts(ours: str, theirs: str, size: int) -> Names:
-    gate_up = theirs + "experts.gate_up_proj"
+def _of_experts(ours: str, theirs: str, arch: Arch) -> Names:
+    gate_up, size, width = theirs + "experts.gate_up_proj", arch.experts.size, arch.hidden_size
     return {
         ours + "gate": (gate_up, ExpertRows(0, size, 2 * size, transposed=True)),
         ours + "up": (gate_up, ExpertRows(size, size, 2 * size, transposed=True)),
-        ours + "down": (theirs + "experts.down_proj", ExpertColumns()),
+        ours + "down": (theirs + "experts.down_proj", ExpertRows(0, width, width, transposed=True)),
         ours + "router": theirs + "router",
         **{f"{ours}shared.{part}": f"{theirs}shared_expert.{part}_proj" for part in ("gate", "up", "down")},
     }
