@@ -204,6 +204,11 @@ VARIANTS = {
     },
     "gemma4_text": {
         "plain": {"sliding_window": 7, "use_double_wide_mlp": True},
+        "experts": {
+            "sliding_window": 7, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
+            "moe_intermediate_size": 24, "num_hidden_layers": 4, "layer_types": [SLIDE, FULL] * 2,
+            "num_kv_shared_layers": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+        },
         "no_sharing": {
             "sliding_window": 9, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "global_head_dim": 8,
             "num_hidden_layers": 7, "layer_types": None, "rope_parameters": PROPORTIONAL,

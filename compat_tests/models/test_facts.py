@@ -127,7 +127,7 @@ ELSEWHERE = {"counts_visible", "initializer_range", "tied_embeddings", "padding_
 def test_every_fact_is_here():
     assert {fact.name for fact in fields(Arch)} == {*REFUSED, *MISCOMPUTED, *DROPOUTS, *HEAD, *ELSEWHERE}
     assert {fact.name for fact in fields(Rope)} == set(ROPE)
-    assert {fact.name for fact in fields(Experts)} == {*EXPERTS, *EXPERTS_SHAPE, "float32_router"}
+    assert {fact.name for fact in fields(Experts)} == {*EXPERTS, *EXPERTS_SHAPE, "float32_router", "beside_mlp"}
     assert {fact.name for fact in fields(ClampedSwiGLU)} == set(SWIGLU)
 
 
@@ -190,6 +190,13 @@ def test_layers_without_positions(built, load_with):
         {"query_growth": replace(arch.query_growth, first=0)},
     ):
         assert _off(scores(load_with(folder, **wrong)), wanted) > 1e-4
+
+
+def test_experts_beside_an_mlp(built, load_with):
+    folder = built("gemma4_text", "experts")
+    experts = replace(load_with(folder).source.config.arch.experts, beside_mlp=False)
+    with pytest.raises(KeyError, match="mlp.router"):  # which the family has no name for
+        load_with(folder, experts=experts)
 
 
 def test_which_keys_are_reused(built, load_with):

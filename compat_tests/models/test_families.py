@@ -27,6 +27,7 @@ GRADIENTS = [
     ("qwen3", "attention_bias"),
 ]
 GRADIENTS += [(family, list(own)[-1]) for family, own in VARIANTS.items()]
+GRADIENTS += [("gemma4_text", "experts")]
 QUICKLY = {"xla_backend_optimization_level": 0}  # compiles in a third of the time, computes the same
 
 

@@ -29,7 +29,8 @@ PACKED = ("packed", "shared", "shared rows")  # rows: attention text by text, as
 # Of each family the variant that strays furthest, and those in which layouts could go wrong in a way of their own.
 CASES = [("llama", "yarn"), ("qwen2", "layer_types"), ("qwen3", "attention_bias")]
 CASES += [(family, list(own)[-1]) for family, own in VARIANTS.items()]
-CASES += [("llama4_text", "growing"), ("gemma2", "plain"), ("phi3", "long"), ("smollm3", "plain"), ("gpt2", "plain")]
+CASES += [("llama4_text", "growing"), ("gemma4_text", "experts")]
+CASES += [("gemma2", "plain"), ("phi3", "long"), ("smollm3", "plain"), ("gpt2", "plain")]
 # Compiling takes seconds: here are those whose attention, positions or experts differ, and `bench.layouts` runs all of
 # CASES, gradients too.
 UNLIKE = {

@@ -34,6 +34,10 @@ CASES = {
         {"sliding_window": 7, "final_logit_softcapping": 4.0}, {"vision_config": GEMMA_TOWER, "audio_config": None},
         ("model.vision_tower.", "model.embed_vision."),
     ),
+    "gemma4 with experts": (
+        families.VARIANTS["gemma4_text"]["experts"], {"vision_config": GEMMA_TOWER, "audio_config": None},
+        ("model.vision_tower.", "model.embed_vision."),
+    ),
 }
 
 
@@ -44,10 +48,11 @@ def case(request, tmp_path_factory):
 
     text, parts, tower = CASES[request.param]
     folder = tmp_path_factory.mktemp(request.param)
-    words, own = tiny_tokenizer(folder), f"{request.param}_text"
+    model_type = request.param.partition(" ")[0]
+    words, own = tiny_tokenizer(folder), f"{model_type}_text"
     text = SHAPE | families.SHAPES[own] | text | {"vocab_size": len(words) + 8, "pad_token_id": words.pad_token_id}
     text = {key: value for key, value in text.items() if key not in families.ABSENT.get(own, ())}
-    config = AutoConfig.for_model(request.param, text_config=text, **parts)
+    config = AutoConfig.for_model(model_type, text_config=text, **parts)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
@@ -55,7 +60,7 @@ def case(request, tmp_path_factory):
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(folder)
-    return request.param, folder, model.eval(), tower
+    return model_type, folder, model.eval(), tower
 
 
 def test_logits_and_gradients(case, tmp_path):

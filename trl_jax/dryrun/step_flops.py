@@ -48,7 +48,8 @@ def maps_of(shapes: Mapping[str, Any], arch: Any, trained: Collection[str]) -> l
 
 
 def _used(path: str, leaf: Any, arch: Any) -> int:
-    return arch.experts.top_k if leaf.ndim == 4 and ".mlp." in path else 1  # others with four axes are of convolutions
+    of_experts = leaf.ndim == 4 and (".mlp." in path or ".moe." in path)  # others with four axes are of convolutions
+    return arch.experts.top_k if of_experts else 1
 
 
 def flops(maps: Sequence[Map], batch: Batch, arch: Any, *, causal: bool, remat: bool | str) -> int:

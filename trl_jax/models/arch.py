@@ -34,6 +34,10 @@ class Experts:
     Of `groups` of experts, the best `top_groups` are selected from; a group is as good as its best `group_best` experts
     together (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). With `weights_inputs`, an expert's weight multiplies what
     it sees, not what it gives.
+
+    `beside_mlp`: a layer has both, and either's result is normed before they are added; the experts see the residual
+    stream through a norm of their own, and the router through one without weights, with a learned scale for each of
+    its channels. The weight of each expert then has a learned scale, too.
     """
 
     count: int
@@ -53,6 +57,7 @@ class Experts:
     top_groups: int = 1
     group_best: int = 2
     weights_inputs: bool = False
+    beside_mlp: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,8 +113,8 @@ class LayerEmbedding:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """The parameters that a layer has: `mixer` is "attention", "convolution" or "delta_net"; `experts`: whether these
-    are in the place of the MLP. `heads` and `mlp_size` are None where they are those of the Arch.
+    """The parameters that a layer has: `mixer` is "attention", "convolution" or "delta_net"; `experts`: whether it
+    has these, in the place of the MLP or beside it. `heads` and `mlp_size` are None where they are those of the Arch.
 
     A layer that is `unplaced` knows no positions, and norms no queries and keys. One that `reuses` makes no keys and
     values: it attends to those of the last layer that is `reused` and has the same heads.

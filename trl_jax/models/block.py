@@ -10,6 +10,7 @@ from flax import nnx
 
 from trl_jax.core.router_sums import RouterSums
 from trl_jax.models.arch import BLOCKS, Arch, LayerKind
+from trl_jax.models.experts_beside import ExpertsBeside
 from trl_jax.models.stack import apply
 from trl_jax.nn.attention.causal import Attention
 from trl_jax.nn.attention.inputs import AttentionInputs
@@ -48,6 +49,7 @@ class Block(nnx.Module):
         self.mlp_norm, self.mlp_out_norm = norm("mlp_norm"), norm("mlp_out_norm")
         self.attention = _mixer(arch, kind)
         self.mlp = _mlp(arch, kind)
+        self.beside = ExpertsBeside(arch) if kind.experts and arch.experts.beside_mlp else None
         self.layer_input = None if arch.layer_embedding is None else LayerInput(arch)
         self.layer_scalar = nnx.Param(jnp.ones(1, jnp.float32), axes=("",)) if arch.layer_scalar else None
         self.arch, self.kind = arch, kind
@@ -75,8 +77,8 @@ class Block(nnx.Module):
         else:
             h = h + attended
             x = apply(self.mlp_norm, h).astype(dtype)
-        sums = None if counted is None or not self.kind.experts else self.mlp.router_sums(x, counted)
-        return BlockOutputs(self._ended(h + self._feed(x, key), inputs, dtype), kept, sums)
+        sums = None if counted is None or not self.kind.experts else self._router_sums(x, h, counted)
+        return BlockOutputs(self._ended(h + self._feed(x, h, key), inputs, dtype), kept, sums)
 
     def _attend(self, x: jax.Array, inputs: AttentionInputs, key: jax.Array | None) -> tuple[jax.Array, Kept]:
         arch = self.arch
@@ -86,9 +88,12 @@ class Block(nnx.Module):
         out = apply(dropout_or_none(arch.attention_out_dropout, key, _ATTENTION_OUT), out)
         return scaled(out, arch.residual_scale), kept
 
-    def _feed(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
-        arch = self.arch
-        out = apply(self.mlp_out_norm, self.mlp(x))
+    def _router_sums(self, x: jax.Array, h: jax.Array, counted: jax.Array) -> RouterSums:
+        return self.mlp.router_sums(x, counted) if self.beside is None else self.beside.router_sums(h, counted, x.dtype)
+
+    def _feed(self, x: jax.Array, h: jax.Array, key: jax.Array | None) -> jax.Array:
+        arch, out = self.arch, self.mlp(x)
+        out = apply(self.mlp_out_norm, out if self.beside is None else self.beside(out, h))
         return scaled(apply(dropout_or_none(arch.mlp_out_dropout, key, _MLP_OUT), out), arch.residual_scale)
 
     def _ended(self, h: jax.Array, inputs: AttentionInputs, dtype: jnp.dtype) -> jax.Array:
@@ -106,7 +111,7 @@ def _mixer(arch: Arch, kind: LayerKind) -> Attention | LatentAttention | GatedSh
 
 
 def _mlp(arch: Arch, kind: LayerKind) -> MLP | MoE:
-    if kind.experts:
+    if kind.experts and not arch.experts.beside_mlp:
         return MoE(arch.hidden_size, arch.experts, activation=arch.activation)
     size = kind.mlp_size or arch.mlp_size
     return MLP(arch.hidden_size, size, activation=arch.activation, gated=arch.gated, bias=arch.mlp_bias)

@@ -12,6 +12,7 @@ from trl_jax.core.router_sums import RouterSums
 from trl_jax.nn.linear import Linear
 from trl_jax.nn.lora import ExpertsLora, adapted_dot
 from trl_jax.nn.mlp import ACTIVATIONS, MLP
+from trl_jax.nn.norm import Norm
 
 
 class MoE(nnx.Module):
@@ -25,7 +26,7 @@ class MoE(nnx.Module):
     up_lora: ExpertsLora | None
     down_lora: ExpertsLora | None
 
-    def __init__(self, features: int, experts, *, activation: str):
+    def __init__(self, features: int, experts, *, activation: str, eps: float = 0.0):
         self.router = Linear(features, experts.count, bias=experts.bias, axes=("", "embed"))
         inner, outer = (experts.count, experts.size, features), (experts.count, features, experts.size)
         self.gate = nnx.Param(jnp.zeros(inner, jnp.float32), axes=("experts", "mlp", "embed"))
@@ -37,23 +38,28 @@ class MoE(nnx.Module):
         corrected, shared = experts.correction_bias, experts.shared_size
         self.correction_bias = nnx.Param(jnp.zeros(experts.count, jnp.float32), axes=("",)) if corrected else None
         self.shared = None if shared is None else MLP(features, shared, activation=activation)
+        scales = experts.beside_mlp
+        self.router_norm = Norm(features, kind="rms_plain", eps=eps) if scales else None
+        self.router_scale = nnx.Param(jnp.ones(features, jnp.float32), axes=("norm",)) if scales else None
+        self.expert_scale = nnx.Param(jnp.ones(experts.count, jnp.float32), axes=("",)) if scales else None
         gated = shared is not None and experts.shared_gated
         self.shared_gate = Linear(features, 1, axes=("", "embed")) if gated else None
         self.experts, self.activation = experts, ACTIVATIONS[activation]
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, routed_by: jax.Array | None = None) -> jax.Array:
+        """`[..., D]` to the same; the router sees `routed_by`, `[..., D]`, if it does not see x."""
         flat = x.reshape(-1, x.shape[-1])
-        mixed = self._routed(flat)
+        mixed = self._routed(flat, flat if routed_by is None else routed_by.reshape(flat.shape))
         if self.shared is not None:
             shared = self.shared(flat)
             mixed = mixed + (shared if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate(flat)) * shared)
         return mixed.reshape(x.shape)
 
-    def _routed(self, x: jax.Array) -> jax.Array:
+    def _routed(self, x: jax.Array, seen: jax.Array) -> jax.Array:
         count, devices = self.experts.count, jax.sharding.get_abstract_mesh().shape.get(TENSOR, 1)
         experts = self._matrices()
         if devices == 1 or count % devices:
-            return self._mixed(x, *self._route(x), None, *experts)
+            return self._mixed(x, *self._route(seen), None, *experts)
 
         def of_device(*arguments):
             return jax.lax.psum(self._mixed(*arguments), TENSOR)
@@ -61,7 +67,7 @@ class MoE(nnx.Module):
         divided, first = PartitionSpec(TENSOR), jnp.arange(0, count, count // devices)
         places = (*[PartitionSpec()] * 3, *[divided] * 4)
         run = jax.shard_map(of_device, in_specs=places, out_specs=PartitionSpec(), axis_names={TENSOR}, check_vma=False)
-        return run(x, *self._route(x), first, *experts)
+        return run(x, *self._route(seen), first, *experts)
 
     def router_sums(self, x: jax.Array, counted: jax.Array) -> RouterSums:
         """Sums of this layer over the tokens of `x` `[..., D]`, each as often as it is `counted` `[...]`."""
@@ -119,10 +125,14 @@ class MoE(nnx.Module):
         if experts.renormalised:
             total, floor = jnp.sum(weights, axis=-1, keepdims=True), experts.weight_floor
             weights = weights / (jnp.maximum(total, floor) if experts.scores == "softmax" else total + floor)
+        if self.expert_scale is not None:
+            weights = weights * self.expert_scale[...][selected]
         return weights if experts.scale == 1.0 else weights * experts.scale, selected
 
     def _logits(self, x: jax.Array) -> jax.Array:
         """The router's, float32."""
+        if self.router_norm is not None:
+            x = self.router_norm(x) * self.router_scale[...].astype(x.dtype) * x.shape[-1] ** -0.5
         return self.router(x.astype(jnp.float32) if self.experts.float32_router else x).astype(jnp.float32)
 
     def _corrected(self, weights: jax.Array) -> jax.Array:

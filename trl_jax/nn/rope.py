@@ -114,7 +114,9 @@ def rope_angles(
             cos, sin = jnp.ones(shape), jnp.zeros(shape)
         else:
             frequencies = rope.frequencies(rope.channels or channels, longest)
-            frequencies = jnp.pad(frequencies, (0, shape[-1] - len(frequencies)))
+            missing = shape[-1] - frequencies.shape[-1]
+            if missing:
+                frequencies = jnp.pad(frequencies, [(0, 0)] * (frequencies.ndim - 1) + [(0, missing)])
             angles = positions[..., None, None].astype(jnp.float32) * frequencies
             cos, sin = jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
         cosines.append(cos)

@@ -6,11 +6,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trl_jax.hub.checkpoint.tensor_map import Names, in_runs
+from trl_jax.hub.checkpoint.tensor_slices import ExpertRows
 from trl_jax.hub.config.layer_types import FULL, SLIDING, read_layer_types, read_window, windows_of
 from trl_jax.hub.config.reader import ConfigReader
 from trl_jax.hub.config.rope import read_ropes
 from trl_jax.hub.families import Family, gemma2, llama
-from trl_jax.models.arch import Arch, Heads, LayerEmbedding, LayerKind
+from trl_jax.models.arch import Arch, Experts, Heads, LayerEmbedding, LayerKind
 from trl_jax.nn.mlp import ACTIVATIONS
 
 _ROPES = {
@@ -23,9 +24,6 @@ _UNUSED = r"\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\."
 
 def arch(config: ConfigReader) -> Arch:
     config.refuse("use_bidirectional_attention", None, "vision")  # between the tokens of an image
-    config.refuse("enable_moe_block", False)
-    for key in ("num_experts", "top_k_experts", "moe_intermediate_size"):
-        config.value(key)
     base = llama.arch(config.with_values(rope_parameters=None, hidden_act=None))
     types = _types(config, base.num_layers)
     heads = _heads(config, base, types)
@@ -52,6 +50,7 @@ def arch(config: ConfigReader) -> Arch:
         windows=windows_of(types, read_window(config)),
         layer_embedding=_layer_embedding(config),
         layer_scalar=True,
+        experts=_experts(config),
         kinds=_kinds(config, base, types, heads),
     )
 
@@ -95,19 +94,32 @@ def _layer_embedding(config: ConfigReader) -> LayerEmbedding | None:
     return LayerEmbedding(rows, channels) if channels else None
 
 
+def _experts(config: ConfigReader) -> Experts | None:
+    names = ("num_experts", "top_k_experts", "moe_intermediate_size")
+    if not config.flag("enable_moe_block"):
+        for key in names:
+            config.value(key)
+        return None
+    count, top_k, size = (config.size(key) for key in names)
+    return Experts(count, top_k, size, renormalised=True, beside_mlp=True)
+
+
 def _kinds(config: ConfigReader, base: Arch, types: list[str], heads: dict[str, Heads]) -> tuple[LayerKind, ...]:
     shared = config.size("num_kv_shared_layers", 0, minimum=0, maximum=base.num_layers - 1)
     makers, wide = types[: base.num_layers - shared], 2 if config.flag("use_double_wide_mlp") else 1
     if set(types) - set(makers):
         raise config.wrong("num_kv_shared_layers", shared, "a layer of each type in layer_types before those")
     last = {kind: len(makers) - 1 - makers[::-1].index(kind) for kind in set(makers)} if shared else {}
-    of_type, size = {SLIDING: None, FULL: heads[FULL]}, wide * base.mlp_size
-    made = [LayerKind(heads=of_type[kind], reused=last.get(kind) == layer) for layer, kind in enumerate(makers)]
-    return (*made, *(LayerKind(heads=of_type[kind], mlp_size=size, reuses=True) for kind in types[len(makers) :]))
+    of_type = {kind: LayerKind(experts=config.flag("enable_moe_block"), heads=heads[kind]) for kind in heads}
+    of_type[SLIDING] = replace(of_type[SLIDING], heads=None)
+    made = [replace(of_type[kind], reused=last.get(kind) == layer) for layer, kind in enumerate(makers)]
+    reusing = {"mlp_size": wide * base.mlp_size, "reuses": True}
+    return (*made, *(replace(of_type[kind], **reusing) for kind in types[len(makers) :]))
 
 
 def names(arch: Arch) -> Names:
     own = gemma2.names(arch) | _of_layer_embeddings()
+    own |= {} if arch.experts is None else _of_experts(arch.experts.size)
     return in_runs(arch.runs, lambda kind: own)
 
 
@@ -124,6 +136,27 @@ def _of_layer_embeddings() -> Names:
     }
 
 
+def _of_experts(size: int) -> Names:
+    ours, layer = "decoder.layers.beside.", "model.layers.{}."
+    return {
+        ours + "moe.router": layer + "router.proj",
+        ours + "moe.router_scale": layer + "router.scale",
+        ours + "moe.expert_scale": layer + "router.per_expert_scale",
+        ours + "moe.gate": (layer + "experts.gate_up_proj", ExpertRows(0, size, 2 * size)),
+        ours + "moe.up": (layer + "experts.gate_up_proj", ExpertRows(size, size, 2 * size)),
+        ours + "moe.down": layer + "experts.down_proj",
+        ours + "mlp_norm": layer + "post_feedforward_layernorm_1",
+        ours + "norm": layer + "pre_feedforward_layernorm_2",
+        ours + "out_norm": layer + "post_feedforward_layernorm_2",
+    }
+
+
 FAMILY = Family(
-    "gemma4_text", "Gemma4Text", arch, names, ignored=(*llama.FAMILY.ignored, _UNUSED), in_transformers=False
+    "gemma4_text",
+    "Gemma4Text",
+    arch,
+    names,
+    ignored=(*llama.FAMILY.ignored, _UNUSED),
+    linear_router=True,
+    in_transformers=False,
 )
