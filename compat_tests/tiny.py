@@ -214,15 +214,17 @@ def _randomise(model, generator) -> None:
 
 
 def _randomise_buffers(model, generator) -> None:
-    """Apart from `_randomise`, whose source recordings of parity tests are held to."""
+    """Apart from `_randomise`, whose source recordings of parity tests are held to. What multiplies is around 1."""
     import torch
 
     with torch.no_grad():
-        for _, buffer in buffers_of(model):
-            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+        for name, buffer in buffers_of(model):
+            around = 1.0 if name.endswith("layer_scalar") else 0.0
+            buffer.copy_(around + 0.3 * torch.randn(buffer.shape, generator=generator))
 
 
 def buffers_of(model) -> list[tuple[str, Any]]:
-    """Numbers that a torch model computes with and does not train: of routers of experts, of activations."""
-    ends = ("correction_bias", "expert_bias", "act_fn.beta", "act_fn.eps")
+    """Numbers that a torch model computes with and does not train: of routers of experts, of activations, of
+    layers."""
+    ends = ("correction_bias", "expert_bias", "act_fn.beta", "act_fn.eps", "layer_scalar")
     return sorted(((name, b) for name, b in model.named_buffers() if name.endswith(ends)), key=lambda one: one[0])

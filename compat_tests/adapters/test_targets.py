@@ -19,8 +19,8 @@ from trl_jax.hub.peft.lora_config import LoraConfig
 from trl_jax.hub.peft.modules import modules_of
 from trl_jax.hub.peft.targets import candidates, rank_and_alpha
 
-# Beside gemma3 and qwen3_5, whose config is another's: their text parts are gemma3_text and qwen3_5_text.
-FAMILIES = sorted(set(families()) - {"gemma3", "qwen3_5"})
+# Beside those whose config is another's: the text parts of them are families of their own.
+FAMILIES = sorted(set(families()) - {"gemma3", "gemma4", "qwen3_5", "qwen3_5_moe"})
 HEADS = ["classifier", "score"]
 PATTERNS = {"rank_pattern": {r"\.1\..*": 3}, "alpha_pattern": {r".*\.0\..*": 32}}
 

@@ -67,7 +67,7 @@ def test_arithmetic_and_compiler_agree(bare, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("model_type", ["llama", "falcon_h1"])
+@pytest.mark.parametrize("model_type", ["llama", "falcon_h1", "gemma4_text"])
 def test_arithmetic_and_compiler_agree_on_products_without_checkpointing(bare, tmp_path, model_type):
     args = config(tmp_path, batch_layout="padded", gradient_checkpointing=False)
     found = plan(bare(model_type, head="causal"), args, topology("cpu:1"))

@@ -22,13 +22,17 @@ TARGETS = {
     **dict.fromkeys(("mixtral", "qwen3"), "q_proj v_proj o_proj"),
     "deepseek_v3": "q_b_proj kv_b_proj o_proj",
     "granitemoehybrid": "in_proj out_proj v_proj",
+    "gemma4_text": "q_proj v_proj per_layer_input_gate per_layer_model_projection",
+    "llama4_text": "k_proj shared_expert.up_proj",
 }
+PARAMETERS = {"llama4_text": ["experts.gate_up_proj", "experts.down_proj"]}
 
 
 def adapted(folder, family: str):
     """Our model with an adapter of PEFT's, and PEFT's."""
     base, written = causal.build(folder / "base", family, tie=False), folder / "adapter"
     facts = {"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM", "target_modules": TARGETS[family].split()}
+    facts["target_parameters"] = PARAMETERS.get(family)
     config = peft.LoraConfig(**facts, init_lora_weights=False)
     torch.manual_seed(0)
     theirs = peft.get_peft_model(causal.reference(base), config).eval()

@@ -19,13 +19,19 @@ from compat_tests.tiny import preference_rows, text_rows  # noqa: E402
 
 SMALL = {"head": "causal", "num_hidden_layers": 1, "hidden_size": 32}
 CONFIG = {"max_length": 64, "router_aux_loss_coef": 0.5, "num_train_epochs": 1, "learning_rate": 3e-3}
-# Layers of several kinds: convolutions, states and attention, an MLP and experts; latent attention.
+# Layers of several kinds: convolutions, states and attention, an MLP and experts; latent attention; heads of two
+# widths, keys that are shared and embeddings of each layer's own; chunks and layers without positions.
 FACTS = {
     "lfm2_moe": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "deepseek_v3": {"num_hidden_layers": 2},
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention"]},
     "falcon_h1": {},
-}
+    "gemma4_text": {
+        "num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "llama4_text": {"num_hidden_layers": 2, "no_rope_layer_interval": 2, "interleave_moe_layer_step": 2},
+}  # fmt: skip
 MEASURED = {"SFT": ("loss", "grad_norm", "aux_loss", "eval_aux_loss")}
 MEASURED["DPO"] = (*MEASURED["SFT"], "eval_loss")
 ROWS = {"SFT": text_rows, "DPO": preference_rows}
@@ -74,9 +80,17 @@ def test_the_numbers_of_one_device(family, name, mesh, layout, run, alone):
     np.testing.assert_allclose(run(family, name, mesh, 1, layout), one_device, rtol=2e-4)
 
 
-@pytest.mark.parametrize("family", ["lfm2_moe", "nemotron_h", thorough("deepseek_v3"), thorough("falcon_h1")])
-def test_layers_of_several_kinds(family, run):
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [
+        ("lfm2_moe", "fsdp:2,tensor:2"), ("nemotron_h", "fsdp:2,tensor:2"), thorough("falcon_h1", "fsdp:2,tensor:2"),
+        thorough("deepseek_v3", "fsdp:2,tensor:2"),
+        ("gemma4_text", "fsdp:2,tensor:2"), thorough("gemma4_text", "data:2,sequence:2"),
+        thorough("llama4_text", "fsdp:2,tensor:2"), thorough("llama4_text", "data:2,sequence:2"),
+    ],
+)  # fmt: skip
+def test_layers_of_several_kinds(family, mesh, run):
     """None has a load-balancing loss that is logged."""
-    meshes = ("fsdp:2,tensor:2", 1), ("data:1", 2)
-    found, wanted = (run(family, "SFT", mesh, steps, "packed") for mesh, steps in meshes)
+    meshes = (mesh, 1), ("data:1", 2)
+    found, wanted = (run(family, "SFT", where, steps, "packed") for where, steps in meshes)
     np.testing.assert_allclose(found, wanted, rtol=2e-4)

@@ -19,6 +19,10 @@ OLD_YARN = {
 }  # fmt: skip
 OLD_LINEAR = {"rope_type": "linear", "factor": 3.0}
 BOTH_ROPES = {SLIDE: {"rope_type": "default", "rope_theta": 100.0}, FULL: LINEAR}
+PROPORTIONAL = {
+    SLIDE: {"rope_type": "default", "rope_theta": 100.0},
+    FULL: {"rope_type": "proportional", "rope_theta": 300.0, "partial_rotary_factor": 0.5, "factor": 2.0},
+}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 300.0,
@@ -52,7 +56,7 @@ LATENT = {
     "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
     "num_key_value_heads": 4,
 }  # fmt: skip
-CONV = "conv"
+CONV, CHUNKED = "conv", "chunked_attention"
 GRANITE = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3, "logits_scaling": 7.0,
 }  # fmt: skip
@@ -94,6 +98,10 @@ SHAPES = {
     "gemma": {"head_dim": 24},
     "gemma2": {"head_dim": 24},
     "gemma3_text": {"head_dim": 24},
+    "gemma4_text": {
+        "head_dim": 8, "global_head_dim": 12, "num_hidden_layers": 6, "layer_types": [SLIDE, SLIDE, FULL] * 2,
+        "num_kv_shared_layers": 3, "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 600,
+    },
     "glm": {"head_dim": 16},
     "glm4": {"head_dim": 16},
     "helium": {"head_dim": 16},
@@ -118,6 +126,10 @@ SHAPES = {
     "gptj": {"rotary_dim": 8, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "opt": {"init_std": 0.1, "ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0},
+    "llama4_text": {
+        "head_dim": 16, "intermediate_size": 40, "intermediate_size_mlp": 72, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "no_rope_layer_interval": 3, "attention_chunk_size": 9,
+    },
     "granite": GRANITE,
     "granitemoehybrid": GRANITE | {
         "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 40, "shared_intermediate_size": 48,
@@ -127,13 +139,13 @@ SHAPES = {
 }
 # Those that transformers has no sequence classifier for: the body is compared, under our own head.
 BODY_ONLY = {
-    "apertus", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "falcon_h1", "glm4_moe", "granite", "granitemoe",
-    "granitemoehybrid", "lfm2", "lfm2_moe", "minimax_m2", "nemotron_h", "olmoe",
-    "qwen3_5_moe_text",
+    "apertus", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "falcon_h1", "gemma4", "gemma4_text", "glm4_moe",
+    "granite", "granitemoe", "granitemoehybrid", "llama4_text", "lfm2", "lfm2_moe", "minimax_m2", "nemotron_h", "olmoe",
+    "qwen3_5_moe", "qwen3_5_moe_text",
 }  # fmt: skip
 
 # Those whose positions are not told by one rope_parameters.
-OWN_ROPE = {"gpt2", "gptj", "opt", "gemma3_text", "olmo3", "phi3", "ministral3"}
+OWN_ROPE = {"gpt2", "gptj", "opt", "gemma3_text", "gemma4_text", "olmo3", "phi3", "ministral3"}
 
 VARIANTS = {
     "apertus": {
@@ -206,6 +218,23 @@ VARIANTS = {
             "old": {"rope_theta": 700.0, "rope_local_base_freq": 90.0, "rope_scaling": OLD_LINEAR},
         },
     },
+    "gemma4_text": {
+        "plain": {"sliding_window": 7, "use_double_wide_mlp": True},
+        "experts": {
+            "sliding_window": 7, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
+            "moe_intermediate_size": 24, "num_hidden_layers": 4, "layer_types": [SLIDE, FULL] * 2,
+            "num_kv_shared_layers": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+        },
+        "no_sharing": {
+            "sliding_window": 9, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "global_head_dim": 8,
+            "num_hidden_layers": 7, "layer_types": None, "rope_parameters": PROPORTIONAL,
+        },
+        "keys_as_values": {
+            "sliding_window": 9, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "attention_bias": True,
+            "num_kv_shared_layers": 4, "layer_types": [SLIDE, FULL, FULL, SLIDE, SLIDE, FULL],
+            "rope_parameters": PROPORTIONAL, "rms_norm_eps": 1e-2,
+        },
+    },
     "glm": {"plain": {}, "no_bias": {"attention_bias": False, "num_key_value_heads": 1, "head_dim": 24}},
     "glm4": {"plain": {}, "no_bias": {"attention_bias": False, "num_key_value_heads": 1, "head_dim": 24}},
     "gpt2": {
@@ -257,6 +286,17 @@ VARIANTS = {
         "list": {
             "moe_topk": [3, 3, 3], "attention_bias": True, "rms_norm_eps": 1e-2,
             "rope_parameters": {"rope_type": "dynamic", "rope_theta": 300.0, "alpha": 50.0, "factor": 1.0},
+        },
+    },
+    "llama4_text": {
+        "plain": {},
+        "growing": {
+            "interleave_moe_layer_step": 2, "no_rope_layers": [0, 1, 0], "floor_scale": 8, "attn_scale": 0.7,
+            "attention_bias": True, "rms_norm_eps": 1e-2, "rope_parameters": LLAMA3,
+        },
+        "not_normed": {
+            "use_qk_norm": False, "moe_layers": [2], "layer_types": ["full_attention", CHUNKED, CHUNKED],
+            "num_experts_per_tok": 1, "floor_scale": 8, "attn_temperature_tuning": False,
         },
     },
     "ministral": {"plain": {"sliding_window": 7}, "types": {"sliding_window": 9, "layer_types": TYPES}},

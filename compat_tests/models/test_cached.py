@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 
 # The stack in a scan for all; layer by layer for those with several ropes, windows, caps, experts, learned positions.
 CASES = [(family, False) for family in causal.DECODERS] + [
-    (family, True) for family in ("gemma2", "gemma3_text", "gpt2", "gpt_oss", "mixtral")
+    (family, True) for family in ("gemma2", "gemma3_text", "gemma4_text", "gpt2", "gpt_oss", "llama4_text", "mixtral")
 ]
 LENGTHS, GROUP, NEW = np.array([11, 7], np.int32), 2, 12  # windows of 7 are crossed, in prompts and behind them
 

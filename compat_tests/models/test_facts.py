@@ -14,7 +14,18 @@ from trl_jax import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl_jax.core.packed import reads_of_rows
 from trl_jax.hub.config import native
 from trl_jax.hub.families import read_arch
-from trl_jax.models.arch import Arch, Experts, GatedDelta, Latent, LayerKind, MixerScales, ShortConvolution, StateSpace
+from trl_jax.models.arch import (
+    Arch,
+    Experts,
+    GatedDelta,
+    Heads,
+    Latent,
+    LayerEmbedding,
+    LayerKind,
+    MixerScales,
+    ShortConvolution,
+    StateSpace,
+)  # fmt: skip
 from trl_jax.models.functional import merge
 from trl_jax.nn.mlp import ClampedSwiGLU
 from trl_jax.nn.rope import Rope
@@ -40,6 +51,8 @@ REFUSED = {
     "short_convolution": ("lfm2", "biases", ShortConvolution(3, True)),
     "gated_delta": ("qwen3_next", "plain", GatedDelta(2, 4, 32, 12, 3)),
     "state_space": ("granitemoehybrid", "plain", StateSpace(8, 16, 2, 12, 4, False, False, False, (0.0, 9.0))),
+    "layer_embedding": ("gemma4_text", "plain", LayerEmbedding(600, 8)),
+    "layer_scalar": ("gemma4_text", "plain", False),
     "kinds": ("lfm2", "plain", (LayerKind("convolution"), LayerKind(), *(LayerKind("convolution"),) * 2)),
 }
 MISCOMPUTED = {
@@ -49,6 +62,8 @@ MISCOMPUTED = {
     "block": ("gpt_neox", "plain", "pre"),
     "norm": ("gemma", "plain", "rms"),
     "qk_norm_kind": ("gemma3_text", "plain", "rms"),
+    "chunks": ("llama4_text", "plain", None),
+    "v_norm": ("gemma4_text", "plain", False),
     "qk_norm_after_rope": ("hunyuan_v1_dense", "plain", False),
     "rotary_dim": ("phi", "plain", 16),
     "rope_interleaved": ("helium", "plain", False),
@@ -71,6 +86,7 @@ EXPERTS = {
     "scores": ("deepseek_v3", "plain", "softmax"),
     "weight_floor": ("ernie4_5_moe", "between", 0.0),
     "scale": ("deepseek_v3", "plain", 1.0),
+    "weights_inputs": ("llama4_text", "plain", False),
     "groups": ("deepseek_v3", "plain", 1),
     "top_groups": ("deepseek_v3", "plain", 1),
     "group_best": ("deepseek_v3", "plain", 1),
@@ -92,6 +108,8 @@ ROPE = {
     "theta": ("qwen2", "plain", 9_000.0),
     "kind": ("qwen2", "llama3", "linear"),
     "factor": ("qwen2", "yarn", 3.0),
+    "channels": ("gemma4_text", "plain", 4),
+    "share": ("gemma4_text", "keys_as_values", 0.25),
     "original_length": ("qwen2", "llama3", 32),
     "low_freq_factor": ("qwen2", "llama3", 2.0),
     "high_freq_factor": ("qwen2", "llama3", 8.0),
@@ -117,7 +135,7 @@ ELSEWHERE = {"counts_visible", "initializer_range", "tied_embeddings", "padding_
 def test_every_fact_is_here():
     assert {fact.name for fact in fields(Arch)} == {*REFUSED, *MISCOMPUTED, *DROPOUTS, *HEAD, *ELSEWHERE}
     assert {fact.name for fact in fields(Rope)} == set(ROPE)
-    assert {fact.name for fact in fields(Experts)} == {*EXPERTS, *EXPERTS_SHAPE, "float32_router"}
+    assert {fact.name for fact in fields(Experts)} == {*EXPERTS, *EXPERTS_SHAPE, "float32_router", "beside_mlp"}
     assert {fact.name for fact in fields(ClampedSwiGLU)} == set(SWIGLU)
 
 
@@ -149,6 +167,54 @@ def test_a_fact_of_shape(fact, built, load_with):
     family, name, wrong = REFUSED[fact]
     with pytest.raises(ValueError, match=r"Missing: .*Unexpected: |wrong shapes: .* config.json asks for"):
         load_with(built(family, name), **{fact: wrong})
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("plain", {"heads": Heads(1, 12)}), ("plain", {"heads": Heads(2, 8)}), ("plain", {"mlp_size": 96}),
+        ("plain", {"reuses": False}), ("keys_as_values", {"heads": Heads(1, 12, values_are_keys=False)}),
+    ],
+)  # fmt: skip
+def test_a_fact_of_a_layers_kind(name, wrong, built, load_with):
+    """Of those that reuse keys and values, or of those that see everything."""
+    folder = built("gemma4_text", name)
+    kinds = load_with(folder).source.config.arch.kinds
+    meant = [kind.heads is not None if "heads" in wrong else kind.reuses for kind in kinds]
+    changed = tuple(replace(kind, **wrong) if there else kind for kind, there in zip(kinds, meant, strict=True))
+    with pytest.raises(ValueError, match=r"Missing: .*Unexpected: |wrong shapes: .* config.json asks for"):
+        load_with(folder, kinds=changed)
+
+
+def test_layers_without_positions(built, load_with):
+    """They norm no queries and keys, and theirs alone grow."""
+    folder = built("llama4_text", "growing")
+    right = load_with(folder)
+    arch, wanted = right.source.config.arch, scores(right)
+    kinds = tuple(replace(kind, unplaced=False) for kind in arch.kinds)
+    for wrong in (
+        {"kinds": kinds},
+        {"query_growth": replace(arch.query_growth, unplaced=False)},
+        {"query_growth": replace(arch.query_growth, first=0)},
+    ):
+        assert _off(scores(load_with(folder, **wrong)), wanted) > 1e-4
+
+
+def test_experts_beside_an_mlp(built, load_with):
+    folder = built("gemma4_text", "experts")
+    experts = replace(load_with(folder).source.config.arch.experts, beside_mlp=False)
+    with pytest.raises(KeyError, match="mlp.router"):  # which the family has no name for
+        load_with(folder, experts=experts)
+
+
+def test_which_keys_are_reused(built, load_with):
+    """Those of the last layer before, not of one further up."""
+    folder = built("gemma4_text", "plain")
+    right = load_with(folder)
+    kinds = right.source.config.arch.kinds
+    assert [kind.reused for kind in kinds] == [False, True, True, False, False, False]
+    earlier = (replace(kinds[0], reused=True), replace(kinds[1], reused=False), *kinds[2:])
+    assert _off(scores(load_with(folder, kinds=earlier)), scores(right)) > 1e-4
 
 
 @pytest.mark.parametrize("fact", EXPERTS_SHAPE)

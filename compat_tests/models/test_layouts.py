@@ -29,17 +29,19 @@ PACKED = ("packed", "shared", "shared rows")  # rows: attention text by text, as
 # Of each family the variant that strays furthest, and those in which layouts could go wrong in a way of their own.
 CASES = [("llama", "yarn"), ("qwen2", "layer_types"), ("qwen3", "attention_bias")]
 CASES += [(family, list(own)[-1]) for family, own in VARIANTS.items()]
+CASES += [("llama4_text", "growing"), ("gemma4_text", "experts")]
 CASES += [("gemma2", "plain"), ("phi3", "long"), ("smollm3", "plain"), ("gpt2", "plain")]
 # Compiling takes seconds: here are those whose attention, positions or experts differ, and `bench.layouts` runs all of
 # CASES, gradients too.
 UNLIKE = {
-    "llama", "gemma2", "gemma3_text", "phi3", "smollm3", "gpt2", "gptj", "opt", "olmoe", "ministral3", "cohere2",
-    "lfm2", "lfm2_moe", "deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next", "qwen3_5_text", "granitemoehybrid",
-    "nemotron_h", "falcon_h1",
+    "llama", "gemma2", "gemma3_text", "gemma4_text", "phi3", "smollm3", "gpt2", "gptj", "opt", "olmoe", "ministral3",
+    "cohere2", "llama4_text", "lfm2", "lfm2_moe", "deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next", "qwen3_5_text",
+    "granitemoehybrid", "nemotron_h", "falcon_h1",
 }  # fmt: skip
 ENCODERS = [("bert", "plain"), ("roberta", "plain"), ("modernbert", "biases"), ("electra", "plain")]
 GRADIENTS = [("llama", "yarn"), ("gemma2", "plain"), ("phi3", "long"), ("qwen3_moe", "window"), ("gpt2", "plain")]
 GRADIENTS += [("lfm2", "biases"), ("deepseek_v3", "plain"), ("gpt_oss", "clamped"), ("qwen3_5_text", "others")]
+GRADIENTS += [("gemma4_text", "plain"), ("llama4_text", "growing")]
 
 
 @cache

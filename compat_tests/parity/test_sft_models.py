@@ -19,6 +19,10 @@ FAMILIES = {
     "mistral": {"sliding_window": 7},
     "gemma2": {"sliding_window": 7, "tie": True, "final_logit_softcapping": 8.0},
     "gemma3_text": {"sliding_window": 7, "tie": True},
+    "gemma4_text": {
+        "sliding_window": 7, "tie": True, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "final_logit_softcapping": 8.0,
+    },
     "cohere": {"tie": True, "logit_scale": 0.25},
     "falcon_h1": {},
     "granite": {"logits_scaling": 3.0, "tie": True},
@@ -35,7 +39,7 @@ FAMILIES = {
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
     "qwen3_5_text": {"full_attention_interval": 2},
     "qwen3_next": {"full_attention_interval": 2},
-}
+}  # fmt: skip
 ADRIFT = {"gpt_neox": "query_key_value.bias", "phi": "k_proj.bias", "qwen2": "k_proj.bias"}
 
 
@@ -47,7 +51,7 @@ def both(called, model, folder, rows, out, **config):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_eight_steps_of_a_family_are_trls(family, tmp_path):
-    folder = tiny_model(tmp_path / "model", family, head="causal", num_hidden_layers=2, **FAMILIES[family])
+    folder = tiny_model(tmp_path / "model", family, head="causal", **{"num_hidden_layers": 2} | FAMILIES[family])
     config = CONFIG | (EAGER if family == "gemma2" else {})
     ours, theirs = both(family, [family, FAMILIES[family]], folder, text_rows(32), tmp_path, **config)
     assert theirs.logs[-1]["step"] == 8

@@ -93,13 +93,21 @@ def cache_bytes(arch: Any, size: Size, dtype: str) -> int:
     """Bytes of the keys and values of a generation, of each prompt once and of each completion its own, and of what
     other layers keep for each completion."""
     tokens = size.prompts * size.prompt_places + size.completions * size.new_places
-    channels = arch.head_dim + (arch.head_dim if arch.latent is None else arch.latent.value_dim)
-    keys_values = attention_layers(arch) * arch.num_key_heads * channels * tokens
+    keys_values = _key_value_channels(arch) * tokens
     inputs = 0 if arch.short_convolution is None else (arch.short_convolution.width - 1) * arch.hidden_size
     convolutions = (arch.num_layers - attention_layers(arch)) * inputs * size.completions
     windows, states = _recurrent_states(arch)
     channels = keys_values + convolutions + windows * size.completions
     return channels * jnp.dtype(dtype).itemsize + states * size.completions * FLOAT32
+
+
+def _key_value_channels(arch: Any) -> int:
+    """Channels of the keys and values of a token, in all layers that make any."""
+    if arch.latent is not None:
+        return attention_layers(arch) * arch.num_key_heads * (arch.head_dim + arch.latent.value_dim)
+    makers = [kind for run in arch.runs for kind in [run.kind] * run.count]
+    heads = [arch.heads_of(kind) for kind in makers if "attention" in (kind.mixer or "") and not kind.reuses]
+    return sum(2 * one.count * one.channels for one in heads)
 
 
 def _recurrent_states(arch: Any) -> tuple[int, int]:

@@ -34,7 +34,7 @@ class Map(NamedTuple):
 
 def maps_of(shapes: Mapping[str, Any], arch: Any, trained: Collection[str]) -> list[Map]:
     """The layers' matrices among these shapes by path: stacked weights `[L, out, in]` or, of experts, `[L, E, out,
-    in]`.
+    in]`; and the one that makes the embeddings of all layers.
 
     Args:
         arch: the model's `Arch`.
@@ -42,11 +42,14 @@ def maps_of(shapes: Mapping[str, Any], arch: Any, trained: Collection[str]) -> l
     """
     stacked = [(path, leaf) for path, leaf in shapes.items() if in_a_stack(path) and leaf.ndim in (3, 4)]
     matrices = [(path, leaf) for path, leaf in stacked if not path.endswith("_bias")]  # those that experts have
-    return [Map(*leaf.shape[-2:], _used(path, leaf, arch), path in trained, leaf.shape[0]) for path, leaf in matrices]
+    maps = [Map(*leaf.shape[-2:], _used(path, leaf, arch), path in trained, leaf.shape[0]) for path, leaf in matrices]
+    before = [(path, leaf) for path, leaf in shapes.items() if path.endswith(".layer_embed.projection.weight")]
+    return maps + [Map(*leaf.shape, 1, path in trained, 1) for path, leaf in before]
 
 
 def _used(path: str, leaf: Any, arch: Any) -> int:
-    return arch.experts.top_k if leaf.ndim == 4 and ".mlp." in path else 1  # others with four axes are of convolutions
+    of_experts = leaf.ndim == 4 and (".mlp." in path or ".moe." in path)  # others with four axes are of convolutions
+    return arch.experts.top_k if of_experts else 1
 
 
 def flops(maps: Sequence[Map], batch: Batch, arch: Any, *, causal: bool, remat: bool | str) -> int:
@@ -79,7 +82,15 @@ def reference_flops(maps: Sequence[Map], batch: Batch, arch: Any, *, causal: boo
 
 def _attention_flops(batch: Batch, arch: Any, causal: bool) -> int:
     """FLOPs of a forward pass's products of queries with keys and values."""
-    return 4 * attended_keys(batch, causal) * attention_layers(arch) * channels_of(arch)
+    return 4 * attended_keys(batch, causal) * _attending_channels(arch)
+
+
+def _attending_channels(arch: Any) -> int:
+    """Channels of all query heads of all layers."""
+    if "kinds" not in vars(arch) or arch.kinds is None:
+        return arch.num_layers * channels_of(arch)
+    attending = (kind for kind in arch.kinds if kind.mixer == "attention")
+    return sum(arch.num_heads * arch.heads_of(kind).channels for kind in attending)
 
 
 def _recurrent_flops(batch: Batch, arch: Any) -> int:

@@ -61,8 +61,9 @@ def unstacked(stack: Any, count: int) -> list[Any]:
 
 
 def by_layers(parts: list[Any], arch: Any) -> list[Any]:
-    """Of each layer, from those of each run of layers."""
-    return [layer for part, run in zip(parts, arch.runs, strict=True) for layer in unstacked(part, run.count)]
+    """Of each layer that keeps something, from those of each run of layers."""
+    runs = [run for run in arch.runs if not run.kind.reuses]
+    return [layer for part, run in zip(parts, runs, strict=True) for layer in unstacked(part, run.count)]
 
 
 def layers_for_decoding(graph: Any, arrays: dict[str, jax.Array], platform: str) -> list[nnx.State] | None:

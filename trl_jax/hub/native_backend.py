@@ -27,7 +27,7 @@ from trl_jax.models.functional import abstract, logical_axes
 from trl_jax.models.stack import narrowest_window
 from trl_jax.nn.quantized import HALVES, TABLES, Format, Quantized, dequantized
 
-_BUFFERS = (".correction_bias", ".activation.beta", ".activation.eps")
+_BUFFERS = (".correction_bias", ".activation.beta", ".activation.eps", ".layer_scalar")
 
 
 class NativeBackend(Backend):
@@ -49,7 +49,7 @@ class NativeBackend(Backend):
         self.ignores_types = self.causal = causal
         self.takes_packed, self.drops_out = causal or arch.takes_packed, arch.drops_out
         self.takes_stripes = causal and not (arch.short_convolution or arch.gated_delta or arch.state_space)
-        self.window = narrowest_window(arch.windows)
+        self.window = narrowest_window((*arch.windows, *((arch.chunks or ()) if causal else ())))
         self.has_routers = causal and arch.experts is not None
         self.heads = {"heads": arch.num_heads} | ({"key heads": arch.num_key_heads} if causal else {})
         self.batch_invariant = not causal  # some ropes of decoders ask for the longest text of a batch

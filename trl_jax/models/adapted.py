@@ -33,7 +33,7 @@ class Adapter:
         scales, there: what B A is multiplied by, and whether there is an adapter, one a layer where they are stacked.
         has: the optional arrays that it has, of magnitude and bias.
         experts: how many matrices each array is for, 0 for one: A is `[E r, in]`, expert by expert, B `[out, r E]`, one
-            of each expert, then the next.
+            of each expert, then the next. swapped: they are of matrices (in, out), A and B the other way round.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Adapter:
     stacked: bool
     has: tuple[str, ...] = ()
     experts: int = 0
+    swapped: bool = False
 
     def place(self, path: str) -> tuple[str, str]:
         """The module that holds the adapter of our module or, of experts, parameter `path`; and as what."""
@@ -56,7 +57,13 @@ class Adapter:
         if not self.experts:
             return a, b
         a = a.reshape(*a.shape[:-2], self.experts, -1, a.shape[-1])
-        return a, jnp.moveaxis(b.reshape(*b.shape[:-1], -1, self.experts), -1, -3)
+        b = jnp.moveaxis(b.reshape(*b.shape[:-1], -1, self.experts), -1, -3)
+        return (b.swapaxes(-1, -2), a.swapaxes(-1, -2)) if self.swapped else (a, b)
+
+    def matrices_of(self, part: Part | None, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The same of a part of the experts' matrices."""
+        a, b = self.matrices(a, b)
+        return a, b if part is None else jnp.moveaxis(part.rows(jnp.moveaxis(b, -2, 0)), 0, -2)
 
 
 _KINDS = {"a": "lora_A", "b": "lora_B", "magnitude": "lora_magnitude_vector", "bias": "lora_B.bias"}
@@ -118,15 +125,16 @@ def _kinds(adapter: Adapter) -> tuple[str, ...]:
 def _leaves(adapter: Adapter, part: Part | None, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """The arrays of one part's `Lora`."""
 
+    if adapter.experts:
+        a, b = adapter.matrices_of(part, arrays["a"], arrays["b"])
+        return {"a": a, "b": jnp.asarray(adapter.scales, b.dtype).reshape(-1, *[1] * (b.ndim - 1)) * b}
+
     def of_part(kind: str, array: jax.Array) -> jax.Array:
         if part is None or kind == "a":
             return array
         return jax.vmap(part.rows)(array) if adapter.stacked else part.rows(array)
 
     leaves = {kind: of_part(kind, array) for kind, array in arrays.items()}
-    if adapter.experts:
-        a, b = adapter.matrices(leaves["a"], leaves["b"])
-        return {"a": a, "b": jnp.asarray(adapter.scales, b.dtype).reshape(-1, *[1] * (b.ndim - 1)) * b}
     leaves["scale"] = jnp.asarray(adapter.scales if adapter.stacked else adapter.scales[0], jnp.float32)
     if "magnitude" in leaves:
         leaves["there"] = jnp.asarray(adapter.there if adapter.stacked else adapter.there[0])

@@ -34,7 +34,12 @@ class Experts:
 
     `correction_bias`: a number of each expert that is added to its weight for the selection alone, and never trained.
     Of `groups` of experts, the best `top_groups` are selected from; a group is as good as its best `group_best` experts
-    together (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
+    together (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). With `weights_inputs`, an expert's weight multiplies what
+    it sees, not what it gives.
+
+    `beside_mlp`: a layer has both, and either's result is normed before they are added; the experts see the residual
+    stream through a norm of their own, and the router through one without weights, with a learned scale for each of
+    its channels. The weight of each expert then has a learned scale, too.
     """
 
     count: int
@@ -56,6 +61,8 @@ class Experts:
     gated: bool = True
     latent_size: int | None = None
     latent_bias: bool = False
+    weights_inputs: bool = False
+    beside_mlp: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,8 +119,26 @@ class StateSpace:
 
 
 @dataclass(frozen=True)
+class Heads:
+    """The key heads of some layers, and the channels of each head. With `values_are_keys`, values are what keys are
+    before their norm."""
+
+    count: int
+    channels: int
+    values_are_keys: bool = False
+
+
+@dataclass(frozen=True)
+class LayerEmbedding:
+    """Each layer has its own embedding of every token, `channels` wide, from a table with this many `rows`."""
+
+    rows: int
+    channels: int
+
+
+@dataclass(frozen=True)
 class MixerScales:
-    """What multiplies the inputs and the results of attention and of Mamba-2 side by side."""
+    """Factors of the inputs and the results of attention and of Mamba-2 side by side."""
 
     attention_in: float
     attention_out: float
@@ -124,12 +149,21 @@ class MixerScales:
 @dataclass(frozen=True)
 class LayerKind:
     """The parameters that a layer has: `mixer` is "attention", "convolution", "delta_net", "mamba", "attention+mamba"
-    for both side by side, or None where it has none; `experts`: whether these are in the place of the MLP; `mlp`:
-    whether it has either of them."""
+    for both side by side, or None where it has none; `experts`: whether these are in the place of the MLP, or beside
+    it; `mlp`: whether it has either of them. `heads` and `mlp_size` are None where they are those of the Arch.
+
+    A layer that is `unplaced` knows no positions, and norms no queries and keys. One that `reuses` makes no keys and
+    values: it attends to those of the last layer that is `reused` and has the same heads.
+    """
 
     mixer: str | None = "attention"
     experts: bool = False
     mlp: bool = True
+    heads: Heads | None = None
+    mlp_size: int | None = None
+    unplaced: bool = False
+    reused: bool = False
+    reuses: bool = False
 
 
 class Run(NamedTuple):
@@ -143,10 +177,13 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class QueryGrowth:
-    """Queries at position p are scaled by `1 + beta * log(1 + floor(p / original_length))`."""
+    """Queries at position p are scaled by `1 + beta * log(1 + floor(p / original_length))`, p counted from `first` on;
+    with `unplaced`, those of layers that know no positions alone (Nakanishi 2025, arXiv:2501.19399)."""
 
     beta: float
     original_length: int
+    first: int = 0
+    unplaced: bool = False
 
 
 @dataclass(frozen=True)
@@ -160,12 +197,15 @@ class Arch:
     `softcap` bounds the scores by `softcap * tanh(scores / softcap)`; with `gated_attention`, each channel of the
     result is multiplied by the sigmoid of one of the token's own; `clip_qkv` bounds projected queries, keys and
     values. With `sinks`, each query head has a learned score more in the sum of its softmax, which brings no value.
+    `chunks`: a layer's queries see the keys of their own chunk of a text, this many tokens long; None without any.
+    With `v_norm`, the values of each head are normed, without weights.
     `learned_positions` counts the rows of a table of positions, read from row `position_offset` on; with
     `counts_visible`, positions count the visible tokens only. With `scale_in_table`, `embedding_scale` belongs to
     the table of tokens, so that noise comes after it. `padding_idx` is the row of the embedding that never trains.
 
     `kinds` is None where all layers attend, and have experts if there are any. `mlp_scales` multiply what the MLP's
-    gate is computed of, and what the MLP gives.
+    gate is computed of, and what the MLP gives. With `layer_scalar`, each layer ends by multiplying the residual stream
+    by a number of its own, which never trains.
 
     A language model's head computes with the table of tokens where `tied_embeddings`; its logits are multiplied by
     `logit_scale`, and then bounded by `logit_softcap * tanh(logits / logit_softcap)`.
@@ -193,6 +233,8 @@ class Arch:
     qk_norm: str | None = None
     qk_norm_kind: str = "rms"
     qk_norm_after_rope: bool = False
+    v_norm: bool = False
+    chunks: tuple[int | None, ...] | None = None
     attention_scales: tuple[float, ...] | None = None
     gated_attention: bool = False
     softcap: float | None = None
@@ -212,6 +254,8 @@ class Arch:
     state_space: StateSpace | None = None
     mixer_scales: MixerScales | None = None
     mlp_scales: tuple[float, float] = (1.0, 1.0)
+    layer_embedding: LayerEmbedding | None = None
+    layer_scalar: bool = False
     kinds: tuple[LayerKind, ...] | None = None
     attention_dropout: float = 0.0
     embedding_dropout: float = 0.0
@@ -232,6 +276,10 @@ class Arch:
         if len(groups) == 1:
             return (Run(0, self.num_layers, kinds[0], "layers"),)
         return tuple(Run(group[0], len(group), kinds[group[0]], f"layers_from_{group[0]}") for group in groups)
+
+    def heads_of(self, kind: LayerKind) -> Heads:
+        """The heads of a layer."""
+        return Heads(self.num_key_heads, self.head_dim) if kind.heads is None else kind.heads
 
     @property
     def drops_out(self) -> bool:

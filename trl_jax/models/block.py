@@ -10,6 +10,7 @@ from flax import nnx
 
 from trl_jax.core.router_sums import RouterSums
 from trl_jax.models.arch import BLOCKS, Arch, LayerKind
+from trl_jax.models.experts_beside import ExpertsBeside
 from trl_jax.models.stack import apply
 from trl_jax.nn.attention.causal import Attention
 from trl_jax.nn.attention.inputs import AttentionInputs
@@ -17,6 +18,7 @@ from trl_jax.nn.attention.latent import LatentAttention
 from trl_jax.nn.delta_net import GatedDeltaNet
 from trl_jax.nn.dropout import dropout_or_none
 from trl_jax.nn.kv_cache import Kept, NothingKept
+from trl_jax.nn.layer_embedding import LayerInput
 from trl_jax.nn.mamba2 import Mamba2
 from trl_jax.nn.mlp import MLP
 from trl_jax.nn.moe import MoE
@@ -49,6 +51,9 @@ class Block(nnx.Module):
         self.mlp_norm, self.mlp_out_norm = norm("mlp_norm"), norm("mlp_out_norm")
         self.attention = None if kind.mixer is None else _mixer(arch, kind)
         self.mlp = _mlp(arch, kind) if kind.mlp else None
+        self.beside = ExpertsBeside(arch) if kind.experts and arch.experts.beside_mlp else None
+        self.layer_input = None if arch.layer_embedding is None else LayerInput(arch)
+        self.layer_scalar = nnx.Param(jnp.ones(1, jnp.float32), axes=("",)) if arch.layer_scalar else None
         self.arch, self.kind = arch, kind
 
     def __call__(
@@ -76,8 +81,8 @@ class Block(nnx.Module):
         else:
             h = h + attended
             x = apply(self.mlp_norm, h).astype(dtype)
-        sums = None if counted is None or not self.kind.experts else self.mlp.router_sums(x, counted)
-        return BlockOutputs(h + self._feed(x, key), kept, sums)
+        sums = None if counted is None or not self.kind.experts else self._router_sums(x, h, counted)
+        return BlockOutputs(self._ended(h + self._feed(x, h, key), inputs, dtype), kept, sums)
 
     def _attend(self, x: jax.Array, inputs: AttentionInputs, key: jax.Array | None) -> tuple[jax.Array, Kept]:
         arch = self.arch
@@ -87,10 +92,18 @@ class Block(nnx.Module):
         out = apply(dropout_or_none(arch.attention_out_dropout, key, _ATTENTION_OUT), out)
         return scaled(out, arch.residual_scale), kept
 
-    def _feed(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
-        arch = self.arch
-        out = apply(self.mlp_out_norm, self.mlp(x))
+    def _router_sums(self, x: jax.Array, h: jax.Array, counted: jax.Array) -> RouterSums:
+        return self.mlp.router_sums(x, counted) if self.beside is None else self.beside.router_sums(h, counted, x.dtype)
+
+    def _feed(self, x: jax.Array, h: jax.Array, key: jax.Array | None) -> jax.Array:
+        arch, out = self.arch, self.mlp(x)
+        out = apply(self.mlp_out_norm, out if self.beside is None else self.beside(out, h))
         return scaled(apply(dropout_or_none(arch.mlp_out_dropout, key, _MLP_OUT), out), arch.residual_scale)
+
+    def _ended(self, h: jax.Array, inputs: AttentionInputs, dtype: jnp.dtype) -> jax.Array:
+        if self.layer_input is not None:
+            h = h + self.layer_input(h.astype(dtype), inputs.embedded)
+        return h if self.layer_scalar is None else h * jax.lax.stop_gradient(self.layer_scalar[...])
 
 
 def _mixer(
@@ -98,21 +111,21 @@ def _mixer(
 ) -> Attention | LatentAttention | GatedShortConvolution | GatedDeltaNet | Mamba2 | ParallelMixers:
     if kind.mixer == "attention+mamba":
         mamba = Mamba2(arch.hidden_size, arch.state_space, eps=arch.norm_eps)
-        return ParallelMixers(Attention(arch), mamba, arch.mixer_scales)
+        return ParallelMixers(Attention(arch, kind), mamba, arch.mixer_scales)
     if kind.mixer == "mamba":
         return Mamba2(arch.hidden_size, arch.state_space, eps=arch.norm_eps)
     if kind.mixer == "delta_net":
         return GatedDeltaNet(arch.hidden_size, arch.gated_delta, eps=arch.norm_eps)
     if kind.mixer == "convolution":
         return GatedShortConvolution(arch.hidden_size, arch.short_convolution)
-    return Attention(arch) if arch.latent is None else LatentAttention(arch)
+    return Attention(arch, kind) if arch.latent is None else LatentAttention(arch)
 
 
 def _mlp(arch: Arch, kind: LayerKind) -> MLP | MoE:
-    if kind.experts:
+    if kind.experts and not arch.experts.beside_mlp:
         return MoE(arch.hidden_size, arch.experts, activation=arch.activation)
     maps = {"activation": arch.activation, "gated": arch.gated, "bias": arch.mlp_bias}
-    return MLP(arch.hidden_size, arch.mlp_size, scales=arch.mlp_scales, **maps)
+    return MLP(arch.hidden_size, kind.mlp_size or arch.mlp_size, scales=arch.mlp_scales, **maps)
 
 
 def scaled(x: jax.Array, scale: float) -> jax.Array:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -15,6 +17,7 @@ from trl_jax.nn.attention.inputs import AttentionInputs, LayerInputs
 from trl_jax.nn.attention.striped import Striped, striped
 from trl_jax.nn.dropout import dropout_or_none
 from trl_jax.nn.kv_cache import Cache, Kept
+from trl_jax.nn.layer_embedding import LayerEmbeddings
 from trl_jax.nn.linear import Embedding
 from trl_jax.nn.noise import Noise
 from trl_jax.nn.norm import Norm
@@ -40,6 +43,11 @@ def _read(h: jax.Array, reads: jax.Array | None, length: int, striped: Striped |
     return h if reads is None else h[reads]
 
 
+def _last(stack: Any) -> Any:
+    """The last layer's of arrays with a leading axis L."""
+    return jax.tree.map(lambda a: a[-1], stack)
+
+
 class Decoder(nnx.Module):
     """Token ids to hidden states: embedding, a scanned stack of blocks, a last norm."""
 
@@ -51,6 +59,7 @@ class Decoder(nnx.Module):
         self.embed = Embedding(arch.vocab_size, arch.hidden_size, **table)
         learned = arch.learned_positions
         self.position_embed = None if learned is None else Embedding(learned, arch.hidden_size)
+        self.layer_embed = None if arch.layer_embedding is None else LayerEmbeddings(arch)
         for run in arch.runs:
             setattr(self, run.name, stacked(lambda run=run: Block(arch, run.kind), run.count))
         self.norm = Norm(arch.hidden_size, kind=arch.norm, eps=arch.norm_eps)
@@ -97,17 +106,23 @@ class Decoder(nnx.Module):
         longest = _longest(length, reads, lengths, packed)
         shared, by_layer = self._layer_inputs(shared, positions, longest, max_tokens)
         keys = None if dropout_key is None else jax.random.split(dropout_key, self.arch.num_layers)
-        h, sums = self._embedded(tokens, positions, valid, dropout_key, noise), []
+        h, sums, made = self._embedded(tokens, positions, valid, dropout_key, noise), [], {}
+        by_layer = self._with_embedded(by_layer, tokens, h, dtype)
         for run in self.arch.runs:
             graph, state = nnx.split(vars(self)[run.name])
+            reused = made[run.kind.heads] if run.kind.reuses else None
 
-            def layer(h, slices, graph=graph, name=run.name):
+            def layer(h, slices, graph=graph, run=run, reused=reused):
                 state, inputs, key = slices
-                block = nnx.merge(graph, whole_layer(state, f"{self.NAME}.{name}"))
-                out = block(h, shared.of_layer(inputs), dtype=dtype, key=key, counted=counted)
-                return out.h, out.sums
+                block = nnx.merge(graph, whole_layer(state, f"{self.NAME}.{run.name}"))
+                own = shared.of_layer(inputs)._replace(reused=reused)
+                out = block(h, own, dtype=dtype, key=key, counted=counted)
+                return out.h, (out.sums, out.kept if run.kind.reused else None)
 
-            h, run_sums = jax.lax.scan(checkpointed(layer, remat=remat), h, (state, *of_run((by_layer, keys), run)))
+            slices = (state, *of_run((by_layer, keys), run))
+            h, (run_sums, run_kept) = jax.lax.scan(checkpointed(layer, remat=remat), h, slices)
+            if run.kind.reused:
+                made[run.kind.heads] = _last(run_kept)
             sums += [] if run_sums is None else [run_sums]
         hidden = self.norm(_read(h, reads, length, stripes))
         if not sums:
@@ -128,7 +143,7 @@ class Decoder(nnx.Module):
         max_tokens: int | None = None,
     ) -> tuple[jax.Array, list[Kept]]:
         """Hidden states `[N, D]`, and what a cache keeps of the tokens: of each run of layers, with a leading axis L;
-        or of each layer, without it, where `layers` are given.
+        or of each layer, without it, where `layers` are given. Layers that reuse keys and values keep nothing.
 
         Args:
             tokens, positions, reads, dtype, max_tokens: as in a call; rows of one token each where there is a cache;
@@ -142,26 +157,32 @@ class Decoder(nnx.Module):
             shared = shared._replace(lengths=reads % tokens.shape[1] + 1)
         shared, by_layer = self._layer_inputs(shared, positions, longest, max_tokens)
         h, kept = self._embedded(tokens, positions, None, None, None), []
+        by_layer, made, caches = self._with_embedded(by_layer, tokens, h, dtype), {}, {}
         parts = None if cache is None else cache.parts
         for run in self.arch.runs:
             graph, state = nnx.split(vars(self)[run.name])
+            reuses, heads = run.kind.reuses, run.kind.heads
+            earlier = (made[heads], caches[heads]) if reuses else None
 
-            def layer(h, slices, graph=graph, name=run.name):
+            def layer(h, slices, graph=graph, name=run.name, earlier=earlier):
                 state, inputs, own_cache = slices
                 block = nnx.merge(graph, whole_layer(state, f"{self.NAME}.{name}"))
-                out = block(h, shared.of_layer(inputs)._replace(cache=own_cache), dtype=dtype)
-                return out.h, out.kept
+                reused, cache = earlier or (None, own_cache)
+                out = block(h, shared.of_layer(inputs)._replace(reused=reused, cache=cache), dtype=dtype)
+                return out.h, out.kept if earlier is None else None
 
-            count = len(kept)
             if layers is None:
-                slices = (of_run(by_layer, run), None if parts is None else parts[count])
-                h, run_kept = jax.lax.scan(layer, h, (state, *slices))
-                kept.append(run_kept)
-                continue
-            for number in range(run.first, run.first + run.count):
+                own = None if parts is None or reuses else parts[len(kept)]
+                h, last = jax.lax.scan(layer, h, (state, of_run(by_layer, run), own))
+                kept += [] if reuses else [last]
+                last, own = (_last(last), _last(own)) if run.kind.reused else (None, None)
+            for number in range(run.first, run.first + run.count) if layers is not None else ():
                 inputs = jax.tree.map(lambda a: a[number], by_layer)  # noqa: B023
-                h, layer_kept = layer(h, (layers[number], inputs, None if parts is None else parts[number]))
-                kept.append(layer_kept)
+                own = None if parts is None or reuses else parts[len(kept)]
+                h, last = layer(h, (layers[number], inputs, own))
+                kept += [] if reuses else [last]
+            if run.kind.reused:
+                made[heads], caches[heads] = last, own
         return self.norm(_read(h, reads, tokens.shape[1], None)), kept
 
     def _embedded(self, tokens, positions, valid, dropout_key, noise) -> jax.Array:
@@ -177,20 +198,27 @@ class Decoder(nnx.Module):
             h = h + self.position_embed(positions + arch.position_offset, jnp.float32)
         return apply(dropout_or_none(arch.embedding_dropout, dropout_key, EMBEDDING), h)
 
+    def _with_embedded(self, by_layer: LayerInputs, tokens, h: jax.Array, dtype: jnp.dtype) -> LayerInputs:
+        embedded = None if self.layer_embed is None else self.layer_embed(tokens, h, dtype)
+        return by_layer._replace(embedded=embedded)
+
     def _layer_inputs(
         self, shared: AttentionInputs, positions: jax.Array, longest: jax.Array | int, max_tokens: int | None
     ) -> tuple[AttentionInputs, LayerInputs]:
         """Those of all layers with ropes and growth, and those that differ."""
         arch = self.arch
         angles, rope = rope_inputs(arch.ropes, positions, arch.rotary_dim, longest)
-        window = window_inputs(arch.windows, max_tokens)
+        window, chunk = window_inputs(arch.windows, max_tokens), window_inputs(arch.chunks or (), max_tokens)
+        if chunk is not None:
+            left = 0 if shared.valid is None else jnp.argmax(shared.valid, axis=1, keepdims=True)
+            shared = shared._replace(in_text=positions - left)
         scale = None if arch.attention_scales is None else jnp.asarray(arch.attention_scales, jnp.float32)
         if arch.query_growth is not None:
-            turns = jnp.floor(positions / arch.query_growth.original_length)
+            turns = jnp.floor((positions + arch.query_growth.first) / arch.query_growth.original_length)
             shared = shared._replace(growth=(1 + arch.query_growth.beta * jnp.log1p(turns))[..., None, None])
         if arch.short_convolution is not None and shared.packed is not None:
             shared = shared._replace(before=places_before(shared.packed, arch.short_convolution.width - 1))
         recurrent = arch.gated_delta or arch.state_space
         if recurrent is not None and shared.packed is not None:
             shared = shared._replace(order=text_order(shared.packed, recurrent.width - 1))
-        return shared._replace(**angles), LayerInputs(rope, scale, window)
+        return shared._replace(**angles), LayerInputs(rope, scale, window, chunk)

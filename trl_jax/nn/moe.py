@@ -12,6 +12,7 @@ from trl_jax.core.router_sums import RouterSums
 from trl_jax.nn.linear import Linear
 from trl_jax.nn.lora import ExpertsLora, adapted_dot
 from trl_jax.nn.mlp import ACTIVATIONS, MLP
+from trl_jax.nn.norm import Norm
 
 
 class MoE(nnx.Module):
@@ -25,7 +26,7 @@ class MoE(nnx.Module):
     up_lora: ExpertsLora | None
     down_lora: ExpertsLora | None
 
-    def __init__(self, features: int, experts, *, activation: str):
+    def __init__(self, features: int, experts, *, activation: str, eps: float = 0.0):
         self.router = Linear(features, experts.count, bias=experts.bias, axes=("", "embed"))
         width = features if experts.latent_size is None else experts.latent_size
         inner, outer = (experts.count, experts.size, width), (experts.count, width, experts.size)
@@ -40,6 +41,10 @@ class MoE(nnx.Module):
         self.correction_bias = nnx.Param(jnp.zeros(experts.count, jnp.float32), axes=("",)) if corrected else None
         maps = {"activation": activation, "gated": experts.gated, "bias": experts.latent_bias}
         self.shared = None if shared is None else MLP(features, shared, **maps)
+        scales = experts.beside_mlp
+        self.router_norm = Norm(features, kind="rms_plain", eps=eps) if scales else None
+        self.router_scale = nnx.Param(jnp.ones(features, jnp.float32), axes=("norm",)) if scales else None
+        self.expert_scale = nnx.Param(jnp.ones(experts.count, jnp.float32), axes=("",)) if scales else None
         gated = shared is not None and experts.shared_gated
         self.shared_gate = Linear(features, 1, axes=("", "embed")) if gated else None
         into, back = (width, features), (features, width)
@@ -49,22 +54,23 @@ class MoE(nnx.Module):
         )
         self.experts, self.activation = experts, ACTIVATIONS[activation]
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, routed_by: jax.Array | None = None) -> jax.Array:
+        """`[..., D]` to the same; the router sees `routed_by`, `[..., D]`, if it does not see x."""
         flat = x.reshape(-1, x.shape[-1])
-        mixed = self._routed(flat)
+        mixed = self._routed(flat, flat if routed_by is None else routed_by.reshape(flat.shape))
         if self.shared is not None:
             shared = self.shared(flat)
             mixed = mixed + (shared if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate(flat)) * shared)
         return mixed.reshape(x.shape)
 
-    def _routed(self, x: jax.Array) -> jax.Array:
-        routes = self._route(x)
+    def _routed(self, x: jax.Array, seen: jax.Array) -> jax.Array:
+        routes = self._route(seen)
         if self.into_latent is None:
             return self._divided(x, *routes)
         return self.from_latent(self._divided(self.into_latent(x), *routes))
 
     def _divided(self, x: jax.Array, weights: jax.Array, selected: jax.Array) -> jax.Array:
-        """What the experts give, each device its own where the tensor axis divides them."""
+        """The experts' sum, of which each device computes its own experts where the tensor axis divides them."""
         count, devices = self.experts.count, jax.sharding.get_abstract_mesh().shape.get(TENSOR, 1)
         experts = self._matrices()
         if devices == 1 or count % devices:
@@ -107,7 +113,9 @@ class MoE(nnx.Module):
         order = jnp.argsort(expert, stable=True)  # a token's place times top_k, sorted by expert
         token = order // self.experts.top_k
         sizes = jnp.bincount(expert, length=count)[: len(up[1])]
-        sorted_x = x[token]
+        sorted_x, sorted_weights = x[token], weights.reshape(-1)[order][:, None].astype(x.dtype)
+        if self.experts.weights_inputs:
+            sorted_x = sorted_x * sorted_weights
 
         def mapped(x: jax.Array, bias: jax.Array | None, *matrices: jax.Array) -> jax.Array:
             y = adapted_dot(x, sizes, *matrices)
@@ -115,7 +123,8 @@ class MoE(nnx.Module):
 
         hidden = mapped(sorted_x, *up)
         hidden = self.activation(hidden) if gate is None else self._joined(mapped(sorted_x, *gate), hidden)
-        out = mapped(hidden, *down) * weights.reshape(-1)[order][:, None].astype(x.dtype)
+        out = mapped(hidden, *down)
+        out = out if self.experts.weights_inputs else out * sorted_weights
         if first is not None:
             out = jnp.where(jnp.arange(len(out))[:, None] < jnp.sum(sizes), out, 0)
         return jnp.zeros_like(x).at[token].add(out)
@@ -133,10 +142,14 @@ class MoE(nnx.Module):
         if experts.renormalised:
             total, floor = jnp.sum(weights, axis=-1, keepdims=True), experts.weight_floor
             weights = weights / (jnp.maximum(total, floor) if experts.scores == "softmax" else total + floor)
+        if self.expert_scale is not None:
+            weights = weights * self.expert_scale[...][selected]
         return weights if experts.scale == 1.0 else weights * experts.scale, selected
 
     def _logits(self, x: jax.Array) -> jax.Array:
         """The router's, float32."""
+        if self.router_norm is not None:
+            x = self.router_norm(x) * self.router_scale[...].astype(x.dtype) * x.shape[-1] ** -0.5
         return self.router(x.astype(jnp.float32) if self.experts.float32_router else x).astype(jnp.float32)
 
     def _corrected(self, weights: jax.Array) -> jax.Array:

@@ -28,6 +28,7 @@ class NormKind:
 NORMS = {
     "rms": NormKind(centred=False, scales_rounded=True),
     "rms_float32": NormKind(centred=False),
+    "rms_plain": NormKind(centred=False, weighted=False),
     "rms_one_plus": NormKind(centred=False, one_plus=True),
     "layer": NormKind(centred=True, biased=True),
     "layer_one_plus": NormKind(centred=True, biased=True, one_plus=True),

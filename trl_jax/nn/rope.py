@@ -15,12 +15,16 @@ import numpy as np
 class Rope:
     """How positions turn into angles.
 
-    `kind` is one of default, linear, llama3, yarn, longrope; the fields after `factor` belong to the last three.
+    `kind` is one of default, linear, proportional, llama3, yarn, longrope; the fields after `share` belong to the last
+    three. `channels` is how many know positions, where layers differ in it; of a proportional rope this `share` of
+    them turns.
     """
 
     theta: float
     kind: str = "default"
     factor: float = 1.0
+    channels: int | None = None
+    share: float = 1.0
     original_length: int = 0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -43,8 +47,7 @@ class Rope:
         powers = (self.theta ** exponents.astype(np.float64)).astype(np.float32)
         if self.kind == "longrope":
             return _longrope(self, powers, longest)
-        stretch = {"default": _unchanged, "linear": _linear, "llama3": _llama3, "yarn": _yarn}[self.kind]
-        return stretch(self, powers)
+        return _STRETCHES[self.kind](self, powers)
 
 
 def _unchanged(rope: Rope, powers: np.ndarray) -> np.ndarray:
@@ -54,6 +57,12 @@ def _unchanged(rope: Rope, powers: np.ndarray) -> np.ndarray:
 def _linear(rope: Rope, powers: np.ndarray) -> np.ndarray:
     """Position interpolation (arXiv:2306.15595)."""
     return 1 / powers / rope.factor
+
+
+def _proportional(rope: Rope, powers: np.ndarray) -> np.ndarray:
+    """The first pairs turn as they would if all did, the others stand still."""
+    turning = np.arange(len(powers)) < int(rope.share * 2 * len(powers) // 2)
+    return np.where(turning, 1 / powers, np.float32(0)) / np.float32(rope.factor)
 
 
 def _llama3(rope: Rope, powers: np.ndarray) -> np.ndarray:
@@ -82,6 +91,11 @@ def _yarn(rope: Rope, powers: np.ndarray) -> np.ndarray:
     return 1 / (rope.factor * powers) * (1 - kept) + 1 / powers * kept
 
 
+_STRETCHES = {
+    "default": _unchanged, "linear": _linear, "proportional": _proportional, "llama3": _llama3, "yarn": _yarn,
+}  # fmt: skip
+
+
 def _longrope(rope: Rope, powers: np.ndarray, longest: jax.Array | int) -> jax.Array:
     """LongRoPE (arXiv:2402.13753): a factor for each pair, another set where any text is longer than the original."""
     short, long = (1 / (np.float32(factors) * powers) for factors in (rope.short_factors, rope.long_factors))
@@ -91,14 +105,19 @@ def _longrope(rope: Rope, powers: np.ndarray, longest: jax.Array | int) -> jax.A
 def rope_angles(
     positions: jax.Array, ropes: Sequence[Rope | None], channels: int, longest: jax.Array | int
 ) -> tuple[jax.Array, jax.Array]:
-    """Positions `[R, T]` to cosines and sines `[len(ropes), R, T, 1, pairs]`, float32; None turns nothing."""
+    """Positions `[R, T]` to cosines and sines `[len(ropes), R, T, 1, pairs]`, float32; None turns nothing, nor do the
+    last pairs of a rope with fewer channels."""
     shape = (*positions.shape, 1, (channels + 1) // 2)
     cosines, sines = [], []
     for rope in ropes:
         if rope is None:
             cos, sin = jnp.ones(shape), jnp.zeros(shape)
         else:
-            angles = positions[..., None, None].astype(jnp.float32) * rope.frequencies(channels, longest)
+            frequencies = rope.frequencies(rope.channels or channels, longest)
+            missing = shape[-1] - frequencies.shape[-1]
+            if missing:
+                frequencies = jnp.pad(frequencies, [(0, 0)] * (frequencies.ndim - 1) + [(0, missing)])
+            angles = positions[..., None, None].astype(jnp.float32) * frequencies
             cos, sin = jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
         cosines.append(cos)
         sines.append(sin)

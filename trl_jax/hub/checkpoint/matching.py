@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from trl_jax.core.printable import brief, listed
 from trl_jax.hub.checkpoint import head_tensors
 from trl_jax.hub.checkpoint.array_reader import Files
+from trl_jax.hub.checkpoint.fused_experts import with_fused_experts
 from trl_jax.hub.checkpoint.tensor_map import TensorEntry, make_tensor_map
 from trl_jax.hub.config.native import NativeConfig
 from trl_jax.hub.heads import ONE_LABEL
@@ -31,7 +32,8 @@ def match(config: NativeConfig, files: Files, shapes: dict[str, Any]) -> Matched
     Raises:
         ValueError: a tensor that is missing, unexpected, of a wrong shape, or of a dtype that cannot be read.
     """
-    tensor_map = _with_stored_names(make_tensor_map(shapes, config.names), config, files)
+    tensor_map = with_fused_experts(make_tensor_map(shapes, config.names), shapes, files.shapes)
+    tensor_map = _with_stored_names(tensor_map, config, files)
     wanted = {
         tensor: entry.shape_on_disk(shapes[entry.path].shape)
         for entry in tensor_map

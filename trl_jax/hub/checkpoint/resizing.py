@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from trl_jax.hub.checkpoint.loading import Source
 from trl_jax.hub.config.native import NativeConfig
 
+_TABLES = ("embed.weight", "layer_embed.table.weight")  # of a trunk
+
 
 def resized_source(source: Source, rows: int) -> Source:
     """The source of a checkpoint that has so many rows."""
@@ -19,12 +21,13 @@ def resized_source(source: Source, rows: int) -> Source:
 
 def resized_config(config: NativeConfig, rows: int) -> NativeConfig:
     """The config of a model that has so many rows."""
-    raw = dict(config.raw)
+    raw, changed, facts = dict(config.raw), {"vocab_size": rows}, {"vocab_size": rows}
+    if vars(config.arch).get("layer_embedding") is not None:
+        changed["vocab_size_per_layer_input"] = rows
+        facts["layer_embedding"] = replace(config.arch.layer_embedding, rows=rows)
     if "text_config" in raw:  # of a model that reads images too
-        raw["text_config"] = raw["text_config"] | {"vocab_size": rows}
-    else:
-        raw["vocab_size"] = rows
-    return replace(config, raw=raw, arch=replace(config.arch, vocab_size=rows))
+        changed = {"text_config": raw["text_config"] | changed}
+    return replace(config, raw=raw | changed, arch=replace(config.arch, **facts))
 
 
 def resized_table(table: jax.Array, rows: int) -> jax.Array:
@@ -38,4 +41,4 @@ def resized_table(table: jax.Array, rows: int) -> jax.Array:
 
 def tables_of_tokens(params: Iterable[str]) -> list[str]:
     """The paths of the arrays with a row for each token, whichever trunk they belong to."""
-    return [path for path in params if path.split(".")[1:] == ["embed", "weight"] or path.startswith("lm_head.")]
+    return [path for path in params if path.partition(".")[2] in _TABLES or path.startswith("lm_head.")]

@@ -16,7 +16,10 @@ from trl_jax.hub.families import Family, read_arch
 from trl_jax.hub.heads import CONFIG_VALUES, Draw, Head, HeadName
 
 # What is saved decides them, whatever the config object says.
-_OF_FILES = {"architectures", "dtype", "tie_word_embeddings", "torch_dtype", "transformers_version", "vocab_size"}
+_OF_FILES = {
+    "architectures", "dtype", "tie_word_embeddings", "torch_dtype", "transformers_version", "vocab_size",
+    "vocab_size_per_layer_input",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from trl_jax.core.printable import listed
@@ -12,6 +14,7 @@ from trl_jax.nn.rope import Rope
 _NEEDED = {
     "default": set(),
     "linear": {"factor"},
+    "proportional": set(),
     "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
     "yarn": {"factor"},
     "longrope": {"short_factor", "long_factor"},
@@ -19,6 +22,7 @@ _NEEDED = {
 _TAKEN = {
     "default": set(),
     "linear": set(),
+    "proportional": {"factor"},
     "llama3": {"original_max_position_embeddings"},
     "yarn": {
         "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
@@ -28,6 +32,7 @@ _TAKEN = {
 }  # fmt: skip
 _ALWAYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 KINDS = tuple(_NEEDED)
+_OF_ALL = tuple(kind for kind in KINDS if kind != "proportional")  # which asks for the channels of each kind of layer
 _TINY = 1e-9  # the least that is divided by
 _LEAST_THETA = 1.001  # the least whose logarithm is divided by
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -47,10 +52,15 @@ def read_rope(config: ConfigReader, *, partial: bool = False, extra_keys: frozen
     return _rope(config, _section(config), theta, partial=partial, extra_keys=extra_keys)
 
 
-def read_ropes(config: ConfigReader, types: list[str], *, local_theta: float) -> tuple[Rope, ...]:
+def read_ropes(
+    config: ConfigReader, types: list[str], *, local_theta: float, channels: Mapping[str, int] | None = None
+) -> tuple[Rope, ...]:
     """The rope of each layer, where `rope_parameters` has a section for each of the layer's `types`.
 
     The older keys: `rope_scaling` is for full attention alone, `rope_local_base_freq` the theta of sliding attention.
+
+    Args:
+        channels: those of a head by type, where they differ; only such ropes may be proportional.
     """
     theta = config.number("rope_theta", 10_000.0, minimum=_LEAST_THETA)
     thetas = {_FULL: theta, _SLIDING: config.number("rope_local_base_freq", local_theta, minimum=_LEAST_THETA)}
@@ -63,7 +73,12 @@ def read_ropes(config: ConfigReader, types: list[str], *, local_theta: float) ->
         section = {"rope_type": "default", **(nested.get(kind) or {})}  # a bare `type` has no effect
         section = section | legacy if kind == _FULL else section
         source = f"{config.source}: rope_parameters.{kind}"
-        ropes[kind] = _rope(config, ConfigReader(_without_null(section), source), default, partial=False)
+        rope = ConfigReader(_without_null(section), source)
+        if channels is not None and section["rope_type"] == "proportional":
+            ropes[kind] = _proportional(rope, default)
+        else:
+            ropes[kind] = _rope(config, rope, default, partial=False)
+        ropes[kind] = ropes[kind] if channels is None else replace(ropes[kind], channels=channels[kind])
     return tuple(ropes[kind] for kind in types)
 
 
@@ -107,7 +122,7 @@ def _without_null(section: dict[str, Any]) -> dict[str, Any]:
 def _rope(
     config: ConfigReader, rope: ConfigReader, theta: float, *, partial: bool, extra_keys: frozenset[str] = frozenset()
 ) -> Rope:
-    kind = rope.one_of("rope_type", KINDS, rope.one_of("type", KINDS, "default"))
+    kind = rope.one_of("rope_type", _OF_ALL, rope.one_of("type", _OF_ALL, "default"))
     if not partial and rope.number("partial_rotary_factor", 1.0) != 1.0:
         raise rope.wrong("partial_rotary_factor", rope.raw["partial_rotary_factor"], "1.0 for this model_type")
     _check_keys(rope, kind, extra_keys)
@@ -117,6 +132,14 @@ def _rope(
     if kind == "longrope":
         return Rope(theta=theta, kind=kind, **_longrope_details(config, rope))
     return Rope(theta=theta, kind=kind, factor=rope.number("factor", minimum=_TINY), **_details(config, rope, kind))
+
+
+def _proportional(rope: ConfigReader, theta: float) -> Rope:
+    """A rope of which some pairs of channels stand still, among as many as there are."""
+    _check_keys(rope, "proportional", frozenset())
+    theta = rope.number("rope_theta", theta, minimum=_LEAST_THETA)
+    share = rope.number("partial_rotary_factor", 1.0, maximum=1.0)
+    return Rope(theta=theta, kind="proportional", factor=rope.number("factor", 1.0, minimum=_TINY), share=share)
 
 
 def _check_keys(rope: ConfigReader, kind: str, extra_keys: frozenset[str]) -> None:

@@ -235,7 +235,9 @@ def _module_adapters(lora: LoraConfig, module: Module, targets: Targets) -> Modu
     scales = tuple(alpha / root if root else 0.0 for (_, alpha), root in zip(facts, roots, strict=True))
     has = ("magnitude",) * lora.use_dora + ("bias",) * (lora.lora_bias and module.kind != "embedding")
     there = tuple(rank > 0 for rank, _ in facts)
-    adapter = Adapter(module.adapter_name, module.parts, scales, there, module.stacked, has, module.experts)
+    adapter = Adapter(
+        module.adapter_name, module.parts, scales, there, module.stacked, has, module.experts, module.swapped
+    )
     names = _wrapped_names(module, targets) if module.experts else module.names()
     return ModuleAdapters(module, adapter, tuple(rank for rank, _ in facts), tuple(names))
 

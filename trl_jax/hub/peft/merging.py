@@ -44,8 +44,7 @@ def merged(
 def _merged_experts(
     adapter: Adapter, rows: TensorSlice | None, leaves: dict[str, jax.Array], weight: jax.Array
 ) -> jax.Array:
-    a, b = adapter.matrices(leaves["a"], leaves["b"])
-    b = b if rows is None else jnp.moveaxis(rows.rows(jnp.moveaxis(b, -2, 0)), 0, -2)
+    a, b = adapter.matrices_of(rows, leaves["a"], leaves["b"])
     scales = jnp.asarray(adapter.scales).reshape(-1, *[1] * (b.ndim - 1))
     return weight + scales * b @ a
 

@@ -9,7 +9,7 @@ from typing import Any
 from flax import nnx
 
 from trl_jax.hub.checkpoint.tensor_map import TensorEntry, make_tensor_map
-from trl_jax.hub.checkpoint.tensor_slices import Rows, TensorSlice
+from trl_jax.hub.checkpoint.tensor_slices import ExpertRows, Rows, TensorSlice
 from trl_jax.hub.config.native import NativeConfig
 from trl_jax.hub.families import Family
 from trl_jax.models.adapted import module_at
@@ -34,7 +34,8 @@ class Module:
         tensor_map: its parameters.
         layers: how many, 1 without `{}`; `first` is the number of the first.
         inputs, outputs: of the whole matrix; of an embedding rows and columns.
-        experts: how many matrices lie in one parameter; 0 where it is a matrix.
+        experts: how many matrices lie in one parameter; 0 where it is a matrix. swapped: they lie there as (in, out),
+            and PEFT takes the one for the other.
         inside: parameters of experts, each with a name of its own, `<module>.<parameter>`.
     """
 
@@ -48,6 +49,7 @@ class Module:
     outputs: int
     experts: int = 0
     inside: tuple[Module, ...] = ()
+    swapped: bool = False
 
     @property
     def stacked(self) -> bool:
@@ -133,7 +135,10 @@ def _experts(name: str, tensor_map: list[TensorEntry], shapes: dict) -> Module:
         if of[0].tensor_slice is not None:  # they lie so on disk, too
             slices = [entry.tensor_slice for entry in of]
         parts = tuple((entry.path, rows) for entry, rows in zip(of, slices, strict=True))
-        inside.append(Module(f"{name}.{parameter}", "experts", parts, of, layers, of[0].first, inputs, total, experts))
+        swapped = isinstance(slices[0], ExpertRows) and slices[0].transposed
+        sizes = (total, inputs) if swapped else (inputs, total)
+        whole = f"{name}.{parameter}"
+        inside.append(Module(whole, "experts", parts, of, layers, of[0].first, *sizes, experts, swapped=swapped))
     return Module(name, "other", (), tuple(tensor_map), layers, tensor_map[0].first, 0, 0, inside=tuple(inside))
 
 

@@ -60,6 +60,9 @@ def _attend_by_text(q_RTHC, k_RSKC, v_RSKC, inputs: AttentionInputs, *, causal: 
     inside = (texts.places < q_RTHC.shape[1]).reshape(-1, texts.places.shape[2])
     lengths = jnp.maximum(jnp.sum(inside, axis=1, dtype=jnp.int32), 1)  # a row without a text is one of a zero
     rows = inputs._replace(valid=None if causal else inside.at[:, 0].set(True), striped=None)
+    if inputs.window is not None and inputs.window.ndim:  # of each query
+        of_text = by_text(jax.lax.stop_gradient(inputs.window[..., None].astype(jnp.float32)), texts)
+        rows = rows._replace(window=of_text[..., 0].astype(jnp.int32))
     qkv = (by_text(y, texts) for y in (q_RTHC, k_RSKC, v_RSKC))
     out = attend_padded(*qkv, rows, causal=causal, lengths=lengths, **scores)
     return checkpoint_name(by_token(out, texts), SAVED)

@@ -33,8 +33,9 @@ def attend_cached(
     seen_PS = jnp.arange(places) < lengths_P[:, None]
     seen_PT = back_T <= own_P[:, None]
     if inputs.window is not None:
-        seen_PS &= position_P[:, None] - jnp.arange(places) < inputs.window
-        seen_PT &= back_T < inputs.window
+        window = inputs.window.reshape(prompts, -1)[:, :1] if inputs.window.ndim else inputs.window
+        seen_PS &= position_P[:, None] - jnp.arange(places) < window
+        seen_PT &= back_T < window
     q_PKMC = q_PGKMC.swapaxes(1, 2).reshape(prompts, heads, -1, channels)  # the queries of a prompt's completions
     of_prompt = _dot("pkmc,pksc->pkms", q_PKMC, cache.prompt_k).reshape(prompts, heads, group, -1, places)
     of_own = _dot("pgkmc,pgkct->pgkmt", q_PGKMC, cache.k_T)

@@ -8,19 +8,22 @@ import jax
 
 from trl_jax.core.packed import Packed
 from trl_jax.nn.attention.striped import Striped
-from trl_jax.nn.kv_cache import CachePlaces, LayersCache
+from trl_jax.nn.kv_cache import CachePlaces, KeysValues, LayersCache
 from trl_jax.nn.text_order import TextOrder
 
 
 class LayerInputs(NamedTuple):
     """The part that differs from layer to layer: `[L]` arrays that a scan walks along, or the scalars of one layer.
 
-    rope: int32, the number of its rope. scale: float32. window: int32. Each None where all layers are alike.
+    rope: int32, the number of its rope. scale: float32. window, chunk: int32. Each None where all layers are alike.
+    embedded: `[R, T, P]`, the layer's own embedding of each token; None where there is none.
     """
 
     rope: jax.Array | None = None
     scale: jax.Array | None = None
     window: jax.Array | None = None
+    chunk: jax.Array | None = None
+    embedded: jax.Array | None = None
 
 
 class AttentionInputs(NamedTuple):
@@ -30,7 +33,8 @@ class AttentionInputs(NamedTuple):
     cos, sin: float32 `[R, T, 1, C / 2]`, as `rotate` takes them, or with a leading axis of ropes until `of_layer` picks
         one; None leaves positions out.
     growth: float32 `[R, T, 1, 1]`, multiplies the queries; None does not.
-    window: int32 scalar; a query at t sees keys s with |t - s| < window. None: all.
+    window: int32 scalar, or `[R, T]` of each query; a query at t sees keys s with |t - s| < window. None: all.
+    in_text: int32 `[R, T]`, the places of tokens in their texts, where layers see chunks of these; else None.
     valid: bool `[R, T]`, keys that may be seen; None where causal and every pad stands to the right of the text, and in
         packed rows.
     packed: what tokens of packed rows see; None where each row is a text.
@@ -40,9 +44,11 @@ class AttentionInputs(NamedTuple):
         a token's place is next to the one before it.
     order: the texts of packed rows, for layers with a state; None where each row is a text.
     lengths: int32 `[R]`, the tokens of each row's text, where a state is wanted behind its last; else None.
+    embedded: the layer's own embeddings, as in `LayerInputs`; not of attention's concern.
     distances: `[2 x span, D]`, the table of disentangled attention; None elsewhere.
-    cache: what the tokens before have left, this layer's; each row then has one token. None where all tokens are
-        computed here.
+    reused: the keys and values of an earlier layer, for one that makes none; elsewhere None.
+    cache: what the tokens before have left, this layer's or the one's whose keys and values it reuses; each row then
+        has one token. None where all tokens are computed here.
     places: how much of the cache is filled.
     """
 
@@ -51,13 +57,16 @@ class AttentionInputs(NamedTuple):
     sin: jax.Array | None = None
     growth: jax.Array | None = None
     window: jax.Array | None = None
+    in_text: jax.Array | None = None
     valid: jax.Array | None = None
     packed: Packed | None = None
     striped: Striped | None = None
     before: jax.Array | None = None
     order: TextOrder | None = None
     lengths: jax.Array | None = None
+    embedded: jax.Array | None = None
     distances: jax.Array | None = None
+    reused: KeysValues | None = None
     cache: LayersCache | None = None
     places: CachePlaces | None = None
 
@@ -69,4 +78,8 @@ class AttentionInputs(NamedTuple):
             inputs = inputs._replace(cos=self.cos[rope], sin=self.sin[rope])
         if layer.scale is not None:
             inputs = inputs._replace(scale=layer.scale)
+        if layer.embedded is not None:
+            inputs = inputs._replace(embedded=layer.embedded)
+        if layer.chunk is not None:  # as many as there are in the chunk up to the query
+            return inputs._replace(window=self.in_text % layer.chunk + 1)
         return inputs if layer.window is None else inputs._replace(window=layer.window)

@@ -59,6 +59,7 @@ def _key_ranges(packed: Packed, window: jax.Array | None, striped: Striped | Non
         context = tuple((y + offset).reshape(-1) for y in (packed.context, packed.context_end))
     if window is None:
         return KeyRanges(first, end) if context is None else KeyRanges(*context, first, end)
+    window = window.reshape(-1) if window.ndim else window
     blocks = jnp.arange(rows * queries // BLOCK) if striped is None else striped.blocks(rows, queries // BLOCK)
     place = (blocks[:, None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)).reshape(-1)
     nearest, last = jnp.maximum(first, place - window + 1), place + jnp.minimum(end - place, window)

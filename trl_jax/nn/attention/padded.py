@@ -56,11 +56,17 @@ def attend_padded(
         end = min(start + QUERY_BLOCK, length)
         places_T = jnp.arange(start, end) if striped is None else striped.places(start, end)
         last = end * (1 if striped is None else striped.devices) if causal else k_RSKC.shape[1]
-        mask = _mask(places_T, last, causal, inputs)
+        mask = _mask(places_T, last, causal, inputs._replace(window=_window(inputs, start, end)))
         block_dropout, block_bias = dropout and dropout.fold(start), bias and bias(start, end)
         qkv = q_RTKGC[:, start:end], k_RSKC[:, :last], v_RSKC[:, :last]
         blocks.append(_softmax_average(*qkv, mask, scale, block_bias, softcap, sinks_KG11, block_dropout))
     return jnp.concatenate(blocks, axis=1).reshape(rows, length, heads, -1)
+
+
+def _window(inputs: AttentionInputs, start: int, end: int) -> jax.Array | None:
+    """That of these queries, broadcasting to `[R, K, G, T, S]`."""
+    window = inputs.window
+    return window if window is None or window.ndim == 0 else window[:, None, None, start:end, None]
 
 
 def _mask(places_T: jax.Array, last: int, causal: bool, inputs: AttentionInputs) -> jax.Array:
@@ -68,7 +74,7 @@ def _mask(places_T: jax.Array, last: int, causal: bool, inputs: AttentionInputs)
     distance_TS = places_T[:, None] - jnp.arange(last)
     mask = distance_TS >= 0 if causal else jnp.ones_like(distance_TS, bool)
     if inputs.window is not None:
-        mask &= jnp.abs(distance_TS) < inputs.window
+        mask = mask & (jnp.abs(distance_TS) < inputs.window)
     if inputs.valid is not None:
         valid = inputs.valid[:, None, None, None, :last]
         # A pad sees itself, so that no softmax is empty; where both sides are seen, any token of the text will do.
