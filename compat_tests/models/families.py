@@ -314,12 +314,13 @@ VARIANTS = {
     },
     "nemotron_h": {
         "plain": {},
+        "no_experts": {"layers_block_type": [LINEAR_ATTENTION, MLP, FULL, MLP], "mlp_hidden_act": "silu"},
+        "no_mamba": {"layers_block_type": [FULL, MOE, FULL, MLP], "n_groups": 3, "norm_topk_prob": False},
         "latent": {
             "layers_block_type": [MOE, MLP, LINEAR_ATTENTION, FULL], "moe_latent_size": 24, "mlp_bias": True,
             "use_bias": True, "use_conv_bias": False, "n_groups": 4, "conv_kernel": 3, "time_step_min": 0.5,
             "n_group": 4, "topk_group": 2, "norm_topk_prob": False, "num_key_value_heads": 4,
         },
-        "no_experts": {"layers_block_type": [LINEAR_ATTENTION, MLP, FULL, MLP], "mlp_hidden_act": "silu"},
     },
     "olmo": {"plain": {}, "clip": {"clip_qkv": 0.7, "attention_bias": True}},
     "olmo2": {"plain": {}, "biases": {"attention_bias": True, "num_key_value_heads": 4, "rms_norm_eps": 1e-2}},

@@ -42,7 +42,7 @@ def _state_space(config: ConfigReader, hidden: int) -> StateSpace:
     inner = expand * hidden if own is None or config.is_null("mamba_d_ssm") else config.size("mamba_d_ssm")
     normed, before = config.flag("mamba_rms_norm"), config.flag("mamba_norm_before_gate", True)
     return replace(
-        granitemoehybrid.read_state_space(config, inner, ["mamba"]),
+        granitemoehybrid.read_state_space(config, inner),
         out_bias=config.flag("projectors_bias"),
         norm=("before_gate" if before else "after_gate") if normed else None,
         scales=_scales(config, "ssm_multipliers", 5),

@@ -12,13 +12,17 @@ from trl_jax.hub.config.reader import ConfigReader
 from trl_jax.hub.families import Family, granite, granitemoe, llama, phi3
 from trl_jax.models.arch import Arch, Experts, LayerKind, StateSpace
 
+_OF_MAMBA = (
+    "mamba_chunk_size", "mamba_conv_bias", "mamba_d_conv", "mamba_d_head", "mamba_d_state", "mamba_expand",
+    "mamba_n_groups", "mamba_n_heads", "mamba_proj_bias", "time_step_limit",
+)  # fmt: skip
 _OLD_NAMES = {"mamba": LINEAR, "attention": FULL}
 _OF_EXPERTS = ("num_experts_per_tok", "output_router_logits", "router_aux_loss_coef")
 OURS = "decoder.layers.attention."
 
 
 def arch(config: ConfigReader) -> Arch:
-    for key in (*_OF_EXPERTS, "init_method"):
+    for key in (*_OF_MAMBA, *_OF_EXPERTS, "init_method"):
         config.value(key)
     config.refuse("normalization_function", "rmsnorm")
     base, shared_size = granite.arch(config), config.size("shared_intermediate_size")
@@ -30,7 +34,7 @@ def arch(config: ConfigReader) -> Arch:
         mlp_bias=False,
         ropes=base.ropes if rotates else (None,) * base.num_layers,
         experts=experts,
-        state_space=read_state_space(config, config.size("mamba_expand") * base.hidden_size, mixers),
+        state_space=_state_space(config, base.hidden_size) if "mamba" in mixers else None,
         kinds=tuple(LayerKind(mixer, experts is not None) for mixer in mixers),
     )
 
@@ -43,13 +47,22 @@ def _mixers(config: ConfigReader, num_layers: int) -> list[str]:
     return ["mamba" if kind == LINEAR else "attention" for kind in types]
 
 
-def read_state_space(config: ConfigReader, inner: int, mixers: list[str | None]) -> StateSpace | None:
-    """That of layers with `inner` channels; None where no mixer is Mamba alone."""
+def _state_space(config: ConfigReader, hidden: int) -> StateSpace:
+    return read_state_space(config, config.size("mamba_expand") * hidden)
+
+
+def read_state_space(config: ConfigReader, inner: int) -> StateSpace:
+    """That of layers with `inner` channels."""
     config.value("mamba_chunk_size")  # changes nothing that is computed
+    config.refuse("hidden_act", "silu")  # which the convolution has, too
     heads, groups = config.size("mamba_n_heads"), config.size("mamba_n_groups")
     auto = config.value("mamba_d_head") in (None, "auto")
     head_dim = inner // heads if auto else config.size("mamba_d_head")
-    found = StateSpace(
+    if heads * head_dim != inner:
+        raise config.wrong("mamba_n_heads", heads, f"a number of heads of {head_dim} channels, {inner} together")
+    if heads % groups:
+        raise config.wrong("mamba_n_heads", heads, f"a multiple of mamba_n_groups {groups}")
+    return StateSpace(
         heads,
         head_dim,
         groups,
@@ -60,14 +73,6 @@ def read_state_space(config: ConfigReader, inner: int, mixers: list[str | None])
         out_bias=config.flag("mamba_proj_bias"),
         dt_limits=config.limits("time_step_limit"),
     )
-    if "mamba" not in mixers:
-        return None
-    config.refuse("hidden_act", "silu")  # which the convolution has, too
-    if heads * head_dim != inner:
-        raise config.wrong("mamba_n_heads", heads, f"a number of heads of {head_dim} channels, {inner} together")
-    if heads % groups:
-        raise config.wrong("mamba_n_heads", heads, f"a multiple of mamba_n_groups {groups}")
-    return found
 
 
 def _experts(config: ConfigReader, base: Arch, shared_size: int) -> Experts | None:

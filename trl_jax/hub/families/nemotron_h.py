@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from trl_jax.hub.checkpoint.tensor_map import Names, in_runs
 from trl_jax.hub.config.layer_types import FULL, LINEAR
 from trl_jax.hub.config.reader import ConfigReader
 from trl_jax.hub.families import Family, deepseek_v3, granitemoehybrid, llama
-from trl_jax.models.arch import Arch, Experts, LayerKind
+from trl_jax.models.arch import Arch, Experts, LayerKind, StateSpace
 from trl_jax.nn.mlp import ACTIVATIONS
 
 _KINDS = {
@@ -26,10 +25,14 @@ _RENAMED = {
     "mamba_conv_bias": "use_conv_bias",
 }  # fmt: skip
 # Nothing is computed with these, in transformers neither: among them positions, windows and the biases of attention.
+_OF_MAMBA = (
+    "conv_kernel", "mamba_head_dim", "mamba_hidden_act", "mamba_num_heads", "n_groups", "ssm_state_size",
+    "time_step_min", "use_bias", "use_conv_bias",
+)  # fmt: skip
 _OF_EXPERTS = (
     "moe_intermediate_size", "moe_latent_size", "moe_shared_expert_intermediate_size", "n_group", "n_routed_experts",
     "norm_topk_prob", "num_experts_per_tok", "routed_scaling_factor", "topk_group",
-)
+)  # fmt: skip
 _UNREAD = (
     "attention_bias", "chunk_size", "expand", "hidden_dropout", "mamba_chunk_size", "mamba_dt_init_floor",
     "mamba_dt_limit", "mamba_dt_max", "mamba_expand", "mamba_proj_bias", "mamba_ssm_cache_dtype",
@@ -42,7 +45,7 @@ _UNREAD = (
 
 
 def arch(config: ConfigReader) -> Arch:
-    for key in (*_UNREAD, *_RENAMED, *_OF_EXPERTS):
+    for key in (*_UNREAD, *_RENAMED, *_OF_MAMBA, *_OF_EXPERTS):
         config.value(key)
     config = config.with_values(**{new: config.raw[old] for old, new in _RENAMED.items() if old in config.raw})
     kinds, eps = _kinds(config), config.number("layer_norm_epsilon", 1e-5)
@@ -59,7 +62,7 @@ def arch(config: ConfigReader) -> Arch:
         mlp_bias=bias,
         ropes=(None,) * count,
         experts=_experts(config, bias) if any(kind.experts for kind in kinds) else None,
-        state_space=_state_space(config, kinds),
+        state_space=_state_space(config) if any(kind.mixer == "mamba" for kind in kinds) else None,
         kinds=kinds,
         tied_embeddings=False,  # whatever the config says
         padding_idx=None,
@@ -93,7 +96,7 @@ def _experts(config: ConfigReader, bias: bool) -> Experts:
     )
 
 
-def _state_space(config: ConfigReader, kinds: tuple[LayerKind, ...]) -> Any:
+def _state_space(config: ConfigReader) -> StateSpace:
     config.refuse("mamba_hidden_act", "silu")
     heads, head_dim = config.size("mamba_num_heads"), config.size("mamba_head_dim")
     granite = {
@@ -102,8 +105,7 @@ def _state_space(config: ConfigReader, kinds: tuple[LayerKind, ...]) -> Any:
         "mamba_conv_bias": config.flag("use_conv_bias", True), "mamba_proj_bias": config.flag("use_bias"),
         "time_step_limit": [config.number("time_step_min"), float("inf")], "hidden_act": "silu",
     }  # fmt: skip
-    mixers = [kind.mixer for kind in kinds]
-    return granitemoehybrid.read_state_space(config.with_values(**granite), heads * head_dim, mixers)
+    return granitemoehybrid.read_state_space(config.with_values(**granite), heads * head_dim)
 
 
 def names(arch: Arch) -> Names:
