@@ -9,10 +9,11 @@ from typing import NamedTuple
 from trl_jax.nn.mlp import ClampedSwiGLU
 from trl_jax.nn.rope import Rope
 
-# Which norms a layer has: before and after attention, before and after the MLP.
+# Which norms a layer has: before and after attention, before and after the MLP, but where something else is said.
 BLOCKS = {
     "pre": ("attention_norm", "mlp_norm"),
     "post": ("attention_out_norm", "mlp_out_norm"),
+    "normed_sums": ("attention_norm", "mlp_norm"),  # what was added up is normed, residual stream and all
     "sandwich": ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm"),
     "parallel": ("attention_norm",),
     "parallel_two_norms": ("attention_norm", "mlp_norm"),
@@ -117,7 +118,7 @@ class Arch:
     """A decoder's facts. Sizes are counts of channels, heads, layers or tokens.
 
     A fact that may differ from layer to layer is a tuple with one entry a layer; in `ropes`, None is a layer that does
-    not know positions. `block` is a key of BLOCKS, `norm` and `qk_norm_kind` of nn.norm.NORMS, `activation` of
+    not know positions. `block` is a key of BLOCKS; `last_norm`: a norm closes the stack. `norm` and `qk_norm_kind` of nn.norm.NORMS, `activation` of
     nn.mlp.ACTIVATIONS or "xielu". `qk_norm` is None, "head" (one norm for all heads), "each_head" (weights for each of
     them) or "full" (over all heads at once). `attention_scales` multiply the scores; None is head_dim ** -0.5.
     `softcap` bounds the scores by `softcap * tanh(scores / softcap)`; with `gated_attention`, each channel of the
@@ -125,7 +126,8 @@ class Arch:
     values. With `sinks`, each query head has a learned score more in the sum of its softmax, which brings no value.
     `learned_positions` counts the rows of a table of positions, read from row `position_offset` on; with
     `counts_visible`, positions count the visible tokens only. With `scale_in_table`, `embedding_scale` belongs to
-    the table of tokens, so that noise comes after it. `padding_idx` is the row of the embedding that never trains.
+    the table of tokens, so that noise comes after it. `embedding_size`: the width of that table and of what heads read,
+    if it is not `hidden_size`; linear maps lead in and out. `padding_idx` is the row of the embedding that never trains.
 
     `kinds` is None where all layers attend, and have experts if there are any.
 
@@ -146,6 +148,7 @@ class Arch:
     rotary_dim: int
     rope_interleaved: bool = False
     block: str = "pre"
+    last_norm: bool = True
     norm: str = "rms"
     activation: str = "silu"
     gated: bool = True
@@ -161,6 +164,7 @@ class Arch:
     clip_qkv: float | None = None
     sinks: bool = False
     query_growth: QueryGrowth | None = None
+    embedding_size: int | None = None
     embedding_scale: float = 1.0
     scale_in_table: bool = False
     residual_scale: float = 1.0
@@ -191,6 +195,11 @@ class Arch:
         if len(groups) == 1:
             return (Run(0, self.num_layers, kinds[0], "layers"),)
         return tuple(Run(group[0], len(group), kinds[group[0]], f"layers_from_{group[0]}") for group in groups)
+
+    @property
+    def head_inputs(self) -> int:
+        """Channels of what a head reads, and of the table of tokens."""
+        return self.embedding_size or self.hidden_size
 
     @property
     def drops_out(self) -> bool:
