@@ -118,16 +118,17 @@ class Arch:
     """A decoder's facts. Sizes are counts of channels, heads, layers or tokens.
 
     A fact that may differ from layer to layer is a tuple with one entry a layer; in `ropes`, None is a layer that does
-    not know positions. `block` is a key of BLOCKS; `last_norm`: a norm closes the stack. `norm` and `qk_norm_kind` of nn.norm.NORMS, `activation` of
-    nn.mlp.ACTIVATIONS or "xielu". `qk_norm` is None, "head" (one norm for all heads), "each_head" (weights for each of
-    them) or "full" (over all heads at once). `attention_scales` multiply the scores; None is head_dim ** -0.5.
-    `softcap` bounds the scores by `softcap * tanh(scores / softcap)`; with `gated_attention`, each channel of the
-    result is multiplied by the sigmoid of one of the token's own; `clip_qkv` bounds projected queries, keys and
-    values. With `sinks`, each query head has a learned score more in the sum of its softmax, which brings no value.
-    `learned_positions` counts the rows of a table of positions, read from row `position_offset` on; with
-    `counts_visible`, positions count the visible tokens only. With `scale_in_table`, `embedding_scale` belongs to
+    not know positions. `last_norm`: a norm closes the stack. `block` is a key of BLOCKS, `norm` and `qk_norm_kind` of
+    nn.norm.NORMS, `activation` of nn.mlp.ACTIVATIONS or "xielu". `qk_norm` is None, "head" (one norm for all heads),
+    "each_head" (weights for each of them) or "full" (over all heads at once). `attention_scales` multiply the scores;
+    None is head_dim ** -0.5. `softcap` bounds the scores by `softcap * tanh(scores / softcap)`; with `gated_attention`,
+    each channel of the result is multiplied by the sigmoid of one of the token's own; `clip_qkv` bounds projected
+    queries, keys and values. With `sinks`, each query head has a learned score more in the sum of its softmax, which
+    brings no value. `learned_positions` counts the rows of a table of positions, read from row `position_offset` on;
+    with `counts_visible`, positions count the visible tokens only. With `scale_in_table`, `embedding_scale` belongs to
     the table of tokens, so that noise comes after it. `embedding_size`: the width of that table and of what heads read,
-    if it is not `hidden_size`; linear maps lead in and out. `padding_idx` is the row of the embedding that never trains.
+    if it is not `hidden_size`; linear maps lead from one to the other. `padding_idx` is the row of the embedding that
+    never trains.
 
     `kinds` is None where all layers attend, and have experts if there are any.
 

@@ -168,7 +168,7 @@ class Decoder(nnx.Module):
         return self._last(_read(h, reads, tokens.shape[1], None), dtype), kept
 
     def _last(self, h: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """What a head reads, of the stack's results `[N, D]`."""
+        """Norm the stack's results `[N, D]`, and map them to the channels that a head reads."""
         h = apply(self.norm, h)
         return h if self.project_out is None else self.project_out(h.astype(dtype)).astype(jnp.float32)
 
