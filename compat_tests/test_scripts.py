@@ -65,6 +65,7 @@ SINCE = {
         '"": torch.cuda.current_device()': '"": "cpu"',
         "flash_attention_2": "eager",
         ".cuda(0, non_blocking=True)": "",
+        ".pin_memory()": "",
         "cuda:0": "cpu",
         '"cuda"': '"cpu"',
         "torch.cuda.synchronize()": "",
