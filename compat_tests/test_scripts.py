@@ -28,7 +28,7 @@ SINCE = {
         "warmup_ratio": "warmup_steps",
         "evaluation_strategy": "eval_strategy",
         "no_cuda": "use_cpu",
-        "\n    overwrite_output_dir=True,": "",
+        "\n    overwrite_output_dir=True, tf32=True,": "",
         "tokenizer=tokenizer": "processing_class=tokenizer",
         ", max_length=64": "",
     },

@@ -70,6 +70,7 @@ def _tell(environment: dict[str, str], notes: list[str]) -> None:
 
 def _arguments(module: ModuleType) -> None:
     gpu_words.answer_bf16(module)
+    gpu_words.answer_tf32(module)
     _let_arguments_be_old(module)
 
 

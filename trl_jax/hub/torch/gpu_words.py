@@ -56,6 +56,12 @@ def answer_bf16(module: ModuleType) -> None:
     module.is_torch_bf16_gpu_available = lambda: True
 
 
+def answer_tf32(module: ModuleType) -> None:
+    """Let transformers take tf32=True where torch has no GPU: JAX computes, so torch's precision stays as it is."""
+    module.is_torch_tf32_available = lambda: True
+    module.enable_tf32 = lambda enable: None
+
+
 def load_anywhere(kind: type) -> None:
     """Let `from_pretrained` and `from_config` of a class of transformers, and of those derived from it that have copies
     of them, take words of GPUs where torch has none."""
