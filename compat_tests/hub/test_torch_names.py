@@ -82,6 +82,17 @@ def test_what_is_logged_of_a_torch_model_names_it(folder, tmp_path, caplog):
         assert not any("/trl-jax-" in line for line in told)
 
 
+def test_an_adapter_that_was_given_by_hand_and_again_is_one(folder, tmp_path, caplog):
+    """As scripts of 2023 do; another config is refused."""
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
+    model = peft.get_peft_model(loaded(folder), lora)
+    found = trainer(model, tokenizer_of(folder), tmp_path, peft_config=lora).model
+    assert "peft_config says what the model's adapter is already" in caplog.text
+    assert found.num_parameters(only_trainable=True) == model.num_parameters(only_trainable=True)
+    with pytest.raises(ValueError, match="the model has an adapter already. Leave peft_config out"):
+        trainer(model, tokenizer_of(folder), tmp_path, peft_config=peft.LoraConfig(r=8, target_modules="all-linear"))
+
+
 def test_a_model_of_no_folder_wants_a_tokenizer(tmp_path):
     with pytest.raises(ValueError, match=r"OPTForCausalLM that was loaded from no folder .* Pass processing_class="):
         trainer(new_model(), None, tmp_path)

@@ -138,6 +138,9 @@ def ready(
         rows: how many tokens a model embeds that gets an adapter: it belongs to a table of one size.
     """
     loaded = isinstance(checkpoint, PreTrainedModel)
+    if loaded and adapter is not None and _has_this_adapter(checkpoint, adapter):
+        logger.warning("peft_config says what the model's adapter is already, which is trained. Leave peft_config out.")
+        adapter = None
     if loaded and quantization is not None:
         logger.warning("quantization_config has no effect: the model is loaded already.")
     if adapter is None:
@@ -187,6 +190,14 @@ def outlined(
     if adapter is not None:
         _check_one_adapter(checkpoint.adapter is not None)
     return checkpoint.outline(adapter, quantization, parts=sharding_plan_of(args) is not None)
+
+
+def _has_this_adapter(model: PreTrainedModel, adapter: LoraConfig) -> bool:
+    """Whether a model was given an adapter of the same config before, as scripts of early TRL do by hand."""
+    if not isinstance(model.backend, AdaptedBackend):
+        return False
+    told = {"base_model_name_or_path": None, "inference_mode": False, "revision": None, "auto_mapping": None}
+    return replace(model.backend.saved_config, **told).to_dict() == replace(adapter, **told).to_dict()
 
 
 def _check_one_adapter(has_adapter: bool) -> None:
