@@ -74,9 +74,24 @@ def load_anywhere(kind: type) -> None:
 def _loading(plain: Callable) -> Callable:
     @functools.wraps(plain)
     def load(cls: type, *args: Any, **kwargs: Any) -> Any:
-        return plain(cls, *args, **_without_gpu(kwargs))
+        return plain(cls, *args, **_without_gpu(_quantized_as_today(kwargs)))
 
     return load
+
+
+def _quantized_as_today(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with a `quantization_config` in the place of `load_in_4bit` and `load_in_8bit`, as they were called
+    until 2025."""
+    bits = {name: kwargs[name] for name in ("load_in_4bit", "load_in_8bit") if name in kwargs}
+    if not bits:
+        return kwargs
+    from transformers import BitsAndBytesConfig
+
+    kept = {name: value for name, value in kwargs.items() if name not in bits}
+    if any(bits.values()) and kept.get("quantization_config") is None:
+        kept["quantization_config"] = BitsAndBytesConfig(**bits)
+    logger.warning("%s of from_pretrained: write quantization_config=BitsAndBytesConfig(...).", " and ".join(bits))
+    return kept
 
 
 def _without_gpu(kwargs: dict[str, Any]) -> dict[str, Any]:
