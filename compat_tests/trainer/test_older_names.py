@@ -204,3 +204,10 @@ def test_rows_are_written_as_conversations():
     found = [get_formatting_func_from_dataset(Dataset.from_dict(row), tokenizer) for row in rows]
     assert found[0]({"conversations": talk}) == found[1]({"prompt": "Hi", "completion": "there"}) == wanted
     assert found[2] is None
+
+
+def test_a_models_arguments_answer_what_moved_to_the_trainers():
+    [model, args] = trl_jax.TrlParser((trl_jax.ModelConfig, trl_jax.SFTConfig)).parse_args_and_config(
+        ["--output_dir", "out", "--trust_remote_code"]
+    )
+    assert model.trust_remote_code is False and args.trust_remote_code is True
