@@ -208,6 +208,7 @@ def test_rows_are_written_as_conversations():
 
 def test_a_models_arguments_answer_what_moved_to_the_trainers():
     [model, args] = trl_jax.TrlParser((trl_jax.ModelConfig, trl_jax.SFTConfig)).parse_args_and_config(
-        ["--output_dir", "out", "--trust_remote_code"]
+        ["--output_dir", "out", "--trust_remote_code", "--dtype", "bfloat16"]
     )
+    assert model.torch_dtype == "bfloat16"
     assert model.trust_remote_code is False and args.trust_remote_code is True

@@ -73,3 +73,8 @@ class ModelConfig:
     def trust_remote_code(self) -> bool:
         """False: a model's own code is never run. In TRL it became an argument of the trainers' configs."""
         return False
+
+    @property
+    def torch_dtype(self) -> str | None:
+        """The earlier name of `dtype`."""
+        return self.dtype
