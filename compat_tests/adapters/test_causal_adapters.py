@@ -49,10 +49,22 @@ def theirs_with(base, **facts):
     return model
 
 
+def test_the_maps_around_a_stack_are_adapted_by_pefts_names(tmp_path):
+    """Those of opt's narrow table, into the residual stream and out of it."""
+    base = causal.build(tmp_path / "base", "opt", tie=True, enable_bias=False, **causal.NORMED_SUMS)
+    _assert_computed_and_written(theirs_with(base, target_modules="all-linear"), tmp_path)
+    written = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert {name.split(".")[-3] for name in written if "project" in name} == {"project_in", "project_out"}
+
+
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_what_peft_wrote_computes_and_is_written_as_it_was(name, tie, bases, tmp_path):
-    theirs, (ids, mask) = theirs_with(bases[tie], **CONFIGS[name]), causal.rows()
+    _assert_computed_and_written(theirs_with(bases[tie], **CONFIGS[name]), tmp_path)
+
+
+def _assert_computed_and_written(theirs, tmp_path):
+    ids, mask = causal.rows()
     theirs.save_pretrained(tmp_path / "in")
     model = find_checkpoint(str(tmp_path / "in"), head="lm").load(0)
     logits, seen = causal.forward(theirs, ids, mask), mask > 0

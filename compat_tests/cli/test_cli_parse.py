@@ -189,6 +189,13 @@ OLD = [
 ]
 
 
+@pytest.mark.parametrize("words, wanted", [(["--bf16"], True), (["--bf16", "False"], False), ([], True)])
+def test_a_truth_may_stand_alone(words, wanted):
+    words = ["--output_dir", "out", *words, "--tf32", "--logging_steps", "2"]
+    [args] = TrlParser(RewardConfig).parse_args_and_config(words)
+    assert (args.bf16, args.tf32, args.logging_steps) == (wanted, True, 2)
+
+
 @pytest.mark.parametrize("words, name, wanted", OLD, ids=lambda value: str(value))
 def test_old_names_of_flags(words, name, wanted):
     args, notes = told(["--output_dir", "out", "--bf16", "False", *words], None)

@@ -32,11 +32,13 @@ from trl.trainer.reward_trainer import RewardTrainer as A, DataCollatorForPrefer
 from trl.trainer import RewardConfig as B
 from trl.scripts.utils import DatasetConfig
 from trl.data_utils import extract_prompt
+from trl.extras.dataset_formatting import conversations_formatting_function
 from trl.rewards import think_format_reward
 import trl.trainer.utils
 from trl.trainer.utils import get_quantization_config
 kinds = (RewardConfig, RewardTrainer, ScriptArguments, TrlParser, ModelConfig, get_peft_config, A, B, DatasetConfig,
-         DataCollatorForPreference, extract_prompt, think_format_reward, get_quantization_config)
+         DataCollatorForPreference, extract_prompt, think_format_reward, get_quantization_config,
+         conversations_formatting_function)
 assert all(kind.__module__.startswith("trl_jax.") for kind in kinds), kinds
 assert A is RewardTrainer is trl.RewardTrainer and B is RewardConfig
 print(sys.argv[1:], __name__, trl.__version__)

@@ -115,3 +115,20 @@ def test_a_notebook_may_have_imported_torch_before(checkpoint, tmp_path):
     command = [sys.executable, "-c", NOTEBOOK, str(model)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
     assert done.stdout == "cpu True True\n", done.stderr[-2000:]
+
+
+FEW_BITS = """
+import sys
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+eight = BitsAndBytesConfig(load_in_8bit=True)
+for how in ({"load_in_4bit": True}, {"load_in_4bit": True, "quantization_config": eight}, {"load_in_8bit": False}):
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1], device_map={"": 0}, **how)
+    print(type(model.model.layers[0].self_attn.q_proj).__name__)
+"""
+
+
+def test_few_bits_by_their_old_names(checkpoint, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    done = run(tmp_path, FEW_BITS, str(checkpoint(head="causal")))
+    assert done.stdout.splitlines() == ["Linear4bit", "Linear8bitLt", "Linear"], done.stderr[-2000:]
+    assert "load_in_4bit of from_pretrained: write quantization_config=BitsAndBytesConfig(...)." in done.stderr

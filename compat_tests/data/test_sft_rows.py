@@ -152,6 +152,25 @@ def _asked(row):
     return f"{row['asked']} -> {row['chosen']}"
 
 
+@pytest.mark.parametrize("said", ["so because of that", "so"], ids=["makes a list of a row", "fails on a row"])
+def test_functions_that_formatted_batches_still_do(said, tokenizer):
+    """Those of earlier TRL, which make a list of a dict of columns."""
+    rows = [{"asked": f"why {i}", "said": said} for i in range(4)]
+
+    def of_batch(batch):
+        return [f"{batch['asked'][i]} -> {batch['said'][i]}" for i in range(len(batch["asked"]))]
+
+    def twice(batch):
+        return of_batch(batch) * 2
+
+    found = ours(Dataset.from_list(rows), tokenizer, formatting_func=of_batch)
+    wanted = tokenizer([f"{row['asked']} -> {row['said']}</s>" for row in rows])["input_ids"]
+    assert [row["input_ids"] for row in found] == wanted
+    error, text = (IndexError, "out of range") if said == "so" else (ValueError, r"'formatting_func\(row\)': found")
+    with pytest.raises(error, match=text):
+        ours(Dataset.from_list(rows), tokenizer, formatting_func=twice)
+
+
 def test_a_formatted_text_is_what_is_trained_on(tokenizer, caplog):
     """TRL writes it into the column "text", and reads another one, or the messages beside it."""
     rows = [row | {"story": "another"} for row in talks(3)]

@@ -42,8 +42,8 @@ def rows(vocabulary: int) -> dict[str, np.ndarray]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def loaded(folder, family: str) -> tuple[PreTrainedModel, object]:
-    causal.build(folder, family, tie=False)
+def loaded(folder, family: str, *, tie: bool = False, **facts) -> tuple[PreTrainedModel, object]:
+    causal.build(folder, family, tie=tie, **facts)
     return AutoModelForCausalLM.from_pretrained(folder), causal.reference(folder)
 
 
@@ -61,10 +61,19 @@ def compared(ours, theirs, **options) -> tuple[int, float, int]:
     return flips(found, wanted.sequences[:, width:].numpy(), scores, seed), least_margin(scores, seed), found.size
 
 
+SAMPLED = {"do_sample": True, "top_k": 0, "temperature": 0.8, "num_return_sequences": 2, "max_new_tokens": 24}
+
+
 @pytest.mark.parametrize("family", causal.DECODERS)
 def test_every_family_samples_transformers_tokens(tmp_path, family):
-    options = {"do_sample": True, "top_k": 0, "temperature": 0.8, "num_return_sequences": 2, "max_new_tokens": 24}
-    flipped, margin, tokens = compared(*loaded(tmp_path, family), eos_token_id=[50, 60, 70], **options)
+    flipped, margin, tokens = compared(*loaded(tmp_path, family), eos_token_id=[50, 60, 70], **SAMPLED)
+    assert flipped == 0 and margin > 1e-5 and tokens > 24
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_a_narrow_table_under_normed_sums_samples_transformers_tokens(tmp_path, tie):
+    model = loaded(tmp_path, "opt", tie=tie, **causal.NORMED_SUMS)
+    flipped, margin, tokens = compared(*model, eos_token_id=[50, 60, 70], **SAMPLED)
     assert flipped == 0 and margin > 1e-5 and tokens > 24
 
 

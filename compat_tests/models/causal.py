@@ -21,6 +21,7 @@ FACTS = {
         "final_logit_softcapping": 3.0,
     },
 }
+NORMED_SUMS = {"do_layer_norm_before": False, "word_embed_proj_dim": 48}  # opt's checkpoint of 350M parameters
 DECODERS = sorted({*variants.COMMON, *families.VARIANTS})
 
 

@@ -337,6 +337,9 @@ VARIANTS = {
     "opt": {
         "plain": {},
         "no_bias": {"enable_bias": False, "layer_norm_elementwise_affine": False, "activation_function": "gelu"},
+        "no_last_norm": {"_remove_final_layer_norm": True, "word_embed_proj_dim": 64},
+        "normed_sums": {"do_layer_norm_before": False, "word_embed_proj_dim": 48},
+        "normed_sums_no_bias": {"do_layer_norm_before": False, "word_embed_proj_dim": 48, "enable_bias": False},
     },
     "persimmon": {"plain": {}, "no_norm": {"qk_layernorm": False, "rope_parameters": QUARTER}},
     "phi": {"plain": {}, "qk_norm": {"qk_layernorm": True, "layer_norm_eps": 1e-2, "num_key_value_heads": 4}},

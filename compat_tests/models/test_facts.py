@@ -44,6 +44,8 @@ REFUSED = {
     "mlp_bias": ("qwen2", "plain", True),
     "qk_norm": ("qwen2", "plain", "head"),
     "gated": ("arcee", "plain", True),
+    "last_norm": ("opt", "plain", False),
+    "embedding_size": ("opt", "normed_sums", 40),
     "learned_positions": ("gpt2", "plain", 500),
     "experts": ("qwen2_moe", "plain", None),
     "sinks": ("gpt_oss", "plain", False),

@@ -29,6 +29,7 @@ FAMILIES = {
     "phi": {},
     "gpt_neox": {},
     "olmo2": {},
+    "opt": {"do_layer_norm_before": False, "word_embed_proj_dim": 48, "tie": True},
     "apertus": {},
     "minimax_m2": {},
     "deepseek_v3": {},
@@ -40,7 +41,7 @@ FAMILIES = {
     "qwen3_5_text": {"full_attention_interval": 2},
     "qwen3_next": {"full_attention_interval": 2},
 }  # fmt: skip
-ADRIFT = {"gpt_neox": "query_key_value.bias", "phi": "k_proj.bias", "qwen2": "k_proj.bias"}
+ADRIFT = {"gpt_neox": "query_key_value.bias", "opt": "k_proj.bias", "phi": "k_proj.bias", "qwen2": "k_proj.bias"}
 
 
 def both(called, model, folder, rows, out, **config):

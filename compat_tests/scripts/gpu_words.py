@@ -27,6 +27,12 @@ batch = tokenizer(["a good answer", "a bad one"], return_tensors="pt", padding=T
 with torch.no_grad():
     weight = torch.ones(2, 1, device="cuda").cuda(0, non_blocking=True)
     print("score", round((weight * model(**batch).logits).sum().item(), 3))
+drawn = torch.rand(3, generator=torch.Generator("cuda").manual_seed(4), device="cuda")
+torch.save(drawn, f"{out}.drawn")
+with torch.device("cuda"):
+    read = torch.load(f"{out}.drawn", map_location="cuda") + torch.zeros(3)
+    print("spread", torch.load(f"{out}.drawn", {"cpu": "cuda"}).tolist(), read.pin_memory().tolist())
+print("logged", isinstance(torch.default_generator, torch.Generator))
 args = RewardConfig(
     out, per_device_train_batch_size=2, gradient_accumulation_steps=accumulation, max_steps=3, learning_rate=1e-3,
     logging_steps=1, bf16=False, report_to="none", save_strategy="no",

@@ -13,7 +13,7 @@ rows = load_dataset("json", data_files=data, split="train").train_test_split(tes
 args = TrainingArguments(
     output_dir=out, per_device_train_batch_size=4, max_steps=3, learning_rate=1e-3, logging_steps=1, warmup_ratio=0.5,
     evaluation_strategy="steps", eval_steps=3, save_strategy="no", no_cuda=True, report_to="none",
-    overwrite_output_dir=True,
+    overwrite_output_dir=True, tf32=True,
 )  # fmt: skip
 trainer = RewardTrainer(
     model=model, args=args, tokenizer=tokenizer, train_dataset=rows["train"], eval_dataset=rows["test"], max_length=64

@@ -11,6 +11,11 @@ from datasets import Dataset
 import trl_jax
 from compat_tests.tiny import tiny_model, tiny_tokenizer
 from trl_jax.data.rows.sft.answers import AnswerMarks, answer_labels
+from trl_jax.trainer.dataset_formatting import (
+    conversations_formatting_function,
+    get_formatting_func_from_dataset,
+    instructions_formatting_function,
+)
 from trl_jax.trainer.older_collators import DataCollatorForCompletionOnlyLM, RewardDataCollatorWithPadding
 
 NOT = -100
@@ -184,3 +189,26 @@ def test_small_questions():
     assert trl_jax.get_kbit_device_map() is None
     assert not trl_jax.is_xpu_available() and not trl_jax.is_npu_available()
     assert trl_jax.is_peft_available() in (True, False)
+
+
+def test_rows_are_written_as_conversations():
+    tokenizer = tiny_tokenizer(chat_template=True)
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "there"}]
+    wanted = "user: Hi</s>\nassistant: there</s>\n"
+    write = conversations_formatting_function(tokenizer, "messages")
+    assert write({"messages": talk}) == wanted and write({"messages": [talk, talk]}) == [wanted] * 2
+    write = instructions_formatting_function(tokenizer)
+    assert write({"prompt": "Hi", "completion": "there"}) == wanted
+    assert write({"prompt": ["Hi"], "completion": ["there"]}) == [wanted]
+    rows = {"conversations": [talk]}, {"prompt": ["Hi"], "completion": ["there"]}, {"text": ["a"]}
+    found = [get_formatting_func_from_dataset(Dataset.from_dict(row), tokenizer) for row in rows]
+    assert found[0]({"conversations": talk}) == found[1]({"prompt": "Hi", "completion": "there"}) == wanted
+    assert found[2] is None
+
+
+def test_a_models_arguments_answer_what_moved_to_the_trainers():
+    [model, args] = trl_jax.TrlParser((trl_jax.ModelConfig, trl_jax.SFTConfig)).parse_args_and_config(
+        ["--output_dir", "out", "--trust_remote_code", "--dtype", "bfloat16"]
+    )
+    assert model.torch_dtype == "bfloat16"
+    assert model.trust_remote_code is False and args.trust_remote_code is True

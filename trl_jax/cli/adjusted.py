@@ -54,6 +54,9 @@ def _let_flags_be_old(module: ModuleType) -> None:
 
     @functools.wraps(plain)
     def parse(self, args: list[str] | None = None, *others: Any, **options: Any) -> tuple:
+        from trl_jax.scripts.utils import take_bare  # which imports what is adjusted here
+
+        take_bare(self._actions)
         names = {action.dest for action in self._actions}
         flags, environment, notes = modern_flags(list(sys.argv[1:] if args is None else args), names)
         _tell(environment, notes)
@@ -70,6 +73,7 @@ def _tell(environment: dict[str, str], notes: list[str]) -> None:
 
 def _arguments(module: ModuleType) -> None:
     gpu_words.answer_bf16(module)
+    gpu_words.answer_tf32(module)
     _let_arguments_be_old(module)
 
 

@@ -21,6 +21,8 @@ MODULES: dict[str, tuple[str, ...]] = {
     "trl": ("trl_jax",),
     "trl.chat_template_utils": ("trl_jax.chat_template_utils",),
     "trl.data_utils": ("trl_jax.data_utils",),
+    "trl.extras": (),
+    "trl.extras.dataset_formatting": ("trl_jax.trainer.dataset_formatting",),
     "trl.rewards": ("trl_jax.rewards",),
     "trl.scripts": ("trl_jax.scripts",),
     "trl.scripts.utils": ("trl_jax.scripts.utils",),
@@ -30,7 +32,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "trl.trainer.utils": ("trl_jax.trainer.utils",),
     **{ours.replace("trl_jax", "trl"): (ours,) for ours in WHERE.values()},
 }
-_PACKAGES = ("trl", "trl.scripts", "trl.trainer")
+_PACKAGES = ("trl", "trl.extras", "trl.scripts", "trl.trainer")
 _FOLLOWED = "1.16.0"  # the release of TRL whose surface this is
 _IN_CHILDREN = Path(__file__).parent / "children"
 

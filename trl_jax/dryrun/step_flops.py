@@ -77,7 +77,7 @@ def reference_flops(maps: Sequence[Map], batch: Batch, arch: Any, *, causal: boo
     times = sum(each.size for each in maps)
     layers = 2 * times * math.prod(batch.tokens.shape) + _attention_flops(batch, arch, causal)
     layers += _recurrent_flops(batch, arch)
-    return layers + 2 * _targets(batch) * arch.vocab_size * arch.hidden_size
+    return layers + 2 * _targets(batch) * arch.vocab_size * arch.head_inputs
 
 
 def _attention_flops(batch: Batch, arch: Any, causal: bool) -> int:
@@ -132,7 +132,7 @@ def head_flops(batch: Batch, arch: Any, trained: Mapping[str, Any]) -> int:
     """
     if batch.targets is None:
         return 0
-    table = (arch.vocab_size, arch.hidden_size)
+    table = (arch.vocab_size, arch.head_inputs)
     products = 4 if any(leaf.shape == table for leaf in trained.values()) else 3
     return 2 * products * _targets(batch) * math.prod(table)
 

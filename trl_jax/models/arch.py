@@ -9,10 +9,11 @@ from typing import NamedTuple
 from trl_jax.nn.mlp import ClampedSwiGLU
 from trl_jax.nn.rope import Rope
 
-# Which norms a layer has: before and after attention, before and after the MLP.
+# Which norms a layer has: before and after attention, before and after the MLP, but where something else is said.
 BLOCKS = {
     "pre": ("attention_norm", "mlp_norm"),
     "post": ("attention_out_norm", "mlp_out_norm"),
+    "normed_sums": ("attention_norm", "mlp_norm"),  # what was added up is normed, residual stream and all
     "sandwich": ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm"),
     "parallel": ("attention_norm",),
     "parallel_two_norms": ("attention_norm", "mlp_norm"),
@@ -191,17 +192,18 @@ class Arch:
     """A decoder's facts. Sizes are counts of channels, heads, layers or tokens.
 
     A fact that may differ from layer to layer is a tuple with one entry a layer; in `ropes`, None is a layer that does
-    not know positions. `block` is a key of BLOCKS, `norm` and `qk_norm_kind` of nn.norm.NORMS, `activation` of
-    nn.mlp.ACTIVATIONS or "xielu". `qk_norm` is None, "head" (one norm for all heads), "each_head" (weights for each of
-    them) or "full" (over all heads at once). `attention_scales` multiply the scores; None is head_dim ** -0.5.
-    `softcap` bounds the scores by `softcap * tanh(scores / softcap)`; with `gated_attention`, each channel of the
-    result is multiplied by the sigmoid of one of the token's own; `clip_qkv` bounds projected queries, keys and
-    values. With `sinks`, each query head has a learned score more in the sum of its softmax, which brings no value.
-    `chunks`: a layer's queries see the keys of their own chunk of a text, this many tokens long; None without any.
-    With `v_norm`, the values of each head are normed, without weights.
-    `learned_positions` counts the rows of a table of positions, read from row `position_offset` on; with
-    `counts_visible`, positions count the visible tokens only. With `scale_in_table`, `embedding_scale` belongs to
-    the table of tokens, so that noise comes after it. `padding_idx` is the row of the embedding that never trains.
+    not know positions. `last_norm`: a norm closes the stack. `block` is a key of BLOCKS, `norm` and `qk_norm_kind` of
+    nn.norm.NORMS, `activation` of nn.mlp.ACTIVATIONS or "xielu". `qk_norm` is None, "head" (one norm for all heads),
+    "each_head" (weights for each of them) or "full" (over all heads at once). `attention_scales` multiply the scores;
+    None is head_dim ** -0.5. `softcap` bounds the scores by `softcap * tanh(scores / softcap)`; with `gated_attention`,
+    each channel of the result is multiplied by the sigmoid of one of the token's own; `clip_qkv` bounds projected
+    queries, keys and values. With `sinks`, each query head has a learned score more in the sum of its softmax, which
+    brings no value. `chunks`: a layer's queries see the keys of their own chunk of a text, this many tokens long; None
+    without any. With `v_norm`, the values of each head are normed, without weights. `learned_positions` counts the rows
+    of a table of positions, read from row `position_offset` on; with `counts_visible`, positions count the visible
+    tokens only. With `scale_in_table`, `embedding_scale` belongs to the table of tokens, so that noise comes after it.
+    `embedding_size`: the width of that table and of what heads read, if it is not `hidden_size`; linear maps lead from
+    one to the other. `padding_idx` is the row of the embedding that never trains.
 
     `kinds` is None where all layers attend, and have experts if there are any. `mlp_scales` multiply what the MLP's
     gate is computed of, and what the MLP gives. With `layer_scalar`, each layer ends by multiplying the residual stream
@@ -224,6 +226,7 @@ class Arch:
     rotary_dim: int
     rope_interleaved: bool = False
     block: str = "pre"
+    last_norm: bool = True
     norm: str = "rms"
     activation: str = "silu"
     gated: bool = True
@@ -241,6 +244,7 @@ class Arch:
     clip_qkv: float | None = None
     sinks: bool = False
     query_growth: QueryGrowth | None = None
+    embedding_size: int | None = None
     embedding_scale: float = 1.0
     scale_in_table: bool = False
     residual_scale: float = 1.0
@@ -280,6 +284,11 @@ class Arch:
     def heads_of(self, kind: LayerKind) -> Heads:
         """The heads of a layer."""
         return Heads(self.num_key_heads, self.head_dim) if kind.heads is None else kind.heads
+
+    @property
+    def head_inputs(self) -> int:
+        """Channels of what a head reads, and of the table of tokens."""
+        return self.embedding_size or self.hidden_size
 
     @property
     def drops_out(self) -> bool:

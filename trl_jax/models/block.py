@@ -70,7 +70,8 @@ class Block(nnx.Module):
         Attention and MLP compute in `dtype`, the residual stream that they are added to stays float32, as under torch's
         autocast.
         """
-        x = apply(self.attention_norm, h).astype(dtype)
+        sums_normed = self.arch.block == "normed_sums"
+        x = (h if sums_normed else apply(self.attention_norm, h)).astype(dtype)
         attended, kept = (0.0, NothingKept()) if self.attention is None else self._attend(x, inputs, key)
         if self.mlp is None:
             return BlockOutputs(h + attended, kept, None)
@@ -78,11 +79,15 @@ class Block(nnx.Module):
             h = h + attended
         elif self.arch.block == "parallel_two_norms":
             x, h = self.mlp_norm(h).astype(dtype), h + attended
+        elif sums_normed:
+            h = self.attention_norm(h + attended)
+            x = h.astype(dtype)
         else:
             h = h + attended
             x = apply(self.mlp_norm, h).astype(dtype)
         sums = None if counted is None or not self.kind.experts else self._router_sums(x, h, counted)
-        return BlockOutputs(self._ended(h + self._feed(x, h, key), inputs, dtype), kept, sums)
+        h = h + self._feed(x, h, key)
+        return BlockOutputs(self.mlp_norm(h) if sums_normed else self._ended(h, inputs, dtype), kept, sums)
 
     def _attend(self, x: jax.Array, inputs: AttentionInputs, key: jax.Array | None) -> tuple[jax.Array, Kept]:
         arch = self.arch

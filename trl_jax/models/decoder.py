@@ -18,7 +18,7 @@ from trl_jax.nn.attention.striped import Striped, striped
 from trl_jax.nn.dropout import dropout_or_none
 from trl_jax.nn.kv_cache import Cache, Kept
 from trl_jax.nn.layer_embedding import LayerEmbeddings
-from trl_jax.nn.linear import Embedding
+from trl_jax.nn.linear import Embedding, Linear
 from trl_jax.nn.noise import Noise
 from trl_jax.nn.norm import Norm
 from trl_jax.nn.text_order import places_before, text_order
@@ -56,13 +56,16 @@ class Decoder(nnx.Module):
     def __init__(self, arch: Arch):
         self.arch = arch
         table = {"padding_idx": arch.padding_idx, "axes": ("vocab", "embed")}
-        self.embed = Embedding(arch.vocab_size, arch.hidden_size, **table)
+        inner, outer = arch.hidden_size, arch.head_inputs
+        self.embed = Embedding(arch.vocab_size, outer, **table)
         learned = arch.learned_positions
-        self.position_embed = None if learned is None else Embedding(learned, arch.hidden_size)
+        self.position_embed = None if learned is None else Embedding(learned, inner)
+        self.project_in = None if inner == outer else Linear(outer, inner, axes=("", "embed"))
+        self.project_out = None if inner == outer else Linear(inner, outer, axes=("", "embed"))
         self.layer_embed = None if arch.layer_embedding is None else LayerEmbeddings(arch)
         for run in arch.runs:
             setattr(self, run.name, stacked(lambda run=run: Block(arch, run.kind), run.count))
-        self.norm = Norm(arch.hidden_size, kind=arch.norm, eps=arch.norm_eps)
+        self.norm = Norm(inner, kind=arch.norm, eps=arch.norm_eps) if arch.last_norm else None
 
     def __call__(
         self,
@@ -106,7 +109,7 @@ class Decoder(nnx.Module):
         longest = _longest(length, reads, lengths, packed)
         shared, by_layer = self._layer_inputs(shared, positions, longest, max_tokens)
         keys = None if dropout_key is None else jax.random.split(dropout_key, self.arch.num_layers)
-        h, sums, made = self._embedded(tokens, positions, valid, dropout_key, noise), [], {}
+        h, sums, made = self._embedded(tokens, positions, dtype, valid, dropout_key, noise), [], {}
         by_layer = self._with_embedded(by_layer, tokens, h, dtype)
         for run in self.arch.runs:
             graph, state = nnx.split(vars(self)[run.name])
@@ -124,7 +127,7 @@ class Decoder(nnx.Module):
             if run.kind.reused:
                 made[run.kind.heads] = _last(run_kept)
             sums += [] if run_sums is None else [run_sums]
-        hidden = self.norm(_read(h, reads, length, stripes))
+        hidden = self._closed(_read(h, reads, length, stripes), dtype)
         if not sums:
             return hidden
         sums = sums[0] if len(sums) == 1 else jax.tree.map(lambda *each: jnp.concatenate(each), *sums)
@@ -156,7 +159,7 @@ class Decoder(nnx.Module):
         if cache is None:
             shared = shared._replace(lengths=reads % tokens.shape[1] + 1)
         shared, by_layer = self._layer_inputs(shared, positions, longest, max_tokens)
-        h, kept = self._embedded(tokens, positions, None, None, None), []
+        h, kept = self._embedded(tokens, positions, dtype), []
         by_layer, made, caches = self._with_embedded(by_layer, tokens, h, dtype), {}, {}
         parts = None if cache is None else cache.parts
         for run in self.arch.runs:
@@ -183,15 +186,22 @@ class Decoder(nnx.Module):
                 kept += [] if reuses else [last]
             if run.kind.reused:
                 made[heads], caches[heads] = last, own
-        return self.norm(_read(h, reads, tokens.shape[1], None)), kept
+        return self._closed(_read(h, reads, tokens.shape[1], None), dtype), kept
 
-    def _embedded(self, tokens, positions, valid, dropout_key, noise) -> jax.Array:
+    def _closed(self, h: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """Norm the stack's results `[N, D]`, and map them to the channels that a head reads."""
+        h = apply(self.norm, h)
+        return h if self.project_out is None else self.project_out(h.astype(dtype)).astype(jnp.float32)
+
+    def _embedded(self, tokens, positions, dtype, valid=None, dropout_key=None, noise=None) -> jax.Array:
         arch = self.arch
         h = self.embed(tokens, jnp.float32)
         if arch.scale_in_table:  # transformers' embedding gives scaled vectors; elsewhere the model scales them
             h = apply(noise, scaled(h, arch.embedding_scale))
         else:
             h = scaled(apply(noise, h), arch.embedding_scale)
+        if self.project_in is not None:
+            h = self.project_in(h.astype(dtype)).astype(jnp.float32)
         if self.position_embed is not None:
             if arch.counts_visible and valid is not None:
                 positions = jnp.where(valid, jnp.cumsum(valid, axis=1) - 1, -1)

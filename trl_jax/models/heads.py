@@ -73,7 +73,7 @@ class SequenceScorer(Scorer):
     needs_valid = False  # pads stand to the right of every token that is read
 
     def __init__(self, arch: Arch):
-        super().__init__(Decoder(arch), ScoreHead(arch.hidden_size))
+        super().__init__(Decoder(arch), ScoreHead(arch.head_inputs))
 
 
 class EncoderScorer(Scorer):

@@ -27,7 +27,7 @@ class LmHead(nnx.Module):
     lora: Lora | None
 
     def __init__(self, arch: Arch):
-        shape = (arch.vocab_size, arch.hidden_size)
+        shape = (arch.vocab_size, arch.head_inputs)
         tied = arch.tied_embeddings
         self.weight = None if tied else nnx.Param(jnp.zeros(shape, jnp.float32), axes=("vocab", "embed"))
         self.bias = nnx.Param(jnp.zeros(shape[:1], jnp.float32), axes=("vocab",)) if arch.head_bias else None

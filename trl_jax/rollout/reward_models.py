@@ -87,7 +87,6 @@ def reward_model(
         place, config = model.config._name_or_path, model.config
         with as_checkpoint(model, "score") as checkpoint:
             ours = checkpoint.load(seed)
-        ours.name_or_path = place or type(model).__name__
     elif isinstance(model, PreTrainedModel):
         ours, place, config = model, model.name_or_path, model.config
     else:

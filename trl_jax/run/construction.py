@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+from transformers import ProcessorMixin
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging as transformers_logging
 
@@ -32,22 +33,41 @@ logger = logging.getLogger(__name__)
 def tokenizer_of(
     processing_class: Any, checkpoint: Checkpoint | PreTrainedModel, torch_model: Any, args: BaseConfig
 ) -> Any:
-    """The tokenizer that was passed as `processing_class`, or the model's own.
+    """The tokenizer that was passed as `processing_class`, that of a processor that was, or the model's own.
 
     Raises:
         TypeError: another thing was passed.
+        ValueError: nothing was, and the model was loaded from nowhere.
     """
     if isinstance(processing_class, str | os.PathLike | dict | type):
         raise TypeError(
             "The `processing_class` must be either a `PreTrainedTokenizerBase` or a `ProcessorMixin`, found "
             f"{brief(processing_class)}: load it with transformers' AutoTokenizer.from_pretrained."
         )
+    if isinstance(processing_class, ProcessorMixin):
+        return _tokenizer_in(processing_class)
     if processing_class is not None:
         return processing_class
     code = args.trust_remote_code
     if torch_model is not None:
+        if not torch_model.config._name_or_path:
+            raise ValueError(
+                f"model is a {type(torch_model).__qualname__} that was loaded from no folder or repository, where its "
+                "tokenizer would be. Pass processing_class=AutoTokenizer.from_pretrained(...)."
+            )
         return load_tokenizer(torch_model.config._name_or_path, torch_model.config, trust_remote_code=code)
     return load_tokenizer(model_loading.tokenizer_folder(checkpoint), checkpoint.config, trust_remote_code=code)
+
+
+def _tokenizer_in(processor: ProcessorMixin) -> Any:
+    kind = type(processor).__qualname__
+    if "tokenizer" not in vars(processor):
+        raise TypeError(f"processing_class is a {kind} without a tokenizer: pass AutoTokenizer.from_pretrained(...).")
+    logger.warning(
+        "processing_class is a %s, of which the tokenizer alone is used and saved: this release of trl_jax reads "
+        "texts. Save the rest beside the model, with its save_pretrained.", kind,
+    )  # fmt: skip
+    return processor.tokenizer
 
 
 def settle_tokens(

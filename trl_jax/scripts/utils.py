@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin
 
 from transformers import HfArgumentParser
+from transformers.hf_argparser import string_to_bool
 
 from trl_jax.core.arguments.renamed import translated, way_out
 from trl_jax.core.arguments.renamed_flags import is_of_training, modern_flags
@@ -50,6 +51,14 @@ class ScriptArguments:
     )
 
 
+def take_bare(actions: Iterable[argparse.Action]) -> None:
+    """Let truths that may be None stand on a command line without a value, which is True then: `--bf16`. They could as
+    long as their default was False."""
+    for action in actions:
+        if action.type is string_to_bool and action.nargs is None:
+            action.nargs, action.const = "?", True
+
+
 class TrlParser(HfArgumentParser):
     """Parses flags and a YAML file to dataclasses: `TrlParser((A, B)).parse_args_and_config()` gives (a, b).
 
@@ -77,6 +86,7 @@ class TrlParser(HfArgumentParser):
         resolved = copy.copy(field)  # transformers writes the resolved type into the field
         HfArgumentParser._parse_dataclass_field(parser, resolved)
         action = parser._option_string_actions[f"--{field.name}"]
+        take_bare((action,))
         if get_origin(resolved.type) is tuple:  # transformers would make one of a word's letters
             kinds = get_args(resolved.type)
             action.type, action.nargs = kinds[0], len(kinds)

@@ -68,3 +68,13 @@ class ModelConfig:
             )
         if isinstance(self.lora_target_modules, (list, tuple)) and len(self.lora_target_modules) == 1:
             self.lora_target_modules = self.lora_target_modules[0]
+
+    @property
+    def trust_remote_code(self) -> bool:
+        """False: a model's own code is never run. In TRL it became an argument of the trainers' configs."""
+        return False
+
+    @property
+    def torch_dtype(self) -> str | None:
+        """The earlier name of `dtype`."""
+        return self.dtype

@@ -50,7 +50,8 @@ def check_groups(
     if generation_batch_size % num_generations:
         raise ValueError(
             f"generation_batch_size ({generation_batch_size}) must be divisible by num_generations "
-            f"({num_generations})."
+            f"({num_generations}). Raise per_device_train_batch_size, which counts completions, or "
+            "gradient_accumulation_steps."
         )
     if num_generations < 2:
         raise ValueError(

@@ -1,4 +1,7 @@
-"""opt: learned positions that count visible tokens, layer norms, a plain MLP."""
+"""opt: learned positions that count visible tokens, layer norms, a plain MLP.
+
+The checkpoint of 350M parameters norms the residual stream itself, after each sum, and has a narrower table of tokens.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,8 @@ from trl_jax.nn.mlp import ACTIVATIONS
 def arch(config: ConfigReader) -> Arch:
     hidden, layers = config.size("hidden_size"), config.size("num_hidden_layers", maximum=4096)
     heads, bias = config.size("num_attention_heads"), config.flag("enable_bias", True)
-    config.refuse("do_layer_norm_before", True)
-    config.refuse("word_embed_proj_dim", hidden)
+    embedding, before = config.size("word_embed_proj_dim", hidden), config.flag("do_layer_norm_before", True)
     config.refuse("layerdrop", 0.0)
-    config.refuse("_remove_final_layer_norm", False)
     dropout = config.number("dropout", 0.1, maximum=0.99)
     return Arch(
         vocab_size=config.size("vocab_size"),
@@ -30,6 +31,8 @@ def arch(config: ConfigReader) -> Arch:
         ropes=(None,) * layers,
         rotary_dim=0,
         windows=(None,) * layers,
+        block="pre" if before else "normed_sums",
+        last_norm=before and not config.flag("_remove_final_layer_norm"),
         norm="layer" if config.flag("layer_norm_elementwise_affine", True) else "layer_plain",
         activation=config.one_of("activation_function", ACTIVATIONS, "relu"),
         gated=False,
@@ -39,6 +42,7 @@ def arch(config: ConfigReader) -> Arch:
         learned_positions=config.size("max_position_embeddings", 2048) + 2,
         position_offset=2,
         counts_visible=True,
+        embedding_size=None if embedding == hidden else embedding,
         attention_dropout=config.number("attention_dropout", 0.0, maximum=0.99),
         attention_out_dropout=dropout,
         mlp_out_dropout=dropout,
@@ -53,6 +57,8 @@ def names(arch: Arch) -> Names:
     return {
         "decoder.embed": "model.decoder.embed_tokens",
         "decoder.position_embed": "model.decoder.embed_positions",
+        "decoder.project_out": "model.decoder.project_out",
+        "decoder.project_in": "model.decoder.project_in",
         "decoder.layers.attention_norm": layer + "self_attn_layer_norm",
         **{f"decoder.layers.attention.{name}": f"{layer}self_attn.{name}_proj" for name in "kvq"},
         "decoder.layers.attention.o": layer + "self_attn.out_proj",

@@ -46,12 +46,20 @@ def answer(torch: ModuleType) -> None:
     for name, value in (answers | {"is_available": True, "device_count": 1}).items():
         setattr(torch.cuda, name, _answering(getattr(torch.cuda, name), value, quietly=name in _NOTHING))
     torch.set_default_device = _passing_over_cuda(torch.set_default_device)
+    torch.Generator = _generator_on_cpu(torch.Generator)
+    torch.load = _loading_onto_cpu(torch.load)
     _on_cpu(torch).__enter__()  # for as long as the process lives
 
 
 def answer_bf16(module: ModuleType) -> None:
     """Let transformers take bf16=True where torch has no GPU: JAX has bfloat16 on every device."""
     module.is_torch_bf16_gpu_available = lambda: True
+
+
+def answer_tf32(module: ModuleType) -> None:
+    """Let transformers take tf32=True where torch has no GPU: JAX computes, so torch's precision stays as it is."""
+    module.is_torch_tf32_available = lambda: True
+    module.enable_tf32 = lambda enable: None
 
 
 def load_anywhere(kind: type) -> None:
@@ -66,9 +74,24 @@ def load_anywhere(kind: type) -> None:
 def _loading(plain: Callable) -> Callable:
     @functools.wraps(plain)
     def load(cls: type, *args: Any, **kwargs: Any) -> Any:
-        return plain(cls, *args, **_without_gpu(kwargs))
+        return plain(cls, *args, **_without_gpu(_quantized_as_today(kwargs)))
 
     return load
+
+
+def _quantized_as_today(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with a `quantization_config` in the place of `load_in_4bit` and `load_in_8bit`, as they were called
+    until 2025."""
+    bits = {name: kwargs[name] for name in ("load_in_4bit", "load_in_8bit") if name in kwargs}
+    if not bits:
+        return kwargs
+    from transformers import BitsAndBytesConfig
+
+    kept = {name: value for name, value in kwargs.items() if name not in bits}
+    if any(bits.values()) and kept.get("quantization_config") is None:
+        kept["quantization_config"] = BitsAndBytesConfig(**bits)
+    logger.warning("%s of from_pretrained: write quantization_config=BitsAndBytesConfig(...).", " and ".join(bits))
+    return kept
 
 
 def _without_gpu(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -116,6 +139,37 @@ def _passing_over_cuda(plain: Callable) -> Callable:
     return set_default_device
 
 
+def _generator_on_cpu(plain: type) -> type:
+    """torch's class of random generators; one that is asked for on a GPU is the CPU's."""
+
+    class Called(type(plain)):
+        def __call__(cls, device: Any = "cpu") -> Any:
+            return plain(_or_cpu(device))
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, plain)
+
+    return Called(plain.__name__, (plain,), {"__module__": plain.__module__})
+
+
+def _loading_onto_cpu(plain: Callable) -> Callable:
+    @functools.wraps(plain)
+    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(map_location, dict):
+            map_location = {stored: _or_cpu(place) for stored, place in map_location.items()}
+        return plain(f, _or_cpu(map_location), *args, **kwargs)
+
+    return load
+
+
+def _or_cpu(device: Any) -> Any:
+    """The device; the CPU in the place of a GPU."""
+    if not _is_cuda(device):
+        return device
+    _tell()
+    return "cpu"
+
+
 def _on_cpu(torch: ModuleType) -> Any:
     """torch's mode in which tensors that are asked onto a GPU stay on the CPU."""
     from torch.overrides import TorchFunctionMode
@@ -123,15 +177,13 @@ def _on_cpu(torch: ModuleType) -> Any:
     class OnCpu(TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):
             kwargs = {} if kwargs is None else kwargs
-            if function is torch.Tensor.cuda:
+            if function in (torch.Tensor.cuda, torch.Tensor.pin_memory):
                 _tell()
                 return args[0]
-            if _is_cuda(kwargs.get("device")):
-                _tell()
-                kwargs = kwargs | {"device": "cpu"}
-            if function is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
-                _tell()
-                args = (args[0], "cpu", *args[2:])
+            if "device" in kwargs:
+                kwargs = kwargs | {"device": _or_cpu(kwargs["device"])}
+            if function is torch.Tensor.to and len(args) > 1:
+                args = (args[0], _or_cpu(args[1]), *args[2:])
             return function(*args, **kwargs)
 
     return OnCpu()

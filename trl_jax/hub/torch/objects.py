@@ -53,13 +53,32 @@ def as_folder(model: Any, head: HeadName) -> Iterator[Path]:
 @contextmanager
 def as_checkpoint(model: Any, head: HeadName) -> Iterator[Checkpoint]:
     """The model as a checkpoint to load, for as long as it is needed, with its adapter where it has one."""
-    with as_folder(model, head) as folder:
-        checkpoint = find_checkpoint(str(folder), head=head, dtype="auto")
+    name = name_of(model)
+    with as_folder(model, head) as folder, _errors_naming(name, folder):
+        checkpoint = replace(find_checkpoint(str(folder), head=head, dtype="auto"), name=name)
         if is_adapted(model):
             adapter = folder / ADAPTER_FOLDER
             checkpoint = replace(checkpoint, adapter=adapter, lora=begun(read_lora_config(adapter)))
         base = model.get_base_model() if is_adapted(model) else model
         yield replace(checkpoint, quantization=quantization_of(base))
+
+
+def name_of(model: Any) -> str:
+    """The folder or repository that a torch model was loaded from; its class where it was loaded from none."""
+    return model.config._name_or_path or type(model).__name__
+
+
+@contextmanager
+def _errors_naming(name: str, folder: Path) -> Iterator[None]:
+    """Errors of a folder that is gone when they are read name the model instead."""
+    try:
+        yield
+    except (TypeError, ValueError, FileNotFoundError) as error:
+        told = str(error).replace(str(folder), name)
+        if told == str(error):
+            raise
+        kind = next(kind for kind in (TypeError, ValueError, FileNotFoundError) if isinstance(error, kind))
+        raise kind(told).with_traceback(error.__traceback__) from error.__cause__
 
 
 def _check_no_adapter(model: Any) -> None:

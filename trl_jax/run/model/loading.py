@@ -20,7 +20,7 @@ from trl_jax.hub.peft.backend import AdaptedBackend
 from trl_jax.hub.peft.lora_config import LoraConfig, read_lora_config
 from trl_jax.hub.peft.quantization import BitsAndBytesConfig, as_quantization
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.hub.torch.objects import as_checkpoint, frozen_names, is_torch_model
+from trl_jax.hub.torch.objects import as_checkpoint, frozen_names, is_torch_model, name_of
 from trl_jax.nn.quantized import HALVES
 from trl_jax.run.devices import run_device, sharding_plan_of
 from trl_jax.run.nan_report import check_weights
@@ -88,7 +88,6 @@ def taken(torch_model: Any, args: BaseConfig, head: HeadName, **options: Any) ->
         model = _loaded(checkpoint, args, **(options | {"as_stored": True} if few else options))
         if isinstance(model.backend, AdaptedBackend):
             model.backend.saved_config = read_lora_config(checkpoint.adapter)
-    model.name_or_path = torch_model.config._name_or_path or type(torch_model).__name__
     if isinstance(model.backend, NativeBackend | AdaptedBackend) and not few:
         model.config = torch_model.config  # one object: what a script writes there is saved, as in TRL
     if frozen := frozen_names(torch_model):
@@ -139,6 +138,9 @@ def ready(
         rows: how many tokens a model embeds that gets an adapter: it belongs to a table of one size.
     """
     loaded = isinstance(checkpoint, PreTrainedModel)
+    if loaded and adapter is not None and _has_this_adapter(checkpoint, adapter):
+        logger.warning("peft_config says what the model's adapter is already, which is trained. Leave peft_config out.")
+        adapter = None
     if loaded and quantization is not None:
         logger.warning("quantization_config has no effect: the model is loaded already.")
     if adapter is None:
@@ -190,6 +192,14 @@ def outlined(
     return checkpoint.outline(adapter, quantization, parts=sharding_plan_of(args) is not None)
 
 
+def _has_this_adapter(model: PreTrainedModel, adapter: LoraConfig) -> bool:
+    """Whether a model was given an adapter of the same config before, as scripts of early TRL do by hand."""
+    if not isinstance(model.backend, AdaptedBackend):
+        return False
+    told = {"base_model_name_or_path": None, "inference_mode": False, "revision": None, "auto_mapping": None}
+    return replace(model.backend.saved_config, **told).to_dict() == replace(adapter, **told).to_dict()
+
+
 def _check_one_adapter(has_adapter: bool) -> None:
     if has_adapter:
         raise ValueError(
@@ -206,8 +216,8 @@ def _log_adapter(model: PreTrainedModel) -> None:
 def short_name(model: Any) -> str:
     """The last part of the model's name, by which a run is named."""
     ours, torch_model = split_model(model)
-    name = ours if isinstance(ours, str) else (ours or torch_model).name_or_path
-    return (name or type(model).__name__).rstrip("/").split("/")[-1]
+    name = name_of(torch_model) if ours is None else ours if isinstance(ours, str) else ours.name_or_path
+    return name.rstrip("/").split("/")[-1]
 
 
 def split_model(model: Any) -> tuple[str | PreTrainedModel | None, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cache
 from itertools import pairwise, takewhile
 from typing import Any, NamedTuple
@@ -120,7 +121,7 @@ def _of_texts(rows: list[dict], places: list[str], tokenizer: Any, form: Form, _
     for row, where in zip(rows, places, strict=True):
         column = form.column
         if form.formatting_func:
-            text, column = form.formatting_func(row), "formatting_func(row)"
+            text, column = _formatted(row, form.formatting_func), "formatting_func(row)"
         else:
             text = row[column]
         if not isinstance(text, str):
@@ -129,6 +130,33 @@ def _of_texts(rows: list[dict], places: list[str], tokenizer: Any, form: Form, _
         texts.append(chat.with_eos(text, tokenizer, where))
     ids = tokenizer(text=texts)["input_ids"]
     return ids, ids
+
+
+def _formatted(row: dict[str, Any], formatting_func: Callable[[dict[str, Any]], Any]) -> Any:
+    """The text that a script makes of a row. A function that makes a list, or fails on a row, may be one of earlier
+    TRL's, which gave it a batch, a dict of columns, and took a text for each row of it."""
+    try:
+        text = formatting_func(row)
+    except (IndexError, KeyError, TypeError):
+        text = _of_batch(row, formatting_func)
+        if not isinstance(text, str):
+            raise
+    return _of_batch(row, formatting_func) if isinstance(text, list) else text
+
+
+def _of_batch(row: dict[str, Any], formatting_func: Callable[[dict[str, Any]], Any]) -> Any:
+    """The one text that the function makes of a batch of this row alone; else whatever it makes."""
+    _tell_of_batches()
+    texts = formatting_func({column: [cell] for column, cell in row.items()})
+    return texts[0] if isinstance(texts, list) and len(texts) == 1 else texts
+
+
+@cache
+def _tell_of_batches() -> None:
+    logger.warning(
+        "formatting_func makes a list, or fails on a row, as functions for batches of earlier TRL do: it is given a "
+        "batch of one row at a time. Today's takes a row and returns its text."
+    )
 
 
 def _of_messages(rows: list[dict], places: list[str], tokenizer: Any, form: Form, masking: Masking) -> tuple:

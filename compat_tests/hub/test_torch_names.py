@@ -1,0 +1,116 @@
+"""What is said of a torch model that a script hands over names it, never the folder in which it passes."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+
+import pytest
+from datasets import Dataset
+
+from compat_tests.tiny import text_rows, tiny_model
+from trl_jax import SFTConfig, SFTTrainer
+
+torch = pytest.importorskip("torch")
+peft = pytest.importorskip("peft")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("base") / "somebody", "llama", head="causal", num_hidden_layers=2)
+
+
+def loaded(folder):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def new_model(**facts):
+    """A torch model of opt's that was never loaded."""
+    from transformers import AutoModelForCausalLM, OPTConfig
+
+    sizes = {"vocab_size": 600, "hidden_size": 32, "num_hidden_layers": 1, "ffn_dim": 32, "num_attention_heads": 2}
+    return AutoModelForCausalLM.from_config(OPTConfig(**sizes, **facts))
+
+
+def with_prompts(folder):
+    return peft.get_peft_model(loaded(folder), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+
+
+def trainer(model, tokenizer, out, **arguments):
+    rows = Dataset.from_list(text_rows(4))
+    args = SFTConfig(str(out), max_steps=1, report_to="none", save_strategy="no", bf16=False)
+    return SFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer, **arguments)
+
+
+def tokenizer_of(folder):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def without_folder(error):
+    assert tempfile.gettempdir() + "/trl-jax-" not in str(error.value)
+
+
+def test_a_config_that_is_not_computed_is_refused_by_the_models_class_or_name(folder, tmp_path):
+    model = new_model(layerdrop=0.1)
+    with pytest.raises(ValueError, match=r"^OPTForCausalLM/config.json: layerdrop is 0.1, wanted 0.0"):
+        trainer(model, tokenizer_of(folder), tmp_path)
+    model.config._name_or_path = "somebody/opt"
+    with pytest.raises(ValueError, match=r"^somebody/opt/config.json: layerdrop is 0.1, wanted 0.0"):
+        trainer(model, tokenizer_of(folder), tmp_path)
+
+
+def test_an_adapter_that_is_not_computed_is_refused_by_the_base_models_name(folder, tmp_path):
+    with pytest.raises(ValueError, match="PROMPT_TUNING") as error:
+        trainer(with_prompts(folder), tokenizer_of(folder), tmp_path)
+    assert str(error.value).startswith(f"{folder}/adapter/adapter_config.json: peft_type=")
+    without_folder(error)
+
+
+def test_what_is_logged_of_a_torch_model_names_it(folder, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "trl_jax")
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    for model in (loaded(folder), peft.get_peft_model(loaded(folder), lora)):
+        caplog.clear()
+        logging.getLogger("trl_jax").setLevel(logging.INFO)  # a run leaves the level that its arguments ask for
+        trainer(model, tokenizer_of(folder), tmp_path)
+        told = [record.getMessage() for record in caplog.records]
+        assert any(line.startswith(f"{folder} runs on the native") for line in told)
+        assert not any("/trl-jax-" in line for line in told)
+
+
+def test_an_adapter_that_was_given_by_hand_and_again_is_one(folder, tmp_path, caplog):
+    """As scripts of 2023 do; another config is refused."""
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
+    model = peft.get_peft_model(loaded(folder), lora)
+    found = trainer(model, tokenizer_of(folder), tmp_path, peft_config=lora).model
+    assert "peft_config says what the model's adapter is already" in caplog.text
+    assert found.num_parameters(only_trainable=True) == model.num_parameters(only_trainable=True)
+    with pytest.raises(ValueError, match="the model has an adapter already. Leave peft_config out"):
+        trainer(model, tokenizer_of(folder), tmp_path, peft_config=peft.LoraConfig(r=8, target_modules="all-linear"))
+
+
+def test_a_model_of_no_folder_wants_a_tokenizer(tmp_path):
+    with pytest.raises(ValueError, match=r"OPTForCausalLM that was loaded from no folder .* Pass processing_class="):
+        trainer(new_model(), None, tmp_path)
+
+
+def test_the_tokenizer_in_a_processor_is_used(folder, tmp_path, caplog):
+    from transformers import ProcessorMixin
+
+    class Processor(ProcessorMixin):
+        def __init__(self, tokenizer):
+            super().__init__(tokenizer)
+
+    class Silent(ProcessorMixin):
+        def __init__(self):
+            pass
+
+    tokenizer = tokenizer_of(folder)
+    assert trainer(str(folder), Processor(tokenizer), tmp_path).processing_class is tokenizer
+    assert "processing_class is a" in caplog.text and "save_pretrained" in caplog.text
+    with pytest.raises(TypeError, match="without a tokenizer"):
+        trainer(str(folder), Silent(), tmp_path)
