@@ -20,7 +20,8 @@ KEY = random_key(TorchGenerator(3))
 
 
 @pytest.fixture(scope="module", params=["gemma2", "lfm2", "qwen3_next", thorough("falcon_h1"),
-                                        thorough("nemotron_h"), thorough("gpt_oss"), thorough("deepseek_v3")])
+                                        thorough("gemma4_text"), thorough("llama4_text"), thorough("nemotron_h"),
+                                        thorough("gpt_oss"), thorough("deepseek_v3")])
 def model(request, tmp_path_factory):
     """Windows of 7 tokens, windows of convolutions, recurrent states, sinks, latent attention."""
     return AutoModelForCausalLM.from_pretrained(causal.build(tmp_path_factory.mktemp("m"), request.param, tie=False))
