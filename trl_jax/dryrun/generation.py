@@ -22,7 +22,7 @@ from trl_jax.generation.generator import FIRST_PLACES, STEPS, places
 from trl_jax.generation.noise import KeyedNoise, Noise, TorchNoise, chunk_steps
 from trl_jax.generation.prefill import prefill
 from trl_jax.generation.weights import Weights, cast_matrices, decodes_by_layer, layer_shapes
-from trl_jax.nn.kv_cache import Cache
+from trl_jax.nn.cache.cache import Cache
 
 _SCORES = 4  # arrays of all completions' scores at once: logits, weights, exponentials and the bits they are made of
 

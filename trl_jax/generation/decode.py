@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from trl_jax.nn.kv_cache import Cache
+from trl_jax.nn.cache.cache import Cache
 
 
 class Stops(NamedTuple):

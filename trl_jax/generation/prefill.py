@@ -12,7 +12,8 @@ from trl_jax.core.packed import reads_of_rows
 from trl_jax.generation.decode import Decoding
 from trl_jax.generation.weights import by_layers, trunk_of
 from trl_jax.models.functional import merge
-from trl_jax.nn.kv_cache import Cache, CachePlaces
+from trl_jax.nn.cache.cache import Cache
+from trl_jax.nn.cache.places import CachePlaces
 
 
 @partial(jax.jit, static_argnames=("graph", "group", "capacity", "max_tokens", "dtype", "head_dtype", "by_layer"))

@@ -15,9 +15,9 @@ from trl_jax.models.stack import apply
 from trl_jax.nn.attention.causal import Attention
 from trl_jax.nn.attention.inputs import AttentionInputs
 from trl_jax.nn.attention.latent import LatentAttention
+from trl_jax.nn.cache.cache import Kept, NothingKept
 from trl_jax.nn.delta_net import GatedDeltaNet
 from trl_jax.nn.dropout import dropout_or_none
-from trl_jax.nn.kv_cache import Kept, NothingKept
 from trl_jax.nn.layer_embedding import LayerInput
 from trl_jax.nn.mamba2 import Mamba2
 from trl_jax.nn.mlp import MLP

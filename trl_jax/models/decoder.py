@@ -15,8 +15,8 @@ from trl_jax.models.block import EMBEDDING, Block, scaled
 from trl_jax.models.stack import apply, checkpointed, of_run, rope_inputs, stacked, whole_layer, window_inputs
 from trl_jax.nn.attention.inputs import AttentionInputs, LayerInputs
 from trl_jax.nn.attention.striped import Striped, striped
+from trl_jax.nn.cache.cache import Cache, Kept
 from trl_jax.nn.dropout import dropout_or_none
-from trl_jax.nn.kv_cache import Cache, Kept
 from trl_jax.nn.layer_embedding import LayerEmbeddings
 from trl_jax.nn.linear import Embedding, Linear
 from trl_jax.nn.noise import Noise

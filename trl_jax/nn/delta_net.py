@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trl_jax.nn.attention.inputs import AttentionInputs
+from trl_jax.nn.cache.states import RecurrentState
 from trl_jax.nn.delta_rule import delta_rule, delta_step
-from trl_jax.nn.kv_cache import RecurrentState
 from trl_jax.nn.linear import Linear
 from trl_jax.nn.norm import Norm
 from trl_jax.nn.short_convolution import silu_convolved

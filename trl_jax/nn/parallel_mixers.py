@@ -7,8 +7,8 @@ from flax import nnx
 
 from trl_jax.nn.attention.causal import Attention
 from trl_jax.nn.attention.inputs import AttentionInputs
+from trl_jax.nn.cache.cache import BothKept
 from trl_jax.nn.dropout import Dropout
-from trl_jax.nn.kv_cache import BothKept
 from trl_jax.nn.mamba2 import Mamba2
 
 

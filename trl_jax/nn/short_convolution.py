@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trl_jax.nn.attention.inputs import AttentionInputs
-from trl_jax.nn.kv_cache import ConvolutionCache, ConvolutionInputs, RecurrentCache
+from trl_jax.nn.cache.states import ConvolutionCache, ConvolutionInputs, RecurrentCache
 from trl_jax.nn.linear import Linear
 
 

@@ -8,7 +8,9 @@ import jax
 
 from trl_jax.core.packed import Packed
 from trl_jax.nn.attention.striped import Striped
-from trl_jax.nn.kv_cache import CachePlaces, KeysValues, LayersCache
+from trl_jax.nn.cache.cache import LayersCache
+from trl_jax.nn.cache.keys_values import KeysValues
+from trl_jax.nn.cache.places import CachePlaces
 from trl_jax.nn.text_order import TextOrder
 
 

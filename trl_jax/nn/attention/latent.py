@@ -8,8 +8,8 @@ from flax import nnx
 
 from trl_jax.nn.attention.attend import attend
 from trl_jax.nn.attention.inputs import AttentionInputs
+from trl_jax.nn.cache.keys_values import KeysValues
 from trl_jax.nn.dropout import Dropout
-from trl_jax.nn.kv_cache import KeysValues
 from trl_jax.nn.linear import Linear
 from trl_jax.nn.norm import Norm
 from trl_jax.nn.rope import rotate

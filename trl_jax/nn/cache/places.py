@@ -1,0 +1,45 @@
+"""How much of a cache is filled, and arrays with other places."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class CachePlaces(NamedTuple):
+    """How much of a cache is filled; all layers share it. The token that is computed comes next.
+
+    prompt_lengths: int32 `[P]`, tokens of each prompt.
+    begun: int32 `[P]`, how much was written when the completions of each prompt began: 0, unless they took the place of
+        others.
+    written: int32 scalar, how many tokens were written; completions have those since they began, the last ones.
+    """
+
+    prompt_lengths: jax.Array
+    begun: jax.Array
+    written: jax.Array
+
+    @property
+    def own(self) -> jax.Array:
+        """Tokens of each prompt's completions that are in the cache, int32 `[P]`."""
+        return self.written - self.begun
+
+
+def replaced(array: jax.Array, slots: jax.Array, new: jax.Array, axis: int) -> jax.Array:
+    """With `new` at these places of an axis; a place that is not there is left out."""
+    return array.at[(slice(None),) * axis + (slots,)].set(new.astype(array.dtype), mode="drop")
+
+
+def sized(array: jax.Array, axis: int, size: int) -> jax.Array:
+    """With so many places on an axis, the first ones."""
+    there = array.shape[axis]
+    return jax.lax.slice_in_dim(array, 0, size, axis=axis) if size < there else wider(array, axis, size - there)
+
+
+def wider(array: jax.Array, axis: int, more: int) -> jax.Array:
+    """With so many more places on an axis."""
+    widths = [(0, 0)] * array.ndim
+    widths[axis] = (0, more)
+    return jnp.pad(array, widths)
