@@ -14,6 +14,7 @@ import warnings
 import pytest
 from transformers import TrainingArguments
 
+from trl_jax.core.arguments.parallel import asked
 from trl_jax.run.arguments.base_config import BaseConfig
 from trl_jax.trainer.model_config import ModelConfig
 from trl_jax.trainer.reward_config import RewardConfig
@@ -143,7 +144,7 @@ def test_every_refusal_is_in_the_error():
     ]
 
 
-def test_several_processes_are_refused(monkeypatch):
+def test_processes_on_several_hosts_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ValueError, match="WORLD_SIZE=4 is set .* Start the script once a host, with python."):
         RewardConfig("out")
@@ -161,9 +162,36 @@ def test_old_names_are_taken_and_told_at_the_callers_line(monkeypatch):
     assert inherited.eval_strategy == "steps"
 
 
-def test_a_deepspeed_launcher_is_refused(monkeypatch):
+LAUNCHED = {
+    "stage 3": ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, "fsdp"),
+    "stage 2": ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}, "data"),
+    "full shard": ({"ACCELERATE_USE_FSDP": "true", "FSDP_SHARDING_STRATEGY": "1"}, "fsdp"),
+    "version 2": ({"ACCELERATE_USE_FSDP": "true", "FSDP_RESHARD_AFTER_FORWARD": "true"}, "fsdp"),
+    "no shard": ({"ACCELERATE_USE_FSDP": "true", "FSDP_SHARDING_STRATEGY": "NO_SHARD"}, "data"),
+}
+
+
+@pytest.mark.parametrize(("told", "axis"), LAUNCHED.values(), ids=list(LAUNCHED))
+def test_what_accelerates_launcher_was_told_divides_the_run(told, axis, monkeypatch):
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    args = RewardConfig("out")
+    assert asked(vars(args)).sizes == {axis: -1}
+    assert asked(vars(RewardConfig("out", mesh_shape="data:1"))).sizes == {"data": 1}
+    assert all(os.environ[name] == value for name, value in told.items())
+
+
+def test_a_deepspeed_file_of_the_launcher(monkeypatch, tmp_path):
+    file = tmp_path / "zero.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 16}))
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    with pytest.raises(ValueError, match="start the script with python, not with accelerate launch"):
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(file))
+    with pytest.raises(ValueError, match="deepspeed sets train_micro_batch_size_per_gpu to 16, but .* is 8"):
+        RewardConfig("out")
+    assert RewardConfig("out", per_device_train_batch_size=16).deepspeed == str(file)
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "cpu")
+    monkeypatch.delenv("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    with pytest.raises(ValueError, match="deepspeed sets zero_optimization.offload_param, which is not"):
         RewardConfig("out")
 
 

@@ -9,13 +9,12 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-from transformers.utils.generic import strtobool
-
 from trl_jax.core.arguments.base import BASE, COMMON
 from trl_jax.core.arguments.table import Handling, defaults_of, judge
 from trl_jax.core.arguments.values import as_pad_multiple
 from trl_jax.core.secrets import as_token, learn, masked, scrubbed
 from trl_jax.run.arguments.jax_arguments import JaxArguments
+from trl_jax.run.arguments.launchers import end_other_processes, note_of, sharding_of_launcher
 from trl_jax.run.arguments.old_names import OldNames
 
 
@@ -138,7 +137,14 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
         self.hub_token = as_token("hub_token", self.hub_token)
         if self.bf16 is None:
             self.bf16 = not self.fp16
+        processes = end_other_processes()
+        for name, value in sharding_of_launcher(vars(self)).items():
+            setattr(self, name, value)
         notes = self.check()
+        if processes is not None:
+            import jax
+
+            notes.append(note_of(processes, jax.local_device_count(), self.per_device_train_batch_size))
         if self.gradient_checkpointing is True and self.activation_checkpointing is None:
             # The default is ours: the user could do nothing about a FutureWarning of its old name.
             self.activation_checkpointing = True
@@ -188,16 +194,6 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
         table = {**BASE, **{name: line for name, line in COMMON.items() if name in values}} | self.argument_table
         defaults = defaults_of(fields(self)) | defaults_of(fields(self._released_kind()))
         refusals, notes = judge(table, values, defaults)
-        if strtobool(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false")):
-            refusals.append(
-                "ACCELERATE_USE_DEEPSPEED is set in the environment, but there is no DeepSpeed here: start"
-                " the script with python, not with accelerate launch."
-            )
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            refusals.append(
-                f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set in the environment: several processes were started, but"
-                " one takes all devices of a host. Start the script once a host, with python."
-            )
         if refusals:
             raise ValueError("\n".join(refusals))
         return notes

@@ -8,6 +8,8 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 from transformers.training_args import ParallelMode
 
+from trl_jax.run.arguments.launchers import launcher_aside
+
 # transformers hands these to torch inside __post_init__; here the table of arguments handles them.
 TORCH_ONLY = {
     **dict.fromkeys(("torch_compile_backend", "torch_compile_mode", "tf32", "fsdp", "fsdp_config", "deepspeed")),
@@ -47,7 +49,8 @@ class JaxArguments(TrainingArguments):
         aside = {name: getattr(self, name) for name in TORCH_ONLY}
         for name, nothing in TORCH_ONLY.items():
             setattr(self, name, nothing)
-        super().__post_init__()
+        with launcher_aside():
+            super().__post_init__()
         for name, value in aside.items():
             setattr(self, name, value)
 
