@@ -88,7 +88,7 @@ def note_of(processes: int, devices: int, rows: int) -> str:
 
 
 def _stages() -> dict[str, Any]:
-    """What accelerate's own questions about DeepSpeed have as their answers."""
+    """The answers to accelerate's own questions about DeepSpeed."""
     zero: dict[str, Any] = {"stage": int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))}
     for key in ("optimizer", "param"):
         device = os.environ.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{key.upper()}_DEVICE", "none")
