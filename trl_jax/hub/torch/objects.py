@@ -65,7 +65,7 @@ def as_checkpoint(model: Any, head: HeadName) -> Iterator[Checkpoint]:
 
 def name_of(model: Any) -> str:
     """The folder or repository that a torch model was loaded from; its class where it was loaded from none."""
-    return model.config._name_or_path or type(model).__name__
+    return getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
 
 
 @contextmanager
