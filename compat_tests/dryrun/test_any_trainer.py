@@ -109,7 +109,7 @@ def test_a_language_models_head_is_counted_at_its_targets():
     )  # fmt: skip
     [step] = loader
     table = types.SimpleNamespace(shape=(1000, 64))
-    arch = types.SimpleNamespace(vocab_size=1000, hidden_size=64)
+    arch = types.SimpleNamespace(vocab_size=1000, head_inputs=64)
     frozen = {"adapter": types.SimpleNamespace(shape=(64, 4))}
     once = 2 * 4 * 95 * 1000 * 64  # a text's first token is not predicted, and pads are not
     assert head_flops(step.arrays, arch, {"embed": table}) == 4 * once

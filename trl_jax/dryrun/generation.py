@@ -14,7 +14,7 @@ import numpy as np
 from trl_jax.core.chips import Topology
 from trl_jax.data.layout.batch import padded_length
 from trl_jax.dryrun.compiler import Compiled, compiled_program
-from trl_jax.dryrun.step_flops import Map, attention_layers, layers_with
+from trl_jax.dryrun.step_flops import Map, attends, attention_layers, layers_with
 from trl_jax.dryrun.step_memory import FLOAT32, StepArguments, gathered, on_device, row_block
 from trl_jax.generation.chunk import Drawing, next_tokens
 from trl_jax.generation.decode import Decoding, Stops, begun, grown
@@ -106,7 +106,7 @@ def _key_value_channels(arch: Any) -> int:
     if arch.latent is not None:
         return attention_layers(arch) * arch.num_key_heads * (arch.head_dim + arch.latent.value_dim)
     makers = [kind for run in arch.runs for kind in [run.kind] * run.count]
-    heads = [arch.heads_of(kind) for kind in makers if "attention" in (kind.mixer or "") and not kind.reuses]
+    heads = [arch.heads_of(kind) for kind in makers if attends(kind) and not kind.reuses]
     return sum(2 * one.count * one.channels for one in heads)
 
 

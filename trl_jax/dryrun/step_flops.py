@@ -89,7 +89,7 @@ def _attending_channels(arch: Any) -> int:
     """Channels of all query heads of all layers."""
     if "kinds" not in vars(arch) or arch.kinds is None:
         return arch.num_layers * channels_of(arch)
-    attending = (kind for kind in arch.kinds if kind.mixer == "attention")
+    attending = (kind for kind in arch.kinds if attends(kind))
     return sum(arch.num_heads * arch.heads_of(kind).channels for kind in attending)
 
 
@@ -142,6 +142,11 @@ def attention_layers(arch: Any) -> int:
     if "kinds" not in vars(arch) or arch.kinds is None:
         return arch.num_layers
     return layers_with(arch, "attention")
+
+
+def attends(kind: Any) -> bool:
+    """Whether a layer of this kind attends, alone or beside another mixer."""
+    return kind.mixer is not None and "attention" in kind.mixer.split("+")
 
 
 def layers_with(arch: Any, mixer: str) -> int:
