@@ -40,7 +40,7 @@ def with_prompts(folder):
 
 def trainer(model, tokenizer, out, **arguments):
     rows = Dataset.from_list(text_rows(4))
-    args = SFTConfig(str(out), max_steps=1, report_to="none", save_strategy="no", bf16=False)
+    args = SFTConfig(str(out), max_steps=1, report_to="none", save_strategy="no", bf16=False, log_level="info")
     return SFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer, **arguments)
 
 
@@ -75,7 +75,6 @@ def test_what_is_logged_of_a_torch_model_names_it(folder, tmp_path, caplog):
     lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
     for model in (loaded(folder), peft.get_peft_model(loaded(folder), lora)):
         caplog.clear()
-        logging.getLogger("trl_jax").setLevel(logging.INFO)  # a run leaves the level that its arguments ask for
         trainer(model, tokenizer_of(folder), tmp_path)
         told = [record.getMessage() for record in caplog.records]
         assert any(line.startswith(f"{folder} runs on the native") for line in told)
