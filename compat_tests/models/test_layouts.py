@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from compat_tests.effort import thorough
 from compat_tests.models import encoders
 from compat_tests.models.families import VARIANTS
 from trl_jax import AutoModelForSequenceClassification
@@ -40,8 +41,8 @@ UNLIKE = {
 }  # fmt: skip
 ENCODERS = [("bert", "plain"), ("roberta", "plain"), ("modernbert", "biases"), ("electra", "plain")]
 GRADIENTS = [("llama", "yarn"), ("gemma2", "plain"), ("phi3", "long"), ("qwen3_moe", "window"), ("gpt2", "plain")]
-GRADIENTS += [("lfm2", "biases"), ("deepseek_v3", "plain"), ("gpt_oss", "clamped"), ("qwen3_5_text", "others")]
-GRADIENTS += [("gemma4_text", "plain"), ("llama4_text", "growing")]
+GRADIENTS += [("lfm2", "biases"), ("deepseek_v3", "plain"), ("qwen3_5_text", "others"), ("gemma4_text", "plain")]
+GRADIENTS += [thorough("gpt_oss", "clamped"), thorough("llama4_text", "growing")]
 
 
 @cache
