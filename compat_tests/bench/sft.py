@@ -54,13 +54,14 @@ def _arguments() -> Any:
     lanes.add_steps(options, warm_up=12, steps=24)
     options.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
     options.add_argument("--kinds", nargs="*", default=["chats", "control"], choices=["chats", "control"])
+    options.add_argument("--model_type", default="llama", choices=("llama", *sft_turns.LAYER_TYPES))
     options.add_argument("--vocabularies", nargs="*", type=int, default=[], help="sizes, as 49152 151936")
     return options.parse_args()
 
 
 def _model(args: Any, folder: Path, vocabulary: int) -> Path:
-    model = folder / f"llama {vocabulary}"
-    common.in_child(sft_turns.build_model, model, args.data, args.layers, args.width, vocabulary)
+    model = folder / f"{args.model_type} {vocabulary}"
+    common.in_child(sft_turns.build_model, model, args.data, args.layers, args.width, vocabulary, args.model_type)
     return model
 
 

@@ -18,11 +18,39 @@ _TEMPLATE = (
 )
 
 
-def build_model(folder: Path, data: Path, layers: int, width: int, vocabulary: int) -> None:
-    """A causal llama of noise, and a tokenizer of the data with a chat template; ids beyond its own stay unused."""
+# Types with layers of several kinds: these in turn.
+LAYER_TYPES = {
+    "lfm2": ("conv", "conv", "full_attention"),
+    "qwen3_5_text": ("linear_attention", "linear_attention", "linear_attention", "full_attention"),
+}
+
+
+def build_model(folder: Path, data: Path, layers: int, width: int, vocabulary: int, model_type: str = "llama") -> None:
+    """A causal model of noise, and a tokenizer of the data with a chat template; ids beyond its own stay unused."""
     turns.build_small(folder, data, layers, width)
-    if vocabulary != turns.VOCABULARY:
+    if model_type != "llama":
+        _build(folder, model_type, layers, width, vocabulary)
+    elif vocabulary != turns.VOCABULARY:
         common.build_llama(folder, layers=layers, width=width, vocab_size=vocabulary)
+
+
+def _build(folder: Path, model_type: str, layers: int, width: int, vocabulary: int) -> None:
+    """A model of another type in the sizes of the llama, drawn by torch."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kinds = LAYER_TYPES[model_type]
+    sizes = {
+        "hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": layers, "vocab_size": vocabulary,
+        "num_attention_heads": width // 32, "num_key_value_heads": width // 64, "head_dim": 32,
+        "layer_types": [kinds[layer % len(kinds)] for layer in range(layers)], "block_auto_adjust_ff_dim": False,
+        "linear_num_key_heads": width // 64, "linear_num_value_heads": width // 32, "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    known = AutoConfig.for_model(model_type).to_dict()
+    config = AutoConfig.for_model(model_type, **{name: size for name, size in sizes.items() if name in known})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
 def take(pipe: Connection, side: str, model: Path, rows: dict, config: dict, segment: int, stop: int) -> None:
