@@ -63,7 +63,10 @@ assert np.asarray(of_all).tolist() == np.asarray(entropy_mask(values, mask, 0.37
 def test_the_quantile_is_that_of_all_devices():
     """Along the sequence axis they have the same tokens, which count once."""
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
-    subprocess.run([sys.executable, "-c", OF_DEVICES], check=True, env=os.environ | {"XLA_FLAGS": flags}, timeout=300)
+    environment = os.environ | {"XLA_FLAGS": flags}
+    command = [sys.executable, "-c", OF_DEVICES]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(("coef", "entropy", "after"), [

@@ -12,7 +12,7 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.run import construction
 from trl_jax.run.model import loading as model_loading
 from trl_jax.run.model.precompute import precomputed
-from trl_jax.run.model.reference import ReferenceModel, Sync, given, initial_policy
+from trl_jax.run.model.reference import ReferenceModel, Sync, check_sync, given, initial_policy
 from trl_jax.run.model.routers import balance_experts
 from trl_jax.run.state import RunState
 from trl_jax.trainer.base_trainer import BaseTrainer
@@ -85,7 +85,7 @@ class TrainerWithReference(BaseTrainer):
         if not run.args.precompute_ref_log_probs:
             reference = self._reference(run)
             if run.args.sync_ref_model:
-                _check_sync(run)
+                check_sync(run.model)
                 sync = Sync(run.args.ref_model_mixup_alpha, run.args.ref_model_sync_steps)
                 reference = reference.following(sync, run.model.arrays)
             construction.attach_reference(run, reference)
@@ -124,16 +124,6 @@ class TrainerWithReference(BaseTrainer):
             return precomputed(run, self.parts.forward, dataset, columns, **options)
         finally:
             run.reference = None
-
-
-def _check_sync(run: RunState) -> None:
-    """Raise NotImplementedError where the reference has no weights of its own to move."""
-    if isinstance(run.model.backend, AdaptedBackend):
-        raise NotImplementedError(
-            "You passed `sync_ref_model=True` while using a PEFT model, which is currently not supported: the "
-            "reference is the base model, which an adapter leaves as it is. Leave sync_ref_model out, or train all "
-            "weights."
-        )
 
 
 def _check_lengths(collator: Any, args: Any) -> None:

@@ -16,7 +16,7 @@ from trl_jax.rollout.completions_repo import CompletionsRepo
 from trl_jax.rollout.entropy import EntropyBonus
 from trl_jax.rollout.reward_arguments import reward_functions
 from trl_jax.run import construction
-from trl_jax.run.model.reference import Sync, initial_policy
+from trl_jax.run.model.reference import Sync, check_sync, initial_policy
 from trl_jax.run.model.routers import balance_experts
 from trl_jax.run.rollouts import RolloutParts, Sampling
 from trl_jax.run.state import RunState
@@ -95,12 +95,7 @@ class TrainerWithRollout(BaseTrainer):
             return
         reference = initial_policy(run.model, fresh_adapter=self._fresh_adapter)
         if args.sync_ref_model:
-            if isinstance(run.model.backend, AdaptedBackend):
-                raise NotImplementedError(
-                    "You passed `sync_ref_model=True` while using a PEFT model, which is currently not supported: the "
-                    "reference is the base model, which an adapter leaves as it is. Leave sync_ref_model out, or "
-                    "train all weights."
-                )
+            check_sync(run.model)
             sync = Sync(args.ref_model_mixup_alpha, args.ref_model_sync_steps)
             reference = reference.following(sync, run.model.arrays)
         construction.attach_reference(run, reference)

@@ -181,3 +181,13 @@ def _own(arrays: dict[str, Any]) -> dict[str, Any]:
 
 def _copied(array: Any) -> Any:
     return array if isinstance(array, jax.ShapeDtypeStruct) else jnp.copy(array)
+
+
+def check_sync(model: Any) -> None:
+    """Raise NotImplementedError, as TRL does, where a reference has no weights of its own to move."""
+    if isinstance(model.backend, AdaptedBackend):
+        raise NotImplementedError(
+            "You passed `sync_ref_model=True` while using a PEFT model, which is currently not supported: the "
+            "reference is the base model, which an adapter leaves as it is. Leave sync_ref_model out, or train all "
+            "weights."
+        )

@@ -178,7 +178,7 @@ def _stands_in(template: str, found: str, talk: list[dict[str, Any]], as_last: b
     """Whether a marked template is right in a talk, or the template itself takes no such talk."""
     try:
         text = _text(template, talk)
-    except Exception:
+    except Exception:  # a template may raise anything where it takes no such talk
         return _TALKS[0] != tuple(message["role"] for message in talk)
     other, spans = render(found, talk, spans=True, **_TOKENS)
     if as_last:  # earlier turns may differ
