@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from pathlib import Path
 
 import pytest
 from transformers import TrainerCallback
@@ -45,6 +46,7 @@ def test_three_lines_come_before_the_first_step_and_one_after_the_last(folder, t
     shapes = len(trainer.loader(trainer.train_dataset, training=True).step_layout.buckets.lengths)
     assert compilation.startswith(f"Compiling the step for shape 1 of {shapes}, tokens ")
     assert compilation.endswith(f"programs are kept in {first_lines.jax.config.jax_compilation_cache_dir}.")
+    assert first_lines._from_home(str(Path("~/a/b").expanduser())) == "~/a/b"
     left = r"the model is in memory alone\. Next: trainer\.save_model\(\)\."
     assert re.fullmatch(r"Trained 2 steps in [\d.]+ s; " + left, end)
     assert steps.before == [3, 3]

@@ -71,9 +71,15 @@ def tell_compilation(run: RunState, steps: Any, shape: tuple[int, ...]) -> None:
     count = _shapes(steps)
     of = "" if count is None else f" of {count}"
     folder = jax.config.jax_compilation_cache_dir if jax.config.jax_enable_compilation_cache else None
-    kept = "not kept for the next run" if folder is None else f"kept in {folder}"
+    kept = "not kept for the next run" if folder is None else f"kept in {_from_home(folder)}"
     size = " x ".join(f"{axis:,}" for axis in shape)
     tell(run, "compilation", f"Compiling the step for shape 1{of}, tokens {size}; compiled programs are {kept}.")
+
+
+def _from_home(folder: str) -> str:
+    """The folder, as `~/...` where it lies under the user's own."""
+    home = Path("~").expanduser()
+    return f"~/{Path(folder).relative_to(home)}" if Path(folder).is_relative_to(home) else folder
 
 
 def tell_trained(run: RunState, steps: int, seconds: float) -> None:
