@@ -25,10 +25,10 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 _kept = tempfile.TemporaryDirectory(prefix="trl-jax-datasets-")
 os.environ.setdefault("HF_DATASETS_CACHE", _kept.name)
 # Nor does LLVM polish what runs for a moment; and XLA's older code for fusions, which jaxlib 0.12 no longer has, takes
-# a fifth of the time to make. XLA_FLAGS= runs the tests as users run.
+# a fifth of the time to make, and a program in one part another fifth. XLA_FLAGS= runs the tests as users run.
 _quickly = "--xla_backend_optimization_level=0"
 if version("jaxlib").startswith("0.10."):
-    _quickly += " --xla_cpu_use_fusion_emitters=false"
+    _quickly += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 os.environ.setdefault("XLA_FLAGS", _quickly)
 
 import hypothesis  # noqa: E402

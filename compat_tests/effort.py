@@ -7,6 +7,7 @@ of each property, and lets trainers share no programs (shared_programs.py).
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -18,6 +19,13 @@ only_thorough = pytest.mark.skipif(not THOROUGH, reason="runs under THOROUGH=1")
 def thorough(*values: Any) -> Any:
     """A case of `parametrize` that runs under THOROUGH=1 alone."""
     return pytest.param(*values, marks=only_thorough)
+
+
+def usually(usual: Callable[..., bool], cases: Iterable[Any]) -> list[Any]:
+    """The cases of `parametrize`, tuples or single values: those that `usual` is true of run always, the others under
+    THOROUGH=1 alone."""
+    parts = [(case, case if isinstance(case, tuple) else (case,)) for case in cases]
+    return [case if usual(*values) else thorough(*values) for case, values in parts]
 
 
 def drawn(many: int) -> int:

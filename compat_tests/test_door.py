@@ -13,6 +13,7 @@ import pytest
 
 import trl_jax
 import trl_jax.trainer
+from compat_tests.effort import only_thorough
 from trl_jax.cli.front import MODULES
 from trl_jax.cli.main import COMMANDS
 from trl_jax.core.trainers import TRAINERS
@@ -65,6 +66,7 @@ def test_the_door_keeps_what_it_fetched():
     assert "RewardConfig" in vars(trl_jax)
 
 
+@only_thorough
 def test_from_door_import_star():
     names = fresh("from trl_jax import *; print(RewardTrainer.__name__, pairwise_loss.__name__)")
     assert names == "RewardTrainer pairwise_loss"

@@ -27,6 +27,7 @@ def _epochs(few: int) -> list:
     return [] if THOROUGH else ["--epochs", few]
 
 
+@only_thorough
 def test_the_quickstart_learns(tmp_path):
     shown = run(ROOT / "examples" / "quickstart.py", "--output_dir", tmp_path, *_epochs(1))
     first, last = map(float, re.search(r"From (\d\.\d+) to (\d\.\d+)", shown).groups())
@@ -46,6 +47,7 @@ def test_fine_tuning_learns(tmp_path):
     assert (tmp_path / "final" / "generation_config.json").is_file()
 
 
+@only_thorough
 def test_preferences_are_learned(tmp_path):
     shown = run(ROOT / "examples" / "dpo.py", "--output_dir", tmp_path)
     assert int(re.search(r"^(\d) of 4 answers are right\.$", shown, flags=re.M)[1]) >= 3
@@ -74,6 +76,7 @@ def test_rewards_are_learned(of_grpo):
     assert (folder / "final" / "generation_config.json").is_file()
 
 
+@only_thorough
 def test_a_reward_model_picks_better_answers(of_grpo, tmp_path):
     own = [] if THOROUGH else ["--policy", of_grpo[0] / "fine-tuned"]
     shown = run(ROOT / "examples" / "best_of_n.py", "--output_dir", tmp_path, *own)

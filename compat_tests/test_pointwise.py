@@ -27,6 +27,7 @@ from pointwise import PointwiseConfig, PointwiseTask, PointwiseTrainer  # noqa: 
 import trl_jax  # noqa: E402
 import trl_jax.tasks  # noqa: E402
 from compat_tests import tiny  # noqa: E402
+from compat_tests.effort import only_thorough  # noqa: E402
 from compat_tests.parity.reference import BASE  # noqa: E402
 from compat_tests.trainer.trainers import FACTS  # noqa: E402
 
@@ -219,6 +220,7 @@ def test_it_packs(make, layout, caplog):
     assert packed.evaluate()["eval_mse"] == pytest.approx(padded.evaluate()["eval_mse"], abs=1e-5)
 
 
+@only_thorough
 def test_it_trains_on_several_devices(make, folder, tmp_path):
     ours = trained(make(config={"per_device_train_batch_size": 2} | TWO))
     run = elsewhere("fsdp", folder, tmp_path / "two")

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from compat_tests.effort import only_thorough
+
 ROOT = str(Path(__file__).parents[2])
 
 
@@ -60,6 +62,7 @@ print(trl.trainer.distillation_config.DistillationConfig is DistillationConfig)
 """
 
 
+@only_thorough
 def test_other_names_are_the_installed_trls(tmp_path):
     pytest.importorskip("trl")
     done = run(tmp_path, THEIRS)
@@ -82,6 +85,7 @@ for line in ("from trl import DistillationTrainer; DistillationTrainer()", *othe
 """
 
 
+@only_thorough
 def test_where_trl_is_not_installed_a_missing_name_says_so(tmp_path):
     done = run(tmp_path, MISSING)
     assert done.stdout.splitlines() == [
@@ -164,6 +168,7 @@ print(own.torch_dtype, args.eval_strategy.value, args.warmup_steps, *places)
 """
 
 
+@only_thorough
 def test_transformers_own_parser_takes_old_flags_there(tmp_path):
     flags = ["--output_dir", "out", "--evaluation_strategy", "steps", "--warmup_ratio=0.1", "--torch_dtype", "bfloat16"]
     done = run(tmp_path, FLAGS, how=["script.py", *flags])
@@ -173,6 +178,7 @@ def test_transformers_own_parser_takes_old_flags_there(tmp_path):
 CELLS = """
 import transformers
 from transformers import TrainingArguments
+from compat_tests.effort import only_thorough
 import trl_jax
 trl_jax.load_ipython_extension(None)  # what %load_ext trl_jax calls
 trl_jax.install()

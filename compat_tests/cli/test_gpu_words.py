@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from compat_tests.cli.test_front import ROOT, run
+from compat_tests.effort import only_thorough
 from compat_tests.tiny import preference_rows
 from compat_tests.trainer.trainers import FACTS
 
@@ -91,6 +92,7 @@ print(trainer.state.global_step)
 """
 
 
+@only_thorough
 def test_torch_still_exports_a_model(checkpoint, tmp_path):
     pytest.importorskip("torch")
     done = run(tmp_path, EXPORTED, str(checkpoint("biogpt")))
@@ -127,6 +129,7 @@ for how in ({"load_in_4bit": True}, {"load_in_4bit": True, "quantization_config"
 """
 
 
+@only_thorough
 def test_few_bits_by_their_old_names(checkpoint, tmp_path):
     pytest.importorskip("bitsandbytes")
     done = run(tmp_path, FEW_BITS, str(checkpoint(head="causal")))

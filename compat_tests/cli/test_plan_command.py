@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from compat_tests.effort import only_thorough
 from compat_tests.tiny import preference_rows
 from trl_jax import RewardConfig
 from trl_jax.cli.main import main
@@ -20,6 +21,7 @@ def begun(monkeypatch):
     monkeypatch.setattr("trl_jax.dryrun.compiler.prepare", lambda place: None)
 
 
+@only_thorough
 def test_simulated_devices_from_the_shell(checkpoint, tmp_path):
     """A process of its own: JAX is told how many devices to simulate before it looks for any."""
     written = tmp_path / "plan.json"

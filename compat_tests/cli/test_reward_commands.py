@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from compat_tests.effort import thorough
+from compat_tests.effort import only_thorough
 from trl_jax import rewards
 from trl_jax.cli.main import main
 from trl_jax.core.trainers import TRAINERS
@@ -89,7 +89,8 @@ print(type(trainer).__module__)
 """
 
 
-@pytest.mark.parametrize("command", ["grpo", thorough("rloo")])
+@only_thorough
+@COMMANDS
 def test_a_script_trains_by_its_import_or_as_it_is(command, model, folder):
     """Under another import and under `python -m trl_jax`, with the same numbers."""
     algorithm, found = command.upper(), {}

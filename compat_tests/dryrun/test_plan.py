@@ -10,6 +10,7 @@ import pytest
 from datasets import Dataset
 
 from compat_tests.dryrun.planned import LORA, NESTED, SIDES, alike
+from compat_tests.effort import only_thorough, thorough
 from trl_jax import RewardConfig
 from trl_jax.core.chips import CHIPS, Topology, topology
 from trl_jax.dryrun import abstract_run
@@ -40,11 +41,13 @@ def config(tmp_path, **changes):
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
-        ({"dtype": "bfloat16"}, {"gradient_accumulation_steps": 2}),
-        ({"head": "causal"}, {"adapter": LORA, "quantization": NESTED}),
-        ({"head": "causal", "dtype": "bfloat16"}, {"adapter": LORA, "neftune_noise_alpha": 5.0, "bf16": True}),
+        pytest.param({"dtype": "bfloat16"}, {"gradient_accumulation_steps": 2}, id="whole"),
+        pytest.param({"head": "causal"}, {"adapter": LORA, "quantization": NESTED}, id="nf4"),
+        pytest.param(
+            {"head": "causal", "dtype": "bfloat16"}, {"adapter": LORA, "neftune_noise_alpha": 5.0, "bf16": True},
+            id="halves", marks=only_thorough,
+        ),
     ],
-    ids=["whole", "nf4", "halves"],
 )
 def test_the_programs_are_those_of_a_trainer_with_weights(checkpoint, tmp_path, kind, how):
     found = alike(checkpoint(**kind), tmp_path, **({"bf16": False} | how))
@@ -67,7 +70,7 @@ def test_arithmetic_and_compiler_agree(bare, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("model_type", ["llama", "falcon_h1", "gemma4_text"])
+@pytest.mark.parametrize("model_type", ["llama", thorough("falcon_h1"), thorough("gemma4_text")])
 def test_arithmetic_and_compiler_agree_on_products_without_checkpointing(bare, tmp_path, model_type):
     args = config(tmp_path, batch_layout="padded", gradient_checkpointing=False)
     found = plan(bare(model_type, head="causal"), args, topology("cpu:1"))

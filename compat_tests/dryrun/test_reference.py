@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from compat_tests.dryrun.planned import LENGTH, alike
+from compat_tests.effort import thorough
 from trl_jax import DPOTrainer, KTOTrainer
 
 
@@ -16,7 +17,7 @@ def row(*sides: str) -> dict[str, list[int]]:
     ("kind", "row", "before"),
     [
         (DPOTrainer, row("chosen", "rejected"), False),
-        (DPOTrainer, row("chosen", "rejected"), True),
+        thorough(DPOTrainer, row("chosen", "rejected"), True),
         (KTOTrainer, row("completion", "KL_completion") | {"label": 0.0}, False),
     ],
 )

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from compat_tests.effort import only_thorough
 from compat_tests.exported import configs
 
 torch = pytest.importorskip("torch")
@@ -71,6 +72,7 @@ def test_one_program_serves_every_shape(bloom):
     assert model(ids[:0], mask[:0]).logits.shape == (0, 1)
 
 
+@only_thorough
 def test_a_length_beyond_what_the_tracer_took_for_granted_is_exported_anew(tmp_path):
     """This attention goes through the tokens in blocks of 32; how many there are is unrolled."""
     folder = configs.build(tmp_path, "minimax", block_size=32)
@@ -92,6 +94,7 @@ def test_rows_without_a_mask_and_without_a_pad_token(tmp_path):
         load(folder)(ids)
 
 
+@only_thorough
 def test_the_pad_token_that_a_script_sets_is_exported(tmp_path):
     """Where a row is read is part of the graph."""
     folder = configs.build(tmp_path, "bloom", pad_token_id=None)

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from compat_tests.bench.flips import unnoticed
+from compat_tests.effort import only_thorough
 from compat_tests.faults.killed_saves import check, events_of, save
 from compat_tests.trainer.trainers import checkpoints
 from trl_jax.engine.checkpoints import checkpoint as engine
@@ -51,6 +52,7 @@ def test_row13_killed_at_every_point_of_a_save(tmp_path):
         assert any(point in name for name in new), point
 
 
+@only_thorough
 def test_row13_runs_killed_at_random_instants_end_as_if_they_had_not_been(tmp_path):
     assert python("-m", "compat_tests.bench.kills", "--kills", "1")["different"] == 0
 

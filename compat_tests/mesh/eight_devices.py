@@ -375,6 +375,7 @@ def test_row46_an_evaluation_of_any_size(pairs, checkpoint, tmp_path):
     assert abs(sharded_step.metrics["test_loss"] - alone.metrics["test_loss"]) < 1e-6
 
 
+@only_thorough
 def test_a_plan_s_programs_are_those_of_a_run(checkpoint, tmp_path):
     """A base in bfloat16, whose parts are as large as a device's."""
     found = alike(

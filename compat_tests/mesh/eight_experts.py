@@ -68,8 +68,8 @@ def alone(run):
         thorough("qwen3_moe", "SFT", "fsdp:2", "padded"),
         ("qwen3_moe", "SFT", "fsdp:2,tensor:2", "packed"),
         thorough("qwen3_moe", "SFT", "data:2,sequence:2", "packed"),
-        ("qwen3_moe", "DPO", "fsdp:2", "shared"),
-        ("gpt_oss", "SFT", "fsdp:2,tensor:2", "packed"),
+        thorough("qwen3_moe", "DPO", "fsdp:2", "shared"),
+        thorough("gpt_oss", "SFT", "fsdp:2,tensor:2", "packed"),
         thorough("gpt_oss", "SFT", "data:2,sequence:2", "packed"),
         thorough("gpt_oss", "DPO", "fsdp:2", "shared"),
     ],
@@ -83,9 +83,9 @@ def test_the_numbers_of_one_device(family, name, mesh, layout, run, alone):
 @pytest.mark.parametrize(
     ("family", "mesh"),
     [
-        ("lfm2_moe", "fsdp:2,tensor:2"), ("nemotron_h", "fsdp:2,tensor:2"), thorough("falcon_h1", "fsdp:2,tensor:2"),
-        thorough("deepseek_v3", "fsdp:2,tensor:2"),
-        ("gemma4_text", "fsdp:2,tensor:2"), thorough("gemma4_text", "data:2,sequence:2"),
+        thorough("lfm2_moe", "fsdp:2,tensor:2"), ("nemotron_h", "fsdp:2,tensor:2"),
+        thorough("falcon_h1", "fsdp:2,tensor:2"), thorough("deepseek_v3", "fsdp:2,tensor:2"),
+        thorough("gemma4_text", "fsdp:2,tensor:2"), thorough("gemma4_text", "data:2,sequence:2"),
         thorough("llama4_text", "fsdp:2,tensor:2"), thorough("llama4_text", "data:2,sequence:2"),
     ],
 )  # fmt: skip

@@ -11,7 +11,7 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from datasets import Dataset  # noqa: E402
 
-from compat_tests.effort import thorough  # noqa: E402
+from compat_tests.effort import only_thorough, thorough  # noqa: E402
 from compat_tests.parity.dpo_cases import SMALL  # noqa: E402
 from compat_tests.parity.grpo_cases import length_reward, prompt_rows, vowels  # noqa: E402
 from compat_tests.parity.reference import BASE  # noqa: E402
@@ -78,7 +78,8 @@ def same_numbers(mine, other):
             assert mine[name] == pytest.approx(other[name], rel=5e-4, abs=2e-5), name
 
 
-@pytest.mark.parametrize("mesh", [thorough("fsdp:4,tensor:2"), thorough("data:4,tensor:2")])
+@only_thorough
+@pytest.mark.parametrize("mesh", ["fsdp:4,tensor:2", "data:4,tensor:2"])
 def test_the_same_completions_and_numbers_on_other_meshes(mesh, make, first):
     trainer, seen = train(make(GRPOTrainer, mesh, 4))
     assert seen == first[1]
@@ -86,7 +87,8 @@ def test_the_same_completions_and_numbers_on_other_meshes(mesh, make, first):
         same_numbers(mine, other)
 
 
-@pytest.mark.parametrize(("mesh", "shards"), [("data:8", 8), thorough("data:1,fsdp:8", 8), thorough("tensor:2", 1)])
+@only_thorough
+@pytest.mark.parametrize(("mesh", "shards"), [("data:8", 8), ("data:1,fsdp:8", 8), ("tensor:2", 1)])
 def test_the_same_completions_of_the_same_policy_by_more_or_fewer_shards(mesh, shards, make, first):
     """They cut the generation into other micro-batches, each shard having its part of its own completions."""
     trainer, seen = train(make(GRPOTrainer, mesh, shards, max_steps=1))
@@ -119,6 +121,7 @@ def test_a_run_goes_on_to_the_bit(kind, mesh, make, tmp_path):
     assert history(whole) == history(again)
 
 
+@only_thorough
 def test_many_prompts_are_completed_as_on_one_device(first, tmp_path):
     """Those that wait come in where others have ended; parameters and caches are divided."""
     trainer, _ = first

@@ -144,6 +144,13 @@ BODY_ONLY = {
     "qwen3_5_moe", "qwen3_5_moe_text",
 }  # fmt: skip
 
+# Those whose attention, positions, mixers or experts no other of them has: what takes seconds to compile usually runs
+# for these, and for all under THOROUGH=1.
+UNLIKE = {
+    "llama", "gemma2", "gemma3_text", "gemma4_text", "phi3", "smollm3", "gpt2", "opt", "ministral3", "llama4_text",
+    "lfm2", "deepseek_v3", "gpt_oss", "qwen3_next", "nemotron_h", "falcon_h1",
+}  # fmt: skip
+
 # Those whose positions are not told by one rope_parameters.
 OWN_ROPE = {"gpt2", "gptj", "opt", "gemma3_text", "gemma4_text", "olmo3", "phi3", "ministral3"}
 

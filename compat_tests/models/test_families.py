@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from compat_tests.effort import THOROUGH, usually
 from compat_tests.models import variants
-from compat_tests.models.families import BODY_ONLY, VARIANTS
+from compat_tests.models.families import BODY_ONLY, UNLIKE, VARIANTS
 from trl_jax import AutoModelForSequenceClassification
 from trl_jax.core.packed import reads_of_rows
 from trl_jax.hub.checkpoint.saving import entries_of, read_tensor
@@ -28,10 +29,19 @@ GRADIENTS = [
 ]
 GRADIENTS += [(family, list(own)[-1]) for family, own in VARIANTS.items()]
 GRADIENTS += [("gemma4_text", "experts")]
+if not THOROUGH:  # the others' scores alone
+    GRADIENTS = [case for case in GRADIENTS if case[0] in UNLIKE and case[0] != "llama"]
 QUICKLY = {"xla_backend_optimization_level": 0}  # compiles in a third of the time, computes the same
 
 
-@pytest.mark.parametrize(("family", "name"), [case for case in variants.CASES if tuple(case) not in GRADIENTS])
+# As language models the plain variants of all families are in test_causal_families.
+@pytest.mark.parametrize(
+    ("family", "name"),
+    usually(
+        lambda family, name: name != "plain" or family in {"llama", "gpt2", "gemma2"},
+        [case for case in variants.CASES if case not in GRADIENTS],
+    ),
+)
 def test_scores(family, name, built):
     folder, length = built(family, name), variants.variant(family, name).get("length", variants.LENGTH)
     with_new_head = variants.variant(family, name).get("head") == "causal" or family in BODY_ONLY
@@ -92,7 +102,7 @@ def test_bfloat16_weights_are_read_exactly(tmp_path):
     variants.assert_close(model(ids, mask).logits, variants.reference_logits(folder, ids, mask), 1e-5)
 
 
-@pytest.mark.parametrize("family", VARIANTS)
+@pytest.mark.parametrize("family", usually(UNLIKE.__contains__, VARIANTS))
 def test_a_key_that_nobody_knows_is_refused(family, built, tmp_path):
     config = json.loads((built(family, "plain") / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"attention_twist": 3}))
@@ -100,7 +110,7 @@ def test_a_key_that_nobody_knows_is_refused(family, built, tmp_path):
         AutoModelForSequenceClassification.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("family", sorted(set(VARIANTS) - BODY_ONLY))
+@pytest.mark.parametrize("family", usually(UNLIKE.__contains__, sorted(set(VARIANTS) - BODY_ONLY)))
 def test_an_untouched_checkpoint_is_written_to_the_byte(family, built, tmp_path):
     """Also in bfloat16, where a weight that went through any arithmetic would show."""
     import transformers
@@ -119,7 +129,7 @@ def test_an_untouched_checkpoint_is_written_to_the_byte(family, built, tmp_path)
     assert {key for key in {*before, *after} if before.get(key) != after.get(key)} <= {"use_cache", "dtype"}
 
 
-@pytest.mark.parametrize("family", sorted(set(VARIANTS) - BODY_ONLY))
+@pytest.mark.parametrize("family", usually(UNLIKE.__contains__, sorted(set(VARIANTS) - BODY_ONLY)))
 def test_a_causal_model_becomes_a_classifier(family, tmp_path):
     """Both draw the same head, and transformers finds every tensor in what is saved and no other."""
     import transformers
@@ -144,7 +154,7 @@ IN_BFLOAT16 = (
 BY_MEDIAN = {"glm4_moe", "gpt_oss", "lfm2_moe", "qwen3_5_moe_text"}
 
 
-@pytest.mark.parametrize("family", IN_BFLOAT16)
+@pytest.mark.parametrize("family", usually(UNLIKE.__contains__, IN_BFLOAT16))
 def test_bfloat16_is_no_further_from_float32_than_transformers_own(family, built):
     """Root mean square over 48 texts, or their median; what torch computes in float32 is the truth."""
     folder = built(family, "plain")

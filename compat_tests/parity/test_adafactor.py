@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from compat_tests.effort import thorough
 from compat_tests.parity import golden, reference
 from compat_tests.parity.marks import assert_same_curve, assert_same_weights
 from compat_tests.tiny import preference_rows, tiny_model
@@ -12,7 +13,7 @@ CONFIG = {"optim": "adafactor", "learning_rate": 1e-3, "weight_decay": 0.1, "bat
 
 
 # Layers that lie in one array; several arrays in a tensor; experts; adapters.
-@pytest.mark.parametrize("family", ["llama", "phi3", "qwen3_moe", "with adapters"])
+@pytest.mark.parametrize("family", ["llama", thorough("phi3"), thorough("qwen3_moe"), "with adapters"])
 def test_ten_steps_are_trls(family, tmp_path):
     config, called = CONFIG, f"adafactor/{family}"
     if family == "with adapters":

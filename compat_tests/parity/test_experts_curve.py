@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from compat_tests.effort import usually
 from compat_tests.parity import golden, reference
 from compat_tests.parity.kto_cases import kto_rows
 from compat_tests.parity.marks import assert_same_curve, assert_same_entry, assert_same_weights, steps_of
@@ -46,7 +47,7 @@ def routing(run):
     return {key: saved.get(key) for key in ("output_router_logits", "router_aux_loss_coef")}
 
 
-@pytest.mark.parametrize("name", SFT)
+@pytest.mark.parametrize("name", usually({"its own", "packed", "sinks", "none"}.__contains__, SFT))
 def test_fine_tuning(name, checkpoint, tmp_path):
     family, config = SFT[name]
     eval_rows = text_rows(9, "prompt", seed=9) if EVALUATED.items() <= config.items() else None
@@ -63,7 +64,7 @@ def test_fine_tuning(name, checkpoint, tmp_path):
         assert routing(ours) == theirs.facts
 
 
-@pytest.mark.parametrize("layout", DPO)
+@pytest.mark.parametrize("layout", usually("shared".__eq__, DPO))
 def test_preferences(layout, checkpoint, tmp_path):
     """Prompts count twice, once for each answer, though the shared layout has them once. 3 batches are evaluated."""
     ours, theirs = both(

@@ -10,6 +10,7 @@ from datasets import Dataset
 from transformers import LlamaConfig, PhimoeConfig
 
 import trl_jax
+from compat_tests.effort import only_thorough
 from compat_tests.parity.reference import BASE
 from compat_tests.tiny import text_rows
 from trl_jax.run.model.routers import balance_experts
@@ -94,6 +95,7 @@ def test_a_script_s_whole_loss_adds_it_itself(losses, default, caplog):
     np.testing.assert_allclose(found[-1], aux[-1] / 2, rtol=1e-5)
 
 
+@only_thorough
 def test_label_smoothing_keeps_it(losses, default):
     """TRL 1.16 logs it and does not train on it."""
     with_it, without = (losses(config={"label_smoothing_factor": 0.1, "router_aux_loss_coef": c}) for c in (0.5, 1e-9))
