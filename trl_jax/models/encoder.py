@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trl_jax.core.packed import Packed
-from trl_jax.models.encoder_arch import EncoderArch
+from trl_jax.models.arch import EncoderArch
 from trl_jax.models.encoder_block import CONVOLUTION, EMBEDDING, EncoderBlock, norm_of
 from trl_jax.models.pooling import pool, valid_tokens
 from trl_jax.models.stack import apply, checkpointed, rope_inputs, stacked, whole_layer, window_inputs
