@@ -14,7 +14,7 @@ import tiny_model
 from datasets import Dataset, IterableDataset
 
 from trl_jax import BaseConfig, BaseTrainer
-from trl_jax.tasks import Batch, Columns, Example, Measured, counted, joined, of_examples, prepare_texts, summed
+from trl_jax.tasks import Batch, Columns, Example, LossBatch, joined, of_examples, prepare_texts, real_examples, summed
 
 
 def text_of(row: dict[str, Any]) -> dict[str, str]:
@@ -34,9 +34,9 @@ class PointwiseTask:
     def example(self, row: dict[str, Any]) -> Example:
         return self.columns.example(row)
 
-    def loss(self, outputs: jax.Array, batch: Batch | Measured) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(self, outputs: jax.Array, batch: Batch | LossBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
         error = outputs - batch.extras.example["rating"]
-        rows = counted(batch.weight, batch.micro_batch)
+        rows = real_examples(batch.weight, batch.micro_batch)
         sums = {"rows": 1.0, "squared": jnp.square(error), "absolute": jnp.abs(error)}
         return jnp.sum(batch.weight * sums["squared"]), {name: summed(value, rows) for name, value in sums.items()}
 

@@ -75,9 +75,9 @@ class Decoder(nnx.Module):
         dropout_key: jax.Array | None = None,
         noise: Noise | None = None,
         max_tokens: int | None = None,
-        counted: jax.Array | None = None,
+        router_token_count: jax.Array | None = None,
     ) -> jax.Array | tuple[jax.Array, RouterSums]:
-        """Hidden states `[N, D]` of the tokens that are read; where some are counted, the routers' sums over those too.
+        """Hidden states `[N, D]` of the tokens that are read; with `router_token_count` the routers' sums, too.
 
         Args:
             tokens, positions: int32 `[R, T]`.
@@ -93,12 +93,15 @@ class Decoder(nnx.Module):
             dropout_key: turns dropout on, at the rates in the config.
             noise: what is added to the embeddings of tokens.
             max_tokens: no text has more tokens; None where nobody knows. Windows as long are left out.
-            counted: bool or int32 `[R, T]`, the tokens that the routers of experts are summed over, and how often each.
+            router_token_count: bool or int32 `[R, T]`, the tokens that the routers of experts are summed over, and how
+                often each.
         """
         length, stripes = tokens.shape[1], striped(1 if packed is None else BLOCK)
         if stripes is not None:  # tokens that fill them up come after all that is seen, and see nothing themselves
             assert reads is not None and valid is None
-            tokens, positions, packed, counted = jax.tree.map(stripes.local, (tokens, positions, packed, counted))
+            tokens, positions, packed, router_token_count = jax.tree.map(
+                stripes.local, (tokens, positions, packed, router_token_count)
+            )
         shared = AttentionInputs(self.arch.head_dim**-0.5, valid=valid, packed=packed, striped=stripes)
         longest = _longest(length, reads, lengths, packed)
         keys = None if dropout_key is None else jax.random.split(dropout_key, self.arch.num_layers)
@@ -112,7 +115,7 @@ class Decoder(nnx.Module):
                 state, inputs, key = slices
                 block = nnx.merge(graph, whole_layer(state, f"{self.NAME}.{run.name}"))
                 own = shared.of_layer(inputs)._replace(reused=reused)
-                out = block(h, own, dtype=dtype, key=key, counted=counted)
+                out = block(h, own, dtype=dtype, key=key, router_token_count=router_token_count)
                 return out.h, (out.sums, out.kept if run.kind.reused else None)
 
             slices = (state, *of_run((by_layer, keys), run))

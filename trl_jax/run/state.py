@@ -46,7 +46,7 @@ class RunState:
     found_batch_size: by auto_find_batch_size.
     told: what the run has said of itself (`run.first_lines`).
     interrupts: the signals of the last train().
-    fills: whether the last micro-batch of an epoch is filled up, as in the run that is resumed; None: on several
+    fill_last: whether the last micro-batch of an epoch is filled up, as in the run that is resumed; None: on several
         devices.
     """
 
@@ -69,7 +69,7 @@ class RunState:
     optimizer_state: Any = None
     tokens_seen: int = 0
     found_batch_size: int | None = None
-    fills: bool | None = None
+    fill_last: bool | None = None
     in_train: bool = False
     told: set[str] = field(default_factory=set)
     interrupts: Interrupts = field(default_factory=Interrupts)

@@ -119,7 +119,13 @@ class PolicyTask(abc.ABC):
 
     @abc.abstractmethod
     def token_weights(
-        self, lengths: np.ndarray, share: np.ndarray, micro_batch: np.ndarray, *, generated_tokens: int, part: float
+        self,
+        lengths: np.ndarray,
+        completion_weight: np.ndarray,
+        micro_batch: np.ndarray,
+        *,
+        generated_tokens: int,
+        part: float,
     ) -> np.ndarray:
         """The weight of each completion's tokens in the step's loss; see `losses.policy_gradient.token_weights`."""
 

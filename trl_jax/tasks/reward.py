@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from datasets import Dataset, IterableDataset
 
-from trl_jax.data.example import Columns, Example, Measured, of_examples
+from trl_jax.data.example import Columns, Example, LossBatch, of_examples
 from trl_jax.data.layout.batch import Batch
 from trl_jax.data.rows.preference import reward as preference
 from trl_jax.losses.pairwise import pairwise_loss
@@ -45,7 +45,7 @@ class RewardTask:
         """The two texts of a pair, and its margin where it has one."""
         return self.columns.example(row)
 
-    def loss(self, outputs: jax.Array, batch: Batch | Measured) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(self, outputs: jax.Array, batch: Batch | LossBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """`losses.pairwise_loss` of the scores `[2E]`: those of all chosen answers, then those of all rejected ones."""
         chosen, rejected = jnp.split(outputs, 2)
         return pairwise_loss(

@@ -12,11 +12,11 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 
 from trl_jax.core.token_outputs import TokenOutputs
-from trl_jax.data.example import Columns, Example, Measured
+from trl_jax.data.example import Columns, Example, LossBatch
 from trl_jax.data.layout.batch import Batch
 from trl_jax.data.rows.sft import preparation as rows
 from trl_jax.losses.cross_entropy import dynamic_fine_tuning, negative_log_likelihood
-from trl_jax.losses.sums import counted, of_texts, summed
+from trl_jax.losses.sums import of_texts, real_examples, summed
 from trl_jax.tasks.metrics import aux_loss, joined
 
 _SUMS = ("targets", "entropy", "correct")
@@ -77,10 +77,10 @@ class SftTask:
         return sums | {"targets": of_texts(jnp.ones(len(batch.text)), batch.text, texts)}
 
     def loss(
-        self, outputs: dict[str, jax.Array], batch: Batch | Measured
+        self, outputs: dict[str, jax.Array], batch: Batch | LossBatch
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The weighted sum of the losses of targets, and sums over the micro-batches."""
-        real = counted(batch.weight, batch.micro_batch)
+        real = real_examples(batch.weight, batch.micro_batch)
         sums = {name: summed(outputs[name], real) for name in _SUMS}
         return jnp.sum(batch.weight * outputs["loss"]), sums | {"examples": summed(1.0, real)}
 

@@ -9,7 +9,7 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 
 from trl_jax.core.token_outputs import TokenOutputs
-from trl_jax.data.example import Columns, Example, Measured
+from trl_jax.data.example import Columns, Example, LossBatch
 from trl_jax.data.layout.batch import Batch
 
 Sums = dict[str, jax.Array]
@@ -49,7 +49,7 @@ class Task(Protocol):
     def example(self, row: dict[str, Any]) -> Example:
         """The texts and extras of one prepared row."""
 
-    def loss(self, outputs: jax.Array, batch: Batch | Measured) -> tuple[jax.Array, Sums]:
+    def loss(self, outputs: jax.Array, batch: Batch | LossBatch) -> tuple[jax.Array, Sums]:
         """The loss, a float32 scalar, and sums for the metrics: `[M]`, one for each micro-batch of the batch, or a
         scalar where `batch.micro_batch` is None.
 

@@ -127,8 +127,10 @@ class BaseTrainer(Surface):
         if args.push_to_hub:  # first of all: a Hub that does not answer costs seconds, not a model's loading
             self.init_hf_repo()
         quantization = model_loading.quantization_of(quantization_config, args)
-        load = partial(model_loading.find, model) if torch_model is None else partial(model_loading.taken, torch_model)
-        checkpoint = load(args, run.task.head)
+        if torch_model is None:
+            checkpoint = model_loading.find(model, args, run.task.head)
+        else:
+            checkpoint = model_loading.from_torch(torch_model, args, run.task.head)
         new_tokens = self._settle_data(checkpoint, torch_model, processing_class, train_dataset, eval_dataset)
         args.check()  # again: setters and plain assignment get past the check at construction
         construction.check_strategies(args, run.eval_dataset)
@@ -136,7 +138,7 @@ class BaseTrainer(Surface):
             resize(torch_model, run.vocab_size)
         if adapter is not None and new_tokens:
             adapter = with_new_tokens(adapter, new_tokens, run.task.head)
-        run.model = model_loading.ready(checkpoint, args, adapter, quantization, run.vocab_size)
+        run.model = model_loading.load_policy(checkpoint, args, adapter, quantization, run.vocab_size)
         if data_collator is None:
             self.data_collator = self._collator()
         construction.settle_model(run, [*self._tag_names, "trl_jax"], torch_model)
@@ -287,7 +289,7 @@ class BaseTrainer(Surface):
         del model, trial
         if self._progress is None:
             raise RuntimeError("_save_checkpoint is called by train(). To save the model at any time: save_model().")
-        folder = self.parts.checkpointer.save(self._progress, aside=not self._publisher.pushes_checkpoints)
+        folder = self.parts.checkpointer.save(self._progress, background=not self._publisher.pushes_checkpoints)
         if is_first():
             self.create_model_card()
         self._publisher.push_saved(folder)

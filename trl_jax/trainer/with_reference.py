@@ -94,7 +94,7 @@ class TrainerWithReference(BaseTrainer):
         if self._given_reference is None:
             return initial_policy(run.model, fresh_adapter=self._fresh_adapter)
         as_bits = run.sharding_plan is None and not run.args.sync_ref_model
-        return given(model_loading.beside(self._given_reference, run.args), run.vocab_size, as_bits=as_bits)
+        return given(model_loading.load_reference(self._given_reference, run.args), run.vocab_size, as_bits=as_bits)
 
     def _precompute(self) -> None:
         """Give all datasets the reference's log-probabilities; later ones get them when they are prepared."""

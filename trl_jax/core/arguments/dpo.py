@@ -7,7 +7,7 @@ from typing import Any
 
 from trl_jax.core.arguments import rules
 from trl_jax.core.arguments.base import COMMON
-from trl_jax.core.arguments.table import Handling, handled
+from trl_jax.core.arguments.table import Handling, fields
 from trl_jax.core.arguments.values import show
 from trl_jax.core.arguments.with_reference import WITH_REFERENCE
 
@@ -93,18 +93,18 @@ def _truncation(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
 DPO: dict[str, Handling] = {
     **WITH_REFERENCE,
     "pad_token": COMMON["pad_token"],
-    **handled("label_names", "warned", "preference pairs have no column of labels."),
-    **handled("label_smoothing_factor", "warned", "preference losses have label_smoothing."),
+    **fields("label_names", "warned", "preference pairs have no column of labels."),
+    **fields("label_smoothing_factor", "warned", "preference losses have label_smoothing."),
     # Rows
-    **handled("truncation_mode", "native", rule=_truncation),
-    **handled("padding_free", "warned", "it is temporarily unavailable in TRL; batch_layout='packed' has no padding."),
+    **fields("truncation_mode", "native", rule=_truncation),
+    **fields("padding_free", "warned", "it is temporarily unavailable in TRL; batch_layout='packed' has no padding."),
     # The loss
-    **handled("loss_type", "native", rule=_losses, note=_losses_note),
-    **handled("loss_weights", "native", rule=_weights),
-    **handled("discopop_tau", "native", rule=rules.number(1e-9, most=rules.MOST_FLOAT32)),
-    **handled("ld_alpha", "native", rule=rules.number(0, optional=True, most=1.0)),
-    **handled("label_smoothing", "native", rule=rules.number(0, most=1.0)),
-    **handled("f_divergence_type", "native", rule=_divergence),
-    **handled("f_alpha_divergence_coef", "native", rule=rules.number(-rules.MOST_FLOAT32, most=rules.MOST_FLOAT32)),
-    **handled("use_weighting", "native", rule=_weighting),
+    **fields("loss_type", "native", rule=_losses, note=_losses_note),
+    **fields("loss_weights", "native", rule=_weights),
+    **fields("discopop_tau", "native", rule=rules.number(1e-9, most=rules.MOST_FLOAT32)),
+    **fields("ld_alpha", "native", rule=rules.number(0, optional=True, most=1.0)),
+    **fields("label_smoothing", "native", rule=rules.number(0, most=1.0)),
+    **fields("f_divergence_type", "native", rule=_divergence),
+    **fields("f_alpha_divergence_coef", "native", rule=rules.number(-rules.MOST_FLOAT32, most=rules.MOST_FLOAT32)),
+    **fields("use_weighting", "native", rule=_weighting),
 }  # fmt: skip

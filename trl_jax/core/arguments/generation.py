@@ -10,9 +10,9 @@ from typing import Any
 
 from trl_jax.core.arguments import parallel, rules
 from trl_jax.core.arguments.base import BASE, COMMON
-from trl_jax.core.arguments.table import Handling, handled
+from trl_jax.core.arguments.table import Handling, fields
 from trl_jax.core.arguments.values import as_dict, show
-from trl_jax.core.arguments.with_reference import share
+from trl_jax.core.arguments.with_reference import mixup_alpha
 
 # Keys of generation_kwargs: fields of transformers' GenerationConfig that say how one completion is sampled.
 GENERATION_KEYS = frozenset(
@@ -78,7 +78,7 @@ def without_sequence_axis(trainer: str) -> dict[str, Handling]:
         return rule
 
     names = ("parallelism_config", "mesh_shape")
-    return {name: handled(name, "mapped", rule=refused(name))[name] for name in names}
+    return {name: fields(name, "mapped", rule=refused(name))[name] for name in names}
 
 
 def whole_groups_only(algorithm: str) -> dict[str, Handling]:
@@ -93,56 +93,56 @@ def whole_groups_only(algorithm: str) -> dict[str, Handling]:
             "invariant. Set auto_find_batch_size=False and lower per_device_train_batch_size instead."
         )
 
-    return handled("auto_find_batch_size", "native", rule=rule)
+    return fields("auto_find_batch_size", "native", rule=rule)
 
 
 GENERATION: dict[str, Handling] = {
     **BASE,
-    **handled("disable_dropout", "native"),
+    **fields("disable_dropout", "native"),
     **{name: COMMON[name] for name in ("chat_template_path", "pad_to_multiple_of")},
-    **handled("train_sampling_strategy", "warned", "prompts come in the order of shuffle_dataset and seed."),
-    **handled("data_seed", "warned", "prompts come in the order of shuffle_dataset and seed.",
+    **fields("train_sampling_strategy", "warned", "prompts come in the order of shuffle_dataset and seed."),
+    **fields("data_seed", "warned", "prompts come in the order of shuffle_dataset and seed.",
               rule=BASE["data_seed"].rule),
-    **handled("dataloader_drop_last", "silent", "prompts that do not fill a generation are always left out"),
-    **handled("remove_unused_columns", "native"),
-    **handled("router_aux_loss_coef", "native", rule=rules.number(0, optional=True, most=rules.MOST_FLOAT32)),
+    **fields("dataloader_drop_last", "silent", "prompts that do not fill a generation are always left out"),
+    **fields("remove_unused_columns", "native"),
+    **fields("router_aux_loss_coef", "native", rule=rules.number(0, optional=True, most=rules.MOST_FLOAT32)),
     # Prompts and completions
-    **handled("num_generations", "native", rule=rules.whole(1, most=rules.MOST_EXAMPLES)),
-    **handled("num_generations_eval", "native", rule=rules.whole(1, optional=True, most=rules.MOST_EXAMPLES)),
-    **handled("max_completion_length", "native", rule=rules.whole(1, most=rules.MOST_STEPS)),
-    **handled("max_prompt_length", "native", rule=rules.whole(1, optional=True)),
-    **handled("shuffle_dataset mask_truncated_completions", "native"),
-    **handled("generation_batch_size", "native", rule=rules.whole(1, optional=True, most=rules.MOST_EXAMPLES)),
-    **handled("steps_per_generation", "native", rule=rules.whole(1, optional=True, most=rules.MOST_MICRO_BATCHES)),
-    **handled("chat_template_kwargs", "native", rule=rules.a_dict),
+    **fields("num_generations", "native", rule=rules.whole(1, most=rules.MOST_EXAMPLES)),
+    **fields("num_generations_eval", "native", rule=rules.whole(1, optional=True, most=rules.MOST_EXAMPLES)),
+    **fields("max_completion_length", "native", rule=rules.whole(1, most=rules.MOST_STEPS)),
+    **fields("max_prompt_length", "native", rule=rules.whole(1, optional=True)),
+    **fields("shuffle_dataset mask_truncated_completions", "native"),
+    **fields("generation_batch_size", "native", rule=rules.whole(1, optional=True, most=rules.MOST_EXAMPLES)),
+    **fields("steps_per_generation", "native", rule=rules.whole(1, optional=True, most=rules.MOST_MICRO_BATCHES)),
+    **fields("chat_template_kwargs", "native", rule=rules.a_dict),
     # Sampling
-    **handled("temperature repetition_penalty", "native", rule=_above(0, rules.MOST_FLOAT32)),
-    **handled("top_p", "native", rule=_above(0, 1.0)),
-    **handled("top_k", "native", rule=rules.whole(0)),
-    **handled("min_p", "native", rule=rules.number(0, optional=True, most=1.0)),
-    **handled("generation_kwargs", "native", rule=_generation_kwargs),
-    **handled("cache_implementation", "warned", f"{_OWN_ENGINE}, whose cache has one form."),
-    **handled("ds3_gather_for_generation", "warned", f"{_OWN_ENGINE}, which gathers a layer at a time."),
-    **handled("use_vllm", "mapped", f"{_OWN_ENGINE}, in this process; no server is asked, and what configures vLLM "
+    **fields("temperature repetition_penalty", "native", rule=_above(0, rules.MOST_FLOAT32)),
+    **fields("top_p", "native", rule=_above(0, 1.0)),
+    **fields("top_k", "native", rule=rules.whole(0)),
+    **fields("min_p", "native", rule=rules.number(0, optional=True, most=1.0)),
+    **fields("generation_kwargs", "native", rule=_generation_kwargs),
+    **fields("cache_implementation", "warned", f"{_OWN_ENGINE}, whose cache has one form."),
+    **fields("ds3_gather_for_generation", "warned", f"{_OWN_ENGINE}, which gathers a layer at a time."),
+    **fields("use_vllm", "mapped", f"{_OWN_ENGINE}, in this process; no server is asked, and what configures vLLM "
               "has no effect."),
-    **handled("use_transformers_continuous_batching", "mapped", f"{_OWN_ENGINE}."),
-    **handled("use_transformers_paged transformers_continuous_batching_config", "silent", _OWN_ENGINE),
-    **handled("vllm_mode", "silent", _OWN_ENGINE, rule=rules.one_of("server", "colocate")),
-    **handled("vllm_model_impl vllm_enable_sleep_mode vllm_server_base_url vllm_server_host vllm_server_port "
+    **fields("use_transformers_continuous_batching", "mapped", f"{_OWN_ENGINE}."),
+    **fields("use_transformers_paged transformers_continuous_batching_config", "silent", _OWN_ENGINE),
+    **fields("vllm_mode", "silent", _OWN_ENGINE, rule=rules.one_of("server", "colocate")),
+    **fields("vllm_model_impl vllm_enable_sleep_mode vllm_server_base_url vllm_server_host vllm_server_port "
               "vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization vllm_max_model_length "
               "vllm_tensor_parallel_size", "silent", _OWN_ENGINE),
-    **handled("vllm_structured_outputs_regex", "refused", "completions are not held to a pattern; leave it out."),
+    **fields("vllm_structured_outputs_regex", "refused", "completions are not held to a pattern; leave it out."),
     # The loss and the reference
-    **handled("reward_weights", "native", rule=_weights),
-    **handled("reward_timeout", "native", rule=_above(0, math.inf, optional=True)),
-    **handled("beta epsilon", "native", rule=rules.number(0, most=rules.MOST_FLOAT32)),
-    **handled("epsilon_high", "native", rule=rules.number(0, optional=True, most=rules.MOST_FLOAT32)),
-    **handled("num_iterations", "native", rule=rules.whole(1, most=rules.MOST_MICRO_BATCHES)),
-    **handled("sync_ref_model", "native"),
-    **handled("ref_model_mixup_alpha", "native", rule=share),
-    **handled("ref_model_sync_steps", "native", rule=rules.whole(1)),
+    **fields("reward_weights", "native", rule=_weights),
+    **fields("reward_timeout", "native", rule=_above(0, math.inf, optional=True)),
+    **fields("beta epsilon", "native", rule=rules.number(0, most=rules.MOST_FLOAT32)),
+    **fields("epsilon_high", "native", rule=rules.number(0, optional=True, most=rules.MOST_FLOAT32)),
+    **fields("num_iterations", "native", rule=rules.whole(1, most=rules.MOST_MICRO_BATCHES)),
+    **fields("sync_ref_model", "native"),
+    **fields("ref_model_mixup_alpha", "native", rule=mixup_alpha),
+    **fields("ref_model_sync_steps", "native", rule=rules.whole(1)),
     # Completions that are shown
-    **handled("log_completions log_unique_prompts", "native"),
-    **handled("log_multimodal", "silent", "completions are texts"),
-    **handled("num_completions_to_print", "native", rule=rules.whole(0, optional=True)),
+    **fields("log_completions log_unique_prompts", "native"),
+    **fields("log_multimodal", "silent", "completions are texts"),
+    **fields("num_completions_to_print", "native", rule=rules.whole(0, optional=True)),
 }  # fmt: skip

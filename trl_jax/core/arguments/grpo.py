@@ -7,7 +7,7 @@ from typing import Any
 
 from trl_jax.core.arguments import rules
 from trl_jax.core.arguments.generation import GENERATION, whole_groups_only, without_sequence_axis
-from trl_jax.core.arguments.table import Handling, handled
+from trl_jax.core.arguments.table import Handling, fields
 
 LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 SAMPLER_CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -63,35 +63,35 @@ GRPO: dict[str, Handling] = {
     **GENERATION,
     **without_sequence_axis("GRPOTrainer"),
     **whole_groups_only("GRPO"),
-    **handled("cast_lm_head_to_fp32", "native"),
-    **handled("max_tool_calling_iterations", "native", rule=rules.whole(1, optional=True)),
+    **fields("cast_lm_head_to_fp32", "native"),
+    **fields("max_tool_calling_iterations", "native", rule=rules.whole(1, optional=True)),
     # The loss
-    **handled("loss_type", "native", rule=_named(LOSSES, f"Unknown loss type: {{}}. Should be one of {list(LOSSES)}")),
-    **handled("importance_sampling_level", "native", rule=_named(
+    **fields("loss_type", "native", rule=_named(LOSSES, f"Unknown loss type: {{}}. Should be one of {list(LOSSES)}")),
+    **fields("importance_sampling_level", "native", rule=_named(
         ("token", "sequence"),
         "Unknown importance sampling level: {}. Possible values are 'token' and 'sequence'.")),
-    **handled("scale_rewards", "native", rule=_named(
+    **fields("scale_rewards", "native", rule=_named(
         ("batch", "group", "none"),
         "Invalid value for scale_rewards: {}. Must be one of 'batch', 'group', or 'none'.")),
-    **handled("multi_objective_aggregation", "native", rule=_named(
+    **fields("multi_objective_aggregation", "native", rule=_named(
         ("sum_then_normalize", "normalize_then_sum"),
         "Invalid multi_objective_aggregation: {}. Must be 'sum_then_normalize' or 'normalize_then_sum'.")),
-    **handled("delta", "native", rule=rules.number(0, optional=True, most=rules.MOST_FLOAT32)),
-    **handled("sapo_temperature_neg sapo_temperature_pos", "native",
+    **fields("delta", "native", rule=rules.number(0, optional=True, most=rules.MOST_FLOAT32)),
+    **fields("sapo_temperature_neg sapo_temperature_pos", "native",
               rule=rules.number(1e-9, most=rules.MOST_FLOAT32)),
-    **handled("vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg", "native",
+    **fields("vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg", "native",
               rule=rules.number(0, most=rules.MOST_FLOAT32)),
-    **handled("off_policy_mask_threshold", "native",
+    **fields("off_policy_mask_threshold", "native",
               rule=rules.number(-rules.MOST_FLOAT32, optional=True, most=rules.MOST_FLOAT32)),
-    **handled("use_bias_correction_kl use_adaptive_entropy", "native"),
-    **handled("top_entropy_quantile", "native", rule=rules.number(0, most=1.0)),
-    **handled("entropy_coef entropy_coef_min entropy_coef_max entropy_target", "native", rule=_any_number),
-    **handled("entropy_coef_delta", "native", rule=rules.number(0, most=rules.MOST_FLOAT32)),
+    **fields("use_bias_correction_kl use_adaptive_entropy", "native"),
+    **fields("top_entropy_quantile", "native", rule=rules.number(0, most=1.0)),
+    **fields("entropy_coef entropy_coef_min entropy_coef_max entropy_target", "native", rule=_any_number),
+    **fields("entropy_coef_delta", "native", rule=rules.number(0, most=rules.MOST_FLOAT32)),
     # Of what samples, where that is vLLM
-    **handled("vllm_importance_sampling_correction vllm_importance_sampling_cap", "mapped"),
-    **handled("vllm_importance_sampling_mode", "mapped", rule=_correction),
-    **handled("vllm_importance_sampling_clip_max", "mapped", rule=rules.number(0, optional=True)),
-    **handled("vllm_importance_sampling_clip_min", "mapped", rule=_least_ratio),
+    **fields("vllm_importance_sampling_correction vllm_importance_sampling_cap", "mapped"),
+    **fields("vllm_importance_sampling_mode", "mapped", rule=_correction),
+    **fields("vllm_importance_sampling_clip_max", "mapped", rule=rules.number(0, optional=True)),
+    **fields("vllm_importance_sampling_clip_min", "mapped", rule=_least_ratio),
     # Completions that are shown
-    **handled("log_completions_hub_repo", "native", rule=_hub_repo),
+    **fields("log_completions_hub_repo", "native", rule=_hub_repo),
 }  # fmt: skip

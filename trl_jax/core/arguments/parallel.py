@@ -163,14 +163,14 @@ def of_deepspeed(value: Any) -> Parallel | None:
 def _rule(read: Callable[[Any, Mapping[str, Any]], Any]) -> Rule:
     """Make a rule of a reader that raises ValueError."""
 
-    def judge(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    def rule(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
         try:
             read(value, values)
         except ValueError as error:
             return str(error)
         return None
 
-    return judge
+    return rule
 
 
 mesh_shape = _rule(lambda value, _: of_mesh_shape(value))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from trl_jax.core.arguments import rules
 from trl_jax.core.arguments.base import BASE, COMMON
-from trl_jax.core.arguments.table import Handling, handled
+from trl_jax.core.arguments.table import Handling, fields
 
 REWARD: dict[str, Handling] = BASE | COMMON | {
-    **handled("center_rewards_coefficient", "native", rule=rules.number(0, optional=True, most=rules.MOST_FLOAT32)),
-    **handled("label_smoothing_factor", "warned", "preference pairs have no labels to smooth."),
-    **handled("label_names", "warned", "preference pairs have no labels."),
+    **fields("center_rewards_coefficient", "native", rule=rules.number(0, optional=True, most=rules.MOST_FLOAT32)),
+    **fields("label_smoothing_factor", "warned", "preference pairs have no labels to smooth."),
+    **fields("label_names", "warned", "preference pairs have no labels."),
     # Not in TRL
-    **handled("eval_report eval_subset_column", "native"),
+    **fields("eval_report eval_subset_column", "native"),
 }

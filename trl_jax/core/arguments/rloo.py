@@ -7,7 +7,7 @@ from numbers import Real
 from typing import Any
 
 from trl_jax.core.arguments.generation import GENERATION, whole_groups_only, without_sequence_axis
-from trl_jax.core.arguments.table import Handling, handled
+from trl_jax.core.arguments.table import Handling, fields
 from trl_jax.core.arguments.values import show
 
 
@@ -25,6 +25,6 @@ RLOO: dict[str, Handling] = {
     **GENERATION,
     **without_sequence_axis("RLOOTrainer"),
     **whole_groups_only("RLOO"),
-    **handled("normalize_advantages", "native"),
-    **handled("reward_clip_range", "native", rule=_range),
+    **fields("normalize_advantages", "native"),
+    **fields("reward_clip_range", "native", rule=_range),
 }

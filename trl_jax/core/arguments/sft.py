@@ -7,7 +7,7 @@ from typing import Any
 
 from trl_jax.core.arguments import rules
 from trl_jax.core.arguments.base import BASE, COMMON
-from trl_jax.core.arguments.table import Handling, handled
+from trl_jax.core.arguments.table import Handling, fields
 from trl_jax.core.arguments.values import as_dict, show
 
 _DATASET_KEY = "skip_prepare_dataset"
@@ -58,18 +58,18 @@ def _checkpointing(name: str, value: Any, values: Mapping[str, Any]) -> str | No
 SFT: dict[str, Handling] = {
     **BASE,
     **{name: line for name, line in COMMON.items() if name != "disable_dropout"},
-    **handled("label_smoothing_factor", "native", rule=rules.number(0, most=1.0), note=_smoothing_note),
-    **handled("label_names", "warned", "the column of labels is called labels."),
-    **handled("average_tokens_across_devices", "native"),
-    **handled("activation_checkpointing_kwargs gradient_checkpointing_kwargs", "mapped", rule=_checkpointing),
-    **handled("router_aux_loss_coef", "native", rule=rules.number(0, optional=True, most=rules.MOST_FLOAT32)),
+    **fields("label_smoothing_factor", "native", rule=rules.number(0, most=1.0), note=_smoothing_note),
+    **fields("label_names", "warned", "the column of labels is called labels."),
+    **fields("average_tokens_across_devices", "native"),
+    **fields("activation_checkpointing_kwargs gradient_checkpointing_kwargs", "mapped", rule=_checkpointing),
+    **fields("router_aux_loss_coef", "native", rule=rules.number(0, optional=True, most=rules.MOST_FLOAT32)),
     # Rows
-    **handled("dataset_text_field shuffle_dataset completion_only_loss assistant_only_loss", "native"),
-    **handled("dataset_kwargs", "native", rule=rules.a_dict, note=_dataset_kwargs),
-    **handled("truncation_mode", "native", rule=_truncation),
-    **handled("packing eval_packing", "native"),
-    **handled("packing_strategy", "native", rule=rules.one_of("bfd", "bfd_split", "wrapped")),
-    **handled("padding_free", "mapped"),
+    **fields("dataset_text_field shuffle_dataset completion_only_loss assistant_only_loss", "native"),
+    **fields("dataset_kwargs", "native", rule=rules.a_dict, note=_dataset_kwargs),
+    **fields("truncation_mode", "native", rule=_truncation),
+    **fields("packing eval_packing", "native"),
+    **fields("packing_strategy", "native", rule=rules.one_of("bfd", "bfd_split", "wrapped")),
+    **fields("padding_free", "mapped"),
     # The loss
-    **handled("loss_type", "native", rule=_loss_type),
+    **fields("loss_type", "native", rule=_loss_type),
 }  # fmt: skip

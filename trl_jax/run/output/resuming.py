@@ -105,7 +105,7 @@ def _of_ours(
     if run.rollout is not None:
         arrays = {name: saved.tensors.get_tensor(f"rollout/{name}") for name in saved.names("rollout")}
         run.rollout.restore(arrays, saved.facts["rollout"])
-    run.fills, run.tokens_seen = saved.facts["fills"], saved.facts["tokens_seen"]
+    run.fill_last, run.tokens_seen = saved.facts["fills"], saved.facts["tokens_seen"]
     saved.restore_random_state()
     checkpointer.lr_scheduler.load_state_dict(saved.facts["schedule"])
     return params, state, saved.progress

@@ -100,7 +100,7 @@ class TrainStep:
                 run.reference = run.reference.after(run.state.global_step + 1, run.model.arrays)
             if run.rollout is not None:
                 run.rollout.stepped(metrics)
-            run.tokens_seen += batch.num_counted_tokens
+            run.tokens_seen += batch.num_primary_tokens
             run.state.num_input_tokens_seen += self._input_tokens(batch)
             run.state.total_flos += flops_a_token * batch.num_padded_tokens
             return metrics
@@ -127,7 +127,7 @@ class TrainStep:
 
     def _input_tokens(self, batch: Any) -> int:
         """The tokens of a step that `include_num_input_tokens_seen` counts."""
-        counted = {"all": batch.num_padded_tokens, "non_padding": batch.num_counted_tokens, "no": 0}
+        counted = {"all": batch.num_padded_tokens, "non_padding": batch.num_primary_tokens, "no": 0}
         return counted[self._run.args.include_num_input_tokens_seen]
 
 

@@ -1,4 +1,4 @@
-"""Evaluation windows: every example is computed once, and its outputs come back to its place in its batch."""
+"""Evaluation chunks: every example is computed once, and its outputs come back to its place in its batch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from datasets import Dataset
 
 from compat_tests.data.loaders import example_loader
 from trl_jax.core.packed import BLOCK
-from trl_jax.data import windows
+from trl_jax.data import eval_chunks
+from trl_jax.data.eval_chunks import EvalChunks
 from trl_jax.data.example import Columns
-from trl_jax.data.windows import Windows
 
 PAD, SIZE = 0, 3
 TEXTS = ("first", "second", "third")
@@ -57,14 +57,14 @@ LAYOUTS = [("padded", False), ("padded", True), ("packed", False), ("shared", Fa
 @pytest.mark.parametrize("texts", [1, 2, 3])
 @pytest.mark.parametrize(("layout", "sort"), LAYOUTS)
 def test_every_example_once_and_in_its_place(layout, sort, texts, examples, monkeypatch):
-    monkeypatch.setattr(windows, "WINDOW", 4)
+    monkeypatch.setattr(eval_chunks, "CHUNK_BATCHES", 4)
     data = table(examples)
     found, computed, tokens = [], 0, 0
-    for window in Windows(loader(data, texts, layout=layout), sort=sort):
-        computed += sum(int((slots >= 0).sum()) for _, slots in window.passes)
-        tokens += sum(int((batch.tokens != PAD).sum()) for batch, _ in window.passes)
-        outputs = window.restored([outputs_of(batch) for batch, _ in window.passes])
-        found += zip(outputs, window.batches, window.rows, strict=True)
+    for chunk in EvalChunks(loader(data, texts, layout=layout), sort=sort):
+        computed += sum(int((slots >= 0).sum()) for _, slots in chunk.passes)
+        tokens += sum(int((batch.tokens != PAD).sum()) for batch, _ in chunk.passes)
+        outputs = chunk.restored([outputs_of(batch) for batch, _ in chunk.passes])
+        found += zip(outputs, chunk.batches, chunk.rows, strict=True)
     assert computed == examples
     if texts != 2 or layout != "shared":
         assert tokens == sum(len(ids) for name in TEXTS[:texts] for ids in data[name])
@@ -85,9 +85,9 @@ def test_every_example_once_and_in_its_place(layout, sort, texts, examples, monk
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
 def test_a_pass_has_one_batch_where_it_is_wanted_whole(layout, shards):
     """On several devices each one's part of it."""
-    batches = loader(table(10), layout=layout, batch_size=4, shards=shards, fills=False)
-    [window] = Windows(batches, sort=True, whole=True)
-    found = [own[own >= 0].tolist() for _, slots in window.passes for own in slots.reshape(shards, -1)]
+    batches = loader(table(10), layout=layout, batch_size=4, shards=shards, fill_last=False)
+    [chunk] = EvalChunks(batches, sort=True, whole=True)
+    found = [own[own >= 0].tolist() for _, slots in chunk.passes for own in slots.reshape(shards, -1)]
     size = 4 // shards
     assert [part for part in found if part] == [list(range(at, min(at + size, 10))) for at in range(0, 10, size)]
 
@@ -95,7 +95,7 @@ def test_a_pass_has_one_batch_where_it_is_wanted_whole(layout, shards):
 @pytest.mark.parametrize("texts", [1, 2, 3])
 def test_packed_rows_are_full_and_of_one_length(texts):
     batches = loader(table(300), texts, layout="shared")
-    passes = [batch for window in Windows(batches, sort=False) for batch, _ in window.passes]
+    passes = [batch for chunk in EvalChunks(batches, sort=False) for batch, _ in chunk.passes]
     length = passes[0].tokens.shape[-1]
     assert {batch.tokens.shape for batch in passes} == {(1, 1, length)} and length % BLOCK == 0
     filled = sum(int((batch.packed.first < length).sum()) for batch in passes)
@@ -104,7 +104,7 @@ def test_packed_rows_are_full_and_of_one_length(texts):
 
 def test_sorted_rows_are_padded_less():
     places = {
-        sort: sum(batch.tokens.size for window in Windows(loader(table(60)), sort=sort) for batch, _ in window.passes)
+        sort: sum(batch.tokens.size for chunk in EvalChunks(loader(table(60)), sort=sort) for batch, _ in chunk.passes)
         for sort in (False, True)
     }
     assert places[True] < 0.85 * places[False]
@@ -113,8 +113,8 @@ def test_sorted_rows_are_padded_less():
 @pytest.mark.parametrize("texts", [1, 2, 3])
 def test_the_longest_text_is_that_of_trls_batch(texts):
     data = table(20)
-    for window in Windows(loader(data, texts, layout="shared"), sort=False):
-        for batch, slots in window.passes:
+    for chunk in EvalChunks(loader(data, texts, layout="shared"), sort=False):
+        for batch, slots in chunk.passes:
             for slot, example in enumerate(slots[slots >= 0]):
                 rows = data[example // SIZE * SIZE : (example // SIZE + 1) * SIZE]
                 longest = max(len(ids) for name in TEXTS[:texts] for ids in rows[name])

@@ -15,7 +15,7 @@ STRATEGIES = ("bfd", "bfd_split", "wrapped")
 _MASKS = ("completion_mask", "assistant_masks")
 
 
-class Form(NamedTuple):
+class RowFormat(NamedTuple):
     """The form of a dataset's rows, which its first row decides; the other rows must have it too.
 
     kind: what is tokenised: nothing, as there are `input_ids`; the text of a column or of `formatting_func`;
@@ -59,7 +59,7 @@ def settle(
     formatting_func: Callable[[dict[str, Any]], str] | None,
     completion_only_loss: bool | None,
     assistant_only_loss: bool,
-) -> tuple[Form, bool]:
+) -> tuple[RowFormat, bool]:
     """The form of rows like the first one, and whether prompts are left out of the labels.
 
     Args:
@@ -84,45 +84,45 @@ def settle(
             "columns 'prompt' and 'completion', or disable `completion_only_loss`."
         )
     if "input_ids" in first:
-        form = _of_ids(first, only, formatting_func)
+        row_format = _of_ids(first, only, formatting_func)
     else:
-        form = _form(first, where, column, formatting_func)
-    if assistant_only_loss and form.kind != "ids" and not form.conversational:
+        row_format = _format(first, where, column, formatting_func)
+    if assistant_only_loss and row_format.kind != "ids" and not row_format.conversational:
         raise ValueError(
             "You set `assistant_only_loss=True`, but the dataset is not conversational. This option is only supported "
             f"for conversational datasets: {where} has the columns {brief(list(first), 500)}."
         )
-    _check_completions(form, first, where, completion_only_loss)
-    if "labels" in first and form.kind != "ids":
+    _check_completions(row_format, first, where, completion_only_loss)
+    if "labels" in first and row_format.kind != "ids":
         logger.warning(
             f"{where}: the column 'labels' is not read: it goes with 'input_ids', which are missing. It is replaced by "
             "the labels of the tokens."
         )
-    return form, only
+    return row_format, only
 
 
-def _of_ids(first: dict[str, Any], only: bool, formatting_func: Any) -> Form:
+def _of_ids(first: dict[str, Any], only: bool, formatting_func: Any) -> RowFormat:
     if formatting_func:
         logger.warning(
             "You passed a dataset that is already processed (contains an `input_ids` field) together with a formatting "
             "function. Therefore `formatting_func` will be ignored. Leave out one of them."
         )
     read = () if "labels" in first else _MASKS[0 if only else 1 :]
-    return Form("ids", masks=tuple(column for column in read if column in first))
+    return RowFormat("ids", masks=tuple(column for column in read if column in first))
 
 
-def _form(first: dict[str, Any], where: str, column: str, formatting_func: Any) -> Form:
+def _format(first: dict[str, Any], where: str, column: str, formatting_func: Any) -> RowFormat:
     if formatting_func:
-        return Form("text", column=column, formatting_func=formatting_func)
+        return RowFormat("text", column=column, formatting_func=formatting_func)
     if "prompt" in first:
         if "completion" in first:
-            return Form("completion", conversational=chat.is_messages(first["prompt"]))
+            return RowFormat("completion", conversational=chat.is_messages(first["prompt"]))
     elif _is_sharegpt(first.get("conversations")):
-        return Form("conversations", conversational=True)
+        return RowFormat("conversations", conversational=True)
     elif chat.is_messages(first.get("messages")):
-        return Form("messages", conversational=True)
+        return RowFormat("messages", conversational=True)
     elif column in first:
-        return Form("text", column=column)
+        return RowFormat("text", column=column)
     raise ValueError(
         f"{where} needs one of: {column!r} (dataset_text_field) with a text, 'messages' with a list of messages, each "
         "with a 'role' and a 'content', 'prompt' and 'completion', 'conversations' with messages of 'from' and "
@@ -136,9 +136,11 @@ def _is_sharegpt(value: Any) -> bool:
     return isinstance(first, dict) and {"from", "value"} <= first.keys()
 
 
-def _check_completions(form: Form, first: dict[str, Any], where: str, completion_only_loss: bool | None) -> None:
+def _check_completions(
+    row_format: RowFormat, first: dict[str, Any], where: str, completion_only_loss: bool | None
+) -> None:
     """Raise ValueError where a script asks for completions only, and rows do not tell them from prompts."""
-    told = form.kind == "completion" or form.kind == "ids" and bool({"labels", _MASKS[0]} & first.keys())
+    told = row_format.kind == "completion" or row_format.kind == "ids" and bool({"labels", _MASKS[0]} & first.keys())
     if completion_only_loss and not told:
         raise ValueError(
             f"completion_only_loss=True needs rows with 'prompt' and 'completion', or with 'input_ids' and "

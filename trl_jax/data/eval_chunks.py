@@ -1,4 +1,4 @@
-"""Windows of an evaluation set: within one, examples are laid out by length; their outputs are put back in order."""
+"""Chunks of an evaluation set: within one, examples are laid out by length; their outputs are put back in order."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import Any
 
 import numpy as np
 
-from trl_jax.data.example import Example, Measured, measured
+from trl_jax.data.example import Example, LossBatch, loss_batch
 from trl_jax.data.layout.batch import Batch
-from trl_jax.data.layout.packed import Form, pack_examples
+from trl_jax.data.layout.packed import PackingSpec, pack_examples
 from trl_jax.data.layout.padded import pad_examples
-from trl_jax.data.layout.placing import Placed, longest_beside, place
+from trl_jax.data.layout.placing import Placed, longest_in_batch, place
 from trl_jax.data.layout.row_view import RowViewShape
 from trl_jax.data.loader import ExampleLoader
 from trl_jax.data.step_layout import IndexedExample
 
-WINDOW = 64  # batches in a window
+CHUNK_BATCHES = 64  # batches in a chunk
 
 
 @dataclass
-class Window:
+class EvalChunk:
     """Some batches, and the passes that compute the outputs of their examples.
 
-    passes: the arrays to compute on, and for each of their slots the number of its example within the window, or -1 for
+    passes: the arrays to compute on, and for each of their slots the number of its example within the chunk, or -1 for
         padding; on several devices both have a leading axis of shards.
     batches: in the set's order, `batch_size` examples each except the last.
     rows: indices of each batch's rows in the set.
     """
 
     passes: list[tuple[Batch, np.ndarray]]
-    batches: list[Measured]
+    batches: list[LossBatch]
     rows: list[list[int]]
     batch_size: int
 
@@ -59,8 +59,8 @@ class Window:
         return [part.reshape(-1) for part in np.split(restored, len(self.batches), axis=1)]
 
 
-class Windows:
-    """Iterates over the batches of a loader, a window of them at a time.
+class EvalChunks:
+    """Iterates over the batches of a loader, a chunk of them at a time.
 
     sort: whether padded rows may be batched with rows of other batches; False where a model's numbers depend on that.
     whole: whether each pass has the examples of one batch, on several devices each one's part of it.
@@ -73,23 +73,23 @@ class Windows:
         self._sort, self._whole = sort and not whole, whole
         self._packed = self._text = 0  # lengths of packed rows and of their longest texts
 
-    def __iter__(self) -> Iterator[Window]:
+    def __iter__(self) -> Iterator[EvalChunk]:
         gathered = []
         for group in self._loader.groups():
             gathered += group
-            if len(gathered) == WINDOW:
-                yield self._window(gathered)
+            if len(gathered) == CHUNK_BATCHES:
+                yield self._chunk(gathered)
                 gathered = []
         if gathered:
-            yield self._window(gathered)
+            yield self._chunk(gathered)
 
-    def _window(self, indexed: list[list[IndexedExample]]) -> Window:
+    def _chunk(self, indexed: list[list[IndexedExample]]) -> EvalChunk:
         layout, batches = self._layout, [[one.example for one in batch] for batch in indexed]
         rows = [[one.index for one in batch] for batch in indexed]
         passes = self._padded_passes(batches) if layout.layout == "padded" else self._packed_passes(batches)
         per_token = layout.weighting != "examples"
-        parts = [measured(batch, layout.batch_size, per_token=per_token) for batch in batches]
-        return Window(passes, parts, rows, layout.batch_size)
+        parts = [loss_batch(batch, layout.batch_size, per_token=per_token) for batch in batches]
+        return EvalChunk(passes, parts, rows, layout.batch_size)
 
     def _padded_passes(self, batches: list[list[Example]]) -> list[tuple[Batch, np.ndarray]]:
         layout, examples = self._layout, [example for batch in batches for example in batch]
@@ -110,14 +110,14 @@ class Windows:
     def _packed_passes(self, batches: list[list[Example]]) -> list[tuple[Batch, np.ndarray]]:
         layout, shards = self._layout, self._layout.shards
         max_examples = self._share if self._whole else 2 * self._share
-        placed = place(batches, examples=layout.batch_size, share=layout.layout == "shared")
+        placed = place(batches, examples=layout.batch_size, share_prefix=layout.layout == "shared")
         parts = _parts(placed, self._share) if self._whole else None
         self._packed = max(self._packed, layout.buckets(self._tokens(placed, parts, len(batches))))
         if layout.views is not None:
             _, text = layout.views(self._packed, max(one.example.longest_document for one in placed))
             self._text = max(self._text, text)
         # Rotary embeddings that depend on the longest text use that of the batch of one of TRL's ranks.
-        longest = dict(zip((one.slot for one in placed), longest_beside(placed, self._share), strict=True))
+        longest = dict(zip((one.slot for one in placed), longest_in_batch(placed, self._share), strict=True))
         fitting = _fitting(placed, self._packed, max_examples) if parts is None else parts
         return [self._pass(fitting[at : at + shards], max_examples, longest) for at in range(0, len(fitting), shards)]
 
@@ -127,11 +127,11 @@ class Windows:
         arrays = pack_examples(
             [one._replace(slot=slot) for row in rows for slot, one in enumerate(row)],
             [number for number, row in enumerate(rows) for _ in row],
-            Form(layout.pad_token_id, layout.layout == "shared", lambda _: self._packed, view),
+            PackingSpec(layout.pad_token_id, layout.layout == "shared", lambda _: self._packed, view),
             examples=max_examples,
             count=1,
             rows=layout.shards,
-            beside=[longest[one.slot] for row in rows for one in row],
+            longest_texts=[longest[one.slot] for row in rows for one in row],
         )
         slots = np.full((layout.shards, max_examples), -1)
         for number, row in enumerate(rows):
