@@ -14,10 +14,10 @@ from trl_jax.core.arguments.dpo import losses_of
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.losses.dpo import PreferenceLoss
 from trl_jax.tasks.dpo import DpoTask
-from trl_jax.trainer.completion_collators import DataCollatorForPreference
+from trl_jax.trainer.collators.completions import DataCollatorForPreference
 from trl_jax.trainer.dpo_config import DPOConfig
-from trl_jax.trainer.old_keywords import accepting_old_keywords, as_config
-from trl_jax.trainer.with_reference import TrainerWithReference
+from trl_jax.trainer.shared.old_keywords import accepting_old_keywords, as_config
+from trl_jax.trainer.shared.with_reference import TrainerWithReference
 
 _MOVED = (
     "beta", "dataset_num_proc", "disable_dropout", "f_alpha_divergence_coef", "f_divergence_type", "label_smoothing",

@@ -17,9 +17,9 @@ from trl_jax.rollout.completions_repo import CompletionsRepo
 from trl_jax.rollout.entropy import EntropyBonus
 from trl_jax.tasks.grpo import GrpoTask
 from trl_jax.trainer.grpo_config import GRPOConfig
-from trl_jax.trainer.old_keywords import as_config
-from trl_jax.trainer.refusals import refuse
-from trl_jax.trainer.with_rollout import TrainerWithRollout
+from trl_jax.trainer.shared.old_keywords import as_config
+from trl_jax.trainer.shared.refusals import refuse
+from trl_jax.trainer.shared.with_rollout import TrainerWithRollout
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from transformers.trainer_callback import TrainerCallback
 
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.tasks.rloo import RlooTask
-from trl_jax.trainer.old_keywords import as_config
 from trl_jax.trainer.rloo_config import RLOOConfig
-from trl_jax.trainer.with_rollout import TrainerWithRollout
+from trl_jax.trainer.shared.old_keywords import as_config
+from trl_jax.trainer.shared.with_rollout import TrainerWithRollout
 
 
 class RLOOTrainer(TrainerWithRollout):

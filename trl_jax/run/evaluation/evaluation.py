@@ -119,7 +119,7 @@ class Evaluator:
     ) -> tuple[Evaluated, Predicted]:
         """The results of a loader's batches; to `predict`, texts may be longer than max_length."""
         run = self._run
-        dtype = (None if run.in_train else run.args.eval_dtype) or run.args.compute_dtype
+        dtype = (None if run.progress.in_train else run.args.eval_dtype) or run.args.compute_dtype
         run.events.handler.eval_dataloader = batches
         steps, after_each = steps_of(batches, method), partial(run.events.fire, "on_prediction_step")
         with run.on_device():
@@ -137,7 +137,7 @@ class Evaluator:
             else:
                 outputs_of = partial(self._outputs, run.arrays, dtype=dtype, bounded=not predicts)
                 place = None if run.sharding_plan is None else self._placed
-                chunks = Prefetched(self.chunks(steps), place, run.interrupts.check)
+                chunks = Prefetched(self.chunks(steps), place, run.progress.interrupts.check)
                 evaluated = run_evaluation(self._checked(outputs_of), self._measure, chunks, after_each)
         return evaluated, self._predicted(evaluated, batches.dataset, hooks)
 
@@ -151,7 +151,7 @@ class Evaluator:
         """The same for each pass, unless a signal has come that breaks an evaluation on the way off."""
 
         def checked(arrays: Any) -> Any:
-            self._run.interrupts.check()
+            self._run.progress.interrupts.check()
             return evaluate(arrays)
 
         return checked

@@ -109,13 +109,13 @@ class Checkpointer:
         run = self._run
         trees = {"params": run.model.params}
         if not run.args.save_only_model:
-            trees |= {"optimizer": run.optimizer_state, "reference": run.moving_reference}
+            trees |= {"optimizer": run.progress.optimizer_state, "reference": run.moving_reference}
         trees = host_copy(trees) if background else trees
         rollout = None
         if run.rollout is not None:
             trees["rollout"], rollout = run.rollout.state()
-        fill_last = run.shards > 1 if run.fill_last is None else run.fill_last
-        facts = {"tokens_seen": run.tokens_seen, "schedule": self.lr_scheduler.state_dict()}
+        fill_last = run.shards > 1 if run.progress.fill_last is None else run.progress.fill_last
+        facts = {"tokens_seen": run.progress.tokens_seen, "schedule": self.lr_scheduler.state_dict()}
         facts |= {"shards": run.shards, "step_examples": run.step_examples, "fills": fill_last}
         facts |= {"order": order_of(run), "rollout": rollout}
         text, steps = progress_json(progress, facts), list(progress.unreported)
@@ -139,7 +139,7 @@ class Checkpointer:
 
     def _copied_bytes(self) -> int:
         run = self._run
-        copied = run.model.params, run.optimizer_state, run.moving_reference
+        copied = run.model.params, run.progress.optimizer_state, run.moving_reference
         return sum(leaf.nbytes for leaf in jax.tree.leaves(copied))
 
     def _least_bytes(self) -> int:
@@ -147,8 +147,8 @@ class Checkpointer:
         run = self._run
         width = 4 if "float32" in run.model.backend.dtypes.values() else 2
         weights = width * run.model.num_parameters(only_trainable=True)
-        state = () if run.args.save_only_model else jax.tree.leaves((run.optimizer_state, run.moving_reference))
-        return weights + sum(leaf.nbytes for leaf in state)
+        state = () if run.args.save_only_model else (run.progress.optimizer_state, run.moving_reference)
+        return weights + sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
     def _check_weights(self) -> None:
         """Raise FloatingPointError for NaN or infinite weights, before they replace a good checkpoint."""

@@ -50,9 +50,17 @@ class Surface(abc.ABC):
     tokenizer = _of_run("processing_class", "The processing class, as it was called before.")
     train_dataset = _of_run("train_dataset", "The prepared training set.")
     eval_dataset = _of_run("eval_dataset", "The prepared evaluation set, or a dict of them.")
-    is_in_train = _of_run("in_train", "Whether train() is under way.")
 
     is_fsdp_enabled = is_deepspeed_enabled = False  # recipes ask before they save; here saving is the same
+
+    @property
+    def is_in_train(self) -> bool:
+        """Whether train() is under way."""
+        return self._run.progress.in_train
+
+    @is_in_train.setter
+    def is_in_train(self, value: bool) -> None:
+        self._run.progress.in_train = value
 
     @property
     def model_wrapped(self) -> PreTrainedModel:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trl_jax.trainer.collator import as_kind, check_kind, padded
+from trl_jax.trainer.collators.padded import as_kind, check_kind, padded
 
 
 @dataclass

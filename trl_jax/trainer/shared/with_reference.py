@@ -16,7 +16,7 @@ from trl_jax.run.model.reference import ReferenceModel, Sync, check_sync, given,
 from trl_jax.run.model.routers import balance_experts
 from trl_jax.run.state import RunState
 from trl_jax.trainer.base_trainer import BaseTrainer
-from trl_jax.trainer.refusals import NEVER_CALLED_WITH_REFERENCE
+from trl_jax.trainer.shared.refusals import NEVER_CALLED_WITH_REFERENCE
 
 _LENGTHS = ("max_length", "truncation_mode")  # how texts are cut, in the words of the arguments and of collators
 

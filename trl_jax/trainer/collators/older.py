@@ -11,7 +11,7 @@ import numpy as np
 from trl_jax.core.printable import brief
 from trl_jax.data.example import IGNORED
 from trl_jax.data.rows.sft.answers import AnswerMarks, answer_labels
-from trl_jax.trainer.collator import DataCollatorForLanguageModeling, as_kind, padded
+from trl_jax.trainer.collators.padded import DataCollatorForLanguageModeling, as_kind, padded
 
 
 class DataCollatorForCompletionOnlyLM:
