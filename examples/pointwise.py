@@ -14,7 +14,7 @@ import tiny_model
 from datasets import Dataset, IterableDataset
 
 from trl_jax import BaseConfig, BaseTrainer
-from trl_jax.tasks import Batch, Columns, Example, LossBatch, joined, of_examples, prepare_texts, real_examples, summed
+from trl_jax.tasks import Batch, Columns, LossBatch, Task, joined, of_examples, prepare_texts, real_examples, summed
 
 
 def text_of(row: dict[str, Any]) -> dict[str, str]:
@@ -22,7 +22,7 @@ def text_of(row: dict[str, Any]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class PointwiseTask:
+class PointwiseTask(Task):
     """One text an example, whose score is trained towards its rating by the squared error."""
 
     head: ClassVar[Literal["score"]] = "score"
@@ -30,9 +30,6 @@ class PointwiseTask:
 
     def prepare(self, dataset: Dataset | IterableDataset, tokenizer: Any, **limits: Any) -> Dataset | IterableDataset:
         return prepare_texts(dataset, tokenizer, text_of, self.columns, needed=("prompt", "completion"), **limits)
-
-    def example(self, row: dict[str, Any]) -> Example:
-        return self.columns.example(row)
 
     def loss(self, outputs: jax.Array, batch: Batch | LossBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
         error = outputs - batch.extras.example["rating"]
@@ -47,9 +44,6 @@ class PointwiseTask:
 
     def predictions(self, outputs: np.ndarray, num_examples: int) -> np.ndarray:
         return of_examples(outputs, 1, num_examples)[:, None]
-
-    def inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
-        return batch
 
 
 @dataclass

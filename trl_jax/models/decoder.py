@@ -140,8 +140,8 @@ class Decoder(nnx.Module):
         dropout_key: jax.Array | None = None,
         noise: Noise | None = None,
     ) -> tuple[jax.Array, AttentionInputs, LayerInputs]:
-        """What the first layer gets: the embedded tokens `[R, T, D]`, and the inputs of attention, those of all layers
-        added to `shared`, and those that differ."""
+        """Make what the first layer gets: the embedded tokens `[R, T, D]`, and the inputs of attention, those of all
+        layers added to `shared`, and those that differ."""
         shared, by_layer = self._layer_inputs(shared, positions, longest, max_tokens)
         h = self._embedded(tokens, positions, dtype, shared.valid, dropout_key, noise)
         embedded = None if self.layer_embed is None else self.layer_embed(tokens, h, dtype)

@@ -17,6 +17,7 @@ from trl_jax.data.rows.preference import dpo as rows
 from trl_jax.losses.dpo import WHOLE_BATCH, PairLogps, PreferenceLoss, length_desensitised
 from trl_jax.losses.sums import of_texts, real_examples, summed
 from trl_jax.tasks.metrics import aux_loss, joined
+from trl_jax.tasks.task import TokenTask
 
 REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
 _AT_START = ("chosen_at_start", "rejected_at_start")
@@ -25,7 +26,7 @@ _PAIR_SUMS = ("reward_chosen", "reward_rejected", "wins", "logps_chosen", "logps
 
 
 @dataclass(frozen=True)
-class DpoTask:
+class DpoTask(TokenTask):
     """TRL's direct preference optimisation: two texts an example, of which the answers' tokens are labelled.
 
     objective: the loss of pairs, with its options.
@@ -163,10 +164,6 @@ class DpoTask:
             "rewards/margins": mean(margins, pairs),
             **{f"logps/{side}": mean(totals[f"logps_{side}"], pairs) for side in _SIDES},
         }
-
-    def inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The batch as it is."""
-        return batch
 
 
 _SIDES = ("chosen", "rejected")

@@ -12,18 +12,19 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 
 from trl_jax.core.token_outputs import TokenOutputs
-from trl_jax.data.example import Columns, Example, LossBatch
+from trl_jax.data.example import Columns, LossBatch
 from trl_jax.data.layout.batch import Batch
 from trl_jax.data.rows.sft import preparation as rows
 from trl_jax.losses.cross_entropy import dynamic_fine_tuning, negative_log_likelihood
 from trl_jax.losses.sums import of_texts, real_examples, summed
 from trl_jax.tasks.metrics import aux_loss, joined
+from trl_jax.tasks.task import TokenTask
 
 _SUMS = ("targets", "entropy", "correct")
 
 
 @dataclass(frozen=True)
-class SftTask:
+class SftTask(TokenTask):
     """TRL's supervised fine-tuning: one text an example, and labels for its tokens.
 
     loss_type: "nll" or "dft".
@@ -59,10 +60,6 @@ class SftTask:
         elif name != "train" and self.eval_packing is not None:
             options["packing"] = self.eval_packing
         return rows.prepare(dataset, tokenizer, name=name, **limits, **options)
-
-    def example(self, row: dict[str, Any]) -> Example:
-        """The text of a row, its labels, and the documents in it."""
-        return self.columns.example(row)
 
     def of_pass(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
         """Sums over the targets of each text, `[X]`: of their loss and entropy, of those that are predicted, of all."""
@@ -101,7 +98,3 @@ class SftTask:
             "mean_token_accuracy": float(np.mean(totals["correct"] / targets)),
             **aux_loss(sums),
         }
-
-    def inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The batch as it is: TRL's has no further names."""
-        return batch

@@ -1,4 +1,4 @@
-"""What tells the layers of one decoder from another."""
+"""The facts that tell the layers of one decoder from one another."""
 
 from __future__ import annotations
 

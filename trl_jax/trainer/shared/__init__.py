@@ -1,1 +1,1 @@
-"""What several trainers are built of: the methods that scripts know, in parts, and what trainers refuse."""
+"""The parts that several trainers are built of: the methods that scripts know, and the refusals."""

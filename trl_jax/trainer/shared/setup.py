@@ -32,7 +32,7 @@ from trl_jax.trainer.shared.surface import Surface
 
 
 class Setup(Surface):
-    """What `BaseTrainer.__init__` does, a method a step, in their order. `BaseTrainer` says what these are:"""
+    """The steps of `BaseTrainer.__init__`, in their order. `BaseTrainer` says what these attributes are:"""
 
     _name: ClassVar[str]
     _tag_names: ClassVar[list[str]]

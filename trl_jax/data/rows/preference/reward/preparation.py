@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, IterableDataset
 
-from trl_jax.data.rows import checks, columns, cutting, masks, streaming
+from trl_jax.data.rows import checks, cutting, masks
 from trl_jax.data.rows.lengths import drop_long
-from trl_jax.data.rows.preference import pairs
+from trl_jax.data.rows.preference.reward import columns, pair_checks, pairs, streaming
+from trl_jax.data.rows.streaming import first_row
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +40,9 @@ def prepare(
     checks.check_type(dataset, name)
     plain = dataset.with_format(None)  # rows as Python values, whatever format the user has set
     if isinstance(plain, IterableDataset):
-        opening = streaming.first_row(plain, checks.argument(name))
+        opening = first_row(plain, checks.argument(name))
         plain, read = columns.settle(plain, list(opening), name)
-        needed = checks.IDS if read.tokenised else checks.TEXTS
+        needed = pair_checks.IDS if read.tokenised else pair_checks.TEXTS
         needed += ("margin",) if "margin" in opening else ()
         return streaming.prepare(plain, tokenizer, needed, read.masks, max_length, checks.argument(name))
     if len(plain) == 0:
@@ -62,7 +63,7 @@ def prepare(
 def _check_margins(dataset: Dataset, where: str) -> None:
     if "margin" in dataset.column_names:
         for first, block in checks.blocks(dataset, ("margin",)):
-            checks.check_margin(block, first, where)
+            pair_checks.check_margin(block, first, where)
 
 
 def _drop_padding(dataset: Dataset, masks_of: dict[str, str], num_proc: int | None, where: str) -> Dataset:
@@ -92,7 +93,7 @@ def _tokenise(dataset: Dataset, tokenizer: Any, num_proc: int | None, name: str,
         },  # not a closure: the cache finds the result again
         desc=f"Tokenizing {where.replace('_', ' ', 1)}",
     )
-    empty = [checks.empty_texts(block) for _, block in checks.blocks(dataset, checks.TEXTS)]
+    empty = [pair_checks.empty_texts(block) for _, block in checks.blocks(dataset, pair_checks.TEXTS)]
     _warn_count(np.concatenate(empty), f"rows of {where} have an empty chosen or rejected text")
     return dataset
 
@@ -101,7 +102,7 @@ def _check_pairs(dataset: Dataset, max_length: int | None, where: str) -> np.nda
     """Number of tokens of the longer answer of each pair, `[rows]`; for texts that were cut, a number above
     `max_length`.
     """
-    scanned = [checks.check_ids(block, first, where) for first, block in checks.blocks(dataset, checks.IDS)]
+    scanned = [pair_checks.check_ids(block, first, where) for first, block in checks.blocks(dataset, pair_checks.IDS)]
     lengths, identical = (np.concatenate(part) for part in zip(*scanned, strict=True))
     if max_length is not None:
         identical &= lengths <= max_length

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from trl_jax.data.rows import checks
 from trl_jax.data.rows.masks import MASKS
+from trl_jax.data.rows.preference.reward import pair_checks
 
 logger = logging.getLogger(__name__)
 
@@ -50,16 +51,16 @@ def settle(dataset: Any, column_names: list[str], name: str) -> tuple[Any, Colum
         ValueError: there are neither texts nor ids.
     """
     older = None
-    if not set(checks.IDS) <= set(column_names):
-        older = next((pair for pair in checks.LEGACY_IDS if set(pair) <= set(column_names)), None)
-        older = None if older == _EARLY_IDS and set(checks.TEXTS) <= set(column_names) else older
+    if not set(pair_checks.IDS) <= set(column_names):
+        older = next((pair for pair in pair_checks.LEGACY_IDS if set(pair) <= set(column_names)), None)
+        older = None if older == _EARLY_IDS and set(pair_checks.TEXTS) <= set(column_names) else older
     masks = {ids: mask for ids, mask in MASKS.items() if older == _EARLY_IDS and mask in column_names}
-    tokenised = older is not None or set(checks.IDS) <= set(column_names)
+    tokenised = older is not None or set(pair_checks.IDS) <= set(column_names)
     if older is not None:
         _warn_older(older, name)
-        dataset = dataset.rename_columns(dict(zip(older, checks.IDS, strict=True)))
-    elif not tokenised and not set(checks.TEXTS) <= set(column_names):
-        raise checks.missing_columns(column_names, name)
+        dataset = dataset.rename_columns(dict(zip(older, pair_checks.IDS, strict=True)))
+    elif not tokenised and not set(pair_checks.TEXTS) <= set(column_names):
+        raise pair_checks.missing_columns(column_names, name)
     _warn_unread([column for column in column_names if column not in masks.values()], tokenised, checks.argument(name))
     return dataset, Columns(tokenised, masks)
 
