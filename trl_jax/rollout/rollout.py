@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from trl_jax.rollout.completions_log import CompletionsLog
+from trl_jax.rollout.completions.log import CompletionsLog
 from trl_jax.rollout.experience import Completed, Experience
 from trl_jax.rollout.metrics import Collected, length_metrics, reward_metrics
 from trl_jax.rollout.written import Written

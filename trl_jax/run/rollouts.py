@@ -20,7 +20,7 @@ from trl_jax.engine.devices.processes import is_first, several
 from trl_jax.engine.devices.sharding import fetched
 from trl_jax.engine.devices.spmd import ShardedStep
 from trl_jax.hub.generating.complete import complete
-from trl_jax.rollout.completions_log import CompletionsLog
+from trl_jax.rollout.completions.log import CompletionsLog
 from trl_jax.rollout.entropy import EntropyBonus
 from trl_jax.rollout.examples import example_of, step_examples
 from trl_jax.rollout.experience import Completed, Experience

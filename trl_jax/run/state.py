@@ -27,7 +27,7 @@ OWN_LOSS = frozenset({"compute_loss", "prediction_step"})  # methods by which a 
 
 @dataclass
 class RunProgress:
-    """The part of a run that train() changes, besides the model's arrays, a reference that follows them, and `events.state`.
+    """The part of a run that train() changes, besides the model's arrays, a reference that follows, and `events.state`.
 
     optimizer_state: of the last step; a second train() goes on with it, as TRL's does.
     tokens_seen: real tokens of all steps so far.

@@ -10,7 +10,7 @@ from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import EvalPrediction
 
-from trl_jax.core.arguments.dpo import losses_of
+from trl_jax.core.arguments.tables.dpo import losses_of
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.losses.dpo import PreferenceLoss
 from trl_jax.tasks.dpo import DpoTask

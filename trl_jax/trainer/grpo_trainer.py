@@ -13,7 +13,7 @@ from transformers.trainer_callback import TrainerCallback
 
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.losses.policy_gradient import PolicyLoss
-from trl_jax.rollout.completions_repo import CompletionsRepo
+from trl_jax.rollout.completions.repo import CompletionsRepo
 from trl_jax.rollout.entropy import EntropyBonus
 from trl_jax.tasks.grpo import GrpoTask
 from trl_jax.trainer.grpo_config import GRPOConfig

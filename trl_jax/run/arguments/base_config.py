@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-from trl_jax.core.arguments.base import BASE, COMMON
 from trl_jax.core.arguments.table import Handling, defaults_of, validate
+from trl_jax.core.arguments.tables.base import BASE, COMMON
 from trl_jax.core.arguments.values import as_pad_multiple
 from trl_jax.core.secrets import as_token, learn, masked, scrubbed
 from trl_jax.run.arguments.jax_arguments import JaxArguments

@@ -11,10 +11,10 @@ import jax
 from trl_jax.engine.devices import processes
 from trl_jax.hub.peft.backend import AdaptedBackend
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.rollout.completions_log import CompletionsLog, trackers
-from trl_jax.rollout.completions_repo import CompletionsRepo
+from trl_jax.rollout.completions.log import CompletionsLog, trackers
+from trl_jax.rollout.completions.repo import CompletionsRepo
 from trl_jax.rollout.entropy import EntropyBonus
-from trl_jax.rollout.reward_arguments import reward_functions
+from trl_jax.rollout.rewards.arguments import reward_functions
 from trl_jax.run import construction
 from trl_jax.run.model.reference import Sync, check_sync, initial_policy
 from trl_jax.run.model.routers import balance_experts

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trl_jax.rollout.reward_models import RewardModel, is_model, reward_model
-from trl_jax.rollout.rewards import RewardFunctions, callable_name, numbered
+from trl_jax.rollout.rewards.functions import RewardFunctions, callable_name, numbered
+from trl_jax.rollout.rewards.models import RewardModel, is_model, reward_model
 
 
 def reward_functions(

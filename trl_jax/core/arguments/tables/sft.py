@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from trl_jax.core.arguments import rules
-from trl_jax.core.arguments.base import BASE, COMMON
 from trl_jax.core.arguments.table import Handling, fields
+from trl_jax.core.arguments.tables.base import BASE, COMMON
 from trl_jax.core.arguments.values import as_dict, show
 
 _DATASET_KEY = "skip_prepare_dataset"

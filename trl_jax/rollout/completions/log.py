@@ -13,8 +13,8 @@ import numpy as np
 import pandas as pd
 
 from trl_jax.core.files.whole_file import replacing
-from trl_jax.rollout.completions_repo import CompletionsRepo
-from trl_jax.rollout.completions_table import print_completions
+from trl_jax.rollout.completions.repo import CompletionsRepo
+from trl_jax.rollout.completions.table import print_completions
 
 Mode = Literal["train", "eval"]
 

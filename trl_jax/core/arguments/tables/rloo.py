@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
-from trl_jax.core.arguments.generation import GENERATION, whole_groups_only, without_sequence_axis
 from trl_jax.core.arguments.table import Handling, fields
+from trl_jax.core.arguments.tables.generation import GENERATION, whole_groups_only, without_sequence_axis
 from trl_jax.core.arguments.values import show
 
 

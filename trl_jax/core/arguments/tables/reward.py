@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from trl_jax.core.arguments import rules
-from trl_jax.core.arguments.base import BASE, COMMON
 from trl_jax.core.arguments.table import Handling, fields
+from trl_jax.core.arguments.tables.base import BASE, COMMON
 
 REWARD: dict[str, Handling] = BASE | COMMON | {
     **fields("center_rewards_coefficient", "native", rule=rules.number(0, optional=True, most=rules.MOST_FLOAT32)),

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from trl_jax.core.arguments import rules
-from trl_jax.core.arguments.base import COMMON
 from trl_jax.core.arguments.table import Handling, fields
+from trl_jax.core.arguments.tables.base import COMMON
+from trl_jax.core.arguments.tables.with_reference import WITH_REFERENCE
 from trl_jax.core.arguments.values import show
-from trl_jax.core.arguments.with_reference import WITH_REFERENCE
 
 LOSSES = (
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",

@@ -9,10 +9,10 @@ from numbers import Real
 from typing import Any
 
 from trl_jax.core.arguments import parallel, rules
-from trl_jax.core.arguments.base import BASE, COMMON
 from trl_jax.core.arguments.table import Handling, fields
+from trl_jax.core.arguments.tables.base import BASE, COMMON
+from trl_jax.core.arguments.tables.with_reference import mixup_alpha
 from trl_jax.core.arguments.values import as_dict, show
-from trl_jax.core.arguments.with_reference import mixup_alpha
 
 # Keys of generation_kwargs: fields of transformers' GenerationConfig that say how one completion is sampled.
 GENERATION_KEYS = frozenset(

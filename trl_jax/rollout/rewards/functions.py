@@ -15,7 +15,7 @@ import numpy as np
 from trl_jax.core.arguments.values import show
 from trl_jax.core.secrets import scrubbed
 from trl_jax.rollout.coroutines import EventLoop, is_async, unwrapped
-from trl_jax.rollout.reward_models import RewardModel
+from trl_jax.rollout.rewards.models import RewardModel
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trl_jax.core.arguments import rules
 from trl_jax.core.arguments.table import Handling, fields
-from trl_jax.core.arguments.with_reference import WITH_REFERENCE
+from trl_jax.core.arguments.tables.with_reference import WITH_REFERENCE
 
 LOSSES = ("kto", "apo_zero_unpaired")
 
