@@ -8,9 +8,10 @@ import warnings
 import pytest
 
 import trl_jax.trainer
+from trl_jax.core.arguments.device_rules import DETERMINISTIC_FLAG
+from trl_jax.core.arguments.optimizer_rules import SCHEDULES
 from trl_jax.core.arguments.optimizers import NEAREST, OPTIMIZERS
 from trl_jax.core.arguments.renamed import GONE, RENAMED, translated, way_out
-from trl_jax.core.arguments.rules import DETERMINISTIC_FLAG, SCHEDULES
 from trl_jax.core.arguments.table import defaults_of, validate
 from trl_jax.core.arguments.tables.base import SUPPORTED
 from trl_jax.core.arguments.values import as_choice, as_dict, as_pad_multiple, show

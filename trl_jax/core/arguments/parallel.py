@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from trl_jax.core.arguments.rules import HERE, Rule, deepspeed_config, fsdp_words
+from trl_jax.core.arguments.device_rules import deepspeed_config, fsdp_words
+from trl_jax.core.arguments.rules import HERE, Rule
 from trl_jax.core.arguments.values import as_dict_or_file, as_words, show
 
 AXES = ("data", "fsdp", "tensor", "sequence")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 
-from trl_jax.core.arguments import parallel, rules
+from trl_jax.core.arguments import device_rules, optimizer_rules, parallel, rules
 from trl_jax.core.arguments.optimizers import OPTIMIZERS
 from trl_jax.core.arguments.table import Handling, fields
 
@@ -13,7 +13,7 @@ AS_BF16 = "float16 is run as bfloat16, which needs no loss scaling. Pass the bf1
 # Arguments that choose by name -> the names that this release has.
 SUPPORTED: dict[str, tuple[str, ...]] = {
     "optim": tuple(OPTIMIZERS),
-    "lr_scheduler_type": tuple(rules.SCHEDULES),
+    "lr_scheduler_type": tuple(optimizer_rules.SCHEDULES),
     "train_sampling_strategy": ("random", "sequential", "group_by_length"),
 }
 
@@ -27,16 +27,16 @@ BASE: dict[str, Handling] = {
     **fields("gradient_accumulation_steps", "native", rule=rules.accumulation),
     **fields("auto_find_batch_size", "native"),
     # Optimiser, schedule and order of rows
-    **fields("optim", "native", rule=rules.optimizer, note=rules.optimizer_note),
-    **fields("optim_args", "native", rule=rules.optimizer_args),
-    **fields("lr_scheduler_type", "native", rule=rules.scheduler),
+    **fields("optim", "native", rule=optimizer_rules.optimizer, note=optimizer_rules.optimizer_note),
+    **fields("optim_args", "native", rule=optimizer_rules.optimizer_args),
+    **fields("lr_scheduler_type", "native", rule=optimizer_rules.scheduler),
     **fields("train_sampling_strategy", "native", rule=rules.one_of(*SUPPORTED["train_sampling_strategy"])),
     **fields("learning_rate weight_decay adam_epsilon", "native", rule=rules.number(0, most=rules.MOST_FLOAT32)),
-    **fields("adam_beta1 adam_beta2", "native", rule=rules.beta),
+    **fields("adam_beta1 adam_beta2", "native", rule=optimizer_rules.beta),
     **fields("max_grad_norm", "native", rule=rules.number(0, optional=True)),
     **fields("warmup_steps", "native", rule=rules.bounded(rules.MOST_STEPS)),
     **fields("optim_target_modules", "refused", "it belongs to GaLore and APOLLO; leave it out."),
-    **fields("lr_scheduler_kwargs", "native", rule=rules.scheduler_kwargs),
+    **fields("lr_scheduler_kwargs", "native", rule=optimizer_rules.scheduler_kwargs),
     **fields("average_tokens_across_devices", "silent", "a loss divides by the whole step's examples or tokens"),
     **fields("label_smoothing_factor", "warned", "this loss has no labels to smooth."),
     **fields("neftune_noise_alpha", "native", rule=rules.number(0, optional=True, most=rules.MOST_FLOAT32)),
@@ -45,7 +45,7 @@ BASE: dict[str, Handling] = {
     **fields("fp16 fp16_full_eval", "mapped", AS_BF16),
     **fields("bf16_full_eval tf32 use_cpu activation_checkpointing gradient_checkpointing", "mapped"),
     **fields("activation_checkpointing_kwargs gradient_checkpointing_kwargs", "mapped",
-              rule=rules.checkpointing_kwargs),
+              rule=device_rules.checkpointing_kwargs),
     **fields("torch_compile", "silent", "every step is compiled"),
     **fields("torch_compile_backend torch_compile_mode", "warned", "XLA compiles every step."),
     **fields("use_liger_kernel liger_kernel_config", "warned", "XLA brings the kernels; results are equal."),
@@ -78,7 +78,7 @@ BASE: dict[str, Handling] = {
     # Reproducibility
     **fields("seed", "native", rule=rules.whole(0, most=2**32 - 1)),
     **fields("data_seed", "native", rule=rules.whole(-(2**63), optional=True, most=2**64 - 1)),  # as torch takes it
-    **fields("full_determinism", "mapped", rule=rules.deterministic),
+    **fields("full_determinism", "mapped", rule=device_rules.deterministic),
     # Data
     **fields("dataloader_drop_last", "native"),
     **fields("remove_unused_columns", "silent", "the loader takes the columns it needs and leaves the others"),
@@ -89,7 +89,7 @@ BASE: dict[str, Handling] = {
     **fields("dataloader_in_order", "warned", "batches always come in order."),
     **fields("label_names", "warned", "this trainer's batches have no columns of labels."),
     # Devices and launchers
-    **fields("accelerator_config", "mapped", rule=rules.accelerator),
+    **fields("accelerator_config", "mapped", rule=device_rules.accelerator),
     **fields("parallelism_config", "mapped", rule=parallel.parallelism_config),
     **fields("fsdp", "mapped", rule=parallel.fsdp, is_off=operator.not_),
     **fields("fsdp_config", "mapped"),
@@ -119,5 +119,5 @@ COMMON: dict[str, Handling] = {
     **fields("dataset_num_proc", "native", rule=rules.whole(0, optional=True, most=rules.MOST_PROCESSES)),
     **fields("max_length", "native", rule=rules.whole(1, optional=True)),
     **fields("pad_to_multiple_of", "mapped", rule=rules.pad_multiple),
-    **fields("activation_offloading", "mapped", rule=rules.offloading),
+    **fields("activation_offloading", "mapped", rule=device_rules.offloading),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trl_jax.core.arguments import rules
+from trl_jax.core.arguments import device_rules, rules
 from trl_jax.core.arguments.table import Handling, fields
 from trl_jax.core.arguments.tables.base import BASE, COMMON
 from trl_jax.core.arguments.values import as_dict, show
@@ -44,7 +44,7 @@ def _checkpointing(name: str, value: Any, values: Mapping[str, Any]) -> str | No
     kwargs = as_dict(name, value)
     selective = kwargs.pop("selective", False)
     if not selective:
-        return rules.checkpointing_kwargs(name, kwargs, values)
+        return device_rules.checkpointing_kwargs(name, kwargs, values)
     if not (values["gradient_checkpointing"] or values["activation_checkpointing"]):
         return f"`{name}={{'selective': True}}` requires `gradient_checkpointing=True`."
     if kwargs.pop("use_reentrant", False):
@@ -52,7 +52,7 @@ def _checkpointing(name: str, value: Any, values: Mapping[str, Any]) -> str | No
             f"`{name}={{'selective': True}}` requires non-reentrant gradient checkpointing. Set `use_reentrant` to "
             "`False`, or leave it unset."
         )
-    return rules.checkpointing_kwargs(name, kwargs, values)
+    return device_rules.checkpointing_kwargs(name, kwargs, values)
 
 
 SFT: dict[str, Handling] = {
