@@ -85,8 +85,9 @@ class GRPOTrainer(TrainerWithRollout):
         self.rollout_func = rollout_func
         args = None if args is None else as_config(args, GRPOConfig)
         super().__init__(
-            model, reward_funcs, args, train_dataset, eval_dataset, processing_class, reward_processing_classes,
-            callbacks, optimizers, quantization_config, peft_config,
+            model, reward_funcs, reward_processing_classes, args=args, train_dataset=train_dataset,
+            eval_dataset=eval_dataset, processing_class=processing_class, callbacks=callbacks, optimizers=optimizers,
+            quantization_config=quantization_config, peft_config=peft_config,
         )  # fmt: skip
         if self.args.cast_lm_head_to_fp32 and any(
             path.startswith("lm_head.") and ".lora_" in path for path in self._run.model.arrays

@@ -77,8 +77,10 @@ class KTOTrainer(TrainerWithReference):
     ):
         args = None if args is None else as_config(args, KTOConfig)
         super().__init__(
-            model, ref_model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_metrics,
-            callbacks, optimizers, quantization_config, peft_config,
+            model, ref_model, args=args, data_collator=data_collator, train_dataset=train_dataset,
+            eval_dataset=eval_dataset, processing_class=processing_class, compute_metrics=compute_metrics,
+            callbacks=callbacks, optimizers=optimizers, quantization_config=quantization_config,
+            peft_config=peft_config,
         )  # fmt: skip
 
     def make_task(self) -> KtoTask:

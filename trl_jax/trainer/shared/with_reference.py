@@ -32,41 +32,15 @@ class TrainerWithReference(BaseTrainer):
     _never_called = NEVER_CALLED_WITH_REFERENCE
     _changes_logps: ClassVar[tuple[str, ...]] = ()  # arguments by which a text's log-probability is another
 
-    def __init__(
-        self,
-        model: Any,
-        ref_model: Any,
-        args: Any,
-        data_collator: Any,
-        train_dataset: Any,
-        eval_dataset: Any,
-        processing_class: Any,
-        compute_metrics: Any,
-        callbacks: Any,
-        optimizers: Any,
-        quantization_config: Any,
-        peft_config: Any,
-    ):
+    def __init__(self, model: Any, ref_model: Any, *, peft_config: Any, **arguments: Any):
+        """`arguments` are those of `BaseTrainer`."""
         if ref_model is not None and ref_model is model and not isinstance(model, str | os.PathLike):
             raise ValueError(
                 "`model` and `ref_model` cannot be the same object. In most cases you should omit `ref_model`: the "
                 "model as it is before training is then the reference."
             )
         self._given_reference, self._fresh_adapter = ref_model, peft_config is not None
-        super().__init__(
-            model,
-            args,
-            data_collator,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            compute_metrics,
-            callbacks,
-            optimizers,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            reference=self._attach_reference,
-        )
+        super().__init__(model, peft_config=peft_config, reference=self._attach_reference, **arguments)
         _check_lengths(self.data_collator, self.args)
         if self.args.precompute_ref_log_probs:
             self._precompute()

@@ -33,36 +33,14 @@ class TrainerWithRollout(BaseTrainer):
     """
 
     def __init__(
-        self,
-        model: Any,
-        reward_funcs: Any,
-        args: Any,
-        train_dataset: Any,
-        eval_dataset: Any,
-        processing_class: Any,
-        reward_processing_classes: Any,
-        callbacks: Any,
-        optimizers: Any,
-        quantization_config: Any,
-        peft_config: Any,
+        self, model: Any, reward_funcs: Any, reward_processing_classes: Any, *, peft_config: Any, **arguments: Any
     ):
+        """`arguments` are those of `BaseTrainer`."""
         given = () if reward_funcs is None else reward_funcs
         self.reward_funcs = list(given) if isinstance(given, list | tuple) else [given]
         self._reward_processing_classes, self._fresh_adapter = reward_processing_classes, peft_config is not None
-        super().__init__(
-            model,
-            args,
-            None,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            reference=self._attach_reference,
-            rollout=self._rollout,
-        )
+        made = {"reference": self._attach_reference, "rollout": self._rollout}
+        super().__init__(model, peft_config=peft_config, **made, **arguments)
         self.aux_loss_enabled = balance_experts(self._run, self.args.router_aux_loss_coef)
 
     _writes_completions: ClassVar[bool] = True
