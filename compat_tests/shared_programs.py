@@ -38,7 +38,7 @@ HOST = frozenset("""
 # Fields of a run that no step is traced from, and those that the key has in another form.
 HOST_OF_RUN = frozenset("""
     args task model reference rollout sharding_plan processing_class train_dataset eval_dataset events finish_rows
-    optimizer_state tokens_seen found_batch_size fills in_train interrupts vocab_size max_positions told
+    progress vocab_size max_positions
 """.split())
 _TRACED = ("trl_jax", "jax", "flax", "optax", "numpy")
 

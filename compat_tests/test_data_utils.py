@@ -17,7 +17,7 @@ from trl_jax import data_utils as ours
 from trl_jax.chat_template_utils import clone_chat_template
 from trl_jax.hub.exported.backend import ExportedBackend
 from trl_jax.scripts.mixture import DatasetConfig, DatasetMixtureConfig, get_dataset
-from trl_jax.trainer.collator import DataCollatorForPreference
+from trl_jax.trainer.collators.padded import DataCollatorForPreference
 from trl_jax.trainer.utils import compute_accuracy, get_peft_config, get_quantization_config
 
 

@@ -54,6 +54,13 @@ def test_a_configuration_loads_no_part_of_the_engine():
     assert "transformers" in loaded and not loaded & {"jax", "flax", "optax", "trl"}
 
 
+def test_a_trainer_loads_nothing_of_exported_programs(checkpoint):
+    """Few models need them: they are imported with the first that does."""
+    load = f"trl_jax.DPOTrainer; trl_jax.AutoModelForCausalLM.from_pretrained({str(checkpoint(head='causal'))!r})"
+    parts = ("trl_jax.nn.aten", "trl_jax.models.exported", "trl_jax.hub.exported.backend")
+    assert fresh(f"import sys, trl_jax; {load}; print([name for name in {parts} if name in sys.modules])") == "[]"
+
+
 @pytest.mark.parametrize("name", trl_jax.__all__)
 def test_every_name_is_there(name):
     value = getattr(trl_jax, name)

@@ -138,10 +138,10 @@ def _between_trainers(file: str, below: list[str]) -> str | None:
     def trainer(name):
         return name.endswith("_trainer") and name != "base_trainer"
 
-    me, other = Path(file).stem, below[1]
+    me, other, shared = Path(file).stem, below[1], Path(file).parts[1] == "shared"
     if trainer(me) and trainer(other):
         return f"one trainer must never import another: {me} imports {other}"
-    if me == "base_trainer" and trainer(other):
+    if (me == "base_trainer" or shared) and trainer(other):
         return f"what trainers share must not import {other}"
     return None
 
@@ -235,6 +235,7 @@ def test_every_room_has_a_floor():
         ("trainer/a.py", "from trl_jax.scripts import utils", "trainer (floor 6) must not import scripts"),
         ("trainer/sft_trainer.py", "from .reward_trainer import x", "one trainer must never import another"),
         ("trainer/base_trainer.py", "from . import reward_trainer", "what trainers share must not import"),
+        ("trainer/shared/a.py", "from .. import reward_trainer", "what trainers share must not import"),
         ("hub/torch/bridge.py", "import torch", "only inside functions of hub/torch/bridge.py"),
         ("hub/model.py", "def f():\n    import peft.utils", "only inside functions of hub/torch/bridge.py"),
         ("scripts/a.py", "from trl_jax.cli import main", "scripts (floor 8) must not import cli (floor 8)"),

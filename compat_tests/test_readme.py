@@ -20,7 +20,7 @@ from compat_tests.parity import test_mutants
 from compat_tests.parity.cases import CASES
 from compat_tests.parity.marks import Marks
 from trl_jax.cli import main as command_line
-from trl_jax.core.arguments.base import SUPPORTED
+from trl_jax.core.arguments.tables.base import SUPPORTED
 from trl_jax.core.chips import CHIPS
 from trl_jax.hub.config.rope import KINDS
 

@@ -14,7 +14,7 @@ import tiny_model
 from datasets import Dataset, IterableDataset
 
 from trl_jax import BaseConfig, BaseTrainer
-from trl_jax.tasks import Batch, Columns, Example, Measured, counted, joined, of_examples, prepare_texts, summed
+from trl_jax.tasks import Batch, Columns, LossBatch, Task, joined, of_examples, prepare_texts, real_examples, summed
 
 
 def text_of(row: dict[str, Any]) -> dict[str, str]:
@@ -22,7 +22,7 @@ def text_of(row: dict[str, Any]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class PointwiseTask:
+class PointwiseTask(Task):
     """One text an example, whose score is trained towards its rating by the squared error."""
 
     head: ClassVar[Literal["score"]] = "score"
@@ -31,12 +31,9 @@ class PointwiseTask:
     def prepare(self, dataset: Dataset | IterableDataset, tokenizer: Any, **limits: Any) -> Dataset | IterableDataset:
         return prepare_texts(dataset, tokenizer, text_of, self.columns, needed=("prompt", "completion"), **limits)
 
-    def example(self, row: dict[str, Any]) -> Example:
-        return self.columns.example(row)
-
-    def loss(self, outputs: jax.Array, batch: Batch | Measured) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(self, outputs: jax.Array, batch: Batch | LossBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
         error = outputs - batch.extras.example["rating"]
-        rows = counted(batch.weight, batch.micro_batch)
+        rows = real_examples(batch.weight, batch.micro_batch)
         sums = {"rows": 1.0, "squared": jnp.square(error), "absolute": jnp.abs(error)}
         return jnp.sum(batch.weight * sums["squared"]), {name: summed(value, rows) for name, value in sums.items()}
 
@@ -47,9 +44,6 @@ class PointwiseTask:
 
     def predictions(self, outputs: np.ndarray, num_examples: int) -> np.ndarray:
         return of_examples(outputs, 1, num_examples)[:, None]
-
-    def inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
-        return batch
 
 
 @dataclass

@@ -46,7 +46,8 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from trl_jax.scripts.utils import ScriptArguments, TrlParser
     from trl_jax.trainer.base_trainer import BaseTrainer
     from trl_jax.trainer.callbacks import RichProgressCallback
-    from trl_jax.trainer.constant_length import ConstantLengthDataset
+    from trl_jax.trainer.collators.constant_length import ConstantLengthDataset
+    from trl_jax.trainer.collators.older import DataCollatorForCompletionOnlyLM, RewardDataCollatorWithPadding
     from trl_jax.trainer.dpo_config import DPOConfig
     from trl_jax.trainer.dpo_trainer import DPOTrainer
     from trl_jax.trainer.grpo_config import GRPOConfig
@@ -54,7 +55,6 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from trl_jax.trainer.kto_config import KTOConfig
     from trl_jax.trainer.kto_trainer import KTOTrainer
     from trl_jax.trainer.model_config import ModelConfig
-    from trl_jax.trainer.older_collators import DataCollatorForCompletionOnlyLM, RewardDataCollatorWithPadding
     from trl_jax.trainer.reward_config import RewardConfig
     from trl_jax.trainer.reward_trainer import RewardTrainer
     from trl_jax.trainer.rloo_config import RLOOConfig
@@ -81,13 +81,13 @@ _WHERE = WHERE | {
     "BaseConfig": "trl_jax.run.arguments.base_config",
     "BaseTrainer": "trl_jax.trainer.base_trainer",
     "BitsAndBytesConfig": "trl_jax.hub.peft.quantization",
-    "ConstantLengthDataset": "trl_jax.trainer.constant_length",
-    "DataCollatorForCompletionOnlyLM": "trl_jax.trainer.older_collators",
+    "ConstantLengthDataset": "trl_jax.trainer.collators.constant_length",
+    "DataCollatorForCompletionOnlyLM": "trl_jax.trainer.collators.older",
     "DatasetMixtureConfig": "trl_jax.scripts.mixture",
     "LoraConfig": "trl_jax.hub.peft.lora_config",
     "ModelConfig": "trl_jax.trainer.model_config",
     "PreTrainedModel": "trl_jax.hub.pretrained",
-    "RewardDataCollatorWithPadding": "trl_jax.trainer.older_collators",
+    "RewardDataCollatorWithPadding": "trl_jax.trainer.collators.older",
     "RichProgressCallback": "trl_jax.trainer.callbacks",
     "ScriptArguments": "trl_jax.scripts.utils",
     "TaskType": "trl_jax.hub.peft.lora_config",

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -60,6 +61,29 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     with opened(path, "rt", encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines]
     return [{side: row[side] for side in ("chosen", "rejected")} for row in rows]
+
+
+def turn_about(
+    calls: dict[Any, Callable[[], Any]], turns: int
+) -> tuple[dict[Any, Any], dict[Any, float], dict[Any, list[float]]]:
+    """Each call once, which compiles, and then all of them in turn, `turns` times.
+
+    Returns:
+        What the first of each gave, the CPU seconds of the first of each, and those of the others.
+    """
+    results, first, times = {}, {}, {name: [] for name in calls}
+    for name, call in calls.items():
+        first[name], results[name] = _timed(call)
+    for _ in range(turns):
+        for name, call in calls.items():
+            times[name].append(_timed(call)[0])
+    return results, first, times
+
+
+def _timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    start = time.process_time()
+    result = call()
+    return time.process_time() - start, result
 
 
 def spread(values: Iterable[float]) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -132,18 +133,12 @@ SIDES = {"transformers": theirs, "trl_jax": ours}
 
 
 def race(folder: Path, work: Work, turns: int) -> list[dict[str, Any]]:
-    calls = {side: make(folder, work) for side, make in SIDES.items()}
-    cold, first = {}, {}
-    for side, run in calls.items():
-        (cold[side], first[side]), _ = _timed(run, work.new), _timed(run, 1)
-    whole: dict[str, list[float]] = {side: [] for side in calls}
-    prefill: dict[str, list[float]] = {side: [] for side in calls}
-    for _ in range(turns):
-        for side, run in calls.items():
-            whole[side].append(_timed(run, work.new)[0])
-            prefill[side].append(_timed(run, 1)[0])
-    equal = (first["transformers"] == first["trl_jax"]).all(axis=1)
-    return [_row(side, work, cold[side], whole, prefill, int(equal.sum())) for side in calls]
+    runs, sizes = {side: make(folder, work) for side, make in SIDES.items()}, {"whole": work.new, "prefill": 1}
+    calls = {(side, part): partial(run, new) for side, run in runs.items() for part, new in sizes.items()}
+    tokens, cold, times = common.turn_about(calls, turns)
+    whole, prefill = ({side: times[side, part] for side in SIDES} for part in sizes)
+    equal = (tokens["transformers", "whole"] == tokens["trl_jax", "whole"]).all(axis=1)
+    return [_row(side, work, cold[side, "whole"], whole, prefill, int(equal.sum())) for side in SIDES]
 
 
 def _row(side: str, work: Work, cold: float, whole: dict, prefill: dict, equal: int) -> dict[str, Any]:
@@ -174,12 +169,6 @@ def _compiled() -> int:
     from trl_jax.generation.prefill import prefill
 
     return sum(program._cache_size() for program in (prefill, first_tokens, next_tokens))
-
-
-def _timed(run: Callable[[int], Any], new: int) -> tuple[float, Any]:
-    start = time.process_time()
-    result = run(new)
-    return time.process_time() - start, result
 
 
 def peak(side: str, folder: Path, work: Work) -> float:

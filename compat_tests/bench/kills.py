@@ -73,7 +73,7 @@ def train(trainer: str, folder: Path, out: Path, began: int) -> None:
     from transformers.trainer_utils import get_last_checkpoint
 
     from trl_jax.engine.checkpoints import checkpoint
-    from trl_jax.rollout.rewards import RewardFunctions
+    from trl_jax.rollout.rewards.functions import RewardFunctions
     from trl_jax.run.rollouts import PolicyWriter
 
     def tell(what: str) -> None:

@@ -8,7 +8,7 @@ that compiles; times are CPU seconds.
 from __future__ import annotations
 
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -59,13 +59,8 @@ def race(folder: Path, args: Any) -> list[dict[str, Any]]:
         batches(take) if refilled else batches.in_batches(by_length, take)
         return done
 
-    ways = {"whole batches": False, "refilled": True}
-    first, times = {name: completed(refilled=way) for name, way in ways.items()}, {name: [] for name in ways}
-    for _ in range(args.turns):
-        for name, way in ways.items():
-            start = time.process_time()
-            completed(refilled=way)
-            times[name].append(time.process_time() - start)
+    ways = {"whole batches": partial(completed, refilled=False), "refilled": partial(completed, refilled=True)}
+    first, _, times = common.turn_about(ways, args.turns)
     tokens = sum(map(len, first["refilled"].values()))
     equal = sum(first["refilled"][number] == ids for number, ids in first["whole batches"].items())
     return [

@@ -14,7 +14,7 @@ import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 
 from trl_jax.cli.main import main
-from trl_jax.core.arguments.reward import REWARD
+from trl_jax.core.arguments.tables.reward import REWARD
 from trl_jax.scripts import reward, training
 from trl_jax.scripts.datasets import load_splits
 from trl_jax.scripts.utils import ScriptArguments, TrlParser

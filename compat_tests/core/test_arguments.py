@@ -8,11 +8,12 @@ import warnings
 import pytest
 
 import trl_jax.trainer
-from trl_jax.core.arguments.base import SUPPORTED
+from trl_jax.core.arguments.device_rules import DETERMINISTIC_FLAG
+from trl_jax.core.arguments.optimizer_rules import SCHEDULES
 from trl_jax.core.arguments.optimizers import NEAREST, OPTIMIZERS
 from trl_jax.core.arguments.renamed import GONE, RENAMED, translated, way_out
-from trl_jax.core.arguments.rules import DETERMINISTIC_FLAG, SCHEDULES
-from trl_jax.core.arguments.table import defaults_of, judge
+from trl_jax.core.arguments.table import defaults_of, validate
+from trl_jax.core.arguments.tables.base import SUPPORTED
 from trl_jax.core.arguments.values import as_choice, as_dict, as_pad_multiple, show
 from trl_jax.run.arguments.base_config import BaseConfig
 from trl_jax.trainer.reward_config import RewardConfig
@@ -32,7 +33,7 @@ def config_classes():
 
 
 def verdict(**changed):
-    return judge(TABLE, DEFAULTS | changed, DEFAULTS)
+    return validate(TABLE, DEFAULTS | changed, DEFAULTS)
 
 
 def test_config_classes_are_found():
@@ -48,7 +49,7 @@ def test_every_field_has_a_line_and_a_default_and_nothing_else_has(kind):
 @pytest.mark.parametrize("kind", config_classes())
 def test_a_config_can_be_made_alone_and_its_defaults_are_accepted_in_silence(kind, tmp_path):
     defaults = defaults_of(dataclasses.fields(kind))
-    assert judge(kind.argument_table, defaults, defaults) == ([], [])
+    assert validate(kind.argument_table, defaults, defaults) == ([], [])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         made = kind(str(tmp_path / "out"))
@@ -421,7 +422,7 @@ def test_judging_changes_nothing():
     kwargs = {"num_cycles": 1}
     values = DEFAULTS | {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": kwargs}
     before = dict(values)
-    judge(TABLE, values, DEFAULTS)
+    validate(TABLE, values, DEFAULTS)
     assert values == before and kwargs == {"num_cycles": 1}
     assert as_dict("lr_scheduler_kwargs", kwargs) is not kwargs
 

@@ -10,7 +10,7 @@ from datasets import Dataset, DatasetDict, Features, IterableDataset, List, Valu
 
 from compat_tests.tiny import preference_rows, tiny_tokenizer
 from trl_jax.data.rows import checks
-from trl_jax.data.rows.preference.reward import prepare
+from trl_jax.data.rows.preference.reward import pair_checks, prepare
 
 CHAT = [{"role": "user", "content": "hi"}]
 GOOD = {"chosen": "a", "rejected": "b"}
@@ -153,7 +153,7 @@ def test_margins_that_are_numbers(form, margin):
 
 
 @both
-@pytest.mark.parametrize("column", checks.IDS)
+@pytest.mark.parametrize("column", pair_checks.IDS)
 def test_rows_without_ids(form, column):
     for found in ([], None):
         rows = [IDS, IDS, IDS | {column: found}]
@@ -290,7 +290,7 @@ def test_a_stream_warns_of_its_first_empty_text_and_equal_pair(caplog):
     ]
 
 
-@pytest.mark.parametrize("column", checks.IDS)
+@pytest.mark.parametrize("column", pair_checks.IDS)
 @pytest.mark.parametrize("token", [-1, 32, 10**9])
 @both
 def test_token_ids_outside_the_vocabulary(form, column, token):
@@ -300,13 +300,13 @@ def test_token_ids_outside_the_vocabulary(form, column, token):
         "vocabulary (vocab_size=32). Pass the tokenizer that belongs to the model, or resize its embeddings."
     )
     with pytest.raises(ValueError, match=re.escape(text)):
-        list(checks.check_token_ids(dataset, checks.IDS, 32, "train"))
+        list(checks.check_token_ids(dataset, pair_checks.IDS, 32, "train"))
 
 
 @both
 def test_token_ids_inside_the_vocabulary_pass(form):
     rows = [IDS, {"chosen_ids": [0, 31], "rejected_ids": [31]}]
-    assert list(checks.check_token_ids(form(rows), checks.IDS, 32, "train")) == rows
+    assert list(checks.check_token_ids(form(rows), pair_checks.IDS, 32, "train")) == rows
 
 
 @both

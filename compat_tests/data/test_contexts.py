@@ -39,7 +39,7 @@ def test_a_context_lies_once(options):
         assert sum(int(np.sum(row == 100 + group)) for row in tokens) == 20, "all of a group are in one row"
     for number, one in enumerate(made):
         assert sum(int(np.sum(row == 1 + number)) for row in tokens) == len(one.texts[0]) - 20
-    counts = sorted(set(np.unique(arrays.counted).tolist()) - {0})
+    counts = sorted(set(np.unique(arrays.router_token_count).tolist()) - {0})
     assert counts == [1, GROUP]
 
 
@@ -67,7 +67,7 @@ def test_a_group_of_two_micro_batches_lies_in_each():
 
 
 def test_rows_are_filled_evenly_by_what_lies_in_them():
-    placed = place([examples(6), examples(6)], examples=6, share=True)
+    placed = place([examples(6), examples(6)], examples=6, share_prefix=True)
     into = bins_of(placed, 2)
     for row in range(2):
         own = [one for one, at in zip(placed, into, strict=True) if at == row]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compat_tests.data.examples import COLUMNS, TEXTS, examples_of, row_of
-from trl_jax.data.example import Columns, Example, measured, of_examples
+from trl_jax.data.example import Columns, Example, loss_batch, of_examples
 from trl_jax.data.extras import Extras
 from trl_jax.data.fingerprint import fingerprint, row_digest
 
@@ -35,14 +35,14 @@ def test_numbers_that_a_row_lacks_are_no_extras():
 @every_number_of_texts
 def test_what_a_loss_needs_of_a_batch(texts):
     examples = [Example(([1],) * texts, Extras({"margin": i / 2, "label": -i})) for i in range(3)]
-    batch = measured(examples, 5)
+    batch = loss_batch(examples, 5)
     np.testing.assert_allclose(batch.weight, [1 / 3] * 3 + [0] * 2, rtol=1e-6)
     assert {name: values.tolist() for name, values in batch.extras.example.items()} == {
         "margin": [0, 0.5, 1, 0, 0], "label": [0, -1, -2, 0, 0]
     }  # fmt: skip
     assert {array.dtype for array in (batch.weight, *batch.extras.example.values())} == {np.dtype("float32")}
     assert (batch.num_examples, batch.micro_batch) == (3, None)
-    assert measured([Example(([1],))], 1).extras == Extras()
+    assert loss_batch([Example(([1],))], 1).extras == Extras()
 
 
 @pytest.mark.parametrize("shape", [(), (4,)])

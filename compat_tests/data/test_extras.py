@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trl_jax.data.example import IGNORED, Example, measured
+from trl_jax.data.example import IGNORED, Example, loss_batch
 from trl_jax.data.extras import Extras
 from trl_jax.data.step_layout import IndexedExample, StepLayout
 
@@ -77,7 +77,7 @@ def test_each_number_is_where_it_belongs(layout, options):
 
 
 def test_an_evaluated_batch_has_those_of_examples_and_of_texts():
-    batch = measured(EXAMPLES[:2], 3)
+    batch = loss_batch(EXAMPLES[:2], 3)
     np.testing.assert_array_equal(batch.extras.example["own"], [1, 2, 0])
     np.testing.assert_array_equal(batch.extras.text["of_text"], [1000, 2000, 0, 1100, 2100, 0])
     np.testing.assert_array_equal(batch.weight, np.float32([1 / 8, 2 / 8, 0]))

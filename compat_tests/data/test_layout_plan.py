@@ -112,7 +112,7 @@ def test_the_next_longer_one_serves_until_a_length_is_compiled():
     assert buckets.lengths == (256, 512, 960) and found == [960, 960, 256, 960, 960, 512, 256, 960]
     assert [buckets(length) for length in lengths] == [960, 256, 256, 512, 512, 512, 256, 960]  # in an evaluation
     assert served(lengths, bucket_cost=1000, at_once=3)[1] == [960, 256, 256, 512, 512, 512, 256, 960]
-    assert served(lengths, bucket_cost=1000)[0].ready == ()
+    assert served(lengths, bucket_cost=1000)[0].serves_from == ()
 
 
 def test_where_nothing_longer_is_compiled_a_step_waits():
@@ -128,7 +128,7 @@ def test_what_serves_has_been_compiled_or_is_waited_for(lengths, at_once, cost):
     compiled = set()
     for step, (length, bucket) in enumerate(zip(lengths, found, strict=True)):
         own = buckets(length + 1)
-        compiled |= {other for other, ready in zip(buckets.lengths, buckets.ready, strict=True) if ready < step}
+        compiled |= {other for other, ready in zip(buckets.lengths, buckets.serves_from, strict=True) if ready < step}
         assert bucket == own or (bucket > own and own not in compiled)
-        assert bucket in buckets.lengths and buckets.ready[buckets.lengths.index(bucket)] <= step
-    assert not buckets.ready or max(buckets.ready) <= EARLY
+        assert bucket in buckets.lengths and buckets.serves_from[buckets.lengths.index(bucket)] <= step
+    assert not buckets.serves_from or max(buckets.serves_from) <= EARLY

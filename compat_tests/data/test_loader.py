@@ -78,9 +78,9 @@ def test_what_is_counted(form):
 
 
 def test_tokens_of_the_first_texts_alone_may_count():
-    columns = Columns(TEXTS[:2], counted=1)
+    columns = Columns(TEXTS[:2], num_primary_texts=1)
     [step] = example_loader(table(3), columns, batch_size=3, pad_token_id=PAD, pad_to_multiple_of=None)
-    assert (step.num_tokens, step.num_counted_tokens, step.num_padded_tokens) == (6 + 6, 6, 9)
+    assert (step.num_tokens, step.num_primary_tokens, step.num_padded_tokens) == (6 + 6, 6, 9)
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared"])

@@ -11,7 +11,7 @@ from compat_tests.data.examples import PAD, ids, steps
 from trl_jax.data.example import Example
 from trl_jax.data.layout.batch import last_real_token
 from trl_jax.data.layout.buckets import Buckets
-from trl_jax.data.layout.packed import Form, pack_examples
+from trl_jax.data.layout.packed import PackingSpec, pack_examples
 from trl_jax.data.layout.placing import greedy_bins, place, shared_tokens
 from trl_jax.data.layout.row_view import RowViewShape
 
@@ -19,10 +19,10 @@ layouts = pytest.mark.parametrize("share", [False, True], ids=["packed", "shared
 
 
 def laid_out(groups, size, count, share, rows=2, row_view=None):
-    placed = place(groups, examples=size, share=share)
+    placed = place(groups, examples=size, share_prefix=share)
     into = greedy_bins([one.tokens for one in placed], rows)
-    form = Form(PAD, share, Buckets(), row_view)
-    return pack_examples(placed, into, form, examples=size, count=count, rows=rows), placed, into
+    spec = PackingSpec(PAD, share, Buckets(), row_view)
+    return pack_examples(placed, into, spec, examples=size, count=count, rows=rows), placed, into
 
 
 def visible(batch, row, place):
@@ -150,7 +150,7 @@ def test_each_of_two_texts_keeps_its_last_token(first, second):
 @given(text=ids)
 def test_others_than_two_texts_share_nothing(texts, text):
     assert shared_tokens([text] * texts) == 0
-    [one] = place([[Example((text,) * texts)]], examples=1, share=True)
+    [one] = place([[Example((text,) * texts)]], examples=1, share_prefix=True)
     assert (one.shared, one.tokens) == (0, texts * len(text))
     batch, _, _ = laid_out([[one.example]], 1, 1, True, rows=1)
     assert (batch.packed.first[0, 0] < batch.tokens.shape[2]).sum() == texts * len(text)
@@ -178,19 +178,19 @@ def test_no_row_has_more_examples_than_it_may(costs, rows, more):
 
 
 @layouts
-@pytest.mark.parametrize("counted", [None, 1])
+@pytest.mark.parametrize("num_primary_texts", [None, 1])
 @settings(deadline=None)
 @given(steps)
-def test_how_many_texts_that_count_a_token_belongs_to(share, counted, step):
+def test_how_many_texts_that_count_a_token_belongs_to(share, num_primary_texts, step):
     """What two texts share, to both; where the first one alone counts, its tokens alone."""
     size, groups = step
-    groups = [[example._replace(counted=counted) for example in group] for group in groups]
+    groups = [[example._replace(num_primary_texts=num_primary_texts) for example in group] for group in groups]
     batch, placed, into = laid_out(groups, size, len(groups), share)
-    wanted, filled = np.zeros_like(batch.counted), [0] * len(batch.tokens)
+    wanted, filled = np.zeros_like(batch.router_token_count), [0] * len(batch.tokens)
     for one, row in zip(placed, into, strict=True):
         own = wanted[row, 0, filled[row] : filled[row] + one.tokens]
         first = len(one.example.texts[0])
-        own[:first], own[first:] = 1, counted is None
-        own[first - one.shared : first] += counted is None
+        own[:first], own[first:] = 1, num_primary_texts is None
+        own[first - one.shared : first] += num_primary_texts is None
         filled[row] += one.tokens
-    np.testing.assert_array_equal(batch.counted, wanted)
+    np.testing.assert_array_equal(batch.router_token_count, wanted)

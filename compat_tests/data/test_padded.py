@@ -74,7 +74,7 @@ def test_types_and_shapes(texts):
         "tokens": (np.int32, (1, 2 * texts, 2)),
         "positions": (np.int32, (1, 2 * texts, 2)),
         "reads": (np.int32, (1, 2 * texts)),
-        "counted": (np.int16, (1, 2 * texts, 2)),
+        "router_token_count": (np.int16, (1, 2 * texts, 2)),
         "lengths": (np.int32, (1, 2 * texts)),
         "weight": (np.float32, (1, 2)),
         "micro_batch": (np.bool_, (1, 1, 2)),
@@ -138,9 +138,9 @@ def test_multiples(longest, multiple, length):
     assert padded_length(longest, multiple) == length
 
 
-@pytest.mark.parametrize("counted", [None, 1])
-def test_tokens_of_texts_that_count(counted):
-    groups = [[Example(([1, 2, 3], [4]), counted=counted)]]
+@pytest.mark.parametrize("num_primary_texts", [None, 1])
+def test_tokens_of_texts_that_count(num_primary_texts):
+    groups = [[Example(([1, 2, 3], [4]), num_primary_texts=num_primary_texts)]]
     batch = pad_examples(groups, examples=2, count=1, pad_token_id=PAD, pad_to_multiple_of=None)
-    other = [0, 0, 0] if counted else [1, 0, 0]
-    assert batch.counted.tolist() == [[[1, 1, 1], [0, 0, 0], other, [0, 0, 0]]]
+    other = [0, 0, 0] if num_primary_texts else [1, 0, 0]
+    assert batch.router_token_count.tolist() == [[[1, 1, 1], [0, 0, 0], other, [0, 0, 0]]]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from compat_tests.effort import drawn
 from compat_tests.tiny import preference_rows, tiny_tokenizer
-from trl_jax.data.rows.preference import pairs as rows_of_pairs
+from trl_jax.data.rows.preference.reward import pairs as rows_of_pairs
 from trl_jax.data.rows.preference.reward import prepare
 
 TEMPLATE = (

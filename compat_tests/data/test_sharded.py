@@ -8,11 +8,11 @@ import pytest
 from datasets import Dataset
 
 from compat_tests.data.loaders import example_loader
+from trl_jax.data.eval_chunks import EvalChunks
 from trl_jax.data.example import Columns
 from trl_jax.data.layout.batch import last_real_token
 from trl_jax.data.layout.buckets import ViewBuckets
 from trl_jax.data.layout.sharded import by_shard, filled
-from trl_jax.data.windows import Windows
 
 PAD, SHARDS = 0, 4
 TEXTS = ("first", "second", "third")
@@ -84,7 +84,7 @@ def test_every_example_once_with_its_texts_and_its_weight(layout, texts, accumul
 @pytest.mark.parametrize("views", [None, ViewBuckets()])
 def test_a_pass_has_one_micro_batch_where_the_loss_wants_it_whole(shards, views):
     """Of 13 examples in micro-batches of 8: eight, and those that are left, on the devices as TRL's ranks have them."""
-    options = {"layout": "shared", "accumulation": 3, "by_micro_batch": True, "views": views, "fills": False}
+    options = {"layout": "shared", "accumulation": 3, "by_micro_batch": True, "views": views, "fill_last": False}
     [step] = loader(table(13), shards=shards, **options)
     member = step.arrays.micro_batch.reshape(3 * shards, 3, 8 // shards)
     kept = step.arrays.weight.reshape(3 * shards, 1, 8 // shards) > 0
@@ -93,8 +93,8 @@ def test_a_pass_has_one_micro_batch_where_the_loss_wants_it_whole(shards, views)
     assert counts[:shards, 0].tolist() == [8 // shards] * shards
     assert counts[shards : 2 * shards, 1].tolist() == of_second
     assert counts.sum() == 13 and step.passes[0] == list(range(8 // shards))
-    share = step.arrays.share.reshape(3 * shards, -1).sum(axis=-1)
-    np.testing.assert_allclose(share, np.repeat([1 / (2 * shards), 0], [2 * shards, shards]), rtol=1e-6)
+    total = step.arrays.pass_weight.reshape(3 * shards, -1).sum(axis=-1)
+    np.testing.assert_allclose(total, np.repeat([1 / (2 * shards), 0], [2 * shards, shards]), rtol=1e-6)
 
 
 @pytest.mark.parametrize("layout", ["packed", "shared"])
@@ -121,7 +121,7 @@ def test_texts_of_every_device_stand_as_rows_too(texts):
 def test_a_run_that_filled_nothing_goes_on_so(layout, texts):
     """Five examples are left for four devices: two for the first, and each weighs what it would on one device."""
     step, alone = (
-        next(iter(loader(table(13), texts, shards=shards, layout=layout, accumulation=2, fills=False)))
+        next(iter(loader(table(13), texts, shards=shards, layout=layout, accumulation=2, fill_last=False)))
         for shards in (SHARDS, 1)
     )
     assert step.rows == alone.rows == list(range(13))
@@ -134,17 +134,17 @@ def test_a_run_that_filled_nothing_goes_on_so(layout, texts):
 
 @every_layout
 @every_number_of_texts
-def test_windows_have_no_example_that_is_not_there(layout, texts):
+def test_chunks_have_no_example_that_is_not_there(layout, texts):
     data = table(11)
-    [window] = Windows(loader(data, texts, layout=layout, fills=False), sort=layout == "padded")
-    examples = np.concatenate([slots[slots >= 0] for _, slots in window.passes])
+    [chunk] = EvalChunks(loader(data, texts, layout=layout, fill_last=False), sort=layout == "padded")
+    examples = np.concatenate([slots[slots >= 0] for _, slots in chunk.passes])
     assert sorted(examples.tolist()) == list(range(11))
-    assert [batch.num_examples for batch in window.batches] == [8, 3]
+    assert [batch.num_examples for batch in chunk.batches] == [8, 3]
     outputs = []
-    for batch, _ in window.passes:
+    for batch, _ in chunk.passes:
         shares = [jax.tree.map(lambda leaf, shard=shard: leaf[shard], batch) for shard in range(SHARDS)]
         outputs.append(np.array([[sum(text_read_at(own, read)) for read in own.reads] for own in shares]))
-    for number, found in enumerate(window.restored(outputs)):
+    for number, found in enumerate(chunk.restored(outputs)):
         rows = data[number * 8 : (number + 1) * 8]
         for part, name in zip(found.reshape(texts, 8), TEXTS, strict=False):
             assert part[: len(rows[name])].tolist() == list(map(sum, rows[name]))

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from compat_tests.data.loaders import example_loader
 from compat_tests.effort import drawn
-from trl_jax.data.example import IGNORED, Columns, Example, measured
+from trl_jax.data.eval_chunks import EvalChunks
+from trl_jax.data.example import IGNORED, Columns, Example, loss_batch
 from trl_jax.data.extras import Extras
 from trl_jax.data.fingerprint import fingerprint, row_digest
 from trl_jax.data.layout.buckets import Buckets, ViewBuckets
 from trl_jax.data.rows.labels import check_labels
-from trl_jax.data.windows import Windows
 
 SINGLE = Columns(("input_ids",), labels=("labels",), documents="seq_lengths")
 PAIR = Columns(("chosen", "rejected"), labels=("chosen_labels", "rejected_labels"))
@@ -100,7 +100,7 @@ def found_in(batch) -> Counter:
 def test_every_target_is_read_once_from_what_comes_before_it(layout, shards, data):
     for examples, columns in ((singles(), SINGLE), (pairs(), PAIR)):
         rows = data.draw(st.lists(examples, min_size=1, max_size=2 * SIZE * ACCUMULATION))
-        steps = loader(rows, columns, layout=layout, shards=shards, fills=False)
+        steps = loader(rows, columns, layout=layout, shards=shards, fill_last=False)
         found = sum((found_in(step.arrays) for step in steps), Counter())
         assert found == wanted(rows)
 
@@ -127,7 +127,7 @@ def test_weights_are_shares_of_the_targets_of_the_step_or_of_a_shard(rows):
     [step] = loader(rows, SINGLE, layout="packed", weighting="tokens")
     real = step.arrays.weight[step.arrays.weight > 0]
     assert len(real) == len(rows) and np.allclose(real, 1 / max(1, targets))
-    [step] = loader(rows, SINGLE, layout="padded", weighting="shards", shards=2, fills=False)
+    [step] = loader(rows, SINGLE, layout="padded", weighting="shards", shards=2, fill_last=False)
     for shard in range(2):
         weight, predicted = step.arrays.weight[:, shard], step.arrays.targets[:, shard] >= 0
         assert np.allclose(weight[weight > 0], 1 / (2 * max(1, int(predicted.sum()))))
@@ -141,20 +141,20 @@ def test_the_first_token_of_a_document_is_never_a_target():
 
 def test_the_loss_of_an_evaluation_batch_is_a_mean_over_its_targets():
     examples = [Example(([1] * n,), Extras(), ([1] * n,)) for n in (3, 5)]
-    batch = measured(examples, 4, per_token=True)
+    batch = loss_batch(examples, 4, per_token=True)
     assert batch.divisor == 6 and np.allclose(batch.weight, [1 / 6, 1 / 6, 0, 0])
     steps = loader(examples, SINGLE._replace(documents=None), weighting="tokens")
-    window = next(iter(Windows(steps, sort=True)))
-    assert [part.divisor for part in window.batches] == [6]
+    chunk = next(iter(EvalChunks(steps, sort=True)))
+    assert [part.divisor for part in chunk.batches] == [6]
 
 
 def test_outputs_by_name_are_put_back_into_the_order_of_the_set():
     rows = [Example(([1] * n,), Extras(), ([1] * n,)) for n in (5, 2, 9, 4, 3)]
     for layout in ("padded", "packed"):
         columns = SINGLE._replace(documents=None)
-        window = next(iter(Windows(loader(rows, columns, layout=layout, accumulation=1), sort=True)))
-        lengths = [{"tokens": arrays.lengths[0].astype(np.float32)} for arrays, _ in window.passes]
-        found = np.concatenate([batch["tokens"] for batch in window.restored(lengths)])
+        chunk = next(iter(EvalChunks(loader(rows, columns, layout=layout, accumulation=1), sort=True)))
+        lengths = [{"tokens": arrays.lengths[0].astype(np.float32)} for arrays, _ in chunk.passes]
+        found = np.concatenate([batch["tokens"] for batch in chunk.restored(lengths)])
         assert found[:5].tolist() == [5, 2, 9, 4, 3]
 
 

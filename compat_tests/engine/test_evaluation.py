@@ -11,8 +11,8 @@ import pytest
 from trl_jax.engine.evaluation import run_batches, run_evaluation
 
 
-class Window:
-    """A window of one pass, whose outputs are its number for every example of its one batch."""
+class EvalChunk:
+    """A chunk of one pass, whose outputs are its number for every example of its one batch."""
 
     def __init__(self, number, examples):
         self.passes = [(np.float32(number), None)]
@@ -26,8 +26,8 @@ class Window:
         return list(outputs)
 
 
-def windows(*sizes):
-    return [Window(number, size) for number, size in enumerate(sizes)]
+def chunks(*sizes):
+    return [EvalChunk(number, size) for number, size in enumerate(sizes)]
 
 
 def run(given, after_each=lambda: None):
@@ -38,7 +38,7 @@ def run(given, after_each=lambda: None):
 
 
 def test_the_loss_is_a_mean_over_examples():
-    done = run(windows(4, 4, 2))
+    done = run(chunks(4, 4, 2))
     assert (done.loss(), done.total, done.num_examples) == (0.8, 10, [4, 4, 2])
     assert done.rows == [[7]] * 3 and [sums["count"] for sums in done.sums] == [4, 5, 4]
     np.testing.assert_array_equal(done.outputs, [[0, 0], [1, 1], [2, 2]])
@@ -59,12 +59,12 @@ def test_a_scripts_own_batches_are_averaged_alike():
 
 def test_the_bar_moves_once_a_batch():
     moves = []
-    run(windows(4, 4, 2), lambda: moves.append(1))
+    run(chunks(4, 4, 2), lambda: moves.append(1))
     assert len(moves) == 3
 
 
 def test_a_loss_that_is_no_number_stays_one():
-    assert np.isnan(run([Window(np.nan, 4)]).loss())
+    assert np.isnan(run([EvalChunk(np.nan, 4)]).loss())
 
 
 def test_no_batches():

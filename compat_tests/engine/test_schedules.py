@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 
-from trl_jax.core.arguments.rules import ADAPTIVE, SCHEDULES
+from trl_jax.core.arguments.optimizer_rules import ADAPTIVE, SCHEDULES
 from trl_jax.engine.optimizers import schedules
 from trl_jax.engine.optimizers.adaptive import ADAPTIVE as FOLLOWING
 from trl_jax.engine.optimizers.schedules import learning_rates

@@ -233,7 +233,7 @@ def test_row21_a_run_of_trls_goes_on_here(trls, train):
     assert counted[0] == counted[1]
     expected = {name: value.detach().numpy() for name, value in theirs.model.named_parameters()}
     np.testing.assert_allclose(ours.model.params["score.weight"], expected["score.weight"], rtol=0, atol=2e-4)
-    assert ours.parts.run.optimizer_state[1].count == 8
+    assert ours.parts.run.progress.optimizer_state[1].count == 8
 
 
 def test_row21_at_the_end_of_an_epoch(trls, train):
@@ -246,7 +246,7 @@ def test_row21_without_torch_it_says_what_restarts(trls, train, monkeypatch, cap
     with caplog.at_level(logging.WARNING, logger="trl_jax"):
         ours = train("ours", str(trls[0] / "checkpoint-6"), num_train_epochs=2)
     assert "optimizer.pt takes torch to read, which is not installed: AdamW's moments restart from zero." in caplog.text
-    assert ours.parts.run.optimizer_state[1].count == 2
+    assert ours.parts.run.progress.optimizer_state[1].count == 2
 
 
 class Malicious:

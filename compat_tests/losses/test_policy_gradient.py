@@ -37,7 +37,8 @@ def reads(values, filler):
 
 def gradients_of():
     def total(logps, entropies, extras, weight, share, coef, advantages, settings):
-        return grpo_loss(logps, advantages, **extras, entropies=entropies, text=TEXT, weight=weight, share=share,
+        return grpo_loss(logps, advantages, **extras, entropies=entropies, text=TEXT,
+                         token_weight=weight, completion_weight=share,
                          micro_batch=MICRO_BATCH, entropy_coef=coef, settings=settings)  # fmt: skip
 
     return jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True), static_argnames="settings")
@@ -165,7 +166,8 @@ def test_a_micro_batch_may_be_divided_over_passes(loss_type):
         inputs = (given.logps, given.advantages, MASK, given.old_logps, given.ref_logps, given.entropies)
         logps, advantages, mask, *others = (jnp.asarray(values[rows]) for values in inputs)
         others = dict(zip(("old_logps", "ref_logps", "entropies"), others, strict=True))
-        loss, of_pass = compiled(logps, advantages, mask, **others, weight=weight[rows], share=share[rows],
+        loss, of_pass = compiled(logps, advantages, mask, **others,
+                                 token_weight=weight[rows], completion_weight=share[rows],
                                   micro_batch=MICRO_BATCH[:, rows], settings=settings)  # fmt: skip
         losses.append(float(loss))
         sums.append({name: np.asarray(part) for name, part in of_pass.items()})
@@ -220,7 +222,7 @@ def rloo_of_trl(given, epsilon_high):
 def our_rloo(given, epsilon_high):
     def total(logps):
         return rloo_loss(logps, jnp.float32((given.old_logps * MASK).sum(1)), jnp.float32(given.advantages), text=TEXT,
-                         entropies=reads(given.entropies, np.nan), share=np.full(X, 1 / X, np.float32),
+                         entropies=reads(given.entropies, np.nan), completion_weight=np.full(X, 1 / X, np.float32),
                          micro_batch=MICRO_BATCH, epsilon_high=epsilon_high)  # fmt: skip
 
     (loss, sums), slopes = jax.value_and_grad(total, has_aux=True)(reads(given.logps, 1e30))

@@ -13,6 +13,7 @@ from compat_tests.models.families import UNLIKE
 from trl_jax import AutoModelForCausalLM
 from trl_jax.generation.prefill import prefill
 from trl_jax.generation.weights import layers_for_decoding, trunk_of
+from trl_jax.models.cached_decoder import with_keys
 from trl_jax.models.functional import merge
 
 pytest.importorskip("torch")
@@ -38,8 +39,8 @@ def test_logits_are_those_of_whole_texts(family, by_layer, tmp_path):
     @jax.jit
     def step(cache, tokens, places):
         whole, options = merge(model.graph, model.arrays), {"cache": cache, "layers": layers, "max_tokens": 1000}
-        hidden, new = trunk_of(whole).with_keys(
-            tokens[:, None], places[:, None], None, jnp.max(places) + 1, **options
+        hidden, new = with_keys(
+            trunk_of(whole), tokens[:, None], places[:, None], None, jnp.max(places) + 1, **options
         )
         return whole.outputs(hidden, None, jnp.float32, None, 1.0), cache.appended(new)
 

@@ -136,7 +136,7 @@ def test_the_load_balancing_loss(family, folder_of):
     places = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
 
     def loss(params):
-        arguments = {"targets": np.asarray([3], np.int32), "valid": mask > 0, "counted": mask > 0}
+        arguments = {"targets": np.asarray([3], np.int32), "valid": mask > 0, "router_token_count": mask > 0}
         _, sums = merge(model.graph, params)(ids, places, np.asarray([5], np.int32), **arguments)
         return load_balancing_loss(sums)
 

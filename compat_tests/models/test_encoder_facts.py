@@ -14,7 +14,7 @@ from compat_tests.models import encoders
 from trl_jax import AutoModelForSequenceClassification
 from trl_jax.hub.config import native
 from trl_jax.hub.families import read_arch
-from trl_jax.models.encoder_arch import ConvolutionFacts, EncoderArch, HeadFacts
+from trl_jax.models.arch import ConvolutionFacts, EncoderArch, HeadFacts
 from trl_jax.models.functional import merge
 from trl_jax.nn.attention.disentangled import Distances
 from trl_jax.nn.rope import Rope

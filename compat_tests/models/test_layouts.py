@@ -16,7 +16,7 @@ from compat_tests.models.families import UNLIKE, VARIANTS
 from trl_jax import AutoModelForSequenceClassification
 from trl_jax.data.example import Example
 from trl_jax.data.extras import Extras
-from trl_jax.data.layout.packed import Form, pack_examples
+from trl_jax.data.layout.packed import PackingSpec, pack_examples
 from trl_jax.data.layout.padded import pad_examples
 from trl_jax.data.layout.placing import greedy_bins, place
 from trl_jax.data.layout.row_view import RowViewShape
@@ -64,10 +64,10 @@ def batches(layout):
     if layout == "padded":
         return pad_examples(step(), examples=PAIRS, count=COUNT, pad_token_id=PAD, pad_to_multiple_of=48)
     share, view = layout.startswith("shared"), RowViewShape(7, lambda *_: (128, 64))
-    placed = place(step(), examples=PAIRS, share=share)
+    placed = place(step(), examples=PAIRS, share_prefix=share)
     into = greedy_bins([pair.tokens for pair in placed], COUNT)
-    form = Form(PAD, share, lambda tokens: 128, view if layout.endswith("rows") else None)
-    return pack_examples(placed, into, form, examples=PAIRS, count=COUNT, rows=COUNT)
+    spec = PackingSpec(PAD, share, lambda tokens: 128, view if layout.endswith("rows") else None)
+    return pack_examples(placed, into, spec, examples=PAIRS, count=COUNT, rows=COUNT)
 
 
 def of_step(model, layout, *, gradients=False, dtype="float32", max_length=None):

@@ -12,7 +12,7 @@ import pytest
 from compat_tests.nn.test_packed_attention import FACTS, inputs, sinks_of
 from trl_jax.core.packed import BLOCK
 from trl_jax.data.example import Context, Example
-from trl_jax.data.layout.packed import Form, pack_examples
+from trl_jax.data.layout.packed import PackingSpec, pack_examples
 from trl_jax.data.layout.placing import place
 from trl_jax.data.layout.row_view import RowViewShape
 from trl_jax.nn.attention import packed as packed_attention
@@ -38,9 +38,9 @@ def laid_out(seed=0):
         texts.append(Example((dice.integers(1, 9, 30).tolist(),)))
         into += [row] * (len(texts) - len(into))
     order = np.random.default_rng(seed + 1).permutation(len(texts))  # branches need not stand together
-    placed = place([[texts[at] for at in order]], examples=len(texts), share=True)
-    form = Form(0, True, lambda tokens: LENGTH, RowViewShape(len(texts), lambda *_: (LENGTH, LONGEST)))
-    batch = pack_examples(placed, [into[at] for at in order], form, examples=len(texts), count=1, rows=ROWS)
+    placed = place([[texts[at] for at in order]], examples=len(texts), share_prefix=True)
+    spec = PackingSpec(0, True, lambda tokens: LENGTH, RowViewShape(len(texts), lambda *_: (LENGTH, LONGEST)))
+    batch = pack_examples(placed, [into[at] for at in order], spec, examples=len(texts), count=1, rows=ROWS)
     packed = jax.tree.map(lambda leaf: leaf[:, 0], batch.packed)
     places = packed.texts.places
     found = [(row, at[at < LENGTH]) for row in range(ROWS) for at in places[row] if (at < LENGTH).any()]

@@ -11,9 +11,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from trl_jax.rollout.completions_log import CompletionsLog, trackers
-from trl_jax.rollout.completions_repo import CompletionsRepo
-from trl_jax.rollout.completions_table import print_completions
+from trl_jax.rollout.completions.log import CompletionsLog, trackers
+from trl_jax.rollout.completions.repo import CompletionsRepo
+from trl_jax.rollout.completions.table import print_completions
 
 NAMES = ["accuracy", "form"]
 TALK = [{"role": "user", "content": "What is 1 + 1?"}]

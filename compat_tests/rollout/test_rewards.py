@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from trl_jax.rollout.reward_arguments import reward_functions
-from trl_jax.rollout.rewards import callable_name, numbered
+from trl_jax.rollout.rewards.arguments import reward_functions
+from trl_jax.rollout.rewards.functions import callable_name, numbered
 
 PROMPTS = ["a", "a", "b", "b"]
 COMPLETIONS = ["x", "yy", "", "zzzz"]

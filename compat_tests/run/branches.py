@@ -14,7 +14,7 @@ from datasets import Dataset
 
 from trl_jax import AutoModelForCausalLM, BaseConfig, BaseTrainer
 from trl_jax.data.example import IGNORED, Context
-from trl_jax.losses.sums import at_reads, counted, of_texts, summed
+from trl_jax.losses.sums import at_reads, of_texts, real_examples, summed
 from trl_jax.run import construction
 from trl_jax.run.model.reference import given
 from trl_jax.tasks import Columns, Example, Extras, joined
@@ -56,7 +56,7 @@ class BranchesTask:
         advantages, weights = (at_reads(x, batch.text) for x in (batch.extras.text["advantage"], batch.weight))
         found = (outputs[name] for name in ("logps", "entropy", "ref_logps"))
         losses, kl = of_tokens(*found, batch.extras.read["old_logps"], advantages)
-        real = counted(batch.weight, batch.micro_batch)
+        real = real_examples(batch.weight, batch.micro_batch)
         of_examples = (of_texts(x, batch.text, len(batch.weight)) for x in (kl, jnp.ones(len(kl))))
         sums = {name: summed(x, real) for name, x in zip(("kl", "tokens"), of_examples, strict=True)}
         return jnp.sum(weights * losses), sums

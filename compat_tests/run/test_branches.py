@@ -63,7 +63,7 @@ def test_loss_and_gradients_are_those_of_the_formula(layout, models, wanted, tmp
     batch, (loss, gradients) = of_step(trainer)
     tokens = sum(len(row["input_ids"]) for row in branches.rows())
     once = tokens - sum(2 * row["prompt"] for row in branches.rows()[:: branches.BRANCHES])
-    filled = int(np.sum(batch.arrays.counted > 0))
+    filled = int(np.sum(batch.arrays.router_token_count > 0))
     assert filled == (once if layout == "shared" else tokens)
     np.testing.assert_allclose(loss, wanted[0], rtol=2e-6)
     for ours, theirs in OURS.items():

@@ -42,8 +42,8 @@ def logs(trainer):
 
 
 def same(one, other):
-    pairs = [(one.model.params, other.model.params), (one.parts.run.optimizer_state, other.parts.run.optimizer_state)]
-    for ours, theirs in pairs:
+    states = [run.parts.run.progress.optimizer_state for run in (one, other)]
+    for ours, theirs in ((one.model.params, other.model.params), states):
         jax.tree.map(np.testing.assert_array_equal, ours, theirs)
     assert logs(one) == logs(other)
     facts = ["global_step", "epoch", "total_flos", "best_metric", "best_global_step", "stateful_callbacks"]
@@ -173,7 +173,7 @@ def test_another_optimizer_is_refused(train, tmp_path, folder):
 
 def test_a_second_train_goes_on_with_weights_and_moments(train):
     trainer = train("whole", max_steps=2, save_strategy="no")
-    before = jax.device_get(trainer.parts.run.optimizer_state)
+    before = jax.device_get(trainer.parts.run.progress.optimizer_state)
     trainer.train()
     assert trainer.state.global_step == 2 and before is not None
 

@@ -26,7 +26,8 @@ def history(trainer):
 
 def assert_same(one, other):
     jax.tree.map(np.testing.assert_array_equal, one.model.params, other.model.params)
-    jax.tree.map(np.testing.assert_array_equal, one.parts.run.optimizer_state, other.parts.run.optimizer_state)
+    states = [run.parts.run.progress.optimizer_state for run in (one, other)]
+    jax.tree.map(np.testing.assert_array_equal, *states)
     for mine, theirs in zip(history(one), history(other), strict=True):
         assert list(mine) == list(theirs)
         np.testing.assert_array_equal(list(mine.values()), list(theirs.values()))

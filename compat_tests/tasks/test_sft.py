@@ -10,7 +10,7 @@ from datasets import Dataset
 
 from compat_tests.tiny import tiny_tokenizer
 from trl_jax.core.token_outputs import TokenOutputs
-from trl_jax.data.example import Measured
+from trl_jax.data.example import LossBatch
 from trl_jax.data.extras import Extras
 from trl_jax.data.layout.batch import Batch
 from trl_jax.tasks.sft import SftTask
@@ -83,7 +83,7 @@ def test_metrics_of_an_evaluation_are_means_over_targets():
 
 def test_the_loss_of_an_evaluated_batch():
     task, weight = SftTask(), np.array([0.2, 0.2, 0.0], np.float32)
-    loss, sums = task.loss(task.of_pass(OUTPUTS, batch()), Measured(weight, Extras(), 2))
+    loss, sums = task.loss(task.of_pass(OUTPUTS, batch()), LossBatch(weight, Extras(), 2))
     assert np.isclose(loss, np.log(800) / 5) and sums["targets"] == 5
 
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from trl_jax.hub.torch import bridge
-from trl_jax.trainer.collator import (
+from trl_jax.trainer.collators.completions import DataCollatorForPreference as OfPrompts
+from trl_jax.trainer.collators.completions import DataCollatorForUnpairedPreference
+from trl_jax.trainer.collators.padded import (
     DataCollatorForLanguageModeling,
     DataCollatorForPreference,
 )
-from trl_jax.trainer.completion_collators import DataCollatorForPreference as OfPrompts
-from trl_jax.trainer.completion_collators import DataCollatorForUnpairedPreference
 
 TEXTS = [{"input_ids": [1, 2, 3, 4, 5]}, {"input_ids": [6, 7]}]
 LABELLED = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, {"input_ids": [6, 7], "labels": [6, -100]}]

@@ -11,12 +11,12 @@ from datasets import Dataset
 import trl_jax
 from compat_tests.tiny import tiny_model, tiny_tokenizer
 from trl_jax.data.rows.sft.answers import AnswerMarks, answer_labels
+from trl_jax.trainer.collators.older import DataCollatorForCompletionOnlyLM, RewardDataCollatorWithPadding
 from trl_jax.trainer.dataset_formatting import (
     conversations_formatting_function,
     get_formatting_func_from_dataset,
     instructions_formatting_function,
 )
-from trl_jax.trainer.older_collators import DataCollatorForCompletionOnlyLM, RewardDataCollatorWithPadding
 
 NOT = -100
 QUESTION, ANSWER = (7, 8), (5, 6)

@@ -14,7 +14,7 @@ import trl_jax
 from compat_tests.parity.reference import read_weights
 from compat_tests.trainer.trainers import FACTS, make, table
 from trl_jax.run.user_loss.bound_model import script_values
-from trl_jax.trainer.collator import DataCollatorForPreference
+from trl_jax.trainer.collators.padded import DataCollatorForPreference
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ import trl_jax
 from compat_tests.parity.reference import BASE, read_weights
 from compat_tests.tiny import text_rows, tiny_tokenizer
 from compat_tests.trainer.trainers import FACTS
-from trl_jax.trainer.collator import DataCollatorForLanguageModeling
+from trl_jax.trainer.collators.padded import DataCollatorForLanguageModeling
 
 CAUSAL = FACTS | {"head": "causal"}
 

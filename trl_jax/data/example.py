@@ -31,7 +31,7 @@ class Example(NamedTuple):
     labels: of each text, under a language model's head: transformers' labels, for each of its tokens the id that is to
         be predicted there from the tokens before it, or -100. Empty under a score head.
     documents: the tokens of each document that the one text consists of; none sees another. Empty: it is one.
-    counted: how many texts, from the first, count as tokens that were trained on; None counts all.
+    num_primary_texts: how many texts, from the first, count as tokens that were trained on; None counts all.
     weight: of the example in the step's loss, which is a weighted sum, above 0; None leaves it to the layout.
     context: what it shares with others, which the shared layout computes once. None: nothing.
     """
@@ -40,7 +40,7 @@ class Example(NamedTuple):
     extras: Extras = Extras()
     labels: tuple[Sequence[int], ...] = ()
     documents: Sequence[int] = ()
-    counted: int | None = None
+    num_primary_texts: int | None = None
     weight: float | None = None
     context: Context | None = None
 
@@ -89,7 +89,7 @@ class Columns(NamedTuple):
     labels: columns of labels, one for each text, under a language model's head.
     documents: the column of the tokens of each document of the one text; a dataset may lack it.
     optional: those of `numbers` that a dataset may lack.
-    counted: how many texts, from the first, count as tokens that were trained on; None counts all.
+    num_primary_texts: how many texts, from the first, count as tokens that were trained on; None counts all.
     prompts: the column of what a run completes, where examples are made of completions; None elsewhere.
     """
 
@@ -98,7 +98,7 @@ class Columns(NamedTuple):
     labels: tuple[str, ...] = ()
     documents: str | None = None
     optional: tuple[str, ...] = ()
-    counted: int | None = None
+    num_primary_texts: int | None = None
     prompts: str | None = None
 
     @property
@@ -112,16 +112,16 @@ class Columns(NamedTuple):
         labels = tuple(row[name] for name in self.labels)
         documents = row.get(self.documents, ()) if self.documents else ()
         numbers = {name: row[name] for name in self.numbers if name in row}
-        return Example(texts, Extras(numbers), labels, documents, self.counted)
+        return Example(texts, Extras(numbers), labels, documents, self.num_primary_texts)
 
 
-class Measured(NamedTuple):
+class LossBatch(NamedTuple):
     """The part of a batch that a loss of numbers of texts needs besides those; fields as in `Batch`, without what is of
     reads.
 
     num_examples: how many of the E examples are real; the others are padding.
     divisor: what the loss of this batch is a mean over: its examples, or its targets.
-    share: `[E]`, the share of each example in a mean over the examples.
+    pass_weight: `[E]`, the share of each example in a mean over the examples.
     """
 
     weight: Any
@@ -129,10 +129,10 @@ class Measured(NamedTuple):
     num_examples: int
     micro_batch: Any = None
     divisor: float = 1.0
-    share: Any = None
+    pass_weight: Any = None
 
 
-def measured(examples: Sequence[Example], size: int, *, per_token: bool = False) -> Measured:
+def loss_batch(examples: Sequence[Example], size: int, *, per_token: bool = False) -> LossBatch:
     """Make a batch of these examples, padded to `size` ones, whose loss is a mean unless they have weights.
 
     Args:
@@ -140,13 +140,13 @@ def measured(examples: Sequence[Example], size: int, *, per_token: bool = False)
     """
     count = len(examples)
     divisor = max(1, sum(example.num_targets for example in examples)) if per_token else count
-    weight, share = np.zeros((2, size), np.float32)
-    weight[:count], share[:count] = [weight_of(example, 1 / divisor) for example in examples], 1 / count
+    weight, pass_weight = np.zeros((2, size), np.float32)
+    weight[:count], pass_weight[:count] = [weight_of(example, 1 / divisor) for example in examples], 1 / count
     like = examples[0]
     extras = like.extras._replace(read={}).zeros(examples=size, texts=len(like.texts) * size, reads=0)
     for slot, example in enumerate(examples):
         extras.enter((), slot, size, example.extras)
-    return Measured(weight, extras, count, divisor=divisor, share=share)
+    return LossBatch(weight, extras, count, divisor=divisor, pass_weight=pass_weight)
 
 
 def weight_of(example: Example, weight: float) -> float:

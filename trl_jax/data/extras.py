@@ -21,11 +21,14 @@ class Extras(NamedTuple):
     text: Mapping[str, Any] = {}
     read: Mapping[str, Any] = {}
 
-    def zeros(self, *lead: int, examples: int, texts: int, reads: int) -> Extras:
-        """Zeros `[*lead, E]`, `[*lead, X]` and `[*lead, N]` under the names of this example's."""
+    def zeros(self, *leading: int, examples: int, texts: int, reads: int) -> Extras:
+        """Zeros `[*leading, E]`, `[*leading, X]` and `[*leading, N]` under the names of this example's."""
         sizes = (examples, texts, reads)
         return Extras(
-            *({name: np.zeros((*lead, size), np.float32) for name in of} for of, size in zip(self, sizes, strict=True))
+            *(
+                {name: np.zeros((*leading, size), np.float32) for name in of}
+                for of, size in zip(self, sizes, strict=True)
+            )
         )
 
     def enter(self, index: tuple[int, ...], slot: int, examples: int, own: Extras) -> None:

@@ -23,14 +23,14 @@ class ExampleLoader:
     """Iterates over the steps of one epoch, which `set_epoch` chooses: the order of a dataset's rows.
 
     On several devices the last micro-batch of a training epoch is filled up with its first examples, as TRL's ranks do,
-    unless `fills` says otherwise: a resumed run goes on as it began, whatever devices it has now.
+    unless `fill_last` says otherwise: a resumed run goes on as it began, whatever devices it has now.
     """
 
     dataset: Dataset | IterableDataset
     columns: Columns
     example: Callable[[dict[str, Any]], Example]  # makes an example of a row
     step_layout: StepLayout
-    fills: bool | None = None  # None: only where there are several shards
+    fill_last: bool | None = None  # None: only where there are several shards
     shuffle: bool = False
     seed: int = 0
     drop_last: bool = False
@@ -121,8 +121,8 @@ class ExampleLoader:
 
     @property
     def _filling(self) -> bool:
-        fills = self.step_layout.shards > 1 if self.fills is None else self.fills
-        return fills and not self.drop_last
+        fill_last = self.step_layout.shards > 1 if self.fill_last is None else self.fill_last
+        return fill_last and not self.drop_last
 
     def _check_skipped(self, digest: int) -> None:
         if self.skipped_digest not in (None, digest):

@@ -12,11 +12,11 @@ import numpy as np
 from trl_jax.data.example import Example
 from trl_jax.data.layout.batch import Batch, padded_length
 from trl_jax.data.layout.buckets import Buckets, ViewBuckets
-from trl_jax.data.layout.packed import Form, pack_examples
+from trl_jax.data.layout.packed import PackingSpec, pack_examples
 from trl_jax.data.layout.padded import pad_examples
 from trl_jax.data.layout.placing import bins_of, place
 from trl_jax.data.layout.row_view import RowViewShape
-from trl_jax.data.layout.sharded import by_shard, in_shards, packed_passes, room, sharded_rows, shares
+from trl_jax.data.layout.sharded import by_shard, in_shards, packed_passes, pass_weights, room, sharded_rows
 
 Weighting = Literal["examples", "tokens", "shards"]
 
@@ -36,7 +36,7 @@ class StepBatch(NamedTuple):
     """The arrays of one optimizer step or one evaluation step, and counts of them.
 
     num_micro_batches, num_examples, num_tokens: of real ones, without padding. num_texts: of each example.
-    num_counted_tokens: of them those of texts that count (`Example.counted`).
+    num_primary_tokens: of them those of texts that count (`Example.num_primary_texts`).
     num_padded_tokens: the same as TRL computes them: each row of a micro-batch as long as its longest.
     num_places: tokens that are computed on here, padding included.
     rows: the index of each example. passes: those that are in each pass.
@@ -48,7 +48,7 @@ class StepBatch(NamedTuple):
     num_examples: int
     num_texts: int
     num_tokens: int
-    num_counted_tokens: int
+    num_primary_tokens: int
     num_padded_tokens: int
     num_places: int
     rows: list[int]
@@ -112,9 +112,9 @@ class StepLayout:
         weights = self._weights(group, examples, shards)
         arrays, pass_of = self._laid_out(examples, weights, partial(self.buckets, step=number))
         if self.by_micro_batch:
-            arrays = arrays._replace(share=shares(arrays.weight > 0))
+            arrays = arrays._replace(pass_weight=pass_weights(arrays.weight > 0))
         lengths = [
-            [len(ids) for example in batch for ids in example.texts[: example.counted]] for batch in examples
+            [len(ids) for example in batch for ids in example.texts[: example.num_primary_texts]] for batch in examples
         ]
         rows, passes = [indexed.index for batch in group for indexed in batch], self.accumulation * shards
         return StepBatch(
@@ -123,7 +123,7 @@ class StepLayout:
             num_examples=sum(map(len, group)),
             num_texts=len(group[0][0].example.texts),
             num_tokens=sum(example.tokens for batch in examples for example in batch),
-            num_counted_tokens=sum(map(sum, lengths)),
+            num_primary_tokens=sum(map(sum, lengths)),
             num_padded_tokens=sum(len(texts) * self._trl_length(max(texts)) for texts in lengths if texts),
             num_places=arrays.tokens.size,
             rows=rows,
@@ -153,20 +153,20 @@ class StepLayout:
             arrays = pad_examples(micro_batches, examples=examples, count=passes, weights=weights, **padding)
             pass_of = [m for m, batch in enumerate(micro_batches) for _ in batch]
             return (arrays if shards == 1 else sharded_rows(arrays, shards)), pass_of
-        share = self.layout == "shared"
-        placed = place(micro_batches, examples=examples, share=share, weights=weights)
+        share_prefix = self.layout == "shared"
+        placed = place(micro_batches, examples=examples, share_prefix=share_prefix, weights=weights)
         max_examples = self._max_examples(examples, passes, shards)
         if self.by_micro_batch:
             pass_of = [one.slot // examples for one in placed]
         else:
             pass_of = bins_of(placed, passes, max_examples)
         view = None if self.views is None else RowViewShape(max_examples, self.views)
-        form = Form(self.pad_token_id, share, bucket, view)
+        spec = PackingSpec(self.pad_token_id, share_prefix, bucket, view)
         if shards == 1 and not self.by_micro_batch:
-            return pack_examples(placed, pass_of, form, examples=examples, count=passes, rows=passes), pass_of
+            return pack_examples(placed, pass_of, spec, examples=examples, count=passes, rows=passes), pass_of
         most = max_examples if self.by_micro_batch else room(examples, self.accumulation)
         sizes = {"examples": examples, "count": self.accumulation, "shards": shards, "most": most}
-        arrays = packed_passes(placed, pass_of, form, **sizes)
+        arrays = packed_passes(placed, pass_of, spec, **sizes)
         return (arrays if shards == 1 else in_shards(arrays, shards)), pass_of
 
     def _max_examples(self, examples: int, passes: int, shards: int) -> int | None:

@@ -14,9 +14,9 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from trl_jax.data.eval_chunks import CHUNK_BATCHES
 from trl_jax.data.layout.batch import Batch
 from trl_jax.data.step_layout import StepBatch
-from trl_jax.data.windows import WINDOW
 from trl_jax.dryrun import step_memory
 from trl_jax.dryrun.made_completions import begun
 from trl_jax.dryrun.step_flops import Map, maps_of, reference_flops
@@ -79,9 +79,9 @@ def largest_evaluated(trainer: BaseTrainer) -> Batch:
     if isinstance(evaluator, CompletionEvaluator):
         rows = itertools.islice(evaluator.batches(trainer.eval_dataset), MAX_OF_PROMPTS)
         return data.only_pass(trainer.parts.run, max(map(evaluator.arrays, rows), key=lambda one: one.tokens.size))
-    windows = trainer.parts.evaluator.windows(trainer.loader(trainer.eval_dataset, training=False))
-    surveyed = itertools.islice(windows, MAX_SURVEYED // WINDOW)
-    return max((arrays for window in surveyed for arrays, _ in window.passes), key=lambda one: one.tokens.size)
+    chunks = trainer.parts.evaluator.chunks(trainer.loader(trainer.eval_dataset, training=False))
+    surveyed = itertools.islice(chunks, MAX_SURVEYED // CHUNK_BATCHES)
+    return max((arrays for chunk in surveyed for arrays, _ in chunk.passes), key=lambda one: one.tokens.size)
 
 
 def step_arguments(trainer: BaseTrainer, tx: Any, batch: Batch) -> StepArguments:

@@ -53,7 +53,7 @@ class Evaluated:
 def run_evaluation(
     outputs_of: Callable[[Any], jax.Array],
     measure: Callable[[np.ndarray, Any], dict[str, jax.Array]],
-    windows: Iterable[Any],
+    chunks: Iterable[Any],
     after_each: Callable[[], None],
 ) -> Evaluated:
     """Evaluate every batch; the host waits for a pass only while the device is at the next one.
@@ -61,16 +61,16 @@ def run_evaluation(
     Args:
         outputs_of: a pass's arrays -> the model's outputs of its slots.
         measure: a batch's outputs, the batch -> sums with `loss`.
-        windows: items have `passes`, `batches`, the `rows` of each, and `restored`, which gives each its outputs.
+        chunks: items have `passes`, `batches`, the `rows` of each, and `restored`, which gives each its outputs.
         after_each: called once a batch, for progress bars.
 
     Raises:
         ValueError: there is no batch.
     """
     done = Evaluated()
-    for window in windows:
-        restored = window.restored(_outputs(outputs_of, window.passes))
-        for outputs, batch, rows in zip(restored, window.batches, window.rows, strict=True):
+    for chunk in chunks:
+        restored = chunk.restored(_outputs(outputs_of, chunk.passes))
+        for outputs, batch, rows in zip(restored, chunk.batches, chunk.rows, strict=True):
             done.add(jax.device_get(measure(outputs, batch)), outputs, batch.num_examples, rows, batch.divisor)
             after_each()
     return done.checked()

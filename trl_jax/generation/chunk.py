@@ -14,6 +14,7 @@ from trl_jax.generation.history import History
 from trl_jax.generation.noise import Noise, sample
 from trl_jax.generation.processors import Processor, process
 from trl_jax.generation.weights import trunk_of
+from trl_jax.models.cached_decoder import with_keys
 from trl_jax.models.functional import merge
 
 
@@ -86,7 +87,7 @@ def next_tokens(
     """At most `steps` more tokens of each completion, fewer where all end before.
 
     Args:
-        layers: as in `Decoder.with_keys`.
+        layers: as in `models.cached_decoder.with_keys`.
         longest: int32 scalar, tokens of the longest text of the call with the first of these.
         noise: random numbers, from its step `first` on for these steps; None takes the likeliest ids.
         max_tokens: no prompt with its completion will have more.
@@ -100,7 +101,7 @@ def next_tokens(
         positions = jnp.repeat(positions_P, len(state.alive) // len(positions_P))[:, None]
         tokens = jax.lax.dynamic_slice_in_dim(state.tokens, (state.count - 1) % state.capacity, 1, axis=1)
         options = {"cache": state.cache, "layers": layers, "dtype": dtype, "max_tokens": max_tokens}
-        hidden, new = trunk.with_keys(tokens, positions, None, longest, **options)
+        hidden, new = with_keys(trunk, tokens, positions, None, longest, **options)
         logits = model.outputs(hidden.astype(dtype), None, head_dtype, None, 1.0).astype(jnp.float32)
         return logits, state._replace(cache=state.cache.appended(new))
 

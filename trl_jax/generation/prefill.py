@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from trl_jax.core.packed import reads_of_rows
 from trl_jax.generation.decode import Decoding
 from trl_jax.generation.weights import by_layers, trunk_of
+from trl_jax.models.cached_decoder import with_keys
 from trl_jax.models.functional import merge
 from trl_jax.nn.cache.cache import Cache
 from trl_jax.nn.cache.places import CachePlaces
@@ -46,7 +47,7 @@ def prefill(
     reads = reads_of_rows(lengths - 1, tokens.shape[1])
     options = {"dtype": dtype, "max_tokens": max_tokens}
     trunk = trunk_of(model)
-    hidden, kept = trunk.with_keys(tokens, positions, reads, longest, **options)
+    hidden, kept = with_keys(trunk, tokens, positions, reads, longest, **options)
     head_dtype = dtype if head_dtype is None else head_dtype
     logits = model.outputs(hidden.astype(dtype), None, head_dtype, None, 1.0).astype(jnp.float32)
     parts = [part.cache(lengths, group, capacity) for part in kept]
@@ -80,6 +81,6 @@ def recomputed(
     reads = reads_of_rows(jnp.maximum(lengths, 1) - 1, texts.shape[1])
     options = {"dtype": dtype, "max_tokens": max_tokens}
     trunk = trunk_of(merge(graph, arrays))
-    _, kept = trunk.with_keys(texts, positions, reads, longest, **options)
+    _, kept = with_keys(trunk, texts, positions, reads, longest, **options)
     parts = [part.cache_of_texts(places, group, state.capacity) for part in kept]
     return state._replace(cache=Cache(by_layers(parts, trunk.arch) if by_layer else parts, places))

@@ -12,7 +12,6 @@ from trl_jax.hub.checkpoint.resizing import resized_config, tables_of_tokens
 from trl_jax.hub.checkpoint.sharded_reading import Placement
 from trl_jax.hub.config.native import NativeConfig, native_config, transformers_config
 from trl_jax.hub.config.reader import read_config
-from trl_jax.hub.exported.backend import load_exported
 from trl_jax.hub.exported.model_types import is_exported
 from trl_jax.hub.exported.positions import max_positions
 from trl_jax.hub.families import families
@@ -84,6 +83,8 @@ class Checkpoint:
             self.repository.fetch_weights()
         config = self.config
         if self.native is None:
+            from trl_jax.hub.exported.backend import load_exported  # a package of its own, that few models need
+
             options = {"dtype": self.dtype, "seed": seed, "head": self.head, "config": config}
             params, backend, config = load_exported(self.folder, **options)
         else:

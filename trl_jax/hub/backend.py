@@ -42,7 +42,7 @@ class Backend(abc.ABC):
         has_routers: it has routers of experts, whose loads can be summed.
         can_resize: it can embed more tokens than its checkpoint did.
         batch_invariant: the output of a text does not depend on the rows beside it.
-        saves_aside: `save` may run in a thread while the model trains.
+        saves_in_background: `save` may run in a thread while the model trains.
         can_freeze: a script may freeze parameters; beside an adapter it says so in its config.
         heads: how many of each kind attention has, which the tensor axis of a mesh must divide; None cannot be divided.
     """
@@ -67,7 +67,7 @@ class Backend(abc.ABC):
     has_routers: bool
     can_resize: bool
     batch_invariant: bool
-    saves_aside: bool
+    saves_in_background: bool
     buffers: frozenset[str] = frozenset()
     takes_stripes: bool = False
     can_freeze: bool = True

@@ -34,7 +34,7 @@ class NativeBackend(Backend):
     """The configurable decoder or encoder; `source` is the checkpoint it was loaded from, `formats` says which weights
     are held in few bits."""
 
-    name, log_level, undecayed, infers_lengths, saves_aside = "native", logging.INFO, frozenset(), False, True
+    name, log_level, undecayed, infers_lengths, saves_in_background = "native", logging.INFO, frozenset(), False, True
     takes_noise = can_resize = True
 
     def __init__(self, source: Source, formats: dict[str, Format] | None = None):

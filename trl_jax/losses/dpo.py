@@ -22,7 +22,7 @@ class PairLogps(NamedTuple):
     chosen_tokens, rejected_tokens: the number of tokens of each answer. Of one that a text begins with, the first
         counts, too, though nothing predicts it.
     chosen_sum: as `chosen`, without the weighting of `length_desensitised`.
-    preference: the weight of each pair in WPO; no gradient goes through it.
+    wpo_weight: the weight of each pair in WPO; no gradient goes through it.
     chosen_targets: the number of tokens of each chosen answer that are predicted.
     """
 
@@ -33,7 +33,7 @@ class PairLogps(NamedTuple):
     chosen_tokens: jax.Array
     rejected_tokens: jax.Array
     chosen_sum: jax.Array
-    preference: jax.Array
+    wpo_weight: jax.Array
     chosen_targets: jax.Array
 
     @property
@@ -72,7 +72,7 @@ class PreferenceLoss:
         divergence, alpha: of f-DPO (arXiv:2309.16240): reverse_kl, forward_kl, js_divergence or alpha_divergence.
         label_smoothing: epsilon above.
         tau: the temperature of discopop.
-        weighted: multiply the losses of each pair by its `preference` (WPO, arXiv:2406.11827, eq. 2).
+        weighted: multiply the losses of each pair by its `wpo_weight` (WPO, arXiv:2406.11827, eq. 2).
     """
 
     names: tuple[str, ...] = ("sigmoid",)
@@ -91,11 +91,11 @@ class PreferenceLoss:
             weight: `[E]` share of each pair in the step's loss; 0 marks one that only fills the shape. Losses of
                 `WHOLE_BATCH` are computed of the pairs together, which weigh the same.
         """
-        factor, total = pairs.preference if self.weighted else 1.0, jnp.zeros(())
-        for name, share in zip(self.names, self.weights, strict=True):
+        factor, total = pairs.wpo_weight if self.weighted else 1.0, jnp.zeros(())
+        for name, of_loss in zip(self.names, self.weights, strict=True):
             together = name in WHOLE_BATCH
             losses = WHOLE_BATCH[name](self, pairs, weight > 0) if together else PER_PAIR[name](self, pairs)
-            total += share * jnp.sum(weight * losses * factor)
+            total += of_loss * jnp.sum(weight * losses * factor)
         return total
 
     def scores(self, pairs: PairLogps) -> tuple[jax.Array, jax.Array]:
@@ -112,12 +112,12 @@ class PreferenceLoss:
             return (jnp.exp(jnp.minimum(order * ratio, _MOST)) - 1) / order
         return ratio
 
-    def lead(self, pairs: PairLogps) -> jax.Array:
+    def delta_score(self, pairs: PairLogps) -> jax.Array:
         """beta times the difference of the scores, `[E]`."""
         chosen, rejected = self.scores(pairs)
         return self.beta * (chosen - rejected)
 
-    def lead_per_token(self, pairs: PairLogps) -> jax.Array:
+    def delta_score_per_token(self, pairs: PairLogps) -> jax.Array:
         """The difference of the scores, each divided by the answer's tokens, `[E]`."""
         chosen, rejected = self.scores(pairs)
         return chosen / jnp.maximum(pairs.chosen_tokens, 1) - rejected / jnp.maximum(pairs.rejected_tokens, 1)
@@ -130,17 +130,17 @@ def length_desensitised(head: jax.Array, tail: jax.Array, alpha: float | None) -
 
 
 def _hinge(loss: PreferenceLoss, pairs: PairLogps) -> jax.Array:
-    return jax.nn.relu(1 - loss.lead(pairs))
+    return jax.nn.relu(1 - loss.delta_score(pairs))
 
 
 def _ipo(loss: PreferenceLoss, pairs: PairLogps) -> jax.Array:
-    return jnp.square(loss.lead_per_token(pairs) - 1 / (2 * loss.beta))
+    return jnp.square(loss.delta_score_per_token(pairs) - 1 / (2 * loss.beta))
 
 
 def _exo_pair(loss: PreferenceLoss, pairs: PairLogps) -> jax.Array:
-    lead, flipped = loss.lead(pairs), loss.label_smoothing
-    wins = jax.nn.sigmoid(lead) * (jax.nn.log_sigmoid(lead) - math.log1p(-flipped))
-    return wins + jax.nn.sigmoid(-lead) * (jax.nn.log_sigmoid(-lead) - math.log(flipped))
+    delta_score, flipped = loss.delta_score(pairs), loss.label_smoothing
+    wins = jax.nn.sigmoid(delta_score) * (jax.nn.log_sigmoid(delta_score) - math.log1p(-flipped))
+    return wins + jax.nn.sigmoid(-delta_score) * (jax.nn.log_sigmoid(-delta_score) - math.log(flipped))
 
 
 def _nca_pair(loss: PreferenceLoss, pairs: PairLogps) -> jax.Array:
@@ -150,8 +150,8 @@ def _nca_pair(loss: PreferenceLoss, pairs: PairLogps) -> jax.Array:
 
 
 def _robust(loss: PreferenceLoss, pairs: PairLogps) -> jax.Array:
-    lead, flipped = loss.lead(pairs), loss.label_smoothing
-    clean = (1 - flipped) * -jax.nn.log_sigmoid(lead) + flipped * jax.nn.log_sigmoid(-lead)
+    delta_score, flipped = loss.delta_score(pairs), loss.label_smoothing
+    clean = (1 - flipped) * -jax.nn.log_sigmoid(delta_score) + flipped * jax.nn.log_sigmoid(-delta_score)
     return clean / (1 - 2 * flipped)
 
 
@@ -176,9 +176,9 @@ def _apo_down(loss: PreferenceLoss, pairs: PairLogps) -> jax.Array:
 
 
 def _discopop(loss: PreferenceLoss, pairs: PairLogps) -> jax.Array:
-    lead = loss.lead(pairs)
-    share = jax.nn.sigmoid(lead / loss.tau)
-    return -jax.nn.log_sigmoid(lead) * (1 - share) + jnp.exp(-lead) * share
+    delta_score = loss.delta_score(pairs)
+    gate = jax.nn.sigmoid(delta_score / loss.tau)
+    return -jax.nn.log_sigmoid(delta_score) * (1 - gate) + jnp.exp(-delta_score) * gate
 
 
 def _aot(loss: PreferenceLoss, pairs: PairLogps, real: jax.Array) -> jax.Array:
@@ -194,8 +194,8 @@ def _sorted(loss: PreferenceLoss, first: jax.Array, second: jax.Array, real: jax
     """The smoothed sigmoid loss of the differences of two sorted samples: the first of `[E]` are those of real ones."""
     first, second = (jnp.sort(jnp.where(real, values, jnp.inf)) for values in (first, second))
     filled = jnp.arange(len(real)) >= jnp.sum(real)
-    lead = loss.beta * jnp.where(filled, 0, jnp.where(filled, 0, first) - jnp.where(filled, 0, second))
-    kept, flipped = jax.nn.log_sigmoid(lead), jax.nn.log_sigmoid(-lead)
+    delta_score = loss.beta * jnp.where(filled, 0, jnp.where(filled, 0, first) - jnp.where(filled, 0, second))
+    kept, flipped = jax.nn.log_sigmoid(delta_score), jax.nn.log_sigmoid(-delta_score)
     losses = -kept * (1 - loss.label_smoothing) - flipped * loss.label_smoothing
     # Real pairs weigh the same, wherever they stand: their mean for each.
     return jnp.sum(jnp.where(filled, 0, losses)) / jnp.maximum(1, jnp.sum(real)) * jnp.ones(len(real))
@@ -207,7 +207,7 @@ def _sft(loss: PreferenceLoss, pairs: PairLogps, real: jax.Array) -> jax.Array:
 
 
 PER_PAIR: dict[str, Callable[[PreferenceLoss, PairLogps], jax.Array]] = {
-    "sigmoid": lambda loss, pairs: -jax.nn.log_sigmoid(loss.lead(pairs)),
+    "sigmoid": lambda loss, pairs: -jax.nn.log_sigmoid(loss.delta_score(pairs)),
     "hinge": _hinge,
     "ipo": _ipo,
     "exo_pair": _exo_pair,
@@ -218,7 +218,7 @@ PER_PAIR: dict[str, Callable[[PreferenceLoss, PairLogps], jax.Array]] = {
     "apo_zero": _apo_zero,
     "apo_down": _apo_down,
     "discopop": _discopop,
-    "sigmoid_norm": lambda loss, pairs: -jax.nn.log_sigmoid(loss.beta * loss.lead_per_token(pairs)),
+    "sigmoid_norm": lambda loss, pairs: -jax.nn.log_sigmoid(loss.beta * loss.delta_score_per_token(pairs)),
 }
 # Losses of the pairs of a micro-batch together.
 WHOLE_BATCH: dict[str, Callable[[PreferenceLoss, PairLogps, jax.Array], jax.Array]] = {

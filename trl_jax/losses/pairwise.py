@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from trl_jax.losses.sums import counted, summed
+from trl_jax.losses.sums import real_examples, summed
 
 
 def pairwise_loss(
@@ -40,11 +40,11 @@ def pairwise_loss(
         whoever knows what to divide by.
     """
     chosen, rejected = chosen.astype(jnp.float32), rejected.astype(jnp.float32)
-    lead = chosen - rejected
-    losses = -jax.nn.log_sigmoid(lead if margin is None else lead - margin)
+    score_difference = chosen - rejected
+    losses = -jax.nn.log_sigmoid(score_difference if margin is None else score_difference - margin)
     if center_rewards_coefficient is not None:
         losses += center_rewards_coefficient * jnp.square(chosen + rejected)
-    return jnp.sum(weight * losses), _sums(chosen, rejected, counted(weight, micro_batch))
+    return jnp.sum(weight * losses), _sums(chosen, rejected, real_examples(weight, micro_batch))
 
 
 def _sums(chosen: jax.Array, rejected: jax.Array, pairs: jax.Array) -> dict[str, jax.Array]:

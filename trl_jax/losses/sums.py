@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from trl_jax.core.layer_gather import SEQUENCE
 
 
-def counted(weight: jax.Array, micro_batch: jax.Array | None = None) -> jax.Array:
+def real_examples(weight: jax.Array, micro_batch: jax.Array | None = None) -> jax.Array:
     """Which examples count: bool `[E]`, those with a weight; with `micro_batch` bool `[M, E]`, those of each."""
     return weight > 0 if micro_batch is None else micro_batch & (weight > 0)
 
 
 def summed(values: jax.Array | float, examples: jax.Array) -> jax.Array:
-    """The sum of `[E]` values over the examples that are `counted`, float32: a scalar, or `[M]`."""
+    """The sum of `[E]` values over the examples that are real, float32: a scalar, or `[M]`."""
     return jnp.sum(jnp.where(examples, values, 0), axis=-1, dtype=jnp.float32)
 
 

@@ -63,9 +63,10 @@ class Block(nnx.Module):
         *,
         dtype: jnp.dtype,
         key: jax.Array | None = None,
-        counted: jax.Array | None = None,
+        router_token_count: jax.Array | None = None,
     ) -> BlockOutputs:
-        """From `h` `[R, T, D]`; routers are summed over the tokens `counted` `[R, T]`, if any; `key` turns dropout on.
+        """From `h` `[R, T, D]`; routers are summed over tokens, `router_token_count` `[R, T]` times each, if that is
+        given; `key` turns dropout on.
 
         Attention and MLP compute in `dtype`, the residual stream that they are added to stays float32, as under torch's
         autocast.
@@ -85,7 +86,9 @@ class Block(nnx.Module):
         else:
             h = h + attended
             x = apply(self.mlp_norm, h).astype(dtype)
-        sums = None if counted is None or not self.kind.experts else self._router_sums(x, h, counted)
+        sums = None
+        if router_token_count is not None and self.kind.experts:
+            sums = self._router_sums(x, h, router_token_count)
         h = h + self._feed(x, h, key)
         return BlockOutputs(self.mlp_norm(h) if sums_normed else self._ended(h, inputs, dtype), kept, sums)
 
@@ -97,8 +100,10 @@ class Block(nnx.Module):
         out = apply(dropout_or_none(arch.attention_out_dropout, key, _ATTENTION_OUT), out)
         return scaled(out, arch.residual_scale), kept
 
-    def _router_sums(self, x: jax.Array, h: jax.Array, counted: jax.Array) -> RouterSums:
-        return self.mlp.router_sums(x, counted) if self.beside is None else self.beside.router_sums(h, counted, x.dtype)
+    def _router_sums(self, x: jax.Array, h: jax.Array, router_token_count: jax.Array) -> RouterSums:
+        if self.beside is None:
+            return self.mlp.router_sums(x, router_token_count)
+        return self.beside.router_sums(h, router_token_count, x.dtype)
 
     def _feed(self, x: jax.Array, h: jax.Array, key: jax.Array | None) -> jax.Array:
         arch, out = self.arch, self.mlp(x)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -12,10 +10,19 @@ from trl_jax.core.packed import BLOCK, Packed
 from trl_jax.core.router_sums import RouterSums
 from trl_jax.models.arch import Arch
 from trl_jax.models.block import EMBEDDING, Block, scaled
-from trl_jax.models.stack import apply, checkpointed, of_run, rope_inputs, stacked, whole_layer, window_inputs
+from trl_jax.models.stack import (
+    apply,
+    checkpointed,
+    last_layer,
+    of_run,
+    read,
+    rope_inputs,
+    stacked,
+    whole_layer,
+    window_inputs,
+)
 from trl_jax.nn.attention.inputs import AttentionInputs, LayerInputs
-from trl_jax.nn.attention.striped import Striped, striped
-from trl_jax.nn.cache.cache import Cache, Kept
+from trl_jax.nn.attention.striped import striped
 from trl_jax.nn.dropout import dropout_or_none
 from trl_jax.nn.layer_embedding import LayerEmbeddings
 from trl_jax.nn.linear import Embedding, Linear
@@ -33,19 +40,6 @@ def _longest(
     if lengths is not None:
         return jnp.max(lengths)
     return length if reads is None else jnp.max(reads % length) + 1
-
-
-def _read(h: jax.Array, reads: jax.Array | None, length: int, striped: Striped | None) -> jax.Array:
-    """Hidden states `[N, D]` at the flat places `reads` of rows of `length` tokens; of every token without any."""
-    if striped is not None:
-        return striped.read(h, *jnp.divmod(reads, length))
-    h = h.reshape(-1, h.shape[-1])
-    return h if reads is None else h[reads]
-
-
-def _last(stack: Any) -> Any:
-    """The last layer's of arrays with a leading axis L."""
-    return jax.tree.map(lambda a: a[-1], stack)
 
 
 class Decoder(nnx.Module):
@@ -81,9 +75,9 @@ class Decoder(nnx.Module):
         dropout_key: jax.Array | None = None,
         noise: Noise | None = None,
         max_tokens: int | None = None,
-        counted: jax.Array | None = None,
+        router_token_count: jax.Array | None = None,
     ) -> jax.Array | tuple[jax.Array, RouterSums]:
-        """Hidden states `[N, D]` of the tokens that are read; where some are counted, the routers' sums over those too.
+        """Hidden states `[N, D]` of the tokens that are read; with `router_token_count` the routers' sums, too.
 
         Args:
             tokens, positions: int32 `[R, T]`.
@@ -99,18 +93,20 @@ class Decoder(nnx.Module):
             dropout_key: turns dropout on, at the rates in the config.
             noise: what is added to the embeddings of tokens.
             max_tokens: no text has more tokens; None where nobody knows. Windows as long are left out.
-            counted: bool or int32 `[R, T]`, the tokens that the routers of experts are summed over, and how often each.
+            router_token_count: bool or int32 `[R, T]`, the tokens that the routers of experts are summed over, and how
+                often each.
         """
         length, stripes = tokens.shape[1], striped(1 if packed is None else BLOCK)
         if stripes is not None:  # tokens that fill them up come after all that is seen, and see nothing themselves
             assert reads is not None and valid is None
-            tokens, positions, packed, counted = jax.tree.map(stripes.local, (tokens, positions, packed, counted))
+            tokens, positions, packed, router_token_count = jax.tree.map(
+                stripes.local, (tokens, positions, packed, router_token_count)
+            )
         shared = AttentionInputs(self.arch.head_dim**-0.5, valid=valid, packed=packed, striped=stripes)
         longest = _longest(length, reads, lengths, packed)
-        shared, by_layer = self._layer_inputs(shared, positions, longest, max_tokens)
         keys = None if dropout_key is None else jax.random.split(dropout_key, self.arch.num_layers)
-        h, sums, made = self._embedded(tokens, positions, dtype, valid, dropout_key, noise), [], {}
-        by_layer = self._with_embedded(by_layer, tokens, h, dtype)
+        h, shared, by_layer = self.begin(shared, tokens, positions, longest, max_tokens, dtype, dropout_key, noise)
+        sums, made = [], {}
         for run in self.arch.runs:
             graph, state = nnx.split(vars(self)[run.name])
             reused = made[run.kind.heads] if run.kind.reuses else None
@@ -119,81 +115,44 @@ class Decoder(nnx.Module):
                 state, inputs, key = slices
                 block = nnx.merge(graph, whole_layer(state, f"{self.NAME}.{run.name}"))
                 own = shared.of_layer(inputs)._replace(reused=reused)
-                out = block(h, own, dtype=dtype, key=key, counted=counted)
+                out = block(h, own, dtype=dtype, key=key, router_token_count=router_token_count)
                 return out.h, (out.sums, out.kept if run.kind.reused else None)
 
             slices = (state, *of_run((by_layer, keys), run))
             h, (run_sums, run_kept) = jax.lax.scan(checkpointed(layer, remat=remat), h, slices)
             if run.kind.reused:
-                made[run.kind.heads] = _last(run_kept)
+                made[run.kind.heads] = last_layer(run_kept)
             sums += [] if run_sums is None else [run_sums]
-        hidden = self._closed(_read(h, reads, length, stripes), dtype)
+        hidden = self.finish(read(h, reads, length, stripes), dtype)
         if not sums:
             return hidden
         sums = sums[0] if len(sums) == 1 else jax.tree.map(lambda *each: jnp.concatenate(each), *sums)
         return hidden, sums if stripes is None else stripes.summed(sums)
 
-    def with_keys(
+    def begin(
         self,
+        shared: AttentionInputs,
         tokens: jax.Array,
         positions: jax.Array,
-        reads: jax.Array | None,
-        longest: jax.Array,
-        *,
-        cache: Cache | None = None,
-        layers: list[nnx.State] | None = None,
-        dtype: jnp.dtype = jnp.float32,
-        max_tokens: int | None = None,
-    ) -> tuple[jax.Array, list[Kept]]:
-        """Hidden states `[N, D]`, and what a cache keeps of the tokens: of each run of layers, with a leading axis L;
-        or of each layer, without it, where `layers` are given. Layers that reuse keys and values keep nothing.
-
-        Args:
-            tokens, positions, reads, dtype, max_tokens: as in a call; rows of one token each where there is a cache;
-                elsewhere the one read of a row is its text's last token.
-            longest: the tokens of the longest text so far, for ropes that ask.
-            cache: what the rows' tokens follow, its parts like those that are given back; None where texts begin here.
-            layers: the parameters of each layer, taken out of its stack; None computes with the stacks, in scans.
-        """
-        shared = AttentionInputs(self.arch.head_dim**-0.5, places=None if cache is None else cache.places)
-        if cache is None:
-            shared = shared._replace(lengths=reads % tokens.shape[1] + 1)
+        longest: jax.Array | int,
+        max_tokens: int | None,
+        dtype: jnp.dtype,
+        dropout_key: jax.Array | None = None,
+        noise: Noise | None = None,
+    ) -> tuple[jax.Array, AttentionInputs, LayerInputs]:
+        """Make what the first layer gets: the embedded tokens `[R, T, D]`, and the inputs of attention, those of all
+        layers added to `shared`, and those that differ."""
         shared, by_layer = self._layer_inputs(shared, positions, longest, max_tokens)
-        h, kept = self._embedded(tokens, positions, dtype), []
-        by_layer, made, caches = self._with_embedded(by_layer, tokens, h, dtype), {}, {}
-        parts = None if cache is None else cache.parts
-        for run in self.arch.runs:
-            graph, state = nnx.split(vars(self)[run.name])
-            reuses, heads = run.kind.reuses, run.kind.heads
-            earlier = (made[heads], caches[heads]) if reuses else None
+        h = self._embedded(tokens, positions, dtype, shared.valid, dropout_key, noise)
+        embedded = None if self.layer_embed is None else self.layer_embed(tokens, h, dtype)
+        return h, shared, by_layer._replace(embedded=embedded)
 
-            def layer(h, slices, graph=graph, name=run.name, earlier=earlier):
-                state, inputs, own_cache = slices
-                block = nnx.merge(graph, whole_layer(state, f"{self.NAME}.{name}"))
-                reused, cache = earlier or (None, own_cache)
-                out = block(h, shared.of_layer(inputs)._replace(reused=reused, cache=cache), dtype=dtype)
-                return out.h, out.kept if earlier is None else None
-
-            if layers is None:
-                own = None if parts is None or reuses else parts[len(kept)]
-                h, last = jax.lax.scan(layer, h, (state, of_run(by_layer, run), own))
-                kept += [] if reuses else [last]
-                last, own = (_last(last), _last(own)) if run.kind.reused else (None, None)
-            for number in range(run.first, run.first + run.count) if layers is not None else ():
-                inputs = jax.tree.map(lambda a: a[number], by_layer)  # noqa: B023
-                own = None if parts is None or reuses else parts[len(kept)]
-                h, last = layer(h, (layers[number], inputs, own))
-                kept += [] if reuses else [last]
-            if run.kind.reused:
-                made[heads], caches[heads] = last, own
-        return self._closed(_read(h, reads, tokens.shape[1], None), dtype), kept
-
-    def _closed(self, h: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    def finish(self, h: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Norm the stack's results `[N, D]`, and map them to the channels that a head reads."""
         h = apply(self.norm, h)
         return h if self.project_out is None else self.project_out(h.astype(dtype)).astype(jnp.float32)
 
-    def _embedded(self, tokens, positions, dtype, valid=None, dropout_key=None, noise=None) -> jax.Array:
+    def _embedded(self, tokens, positions, dtype, valid, dropout_key, noise) -> jax.Array:
         arch = self.arch
         h = self.embed(tokens, jnp.float32)
         if arch.scale_in_table:  # transformers' embedding gives scaled vectors; elsewhere the model scales them
@@ -207,10 +166,6 @@ class Decoder(nnx.Module):
                 positions = jnp.where(valid, jnp.cumsum(valid, axis=1) - 1, -1)
             h = h + self.position_embed(positions + arch.position_offset, jnp.float32)
         return apply(dropout_or_none(arch.embedding_dropout, dropout_key, EMBEDDING), h)
-
-    def _with_embedded(self, by_layer: LayerInputs, tokens, h: jax.Array, dtype: jnp.dtype) -> LayerInputs:
-        embedded = None if self.layer_embed is None else self.layer_embed(tokens, h, dtype)
-        return by_layer._replace(embedded=embedded)
 
     def _layer_inputs(
         self, shared: AttentionInputs, positions: jax.Array, longest: jax.Array | int, max_tokens: int | None

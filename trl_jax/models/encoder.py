@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trl_jax.core.packed import Packed
-from trl_jax.models.encoder_arch import EncoderArch
+from trl_jax.models.arch import EncoderArch
 from trl_jax.models.encoder_block import CONVOLUTION, EMBEDDING, EncoderBlock, norm_of
 from trl_jax.models.pooling import pool, valid_tokens
 from trl_jax.models.stack import apply, checkpointed, rope_inputs, stacked, whole_layer, window_inputs
@@ -108,11 +108,11 @@ class Encoder(nnx.Module):
 
     def _skipping_pads(self, tokens: jax.Array, packed: Packed | None) -> jax.Array:
         real = tokens != self.arch.padding_idx
-        counted = jnp.cumsum(real, axis=1)
+        numbers = jnp.cumsum(real, axis=1)
         if packed is not None:  # what stands before the token's own text does not count
-            before = jnp.take_along_axis(counted, packed.first - 1, axis=1, mode="clip")
-            counted = counted - jnp.where(packed.first > 0, before, 0)
-        return counted * real + self.arch.padding_idx
+            before = jnp.take_along_axis(numbers, packed.first - 1, axis=1, mode="clip")
+            numbers = numbers - jnp.where(packed.first > 0, before, 0)
+        return numbers * real + self.arch.padding_idx
 
     def _layer_inputs(
         self,

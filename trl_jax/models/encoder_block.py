@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 from flax import nnx
 
-from trl_jax.models.encoder_arch import EncoderArch
+from trl_jax.models.arch import EncoderArch
 from trl_jax.models.stack import apply
 from trl_jax.nn.attention.bidirectional import BidirectionalAttention
 from trl_jax.nn.attention.disentangled import DisentangledAttention

@@ -25,6 +25,6 @@ class ExpertsBeside(nnx.Module):
         seen, dtype = self.norm(h).astype(of_mlp.dtype), of_mlp.dtype
         return self.mlp_norm(of_mlp) + self.out_norm(self.moe(seen, h.astype(dtype)))
 
-    def router_sums(self, h: jax.Array, counted: jax.Array, dtype: jnp.dtype) -> RouterSums:
+    def router_sums(self, h: jax.Array, router_token_count: jax.Array, dtype: jnp.dtype) -> RouterSums:
         """As of `MoE`, from the residual stream."""
-        return self.moe.router_sums(h.astype(dtype), counted)
+        return self.moe.router_sums(h.astype(dtype), router_token_count)

@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from trl_jax.models.arch import Arch
+from trl_jax.models.arch import Arch, EncoderArch
 from trl_jax.models.decoder import Decoder
 from trl_jax.models.encoder import Encoder
-from trl_jax.models.encoder_arch import EncoderArch
 from trl_jax.models.model import Model
 from trl_jax.models.stack import apply
 from trl_jax.nn.dropout import dropout_or_none

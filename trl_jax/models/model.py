@@ -45,8 +45,8 @@ class Model(nnx.Module):
             dropout_key: turns dropout on, at the rates in the config.
             temperature: divides the logits of a language model's head; a score head has none.
             head_dtype: what a language model's head computes in; None: `dtype`.
-            options: the trunk's others. With `counted`, tokens `[R, T]`, a model with experts gives beside its outputs
-                the `RouterSums` over those.
+            options: the trunk's others. With `router_token_count`, `[R, T]`, a model with experts gives beside its
+                outputs the `RouterSums` over those tokens.
         """
         trunk = vars(self)[self.trunk_name]
         hidden = trunk(tokens, positions, reads, dtype=dtype, dropout_key=dropout_key, **options)

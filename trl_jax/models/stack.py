@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from trl_jax.core.layer_gather import layer_gather
 from trl_jax.nn.attention.key_ranges import SAVED
+from trl_jax.nn.attention.striped import Striped
 from trl_jax.nn.rope import Rope, rope_angles
 
 _NO_WINDOW = np.iinfo(np.int32).max
@@ -64,6 +65,11 @@ def of_run(inputs: Any, run: Any) -> Any:
     return jax.tree.map(lambda a: a[run.first : run.first + run.count], inputs)
 
 
+def last_layer(inputs: Any) -> Any:
+    """The last layer's part of arrays with a leading axis L."""
+    return jax.tree.map(lambda a: a[-1], inputs)
+
+
 def whole_layer(state: nnx.State, stack: str) -> nnx.State:
     """A layer's parameters, each gathered where a device holds a part of it; in the turn of the scan that uses them.
 
@@ -82,6 +88,14 @@ def _dotted(path: tuple) -> str:
 def apply(part: Callable[[jax.Array], jax.Array] | None, x: jax.Array) -> jax.Array:
     """`part` of x; x itself without a part."""
     return x if part is None else part(x)
+
+
+def read(h: jax.Array, reads: jax.Array | None, length: int, striped: Striped | None) -> jax.Array:
+    """Hidden states `[N, D]` at the flat places `reads` of rows of `length` tokens; of every token without any."""
+    if striped is not None:
+        return striped.read(h, *jnp.divmod(reads, length))
+    h = h.reshape(-1, h.shape[-1])
+    return h if reads is None else h[reads]
 
 
 def narrowest_window(windows: Sequence[int | None]) -> int | None:

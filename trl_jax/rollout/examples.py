@@ -16,7 +16,7 @@ from trl_jax.tasks.policy import PolicyTask
 def example_of(
     prompt: Sequence[int],
     completion: Sequence[int],
-    counted: np.ndarray,
+    completion_mask: np.ndarray,
     numbers: Mapping[str, float] | None = None,
     of_tokens: Mapping[str, np.ndarray] | None = None,
 ) -> Example:
@@ -24,12 +24,12 @@ def example_of(
     completions of the prompt may share it.
 
     Args:
-        counted: bool, of each token of the completion.
+        completion_mask: bool, of each token of the completion.
         numbers: of the completion. of_tokens: of its tokens that count.
     """
     ids = np.concatenate([prompt, completion]).astype(np.int32)
     labels = np.full(len(ids), IGNORED, np.int32)
-    labels[len(prompt) :][counted] = np.asarray(completion)[counted]
+    labels[len(prompt) :][completion_mask] = np.asarray(completion)[completion_mask]
     extras = Extras(dict(numbers or {}), {}, {name: (values,) for name, values in (of_tokens or {}).items()})
     return Example((ids,), extras, (labels,), context=Context(ids[: len(prompt)].tobytes(), len(prompt)))
 
@@ -53,12 +53,12 @@ def step_examples(
     groups = []
     for rows, generation in zip(parts, generations, strict=True):
         lengths = np.asarray([row.num_tokens for row in rows], np.float32)
-        share = np.full(len(rows), 1 / (len(parts) * len(rows)), np.float32)
+        completion_weight = np.full(len(rows), 1 / (len(parts) * len(rows)), np.float32)
         member = np.zeros((ranks, len(rows)), bool)
         for rank, own in enumerate(by_shard([range(len(rows))], ranks)):
             member[rank, own] = True
         tokens = generation.num_tokens
-        weights = task.token_weights(lengths, share, member, generated_tokens=tokens, part=part)
+        weights = task.token_weights(lengths, completion_weight, member, generated_tokens=tokens, part=part)
         groups.append([_with_numbers(task, *row, coef) for row in zip(rows, weights.tolist(), strict=True)])
     return groups
 
@@ -66,4 +66,4 @@ def step_examples(
 def _with_numbers(task: PolicyTask, row: Completed, weight: float, coef: float | None) -> Example:
     numbers, of_tokens = task.numbers(row)
     numbers = {**numbers, "token_weight": weight} | ({} if coef is None else {"entropy_coef": coef})
-    return example_of(row.prompt, row.completion, row.counted, numbers, of_tokens)
+    return example_of(row.prompt, row.completion, row.completion_mask, numbers, of_tokens)

@@ -13,7 +13,7 @@ class Completed(NamedTuple):
     """A prompt with one completion.
 
     prompt, completion: token ids, int32.
-    counted: bool, for each token of the completion whether it is learned from.
+    completion_mask: bool, for each token of the completion whether it is learned from.
     advantage: how much better its reward is than that of the prompt's other completions.
     old_logps, ref_logps: float32, log-probabilities of the completion's tokens under the policy that wrote it and under
         the reference; None where nobody needs them.
@@ -21,7 +21,7 @@ class Completed(NamedTuple):
 
     prompt: np.ndarray
     completion: np.ndarray
-    counted: np.ndarray
+    completion_mask: np.ndarray
     advantage: float
     old_logps: np.ndarray | None = None
     ref_logps: np.ndarray | None = None
@@ -29,7 +29,7 @@ class Completed(NamedTuple):
     @property
     def num_tokens(self) -> int:
         """Tokens that are learned from."""
-        return int(self.counted.sum())
+        return int(self.completion_mask.sum())
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Experience:
         arrays = {"advantage": np.asarray([row.advantage for row in rows], np.float32)}
         for name in ("prompt", "completion"):
             arrays[f"{name}_length"] = np.asarray([len(row._asdict()[name]) for row in rows], np.int32)
-        for name in ("prompt", "completion", "counted", "old_logps", "ref_logps"):
+        for name in ("prompt", "completion", "completion_mask", "old_logps", "ref_logps"):
             values = [row._asdict()[name] for row in rows]
             if values[0] is not None:
                 arrays[name] = np.concatenate(values)
@@ -75,6 +75,6 @@ class Experience:
                 return [None] * len(arrays["advantage"])
             return np.split(arrays[name], np.cumsum(arrays[f"{of}_length"])[:-1])
 
-        columns = [split("prompt", "prompt"), *(split(name, "completion") for name in ("completion", "counted"))]
+        columns = [split("prompt", "prompt"), split("completion", "completion"), split("completion_mask", "completion")]
         logps = [split(name, "completion") for name in ("old_logps", "ref_logps")]
         return cls([Completed(*row) for row in zip(*columns, arrays["advantage"].tolist(), *logps, strict=True)])

@@ -44,14 +44,14 @@ def _spread(group: str, name: str, values: np.ndarray) -> Iterator[tuple[str, fl
         yield f"{group}/{kind}_{name}", float(function(values))
 
 
-def reward_metrics(names: Sequence[str], rewards: np.ndarray, judged: Any) -> Iterator[tuple[str, float]]:
+def reward_metrics(names: Sequence[str], rewards: np.ndarray, advantages: Any) -> Iterator[tuple[str, float]]:
     """Of rewards float32 `[B, F]` of functions with these names, and the `Advantages` that came of them."""
     for name, values in zip(names, rewards.T, strict=True):
         yield f"rewards/{name}/mean", _mean(values)
         yield f"rewards/{name}/std", _std(values)
-    yield "reward", _mean(judged.rewards)
-    yield "reward_std", _std(judged.rewards)
-    yield "frac_reward_zero_std", float(np.mean(judged.zero_std, dtype=np.float32))
+    yield "reward", _mean(advantages.rewards)
+    yield "reward_std", _std(advantages.rewards)
+    yield "frac_reward_zero_std", float(np.mean(advantages.zero_std, dtype=np.float32))
 
 
 def _mean(values: np.ndarray) -> float:

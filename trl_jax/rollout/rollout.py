@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from trl_jax.rollout.completions_log import CompletionsLog
+from trl_jax.rollout.completions.log import CompletionsLog
 from trl_jax.rollout.experience import Completed, Experience
 from trl_jax.rollout.metrics import Collected, length_metrics, reward_metrics
 from trl_jax.rollout.written import Written
@@ -49,8 +49,8 @@ class Rollout:
     task: how rewards become advantages.
     writer: the policy, with its tokenizer.
     rewards: the reward functions.
-    logps: (prompts, completions, counted) -> log-probabilities of the completions' tokens under the policy or, by name,
-        the "reference"; float32 `[tokens]` of each.
+    logps: ("policy" or "reference", prompts, completions, completion_mask) -> log-probabilities of the completions'
+        tokens under that model; float32 `[tokens]` of each.
     ends: ids that a completion which was not broken off ends with.
     drops_truncated: nothing is learned from completions that were broken off.
     saw_tokens: told how many tokens were read and written in training; gives those of the whole run.
@@ -87,28 +87,28 @@ class Rollout:
         metrics.set("num_tokens", float(self.saw_tokens(tokens if mode == "train" else 0)))
         metrics.add(length_metrics(lengths, truncated))
         dropped = truncated & self.drops_truncated
-        counted = [own & (not out) for own, out in zip(made.by_model, dropped, strict=True)]
-        passes = self.start(lambda: self._logps(ids, written, counted))
+        completion_mask = [own & (not out) for own, out in zip(made.by_model, dropped, strict=True)]
+        passes = self.start(lambda: self._logps(ids, written, completion_mask))
         self.tell(f"rewards of {len(rows)} completions")
         rewards = self.rewards(made.with_columns(rows), prompts, texts, [own.tolist() for own in written])
         old, ref = passes()
-        kl = _divergence(old, ref, counted)
+        kl = _divergence(old, ref, completion_mask)
         if self.task.divergence_in_reward and self.task.beta:
-            metrics.add(iter([("kl", float(kl.sum() / max(1, sum(own.sum() for own in counted))))]))
-        judged = self.task.advantages(rewards, group, kl)
-        metrics.add(reward_metrics(self.rewards.names, rewards, judged))
-        self.tell(f"reward {_mean(judged.rewards)}, {'training' if mode == 'train' else 'evaluating'}")
+            metrics.add(iter([("kl", float(kl.sum() / max(1, sum(own.sum() for own in completion_mask))))]))
+        advantages = self.task.advantages(rewards, group, kl)
+        metrics.add(reward_metrics(self.rewards.names, rewards, advantages))
+        self.tell(f"reward {_mean(advantages.rewards)}, {'training' if mode == 'train' else 'evaluating'}")
         metrics.add(iter(self.rewards.metrics().items()))
         if self.table is not None:
-            self.table.add(mode, prompts, texts, rewards, judged.advantages, self.rewards.extra())
+            self.table.add(mode, prompts, texts, rewards, advantages.advantages, self.rewards.extra())
         ids, written = ([np.asarray(own, np.int32) for own in part] for part in (ids, written))
-        return Experience(list(map(Completed, ids, written, counted, judged.advantages.tolist(), old, ref)))
+        return Experience(list(map(Completed, ids, written, completion_mask, advantages.advantages.tolist(), old, ref)))
 
-    def _logps(self, ids: Ids, written: Ids, counted: Sequence[np.ndarray]) -> tuple[Sequence, Sequence]:
+    def _logps(self, ids: Ids, written: Ids, completion_mask: Sequence[np.ndarray]) -> tuple[Sequence, Sequence]:
         """Log-probabilities under the policy and under the reference; None for each completion, where nobody asks."""
         nothing = [None] * len(written)
-        old = self.logps("policy", ids, written, counted) if self.task.keeps_old_logps else nothing
-        return old, self.logps("reference", ids, written, counted) if self.task.beta else nothing
+        old = self.logps("policy", ids, written, completion_mask) if self.task.keeps_old_logps else nothing
+        return old, self.logps("reference", ids, written, completion_mask) if self.task.beta else nothing
 
     def logged(self, mode: str, step: int) -> dict[str, float | None]:
         """The metrics since the last log, by TRL's names; and the table of completions is shown."""
@@ -123,8 +123,8 @@ def _mean(rewards: np.ndarray) -> str:
     return f"{found.mean():.3g}" if len(found) else "unknown"
 
 
-def _divergence(old: Logps, ref: Logps, counted: Sequence[np.ndarray]) -> np.ndarray | None:
+def _divergence(old: Logps, ref: Logps, completion_mask: Sequence[np.ndarray]) -> np.ndarray | None:
     """The sum of old - reference log-probabilities over each completion's tokens, float32 `[B]`."""
     if old[0] is None or ref[0] is None:
         return None
-    return np.asarray([np.sum((a - b) * c) for a, b, c in zip(old, ref, counted, strict=True)], np.float32)
+    return np.asarray([np.sum((a - b) * c) for a, b, c in zip(old, ref, completion_mask, strict=True)], np.float32)

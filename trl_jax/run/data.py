@@ -88,7 +88,7 @@ def loader(run: RunState, dataset: Dataset | IterableDataset, *, training: bool)
         run.task.columns,
         run.task.example,
         step_layout(run, plan, training=training),
-        fills=run.fills if training else False,
+        fill_last=run.progress.fill_last if training else False,
         shuffle=training and args.train_sampling_strategy != "sequential",
         seed=_order_seed(run),
         lengths=lengths,

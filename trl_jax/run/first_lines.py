@@ -31,8 +31,8 @@ def show_lines(level: int, *, asked: bool) -> None:
 
 def tell(run: RunState, about: str, text: str) -> None:
     """Say a line, the first time that a run has one about this; on the first process."""
-    if about not in run.told:
-        run.told.add(about)
+    if about not in run.progress.told:
+        run.progress.told.add(about)
         _say(text)
 
 

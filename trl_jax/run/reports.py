@@ -20,7 +20,7 @@ def task_metrics(run: RunState, sums: list[dict[str, np.ndarray]], split: str) -
     task = run.task
     if run.rollout is not None:
         return run.rollout.logged(task.metrics(sums, split), run.state.global_step)
-    metrics, tokens = task.metrics(sums, split), {"num_tokens": float(run.tokens_seen)}
+    metrics, tokens = task.metrics(sums, split), {"num_tokens": float(run.progress.tokens_seen)}
     if task.head == "score" or task.num_tokens_after not in metrics:
         return tokens | metrics
     names = list(metrics)

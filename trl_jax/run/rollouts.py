@@ -20,7 +20,7 @@ from trl_jax.engine.devices.processes import is_first, several
 from trl_jax.engine.devices.sharding import fetched
 from trl_jax.engine.devices.spmd import ShardedStep
 from trl_jax.hub.generating.complete import complete
-from trl_jax.rollout.completions_log import CompletionsLog
+from trl_jax.rollout.completions.log import CompletionsLog
 from trl_jax.rollout.entropy import EntropyBonus
 from trl_jax.rollout.examples import example_of, step_examples
 from trl_jax.rollout.experience import Completed, Experience
@@ -173,8 +173,8 @@ class StepMaker:
         self, parts: list[list[Completed]], generations: list[Experience], number: int, coef: float | None
     ) -> StepBatch:
         task, layout = self._run.task, self._layout
-        share = len(parts) / task.cycle.parts
-        groups = step_examples(task, parts, generations, share, coef, layout.shards)
+        part = len(parts) / task.cycle.parts
+        groups = step_examples(task, parts, generations, part, coef, layout.shards)
         return layout.step([[IndexedExample(example, 0) for example in group] for group in groups], number)
 
 
@@ -186,10 +186,10 @@ class CompletionLogps:
         functions = {"policy": forward.of_policy, "reference": forward.of_reference}
         self._of = {name: _compiled(of_pass, sharded_step) for name, of_pass in functions.items()}
 
-    def __call__(self, model: str, prompts: Ids, completions: Ids, counted: Sequence[np.ndarray]) -> Logps:
+    def __call__(self, model: str, prompts: Ids, completions: Ids, completion_mask: Sequence[np.ndarray]) -> Logps:
         run = self._run
         layout = replace(data.step_layout(run, training=True), accumulation=1)
-        examples = [example_of(*row) for row in zip(prompts, completions, counted, strict=True)]
+        examples = [example_of(*row) for row in zip(prompts, completions, completion_mask, strict=True)]
         found = [np.zeros(len(own), np.float32) for own in completions]
         with run.on_device():
             for start in range(0, len(examples), layout.batch_size):
@@ -197,7 +197,7 @@ class CompletionLogps:
                 step = layout.step([[IndexedExample(example, number) for number, example in part]], 0)
                 logps = fetched(self._of[model](run.arrays, data.placed_pass(run, step.arrays)))
                 for number, (own,) in step.of_reads(logps.reshape(step.arrays.reads.shape)).items():
-                    found[number][counted[number]] = own
+                    found[number][completion_mask[number]] = own
         return found
 
 

@@ -1,4 +1,4 @@
-"""The state of a run, shared by all its parts: model, task, data, arguments, callbacks and counters."""
+"""The state of a run, shared by all its parts: model, task, data, arguments, callbacks, and what steps change."""
 
 from __future__ import annotations
 
@@ -26,8 +26,32 @@ OWN_LOSS = frozenset({"compute_loss", "prediction_step"})  # methods by which a 
 
 
 @dataclass
+class RunProgress:
+    """The part of a run that train() changes, besides the model's arrays, a reference that follows, and `events.state`.
+
+    optimizer_state: of the last step; a second train() goes on with it, as TRL's does.
+    tokens_seen: real tokens of all steps so far.
+    found_batch_size: by auto_find_batch_size.
+    fill_last: whether the last micro-batch of an epoch is filled up, as in the run that is resumed; None: on several
+        devices.
+    in_train: whether train() is under way.
+    told: what the run has said of itself (`run.first_lines`).
+    interrupts: the signals of the last train().
+    """
+
+    optimizer_state: Any = None
+    tokens_seen: int = 0
+    found_batch_size: int | None = None
+    fill_last: bool | None = None
+    in_train: bool = False
+    told: set[str] = field(default_factory=set)
+    interrupts: Interrupts = field(default_factory=Interrupts)
+
+
+@dataclass
 class RunState:
-    """The state and the counters that the parts of a run share.
+    """The set-up that the parts of a run share. The constructor of a trainer fills it in, `run.parts.assemble` ends
+    that; afterwards a script may set what the trainer shows of it, and train() changes `progress`.
 
     args, task: how to train, and what to learn.
     overridden: names that a script's own subclass of the trainer defines.
@@ -41,13 +65,7 @@ class RunState:
     router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts; 0.0 adds none.
     finish_rows: adds columns that the model computes to a prepared dataset of this name; None while the trainer is
         constructed, and where there are none.
-    optimizer_state: of the last step; a second train() goes on with it, as TRL's does.
-    tokens_seen: real tokens of all steps so far.
-    found_batch_size: by auto_find_batch_size.
-    told: what the run has said of itself (`run.first_lines`).
-    interrupts: the signals of the last train().
-    fills: whether the last micro-batch of an epoch is filled up, as in the run that is resumed; None: on several
-        devices.
+    progress: what train() changes.
     """
 
     args: BaseConfig
@@ -66,13 +84,7 @@ class RunState:
     rollout: RolloutSteps | None = None
     router_aux_loss_coef: float = 0.0
     finish_rows: Callable[[Any, str], Any] | None = None
-    optimizer_state: Any = None
-    tokens_seen: int = 0
-    found_batch_size: int | None = None
-    fills: bool | None = None
-    in_train: bool = False
-    told: set[str] = field(default_factory=set)
-    interrupts: Interrupts = field(default_factory=Interrupts)
+    progress: RunProgress = field(default_factory=RunProgress)
 
     @property
     def state(self) -> TrainerState:
@@ -101,7 +113,7 @@ class RunState:
     @property
     def train_batch_size(self) -> int:
         """Examples in a micro-batch, on each device: those of the arguments, or what auto_find_batch_size found."""
-        return self.found_batch_size or self.args.per_device_train_batch_size
+        return self.progress.found_batch_size or self.args.per_device_train_batch_size
 
     @property
     def shards(self) -> int:

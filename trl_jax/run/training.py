@@ -78,7 +78,7 @@ class Training:
     def train(self, resume_from: str | bool | None) -> TrainOutput:
         """Train to the end, alone in output_dir, heeding signals; smaller batches where auto_find_batch_size asks."""
         args = self._run.args
-        interrupts = self._run.interrupts = Interrupts()
+        interrupts = self._run.progress.interrupts = Interrupts()
         saves = args.save_strategy != SaveStrategy.NO
         promise = "saving a checkpoint and leaving" if saves else "leaving without a checkpoint (save_strategy='no')"
         with self._run.on_device(), contextlib.ExitStack() as entered:
@@ -104,16 +104,16 @@ class Training:
     def _what_fits(self, once: Callable[[], TrainOutput]) -> TrainOutput:
         """Each try begins where the first one did: a step takes the arrays it is given."""
         run = self._run
-        first, tokens_seen = host_copy((run.model.params, run.optimizer_state)), run.tokens_seen
+        first, tokens_seen = host_copy((run.model.params, run.progress.optimizer_state)), run.progress.tokens_seen
 
         def again(size: int) -> None:
-            run.found_batch_size, run.tokens_seen = size, tokens_seen
+            run.progress.found_batch_size, run.progress.tokens_seen = size, tokens_seen
             params, state = first
             if run.sharding_plan is None:
-                run.model.params, run.optimizer_state = jax.tree.map(jnp.array, first)
+                run.model.params, run.progress.optimizer_state = jax.tree.map(jnp.array, first)
             else:
                 run.model.params = run.sharding_plan.placed(params)
-                run.optimizer_state = None if state is None else run.sharding_plan.placed_state(state, params)
+                run.progress.optimizer_state = None if state is None else run.sharding_plan.placed_state(state, params)
 
         return retried(once, lambda: run.train_batch_size, again)
 
@@ -122,8 +122,8 @@ class Training:
         self.choice = self._choose()  # arguments may have been changed since
         self.optimizer = tx = self.made_optimizer()
         found = find(resume_from, args.output_dir) if resume_from else None
-        if found is not None and args.auto_find_batch_size and run.found_batch_size is None:
-            run.found_batch_size = found.state.train_batch_size
+        if found is not None and args.auto_find_batch_size and run.progress.found_batch_size is None:
+            run.progress.found_batch_size = found.state.train_batch_size
         length = length_of(run)
         schedule = LearningRate(self.choice.rates(args, length.max_steps), lambda: run.state.global_step)
         self._checkpointer.lr_scheduler = schedule
@@ -139,16 +139,16 @@ class Training:
         run.state.compute_steps(args, length.max_steps)
         loop, train_loss, unreported = self._looped(tx, length, progress)
         with self._leaving_saved(loop):
-            with run.interrupts.waiting():
+            with run.progress.interrupts.waiting():
                 self._publisher.finish()
                 if run.rollout is not None:
                     run.rollout.finish()
             metrics = self._closing_metrics(train_loss, unreported, start, length.max_steps, first)
-            with run.interrupts.waiting():
+            with run.progress.interrupts.waiting():
                 params = self._best_params()
         self._end(params)
-        if run.interrupts.received is not None:
-            run.interrupts.leave()
+        if run.progress.interrupts.received is not None:
+            run.progress.interrupts.leave()
         tell_trained(run, run.state.global_step - first, time.monotonic() - start)
         return TrainOutput(run.state.global_step, train_loss, metrics)
 
@@ -188,10 +188,10 @@ class Training:
             nonfinite_guard=NonFiniteGuard(
                 run.state.global_step + 1, partial(explain, run, self._hooks.loss), patience
             ),
-            interrupts=run.interrupts,
+            interrupts=run.progress.interrupts,
             progress=progress,
         )
-        run.in_train = True
+        run.progress.in_train = True
         try:
             with (
                 checkpointer.saver.settled(),
@@ -201,7 +201,7 @@ class Training:
             ):
                 return loop, *loop.run()
         finally:
-            run.in_train = False
+            run.progress.in_train = False
 
     def _evaluate(self) -> dict[str, float]:
         args = self._run.args

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from trl_jax.core.arguments.base import SUPPORTED
+from trl_jax.core.arguments.tables.base import SUPPORTED
 from trl_jax.core.trainers import TRAINERS
 
 if TYPE_CHECKING:

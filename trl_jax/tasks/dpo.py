@@ -11,12 +11,13 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 
 from trl_jax.core.token_outputs import TokenOutputs
-from trl_jax.data.example import IGNORED, Columns, Example, Measured
+from trl_jax.data.example import IGNORED, Columns, Example, LossBatch
 from trl_jax.data.layout.batch import Batch
 from trl_jax.data.rows.preference import dpo as rows
 from trl_jax.losses.dpo import WHOLE_BATCH, PairLogps, PreferenceLoss, length_desensitised
-from trl_jax.losses.sums import counted, of_texts, summed
+from trl_jax.losses.sums import of_texts, real_examples, summed
 from trl_jax.tasks.metrics import aux_loss, joined
+from trl_jax.tasks.task import TokenTask
 
 REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
 _AT_START = ("chosen_at_start", "rejected_at_start")
@@ -25,7 +26,7 @@ _PAIR_SUMS = ("reward_chosen", "reward_rejected", "wins", "logps_chosen", "logps
 
 
 @dataclass(frozen=True)
-class DpoTask:
+class DpoTask(TokenTask):
     """TRL's direct preference optimisation: two texts an example, of which the answers' tokens are labelled.
 
     objective: the loss of pairs, with its options.
@@ -95,7 +96,7 @@ class DpoTask:
             "entropy": fixed.entropy,
             "correct": fixed.correct,
             "logits": fixed.mean_logits,
-            "aligned": fixed.logps - fixed.log_sum_sq_probs,
+            "wpo_logps": fixed.logps - fixed.log_sum_sq_probs,
         }
         sums = {name: of_texts(value, batch.text, texts) for name, value in values.items()}
         logps = sums["logps_sum"]
@@ -105,7 +106,7 @@ class DpoTask:
         return sums | {"logps": logps, "targets": targets}
 
     def loss(
-        self, outputs: dict[str, jax.Array], batch: Batch | Measured
+        self, outputs: dict[str, jax.Array], batch: Batch | LossBatch
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The weighted sum of the losses of pairs, and sums over the micro-batches.
 
@@ -118,7 +119,7 @@ class DpoTask:
         for side, name in zip((chosen, rejected), _AT_START, strict=True):
             side["tokens"] = side["targets"] + batch.extras.example[name]
         pairs = _pairs(chosen, rejected)
-        real, rewards = counted(batch.weight, batch.micro_batch), [self.objective.beta * r for r in pairs.ratios]
+        real, rewards = real_examples(batch.weight, batch.micro_batch), [self.objective.beta * r for r in pairs.ratios]
         sums = {
             f"{name}_{side}": summed(part[name], real)
             for name in _TOKEN_SUMS
@@ -164,10 +165,6 @@ class DpoTask:
             **{f"logps/{side}": mean(totals[f"logps_{side}"], pairs) for side in _SIDES},
         }
 
-    def inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The batch as it is."""
-        return batch
-
 
 _SIDES = ("chosen", "rejected")
 
@@ -178,7 +175,7 @@ def _halves(outputs: dict[str, jax.Array]) -> dict[str, list[jax.Array]]:
 
 
 def _pairs(chosen: dict[str, jax.Array], rejected: dict[str, jax.Array]) -> PairLogps:
-    aligned = (jnp.exp(side["aligned"] / jnp.maximum(side["targets"], 1)) for side in (chosen, rejected))
+    wpo_weights = (jnp.exp(side["wpo_logps"] / jnp.maximum(side["targets"], 1)) for side in (chosen, rejected))
     return PairLogps(
         chosen["logps"],
         rejected["logps"],
@@ -187,7 +184,7 @@ def _pairs(chosen: dict[str, jax.Array], rejected: dict[str, jax.Array]) -> Pair
         chosen["tokens"],
         rejected["tokens"],
         chosen["logps_sum"],
-        next(aligned) * next(aligned),
+        next(wpo_weights) * next(wpo_weights),
         chosen["targets"],
     )
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from trl_jax.data.layout.batch import Batch
 from trl_jax.losses.policy_gradient import Advantages, PolicyLoss, group_advantages, grpo_loss, token_weights
-from trl_jax.losses.sums import counted
+from trl_jax.losses.sums import real_examples
 from trl_jax.tasks.metrics import aux_loss
 from trl_jax.tasks.policy import PolicyTask
 from trl_jax.tasks.policy_metrics import grpo_metrics, means
@@ -39,7 +39,7 @@ class GrpoTask(PolicyTask):
 
     def numbers(self, row: Any) -> tuple[dict[str, float], dict[str, np.ndarray]]:
         logps = {"old_logps": row.old_logps, "ref_logps": row.ref_logps}
-        of_tokens = {name: values[row.counted] for name, values in logps.items() if values is not None}
+        of_tokens = {name: values[row.completion_mask] for name, values in logps.items() if values is not None}
         return {"advantage": row.advantage}, of_tokens
 
     def advantages(self, rewards: np.ndarray, group: int, kl: np.ndarray | None) -> Advantages:
@@ -47,8 +47,10 @@ class GrpoTask(PolicyTask):
         options = {"aggregation": self.multi_objective_aggregation, "scale_rewards": self.scale_rewards}
         return group_advantages(rewards, group, weights=self.reward_weights, **options)
 
-    def token_weights(self, lengths: np.ndarray, share: np.ndarray, micro_batch: np.ndarray, **of_generation: Any):
-        return token_weights(self.objective, lengths, share, micro_batch, **of_generation)
+    def token_weights(
+        self, lengths: np.ndarray, completion_weight: np.ndarray, micro_batch: np.ndarray, **of_generation: Any
+    ) -> np.ndarray:
+        return token_weights(self.objective, lengths, completion_weight, micro_batch, **of_generation)
 
     def loss(self, outputs: dict[str, jax.Array], batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The step's loss of the completions of a pass, and sums over micro-batches."""
@@ -62,9 +64,9 @@ class GrpoTask(PolicyTask):
             entropies=outputs["entropy"],
             sampling_logps=of_reads.get("sampling_logps"),
             text=batch.text,
-            weight=numbers["token_weight"],
-            share=batch.weight,
-            micro_batch=counted(batch.weight, jnp.atleast_2d(batch.micro_batch)),
+            token_weight=numbers["token_weight"],
+            completion_weight=batch.weight,
+            micro_batch=real_examples(batch.weight, jnp.atleast_2d(batch.micro_batch)),
             entropy_coef=coefficient,
             settings=self.objective,
         )

@@ -14,12 +14,13 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 
 from trl_jax.core.token_outputs import TokenOutputs
-from trl_jax.data.example import Columns, Example, Measured
+from trl_jax.data.example import Columns, LossBatch
 from trl_jax.data.layout.batch import Batch
 from trl_jax.data.rows.preference import kto as rows
 from trl_jax.losses.kto import UnpairedLoss, kl_estimate
-from trl_jax.losses.sums import counted, of_texts, summed
+from trl_jax.losses.sums import of_texts, real_examples, summed
 from trl_jax.tasks.metrics import aux_loss, joined
+from trl_jax.tasks.task import TokenTask
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ _ALL_SUMS = ("examples", "kl", *(f"{name}_{side}" for name in _SIDE_SUMS for sid
 
 
 @dataclass(frozen=True)
-class KtoTask:
+class KtoTask(TokenTask):
     """TRL's Kahneman-Tversky optimisation: an example is a prompt with its answer and, where the loss estimates a
     divergence, with the answer of the row before; the answers' tokens are labelled.
 
@@ -63,7 +64,7 @@ class KtoTask:
         texts = 2 if self.objective.estimates_kl else 1
         ids, labels = zip(*(rows.JOINED, rows.KL_JOINED)[:texts], strict=True)
         reference = _REFERENCE_COLUMNS[:texts]
-        return Columns(ids, numbers=("label", *reference), labels=labels, optional=reference, counted=1)
+        return Columns(ids, numbers=("label", *reference), labels=labels, optional=reference, num_primary_texts=1)
 
     def prepare(
         self,
@@ -102,10 +103,6 @@ class KtoTask:
             f"There are {desirable:,} desirable and {undesirable:,} undesirable rows."
         )
 
-    def example(self, row: dict[str, Any]) -> Example:
-        """The texts of a row, their labels, its kind, and the reference's log-probabilities, where they are known."""
-        return self.columns.example(row)
-
     def of_pass(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
         """Sums over the targets of each text, `[X]`."""
         texts, fixed = len(self.columns.texts) * len(batch.weight), jax.lax.stop_gradient(outputs)
@@ -118,7 +115,7 @@ class KtoTask:
         return {name: of_texts(value, batch.text, texts) for name, value in values.items()}
 
     def loss(
-        self, outputs: dict[str, jax.Array], batch: Batch | Measured
+        self, outputs: dict[str, jax.Array], batch: Batch | LossBatch
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The loss of a micro-batch, and sums over it.
 
@@ -132,7 +129,7 @@ class KtoTask:
         ratio, desirable = own["logps"] - own["ref_logps"], batch.extras.example["label"] > 0
         divergence = others[0]["logps"] - others[0]["ref_logps"] if others else jnp.zeros_like(ratio)
         kl = kl_estimate(divergence, batch.weight > 0)
-        real = counted(batch.weight, batch.micro_batch)
+        real = real_examples(batch.weight, batch.micro_batch)
         values = own | {"rewards": self.objective.beta * ratio, "count": 1.0}
         sums = {"examples": summed(1.0, real), "kl": summed(divergence, real)}
         for side, of_side in zip(_SIDES, (desirable, ~desirable), strict=True):
@@ -156,10 +153,6 @@ class KtoTask:
                 found[name].append(value)
             found |= {name: [value] for name, value in aux_loss(sums).items()}  # behind those of the first, as in TRL
         return {name: float(np.mean(values)) for name, values in found.items()}
-
-    def inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The batch as it is."""
-        return batch
 
 
 def _measured(sums: dict[str, float]) -> Iterator[tuple[str, float]]:

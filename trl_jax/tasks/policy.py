@@ -16,6 +16,7 @@ from trl_jax.data.example import Columns, Example
 from trl_jax.data.layout.batch import Batch
 from trl_jax.data.rows.prompts import check_prompts
 from trl_jax.losses.policy_gradient import Advantages
+from trl_jax.tasks.task import TokenTask
 
 Sums = dict[str, jax.Array]
 
@@ -59,7 +60,7 @@ class Cycle:
 
 
 @dataclass(frozen=True)
-class PolicyTask(abc.ABC):
+class PolicyTask(TokenTask):
     """Completions in groups of one prompt, whose rewards are compared with each other.
 
     num_generations, num_generations_eval: completions of a prompt, in training and in an evaluation.
@@ -94,10 +95,6 @@ class PolicyTask(abc.ABC):
     def example(self, row: dict[str, Any]) -> Example:
         raise TypeError("Rows of prompts are no examples: these are made of completions.")
 
-    def inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The batch as it is."""
-        return batch
-
     def of_pass(self, outputs: TokenOutputs, batch: Batch) -> Sums:
         """The log-probability and the entropy of each read, `[N]`."""
         return {"logps": outputs.logps, "entropy": outputs.entropy}
@@ -119,7 +116,13 @@ class PolicyTask(abc.ABC):
 
     @abc.abstractmethod
     def token_weights(
-        self, lengths: np.ndarray, share: np.ndarray, micro_batch: np.ndarray, *, generated_tokens: int, part: float
+        self,
+        lengths: np.ndarray,
+        completion_weight: np.ndarray,
+        micro_batch: np.ndarray,
+        *,
+        generated_tokens: int,
+        part: float,
     ) -> np.ndarray:
         """The weight of each completion's tokens in the step's loss; see `losses.policy_gradient.token_weights`."""
 

@@ -50,24 +50,24 @@ def _totals(sums: Sequence[Sums]) -> Sums:
 
 def _grpo(settings: PolicyLoss, totals: Sums) -> Iterator[tuple[str, np.ndarray]]:
     tokens = np.maximum(totals["tokens"], 1)
-    counted = totals["completions"] if settings.of_sequences else tokens
+    ratios = totals["completions"] if settings.of_sequences else tokens
     if "bonus_tokens" in totals:
         of_generation = settings.loss_type in PER_GENERATION
-        yield "policy_loss", totals["policy_loss"] / (1 if of_generation else totals["share"])
+        yield "policy_loss", totals["policy_loss"] / (1 if of_generation else totals["completion_weight"])
     for name in ("kl", "entropy"):
         if name in totals:
             yield name, totals[name] / tokens
     if settings.loss_type in CLIPPED:
-        yield from _clipped(totals, counted)
+        yield from _clipped(totals, ratios)
     elif settings.loss_type == "cispo":
-        yield "cispo_clip_ratio", totals["cispo_clipped"] / counted
+        yield "cispo_clip_ratio", totals["cispo_clipped"] / ratios
     elif settings.loss_type == "vespo":
         yield "vespo/phi_seq_mean", totals["phi"] / totals["completions"]
 
 
-def _clipped(totals: Sums, counted: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    yield "clip_ratio/low_mean", totals["clipped_low"] / counted
-    yield "clip_ratio/high_mean", totals["clipped_high"] / counted
-    yield "clip_ratio/region_mean", totals["clipped"] / counted
+def _clipped(totals: Sums, ratios: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    yield "clip_ratio/low_mean", totals["clipped_low"] / ratios
+    yield "clip_ratio/high_mean", totals["clipped_high"] / ratios
+    yield "clip_ratio/region_mean", totals["clipped"] / ratios
     for name in ("low_min", "high_max"):
         yield f"clip_ratio/{name}", np.where(np.isinf(totals[name]), np.nan, totals[name])

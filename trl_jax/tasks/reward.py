@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from datasets import Dataset, IterableDataset
 
-from trl_jax.data.example import Columns, Example, Measured, of_examples
+from trl_jax.data.example import Columns, LossBatch, of_examples
 from trl_jax.data.layout.batch import Batch
 from trl_jax.data.rows.preference import reward as preference
 from trl_jax.losses.pairwise import pairwise_loss
 from trl_jax.tasks.metrics import joined
+from trl_jax.tasks.task import ScoreTask
 
 _JOINS = {
     "pairs": np.sum, "correct": np.sum, "margin_sum": np.sum, "reward_sum": np.sum,
@@ -23,7 +24,7 @@ _JOINS = {
 
 
 @dataclass(frozen=True)
-class RewardTask:
+class RewardTask(ScoreTask):
     """TRL's reward modelling: two texts an example, each read at its last real token.
 
     center_rewards_coefficient: the factor of the term that centres scores; None leaves it out.
@@ -41,11 +42,7 @@ class RewardTask:
         long."""
         return preference.prepare(dataset, tokenizer, **limits)
 
-    def example(self, row: dict[str, Any]) -> Example:
-        """The two texts of a pair, and its margin where it has one."""
-        return self.columns.example(row)
-
-    def loss(self, outputs: jax.Array, batch: Batch | Measured) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(self, outputs: jax.Array, batch: Batch | LossBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """`losses.pairwise_loss` of the scores `[2E]`: those of all chosen answers, then those of all rejected ones."""
         chosen, rejected = jnp.split(outputs, 2)
         return pairwise_loss(

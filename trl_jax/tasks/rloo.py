@@ -12,7 +12,7 @@ import numpy as np
 
 from trl_jax.data.layout.batch import Batch
 from trl_jax.losses.policy_gradient import Advantages, rloo_advantages, rloo_loss
-from trl_jax.losses.sums import counted
+from trl_jax.losses.sums import real_examples
 from trl_jax.tasks.metrics import aux_loss
 from trl_jax.tasks.policy import PolicyTask
 from trl_jax.tasks.policy_metrics import means, rloo_metrics
@@ -39,7 +39,7 @@ class RlooTask(PolicyTask):
         return True
 
     def numbers(self, row: Any) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-        old = float(np.sum(row.old_logps[row.counted], dtype=np.float32))
+        old = float(np.sum(row.old_logps[row.completion_mask], dtype=np.float32))
         return {"advantage": row.advantage, "old_logps": old}, {}
 
     def advantages(self, rewards: np.ndarray, group: int, kl: np.ndarray | None) -> Advantages:
@@ -47,8 +47,10 @@ class RlooTask(PolicyTask):
         options = {"reward_clip_range": self.reward_clip_range, "normalize": self.normalize_advantages}
         return rloo_advantages(rewards, group, weights=self.reward_weights, kl=kl, beta=self.beta, **options)
 
-    def token_weights(self, lengths: np.ndarray, share: np.ndarray, micro_batch: np.ndarray, **of_generation: Any):
-        return share
+    def token_weights(
+        self, lengths: np.ndarray, completion_weight: np.ndarray, micro_batch: np.ndarray, **of_generation: Any
+    ) -> np.ndarray:
+        return completion_weight
 
     def loss(self, outputs: dict[str, jax.Array], batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The step's loss of the completions of a pass, and sums over micro-batches."""
@@ -58,8 +60,8 @@ class RlooTask(PolicyTask):
             batch.extras.example["advantage"],
             entropies=outputs["entropy"],
             text=batch.text,
-            share=batch.weight,
-            micro_batch=counted(batch.weight, jnp.atleast_2d(batch.micro_batch)),
+            completion_weight=batch.weight,
+            micro_batch=real_examples(batch.weight, jnp.atleast_2d(batch.micro_batch)),
             epsilon=self.epsilon,
             epsilon_high=self.epsilon_high,
         )

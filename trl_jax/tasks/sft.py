@@ -12,18 +12,19 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 
 from trl_jax.core.token_outputs import TokenOutputs
-from trl_jax.data.example import Columns, Example, Measured
+from trl_jax.data.example import Columns, LossBatch
 from trl_jax.data.layout.batch import Batch
 from trl_jax.data.rows.sft import preparation as rows
 from trl_jax.losses.cross_entropy import dynamic_fine_tuning, negative_log_likelihood
-from trl_jax.losses.sums import counted, of_texts, summed
+from trl_jax.losses.sums import of_texts, real_examples, summed
 from trl_jax.tasks.metrics import aux_loss, joined
+from trl_jax.tasks.task import TokenTask
 
 _SUMS = ("targets", "entropy", "correct")
 
 
 @dataclass(frozen=True)
-class SftTask:
+class SftTask(TokenTask):
     """TRL's supervised fine-tuning: one text an example, and labels for its tokens.
 
     loss_type: "nll" or "dft".
@@ -60,10 +61,6 @@ class SftTask:
             options["packing"] = self.eval_packing
         return rows.prepare(dataset, tokenizer, name=name, **limits, **options)
 
-    def example(self, row: dict[str, Any]) -> Example:
-        """The text of a row, its labels, and the documents in it."""
-        return self.columns.example(row)
-
     def of_pass(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
         """Sums over the targets of each text, `[X]`: of their loss and entropy, of those that are predicted, of all."""
         texts = len(batch.weight)  # one an example
@@ -77,10 +74,10 @@ class SftTask:
         return sums | {"targets": of_texts(jnp.ones(len(batch.text)), batch.text, texts)}
 
     def loss(
-        self, outputs: dict[str, jax.Array], batch: Batch | Measured
+        self, outputs: dict[str, jax.Array], batch: Batch | LossBatch
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The weighted sum of the losses of targets, and sums over the micro-batches."""
-        real = counted(batch.weight, batch.micro_batch)
+        real = real_examples(batch.weight, batch.micro_batch)
         sums = {name: summed(outputs[name], real) for name in _SUMS}
         return jnp.sum(batch.weight * outputs["loss"]), sums | {"examples": summed(1.0, real)}
 
@@ -101,7 +98,3 @@ class SftTask:
             "mean_token_accuracy": float(np.mean(totals["correct"] / targets)),
             **aux_loss(sums),
         }
-
-    def inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The batch as it is: TRL's has no further names."""
-        return batch

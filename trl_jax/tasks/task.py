@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from typing import Any, Literal, Protocol
 
 import jax
@@ -9,14 +10,15 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 
 from trl_jax.core.token_outputs import TokenOutputs
-from trl_jax.data.example import Columns, Example, Measured
+from trl_jax.data.example import Columns, Example, LossBatch
 from trl_jax.data.layout.batch import Batch
 
 Sums = dict[str, jax.Array]
 
 
 class Task(Protocol):
-    """The definition of one way of training: a small frozen object without trainer, device or file.
+    """The definition of one way of training: a small frozen object without trainer, device or file. A class that is
+    derived from it gets what has a default.
 
     head: of the model; "score" gives one number for each text (`ScoreTask`), "lm" log-probabilities of its tokens
         (`TokenTask`).
@@ -26,6 +28,7 @@ class Task(Protocol):
     head: Literal["score", "lm"]
     columns: Columns
 
+    @abc.abstractmethod
     def prepare(
         self,
         dataset: Dataset | IterableDataset,
@@ -47,9 +50,11 @@ class Task(Protocol):
         """
 
     def example(self, row: dict[str, Any]) -> Example:
-        """The texts and extras of one prepared row."""
+        """The texts and extras of one prepared row; by default what `columns` has."""
+        return self.columns.example(row)
 
-    def loss(self, outputs: jax.Array, batch: Batch | Measured) -> tuple[jax.Array, Sums]:
+    @abc.abstractmethod
+    def loss(self, outputs: jax.Array, batch: Batch | LossBatch) -> tuple[jax.Array, Sums]:
         """The loss, a float32 scalar, and sums for the metrics: `[M]`, one for each micro-batch of the batch, or a
         scalar where `batch.micro_batch` is None.
 
@@ -60,6 +65,7 @@ class Task(Protocol):
             batch: `weight` `[E]`, `extras` and `micro_batch`, as in `Batch`. The loss is a sum weighted by `weight`.
         """
 
+    @abc.abstractmethod
     def metrics(self, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float]:
         """The metrics to log besides the loss.
 
@@ -69,11 +75,12 @@ class Task(Protocol):
         """
 
     def inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The inputs that a script's own compute_loss gets.
+        """The inputs that a script's own compute_loss gets; by default the batch as it is.
 
         Args:
             batch: `input_ids` and `attention_mask` `[X, T]` of real examples, and each of the extras.
         """
+        return batch
 
 
 class ScoreTask(Task, Protocol):
@@ -81,6 +88,7 @@ class ScoreTask(Task, Protocol):
 
     head: Literal["score"]
 
+    @abc.abstractmethod
     def predictions(self, outputs: np.ndarray, num_examples: int) -> np.ndarray:
         """The predictions of one batch for predict() and compute_metrics.
 
@@ -113,6 +121,7 @@ class TokenTask(Task, Protocol):
     by_micro_batch: bool
     num_tokens_after: str
 
+    @abc.abstractmethod
     def of_pass(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
         """The numbers of a pass that `loss` needs of the model, by name, float32 `[X]` or `[N]` by `axis`.
 

@@ -6,12 +6,12 @@ from trl_jax.core.lazy import fetching
 from trl_jax.core.trainers import WHERE
 
 _WHERE = WHERE | {
-    "ConstantLengthDataset": "trl_jax.trainer.constant_length",
-    "DataCollatorForCompletionOnlyLM": "trl_jax.trainer.older_collators",
-    "DataCollatorForLanguageModeling": "trl_jax.trainer.collator",
-    "DataCollatorForPreference": "trl_jax.trainer.collator",
+    "ConstantLengthDataset": "trl_jax.trainer.collators.constant_length",
+    "DataCollatorForCompletionOnlyLM": "trl_jax.trainer.collators.older",
+    "DataCollatorForLanguageModeling": "trl_jax.trainer.collators.padded",
+    "DataCollatorForPreference": "trl_jax.trainer.collators.padded",
     "ModelConfig": "trl_jax.trainer.model_config",
-    "RewardDataCollatorWithPadding": "trl_jax.trainer.older_collators",
+    "RewardDataCollatorWithPadding": "trl_jax.trainer.collators.older",
     "RichProgressCallback": "trl_jax.trainer.callbacks",
     "compute_accuracy": "trl_jax.trainer.utils",
     "get_kbit_device_map": "trl_jax.trainer.utils",

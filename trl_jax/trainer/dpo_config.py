@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from trl_jax.core.arguments.dpo import DPO, losses_of
+from trl_jax.core.arguments.tables.dpo import DPO, losses_of
 from trl_jax.run.arguments import text_fields
 from trl_jax.run.arguments.base_config import BaseConfig
 
@@ -62,7 +62,7 @@ class DPOConfig(BaseConfig):
     disable_dropout: bool = text_fields.disable_dropout()
 
     dataset_num_proc: int | None = text_fields.dataset_num_proc()
-    max_length: int | None = text_fields.longest_answered()
+    max_length: int | None = text_fields.max_length_with_answer()
     truncation_mode: str = text_fields.truncation_mode()
     padding_free: bool = field(
         default=False, metadata={"help": "Accepted without effect; batch_layout has layouts without padding."}

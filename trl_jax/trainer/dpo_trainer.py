@@ -10,14 +10,14 @@ from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import EvalPrediction
 
-from trl_jax.core.arguments.dpo import losses_of
+from trl_jax.core.arguments.tables.dpo import losses_of
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.losses.dpo import PreferenceLoss
 from trl_jax.tasks.dpo import DpoTask
-from trl_jax.trainer.completion_collators import DataCollatorForPreference
+from trl_jax.trainer.collators.completions import DataCollatorForPreference
 from trl_jax.trainer.dpo_config import DPOConfig
-from trl_jax.trainer.old_keywords import accepting_old_keywords, as_config
-from trl_jax.trainer.with_reference import TrainerWithReference
+from trl_jax.trainer.shared.old_keywords import accepting_old_keywords, as_config
+from trl_jax.trainer.shared.with_reference import TrainerWithReference
 
 _MOVED = (
     "beta", "dataset_num_proc", "disable_dropout", "f_alpha_divergence_coef", "f_divergence_type", "label_smoothing",
@@ -78,8 +78,10 @@ class DPOTrainer(TrainerWithReference):
     ):
         args = None if args is None else as_config(args, DPOConfig)
         super().__init__(
-            model, ref_model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_metrics,
-            callbacks, optimizers, quantization_config, peft_config,
+            model, ref_model, args=args, data_collator=data_collator, train_dataset=train_dataset,
+            eval_dataset=eval_dataset, processing_class=processing_class, compute_metrics=compute_metrics,
+            callbacks=callbacks, optimizers=optimizers, quantization_config=quantization_config,
+            peft_config=peft_config,
         )  # fmt: skip
 
     def make_task(self) -> DpoTask:

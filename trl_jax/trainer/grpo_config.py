@@ -4,7 +4,7 @@ import warnings
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from trl_jax.core.arguments.grpo import GRPO
+from trl_jax.core.arguments.tables.grpo import GRPO
 from trl_jax.run.arguments import generation_fields, text_fields
 from trl_jax.run.arguments.base_config import BaseConfig
 from trl_jax.run.arguments.generation_fields import shared

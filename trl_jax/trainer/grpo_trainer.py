@@ -13,13 +13,13 @@ from transformers.trainer_callback import TrainerCallback
 
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.losses.policy_gradient import PolicyLoss
-from trl_jax.rollout.completions_repo import CompletionsRepo
+from trl_jax.rollout.completions.repo import CompletionsRepo
 from trl_jax.rollout.entropy import EntropyBonus
 from trl_jax.tasks.grpo import GrpoTask
 from trl_jax.trainer.grpo_config import GRPOConfig
-from trl_jax.trainer.old_keywords import as_config
-from trl_jax.trainer.refusals import refuse
-from trl_jax.trainer.with_rollout import TrainerWithRollout
+from trl_jax.trainer.shared.old_keywords import as_config
+from trl_jax.trainer.shared.refusals import refuse
+from trl_jax.trainer.shared.with_rollout import TrainerWithRollout
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +85,9 @@ class GRPOTrainer(TrainerWithRollout):
         self.rollout_func = rollout_func
         args = None if args is None else as_config(args, GRPOConfig)
         super().__init__(
-            model, reward_funcs, args, train_dataset, eval_dataset, processing_class, reward_processing_classes,
-            callbacks, optimizers, quantization_config, peft_config,
+            model, reward_funcs, reward_processing_classes, args=args, train_dataset=train_dataset,
+            eval_dataset=eval_dataset, processing_class=processing_class, callbacks=callbacks, optimizers=optimizers,
+            quantization_config=quantization_config, peft_config=peft_config,
         )  # fmt: skip
         if self.args.cast_lm_head_to_fp32 and any(
             path.startswith("lm_head.") and ".lora_" in path for path in self._run.model.arrays

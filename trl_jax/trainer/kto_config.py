@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from trl_jax.core.arguments.kto import KTO, LOSSES
+from trl_jax.core.arguments.tables.kto import KTO, LOSSES
 from trl_jax.run.arguments import text_fields
 from trl_jax.run.arguments.base_config import BaseConfig
 
@@ -57,7 +57,7 @@ class KTOConfig(BaseConfig):
     disable_dropout: bool = text_fields.disable_dropout()
 
     dataset_num_proc: int | None = text_fields.dataset_num_proc()
-    max_length: int | None = text_fields.longest_answered()
+    max_length: int | None = text_fields.max_length_with_answer()
     pad_to_multiple_of: int | str | None = text_fields.pad_to_multiple_of()
     precompute_ref_log_probs: bool = text_fields.precompute_ref_log_probs()
     precompute_ref_batch_size: int | None = text_fields.precompute_ref_batch_size("Rows")

@@ -13,10 +13,10 @@ from transformers.trainer_utils import EvalPrediction
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.losses.kto import UnpairedLoss
 from trl_jax.tasks.kto import KtoTask
-from trl_jax.trainer.completion_collators import DataCollatorForUnpairedPreference
+from trl_jax.trainer.collators.completions import DataCollatorForUnpairedPreference
 from trl_jax.trainer.kto_config import KTOConfig
-from trl_jax.trainer.old_keywords import accepting_old_keywords, as_config
-from trl_jax.trainer.with_reference import TrainerWithReference
+from trl_jax.trainer.shared.old_keywords import accepting_old_keywords, as_config
+from trl_jax.trainer.shared.with_reference import TrainerWithReference
 
 _MOVED = (
     "beta", "dataset_num_proc", "desirable_weight", "disable_dropout", "loss_type", "max_length",
@@ -77,8 +77,10 @@ class KTOTrainer(TrainerWithReference):
     ):
         args = None if args is None else as_config(args, KTOConfig)
         super().__init__(
-            model, ref_model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_metrics,
-            callbacks, optimizers, quantization_config, peft_config,
+            model, ref_model, args=args, data_collator=data_collator, train_dataset=train_dataset,
+            eval_dataset=eval_dataset, processing_class=processing_class, compute_metrics=compute_metrics,
+            callbacks=callbacks, optimizers=optimizers, quantization_config=quantization_config,
+            peft_config=peft_config,
         )  # fmt: skip
 
     def make_task(self) -> KtoTask:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from trl_jax.core.arguments.reward import REWARD
+from trl_jax.core.arguments.tables.reward import REWARD
 from trl_jax.run.arguments import text_fields
 from trl_jax.run.arguments.base_config import BaseConfig
 

@@ -18,10 +18,10 @@ from trl_jax.run.evaluation.evaluation import MetricHooks
 from trl_jax.tasks.eval_report import report
 from trl_jax.tasks.reward import RewardTask
 from trl_jax.trainer.base_trainer import BaseTrainer
-from trl_jax.trainer.collator import DataCollatorForPreference
-from trl_jax.trainer.old_keywords import accepting_old_keywords, as_config
-from trl_jax.trainer.older_collators import RewardDataCollatorWithPadding
+from trl_jax.trainer.collators.older import RewardDataCollatorWithPadding
+from trl_jax.trainer.collators.padded import DataCollatorForPreference
 from trl_jax.trainer.reward_config import RewardConfig
+from trl_jax.trainer.shared.old_keywords import accepting_old_keywords, as_config
 
 
 class RewardTrainer(BaseTrainer):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from trl_jax.core.arguments.rloo import RLOO
+from trl_jax.core.arguments.tables.rloo import RLOO
 from trl_jax.run.arguments import generation_fields, text_fields
 from trl_jax.run.arguments.base_config import BaseConfig
 from trl_jax.run.arguments.generation_fields import shared

@@ -10,9 +10,9 @@ from transformers.trainer_callback import TrainerCallback
 
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.tasks.rloo import RlooTask
-from trl_jax.trainer.old_keywords import as_config
 from trl_jax.trainer.rloo_config import RLOOConfig
-from trl_jax.trainer.with_rollout import TrainerWithRollout
+from trl_jax.trainer.shared.old_keywords import as_config
+from trl_jax.trainer.shared.with_rollout import TrainerWithRollout
 
 
 class RLOOTrainer(TrainerWithRollout):
@@ -46,8 +46,9 @@ class RLOOTrainer(TrainerWithRollout):
     ):
         args = None if args is None else as_config(args, RLOOConfig)
         super().__init__(
-            model, reward_funcs, args, train_dataset, eval_dataset, processing_class, reward_processing_classes,
-            callbacks, optimizers, quantization_config, peft_config,
+            model, reward_funcs, reward_processing_classes, args=args, train_dataset=train_dataset,
+            eval_dataset=eval_dataset, processing_class=processing_class, callbacks=callbacks, optimizers=optimizers,
+            quantization_config=quantization_config, peft_config=peft_config,
         )  # fmt: skip
 
     def make_task(self) -> RlooTask:

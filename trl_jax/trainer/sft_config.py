@@ -4,7 +4,7 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
-from trl_jax.core.arguments.sft import SFT
+from trl_jax.core.arguments.tables.sft import SFT
 from trl_jax.core.arguments.values import as_dict
 from trl_jax.run.arguments import text_fields
 from trl_jax.run.arguments.base_config import BaseConfig

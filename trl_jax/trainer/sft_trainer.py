@@ -18,10 +18,10 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.run.model.routers import balance_experts
 from trl_jax.tasks.sft import SftTask
 from trl_jax.trainer.base_trainer import BaseTrainer
-from trl_jax.trainer.collator import DataCollatorForLanguageModeling
-from trl_jax.trainer.old_keywords import accepting_old_keywords, as_config
-from trl_jax.trainer.older_collators import DataCollatorForCompletionOnlyLM
+from trl_jax.trainer.collators.older import DataCollatorForCompletionOnlyLM
+from trl_jax.trainer.collators.padded import DataCollatorForLanguageModeling
 from trl_jax.trainer.sft_config import SFTConfig
+from trl_jax.trainer.shared.old_keywords import accepting_old_keywords, as_config
 
 logger = logging.getLogger(__name__)
 

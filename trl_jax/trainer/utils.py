@@ -77,5 +77,5 @@ def compute_accuracy(eval_pred: Any) -> dict[str, float]:
     if len(labels) == 0:
         raise ValueError("There are no labels: RewardTrainer reports eval_accuracy itself. Leave compute_metrics out.")
     labels, found = np.asarray(labels), np.argmax(np.asarray(predictions), axis=-1)
-    counted = labels != -100
-    return {"accuracy": float(np.mean(found[counted] == labels[counted]))}
+    labelled = labels != -100
+    return {"accuracy": float(np.mean(found[labelled] == labels[labelled]))}

@@ -120,7 +120,7 @@ def _numbers(logs: dict[str, Any]) -> dict[str, float]:
 
 def _our_rows(trainer: Any) -> list[list[int]]:
     """Token ids of the first batch of the dataset; none where a run makes its rows itself."""
-    from trl_jax.trainer.with_rollout import TrainerWithRollout
+    from trl_jax.trainer.shared.with_rollout import TrainerWithRollout
 
     return [] if isinstance(trainer, TrainerWithRollout) else rows_of(next(iter(trainer.get_train_dataloader())))
 

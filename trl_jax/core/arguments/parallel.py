@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from trl_jax.core.arguments.rules import HERE, Rule, deepspeed_config, fsdp_words
+from trl_jax.core.arguments.device_rules import deepspeed_config, fsdp_words
+from trl_jax.core.arguments.rules import HERE, Rule
 from trl_jax.core.arguments.values import as_dict_or_file, as_words, show
 
 AXES = ("data", "fsdp", "tensor", "sequence")
@@ -163,14 +164,14 @@ def of_deepspeed(value: Any) -> Parallel | None:
 def _rule(read: Callable[[Any, Mapping[str, Any]], Any]) -> Rule:
     """Make a rule of a reader that raises ValueError."""
 
-    def judge(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    def rule(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
         try:
             read(value, values)
         except ValueError as error:
             return str(error)
         return None
 
-    return judge
+    return rule
 
 
 mesh_shape = _rule(lambda value, _: of_mesh_shape(value))

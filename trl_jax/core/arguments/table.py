@@ -37,7 +37,7 @@ class Handling:
     is_off: Callable[[Any], bool] | None = None
 
 
-def handled(names: str, kind: Kind, text: str = "", **rules: Any) -> dict[str, Handling]:
+def fields(names: str, kind: Kind, text: str = "", **rules: Any) -> dict[str, Handling]:
     """The same line for each of several arguments, whose names are divided by spaces."""
     return {name: Handling(kind, text, **rules) for name in names.split()}
 
@@ -49,7 +49,7 @@ def defaults_of(fields: Iterable[dataclasses.Field]) -> dict[str, Any]:
     return plain | made
 
 
-def judge(
+def validate(
     table: Mapping[str, Handling], values: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> tuple[list[str], list[str]]:
     """Check values against a table: (refusals, warnings), one line each.
@@ -63,7 +63,7 @@ def judge(
         value = values[name]
         if line.rule is not None and (problem := line.rule(name, value, values)):
             refusals.append(problem)
-        elif _is_away(value, defaults[name], line):
+        elif differs_from_default(value, defaults[name], line):
             if line.kind == "refused":
                 refusals.append(f"{show(name, value)} is not {HERE}: {line.text}")
             elif line.kind == "warned":
@@ -75,7 +75,7 @@ def judge(
     return [scrubbed(line) for line in refusals], [scrubbed(line) for line in warnings]
 
 
-def _is_away(value: Any, default: Any, line: Handling) -> bool:
+def differs_from_default(value: Any, default: Any, line: Handling) -> bool:
     if line.is_off is not None and line.is_off(value):
         return False
     return value != default

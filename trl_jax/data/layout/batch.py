@@ -23,10 +23,10 @@ class Batch(NamedTuple):
         shape.
     targets: int32 `[N]`, the id that each read predicts, -1 of one that only fills the shape. None under a score head.
     text: int32 `[N]`, the text that each read belongs to, X of one that only fills the shape. None under a score head.
-    share: float32 `[E]`, the share of each example in the mean over the step's passes, on all devices, of means over
-        their examples. None where micro-batches do not have a pass each.
-    counted: int16 `[R, T]`, how many of the texts that count (`Example.counted`) each token belongs to; 0 of a pad, 2
-        of one that two texts share.
+    pass_weight: float32 `[E]`, the share of each example in the mean over the step's passes, on all devices, of means
+        over their examples. None where micro-batches do not have a pass each.
+    router_token_count: int16 `[R, T]`, how many of the first `Example.num_primary_texts` texts each token belongs to:
+        as often it is in the sums of experts' routers. 0 of a pad, 2 of one that two texts share.
     lengths: int32 `[X]`, tokens of each text; `[R]` of padded rows, of which documents have one each.
     weight: float32 `[E]`, the share of each example in the step's loss; 0 marks one that is not in this pass.
     micro_batch: bool `[M, E]`, which micro-batch of the step an example belongs to; metrics are summed over each.
@@ -47,8 +47,8 @@ class Batch(NamedTuple):
     packed: Packed | None = None
     targets: np.ndarray | None = None
     text: np.ndarray | None = None
-    share: np.ndarray | None = None
-    counted: np.ndarray | None = None
+    pass_weight: np.ndarray | None = None
+    router_token_count: np.ndarray | None = None
 
     def enter(self, index: tuple[int, ...], slot: int, example: Example, weight: float) -> None:
         """Enter an example's weight, and the numbers of it and of its texts, into a slot of the pass at `index`."""
@@ -73,8 +73,8 @@ class Batch(NamedTuple):
         return end
 
 
-def empty_extras(like: Example, *lead: int, examples: int, reads: int) -> Extras:
-    """Zeros for passes `[*lead]` of E `examples` and N `reads`, under the names of an example's extras.
+def empty_extras(like: Example, *leading: int, examples: int, reads: int) -> Extras:
+    """Zeros for passes `[*leading]` of E `examples` and N `reads`, under the names of an example's extras.
 
     Raises:
         ValueError: it has numbers of reads, and no labels that say what is read.
@@ -84,7 +84,7 @@ def empty_extras(like: Example, *lead: int, examples: int, reads: int) -> Extras
             f"extras.read[{next(iter(like.extras.read))!r}] has no targets that it could belong to: the example has no "
             "labels. Numbers of texts are extras.text."
         )
-    return like.extras.zeros(*lead, examples=examples, texts=len(like.texts) * examples, reads=reads)
+    return like.extras.zeros(*leading, examples=examples, texts=len(like.texts) * examples, reads=reads)
 
 
 def read_places(example: Example, text: int, pad_token_id: int) -> np.ndarray:

@@ -17,17 +17,17 @@ _LEAST_ROW = 256
 class Buckets:
     """The lengths that packed rows may have. Each compiles once.
 
-    Beyond the last of `lengths`, or without any, lengths are 128 tokens apart and from about 2,000 on 6 %. `ready` says
-    of each length from which step of a run on it serves, where that is not the first.
+    Beyond the last of `lengths`, or without any, lengths are 128 tokens apart and from about 2,000 on 6 %.
+    `serves_from` says of each length from which step of a run on it serves, where that is not the first.
     """
 
     lengths: tuple[int, ...] = ()
-    ready: tuple[int, ...] = ()
+    serves_from: tuple[int, ...] = ()
 
     def __call__(self, tokens: int, step: int = EARLY) -> int:
         """The least length that `tokens` fit on at this step of a run, or at any where none serves yet."""
         fitting = [number for number, length in enumerate(self.lengths) if tokens <= length]
-        serving = [number for number in fitting if not self.ready or self.ready[number] <= step]
+        serving = [number for number in fitting if not self.serves_from or self.serves_from[number] <= step]
         if fitting:
             return self.lengths[(serving or fitting)[0]]
         length = 128
@@ -75,17 +75,17 @@ def without_late(buckets: Buckets, lengths: Sequence[int]) -> Buckets:
     return Buckets(tuple(length for length in buckets.lengths if length in early))
 
 
-def compiled_beside(buckets: Buckets, lengths: Sequence[int], bucket_cost: int, at_once: int) -> Buckets:
+def compiled_while_training(buckets: Buckets, lengths: Sequence[int], bucket_cost: int, at_once: int) -> Buckets:
     """The buckets of a run that compiles beside its steps, `at_once` of them in the order in which they are asked for.
 
     Until one is compiled, the next longer one serves. When that is comes from the count of tokens and not from a clock,
     so that a run's numbers are the same each time, and from a checkpoint on, too.
     """
     wanted = [buckets(int(length)) for length in lengths[:EARLY]]
-    before, ready = np.cumsum([0, *wanted]), {}
+    before, serves_from = np.cumsum([0, *wanted]), {}
     for number, length in enumerate(dict.fromkeys(wanted)):
-        ready[length] = min(EARLY, int(np.searchsorted(before, number // at_once * bucket_cost)))
+        serves_from[length] = min(EARLY, int(np.searchsorted(before, number // at_once * bucket_cost)))
     for step, length in enumerate(wanted):
-        if not any(longer >= length and ready[longer] <= step for longer in ready):
-            ready[length] = step  # the device waits for it
-    return Buckets(buckets.lengths, tuple(ready.get(length, EARLY) for length in buckets.lengths))
+        if not any(longer >= length and serves_from[longer] <= step for longer in serves_from):
+            serves_from[length] = step  # the device waits for it
+    return Buckets(buckets.lengths, tuple(serves_from.get(length, EARLY) for length in buckets.lengths))

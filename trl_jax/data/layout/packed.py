@@ -10,21 +10,21 @@ import numpy as np
 from trl_jax.core.packed import Packed, RowView
 from trl_jax.data.example import Example
 from trl_jax.data.layout.batch import Batch, empty_extras, read_places
-from trl_jax.data.layout.placing import Placed, longest_beside
+from trl_jax.data.layout.placing import Placed, longest_in_batch
 from trl_jax.data.layout.row_view import RowViewShape, no_view, sharing, view_rows, write_view
 
 
-class Form(NamedTuple):
+class PackingSpec(NamedTuple):
     """How packed rows are laid out.
 
     pad_token_id: fills them, and decides where texts are read.
-    share: whether the two texts of an example may share what they begin with, and examples their context.
+    share_prefix: whether the two texts of an example may share what they begin with, and examples their context.
     bucket: from the tokens of the longest packed row to how long all are.
     row_view: texts stand as rows, too, and lengths are of its `shape`; None where attention goes along the packed row.
     """
 
     pad_token_id: int
-    share: bool
+    share_prefix: bool
     bucket: Callable[[int], int]
     row_view: RowViewShape | None = None
 
@@ -32,43 +32,43 @@ class Form(NamedTuple):
 def pack_examples(
     placed: Sequence[Placed],
     into: Sequence[int],
-    form: Form,
+    spec: PackingSpec,
     *,
     examples: int,
     count: int,
     rows: int,
-    beside: Sequence[int] | None = None,
+    longest_texts: Sequence[int] | None = None,
 ) -> Batch:
     """Examples as packed rows, `[rows, 1, T]`, with a slot for each of `count * examples` in every one.
 
     Args:
         placed: what `place` gave.
         into: the packed row of each.
-        form: how long rows are, and what stands in them.
+        spec: how long rows are, and what stands in them.
         examples: a full micro-batch's.
         count: micro-batches a full step has.
-        beside: of each example as `longest_beside` gives it; None means that of micro-batches.
+        longest_texts: of each example as `longest_in_batch` gives it; None means that of micro-batches.
     """
     filled = _filled(placed, into, rows)
     view, length, like = None, 0, placed[0].example
-    if form.row_view is None:
-        length = form.bucket(max(filled))
+    if spec.row_view is None:
+        length = spec.bucket(max(filled))
     else:
-        length, text = form.row_view.shape(max(filled), max(one.example.longest_document for one in placed))
-        view = no_view(rows, view_rows(placed, into, form.row_view), text, length, sharing(placed, into))
+        length, text = spec.row_view.shape(max(filled), max(one.example.longest_document for one in placed))
+        view = no_view(rows, view_rows(placed, into, spec.row_view), text, length, sharing(placed, into))
     branches = any(one.context is not None for one in placed)
-    batch = _empty(form, rows, length, count, examples, like, view, _num_reads(placed, into, length), branches)
-    beside = longest_beside(placed, examples) if beside is None else beside
+    batch = _empty(spec, rows, length, count, examples, like, view, _num_reads(placed, into, length), branches)
+    longest_texts = longest_in_batch(placed, examples) if longest_texts is None else longest_texts
     free, taken, read = [0] * rows, [0] * rows, [0] * rows
     contexts: dict[Hashable, list[np.ndarray]] = {}
-    for one, row, longest in zip(placed, into, beside, strict=True):
+    for one, row, longest in zip(placed, into, longest_texts, strict=True):
         before = contexts.setdefault((row, one.context), [])
         branch = 0 if one.context is None else len(before)
         if one.context is None:
             places = _write(batch, row, free[row], one)
         else:
             places = _write_branch(batch, row, free[row], one, before[0] if before else None)
-        read[row] = _write_reads(batch, row, read[row], one, places, form.pad_token_id)
+        read[row] = _write_reads(batch, row, read[row], one, places, spec.pad_token_id)
         if view is not None:
             runs = [places[0][start:end] for start, end in one.example.spans] if one.example.documents else places
             for text, at in enumerate(runs):
@@ -83,7 +83,7 @@ def pack_examples(
 
 
 def _empty(
-    form: Form,
+    spec: PackingSpec,
     rows: int,
     length: int,
     count: int,
@@ -102,7 +102,7 @@ def _empty(
         targets, text = filled((reads,), -1), filled((reads,), len(like.texts) * slots)
     member = np.repeat(np.eye(count, dtype=bool), examples, axis=1)
     return Batch(
-        tokens=filled((1, length), form.pad_token_id),
+        tokens=filled((1, length), spec.pad_token_id),
         positions=filled((1, length), 0),
         reads=filled((reads,), 0),
         lengths=filled((len(like.texts) * slots,), 1),
@@ -113,13 +113,13 @@ def _empty(
             filled((1, length), length),
             filled((1, length), length),
             filled((1, length), 1),
-            filled((1, length), length) if form.share and len(like.texts) > 1 else None,
+            filled((1, length), length) if spec.share_prefix and len(like.texts) > 1 else None,
             view,
             *(filled((1, length), length) for _ in range(2) if branches),
         ),
         targets=targets,
         text=text,
-        counted=filled((1, length), 0, np.int16),
+        router_token_count=filled((1, length), 0, np.int16),
     )
 
 
@@ -165,8 +165,8 @@ def _write(batch: Batch, row: int, start: int, one: Placed) -> list[np.ndarray]:
             positions[run], first[run], end[run] = np.arange(stop - begin), run[0], run + 1
             if packed.prompt is not None:
                 packed.prompt[row, 0, run] = run[0]
-    for at in places[: one.example.counted]:
-        batch.counted[row, 0, at] += 1
+    for at in places[: one.example.num_primary_texts]:
+        batch.router_token_count[row, 0, at] += 1
     if one.shared:  # the first text's own tokens see from themselves to the end of what is shared
         own = places[0][one.shared :]
         first[own], end[own] = own, places[0][0] + one.shared
@@ -198,7 +198,7 @@ def _write_branch(batch: Batch, row: int, start: int, one: Placed, context: np.n
     tokens[own], positions[at], packed.end[row, 0, at] = ids[shared:], np.arange(len(ids)), at + 1
     packed.first[row, 0, context], packed.first[row, 0, own] = context[0], start
     packed.context[row, 0, own], packed.context_end[row, 0, own] = context[0], context[-1] + 1
-    batch.counted[row, 0, at] += len(one.example.texts[: one.example.counted])
+    batch.router_token_count[row, 0, at] += len(one.example.texts[: one.example.num_primary_texts])
     batch.enter((row,), one.slot, one.example, one.weight)
     return [at]
 

@@ -64,7 +64,7 @@ def _empty(count: int, examples: int, rows: int, length: int, pad_token_id: int,
         extras=empty_extras(like, count, examples=examples, reads=reads.shape[1]),
         targets=targets,
         text=text,
-        counted=np.zeros(tokens.shape, np.int16),
+        router_token_count=np.zeros(tokens.shape, np.int16),
     )
 
 
@@ -77,13 +77,13 @@ def _write(
         rows: the row of each text; its further documents are in those after it.
     """
     examples, length = batch.weight.shape[1], batch.tokens.shape[2]
-    counted = range(len(example.texts))[: example.counted]
+    primary = range(len(example.texts))[: example.num_primary_texts]
     for number, ids in enumerate(example.texts):
         spans = example.spans if example.documents else [(0, len(ids))]
         at = []
         for row, (start, end) in enumerate(spans, start=rows[number]):
             batch.tokens[m, row, : end - start], batch.lengths[m, row] = ids[start:end], end - start
-            batch.counted[m, row, : end - start] = number in counted
+            batch.router_token_count[m, row, : end - start] = number in primary
             at.append(row * length + np.arange(end - start))
         places = np.concatenate(at)[read_places(example, number, pad_token_id)]
         if example.labels:

@@ -89,7 +89,7 @@ def place(
     micro_batches: Sequence[Sequence[Example]],
     *,
     examples: int,
-    share: bool,
+    share_prefix: bool,
     weights: Sequence[float] | None = None,
 ) -> list[Placed]:
     """The examples of a step in order; a full micro-batch has `examples`. TRL's mean of means is in their weights,
@@ -99,8 +99,8 @@ def place(
             m * examples + i,
             example,
             weight_of(example, 1.0 / (len(micro_batches) * len(batch)) if weights is None else weights[m]),
-            shared_tokens(example.texts) if share else 0,
-            _context_of(example, m) if share else None,
+            shared_tokens(example.texts) if share_prefix else 0,
+            _context_of(example, m) if share_prefix else None,
         )
         for m, batch in enumerate(micro_batches)
         for i, example in enumerate(batch)
@@ -126,7 +126,7 @@ def _context_of(example: Example, micro_batch: int) -> Hashable:
     return micro_batch, key
 
 
-def longest_beside(placed: Sequence[Placed], size: int) -> list[int]:
+def longest_in_batch(placed: Sequence[Placed], size: int) -> list[int]:
     """For each example the longest document among those that TRL would run beside it: runs of `size` slots."""
     longest: dict[int, int] = {}
     for one in placed:

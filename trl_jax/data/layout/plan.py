@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from datasets import Dataset
 
-from trl_jax.data.layout.buckets import EARLY, Buckets, ViewBuckets, compiled_beside, fitted, without_late
+from trl_jax.data.layout.buckets import EARLY, Buckets, ViewBuckets, compiled_while_training, fitted, without_late
 from trl_jax.data.layout.survey import SURVEYED, survey
 
 _EPOCHS = 8  # at most
@@ -70,7 +70,7 @@ def plan_layout(
         views = _views(buckets, lengths, texts, cost, rows=len(columns) * batch_size)
         found = [views(*map(int, step))[0] for step in zip(lengths, texts, strict=True)]
     elif at_once is not None:
-        buckets = compiled_beside(buckets, lengths, bucket_cost, at_once)
+        buckets = compiled_while_training(buckets, lengths, bucket_cost, at_once)
     computed = float(accumulation * np.mean(found))
     return LayoutPlan(layout, buckets, float(padded.mean()), float(real.mean()), computed, views)
 

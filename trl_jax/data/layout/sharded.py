@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from trl_jax.data.layout.batch import Batch
-from trl_jax.data.layout.packed import Form, pack_examples
-from trl_jax.data.layout.placing import Placed, longest_beside
+from trl_jax.data.layout.packed import PackingSpec, pack_examples
+from trl_jax.data.layout.placing import Placed, longest_in_batch
 
 
 def filled(order: np.ndarray, size: int) -> np.ndarray:
@@ -38,7 +38,14 @@ def room(examples: int, accumulation: int) -> int:
 
 
 def packed_passes(
-    placed: Sequence[Placed], into: Sequence[int], form: Form, *, examples: int, count: int, shards: int, most: int
+    placed: Sequence[Placed],
+    into: Sequence[int],
+    spec: PackingSpec,
+    *,
+    examples: int,
+    count: int,
+    shards: int,
+    most: int,
 ) -> Batch:
     """Examples as packed rows, `[count x shards, 1, T]`, each with a slot for `most` examples: pass by pass, one for
     each shard.
@@ -46,7 +53,7 @@ def packed_passes(
     Args:
         placed: of `by_shard`'s runs, `examples` each; slots are counted over all of them.
         into: the packed row of each, counted over passes and shards.
-        form: as `pack_examples` takes it.
+        spec: as `pack_examples` takes it.
     """
     rows = count * shards
     member, own = np.zeros((rows, count, most), bool), []
@@ -55,8 +62,8 @@ def packed_passes(
         slot, taken[row] = taken[row], taken[row] + 1
         member[row, one.slot // (examples * shards), slot] = True
         own.append(one._replace(slot=slot))
-    beside = longest_beside(placed, examples)
-    batch = pack_examples(own, into, form, examples=most, count=1, rows=rows, beside=beside)
+    longest_texts = longest_in_batch(placed, examples)
+    batch = pack_examples(own, into, spec, examples=most, count=1, rows=rows, longest_texts=longest_texts)
     return batch._replace(micro_batch=member)
 
 
@@ -80,7 +87,7 @@ def in_shards(batch: Batch, shards: int) -> Batch:
     return split(batch)
 
 
-def shares(real: np.ndarray) -> np.ndarray:
+def pass_weights(real: np.ndarray) -> np.ndarray:
     """The share of each example in the mean over passes of means over their examples, float32 `[..., E]`.
 
     Args:

@@ -19,9 +19,6 @@ from trl_jax.core.printable import brief, printable
 
 logger = logging.getLogger(__name__)
 
-IDS = ("chosen_ids", "rejected_ids")
-TEXTS = ("chosen", "rejected")
-LEGACY_IDS = (("chosen_input_ids", "rejected_input_ids"), ("input_ids_chosen", "input_ids_rejected"))
 ROWS_PER_BLOCK = 1000
 
 _FIXES = {
@@ -79,12 +76,6 @@ def check_no_images(columns: Collection[str], where: str) -> None:
         )
 
 
-def missing_columns(columns: list[str], name: str) -> ValueError:
-    """The error of a dataset that has only `columns`, neither texts nor ids."""
-    accepted = ", or ".join(f"{chosen!r} and {rejected!r}" for chosen, rejected in (TEXTS, IDS, *LEGACY_IDS))
-    return ValueError(f"{argument(name)} needs the columns {accepted}; found {brief(columns, 500)}.")
-
-
 def cell_error(where: str, column: str, found: Any, wanted: str) -> ValueError:
     """The error of one value; `where` is its row, as in "Row 3 of train_dataset"."""
     kind = "" if found is None else f" ({type(found).__name__})"
@@ -126,7 +117,7 @@ def blocks(dataset: Dataset, columns: tuple[str, ...]) -> Iterator[tuple[int, pa
 def list_lengths(block: pa.Table, column: str) -> tuple[np.ndarray, np.ndarray]:
     """The ids of a checked column laid end to end `[tokens]`, and the number of each row `[rows]`, int64."""
     lists = block.column(column).combine_chunks()
-    return _numbers(lists.flatten()), _numbers(pc.list_value_length(lists)).astype(np.int64)
+    return numbers_of(lists.flatten()), numbers_of(pc.list_value_length(lists)).astype(np.int64)
 
 
 def row_block(row: dict[str, Any], columns: tuple[str, ...], where: str) -> pa.Table:
@@ -137,52 +128,20 @@ def row_block(row: dict[str, Any], columns: tuple[str, ...], where: str) -> pa.T
         raise ValueError(f"{where}, columns {list(columns)}: {printable(str(error)[:500])}") from error
 
 
-def check_ids(block: pa.Table, first: int, where: str) -> tuple[np.ndarray, np.ndarray]:
-    """The number of tokens of the longer answer and whether both answers are equal, each `[rows]`.
-
-    Raises:
-        ValueError: a value is not a list of at least one int.
-    """
-    chosen, rejected = (id_lists(block, column, first, where) for column in IDS)
-    of_chosen, of_rejected = (_numbers(pc.list_value_length(side)) for side in (chosen, rejected))
-    identical = of_chosen == of_rejected
-    rows = np.flatnonzero(identical)
-    if rows.size:
-        values = [_numbers(side.take(pa.array(rows)).flatten()) for side in (chosen, rejected)]
-        starts = np.cumsum(of_chosen[rows]) - of_chosen[rows]
-        identical[rows] = np.logical_and.reduceat(values[0] == values[1], starts)
-    return np.maximum(of_chosen, of_rejected), identical
-
-
-def check_margin(block: pa.Table, first: int, where: str) -> None:
-    """Raise ValueError for a row without a finite margin."""
-    check_numbers(block, "margin", first, where, "a finite number: give every row a margin, or drop the column")
-
-
 def check_numbers(block: pa.Table, column: str, first: int, where: str, wanted: str = "a finite number") -> None:
     """Raise ValueError for a row of a column of numbers that has none, or one beyond the range of float32."""
     numbers = block.column(column).combine_chunks()
     kind = numbers.type
     if numbers.null_count:
-        bad = _numbers(numbers.is_null())
+        bad = numbers_of(numbers.is_null())
     elif pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
         with np.errstate(over="ignore"):  # a number beyond float32 is infinite to the loss
-            bad = ~np.isfinite(_numbers(numbers).astype(np.float32))
+            bad = ~np.isfinite(numbers_of(numbers).astype(np.float32))
     else:
         bad = np.ones(len(numbers), dtype=bool)
     if bad.any():
         row = int(np.argmax(bad))
         raise cell_error(f"Row {first + row} of {where}", column, numbers[row].as_py(), wanted)
-
-
-def empty_texts(block: pa.Table) -> np.ndarray:
-    """Whether the chosen or rejected text of each row is the empty string, `[rows]`; conversations never are."""
-    empty = np.zeros(block.num_rows, dtype=bool)
-    for column in TEXTS:
-        texts = block.column(column)
-        if pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type):
-            empty |= _numbers(pc.equal(texts, "").fill_null(False))
-    return empty
 
 
 def is_list(kind: pa.DataType) -> bool:
@@ -198,7 +157,7 @@ def id_lists(block: pa.Table, column: str, first: int, where: str) -> pa.Array:
         raise cell_error(
             f"Row {first} of {where}", column, lists[0].as_py(), "a list of at least one token id"
         )
-    lengths = _numbers(pc.list_value_length(lists).fill_null(0))
+    lengths = numbers_of(pc.list_value_length(lists).fill_null(0))
     if not lengths.all():
         row = int(np.argmin(lengths))
         raise cell_error(
@@ -206,7 +165,7 @@ def id_lists(block: pa.Table, column: str, first: int, where: str) -> pa.Array:
         )
     values = lists.flatten()
     if not pa.types.is_integer(kind.value_type) or values.null_count:
-        bad = int(np.argmax(_numbers(values.is_null())))
+        bad = int(np.argmax(numbers_of(values.is_null())))
         row = first + pc.list_parent_indices(lists)[bad].as_py()
         raise cell_error(f"Row {row} of {where}", column, values[bad].as_py(), "nothing but ints")
     return lists
@@ -215,7 +174,7 @@ def id_lists(block: pa.Table, column: str, first: int, where: str) -> pa.Array:
 def _check_vocabulary(block: pa.Table, first: int, vocab_size: int, where: str) -> None:
     for column in block.column_names:
         lists = block.column(column).combine_chunks()
-        ids = _numbers(lists.flatten())
+        ids = numbers_of(lists.flatten())
         bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
         if bad.size:
             row = first + pc.list_parent_indices(lists)[int(bad[0])].as_py()
@@ -228,7 +187,7 @@ def _check_vocabulary(block: pa.Table, first: int, vocab_size: int, where: str) 
 
 def _check_lengths(block: pa.Table, first: int, max_positions: int | None, where: str) -> None:
     for column in block.column_names if max_positions is not None else ():
-        lengths = _numbers(pc.list_value_length(block.column(column)))
+        lengths = numbers_of(pc.list_value_length(block.column(column)))
         row = int(np.argmax(lengths))
         if lengths[row] > max_positions:
             raise ValueError(
@@ -246,5 +205,5 @@ def _check_stream_ids(
     return {}
 
 
-def _numbers(array: pa.Array | pa.ChunkedArray) -> np.ndarray:
+def numbers_of(array: pa.Array | pa.ChunkedArray) -> np.ndarray:
     return array.to_numpy(zero_copy_only=False) if isinstance(array, pa.Array) else array.to_numpy()

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from trl_jax.data.rows import checks
 
-TEXTS = ("prompt", *checks.TEXTS)
+TEXTS = ("prompt", "chosen", "rejected")
 _DECOMPOSED = 4  # characters that Unicode's canonical composition makes one of, at most
 _KEEPS_ALL = ("ByteLevel", "Digits", "Split")  # pre-tokenizers that lose no character
 

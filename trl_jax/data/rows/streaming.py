@@ -12,8 +12,6 @@ from datasets import Dataset, IterableDataset
 
 from trl_jax.core.printable import brief
 from trl_jax.data.rows import checks, cutting
-from trl_jax.data.rows.masks import unmasked
-from trl_jax.data.rows.preference import pairs
 
 logger = logging.getLogger(__name__)
 MAX_REMOVED = 100_000  # rows in succession that max_length may remove
@@ -66,31 +64,6 @@ def first_row(dataset: IterableDataset, where: str) -> dict[str, Any]:
     return rows[0]
 
 
-def prepare(
-    dataset: IterableDataset,
-    tokenizer: Any,
-    columns: tuple[str, ...],
-    masks: dict[str, str],
-    max_length: int | None,
-    where: str,
-) -> IterableDataset:
-    """Map a stream to rows with `chosen_ids` and `rejected_ids`, without `masks`, masked tokens and pairs too long.
-
-    The number of rows is not known before the end, so warnings name the first row of a kind instead of a count.
-
-    Args:
-        columns: that every row must have, besides those of the masks.
-        masks: column of ids -> column of its mask.
-        where: the dataset's name in messages.
-    """
-    bound = None if checks.IDS[0] in columns else cutting.character_bound(tokenizer, max_length)
-    shared = {"where": where, "state": StreamState(), "max_characters": bound, "max_length": max_length}
-    facts = {"tokenizer": tokenizer, "columns": columns, "masks": masks}
-    hidden = list(masks.values())
-    dataset = dataset.map(_read_row, with_indices=True, fn_kwargs=facts | shared, remove_columns=hidden)
-    return without_long(dataset, columns=checks.IDS, unit="pair", **shared)
-
-
 def without_long(
     dataset: IterableDataset,
     *,
@@ -113,55 +86,6 @@ def without_long(
     facts = {"where": where, "state": state, "max_characters": max_characters, "max_length": max_length}
     facts |= {"columns": columns, "unit": unit}
     return dataset.filter(_fits, with_indices=True, fn_kwargs=facts)
-
-
-def _read_row(
-    row: dict[str, Any],
-    index: int,
-    tokenizer: Any,
-    columns: tuple[str, ...],
-    masks: dict[str, str],
-    where: str,
-    state: StreamState,
-    max_characters: int | None,
-    max_length: int | None,
-) -> dict[str, Any]:
-    _check_columns(row, index, (*columns, *masks.values()), where)
-    if "margin" in columns:
-        checks.check_margin(checks.row_block(row, ("margin",), f"Row {index} of {where}"), index, where)
-    ids = {column: row[column] for column in columns if column in checks.IDS}
-    if not ids:
-        rows = {key: [value] for key, value in row.items()}
-        batch = pairs.tokenise_batch(rows, [index], tokenizer, where, max_characters)
-        ids = {column: values[0] for column, values in batch.items()}
-        if "" in (row["chosen"], row["rejected"]):
-            warn_once(f"Row {index} of {where} has an empty chosen or rejected text", "empty", state)
-    ids |= _unmasked(row, index, masks, where, state)
-    block = checks.row_block(ids, checks.IDS, f"Row {index} of {where}")
-    tokens, identical = checks.check_ids(block, index, where)
-    if identical[0] and (max_length is None or tokens[0] <= max_length):
-        what = f"Row {index} of {where} has identical chosen and rejected tokens: no preference"
-        warn_once(what, "identical", state)
-    return ids
-
-
-def _unmasked(row: dict[str, Any], index: int, masks: dict[str, str], where: str, state: StreamState) -> dict[str, Any]:
-    """The ids of a row that its masks keep, by column."""
-    left = {}
-    for column, mask in masks.items():
-        block = checks.row_block(row, (column, mask), f"Row {index} of {where}")
-        left[column] = unmasked(block, index, column, mask, where)[0].as_py()
-        if len(left[column]) < len(row[column]):
-            warn_once(f"Row {index} of {where} has padding by {mask!r}: it is left out", "padding", state)
-    return left
-
-
-def _check_columns(row: dict[str, Any], index: int, columns: tuple[str, ...], where: str) -> None:
-    check_has(row, index, columns, where)
-    if "margin" in row and "margin" not in columns:
-        raise ValueError(
-            f"Row {index} of {where} has a margin and the first row has none. Give one to every row, or none."
-        )
 
 
 def check_has(row: dict[str, Any], index: int, columns: tuple[str, ...], where: str) -> None:

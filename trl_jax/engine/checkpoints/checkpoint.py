@@ -1,4 +1,4 @@
-"""Checkpoint folders: written aside, renamed when complete, removed only once a newer one is verified."""
+"""Checkpoint folders: written under a temporary name, renamed when complete, gone only once a newer one is verified."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def state_text(state: TrainerState) -> str:
 
 def _write_whole(folder: Path, fill: Callable[[Path], None], needed: int, *, replaces: bool) -> None:
     """Make the folder appear with everything in it, or not at all; it `replaces` one of another run, too."""
-    unfinished = _aside(folder, "unfinished")
+    unfinished = _temporary(folder, "unfinished")
     try:
         _check_space(folder.parent, folder, needed)
         discard(unfinished)
@@ -109,12 +109,12 @@ def await_checkpoint(output_dir: str, state: Any, run: str) -> Path:
     return run_dir / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
 
 
-def _aside(folder: Path, word: str) -> Path:
+def _temporary(folder: Path, word: str) -> Path:
     return folder.with_name(f".{folder.name}.{word}")
 
 
 def _publish(unfinished: Path, folder: Path, *, replaces: bool = False) -> None:
-    replaced = _aside(folder, "replaced")
+    replaced = _temporary(folder, "replaced")
     if os.path.lexists(folder):
         if run_of(folder) == run_of(unfinished) or (replaces and run_of(folder) is not None):
             discard(replaced)
@@ -166,7 +166,7 @@ def _forget_oldest(run_dir: Path, limit: int | None, newest: Path, kept: list[Pa
 
 def remove(checkpoint: Path) -> None:
     """Rename, then remove: a folder that is half removed must not look like a checkpoint."""
-    gone = _aside(checkpoint, "gone")
+    gone = _temporary(checkpoint, "gone")
     discard(gone)
     checkpoint.rename(gone)
     discard(gone)
@@ -202,9 +202,9 @@ def _left(run_dir: Path, word: str) -> list[Path]:
     return list(entries(run_dir, lambda name: fnmatch(name, f".{PREFIX_CHECKPOINT_DIR}-*.{word}")))
 
 
-def _named(aside: Path) -> Path:
-    """The name that `_aside` was made of."""
-    return aside.with_name(aside.name.removeprefix(".").rpartition(".")[0])
+def _named(temporary: Path) -> Path:
+    """The name that `_temporary` was made of."""
+    return temporary.with_name(temporary.name.removeprefix(".").rpartition(".")[0])
 
 
 def _remember_callbacks(events: Events) -> None:

@@ -164,7 +164,7 @@ def learning_rates(
             `warmup_steps`.
         peak: the highest rate.
         max_steps: where a schedule reaches its end.
-        kwargs: the schedule's own arguments, as `core.arguments.rules.SCHEDULES` lists them.
+        kwargs: the schedule's own arguments, as `core.arguments.optimizer_rules.SCHEDULES` lists them.
     """
     span = Span(0 if name == "constant" else warmup_steps, max_steps, peak)
     factor = _SCHEDULES[name](span, **(kwargs or {}))

@@ -27,7 +27,7 @@ class ExportedBackend(Backend):
     log_level, infers_lengths, ignores_types = logging.WARNING, True, False
     takes_packed, drops_out, takes_noise, batch_invariant, causal, heads = False, True, False, False, False, None
     window, has_routers = None, False
-    can_resize = saves_aside = False  # torch's own module saves, and programs are exported from it
+    can_resize = saves_in_background = False  # torch's own module saves, and programs are exported from it
 
     def __init__(self, model: TorchModel):
         self.head = model.head

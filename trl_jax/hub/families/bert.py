@@ -9,7 +9,7 @@ from trl_jax.hub.config.reader import ConfigReader
 from trl_jax.hub.families import Family
 from trl_jax.hub.families.llama import read_padding_idx
 from trl_jax.hub.heads import Draw, ScoreHead
-from trl_jax.models.encoder_arch import EncoderArch, HeadFacts
+from trl_jax.models.arch import EncoderArch, HeadFacts
 from trl_jax.models.heads import EncoderScorer
 from trl_jax.nn.mlp import ACTIVATIONS
 

@@ -9,7 +9,7 @@ from trl_jax.hub.checkpoint.tensor_slices import PerHead
 from trl_jax.hub.config.reader import ConfigReader
 from trl_jax.hub.families import Family, bert, deberta_v2
 from trl_jax.hub.heads import ScoreHead
-from trl_jax.models.encoder_arch import EncoderArch
+from trl_jax.models.arch import EncoderArch
 from trl_jax.models.heads import EncoderScorer
 from trl_jax.nn.attention.disentangled import Distances
 

@@ -12,7 +12,7 @@ from trl_jax.hub.config.rope import read_ropes
 from trl_jax.hub.families import Family, bert
 from trl_jax.hub.families.llama import read_padding_idx
 from trl_jax.hub.heads import Draw, ScoreHead
-from trl_jax.models.encoder_arch import EncoderArch, HeadFacts
+from trl_jax.models.arch import EncoderArch, HeadFacts
 from trl_jax.models.heads import EncoderScorer
 from trl_jax.nn.mlp import ACTIVATIONS
 from trl_jax.nn.rope import Rope

@@ -9,7 +9,7 @@ from trl_jax.hub.checkpoint.tensor_map import Names, ordered
 from trl_jax.hub.config.reader import ConfigReader
 from trl_jax.hub.families import Family, bert
 from trl_jax.hub.heads import ScoreHead
-from trl_jax.models.encoder_arch import EncoderArch, HeadFacts
+from trl_jax.models.arch import EncoderArch, HeadFacts
 from trl_jax.models.heads import EncoderScorer
 
 

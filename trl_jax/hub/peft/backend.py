@@ -31,7 +31,7 @@ class AdaptedBackend(Backend):
     loads it upon the base model of its name.
     """
 
-    log_level, undecayed, saves_aside, can_resize, can_freeze = logging.INFO, frozenset(), True, False, False
+    log_level, undecayed, saves_in_background, can_resize, can_freeze = logging.INFO, frozenset(), True, False, False
 
     def __init__(self, base: NativeBackend, plan: AdapterPlan, frozen: dict[str, Any], shapes: dict[str, Any]):
         self.base, self.plan, self.frozen, self._shapes = base, plan, frozen, shapes

@@ -15,8 +15,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from trl_jax.nn.aten.program import Ref
-
 PICKLED = "pytorch_model.bin"
 
 
@@ -142,6 +140,8 @@ def plain(value: Any) -> Any:
     import torch
 
     if isinstance(value, torch.fx.Node):
+        from trl_jax.nn.aten.program import Ref
+
         return Ref(value.name)
     if isinstance(value, list | tuple):
         return tuple(plain(entry) for entry in value)

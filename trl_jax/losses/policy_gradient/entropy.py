@@ -30,10 +30,10 @@ def entropy_mask(
             compared with.
     """
     values = jax.lax.stop_gradient(entropies).reshape(-1).astype(jnp.float32)
-    counted = mask.reshape(-1) != 0
-    of_group = jnp.where(counted, 0 if group is None else group.reshape(-1), groups)
+    valid = mask.reshape(-1) != 0
+    of_group = jnp.where(valid, 0 if group is None else group.reshape(-1), groups)
     quantile = _quantiles(of_all_shards(values), of_all_shards(of_group), 1 - top_entropy_quantile, groups)
-    return (counted & (values >= jnp.append(quantile, jnp.inf)[of_group])).reshape(entropies.shape)
+    return (valid & (values >= jnp.append(quantile, jnp.inf)[of_group])).reshape(entropies.shape)
 
 
 def _quantiles(values: jax.Array, group: jax.Array, quantile: float, groups: int) -> jax.Array:

@@ -23,8 +23,8 @@ def grpo_loss(
     entropies: jax.Array | None = None,
     sampling_logps: jax.Array | None = None,
     text: jax.Array | None = None,
-    weight: jax.Array | None = None,
-    share: jax.Array | None = None,
+    token_weight: jax.Array | None = None,
+    completion_weight: jax.Array | None = None,
     micro_batch: jax.Array | None = None,
     entropy_coef: jax.Array | float | None = None,
     settings: PolicyLoss = DEFAULTS,
@@ -51,53 +51,63 @@ def grpo_loss(
         sampling_logps: those that the sampler gave, NaN where it did not; needed by sampler_correction. The off-policy
             mask takes old_logps without.
         text: int32 `[N]`, the completion of each token, X of one that only fills the shape.
-        weight: `[X]`, of `token_weights`. None: computed of these completions as all of the step and generation.
-        share: `[X]`, as in `token_weights`, 0 of a completion that only fills the shape. None: all micro-batches, and
-            the completions of each, have the same share.
+        token_weight: `[X]`, of `token_weights`. None: computed of these completions as all of the step and generation.
+        completion_weight: `[X]`, as in `token_weights`, 0 of a completion that only fills the shape. None: all
+            micro-batches, and the completions of each, weigh the same.
         micro_batch: bool `[M, X]`; None: one of all completions.
         entropy_coef: the coefficient of the entropy bonus, 0 while an adaptive one rests; None: no bonus.
 
     Returns:
-        The loss, a float32 scalar, and sums `[M]`: `completions` (their number), `share`, `tokens`, `policy_loss`, and
-        as the settings have it `kl`, `entropy`, `bonus_entropy` and `bonus_tokens`, `clipped_low`, `clipped_high`,
-        `clipped`, the extremes over completions `low_min` (inf without one) and `high_max` (-inf), `cispo_clipped`,
-        `phi`. Sums of clipped ratios and of phi are over tokens, or completions where ratios are theirs.
+        The loss, a float32 scalar, and sums `[M]`: `completions` (their number), `completion_weight`, `tokens`,
+        `policy_loss`, and as the settings have it `kl`, `entropy`, `bonus_entropy` and `bonus_tokens`, `clipped_low`,
+        `clipped_high`, `clipped`, the extremes over completions `low_min` (inf without one) and `high_max` (-inf),
+        `cispo_clipped`, `phi`. Sums of clipped ratios and of phi are over tokens, or completions where ratios are so.
     """
     places = reads(logps, mask, text, micro_batch, len(advantages))
     given = (old_logps, ref_logps, entropies, sampling_logps)
     logps, old, ref, entropies, sampling = (_masked(values, places) for values in (logps, *given))
     old = jax.lax.stop_gradient(logps) if old is None else old
-    share = places.equal_share if share is None else share
-    weight = token_weights(settings, places.lengths, share, places.micro_batch) if weight is None else weight
+    if completion_weight is None:
+        completion_weight = places.equal_weight
+    if token_weight is None:
+        token_weight = token_weights(settings, places.lengths, completion_weight, places.micro_batch)
     policies = Policies(logps, old, advantages.astype(jnp.float32), places)
-    correction = None
-    if settings.sampler_correction is not None:
-        correction = sampler_ratio(old, sampling, places.mask, places.text, len(advantages), settings=settings)
-
-    losses, sums = surrogate(settings, policies, correction)
     uncertain = _uncertain(settings, entropies, places)
-    losses *= _counted(settings, policies, old if sampling is None else sampling, correction) * uncertain
+    losses, sums = _token_losses(settings, policies, ref, sampling, uncertain)
+    losses = token_weight * places.total(losses)
+    sums |= {
+        "completions": places.by_completion(jnp.ones(len(advantages))),
+        "tokens": places.by_completion(places.lengths),
+        "completion_weight": places.by_completion(completion_weight),
+        "policy_loss": places.by_completion(losses),
+    }
+    if entropies is not None:
+        sums["entropy"] = places.by_token(entropies)
+    loss = jnp.sum(losses)
+    if entropy_coef is not None:
+        sums |= {"bonus_entropy": places.by_token(entropies * uncertain), "bonus_tokens": places.by_token(uncertain)}
+        mean = sums["bonus_entropy"] / jnp.maximum(sums["bonus_tokens"], 1)
+        loss -= entropy_coef * jnp.sum(sums["completion_weight"] * mean)
+    return loss, jax.lax.stop_gradient(sums)
+
+
+def _token_losses(
+    settings: PolicyLoss, policies: Policies, ref: jax.Array | None, sampling: jax.Array | None, uncertain: jax.Array
+) -> tuple[jax.Array, Sums]:
+    """The loss of each token, `[N]`: the surrogate as the masks and the sampler's correction leave it, and the KL."""
+    places, old, correction = policies.places, policies.old_logps, None
+    if settings.sampler_correction is not None:
+        completions = len(policies.advantages)
+        correction = sampler_ratio(old, sampling, places.mask, places.text, completions, settings=settings)
+    losses, sums = surrogate(settings, policies, correction)
+    losses *= _token_factors(settings, policies, old if sampling is None else sampling, correction) * uncertain
     if settings.beta:
-        kl = kl_k3(logps, ref)
+        kl = kl_k3(policies.logps, ref)
         if settings.use_bias_correction_kl:
             kl *= policies.of_tokens(settings, policies.ratio(settings))
         losses += settings.beta * kl
         sums["kl"] = places.by_token(kl)
-
-    loss = jnp.sum(weight * places.total(losses))
-    sums |= {
-        "completions": places.by_completion(jnp.ones(len(advantages))),
-        "tokens": places.by_completion(places.lengths),
-        "share": places.by_completion(share),
-        "policy_loss": places.by_completion(weight * places.total(losses)),
-    }
-    if entropies is not None:
-        sums["entropy"] = places.by_token(entropies)
-    if entropy_coef is not None:
-        bonus = {"bonus_entropy": places.by_token(entropies * uncertain), "bonus_tokens": places.by_token(uncertain)}
-        mean = bonus["bonus_entropy"] / jnp.maximum(bonus["bonus_tokens"], 1)
-        loss, sums = loss - entropy_coef * jnp.sum(sums["share"] * mean), sums | bonus
-    return loss, jax.lax.stop_gradient(sums)
+    return losses, sums
 
 
 def _masked(values: jax.Array | None, places: Reads) -> jax.Array | None:
@@ -113,7 +123,7 @@ def _uncertain(settings: PolicyLoss, entropies: jax.Array | None, places: Reads)
     return entropy_mask(entropies, places.mask, settings.top_entropy_quantile, **groups).astype(jnp.float32)
 
 
-def _counted(
+def _token_factors(
     settings: PolicyLoss, policies: Policies, sampled: jax.Array, correction: jax.Array | None
 ) -> jax.Array | float:
     """The factor of each token's loss, `[N]`, by the off-policy mask and the sampler's correction."""

@@ -28,8 +28,8 @@ class Reads(NamedTuple):
         return self.total(jnp.ones(len(self.text)))
 
     @property
-    def equal_share(self) -> jax.Array:
-        """The share of each completion in a mean over micro-batches of means over their completions, `[X]`."""
+    def equal_weight(self) -> jax.Array:
+        """The weight of each completion in a mean over micro-batches of means over their completions, `[X]`."""
         of_micro_batch = 1 / jnp.maximum(jnp.sum(self.micro_batch, axis=1), 1) / len(self.micro_batch)
         return jnp.sum(jnp.where(self.micro_batch, of_micro_batch[:, None], 0), axis=0)
 
@@ -78,6 +78,6 @@ def reads(
     """
     if text is None:
         text = jnp.repeat(jnp.arange(completions), logps.size // max(completions, 1))
-    counted = text < completions if mask is None else (text < completions) & (mask.reshape(-1) != 0)
+    valid = text < completions if mask is None else (text < completions) & (mask.reshape(-1) != 0)
     whole = jnp.ones((1, completions), bool)
-    return Reads(text, counted, whole if micro_batch is None else micro_batch)
+    return Reads(text, valid, whole if micro_batch is None else micro_batch)

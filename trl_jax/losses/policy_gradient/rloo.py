@@ -18,7 +18,7 @@ def rloo_loss(
     *,
     entropies: jax.Array | None = None,
     text: jax.Array | None = None,
-    share: jax.Array | None = None,
+    completion_weight: jax.Array | None = None,
     micro_batch: jax.Array | None = None,
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
@@ -28,21 +28,21 @@ def rloo_loss(
     $$ -\sum_i w_i \min(\rho_i A_i, clip(\rho_i, 1 - \epsilon, 1 + \epsilon_{high}) A_i),
        \quad \rho_i = \exp(\sum_t l_{it} - l_{old, i}) $$
 
-    with $w$ the share. A pass may have completions of several micro-batches, and a micro-batch may be divided over
-    passes.
+    with $w$ the completion_weight. A pass may have completions of several micro-batches, and a micro-batch may be
+    divided over passes.
 
     Args:
         logps: `[N]` log-probabilities of the policy's tokens, or `[X, T]` without `text`. So are mask and entropies.
         old_logps: `[X]`, the log-probability of each whole completion under the policy that it was sampled with.
         advantages: `[X]`.
-        mask, entropies, text, share, micro_batch: as in `grpo_loss`.
+        mask, entropies, text, completion_weight, micro_batch: as in `grpo_loss`.
 
     Returns:
         The loss, a float32 scalar, and sums `[M]`: `completions` (their number), `tokens`, `entropy`, `clipped_low`,
         `clipped_high`, `clipped` over completions, and the extremes `low_min` (inf without one) and `high_max` (-inf).
     """
     places = reads(logps, mask, text, micro_batch, len(advantages))
-    share = places.equal_share if share is None else share
+    completion_weight = places.equal_weight if completion_weight is None else completion_weight
     advantages = advantages.astype(jnp.float32)
     ratio = jnp.exp(places.total(logps.reshape(-1)) - old_logps)
     least, most = 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)
@@ -60,4 +60,4 @@ def rloo_loss(
     }
     if entropies is not None:
         sums["entropy"] = places.by_token(entropies.reshape(-1))
-    return jnp.sum(share * losses), jax.lax.stop_gradient(sums)
+    return jnp.sum(completion_weight * losses), jax.lax.stop_gradient(sums)

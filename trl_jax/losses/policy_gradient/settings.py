@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from trl_jax.core.arguments.grpo import LOSSES
+from trl_jax.core.arguments.tables.grpo import LOSSES
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # those with the clipped surrogate
 PER_GENERATION = ("dapo", "cispo", "vespo")  # those that divide by the tokens of a generation

@@ -66,14 +66,14 @@ def _capped_sums(settings: PolicyLoss, policies: Policies) -> Sums:
 def _clipped_sums(settings: PolicyLoss, policies: Policies) -> Sums:
     places = policies.places
     high, low = _compared(settings, policies, 1 + settings.highest, 1 - settings.epsilon)
-    counted = places.micro_batch if settings.of_sequences else places.micro_batch & (places.lengths > 0)
+    compared = places.micro_batch if settings.of_sequences else places.micro_batch & (places.lengths > 0)
     lows, highs = (low, high) if settings.of_sequences else (places.mean(low), places.mean(high))
     return {
         "clipped_low": policies.sums(settings, low),
         "clipped_high": policies.sums(settings, high),
         "clipped": policies.sums(settings, low + high),
-        "low_min": jnp.min(jnp.where(counted, lows, jnp.inf), axis=-1),
-        "high_max": jnp.max(jnp.where(counted, highs, -jnp.inf), axis=-1),
+        "low_min": jnp.min(jnp.where(compared, lows, jnp.inf), axis=-1),
+        "high_max": jnp.max(jnp.where(compared, highs, -jnp.inf), axis=-1),
     }
 
 

@@ -14,7 +14,7 @@ from trl_jax.losses.policy_gradient.settings import PER_GENERATION, PolicyLoss
 def token_weights(
     settings: PolicyLoss,
     lengths: Any,
-    share: Any,
+    completion_weight: Any,
     micro_batch: Any,
     *,
     generated_tokens: Any = None,
@@ -24,15 +24,15 @@ def token_weights(
 
     | loss_type | weight |
     | --- | --- |
-    | grpo, sapo | share / max(length, 1) |
-    | luspo | share |
-    | dr_grpo | share / max_completion_length |
-    | bnpo | share of the micro-batch / max(its tokens, 1) |
+    | grpo, sapo | completion_weight / max(length, 1) |
+    | luspo | completion_weight |
+    | dr_grpo | completion_weight / max_completion_length |
+    | bnpo | sum of the micro-batch's completion_weight / max(its tokens, 1) |
     | dapo, cispo, vespo | 1 / (max(generated_tokens, 1) part) |
 
     Args:
         lengths: `[X]`, tokens that count of each completion.
-        share: `[X]`, the share of each in a mean over a step's micro-batches, on all devices, of means over their
+        completion_weight: `[X]`, of each in a mean over a step's micro-batches, on all devices, of means over their
             completions: `1 / (completions of its micro-batch x micro-batches x devices)`. An evaluation's batch is one
             micro-batch.
         micro_batch: bool `[M, X]`, the completions of each micro-batch of a device.
@@ -45,16 +45,16 @@ def token_weights(
         Float32, of NumPy if `lengths` is.
     """
     xp = jnp if isinstance(lengths, jax.Array) else np
-    share = xp.asarray(share, xp.float32)
+    completion_weight = xp.asarray(completion_weight, xp.float32)
     if settings.loss_type in PER_GENERATION:
         tokens = xp.sum(lengths) if generated_tokens is None else generated_tokens
-        return xp.where(share > 0, 1 / (xp.maximum(tokens, 1) * part), 0).astype(xp.float32)
+        return xp.where(completion_weight > 0, 1 / (xp.maximum(tokens, 1) * part), 0).astype(xp.float32)
     if settings.loss_type == "luspo":
-        return share
+        return completion_weight
     if settings.loss_type == "dr_grpo":
-        return share / settings.max_completion_length
+        return completion_weight / settings.max_completion_length
     if settings.loss_type == "bnpo":
-        tokens, shares = (xp.sum(xp.where(micro_batch, values, 0), axis=1) for values in (lengths, share))
-        of_micro_batch = shares / xp.maximum(tokens, 1)
+        tokens, weights = (xp.sum(xp.where(micro_batch, values, 0), axis=1) for values in (lengths, completion_weight))
+        of_micro_batch = weights / xp.maximum(tokens, 1)
         return xp.sum(xp.where(micro_batch, of_micro_batch[:, None], 0), axis=0).astype(xp.float32)
-    return share / xp.maximum(xp.asarray(lengths, xp.float32), 1)
+    return completion_weight / xp.maximum(xp.asarray(lengths, xp.float32), 1)

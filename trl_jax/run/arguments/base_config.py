@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-from trl_jax.core.arguments.base import BASE, COMMON
-from trl_jax.core.arguments.table import Handling, defaults_of, judge
+from trl_jax.core.arguments.table import Handling, defaults_of, validate
+from trl_jax.core.arguments.tables.base import BASE, COMMON
 from trl_jax.core.arguments.values import as_pad_multiple
 from trl_jax.core.secrets import as_token, learn, masked, scrubbed
 from trl_jax.run.arguments.jax_arguments import JaxArguments
@@ -193,7 +193,7 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         table = {**BASE, **{name: line for name, line in COMMON.items() if name in values}} | self.argument_table
         defaults = defaults_of(fields(self)) | defaults_of(fields(self._released_kind()))
-        refusals, notes = judge(table, values, defaults)
+        refusals, notes = validate(table, values, defaults)
         if refusals:
             raise ValueError("\n".join(refusals))
         return notes

@@ -6,7 +6,7 @@ import warnings
 from dataclasses import field
 from typing import Any, Protocol
 
-from trl_jax.core.arguments.generation_sizes import check_groups, generation_sizes
+from trl_jax.core.arguments.tables.generation_sizes import check_groups, generation_sizes
 
 _VLLM = "Of vLLM, without effect here."
 _HELP = {

@@ -28,7 +28,7 @@ def eos_token() -> Any:
     return _field(None, "Token that ends a text. Unset, the tokenizer's own.")
 
 
-def longest_answered() -> Any:
+def max_length_with_answer() -> Any:
     return _field(1024, "Longest prompt with its answer in tokens, the rest is cut off. None cuts nothing.")
 
 

@@ -45,7 +45,7 @@ class CompletionEvaluator:
         losses, sums, counts = [], [], []
         with run.on_device():
             for rows in self.batches(dataset):
-                run.interrupts.check()
+                run.progress.interrupts.check()
                 found = self._batch(rows)
                 losses.append(float(np.sum(found.pop("loss"))))
                 sums.append(found)

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from transformers.trainer_utils import PredictionOutput
 
-from trl_jax.data.windows import Windows
+from trl_jax.data.eval_chunks import EvalChunks
 from trl_jax.engine.devices.sharding import distributed
 from trl_jax.engine.devices.spmd import ShardedStep
 from trl_jax.engine.evaluation import Evaluated, run_batches, run_evaluation
@@ -101,10 +101,10 @@ class Evaluator:
         predictions = task.predictions(outputs, examples)
         return (predictions if preprocess is None else preprocess(predictions, ())), ()
 
-    def windows(self, batches: Any) -> Windows:
-        """The windows of an evaluation of this loader's batches."""
+    def chunks(self, batches: Any) -> EvalChunks:
+        """The chunks of an evaluation of this loader's batches."""
         run = self._run
-        return Windows(batches, sort=run.model.backend.batch_invariant, whole=run.router_aux_loss_coef != 0)
+        return EvalChunks(batches, sort=run.model.backend.batch_invariant, whole=run.router_aux_loss_coef != 0)
 
     def outputs(self, params: dict, batch: Any, **options: Any) -> jax.Array:
         """The model's outputs `[X]` of one pass; where the run is sharded, `[shards, X]`."""
@@ -119,7 +119,7 @@ class Evaluator:
     ) -> tuple[Evaluated, Predicted]:
         """The results of a loader's batches; to `predict`, texts may be longer than max_length."""
         run = self._run
-        dtype = (None if run.in_train else run.args.eval_dtype) or run.args.compute_dtype
+        dtype = (None if run.progress.in_train else run.args.eval_dtype) or run.args.compute_dtype
         run.events.handler.eval_dataloader = batches
         steps, after_each = steps_of(batches, method), partial(run.events.fire, "on_prediction_step")
         with run.on_device():
@@ -137,8 +137,8 @@ class Evaluator:
             else:
                 outputs_of = partial(self._outputs, run.arrays, dtype=dtype, bounded=not predicts)
                 place = None if run.sharding_plan is None else self._placed
-                windows = Prefetched(self.windows(steps), place, run.interrupts.check)
-                evaluated = run_evaluation(self._checked(outputs_of), self._measure, windows, after_each)
+                chunks = Prefetched(self.chunks(steps), place, run.progress.interrupts.check)
+                evaluated = run_evaluation(self._checked(outputs_of), self._measure, chunks, after_each)
         return evaluated, self._predicted(evaluated, batches.dataset, hooks)
 
     def _logits(self, preprocess: Callable | None) -> LogitsEvaluation:
@@ -151,14 +151,14 @@ class Evaluator:
         """The same for each pass, unless a signal has come that breaks an evaluation on the way off."""
 
         def checked(arrays: Any) -> Any:
-            self._run.interrupts.check()
+            self._run.progress.interrupts.check()
             return evaluate(arrays)
 
         return checked
 
-    def _placed(self, window: Any) -> Any:
+    def _placed(self, chunk: Any) -> Any:
         place = self._run.sharding_plan.rows
-        return replace(window, passes=[(distributed(arrays, place), slots) for arrays, slots in window.passes])
+        return replace(chunk, passes=[(distributed(arrays, place), slots) for arrays, slots in chunk.passes])
 
     def _predicted(self, evaluated: Evaluated, dataset: Any, hooks: MetricHooks) -> Predicted:
         run, counts = self._run, evaluated.num_examples

@@ -41,7 +41,7 @@ class LogitsEvaluation:
         self._run, self._forward, self.preprocess, self._warned = run, forward, preprocess, False
         columns, count = run.task.columns, len(run.task.columns.texts)
         alone = count == 1 and not columns.optional and run.task.axis == "text"
-        self._texts = None if alone else columns.counted or count
+        self._texts = None if alone else columns.num_primary_texts or count
         self._evaluate = jax.jit(self._loss_of_logits, static_argnames="dtype")
         self._evaluate_beside = jax.jit(self._loss_and_logits, static_argnames="dtype")
 
@@ -108,7 +108,7 @@ class LogitsEvaluation:
         """The task's loss without logits, and logits `[rows, T, V]` by a pass of their own, as TRL makes them."""
         run, rows = self._run, len(batch.weight) * self._texts
         outputs = self._forward.outputs(params, batch, dtype=dtype, bounded=False)
-        sums = self._forward.measure(outputs, batch._replace(micro_batch=None, share=batch.weight))
+        sums = self._forward.measure(outputs, batch._replace(micro_batch=None, pass_weight=batch.weight))
         policy = params if run.reference is None else run.reference.split(params)[0]
         bound = BoundModel(run.model, policy, dtype=dtype, head="lm")
         mask = jnp.arange(batch.tokens.shape[1]) < batch.lengths[:rows, None]

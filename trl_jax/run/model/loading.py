@@ -79,7 +79,7 @@ def _check_head(model: PreTrainedModel, head: HeadName) -> None:
         )
 
 
-def taken(torch_model: Any, args: BaseConfig, head: HeadName, **options: Any) -> PreTrainedModel:
+def from_torch(torch_model: Any, args: BaseConfig, head: HeadName, **options: Any) -> PreTrainedModel:
     """Load the weights of a torch model; `options` of `Checkpoint.load`."""
     if args.model_init_kwargs is not None:
         logger.warning("model_init_kwargs has no effect: the model is loaded already.")
@@ -125,7 +125,7 @@ def _loaded(
     return model
 
 
-def ready(
+def load_policy(
     checkpoint: Checkpoint | PreTrainedModel,
     args: BaseConfig,
     adapter: LoraConfig | None,
@@ -172,12 +172,12 @@ def _check_floats(model: PreTrainedModel) -> None:
         )
 
 
-def beside(model: Any, args: BaseConfig, argument: str = "ref_model") -> PreTrainedModel:
+def load_reference(model: Any, args: BaseConfig, argument: str = "ref_model") -> PreTrainedModel:
     """A language model that is computed beside the one that trains, from an `argument` like `model`; its weights have
     the dtypes that it has."""
     name_or_ours, torch_model = split_model(model)
     if torch_model is not None:
-        return taken(torch_model, args, "lm", as_stored=True)
+        return from_torch(torch_model, args, "lm", as_stored=True)
     with told_of(argument):
         found = find(name_or_ours, args, "lm", dtype="auto")
         return found if isinstance(found, PreTrainedModel) else _loaded(found, args, as_stored=True)

@@ -12,9 +12,9 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 from tqdm.auto import tqdm
 
+from trl_jax.data.eval_chunks import EvalChunk, EvalChunks
 from trl_jax.data.example import of_examples
 from trl_jax.data.layout.batch import Batch
-from trl_jax.data.windows import Window, Windows
 from trl_jax.engine.devices.sharding import distributed
 from trl_jax.engine.devices.spmd import ShardedStep
 from trl_jax.run import data
@@ -71,17 +71,17 @@ def _compute(
 ) -> None:
     """Put those that are missing into the cache; where it raises, those that were computed are kept.
 
-    A window with a missing row is computed whole, in the shapes that it has when nothing is known: so what is gone on
+    A chunk with a missing row is computed whole, in the shapes that it has when nothing is known: so what is gone on
     with is, bit for bit, what was never broken off.
     """
     compute, loader = _compiled(run, forward), data.loader(run, dataset, training=False)
-    windows = Windows(loader.laid_out(batch_size=batch_size), sort=run.model.backend.batch_invariant)
+    chunks = EvalChunks(loader.laid_out(batch_size=batch_size), sort=run.model.backend.batch_invariant)
     try:
         with run.on_device():
-            for window in windows:
-                if all(cache.known[rows].all() for rows in window.rows):
+            for chunk in chunks:
+                if all(cache.known[rows].all() for rows in chunk.rows):
                     continue
-                for rows, logps in _by_batch(run, compute, window, len(cache.values)):
+                for rows, logps in _by_batch(run, compute, chunk, len(cache.values)):
                     if not cache.known[rows].all():
                         progress.update(int(np.count_nonzero(~cache.known[rows])))
                         cache.put(rows[0], logps)
@@ -90,11 +90,11 @@ def _compute(
 
 
 def _by_batch(
-    run: RunState, compute: Callable[[Batch], jax.Array], window: Window, columns: int
+    run: RunState, compute: Callable[[Batch], jax.Array], chunk: EvalChunk, columns: int
 ) -> Iterator[tuple[list[int], np.ndarray]]:
     """The rows of each batch, one behind the other, and the log-probabilities of their texts, `[columns, rows]`."""
-    outputs = [compute(_placed(run, arrays)) for arrays, _ in window.passes]
-    batches = zip(window.restored(jax.device_get(outputs)), window.batches, window.rows, strict=True)
+    outputs = [compute(_placed(run, arrays)) for arrays, _ in chunk.passes]
+    batches = zip(chunk.restored(jax.device_get(outputs)), chunk.batches, chunk.rows, strict=True)
     for logps, batch, rows in batches:
         yield rows, of_examples(logps, columns, batch.num_examples).reshape(columns, -1)
 

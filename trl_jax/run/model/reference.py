@@ -26,11 +26,11 @@ PREFIX = "reference."
 class Sync(NamedTuple):
     """How a reference follows the policy.
 
-    share: of the policy in the new reference.
+    mixup_alpha: of the policy, its part in the new reference.
     steps: between two moves.
     """
 
-    share: float
+    mixup_alpha: float
     steps: int
 
 
@@ -62,7 +62,7 @@ class ReferenceModel:
         if self.sync is None or step % self.sync.steps:
             return self
         policy = {path: policy[path.removeprefix(PREFIX)] for path in self.arrays}
-        return replace(self, arrays=_mixed(self.arrays, policy, self.sync.share))
+        return replace(self, arrays=_mixed(self.arrays, policy, self.sync.mixup_alpha))
 
     def following(self, sync: Sync, policy: dict[str, Any]) -> ReferenceModel:
         """The same, which follows the policy.
@@ -108,11 +108,13 @@ class ReferenceModel:
 
 
 @partial(jax.jit, donate_argnums=0)
-def _mixed(reference: dict[str, jax.Array], policy: dict[str, jax.Array], share: jax.Array) -> dict[str, jax.Array]:
-    """Of each array `(1 - share) * reference + share * policy`, in float32, in the reference's type."""
+def _mixed(
+    reference: dict[str, jax.Array], policy: dict[str, jax.Array], mixup_alpha: jax.Array
+) -> dict[str, jax.Array]:
+    """Of each array `(1 - mixup_alpha) * reference + mixup_alpha * policy`, in float32, in the reference's type."""
 
     def mixed(own: jax.Array, other: jax.Array) -> jax.Array:
-        total = (1 - share) * own.astype(jnp.float32) + share * other.astype(jnp.float32)
+        total = (1 - mixup_alpha) * own.astype(jnp.float32) + mixup_alpha * other.astype(jnp.float32)
         return total.astype(own.dtype)
 
     return jax.tree.map(mixed, reference, policy)

@@ -53,11 +53,11 @@ class Checkpointer:
         self.run_id = ""
         self._fingerprint: str | None = None
 
-    def save(self, progress: Progress, *, aside: bool) -> Path:
+    def save(self, progress: Progress, *, background: bool) -> Path:
         """Write the checkpoint of this step; returns its folder.
 
         Args:
-            aside: write in a thread while training goes on, where nothing prevents it.
+            background: write in a thread while training goes on, where nothing prevents it.
 
         Raises:
             FloatingPointError: weights are NaN or infinite.
@@ -67,8 +67,8 @@ class Checkpointer:
         if self.lock is not None:
             self.lock.renew()
         self.saver.settle()  # before the copy, so that no two copies exist at once
-        aside = aside and self._may_go_aside()
-        needed, write = self._least_bytes(), self._writer(progress, aside=aside)
+        background = background and self._may_write_in_background()
+        needed, write = self._least_bytes(), self._writer(progress, background=background)
         if not is_first():  # gathers what the first process writes
             write(Path(run.args.output_dir))
             barrier("checkpoint")
@@ -79,7 +79,7 @@ class Checkpointer:
             run.events,
             facts={"run": self.run_id, "dataset": self.dataset_fingerprint()},
             needed=needed,
-            **({"begin": self.saver.begin} if aside else {}),
+            **({"begin": self.saver.begin} if background else {}),
         )
         barrier("checkpoint")
         return folder
@@ -92,36 +92,36 @@ class Checkpointer:
             replaces = args.save_total_limit is not None
             record(Path(args.output_dir), self.run_id, fresh=found is None, replaces=replaces)
 
-    def _may_go_aside(self) -> bool:
+    def _may_write_in_background(self) -> bool:
         """Whether no callback or override needs the complete checkpoint, no other process writes a part of it, and the
         host has memory for the copy that is written."""
         run, own = self._run, self._run.overridden.union(self._hooks.set_by_script())
-        if own & {"save_model", "_save_checkpoint"} or not run.model.backend.saves_aside or several():
+        if own & {"save_model", "_save_checkpoint"} or not run.model.backend.saves_in_background or several():
             return False
         if any(type(c).on_save is not TrainerCallback.on_save for c in run.events.handler.callbacks):
             return False
         spare = host_memory.available()
         return spare is None or self._copied_bytes() < spare / 2
 
-    def _writer(self, progress: Progress, *, aside: bool) -> Callable[[Path], None]:
-        """The function that writes a checkpoint's folder; with `aside`, from a copy of all that the next step
+    def _writer(self, progress: Progress, *, background: bool) -> Callable[[Path], None]:
+        """The function that writes a checkpoint's folder; with `background`, from a copy of all that the next step
         changes."""
         run = self._run
         trees = {"params": run.model.params}
         if not run.args.save_only_model:
-            trees |= {"optimizer": run.optimizer_state, "reference": run.moving_reference}
-        trees = host_copy(trees) if aside else trees
+            trees |= {"optimizer": run.progress.optimizer_state, "reference": run.moving_reference}
+        trees = host_copy(trees) if background else trees
         rollout = None
         if run.rollout is not None:
             trees["rollout"], rollout = run.rollout.state()
-        fills = run.shards > 1 if run.fills is None else run.fills
-        facts = {"tokens_seen": run.tokens_seen, "schedule": self.lr_scheduler.state_dict()}
-        facts |= {"shards": run.shards, "step_examples": run.step_examples, "fills": fills}
+        fill_last = run.shards > 1 if run.progress.fill_last is None else run.progress.fill_last
+        facts = {"tokens_seen": run.progress.tokens_seen, "schedule": self.lr_scheduler.state_dict()}
+        facts |= {"shards": run.shards, "step_examples": run.step_examples, "fills": fill_last}
         facts |= {"order": order_of(run), "rollout": rollout}
         text, steps = progress_json(progress, facts), list(progress.unreported)
 
         def write(folder: Path) -> None:
-            if aside:
+            if background:
                 self.write_model(folder, run.model.with_params(trees["params"]))
             else:
                 self._hooks.save_model(folder, _internal_call=True)
@@ -139,7 +139,7 @@ class Checkpointer:
 
     def _copied_bytes(self) -> int:
         run = self._run
-        copied = run.model.params, run.optimizer_state, run.moving_reference
+        copied = run.model.params, run.progress.optimizer_state, run.moving_reference
         return sum(leaf.nbytes for leaf in jax.tree.leaves(copied))
 
     def _least_bytes(self) -> int:
@@ -147,8 +147,8 @@ class Checkpointer:
         run = self._run
         width = 4 if "float32" in run.model.backend.dtypes.values() else 2
         weights = width * run.model.num_parameters(only_trainable=True)
-        state = () if run.args.save_only_model else jax.tree.leaves((run.optimizer_state, run.moving_reference))
-        return weights + sum(leaf.nbytes for leaf in state)
+        state = () if run.args.save_only_model else (run.progress.optimizer_state, run.moving_reference)
+        return weights + sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
     def _check_weights(self) -> None:
         """Raise FloatingPointError for NaN or infinite weights, before they replace a good checkpoint."""

@@ -54,7 +54,7 @@ def resume(run: RunState, checkpointer: Checkpointer, point: ResumePoint, length
         params, state, progress = _of_transformers(run, point, params, tx)
     else:
         params, state, progress = _of_ours(run, checkpointer, saved, params, tx)
-    run.model.params, run.optimizer_state = params, state
+    run.model.params, run.progress.optimizer_state = params, state
     log_changes(folder, checkpointer.arguments)
     if point.manifest is not None:
         _log_libraries(folder, point.manifest["libraries"])
@@ -89,7 +89,7 @@ def _of_transformers(run: RunState, point: ResumePoint, params: dict, tx: Any) -
     state = hf_resume.optimizer_state(point.folder, fresh, run.model, load)
     if run.sharding_plan is not None:
         state = run.sharding_plan.placed_state(state, params)
-    run.tokens_seen = hf_resume.tokens_seen(point.state)
+    run.progress.tokens_seen = hf_resume.tokens_seen(point.state)
     return params, state, _place_of(run, point.state)
 
 
@@ -105,7 +105,7 @@ def _of_ours(
     if run.rollout is not None:
         arrays = {name: saved.tensors.get_tensor(f"rollout/{name}") for name in saved.names("rollout")}
         run.rollout.restore(arrays, saved.facts["rollout"])
-    run.fills, run.tokens_seen = saved.facts["fills"], saved.facts["tokens_seen"]
+    run.progress.fill_last, run.progress.tokens_seen = saved.facts["fills"], saved.facts["tokens_seen"]
     saved.restore_random_state()
     checkpointer.lr_scheduler.load_state_dict(saved.facts["schedule"])
     return params, state, saved.progress

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trl_jax.data.example import Measured
+from trl_jax.data.example import LossBatch
 from trl_jax.data.layout.batch import Batch
 from trl_jax.hub.backend import Backend
 from trl_jax.losses.load_balancing import load_balancing_loss
@@ -43,7 +43,7 @@ class Forward:
         model = merge(run.model.graph, params, options.get("dropout_key"))
         options |= common | _windows(run.model.backend, max_tokens)
         if run.router_aux_loss_coef:
-            options["counted"] = batch.counted
+            options["router_token_count"] = batch.router_token_count
         outputs = model(batch.tokens, batch.positions, batch.reads, **options)
         if run.task.head == "score":
             return outputs
@@ -101,14 +101,14 @@ class Forward:
         outputs = self.outputs(params, batch, dtype=self._run.args.compute_dtype, **options)
         return self._loss(outputs, batch)
 
-    def _loss(self, outputs: Any, batch: Batch | Measured) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def _loss(self, outputs: Any, batch: Batch | LossBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
         run = self._run
         loss, sums = run.task.loss(outputs, batch)
         if not run.router_aux_loss_coef:
             return loss, sums
         return with_aux_loss(loss, sums, outputs[AUX_LOSS], batch, run.router_aux_loss_coef)
 
-    def measure(self, outputs: Any, batch: Batch | Measured) -> dict[str, jax.Array]:
+    def measure(self, outputs: Any, batch: Batch | LossBatch) -> dict[str, jax.Array]:
         """The sums of an evaluated batch, and its `loss`, a mean."""
         loss, sums = self._loss(outputs, batch)
         return sums | {"loss": loss}

@@ -32,9 +32,9 @@ def compiling_ahead(
     known = known and not isinstance(steps.dataset, IterableDataset)
     if not known or not compiles_ahead(run.args.device.type):
         return contextlib.nullcontext()
-    coming = steps.laid_out(buckets=replace(steps.step_layout.buckets, ready=()))
+    coming = steps.laid_out(buckets=replace(steps.step_layout.buckets, serves_from=()))
     coming.set_epoch(progress.epoch + progress.epoch_over, 0 if progress.epoch_over else progress.examples)
-    arrays = run.model.params, run.optimizer_state, run.frozen
+    arrays = run.model.params, run.progress.optimizer_state, run.frozen
     params, state, frozen = (_shapes(part, placed=run.sharding_plan is not None) for part in arrays)
     key = run_key(run.args)
 

@@ -79,10 +79,10 @@ class TrainStep:
             tell: called before each step with the shape of its tokens: of the first one it says that it is compiled.
         """
         run, args = self._run, self._run.args
-        if run.optimizer_state is None:
-            run.optimizer_state = self.new_optimizer_state(tx)
+        if run.progress.optimizer_state is None:
+            run.progress.optimizer_state = self.new_optimizer_state(tx)
         if run.sharding_plan is not None:
-            logger.info("%s", describe(run.sharding_plan, run.model.params, run.optimizer_state))
+            logger.info("%s", describe(run.sharding_plan, run.model.params, run.progress.optimizer_state))
         key = run_key(args)
         flops_a_token = 6 * run.model.num_parameters(exclude_embeddings=True)
         compilation = CompilationUntimed(run.events)
@@ -92,15 +92,15 @@ class TrainStep:
             step_key = None if key is None else jax.random.fold_in(key, run.state.global_step)
             rate, shape = np.float32(learning_rate), batch.arrays.tokens.shape
             tell(shape)
-            run.model.params, run.optimizer_state, metrics = step(
-                run.model.params, run.optimizer_state, batch.arrays, rate, step_key, run.frozen
+            run.model.params, run.progress.optimizer_state, metrics = step(
+                run.model.params, run.progress.optimizer_state, batch.arrays, rate, step_key, run.frozen
             )
             compilation.done(shape)
             if run.reference is not None:
                 run.reference = run.reference.after(run.state.global_step + 1, run.model.arrays)
             if run.rollout is not None:
                 run.rollout.stepped(metrics)
-            run.tokens_seen += batch.num_counted_tokens
+            run.progress.tokens_seen += batch.num_primary_tokens
             run.state.num_input_tokens_seen += self._input_tokens(batch)
             run.state.total_flos += flops_a_token * batch.num_padded_tokens
             return metrics
@@ -127,7 +127,7 @@ class TrainStep:
 
     def _input_tokens(self, batch: Any) -> int:
         """The tokens of a step that `include_num_input_tokens_seen` counts."""
-        counted = {"all": batch.num_padded_tokens, "non_padding": batch.num_counted_tokens, "no": 0}
+        counted = {"all": batch.num_padded_tokens, "non_padding": batch.num_primary_tokens, "no": 0}
         return counted[self._run.args.include_num_input_tokens_seen]
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trl_jax.core.packed import reads_of_rows
-from trl_jax.data.example import IGNORED, Measured
+from trl_jax.data.example import IGNORED, LossBatch
 from trl_jax.data.extras import Extras
 from trl_jax.data.layout.batch import Batch
 from trl_jax.hub.heads import HeadName
@@ -130,7 +130,7 @@ class BoundModel:
     ) -> tuple[jax.Array, jax.Array | None]:
         if self.aux_loss_weight is None:
             return model(tokens, places, None, **options), None
-        options["counted"] = jnp.ones(tokens.shape, int) if mask is None else jnp.asarray(mask)
+        options["router_token_count"] = jnp.ones(tokens.shape, int) if mask is None else jnp.asarray(mask)
         logits, sums = model(tokens, places, None, **options)
         self.aux_losses.append(load_balancing_loss(sums))
         return logits, self.aux_losses[-1]
@@ -209,14 +209,14 @@ class UserLoss:
         dtype: str,
         remat: bool | str = False,
         key: jax.Array | None = None,
-        share: Any = 1.0,
+        pass_weight: Any = 1.0,
         first_call: int = 0,
     ) -> BoundModel:
         """The model with these parameters, for one batch of `inputs`.
 
         Args:
             key: that of the batch, in training.
-            share: what the batch counts in a mean over those of the step.
+            pass_weight: what the batch counts in a mean over those of the step.
             first_call: how many calls of the batch came before.
         """
 
@@ -231,7 +231,7 @@ class UserLoss:
             random_options=None if key is None else random_options,
             ignored=frozenset(inputs),
             head=self._run.task.head,
-            aux_loss_weight=aux_loss_weight(self._run, share),
+            aux_loss_weight=aux_loss_weight(self._run, pass_weight),
         )
 
     def sums(self, bound: BoundModel, inputs: dict[str, Any]) -> dict[str, jax.Array]:
@@ -251,7 +251,7 @@ class UserLoss:
         extras = {
             name: inputs[name] if complete else jnp.zeros(examples) for name in task.columns.numbers if name in inputs
         }
-        return task.loss(outputs, Measured(weight, Extras(extras), examples))[1]
+        return task.loss(outputs, LossBatch(weight, Extras(extras), examples))[1]
 
     def inputs(self, arrays: Batch) -> list[dict[str, np.ndarray]]:
         """Each micro-batch of a step of padded rows, as `inputs_of`."""

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trl_jax.data.example import Measured
+from trl_jax.data.example import LossBatch
 from trl_jax.data.extras import Extras
 from trl_jax.run.user_loss.token_logits import task_loss
 from trl_jax.tasks.task import Task
@@ -28,4 +28,4 @@ def default_loss(task: Task, model: Any, inputs: dict[str, jax.Array], num_items
     examples = len(outputs.logits) // len(task.columns.texts)
     extras = Extras({name: inputs[name] for name in task.columns.numbers if name in inputs})
     weight = jnp.full(examples, 1.0 / examples)
-    return task.loss(outputs.logits[:, 0], Measured(weight, extras, examples))[0], outputs
+    return task.loss(outputs.logits[:, 0], LossBatch(weight, extras, examples))[0], outputs

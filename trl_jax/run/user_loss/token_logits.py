@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trl_jax.data.example import IGNORED, Measured
+from trl_jax.data.example import IGNORED, LossBatch
 from trl_jax.data.extras import Extras
 from trl_jax.nn.token_logits import outputs_of_logits
 from trl_jax.tasks.task import TokenTask
@@ -37,8 +37,8 @@ def task_loss(task: TokenTask, logits: jax.Array, labels: jax.Array, num_items: 
     """
     rows, targets = len(labels), jnp.maximum(1, jnp.sum(labels[:, 1:] != IGNORED))
     weight = 1 / (targets if num_items is None else num_items) if task.per_token else 1 / rows
-    measured = Measured(jnp.full(rows, weight), Extras(), rows)
-    return task.loss(pass_of_logits(task, logits, labels), measured)
+    batch = LossBatch(jnp.full(rows, weight), Extras(), rows)
+    return task.loss(pass_of_logits(task, logits, labels), batch)
 
 
 def mean_loss(logits: jax.Array, labels: jax.Array, num_items: Any = None) -> jax.Array:

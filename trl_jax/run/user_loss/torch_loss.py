@@ -86,14 +86,14 @@ class TorchLoss:
         self._sums = jax.jit(self._task_sums)
 
     def value_and_grad(
-        self, params: dict, frozen: dict, inputs: dict, key: Any, num_items: Any, share: Any
+        self, params: dict, frozen: dict, inputs: dict, key: Any, num_items: Any, pass_weight: Any
     ) -> tuple[tuple[Any, dict], dict]:
         """`((loss, sums), gradient)` of a micro-batch, as of the compiled loss."""
         args = self._run.args
         options = {"dtype": args.compute_dtype, "remat": args.remats[-1]}
 
         def compute(kind: str, arrays: dict, call: int) -> tuple[dict, Any]:
-            return self._both(params, frozen, inputs, arrays, key, share, kind=kind, call=call, **options)
+            return self._both(params, frozen, inputs, arrays, key, pass_weight, kind=kind, call=call, **options)
 
         model = self._model(compute, inputs)
         loss = self._loss(model, inputs, num_items)
@@ -139,11 +139,21 @@ class TorchLoss:
         return loss.reshape(())
 
     def _outputs(
-        self, params: dict, frozen: dict, inputs: dict, arrays: dict, key: Any, share: Any, *, kind: str, call: int,
+        self,
+        params: dict,
+        frozen: dict,
+        inputs: dict,
+        arrays: dict,
+        key: Any,
+        pass_weight: Any,
+        *,
+        kind: str,
+        call: int,
         **options: Any,
-    ) -> dict[str, jax.Array]:  # fmt: skip
+    ) -> dict[str, jax.Array]:
         """The outputs of one call of the model, by name."""
-        bound = self._user_loss.bound(frozen | params, inputs, key=key, share=share, first_call=call, **options)
+        options |= {"key": key, "pass_weight": pass_weight, "first_call": call}
+        bound = self._user_loss.bound(frozen | params, inputs, **options)
         if kind == "default":
             of_batch = {name: arrays[name] for name in inputs}
             loss, outputs = default_loss(self._run.task, bound, of_batch, arrays.get("num_items"))

@@ -44,9 +44,9 @@ class UserLossStep:
             parts, num_items = 1, np.float32(max(1, np.count_nonzero(np.asarray(arrays.targets) >= 0)))
         keys = [None] * len(micro) if key is None else jax.random.split(key, len(micro))
         total, gradients, sums, at = 0.0, None, [], self._point(params, opt_state)
-        values, state, share = self._user_loss.values(), self._user_loss.state(), np.float32(1 / len(micro))
+        values, state, pass_weight = self._user_loss.values(), self._user_loss.state(), np.float32(1 / len(micro))
         for inputs, micro_key in zip(micro, keys, strict=True):
-            given = at, frozen, inputs, micro_key, num_items, share
+            given = at, frozen, inputs, micro_key, num_items, pass_weight
             (loss, found), grads = self._value_and_grad(*given, state=state, values=values)
             total, sums = total + loss / parts, [*sums, found]
             gradients = grads if gradients is None else jax.tree.map(jnp.add, gradients, grads)
@@ -71,7 +71,7 @@ class UserLossStep:
         inputs: dict,
         key: Any,
         num_items: Any,
-        share: Any,
+        pass_weight: Any,
         *,
         state: dict,
         values: tuple,
@@ -79,7 +79,7 @@ class UserLossStep:
         del values  # read from the trainer while this is traced; other values are another program
         args = self._run.args
         bound = self._user_loss.bound(
-            frozen | params, inputs, dtype=args.compute_dtype, remat=args.remats[-1], key=key, share=share
+            frozen | params, inputs, dtype=args.compute_dtype, remat=args.remats[-1], key=key, pass_weight=pass_weight
         )
         return self._user_loss(bound, inputs, state, num_items)
 

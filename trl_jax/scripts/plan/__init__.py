@@ -120,9 +120,9 @@ def _run_of(
     checkpoint = find(model_args.model_name_or_path, args, head)
     quantization = quantization_of(get_quantization_config(model_args), args)
     run = Run(checkpoint, adapter=get_peft_config(model_args), quantization=quantization, trainer=trainer)
-    judge = script_args.reward_model_name_or_path if isinstance(script_args, RewardSources) else None
-    if judge is not None:
-        run = replace(run, scorer=find(judge, args, "score"))
+    scorer = script_args.reward_model_name_or_path if isinstance(script_args, RewardSources) else None
+    if scorer is not None:
+        run = replace(run, scorer=find(scorer, args, "score"))
     if not has_rows:
         return run
     code = training_args.trust_remote_code

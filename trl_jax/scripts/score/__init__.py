@@ -118,7 +118,7 @@ def _ready(args: ScoreArguments, source: Path) -> tuple[Scorer, int]:
 
 
 def _read(row: Row, tokenizer: Any) -> Any:
-    from trl_jax.data.rows.preference.pairs import read_pair
+    from trl_jax.data.rows.preference.reward.pairs import read_pair
 
     return read_pair(as_pair(row), row.where, tokenizer)
 
@@ -152,7 +152,7 @@ class Scorer:
 
     def _ids(self, row: Row) -> list[list[int]]:
         """Token ids of the texts to score, as in training: texts end with EOS, conversations as their template does."""
-        from trl_jax.data.rows.preference.pairs import tokenise
+        from trl_jax.data.rows.preference.reward.pairs import tokenise
 
         ids = list(tokenise([_read(row, self.tokenizer)], self.tokenizer)[0][: len(_names(row))])
         limit = self.model.max_positions

@@ -14,7 +14,7 @@ from trl_jax.core.printable import brief
 from trl_jax.data.example import IGNORED
 from trl_jax.data.packing import pack_dataset
 from trl_jax.data.rows import checks, streaming
-from trl_jax.data.rows.sft import form as forms
+from trl_jax.data.rows.sft import row_format as formats
 from trl_jax.data.rows.sft.answers import AnswerMarks, label_answers
 from trl_jax.data.rows.sft.rows import tokenise_batch
 from trl_jax.data.rows.templates.training import has_generation_markers, stop_token_is_trained, training_template
@@ -70,8 +70,8 @@ def prepare(
     if skip_prepare_dataset:
         plain = _unprepared(plain, first, name, num_proc)
         return plain if answer_marks is None else _answers_of(plain, answer_marks, num_proc, where)
-    forms.check_lengths(packing, packing_strategy, max_length, truncation_mode)
-    form, completions = forms.settle(
+    formats.check_lengths(packing, packing_strategy, max_length, truncation_mode)
+    row_format, completions = formats.settle(
         first,
         where,
         column=dataset_text_field,
@@ -79,13 +79,14 @@ def prepare(
         completion_only_loss=completion_only_loss,
         assistant_only_loss=assistant_only_loss,
     )
-    if assistant_only_loss and form.conversational:
+    if assistant_only_loss and row_format.conversational:
         chat_template = chat_template or _marked_template(tokenizer)
         _warn_of_stop_token(tokenizer, chat_template)
-    masking = forms.Masking(completions, assistant_only_loss, chat_template)
-    packs = packing and not (form.kind == "ids" and "seq_lengths" in first)
+    masking = formats.Masking(completions, assistant_only_loss, chat_template)
+    packs = packing and not (row_format.kind == "ids" and "seq_lengths" in first)
     limits = {"max_length": None if packs else max_length, "keep_end": truncation_mode == "keep_end"}
-    plain = _tokenised(plain, num_proc, tokenizer=tokenizer, form=form, masking=masking, where=where, **limits)
+    limits |= {"row_format": row_format, "masking": masking, "where": where}
+    plain = _tokenised(plain, num_proc, tokenizer=tokenizer, **limits)
     plain = _labelled(plain, where, drops=max_length is not None and not packs)
     if answer_marks is not None:
         plain = _answers_of(plain, answer_marks, num_proc, where)
@@ -127,9 +128,9 @@ def _unprepared(
             f"skip_prepare_dataset=True: {where} needs the column 'input_ids', found {brief(list(first), 500)}. "
             "Tokenise the rows, or drop `skip_prepare_dataset`."
         )
-    forms.check_masks(first, name)
-    form, masking = forms.Form("ids"), forms.Masking(False, False, None)
-    facts = {"tokenizer": None, "form": form, "masking": masking, "max_length": None, "keep_end": False}
+    formats.check_masks(first, name)
+    row_format, masking = formats.RowFormat("ids"), formats.Masking(False, False, None)
+    facts = {"tokenizer": None, "row_format": row_format, "masking": masking, "max_length": None, "keep_end": False}
     return _tokenised(dataset, num_proc, where=where, **facts)
 
 

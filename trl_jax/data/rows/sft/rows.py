@@ -14,7 +14,7 @@ import pyarrow as pa
 from trl_jax.core.printable import printable
 from trl_jax.data.example import IGNORED
 from trl_jax.data.rows import chat, checks, masks
-from trl_jax.data.rows.sft.form import Form, Masking
+from trl_jax.data.rows.sft.row_format import Masking, RowFormat
 from trl_jax.data.rows.streaming import check_has
 from trl_jax.data.rows.templates.rendering import apply_chat_template
 
@@ -35,7 +35,7 @@ def tokenise_batch(
     batch: Any,
     indices: list[int],
     tokenizer: Any,
-    form: Form,
+    row_format: RowFormat,
     masking: Masking,
     max_length: int | None,
     keep_end: bool,
@@ -50,28 +50,28 @@ def tokenise_batch(
         ValueError: a row has another form, by row and column.
         RuntimeError: the assistant says nothing in a row, and only what it says is trained on.
     """
-    check_has(batch, indices[0], form.needed, where)
-    if form.kind == "ids":
-        ids, labels = _given(batch, indices[0], form, max_length, where)
+    check_has(batch, indices[0], row_format.needed, where)
+    if row_format.kind == "ids":
+        ids, labels = _given(batch, indices[0], row_format, max_length, where)
     else:
         cells = zip(*(batch[column] for column in batch), strict=True)
         rows = [dict(zip(batch, row, strict=True)) for row in cells]
-        read = _READERS[form.kind]
-        ids, labels = read(rows, [f"Row {i} of {where}" for i in indices], tokenizer, form, masking)
+        read = _READERS[row_format.kind]
+        ids, labels = read(rows, [f"Row {i} of {where}" for i in indices], tokenizer, row_format, masking)
     if max_length is None:
         return {"input_ids": ids, "labels": labels}
     part = slice(-max_length, None) if keep_end else slice(max_length)
     return {"input_ids": [row[part] for row in ids], "labels": [row[part] for row in labels]}
 
 
-def _given(batch: Any, first: int, form: Form, max_length: int | None, where: str) -> tuple[list, list]:
+def _given(batch: Any, first: int, row_format: RowFormat, max_length: int | None, where: str) -> tuple[list, list]:
     """Ids of rows that have them, and their labels, or labels by their masks."""
-    others = form.masks or (("labels",) if "labels" in batch else ())
+    others = row_format.masks or (("labels",) if "labels" in batch else ())
     block = _table(batch, ("input_ids", *others), first, where)
     lists = checks.id_lists(block, "input_ids", first, where)
     lengths = lists.value_lengths().to_numpy(zero_copy_only=False)
     labels = lists.flatten().to_numpy(zero_copy_only=False).astype(np.int64)
-    for column in form.masks:
+    for column in row_format.masks:
         labels[~masks.kept(block, first, column, lengths, "of 'input_ids'", where)] = IGNORED
     if others == ("labels",):
         labels = _labels_beside(block, lengths, first, where)
@@ -116,12 +116,12 @@ def _table(batch: Any, columns: tuple[str, ...], first: int, where: str) -> pa.T
         raise ValueError(f"Rows from {first} of {where}, columns {list(columns)}: {printable(str(error))}") from error
 
 
-def _of_texts(rows: list[dict], places: list[str], tokenizer: Any, form: Form, _: Masking) -> tuple[list, list]:
+def _of_texts(rows: list[dict], places: list[str], tokenizer: Any, row_format: RowFormat, _: Masking) -> tuple:
     texts = []
     for row, where in zip(rows, places, strict=True):
-        column = form.column
-        if form.formatting_func:
-            text, column = _formatted(row, form.formatting_func), "formatting_func(row)"
+        column = row_format.column
+        if row_format.formatting_func:
+            text, column = _formatted(row, row_format.formatting_func), "formatting_func(row)"
         else:
             text = row[column]
         if not isinstance(text, str):
@@ -159,15 +159,16 @@ def _tell_of_batches() -> None:
     )
 
 
-def _of_messages(rows: list[dict], places: list[str], tokenizer: Any, form: Form, masking: Masking) -> tuple:
+def _of_messages(rows: list[dict], places: list[str], tokenizer: Any, row_format: RowFormat, masking: Masking) -> tuple:
     talks = []
     for row, where in zip(rows, places, strict=True):
-        messages = row[form.kind]
-        if form.kind == "conversations":
+        messages = row[row_format.kind]
+        if row_format.kind == "conversations":
             messages = _as_messages(messages, where)
         if not chat.is_messages(messages):
-            raise checks.cell_error(where, form.kind, messages, "a non-empty list of messages, each with a 'role'")
-        chat.check_unicode(messages, form.kind, where)
+            wanted = "a non-empty list of messages, each with a 'role'"
+            raise checks.cell_error(where, row_format.kind, messages, wanted)
+        chat.check_unicode(messages, row_format.kind, where)
         talks.append(_Talk(messages, _options(row, tokenizer, masking, where), where))
     ids, said = _tokenise(talks, tokenizer, masking.assistant)
     return ids, [_labels(*both) for both in zip(ids, *said, strict=True)]
@@ -181,15 +182,17 @@ def _as_messages(conversation: Any, where: str) -> list[dict[str, Any]]:
     return [{names.get(key, key): value for key, value in message.items()} for message in conversation]
 
 
-def _of_completions(rows: list[dict], places: list[str], tokenizer: Any, form: Form, masking: Masking) -> tuple:
+def _of_completions(
+    rows: list[dict], places: list[str], tokenizer: Any, row_format: RowFormat, masking: Masking
+) -> tuple:
     for row, where in zip(rows, places, strict=True):
         chat.check_contents(row, ["prompt", "completion"], where, _MIXED)
         for column in ("prompt", "completion"):
             chat.check_unicode(row[column], column, where)
-        if chat.is_messages(row["prompt"]) != form.conversational:
-            found, first = ("text", "a conversation") if form.conversational else ("a conversation", "text")
+        if chat.is_messages(row["prompt"]) != row_format.conversational:
+            found, first = ("text", "a conversation") if row_format.conversational else ("a conversation", "text")
             raise ValueError(f"{where} is {found}, and the first row is {first}. Make all rows the same.")
-    return (_conversations if form.conversational else _joined)(rows, places, tokenizer, masking)
+    return (_conversations if row_format.conversational else _joined)(rows, places, tokenizer, masking)
 
 
 def _joined(rows: list[dict], places: list[str], tokenizer: Any, masking: Masking) -> tuple[list, list]:

@@ -1,0 +1,1 @@
+"""The table of completions that is logged: printed, written to files, given to trackers and to the Hub."""

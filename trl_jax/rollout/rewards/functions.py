@@ -1,0 +1,204 @@
+"""Reward functions: how they are named, called, and what is made of what they return."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from trl_jax.core.arguments.values import show
+from trl_jax.core.secrets import scrubbed
+from trl_jax.rollout.coroutines import EventLoop, is_async, unwrapped
+from trl_jax.rollout.rewards.models import RewardModel
+
+logger = logging.getLogger(__name__)
+
+_OWN = ("prompt", "completion", "completion_ids")  # columns that functions are given under other names
+_OF_TRAINER = ("trainer_state", "log_extra", "log_metric")
+
+
+@dataclass
+class RewardFunctions:
+    """Reward functions and reward models, as one call.
+
+    A function is called as `f(prompts=, completions=, completion_ids=, **columns, trainer_state=, log_extra=,
+    log_metric=)` with lists, and returns a number or None for each completion. None, which is NaN here, says that it
+    does not apply.
+
+    Attributes:
+        names: of metrics and of columns of the completions' table.
+        functions: in the order of the names.
+        trainer_state: gives the state that functions are handed.
+        timeout: seconds that asynchronous functions may take; None: any.
+    """
+
+    names: list[str]
+    functions: Sequence[Callable[..., Any] | RewardModel]
+    trainer_state: Callable[[], Any]
+    timeout: float | None = None
+    _loop: EventLoop = field(default_factory=EventLoop)
+    _columns: dict[str, list] = field(default_factory=lambda: defaultdict(list))
+    _numbers: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def __call__(
+        self, rows: Sequence[Mapping[str, Any]], prompts: list, completions: list, completion_ids: list[list[int]]
+    ) -> np.ndarray:
+        """The reward of each completion by each function, float32 `[B, F]`, NaN where one does not apply.
+
+        Synchronous functions are called one after another, then the asynchronous ones together.
+
+        Args:
+            rows: of the dataset, one a completion; their columns but prompt, completion and completion_ids are passed
+                on.
+            prompts: texts or messages, one a completion.
+            completions: texts, or lists of messages.
+
+        Raises:
+            ValueError, TypeError: a function returned something else than a reward for each completion.
+            TimeoutError: an asynchronous function took longer than `timeout`.
+            Exception: whatever a function raises, with a note that names it and the first prompt.
+        """
+        self._columns.clear()
+        self._numbers.clear()
+        columns = {name: [row[name] for row in rows] for name in rows[0] if name not in _OWN}
+        given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
+        given |= {"trainer_state": self.trainer_state(), "log_extra": self._log_extra, "log_metric": self._log_metric}
+        rewards = np.full((len(prompts), len(self.functions)), np.nan, np.float32)
+        later = []
+        for number, function in enumerate(self.functions):
+            if isinstance(function, RewardModel):
+                with _named(self.names[number], prompts):
+                    rewards[:, number] = function(prompts, completions)
+            elif is_async(function):
+                later.append(number)
+            else:
+                with _named(self.names[number], prompts):
+                    rewards[:, number] = _checked(self.names[number], function(**given), len(prompts))
+        if later:
+            found = self._loop.run([self._awaited(number, given) for number in later])
+            rewards[:, later] = np.stack(found, axis=1)
+        _warn_of_none(rewards, given)
+        self._check_columns(len(prompts))
+        return rewards
+
+    @property
+    def tokenizers(self) -> list[Any]:
+        """Those of reward models; None for functions."""
+        return [one.tokenizer if isinstance(one, RewardModel) else None for one in self.functions]
+
+    def sums(self) -> dict[str, tuple[float, int]]:
+        """The sums of the numbers that functions gave to `log_metric` in the last call, and how many, by name."""
+        return {name: (float(np.sum(values, dtype=np.float32)), len(values)) for name, values in self._numbers.items()}
+
+    def metrics(self) -> dict[str, float]:
+        """The means of these numbers, sorted by name."""
+        return {name: total / count for name, (total, count) in sorted(self.sums().items())}
+
+    def extra(self) -> dict[str, list]:
+        """The columns that functions gave to `log_extra` in the last call, sorted by name."""
+        return {name: list(values) for name, values in sorted(self._columns.items())}
+
+    def _log_extra(self, column: str, values: list) -> None:
+        self._columns[column].extend(values)
+
+    def _log_metric(self, name: str, value: float) -> None:
+        self._numbers[name].append(value)
+
+    def _check_columns(self, completions: int) -> None:
+        for name, values in self._columns.items():
+            if len(values) != completions:
+                raise ValueError(
+                    f"log_extra({name!r}, values) got {len(values)} values for {completions} completions: wanted one "
+                    "for each. Call it once, with a list as long as completions."
+                )
+
+    async def _awaited(self, number: int, given: dict[str, Any]) -> np.ndarray:
+        name, prompts = self.names[number], given["prompts"]
+        with _named(name, prompts):
+            try:
+                async with asyncio.timeout(self.timeout) as limit:
+                    found = await self.functions[number](**given)
+            except TimeoutError as error:
+                if not limit.expired():
+                    raise  # the function's own
+                raise TimeoutError(
+                    f"The reward function {name!r} took longer than reward_timeout={self.timeout:g} seconds. Raise it, "
+                    "or have the function return None in time."
+                ) from error
+            return _checked(name, found, len(prompts))
+
+
+def callable_name(function: Callable) -> str:
+    """TRL's name of a reward function: its own, that of the function in a partial, or that of its class."""
+    function = unwrapped(function)
+    try:
+        return function.__name__
+    except AttributeError:
+        return type(function).__name__
+
+
+def numbered(names: Sequence[str]) -> list[str]:
+    """The names, each different: a second "f" is "f_2"."""
+    found: list[str] = []
+    for name in names:
+        number, own = 1, name
+        while own in found:
+            number += 1
+            own = f"{name}_{number}"
+        found.append(own)
+    return found
+
+
+def _checked(name: str, found: Any, completions: int) -> np.ndarray:
+    """Rewards as a function returned them, float32 `[B]`, NaN for None."""
+    try:
+        values = list(found)
+    except TypeError as error:
+        raise TypeError(
+            f"The reward function {name!r} returned {show('rewards', found)}: wanted a list of {completions} rewards, "
+            "numbers or None."
+        ) from error
+    if len(values) != completions:
+        raise ValueError(
+            f"The reward function '{name}' returned {len(values)} rewards, but {completions} were expected (one per "
+            "prompt-completion pair). Make sure the reward function returns exactly one reward per completion."
+        )
+    try:
+        return np.asarray([np.nan if value is None else float(value) for value in values], np.float32)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"The reward function {name!r} returned {show('rewards', values)}: wanted numbers or None."
+        ) from error
+
+
+@contextlib.contextmanager
+def _named(name: str, prompts: list) -> Iterator[None]:
+    """Adds to an exception which function raised it, and for what."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(
+            f"This was raised by the reward function {name!r}, for {len(prompts)} completions, the first of them of "
+            f"{scrubbed(show('prompt', prompts[0]))}. The run can go on from its last checkpoint: "
+            "train(resume_from_checkpoint=True)."
+        )
+        raise
+
+
+def _warn_of_none(rewards: np.ndarray, given: Mapping[str, Any]) -> None:
+    none = np.flatnonzero(np.isnan(rewards).all(axis=1))
+    if not len(none):
+        return
+    apart = (*_OF_TRAINER, "prompts", "completions")
+    row = {name: values[none[0]] for name, values in given.items() if name not in apart}
+    row |= {"prompt": given["prompts"][none[0]], "completion": given["completions"][none[0]]}
+    logger.warning(
+        f"All reward functions returned None for the following kwargs:\n{scrubbed(str(row))}\n"
+        "Please ensure that at least one reward function returns a valid reward."
+    )

@@ -1,0 +1,1 @@
+"""The parts that several trainers are built of: the methods that scripts know, and the refusals."""

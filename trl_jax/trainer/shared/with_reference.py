@@ -1,0 +1,110 @@
+"""The base of trainers that compare a policy with a reference model: DPO and KTO."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, ClassVar
+
+from datasets import Dataset
+
+from trl_jax.hub.peft.backend import AdaptedBackend
+from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.run import construction
+from trl_jax.run.model import loading as model_loading
+from trl_jax.run.model.precompute import precomputed
+from trl_jax.run.model.reference import ReferenceModel, Sync, check_sync, given, initial_policy
+from trl_jax.run.model.routers import balance_experts
+from trl_jax.run.state import RunState
+from trl_jax.trainer.base_trainer import BaseTrainer
+from trl_jax.trainer.shared.refusals import NEVER_CALLED_WITH_REFERENCE
+
+_LENGTHS = ("max_length", "truncation_mode")  # how texts are cut, in the words of the arguments and of collators
+
+
+class TrainerWithReference(BaseTrainer):
+    """A trainer of language models whose task has the reference's log-probabilities, of every text, as the optional
+    columns of numbers: they are computed in the step, or before training with `precompute_ref_log_probs`.
+
+    Attributes:
+        aux_loss_enabled: whether a loss that balances experts is added.
+    """
+
+    _never_called = NEVER_CALLED_WITH_REFERENCE
+    _changes_logps: ClassVar[tuple[str, ...]] = ()  # arguments by which a text's log-probability is another
+
+    def __init__(self, model: Any, ref_model: Any, *, peft_config: Any, **arguments: Any):
+        """`arguments` are those of `BaseTrainer`."""
+        if ref_model is not None and ref_model is model and not isinstance(model, str | os.PathLike):
+            raise ValueError(
+                "`model` and `ref_model` cannot be the same object. In most cases you should omit `ref_model`: the "
+                "model as it is before training is then the reference."
+            )
+        self._given_reference, self._fresh_adapter = ref_model, peft_config is not None
+        super().__init__(model, peft_config=peft_config, reference=self._attach_reference, **arguments)
+        _check_lengths(self.data_collator, self.args)
+        if self.args.precompute_ref_log_probs:
+            self._precompute()
+        self.aux_loss_enabled = balance_experts(self._run, self.args.router_aux_loss_coef)
+
+    @property
+    def ref_model(self) -> PreTrainedModel | None:
+        """The reference as it is now; None where it is not in memory as a model of its own: with
+        `precompute_ref_log_probs`, and of an adapter, whose reference is the model under it."""
+        model, reference = self._run.model, self._run.reference
+        if reference is None or (self._given_reference is None and isinstance(model.backend, AdaptedBackend)):
+            return None
+        return reference.as_model(model)
+
+    def _attach_reference(self, run: RunState) -> None:
+        if not run.args.precompute_ref_log_probs:
+            reference = self._reference(run)
+            if run.args.sync_ref_model:
+                check_sync(run.model)
+                sync = Sync(run.args.ref_model_mixup_alpha, run.args.ref_model_sync_steps)
+                reference = reference.following(sync, run.model.arrays)
+            construction.attach_reference(run, reference)
+
+    def _reference(self, run: RunState) -> ReferenceModel:
+        if self._given_reference is None:
+            return initial_policy(run.model, fresh_adapter=self._fresh_adapter)
+        as_bits = run.sharding_plan is None and not run.args.sync_ref_model
+        return given(model_loading.load_reference(self._given_reference, run.args), run.vocab_size, as_bits=as_bits)
+
+    def _precompute(self) -> None:
+        """Give all datasets the reference's log-probabilities; later ones get them when they are prepared."""
+        run = self._run
+        run.train_dataset = self._with_reference(run.train_dataset, "train")
+        if isinstance(run.eval_dataset, dict):
+            run.eval_dataset = {name: self._with_reference(part, name) for name, part in run.eval_dataset.items()}
+        elif run.eval_dataset is not None:
+            run.eval_dataset = self._with_reference(run.eval_dataset, "eval")
+        run.finish_rows = self._with_reference
+
+    def _with_reference(self, dataset: Dataset, name: str) -> Dataset:
+        run, args, reference = self._run, self.args, self._reference(self._run)
+        if run.state.global_step and self._given_reference is None and reference.arrays:
+            raise ValueError(
+                "Cannot compute reference log-probs for a dataset passed to `evaluate()` after training has started, "
+                "because `precompute_ref_log_probs=True` and no `ref_model` was provided: the model as it was is not "
+                "kept. Pass this dataset as `eval_dataset` to the trainer, pass a `ref_model`, or set "
+                "`precompute_ref_log_probs=False`."
+            )
+        own = args.per_device_train_batch_size if name == "train" else args.per_device_eval_batch_size
+        batch_size, columns = args.precompute_ref_batch_size or own, run.task.columns.optional
+        construction.attach_reference(run, reference)
+        try:
+            facts = {argument: vars(args)[argument] for argument in self._changes_logps}
+            options = {"batch_size": batch_size, "name": name, "facts": facts}
+            return precomputed(run, self.parts.forward, dataset, columns, **options)
+        finally:
+            run.reference = None
+
+
+def _check_lengths(collator: Any, args: Any) -> None:
+    """Raise ValueError for a collator that cuts texts in another way than the arguments say."""
+    for name in _LENGTHS:
+        if name in vars(collator) and vars(collator)[name] != vars(args)[name]:
+            raise ValueError(
+                f"data_collator has {name}={vars(collator)[name]!r}, the arguments {name}={vars(args)[name]!r}: rows "
+                "are cut once, when they are prepared. Write the same in both, or leave the collator out."
+            )
