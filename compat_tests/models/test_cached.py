@@ -11,6 +11,7 @@ from compat_tests.effort import usually
 from compat_tests.models import causal
 from compat_tests.models.families import UNLIKE
 from trl_jax import AutoModelForCausalLM
+from trl_jax.dryrun.generation import Size, cache_bytes
 from trl_jax.generation.prefill import prefill
 from trl_jax.generation.weights import layers_for_decoding, trunk_of
 from trl_jax.models.cached_decoder import with_keys
@@ -50,3 +51,5 @@ def test_logits_are_those_of_whole_texts(family, by_layer, tmp_path):
         far = max(far, np.abs(logits - wanted[np.arange(4), places]).max())
     assert far < 1e-5 * max(1.0, wanted.std())
     assert int(cache.places.written) == NEW
+    size = Size(prompts=2, completions=4, prompt_places=12, new_places=16)
+    assert cache_bytes(model.source.config.arch, size, "float32") == sum(x.nbytes for x in jax.tree.leaves(cache.parts))

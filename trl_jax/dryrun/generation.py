@@ -102,9 +102,9 @@ def cache_bytes(arch: Any, size: Size, dtype: str) -> int:
 
 
 def _key_value_channels(arch: Any) -> int:
-    """Channels of the keys and values of a token, in all layers that make any."""
+    """Channels of the keys and values of a token, or of their latents, in all layers that make any."""
     if arch.latent is not None:
-        return attention_layers(arch) * arch.num_key_heads * (arch.head_dim + arch.latent.value_dim)
+        return attention_layers(arch) * (arch.latent.key_rank + arch.rotary_dim)
     makers = [kind for run in arch.runs for kind in [run.kind] * run.count]
     heads = [arch.heads_of(kind) for kind in makers if attends(kind) and not kind.reuses]
     return sum(2 * one.count * one.channels for one in heads)

@@ -36,6 +36,11 @@ class Linear(nnx.Module):
             y += self.bias[...].astype(x.dtype)
         return y.reshape(*x.shape[:-1], -1)
 
+    def folded(self) -> tuple[jax.Array, jax.Array | None]:
+        """Matrix (out, in) and bias of the map with its adapter, in the dtypes they are held in; no dropout."""
+        weight, bias = stored(self.weight), None if self.bias is None else self.bias[...]
+        return (weight, bias) if self.lora is None else self.lora.folded(weight, bias)
+
 
 class Embedding(nnx.Module):
     """Token ids `[...]` to `[..., D]` in `dtype`. The row `padding_idx` gets no gradient, as in torch. `lora` is an

@@ -55,6 +55,17 @@ class Lora(nnx.Module):
         parts = [weight, ((length - 1)[:, None] * weight), (length * scale)[:, None] * b]
         return jnp.hstack([x, dropped, inner]), jnp.hstack([part.astype(x.dtype) for part in parts]), bias
 
+    def folded(self, weight: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+        """W and its bias with what the adapter adds to them; without dropout."""
+        moved, more = weight + self.scale[...] * self.b[...] @ self.a[...], None
+        if self.bias is not None:
+            more = self.scale[...] * self.bias[...]
+        if self.magnitude is not None:
+            length = self.magnitude[...] / self._row_norms(weight)
+            moved = jnp.where(self.there[...], length[:, None] * moved, weight)
+            more = None if more is None else jnp.where(self.there[...], length * more, 0)
+        return moved, bias if more is None else more if bias is None else bias + more
+
     def _row_norms(self, weight: jax.Array) -> jax.Array:
         moved = weight.astype(jnp.float32) + self.scale[...] * self.b[...] @ self.a[...]
         return jnp.linalg.norm(moved, axis=1)

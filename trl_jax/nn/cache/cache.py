@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 
 from trl_jax.nn.cache.keys_values import KeysValues, LayerCache
+from trl_jax.nn.cache.latents import LatentCache, Latents
 from trl_jax.nn.cache.places import CachePlaces
 from trl_jax.nn.cache.states import ConvolutionCache, ConvolutionInputs, RecurrentCache, RecurrentState
 
@@ -77,8 +78,8 @@ class BothCaches(NamedTuple):
         return BothCaches(*(own.refilled(slots, other) for own, other in zip(self, new, strict=True)))
 
 
-Kept = KeysValues | ConvolutionInputs | RecurrentState | NothingKept | BothKept
-LayersCache = LayerCache | ConvolutionCache | RecurrentCache | NothingKept | BothCaches
+Kept = KeysValues | Latents | ConvolutionInputs | RecurrentState | NothingKept | BothKept
+LayersCache = LayerCache | LatentCache | ConvolutionCache | RecurrentCache | NothingKept | BothCaches
 
 
 class Cache(NamedTuple):

@@ -28,7 +28,7 @@ class KeysValues(NamedTuple):
     def cache_of_texts(self, places: CachePlaces, group: int, capacity: int) -> LayerCache:
         """The cache of completions that stand behind their prompts in the rows, `group` of each prompt side by side."""
         prompts = len(places.prompt_lengths)
-        own_PT = (jnp.arange(capacity) - places.begun[:, None]) % capacity + places.prompt_lengths[:, None]
+        own_PT = places.of_completions(capacity)
 
         def parts(x: jax.Array) -> tuple[jax.Array, jax.Array]:
             """Those of prompts `[P, K, S, C]`, and of completions `[P, G, K, T, C]`."""

@@ -26,6 +26,10 @@ class CachePlaces(NamedTuple):
         """Tokens of each prompt's completions that are in the cache, int32 `[P]`."""
         return self.written - self.begun
 
+    def of_completions(self, capacity: int) -> jax.Array:
+        """Where in a text, its prompt included, the token at each of `capacity` places stands, int32 `[P, T]`."""
+        return (jnp.arange(capacity) - self.begun[:, None]) % capacity + self.prompt_lengths[:, None]
+
 
 def replaced(array: jax.Array, slots: jax.Array, new: jax.Array, axis: int) -> jax.Array:
     """With `new` at these places of an axis; a place that is not there is left out."""
