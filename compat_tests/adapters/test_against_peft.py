@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 import trl_jax
 from compat_tests.adapters.runs import CASES
-from compat_tests.effort import usually
+from compat_tests.effort import only_thorough, usually
 from compat_tests.parity.marks import assert_same_curve, assert_same_weights, steps_of
 from compat_tests.parity.reference import read_weights
 
@@ -161,6 +161,7 @@ def objections(folder, config) -> set[str]:
     return found | {name for name in read_weights(folder) if not NAMED.match(name)}
 
 
+@only_thorough
 @pytest.mark.parametrize("side", ["ours", "theirs"])
 def test_vllm_refuses_a_reward_models_adapter_for_its_head_alone(side, adapted, tmp_path):
     """PEFT writes modules_to_save for every classifier, and vLLM takes no adapter that has any. Without them, and
@@ -172,6 +173,7 @@ def test_vllm_refuses_a_reward_models_adapter_for_its_head_alone(side, adapted, 
     assert objections(tmp_path, run.config | {"modules_to_save": None}) == set()
 
 
+@only_thorough
 def test_what_else_vllm_refuses(adapted):
     runs = {name: adapted.ours(name) for name in ("phi3", "qwen2", "llama")}
     wrong = {name: objections(run.folder, run.config) for name, run in runs.items()}

@@ -111,6 +111,7 @@ except TypeError as error:
 """
 
 
+@only_thorough
 def test_transformers_own_arguments_take_old_names_there(tmp_path):
     done = run(tmp_path, OLD)
     assert done.stdout.splitlines() == [

@@ -106,6 +106,7 @@ def test_the_pad_token_that_a_script_sets_is_exported(tmp_path):
         np.testing.assert_allclose(model(ids, mask).logits[:, 0], wanted, atol=1e-5 * np.abs(wanted).max())
 
 
+@only_thorough
 def test_recomputing_changes_nothing_but_memory(model):
     kept, before = gradients(model)
     again, same = gradients(model, remat=True)
@@ -127,6 +128,7 @@ def test_there_is_a_layer_a_piece(model, dtype, training):
     assert [piece.layer.split(".", 1)[1] for piece in pieces if piece.layer] == ["transformer.h.0", "transformer.h.1"]
 
 
+@only_thorough
 def test_dropout_is_drawn_from_the_key_and_nothing_else(model):
     run = jax.jit(lambda key: scorer(model, dropout_key=key)(model.params)[1], compiler_options=QUICKLY)
     one, same, other = run(jax.random.key(0)), run(jax.random.key(0)), run(jax.random.key(1))
@@ -143,6 +145,7 @@ def test_dropout_is_the_same_when_recomputed(model):
         np.testing.assert_allclose(again[name], gradient, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
+@only_thorough
 def test_bfloat16_is_no_further_from_float32_than_torchs_autocast(tmp_path):
     folder = configs.build(tmp_path, "phimoe")
     ids, mask = configs.rows()
@@ -188,6 +191,7 @@ def test_a_head_that_the_checkpoint_lacks_is_drawn_as_trls(tmp_path):
     np.testing.assert_array_equal(ours.params["classifier.weight"], theirs.classifier.weight.detach().numpy())
 
 
+@only_thorough
 def test_a_parameter_that_torch_does_not_train_has_no_gradient(tmp_path):
     folder = configs.build(tmp_path, "roformer")
     model = load(folder)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from compat_tests.effort import usually
+from compat_tests.effort import only_thorough, usually
 from compat_tests.models import encoders
 from trl_jax import AutoModelForSequenceClassification
 from trl_jax.hub.config import native
@@ -159,6 +159,7 @@ def test_a_rate_of_dropout(fact, folder, load_with):
     assert _off(_scores(more, dropout_key=key), _scores(model, dropout_key=key)) > 1e-3
 
 
+@only_thorough
 def test_padding_idx(folder, load_with):
     """The rows of the pad have no gradient, neither its token's nor its position's; under a wrong fact others."""
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from compat_tests.effort import usually
 from compat_tests.models import encoders, variants
 from trl_jax import AutoModelForSequenceClassification
 from trl_jax.hub.checkpoint.saving import save
@@ -22,6 +23,10 @@ QUICKLY = {"xla_backend_optimization_level": 0}  # compiles in a third of the ti
 WEIGHTS = "model.safetensors"
 every_family = pytest.mark.parametrize("family", encoders.FAMILIES)
 every_variant = pytest.mark.parametrize(("family", "name"), encoders.CASES)
+# Two families are roberta by another name, and plain variants are in parity/test_encoder_curves.py.
+TOLD_APART = usually(
+    lambda family, name: name != "plain" and family not in {"xlm-roberta", "camembert"}, encoders.CASES
+)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +54,7 @@ def inputs(ids, mask):
     return given | {"reads": np.arange(len(ids)) * ids.shape[1]}
 
 
-@every_variant
+@pytest.mark.parametrize(("family", "name"), TOLD_APART)
 def test_scores_and_gradients(family, name, built):
     """Gradients of a weighted sum of scores, for every tensor on disk."""
     folder = built(family, name)

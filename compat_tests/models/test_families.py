@@ -53,8 +53,9 @@ def test_scores(family, name, built):
     wanted = variants.reference_logits(folder, ids, mask)
     assert wanted.std() > 0.05
     variants.assert_close(model(ids, mask).logits, wanted, 1e-5)
-    unmasked = variants.reference_logits(folder, ids, np.ones_like(ids))
-    variants.assert_close(model(ids).logits, unmasked, 1e-5, "scores without a mask")
+    if THOROUGH or name == "plain":
+        unmasked = variants.reference_logits(folder, ids, np.ones_like(ids))
+        variants.assert_close(model(ids).logits, unmasked, 1e-5, "scores without a mask")
 
 
 @pytest.mark.parametrize(("family", "name"), GRADIENTS)

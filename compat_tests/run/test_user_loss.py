@@ -14,6 +14,7 @@ import pytest
 from transformers import TrainerCallback, TrainingArguments
 
 import trl_jax
+from compat_tests.effort import only_thorough
 from compat_tests.parity.reference import BASE, read_weights
 from compat_tests.trainer.trainers import FACTS, make, stream, table
 from trl_jax.run.memory import metrics as memory_metrics
@@ -194,6 +195,7 @@ def test_the_line_is_the_scripts(folder, tmp_path, own, words, monkeypatch):
         trainer.train()
 
 
+@only_thorough
 def test_a_prediction_step_of_ones_own_decides_what_compute_metrics_sees(folder, tmp_path):
     class Own(trl_jax.RewardTrainer):
         def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
