@@ -25,7 +25,7 @@ COLLECTIVE = re.compile(r"= (.*) (all-gather|all-reduce|all-to-all|collective-pe
 @pytest.fixture(autouse=True)
 def chunks_of_64(monkeypatch):
     monkeypatch.setattr(token_head, "_LOGITS", {"cpu": ROWS * VOCABULARY})
-    monkeypatch.setattr(token_head, "_FEWEST", ROWS)
+    monkeypatch.setattr(token_head, "_FEWEST", {"cpu": ROWS})
 
 
 def total(hidden, weight, targets):

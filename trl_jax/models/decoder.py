@@ -28,7 +28,7 @@ from trl_jax.nn.layer_embedding import LayerEmbeddings
 from trl_jax.nn.linear import Embedding, Linear
 from trl_jax.nn.noise import Noise
 from trl_jax.nn.norm import Norm
-from trl_jax.nn.text_order import places_before, text_order
+from trl_jax.nn.text_order import text_order, tokens_before
 
 
 def _longest(
@@ -182,7 +182,7 @@ class Decoder(nnx.Module):
             turns = jnp.floor((positions + arch.query_growth.first) / arch.query_growth.original_length)
             shared = shared._replace(growth=(1 + arch.query_growth.beta * jnp.log1p(turns))[..., None, None])
         if arch.short_convolution is not None and shared.packed is not None:
-            shared = shared._replace(before=places_before(shared.packed, arch.short_convolution.width - 1))
+            shared = shared._replace(before=tokens_before(shared.packed, arch.short_convolution.width - 1))
         recurrent = arch.gated_delta or arch.state_space
         if recurrent is not None and shared.packed is not None:
             shared = shared._replace(order=text_order(shared.packed, recurrent.width - 1))

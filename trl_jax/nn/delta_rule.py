@@ -54,6 +54,7 @@ def _corrections(k, v, beta, decays: Decays) -> tuple[jax.Array, jax.Array]:
     return u, jnp.moveaxis(read.reshape(*read.shape[:-1], count, width), -2, 2)
 
 
+@jax.custom_vjp
 def _inverse(system: jax.Array) -> jax.Array:
     """The inverse of unit lower triangles `[..., I, I]`, whatever stands on and above the diagonal; from blocks of one
     token to blocks of two, and so on, in products alone. I is a power of two."""
@@ -68,6 +69,20 @@ def _inverse(system: jax.Array) -> jax.Array:
         upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
         found, width = jnp.concatenate([upper, jnp.concatenate([corner, second], axis=-1)], axis=-2), 2 * width
     return found[..., 0, :, :]
+
+
+def _inverse_forward(system):
+    inverse = _inverse(system)
+    return inverse, inverse
+
+
+def _inverse_backward(inverse, gradient):
+    """Of the inverse X the change is -X dA X, whatever way it was found."""
+    product = -einsum("...ji,...jk,...lk->...il", inverse, gradient, inverse)
+    return (jnp.tril(product, -1),)
+
+
+_inverse.defvjp(_inverse_forward, _inverse_backward)
 
 
 def delta_step(q_RKC, k_RKC, v_RKGV, g_RKG, beta_RKG, state_RKGCV) -> tuple[jax.Array, jax.Array]:

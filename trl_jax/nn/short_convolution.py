@@ -9,6 +9,7 @@ from flax import nnx
 from trl_jax.nn.attention.inputs import AttentionInputs
 from trl_jax.nn.cache.states import ConvolutionCache, ConvolutionInputs, RecurrentCache
 from trl_jax.nn.linear import Linear
+from trl_jax.nn.text_order import TokensBefore
 
 
 class GatedShortConvolution(nnx.Module):
@@ -35,11 +36,11 @@ class GatedShortConvolution(nnx.Module):
         if inputs.valid is not None:
             x_RTD = x_RTD * inputs.valid[..., None].astype(x_RTD.dtype)
         gated = self.in_gate(x_RTD) * self.value(x_RTD)
-        seen_RTWD = with_tokens_before(gated, self.width - 1, inputs.before, inputs.cache)
-        convolved = jnp.einsum("rtwd,dw->rtd", seen_RTWD, self.weight[:, 0].astype(gated.dtype))
+        convolved, window_RTWD = _convolved(gated, self.weight[:, 0], inputs.before, inputs.cache)
+        convolved = convolved.astype(gated.dtype)
         if self.bias is not None:
             convolved = convolved + self.bias[...].astype(gated.dtype)
-        return self.o(self.out_gate(x_RTD) * convolved), ConvolutionInputs(seen_RTWD[:, :, 1:])
+        return self.o(self.out_gate(x_RTD) * convolved), ConvolutionInputs(window_RTWD)
 
 
 def silu_convolved(
@@ -47,27 +48,38 @@ def silu_convolved(
 ) -> tuple[jax.Array, jax.Array]:
     """The SiLU of each channel's convolution over a token and those before it, float32 `[R, T, D]`, and the window
     `[R, T, W, D]` that the next token sees; the convolution of layers with a state."""
-    width = weight_DW.shape[1]
     before = None if inputs.order is None else inputs.order.before
-    seen_RTWD = with_tokens_before(x_RTD, width - 1, before, inputs.cache)
-    weight = weight_DW.astype(x_RTD.dtype).astype(jnp.float32)
-    convolved = sum(seen_RTWD[:, :, at].astype(jnp.float32) * weight[:, at] for at in range(width))
+    convolved, window = _convolved(x_RTD, weight_DW, before, inputs.cache)
     if bias_D is not None:
         convolved = convolved + bias_D.astype(x_RTD.dtype).astype(jnp.float32)
-    return jax.nn.silu(convolved.astype(x_RTD.dtype)).astype(jnp.float32), seen_RTWD[:, :, 1:]
+    return jax.nn.silu(convolved.astype(x_RTD.dtype)).astype(jnp.float32), window
 
 
-def with_tokens_before(
-    x_RTD: jax.Array, count: int, before: jax.Array | None, cache: ConvolutionCache | RecurrentCache | None
-) -> jax.Array:
-    """`x_RTD` of the `count` tokens before each and, last, of itself: `[R, T, count + 1, D]`; zeros before a text's
-    first. `before` and `cache` as in `AttentionInputs`."""
-    length = x_RTD.shape[1]
+def _convolved(
+    x_RTD: jax.Array,
+    weight_DW: jax.Array,
+    before: TokensBefore | None,
+    cache: ConvolutionCache | RecurrentCache | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Sums of products, float32 `[R, T, D]`, and the window; `before` and `cache` as in `AttentionInputs`."""
+    seen = [*_before(x_RTD, weight_DW.shape[1] - 1, before, cache), x_RTD]
+    weight = weight_DW.astype(x_RTD.dtype).astype(jnp.float32)
+    convolved = sum(x.astype(jnp.float32) * weight[:, at] for at, x in enumerate(seen))
+    return convolved, jnp.stack(seen[1:], axis=2)
+
+
+def _before(
+    x_RTD: jax.Array, count: int, before: TokensBefore | None, cache: ConvolutionCache | RecurrentCache | None
+) -> list[jax.Array]:
+    """`x_RTD` of the `count` tokens before each, the nearest last, each `[R, T, D]`; zeros before a text's first."""
     if cache is not None:
-        own = cache.window.astype(x_RTD.dtype).reshape(len(x_RTD), 1, count, -1)
-    elif before is not None:
-        own = jax.vmap(lambda row, places: row.at[places].get(mode="fill", fill_value=0))(x_RTD, before)
-    else:
-        padded = jnp.pad(x_RTD, [(0, 0), (count, 0), (0, 0)])
-        own = jnp.stack([padded[:, place : place + length] for place in range(count)], axis=2)
-    return jnp.concatenate([own, x_RTD[:, :, None]], axis=2)
+        window = cache.window.astype(x_RTD.dtype).reshape(len(x_RTD), 1, count, -1)
+        return [window[:, :, at] for at in range(count)]
+    if before is not None and before.places is not None:
+        taken = jax.vmap(lambda row, places: row.at[places].get(mode="fill", fill_value=0))
+        return [taken(x_RTD, before.places[..., at]) for at in range(count)]
+    padded = jnp.pad(x_RTD, [(0, 0), (count, 0), (0, 0)])
+    earlier = [padded[:, at : at + x_RTD.shape[1]] for at in range(count)]
+    if before is None:
+        return earlier
+    return [jnp.where(before.within[..., at, None], x, 0) for at, x in enumerate(earlier)]

@@ -10,18 +10,29 @@ import jax.numpy as jnp
 from trl_jax.core.packed import Packed
 
 
+class TokensBefore(NamedTuple):
+    """The W tokens before each token of packed rows in its text, the nearest last, `[R, T, W]`; one of the two is None.
+
+    within: bool, where texts lie end to end: whether the token so many places before is of the text. places: int32,
+    elsewhere: where they lie; T where there is none.
+    """
+
+    within: jax.Array | None
+    places: jax.Array | None
+
+
 class TextOrder(NamedTuple):
     """The texts of packed rows, each in order, and branches right behind their context; int32 `[R, T]`.
 
-    first, context, context_end: as in `core.packed.Packed`, of rows in this order. before: `[R, T, W]`, see
-    `places_before`. order: the places in the packed row of the tokens in this order; inverse: the way back. Both None
+    first, context, context_end: as in `core.packed.Packed`, of rows in this order. before: those that
+    convolutions see. order: the places in the packed row of the tokens in this order; inverse: the way back. Both None
     where packed rows lie so, and so are `context` and `context_end` where no row has any.
     """
 
     first: jax.Array
     context: jax.Array | None
     context_end: jax.Array | None
-    before: jax.Array
+    before: TokensBefore
     order: jax.Array | None = None
     inverse: jax.Array | None = None
 
@@ -40,10 +51,10 @@ def text_order(packed: Packed, count: int) -> TextOrder:
     Two answers to a prompt, of which one lies before it in reverse order, become branches behind it.
     """
     if packed.prompt is None and packed.context is None:
-        return TextOrder(packed.first, None, None, places_before(packed, count))
+        return TextOrder(packed.first, None, None, tokens_before(packed, count))
     order, inverse, first, *context = jax.vmap(_branches)(packed)
     behind = Packed(first, packed.end, packed.longest, None, None, *context)
-    return TextOrder(first, *context, places_before(behind, count), order, inverse)
+    return TextOrder(first, *context, tokens_before(behind, count), order, inverse)
 
 
 def _branches(packed: Packed) -> tuple[jax.Array, ...]:
@@ -80,9 +91,15 @@ def _taken(x: jax.Array, places: jax.Array) -> jax.Array:
     return jax.vmap(lambda row, at: row[at])(x, places)
 
 
-def places_before(packed: Packed, count: int) -> jax.Array:
-    """The places of the `count` tokens before each token in its text, the nearest last: int32 `[R, T, count]`; T where
-    there is none. Before a branch comes its context, before the first token of an answer its prompt."""
+def tokens_before(packed: Packed, count: int) -> TokensBefore:
+    """The `count` tokens before each. Before a branch comes its context, before an answer's first token its prompt."""
+    if packed.prompt is not None or packed.context is not None:
+        return TokensBefore(None, _places_before(packed, count))
+    back = jnp.arange(packed.first.shape[1])[:, None] - jnp.arange(count, 0, -1)
+    return TokensBefore(back >= packed.first[..., None], None)
+
+
+def _places_before(packed: Packed, count: int) -> jax.Array:
     length = packed.first.shape[1]
     place = jnp.arange(length, dtype=jnp.int32)
     last = jnp.where(place > packed.first, place - 1, length)  # of the token's own range

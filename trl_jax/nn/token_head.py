@@ -2,8 +2,8 @@
 
 The backward pass makes a chunk's logits again, from the logarithm of the softmax's sum; under a frozen weight it need
 not: the forward pass keeps the derivatives of log-probabilities by hidden states, `[N, D]`. Chunks of which no place
-has a target are not computed. Every sum over the vocabulary is a plain reduction, so where the weight's rows are
-divided over an axis of the mesh, devices send each other numbers of a place and no logits.
+has a target are not computed. Where the weight's rows are divided over an axis of the mesh, all that is done over
+the vocabulary are plain reductions, so devices send each other numbers of a place and no logits.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from trl_jax.nn.platform import platform
 from trl_jax.nn.token_logits import rounded, tempered
 
 # Numbers of a chunk, and the fewest rows: the weight's gradient is read and written once a chunk, which has to have
-# rows enough to outweigh that, and more of them where products are quick.
-_LOGITS = {"cpu": 1 << 24, "gpu": 1 << 27, "tpu": 1 << 27}
-_FEWEST = 256
+# rows enough to outweigh that, and more of them where products are quick. A CPU is faster with numbers that its caches
+# hold, and asks the system for less memory.
+_LOGITS = {"cpu": 3 << 19, "gpu": 1 << 27, "tpu": 1 << 27}
+_FEWEST = {"cpu": 192, "gpu": 256, "tpu": 256}
 _MULTIPLE = 64
 _product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
@@ -56,7 +57,13 @@ def token_outputs(
 
 def _chunk_rows(places: int, vocabulary: int) -> int:
     rows = _LOGITS[platform()] // vocabulary // _MULTIPLE * _MULTIPLE
-    return max(1, min(places, max(_FEWEST, rows)))
+    return max(1, min(places, max(_FEWEST[platform()], rows)))
+
+
+def _divided() -> bool:
+    """Whether the compiler divides products over the devices of a mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return any(mesh.shape[axis] > 1 for axis in mesh.auto_axes)
 
 
 @dataclass(frozen=True)
@@ -87,9 +94,8 @@ class _Head:
         whether loops of different lengths may send is up to the platform.
         """
         count = (jnp.sum(targets >= 0, dtype=jnp.int32) + self.rows - 1) // self.rows
-        mesh = jax.sharding.get_abstract_mesh()
-        divided = any(mesh.shape[axis] > 1 for axis in mesh.auto_axes)
-        return jax.lax.pmax(count, mesh.manual_axes) if divided and mesh.manual_axes else count
+        axes = jax.sharding.get_abstract_mesh().manual_axes
+        return jax.lax.pmax(count, axes) if axes and _divided() else count
 
     def taken(self, chunk: jax.Array, array: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(array, chunk * self.rows, self.rows)
@@ -121,14 +127,14 @@ def _forward(head, hidden, weight, bias, targets, with_slopes=False):
 
     def compute(chunk, carried):
         outputs, slopes = carried
-        target = head.taken(chunk, targets)
-        z, at_target = head.logits(head.taken(chunk, hidden), weight, bias), ids == target[:, None]
+        target, z = head.taken(chunk, targets), head.logits(head.taken(chunk, hidden), weight, bias)
+        at_target = ids == target[:, None]
         largest = jnp.max(z, axis=1)
         weights = jnp.exp(z - largest[:, None])
         total = jnp.sum(weights, axis=1)
         log_sum = largest + jnp.log(total)
         first = jnp.min(jnp.where(z == largest[:, None], ids, len(ids)), axis=1)
-        logps = jnp.sum(jnp.where(at_target, z, 0), axis=1) - log_sum
+        logps = _picked(z, target, at_target) - log_sum
         entropy = log_sum - jnp.sum(weights * z, axis=1) / total
         mean, squares = jnp.mean(z, axis=1), jnp.log(jnp.sum(jnp.square(weights), axis=1)) - 2 * jnp.log(total)
         found = logps, entropy, mean - log_sum, first == target, mean, squares
@@ -198,6 +204,13 @@ def _d_logits(head, chunk, z, saved, cotangents):
         of_p = of_p + of_entropy * (log_p + head.taken(chunk, saved.entropy)[:, None])
     at_target = jnp.arange(z.shape[1]) == target[:, None]
     return jnp.where(at_target, of_logps, 0) + of_mean / z.shape[1] - jnp.exp(log_p) * of_p
+
+
+def _picked(z, target, at_target):
+    """The logits of the targets, `[rows]`, whatever where there is none."""
+    if _divided():
+        return jnp.sum(jnp.where(at_target, z, 0), axis=1)
+    return jnp.take_along_axis(z, jnp.maximum(target, 0)[:, None], axis=1)[:, 0]
 
 
 def _column(targets, cotangent):

@@ -11,7 +11,7 @@ from trl_jax.nn.attention.striped import Striped
 from trl_jax.nn.cache.cache import LayersCache
 from trl_jax.nn.cache.keys_values import KeysValues
 from trl_jax.nn.cache.places import CachePlaces
-from trl_jax.nn.text_order import TextOrder
+from trl_jax.nn.text_order import TextOrder, TokensBefore
 
 
 class LayerInputs(NamedTuple):
@@ -42,8 +42,7 @@ class AttentionInputs(NamedTuple):
     packed: what tokens of packed rows see; None where each row is a text.
     striped: how tokens are divided over the sequence axis of a mesh; queries, and `packed`, are then this device's.
         None where it has all of them.
-    before: int32 `[R, T, W]`, for convolutions along packed rows: see `nn.text_order.places_before`. None where
-        a token's place is next to the one before it.
+    before: the tokens before each, for convolutions along packed rows; None where each row is a text.
     order: the texts of packed rows, for layers with a state; None where each row is a text.
     lengths: int32 `[R]`, the tokens of each row's text, where a state is wanted behind its last; else None.
     embedded: the layer's own embeddings, as in `LayerInputs`; not of attention's concern.
@@ -63,7 +62,7 @@ class AttentionInputs(NamedTuple):
     valid: jax.Array | None = None
     packed: Packed | None = None
     striped: Striped | None = None
-    before: jax.Array | None = None
+    before: TokensBefore | None = None
     order: TextOrder | None = None
     lengths: jax.Array | None = None
     embedded: jax.Array | None = None

@@ -1,0 +1,44 @@
+"""Short convolutions along rows and every form of packed rows, against each text alone."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from compat_tests.nn.text_layouts import BEFORE, LAYOUTS, order_of
+from trl_jax.nn.attention.inputs import AttentionInputs
+from trl_jax.nn.short_convolution import silu_convolved
+
+CHANNELS = 5
+
+
+def convolved(packed, x, weight):
+    """Ours, in the order of the packed rows."""
+    order = order_of(packed)
+    out, _ = silu_convolved(x if order is None else order.ordered(x), weight, None, AttentionInputs(1.0, order=order))
+    return out if order is None else order.restored(out)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_convolution_text_by_text(layout):
+    """Each text of rows alone, behind zeros; and gradients are those of its sums."""
+    packed, texts, length, _ = LAYOUTS[layout]()
+    dice = np.random.default_rng(4)
+    x = dice.normal(size=(2 if packed is None else len(packed.first), length, CHANNELS)).astype(np.float32)
+    weight = dice.normal(size=(CHANNELS, BEFORE + 1)).astype(np.float32)
+    wanted, seen = np.zeros_like(x), np.zeros((*x.shape[:2], 1), np.float32)
+    for row, at in texts:
+        behind = np.pad(x[row, at], ((BEFORE, 0), (0, 0)))
+        wanted[row, at] = sum(behind[place : place + len(at)] * weight[:, place] for place in range(BEFORE + 1))
+        seen[row, at] = 1
+    wanted = wanted / (1 + np.exp(-wanted))
+    np.testing.assert_allclose(convolved(packed, x, weight) * seen, wanted * seen, atol=1e-5)
+
+    def loss(weight, scale):
+        return jnp.sum(seen * jnp.square(convolved(packed, x * scale, weight)))
+
+    by_weight, by_scale = jax.grad(loss, argnums=(0, 1))(weight, jnp.float32(1))
+    # Inputs and weights are multiplied, so what scales one scales the other.
+    np.testing.assert_allclose(by_scale, np.sum(by_weight * weight), rtol=1e-4)
