@@ -101,7 +101,8 @@ def theirs(dataset, tokenizer, name="train", **options):
 
 
 def ours(dataset, tokenizer, name="train", dataset_num_proc=None, **options):
-    return prepare(dataset, tokenizer, name=name, num_proc=dataset_num_proc, **{"max_length": None} | options)
+    options = {"max_length": None, "packing_parts": dataset_num_proc} | options
+    return prepare(dataset, tokenizer, name=name, num_proc=dataset_num_proc, **options)
 
 
 def columns(dataset):

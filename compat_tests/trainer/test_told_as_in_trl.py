@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import pytest
 from datasets import Dataset, IterableDataset
 
@@ -10,14 +11,17 @@ from compat_tests.mesh.rank import rows_of
 from compat_tests.parity.dpo_cases import CHAT, SMALL
 from compat_tests.parity.reference import BASE
 from compat_tests.trainer.trainers import FACTS
+from trl_jax.run import data
 
 KINDS = ("Reward", "SFT", "DPO", "KTO")
+_OPTIONS = {"dataset_num_proc", "max_length", "packing", "padding_free"}
 
 
 @pytest.fixture
 def make(checkpoint, tmp_path):
     def made(package, kind, rows, **arguments):
-        args = getattr(package, f"{kind}Config")(str(tmp_path), max_steps=1, **BASE)
+        options = {name: arguments.pop(name) for name in _OPTIONS & arguments.keys()}
+        args = getattr(package, f"{kind}Config")(str(tmp_path), max_steps=1, **BASE | options)
         model = str(checkpoint(**FACTS if kind == "Reward" else SMALL))
         return getattr(package, f"{kind}Trainer")(model, args=args, train_dataset=rows, **arguments)
 
@@ -148,3 +152,28 @@ def test_rows_are_prepared_before_jax_starts(kind, make, monkeypatch):
     monkeypatch.setattr(trainer, "prepare_dataset", rows)
     make(trl_jax, kind, Dataset.from_list(rows_of(kind, 4)))
     assert order[0] == "rows" and "devices" in order
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_forks_beside_jax(kind, make, recwarn, caplog, monkeypatch):
+    """Rows are the same as those of two processes, and one line says why there is one; few rows need none."""
+    jax.block_until_ready(jax.numpy.zeros(1))
+    rows = Dataset.from_list(rows_of(kind, 8) * 2)
+    alone = make(trl_jax, kind, rows)
+    again = make(trl_jax, kind, rows, dataset_num_proc=2)
+    assert again.train_dataset.to_list() == alone.train_dataset.to_list() and "dataset_num_proc" not in caplog.text
+    monkeypatch.setattr(data, "_FEW_ROWS", 10)
+    again.evaluate(rows)
+    again.evaluate(rows)
+    assert not [warned for warned in recwarn if "os.fork()" in str(warned.message)]
+    assert caplog.text.count("dataset_num_proc=2: eval_dataset is tokenised in this process alone") == 1
+
+
+def test_rows_are_packed_apart_by_dataset_num_proc_beside_jax(make):
+    trl = pytest.importorskip("trl")
+    jax.block_until_ready(jax.numpy.zeros(1))
+    rows = Dataset.from_dict({"input_ids": [[5] * length for length in (9, 6, 3, 2, 9, 4, 7, 5, 1, 8, 3)]})
+    options = {"packing": True, "max_length": 12, "dataset_num_proc": 3, "padding_free": True}
+    ours, theirs = (make(package, "SFT", rows, **options).train_dataset for package in (trl_jax, trl))
+    assert ours["seq_lengths"] == theirs["seq_lengths"] and len(ours) > len(make(
+        trl_jax, "SFT", rows, **options | {"dataset_num_proc": None}).train_dataset)  # fmt: skip

@@ -5,11 +5,11 @@ from __future__ import annotations
 import glob
 import logging
 import os
+import sys
 from dataclasses import replace
 from typing import Any
 
 import jax
-from transformers import ProcessorMixin
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging as transformers_logging
 
@@ -44,7 +44,7 @@ def tokenizer_of(
             "The `processing_class` must be either a `PreTrainedTokenizerBase` or a `ProcessorMixin`, found "
             f"{brief(processing_class)}: load it with transformers' AutoTokenizer.from_pretrained."
         )
-    if isinstance(processing_class, ProcessorMixin):
+    if _is_processor(processing_class):
         return _tokenizer_in(processing_class)
     if processing_class is not None:
         return processing_class
@@ -59,7 +59,13 @@ def tokenizer_of(
     return load_tokenizer(model_loading.tokenizer_folder(checkpoint), checkpoint.config, trust_remote_code=code)
 
 
-def _tokenizer_in(processor: ProcessorMixin) -> Any:
+def _is_processor(value: Any) -> bool:
+    """Whoever made one has imported its class, and with it all that transformers' models need."""
+    module = sys.modules.get("transformers.processing_utils")
+    return module is not None and isinstance(value, module.ProcessorMixin)
+
+
+def _tokenizer_in(processor: Any) -> Any:
     kind = type(processor).__qualname__
     if "tokenizer" not in vars(processor):
         raise TypeError(f"processing_class is a {kind} without a tokenizer: pass AutoTokenizer.from_pretrained(...).")

@@ -9,13 +9,14 @@ from typing import Any
 import jax
 import numpy as np
 from datasets import Dataset, IterableDataset
+from jax._src import xla_bridge  # the one place where JAX says whether it has started
 
 from trl_jax.core.layer_gather import SEQUENCE
 from trl_jax.data.layout.batch import Batch
 from trl_jax.data.layout.plan import LayoutPlan
 from trl_jax.data.loader import ExampleLoader
 from trl_jax.data.order import RunLength, run_length
-from trl_jax.data.rows.checks import check_token_ids
+from trl_jax.data.rows.checks import argument, check_token_ids
 from trl_jax.data.rows.labels import check_labels
 from trl_jax.data.step_layout import StepLayout, Weighting
 from trl_jax.engine.devices.sharding import distributed
@@ -25,6 +26,7 @@ from trl_jax.run.state import RunState
 from trl_jax.tasks.policy import PolicyTask
 
 logger = logging.getLogger(__name__)
+_FEW_ROWS = 1_000  # are tokenised before processes have started
 
 
 def prepare(run: RunState, dataset: Any, name: str, *, bounded: bool = True) -> Dataset | IterableDataset:
@@ -33,13 +35,31 @@ def prepare(run: RunState, dataset: Any, name: str, *, bounded: bool = True) -> 
         dataset,
         run.processing_class,
         max_length=run.args.max_length if bounded else None,
-        num_proc=run.args.dataset_num_proc,
+        num_proc=_forked_processes(run, dataset, name),
         name=name,
     )
     columns = run.task.columns
     prepared = check_token_ids(prepared, columns.texts, run.vocab_size, name, run.max_positions)
     prepared = check_labels(prepared, columns, run.vocab_size, name) if columns.labels else prepared
     return prepared if run.finish_rows is None else run.finish_rows(prepared, name)
+
+
+def _forked_processes(run: RunState, dataset: Any, name: str) -> int | None:
+    """`dataset_num_proc` while JAX has not started; beside its threads a fork can deadlock, so rows are then tokenised
+    in this process, to the same."""
+    asked = run.args.dataset_num_proc
+    if not asked or not xla_bridge.backends_are_initialized():
+        return asked
+    if isinstance(dataset, Dataset) and len(dataset) > _FEW_ROWS and "num_proc" not in run.told:
+        run.told.add("num_proc")
+        logger.warning(
+            "dataset_num_proc=%d: %s is tokenised in this process alone: JAX runs in it already, and processes that "
+            "fork beside its threads can deadlock. A trainer that is given its model's name, and is the first of its "
+            "process, tokenises before JAX starts.",
+            asked,
+            argument(name),
+        )
+    return None
 
 
 def length_of(run: RunState) -> RunLength:

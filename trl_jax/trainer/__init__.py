@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from trl_jax.core.lazy import fetching
 from trl_jax.core.trainers import WHERE
+from trl_jax.hub.torch.models_aside import leave_models_aside
+
+leave_models_aside()  # before a trainer imports transformers' callbacks
 
 _WHERE = WHERE | {
     "ConstantLengthDataset": "trl_jax.trainer.collators.constant_length",

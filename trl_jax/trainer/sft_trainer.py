@@ -118,6 +118,7 @@ class SFTTrainer(BaseTrainer):
         args = self.args
         options = {name: vars(args)[name] for name in _ROW_OPTIONS}
         options["skip_prepare_dataset"] = _skips(args)
+        options["packing_parts"] = args.dataset_num_proc
         options["formatting_func"] = self._formatting_func
         if isinstance(self.data_collator, DataCollatorForCompletionOnlyLM):
             options["answer_marks"] = self.data_collator.marks

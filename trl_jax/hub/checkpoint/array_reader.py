@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,7 @@ from trl_jax.hub.peft.quantization import quantized
 from trl_jax.nn.quantized import HALVES, Format
 
 Files = CheckpointFiles | GgufFiles | PickledFiles
+_SMALL = 64 << 20  # bytes
 
 
 def open_files(folder: Path) -> Files:
@@ -80,7 +82,7 @@ class ArrayReader:
         return {f"{entry.path}.{name}": jnp.array(values) for name, values in arrays.items()}
 
     def _assemble(self, entry: TensorEntry, shape: tuple[int, ...], dtype: Any, convert: Any) -> jax.Array:
-        """Put the tensors in place one by one: besides the array, one tensor is in memory."""
+        """Put the tensors in place one by one: besides the array, one tensor is in memory, or a small array twice."""
 
         def read(tensor: str) -> np.ndarray:
             return convert(entry.take(self._read(self.on_disk[tensor])))
@@ -88,6 +90,11 @@ class ArrayReader:
         tensors = entry.tensors(shape)
         if not entry.stacked:  # a copy: memory of NumPy cannot be donated
             return jnp.array(read(tensors[0][0]), dtype)
+        if math.prod(shape) * np.dtype(dtype).itemsize <= _SMALL:  # nothing is compiled for its shape
+            host = np.empty(shape, dtype)
+            for tensor, index in tensors:
+                host[index] = read(tensor)
+            return jnp.array(host)
         array = jnp.zeros(shape, dtype)
         for tensor, index in tensors:
             values = read(tensor)

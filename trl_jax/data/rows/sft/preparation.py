@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, IterableDataset, concatenate_datasets
 
 from trl_jax.core.printable import brief
 from trl_jax.data.example import IGNORED
@@ -39,6 +39,7 @@ def prepare(
     assistant_only_loss: bool = False,
     packing: bool = False,
     packing_strategy: str = "bfd",
+    packing_parts: int | None = None,
     formatting_func: Callable[[dict[str, Any]], str] | None = None,
     chat_template: str | None = None,
     shuffle_dataset: bool = False,
@@ -52,8 +53,10 @@ def prepare(
     packed already (they have `seq_lengths`) stay as they are.
 
     Args:
-        num_proc: processes that tokenise; each packs its own part of the rows.
+        num_proc: processes that tokenise.
         name: "train", "eval", "test", or the dataset's name in errors, such as "eval_dataset['key']".
+        packing_parts: parts of a table that are packed apart; None: the whole. TRL packs apart what each of its
+            processes has tokenised.
         completion_only_loss: None: where the rows have prompts and completions.
         chat_template: in the place of the tokenizer's. None: its own, or with `assistant_only_loss` one that marks what
             the assistant says.
@@ -93,8 +96,19 @@ def prepare(
     if packs:
         plain = plain.select_columns(list(COLUMNS))
         plain = plain.shuffle(seed=seed) if shuffle_dataset else plain
-        plain = pack_dataset(plain, max_length, packing_strategy, _map_options(plain, num_proc, f"Packing {where}"))
+        plain = _packed(plain, max_length, packing_strategy, packing_parts, where)
     return plain.shuffle(seed=seed) if shuffle_dataset else plain
+
+
+def _packed(
+    dataset: Dataset | IterableDataset, max_length: int, strategy: str, parts: int | None, where: str
+) -> Dataset | IterableDataset:
+    options = _map_options(dataset, None, f"Packing {where}")
+    if isinstance(dataset, IterableDataset) or not parts:
+        return pack_dataset(dataset, max_length, strategy, options)
+    count = min(parts, len(dataset))
+    pieces = [dataset.shard(count, index, contiguous=True) for index in range(count)]
+    return concatenate_datasets([pack_dataset(piece, max_length, strategy, options) for piece in pieces])
 
 
 def _answers_of(

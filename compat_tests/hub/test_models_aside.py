@@ -1,0 +1,39 @@
+"""What trl_jax's imports leave out of transformers, which is there as soon as somebody wants it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import sys
+from trl_jax import SFTConfig, SFTTrainer
+SFTConfig("out", use_cpu=True)
+assert not {"peft", "transformers.modeling_utils"} & sys.modules.keys()
+
+import transformers
+from transformers import trainer_utils
+from transformers.integrations import integration_utils
+assert not trainer_utils._is_peft_model("a string")
+assert not isinstance("a string", integration_utils.PreTrainedModel)
+assert "peft" not in sys.modules
+
+import peft
+config = transformers.LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                                  num_attention_heads=1)
+model = transformers.LlamaForCausalLM(config)
+assert isinstance(model, integration_utils.PreTrainedModel) and isinstance(model, transformers.PreTrainedModel)
+assert transformers.PreTrainedModel is transformers.modeling_utils.PreTrainedModel
+assert not trainer_utils._is_peft_model(model)
+assert trainer_utils._is_peft_model(peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"])))
+assert trainer_utils.is_peft_available is transformers.utils.is_peft_available and trainer_utils.is_peft_available()
+transformers.Trainer(model, transformers.TrainingArguments("out", use_cpu=True, report_to="none"))
+"""
+
+
+def test_models_and_peft_are_imported_when_they_are_wanted(tmp_path):
+    pytest.importorskip("peft")
+    ran = subprocess.run([sys.executable, "-c", SCRIPT], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
