@@ -32,6 +32,9 @@ class Completed(NamedTuple):
         return int(self.completion_mask.sum())
 
 
+_SAVED_AS = {"completion_mask": "counted"}  # as earlier checkpoints call it
+
+
 @dataclass(frozen=True)
 class Experience:
     """The completions of one generation, in the order in which they are trained on; micro-batches are cut from it."""
@@ -63,7 +66,7 @@ class Experience:
         for name in ("prompt", "completion", "completion_mask", "old_logps", "ref_logps"):
             values = [row._asdict()[name] for row in rows]
             if values[0] is not None:
-                arrays[name] = np.concatenate(values)
+                arrays[_SAVED_AS.get(name, name)] = np.concatenate(values)
         return arrays
 
     @classmethod
@@ -71,9 +74,10 @@ class Experience:
         """Back from `arrays`."""
 
         def split(name: str, of: str) -> list:
-            if name not in arrays:
+            saved = _SAVED_AS.get(name, name)
+            if saved not in arrays:
                 return [None] * len(arrays["advantage"])
-            return np.split(arrays[name], np.cumsum(arrays[f"{of}_length"])[:-1])
+            return np.split(arrays[saved], np.cumsum(arrays[f"{of}_length"])[:-1])
 
         columns = [split("prompt", "prompt"), split("completion", "completion"), split("completion_mask", "completion")]
         logps = [split(name, "completion") for name in ("old_logps", "ref_logps")]
