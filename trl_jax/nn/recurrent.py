@@ -1,4 +1,4 @@
-"""What layers with a state have in common: linear maps into short convolutions, and a state that each text begins."""
+"""The common part of layers with a state: linear maps into short convolutions, and a state that each text begins."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class LatentAttention(nnx.Module):
         return still, self._turned(turning, inputs)
 
     def _latents(self, x_RTD: jax.Array, inputs: AttentionInputs) -> tuple[jax.Array, jax.Array]:
-        """What keys and values come from, and the channels of all heads' keys that know positions."""
+        """The channels that keys and values come from, and those of all heads' keys that know positions."""
         down, turning = jnp.split(self.kv_down(x_RTD), [self.arch.latent.key_rank], axis=-1)
         return self.kv_norm(down), self._turned(turning[:, :, None], inputs)[:, :, 0]
 
