@@ -72,11 +72,11 @@ class Recurrent(nnx.Module):
 
     @abstractmethod
     def _projected(self, name: str, x_RTD: jax.Array) -> jax.Array:
-        """What one of the maps gives, `[R, T, channels]`."""
+        """The result of one of the maps, `[R, T, channels]`."""
 
     @abstractmethod
     def _given(self, x_RTD: jax.Array, parts: list[jax.Array], lengths: jax.Array | None) -> tuple[jax.Array, ...]:
-        """What `_scan` takes of the tokens, `[R, T, ...]` each, and `_step` of one; `parts` are convolved."""
+        """The arguments of `_scan` for all tokens, `[R, T, ...]` each, and `_step` of one; `parts` are convolved."""
 
     @abstractmethod
     def _closed(self, out: jax.Array, x_RTD: jax.Array, parts: list[jax.Array]) -> jax.Array:
