@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 PAGES = Path(__file__).parent / "pages"
 _STYLE = """<style>
   .page { fill: #ffffff; stroke: #d0d7de } .text { fill: #1f2328 } .soft { fill: #59636e }
-  .theirs { fill: #8c959f } .ours { fill: #0969da } .name { fill: #ffffff }
+  .theirs { fill: #8c959f } .ours { fill: #0969da } .name { fill: #ffffff } .grid { stroke: #d0d7de }
+  .line { fill: none; stroke-width: 2 } .line.theirs { stroke: #8c959f } .line.ours { stroke: #0969da }
+  .line.limit { stroke: #1f2328; stroke-dasharray: 5 4 }
   @media (prefers-color-scheme: dark) {
     .page { fill: #0d1117; stroke: #3d444d } .text { fill: #f0f6fc } .soft { fill: #9198a1 }
-    .theirs { fill: #656c76 } .ours { fill: #1f6feb }
+    .theirs { fill: #656c76 } .ours { fill: #1f6feb } .grid { stroke: #3d444d }
+    .line { fill: none } .line.theirs { stroke: #656c76 } .line.ours { stroke: #1f6feb } .line.limit { stroke: #f0f6fc }
   }
 </style>"""
 _LEFT, _LONGEST = 160, 560  # where bars begin, and the longest one
@@ -47,6 +52,40 @@ def speed() -> str:
     return _page(64 + 40 * len(rows) + 12, "Pairs a second", told, parts)
 
 
+def generation() -> str:
+    """SVG: tokens a second of each way to write completions against how many are written at once, both logarithmic."""
+    rows = [{name: float(cell.replace(",", "")) for name, cell in row.items()}
+            for row in table("generation.md", "How quick it is")]  # fmt: skip
+    grows, *sides = rows[0]
+    x_of = _logarithmic([row[grows] for row in rows], _FIRST + 20, _RIGHT - 170)
+    y_of = _logarithmic([row[side] for row in rows for side in sides], 330, 70)
+    parts = []
+    for row in rows:
+        x = x_of(row[grows])
+        parts += [
+            f'<path class="grid" d="M{x:.1f} 60V340"/>',
+            f'<text class="soft" x="{x:.1f}" y="360" text-anchor="middle">{row[grows]:.0f}</text>',
+        ]
+    for side, kind in zip(sides, ("theirs", "ours", "limit"), strict=True):
+        points = " ".join(f"{x_of(row[grows]):.1f},{y_of(row[side]):.1f}" for row in rows)
+        first, last = rows[0][side], rows[-1][side]
+        y = y_of(last)
+        parts += [
+            f'<polyline class="line {kind}" points="{points}"/>',
+            f'<text class="soft" x="{x_of(rows[0][grows]) - 8:.1f}" y="{y_of(first) + 5:.1f}" text-anchor="end">'
+            f"{first:,.0f}</text>",
+            f'<text class="text" x="{x_of(rows[-1][grows]) + 10:.1f}" y="{y + 5:.1f}">{last:,.0f} {side}</text>',
+        ]
+    parts.append(f'<text class="soft" x="{_FIRST + 20}" y="384">{grows}</text>')
+    return _page(400, "Tokens a second", "of a llama of 8 layers, one CPU core, float32", parts)
+
+
+def _logarithmic(values: list[float], low: float, high: float) -> Callable[[float], float]:
+    """A scale that takes the least value to `low` and the largest to `high`."""
+    least, span = math.log(min(values)), math.log(max(values) / min(values))
+    return lambda value: low + (high - low) * (math.log(value) - least) / span
+
+
 def rooms() -> str:
     """SVG: the rooms of the package, those of a floor side by side, the topmost floor first."""
     floors: dict[int, list[str]] = {}
@@ -77,5 +116,5 @@ def _page(height: int, title: str, told: str, parts: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    (PAGES / "images" / "rooms.svg").write_text(rooms(), encoding="utf-8")
-    (PAGES / "images" / "speed.svg").write_text(speed(), encoding="utf-8")
+    for draw in (generation, rooms, speed):
+        (PAGES / "images" / f"{draw.__name__}.svg").write_text(draw(), encoding="utf-8")
