@@ -50,8 +50,8 @@ def _forked_processes(run: RunState, dataset: Any, name: str) -> int | None:
     asked = run.args.dataset_num_proc
     if not asked or not xla_bridge.backends_are_initialized():
         return asked
-    if isinstance(dataset, Dataset) and len(dataset) > _FEW_ROWS and "num_proc" not in run.told:
-        run.told.add("num_proc")
+    if isinstance(dataset, Dataset) and len(dataset) > _FEW_ROWS and "num_proc" not in run.progress.told:
+        run.progress.told.add("num_proc")
         logger.warning(
             "dataset_num_proc=%d: %s is tokenised in this process alone: JAX runs in it already, and processes that "
             "fork beside its threads can deadlock. A trainer that is given its model's name, and is the first of its "
