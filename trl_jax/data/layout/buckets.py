@@ -76,9 +76,9 @@ def rounded(buckets: Buckets, lengths: Sequence[int], bucket_cost: int) -> Bucke
     compilation: a run of other texts then finds this one's programs. Long rows take memory and stay as they are."""
     taken = np.bincount(np.searchsorted(buckets.lengths, lengths), minlength=len(buckets.lengths))
     rounder = [_round(length) for length in buckets.lengths]
-    pairs = zip(buckets.lengths, rounder, taken, strict=True)
+    every = zip(buckets.lengths, rounder, taken, strict=True)
     return Buckets(tuple(sorted({
-        longer if count * (longer - length) * _ONE_IN <= bucket_cost else length for length, longer, count in pairs
+        longer if count * (longer - length) * _ONE_IN <= bucket_cost else length for length, longer, count in every
     })))  # fmt: skip
 
 
