@@ -22,7 +22,7 @@ from trl_jax.run.rollouts import RolloutParts, Sampling
 from trl_jax.run.state import RunState
 from trl_jax.tasks.policy import Cycle
 from trl_jax.trainer.base_trainer import BaseTrainer
-from trl_jax.trainer.refusals import NEVER_CALLED_WITH_ROLLOUT
+from trl_jax.trainer.shared.refusals import NEVER_CALLED_WITH_ROLLOUT
 
 
 class TrainerWithRollout(BaseTrainer):
