@@ -122,6 +122,25 @@ def test_a_loss_that_cannot_be_says_what_to_write(folder, tmp_path, own, text, m
 
 
 @pytest.mark.parametrize(
+    "read",
+    [
+        lambda model: sum(jnp.sum(values**2) for values in model.parameters()),
+        lambda model: jnp.sum(model.score.weight**2),
+        lambda model: jnp.sum(jnp.asarray(model.get_input_embeddings().weight) ** 2),
+        lambda model: jnp.sum(model.state_dict()["score.weight"]),
+    ],
+)
+def test_a_loss_cannot_read_parameters(folder, tmp_path, read):
+    """A penalty on them would count in the loss, and not in its gradient."""
+    loss = {"compute_loss": lambda self, model, inputs, **how: read(model)}
+    kind = type("Own", (trl_jax.RewardTrainer,), loss)
+    trainer = kind(str(folder), trl_jax.RewardConfig(str(tmp_path), **config()), train_dataset=table(8))
+    with pytest.raises(TypeError, match=r"reads the model's parameters, .* set weight_decay, or return one from"):
+        trainer.train()
+    assert read(trainer.model) != 0.0  # outside of a loss
+
+
+@pytest.mark.parametrize(
     ("torchs", "ours"),
     [
         ("loss = -nn.functional.logsigmoid(a - b).mean()", "loss = -jax.nn.log_sigmoid(a - b).mean()"),

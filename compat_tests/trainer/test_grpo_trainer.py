@@ -53,6 +53,16 @@ def trained(trainer):
 
 
 @BOTH
+def test_there_are_no_batches_before_completions(kind, make):
+    words = rf"get_train_dataloader\(\) of {kind.__name__}.*The prompts are trainer.train_dataset"
+    with pytest.raises(TypeError, match=words):
+        make(kind=kind).get_train_dataloader()
+    for name in ("get_train_dataloader", "_get_train_sampler"):
+        with pytest.raises(TypeError, match=rf"overrides {name}, .*set shuffle_dataset=False\."):
+            type("Own", (kind,), {name: lambda self: None})
+
+
+@BOTH
 def test_too_few_prompts_are_told_with_the_numbers(kind, make):
     with pytest.raises(ValueError, match="train_dataset has 1 prompts, and a generation takes 2"):
         make(kind=kind, train=table(1)).train()

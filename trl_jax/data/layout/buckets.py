@@ -11,6 +11,8 @@ from trl_jax.core.packed import BLOCK
 
 EARLY = 100  # steps in which a run compiles
 _LEAST_ROW = 256
+_LONGEST_ROUND = 2048
+_ONE_IN = 4  # of round lengths, how many are taken for each that spares a later run a compilation
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,24 @@ def fitted(lengths: Sequence[int], bucket_cost: int) -> Buckets:
         lengths.append(int(needed[end - 1]))
         end = previous[end]
     return Buckets(tuple(reversed(lengths)))
+
+
+def rounded(buckets: Buckets, lengths: Sequence[int], bucket_cost: int) -> Buckets:
+    """The buckets, each as long as the next power of two or three times one where that fills few tokens beside a
+    compilation: a run of other texts then finds this one's programs. Long rows take memory and stay as they are."""
+    taken = np.bincount(np.searchsorted(buckets.lengths, lengths), minlength=len(buckets.lengths))
+    rounder = [_round(length) for length in buckets.lengths]
+    every = zip(buckets.lengths, rounder, taken, strict=True)
+    return Buckets(tuple(sorted({
+        longer if count * (longer - length) * _ONE_IN <= bucket_cost else length for length, longer, count in every
+    })))  # fmt: skip
+
+
+def _round(length: int) -> int:
+    if length > _LONGEST_ROUND:
+        return length
+    power = 1 << (length - 1).bit_length()
+    return power * 3 // 4 if length <= power * 3 // 4 and power * 3 // 4 % BLOCK == 0 else power
 
 
 def without_late(buckets: Buckets, lengths: Sequence[int]) -> Buckets:

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 from datasets import Dataset
 
-from trl_jax.data.layout.buckets import EARLY, Buckets, ViewBuckets, compiled_while_training, fitted, without_late
+from trl_jax.data.layout.buckets import (
+    EARLY,
+    Buckets,
+    ViewBuckets,
+    compiled_while_training,
+    fitted,
+    rounded,
+    without_late,
+)  # fmt: skip
 from trl_jax.data.layout.survey import SURVEYED, survey
 
 _EPOCHS = 8  # at most
@@ -64,7 +72,7 @@ def plan_layout(
         steps += part.steps(batch_size, accumulation, layout, by_micro_batch=by_micro_batch)
     padded, real, lengths, texts = (np.asarray(column) for column in zip(*steps, strict=True))
     cost = int(bucket_cost * len(lengths) / max(1, run_steps))
-    buckets = without_late(fitted(lengths, cost), lengths)
+    buckets = rounded(without_late(fitted(lengths, cost), lengths), lengths, cost)
     found, views = [buckets(int(length)) for length in lengths], None
     if by_rows:
         views = _views(buckets, lengths, texts, cost, rows=len(columns) * batch_size)

@@ -22,6 +22,7 @@ from trl_jax.run.step.forward import Forward
 from trl_jax.run.step.routers import aux_loss_sums, aux_loss_weight
 from trl_jax.run.user_loss.default_loss import default_loss
 from trl_jax.run.user_loss.inputs import inputs_of
+from trl_jax.run.user_loss.parameters import parameters_refused, read_in_jax
 from trl_jax.run.user_loss.token_logits import mean_loss, task_loss
 from trl_jax.run.user_loss.torch_errors import WrittenInTorch, may_run_in_torch, torch_explained
 from trl_jax.tasks.task import Task
@@ -171,10 +172,11 @@ class UserLoss:
                 evaluation and under a score head.
 
         Raises:
-            TypeError: the script called torch, or did not return a scalar.
+            TypeError: the script called torch, read parameters, or did not return a scalar.
         """
         options = {} if self._run.task.head == "score" else {"num_items_in_batch": num_items}
-        with self._run.state_replaced(state), torch_explained():
+        refused = parameters_refused(self._run.model, read_in_jax)
+        with self._run.state_replaced(state), torch_explained(), refused:
             result = self.compute_loss(bound, {name: jnp.asarray(value) for name, value in inputs.items()}, **options)
         loss = result[0] if isinstance(result, tuple) else result
         if not isinstance(loss, jax.Array) or loss.shape != ():

@@ -3,8 +3,7 @@ derivative by them, and JAX goes on backwards from there."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +16,7 @@ from trl_jax.hub.torch import losses
 from trl_jax.run.state import RunState
 from trl_jax.run.user_loss.bound_model import BoundModel, Outputs, UserLoss
 from trl_jax.run.user_loss.default_loss import default_loss
+from trl_jax.run.user_loss.parameters import parameters_refused
 from trl_jax.run.user_loss.torch_errors import NotGiven, outputs_alone
 
 
@@ -130,7 +130,8 @@ class TorchLoss:
         if self._run.task.head == "lm":
             options = {"num_items_in_batch": num_items}
             options = options if num_items is None else losses.batch_tensors(options)
-        with _parameters_refused(self._run.model), outputs_alone():
+        refused = parameters_refused(self._run.model, lambda: NotGiven("the model's parameters"))
+        with refused, outputs_alone():
             result = self._user_loss.compute_loss(model, tensors, **options)
         loss = result[0] if isinstance(result, tuple) else result
         if not losses.is_tensor(loss) or loss.numel() != 1:
@@ -176,17 +177,3 @@ def _with_way_back(outputs: Callable, params: dict, *given: Any, **options: Any)
 
 def _of_texts(outputs: dict[str, jax.Array], head: str) -> jax.Array:
     return outputs["logits"] if head == "lm" else outputs["logits"][:, 0]
-
-
-@contextlib.contextmanager
-def _parameters_refused(model: Any) -> Iterator[None]:
-    """A context in which the model's parameters are not shown: a loss of them would have no gradient."""
-
-    def named_parameters() -> Any:
-        raise NotGiven("the model's parameters")
-
-    vars(model)["named_parameters"] = named_parameters
-    try:
-        yield
-    finally:
-        del vars(model)["named_parameters"]

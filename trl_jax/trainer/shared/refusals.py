@@ -8,6 +8,9 @@ from typing import Any
 
 _OWN_LOSS = "The step is one compiled function: override compute_loss(self, model, inputs, return_outputs=False)."
 _OWN_DATA = "Override get_train_dataloader or get_eval_dataloader, or order the rows and say train_sampling_strategy."
+_OWN_PROMPTS = (
+    "A batch is made of completions when it is taken: order the rows of train_dataset, and set shuffle_dataset=False."
+)
 _OWN_RATES = "Override create_optimizer, or pass optimizers=(an optax transformation, a schedule)."
 _OWN_CALLBACK = "Override evaluate, predict, save_model or log, or write a TrainerCallback."
 _OWN_ARGUMENTS = "Say it by an argument of the config or of the trainer."
@@ -45,6 +48,9 @@ NEVER_CALLED_WITH_REFERENCE = {
     ("compute_loss", "prediction_step", "_compute_loss", "_compute_kl_logps", "compute_ref_log_probs",
      "_precompute_ref_logps"), _LOSS_TYPE,
 )  # fmt: skip
+NEVER_CALLED_WITH_ROLLOUT = {
+    name: _OWN_PROMPTS if instead is _OWN_DATA else instead for name, instead in NEVER_CALLED.items()
+} | {"get_train_dataloader": _OWN_PROMPTS}
 
 
 def names_of_script(cls: type) -> frozenset[str]:

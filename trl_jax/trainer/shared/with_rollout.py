@@ -22,6 +22,7 @@ from trl_jax.run.rollouts import RolloutParts, Sampling
 from trl_jax.run.state import RunState
 from trl_jax.tasks.policy import Cycle
 from trl_jax.trainer.base_trainer import BaseTrainer
+from trl_jax.trainer.shared.refusals import NEVER_CALLED_WITH_ROLLOUT
 
 
 class TrainerWithRollout(BaseTrainer):
@@ -44,6 +45,7 @@ class TrainerWithRollout(BaseTrainer):
         self.aux_loss_enabled = balance_experts(self._run, self.args.router_aux_loss_coef)
 
     _writes_completions: ClassVar[bool] = True
+    _never_called = NEVER_CALLED_WITH_ROLLOUT
 
     @property
     def num_generations(self) -> int:
@@ -60,6 +62,14 @@ class TrainerWithRollout(BaseTrainer):
         if reference is None or isinstance(model.backend, AdaptedBackend):
             return None
         return reference.as_model(model)
+
+    def get_train_dataloader(self) -> Any:
+        """Raises TypeError: there is none."""
+        raise TypeError(
+            f"get_train_dataloader() of {type(self).__name__}: batches are made of the completions that the model "
+            "writes as it trains, so none is there beforehand. The prompts are trainer.train_dataset; what was written "
+            "is in the tables of log_completions=True."
+        )
 
     def _attach_reference(self, run: RunState) -> None:
         args = run.args
