@@ -57,27 +57,27 @@ def generation() -> str:
     rows = [{name: float(cell.replace(",", "")) for name, cell in row.items()}
             for row in table("generation.md", "How quick it is")]  # fmt: skip
     grows, *sides = rows[0]
-    x_of = _logarithmic([row[grows] for row in rows], _FIRST + 20, _RIGHT - 170)
-    y_of = _logarithmic([row[side] for row in rows for side in sides], 330, 70)
-    parts = []
+    x_of = _logarithmic([row[grows] for row in rows], _FIRST + 40, _RIGHT - 220)
+    y_of = _logarithmic([row[side] for row in rows for side in sides], 330, 80)
+    parts = [f'<text class="soft" x="{_FIRST + 40}" y="384">{grows}</text>']
     for row in rows:
-        x = x_of(row[grows])
-        parts += [
-            f'<path class="grid" d="M{x:.1f} 60V340"/>',
-            f'<text class="soft" x="{x:.1f}" y="360" text-anchor="middle">{row[grows]:.0f}</text>',
-        ]
+        x, size = x_of(row[grows]), row[grows]
+        parts.append(f'<path class="grid" d="M{x:.1f} 60V340"/>')
+        parts.append(f'<text class="soft" x="{x:.1f}" y="360" text-anchor="middle">{size:.0f}</text>')
     for side, kind in zip(sides, ("theirs", "ours", "limit"), strict=True):
-        points = " ".join(f"{x_of(row[grows]):.1f},{y_of(row[side]):.1f}" for row in rows)
-        first, last = rows[0][side], rows[-1][side]
-        y = y_of(last)
-        parts += [
-            f'<polyline class="line {kind}" points="{points}"/>',
-            f'<text class="soft" x="{x_of(rows[0][grows]) - 8:.1f}" y="{y_of(first) + 5:.1f}" text-anchor="end">'
-            f"{first:,.0f}</text>",
-            f'<text class="text" x="{x_of(rows[-1][grows]) + 10:.1f}" y="{y + 5:.1f}">{last:,.0f} {side}</text>',
-        ]
-    parts.append(f'<text class="soft" x="{_FIRST + 20}" y="384">{grows}</text>')
+        parts += _line([(x_of(row[grows]), y_of(row[side]), row[side]) for row in rows], side, kind)
     return _page(400, "Tokens a second", "of a llama of 8 layers, one CPU core, float32", parts)
+
+
+def _line(points: list[tuple[float, float, float]], name: str, kind: str) -> list[str]:
+    """A line through points (x, y, value) with its first and last value, and its name behind it."""
+    (first_x, first_y, first), (last_x, last_y, last) = points[0], points[-1]
+    through = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in points)
+    return [
+        f'<polyline class="line {kind}" points="{through}"/>',
+        f'<text class="soft" x="{first_x - 8:.1f}" y="{first_y + 5:.1f}" text-anchor="end">{first:,.0f}</text>',
+        f'<text class="text" x="{last_x + 10:.1f}" y="{last_y + 5:.1f}">{last:,.0f} {name}</text>',
+    ]
 
 
 def _logarithmic(values: list[float], low: float, high: float) -> Callable[[float], float]:

@@ -4,8 +4,7 @@ Calls are made turn about in one process, after one of each that compiles. Times
 machine tell more than the clock. "prefill" is a call for one token, "step" the rest of a call by its tokens. Each
 side's peak memory is that of a process of its own, beyond what lies there before its model is loaded.
 
-`--axis` repeats the race for several numbers of prompts, completions, tokens of a prompt or new tokens, and draws
-tokens a second against them.
+`--axis` repeats the race for several numbers of prompts, completions, tokens of a prompt or new tokens.
 """
 
 from __future__ import annotations
@@ -63,8 +62,6 @@ def main() -> None:
             common.show(own)
     if args.axis:
         common.show(rows)
-        if args.picture:
-            draw(rows, args.axis, args.picture)
     common.write_json(args.json, {"rows": rows, "options": vars(args)})
 
 
@@ -81,7 +78,6 @@ def _arguments():
     options.add_argument("--turns", type=int, default=5, help="calls measured on each side")
     options.add_argument("--axis", choices=("prompts", "completions", "longest", "new"), help="what grows")
     options.add_argument("--sizes", type=int, nargs="+", help="its values")
-    options.add_argument("--picture", type=Path, help="draw tokens a second into this file; wants matplotlib")
     args = options.parse_args()
     if (args.axis is None) != (args.sizes is None):
         options.error("--axis and --sizes go together")
@@ -203,25 +199,6 @@ def limit(work: Work, weights: int, bytes_a_second: float) -> float:
     mean = (min(work.shortest, work.longest) + work.longest) / 2
     cache = keys * work.prompts * (mean + work.completions * work.new / 2)
     return work.prompts * work.completions * bytes_a_second / (weights + cache)
-
-
-def draw(rows: list[dict[str, Any]], axis: str, path: Path) -> None:
-    """Tokens a second of a step against the axis, both logarithmic; wants matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, plot = pyplot.subplots(figsize=(5, 3.5), layout="constrained")
-    for side in SIDES:
-        own = [row for row in rows if row["side"] == side]
-        plot.loglog([row[axis] for row in own], [row["step tokens/s"] for row in own], "o-", label=side)
-    plot.loglog([row[axis] for row in own], [row["limit tokens/s"] for row in own], "k--", label="memory's bandwidth")
-    plot.set_xlabel(axis)
-    plot.set_ylabel("tokens a second")
-    plot.grid(True, which="both", alpha=0.3)
-    plot.legend(fontsize=8)
-    figure.savefig(path)
 
 
 if __name__ == "__main__":
