@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import trl_jax
+from compat_tests.effort import thorough
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.trainer.test_dpo_trainer import make, steps, trained
 from trl_jax.hub.peft.quantization import quantized
@@ -28,9 +29,9 @@ def loaded(folder, **bits):
 @pytest.mark.parametrize(
     "bits",
     [
-        {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+        thorough({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
         {"load_in_4bit": True, "bnb_4bit_use_double_quant": True},
-        {"load_in_8bit": True},
+        thorough({"load_in_8bit": True}),
     ],
 )
 def test_a_torch_model_in_few_bits_is_a_reference(checkpoint, tmp_path, bits):

@@ -110,6 +110,7 @@ print(model.device, torch.cuda.is_available(), TrainingArguments("out", bf16=Tru
 """
 
 
+@only_thorough
 def test_a_notebook_may_have_imported_torch_before(checkpoint, tmp_path):
     pytest.importorskip("torch")
     model = checkpoint(**FACTS, tokenizer={"chat_template": True})

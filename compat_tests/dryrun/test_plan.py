@@ -41,7 +41,7 @@ def config(tmp_path, **changes):
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
-        pytest.param({"dtype": "bfloat16"}, {"gradient_accumulation_steps": 2}, id="whole"),
+        pytest.param({"dtype": "bfloat16"}, {"gradient_accumulation_steps": 2}, id="whole", marks=only_thorough),
         pytest.param({"head": "causal"}, {"adapter": LORA, "quantization": NESTED}, id="nf4"),
         pytest.param(
             {"head": "causal", "dtype": "bfloat16"}, {"adapter": LORA, "neftune_noise_alpha": 5.0, "bf16": True},

@@ -16,7 +16,7 @@ def row(*sides: str) -> dict[str, list[int]]:
 @pytest.mark.parametrize(
     ("kind", "row", "before"),
     [
-        (DPOTrainer, row("chosen", "rejected"), False),
+        thorough(DPOTrainer, row("chosen", "rejected"), False),
         thorough(DPOTrainer, row("chosen", "rejected"), True),
         (KTOTrainer, row("completion", "KL_completion") | {"label": 0.0}, False),
     ],

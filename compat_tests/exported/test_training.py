@@ -8,6 +8,7 @@ import logging
 import numpy as np
 import pytest
 
+from compat_tests.effort import only_thorough
 from compat_tests.parity import reference
 from compat_tests.parity.marks import assert_same_curve, assert_same_weights
 from compat_tests.tiny import preference_rows
@@ -58,6 +59,7 @@ def test_what_is_saved_is_what_trl_saves(model_type, runs, trainable):
     assert max(moved) > 10 * 2e-4
 
 
+@only_thorough
 def test_the_log_names_the_engine_and_the_best_model_comes_back(trainable, tmp_path, caplog):
     from datasets import Dataset
 

@@ -21,6 +21,7 @@ from datasets import Dataset
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
 import trl_jax
+from compat_tests.effort import usually
 from compat_tests.hub.loopback import serving
 from compat_tests.parity.reference import BASE
 from compat_tests.tiny import text_rows
@@ -188,7 +189,7 @@ def test_a_placeholder_is_never_taken_for_another_runs_token(kind, tmp_path):
     assert kind.config(str(tmp_path), use_cpu=True, report_to="none", hub_token="<HUB_TOKEN>").hub_token is None
 
 
-@every_kind
+@pytest.mark.parametrize("kind", usually({"reward", "sft"}.__contains__, KINDS), indirect=True)
 def test_a_run_tells_none(kind, folder, hub, told, tmp_path):
     pytest.importorskip("tensorboard")
     args = with_own_fields(kind.config)(**settings(tmp_path / "run", extras=DEEP, tracker_api_key=marker("own")))
@@ -337,7 +338,7 @@ def test_wrong_files_are_told_without_secrets(wrong, kind, told, tmp_path, monke
     assert_untold(found)
 
 
-@every_kind
+@pytest.mark.parametrize("kind", usually({"reward", "sft"}.__contains__, KINDS), indirect=True)
 def test_a_command_trains_and_pushes_and_tells_none(kind, folder, hub, told, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ANOTHER_API_KEY", "unset")  # restored afterwards: the file sets it

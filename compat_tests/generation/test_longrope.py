@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from compat_tests.effort import only_thorough
 from compat_tests.models import causal, families
 from trl_jax import AutoModelForCausalLM, set_seed
 
@@ -55,6 +56,7 @@ def test_log_probabilities_are_those_of_whole_texts(both):
         assert np.asarray(found.logprobs)[0, length - 31] == pytest.approx(wanted, abs=2e-5)
 
 
+@only_thorough
 def test_prompts_of_a_queue_on_either_side(both):
     """Where all texts are on one side, a prompt has the completion that it has alone; greedy, so that no seed tells."""
     ours, _ = both

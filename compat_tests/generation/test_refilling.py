@@ -19,7 +19,7 @@ EOS, COUNT = (50, 60, 70, 80, 90, 100, 110), 23
 KEY = random_key(TorchGenerator(3))
 
 
-@pytest.fixture(scope="module", params=["gemma2", "qwen3_next", thorough("lfm2"), thorough("falcon_h1"),
+@pytest.fixture(scope="module", params=["gemma2", thorough("qwen3_next"), thorough("lfm2"), thorough("falcon_h1"),
                                         thorough("gemma4_text"), thorough("llama4_text"), thorough("nemotron_h"),
                                         thorough("gpt_oss"), thorough("deepseek_v3")])
 def model(request, tmp_path_factory):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from compat_tests.effort import thorough
 from compat_tests.models import variants
 from compat_tests.tiny import tiny_model
 from trl_jax import AutoModelForSequenceClassification
@@ -43,7 +44,7 @@ def big(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("big"), "llama", **BIG)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "auto", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", thorough("auto"), thorough("bfloat16")])
 def test_the_host_holds_one_tensor_beside_the_weights(big, dtype, monkeypatch):
     """tracemalloc sees what NumPy allocates: what is read. JAX's arrays, the one copy of the weights, it does not."""
     small, _ = loaded(big, dtype=dtype, seed=0)  # what is allocated once is not counted

@@ -89,7 +89,7 @@ def test_a_run_lays_out_examples_that_come_from_no_dataset(models, wanted, tmp_p
     ]
 
 
-@pytest.mark.parametrize("layout", ["padded", "shared"])
+@pytest.mark.parametrize("layout", [thorough("padded"), "shared"])
 def test_a_run_trains_and_evaluates_it(layout, models, wanted, tmp_path):
     config = {"batch_layout": layout, "per_device_train_batch_size": 6, "gradient_accumulation_steps": 2}
     trainer = branches.trainer(*models, tmp_path, branches.rows(), per_device_eval_batch_size=5, **config)

@@ -8,6 +8,7 @@ import pytest
 from datasets import Dataset
 
 import trl_jax
+from compat_tests.effort import only_thorough
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.grpo_cases import length_reward, prompt_rows
 from compat_tests.parity.reference import BASE
@@ -39,6 +40,7 @@ def rows_of(trainer):
     return trainer.parts.run.rollout.buffer.rows
 
 
+@only_thorough
 def test_positions_begin_with_the_first_token(make):
     """Each completion of two prompts, one far longer, is what its text alone has the model say."""
     short, long = prompt_rows(2)
@@ -78,6 +80,7 @@ def test_the_reference_of_a_changed_model_is_the_changed_one(make, checkpoint):
     jax.tree.map(np.testing.assert_array_equal, dict(trainer.ref_model.params), changed)
 
 
+@only_thorough
 def test_an_evaluations_loss_weighs_rows_alike(make, checkpoint, monkeypatch):
     config = {"beta": 0.5, "loss_type": "grpo", "num_iterations": 1, "per_device_eval_batch_size": 8} | GREEDY
     trainer = make(str(checkpoint(**SMALL)), **config)

@@ -11,6 +11,7 @@ import pytest
 from transformers import TrainerCallback
 
 import trl_jax
+from compat_tests.effort import only_thorough
 from compat_tests.parity.reference import read_weights
 from compat_tests.trainer.trainers import FACTS, make, table
 from trl_jax.run.user_loss.bound_model import script_values
@@ -308,6 +309,7 @@ def test_values_of_the_trainers_own_are_told_from_a_scripts(folder, tmp_path):
     assert script_values(trainer) == (("name", "a"), ("share", 0.5))
 
 
+@only_thorough
 def test_where_tokens_after_a_resume_and_a_prefix_differ_from_trl(folder, tmp_path):
     """Two rows of README's table, of both sides."""
     trl = pytest.importorskip("trl")
