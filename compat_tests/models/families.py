@@ -29,6 +29,7 @@ LONGROPE = {
     "short_factor": [1.0, 1.1, 1.3, 1.5, 1.6, 1.8, 2.0, 2.5],
     "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0],
 }
+SCALED_LONGROPE = LONGROPE | {"short_mscale": 1.2, "long_mscale": 0.7}
 GROWING = {
     "rope_type": "yarn", "rope_theta": 300.0, "factor": 4.0, "original_max_position_embeddings": 16,
     "llama_4_scaling_beta": 0.4, "mscale": 1.0, "mscale_all_dim": 0.5,
@@ -109,6 +110,7 @@ SHAPES = {
     "ministral3": {"head_dim": 24},
     "minimax_m2": {"head_dim": 24, "num_local_experts": 4, "intermediate_size": 40, "num_experts_per_tok": 2},
     "mixtral": {"head_dim": 16, "num_local_experts": 4},
+    "phimoe": {"head_dim": 16, "num_local_experts": 6, "router_jitter_noise": 0.2},
     "seed_oss": {"head_dim": 24, "attention_dropout": 0.0, "residual_dropout": 0.0},
     "hunyuan_v1_dense": {"head_dim": 24},
     "hunyuan_v1_moe": {"head_dim": 24, "num_experts": 4, "moe_topk": 2, "intermediate_size": 40},
@@ -148,7 +150,7 @@ BODY_ONLY = {
 # for these, and for all under THOROUGH=1.
 UNLIKE = {
     "llama", "gemma2", "gemma3_text", "gemma4_text", "phi3", "smollm3", "gpt2", "opt", "ministral3", "llama4_text",
-    "lfm2", "deepseek_v3", "gpt_oss", "qwen3_next", "nemotron_h", "falcon_h1",
+    "lfm2", "deepseek_v3", "gpt_oss", "phimoe", "qwen3_next", "nemotron_h", "falcon_h1",
 }  # fmt: skip
 
 # Those whose positions are not told by one rope_parameters.
@@ -355,6 +357,15 @@ VARIANTS = {
         "short": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64},
         "long": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32},
         "partial": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}, "num_key_value_heads": 4},
+    },
+    "phimoe": {
+        "plain": {},
+        "alone": {"router_jitter_noise": 0.0, "rms_norm_eps": 1e-2, "num_key_value_heads": 4},
+        "short": {"rope_parameters": SCALED_LONGROPE | {"original_max_position_embeddings": 64}},
+        "long": {
+            "rope_parameters": SCALED_LONGROPE | {"original_max_position_embeddings": 32}, "attention_bias": True,
+            "sliding_window": 7,
+        },
     },
     "qwen2_moe": {"plain": {}, "no_bias": {"qkv_bias": False, "norm_topk_prob": True}},
     "qwen3_5_text": {

@@ -22,8 +22,8 @@ torch = pytest.importorskip("torch")
 QUICKLY = {"xla_backend_optimization_level": 0}
 WITH_GRADIENTS = ("apertus", "cohere", "gemma2", "gpt_neox", "granite", "llama", "phi", "olmoe", "gpt_oss")
 BALANCED = (
-    "ernie4_5_moe", "gpt_oss", "granitemoe", "granitemoehybrid", "minimax_m2", "mixtral", "olmoe", "qwen2_moe",
-    "qwen3_5_moe_text", "qwen3_moe",
+    "ernie4_5_moe", "gpt_oss", "granitemoe", "granitemoehybrid", "minimax_m2", "mixtral", "olmoe", "phimoe",
+    "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe",
 )  # fmt: skip
 ROUTERS = (".gate.weight", ".router.weight")  # as transformers calls them
 TIED = [(family, True) for family in ("llama", "phi", "gpt2")]

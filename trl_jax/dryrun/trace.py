@@ -115,7 +115,7 @@ def _at(sharding: Any, leaves: Any) -> Any:
 
 def traced(trainer: BaseTrainer, tx: Any, arguments: StepArguments, *, remat: bool | str) -> jax.stages.Traced:
     """Trace the step of `train()`; it is lowered for a platform later."""
-    key = jax.eval_shape(partial(run_key, trainer.args))
+    key = jax.eval_shape(partial(run_key, trainer.args, trainer.parts.run.model.backend))
     rate = jax.ShapeDtypeStruct((), np.float32)
     with on_device(trainer):
         step = trainer.parts.train_step.compiled(tx, remat=remat)

@@ -41,7 +41,8 @@ class Weights(NamedTuple):
 def length_of_turn(weights: Weights) -> int | None:
     """The tokens of a text behind which ropes turn all of them otherwise (LongRoPE); None where none does."""
     ropes = trunk_of(merge(weights.graph, weights.arrays)).arch.ropes
-    return min((rope.original_length for rope in ropes if rope is not None and rope.kind == "longrope"), default=None)
+    turns = [rope.turn for rope in ropes if rope is not None]
+    return min((turn for turn in turns if turn is not None), default=None)
 
 
 def trunk_of(model: nnx.Module) -> nnx.Module:

@@ -38,6 +38,7 @@ class Backend(abc.ABC):
         causal: tokens do not depend on later ones, so two texts may share what both begin with.
         window: the number of tokens that one sees in the narrowest layer, itself among them; None: all.
         drops_out: it has dropout that training may turn on.
+        draws_experts: its routers draw experts at random while it trains.
         takes_noise: noise may be added to its embeddings.
         has_routers: it has routers of experts, whose loads can be summed.
         can_resize: it can embed more tokens than its checkpoint did.
@@ -70,6 +71,7 @@ class Backend(abc.ABC):
     saves_in_background: bool
     buffers: frozenset[str] = frozenset()
     takes_stripes: bool = False
+    draws_experts: bool = False
     can_freeze: bool = True
     heads: Mapping[str, int] | None
 

@@ -51,6 +51,7 @@ class NativeBackend(Backend):
         self.takes_stripes = causal and not (arch.short_convolution or arch.gated_delta or arch.state_space)
         self.window = narrowest_window((*arch.windows, *((arch.chunks or ()) if causal else ())))
         self.has_routers = causal and arch.experts is not None
+        self.draws_experts = self.has_routers and arch.experts.sparse_mixer is not None
         self.heads = {"heads": arch.num_heads} | ({"key heads": arch.num_key_heads} if causal else {})
         self.batch_invariant = not causal  # some ropes of decoders ask for the longest text of a batch
 

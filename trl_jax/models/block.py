@@ -63,10 +63,11 @@ class Block(nnx.Module):
         *,
         dtype: jnp.dtype,
         key: jax.Array | None = None,
+        router_key: jax.Array | None = None,
         router_token_count: jax.Array | None = None,
     ) -> BlockOutputs:
         """From `h` `[R, T, D]`; routers are summed over tokens, `router_token_count` `[R, T]` times each, if that is
-        given; `key` turns dropout on.
+        given; `key` turns dropout on, and `router_key` the draws of a sparse mixer.
 
         Attention and MLP compute in `dtype`, the residual stream that they are added to stays float32, as under torch's
         autocast.
@@ -86,10 +87,12 @@ class Block(nnx.Module):
         else:
             h = h + attended
             x = apply(self.mlp_norm, h).astype(dtype)
+        if router_key is not None and self.kind.experts:
+            x = self.arch.experts.sparse_mixer.jittered(x, router_key)
         sums = None
         if router_token_count is not None and self.kind.experts:
             sums = self._router_sums(x, h, router_token_count)
-        h = h + self._feed(x, h, key)
+        h = h + self._feed(x, h, key, router_key)
         return BlockOutputs(self.mlp_norm(h) if sums_normed else self._ended(h, inputs, dtype), kept, sums)
 
     def _attend(self, x: jax.Array, inputs: AttentionInputs, key: jax.Array | None) -> tuple[jax.Array, Kept]:
@@ -105,8 +108,11 @@ class Block(nnx.Module):
             return self.mlp.router_sums(x, router_token_count)
         return self.beside.router_sums(h, router_token_count, x.dtype)
 
-    def _feed(self, x: jax.Array, h: jax.Array, key: jax.Array | None) -> jax.Array:
-        arch, out = self.arch, self.mlp(x)
+    def _feed(
+        self, x: jax.Array, h: jax.Array, key: jax.Array | None, router_key: jax.Array | None
+    ) -> jax.Array:
+        arch, drawn = self.arch, router_key is not None and self.kind.experts
+        out = self.mlp(x, key=router_key) if drawn else self.mlp(x)
         out = apply(self.mlp_out_norm, out if self.beside is None else self.beside(out, h))
         return scaled(apply(dropout_or_none(arch.mlp_out_dropout, key, _MLP_OUT), out), arch.residual_scale)
 

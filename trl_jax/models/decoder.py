@@ -73,6 +73,7 @@ class Decoder(nnx.Module):
         dtype: jnp.dtype = jnp.float32,
         remat: bool = False,
         dropout_key: jax.Array | None = None,
+        router_key: jax.Array | None = None,
         noise: Noise | None = None,
         max_tokens: int | None = None,
         router_token_count: jax.Array | None = None,
@@ -91,6 +92,7 @@ class Decoder(nnx.Module):
             remat: the backward pass recomputes each layer from its input. Otherwise it keeps what the linear maps gave
                 and recomputes the rest: to store every activation costs more than it saves.
             dropout_key: turns dropout on, at the rates in the config.
+            router_key: has routers draw experts, where sparse mixers do so in training.
             noise: what is added to the embeddings of tokens.
             max_tokens: no text has more tokens; None where nobody knows. Windows as long are left out.
             router_token_count: bool or int32 `[R, T]`, the tokens that the routers of experts are summed over, and how
@@ -104,7 +106,9 @@ class Decoder(nnx.Module):
             )
         shared = AttentionInputs(self.arch.head_dim**-0.5, valid=valid, packed=packed, striped=stripes)
         longest = _longest(length, reads, lengths, packed)
-        keys = None if dropout_key is None else jax.random.split(dropout_key, self.arch.num_layers)
+        keys, router_keys = (
+            None if key is None else jax.random.split(key, self.arch.num_layers) for key in (dropout_key, router_key)
+        )
         h, shared, by_layer = self.begin(shared, tokens, positions, longest, max_tokens, dtype, dropout_key, noise)
         sums, made = [], {}
         for run in self.arch.runs:
@@ -112,13 +116,14 @@ class Decoder(nnx.Module):
             reused = made[run.kind.heads] if run.kind.reuses else None
 
             def layer(h, slices, graph=graph, run=run, reused=reused):
-                state, inputs, key = slices
+                state, inputs, key, router_key = slices
                 block = nnx.merge(graph, whole_layer(state, f"{self.NAME}.{run.name}"))
                 own = shared.of_layer(inputs)._replace(reused=reused)
-                out = block(h, own, dtype=dtype, key=key, router_token_count=router_token_count)
+                options = {"key": key, "router_key": router_key, "router_token_count": router_token_count}
+                out = block(h, own, dtype=dtype, **options)
                 return out.h, (out.sums, out.kept if run.kind.reused else None)
 
-            slices = (state, *of_run((by_layer, keys), run))
+            slices = (state, *of_run((by_layer, keys, router_keys), run))
             h, (run_sums, run_kept) = jax.lax.scan(checkpointed(layer, remat=remat), h, slices)
             if run.kind.reused:
                 made[run.kind.heads] = last_layer(run_kept)

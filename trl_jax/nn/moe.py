@@ -54,17 +54,20 @@ class MoE(nnx.Module):
         )
         self.experts, self.activation = experts, ACTIVATIONS[activation]
 
-    def __call__(self, x: jax.Array, routed_by: jax.Array | None = None) -> jax.Array:
-        """`[..., D]` to the same; the router sees `routed_by`, `[..., D]`, if it does not see x."""
+    def __call__(
+        self, x: jax.Array, routed_by: jax.Array | None = None, key: jax.Array | None = None
+    ) -> jax.Array:
+        """`[..., D]` to the same; the router sees `routed_by`, `[..., D]`, if it does not see x. A sparse mixer draws
+        experts with the random `key`, if there is one."""
         flat = x.reshape(-1, x.shape[-1])
-        mixed = self._routed(flat, flat if routed_by is None else routed_by.reshape(flat.shape))
+        mixed = self._routed(flat, flat if routed_by is None else routed_by.reshape(flat.shape), key)
         if self.shared is not None:
             shared = self.shared(flat)
             mixed = mixed + (shared if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate(flat)) * shared)
         return mixed.reshape(x.shape)
 
-    def _routed(self, x: jax.Array, seen: jax.Array) -> jax.Array:
-        routes = self._route(seen)
+    def _routed(self, x: jax.Array, seen: jax.Array, key: jax.Array | None) -> jax.Array:
+        routes = self._route(seen, key)
         if self.into_latent is None:
             return self._divided(x, *routes)
         return self.from_latent(self._divided(self.into_latent(x), *routes))
@@ -133,9 +136,11 @@ class MoE(nnx.Module):
         swiglu = self.experts.swiglu
         return self.activation(gate) * up if swiglu is None else swiglu(gate, up)
 
-    def _route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _route(self, x: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """Weights and experts of each token, `[tokens, top_k]`; weights in float32."""
         experts, logits = self.experts, self._logits(x)
+        if experts.sparse_mixer is not None:
+            return experts.sparse_mixer(logits, key)
         weights = jax.nn.softmax(logits, axis=-1) if experts.scores == "softmax" else jax.nn.sigmoid(logits)
         _, selected = jax.lax.top_k(self._of_best_groups(self._corrected(weights)), experts.top_k)
         weights = jnp.take_along_axis(weights, selected, axis=-1)

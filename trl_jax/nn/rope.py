@@ -17,7 +17,8 @@ class Rope:
 
     `kind` is one of default, linear, proportional, llama3, yarn, longrope; the fields after `share` belong to the last
     three. `channels` is how many know positions, where layers differ in it; of a proportional rope this `share` of
-    them turns.
+    them turns. Cosines and sines are multiplied by `attention_factor` or, where any text is longer than
+    `original_length`, by `long_attention_factor`, if there is one.
     """
 
     theta: float
@@ -32,6 +33,7 @@ class Rope:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    long_attention_factor: float | None = None
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
 
@@ -48,6 +50,19 @@ class Rope:
         if self.kind == "longrope":
             return _longrope(self, powers, longest)
         return _STRETCHES[self.kind](self, powers)
+
+
+    def scale(self, longest: jax.Array | int) -> jax.Array | float:
+        """What cosines and sines are multiplied by, where the longest text of the batch has so many tokens."""
+        if self.long_attention_factor is None:
+            return self.attention_factor
+        return jnp.where(longest > self.original_length, self.long_attention_factor, self.attention_factor)
+
+    @property
+    def turn(self) -> int | None:
+        """The length of a text beyond which all tokens of its batch are turned otherwise; None where none is."""
+        differs = self.kind == "longrope" or self.long_attention_factor is not None
+        return self.original_length if differs else None
 
 
 def _unchanged(rope: Rope, powers: np.ndarray) -> np.ndarray:
@@ -118,7 +133,7 @@ def rope_angles(
             if missing:
                 frequencies = jnp.pad(frequencies, [(0, 0)] * (frequencies.ndim - 1) + [(0, missing)])
             angles = positions[..., None, None].astype(jnp.float32) * frequencies
-            cos, sin = jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
+            cos, sin = jnp.cos(angles) * rope.scale(longest), jnp.sin(angles) * rope.scale(longest)
         cosines.append(cos)
         sines.append(sin)
     return jnp.stack(cosines), jnp.stack(sines)

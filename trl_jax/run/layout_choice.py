@@ -49,6 +49,9 @@ def exact_layout(args: BaseConfig, backend: Backend, *, striped: bool = False) -
         return "packed", reason if asked == "shared" else ""
     if asked == "auto" and args.device.type == "tpu" and windowed(args, backend):
         return "packed", "the TPUs' kernel knows no windows beside shared prompts; batch_layout='shared' shares them"
+    if backend.draws_experts:
+        reason = "routers of this model draw experts for each text, also where two begin alike"
+        return "packed", reason if asked == "shared" else ""
     return ("shared" if asked == "auto" else asked), ""
 
 

@@ -97,6 +97,22 @@ def read_rotary_dim(
     return channels
 
 
+def with_scales_by_length(config: ConfigReader, rope: Rope) -> Rope:
+    """The rope as phimoe has it: any but the default one is scaled by `short_mscale` or, for long texts,
+    `long_mscale`. Its frequencies are those of short texts, however long a text is, as in transformers 5.23."""
+    if rope.kind == "default":
+        return rope
+    section, length = _section(config), config.value("original_max_position_embeddings")
+    length = config.size("max_position_embeddings") if length is None else length
+    return replace(
+        rope,
+        original_length=section.size("original_max_position_embeddings", length),
+        attention_factor=section.number("short_mscale"),
+        long_attention_factor=section.number("long_mscale"),
+        long_factors=rope.short_factors,
+    )
+
+
 def read_score_scale(config: ConfigReader) -> float:
     """The factor of scores in DeepSeek's models where yarn has `mscale_all_dim`, as in transformers; else 1."""
     section = _section(config)

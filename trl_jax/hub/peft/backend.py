@@ -42,7 +42,7 @@ class AdaptedBackend(Backend):
         self.infers_lengths, self.ignores_types, self.causal = base.infers_lengths, base.ignores_types, base.causal
         self.takes_packed, self.takes_noise, self.window = base.takes_packed, base.takes_noise, base.window
         self.batch_invariant, self.heads, self.has_routers = base.batch_invariant, base.heads, base.has_routers
-        self.takes_stripes = base.takes_stripes
+        self.takes_stripes, self.draws_experts = base.takes_stripes, base.draws_experts
         self.drops_out = base.drops_out or plan.config.lora_dropout > 0
         self.graph = _graph_of(base, plan)
         self.tensors = {name: base.tensors.get(name.removesuffix("@trained"), name) for name in shapes}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trl_jax.nn.mlp import ClampedSwiGLU
+from trl_jax.nn.sparse_mixer import SparseMixer
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Experts:
     `correction_bias`: a number of each expert that is added to its weight for the selection alone, and never trained.
     Of `groups` of experts, the best `top_groups` are selected from; a group is as good as its best `group_best` experts
     together (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). With `weights_inputs`, an expert's weight multiplies what
-    it sees, not what it gives.
+    it sees, not what it gives. `sparse_mixer` selects two experts and weighs them in the place of all this.
 
     `beside_mlp`: a layer has both, and either's result is normed before they are added; the experts see the residual
     stream through a norm of their own, and the router through one without weights, with a learned scale for each of
@@ -51,3 +52,4 @@ class Experts:
     latent_bias: bool = False
     weights_inputs: bool = False
     beside_mlp: bool = False
+    sparse_mixer: SparseMixer | None = None

@@ -34,7 +34,7 @@ class Forward:
         Args:
             dtype: of the layers' computation.
             bounded: whether no text is longer than max_length.
-            options: further arguments of the model's call: remat, dropout_key, noise.
+            options: further arguments of the model's call: remat, dropout_key, router_key, noise.
         """
         run, reference = self._run, self._run.reference
         common, max_tokens = self._common(batch, dtype), run.args.max_length if bounded else None
@@ -94,7 +94,7 @@ class Forward:
 
         Args:
             params: all parameters, trained and frozen ones.
-            key: for dropout and noise; None without them.
+            key: for dropout, routers and noise; None without them.
             remat: whether the backward pass computes layers again instead of keeping their activations.
         """
         options = {"remat": remat} | self.random_options(key, batch.lengths)
@@ -115,7 +115,8 @@ class Forward:
 
     def random_options(self, key: jax.Array | None, lengths: jax.Array) -> dict[str, Any]:
         """The random options of `outputs` in training, for a pass with this key over texts of these `lengths`."""
-        return random_options(self._run.args, key, lengths, self._run.pad_to_multiple_of)
+        run = self._run
+        return random_options(run.args, run.model.backend, key, lengths, run.pad_to_multiple_of)
 
 
 def _windows(backend: Backend, max_tokens: int | None) -> dict[str, int | None]:

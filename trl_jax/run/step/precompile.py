@@ -36,7 +36,7 @@ def compiling_ahead(
     coming.set_epoch(progress.epoch + progress.epoch_over, 0 if progress.epoch_over else progress.examples)
     arrays = run.model.params, run.progress.optimizer_state, run.frozen
     params, state, frozen = (_shapes(part, placed=run.sharding_plan is not None) for part in arrays)
-    key = run_key(run.args)
+    key = run_key(run.args, run.model.backend)
 
     def make(batch: Any) -> None:
         with run.on_device():

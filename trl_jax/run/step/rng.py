@@ -1,4 +1,4 @@
-"""The random numbers of a training step: dropout, and noise on the embeddings."""
+"""The random numbers of a training step: dropout, experts that routers draw, and noise on the embeddings."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
     from trl_jax.hub.backend import Backend
     from trl_jax.run.arguments.base_config import BaseConfig
 
-_NOISE = 1000  # folded into the key; dropout folds in smaller numbers
+_NOISE, _ROUTERS = 1000, 1001  # folded into the key; dropout folds in smaller numbers
 
 
-def run_key(args: BaseConfig) -> jax.Array | None:
+def run_key(args: BaseConfig, backend: Backend) -> jax.Array | None:
     """The key of a run, None where nothing is random. A step folds its number in, so a resumed run draws the same."""
-    drawn = not args.disable_dropout or args.neftune_noise_alpha
+    drawn = not args.disable_dropout or args.neftune_noise_alpha or backend.draws_experts
     return jax.random.key(args.seed) if drawn else None
 
 
 def random_options(
-    args: BaseConfig, key: jax.Array | None, lengths: jax.Array, multiple: int | str | None
+    args: BaseConfig, backend: Backend, key: jax.Array | None, lengths: jax.Array, multiple: int | str | None
 ) -> dict[str, Any]:
-    """The options of the model's call in training.
+    """The options of the model's call in training. Routers draw with `disable_dropout`, too: it is how they learn.
 
     Args:
         lengths: of the texts that are read. The strength of the noise depends on the longest, as in TRL, where rows are
@@ -34,6 +34,7 @@ def random_options(
     if key is None:
         return {}
     options = {} if args.disable_dropout else {"dropout_key": key}
+    options |= {"router_key": jax.random.fold_in(key, _ROUTERS)} if backend.draws_experts else {}
     if not args.neftune_noise_alpha:
         return options
     multiple = multiple if isinstance(multiple, int) else 1

@@ -83,7 +83,7 @@ class TrainStep:
             run.progress.optimizer_state = self.new_optimizer_state(tx)
         if run.sharding_plan is not None:
             logger.info("%s", describe(run.sharding_plan, run.model.params, run.progress.optimizer_state))
-        key = run_key(args)
+        key = run_key(args, run.model.backend)
         flops_a_token = 6 * run.model.num_parameters(exclude_embeddings=True)
         compilation = CompilationUntimed(run.events)
 
