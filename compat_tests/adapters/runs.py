@@ -45,6 +45,10 @@ CASES = {
         "init_lora_weights": "gaussian",
         "use_rslora": True,
     },
+    "phimoe": {
+        "target_modules": ["k_proj", "o_proj"],
+        "target_parameters": ["experts.gate_up_proj", "experts.down_proj", "router.weight"],
+    },
 }
 
 

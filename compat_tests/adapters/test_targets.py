@@ -48,8 +48,20 @@ def both(request):
             model.score = torch.nn.Linear(64, 1, bias=False)
         else:
             model = AutoModelForSequenceClassification.from_config(config)
+    if request.param == "phimoe":
+        without_linear_routers(model)
     facts = native_config(json.loads(config.to_json_string(use_diff=False)), Path("config.json"))
     return request.param, model, modules_of(facts)
+
+
+def without_linear_routers(model):
+    """Routers that PEFT takes for no linear map: a test below shows what comes of it where it does."""
+    from torch import nn
+
+    for layer in model.model.layers:
+        router = nn.Module()
+        router.weight = layer.mlp.router.weight
+        layer.mlp.router = router
 
 
 @pytest.fixture
@@ -173,3 +185,20 @@ def test_ways_of_naming_modules(both, untouched):
         for field in ("target_modules", "rank_pattern", "alpha_pattern"):
             assert (told, vars(config)[field]) == (told, vars(theirs)[field])
         assert (told, set(config.target_parameters or ())) == (told, set(theirs.target_parameters or ()))
+
+
+def test_a_router_that_gives_more_than_a_linear_map_does():
+    """PEFT adapts phimoe's, and its model then cannot be run. As a parameter it can: adapters/runs.py has it."""
+    peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    config = config_of("phimoe")
+    modules = modules_of(native_config(json.loads(config.to_json_string(use_diff=False)), Path("config.json")))
+    wanted = peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")
+    theirs = peft.get_peft_model(AutoModelForCausalLM.from_config(config), wanted)
+    with pytest.raises(AttributeError, match="'tuple' object has no attribute"):
+        theirs(input_ids=torch.tensor([[5, 6, 7]]))
+    names, _, _ = ours(modules, "phimoe", {"target_modules": "all-linear"})
+    assert {name.rpartition(".")[2] for name in names[0]} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    with pytest.raises(ValueError, match=r"means model.layers.0.mlp.router \(and 2 more\), which is no linear map"):
+        ours(modules, "phimoe", {"target_modules": ["router"]})

@@ -54,7 +54,7 @@ def alike(
     state, rate = real.parts.train_step.new_optimizer_state(tx), np.float32(1e-4)
     with real.parts.run.on_device():
         step = real.parts.train_step.compiled(tx, remat=True).trace(
-            real.model.params, state, batch, rate, run_key(args), real.parts.run.frozen
+            real.model.params, state, batch, rate, run_key(args, real.model.backend), real.parts.run.frozen
         )
     shutil.copy(weights / "config.json", out)
     checkpoint = find_checkpoint(str(out), head=abstract_run.task_of(kind, args).head, dtype="auto")

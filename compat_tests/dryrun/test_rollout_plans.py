@@ -78,7 +78,7 @@ def test_programs_and_memory_are_those_of_a_run(checkpoint, bare, tmp_path, monk
     state = parts.train_step.new_optimizer_state(tx)
     with parts.run.on_device():
         step = parts.train_step.compiled(tx, remat=True).trace(
-            real.model.params, state, batch, np.float32(1e-4), run_key(args), parts.run.frozen
+            real.model.params, state, batch, np.float32(1e-4), run_key(args, real.model.backend), parts.run.frozen
         )
     whole = [compiled(call.traced, place) for call in calls.values()]
 

@@ -20,7 +20,7 @@ SEED = 3
 # Longer texts, in which buckets and windows are crossed, greedy ones and with processors.
 LONG_FAMILIES = (
     "cohere2", "exaone4", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "granite", "llama", "mixtral",
-    "olmoe", "phi3", "qwen3",
+    "olmoe", "phi3", "phimoe", "qwen3",
 )  # fmt: skip
 CONFIGURATIONS = {
     "greedy": {"repetition_penalty": 1.3},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from compat_tests.effort import only_thorough
+from compat_tests.effort import only_thorough, thorough
 from compat_tests.models import causal, families
 from trl_jax import AutoModelForCausalLM, set_seed
 
@@ -14,12 +14,27 @@ torch = pytest.importorskip("torch")
 ORIGINAL, EOS = 40, [50, 60]
 
 
+# Whose factors change behind 40 tokens; and of which alone the scale does.
+FACTS = {
+    "phi3": {"rope_parameters": families.LONGROPE, "original_max_position_embeddings": ORIGINAL},
+    "phimoe": {"rope_parameters": families.SCALED_LONGROPE | {"original_max_position_embeddings": ORIGINAL}},
+}
+
+
+def loaded(folder, family):
+    """Our model and transformers'."""
+    folder = causal.build(folder, family, tie=False, sliding_window=None, **FACTS[family])
+    return AutoModelForCausalLM.from_pretrained(folder), causal.reference(folder)
+
+
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    """Our model and transformers', of a type whose factors change behind 40 tokens."""
-    facts = {"rope_parameters": families.LONGROPE, "original_max_position_embeddings": ORIGINAL}
-    folder = causal.build(tmp_path_factory.mktemp("phi3"), "phi3", tie=False, sliding_window=None, **facts)
-    return AutoModelForCausalLM.from_pretrained(folder), causal.reference(folder)
+    return loaded(tmp_path_factory.mktemp("phi3"), "phi3")
+
+
+@pytest.fixture(scope="module")
+def scaled(tmp_path_factory):
+    return loaded(tmp_path_factory.mktemp("phimoe"), "phimoe")
 
 
 def batch(lengths):
@@ -34,7 +49,15 @@ def batch(lengths):
 @pytest.mark.parametrize("sampled", [False, True])
 def test_tokens_are_transformers(lengths, sampled, both):
     """From before, at and behind the length; the longest row may have ended when others are computed."""
-    ours, theirs = both
+    compare(*both, lengths, sampled)
+
+
+@pytest.mark.parametrize("lengths", [(39, 3), *map(thorough, [(11, 30, 4), (40, 7, 9), (41, 5)])], ids=str)
+def test_tokens_are_transformers_where_the_scale_changes(lengths, scaled):
+    compare(*scaled, lengths, sampled=True)
+
+
+def compare(ours, theirs, lengths, sampled):
     options = {"max_new_tokens": 45, "do_sample": sampled, "num_return_sequences": 2 if sampled else 1}
     options |= {"eos_token_id": EOS, "pad_token_id": 0}
     torch.manual_seed(3)

@@ -110,7 +110,8 @@ SHAPES = {
     "ministral3": {"head_dim": 24},
     "minimax_m2": {"head_dim": 24, "num_local_experts": 4, "intermediate_size": 40, "num_experts_per_tok": 2},
     "mixtral": {"head_dim": 16, "num_local_experts": 4},
-    "phimoe": {"head_dim": 16, "num_local_experts": 6, "router_jitter_noise": 0.2},
+    # Without noise nothing that its routers do in training is left to chance.
+    "phimoe": {"head_dim": 16, "num_local_experts": 6, "router_jitter_noise": 0.0},
     "seed_oss": {"head_dim": 24, "attention_dropout": 0.0, "residual_dropout": 0.0},
     "hunyuan_v1_dense": {"head_dim": 24},
     "hunyuan_v1_moe": {"head_dim": 24, "num_experts": 4, "moe_topk": 2, "intermediate_size": 40},
@@ -359,12 +360,12 @@ VARIANTS = {
         "partial": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}, "num_key_value_heads": 4},
     },
     "phimoe": {
-        "plain": {},
-        "alone": {"router_jitter_noise": 0.0, "rms_norm_eps": 1e-2, "num_key_value_heads": 4},
+        "plain": {"router_jitter_noise": 0.2},
+        "alone": {"rms_norm_eps": 1e-2, "num_key_value_heads": 4},
         "short": {"rope_parameters": SCALED_LONGROPE | {"original_max_position_embeddings": 64}},
         "long": {
             "rope_parameters": SCALED_LONGROPE | {"original_max_position_embeddings": 32}, "attention_bias": True,
-            "sliding_window": 7,
+            "sliding_window": 7, "router_jitter_noise": 0.2,
         },
     },
     "qwen2_moe": {"plain": {}, "no_bias": {"qkv_bias": False, "norm_topk_prob": True}},

@@ -30,6 +30,7 @@ from trl_jax.models.arch import (
 from trl_jax.models.functional import merge
 from trl_jax.nn.mlp import ClampedSwiGLU
 from trl_jax.nn.rope import Rope
+from trl_jax.nn.sparse_mixer import SparseMixer
 
 # Fact -> the family and variant that show it and a wrong value, by what notices: the table of tensors, or the numbers.
 REFUSED = {
@@ -93,6 +94,7 @@ EXPERTS = {
     "groups": ("deepseek_v3", "plain", 1),
     "top_groups": ("deepseek_v3", "plain", 1),
     "group_best": ("deepseek_v3", "plain", 1),
+    "sparse_mixer": ("phimoe", "plain", None),
 }
 # Facts of experts that tell which tensors there are.
 EXPERTS_SHAPE = {
@@ -107,6 +109,7 @@ EXPERTS_SHAPE = {
     "latent_bias": ("nemotron_h", True),
 }
 SWIGLU = {"alpha": 1.0, "limit": 0.9}
+SPARSE_MIXER = {"jitter": 0.05, "input_jitter": 0.1}
 ROPE = {
     "theta": ("qwen2", "plain", 9_000.0),
     "kind": ("qwen2", "llama3", "linear"),
@@ -120,6 +123,7 @@ ROPE = {
     "beta_slow": ("qwen2", "yarn", 0.1),
     "truncate": ("qwen2", "yarn", False),
     "attention_factor": ("qwen2", "yarn", 1.0),
+    "long_attention_factor": ("phimoe", "long", None),
     "short_factors": ("phi3", "short", (1.0,) * 8),
     "long_factors": ("phi3", "long", (1.0,) * 8),
 }
@@ -144,6 +148,7 @@ def test_every_fact_is_here():
     assert {fact.name for fact in fields(Rope)} == set(ROPE)
     assert {fact.name for fact in fields(Experts)} == {*EXPERTS, *EXPERTS_SHAPE, "float32_router", "beside_mlp"}
     assert {fact.name for fact in fields(ClampedSwiGLU)} == set(SWIGLU)
+    assert {fact.name for fact in fields(SparseMixer)} == set(SPARSE_MIXER)
 
 
 @pytest.fixture
@@ -296,6 +301,16 @@ def test_a_fact_of_the_clamped_gate(fact, built, load_with):
     experts = right.source.config.arch.experts
     wrong = replace(experts, swiglu=replace(experts.swiglu, **{fact: SWIGLU[fact]}))
     assert _off(scores(load_with(folder, experts=wrong)), scores(right)) > 1e-4
+
+
+@pytest.mark.parametrize("fact", SPARSE_MIXER)
+def test_a_fact_of_the_sparse_mixer(fact, built, load_with):
+    folder = built("phimoe", "plain")
+    right = load_with(folder)
+    experts = right.source.config.arch.experts
+    wrong = replace(experts, sparse_mixer=replace(experts.sparse_mixer, **{fact: SPARSE_MIXER[fact]}))
+    key = {"router_key": jax.random.key(0)} if fact == "input_jitter" else {}  # which is of training alone
+    assert _off(scores(load_with(folder, experts=wrong), **key), scores(right, **key)) > 1e-4
 
 
 @pytest.mark.parametrize("fact", usually(SHOWN.__contains__, ROPE))

@@ -114,4 +114,5 @@ FAMILY_CASES = {
     "mixtral": Case({"learning_rate": 1e-4}),
     "qwen3_moe": Case({"weight_decay": 0.3}, model={"head": "causal"}),
     "gpt_oss": Case({"learning_rate": 1e-4}, model={"sliding_window": 7, "head": "causal"}),
+    "phimoe": Case({"learning_rate": 1e-4}),
 }

@@ -33,6 +33,8 @@ FAMILIES = {
     "opt": {"do_layer_norm_before": False, "word_embed_proj_dim": 48, "tie": True},
     "apertus": {},
     "minimax_m2": {},
+    # TRL's load balancing asks for num_experts, which the config does not have by itself
+    "phimoe": {"attention_bias": True, "lm_head_bias": True, "num_experts": 6},
     "deepseek_v3": {},
     "glm4_moe": {},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
@@ -45,7 +47,7 @@ FAMILIES = {
 }  # fmt: skip
 # A head of its own kind; latent attention, experts, a state, a delta net, layers of several kinds.
 USUAL = {"qwen3", "gemma2", "gpt_neox", "opt", "deepseek_v3", "nemotron_h", "qwen3_next", "gemma4_text"}
-ADRIFT = {"gpt_neox": "query_key_value.bias", "opt": "k_proj.bias", "phi": "k_proj.bias", "qwen2": "k_proj.bias"}
+ADRIFT = {"gpt_neox": "query_key_value.bias"} | dict.fromkeys(("opt", "phi", "phimoe", "qwen2"), "k_proj.bias")
 
 
 def both(called, model, folder, rows, out, **config):

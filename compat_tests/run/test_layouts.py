@@ -18,11 +18,12 @@ from compat_tests.trainer.trainers import FACTS, make, stream, table
 from trl_jax.run import layout_choice
 
 COLUMNS = ("chosen_ids", "rejected_ids")
-CAUSAL = SimpleNamespace(takes_packed=True, drops_out=False, causal=True, window=None)
-DROPS = SimpleNamespace(takes_packed=True, drops_out=True, causal=True, window=None)
-ENCODER = SimpleNamespace(takes_packed=True, drops_out=False, causal=False)
-WHOLE = SimpleNamespace(takes_packed=False, drops_out=False, causal=False, window=None)
-WINDOWED = SimpleNamespace(takes_packed=True, drops_out=False, causal=True, window=512)
+CAUSAL = SimpleNamespace(takes_packed=True, drops_out=False, draws_experts=False, causal=True, window=None)
+DROPS = SimpleNamespace(takes_packed=True, drops_out=True, draws_experts=False, causal=True, window=None)
+ENCODER = SimpleNamespace(takes_packed=True, drops_out=False, draws_experts=False, causal=False)
+WHOLE = SimpleNamespace(takes_packed=False, drops_out=False, draws_experts=False, causal=False, window=None)
+WINDOWED = SimpleNamespace(takes_packed=True, drops_out=False, draws_experts=False, causal=True, window=512)
+DRAWS = SimpleNamespace(takes_packed=True, drops_out=False, draws_experts=True, causal=True, window=None)
 
 
 def asked(layout="auto", device="cpu", **more):
@@ -55,6 +56,10 @@ def asked(layout="auto", device="cpu", **more):
         (asked(device="tpu", max_length=None), WINDOWED, "packed", "knows no windows beside shared prompts"),
         (asked(), WINDOWED, "shared", ""),
         (asked("shared", device="cuda"), CAUSAL, "shared", ""),
+        (asked(), DRAWS, "packed", ""),
+        (asked("packed"), DRAWS, "packed", ""),
+        (asked("padded"), DRAWS, "padded", ""),
+        (asked("shared"), DRAWS, "packed", "draw experts for each text"),
     ],
 )
 def test_what_is_exact_and_why_not(args, backend, layout, reason):
@@ -69,6 +74,7 @@ def test_what_is_exact_and_why_not(args, backend, layout, reason):
         (asked("padded"), WHOLE, None),
         (asked("shared"), CAUSAL, None),
         (asked("packed"), ENCODER, None),
+        (asked("shared"), DRAWS, "so rows are packed: routers of this model draw experts for each text"),
         (asked("shared"), WHOLE, "so rows are padded: this model reads whole rows"),
         (asked("shared"), ENCODER, "so rows are packed: the tokens of this model see what comes after them"),
     ],

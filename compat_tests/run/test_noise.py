@@ -47,17 +47,34 @@ def asked(**how):
     return SimpleNamespace(**({"disable_dropout": True, "neftune_noise_alpha": None, "seed": 1} | how))
 
 
+CALM, DRAWS = (SimpleNamespace(draws_experts=draws) for draws in (False, True))
+
+
+def options(backend, key, multiple=None, **how):
+    return random_options(asked(**how), backend, key, jnp.asarray([3, 9]), multiple)
+
+
 def test_what_is_left_to_chance():
-    lengths, key = jnp.asarray([3, 9]), jax.random.key(0)
-    assert run_key(asked()) is None and random_options(asked(), None, lengths, None) == {}
-    assert run_key(asked(neftune_noise_alpha=0.0)) is None
-    assert run_key(asked(neftune_noise_alpha=1.0)) is not None
-    assert list(random_options(asked(disable_dropout=False), key, lengths, None)) == ["dropout_key"]
-    both = random_options(asked(disable_dropout=False, neftune_noise_alpha=5.0), key, lengths, None)
+    key = jax.random.key(0)
+    assert run_key(asked(), CALM) is None and options(CALM, None) == {}
+    assert run_key(asked(neftune_noise_alpha=0.0), CALM) is None
+    assert run_key(asked(neftune_noise_alpha=1.0), CALM) is not None
+    assert list(options(CALM, key, disable_dropout=False)) == ["dropout_key"]
+    both = options(CALM, key, disable_dropout=False, neftune_noise_alpha=5.0)
     assert both["dropout_key"] is key and not np.array_equal(*map(jax.random.key_data, (both["noise"].key, key)))
-    alone = [random_options(asked(neftune_noise_alpha=5.0), key, lengths, multiple) for multiple in (None, "auto", 8)]
+    alone = [options(CALM, key, multiple, neftune_noise_alpha=5.0) for multiple in (None, "auto", 8)]
     assert [int(how["noise"].length) for how in alone] == [9, 9, 16]
     assert all(list(how) == ["noise"] for how in alone)
+
+
+def test_routers_draw_without_dropout_too():
+    """transformers' do whenever the model is in train mode."""
+    key = run_key(asked(), DRAWS)
+    assert list(options(DRAWS, key)) == ["router_key"]
+    every = options(DRAWS, key, disable_dropout=False, neftune_noise_alpha=5.0)
+    assert list(every) == ["dropout_key", "router_key", "noise"]
+    keys = {tuple(jax.random.key_data(one).tolist()) for one in (key, every["router_key"], every["noise"].key)}
+    assert len(keys) == 3
 
 
 def test_an_exported_program_takes_none():

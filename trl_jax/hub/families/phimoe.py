@@ -33,6 +33,7 @@ def _experts(config: ConfigReader, size: int) -> Experts:
     config.refuse("num_experts_per_tok", 2)
     mixer = SparseMixer(config.number("router_jitter_noise"), config.number("input_jitter_noise"))
     count = config.size("num_local_experts", minimum=2)
+    config.refuse("num_experts", count)  # which TRL's load-balancing loss asks for, so people add it
     return Experts(count, top_k=2, size=size, renormalised=False, sparse_mixer=mixer)
 
 
