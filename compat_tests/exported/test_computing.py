@@ -147,7 +147,7 @@ def test_dropout_is_the_same_when_recomputed(model):
 
 @only_thorough
 def test_bfloat16_is_no_further_from_float32_than_torchs_autocast(tmp_path):
-    folder = configs.build(tmp_path, "phimoe")
+    folder = configs.build(tmp_path, "minimax")
     ids, mask = configs.rows()
     theirs, model = configs.reference(folder), load(folder)
     exact = configs.scores(theirs, ids, mask).detach().numpy()
@@ -158,7 +158,7 @@ def test_bfloat16_is_no_further_from_float32_than_torchs_autocast(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model_type", ["phimoe", "albert"])
+@pytest.mark.parametrize("model_type", ["minimax", "albert"])
 def test_an_export_is_byte_for_byte_transformers(model_type, dtype, tmp_path):
     folder = configs.build(tmp_path / "there", model_type, dtype=dtype)
     model = load(folder)

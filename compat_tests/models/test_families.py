@@ -149,10 +149,10 @@ def test_a_causal_model_becomes_a_classifier(family, tmp_path):
 IN_BFLOAT16 = (
     "llama qwen2 qwen3 mistral gemma2 gemma3_text gemma4_text phi3 olmo2 gpt_neox gpt_oss qwen3_moe apertus "
     "deepseek_v2 deepseek_v3 ernie4_5 ernie4_5_moe falcon_h1 glm4_moe granitemoe granitemoehybrid hunyuan_v1_moe lfm2 "
-    "lfm2_moe llama4_text minimax_m2 nemotron_h qwen3_5_moe_text qwen3_5_text qwen3_next"
+    "lfm2_moe llama4_text minimax_m2 nemotron_h phimoe qwen3_5_moe_text qwen3_5_text qwen3_next"
 ).split()
 # One text whose expert is another by rounding, on either side, is further off than all others.
-BY_MEDIAN = {"glm4_moe", "gpt_oss", "lfm2_moe", "qwen3_5_moe_text"}
+BY_MEDIAN = {"glm4_moe", "gpt_oss", "lfm2_moe", "phimoe", "qwen3_5_moe_text"}
 
 
 @pytest.mark.parametrize("family", usually(UNLIKE.__contains__, IN_BFLOAT16))

@@ -1,4 +1,4 @@
-"""`neftune_noise_alpha` in a run."""
+"""What is drawn in a run: `neftune_noise_alpha`, and experts that routers draw."""
 
 from __future__ import annotations
 
@@ -28,6 +28,23 @@ def test_training_has_noise_and_evaluation_has_none(folder, tmp_path):
     assert trainer.evaluate(rows)["eval_loss"] == pytest.approx(calm, rel=1e-6)
     trainer.train()
     assert abs(trainer.state.log_history[0]["loss"] - calm) > 1e-3
+
+
+@pytest.mark.parametrize("layout", ["auto", "padded"])
+def test_routers_draw_in_training_and_not_in_evaluation(layout, checkpoint, tmp_path):
+    """Though `disable_dropout` is True: the default of this trainer."""
+    folder, rows = checkpoint("phimoe", router_jitter_noise=0.4, **FACTS), table(4)
+    config = {"max_steps": 1, "logging_steps": 1, "batch_layout": layout}
+    trainer = make(trl_jax, folder, tmp_path, train=rows, config=config)
+    assert trainer.args.disable_dropout
+    calm = trainer.evaluate(rows)["eval_loss"]
+    assert trainer.evaluate(rows)["eval_loss"] == calm
+    losses = []
+    for seed in (1, 1, 2):
+        trainer = make(trl_jax, folder, tmp_path, train=rows, config=config | {"seed": seed, "data_seed": 0})
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+    assert losses[0] == losses[1] and abs(losses[0] - losses[2]) > 1e-4 and abs(losses[0] - calm) > 1e-4
 
 
 def test_a_scripts_own_loss_has_noise_too(folder, tmp_path):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from datasets import Dataset
-from transformers import LlamaConfig, PhimoeConfig
+from transformers import JambaConfig, LlamaConfig, PhimoeConfig
 
 import trl_jax
 from compat_tests.effort import only_thorough
@@ -38,7 +38,7 @@ def test_models_without_routers():
     assert not balance_experts(dense, None) and not balance_experts(dense, 0.0)
     with pytest.raises(ValueError, match="`router_aux_loss_coef` is set to 0.1 but SomeForCausalLM is not a Mixture"):
         balance_experts(dense, 0.1)
-    foreign = state(PhimoeConfig(router_aux_loss_coef=0.001), has_routers=False)
+    foreign = state(JambaConfig(router_aux_loss_coef=0.001), has_routers=False)
     with pytest.raises(ValueError, match="router_aux_loss_coef=0.001 of SomeForCausalLM: .* exported backend"):
         balance_experts(foreign, None)
     assert not balance_experts(foreign, 0.0)

@@ -53,7 +53,7 @@ class Rope:
 
 
     def scale(self, longest: jax.Array | int) -> jax.Array | float:
-        """What cosines and sines are multiplied by, where the longest text of the batch has so many tokens."""
+        """The factor of cosines and sines, where the longest text of the batch has so many tokens."""
         if self.long_attention_factor is None:
             return self.attention_factor
         return jnp.where(longest > self.original_length, self.long_attention_factor, self.attention_factor)
