@@ -94,7 +94,7 @@ def test_without_a_compiler_arithmetic_is_what_there_is(bare, tmp_path):
 
 @pytest.mark.parametrize(
     ("model_type", "layout"),
-    [("bert", "packed"), ("deberta-v2", "padded"), ("qwen3_moe", "shared"), ("gpt2", "shared")],
+    [("bert", "packed"), ("deberta-v2", "padded"), ("qwen3_moe", "shared"), ("gpt2", "shared"), ("phimoe", "packed")],
 )
 def test_other_families_are_planned(bare, tmp_path, model_type, layout):
     found = plan(bare(model_type), config(tmp_path), topology("cpu:1"), compiles=False)

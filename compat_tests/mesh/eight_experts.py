@@ -72,6 +72,9 @@ def alone(run):
         thorough("gpt_oss", "SFT", "fsdp:2,tensor:2", "packed"),
         thorough("gpt_oss", "SFT", "data:2,sequence:2", "packed"),
         thorough("gpt_oss", "DPO", "fsdp:2", "shared"),
+        thorough("phimoe", "SFT", "fsdp:2,tensor:2", "packed"),
+        thorough("phimoe", "SFT", "data:2,sequence:2", "packed"),
+        thorough("phimoe", "DPO", "fsdp:2", "packed"),
     ],
 )
 def test_the_numbers_of_one_device(family, name, mesh, layout, run, alone):

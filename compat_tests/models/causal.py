@@ -13,6 +13,7 @@ from compat_tests.tiny import tiny_model
 FACTS = {
     "cohere": {"logit_scale": 0.4},
     "cohere2": {"sliding_window": 7, "logit_scale": 3.0},
+    "phimoe": {"router_jitter_noise": 0.2, "attention_bias": True, "lm_head_bias": True},
     "gemma2": {"sliding_window": 7, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
     "gemma3_text": {
         "sliding_window": 7,

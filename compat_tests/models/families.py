@@ -30,6 +30,7 @@ LONGROPE = {
     "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0],
 }
 SCALED_LONGROPE = LONGROPE | {"short_mscale": 1.2, "long_mscale": 0.7}
+OLD_LONGROPE = {key: SCALED_LONGROPE[key] for key in ("short_factor", "long_factor", "short_mscale", "long_mscale")}
 GROWING = {
     "rope_type": "yarn", "rope_theta": 300.0, "factor": 4.0, "original_max_position_embeddings": 16,
     "llama_4_scaling_beta": 0.4, "mscale": 1.0, "mscale_all_dim": 0.5,
@@ -362,7 +363,14 @@ VARIANTS = {
     "phimoe": {
         "plain": {"router_jitter_noise": 0.2},
         "alone": {"rms_norm_eps": 1e-2, "num_key_value_heads": 4},
-        "short": {"rope_parameters": SCALED_LONGROPE | {"original_max_position_embeddings": 64}},
+        # as Phi-3.5-MoE's own config says it
+        "old": {
+            "old": {
+                "rope_theta": 300.0, "rope_scaling": {"type": "longrope", **OLD_LONGROPE}, "hidden_dropout": 0.0,
+                "original_max_position_embeddings": 64,
+            },
+            "attention_bias": True, "lm_head_bias": True,
+        },
         "long": {
             "rope_parameters": SCALED_LONGROPE | {"original_max_position_embeddings": 32}, "attention_bias": True,
             "sliding_window": 7, "router_jitter_noise": 0.2,

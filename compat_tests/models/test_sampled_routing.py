@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from compat_tests.models import causal, variants
 from compat_tests.models.torch_draws import TorchDraws
 from trl_jax import AutoModelForCausalLM
 from trl_jax.hub.checkpoint.saving import entries_of, read_tensor
+from trl_jax.hub.families import read_arch
 from trl_jax.losses.load_balancing import load_balancing_loss
 from trl_jax.models.functional import merge
 
@@ -23,7 +26,7 @@ KEY = jax.random.key(9)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    facts = {"input_jitter_noise": INPUT_JITTER, "lm_head_bias": True, "attention_bias": True}
+    facts = {"input_jitter_noise": INPUT_JITTER}
     return causal.build(tmp_path_factory.mktemp("phimoe"), "phimoe", tie=False, **facts)
 
 
@@ -82,3 +85,32 @@ def test_without_a_key_nothing_is_drawn(folder):
     assert np.abs(drawn - calm).max() > 1e-2 and np.abs(drawn - other).max() > 1e-2
     with_dropout = total(model.params, dropout_key=KEY)[1][0]  # this model has none
     np.testing.assert_allclose(with_dropout, calm, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"num_experts_per_tok": 1}, {"num_local_experts": 1}, {"num_experts": 5}, {"hidden_dropout": 0.1},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "short_mscale": 1.0}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_values_that_are_not_computed_are_refused(values, folder):
+    path = folder / "config.json"
+    raw, [key] = json.loads(path.read_text()) | values, values
+    named = "long_mscale" if key == "rope_parameters" else key
+    with pytest.raises(ValueError, match=f"{named} is .*, wanted "):
+        read_arch(raw, path)
+
+
+def test_other_ropes_are_scaled_by_length_too(tmp_path):
+    """In transformers any but the default one is."""
+    linear = {"rope_type": "linear", "rope_theta": 300.0, "factor": 3.0, "short_mscale": 1.1, "long_mscale": 0.6}
+    for original in (16, 200):
+        rope = linear | {"original_max_position_embeddings": original}
+        folder, (ids, mask) = tmp_path / str(original), causal.rows()
+        causal.build(folder, "phimoe", tie=False, rope_parameters=rope)
+        with torch.no_grad():
+            wanted = causal.forward(causal.reference(folder), ids, mask).numpy()
+        found, seen = np.asarray(AutoModelForCausalLM.from_pretrained(folder)(ids, mask).logits), mask > 0
+        variants.assert_close(found[seen], wanted[seen], 1e-5, "logits")

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from compat_tests.effort import usually
+from compat_tests.effort import only_thorough, usually
 from compat_tests.parity import golden, reference
 from compat_tests.parity.kto_cases import kto_rows
 from compat_tests.parity.marks import assert_same_curve, assert_same_entry, assert_same_weights, steps_of
@@ -91,6 +91,16 @@ def test_answers_to_other_prompts_are_not_balanced(checkpoint, tmp_path):
     assert_same(ours.evaluate_metrics, theirs.evaluate_metrics)
     assert_same_weights(ours.weights, theirs.weights, 5e-4)
     assert "aux_loss" in theirs.logs[0]
+
+
+@only_thorough
+def test_trl_asks_for_a_number_that_phimoe_calls_otherwise(checkpoint, tmp_path):
+    """With `num_experts` in the config, TRL trains: test_sft_models.py has that run."""
+    folder, options = checkpoint("phimoe", **SMALL), CONFIG | {"trainer": "SFT", "max_steps": 1}
+    with pytest.raises(AttributeError, match="'PhimoeConfig' object has no attribute 'num_experts'"):
+        reference.run_trl(folder, text_rows(4), tmp_path / "theirs", **options)
+    ours = reference.run_ours(folder, text_rows(4), tmp_path / "ours", **options)
+    assert "aux_loss" in steps_of(ours.logs)[0]
 
 
 def test_trl_counts_the_pads_behind_texts_that_lie_end_to_end(checkpoint, tmp_path):
