@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 _FIRST, _SECOND, _INPUT, _INPUT_AGAIN = range(4)  # places of draws
-_ALWAYS_WHOLE = 0.75  # a weight is scaled down where a number below it is drawn, and a likelier expert was there
+_ALWAYS_WHOLE = 0.75  # the weight of an expert that was not the likeliest stays whole where a larger number is drawn
 _SCALED_DOWN = 0.3333
 
 
@@ -38,9 +38,10 @@ class SparseMixer:
         if self.input_jitter == 0.0:
             return x
         low, high = 1.0 - self.input_jitter, 1.0 + self.input_jitter
-        for place in (_INPUT, _INPUT_AGAIN):
-            x = (x * jax.random.uniform(_folded(key, place), x.shape, jnp.float32, low, high)).astype(x.dtype)
-        return x
+        one, other = (
+            jax.random.uniform(_folded(key, place), x.shape, jnp.float32, low, high) for place in (_INPUT, _INPUT_AGAIN)
+        )
+        return (x * one * other).astype(x.dtype)
 
     def _one(self, scores: jax.Array, left: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """The weight and the number of one expert, `[tokens, 1]`; those that are no longer `left` have -inf there."""
@@ -60,8 +61,8 @@ def _drawn(candidates: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def _scaled(weight: jax.Array, likeliest: jax.Array, key: jax.Array) -> jax.Array:
-    """The weight of a drawn expert. Scaling it down now and then makes the gradient that it has without Heun's
-    third-order estimate of that for the choice (Liu et al. 2023, arXiv:2310.00811)."""
+    """The weight of a drawn expert, with the gradient that it has unscaled: scaled down now and then, they make up Heun's
+    third-order estimate of the gradient for the choice (Liu et al. 2023, arXiv:2310.00811)."""
     whole = likeliest | (jax.random.uniform(jax.random.fold_in(key, 1), weight.shape) > _ALWAYS_WHOLE)
     value = weight * jnp.where(whole, 1.0, _SCALED_DOWN)
     return jax.lax.stop_gradient(value) + (weight - jax.lax.stop_gradient(weight))
