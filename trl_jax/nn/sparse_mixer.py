@@ -61,8 +61,8 @@ def _drawn(candidates: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def _scaled(weight: jax.Array, likeliest: jax.Array, key: jax.Array) -> jax.Array:
-    """The weight of a drawn expert, with the gradient that it has unscaled: scaled down now and then, they make up Heun's
-    third-order estimate of the gradient for the choice (Liu et al. 2023, arXiv:2310.00811)."""
+    """The weight of a drawn expert, with the gradient that it has unscaled: where some are scaled down, these add up to
+    Heun's third-order estimate of the gradient for the choice (Liu et al. 2023, arXiv:2310.00811)."""
     whole = likeliest | (jax.random.uniform(jax.random.fold_in(key, 1), weight.shape) > _ALWAYS_WHOLE)
     value = weight * jnp.where(whole, 1.0, _SCALED_DOWN)
     return jax.lax.stop_gradient(value) + (weight - jax.lax.stop_gradient(weight))
