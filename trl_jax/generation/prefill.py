@@ -90,5 +90,5 @@ def recomputed(
 
 
 def _rooms(trunk: nnx.Module, group: int, capacity: int) -> list[Room]:
-    """What each part of the cache has room for."""
+    """The room of each part of the cache."""
     return [Room(group, capacity, part.window) for part in cache_parts(trunk.arch)]

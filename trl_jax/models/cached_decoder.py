@@ -120,7 +120,7 @@ def _joined(first: Any, then: Any) -> Any:
 
 
 def _of_layers(kept: Any, run: Run, layers: tuple[int, ...]) -> Any:
-    """What some layers of a run keep, of what all do."""
+    """Those of some layers, of arrays of all layers of a run."""
     if len(layers) == run.count:
         return kept
     return jax.tree.map(lambda leaf: leaf[np.asarray(layers) - run.first], kept)
