@@ -36,7 +36,7 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 
 from compat_tests import shared_programs, tiny  # noqa: E402
-from compat_tests.effort import drawn  # noqa: E402
+from compat_tests.effort import drawn, leave_to_thorough  # noqa: E402
 
 hypothesis.settings.register_profile("trl_jax", max_examples=drawn(100))
 hypothesis.settings.load_profile("trl_jax")
@@ -76,12 +76,17 @@ FIRST = (
 )  # fmt: skip
 
 
-def pytest_collection_modifyitems(items):
+def pytest_configure(config):
+    config.addinivalue_line("markers", "usual(*ids): the cases that run without THOROUGH=1, see effort.py")
+
+
+def pytest_collection_modifyitems(config, items):
     def place(item):
         file = item.path.as_posix()
         return next((number for number, dear in enumerate(FIRST) if file.endswith(dear)), len(FIRST))
 
     items.sort(key=place)
+    leave_to_thorough(items, whole=not any("::" in argument for argument in config.args))
 
 
 def pytest_sessionstart(session):
@@ -101,14 +106,20 @@ MAPPINGS, _mappings, _ended = 30_000, Path("/proc/self/maps"), 0
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item, nextitem):
-    """Forget all compiled programs before there are too many; asked for every twentieth test, and between files."""
+    """Forget all compiled programs before there are too many; asked for every twentieth test, and between files. What a
+    file leaves, traced programs above all, stays from there on: accelerate has the collector walk through everything
+    whenever a run of TRL's begins and ends."""
     global _ended
     _ended += 1
     another = nextitem is None or nextitem.path != item.path
     if (another or _ended % 20 == 0) and _mappings.exists():
         if _mappings.read_bytes().count(b"\n") > MAPPINGS:
+            gc.unfreeze()
             jax.clear_caches()
             gc.collect()
+    if another:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

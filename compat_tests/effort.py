@@ -28,6 +28,33 @@ def usually(usual: Callable[..., bool], cases: Iterable[Any]) -> list[Any]:
     return [case if usual(*values) else thorough(*values) for case, values in parts]
 
 
+def usual(*ids: str) -> pytest.MarkDecorator:
+    """The cases of a test that run always, by the ids that pytest gives them; the others run under THOROUGH=1 alone."""
+    return pytest.mark.usual(*ids)
+
+
+def leave_to_thorough(items: Iterable[pytest.Item], *, whole: bool) -> None:
+    """Mark the cases that `usual` does not name.
+
+    Args:
+        whole: whether `items` has all cases of each test, so that a name of none is a mistake.
+
+    Raises:
+        pytest.UsageError: a test has no case of a name.
+    """
+    cases: dict[str, tuple[set[str], set[str]]] = {}
+    for item in items:
+        marker = item.get_closest_marker("usual")
+        if marker is not None:
+            named, there = cases.setdefault(item.nodeid.partition("[")[0], (set(marker.args), set()))
+            there.add(item.callspec.id)
+            if item.callspec.id not in named:
+                item.add_marker(only_thorough)
+    for test, (named, there) in cases.items():
+        if whole and not named <= there:
+            raise pytest.UsageError(f"{test}: has no case {sorted(named - there)}, which `usual` names.")
+
+
 def drawn(many: int) -> int:
     """How many examples of a property hypothesis draws: `many` under THOROUGH=1, else a quarter of them."""
     return many if THOROUGH else many // 4

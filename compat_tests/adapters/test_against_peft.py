@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 import trl_jax
 from compat_tests.adapters.runs import CASES
-from compat_tests.effort import only_thorough, usually
+from compat_tests.effort import only_thorough, usual, usually
 from compat_tests.parity.marks import assert_same_curve, assert_same_weights, steps_of
 from compat_tests.parity.reference import read_weights
 
@@ -25,6 +25,7 @@ USUAL = {"llama", "gpt2", "bert", "gpt_oss"}.__contains__
 ADRIFT = re.compile(r"(k_proj|c_attn|key)\.(base_layer\.)?bias")  # without gradient but rounding
 
 
+@usual("llama", "bert")
 @pytest.mark.parametrize("name", usually(USUAL, CASES))
 def test_the_curve_is_trls(adapted, name):
     assert len(steps_of(adapted.theirs(name).logs)) == 30

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from compat_tests.effort import usual
 from compat_tests.models import causal, variants
 from trl_jax import AutoModelForCausalLM, BitsAndBytesConfig, LoraConfig
 from trl_jax.hub.auto import find_checkpoint
@@ -57,6 +58,10 @@ def test_the_maps_around_a_stack_are_adapted_by_pefts_names(tmp_path):
     assert {name.split(".")[-3] for name in written if "project" in name} == {"project_in", "project_out"}
 
 
+@usual(
+    "linear-False", "tokens-False", "saved_head-False", "both-False", "linear-True", "head-True", "saved_both-True",
+    "table-True",
+)  # fmt: skip
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_what_peft_wrote_computes_and_is_written_as_it_was(name, tie, bases, tmp_path):

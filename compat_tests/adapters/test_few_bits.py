@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import trl_jax
-from compat_tests.effort import thorough
+from compat_tests.effort import only_thorough, thorough
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.trainer.test_dpo_trainer import make, steps, trained
 from trl_jax.hub.peft.quantization import quantized
@@ -26,6 +26,7 @@ def loaded(folder, **bits):
         return AutoModelForCausalLM.from_pretrained(folder, quantization_config=BitsAndBytesConfig(**bits))
 
 
+@only_thorough
 @pytest.mark.parametrize(
     "bits",
     [

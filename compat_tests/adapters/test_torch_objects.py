@@ -9,6 +9,7 @@ import pytest
 from datasets import Dataset
 
 import trl_jax
+from compat_tests.effort import usual
 from compat_tests.mesh.rank import rows_of
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.reference import BASE
@@ -57,6 +58,7 @@ def begun_by_peft(folder, how):
     return peft.get_peft_model(base_of(folder), lora)
 
 
+@usual("pissa")
 @pytest.mark.parametrize("begun", ["pissa", "olora", "gaussian"])
 def test_an_adapter_that_changed_its_base_trains_as_in_trl(begun, checkpoint, tmp_path):
     """The base of such an object is what PEFT left of it; what is saved is for the base model of its name."""
@@ -88,6 +90,7 @@ NEW = {
 }
 
 
+@usual("SFT-linear", "DPO-dora", "Reward-linear")
 @pytest.mark.parametrize(("kind", "how"), [("SFT", "linear"), ("DPO", "dora"), ("KTO", "pissa"), ("Reward", "linear")])
 def test_a_model_gets_the_adapter_that_was_trained_on_it(kind, how, checkpoint, tmp_path):
     """As TRL's is wrapped in place: a script that generates with the object that it passed has the adapter, too."""

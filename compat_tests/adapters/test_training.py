@@ -10,6 +10,7 @@ import pytest
 
 import trl_jax
 from compat_tests.adapters.runs import train
+from compat_tests.effort import only_thorough
 from compat_tests.parity.marks import steps_of
 from compat_tests.parity.reference import read_weights
 from compat_tests.tiny import preference_rows, tiny_model
@@ -109,6 +110,7 @@ def test_a_model_of_ours_keeps_its_own_numbers(checkpoint, tmp_path):
     assert not hasattr(merged, "peft_config")
 
 
+@only_thorough
 def test_experts_of_sixteen_bits_beside_an_adapter(tmp_path):
     """Their fused tensors are held as bits, and come back to the byte."""
     folder = tiny_model(tmp_path / "in", "gpt_oss", head="causal", dtype="bfloat16", sliding_window=7)

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -156,8 +156,13 @@ def build_llama(
     head: int = 32,
     group: int = 2,
     inner: int | None = None,
+    windows: Sequence[int | None] = (),
 ) -> None:
-    """A causal llama of noise with heads of `head` channels, `group` of them for each of the keys; no torch needed."""
+    """A causal llama of noise with heads of `head` channels, `group` of them for each of the keys; no torch needed.
+
+    Args:
+        windows: how many tokens each layer sees, None for all, where they differ: it is a ministral then.
+    """
     import ml_dtypes
     import numpy as np
     from safetensors.numpy import save_file
@@ -187,4 +192,8 @@ def build_llama(
         "tie_word_embeddings": True, "initializer_range": 0.02, "torch_dtype": dtype,
         "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None,
     }  # fmt: skip
+    if windows:
+        kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
+        config |= {"architectures": ["MinistralForCausalLM"], "model_type": "ministral", "layer_types": kinds}
+        config["sliding_window"] = next(window for window in windows if window is not None)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -9,6 +9,7 @@ side's peak memory is that of a process of its own, beyond what lies there befor
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from compat_tests.bench import common
 
 MODELS = {
     "small": {"layers": 8, "width": 256, "vocab_size": 2000},
+    "windowed": {"layers": 12, "width": 256, "vocab_size": 2000, "windows": ((128,) * 5 + (None,)) * 2},
     "smollm2": {"layers": 30, "width": 576, "vocab_size": 49152, "head": 64, "group": 3, "inner": 1536},
 }
 SEED = 0
@@ -193,11 +195,12 @@ def bandwidth(folder: Path) -> float:
 
 def limit(work: Work, weights: int, bytes_a_second: float) -> float:
     """Tokens a second if a step did nothing but read the weights once, and the keys and values that are kept once:
-    those of a prompt once for all of its completions, those of completions half full."""
+    those of a prompt once for all of its completions, those of completions half full; of both no more than a window."""
     shape = MODELS[work.model]
-    keys = 2 * 4 * shape["layers"] * shape["width"] // shape.get("group", 2)  # bytes of a token's keys and values
-    mean = (min(work.shortest, work.longest) + work.longest) / 2
-    cache = keys * work.prompts * (mean + work.completions * work.new / 2)
+    keys = 2 * 4 * shape["width"] // shape.get("group", 2)  # bytes of a token's keys and values in a layer
+    mean, seen = (min(work.shortest, work.longest) + work.longest) / 2, shape.get("windows", (None,) * shape["layers"])
+    seen = [math.inf if window is None else window for window in seen]
+    cache = keys * work.prompts * sum(min(most, mean) + work.completions * min(most, work.new / 2) for most in seen)
     return work.prompts * work.completions * bytes_a_second / (weights + cache)
 
 

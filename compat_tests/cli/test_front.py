@@ -135,6 +135,7 @@ if __name__ == "__main__":
 """
 
 
+@only_thorough
 def test_processes_that_the_script_starts_see_the_same(tmp_path):
     done = run(tmp_path, CHILDREN)
     assert done.stdout == "trl_jax.trainer.reward_config\n" * 2, done.stderr

@@ -41,6 +41,7 @@ print(json.dumps([with_words, by_name, losses(name, RewardConfig(bf16=True, **us
 """
 
 
+@only_thorough
 def test_bf16_flash_attention_and_placement_train_as_the_plain_script(checkpoint, tmp_path):
     pytest.importorskip("torch")
     data = tmp_path / "pairs.jsonl"

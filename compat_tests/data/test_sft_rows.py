@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from datasets import Dataset, disable_caching, enable_caching
 
+from compat_tests.effort import usual
 from compat_tests.tiny import BAD, GOOD, preference_rows, tiny_model, tiny_tokenizer
 from trl_jax.data.rows.sft.preparation import prepare
 
@@ -182,6 +183,7 @@ def test_a_formatted_text_is_what_is_trained_on(tokenizer, caplog):
     assert "`formatting_func` will be ignored" in caplog.text and kept[2]["input_ids"] == tokenised(3)[2]["input_ids"]
 
 
+@usual("bfd-2", "bfd_split-None", "wrapped-2")
 @pytest.mark.parametrize("num_proc", [None, 2])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_blocks_of_rows_are_packed_apart(strategy, num_proc, tokenizer):

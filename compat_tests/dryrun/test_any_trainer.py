@@ -14,7 +14,7 @@ import pytest
 from compat_tests import pages
 from compat_tests.data.loaders import example_loader
 from compat_tests.dryrun.planned import LENGTH, LORA, PAIRS, alike
-from compat_tests.effort import thorough
+from compat_tests.effort import only_thorough, thorough
 from trl_jax import RewardConfig, RewardTrainer
 from trl_jax.cli.main import main
 from trl_jax.core.chips import topology
@@ -46,6 +46,7 @@ def config(tmp_path, kind=PointwiseConfig, **changes):
     return kind(str(tmp_path / "out"), **given | changes)
 
 
+@only_thorough
 @pytest.mark.parametrize("how", [{"bf16": False}, thorough({"bf16": True, "adapter": LORA})], ids=["whole", "adapter"])
 def test_its_programs_are_those_of_a_trainer_with_weights(checkpoint, tmp_path, how):
     found = alike(checkpoint(), tmp_path, kind=PointwiseTrainer, row=RATED, **how)

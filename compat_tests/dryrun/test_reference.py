@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from compat_tests.dryrun.planned import LENGTH, alike
-from compat_tests.effort import thorough
+from compat_tests.effort import only_thorough, thorough
 from trl_jax import DPOTrainer, KTOTrainer
 
 
@@ -13,6 +13,7 @@ def row(*sides: str) -> dict[str, list[int]]:
     return {f"{side}_{part}": [id] * LENGTH for id, side in enumerate(sides, 1) for part in ("input_ids", "labels")}
 
 
+@only_thorough
 @pytest.mark.parametrize(
     ("kind", "row", "before"),
     [

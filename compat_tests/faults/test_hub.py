@@ -13,6 +13,7 @@ import pytest
 from transformers import TrainerCallback
 
 import trl_jax
+from compat_tests.effort import usual
 from compat_tests.hub.loopback import TOKEN, serving
 from compat_tests.trainer.trainers import FACTS, checkpoints, make, table
 from trl_jax.hub.network import push
@@ -136,6 +137,7 @@ def test_a_checkpoint_may_go_while_it_is_being_pushed(train, hub, tmp_path):
     assert {f"checkpoint-{n}/manifest.json" for n in (1, 2, 3, 4)} <= set(hub.files(NAME))
 
 
+@usual("503", "409", "drop")
 @pytest.mark.parametrize("fault", [500, 503, 429, 409, "drop", "slow"])
 def test_row42_a_fault_that_passes_is_ridden_out(fault, train, hub, caplog):
     met = set()

@@ -10,6 +10,7 @@ from datasets import IterableDataset
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
 
+from compat_tests.effort import usual
 from compat_tests.tiny import tiny_tokenizer
 from trl_jax.data.rows.preference.reward import prepare
 from trl_jax.data.rows.templates import limits as template_limits
@@ -88,6 +89,14 @@ TOO_MUCH = {
 }  # fmt: skip
 
 
+@usual(
+    "product", "product_of_a_list", "the_other_way", "power", "square", "sum", "pieces", "loops", "concatenation",
+    "join", "join_of_a_map", "method_join", "replace", "method_replace", "center", "ljust", "zfill", "expandtabs",
+    "indent", "indent_by_text", "batch", "slice", "wordwrap", "tojson", "to_bytes", "round", "percent",
+    "percent_star", "format_filter", "format", "format_nested", "format_map", "format_of_an_attribute", "strftime",
+    "translate", "map", "filter_block", "lists_as_json", "namespace", "steps", "steps_left_out", "steps_of_filters",
+    "calls", "recursive_loop", "slices", "split",
+)  # fmt: skip
 @pytest.mark.parametrize("kind", TOO_MUCH)
 def test_a_template_that_asks_for_all_memory_or_time(kind, monkeypatch):
     if kind != "split":

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import trl_jax
+from compat_tests.effort import usual
 from compat_tests.generation.test_stop_strings import byte_level
 from compat_tests.models import causal
 from trl_jax import AutoModelForCausalLM
@@ -86,6 +87,7 @@ CONFIGURATIONS = {
 }
 
 
+@usual("greedy", "sampled", "several", "penalised_greedy", "lengths", "banned", "truncated", "long", "never_ending")
 @pytest.mark.parametrize("options", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
 def test_sequences_are_transformers(ours, theirs, options):
     options = {"max_new_tokens": 24, "eos_token_id": EOS, "pad_token_id": 0} | options

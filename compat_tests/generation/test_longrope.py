@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from compat_tests.effort import only_thorough, thorough
+from compat_tests.effort import only_thorough, thorough, usual
 from compat_tests.models import causal, families
 from trl_jax import AutoModelForCausalLM, set_seed
 
@@ -45,6 +45,7 @@ def batch(lengths):
     return {"input_ids": ids, "attention_mask": mask}
 
 
+@usual("True-(39, 3)", "True-(11, 30, 4)", "False-(40, 7, 9)", "False-(41, 5)")
 @pytest.mark.parametrize("lengths", [(11, 30, 4), (39, 3), (40, 7, 9), (41, 5), (17,)], ids=str)
 @pytest.mark.parametrize("sampled", [False, True])
 def test_tokens_are_transformers(lengths, sampled, both):

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from compat_tests.effort import usual
 from trl_jax.generation.history import History
 from trl_jax.generation.options import Options, Text, logits_processors, sampling_processors
 from trl_jax.generation.processors import process
@@ -61,6 +62,13 @@ def ours(**fields) -> list:
     return [*logits_processors(options, TEXT).values(), *sampling_processors(options).values()]
 
 
+@usual(
+    "4-sequence_bias", "4-encoder_repetition_penalty", "4-repetition_penalty", "4-no_repeat_ngram_size",
+    "4-encoder_no_repeat_ngram_size", "4-bad_words_ids", "4-min_length", "4-min_new_tokens", "4-forced_bos_token_id",
+    "4-forced_eos_token_id", "4-remove_invalid_values", "4-exponential_decay_length_penalty", "4-suppress_tokens",
+    "4-begin_suppress_tokens", "4-temperature", "4-top_h", "4-top_k", "4-top_p", "4-min_p", "4-typical_p",
+    "4-epsilon_cutoff", "4-eta_cutoff", "4-None", "5-None", "8-None",
+)  # fmt: skip
 @pytest.mark.parametrize("name", [*ALL, None])
 @pytest.mark.parametrize("length", [4, 5, 8])
 def test_scores_are_transformers(name, length):

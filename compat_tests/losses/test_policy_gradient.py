@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from compat_tests.effort import usual
 from compat_tests.losses import policies
 from compat_tests.losses.policies import GENERATED, LENGTHS, MASK, MICRO_BATCHES, ROWS, SPG, Result, T, X
 from trl_jax.losses.policy_gradient import (
@@ -104,6 +105,13 @@ GRID = {f"{name}, {level}, beta {beta}": {"loss_type": name, "importance_samplin
         for name in LOSSES for level in LEVELS for beta in (0.0, 0.2)}  # fmt: skip
 
 
+@usual(
+    "grpo, token, beta 0.2", "dr_grpo, token, beta 0.2", "dapo, token, beta 0.2", "bnpo, token, beta 0.2",
+    "cispo, token, beta 0.2", "sapo, token, beta 0.2", "luspo, token, beta 0.2", "vespo, token, beta 0.2", "defaults",
+    "first pass", "first pass of cispo", "delta", "delta of sequences", "bounds", "bound of cispo",
+    "plain divergence", "constant", "off policy", "uncertain tokens", "few uncertain tokens",
+    "the most uncertain token", "bonus", "bonus of uncertain tokens",
+)  # fmt: skip
 @pytest.mark.parametrize("name", [*GRID, *FURTHER])
 def test_the_loss_by_hand(name):
     settings, given = (GRID | FURTHER)[name], policies.data()
@@ -130,6 +138,15 @@ SAMPLED["off policy by the sampler"] = {"sampling": True, "off_policy_mask_thres
 EVALUATED = {f"{name} evaluated": {"loss_type": name, "train": False, "beta": 0.1} for name in LOSSES}
 
 
+@usual(
+    "grpo, token, beta 0.2", "grpo, sequence, beta 0.2", "dr_grpo, token, beta 0.2", "dr_grpo, sequence, beta 0.2",
+    "dapo, token, beta 0.2", "dapo, sequence, beta 0.2", "bnpo, token, beta 0.2", "bnpo, sequence, beta 0.2",
+    "cispo, token, beta 0.2", "cispo, sequence, beta 0.2", "sapo, token, beta 0.2", "sapo, sequence, beta 0.2",
+    "luspo, token, beta 0.2", "luspo, sequence, beta 0.2", "vespo, token, beta 0.2", "vespo, sequence, beta 0.2",
+    "first pass", "delta", "constant", "off policy", "uncertain tokens", "bonus", "token_truncate, 0.9, 1.2, grpo",
+    "token_mask, 0.9, 1.2, grpo", "sequence_truncate, 0.9, 1.2, grpo", "sequence_mask, 0.9, 1.2, grpo",
+    "grpo evaluated", "dapo evaluated", "luspo evaluated",
+)  # fmt: skip
 @pytest.mark.parametrize("name", [*GRID, *FURTHER, *SAMPLED, *EVALUATED])
 def test_loss_gradients_and_metrics_are_trls(name):
     pytest.importorskip("trl")

@@ -66,7 +66,7 @@ def alone(run):
     ("family", "name", "mesh", "layout"),
     [
         thorough("qwen3_moe", "SFT", "fsdp:2", "padded"),
-        ("qwen3_moe", "SFT", "fsdp:2,tensor:2", "packed"),
+        thorough("qwen3_moe", "SFT", "fsdp:2,tensor:2", "packed"),
         thorough("qwen3_moe", "SFT", "data:2,sequence:2", "packed"),
         thorough("qwen3_moe", "DPO", "fsdp:2", "shared"),
         thorough("gpt_oss", "SFT", "fsdp:2,tensor:2", "packed"),
@@ -86,7 +86,7 @@ def test_the_numbers_of_one_device(family, name, mesh, layout, run, alone):
 @pytest.mark.parametrize(
     ("family", "mesh"),
     [
-        thorough("lfm2_moe", "fsdp:2,tensor:2"), ("nemotron_h", "fsdp:2,tensor:2"),
+        ("lfm2_moe", "fsdp:2,tensor:2"), thorough("nemotron_h", "fsdp:2,tensor:2"),
         thorough("falcon_h1", "fsdp:2,tensor:2"), thorough("deepseek_v3", "fsdp:2,tensor:2"),
         thorough("gemma4_text", "fsdp:2,tensor:2"), thorough("gemma4_text", "data:2,sequence:2"),
         thorough("llama4_text", "fsdp:2,tensor:2"), thorough("llama4_text", "data:2,sequence:2"),

@@ -40,6 +40,7 @@ def out(checkpoint, tmp_path_factory):
     return out
 
 
+@only_thorough
 @pytest.mark.parametrize("name", usually(USUAL.__contains__, RUNS))
 def test_two_processes_are_two_ranks_of_trl(name, out, checkpoint):
     def run(whose):

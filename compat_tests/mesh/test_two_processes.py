@@ -7,6 +7,7 @@ import json
 import pytest
 
 from compat_tests import tiny
+from compat_tests.effort import only_thorough
 from compat_tests.mesh.launching import launch, launch_both
 from compat_tests.mesh.rank import ROWS, go_on, rows_of
 from compat_tests.parity import golden
@@ -32,6 +33,7 @@ def pair(folder, tmp_path_factory):
     return out
 
 
+@only_thorough
 def test_two_processes_are_two_ranks_of_trl(pair, folder):
     def run(whose):
         return Run(json.loads((pair / f"{whose}.json").read_text()), None, read_weights(pair / whose / "final"))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from compat_tests.effort import only_thorough, usually
+from compat_tests.effort import only_thorough, usual, usually
 from compat_tests.models import encoders
 from trl_jax import AutoModelForSequenceClassification
 from trl_jax.hub.config import native
@@ -144,6 +144,10 @@ def test_a_fact_of_shape(fact, folder, load_with):
         load_with(folder(*place), fact, wrong)
 
 
+@usual(
+    "gated", "num_heads", "norm_eps", "activation", "ropes", "positions_skip_pads", "head.activation", "head.pooling",
+    "distances.longest", "distances.key_to_query", "distances.query_to_key", "convolution.activation",
+)  # fmt: skip
 @pytest.mark.parametrize("fact", usually(SHOWN.__contains__, MISCOMPUTED))
 def test_a_fact_of_value(fact, folder, load_with):
     place, wrong = MISCOMPUTED[fact]

@@ -115,7 +115,7 @@ ROPE = {
     "kind": ("qwen2", "llama3", "linear"),
     "factor": ("qwen2", "yarn", 3.0),
     "channels": ("gemma4_text", "plain", 4),
-    "share": ("gemma4_text", "keys_as_values", 0.25),
+    "fraction": ("gemma4_text", "keys_as_values", 0.25),
     "original_length": ("qwen2", "llama3", 32),
     "low_freq_factor": ("qwen2", "llama3", 2.0),
     "high_freq_factor": ("qwen2", "llama3", 8.0),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from compat_tests.effort import THOROUGH, usually
+from compat_tests.effort import THOROUGH, usual, usually
 from compat_tests.models import variants
 from compat_tests.models.families import BODY_ONLY, UNLIKE, VARIANTS
 from trl_jax import AutoModelForSequenceClassification
@@ -58,6 +58,11 @@ def test_scores(family, name, built):
         variants.assert_close(model(ids).logits, unmasked, 1e-5, "scores without a mask")
 
 
+@usual(
+    "deepseek_v3-others", "lfm2-biases", "gemma2-no_caps", "gemma3_text-old", "gemma4_text-keys_as_values",
+    "gpt2-by_layer", "gpt_oss-clamped", "llama4_text-not_normed", "ministral3-window", "opt-normed_sums_no_bias",
+    "phi3-partial", "qwen3_next-dense", "smollm3-window",
+)  # fmt: skip
 @pytest.mark.parametrize(("family", "name"), GRADIENTS)
 def test_scores_and_gradients(family, name, built, tmp_path):
     """Of a weighted sum of scores, for every tensor on disk. Row 3 sees a pad: that embedding has none."""
@@ -155,6 +160,7 @@ IN_BFLOAT16 = (
 BY_MEDIAN = {"glm4_moe", "gpt_oss", "lfm2_moe", "phimoe", "qwen3_5_moe_text"}
 
 
+@usual("llama", "gemma4_text", "gpt_oss", "qwen3_next")
 @pytest.mark.parametrize("family", usually(UNLIKE.__contains__, IN_BFLOAT16))
 def test_bfloat16_is_no_further_from_float32_than_transformers_own(family, built):
     """Root mean square over 48 texts, or their median; what torch computes in float32 is the truth."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from compat_tests.effort import usually
+from compat_tests.effort import usual, usually
 from compat_tests.models import encoders
 from compat_tests.models.families import VARIANTS
 from trl_jax import AutoModelForSequenceClassification
@@ -88,6 +88,19 @@ def of_step(model, layout, *, gradients=False, dtype="float32", max_length=None)
     return jax.tree.map(lambda *parts: sum(np.asarray(part, np.float64) for part in parts), *passes)
 
 
+@usual(
+    "llama-yarn", "qwen2-layer_types", "qwen3-attention_bias", "apertus-another_activation", "arcee-biases",
+    "cohere-qk_norm", "cohere2-types", "deepseek_v2-groups", "ernie4_5-biases", "ernie4_5_moe-between",
+    "glm4_moe-groups", "lfm2_moe-others", "exaone4-types", "gemma-biases", "gemma2-no_caps", "gemma3_text-old",
+    "glm-no_bias", "glm4-no_bias", "gpt_neox-old", "gpt_oss-clamped", "gptj-whole", "granite-biases",
+    "granitemoe-biases", "granitemoehybrid-biases", "helium-biases", "hunyuan_v1_dense-alpha",
+    "minimax_m2-rotary_dim", "hunyuan_v1_moe-list", "llama4_text-not_normed", "ministral-types", "ministral3-window",
+    "mistral-no_window", "mixtral-window", "nemotron-biases", "falcon_h1-biases", "nemotron_h-latent", "olmo-clip",
+    "olmo2-biases", "olmo3-old", "olmoe-renormalised", "opt-normed_sums_no_bias", "persimmon-no_norm", "phi-qk_norm",
+    "qwen2_moe-no_bias", "qwen3_5_text-others", "qwen3_5_moe_text-others", "qwen3_next-dense", "qwen3_moe-window",
+    "seed_oss-biases", "smollm3-window", "stablelm-parallel", "starcoder2-no_bias", "llama4_text-growing",
+    "gemma4_text-experts", "gemma2-plain", "phi3-long", "smollm3-plain", "gpt2-plain",
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("family", "name"),
     usually(lambda *case: case[0] in USUAL and case not in WITH_GRADIENTS, CASES),
@@ -116,6 +129,7 @@ def apart(model, layouts=PACKED, dtype="float32"):
         yield abs(found - wanted) / max(1, wanted), max(gaps)
 
 
+@usual("gemma2-plain")
 @pytest.mark.parametrize(("family", "name"), usually(lambda *case: case in WITH_GRADIENTS, GRADIENTS))
 def test_the_gradients_are_the_same_in_every_layout(family, name, built):
     for loss, gradient in apart(AutoModelForSequenceClassification.from_pretrained(built(family, name))):
@@ -134,6 +148,7 @@ def test_a_window_that_no_text_is_longer_than_is_left_out(built):
     np.testing.assert_allclose(scorer(ids, max_tokens=7, **short), scorer(ids, **short), rtol=1e-5)
 
 
+@usual("bert-plain", "modernbert-biases", "electra-plain")
 @pytest.mark.parametrize(("family", "name"), usually(lambda family, _: family != "electra", ENCODERS))
 def test_encoders_pack(family, name, tmp_path):
     """First token and mean of the text, windows to both sides, positions that skip pads within a text."""

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from compat_tests.effort import usual
 from compat_tests.models import encoders, variants
 from compat_tests.models.families import BODY_ONLY
 from trl_jax import AutoModelForSequenceClassification
@@ -27,6 +28,7 @@ def test_how_strong_it_is():
     assert not np.any(other == drawn)
 
 
+@usual("gemma", "granite")
 @pytest.mark.parametrize("family", DECODERS + ENCODERS)
 def test_it_is_added_where_transformers_adds_it(family, built, tmp_path):
     torch = pytest.importorskip("torch")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from compat_tests.effort import usual
 from compat_tests.nn.test_packed_attention import FACTS, inputs, sinks_of
 from trl_jax.core.packed import BLOCK
 from trl_jax.data.example import Context, Example
@@ -91,6 +92,10 @@ def exactly(name):
         return with_gradients(theirs, qkv + sinks_of(FACTS[name], 4))
 
 
+@usual(
+    "plain-blocks", "softcap_window-blocks", "plain-rows", "sinks_window-rows", "window-where splash would be",
+    "sinks_window-where splash would be",
+)  # fmt: skip
 @pytest.mark.parametrize("kernel", ["blocks", "where splash would be", "rows"])
 @pytest.mark.parametrize("name", FACTS)
 def test_the_texts_one_by_one(name, kernel, monkeypatch):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from compat_tests.effort import usual
 from trl_jax.core.chips import topology
 from trl_jax.core.packed import BLOCK, Packed, RowView
 from trl_jax.dryrun.compiler import devices
@@ -147,6 +148,12 @@ def kernel(request, monkeypatch):
     return request.param
 
 
+@usual(
+    "blocks-plain-heads8-1-320", "blocks-softcap_window-heads4-2-192", "blocks-sinks_window-heads6-2-192",
+    "splash-plain-heads8-1-320", "splash-softcap_window-heads4-2-192", "splash-sinks_window-heads6-2-192",
+    "rows-plain-heads8-1-320", "rows-softcap_window-heads4-2-192", "rows-sinks_window-heads6-2-192",
+    "blocks-plain-heads7-1-64", "rows-wide_window-heads2-2-192",
+)  # fmt: skip
 @pytest.mark.parametrize(("name", "heads", "rows", "length"), CASES)
 def test_the_formula(name, heads, rows, length, kernel):
     packed, positions, who = drawn(length, length, rows)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from compat_tests.effort import usual
 from compat_tests.nn.text_layouts import LAYOUTS, order_of
 from trl_jax.nn.delta_rule import delta_rule, delta_step
 from trl_jax.nn.ssd import state_space, state_space_step
@@ -113,6 +114,7 @@ def singles(arrays):
     return [x.astype(np.float32) for x in arrays]
 
 
+@usual("delta rule-a short row", "delta rule-branches", "state space-branches", "state space-a short row")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", RECURRENCES)
 def test_the_recurrence_text_by_text(kind, layout):

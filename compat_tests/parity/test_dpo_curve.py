@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from compat_tests.effort import usually
 from compat_tests.parity import reference
 from compat_tests.parity.dpo_cases import CASES
 from compat_tests.parity.marks import assert_same_weights, timeless
@@ -17,6 +18,13 @@ KEYS = (
 # Differences that count as equal, relative to TRL's number, and absolute.
 RELATIVE, ABSOLUTE = 5e-5, 2e-5
 MARKS, LOSS = {"rel": RELATIVE, "abs": ABSOLUTE}, 1e-5
+# Each loss is held to TRL's by losses/test_dpo.py; here those run always that go another way through a run.
+SELDOM = {
+    "accumulated", "alpha_divergence", "aot", "aot_unpaired", "apo_down", "apo_zero", "bco_pair", "discopop",
+    "exo_pair", "forward_kl", "hinge", "js_divergence", "keep_end", "nca_pair", "robust", "sft", "sigmoid_norm",
+    "sppo_hard",
+}  # fmt: skip
+USUAL = usually(lambda name: name not in SELDOM, CASES)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +44,7 @@ def assert_same(ours, theirs):
         assert ours_close, f"step {theirs.get('step')}, {key}: ours {ours[key]!r}, TRL's {value!r}"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", USUAL)
 def test_the_curve_is_trls(both, name):
     ours, theirs = both(name)
     steps = [entry for entry in theirs.logs if "loss" in entry]
@@ -48,7 +56,7 @@ def test_the_curve_is_trls(both, name):
         assert_same(ours.evaluate_metrics, theirs.evaluate_metrics)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", USUAL)
 def test_the_weights_after_the_run_are_trls(both, checkpoint, name):
     ours, theirs = both(name)
     assert_same_weights(ours.weights, theirs.weights, 1e-3)

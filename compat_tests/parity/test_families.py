@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from compat_tests.effort import usually
+from compat_tests.effort import usual, usually
 from compat_tests.parity import golden, reference
 from compat_tests.parity.cases import FAMILY_CASES
 from compat_tests.parity.marks import assert_same_curve, assert_same_weights
@@ -14,6 +14,7 @@ from compat_tests.parity.sketch import gap
 from compat_tests.tiny import preference_rows, tiny_model
 
 
+@usual("mistral", "gemma2", "gemma3_text", "phi3", "olmo2", "gpt2", "gpt_neox", "mixtral", "qwen3_moe")
 @pytest.mark.parametrize("family", usually({"gemma2", "phi3", "gpt2", "gpt_oss"}.__contains__, FAMILY_CASES))
 def test_ten_steps_are_trls(family, tmp_path):
     case, called = FAMILY_CASES[family], f"families/{family}"

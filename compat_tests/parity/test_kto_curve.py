@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from compat_tests.effort import usually
 from compat_tests.parity import reference
 from compat_tests.parity.kto_cases import CASES, kto_rows
 from compat_tests.parity.marks import assert_same_weights
@@ -14,6 +15,9 @@ KEYS = (
     "loss grad_norm learning_rate kl entropy num_tokens logits/chosen logits/rejected rewards/chosen logps/chosen "
     "rewards/rejected logps/rejected rewards/margins epoch step"
 ).split()
+# A case that others have a part of runs under THOROUGH=1.
+SELDOM = {"accumulated", "apo", "conversations_of_pairs", "packed", "weights"}
+USUAL = usually(lambda name: name not in SELDOM, CASES)
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +29,7 @@ def steps(run):
     return [entry for entry in run.logs if "loss" in entry]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", USUAL)
 def test_the_curve_is_trls(both, name):
     ours, theirs = both(name)
     assert len(steps(theirs)) >= 2 and len(ours.logs) == len(theirs.logs)
@@ -35,7 +39,7 @@ def test_the_curve_is_trls(both, name):
         assert_same(ours.evaluate_metrics, theirs.evaluate_metrics)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", USUAL)
 def test_the_weights_after_the_run_are_trls(both, checkpoint, name):
     ours, theirs = both(name)
     assert_same_weights(ours.weights, theirs.weights, 1e-3)

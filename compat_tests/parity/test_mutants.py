@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+from compat_tests.effort import usual
 from compat_tests.parity.cases import CASES
 from compat_tests.parity.marks import assert_same_curve
 from trl_jax.core.torch_random import TorchGenerator
@@ -94,6 +95,7 @@ MUTANTS = [
 ]
 
 
+@usual("eps_inside_the_root", "loss_without_margin", "another_order", "last_token_by_mask", "no_clipping")
 @pytest.mark.parametrize(
     ("case", "place", "broken"), MUTANTS, ids=[broken.__name__ for *_, broken in MUTANTS]
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from compat_tests.effort import usually
 from compat_tests.parity import reference
 from compat_tests.parity.marks import assert_same_curve, assert_same_entry, assert_same_weights, steps_of
 from compat_tests.parity.sft_cases import CASES
@@ -11,6 +12,9 @@ from compat_tests.parity.sketch import gap
 from compat_tests.tiny import text_rows
 
 KEYS = "loss grad_norm learning_rate entropy mean_token_accuracy num_tokens epoch step".split()
+# A case that others have a part of runs under THOROUGH=1.
+SELDOM = {"accumulated_by_four", "bfd_split", "both_masks", "smoothed", "sparse_logs", "tied", "wrapped"}
+USUAL = usually(lambda name: name not in SELDOM, CASES)
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +22,7 @@ def both(both_of):
     return both_of("SFT", CASES, text_rows)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", USUAL)
 def test_the_curve_is_trls(both, name):
     ours, theirs = both(name)
     assert theirs.logs[-1]["step"] >= 30
@@ -28,7 +32,7 @@ def test_the_curve_is_trls(both, name):
         assert_same_entry(ours.evaluate_metrics, theirs.evaluate_metrics, **CASES[name].marks)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", USUAL)
 def test_the_weights_after_the_run_are_trls(both, checkpoint, name):
     ours, theirs = both(name)
     assert_same_weights(ours.weights, theirs.weights, CASES[name].weights)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from compat_tests.effort import usually
+from compat_tests.effort import usual, usually
 from compat_tests.parity import golden, reference
 from compat_tests.parity.marks import assert_same_curve, assert_same_weights, steps_of
 from compat_tests.parity.sft_cases import SMALL
@@ -56,6 +56,11 @@ def both(called, model, folder, rows, out, **config):
     return ours, golden.run_trl(f"sft_models/{called}", folder, rows, out / "theirs", model=model, **config)
 
 
+@usual(
+    "qwen2", "qwen3", "mistral", "gemma3_text", "gemma4_text", "cohere", "falcon_h1", "granite", "phi", "gpt_neox",
+    "olmo2", "apertus", "minimax_m2", "deepseek_v3", "glm4_moe", "lfm2", "granitemoehybrid", "nemotron_h",
+    "qwen3_5_text", "qwen3_5_moe_text",
+)  # fmt: skip
 @pytest.mark.parametrize("family", usually(USUAL.__contains__, FAMILIES))
 def test_ten_steps_of_a_family_are_trls(family, tmp_path):
     folder = tiny_model(tmp_path / "model", family, head="causal", **{"num_hidden_layers": 2} | FAMILIES[family])
@@ -81,6 +86,7 @@ def test_an_adapter_trains_as_peft_s(targets, rank, checkpoint, tmp_path):
     assert min(losses) < losses[0] and all(np.any(values) for values in ours.weights.values())
 
 
+@usual("False-padded", "True-packed")
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("packing", [False, True])
 def test_every_layout_gives_the_same_curve(layout, packing, checkpoint, tmp_path):

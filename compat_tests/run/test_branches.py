@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from compat_tests.effort import thorough
+from compat_tests.effort import thorough, usual
 from compat_tests.run import branches
 from trl_jax.data.example import IGNORED
 from trl_jax.data.step_layout import IndexedExample
@@ -56,6 +56,10 @@ def of_step(trainer):
     return batch, jax.tree.map(lambda *parts: sum(np.asarray(part, np.float64) for part in parts), *passes)
 
 
+@usual(
+    "llama-padded", "llama-packed", "llama-shared", "mistral-padded", "mistral-packed", "lfm2-padded", "lfm2-packed",
+    "lfm2-shared", "granitemoehybrid-packed", "granitemoehybrid-shared",
+)  # fmt: skip
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
 def test_loss_and_gradients_are_those_of_the_formula(layout, models, wanted, tmp_path):
     config = {"batch_layout": layout, "per_device_train_batch_size": 6, "gradient_accumulation_steps": 2}

@@ -13,7 +13,7 @@ import pytest
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 import trl_jax
-from compat_tests.effort import usually
+from compat_tests.effort import usual, usually
 from compat_tests.trainer.trainers import FACTS, make, stream, table
 from trl_jax.data.order import epoch_order
 
@@ -97,6 +97,10 @@ RUNS = {
 }  # fmt: skip
 
 
+@usual(
+    "accumulation, shuffled, within and between epochs", "a stream", "bfloat16, dropout",
+    "noise on embeddings, averaged weights",
+)  # fmt: skip
 @pytest.mark.parametrize("name", usually(lambda name: name not in {"saved by epoch", "saved when best"}, RUNS))
 def test_from_any_step_the_rest_is_the_same(name, train, tmp_path):
     config, steps = RUNS[name]

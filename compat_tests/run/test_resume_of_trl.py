@@ -9,7 +9,7 @@ import pytest
 from datasets import Dataset
 
 import trl_jax
-from compat_tests.effort import thorough
+from compat_tests.effort import thorough, usual
 from compat_tests.mesh.rank import rows_of
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.reference import BASE
@@ -37,6 +37,7 @@ def trained(package, kind, model, out, lora, resume=None):
     return [log for log in trainer.state.log_history if "loss" in log]
 
 
+@usual("SFT-untied", "SFT-tied", "SFT-lora", "DPO-tied", "KTO-untied", "Reward-lora")
 @pytest.mark.parametrize(("kind", "how"), CASES)
 def test_the_next_steps_are_trls(kind, how, checkpoint, tmp_path, caplog):
     trl = pytest.importorskip("trl")

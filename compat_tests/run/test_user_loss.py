@@ -14,7 +14,7 @@ import pytest
 from transformers import TrainerCallback, TrainingArguments
 
 import trl_jax
-from compat_tests.effort import only_thorough
+from compat_tests.effort import only_thorough, usual
 from compat_tests.parity.reference import BASE, read_weights
 from compat_tests.trainer.trainers import FACTS, make, stream, table
 from trl_jax.run.memory import metrics as memory_metrics
@@ -60,6 +60,7 @@ class OldStyle(trl_jax.RewardTrainer):
         return (loss, {"rewards_chosen": sides[0], "rewards_rejected": sides[1]}) if return_outputs else loss
 
 
+@usual("Plain-2")
 @pytest.mark.parametrize(("kind", "accumulation"), [(Plain, 2), (OldStyle, 1)])
 def test_trls_own_loss_in_a_script_is_the_same_run(folder, tmp_path, kind, accumulation):
     """10 pairs at 4 a batch: the last one is short, and under accumulation a step has a batch of its own."""

@@ -8,7 +8,7 @@ import pytest
 from datasets import Dataset
 
 import trl_jax
-from compat_tests.effort import only_thorough
+from compat_tests.effort import only_thorough, usual
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.grpo_cases import length_reward, prompt_rows
 from compat_tests.parity.reference import BASE
@@ -57,6 +57,7 @@ def test_positions_begin_with_the_first_token(make):
         np.testing.assert_allclose(logps[np.arange(len(row.completion)), row.completion], row.old_logps, atol=2e-5)
 
 
+@usual("noisy1")
 @pytest.mark.parametrize("noisy", [{"disable_dropout": False}, {"disable_dropout": True, "neftune_noise_alpha": 5.0}])
 def test_dropout_and_noise_act_in_the_step_alone(noisy, make):
     plain, other = make(disable_dropout=True, batch_layout="padded"), make(batch_layout="padded", **noisy)

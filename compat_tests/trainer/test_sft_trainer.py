@@ -14,6 +14,7 @@ from datasets import Dataset
 from transformers import TrainingArguments
 
 import trl_jax
+from compat_tests.effort import usual
 from compat_tests.parity.reference import BASE, read_weights
 from compat_tests.tiny import text_rows, tiny_tokenizer
 from compat_tests.trainer.trainers import FACTS
@@ -255,6 +256,7 @@ def test_a_pad_token_that_is_the_eos_token_says_nothing_of_scores(folder, tmp_pa
     assert "score" not in caplog.text
 
 
+@usual("torch")
 @pytest.mark.parametrize("kind", ["name", "torch", "ours"])
 def test_tokens_that_a_chat_template_brings_train_beside_an_adapter_as_in_trl(kind, checkpoint, tmp_path):
     """Rows of the table and the head, one step of plain descent. The adapter's first values are not TRL's: where

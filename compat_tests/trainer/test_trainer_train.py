@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import EarlyStoppingCallback
 
 import trl_jax
+from compat_tests.effort import usual
 from compat_tests.engine.runs import Recorder
 from compat_tests.parity.marks import assert_same_curve, assert_same_weights, steps_of, timeless
 from compat_tests.parity.reference import read_weights
@@ -112,6 +113,7 @@ def test_a_second_run_goes_on_as_trls_does(folder, tmp_path):
     assert_same_weights(weights(ours, tmp_path / "a"), weights(theirs, tmp_path / "b"))
 
 
+@usual("True")
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_a_stream_shorter_than_max_steps_begins_again(folder, tmp_path, drop_last):
     """5 batches, the last of 2 pairs, which TRL never drops of a stream; epochs count in max_steps."""

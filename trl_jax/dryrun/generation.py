@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +22,10 @@ from trl_jax.generation.generator import FIRST_PLACES, STEPS, places
 from trl_jax.generation.noise import KeyedNoise, Noise, TorchNoise, chunk_steps
 from trl_jax.generation.prefill import prefill
 from trl_jax.generation.weights import Weights, cast_matrices, decodes_by_layer, layer_shapes
+from trl_jax.models.arch import LayerKind
+from trl_jax.models.cache_parts import turns_of
 from trl_jax.nn.cache.cache import Cache
+from trl_jax.nn.cache.places import within
 
 _SCORES = 4  # arrays of all completions' scores at once: logits, weights, exponentials and the bits they are made of
 
@@ -92,8 +95,7 @@ class Generation(NamedTuple):
 def cache_bytes(arch: Any, size: Size, dtype: str) -> int:
     """Bytes of the keys and values of a generation, of each prompt once and of each completion its own, and of what
     other layers keep for each completion."""
-    tokens = size.prompts * size.prompt_places + size.completions * size.new_places
-    keys_values = _key_value_channels(arch) * tokens
+    keys_values = sum(_key_value_channels(arch, kind) * _tokens(size, window) for kind, window in _makers(arch))
     inputs = 0 if arch.short_convolution is None else (arch.short_convolution.width - 1) * arch.hidden_size
     convolutions = (arch.num_layers - attention_layers(arch)) * inputs * size.completions
     windows, states = _recurrent_states(arch)
@@ -101,13 +103,25 @@ def cache_bytes(arch: Any, size: Size, dtype: str) -> int:
     return channels * jnp.dtype(dtype).itemsize + states * size.completions * FLOAT32
 
 
-def _key_value_channels(arch: Any) -> int:
-    """Channels of the keys and values of a token, or of their latents, in all layers that make any."""
+def _makers(arch: Any) -> Iterator[tuple[LayerKind, int | None]]:
+    """The kind of each layer that makes keys and values, and how many tokens it sees; None: all."""
+    for run in arch.runs:
+        if attends(run.kind) and not run.kind.reuses:
+            for layers, window in turns_of(arch, run).parts:
+                yield from [(run.kind, window)] * len(layers)
+
+
+def _tokens(size: Size, window: int | None) -> int:
+    """Those that a layer which sees so many keeps."""
+    return size.prompts * within(window, size.prompt_places) + size.completions * within(window, size.new_places)
+
+
+def _key_value_channels(arch: Any, kind: LayerKind) -> int:
+    """Channels of the keys and values of a token in a layer, or of their latents."""
     if arch.latent is not None:
-        return attention_layers(arch) * (arch.latent.key_rank + arch.rotary_dim)
-    makers = [kind for run in arch.runs for kind in [run.kind] * run.count]
-    heads = [arch.heads_of(kind) for kind in makers if attends(kind) and not kind.reuses]
-    return sum(2 * one.count * one.channels for one in heads)
+        return arch.latent.key_rank + arch.rotary_dim
+    heads = arch.heads_of(kind)
+    return 2 * heads.count * heads.channels
 
 
 def _recurrent_states(arch: Any) -> tuple[int, int]:

@@ -7,14 +7,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from trl_jax.core.packed import reads_of_rows
 from trl_jax.generation.decode import Decoding
 from trl_jax.generation.weights import by_layers, trunk_of
+from trl_jax.models.cache_parts import cache_parts
 from trl_jax.models.cached_decoder import with_keys
 from trl_jax.models.functional import merge
 from trl_jax.nn.cache.cache import Cache
-from trl_jax.nn.cache.places import CachePlaces
+from trl_jax.nn.cache.places import CachePlaces, Room
 
 
 @partial(jax.jit, static_argnames=("graph", "group", "capacity", "max_tokens", "dtype", "head_dtype", "by_layer"))
@@ -39,7 +41,7 @@ def prefill(
         lengths: int32 `[P]`, of the prompts, at least 1 each. longest: int32 scalar, of the longest text of the call.
         capacity: places of the cache for each completion.
         max_tokens: no prompt with its completion will have more; windows as long are left out.
-        by_layer: the cache has a part for each layer, not for each run of them.
+        by_layer: the cache has a part for each layer, not for several (models/cache_parts.py).
         head_dtype: what the head computes in; None: `dtype`.
     """
     model = merge(graph, arrays)
@@ -50,7 +52,7 @@ def prefill(
     hidden, kept = with_keys(trunk, tokens, positions, reads, longest, **options)
     head_dtype = dtype if head_dtype is None else head_dtype
     logits = model.outputs(hidden.astype(dtype), None, head_dtype, None, 1.0).astype(jnp.float32)
-    parts = [part.cache(lengths, group, capacity) for part in kept]
+    parts = [own.cache(lengths, room) for own, room in zip(kept, _rooms(trunk, group, capacity), strict=True)]
     if by_layer:
         parts = by_layers(parts, trunk.arch)
     return logits, Cache(parts, CachePlaces(lengths, jnp.zeros_like(lengths), jnp.int32(0)))
@@ -82,5 +84,11 @@ def recomputed(
     options = {"dtype": dtype, "max_tokens": max_tokens}
     trunk = trunk_of(merge(graph, arrays))
     _, kept = with_keys(trunk, texts, positions, reads, longest, **options)
-    parts = [part.cache_of_texts(places, group, state.capacity) for part in kept]
+    rooms = _rooms(trunk, group, state.capacity)
+    parts = [own.cache_of_texts(places, room) for own, room in zip(kept, rooms, strict=True)]
     return state._replace(cache=Cache(by_layers(parts, trunk.arch) if by_layer else parts, places))
+
+
+def _rooms(trunk: nnx.Module, group: int, capacity: int) -> list[Room]:
+    """The room of each part of the cache."""
+    return [Room(group, capacity, part.window) for part in cache_parts(trunk.arch)]

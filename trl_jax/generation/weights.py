@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from trl_jax.models.cache_parts import cache_parts
 from trl_jax.models.functional import merge
 from trl_jax.models.stack import in_a_stack
 from trl_jax.nn.platform import platform
@@ -62,9 +63,11 @@ def unstacked(stack: Any, count: int) -> list[Any]:
 
 
 def by_layers(parts: list[Any], arch: Any) -> list[Any]:
-    """Of each layer that keeps something, from those of each run of layers."""
-    runs = [run for run in arch.runs if not run.kind.reuses]
-    return [layer for part, run in zip(parts, runs, strict=True) for layer in unstacked(part, run.count)]
+    """Of each layer that keeps something, from the parts of several (models/cache_parts.py)."""
+    of_layer = {}
+    for part, (layers, _) in zip(parts, cache_parts(arch), strict=True):
+        of_layer |= zip(layers, unstacked(part, len(layers)), strict=True)
+    return [of_layer[layer] for layer in sorted(of_layer)]
 
 
 def layers_for_decoding(graph: Any, arrays: dict[str, jax.Array], platform: str) -> list[nnx.State] | None:

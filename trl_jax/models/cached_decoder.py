@@ -10,9 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from trl_jax.models.arch import Run
+from trl_jax.models.cache_parts import Turns, turns_of
 from trl_jax.models.decoder import Decoder
 from trl_jax.models.stack import last_layer, of_run, read, whole_layer
 from trl_jax.nn.attention.inputs import AttentionInputs, LayerInputs
@@ -33,8 +35,8 @@ def with_keys(
     dtype: jnp.dtype = jnp.float32,
     max_tokens: int | None = None,
 ) -> tuple[jax.Array, list[Kept]]:
-    """Hidden states `[N, D]`, and what a cache keeps of the tokens: of each run of layers, with a leading axis L; or of
-    each layer, without it, where `layers` are given. Layers that reuse keys and values keep nothing.
+    """Hidden states `[N, D]`, and what a cache keeps of the tokens: part by part (models/cache_parts.py), with an axis
+    L in front; or of each layer, without it, where `layers` are given. Layers that reuse keys and values keep nothing.
 
     Args:
         tokens, positions, reads, dtype, max_tokens: as in a call of the decoder; rows of one token each where there is
@@ -53,7 +55,9 @@ def with_keys(
         graph, state = nnx.split(vars(decoder)[run.name])
         earlier = last[run.kind.heads] if run.kind.reuses else None
         layer = partial(_layer, graph, f"{decoder.NAME}.{run.name}", shared, earlier, dtype)
-        walk = partial(_scan, state) if layers is None else partial(_one_by_one, layers)
+        turns = turns_of(decoder.arch, run)
+        scan = _scan if cache is None or run.kind.reuses else _in_turns
+        walk = partial(scan, state, turns) if layers is None else partial(_one_by_one, layers)
         h, new, of_last = walk(layer, h, run, by_layer, repeat(None) if run.kind.reuses else parts)
         kept += [] if run.kind.reuses else new
         if run.kind.reused:
@@ -73,12 +77,53 @@ def _layer(
 
 
 def _scan(
-    state: nnx.State, layer: Callable, h: jax.Array, run: Run, by_layer: LayerInputs, caches: Iterator
+    state: nnx.State, turns: Turns, layer: Callable, h: jax.Array, run: Run, by_layer: LayerInputs, caches: Iterator
 ) -> Walked:
-    """Through a run of layers in a scan along their stack, whose cache is one part."""
-    cache = next(caches)
-    h, new = jax.lax.scan(layer, h, (state, of_run(by_layer, run), cache))
-    return h, [new], (last_layer(new), last_layer(cache))
+    """Through a run of layers in a scan along their stack, without a cache of their own."""
+    del caches
+    h, new = jax.lax.scan(layer, h, (state, of_run(by_layer, run), None))
+    return h, [_of_layers(new, run, part.layers) for part in turns.parts], (last_layer(new), None)
+
+
+def _in_turns(
+    state: nnx.State, turns: Turns, layer: Callable, h: jax.Array, run: Run, by_layer: LayerInputs, caches: Iterator
+) -> Walked:
+    """Through a run of layers beside their parts of a cache, in a scan of which a turn computes several layers."""
+    inputs, own, pattern = (state, of_run(by_layer, run)), [next(caches) for _ in turns.parts], turns.pattern
+
+    def turn(h: jax.Array, number: jax.Array | int, count: int = len(pattern)) -> tuple[jax.Array, list[Any]]:
+        """The first `count` layers of a turn, and what they keep, `[N, ...]` for each part."""
+        new = [[] for _ in own]
+        for place, part in enumerate(pattern[:count]):
+            slot = number * pattern.count(part) + len(new[part])
+            h, kept = layer(h, (*_at(inputs, number * len(pattern) + place), _at(own[part], slot)))
+            new[part].append(kept)
+        return h, [jax.tree.map(lambda *leaves: jnp.stack(leaves), *each) if each else None for each in new]
+
+    whole, rest = divmod(run.count, len(pattern))
+    h, new = jax.lax.scan(turn, h, jnp.arange(whole))
+    new = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), new)
+    if rest:
+        h, more = turn(h, whole, rest)
+        new = [each if other is None else _joined(each, other) for each, other in zip(new, more, strict=True)]
+    of_last = pattern[rest - 1]
+    return h, new, (last_layer(new[of_last]), last_layer(own[of_last]))
+
+
+def _at(arrays: Any, place: jax.Array | int) -> Any:
+    """Those at a place of the leading axis."""
+    return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, place, keepdims=False), arrays)
+
+
+def _joined(first: Any, then: Any) -> Any:
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), first, then)
+
+
+def _of_layers(kept: Any, run: Run, layers: tuple[int, ...]) -> Any:
+    """Those of some layers, of arrays of all layers of a run."""
+    if len(layers) == run.count:
+        return kept
+    return jax.tree.map(lambda leaf: leaf[np.asarray(layers) - run.first], kept)
 
 
 def _one_by_one(

@@ -28,7 +28,7 @@ from trl_jax.nn.layer_embedding import LayerEmbeddings
 from trl_jax.nn.linear import Embedding, Linear
 from trl_jax.nn.noise import Noise
 from trl_jax.nn.norm import Norm
-from trl_jax.nn.text_order import text_order, tokens_before
+from trl_jax.nn.text_order import previous_tokens, text_order
 
 
 def _longest(
@@ -175,7 +175,7 @@ class Decoder(nnx.Module):
     def _layer_inputs(
         self, shared: AttentionInputs, positions: jax.Array, longest: jax.Array | int, max_tokens: int | None
     ) -> tuple[AttentionInputs, LayerInputs]:
-        """Those of all layers with ropes and growth, and those that differ."""
+        """Those of all layers with ropes and the scale of queries, and those that differ."""
         arch = self.arch
         angles, rope = rope_inputs(arch.ropes, positions, arch.rotary_dim, longest)
         window, chunk = window_inputs(arch.windows, max_tokens), window_inputs(arch.chunks or (), max_tokens)
@@ -185,9 +185,9 @@ class Decoder(nnx.Module):
         scale = None if arch.attention_scales is None else jnp.asarray(arch.attention_scales, jnp.float32)
         if arch.query_growth is not None:
             turns = jnp.floor((positions + arch.query_growth.first) / arch.query_growth.original_length)
-            shared = shared._replace(growth=(1 + arch.query_growth.beta * jnp.log1p(turns))[..., None, None])
+            shared = shared._replace(query_scale=(1 + arch.query_growth.beta * jnp.log1p(turns))[..., None, None])
         if arch.short_convolution is not None and shared.packed is not None:
-            shared = shared._replace(before=tokens_before(shared.packed, arch.short_convolution.width - 1))
+            shared = shared._replace(previous=previous_tokens(shared.packed, arch.short_convolution.width - 1))
         recurrent = arch.gated_delta or arch.state_space
         if recurrent is not None and shared.packed is not None:
             shared = shared._replace(order=text_order(shared.packed, recurrent.width - 1))

@@ -61,7 +61,7 @@ class Embedding(nnx.Module):
         self.lora = nnx.data(None)
 
     def __call__(self, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        embedded = self.weight.taken(ids) if isinstance(self.weight, Quantized) else rows(self.weight[...], ids)
+        embedded = self.weight.rows(ids) if isinstance(self.weight, Quantized) else rows(self.weight[...], ids)
         if self.padding_idx is not None:
             embedded = jnp.where((ids == self.padding_idx)[..., None], jax.lax.stop_gradient(embedded), embedded)
         if self.lora is not None:

@@ -87,9 +87,9 @@ class MoE(nnx.Module):
         run = jax.shard_map(of_device, in_specs=places, out_specs=PartitionSpec(), axis_names={TENSOR}, check_vma=False)
         return run(x, weights, selected, first, *experts)
 
-    def router_sums(self, x: jax.Array, counted: jax.Array) -> RouterSums:
-        """Sums of this layer over the tokens of `x` `[..., D]`, each as often as it is `counted` `[...]`."""
-        flat, weight = x.reshape(-1, x.shape[-1]), counted.reshape(-1).astype(jnp.float32)
+    def router_sums(self, x: jax.Array, token_weights: jax.Array) -> RouterSums:
+        """Sums of this layer over the tokens of `x` `[..., D]`, each times its weight, `token_weights` `[...]`."""
+        flat, weight = x.reshape(-1, x.shape[-1]), token_weights.reshape(-1).astype(jnp.float32)
         probabilities = jax.nn.softmax(self._logits(flat), axis=-1)
         _, selected = jax.lax.top_k(probabilities, self.experts.top_k)
         sent = jnp.zeros(self.experts.count).at[selected].add(weight[:, None])

@@ -93,7 +93,7 @@ class Quantized(nnx.Module):
             return self[...]
         return jax.lax.bitcast_convert_type(self.codes[...], jnp.dtype(self.form.kind))
 
-    def taken(self, ids: jax.Array) -> jax.Array:
+    def rows(self, ids: jax.Array) -> jax.Array:
         """Rows of a table of sixteen bits, float32."""
         return dequantized(self.form, {"codes": jnp.take(self.codes[...], ids, axis=0, mode="clip")})
 

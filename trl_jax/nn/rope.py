@@ -15,9 +15,9 @@ import numpy as np
 class Rope:
     """How positions turn into angles.
 
-    `kind` is one of default, linear, proportional, llama3, yarn, longrope; the fields after `share` belong to the last
-    three. `channels` is how many know positions, where layers differ in it; of a proportional rope this `share` of
-    them turns. Cosines and sines are multiplied by `attention_factor` or, where any text is longer than
+    `kind` is one of default, linear, proportional, llama3, yarn, longrope; the fields after `fraction` belong to the
+    last three. `channels` is how many know positions, where layers differ in it; of a proportional rope this `fraction`
+    of them turns. Cosines and sines are multiplied by `attention_factor` or, where any text is longer than
     `original_length`, by `long_attention_factor`, if there is one.
     """
 
@@ -25,7 +25,7 @@ class Rope:
     kind: str = "default"
     factor: float = 1.0
     channels: int | None = None
-    share: float = 1.0
+    fraction: float = 1.0
     original_length: int = 0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -76,7 +76,7 @@ def _linear(rope: Rope, powers: np.ndarray) -> np.ndarray:
 
 def _proportional(rope: Rope, powers: np.ndarray) -> np.ndarray:
     """The first pairs turn as they would if all did, the others stand still."""
-    turning = np.arange(len(powers)) < int(rope.share * 2 * len(powers) // 2)
+    turning = np.arange(len(powers)) < int(rope.fraction * 2 * len(powers) // 2)
     return np.where(turning, 1 / powers, np.float32(0)) / np.float32(rope.factor)
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from trl_jax.core.packed import Packed
 
 
-class TokensBefore(NamedTuple):
+class PreviousTokens(NamedTuple):
     """The W tokens before each token of packed rows in its text, the nearest last, `[R, T, W]`; one of the two is None.
 
     within: bool, where texts lie end to end: whether the token so many places before is of the text. places: int32,
@@ -24,7 +24,7 @@ class TokensBefore(NamedTuple):
 class TextOrder(NamedTuple):
     """The texts of packed rows, each in order, and branches right behind their context; int32 `[R, T]`.
 
-    first, context, context_end: as in `core.packed.Packed`, of rows in this order. before: those that
+    first, context, context_end: as in `core.packed.Packed`, of rows in this order. previous: those that
     convolutions see. order: the places in the packed row of the tokens in this order; inverse: the way back. Both None
     where packed rows lie so, and so are `context` and `context_end` where no row has any.
     """
@@ -32,17 +32,17 @@ class TextOrder(NamedTuple):
     first: jax.Array
     context: jax.Array | None
     context_end: jax.Array | None
-    before: TokensBefore
+    previous: PreviousTokens
     order: jax.Array | None = None
     inverse: jax.Array | None = None
 
     def ordered(self, x: jax.Array) -> jax.Array:
         """Tokens `[R, T, ...]` of packed rows in this order."""
-        return x if self.order is None else _taken(x, self.order)
+        return x if self.order is None else _gathered(x, self.order)
 
     def restored(self, x: jax.Array) -> jax.Array:
         """The inverse of `ordered`."""
-        return x if self.inverse is None else _taken(x, self.inverse)
+        return x if self.inverse is None else _gathered(x, self.inverse)
 
 
 def text_order(packed: Packed, count: int) -> TextOrder:
@@ -51,10 +51,10 @@ def text_order(packed: Packed, count: int) -> TextOrder:
     Two answers to a prompt, of which one lies before it in reverse order, become branches behind it.
     """
     if packed.prompt is None and packed.context is None:
-        return TextOrder(packed.first, None, None, tokens_before(packed, count))
+        return TextOrder(packed.first, None, None, previous_tokens(packed, count))
     order, inverse, first, *context = jax.vmap(_branches)(packed)
     behind = Packed(first, packed.end, packed.longest, None, None, *context)
-    return TextOrder(first, *context, tokens_before(behind, count), order, inverse)
+    return TextOrder(first, *context, previous_tokens(behind, count), order, inverse)
 
 
 def _branches(packed: Packed) -> tuple[jax.Array, ...]:
@@ -87,16 +87,16 @@ def _branches(packed: Packed) -> tuple[jax.Array, ...]:
     return order, inverse, *(x[order] for x in (first, context, end))
 
 
-def _taken(x: jax.Array, places: jax.Array) -> jax.Array:
+def _gathered(x: jax.Array, places: jax.Array) -> jax.Array:
     return jax.vmap(lambda row, at: row[at])(x, places)
 
 
-def tokens_before(packed: Packed, count: int) -> TokensBefore:
+def previous_tokens(packed: Packed, count: int) -> PreviousTokens:
     """The `count` tokens before each. Before a branch comes its context, before an answer's first token its prompt."""
     if packed.prompt is not None or packed.context is not None:
-        return TokensBefore(None, _places_before(packed, count))
+        return PreviousTokens(None, _places_before(packed, count))
     back = jnp.arange(packed.first.shape[1])[:, None] - jnp.arange(count, 0, -1)
-    return TokensBefore(back >= packed.first[..., None], None)
+    return PreviousTokens(back >= packed.first[..., None], None)
 
 
 def _places_before(packed: Packed, count: int) -> jax.Array:

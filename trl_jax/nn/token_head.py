@@ -81,7 +81,7 @@ class _Head:
         z = (z if bias is None else rounded(z + bias, hidden.dtype)) * self.scale
         return tempered(z if self.softcap is None else self.softcap * jnp.tanh(z / self.softcap), self.temperature)
 
-    def before(self, d_z: jax.Array, z: jax.Array) -> jax.Array:
+    def d_products(self, d_z: jax.Array, z: jax.Array) -> jax.Array:
         """The gradient of the product, of that of the logits."""
         slope = 1.0 if self.softcap is None else 1 - jnp.square(z * self.temperature / self.softcap)
         return d_z * slope * (self.scale / self.temperature)
@@ -97,7 +97,7 @@ class _Head:
         axes = jax.sharding.get_abstract_mesh().manual_axes
         return jax.lax.pmax(count, axes) if axes and _divided() else count
 
-    def taken(self, chunk: jax.Array, array: jax.Array) -> jax.Array:
+    def take(self, chunk: jax.Array, array: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(array, chunk * self.rows, self.rows)
 
     def put(self, chunk: jax.Array, array: jax.Array, rows: jax.Array) -> jax.Array:
@@ -115,19 +115,19 @@ class _Saved(NamedTuple):
     entropy: jax.Array
     log_sum: jax.Array
     chunks: jax.Array
-    slopes: jax.Array | None
+    d_hidden: jax.Array | None
     differentiated: tuple[_Yes | None, ...]
 
 
-def _forward(head, hidden, weight, bias, targets, with_slopes=False):
+def _forward(head, hidden, weight, bias, targets, with_d_hidden=False):
     """TokenOutputs, the logarithms of the softmax's sums `[N]`, the number of chunks; the derivatives `[N, D]` of
     log-probabilities by hidden states, if they are asked for."""
     weight, bias = jax.tree.map(lambda array: array.astype(hidden.dtype), (weight, bias))
     ids, chunks = jnp.arange(len(weight)), head.chunks(targets)
 
     def compute(chunk, carried):
-        outputs, slopes = carried
-        target, z = head.taken(chunk, targets), head.logits(head.taken(chunk, hidden), weight, bias)
+        outputs, d_hidden = carried
+        target, z = head.take(chunk, targets), head.logits(head.take(chunk, hidden), weight, bias)
         at_target = ids == target[:, None]
         largest = jnp.max(z, axis=1)
         weights = jnp.exp(z - largest[:, None])
@@ -139,14 +139,14 @@ def _forward(head, hidden, weight, bias, targets, with_slopes=False):
         mean, squares = jnp.mean(z, axis=1), jnp.log(jnp.sum(jnp.square(weights), axis=1)) - 2 * jnp.log(total)
         found = logps, entropy, mean - log_sum, first == target, mean, squares
         found = (*(jnp.where(target >= 0, output, 0) for output in found), log_sum)
-        if slopes is not None:
-            d_z = head.before(at_target - weights / total[:, None], z).astype(hidden.dtype)
-            slopes = head.put(chunk, slopes, _product("nv,vd->nd", d_z, weight))
-        return tuple(head.put(chunk, array, rows) for array, rows in zip(outputs, found, strict=True)), slopes
+        if d_hidden is not None:
+            d_z = head.d_products(at_target - weights / total[:, None], z).astype(hidden.dtype)
+            d_hidden = head.put(chunk, d_hidden, _product("nv,vd->nd", d_z, weight))
+        return tuple(head.put(chunk, array, rows) for array, rows in zip(outputs, found, strict=True)), d_hidden
 
-    zeros, slopes = jnp.zeros(len(targets), jnp.float32), jnp.zeros_like(hidden) if with_slopes else None
-    (*outputs, log_sum), slopes = jax.lax.fori_loop(0, chunks, compute, ((zeros,) * 7, slopes))
-    return TokenOutputs(*outputs), log_sum, chunks, slopes
+    zeros, d_hidden = jnp.zeros(len(targets), jnp.float32), jnp.zeros_like(hidden) if with_d_hidden else None
+    (*outputs, log_sum), d_hidden = jax.lax.fori_loop(0, chunks, compute, ((zeros,) * 7, d_hidden))
+    return TokenOutputs(*outputs), log_sum, chunks, d_hidden
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -158,23 +158,23 @@ def _outputs_forward(head, *primals):
     arrays = jax.tree.map(lambda primal: primal.value, primals)
     differentiated = tuple(_Yes() if primal is not None and primal.perturbed else None for primal in primals[:3])
     # Of a frozen weight nothing but the hidden states' gradient is wanted: a row is its derivative times a cotangent.
-    outputs, *saved = _forward(head, *arrays, with_slopes=differentiated == (_Yes(), None, None))
+    outputs, *saved = _forward(head, *arrays, with_d_hidden=differentiated == (_Yes(), None, None))
     return outputs, _Saved(arrays, outputs.entropy, *saved, differentiated)
 
 
 def _outputs_backward(head, saved, cotangents):
     hidden, weight, bias, targets = saved.arrays
     no_others = isinstance(cotangents.entropy, SymbolicZero) and isinstance(cotangents.mean_logps, SymbolicZero)
-    if saved.slopes is not None and no_others:
+    if saved.d_hidden is not None and no_others:
         of_logps = _column(targets, cotangents.logps)
-        return (saved.slopes * of_logps).astype(hidden.dtype), None, None, None
+        return (saved.d_hidden * of_logps).astype(hidden.dtype), None, None, None
     cast_weight, cast_bias = jax.tree.map(lambda array: array.astype(hidden.dtype), (weight, bias))
 
     def add(chunk, gradients):
         d_hidden, d_weight, d_bias = gradients
-        hidden_rows = head.taken(chunk, hidden)
+        hidden_rows = head.take(chunk, hidden)
         z = head.logits(hidden_rows, cast_weight, cast_bias)
-        d_z = head.before(_d_logits(head, chunk, z, saved, cotangents), z).astype(hidden.dtype)
+        d_z = head.d_products(_d_logits(head, chunk, z, saved, cotangents), z).astype(hidden.dtype)
         if d_hidden is not None:
             d_hidden = head.put(chunk, d_hidden, _product("nv,vd->nd", d_z, cast_weight))
         if d_weight is not None:
@@ -195,13 +195,13 @@ def _outputs_backward(head, saved, cotangents):
 
 def _d_logits(head, chunk, z, saved, cotangents):
     """The gradient `[rows, V]` of the chunk's logits, zeros where there is no target."""
-    target = head.taken(chunk, saved.arrays[3])
+    target = head.take(chunk, saved.arrays[3])
     columns = [_column(saved.arrays[3], cotangent) for cotangent in cotangents[:3]]
-    of_logps, of_entropy, of_mean = (head.taken(chunk, column) for column in columns)
-    log_p = z - head.taken(chunk, saved.log_sum)[:, None]
+    of_logps, of_entropy, of_mean = (head.take(chunk, column) for column in columns)
+    log_p = z - head.take(chunk, saved.log_sum)[:, None]
     of_p = of_logps + of_mean
     if not isinstance(cotangents.entropy, SymbolicZero):
-        of_p = of_p + of_entropy * (log_p + head.taken(chunk, saved.entropy)[:, None])
+        of_p = of_p + of_entropy * (log_p + head.take(chunk, saved.entropy)[:, None])
     at_target = jnp.arange(z.shape[1]) == target[:, None]
     return jnp.where(at_target, of_logps, 0) + of_mean / z.shape[1] - jnp.exp(log_p) * of_p
 

@@ -89,11 +89,11 @@ def read_rotary_dim(
 
     `whole`: any whole number will do, where transformers computes it; for an odd one see `Rope.frequencies`.
     """
-    share = config.number(key, default, maximum=1.0)
-    share = _section(config).number("partial_rotary_factor", share, maximum=1.0)
-    channels = int(head_dim * share)
+    fraction = config.number(key, default, maximum=1.0)
+    fraction = _section(config).number("partial_rotary_factor", fraction, maximum=1.0)
+    channels = int(head_dim * fraction)
     if not whole and (channels < 2 or channels % 2):
-        raise config.wrong(key, share, f"a share of the {head_dim} channels of a head that is even and at least 2")
+        raise config.wrong(key, fraction, f"a share of the {head_dim} channels of a head that is even and at least 2")
     return channels
 
 
@@ -117,11 +117,11 @@ def read_score_scale(config: ConfigReader) -> float:
     """The factor of scores in DeepSeek's models where yarn has `mscale_all_dim`, as in transformers; else 1."""
     section = _section(config)
     kind = section.value("rope_type", section.value("type", "default"))
-    share = section.number("mscale_all_dim", 0.0)
-    if kind == "default" or not share:
+    mscale = section.number("mscale_all_dim", 0.0)
+    if kind == "default" or not mscale:
         return 1.0
     factor = section.number("factor")
-    return (0.1 * share * math.log(factor) + 1.0) ** 2 if factor > 1 else 1.0
+    return (0.1 * mscale * math.log(factor) + 1.0) ** 2 if factor > 1 else 1.0
 
 
 def _section(config: ConfigReader) -> ConfigReader:
@@ -154,8 +154,8 @@ def _proportional(rope: ConfigReader, theta: float) -> Rope:
     """A rope of which some pairs of channels stand still, among as many as there are."""
     _check_keys(rope, "proportional", frozenset())
     theta = rope.number("rope_theta", theta, minimum=_LEAST_THETA)
-    share = rope.number("partial_rotary_factor", 1.0, maximum=1.0)
-    return Rope(theta=theta, kind="proportional", factor=rope.number("factor", 1.0, minimum=_TINY), share=share)
+    fraction = rope.number("partial_rotary_factor", 1.0, maximum=1.0)
+    return Rope(theta=theta, kind="proportional", factor=rope.number("factor", 1.0, minimum=_TINY), fraction=fraction)
 
 
 def _check_keys(rope: ConfigReader, kind: str, extra_keys: frozenset[str]) -> None:

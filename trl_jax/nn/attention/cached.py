@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from trl_jax.nn.attention.inputs import AttentionInputs
+from trl_jax.nn.cache.places import of_prompts
 
 
 def attend_cached(
@@ -29,12 +30,12 @@ def attend_cached(
     q_PGKMC = q_RTHC.reshape(prompts, group, heads, -1, channels)
     own_k, own_v = (y.reshape(prompts, group, heads, 1, -1) for y in (k_RTKC, v_RTKC))
     position_P = lengths_P + own_P
-    back_T = (inputs.places.written - 1 - jnp.arange(capacity)) % capacity + 1  # of each place: so many tokens ago
-    seen_PS = jnp.arange(places) < lengths_P[:, None]
+    back_T, at_PS = inputs.places.tokens_back(capacity), of_prompts(lengths_P, places)
+    seen_PS = at_PS < lengths_P[:, None]
     seen_PT = back_T <= own_P[:, None]
     if inputs.window is not None:
         window = inputs.window.reshape(prompts, -1)[:, :1] if inputs.window.ndim else inputs.window
-        seen_PS &= position_P[:, None] - jnp.arange(places) < window
+        seen_PS &= position_P[:, None] - at_PS < window
         seen_PT &= back_T < window
     q_PKMC = q_PGKMC.swapaxes(1, 2).reshape(prompts, heads, -1, channels)  # the queries of a prompt's completions
     of_prompt = _dot("pkmc,pksc->pkms", q_PKMC, cache.prompt_k).reshape(prompts, heads, group, -1, places)

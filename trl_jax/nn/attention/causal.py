@@ -38,8 +38,8 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, KeysValues]:
         """`[R, T, D]` to the same, and the keys and values that it has made; `dropout` is for padded rows alone."""
         q_RTHC, (k_RTKC, v_RTKC) = self._queries(x_RTD, inputs), inputs.reused or self._keys_values(x_RTD, inputs)
-        if inputs.growth is not None and (self.unplaced or not self.arch.query_growth.unplaced):
-            q_RTHC = q_RTHC * inputs.growth.astype(q_RTHC.dtype)
+        if inputs.query_scale is not None and (self.unplaced or not self.arch.query_growth.unplaced):
+            q_RTHC = q_RTHC * inputs.query_scale.astype(q_RTHC.dtype)
         scores = {"softcap": self.arch.softcap, "sinks": None if self.sinks is None else self.sinks[...]}
         out = attend(q_RTHC, k_RTKC, v_RTKC, inputs, **scores, dropout=dropout)
         out = out.reshape(*x_RTD.shape[:-1], -1)

@@ -11,7 +11,7 @@ from trl_jax.nn.attention.striped import Striped
 from trl_jax.nn.cache.cache import LayersCache
 from trl_jax.nn.cache.keys_values import KeysValues
 from trl_jax.nn.cache.places import CachePlaces
-from trl_jax.nn.text_order import TextOrder, TokensBefore
+from trl_jax.nn.text_order import PreviousTokens, TextOrder
 
 
 class LayerInputs(NamedTuple):
@@ -34,7 +34,7 @@ class AttentionInputs(NamedTuple):
     scale: multiplies the scores before the softmax; a float, or a float32 scalar where layers differ.
     cos, sin: float32 `[R, T, 1, C / 2]`, as `rotate` takes them, or with a leading axis of ropes until `of_layer` picks
         one; None leaves positions out.
-    growth: float32 `[R, T, 1, 1]`, multiplies the queries; None does not.
+    query_scale: float32 `[R, T, 1, 1]`, multiplies the queries; None does not.
     window: int32 scalar, or `[R, T]` of each query; a query at t sees keys s with |t - s| < window. None: all.
     in_text: int32 `[R, T]`, the places of tokens in their texts, where layers see chunks of these; else None.
     valid: bool `[R, T]`, keys that may be seen; None where causal and every pad stands to the right of the text, and in
@@ -42,7 +42,7 @@ class AttentionInputs(NamedTuple):
     packed: what tokens of packed rows see; None where each row is a text.
     striped: how tokens are divided over the sequence axis of a mesh; queries, and `packed`, are then this device's.
         None where it has all of them.
-    before: the tokens before each, for convolutions along packed rows; None where each row is a text.
+    previous: the tokens before each, for convolutions along packed rows; None where each row is a text.
     order: the texts of packed rows, for layers with a state; None where each row is a text.
     lengths: int32 `[R]`, the tokens of each row's text, where a state is wanted behind its last; else None.
     embedded: the layer's own embeddings, as in `LayerInputs`; not of attention's concern.
@@ -56,13 +56,13 @@ class AttentionInputs(NamedTuple):
     scale: float | jax.Array
     cos: jax.Array | None = None
     sin: jax.Array | None = None
-    growth: jax.Array | None = None
+    query_scale: jax.Array | None = None
     window: jax.Array | None = None
     in_text: jax.Array | None = None
     valid: jax.Array | None = None
     packed: Packed | None = None
     striped: Striped | None = None
-    before: TokensBefore | None = None
+    previous: PreviousTokens | None = None
     order: TextOrder | None = None
     lengths: jax.Array | None = None
     embedded: jax.Array | None = None

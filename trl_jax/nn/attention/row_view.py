@@ -15,15 +15,15 @@ def by_text(x: jax.Array, texts: RowView) -> jax.Array:
     """Tokens of packed rows `[R, T, ...]` as those of their texts `[R x N, L, ...]`, zeros behind each; the tokens that
     several texts begin with are in each of them."""
     rows, count, length = texts.places.shape
-    taken = _to_texts(x.reshape(*x.shape[:2], -1), texts.places.reshape(rows, -1), texts.rows)
-    return taken.reshape(rows * count, length, *x.shape[2:])
+    gathered = _to_texts(x.reshape(*x.shape[:2], -1), texts.places.reshape(rows, -1), texts.rows)
+    return gathered.reshape(rows * count, length, *x.shape[2:])
 
 
 def by_token(x: jax.Array, texts: RowView) -> jax.Array:
     """The inverse of `by_text`: tokens of packed rows, one of those that several texts share, which are alike."""
     rows = len(texts.places)
-    taken = _to_tokens(x.reshape(rows, -1, x[0, 0].size), texts.places.reshape(rows, -1), texts.rows)
-    return taken.reshape(*taken.shape[:2], *x.shape[2:])
+    gathered = _to_tokens(x.reshape(rows, -1, x[0, 0].size), texts.places.reshape(rows, -1), texts.rows)
+    return gathered.reshape(*gathered.shape[:2], *x.shape[2:])
 
 
 def _at(x: jax.Array, places: jax.Array) -> jax.Array:
@@ -52,8 +52,8 @@ def _to_tokens(x, places, rows):
 
 def _to_tokens_backward(saved, gradient):
     places, rows = saved
-    taken = jnp.take_along_axis(rows[:, 0], places, axis=1, mode="fill", fill_value=-1) == jnp.arange(places.shape[1])
-    return jnp.where(taken[..., None], _at(gradient, places), 0), None, None
+    read = jnp.take_along_axis(rows[:, 0], places, axis=1, mode="fill", fill_value=-1) == jnp.arange(places.shape[1])
+    return jnp.where(read[..., None], _at(gradient, places), 0), None, None
 
 
 _to_tokens.defvjp(lambda x, places, rows: (_at(x, rows[:, 0]), (places, rows)), _to_tokens_backward)

@@ -1,4 +1,4 @@
-"""All that is kept for completions: a part for each run of layers, or for each layer."""
+"""All that is kept for completions: a part for layers that keep the same, or for each layer."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import jax
 
 from trl_jax.nn.cache.keys_values import KeysValues, LayerCache
 from trl_jax.nn.cache.latents import LatentCache, Latents
-from trl_jax.nn.cache.places import CachePlaces
+from trl_jax.nn.cache.places import CachePlaces, Room
 from trl_jax.nn.cache.states import ConvolutionCache, ConvolutionInputs, RecurrentCache, RecurrentState
 
 
 class NothingKept(NamedTuple):
     """Of a layer that sees each token by itself: what it keeps, and the cache of that."""
 
-    def cache(self, lengths: jax.Array, group: int, capacity: int) -> NothingKept:
-        del lengths, group, capacity
+    def cache(self, lengths: jax.Array, room: Room) -> NothingKept:
+        del lengths, room
         return self
 
     def appended(self, new: NothingKept, place: jax.Array) -> NothingKept:
@@ -46,9 +46,9 @@ class BothKept(NamedTuple):
     keys_values: KeysValues
     state: RecurrentState
 
-    def cache(self, lengths: jax.Array, group: int, capacity: int) -> BothCaches:
+    def cache(self, lengths: jax.Array, room: Room) -> BothCaches:
         """The caches after prompts of these lengths."""
-        return BothCaches(*(part.cache(lengths, group, capacity) for part in self))
+        return BothCaches(*(part.cache(lengths, room) for part in self))
 
 
 class BothCaches(NamedTuple):
@@ -85,7 +85,8 @@ LayersCache = LayerCache | LatentCache | ConvolutionCache | RecurrentCache | Not
 class Cache(NamedTuple):
     """All that is kept of P prompts and their P x G completions.
 
-    parts: of each run of layers, with a leading axis L; or of each layer. places: how much of them is filled.
+    parts: of the layers of a run that see as many tokens, with a leading axis L; or of each layer. places: how much of
+        them is filled.
     """
 
     parts: list[LayersCache]

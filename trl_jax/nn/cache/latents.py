@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from trl_jax.nn.cache.keys_values import LayerCache
-from trl_jax.nn.cache.places import CachePlaces, replaced, sized, wider
+from trl_jax.nn.cache.places import CachePlaces, Room, replaced, sized, wider
 
 
 class Latents(NamedTuple):
@@ -17,19 +17,20 @@ class Latents(NamedTuple):
 
     latent: jax.Array
 
-    def cache(self, lengths: jax.Array, group: int, capacity: int) -> LatentCache:
-        """The cache after prompts of these lengths, with `capacity` empty places for each of `group` completions."""
+    def cache(self, lengths: jax.Array, room: Room) -> LatentCache:
+        """The cache after prompts of these lengths, the places of completions empty. No layer has a window."""
         del lengths
         *lead, _, channels = self.latent.shape
-        return LatentCache(self.latent, jnp.zeros((*lead, group, capacity, channels), self.latent.dtype))
+        return LatentCache(self.latent, jnp.zeros((*lead, room.group, room.capacity, channels), self.latent.dtype))
 
-    def cache_of_texts(self, places: CachePlaces, group: int, capacity: int) -> LatentCache:
-        """The cache of completions that stand behind their prompts in the rows, `group` of each prompt side by side."""
+    def cache_of_texts(self, places: CachePlaces, room: Room) -> LatentCache:
+        """The cache of completions that stand behind their prompts in the rows, those of a prompt side by side."""
         *lead, _, length, channels = self.latent.shape
         prompts = len(places.prompt_lengths)
-        of_rows = self.latent.reshape(*lead, prompts, group, length, channels)
-        at = places.of_completions(capacity)[:, None, :, None].reshape(*(1 for _ in lead), prompts, 1, capacity, 1)
-        prompt = jax.lax.slice_in_dim(of_rows[..., 0, :, :], 0, length - capacity, axis=-2)
+        of_rows = self.latent.reshape(*lead, prompts, room.group, length, channels)
+        at = places.of_completions(room.capacity)
+        at = at.reshape(*(1 for _ in lead), prompts, 1, room.capacity, 1)
+        prompt = jax.lax.slice_in_dim(of_rows[..., 0, :, :], 0, length - room.capacity, axis=-2)
         return LatentCache(prompt, jnp.take_along_axis(of_rows, at, axis=-2))
 
 

@@ -26,9 +26,40 @@ class CachePlaces(NamedTuple):
         """Tokens of each prompt's completions that are in the cache, int32 `[P]`."""
         return self.written - self.begun
 
+    def tokens_back(self, capacity: int) -> jax.Array:
+        """How many tokens before the one that is computed each of `capacity` places was written, int32 `[T]`: 1 for the
+        last."""
+        return (self.written - 1 - jnp.arange(capacity)) % capacity + 1
+
     def of_completions(self, capacity: int) -> jax.Array:
-        """Where in a text, its prompt included, the token at each of `capacity` places stands, int32 `[P, T]`."""
-        return (jnp.arange(capacity) - self.begun[:, None]) % capacity + self.prompt_lengths[:, None]
+        """Where in a text, its prompt included, the token at each of `capacity` places stands, int32 `[P, T]`; anywhere
+        where there is none yet."""
+        return jnp.maximum(self.own[:, None] - self.tokens_back(capacity), 0) + self.prompt_lengths[:, None]
+
+
+class Room(NamedTuple):
+    """The room that a cache makes: `capacity` places for each of `group` completions of a prompt. Layers that see no
+    more than `window` tokens keep no more, of a prompt as of a completion; None where they see all."""
+
+    group: int
+    capacity: int
+    window: int | None = None
+
+    @property
+    def places(self) -> int:
+        """Places for each completion."""
+        return within(self.window, self.capacity)
+
+
+def within(window: int | None, count: int) -> int:
+    """`count` places, or as many as a window has."""
+    return count if window is None else min(window, count)
+
+
+def of_prompts(lengths: jax.Array, count: int) -> jax.Array:
+    """Where in its prompt the token at each of `count` places stands, int32 `[P, S]`: from 0 on, or where a prompt is
+    longer those of its last tokens."""
+    return jnp.maximum(lengths - count, 0)[:, None] + jnp.arange(count)
 
 
 def replaced(array: jax.Array, slots: jax.Array, new: jax.Array, axis: int) -> jax.Array:

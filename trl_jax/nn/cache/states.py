@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from trl_jax.nn.cache.places import replaced
+from trl_jax.nn.cache.places import Room, replaced
 
 
 class ConvolutionInputs(NamedTuple):
@@ -16,11 +16,10 @@ class ConvolutionInputs(NamedTuple):
 
     window: jax.Array
 
-    def cache(self, lengths: jax.Array, group: int, capacity: int) -> ConvolutionCache:
-        """The cache after prompts of these lengths, for `group` completions of each."""
-        del capacity
+    def cache(self, lengths: jax.Array, room: Room) -> ConvolutionCache:
+        """The cache after prompts of these lengths."""
         last = self.window[..., jnp.arange(len(lengths)), lengths - 1, :, :]
-        return ConvolutionCache(jnp.repeat(last[..., None, :, :], group, axis=-3))
+        return ConvolutionCache(jnp.repeat(last[..., None, :, :], room.group, axis=-3))
 
 
 class ConvolutionCache(NamedTuple):
@@ -60,10 +59,10 @@ class RecurrentState(NamedTuple):
     window: jax.Array
     state: jax.Array
 
-    def cache(self, lengths: jax.Array, group: int, capacity: int) -> RecurrentCache:
-        """The cache after prompts of these lengths, for `group` completions of each."""
-        window = ConvolutionInputs(self.window).cache(lengths, group, capacity).window
-        return RecurrentCache(window, jnp.repeat(self.state[..., None, :, :, :, :], group, axis=-5))
+    def cache(self, lengths: jax.Array, room: Room) -> RecurrentCache:
+        """The cache after prompts of these lengths."""
+        window = ConvolutionInputs(self.window).cache(lengths, room).window
+        return RecurrentCache(window, jnp.repeat(self.state[..., None, :, :, :, :], room.group, axis=-5))
 
 
 class RecurrentCache(NamedTuple):

@@ -1,0 +1,36 @@
+"""A part of a cache is of the layers of a run that see as many tokens; layers repeat in turns of few."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from trl_jax.models.arch import LayerKind, Run
+from trl_jax.models.cache_parts import turns_of
+
+
+def turns(windows, chunks=None, first=0):
+    return turns_of(SimpleNamespace(windows=windows, chunks=chunks), Run(first, len(windows) - first, LayerKind(), ""))
+
+
+@pytest.mark.parametrize(
+    ("windows", "parts", "pattern"),
+    [
+        ([None] * 3, [((0, 1, 2), None)], (0,)),
+        ([4] * 3, [((0, 1, 2), 4)], (0,)),
+        ([4, None, 4, None], [((0, 2), 4), ((1, 3), None)], (0, 1)),
+        ([4, 4, None, 4, 4, None, 4, 4], [((0, 1, 3, 4, 6, 7), 4), ((2, 5), None)], (0, 0, 1)),
+        ([4, 4, None, None], [((0, 1), 4), ((2, 3), None)], (0, 0, 1, 1)),
+        # No pattern of eight layers or fewer: one part that keeps all.
+        ([4] * 6 + [None] * 6, [(tuple(range(12)), None)], (0,)),
+    ],
+)
+def test_layers_of_a_turn(windows, parts, pattern):
+    found = turns(windows)
+    assert [tuple(part) for part in found.parts] == parts and found.pattern == pattern
+
+
+def test_layers_that_see_chunks_and_those_of_a_later_run():
+    assert turns([None] * 4, (8, 8, 8, None)).parts == (((0, 1, 2), 8), ((3,), None))
+    assert turns([4, None, 4, None], first=2).parts == (((2,), 4), ((3,), None))
