@@ -54,19 +54,39 @@ def speed() -> str:
 
 def generation() -> str:
     """SVG: tokens a second of each way to write completions against how many are written at once, both logarithmic."""
-    rows = [{name: float(cell.replace(",", "")) for name, cell in row.items()}
-            for row in table("generation.md", "How quick it is")]  # fmt: skip
+    rows = [{name: _number(cell) for name, cell in row.items()} for row in table("generation.md", "How quick it is")]
     grows, *sides = rows[0]
-    x_of = _logarithmic([row[grows] for row in rows], _FIRST + 40, _RIGHT - 220)
-    y_of = _logarithmic([row[side] for row in rows for side in sides], 330, 80)
-    parts = [f'<text class="soft" x="{_FIRST + 40}" y="384">{grows}</text>']
+    parts = _panel(rows, grows, dict(zip(sides, ("theirs", "ours", "limit"), strict=True)), _FIRST, _RIGHT - 180)
+    return _page(400, "Tokens a second", "of a llama of 8 layers, one CPU core, float32", parts)
+
+
+def cost() -> str:
+    """SVG: seconds of a step of fine-tuning against the vocabulary, and against the length, all logarithmic."""
+    rows, parts = table("performance.md", "Vocabulary and length"), []
+    kinds, middle = {"TRL": "theirs", "trl_jax": "ours"}, (_FIRST + _RIGHT) / 2
+    for grows, first, last in (("vocabulary", _FIRST, middle - 90), ("length", middle + 20, _RIGHT - 70)):
+        own = [row for row in rows if row["grows"] == grows]
+        measured = [{grows: _number(row["to"])} | {side: _number(row[side]) for side in kinds} for row in own]
+        parts += _panel(measured, grows, kinds, first, last)
+    return _page(400, "Seconds a step", "of 8 rows of fine-tuning, one CPU core, float32", parts)
+
+
+def _number(cell: str) -> float:
+    return float(cell.split()[0].replace(",", ""))
+
+
+def _panel(rows: list[dict[str, float]], grows: str, kinds: dict[str, str], first: float, last: float) -> list[str]:
+    """A line for each column of `kinds` against the column that grows, both logarithmic, between two places."""
+    x_of = _logarithmic([row[grows] for row in rows], first + 40, last - 40)
+    y_of = _logarithmic([row[side] for row in rows for side in kinds], 330, 80)
+    parts = [f'<text class="soft" x="{first + 40:.0f}" y="384">{grows}</text>']
     for row in rows:
         x, size = x_of(row[grows]), row[grows]
         parts.append(f'<path class="grid" d="M{x:.1f} 60V340"/>')
-        parts.append(f'<text class="soft" x="{x:.1f}" y="360" text-anchor="middle">{size:.0f}</text>')
-    for side, kind in zip(sides, ("theirs", "ours", "limit"), strict=True):
+        parts.append(f'<text class="soft" x="{x:.1f}" y="360" text-anchor="middle">{size:,.0f}</text>')
+    for side, kind in kinds.items():
         parts += _line([(x_of(row[grows]), y_of(row[side]), row[side]) for row in rows], side, kind)
-    return _page(400, "Tokens a second", "of a llama of 8 layers, one CPU core, float32", parts)
+    return parts
 
 
 def _line(points: list[tuple[float, float, float]], name: str, kind: str) -> list[str]:
@@ -75,9 +95,13 @@ def _line(points: list[tuple[float, float, float]], name: str, kind: str) -> lis
     through = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in points)
     return [
         f'<polyline class="line {kind}" points="{through}"/>',
-        f'<text class="soft" x="{first_x - 8:.1f}" y="{first_y + 5:.1f}" text-anchor="end">{first:,.0f}</text>',
-        f'<text class="text" x="{last_x + 10:.1f}" y="{last_y + 5:.1f}">{last:,.0f} {name}</text>',
+        f'<text class="soft" x="{first_x - 8:.1f}" y="{first_y + 5:.1f}" text-anchor="end">{_told(first)}</text>',
+        f'<text class="text" x="{last_x + 10:.1f}" y="{last_y + 5:.1f}">{_told(last)} {name}</text>',
     ]
+
+
+def _told(value: float) -> str:
+    return f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
 
 
 def _logarithmic(values: list[float], low: float, high: float) -> Callable[[float], float]:
@@ -116,5 +140,5 @@ def _page(height: int, title: str, told: str, parts: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    for draw in (generation, rooms, speed):
+    for draw in (cost, generation, rooms, speed):
         (PAGES / "images" / f"{draw.__name__}.svg").write_text(draw(), encoding="utf-8")

@@ -5,7 +5,8 @@ segment of a few steps is timed in one arm after the other; arms that pack have 
 of text a second. TRL tuned has no gradient checkpointing. "chats" are the conversations of a file of chosen texts as
 messages, "control" rows of random ids of one length, where no layout can win anything.
 
---vocabularies measures steps and peaks of memory of further vocabularies on the control, each run alone.
+--vocabularies and --lengths measure steps, in CPU seconds, and peaks of memory on the control as one of the two grows,
+each run alone.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ def main() -> None:
             print(f"{kind}: {args.batch} rows a step, {args.steps} steps measured", flush=True)
             report[kind] = lanes.table(_race(args, kind, model, Path(folder)), args, _PACKS)
             common.show(report[kind])
-        if args.vocabularies:
-            report["vocabularies"] = _vocabularies(args, Path(folder))
-            common.show(report["vocabularies"])
+        for grows in ("vocabularies", "lengths"):
+            if sizes := vars(args)[grows]:
+                report[grows] = _alone(args, Path(folder), grows, sizes)
+                common.show(report[grows])
     common.write_json(args.json, report)
 
 
@@ -56,6 +58,7 @@ def _arguments() -> Any:
     options.add_argument("--kinds", nargs="*", default=["chats", "control"], choices=["chats", "control"])
     options.add_argument("--model_type", default="llama", choices=("llama", *sft_turns.LAYER_TYPES))
     options.add_argument("--vocabularies", nargs="*", type=int, default=[], help="sizes, as 49152 151936")
+    options.add_argument("--lengths", nargs="*", type=int, default=[], help="tokens of every row, as 128 1024")
     return options.parse_args()
 
 
@@ -84,13 +87,16 @@ def _race(args: Any, kind: str, model: Path, folder: Path) -> list[Lane]:
     return started
 
 
-def _vocabularies(args: Any, folder: Path) -> list[dict]:
+def _alone(args: Any, folder: Path, grows: str, sizes: list[int]) -> list[dict]:
     found = []
-    for size in args.vocabularies:
-        model = _model(args, folder, size)
+    for size in sizes:
+        model = _model(args, folder, size if grows == "vocabularies" else sft_turns.turns.VOCABULARY)
+        length = {"length": size} if grows == "lengths" else {}
         for name in ("TRL as it comes", "trl_jax as it comes"):
             side, config, rows = _work(name, args, "control", folder)
-            found.append({"vocabulary": size, "arm": name} | common.in_child(sft_turns.peak, side, model, rows, config))
+            config["max_length"] = max(config["max_length"], *length.values(), 0)
+            measured = common.in_child(sft_turns.peak, side, model, rows | length, config)
+            found.append({grows: size, "arm": name} | measured)
     return found
 
 
