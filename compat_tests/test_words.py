@@ -91,7 +91,7 @@ def test_a_docstring_that_begins_with_what_is_found(head):
 )
 def test_the_checker_objects(line):
     assert words_of_a_task(f"import os\n    {line}\n") == [f"2: {line}"]
-    assert words_of_a_task(line, "nn/moe.py")
+    assert words_of_a_task(line, "nn/experts/moe.py")
 
 
 @pytest.mark.parametrize("line", ["repair", "unpaired = 2", "rotary positions turn pairs", "a pair of channels"])

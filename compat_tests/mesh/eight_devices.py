@@ -272,7 +272,7 @@ def test_experts_over_tensor_are_those_of_one_device():
     from flax import nnx
 
     from trl_jax.models.arch import Experts
-    from trl_jax.nn.moe import MoE
+    from trl_jax.nn.experts.moe import MoE
 
     dice = np.random.default_rng(0)
     graph, state = nnx.split(MoE(16, Experts(count=4, top_k=2, size=8, renormalised=True), activation="silu"))

@@ -28,9 +28,9 @@ from trl_jax.models.arch import (
     StateSpace,
 )  # fmt: skip
 from trl_jax.models.functional import merge
+from trl_jax.nn.experts.sparse_mixer import SparseMixer
 from trl_jax.nn.mlp import ClampedSwiGLU
 from trl_jax.nn.rope import Rope
-from trl_jax.nn.sparse_mixer import SparseMixer
 
 # Fact -> the family and variant that show it and a wrong value, by what notices: the table of tensors, or the numbers.
 REFUSED = {

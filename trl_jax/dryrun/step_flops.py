@@ -13,7 +13,7 @@ from trl_jax.data.layout.batch import Batch
 from trl_jax.dryrun.compiler import Compiled
 from trl_jax.models.stack import in_a_stack
 from trl_jax.nn.attention.padded import QUERY_BLOCK
-from trl_jax.nn.chunks import CHUNK
+from trl_jax.nn.recurrent.chunks import CHUNK
 
 
 class Map(NamedTuple):

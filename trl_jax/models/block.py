@@ -16,15 +16,15 @@ from trl_jax.nn.attention.causal import Attention
 from trl_jax.nn.attention.inputs import AttentionInputs
 from trl_jax.nn.attention.latent import LatentAttention
 from trl_jax.nn.cache.cache import Kept, NothingKept
-from trl_jax.nn.delta_net import GatedDeltaNet
 from trl_jax.nn.dropout import dropout_or_none
+from trl_jax.nn.experts.moe import MoE
 from trl_jax.nn.layer_embedding import LayerInput
-from trl_jax.nn.mamba2 import Mamba2
 from trl_jax.nn.mlp import MLP
-from trl_jax.nn.moe import MoE
 from trl_jax.nn.norm import Norm
 from trl_jax.nn.parallel_mixers import ParallelMixers
-from trl_jax.nn.short_convolution import GatedShortConvolution
+from trl_jax.nn.recurrent.delta_net import GatedDeltaNet
+from trl_jax.nn.recurrent.mamba2 import Mamba2
+from trl_jax.nn.recurrent.short_convolution import GatedShortConvolution
 
 EMBEDDING, _ATTENTION, _ATTENTION_OUT, _MLP_OUT = range(4)  # places of dropout
 

@@ -28,7 +28,7 @@ from trl_jax.nn.layer_embedding import LayerEmbeddings
 from trl_jax.nn.linear import Embedding, Linear
 from trl_jax.nn.noise import Noise
 from trl_jax.nn.norm import Norm
-from trl_jax.nn.text_order import previous_tokens, text_order
+from trl_jax.nn.recurrent.text_order import previous_tokens, text_order
 
 
 def _longest(

@@ -8,7 +8,7 @@ from flax import nnx
 
 from trl_jax.core.router_sums import RouterSums
 from trl_jax.models.arch import Arch
-from trl_jax.nn.moe import MoE
+from trl_jax.nn.experts.moe import MoE
 from trl_jax.nn.norm import Norm
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trl_jax.nn.dropout import Dropout
-from trl_jax.nn.grouped import grouped_dot
+from trl_jax.nn.experts.grouped import grouped_dot
 
 
 class Lora(nnx.Module):

@@ -9,7 +9,7 @@ from trl_jax.nn.attention.causal import Attention
 from trl_jax.nn.attention.inputs import AttentionInputs
 from trl_jax.nn.cache.cache import BothKept
 from trl_jax.nn.dropout import Dropout
-from trl_jax.nn.mamba2 import Mamba2
+from trl_jax.nn.recurrent.mamba2 import Mamba2
 
 
 class ParallelMixers(nnx.Module):

@@ -9,7 +9,7 @@ from trl_jax.hub.config.reader import ConfigReader
 from trl_jax.hub.config.rope import with_scales_by_length
 from trl_jax.hub.families import Family, llama, mixtral
 from trl_jax.models.arch import Arch, Experts
-from trl_jax.nn.sparse_mixer import SparseMixer
+from trl_jax.nn.experts.sparse_mixer import SparseMixer
 
 _OF_ROPE = frozenset({"short_mscale", "long_mscale", "original_max_position_embeddings"})
 

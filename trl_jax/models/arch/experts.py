@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trl_jax.nn.experts.sparse_mixer import SparseMixer
 from trl_jax.nn.mlp import ClampedSwiGLU
-from trl_jax.nn.sparse_mixer import SparseMixer
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from trl_jax.nn.attention.striped import Striped
 from trl_jax.nn.cache.cache import LayersCache
 from trl_jax.nn.cache.keys_values import KeysValues
 from trl_jax.nn.cache.places import CachePlaces
-from trl_jax.nn.text_order import PreviousTokens, TextOrder
+from trl_jax.nn.recurrent.text_order import PreviousTokens, TextOrder
 
 
 class LayerInputs(NamedTuple):

@@ -8,8 +8,8 @@ from flax import nnx
 
 from trl_jax.nn.linear import Linear
 from trl_jax.nn.norm import Norm
-from trl_jax.nn.recurrent import Recurrent, inside
-from trl_jax.nn.ssd import state_space, state_space_step
+from trl_jax.nn.recurrent.layer import Recurrent, inside
+from trl_jax.nn.recurrent.ssd import state_space, state_space_step
 
 _PROJECTED = ("gate", "x", "B", "C", "dt")  # the parts of the first map, in the order of `StateSpace.scales`
 

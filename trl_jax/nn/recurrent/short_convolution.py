@@ -9,7 +9,7 @@ from flax import nnx
 from trl_jax.nn.attention.inputs import AttentionInputs
 from trl_jax.nn.cache.states import ConvolutionCache, ConvolutionInputs, RecurrentCache
 from trl_jax.nn.linear import Linear
-from trl_jax.nn.text_order import PreviousTokens
+from trl_jax.nn.recurrent.text_order import PreviousTokens
 
 
 class GatedShortConvolution(nnx.Module):

@@ -4,7 +4,8 @@ With `B` as keys, `C` as queries and steps `dt` of time, a token makes of each h
 
     S = exp(dt A) S + dt B x^T
 
-and its output is `S^T C` (equations 1 and 2 there): the scan of `nn.chunks` with nothing taken off what is written.
+and its output is `S^T C` (equations 1 and 2 there): the scan of `nn.recurrent.chunks`
+with nothing taken off what is written.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from trl_jax.nn.chunks import decays, einsum, in_chunks, scanned
-from trl_jax.nn.text_order import TextOrder
+from trl_jax.nn.recurrent.chunks import decays, einsum, in_chunks, scanned
+from trl_jax.nn.recurrent.text_order import TextOrder
 
 
 def state_space(

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from trl_jax.nn.text_order import TextOrder
+from trl_jax.nn.recurrent.text_order import TextOrder
 
 CHUNK = 64  # tokens
 einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)

@@ -6,7 +6,7 @@ Each head has a state `S` of `[C, V]`, key channels by value channels. A token w
     S = exp(g) S + k u^T    with    u = beta (v - exp(g) S^T k),
 
 and its output is `S^T q` (equation 10 there). Within a chunk all `u` are the solution of one triangular system; the
-rest, and the letters of einsums, are those of `nn.chunks`.
+rest, and the letters of einsums, are those of `nn.recurrent.chunks`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from trl_jax.nn.chunks import Decays, decays, einsum, from_states, in_chunks, scanned
-from trl_jax.nn.text_order import TextOrder
+from trl_jax.nn.recurrent.chunks import Decays, decays, einsum, from_states, in_chunks, scanned
+from trl_jax.nn.recurrent.text_order import TextOrder
 
 
 def delta_rule(

@@ -12,7 +12,7 @@ from flax import nnx
 from trl_jax.nn.attention.inputs import AttentionInputs
 from trl_jax.nn.cache.states import RecurrentState
 from trl_jax.nn.linear import Linear
-from trl_jax.nn.short_convolution import silu_convolved
+from trl_jax.nn.recurrent.short_convolution import silu_convolved
 
 
 class Recurrent(nnx.Module):

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from trl_jax.nn.delta_rule import delta_rule, delta_step
 from trl_jax.nn.linear import Linear
 from trl_jax.nn.norm import Norm
-from trl_jax.nn.recurrent import Recurrent, inside
+from trl_jax.nn.recurrent.delta_rule import delta_rule, delta_step
+from trl_jax.nn.recurrent.layer import Recurrent, inside
 
 _LEAST_SQUARE = 1e-6  # is added to the squared length of a query or key
 

@@ -1,0 +1,1 @@
+"""Layers with a state or a short convolution: what each token sees of those before it is handed along the text."""
