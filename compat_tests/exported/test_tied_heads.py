@@ -6,28 +6,32 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from compat_tests.exported import configs
 from trl_jax import AutoModelForCausalLM
+from trl_jax.hub.exported import model as exported
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-SIZES = {
-    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "layer_types": ["conv", "full_attention"], "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2, "tie_word_embeddings": True,
-}  # fmt: skip
+TABLE = "transformer.word_embeddings.weight"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     torch.manual_seed(0)
-    out = tmp_path_factory.mktemp("lfm2")
-    transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**SIZES)).save_pretrained(out)
+    out = tmp_path_factory.mktemp("bloom")
+    transformers.AutoModelForCausalLM.from_config(configs.config("bloom")).save_pretrained(out)
     return out
 
 
-def test_its_logits_are_torchs_and_it_is_saved_once(folder, tmp_path):
-    model, ids = AutoModelForCausalLM.from_pretrained(folder, dtype="float32"), np.array([[3, 4, 5, 6]])
+@pytest.fixture(scope="module")
+def model(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+
+
+def test_its_logits_are_torchs_and_it_is_saved_once(model, folder, tmp_path):
+    ids = np.array([[3, 4, 5, 6]])
+    assert model.backend.name.startswith("exported") and TABLE in model.params
     with torch.no_grad():
         theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         wanted = theirs(torch.tensor(ids)).logits.numpy()
@@ -37,3 +41,10 @@ def test_its_logits_are_torchs_and_it_is_saved_once(folder, tmp_path):
     assert before.keys() == after.keys() and "lm_head.weight" not in after
     for name, values in before.items():
         np.testing.assert_array_equal(after[name], values)
+
+
+@pytest.mark.parametrize("passes", [True, False])
+def test_the_table_has_a_gradient_by_either_name(passes, model, monkeypatch):
+    if not passes:  # an exported program tells
+        monkeypatch.setattr(exported, "fake_pass", lambda *args, **kwargs: None)
+    assert model.backend._model._without_gradient() == frozenset()

@@ -14,6 +14,7 @@ from trl_jax.hub.exported.positions import max_positions_of
 from trl_jax.hub.exported.translation import domain, translated
 from trl_jax.hub.heads import HeadName
 from trl_jax.hub.torch import bridge
+from trl_jax.hub.torch.fake_pass import fake_pass
 from trl_jax.nn.aten.program import Program
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,14 @@ class TorchModel:
         inside = bridge.members(self._module, "LayerNorm")
         named = self._module.named_parameters()
         undecayed = {name for name, parameter in named if id(parameter) in inside or not parameter.requires_grad}
-        return self.program(2, 16, dtype="float32", training=False).unread() | undecayed
+        return self._without_gradient() | undecayed
+
+    def _without_gradient(self) -> frozenset[str]:
+        """The parameters that no logit has a gradient for, which torch's optimizers pass over."""
+        found = fake_pass(self._module, 2, 16, training=False, head=self.head)
+        if found is None:
+            return self.program(2, 16, dtype="float32", training=False).unread()
+        return frozenset(self.shapes) - found.differentiable
 
     def take(self) -> Iterator[tuple[str, np.ndarray]]:
         """(name, float32 array) of each parameter, once: its memory is freed when the next one is asked for.
@@ -87,11 +95,24 @@ class TorchModel:
 
     def program(self, rows: int, length: int, *, dtype: str, training: bool) -> Program:
         """A program that is right for `[rows, length]`: exported before, or now."""
-        made = self._programs.setdefault((dtype, training, self.config.get_text_config().pad_token_id), [])
-        for fits, program in made:
-            if fits(rows, length):
-                return program
-        kind = self.config.model_type
+        pad = self.config.get_text_config().pad_token_id
+        found = self._fitting((dtype, training, pad), rows, length)
+        other = None if found else self._fitting((dtype, not training, pad), rows, length)
+        if other and self._trains_as_it_evaluates(rows, length):
+            return other
+        return found or self._exported((dtype, training, pad), rows, length)
+
+    def _fitting(self, kind: tuple, rows: int, length: int) -> Program | None:
+        return next((program for fits, program in self._programs.get(kind, []) if fits(rows, length)), None)
+
+    def _trains_as_it_evaluates(self, rows: int, length: int) -> bool:
+        """Whether training changes nothing of what is computed, as where no dropout has a rate."""
+        first, second = (fake_pass(self._module, rows, length, training, self.head) for training in (False, True))
+        return first is not None and second is not None and first.operations == second.operations
+
+    def _exported(self, of: tuple, rows: int, length: int) -> Program:
+        dtype, training, _ = of
+        made, kind = self._programs.setdefault(of, []), self.config.model_type
         logger.warning(
             f"model_type {kind!r}: torch exports transformers' code for {rows} rows of {length} tokens now, and JAX "
             "compiles it, which takes tens of seconds. One program serves other lengths where the code allows it."

@@ -15,6 +15,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from trl_jax.hub.torch.scans import scanned
+
 PICKLED = "pytorch_model.bin"
 
 
@@ -94,8 +96,8 @@ def export(module: Any, rows: int, length: int, dtype: str, training: bool, head
     free = {"rows": {1: torch.export.Dim.AUTO, 2: torch.export.Dim.AUTO}}
     module.train(training)
     try:
-        with half:
-            exported = torch.export.export(_of_rows(module, head), (example,), dynamic_shapes=free, strict=False)
+        with half, scanned(module):
+            exported = torch.export.export(of_rows(module, head), (example,), dynamic_shapes=free, strict=False)
             return exported.run_decompositions()
     except Exception as error:  # torch's tracer fails with errors of many types
         mode = " with dropout on (disable_dropout=True leaves it off)" if training else ""
@@ -107,7 +109,7 @@ def export(module: Any, rows: int, length: int, dtype: str, training: bool, head
         module.eval()
 
 
-def _of_rows(module: Any, head: str) -> Any:
+def of_rows(module: Any, head: str) -> Any:
     """The model as a module of one input, ids above mask."""
     import torch
 

@@ -75,9 +75,10 @@ class Program:
         return pieces[::-1]
 
     def unread(self) -> frozenset[str]:
-        """The parameters that nothing is computed from."""
+        """The parameters that nothing is computed from, by any of the names that a tied one has here."""
         read = {self.output}.union(*(node.reads() for node in self.nodes))
-        return frozenset(name for value, name in self.parameters.items() if value not in read)
+        used = {name for value, name in self.parameters.items() if value in read}
+        return frozenset(self.parameters.values()) - used
 
 
 def _names(value: Any) -> Iterator[str]:

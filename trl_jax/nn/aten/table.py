@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trl_jax.nn.aten import indexing, numbers, pointwise, products, reductions, rng, shapes
+from trl_jax.nn.aten import indexing, numbers, pointwise, products, recurrences, reductions, rng, shapes
 
 RANDOM = rng.OPERATIONS  # these want a `key` beside their arguments
 OPERATIONS = (
@@ -10,6 +10,7 @@ OPERATIONS = (
     | shapes.OPERATIONS
     | indexing.OPERATIONS
     | reductions.OPERATIONS
+    | recurrences.OPERATIONS
     | products.OPERATIONS
     | numbers.OPERATIONS
     | rng.OPERATIONS
