@@ -22,7 +22,8 @@ class Memory(NamedTuple):
     """Bytes of one device.
 
     gradients: twice that where several passes a step are summed. copies: layers' weights in the dtype of computation.
-    gathered: one layer's weights, all-gathered over fsdp, and their gradient. kept: activations for the backward pass.
+    gathered: one layer's weights, all-gathered over fsdp, and their gradient. kept: activations for the backward pass,
+    and what all layers are given.
     working: activations of one layer while it is computed, again and backward. outside: weights outside the layers
     (embedding, head), all-gathered; when they are needed, nothing of the layers is left.
     """
@@ -106,13 +107,17 @@ def memory(
     """The memory of a step; `gradients` is their bytes on one device, `remat` is as in `models.stack`."""
     width = 2 if dtype == "bfloat16" else FLOAT32
     outputs = outputs_of_layer(maps, arch) // one.sharing  # activations of a token in one layer
-    kept = one.tokens * arch.hidden_size * FLOAT32 + (0 if remat else one.tokens * outputs * width)
+    products = one.tokens * outputs * width
+    kept = one.tokens * arch.hidden_size * FLOAT32 + (0 if remat else products)
+    alone = _weights(arguments.batch, one, arch, width) + (products if remat else 0)  # of a layer not computed again
     outside = {path: leaf for path, leaf in arguments.params.items() if not in_a_stack(path)}
     return _common(arguments, one, arch, maps, width)._replace(
         gradients=gradients * min(one.passes, 2),
         gathered=gathered(arguments, arch, width, gradients=True),
-        kept=(2 if remat == "offloaded" else arch.num_layers) * kept,  # one on its way out, one on its way in
-        working=2 * (one.tokens * outputs * width + _texts(arguments.batch, one, arch, width))
+        kept=(2 if remat == "offloaded" else arch.num_layers) * kept  # one on its way out, one on its way in
+        + layers_alone(arch) * alone
+        + 2 * _between_layers(one, arch, width),
+        working=2 * (products + _texts(arguments.batch, one, arch, width))
         + _scores(arguments.batch, one, arch, width)
         + _keys(one, arch, width),
         outside=_whole(outside.values()),
@@ -126,6 +131,7 @@ def evaluation_memory(arguments: StepArguments, one: Pass, arch: Any, maps: Sequ
     outside = {path: leaf for path, leaf in (arguments.frozen | arguments.params).items() if not in_a_stack(path)}
     return _common(arguments, one, arch, maps, width)._replace(
         gathered=gathered(arguments, arch, width, gradients=False),
+        kept=_between_layers(one, arch, width),
         working=one.tokens * outputs * width
         + _texts(arguments.batch, one, arch, width)
         + _block(arguments.batch, one, arch, width)
@@ -137,6 +143,24 @@ def evaluation_memory(arguments: StepArguments, one: Pass, arch: Any, maps: Sequ
 def outputs_of_layer(maps: Sequence[Map], arch: Any) -> int:
     """Numbers that the matrices of a layer give for a token, on the average of all layers."""
     return sum(each.layers * each.used * each.outputs for each in maps) // arch.num_layers
+
+
+def layers_alone(arch: Any) -> int:
+    """Layers whose neighbours are of another kind, so that their scan has one turn. XLA dissolves such a loop and finds
+    that what is to be computed again is there: of these layers everything is kept, attention weights too."""
+    counts = [run.count for run in arch.runs] if "kinds" in vars(arch) else [arch.num_layers]
+    return sum(count == 1 for count in counts)
+
+
+def _between_layers(one: Pass, arch: Any, width: int) -> int:
+    """Bytes of what layers are given beside the residual stream: embeddings of their own, which are made for all of
+    them at once, and keys and values that later layers reuse."""
+    if "kinds" not in vars(arch):
+        return 0
+    own = 0 if arch.layer_embedding is None else arch.num_layers * arch.layer_embedding.channels
+    heads = [arch.heads_of(kind) for kind in arch.kinds or () if kind.reused]
+    reused = sum(2 * each.count * each.channels for each in heads) // one.sharing
+    return one.tokens * (own + reused) * width
 
 
 def _common(arguments: StepArguments, one: Pass, arch: Any, maps: Sequence[Map], width: int) -> Memory:
@@ -174,13 +198,19 @@ def _whole(leaves: Iterable[Any]) -> int:
     )
 
 
-def _scores(batch: Batch, one: Pass, arch: Any, width: int) -> int:
-    """Bytes of one layer's attention weights on padded rows, in float32 and in the dtype of computation, and gradients
-    of one block. Zero where attention runs along packed rows: there only a block exists at once."""
+def _weights(batch: Batch, one: Pass, arch: Any, width: int) -> int:
+    """Bytes of one layer's attention weights on padded rows, in float32 and in the dtype of computation. Zero where
+    attention runs along packed rows: there only a block exists at once."""
     rows, length = _rows(batch, one)
     heads = rows * arch.num_heads // one.sharing // one.striped
-    weights = heads * keys_of_row(length, causal=True)
-    return weights * (FLOAT32 + width) + 2 * heads * QUERY_BLOCK * length * FLOAT32
+    return heads * keys_of_row(length, causal=True) * (FLOAT32 + width)
+
+
+def _scores(batch: Batch, one: Pass, arch: Any, width: int) -> int:
+    """Bytes of one layer's attention weights on padded rows, and of the gradients of one block."""
+    rows, length = _rows(batch, one)
+    heads = rows * arch.num_heads // one.sharing // one.striped
+    return _weights(batch, one, arch, width) + 2 * heads * QUERY_BLOCK * length * FLOAT32
 
 
 def _block(batch: Batch, one: Pass, arch: Any, width: int) -> int:
