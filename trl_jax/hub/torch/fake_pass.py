@@ -22,7 +22,7 @@ _TRACER = "torch._subclasses.fake_tensor"  # logs what it fails at as an error
 
 @dataclass(frozen=True)
 class FakePass:
-    """What a forward pass does.
+    """The operations of a forward pass, and which parameters it has a gradient for.
 
     Attributes:
         differentiable: the names of the parameters that the logits have a gradient for.
