@@ -234,7 +234,10 @@ def _planned(
         places=survey.places,
         tokens=survey.tokens,
         one=one,
-        memory=step_memory.memory(arguments, gradients, one, arch, maps, dtype=args.compute_dtype, remat=remat),
+        memory=step_memory.memory(
+            arguments, gradients, one, arch, maps,
+            dtype=args.compute_dtype, remat=remat, platform=topology.platform,
+        ),  # fmt: skip
         flops=flops // math.prod(trace.mesh_of(trainer).values()),
         why=None,
         compiled=result,

@@ -103,6 +103,7 @@ def memory(
     *,
     dtype: str,
     remat: bool | str,
+    platform: str,
 ) -> Memory:
     """The memory of a step; `gradients` is their bytes on one device, `remat` is as in `models.stack`."""
     width = 2 if dtype == "bfloat16" else FLOAT32
@@ -115,7 +116,7 @@ def memory(
         gradients=gradients * min(one.passes, 2),
         gathered=gathered(arguments, arch, width, gradients=True),
         kept=(2 if remat == "offloaded" else arch.num_layers) * kept  # one on its way out, one on its way in
-        + layers_alone(arch) * alone
+        + (layers_alone(arch) if platform == "cpu" else 0) * alone
         + 2 * _between_layers(one, arch, width),
         working=2 * (products + _texts(arguments.batch, one, arch, width))
         + _scores(arguments.batch, one, arch, width)
@@ -146,8 +147,9 @@ def outputs_of_layer(maps: Sequence[Map], arch: Any) -> int:
 
 
 def layers_alone(arch: Any) -> int:
-    """Layers whose neighbours are of another kind, so that their scan has one turn. XLA dissolves such a loop and finds
-    that what is to be computed again is there: of these layers everything is kept, attention weights too."""
+    """Layers whose neighbours are of another kind, so that their scan has one turn. XLA dissolves such a loop, and for
+    CPUs finds that what is to be computed again is there, whatever `jax.checkpoint` asks for: of these layers all is
+    kept, attention weights too."""
     counts = [run.count for run in arch.runs] if "kinds" in vars(arch) else [arch.num_layers]
     return sum(count == 1 for count in counts)
 

@@ -124,7 +124,7 @@ class Decoder(nnx.Module):
                 return out.h, (out.sums, out.kept if run.kind.reused else None)
 
             slices = (state, *of_run((by_layer, keys, router_keys), run))
-            h, (run_sums, run_kept) = jax.lax.scan(checkpointed(layer, remat=remat), h, slices)
+            h, (run_sums, run_kept) = jax.lax.scan(checkpointed(layer, remat=remat, turns=run.count), h, slices)
             if run.kind.reused:
                 made[run.kind.heads] = last_layer(run_kept)
             sums += [] if run_sums is None else [run_sums]

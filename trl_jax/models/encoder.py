@@ -84,13 +84,14 @@ class Encoder(nnx.Module):
             return block(h, x, shared.of_layer(inputs), key=key), None
 
         h = self._embedded(tokens, positions, dtype, dropout_key, noise, packed)
-        body = checkpointed(layer, remat=remat)
         keys = None if dropout_key is None else jax.random.split(dropout_key, self.arch.num_layers)
         slices = state, self._norms(), by_layer, keys
         if self.convolution is not None:  # parallel to the first layer alone
             first, slices = (jax.tree.map(lambda leaf, at=at: leaf[at], slices) for at in (0, slice(1, None)))
-            h = self._convolved(h, body(h, first)[0], valid, dropout_key)
-        h, _ = jax.lax.scan(body, h, slices)
+            alone = checkpointed(layer, remat=remat, turns=1)
+            h = self._convolved(h, alone(h, first)[0], valid, dropout_key)
+        turns = self.arch.num_layers - (self.convolution is not None)
+        h, _ = jax.lax.scan(checkpointed(layer, remat=remat, turns=turns), h, slices)
         hidden = apply(self.norm, h).astype(jnp.float32)
         return pool(hidden, reads, self.arch.head.pooling, valid=valid, packed=packed)
 

@@ -50,14 +50,15 @@ def in_a_stack(path: str) -> bool:
     return any(name == "layers" or name.startswith("layers_from_") for name in path.split("."))
 
 
-def checkpointed(layer: Callable, *, remat: bool | str) -> Callable:
-    """The layer as a scan's body: the backward pass recomputes it all (`remat`) or all but its matrix products and the
-    results of attention along packed rows. "offloaded": all, from inputs that wait in the host's memory."""
+def checkpointed(layer: Callable, *, remat: bool | str, turns: int) -> Callable:
+    """The layer as the body of a scan of so many `turns`: the backward pass recomputes it all (`remat`) or all but its
+    matrix products and the results of attention along packed rows. "offloaded": all, from inputs that wait in the
+    host's memory. XLA dissolves a loop of one turn, and would find that what is to be recomputed is there (CPUs do)."""
 
     def body(h: jax.Array, slices: Any) -> tuple[jax.Array, Any]:
         return layer(checkpoint_name(h, _INPUT), slices)
 
-    return jax.checkpoint(body, prevent_cse=False, policy=_KEPT[remat])
+    return jax.checkpoint(body, prevent_cse=turns == 1, policy=_KEPT[remat])
 
 
 def of_run(inputs: Any, run: Any) -> Any:

@@ -54,7 +54,7 @@ def _run_piece(piece: Piece, values: dict[str, Any], key: jax.Array | None, rema
         made_numbers.update({name: value for name, value in kept.items() if isinstance(value, int | float)})
         return {name: value for name, value in kept.items() if name not in made_numbers}
 
-    made = (jax.checkpoint(compute, prevent_cse=False) if remat else compute)(arrays, key)
+    made = (jax.checkpoint(compute) if remat else compute)(arrays, key)
     return {**made, **made_numbers}
 
 
