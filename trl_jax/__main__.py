@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from trl_jax.cli.front import install
+from trl_jax.hub.torch.models_aside import leave_models_aside
 
 USAGE = "usage: python -m trl_jax SCRIPT.py [ARGUMENTS]\n       python -m trl_jax -m MODULE [ARGUMENTS]"
 
@@ -32,6 +33,7 @@ def main(argv: list[str]) -> int:
     if not script.is_file():
         print(f"python -m trl_jax: there is no script {argv[0]!r}.\n{USAGE}", file=sys.stderr)
         return 2
+    leave_models_aside()  # before the script imports transformers' callbacks, as many do before trl
     sys.argv, sys.path[0] = argv, str(script.parent.absolute())
     runpy.run_path(str(script), run_name="__main__")
     return 0
