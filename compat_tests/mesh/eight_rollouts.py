@@ -16,6 +16,7 @@ from compat_tests.parity.dpo_cases import SMALL  # noqa: E402
 from compat_tests.parity.grpo_cases import length_reward, prompt_rows, vowels  # noqa: E402
 from compat_tests.parity.reference import BASE  # noqa: E402
 from trl_jax import AutoModelForCausalLM, GRPOTrainer, RLOOTrainer  # noqa: E402
+from trl_jax.generation import weights  # noqa: E402
 
 ROWS = 16  # of a micro-batch, on all devices together
 CONFIG = {
@@ -27,7 +28,7 @@ CONFIG = {
 
 @pytest.fixture(scope="module")
 def make(checkpoint, tmp_path_factory):
-    def made(kind, mesh: str, shards: int, out=None, **config):
+    def made(kind, mesh: str, shards: int, out=None, model=SMALL, **config):
         sizes = {f"per_device_{split}_batch_size": ROWS // shards for split in ("train", "eval")}
         out, seen = out or tmp_path_factory.mktemp("out"), []
 
@@ -38,7 +39,7 @@ def make(checkpoint, tmp_path_factory):
         args = kind.config_class(str(out), mesh_shape=mesh, **BASE | CONFIG | sizes | config)
         functions, rows = [length_reward, vowels, spy], prompt_rows(20)
         data = Dataset.from_list(rows), Dataset.from_list(rows[:5])  # the last batch has one prompt: four rows
-        return kind(str(checkpoint(**SMALL)), functions, args, *data), seen
+        return kind(str(checkpoint(**model)), functions, args, *data), seen
 
     return made
 
@@ -119,6 +120,18 @@ def test_a_run_goes_on_to_the_bit(kind, mesh, make, tmp_path):
     assert len(seen) == 2 and more == seen[1:]
     jax.tree.map(np.testing.assert_array_equal, whole.model.params, again.model.params)
     assert history(whole) == history(again)
+
+
+@only_thorough
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_layers_with_windows_complete_as_on_one_device(by_layer, make, monkeypatch):
+    """Along the stack, whose layers take their caches from several parts, and layer by layer."""
+    monkeypatch.setattr(weights, "_LARGEST", 2**30 if by_layer else 0)
+    windows = {"model_type": "gemma2", "sliding_window": 6, "num_hidden_layers": 3}
+    options = {"model": windows, "max_steps": 1, "eval_strategy": "no", "generation_batch_size": 32}
+    meshes = ("data:1", 1), ("data:2,fsdp:2,tensor:2", 4)
+    found, wanted = (train(make(GRPOTrainer, *mesh, **options))[1] for mesh in meshes)
+    assert found == wanted and sum(map(len, found[0])) == 256
 
 
 @only_thorough
