@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from compat_tests.effort import thorough
+from compat_tests.effort import thorough, usual
 from compat_tests.exported import configs
 
 torch = pytest.importorskip("torch")
@@ -69,6 +69,7 @@ def test_constants_are_part_of_what_is_computed_and_the_module_stays_as_it_is():
     assert not hasattr(module, "logits") and module.training
 
 
+@usual("True-0.0", "False-0.1")
 @pytest.mark.parametrize("rate", [0.0, 0.1])
 @pytest.mark.parametrize("first", [True, False])
 def test_training_and_evaluation_have_one_program_where_nothing_is_dropped(rate, first, tmp_path):
