@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 import trl_jax
 from compat_tests.adapters.runs import CASES
-from compat_tests.effort import only_thorough, usual, usually
+from compat_tests.effort import only_thorough, usually
 from compat_tests.parity.marks import assert_same_curve, assert_same_weights, steps_of
 from compat_tests.parity.reference import read_weights
 
