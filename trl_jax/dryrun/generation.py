@@ -23,7 +23,7 @@ from trl_jax.generation.noise import KeyedNoise, Noise, TorchNoise, chunk_steps
 from trl_jax.generation.prefill import prefill
 from trl_jax.generation.weights import Weights, cast_matrices, decodes_by_layer, layer_shapes
 from trl_jax.models.arch import LayerKind
-from trl_jax.models.cache_parts import turns_of
+from trl_jax.models.arch.cache_parts import turns_of
 from trl_jax.nn.cache.cache import Cache
 from trl_jax.nn.cache.places import within
 

@@ -12,7 +12,7 @@ from flax import nnx
 from trl_jax.core.packed import reads_of_rows
 from trl_jax.generation.decode import Decoding
 from trl_jax.generation.weights import by_layers, trunk_of
-from trl_jax.models.cache_parts import cache_parts
+from trl_jax.models.arch.cache_parts import cache_parts
 from trl_jax.models.cached_decoder import with_keys
 from trl_jax.models.functional import merge
 from trl_jax.nn.cache.cache import Cache
@@ -41,7 +41,7 @@ def prefill(
         lengths: int32 `[P]`, of the prompts, at least 1 each. longest: int32 scalar, of the longest text of the call.
         capacity: places of the cache for each completion.
         max_tokens: no prompt with its completion will have more; windows as long are left out.
-        by_layer: the cache has a part for each layer, not for several (models/cache_parts.py).
+        by_layer: the cache has a part for each layer, not for several (models/arch/cache_parts.py).
         head_dtype: what the head computes in; None: `dtype`.
     """
     model = merge(graph, arrays)

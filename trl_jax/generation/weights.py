@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from trl_jax.models.cache_parts import cache_parts
+from trl_jax.models.arch.cache_parts import cache_parts
 from trl_jax.models.functional import merge
 from trl_jax.models.stack import in_a_stack
 from trl_jax.nn.platform import platform
@@ -63,7 +63,7 @@ def unstacked(stack: Any, count: int) -> list[Any]:
 
 
 def by_layers(parts: list[Any], arch: Any) -> list[Any]:
-    """Of each layer that keeps something, from the parts of several (models/cache_parts.py)."""
+    """Of each layer that keeps something, from the parts of several (models/arch/cache_parts.py)."""
     of_layer = {}
     for part, (layers, _) in zip(parts, cache_parts(arch), strict=True):
         of_layer |= zip(layers, unstacked(part, len(layers)), strict=True)

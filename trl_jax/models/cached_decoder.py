@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from trl_jax.models.arch import Run
-from trl_jax.models.cache_parts import Turns, turns_of
+from trl_jax.models.arch.cache_parts import Turns, turns_of
 from trl_jax.models.decoder import Decoder
 from trl_jax.models.stack import last_layer, of_run, read, whole_layer
 from trl_jax.nn.attention.inputs import AttentionInputs, LayerInputs
@@ -35,8 +35,9 @@ def with_keys(
     dtype: jnp.dtype = jnp.float32,
     max_tokens: int | None = None,
 ) -> tuple[jax.Array, list[Kept]]:
-    """Hidden states `[N, D]`, and what a cache keeps of the tokens: part by part (models/cache_parts.py), with an axis
-    L in front; or of each layer, without it, where `layers` are given. Layers that reuse keys and values keep nothing.
+    """Hidden states `[N, D]`, and what a cache keeps of the tokens: part by part (models/arch/cache_parts.py), with an
+    axis L in front; or of each layer, without it, where `layers` are given. Layers that reuse keys and values keep
+    nothing.
 
     Args:
         tokens, positions, reads, dtype, max_tokens: as in a call of the decoder; rows of one token each where there is

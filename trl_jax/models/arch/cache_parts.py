@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from trl_jax.models.arch import Arch, Run
+from trl_jax.models.arch.decoder import Arch
+from trl_jax.models.arch.layers import Run
 
 _LONGEST = 8  # layers of a turn, which are compiled one by one
 
