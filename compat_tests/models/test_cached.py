@@ -54,7 +54,7 @@ def test_logits_are_those_of_whole_texts(family, by_layer, tmp_path):
         hidden, new = with_keys(
             trunk_of(whole), tokens[:, None], places[:, None], None, jnp.max(places) + 1, **options
         )
-        return whole.outputs(hidden, None, jnp.float32, None, 1.0), cache.appended(new)
+        return whole.outputs(hidden, None, jnp.float32, None, 1.0), cache.appended(new, after=tokens)
 
     for number in range(NEW):
         places = np.repeat(LENGTHS, GROUP) + number

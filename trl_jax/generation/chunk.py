@@ -16,6 +16,7 @@ from trl_jax.generation.processors import Processor, process
 from trl_jax.generation.weights import trunk_of
 from trl_jax.models.cached_decoder import with_keys
 from trl_jax.models.functional import merge
+from trl_jax.nn.cache.cache import Kept
 
 
 class Drawing(NamedTuple):
@@ -95,24 +96,32 @@ def next_tokens(
     model = merge(graph, arrays)
     trunk = trunk_of(model)
 
-    def forward(state: Decoding, longest: jax.Array) -> tuple[jax.Array, Decoding]:
-        places = state.cache.places
-        positions_P = places.prompt_lengths + places.own
-        positions = jnp.repeat(positions_P, len(state.alive) // len(positions_P))[:, None]
+    def angles(state: Decoding, number: jax.Array) -> dict[str, jax.Array]:
+        return trunk.angles(_positions(state), longest + number)
+
+    def forward(state: Decoding, number: jax.Array, turned: dict[str, jax.Array]) -> tuple[jax.Array, list[Kept]]:
         tokens = jax.lax.dynamic_slice_in_dim(state.tokens, (state.count - 1) % state.capacity, 1, axis=1)
-        options = {"cache": state.cache, "layers": layers, "dtype": dtype, "max_tokens": max_tokens}
-        hidden, new = with_keys(trunk, tokens, positions, None, longest, **options)
-        logits = model.outputs(hidden.astype(dtype), None, head_dtype, None, 1.0).astype(jnp.float32)
-        return logits, state._replace(cache=state.cache.appended(new))
+        options = {"cache": state.cache, "layers": layers, "dtype": dtype, "max_tokens": max_tokens, "angles": turned}
+        hidden, new = with_keys(trunk, tokens, _positions(state), None, longest + number, **options)
+        return model.outputs(hidden.astype(dtype), None, head_dtype, None, 1.0).astype(jnp.float32), new
 
     def step(carry):
-        number, state = carry
-        logits, state = forward(state, longest + number)
-        return number + 1, with_token(state, *_drawn(logits, state, noise, first + number, drawing), stops)
+        number, state, turned = carry
+        logits, new = forward(state, number, turned)
+        ids, logps = _drawn(logits, state, noise, first + number, drawing)
+        state = with_token(state._replace(cache=state.cache.appended(new, after=ids)), ids, logps, stops)
+        # The angles come from the step before: in one step XLA would compute them again in each layer, for each head.
+        return number + 1, state, angles(state, number + 1)
 
     def goes_on(carry):
-        number, state = carry
+        number, state, _ = carry
         return (number < steps) & jnp.any(state.alive)
 
-    _, state = jax.lax.while_loop(goes_on, step, (jnp.int32(0), state))
+    _, state, _ = jax.lax.while_loop(goes_on, step, (jnp.int32(0), state, angles(state, jnp.int32(0))))
     return state, Status(state.count, state.alive)
+
+
+def _positions(state: Decoding) -> jax.Array:
+    """Those of the tokens that come next, int32 `[B, 1]`."""
+    positions_P = state.cache.places.prompt_lengths + state.cache.places.own
+    return jnp.repeat(positions_P, len(state.alive) // len(positions_P))[:, None]

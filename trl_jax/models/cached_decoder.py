@@ -34,6 +34,7 @@ def with_keys(
     layers: list[nnx.State] | None = None,
     dtype: jnp.dtype = jnp.float32,
     max_tokens: int | None = None,
+    angles: dict[str, jax.Array] | None = None,
 ) -> tuple[jax.Array, list[Kept]]:
     """Hidden states `[N, D]`, and what a cache keeps of the tokens: part by part (models/arch/cache_parts.py), with an
     axis L in front; or of each layer, without it, where `layers` are given. Layers that reuse keys and values keep
@@ -45,8 +46,10 @@ def with_keys(
         longest: the tokens of the longest text so far, for ropes that ask.
         cache: what the rows' tokens follow, its parts like those that are given back; None where texts begin here.
         layers: the parameters of each layer, taken out of its stack; None computes with the stacks, in scans.
+        angles: what `decoder.angles` gives for these positions; None computes it here.
     """
     shared = AttentionInputs(decoder.arch.head_dim**-0.5, places=None if cache is None else cache.places)
+    shared = shared._replace(**(angles or {}))
     if cache is None:
         shared = shared._replace(lengths=reads % tokens.shape[1] + 1)
     h, shared, by_layer = decoder.begin(shared, tokens, positions, longest, max_tokens, dtype)

@@ -17,6 +17,7 @@ from trl_jax.models.stack import (
     of_run,
     read,
     rope_inputs,
+    rope_numbers,
     stacked,
     whole_layer,
     window_inputs,
@@ -152,6 +153,10 @@ class Decoder(nnx.Module):
         embedded = None if self.layer_embed is None else self.layer_embed(tokens, h, dtype)
         return h, shared, by_layer._replace(embedded=embedded)
 
+    def angles(self, positions: jax.Array, longest: jax.Array | int) -> dict[str, jax.Array]:
+        """The `cos` and `sin` of `AttentionInputs` for all kinds of rope; none where no layer turns."""
+        return rope_inputs(self.arch.ropes, positions, self.arch.rotary_dim, longest)
+
     def finish(self, h: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Norm the stack's results `[N, D]`, and map them to the channels that a head reads."""
         h = apply(self.norm, h)
@@ -177,7 +182,8 @@ class Decoder(nnx.Module):
     ) -> tuple[AttentionInputs, LayerInputs]:
         """Those of all layers with ropes and the scale of queries, and those that differ."""
         arch = self.arch
-        angles, rope = rope_inputs(arch.ropes, positions, arch.rotary_dim, longest)
+        if shared.cos is None:
+            shared = shared._replace(**self.angles(positions, longest))
         window, chunk = window_inputs(arch.windows, max_tokens), window_inputs(arch.chunks or (), max_tokens)
         if chunk is not None:
             left = 0 if shared.valid is None else jnp.argmax(shared.valid, axis=1, keepdims=True)
@@ -191,4 +197,4 @@ class Decoder(nnx.Module):
         recurrent = arch.gated_delta or arch.state_space
         if recurrent is not None and shared.packed is not None:
             shared = shared._replace(order=text_order(shared.packed, recurrent.width - 1))
-        return shared._replace(**angles), LayerInputs(rope, scale, window, chunk)
+        return shared, LayerInputs(rope_numbers(arch.ropes), scale, window, chunk)

@@ -10,7 +10,15 @@ from trl_jax.core.packed import Packed
 from trl_jax.models.arch import EncoderArch
 from trl_jax.models.encoder_block import CONVOLUTION, EMBEDDING, EncoderBlock, norm_of
 from trl_jax.models.pooling import pool, valid_tokens
-from trl_jax.models.stack import apply, checkpointed, rope_inputs, stacked, whole_layer, window_inputs
+from trl_jax.models.stack import (
+    apply,
+    checkpointed,
+    rope_inputs,
+    rope_numbers,
+    stacked,
+    whole_layer,
+    window_inputs,
+)
 from trl_jax.nn.attention.inputs import AttentionInputs, LayerInputs
 from trl_jax.nn.attention.packed import seen_both_ways
 from trl_jax.nn.convolution import Convolution
@@ -127,12 +135,12 @@ class Encoder(nnx.Module):
         arch = self.arch
         channels = arch.hidden_size // arch.num_heads
         longest = positions.shape[1] if packed is None else packed.longest[..., None, None]
-        angles, rope = rope_inputs(arch.ropes, positions, channels, longest)
+        angles = rope_inputs(arch.ropes, positions, channels, longest)
         shared = AttentionInputs(channels**-0.5, valid=valid, packed=packed, **angles)
         if self.distance_embed is not None:
             table = apply(self.distance_norm, self.distance_embed.weight[...].astype(dtype))
             shared = shared._replace(distances=table)
-        return shared, LayerInputs(rope, window=window_inputs(arch.windows, max_tokens))
+        return shared, LayerInputs(rope_numbers(arch.ropes), window=window_inputs(arch.windows, max_tokens))
 
     def _norms(self) -> tuple[nnx.State, jax.Array] | None:
         """For each layer the parameters of its attention's norm, and whether it has one."""

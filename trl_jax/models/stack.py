@@ -106,14 +106,18 @@ def narrowest_window(windows: Sequence[int | None]) -> int | None:
 
 def rope_inputs(
     ropes: Sequence[Rope | None], positions: jax.Array, channels: int, longest: jax.Array | int
-) -> tuple[dict[str, jax.Array], jax.Array | None]:
-    """The `cos` and `sin` of `AttentionInputs` for all kinds of rope, none where no layer turns; and the number of each
-    layer's rope, int32 `[L]`, None where there is one kind."""
+) -> dict[str, jax.Array]:
+    """The `cos` and `sin` of `AttentionInputs` for all kinds of rope; none where no layer turns."""
     kinds = list(dict.fromkeys(ropes))
-    turns = any(rope is not None for rope in kinds)
-    angles = dict(zip(("cos", "sin"), rope_angles(positions, kinds, channels, longest), strict=True)) if turns else {}
-    numbers = jnp.asarray([kinds.index(rope) for rope in ropes], jnp.int32) if len(kinds) > 1 else None
-    return angles, numbers
+    if all(rope is None for rope in kinds):
+        return {}
+    return dict(zip(("cos", "sin"), rope_angles(positions, kinds, channels, longest), strict=True))
+
+
+def rope_numbers(ropes: Sequence[Rope | None]) -> jax.Array | None:
+    """The number of each layer's rope among their kinds, int32 `[L]`; None where there is one kind."""
+    kinds = list(dict.fromkeys(ropes))
+    return jnp.asarray([kinds.index(rope) for rope in ropes], jnp.int32) if len(kinds) > 1 else None
 
 
 def window_inputs(windows: Sequence[int | None], max_tokens: int | None) -> jax.Array | None:

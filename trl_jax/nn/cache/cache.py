@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from trl_jax.nn.cache.keys_values import KeysValues, LayerCache
 from trl_jax.nn.cache.latents import LatentCache, Latents
@@ -92,11 +93,17 @@ class Cache(NamedTuple):
     parts: list[LayersCache]
     places: CachePlaces
 
-    def appended(self, new: list[Kept]) -> Cache:
-        """With one more token of every completion, `new` part by part."""
-        place = self.places.written
+    def appended(self, new: list[Kept], *, after: jax.Array) -> Cache:
+        """With one more token of every completion, `new` part by part.
+
+        Args:
+            after: ids that were drawn by means of all of the cache, none below 0. The place that is written is made to
+                depend on them: otherwise XLA sees no order between a step's reads and its writes, and copies the whole
+                cache in each.
+        """
+        place = jnp.minimum(self.places.written, self.places.written + jnp.maximum(jnp.max(after), 0))
         parts = [own.appended(each, place) for own, each in zip(self.parts, new, strict=True)]
-        return Cache(parts, self.places._replace(written=place + 1))
+        return Cache(parts, self.places._replace(written=self.places.written + 1))
 
     def grown(self, more: int) -> Cache:
         """With so many more places for each completion."""

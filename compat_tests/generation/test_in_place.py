@@ -1,0 +1,41 @@
+"""A step of decoding writes its keys and values in place: its program copies no part of the cache."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from compat_tests.models import causal
+from trl_jax import AutoModelForCausalLM
+from trl_jax.generation import generator
+from trl_jax.generation.request import Request
+from trl_jax.generation.weights import Weights
+
+
+@pytest.mark.parametrize(("family", "by_layer"), [("llama", True), ("gemma3_text", False), ("deepseek_v3", True)])
+def test_no_step_copies_the_cache(family, by_layer, monkeypatch, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(causal.build(tmp_path, family, tie=False))
+    weights = Weights.of(model.graph, model.arrays)
+    weights = weights if by_layer else weights._replace(layers=None)
+    compute, programs = generator.next_tokens, []
+
+    def next_tokens(*args, **options):
+        text = compute.lower(*args, **options).compile().as_text()
+        parts = {",".join(map(str, leaf.shape)) for leaf in jax.tree.leaves(args[3].cache.parts)}
+        programs.append([line for line in text.splitlines() if _copied(line) in parts])
+        assert any(f"f32[{shape}]" in text for shape in parts)
+        return compute(*args, **options)
+
+    monkeypatch.setattr(generator, "next_tokens", next_tokens)
+    prompts = [np.arange(5, 9, dtype=np.int32), np.arange(5, 12, dtype=np.int32)]
+    generator.generate(weights, Request(prompts, 3, (1,), 0, 8, (), temperature=1.0, logps=False))
+    assert programs and not any(programs), programs
+
+
+def _copied(line: str) -> str | None:
+    """The shape of what a line of a compiled program copies."""
+    found = re.search(r"= f32\[([\d,]*)\]\S* copy\(", line)
+    return found and found.group(1)
