@@ -14,6 +14,15 @@ SFTConfig("out", use_cpu=True)
 assert not {"peft", "transformers.modeling_utils"} & sys.modules.keys()
 
 import transformers
+transformers.LlamaConfig()
+assert "torch.distributed.tensor" not in sys.modules
+from transformers.distributed import sharding_utils
+from torch.distributed.tensor import DTensor, Shard
+assert isinstance(Shard(0), sharding_utils.Shard) and not isinstance(Shard(0), sharding_utils.DTensor)
+assert sharding_utils.Shard(1) == Shard(1) and type(sharding_utils.Shard(1)) is Shard
+assert sharding_utils.Shard.is_shard is Shard.is_shard
+assert sharding_utils._local_shard_size_and_offset(5, 2, 1) == (2, 3)
+
 from transformers import trainer_utils
 from transformers.integrations import integration_utils
 assert not trainer_utils._is_peft_model("a string")
@@ -36,6 +45,24 @@ transformers.Trainer(model, transformers.TrainingArguments("out", use_cpu=True, 
 def test_models_and_peft_are_imported_when_they_are_wanted(tmp_path):
     pytest.importorskip("peft")
     ran = subprocess.run([sys.executable, "-c", SCRIPT], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+REFUSED = """
+import sys
+from trl_jax.hub.torch import models_aside
+models_aside._Absent.__getattr__ = lambda self, name: 1 / 0
+models_aside.leave_models_aside()
+assert "transformers.conversion_mapping" not in sys.modules and "torch.distributed.fsdp" not in sys.modules
+from transformers.distributed.sharding_utils import DTensor
+import torch.distributed.tensor
+assert DTensor is torch.distributed.tensor.DTensor
+"""
+
+
+def test_what_does_not_wait_is_imported_as_ever(tmp_path):
+    pytest.importorskip("torch")
+    ran = subprocess.run([sys.executable, "-c", REFUSED], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
 
 
