@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -33,7 +34,17 @@ def drawn(length, rows=2, heads=4, key_heads=2, channels=8):
     return [draw(size=(rows, length, count, channels)).astype(np.float32) for count in sizes]
 
 
-def test_sinks_are_keys_without_values():
+@pytest.fixture(params=[True, False], ids=["blocks", "rows"])
+def one_cpu(request, monkeypatch):
+    """Whether causal rows go block by block, as on one CPU, or whole, as elsewhere."""
+    in_blocks = vars(sys.modules["trl_jax.nn.attention.attend"])["_in_blocks"]
+    assert in_blocks(np.zeros((1, 128, 1, 1)), AttentionInputs(1.0))
+    if not request.param:
+        monkeypatch.setattr("trl_jax.nn.attention.attend._in_blocks", lambda q, inputs: False)
+    return request.param
+
+
+def test_sinks_are_keys_without_values(one_cpu):
     """More than one block of queries; sinks below all scores and above."""
     q, k, v = drawn(300)
     sinks = np.asarray([-40.0, -1.0, 2.0, 40.0], np.float32)
@@ -51,7 +62,7 @@ def test_sinks_are_keys_without_values():
 
 @pytest.mark.parametrize("window", [None, 5, 140])
 @pytest.mark.parametrize("length", [1, 20, 150])
-def test_the_formula(length, window):
+def test_the_formula(length, window, one_cpu):
     """One block of queries and more than one; windows that cut within a block and across."""
     q, k, v = drawn(length)
     valid = np.random.default_rng(0).random((2, length)) < 0.8
@@ -64,6 +75,25 @@ def test_the_formula(length, window):
         np.testing.assert_allclose(found, formula(q, k, v, 0.3, seen), atol=1e-6)
         free = np.broadcast_to(causal, seen.shape)
         np.testing.assert_allclose(attend(q, k, v, inputs), formula(q, k, v, 0.3, free), atol=1e-6)
+
+
+def test_blocks_are_whole_rows(monkeypatch):
+    """Forward and backward: lengths between blocks, a window of each query, values of fewer channels, a softcap."""
+    (q, k, v), lengths = drawn(200, channels=12), jnp.asarray([200, 131])
+    windows = jnp.asarray(np.random.default_rng(0).integers(1, 200, (2, 200)), jnp.int32)
+    inputs, read = AttentionInputs(0.3, window=windows, lengths=lengths), np.arange(200)[:, None] < np.asarray(lengths)
+
+    def results(q, k, v):
+        return attend(q, k, v[..., :8], inputs, softcap=2.0) * read.T[..., None, None]
+
+    def both():
+        out, pull = jax.vjp(results, q, k, v)
+        return out, *pull(jnp.cos(out))
+
+    in_blocks = jax.jit(both, compiler_options=QUICKLY)()
+    monkeypatch.setattr("trl_jax.nn.attention.attend._in_blocks", lambda q, inputs: False)
+    for ours, whole in zip(in_blocks, jax.jit(lambda: both(), compiler_options=QUICKLY)(), strict=True):
+        np.testing.assert_allclose(ours, whole, rtol=1e-6, atol=2e-6)
 
 
 def ones_seen(length, rate, seed=0, rows=16):
@@ -109,6 +139,7 @@ def hopper(monkeypatch):
     """A GPU that is only compiled for, as far as a machine without one can."""
     from jax._src.cudnn import fused_attention_stablehlo as kernels
 
+    monkeypatch.setattr("trl_jax.nn.attention.attend.platform", lambda: "gpu")
     monkeypatch.setattr(cudnn, "platform", lambda: "gpu")
     monkeypatch.setattr(cudnn, "_capable", lambda: True)
     monkeypatch.setattr(kernels, "check_cudnn_version", lambda: 91000)

@@ -41,6 +41,28 @@ def attend_packed(
     return out.reshape(q_RTHC.shape)
 
 
+def attend_rows(
+    q_RTHC: jax.Array,
+    k_RTKC: jax.Array,
+    v_RTKC: jax.Array,
+    inputs: AttentionInputs,
+    *,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
+    """Causal attention of rows of one text each, as packed rows attend; of any length. `inputs` as in `attend_packed`,
+    with `lengths`, behind which results are zeros, in the place of `packed`."""
+    rows, length = q_RTHC.shape[:2]
+    missing = -length % BLOCK
+    places = jnp.broadcast_to(jnp.arange(length + missing, dtype=jnp.int32), (rows, length + missing))
+    inside = places < (length if inputs.lengths is None else inputs.lengths[:, None])
+    packed = Packed(jnp.where(inside, 0, length + missing), jnp.where(inside, places + 1, length + missing), None)
+    if inputs.window is not None and inputs.window.ndim:
+        inputs = inputs._replace(window=jnp.pad(inputs.window, ((0, 0), (0, missing)), constant_values=1))
+    qkv = (jnp.pad(y, ((0, 0), (0, missing), (0, 0), (0, 0))) for y in (q_RTHC, k_RTKC, v_RTKC))
+    return attend_packed(*qkv, inputs._replace(packed=packed), softcap=softcap, sinks=sinks)[:, :length]
+
+
 def seen_both_ways(packed: Packed) -> Packed:
     """For texts whose tokens see what comes after them, too. Texts must share nothing."""
     length = packed.first.shape[-1]
