@@ -176,3 +176,8 @@ def test_the_command_plans_it(checkpoint, monkeypatch, tmp_path, capsys):
     score = f"--model_name_or_path {checkpoint()} --topology h100:1 --max_length 64 --generate 4x16+8"
     assert main(["plan", *score.split()]) == 2
     assert "cannot generate: it runs on the native backend and has a 'score' head" in capsys.readouterr().err
+
+
+def test_tpus_read_completions_by_text(bare, tmp_path):
+    found = plan(bare, config(tmp_path), topology("v5e:1x1"), compiles=False)
+    assert found.attention.startswith("splash attention") and found.layout == "shared"

@@ -238,7 +238,7 @@ def test_rows_of_texts_stay_where_they_are(checkpoint, tmp_path, monkeypatch, al
     mesh = "data:2,fsdp:2,tensor:2"
     wanted = alone("llama", "shared")
     _, along = compiled(trainer(checkpoint, tmp_path / "along", mesh_shape=mesh))
-    monkeypatch.setattr(layout_choice, "by_rows", lambda args, striped: True)
+    monkeypatch.setattr(layout_choice, "by_rows", lambda args, **_: True)
     built = trainer(checkpoint, tmp_path, mesh_shape=mesh)
     [step, *_] = built.get_train_dataloader().steps
     assert step.arrays.packed.texts is not None

@@ -17,6 +17,7 @@ from trl_jax.data.layout.packed import PackingSpec, pack_examples
 from trl_jax.data.layout.placing import place
 from trl_jax.data.layout.row_view import RowViewShape
 from trl_jax.nn.attention import packed as packed_attention
+from trl_jax.nn.attention import splash
 from trl_jax.nn.attention.attend import attend
 from trl_jax.nn.attention.inputs import AttentionInputs
 
@@ -94,9 +95,9 @@ def exactly(name):
 
 @usual(
     "plain-blocks", "softcap_window-blocks", "plain-rows", "sinks_window-rows", "window-where splash would be",
-    "sinks_window-where splash would be",
+    "sinks_window-where splash would be", "plain-splash", "sinks_window-splash", "softcap_window-by text",
 )  # fmt: skip
-@pytest.mark.parametrize("kernel", ["blocks", "where splash would be", "rows"])
+@pytest.mark.parametrize("kernel", ["blocks", "where splash would be", "rows", "splash", "by text"])
 @pytest.mark.parametrize("name", FACTS)
 def test_the_texts_one_by_one(name, kernel, monkeypatch):
     packed, _ = laid_out()
@@ -105,7 +106,12 @@ def test_the_texts_one_by_one(name, kernel, monkeypatch):
     if kernel == "where splash would be":  # it takes one range of each query: blocks do it
         monkeypatch.setattr(packed_attention, "platform", lambda: "tpu")
         monkeypatch.setattr(packed_attention, "attend_splash", None)
-    if kernel != "rows":
+    if kernel in ("splash", "by text"):  # keys and values in the order of texts; the kernel is interpreted
+        monkeypatch.setattr("trl_jax.nn.attention.attend.platform", lambda: "tpu")
+        monkeypatch.setattr(packed_attention, "platform", lambda: "tpu" if kernel == "splash" else "cpu")
+        monkeypatch.setattr(splash, "BLOCK", 128)
+        monkeypatch.setattr(packed_attention, "attend_blocks" if kernel == "splash" else "attend_splash", None)
+    if kernel in ("blocks", "where splash would be"):
         packed = packed._replace(texts=None)
     attention = AttentionInputs(how["scale"], window=how.get("window"), packed=jax.tree.map(jnp.asarray, packed))
 

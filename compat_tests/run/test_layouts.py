@@ -12,9 +12,11 @@ from datasets import Dataset
 import trl_jax
 from compat_tests.mesh.rank import rows_of
 from compat_tests.parity.dpo_cases import SMALL
+from compat_tests.parity.grpo_cases import length_reward, prompt_rows
 from compat_tests.parity.marks import timeless
 from compat_tests.parity.reference import BASE
 from compat_tests.trainer.trainers import FACTS, make, stream, table
+from trl_jax.nn.attention.packed import attend_by_text
 from trl_jax.run import layout_choice
 
 COLUMNS = ("chosen_ids", "rejected_ids")
@@ -23,6 +25,7 @@ DROPS = SimpleNamespace(takes_packed=True, drops_out=True, draws_experts=False, 
 ENCODER = SimpleNamespace(takes_packed=True, drops_out=False, draws_experts=False, causal=False)
 WHOLE = SimpleNamespace(takes_packed=False, drops_out=False, draws_experts=False, causal=False, window=None)
 WINDOWED = SimpleNamespace(takes_packed=True, drops_out=False, draws_experts=False, causal=True, window=512)
+WINDOWS = SMALL | {"model_type": "mistral", "sliding_window": 8}
 DRAWS = SimpleNamespace(takes_packed=True, drops_out=False, draws_experts=True, causal=True, window=None)
 
 
@@ -132,7 +135,7 @@ def test_a_run_gives_the_same_numbers_in_every_layout(checkpoint, tmp_path, monk
     found = {}
     for layout in ("padded", "packed", "shared", "rows"):
         if layout == "rows":
-            monkeypatch.setattr(layout_choice, "by_rows", lambda args, striped: True)
+            monkeypatch.setattr(layout_choice, "by_rows", lambda args, **_: True)
         data, test = table(26, margin=True), table(7, seed=1, margin=True)
         said = config | {"batch_layout": layout.replace("rows", "shared")}
         how = {"train": data, "eval_dataset": test, "config": said}
@@ -153,6 +156,46 @@ def test_texts_that_are_divided_over_gpus_are_padded_unless_asked_otherwise():
     found, why = layout_choice.exact_layout(asked(device="cuda"), CAUSAL, striped=True)
     assert found == "padded" and "have no kernel along packed rows; batch_layout='shared' uses XLA" in why
     assert layout_choice.exact_layout(asked("shared", device="cuda"), CAUSAL, striped=True)[0] == "shared"
+
+
+def test_completions_of_a_prompt_are_read_by_text_on_tpus():
+    tpu = asked(device="tpu", max_length=None)
+    for backend in (CAUSAL, WINDOWED):
+        plan = layout_choice.unplanned(tpu, backend, striped=False, branches=True)
+        assert plan.layout == "shared" and plan.views is not None
+    assert layout_choice.unplanned(tpu, CAUSAL, striped=False).views is None
+    assert layout_choice.unplanned(tpu, CAUSAL, striped=True, branches=True).views is None
+    assert layout_choice.unplanned(asked(), CAUSAL, striped=False, branches=True).views is None
+
+
+@pytest.mark.parametrize("model", [SMALL, WINDOWS])
+def test_completions_give_the_same_numbers_by_text(model, checkpoint, tmp_path, monkeypatch):
+    """Keys in the order of texts, as on TPUs, with and without a window, a reference beside."""
+    found, calls = {}, []
+
+    def by_text(*qkv, **options):
+        calls.append(len(qkv))
+        return attend_by_text(*qkv, **options)
+
+    monkeypatch.setattr("trl_jax.nn.attention.attend.attend_by_text", by_text)
+    for how in ("along", "by text"):
+        assert not calls
+        if how == "by text":
+            monkeypatch.setattr(layout_choice, "by_rows", lambda args, **_: True)
+            monkeypatch.setattr("trl_jax.nn.attention.attend.platform", lambda: "tpu")
+        config = {
+            "max_steps": 3, "learning_rate": 3e-3, "num_generations": 4, "max_completion_length": 12, "beta": 0.1,
+            "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "pad_to_multiple_of": None,
+        }  # fmt: skip
+        args = trl_jax.GRPOConfig(str(tmp_path / how), **BASE | config)
+        rows = Dataset.from_list(prompt_rows(16, "text"))
+        trainer = trl_jax.GRPOTrainer(str(checkpoint(**model)), length_reward, args, rows)
+        trainer.train()
+        found[how] = [timeless(entry) for entry in trainer.state.log_history]
+    assert calls
+    for mine, other in zip(*found.values(), strict=True):
+        assert list(mine) == list(other)
+        assert all(abs(mine[key] - other[key]) <= 2e-5 for key in other), (mine, other)
 
 
 def test_rows_of_texts_are_for_gpus_and_have_one_length():

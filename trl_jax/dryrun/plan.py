@@ -256,7 +256,8 @@ def _attention(platform: str, trainer: BaseTrainer, arch: Any, layout: str) -> s
         return "cuDNN's flash attention, text by text" if flash else f"{_BY_ROWS}, text by text"
     if layout == "padded":
         return _BY_ROWS
-    splash_runs = platform == "tpu" and not (windowed and layout == "shared")
+    by_text = trainer.parts.run.rollout is not None  # completions of a prompt, in windows, too
+    splash_runs = platform == "tpu" and (by_text or not (windowed and layout == "shared"))
     return _ALONG_PACKED.format(*(("splash attention", splash.BLOCK) if splash_runs else ("plain XLA", BLOCK)))
 
 

@@ -139,7 +139,8 @@ def step_layout(run: RunState, plan: LayoutPlan | None = None, *, training: bool
     if user_loss:
         plan = LayoutPlan("padded")  # scripts get rows
     elif plan is None:
-        plan = layout_choice.unplanned(args, run.model.backend, striped=_striped(run))
+        branches = isinstance(run.task, PolicyTask)
+        plan = layout_choice.unplanned(args, run.model.backend, striped=_striped(run), branches=branches)
     return StepLayout(
         batch_size=run.micro_batch_examples if training else args.per_device_eval_batch_size * run.shards,
         pad_token_id=run.processing_class.pad_token_id,

@@ -26,11 +26,14 @@ logger = logging.getLogger(__name__)
 _ON_CPUS, _ON_ACCELERATORS = 2e11, 2e15
 
 
-def exact_layout(args: BaseConfig, backend: Backend, *, striped: bool = False) -> tuple[str, str]:
+def exact_layout(
+    args: BaseConfig, backend: Backend, *, striped: bool = False, branches: bool = False
+) -> tuple[str, str]:
     """The layout of a run, and the reason where it is another than asked for, else "".
 
     Args:
         striped: whether a mesh divides texts over devices.
+        branches: whether any number of texts share a context, as completions of a prompt do.
     """
     asked = args.batch_layout
     if asked == "padded":
@@ -47,7 +50,8 @@ def exact_layout(args: BaseConfig, backend: Backend, *, striped: bool = False) -
     if not backend.causal:
         reason = "the tokens of this model see what comes after them, so answers do not begin alike"
         return "packed", reason if asked == "shared" else ""
-    if asked == "auto" and args.device.type == "tpu" and windowed(args, backend):
+    by_text = by_rows(args, striped=striped, branches=branches)
+    if asked == "auto" and args.device.type == "tpu" and not by_text and windowed(args, backend):
         return "packed", "the TPUs' kernel knows no windows beside shared prompts; batch_layout='shared' shares them"
     if backend.draws_experts:
         reason = "routers of this model draw experts for each text, also where two begin alike"
@@ -60,15 +64,17 @@ def windowed(args: BaseConfig, backend: Backend) -> bool:
     return backend.window is not None and (args.max_length is None or backend.window < args.max_length)
 
 
-def by_rows(args: BaseConfig, *, striped: bool) -> bool:
-    """Whether attention gets the texts of packed rows as rows: on GPUs, whose kernel reads rows."""
-    return args.device.type == "cuda" and not striped
+def by_rows(args: BaseConfig, *, striped: bool, branches: bool = False) -> bool:
+    """Whether attention gets the texts of packed rows as rows: on GPUs, whose kernel reads rows, and of branches on
+    TPUs, whose kernel takes one range of keys a query."""
+    return not striped and (args.device.type == "cuda" or (args.device.type == "tpu" and branches))
 
 
-def unplanned(args: BaseConfig, backend: Backend, *, striped: bool) -> LayoutPlan:
-    """The layout of a dataset whose lengths are not surveyed: evaluation sets and streams."""
-    layout, _ = exact_layout(args, backend, striped=striped)
-    return LayoutPlan(layout, views=ViewBuckets() if by_rows(args, striped=striped) else None)
+def unplanned(args: BaseConfig, backend: Backend, *, striped: bool, branches: bool = False) -> LayoutPlan:
+    """The layout of a dataset whose lengths are not surveyed: evaluation sets, streams and, with branches, rollouts."""
+    options = {"striped": striped, "branches": branches}
+    layout, _ = exact_layout(args, backend, **options)
+    return LayoutPlan(layout, views=ViewBuckets() if by_rows(args, **options) else None)
 
 
 def check_layout(args: BaseConfig, backend: Backend) -> None:

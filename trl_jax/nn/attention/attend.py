@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from trl_jax.nn.attention.cached import attend_cached
 from trl_jax.nn.attention.inputs import AttentionInputs
 from trl_jax.nn.attention.key_ranges import SAVED
-from trl_jax.nn.attention.packed import attend_packed, attend_rows
+from trl_jax.nn.attention.packed import attend_by_text, attend_packed, attend_rows
 from trl_jax.nn.attention.padded import attend_padded
 from trl_jax.nn.attention.row_view import by_text, by_token
 from trl_jax.nn.dropout import Dropout
@@ -35,7 +35,8 @@ def attend(
     """Results `[R, T, H, C]` of queries on keys and values; the keywords are those of `attend_padded`. Values may have
     fewer channels than keys, as many as the results.
 
-    Packed rows are attended to as they lie, or text by text where they come with a view of their texts as rows. They
+    Packed rows are attended to as they lie, or text by text where they come with a view of their texts as rows: on TPUs
+    keys and values alone are put in the order of texts, elsewhere queries, too. They
     know no bias and no dropout, and `inputs.packed` says what is seen: `causal` must be what it was made for. Nor does
     a cache: the tokens of `inputs.cache` are seen beside the one of each row.
     """
@@ -49,7 +50,9 @@ def attend(
         return attend_padded(q_RTHC, k_RSKC, v_RSKC, inputs, **options)
     if packed.texts is None:
         return _as_wide(attend_packed, q_RTHC, k_RSKC, v_RSKC, inputs, softcap=softcap, sinks=sinks)
-    return _attend_by_text(q_RTHC, k_RSKC, v_RSKC, inputs, causal=causal, softcap=softcap, sinks=sinks)
+    if platform() == "tpu" and causal:
+        return _as_wide(attend_by_text, q_RTHC, k_RSKC, v_RSKC, inputs, softcap=softcap, sinks=sinks)
+    return _attend_as_rows(q_RTHC, k_RSKC, v_RSKC, inputs, causal=causal, softcap=softcap, sinks=sinks)
 
 
 def _in_blocks(q_RTHC: jax.Array, inputs: AttentionInputs) -> bool:
@@ -68,7 +71,7 @@ def _as_wide(attend_in_blocks: Callable, q_RTHC, k_RSKC, v_RSKC, inputs: Attenti
     return attend_in_blocks(q_RTHC, k_RSKC, v_RSKC, inputs, **scores)[..., :channels]
 
 
-def _attend_by_text(q_RTHC, k_RSKC, v_RSKC, inputs: AttentionInputs, *, causal: bool, **scores):
+def _attend_as_rows(q_RTHC, k_RSKC, v_RSKC, inputs: AttentionInputs, *, causal: bool, **scores):
     texts = inputs.packed.texts
     inside = (texts.places < q_RTHC.shape[1]).reshape(-1, texts.places.shape[2])
     lengths = jnp.maximum(jnp.sum(inside, axis=1, dtype=jnp.int32), 1)  # a row without a text is one of a zero

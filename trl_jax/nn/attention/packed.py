@@ -9,6 +9,7 @@ from trl_jax.core.packed import BLOCK, Packed
 from trl_jax.nn.attention.block import attend_blocks
 from trl_jax.nn.attention.inputs import AttentionInputs
 from trl_jax.nn.attention.key_ranges import KeyRanges
+from trl_jax.nn.attention.row_view import by_text
 from trl_jax.nn.attention.splash import attend_splash, splashes
 from trl_jax.nn.attention.striped import Striped
 from trl_jax.nn.platform import platform
@@ -36,9 +37,41 @@ def attend_packed(
         raise ValueError(f"A packed row of {length} tokens is not a multiple of {BLOCK}: pad it to one.")
     ranges = _key_ranges(inputs.packed, inputs.window, inputs.striped, k_RSKC.shape[1])
     q_NHC, k_SKC, v_SKC = (y.reshape(-1, *y.shape[2:]) for y in (q_RTHC, k_RSKC, v_RSKC))
+    return _along(q_NHC, k_SKC, v_SKC, ranges, inputs.scale, softcap, sinks).reshape(q_RTHC.shape)
+
+
+def attend_by_text(
+    q_RTHC: jax.Array,
+    k_RTKC: jax.Array,
+    v_RTKC: jax.Array,
+    inputs: AttentionInputs,
+    *,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
+    """As `attend_packed`, where `inputs.packed` has a view of its texts as rows: keys and values of each text are put
+    together, those that texts share into each of them. So a query sees one range, a context or a window or not."""
+    texts = inputs.packed.texts
+    rows, count, length = texts.places.shape
+    slots = texts.rows[:, 0]  # of the first text that a token is in
+    missing = -rows * count * length % BLOCK
+    k_SKC, v_SKC = (
+        jnp.pad(by_text(y, texts).reshape(-1, *y.shape[2:]), ((0, missing), (0, 0), (0, 0))) for y in (k_RTKC, v_RTKC)
+    )
+    place = slots + jnp.arange(rows, dtype=jnp.int32)[:, None] * (count * length)
+    nearest = slots % length  # tokens of the text before the query's
+    if inputs.window is not None:
+        nearest = jnp.minimum(nearest, inputs.window - 1)
+    inside = slots < count * length
+    ranges = KeyRanges(*(jnp.where(inside, y, 0).reshape(-1) for y in (place - nearest, place + 1)))
+    q_NHC = q_RTHC.reshape(-1, *q_RTHC.shape[2:])
+    return _along(q_NHC, k_SKC, v_SKC, ranges, inputs.scale, softcap, sinks).reshape(q_RTHC.shape)
+
+
+def _along(q_NHC, k_SKC, v_SKC, ranges: KeyRanges, scale, softcap, sinks) -> jax.Array:
+    """By the kernel for the platform."""
     kernel = attend_splash if platform() == "tpu" and splashes(k_SKC, ranges) else attend_blocks
-    out = kernel(q_NHC, k_SKC, v_SKC, ranges, scale=inputs.scale, softcap=softcap, sinks=sinks)
-    return out.reshape(q_RTHC.shape)
+    return kernel(q_NHC, k_SKC, v_SKC, ranges, scale=scale, softcap=softcap, sinks=sinks)
 
 
 def attend_rows(
