@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from compat_tests.effort import usual
 from compat_tests.nn.test_packed_attention import FACTS, inputs, sinks_of
-from trl_jax.core.packed import BLOCK
+from trl_jax.core.chips import topology
+from trl_jax.core.packed import BLOCK, Packed, RowView
 from trl_jax.data.example import Context, Example
 from trl_jax.data.layout.packed import PackingSpec, pack_examples
 from trl_jax.data.layout.placing import place
 from trl_jax.data.layout.row_view import RowViewShape
+from trl_jax.dryrun.compiler import devices
+from trl_jax.engine.devices.sharding import make_mesh
 from trl_jax.nn.attention import packed as packed_attention
 from trl_jax.nn.attention import splash
 from trl_jax.nn.attention.attend import attend
@@ -123,3 +128,26 @@ def test_the_texts_one_by_one(name, kernel, monkeypatch):
     found = jax.jit(functools.partial(with_gradients, ours))([x.astype(np.float32) for x in qkv])
     for mine, exact in zip((found[1], *found[0]), (wanted[1], *wanted[0]), strict=True):
         np.testing.assert_allclose(mine, exact, atol=3e-6 * np.abs(exact).max())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed; trl_jax[tpu] has it")
+def test_tpus_compile_the_kernel_by_text_and_walk_no_blocks():
+    """Forward and backward, completions over `data`, heads over `tensor`; their keys take more than 65,536 places."""
+    mesh = make_mesh({"data": 2, "tensor": 2}, devices(topology("v6e:2x2")))
+    length, count, longest, shape = 20 * BLOCK, 32, 4096, jax.ShapeDtypeStruct
+    rows, heads = (NamedSharding(mesh, PartitionSpec("data", None, *axes)) for axes in ((), ("tensor",)))
+    qkv = [shape((2, length, number, 128), jnp.bfloat16, sharding=heads) for number in (8, 4, 4)]
+    sizes = [(2, length)] * 5 + [(2, count, longest), (2, 8, length)]
+    seen = [shape(size, jnp.int32, sharding=rows) for size in sizes]
+
+    def total(q, k, v, first, end, context, context_end, longest, *view):
+        packed = Packed(first, end, longest, None, RowView(*view), context, context_end)
+        return attend(q, k, v, AttentionInputs(0.1, packed=packed)).astype(jnp.float32).sum()
+
+    spec = PartitionSpec("data")
+    step = jax.shard_map(
+        jax.grad(total, argnums=(0, 1, 2)), mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"data"},
+        check_vma=False,
+    )  # fmt: skip
+    program = jax.jit(step).trace(*qkv, *seen).lower(lowering_platforms=("tpu",)).compile().as_text()
+    assert program.count("tpu_custom_call") == 3 and " while(" not in program and "all-gather" not in program

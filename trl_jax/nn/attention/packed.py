@@ -37,7 +37,8 @@ def attend_packed(
         raise ValueError(f"A packed row of {length} tokens is not a multiple of {BLOCK}: pad it to one.")
     ranges = _key_ranges(inputs.packed, inputs.window, inputs.striped, k_RSKC.shape[1])
     q_NHC, k_SKC, v_SKC = (y.reshape(-1, *y.shape[2:]) for y in (q_RTHC, k_RSKC, v_RSKC))
-    return _along(q_NHC, k_SKC, v_SKC, ranges, inputs.scale, softcap, sinks).reshape(q_RTHC.shape)
+    scores = {"scale": inputs.scale, "softcap": softcap, "sinks": sinks}
+    return _along(q_NHC, k_SKC, v_SKC, ranges, k_RSKC.shape[1], **scores).reshape(q_RTHC.shape)
 
 
 def attend_by_text(
@@ -65,13 +66,15 @@ def attend_by_text(
     inside = slots < count * length
     ranges = KeyRanges(*(jnp.where(inside, y, 0).reshape(-1) for y in (place - nearest, place + 1)))
     q_NHC = q_RTHC.reshape(-1, *q_RTHC.shape[2:])
-    return _along(q_NHC, k_SKC, v_SKC, ranges, inputs.scale, softcap, sinks).reshape(q_RTHC.shape)
+    scores = {"scale": inputs.scale, "softcap": softcap, "sinks": sinks}
+    return _along(q_NHC, k_SKC, v_SKC, ranges, length, **scores).reshape(q_RTHC.shape)
 
 
-def _along(q_NHC, k_SKC, v_SKC, ranges: KeyRanges, scale, softcap, sinks) -> jax.Array:
-    """By the kernel for the platform."""
-    kernel = attend_splash if platform() == "tpu" and splashes(k_SKC, ranges) else attend_blocks
-    return kernel(q_NHC, k_SKC, v_SKC, ranges, scale=scale, softcap=softcap, sinks=sinks)
+def _along(q_NHC, k_SKC, v_SKC, ranges: KeyRanges, longest: int, **scores) -> jax.Array:
+    """By the kernel for the platform; a range has at most `longest` keys."""
+    if platform() == "tpu" and splashes(k_SKC, ranges, longest):
+        return attend_splash(q_NHC, k_SKC, v_SKC, ranges, longest=longest, **scores)
+    return attend_blocks(q_NHC, k_SKC, v_SKC, ranges, **scores)
 
 
 def attend_rows(

@@ -1,13 +1,14 @@
 """Attention along packed rows on TPUs: JAX's splash attention, told which blocks of keys a block of queries sees.
 
-Splash attention gets one number of each query and the place of each key; a range of keys is two numbers
-of sixteen bits in one.
+Splash attention gets one number of each query and the place of each key; a range of keys is two numbers in one of 32
+bits: where it begins, and how many they are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +20,11 @@ from trl_jax.nn.platform import platform
 
 BLOCK = 512  # of queries and of keys; a longer one skips less, a shorter one is a turn more
 _LANES = 128
-_PLACES = 1 << 16
 
 
-def splashes(k_SKC: jax.Array, ranges: KeyRanges) -> bool:
-    """Whether it can: queries see one range each, and places along the keys fit into sixteen bits."""
-    return ranges.second is None and _padded(len(k_SKC)) < _PLACES
+def splashes(k_SKC: jax.Array, ranges: KeyRanges, longest: int) -> bool:
+    """Whether it can: queries see one range each, of at most `longest` keys, which fits into 32 bits."""
+    return ranges.second is None and (_padded(len(k_SKC)) - 1).bit_length() + longest.bit_length() <= 32
 
 
 def attend_splash(
@@ -33,17 +33,19 @@ def attend_splash(
     v_SKC: jax.Array,
     ranges: KeyRanges,
     *,
+    longest: int,
     scale: jax.Array,
     softcap: float | None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Results `[N, H, C]` of queries on keys and values; `ranges` are of the queries, `sinks` `[H]` of the heads."""
+    """Results `[N, H, C]` of queries on keys and values; `ranges` are of the queries, of at most `longest` keys, and
+    `sinks` `[H]` of the heads."""
     q_NHC = (q_NHC * jnp.asarray(scale, jnp.float32)).astype(q_NHC.dtype)
     by_head = [_filled(y).transpose(1, 0, 2) for y in (q_NHC, k_SKC, v_SKC)]
     within = jax.tree.map(_filled, ranges)
 
     def attend(q_HNC, k_KSC, v_KSC, sinks, ranges):
-        return _attend(q_HNC, k_KSC, v_KSC, sinks, ranges, softcap)
+        return _attend(q_HNC, k_KSC, v_KSC, sinks, ranges, softcap, longest.bit_length())
 
     divided = set(jax.sharding.get_abstract_mesh().auto_axes)  # by the compiler, which divides no kernel
     if divided:
@@ -68,8 +70,15 @@ def _filled(y: jax.Array) -> jax.Array:
     return jnp.pad(y, [(0, _padded(len(y)) - len(y))] + [(0, 0)] * (y.ndim - 1))
 
 
-def _seen(ranges: jax.Array, keys: jax.Array) -> jax.Array:
-    return (keys >= jax.lax.shift_right_logical(ranges, 16)) & (keys < (ranges & (_PLACES - 1)))
+@cache
+def _seen(bits: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Whether keys at these places are seen; the lower `bits` of a range are how many it has."""
+
+    def seen(ranges: jax.Array, keys: jax.Array) -> jax.Array:
+        first = jax.lax.shift_right_logical(ranges, bits)
+        return (keys >= first) & (keys < first + (ranges & ((1 << bits) - 1)))
+
+    return seen
 
 
 def _precision(dtype: jnp.dtype) -> AbstractContextManager:
@@ -77,19 +86,19 @@ def _precision(dtype: jnp.dtype) -> AbstractContextManager:
     return jax.default_matmul_precision("bfloat16") if dtype == jnp.bfloat16 else nullcontext()
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attend(q, k, v, sinks, ranges, softcap):
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _attend(q, k, v, sinks, ranges, softcap, bits):
     with _precision(q.dtype):
-        return _kernel(ranges, k.shape[1], softcap)(q, k, v, sinks=sinks)
+        return _kernel(ranges, k.shape[1], softcap, bits)(q, k, v, sinks=sinks)
 
 
-def _attend_forward(q, k, v, sinks, ranges, softcap):
-    kernel = _kernel(ranges, k.shape[1], softcap)
+def _attend_forward(q, k, v, sinks, ranges, softcap, bits):
+    kernel = _kernel(ranges, k.shape[1], softcap, bits)
     with _precision(q.dtype):
         return jax.vjp(lambda q, k, v, sinks: kernel(q, k, v, sinks=sinks), q, k, v, sinks)
 
 
-def _attend_backward(softcap, to_inputs, gradient):
+def _attend_backward(softcap, bits, to_inputs, gradient):
     with _precision(gradient.dtype):
         return *to_inputs(gradient), None
 
@@ -97,7 +106,7 @@ def _attend_backward(softcap, to_inputs, gradient):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _kernel(ranges: KeyRanges, keys: int, softcap: float | None):
+def _kernel(ranges: KeyRanges, keys: int, softcap: float | None, bits: int):
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
     of_q, of_k = _block(len(ranges.first)), _block(keys)
@@ -105,7 +114,7 @@ def _kernel(ranges: KeyRanges, keys: int, softcap: float | None):
         block_q=of_q, block_kv=of_k, block_q_dkv=of_q, block_kv_dkv=of_k, block_q_dq=of_q, block_kv_dq=of_k
     )
     needed = ranges.blocks(of_q, of_k, keys // of_k)
-    in_one = jax.lax.shift_left(ranges.first, 16) | ranges.end
+    in_one = jax.lax.shift_left(ranges.first, bits) | jnp.maximum(ranges.end - ranges.first, 0)
     by_query, by_key = _mask(needed, 1, in_one), _mask(needed, 0, in_one)
     return splash.SplashAttentionKernel(
         by_query,
@@ -117,7 +126,7 @@ def _kernel(ranges: KeyRanges, keys: int, softcap: float | None):
         mask_value=splash.DEFAULT_MASK_VALUE,
         attn_logits_soft_cap=softcap,
         residual_checkpoint_name=SAVED,
-        mask_function=_seen,
+        mask_function=_seen(bits),
         interpret=platform() != "tpu",
     )
 
