@@ -86,7 +86,7 @@ def _import_activations() -> None:
     sys.modules.update({name: _Absent(name) for name in _SHARDED})
     try:
         import_module(_ACTIVATIONS)
-    except Exception:
+    except Exception:  # whatever it is: an error of transformers' own comes again
         for name in sys.modules.keys() - known:
             if name.startswith("transformers."):
                 del sys.modules[name]

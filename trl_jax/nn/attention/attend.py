@@ -36,9 +36,9 @@ def attend(
     fewer channels than keys, as many as the results.
 
     Packed rows are attended to as they lie, or text by text where they come with a view of their texts as rows: on TPUs
-    keys and values alone are put in the order of texts, elsewhere queries, too. They
-    know no bias and no dropout, and `inputs.packed` says what is seen: `causal` must be what it was made for. Nor does
-    a cache: the tokens of `inputs.cache` are seen beside the one of each row.
+    keys and values alone are put in the order of texts, elsewhere queries, too. They know no bias and no dropout, and
+    `inputs.packed` says what is seen: `causal` must be what it was made for. Nor does a cache: the tokens of
+    `inputs.cache` are seen beside the one of each row.
     """
     if inputs.cache is not None:
         return attend_cached(q_RTHC, k_RSKC, v_RSKC, inputs, softcap=softcap, sinks=sinks)

@@ -36,9 +36,9 @@ def attend_packed(
     if length % BLOCK:
         raise ValueError(f"A packed row of {length} tokens is not a multiple of {BLOCK}: pad it to one.")
     ranges = _key_ranges(inputs.packed, inputs.window, inputs.striped, k_RSKC.shape[1])
-    q_NHC, k_SKC, v_SKC = (y.reshape(-1, *y.shape[2:]) for y in (q_RTHC, k_RSKC, v_RSKC))
+    k_SKC, v_SKC = (y.reshape(-1, *y.shape[2:]) for y in (k_RSKC, v_RSKC))
     scores = {"scale": inputs.scale, "softcap": softcap, "sinks": sinks}
-    return _along(q_NHC, k_SKC, v_SKC, ranges, k_RSKC.shape[1], **scores).reshape(q_RTHC.shape)
+    return _along(q_RTHC, k_SKC, v_SKC, ranges, k_RSKC.shape[1], **scores)
 
 
 def attend_by_text(
@@ -65,16 +65,8 @@ def attend_by_text(
         nearest = jnp.minimum(nearest, inputs.window - 1)
     inside = slots < count * length
     ranges = KeyRanges(*(jnp.where(inside, y, 0).reshape(-1) for y in (place - nearest, place + 1)))
-    q_NHC = q_RTHC.reshape(-1, *q_RTHC.shape[2:])
     scores = {"scale": inputs.scale, "softcap": softcap, "sinks": sinks}
-    return _along(q_NHC, k_SKC, v_SKC, ranges, length, **scores).reshape(q_RTHC.shape)
-
-
-def _along(q_NHC, k_SKC, v_SKC, ranges: KeyRanges, longest: int, **scores) -> jax.Array:
-    """By the kernel for the platform; a range has at most `longest` keys."""
-    if platform() == "tpu" and splashes(k_SKC, ranges, longest):
-        return attend_splash(q_NHC, k_SKC, v_SKC, ranges, longest=longest, **scores)
-    return attend_blocks(q_NHC, k_SKC, v_SKC, ranges, **scores)
+    return _along(q_RTHC, k_SKC, v_SKC, ranges, length, **scores)
 
 
 def attend_rows(
@@ -105,6 +97,16 @@ def seen_both_ways(packed: Packed) -> Packed:
     last = jnp.diff(packed.first, axis=-1, append=-1) != 0
     ends = jax.lax.cummin(jnp.where(last, jnp.arange(1, length + 1), length), axis=last.ndim - 1, reverse=True)
     return packed._replace(end=ends)
+
+
+def _along(q_RTHC, k_SKC, v_SKC, ranges: KeyRanges, longest: int, **scores) -> jax.Array:
+    """By the kernel for the platform; a range has at most `longest` keys."""
+    qkv = q_RTHC.reshape(-1, *q_RTHC.shape[2:]), k_SKC, v_SKC
+    if platform() == "tpu" and splashes(k_SKC, ranges, longest):
+        out = attend_splash(*qkv, ranges, longest=longest, **scores)
+    else:
+        out = attend_blocks(*qkv, ranges, **scores)
+    return out.reshape(q_RTHC.shape)
 
 
 def _key_ranges(packed: Packed, window: jax.Array | None, striped: Striped | None, length: int) -> KeyRanges:
