@@ -16,6 +16,7 @@ PACKAGE = Path(trl_jax.__file__).parent
 FLOORS = {
     "core": 0,
     "rewards": 0,
+    "mesh": 1,
     "nn": 1,
     "losses": 1,
     "data": 1,
@@ -38,6 +39,7 @@ NEVER = {
     "rewards": "jax jaxlib flax optax transformers core",
     "data": "jax jaxlib flax optax",
     "losses": "flax optax",
+    "mesh": "flax optax transformers safetensors",
     "nn": "transformers safetensors optax",
     "models": "transformers safetensors optax",
     "hub": "optax",
@@ -55,7 +57,7 @@ FAMILIES = re.compile(
     r"|gpt_?neox?|bert|roberta|deberta|bloom)",
     re.IGNORECASE,
 )
-FAMILY_FREE = ("nn", "models", "engine", "losses", "data", "core")
+FAMILY_FREE = ("mesh", "nn", "models", "engine", "losses", "data", "core")
 
 
 class Import(NamedTuple):

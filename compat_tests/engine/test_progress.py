@@ -12,7 +12,7 @@ import pytest
 from trl_jax.engine.checkpoints import progress
 from trl_jax.engine.checkpoints.manifest import BrokenCheckpoint
 from trl_jax.engine.checkpoints.progress import Progress, SavedProgress, progress_json, write_progress
-from trl_jax.engine.devices.sharding import pieces
+from trl_jax.mesh.arrays import pieces
 
 
 @pytest.mark.parametrize(("most", "sizes"), [(9999, [800]), (79, [80] * 10), (400, [400] * 2), (240, [240] * 3 + [80])])

@@ -24,7 +24,7 @@ from compat_tests.parity.reference import BASE  # noqa: E402
 from trl_jax import BitsAndBytesConfig, LoraConfig, RewardConfig, RewardTrainer  # noqa: E402
 from trl_jax.core.packed import BLOCK  # noqa: E402
 from trl_jax.engine.devices.compilation import compiler_options  # noqa: E402
-from trl_jax.engine.devices.sharding import ShardingPlan, make_mesh  # noqa: E402
+from trl_jax.mesh.sharding import ShardingPlan, make_mesh  # noqa: E402
 from trl_jax.run import layout_choice  # noqa: E402
 from trl_jax.run.step import precompile  # noqa: E402
 

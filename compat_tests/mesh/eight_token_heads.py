@@ -13,7 +13,7 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
-from trl_jax.engine.devices.sharding import BATCH, make_mesh  # noqa: E402
+from trl_jax.mesh.sharding import BATCH, make_mesh  # noqa: E402
 from trl_jax.nn import token_head  # noqa: E402
 from trl_jax.nn.token_head import token_outputs  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""Every parameter says what its axes count; the table of engine.devices.sharding divides them by that alone."""
+"""Every parameter says what its axes count; the table of mesh.sharding divides them by that alone."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 from compat_tests.models import encoders
 from compat_tests.tiny import tiny_model
 from trl_jax import AutoModelForSequenceClassification, BitsAndBytesConfig, LoraConfig
-from trl_jax.engine.devices.sharding import RULES
 from trl_jax.hub.auto import find_checkpoint
+from trl_jax.mesh.sharding import RULES
 
 LAYER = {
     "attention.q.weight": "heads embed", "attention.k.weight": "kv embed", "attention.v.weight": "kv embed",

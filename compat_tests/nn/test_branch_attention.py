@@ -20,7 +20,7 @@ from trl_jax.data.layout.packed import PackingSpec, pack_examples
 from trl_jax.data.layout.placing import place
 from trl_jax.data.layout.row_view import RowViewShape
 from trl_jax.dryrun.compiler import devices
-from trl_jax.engine.devices.sharding import make_mesh
+from trl_jax.mesh.sharding import make_mesh
 from trl_jax.nn.attention import packed as packed_attention
 from trl_jax.nn.attention import splash
 from trl_jax.nn.attention.attend import attend

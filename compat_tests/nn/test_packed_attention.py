@@ -14,7 +14,7 @@ from compat_tests.effort import usual
 from trl_jax.core.chips import topology
 from trl_jax.core.packed import BLOCK, Packed, RowView
 from trl_jax.dryrun.compiler import devices
-from trl_jax.engine.devices.sharding import make_mesh
+from trl_jax.mesh.sharding import make_mesh
 from trl_jax.nn.attention import packed as packed_attention
 from trl_jax.nn.attention import splash
 from trl_jax.nn.attention.attend import attend

@@ -21,10 +21,11 @@ from trl_jax.dryrun import step_memory
 from trl_jax.dryrun.made_completions import begun
 from trl_jax.dryrun.step_flops import Map, maps_of, reference_flops
 from trl_jax.dryrun.step_memory import Pass, StepArguments
-from trl_jax.engine.devices.sharding import make_mesh, placed
 from trl_jax.hub.backend import Backend
 from trl_jax.hub.checkpoint.loading import Source
 from trl_jax.hub.peft.backend import AdaptedBackend
+from trl_jax.mesh.arrays import placed
+from trl_jax.mesh.sharding import make_mesh
 from trl_jax.models.functional import abstract
 from trl_jax.run import data
 from trl_jax.run.evaluation.completions import CompletionEvaluator

@@ -9,7 +9,7 @@
 A name may end in the axes of its array: `k_RTKC`. `v_T` is transposed, `d_scores` a gradient.
 
 Weights lie as on disk, (out, in). Parameters are float32; a layer computes in the dtype of its input. Each parameter
-has the metadata `axes`, what its axes count, for `engine.devices.sharding` to divide: embed (D), heads (H x C), kv (K
+has the metadata `axes`, what its axes count, for `mesh.sharding` to divide: embed (D), heads (H x C), kv (K
 x C), mlp (F), vocab (V), experts, layers (L), norm, flat (the numbers of a matrix, end to end), or "" for anything
 else.
 """

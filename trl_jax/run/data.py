@@ -19,7 +19,7 @@ from trl_jax.data.order import RunLength, run_length
 from trl_jax.data.rows.checks import argument, check_token_ids
 from trl_jax.data.rows.labels import check_labels
 from trl_jax.data.step_layout import StepLayout, Weighting
-from trl_jax.engine.devices.sharding import distributed
+from trl_jax.mesh.arrays import distributed
 from trl_jax.run import layout_choice
 from trl_jax.run.first_lines import tell
 from trl_jax.run.state import RunState

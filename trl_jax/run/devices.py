@@ -11,7 +11,7 @@ import jax
 
 from trl_jax.core.arguments import parallel
 from trl_jax.core.layer_gather import SEQUENCE, TENSOR
-from trl_jax.engine.devices.sharding import ShardingPlan, make_mesh
+from trl_jax.mesh.sharding import ShardingPlan, make_mesh
 
 if TYPE_CHECKING:
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trl_jax.engine.devices.sharding import fetched
 from trl_jax.engine.nan_trace import nan_trace
+from trl_jax.mesh.arrays import fetched
 
 if TYPE_CHECKING:
     from trl_jax.hub.pretrained import PreTrainedModel

@@ -16,8 +16,8 @@ import numpy as np
 
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.engine.devices.processes import of_each_process
-from trl_jax.engine.devices.sharding import fetched
 from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.mesh.arrays import fetched
 from trl_jax.rollout.rewards.functions import RewardFunctions
 from trl_jax.rollout.rollout import Ids, Writer
 from trl_jax.rollout.written import Written

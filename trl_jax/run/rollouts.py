@@ -17,9 +17,9 @@ from trl_jax.data.layout.batch import Batch
 from trl_jax.data.rows import prompts as rows
 from trl_jax.data.step_layout import IndexedExample, StepBatch
 from trl_jax.engine.devices.processes import is_first, several
-from trl_jax.engine.devices.sharding import fetched
 from trl_jax.engine.devices.spmd import ShardedStep
 from trl_jax.hub.generating.complete import complete
+from trl_jax.mesh.arrays import fetched
 from trl_jax.rollout.completions.log import CompletionsLog
 from trl_jax.rollout.entropy import EntropyBonus
 from trl_jax.rollout.examples import example_of, step_examples

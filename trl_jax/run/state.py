@@ -12,10 +12,10 @@ import jax
 from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import TrainerState
 
-from trl_jax.engine.devices.sharding import ShardingPlan
 from trl_jax.engine.events import Events
 from trl_jax.engine.interrupts import Interrupts
 from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.mesh.sharding import ShardingPlan
 from trl_jax.rollout.source import RolloutSteps
 from trl_jax.run.arguments.base_config import BaseConfig
 from trl_jax.run.devices import run_device

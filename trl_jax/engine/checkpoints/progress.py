@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from trl_jax.core.files.tensors_file import Pieces, in_order, write_tensors
 from trl_jax.core.printable import brief
 from trl_jax.engine.checkpoints.manifest import BrokenCheckpoint
-from trl_jax.engine.devices.sharding import pieces, placed
+from trl_jax.mesh.arrays import pieces, placed
 
 # In a folder of their own: readers of a model take every *.safetensors next to its config for weights.
 TENSORS, FACTS = "training_state/arrays.safetensors", "training_state/facts.json"

@@ -1,1 +1,1 @@
-"""Meshes, processes, recomputation instead of memory, and compiled programs."""
+"""Steps on several devices, processes, recomputation instead of memory, and compiled programs."""

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from trl_jax.core.layer_gather import SEQUENCE, layers_gathered_by
-from trl_jax.engine.devices.sharding import BATCH, ShardingPlan
+from trl_jax.core.layer_gather import SEQUENCE
+from trl_jax.mesh.gathering import Parts, each_part, only
+from trl_jax.mesh.sharding import BATCH, ShardingPlan
 
 
 class ShardedStep:
@@ -29,10 +30,8 @@ class ShardedStep:
         self._all_axes = self._axes + ((SEQUENCE,) if sharding_plan.size(SEQUENCE) > 1 else ())
         specs = {path: sharding_plan.spec(path, leaf.shape) for path, leaf in shapes.items()}
         after = {path: place.spec for path, place in sharding_plan.gradients(shapes).items()}
-        self._specs = {path: _only(BATCH, spec) for path, spec in specs.items()}
-        self._gradients = {path: _only(BATCH, spec) for path, spec in after.items()}
-        self._tensor = {path: _only(("tensor",), spec) for path, spec in specs.items()}
-        self._scanned = [path for path in shapes if sharding_plan.scanned(path)]
+        self._gradients = {path: only(BATCH, spec) for path, spec in after.items()}
+        self._parts = Parts(specs, filter(sharding_plan.scanned, shapes))
 
     def gradients(self, accumulate: Callable, loss: Callable) -> Callable:
         """`accumulate(value_and_grad(loss), params, frozen, batch, key)`, the batch's arrays `[passes, shards, ...]`
@@ -41,7 +40,7 @@ class ShardedStep:
         The loss is a sum over shards, gradients lie as `ShardingPlan.gradients` says, metrics are
         `[passes x shards, ...]`.
         """
-        grad = jax.value_and_grad(self._with_whole(self._once(loss), parameters=2), has_aux=True)
+        grad = jax.value_and_grad(self._parts.with_whole(self._once(loss), parameters=2), has_aux=True)
 
         def of_shard(params, frozen, batch, keys):
             batch = jax.tree.map(lambda leaf: leaf[:, 0], batch) if self.sharding_plan.shards > 1 else batch
@@ -53,7 +52,7 @@ class ShardedStep:
             devices = self.sharding_plan.shards * self.sharding_plan.size(SEQUENCE)
             keys = None if key is None else jax.random.split(key, devices)
             of_batch, of_keys = PartitionSpec(None, self._axes), None if keys is None else PartitionSpec(self._all_axes)
-            places = (self._of(params), self._of(frozen), of_batch, of_keys)
+            places = (self._parts.of(params), self._parts.of(frozen), of_batch, of_keys)
             results = (PartitionSpec(), {path: self._gradients[path] for path in params}, PartitionSpec())
             return self._mapped(of_shard, places, results)(params, frozen, batch, keys)
 
@@ -70,10 +69,10 @@ class ShardedStep:
         `[shards, ...]`."""
 
         def of_shard(params, batch):
-            return jax.tree.map(partial(self._all, axis=0), self._with_whole(score)(params, batch))
+            return jax.tree.map(partial(self._all, axis=0), self._parts.with_whole(score)(params, batch))
 
         def run(params, batch):
-            places = (self._of(params), PartitionSpec(self._axes))
+            places = (self._parts.of(params), PartitionSpec(self._axes))
             return self._mapped(of_shard, places, PartitionSpec())(params, batch)
 
         return run
@@ -109,60 +108,14 @@ class ShardedStep:
 
         return run
 
-    def _of(self, params: dict[str, Any]) -> dict[str, PartitionSpec]:
-        return {path: self._specs[path] for path in params}
-
-    def _with_whole(self, function: Callable, parameters: int = 1) -> Callable:
-        """The function, of whose arguments the first ones are `parameters`, of which a device holds a part."""
-
-        def run(*arguments):
-            whole = [
-                {path: self._whole(path, array) for path, array in params.items()} for params in arguments[:parameters]
-            ]
-            with layers_gathered_by(self._whole_layer):
-                return function(*whole, *arguments[parameters:])
-
-        return run
-
-    def _whole(self, path: str, array: jax.Array) -> jax.Array:
-        if self.sharding_plan.scanned(path):  # gathered by the layer, in the turn of the scan that uses it
-            return array
-        return self._gathered(array, self._specs[path], self._tensor[path])
-
-    def _whole_layer(self, path: str, array: jax.Array) -> jax.Array:
-        """One layer's of the stacked parameter at `path` in a model, whichever of the step's models that is."""
-        stacks = [stack for stack in self._scanned if stack == path or stack.endswith(f".{path}")]
-        specs = {(self._specs[stack][1:], self._tensor[stack][1:]) for stack in stacks}
-        if not specs:  # an adapter's, which came whole
-            return array
-        if len(specs) > 1:
-            raise ValueError(f"{' and '.join(stacks)} are divided differently; a layer cannot tell which it has.")
-        [(spec, tensor)] = specs
-        return self._gathered(array, PartitionSpec(*spec), PartitionSpec(*tensor))
-
-    def _gathered(self, array: jax.Array, spec: PartitionSpec, tensor: PartitionSpec) -> jax.Array:
-        at = [(place, axis) for place, axis in enumerate(spec) if axis is not None]
-        if not at:
-            return array
-        [(place, axis)] = at
-        return self._each(tensor, lambda part: jax.lax.all_gather(part, axis, axis=place, tiled=True))(array)
-
-    def _each(self, tensor: PartitionSpec, collective: Callable) -> Callable:
-        """A collective over the axes of examples, for each part over `tensor` alone: XLA would gather that one, too."""
-        if "tensor" not in tensor:
-            return collective
-        return jax.shard_map(
-            collective, in_specs=tensor, out_specs=tensor, axis_names={"tensor"}, check_vma=False
-        )
-
     def _summed(self, path: str, gradient: jax.Array) -> jax.Array:
         """A device's gradient, summed over all: over fsdp it is already where the parameter was gathered."""
-        before, after = self._specs[path], self._gradients[path]
+        before, after = self._parts.own[path], self._gradients[path]
         left = [axis for axis in self._all_axes if axis not in before]
         for at, axis in enumerate(after):
             if axis is not None and axis in left:
                 scatter = partial(jax.lax.psum_scatter, axis_name=axis, scatter_dimension=at, tiled=True)
-                gradient = self._each(self._tensor[path], scatter)(gradient)
+                gradient = each_part(self._parts.tensor[path], scatter)(gradient)
                 left.remove(axis)
         return self._sum(gradient, tuple(left))
 
@@ -176,8 +129,4 @@ class ShardedStep:
     def _all_metrics(self, metric: jax.Array) -> jax.Array:
         """`[passes, ...]` of each shard as `[passes x shards, ...]` on all."""
         return self._all(metric, axis=1).reshape(-1, *metric.shape[1:])
-
-
-def _only(axes: tuple[str, ...], spec: PartitionSpec) -> PartitionSpec:
-    return PartitionSpec(*(axis if axis in axes else None for axis in spec))
 

@@ -14,8 +14,8 @@ from transformers.trainer_utils import PredictionOutput
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.data.layout.batch import Batch
 from trl_jax.data.step_layout import IndexedExample
-from trl_jax.engine.devices.sharding import fetched
 from trl_jax.engine.devices.spmd import ShardedStep
+from trl_jax.mesh.arrays import fetched
 from trl_jax.rollout.examples import step_examples
 from trl_jax.rollout.source import BASE_SEED_WORDS, RolloutSteps
 from trl_jax.run import data

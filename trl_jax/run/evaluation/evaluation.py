@@ -14,10 +14,10 @@ import numpy as np
 from transformers.trainer_utils import PredictionOutput
 
 from trl_jax.data.eval_chunks import EvalChunks
-from trl_jax.engine.devices.sharding import distributed
 from trl_jax.engine.devices.spmd import ShardedStep
 from trl_jax.engine.evaluation import Evaluated, run_batches, run_evaluation
 from trl_jax.engine.prefetch import Prefetched
+from trl_jax.mesh.arrays import distributed
 from trl_jax.run.dataloaders import Batches, steps_of
 from trl_jax.run.evaluation.logits import LogitsEvaluation
 from trl_jax.run.evaluation.metrics_trial import try_metrics

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from trl_jax.engine.devices.processes import several
-from trl_jax.engine.devices.sharding import Fetched
 from trl_jax.hub.auto import Checkpoint, find_checkpoint, with_adapter
 from trl_jax.hub.heads import HeadName
 from trl_jax.hub.load_arguments import told_of
@@ -21,6 +20,7 @@ from trl_jax.hub.peft.lora_config import LoraConfig, read_lora_config
 from trl_jax.hub.peft.quantization import BitsAndBytesConfig, as_quantization
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.torch.objects import as_checkpoint, frozen_names, is_torch_model, name_of
+from trl_jax.mesh.arrays import Fetched
 from trl_jax.nn.quantized import HALVES
 from trl_jax.run.devices import run_device, sharding_plan_of
 from trl_jax.run.nan_report import check_weights

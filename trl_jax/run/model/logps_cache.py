@@ -20,7 +20,7 @@ from datasets import Dataset
 from trl_jax.core.files.whole_file import replacing
 from trl_jax.data.fingerprint import fingerprint
 from trl_jax.engine.devices.processes import from_first, is_first
-from trl_jax.engine.devices.sharding import pieces
+from trl_jax.mesh.arrays import pieces
 from trl_jax.run.state import RunState
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from tqdm.auto import tqdm
 from trl_jax.data.eval_chunks import EvalChunk, EvalChunks
 from trl_jax.data.example import of_examples
 from trl_jax.data.layout.batch import Batch
-from trl_jax.engine.devices.sharding import distributed
 from trl_jax.engine.devices.spmd import ShardedStep
+from trl_jax.mesh.arrays import distributed
 from trl_jax.run import data
 from trl_jax.run.model.logps_cache import LogpsCache, folder_of
 from trl_jax.run.state import RunState

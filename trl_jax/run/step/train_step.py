@@ -11,11 +11,11 @@ import numpy as np
 
 from trl_jax.engine.devices.compilation import Programs, compiler_options
 from trl_jax.engine.devices.remat import RematFallback, room_of
-from trl_jax.engine.devices.sharding import distributed
 from trl_jax.engine.devices.spmd import ShardedStep
 from trl_jax.engine.optimizers.optimizer import Optimizer, decays, from_optax
 from trl_jax.engine.step import make_step
 from trl_jax.hub.freezing import stop_frozen_gradients, zero_frozen_updates
+from trl_jax.mesh.arrays import distributed
 from trl_jax.run.arguments.optimizer_choice import OptimizerChoice, check_optax
 from trl_jax.run.data import length_of
 from trl_jax.run.devices import describe, run_device

@@ -13,8 +13,8 @@ from trl_jax.core.files.whole_file import write_whole
 from trl_jax.data.loader import ExampleLoader
 from trl_jax.engine.checkpoints.checkpoint import STATE_FILE, state_text
 from trl_jax.engine.devices.processes import is_first
-from trl_jax.engine.devices.sharding import ShardingPlan
 from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.mesh.sharding import ShardingPlan
 from trl_jax.run import callbacks, data, reports
 from trl_jax.run.dataloaders import Batches
 from trl_jax.run.first_lines import tell_saved

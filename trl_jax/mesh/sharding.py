@@ -6,15 +6,16 @@ divided over `fsdp` (a layer's are gathered where it uses them) and over `tensor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from math import prod
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from trl_jax.mesh.arrays import placed
 
 # From the outermost: products are divided over neighbours, and inside of what is written out over the other axes, where
 # jaxlib 0.12 wants the axes of both in the mesh's order.
@@ -155,65 +156,3 @@ class ShardingPlan:
     def rows(self) -> NamedSharding:
         """Arrays `[shards, ...]`, or rows that come out even."""
         return NamedSharding(self.mesh, PartitionSpec(BATCH))
-
-
-def placed(array: Any, sharding: NamedSharding) -> jax.Array:
-    """An array that every process has, each device given its part; a copy, so that it can be donated.
-
-    The shape of an array gets the place where that would lie. Of what lies on the disk each part is read by itself.
-    """
-    if isinstance(array, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
-    if isinstance(array, jax.Array) and array.sharding == sharding:
-        return array
-    parts = [
-        jax.numpy.array(array[index], device=device)
-        for device, index in sharding.addressable_devices_indices_map(array.shape).items()
-    ]
-    return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
-
-
-def distributed(batch: Any, sharding: NamedSharding) -> Any:
-    """A batch of NumPy arrays that every process has, on the devices."""
-    return jax.tree.map(
-        lambda leaf: jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index]), batch
-    )
-
-
-class Fetched:
-    """An array of a mesh whose parts come to the host as they are asked for, by all processes together."""
-
-    def __init__(self, array: jax.Array):
-        self._array, self.shape, self.dtype, self.size = array, array.shape, array.dtype, array.size
-
-    def __getitem__(self, index: Any) -> np.ndarray:
-        return fetched(self._array[index])
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(fetched(self._array), dtype)
-
-
-def fetched(array: jax.Array) -> np.ndarray:
-    """All of an array on every host. Where hosts hold parts of it, all of them must ask."""
-    if array.is_fully_addressable or array.is_fully_replicated:
-        return np.asarray(array)
-    return np.asarray(_gathered(array, NamedSharding(array.sharding.mesh, PartitionSpec())))
-
-
-@partial(jax.jit, static_argnums=1)
-def _gathered(array: jax.Array, place: NamedSharding) -> jax.Array:
-    return jax.lax.with_sharding_constraint(array, place)
-
-
-def pieces(array: Any, max_bytes: int) -> Iterator[np.ndarray]:
-    """All of an array of JAX's or NumPy's, along its first axis: at most so many bytes at a time, but one row at least.
-    Where hosts hold parts of it, all of them must ask. JAX's come by way of copies on the device: what NumPy gets of an
-    array itself stays with that on the host."""
-    if isinstance(array, np.ndarray):
-        yield array
-    elif array.ndim == 0 or array.nbytes <= max_bytes:
-        yield fetched(jax.numpy.copy(array))
-    else:
-        step = max(1, len(array) * max_bytes // array.nbytes)
-        for start in range(0, len(array), step):
-            yield fetched(array[start : start + step])
