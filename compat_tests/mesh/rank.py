@@ -14,6 +14,10 @@ ROWS = 44  # 6 micro-batches of 2 x 4 pairs, the last with four pairs of the fir
 def main(whose: str, folder: str, out: str, given: dict) -> None:
     from compat_tests.parity import reference
 
+    if "devices" in given:
+        import jax
+
+        jax.config.update("jax_num_cpu_devices", given.pop("devices"))
     if whose == "ours":
         from trl_jax.engine.devices import processes
 

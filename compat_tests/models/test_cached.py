@@ -45,7 +45,7 @@ def test_logits_are_those_of_whole_texts(family, by_layer, tmp_path):
     wanted = np.asarray(model(ids).logits)
     options = {"group": GROUP, "capacity": 16, "max_tokens": 1000, "dtype": jnp.float32, "by_layer": by_layer}
     logits, cache = prefill(model.graph, model.arrays, ids[::2, :12], LENGTHS, LENGTHS.max(), **options)
-    layers = layers_for_decoding(model.graph, model.arrays, "cpu") if by_layer else None
+    layers = layers_for_decoding(model.graph, model.arrays, None, "cpu") if by_layer else None
     far = np.abs(logits - wanted[[0, 2], LENGTHS - 1]).max()
 
     @jax.jit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trl_jax.core.chips import Topology
+from trl_jax.core.layer_gather import TENSOR
 from trl_jax.data.layout.batch import padded_length
 from trl_jax.dryrun.compiler import Compiled, compiled_program
 from trl_jax.dryrun.step_flops import Map, attends, attention_layers, layers_with
@@ -21,7 +23,8 @@ from trl_jax.generation.decode import Decoding, Stops, begun, grown
 from trl_jax.generation.generator import FIRST_PLACES, STEPS, places
 from trl_jax.generation.noise import KeyedNoise, Noise, TorchNoise, chunk_steps
 from trl_jax.generation.prefill import prefill
-from trl_jax.generation.weights import Weights, cast_matrices, decodes_by_layer, layer_shapes
+from trl_jax.generation.shards import part_of_group
+from trl_jax.generation.weights import Weights, cast_matrices, decodes_by_layer, divided, layer_shapes
 from trl_jax.models.arch import LayerKind
 from trl_jax.models.arch.cache_parts import turns_of
 from trl_jax.nn.cache.cache import Cache
@@ -42,6 +45,20 @@ class Size(NamedTuple):
     def of(cls, prompts: int, group: int, prompt_length: int, new_tokens: int) -> Size:
         """The room that a generation makes for prompts and completions of at most these lengths."""
         return cls(prompts, prompts * group, padded_length(prompt_length, "auto"), places(new_tokens))
+
+    def divided(self, shards: int) -> Size:
+        """As so many devices, or groups of them, divide it evenly: completions of a prompt may lie on several, of which
+        each has the prompt."""
+        group = self.completions // self.prompts
+        parts = part_of_group(self.prompts, group, shards)
+        prompts = -(-self.prompts * parts // shards) * shards
+        return self._replace(prompts=prompts, completions=prompts * (group // parts))
+
+    def of_each(self, shards: int) -> Size:
+        """The part of one of these."""
+        all_of_them = self.divided(shards)
+        sizes = {"prompts": all_of_them.prompts // shards, "completions": all_of_them.completions // shards}
+        return self._replace(**sizes)
 
     @classmethod
     def parsed(cls, text: str) -> Size:
@@ -81,21 +98,23 @@ class GenerationMemory(NamedTuple):
 class Generation(NamedTuple):
     """The largest generation of a run, on one device.
 
-    compiled: the figures of that of its two programs which takes more; None where nothing was compiled.
+    compiled: the figures of that of its two programs which takes more; None where nothing was compiled. decode: those
+    of the program of a token; None where it was not compiled.
     beside: bytes that are there, but no argument of these programs. evaluates: whether it is of an evaluation.
     """
 
     size: Size
     memory: GenerationMemory
     compiled: Compiled | None
+    decode: Compiled | None
     beside: int
     evaluates: bool
 
 
-def cache_bytes(arch: Any, size: Size, dtype: str) -> int:
+def cache_bytes(arch: Any, size: Size, dtype: str, tensor: int = 1) -> int:
     """Bytes of the keys and values of a generation, of each prompt once and of each completion its own, and of what
-    other layers keep for each completion."""
-    keys_values = sum(_key_value_channels(arch, kind) * _tokens(size, window) for kind, window in _makers(arch))
+    other layers keep for each completion; on one of the `tensor` devices that divide the heads."""
+    keys_values = sum(_key_value_channels(arch, kind, tensor) * _tokens(size, window) for kind, window in _makers(arch))
     inputs = 0 if arch.short_convolution is None else (arch.short_convolution.width - 1) * arch.hidden_size
     convolutions = (arch.num_layers - attention_layers(arch)) * inputs * size.completions
     windows, states = _recurrent_states(arch)
@@ -116,12 +135,12 @@ def _tokens(size: Size, window: int | None) -> int:
     return size.prompts * within(window, size.prompt_places) + size.completions * within(window, size.new_places)
 
 
-def _key_value_channels(arch: Any, kind: LayerKind) -> int:
-    """Channels of the keys and values of a token in a layer, or of their latents."""
+def _key_value_channels(arch: Any, kind: LayerKind, tensor: int) -> int:
+    """Channels of the keys and values of a token in a layer, or of their latents, which are not divided."""
     if arch.latent is not None:
         return arch.latent.key_rank + arch.rotary_dim
     heads = arch.heads_of(kind)
-    return 2 * heads.count * heads.channels
+    return 2 * heads.count * heads.channels // (1 if heads.count % tensor else tensor)
 
 
 def _recurrent_states(arch: Any) -> tuple[int, int]:
@@ -137,46 +156,54 @@ def _recurrent_states(arch: Any) -> tuple[int, int]:
     return layers * (facts.width - 1) * channels, layers * facts.value_heads * facts.key_dim * facts.value_dim
 
 
-def abstract_weights(graph: Any, arrays: dict[str, Any], dtype: str, head_dtype: str, platform: str) -> Weights:
-    """`Weights.of` shapes with shardings."""
+def abstract_weights(graph: Any, arrays: dict[str, Any], dtype: str, head_dtype: str, topology: Topology) -> Weights:
+    """`Weights.of` shapes with shardings, on devices of this topology."""
     cast = cast_matrices(graph, arrays, jnp.dtype(dtype), jnp.dtype(head_dtype))
     arrays = arrays | {
         path: jax.ShapeDtypeStruct(arrays[path].shape, jnp.dtype(dtype), sharding=arrays[path].sharding)
         for path in cast
     }
-    layers = layer_shapes(graph, arrays) if decodes_by_layer(arrays, platform) else None
-    return Weights(graph, arrays, layers, jnp.dtype(dtype), jnp.dtype(head_dtype))
+    arrays, shards = divided(arrays, None if topology.chip is None else int(topology.chip.memory))
+    by_layer = decodes_by_layer(arrays, shards, topology.platform)
+    layers = layer_shapes(graph, arrays) if by_layer else None
+    shards = None if shards is None else replace(shards, by_layer=by_layer)
+    return Weights(graph, arrays, layers, jnp.dtype(dtype), jnp.dtype(head_dtype), shards)
 
 
 def generation_memory(
     arguments: StepArguments, arrays: dict[str, Any], weights: Weights, size: Size, arch: Any, maps: Sequence[Map]
 ) -> GenerationMemory:
-    """The memory of a generation during training, by arithmetic. Every device computes all completions and has their
-    whole cache.
+    """The memory of a generation during training, by arithmetic.
 
     Args:
-        arrays: of the policy, shapes with shardings, of which `weights` are.
+        arrays: of the policy, shapes with shardings, of which `weights` are. size: on all devices together.
     """
+    shards = weights.shards
+    size, tensor = (size, 1) if shards is None else (size.of_each(shards.count), shards.mesh.shape[TENSOR])
     dtype, width = weights.dtype.name, weights.dtype.itemsize
     tokens, outputs = size.prompts * size.prompt_places, max((each.used * each.outputs for each in maps), default=0)
-    growing = cache_bytes(arch, size._replace(prompts=0, new_places=size.new_places // 2), dtype)
+    growing = cache_bytes(arch, size._replace(prompts=0, new_places=size.new_places // 2), dtype, tensor)
     layer = gathered(arguments, arch, width, gradients=False)
-    first = cache_bytes(arch, size._replace(new_places=FIRST_PLACES), dtype)
-    as_made = cache_bytes(arch, size._replace(completions=0), dtype)  # keys and values in the order of layers
+    first = cache_bytes(arch, size._replace(new_places=FIRST_PLACES), dtype, tensor)
+    as_made = cache_bytes(arch, size._replace(completions=0), dtype, tensor)  # keys and values in the order of layers
     activations = tokens * (2 * outputs * width + 2 * arch.hidden_size * FLOAT32)
-    block = row_block(size.prompts * arch.num_heads, size.prompt_places, width)
+    block = row_block(size.prompts * arch.num_heads // tensor, size.prompt_places, width)
     return GenerationMemory(
         parameters=on_device((arguments.params, arguments.frozen)),
         moments=on_device(arguments.state),
         copies=_copies(arrays, weights),
-        cache=cache_bytes(arch, size, dtype),
+        cache=cache_bytes(arch, size, dtype, tensor),
         prefill=first + as_made + layer + activations + block,
         decode=max(growing, layer + _SCORES * size.completions * arch.vocab_size * FLOAT32),
     )
 
 
 def _copies(arrays: dict[str, Any], weights: Weights) -> int:
-    cast = [weights.arrays[path] for path in arrays if weights.arrays[path].dtype != arrays[path].dtype]
+    def other(path: str) -> bool:
+        own, before = weights.arrays[path], arrays[path]
+        return own.dtype != before.dtype or on_device(own) != on_device(before)
+
+    cast = [weights.arrays[path] for path in arrays if other(path)]
     layers = jax.tree.leaves(weights.layers)
     return on_device(cast) + sum(leaf.size * leaf.dtype.itemsize for leaf in layers)
 
@@ -190,17 +217,19 @@ class Programs:
     """
 
     def __init__(self, weights: Weights, size: Size, *, vocabulary: int, exact: bool):
-        self._weights, self._size, self._vocabulary, self._exact = weights, size, vocabulary, exact
+        self._weights, self._vocabulary, self._exact = weights, vocabulary, exact
+        self._size = size if weights.shards is None else size.divided(weights.shards.count)
         self._max_tokens = size.prompt_places + size.new_places
 
-    def compiled(self, topology: Topology) -> Compiled:
-        """The figures of the program that takes more memory: that of the prompts, or that of a step with a full
-        cache."""
+    def compiled(self, topology: Topology) -> tuple[Compiled, Compiled | None]:
+        """The figures of the program that takes more memory, that of the prompts or that of a step with a full cache;
+        and those of the latter, None where already the prompts take too much."""
         first, program = compiled_program(self.prefill(), topology)
         if program is None:
-            return first
+            return first, None
         places = jax.tree.map(_placed, program.out_info[1], program.output_shardings[1])
-        return max(first, compiled_program(self.decode(places), topology)[0], key=lambda one: one.peak)
+        step = compiled_program(self.decode(places), topology)[0]
+        return max(first, step, key=lambda one: one.peak), step
 
     def prefill(self) -> jax.stages.Traced:
         """The prompts' pass."""
@@ -210,7 +239,7 @@ class Programs:
             weights.graph, weights.arrays, tokens, _ints(size.prompts), _ints(),
             group=size.completions // size.prompts, capacity=min(size.new_places, FIRST_PLACES),
             max_tokens=self._max_tokens, dtype=weights.dtype,
-            head_dtype=weights.head_dtype, by_layer=by_layer,
+            head_dtype=weights.head_dtype, by_layer=by_layer, shards=weights.shards,
         )  # fmt: skip
 
     def decode(self, cache: Cache) -> jax.stages.Traced:
@@ -221,12 +250,13 @@ class Programs:
         return next_tokens.trace(
             weights.graph, weights.arrays, weights.layers, self._full(cache), Stops(_ints(1), number, number),
             self._noise(), drawing, number, number, number, dtype=weights.dtype, head_dtype=weights.head_dtype,
-            max_tokens=self._max_tokens,
+            max_tokens=self._max_tokens, shards=weights.shards,
         )  # fmt: skip
 
     def _full(self, cache: Cache) -> Decoding:
         size = self._size
-        begin = partial(begun, rows=size.completions, capacity=min(size.new_places, FIRST_PLACES), logps=False)
+        alive, capacity = np.ones(size.completions, bool), min(size.new_places, FIRST_PLACES)
+        begin = partial(begun, alive=alive, capacity=capacity, logps=False)
         state = jax.eval_shape(partial(grown, capacity=size.new_places), jax.eval_shape(begin, cache))
         return state._replace(cache=jax.tree.map(lambda leaf, own: _placed(leaf, own.sharding), state.cache, cache))
 

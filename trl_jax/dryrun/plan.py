@@ -281,14 +281,14 @@ def _generation(
     arrays = {path: placed[path] for path in run.model.arrays}
     with trace.on_device(trainer):
         head_dtype = "float32" if trainer.args.cast_lm_head_to_fp32 else dtype
-        weights = abstract_weights(run.model.graph, arrays, dtype, head_dtype, topology.platform)
+        weights = abstract_weights(run.model.graph, arrays, dtype, head_dtype, topology)
         evaluates, size = max(enumerate(sizes), key=lambda one: cache_bytes(arch, one[1], dtype))
         memory = generation_memory(step, arrays, weights, size, arch, trace.maps(trainer))
         exact = topology.platform == "cpu" and topology.devices == 1 and dtype == "float32"
         programs = Programs(weights, size, vocabulary=run.vocab_size, exact=exact)
-        result = programs.compiled(topology) if compiles else None
+        result, decode = programs.compiled(topology) if compiles else (None, None)
     beside = step_memory.on_device((step.state, {p: leaf for p, leaf in placed.items() if p not in arrays}))
-    return Generation(size, memory, result, beside, bool(evaluates))
+    return Generation(size, memory, result, decode, beside, bool(evaluates))
 
 
 def _bound(

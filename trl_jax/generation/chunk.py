@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from trl_jax.generation.decode import Decoding, Stops, with_token
 from trl_jax.generation.history import History
 from trl_jax.generation.noise import Noise, sample
 from trl_jax.generation.processors import Processor, process
+from trl_jax.generation.shards import Shards, anywhere, of_all, on_each
 from trl_jax.generation.weights import trunk_of
 from trl_jax.models.cached_decoder import with_keys
 from trl_jax.models.functional import merge
@@ -33,6 +35,11 @@ class Drawing(NamedTuple):
     pads: jax.Array
     temperature: jax.Array
 
+    @classmethod
+    def places(cls, shards: Shards) -> Drawing:
+        """How it is divided."""
+        return cls(shards.whole, shards.rows, shards.whole, shards.rows, shards.whole)
+
     def history(self, state: Decoding) -> History:
         room = jnp.pad(self.prompt_ids, ((0, 0), (0, state.capacity)))
         ids = jax.lax.dynamic_update_slice(room, state.in_order(), (0, self.prompt_length))
@@ -40,10 +47,15 @@ class Drawing(NamedTuple):
 
 
 class Status(NamedTuple):
-    """Copies of `Decoding` for the host to look at, while the state itself is given to the next call."""
+    """Copies of `Decoding` for the host to look at, of all rows on each device, while the state itself is given to the
+    next call."""
 
     count: jax.Array
     alive: jax.Array
+
+    @classmethod
+    def of(cls, state: Decoding, shards: Shards | None) -> Status:
+        return cls(state.count, of_all(shards, state.alive))
 
 
 def _drawn(logits, state: Decoding, noise: Noise | None, step, drawing: Drawing):
@@ -58,17 +70,36 @@ def _drawn(logits, state: Decoding, noise: Noise | None, step, drawing: Drawing)
     return ids, at - jax.nn.logsumexp(scaled, axis=1)
 
 
-@partial(jax.jit, donate_argnames=("state",))
+@partial(jax.jit, static_argnames=("shards",), donate_argnames=("state",))
 def first_tokens(
-    logits: jax.Array, state: Decoding, stops: Stops, noise: Noise | None, drawing: Drawing
+    logits: jax.Array,
+    state: Decoding,
+    stops: Stops,
+    noise: Noise | None,
+    drawing: Drawing,
+    *,
+    shards: Shards | None = None,
 ) -> tuple[Decoding, Status]:
     """The first token of each completion, by its prompt's logits `[P, V]`."""
-    logits = jnp.repeat(logits, len(state.alive) // len(logits), axis=0)
-    state = with_token(state, *_drawn(logits, state, noise, 0, drawing), stops)
-    return state, Status(state.count, state.alive)
+
+    def of_shard(logits, state, stops, noise, drawing):
+        logits = jnp.repeat(logits, len(state.alive) // len(logits), axis=0)
+        state = with_token(state, *_drawn(logits, state, noise, 0, drawing), stops)
+        return state, Status.of(state, shards)
+
+    def places(own: Shards) -> tuple:
+        given = own.rows, Decoding.places(own), own.whole, *_drawn_by(own, noise)
+        return given, (Decoding.places(own), own.whole)
+
+    return on_each(shards, of_shard, places)(logits, state, stops, noise, drawing)
 
 
-@partial(jax.jit, static_argnames=("graph", "dtype", "head_dtype", "max_tokens"), donate_argnames=("state",))
+def _drawn_by(shards: Shards, noise: Noise | None) -> tuple:
+    """How noise and `Drawing` are divided."""
+    return None if noise is None else noise.places(shards), Drawing.places(shards)
+
+
+@partial(jax.jit, static_argnames=("graph", "dtype", "head_dtype", "max_tokens", "shards"), donate_argnames=("state",))
 def next_tokens(
     graph: Any,
     arrays: dict[str, jax.Array],
@@ -84,6 +115,7 @@ def next_tokens(
     dtype: jnp.dtype,
     head_dtype: jnp.dtype,
     max_tokens: int,
+    shards: Shards | None = None,
 ) -> tuple[Decoding, Status]:
     """At most `steps` more tokens of each completion, fewer where all end before.
 
@@ -93,32 +125,61 @@ def next_tokens(
         noise: random numbers, from its step `first` on for these steps; None takes the likeliest ids.
         max_tokens: no prompt with its completion will have more.
     """
-    model = merge(graph, arrays)
-    trunk = trunk_of(model)
+    steps_of = _Steps(graph, dtype, head_dtype, max_tokens, shards)
 
-    def angles(state: Decoding, number: jax.Array) -> dict[str, jax.Array]:
-        return trunk.angles(_positions(state), longest + number)
+    def places(own: Shards) -> tuple:
+        given = own.params, own.whole, Decoding.places(own), own.whole, *_drawn_by(own, noise), *[own.whole] * 3
+        return given, (Decoding.places(own), own.whole)
 
-    def forward(state: Decoding, number: jax.Array, turned: dict[str, jax.Array]) -> tuple[jax.Array, list[Kept]]:
-        tokens = jax.lax.dynamic_slice_in_dim(state.tokens, (state.count - 1) % state.capacity, 1, axis=1)
-        options = {"cache": state.cache, "layers": layers, "dtype": dtype, "max_tokens": max_tokens, "angles": turned}
-        hidden, new = with_keys(trunk, tokens, _positions(state), None, longest + number, **options)
-        return model.outputs(hidden.astype(dtype), None, head_dtype, None, 1.0).astype(jnp.float32), new
+    of_shard = on_each(shards, steps_of, places, parameters=True)
+    return of_shard(arrays, layers, state, stops, noise, drawing, first, steps, longest)
 
-    def step(carry):
-        number, state, turned = carry
-        logits, new = forward(state, number, turned)
-        ids, logps = _drawn(logits, state, noise, first + number, drawing)
-        state = with_token(state._replace(cache=state.cache.appended(new, after=ids)), ids, logps, stops)
-        # The angles come from the step before: in one step XLA would compute them again in each layer, for each head.
-        return number + 1, state, angles(state, number + 1)
 
-    def goes_on(carry):
-        number, state, _ = carry
-        return (number < steps) & jnp.any(state.alive)
+@dataclass(frozen=True)
+class _Steps:
+    """`next_tokens` of a shard."""
 
-    _, state, _ = jax.lax.while_loop(goes_on, step, (jnp.int32(0), state, angles(state, jnp.int32(0))))
-    return state, Status(state.count, state.alive)
+    graph: Any
+    dtype: jnp.dtype
+    head_dtype: jnp.dtype
+    max_tokens: int
+    shards: Shards | None
+
+    def __call__(self, arrays, layers, state, stops, noise, drawing, first, steps, longest):
+        model = merge(self.graph, arrays)
+        trunk = trunk_of(model)
+        options = {"layers": layers, "dtype": self.dtype, "max_tokens": self.max_tokens}
+
+        def angles(state: Decoding, number: jax.Array) -> dict[str, jax.Array]:
+            return trunk.angles(_positions(state), longest + number)
+
+        def forward(state: Decoding, number: jax.Array, turned: dict[str, jax.Array]) -> tuple[jax.Array, list[Kept]]:
+            tokens = jax.lax.dynamic_slice_in_dim(state.tokens, (state.count - 1) % state.capacity, 1, axis=1)
+            beside = options | {"cache": state.cache, "angles": turned}
+            hidden, new = with_keys(trunk, tokens, _positions(state), None, longest + number, **beside)
+            logits = model.outputs(hidden.astype(self.dtype), None, self.head_dtype, None, 1.0)
+            return logits.astype(jnp.float32), new
+
+        def step(carry):
+            number, state, turned, _ = carry
+            logits, new = forward(state, number, turned)
+            ids, logps = _drawn(logits, state, noise, first + number, drawing)
+            state = with_token(state._replace(cache=state.cache.appended(new, after=ids)), ids, logps, stops)
+            # The angles come from the step before: in one step XLA would compute them again in each layer, for each
+            # head.
+            return number + 1, state, angles(state, number + 1), self._lives(state)
+
+        def goes_on(carry):
+            number, _, _, lives = carry
+            return (number < steps) & lives
+
+        begin = jnp.int32(0), state, angles(state, jnp.int32(0)), self._lives(state)
+        state = jax.lax.while_loop(goes_on, step, begin)[1]
+        return state, Status.of(state, self.shards)
+
+    def _lives(self, state: Decoding) -> jax.Array:
+        """Whether any completion goes on; all shards take as many steps, as they send to each other in each."""
+        return anywhere(self.shards, jnp.any(state.alive))
 
 
 def _positions(state: Decoding) -> jax.Array:

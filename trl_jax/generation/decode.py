@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from trl_jax.generation.shards import Shards, on_each
 from trl_jax.nn.cache.cache import Cache
 
 
@@ -52,17 +54,23 @@ class Decoding(NamedTuple):
         """Tokens that were drawn for each completion, int32 `[B]`, those behind its end among them."""
         return self.count - self.begun
 
+    @classmethod
+    def places(cls, shards: Shards) -> Decoding:
+        """How it is divided."""
+        rows, whole = shards.rows, shards.whole
+        return cls(shards.cache, rows, whole, rows, rows, rows)
+
     def in_order(self) -> jax.Array:
         """The tokens, int32 `[B, T]`, with each completion's first one at place 0."""
         at = (self.begun[:, None] + jnp.arange(self.capacity)) % self.capacity
         return jnp.take_along_axis(self.tokens, at, axis=1)
 
 
-def begun(cache: Cache, rows: int, capacity: int, *, logps: bool) -> Decoding:
-    """The state before the first token."""
-    tokens = jnp.zeros((rows, capacity), jnp.int32)
-    kept = jnp.zeros(tokens.shape, jnp.float32) if logps else None
-    return Decoding(cache, tokens, jnp.int32(0), jnp.zeros(rows, jnp.int32), jnp.ones(rows, bool), kept)
+def begun(cache: Cache, alive: np.ndarray, capacity: int, *, logps: bool) -> Decoding:
+    """The state before the first token, of completions of which some, bool `[B]`, only fill the shape."""
+    tokens = np.zeros((len(alive), capacity), np.int32)
+    kept = np.zeros(tokens.shape, np.float32) if logps else None
+    return Decoding(cache, tokens, np.int32(0), np.zeros(len(alive), np.int32), alive, kept)
 
 
 @partial(jax.jit, static_argnames=("capacity",))
@@ -74,17 +82,27 @@ def grown(state: Decoding, *, capacity: int) -> Decoding:
     return state._replace(cache=state.cache.grown(more), tokens=jnp.pad(state.tokens, widths), logps=logps)
 
 
-@jax.jit
-def selected(state: Decoding, prompts: jax.Array, members: jax.Array, alive: jax.Array) -> Decoding:
+@partial(jax.jit, static_argnames=("shards",))
+def selected(
+    state: Decoding, prompts: jax.Array, members: jax.Array, alive: jax.Array, *, shards: Shards | None = None
+) -> Decoding:
     """Some of the completions: those at `members` `[P', G']` of the prompts at `prompts` `[P']`, where `alive` says so.
 
     Args:
-        members: int32, a completion's number among those of its prompt.
+        prompts: int32, counted within a shard, each of which has as many. members: int32, a completion's number among
+            those of its prompt.
     """
-    rows = (prompts[:, None] * _group(state) + members).reshape(-1)
-    logps = None if state.logps is None else state.logps[rows]
-    own = {"tokens": state.tokens[rows], "lengths": state.lengths[rows], "alive": alive.reshape(-1), "logps": logps}
-    return state._replace(cache=state.cache.selected(prompts, members), **own)
+
+    def of_shard(state: Decoding, prompts: jax.Array, members: jax.Array, alive: jax.Array) -> Decoding:
+        rows = (prompts[:, None] * _group(state) + members).reshape(-1)
+        logps = None if state.logps is None else state.logps[rows]
+        own = {"tokens": state.tokens[rows], "lengths": state.lengths[rows], "alive": alive.reshape(-1), "logps": logps}
+        return state._replace(cache=state.cache.selected(prompts, members), **own)
+
+    def places(own: Shards) -> tuple:
+        return (Decoding.places(own), *[own.rows] * 3), Decoding.places(own)
+
+    return on_each(shards, of_shard, places)(state, prompts, members, alive)
 
 
 @partial(jax.jit, static_argnames=("count",))
@@ -93,10 +111,18 @@ def with_prompt_places(state: Decoding, *, count: int) -> Decoding:
     return state._replace(cache=state.cache.with_prompt_places(count))
 
 
-@partial(jax.jit, donate_argnames=("state",))
-def refilled(state: Decoding, slots: jax.Array, fresh: Decoding) -> Decoding:
-    """With other prompts, of which `fresh` has the first token, in the place of those at `slots`, int32 `[P']`; a slot
-    that is not there leaves the fresh prompt out."""
+@partial(jax.jit, static_argnames=("shards",), donate_argnames=("state",))
+def refilled(state: Decoding, slots: jax.Array, fresh: Decoding, *, shards: Shards | None = None) -> Decoding:
+    """With other prompts, of which `fresh` has the first token, in the place of those at `slots`, int32 `[P']`, counted
+    within a shard; a slot that is not there leaves the fresh prompt out."""
+
+    def places(own: Shards) -> tuple:
+        return (Decoding.places(own), own.rows, Decoding.places(own)), Decoding.places(own)
+
+    return on_each(shards, _refilled, places)(state, slots, fresh)
+
+
+def _refilled(state: Decoding, slots: jax.Array, fresh: Decoding) -> Decoding:
     rows = (slots[:, None] * _group(state) + jnp.arange(_group(state))).reshape(-1)
     place = (state.count - 1) % state.capacity
 

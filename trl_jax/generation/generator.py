@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import jax.numpy as jnp
 import numpy as np
 
 from trl_jax.data.layout.batch import padded_length
@@ -13,8 +12,10 @@ from trl_jax.generation.decode import Decoding, Stops, begun, grown, refilled, s
 from trl_jax.generation.noise import KeyedSource, Noise, NoiseSource
 from trl_jax.generation.prefill import prefill, recomputed
 from trl_jax.generation.request import Completed, Completions, Progress, Request, Watch
+from trl_jax.generation.shards import part_of_group
 from trl_jax.generation.slots import Slots, power_of_two
 from trl_jax.generation.weights import Weights, length_of_turn
+from trl_jax.mesh.arrays import fetched
 
 STEPS = 16  # of a call, after which the host looks whether completions have ended
 FIRST_PLACES = 32  # places for tokens; twice as many whenever these are full
@@ -83,10 +84,13 @@ class _Generation:
     ):
         self._weights, self._request, self._watch = weights, request, watch
         self._source, self._chunk, self._steps, self._used = noise, None, steps, steps
-        self._slots = Slots(request, slots, done)
+        self._shards = 1 if weights.shards is None else weights.shards.count
+        parts = part_of_group(min(slots, len(request.prompts)), request.group, self._shards)
+        self._request = request = request.in_parts(parts)
+        self._slots = Slots(request, -(-slots * parts // self._shards) * self._shards, done, self._shards)
         self._prompt_places = padded_length(self._longest(self._slots.members), "auto")
         self._stops = Stops(
-            jnp.asarray(request.eos or (-1,), jnp.int32), jnp.int32(request.pad), jnp.int32(request.max_new_tokens)
+            np.asarray(request.eos or (-1,), np.int32), np.int32(request.pad), np.int32(request.max_new_tokens)
         )
         self._inputs = request.drawing()  # of all rows of the request
         longest = padded_length(max(map(len, request.prompts)), "auto")
@@ -105,7 +109,7 @@ class _Generation:
                 progress(*slots.progress(state, alive))
             if not alive.any():
                 break
-            state = state._replace(alive=jnp.asarray(alive))
+            state = state._replace(alive=alive)
             state, status = self._advanced(self._compacted(state, alive), int(status.count))
         slots.give(state, np.ones(slots.members.shape, bool))
 
@@ -121,18 +125,19 @@ class _Generation:
             weights.graph, weights.arrays, tokens, np.asarray([len(ids) for ids in prompts], np.int32),
             np.int32(longest), group=request.group, capacity=capacity, max_tokens=self._max_tokens,
             dtype=weights.dtype, head_dtype=weights.head_dtype, by_layer=weights.layers is not None,
+            shards=weights.shards,
         )  # fmt: skip
-        state = begun(cache, members.size, capacity, logps=request.logps)
-        return first_tokens(logits, state, self._stops, noise, self._drawing(members.reshape(-1)))
+        state, drawing = begun(cache, members.reshape(-1) >= 0, capacity, logps=request.logps), self._drawing(members)
+        return first_tokens(logits, state, self._stops, noise, drawing, shards=weights.shards)
 
     def _longest(self, members: np.ndarray) -> int:
         """Tokens of the longest of these prompts."""
         return max(map(len, self._slots.prompts(members)))
 
-    def _drawing(self, rows: np.ndarray) -> Drawing:
+    def _drawing(self, members: np.ndarray) -> Drawing:
         """How tokens of these rows are drawn."""
-        ids, pads = self._inputs.prompt_ids[rows], self._inputs.pads[rows]
-        return self._inputs._replace(prompt_ids=jnp.asarray(ids), pads=jnp.asarray(pads))
+        rows = members.reshape(-1)
+        return self._inputs._replace(prompt_ids=self._inputs.prompt_ids[rows], pads=self._inputs.pads[rows])
 
     def _noise(self, count: int) -> Noise | None:
         """The chunk of random numbers that has those of the next step, of which there were `count`."""
@@ -148,10 +153,11 @@ class _Generation:
         steps = min(self._steps - first, most)
         if count + steps > state.capacity and state.capacity < self._request.max_new_tokens:
             state = grown(state, capacity=places(state.capacity + 1))
+        drawing = self._drawing(self._slots.members)
         state, status = next_tokens(
-            weights.graph, weights.arrays, weights.layers, state, self._stops, noise, self._drawing(self._slots.rows),
-            np.int32(first), np.int32(steps), np.int32(longest), dtype=weights.dtype,
-            head_dtype=weights.head_dtype, max_tokens=self._max_tokens,
+            weights.graph, weights.arrays, weights.layers, state, self._stops, noise, drawing, np.int32(first),
+            np.int32(steps), np.int32(longest), dtype=weights.dtype,
+            head_dtype=weights.head_dtype, max_tokens=self._max_tokens, shards=weights.shards,
         )  # fmt: skip
         self._used = first + steps
         return state, status
@@ -165,13 +171,13 @@ class _Generation:
             self._turned = not self._turned
             weights, places = self._weights, self._prompt_places
             texts = np.zeros((len(state.tokens), places + state.capacity), np.int32)
-            prompts, completions = self._slots.prompts(self._slots.rows[:, None]), np.asarray(state.in_order())
+            prompts, completions = self._slots.prompts(self._slots.rows[:, None]), fetched(state.in_order())
             for row, prompt, own in zip(texts, prompts, completions, strict=True):
                 row[: len(prompt)] = prompt
                 row[len(prompt) : len(prompt) + len(own)] = own
             state = recomputed(
                 weights.graph, weights.arrays, state, texts, np.int32(longest), max_tokens=self._max_tokens,
-                dtype=weights.dtype, by_layer=weights.layers is not None,
+                dtype=weights.dtype, by_layer=weights.layers is not None, shards=weights.shards,
             )  # fmt: skip
         return state, self._steps if self._turned else self._turn + 1 - longest
 
@@ -180,21 +186,22 @@ class _Generation:
         alive = np.asarray(status.alive)
         if self._watch is None:
             return alive
-        kept = self._watch.tokens(np.asarray(state.tokens[:, (int(status.count) - 1) % state.capacity]), alive)
-        return alive if kept is None else alive & kept
+        rows, place = self._request.rows, (int(status.count) - 1) % state.capacity
+        kept = self._watch.tokens(fetched(state.tokens)[:rows, place], alive[:rows])
+        return alive if kept is None else alive & np.pad(kept, (0, len(alive) - rows))
 
     def _refilled(self, state: Decoding, alive: np.ndarray) -> tuple[Decoding, np.ndarray]:
         """The state with prompts that wait in the places of those that have ended, once enough are free; and what goes
         on in it. Not within a chunk of random numbers, which are those of the rows that it began with."""
         slots = self._slots
-        together = max(1, len(slots.members) // _PARTS)
+        together = max(1, slots.each // _PARTS)  # of each shard
         while slots.waiting and (self._used == self._steps or not alive.any()):
-            free = slots.free(alive)[:together]
-            if len(free) < together:
+            free = slots.free(alive)
+            if sum(map(len, free)) < together * self._shards:
                 break
             self._used = self._steps
-            state = self._with_prompts(state, *slots.refill(state, free))
-            alive = np.asarray(state.alive)
+            state = self._with_prompts(state, *slots.refill(state, free, together))
+            alive = fetched(state.alive)
         return state, alive
 
     def _with_prompts(self, state: Decoding, fresh: np.ndarray, at: np.ndarray) -> Decoding:
@@ -206,7 +213,7 @@ class _Generation:
         if not self._prompt_places // 2 < longest <= self._prompt_places:
             self._prompt_places = power_of_two(max(32, longest))
             state = with_prompt_places(state, count=self._prompt_places)
-        return refilled(state, at, first)
+        return refilled(state, at, first, shards=self._weights.shards)
 
     def _compacted(self, state: Decoding, alive: np.ndarray) -> Decoding:
         """The state without completions that have ended; between chunks only, not while prompts wait, and not for a
@@ -214,4 +221,4 @@ class _Generation:
         if self._slots.waiting or self._watch is not None or self._used < self._steps:
             return state
         kept = self._slots.compact(state, alive)
-        return state if kept is None else selected(state, *kept)
+        return state if kept is None else selected(state, *kept, shards=self._weights.shards)

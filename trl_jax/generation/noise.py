@@ -17,8 +17,10 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from trl_jax.core.torch_random import GeneratorState, TorchGenerator
+from trl_jax.generation.shards import Shards
 
 _LOW_21 = np.uint32(2**21 - 1)
 _CHUNK_BYTES = 2**27  # of words for the steps of a chunk
@@ -26,6 +28,9 @@ _CHUNK_BYTES = 2**27  # of words for the steps of a chunk
 
 class Noise(Protocol):
     """The numbers for some steps of some rows: a pytree, handed to a jitted chunk of steps."""
+
+    def places(self, shards: Shards) -> Noise:
+        """How they are divided."""
 
     def exponentials(self, step: jax.Array | int, vocabulary: int) -> jax.Array:
         """q of one step, float32 `[R, V]`, at least 0. `step` counts from the chunk's first and may be traced."""
@@ -35,6 +40,9 @@ class TorchNoise(NamedTuple):
     """The words of torch's stream for a chunk: uint32 `[steps, R, V, 2]`, as `PrefetchedWords.noise` gives them."""
 
     words: jax.Array | np.ndarray
+
+    def places(self, shards: Shards) -> TorchNoise:
+        return TorchNoise(PartitionSpec(None, *shards.rows))
 
     def exponentials(self, step: jax.Array | int, vocabulary: int) -> jax.Array:
         words_RV2 = jax.lax.dynamic_index_in_dim(jnp.asarray(self.words), step, keepdims=False)
@@ -52,6 +60,9 @@ class KeyedNoise(NamedTuple):
     key: jax.Array
     rows: jax.Array
     positions: jax.Array
+
+    def places(self, shards: Shards) -> KeyedNoise:
+        return KeyedNoise(shards.whole, shards.rows, shards.rows)
 
     def exponentials(self, step: jax.Array | int, vocabulary: int) -> jax.Array:
         def bits(row, position):

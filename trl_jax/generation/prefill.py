@@ -11,15 +11,18 @@ from flax import nnx
 
 from trl_jax.core.packed import reads_of_rows
 from trl_jax.generation.decode import Decoding
+from trl_jax.generation.shards import Shards, on_each
 from trl_jax.generation.weights import by_layers, trunk_of
 from trl_jax.models.arch.cache_parts import cache_parts
 from trl_jax.models.cached_decoder import with_keys
 from trl_jax.models.functional import merge
-from trl_jax.nn.cache.cache import Cache
+from trl_jax.nn.cache.cache import Cache, Kept
 from trl_jax.nn.cache.places import CachePlaces, Room
 
 
-@partial(jax.jit, static_argnames=("graph", "group", "capacity", "max_tokens", "dtype", "head_dtype", "by_layer"))
+@partial(
+    jax.jit, static_argnames=("graph", "group", "capacity", "max_tokens", "dtype", "head_dtype", "by_layer", "shards")
+)
 def prefill(
     graph: Any,
     arrays: dict[str, jax.Array],
@@ -33,6 +36,7 @@ def prefill(
     dtype: jnp.dtype,
     by_layer: bool,
     head_dtype: jnp.dtype | None = None,
+    shards: Shards | None = None,
 ) -> tuple[jax.Array, Cache]:
     """Logits `[P, V]`, float32, of the token after each prompt, and the cache for `group` completions of each.
 
@@ -44,21 +48,34 @@ def prefill(
         by_layer: the cache has a part for each layer, not for several (models/arch/cache_parts.py).
         head_dtype: what the head computes in; None: `dtype`.
     """
-    model = merge(graph, arrays)
+    head_dtype = dtype if head_dtype is None else head_dtype
+
+    def of_shard(arrays, tokens, lengths, longest):
+        model = merge(graph, arrays)
+        trunk = trunk_of(model)
+        hidden, kept = _through(trunk, tokens, lengths, longest, dtype, max_tokens)
+        logits = model.outputs(hidden.astype(dtype), None, head_dtype, None, 1.0).astype(jnp.float32)
+        parts = [own.cache(lengths, room) for own, room in zip(kept, _rooms(trunk, group, capacity), strict=True)]
+        parts = by_layers(parts, trunk.arch) if by_layer else parts
+        return logits, Cache(parts, CachePlaces(lengths, jnp.zeros_like(lengths), jnp.int32(0)))
+
+    def places(own: Shards) -> tuple:
+        return (own.params, own.rows, own.rows, own.whole), (own.rows, own.cache)
+
+    return on_each(shards, of_shard, places, parameters=True)(arrays, tokens, lengths, longest)
+
+
+def _through(
+    trunk: nnx.Module, tokens: jax.Array, lengths: jax.Array, longest: jax.Array, dtype: jnp.dtype, max_tokens: int
+) -> tuple[jax.Array, list[Kept]]:
+    """Rows of texts of these lengths through the decoder: the hidden state of the last token of each, and what is kept
+    of all."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     reads = reads_of_rows(lengths - 1, tokens.shape[1])
-    options = {"dtype": dtype, "max_tokens": max_tokens}
-    trunk = trunk_of(model)
-    hidden, kept = with_keys(trunk, tokens, positions, reads, longest, **options)
-    head_dtype = dtype if head_dtype is None else head_dtype
-    logits = model.outputs(hidden.astype(dtype), None, head_dtype, None, 1.0).astype(jnp.float32)
-    parts = [own.cache(lengths, room) for own, room in zip(kept, _rooms(trunk, group, capacity), strict=True)]
-    if by_layer:
-        parts = by_layers(parts, trunk.arch)
-    return logits, Cache(parts, CachePlaces(lengths, jnp.zeros_like(lengths), jnp.int32(0)))
+    return with_keys(trunk, tokens, positions, reads, longest, dtype=dtype, max_tokens=max_tokens)
 
 
-@partial(jax.jit, static_argnames=("graph", "max_tokens", "dtype", "by_layer"), donate_argnames=("state",))
+@partial(jax.jit, static_argnames=("graph", "max_tokens", "dtype", "by_layer", "shards"), donate_argnames=("state",))
 def recomputed(
     graph: Any,
     arrays: dict[str, jax.Array],
@@ -69,6 +86,7 @@ def recomputed(
     max_tokens: int,
     dtype: jnp.dtype,
     by_layer: bool,
+    shards: Shards | None = None,
 ) -> Decoding:
     """The state with keys and values as they are where the longest text has `longest` tokens: some ropes turn all
     tokens otherwise from a length on.
@@ -76,17 +94,22 @@ def recomputed(
     Args:
         texts: int32 `[B, S + T]`, each prompt and behind it what its completion has; anything behind that.
     """
-    places = state.cache.places
-    group = len(texts) // len(places.prompt_lengths)
-    lengths = jnp.repeat(places.prompt_lengths + places.own, group)
-    positions = jnp.broadcast_to(jnp.arange(texts.shape[1], dtype=jnp.int32), texts.shape)
-    reads = reads_of_rows(jnp.maximum(lengths, 1) - 1, texts.shape[1])
-    options = {"dtype": dtype, "max_tokens": max_tokens}
-    trunk = trunk_of(merge(graph, arrays))
-    _, kept = with_keys(trunk, texts, positions, reads, longest, **options)
-    rooms = _rooms(trunk, group, state.capacity)
-    parts = [own.cache_of_texts(places, room) for own, room in zip(kept, rooms, strict=True)]
-    return state._replace(cache=Cache(by_layers(parts, trunk.arch) if by_layer else parts, places))
+
+
+    def of_shard(arrays, state, texts, longest):
+        filled = state.cache.places
+        group = len(texts) // len(filled.prompt_lengths)
+        lengths = jnp.maximum(jnp.repeat(filled.prompt_lengths + filled.own, group), 1)
+        trunk = trunk_of(merge(graph, arrays))
+        _, kept = _through(trunk, texts, lengths, longest, dtype, max_tokens)
+        rooms = _rooms(trunk, group, state.capacity)
+        parts = [own.cache_of_texts(filled, room) for own, room in zip(kept, rooms, strict=True)]
+        return state._replace(cache=Cache(by_layers(parts, trunk.arch) if by_layer else parts, filled))
+
+    def places(own: Shards) -> tuple:
+        return (own.params, Decoding.places(own), own.rows, own.whole), Decoding.places(own)
+
+    return on_each(shards, of_shard, places, parameters=True)(arrays, state, texts, longest)
 
 
 def _rooms(trunk: nnx.Module, group: int, capacity: int) -> list[Room]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import jax.numpy as jnp
@@ -47,6 +47,10 @@ class Request:
     @property
     def rows(self) -> int:
         return len(self.prompts) * self.group
+
+    def in_parts(self, number: int) -> Request:
+        """The same rows, the completions of each prompt divided among so many prompts that are equal."""
+        return replace(self, prompts=[ids for ids in self.prompts for _ in range(number)], group=self.group // number)
 
     def drawing(self) -> Drawing:
         """How tokens are drawn. Prompts are as wide as the longest, or as they came."""

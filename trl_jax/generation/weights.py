@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from trl_jax.generation.shards import Shards, gathered_once, shards_of
 from trl_jax.models.arch.cache_parts import cache_parts
 from trl_jax.models.functional import merge
 from trl_jax.models.stack import in_a_stack
@@ -19,14 +21,15 @@ _LARGEST = 512 * 2**20  # bytes of layers that are copied to be decoded one by o
 
 
 class Weights(NamedTuple):
-    """A model's graph, its arrays, each layer's by itself (`layers_for_decoding`), and what it and its head compute
-    in."""
+    """A model's graph, its arrays, each layer's by itself (`layers_for_decoding`), what it and its head compute in, and
+    the devices that have rows of their own; None where all have all rows."""
 
     graph: Any
     arrays: dict[str, jax.Array]
     layers: list[nnx.State] | None
     dtype: Any
     head_dtype: Any
+    shards: Shards | None = None
 
     @classmethod
     def of(
@@ -36,7 +39,26 @@ class Weights(NamedTuple):
         dtype = jnp.dtype(dtype)
         head_dtype = dtype if head_dtype is None else jnp.dtype(head_dtype)
         arrays = matrices_in(graph, arrays, dtype, head_dtype)
-        return cls(graph, arrays, layers_for_decoding(graph, arrays, platform()), dtype, head_dtype)
+        arrays, shards = divided(arrays, device_memory())
+        layers = layers_for_decoding(graph, arrays, shards, platform())
+        shards = None if shards is None else replace(shards, by_layer=layers is not None)
+        return cls(graph, arrays, layers, dtype, head_dtype, shards)
+
+
+def divided(arrays: dict[str, Any], memory: int | None) -> tuple[dict[str, Any], Shards | None]:
+    """The devices that have rows of their own, and the arrays as these hold them; `memory` and shapes as in
+    `gathered_once`."""
+    stacked = frozenset(filter(in_a_stack, arrays))
+    shards = shards_of(arrays, stacked)
+    if shards is None:
+        return arrays, None
+    arrays = gathered_once(arrays, shards, memory)
+    return arrays, shards_of(arrays, stacked)
+
+
+def device_memory() -> int | None:
+    """Bytes of a device; None where it does not say."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
 def length_of_turn(weights: Weights) -> int | None:
@@ -70,17 +92,21 @@ def by_layers(parts: list[Any], arch: Any) -> list[Any]:
     return [of_layer[layer] for layer in sorted(of_layer)]
 
 
-def layers_for_decoding(graph: Any, arrays: dict[str, jax.Array], platform: str) -> list[nnx.State] | None:
+def layers_for_decoding(
+    graph: Any, arrays: dict[str, jax.Array], shards: Shards | None, platform: str
+) -> list[nnx.State] | None:
     """Each layer's parameters by themselves, on a CPU and where they are small; None: decode along the stack.
 
     On a CPU a scan copies a layer's weights and cache out of the stacks in every turn, which takes a small model half
     of its time. Elsewhere it does not, and a large model has no room for another copy.
     """
-    return _unstacked(graph, arrays) if decodes_by_layer(arrays, platform) else None
+    return _unstacked(graph, arrays) if decodes_by_layer(arrays, shards, platform) else None
 
 
-def decodes_by_layer(arrays: Mapping[str, Any], platform: str) -> bool:
+def decodes_by_layer(arrays: Mapping[str, Any], shards: Shards | None, platform: str) -> bool:
     """Whether layers are decoded one by one; `arrays` may be shapes."""
+    if shards is not None and not shards.undivided:
+        return False
     stacked = [array for path, array in arrays.items() if in_a_stack(path)]
     return platform == "cpu" and sum(array.size * array.dtype.itemsize for array in stacked) <= _LARGEST
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,16 @@ from trl_jax.hub.exported.positions import max_positions
 from trl_jax.hub.families import families
 from trl_jax.hub.heads import HeadName, check_labels
 from trl_jax.hub.load_arguments import checked_arguments
-from trl_jax.hub.native_backend import NativeBackend, load_native, outline_native
+from trl_jax.hub.native_backend import NativeBackend, heads_of, load_native, outline_native
 from trl_jax.hub.network.fetch import ADAPTER, Repository, checkpoint_folder
 from trl_jax.hub.new_model import new_model
 from trl_jax.hub.peft.adapted import adapt, outline_adapted
 from trl_jax.hub.peft.adapter_tensors import tokens_of
 from trl_jax.hub.peft.lora_config import LoraConfig, read_lora_config
 from trl_jax.hub.peft.quantization import BitsAndBytesConfig, as_quantization, formats, halves
+from trl_jax.hub.placing import check_heads, sharding_plan
 from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.mesh.sharding import ShardingPlan
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,22 @@ class Checkpoint:
             options = {"seed": seed, "place": place, "as_stored": as_stored, "formats": quantized}
             params, backend = load_native(self.native, dtype=self.dtype, **options)
         return PreTrainedModel(params, backend, config, self.folder, self.name)
+
+    def placement(self, plan: ShardingPlan | None) -> Placement | None:
+        """Where the parameters lie by a plan; None: on one device.
+
+        Raises:
+            ValueError: the model runs as an exported program, or its heads cannot be divided so.
+        """
+        if plan is None:
+            return None
+        if self.native is None:
+            raise ValueError(
+                f"{self.name}: model_type {self.config.model_type!r} runs as an exported program, which lies on one "
+                "device where no trainer divides it. Leave mesh_shape out."
+            )
+        check_heads(plan, heads_of(self.native), self.name)
+        return plan.place
 
     def outline(
         self, lora: LoraConfig | None = None, quantization: BitsAndBytesConfig | None = None, *, parts: bool = False
@@ -233,7 +252,13 @@ class AutoModelForSequenceClassification:
 
     @staticmethod
     def from_pretrained(
-        pretrained_model_name_or_path: str | Path, *, num_labels: int = 1, dtype: Any = "auto", seed: int = 42, **kwargs
+        pretrained_model_name_or_path: str | Path,
+        *,
+        num_labels: int = 1,
+        dtype: Any = "auto",
+        seed: int = 42,
+        mesh_shape: str | Mapping[str, int] | None = None,
+        **kwargs: Any,
     ) -> PreTrainedModel:
         """Load a checkpoint of a supported model_type: classifier, causal LM (its head is dropped) or bare base.
 
@@ -243,6 +268,8 @@ class AutoModelForSequenceClassification:
             dtype: "float32", "bfloat16", "float16" or "auto" (as stored), which the weights are rounded to, and saved
                 in. Arrays and computation are float32.
             seed: draws the score head where the checkpoint has none.
+            mesh_shape: as of a trainer's config, "fsdp:8" say: the model lies in parts on all devices. None: on one; a
+                trainer divides it by its own arguments in either case.
             kwargs: revision, subfolder, token, cache_dir, local_files_only, gguf_file as in transformers;
                 attn_implementation is accepted (the backend picks its kernels); trust_remote_code fetches `*.py`
                 for the tokenizer, whose own code AutoTokenizer may then run; a model's is never run; device_map and
@@ -252,7 +279,7 @@ class AutoModelForSequenceClassification:
         Raises:
             ValueError, TypeError: an argument or a checkpoint at fault, by name.
         """
-        kwargs |= {"num_labels": num_labels, "dtype": dtype}
+        kwargs |= {"num_labels": num_labels, "dtype": dtype, "mesh_shape": mesh_shape}
         return _from_pretrained(str(pretrained_model_name_or_path), "score", seed, **kwargs)
 
     @staticmethod
@@ -266,7 +293,12 @@ class AutoModelForCausalLM:
 
     @staticmethod
     def from_pretrained(
-        pretrained_model_name_or_path: str | Path, *, dtype: Any = "auto", seed: int = 42, **kwargs: Any
+        pretrained_model_name_or_path: str | Path,
+        *,
+        dtype: Any = "auto",
+        seed: int = 42,
+        mesh_shape: str | Mapping[str, int] | None = None,
+        **kwargs: Any,
     ) -> PreTrainedModel:
         """Load a checkpoint of a supported model_type: a causal LM, or a classifier or bare base, whose head is then
         drawn unless it is tied to the embedding.
@@ -276,11 +308,13 @@ class AutoModelForCausalLM:
             dtype: as in `AutoModelForSequenceClassification.from_pretrained`.
             **kwargs: likewise.
             seed: draws the head where the checkpoint has none.
+            mesh_shape: likewise; each device then writes completions of its own.
 
         Raises:
             ValueError, TypeError: an argument or a checkpoint at fault, by name.
         """
-        return _from_pretrained(str(pretrained_model_name_or_path), "lm", seed, dtype=dtype, **kwargs)
+        kwargs |= {"dtype": dtype, "mesh_shape": mesh_shape}
+        return _from_pretrained(str(pretrained_model_name_or_path), "lm", seed, **kwargs)
 
     @staticmethod
     def from_config(config: Any, *, seed: int = 42, dtype: Any = None) -> PreTrainedModel:
@@ -297,15 +331,23 @@ class AutoModelForCausalLM:
 
 
 def _from_pretrained(
-    name: str, head: HeadName, seed: int, *, quantization_config: Any = None, config: Any = None, **kwargs: Any
+    name: str,
+    head: HeadName,
+    seed: int,
+    *,
+    quantization_config: Any = None,
+    config: Any = None,
+    mesh_shape: str | Mapping[str, int] | None = None,
+    **kwargs: Any,
 ) -> PreTrainedModel:
+    plan = sharding_plan(mesh_shape)
     checkpoint = find_checkpoint(name, head=head, **kwargs)
     if config is not None:
         checkpoint = replace(checkpoint, config=_same_architecture(config, checkpoint))
     few = None if quantization_config is None else as_quantization(quantization_config)
-    if few is None:
-        return checkpoint.load(seed)
-    return replace(checkpoint, quantization=few).load(seed, as_stored=True)
+    if few is not None:
+        checkpoint = replace(checkpoint, quantization=few)
+    return checkpoint.load(seed, place=checkpoint.placement(plan), as_stored=few is not None)
 
 
 def _same_architecture(config: Any, checkpoint: Checkpoint) -> Any:

@@ -32,7 +32,10 @@ def checked_arguments(kwargs: dict[str, Any], dtype: Any) -> tuple[dict[str, Any
         kwargs.pop(key, None)
     for key in _PLACEMENT:
         if kwargs.pop(key, None) is not None:
-            logger.warning("%s has no effect in trl_jax: arrays go to JAX's default device.", key)
+            logger.warning(
+                "%s has no effect in trl_jax: arrays go to JAX's default device, or to all of a mesh with mesh_shape=.",
+                key,
+            )
     code = bool(kwargs.pop("trust_remote_code", False))
     if code:
         logger.warning(

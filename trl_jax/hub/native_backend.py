@@ -52,7 +52,7 @@ class NativeBackend(Backend):
         self.window = narrowest_window((*arch.windows, *((arch.chunks or ()) if causal else ())))
         self.has_routers = causal and arch.experts is not None
         self.draws_experts = self.has_routers and arch.experts.sparse_mixer is not None
-        self.heads = {"heads": arch.num_heads} | ({"key heads": arch.num_key_heads} if causal else {})
+        self.heads = heads_of(source.config)
         self.batch_invariant = not causal  # some ropes of decoders ask for the longest text of a batch
 
     @property
@@ -170,6 +170,12 @@ class NativeBackend(Backend):
         params = self.weights(params) if self.formats else params
         for tensor, entries in entries_of(params, self.source).items():
             yield tensor, read_tensor(params, entries)
+
+
+def heads_of(config: NativeConfig) -> dict[str, int]:
+    """How many of each kind attention has, as `Backend.heads`."""
+    arch, causal = config.arch, not config.head.model.needs_valid
+    return {"heads": arch.num_heads} | ({"key heads": arch.num_key_heads} if causal else {})
 
 
 def load_native(

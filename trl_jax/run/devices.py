@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 
 from trl_jax.core.arguments import parallel
-from trl_jax.core.layer_gather import SEQUENCE, TENSOR
+from trl_jax.core.layer_gather import SEQUENCE
+from trl_jax.hub.placing import check_heads
 from trl_jax.mesh.sharding import ShardingPlan, make_mesh
 
 if TYPE_CHECKING:
@@ -78,21 +79,7 @@ def check_division(sharding_plan: ShardingPlan | None, model: PreTrainedModel, o
     if sharding_plan is None:
         return
     _check_sequence(sharding_plan.size(SEQUENCE), model, overridden & {"compute_loss", "prediction_step"})
-    size, heads = sharding_plan.size(TENSOR), model.backend.heads
-    if size == 1:
-        return
-    if heads is None:
-        raise ValueError(
-            f"mesh: tensor {size} divides products by name, and {model.name_or_path} runs as an exported program. "
-            "Divide it with fsdp instead."
-        )
-    odd = {name: count for name, count in heads.items() if count % size}
-    if odd:
-        shown = " and ".join(f"{count} {name}" for name, count in odd.items())
-        raise ValueError(
-            f"mesh: tensor {size} does not divide the {shown} of {model.name_or_path}. Choose a tensor size that does, "
-            "and give the rest to fsdp."
-        )
+    check_heads(sharding_plan, model.backend.heads, model.name_or_path)
 
 
 def _check_sequence(size: int, model: PreTrainedModel, overridden: frozenset[str]) -> None:

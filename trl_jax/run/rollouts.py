@@ -18,7 +18,7 @@ from trl_jax.data.rows import prompts as rows
 from trl_jax.data.step_layout import IndexedExample, StepBatch
 from trl_jax.engine.devices.processes import is_first, several
 from trl_jax.engine.devices.spmd import ShardedStep
-from trl_jax.hub.generating.complete import complete
+from trl_jax.hub.generating.complete import complete, exact_draws
 from trl_jax.mesh.arrays import fetched
 from trl_jax.rollout.completions.log import CompletionsLog
 from trl_jax.rollout.entropy import EntropyBonus
@@ -73,9 +73,10 @@ def rollout_steps(
     """The source of a run's steps."""
     cycle, args = run.task.cycle, run.args
     streams, line = [TorchGenerator(args.seed + rank) for rank in range(run.shards)], ProgressLine(run.events)
-    writer, rewards = PolicyWriter(run, parts, streams[own_rank(run.shards)], line), parts.rewards
-    if several():
-        writer, rewards = RankWriter(writer, streams), RankRewards(rewards)
+    alone = several() and (parts.rollout_func is not None or exact_draws(args.compute_dtype))
+    writer = PolicyWriter(run, parts, streams[own_rank(run.shards) if alone else 0], line, alone)
+    writer = RankWriter(writer, streams) if alone else writer
+    rewards = RankRewards(parts.rewards) if several() else parts.rewards
     rollout = Rollout(
         run.task,
         writer,
@@ -131,10 +132,15 @@ def _seen(run: RunState, tokens: int) -> int:
 
 class PolicyWriter:
     """Completes prompts with the run's model as it is; the random numbers are those of `stream`. A `rollout_func` of
-    the script's does it in its place."""
+    the script's does it in its place.
 
-    def __init__(self, run: RunState, parts: RolloutParts, stream: TorchGenerator, line: ProgressLine):
+    Args:
+        alone: whether this process completes prompts of its own, on one device, and not those of all with the others.
+    """
+
+    def __init__(self, run: RunState, parts: RolloutParts, stream: TorchGenerator, line: ProgressLine, alone: bool):
         self._run, self._sampling, self._stream, self._line = run, parts.sampling, stream, line
+        self._alone = alone
         self._rollout_func = parts.rollout_func
 
     def write(self, prompts: list, group: int) -> Written:
@@ -155,7 +161,7 @@ class PolicyWriter:
         how["head_dtype"] = "float32" if run.args.cast_lm_head_to_fp32 else None
         how["progress"] = GenerationProgress(self._line, len(prompt_ids))
         with run.on_device():
-            model = local_copy(run.model, jax.numpy.asarray) if several() else run.model
+            model = local_copy(run.model, jax.numpy.asarray) if self._alone else run.model
             out = complete(model, prompt_ids[::group], options, **how)
         return [tokens[:length] for tokens, length in zip(out.tokens, out.lengths, strict=True)]
 

@@ -22,6 +22,7 @@ class ChatArguments:
     seed: int | None = None
     dtype: str = "auto"
     bf16: bool = False
+    mesh_shape: str | None = None
     trust_remote_code: bool = False
     fields: dict[str, Any] = field(default_factory=dict)
 
@@ -49,7 +50,9 @@ def main(args: ChatArguments) -> None:
     """
     from trl_jax.core.seed import set_seed
 
-    model = LoadedModel.find(args.model, args.dtype, trust_remote_code=args.trust_remote_code)
+    model = LoadedModel.find(
+        args.model, args.dtype, trust_remote_code=args.trust_remote_code, mesh_shape=args.mesh_shape
+    )
     if args.seed is not None:
         set_seed(args.seed)
     begin = [] if args.system is None else [{"role": "system", "content": args.system}]

@@ -50,6 +50,7 @@ class GenerateArguments:
     seed: int = 42
     dtype: str = "auto"
     bf16: bool = False
+    mesh_shape: str | None = None
     trust_remote_code: bool = False
     quiet: bool = False
     fields: dict[str, Any] = field(default_factory=dict)
@@ -102,7 +103,9 @@ def main(args: GenerateArguments) -> None:
     rows = list(_lines() if source is None else _JOB.read(source))
     if not rows:
         return
-    model = LoadedModel.find(args.model, args.dtype, trust_remote_code=args.trust_remote_code)
+    model = LoadedModel.find(
+        args.model, args.dtype, trust_remote_code=args.trust_remote_code, mesh_shape=args.mesh_shape
+    )
     completer = Completer(model, args, rows)
     mark = {"--seed": args.seed, "--bf16": args.bf16, "--dtype": args.dtype, **model.digests()}
     mark |= {f"--{name}": value for name, value in args.fields.items()}

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from trl_jax.hub.auto import Checkpoint
     from trl_jax.hub.generating.settings import Settings
     from trl_jax.hub.pretrained import PreTrainedModel
+    from trl_jax.mesh.sharding import ShardingPlan
 
 _NEW_TOKENS = 256  # where neither the user nor the checkpoint says
 
@@ -18,6 +19,10 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say how a language model is loaded and computed."""
     parser.add_argument("--dtype", default="auto", help="type to load weights in (default: as they are stored)")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 (default: float32)")
+    parser.add_argument(
+        "--mesh_shape", help="devices that write completions, as in data:4, or in fsdp:4,tensor:2, where they divide "
+        "the weights, too (default: one device)"
+    )  # fmt: skip
     parser.add_argument(
         "--trust_remote_code", action="store_true", help="let a tokenizer's repository run its own code; a model's "
         "code is never run"
@@ -31,24 +36,30 @@ class LoadedModel:
 
     checkpoint: Checkpoint
     tokenizer: Any
+    plan: ShardingPlan | None = None
     model: PreTrainedModel | None = None
 
     @classmethod
-    def find(cls, name: str, dtype: str, *, trust_remote_code: bool) -> LoadedModel:
+    def find(
+        cls, name: str, dtype: str, *, trust_remote_code: bool, mesh_shape: str | None = None
+    ) -> LoadedModel:
         from trl_jax.data.rows.tokenizer import load_tokenizer
         from trl_jax.engine.devices.compilation import keep_compilations
         from trl_jax.hub.auto import find_checkpoint
+        from trl_jax.hub.placing import sharding_plan
         from trl_jax.run.model.loading import tokenizer_folder
 
         keep_compilations()
+        plan = sharding_plan(mesh_shape)
         checkpoint = find_checkpoint(name, head="lm", dtype=dtype, trust_remote_code=trust_remote_code)
         folder = tokenizer_folder(checkpoint)
-        return cls(checkpoint, load_tokenizer(folder, checkpoint.config, trust_remote_code=trust_remote_code))
+        return cls(checkpoint, load_tokenizer(folder, checkpoint.config, trust_remote_code=trust_remote_code), plan)
 
     def load(self) -> PreTrainedModel:
         """The model, an adapter merged into its weights."""
         if self.model is None:
-            self.model = self.checkpoint.load(seed=0).merge_and_unload()
+            place = self.checkpoint.placement(self.plan)
+            self.model = self.checkpoint.load(seed=0, place=place).merge_and_unload()
         return self.model
 
     def settings(self, fields: dict[str, Any]) -> Settings:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from trl_jax.nn.cache.places import CachePlaces, Room, of_prompts, replaced, sized, wider, within
+from trl_jax.nn.cache.places import CachePlaces, Room, of_prompts, replaced, sized, wider, within, zeros_by_head
 
 
 class KeysValues(NamedTuple):
@@ -21,8 +21,9 @@ class KeysValues(NamedTuple):
         """The cache after prompts of these lengths, the places of completions empty."""
         k, v = self.k.swapaxes(-2, -3), self.v.swapaxes(-2, -3)
         *lead, heads, _, channels = k.shape
-        k_T = jnp.zeros((*lead, room.group, heads, channels, room.places), k.dtype)
-        own = jnp.zeros((*lead, room.group, heads, room.places, v.shape[-1]), v.dtype)
+        lead = (*lead, room.group, heads)
+        k_T = zeros_by_head((*lead, channels, room.places), len(lead) - 1, k.dtype)
+        own = zeros_by_head((*lead, room.places, v.shape[-1]), len(lead) - 1, v.dtype)
         prompts = (_last(x, lengths, room.window) for x in (k, v))
         return LayerCache(*prompts, k_T, own, room.window)
 

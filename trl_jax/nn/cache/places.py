@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from trl_jax.core.layer_gather import TENSOR
 
 
 class CachePlaces(NamedTuple):
@@ -54,6 +58,16 @@ class Room(NamedTuple):
 def within(window: int | None, count: int) -> int:
     """`count` places, or as many as a window has."""
     return count if window is None else min(window, count)
+
+
+def zeros_by_head(shape: Sequence[int], heads: int, dtype: jnp.dtype) -> jax.Array:
+    """Zeros with an axis of heads, on which the devices along `tensor` have them that have the heads' products."""
+    zeros, devices = jnp.zeros(shape, dtype), jax.sharding.get_abstract_mesh().shape.get(TENSOR, 1)
+    if devices == 1 or shape[heads] % devices:
+        return zeros
+    axes = [None] * len(shape)
+    axes[heads] = TENSOR
+    return jax.lax.with_sharding_constraint(zeros, PartitionSpec(*axes))
 
 
 def of_prompts(lengths: jax.Array, count: int) -> jax.Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from trl_jax.dryrun.compiler import Compiled
     from trl_jax.dryrun.plan import Plan
     from trl_jax.dryrun.suggestions import Suggestion
 
@@ -53,17 +54,21 @@ def _memory(plan: Plan) -> str:
 
 
 def _collectives(plan: Plan) -> str:
+    return "" if plan.topology.devices == 1 else _sent(plan.compiled, "a step")
+
+
+def _sent(compiled: Compiled | None, of: str) -> str:
     """A line for each kind of collective; empty where the compiler gave no cost, as where a step does not fit."""
-    if plan.compiled is None or plan.compiled.cost is None or plan.topology.devices == 1:
+    if compiled is None or compiled.cost is None:
         return ""
-    collectives = plan.compiled.cost.collectives
+    collectives = compiled.cost.collectives
     lines = [
         f"  {one.kind:<20}{f'{one.group} devices':<12}{one.dtype:<6}{one.count:>6,} x{_size(one.bytes):>12}"
         f"{_size(one.sent):>12} sent"
         for one in collectives
     ]
-    total = f"collectives a step, {_size(sum(one.bytes for one in collectives))}:"
-    return "\n".join([total, *lines]) if collectives else "No collectives."
+    total = f"collectives {of}, {_size(sum(one.bytes for one in collectives))}:"
+    return "\n".join([total, *lines]) if collectives else f"No collectives {of}."
 
 
 def _work(plan: Plan) -> str:
@@ -99,11 +104,13 @@ def _generation(plan: Plan) -> str:
     (size, memory, *_), phase = plan.generation, plan.phases[-1]
     measured = "" if phase.compiled is None else f", {_size(phase.peak)} by the compiler"
     scorer = f" and {_size(plan.scorer)} of the model that scores" if plan.scorer else ""
-    return (
+    told = (
         f"Generation: {size.completions} completions of {size.prompts} prompt(s), with room for "
         f"{size.prompt_places:,} and {size.new_places:,} tokens: a cache of {_size(memory.cache)} a device, beside the "
         f"optimizer's state{scorer}: peak {_size(phase.estimated)} by arithmetic{measured}."
     )
+    sent = "" if plan.topology.devices == 1 else _sent(plan.generation.decode, "a token of each completion")
+    return f"{told}\n{sent}" if sent else told
 
 
 def verdict(plan: Plan) -> str:

@@ -1,0 +1,118 @@
+"""Completions on meshes of simulated CPU devices, each of which writes some: those of one device."""
+
+from __future__ import annotations
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+
+from compat_tests.effort import only_thorough, thorough, usually  # noqa: E402
+from trl_jax import AutoModelForCausalLM  # noqa: E402
+from trl_jax.generation import generator, weights  # noqa: E402
+from trl_jax.generation.chunk import next_tokens  # noqa: E402
+
+MESHES = ("data:8", "fsdp:8", "data:2,fsdp:2,tensor:2", "tensor:2,data:4")
+ENDS = list(range(30, 44))
+FAMILIES = {
+    "llama": {}, "gemma2": {"sliding_window": 6}, "qwen3_moe": {}, "deepseek_v3": {}, "lfm2": {}, "qwen3_next": {},
+    "nemotron_h": {}, "gpt_oss": {}, "gemma4_text": {},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def load(checkpoint):
+    def loaded(mesh=None, model_type="llama"):
+        facts = {"num_hidden_layers": 2} | FAMILIES[model_type]
+        return AutoModelForCausalLM.from_pretrained(checkpoint(model_type, head="causal", **facts), mesh_shape=mesh)
+
+    return loaded
+
+
+@pytest.fixture
+def gathers(monkeypatch):
+    """Has a device memory for all parameters at once, or for none."""
+
+    def has(memory):
+        monkeypatch.setattr(weights, "device_memory", lambda: memory)
+
+    return has
+
+
+def drawn(count, longest=30):
+    dice = np.random.default_rng(0)
+    return [dice.integers(5, 60, length).tolist() for length in dice.integers(1, longest, count)]
+
+
+@pytest.mark.parametrize("memory", [None, 1])
+@pytest.mark.parametrize("mesh", usually(lambda mesh: "tensor:2" in mesh and "fsdp" in mesh, MESHES))
+def test_each_device_writes_its_own(mesh, memory, load, gathers):
+    """Nine prompts, of which six are computed at a time: some devices get more, and the next ones come in there."""
+    gathers(memory)
+    options = {"seed": 3, "do_sample": True, "max_new_tokens": 20, "eos_token_id": ENDS, "batch_size": 6}
+    done, wanted = (load(where).generate_batch(drawn(9), **options) for where in (mesh, None))
+    assert len({len(one.generated_tokens) for one in wanted.values()}) > 3
+    for name, one in wanted.items():
+        assert done[name].generated_tokens == one.generated_tokens
+        np.testing.assert_allclose(done[name].logprobs, one.logprobs, atol=1e-5)
+
+
+@only_thorough
+@pytest.mark.parametrize("model_type", list(FAMILIES)[1:])
+def test_every_kind_of_cache_is_divided(model_type, load, gathers):
+    options = {"seed": 3, "do_sample": True, "max_new_tokens": 24, "eos_token_id": ENDS, "batch_size": 6}
+    wanted = load(model_type=model_type).generate_batch(drawn(9), **options)
+    for memory in (None, 1):
+        gathers(memory)
+        done = load("data:2,fsdp:2,tensor:2", model_type).generate_batch(drawn(9), **options)
+        assert [one.generated_tokens for one in done.values()] == [one.generated_tokens for one in wanted.values()]
+
+
+@pytest.mark.parametrize(("prompts", "group"), [(2, 6), thorough(1, 8), thorough(3, 5)])
+def test_completions_of_a_prompt_lie_on_several(prompts, group, load, monkeypatch):
+    """Two prompts with six completions each are six times two on eight devices, of which two have none."""
+    shapes, advance = set(), next_tokens
+
+    def next_tokens_seen(graph, arrays, layers, state, *rest, **options):
+        shapes.add(state.tokens.sharding.shard_shape(state.tokens.shape)[0])
+        return advance(graph, arrays, layers, state, *rest, **options)
+
+    monkeypatch.setattr(generator, "next_tokens", next_tokens_seen)
+    ids = np.asarray([row[:4] for row in drawn(40) if len(row) >= 4][:prompts])
+    options = {"do_sample": True, "seed": 1, "max_new_tokens": 6, "num_return_sequences": group, "pad_token_id": 0}
+    first = load("data:8").generate(ids, eos_token_id=None, **options)
+    assert max(shapes) == -(-prompts * group // 8)
+    np.testing.assert_array_equal(first, load("fsdp:4,tensor:2").generate(ids, eos_token_id=None, **options))
+
+
+def test_what_the_host_looks_at_stops_rows_by_their_number(load):
+    """Three rows on eight devices."""
+    ids = np.asarray([[5, 6], [7, 8], [9, 10]])
+
+    def ends(seen, scores):
+        assert len(seen) == 3
+        return np.asarray([seen.shape[1] >= length for length in (5, 7, 9)])
+
+    options = {"do_sample": True, "seed": 1, "max_new_tokens": 12, "eos_token_id": 1, "pad_token_id": 0}
+    rows = load("data:8").generate(ids, stopping_criteria=[ends], **options)
+    assert rows.shape == (3, 9) and [int((row != 0).sum()) for row in rows] == [5, 7, 9]
+
+
+def test_meshes_that_no_generation_has(load):
+    with pytest.raises(ValueError, match="the axis sequence divides the texts of a training step"):
+        load("data:4,sequence:2")
+    with pytest.raises(ValueError, match="tensor 8 does not divide the"):
+        load("tensor:8")
+    with pytest.raises(ValueError, match="mesh_shape asks for data 3 = 3 devices, and there are 8"):
+        load("data:3")
+
+
+def test_one_program_of_steps_serves_all(load):
+    """Keys and values lie from the first step on where the steps leave them."""
+    before = next_tokens._cache_size()
+    ids = np.asarray([[5, 6], [7, 8]])
+    options = {"do_sample": True, "seed": 1, "max_new_tokens": 30, "pad_token_id": 0, "eos_token_id": None}
+    load("data:4,tensor:2").generate(ids, num_return_sequences=2, **options)
+    assert next_tokens._cache_size() == before + 1
