@@ -10,6 +10,7 @@ own loss or optimizer, and under THOROUGH=1, where nothing is shared.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import os
@@ -149,7 +150,8 @@ def _sharing(compiled: Callable) -> Callable:
 def _sharing_precomputation(compiled: Callable) -> Callable:
     @functools.wraps(compiled)
     def shared(run, forward):
-        made = _shared_or(lambda: compiled(run, forward).func, run, "reference")
+        held = copy.copy(run)  # afterwards the run has no reference, and another one may trace another shape
+        made = _shared_or(lambda: compiled(held, type(forward)(held)).func, run, "reference")
         return functools.partial(made, run.arrays)
 
     return shared

@@ -85,7 +85,8 @@ def test_what_it_is_given_has_the_shapes_of_an_evaluation(name, preprocess, chec
     pairs = Dataset.from_dict({"prompt": prompts, "chosen": chosen, "rejected": rejected})
     ids = Dataset.from_dict({"prompt": prompts, "completion": chosen, "label": [True, False]})
     rows = {"SFT": texts, "DPO": pairs, "KTO": ids}[name]
-    args = getattr(trl_jax, f"{name}Config")(str(tmp_path), **BASE, max_steps=1, per_device_train_batch_size=2)
+    how = BASE | {"max_steps": 1, "per_device_train_batch_size": 2}
+    args = getattr(trl_jax, f"{name}Config")(str(tmp_path), **how)
     trainer = getattr(trl_jax, f"{name}Trainer")(
         str(folder), args=args, train_dataset=rows, eval_dataset=rows, compute_metrics=compute_metrics
     )
