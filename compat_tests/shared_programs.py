@@ -23,7 +23,7 @@ import pytest
 
 from compat_tests.effort import THOROUGH
 
-_MOST = 64  # functions that are kept, with their programs
+_MOST = 160  # functions that are kept, with their programs
 
 # Arguments that no step is traced from. One that is not listed makes the steps different.
 HOST = frozenset("""
