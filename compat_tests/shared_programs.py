@@ -3,13 +3,14 @@
 Each trainer jits a step of its own, which JAX traces, lowers and compiles anew: for tiny models that is six times the
 training. Here two trainers get one jitted function, if all that it is traced from is equal: the trainer's class, the
 task, the graph of the model and of its reference, the optimizer, where arrays lie on several devices, and every
-argument but those that only the host reads. So it is with evaluations, and log-probabilities of completions. A step is
-a trainer's own while a test has something patched that could be traced, where a script brings its own loss or
-optimizer, and under THOROUGH=1, where nothing is shared.
+argument but those that only the host reads. So it is with evaluations, and log-probabilities of completions and of a
+reference. A step is a trainer's own while a test has something patched that could be traced, where a script brings its
+own loss or optimizer, and under THOROUGH=1, where nothing is shared.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import os
@@ -22,7 +23,7 @@ import pytest
 
 from compat_tests.effort import THOROUGH
 
-_MOST = 64  # functions that are kept, with their programs
+_MOST = 160  # functions that are kept, with their programs
 
 # Arguments that no step is traced from. One that is not listed makes the steps different.
 HOST = frozenset("""
@@ -35,12 +36,35 @@ HOST = frozenset("""
     train_sampling_strategy include_num_input_tokens_seen remove_unused_columns prediction_loss_only log_level
     lr_scheduler_type lr_scheduler_kwargs
 """.split())  # fmt: skip
+# More of them, which losses of scripts may read and those of the package do not: rows and layouts are made, and
+# completions written, before a step gets them, and the rate is handed to it.
+HOST_OF_OURS = HOST | frozenset("""
+    learning_rate batch_layout dataset_num_proc dataset_text_field dataset_kwargs truncation_mode shuffle_dataset
+    packing packing_strategy eval_packing completion_only_loss assistant_only_loss eos_token pad_token
+    chat_template_path chat_template_kwargs max_prompt_length eval_report eval_subset_column precompute_ref_batch_size
+    ref_model_sync_steps eval_do_concat_batches include_for_metrics batch_eval_metrics do_train do_eval do_predict
+    num_generations num_generations_eval max_completion_length generation_batch_size steps_per_generation num_iterations
+    top_p top_k min_p generation_kwargs repetition_penalty reward_weights scale_rewards multi_objective_aggregation
+    reward_timeout log_completions num_completions_to_print log_unique_prompts resume_from_checkpoint
+    dataloader_num_workers
+""".split())  # fmt: skip
+# Fields of a task that make rows, or what is learned of them.
+HOST_OF_TASK = frozenset("""
+    row_options eval_packing max_length max_prompt_length truncation_mode num_generations num_generations_eval
+    reward_weights cycle scale_rewards multi_objective_aggregation
+""".split())
 # Fields of a run that no step is traced from, and those that the key has in another form.
 HOST_OF_RUN = frozenset("""
     args task model reference rollout sharding_plan processing_class train_dataset eval_dataset events finish_rows
     progress vocab_size max_positions
 """.split())
 _TRACED = ("trl_jax", "jax", "flax", "optax", "numpy")
+# Rooms and files that only the host goes through: patched, they leave every program as it is.
+_HOST = (
+    "trl_jax.cli", "trl_jax.core.secrets", "trl_jax.data", "trl_jax.engine.checkpoints", "trl_jax.engine.prefetch",
+    "trl_jax.hub.network", "trl_jax.rewards", "trl_jax.run.memory", "trl_jax.run.model.logps_cache",
+    "trl_jax.run.output", "trl_jax.run.progress_line", "trl_jax.scripts",
+)  # fmt: skip
 
 _shared: OrderedDict[Any, Any] = OrderedDict()
 _patches: weakref.WeakSet = weakref.WeakSet()
@@ -53,6 +77,9 @@ def install() -> None:
         return
     from trl_jax.run.evaluation.completions import CompletionEvaluator
     from trl_jax.run.evaluation.evaluation import Evaluator
+    from trl_jax.run.evaluation.logits import LogitsEvaluation
+    from trl_jax.run.evaluation.whole_batch import WholeBatchEvaluation
+    from trl_jax.run.model import precompute
     from trl_jax.run.rollouts import CompletionLogps
     from trl_jax.run.step import train_step
     from trl_jax.trainer import base_trainer
@@ -61,9 +88,13 @@ def install() -> None:
     base_trainer.default_optimizer = _remembered(base_trainer.default_optimizer)
     _after(base_trainer.BaseTrainer, "_hooks", _name_trainer)
     _after(Evaluator, "__init__", _share_evaluation)
+    for name in ("_evaluate", "_evaluate_beside"):
+        _after(LogitsEvaluation, "__init__", _share_attribute(name))
+    _after(WholeBatchEvaluation, "__init__", _share_attribute("_sums"))
     _after(CompletionEvaluator, "__init__", _share_attribute("sums"))
     _after(CompletionLogps, "__init__", _share_attribute("_of"))
     train_step.TrainStep.compiled = _sharing(train_step.TrainStep.compiled)
+    precompute._compiled = _sharing_precomputation(precompute._compiled)
 
 
 def _after(kind: type, name: str, then: Callable) -> None:
@@ -87,7 +118,7 @@ def _remembered(default_optimizer: Callable) -> Callable:
         optimizer = default_optimizer(run, choice)
         if choice.tx is None:
             warmup = run.args.get_warmup_steps(length_of(run).max_steps)
-            _default_optimizers[id(optimizer)] = (optimizer, repr(choice), warmup)
+            _default_optimizers[id(optimizer)] = (optimizer, repr(dataclasses.replace(choice, peak=0.0)), warmup)
             if len(_default_optimizers) > 1000:
                 _default_optimizers.popitem(last=False)
         return optimizer
@@ -108,7 +139,20 @@ def _sharing(compiled: Callable) -> Callable:
         trainer, optimizer = getattr(self._loss, "trainer", lambda: None)(), _default_optimizers.get(id(tx))
         if trainer is None or optimizer is None or "loss" in vars(trainer):
             return make()
-        return _shared_or(make, self._run, "step", type(trainer), optimizer[1:], remat)
+        kind, args = type(trainer), None
+        if _package(kind) != "trl_jax":
+            args = _said(self._run.args, HOST)
+        return _shared_or(make, self._run, "step", kind, args, optimizer[1:], remat)
+
+    return shared
+
+
+def _sharing_precomputation(compiled: Callable) -> Callable:
+    @functools.wraps(compiled)
+    def shared(run, forward):
+        held = copy.copy(run)  # afterwards the run has no reference, and another one may trace another shape
+        made = _shared_or(lambda: compiled(held, type(forward)(held)).func, run, "reference")
+        return functools.partial(made, run.arrays)
 
     return shared
 
@@ -123,7 +167,7 @@ def _share_attribute(name: str) -> Callable:
 
     def share(holder: Any, _: None) -> None:
         own = getattr(holder, name)
-        setattr(holder, name, _shared_or(lambda: own, holder._run, type(holder)))
+        setattr(holder, name, _shared_or(lambda: own, holder._run, type(holder), name))
 
     return share
 
@@ -145,18 +189,24 @@ def _key(run: Any, *more: Any) -> Any:
     """All that a program is traced from; None where that cannot be told, or is patched."""
     if run.model.trainable_masks or run.own_loss or _is_patched():
         return None
-    args = {field.name: getattr(run.args, field.name) for field in dataclasses.fields(run.args)}
-    said = repr((sorted((name, value) for name, value in args.items() if name not in HOST), run.task))
-    if " at 0x" in said:
-        return None
-    reference = None
+    reference, backends = None, [run.model.backend]
     if run.reference is not None:
         reference = _of_backend(run.reference.backend), _fields(run.reference, {"backend", "config", "arrays"})
+        backends.append(run.reference.backend)
+    windows = any(backend.window is not None for backend in backends)  # whose lengths are traced
+    said = _said(run.args, HOST_OF_OURS if windows else HOST_OF_OURS | {"max_length"}) + _said(run.task, HOST_OF_TASK)
+    if " at 0x" in said:
+        return None
     kinds = type(run.args), type(run.task)
     places = _places(run)
     key = said, _of_backend(run.model.backend), reference, places, _fields(run, HOST_OF_RUN), kinds, more
     hash(key)  # a field that cannot be hashed is named in `HOST_OF_RUN`, or made so
     return key
+
+
+def _said(value: Any, without: frozenset[str]) -> str:
+    """The fields of arguments or of a task, as text."""
+    return repr(_fields(value, without)) if dataclasses.is_dataclass(value) else repr(value)
 
 
 def _places(run: Any) -> Any:
@@ -184,14 +234,22 @@ def _is_patched() -> bool:
     """Whether a test has replaced something in a package that steps are made of."""
     return any(
         any(target is not os.environ for target, *_ in patch._setitem)
-        or any(_package(target) in _TRACED for target, *_ in patch._setattr)
+        or any(_package(target) in _TRACED and not _on_the_host(target) for target, *_ in patch._setattr)
         for patch in _patches
     )
 
 
+def _on_the_host(target: Any) -> bool:
+    return any(f"{_module(target)}.".startswith(f"{place}.") for place in _HOST)
+
+
 def _package(target: Any) -> str:
-    """Of a module, a class, or an object."""
+    return _module(target).partition(".")[0]
+
+
+def _module(target: Any) -> str:
+    """The name of a module, or of that of a class or an object."""
     if isinstance(target, type) or not hasattr(target, "__name__"):
         target = target if isinstance(target, type) else type(target)
-        return target.__module__.partition(".")[0]
-    return target.__name__.partition(".")[0]
+        return target.__module__
+    return target.__name__

@@ -39,26 +39,37 @@ def fresh(code: str) -> str:
     return done.stdout.strip()
 
 
-def loaded_after(statement: str) -> set[str]:
-    code = f"import sys\n{statement}\nprint(*[name for name in {HEAVY} if name in sys.modules])"
-    return set(fresh(code).split())
+# Few models need them: they are imported with the first that does.
+OF_FEW = ("trl_jax.nn.aten", "trl_jax.models.exported", "trl_jax.hub.exported.backend")
 
 
-def test_importing_the_door_loads_nothing():
-    assert loaded_after("import trl_jax; dir(trl_jax); trl_jax.__version__") == set()
+@pytest.fixture(scope="module")
+def loaded(checkpoint):
+    """What is loaded, of all those names, after each of three statements in one process, one behind the other."""
+    model = f"trl_jax.AutoModelForCausalLM.from_pretrained({str(checkpoint(head='causal'))!r})"
+    statements = {
+        "door": "import trl_jax; dir(trl_jax); trl_jax.__version__",
+        "configuration": "from trl_jax import RewardConfig",
+        "model": f"trl_jax.DPOTrainer; {model}",
+    }
+    tell = f"print('loaded', *[name for name in {HEAVY + OF_FEW} if name in sys.modules])"
+    told = fresh("import sys\n" + "".join(f"{statement}\n{tell}\n" for statement in statements.values()))
+    names = [set(line.split()[1:]) for line in told.splitlines() if line.startswith("loaded")]
+    return dict(zip(statements, names, strict=True))
 
 
-def test_a_configuration_loads_no_part_of_the_engine():
+def test_importing_the_door_loads_nothing(loaded):
+    assert loaded["door"] == set()
+
+
+def test_a_configuration_loads_no_part_of_the_engine(loaded):
     """transformers itself loads torch where it is installed."""
-    loaded = loaded_after("from trl_jax import RewardConfig")
-    assert "transformers" in loaded and not loaded & {"jax", "flax", "optax", "trl"}
+    assert "transformers" in loaded["configuration"]
+    assert not loaded["configuration"] & {"jax", "flax", "optax", "trl"}
 
 
-def test_a_trainer_loads_nothing_of_exported_programs(checkpoint):
-    """Few models need them: they are imported with the first that does."""
-    load = f"trl_jax.DPOTrainer; trl_jax.AutoModelForCausalLM.from_pretrained({str(checkpoint(head='causal'))!r})"
-    parts = ("trl_jax.nn.aten", "trl_jax.models.exported", "trl_jax.hub.exported.backend")
-    assert fresh(f"import sys, trl_jax; {load}; print([name for name in {parts} if name in sys.modules])") == "[]"
+def test_a_trainer_loads_nothing_of_exported_programs(loaded):
+    assert "jax" in loaded["model"] and not loaded["model"] & set(OF_FEW)
 
 
 @pytest.mark.parametrize("name", trl_jax.__all__)

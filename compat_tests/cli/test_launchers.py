@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,8 @@ SCRIPT = """
 import os, sys
 from datasets import load_dataset
 from trl_jax import RewardConfig, RewardTrainer
-print("begun", os.environ.get("RANK"), flush=True)
+sys.stdout.write(f"begun {os.environ.get('RANK')}\\n")  # as one piece, beside another process
+sys.stdout.flush()
 config = RewardConfig(
     sys.argv[2], per_device_train_batch_size=4, max_steps=2, logging_steps=1, report_to="none", disable_tqdm=True,
     save_strategy="no",
@@ -54,9 +56,18 @@ def losses(text: str) -> list[float]:
     return json.loads(line.removeprefix("losses "))
 
 
-def test_one_of_torchruns_processes_trains(given, tmp_path):
+def run_here(given, out: Path, monkeypatch, capsys) -> str:
+    folder, model = given
+    script = str(folder / "train.py")
+    monkeypatch.setattr(sys, "argv", [script, model, str(out), str(folder / "rows.jsonl")])
+    runpy.run_path(script, run_name="__main__")
+    return capsys.readouterr().out
+
+
+def test_one_of_torchruns_processes_trains(given, tmp_path, monkeypatch, capsys):
+    """Beside a run of the script in this process."""
     (tmp_path / "alone").mkdir(), (tmp_path / "launched").mkdir()
-    alone = run([], given, tmp_path / "alone")
+    alone = run_here(given, tmp_path / "alone", monkeypatch, capsys)
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
     launched = run(launcher, given, tmp_path / "launched")
     assert sorted(line for line in launched.splitlines() if line.startswith("begun")) == ["begun 0", "begun 1"]

@@ -9,12 +9,14 @@ import sys
 
 import pytest
 
+from compat_tests.effort import drawn
 from compat_tests.faults import fuzz
 from compat_tests.faults.test_saving import ROOT
 
 
 def test_every_reader_answers_or_refuses():
-    command = [sys.executable, "-m", "compat_tests.faults.fuzz", "--cases", "2100", "--rows", "10", "--seed", "1"]
+    flags = ["--cases", str(drawn(4200)), "--rows", "10", "--seed", "1"]
+    command = [sys.executable, "-m", "compat_tests.faults.fuzz", *flags]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
     told = json.loads(done.stdout.splitlines()[-1])

@@ -18,6 +18,7 @@ import huggingface_hub
 import pytest
 
 import trl_jax
+from compat_tests.effort import thorough
 from compat_tests.hub.loopback import TOKEN, Repository, serving
 from compat_tests.trainer.trainers import FACTS, make, table
 from trl_jax.hub.network import digests, limits, push
@@ -78,7 +79,7 @@ def test_a_hub_that_hangs_ends_construction(trainer, hub, caplog):
     assert "It is given up after 2 seconds (TRL_JAX_HUB_TIMEOUT)." in caplog.text
 
 
-@pytest.mark.parametrize("file", ["config.json", WEIGHTS])
+@pytest.mark.parametrize("file", [thorough("config.json"), WEIGHTS])
 def test_a_hub_that_hangs_ends_a_fetch(file, fetch, hub, caplog):
     hub.fault = lambda method, path: "hang" if path.endswith(file) else None
     with Clock() as clock, pytest.raises(ConnectionError) as error:
@@ -164,6 +165,7 @@ def test_weights_that_lie_damaged_in_the_cache_are_noticed(fetch, hub, tmp_path,
 
 
 def test_a_transfer_that_breaks_off_names_the_model(fetch, hub, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
     hub.fault = lambda method, path: "half" if path.endswith(WEIGHTS) and method == "GET" else None
     with pytest.raises(ConnectionError) as error:
         fetch()

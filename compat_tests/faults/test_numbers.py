@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import trl_jax
+from compat_tests.effort import usual
 from compat_tests.faults.broken import copied, edit_tensors, trainer
 from compat_tests.trainer.trainers import FACTS, make
 from trl_jax.engine.nan_trace import nan_trace
@@ -118,6 +119,7 @@ def test_row11_only_steps_in_a_row_count():
         see(np.nan)
 
 
+@usual("config0-1", "config1-2", "config2-2", "config3-1")
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("config", [
     {"learning_rate": 1e30}, {"adam_epsilon": 0.0},

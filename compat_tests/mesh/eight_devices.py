@@ -268,6 +268,7 @@ def test_a_gathered_row_would_be_noticed(checkpoint, tmp_path, monkeypatch):
     assert {kind for kind, shape in found if np.prod(shape) > 64} == {"all-reduce"}  # what data alone should need
 
 
+@only_thorough
 def test_experts_over_tensor_are_those_of_one_device():
     from flax import nnx
 

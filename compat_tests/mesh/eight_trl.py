@@ -44,7 +44,7 @@ def trl(checkpoint, tmp_path_factory):
         thorough("SFT", "tensor:2", 1, "packed"),
         ("SFT", "fsdp:2,sequence:2", 2, "packed"),
         thorough("DPO", "fsdp:2", 2, "shared"),
-        ("DPO", "tensor:2", 1, "shared"),
+        thorough("DPO", "tensor:2", 1, "shared"),
     ],
 )
 def test_the_curve_is_trls(trainer, mesh, shards, layout, trl, checkpoint, tmp_path):

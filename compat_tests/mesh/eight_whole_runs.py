@@ -69,7 +69,7 @@ def close(found, wanted):
 
 
 CASES = [  # a step on tensor or sequence alone is written out in another way than one whose rows are divided
-    thorough("Reward", "sequence:2"), ("Reward", "fsdp:2"), ("SFT", "tensor:2"), thorough("SFT", "sequence:2"),
+    thorough("Reward", "sequence:2"), thorough("Reward", "fsdp:2"), ("SFT", "tensor:2"), thorough("SFT", "sequence:2"),
     thorough("DPO", "tensor:2"), thorough("DPO", "fsdp:2"), thorough("KTO", "sequence:2"), thorough("KTO", "tensor:2"),
 ]  # fmt: skip
 

@@ -21,7 +21,7 @@ def main(whose: str, folder: str, out: str, given: dict) -> None:
     if whose == "ours":
         from trl_jax.engine.devices import processes
 
-        processes.HEARTBEAT = HEARTBEAT
+        processes.HEARTBEAT = given.pop("heartbeat", HEARTBEAT)
     first = os.environ.get("RANK", os.environ.get("JAX_PROCESS_ID")) == "0"
     if "resume" in given:
         go_on(folder, rows_of("Reward", given.pop("pairs", ROWS)), f"{out}/{whose}", **given)

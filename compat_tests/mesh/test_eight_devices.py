@@ -1,4 +1,4 @@
-"""Runs files of tests where there are eight devices, or two: JAX settles how many a process has once."""
+"""Runs files of tests where there are eight devices: JAX settles how many a process has once."""
 
 from __future__ import annotations
 
@@ -12,15 +12,7 @@ HERE = Path(__file__).parent
 def test_eight_devices():
     """All of them in one process, which imports once."""
     files = sorted(map(str, HERE.glob("eight_*.py")))
-    assert len(files) >= 6
-    run_apart(*files)
-
-
-def test_two_devices():
-    run_apart(str(HERE / "two_branches.py"))
-
-
-def run_apart(*files: str) -> None:
+    assert len(files) >= 7
     command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-x", *files]
     run = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parents[1])
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]

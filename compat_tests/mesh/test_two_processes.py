@@ -71,7 +71,8 @@ def test_row19_another_number_of_processes_and_row47_a_kill_in_the_middle_of_a_s
 
 
 def test_row47_a_process_that_has_gone_is_named(folder, tmp_path):
-    results = launch("ours", folder, tmp_path, config=[CONFIG | TWO | {"max_steps": 100_000}] * 2, killed=1)
+    endless = CONFIG | TWO | {"max_steps": 100_000, "heartbeat": 5}
+    results = launch("ours", folder, tmp_path, config=[endless] * 2, killed=1)
     code, text = results[0]
     assert code != 0 and "RuntimeError: Process 1 of 2 has gone (its own log says why), so this one, number 0" in text
     assert "start all processes again with resume_from_checkpoint=True" in text

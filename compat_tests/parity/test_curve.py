@@ -16,7 +16,8 @@ from compat_tests.tiny import preference_rows
 # Most of the others have a part of their own in another trainer's cases.
 SELDOM = {
     "plain", "margin", "data_seed", "constant_with_warmup", "pad_is_eos", "causal", "base", "qwen2", "max_steps",
-    "chat_prompt", "sparse_logs", "max_length", "causal_bfloat16", "cosine",
+    "chat_prompt", "sparse_logs", "max_length", "causal_bfloat16", "cosine", "drop_last", "qwen3",
+    "ragged_accumulation",
 }  # fmt: skip
 USUAL = usually(lambda name: name not in SELDOM, CASES)
 

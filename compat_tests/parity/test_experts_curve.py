@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from compat_tests.effort import only_thorough, usual, usually
+from compat_tests.effort import only_thorough, usually
 from compat_tests.parity import golden, reference
 from compat_tests.parity.kto_cases import kto_rows
 from compat_tests.parity.marks import assert_same_curve, assert_same_entry, assert_same_weights, steps_of
@@ -47,8 +47,7 @@ def routing(run):
     return {key: saved.get(key) for key in ("output_router_logits", "router_aux_loss_coef")}
 
 
-@usual("sinks", "packed")
-@pytest.mark.parametrize("name", usually({"its own", "packed", "sinks", "none"}.__contains__, SFT))
+@pytest.mark.parametrize("name", usually({"packed"}.__contains__, SFT))
 def test_fine_tuning(name, checkpoint, tmp_path):
     family, config = SFT[name]
     eval_rows = text_rows(9, "prompt", seed=9) if EVALUATED.items() <= config.items() else None

@@ -18,11 +18,13 @@ from trl_jax.tasks import grpo
 
 # Each loss is held to TRL's by losses/test_policy_gradient.py, and each kind of layer by its family's tokens.
 SELDOM = {
-    "bnpo", "convolutions", "dapo", "dr_grpo", "experts", "following", "grpo", "luspo", "mamba", "sapo", "states",
-    "vespo",
+    "bnpo", "cispo", "convolutions", "dapo", "dr_grpo", "experts", "following", "grpo", "luspo", "mamba", "sapo",
+    "states", "vespo",
 }  # fmt: skip
 NAMES = usually(
-    lambda trainer, name: name not in SELDOM and (trainer, name) not in {("RLOO", "clipped"), ("RLOO", "masked")},
+    lambda trainer, name: name not in SELDOM and (trainer, name) not in {
+        ("RLOO", "clipped"), ("RLOO", "evaluated"), ("RLOO", "masked")
+    },
     [*(("GRPO", name) for name in GRPO), *(("RLOO", name) for name in RLOO)],
 )
 # Differences that count as equal, relative to TRL's number, and absolute.

@@ -10,6 +10,7 @@ import pytest
 from datasets import Dataset
 
 import trl_jax
+from compat_tests.effort import usual
 from compat_tests.parity.reference import BASE
 from compat_tests.trainer.trainers import FACTS, make, stream, table
 
@@ -65,7 +66,14 @@ def test_one_that_fits_is_tried_once_and_changes_nothing(folder, tmp_path, capsy
     assert len(seen) > 1
 
 
-def test_what_it_is_given_has_the_shapes_of_an_evaluation(checkpoint, tmp_path):
+def likeliest(logits, labels):
+    return logits.argmax(-1)
+
+
+@usual("SFT-likeliest", "DPO-None", "KTO-None")
+@pytest.mark.parametrize("preprocess", [None, likeliest], ids=["None", "likeliest"])
+@pytest.mark.parametrize("name", ["SFT", "DPO", "KTO"])
+def test_what_it_is_given_has_the_shapes_of_an_evaluation(name, preprocess, checkpoint, tmp_path):
     folder, seen = checkpoint(**FACTS, head="causal"), []
 
     def compute_metrics(found):
@@ -76,18 +84,16 @@ def test_what_it_is_given_has_the_shapes_of_an_evaluation(checkpoint, tmp_path):
     texts = Dataset.from_dict({"text": [f"{a} {b}" for a, b in zip(prompts, chosen, strict=True)]})
     pairs = Dataset.from_dict({"prompt": prompts, "chosen": chosen, "rejected": rejected})
     ids = Dataset.from_dict({"prompt": prompts, "completion": chosen, "label": [True, False]})
-    for name, rows in (("SFT", texts), ("DPO", pairs), ("KTO", ids)):
-        for argmax in (None, lambda logits, labels: logits.argmax(-1)):
-            how = BASE | {"max_steps": 1, "per_device_train_batch_size": 2}
-            args = getattr(trl_jax, f"{name}Config")(str(tmp_path), **how)
-            trainer = getattr(trl_jax, f"{name}Trainer")(
-                str(folder), args=args, train_dataset=rows, eval_dataset=rows, compute_metrics=compute_metrics
-            )
-            trainer.preprocess_logits_for_metrics = argmax
-            seen.clear()
-            trainer.train()
-            trainer.evaluate()
-            assert seen[0] == seen[1] and len(seen) == 2, (name, seen)
+    rows = {"SFT": texts, "DPO": pairs, "KTO": ids}[name]
+    how = BASE | {"max_steps": 1, "per_device_train_batch_size": 2}
+    args = getattr(trl_jax, f"{name}Config")(str(tmp_path), **how)
+    trainer = getattr(trl_jax, f"{name}Trainer")(
+        str(folder), args=args, train_dataset=rows, eval_dataset=rows, compute_metrics=compute_metrics
+    )
+    trainer.preprocess_logits_for_metrics = preprocess
+    trainer.train()
+    trainer.evaluate()
+    assert seen[0] == seen[1] and len(seen) == 2, seen
 
 
 def test_too_few_rows_for_it_and_streams_do_not_end_a_run(folder, tmp_path, caplog):

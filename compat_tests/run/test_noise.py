@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import trl_jax
+from compat_tests.effort import thorough
 from compat_tests.trainer.trainers import FACTS, make, table
 from trl_jax.run.step.rng import check_noise, random_options, run_key
 from trl_jax.run.user_loss.bound_model import BoundModel
@@ -30,7 +31,7 @@ def test_training_has_noise_and_evaluation_has_none(folder, tmp_path):
     assert abs(trainer.state.log_history[0]["loss"] - calm) > 1e-3
 
 
-@pytest.mark.parametrize("layout", ["auto", "padded"])
+@pytest.mark.parametrize("layout", ["auto", thorough("padded")])
 def test_routers_draw_in_training_and_not_in_evaluation(layout, checkpoint, tmp_path):
     """Though `disable_dropout` is True: the default of this trainer."""
     folder, rows = checkpoint("phimoe", router_jitter_noise=0.4, **FACTS), table(4)

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+from compat_tests.effort import usually
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.run.rollout_run import trainer_of
 from trl_jax import RLOOTrainer
@@ -64,7 +65,8 @@ def test_the_run_has_what_could_be_lost(whole):
     assert len(list((out / "completions").glob("*.parquet"))) >= 3
 
 
-@pytest.mark.parametrize("step", range(1, STEPS))
+# In the midst of a generation, at its end, behind the next one's first step, and in the second epoch.
+@pytest.mark.parametrize("step", usually({2, 4, 5, 9}.__contains__, range(1, STEPS)))
 def test_from_any_step_the_rest_is_the_same(step, whole, folder, tmp_path):
     trainer, seen, out = whole
     again, more = trainer_of(folder, only(out, step, tmp_path))

@@ -12,6 +12,7 @@ import transformers
 from datasets import Dataset, IterableDataset
 
 import trl_jax
+from compat_tests.effort import thorough
 from compat_tests.parity.dpo_cases import CHAT, SMALL
 from compat_tests.parity.reference import BASE, read_weights
 from compat_tests.parity.test_dpo_curve import assert_same
@@ -89,7 +90,7 @@ def test_a_given_reference_is_trls(checkpoint, model, tmp_path):
         assert_same(mine, wanted)
 
 
-@pytest.mark.parametrize("config", [{}, {"sync_ref_model": True, "ref_model_sync_steps": 2}])
+@pytest.mark.parametrize("config", [thorough({}), {"sync_ref_model": True, "ref_model_sync_steps": 2}])
 def test_a_reference_keeps_the_dtype_that_it_has(checkpoint, model, tmp_path, config):
     """In sixteen bits it takes half of the memory, and is computed in them, by whichever door it came."""
     trl = pytest.importorskip("trl")
@@ -111,7 +112,7 @@ def test_a_reference_keeps_the_dtype_that_it_has(checkpoint, model, tmp_path, co
                     assert mine[name] == pytest.approx(wanted[name], abs=mark)
 
 
-@pytest.mark.parametrize("config", [{}, {"precompute_ref_log_probs": True}])
+@pytest.mark.parametrize("config", [{}, thorough({"precompute_ref_log_probs": True})])  # KTO's is the other one
 def test_under_a_new_adapter_the_reference_is_the_model_without_it(model, tmp_path, config):
     trl, peft = pytest.importorskip("trl"), pytest.importorskip("peft")
     lora = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "up_proj"], "task_type": "CAUSAL_LM"}
@@ -342,7 +343,7 @@ def shares(found):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("config", [{}, {"precompute_ref_log_probs": True}])
+@pytest.mark.parametrize("config", [thorough({}), {"precompute_ref_log_probs": True}])  # KTO's is the other one
 def test_compute_metrics_and_predict_give_what_trl_gives(config, model, checkpoint, tmp_path):
     """Beside a reference that is another model, so that no reward is 0 but for rounding."""
     trl, found, folder = pytest.importorskip("trl"), {}, checkpoint(**SMALL | {"seed": 5})

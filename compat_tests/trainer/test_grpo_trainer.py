@@ -14,6 +14,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 import trl_jax
+from compat_tests.effort import thorough
 from compat_tests.parity.dpo_cases import CHAT, SMALL
 from compat_tests.parity.grpo_cases import length_reward, prompt_rows, vowels
 from compat_tests.parity.marks import timeless
@@ -356,7 +357,7 @@ def test_reward_functions_get_the_other_columns_unless_they_are_removed(removed,
     assert seen == [not removed]
 
 
-@BOTH
+@pytest.mark.parametrize("kind", [GRPOTrainer, thorough(RLOOTrainer)])
 def test_completions_are_judged_while_their_log_probabilities_are_computed(kind, make, monkeypatch):
     begun, judged, call = threading.Event(), [], CompletionLogps.__call__
 
@@ -401,7 +402,7 @@ def test_a_script_reads_the_coefficient_and_the_tokenizers_of_reward_models(make
     assert make().entropy_coef == 0.0
 
 
-@BOTH
+@pytest.mark.parametrize("kind", [GRPOTrainer, thorough(RLOOTrainer)])
 def test_prompts_of_a_stream_are_those_of_the_table(kind, make):
     config = {"shuffle_dataset": False, "max_steps": 6, "num_iterations": 2, "learning_rate": 1e-3}
     runs = [make(kind=kind, train=rows, config=config, eval_dataset=table(2)) for rows in

@@ -11,6 +11,7 @@ import transformers
 from datasets import Dataset, IterableDataset
 
 import trl_jax
+from compat_tests.effort import thorough
 from compat_tests.parity.kto_cases import CHAT, SMALL, kto_rows
 from compat_tests.parity.reference import BASE
 from compat_tests.parity.test_dpo_curve import assert_same
@@ -118,7 +119,7 @@ def test_the_collator_of_a_trainer_is_trls(model, tmp_path):
         assert found[name].tolist() == values.tolist()
 
 
-@pytest.mark.parametrize("config", [{}, {"precompute_ref_log_probs": True}])
+@pytest.mark.parametrize("config", [thorough({}), {"precompute_ref_log_probs": True}])  # DPO's is the other one
 def test_under_a_new_adapter_the_reference_is_the_model_without_it(model, tmp_path, config):
     trl, peft = pytest.importorskip("trl"), pytest.importorskip("peft")
     lora = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "up_proj"], "task_type": "CAUSAL_LM"}
@@ -246,7 +247,7 @@ def shares(found):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("config", [{}, {"precompute_ref_log_probs": True}])
+@pytest.mark.parametrize("config", [{}, thorough({"precompute_ref_log_probs": True})])  # DPO's is the other one
 def test_compute_metrics_and_predict_give_what_trl_gives(config, model, checkpoint, tmp_path):
     """Beside a reference that is another model, so that no reward is 0 but for rounding."""
     trl, found, folder = pytest.importorskip("trl"), {}, checkpoint(**SMALL | {"seed": 5})

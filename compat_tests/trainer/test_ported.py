@@ -11,7 +11,7 @@ import pytest
 from transformers import TrainerCallback
 
 import trl_jax
-from compat_tests.effort import only_thorough
+from compat_tests.effort import only_thorough, thorough, usual
 from compat_tests.parity.reference import read_weights
 from compat_tests.trainer.trainers import FACTS, make, table
 from trl_jax.run.user_loss.bound_model import script_values
@@ -118,6 +118,7 @@ def first_layer_still(model):
     model.model.layers[1].self_attn.q_proj.requires_grad_(False)
 
 
+@usual("theirs-head_by_parts", "theirs-first_layer_still", "a script's-head_alone")
 @pytest.mark.parametrize("freeze", [head_alone, head_by_parts, first_layer_still])
 @pytest.mark.parametrize("loss", ["theirs", "a script's"])
 def test_what_is_frozen_stays_and_the_rest_trains_as_in_trl(checkpoint, tmp_path, freeze, loss):
@@ -241,7 +242,7 @@ def test_saving_takes_transformers_arguments(folder, tmp_path):
     assert not trainer.is_fsdp_enabled and trainer.model.device == "cpu"
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
+@pytest.mark.parametrize("layout", [thorough("padded"), thorough("packed"), "shared"])
 def test_two_texts_that_are_the_same_score_the_same(folder, tmp_path, layout):
     rows = table(12).map(lambda row: {"rejected": row["chosen"]})
     trainer = make(trl_jax, folder, tmp_path, train=rows, config={"batch_layout": layout})

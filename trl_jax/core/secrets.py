@@ -89,13 +89,20 @@ def scrubbed(text: str) -> str:
         else:
             shown = masked(held)
             return text if shown == held else json.dumps(shown, ensure_ascii=False)
+    return _SHAPES.sub("<SECRET>", _without_named(_without_known(text)))
+
+
+def _without_known(text: str) -> str:
+    """A text without the secrets of the environment, and without those that were read."""
+    if len(text) < _SHORTEST:  # most values of arguments: they are many, and so may be the environment's
+        return text
     secrets = {value.strip(): placeholder(key) for key, value in os.environ.items() if is_secret(key)}
     secrets |= {value: names[0] for value, names in _known.items()}
     for secret, instead in sorted(secrets.items(), key=lambda item: -len(item[0])):
         if len(secret) >= _SHORTEST:
             for form in dict.fromkeys((secret, repr(secret)[1:-1], quote(secret, safe=""))):
                 text = text.replace(form, instead)
-    return _SHAPES.sub("<SECRET>", _without_named(text))
+    return text
 
 
 def shown(name: str, value: Any) -> str:

@@ -1,10 +1,10 @@
-"""Branches of a context on two simulated devices: the numbers of plain jnp in float64."""
+"""Branches of a context on two of eight simulated devices: the numbers of plain jnp in float64."""
 
 from __future__ import annotations
 
 import jax
 
-jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_num_cpu_devices", 8)
 
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
