@@ -170,8 +170,9 @@ class SavedProgress:
         if places is not None:
             saved = jax.tree.unflatten(jax.tree.structure(like), [_Saved(self.tensors, name) for name in wanted])
             return jax.tree.map(placed, saved, places)
-        # Copies: memory that NumPy owns could not be donated.
-        leaves = [jax.numpy.array(self.tensors.get_tensor(name)) for name in wanted]
+        # Copies, for memory that NumPy owns could not be donated; jnp.array would compile one for each shape.
+        values = [jax.device_put(self.tensors.get_tensor(name)) for name in wanted]
+        leaves = jax.device_put(values, may_alias=False)
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
     def restore_random_state(self) -> None:

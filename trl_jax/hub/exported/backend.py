@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from trl_jax.hub.backend import Backend
+from trl_jax.hub.checkpoint.host import owned
 from trl_jax.hub.checkpoint.sharded_reading import Placement
 from trl_jax.hub.exported.model import TorchModel
 from trl_jax.hub.heads import HeadName
@@ -71,4 +71,4 @@ def load_exported(
 
 def _take_params(model: TorchModel) -> dict[str, jax.Array]:
     """float32 arrays of our own; torch's memory is freed one by one."""
-    return {name: jax.block_until_ready(jnp.array(values)) for name, values in model.take()}
+    return {name: jax.block_until_ready(owned(values)) for name, values in model.take()}

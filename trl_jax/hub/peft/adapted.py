@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trl_jax.core.torch_random import TorchGenerator
+from trl_jax.hub.checkpoint.host import owned
 from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft.adapter_tensors import full_tensors
 from trl_jax.hub.peft.adapters import PREFIX, AdapterPlan, make_adapter_plan
@@ -52,7 +53,7 @@ def adapt(
         return backend.load(folder, 0, defaults=defaults), backend, frozen
     generator = seed if isinstance(seed, TorchGenerator) else TorchGenerator(seed)
     drawn = initial(plan, partial(base.weight, arrays | frozen), generator, factors)
-    params = {name: jnp.array(array) for name, array in drawn.items()} | trained
+    params = {name: owned(array) for name, array in drawn.items()} | trained
     return params, backend, frozen
 
 

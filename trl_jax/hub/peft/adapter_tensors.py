@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from trl_jax.core.printable import brief, listed
+from trl_jax.hub.checkpoint.host import owned
 from trl_jax.hub.checkpoint.saving import read_tensor
 from trl_jax.hub.formats.safetensors import open_tensors, shape_of
 from trl_jax.hub.heads import Head
@@ -56,7 +56,7 @@ def arrays_of(plan: AdapterPlan, tensors: dict[str, np.ndarray], shapes: dict[st
         for entry, at in entries:
             array, index = plan.full.array_of(entry.path), plan.full.index_of(entry.path, at)
             arrays[array][index] = entry.take(np.asarray(tensors[name], np.float32))
-    return {name: jnp.array(array) for name, array in arrays.items()}
+    return {name: owned(array) for name, array in arrays.items()}
 
 
 def tokens_of(folder: Path, head: Head) -> int | None:

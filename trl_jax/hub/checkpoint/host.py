@@ -1,0 +1,20 @@
+"""Between NumPy's memory and a device's, without a program for each shape: XLA takes longer to make it than to run."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+SMALL = 64 << 20  # bytes
+
+
+def owned(values: np.ndarray) -> jax.Array:
+    """An array with memory of its own, so that it can be donated; `jnp.array` would compile the copy."""
+    return jax.device_put(jax.device_put(values), may_alias=False)
+
+
+def taken(array: jax.Array | np.ndarray, index: tuple[int, ...]) -> np.ndarray:
+    """`array[index]` on the host; a small array comes there whole."""
+    if isinstance(array, jax.Array) and array.is_fully_addressable and array.nbytes <= SMALL:
+        array = np.asarray(array)
+    return np.asarray(array[index])
