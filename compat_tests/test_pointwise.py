@@ -27,7 +27,7 @@ from pointwise import PointwiseConfig, PointwiseTask, PointwiseTrainer  # noqa: 
 import trl_jax  # noqa: E402
 import trl_jax.tasks  # noqa: E402
 from compat_tests import tiny  # noqa: E402
-from compat_tests.effort import only_thorough  # noqa: E402
+from compat_tests.effort import only_thorough, thorough  # noqa: E402
 from compat_tests.parity.reference import BASE  # noqa: E402
 from compat_tests.trainer.trainers import FACTS  # noqa: E402
 
@@ -184,16 +184,26 @@ class Dies(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_it_resumes_to_the_bit_after_a_kill(make, folder, tmp_path):
+class Stops(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == 5
+
+
+@pytest.mark.parametrize("killed", [False, thorough(True)])
+def test_it_resumes_to_the_bit(killed, make, folder, tmp_path):
+    """After a stop, or in another process after SIGKILL, as faults/ has of every trainer's parts."""
     whole = trained(make("whole", config=SAVES, eval_dataset=table(5, seed=1)))
     whole.save_model()
-    assert elsewhere("die", folder, tmp_path / "killed").returncode == -signal.SIGKILL
-    left = {path.name for path in (tmp_path / "killed").glob("checkpoint-*")}
+    if killed:
+        assert elsewhere("die", folder, tmp_path / "again").returncode == -signal.SIGKILL
+    else:
+        trained(make("again", config=SAVES, eval_dataset=table(5, seed=1), callbacks=[Stops()]))
+    left = {path.name for path in (tmp_path / "again").glob("checkpoint-*")}
     assert left and left <= {"checkpoint-2", "checkpoint-4"}
-    again = trained(make("killed", config=SAVES, eval_dataset=table(5, seed=1)), resume=True)
+    again = trained(make("again", config=SAVES, eval_dataset=table(5, seed=1)), resume=True)
     again.save_model()
     assert logs(again) == logs(whole)
-    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "killed")]
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "again")]
     assert weights[0] == weights[1]
 
 
@@ -207,7 +217,7 @@ def elsewhere(what: str, *arguments: object) -> subprocess.CompletedProcess:
 # It packs, and trains on several devices.
 
 
-@pytest.mark.parametrize("layout", ["packed", "shared", "auto"])
+@pytest.mark.parametrize("layout", ["packed", thorough("shared"), "auto"])
 def test_it_packs(make, layout, caplog):
     with caplog.at_level(logging.INFO, "trl_jax"):
         padded, packed = (

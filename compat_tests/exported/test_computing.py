@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from compat_tests.effort import only_thorough
+from compat_tests.effort import only_thorough, thorough
 from compat_tests.exported import configs
 
 torch = pytest.importorskip("torch")
@@ -122,7 +122,7 @@ def saved_bytes(model, remat) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pull)) - sum(x.nbytes for x in model.params.values())
 
 
-@pytest.mark.parametrize(("dtype", "training"), [("float32", False), ("bfloat16", True)])
+@pytest.mark.parametrize(("dtype", "training"), [("float32", False), thorough("bfloat16", True)])
 def test_there_is_a_layer_a_piece(model, dtype, training):
     pieces = model.backend._model.program(4, 24, dtype=dtype, training=training).pieces()
     assert [piece.layer.split(".", 1)[1] for piece in pieces if piece.layer] == ["transformer.h.0", "transformer.h.1"]

@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 from compat_tests.exported.check import compare
 
 
-@pytest.mark.parametrize("model_type", usually({"albert", "bloom"}.__contains__, configs.SOME))
+@pytest.mark.parametrize("model_type", usually("albert".__eq__, configs.SOME))
 def test_scores_and_gradients(model_type, tmp_path):
     folder = configs.build(tmp_path, model_type)
     ids, mask = configs.rows()

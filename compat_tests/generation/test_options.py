@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -76,7 +77,8 @@ def test_scores_are_transformers(name, length):
     scores = np.random.default_rng(length).normal(0, 2, (2, 50)).astype(np.float32)
     expected = theirs(**fields)(torch.from_numpy(IDS[:, :length]), torch.from_numpy(scores.copy())).numpy()
     history = History(jnp.asarray(IDS), jnp.int32(length), jnp.int32(4), jnp.array([0, 2]))
-    found = np.asarray(process(ours(**fields), history, jnp.asarray(scores)))
+    made = ours(**fields)
+    found = np.asarray(jax.jit(lambda *given: process(made, *given))(history, scores))
     np.testing.assert_array_equal(np.isneginf(found), np.isneginf(expected))
     np.testing.assert_allclose(found, expected, rtol=2e-6)
 

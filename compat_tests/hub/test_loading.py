@@ -23,6 +23,7 @@ from trl_jax.hub.config import native
 from trl_jax.hub.families import read_arch
 from trl_jax.hub.formats import safetensors
 from trl_jax.hub.formats.safetensors import CheckpointFiles
+from trl_jax.mesh.arrays import owned
 
 BIG = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 2000}
 
@@ -48,7 +49,7 @@ def big(tmp_path_factory):
 def test_the_host_holds_one_tensor_beside_the_weights(big, dtype, monkeypatch):
     """tracemalloc sees what NumPy allocates: what is read. JAX's arrays, the one copy of the weights, it does not."""
     small, _ = loaded(big, dtype=dtype, seed=0)  # what is allocated once is not counted
-    monkeypatch.setattr(array_reader, "_SMALL", 0)
+    monkeypatch.setattr(array_reader, "SMALL", 0)
     assert_same_params(loaded(big, dtype=dtype, seed=0)[0], small)
     del small
     gc.collect()
@@ -60,6 +61,28 @@ def test_the_host_holds_one_tensor_beside_the_weights(big, dtype, monkeypatch):
     largest = max(4 * int(np.prod(shape)) for shape in CheckpointFiles(big).shapes.values())
     assert largest < weights / 8 and weights > 16e6
     assert largest < peak < 2 * largest, f"{peak:,} bytes for {weights:,} of weights, {largest:,} the largest"
+
+
+def test_small_arrays_are_read_and_written_without_compiling(tmp_path, caplog):
+    """A program for the shape of each takes XLA longer than all else that loading does."""
+    folder = tiny_model(tmp_path / "in", "qwen3", head_dim=22, vocab_size=530)  # nobody else's shapes
+    with jax.log_compiles():
+        model = AutoModelForSequenceClassification.from_pretrained(folder)
+        model.save_pretrained(tmp_path / "out")
+        compiled = [record.getMessage() for record in caplog.records if "XLA compilation" in record.getMessage()]
+        assert compiled == []
+        model.params["decoder.embed.weight"] + 1  # what is compiled is seen
+    assert any("XLA compilation" in record.getMessage() for record in caplog.records)
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+def test_arrays_that_are_read_are_no_views_of_files_and_can_be_donated():
+    values = np.arange(4096, dtype=np.float32)
+    array = owned(values)
+    values[0] = 7.0
+    assert array[0] == 0.0
+    donated = jax.jit(lambda array: array + 1.0, donate_argnums=0)(array)
+    assert array.is_deleted() and donated[1] == 2.0 and values[1] == 1.0
 
 
 def test_files_are_opened_anew_while_they_are_read(big, monkeypatch):
@@ -75,7 +98,7 @@ def test_files_are_opened_anew_while_they_are_read(big, monkeypatch):
 
 def test_tensors_are_let_go_as_soon_as_they_are_in_place(big, monkeypatch):
     """Of what was read from disk nothing piles up."""
-    monkeypatch.setattr(array_reader, "_SMALL", 0)
+    monkeypatch.setattr(array_reader, "SMALL", 0)
     living, most, read_at_all = set(), 0, 0
 
     class Counted(np.ndarray):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -69,10 +71,11 @@ CASES = [("sum_then_normalize", "group"), ("sum_then_normalize", "batch"), ("sum
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize(("aggregation", "scale_rewards"), CASES)
 def test_advantages_of_groups(aggregation, scale_rewards, size, kind):
+    run = partial(group_advantages, num_generations=size, weights=WEIGHTS, aggregation=aggregation,
+                  scale_rewards=scale_rewards)  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # as NumPy's of the mean of nothing
-        made = group_advantages(kind(REWARDS), size, weights=WEIGHTS, aggregation=aggregation,
-                                scale_rewards=scale_rewards)  # fmt: skip
+        made = (run if kind is np.asarray else jax.jit(run))(kind(REWARDS))
     wanted, deviations = by_hand(REWARDS, size, WEIGHTS, aggregation, scale_rewards)
     assert isinstance(made.advantages, type(kind(REWARDS))) and made.advantages.dtype == np.float32
     np.testing.assert_allclose(made.advantages, wanted, atol=2e-6, rtol=2e-6)
@@ -98,8 +101,9 @@ KL = np.linspace(-0.4, 0.6, 16, dtype=np.float32)
 @pytest.mark.parametrize("reward_clip_range", [None, (-0.5, 1.1)])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_advantages_that_leave_one_out(size, reward_clip_range, normalize, kind):
-    made = rloo_advantages(kind(REWARDS), size, weights=WEIGHTS, reward_clip_range=reward_clip_range, kl=kind(KL),
-                           beta=0.05, normalize=normalize)  # fmt: skip
+    run = partial(rloo_advantages, num_generations=size, weights=WEIGHTS, reward_clip_range=reward_clip_range,
+                  beta=0.05, normalize=normalize)  # fmt: skip
+    made = (run if kind is np.asarray else jax.jit(run))(kind(REWARDS), kl=kind(KL))
     summed = np.clip(totals(REWARDS, WEIGHTS), *(reward_clip_range or (None, None))) - 0.05 * KL.astype(np.float64)
     wanted = [group[i] - mean(np.delete(group, i)) if size > 1 else 0.0
               for group in groups(summed, size) for i in range(size)]  # fmt: skip

@@ -28,7 +28,7 @@ def test_value_and_gradient(with_margin, coefficient):
         return pairwise_loss(c, r, weight=weight, margin=m, center_rewards_coefficient=coefficient)[0]
 
     shift, factor = (m if with_margin else 0.0), coefficient or 0.0
-    value, gradients = jax.value_and_grad(loss, argnums=(0, 1))(chosen, rejected)
+    value, gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(chosen, rejected)
     assert value.dtype == jnp.float32 and value.shape == ()
     assert float(value) == pytest.approx(formula(chosen, rejected, weight, shift, factor), rel=1e-6)
     lead = (chosen - rejected - shift).astype(np.float64)
@@ -83,10 +83,9 @@ def test_pairs_that_only_fill_the_shape_change_nothing(filler):
 
     how = {"margin": padded(margin, 0.0), "weight": padded(weight, 0.0), "center_rewards_coefficient": 0.1}
     bare = {"margin": margin, "weight": weight, "center_rewards_coefficient": 0.1}
-    full = jax.value_and_grad(lambda c: pairwise_loss(c, padded(rejected, -filler / 2), **how), has_aux=True)
-    alone = jax.value_and_grad(lambda c: pairwise_loss(c, rejected, **bare), has_aux=True)
-    (value, sums), gradient = full(padded(chosen, filler))
-    (wanted, wanted_sums), wanted_gradient = alone(chosen)
+    run = jax.jit(jax.value_and_grad(pairwise_loss, has_aux=True))
+    (value, sums), gradient = run(padded(chosen, filler), padded(rejected, -filler / 2), **how)
+    (wanted, wanted_sums), wanted_gradient = run(chosen, rejected, **bare)
     assert float(value) == pytest.approx(float(wanted), rel=1e-6)
     for name, total in wanted_sums.items():
         assert float(sums[name]) == pytest.approx(float(total), rel=1e-6), name

@@ -51,10 +51,11 @@ def test_a_later_token_changes_nothing_earlier(at, hidden):
 def test_a_window_of_7_sees_6_back_and_not_7(model):
     ids = variants.rows()[0][:1]
     assert model.source.config.arch.windows[0] == 7
-    with jax.disable_jit():
-        last, changed_6, changed_7 = (
-            _layer_zero(model, seen)[0, LAST] for seen in (ids, _changed(ids, LAST - 6), _changed(ids, LAST - 7))
-        )
+    decoder = merge(model.graph, model.params).decoder
+    layer_zero = jax.jit(lambda ids: _layer(decoder, 0, decoder.embed(ids, jnp.float32), ids))
+    last, changed_6, changed_7 = (
+        np.asarray(layer_zero(seen))[0, LAST] for seen in (ids, _changed(ids, LAST - 6), _changed(ids, LAST - 7))
+    )
     assert np.abs(changed_6 - last).max() > 1e-4
     np.testing.assert_array_equal(changed_7, last)
 
@@ -67,11 +68,6 @@ def _changed(ids, at):
     changed = ids.copy()
     changed[:, at] = (changed[:, at] + 100) % 512
     return changed
-
-
-def _layer_zero(model, ids):
-    decoder = merge(model.graph, model.params).decoder
-    return np.asarray(_layer(decoder, 0, decoder.embed(ids, jnp.float32), ids))
 
 
 def _layer(decoder, index, h, ids):
@@ -89,12 +85,15 @@ def _layer(decoder, index, h, ids):
 def test_the_scanned_stack_is_its_layers_one_after_another(model, hidden):
     ids, _ = variants.rows()
     decoder = merge(model.graph, model.params).decoder
-    with jax.disable_jit():
+
+    @jax.jit
+    def one_by_one():
         h = decoder.embed(ids, jnp.float32)
         for index in range(decoder.arch.num_layers):
             h = _layer(decoder, index, h, ids)
-        h = np.asarray(decoder.norm(h))
-    variants.assert_close(hidden(ids), h, 1e-5, "hidden states")
+        return decoder.norm(h)
+
+    variants.assert_close(hidden(ids), np.asarray(one_by_one()), 1e-5, "hidden states")
 
 
 @pytest.mark.parametrize("pads", [1, 25])
@@ -134,8 +133,7 @@ def test_remat_changes_no_value(model):
 def test_bfloat16_computes_close_and_scores_in_float32(model):
     ids, _ = variants.rows()
     scorer = merge(model.graph, model.params)
-    with jax.disable_jit():
-        scores = scorer(ids, _positions(ids), _last(ids), dtype=jnp.bfloat16)
-        wanted = scorer(ids, _positions(ids), _last(ids))
+    run = jax.jit(lambda dtype: scorer(ids, _positions(ids), _last(ids), dtype=dtype), static_argnums=0)
+    scores, wanted = run(jnp.bfloat16), run(jnp.float32)
     assert scores.dtype == jnp.float32
     assert 1e-5 < np.abs(scores - wanted).max() / np.abs(wanted).max() < 0.1

@@ -52,14 +52,16 @@ def decoder(tmp_path_factory):
 def test_a_decoder_gives_the_places_that_are_read_whatever_the_layout(decoder):
     """Of a text some places, in any order and one twice: the same of padded rows, of packed rows and out of all."""
     of_text = [(4, 0), (8, 8, 2), (), (6, 1, 0)]
-    with jax.disable_jit():
-        everything = np.asarray(decoder.decoder(**padded()))
-        reads = np.concatenate([row * ROW + np.asarray(at, int) for row, at in enumerate(of_text)])
-        at_reads = np.asarray(decoder.decoder(reads=reads, **padded()))
-        given, starts = packed()
-        along = np.concatenate([start + np.asarray(at, int) for start, at in zip(starts, of_text, strict=True)])
-        of_packed = np.asarray(decoder.decoder(reads=along, **given))
-        scores = np.asarray(decoder(reads=along, **given))
+    reads = np.concatenate([row * ROW + np.asarray(at, int) for row, at in enumerate(of_text)])
+    given, starts = packed()
+    along = np.concatenate([start + np.asarray(at, int) for start, at in zip(starts, of_text, strict=True)])
+
+    @jax.jit
+    def run(reads, rows):
+        return decoder.decoder(reads=reads, **rows), None if reads is None else decoder(reads=reads, **rows)
+
+    everything, at_reads = (np.asarray(run(places, padded())[0]) for places in (None, reads))
+    of_packed, scores = map(np.asarray, run(along, given))
     assert everything.shape == (len(LENGTHS) * ROW, decoder.decoder.arch.hidden_size)
     np.testing.assert_allclose(at_reads, everything[reads], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(of_packed, at_reads, rtol=1e-4, atol=1e-5)
@@ -71,11 +73,11 @@ def test_an_encoder_scores_the_text_that_a_place_belongs_to(family, tmp_path):
     """bert reads a text's first token, modernbert the mean of it."""
     model = AutoModelForSequenceClassification.from_pretrained(encoders.build(tmp_path, family, "plain"))
     scorer, order, within = merge(model.graph, model.params), np.asarray([3, 1, 1, 0]), np.asarray([6, 0, 8, 2])
-    with jax.disable_jit():
-        wanted = np.asarray(scorer(reads=np.arange(len(LENGTHS)) * ROW, **padded()))
-        of_rows = np.asarray(scorer(reads=order * ROW + within, **padded()))
-        given, starts = packed()
-        of_packed = np.asarray(scorer(reads=starts[order] + within, **given))
+    given, starts = packed()
+    run = jax.jit(lambda reads, rows: scorer(reads=reads, **rows))
+    wanted = np.asarray(run(np.arange(len(LENGTHS)) * ROW, padded()))
+    of_rows = np.asarray(run(order * ROW + within, padded()))
+    of_packed = np.asarray(run(starts[order] + within, given))
     assert np.ptp(wanted) > 1e-3 * np.abs(wanted).max()
     np.testing.assert_allclose(of_rows, wanted[order], rtol=1e-5)
     np.testing.assert_allclose(of_packed, wanted[order], rtol=1e-4, atol=1e-5)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from compat_tests.effort import thorough
 from compat_tests.models import causal, variants
 from compat_tests.models.torch_draws import TorchDraws
 from trl_jax import AutoModelForCausalLM
@@ -43,7 +44,7 @@ def losses(model, ids, reads, targets, pull):
     return total
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", [thorough(False), True])
 def test_values_and_gradients_in_training(remat, folder, monkeypatch, tmp_path):
     ids, mask = (rows[[0, 5]] for rows in causal.rows())  # rows that are all seen
     assert mask.all()
@@ -78,7 +79,7 @@ def test_without_a_key_nothing_is_drawn(folder):
     ids, mask = causal.rows()
     reads, targets = causal.reads_and_targets(ids, mask)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    total = losses(model, ids, reads, targets, np.zeros(len(reads), np.float32))
+    total = jax.jit(losses(model, ids, reads, targets, np.zeros(len(reads), np.float32)), compiler_options=QUICKLY)
     calm = total(model.params)[1][0]
     drawn, same, other = (total(model.params, router_key=key)[1][0] for key in (KEY, KEY, jax.random.key(10)))
     np.testing.assert_array_equal(drawn, same)

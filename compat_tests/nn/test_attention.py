@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from types import SimpleNamespace
 
@@ -53,11 +54,17 @@ def test_sinks_are_keys_without_values(one_cpu):
     weights = np.where(seen[:, None], np.exp(weights), 0)
     total = weights.sum(axis=-1, keepdims=True) + np.exp(sinks.astype(np.float64))[:, None, None]
     wanted = np.einsum("rhts,rshc->rthc", weights / total, np.repeat(v, 2, axis=2))
-    with jax.disable_jit():
-        found = attend(q, k, v, AttentionInputs(0.3), sinks=jnp.asarray(sinks))
+    found = jax.jit(lambda *qkv: attend(*qkv, AttentionInputs(0.3), sinks=jnp.asarray(sinks)))(q, k, v)
     np.testing.assert_allclose(found, wanted, atol=1e-6)
     np.testing.assert_allclose(found[:, :, 0], formula(q, k, v, 0.3, seen)[:, :, 0], atol=1e-6)
     assert np.abs(found[:, :, 3]).max() < 1e-12
+
+
+@functools.partial(jax.jit, static_argnames="one_cpu")
+def attended(q, k, v, valid, window, *, one_cpu):
+    """Once for all windows; `one_cpu` tells what is set while it is traced."""
+    del one_cpu
+    return attend(q, k, v, AttentionInputs(0.3, window=window, valid=valid))
 
 
 @pytest.mark.parametrize("window", [None, 5, 140])
@@ -69,12 +76,12 @@ def test_the_formula(length, window, one_cpu):
     distance = np.arange(length)[:, None] - np.arange(length)
     causal = (distance >= 0) & (distance < (window or length))
     seen = causal & (valid[:, None] | (distance == 0))
-    inputs = AttentionInputs(0.3, window=None if window is None else jnp.int32(window))
-    with jax.disable_jit():
-        found = attend(q, k, v, inputs._replace(valid=valid))
-        np.testing.assert_allclose(found, formula(q, k, v, 0.3, seen), atol=1e-6)
-        free = np.broadcast_to(causal, seen.shape)
-        np.testing.assert_allclose(attend(q, k, v, inputs), formula(q, k, v, 0.3, free), atol=1e-6)
+    window = None if window is None else jnp.int32(window)
+    found = attended(q, k, v, valid, window, one_cpu=one_cpu)
+    np.testing.assert_allclose(found, formula(q, k, v, 0.3, seen), atol=1e-6)
+    free = np.broadcast_to(causal, seen.shape)
+    found = attended(q, k, v, None, window, one_cpu=one_cpu)
+    np.testing.assert_allclose(found, formula(q, k, v, 0.3, free), atol=1e-6)
 
 
 def test_blocks_are_whole_rows(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 
 import jax
@@ -98,25 +99,39 @@ def inputs(rows, length, heads, key_heads, channels=8, seed=0):
     return [draw(size=(rows, length, count, channels)) for count in sizes]
 
 
-def both(packed, positions, who, arrays, how):
-    """(ours in float32, the formula in float64), each the results and the gradients."""
+def ours(packed, arrays, how):
+    """The results and the gradients in float32."""
     *qkv, weight = arrays
     attention = AttentionInputs(how["scale"], window=how.get("window"), packed=jax.tree.map(jnp.asarray, packed))
-    qkv += sinks_of(how, qkv[0].shape[2])
 
-    def ours(q, k, v, sinks=None):
-        out = attend(q, k, v, attention, softcap=how.get("softcap"), sinks=sinks)
-        return jnp.sum(out * weight.astype(np.float32)), out
+    def run(q, k, v, sinks=None):
+        return attend(q, k, v, attention, softcap=how.get("softcap"), sinks=sinks)
 
-    def theirs(q, k, v, sinks=None):
-        out = formula(q, k, v, sinks, who, positions, how["scale"], how.get("softcap"), how.get("window"))
+    return with_gradients(run, [x.astype(np.float32) for x in (*qkv, *sinks_of(how, qkv[0].shape[2]), weight)])
+
+
+@functools.cache
+def exactly(name, heads, rows, length):
+    """The same of the formula in float64, once for all kernels."""
+    (_, positions, who), (*qkv, weight), how = drawn(length, length, rows), inputs(rows, length, *heads), FACTS[name]
+
+    def run(q, k, v, sinks=None):
+        return formula(q, k, v, sinks, who, positions, how["scale"], how.get("softcap"), how.get("window"))
+
+    with jax.enable_x64(True):
+        return with_gradients(run, [*qkv, *sinks_of(how, heads[0]), weight])
+
+
+def with_gradients(run, arrays):
+    """What `run` makes of all arrays but the last, by which it is weighted, and the gradients of those."""
+    *given, weight = arrays
+
+    def total(*given):
+        out = run(*given)
         return jnp.sum(out * weight), out
 
-    grad = {"argnums": tuple(range(len(qkv))), "has_aux": True}
-    found = jax.jit(jax.grad(ours, **grad))(*(x.astype(np.float32) for x in qkv))
-    with jax.enable_x64(True):
-        wanted = jax.grad(theirs, **grad)(*qkv)
-    return (found[1], *found[0]), (wanted[1], *wanted[0])
+    gradients, out = jax.jit(jax.grad(total, argnums=tuple(range(len(given))), has_aux=True))(*given)
+    return tuple(map(np.asarray, (out, *gradients)))
 
 
 def sinks_of(how, heads):
@@ -159,7 +174,8 @@ def test_the_formula(name, heads, rows, length, kernel):
     packed, positions, who = drawn(length, length, rows)
     if kernel == "rows":
         packed = packed._replace(texts=as_rows(positions, who, 320))
-    found, wanted = both(packed, positions, who, inputs(rows, length, *heads), FACTS[name])
+    found = ours(packed, inputs(rows, length, *heads), FACTS[name])
+    wanted = exactly(name, heads, rows, length)
     for mine, exact in zip(found, wanted, strict=True):
         np.testing.assert_allclose(mine, exact, atol=3e-6 * np.abs(exact).max())
 
@@ -172,8 +188,7 @@ def test_what_only_fills_gets_and_gives_nothing(kernel):
     who = np.full((1, length, 2), -1)
     if kernel == "rows":
         nothing = nothing._replace(texts=as_rows(positions, who, 64))
-    found, _ = both(nothing, positions, who, arrays, FACTS["plain"])
-    for mine in found:
+    for mine in ours(nothing, arrays, FACTS["plain"]):
         np.testing.assert_array_equal(mine, 0)
 
 
@@ -184,12 +199,13 @@ def test_blocks_that_nobody_sees_are_not_computed(kernel):
     if kernel == "rows":
         packed = packed._replace(texts=as_rows(positions, who, 64))
     q, k, v, _ = (jnp.asarray(x, jnp.float32) for x in inputs(1, length, 2, 2))
-    wanted = attend(q, k, v, AttentionInputs(0.4, packed=packed))
+    run = jax.jit(lambda k, v: attend(q, k, v, AttentionInputs(0.4, packed=packed)))
+    wanted = run(k, v)
     others = who[0, :, 0] >= who[0, 4 * BLOCK, 0]
     first = int(np.argmax(others))
     assert 0 < first <= 4 * BLOCK
     k, v = (x.at[:, 6 * BLOCK :].set(jnp.nan) for x in (k, v))
-    found = attend(q, k, v, AttentionInputs(0.4, packed=packed))
+    found = run(k, v)
     np.testing.assert_array_equal(found[:, :first], wanted[:, :first])
 
 

@@ -80,12 +80,12 @@ def case(kind, layout):
 def one_by_one(kind, given, texts, longest):
     """The outputs of each text alone, token by token."""
     out, state = jnp.zeros(given[2].shape), jnp.zeros((HEADS, GROUP, KEYS, VALUES))
-    alone = jax.jit(lambda *text: jax.lax.scan(RECURRENCES[kind].token, state, text)[1])
-    for row, at in texts:
-        places = np.pad(at, (0, longest - len(at)), mode="edge")
-        done = alone(*(x[row, places] for x in given))
-        out = out.at[row, np.where(np.arange(longest) < len(at), places, out.shape[1])].set(done, mode="drop")
-    return out
+    rows = np.asarray([row for row, _ in texts])[:, None]
+    places = np.stack([np.pad(at, (0, longest - len(at)), mode="edge") for _, at in texts])
+    real = np.arange(longest) < np.asarray([len(at) for _, at in texts])[:, None]
+    alone = jax.vmap(lambda *text: jax.lax.scan(RECURRENCES[kind].token, state, text)[1])
+    done = alone(*(x[rows, places] for x in given))
+    return out.at[rows, np.where(real, places, out.shape[1])].set(done, mode="drop")
 
 
 def gradients_and_outputs(outputs, count, weight):
@@ -98,15 +98,15 @@ def gradients_and_outputs(outputs, count, weight):
     return jax.grad(loss, argnums=tuple(range(count)), has_aux=True)
 
 
+def outputs(kind, order, given):
+    """Ours, of rows or of texts in this order."""
+    if order is None:
+        return RECURRENCES[kind].chunked(*given)[0]
+    return order.restored(RECURRENCES[kind].chunked(*(order.ordered(x) for x in given), order)[0])
+
+
 def ours(kind, packed, given, weight):
-    order = order_of(packed)
-
-    def outputs(given):
-        if order is None:
-            return RECURRENCES[kind].chunked(*given)[0]
-        return order.restored(RECURRENCES[kind].chunked(*(order.ordered(x) for x in given), order)[0])
-
-    take = gradients_and_outputs(outputs, len(given), weight)
+    take = gradients_and_outputs(functools.partial(outputs, kind, order_of(packed)), len(given), weight)
     return jax.jit(take, compiler_options=QUICKLY)(*given)
 
 
@@ -121,7 +121,7 @@ def test_the_recurrence_text_by_text(kind, layout):
     packed, texts, longest, given, weight = case(kind, layout)
     with jax.enable_x64(True):
         take = gradients_and_outputs(lambda given: one_by_one(kind, given, texts, longest), len(given), weight)
-        gradients, out = jax.tree.map(np.asarray, take(*given))
+        gradients, out = jax.tree.map(np.asarray, jax.jit(take)(*given))
     found, mine = ours(kind, packed, singles(given), weight.astype(np.float32))
     real = np.asarray(weight != 0)
     for own, exact in zip((mine * real, *found), (out * real, *gradients), strict=True):
@@ -131,6 +131,7 @@ def test_the_recurrence_text_by_text(kind, layout):
 @pytest.mark.parametrize("kind", RECURRENCES)
 def test_a_token_at_a_time_goes_on_from_the_state_of_a_row(kind):
     chunked, step, _, drawn = RECURRENCES[kind]
+    chunked, step = jax.jit(chunked, compiler_options=QUICKLY), jax.jit(step)
     given = singles(drawn(np.random.default_rng(3), 2, 80))
     wanted, last = chunked(*given)
     _, state = chunked(*(x[:, :70] for x in given))
@@ -145,5 +146,6 @@ def test_a_token_at_a_time_goes_on_from_the_state_of_a_row(kind):
 def test_a_wrong_layout_is_noticed(kind, field):
     packed, _, _, given, weight = case(kind, "pairs" if field == "prompt" else "branches")
     wrong = packed._replace(**{field: getattr(packed, field) // 2})
-    right, mutant = (ours(kind, each, singles(given), weight)[1] * (weight != 0) for each in (packed, wrong))
+    run = jax.jit(functools.partial(outputs, kind), compiler_options=QUICKLY)
+    right, mutant = (run(order_of(each), singles(given)) * (weight != 0) for each in (packed, wrong))
     assert not np.abs(right - mutant).max() < 1e-2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,5 +52,8 @@ LAYOUTS = {
 }  # fmt: skip
 
 
+_ordered = jax.jit(partial(text_order, count=BEFORE))
+
+
 def order_of(packed: Packed | None) -> TextOrder | None:
-    return None if packed is None else text_order(jax.tree.map(jnp.asarray, packed._replace(texts=None)), BEFORE)
+    return None if packed is None else _ordered(jax.tree.map(jnp.asarray, packed._replace(texts=None)))

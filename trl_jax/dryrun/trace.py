@@ -26,7 +26,6 @@ from trl_jax.hub.checkpoint.loading import Source
 from trl_jax.hub.peft.backend import AdaptedBackend
 from trl_jax.mesh.arrays import placed
 from trl_jax.mesh.sharding import make_mesh
-from trl_jax.models.functional import abstract
 from trl_jax.run import data
 from trl_jax.run.evaluation.completions import CompletionEvaluator
 from trl_jax.run.step.rng import run_key
@@ -155,7 +154,7 @@ def maps(trainer: BaseTrainer) -> list[Map]:
 
 def _maps(backend: Backend, trained: Collection[str]) -> list[Map]:
     source = _source(backend)
-    _, shapes = abstract(source.config.model)
+    _, shapes = source.config.abstract
     if isinstance(backend, AdaptedBackend):
         shapes = shapes | backend.plan.shapes
     return maps_of(shapes, source.config.arch, trained)

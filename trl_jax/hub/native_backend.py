@@ -42,7 +42,7 @@ class NativeBackend(Backend):
         arch, causal = source.config.arch, not source.config.head.model.needs_valid
         self.head = source.config.head.kind
         self.vocab_size, self.max_positions = arch.vocab_size, arch.max_positions
-        self.graph, _ = abstract(self.make)
+        self.graph = abstract(self.make)[0] if self.formats else source.config.abstract[0]
         self.tensors = {entry.path: entry.tensor for entry in source.tensor_map}
         self.embeddings = frozenset(path for path in self.tensors if path.endswith("embed.weight"))
         self.buffers = frozenset(path for path in self.tensors if path.endswith(_BUFFERS))

@@ -11,6 +11,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 
+def owned(values: np.ndarray | jax.Array, device: jax.Device | None = None) -> jax.Array:
+    """An array with memory of its own on a device, so that it can be donated. `jnp.array` would compile the copy, one
+    for each shape."""
+    return jax.device_put(jax.device_put(values, device), may_alias=False)
+
+
 def placed(array: Any, sharding: NamedSharding) -> jax.Array:
     """An array that every process has, each device given its part; a copy, so that it can be donated.
 
@@ -20,10 +26,8 @@ def placed(array: Any, sharding: NamedSharding) -> jax.Array:
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
     if isinstance(array, jax.Array) and array.sharding == sharding:
         return array
-    parts = [
-        jax.numpy.array(array[index], device=device)
-        for device, index in sharding.addressable_devices_indices_map(array.shape).items()
-    ]
+    indices = sharding.addressable_devices_indices_map(array.shape)
+    parts = [owned(array[index], device) for device, index in indices.items()]
     return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
 
 

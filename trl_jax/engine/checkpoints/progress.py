@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from trl_jax.core.files.tensors_file import Pieces, in_order, write_tensors
 from trl_jax.core.printable import brief
 from trl_jax.engine.checkpoints.manifest import BrokenCheckpoint
-from trl_jax.mesh.arrays import pieces, placed
+from trl_jax.mesh.arrays import owned, pieces, placed
 
 # In a folder of their own: readers of a model take every *.safetensors next to its config for weights.
 TENSORS, FACTS = "training_state/arrays.safetensors", "training_state/facts.json"
@@ -170,8 +170,7 @@ class SavedProgress:
         if places is not None:
             saved = jax.tree.unflatten(jax.tree.structure(like), [_Saved(self.tensors, name) for name in wanted])
             return jax.tree.map(placed, saved, places)
-        # Copies: memory that NumPy owns could not be donated.
-        leaves = [jax.numpy.array(self.tensors.get_tensor(name)) for name in wanted]
+        leaves = [owned(self.tensors.get_tensor(name)) for name in wanted]
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
     def restore_random_state(self) -> None:

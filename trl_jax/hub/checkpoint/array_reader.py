@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trl_jax.core.files.tensors_file import as_dtype
+from trl_jax.hub.checkpoint.host import SMALL
 from trl_jax.hub.checkpoint.sharded_reading import Index, read_sharded
 from trl_jax.hub.checkpoint.tensor_map import TensorEntry
 from trl_jax.hub.formats.gguf import LINK, GgufFiles
@@ -21,10 +22,10 @@ from trl_jax.hub.formats.mxfp4 import BLOCKS, Mxfp4Files
 from trl_jax.hub.formats.pickles import PickledFiles, only_pickled
 from trl_jax.hub.formats.safetensors import CheckpointFiles
 from trl_jax.hub.peft.quantization import quantized
+from trl_jax.mesh.arrays import owned
 from trl_jax.nn.quantized import HALVES, Format
 
 Files = CheckpointFiles | GgufFiles | PickledFiles
-_SMALL = 64 << 20  # bytes
 
 
 def open_files(folder: Path) -> Files:
@@ -79,7 +80,7 @@ class ArrayReader:
         for tensor, index in entry.tensors(shape):
             for name, values in quantized(entry.take(self._read(self.on_disk[tensor])), form).items():
                 arrays[name][index] = values
-        return {f"{entry.path}.{name}": jnp.array(values) for name, values in arrays.items()}
+        return {f"{entry.path}.{name}": owned(values) for name, values in arrays.items()}
 
     def _assemble(self, entry: TensorEntry, shape: tuple[int, ...], dtype: Any, convert: Any) -> jax.Array:
         """Put the tensors in place one by one: besides the array, one tensor is in memory, or a small array twice."""
@@ -89,12 +90,12 @@ class ArrayReader:
 
         tensors = entry.tensors(shape)
         if not entry.stacked:  # a copy: memory of NumPy cannot be donated
-            return jnp.array(read(tensors[0][0]), dtype)
-        if math.prod(shape) * np.dtype(dtype).itemsize <= _SMALL:  # nothing is compiled for its shape
+            return owned(read(tensors[0][0]).astype(dtype, copy=False))
+        if math.prod(shape) * np.dtype(dtype).itemsize <= SMALL:  # nothing is compiled for its shape
             host = np.empty(shape, dtype)
             for tensor, index in tensors:
                 host[index] = read(tensor)
-            return jnp.array(host)
+            return owned(host)
         array = jnp.zeros(shape, dtype)
         for tensor, index in tensors:
             values = read(tensor)

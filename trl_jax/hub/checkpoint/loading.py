@@ -20,7 +20,7 @@ from trl_jax.hub.checkpoint.sharded_reading import Placement
 from trl_jax.hub.checkpoint.tensor_map import TensorEntry, make_tensor_map
 from trl_jax.hub.config.native import NativeConfig
 from trl_jax.hub.heads import Draw
-from trl_jax.models.functional import abstract, logical_axes
+from trl_jax.models.functional import logical_axes
 from trl_jax.nn.quantized import HALVES, Format
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ def load(
         MemoryError: an array does not fit, on this machine or its device.
     """
     files = open_files(config.path.parent)
-    _, shapes = abstract(config.model)
+    _, shapes = config.abstract
     table = matching.match(config, files, shapes)
     missing = [draw for draw in config.draws() if draw.tensor not in table.on_disk]
     new = _draw(config, missing, table.tensor_map, shapes, seed)
@@ -114,7 +114,7 @@ def outline(
     Raises:
         ValueError: arrays are to stay as stored, and neither `dtype` nor config.json says how that is.
     """
-    _, shapes = abstract(config.model)
+    _, shapes = config.abstract
     tensor_map = make_tensor_map(shapes, config.names)
     has_head = head_tensors.architecture(config.family, config.head.kind) in (config.raw.get("architectures") or [])
     drawn = () if has_head else tuple(dict.fromkeys(draw.tensor for draw in config.draws()))

@@ -13,6 +13,7 @@ import numpy as np
 from trl_jax.core.files.tensors_file import Pieces, as_dtype
 from trl_jax.core.files.whole_file import write_whole
 from trl_jax.hub.checkpoint.head_tensors import saved_config
+from trl_jax.hub.checkpoint.host import taken
 from trl_jax.hub.checkpoint.loading import Source
 from trl_jax.hub.checkpoint.tensor_map import TensorEntry
 from trl_jax.hub.formats.safetensors import shard_plan, write_checkpoint
@@ -67,8 +68,8 @@ def read_tensor(params: dict[str, jax.Array], entries: list[IndexedEntry]) -> np
     """One tensor on disk, joined from the arrays of its entries; float32."""
     entry, index = entries[0]
     if entry.tensor_slice is None:
-        return np.asarray(params[entry.path][index])
+        return taken(params[entry.path], index)
     whole = np.empty(entry.shape_on_disk(params[entry.path].shape), np.float32)
     for entry, index in entries:
-        entry.put(np.asarray(params[entry.path][index]), whole)
+        entry.put(taken(params[entry.path], index), whole)
     return whole

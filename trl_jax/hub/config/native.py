@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jax
 from flax import nnx
 
 from trl_jax.hub.checkpoint.tensor_map import Names
 from trl_jax.hub.config.reader import read_config, with_floats
 from trl_jax.hub.families import Family, read_arch
 from trl_jax.hub.heads import CONFIG_VALUES, Draw, Head, HeadName
+from trl_jax.models.functional import abstract
 
 # What is saved decides them, whatever the config object says.
 _OF_FILES = {
@@ -48,9 +52,21 @@ class NativeConfig:
         """The module that computes it; to be looked at abstractly."""
         return self.head.model(self.arch)
 
+    @property
+    def abstract(self) -> tuple[nnx.GraphDef, dict[str, jax.ShapeDtypeStruct]]:
+        """The module's graph and the shape of each of its parameters."""
+        graph, shapes = _abstract(self.head.model, self.arch)
+        return graph, dict(shapes)
+
     def draws(self) -> list[Draw]:
         """The tensors that a checkpoint may lack."""
         return self.head.draws(self.arch)
+
+
+@cache
+def _abstract(model: Callable[[Any], nnx.Module], arch: Any) -> tuple[nnx.GraphDef, dict[str, jax.ShapeDtypeStruct]]:
+    """Made once for an architecture: loading, an adapter, a reference and a plan each ask for it."""
+    return abstract(lambda: model(arch))
 
 
 def native_config(raw: dict[str, Any], path: Path, head: HeadName = "score") -> NativeConfig:

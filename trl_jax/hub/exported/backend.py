@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -16,6 +15,7 @@ from trl_jax.hub.backend import Backend
 from trl_jax.hub.checkpoint.sharded_reading import Placement
 from trl_jax.hub.exported.model import TorchModel
 from trl_jax.hub.heads import HeadName
+from trl_jax.mesh.arrays import owned
 from trl_jax.models.exported import ExportedLm, ExportedScorer
 
 _MODELS = {"score": ExportedScorer, "lm": ExportedLm}
@@ -71,4 +71,4 @@ def load_exported(
 
 def _take_params(model: TorchModel) -> dict[str, jax.Array]:
     """float32 arrays of our own; torch's memory is freed one by one."""
-    return {name: jax.block_until_ready(jnp.array(values)) for name, values in model.take()}
+    return {name: jax.block_until_ready(owned(values)) for name, values in model.take()}

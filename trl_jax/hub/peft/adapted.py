@@ -20,6 +20,7 @@ from trl_jax.hub.peft.initial_values import initial
 from trl_jax.hub.peft.lora_config import PISSA, LoraConfig
 from trl_jax.hub.peft.pissa import principal_parts
 from trl_jax.hub.untied import untied
+from trl_jax.mesh.arrays import owned
 from trl_jax.models.adapted import Layers
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ def adapt(
         return backend.load(folder, 0, defaults=defaults), backend, frozen
     generator = seed if isinstance(seed, TorchGenerator) else TorchGenerator(seed)
     drawn = initial(plan, partial(base.weight, arrays | frozen), generator, factors)
-    params = {name: jnp.array(array) for name, array in drawn.items()} | trained
+    params = {name: owned(array) for name, array in drawn.items()} | trained
     return params, backend, frozen
 
 

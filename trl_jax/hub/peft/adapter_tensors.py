@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from trl_jax.core.printable import brief, listed
@@ -17,6 +16,7 @@ from trl_jax.hub.formats.safetensors import open_tensors, shape_of
 from trl_jax.hub.heads import Head
 from trl_jax.hub.peft.adapters import AdapterPlan
 from trl_jax.hub.peft.lora_config import PICKLED, WEIGHTS, no_adapter
+from trl_jax.mesh.arrays import owned
 from trl_jax.models.adapted import leaf
 
 # Where a table was resized, PEFT saves what is below its own modules, too.
@@ -56,7 +56,7 @@ def arrays_of(plan: AdapterPlan, tensors: dict[str, np.ndarray], shapes: dict[st
         for entry, at in entries:
             array, index = plan.full.array_of(entry.path), plan.full.index_of(entry.path, at)
             arrays[array][index] = entry.take(np.asarray(tensors[name], np.float32))
-    return {name: jnp.array(array) for name, array in arrays.items()}
+    return {name: owned(array) for name, array in arrays.items()}
 
 
 def tokens_of(folder: Path, head: Head) -> int | None:

@@ -13,7 +13,6 @@ from trl_jax.hub.checkpoint.tensor_slices import ExpertRows, Rows, TensorSlice
 from trl_jax.hub.config.native import NativeConfig
 from trl_jax.hub.families import Family
 from trl_jax.models.adapted import module_at
-from trl_jax.models.functional import abstract
 from trl_jax.models.lm_head import LmHead
 from trl_jax.nn.linear import Embedding, Linear
 
@@ -73,7 +72,7 @@ class Module:
 def modules_of(config: NativeConfig) -> list[Module]:
     """The modules of a model in transformers' order; a layer's are next to each other, wherever `names` has them."""
     names = config.names
-    _, shapes = abstract(config.model)
+    _, shapes = config.abstract
     model = nnx.eval_shape(config.model)
     entries = {entry.path: entry for entry in make_tensor_map(shapes, names)}
     groups: dict[tuple[str, int], list[TensorEntry]] = {}
