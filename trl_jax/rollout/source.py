@@ -82,18 +82,18 @@ class RolloutSteps:
     def _step(self) -> Any:
         """A step's batch: micro-batches until there are enough or the epoch is over."""
         self._begun_at = time.monotonic()
-        parts, experiences, number, when = [], [], self.num_steps, "after"
+        parts, experiences, number, when = [], [], self.num_steps, None
         while len(parts) < self.cycle.accumulation and self.sampler.has_next:
             prompts = self.sampler.next()
             if self.num_micro_batches % self.cycle.repeats == 0 or self.buffer is None:
                 self.buffer = self._generated(prompts)
-                when = "within" if parts else "before"
+                when = when or ("within" if parts else "before")
             part = self.num_micro_batches % self.cycle.parts
             parts.append(self.buffer.part(part, self.cycle.parts, len(self.streams)))
             experiences.append(self.buffer)
             self.num_micro_batches += 1
         self.num_steps += 1
-        self.generated = self.generated or when
+        self.generated = self.generated or when or "after"
         return self.lay_out(parts, experiences, number, None if self.bonus is None else self.bonus.next())
 
     def finish(self) -> None:
@@ -115,6 +115,9 @@ class RolloutSteps:
         found = {} if self.bonus is None else {"entropy_coef": self.bonus.taken()}
         found, self.seconds = found | {"step_time": self.seconds}, []
         of_steps = {name: sum(values) / len(values) for name, values in found.items() if values}
+        if self.cycle.accumulation == 1 and "entropy_coef" in of_steps:  # came up amid a step's only micro-batch
+            first, coef = {"policy_loss": of_micro_batches.pop("policy_loss")}, of_steps.pop("entropy_coef")
+            of_micro_batches = first | {"entropy_coef": coef} | of_micro_batches
         when, self.generated = self.generated, None
         if when == "within":
             return of_micro_batches | of_generations | of_steps

@@ -90,7 +90,7 @@ class PolicyTask(TokenTask):
         self, dataset: Dataset | IterableDataset, tokenizer: Any, *, name: str, **limits: Any
     ) -> Dataset | IterableDataset:
         """The rows as they are; prompts become tokens when they are completed."""
-        return check_prompts(dataset, name)
+        return check_prompts(dataset, name, tokenizer)
 
     def example(self, row: dict[str, Any]) -> Example:
         raise TypeError("Rows of prompts are no examples: these are made of completions.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -52,6 +52,7 @@ class BaseTrainer(Setup, Evaluating):
     config_class: ClassVar[type[BaseConfig]] = BaseConfig
     _collator_class: ClassVar[type | None] = None  # whose pad_to_multiple_of is taken; others are refused
     _older_collators: ClassVar[tuple[type, ...]] = ()  # of early TRL, that are taken, too
+    _tokenizer_sides: ClassVar[Mapping[str, str] | None] = None  # on which one loaded with the model pads and cuts
     data_collator: Any = None
     _tried_metrics: Callable | None = None  # the compute_metrics that was tried before training
     _progress: Progress | None = None  # what the checkpoint that is being saved has

@@ -29,6 +29,7 @@ class RLOOTrainer(TrainerWithRollout):
     )
     config_class = RLOOConfig
     _writes_completions: ClassVar[bool] = False
+    _parses_messages: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -45,6 +45,7 @@ class RewardFunctions:
     _loop: EventLoop = field(default_factory=EventLoop)
     _columns: dict[str, list] = field(default_factory=lambda: defaultdict(list))
     _numbers: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    _completions: int = 0
 
     def __call__(
         self, rows: Sequence[Mapping[str, Any]], prompts: list, completions: list, completion_ids: list[list[int]]
@@ -84,7 +85,7 @@ class RewardFunctions:
             found = self._loop.run([self._awaited(number, given) for number in later])
             rewards[:, later] = np.stack(found, axis=1)
         _warn_of_none(rewards, given)
-        self._check_columns(len(prompts))
+        self._completions = len(prompts)
         return rewards
 
     @property
@@ -101,7 +102,12 @@ class RewardFunctions:
         return {name: total / count for name, (total, count) in sorted(self.sums().items())}
 
     def extra(self) -> dict[str, list]:
-        """The columns that functions gave to `log_extra` in the last call, sorted by name."""
+        """The columns that functions gave to `log_extra` in the last call, sorted by name.
+
+        Raises:
+            ValueError: one has not a value for each completion.
+        """
+        self._check_columns(self._completions)
         return {name: list(values) for name, values in sorted(self._columns.items())}
 
     def _log_extra(self, column: str, values: list) -> None:
