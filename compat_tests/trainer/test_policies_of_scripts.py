@@ -89,6 +89,59 @@ def test_a_completion_ends_where_generation_kwargs_say_so(kind, make):
     assert trainer.processing_class.eos_token_id in trainer.parts.run.rollout.rollout.ends
 
 
+# Attributes
+
+
+@BOTH
+def test_a_script_reads_the_arguments_on_the_trainer(kind, checkpoint, tmp_path):
+    trl, found = pytest.importorskip("trl"), []
+    for package in (trl, trl_jax):
+        config = {"epsilon_high": 0.3, "beta": 0.1, "reward_weights": [0.5, 2.0], "chat_template_kwargs": {"a": 1}}
+        args = getattr(package, f"{kind}Config")(str(tmp_path), **BASE | STEPS | config)
+        rewards, rows = [length_reward, grpo_cases.vowels], Dataset.from_list(prompt_rows(8))
+        found.append(getattr(package, f"{kind}Trainer")(str(checkpoint(**SMALL)), rewards, args, rows))
+    theirs, ours = found
+    # Beside what belongs to vLLM, to pictures and to torch.
+    names = {name for name, value in vars(theirs).items() if value is vars(theirs.args).get(name, ...)}
+    names = {name for name in names if not name.startswith("vllm_")} - {
+        "log_multimodal", "use_transformers_continuous_batching", "_train_batch_size", "deepspeed",
+        "neftune_noise_alpha",
+    }  # fmt: skip
+    names |= {"epsilon_low", "epsilon_high", "num_generations_eval", "chat_template_kwargs"}
+    assert len(names) > 15
+    assert {name: getattr(ours, name) for name in names} == {name: vars(theirs)[name] for name in names}
+    np.testing.assert_array_equal(ours.reward_weights, theirs.reward_weights.numpy())
+    ours.beta = 0.1  # nothing new
+    for name in ("beta", "temperature", "epsilon_low"):
+        with pytest.raises(AttributeError, match=f"was set on the trainer.* in {kind}Config"):
+            setattr(ours, name, 0.5)
+    with pytest.raises(AttributeError, match="generation_config of .*Say generation_kwargs"):
+        ours.generation_config.temperature = 0.5
+
+
+@BOTH
+def test_weights_of_rewards_that_a_callback_sets_count_from_the_next_generation_on(kind, checkpoint, tmp_path):
+    import torch
+    from transformers import TrainerCallback
+
+    trl, found = pytest.importorskip("trl"), []
+
+    class Later(TrainerCallback):
+        def on_step_end(self, args, state, control, **options):
+            trainer.reward_weights = torch.tensor([0.0, float(state.global_step)])
+
+    for package in (trl, trl_jax):
+        args = getattr(package, f"{kind}Config")(str(tmp_path), **BASE | STEPS | {"max_steps": 3})
+        rewards, rows = [length_reward, grpo_cases.vowels], Dataset.from_list(prompt_rows(8))
+        trainer = getattr(package, f"{kind}Trainer")(str(checkpoint(**SMALL)), rewards, args, rows, callbacks=[Later()])
+        trainer.train()
+        found.append([log["reward"] for log in trainer.state.log_history if "reward" in log])
+    theirs, ours = found
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    with pytest.raises(ValueError, match=r"Number of reward weights \(1\) must match"):
+        trainer.reward_weights = [1.0]
+
+
 # Counts and configs
 
 

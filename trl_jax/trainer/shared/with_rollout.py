@@ -22,16 +22,15 @@ from trl_jax.run.model.routers import balance_experts
 from trl_jax.run.rollouts import RolloutParts, Sampling
 from trl_jax.run.state import RunState
 from trl_jax.tasks.policy import Cycle
-from trl_jax.trainer.base_trainer import BaseTrainer
+from trl_jax.trainer.shared.policy_attributes import PolicyAttributes
 from trl_jax.trainer.shared.refusals import NEVER_CALLED_WITH_ROLLOUT
 
 
-class TrainerWithRollout(BaseTrainer):
+class TrainerWithRollout(PolicyAttributes):
     """A trainer whose rows are prompts, and which judges what the policy makes of them by reward functions.
 
     Attributes:
         reward_funcs: as they were passed, as a list. reward_func_names: their names in metrics.
-        num_generations, num_generations_eval: completions of a prompt.
     """
 
     def __init__(
@@ -49,14 +48,6 @@ class TrainerWithRollout(BaseTrainer):
     _writes_completions: ClassVar[bool] = True
     _parses_messages: ClassVar[bool] = True
     _never_called = NEVER_CALLED_WITH_ROLLOUT
-
-    @property
-    def num_generations(self) -> int:
-        return self.args.num_generations
-
-    @property
-    def num_generations_eval(self) -> int:
-        return self.args.num_generations_eval or self.args.num_generations
 
     @property
     def ref_model(self) -> PreTrainedModel | None:
