@@ -142,6 +142,54 @@ def test_weights_of_rewards_that_a_callback_sets_count_from_the_next_generation_
         trainer.reward_weights = [1.0]
 
 
+def replaced(trainer):
+    trainer.reward_funcs[0] = grpo_cases.vowels
+
+
+def another_list(trainer):
+    trainer.reward_funcs = [grpo_cases.vowels]
+
+
+def other_rows(trainer):
+    trainer.train_dataset = Dataset.from_list(prompt_rows(12)[8:])
+
+
+def other_arguments(trainer):
+    trainer.args.beta, trainer.args.reward_weights = 0.5, [3.0]
+    trainer.args.learning_rate = 1e-2
+
+
+@pytest.mark.parametrize("change", [replaced, another_list, other_rows, other_arguments])
+def test_what_a_script_changes_before_training_counts_as_in_trl(change, checkpoint, tmp_path):
+    trl, found = pytest.importorskip("trl"), []
+    for package in (trl, trl_jax):
+        args = package.GRPOConfig(str(tmp_path), **BASE | STEPS)
+        rows = Dataset.from_list(prompt_rows(8))
+        trainer = package.GRPOTrainer(str(checkpoint(**SMALL)), length_reward, args, rows)
+        change(trainer)
+        trainer.train()
+        keys = "reward", "num_tokens", "grad_norm", "entropy", "learning_rate"
+        found.append([[log[key] for key in keys] for log in trainer.state.log_history if "reward" in log])
+    theirs, ours = found
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+
+
+def test_what_cannot_be_changed_is_told(make):
+    trainer = make()
+    trainer.args.beta = 0.5
+    with pytest.warns(UserWarning, match="Arguments that decide beta, objective were changed .* As in TRL"):
+        trainer.train()
+    trainer.reward_funcs.append(length_reward)
+    with pytest.raises(ValueError, match="reward_funcs has 2 functions now, and had 1"):
+        trainer.train()
+    trainer.reward_funcs[:] = ["folder"]
+    with pytest.raises(TypeError, match=r"reward_funcs\[0\] is a str now: wanted a function"):
+        trainer.train()
+    trainer.args.gradient_accumulation_steps = 4
+    with pytest.raises(ValueError, match="sizes of a generation were changed after the trainer was made"):
+        trainer.train()
+
+
 # Counts and configs
 
 

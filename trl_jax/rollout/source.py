@@ -27,7 +27,7 @@ class RolloutSteps:
     nothing may be made ahead of an update.
 
     rows: by what the sampler gives for it, its index or itself, a row of the dataset.
-    sampler: the prompts of each epoch.
+    sampler: the prompts of each epoch; `make_sampler` makes it anew for another run, of the rows as they are then.
     lay_out: (micro-batches of completions, the generation of each, number of the step, entropy coefficient) -> step
         batch.
     bonus: the coefficient of the entropy bonus of each step; None without one.
@@ -45,6 +45,7 @@ class RolloutSteps:
     lay_out: Callable[[list[list[Completed]], list[Experience], int, float | None], Any]
     streams: Sequence[TorchGenerator]
     bonus: EntropyBonus | None = None
+    make_sampler: Callable[[], Sampler] | None = None
     num_micro_batches: int = 0
     num_steps: int = 0
     buffer: Experience | None = None
@@ -57,6 +58,8 @@ class RolloutSteps:
         """Forget what an earlier run has left: its completions were another policy's."""
         self.buffer, self.num_micro_batches, self.num_steps, self.epoch = None, 0, 0, -1
         self.generated = None
+        if self.make_sampler is not None:
+            self.sampler = self.make_sampler()
         self.sampler.begin()
 
     def set_epoch(self, epoch: int, skip: int = 0, skipped_digest: int | None = None) -> None:

@@ -96,8 +96,11 @@ def rollout_steps(
         parts.table if is_first() else None,
         line,
     )
-    rows_of, sampler = partial(row_of, run, run.train_dataset), _sampler(run, parts.shuffle)
-    return RolloutSteps(rollout, cycle, rows_of, sampler, StepMaker(run), streams, parts.bonus)
+    sampler = partial(_sampler, run, parts.shuffle)
+    return RolloutSteps(
+        rollout, cycle, lambda index: row_of(run, run.train_dataset, index), sampler(), StepMaker(run), streams,
+        parts.bonus, sampler,
+    )  # fmt: skip
 
 
 def _sampler(run: RunState, shuffle: bool) -> Sampler:

@@ -27,6 +27,7 @@ from trl_jax.run.rollouts import RolloutParts
 from trl_jax.run.state import RunState
 from trl_jax.run.step.train_step import default_optimizer
 from trl_jax.run.user_loss.bound_model import BoundModel
+from trl_jax.tasks.policy import check_changes
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.shared.evaluating import Evaluating
 from trl_jax.trainer.shared.refusals import check_collator, check_overridden, check_set, refuse
@@ -140,7 +141,11 @@ class BaseTrainer(Setup, Evaluating):
         """
         refuse(trial=trial, ignore_keys_for_eval=ignore_keys_for_eval)
         check_set(vars(self).keys(), type(self), self._never_called)
-        self._run.task = self.make_task()  # arguments may have been changed since
+        task = self.make_task()  # arguments may have been changed since
+        if self._run.rollout is None:
+            self._run.task = task
+        else:
+            check_changes(self._run.task, task)
         if self._run.rollout is None and self.compute_metrics is not self._tried_metrics:
             self.parts.evaluator.try_metrics(self._metric_hooks())
             self._tried_metrics = self.compute_metrics

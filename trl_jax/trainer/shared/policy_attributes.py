@@ -51,6 +51,19 @@ class PolicyAttributes(BaseTrainer):
     chat_template_kwargs = argument("chat_template_kwargs", lambda args: args.chat_template_kwargs or {})
 
     @property
+    def reward_funcs(self) -> list[Any]:
+        """The reward functions, as a list. Others may be put into it at any time, and count from the next generation
+        on."""
+        return self._reward_funcs
+
+    @reward_funcs.setter
+    def reward_funcs(self, functions: Sequence[Any]) -> None:
+        if "_reward_funcs" in vars(self):
+            self._reward_funcs[:] = functions
+        else:
+            self._reward_funcs = list(functions)
+
+    @property
     def generation_config(self) -> Any:
         """Raises AttributeError: tokens are sampled by the arguments."""
         raise AttributeError(_OWN_SAMPLING.format(type(self).__name__))

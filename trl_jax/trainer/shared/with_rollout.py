@@ -30,7 +30,7 @@ class TrainerWithRollout(PolicyAttributes):
     """A trainer whose rows are prompts, and which judges what the policy makes of them by reward functions.
 
     Attributes:
-        reward_funcs: as they were passed, as a list. reward_func_names: their names in metrics.
+        reward_func_names: the reward functions' names in metrics.
     """
 
     def __init__(
