@@ -99,6 +99,22 @@ class RolloutSteps:
         self.generated = self.generated or when or "after"
         return self.lay_out(parts, experiences, number, None if self.bonus is None else self.bonus.next())
 
+    def pass_over(self, steps: int) -> int:
+        """Go to behind so many steps from the beginning of a run, without their completions: the next step writes its
+        own. Returns how many of these steps are of the epoch that is then under way, or over."""
+        of_epoch = 0
+        for _ in range(steps):
+            if not self.sampler.has_next:
+                self.set_epoch(self.epoch + 1)
+                of_epoch = 0
+            parts = 0
+            while parts < self.cycle.accumulation and self.sampler.has_next:
+                self.sampler.next()
+                parts += 1
+            self.num_micro_batches += parts
+            self.num_steps, of_epoch = self.num_steps + 1, of_epoch + 1
+        return of_epoch
+
     def finish(self) -> None:
         """At the end of a run, wait for what still leaves this machine."""
         if self.rollout.table is not None:

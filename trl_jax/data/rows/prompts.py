@@ -32,12 +32,20 @@ def check_prompts(dataset: Dataset | IterableDataset, name: str, tokenizer: Any)
         raise ValueError(f"{name}: the column {found[0]!r} has images, which are not supported here. Remove it.")
     for row in dataset.take(1):
         _check(row, name)
-    if isinstance(dataset, Dataset) and dataset.features["prompt"] == Value("string") and not _ids([""], tokenizer)[0]:
-        texts = dataset.select_columns("prompt").with_format("arrow")
-        for number, batch in enumerate(texts.iter(_ROWS)):
-            if (row := batch["prompt"].index("").as_py()) >= 0:
-                raise ValueError(f"{name}: row {number * _ROWS + row} has an empty prompt. {_EMPTY}")
+    empty = _first_empty(dataset) if isinstance(dataset, Dataset) else None
+    if empty is not None and not _ids([""], tokenizer)[0]:
+        raise ValueError(f"{name}: row {empty} has an empty prompt. {_EMPTY}")
     return dataset
+
+
+def _first_empty(dataset: Dataset) -> int | None:
+    """The row of the first prompt that is an empty text; None without one."""
+    if dataset.features["prompt"] != Value("string"):
+        return None
+    for number, batch in enumerate(dataset.select_columns("prompt").with_format("arrow").iter(_ROWS)):
+        if (row := batch["prompt"].index("").as_py()) >= 0:
+            return number * _ROWS + row
+    return None
 
 
 def _check(row: Mapping[str, Any], name: str) -> None:
