@@ -39,6 +39,16 @@ def test_rewards():
     np.testing.assert_allclose(list(found.values()), [*wanted, 2 / 6], rtol=1e-6)
 
 
+@pytest.mark.parametrize("values", [[1, math.inf, 3], [-math.inf, 2, NAN, 2], [math.inf, -math.inf], [math.inf]])
+def test_an_infinite_reward_is_infinitely_far_from_the_others(values):
+    torch = pytest.importorskip("torch")
+    nanstd = pytest.importorskip("trl.trainer.utils").nanstd
+    rewards = np.asarray(values, np.float32)[:, None]
+    judged = group_advantages(rewards, len(values))
+    found = dict(metrics.reward_metrics(["a"], rewards, judged))
+    np.testing.assert_equal(found["rewards/a/std"], nanstd(torch.tensor(rewards[:, 0])).item())
+
+
 def test_means_since_the_last_log():
     collected = metrics.Collected()
     for values in ([("b", 1.0), ("a", NAN)], [("b", 2.0), ("c", 4.0), ("a", NAN)], [("c", NAN)]):

@@ -27,8 +27,11 @@ def state(config, *, has_routers):
 @pytest.mark.parametrize(("coefficient", "counts"), [(None, 0.001), (0.3, 0.3), (0.0, 0.0)])
 def test_the_coefficient_is_the_arguments_or_the_models(coefficient, counts):
     run = state(PhimoeConfig(router_aux_loss_coef=0.001, output_router_logits=True), has_routers=True)
-    assert balance_experts(run, coefficient) == bool(counts)
     config = run.model.config
+    assert balance_experts(run, coefficient) == bool(counts)
+    assert run.router_aux_loss_coef == counts
+    assert (config.router_aux_loss_coef, config.output_router_logits) == (0.001, True)
+    assert balance_experts(run, coefficient, in_config=True) == bool(counts)  # SFT alone, as in TRL
     assert run.router_aux_loss_coef == config.router_aux_loss_coef == counts
     assert config.output_router_logits == bool(counts)
 

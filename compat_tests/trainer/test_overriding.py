@@ -12,7 +12,9 @@ import trl_jax
 from compat_tests.parity.reference import BASE
 from compat_tests.trainer.trainers import FACTS, make, table
 
-KINDS = ("RewardTrainer", "SFTTrainer", "DPOTrainer", "KTOTrainer")
+KINDS = ("RewardTrainer", "SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
+REFUSED = dict.fromkeys(("DPOTrainer", "KTOTrainer"), {"compute_loss", "prediction_step"})  # that others call
+REFUSED |= dict.fromkeys(("GRPOTrainer", "RLOOTrainer"), {"compute_loss", "prediction_step", "get_train_dataloader"})
 CALLED = frozenset(
     "_save_checkpoint compute_loss create_model_card create_optimizer evaluate get_eval_dataloader get_test_dataloader "
     "get_train_dataloader init_hf_repo log prediction_step push_to_hub save_model".split()
@@ -26,7 +28,8 @@ def called_on_self(cls: type) -> set[str]:
         for node in ast.walk(ast.parse(inspect.getsource(kind))):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
                 names.add(node.attr)
-    return {name for name in names if inspect.isfunction(inspect.getattr_static(cls, name, None))}
+    methods = {name: inspect.getattr_static(cls, name, None) for name in names}
+    return {name for name, own in methods.items() if inspect.isfunction(own) or isinstance(own, staticmethod)}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -34,9 +37,9 @@ def test_every_method_of_trls_trainers_is_called_or_refused(kind):
     trl = pytest.importorskip("trl")
     ours, wanted = getattr(trl_jax, kind), called_on_self(getattr(trl, kind))
     refused = ours._never_called.keys()
-    assert len(wanted) > 80 and "_prepare_dataset" in wanted
+    assert len(wanted) > 80 and {"_prepare_dataset", "_generate"} & wanted
     assert wanted <= CALLED | refused
-    assert CALLED & refused == ({"compute_loss", "prediction_step"} if kind in ("DPOTrainer", "KTOTrainer") else set())
+    assert CALLED & refused == REFUSED.get(kind, set())
     everywhere = {name for kind in KINDS for name in dir(getattr(trl, kind))}
     assert refused <= everywhere  # of which a script may not use one for another purpose
 
@@ -45,6 +48,26 @@ def test_every_method_of_trls_trainers_is_called_or_refused(kind):
 @pytest.mark.parametrize("name", ["_compute_loss", "_compute_kl_logps", "compute_loss", "training_step"])
 def test_a_loss_of_the_script_is_refused_where_only_loss_types_are(kind, name):
     with pytest.raises(TypeError, match=rf"Own overrides {name}, which trl_jax never calls.*: choose a loss_type\."):
+        type("Own", (getattr(trl_jax, kind),), {name: lambda self: None})
+
+
+OF_POLICIES = {
+    "_calculate_rewards": "Write a reward function",
+    "_compute_loss": "choose loss_type",
+    "compute_loss": "choose loss_type",
+    "training_step": "choose loss_type",
+    "_get_per_token_logps_and_entropies": "choose loss_type",
+    "_generate": "rollout_func",
+    "_generate_and_score_completions": "rollout_func",
+    "_tokenize_prompts": "train_dataset.map",
+    "_prepare_inputs": "order the rows",
+}
+
+
+@pytest.mark.parametrize("kind", ["GRPOTrainer", "RLOOTrainer"])
+@pytest.mark.parametrize("name", OF_POLICIES)
+def test_what_a_script_writes_in_the_place_of_a_policys_method_is_said(kind, name):
+    with pytest.raises(TypeError, match=rf"Own overrides {name}, which trl_jax never calls\. .*{OF_POLICIES[name]}"):
         type("Own", (getattr(trl_jax, kind),), {name: lambda self: None})
 
 

@@ -38,8 +38,8 @@ class LongestWriter:
         completions = [np.full(self._tokens, TOKEN, np.int32) for _ in ids]
         return Written(ids, completions, all_written(completions))
 
-    def completions(self, prompts: list, completion_ids: Ids) -> list:
-        del completion_ids
+    def completions(self, prompts: list, prompt_ids: Ids, completion_ids: Ids) -> list:
+        del prompt_ids, completion_ids
         return prompts
 
 

@@ -60,6 +60,11 @@ def _mean(values: np.ndarray) -> float:
 
 
 def _std(values: np.ndarray) -> float:
-    """With n - 1; NaN of fewer than two numbers."""
+    """With n - 1; NaN of fewer than two numbers. As in TRL, an infinite number is infinitely far from the others."""
     real = values[~np.isnan(values)]
-    return float(real.std(ddof=1)) if len(real) > 1 else math.nan
+    if len(real) < 2:
+        return math.nan
+    with np.errstate(invalid="ignore"):
+        squares = np.square(real - real.mean())
+    squares = squares[~np.isnan(squares)]
+    return float(np.sqrt(squares.mean() * (len(real) / (len(real) - 1)))) if len(squares) else math.nan

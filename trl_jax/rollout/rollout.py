@@ -39,7 +39,7 @@ class Writer(Protocol):
     def write(self, prompts: list, group: int) -> Written:
         """A completion of each prompt, of which `group` that are alike stand side by side."""
 
-    def completions(self, prompts: list, completion_ids: Ids) -> list: ...
+    def completions(self, prompts: list, prompt_ids: Ids, completion_ids: Ids) -> list: ...
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Rollout:
         metrics, prompts = self.collected[mode], [row["prompt"] for row in rows]
         made = self.writer.write(prompts, group)
         ids, written, lengths = made.prompt_ids, made.completion_ids, [int(own.sum()) for own in made.by_model]
-        texts = self.writer.completions(prompts, written)
+        texts = self.writer.completions(prompts, ids, written)
         truncated = np.asarray([int(own[-1]) not in self.ends for own in written])
         tokens = sum(map(len, ids)) + sum(lengths)
         metrics.set("num_tokens", float(self.saw_tokens(tokens if mode == "train" else 0)))

@@ -27,7 +27,7 @@ class RolloutSteps:
     nothing may be made ahead of an update.
 
     rows: by what the sampler gives for it, its index or itself, a row of the dataset.
-    sampler: the prompts of each epoch.
+    sampler: the prompts of each epoch; `make_sampler` makes it anew for another run, of the rows as they are then.
     lay_out: (micro-batches of completions, the generation of each, number of the step, entropy coefficient) -> step
         batch.
     bonus: the coefficient of the entropy bonus of each step; None without one.
@@ -45,6 +45,7 @@ class RolloutSteps:
     lay_out: Callable[[list[list[Completed]], list[Experience], int, float | None], Any]
     streams: Sequence[TorchGenerator]
     bonus: EntropyBonus | None = None
+    make_sampler: Callable[[], Sampler] | None = None
     num_micro_batches: int = 0
     num_steps: int = 0
     buffer: Experience | None = None
@@ -57,6 +58,8 @@ class RolloutSteps:
         """Forget what an earlier run has left: its completions were another policy's."""
         self.buffer, self.num_micro_batches, self.num_steps, self.epoch = None, 0, 0, -1
         self.generated = None
+        if self.make_sampler is not None:
+            self.sampler = self.make_sampler()
         self.sampler.begin()
 
     def set_epoch(self, epoch: int, skip: int = 0, skipped_digest: int | None = None) -> None:
@@ -82,19 +85,35 @@ class RolloutSteps:
     def _step(self) -> Any:
         """A step's batch: micro-batches until there are enough or the epoch is over."""
         self._begun_at = time.monotonic()
-        parts, experiences, number, when = [], [], self.num_steps, "after"
+        parts, experiences, number, when = [], [], self.num_steps, None
         while len(parts) < self.cycle.accumulation and self.sampler.has_next:
             prompts = self.sampler.next()
             if self.num_micro_batches % self.cycle.repeats == 0 or self.buffer is None:
                 self.buffer = self._generated(prompts)
-                when = "within" if parts else "before"
+                when = when or ("within" if parts else "before")
             part = self.num_micro_batches % self.cycle.parts
             parts.append(self.buffer.part(part, self.cycle.parts, len(self.streams)))
             experiences.append(self.buffer)
             self.num_micro_batches += 1
         self.num_steps += 1
-        self.generated = self.generated or when
+        self.generated = self.generated or when or "after"
         return self.lay_out(parts, experiences, number, None if self.bonus is None else self.bonus.next())
+
+    def pass_over(self, steps: int) -> int:
+        """Go to behind so many steps from the beginning of a run, without their completions: the next step writes its
+        own. Returns how many of these steps are of the epoch that is then under way, or over."""
+        of_epoch = 0
+        for _ in range(steps):
+            if not self.sampler.has_next:
+                self.set_epoch(self.epoch + 1)
+                of_epoch = 0
+            parts = 0
+            while parts < self.cycle.accumulation and self.sampler.has_next:
+                self.sampler.next()
+                parts += 1
+            self.num_micro_batches += parts
+            self.num_steps, of_epoch = self.num_steps + 1, of_epoch + 1
+        return of_epoch
 
     def finish(self) -> None:
         """At the end of a run, wait for what still leaves this machine."""
@@ -115,6 +134,9 @@ class RolloutSteps:
         found = {} if self.bonus is None else {"entropy_coef": self.bonus.taken()}
         found, self.seconds = found | {"step_time": self.seconds}, []
         of_steps = {name: sum(values) / len(values) for name, values in found.items() if values}
+        if self.cycle.accumulation == 1 and "entropy_coef" in of_steps:  # came up amid a step's only micro-batch
+            first, coef = {"policy_loss": of_micro_batches.pop("policy_loss")}, of_steps.pop("entropy_coef")
+            of_micro_batches = first | {"entropy_coef": coef} | of_micro_batches
         when, self.generated = self.generated, None
         if when == "within":
             return of_micro_batches | of_generations | of_steps

@@ -6,6 +6,7 @@ import glob
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -31,9 +32,14 @@ logger = logging.getLogger(__name__)
 
 
 def tokenizer_of(
-    processing_class: Any, checkpoint: Checkpoint | PreTrainedModel, torch_model: Any, args: BaseConfig
+    processing_class: Any,
+    checkpoint: Checkpoint | PreTrainedModel,
+    torch_model: Any,
+    args: BaseConfig,
+    sides: Mapping[str, str] | None = None,
 ) -> Any:
-    """The tokenizer that was passed as `processing_class`, that of a processor that was, or the model's own.
+    """The tokenizer that was passed as `processing_class`, that of a processor that was, or the model's own, which then
+    pads and cuts on these `sides`; None: on its own.
 
     Raises:
         TypeError: another thing was passed.
@@ -48,15 +54,15 @@ def tokenizer_of(
         return _tokenizer_in(processing_class)
     if processing_class is not None:
         return processing_class
-    code = args.trust_remote_code
+    options = {"trust_remote_code": args.trust_remote_code, "sides": sides}
     if torch_model is not None:
         if not torch_model.config._name_or_path:
             raise ValueError(
                 f"model is a {type(torch_model).__qualname__} that was loaded from no folder or repository, where its "
                 "tokenizer would be. Pass processing_class=AutoTokenizer.from_pretrained(...)."
             )
-        return load_tokenizer(torch_model.config._name_or_path, torch_model.config, trust_remote_code=code)
-    return load_tokenizer(model_loading.tokenizer_folder(checkpoint), checkpoint.config, trust_remote_code=code)
+        return load_tokenizer(torch_model.config._name_or_path, torch_model.config, **options)
+    return load_tokenizer(model_loading.tokenizer_folder(checkpoint), checkpoint.config, **options)
 
 
 def _is_processor(value: Any) -> bool:

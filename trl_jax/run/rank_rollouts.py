@@ -59,8 +59,8 @@ class RankWriter:
             self.streams[process * (len(self.streams) // len(found))].restore(state)
         return joined([made for made, _ in found if made is not None])
 
-    def completions(self, prompts: list, completion_ids: Ids) -> list:
-        return self.inner.completions(prompts, completion_ids)
+    def completions(self, prompts: list, prompt_ids: Ids, completion_ids: Ids) -> list:
+        return self.inner.completions(prompts, prompt_ids, completion_ids)
 
 
 def joined(parts: Sequence[Written]) -> Written:

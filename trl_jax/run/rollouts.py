@@ -41,12 +41,20 @@ class Sampling:
     """How the policy completes prompts.
 
     template_options: further arguments of the chat template. max_prompt_length: the last tokens of a prompt that stay;
-    None: all. options: fields of a GenerationConfig, of which each of the ids eos_token_id ends a completion.
+    None: all. options: fields of a GenerationConfig, of which eos_token_id, or each of these, ends a completion.
+    parses_messages: completions of conversations are parsed where the tokenizer knows how.
     """
 
     template_options: dict[str, Any]
     max_prompt_length: int | None
     options: dict[str, Any]
+    parses_messages: bool
+
+    @property
+    def ends(self) -> list[int]:
+        """The ids that end a completion."""
+        ids = self.options["eos_token_id"]
+        return [ids] if isinstance(ids, int) else list(ids)
 
 
 @dataclass(frozen=True)
@@ -82,15 +90,18 @@ def rollout_steps(
         writer,
         rewards,
         CompletionLogps(run, forward, sharded_step),
-        frozenset({*parts.sampling.options["eos_token_id"], run.processing_class.pad_token_id}),
+        frozenset({*parts.sampling.ends, run.processing_class.pad_token_id}),
         parts.drops_truncated,
         lambda tokens: _seen(run, tokens),
         at_once if several() else in_a_thread,  # processes compute together, in one order
         parts.table if is_first() else None,
         line,
     )
-    rows_of, sampler = partial(row_of, run, run.train_dataset), _sampler(run, parts.shuffle)
-    return RolloutSteps(rollout, cycle, rows_of, sampler, StepMaker(run), streams, parts.bonus)
+    sampler = partial(_sampler, run, parts.shuffle)
+    return RolloutSteps(
+        rollout, cycle, lambda index: row_of(run, run.train_dataset, index), sampler(), StepMaker(run), streams,
+        parts.bonus, sampler,
+    )  # fmt: skip
 
 
 def _sampler(run: RunState, shuffle: bool) -> Sampler:
@@ -165,8 +176,9 @@ class PolicyWriter:
             out = complete(model, prompt_ids[::group], options, **how)
         return [tokens[:length] for tokens, length in zip(out.tokens, out.lengths, strict=True)]
 
-    def completions(self, prompts: list, completion_ids: Ids) -> list:
-        return rows.completion_texts(prompts, completion_ids, self._run.processing_class)
+    def completions(self, prompts: list, prompt_ids: Ids, completion_ids: Ids) -> list:
+        known = prompt_ids if self._sampling.parses_messages else None
+        return rows.completion_texts(prompts, completion_ids, self._run.processing_class, known)
 
 
 class StepMaker:

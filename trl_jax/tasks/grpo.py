@@ -73,4 +73,6 @@ class GrpoTask(PolicyTask):
 
     def metrics(self, sums: Sequence[dict[str, np.ndarray]], split: str) -> dict[str, float | None]:
         """TRL's metrics of the policy: means over micro-batches."""
-        return aux_loss(sums) | means(grpo_metrics(self.objective, sums))
+        found = means(grpo_metrics(self.objective, sums))
+        first = {name: found.pop(name) for name in ("policy_loss",) if name in found}
+        return first | aux_loss(sums) | found

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import abc
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -90,7 +91,7 @@ class PolicyTask(TokenTask):
         self, dataset: Dataset | IterableDataset, tokenizer: Any, *, name: str, **limits: Any
     ) -> Dataset | IterableDataset:
         """The rows as they are; prompts become tokens when they are completed."""
-        return check_prompts(dataset, name)
+        return check_prompts(dataset, name, tokenizer)
 
     def example(self, row: dict[str, Any]) -> Example:
         raise TypeError("Rows of prompts are no examples: these are made of completions.")
@@ -136,3 +137,23 @@ class PolicyTask(TokenTask):
 
     @abc.abstractmethod
     def metrics(self, sums: Sequence[dict[str, np.ndarray]], split: str) -> dict[str, float | None]: ...
+
+
+def check_changes(then: PolicyTask, now: PolicyTask) -> None:
+    """Warn of arguments that were changed since the trainer was made: as in TRL, they had been read.
+
+    Raises:
+        ValueError: another number of completions or micro-batches, which goes through the whole run.
+    """
+    if then.cycle != now.cycle:
+        raise ValueError(
+            f"The sizes of a generation were changed after the trainer was made: {then.cycle} is {now.cycle} now. Make "
+            "a trainer with these arguments."
+        )
+    names = [field.name for field in fields(then) if vars(then)[field.name] != vars(now)[field.name]]
+    if names:
+        warnings.warn(
+            f"Arguments that decide {', '.join(names)} were changed after the trainer was made. As in TRL, it goes by "
+            "those that it was made with: make another one.",
+            stacklevel=3,
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -27,6 +27,7 @@ from trl_jax.run.rollouts import RolloutParts
 from trl_jax.run.state import RunState
 from trl_jax.run.step.train_step import default_optimizer
 from trl_jax.run.user_loss.bound_model import BoundModel
+from trl_jax.tasks.policy import check_changes
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.shared.evaluating import Evaluating
 from trl_jax.trainer.shared.refusals import check_collator, check_overridden, check_set, refuse
@@ -52,6 +53,7 @@ class BaseTrainer(Setup, Evaluating):
     config_class: ClassVar[type[BaseConfig]] = BaseConfig
     _collator_class: ClassVar[type | None] = None  # whose pad_to_multiple_of is taken; others are refused
     _older_collators: ClassVar[tuple[type, ...]] = ()  # of early TRL, that are taken, too
+    _tokenizer_sides: ClassVar[Mapping[str, str] | None] = None  # on which one loaded with the model pads and cuts
     data_collator: Any = None
     _tried_metrics: Callable | None = None  # the compute_metrics that was tried before training
     _progress: Progress | None = None  # what the checkpoint that is being saved has
@@ -139,7 +141,11 @@ class BaseTrainer(Setup, Evaluating):
         """
         refuse(trial=trial, ignore_keys_for_eval=ignore_keys_for_eval)
         check_set(vars(self).keys(), type(self), self._never_called)
-        self._run.task = self.make_task()  # arguments may have been changed since
+        task = self.make_task()  # arguments may have been changed since
+        if self._run.rollout is None:
+            self._run.task = task
+        else:
+            check_changes(self._run.task, task)
         if self._run.rollout is None and self.compute_metrics is not self._tried_metrics:
             self.parts.evaluator.try_metrics(self._metric_hooks())
             self._tried_metrics = self.compute_metrics

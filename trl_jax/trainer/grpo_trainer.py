@@ -18,6 +18,7 @@ from trl_jax.rollout.entropy import EntropyBonus
 from trl_jax.tasks.grpo import GrpoTask
 from trl_jax.trainer.grpo_config import GRPOConfig
 from trl_jax.trainer.shared.old_keywords import as_config
+from trl_jax.trainer.shared.policy_attributes import argument
 from trl_jax.trainer.shared.refusals import refuse
 from trl_jax.trainer.shared.with_rollout import TrainerWithRollout
 
@@ -63,6 +64,12 @@ class GRPOTrainer(TrainerWithRollout):
     _name, _tag_names = "GRPO", ["trl", "grpo"]
     _paper = "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models", "2402.03300"
     config_class = GRPOConfig
+    loss_type, importance_sampling_level = map(argument, ("loss_type", "importance_sampling_level"))
+    scale_rewards, multi_objective_aggregation = map(argument, ("scale_rewards", "multi_objective_aggregation"))
+    off_policy_mask_threshold, top_entropy_quantile = map(
+        argument, ("off_policy_mask_threshold", "top_entropy_quantile")
+    )
+    use_adaptive_entropy = argument("use_adaptive_entropy")
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.tasks.rloo import RlooTask
 from trl_jax.trainer.rloo_config import RLOOConfig
 from trl_jax.trainer.shared.old_keywords import as_config
+from trl_jax.trainer.shared.policy_attributes import argument
 from trl_jax.trainer.shared.with_rollout import TrainerWithRollout
 
 
@@ -29,6 +30,8 @@ class RLOOTrainer(TrainerWithRollout):
     )
     config_class = RLOOConfig
     _writes_completions: ClassVar[bool] = False
+    _parses_messages: ClassVar[bool] = False
+    normalize_advantages, reward_clip_range = map(argument, ("normalize_advantages", "reward_clip_range"))
 
     def __init__(
         self,

@@ -106,7 +106,7 @@ class SFTTrainer(BaseTrainer):
             compute_metrics, callbacks, optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics,
             quantization_config, peft_config, compute_loss_func=compute_loss_func,
         )  # fmt: skip
-        self.aux_loss_enabled = balance_experts(self._run, self.args.router_aux_loss_coef)
+        self.aux_loss_enabled = balance_experts(self._run, self.args.router_aux_loss_coef, in_config=True)
         if self.aux_loss_enabled and compute_loss_func is not None:
             logger.warning(
                 "compute_loss_func is the whole loss, as in TRL: the load-balancing loss of this mixture of experts is "

@@ -6,20 +6,24 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, IterableDataset, Value
 
 from trl_jax.core.printable import brief
 
-_IMAGES = ("image", "images")
+_IMAGES, _ROWS = ("image", "images"), 10_000
+_EMPTY = "A completion follows at least one token: leave the row out, or begin prompts with a token, such as the BOS."
 
 
-def check_prompts(dataset: Dataset | IterableDataset, name: str) -> Dataset | IterableDataset:
+def check_prompts(dataset: Dataset | IterableDataset, name: str, tokenizer: Any) -> Dataset | IterableDataset:
     """The rows as they are: each has a `prompt`, and further columns are for reward functions.
 
     Raises:
+        TypeError: it is no dataset.
         KeyError: there is no such column.
-        ValueError: a row has images, or its prompt is neither a text nor messages.
+        ValueError: a row has images, or its prompt is neither a text nor messages, or has no token.
     """
+    if not isinstance(dataset, Dataset | IterableDataset):
+        raise TypeError(f"{name}: got a {type(dataset).__name__}, wanted a Dataset or IterableDataset of datasets.")
     columns = dataset.column_names
     if columns is not None and "prompt" not in columns:
         raise KeyError(f"{name}: no column 'prompt', found {', '.join(columns)}. Rename the column of the prompts.")
@@ -28,7 +32,20 @@ def check_prompts(dataset: Dataset | IterableDataset, name: str) -> Dataset | It
         raise ValueError(f"{name}: the column {found[0]!r} has images, which are not supported here. Remove it.")
     for row in dataset.take(1):
         _check(row, name)
+    empty = _first_empty(dataset) if isinstance(dataset, Dataset) else None
+    if empty is not None and not _ids([""], tokenizer)[0]:
+        raise ValueError(f"{name}: row {empty} has an empty prompt. {_EMPTY}")
     return dataset
+
+
+def _first_empty(dataset: Dataset) -> int | None:
+    """The row of the first prompt that is an empty text; None without one."""
+    if dataset.features["prompt"] != Value("string"):
+        return None
+    for number, batch in enumerate(dataset.select_columns("prompt").with_format("arrow").iter(_ROWS)):
+        if (row := batch["prompt"].index("").as_py()) >= 0:
+            return number * _ROWS + row
+    return None
 
 
 def _check(row: Mapping[str, Any], name: str) -> None:
@@ -69,14 +86,58 @@ def prompt_ids(
         options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, **(template_options or {})}
         ids = tokenizer.apply_chat_template([list(prompt) for prompt in prompts], **options)["input_ids"]
     else:
-        ids = tokenizer(text=list(prompts))["input_ids"]
+        ids = _ids(prompts, tokenizer)
+    if not all(map(len, ids)):
+            empty = next(prompt for prompt, own in zip(prompts, ids, strict=True) if not own)
+            raise ValueError(f"The prompt {brief(empty)} is empty. {_EMPTY}")
     return [list(own) if max_prompt_length is None else list(own[-max_prompt_length:]) for own in ids]
 
 
-def completion_texts(prompts: Sequence[Any], ids: Sequence[Sequence[int]], tokenizer: Any) -> list[Any]:
+def _ids(prompts: Sequence[str], tokenizer: Any) -> list[list[int]]:
+    return tokenizer(text=list(prompts))["input_ids"]
+
+
+def completion_texts(
+    prompts: Sequence[Any],
+    ids: Sequence[Sequence[int]],
+    tokenizer: Any,
+    prompt_ids: Sequence[Sequence[int]] | None = None,
+) -> list[Any]:
     """Completions as reward functions see them: texts without special tokens, or an assistant's message each where
-    prompts are conversations."""
+    prompts are conversations.
+
+    Args:
+        prompt_ids: the tokens of the prompts, with which messages are parsed by the tokenizer's `response_template`, if
+            it has one; None: they are not.
+    """
+    if prompt_ids is not None and is_messages(prompts[0]) and vars(tokenizer).get("response_template") is not None:
+        return [[_parsed(list(own), list(before), tokenizer)] for own, before in zip(ids, prompt_ids, strict=True)]
     texts = tokenizer.batch_decode([list(own) for own in ids], skip_special_tokens=True)
     if not is_messages(prompts[0]):
         return texts
     return [[{"role": "assistant", "content": text}] for text in texts]
+
+
+def _parsed(ids: list[int], prompt_ids: list[int], tokenizer: Any) -> dict[str, Any]:
+    """A message with what the tokenizer's template tells apart, thoughts and calls of tools among it; the text alone,
+    where it is malformed."""
+    try:
+        message = tokenizer.parse_response(ids, prefix=prompt_ids, tools=None)
+        if message is None:
+            raise ValueError("no message")
+        content = message.get("content")
+        message["content"] = content.removesuffix(tokenizer.eos_token) if isinstance(content, str) else content or ""
+        for call in message.get("tool_calls") or ():
+            _settle_call(call)
+        return message
+    except (TypeError, ValueError):
+        return {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
+
+
+def _settle_call(call: Any) -> None:
+    """Give a call of a tool the arguments that it lacks, none. Raises ValueError where it has no name."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError("a call of a tool without a name")
+    if function.get("arguments") is None:
+        function["arguments"] = {}

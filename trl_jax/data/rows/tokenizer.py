@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 
 def load_tokenizer(
-    place: str | Path, config: Any = None, *, trust_remote_code: bool = False, revision: str | None = None
+    place: str | Path,
+    config: Any = None,
+    *,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    sides: Mapping[str, str] | None = None,
 ) -> Any:
     """Load the tokenizer of a folder or a repository, without running code of its own unless the user allows it.
 
@@ -16,6 +22,7 @@ def load_tokenizer(
             AutoTokenizer would otherwise run a config's own code for that.
         trust_remote_code: let the tokenizer's own code run, where `auto_map` in tokenizer_config.json names some.
         revision: of the repository; None is its main branch.
+        sides: `padding_side` and `truncation_side`; None keeps its own.
 
     Raises:
         ValueError: it needs its own code, and `trust_remote_code` is False; or its files are nested too deeply.
@@ -25,6 +32,7 @@ def load_tokenizer(
     # With None, transformers would ask on the terminal, and read the answer from a pipe if there is one.
     options = {"config": config} if trust_remote_code else {}
     options |= {} if revision is None else {"revision": revision}
+    options |= sides or {}
     try:
         return AutoTokenizer.from_pretrained(place, trust_remote_code=bool(trust_remote_code), **options)
     except RecursionError as error:

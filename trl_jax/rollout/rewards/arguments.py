@@ -51,7 +51,8 @@ def reward_functions(
         )
     made = [_made(function, tokenizer, models) for function, tokenizer in zip(given, tokenizers, strict=True)]
     names = [function.name if isinstance(function, RewardModel) else callable_name(function) for function in made]
-    return RewardFunctions(numbered(names), made, trainer_state, timeout)
+    own = reward_funcs if isinstance(reward_funcs, list) else None
+    return RewardFunctions(numbered(names), made, trainer_state, timeout, own)
 
 
 def _listed(value: Any) -> list:

@@ -15,7 +15,7 @@ import numpy as np
 from trl_jax.core.arguments.values import show
 from trl_jax.core.secrets import scrubbed
 from trl_jax.rollout.coroutines import EventLoop, is_async, unwrapped
-from trl_jax.rollout.rewards.models import RewardModel
+from trl_jax.rollout.rewards.models import RewardModel, is_model
 
 logger = logging.getLogger(__name__)
 
@@ -36,15 +36,20 @@ class RewardFunctions:
         functions: in the order of the names.
         trainer_state: gives the state that functions are handed.
         timeout: seconds that asynchronous functions may take; None: any.
+        given: the script's own list of them, into which it may put other functions at any time, as in TRL; None: it
+            keeps none.
     """
 
     names: list[str]
-    functions: Sequence[Callable[..., Any] | RewardModel]
+    functions: list[Callable[..., Any] | RewardModel]
     trainer_state: Callable[[], Any]
     timeout: float | None = None
+    given: list[Any] | None = None
+    _taken: list[Any] = field(init=False)
     _loop: EventLoop = field(default_factory=EventLoop)
     _columns: dict[str, list] = field(default_factory=lambda: defaultdict(list))
     _numbers: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    _completions: int = 0
 
     def __call__(
         self, rows: Sequence[Mapping[str, Any]], prompts: list, completions: list, completion_ids: list[list[int]]
@@ -64,6 +69,7 @@ class RewardFunctions:
             TimeoutError: an asynchronous function took longer than `timeout`.
             Exception: whatever a function raises, with a note that names it and the first prompt.
         """
+        self._follow()
         self._columns.clear()
         self._numbers.clear()
         columns = {name: [row[name] for row in rows] for name in rows[0] if name not in _OWN}
@@ -84,8 +90,29 @@ class RewardFunctions:
             found = self._loop.run([self._awaited(number, given) for number in later])
             rewards[:, later] = np.stack(found, axis=1)
         _warn_of_none(rewards, given)
-        self._check_columns(len(prompts))
+        self._completions = len(prompts)
         return rewards
+
+    def __post_init__(self):
+        self._taken = list(self.given or ())
+
+    def _follow(self) -> None:
+        """Take over functions that were put into the script's list since the last call."""
+        given = self._taken if self.given is None else self.given
+        if len(given) != len(self._taken):
+            raise ValueError(
+                f"reward_funcs has {len(given)} functions now, and had {len(self._taken)} when the trainer was made: "
+                "others may take their places, but their number stays. Make a trainer with these."
+            )
+        for number, (now, then) in enumerate(zip(given, self._taken, strict=True)):
+            if now is then:
+                continue
+            if is_model(now) or not callable(now):
+                raise TypeError(
+                    f"reward_funcs[{number}] is a {type(now).__name__} now: wanted a function. Reward models are "
+                    "loaded when a trainer is made."
+                )
+            self.functions[number] = self._taken[number] = now
 
     @property
     def tokenizers(self) -> list[Any]:
@@ -101,7 +128,12 @@ class RewardFunctions:
         return {name: total / count for name, (total, count) in sorted(self.sums().items())}
 
     def extra(self) -> dict[str, list]:
-        """The columns that functions gave to `log_extra` in the last call, sorted by name."""
+        """The columns that functions gave to `log_extra` in the last call, sorted by name.
+
+        Raises:
+            ValueError: one has not a value for each completion.
+        """
+        self._check_columns(self._completions)
         return {name: list(values) for name, values in sorted(self._columns.items())}
 
     def _log_extra(self, column: str, values: list) -> None:

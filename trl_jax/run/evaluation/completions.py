@@ -81,7 +81,7 @@ class CompletionEvaluator:
         run, task = self._run, self._run.task
         experience = self._source.rollout.make(rows, task.num_generations_eval, "eval")
         layout = replace(data.step_layout(run, training=False), accumulation=1)
-        bonus = 0.0 if self._source.bonus is not None else None
+        bonus = None if self._source.bonus is None else self._source.bonus.next()
         groups = step_examples(task, [experience.rows], [experience], 1.0, bonus, layout.shards)
         return layout.step([[IndexedExample(example, 0) for example in group] for group in groups], 0).arrays
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from trl_jax.run.state import RunState
 
 
-def balance_experts(run: RunState, coefficient: float | None) -> bool:
-    """Let a run add its model's load-balancing loss, and the model's config say so, as in TRL.
+def balance_experts(run: RunState, coefficient: float | None, *, in_config: bool = False) -> bool:
+    """Let a run add its model's load-balancing loss.
 
     Args:
+        in_config: the model's config says so from there on, as TRL's SFTTrainer has it.
         coefficient: `router_aux_loss_coef` of the arguments; None is that of the model's config, 0.0 without any.
 
     Returns:
@@ -32,7 +33,7 @@ def balance_experts(run: RunState, coefficient: float | None) -> bool:
             f"router_aux_loss_coef={own} of {_name(run)}: this model runs on the {model.backend.name} backend, which "
             "has no load-balancing loss. Pass router_aux_loss_coef=0.0 to train without it."
         )
-    if "router_aux_loss_coef" in facts:
+    if in_config and "router_aux_loss_coef" in facts:
         config.output_router_logits, config.router_aux_loss_coef = own != 0, own
     run.router_aux_loss_coef = own
     return own != 0

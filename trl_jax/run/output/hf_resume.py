@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import tempfile
 from collections.abc import Callable
@@ -17,8 +18,11 @@ from trl_jax.engine.optimizers.optimizer import decays, with_adam_moments
 from trl_jax.hub.network.fetch import ADAPTER
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.torch.optimizer_state import OPTIMIZER, write_adamw_moments
+from trl_jax.hub.torch.random_state import random_state
+from trl_jax.rollout.source import RolloutSteps
 
 logger = logging.getLogger(__name__)
+_ENTROPY = "entropy_ctrl_state.json"  # of TRL's GRPOTrainer with use_adaptive_entropy
 
 
 def optimizer_state(
@@ -53,6 +57,28 @@ def place(state: TrainerState, steps_an_epoch: int | None, examples_a_step: int)
     return Progress(
         epoch=epoch - over, epoch_over=over, examples=step * examples_a_step, loss_sum=_loss_sum(state.log_history)
     )
+
+
+def rollout_place(folder: Path, state: TrainerState, steps: RolloutSteps, examples_a_step: int) -> Progress:
+    """The same of a run whose rows are completions, of which transformers keeps none; with the place in the streams of
+    random numbers, and the coefficient of the entropy bonus."""
+    of_epoch = steps.pass_over(state.global_step)
+    for rank, stream in enumerate(steps.streams):
+        known = None
+        if importlib.util.find_spec("torch") is not None:
+            known = random_state(folder, rank, len(steps.streams))
+        if known is None:
+            logger.warning("%s: no state of torch's random numbers was read: completions are drawn anew.", folder)
+        else:
+            stream.restore(known)
+    control = folder / _ENTROPY
+    if steps.bonus is not None and control.is_file():
+        kept = json.loads(control.read_text(encoding="utf-8"))
+        steps.bonus.coef, steps.bonus.entropy = float(kept["entropy_coef"]), float(kept["last_world_entropy"])
+    return Progress(
+        epoch=steps.epoch, epoch_over=not steps.sampler.has_next, examples=of_epoch * examples_a_step,
+        loss_sum=_loss_sum(state.log_history),
+    )  # fmt: skip
 
 
 def tokens_seen(state: TrainerState) -> int:

@@ -90,6 +90,8 @@ def _of_transformers(run: RunState, point: ResumePoint, params: dict, tx: Any) -
     if run.sharding_plan is not None:
         state = run.sharding_plan.placed_state(state, params)
     run.progress.tokens_seen = hf_resume.tokens_seen(point.state)
+    if run.rollout is not None:
+        return params, state, hf_resume.rollout_place(point.folder, point.state, run.rollout, run.step_examples)
     return params, state, _place_of(run, point.state)
 
 

@@ -126,7 +126,9 @@ class TrainStep:
         return jax.jit(tx.init, out_shardings=sharding_plan.state(jax.eval_shape(tx.init, params), params))(params)
 
     def _input_tokens(self, batch: Any) -> int:
-        """The tokens of a step that `include_num_input_tokens_seen` counts."""
+        """The tokens of a step that `include_num_input_tokens_seen` counts; completions were counted before."""
+        if self._run.rollout is not None:
+            return 0
         counted = {"all": batch.num_padded_tokens, "non_padding": batch.num_primary_tokens, "no": 0}
         return counted[self._run.args.include_num_input_tokens_seen]
 

@@ -18,6 +18,19 @@ _LOSS_TYPE = (
     "The step is one compiled function, and a loss of the script's own is not in this release of trl_jax for DPO and "
     "KTO: choose a loss_type."
 )
+_POLICY_LOSS = (
+    "The step is one compiled function, and a loss of the script's own is not in this release of trl_jax for GRPO and "
+    "RLOO: choose loss_type and the arguments beside it (GRPOConfig), or say it by the rewards."
+)
+_OWN_REWARDS = (
+    "Write a reward function: it gets prompts, completions, completion_ids and all columns of the rows, log_metric and "
+    "log_extra, and its numbers are weighed by reward_weights."
+)
+_OWN_COMPLETIONS = (
+    "Say how completions are sampled by generation_kwargs, or give GRPOTrainer a rollout_func(prompts, trainer) that "
+    "returns them."
+)
+_OWN_TEXTS = "Render prompts beforehand, by train_dataset.map, or say chat_template_path and chat_template_kwargs."
 NEVER_CALLED = {
     name: instead
     for names, instead in (
@@ -48,9 +61,20 @@ NEVER_CALLED_WITH_REFERENCE = {
     ("compute_loss", "prediction_step", "_compute_loss", "_compute_kl_logps", "compute_ref_log_probs",
      "_precompute_ref_logps"), _LOSS_TYPE,
 )  # fmt: skip
-NEVER_CALLED_WITH_ROLLOUT = {
-    name: _OWN_PROMPTS if instead is _OWN_DATA else instead for name, instead in NEVER_CALLED.items()
-} | {"get_train_dataloader": _OWN_PROMPTS}
+_WITH_ROLLOUT = {_OWN_DATA: _OWN_PROMPTS, _OWN_LOSS: _POLICY_LOSS}
+NEVER_CALLED_WITH_ROLLOUT = {name: _WITH_ROLLOUT.get(instead, instead) for name, instead in NEVER_CALLED.items()} | {
+    name: instead
+    for names, instead in (
+        ("get_train_dataloader", _OWN_PROMPTS),
+        ("compute_loss prediction_step _compute_loss _get_per_token_logps_and_entropies get_high_entropy_mask "
+         "get_off_policy_mask get_gamma_weights", _POLICY_LOSS),
+        ("_calculate_rewards _log_completion_extra _log_metric", _OWN_REWARDS),
+        ("_generate _generate_single_turn _generate_and_score_completions _tool_call_loop _get_tool_suffix_ids",
+         _OWN_COMPLETIONS),
+        ("_tokenize_prompts", _OWN_TEXTS),
+    )
+    for name in names.split()
+}  # fmt: skip
 
 
 def names_of_script(cls: type) -> frozenset[str]:

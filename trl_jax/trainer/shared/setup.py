@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from trl_jax.hub.auto import Checkpoint
@@ -39,6 +39,7 @@ class Setup(Surface):
     _paper: ClassVar[tuple[str, str] | None]
     config_class: ClassVar[type[BaseConfig]]
     _collator_class: ClassVar[type | None]
+    _tokenizer_sides: ClassVar[Mapping[str, str] | None]
     data_collator: Any
     make_task: Callable[[], Task]
 
@@ -76,7 +77,9 @@ class Setup(Surface):
             The ids of tokens that the chat template brought.
         """
         run, args = self._run, self.args
-        run.processing_class = construction.tokenizer_of(tokenizer, checkpoint, torch_model, args)
+        run.processing_class = construction.tokenizer_of(
+            tokenizer, checkpoint, torch_model, args, self._tokenizer_sides
+        )
         run.vocab_size, new_tokens = construction.settle_tokens(
             args, run.processing_class, checkpoint.vocab_size, can_resize=checkpoint.can_resize, head=run.task.head
         )

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import jax
 
 from trl_jax.engine.devices import processes
+from trl_jax.hub.generating.complete import check_generates
 from trl_jax.hub.peft.backend import AdaptedBackend
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.rollout.completions.log import CompletionsLog, trackers
@@ -21,16 +22,15 @@ from trl_jax.run.model.routers import balance_experts
 from trl_jax.run.rollouts import RolloutParts, Sampling
 from trl_jax.run.state import RunState
 from trl_jax.tasks.policy import Cycle
-from trl_jax.trainer.base_trainer import BaseTrainer
+from trl_jax.trainer.shared.policy_attributes import PolicyAttributes
 from trl_jax.trainer.shared.refusals import NEVER_CALLED_WITH_ROLLOUT
 
 
-class TrainerWithRollout(BaseTrainer):
+class TrainerWithRollout(PolicyAttributes):
     """A trainer whose rows are prompts, and which judges what the policy makes of them by reward functions.
 
     Attributes:
-        reward_funcs: as they were passed, as a list. reward_func_names: their names in metrics.
-        num_generations, num_generations_eval: completions of a prompt.
+        reward_func_names: the reward functions' names in metrics.
     """
 
     def __init__(
@@ -44,16 +44,10 @@ class TrainerWithRollout(BaseTrainer):
         super().__init__(model, peft_config=peft_config, **made, **arguments)
         self.aux_loss_enabled = balance_experts(self._run, self.args.router_aux_loss_coef)
 
+    _tokenizer_sides = {"padding_side": "left", "truncation_side": "left"}  # as TRL loads and saves it
     _writes_completions: ClassVar[bool] = True
+    _parses_messages: ClassVar[bool] = True
     _never_called = NEVER_CALLED_WITH_ROLLOUT
-
-    @property
-    def num_generations(self) -> int:
-        return self.args.num_generations
-
-    @property
-    def num_generations_eval(self) -> int:
-        return self.args.num_generations_eval or self.args.num_generations
 
     @property
     def ref_model(self) -> PreTrainedModel | None:
@@ -91,17 +85,22 @@ class TrainerWithRollout(BaseTrainer):
     def _rollout(self, run: RunState) -> RolloutParts:
         args = run.args
         _check_processes(type(self).__name__, run.shards)
+        rollout_func = self._rollout_func()
+        if rollout_func is None:
+            check_generates(run.model)
         rewards = reward_functions(
             self.reward_funcs, self._reward_processing_classes, weights=args.reward_weights,
             trainer_state=lambda: run.state, timeout=args.reward_timeout, template_options=args.chat_template_kwargs,
             model_init_kwargs=args.model_init_kwargs, trust_remote_code=args.trust_remote_code, seed=args.seed,
         )  # fmt: skip
         self.reward_func_names, self.reward_processing_classes = list(rewards.names), rewards.tokenizers
-        sampling = Sampling(args.chat_template_kwargs or {}, args.max_prompt_length, _options(run))
+        sampling = Sampling(
+            args.chat_template_kwargs or {}, args.max_prompt_length, _options(run), self._parses_messages
+        )
         table = self._table(rewards.names) if args.log_completions else None
         return RolloutParts(
             sampling, rewards, args.mask_truncated_completions, args.shuffle_dataset, self._bonus(), table,
-            self._rollout_func(),
+            rollout_func,
         )  # fmt: skip
 
     def _table(self, names: Sequence[str]) -> CompletionsLog:
@@ -169,4 +168,5 @@ def _options(run: RunState) -> dict[str, Any]:
     options = {name: vars(args)[name] for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
     ids = {"eos_token_id": _eos_token_ids(run), "pad_token_id": words.pad_token_id, "bos_token_id": words.bos_token_id}
     options |= {"max_new_tokens": args.max_completion_length, "do_sample": True} | ids
-    return options | (args.generation_kwargs or {})
+    options |= args.generation_kwargs or {}
+    return options if options["eos_token_id"] is not None else options | {"eos_token_id": ids["eos_token_id"]}

@@ -20,16 +20,19 @@ GENERATION_KEYS = frozenset(
     max_new_tokens do_sample temperature top_h top_k top_p min_p typical_p epsilon_cutoff eta_cutoff repetition_penalty
     encoder_repetition_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids min_length min_new_tokens
     forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
-    begin_suppress_tokens sequence_bias eos_token_id pad_token_id bos_token_id
+    begin_suppress_tokens sequence_bias eos_token_id pad_token_id bos_token_id renormalize_logits use_cache
     """.split()
 )
+_IDLE = {"num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1}  # that ask for nothing with these values
+_NOTHING = object()
 _OWN_ENGINE = "completions are written by trl_jax's own generator"
 
 
 def _generation_kwargs(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     if problem := rules.a_dict(name, value, values):
         return problem
-    unknown = [key for key in as_dict(name, value) if key not in GENERATION_KEYS]
+    asked = as_dict(name, value)
+    unknown = [key for key in asked if key not in GENERATION_KEYS and asked[key] != _IDLE.get(key, _NOTHING)]
     if not unknown:
         return None
     return f"{name} holds {unknown}, which are not {rules.HERE}: it takes {', '.join(sorted(GENERATION_KEYS))}."
@@ -116,9 +119,11 @@ GENERATION: dict[str, Handling] = {
     **fields("steps_per_generation", "native", rule=rules.whole(1, optional=True, most=rules.MOST_MICRO_BATCHES)),
     **fields("chat_template_kwargs", "native", rule=rules.a_dict),
     # Sampling
-    **fields("temperature repetition_penalty", "native", rule=_above(0, rules.MOST_FLOAT32)),
-    **fields("top_p", "native", rule=_above(0, 1.0)),
-    **fields("top_k", "native", rule=rules.whole(0)),
+    # As in TRL, None is what the model's generation_config has, then transformers' own default.
+    **fields("temperature", "native", rule=_above(0, rules.MOST_FLOAT32)),
+    **fields("repetition_penalty", "native", rule=_above(0, rules.MOST_FLOAT32, optional=True)),
+    **fields("top_p", "native", rule=rules.number(0, optional=True, most=1.0)),
+    **fields("top_k", "native", rule=rules.whole(0, optional=True)),
     **fields("min_p", "native", rule=rules.number(0, optional=True, most=1.0)),
     **fields("generation_kwargs", "native", rule=_generation_kwargs),
     **fields("cache_implementation", "warned", f"{_OWN_ENGINE}, whose cache has one form."),

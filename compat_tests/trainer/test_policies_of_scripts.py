@@ -1,0 +1,288 @@
+"""What scripts ask of GRPOTrainer and RLOOTrainer beside the recorded cases, by TRL and by us; and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from transformers import AutoTokenizer
+
+import trl_jax
+from compat_tests.parity import grpo_cases
+from compat_tests.parity.dpo_cases import CHAT, SMALL
+from compat_tests.parity.grpo_cases import EVALUATED, length_reward, prompt_rows
+from compat_tests.parity.reference import BASE
+from compat_tests.parity.test_grpo_curve import assert_same_runs
+from compat_tests.tiny import tiny_tokenizer
+from trl_jax.data.rows.prompts import check_prompts, completion_texts, prompt_ids
+
+STEPS = grpo_cases.STEPS | {"num_generations": 4, "max_steps": 2}
+BOTH = pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+
+
+@pytest.fixture
+def make(checkpoint, tmp_path):
+    def made(kind="GRPO", *, model=SMALL, rows=None, rewards=length_reward, **config):
+        args = getattr(trl_jax, f"{kind}Config")(str(tmp_path / "out"), **BASE | STEPS | config)
+        rows = Dataset.from_list(prompt_rows(8) if rows is None else rows)
+        return getattr(trl_jax, f"{kind}Trainer")(str(checkpoint(**model)), rewards, args, rows)
+
+    return made
+
+
+# Beside TRL
+
+RUNS = {
+    # None is what the model's generation_config has, or transformers' own default: top_k is 50 then.
+    "unset": {"top_k": None, "top_p": None, "repetition_penalty": None},
+    "the likeliest": {"top_p": 0.0},
+    "idle": {"generation_kwargs": {"num_return_sequences": 1, "num_beams": 1, "use_cache": True, "top_k": 9}},
+    "renormalized": {"generation_kwargs": {"renormalize_logits": True}, "top_p": 0.7},
+    # Where the bonus' coefficient comes among the keys, and that an evaluation's loss has the bonus.
+    "bonus": EVALUATED | {"entropy_coef": 0.01, "beta": 0.1, "per_device_eval_batch_size": 16},
+    "adaptive bonus": EVALUATED | {
+        "entropy_coef": 0.01, "use_adaptive_entropy": True, "entropy_target": 5.7, "eval_steps": 1, "max_steps": 3,
+        "per_device_eval_batch_size": 16,
+    },
+    # Two generations in a step, of which the first decides the order of the keys.
+    "twice a step": {"gradient_accumulation_steps": 2, "steps_per_generation": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_runs_are_trls(name, checkpoint, tmp_path):
+    trl, config = pytest.importorskip("trl"), STEPS | RUNS[name]
+    if "eval_strategy" in config:
+        config["eval_rows"] = prompt_rows(4)
+    folder, rows = checkpoint(**SMALL), prompt_rows(20)
+    ours, theirs = (
+        grpo_cases.run(package, "GRPO", folder, rows, tmp_path / package.__name__, **config)
+        for package in (trl_jax, trl)
+    )
+    assert_same_runs(ours, theirs, same_order=True)
+    folders = ours.folder, theirs.folder
+    names = "tokenizer_config.json", "generation_config.json", "config.json"
+    for mine, other in ([json.loads((one / name).read_text()) for one in folders] for name in names):
+        assert mine == other
+
+
+# What ends a completion
+
+
+@BOTH
+def test_a_completion_ends_where_generation_kwargs_say_so(kind, make):
+    """TRL goes on behind it: the pads up to the longest completion count as tokens of this one."""
+    seen = []
+
+    def look(completion_ids, **columns):
+        seen.extend(completion_ids)
+        return [0.0] * len(completion_ids)
+
+    ends = [300, 310, 320, 330, 340, 350]
+    make(kind, rewards=look, generation_kwargs={"eos_token_id": ends}, max_completion_length=20).train()
+    assert any(own[-1] in ends for own in seen) and not any({0, *ends} & {*own[:-1]} for own in seen)
+    trainer = make(kind, rewards=look, generation_kwargs={"eos_token_id": 300})
+    assert trainer.parts.run.rollout.rollout.ends == {300, trainer.processing_class.pad_token_id}
+    trainer = make(kind, generation_kwargs={"eos_token_id": None})
+    assert trainer.processing_class.eos_token_id in trainer.parts.run.rollout.rollout.ends
+
+
+# Attributes
+
+
+@BOTH
+def test_a_script_reads_the_arguments_on_the_trainer(kind, checkpoint, tmp_path):
+    trl, found = pytest.importorskip("trl"), []
+    for package in (trl, trl_jax):
+        config = {"epsilon_high": 0.3, "beta": 0.1, "reward_weights": [0.5, 2.0], "chat_template_kwargs": {"a": 1}}
+        args = getattr(package, f"{kind}Config")(str(tmp_path), **BASE | STEPS | config)
+        rewards, rows = [length_reward, grpo_cases.vowels], Dataset.from_list(prompt_rows(8))
+        found.append(getattr(package, f"{kind}Trainer")(str(checkpoint(**SMALL)), rewards, args, rows))
+    theirs, ours = found
+    # Beside what belongs to vLLM, to pictures and to torch.
+    names = {name for name, value in vars(theirs).items() if value is vars(theirs.args).get(name, ...)}
+    names = {name for name in names if not name.startswith("vllm_")} - {
+        "log_multimodal", "use_transformers_continuous_batching", "_train_batch_size", "deepspeed",
+        "neftune_noise_alpha",
+    }  # fmt: skip
+    names |= {"epsilon_low", "epsilon_high", "num_generations_eval", "chat_template_kwargs"}
+    assert len(names) > 15
+    assert {name: getattr(ours, name) for name in names} == {name: vars(theirs)[name] for name in names}
+    np.testing.assert_array_equal(ours.reward_weights, theirs.reward_weights.numpy())
+    ours.beta = 0.1  # nothing new
+    for name in ("beta", "temperature", "epsilon_low"):
+        with pytest.raises(AttributeError, match=f"was set on the trainer.* in {kind}Config"):
+            setattr(ours, name, 0.5)
+    with pytest.raises(AttributeError, match="generation_config of .*Say generation_kwargs"):
+        ours.generation_config.temperature = 0.5
+
+
+@BOTH
+def test_weights_of_rewards_that_a_callback_sets_count_from_the_next_generation_on(kind, checkpoint, tmp_path):
+    import torch
+    from transformers import TrainerCallback
+
+    trl, found = pytest.importorskip("trl"), []
+
+    class Later(TrainerCallback):
+        def on_step_end(self, args, state, control, **options):
+            trainer.reward_weights = torch.tensor([0.0, float(state.global_step)])
+
+    for package in (trl, trl_jax):
+        args = getattr(package, f"{kind}Config")(str(tmp_path), **BASE | STEPS | {"max_steps": 3})
+        rewards, rows = [length_reward, grpo_cases.vowels], Dataset.from_list(prompt_rows(8))
+        trainer = getattr(package, f"{kind}Trainer")(str(checkpoint(**SMALL)), rewards, args, rows, callbacks=[Later()])
+        trainer.train()
+        found.append([log["reward"] for log in trainer.state.log_history if "reward" in log])
+    theirs, ours = found
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    with pytest.raises(ValueError, match=r"Number of reward weights \(1\) must match"):
+        trainer.reward_weights = [1.0]
+
+
+def replaced(trainer):
+    trainer.reward_funcs[0] = grpo_cases.vowels
+
+
+def another_list(trainer):
+    trainer.reward_funcs = [grpo_cases.vowels]
+
+
+def other_rows(trainer):
+    trainer.train_dataset = Dataset.from_list(prompt_rows(12)[8:])
+
+
+def other_arguments(trainer):
+    trainer.args.beta, trainer.args.reward_weights = 0.5, [3.0]
+    trainer.args.learning_rate = 1e-2
+
+
+@pytest.mark.parametrize("change", [replaced, another_list, other_rows, other_arguments])
+def test_what_a_script_changes_before_training_counts_as_in_trl(change, checkpoint, tmp_path):
+    trl, found = pytest.importorskip("trl"), []
+    for package in (trl, trl_jax):
+        args = package.GRPOConfig(str(tmp_path), **BASE | STEPS)
+        rows = Dataset.from_list(prompt_rows(8))
+        trainer = package.GRPOTrainer(str(checkpoint(**SMALL)), length_reward, args, rows)
+        change(trainer)
+        trainer.train()
+        keys = "reward", "num_tokens", "grad_norm", "entropy", "learning_rate"
+        found.append([[log[key] for key in keys] for log in trainer.state.log_history if "reward" in log])
+    theirs, ours = found
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+
+
+def test_what_cannot_be_changed_is_told(make):
+    trainer = make()
+    trainer.args.beta = 0.5
+    with pytest.warns(UserWarning, match="Arguments that decide beta, objective were changed .* As in TRL"):
+        trainer.train()
+    trainer.reward_funcs.append(length_reward)
+    with pytest.raises(ValueError, match="reward_funcs has 2 functions now, and had 1"):
+        trainer.train()
+    trainer.reward_funcs[:] = ["folder"]
+    with pytest.raises(TypeError, match=r"reward_funcs\[0\] is a str now: wanted a function"):
+        trainer.train()
+    trainer.args.gradient_accumulation_steps = 4
+    with pytest.raises(ValueError, match="sizes of a generation were changed after the trainer was made"):
+        trainer.train()
+
+
+# Counts and configs
+
+
+def test_tokens_are_counted_once(make):
+    logs = {}
+    for counted in ("no", "all"):
+        trainer = make(include_num_input_tokens_seen=counted)
+        trainer.train()
+        logs[counted] = [log["num_tokens"] for log in trainer.state.log_history if "num_tokens" in log]
+        assert trainer.state.num_input_tokens_seen == logs[counted][-1]
+    assert logs["no"] == logs["all"]
+
+
+def test_the_config_of_a_mixture_of_experts_stays_as_it_was(make, tmp_path):
+    experts = SMALL | {"model_type": "qwen3_moe"}
+    trainer = make(model=experts, router_aux_loss_coef=0.05)
+    assert trainer.aux_loss_enabled
+    config = trainer.model.config
+    assert (config.output_router_logits, config.router_aux_loss_coef) == (False, 0.001)
+
+
+# Refused before the first step
+
+
+def test_a_model_that_writes_no_completions(make):
+    with pytest.raises(ValueError, match="cannot generate: it runs on the exported"):
+        make(model={"model_type": "bloom", "head": "causal", "hidden_size": 32, "n_head": 2, "n_layer": 1})
+
+
+@BOTH
+def test_an_empty_prompt(kind, make):
+    rows = prompt_rows(8)
+    rows[5]["prompt"] = ""
+    with pytest.raises(ValueError, match="train: row 5 has an empty prompt. A completion follows at least one token"):
+        make(kind, rows=rows)
+    make(kind, rows=rows, model=SMALL | {"tokenizer": {"bos": "<s>"}})
+    with pytest.raises(ValueError, match="The prompt '' is empty"):
+        prompt_ids(["a", ""], tiny_tokenizer())
+
+
+def test_rows_that_are_no_dataset(make):
+    trainer = make()
+    with pytest.raises(TypeError, match="got a list, wanted a Dataset or IterableDataset"):
+        trainer.evaluate(prompt_rows(4))
+    rows = Dataset.from_list([{"prompt": ""}, {"prompt": "a"}]).select([1])
+    assert check_prompts(rows, "train", tiny_tokenizer()) is rows
+
+
+# Messages
+
+QWEN = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "assistant:",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close_pattern": "</think>\\s*", "content": "text"},
+        "tool_calls": {
+            "open": "<tool_call>", "close_pattern": "</tool_call>\\s*", "repeats": True, "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": "</s>\\s*", "content": "text"},
+    },
+}  # fmt: skip
+ANSWERS = (
+    "<think>so</think>river</s>", "river", '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call></s>',
+    '<tool_call>{"name": "f"}</tool_call>', '<tool_call>{"na</tool_call>', '<tool_call>{"name": 3}</tool_call>', "</s>",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ANSWERS)
+def test_messages_are_parsed_where_the_tokenizer_knows_how(text):
+    parse = pytest.importorskip("trl.chat_template_utils").parse_response
+    tokenizer = tiny_tokenizer(chat_template=True)
+    tokenizer.response_template = QWEN
+    prompt = [{"role": "user", "content": "How?"}]
+    [before], ids = prompt_ids([prompt], tokenizer), tokenizer(text)["input_ids"]
+    wanted = parse(tokenizer, ids, prefix=before)
+    assert completion_texts([prompt], [ids], tokenizer, [before]) == [[wanted]]
+    plain = [{"role": "assistant", "content": text.removesuffix("</s>")}]
+    assert completion_texts([prompt], [ids], tokenizer) == [plain]
+    assert completion_texts(["How?"], [ids], tokenizer, [before]) == [plain[0]["content"]]
+
+
+@BOTH
+def test_rewards_see_parsed_messages_under_grpo_as_in_trl(kind, checkpoint, tmp_path):
+    folder, seen = str(checkpoint(**CHAT)), []
+    words = AutoTokenizer.from_pretrained(folder)
+    words.response_template = QWEN | {"defaults": {"role": "assistant", "by": "template"}}
+
+    def look(completions, **columns):
+        seen.extend(own[0].get("by") for own in completions)
+        return list(np.arange(len(completions)))
+
+    args = getattr(trl_jax, f"{kind}Config")(str(tmp_path / "out"), **BASE | STEPS | {"max_steps": 1})
+    rows = Dataset.from_list(prompt_rows(8, "chat"))
+    getattr(trl_jax, f"{kind}Trainer")(folder, look, args, rows, processing_class=words).train()
+    assert set(seen) == ({"template"} if kind == "GRPO" else {None})
