@@ -1,4 +1,4 @@
-"""What TRL's GRPOTrainer and RLOOTrainer keep of their arguments on themselves, for scripts that read it there."""
+"""Arguments that TRL's GRPOTrainer and RLOOTrainer keep on themselves, for scripts that read them there."""
 
 from __future__ import annotations
 
