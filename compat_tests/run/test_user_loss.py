@@ -458,9 +458,14 @@ def test_tokens_are_counted_as_asked(folder, tmp_path):
     seen = {}
     for kind in ("all", "non_padding", "no"):
         trainer = make(trl_jax, folder, tmp_path, config=config(include_num_input_tokens_seen=kind, max_steps=2))
-        found = trainer.train().metrics
-        seen[kind] = trainer.state.log_history[-1].get("num_input_tokens_seen")
-        assert ("train_tokens_per_second" in found) == (kind != "no")
+        trainer.train()
+        *steps, last = trainer.state.log_history
+        seen[kind] = last.get("num_input_tokens_seen")
+        assert all(("train_tokens_per_second" in step) == (kind != "no") for step in steps)
+        assert "train_tokens_per_second" not in last  # as in transformers
+        if kind != "no":
+            speed = steps[-1]["train_tokens_per_second"]
+            assert speed * steps[-1]["train_runtime"] == pytest.approx(seen[kind], rel=2e-2)
     assert seen["no"] is None and seen["non_padding"] == trainer.state.log_history[1]["num_tokens"] < seen["all"]
 
 

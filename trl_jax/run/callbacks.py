@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +55,23 @@ def finish_trackers(handler: CallbackHandler) -> None:
                 callback._initialized = False  # the next log then begins a new run
 
 
-def log(run: RunState, logs: dict[str, Any]) -> None:
-    """Append `logs` to `state.log_history` with the epoch and step, and pass them to the callbacks."""
+def log(run: RunState, logs: dict[str, Any], start_time: float | None = None) -> None:
+    """Append `logs` to `state.log_history` with the epoch and step, and pass them to the callbacks.
+
+    Args:
+        start_time: of the training, by time.time(): how many tokens it has read a second is then logged, too, where
+            `include_num_input_tokens_seen` counts them.
+    """
     state = run.state
     if state.epoch is not None:
         logs = {**logs, "epoch": state.epoch}
     if run.args.include_num_input_tokens_seen != "no":
         logs = {**logs, "num_input_tokens_seen": state.num_input_tokens_seen}
+        if start_time is not None:
+            seconds, read = time.time() - start_time, state.num_input_tokens_seen - run.progress.input_tokens_before
+            logs["train_runtime"] = round(seconds, 4)
+            if seconds > 0:
+                logs["train_tokens_per_second"] = round(read / seconds, 3)
     state.log_history.append({**logs, "step": state.global_step})
     if run.rollout is not None and is_first() and os.access(run.args.output_dir, os.W_OK):
         write_picture(Path(run.args.output_dir), state.log_history)

@@ -19,7 +19,7 @@ class TrainerHooks(NamedTuple):
     create_optimizer: Callable[[], Any]
     evaluate: Callable[[], dict[str, float]]
     get_train_dataloader: Callable[[], Any]
-    log: Callable[[dict[str, float]], None]
+    log: Callable[..., None]
     loss: Callable
     prediction_step: Callable
     save_checkpoint: Callable[[Progress], None]

@@ -31,6 +31,7 @@ class RunProgress:
 
     optimizer_state: of the last step; a second train() goes on with it, as TRL's does.
     tokens_seen: real tokens of all steps so far.
+    input_tokens_before: `state.num_input_tokens_seen` when train() began.
     found_batch_size: by auto_find_batch_size.
     fill_last: whether the last micro-batch of an epoch is filled up, as in the run that is resumed; None: on several
         devices.
@@ -41,6 +42,7 @@ class RunProgress:
 
     optimizer_state: Any = None
     tokens_seen: int = 0
+    input_tokens_before: int = 0
     found_batch_size: int | None = None
     fill_last: bool | None = None
     in_train: bool = False

@@ -134,7 +134,7 @@ class Training:
             run.rollout.begin()
         progress = Progress() if found is None else resume(run, self._checkpointer, found, length, tx)
         self._checkpointer.begin(found, run_id)
-        first = run.state.global_step
+        first, run.progress.input_tokens_before = run.state.global_step, run.state.num_input_tokens_seen
         run.state.max_steps, run.state.num_train_epochs = length.max_steps, length.num_epochs
         run.state.compute_steps(args, length.max_steps)
         loop, train_loss, unreported = self._looped(tx, length, progress)
@@ -172,6 +172,8 @@ class Training:
         tell_layout(run, step_layout(run, training=True).layout)  # unless the dataset's survey has
         step = train_step.made(tx)
         place = None if "compute_loss" in run.overridden else train_step.placed
+        # Scripts' own `log` may be older than its second argument.
+        began = () if run.args.include_num_input_tokens_seen == "no" else (time.time(),)
         patience = 1 if "underflow_overflow" in str(run.args.debug) else PATIENCE
         loop = Loop(
             events=run.events,
@@ -182,7 +184,7 @@ class Training:
             micro_batches_per_epoch=length.micro_batches_per_epoch,
             advance=train_step.advancer(step, tx, checkpointer.saver.check, partial(tell_compilation, run, steps)),
             learning_rate=checkpointer.lr_scheduler,
-            report=lambda logs, since: self._hooks.log(logs | self._measured(since)),
+            report=lambda logs, since: self._hooks.log(logs | self._measured(since), *began),
             evaluate=self._evaluate,
             save=self._hooks.save_checkpoint,
             nonfinite_guard=NonFiniteGuard(
@@ -226,8 +228,6 @@ class Training:
         taken = state.global_step - first  # the time is that of this session, so are its steps
         rows *= taken / max(max_steps, 1)
         metrics = speed_metrics("train", start, num_samples=rows, num_steps=taken)
-        if args.include_num_input_tokens_seen != "no":
-            metrics["train_tokens_per_second"] = round(state.num_input_tokens_seen / metrics["train_runtime"], 3)
         metrics |= {"total_flos": state.total_flos, "train_loss": train_loss}
         metrics |= self._measured(unreported) | memory("train", args)
         self._hooks.log(metrics)

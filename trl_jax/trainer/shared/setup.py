@@ -154,7 +154,7 @@ class Setup(Surface):
             create_optimizer=lambda: self.create_optimizer(),
             evaluate=lambda: self.evaluate(),
             get_train_dataloader=lambda: self.get_train_dataloader(),
-            log=lambda logs: self.log(logs),
+            log=lambda *given: self.log(*given),
             loss=lambda *given, **options: self.loss(*given, **options),
             prediction_step=lambda *given: self.prediction_step(*given),
             save_checkpoint=self._save_progress,

@@ -99,8 +99,9 @@ class Surface(abc.ABC):
         return self.parts.checkpointer.lr_scheduler
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Put `logs` into `state.log_history` with the epoch and step, and hand them to the callbacks."""
-        callbacks.log(self._run, logs)
+        """Put `logs` into `state.log_history` with the epoch and step, and hand them to the callbacks; with the speed
+        since `start_time`, of time.time(), where `include_num_input_tokens_seen` counts tokens."""
+        callbacks.log(self._run, logs, start_time)
 
     def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
         """Add a callback, as a class or an instance."""
