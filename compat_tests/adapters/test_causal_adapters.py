@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from compat_tests.effort import usual
 from compat_tests.models import causal, variants
 from trl_jax import AutoModelForCausalLM, BitsAndBytesConfig, LoraConfig
-from trl_jax.hub.auto import find_checkpoint
+from trl_jax.hub.find import find_checkpoint
 from trl_jax.models.functional import merge
 
 torch = pytest.importorskip("torch")

@@ -16,7 +16,7 @@ from compat_tests.parity.reference import read_weights
 from compat_tests.tiny import preference_rows, tiny_model
 from compat_tests.trainer.trainers import FACTS, make, table
 from trl_jax import LoraConfig
-from trl_jax.hub.auto import find_checkpoint
+from trl_jax.hub.find import find_checkpoint
 from trl_jax.hub.peft.quantization import BitsAndBytesConfig, formats, quantized
 from trl_jax.hub.scoring import compiled_scores
 from trl_jax.nn.quantized import DYNAMIC, TABLES, Format, dequantized

@@ -120,7 +120,7 @@ def _on_a_mesh() -> Callable[[str], object]:
     import jax
 
     jax.config.update("jax_num_cpu_devices", 4)
-    from trl_jax.hub.auto import find_checkpoint
+    from trl_jax.hub.find import find_checkpoint
     from trl_jax.mesh.sharding import ShardingPlan, make_mesh
 
     place = ShardingPlan(make_mesh({"fsdp": 4})).place

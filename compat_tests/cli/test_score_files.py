@@ -15,7 +15,7 @@ import pytest
 from compat_tests.tiny import preference_rows
 from compat_tests.trainer.trainers import FACTS
 from trl_jax.cli.main import main
-from trl_jax.hub.auto import find_checkpoint
+from trl_jax.hub.find import find_checkpoint
 from trl_jax.hub.peft.lora_config import LoraConfig
 from trl_jax.hub.pretrained import PreTrainedModel, ScoreOutput
 from trl_jax.scripts import score

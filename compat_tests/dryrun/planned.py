@@ -15,7 +15,7 @@ from trl_jax import BaseConfig, BaseTrainer, LoraConfig, RewardTrainer
 from trl_jax.core.chips import topology
 from trl_jax.dryrun import abstract_run, trace
 from trl_jax.dryrun.plan import Plan, Run, plan
-from trl_jax.hub.auto import find_checkpoint
+from trl_jax.hub.find import find_checkpoint
 from trl_jax.hub.peft.quantization import BitsAndBytesConfig
 from trl_jax.run.model.loading import outlined
 from trl_jax.run.step.rng import run_key

@@ -23,7 +23,7 @@ from trl_jax.data.example import Columns
 from trl_jax.dryrun import abstract_run
 from trl_jax.dryrun.plan import Run, plan
 from trl_jax.dryrun.step_flops import head_flops
-from trl_jax.hub.auto import find_checkpoint
+from trl_jax.hub.find import find_checkpoint
 from trl_jax.scripts import training
 from trl_jax.scripts.plan import without_part
 from trl_jax.scripts.plan.text import text

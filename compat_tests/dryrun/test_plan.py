@@ -18,7 +18,7 @@ from trl_jax.dryrun.compiler import devices, of_refusal
 from trl_jax.dryrun.plan import Run, plan
 from trl_jax.dryrun.step_memory import layers_alone
 from trl_jax.dryrun.suggestions import suggestions_for
-from trl_jax.hub.auto import find_checkpoint
+from trl_jax.hub.find import find_checkpoint
 from trl_jax.scripts.plan.text import suggestions_text, text
 
 SHAPE = {"per_device_train_batch_size": 4, "max_length": 96, "bf16": False, "report_to": "none"}

@@ -24,7 +24,7 @@ from trl_jax.dryrun.plan import Run, plan
 from trl_jax.dryrun.suggestions import batch_sizes, generations, max_lengths, suggestions_for
 from trl_jax.generation import generator
 from trl_jax.generation.decode import Decoding
-from trl_jax.hub.auto import find_checkpoint
+from trl_jax.hub.find import find_checkpoint
 from trl_jax.nn.cache.cache import Cache
 from trl_jax.run.step.rng import run_key
 from trl_jax.scripts.plan.text import text

@@ -18,8 +18,8 @@ from compat_tests.exported.check import PULL, QUICKLY  # noqa: E402
 from compat_tests.parity.reference import read_weights  # noqa: E402
 from trl_jax import AutoModelForSequenceClassification  # noqa: E402
 from trl_jax.core.packed import reads_of_rows  # noqa: E402
-from trl_jax.hub.auto import find_checkpoint  # noqa: E402
 from trl_jax.hub.exported import positions  # noqa: E402
+from trl_jax.hub.find import find_checkpoint  # noqa: E402
 from trl_jax.hub.torch.bridge import unloaded  # noqa: E402
 from trl_jax.models.functional import merge  # noqa: E402
 

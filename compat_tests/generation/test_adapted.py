@@ -11,7 +11,7 @@ from compat_tests.generation.test_complete import FIELDS, prompts
 from compat_tests.models import causal
 from trl_jax import AutoModelForCausalLM
 from trl_jax.core.torch_random import TorchGenerator
-from trl_jax.hub.auto import find_checkpoint
+from trl_jax.hub.find import find_checkpoint
 from trl_jax.hub.generating.complete import complete
 
 torch = pytest.importorskip("torch")

@@ -13,9 +13,9 @@ from compat_tests.effort import usual
 from compat_tests.hub.test_gguf import write_gguf
 from compat_tests.models import causal, variants
 from trl_jax import AutoModelForCausalLM, AutoModelForSequenceClassification
-from trl_jax.hub.auto import find_checkpoint
 from trl_jax.hub.config.native import transformers_config
 from trl_jax.hub.config.reader import read_config
+from trl_jax.hub.find import find_checkpoint
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -14,7 +14,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 
 from compat_tests.hub.fake_hub import COMMIT, NAME, FakeHub
 from trl_jax import AutoModelForSequenceClassification
-from trl_jax.hub.auto import find_checkpoint
+from trl_jax.hub.find import find_checkpoint
 from trl_jax.hub.torch import bridge
 
 pytest.importorskip("torch")  # builds the checkpoints

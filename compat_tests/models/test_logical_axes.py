@@ -7,7 +7,7 @@ import pytest
 from compat_tests.models import encoders
 from compat_tests.tiny import tiny_model
 from trl_jax import AutoModelForSequenceClassification, BitsAndBytesConfig, LoraConfig
-from trl_jax.hub.auto import find_checkpoint
+from trl_jax.hub.find import find_checkpoint
 from trl_jax.mesh.sharding import RULES
 
 LAYER = {

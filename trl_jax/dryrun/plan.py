@@ -16,7 +16,7 @@ from trl_jax.core.trainers import names_of_config
 from trl_jax.dryrun import abstract_run, made_completions, step_flops, step_memory, trace
 from trl_jax.dryrun.compiler import Compiled, compiled, no_compiler
 from trl_jax.dryrun.generation import Generation, Programs, Size, abstract_weights, cache_bytes, generation_memory
-from trl_jax.hub.auto import Checkpoint
+from trl_jax.hub.find import Checkpoint
 from trl_jax.hub.generating.complete import check_generates
 from trl_jax.hub.peft.lora_config import LoraConfig
 from trl_jax.hub.peft.quantization import BitsAndBytesConfig

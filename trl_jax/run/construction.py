@@ -18,7 +18,7 @@ from trl_jax.core.printable import brief
 from trl_jax.data.rows import special_tokens
 from trl_jax.data.rows.tokenizer import load_tokenizer
 from trl_jax.engine.devices.processes import is_first, several
-from trl_jax.hub.auto import Checkpoint
+from trl_jax.hub.find import Checkpoint
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.mesh.arrays import Fetched
 from trl_jax.run.arguments.base_config import BaseConfig

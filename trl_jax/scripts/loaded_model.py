@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trl_jax.hub.auto import Checkpoint
+    from trl_jax.hub.find import Checkpoint
     from trl_jax.hub.generating.settings import Settings
     from trl_jax.hub.pretrained import PreTrainedModel
     from trl_jax.mesh.sharding import ShardingPlan
@@ -45,7 +45,7 @@ class LoadedModel:
     ) -> LoadedModel:
         from trl_jax.data.rows.tokenizer import load_tokenizer
         from trl_jax.engine.devices.compilation import keep_compilations
-        from trl_jax.hub.auto import find_checkpoint
+        from trl_jax.hub.find import find_checkpoint
         from trl_jax.hub.placing import sharding_plan
         from trl_jax.run.model.loading import tokenizer_folder
 

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trl_jax.hub.auto import Checkpoint, find_checkpoint
 from trl_jax.hub.backend import Backend
+from trl_jax.hub.find import Checkpoint, find_checkpoint
 from trl_jax.hub.heads import HeadName
 from trl_jax.hub.peft.backend import AdaptedBackend
 from trl_jax.hub.peft.lora_config import LoraConfig, begun, read_lora_config

@@ -12,7 +12,7 @@ import numpy as np
 from trl_jax.data.rows.chat import is_messages
 from trl_jax.data.rows.templates.rendering import apply_chat_template
 from trl_jax.data.rows.tokenizer import load_tokenizer
-from trl_jax.hub.auto import find_checkpoint
+from trl_jax.hub.find import find_checkpoint
 from trl_jax.hub.load_arguments import told_of
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.torch.objects import as_checkpoint, is_torch_model

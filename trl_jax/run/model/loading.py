@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from trl_jax.engine.devices.processes import several
-from trl_jax.hub.auto import Checkpoint, find_checkpoint, with_adapter
+from trl_jax.hub.find import Checkpoint, find_checkpoint, with_adapter
 from trl_jax.hub.heads import HeadName
 from trl_jax.hub.load_arguments import told_of
 from trl_jax.hub.native_backend import NativeBackend

@@ -18,7 +18,7 @@ from trl_jax.scripts.rows.reading import Row, read_rows
 from trl_jax.scripts.score.rows import as_pair, is_right, score_columns
 
 if TYPE_CHECKING:
-    from trl_jax.hub.auto import Checkpoint
+    from trl_jax.hub.find import Checkpoint
 
 _JOB = Job(
     command="trl-jax score",
@@ -106,7 +106,7 @@ def _ready(args: ScoreArguments, source: Path) -> tuple[Scorer, int]:
     """The model and the number of rows. A bad row raises an error before weights are read."""
     from trl_jax.data.rows.tokenizer import load_tokenizer
     from trl_jax.engine.devices.compilation import keep_compilations
-    from trl_jax.hub.auto import find_checkpoint
+    from trl_jax.hub.find import find_checkpoint
     from trl_jax.run.model.loading import tokenizer_folder
 
     keep_compilations()

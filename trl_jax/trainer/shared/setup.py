@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from trl_jax.hub.auto import Checkpoint
+from trl_jax.hub.find import Checkpoint
 from trl_jax.hub.peft.lora_config import LoraConfig
 from trl_jax.hub.peft.quantization import BitsAndBytesConfig
 from trl_jax.hub.peft.trained_tokens import with_new_tokens
