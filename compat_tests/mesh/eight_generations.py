@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -13,6 +16,7 @@ from compat_tests.effort import only_thorough, thorough, usually  # noqa: E402
 from trl_jax import AutoModelForCausalLM  # noqa: E402
 from trl_jax.generation import generator, weights  # noqa: E402
 from trl_jax.generation.chunk import next_tokens  # noqa: E402
+from trl_jax.scripts import generate  # noqa: E402
 
 MESHES = ("data:8", "fsdp:8", "data:2,fsdp:2,tensor:2", "tensor:2,data:4")
 ENDS = list(range(30, 44))
@@ -116,3 +120,15 @@ def test_one_program_of_steps_serves_all(load):
     options = {"do_sample": True, "seed": 1, "max_new_tokens": 30, "pad_token_id": 0, "eos_token_id": None}
     load("data:4,tensor:2").generate(ids, num_return_sequences=2, **options)
     assert next_tokens._cache_size() == before + 1
+
+
+def test_the_command_writes_the_same_file(checkpoint, tmp_path):
+    prompts, folder = tmp_path / "prompts.jsonl", str(checkpoint("llama", head="causal", num_hidden_layers=2))
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("one two", "three", "four five six")))
+    written = []
+    for mesh in (None, "data:4,tensor:2"):
+        out = str(tmp_path / f"{mesh}.jsonl")
+        fields = {"do_sample": True, "max_new_tokens": 6}
+        generate.main(generate.GenerateArguments(folder, str(prompts), out, mesh_shape=mesh, quiet=True, fields=fields))
+        written.append(Path(out).read_text())
+    assert written[0] == written[1] and written[0].count('"completion"') == 3
