@@ -11,9 +11,12 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+from datasets import Dataset  # noqa: E402
 
 from compat_tests.effort import only_thorough, thorough, usually  # noqa: E402
-from trl_jax import AutoModelForCausalLM  # noqa: E402
+from compat_tests.parity.grpo_cases import prompt_rows  # noqa: E402
+from compat_tests.parity.reference import BASE  # noqa: E402
+from trl_jax import AutoModelForCausalLM, BitsAndBytesConfig, GRPOConfig, GRPOTrainer, LoraConfig  # noqa: E402
 from trl_jax.generation import generator, weights  # noqa: E402
 from trl_jax.generation.chunk import next_tokens  # noqa: E402
 from trl_jax.scripts import generate  # noqa: E402
@@ -132,3 +135,25 @@ def test_the_command_writes_the_same_file(checkpoint, tmp_path):
         generate.main(generate.GenerateArguments(folder, str(prompts), out, mesh_shape=mesh, quiet=True, fields=fields))
         written.append(Path(out).read_text())
     assert written[0] == written[1] and written[0].count('"completion"') == 3
+
+
+@only_thorough
+@pytest.mark.parametrize("few_bits", [False, True])
+def test_adapters_and_few_bits_write_the_same_whole_or_gathered(few_bits, checkpoint, tmp_path, gathers):
+    wide = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    folder, written = str(checkpoint("llama", head="causal", **wide)), []
+    quantization = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)} if few_bits else None
+    sizes = {"max_steps": 2, "per_device_train_batch_size": 2, "num_generations": 4, "max_completion_length": 8}
+
+    def rewarded(completion_ids, **columns):
+        written[-1].append([list(ids) for ids in completion_ids])
+        return [float(len(set(ids))) for ids in completion_ids]
+
+    for mesh, memory in (("data:8", None), ("fsdp:8", None), ("fsdp:8", 1)):
+        gathers(memory)
+        written.append([])
+        options = BASE | sizes | {"mesh_shape": mesh, "model_init_kwargs": quantization, "learning_rate": 1e-2}
+        args = GRPOConfig(str(tmp_path / f"{mesh}{memory}"), **options)
+        lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+        GRPOTrainer(folder, rewarded, args, Dataset.from_list(prompt_rows(20)), peft_config=lora).train()
+    assert len(written[0]) == 2 and written[0] == written[1] == written[2]

@@ -100,13 +100,15 @@ def shards_of(arrays: Mapping[str, Any], stacked: frozenset[str]) -> Shards | No
 
     Devices that share texts along the sequence axis, where training has one, have prompts of their own, too.
     """
-    places = {path: array.sharding for path, array in arrays.items() if isinstance(array.sharding, NamedSharding)}
-    mesh = next((place.mesh for place in places.values()), None)
+    places = {path: array.sharding for path, array in arrays.items()}
+    mesh = next((place.mesh for place in places.values() if isinstance(place, NamedSharding)), None)
     if mesh is None or mesh.size == 1:
         return None
     names = ["copies" if axis == SEQUENCE else axis for axis in mesh.axis_names]
     mesh = Mesh(mesh.devices, names, axis_types=mesh.axis_types)
-    return Shards(mesh, tuple((path, place.spec) for path, place in places.items()), stacked)
+    whole = PartitionSpec()
+    specs = ((path, place.spec if isinstance(place, NamedSharding) else whole) for path, place in places.items())
+    return Shards(mesh, tuple(specs), stacked)
 
 
 def gathered_once(arrays: dict[str, Any], shards: Shards, memory: int | None) -> dict[str, Any]:
