@@ -20,7 +20,7 @@ from compat_tests.trainer.trainers import FACTS, make, table
 from trl_jax.cli.main import main
 from trl_jax.engine.devices import compilation
 from trl_jax.engine.devices.own_folder import own_folder
-from trl_jax.hub import auto
+from trl_jax.hub import find
 from trl_jax.hub.config.native import transformers_config
 from trl_jax.hub.config.reader import read_config
 from trl_jax.hub.torch.optimizer_state import write_adamw_moments
@@ -186,7 +186,7 @@ def test_programs_in_a_folder_that_others_write_are_neither_kept_nor_run(named, 
 
 
 def test_a_trainer_and_scoring_look_before_they_compile(checkpoint, tmp_path, monkeypatch):
-    seen, plain = [], auto.find_checkpoint
+    seen, plain = [], find.find_checkpoint
 
     def found(*given, **how):
         seen.append("found")
@@ -194,7 +194,7 @@ def test_a_trainer_and_scoring_look_before_they_compile(checkpoint, tmp_path, mo
 
     for module in (base_trainer, compilation):
         monkeypatch.setattr(module, "keep_compilations", lambda: seen.append("looked"))
-    for module in (model_loading, auto):
+    for module in (model_loading, find):
         monkeypatch.setattr(module, "find_checkpoint", found)
     make(trl_jax, checkpoint(**FACTS), tmp_path / "out")
     assert seen == ["looked", "found"]

@@ -125,14 +125,15 @@ def test_one_program_of_steps_serves_all(load):
     assert next_tokens._cache_size() == before + 1
 
 
-def test_the_command_writes_the_same_file(checkpoint, tmp_path):
+def test_the_command_writes_the_same_file(checkpoint, tmp_path, capsys):
     prompts, folder = tmp_path / "prompts.jsonl", str(checkpoint("llama", head="causal", num_hidden_layers=2))
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("one two", "three", "four five six")))
     written = []
     for mesh in (None, "data:4,tensor:2"):
         out = str(tmp_path / f"{mesh}.jsonl")
         fields = {"do_sample": True, "max_new_tokens": 6}
-        generate.main(generate.GenerateArguments(folder, str(prompts), out, mesh_shape=mesh, quiet=True, fields=fields))
+        generate.main(generate.GenerateArguments(folder, str(prompts), out, mesh_shape=mesh, fields=fields))
+        assert ("with --mesh_shape data:8 all of them do" in capsys.readouterr().err) == (mesh is None)
         written.append(Path(out).read_text())
     assert written[0] == written[1] and written[0].count('"completion"') == 3
 

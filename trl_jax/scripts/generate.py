@@ -106,6 +106,7 @@ def main(args: GenerateArguments) -> None:
     model = LoadedModel.find(
         args.model, args.dtype, trust_remote_code=args.trust_remote_code, mesh_shape=args.mesh_shape
     )
+    _tell_idle_devices(args)
     completer = Completer(model, args, rows)
     mark = {"--seed": args.seed, "--bf16": args.bf16, "--dtype": args.dtype, **model.digests()}
     mark |= {f"--{name}": value for name, value in args.fields.items()}
@@ -114,6 +115,15 @@ def main(args: GenerateArguments) -> None:
         _shown(write, len(rows), len(done), args.quiet) as take,
     ):
         completer(len(done), take)
+
+
+def _tell_idle_devices(args: GenerateArguments) -> None:
+    import jax
+
+    devices = jax.device_count()
+    if args.mesh_shape is None and devices > 1 and not args.quiet:
+        told = f"One of {devices} devices writes completions: with --mesh_shape data:{devices} all of them do."
+        print(told, file=sys.stderr)
 
 
 class Completer:
