@@ -152,7 +152,8 @@ class _Generation:
         state, most = self._at_turn(state, longest)
         steps = min(self._steps - first, most)
         if count + steps > state.capacity and state.capacity < self._request.max_new_tokens:
-            state = grown(state, capacity=places(state.capacity + 1))
+            alive = state.alive  # of the host's memory, as in every call: another kind would be dispatched anew
+            state = grown(state, capacity=places(state.capacity + 1))._replace(alive=alive)
         drawing = self._drawing(self._slots.members)
         state, status = next_tokens(
             weights.graph, weights.arrays, weights.layers, state, self._stops, noise, drawing, np.int32(first),
