@@ -79,7 +79,7 @@ class Loop:
         """
         try:
             self._epochs()
-        except Exception:
+        except Exception:  # whatever ended the run is raised again
             if self._between_steps and self.events.control.should_save:  # a callback asked for it and then raised
                 self._save()
             raise

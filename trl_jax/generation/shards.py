@@ -86,7 +86,6 @@ class Shards:
         # Types of varying values are not checked: there are no gradients.
         return jax.shard_map(body, mesh=self.mesh, **places, axis_names=set(self.axes), check_vma=False)
 
-
     def _named(self, body: Callable) -> Callable:
         def run(*arguments):
             with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):

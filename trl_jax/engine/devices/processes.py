@@ -96,7 +96,7 @@ def of_each_process(do: Callable[[], Any]) -> list[Any]:
     mine, error = None, None
     try:
         mine = do()
-    except Exception as raised:
+    except Exception as raised:  # whatever it is, the others wait to be told of it; then it is raised again
         error = raised
     found = [pickle.loads(one) for one in from_all(pickle.dumps((mine, error and f"{type(error).__name__}: {error}")))]
     if error is not None:

@@ -130,7 +130,7 @@ class Publisher:
         """Push, and tell `done` and `future` what came of it."""
         try:
             result = self.push(uploads, revision=revision)
-        except Exception as error:
+        except Exception as error:  # of a thread: whoever waits for `future` gets it, whatever it is
             self.failures.append(str(error))
             done(False)
             future.set_exception(error)
