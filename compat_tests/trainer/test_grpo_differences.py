@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from datasets import Dataset
+from peft import LoraConfig
 
 import trl_jax
 from compat_tests.effort import only_thorough, usual
@@ -27,10 +28,10 @@ GPT2 = {"head": "causal", "n_layer": 1, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "
 
 @pytest.fixture
 def make(checkpoint, tmp_path):
-    def made(model=None, rows=None, **config):
+    def made(model=None, rows=None, reward=length_reward, options=None, **config):
         args = GRPOTrainer.config_class(str(tmp_path / "out"), **BASE | CONFIG | config)
         model = str(checkpoint("gpt2", **GPT2)) if model is None else model
-        return GRPOTrainer(model, length_reward, args, Dataset.from_list(rows or prompt_rows(8)))
+        return GRPOTrainer(model, reward, args, Dataset.from_list(rows or prompt_rows(8)), **options or {})
 
     return made
 
@@ -123,3 +124,27 @@ def test_a_prompt_that_ends_with_the_assistant_is_warned_of():
     with pytest.warns(UserWarning, match="ends with a message of the assistant. As in TRL, that message is not contin"):
         [ids] = prompt_ids([[*row["prompt"], {"role": "assistant", "content": "Well,"}]], tokenizer)
     assert len(ids) > len(asked[0])
+
+
+def equal_rewards(completions, **columns):
+    return [0.5] * len(completions)
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_policy_that_has_learned_nothing_is_its_reference(make, adapter):
+    """Log-probabilities of two programs differ in their last digits, of which Adam would make whole steps."""
+    options = {"peft_config": LoraConfig(task_type="CAUSAL_LM")} if adapter else {}
+    trainer = make(reward=equal_rewards, options=options, beta=0.1, max_steps=4, steps_per_generation=2)
+    before = {path: np.asarray(array) for path, array in trainer.model.params.items()}
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "kl" in entry]
+    assert [(entry["kl"], entry["grad_norm"]) for entry in steps] == [(0.0, 0.0)] * 4
+    for path, array in trainer.model.params.items():
+        np.testing.assert_array_equal(array, before[path], path)
+
+
+def test_a_policy_that_has_moved_is_compared_with_its_reference(make):
+    trainer = make(beta=0.1, max_steps=2)
+    trainer.train()
+    first, second = (entry["kl"] for entry in trainer.state.log_history if "kl" in entry)
+    assert first == 0.0 and second > 1e-3

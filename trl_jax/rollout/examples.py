@@ -39,16 +39,16 @@ def step_examples(
     parts: Sequence[Sequence[Completed]],
     generations: Sequence[Experience],
     part: float,
-    coef: float | None,
     ranks: int,
+    numbers: Mapping[str, float],
 ) -> list[list[Example]]:
     """The examples of a step's micro-batches.
 
     Args:
         generations: the one that each micro-batch is cut from.
         part: micro-batches of the step / micro-batches of a generation.
-        coef: the coefficient of the entropy bonus; None without one.
         ranks: that a micro-batch is divided over.
+        numbers: which all completions have alike.
     """
     groups = []
     for rows, generation in zip(parts, generations, strict=True):
@@ -59,11 +59,11 @@ def step_examples(
             member[rank, own] = True
         tokens = generation.num_tokens
         weights = task.token_weights(lengths, completion_weight, member, generated_tokens=tokens, part=part)
-        groups.append([_with_numbers(task, *row, coef) for row in zip(rows, weights.tolist(), strict=True)])
+        groups.append([_with_numbers(task, *row, numbers) for row in zip(rows, weights.tolist(), strict=True)])
     return groups
 
 
-def _with_numbers(task: PolicyTask, row: Completed, weight: float, coef: float | None) -> Example:
-    numbers, of_tokens = task.numbers(row)
-    numbers = {**numbers, "token_weight": weight} | ({} if coef is None else {"entropy_coef": coef})
+def _with_numbers(task: PolicyTask, row: Completed, weight: float, numbers: Mapping[str, float]) -> Example:
+    own, of_tokens = task.numbers(row)
+    numbers = {**own, "token_weight": weight, **numbers}
     return example_of(row.prompt, row.completion, row.completion_mask, numbers, of_tokens)

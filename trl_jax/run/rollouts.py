@@ -30,6 +30,7 @@ from trl_jax.rollout.sampler import RepeatSampler, Sampler, StreamSampler
 from trl_jax.rollout.source import RolloutSteps
 from trl_jax.rollout.written import Written, all_written
 from trl_jax.run import data
+from trl_jax.run.model.at_reference import AtReference
 from trl_jax.run.progress_line import GenerationProgress, ProgressLine
 from trl_jax.run.rank_rollouts import RankRewards, RankWriter, local_copy, own_rank
 from trl_jax.run.state import RunState
@@ -181,18 +182,33 @@ class PolicyWriter:
         return rows.completion_texts(prompts, completion_ids, self._run.processing_class, known)
 
 
+class CommonNumbers:
+    """The numbers that all completions of a step have alike."""
+
+    def __init__(self, run: RunState):
+        self._task, self._at_reference = run.task, AtReference(run)
+
+    def __call__(self, coef: float | None) -> dict[str, float]:
+        """`coef` is the coefficient of the entropy bonus; None without one."""
+        numbers = {} if coef is None else {"entropy_coef": coef}
+        if self._task.diverges_in_loss:
+            numbers["at_reference"] = float(self._at_reference())
+        return numbers
+
+
 class StepMaker:
     """Micro-batches of completions -> the arrays of a step."""
 
     def __init__(self, run: RunState):
         self._run, self._layout = run, data.step_layout(run, training=True)
+        self._numbers = CommonNumbers(run)
 
     def __call__(
         self, parts: list[list[Completed]], generations: list[Experience], number: int, coef: float | None
     ) -> StepBatch:
         task, layout = self._run.task, self._layout
         part = len(parts) / task.cycle.parts
-        groups = step_examples(task, parts, generations, part, coef, layout.shards)
+        groups = step_examples(task, parts, generations, part, layout.shards, self._numbers(coef))
         return layout.step([[IndexedExample(example, 0) for example in group] for group in groups], number)
 
 

@@ -56,11 +56,15 @@ class GrpoTask(PolicyTask):
         """The step's loss of the completions of a pass, and sums over micro-batches."""
         numbers, of_reads = batch.extras.example, batch.extras.read
         coefficient = jnp.max(numbers["entropy_coef"]) if self.entropy_bonus else None
+        ref_logps = of_reads.get("ref_logps")
+        if self.diverges_in_loss:
+            itself = jnp.max(numbers["at_reference"]) > 0
+            ref_logps = jnp.where(itself, jax.lax.stop_gradient(outputs["logps"]), ref_logps)
         return grpo_loss(
             outputs["logps"],
             numbers["advantage"],
             old_logps=of_reads.get("old_logps"),
-            ref_logps=of_reads.get("ref_logps"),
+            ref_logps=ref_logps,
             entropies=outputs["entropy"],
             sampling_logps=of_reads.get("sampling_logps"),
             text=batch.text,

@@ -87,6 +87,11 @@ class PolicyTask(TokenTask):
     columns: ClassVar[Columns] = Columns((), prompts="prompt")
     divergence_in_reward: ClassVar[bool] = False  # whether that from the reference is a part of the reward
 
+    @property
+    def diverges_in_loss(self) -> bool:
+        """Whether the divergence from a reference is a part of the step's loss."""
+        return bool(self.beta) and not self.divergence_in_reward
+
     def prepare(
         self, dataset: Dataset | IterableDataset, tokenizer: Any, *, name: str, **limits: Any
     ) -> Dataset | IterableDataset:

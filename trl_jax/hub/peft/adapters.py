@@ -133,6 +133,10 @@ class AdapterPlan:
             for kind, shape in one.shapes().items()
         }
 
+    def paths(self) -> list[dict[str, str]]:
+        """Kind -> the path of its array among the params, of each of the adapters."""
+        return [{kind: leaf(one.adapter.name, kind) for kind in one.shapes()} for one in self.modules]
+
 
 def make_adapter_plan(lora: LoraConfig, config: NativeConfig, drawn: tuple[str, ...] = ()) -> AdapterPlan:
     """Resolve a LoraConfig on a native model; `drawn` are tensors that no file has: they train whole.

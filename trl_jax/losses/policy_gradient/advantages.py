@@ -1,4 +1,5 @@
-"""Advantages of completions by the rewards of all completions of the same prompt. NumPy or JAX, float32."""
+"""Advantages of completions by the rewards of all completions of the same prompt. NumPy or JAX, float32; of NumPy's
+arrays they are to the bit what torch computes on a CPU, which matters where all rewards of a prompt are the same."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from trl_jax.core.torch_sums import torch_sum
 
 _ADDED = 1e-4  # to a standard deviation that is divided by
 _ZERO = 1e-8  # a standard deviation up to this is none
@@ -101,7 +104,7 @@ def rloo_advantages(
         std, advantages = xp.zeros_like(group), xp.zeros_like(rewarded)
     else:
         std, count = _std(xp, group), xp.sum(~xp.isnan(group), axis=1, keepdims=True)
-        others = xp.sum(_or_zero(xp, group), axis=1, keepdims=True) - group
+        others = _total(xp, group) - group
         advantages = (group - others / xp.where(count > 1, count - 1, xp.nan).astype(xp.float32)).reshape(-1)
     if normalize:
         advantages = (advantages - _mean(xp, advantages, None)) / (_std(xp, advantages, None) + xp.float32(_ADDED))
@@ -147,27 +150,32 @@ def _weighted(xp: Any, rewards: Any, weights: Any) -> Any:
 
 def _sum(xp: Any, rewards: Any, weights: Any) -> Any:
     """`[X]` of `[X, F]`, of what is not NaN."""
-    return xp.sum(_or_zero(xp, rewards * weights), axis=1)
+    return _total(xp, rewards * weights)[:, 0]
 
 
 def _or_zero(xp: Any, values: Any) -> Any:
     return xp.where(xp.isnan(values), xp.float32(0), values)
 
 
-def _count(xp: Any, values: Any, axis: int | None) -> Any:
-    return xp.sum(~xp.isnan(values), axis=axis, keepdims=True).astype(xp.float32)
+def _total(xp: Any, values: Any, axis: int | None = 1) -> Any:
+    """The sum of the values that are not NaN; the axis, None for all of them, stays."""
+    values = _or_zero(xp, values)
+    if xp is jnp:
+        return jnp.sum(values, axis=axis, keepdims=True)
+    total = torch_sum(np.ascontiguousarray(values), axis)
+    return np.reshape(total, (1,) * values.ndim) if axis is None else np.expand_dims(total, axis)
 
 
 def _mean(xp: Any, values: Any, axis: int | None = 1) -> Any:
     """Of the values that are not NaN, NaN where there is none; the axis, None for all of them, stays."""
-    count = _count(xp, values, axis)
-    return xp.sum(_or_zero(xp, values), axis=axis, keepdims=True) / xp.where(count > 0, count, xp.float32(xp.nan))
+    count = xp.sum(~xp.isnan(values), axis=axis, keepdims=True).astype(xp.float32)
+    return _total(xp, values, axis) / xp.where(count > 0, count, xp.float32(xp.nan))
 
 
 def _std(xp: Any, values: Any, axis: int | None = 1) -> Any:
     """Of the values that are not NaN, with n - 1; NaN below two of them, but 0 where there is one value in all."""
     if (values.size if axis is None else values.shape[axis]) == 1:
         return xp.zeros_like(values)
-    count, deviation = _count(xp, values, axis), values - _mean(xp, values, axis)
-    unbiased = xp.where(count > 1, count - 1, xp.float32(xp.nan))
-    return xp.sqrt(xp.sum(_or_zero(xp, deviation * deviation), axis=axis, keepdims=True) / unbiased)
+    count, deviation = xp.sum(~xp.isnan(values), axis=axis, keepdims=True), values - _mean(xp, values, axis)
+    correction = count.astype(xp.float32) / xp.where(count > 1, count - 1, xp.nan).astype(xp.float32)
+    return xp.sqrt(_mean(xp, deviation * deviation, axis) * correction)

@@ -21,7 +21,7 @@ from trl_jax.rollout.source import BASE_SEED_WORDS, RolloutSteps
 from trl_jax.run import data
 from trl_jax.run.evaluation.evaluation import MetricHooks
 from trl_jax.run.reports import speed_metrics
-from trl_jax.run.rollouts import row_of
+from trl_jax.run.rollouts import CommonNumbers, row_of
 from trl_jax.run.state import RunState
 from trl_jax.run.step.forward import Forward
 
@@ -30,7 +30,7 @@ class CompletionEvaluator:
     """Completes every prompt of a set as often as the task says, and measures loss, rewards and lengths."""
 
     def __init__(self, run: RunState, forward: Forward, sharded_step: ShardedStep | None, source: RolloutSteps):
-        self._run, self._source = run, source
+        self._run, self._source, self._numbers = run, source, CommonNumbers(run)
 
         def first(params: dict, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
             loss, sums = forward.loss(params, jax.tree.map(lambda leaf: leaf[0], batch), None)
@@ -82,7 +82,7 @@ class CompletionEvaluator:
         experience = self._source.rollout.make(rows, task.num_generations_eval, "eval")
         layout = replace(data.step_layout(run, training=False), accumulation=1)
         bonus = None if self._source.bonus is None else self._source.bonus.next()
-        groups = step_examples(task, [experience.rows], [experience], 1.0, bonus, layout.shards)
+        groups = step_examples(task, [experience.rows], [experience], 1.0, layout.shards, self._numbers(bonus))
         return layout.step([[IndexedExample(example, 0) for example in group] for group in groups], 0).arrays
 
     def _batch(self, rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
