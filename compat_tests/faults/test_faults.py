@@ -588,7 +588,6 @@ WRONG = {
     "id2label": [5],
     "label2id": [["a"]],
     "max_position_embeddings": [[]],
-    "colour_of_the_model": ["red"],
 }
 
 

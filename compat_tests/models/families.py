@@ -197,6 +197,7 @@ VARIANTS = {
         },
     },
     "glm4_moe": {
+        "odd": {"head_dim": 10, "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
         "plain": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
         "groups": {
             "n_group": 2, "topk_group": 1, "use_qk_norm": True, "attention_bias": True, "first_k_dense_replace": 2,

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from transformers import CONFIG_MAPPING
 
 from compat_tests.effort import THOROUGH, usual, usually
 from compat_tests.models import variants
 from compat_tests.models.families import BODY_ONLY, UNLIKE, VARIANTS
 from trl_jax import AutoModelForSequenceClassification
 from trl_jax.core.packed import reads_of_rows
+from trl_jax.hub import families
 from trl_jax.hub.checkpoint.saving import entries_of, read_tensor
+from trl_jax.hub.config.unread import is_unread
 from trl_jax.models.functional import merge
 
 torch = pytest.importorskip("torch")
@@ -116,11 +120,33 @@ def test_bfloat16_weights_are_read_exactly(tmp_path):
 
 
 @pytest.mark.parametrize("family", usually(UNLIKE.__contains__, VARIANTS))
-def test_a_key_that_nobody_knows_is_refused(family, built, tmp_path):
+def test_a_key_that_transformers_alone_knows_is_refused(family, built, tmp_path, monkeypatch):
+    monkeypatch.setattr(families, "is_unread", lambda config_class, key: key != "attention_twist")
     config = json.loads((built(family, "plain") / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"attention_twist": 3}))
     with pytest.raises(ValueError, match=f"does not know for model_type '{family}': attention_twist=3"):
         AutoModelForSequenceClassification.from_pretrained(tmp_path)
+
+
+def test_a_key_that_nobody_knows_is_passed_over(built, tmp_path, caplog):
+    """As in the tiny gpt2 of TRL's own tests, whose config has a llama's sizes."""
+    shutil.copytree(built("gpt2", "plain"), tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 2, "twist": 3}))
+    AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    assert caplog.messages == [
+        f"{tmp_path / 'model' / 'config.json'}: neither trl_jax nor transformers reads num_key_value_heads, twist: "
+        "without effect."
+    ]
+
+
+@pytest.mark.parametrize(("key", "unread"), [
+    ("n_inner", False), ("hidden_size", False),  # a field, and another name of one
+    ("sliding_window", False),  # what the cache of all models reads
+    ("cross_attention_factor", True),
+])  # fmt: skip
+def test_keys_that_transformers_reads(key, unread):
+    assert is_unread(CONFIG_MAPPING["gpt2"], key) == unread
 
 
 @pytest.mark.parametrize("family", usually(UNLIKE.__contains__, sorted(set(VARIANTS) - BODY_ONLY)))

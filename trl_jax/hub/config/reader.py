@@ -1,13 +1,17 @@
-"""A strict reader of config.json: every key is read, declared inert, or refused by name."""
+"""A strict reader of config.json: every key is read, declared inert, passed over with a line, or refused."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from trl_jax.core.files import strict_json
 from trl_jax.core.printable import brief, listed
 from trl_jax.hub.formats.mxfp4 import METHOD as MXFP4
+
+logger = logging.getLogger(__name__)
 
 # Keys without effect on what is computed: bookkeeping, labels, token ids, generation settings.
 INERT = frozenset(
@@ -125,10 +129,18 @@ class ConfigReader:
     def wrong(self, key: str, value: Any, wanted: str) -> ValueError:
         return ValueError(f"{self.source}: {key} is {brief(value)}, wanted {wanted}.")
 
-    def finish(self) -> None:
-        """Refuse keys that nobody read: an unknown one may change what the model computes."""
+    def finish(self, unread: Callable[[str], bool] = lambda key: False) -> None:
+        """Refuse keys that nobody read: an unknown one may change what the model computes.
+
+        Args:
+            unread: whether transformers does not read a key, either. The log names those.
+        """
         private = {key for key in self.raw if key.startswith("_")}  # notes that transformers takes for itself
         unknown = sorted(set(self.raw) - self._asked - INERT - private)
+        passed_over = [key for key in unknown if unread(key)]
+        if passed_over:
+            logger.warning("%s: neither trl_jax nor transformers reads %s: without effect.", self.source, listed(passed_over))
+        unknown = [key for key in unknown if key not in passed_over]
         if unknown:
             kind, keys = brief(self.raw.get("model_type")), listed([f"{key}={brief(self.raw[key])}" for key in unknown])
             raise ValueError(

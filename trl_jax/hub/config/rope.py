@@ -9,6 +9,7 @@ from typing import Any
 
 from trl_jax.core.printable import listed
 from trl_jax.hub.config.reader import ConfigReader
+from trl_jax.models.arch import Arch
 from trl_jax.nn.rope import Rope
 
 _NEEDED = {
@@ -95,6 +96,14 @@ def read_rotary_dim(
     if not whole and (channels < 2 or channels % 2):
         raise config.wrong(key, fraction, f"a share of the {head_dim} channels of a head that is even and at least 2")
     return channels
+
+
+def rotated(config: ConfigReader, arch: Arch, default: float, key: str = "partial_rotary_factor") -> Arch:
+    """The facts of a model with so many rotated channels, in the smallest ones an odd number or none; arguments as of
+    `read_rotary_dim`."""
+    whole = arch.ropes[0].kind in ("default", "linear")
+    rotary_dim = read_rotary_dim(config, arch.head_dim, default, key, whole=whole)
+    return replace(arch, rotary_dim=rotary_dim, ropes=arch.ropes if rotary_dim else (None,) * arch.num_layers)
 
 
 def with_scales_by_length(config: ConfigReader, rope: Rope) -> Rope:

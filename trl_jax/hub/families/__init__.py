@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
@@ -13,6 +13,7 @@ from typing import Any
 
 from trl_jax.hub.checkpoint.tensor_map import Names
 from trl_jax.hub.config.reader import ConfigReader
+from trl_jax.hub.config.unread import is_unread
 from trl_jax.hub.exported.model_types import objection
 from trl_jax.hub.heads import Head, ScoreHead, lm_head
 
@@ -82,25 +83,30 @@ def family_of(raw: dict[str, Any], source: Path) -> Family:
 def read_arch(raw: dict[str, Any], source: Path) -> tuple[Family, Any]:
     """The family and the facts of a config.json; every key it holds has been accounted for."""
     family = family_of(raw, source)
-    reader = ConfigReader(raw, str(source), _defaults(family.model_type))
+    config_class = _config_class(family.model_type)
+    reader = ConfigReader(raw, str(source), _defaults(config_class))
     arch = family.arch(reader)
-    reader.finish()
+    reader.finish(partial(is_unread, config_class))
     return family, arch
 
 
 def read_text_arch(config: ConfigReader, model_type: str, arch: Callable[[ConfigReader], Any]) -> Any:
     """The facts of `text_config`, whose sizes may be left to the class."""
-    reader = ConfigReader(config.section("text_config"), f"{config.source}: text_config", _defaults(model_type, ()))
+    config_class = _config_class(model_type)
+    reader = ConfigReader(config.section("text_config"), f"{config.source}: text_config", _defaults(config_class, ()))
     found = arch(reader)
-    reader.finish()
+    reader.finish(partial(is_unread, config_class))
     return found
 
 
-def _defaults(model_type: str, without: Collection[str] = _REQUIRED) -> dict[str, Any]:
-    """The values of transformers' config class for absent keys. Sizes have no default: none would fit."""
+def _config_class(model_type: str) -> Any:
     from transformers import CONFIG_MAPPING
 
-    config_class = CONFIG_MAPPING[model_type]
+    return CONFIG_MAPPING[model_type]
+
+
+def _defaults(config_class: Any, without: Collection[str] = _REQUIRED) -> dict[str, Any]:
+    """The values of transformers' config class for absent keys. Sizes have no default: none would fit."""
     defaults = {field.name: field.default for field in dataclasses.fields(config_class)}
     if isinstance(config_class.default_theta, float):  # some have one for each kind of layer
         defaults["rope_theta"] = config_class.default_theta

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from trl_jax.hub.checkpoint.tensor_map import Names, in_runs
 from trl_jax.hub.config.reader import ConfigReader
-from trl_jax.hub.config.rope import read_rotary_dim
+from trl_jax.hub.config.rope import rotated
 from trl_jax.hub.families import Family, deepseek_v3, llama
 from trl_jax.models.arch import Arch
 
@@ -14,10 +14,9 @@ from trl_jax.models.arch import Arch
 def arch(config: ConfigReader) -> Arch:
     for key in ("num_nextn_predict_layers", "num_mtp_layers", "output_router_logits"):
         config.value(key)
-    base = llama.arch(config, partial=True)
+    base = rotated(config, llama.arch(config, partial=True), 0.5)
     return replace(
         base,
-        rotary_dim=read_rotary_dim(config, base.head_dim, 0.5),
         o_bias=False,
         mlp_bias=False,
         qk_norm="head" if config.flag("use_qk_norm") else None,

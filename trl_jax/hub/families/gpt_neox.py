@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from trl_jax.hub.checkpoint.tensor_map import Names
 from trl_jax.hub.config.reader import ConfigReader
-from trl_jax.hub.config.rope import read_rotary_dim
+from trl_jax.hub.config.rope import rotated
 from trl_jax.hub.families import Family, llama
 from trl_jax.hub.families.persimmon import per_head
 from trl_jax.hub.heads import lm_head
@@ -16,16 +16,14 @@ from trl_jax.models.arch import Arch
 def arch(config: ConfigReader) -> Arch:
     heads = config.size("num_attention_heads")  # of keys, too, whatever num_key_value_heads says
     base = llama.arch(_with_todays_theta(config).with_values(num_key_value_heads=heads), partial=True)
+    base = rotated(config, base, 0.25, "rotary_pct")
     bias, dropout = config.flag("attention_bias", True), config.number("hidden_dropout", 0.0, maximum=0.99)
     config.optional_number("classifier_dropout")  # of a token classifier
-    rotary_dim = _rotary_dim(config, base)
     return replace(
         base,
         block="parallel_two_norms" if config.flag("use_parallel_residual", True) else "pre",
         norm="layer",
         norm_eps=config.number("layer_norm_eps", 1e-5),
-        ropes=base.ropes if rotary_dim else (None,) * base.num_layers,
-        rotary_dim=rotary_dim,
         gated=False,
         qkv_bias=bias,
         o_bias=bias,
@@ -35,12 +33,6 @@ def arch(config: ConfigReader) -> Arch:
         mlp_out_dropout=dropout,
         padding_idx=None,
     )
-
-
-def _rotary_dim(config: ConfigReader, base: Arch) -> int:
-    """In the smallest models it may be 0, which rotates nothing, or odd."""
-    kind = base.ropes[0].kind
-    return read_rotary_dim(config, base.head_dim, 0.25, "rotary_pct", whole=kind in ("default", "linear"))
 
 
 def _with_todays_theta(config: ConfigReader) -> ConfigReader:
