@@ -139,7 +139,8 @@ class ConfigReader:
         unknown = sorted(set(self.raw) - self._asked - INERT - private)
         passed_over = [key for key in unknown if unread(key)]
         if passed_over:
-            logger.warning("%s: neither trl_jax nor transformers reads %s: without effect.", self.source, listed(passed_over))
+            keys = listed(passed_over)
+            logger.warning("%s: neither trl_jax nor transformers reads %s: without effect.", self.source, keys)
         unknown = [key for key in unknown if key not in passed_over]
         if unknown:
             kind, keys = brief(self.raw.get("model_type")), listed([f"{key}={brief(self.raw[key])}" for key in unknown])
