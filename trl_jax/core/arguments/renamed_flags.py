@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -33,7 +34,7 @@ def modern_flags(flags: list[str], known: Iterable[str]) -> tuple[list[str], dic
     if not old or not is_of_training(known):
         return flags, {}, []
     now, environment, notes = translated(given | {name: _value(words) for name, words in old.items()}, known)
-    new = [text for name, value in now.items() if name not in given for text in (f"--{name}", str(value))]
+    new = [text for name, value in now.items() if name not in given for text in (f"--{name}", _text(value))]
     return kept + new, environment, notes
 
 
@@ -53,6 +54,10 @@ def _split(flags: list[str]) -> list[tuple[str | None, list[str]]]:
         else:
             parts.append((None, [word]))
     return parts
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict) else str(value)
 
 
 def _value(words: list[str]) -> Any:
