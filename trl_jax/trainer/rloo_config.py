@@ -4,9 +4,10 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from trl_jax.core.arguments.tables.rloo import RLOO
-from trl_jax.run.arguments import generation_fields, old_fields, text_fields
+from trl_jax.run.arguments import generation_fields, text_fields
 from trl_jax.run.arguments.base_config import BaseConfig
 from trl_jax.run.arguments.generation_fields import shared
+from trl_jax.trainer.shared import old_fields
 
 
 @dataclass(repr=False)

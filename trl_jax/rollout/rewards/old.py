@@ -1,4 +1,4 @@
-"""What judged completions in RLOOTrainer up to TRL 0.21: a model or a function, and a penalty for want of an end."""
+"""Judges of completions in RLOOTrainer up to TRL 0.21: a model or a function, and a penalty for want of an end."""
 
 from __future__ import annotations
 
