@@ -68,8 +68,8 @@ def _renamed(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _judge(trainer: Any, given: Any, tokenizer: Any) -> Any:
-    """Make of `reward_model` what judges as it did: a model by the policy's own tokens, a function by whole texts, unless it is
-    written for today's call."""
+    """Make of `reward_model` what judges as it did: a model by the policy's own tokens, a function by whole texts,
+    unless it is written for today's call."""
     if not is_model(given):
         if not callable(given) or takes_completions(given):
             return given
