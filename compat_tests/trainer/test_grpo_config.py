@@ -248,7 +248,8 @@ def test_names_of_earlier_releases(kind, old, new, value):
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_how_generations_were_cut_and_ended(tmp_path):
     line = "--output_dir out --per_device_train_batch_size 4 --gradient_accumulation_steps 3 --num_mini_batches 2 "
-    line += "--stop_token_id 7 --total_episodes 25 --num_ppo_epochs 4 --missing_eos_penalty 1.0 --sft_model_path mine"
+    line += "--stop_token_id 7 --total_episodes 25 --num_ppo_epochs 4 --missing_eos_penalty 1.0 --sft_model_path mine "
+    line += "--no_remove_unused_columns"  # a flag of transformers' parser where the default is True, as it was
     [args] = TrlParser((RLOOConfig,)).parse_args_and_config(line.split())
     assert (args.steps_per_generation, args.generation_batch_size) == (6, 24)
     assert args.max_steps == 2 * 2 * 4  # 2 generations, each of 2 steps, taken 4 times
