@@ -57,6 +57,10 @@ import trl, trl.trainer.distillation_config
 from trl import DistillationConfig
 from trl.trainer.utils import pad
 from trl.experimental.orpo import ORPOConfig
+import trl.import_utils as own, trl.generation as another
+own.is_vllm_available = another.nothing = lambda: False
+from trl.trainer.utils import SIMPLE_CHAT_TEMPLATE
+from trl.commands.cli_utils import TrlParser
 assert DistillationConfig.__module__ == "trl.trainer.distillation_config" and pad.__module__ == "trl.trainer.utils"
 print(trl.trainer.distillation_config.DistillationConfig is DistillationConfig)
 """

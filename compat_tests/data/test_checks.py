@@ -327,3 +327,9 @@ def test_lists_of_every_arrow_kind():
         dataset = Dataset.from_list(rows, features=Features({"chosen_ids": kind, "rejected_ids": kind}))
         assert ready(dataset) == rows
         refuses(dataset, "max_length=1 removes all 3 rows", max_length=1)
+
+
+def test_rows_in_another_order_without_columns_of_tokens():
+    """As prompts that were shuffled, or divided by train_test_split: datasets cannot order a table without columns."""
+    rows = Dataset.from_dict({"prompt": list("abcdef")}).train_test_split(2, seed=1)["train"]
+    assert checks.check_token_ids(rows, (), 10, "train") is rows and not list(checks.blocks(rows, ()))

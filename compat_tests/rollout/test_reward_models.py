@@ -99,3 +99,13 @@ def test_beside_functions(folder):
 def test_a_model_without_a_score(folder):
     with pytest.raises(TypeError, match=r"^reward_funcs has the model .*, which has no score head: load it"):
         scored(AutoModelForCausalLM.from_pretrained(folder), PROMPTS, COMPLETIONS)
+
+
+def test_a_classifier_of_several_labels(checkpoint):
+    from transformers import AutoModelForSequenceClassification as Theirs
+
+    labels = {"num_labels": 2, "id2label": {0: "NEGATIVE", 1: "POSITIVE"}}
+    model = Theirs.from_pretrained(checkpoint("llama", **labels))
+    text = r"with 2 labels \(0 'NEGATIVE', 1 'POSITIVE'\), and a reward is one number; TRL takes the first label's"
+    with pytest.raises(ValueError, match=text):
+        scored(model, PROMPTS, COMPLETIONS)

@@ -21,6 +21,7 @@ from trl_jax.trainer.rloo_config import RLOOConfig
 OWN = {"batch_layout": "auto", "remat_policy": "auto", "mesh_shape": None, "coordinator_address": None,
        "num_processes": None, "process_id": None, "max_prompt_length": None, "reward_timeout": None,
        "chat_template_path": None}  # fmt: skip
+OLD = dict.fromkeys(("missing_eos_penalty", "total_episodes", "reward_model_path", "sft_model_path"))  # of RLOOConfig
 BOTH = pytest.mark.parametrize("kind", [GRPOConfig, RLOOConfig])
 ALGORITHMS = {GRPOConfig: "GRPO", RLOOConfig: "RLOO"}
 
@@ -33,9 +34,9 @@ def nowhere(tmp_path, monkeypatch):
 @BOTH
 def test_fields_order_defaults_and_types_are_trls(kind):
     theirs = getattr(pytest.importorskip("trl"), kind.__name__)
-    assert [fact for fact in declared(kind) if fact[0] not in OWN] == declared(theirs)
+    assert [fact for fact in declared(kind) if fact[0] not in OWN | OLD] == declared(theirs)
     ours = inspect.signature(kind.__init__).parameters
-    assert [name for name in ours if name not in OWN] == list(inspect.signature(theirs.__init__).parameters)
+    assert [name for name in ours if name not in OWN | OLD] == list(inspect.signature(theirs.__init__).parameters)
 
 
 SHARED = dict(use_cpu=True, report_to="none", pad_to_multiple_of="64", bf16=False, max_steps=3,
@@ -55,7 +56,8 @@ def test_the_same_values_as_trl_after_construction(kind, given):
         warnings.filterwarnings("ignore", "use_transformers_continuous_batching=True: completions are written by")
         ours = kind("out", **SHARED, **given).to_dict()
     assert ours.pop("accelerator_config").items() >= theirs.pop("accelerator_config").items()
-    assert {name: ours.pop(name) for name in OWN} == OWN
+    own = OWN | OLD if kind is RLOOConfig else OWN
+    assert {name: ours.pop(name) for name in own} == own
     assert ours == theirs
 
 
@@ -232,12 +234,40 @@ def test_arguments_of_earlier_releases_are_told_at_the_callers_line(given, text,
     (GRPOConfig, "use_liger_loss", "use_liger_kernel", False), (GRPOConfig, "vllm_device", None, "cuda:1"),
     (RLOOConfig, "rloo_k", "num_generations", 4), (RLOOConfig, "kl_coef", "beta", 0.1),
     (RLOOConfig, "cliprange", "epsilon", 0.3), (RLOOConfig, "num_ppo_epochs", "num_iterations", 2),
-    (RLOOConfig, "response_length", "max_completion_length", 53),
+    (RLOOConfig, "response_length", "max_completion_length", 53), (RLOOConfig, "exp_name", "run_name", "mine"),
+    (RLOOConfig, "normalize_advantage", "normalize_advantages", True), (RLOOConfig, "token_level_kl", None, True),
+    (RLOOConfig, "whiten_rewards", None, False), (RLOOConfig, "num_sample_generations", None, 10),
+    (RLOOConfig, "local_rollout_forward_batch_size", None, 64), (RLOOConfig, "stop_token", None, "eos"),
 ])  # fmt: skip
 def test_names_of_earlier_releases(kind, old, new, value):
     with pytest.warns(FutureWarning, match=f"^{old} (is an old name: use {new}|has no effect any more; leave it out)"):
         args = kind("out", **{old: value})
     assert new is None or vars(args)[new] == value
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_how_generations_were_cut_and_ended(tmp_path):
+    line = "--output_dir out --per_device_train_batch_size 4 --gradient_accumulation_steps 3 --num_mini_batches 2 "
+    line += "--stop_token_id 7 --total_episodes 25 --num_ppo_epochs 4 --missing_eos_penalty 1.0 --sft_model_path mine "
+    line += "--no_remove_unused_columns"  # a flag of transformers' parser where the default is True, as it was
+    [args] = TrlParser((RLOOConfig,)).parse_args_and_config(line.split())
+    assert (args.steps_per_generation, args.generation_batch_size) == (6, 24)
+    assert args.max_steps == 2 * 2 * 4  # 2 generations, each of 2 steps, taken 4 times
+    assert args.generation_kwargs == {"eos_token_id": 7} and args.sft_model_path == "mine"
+
+
+@pytest.mark.parametrize(("given", "text"), [
+    ({"normalize_reward": True}, "normalise in the reward function"),
+    ({"non_eos_penalty": True}, "use missing_eos_penalty, which is taken off the score"),
+    ({"stop_token": "period"}, "stop_token='period': wanted 'eos'. Of other tokens, use generation_kwargs="),
+    ({"stop_token_id": 2, "generation_kwargs": {}}, "stop_token_id=2 beside generation_kwargs: use"),
+    ({"reward_clip_range": 10.0}, "reward_clip_range=10.0: wanted two numbers, .* a single number counted with"),
+    ({"total_episodes": 0}, "total_episodes=0"),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_what_had_another_meaning(given, text):
+    with pytest.raises((TypeError, ValueError), match=text):
+        RLOOConfig("out", **given)
 
 
 @BOTH

@@ -269,6 +269,11 @@ def test_one_device():
     args = RewardConfig("out", use_cpu=True, per_device_train_batch_size=3, per_device_eval_batch_size=5)
     assert (str(args.device), args.device.type, args.n_gpu) == ("cpu", "cpu", 0)
     assert (args.world_size, args.process_index, args.local_process_index) == (1, 0, 0)
+    state = args.distributed_state
+    assert (state.num_processes, str(state.device)) == (1, "cpu") and state.is_main_process and state.is_last_process
+    state.wait_for_everyone()
+    with state.main_process_first(), state.local_main_process_first():
+        assert state.on_main_process(len)("ab") == 2
     assert (args.train_batch_size, args.eval_batch_size) == (3, 5)
     assert args.should_log and args.should_save and args.parallel_mode.value == "not_parallel"
     assert args.get_process_log_level() >= 0

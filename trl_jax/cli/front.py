@@ -20,6 +20,8 @@ from trl_jax.core.trainers import WHERE
 MODULES: dict[str, tuple[str, ...]] = {
     "trl": ("trl_jax",),
     "trl.chat_template_utils": ("trl_jax.chat_template_utils",),
+    "trl.commands": (),
+    "trl.commands.cli_utils": ("trl_jax.scripts.utils",),
     "trl.data_utils": ("trl_jax.data_utils",),
     "trl.extras": (),
     "trl.extras.dataset_formatting": ("trl_jax.trainer.dataset_formatting",),
@@ -29,10 +31,10 @@ MODULES: dict[str, tuple[str, ...]] = {
     "trl.trainer": ("trl_jax.trainer",),
     "trl.trainer.callbacks": ("trl_jax.trainer.callbacks",),
     "trl.trainer.model_config": ("trl_jax.trainer.model_config",),
-    "trl.trainer.utils": ("trl_jax.trainer.utils",),
+    "trl.trainer.utils": ("trl_jax.trainer.utils", "trl_jax.trainer.old_templates"),
     **{ours.replace("trl_jax", "trl"): (ours,) for ours in WHERE.values()},
 }
-_PACKAGES = ("trl", "trl.extras", "trl.scripts", "trl.trainer")
+_PACKAGES = ("trl", "trl.commands", "trl.extras", "trl.scripts", "trl.trainer")
 _FOLLOWED = "1.16.0"  # the release of TRL whose surface this is
 _IN_CHILDREN = Path(__file__).parent / "children"
 
@@ -104,6 +106,8 @@ class FrontModule(ModuleType):
     def _theirs(self, name: str) -> Any:
         """The name of the installed trl's, or a placeholder of one that TRL had or has and nobody builds here."""
         found = _NOWHERE if _real_spec(self.__name__) is None else _of_real(self.__name__, name)
+        if found is _NOWHERE:  # a module of trl's that trl itself imported, while this one was aside
+            found = sys.modules.get(f"{self.__name__}.{name}", _NOWHERE)
         if found is not _NOWHERE:
             return found
         if name.startswith("__"):

@@ -5,11 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-import jax
 import numpy as np
 
-from trl_jax.engine.devices.processes import barrier
 from trl_jax.run.arguments.base_config import BaseConfig
+from trl_jax.run.process_state import ProcessState
 
 _INSTEAD = {
     "backward": "gradients are taken inside the compiled step; override compute_loss",
@@ -23,26 +22,20 @@ _INSTEAD = {
 }
 
 
-class Accelerator:
-    """The part of accelerate's Accelerator that has a meaning here. `num_processes` counts devices: TRL has a process
-    for each.
+class Accelerator(ProcessState):
+    """The part of accelerate's Accelerator that has a meaning here.
 
     Raises:
         AttributeError: for every other attribute, with what to use instead.
     """
 
-    local_process_index = 0
-    is_local_main_process = True
     parallelism_config = None
     sync_gradients = True
 
     def __init__(self, args: BaseConfig, end: Any):
-        self.device, self.mixed_precision = args.device, "bf16" if args.compute_dtype == "bfloat16" else "no"
+        super().__init__(args)
+        self.mixed_precision = "bf16" if args.compute_dtype == "bfloat16" else "no"
         self.gradient_accumulation_steps = args.gradient_accumulation_steps
-        self.num_processes, self.process_index = args.world_size, args.process_index
-        self.is_main_process, self.use_distributed = self.process_index == 0, self.num_processes > 1
-        self.is_last_process = self.process_index == jax.process_count() - 1
-        self.distributed_type = "MULTI_DEVICE" if self.use_distributed else "NO"
         self.state = SimpleNamespace(
             deepspeed_plugin=None,
             fsdp_plugin=None,
@@ -52,16 +45,8 @@ class Accelerator:
         )
         self._end = end
 
-    def print(self, *values: Any, **options: Any) -> None:
-        if self.is_main_process:
-            print(*values, **options)
-
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
         return model
-
-    def wait_for_everyone(self) -> None:
-        """Wait until every process has come here."""
-        barrier("accelerator.wait_for_everyone")
 
     def gather(self, value: Any) -> Any:
         """The value itself: it already covers all devices."""

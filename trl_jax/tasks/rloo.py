@@ -9,8 +9,10 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from datasets import Dataset, IterableDataset
 
 from trl_jax.data.layout.batch import Batch
+from trl_jax.data.rows.tokenised_prompts import as_prompts
 from trl_jax.losses.policy_gradient import Advantages, rloo_advantages, rloo_loss
 from trl_jax.losses.sums import real_examples
 from trl_jax.tasks.metrics import aux_loss
@@ -33,6 +35,12 @@ class RlooTask(PolicyTask):
     normalize_advantages: bool = False
 
     divergence_in_reward: ClassVar[bool] = True
+
+    def prepare(
+        self, dataset: Dataset | IterableDataset, tokenizer: Any, *, name: str, **limits: Any
+    ) -> Dataset | IterableDataset:
+        """The rows as they are, or of those that are tokens, as up to TRL 0.21, the texts."""
+        return super().prepare(as_prompts(dataset, name, tokenizer), tokenizer, name=name, **limits)
 
     @property
     def keeps_old_logps(self) -> bool:

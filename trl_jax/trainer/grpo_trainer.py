@@ -17,7 +17,7 @@ from trl_jax.rollout.completions.repo import CompletionsRepo
 from trl_jax.rollout.entropy import EntropyBonus
 from trl_jax.tasks.grpo import GrpoTask
 from trl_jax.trainer.grpo_config import GRPOConfig
-from trl_jax.trainer.shared.old_keywords import as_config
+from trl_jax.trainer.shared.old_keywords import accepting_old_keywords, as_config
 from trl_jax.trainer.shared.policy_attributes import argument
 from trl_jax.trainer.shared.refusals import refuse
 from trl_jax.trainer.shared.with_rollout import TrainerWithRollout
@@ -71,6 +71,7 @@ class GRPOTrainer(TrainerWithRollout):
     )
     use_adaptive_entropy = argument("use_adaptive_entropy")
 
+    @accepting_old_keywords()
     def __init__(
         self,
         model: str | os.PathLike | PreTrainedModel,

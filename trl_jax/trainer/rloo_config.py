@@ -7,6 +7,7 @@ from trl_jax.core.arguments.tables.rloo import RLOO
 from trl_jax.run.arguments import generation_fields, text_fields
 from trl_jax.run.arguments.base_config import BaseConfig
 from trl_jax.run.arguments.generation_fields import shared
+from trl_jax.trainer.shared import old_fields
 
 
 @dataclass(repr=False)
@@ -48,6 +49,9 @@ class RLOOConfig(BaseConfig):
         chat_template_path: .jinja or .j2 file with the chat template to use, or folder or Hub name of the tokenizer
             that has it; its new tokens come, too.
         reward_timeout: seconds that an asynchronous reward function may take; None: any. Not in TRL.
+        missing_eos_penalty, total_episodes: deprecated, of TRL up to 0.21: what is taken off the reward of a completion
+            that does not end, and how many completions are written in all, from which max_steps is made.
+        reward_model_path, sft_model_path: deprecated; read by scripts alone.
     """
 
     argument_table = RLOO
@@ -134,7 +138,13 @@ class RLOOConfig(BaseConfig):
         metadata={"help": "Seconds that an asynchronous reward function may take. Unset, any."},
     )
 
+    missing_eos_penalty: float | None = old_fields.missing_eos_penalty()
+    total_episodes: int | None = old_fields.total_episodes()
+    reward_model_path: str | None = old_fields.path("the reward model")
+    sft_model_path: str | None = old_fields.path("the policy")
+
     def __post_init__(self):
+        old_fields.warn(self, self._frames_to_caller())
         generation_fields.warn_of_old(self, self._frames_to_caller())
         super().__post_init__()
         if self.counts_devices:
@@ -142,3 +152,4 @@ class RLOOConfig(BaseConfig):
 
     def settle_sizes(self) -> None:
         generation_fields.settle_sizes("RLOO", self)
+        old_fields.settle_steps(self)

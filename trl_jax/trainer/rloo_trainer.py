@@ -9,9 +9,11 @@ from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import TrainerCallback
 
 from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.rollout.rewards.old import MissingEos
 from trl_jax.tasks.rloo import RlooTask
 from trl_jax.trainer.rloo_config import RLOOConfig
-from trl_jax.trainer.shared.old_keywords import as_config
+from trl_jax.trainer.shared.old_keywords import accepting_old_keywords, as_config, tell
+from trl_jax.trainer.shared.old_policy import modern_policy
 from trl_jax.trainer.shared.policy_attributes import argument
 from trl_jax.trainer.shared.with_rollout import TrainerWithRollout
 
@@ -33,6 +35,7 @@ class RLOOTrainer(TrainerWithRollout):
     _parses_messages: ClassVar[bool] = False
     normalize_advantages, reward_clip_range = map(argument, ("normalize_advantages", "reward_clip_range"))
 
+    @accepting_old_keywords(first=modern_policy)
     def __init__(
         self,
         model: str | os.PathLike | PreTrainedModel,
@@ -48,11 +51,36 @@ class RLOOTrainer(TrainerWithRollout):
         peft_config: Any = None,
     ):
         args = None if args is None else as_config(args, RLOOConfig)
+        if args is not None and args.missing_eos_penalty is not None:
+            reward_funcs, reward_processing_classes = self._with_penalty(
+                reward_funcs, reward_processing_classes, args.missing_eos_penalty
+            )
         super().__init__(
             model, reward_funcs, reward_processing_classes, args=args, train_dataset=train_dataset,
             eval_dataset=eval_dataset, processing_class=processing_class, callbacks=callbacks, optimizers=optimizers,
             quantization_config=quantization_config, peft_config=peft_config,
         )  # fmt: skip
+
+    def _with_penalty(self, functions: Any, tokenizers: Any, penalty: float) -> tuple[list, list | None]:
+        """The reward functions with one more, for completions without an end; and the tokenizers."""
+        judge = MissingEos(penalty, lambda: self.processing_class.eos_token_id)
+        functions, tokenizers = (
+            list(given) if isinstance(given, list | tuple) else [given] for given in (functions, tokenizers)
+        )
+        return [*functions, judge], None if tokenizers == [None] else [*tokenizers, None]
+
+    def generate_completions(self, sampling: bool = False) -> None:
+        """Deprecated, of TRL up to 0.21: evaluates, where there are rows for it.
+
+        Args:
+            sampling: without a meaning: all rows are completed.
+        """
+        tell(
+            "generate_completions() is of TRL up to 0.21: it evaluates. Call evaluate(), and set log_completions=True "
+            "for a table of the completions."
+        )
+        if self.eval_dataset is not None:
+            self.evaluate()
 
     def make_task(self) -> RlooTask:
         args = self.args

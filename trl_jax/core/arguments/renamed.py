@@ -26,6 +26,8 @@ OTHERWISE = {
     "max_prompt_length": "use max_length, which holds for prompt and answer together.",
     "model_adapter_name": "leave it out: the model's adapter trains.",
     "ref_adapter_name": "leave it out: the reference of an adapter that trains on is a copy of it.",
+    "non_eos_penalty": "use missing_eos_penalty, which is taken off the score instead of replacing it.",
+    "normalize_reward": "normalise in the reward function; normalize_advantages does it behind the baseline.",
     "reference_free": "leave it out: every loss compares with a reference.",
     "ref_model_init_kwargs": "load the reference with AutoModelForCausalLM.from_pretrained, and pass it as ref_model.",
     "rpo_alpha": "use loss_type=['sigmoid', 'sft'] and loss_weights=[1.0, rpo_alpha].",
@@ -34,13 +36,24 @@ OTHERWISE = {
 # Old names of arguments of GRPOConfig and RLOOConfig.
 OF_GENERATION = {
     "cliprange": "epsilon",
+    "exp_name": "run_name",
     "kl_coef": "beta",
+    "normalize_advantage": "normalize_advantages",
     "num_ppo_epochs": "num_iterations",
     "response_length": "max_completion_length",
     "rloo_k": "num_generations",
     "use_liger_loss": "use_liger_kernel",
     "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
     "wandb_log_unique_prompts": "log_unique_prompts",
+}
+# Arguments of TRL's RLOOConfig up to 0.21 that change nothing.
+IDLE_OF_GENERATION = {
+    "local_rollout_forward_batch_size": "leave it out: completions are written in batches that fit.",
+    "num_sample_generations": "leave it out: log_completions=True shows completions.",
+    "penalty_reward_value": "leave it out: it belongs to non_eos_penalty.",
+    "stop_token": "leave it out: the end of text ends a completion.",
+    "token_level_kl": "leave it out: an advantage has the sum over the tokens, either way.",
+    "whiten_rewards": "leave it out: RLOOTrainer never read it.",
 }
 RENAMED = {
     "dispatch_batches": "leave it out: one process makes the batches.",
@@ -49,14 +62,17 @@ RENAMED = {
     "logging_dir": "set the environment variable TENSORBOARD_LOGGING_DIR.",
     "max_seq_length": "use max_length.",
     "no_cuda": "use use_cpu.",
+    "num_mini_batches": "use steps_per_generation, gradient_accumulation_steps times as many.",
     "push_to_hub_model_id": "use hub_model_id.",
     "push_to_hub_organization": "use hub_model_id, as organization/name.",
     "push_to_hub_token": "use hub_token.",
     "split_batches": "leave it out: one process makes the batches.",
+    "stop_token_id": "use generation_kwargs={'eos_token_id': ...}.",
     "torch_dtype": "use dtype.",
     "use_liger": "use use_liger_kernel.",
     "warmup_ratio": "use warmup_steps: a number below 1 is a ratio.",
     **{old: f"use {new}." for old, new in OF_GENERATION.items()},
+    **IDLE_OF_GENERATION,
     **OTHERWISE,
     **dict.fromkeys(GONE.split(), "leave it out: transformers no longer has it."),
     **dict.fromkeys(GONE_FROM_TRL.split(), "leave it out: TRL no longer has it."),
@@ -73,7 +89,7 @@ _SAME = {
     "warmup_ratio": "warmup_steps",
     **OF_GENERATION,
 }
-_IGNORED = {*GONE.split(), *GONE_FROM_TRL.split(), "dispatch_batches", "split_batches"}
+_IGNORED = {*GONE.split(), *GONE_FROM_TRL.split(), *IDLE_OF_GENERATION, "dispatch_batches", "split_batches"}
 TENSORBOARD = "TENSORBOARD_LOGGING_DIR"
 
 
@@ -128,6 +144,8 @@ def _modern(name: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] |
         return {new: value}
     if name == "logging_dir":
         return {} if value is None else {TENSORBOARD: str(value)}
+    if name in ("num_mini_batches", "stop_token", "stop_token_id"):
+        return _of_old_generation(name, value, given)
     if name == "group_by_length":
         return {"train_sampling_strategy": "group_by_length"} if value else {}
     if name in OTHERWISE and value not in (None, False, {}):
@@ -140,3 +158,17 @@ def _modern(name: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] |
             raise TypeError("push_to_hub_organization without a model's name: use hub_model_id='organization/name'.")
         return {"hub_model_id": f"{value}/{model}"}
     return {}
+
+
+def _of_old_generation(name: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """How TRL's RLOOConfig up to 0.21 cut generations into steps, and ended completions."""
+    if name == "stop_token" and value not in (None, "eos"):
+        raise TypeError(f"stop_token={value!r}: wanted 'eos'. Of other tokens, {RENAMED['stop_token_id']}")
+    if value is None or name == "stop_token":
+        return {}
+    if name == "num_mini_batches":
+        parts = int(value) * int(given.get("gradient_accumulation_steps", 1))
+        return {} if int(value) == 1 else {"steps_per_generation": parts}
+    if "generation_kwargs" in given:
+        raise TypeError(f"stop_token_id={value!r} beside generation_kwargs: {RENAMED[name]}")
+    return {"generation_kwargs": {"eos_token_id": int(value)}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,15 +26,18 @@ def modern_flags(flags: list[str], known: Iterable[str]) -> tuple[list[str], dic
     known, kept, old = set(known), [], {}
     given: dict[str, Any] = {}
     for name, words in _split(flags):
+        name, words = _denied(name, words, known)
         if name in RENAMED and name not in known:
             old[name] = words
         else:
             kept += words
             given |= {} if name is None else {name: _value(words)}
-    if not old or not is_of_training(known):
+    if not is_of_training(known):
         return flags, {}, []
+    if not old:
+        return kept, {}, []
     now, environment, notes = translated(given | {name: _value(words) for name, words in old.items()}, known)
-    new = [text for name, value in now.items() if name not in given for text in (f"--{name}", str(value))]
+    new = [text for name, value in now.items() if name not in given for text in (f"--{name}", _text(value))]
     return kept + new, environment, notes
 
 
@@ -53,6 +57,17 @@ def _split(flags: list[str]) -> list[tuple[str | None, list[str]]]:
         else:
             parts.append((None, [word]))
     return parts
+
+
+def _denied(name: str | None, words: list[str], known: set[str]) -> tuple[str | None, list[str]]:
+    """`--no_something` as `--something false`: parsers have that flag where the default is true, which was once."""
+    if name is None or name in known or not name.startswith("no_") or name[3:] not in known or len(words) > 1:
+        return name, words
+    return (name, words) if "=" in words[0] else (name[3:], [f"--{name[3:]}", "false"])
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict) else str(value)
 
 
 def _value(words: list[str]) -> Any:

@@ -109,6 +109,8 @@ def check_token_ids(
 
 def blocks(dataset: Dataset, columns: tuple[str, ...]) -> Iterator[tuple[int, pa.Table]]:
     """Iterate over (index of the first row, block of at most ROWS_PER_BLOCK rows) of these columns."""
+    if not columns:
+        return  # a table without columns has no rows either, and none that an order of rows could name
     arrow = dataset.select_columns(list(columns)).with_format("arrow")
     for number, block in enumerate(arrow.iter(batch_size=ROWS_PER_BLOCK)):
         yield number * ROWS_PER_BLOCK, block

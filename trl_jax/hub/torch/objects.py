@@ -236,7 +236,7 @@ def give_back(backend: Backend, params: dict, config: Any, model: Any) -> None:
         values = _as_loaded(backend, params, config, type(model))
     with torch.no_grad():
         for name, value in values.items():
-            state[name].copy_(torch.tensor(value))
+            state[name].copy_(value if isinstance(value, torch.Tensor) else torch.tensor(value))
 
 
 def _give_back_adapter(backend: AdaptedBackend, params: dict, model: Any) -> None:

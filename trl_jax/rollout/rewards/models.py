@@ -45,6 +45,10 @@ class RewardModel:
             options = {**self.template_options, "tokenize": False}
             whole = [apply_chat_template(self.tokenizer, messages, **options) for messages in whole]
         ids = self.tokenizer(text=whole, add_special_tokens=False)["input_ids"]
+        return self.scores(ids)
+
+    def scores(self, ids: list[list[int]]) -> np.ndarray:
+        """The score of each text, float32 `[B]`, by its tokens."""
         return np.concatenate([self._scores(ids[start : start + _ROWS]) for start in range(0, len(ids), _ROWS)])
 
     def _scores(self, ids: list[list[int]]) -> np.ndarray:
@@ -85,6 +89,7 @@ def reward_model(
     revision = options.get("revision") if isinstance(model, str | os.PathLike) else None
     if is_torch_model(model):
         place, config = model.config._name_or_path, model.config
+        _check_labels(config)
         with as_checkpoint(model, "score") as checkpoint:
             ours = checkpoint.load(seed)
     elif isinstance(model, PreTrainedModel):
@@ -104,3 +109,13 @@ def reward_model(
         tokenizer.pad_token = tokenizer.eos_token
     ours.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     return RewardModel(ours, tokenizer, dict(template_options or {}))
+
+
+def _check_labels(config: Any) -> None:
+    if config.num_labels != 1:
+        labels = ", ".join(f"{number} {name!r}" for number, name in sorted(config.id2label.items()))
+        raise ValueError(
+            f"reward_funcs has the model {config._name_or_path} with {config.num_labels} labels ({labels}), and a "
+            "reward is one number; TRL takes the first label's score, whatever it means. Pass a function that gives "
+            "the score you mean, as in lambda completions, **columns: scores_of(completions)[:, 1].tolist()."
+        )

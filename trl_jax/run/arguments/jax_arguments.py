@@ -3,6 +3,7 @@
 import contextlib
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
@@ -113,6 +114,13 @@ class JaxArguments(TrainingArguments):
         yield
         if not self.process_index:
             barrier(f"main_process_first: {desc}")
+
+    @property
+    def distributed_state(self) -> Any:
+        """The part of accelerate's PartialState that scripts use. JAX starts when it is read."""
+        from trl_jax.run.process_state import ProcessState
+
+        return ProcessState(self)
 
     @property
     def should_log(self) -> bool:

@@ -18,28 +18,31 @@ from trl_jax.run.arguments.base_config import BaseConfig
 _GONE = {*GONE_FROM_TRL.split(), *OTHERWISE}
 
 
-def accepting_old_keywords(*moved: str) -> Callable[[Callable], Callable]:
+def accepting_old_keywords(*moved: str, first: Callable | None = None) -> Callable[[Callable], Callable]:
     """Make a trainer's `__init__` take `tokenizer=` and arguments that have moved, each with a FutureWarning.
 
     Args:
         moved: names of arguments, old or today's, that are the configuration's now.
+        first: (trainer, positional arguments, arguments by name) -> those by name: translates a form of its own.
     """
-    return functools.partial(_wrapped, frozenset(moved))
+    return functools.partial(_wrapped, frozenset(moved), first)
 
 
-def _wrapped(moved: frozenset[str], init: Callable) -> Callable:
+def _wrapped(moved: frozenset[str], first: Callable | None, init: Callable) -> Callable:
     accepted = inspect.signature(init).parameters
 
     @functools.wraps(init)
     def wrapped(self, *args: Any, **kwargs: Any) -> None:
+        if first is not None:
+            kwargs = first(self, args, kwargs)
         if "tokenizer" in kwargs:
             if "processing_class" in kwargs:
                 raise TypeError("tokenizer and processing_class are one argument. Leave tokenizer out.")
             kwargs["processing_class"] = kwargs.pop("tokenizer")
-            _tell("tokenizer is an old name: pass it as processing_class.")
+            tell("tokenizer is an old name: pass it as processing_class.")
         for name in (kwargs.keys() & _GONE) - moved - accepted.keys():
             for note in translated({name: kwargs.pop(name)}, ())[2]:
-                _tell(note)
+                tell(note)
         if given := {name: kwargs.pop(name) for name in sorted(moved) if name in kwargs}:
             at = list(accepted).index("args") - 1  # without self
             args, kwargs = _with_moved(type(self).config_class, given, args, kwargs, at)
@@ -65,7 +68,7 @@ def _with_moved(
         setattr(changed, name, value)
     for old in given:
         new = translated({old: given[old]}, names)[0]
-        _tell(f"{old} is an argument of {kind.__name__} now: pass {kind.__name__}({', '.join(new)}=...).", above=1)
+        tell(f"{old} is an argument of {kind.__name__} now: pass {kind.__name__}({', '.join(new)}=...).", above=1)
     if len(args) > at:
         return (*args[:at], changed, *args[at + 1 :]), kwargs
     return args, kwargs | {"args": changed}
@@ -91,5 +94,6 @@ def as_config(args: TrainingArguments, kind: type[BaseConfig]) -> BaseConfig:
     return kind(**{f.name: getattr(args, f.name) for f in fields(args) if f.name in known and f.init})
 
 
-def _tell(text: str, above: int = 0) -> None:
+def tell(text: str, above: int = 0) -> None:
+    """A FutureWarning at the line that calls a wrapped constructor; `above`: functions between the wrapper and this."""
     warnings.warn(text, FutureWarning, stacklevel=3 + above)

@@ -17,7 +17,8 @@ from trl_jax.rollout.completions.repo import CompletionsRepo
 from trl_jax.rollout.entropy import EntropyBonus
 from trl_jax.rollout.rewards.arguments import reward_functions
 from trl_jax.run import construction
-from trl_jax.run.model.reference import Sync, check_sync, initial_policy
+from trl_jax.run.model import loading as model_loading
+from trl_jax.run.model.reference import ReferenceModel, Sync, check_sync, given, initial_policy
 from trl_jax.run.model.routers import balance_experts
 from trl_jax.run.rollouts import RolloutParts, Sampling
 from trl_jax.run.state import RunState
@@ -37,14 +38,15 @@ class TrainerWithRollout(PolicyAttributes):
         self, model: Any, reward_funcs: Any, reward_processing_classes: Any, *, peft_config: Any, **arguments: Any
     ):
         """`arguments` are those of `BaseTrainer`."""
-        given = () if reward_funcs is None else reward_funcs
-        self.reward_funcs = list(given) if isinstance(given, list | tuple) else [given]
+        functions = () if reward_funcs is None else reward_funcs
+        self.reward_funcs = list(functions) if isinstance(functions, list | tuple) else [functions]
         self._reward_processing_classes, self._fresh_adapter = reward_processing_classes, peft_config is not None
         made = {"reference": self._attach_reference, "rollout": self._rollout}
         super().__init__(model, peft_config=peft_config, **made, **arguments)
         self.aux_loss_enabled = balance_experts(self._run, self.args.router_aux_loss_coef)
 
     _tokenizer_sides = {"padding_side": "left", "truncation_side": "left"}  # as TRL loads and saves it
+    _given_reference: Any = None  # RLOOTrainer(ref_policy=...)
     _writes_completions: ClassVar[bool] = True
     _parses_messages: ClassVar[bool] = True
     _never_called = NEVER_CALLED_WITH_ROLLOUT
@@ -53,7 +55,7 @@ class TrainerWithRollout(PolicyAttributes):
     def ref_model(self) -> PreTrainedModel | None:
         """The reference as it is now; None where beta is 0, and of an adapter: it is the model under it."""
         model, reference = self._run.model, self._run.reference
-        if reference is None or isinstance(model.backend, AdaptedBackend):
+        if reference is None or (self._given_reference is None and isinstance(model.backend, AdaptedBackend)):
             return None
         return reference.as_model(model)
 
@@ -75,12 +77,18 @@ class TrainerWithRollout(PolicyAttributes):
                     "`beta` to a non-zero value."
                 )
             return
-        reference = initial_policy(run.model, fresh_adapter=self._fresh_adapter)
+        reference = self._reference(run)
         if args.sync_ref_model:
             check_sync(run.model)
             sync = Sync(args.ref_model_mixup_alpha, args.ref_model_sync_steps)
             reference = reference.following(sync, run.model.arrays)
         construction.attach_reference(run, reference)
+
+    def _reference(self, run: RunState) -> ReferenceModel:
+        if self._given_reference is None:
+            return initial_policy(run.model, fresh_adapter=self._fresh_adapter)
+        as_bits = run.sharding_plan is None and not run.args.sync_ref_model
+        return given(model_loading.load_reference(self._given_reference, run.args), run.vocab_size, as_bits=as_bits)
 
     def _rollout(self, run: RunState) -> RolloutParts:
         args = run.args
