@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -48,6 +49,8 @@ from trl_jax.run.state import RunState
 from trl_jax.run.step.precompile import compiling_ahead
 from trl_jax.run.step.train_step import TrainStep, optimizer_of
 
+logger = logging.getLogger(__name__)
+
 
 class Training:
     """Trains a run, as often as it is asked to.
@@ -74,6 +77,7 @@ class Training:
         self._checkpointer, self._publisher, self._torch_model = checkpointer, publisher, torch_model
         self._choose, self.choice = choose, choose()
         self.optimizer: Optimizer | None = None
+        self._made_of: tuple[Any, ...] = ()  # what the step of this train() goes by, and a callback may change
 
     def train(self, resume_from: str | bool | None) -> TrainOutput:
         """Train to the end, alone in output_dir, heeding signals; smaller batches where auto_find_batch_size asks."""
@@ -100,6 +104,35 @@ class Training:
     def made_optimizer(self) -> Optimizer:
         """The result of create_optimizer, in the form of the step."""
         return optimizer_of(self._run, self._hooks.create_optimizer(), self.choice)
+
+    def _renewed(self) -> Optimizer | None:
+        """The optimizer of a step that is made anew, where a callback has changed what the last one was made of; None
+        where nothing has changed.
+
+        Raises:
+            ValueError: the optimizer would have another state.
+        """
+        run = self._run
+        self._hooks.settle_task()
+        found, before = (run.task, run.args.max_grad_norm), self._made_of
+        if found[0] is before[0] and found[1] == before[1]:
+            return None
+        self._made_of = found
+        logger.warning(
+            "After step %d, %s was changed: the step is compiled again, as it is after every such change.",
+            run.state.global_step,
+            "max_grad_norm" if found[0] is before[0] else "the loss",
+        )
+        tx = self.made_optimizer()
+        if jax.tree.structure(jax.eval_shape(tx.init, run.model.params)) != jax.tree.structure(
+            run.progress.optimizer_state
+        ):
+            raise ValueError(
+                f"max_grad_norm was changed from {before[1]} to {found[1]} while the run trains, and the optimizer's "
+                "state has no place for that. Pass a large max_grad_norm from the beginning instead of none."
+            )
+        self.optimizer = run.events.handler.optimizer = tx
+        return tx
 
     def _what_fits(self, once: Callable[[], TrainOutput]) -> TrainOutput:
         """Each try begins where the first one did: a step takes the arrays it is given."""
@@ -170,7 +203,7 @@ class Training:
         run.events.handler.train_dataloader = batches
         steps = batches if run.rollout is not None else steps_of(batches, "get_train_dataloader")
         tell_layout(run, step_layout(run, training=True).layout)  # unless the dataset's survey has
-        step = train_step.made(tx)
+        step, self._made_of = train_step.made(tx), (run.task, run.args.max_grad_norm)
         place = None if "compute_loss" in run.overridden else train_step.placed
         # Scripts' own `log` may be older than its second argument.
         began = () if run.args.include_num_input_tokens_seen == "no" else (time.time(),)
@@ -182,7 +215,9 @@ class Training:
             else Prefetched(steps, place, lambda: loop.leave_if_asked()),
             num_epochs=length.num_epochs,
             micro_batches_per_epoch=length.micro_batches_per_epoch,
-            advance=train_step.advancer(step, tx, checkpointer.saver.check, partial(tell_compilation, run, steps)),
+            advance=train_step.advancer(
+                step, tx, checkpointer.saver.check, partial(tell_compilation, run, steps), self._renewed
+            ),
             learning_rate=checkpointer.lr_scheduler,
             report=lambda logs, since: self._hooks.log(logs | self._measured(since), *began),
             evaluate=self._evaluate,

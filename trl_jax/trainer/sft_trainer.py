@@ -64,9 +64,6 @@ class SFTTrainer(BaseTrainer):
         peft_config: a LoraConfig of ours or of peft's: an adapter trains beside the frozen model, and is what is saved.
         formatting_func: makes the text of a row.
 
-    Attributes:
-        aux_loss_enabled: whether a loss that balances experts is added.
-
     Raises:
         TypeError, ValueError: an argument, row or checkpoint at fault, by name.
     """
@@ -74,6 +71,10 @@ class SFTTrainer(BaseTrainer):
     _name, _tag_names = "SFT", ["trl", "sft"]
     config_class, _collator_class = SFTConfig, DataCollatorForLanguageModeling
     _older_collators = (DataCollatorForCompletionOnlyLM,)
+    _never_read = {
+        "label_smoother": "Say label_smoothing_factor in SFTConfig.",
+        "model_accepts_loss_kwargs": "A loss is divided by the targets of the whole step: override compute_loss.",
+    }
     _formatting_func: Callable[[dict[str, Any]], str] | None = None
 
     @accepting_old_keywords(*_MOVED)
@@ -106,7 +107,7 @@ class SFTTrainer(BaseTrainer):
             compute_metrics, callbacks, optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics,
             quantization_config, peft_config, compute_loss_func=compute_loss_func,
         )  # fmt: skip
-        self.aux_loss_enabled = balance_experts(self._run, self.args.router_aux_loss_coef, in_config=True)
+        balance_experts(self._run, self.args.router_aux_loss_coef, in_config=True)
         if self.aux_loss_enabled and compute_loss_func is not None:
             logger.warning(
                 "compute_loss_func is the whole loss, as in TRL: the load-balancing loss of this mixture of experts is "
