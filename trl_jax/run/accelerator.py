@@ -38,7 +38,7 @@ class Accelerator:
 
     def __init__(self, args: BaseConfig, end: Any):
         self.device, self.mixed_precision = args.device, "bf16" if args.compute_dtype == "bfloat16" else "no"
-        self.gradient_accumulation_steps = args.gradient_accumulation_steps
+        self._args, self._end = args, end
         self.num_processes, self.process_index = args.world_size, args.process_index
         self.is_main_process, self.use_distributed = self.process_index == 0, self.num_processes > 1
         self.is_last_process = self.process_index == jax.process_count() - 1
@@ -50,7 +50,18 @@ class Accelerator:
             process_index=self.process_index,
             is_main_process=self.is_main_process,
         )
-        self._end = end
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        return self._args.gradient_accumulation_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        if value != self.gradient_accumulation_steps:
+            raise AttributeError(
+                "gradient_accumulation_steps was set on trainer.accelerator, which divides no loss here. Say it in the "
+                "config."
+            )
 
     def print(self, *values: Any, **options: Any) -> None:
         if self.is_main_process:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from trl_jax.engine.loop import Loop
 from trl_jax.engine.nonfinite_guard import PATIENCE, NonFiniteGuard
 from trl_jax.engine.optimizers.optimizer import Optimizer
 from trl_jax.engine.prefetch import AsNeeded, Prefetched
+from trl_jax.hub.freezing import check_unfrozen
 from trl_jax.hub.torch.objects import give_back
 from trl_jax.run.arguments.optimizer_choice import LearningRate, OptimizerChoice
 from trl_jax.run.callbacks import begin_state
@@ -50,6 +51,30 @@ from trl_jax.run.step.precompile import compiling_ahead
 from trl_jax.run.step.train_step import TrainStep, optimizer_of
 
 logger = logging.getLogger(__name__)
+
+
+class MadeOf(NamedTuple):
+    """What a step is made of and a callback may change.
+
+    frozen: names on disk of the parameters that a script has frozen.
+    """
+
+    loss: Any
+    max_grad_norm: float | None
+    frozen: frozenset[str]
+    accumulation: int
+
+    @classmethod
+    def now(cls, run: RunState) -> MadeOf:
+        args = run.args
+        return cls(
+            run.task, args.max_grad_norm, frozenset(run.model.frozen_names), args.gradient_accumulation_steps
+        )
+
+    def changed_since(self, before: MadeOf) -> str:
+        """What differs, in words."""
+        words = "the loss", "max_grad_norm", "what is frozen", "gradient_accumulation_steps"
+        return " and ".join(word for word, then, now in zip(words, before, self, strict=True) if then != now)
 
 
 class Training:
@@ -77,7 +102,7 @@ class Training:
         self._checkpointer, self._publisher, self._torch_model = checkpointer, publisher, torch_model
         self._choose, self.choice = choose, choose()
         self.optimizer: Optimizer | None = None
-        self._made_of: tuple[Any, ...] = ()  # what the step of this train() goes by, and a callback may change
+        self._made_of: MadeOf | None = None  # of the last step
 
     def train(self, resume_from: str | bool | None) -> TrainOutput:
         """Train to the end, alone in output_dir, heeding signals; smaller batches where auto_find_batch_size asks."""
@@ -110,26 +135,32 @@ class Training:
         where nothing has changed.
 
         Raises:
-            ValueError: the optimizer would have another state.
+            ValueError: the optimizer would have another state, or steps another layout.
         """
         run = self._run
         self._hooks.settle_task()
-        found, before = (run.task, run.args.max_grad_norm), self._made_of
-        if found[0] is before[0] and found[1] == before[1]:
+        found, before = MadeOf.now(run), self._made_of
+        if found == before:
             return None
         self._made_of = found
+        if found.accumulation != before.accumulation:
+            raise ValueError(
+                f"gradient_accumulation_steps was changed from {before.accumulation} to {found.accumulation} while the "
+                "run trains, and its steps are laid out. Change it between calls of train()."
+            )
+        check_unfrozen(before.frozen - found.frozen)
         logger.warning(
             "After step %d, %s was changed: the step is compiled again, as it is after every such change.",
             run.state.global_step,
-            "max_grad_norm" if found[0] is before[0] else "the loss",
+            found.changed_since(before),
         )
         tx = self.made_optimizer()
         if jax.tree.structure(jax.eval_shape(tx.init, run.model.params)) != jax.tree.structure(
             run.progress.optimizer_state
         ):
             raise ValueError(
-                f"max_grad_norm was changed from {before[1]} to {found[1]} while the run trains, and the optimizer's "
-                "state has no place for that. Pass a large max_grad_norm from the beginning instead of none."
+                f"max_grad_norm was changed from {before.max_grad_norm} to {found.max_grad_norm} while the run trains, "
+                "and the optimizer's state has no place for that. Let a large max_grad_norm stand for none."
             )
         self.optimizer = run.events.handler.optimizer = tx
         return tx
@@ -203,7 +234,7 @@ class Training:
         run.events.handler.train_dataloader = batches
         steps = batches if run.rollout is not None else steps_of(batches, "get_train_dataloader")
         tell_layout(run, step_layout(run, training=True).layout)  # unless the dataset's survey has
-        step, self._made_of = train_step.made(tx), (run.task, run.args.max_grad_norm)
+        step, self._made_of = train_step.made(tx), MadeOf.now(run)
         place = None if "compute_loss" in run.overridden else train_step.placed
         # Scripts' own `log` may be older than its second argument.
         began = () if run.args.include_num_input_tokens_seen == "no" else (time.time(),)

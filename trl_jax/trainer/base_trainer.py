@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import os
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -30,7 +29,7 @@ from trl_jax.run.user_loss.bound_model import BoundModel
 from trl_jax.tasks.policy import check_changes
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.shared.evaluating import Evaluating
-from trl_jax.trainer.shared.kept_arguments import Settled, check_kept, check_same_rows
+from trl_jax.trainer.shared.kept_arguments import Settled, check_kept, check_same_rows, warn_of_changes
 from trl_jax.trainer.shared.refusals import check_collator, check_lengths, check_overridden, check_set, refuse
 from trl_jax.trainer.shared.setup import Setup
 
@@ -128,8 +127,9 @@ class BaseTrainer(Setup, Evaluating):
         self._load_policy(checkpoint, torch_model, adapter, quantization, new_tokens)
         check_compute_metrics(compute_metrics, args.batch_eval_metrics)
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
-        chosen = partial(choose, args, optimizers, optimizer_cls_and_kwargs)
-        self._assemble(callbacks, chosen, torch_model, reference, rollout)
+        self._assemble(
+            callbacks, lambda: choose(self.args, optimizers, optimizer_cls_and_kwargs), torch_model, reference, rollout
+        )
 
     # ---- training ----------------------------------------------------------------------------------------------
 
@@ -153,7 +153,9 @@ class BaseTrainer(Setup, Evaluating):
         """
         refuse(trial=trial, ignore_keys_for_eval=ignore_keys_for_eval)
         self._settle_task()
-        if self._run.rollout is not None:
+        if self._run.rollout is None:
+            warn_of_changes(self, self._read_once)
+        else:
             check_changes(self._run.task, self.make_task())
         if self._run.rollout is None and self.compute_metrics is not self._tried_metrics:
             self.parts.evaluator.try_metrics(self._metric_hooks())

@@ -60,8 +60,10 @@ class DPOTrainer(TrainerWithReference):
     _paper = "Direct Preference Optimization: Your Language Model is Secretly a Reward Model", "2305.18290"
     config_class, _collator_class = DPOConfig, DataCollatorForPreference
     _changes_logps = ("ld_alpha",)
-    beta, ld_alpha, label_smoothing = map(Kept, ("beta", "ld_alpha", "label_smoothing"))
-    f_divergence_type, use_weighting = map(Kept, ("f_divergence_type", "use_weighting"))
+    beta, ld_alpha, label_smoothing, use_weighting = map(
+        Kept, ("beta", "ld_alpha", "label_smoothing", "use_weighting")
+    )
+    f_divergence_type, f_alpha_divergence_coef = map(Kept, ("f_divergence_type", "f_alpha_divergence_coef"))
     loss_types = Kept("loss_type", lambda args: losses_of(args.loss_type))
     loss_weights = Kept("loss_weights", lambda args: args.loss_weights or [1.0] * len(losses_of(args.loss_type)))
 
@@ -96,7 +98,7 @@ class DPOTrainer(TrainerWithReference):
             tuple(self.loss_weights),
             self.beta,
             self.f_divergence_type,
-            args.f_alpha_divergence_coef,
+            self.f_alpha_divergence_coef,
             self.label_smoothing,
             args.discopop_tau,
             self.use_weighting,

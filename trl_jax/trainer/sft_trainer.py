@@ -21,7 +21,9 @@ from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.collators.older import DataCollatorForCompletionOnlyLM
 from trl_jax.trainer.collators.padded import DataCollatorForLanguageModeling
 from trl_jax.trainer.sft_config import SFTConfig
+from trl_jax.trainer.shared.kept_arguments import Kept
 from trl_jax.trainer.shared.old_keywords import accepting_old_keywords, as_config
+from trl_jax.trainer.shared.refusals import NEVER_READ
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +73,8 @@ class SFTTrainer(BaseTrainer):
     _name, _tag_names = "SFT", ["trl", "sft"]
     config_class, _collator_class = SFTConfig, DataCollatorForLanguageModeling
     _older_collators = (DataCollatorForCompletionOnlyLM,)
-    _never_read = {
+    _label_smoothing = Kept("label_smoothing_factor")
+    _never_read = NEVER_READ | {
         "label_smoother": "Say label_smoothing_factor in SFTConfig.",
         "model_accepts_loss_kwargs": "A loss is divided by the targets of the whole step: override compute_loss.",
     }
@@ -123,7 +126,7 @@ class SFTTrainer(BaseTrainer):
         options["formatting_func"] = self._formatting_func
         if isinstance(self.data_collator, DataCollatorForCompletionOnlyLM):
             options["answer_marks"] = self.data_collator.marks
-        return SftTask(args.loss_type, args.label_smoothing_factor, options, args.eval_packing)
+        return SftTask(args.loss_type, self._label_smoothing, options, args.eval_packing)
 
 
 def _skips(args: SFTConfig) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +66,27 @@ def kept_of(kind: type) -> dict[str, Kept]:
     return {
         name: value for base in reversed(kind.__mro__) for name, value in vars(base).items() if isinstance(value, Kept)
     }
+
+
+def read_once(trainer: Any) -> dict[str, Any]:
+    """The arguments that a trainer reads when it is made and not again, with their values as they are now."""
+    names = [kept.argument for kept in kept_of(type(trainer)).values()] + ["per_device_train_batch_size"]
+    return {name: vars(trainer.args)[name] for name in names}
+
+
+def warn_of_changes(trainer: Any, then: dict[str, Any]) -> None:
+    """Warn of arguments that have been changed since a trainer has read them."""
+    if names := [name for name, value in read_once(trainer).items() if value != then[name]]:
+        warnings.warn(
+            f"{', '.join(names)}: the arguments were changed after the trainer was made. As in TRL, it goes by those "
+            f"that it was made with{_instead(trainer, names)}.",
+            stacklevel=4,
+        )
+
+
+def _instead(trainer: Any, names: list[str]) -> str:
+    kept = [name for name, kept in kept_of(type(trainer)).items() if kept.argument in names and name[0] != "_"]
+    return f"; what counts is trainer.{kept[0]}" if kept else ": make another one"
 
 
 def check_kept(trainer: Any) -> None:

@@ -61,6 +61,12 @@ NEVER_CALLED_WITH_REFERENCE = {
     ("compute_loss", "prediction_step", "_compute_loss", "_compute_kl_logps", "compute_ref_log_probs",
      "_precompute_ref_logps"), _LOSS_TYPE,
 )  # fmt: skip
+# Attributes of TRL's trainers that decide what is trained, and that a script may set there.
+NEVER_READ = {
+    "neftune_noise_alpha": "Say neftune_noise_alpha in the arguments.",
+    "_train_batch_size": "Say per_device_train_batch_size in the arguments.",
+    "_signature_columns": "Leave columns out of the rows, by remove_columns.",
+}
 _WITH_ROLLOUT = {_OWN_DATA: _OWN_PROMPTS, _OWN_LOSS: _POLICY_LOSS}
 NEVER_CALLED_WITH_ROLLOUT = {name: _WITH_ROLLOUT.get(instead, instead) for name, instead in NEVER_CALLED.items()} | {
     name: instead

@@ -27,7 +27,7 @@ from trl_jax.run.state import RunState
 from trl_jax.run.step.rng import check_noise
 from trl_jax.run.user_loss.bound_model import script_values
 from trl_jax.tasks.task import Task
-from trl_jax.trainer.shared.kept_arguments import kept_of
+from trl_jax.trainer.shared.kept_arguments import kept_of, read_once
 from trl_jax.trainer.shared.refusals import names_of_script
 from trl_jax.trainer.shared.surface import Surface
 
@@ -63,7 +63,9 @@ class Setup(Surface):
         """
         overridden = names_of_script(type(self)) | ({"compute_loss"} if own_loss else set())
         self._run = run = RunState(args, None, overridden=overridden)
+        run.batch_size = args.per_device_train_batch_size
         self._kept = {name: kept.of(args) for name, kept in kept_of(type(self)).items()}
+        self._read_once = read_once(self)
         run.task = self.make_task()
         run.pad_to_multiple_of = (args if self.data_collator is None else self.data_collator).pad_to_multiple_of
         self._publisher = HubPublisher(run, self._tag_names, self._paper)
