@@ -6,6 +6,7 @@ import ast
 import copy
 import inspect
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
@@ -18,6 +19,9 @@ from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.reference import BASE
 from compat_tests.parity.test_dpo_curve import assert_same
 from compat_tests.trainer.trainers import FACTS
+from trl_jax.engine.optimizers.optimizer import Hyperparameters, Optimizer
+from trl_jax.run.arguments.optimizer_choice import LearningRate, OptimizerChoice
+from trl_jax.run.arguments.param_groups import ShownOptimizer
 from trl_jax.trainer.shared.kept_arguments import Kept, Settled
 
 KINDS = ("Reward", "SFT", "DPO", "KTO")
@@ -74,6 +78,8 @@ def of_sft(trainer):
 
 def of_sft_later(trainer):
     trainer.args.loss_type = "dft"
+    for group in trainer.optimizer.param_groups:
+        group["lr"] *= 10.0  # of the next step
 
 
 def of_reward(trainer):
@@ -200,6 +206,29 @@ def test_what_a_step_that_is_under_way_cannot_follow_is_refused(name, make):
             parameter.requires_grad_("layers.0.input_layernorm" not in name and "layers.0.post" not in name)
     with pytest.raises(ValueError, match=words):
         trainer.train()
+
+
+def test_groups_of_parameters_have_the_rate_of_the_next_step():
+    steps = SimpleNamespace(finished=0)
+    rates = LearningRate(lambda step: 0.1 * (step + 1), lambda: steps.finished)
+    choice = OptimizerChoice(0.5, "adamw_torch", Hyperparameters(weight_decay=0.3))
+    decayed, other = ShownOptimizer.of(Optimizer(None, None), choice, rates).param_groups
+    assert decayed["lr"] == 0.1 and (decayed["weight_decay"], other["weight_decay"]) == (0.3, 0.0)
+    assert dict(other) == {"lr": 0.1, "initial_lr": 0.5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    decayed["lr"] = 7
+    with pytest.raises(ValueError, match=r"lr was set to \[0.1, 7.0\].*Set the lr of every group"):
+        rates.taken(2)
+    steps.finished = 1  # one that was set counts for one step
+    assert rates.taken(2) == decayed["lr"] == 0.2
+    with pytest.raises(ValueError, match="Set it in on_step_begin or on_step_end"):
+        decayed["lr"] = 7
+    steps.finished = 2
+    decayed["lr"], other["lr"] = 7, 7
+    assert rates.taken(2) == 7 and rates.get_last_lr() == [pytest.approx(0.3)]
+    with pytest.raises(ValueError, match=r"param_groups\[1\]\['weight_decay'\] was set.*in the arguments"):
+        other["weight_decay"] = 0.1
+    with pytest.raises(AttributeError, match="lr_scheduler.base_lrs was set, which no step reads"):
+        rates.base_lrs = [0.1, 0.1]
 
 
 def test_what_was_read_once_is_told_of_when_it_is_changed(make):

@@ -34,6 +34,7 @@ from trl_jax.engine.prefetch import AsNeeded, Prefetched
 from trl_jax.hub.freezing import check_unfrozen
 from trl_jax.hub.torch.objects import give_back
 from trl_jax.run.arguments.optimizer_choice import LearningRate, OptimizerChoice
+from trl_jax.run.arguments.param_groups import GROUPS, ShownOptimizer
 from trl_jax.run.callbacks import begin_state
 from trl_jax.run.data import length_of, step_layout
 from trl_jax.run.dataloaders import steps_of
@@ -162,8 +163,13 @@ class Training:
                 f"max_grad_norm was changed from {before.max_grad_norm} to {found.max_grad_norm} while the run trains, "
                 "and the optimizer's state has no place for that. Let a large max_grad_norm stand for none."
             )
-        self.optimizer = run.events.handler.optimizer = tx
+        self._show(tx)
         return tx
+
+    def _show(self, tx: Optimizer) -> None:
+        """Give callbacks, and who asks the trainer, the optimizer."""
+        self.optimizer = ShownOptimizer.of(tx, self.choice, self._checkpointer.lr_scheduler)
+        self._run.events.handler.optimizer = self.optimizer
 
     def _what_fits(self, once: Callable[[], TrainOutput]) -> TrainOutput:
         """Each try begins where the first one did: a step takes the arrays it is given."""
@@ -184,14 +190,14 @@ class Training:
     def _once(self, resume_from: str | bool | None, run_id: str) -> TrainOutput:
         run, args, start = self._run, self._run.args, time.monotonic()
         self.choice = self._choose()  # arguments may have been changed since
-        self.optimizer = tx = self.made_optimizer()
+        tx = self.made_optimizer()
         found = find(resume_from, args.output_dir) if resume_from else None
         if found is not None and args.auto_find_batch_size and run.progress.found_batch_size is None:
             run.progress.found_batch_size = found.state.train_batch_size
         length = length_of(run)
         schedule = LearningRate(self.choice.rates(args, length.max_steps), lambda: run.state.global_step)
-        self._checkpointer.lr_scheduler = schedule
-        run.events.handler.optimizer, run.events.handler.lr_scheduler = tx, schedule
+        self._checkpointer.lr_scheduler = run.events.handler.lr_scheduler = schedule
+        self._show(tx)
         self._checkpointer.forget_dataset()
         begin_state(run)
         if run.rollout is not None:
@@ -236,6 +242,8 @@ class Training:
         tell_layout(run, step_layout(run, training=True).layout)  # unless the dataset's survey has
         step, self._made_of = train_step.made(tx), MadeOf.now(run)
         place = None if "compute_loss" in run.overridden else train_step.placed
+        tell = partial(tell_compilation, run, steps)
+        advance = train_step.advancer(step, tx, checkpointer.saver.check, tell, self._renewed)
         # Scripts' own `log` may be older than its second argument.
         began = () if run.args.include_num_input_tokens_seen == "no" else (time.time(),)
         patience = 1 if "underflow_overflow" in str(run.args.debug) else PATIENCE
@@ -246,9 +254,7 @@ class Training:
             else Prefetched(steps, place, lambda: loop.leave_if_asked()),
             num_epochs=length.num_epochs,
             micro_batches_per_epoch=length.micro_batches_per_epoch,
-            advance=train_step.advancer(
-                step, tx, checkpointer.saver.check, partial(tell_compilation, run, steps), self._renewed
-            ),
+            advance=lambda batch, _: advance(batch, checkpointer.lr_scheduler.taken(GROUPS)),
             learning_rate=checkpointer.lr_scheduler,
             report=lambda logs, since: self._hooks.log(logs | self._measured(since), *began),
             evaluate=self._evaluate,
