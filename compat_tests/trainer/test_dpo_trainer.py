@@ -383,7 +383,7 @@ def test_arguments_of_earlier_years_pass_where_they_ask_for_nothing(model, tmp_p
     with pytest.warns(FutureWarning, match="padding_value has no effect any more"):
         one = make(trl_jax, model, tmp_path, loss_type="hinge", **HARMLESS)
     assert one.make_task().objective.names == ("hinge",)
-    one.args.loss_type = ("hinge", "sft")
+    one.loss_types = ("hinge", "sft")
     assert one.make_task().objective.names == ("hinge", "sft")
     for where in (partial(trl_jax.DPOConfig, str(tmp_path)), partial(make, trl_jax, model, tmp_path)):
         with pytest.raises(TypeError, match="ref_model_init_kwargs=.*pass it as ref_model"):

@@ -50,3 +50,14 @@ def _select(mask: np.ndarray, trained: jax.Array, frozen: jax.Array) -> jax.Arra
 def frozen_size(masks: Mapping[str, np.ndarray], params: Mapping[str, Any]) -> int:
     """The number of frozen parameters."""
     return sum(params[path].size * int((~mask).sum()) // max(mask.size, 1) for path, mask in masks.items())
+
+
+def check_unfrozen(names: Collection[str]) -> None:
+    """Raise ValueError where parameters were unfrozen while a run trains: an optimizer was made without them, or has
+    counted the steps that they did not take."""
+    if names:
+        raise ValueError(
+            f"{sorted(names)[0]} was unfrozen while the run trains (parameters in all: {len(names)}). The optimizer "
+            "goes by what trained at the beginning, and TRL's would leave it as it is. Unfreeze between calls of "
+            "train()."
+        )

@@ -35,7 +35,7 @@ class Accelerator(ProcessState):
     def __init__(self, args: BaseConfig, end: Any):
         super().__init__(args)
         self.mixed_precision = "bf16" if args.compute_dtype == "bfloat16" else "no"
-        self.gradient_accumulation_steps = args.gradient_accumulation_steps
+        self._end = end
         self.state = SimpleNamespace(
             deepspeed_plugin=None,
             fsdp_plugin=None,
@@ -43,7 +43,18 @@ class Accelerator(ProcessState):
             process_index=self.process_index,
             is_main_process=self.is_main_process,
         )
-        self._end = end
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        return self._args.gradient_accumulation_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        if value != self.gradient_accumulation_steps:
+            raise AttributeError(
+                "gradient_accumulation_steps was set on trainer.accelerator, which divides no loss here. Say it in the "
+                "config."
+            )
 
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
         return model

@@ -11,6 +11,7 @@ from trl_jax.engine.checkpoints.progress import Progress
 class TrainerHooks(NamedTuple):
     """Bound methods of the trainer, under their own names.
 
+    settle_task: lets `run.task` be the task by the arguments, and what was set on the trainer, as they are now.
     script_values: the numbers and words that a script put on its trainer, by name.
     set_by_script: the names of all that was set on the trainer itself, methods included.
     """
@@ -21,6 +22,7 @@ class TrainerHooks(NamedTuple):
     get_train_dataloader: Callable[[], Any]
     log: Callable[..., None]
     loss: Callable
+    settle_task: Callable[[], None]
     prediction_step: Callable
     save_checkpoint: Callable[[Progress], None]
     save_model: Callable[..., None]

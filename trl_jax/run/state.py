@@ -58,6 +58,7 @@ class RunState:
     args, task: how to train, and what to learn.
     overridden: names that a script's own subclass of the trainer defines.
     pad_to_multiple_of: of the arguments, or of the collator that was passed.
+    batch_size: `per_device_train_batch_size` when the trainer was made, as transformers keeps it; 0: as it is.
     model, processing_class, train_dataset, eval_dataset: as the trainer shows them; set while it is constructed.
     vocab_size, max_positions: limits of token ids and of lengths of texts; max_positions=None is no limit.
     events: callbacks with their state and control.
@@ -74,6 +75,7 @@ class RunState:
     task: Task
     overridden: frozenset[str] = frozenset()
     pad_to_multiple_of: int | str | None = None
+    batch_size: int = 0
     model: PreTrainedModel | None = None
     processing_class: Any = None
     train_dataset: Dataset | IterableDataset | None = None
@@ -115,7 +117,7 @@ class RunState:
     @property
     def train_batch_size(self) -> int:
         """Examples in a micro-batch, on each device: those of the arguments, or what auto_find_batch_size found."""
-        return self.progress.found_batch_size or self.args.per_device_train_batch_size
+        return self.progress.found_batch_size or self.batch_size or self.args.per_device_train_batch_size
 
     @property
     def shards(self) -> int:

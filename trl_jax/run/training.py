@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +31,10 @@ from trl_jax.engine.loop import Loop
 from trl_jax.engine.nonfinite_guard import PATIENCE, NonFiniteGuard
 from trl_jax.engine.optimizers.optimizer import Optimizer
 from trl_jax.engine.prefetch import AsNeeded, Prefetched
+from trl_jax.hub.freezing import check_unfrozen
 from trl_jax.hub.torch.objects import give_back
 from trl_jax.run.arguments.optimizer_choice import LearningRate, OptimizerChoice
+from trl_jax.run.arguments.param_groups import GROUPS, ShownOptimizer
 from trl_jax.run.callbacks import begin_state
 from trl_jax.run.data import length_of, step_layout
 from trl_jax.run.dataloaders import steps_of
@@ -47,6 +50,32 @@ from trl_jax.run.reports import speed_metrics, task_metrics
 from trl_jax.run.state import RunState
 from trl_jax.run.step.precompile import compiling_ahead
 from trl_jax.run.step.train_step import TrainStep, optimizer_of
+
+logger = logging.getLogger(__name__)
+
+
+class MadeOf(NamedTuple):
+    """What a step is made of and a callback may change.
+
+    frozen: names on disk of the parameters that a script has frozen.
+    """
+
+    loss: Any
+    max_grad_norm: float | None
+    frozen: frozenset[str]
+    accumulation: int
+
+    @classmethod
+    def now(cls, run: RunState) -> MadeOf:
+        args = run.args
+        return cls(
+            run.task, args.max_grad_norm, frozenset(run.model.frozen_names), args.gradient_accumulation_steps
+        )
+
+    def changed_since(self, before: MadeOf) -> str:
+        """What differs, in words."""
+        words = "the loss", "max_grad_norm", "what is frozen", "gradient_accumulation_steps"
+        return " and ".join(word for word, then, now in zip(words, before, self, strict=True) if then != now)
 
 
 class Training:
@@ -74,6 +103,7 @@ class Training:
         self._checkpointer, self._publisher, self._torch_model = checkpointer, publisher, torch_model
         self._choose, self.choice = choose, choose()
         self.optimizer: Optimizer | None = None
+        self._made_of: MadeOf | None = None  # of the last step
 
     def train(self, resume_from: str | bool | None) -> TrainOutput:
         """Train to the end, alone in output_dir, heeding signals; smaller batches where auto_find_batch_size asks."""
@@ -101,6 +131,46 @@ class Training:
         """The result of create_optimizer, in the form of the step."""
         return optimizer_of(self._run, self._hooks.create_optimizer(), self.choice)
 
+    def _renewed(self) -> Optimizer | None:
+        """The optimizer of a step that is made anew, where a callback has changed what the last one was made of; None
+        where nothing has changed.
+
+        Raises:
+            ValueError: the optimizer would have another state, or steps another layout.
+        """
+        run = self._run
+        self._hooks.settle_task()
+        found, before = MadeOf.now(run), self._made_of
+        if found == before:
+            return None
+        self._made_of = found
+        if found.accumulation != before.accumulation:
+            raise ValueError(
+                f"gradient_accumulation_steps was changed from {before.accumulation} to {found.accumulation} while the "
+                "run trains, and its steps are laid out. Change it between calls of train()."
+            )
+        check_unfrozen(before.frozen - found.frozen)
+        logger.warning(
+            "After step %d, %s was changed: the step is compiled again, as it is after every such change.",
+            run.state.global_step,
+            found.changed_since(before),
+        )
+        tx = self.made_optimizer()
+        if jax.tree.structure(jax.eval_shape(tx.init, run.model.params)) != jax.tree.structure(
+            run.progress.optimizer_state
+        ):
+            raise ValueError(
+                f"max_grad_norm was changed from {before.max_grad_norm} to {found.max_grad_norm} while the run trains, "
+                "and the optimizer's state has no place for that. Let a large max_grad_norm stand for none."
+            )
+        self._show(tx)
+        return tx
+
+    def _show(self, tx: Optimizer) -> None:
+        """Give callbacks, and who asks the trainer, the optimizer."""
+        self.optimizer = ShownOptimizer.of(tx, self.choice, self._checkpointer.lr_scheduler)
+        self._run.events.handler.optimizer = self.optimizer
+
     def _what_fits(self, once: Callable[[], TrainOutput]) -> TrainOutput:
         """Each try begins where the first one did: a step takes the arrays it is given."""
         run = self._run
@@ -120,14 +190,14 @@ class Training:
     def _once(self, resume_from: str | bool | None, run_id: str) -> TrainOutput:
         run, args, start = self._run, self._run.args, time.monotonic()
         self.choice = self._choose()  # arguments may have been changed since
-        self.optimizer = tx = self.made_optimizer()
+        tx = self.made_optimizer()
         found = find(resume_from, args.output_dir) if resume_from else None
         if found is not None and args.auto_find_batch_size and run.progress.found_batch_size is None:
             run.progress.found_batch_size = found.state.train_batch_size
         length = length_of(run)
         schedule = LearningRate(self.choice.rates(args, length.max_steps), lambda: run.state.global_step)
-        self._checkpointer.lr_scheduler = schedule
-        run.events.handler.optimizer, run.events.handler.lr_scheduler = tx, schedule
+        self._checkpointer.lr_scheduler = run.events.handler.lr_scheduler = schedule
+        self._show(tx)
         self._checkpointer.forget_dataset()
         begin_state(run)
         if run.rollout is not None:
@@ -170,8 +240,10 @@ class Training:
         run.events.handler.train_dataloader = batches
         steps = batches if run.rollout is not None else steps_of(batches, "get_train_dataloader")
         tell_layout(run, step_layout(run, training=True).layout)  # unless the dataset's survey has
-        step = train_step.made(tx)
+        step, self._made_of = train_step.made(tx), MadeOf.now(run)
         place = None if "compute_loss" in run.overridden else train_step.placed
+        tell = partial(tell_compilation, run, steps)
+        advance = train_step.advancer(step, tx, checkpointer.saver.check, tell, self._renewed)
         # Scripts' own `log` may be older than its second argument.
         began = () if run.args.include_num_input_tokens_seen == "no" else (time.time(),)
         patience = 1 if "underflow_overflow" in str(run.args.debug) else PATIENCE
@@ -182,7 +254,7 @@ class Training:
             else Prefetched(steps, place, lambda: loop.leave_if_asked()),
             num_epochs=length.num_epochs,
             micro_batches_per_epoch=length.micro_batches_per_epoch,
-            advance=train_step.advancer(step, tx, checkpointer.saver.check, partial(tell_compilation, run, steps)),
+            advance=lambda batch, _: advance(batch, checkpointer.lr_scheduler.taken(GROUPS)),
             learning_rate=checkpointer.lr_scheduler,
             report=lambda logs, since: self._hooks.log(logs | self._measured(since), *began),
             evaluate=self._evaluate,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import os
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -30,7 +29,8 @@ from trl_jax.run.user_loss.bound_model import BoundModel
 from trl_jax.tasks.policy import check_changes
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.shared.evaluating import Evaluating
-from trl_jax.trainer.shared.refusals import check_collator, check_overridden, check_set, refuse
+from trl_jax.trainer.shared.kept_arguments import Settled, check_kept, check_same_rows, warn_of_changes
+from trl_jax.trainer.shared.refusals import check_collator, check_lengths, check_overridden, check_set, refuse
 from trl_jax.trainer.shared.setup import Setup
 
 
@@ -43,7 +43,8 @@ class BaseTrainer(Setup, Evaluating):
     dataloaders. Other methods that TRL's trainers call on themselves are refused: nobody would call them here.
 
     Attributes:
-        data_collator: as it was passed, or TRL's. Steps are laid out without it.
+        aux_loss_enabled, router_aux_loss_coef: whether a loss that balances experts is added, and its weight.
+        compute_loss_func: the loss that was passed.
         parts: what the run is made of.
     """
 
@@ -54,7 +55,17 @@ class BaseTrainer(Setup, Evaluating):
     _collator_class: ClassVar[type | None] = None  # whose pad_to_multiple_of is taken; others are refused
     _older_collators: ClassVar[tuple[type, ...]] = ()  # of early TRL, that are taken, too
     _tokenizer_sides: ClassVar[Mapping[str, str] | None] = None  # on which one loaded with the model pads and cuts
-    data_collator: Any = None
+    _data_collator: Any = None
+    _compute_loss_func: Callable | None = None
+    compute_loss_func = Settled(
+        lambda trainer: trainer._compute_loss_func, "Pass it to the constructor, or override compute_loss."
+    )
+    aux_loss_enabled = Settled(
+        lambda trainer: trainer._run.router_aux_loss_coef != 0, "Say router_aux_loss_coef in the arguments."
+    )
+    router_aux_loss_coef = Settled(
+        lambda trainer: trainer._run.router_aux_loss_coef, "Say router_aux_loss_coef in the arguments."
+    )
     _tried_metrics: Callable | None = None  # the compute_metrics that was tried before training
     _progress: Progress | None = None  # what the checkpoint that is being saved has
 
@@ -64,7 +75,7 @@ class BaseTrainer(Setup, Evaluating):
 
     @abc.abstractmethod
     def make_task(self) -> Task:
-        """The task, by `self.args` as they are now; asked for at construction and at each train()."""
+        """The task, by `self.args` as they are now; asked for at construction, and before each step and evaluation."""
 
     def __init__(
         self,
@@ -105,7 +116,7 @@ class BaseTrainer(Setup, Evaluating):
         if train_dataset is None:
             raise ValueError("`train_dataset` is required: pass a datasets.Dataset.")
         check_type(train_dataset, "train")
-        self.compute_loss_func, self.data_collator = compute_loss_func, data_collator
+        self._compute_loss_func, self._data_collator = compute_loss_func, data_collator
         self._begin(args, own_loss=compute_loss_func is not None)
         quantization = model_loading.quantization_of(quantization_config, args)
         if torch_model is None:
@@ -116,8 +127,9 @@ class BaseTrainer(Setup, Evaluating):
         self._load_policy(checkpoint, torch_model, adapter, quantization, new_tokens)
         check_compute_metrics(compute_metrics, args.batch_eval_metrics)
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
-        chosen = partial(choose, args, optimizers, optimizer_cls_and_kwargs)
-        self._assemble(callbacks, chosen, torch_model, reference, rollout)
+        self._assemble(
+            callbacks, lambda: choose(self.args, optimizers, optimizer_cls_and_kwargs), torch_model, reference, rollout
+        )
 
     # ---- training ----------------------------------------------------------------------------------------------
 
@@ -140,16 +152,47 @@ class BaseTrainer(Setup, Evaluating):
                 checkpoint, unless save_strategy="no". An evaluation on the way is broken off, and resuming repeats it.
         """
         refuse(trial=trial, ignore_keys_for_eval=ignore_keys_for_eval)
-        check_set(vars(self).keys(), type(self), self._never_called)
-        task = self.make_task()  # arguments may have been changed since
+        self._settle_task()
         if self._run.rollout is None:
-            self._run.task = task
+            warn_of_changes(self, self._read_once)
         else:
-            check_changes(self._run.task, task)
+            check_changes(self._run.task, self.make_task())
         if self._run.rollout is None and self.compute_metrics is not self._tried_metrics:
             self.parts.evaluator.try_metrics(self._metric_hooks())
             self._tried_metrics = self.compute_metrics
         return self.parts.training.train(resume_from_checkpoint)
+
+    @property
+    def data_collator(self) -> Any:
+        """The collator as it was passed, or TRL's. Steps are laid out without it, and go by its pad_to_multiple_of."""
+        return self._data_collator
+
+    @data_collator.setter
+    def data_collator(self, collator: Any) -> None:
+        if "parts" not in vars(self):
+            return  # before the constructor, as in TRL, which then overwrites it
+        check_collator(collator, () if self._collator_class is None else (self._collator_class,))
+        check_lengths(collator, self.args)
+        self._data_collator, self._run.pad_to_multiple_of = collator, collator.pad_to_multiple_of
+
+    def _settle_task(self) -> None:
+        """Let the run's task be that of the arguments and attributes as they are now: they may have been changed since.
+
+        Raises:
+            TypeError: something was set on the trainer that nobody would call or read.
+            ValueError: a value that the arguments do not take; or rows would have to be prepared or laid out anew.
+        """
+        check_set(vars(self).keys(), type(self), self._never_called, self._never_read)
+        run = self._run
+        if run.rollout is not None:
+            return  # as in TRL, what decides it was read once
+        task = self.make_task()
+        if task == run.task:
+            return
+        check_kept(self)
+        check_same_rows(run.task, task, in_train=run.progress.in_train, config=self.config_class.__name__)
+        run.task = task
+        self.parts.evaluator.compile_anew()
 
     def loss(
         self, params: dict, batch: Any, key: jax.Array | None, *, remat: bool | str = False

@@ -16,6 +16,7 @@ from trl_jax.losses.dpo import PreferenceLoss
 from trl_jax.tasks.dpo import DpoTask
 from trl_jax.trainer.collators.completions import DataCollatorForPreference
 from trl_jax.trainer.dpo_config import DPOConfig
+from trl_jax.trainer.shared.kept_arguments import Kept
 from trl_jax.trainer.shared.old_keywords import accepting_old_keywords, as_config
 from trl_jax.trainer.shared.with_reference import TrainerWithReference
 
@@ -59,6 +60,12 @@ class DPOTrainer(TrainerWithReference):
     _paper = "Direct Preference Optimization: Your Language Model is Secretly a Reward Model", "2305.18290"
     config_class, _collator_class = DPOConfig, DataCollatorForPreference
     _changes_logps = ("ld_alpha",)
+    beta, ld_alpha, label_smoothing, use_weighting = map(
+        Kept, ("beta", "ld_alpha", "label_smoothing", "use_weighting")
+    )
+    f_divergence_type, f_alpha_divergence_coef = map(Kept, ("f_divergence_type", "f_alpha_divergence_coef"))
+    loss_types = Kept("loss_type", lambda args: losses_of(args.loss_type))
+    loss_weights = Kept("loss_weights", lambda args: args.loss_weights or [1.0] * len(losses_of(args.loss_type)))
 
     @accepting_old_keywords(*_MOVED)
     def __init__(
@@ -86,15 +93,14 @@ class DPOTrainer(TrainerWithReference):
 
     def make_task(self) -> DpoTask:
         args = self.args
-        losses = losses_of(args.loss_type)
         objective = PreferenceLoss(
-            tuple(losses),
-            tuple(args.loss_weights or [1.0] * len(losses)),
-            args.beta,
-            args.f_divergence_type,
-            args.f_alpha_divergence_coef,
-            args.label_smoothing,
+            tuple(losses_of(self.loss_types)),
+            tuple(self.loss_weights),
+            self.beta,
+            self.f_divergence_type,
+            self.f_alpha_divergence_coef,
+            self.label_smoothing,
             args.discopop_tau,
-            args.use_weighting,
+            self.use_weighting,
         )
-        return DpoTask(objective, args.ld_alpha, args.max_length, args.truncation_mode, args.max_prompt_length)
+        return DpoTask(objective, self.ld_alpha, args.max_length, args.truncation_mode, args.max_prompt_length)

@@ -15,6 +15,7 @@ from trl_jax.losses.kto import UnpairedLoss
 from trl_jax.tasks.kto import KtoTask
 from trl_jax.trainer.collators.completions import DataCollatorForUnpairedPreference
 from trl_jax.trainer.kto_config import KTOConfig
+from trl_jax.trainer.shared.kept_arguments import Kept
 from trl_jax.trainer.shared.old_keywords import accepting_old_keywords, as_config
 from trl_jax.trainer.shared.with_reference import TrainerWithReference
 
@@ -58,6 +59,8 @@ class KTOTrainer(TrainerWithReference):
     _name, _tag_names = "KTO", ["trl", "kto"]
     _paper = "KTO: Model Alignment as Prospect Theoretic Optimization", "2402.01306"
     config_class, _collator_class = KTOConfig, DataCollatorForUnpairedPreference
+    beta, loss_type = map(Kept, ("beta", "loss_type"))
+    desirable_weight, undesirable_weight = map(Kept, ("desirable_weight", "undesirable_weight"))
 
     @accepting_old_keywords(*_MOVED)
     def __init__(
@@ -85,7 +88,7 @@ class KTOTrainer(TrainerWithReference):
 
     def make_task(self) -> KtoTask:
         args = self.args
-        objective = UnpairedLoss(args.loss_type, args.beta, args.desirable_weight, args.undesirable_weight)
+        objective = UnpairedLoss(self.loss_type, self.beta, self.desirable_weight, self.undesirable_weight)
         if objective.estimates_kl:
             _check_batches(args)
         in_order = args.train_sampling_strategy == "sequential"

@@ -21,7 +21,9 @@ from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.collators.older import DataCollatorForCompletionOnlyLM
 from trl_jax.trainer.collators.padded import DataCollatorForLanguageModeling
 from trl_jax.trainer.sft_config import SFTConfig
+from trl_jax.trainer.shared.kept_arguments import Kept
 from trl_jax.trainer.shared.old_keywords import accepting_old_keywords, as_config
+from trl_jax.trainer.shared.refusals import NEVER_READ
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +66,6 @@ class SFTTrainer(BaseTrainer):
         peft_config: a LoraConfig of ours or of peft's: an adapter trains beside the frozen model, and is what is saved.
         formatting_func: makes the text of a row.
 
-    Attributes:
-        aux_loss_enabled: whether a loss that balances experts is added.
-
     Raises:
         TypeError, ValueError: an argument, row or checkpoint at fault, by name.
     """
@@ -74,6 +73,11 @@ class SFTTrainer(BaseTrainer):
     _name, _tag_names = "SFT", ["trl", "sft"]
     config_class, _collator_class = SFTConfig, DataCollatorForLanguageModeling
     _older_collators = (DataCollatorForCompletionOnlyLM,)
+    _label_smoothing = Kept("label_smoothing_factor")
+    _never_read = NEVER_READ | {
+        "label_smoother": "Say label_smoothing_factor in SFTConfig.",
+        "model_accepts_loss_kwargs": "A loss is divided by the targets of the whole step: override compute_loss.",
+    }
     _formatting_func: Callable[[dict[str, Any]], str] | None = None
 
     @accepting_old_keywords(*_MOVED)
@@ -106,7 +110,7 @@ class SFTTrainer(BaseTrainer):
             compute_metrics, callbacks, optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics,
             quantization_config, peft_config, compute_loss_func=compute_loss_func,
         )  # fmt: skip
-        self.aux_loss_enabled = balance_experts(self._run, self.args.router_aux_loss_coef, in_config=True)
+        balance_experts(self._run, self.args.router_aux_loss_coef, in_config=True)
         if self.aux_loss_enabled and compute_loss_func is not None:
             logger.warning(
                 "compute_loss_func is the whole loss, as in TRL: the load-balancing loss of this mixture of experts is "
@@ -122,7 +126,7 @@ class SFTTrainer(BaseTrainer):
         options["formatting_func"] = self._formatting_func
         if isinstance(self.data_collator, DataCollatorForCompletionOnlyLM):
             options["answer_marks"] = self.data_collator.marks
-        return SftTask(args.loss_type, args.label_smoothing_factor, options, args.eval_packing)
+        return SftTask(args.loss_type, self._label_smoothing, options, args.eval_packing)
 
 
 def _skips(args: SFTConfig) -> bool:

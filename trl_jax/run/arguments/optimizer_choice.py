@@ -143,6 +143,15 @@ class LearningRate:
 
     def __init__(self, rate: Callable[[int], float], finished: Callable[[], int]):
         self._rate, self._finished = rate, finished
+        self._taken, self._set_for, self._set = -1, -1, {}  # the number of finished steps at the last step; when set
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_"):
+            raise AttributeError(
+                f"lr_scheduler.{name} was set, which no step reads. Say the schedule in the arguments, or set 'lr' in "
+                "every one of optimizer.param_groups before a step."
+            )
+        super().__setattr__(name, value)
 
     def __call__(self, step: int) -> float:
         """The rate of the step after `step` finished ones."""
@@ -151,6 +160,42 @@ class LearningRate:
     def get_last_lr(self) -> list[float]:
         """The learning rate of the next step, as that of transformers' Trainer after a step."""
         return [self._rate(self._finished())]
+
+    def of_group(self, number: int) -> float:
+        """The rate of a group of parameters in the next step."""
+        step = self._finished()
+        return self._set.get(number, self._rate(step)) if self._set_for == step else self._rate(step)
+
+    def set_for_group(self, number: int, rate: float) -> None:
+        """Let a group of parameters take its next step, and that alone, at another rate than the schedule's.
+
+        Raises:
+            ValueError: the step is taken already, or the schedule follows a metric.
+        """
+        step = self._finished()
+        if self._taken == step or isinstance(self._rate, Plateau):
+            raise ValueError(
+                "param_groups: lr was set where it would not count. Set it in on_step_begin or on_step_end, and beside "
+                "a schedule that is a function of the step."
+            )
+        if self._set_for != step:
+            self._set_for, self._set = step, {}
+        self._set[number] = rate
+
+    def taken(self, groups: int) -> float:
+        """The rate at which the next step is taken, of this many groups.
+
+        Raises:
+            ValueError: they were set to different ones.
+        """
+        rates = {self.of_group(number) for number in range(groups)}
+        self._taken = self._finished()
+        if len(rates) > 1:
+            raise ValueError(
+                f"param_groups: lr was set to {sorted(rates)}, and all parameters train at one rate here. Set the lr "
+                "of every group."
+            )
+        return rates.pop()
 
     def after_evaluation(self, metrics: dict[str, float], wanted: str | None) -> None:
         """Pass the metric `wanted` to a schedule that follows one.

@@ -54,15 +54,22 @@ class Evaluator:
         prediction_step: Callable,
     ):
         self._run, self._forward, self._sharded_step = run, forward, sharded_step
-        self._outputs = jax.jit(self.outputs, static_argnames=("dtype", "bounded"))
-        self._measure = jax.jit(forward.measure)
+        self._user_loss, self._prediction_step = user_loss, prediction_step
+        self.compile_anew()
+
+    def compile_anew(self) -> None:
+        """Forget what was compiled: the task is another."""
+        run, forward = self._run, self._forward
+        # New functions, as JAX knows by the function what it has traced.
+        self._outputs = jax.jit(partial(self.outputs), static_argnames=("dtype", "bounded"))
+        self._measure = jax.jit(partial(forward.measure))
         self._by_logits: LogitsEvaluation | None = None
-        self._whole = WholeBatchEvaluation(run, forward, sharded_step)
+        self._whole = WholeBatchEvaluation(run, forward, self._sharded_step)
         self._by_script: Any = None  # evaluates batch by batch with a script's own methods
         if "prediction_step" in run.overridden:
-            self._by_script = UserPrediction(run, user_loss, prediction_step)
+            self._by_script = UserPrediction(run, self._user_loss, self._prediction_step)
         elif "compute_loss" in run.overridden:
-            self._by_script = UserLossEvaluation(run, user_loss)
+            self._by_script = UserLossEvaluation(run, self._user_loss)
 
     def evaluate(self, batches: Any, prefix: str, hooks: MetricHooks) -> dict[str, float]:
         """Evaluate the batches of get_eval_dataloader: loss, metrics and speed, by name with `prefix`."""

@@ -70,12 +70,19 @@ class TrainStep:
         return Programs(RematFallback(steps, room), "The step")
 
     def advancer(
-        self, step: Any, tx: Any, check: Callable[[], None], tell: Callable[[tuple[int, ...]], None]
+        self,
+        step: Any,
+        tx: Any,
+        check: Callable[[], None],
+        tell: Callable[[tuple[int, ...]], None],
+        renewed: Callable[[], Any],
     ) -> Callable:
         """(step batch, learning rate) -> metrics. Replaces the model's parameters by their successors.
 
         Args:
             check: called before each step; raises the errors of background threads.
+            renewed: called before each step; None, or the optimizer with which the step is made anew, as what it was
+                made of has changed.
             tell: called before each step with the shape of its tokens: of the first one it says that it is compiled.
         """
         run, args = self._run, self._run.args
@@ -88,7 +95,10 @@ class TrainStep:
         compilation = CompilationUntimed(run.events)
 
         def advance(batch, learning_rate):
+            nonlocal step
             check()
+            if (changed := renewed()) is not None:
+                step = self.made(changed)
             step_key = None if key is None else jax.random.fold_in(key, run.state.global_step)
             rate, shape = np.float32(learning_rate), batch.arrays.tokens.shape
             tell(shape)

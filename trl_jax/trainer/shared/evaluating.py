@@ -9,7 +9,7 @@ from transformers.trainer_utils import PredictionOutput
 
 from trl_jax.run.evaluation.evaluation import MetricHooks
 from trl_jax.run.user_loss.bound_model import BoundModel
-from trl_jax.trainer.shared.refusals import NEVER_CALLED, check_set, refuse
+from trl_jax.trainer.shared.refusals import NEVER_CALLED, NEVER_READ, refuse
 from trl_jax.trainer.shared.surface import Surface
 
 
@@ -21,6 +21,8 @@ class Evaluating(Surface):
     """
 
     _never_called: ClassVar[Mapping[str, str]] = NEVER_CALLED  # methods of TRL's that a script may not override
+    _never_read: ClassVar[Mapping[str, str]] = NEVER_READ  # attributes of TRL's that a script may not set
+    _settle_task: Callable[[], None]  # of `BaseTrainer`
     compute_loss: Callable  # of `BaseTrainer`, or a script's own
     compute_metrics: Callable | None
     preprocess_logits_for_metrics: Callable | None
@@ -33,7 +35,7 @@ class Evaluating(Surface):
         A dict of datasets is evaluated one by one, `<prefix>_<name>_...` each; a string picks one of the constructor's.
         """
         refuse(ignore_keys=ignore_keys)
-        check_set(vars(self).keys(), type(self), self._never_called)
+        self._settle_task()
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, dict):
             metrics = {}
@@ -69,7 +71,7 @@ class Evaluating(Surface):
             task has labels; `metrics` has the loss and the speed.
         """
         refuse(ignore_keys=ignore_keys)
-        check_set(vars(self).keys(), type(self), self._never_called)
+        self._settle_task()
         prepared = self.prepare_dataset(test_dataset, "test", bounded=False)
         return self.parts.evaluator.predict(self.get_test_dataloader(prepared), metric_key_prefix, self._metric_hooks())
 

@@ -61,6 +61,12 @@ NEVER_CALLED_WITH_REFERENCE = {
     ("compute_loss", "prediction_step", "_compute_loss", "_compute_kl_logps", "compute_ref_log_probs",
      "_precompute_ref_logps"), _LOSS_TYPE,
 )  # fmt: skip
+# Attributes of TRL's trainers that decide what is trained, and that a script may set there.
+NEVER_READ = {
+    "neftune_noise_alpha": "Say neftune_noise_alpha in the arguments.",
+    "_train_batch_size": "Say per_device_train_batch_size in the arguments.",
+    "_signature_columns": "Leave columns out of the rows, by remove_columns.",
+}
 _WITH_ROLLOUT = {_OWN_DATA: _OWN_PROMPTS, _OWN_LOSS: _POLICY_LOSS}
 NEVER_CALLED_WITH_ROLLOUT = {name: _WITH_ROLLOUT.get(instead, instead) for name, instead in NEVER_CALLED.items()} | {
     name: instead
@@ -92,9 +98,13 @@ def check_overridden(cls: type, never_called: Mapping[str, str]) -> None:
         )
 
 
-def check_set(names: Collection[str], cls: type, never_called: Mapping[str, str]) -> None:
+def check_set(
+    names: Collection[str], cls: type, never_called: Mapping[str, str], never_read: Mapping[str, str]
+) -> None:
     """Raises TypeError for a method set on a trainer itself that would never be called, or that is compiled from the
-    class."""
+    class, and for an attribute that nobody would read."""
+    if unread := sorted(never_read.keys() & names):
+        raise TypeError(f"{unread[0]} was set on the trainer, and trl_jax never reads it. {never_read[unread[0]]}")
     if unheard := sorted(never_called.keys() & names):
         raise TypeError(f"{unheard[0]} was set on the trainer, and trl_jax never calls it. {never_called[unheard[0]]}")
     if compiled := sorted({"compute_loss", "prediction_step"} & names):
@@ -131,3 +141,13 @@ def check_collator(collator: Any, known: tuple[type, ...]) -> None:
     raise ValueError(
         f"data_collator={type(collator).__module__}.{name}(...) is not in this release of trl_jax. {instead}"
     )
+
+
+def check_lengths(collator: Any, args: Any) -> None:
+    """Raise ValueError for a collator that cuts texts in another way than the arguments say."""
+    for name in ("max_length", "truncation_mode"):
+        if name in vars(collator) and vars(collator)[name] != vars(args)[name]:
+            raise ValueError(
+                f"data_collator has {name}={vars(collator)[name]!r}, the arguments {name}={vars(args)[name]!r}: rows "
+                "are cut once, when they are prepared. Write the same in both, or leave the collator out."
+            )

@@ -27,6 +27,7 @@ from trl_jax.run.state import RunState
 from trl_jax.run.step.rng import check_noise
 from trl_jax.run.user_loss.bound_model import script_values
 from trl_jax.tasks.task import Task
+from trl_jax.trainer.shared.kept_arguments import kept_of, read_once
 from trl_jax.trainer.shared.refusals import names_of_script
 from trl_jax.trainer.shared.surface import Surface
 
@@ -40,8 +41,10 @@ class Setup(Surface):
     config_class: ClassVar[type[BaseConfig]]
     _collator_class: ClassVar[type | None]
     _tokenizer_sides: ClassVar[Mapping[str, str] | None]
+    _data_collator: Any
     data_collator: Any
     make_task: Callable[[], Task]
+    _settle_task: Callable[[], None]
 
     def _config(self, args: BaseConfig | None, model: Any) -> BaseConfig:
         """The arguments that were passed, or those of a run that is called after its model."""
@@ -60,6 +63,9 @@ class Setup(Surface):
         """
         overridden = names_of_script(type(self)) | ({"compute_loss"} if own_loss else set())
         self._run = run = RunState(args, None, overridden=overridden)
+        run.batch_size = args.per_device_train_batch_size
+        self._kept = {name: kept.of(args) for name, kept in kept_of(type(self)).items()}
+        self._read_once = read_once(self)
         run.task = self.make_task()
         run.pad_to_multiple_of = (args if self.data_collator is None else self.data_collator).pad_to_multiple_of
         self._publisher = HubPublisher(run, self._tag_names, self._paper)
@@ -110,7 +116,7 @@ class Setup(Surface):
             adapter = with_new_tokens(adapter, new_tokens, run.task.head)
         run.model = model_loading.load_policy(checkpoint, args, adapter, quantization, run.vocab_size)
         if self.data_collator is None:
-            self.data_collator = self._collator()
+            self._data_collator = self._collator()
         construction.settle_model(run, [*self._tag_names, "trl_jax"], torch_model)
 
     def _collator(self) -> Any:
@@ -156,6 +162,7 @@ class Setup(Surface):
             get_train_dataloader=lambda: self.get_train_dataloader(),
             log=lambda *given: self.log(*given),
             loss=lambda *given, **options: self.loss(*given, **options),
+            settle_task=lambda: self._settle_task(),
             prediction_step=lambda *given: self.prediction_step(*given),
             save_checkpoint=self._save_progress,
             save_model=lambda *given, **options: self.save_model(*given, **options),

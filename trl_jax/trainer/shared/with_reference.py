@@ -16,21 +16,16 @@ from trl_jax.run.model.reference import ReferenceModel, Sync, check_sync, given,
 from trl_jax.run.model.routers import balance_experts
 from trl_jax.run.state import RunState
 from trl_jax.trainer.base_trainer import BaseTrainer
-from trl_jax.trainer.shared.refusals import NEVER_CALLED_WITH_REFERENCE
-
-_LENGTHS = ("max_length", "truncation_mode")  # how texts are cut, in the words of the arguments and of collators
+from trl_jax.trainer.shared.refusals import NEVER_CALLED_WITH_REFERENCE, check_lengths
 
 
 class TrainerWithReference(BaseTrainer):
     """A trainer of language models whose task has the reference's log-probabilities, of every text, as the optional
     columns of numbers: they are computed in the step, or before training with `precompute_ref_log_probs`.
-
-    Attributes:
-        aux_loss_enabled: whether a loss that balances experts is added.
     """
 
     _never_called = NEVER_CALLED_WITH_REFERENCE
-    _changes_logps: ClassVar[tuple[str, ...]] = ()  # arguments by which a text's log-probability is another
+    _changes_logps: ClassVar[tuple[str, ...]] = ()  # attributes by which a text's log-probability is another
 
     def __init__(self, model: Any, ref_model: Any, *, peft_config: Any, **arguments: Any):
         """`arguments` are those of `BaseTrainer`."""
@@ -41,10 +36,10 @@ class TrainerWithReference(BaseTrainer):
             )
         self._given_reference, self._fresh_adapter = ref_model, peft_config is not None
         super().__init__(model, peft_config=peft_config, reference=self._attach_reference, **arguments)
-        _check_lengths(self.data_collator, self.args)
+        check_lengths(self.data_collator, self.args)
         if self.args.precompute_ref_log_probs:
             self._precompute()
-        self.aux_loss_enabled = balance_experts(self._run, self.args.router_aux_loss_coef)
+        balance_experts(self._run, self.args.router_aux_loss_coef)
 
     @property
     def ref_model(self) -> PreTrainedModel | None:
@@ -93,18 +88,8 @@ class TrainerWithReference(BaseTrainer):
         batch_size, columns = args.precompute_ref_batch_size or own, run.task.columns.optional
         construction.attach_reference(run, reference)
         try:
-            facts = {argument: vars(args)[argument] for argument in self._changes_logps}
+            facts = {name: getattr(self, name) for name in self._changes_logps}
             options = {"batch_size": batch_size, "name": name, "facts": facts}
             return precomputed(run, self.parts.forward, dataset, columns, **options)
         finally:
             run.reference = None
-
-
-def _check_lengths(collator: Any, args: Any) -> None:
-    """Raise ValueError for a collator that cuts texts in another way than the arguments say."""
-    for name in _LENGTHS:
-        if name in vars(collator) and vars(collator)[name] != vars(args)[name]:
-            raise ValueError(
-                f"data_collator has {name}={vars(collator)[name]!r}, the arguments {name}={vars(args)[name]!r}: rows "
-                "are cut once, when they are prepared. Write the same in both, or leave the collator out."
-            )

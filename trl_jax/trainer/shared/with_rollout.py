@@ -43,7 +43,7 @@ class TrainerWithRollout(PolicyAttributes):
         self._reward_processing_classes, self._fresh_adapter = reward_processing_classes, peft_config is not None
         made = {"reference": self._attach_reference, "rollout": self._rollout}
         super().__init__(model, peft_config=peft_config, **made, **arguments)
-        self.aux_loss_enabled = balance_experts(self._run, self.args.router_aux_loss_coef)
+        balance_experts(self._run, self.args.router_aux_loss_coef)
 
     _tokenizer_sides = {"padding_side": "left", "truncation_side": "left"}  # as TRL loads and saves it
     _given_reference: Any = None  # RLOOTrainer(ref_policy=...)
