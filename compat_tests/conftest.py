@@ -77,6 +77,7 @@ FIRST = (
 
 
 def pytest_configure(config):
+    gc.disable()  # what is imported and collected stays, so the collector would walk through it again and again
     config.addinivalue_line("markers", "usual(*ids): the cases that run without THOROUGH=1, see effort.py")
 
 
@@ -96,6 +97,7 @@ def pytest_sessionstart(session):
 def pytest_collection_finish():
     """Modules stay: the collector need not walk through torch, transformers and jax again and again, nor as often as it
     would through the little that programs are made of."""
+    gc.enable()
     gc.collect()
     gc.freeze()
     gc.set_threshold(5_000, 20, 20)
@@ -129,5 +131,6 @@ def pytest_xdist_make_scheduler(config, log):
     """A file goes to one worker, as a whole: its tests share runs, models and what is compiled."""
     from xdist.scheduler import LoadFileScheduling
 
+    gc.enable()  # this process collects nothing
     config.option.loadscopereorder = False  # it would begin with the files of most tests
     return LoadFileScheduling(config, log)

@@ -37,6 +37,7 @@ def test_the_quickstart_learns(tmp_path):
     assert (tmp_path / "curve.svg").read_text().startswith("<svg")
 
 
+@only_thorough  # usually it is what the example of rewards begins with
 def test_fine_tuning_learns(tmp_path):
     shown = run(ROOT / "examples" / "sft.py", "--output_dir", tmp_path, *_epochs(10))
     first, last, wrong, right = map(float, re.search(

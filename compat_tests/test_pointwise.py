@@ -217,7 +217,7 @@ def elsewhere(what: str, *arguments: object) -> subprocess.CompletedProcess:
 # It packs, and trains on several devices.
 
 
-@pytest.mark.parametrize("layout", ["packed", thorough("shared"), "auto"])
+@pytest.mark.parametrize("layout", [thorough("packed"), thorough("shared"), "auto"])
 def test_it_packs(make, layout, caplog):
     with caplog.at_level(logging.INFO, "trl_jax"):
         padded, packed = (

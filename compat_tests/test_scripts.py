@@ -14,12 +14,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from compat_tests.effort import THOROUGH, usually
 from compat_tests.parity.reference import read_weights
 from compat_tests.tiny import preference_rows
 from compat_tests.trainer.trainers import FACTS
 
 SCRIPTS = Path(__file__).parent / "scripts"
 NAMES = sorted(path.stem for path in SCRIPTS.glob("*.py") if path.stem not in ("__init__", "run_all"))
+# What these do usually has tests beside TRL of its own: parity/test_curve.py, trainer/test_trainer_evaluate.py,
+# trainer/test_overriding.py and trainer/test_trainer_train.py.
+SELDOM = {"margins", "own_metrics", "subclassed", "callbacks"}
 # What TRL 1.16 wants written for what a script says.
 SINCE = {
     "old_keywords": {
@@ -87,7 +91,7 @@ def runs(checkpoint, tmp_path_factory):
     for side, command in (("theirs", []), ("ours", ["-m", "trl_jax"])):
         out = root / side
         out.mkdir()
-        scripts = [str(_written(name, side, root)) for name in NAMES]
+        scripts = [str(_written(name, side, root)) for name in NAMES if THOROUGH or name not in SELDOM]
         run = [sys.executable, *command, str(SCRIPTS / "run_all.py"), str(model), str(data), str(out), *scripts]
         env = {**os.environ, "PYTHONPATH": str(SCRIPTS.parents[1]), "HF_DATASETS_CACHE": str(root / "cache")}
         done = subprocess.run(run, capture_output=True, text=True, env=env, cwd=root)
@@ -114,7 +118,7 @@ def lines(printed):
     return [line for line in printed.splitlines() if line.startswith(own)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", usually(lambda name: name not in SELDOM, NAMES))
 def test_a_script_gives_what_it_gives_under_trl(runs, name):
     (theirs, wanted), (ours, told) = runs["theirs"], runs["ours"]
     assert told[name]["code"] == wanted[name]["code"], told[name]["error"] or wanted[name]["error"]
@@ -150,4 +154,4 @@ def same_files(ours, theirs):
 
 def test_half_of_the_scripts_are_of_earlier_years():
     assert len(NAMES) >= 12 and sum(name.startswith("old_") or name == "torch_object" for name in NAMES) >= 6
-    assert set(SINCE) <= set(NAMES)
+    assert set(SINCE) | SELDOM <= set(NAMES)

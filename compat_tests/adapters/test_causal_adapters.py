@@ -59,7 +59,7 @@ def test_the_maps_around_a_stack_are_adapted_by_pefts_names(tmp_path):
 
 
 @usual(
-    "linear-False", "tokens-False", "saved_head-False", "both-False", "head-True", "saved_both-True", "table-True",
+    "linear-False", "tokens-False", "head-True", "saved_both-True", "table-True",
 )  # fmt: skip
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)

@@ -204,6 +204,7 @@ def test_eight_bits_are_within_half_a_step():
     assert (np.abs(back - values) <= np.abs(values).max(axis=1, keepdims=True) / 127 * 0.5001).all()
 
 
+@only_thorough  # SFT's is in trainer/test_sft_trainer.py
 def test_training_on_quantised_weights(checkpoint, tmp_path):
     """Loss falls as on float weights; the matrices are held small; merging gives floats that compute the same."""
     held = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}

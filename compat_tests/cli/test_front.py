@@ -38,16 +38,19 @@ from trl.extras.dataset_formatting import conversations_formatting_function
 from trl.rewards import think_format_reward
 import trl.trainer.utils
 from trl.trainer.utils import get_quantization_config
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer
+from trl import RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
 kinds = (RewardConfig, RewardTrainer, ScriptArguments, TrlParser, ModelConfig, get_peft_config, A, B, DatasetConfig,
          DataCollatorForPreference, extract_prompt, think_format_reward, get_quantization_config,
-         conversations_formatting_function)
+         conversations_formatting_function, DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer,
+         RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer)
 assert all(kind.__module__.startswith("trl_jax.") for kind in kinds), kinds
 assert A is RewardTrainer is trl.RewardTrainer and B is RewardConfig
 print(sys.argv[1:], __name__, trl.__version__)
 """
 
 
-def test_the_names_of_reward_training_are_ours(tmp_path):
+def test_the_names_of_all_trainers_are_ours(tmp_path):
     done = run(tmp_path, NAMES, "--lr", "1")
     assert done.stdout == "['--lr', '1'] __main__ 1.16.0\n", done.stderr
 

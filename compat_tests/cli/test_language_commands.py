@@ -10,7 +10,7 @@ import sys
 import pytest
 import yaml
 
-from compat_tests.effort import THOROUGH, usually
+from compat_tests.effort import only_thorough, usually
 from compat_tests.mesh.rank import rows_of
 from compat_tests.parity.dpo_cases import SMALL
 from trl_jax.cli.main import main
@@ -58,9 +58,10 @@ def test_flags_and_yaml_give_one_loss(kind, checkpoint, folder):
     assert first_loss(folder / "yaml" / "checkpoint-1") == first_loss(folder / "flags" / "checkpoint-1") > 0
 
 
+@only_thorough  # usually test_front has the names, and test_scripts.py runs of reward trainers
 def test_a_script_for_trl_trains_as_the_commands_do(checkpoint, folder):
     """One process for all trainers, as most of its time is Python's start."""
-    model, wanted, kinds = checkpoint(**SMALL), {}, ("DPO", "KTO") if THOROUGH else ("DPO",)
+    model, wanted, kinds = checkpoint(**SMALL), {}, ("DPO", "KTO")
     for kind in kinds:
         values = given(kind, folder, model) | {"save_steps": 1, "output_dir": kind}
         flags = [text for name, value in values.items() for text in (f"--{name}", str(value))]

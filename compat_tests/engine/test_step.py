@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+from compat_tests.effort import thorough
 from trl_jax.core.arguments.optimizers import parsed
 from trl_jax.engine.optimizers.optimizer import Hyperparameters, from_optax, make_optimizer
 from trl_jax.engine.step import make_step
@@ -170,7 +171,7 @@ POISON = {
 }
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("micro_batches", [thorough(1), 3])
 @pytest.mark.parametrize("case", POISON)
 def test_an_update_that_is_not_finite_is_left_out(case, micro_batches):
     tx, rate = POISON[case]

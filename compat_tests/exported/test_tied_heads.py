@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from compat_tests.effort import thorough
 from compat_tests.exported import configs
 from trl_jax import AutoModelForCausalLM
 from trl_jax.hub.exported import model as exported
@@ -43,7 +44,8 @@ def test_its_logits_are_torchs_and_it_is_saved_once(model, folder, tmp_path):
         np.testing.assert_array_equal(after[name], values)
 
 
-@pytest.mark.parametrize("passes", [True, False])
+# Usually test_fake_pass has what an exported program tells.
+@pytest.mark.parametrize("passes", [True, thorough(False)])
 def test_the_table_has_a_gradient_by_either_name(passes, model, monkeypatch):
     if not passes:  # an exported program tells
         monkeypatch.setattr(exported, "fake_pass", lambda *args, **kwargs: None)

@@ -71,6 +71,8 @@ STRATEGIES = {
 }
 
 
+# Usually those of every save are in test_a_revision_is_a_branch_of_its_own.
+@usual("end", "checkpoint", "all_checkpoints")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_commits_are_trls_and_what_arrived_is_what_is_on_disk(strategy, train, hub, tmp_path):
     trainer = train(hub_strategy=strategy)
@@ -137,7 +139,7 @@ def test_a_checkpoint_may_go_while_it_is_being_pushed(train, hub, tmp_path):
     assert {f"checkpoint-{n}/manifest.json" for n in (1, 2, 3, 4)} <= set(hub.files(NAME))
 
 
-@usual("503", "409", "drop")
+@usual("409", "drop")
 @pytest.mark.parametrize("fault", [500, 503, 429, 409, "drop", "slow"])
 def test_row42_a_fault_that_passes_is_ridden_out(fault, train, hub, caplog):
     met = set()
@@ -168,7 +170,9 @@ def test_row42_an_outage_loses_nothing_and_is_told(train, hub, tmp_path, caplog)
     assert hub.files(NAME)["model.safetensors"] == (tmp_path / "run/checkpoint-12/model.safetensors").read_bytes()
 
 
-def test_row42_the_last_push_is_tried_again_at_the_end(train, hub, caplog):
+def test_row42_the_last_push_is_tried_again_at_the_end_and_row43_the_token_is_in_no_file(
+    train, hub, tmp_path, caplog, capfd
+):
     class Heals(TrainerCallback):
         def on_epoch_end(self, args, state, control, **kwargs):
             hub.fault = lambda method, path: None
@@ -177,6 +181,9 @@ def test_row42_the_last_push_is_tried_again_at_the_end(train, hub, caplog):
     train(more=[Heals()])
     assert hub.messages(NAME) == [STEPS[0], STEPS[2]]
     assert "2 pushes to somebody/judge failed. The last one arrived;" in caplog.text
+    for name, data in on_disk(tmp_path / "run").items():
+        assert TOKEN.encode() not in data, name
+    assert TOKEN not in caplog.text and TOKEN not in "".join(capfd.readouterr())
 
 
 def test_row41_a_hub_that_is_down_is_noticed_before_a_model_is_loaded(trainer, hub, monkeypatch):
@@ -208,10 +215,3 @@ def test_row43_a_token_that_may_not_write(status, token, trainer, hub, tmp_path,
     assert error.value.__suppress_context__
     assert token not in str(error.value) + caplog.text
 
-
-def test_row43_the_token_is_in_no_file(train, tmp_path, hub, caplog, capfd):
-    hub.fault = lambda method, path: 500 if "/preupload/" in path else None
-    train(save_steps=4)
-    for name, data in on_disk(tmp_path / "run").items():
-        assert TOKEN.encode() not in data, name
-    assert TOKEN not in caplog.text and TOKEN not in "".join(capfd.readouterr())

@@ -99,7 +99,8 @@ def test_a_hub_that_hangs_is_not_needed_for_what_is_in_the_cache(fetch, hub):
     assert clock.seconds < 20
 
 
-def test_a_hub_that_hangs_costs_the_upload_and_nothing_else(trainer, hub, tmp_path, caplog):
+def test_a_hub_that_hangs_costs_the_upload_and_nothing_else(trainer, hub, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv(limits.VARIABLE, "1")
     made = trainer(max_steps=1)
     hub.fault = lambda method, path: "hang" if path.startswith("/objects/") else None
     with Clock() as clock:

@@ -339,7 +339,7 @@ def test_wrong_files_are_told_without_secrets(wrong, kind, told, tmp_path, monke
     assert_untold(found)
 
 
-@pytest.mark.parametrize("kind", usually({"reward", "sft"}.__contains__, KINDS), indirect=True)
+@pytest.mark.parametrize("kind", usually("sft".__eq__, KINDS), indirect=True)
 def test_a_command_trains_and_pushes_and_tells_none(kind, folder, hub, told, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ANOTHER_API_KEY", "unset")  # restored afterwards: the file sets it

@@ -41,7 +41,8 @@ def adapted(folder, family: str):
     return find_checkpoint(str(written), head="lm").load(0), theirs
 
 
-@pytest.mark.parametrize("family", usually({"qwen3", "deepseek_v3"}.__contains__, TARGETS))
+# Of attention without latents, the curve of GRPO with an adapter has PEFT's tokens.
+@pytest.mark.parametrize("family", usually("deepseek_v3".__eq__, TARGETS))
 def test_an_adapter_writes_pefts_tokens(family, tmp_path):
     """Beside the base, and merged into it; without it the base writes others."""
     ours, theirs = adapted(tmp_path, family)
@@ -60,7 +61,7 @@ def test_an_adapter_writes_pefts_tokens(family, tmp_path):
     assert plain.tolist() != found.tolist()
 
 
-@usual("gemma2", "lfm2")
+@usual("gemma2")
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "lfm2", "falcon_h1"])
 def test_in_bfloat16_probabilities_are_those_of_whole_texts(family, tmp_path):
     """Of the tokens that were drawn, in bfloat16 and in float32: no farther apart than that dtype is coarse."""

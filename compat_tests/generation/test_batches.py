@@ -12,6 +12,7 @@ from compat_tests.tiny import tiny_tokenizer
 from trl_jax import AutoModelForCausalLM
 
 FIELDS = {"do_sample": True, "temperature": 1.3, "top_k": 50, "max_new_tokens": 20, "eos_token_id": [50, 60, 70]}
+LONGEST = 60 if THOROUGH else 30
 TALK = [{"role": "user", "content": "How do I bake the bread?"}]
 
 
@@ -93,7 +94,7 @@ def test_many_lengths_compile_few_programs(model):
     programs = prefill, first_tokens, next_tokens
     before, random = [program._cache_size() for program in programs], np.random.default_rng(0)
     for _ in range(20):
-        length, new = random.integers(1, 60), random.integers(2, 60)
+        length, new = random.integers(1, LONGEST), random.integers(2, LONGEST)
         model.generate(random.integers(5, 60, (2, length)), max_new_tokens=int(new), pad_token_id=0)
     prompts, firsts, steps = (program._cache_size() - count for program, count in zip(programs, before, strict=True))
     assert prompts <= 4 and firsts <= 4 and steps <= 8

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import trl_jax
-from compat_tests.effort import usual
+from compat_tests.effort import thorough, usual
 from compat_tests.generation.test_stop_strings import byte_level
 from compat_tests.models import causal
 from trl_jax import AutoModelForCausalLM
@@ -87,7 +87,7 @@ CONFIGURATIONS = {
 }
 
 
-@usual("greedy", "sampled", "several", "penalised_greedy", "lengths", "long", "never_ending")
+@usual("greedy", "several", "penalised_greedy", "lengths", "long", "never_ending")
 @pytest.mark.parametrize("options", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
 def test_sequences_are_transformers(ours, theirs, options):
     options = {"max_new_tokens": 24, "eos_token_id": EOS, "pad_token_id": 0} | options
@@ -181,7 +181,9 @@ def test_no_prompt_is_the_bos(ours, theirs):
     np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize(("repeats", "prompts_once", "group"), [((4, 4), 2, 8), ((4, 6), 5, 4), ((1, 3), 4, 2)])
+@pytest.mark.parametrize(
+    ("repeats", "prompts_once", "group"), [thorough((4, 4), 2, 8), ((4, 6), 5, 4), thorough((1, 3), 4, 2)]
+)
 def test_prompts_that_repeat_are_computed_once(ours, theirs, monkeypatch, repeats, prompts_once, group):
     from trl_jax.generation import generator
 

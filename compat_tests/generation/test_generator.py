@@ -23,7 +23,7 @@ torch = pytest.importorskip("torch")
 EOS, GROUP, NEW, SEED = (1, 50, 60, 70, 80), 4, 70, 3  # more tokens than the first two buckets have
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2", thorough("gpt2")])
+@pytest.fixture(scope="module", params=[thorough("llama"), "gemma2", thorough("gpt2")])
 def case(request, tmp_path_factory):
     """A model, ragged prompts, and transformers' completions of them by whether they are sampled."""
     folder = causal.build(tmp_path_factory.mktemp(request.param), request.param, tie=False)
@@ -58,7 +58,8 @@ def completed(model, prompts, sampled, *, steps=16, logps=False):
     return out, stream
 
 
-@pytest.mark.parametrize("sampled", [False, True])
+# Usually llama's are in test_generate, and long greedy texts of gemma2 in test_families.
+@pytest.mark.parametrize("sampled", [thorough(False), True])
 def test_tokens_are_those_of_transformers(case, sampled):
     model, prompts, wanted, after = case
     out, stream = completed(model, prompts, sampled)
@@ -69,7 +70,7 @@ def test_tokens_are_those_of_transformers(case, sampled):
         assert stream.uniform(1, 0.5)[0] + 0.5 == pytest.approx(after, abs=1e-7)
 
 
-@usual("llama")
+@usual("gemma2")
 def test_one_step_a_call_and_no_compaction_change_nothing(case, monkeypatch):
     model, prompts, wanted, _ = case
     monkeypatch.setattr(generator._Generation, "_compacted", lambda self, state, alive: state)

@@ -45,7 +45,8 @@ def batch(lengths):
     return {"input_ids": ids, "attention_mask": mask}
 
 
-@usual("True-(39, 3)", "False-(40, 7, 9)", "False-(41, 5)")
+# Usually models/test_layouts has texts that are long from their first token on, and this one crosses the length.
+@usual("True-(39, 3)")
 @pytest.mark.parametrize("lengths", [(11, 30, 4), (39, 3), (40, 7, 9), (41, 5), (17,)], ids=str)
 @pytest.mark.parametrize("sampled", [False, True])
 def test_tokens_are_transformers(lengths, sampled, both):

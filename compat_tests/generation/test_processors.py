@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from compat_tests.effort import usual
 from trl_jax.generation import processors as ours
 from trl_jax.generation import warpers
 from trl_jax.generation.history import History
@@ -170,6 +171,7 @@ SEVERAL = {
 }  # fmt: skip
 
 
+@usual("usual", "all")
 @pytest.mark.parametrize("names", SEVERAL.values(), ids=SEVERAL)
 def test_several(names):
     for length in LENGTHS:

@@ -78,7 +78,7 @@ def llama(tmp_path_factory):
     return AutoModelForCausalLM.from_pretrained(causal.build(tmp_path_factory.mktemp("llama"), "llama", tie=False))
 
 
-@pytest.mark.parametrize("new", [1, thorough(2), 33])
+@pytest.mark.parametrize("new", [thorough(1), thorough(2), 33])
 def test_completions_that_end_at_once(llama, new):
     """All ids but a few end one: whole rounds of prompts come and go between two looks at them."""
     request = asked(prompts(1), new, eos=tuple(range(0, 510, 2)))

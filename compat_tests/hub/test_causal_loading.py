@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from compat_tests.effort import usual
+from compat_tests.effort import only_thorough, usual
 from compat_tests.hub.test_gguf import write_gguf
 from compat_tests.models import causal, variants
 from trl_jax import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -134,6 +134,7 @@ def test_a_pickled_checkpoint(tmp_path):
     variants.assert_close(found[mask > 0], expected[mask > 0], 1e-5)
 
 
+@only_thorough  # exported/test_tied_heads.py has its logits and its file
 def test_an_exported_model(tmp_path):
     """bloom has no family here: transformers' own code runs, exported."""
     folder = variants.tiny_model(tmp_path / "in", "bloom", head="causal", n_head=4, n_layer=1)

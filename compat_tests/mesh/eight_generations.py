@@ -79,7 +79,8 @@ def test_every_kind_of_cache_is_divided(model_type, load, gathers):
 
 @pytest.mark.parametrize(("prompts", "group"), [(2, 6), thorough(1, 8), thorough(3, 5)])
 def test_completions_of_a_prompt_lie_on_several(prompts, group, load, monkeypatch):
-    """Two prompts with six completions each are six times two on eight devices, of which two have none."""
+    """Two prompts with six completions each are six times two on eight devices, of which two have none. One program of
+    steps serves all: keys and values lie from the first step on where the steps leave them."""
     shapes, advance = set(), next_tokens
 
     def next_tokens_seen(graph, arrays, layers, state, *rest, **options):
@@ -88,10 +89,12 @@ def test_completions_of_a_prompt_lie_on_several(prompts, group, load, monkeypatc
 
     monkeypatch.setattr(generator, "next_tokens", next_tokens_seen)
     ids = np.asarray([row[:4] for row in drawn(40) if len(row) >= 4][:prompts])
-    options = {"do_sample": True, "seed": 1, "max_new_tokens": 6, "num_return_sequences": group, "pad_token_id": 0}
+    options = {"do_sample": True, "seed": 1, "max_new_tokens": 30, "num_return_sequences": group, "pad_token_id": 0}
+    before = next_tokens._cache_size()
     first = load("data:8").generate(ids, eos_token_id=None, **options)
-    assert max(shapes) == -(-prompts * group // 8)
+    assert max(shapes) == -(-prompts * group // 8) and next_tokens._cache_size() == before + 1
     np.testing.assert_array_equal(first, load("fsdp:4,tensor:2").generate(ids, eos_token_id=None, **options))
+    assert next_tokens._cache_size() == before + 2
 
 
 def test_what_the_host_looks_at_stops_rows_by_their_number(load):
@@ -114,15 +117,6 @@ def test_meshes_that_no_generation_has(load):
         load("tensor:8")
     with pytest.raises(ValueError, match="mesh_shape asks for data 3 = 3 devices, and there are 8"):
         load("data:3")
-
-
-def test_one_program_of_steps_serves_all(load):
-    """Keys and values lie from the first step on where the steps leave them."""
-    before = next_tokens._cache_size()
-    ids = np.asarray([[5, 6], [7, 8]])
-    options = {"do_sample": True, "seed": 1, "max_new_tokens": 30, "pad_token_id": 0, "eos_token_id": None}
-    load("data:4,tensor:2").generate(ids, num_return_sequences=2, **options)
-    assert next_tokens._cache_size() == before + 1
 
 
 def test_the_command_writes_the_same_file(checkpoint, tmp_path, capsys):

@@ -15,7 +15,7 @@ from compat_tests.effort import only_thorough, thorough  # noqa: E402
 from compat_tests.parity.dpo_cases import SMALL  # noqa: E402
 from compat_tests.parity.grpo_cases import length_reward, prompt_rows, vowels  # noqa: E402
 from compat_tests.parity.reference import BASE  # noqa: E402
-from trl_jax import AutoModelForCausalLM, GRPOTrainer, RLOOTrainer  # noqa: E402
+from trl_jax import AutoModelForCausalLM, GRPOConfig, GRPOTrainer, RLOOTrainer  # noqa: E402
 from trl_jax.generation import weights  # noqa: E402
 
 ROWS = 16  # of a micro-batch, on all devices together
@@ -108,6 +108,13 @@ def test_texts_are_not_divided(make):
 def test_generations_are_of_all_shards_together(make):
     args = make(GRPOTrainer, "data:2,fsdp:2,tensor:2", 4)[0].args
     assert (args.world_size, args.data_parallel_size, args.generation_batch_size) == (8, 4, 2 * ROWS)
+
+
+def test_a_config_s_generation_is_that_of_all_devices(tmp_path):
+    args = GRPOConfig(str(tmp_path), use_cpu=True, per_device_train_batch_size=2, num_generations=4)
+    assert (args.generation_batch_size, args.steps_per_generation) == (16, 1)
+    with pytest.raises(ValueError, match=r"divisible by the global batch size \(16\)"):
+        GRPOConfig(str(tmp_path), use_cpu=True, per_device_train_batch_size=2, generation_batch_size=8)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
+from compat_tests.effort import thorough  # noqa: E402
 from trl_jax.mesh.sharding import BATCH, make_mesh  # noqa: E402
 from trl_jax.nn import token_head  # noqa: E402
 from trl_jax.nn.token_head import token_outputs  # noqa: E402
@@ -66,7 +67,7 @@ def of_shards(mesh):
 
 @pytest.mark.parametrize(
     "sizes",
-    [{"tensor": 8}, {"data": 2, "tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 8}],
+    [{"tensor": 8}, {"data": 2, "tensor": 4}, thorough({"data": 2, "fsdp": 2, "tensor": 2}), {"data": 8}],
     ids=lambda sizes: ",".join(f"{axis}:{size}" for axis, size in sizes.items()),
 )
 def test_the_numbers_of_one_device(sizes):

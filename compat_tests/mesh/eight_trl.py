@@ -42,7 +42,7 @@ def trl(checkpoint, tmp_path_factory):
         thorough("SFT", "data:2", 2, "padded"),
         thorough("SFT", "fsdp:2", 2, "packed"),
         thorough("SFT", "tensor:2", 1, "packed"),
-        ("SFT", "fsdp:2,sequence:2", 2, "packed"),
+        thorough("SFT", "fsdp:2,sequence:2", 2, "packed"),
         thorough("DPO", "fsdp:2", 2, "shared"),
         thorough("DPO", "tensor:2", 1, "shared"),
     ],

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from compat_tests.effort import thorough
 from compat_tests.models import causal
 from trl_jax import AutoModelForCausalLM
 from trl_jax.models.functional import merge
@@ -15,7 +16,7 @@ pytest.importorskip("torch")
 
 
 @pytest.mark.parametrize(("family", "alone"), [("gemma4_text", 4), ("llama", 0)])
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", [thorough(False), True])
 def test_a_layer_alone_is_kept_apart_from_its_recomputation(family, alone, remat, tmp_path):
     """The barriers stand in front of what is computed a second time; within a loop none is needed."""
     model = AutoModelForCausalLM.from_pretrained(causal.build(tmp_path, family, tie=False))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from compat_tests.effort import thorough
+from compat_tests.effort import only_thorough, thorough
 from compat_tests.models import causal, variants
 from compat_tests.models.torch_draws import TorchDraws
 from trl_jax import AutoModelForCausalLM
@@ -74,6 +74,7 @@ def test_values_and_gradients_in_training(remat, folder, monkeypatch, tmp_path):
         variants.assert_close(found[tensor], values, 1e-4, tensor)
 
 
+@only_thorough  # run/test_noise.py has an evaluation beside training
 def test_without_a_key_nothing_is_drawn(folder):
     """Evaluations and generations: as transformers' in eval mode, which the tests of all families compare."""
     ids, mask = causal.rows()

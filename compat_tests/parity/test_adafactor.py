@@ -13,7 +13,7 @@ CONFIG = {"optim": "adafactor", "learning_rate": 1e-3, "weight_decay": 0.1, "bat
 
 
 # Layers that lie in one array; several arrays in a tensor; experts; adapters.
-@pytest.mark.parametrize("family", ["llama", thorough("phi3"), thorough("qwen3_moe"), "with adapters"])
+@pytest.mark.parametrize("family", ["llama", *map(thorough, ["phi3", "qwen3_moe", "with adapters"])])
 def test_ten_steps_are_trls(family, tmp_path):
     config, called = CONFIG, f"adafactor/{family}"
     if family == "with adapters":

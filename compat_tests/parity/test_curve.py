@@ -6,18 +6,19 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from compat_tests.effort import usual, usually
+from compat_tests.effort import only_thorough, usually
 from compat_tests.parity import golden, reference
 from compat_tests.parity.cases import CASES
 from compat_tests.parity.marks import TRAIN_KEYS, assert_same_curve, assert_same_weights, steps_of
 from compat_tests.parity.sketch import flat, gap
 from compat_tests.tiny import preference_rows
 
-# Most of the others have a part of their own in another trainer's cases.
+# Most of the others have a part of their own in another trainer's cases; centring and layouts are part of ragged_margin
+# and of run/test_layouts.py.
 SELDOM = {
     "plain", "margin", "data_seed", "constant_with_warmup", "pad_is_eos", "causal", "base", "qwen2", "max_steps",
     "chat_prompt", "sparse_logs", "max_length", "causal_bfloat16", "cosine", "drop_last", "qwen3",
-    "ragged_accumulation",
+    "ragged_accumulation", "centered_hard", "layouts",
 }  # fmt: skip
 USUAL = usually(lambda name: name not in SELDOM, CASES)
 
@@ -32,7 +33,7 @@ def test_the_weights_after_the_run_are_trls(runs, name):
     assert_same_weights(runs.ours(name).weights, runs.theirs(name).weights, CASES[name].weights)
 
 
-@usual("packed")
+@only_thorough
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_fifty_steps_in_a_layout_that_is_not_of_choice(runs, layout):
     case, theirs = CASES["layouts"], runs.theirs("layouts")

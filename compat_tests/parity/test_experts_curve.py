@@ -103,6 +103,7 @@ def test_trl_asks_for_a_number_that_phimoe_calls_otherwise(checkpoint, tmp_path)
     assert "aux_loss" in steps_of(ours.logs)[0]
 
 
+@only_thorough  # ours are usually those of `packed`
 def test_trl_counts_the_pads_behind_texts_that_lie_end_to_end(checkpoint, tmp_path):
     """It has no mask there. Without pads to count, the losses of routers are the same: `joined` above."""
     config = {"padding_free": True, "max_length": None, "pad_to_multiple_of": 64, "max_steps": 1}

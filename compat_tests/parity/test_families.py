@@ -15,7 +15,7 @@ from compat_tests.tiny import preference_rows, tiny_model
 
 
 @usual("mistral", "gemma2", "gemma3_text", "phi3", "olmo2", "gpt2", "gpt_neox", "mixtral", "qwen3_moe")
-@pytest.mark.parametrize("family", usually({"gemma2", "phi3", "gpt2", "gpt_oss"}.__contains__, FAMILY_CASES))
+@pytest.mark.parametrize("family", usually({"gemma2", "gpt_oss"}.__contains__, FAMILY_CASES))
 def test_ten_steps_are_trls(family, tmp_path):
     case, called = FAMILY_CASES[family], f"families/{family}"
     folder, rows = tiny_model(tmp_path / "model", family, **case.model), preference_rows(40, seed=3)

@@ -16,10 +16,11 @@ from compat_tests.parity.sketch import gap
 from trl_jax.run.rollouts import PolicyWriter
 from trl_jax.tasks import grpo
 
-# Each loss is held to TRL's by losses/test_policy_gradient.py, and each kind of layer by its family's tokens.
+# Each loss is held to TRL's by losses/test_policy_gradient.py, each kind of layer by its family's tokens, and a chat by
+# trainer/test_policies_of_scripts.py.
 SELDOM = {
-    "bnpo", "cispo", "convolutions", "dapo", "dr_grpo", "experts", "following", "grpo", "luspo", "mamba", "sapo",
-    "states", "vespo",
+    "bnpo", "cispo", "conversations", "convolutions", "dapo", "dr_grpo", "experts", "following", "grpo", "luspo",
+    "mamba", "sapo", "states", "vespo",
 }  # fmt: skip
 NAMES = usually(
     lambda trainer, name: name not in SELDOM and (trainer, name) not in {
@@ -168,7 +169,7 @@ MUTANTS = [
 ]
 
 
-@usual("complete", "group_advantages", "token_weights")
+@usual("group_advantages")
 @pytest.mark.parametrize(
     ("name", "place", "broken", "match"), MUTANTS, ids=[str(place).rsplit(".", 1)[-1] for _, place, *_ in MUTANTS]
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from compat_tests.effort import usually
+from compat_tests.effort import THOROUGH, usually
 from compat_tests.parity import reference
 from compat_tests.parity.kto_cases import CASES, kto_rows
 from compat_tests.parity.marks import assert_same_weights
@@ -52,8 +52,9 @@ def test_the_weights_after_the_run_are_trls(both, checkpoint, name):
 
 
 def test_the_cases_have_what_they_are_for(both):
-    shared, pairs, accumulated = (steps(both(name)[1]) for name in ("shared", "pairs", "accumulated"))
-    assert list(shared[0]) == KEYS and any(entry["kl"] > 0.01 for entry in shared) and accumulated[-1]["kl"] > 0
+    shared, pairs = (steps(both(name)[1]) for name in ("shared", "pairs"))
+    assert list(shared[0]) == KEYS and any(entry["kl"] > 0.01 for entry in shared)
+    assert not THOROUGH or steps(both("accumulated")[1])[-1]["kl"] > 0
     assert [[f"rewards/{side}" in entry for side in ("chosen", "rejected", "margins")] for entry in pairs] == [
         [True, False, False], [True, True, True], [False, True, False]
     ]  # fmt: skip

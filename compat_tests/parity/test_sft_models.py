@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from compat_tests.effort import thorough, usual, usually
+from compat_tests.effort import only_thorough, thorough, usual, usually
 from compat_tests.parity import golden, reference
 from compat_tests.parity.marks import assert_same_curve, assert_same_weights, steps_of
 from compat_tests.parity.sft_cases import SMALL
@@ -45,8 +45,8 @@ FAMILIES = {
     "qwen3_5_moe_text": {"full_attention_interval": 2},
     "qwen3_next": {"full_attention_interval": 2},
 }  # fmt: skip
-# A tied head, fused heads, layers of several kinds; gradients of all families are held to transformers' by models/.
-USUAL = {"qwen3", "gpt_neox", "nemotron_h"}
+# A tied head, layers of several kinds; gradients of all families are held to transformers' by models/.
+USUAL = {"qwen3", "nemotron_h"}
 ADRIFT = {"gpt_neox": "query_key_value.bias"} | dict.fromkeys(("opt", "phi", "phimoe", "qwen2"), "k_proj.bias")
 
 
@@ -86,7 +86,7 @@ def test_an_adapter_trains_as_peft_s(targets, rank, checkpoint, tmp_path):
     assert min(losses) < losses[0] and all(np.any(values) for values in ours.weights.values())
 
 
-@usual("False-padded")
+@only_thorough  # test_sft_curve has runs of each kind, and run/test_layouts.py each layout
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("packing", [False, True])
 def test_every_layout_gives_the_same_curve(layout, packing, checkpoint, tmp_path):

@@ -29,7 +29,7 @@ FACTS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[thorough("llama"), "mistral", thorough("lfm2"), "granitemoehybrid"])
+@pytest.fixture(scope="module", params=[thorough("llama"), "mistral", thorough("lfm2"), thorough("granitemoehybrid")])
 def models(checkpoint, request):
     facts = {"model_type": request.param} | FACTS[request.param]
     return [checkpoint(**facts, **branches.MODEL, seed=seed) for seed in (0, 1)]

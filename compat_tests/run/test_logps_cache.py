@@ -10,6 +10,7 @@ import pytest
 from datasets import Dataset, load_from_disk
 
 import trl_jax
+from compat_tests.effort import thorough
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.reference import BASE
 from compat_tests.tiny import preference_rows
@@ -158,7 +159,7 @@ def test_a_run_that_ended_early_is_gone_on_with(model, cache, computed, tmp_path
     assert sorted(computed) == sorted(int(path.name.partition("-")[0]) for path in lost)
 
 
-@pytest.mark.parametrize("layout", ["padded", "shared"])
+@pytest.mark.parametrize("layout", [thorough("padded"), "shared"])
 def test_what_is_gone_on_with_is_what_was_never_broken_off(layout, model, cache, computed, tmp_path):
     """To the bit, whichever rows were there: texts of other lengths made other shapes. Batches of another size change
     the rounding alone."""

@@ -12,7 +12,7 @@ import transformers
 from datasets import Dataset, IterableDataset
 
 import trl_jax
-from compat_tests.effort import thorough
+from compat_tests.effort import only_thorough, thorough
 from compat_tests.parity.dpo_cases import CHAT, SMALL
 from compat_tests.parity.reference import BASE, read_weights
 from compat_tests.parity.test_dpo_curve import assert_same
@@ -153,6 +153,7 @@ def test_trls_collator_says_to_which_length_rows_are_padded(model, tmp_path):
         make(trl_jax, model, tmp_path, data_collator=print)
 
 
+@only_thorough  # parity/test_dpo_curve.py has both beside TRL
 def test_a_precomputed_reference_is_the_live_one(model, tmp_path):
     live, before = (
         trained(trl_jax, model, tmp_path / str(flag), {"precompute_ref_log_probs": flag, "batch_layout": "padded"})
@@ -200,18 +201,22 @@ def test_a_reference_that_follows_the_policy_is_resumed_to_the_bit(model, tmp_pa
 def test_the_reference_is_there_to_look_at(model, checkpoint, tmp_path):
     follows = {"sync_ref_model": True, "ref_model_sync_steps": 3, "ref_model_mixup_alpha": 1.0}
     trainer = make(trl_jax, model, tmp_path, follows)
-    before = {name: np.asarray(values).copy() for name, values in trainer.ref_model.named_parameters()}
+    first = {name: np.asarray(values).copy() for name, values in trainer.ref_model.named_parameters()}
     trainer.train()
     policy = dict(trainer.model.named_parameters())
     for name, values in trainer.ref_model.named_parameters():  # it was moved all the way after the third step
         np.testing.assert_array_equal(values, policy[name])
-        assert not np.array_equal(values, before[name])
+        assert not np.array_equal(values, first[name])
     other = checkpoint(**SMALL | {"intermediate_size": 64})
     given = make(trl_jax, model, tmp_path, ref_model=str(other)).ref_model
     assert dict(given.named_parameters())["model.layers.0.mlp.up_proj.weight"].shape[0] == 64
     lora = trl_jax.LoraConfig(target_modules=["q_proj"])
     assert make(trl_jax, model, tmp_path, peft_config=lora).ref_model is None
-    assert make(trl_jax, model, tmp_path, {"precompute_ref_log_probs": True}).ref_model is None
+    before = make(trl_jax, model, tmp_path, {"precompute_ref_log_probs": True})
+    assert before.ref_model is None
+    before.state.global_step = 1  # as after a step
+    with pytest.raises(ValueError, match="Cannot compute reference log-probs for a dataset passed"):
+        before.evaluate(table(4, seed=3))
 
 
 def test_a_batch_of_trls_collator(model, tmp_path):

@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-import os
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -107,19 +104,6 @@ def test_batches_that_are_no_whole_groups_are_refused_in_trls_words(kind, given)
         with pytest.raises(ValueError) as error:
             one("out", **({"use_cpu": True, "bf16": False} | given))
         assert str(error.value).removesuffix(WAY_OUT) == text
-
-
-def test_a_generation_is_that_of_all_devices():
-    code = (
-        "from trl_jax.trainer.grpo_config import GRPOConfig\n"
-        "args = GRPOConfig('out', use_cpu=True, per_device_train_batch_size=2, num_generations=4)\n"
-        "assert (args.generation_batch_size, args.steps_per_generation) == (8, 1)\n"
-        "try: GRPOConfig('out', use_cpu=True, per_device_train_batch_size=2, generation_batch_size=4)\n"
-        "except ValueError as error: assert 'divisible by the global batch size (8)' in str(error)\n"
-        "else: raise AssertionError"
-    )
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | flags, timeout=300)
 
 
 @BOTH

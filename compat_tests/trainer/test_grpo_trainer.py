@@ -14,7 +14,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 import trl_jax
-from compat_tests.effort import thorough
+from compat_tests.effort import only_thorough, thorough
 from compat_tests.parity.dpo_cases import CHAT, SMALL
 from compat_tests.parity.grpo_cases import length_reward, prompt_rows, vowels
 from compat_tests.parity.marks import timeless
@@ -275,6 +275,7 @@ def test_long_prompts_are_cut_where_max_prompt_length_says_so(make, checkpoint):
 # The model, and what a run leaves
 
 
+@only_thorough  # the curve of GRPO with an adapter has what is saved
 def test_lora_trains_the_adapter_alone(make, checkpoint, tmp_path):
     trainer = make(peft_config=trl_jax.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), config={"beta": 0.1})
     assert trainer.ref_model is None

@@ -61,7 +61,8 @@ def test_fields_and_defaults_are_trls():
     [
         ({"n": 9}, {"max_length": 14}),
         ({"n": 6, "kind": "text", "paired": True}, {"max_length": None}),
-        ({"n": 1003, "kind": "chat_prompt", "paired": True}, {"per_device_train_batch_size": 3}),
+        thorough({"n": 1003, "kind": "chat_prompt", "paired": True}, {"per_device_train_batch_size": 3}),
+        ({"n": 11, "kind": "chat_prompt", "paired": True}, {"per_device_train_batch_size": 3}),
         ({"n": 7, "kind": "chat_prompt"}, {"loss_type": "apo_zero_unpaired"}),
     ],
 )

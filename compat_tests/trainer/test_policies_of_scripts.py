@@ -10,6 +10,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 import trl_jax
+from compat_tests.effort import thorough, usually
 from compat_tests.parity import grpo_cases
 from compat_tests.parity.dpo_cases import CHAT, SMALL
 from compat_tests.parity.grpo_cases import EVALUATED, length_reward, prompt_rows
@@ -51,7 +52,8 @@ RUNS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RUNS)
+# The curve of `entropy_bonus` is usually the one whose bonus adapts.
+@pytest.mark.parametrize("name", usually("adaptive bonus".__ne__, RUNS))
 def test_runs_are_trls(name, checkpoint, tmp_path):
     trl, config = pytest.importorskip("trl"), STEPS | RUNS[name]
     if "eval_strategy" in config:
@@ -71,7 +73,7 @@ def test_runs_are_trls(name, checkpoint, tmp_path):
 # What ends a completion
 
 
-@BOTH
+@pytest.mark.parametrize("kind", ["GRPO", thorough("RLOO")])
 def test_a_completion_ends_where_generation_kwargs_say_so(kind, make):
     """TRL goes on behind it: the pads up to the longest completion count as tokens of this one."""
     seen = []

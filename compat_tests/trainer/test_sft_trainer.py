@@ -14,7 +14,7 @@ from datasets import Dataset
 from transformers import TrainingArguments
 
 import trl_jax
-from compat_tests.effort import usual
+from compat_tests.effort import thorough, usual
 from compat_tests.parity.reference import BASE, read_weights
 from compat_tests.tiny import text_rows, tiny_tokenizer
 from compat_tests.trainer.trainers import FACTS
@@ -157,7 +157,7 @@ def test_compute_metrics_and_predict_give_what_trl_gives(folder, tmp_path):
     assert "test_loss" in ours.metrics
 
 
-@pytest.mark.parametrize("size", [1, 4, 6])
+@pytest.mark.parametrize("size", [1, 4, thorough(6)])
 def test_an_evaluation_is_the_same_in_any_batches(size, folder, tmp_path):
     rows = Dataset.from_list(text_rows(6, "prompt", seed=4))
     sides = (make(trl_jax, folder, tmp_path, config={"per_device_eval_batch_size": batch}) for batch in (2, size))

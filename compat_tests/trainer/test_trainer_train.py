@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import EarlyStoppingCallback
 
 import trl_jax
-from compat_tests.effort import usual
+from compat_tests.effort import THOROUGH, only_thorough, usual
 from compat_tests.engine.runs import Recorder
 from compat_tests.parity.marks import assert_same_curve, assert_same_weights, steps_of, timeless
 from compat_tests.parity.reference import read_weights
@@ -267,6 +267,7 @@ def test_one_program_a_shape(folder, tmp_path, caplog):
     assert len([text for text in caplog.messages if text.startswith("The step compiles for shape")]) == 1
 
 
+@only_thorough  # the next one has them where they take longer, too
 def test_programs_made_beside_the_steps_are_those_of_the_steps(folder, tmp_path, monkeypatch):
     """As on a TPU, whose host has the time: the same numbers, whoever made a program, from a checkpoint on, too."""
     found, asked, rows, real = {}, set(), table(24), precompile.Programs.program_for
@@ -319,13 +320,10 @@ def test_a_longer_program_serves_until_one_is_made(folder, tmp_path, monkeypatch
 
 def test_gradient_checkpointing_changes_nothing(folder, tmp_path, monkeypatch, caplog):
     """Whichever it is: where nothing would fit, the default keeps nothing, and says so."""
-    losses = []
-    for config, room in (
-        ({"gradient_checkpointing": False}, 1),
-        ({"remat_policy": "nothing_saveable"}, 1),
-        ({}, 1),
-        ({}, 1 << 40),
-    ):
+    losses, ways = [], [({"gradient_checkpointing": False}, 1), ({}, 1)]
+    if THOROUGH:
+        ways += [({"remat_policy": "nothing_saveable"}, 1), ({}, 1 << 40)]
+    for config, room in ways:
         monkeypatch.setattr(train_step, "room_of", lambda device, room=room: room)
         trainer = make(trl_jax, folder, tmp_path, config=config)
         caplog.clear()
