@@ -18,7 +18,7 @@ from trl_jax.models.functional import merge
 
 class ScoreOutput(NamedTuple):
     """The result of calling a model: `logits`, float32, by attribute, name or place; `[rows, 1]` of a score head, of a
-    language model's `[rows, T, V]`."""
+    language model's `[rows, T, V]`, T with the virtual tokens that an adapter puts before each row, as in PEFT."""
 
     logits: jax.Array
 
@@ -39,7 +39,8 @@ def score_rows(
     as_is = pad is None and backend.infers_lengths
     extra = 0 if as_is else padded_length(tokens.shape[1], "auto") - tokens.shape[1]
     tokens = np.pad(tokens, ((0, 0), (0, extra)), constant_values=pad or 0).astype(np.int32)
-    mask = np.pad(mask, ((0, 0), (0, extra)))
+    tokens = backend.virtual.before(tokens)
+    mask = np.pad(np.pad(mask, ((0, 0), (0, extra))), ((0, 0), (backend.virtual.count, 0)), constant_values=True)
     with jax.default_matmul_precision("float32"):  # accelerators would round to fewer digits
         reads = None if backend.head == "lm" else reads_of_rows(np.asarray(at, np.int32), tokens.shape[1])
         # ropes that ask for the longest text take rows as they came, as transformers' do

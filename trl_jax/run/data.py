@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from datasets import Dataset, IterableDataset
 from jax._src import xla_bridge  # the one place where JAX says whether it has started
 
 from trl_jax.core.layer_gather import SEQUENCE
+from trl_jax.data.example import Example
 from trl_jax.data.layout.batch import Batch
 from trl_jax.data.layout.plan import LayoutPlan
 from trl_jax.data.loader import ExampleLoader
@@ -106,7 +108,7 @@ def loader(run: RunState, dataset: Dataset | IterableDataset, *, training: bool)
     return ExampleLoader(
         dataset,
         run.task.columns,
-        run.task.example,
+        example_maker(run),
         step_layout(run, plan, training=training),
         fill_last=run.progress.fill_last if training else False,
         shuffle=training and args.train_sampling_strategy != "sequential",
@@ -115,6 +117,14 @@ def loader(run: RunState, dataset: Dataset | IterableDataset, *, training: bool)
         # No row of an evaluation is dropped and, as in TRL, none of a stream.
         drop_last=training and args.dataloader_drop_last and isinstance(dataset, Dataset),
     )
+
+
+def example_maker(run: RunState) -> Callable[[dict[str, Any]], Example]:
+    """The function that makes an example of a row, as the run's model reads it."""
+    virtual, task = run.virtual, run.task
+    if not virtual.count:
+        return task.example
+    return lambda row: task.example(row).behind(virtual, predicted=task.predicts_first)
 
 
 def placed_pass(run: RunState, arrays: Batch) -> Batch:
@@ -140,7 +150,8 @@ def step_layout(run: RunState, plan: LayoutPlan | None = None, *, training: bool
         plan = LayoutPlan("padded")  # scripts get rows
     elif plan is None:
         branches = isinstance(run.task, PolicyTask)
-        plan = layout_choice.unplanned(args, run.model.backend, striped=_striped(run), branches=branches)
+        options = {"striped": _striped(run), "branches": branches, "compares": run.compares}
+        plan = layout_choice.unplanned(args, run.model.backend, **options)
     return StepLayout(
         batch_size=run.micro_batch_examples if training else args.per_device_eval_batch_size * run.shards,
         pad_token_id=run.processing_class.pad_token_id,
@@ -186,6 +197,8 @@ def _planned(run: RunState, dataset: Any, lengths: np.ndarray | None) -> LayoutP
         shards=run.shards,
         striped=_striped(run),
         by_micro_batch=_by_micro_batch(run),
+        documents=run.task.columns.documents,
+        compares=run.compares,
         lengths=lengths,
         tell=partial(tell, run, "layout"),
     )

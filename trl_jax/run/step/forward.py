@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from trl_jax.data.example import LossBatch
-from trl_jax.data.layout.batch import Batch
+from trl_jax.data.layout.batch import Batch, without_virtual
 from trl_jax.hub.backend import Backend
 from trl_jax.losses.load_balancing import load_balancing_loss
 from trl_jax.models.functional import merge
@@ -37,7 +37,7 @@ class Forward:
             options: further arguments of the model's call: remat, dropout_key, router_key, noise.
         """
         run, reference = self._run, self._run.reference
-        common, max_tokens = self._common(batch, dtype), run.args.max_length if bounded else None
+        common, max_tokens = self._common(batch, dtype), run.max_tokens if bounded else None
         if reference is not None:
             params, compared = reference.split(params)
         model = merge(run.model.graph, params, options.get("dropout_key"))
@@ -60,19 +60,22 @@ class Forward:
     def of_policy(self, params: dict, batch: Batch) -> dict[str, jax.Array]:
         """The numbers of a pass under the model alone; arguments as of `outputs`."""
         params = {path: array for path, array in params.items() if not path.startswith(PREFIX)}
-        options = self._common(batch) | _windows(self._run.model.backend, self._run.args.max_length)
+        options = self._common(batch) | _windows(self._run.model.backend, self._run.max_tokens)
         model = merge(self._run.model.graph, params)
         return self._run.task.of_pass(model(batch.tokens, batch.positions, batch.reads, **options), batch)
 
     def of_reference(self, params: dict, batch: Batch) -> dict[str, jax.Array]:
         """The numbers of a pass under the run's reference; arguments as of `outputs`."""
         _, compared = self._run.reference.split(params)
-        return self._of_reference(compared, batch, self._run.args.max_length, self._common(batch))
+        return self._of_reference(compared, batch, self._run.max_tokens, self._common(batch))
 
     def _of_reference(
         self, arrays: dict, batch: Batch, max_tokens: int | None, options: dict[str, Any]
     ) -> dict[str, jax.Array]:
         reference, task = self._run.reference, self._run.task
+        if self._run.virtual.count and not reference.backend.virtual.count:
+            batch = without_virtual(batch, self._run.virtual.count)
+            options = options | {"lengths": batch.lengths}
         outputs = reference.outputs(arrays, batch, **options, **_windows(reference.backend, max_tokens))
         return task.of_pass(outputs, batch)
 
