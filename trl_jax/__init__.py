@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from trl_jax.hub.peft.lora_config import LoraConfig, TaskType
     from trl_jax.hub.peft.quantization import BitsAndBytesConfig
     from trl_jax.hub.peft.virtual.config import (
+        PrefixTuningConfig,
         PromptEncoderConfig,
         PromptEncoderReparameterizationType,
         PromptTuningConfig,
@@ -93,6 +94,7 @@ _WHERE = WHERE | {
     "LoraConfig": "trl_jax.hub.peft.lora_config",
     "ModelConfig": "trl_jax.trainer.model_config",
     "PreTrainedModel": "trl_jax.hub.pretrained",
+    "PrefixTuningConfig": "trl_jax.hub.peft.virtual.config",
     "PromptEncoderConfig": "trl_jax.hub.peft.virtual.config",
     "PromptEncoderReparameterizationType": "trl_jax.hub.peft.virtual.config",
     "PromptTuningConfig": "trl_jax.hub.peft.virtual.config",

@@ -70,8 +70,8 @@ class Example(NamedTuple):
 
     @property
     def num_counted_targets(self) -> int:
-        """The number of targets that a mean over tokens is divided by. The first token of a text, which is predicted
-        where virtual ones stand before it, is none of them: transformers counts before it puts these there."""
+        """The number of targets that the loss of a step is divided by. The first token of a text, which is predicted
+        where virtual ones stand before it, is none of them: transformers counts before PEFT puts these there."""
         first = sum(int((self.targets(text)[0] == self.virtual - 1).sum()) for text in range(len(self.labels)))
         return self.num_targets - first
 
@@ -183,7 +183,7 @@ def loss_batch(examples: Sequence[Example], size: int, *, per_token: bool = Fals
         per_token: a mean over their targets, otherwise over the examples.
     """
     count = len(examples)
-    divisor = max(1, sum(example.num_counted_targets for example in examples)) if per_token else count
+    divisor = max(1, sum(example.num_targets for example in examples)) if per_token else count
     weight, pass_weight = np.zeros((2, size), np.float32)
     weight[:count], pass_weight[:count] = [weight_of(example, 1 / divisor) for example in examples], 1 / count
     like = examples[0]

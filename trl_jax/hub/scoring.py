@@ -18,7 +18,7 @@ from trl_jax.models.functional import merge
 
 class ScoreOutput(NamedTuple):
     """The result of calling a model: `logits`, float32, by attribute, name or place; `[rows, 1]` of a score head, of a
-    language model's `[rows, T, V]`, T with the virtual tokens that an adapter puts before each row, as in PEFT."""
+    language model's `[rows, T, V]`, T with virtual tokens before each row that have embeddings, as in PEFT."""
 
     logits: jax.Array
 
@@ -49,7 +49,8 @@ def score_rows(
         outputs = compiled_scores(backend.graph, pad, arrays, tokens, mask, reads, lengths)
     if backend.head == "score":
         return ScoreOutput(outputs[:, None])
-    return ScoreOutput(outputs.reshape(*tokens.shape, backend.vocab_size)[:, : tokens.shape[1] - extra])
+    first = 0 if backend.virtual.read else backend.virtual.count
+    return ScoreOutput(outputs.reshape(*tokens.shape, backend.vocab_size)[:, first : tokens.shape[1] - extra])
 
 
 def _check(backend: Backend, pad: int | None, tokens: np.ndarray) -> None:

@@ -47,7 +47,8 @@ def token_logps_and_entropies(
     rows, length = ids.shape
     mask = jnp.ones(ids.shape, bool) if attention_mask is None else jnp.asarray(attention_mask).astype(bool)
     virtual = model.backend.virtual
-    whole, before = jnp.asarray(virtual.before(ids)), virtual.count
+    before = virtual.count
+    whole = jnp.hstack([jnp.broadcast_to(virtual.ids, (rows, before)), ids])
     places = jnp.broadcast_to(jnp.arange(before + length, dtype=jnp.int32), whole.shape)
     real = (mask[:, :-1] & mask[:, 1:]).reshape(-1)
     order = jnp.argsort(~real, stable=True)  # reads without a target come last

@@ -46,7 +46,8 @@ def _longest(
 
 class Decoder(nnx.Module):
     """Token ids to hidden states: embedding, a scanned stack of blocks, a last norm. `virtual` has the embeddings of
-    virtual tokens, where an adapter puts some before each text."""
+    virtual tokens, where an adapter puts some before each text; where it has keys and values of them, their ids begin
+    with `first_virtual`."""
 
     NAME = "decoder"
     virtual: VirtualRows | None
@@ -56,7 +57,7 @@ class Decoder(nnx.Module):
         table = {"padding_idx": arch.padding_idx, "axes": ("vocab", "embed")}
         inner, outer = arch.hidden_size, arch.head_inputs
         self.embed = Embedding(arch.vocab_size, outer, **table)
-        self.virtual = nnx.data(None)
+        self.virtual, self.first_virtual = nnx.data(None), None
         learned = arch.learned_positions
         self.position_embed = None if learned is None else Embedding(learned, inner)
         self.project_in = None if inner == outer else Linear(outer, inner, axes=("", "embed"))
@@ -152,6 +153,8 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, AttentionInputs, LayerInputs]:
         """Make what the first layer gets: the embedded tokens `[R, T, D]`, and the inputs of attention, those of all
         layers added to `shared`, and those that differ."""
+        if self.first_virtual is not None:
+            shared = shared._replace(virtual=tokens - self.first_virtual)
         shared, by_layer = self._layer_inputs(shared, positions, longest, max_tokens)
         h = self._embedded(tokens, positions, dtype, shared.valid, dropout_key, noise)
         embedded = None if self.layer_embed is None else self.layer_embed(tokens, h, dtype)

@@ -1,5 +1,6 @@
 """Vectors of virtual tokens, which train: each by itself (prompt tuning, Lester et al. 2021, arXiv:2104.08691), or made
-by a small network (P-tuning, Liu et al. 2021, arXiv:2103.10385). Arrays have torch's names and shapes."""
+by a small network (P-tuning, Liu et al. 2021, arXiv:2103.10385); embeddings, or keys and values (prefix tuning, Li and
+Liang 2021, arXiv:2101.00190). Arrays have torch's names and shapes."""
 
 from __future__ import annotations
 
@@ -150,3 +151,20 @@ class VirtualRows(nnx.Module):
         number = ids - self.first
         own = jnp.take(self.rows[...], number, axis=0, mode="clip").astype(embedded.dtype)
         return jnp.where((number >= 0)[..., None], own, embedded)
+
+
+class Prefix(nnx.Module):
+    """Keys and values of virtual tokens in one layer, `[n, K, C]` each."""
+
+    def __init__(self, keys: jax.Array, values: jax.Array):
+        self.keys, self.values = nnx.Param(keys), nnx.Param(values)
+
+    def __call__(self, k_RTKC: jax.Array, v_RTKC: jax.Array, number_RT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The keys and values of a layer, those of virtual tokens in their places. `number_RT` counts these from 0 and
+        is below it elsewhere."""
+        virtual = (number_RT >= 0)[..., None, None]
+        own = (jnp.take(part[...], number_RT, axis=0, mode="clip") for part in (self.keys, self.values))
+        k, v = (
+            jnp.where(virtual, new.astype(old.dtype), old) for new, old in zip(own, (k_RTKC, v_RTKC), strict=True)
+        )
+        return k, v

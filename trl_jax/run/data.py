@@ -13,6 +13,7 @@ from datasets import Dataset, IterableDataset
 from jax._src import xla_bridge  # the one place where JAX says whether it has started
 
 from trl_jax.core.layer_gather import SEQUENCE
+from trl_jax.core.virtual_tokens import VirtualTokens
 from trl_jax.data.example import Example
 from trl_jax.data.layout.batch import Batch
 from trl_jax.data.layout.plan import LayoutPlan
@@ -100,15 +101,17 @@ def _order_seed(run: RunState) -> int:
     return run.args.seed if run.args.data_seed is None else run.args.data_seed
 
 
-def loader(run: RunState, dataset: Dataset | IterableDataset, *, training: bool) -> ExampleLoader:
-    """Step batches over a prepared dataset."""
+def loader(
+    run: RunState, dataset: Dataset | IterableDataset, *, training: bool, virtual: VirtualTokens | None = None
+) -> ExampleLoader:
+    """Step batches over a prepared dataset; None: `virtual` are those of the run's model."""
     args = run.args
     lengths = _lengths(run, dataset) if training and args.train_sampling_strategy == "group_by_length" else None
     plan = _planned(run, dataset, lengths) if training and not run.own_loss else None
     return ExampleLoader(
         dataset,
         run.task.columns,
-        example_maker(run),
+        example_maker(run, run.virtual if virtual is None else virtual),
         step_layout(run, plan, training=training),
         fill_last=run.progress.fill_last if training else False,
         shuffle=training and args.train_sampling_strategy != "sequential",
@@ -119,9 +122,9 @@ def loader(run: RunState, dataset: Dataset | IterableDataset, *, training: bool)
     )
 
 
-def example_maker(run: RunState) -> Callable[[dict[str, Any]], Example]:
-    """The function that makes an example of a row, as the run's model reads it."""
-    virtual, task = run.virtual, run.task
+def example_maker(run: RunState, virtual: VirtualTokens) -> Callable[[dict[str, Any]], Example]:
+    """The function that makes an example of a row, as a model with these virtual tokens reads it."""
+    task = run.task
     if not virtual.count:
         return task.example
     return lambda row: task.example(row).behind(virtual, predicted=task.predicts_first)
@@ -164,6 +167,7 @@ def step_layout(run: RunState, plan: LayoutPlan | None = None, *, training: bool
         by_micro_batch=_by_micro_batch(run),
         shards=run.shards,
         divided=not user_loss,
+        trains=training,
     )
 
 

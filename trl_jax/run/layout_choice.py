@@ -34,7 +34,7 @@ def exact_layout(
     Args:
         striped: whether a mesh divides texts over devices.
         branches: whether any number of texts share a context, as completions of a prompt do.
-        compares: whether the loss asks for numbers of a reference.
+        compares: whether a reference computes the passes, too, which knows no virtual tokens.
     """
     asked = args.batch_layout
     if asked == "padded":
@@ -114,7 +114,7 @@ def plan(
         columns: the token columns of the dataset, a text each.
         documents: the column of the lengths of the documents of a text.
         by_micro_batch: whether each micro-batch has a packed row to itself.
-        compares: whether the loss asks for numbers of a reference.
+        compares: whether a reference computes the passes, too, which knows no virtual tokens.
         lengths: by which rows are grouped, `[rows]`; None where they are not grouped.
         tell: says that line.
     """

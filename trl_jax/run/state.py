@@ -125,8 +125,9 @@ class RunState:
 
     @property
     def compares(self) -> bool:
-        """Whether the loss asks for numbers of a reference."""
-        return self.task.head == "lm" and bool(self.task.compared)
+        """Whether passes are computed with a reference, too, that knows no virtual tokens."""
+        compares = self.reference is not None and self.task.head == "lm" and bool(self.task.compared)
+        return compares and not self.reference.backend.virtual.count
 
     @property
     def train_batch_size(self) -> int:

@@ -8,16 +8,22 @@ from typing import Any
 
 from trl_jax.core.printable import brief
 from trl_jax.hub.peft.lora_config import CONFIG, LoraConfig, config_of, kind_of, read_keys
-from trl_jax.hub.peft.virtual.config import PromptEncoderConfig, PromptLearningConfig, PromptTuningConfig
+from trl_jax.hub.peft.virtual.config import (
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptLearningConfig,
+    PromptTuningConfig,
+)
 
 AdapterConfig = LoraConfig | PromptLearningConfig
-_KINDS = {"LORA": LoraConfig, "PROMPT_TUNING": PromptTuningConfig, "P_TUNING": PromptEncoderConfig}
+_KINDS = {"LORA": LoraConfig, "PROMPT_TUNING": PromptTuningConfig, "P_TUNING": PromptEncoderConfig,
+          "PREFIX_TUNING": PrefixTuningConfig}  # fmt: skip
 # PEFT's other types -> the nearest that works.
 _NEAREST = {
     "ADALORA": "LoraConfig with rank_pattern", "LOHA": "LoraConfig", "LOKR": "LoraConfig", "IA3": "LoraConfig(r=1)",
     "OFT": "LoraConfig(use_dora=True)", "BOFT": "LoraConfig(use_dora=True)", "HRA": "LoraConfig(use_dora=True)",
     "DELORA": "LoraConfig(use_dora=True)", "LN_TUNING": "LoraConfig(r=1, modules_to_save=['norm'])",
-    "PREFIX_TUNING": "PromptTuningConfig", "CPT": "PromptTuningConfig", "MULTITASK_PROMPT_TUNING": "PromptTuningConfig",
+    "CPT": "PromptTuningConfig", "MULTITASK_PROMPT_TUNING": "PromptTuningConfig",
     "TRAINABLE_TOKENS": "LoraConfig(modules_to_save=['embed_tokens'])",
 }  # fmt: skip
 

@@ -43,7 +43,8 @@ class Forward:
         model = merge(run.model.graph, params, options.get("dropout_key"))
         options |= common | _windows(run.model.backend, max_tokens)
         if run.router_aux_loss_coef:
-            options["router_token_count"] = batch.router_token_count
+            count, virtual = batch.router_token_count, run.virtual
+            options["router_token_count"] = count if virtual.read else jnp.where(batch.tokens < virtual.first, count, 0)
         outputs = model(batch.tokens, batch.positions, batch.reads, **options)
         if run.task.head == "score":
             return outputs
@@ -54,6 +55,9 @@ class Forward:
         sums |= run.task.of_pass(outputs, batch)
         if reference is None or not run.task.compared:
             return sums
+        if run.virtual.count and not reference.backend.virtual.count:
+            batch = without_virtual(batch, run.virtual.count)
+            common["lengths"] = batch.lengths
         found = self._of_reference(compared, batch, max_tokens, common)
         return sums | {f"ref_{name}": found[name] for name in run.task.compared}
 
@@ -65,7 +69,7 @@ class Forward:
         return self._run.task.of_pass(model(batch.tokens, batch.positions, batch.reads, **options), batch)
 
     def of_reference(self, params: dict, batch: Batch) -> dict[str, jax.Array]:
-        """The numbers of a pass under the run's reference; arguments as of `outputs`."""
+        """The numbers of a pass under the run's reference, laid out as that reads it; arguments as of `outputs`."""
         _, compared = self._run.reference.split(params)
         return self._of_reference(compared, batch, self._run.max_tokens, self._common(batch))
 
@@ -73,9 +77,6 @@ class Forward:
         self, arrays: dict, batch: Batch, max_tokens: int | None, options: dict[str, Any]
     ) -> dict[str, jax.Array]:
         reference, task = self._run.reference, self._run.task
-        if self._run.virtual.count and not reference.backend.virtual.count:
-            batch = without_virtual(batch, self._run.virtual.count)
-            options = options | {"lengths": batch.lengths}
         outputs = reference.outputs(arrays, batch, **options, **_windows(reference.backend, max_tokens))
         return task.of_pass(outputs, batch)
 

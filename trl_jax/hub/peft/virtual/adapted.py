@@ -13,9 +13,9 @@ import numpy as np
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft.virtual.backend import VirtualBackend
-from trl_jax.hub.peft.virtual.config import ENCODER, PromptEncoderConfig, PromptLearningConfig
+from trl_jax.hub.peft.virtual.config import ENCODER, PromptLearningConfig
 from trl_jax.hub.peft.virtual.initial_values import initial
-from trl_jax.hub.peft.virtual.plan import maker_of, settled, virtual_tokens
+from trl_jax.hub.peft.virtual.plan import is_made, maker_of, place_of, settled, virtual_tokens
 from trl_jax.mesh.arrays import fetched, owned
 from trl_jax.models.virtual import PREFIX
 
@@ -47,8 +47,9 @@ def virtual_backend(base: NativeBackend, config: PromptLearningConfig, folder: P
         raise ValueError(f"{type(config).__name__}: inference_mode=True, and nothing would train. Leave it out.")
     config = settled(config, native)
     saved_alone = folder is not None and not (folder / ENCODER).is_file()
-    trains = not (saved_alone and isinstance(config, PromptEncoderConfig))
-    return VirtualBackend(base, config, virtual_tokens(config, native), maker_of(config, trains=trains), trains=trains)
+    trains = not (saved_alone and is_made(config))
+    virtual, maker = virtual_tokens(config, native), maker_of(config, trains=trains)
+    return VirtualBackend(base, config, virtual, maker, place_of(config, native), trains=trains)
 
 
 def _embedded(base: NativeBackend, arrays: dict[str, Any], ids: np.ndarray) -> np.ndarray:

@@ -20,7 +20,7 @@ from trl_jax.hub.peft.backend import AdaptedBackend
 from trl_jax.hub.peft.lora_config import PICKLED, WEIGHTS, no_adapter
 from trl_jax.hub.peft.virtual.config import ENCODER, VECTORS, PromptLearningConfig
 from trl_jax.mesh.arrays import owned
-from trl_jax.models.virtual import PREFIX, virtual_graph
+from trl_jax.models.virtual import PREFIX, Place, virtual_graph
 from trl_jax.nn.virtual_tokens import EMBEDDING, Lstm, Table, VectorMaker
 
 
@@ -36,6 +36,7 @@ class VirtualBackend(AdaptedBackend):
         config: PromptLearningConfig,
         virtual: VirtualTokens,
         maker: VectorMaker,
+        place: Place,
         *,
         trains: bool = True,
     ):
@@ -44,7 +45,7 @@ class VirtualBackend(AdaptedBackend):
         self.name, self.virtual, self.maker, self.trains = f"{base.name} (with virtual tokens)", virtual, maker, trains
         self.drops_out = base.drops_out or (isinstance(maker, Lstm) and maker.rate > 0)
         self.max_positions = None if base.max_positions is None else base.max_positions - virtual.count
-        self.graph = virtual_graph(base.make, maker, virtual.first)
+        self.graph = virtual_graph(base.make, maker, place)
         self.tensors = dict(zip(self.shapes, self.shapes, strict=True))
         self.dtypes = {VECTORS: "float32"}
 

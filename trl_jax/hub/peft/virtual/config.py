@@ -113,6 +113,28 @@ class PromptTuningConfig(PromptLearningConfig):
 
 
 @dataclass
+class PrefixTuningConfig(PromptLearningConfig):
+    """PEFT's PrefixTuningConfig: keys and values of virtual tokens train, in each layer.
+
+    token_dim, num_attention_heads: channels and heads of keys.
+    init_weights: "zero" begins with zeros.
+    prefix_projection: a network with `encoder_hidden_size` inner channels makes them.
+    """
+
+    init_weights: str | None = None
+    encoder_hidden_size: int | None = None
+    prefix_projection: bool = False
+
+    kind: ClassVar[str] = "PREFIX_TUNING"
+    positive: ClassVar[tuple[str, ...]] = (*PromptLearningConfig.positive, "encoder_hidden_size")
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.must(self.init_weights in (None, "zero"), "init_weights", "None or 'zero'")
+        self.must(isinstance(self.prefix_projection, bool), "prefix_projection", "True or False")
+
+
+@dataclass
 class PromptEncoderConfig(PromptLearningConfig):
     """PEFT's PromptEncoderConfig (P-tuning): a small network, which trains, makes the vectors of the virtual tokens.
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from trl_jax.core.printable import brief
 from trl_jax.core.torch_random import TorchGenerator
-from trl_jax.hub.peft.virtual.config import PromptLearningConfig, PromptTuningConfig
+from trl_jax.hub.peft.virtual.config import PrefixTuningConfig, PromptLearningConfig, PromptTuningConfig
 from trl_jax.nn.virtual_tokens import EMBEDDING, Lstm, VectorMaker
 
 
@@ -29,6 +29,9 @@ def initial(
             continue
         fan = maker.hidden if isinstance(maker, Lstm) and name.startswith("lstm_head.") else _inputs(name, shapes)
         arrays[name] = generator.uniform(math.prod(shape), fan**-0.5).reshape(shape)
+    if isinstance(config, PrefixTuningConfig) and config.init_weights == "zero":
+        last = [name for name in arrays if name.startswith("transform.2.")] or [EMBEDDING]
+        arrays |= {name: np.zeros_like(arrays[name]) for name in last}
     if isinstance(config, PromptTuningConfig) and config.prompt_tuning_init != "RANDOM":
         sampled = config.prompt_tuning_init == "SAMPLE_VOCAB"
         ids = generator.integers(maker.count, vocab_size) if sampled else _ids_of(config)
