@@ -36,6 +36,13 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from trl_jax.hub.auto_peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
     from trl_jax.hub.peft.lora_config import LoraConfig, TaskType
     from trl_jax.hub.peft.quantization import BitsAndBytesConfig
+    from trl_jax.hub.peft.virtual.config import (
+        PrefixTuningConfig,
+        PromptEncoderConfig,
+        PromptEncoderReparameterizationType,
+        PromptTuningConfig,
+        PromptTuningInit,
+    )
     from trl_jax.hub.pretrained import PreTrainedModel
     from trl_jax.hub.token_logps import token_logps_and_entropies
     from trl_jax.losses.pairwise import pairwise_loss
@@ -87,6 +94,11 @@ _WHERE = WHERE | {
     "LoraConfig": "trl_jax.hub.peft.lora_config",
     "ModelConfig": "trl_jax.trainer.model_config",
     "PreTrainedModel": "trl_jax.hub.pretrained",
+    "PrefixTuningConfig": "trl_jax.hub.peft.virtual.config",
+    "PromptEncoderConfig": "trl_jax.hub.peft.virtual.config",
+    "PromptEncoderReparameterizationType": "trl_jax.hub.peft.virtual.config",
+    "PromptTuningConfig": "trl_jax.hub.peft.virtual.config",
+    "PromptTuningInit": "trl_jax.hub.peft.virtual.config",
     "RewardDataCollatorWithPadding": "trl_jax.trainer.collators.older",
     "RichProgressCallback": "trl_jax.trainer.callbacks",
     "ScriptArguments": "trl_jax.scripts.utils",

@@ -15,7 +15,7 @@ import trl_jax
 from compat_tests.adapters.runs import train
 from compat_tests.trainer.trainers import FACTS, make
 from trl_jax import LoraConfig, TaskType
-from trl_jax.hub.peft.lora_config import as_lora_config, read_lora_config
+from trl_jax.hub.peft.configs import as_adapter_config, read_adapter_config
 
 ROW = {"r": 2, "target_modules": ["q_proj"], "task_type": "SEQ_CLS"}
 
@@ -52,7 +52,7 @@ def test_fields_defaults_and_keys_are_pefts():
 def test_pefts_object_is_taken_and_stays_as_it_was():
     peft = pytest.importorskip("peft")
     given = peft.LoraConfig(r=3, target_modules=["q_proj"], modules_to_save=["score"], rank_pattern={"q_proj": 1})
-    found = as_lora_config(given)
+    found = as_adapter_config(given)
     found.modules_to_save.append("mine")
     assert (found.r, found.rank_pattern, given.modules_to_save) == (3, {"q_proj": 1}, ["score"])
 
@@ -172,4 +172,4 @@ def test_an_adapter_of_integers(adapter, tmp_path):
 def test_a_config_that_is_no_json(tmp_path):
     (tmp_path / "adapter_config.json").write_text("[1]")
     with refuses("holds a list: wanted an object with peft_type."):
-        read_lora_config(tmp_path)
+        read_adapter_config(tmp_path)

@@ -126,10 +126,10 @@ def adapter_plan(folder: Path) -> tuple[Any, dict[str, Any]]:
     """What adapter_config.json means on the model of config.json, and the shapes of all that would train."""
     from trl_jax.hub.config.native import read_native_config
     from trl_jax.hub.peft.adapters import make_adapter_plan
-    from trl_jax.hub.peft.lora_config import read_lora_config
+    from trl_jax.hub.peft.configs import read_adapter_config
 
     config = read_native_config(folder)
-    plan = make_adapter_plan(read_lora_config(folder), config)
+    plan = make_adapter_plan(read_adapter_config(folder), config)
     head = np.empty((1, config.arch.hidden_size), np.float32)
     return plan, plan.shapes | dict.fromkeys(plan.full.layers, head)
 

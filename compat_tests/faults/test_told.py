@@ -27,7 +27,7 @@ from trl_jax.hub.card import CARD, write_card
 from trl_jax.hub.config.reader import read_config
 from trl_jax.hub.formats.pickles import PickledFiles
 from trl_jax.hub.formats.safetensors import CheckpointFiles, open_tensors
-from trl_jax.hub.peft.lora_config import read_lora_config
+from trl_jax.hub.peft.configs import read_adapter_config
 from trl_jax.run.reports import save_metrics, speed_metrics
 
 MILLIONS = [0] * 3_000_000
@@ -173,7 +173,7 @@ def test_a_name_that_is_in_a_json_file_twice(good, tmp_path):
         trainer(folder, tmp_path)
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8, "r": 64}')
     with pytest.raises(ValueError, match="adapter_config.json is not JSON: the name 'r' is in one object twice"):
-        read_lora_config(folder)
+        read_adapter_config(folder)
     (folder / WEIGHTS).unlink()
     (folder / INDEX).write_text('{"weight_map": {"a": "1.safetensors", "a": "2.safetensors"}}')
     with pytest.raises(ValueError, match="is not an index: .*the name 'a' is in one object twice"):

@@ -17,17 +17,20 @@ from compat_tests.parity.grpo_cases import length_reward, prompt_rows
 from compat_tests.parity.marks import timeless
 from compat_tests.parity.reference import BASE
 from compat_tests.trainer.trainers import FACTS, make, stream, table
+from trl_jax.core.virtual_tokens import VirtualTokens
 from trl_jax.nn.attention.packed import attend_by_text
 from trl_jax.run import layout_choice
 
 COLUMNS = ("chosen_ids", "rejected_ids")
-CAUSAL = SimpleNamespace(takes_packed=True, drops_out=False, draws_experts=False, causal=True, window=None)
-DROPS = SimpleNamespace(takes_packed=True, drops_out=True, draws_experts=False, causal=True, window=None)
-ENCODER = SimpleNamespace(takes_packed=True, drops_out=False, draws_experts=False, causal=False)
-WHOLE = SimpleNamespace(takes_packed=False, drops_out=False, draws_experts=False, causal=False, window=None)
-WINDOWED = SimpleNamespace(takes_packed=True, drops_out=False, draws_experts=False, causal=True, window=512)
+FACTS_OF = {"takes_packed": True, "drops_out": False, "draws_experts": False, "causal": True, "window": None}
+FACTS_OF |= {"virtual": VirtualTokens()}
+CAUSAL, DROPS = SimpleNamespace(**FACTS_OF), SimpleNamespace(**FACTS_OF | {"drops_out": True})
+ENCODER = SimpleNamespace(**FACTS_OF | {"causal": False})
+WHOLE = SimpleNamespace(**FACTS_OF | {"takes_packed": False, "causal": False})
+WINDOWED = SimpleNamespace(**FACTS_OF | {"window": 512})
+BEHIND_SIX = SimpleNamespace(**FACTS_OF | {"window": 512, "virtual": VirtualTokens(99, 6)})
 WINDOWS = SMALL | {"model_type": "mistral", "sliding_window": 8}
-DRAWS = SimpleNamespace(takes_packed=True, drops_out=False, draws_experts=True, causal=True, window=None)
+DRAWS = SimpleNamespace(**FACTS_OF | {"draws_experts": True})
 
 
 def asked(layout="auto", device="cpu", **more):
@@ -57,6 +60,8 @@ def asked(layout="auto", device="cpu", **more):
         (asked(device="tpu"), WINDOWED, "packed", "knows no windows beside shared prompts"),
         (asked("shared", device="tpu"), WINDOWED, "shared", ""),
         (asked(device="tpu", max_length=512), WINDOWED, "shared", ""),
+        (asked(device="tpu", max_length=507), BEHIND_SIX, "packed", "knows no windows beside shared prompts"),
+        (asked(device="tpu", max_length=506), BEHIND_SIX, "shared", ""),
         (asked(device="tpu", max_length=None), WINDOWED, "packed", "knows no windows beside shared prompts"),
         (asked(), WINDOWED, "shared", ""),
         (asked("shared", device="cuda"), CAUSAL, "shared", ""),

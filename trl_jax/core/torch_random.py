@@ -76,6 +76,10 @@ class TorchGenerator:
                 order[i], order[i + jump] = order[i + jump], order[i]
         return np.asarray(order, dtype=np.int64)
 
+    def integers(self, count: int, high: int) -> np.ndarray:
+        """`torch.randint(high, (count,))`, of a `high` below 2 ** 28: int64 `[count]`."""
+        return self.words(count).astype(np.int64) % high
+
     def uniform(self, count: int, bound: float) -> np.ndarray:
         """`torch.empty(count).uniform_(-bound, bound)`: float32 `[count]`."""
         low, high = np.float32(-bound), np.float32(bound)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from trl_jax.core.virtual_tokens import VirtualTokens
 from trl_jax.data.extras import Extras
 
 IGNORED = -100  # a label that is no target, as in transformers
@@ -34,6 +35,7 @@ class Example(NamedTuple):
     num_primary_texts: how many texts, from the first, count as tokens that were trained on; None counts all.
     weight: of the example in the step's loss, which is a weighted sum, above 0; None leaves it to the layout.
     context: what it shares with others, which the shared layout computes once. None: nothing.
+    virtual: how many tokens at the beginning of each text, or document, are virtual and no part of it.
     """
 
     texts: tuple[Sequence[int], ...]
@@ -43,6 +45,7 @@ class Example(NamedTuple):
     num_primary_texts: int | None = None
     weight: float | None = None
     context: Context | None = None
+    virtual: int = 0
 
     @property
     def longest(self) -> int:
@@ -65,6 +68,13 @@ class Example(NamedTuple):
         """Number of tokens that are to be predicted, of all texts together."""
         return sum(len(self.targets(text)[0]) for text in range(len(self.labels)))
 
+    @property
+    def num_counted_targets(self) -> int:
+        """The number of targets that the loss of a step is divided by. The first token of a text, which is predicted
+        where virtual ones stand before it, is none of them: transformers counts before PEFT puts these there."""
+        first = sum(int((self.targets(text)[0] == self.virtual - 1).sum()) for text in range(len(self.labels)))
+        return self.num_targets - first
+
     def targets(self, text: int) -> tuple[np.ndarray, np.ndarray]:
         """The places of a text that predict a target, in order, and these targets: `[n]` each.
 
@@ -79,6 +89,40 @@ class Example(NamedTuple):
     def tokens(self) -> int:
         """Number of tokens of all texts together."""
         return sum(map(len, self.texts))
+
+    @property
+    def lengths(self) -> list[int]:
+        """The tokens of each text, without virtual ones."""
+        return [len(ids) - self.virtual * max(1, len(self.documents)) for ids in self.texts]
+
+    def behind(self, virtual: VirtualTokens, *, predicted: bool) -> Example:
+        """The example with virtual tokens before each of its texts, or documents.
+
+        Args:
+            predicted: whether the first token of a text may be a target then; that of a document is none.
+        """
+        if not virtual.count:
+            return self
+        predicted = predicted and virtual.read and not self.documents
+        texts = tuple(_each_behind(virtual.ids, ids, self._spans_of(ids)) for ids in self.texts)
+        labels = []
+        for own in self.labels:
+            own = np.array(own, np.int64)
+            own[[] if predicted else [start for start, _ in self._spans_of(own)]] = IGNORED
+            labels.append(_each_behind(np.full(virtual.count, IGNORED), own, self._spans_of(own)))
+        documents = [tokens + virtual.count for tokens in self.documents]
+        context = self.context and self.context._replace(tokens=self.context.tokens + virtual.count)
+        changes = {"documents": documents, "context": context, "virtual": virtual.count}
+        return self._replace(texts=texts, labels=tuple(labels), **changes)
+
+    def _spans_of(self, ids: Sequence[int]) -> list[tuple[int, int]]:
+        return self.spans if self.documents else [(0, len(ids))]
+
+
+def _each_behind(before: np.ndarray, ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    """`before` and a span of `ids`, then again and the next."""
+    ids = np.asarray(ids)
+    return np.concatenate([part for start, end in spans for part in (before, ids[start:end])])
 
 
 class Columns(NamedTuple):

@@ -37,6 +37,7 @@ class StepBatch(NamedTuple):
 
     num_micro_batches, num_examples, num_tokens: of real ones, without padding. num_texts: of each example.
     num_primary_tokens: of them those of texts that count (`Example.num_primary_texts`).
+    num_targets: of the examples together, those that a mean over tokens is divided by.
     num_padded_tokens: the same as TRL computes them: each row of a micro-batch as long as its longest.
     num_places: tokens that are computed on here, padding included.
     rows: the index of each example. passes: those that are in each pass.
@@ -49,6 +50,7 @@ class StepBatch(NamedTuple):
     num_texts: int
     num_tokens: int
     num_primary_tokens: int
+    num_targets: int
     num_padded_tokens: int
     num_places: int
     rows: list[int]
@@ -86,6 +88,8 @@ class StepLayout:
         buckets: the lengths of packed rows.
         views: in place of the buckets, where attention reads the texts of packed rows as rows.
         divided: False lays examples out for one device, whatever `shards`.
+        trains: whether the batches are those of steps, whose means over tokens are as transformers counts them
+            (`Example.num_counted_targets`); in an evaluation they are over all targets.
     """
 
     batch_size: int
@@ -99,6 +103,7 @@ class StepLayout:
     by_micro_batch: bool = False
     shards: int = 1
     divided: bool = True
+    trains: bool = True
 
     def step(self, group: Sequence[Sequence[IndexedExample]], number: int) -> StepBatch:
         """The arrays of a step, and counts.
@@ -114,7 +119,8 @@ class StepLayout:
         if self.by_micro_batch:
             arrays = arrays._replace(pass_weight=pass_weights(arrays.weight > 0))
         lengths = [
-            [len(ids) for example in batch for ids in example.texts[: example.num_primary_texts]] for batch in examples
+            [length for example in batch for length in example.lengths[: example.num_primary_texts]]
+            for batch in examples
         ]
         rows, passes = [indexed.index for batch in group for indexed in batch], self.accumulation * shards
         return StepBatch(
@@ -122,8 +128,9 @@ class StepLayout:
             num_micro_batches=len(group),
             num_examples=sum(map(len, group)),
             num_texts=len(group[0][0].example.texts),
-            num_tokens=sum(example.tokens for batch in examples for example in batch),
+            num_tokens=sum(sum(example.lengths) for batch in examples for example in batch),
             num_primary_tokens=sum(map(sum, lengths)),
+            num_targets=sum(map(self._targets, examples)),
             num_padded_tokens=sum(len(texts) * self._trl_length(max(texts)) for texts in lengths if texts),
             num_places=arrays.tokens.size,
             rows=rows,
@@ -137,10 +144,14 @@ class StepLayout:
         """The weight of the examples of each of `by_shard`'s runs, by `weighting`."""
         if self.weighting == "examples":
             return [1 / (len(group) * len(batch)) for batch in group for _ in range(shards)]
-        targets = np.asarray([sum(example.num_targets for example in run) for run in runs]).reshape(-1, shards)
+        targets = np.asarray([self._targets(run) for run in runs]).reshape(-1, shards)
         if self.weighting == "tokens":
             return [1 / max(1, int(targets.sum()))] * len(runs)
         return (1 / (shards * np.maximum(1, targets.sum(axis=0)))).tolist() * len(group)
+
+    def _targets(self, examples: Sequence[Example]) -> int:
+        """The divisor of a mean over the tokens of these examples."""
+        return sum(example.num_counted_targets if self.trains else example.num_targets for example in examples)
 
     def _laid_out(
         self, micro_batches: list[list[Example]], weights: list[float], bucket: Callable[[int], int]

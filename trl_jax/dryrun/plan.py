@@ -18,7 +18,7 @@ from trl_jax.dryrun.compiler import Compiled, compiled, no_compiler
 from trl_jax.dryrun.generation import Generation, Programs, Size, abstract_weights, cache_bytes, generation_memory
 from trl_jax.hub.find import Checkpoint
 from trl_jax.hub.generating.complete import check_generates
-from trl_jax.hub.peft.lora_config import LoraConfig
+from trl_jax.hub.peft.configs import AdapterConfig
 from trl_jax.hub.peft.quantization import BitsAndBytesConfig
 from trl_jax.nn.attention import cudnn, splash
 from trl_jax.nn.attention.padded import QUERY_BLOCK
@@ -155,7 +155,7 @@ class Run:
 
     checkpoint: Checkpoint
     rows: abstract_run.Rows = abstract_run.Rows()
-    adapter: LoraConfig | None = None
+    adapter: AdapterConfig | None = None
     quantization: BitsAndBytesConfig | None = None
     trainer: type[BaseTrainer] | None = None
     scorer: Checkpoint | None = None

@@ -23,7 +23,7 @@ from trl_jax.dryrun.step_flops import Map, maps_of, reference_flops
 from trl_jax.dryrun.step_memory import Pass, StepArguments
 from trl_jax.hub.backend import Backend
 from trl_jax.hub.checkpoint.loading import Source
-from trl_jax.hub.peft.backend import AdaptedBackend
+from trl_jax.hub.peft.backend import AdaptedBackend, LoraBackend
 from trl_jax.mesh.arrays import placed
 from trl_jax.mesh.sharding import make_mesh
 from trl_jax.run import data
@@ -155,7 +155,7 @@ def maps(trainer: BaseTrainer) -> list[Map]:
 def _maps(backend: Backend, trained: Collection[str]) -> list[Map]:
     source = _source(backend)
     _, shapes = source.config.abstract
-    if isinstance(backend, AdaptedBackend):
+    if isinstance(backend, LoraBackend):
         shapes = shapes | backend.plan.shapes
     return maps_of(shapes, source.config.arch, trained)
 

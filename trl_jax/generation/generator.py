@@ -93,7 +93,7 @@ class _Generation:
             np.asarray(request.eos or (-1,), np.int32), np.int32(request.pad), np.int32(request.max_new_tokens)
         )
         self._inputs = request.drawing()  # of all rows of the request
-        longest = padded_length(max(map(len, request.prompts)), "auto")
+        longest = padded_length(max(map(len, request.texts)), "auto")
         self._max_tokens = longest + places(request.max_new_tokens)  # no prompt with its completion has more
         self._turn = length_of_turn(weights)
         self._turned = self._turn is not None and self._slots.longest(0) > self._turn

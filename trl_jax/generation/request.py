@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import jax.numpy as jnp
 import numpy as np
 
+from trl_jax.core.virtual_tokens import NONE, VirtualTokens
 from trl_jax.data.layout.batch import padded_length
 from trl_jax.generation.chunk import Drawing
 from trl_jax.generation.processors import Processor
@@ -32,6 +34,7 @@ class Request:
     eos: ids that end a completion. pad: stands behind its end. max_new_tokens: of each completion, at most.
     processors: changes of the scores, in their order. width: of the prompts as processors see them, padded on the left.
     logps: whether log-probabilities are kept, of logits divided by `temperature`.
+    virtual: stand before each prompt, where processors do not see them.
     """
 
     prompts: list[np.ndarray]
@@ -43,6 +46,12 @@ class Request:
     width: int | None = None
     temperature: float = 1.0
     logps: bool = False
+    virtual: VirtualTokens = NONE
+
+    @cached_property
+    def texts(self) -> list[np.ndarray]:
+        """The prompts as the model reads them."""
+        return [np.concatenate([self.virtual.ids, ids]) for ids in self.prompts] if self.virtual.count else self.prompts
 
     @property
     def rows(self) -> int:

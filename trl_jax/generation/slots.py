@@ -44,8 +44,8 @@ class Slots:
         return count - np.repeat(self.begun, self.members.shape[1])
 
     def prompts(self, members: np.ndarray) -> list[np.ndarray]:
-        """Their token ids."""
-        return [self._request.prompts[row // self._request.group] for row in members[:, 0]]
+        """Their token ids, behind virtual tokens."""
+        return [self._request.texts[row // self._request.group] for row in members[:, 0]]
 
     def longest(self, count: int) -> int:
         """Tokens of the longest text after so many steps, those behind a text's end among them: as where rows that have

@@ -7,7 +7,7 @@ from typing import Any
 
 from trl_jax.hub.auto import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl_jax.hub.network.fetch import ADAPTER
-from trl_jax.hub.peft.adapted import AdaptedBackend
+from trl_jax.hub.peft.backend import AdaptedBackend
 from trl_jax.hub.pretrained import PreTrainedModel
 
 

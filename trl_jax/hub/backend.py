@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 from trl_jax.core.torch_param_layout import TorchParamLayout
+from trl_jax.core.virtual_tokens import NONE, VirtualTokens
 from trl_jax.hub.checkpoint.sharded_reading import Placement
 from trl_jax.hub.freezing import Locations
 from trl_jax.hub.heads import HeadName
@@ -45,6 +46,7 @@ class Backend(abc.ABC):
         batch_invariant: the output of a text does not depend on the rows beside it.
         saves_in_background: `save` may run in a thread while the model trains.
         can_freeze: a script may freeze parameters; beside an adapter it says so in its config.
+        virtual: the tokens that an adapter puts before each text.
         heads: how many of each kind attention has, which the tensor axis of a mesh must divide; None cannot be divided.
     """
 
@@ -73,6 +75,7 @@ class Backend(abc.ABC):
     takes_stripes: bool = False
     draws_experts: bool = False
     can_freeze: bool = True
+    virtual: VirtualTokens = NONE
     heads: Mapping[str, int] | None
 
     @property

@@ -53,6 +53,12 @@ class Run:
     losses: list[tuple[int, float]]
 
 
+_ADAPTERS = {
+    "LORA": "LoRA", "PROMPT_TUNING": "prompt tuning", "P_TUNING": "P-tuning", "PREFIX_TUNING": "prefix tuning",
+}  # fmt: skip
+
+
+
 def write_card(
     folder: Path,
     *,
@@ -61,7 +67,7 @@ def write_card(
     datasets: list[str],
     tags: list[str],
     run: Run | None = None,
-    adapter: bool = False,
+    adapter: str | None = None,
     head: HeadName = "score",
     paper: tuple[str, str] | None = None,
     **facts: object,
@@ -70,7 +76,7 @@ def write_card(
 
     Args:
         base_model: a repository's name; None where training began from a folder.
-        adapter: the repository holds an adapter alone.
+        adapter: PEFT's type of the adapter that the repository holds alone; None of a whole model.
         head: the model's.
         paper: title and arXiv number of the paper that has the method.
         run: the training to describe; None for a model that has not been trained.
@@ -84,7 +90,7 @@ def write_card(
         "model_name": model_name,
         "base_model": base_model,
         "datasets": datasets or None,
-        "tags": list(dict.fromkeys([*_TAGS, *tags, *(_adapter_tags(base_model) if adapter else ())])),
+        "tags": list(dict.fromkeys([*_TAGS, *tags, *(_adapter_tags(base_model, adapter) if adapter else ())])),
         "pipeline_tag": _KINDS[head].pipeline,
         **facts,
     }
@@ -95,21 +101,22 @@ def write_card(
     write_whole(path, scrubbed(text))
 
 
-def _adapter_tags(base_model: str | None) -> list[str]:
-    return ["lora", *([f"base_model:adapter:{base_model}"] if base_model else [])]
+def _adapter_tags(base_model: str | None, adapter: str) -> list[str]:
+    own = ["lora"] if adapter == "LORA" else []  # PEFT tags no other type
+    return [*own, *([f"base_model:adapter:{base_model}"] if base_model else [])]
 
 
 def _text(
     model_name: str,
     base_model: str | None,
     datasets: list[str],
-    adapter: bool,
+    adapter: str | None,
     head: HeadName,
     paper: tuple[str, str] | None,
 ) -> str:
     library, loader = ("peft", "AutoPeftModel") if adapter else ("transformers", "AutoModel")
     kind = _KINDS[head]
-    subject = f"An adapter (LoRA) that makes {kind.subject}" if adapter else f"A{kind.subject[1:]}"
+    subject = f"An adapter ({_ADAPTERS[adapter]}) that makes {kind.subject}" if adapter else f"A{kind.subject[1:]}"
     options = ", num_labels=1" if adapter and head == "score" else ""
     origin = f", trained from [{base_model}](https://huggingface.co/{base_model})" if base_model else ""
     data = f" on {', '.join(datasets)}" if datasets else ""

@@ -20,7 +20,8 @@ from trl_jax.hub.native_backend import NativeBackend, heads_of, load_native, out
 from trl_jax.hub.network.fetch import ADAPTER, Repository, checkpoint_folder
 from trl_jax.hub.peft.adapted import adapt, outline_adapted
 from trl_jax.hub.peft.adapter_tensors import tokens_of
-from trl_jax.hub.peft.lora_config import LoraConfig, read_lora_config
+from trl_jax.hub.peft.configs import AdapterConfig, positions_beside, read_adapter_config
+from trl_jax.hub.peft.lora_config import LoraConfig
 from trl_jax.hub.peft.quantization import BitsAndBytesConfig, formats, halves
 from trl_jax.hub.placing import check_heads
 from trl_jax.hub.pretrained import PreTrainedModel
@@ -53,7 +54,7 @@ class Checkpoint:
     vocab_size: int
     max_positions: int | None
     adapter: Path | None = None
-    lora: LoraConfig | None = None
+    lora: AdapterConfig | None = None
     quantization: BitsAndBytesConfig | None = None
 
     @property
@@ -110,7 +111,7 @@ class Checkpoint:
         return plan.place
 
     def outline(
-        self, lora: LoraConfig | None = None, quantization: BitsAndBytesConfig | None = None, *, parts: bool = False
+        self, lora: AdapterConfig | None = None, quantization: BitsAndBytesConfig | None = None, *, parts: bool = False
     ) -> PreTrainedModel:
         """The model with shapes in the place of its arrays: enough to compile with. Weights are neither read nor
         fetched.
@@ -136,23 +137,24 @@ class Checkpoint:
             return PreTrainedModel(shapes, backend, self.config, self.folder, self.name)
         options = self._frozen_options(adapter, quantization, parts=parts)
         shapes, backend = outline_native(self.native, dtype=self.dtype, **options)
-        params, backend, frozen = outline_adapted(backend, shapes, adapter, new=lora is not None)
+        params, backend, frozen = outline_adapted(backend, shapes, adapter, self.adapter if lora is None else None)
         return PreTrainedModel(params, backend, self.config, self.folder, self.name, frozen)
 
     def _frozen_options(
-        self, lora: LoraConfig, quantization: BitsAndBytesConfig | None, *, parts: bool
+        self, lora: AdapterConfig, quantization: BitsAndBytesConfig | None, *, parts: bool
     ) -> dict[str, Any]:
         """The options of `load_native` for the frozen weights beside an adapter."""
         native, quantization = resized_config(self.native, self.vocab_size), quantization or self.quantization
-        quantized = None if quantization is None else formats(quantization, lora, native)
-        bits = () if parts else halves(lora, native)  # the layout on several devices goes by the plain weights
+        beside = lora if isinstance(lora, LoraConfig) else None  # virtual tokens leave all weights as they are
+        quantized = None if quantization is None else formats(quantization, beside, native)
+        bits = () if parts else halves(beside, native)  # the layout on several devices goes by the plain weights
         if self.vocab_size != self.native.arch.vocab_size:
             bits = set(bits).difference(tables_of_tokens(bits))
         return {"as_stored": True, "formats": quantized, "bits": bits}
 
     def load_adapted(
         self,
-        lora: LoraConfig,
+        lora: AdapterConfig,
         seed: int,
         adapter: Path | None = None,
         quantization: BitsAndBytesConfig | None = None,
@@ -211,7 +213,7 @@ def _no_adapters(name: str, model_type: str) -> ValueError:
 
 
 def with_adapter(
-    model: PreTrainedModel, lora: LoraConfig, seed: int | TorchGenerator, adapter: Path | None = None
+    model: PreTrainedModel, lora: AdapterConfig, seed: int | TorchGenerator, adapter: Path | None = None
 ) -> PreTrainedModel:
     """A new model, with an adapter that trains: a new one, or the one in a folder. It shares the arrays of `model`,
     which stays as it is."""
@@ -228,7 +230,7 @@ def _find_adapted(
     folder: Path, repository: Repository | None, head: HeadName, dtype: str, fetch: dict[str, Any]
 ) -> Checkpoint:
     """An adapter's folder: the checkpoint is that of its base model."""
-    lora = read_lora_config(folder)
+    lora = read_adapter_config(folder)
     if repository is not None:
         repository.fetch_adapter()
     base, access = lora.base_model_name_or_path, ("token", "cache_dir", "local_files_only")
@@ -241,4 +243,6 @@ def _find_adapted(
     except (FileNotFoundError, ValueError) as error:
         raise ValueError(f"{folder / ADAPTER} is for base_model_name_or_path={base!r}. {error}") from error
     tokens = None if checkpoint.native is None else tokens_of(folder, checkpoint.native.head)
-    return replace(checkpoint, adapter=folder, lora=lora, vocab_size=tokens or checkpoint.vocab_size)
+    positions = positions_beside(checkpoint.max_positions, lora)
+    vocab_size = tokens or checkpoint.vocab_size
+    return replace(checkpoint, adapter=folder, lora=lora, vocab_size=vocab_size, max_positions=positions)

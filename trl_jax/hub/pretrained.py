@@ -21,7 +21,7 @@ from trl_jax.hub.generating.generate import GenerationApi
 from trl_jax.hub.generation_config import read_generation_config, write_generation_config
 from trl_jax.hub.network.push import Publisher, Upload
 from trl_jax.hub.peft.backend import AdaptedBackend
-from trl_jax.hub.peft.lora_config import LoraConfig
+from trl_jax.hub.peft.configs import AdapterConfig
 from trl_jax.hub.peft.merging import merged
 from trl_jax.hub.scoring import ScoreOutput, score_rows
 from trl_jax.hub.transformers_api import TransformersModelApi
@@ -104,11 +104,11 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
         return self.backend.max_positions
 
     @property
-    def peft_config(self) -> dict[str, LoraConfig]:
+    def peft_config(self) -> dict[str, AdapterConfig]:
         """The config of the adapter by its name, as a PeftModel has it. Raises AttributeError where there is none."""
         if not isinstance(self.backend, AdaptedBackend):
             raise AttributeError(f"{type(self).__name__} has no adapter, so no peft_config")
-        return {"default": self.backend.plan.config}
+        return {"default": self.backend.config}
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Count the numbers of the model, the head among them, or those that train."""
@@ -151,9 +151,18 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
         return other
 
     def merge_and_unload(self) -> PreTrainedModel:
-        """The plain model that computes the same without its adapter; itself, where it has none."""
+        """The plain model that computes the same without its adapter; itself, where it has none.
+
+        Raises:
+            AttributeError: its adapter are virtual tokens, which are no part of any weight.
+        """
         if not isinstance(self.backend, AdaptedBackend):
             return self
+        if self.backend.virtual.count:
+            raise AttributeError(
+                f"{self.name_or_path} has no merge_and_unload: virtual tokens stand before the texts and merge into no "
+                "weight. Load the base model by its name, or keep the adapter."
+            )
         arrays, backend = merged(self.backend, self.params, self.frozen)
         model = PreTrainedModel(arrays, backend, self.config, self.folder, self.name_or_path)
         model.generation_config = self.generation_config

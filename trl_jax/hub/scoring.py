@@ -18,7 +18,7 @@ from trl_jax.models.functional import merge
 
 class ScoreOutput(NamedTuple):
     """The result of calling a model: `logits`, float32, by attribute, name or place; `[rows, 1]` of a score head, of a
-    language model's `[rows, T, V]`."""
+    language model's `[rows, T, V]`, T with virtual tokens before each row that have embeddings, as in PEFT."""
 
     logits: jax.Array
 
@@ -39,7 +39,8 @@ def score_rows(
     as_is = pad is None and backend.infers_lengths
     extra = 0 if as_is else padded_length(tokens.shape[1], "auto") - tokens.shape[1]
     tokens = np.pad(tokens, ((0, 0), (0, extra)), constant_values=pad or 0).astype(np.int32)
-    mask = np.pad(mask, ((0, 0), (0, extra)))
+    tokens = backend.virtual.before(tokens)
+    mask = np.pad(np.pad(mask, ((0, 0), (0, extra))), ((0, 0), (backend.virtual.count, 0)), constant_values=True)
     with jax.default_matmul_precision("float32"):  # accelerators would round to fewer digits
         reads = None if backend.head == "lm" else reads_of_rows(np.asarray(at, np.int32), tokens.shape[1])
         # ropes that ask for the longest text take rows as they came, as transformers' do
@@ -48,7 +49,8 @@ def score_rows(
         outputs = compiled_scores(backend.graph, pad, arrays, tokens, mask, reads, lengths)
     if backend.head == "score":
         return ScoreOutput(outputs[:, None])
-    return ScoreOutput(outputs.reshape(*tokens.shape, backend.vocab_size)[:, : tokens.shape[1] - extra])
+    first = 0 if backend.virtual.read else backend.virtual.count
+    return ScoreOutput(outputs.reshape(*tokens.shape, backend.vocab_size)[:, first : tokens.shape[1] - extra])
 
 
 def _check(backend: Backend, pad: int | None, tokens: np.ndarray) -> None:

@@ -46,14 +46,18 @@ def token_logps_and_entropies(
         raise ValueError(f"input_ids is {list(ids.shape)}: wanted [rows, T] with two tokens at least.")
     rows, length = ids.shape
     mask = jnp.ones(ids.shape, bool) if attention_mask is None else jnp.asarray(attention_mask).astype(bool)
-    places = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), ids.shape)
+    virtual = model.backend.virtual
+    before = virtual.count
+    whole = jnp.hstack([jnp.broadcast_to(virtual.ids, (rows, before)), ids])
+    places = jnp.broadcast_to(jnp.arange(before + length, dtype=jnp.int32), whole.shape)
     real = (mask[:, :-1] & mask[:, 1:]).reshape(-1)
     order = jnp.argsort(~real, stable=True)  # reads without a target come last
-    reads = (jnp.arange(rows)[:, None] * length + jnp.arange(length - 1)).reshape(-1)[order].astype(jnp.int32)
+    at = jnp.arange(rows)[:, None] * (before + length) + before + jnp.arange(length - 1)
+    reads = at.reshape(-1)[order].astype(jnp.int32)
     targets = jnp.where(real, ids[:, 1:].reshape(-1), -1)[order]
     arrays = model.frozen | (model.params if params is None else params)
-    lengths = mask.sum(axis=1, dtype=jnp.int32)
+    lengths = before + mask.sum(axis=1, dtype=jnp.int32)
     options = {"targets": targets, "lengths": lengths, "temperature": temperature}
-    outputs = merge(model.graph, arrays)(ids, places, reads, **options)
+    outputs = merge(model.graph, arrays)(whole, places, reads, **options)
     back = jnp.argsort(order)
     return tuple(values[back].reshape(rows, length - 1) for values in (outputs.logps, outputs.entropy))

@@ -30,6 +30,7 @@ from trl_jax.nn.linear import Embedding, Linear
 from trl_jax.nn.noise import Noise
 from trl_jax.nn.norm import Norm
 from trl_jax.nn.recurrent.text_order import previous_tokens, text_order
+from trl_jax.nn.virtual_tokens import VirtualRows
 
 
 def _longest(
@@ -44,15 +45,19 @@ def _longest(
 
 
 class Decoder(nnx.Module):
-    """Token ids to hidden states: embedding, a scanned stack of blocks, a last norm."""
+    """Token ids to hidden states: embedding, a scanned stack of blocks, a last norm. `virtual` has the embeddings of
+    virtual tokens, where an adapter puts some before each text; where it has keys and values of them, their ids begin
+    with `first_virtual`."""
 
     NAME = "decoder"
+    virtual: VirtualRows | None
 
     def __init__(self, arch: Arch):
         self.arch = arch
         table = {"padding_idx": arch.padding_idx, "axes": ("vocab", "embed")}
         inner, outer = arch.hidden_size, arch.head_inputs
         self.embed = Embedding(arch.vocab_size, outer, **table)
+        self.virtual, self.first_virtual = nnx.data(None), None
         learned = arch.learned_positions
         self.position_embed = None if learned is None else Embedding(learned, inner)
         self.project_in = None if inner == outer else Linear(outer, inner, axes=("", "embed"))
@@ -148,6 +153,8 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, AttentionInputs, LayerInputs]:
         """Make what the first layer gets: the embedded tokens `[R, T, D]`, and the inputs of attention, those of all
         layers added to `shared`, and those that differ."""
+        if self.first_virtual is not None:
+            shared = shared._replace(virtual=tokens - self.first_virtual)
         shared, by_layer = self._layer_inputs(shared, positions, longest, max_tokens)
         h = self._embedded(tokens, positions, dtype, shared.valid, dropout_key, noise)
         embedded = None if self.layer_embed is None else self.layer_embed(tokens, h, dtype)
@@ -166,9 +173,9 @@ class Decoder(nnx.Module):
         arch = self.arch
         h = self.embed(tokens, jnp.float32)
         if arch.scale_in_table:  # transformers' embedding gives scaled vectors; elsewhere the model scales them
-            h = apply(noise, scaled(h, arch.embedding_scale))
+            h = self._with_virtual(apply(noise, scaled(h, arch.embedding_scale)), tokens)
         else:
-            h = scaled(apply(noise, h), arch.embedding_scale)
+            h = scaled(self._with_virtual(apply(noise, h), tokens), arch.embedding_scale)
         if self.project_in is not None:
             h = self.project_in(h.astype(dtype)).astype(jnp.float32)
         if self.position_embed is not None:
@@ -176,6 +183,9 @@ class Decoder(nnx.Module):
                 positions = jnp.where(valid, jnp.cumsum(valid, axis=1) - 1, -1)
             h = h + self.position_embed(positions + arch.position_offset, jnp.float32)
         return apply(dropout_or_none(arch.embedding_dropout, dropout_key, EMBEDDING), h)
+
+    def _with_virtual(self, embedded: jax.Array, tokens: jax.Array) -> jax.Array:
+        return embedded if self.virtual is None else self.virtual(embedded, tokens)
 
     def _layer_inputs(
         self, shared: AttentionInputs, positions: jax.Array, longest: jax.Array | int, max_tokens: int | None

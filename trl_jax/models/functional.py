@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 
 from trl_jax.models.adapted import AdaptedGraph
+from trl_jax.models.virtual import VirtualGraph
 
 
 def abstract(make: Callable[[], nnx.Module]) -> tuple[nnx.GraphDef, dict[str, jax.ShapeDtypeStruct]]:
@@ -26,11 +27,12 @@ def logical_axes(make: Callable[[], nnx.Module]) -> dict[str, tuple[str, ...]]:
     return {path: metadata["axes"] for path, metadata in named if "axes" in metadata}
 
 
-def merge(
-    graph: nnx.GraphDef | AdaptedGraph, params: dict[str, jax.Array], dropout_key: jax.Array | None = None
-) -> nnx.Module:
+Graph = nnx.GraphDef | AdaptedGraph | VirtualGraph
+
+
+def merge(graph: Graph, params: dict[str, jax.Array], dropout_key: jax.Array | None = None) -> nnx.Module:
     """The module with these parameters: the inverse of taking it apart. `dropout_key` is for dropout in adapters."""
-    if isinstance(graph, AdaptedGraph):
+    if isinstance(graph, AdaptedGraph | VirtualGraph):
         graph, params = graph.installed(params, dropout_key)
     nested: dict = {}
     for path, array in params.items():

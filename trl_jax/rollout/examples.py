@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from trl_jax.core.virtual_tokens import NONE, VirtualTokens
 from trl_jax.data.example import IGNORED, Context, Example
 from trl_jax.data.extras import Extras
 from trl_jax.data.layout.sharded import by_shard
@@ -41,6 +42,7 @@ def step_examples(
     part: float,
     ranks: int,
     numbers: Mapping[str, float],
+    virtual: VirtualTokens = NONE,
 ) -> list[list[Example]]:
     """The examples of a step's micro-batches.
 
@@ -49,6 +51,7 @@ def step_examples(
         part: micro-batches of the step / micro-batches of a generation.
         ranks: that a micro-batch is divided over.
         numbers: which all completions have alike.
+        virtual: the tokens that stand before each text.
     """
     groups = []
     for rows, generation in zip(parts, generations, strict=True):
@@ -59,7 +62,8 @@ def step_examples(
             member[rank, own] = True
         tokens = generation.num_tokens
         weights = task.token_weights(lengths, completion_weight, member, generated_tokens=tokens, part=part)
-        groups.append([_with_numbers(task, *row, numbers) for row in zip(rows, weights.tolist(), strict=True)])
+        made = [_with_numbers(task, *row, numbers) for row in zip(rows, weights.tolist(), strict=True)]
+        groups.append([example.behind(virtual, predicted=False) for example in made])
     return groups
 
 

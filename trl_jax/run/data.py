@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,8 @@ from datasets import Dataset, IterableDataset
 from jax._src import xla_bridge  # the one place where JAX says whether it has started
 
 from trl_jax.core.layer_gather import SEQUENCE
+from trl_jax.core.virtual_tokens import VirtualTokens
+from trl_jax.data.example import Example
 from trl_jax.data.layout.batch import Batch
 from trl_jax.data.layout.plan import LayoutPlan
 from trl_jax.data.loader import ExampleLoader
@@ -98,15 +101,17 @@ def _order_seed(run: RunState) -> int:
     return run.args.seed if run.args.data_seed is None else run.args.data_seed
 
 
-def loader(run: RunState, dataset: Dataset | IterableDataset, *, training: bool) -> ExampleLoader:
-    """Step batches over a prepared dataset."""
+def loader(
+    run: RunState, dataset: Dataset | IterableDataset, *, training: bool, virtual: VirtualTokens | None = None
+) -> ExampleLoader:
+    """Step batches over a prepared dataset; None: `virtual` are those of the run's model."""
     args = run.args
     lengths = _lengths(run, dataset) if training and args.train_sampling_strategy == "group_by_length" else None
     plan = _planned(run, dataset, lengths) if training and not run.own_loss else None
     return ExampleLoader(
         dataset,
         run.task.columns,
-        run.task.example,
+        example_maker(run, run.virtual if virtual is None else virtual),
         step_layout(run, plan, training=training),
         fill_last=run.progress.fill_last if training else False,
         shuffle=training and args.train_sampling_strategy != "sequential",
@@ -115,6 +120,14 @@ def loader(run: RunState, dataset: Dataset | IterableDataset, *, training: bool)
         # No row of an evaluation is dropped and, as in TRL, none of a stream.
         drop_last=training and args.dataloader_drop_last and isinstance(dataset, Dataset),
     )
+
+
+def example_maker(run: RunState, virtual: VirtualTokens) -> Callable[[dict[str, Any]], Example]:
+    """The function that makes an example of a row, as a model with these virtual tokens reads it."""
+    task = run.task
+    if not virtual.count:
+        return task.example
+    return lambda row: task.example(row).behind(virtual, predicted=task.predicts_first)
 
 
 def placed_pass(run: RunState, arrays: Batch) -> Batch:
@@ -140,7 +153,8 @@ def step_layout(run: RunState, plan: LayoutPlan | None = None, *, training: bool
         plan = LayoutPlan("padded")  # scripts get rows
     elif plan is None:
         branches = isinstance(run.task, PolicyTask)
-        plan = layout_choice.unplanned(args, run.model.backend, striped=_striped(run), branches=branches)
+        options = {"striped": _striped(run), "branches": branches, "compares": run.compares}
+        plan = layout_choice.unplanned(args, run.model.backend, **options)
     return StepLayout(
         batch_size=run.micro_batch_examples if training else args.per_device_eval_batch_size * run.shards,
         pad_token_id=run.processing_class.pad_token_id,
@@ -153,6 +167,7 @@ def step_layout(run: RunState, plan: LayoutPlan | None = None, *, training: bool
         by_micro_batch=_by_micro_batch(run),
         shards=run.shards,
         divided=not user_loss,
+        trains=training,
     )
 
 
@@ -186,6 +201,8 @@ def _planned(run: RunState, dataset: Any, lengths: np.ndarray | None) -> LayoutP
         shards=run.shards,
         striped=_striped(run),
         by_micro_batch=_by_micro_batch(run),
+        documents=run.task.columns.documents,
+        compares=run.compares,
         lengths=lengths,
         tell=partial(tell, run, "layout"),
     )

@@ -27,19 +27,22 @@ _ON_CPUS, _ON_ACCELERATORS = 2e11, 2e15
 
 
 def exact_layout(
-    args: BaseConfig, backend: Backend, *, striped: bool = False, branches: bool = False
+    args: BaseConfig, backend: Backend, *, striped: bool = False, branches: bool = False, compares: bool = False
 ) -> tuple[str, str]:
     """The layout of a run, and the reason where it is another than asked for, else "".
 
     Args:
         striped: whether a mesh divides texts over devices.
         branches: whether any number of texts share a context, as completions of a prompt do.
+        compares: whether a reference computes the passes, too, which knows no virtual tokens.
     """
     asked = args.batch_layout
     if asked == "padded":
         return "padded", ""
     if not backend.takes_packed:
         return "padded", "this model reads whole rows, not texts laid end to end"
+    if compares and backend.virtual.count:
+        return "padded", "the reference reads the texts of a row without the virtual tokens before them"
     if backend.drops_out and not args.disable_dropout:
         return "padded", "attention along packed rows knows no dropout"
     if args.neftune_noise_alpha:
@@ -61,7 +64,9 @@ def exact_layout(
 
 def windowed(args: BaseConfig, backend: Backend) -> bool:
     """Whether the model has an attention window shorter than the longest text may be."""
-    return backend.window is not None and (args.max_length is None or backend.window < args.max_length)
+    if backend.window is None or args.max_length is None:
+        return backend.window is not None
+    return backend.window < args.max_length + backend.virtual.count
 
 
 def by_rows(args: BaseConfig, *, striped: bool, branches: bool = False) -> bool:
@@ -70,16 +75,18 @@ def by_rows(args: BaseConfig, *, striped: bool, branches: bool = False) -> bool:
     return not striped and (args.device.type == "cuda" or (args.device.type == "tpu" and branches))
 
 
-def unplanned(args: BaseConfig, backend: Backend, *, striped: bool, branches: bool = False) -> LayoutPlan:
+def unplanned(
+    args: BaseConfig, backend: Backend, *, striped: bool, branches: bool = False, compares: bool = False
+) -> LayoutPlan:
     """The layout of a dataset whose lengths are not surveyed: evaluation sets, streams and, with branches, rollouts."""
     options = {"striped": striped, "branches": branches}
-    layout, _ = exact_layout(args, backend, **options)
+    layout, _ = exact_layout(args, backend, **options, compares=compares)
     return LayoutPlan(layout, views=ViewBuckets() if by_rows(args, **options) else None)
 
 
-def check_layout(args: BaseConfig, backend: Backend) -> None:
+def check_layout(args: BaseConfig, backend: Backend, *, compares: bool = False) -> None:
     """Warn where the layout that was asked for by name is not exact and another is used."""
-    layout, reason = exact_layout(args, backend)
+    layout, reason = exact_layout(args, backend, compares=compares)
     if args.batch_layout not in ("auto", layout):
         logger.warning("batch_layout=%r is not exact here, so rows are %s: %s.", args.batch_layout, layout, reason)
 
@@ -95,7 +102,9 @@ def plan(
     steps: int,
     shards: int = 1,
     striped: bool = False,
+    documents: str | None = None,
     by_micro_batch: bool = False,
+    compares: bool = False,
     lengths: np.ndarray | None = None,
     tell: Callable[[str], None] = logger.info,
 ) -> LayoutPlan:
@@ -103,11 +112,13 @@ def plan(
 
     Args:
         columns: the token columns of the dataset, a text each.
+        documents: the column of the lengths of the documents of a text.
         by_micro_batch: whether each micro-batch has a packed row to itself.
+        compares: whether a reference computes the passes, too, which knows no virtual tokens.
         lengths: by which rows are grouped, `[rows]`; None where they are not grouped.
         tell: says that line.
     """
-    layout, reason = exact_layout(args, backend, striped=striped)
+    layout, reason = exact_layout(args, backend, striped=striped, compares=compares)
     if layout == "padded":
         tell(f"Layout padded{f': {reason}' if reason else ''}.")
         return LayoutPlan("padded")
@@ -135,6 +146,8 @@ def plan(
         by_micro_batch=by_micro_batch,
         by_rows=by_rows(args, striped=striped),
         at_once=PROGRAMS_AT_ONCE if compiles_ahead(args.device.type) else None,
+        documents=documents,
+        virtual=backend.virtual.count,
     )
     tell(line(result))
     return result

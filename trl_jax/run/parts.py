@@ -79,6 +79,11 @@ def assemble(
 
 
 def _check_own_loss(run: RunState) -> None:
+    if run.own_loss and run.virtual.count:
+        raise TypeError(
+            f"The trainer's own {' and '.join(sorted(run.own_loss))} would be given logits of the texts alone, and the "
+            "first token of a text is predicted by the virtual tokens before it. Leave it out, or take a LoraConfig."
+        )
     if run.own_loss and run.task.head == "lm" and run.task.axis == "read":
         raise TypeError(
             f"The trainer's own {' and '.join(sorted(run.own_loss))} would be given whole logits, and the loss of "

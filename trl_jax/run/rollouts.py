@@ -208,7 +208,8 @@ class StepMaker:
     ) -> StepBatch:
         task, layout = self._run.task, self._layout
         part = len(parts) / task.cycle.parts
-        groups = step_examples(task, parts, generations, part, layout.shards, self._numbers(coef))
+        numbers = self._numbers(coef)
+        groups = step_examples(task, parts, generations, part, layout.shards, numbers, self._run.virtual)
         return layout.step([[IndexedExample(example, 0) for example in group] for group in groups], number)
 
 
@@ -223,7 +224,9 @@ class CompletionLogps:
     def __call__(self, model: str, prompts: Ids, completions: Ids, completion_mask: Sequence[np.ndarray]) -> Logps:
         run = self._run
         layout = replace(data.step_layout(run, training=True), accumulation=1)
-        examples = [example_of(*row) for row in zip(prompts, completions, completion_mask, strict=True)]
+        virtual = run.virtual if model == "policy" else run.reference.backend.virtual
+        rows = zip(prompts, completions, completion_mask, strict=True)
+        examples = [example_of(*row).behind(virtual, predicted=False) for row in rows]
         found = [np.zeros(len(own), np.float32) for own in completions]
         with run.on_device():
             for start in range(0, len(examples), layout.batch_size):

@@ -12,6 +12,7 @@ import jax
 from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import TrainerState
 
+from trl_jax.core.virtual_tokens import VirtualTokens
 from trl_jax.engine.events import Events
 from trl_jax.engine.interrupts import Interrupts
 from trl_jax.hub.pretrained import PreTrainedModel
@@ -113,6 +114,22 @@ class RunState:
     def own_loss(self) -> frozenset[str]:
         """The methods of OWN_LOSS that the script overrides."""
         return OWN_LOSS & self.overridden
+
+    @property
+    def virtual(self) -> VirtualTokens:
+        """The virtual tokens before each text."""
+        return self.model.backend.virtual
+
+    @property
+    def max_tokens(self) -> int | None:
+        """No text of the training set has more tokens, with virtual ones; None where nobody knows."""
+        return None if self.args.max_length is None else self.args.max_length + self.virtual.count
+
+    @property
+    def compares(self) -> bool:
+        """Whether passes are computed with a reference, too, that knows no virtual tokens."""
+        compares = self.reference is not None and self.task.head == "lm" and bool(self.task.compared)
+        return compares and not self.reference.backend.virtual.count
 
     @property
     def train_batch_size(self) -> int:

@@ -45,6 +45,7 @@ class SftTask(TokenTask):
     per_token: ClassVar[bool] = True
     by_micro_batch: ClassVar[bool] = False
     num_tokens_after: ClassVar[str] = "mean_token_accuracy"
+    predicts_first: ClassVar[bool] = True
     columns: ClassVar[Columns] = Columns(("input_ids",), labels=("labels",), documents="seq_lengths")
 
     def prepare(

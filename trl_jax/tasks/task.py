@@ -111,6 +111,7 @@ class TokenTask(Task, Protocol):
     by_micro_batch: whether the loss needs the examples of a micro-batch, on several devices of a device's part of it,
         in one pass. Otherwise a pass may have examples of any micro-batches of the step.
     num_tokens_after: the metric behind which `num_tokens` is logged, as in TRL.
+    predicts_first: whether the first token of a text is a target, too, where virtual tokens stand before it.
     """
 
     head: Literal["lm"]
@@ -120,6 +121,7 @@ class TokenTask(Task, Protocol):
     per_token: bool
     by_micro_batch: bool
     num_tokens_after: str
+    predicts_first: bool = False
 
     @abc.abstractmethod
     def of_pass(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:

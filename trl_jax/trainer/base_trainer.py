@@ -16,7 +16,7 @@ from trl_jax.data.rows.checks import check_type
 from trl_jax.engine.checkpoints.progress import Progress
 from trl_jax.engine.devices.compilation import keep_compilations
 from trl_jax.engine.devices.processes import is_first
-from trl_jax.hub.peft.lora_config import as_lora_config
+from trl_jax.hub.peft.configs import as_adapter_config
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.run.arguments.base_config import BaseConfig
 from trl_jax.run.arguments.optimizer_choice import choose
@@ -111,7 +111,7 @@ class BaseTrainer(Setup, Evaluating):
         check_collator(data_collator, (*own, *self._older_collators))
         args = self._config(args, model)
         keep_compilations()  # before anything is compiled
-        adapter = None if peft_config is None else as_lora_config(peft_config)
+        adapter = None if peft_config is None else as_adapter_config(peft_config)
         model, torch_model = model_loading.split_model(model)
         if train_dataset is None:
             raise ValueError("`train_dataset` is required: pass a datasets.Dataset.")
@@ -123,7 +123,7 @@ class BaseTrainer(Setup, Evaluating):
             checkpoint = model_loading.find(model, args, self._run.task.head)
         else:
             checkpoint = model_loading.from_torch(torch_model, args, self._run.task.head)
-        new_tokens = self._settle_data(checkpoint, torch_model, processing_class, train_dataset, eval_dataset)
+        new_tokens = self._settle_data(checkpoint, torch_model, adapter, processing_class, train_dataset, eval_dataset)
         self._load_policy(checkpoint, torch_model, adapter, quantization, new_tokens)
         check_compute_metrics(compute_metrics, args.batch_eval_metrics)
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics

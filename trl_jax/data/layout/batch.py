@@ -73,6 +73,19 @@ class Batch(NamedTuple):
         return end
 
 
+def without_virtual(batch: Batch, count: int) -> Batch:
+    """A pass of padded rows `[R, T]` without the `count` virtual tokens that each begins with. No read is of one."""
+    length = batch.tokens.shape[1]
+    row, place = batch.reads // length, batch.reads % length
+    return batch._replace(
+        tokens=batch.tokens[:, count:],
+        positions=batch.positions[:, : length - count],
+        reads=row * (length - count) + (place - count).clip(0),
+        lengths=(batch.lengths - count).clip(0),
+        router_token_count=batch.router_token_count[:, count:],
+    )
+
+
 def empty_extras(like: Example, *leading: int, examples: int, reads: int) -> Extras:
     """Zeros for passes `[*leading]` of E `examples` and N `reads`, under the names of an example's extras.
 

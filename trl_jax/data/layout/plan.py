@@ -51,6 +51,8 @@ def plan_layout(
     by_micro_batch: bool = False,
     by_rows: bool = False,
     at_once: int | None = None,
+    documents: str | None = None,
+    virtual: int = 0,
 ) -> LayoutPlan:
     """How steps lie as packed rows, from those of the first epochs: another order may make a longer one.
 
@@ -62,9 +64,10 @@ def plan_layout(
         by_micro_batch: whether each micro-batch has a packed row to itself.
         by_rows: texts are viewed as rows, too.
         at_once: how many programs are compiled at a time beside the steps; None where steps wait for theirs.
+        documents, virtual: as of `survey`.
     """
     first = order_of(0)
-    known, steps = survey(dataset, first, columns), []
+    known, steps = survey(dataset, first, columns, documents, virtual), []
     epochs = max(1, min(_EPOCHS, SURVEYED // len(first)))
     place = np.argsort(first)
     for epoch in range(epochs):

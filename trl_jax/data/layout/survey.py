@@ -55,13 +55,21 @@ class Survey:
         return found
 
 
-def survey(dataset: Dataset, order: np.ndarray, columns: tuple[str, ...]) -> Survey:
-    """The examples at these places of a prepared dataset, whose texts are these columns of token ids."""
-    lengths, shared = [], []
-    for _, block in blocks(dataset.select(order[:SURVEYED]), columns):
+def survey(
+    dataset: Dataset, order: np.ndarray, columns: tuple[str, ...], documents: str | None = None, virtual: int = 0
+) -> Survey:
+    """The examples at these places of a prepared dataset, whose texts are these columns of token ids.
+
+    Args:
+        documents: the column of lengths of the documents of the one text; a dataset may lack it.
+        virtual: tokens that stand before each text, or document, beside its own.
+    """
+    lengths, shared, documents = [], [], documents if documents in dataset.column_names else None
+    for _, block in blocks(dataset.select(order[:SURVEYED]), columns if documents is None else (*columns, documents)):
         texts = [list_lengths(block, column) for column in columns]
-        lengths.append(np.stack([of_text for _, of_text in texts], axis=1))
-        shared.append(_shared(*texts) if len(texts) == 2 else np.zeros(block.num_rows, np.int64))
+        parts = 1 if documents is None else list_lengths(block, documents)[1][:, None]
+        lengths.append(np.stack([of_text for _, of_text in texts], axis=1) + virtual * parts)
+        shared.append(_shared(*texts) + virtual if len(texts) == 2 else np.zeros(block.num_rows, np.int64))
     return Survey(np.concatenate(lengths), np.concatenate(shared))
 
 

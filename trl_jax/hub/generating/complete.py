@@ -132,6 +132,7 @@ def run(
         RuntimeError: the model's logits are not finite.
     """
     _check_positions(model, request)
+    request = replace(request, virtual=model.backend.virtual)
     weights = Weights.of(model.graph, model.arrays, dtype, head_dtype)
     steps = 1 if watch is not None else chunk_steps(request.rows, model.vocab_size, generator.STEPS)
     options = {"vocabulary": model.vocab_size, "steps": steps, "new": request.max_new_tokens}
@@ -157,6 +158,7 @@ def run_queue(
         ValueError, RuntimeError: as `run`.
     """
     _check_positions(model, request)
+    request = replace(request, virtual=model.backend.virtual)
     weights = Weights.of(model.graph, model.arrays, dtype)
     steps = chunk_steps(slots * request.group, model.vocab_size, generator.STEPS)
     options = {"vocabulary": model.vocab_size, "steps": steps, "new": request.max_new_tokens}

@@ -30,6 +30,7 @@ from trl_jax.hub.network.limits import HubSilentError, limited
 from trl_jax.hub.peft.lora_config import CONFIG as ADAPTER
 from trl_jax.hub.peft.lora_config import PICKLED, no_adapter
 from trl_jax.hub.peft.lora_config import WEIGHTS as _ADAPTER_WEIGHTS
+from trl_jax.hub.peft.virtual.config import ENCODER as _ENCODER_WEIGHTS
 from trl_jax.hub.torch import bridge
 
 SMALL = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
@@ -77,7 +78,7 @@ class Repository:
         Raises:
             FileNotFoundError: there are none, or only as a pickle.
         """
-        self._snapshot([_ADAPTER_WEIGHTS], [])
+        self._snapshot([_ADAPTER_WEIGHTS, _ENCODER_WEIGHTS], [])
         if (self.folder / _ADAPTER_WEIGHTS).is_file():
             return
         raise no_adapter(f"model={self.name!r}", _prefix(self.subfolder) + PICKLED in self._listed())

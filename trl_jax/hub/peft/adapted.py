@@ -1,4 +1,4 @@
-"""Puts an adapter on a native model: a new one, or one that a folder has."""
+"""Puts an adapter on a native model: a new one, or one that a folder has. Virtual tokens go before its texts."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft.adapter_tensors import full_tensors
 from trl_jax.hub.peft.adapters import PREFIX, AdapterPlan, make_adapter_plan
-from trl_jax.hub.peft.backend import AdaptedBackend
+from trl_jax.hub.peft.backend import AdaptedBackend, LoraBackend
+from trl_jax.hub.peft.configs import AdapterConfig
 from trl_jax.hub.peft.initial_values import initial
 from trl_jax.hub.peft.lora_config import PISSA, LoraConfig
 from trl_jax.hub.peft.pissa import principal_parts
+from trl_jax.hub.peft.virtual.adapted import virtual_backend, with_virtual
+from trl_jax.hub.peft.virtual.config import PromptLearningConfig
 from trl_jax.hub.untied import untied
 from trl_jax.mesh.arrays import owned
 from trl_jax.models.adapted import Layers
@@ -29,7 +32,7 @@ logger = logging.getLogger(__name__)
 def adapt(
     base: NativeBackend,
     arrays: dict[str, Any],
-    lora: LoraConfig,
+    config: AdapterConfig,
     seed: int | TorchGenerator,
     folder: Path | None = None,
 ) -> tuple[dict[str, jax.Array], AdaptedBackend, dict[str, Any]]:
@@ -39,7 +42,10 @@ def adapt(
     Raises:
         ValueError: the config or the folder does not go with the model.
     """
-    plan = _plan_for(base, lora, new=folder is None)
+    generator = seed if isinstance(seed, TorchGenerator) else TorchGenerator(seed)
+    if isinstance(config, PromptLearningConfig):
+        return with_virtual(base, arrays, config, generator, folder)
+    plan = _plan_for(base, config, new=folder is None)
     if plan.unties:
         base, arrays = untied(base, arrays)
     trained, frozen = _split_trained(plan, arrays)
@@ -47,26 +53,28 @@ def adapt(
     factors: dict[str, np.ndarray] = {}
     if plan.config.init_lora_weights == PISSA:
         factors, frozen = principal_parts(plan, base, frozen)
-    backend = AdaptedBackend(base, plan, frozen if plan.saved_tables else {}, shapes)
+    backend = LoraBackend(base, plan, frozen if plan.saved_tables else {}, shapes)
     if folder is not None:
         defaults = {} if plan.note is None else _head_tensors(plan, base, trained)
         return backend.load(folder, 0, defaults=defaults), backend, frozen
-    generator = seed if isinstance(seed, TorchGenerator) else TorchGenerator(seed)
     drawn = initial(plan, partial(base.weight, arrays | frozen), generator, factors)
     params = {name: owned(array) for name, array in drawn.items()} | trained
     return params, backend, frozen
 
 
 def outline_adapted(
-    base: NativeBackend, shapes: dict[str, Any], lora: LoraConfig, *, new: bool
+    base: NativeBackend, shapes: dict[str, Any], config: AdapterConfig, folder: Path | None
 ) -> tuple[dict[str, Any], AdaptedBackend, dict[str, Any]]:
-    """The result of `adapt`, of shapes: those of a `new` adapter, or of one that a folder has."""
-    plan = _plan_for(base, lora, new=new)
+    """The result of `adapt`, of shapes: those of a new adapter, or of the one in `folder`."""
+    if isinstance(config, PromptLearningConfig):
+        backend = virtual_backend(base, config, folder)
+        return backend.shapes, backend, shapes
+    plan = _plan_for(base, config, new=folder is None)
     if plan.unties:
         base, shapes = untied(base, shapes)
     trained, frozen = jax.eval_shape(partial(_split_trained, plan), shapes)
     outlined = _shapes(plan, trained)
-    return outlined, AdaptedBackend(base, plan, frozen if plan.saved_tables else {}, outlined), frozen
+    return outlined, LoraBackend(base, plan, frozen if plan.saved_tables else {}, outlined), frozen
 
 
 def _plan_for(base: NativeBackend, lora: LoraConfig, *, new: bool) -> AdapterPlan:

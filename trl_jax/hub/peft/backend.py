@@ -1,12 +1,13 @@
-"""The backend of a native model with an adapter: it writes and reads adapters alone, in PEFT's format."""
+"""The backends of native models with an adapter: they write and read adapters alone, in PEFT's format."""
 
 from __future__ import annotations
 
+import abc
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -22,52 +23,35 @@ from trl_jax.hub.peft.adapters import AdapterPlan
 from trl_jax.hub.peft.lora_config import WEIGHTS
 from trl_jax.models.adapted import AdaptedGraph, adapted_graph, leaf
 
+if TYPE_CHECKING:
+    from trl_jax.hub.peft.configs import AdapterConfig
+
 
 class AdaptedBackend(Backend):
-    """A native backend beside whose frozen arrays those of `plan` train.
+    """A native backend beside whose frozen arrays those of an adapter train.
 
-    `base` is the backend without the adapter, `frozen` the arrays that do not train, where some of them are in the
-    adapter's files; `shapes` are those of all that trains. `saved_config` is written beside the adapter: for whoever
-    loads it upon the base model of its name.
+    `base` is the backend without the adapter, `config` the adapter's, and `shapes` are those of all that trains.
+    `saved_config` is written beside the adapter: for whoever loads it upon the base model of its name.
     """
 
     log_level, undecayed, saves_in_background, can_resize, can_freeze = logging.INFO, frozenset(), True, False, False
 
-    def __init__(self, base: NativeBackend, plan: AdapterPlan, frozen: dict[str, Any], shapes: dict[str, Any]):
-        self.base, self.plan, self.frozen, self._shapes = base, plan, frozen, shapes
-        self.saved_config = plan.config
-        self.name = f"{base.name} (with an adapter)"
+    def __init__(self, base: NativeBackend, config: AdapterConfig, shapes: dict[str, Any]):
+        self.base, self.config, self.shapes = base, config, shapes
+        self.saved_config = config
         self.head = base.head
         self.vocab_size, self.max_positions, self.embeddings = base.vocab_size, base.max_positions, base.embeddings
         self.infers_lengths, self.ignores_types, self.causal = base.infers_lengths, base.ignores_types, base.causal
         self.takes_packed, self.takes_noise, self.window = base.takes_packed, base.takes_noise, base.window
         self.batch_invariant, self.heads, self.has_routers = base.batch_invariant, base.heads, base.has_routers
-        self.takes_stripes, self.draws_experts = base.takes_stripes, base.draws_experts
-        self.drops_out = base.drops_out or plan.config.lora_dropout > 0
-        self.graph = _graph_of(base, plan)
-        self.tensors = {name: base.tensors.get(name.removesuffix("@trained"), name) for name in shapes}
-        self.dtypes = dict.fromkeys(wanted_shapes(plan, shapes), "float32")
-        self._sizes = {leaf(one.adapter.name, kind): size for one in plan.modules for kind, size in one.sizes().items()}
-
-    def torch_param_layout(self) -> TorchParamLayout:
-        whole, paths = self.base.torch_param_layout(), {name: name.removesuffix("@trained") for name in self.tensors}
-        joined = {name: whole.joined[path] for name, path in paths.items() if path in whole.joined}
-        adapters = (one.adapter for one in self.plan.modules if one.module.stacked)
-        stacked = {leaf(adapter.name, kind) for adapter in adapters for kind in ("a", "b", *adapter.has)}
-        stacked |= {name for name, path in paths.items() if path in whole.stacked}
-        return TorchParamLayout(frozenset(stacked), joined)
-
-    @property
-    def axes(self) -> Mapping[str, tuple[str, ...]]:
-        axes, names = self.base.axes, {name: name.removesuffix("@trained") for name in self.tensors}
-        return axes | {name: axes[path] for name, path in names.items() if path in axes}
+        self.takes_stripes, self.draws_experts, self.drops_out = base.takes_stripes, base.draws_experts, base.drops_out
 
     def locations(self, params: dict[str, jax.Array]) -> Locations:
         """Names alone: a script cannot freeze an adapter's parameters."""
         return dict.fromkeys(self.dtypes, [])
 
     def size_of(self, path: str, array: jax.Array) -> int:
-        return self._sizes[path] if path in self._sizes else self.base.size_of(path, array)
+        return self.base.size_of(path, array)
 
     def floats(self, path: str, array: jax.Array) -> jax.Array:
         return self.base.floats(path, array)
@@ -89,17 +73,57 @@ class AdaptedBackend(Backend):
         self, folder: Path, seed: int, place: Placement | None = None, defaults: dict[str, np.ndarray] | None = None
     ) -> dict[str, jax.Array]:
         """`defaults` has tensors, by their names in the file, for those that it lacks."""
-        arrays = arrays_of(self.plan, read_tensors(folder, self.plan, self._shapes, defaults), self._shapes)
+        arrays = self.read(folder, defaults)
         if place is None:
             return arrays
         axes = self.axes
         return {path: shard_array(place, axes.get(path, ()), array) for path, array in arrays.items()}
+
+    @abc.abstractmethod
+    def read(self, folder: Path, defaults: dict[str, np.ndarray] | None) -> dict[str, jax.Array]:
+        """The arrays that train, of an adapter's folder; `defaults` as in `load`."""
 
     def resized(self, rows: int) -> Backend:
         raise ValueError(
             f"A model with an adapter embeds {self.vocab_size} tokens, wanted {rows}: adapters belong to tables of one "
             "size. Resize the model first, or call merge_and_unload()."
         )
+
+
+class LoraBackend(AdaptedBackend):
+    """A native backend beside whose frozen arrays those of `plan` train: low-rank adapters, and parameters of its own.
+
+    `frozen` are the arrays that do not train, where some of them are in the adapter's files.
+    """
+
+    def __init__(self, base: NativeBackend, plan: AdapterPlan, frozen: dict[str, Any], shapes: dict[str, Any]):
+        super().__init__(base, plan.config, shapes)
+        self.plan, self.frozen = plan, frozen
+        self.name = f"{base.name} (with an adapter)"
+        self.drops_out = base.drops_out or plan.config.lora_dropout > 0
+        self.graph = _graph_of(base, plan)
+        self.tensors = {name: base.tensors.get(name.removesuffix("@trained"), name) for name in shapes}
+        self.dtypes = dict.fromkeys(wanted_shapes(plan, shapes), "float32")
+        self._sizes = {leaf(one.adapter.name, kind): size for one in plan.modules for kind, size in one.sizes().items()}
+
+    def torch_param_layout(self) -> TorchParamLayout:
+        whole, paths = self.base.torch_param_layout(), {name: name.removesuffix("@trained") for name in self.tensors}
+        joined = {name: whole.joined[path] for name, path in paths.items() if path in whole.joined}
+        adapters = (one.adapter for one in self.plan.modules if one.module.stacked)
+        stacked = {leaf(adapter.name, kind) for adapter in adapters for kind in ("a", "b", *adapter.has)}
+        stacked |= {name for name, path in paths.items() if path in whole.stacked}
+        return TorchParamLayout(frozenset(stacked), joined)
+
+    @property
+    def axes(self) -> Mapping[str, tuple[str, ...]]:
+        axes, names = self.base.axes, {name: name.removesuffix("@trained") for name in self.tensors}
+        return axes | {name: axes[path] for name, path in names.items() if path in axes}
+
+    def size_of(self, path: str, array: jax.Array) -> int:
+        return self._sizes[path] if path in self._sizes else self.base.size_of(path, array)
+
+    def read(self, folder: Path, defaults: dict[str, np.ndarray] | None) -> dict[str, jax.Array]:
+        return arrays_of(self.plan, read_tensors(folder, self.plan, self.shapes, defaults), self.shapes)
 
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
         tables = {path: self.base.weight(self.frozen, path) for path in self.plan.saved_tables.values()}

@@ -86,7 +86,7 @@ class LoraConfig:
     def __post_init__(self):
         self.peft_type, self.peft_version = "LORA", self.peft_version or PEFT
         if self.task_type is not None:
-            self.task_type = _task(self.task_type)
+            self.task_type = task_of(self.task_type)
         check(self)
         for name in ("target_modules", "exclude_modules"):
             if isinstance(vars(self)[name], list):
@@ -100,17 +100,22 @@ class LoraConfig:
 
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Write adapter_config.json."""
-        text = json.dumps(self.to_dict(), indent=2, sort_keys=True)
-        Path(save_directory).mkdir(parents=True, exist_ok=True)
-        write_whole(Path(save_directory) / CONFIG, text)
+        write_config(self.to_dict(), save_directory)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> LoraConfig:
-        """Read the adapter_config.json of a folder."""
-        return read_lora_config(Path(folder))
+        """Read the adapter_config.json of a folder. Raises as `read_keys`, or for another type of adapter."""
+        return read_config_of(cls, Path(folder), "LORA")
 
 
-def _task(task: Any) -> str:
+def write_config(values: dict[str, Any], folder: str | Path) -> None:
+    """Write adapter_config.json into a folder, which is made where it is not there."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    write_whole(Path(folder) / CONFIG, json.dumps(values, indent=2, sort_keys=True))
+
+
+def task_of(task: Any) -> str:
+    """PEFT's name of a task. Raises ValueError for another one."""
     name = task.value if isinstance(task, Enum) else task
     if not isinstance(name, str) or name not in TaskType.__members__:
         raise ValueError(f"task_type={brief(name)} is not one of {', '.join(TaskType.__members__)}.")
@@ -205,13 +210,6 @@ _BEYOND = {
 }  # fmt: skip
 PISSA = "pissa"
 _INITIAL = (True, False, "gaussian", PISSA)
-# PEFT's other types -> the nearest that works.
-_NEAREST = {
-    "ADALORA": "LoraConfig with rank_pattern", "LOHA": "LoraConfig", "LOKR": "LoraConfig", "IA3": "LoraConfig(r=1)",
-    "OFT": "LoraConfig(use_dora=True)", "BOFT": "LoraConfig(use_dora=True)", "HRA": "LoraConfig(use_dora=True)",
-    "DELORA": "LoraConfig(use_dora=True)", "LN_TUNING": "LoraConfig(r=1, modules_to_save=['norm'])",
-    "TRAINABLE_TOKENS": "LoraConfig(modules_to_save=['embed_tokens'])",
-}  # fmt: skip
 
 
 def refuse_beyond(config: LoraConfig) -> None:
@@ -246,24 +244,11 @@ def no_adapter(where: str, pickled: bool) -> FileNotFoundError:
     return FileNotFoundError(f"{where} has no {WEIGHTS}.{note}")
 
 
-def as_lora_config(config: Any) -> LoraConfig:
-    """A new LoraConfig of ours with the values of ours or of peft's.
-
-    Raises:
-        TypeError, ValueError: it is something else, or another type of PEFT's.
-    """
-    if isinstance(config, LoraConfig):
-        return LoraConfig(**vars(config))
-    if not type(config).__module__.startswith("peft."):
-        raise TypeError(f"peft_config is a {type(config).__qualname__}: wanted trl_jax.LoraConfig or peft.LoraConfig.")
-    return _from_keys(config.to_dict(), "peft_config")
-
-
-def read_lora_config(folder: Path) -> LoraConfig:
+def read_keys(folder: Path) -> dict[str, Any]:
     """The adapter_config.json of a folder.
 
     Raises:
-        FileNotFoundError, ValueError: there is none, it is no JSON, or it is of another kind or of a later PEFT's.
+        FileNotFoundError, ValueError: there is none, or it is no JSON of an object.
     """
     path = folder / CONFIG
     try:
@@ -272,24 +257,33 @@ def read_lora_config(folder: Path) -> LoraConfig:
         raise ValueError(f"{path} is not JSON: {error}.") from error
     if not isinstance(keys, dict):
         raise ValueError(f"{path} holds a {type(keys).__name__}: wanted an object with peft_type.")
-    return _from_keys(keys, str(path))
+    return keys
 
 
-def _from_keys(keys: dict[str, Any], source: str) -> LoraConfig:
+def kind_of(keys: dict[str, Any]) -> Any:
+    """PEFT's name of the type of an adapter."""
     kind = keys.get("peft_type")
-    kind = kind.value if isinstance(kind, Enum) else kind
-    if kind != "LORA":
-        nearest = _NEAREST.get(str(kind), "LoraConfig")
-        kind = brief(kind)
-        raise ValueError(f"{source}: peft_type={kind} is not in this release of trl_jax; the nearest is {nearest}.")
-    known = {f.name for f in fields(LoraConfig)}
+    return kind.value if isinstance(kind, Enum) else kind
+
+
+def config_of(cls: type, keys: dict[str, Any], source: str) -> Any:
+    """The config of this class that has these keys. Raises ValueError where there are keys of a later PEFT's."""
+    known = {f.name for f in fields(cls)}
     unknown = sorted(key for key, value in keys.items() if key not in known and value not in (None, False, {}, []))
     if unknown:
         raise ValueError(
             f"{source} has {listed(unknown)}, which PEFT {PEFT} has not (peft_version is "
             f"{brief(keys.get('peft_version'))}): they may change what the adapter computes. Save it with that release."
         )
-    return LoraConfig(**{key: _copied(value) for key, value in keys.items() if key in known})
+    return cls(**{key: _copied(value) for key, value in keys.items() if key in known})
+
+
+def read_config_of(cls: type, folder: Path, kind: str) -> Any:
+    """The config of this class and type that a folder has. Raises as `read_keys`, or for another type of adapter."""
+    keys, source = read_keys(folder), str(folder / CONFIG)
+    if kind_of(keys) != kind:
+        raise ValueError(f"{source}: peft_type={brief(kind_of(keys))}, wanted {kind}.")
+    return config_of(cls, keys, source)
 
 
 def _copied(value: Any) -> Any:

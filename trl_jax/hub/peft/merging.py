@@ -9,13 +9,13 @@ import jax.numpy as jnp
 
 from trl_jax.hub.checkpoint.tensor_slices import TensorSlice
 from trl_jax.hub.native_backend import NativeBackend
-from trl_jax.hub.peft.backend import AdaptedBackend
+from trl_jax.hub.peft.backend import LoraBackend
 from trl_jax.hub.untied import is_tied, untied
 from trl_jax.models.adapted import Adapter, Layers, leaf
 
 
 def merged(
-    backend: AdaptedBackend, params: dict[str, jax.Array], frozen: dict[str, Any]
+    backend: LoraBackend, params: dict[str, jax.Array], frozen: dict[str, Any]
 ) -> tuple[dict[str, jax.Array], NativeBackend]:
     """Arrays that compute the same without the adapter, float32, all of them new, and their backend. A head that is
     tied to a table with an adapter gets a weight of its own, for it has none of the table's adapter."""

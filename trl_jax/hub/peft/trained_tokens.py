@@ -17,7 +17,16 @@ TENSOR = "token_adapter.trainable_tokens_delta"  # the rows, after the name of t
 
 def with_new_tokens(lora: LoraConfig, ids: list[int], head: HeadName) -> LoraConfig:
     """The config of an adapter that also trains the rows of new tokens, and a language model's head whole, as TRL has
-    it."""
+    it.
+
+    Raises:
+        ValueError: beside this type of adapter no rows train.
+    """
+    if not isinstance(lora, LoraConfig):
+        raise ValueError(
+            f"The chat template brings {len(ids)} new tokens, whose rows would have to train: a {type(lora).__name__} "
+            "trains virtual tokens alone. Take a LoraConfig, or a template whose tokens the tokenizer has."
+        )
     asked, saved = lora.trainable_token_indices, list(lora.modules_to_save or [])
     named = isinstance(asked, dict)
     asked = asked | {_TABLE: [*asked.get(_TABLE, ()), *ids]} if named else [*(asked or ()), *ids]

@@ -13,12 +13,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from safetensors.numpy import save_file
+
 from trl_jax.hub.backend import Backend
 from trl_jax.hub.find import Checkpoint, find_checkpoint
 from trl_jax.hub.heads import HeadName
 from trl_jax.hub.peft.backend import AdaptedBackend
-from trl_jax.hub.peft.lora_config import LoraConfig, begun, read_lora_config
+from trl_jax.hub.peft.configs import positions_beside, read_adapter_config
+from trl_jax.hub.peft.lora_config import LoraConfig, begun
 from trl_jax.hub.peft.quantization import BitsAndBytesConfig, as_quantization
+from trl_jax.hub.peft.virtual.config import ENCODER
+from trl_jax.models.virtual import PREFIX
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +64,10 @@ def as_checkpoint(model: Any, head: HeadName) -> Iterator[Checkpoint]:
         checkpoint = replace(find_checkpoint(str(folder), head=head, dtype="auto"), name=name)
         if is_adapted(model):
             adapter = folder / ADAPTER_FOLDER
-            checkpoint = replace(checkpoint, adapter=adapter, lora=begun(read_lora_config(adapter)))
+            config = read_adapter_config(adapter)
+            config = begun(config) if isinstance(config, LoraConfig) else config
+            positions = positions_beside(checkpoint.max_positions, config)
+            checkpoint = replace(checkpoint, adapter=adapter, lora=config, max_positions=positions)
         base = model.get_base_model() if is_adapted(model) else model
         yield replace(checkpoint, quantization=quantization_of(base))
 
@@ -107,6 +116,16 @@ def _save_adapted(model: Any, base: Any, folder: Path) -> None:
     if inner.is_dir():  # where it has another name than peft's default
         for path in inner.iterdir():
             path.rename(folder / ADAPTER_FOLDER / path.name)
+    _save_encoder(model, name, folder / ADAPTER_FOLDER)
+
+
+def _save_encoder(model: Any, name: str, folder: Path) -> None:
+    """Write the network that makes the vectors of virtual tokens, where there is one: peft does not."""
+    config = model.peft_config[name]
+    if config.is_prompt_learning and not config.inference_mode:
+        arrays = {key: value.float().numpy() for key, value in model.prompt_encoder[name].state_dict().items()}
+        if len(arrays) > 1:
+            save_file(arrays, folder / ENCODER)
 
 
 def _save(base: Any, state: dict[str, Any], folder: Path | str) -> None:
@@ -243,6 +262,11 @@ def _give_back_adapter(backend: AdaptedBackend, params: dict, model: Any) -> Non
     """Write an adapter into peft's model, or into the base model itself, in whose layers peft puts it."""
     import torch
 
+    if backend.virtual.count:
+        if is_adapted(model):  # a base model stays as it is: they are no part of it
+            arrays = {path.removeprefix(PREFIX): torch.tensor(np.asarray(array)) for path, array in params.items()}
+            model.prompt_encoder[next(iter(model.peft_config))].load_state_dict(arrays)
+        return
     state = {name: torch.tensor(value) for name, value in backend.on_disk(params)}
     if not is_adapted(model):
         if importlib.util.find_spec("peft") is None:

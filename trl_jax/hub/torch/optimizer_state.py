@@ -15,6 +15,7 @@ from trl_jax.hub.formats.safetensors import SINGLE
 from trl_jax.hub.heads import HeadName
 from trl_jax.hub.network.fetch import ADAPTER
 from trl_jax.hub.peft.lora_config import WEIGHTS
+from trl_jax.hub.peft.virtual.config import VECTORS
 
 OPTIMIZER = "optimizer.pt"
 
@@ -97,10 +98,13 @@ def _adapted(model: Any, checkpoint: Path) -> Any:
 
     config = PeftConfig.from_pretrained(checkpoint)
     config.inference_mode = config.init_lora_weights = False  # its values are not asked for
+    config.prompt_tuning_init = "RANDOM"
     return get_peft_model(model, config)
 
 
 def _on_disk(name: str) -> str:
     """The name under which PEFT saves a parameter of its one adapter; other names as they are."""
+    if name == "prompt_encoder.default.embedding.weight":
+        return VECTORS
     name = name.replace("lora_magnitude_vector.default.weight", "lora_magnitude_vector")
     return name.replace(".modules_to_save.default", "").replace(".default", "")

@@ -13,10 +13,14 @@ from trl_jax.nn.dropout import Dropout
 from trl_jax.nn.linear import Linear
 from trl_jax.nn.norm import Norm
 from trl_jax.nn.rope import rotate
+from trl_jax.nn.virtual_tokens import Prefix
 
 
 class Attention(nnx.Module):
-    """Grouped-query self-attention with rotary positions; `arch` is a models.arch.Arch, `kind` a LayerKind."""
+    """Grouped-query self-attention with rotary positions; `arch` is a models.arch.Arch, `kind` a LayerKind. `prefix`
+    has keys and values of virtual tokens, where an adapter puts some before each text."""
+
+    prefix: Prefix | None
 
     def __init__(self, arch, kind):
         heads, makes = arch.heads_of(kind), not kind.reuses
@@ -31,6 +35,7 @@ class Attention(nnx.Module):
         self.q_norm = _norm_of_heads(arch, arch.num_heads, heads.channels)
         self.k_norm = _norm_of_heads(arch, heads.count, heads.channels) if makes else None
         self.v_norm = Norm(heads.channels, kind="rms_plain", eps=arch.norm_eps) if arch.v_norm and makes else None
+        self.prefix = nnx.data(None)
         self.arch, self.channels, self.unplaced = arch, heads.channels, kind.unplaced
 
     def __call__(
@@ -57,6 +62,8 @@ class Attention(nnx.Module):
         v_RTKC = self._projected(k if self.v is None else self.v(x_RTD))
         k_RTKC = self._turned(self._projected(k, self.k_norm), self.k_norm, inputs)
         v_RTKC = v_RTKC if self.v_norm is None else self.v_norm(v_RTKC)
+        if self.prefix is not None and inputs.cache is None:  # what follows a cache is no virtual token
+            k_RTKC, v_RTKC = self.prefix(k_RTKC, v_RTKC, inputs.virtual)
         if inputs.striped is not None:
             return KeysValues(inputs.striped.gathered(k_RTKC), inputs.striped.gathered(v_RTKC))
         return KeysValues(k_RTKC, v_RTKC)

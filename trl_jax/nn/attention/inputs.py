@@ -51,6 +51,8 @@ class AttentionInputs(NamedTuple):
     cache: what the tokens before have left, this layer's or the one's whose keys and values it reuses; each row then
         has one token. None where all tokens are computed here.
     places: how much of the cache is filled.
+    virtual: int32 `[R, T]`, the number of each virtual token, below 0 of others, where layers have keys and values of
+        them; else None.
     """
 
     scale: float | jax.Array
@@ -70,6 +72,7 @@ class AttentionInputs(NamedTuple):
     reused: KeysValues | None = None
     cache: LayersCache | None = None
     places: CachePlaces | None = None
+    virtual: jax.Array | None = None
 
     def of_layer(self, layer: LayerInputs) -> AttentionInputs:
         """Those of one layer, from what all layers share."""

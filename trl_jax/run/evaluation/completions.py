@@ -82,7 +82,8 @@ class CompletionEvaluator:
         experience = self._source.rollout.make(rows, task.num_generations_eval, "eval")
         layout = replace(data.step_layout(run, training=False), accumulation=1)
         bonus = None if self._source.bonus is None else self._source.bonus.next()
-        groups = step_examples(task, [experience.rows], [experience], 1.0, layout.shards, self._numbers(bonus))
+        numbers = self._numbers(bonus)
+        groups = step_examples(task, [experience.rows], [experience], 1.0, layout.shards, numbers, run.virtual)
         return layout.step([[IndexedExample(example, 0) for example in group] for group in groups], 0).arrays
 
     def _batch(self, rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from trl_jax.data.step_layout import StepBatch
 from trl_jax.tasks.task import TokenTask
 
@@ -12,4 +10,4 @@ def divisor_of(task: TokenTask, batch: StepBatch) -> float:
     """The number of the batch's targets where the task weighs those alike, else of its examples."""
     if not task.per_token:
         return batch.num_examples
-    return max(1, int(np.count_nonzero(batch.arrays.targets >= 0)))
+    return max(1, batch.num_targets)

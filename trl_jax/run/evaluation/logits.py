@@ -42,6 +42,7 @@ class LogitsEvaluation:
         columns, count = run.task.columns, len(run.task.columns.texts)
         alone = count == 1 and not columns.optional and run.task.axis == "text"
         self._texts = None if alone else columns.num_primary_texts or count
+        self._virtual = run.virtual.count
         self._evaluate = jax.jit(self._loss_of_logits, static_argnames="dtype")
         self._evaluate_beside = jax.jit(self._loss_and_logits, static_argnames="dtype")
 
@@ -77,15 +78,20 @@ class LogitsEvaluation:
     def _labels(self, arrays: Batch) -> np.ndarray:
         """The labels of a batch, as long as its longest row."""
         if self._texts is None:
-            [inputs] = inputs_of(arrays, self._run.task)
+            [inputs] = inputs_of(arrays, self._run.task, self._virtual)
             return inputs["labels"][:, : int(inputs["attention_mask"].sum(axis=1).max())]
         batch: Batch = jax.tree.map(lambda leaf: leaf[0], arrays)
         examples, rows = int(np.count_nonzero(batch.weight)), len(batch.weight) * self._texts
         tokens, lengths = (of_examples(array[:rows], self._texts, examples) for array in (batch.tokens, batch.lengths))
-        return tokens[:, : int(lengths.max())]
+        return tokens[:, self._virtual : int(lengths.max())]
 
     def _of_labels(self, params: dict, arrays: Any, dtype: str) -> tuple:
-        [inputs], labels = inputs_of(arrays, self._run.task), self._labels(arrays)
+        labels = self._labels(arrays)
+        if self._virtual:  # which predict first tokens, of which these logits know nothing
+            batch = jax.tree.map(lambda leaf: leaf[0], arrays)
+            sums, logits = self._evaluate_beside(params, batch, dtype=dtype)
+            return sums, logits[batch.lengths > 0, : labels.shape[1]], labels
+        [inputs] = inputs_of(arrays, self._run.task)
         sums, logits = self._evaluate(params, inputs, dtype=dtype)
         return sums, logits[:, : labels.shape[1]], labels
 
@@ -106,10 +112,10 @@ class LogitsEvaluation:
 
     def _loss_and_logits(self, params: dict, batch: Batch, *, dtype: str) -> tuple:
         """The task's loss without logits, and logits `[rows, T, V]` by a pass of their own, as TRL makes them."""
-        run, rows = self._run, len(batch.weight) * self._texts
+        run, rows = self._run, len(batch.tokens) if self._texts is None else len(batch.weight) * self._texts
         outputs = self._forward.outputs(params, batch, dtype=dtype, bounded=False)
         sums = self._forward.measure(outputs, batch._replace(micro_batch=None, pass_weight=batch.weight))
         policy = params if run.reference is None else run.reference.split(params)[0]
         bound = BoundModel(run.model, policy, dtype=dtype, head="lm")
-        mask = jnp.arange(batch.tokens.shape[1]) < batch.lengths[:rows, None]
-        return sums, bound(batch.tokens[:rows], mask).logits
+        mask = (jnp.arange(batch.tokens.shape[1]) < batch.lengths[:rows, None])[:, self._virtual :]
+        return sums, bound(batch.tokens[:rows, self._virtual :], mask).logits

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trl_jax.hub.peft.backend import AdaptedBackend
+from trl_jax.hub.peft.backend import LoraBackend
 from trl_jax.run.model.reference import PREFIX
 from trl_jax.run.state import RunState
 
@@ -41,7 +41,7 @@ def _is_reference(run: RunState) -> bool:
         return False  # a plan has shapes alone
     if reference.backend is backend:
         added = []
-    elif isinstance(backend, AdaptedBackend) and reference.backend is backend.base:
+    elif isinstance(backend, LoraBackend) and reference.backend is backend.base:
         added = [{kind: params[path] for kind, path in paths.items()} for paths in backend.plan.paths()]
     else:
         return False

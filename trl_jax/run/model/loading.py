@@ -16,8 +16,10 @@ from trl_jax.hub.heads import HeadName
 from trl_jax.hub.load_arguments import told_of
 from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft.backend import AdaptedBackend
-from trl_jax.hub.peft.lora_config import LoraConfig, read_lora_config
+from trl_jax.hub.peft.configs import AdapterConfig, read_adapter_config
 from trl_jax.hub.peft.quantization import BitsAndBytesConfig, as_quantization
+from trl_jax.hub.peft.virtual.backend import VirtualBackend
+from trl_jax.hub.peft.virtual.config import ENCODER
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.torch.objects import as_checkpoint, frozen_names, is_torch_model, name_of
 from trl_jax.mesh.arrays import Fetched
@@ -87,7 +89,7 @@ def from_torch(torch_model: Any, args: BaseConfig, head: HeadName, **options: An
         few = checkpoint.quantization is not None
         model = _loaded(checkpoint, args, **(options | {"as_stored": True} if few else options))
         if isinstance(model.backend, AdaptedBackend):
-            model.backend.saved_config = read_lora_config(checkpoint.adapter)
+            model.backend.saved_config = read_adapter_config(checkpoint.adapter)
     if isinstance(model.backend, NativeBackend | AdaptedBackend) and not few:
         model.config = torch_model.config  # one object: what a script writes there is saved, as in TRL
     if frozen := frozen_names(torch_model):
@@ -107,7 +109,7 @@ def _freeze(model: PreTrainedModel, names: list[str]) -> None:
 def _loaded(
     checkpoint: Checkpoint,
     args: BaseConfig,
-    adapter: LoraConfig | None = None,
+    adapter: AdapterConfig | None = None,
     quantization: BitsAndBytesConfig | None = None,
     **options: Any,
 ) -> PreTrainedModel:
@@ -128,7 +130,7 @@ def _loaded(
 def load_policy(
     checkpoint: Checkpoint | PreTrainedModel,
     args: BaseConfig,
-    adapter: LoraConfig | None,
+    adapter: AdapterConfig | None,
     quantization: BitsAndBytesConfig | None,
     rows: int,
 ) -> PreTrainedModel:
@@ -147,6 +149,7 @@ def load_policy(
         model = checkpoint if loaded else _loaded(checkpoint, args, quantization=quantization)
         _check_floats(model)
         if model.frozen:
+            _check_trains(model)
             _log_adapter(model)
         return model
     _check_one_adapter(bool(checkpoint.frozen) if loaded else checkpoint.adapter is not None)
@@ -160,6 +163,16 @@ def load_policy(
         model = _loaded(replace(checkpoint, vocab_size=rows), args, adapter, quantization)
     _log_adapter(model)
     return model
+
+
+def _check_trains(model: PreTrainedModel) -> None:
+    """Raise ValueError for virtual tokens that were made by a network which is not there."""
+    if isinstance(model.backend, VirtualBackend) and not model.backend.trains:
+        raise ValueError(
+            "Cannot set a prompt learning adapter to trainable when loading pretrained adapter: of P-tuning, PEFT "
+            f"saves the vectors of the virtual tokens alone, and not the network that makes them ({ENCODER}). Pass "
+            "peft_config with the base model to begin anew."
+        )
 
 
 def _check_floats(model: PreTrainedModel) -> None:
@@ -184,7 +197,7 @@ def load_reference(model: Any, args: BaseConfig, argument: str = "ref_model") ->
 
 
 def outlined(
-    checkpoint: Checkpoint, args: BaseConfig, adapter: LoraConfig | None, quantization: BitsAndBytesConfig | None
+    checkpoint: Checkpoint, args: BaseConfig, adapter: AdapterConfig | None, quantization: BitsAndBytesConfig | None
 ) -> PreTrainedModel:
     """The same without weights: shapes in the place of arrays."""
     if adapter is not None:
@@ -192,7 +205,7 @@ def outlined(
     return checkpoint.outline(adapter, quantization, parts=sharding_plan_of(args) is not None)
 
 
-def _has_this_adapter(model: PreTrainedModel, adapter: LoraConfig) -> bool:
+def _has_this_adapter(model: PreTrainedModel, adapter: AdapterConfig) -> bool:
     """Whether a model was given an adapter of the same config before, as scripts of early TRL do by hand."""
     if not isinstance(model.backend, AdaptedBackend):
         return False

@@ -74,7 +74,8 @@ def _compute(
     A chunk with a missing row is computed whole, in the shapes that it has when nothing is known: so what is gone on
     with is, bit for bit, what was never broken off.
     """
-    compute, loader = _compiled(run, forward), data.loader(run, dataset, training=False)
+    virtual = run.reference.backend.virtual
+    compute, loader = _compiled(run, forward), data.loader(run, dataset, training=False, virtual=virtual)
     chunks = EvalChunks(loader.laid_out(batch_size=batch_size), sort=run.model.backend.batch_invariant)
     try:
         with run.on_device():

@@ -106,7 +106,7 @@ class HubPublisher:
             datasets=_listed(dataset_name),
             tags=[*self._tags, *_listed(tags)],
             run=card_run(run),
-            adapter=bool(run.model.frozen),
+            adapter=run.model.peft_config["default"].peft_type if run.model.frozen else None,
             head=run.task.head,
             paper=self._paper,
             **facts,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from trl_jax.data.example import LossBatch
-from trl_jax.data.layout.batch import Batch
+from trl_jax.data.layout.batch import Batch, without_virtual
 from trl_jax.hub.backend import Backend
 from trl_jax.losses.load_balancing import load_balancing_loss
 from trl_jax.models.functional import merge
@@ -37,13 +37,14 @@ class Forward:
             options: further arguments of the model's call: remat, dropout_key, router_key, noise.
         """
         run, reference = self._run, self._run.reference
-        common, max_tokens = self._common(batch, dtype), run.args.max_length if bounded else None
+        common, max_tokens = self._common(batch, dtype), run.max_tokens if bounded else None
         if reference is not None:
             params, compared = reference.split(params)
         model = merge(run.model.graph, params, options.get("dropout_key"))
         options |= common | _windows(run.model.backend, max_tokens)
         if run.router_aux_loss_coef:
-            options["router_token_count"] = batch.router_token_count
+            count, virtual = batch.router_token_count, run.virtual
+            options["router_token_count"] = count if virtual.read else jnp.where(batch.tokens < virtual.first, count, 0)
         outputs = model(batch.tokens, batch.positions, batch.reads, **options)
         if run.task.head == "score":
             return outputs
@@ -54,20 +55,23 @@ class Forward:
         sums |= run.task.of_pass(outputs, batch)
         if reference is None or not run.task.compared:
             return sums
+        if run.virtual.count and not reference.backend.virtual.count:
+            batch = without_virtual(batch, run.virtual.count)
+            common["lengths"] = batch.lengths
         found = self._of_reference(compared, batch, max_tokens, common)
         return sums | {f"ref_{name}": found[name] for name in run.task.compared}
 
     def of_policy(self, params: dict, batch: Batch) -> dict[str, jax.Array]:
         """The numbers of a pass under the model alone; arguments as of `outputs`."""
         params = {path: array for path, array in params.items() if not path.startswith(PREFIX)}
-        options = self._common(batch) | _windows(self._run.model.backend, self._run.args.max_length)
+        options = self._common(batch) | _windows(self._run.model.backend, self._run.max_tokens)
         model = merge(self._run.model.graph, params)
         return self._run.task.of_pass(model(batch.tokens, batch.positions, batch.reads, **options), batch)
 
     def of_reference(self, params: dict, batch: Batch) -> dict[str, jax.Array]:
-        """The numbers of a pass under the run's reference; arguments as of `outputs`."""
+        """The numbers of a pass under the run's reference, laid out as that reads it; arguments as of `outputs`."""
         _, compared = self._run.reference.split(params)
-        return self._of_reference(compared, batch, self._run.args.max_length, self._common(batch))
+        return self._of_reference(compared, batch, self._run.max_tokens, self._common(batch))
 
     def _of_reference(
         self, arrays: dict, batch: Batch, max_tokens: int | None, options: dict[str, Any]

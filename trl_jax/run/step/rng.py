@@ -38,7 +38,7 @@ def random_options(
     if not args.neftune_noise_alpha:
         return options
     multiple = multiple if isinstance(multiple, int) else 1
-    longest = -(-jnp.max(lengths) // multiple) * multiple
+    longest = -(-(jnp.max(lengths) - backend.virtual.count) // multiple) * multiple
     return options | {"noise": Noise(args.neftune_noise_alpha, jax.random.fold_in(key, _NOISE), longest)}
 
 

@@ -95,7 +95,7 @@ class BoundModel:
         num_items_in_batch: Any = None,
         **others: Any,
     ) -> Outputs:
-        """Score rows of token ids `[rows, T]`.
+        """Score rows of token ids `[rows, T]`, before which virtual tokens stand where the model has some.
 
         Args:
             labels: `[rows, T]`, of a language model, which then gives `loss`, too.
@@ -108,7 +108,11 @@ class BoundModel:
             others["labels"] = labels
         if unknown := others.keys() - self._ignored:
             raise TypeError(f"model(...) takes input_ids and attention_mask, not {', '.join(sorted(unknown))}.")
-        tokens = jnp.asarray(input_ids)
+        tokens, virtual = jnp.asarray(input_ids), self._model.backend.virtual
+        if virtual.count:
+            ones = jnp.ones((len(tokens), virtual.count), int)
+            tokens = jnp.hstack([jnp.broadcast_to(virtual.ids, ones.shape), tokens])
+            attention_mask = None if attention_mask is None else jnp.hstack([ones, attention_mask])
         places = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
         options = dict(self._options)
         if self._random_options is not None:
@@ -119,7 +123,7 @@ class BoundModel:
             options["valid"] = jnp.ones(tokens.shape, bool) if attention_mask is None else attention_mask.astype(bool)
         if self._head == "lm":
             logits, aux_loss = self._logits(model, tokens, places, attention_mask, options)
-            self.outputs.append(logits.reshape(*tokens.shape, -1))
+            self.outputs.append(logits.reshape(*tokens.shape, -1)[:, virtual.count :])
             loss = None if labels is None else mean_loss(self.outputs[-1], jnp.asarray(labels), num_items_in_batch)
             return Outputs(self.outputs[-1], None if loss is None else self.balanced(loss, aux_loss), aux_loss)
         at = jnp.max(jnp.where(tokens != self.config.pad_token_id, places, 0), axis=1)

@@ -10,16 +10,17 @@ from trl_jax.data.layout.batch import Batch
 from trl_jax.tasks.task import Task
 
 
-def inputs_of(arrays: Batch, task: Task) -> list[dict[str, np.ndarray]]:
-    """Each micro-batch of a step of padded rows, without padding examples, in the form of `task.inputs`."""
+def inputs_of(arrays: Batch, task: Task, virtual: int = 0) -> list[dict[str, np.ndarray]]:
+    """Each micro-batch of a step of padded rows, without padding examples, in the form of `task.inputs`; without the
+    `virtual` tokens that each row begins with."""
     return [
         task.inputs(batch)
         for m in range(len(arrays.weight))
-        if (batch := _real_rows(jax.tree.map(lambda leaf, m=m: leaf[m], arrays), len(task.columns.texts)))
+        if (batch := _real_rows(jax.tree.map(lambda leaf, m=m: leaf[m], arrays), len(task.columns.texts), virtual))
     ]
 
 
-def _real_rows(batch: Batch, texts: int) -> dict[str, np.ndarray]:
+def _real_rows(batch: Batch, texts: int, virtual: int) -> dict[str, np.ndarray]:
     """`input_ids`, `attention_mask` and, where there are targets, `labels` of real rows; numbers of real examples and
     of their texts."""
     examples = int(np.count_nonzero(batch.weight))
@@ -31,10 +32,11 @@ def _real_rows(batch: Batch, texts: int) -> dict[str, np.ndarray]:
     else:
         real = batch.lengths > 0
         tokens, lengths, labels = batch.tokens[real], batch.lengths[real], {"labels": _labels(batch)[real]}
-    mask = (np.arange(tokens.shape[1]) < lengths[:, None]).astype(np.int32)
+    rows = {"input_ids": tokens, "attention_mask": (np.arange(tokens.shape[1]) < lengths[:, None]).astype(np.int32)}
+    rows = {name: values[:, virtual:] for name, values in (rows | labels).items()}
     numbers = {name: values[:examples] for name, values in batch.extras.example.items()}
     numbers |= {name: of_examples(values, texts, examples) for name, values in batch.extras.text.items()}
-    return {"input_ids": tokens, "attention_mask": mask} | labels | numbers
+    return rows | numbers
 
 
 def _labels(batch: Batch) -> np.ndarray:

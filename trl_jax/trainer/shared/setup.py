@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from trl_jax.hub.find import Checkpoint
-from trl_jax.hub.peft.lora_config import LoraConfig
+from trl_jax.hub.peft.configs import AdapterConfig, positions_beside
 from trl_jax.hub.peft.quantization import BitsAndBytesConfig
 from trl_jax.hub.peft.trained_tokens import with_new_tokens
 from trl_jax.hub.pretrained import PreTrainedModel
@@ -74,7 +74,13 @@ class Setup(Surface):
             self.init_hf_repo()
 
     def _settle_data(
-        self, checkpoint: Any, torch_model: Any, tokenizer: Any, train: Any, evaluation: Any
+        self,
+        checkpoint: Any,
+        torch_model: Any,
+        adapter: AdapterConfig | None,
+        tokenizer: Any,
+        train: Any,
+        evaluation: Any,
     ) -> list[int]:
         """Settle the tokenizer and prepare rows, before weights are read: a bad row is named first, and num_proc forks
         before JAX has threads.
@@ -89,7 +95,7 @@ class Setup(Surface):
         run.vocab_size, new_tokens = construction.settle_tokens(
             args, run.processing_class, checkpoint.vocab_size, can_resize=checkpoint.can_resize, head=run.task.head
         )
-        run.max_positions = checkpoint.max_positions
+        run.max_positions = positions_beside(checkpoint.max_positions, adapter)
         run.train_dataset = self.prepare_dataset(train, "train")
         run.eval_dataset = self._prepared_for_evaluation(evaluation)
         return new_tokens
@@ -98,7 +104,7 @@ class Setup(Surface):
         self,
         checkpoint: Checkpoint | PreTrainedModel,
         torch_model: Any,
-        adapter: LoraConfig | None,
+        adapter: AdapterConfig | None,
         quantization: BitsAndBytesConfig | None,
         new_tokens: list[int],
     ) -> None:
@@ -150,7 +156,7 @@ class Setup(Surface):
         self.parts = assemble(run, self._hooks(), self._publisher, choose, torch_model, own_rows)
         run.events.fire("on_init_end")
         check_noise(args, run.model.backend)
-        layout_choice.check_layout(args, run.model.backend)
+        layout_choice.check_layout(args, run.model.backend, compares=run.compares)
         check_offloading(args, run.model.backend)
 
     def _hooks(self) -> TrainerHooks:
