@@ -16,15 +16,17 @@ import trl_jax
 from compat_tests.effort import usual
 from compat_tests.mesh.rank import rows_of
 from compat_tests.parity.dpo_cases import SMALL
-from compat_tests.parity.marks import assert_same_curve, steps_of
+from compat_tests.parity.marks import steps_of
 from compat_tests.parity.reference import BASE
+from compat_tests.parity.test_dpo_curve import assert_same
 from compat_tests.tiny import text_rows
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
 trl = pytest.importorskip("trl")
 
-RATE = {"learning_rate": 1e-2, "max_length": 64, "weight_decay": 0.1, "seed": 7}
+RATE = {"learning_rate": 1e-2, "max_length": 64, "weight_decay": 0.1, "seed": 7, "per_device_eval_batch_size": 8}
+RATE |= {"gradient_checkpointing": False}  # with which PEFT lets transformers forget a prefix
 MLP = {"encoder_hidden_size": 24}
 # Name -> trainer, config of the adapter and its fields, arguments.
 CASES = {
@@ -79,18 +81,229 @@ def runs(checkpoint, tmp_path_factory):
     return of
 
 
-@usual("drawn", "mlp", "lstm", "prefix", "zero")
+@usual("text", "mlp", "lstm", "prefix")
 @pytest.mark.parametrize("name", CASES)
 def test_the_curve_and_the_adapter_are_trls(name, runs):
     (ours, mine), (theirs, other) = runs(trl_jax, name), runs(trl, name)
     assert len(steps_of(ours.state.log_history)) >= 6
-    for log in (ours.state.log_history, theirs.state.log_history):
-        for entry in log:
-            for key in [key for key in entry if key.removeprefix("eval_").startswith(("logps/", "logits/", "rewards/", "kl"))]:
-                entry.pop(key)
-    assert_same_curve(ours.state.log_history, theirs.state.log_history)
+    for entry, wanted in zip(ours.state.log_history, theirs.state.log_history, strict=True):
+        assert_same(entry, wanted)
     found, wanted = (load_file(folder / "adapter_model.safetensors") for folder in (mine, other))
     assert set(found) == set(wanted) == {"prompt_embeddings"}
     np.testing.assert_allclose(found["prompt_embeddings"], wanted["prompt_embeddings"], atol=1e-4)
     assert (mine / "adapter_config.json").read_text() == (other / "adapter_config.json").read_text()
     assert ours.get_num_trainable_parameters() == theirs.get_num_trainable_parameters()
+
+
+@usual("mlp", "prefix")
+@pytest.mark.parametrize("name", ["drawn", "mlp", "prefix", "projected"])
+def test_peft_reads_it_and_computes_and_writes_what_we_do(name, runs):
+    """Completions are those of whole passes: PEFT's cached ones are not, with transformers 5.24 (differences.md)."""
+    made, folder = runs(trl_jax, name)
+    theirs = peft.AutoPeftModelForCausalLM.from_pretrained(folder).eval()
+    ours = trl_jax.AutoPeftModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        wanted = theirs(input_ids=torch.tensor(IDS)).logits.numpy()
+    for model in (ours, made.model):
+        np.testing.assert_allclose(np.asarray(model(IDS).logits), wanted, atol=1e-4)
+    if name not in MADE:  # of which we have the network, too
+        assert ours.num_parameters() == sum(p.numel() for p in theirs.parameters())
+    rows = torch.tensor(IDS)
+    for _ in range(8):
+        with torch.no_grad():
+            rows = torch.cat([rows, theirs(input_ids=rows).logits[:, -1:].argmax(-1)], 1)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": 1}
+    assert np.asarray(ours.generate(IDS, **options | {"eos_token_id": None})).tolist() == rows.tolist()
+    own = [IDS[0].tolist(), IDS[1, :3].tolist()]  # of other lengths, behind virtual tokens all the same
+    found = [one.generated_tokens for one in ours.generate_batch(own, **options).values()]
+    assert found == [ours.generate([ids], **options)[0, len(ids) :].tolist() for ids in own]
+    logps, _ = trl_jax.token_logps_and_entropies(ours, IDS)
+    scores = torch.log_softmax(torch.tensor(wanted[:, -6:-1]), -1)
+    np.testing.assert_allclose(logps, scores.gather(-1, torch.tensor(IDS[:, 1:, None]))[..., 0], atol=1e-4)
+    with pytest.raises(AttributeError, match="has no merge_and_unload: virtual tokens"):
+        ours.merge_and_unload()
+
+
+@usual("mlp", "prefix")
+@pytest.mark.parametrize("name", ["drawn", "mlp", "prefix", "projected"])
+def test_it_goes_on_bit_for_bit_and_further_from_its_folder(name, checkpoint, tmp_path):
+    """TRL makes a new network of P-tuning when it resumes, for PEFT saves none; here its arrays lie beside the
+    vectors."""
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "eval_strategy": "no"}
+    whole, again = (trainer(trl_jax, name, checkpoint(**SMALL), tmp_path / run, **options) for run in "ab")
+    whole.train()
+    half = tmp_path / "a" / "checkpoint-2"
+    again.train(resume_from_checkpoint=str(half))
+    files = {path.name: path.read_bytes() for path in (tmp_path / "a" / "checkpoint-4").glob("*.safetensors")}
+    assert set(files) == {"adapter_model.safetensors"} | ({"prompt_encoder.safetensors"} if name in MADE else set())
+    assert files == {name: (tmp_path / "b" / "checkpoint-4" / name).read_bytes() for name in files}
+    further = trainer(trl_jax, name, checkpoint(**SMALL), tmp_path / "c", model=str(half), new=False)
+    saved = load_file(half / "adapter_model.safetensors")["prompt_embeddings"]
+    np.testing.assert_array_equal(dict(further.model.backend.on_disk(further.model.params))["prompt_embeddings"], saved)
+    before = np.asarray(further.model(IDS).logits)
+    further.train()
+    assert np.abs(np.asarray(further.model(IDS).logits) - before).max() > 1e-4
+
+
+MADE = ("mlp", "lstm", "three", "projected", "zero")
+
+
+def test_of_ptuning_pefts_own_folder_computes_and_does_not_train(runs, checkpoint, tmp_path):
+    _, folder = runs(trl, "mlp")
+    model, other = (trl_jax.AutoPeftModelForCausalLM.from_pretrained(runs(p, "mlp")[1]) for p in (trl, trl_jax))
+    np.testing.assert_allclose(np.asarray(model(IDS).logits), np.asarray(other(IDS).logits), atol=1e-3)
+    model.save_pretrained(tmp_path / "saved")
+    assert (tmp_path / "saved" / "adapter_config.json").read_text() == (folder / "adapter_config.json").read_text()
+    with pytest.raises(ValueError, match="^Cannot set a prompt learning adapter to trainable when loading pretrained"):
+        trainer(trl_jax, "mlp", checkpoint(**SMALL), tmp_path, model=str(folder), new=False)
+    with pytest.raises(FileNotFoundError, match="prompt_encoder.safetensors is not there: PEFT saves the vectors"):
+        other.backend.load(folder, 0)  # as where a checkpoint of TRL's is to be resumed from
+
+
+def test_a_checkpoint_of_trls_is_gone_on_with(checkpoint, tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "eval_strategy": "no"}
+    theirs = trainer(trl, "drawn", checkpoint(**SMALL), tmp_path / "a", **options)
+    theirs.train()
+    ours = trainer(trl_jax, "drawn", checkpoint(**SMALL), tmp_path / "b", **options)
+    ours.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    wanted = [entry["loss"] for entry in steps_of(theirs.state.log_history)]
+    found = [entry["loss"] for entry in steps_of(ours.state.log_history)]
+    np.testing.assert_allclose(found[-2:], wanted[-2:], atol=1e-5)
+
+
+LAYOUTS = ("padded", "packed", "shared")
+
+
+@usual("drawn", "prefix")
+@pytest.mark.parametrize("name", ["drawn", "lstm", "prefix"])
+def test_numbers_do_not_depend_on_the_layout_and_each_document_has_its_own(name, checkpoint, tmp_path):
+    options = {"packing": True, "max_length": 40, "max_steps": 2, "eval_strategy": "no"}
+    found = {}
+    for layout in LAYOUTS:
+        made = trainer(trl_jax, name, checkpoint(**SMALL), tmp_path, batch_layout=layout, **options)
+        made.train()
+        found[layout] = [entry["loss"] for entry in steps_of(made.state.log_history)]
+        [step] = [next(iter(made.loader(made.train_dataset, training=True)))]
+        virtual = np.count_nonzero(step.arrays.tokens >= made.model.vocab_size)
+        documents = sum(map(len, made.train_dataset["seq_lengths"]))
+        assert virtual % 5 == 0 and 0 < virtual <= 5 * documents
+        assert step.num_tokens == np.count_nonzero(step.arrays.router_token_count) - virtual
+    for layout in LAYOUTS[1:]:
+        np.testing.assert_allclose(found[layout], found["padded"], atol=1e-5)
+
+
+@usual("SFT-drawn", "DPO-mlp")
+@pytest.mark.parametrize(("kind", "name"), [("SFT", "drawn"), ("SFT", "prefix"), ("DPO", "mlp"), ("KTO", "zero")])
+def test_predictions_are_logits_of_the_texts(kind, name, checkpoint, tmp_path):
+    assert CASES[name][0] == kind
+    made = trainer(trl_jax, name, checkpoint(**SMALL), tmp_path)
+    measured, predicted = made.evaluate(), made.predict(made.eval_dataset)
+    logits, labels = predicted.predictions, predicted.label_ids
+    assert logits.shape[:2] == labels.shape and predicted.metrics["test_loss"] == pytest.approx(measured["eval_loss"])
+    ids = np.asarray(made.eval_dataset[0][made.parts.run.task.columns.texts[0]])
+    whole = np.asarray(made.model(ids[None]).logits)[0, -len(ids) :]
+    np.testing.assert_allclose(logits[0, : len(ids)], whole, atol=1e-4)
+
+
+@usual("mlp")
+@pytest.mark.parametrize("name", ["mlp", "prefix"])
+def test_a_reference_reads_texts_alone(name, checkpoint, tmp_path):
+    """At a learning rate of 0 rewards are what virtual tokens change; those of a copy with them are none."""
+    folder = checkpoint(**SMALL)
+    config = config_of(trl_jax, name, folder)
+    args = trl_jax.DPOConfig(str(tmp_path), **BASE | {"max_steps": 1, "learning_rate": 0.0})
+    made = trl_jax.DPOTrainer(str(folder), args=args, train_dataset=rows("DPO"), peft_config=config)
+    made.train()
+    assert abs(made.state.log_history[0]["rewards/margins"]) > 1e-4
+    made.save_model(str(tmp_path / "saved"))
+    again = trl_jax.DPOTrainer(str(tmp_path / "saved"), args=args, train_dataset=rows("DPO"))
+    again.train()
+    first = again.state.log_history[0]
+    assert first["loss"] == pytest.approx(np.log(2)) and first["rewards/margins"] == 0.0
+    assert again.loader(again.train_dataset, training=True).step_layout.layout == "shared"
+
+
+@usual("prefix")
+@pytest.mark.parametrize("name", ["lstm", "mlp", "prefix"])
+def test_a_model_of_pefts_gets_what_was_trained(name, checkpoint, tmp_path):
+    """As in TRL's own test, the model is wrapped before. The reference of DPO is then a copy with all."""
+    folder, found = checkpoint(**SMALL), []
+    for package in (trl, trl_jax):
+        base = transformers_model(folder)
+        torch.manual_seed(3)
+        model = peft.get_peft_model(base, config_of(peft, name, folder))
+        made = trainer(package, name, folder, tmp_path, model=model, new=False, eval_strategy="no")
+        made.train()
+        with torch.no_grad():
+            found.append(model.eval()(input_ids=torch.tensor(IDS)).logits.numpy())
+    np.testing.assert_allclose(found[1], found[0], atol=1e-3)
+    np.testing.assert_allclose(np.asarray(made.model(IDS).logits), found[1], atol=1e-4)
+
+
+def transformers_model(folder):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+
+
+@pytest.mark.parametrize("kind", ["PromptTuning", "PromptEncoder", "PrefixTuning"])
+def test_fields_defaults_and_keys_are_pefts(kind):
+    mine, theirs = (getattr(package, f"{kind}Config") for package in (trl_jax, peft))
+    assert [f.name for f in dataclasses.fields(mine)] == [f.name for f in dataclasses.fields(theirs)]
+    plain = {key: getattr(value, "value", value) for key, value in theirs(num_virtual_tokens=3).to_dict().items()}
+    assert mine(num_virtual_tokens=3).to_dict() | {"peft_version": None} == plain | {"peft_version": None}
+
+
+REFUSED = {
+    "num_virtual_tokens is None: say how many": ("PromptTuning", {"num_virtual_tokens": None}),
+    "wanted a whole number from 1 on": ("PromptTuning", {"num_virtual_tokens": 0}),
+    "wanted TEXT or SAMPLE_VOCAB or RANDOM": ("PromptTuning", {"prompt_tuning_init": "WORDS"}),
+    "prompt_tuning_init_text can't be None": (
+        "PromptTuning", {"prompt_tuning_init": "TEXT", "tokenizer_name_or_path": "x"},
+    ),
+    "tokenizer_kwargs only valid when": ("PromptTuning", {"tokenizer_kwargs": {"use_fast": True}}),
+    "modules_to_save=['lm_head'], wanted None": ("PrefixTuning", {"modules_to_save": ["lm_head"]}),
+    "inference_mode=True, and nothing would train": ("PromptEncoder", {"inference_mode": True}),
+    "token_dim=9, wanted 16": ("PromptTuning", {"token_dim": 9}),
+    "wanted MLP or LSTM": ("PromptEncoder", {"encoder_reparameterization_type": "GRU"}),
+    "encoder_dropout=1, wanted a number from 0": ("PromptEncoder", {"encoder_dropout": 1}),
+    "init_weights='ones', wanted None or 'zero'": ("PrefixTuning", {"init_weights": "ones"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_no_virtual_tokens_can_be_is_refused_by_field(text, checkpoint, tmp_path):
+    import re
+
+    kind, fields = REFUSED[text]
+    width = json.loads((Path(checkpoint(**SMALL)) / "config.json").read_text())["hidden_size"]
+    with pytest.raises(ValueError, match=re.escape(text.replace("16", str(width)))):
+        config = getattr(trl_jax, f"{kind}Config")(**{"num_virtual_tokens": 2} | fields)
+        args = trl_jax.SFTConfig(str(tmp_path), **BASE)
+        trl_jax.SFTTrainer(str(checkpoint(**SMALL)), args=args, train_dataset=rows("SFT"), peft_config=config)
+
+
+def test_models_and_losses_that_virtual_tokens_do_not_go_with(checkpoint, tmp_path):
+    config = trl_jax.PromptTuningConfig(num_virtual_tokens=2)
+    pairs, args = Dataset.from_list(rows_of("Reward", 8)), trl_jax.RewardConfig(str(tmp_path), **BASE)
+    with pytest.raises(ValueError, match="would depend on the rows beside it. Take a LoraConfig"):
+        trl_jax.RewardTrainer(str(checkpoint(**SMALL)), args=args, train_dataset=pairs, peft_config=config)
+    args = trl_jax.SFTConfig(str(tmp_path), **BASE)
+    own = {"compute_loss_func": lambda outputs, labels, num_items_in_batch=None: jnp.sum(outputs.logits)}
+    with pytest.raises(TypeError, match="would be given logits of the texts alone"):
+        trl_jax.SFTTrainer(str(checkpoint(**SMALL)), args=args, train_dataset=rows("SFT"), peft_config=config, **own)
+
+
+def test_positions_are_counted_behind_virtual_tokens(checkpoint, tmp_path):
+    """gpt2 has rows of a table for its positions."""
+    folder = checkpoint("gpt2", head="causal", num_hidden_layers=1, max_position_embeddings=40)
+    args = trl_jax.SFTConfig(str(tmp_path), **BASE | {"max_length": None})
+    data = Dataset.from_list([{"input_ids": [5] * 36}])
+    for count in (4, 5):
+        config = trl_jax.PromptTuningConfig(num_virtual_tokens=count)
+        if count == 4:
+            made = trl_jax.SFTTrainer(str(folder), args=args, train_dataset=data, peft_config=config)
+            assert made.model.max_positions == 36
+        else:
+            with pytest.raises(ValueError, match="35"):
+                trl_jax.SFTTrainer(str(folder), args=args, train_dataset=data, peft_config=config)

@@ -35,7 +35,9 @@ def new_model(**facts):
 
 
 def with_prompts(folder):
-    return peft.get_peft_model(loaded(folder), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    masks = {"cpt_mask": [1, 1], "cpt_tokens_type_mask": [1, 2]}
+    config = peft.CPTConfig(task_type="CAUSAL_LM", cpt_token_ids=[1, 2], **masks)
+    return peft.get_peft_model(loaded(folder), config)
 
 
 def trainer(model, tokenizer, out, log_level="passive", **arguments):
@@ -64,7 +66,7 @@ def test_a_config_that_is_not_computed_is_refused_by_the_models_class_or_name(fo
 
 
 def test_an_adapter_that_is_not_computed_is_refused_by_the_base_models_name(folder, tmp_path):
-    with pytest.raises(ValueError, match="PROMPT_TUNING") as error:
+    with pytest.raises(ValueError, match="CPT") as error:
         trainer(with_prompts(folder), tokenizer_of(folder), tmp_path)
     assert str(error.value).startswith(f"{folder}/adapter/adapter_config.json: peft_type=")
     without_folder(error)

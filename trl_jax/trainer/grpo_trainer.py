@@ -53,7 +53,7 @@ class GRPOTrainer(TrainerWithRollout):
         callbacks: transformers' callbacks, besides the default ones.
         optimizers: an optax transformation with its rate, and None or a function of the step.
         quantization_config: the weights beside an adapter are held in 4 or 8 bits.
-        peft_config: a LoraConfig of ours or of peft's.
+        peft_config: a LoraConfig, or a config of virtual tokens, of ours or of peft's.
         rollout_func: called with a generation's prompts, each as often as it is to be completed, and this trainer, in
             the place of our generator. It returns a dict of `prompt_ids`, `completion_ids` and `logprobs`, lists with
             an item for each prompt, and if it likes `env_mask`, 0 for each token of a completion that is not learned

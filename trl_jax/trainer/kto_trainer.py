@@ -50,7 +50,8 @@ class KTOTrainer(TrainerWithReference):
             what the transformation gives; without it the arguments' schedule does, as a share of its peak.
         quantization_config: a BitsAndBytesConfig of ours or of transformers': the weights beside an adapter are held in
             4 or 8 bits.
-        peft_config: a LoraConfig of ours or of peft's: an adapter trains beside the frozen model, and is what is saved.
+        peft_config: a LoraConfig, or a config of virtual tokens, of ours or of peft's: an adapter trains beside the
+            frozen model, and is what is saved.
 
     Raises:
         TypeError, ValueError: an argument, row or checkpoint at fault, by name.

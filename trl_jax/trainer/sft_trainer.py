@@ -63,7 +63,8 @@ class SFTTrainer(BaseTrainer):
         preprocess_logits_for_metrics: applied to each batch's logits and labels; what it gives is kept, and not them.
         quantization_config: a BitsAndBytesConfig of ours or of transformers': the weights beside an adapter are held in
             4 or 8 bits.
-        peft_config: a LoraConfig of ours or of peft's: an adapter trains beside the frozen model, and is what is saved.
+        peft_config: a LoraConfig, or a config of virtual tokens, of ours or of peft's: an adapter trains beside the
+            frozen model, and is what is saved.
         formatting_func: makes the text of a row.
 
     Raises:
