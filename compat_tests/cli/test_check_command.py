@@ -72,6 +72,24 @@ def test_arguments_that_only_hold_together():
     assert {one.kind for one in fine} == {WORKS}
 
 
+POLICIES = """
+from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
+RLOOTrainer(config=None, policy=None, ref_policy=None, reward_model=None, data_collator=None)
+GRPOTrainer("m", args=GRPOConfig("out", per_device_train_batch_size=1, gradient_accumulation_steps=8, use_vllm=True),
+    tools=[len], environment_factory=None)
+"""
+
+
+def test_arguments_of_policies():
+    found = {one.what: (one.kind, one.text) for one in findings(read(POLICIES))}
+    old = [text for what, (kind, text) in found.items() if what.startswith("RLOOTrainer(") and kind == CHANGED]
+    assert len(old) == 5 and "An old name: pass it as reward_funcs." in old
+    assert found["GRPOTrainer(tools=...)"][0] == REFUSED and "rollout_func" in found["GRPOTrainer(tools=...)"][1]
+    assert found["GRPOTrainer(environment_factory=...)"] == (WORKS, "")
+    assert found["GRPOConfig(per_device_train_batch_size=1)"] == (WORKS, "")
+    assert "own generator" in found["GRPOConfig(use_vllm=True)"][1]
+
+
 @pytest.mark.parametrize("name, verdict", [
     ("compat_tests/scripts/old_keywords.py", "It runs as it is; 6 of 20 are otherwise here."),
     ("examples/reward.py", "It runs as it is."), ("compat_tests/tiny.py", "It takes nothing from trl."),

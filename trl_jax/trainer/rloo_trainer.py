@@ -13,7 +13,7 @@ from trl_jax.rollout.rewards.old import MissingEos
 from trl_jax.tasks.rloo import RlooTask
 from trl_jax.trainer.rloo_config import RLOOConfig
 from trl_jax.trainer.shared.old_keywords import accepting_old_keywords, as_config, tell
-from trl_jax.trainer.shared.old_policy import modern_policy
+from trl_jax.trainer.shared.old_policy import OLD_ARGUMENTS, modern_policy
 from trl_jax.trainer.shared.policy_attributes import argument
 from trl_jax.trainer.shared.with_rollout import TrainerWithRollout
 
@@ -30,7 +30,7 @@ class RLOOTrainer(TrainerWithRollout):
         "Back to Basics: Revisiting REINFORCE-Style Optimization for Learning from Human Feedback in LLMs",
         "2402.14740",
     )
-    config_class = RLOOConfig
+    config_class, _old_arguments = RLOOConfig, OLD_ARGUMENTS
     _writes_completions: ClassVar[bool] = False
     _parses_messages: ClassVar[bool] = False
     normalize_advantages, reward_clip_range = map(argument, ("normalize_advantages", "reward_clip_range"))

@@ -50,9 +50,10 @@ def report(found: list[Finding]) -> list[str]:
     lines = [f"{one.line:5}  {one.what}: {one.kind}" + (f". {one.text}" if one.text else "") for one in found]
     changed, refused = (sum(one.kind == kind for one in found) for kind in ("changed", "refused"))
     if refused:
-        verdict = f"{refused} of {len(found)} are refused: change them as it says, then run it."
+        are, them = ("is", "it") if refused == 1 else ("are", "them")
+        verdict = f"{refused} of {len(found)} {are} refused: change {them} as it says, then run it."
     elif changed:
-        verdict = f"It runs as it is; {changed} of {len(found)} are otherwise here."
+        verdict = f"It runs as it is; {changed} of {len(found)} {'is' if changed == 1 else 'are'} otherwise here."
     else:
         verdict = "It runs as it is."
     return [*lines, "", verdict]

@@ -17,6 +17,7 @@ from trl_jax.core.arguments.renamed import RENAMED, way_out
 from trl_jax.core.arguments.values import show
 from trl_jax.core.trainers import TRAINERS, TrainerNames
 from trl_jax.trainer.not_built import NEAR
+from trl_jax.trainer.shared.refusals import INSTEAD
 
 
 class Finding(NamedTuple):
@@ -83,6 +84,8 @@ def _of_config(call: Call, config: type) -> Iterator[Finding]:
         if found.kind == "refused":
             together = _tried(call.line, found.what, partial(config, **{"output_dir": "out"} | given))
             found = together if together.kind != "refused" else found
+            if found.kind == "changed" and name not in found.text:  # it is told of another argument
+                found = Finding(call.line, found.what, "works")
         if found.kind != "refused":
             fitting[name] = value
         yield found
@@ -108,11 +111,16 @@ def _of_unknown_value(call: Call, name: str, config: type) -> Finding:
 
 
 def _of_trainer(call: Call, names: TrainerNames) -> Iterator[Finding]:
-    known = inspect.signature(names.load_trainer().__init__).parameters
+    trainer = names.load_trainer()
+    known, old = inspect.signature(trainer.__init__).parameters, getattr(trainer, "_old_arguments", {})
     of_config = {field.name for field in fields(names.load_config())}
-    for name in call.arguments:
+    for name, value in call.arguments.items():
         what = f"{call.name}({name}=...)"
-        if name in known:
+        if name in known and name in INSTEAD and value is not None:
+            yield Finding(call.line, what, "refused", INSTEAD[name])
+        elif name in old:
+            yield Finding(call.line, what, "changed", f"An old name: {old[name]}")
+        elif name in known:
             yield Finding(call.line, what, "works")
         elif name == "tokenizer":
             yield Finding(call.line, what, "changed", "An old name: pass it as processing_class.")

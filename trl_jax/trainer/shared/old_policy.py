@@ -15,7 +15,11 @@ from trl_jax.trainer.shared.old_keywords import tell
 from trl_jax.trainer.shared.refusals import check_collator
 
 _RENAMED = {"config": "args", "policy": "model", "reward_model": "reward_funcs"}
-_OLD = {*_RENAMED, "ref_policy", "data_collator"}
+# Each argument of that form -> what to write today.
+OLD_ARGUMENTS = {old: f"pass it as {new}." for old, new in _RENAMED.items()} | {
+    "ref_policy": "it is the reference. Without it, the model as it is before training is.",
+    "data_collator": "leave it out: prompts are padded when they are completed.",
+}
 _DEFAULTS = (
     "What the config does not set has today's defaults: num_iterations=1 (was 4), max_completion_length=512 (was 53), "
     "temperature=1.0 (was 0.7). The end of text ends a completion, as stop_token='eos' asked for, and an epoch "
@@ -35,7 +39,7 @@ def modern_policy(trainer: Any, args: tuple, given: dict[str, Any]) -> dict[str,
             f"The first argument is a {type(args[0]).__name__}, as RLOOTrainer took it up to TRL 0.21. Pass it as "
             "args=, and the others by name: model=, reward_funcs=, train_dataset=, processing_class=."
         )
-    old = [name for name in given if name in _OLD]
+    old = [name for name in given if name in OLD_ARGUMENTS]
     if not old:
         return given
     kept = _renamed(given)

@@ -115,14 +115,14 @@ def check_set(
 
 
 _TURNS = "Leave it out, and pass a rollout_func that takes the turns and gives their tokens, with an env_mask."
-_INSTEAD = {"tools": _TURNS, "environment_factory": _TURNS}
+INSTEAD = {"tools": _TURNS, "environment_factory": _TURNS}  # by the argument
 
 
 def refuse(**given: Any) -> None:
     """Raises ValueError for an argument that is not None and has no meaning here."""
     for name, value in given.items():
         if value is not None:
-            instead = _INSTEAD.get(name, "Leave it out.")
+            instead = INSTEAD.get(name, "Leave it out.")
             raise ValueError(f"{name}={value!r} is not in this release of trl_jax. {instead}")
 
 
