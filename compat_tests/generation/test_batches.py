@@ -18,7 +18,7 @@ TALK = [{"role": "user", "content": "How do I bake the bread?"}]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    folder = causal.build(tmp_path_factory.mktemp("qwen3"), "qwen3", tie=True, num_hidden_layers=1)
+    folder = causal.build(tmp_path_factory.mktemp("qwen3"), "qwen3", tie=False, num_hidden_layers=1)
     return AutoModelForCausalLM.from_pretrained(folder)
 
 
