@@ -59,20 +59,24 @@ def checkpoint(tmp_path_factory):
 
 # The dearest files, in the order of what they cost: whoever takes one last would work on alone.
 FIRST = (
-    "mesh/test_eight_devices.py", "parity/test_curve.py", "mesh/test_two_processes.py", "models/test_families.py",
-    "mesh/test_two_language_models.py", "mesh/test_two_policies.py",
-    "generation/test_families.py", "compat_tests/test_examples.py", "cli/test_reward_commands.py",
-    "generation/test_generator.py", "trainer/test_dpo_trainer.py", "generation/test_generate.py",
-    "parity/test_sft_curve.py", "parity/test_experts_curve.py", "parity/test_sft_models.py",
-    "parity/test_dpo_curve.py", "parity/test_kto_curve.py", "trainer/test_kto_trainer.py",
-    "parity/test_grpo_curve.py", "run/test_rollout_resume.py", "trainer/test_grpo_trainer.py",
-    "adapters/test_against_peft.py", "compat_tests/test_scripts.py", "exported/test_computing.py",
-    "exported/test_types.py", "compat_tests/test_pointwise.py",
-    "parity/test_families.py", "parity/test_mutants.py", "models/test_encoders.py", "models/test_facts.py",
-    "faults/test_saving.py", "cli/test_front.py", "losses/test_policy_gradient.py",
-    "run/test_user_loss.py", "models/test_layouts.py", "run/test_resume.py", "run/test_resume_of_trl.py",
-    "faults/test_going_on.py",
-    "exported/test_training.py", "models/test_encoder_facts.py", "trainer/test_trainer_train.py", "faults/test_fuzz.py",
+    "mesh/test_eight_devices.py", "models/test_families.py", "parity/test_grpo_curve.py",
+    "mesh/test_two_processes.py", "compat_tests/test_examples.py", "trainer/test_dpo_trainer.py",
+    "generation/test_families.py", "compat_tests/test_scripts.py", "run/test_user_loss.py",
+    "run/test_rollout_resume.py", "trainer/test_sft_trainer.py", "exported/test_computing.py",
+    "parity/test_experts_curve.py", "adapters/test_training.py", "faults/test_hub_waits.py",
+    "trainer/test_grpo_trainer.py", "models/test_encoders.py", "run/test_torch_loss.py", "faults/test_going_on.py",
+    "run/test_layouts.py", "run/test_resume.py", "models/test_layouts.py", "faults/test_hub.py",
+    "parity/test_dpo_curve.py", "trainer/test_trainer_train.py", "generation/test_generate.py",
+    "generation/test_batches.py", "compat_tests/test_pointwise.py", "losses/test_policy_gradient.py",
+    "parity/test_sft_models.py", "hub/test_models_aside.py", "faults/test_numbers.py", "run/test_routers.py",
+    "dryrun/test_plan.py", "parity/test_curve.py", "trainer/test_policies_of_scripts.py", "parity/test_sft_curve.py",
+    "trainer/test_kto_trainer.py", "cli/test_compare_command.py", "cli/test_launchers.py",
+    "models/test_causal_families.py", "generation/test_processors.py", "trainer/test_ported.py",
+    "trainer/test_grpo_differences.py", "engine/test_optimizers.py", "faults/test_signals.py",
+    "adapters/test_against_peft.py", "faults/test_secrets.py", "exported/test_scans.py", "run/test_noise.py",
+    "mesh/test_two_language_models.py", "generation/test_longrope.py", "generation/test_refilling.py",
+    "adapters/test_targets.py", "adapters/test_causal_adapters.py", "faults/test_foreign_code.py",
+    "nn/test_packed_attention.py", "faults/test_saving.py",
 )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ SAMPLED = ["--do_sample", "--temperature", "2", "--max_new_tokens=9", "--top-k",
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = causal.build(tmp_path_factory.mktemp("llama"), "llama", tie=False)
+    folder = causal.build(tmp_path_factory.mktemp("llama"), "llama", tie=False, num_hidden_layers=1)
     tiny_tokenizer(folder, chat_template=True)
     return str(folder)
 

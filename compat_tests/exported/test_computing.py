@@ -86,7 +86,7 @@ def test_a_length_beyond_what_the_tracer_took_for_granted_is_exported_anew(tmp_p
 
 
 def test_rows_without_a_mask_and_without_a_pad_token(tmp_path):
-    folder = configs.build(tmp_path, "bloom", pad_token_id=None)
+    folder = configs.build(tmp_path, "bloom", n_layer=1, pad_token_id=None)
     ids, _ = configs.rows()
     wanted = configs.scores(configs.reference(folder), ids[:1], np.ones_like(ids[:1])).detach().numpy()
     np.testing.assert_allclose(load(folder)(ids[:1]).logits[:, 0], wanted, rtol=1e-5)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from compat_tests.effort import thorough
+from compat_tests.effort import thorough, usual
 from compat_tests.exported import configs
 from trl_jax.nn.aten import recurrences
 
@@ -18,6 +18,7 @@ from trl_jax import AutoModelForCausalLM  # noqa: E402
 from trl_jax.hub.torch import scans  # noqa: E402
 
 
+@usual("_in_turn-1", "_joined-2")
 @pytest.mark.parametrize("axis", [1, 2])
 @pytest.mark.parametrize("way", ["_in_turn", "_joined"])  # of a CPU, and of accelerators
 def test_the_recurrence_and_its_gradients_are_those_of_a_loop(axis, way, monkeypatch):

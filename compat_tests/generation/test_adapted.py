@@ -19,6 +19,7 @@ peft = pytest.importorskip("peft")
 
 SAMPLED = {"do_sample": True, "top_k": 0, "temperature": 0.8, "max_new_tokens": 24, "pad_token_id": 0}
 SEED, FAR = 3, 0.1
+FEW = dict.fromkeys(("deepseek_v3", "gemma2"), {"num_hidden_layers": 2})  # layers, each of which is compiled
 TARGETS = {
     **dict.fromkeys(("mixtral", "qwen3"), "q_proj v_proj o_proj"),
     "deepseek_v3": "q_b_proj kv_b_proj o_proj",
@@ -31,7 +32,7 @@ PARAMETERS = {"llama4_text": ["experts.gate_up_proj", "experts.down_proj"]}
 
 def adapted(folder, family: str):
     """Our model with an adapter of PEFT's, and PEFT's."""
-    base, written = causal.build(folder / "base", family, tie=False), folder / "adapter"
+    base, written = causal.build(folder / "base", family, tie=False, **FEW.get(family, {})), folder / "adapter"
     facts = {"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM", "target_modules": TARGETS[family].split()}
     facts["target_parameters"] = PARAMETERS.get(family)
     config = peft.LoraConfig(**facts, init_lora_weights=False)
@@ -65,7 +66,7 @@ def test_an_adapter_writes_pefts_tokens(family, tmp_path):
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "lfm2", "falcon_h1"])
 def test_in_bfloat16_probabilities_are_those_of_whole_texts(family, tmp_path):
     """Of the tokens that were drawn, in bfloat16 and in float32: no farther apart than that dtype is coarse."""
-    model = AutoModelForCausalLM.from_pretrained(causal.build(tmp_path, family, tie=False))
+    model = AutoModelForCausalLM.from_pretrained(causal.build(tmp_path, family, tie=False, **FEW.get(family, {})))
     done = complete(model, prompts(), FIELDS, group=2, stream=TorchGenerator(1), dtype="bfloat16")
     texts = [
         prompts()[row // 2] + tokens[:length].tolist()

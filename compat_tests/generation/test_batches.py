@@ -18,7 +18,8 @@ TALK = [{"role": "user", "content": "How do I bake the bread?"}]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return AutoModelForCausalLM.from_pretrained(causal.build(tmp_path_factory.mktemp("qwen3"), "qwen3", tie=True))
+    folder = causal.build(tmp_path_factory.mktemp("qwen3"), "qwen3", tie=False, num_hidden_layers=1)
+    return AutoModelForCausalLM.from_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def test_completions_do_not_depend_on_the_batch(model):
         for one in apart.values():
             other = together[one.request_id]
             assert one.generated_tokens == other.generated_tokens and one.prompt_ids == prompts()[one.number // 2]
-            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=2e-5)
     again = model.generate_batch(prompts(), **(FIELDS | options | {"seed": 5}))
     assert [one.generated_tokens for one in again.values()] != [one.generated_tokens for one in together.values()]
     assert len({tuple(one.generated_tokens) for one in together.values()}) == 14

@@ -26,7 +26,7 @@ FIELDS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return causal.build(tmp_path_factory.mktemp("qwen3"), "qwen3", tie=True)
+    return causal.build(tmp_path_factory.mktemp("qwen3"), "qwen3", tie=False, num_hidden_layers=1)
 
 
 @pytest.fixture

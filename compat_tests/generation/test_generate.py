@@ -22,7 +22,7 @@ EOS = [50, 60, 70, 80]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return causal.build(tmp_path_factory.mktemp("llama"), "llama", tie=False)
+    return causal.build(tmp_path_factory.mktemp("llama"), "llama", tie=False, num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -420,7 +420,7 @@ def test_a_score_head_cannot_generate(tmp_path):
 
 
 def test_positions_that_end_are_told_of(tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(causal.build(tmp_path, "gpt2", tie=True))
+    model = AutoModelForCausalLM.from_pretrained(causal.build(tmp_path, "gpt2", tie=True, num_hidden_layers=1))
     with pytest.raises(ValueError, match=f"but .* has positions for {model.max_positions}. Lower max_new_tokens"):
         model.generate([[3, 4]], max_new_tokens=model.max_positions - 1)
     assert model.generate([[3, 4]], max_new_tokens=2, pad_token_id=0).shape == (1, 4)

@@ -26,7 +26,7 @@ EOS, GROUP, NEW, SEED = (1, 50, 60, 70, 80), 4, 70, 3  # more tokens than the fi
 @pytest.fixture(scope="module", params=[thorough("llama"), "gemma2", thorough("gpt2")])
 def case(request, tmp_path_factory):
     """A model, ragged prompts, and transformers' completions of them by whether they are sampled."""
-    folder = causal.build(tmp_path_factory.mktemp(request.param), request.param, tie=False)
+    folder = causal.build(tmp_path_factory.mktemp(request.param), request.param, tie=False, num_hidden_layers=2)
     model, dice = AutoModelForCausalLM.from_pretrained(folder), np.random.default_rng(0)
     prompts = [dice.integers(5, model.vocab_size - 8, n).astype(np.int32) for n in (11, 7, 3)]
     ids, mask = np.zeros((2, GROUP * 3, 11), np.int64)
@@ -98,7 +98,7 @@ def test_log_probabilities_are_those_of_whole_texts(case):
 @pytest.mark.parametrize("family", ["llama", thorough("qwen3"), "mixtral", thorough("olmo2")])
 def test_matrices_in_sixteen_bits_change_no_logit(family, tmp_path):
     """Products are of sixteen bits in any case; norms stay float32."""
-    model = AutoModelForCausalLM.from_pretrained(causal.build(tmp_path, family, tie=False))
+    model = AutoModelForCausalLM.from_pretrained(causal.build(tmp_path, family, tie=False, num_hidden_layers=1))
     halves = matrices_in(model.graph, model.arrays, jnp.dtype(jnp.bfloat16))
     cast = {path for path, array in halves.items() if array.dtype == jnp.bfloat16}
     assert "lm_head.weight" in cast and not any("norm" in path or "embed" in path for path in cast)

@@ -23,7 +23,7 @@ FACTS = {
 
 def loaded(folder, family):
     """Our model and transformers'."""
-    folder = causal.build(folder, family, tie=False, sliding_window=None, **FACTS[family])
+    folder = causal.build(folder, family, tie=False, sliding_window=None, num_hidden_layers=1, **FACTS[family])
     return AutoModelForCausalLM.from_pretrained(folder), causal.reference(folder)
 
 

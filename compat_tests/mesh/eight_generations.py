@@ -31,8 +31,8 @@ FAMILIES = {
 
 @pytest.fixture(scope="module")
 def load(checkpoint):
-    def loaded(mesh=None, model_type="llama"):
-        facts = {"num_hidden_layers": 2} | FAMILIES[model_type]
+    def loaded(mesh=None, model_type="llama", layers=2):
+        facts = {"num_hidden_layers": layers} | FAMILIES[model_type]
         return AutoModelForCausalLM.from_pretrained(checkpoint(model_type, head="causal", **facts), mesh_shape=mesh)
 
     return loaded
@@ -91,9 +91,9 @@ def test_completions_of_a_prompt_lie_on_several(prompts, group, load, monkeypatc
     ids = np.asarray([row[:4] for row in drawn(40) if len(row) >= 4][:prompts])
     options = {"do_sample": True, "seed": 1, "max_new_tokens": 30, "num_return_sequences": group, "pad_token_id": 0}
     before = next_tokens._cache_size()
-    first = load("data:8").generate(ids, eos_token_id=None, **options)
+    first = load("data:8", layers=1).generate(ids, eos_token_id=None, **options)
     assert max(shapes) == -(-prompts * group // 8) and next_tokens._cache_size() == before + 1
-    np.testing.assert_array_equal(first, load("fsdp:4,tensor:2").generate(ids, eos_token_id=None, **options))
+    np.testing.assert_array_equal(first, load("fsdp:4,tensor:2", layers=1).generate(ids, eos_token_id=None, **options))
     assert next_tokens._cache_size() == before + 2
 
 
@@ -106,7 +106,7 @@ def test_what_the_host_looks_at_stops_rows_by_their_number(load):
         return np.asarray([seen.shape[1] >= length for length in (5, 7, 9)])
 
     options = {"do_sample": True, "seed": 1, "max_new_tokens": 12, "eos_token_id": 1, "pad_token_id": 0}
-    rows = load("data:8").generate(ids, stopping_criteria=[ends], **options)
+    rows = load("data:8", layers=1).generate(ids, stopping_criteria=[ends], **options)
     assert rows.shape == (3, 9) and [int((row != 0).sum()) for row in rows] == [5, 7, 9]
 
 
@@ -120,7 +120,7 @@ def test_meshes_that_no_generation_has(load):
 
 
 def test_the_command_writes_the_same_file(checkpoint, tmp_path, capsys):
-    prompts, folder = tmp_path / "prompts.jsonl", str(checkpoint("llama", head="causal", num_hidden_layers=2))
+    prompts, folder = tmp_path / "prompts.jsonl", str(checkpoint("llama", head="causal", num_hidden_layers=1))
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("one two", "three", "four five six")))
     written = []
     for mesh in (None, "data:4,tensor:2"):

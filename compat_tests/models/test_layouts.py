@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from compat_tests.effort import usual, usually
+from compat_tests.effort import only_thorough, usual, usually
 from compat_tests.models import encoders
 from compat_tests.models.families import VARIANTS
 from trl_jax import AutoModelForSequenceClassification
@@ -38,7 +38,6 @@ GRADIENTS += [("lfm2", "biases"), ("deepseek_v3", "plain"), ("qwen3_5_text", "ot
 GRADIENTS += [("gpt_oss", "clamped"), ("llama4_text", "growing")]
 # Usual are those with ropes by layer or by length, a window, a state, sinks and learned positions; `bench.layouts` runs
 # all of CASES with gradients.
-WITH_GRADIENTS = [("gemma2", "plain"), ("qwen3_5_text", "others")]
 USUAL = {
     ("llama", "yarn"), ("gemma3_text", "old"), ("gpt_oss", "clamped"), ("nemotron_h", "latent"), ("phi3", "long"),
     ("gpt2", "plain"),
@@ -123,8 +122,9 @@ def apart(model, layouts=PACKED, dtype="float32"):
         yield abs(found - wanted) / max(1, wanted), max(gaps)
 
 
-@usual("gemma2-plain")
-@pytest.mark.parametrize(("family", "name"), usually(lambda *case: case in WITH_GRADIENTS, GRADIENTS))
+# Usually nn/ has those of attention and of states, and run/test_layouts.py those of a run.
+@only_thorough
+@pytest.mark.parametrize(("family", "name"), GRADIENTS)
 def test_the_gradients_are_the_same_in_every_layout(family, name, built):
     for loss, gradient in apart(AutoModelForSequenceClassification.from_pretrained(built(family, name))):
         assert loss <= 1e-6 and gradient <= 1e-5
