@@ -20,6 +20,7 @@ from compat_tests.parity.marks import steps_of
 from compat_tests.parity.reference import BASE
 from compat_tests.parity.test_dpo_curve import assert_same
 from compat_tests.tiny import text_rows
+from trl_jax.hub.find import find_checkpoint
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
@@ -307,3 +308,46 @@ def test_positions_are_counted_behind_virtual_tokens(checkpoint, tmp_path):
         else:
             with pytest.raises(ValueError, match="35"):
                 trl_jax.SFTTrainer(str(folder), args=args, train_dataset=data, peft_config=config)
+
+
+FAMILIES = {
+    "gpt2": {}, "gemma3_text": {}, "gemma2": {}, "mistral": {"sliding_window": 4}, "qwen3_moe": {}, "opt": {},
+    "falcon_h1": {}, "gpt_oss": {}, "deepseek_v3": {}, "gemma4_text": {}, "granite": {},
+}  # fmt: skip
+REFUSED_MODELS = {
+    ("falcon_h1", "PromptTuning"): "texts would be read as the base model does not read them. Take a LoraConfig",
+    ("falcon_h1", "PrefixTuning"): "which a prefix would go before. Take a PromptTuningConfig or a LoraConfig",
+    ("deepseek_v3", "PrefixTuning"): "which a prefix would go before. Take a PromptTuningConfig or a LoraConfig",
+    ("gemma4_text", "PrefixTuning"): "which a prefix would go before. Take a PromptTuningConfig or a LoraConfig",
+    ("gemma4_text", "PromptTuning"): "in tables of their own, where virtual tokens have no row. Take a LoraConfig",
+}
+
+
+@usual("gemma3_text-PromptTuning", "mistral-PrefixTuning", "gpt2-PrefixTuning", "deepseek_v3-PrefixTuning")
+@pytest.mark.parametrize("kind", ["PromptTuning", "PrefixTuning"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_familys_numbers_are_those_of_transformers(family, kind, checkpoint, tmp_path):
+    """Tables that scale what is looked up, positions that are learned, windows, experts."""
+    layers = {} if family == "gemma4_text" else {"num_hidden_layers": 2}
+    folder = checkpoint(family, head="causal", **layers, **FAMILIES[family])
+    options = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3, "base_model_name_or_path": str(folder)}
+    if kind == "PromptTuning":
+        options["prompt_tuning_init"] = "SAMPLE_VOCAB"
+    if text := REFUSED_MODELS.get((family, kind)):
+        with pytest.raises(ValueError, match=text):
+            load_with(folder, getattr(trl_jax, f"{kind}Config")(**options))
+        return
+    torch.manual_seed(5)
+    theirs = peft.get_peft_model(transformers_model(folder), getattr(peft, f"{kind}Config")(**options)).eval()
+    theirs.save_pretrained(tmp_path)
+    ours = trl_jax.AutoPeftModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        wanted = theirs(input_ids=torch.tensor(IDS)).logits.numpy()
+    np.testing.assert_allclose(np.asarray(ours(IDS).logits), wanted, atol=2e-4)
+    new = load_with(folder, getattr(trl_jax, f"{kind}Config")(**options))
+    drawn = dict(new.backend.on_disk(new.params))["prompt_embeddings"]
+    np.testing.assert_allclose(drawn, load_file(tmp_path / "adapter_model.safetensors")["prompt_embeddings"], atol=1e-6)
+
+
+def load_with(folder, config):
+    return find_checkpoint(str(folder), head="lm").load_adapted(config, 5)

@@ -13,6 +13,7 @@ from trl_jax.models.virtual import AsEmbeddings, AsKeysValues, Place
 from trl_jax.nn.virtual_tokens import Lstm, Mlp, Table, VectorMaker
 
 logger = logging.getLogger(__name__)
+_SCALES_IDS_ALONE = ("falcon_h1",)
 
 
 def settled(config: PromptLearningConfig, native: NativeConfig) -> PromptLearningConfig:
@@ -43,6 +44,12 @@ def _of_embeddings(config: PromptLearningConfig, native: NativeConfig) -> Prompt
         raise ValueError(
             f"{name}: the layers of a {native.family.model_type} look up the ids of tokens in tables of their own, "
             "where virtual tokens have no row. Take a LoraConfig."
+        )
+    if native.family.model_type in _SCALES_IDS_ALONE and arch.embedding_scale != 1.0:
+        raise ValueError(
+            f"{name}: transformers' {native.family.model_type} scales embeddings that it looks up itself, and none "
+            "where PEFT puts virtual tokens before them: texts would be read as the base model does not read them. "
+            "Take a LoraConfig."
         )
     if arch.head_inputs != arch.hidden_size:
         raise ValueError(
