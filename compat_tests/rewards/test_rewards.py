@@ -123,3 +123,8 @@ def test_without_the_package(name, monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(ImportError, match=f"^Please install the `math_verify` package to use {name}: pip "):
         getattr(rewards, name)(talks(["a"]), ["a"])
+
+
+def test_completions_that_are_texts():
+    with pytest.raises(TypeError, match="^think_format_reward judges answers in conversations, .* a list of messages"):
+        rewards.think_format_reward(["<think>a</think>"])

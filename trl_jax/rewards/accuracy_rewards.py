@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from trl_jax.rewards.contents import contents
+
 Messages = list[dict[str, str]]
 _SECONDS_TO_PARSE, _SECONDS_TO_VERIFY = 10, 5
 
@@ -40,7 +42,8 @@ def accuracy_reward(
         ImportError: math_verify is not installed.
     """
     grade = _grader("accuracy_reward")
-    verdicts = [grade(messages[0]["content"], gold) for messages, gold in zip(completions, solution, strict=True)]
+    answers = contents(completions, "accuracy_reward")
+    verdicts = [grade(answer, gold) for answer, gold in zip(answers, solution, strict=True)]
     return _told(verdicts, solution, log_extra)
 
 
@@ -65,7 +68,8 @@ def reasoning_accuracy_reward(
         found = next((delimiter for delimiter in delimiters if delimiter in content), None)
         return unfinished if found is None else grade(content.rpartition(found)[2], gold)
 
-    verdicts = [graded(messages[0]["content"], gold) for messages, gold in zip(completions, solution, strict=True)]
+    answers = contents(completions, "reasoning_accuracy_reward")
+    verdicts = [graded(answer, gold) for answer, gold in zip(answers, solution, strict=True)]
     return _told(verdicts, solution, log_extra)
 
 
