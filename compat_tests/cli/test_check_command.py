@@ -76,7 +76,7 @@ POLICIES = """
 from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
 RLOOTrainer(config=None, policy=None, ref_policy=None, reward_model=None, data_collator=None)
 GRPOTrainer("m", args=GRPOConfig("out", per_device_train_batch_size=1, gradient_accumulation_steps=8, use_vllm=True),
-    tools=[len], environment_factory=None)
+    tools=[len], environment_factory=len)
 """
 
 
@@ -84,8 +84,9 @@ def test_arguments_of_policies():
     found = {one.what: (one.kind, one.text) for one in findings(read(POLICIES))}
     old = [text for what, (kind, text) in found.items() if what.startswith("RLOOTrainer(") and kind == CHANGED]
     assert len(old) == 5 and "An old name: pass it as reward_funcs." in old
-    assert found["GRPOTrainer(tools=...)"][0] == REFUSED and "rollout_func" in found["GRPOTrainer(tools=...)"][1]
-    assert found["GRPOTrainer(environment_factory=...)"] == (WORKS, "")
+    assert found["GRPOTrainer(tools=...)"] == (WORKS, "")
+    kind, text = found["GRPOTrainer(environment_factory=...)"]
+    assert kind == REFUSED and "rollout_func" in text
     assert found["GRPOConfig(per_device_train_batch_size=1)"] == (WORKS, "")
     assert "own generator" in found["GRPOConfig(use_vllm=True)"][1]
 

@@ -81,11 +81,12 @@ class Rollout:
         metrics, prompts = self.collected[mode], [row["prompt"] for row in rows]
         made = self.writer.write(prompts, group)
         ids, written, lengths = made.prompt_ids, made.completion_ids, [int(own.sum()) for own in made.by_model]
-        texts = self.writer.completions(prompts, ids, written)
+        texts = self.writer.completions(prompts, ids, written) if made.messages is None else made.messages
         truncated = np.asarray([int(own[-1]) not in self.ends for own in written])
         tokens = sum(map(len, ids)) + sum(lengths)
         metrics.set("num_tokens", float(self.saw_tokens(tokens if mode == "train" else 0)))
         metrics.add(length_metrics(lengths, truncated))
+        metrics.add(iter(made.metrics.items()))
         dropped = truncated & self.drops_truncated
         completion_mask = [own & (not out) for own, out in zip(made.by_model, dropped, strict=True)]
         passes = self.start(lambda: self._logps(ids, written, completion_mask))

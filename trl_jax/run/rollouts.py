@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from datasets import Dataset, IterableDataset
 
+from trl_jax.core.printable import brief
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.data.layout.batch import Batch
 from trl_jax.data.rows import prompts as rows
@@ -28,6 +29,7 @@ from trl_jax.rollout.rollout import Ids, Logps, Rewards, Rollout
 from trl_jax.rollout.rollout_func import written_by
 from trl_jax.rollout.sampler import RepeatSampler, Sampler, StreamSampler
 from trl_jax.rollout.source import RolloutSteps
+from trl_jax.rollout.tools import Tools
 from trl_jax.rollout.written import Written, all_written
 from trl_jax.run import data
 from trl_jax.run.model.at_reference import AtReference
@@ -43,13 +45,15 @@ class Sampling:
 
     template_options: further arguments of the chat template. max_prompt_length: the last tokens of a prompt that stay;
     None: all. options: fields of a GenerationConfig, of which eos_token_id, or each of these, ends a completion.
-    parses_messages: completions of conversations are parsed where the tokenizer knows how.
+    parses_messages: completions of conversations are parsed where the tokenizer knows how. tools: which the model may
+    call; None: there are none.
     """
 
     template_options: dict[str, Any]
     max_prompt_length: int | None
     options: dict[str, Any]
     parses_messages: bool
+    tools: Tools | None = None
 
     @property
     def ends(self) -> list[int]:
@@ -158,8 +162,16 @@ class PolicyWriter:
     def write(self, prompts: list, group: int) -> Written:
         if self._rollout_func is not None:
             return written_by(self._rollout_func, prompts)
+        tools = self._sampling.tools
+        if tools is not None and not rows.is_messages(prompts[0]):
+            raise ValueError(
+                f"tools= answer in messages, and a prompt is the text {brief(prompts[0])}. Make prompts of messages, "
+                'as in [{"role": "user", "content": "..."}].'
+            )
         ids = self.prompt_ids(prompts)
         completions = self.complete(ids, group)
+        if tools is not None:
+            return tools.completed(ids, completions, partial(self.complete, group=1))
         return Written(ids, completions, all_written(completions))
 
     def prompt_ids(self, prompts: list) -> list[list[int]]:

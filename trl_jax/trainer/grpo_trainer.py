@@ -15,11 +15,14 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.losses.policy_gradient import PolicyLoss
 from trl_jax.rollout.completions.repo import CompletionsRepo
 from trl_jax.rollout.entropy import EntropyBonus
+from trl_jax.rollout.tools import Tools
+from trl_jax.run.state import RunState
 from trl_jax.tasks.grpo import GrpoTask
 from trl_jax.trainer.grpo_config import GRPOConfig
 from trl_jax.trainer.shared.old_keywords import accepting_old_keywords, as_config
 from trl_jax.trainer.shared.policy_attributes import argument
 from trl_jax.trainer.shared.refusals import refuse
+from trl_jax.trainer.shared.tools import tools_of
 from trl_jax.trainer.shared.with_rollout import TrainerWithRollout
 
 logger = logging.getLogger(__name__)
@@ -58,7 +61,9 @@ class GRPOTrainer(TrainerWithRollout):
             the place of our generator. It returns a dict of `prompt_ids`, `completion_ids` and `logprobs`, lists with
             an item for each prompt, and if it likes `env_mask`, 0 for each token of a completion that is not learned
             from; other keys go to the reward functions.
-        tools, environment_factory: refused.
+        tools: functions that the model may call in its completions, by name; their annotations and docstrings say how.
+            What they return, or raise, is the next message, which is not learned from, and the model goes on.
+        environment_factory: refused.
     """
 
     _name, _tag_names = "GRPO", ["trl", "grpo"]
@@ -89,8 +94,10 @@ class GRPOTrainer(TrainerWithRollout):
         rollout_func: Callable | None = None,
         environment_factory: Any = None,
     ):
-        refuse(tools=tools, environment_factory=environment_factory)
-        self.rollout_func = rollout_func
+        refuse(environment_factory=environment_factory)
+        self.rollout_func, self.tools = rollout_func, list(tools or ())
+        if self.tools and rollout_func is not None:
+            raise ValueError("tools= beside a rollout_func, which writes the completions: pass one of the two.")
         args = None if args is None else as_config(args, GRPOConfig)
         super().__init__(
             model, reward_funcs, reward_processing_classes, args=args, train_dataset=train_dataset,
@@ -135,6 +142,16 @@ class GRPOTrainer(TrainerWithRollout):
 
     def _rollout_func(self) -> Callable[[list], Mapping[str, Any]] | None:
         return None if self.rollout_func is None else partial(_with_trainer, self)
+
+    def _tools(self, run: RunState) -> tuple[Tools | None, dict[str, Any]]:
+        args = run.args
+        if not self.tools:
+            return super()._tools(run)
+        return tools_of(
+            self.tools, run.processing_class, args.chat_template_kwargs or {},
+            most_turns=args.max_tool_calling_iterations, longest=args.max_completion_length,
+            positions=getattr(run.model.config.get_text_config(), "max_position_embeddings", None),
+        )  # fmt: skip
 
     def _bonus(self) -> EntropyBonus | None:
         args = self.args

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from datasets import Dataset, IterableDataset, Value
@@ -111,18 +111,26 @@ def completion_texts(
             it has one; None: they are not.
     """
     if prompt_ids is not None and is_messages(prompts[0]) and vars(tokenizer).get("response_template") is not None:
-        return [[_parsed(list(own), list(before), tokenizer)] for own, before in zip(ids, prompt_ids, strict=True)]
+        both = zip(ids, prompt_ids, strict=True)
+        return [[parsed_message(list(own), list(before), tokenizer)] for own, before in both]
     texts = tokenizer.batch_decode([list(own) for own in ids], skip_special_tokens=True)
     if not is_messages(prompts[0]):
         return texts
     return [[{"role": "assistant", "content": text}] for text in texts]
 
 
-def _parsed(ids: list[int], prompt_ids: list[int], tokenizer: Any) -> dict[str, Any]:
+def parsed_message(
+    ids: list[int], before: list[int], tokenizer: Any, tools: list[Callable] | None = None
+) -> dict[str, Any]:
     """A message with what the tokenizer's template tells apart, thoughts and calls of tools among it; the text alone,
-    where it is malformed."""
+    where it is malformed.
+
+    Args:
+        before: the tokens that the message follows.
+        tools: functions whose annotations say which types the arguments of calls have.
+    """
     try:
-        message = tokenizer.parse_response(ids, prefix=prompt_ids, tools=None)
+        message = tokenizer.parse_response(ids, prefix=before, tools=tools)
         if message is None:
             raise ValueError("no message")
         content = message.get("content")

@@ -114,8 +114,10 @@ def check_set(
         )
 
 
-_TURNS = "Leave it out, and pass a rollout_func that takes the turns and gives their tokens, with an env_mask."
-INSTEAD = {"tools": _TURNS, "environment_factory": _TURNS}  # by the argument
+_TURNS = (
+    "Leave it out, and pass tools=, or a rollout_func that takes the turns and gives their tokens, with an env_mask."
+)
+INSTEAD = {"environment_factory": _TURNS}  # by the argument
 
 
 def refuse(**given: Any) -> None:

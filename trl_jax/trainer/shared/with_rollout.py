@@ -16,6 +16,7 @@ from trl_jax.rollout.completions.log import CompletionsLog, trackers
 from trl_jax.rollout.completions.repo import CompletionsRepo
 from trl_jax.rollout.entropy import EntropyBonus
 from trl_jax.rollout.rewards.arguments import reward_functions
+from trl_jax.rollout.tools import Tools
 from trl_jax.run import construction
 from trl_jax.run.model import loading as model_loading
 from trl_jax.run.model.reference import ReferenceModel, Sync, check_sync, given, initial_policy
@@ -102,9 +103,9 @@ class TrainerWithRollout(PolicyAttributes):
             model_init_kwargs=args.model_init_kwargs, trust_remote_code=args.trust_remote_code, seed=args.seed,
         )  # fmt: skip
         self.reward_func_names, self.reward_processing_classes = list(rewards.names), rewards.tokenizers
-        sampling = Sampling(
-            args.chat_template_kwargs or {}, args.max_prompt_length, _options(run), self._parses_messages
-        )
+        tools, template_options = self._tools(run)
+        parses = self._parses_messages
+        sampling = Sampling(template_options, args.max_prompt_length, _options(run), parses, tools)
         table = self._table(rewards.names) if args.log_completions else None
         return RolloutParts(
             sampling, rewards, args.mask_truncated_completions, args.shuffle_dataset, self._bonus(), table,
@@ -126,6 +127,10 @@ class TrainerWithRollout(PolicyAttributes):
     def _bonus(self) -> EntropyBonus | None:
         """The coefficient of the entropy bonus, where the loss has one."""
         return None
+
+    def _tools(self, run: RunState) -> tuple[Tools | None, dict[str, Any]]:
+        """The tools that the model may call, and the further arguments of the chat template of prompts."""
+        return None, run.args.chat_template_kwargs or {}
 
     def _rollout_func(self) -> Callable[[list], Mapping[str, Any]] | None:
         """The script's own way from prompts to completions, where it has one."""

@@ -1,0 +1,176 @@
+"""Functions that the model calls between the turns of a completion."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+import trl
+
+from compat_tests.tiny import tiny_tokenizer
+from trl_jax.rollout.tools import Toolbox, Tools
+from trl_jax.trainer.shared.response_templates import response_template
+from trl_jax.trainer.shared.tools import tools_of
+
+# Turns between <|im_start|> and <|im_end|>; calls as JSON, or as parameters in tags.
+TURN = (
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content }}"
+    "{%- for call in m.tool_calls or [] %}{{- '<tool_call>' + CALL + '</tool_call>' }}{%- endfor %}"
+    "{{- '<|im_end|>\\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+JSON = """'{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson + '}'"""
+TAGS = (
+    "'<function=' + call.function.name + '>' }}{%- for k, v in (call.function.arguments or {}).items() %}"
+    "{{- '<parameter=' + k + '>' + v | string + '</parameter>' }}{%- endfor %}{{- '</function>'"
+)
+FORMS = {"json": TURN.replace("CALL", JSON), "tags": TURN.replace("CALL", TAGS)}
+CALLS = {
+    "json": '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>',
+    "tags": "<tool_call><function=add><parameter=a>1</parameter><parameter=b>2</parameter></function></tool_call>",
+}
+END = "<|im_end|>"
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: one.
+        b: the other.
+    """
+    return a + b
+
+
+async def echo(word: str) -> str:
+    """Say a word again.
+
+    Args:
+        word: what is said.
+    """
+    await asyncio.sleep(0)
+    if word == "bad":
+        raise RuntimeError("not that")
+    return word
+
+
+def tokenizer_of(form):
+    made = tiny_tokenizer(eos=END)
+    made.chat_template = FORMS[form]
+    return made
+
+
+def tools(form="json", **limits):
+    limits = {"most_turns": None, "longest": 200, "positions": None} | limits
+    return tools_of([add, echo], tokenizer_of(form), {}, **limits)
+
+
+def call(name, **arguments):
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+class Model:
+    """Says these texts, one a turn, to each that asks."""
+
+    def __init__(self, tokenizer, *texts):
+        self.tokenizer, self.texts, self.asked = tokenizer, list(texts), []
+
+    def __call__(self, ids):
+        self.asked.append([self.tokenizer.decode(own) for own in ids])
+        return [np.asarray(self.tokenizer(self.texts[0])["input_ids"], np.int32) for _ in ids]
+
+
+def completed(made, first, *later):
+    words, asked = made.tokenizer, [{"role": "user", "content": "?"}]
+    prompt = words.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+    model = Model(words, *later)
+    written = made.completed([prompt], [np.asarray(words(first)["input_ids"], np.int32)], model)
+    return written, model
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_call_is_answered_and_the_model_goes_on(form):
+    made, _ = tools(form)
+    written, model = completed(made, CALLS[form] + END, "Three." + END)
+    text = f"{CALLS[form]}{END}\n<|im_start|>tool\n3{END}\n<|im_start|>assistant\nThree.{END}"
+    assert made.tokenizer.decode(written.completion_ids[0]) == text
+    by_tool = [made.tokenizer.decode([token]) for token in written.completion_ids[0][~written.by_model[0]]]
+    assert "".join(by_tool) == f"\n<|im_start|>tool\n3{END}\n<|im_start|>assistant\n"
+    assert model.asked == [[f"<|im_start|>user\n?{END}\n<|im_start|>assistant\n" + text.removesuffix(f"Three.{END}")]]
+    first, answer, last = written.messages[0]
+    assert first == {"role": "assistant", "content": "", "tool_calls": [call("add", a=1, b=2)]}
+    assert answer == {"role": "tool", "name": "add", "content": "3"} and last["content"] == "Three."
+    assert written.metrics == {"tools/call_frequency": 1.0, "tools/failure_frequency": 0.0}
+    assert made.toolbox.metrics(1)["tools/call_frequency"] == 0.0  # those of the next completions
+
+
+@pytest.mark.parametrize("limits", [{"longest": 60}, {"positions": 75}, {"most_turns": 0}])
+def test_an_answer_without_room_ends_the_completion_at_its_call(limits):
+    written, model = completed(tools(**limits)[0], CALLS["json"] + END, "Three." + END)
+    assert not model.asked and len(written.messages[0]) == 1 and written.by_model[0].all()
+
+
+def test_a_turn_ends_where_the_completion_must():
+    made, _ = tools(longest=150)
+    whole, _ = completed(tools()[0], CALLS["json"] + END, "Three." * 20)
+    written, _ = completed(made, CALLS["json"] + END, "Three." * 20)
+    np.testing.assert_array_equal(written.completion_ids[0], whole.completion_ids[0][:150])
+    assert len(written.by_model[0]) == 150
+
+
+def test_turns_are_counted():
+    written, model = completed(tools(most_turns=3, longest=10_000)[0], CALLS["json"] + END, CALLS["json"] + END)
+    assert len(model.asked) == 3 and [message["role"] for message in written.messages[0]].count("tool") == 3
+    assert written.metrics["tools/call_frequency"] == 3.0
+
+
+def test_what_goes_wrong_is_an_answer():
+    """Those of async functions come last, as in TRL."""
+    box = Toolbox({"add": add, "echo": echo})
+    other = {"type": "web", "name": "search"}
+    answers = box.answers([call("echo", word="so"), call("add", a=1), call("none"), call("echo", word="bad"), other])
+    assert [message["name"] for message in answers] == ["add", "none", "search", "echo", "echo"]
+    assert "missing 1 required positional argument" in answers[0]["content"]
+    wanted = ["Tool none not found.", "Unsupported tool call type: web"]
+    assert [message["content"] for message in answers[1:3]] == [str({"error": text}) for text in wanted]
+    assert [message["content"] for message in answers[3:]] == ["so", str({"error": "not that"})]
+    assert box.metrics(2) == {"tools/call_frequency": 2.5, "tools/failure_frequency": pytest.approx(0.8)}
+
+
+def test_prompts_name_the_functions():
+    made, options = tools()
+    assert options == {"tools": [add, echo]} and isinstance(made, Tools)
+
+
+def test_a_template_that_depends_on_what_follows_is_exchanged():
+    """As Qwen3's, which leaves thoughts out of all turns but the last."""
+    words = tokenizer_of("json")
+    words.chat_template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
+    made, options = tools_of([add], words, {"x": 1}, most_turns=None, longest=9, positions=None)
+    assert options["x"] == made.template_options["x"] == 1
+    assert options["chat_template"] == made.template_options["chat_template"] != words.chat_template
+
+
+def bare(a):
+    return a
+
+
+@pytest.mark.parametrize(("functions", "template", "error", "text"), [
+    (["add"], "json", TypeError, "^tools has 'add', wanted functions"),
+    ([bare], "json", TypeError, "^tools: of bare the model would not know how to call it: .*Annotate its arguments"),
+    ([add, add], "json", ValueError, "^tools has two functions 'add'"),
+    ([add], "{{ messages[0].content }}", ValueError, "^The provided chat template does not support tool calling"),
+])  # fmt: skip
+def test_what_cannot_be_called_is_refused(functions, template, error, text):
+    words = tokenizer_of("json")
+    words.chat_template = FORMS.get(template, template)
+    with pytest.raises(error, match=text):
+        tools_of(functions, words, {}, most_turns=None, longest=9, positions=None)
+
+
+def test_another_form_of_calls_says_what_to_set():
+    words = tokenizer_of("json")
+    words.chat_template = FORMS["json"].replace("tool_call>", "call>")
+    with pytest.raises(ValueError, match="Set tokenizer.response_template, which says how"):
+        response_template(words)

@@ -1,0 +1,105 @@
+"""Tools in whole runs beside TRL's: messages, tokens and each logged number."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import trl
+from datasets import Dataset
+
+import trl_jax
+from compat_tests.parity.dpo_cases import SMALL
+from compat_tests.parity.reference import BASE
+from compat_tests.parity.test_grpo_curve import assert_same
+from compat_tests.rollout.test_tools import CALLS, END, add, echo, tokenizer_of
+from trl_jax.run.rollouts import PolicyWriter
+from trl_jax.trainer.shared.response_templates import response_template
+
+FIRST = [  # turns that a model of two layers would not write
+    CALLS["json"] + END,
+    "No." + END,
+    '<tool_call>{"name": "echo", "arguments": {"word": "so"}}</tool_call>'
+    '<tool_call>{"name": "none", "arguments": {}}</tool_call>' + END,
+    "Well. " * 30 + CALLS["json"] + END,  # whose answer has no room
+]
+CONFIG = BASE | {
+    "max_steps": 2, "learning_rate": 3e-3, "per_device_train_batch_size": 4, "num_generations": 4,
+    "max_completion_length": 220, "pad_to_multiple_of": None,
+}  # fmt: skip
+ROWS = [{"prompt": [{"role": "user", "content": f"What is {i} and {i}?"}]} for i in range(6)]
+
+
+class Runs:
+    """A run of either package; the first turn of each completion is given, the others are drawn."""
+
+    def __init__(self, folder, out, monkeypatch):
+        self.folder, self.out, self.monkeypatch, self.seen = folder, out, monkeypatch, []
+
+    def reward(self, completions, completion_ids, **columns):
+        ids = [list(map(int, own)) for own in completion_ids]
+        self.seen.append(list(zip(completions, ids, strict=True)))
+        return [float(len(ids) % 7) for ids in completion_ids]
+
+    def made(self, package, **options):
+        args = package.GRPOConfig(str(self.out / package.__name__), **CONFIG)
+        words = tokenizer_of("json")
+        if package is trl:
+            words.response_template = response_template(words)
+        return package.GRPOTrainer(
+            str(self.folder), self.reward, args, Dataset.from_list(ROWS), processing_class=words, **options
+        )
+
+    def ours(self):
+        trainer, first = self.made(trl_jax, tools=[add, echo]), self.first()
+        complete = PolicyWriter.complete
+
+        def given(writer, ids, group):
+            return [np.asarray(own, np.int32) for own in first] if group == 4 else complete(writer, ids, group)
+
+        self.monkeypatch.setattr(PolicyWriter, "complete", given)
+        return self.trained(trainer)
+
+    def theirs(self):
+        torch.set_num_threads(1)
+        trainer, first, turns = self.made(trl, tools=[add, echo]), self.first(), []
+        generate = trainer._generate_single_turn
+
+        def given(ids, *rest, **options):
+            turns.append(options.get("num_generations"))
+            return ([list(own) for own in first], None) if len(turns) % 2 else generate(ids, *rest, **options)
+
+        trainer._generate_single_turn = given
+        return self.trained(trainer)
+
+    def first(self):
+        words = tokenizer_of("json")
+        return [words(text)["input_ids"] for text in FIRST]
+
+    def trained(self, trainer):
+        self.seen = []
+        trainer.train()
+        return self.seen, [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.fixture
+def runs(checkpoint, tmp_path, monkeypatch):
+    folder = checkpoint("qwen3", **{key: value for key, value in SMALL.items() if key != "model_type"})
+    return Runs(folder, tmp_path, monkeypatch)
+
+
+def test_a_run_is_trls(runs):
+    (seen, logs), (wanted, numbers) = runs.ours(), runs.theirs()
+    assert seen == wanted and [len(messages) for messages, _ in seen[0]] == [3, 1, 4, 1]
+    for own, other in zip(logs, numbers, strict=True):
+        assert other["tools/call_frequency"] == 1.0 and other["tools/failure_frequency"] == 0.25
+        assert_same(own, other, same_order=True)
+
+
+def test_what_tools_do_not_go_with(runs):
+    with pytest.raises(ValueError, match="^tools= beside a rollout_func"):
+        runs.made(trl_jax, tools=[add], rollout_func=lambda prompts, trainer: {})
+    trainer = runs.made(trl_jax, tools=[add])
+    trainer.train_dataset = Dataset.from_list([{"prompt": "What?"}] * 6)
+    with pytest.raises(ValueError, match="a prompt is the text 'What\\?'. Make prompts of messages"):
+        trainer.train()
