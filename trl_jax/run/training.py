@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 
 class MadeOf(NamedTuple):
-    """What a step is made of and a callback may change.
+    """The parts of a step that a callback may change.
 
     frozen: names on disk of the parameters that a script has frozen.
     """
@@ -73,7 +73,7 @@ class MadeOf(NamedTuple):
         )
 
     def changed_since(self, before: MadeOf) -> str:
-        """What differs, in words."""
+        """The difference, in words."""
         words = "the loss", "max_grad_norm", "what is frozen", "gradient_accumulation_steps"
         return " and ".join(word for word, then, now in zip(words, before, self, strict=True) if then != now)
 

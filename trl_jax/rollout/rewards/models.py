@@ -85,7 +85,7 @@ def reward_model(
     revision = options.get("revision") if isinstance(model, str | os.PathLike) else None
     if is_torch_model(model):
         place, config = model.config._name_or_path, model.config
-        with as_checkpoint(model, "score") as checkpoint:
+        with as_checkpoint(model, "score", dropout=False) as checkpoint:
             ours = checkpoint.load(seed)
     elif isinstance(model, PreTrainedModel):
         ours, place, config = model, model.name_or_path, model.config
