@@ -48,7 +48,9 @@ NEVER = {
 }
 # Used only where the user brings them: in these files, inside functions.
 BROUGHT = {"torch", "trl", "peft", "accelerate"}
-_FILES = ("bridge", "fake_pass", "scans", "objects", "optimizer_state", "random_state", "gpu_words", "losses")
+_FILES = (
+    "bridge", "fake_pass", "scans", "objects", "altered", "optimizer_state", "random_state", "gpu_words", "losses",
+)  # fmt: skip
 BRIDGES = tuple(f"hub/torch/{name}.py" for name in _FILES)
 RUNS_TRL = "cli/compare/child.py"  # a script under TRL itself, inside functions, too
 # llama3 with nothing behind it is not a family: it is what every config calls one way of stretching rope.

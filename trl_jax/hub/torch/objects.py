@@ -24,6 +24,7 @@ from trl_jax.hub.peft.configs import positions_beside, read_adapter_config
 from trl_jax.hub.peft.lora_config import LoraConfig, begun
 from trl_jax.hub.peft.quantization import BitsAndBytesConfig, as_quantization
 from trl_jax.hub.peft.virtual.config import ENCODER
+from trl_jax.hub.torch.altered import check_unaltered
 from trl_jax.models.virtual import PREFIX
 
 logger = logging.getLogger(__name__)
@@ -37,8 +38,11 @@ def is_torch_model(value: Any) -> bool:
 
 
 @contextmanager
-def as_folder(model: Any, head: HeadName) -> Iterator[Path]:
+def as_folder(model: Any, head: HeadName, *, dropout: bool = True) -> Iterator[Path]:
     """A folder, for as long as it is needed, with the model as transformers saves it.
+
+    Args:
+        dropout: whether its dropout counts: it will train with it.
 
     Raises:
         TypeError, ValueError: it is no model of transformers with this head, or quantised by another library than
@@ -46,10 +50,12 @@ def as_folder(model: Any, head: HeadName) -> Iterator[Path]:
     """
     base = model.get_base_model() if is_adapted(model) else model
     _check(base, head)
+    if base is model:
+        _check_no_adapter(model)
+    check_unaltered(model, base, plain=base is model and not _in_few_bits(base), dropout=dropout)
     quantization_of(base)
     with tempfile.TemporaryDirectory(prefix="trl-jax-") as folder:
         if base is model:
-            _check_no_adapter(model)
             _save(base, base.state_dict(), folder)
         else:
             _save_adapted(model, base, Path(folder))
@@ -57,10 +63,11 @@ def as_folder(model: Any, head: HeadName) -> Iterator[Path]:
 
 
 @contextmanager
-def as_checkpoint(model: Any, head: HeadName) -> Iterator[Checkpoint]:
-    """The model as a checkpoint to load, for as long as it is needed, with its adapter where it has one."""
+def as_checkpoint(model: Any, head: HeadName, *, dropout: bool = True) -> Iterator[Checkpoint]:
+    """The model as a checkpoint to load, for as long as it is needed, with its adapter where it has one; arguments as
+    of `as_folder`."""
     name = name_of(model)
-    with as_folder(model, head) as folder, _errors_naming(name, folder):
+    with as_folder(model, head, dropout=dropout) as folder, _errors_naming(name, folder):
         checkpoint = replace(find_checkpoint(str(folder), head=head, dtype="auto"), name=name)
         if is_adapted(model):
             adapter = folder / ADAPTER_FOLDER

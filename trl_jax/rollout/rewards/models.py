@@ -90,7 +90,7 @@ def reward_model(
     if is_torch_model(model):
         place, config = model.config._name_or_path, model.config
         _check_labels(config)
-        with as_checkpoint(model, "score") as checkpoint:
+        with as_checkpoint(model, "score", dropout=False) as checkpoint:
             ours = checkpoint.load(seed)
     elif isinstance(model, PreTrainedModel):
         ours, place, config = model, model.name_or_path, model.config

@@ -81,11 +81,18 @@ def _check_head(model: PreTrainedModel, head: HeadName) -> None:
         )
 
 
-def from_torch(torch_model: Any, args: BaseConfig, head: HeadName, **options: Any) -> PreTrainedModel:
-    """Load the weights of a torch model; `options` of `Checkpoint.load`."""
+def from_torch(
+    torch_model: Any, args: BaseConfig, head: HeadName, *, trains: bool = True, **options: Any
+) -> PreTrainedModel:
+    """Load the weights of a torch model; `options` of `Checkpoint.load`.
+
+    Args:
+        trains: whether it is the model that trains.
+    """
     if args.model_init_kwargs is not None:
         logger.warning("model_init_kwargs has no effect: the model is loaded already.")
-    with as_checkpoint(torch_model, head) as checkpoint:
+    dropout = trains and not vars(args).get("disable_dropout", False)
+    with as_checkpoint(torch_model, head, dropout=dropout) as checkpoint:
         few = checkpoint.quantization is not None
         model = _loaded(checkpoint, args, **(options | {"as_stored": True} if few else options))
         if isinstance(model.backend, AdaptedBackend):
@@ -190,7 +197,7 @@ def load_reference(model: Any, args: BaseConfig, argument: str = "ref_model") ->
     the dtypes that it has."""
     name_or_ours, torch_model = split_model(model)
     if torch_model is not None:
-        return from_torch(torch_model, args, "lm", as_stored=True)
+        return from_torch(torch_model, args, "lm", trains=False, as_stored=True)
     with told_of(argument):
         found = find(name_or_ours, args, "lm", dtype="auto")
         return found if isinstance(found, PreTrainedModel) else _loaded(found, args, as_stored=True)

@@ -1,0 +1,149 @@
+"""Torch models that a script has changed beyond weights and config are refused by name: JAX would pass it over."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from compat_tests.effort import usually
+from compat_tests.models.families import SHAPES
+from compat_tests.parity.dpo_cases import SMALL
+from trl_jax.hub.torch.objects import as_folder
+
+
+@pytest.fixture
+def model(checkpoint):
+    return AutoModelForCausalLM.from_pretrained(checkpoint(**SMALL), dtype=torch.float32)
+
+
+def accepted(model, head="lm", **options):
+    with as_folder(model, head, **options):
+        return True
+
+
+def layer(model):
+    return model.model.layers[0]
+
+
+def act(model):
+    layer(model).mlp.act_fn = nn.ReLU()
+
+
+def forward(model):
+    layer(model).mlp.forward = lambda hidden: 2 * hidden
+
+
+def hook(model):
+    layer(model).register_forward_hook(lambda module, given, found: found)
+
+
+def before(model):
+    model.lm_head.register_forward_pre_hook(lambda module, given: given)
+
+
+def backward(model):
+    layer(model).register_full_backward_hook(lambda module, given, found: None)
+
+
+def gradient(model):
+    model.lm_head.weight.register_hook(lambda gradient: 0 * gradient)
+
+
+def tie(model):
+    model.lm_head.weight = model.model.embed_tokens.weight
+
+
+def epsilon(model):
+    layer(model).input_layernorm.variance_epsilon = 0.5
+
+
+def later_config(model):
+    model.config.rms_norm_eps = 0.25
+
+
+def scale(model):
+    layer(model).self_attn.scaling = 0.01
+
+
+def frequencies(model):
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+
+
+def norm(model):
+    model.model.norm = nn.Identity()
+
+
+CHANGES = {
+    act: r"model\.layers\.0\.mlp\.act_fn is a ReLU, and by its config a SiLUActivation",
+    forward: r"model\.layers\.0\.mlp\.forward is a function of the script's",
+    hook: r"model\.layers\.0 has a hook of the script's, <lambda>",
+    before: "lm_head has a hook of the script's, <lambda>",
+    backward: r"model\.layers\.0 has a hook of the script's, <lambda>",
+    gradient: r"the gradient of lm_head\.weight has a hook",
+    tie: "its head and its embedding are one, and its config has tie_word_embeddings=False",
+    epsilon: r"input_layernorm\.variance_epsilon is 0\.5, and by its config 1e-06",
+    later_config: r"input_layernorm\.variance_epsilon is 1e-06, and by its config 0\.25",
+    scale: r"self_attn\.scaling is 0\.01, and by its config 0\.35\d+",
+    frequencies: r"rotary_emb\.inv_freq has other numbers than by its config",
+    norm: r"model\.norm is a Identity, and by its config a LlamaRMSNorm",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_change_that_jax_would_pass_over_is_refused(change, model):
+    change(model)
+    words = r"model is a LlamaForCausalLM that was changed after it was made: .*"
+    with pytest.raises(ValueError, match=words + CHANGES[change] + r"\. JAX computes what its config says"):
+        accepted(model)
+
+
+def test_a_dropout_that_was_turned_off_is_refused(checkpoint):
+    """As TRL's disable_dropout_in_model leaves a model; unless the run has none anyway."""
+    folder = checkpoint("gpt2", head="causal", num_hidden_layers=1, resid_pdrop=0.1)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert accepted(model)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0
+    with pytest.raises(ValueError, match=r"\.p is 0, and by its config 0\.1"):
+        accepted(model)
+    assert accepted(model, dropout=False)
+
+
+def test_what_scripts_and_libraries_do_to_models_is_no_change(model):
+    """The hook that asks for gradients, by transformers and by the words of peft's documents; gradients' checkpoints; a
+    way through sixteen bits; other numbers of tokens; a forward pass."""
+
+    def make_inputs_require_grad(module, given, found):
+        found.requires_grad_(True)
+
+    model.get_input_embeddings().register_forward_hook(make_inputs_require_grad)
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable()
+    model.resize_token_embeddings(600)
+    model.config.pad_token_id = 3
+    model.to(torch.bfloat16).train()
+    model(input_ids=torch.tensor([[3, 4]])).logits.sum().backward()
+    drawn = torch.get_rng_state()
+    assert accepted(model)
+    assert torch.equal(torch.get_rng_state(), drawn)  # a script's own draws go on as they would
+
+
+def test_a_head_that_is_tied_by_its_config_is_no_change(checkpoint):
+    assert accepted(AutoModelForCausalLM.from_pretrained(checkpoint(**SMALL | {"tie": True})))
+
+
+USUAL = {"gemma3_text", "gpt_oss", "qwen3_next"}
+
+
+@pytest.mark.parametrize("family", usually(lambda family: family in USUAL, sorted(SHAPES)))
+def test_models_as_transformers_makes_them_are_accepted(family, checkpoint):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint(family, head="causal"), dtype=torch.float32)
+    assert accepted(model)
+
+
+def test_encoders_are_accepted(checkpoint):
+    folder = checkpoint("bert", num_hidden_layers=1)
+    assert accepted(AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1), "score")
