@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,12 @@ def run(script: Path, *arguments: object) -> str:
 
 def _epochs(few: int) -> list:
     return [] if THOROUGH else ["--epochs", few]
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "examples").glob("*.py")))
+def test_what_an_example_imports_is_there(name, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    assert runpy.run_path(str(ROOT / "examples" / f"{name}.py"))["__doc__"]
 
 
 @only_thorough

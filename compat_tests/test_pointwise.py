@@ -163,7 +163,7 @@ class TasksLoss(PointwiseTrainer):
         return super().compute_loss(model, inputs, return_outputs)
 
 
-@pytest.mark.parametrize("kind", [OwnLoss, TasksLoss])
+@pytest.mark.parametrize("kind", [OwnLoss, thorough(TasksLoss)])
 def test_it_answers_to_a_scripts_own_loss(make, kind):
     ours, theirs = (
         trained(make(k.__name__, kind=k, eval_dataset=table(7), config={"eval_strategy": "epoch"}))

