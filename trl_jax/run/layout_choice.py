@@ -41,7 +41,7 @@ def exact_layout(
     if not backend.takes_packed:
         return "padded", "this model reads whole rows, not texts laid end to end"
     if backend.drops_out and not args.disable_dropout:
-        return "padded", "attention along packed rows knows no dropout"
+        return "padded", "attention along packed rows knows no dropout, which the model or its adapter has"
     if args.neftune_noise_alpha:
         return "padded", "with neftune_noise_alpha each text gets noise of its own, also where two begin alike"
     if asked == "auto" and args.device.type == "cuda" and striped:

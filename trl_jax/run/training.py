@@ -33,7 +33,7 @@ from trl_jax.engine.prefetch import AsNeeded, Prefetched
 from trl_jax.hub.torch.objects import give_back
 from trl_jax.run.arguments.optimizer_choice import LearningRate, OptimizerChoice
 from trl_jax.run.callbacks import begin_state
-from trl_jax.run.data import length_of, step_layout
+from trl_jax.run.data import length_of, reason_of_layout, step_layout
 from trl_jax.run.dataloaders import steps_of
 from trl_jax.run.first_lines import tell_compilation, tell_layout, tell_model, tell_trained
 from trl_jax.run.hooks import TrainerHooks
@@ -169,7 +169,7 @@ class Training:
         batches = self._hooks.get_train_dataloader() if run.rollout is None else run.rollout
         run.events.handler.train_dataloader = batches
         steps = batches if run.rollout is not None else steps_of(batches, "get_train_dataloader")
-        tell_layout(run, step_layout(run, training=True).layout)  # unless the dataset's survey has
+        tell_layout(run, step_layout(run, training=True).layout, reason_of_layout(run))  # unless a survey has
         step = train_step.made(tx)
         place = None if "compute_loss" in run.overridden else train_step.placed
         # Scripts' own `log` may be older than its second argument.
