@@ -6,10 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from compat_tests.effort import only_thorough
+from trl_jax.cli.adjusted import ADJUSTMENTS
+from trl_jax.hub.peft.lora_config import LoraConfig
 
 ROOT = str(Path(__file__).parents[2])
 
@@ -205,3 +208,16 @@ def test_a_notebook_installs_it_in_a_cell(tmp_path):
     env = {**os.environ, "PYTHONPATH": ROOT}
     done = subprocess.run([sys.executable, "cells.py"], capture_output=True, text=True, env=env, cwd=tmp_path)
     assert done.stdout == "trl_jax.trainer.sft_config steps 1\n", done.stderr
+
+
+def test_peft_takes_what_get_peft_config_returns():
+    peft = pytest.importorskip("peft")
+    module = SimpleNamespace(get_peft_model=lambda model, peft_config: peft_config)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(sys.modules, "peft", peft)
+        patched.setattr(peft, "get_peft_model", peft.get_peft_model)  # put back behind it
+        ADJUSTMENTS["peft.mapping_func"](module)
+        given = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        made = module.get_peft_model("model", given)
+        assert module.get_peft_model("model", made) is made
+    assert isinstance(made, peft.LoraConfig) and (made.r, made.target_modules) == (4, {"q_proj"})

@@ -87,6 +87,10 @@ def test_a_secret_that_was_read_is_found_anywhere(monkeypatch):
     assert masked({"run_name": "of plainly secret-1"}) == {"run_name": "of <HUB_TOKEN>"}
     monkeypatch.setenv("SOME_API_KEY", "in-the-environment\n")
     assert scrubbed("x in-the-environment y") == "x <SOME_API_KEY> y"
+    monkeypatch.setenv("PWD", "/home/somebody/work")  # the shell's folder, no password
+    monkeypatch.setenv("OLDPWD", "/home/somebody/before")
+    told = "The model is in /home/somebody/work/out, no longer in /home/somebody/before."
+    assert scrubbed(told) == told
     learn({"token": "a"})  # shorter than any that is looked for
     assert scrubbed("an apple") == "an apple"
 

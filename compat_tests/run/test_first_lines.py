@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import TrainerCallback
@@ -75,6 +76,17 @@ def test_a_loss_of_ones_own_has_its_layout_told(folder, tmp_path, told):
     Own(str(folder), make(trl_jax, folder, tmp_path, config={"max_steps": 1}).args, train_dataset=table(8)).train()
     assert told()[1] == "Layout padded: the script's own loss gets whole rows."
     assert told()[2].startswith("Compiling the step for shape 1, tokens ")
+
+
+def test_rows_that_a_run_writes_have_their_layout_told_with_its_reason(monkeypatch):
+    said = []
+    monkeypatch.setattr(first_lines, "tell", lambda run, kind, text: said.append(text))
+    for layout, reason in (("padded", "attention along packed rows knows no dropout"), ("shared", "")):
+        first_lines.tell_layout(SimpleNamespace(own_loss=None), layout, reason)
+    assert said == [
+        "Layout padded: attention along packed rows knows no dropout.",
+        "Layout shared: what it saves is known once there are rows.",
+    ]
 
 
 def test_a_quieter_log_level_is_heard(folder, tmp_path, told):

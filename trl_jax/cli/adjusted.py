@@ -77,8 +77,34 @@ def _arguments(module: ModuleType) -> None:
     _let_arguments_be_old(module)
 
 
+def _take_our_adapters(module: ModuleType) -> None:
+    """Let `peft.get_peft_model` take a LoraConfig of ours, as `trl.get_peft_config` returns it."""
+    plain = module.get_peft_model
+
+    @functools.wraps(plain)
+    def get_peft_model(model: Any, peft_config: Any, *args: Any, **options: Any) -> Any:
+        return plain(model, _as_pefts(peft_config), *args, **options)
+
+    module.get_peft_model = get_peft_model
+    if "get_peft_model" in vars(package := sys.modules.get("peft", module)):
+        package.get_peft_model = get_peft_model
+
+
+def _as_pefts(config: Any) -> Any:
+    from trl_jax.hub.peft.lora_config import LoraConfig
+
+    if not isinstance(config, LoraConfig):
+        return config
+    from peft import LoraConfig as Theirs
+
+    known = inspect.signature(Theirs).parameters
+    usual = vars(LoraConfig())
+    return Theirs(**{name: value for name, value in vars(config).items() if name in known and value != usual[name]})
+
+
 # A module's name -> what is done to it after it was imported.
 ADJUSTMENTS: dict[str, Callable[[ModuleType], None]] = {
+    "peft.mapping_func": _take_our_adapters,
     "torch": gpu_words.answer,
     "transformers.hf_argparser": _let_flags_be_old,
     "transformers.modeling_utils": lambda module: gpu_words.load_anywhere(module.PreTrainedModel),

@@ -40,6 +40,7 @@ _SHAPES = re.compile(
 _NAME = re.compile(r"""(?:\\*["'])?\b(?P<name>[A-Za-z][\w.-]{0,80})(?P<closed>\\*["'])?\s*(?P<sign>[=:])\s*""")
 _VALUE = re.compile(r"""\\*(?P<mark>["']).*?(?P=mark)|["'\[({][^\n]*|(?:(?:Bearer|Basic) )?[^\s"'&,;}\])]+""")
 _NO_SECRET = re.compile(r"(?i)none|null|true|false|<[A-Z0-9_]+>")
+_FOLDERS = ("PWD", "OLDPWD")  # of the environment: where a shell is, and was
 _known: dict[str, list[str]] = {}  # secrets that were read -> what stands for them, by each of their names
 
 
@@ -96,13 +97,18 @@ def _without_known(text: str) -> str:
     """A text without the secrets of the environment, and without those that were read."""
     if len(text) < _SHORTEST:  # most values of arguments: they are many, and so may be the environment's
         return text
-    secrets = {value.strip(): placeholder(key) for key, value in os.environ.items() if is_secret(key)}
+    secrets = {value.strip(): placeholder(key) for key, value in os.environ.items() if _hides(key)}
     secrets |= {value: names[0] for value, names in _known.items()}
     for secret, instead in sorted(secrets.items(), key=lambda item: -len(item[0])):
         if len(secret) >= _SHORTEST:
             for form in dict.fromkeys((secret, repr(secret)[1:-1], quote(secret, safe=""))):
                 text = text.replace(form, instead)
     return text
+
+
+def _hides(key: str) -> bool:
+    """Whether a variable of the environment is a secret."""
+    return key not in _FOLDERS and is_secret(key)
 
 
 def shown(name: str, value: Any) -> str:

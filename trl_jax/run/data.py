@@ -141,6 +141,12 @@ def only_pass(run: RunState, arrays: Batch) -> Batch:
     return jax.tree.map(lambda leaf: leaf[0], arrays) if run.shards > 1 else arrays
 
 
+def reason_of_layout(run: RunState) -> str:
+    """Why the run's layout, without a survey of lengths, is another than asked for; "" where it is not."""
+    options = {"striped": _striped(run), "branches": isinstance(run.task, PolicyTask)}
+    return layout_choice.exact_layout(run.args, run.model.backend, **options)[1]
+
+
 def step_layout(run: RunState, plan: LayoutPlan | None = None, *, training: bool) -> StepLayout:
     """How the run lays out its steps, whoever makes the examples.
 

@@ -54,10 +54,15 @@ def tell_model(run: RunState) -> None:
     tell(run, "model", text)
 
 
-def tell_layout(run: RunState, layout: str) -> None:
+def tell_layout(run: RunState, layout: str, reason: str) -> None:
     """Say how steps are laid out that no survey of a dataset has told of: for a script's own loss, and of rows that
-    the run writes."""
-    why = "the script's own loss gets whole rows" if run.own_loss else "what it saves on rows to come is not known yet"
+    the run writes.
+
+    Args:
+        reason: why it is another layout than asked for; "" where it is not.
+    """
+    why = "the script's own loss gets whole rows" if run.own_loss else reason
+    why = why or "what it saves is known once there are rows"
     tell(run, "layout", f"Layout {layout}: {why}.")
 
 

@@ -44,7 +44,7 @@ def exact_layout(
     if compares and backend.virtual.count:
         return "padded", "the reference reads the texts of a row without the virtual tokens before them"
     if backend.drops_out and not args.disable_dropout:
-        return "padded", "attention along packed rows knows no dropout"
+        return "padded", "attention along packed rows knows no dropout, which the model or its adapter has"
     if args.neftune_noise_alpha:
         return "padded", "with neftune_noise_alpha each text gets noise of its own, also where two begin alike"
     if asked == "auto" and args.device.type == "cuda" and striped:

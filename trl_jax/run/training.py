@@ -36,7 +36,7 @@ from trl_jax.hub.torch.objects import give_back
 from trl_jax.run.arguments.optimizer_choice import LearningRate, OptimizerChoice
 from trl_jax.run.arguments.param_groups import GROUPS, ShownOptimizer
 from trl_jax.run.callbacks import begin_state
-from trl_jax.run.data import length_of, step_layout
+from trl_jax.run.data import length_of, reason_of_layout, step_layout
 from trl_jax.run.dataloaders import steps_of
 from trl_jax.run.first_lines import tell_compilation, tell_layout, tell_model, tell_trained
 from trl_jax.run.hooks import TrainerHooks
@@ -239,7 +239,7 @@ class Training:
         batches = self._hooks.get_train_dataloader() if run.rollout is None else run.rollout
         run.events.handler.train_dataloader = batches
         steps = batches if run.rollout is not None else steps_of(batches, "get_train_dataloader")
-        tell_layout(run, step_layout(run, training=True).layout)  # unless the dataset's survey has
+        tell_layout(run, step_layout(run, training=True).layout, reason_of_layout(run))  # unless a survey has
         step, self._made_of = train_step.made(tx), MadeOf.now(run)
         place = None if "compute_loss" in run.overridden else train_step.placed
         tell = partial(tell_compilation, run, steps)
