@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trl_jax.scripts.generation_fields import FieldsParser
 from trl_jax.scripts.loaded_model import LoadedModel, add_model_flags
+
+if TYPE_CHECKING:
+    from trl_jax.hub.generating.settings import Settings
 
 _HELP = "Ctrl-D or /exit ends it, /clear begins anew, /undo takes the last answer back."
 
@@ -81,12 +84,21 @@ def _read() -> str | None:
         return None
 
 
+def _as_asked(settings: Settings) -> Any:
+    """The GenerationConfig without lengths that nobody chose: passed on, they would look like a choice."""
+    if settings.default_max_length:
+        settings.config.max_length = None
+    if settings.default_min_length:
+        settings.config.min_length = None
+    return settings.config
+
+
 class Answerer:
     """Answers a conversation, and prints the words as they come."""
 
     def __init__(self, model: LoadedModel, args: ChatArguments):
         self._model, self._tokenizer = model.load(), model.tokenizer
-        self._config = model.settings(args.fields).config
+        self._config = _as_asked(model.settings(args.fields))
         self._dtype = "bfloat16" if args.bf16 else "float32"
 
     def __call__(self, messages: list[dict[str, str]]) -> str:
