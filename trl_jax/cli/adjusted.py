@@ -95,11 +95,11 @@ def _as_pefts(config: Any) -> Any:
 
     if not isinstance(config, LoraConfig):
         return config
-    from peft import LoraConfig as Theirs
+    theirs = sys.modules["peft"].LoraConfig
 
-    known = inspect.signature(Theirs).parameters
+    known = inspect.signature(theirs).parameters
     usual = vars(LoraConfig())
-    return Theirs(**{name: value for name, value in vars(config).items() if name in known and value != usual[name]})
+    return theirs(**{name: value for name, value in vars(config).items() if name in known and value != usual[name]})
 
 
 # A module's name -> what is done to it after it was imported.
