@@ -84,9 +84,7 @@ def test_arguments_of_policies():
     found = {one.what: (one.kind, one.text) for one in findings(read(POLICIES))}
     old = [text for what, (kind, text) in found.items() if what.startswith("RLOOTrainer(") and kind == CHANGED]
     assert len(old) == 5 and "An old name: pass it as reward_funcs." in old
-    assert found["GRPOTrainer(tools=...)"] == (WORKS, "")
-    kind, text = found["GRPOTrainer(environment_factory=...)"]
-    assert kind == REFUSED and "rollout_func" in text
+    assert found["GRPOTrainer(tools=...)"] == found["GRPOTrainer(environment_factory=...)"] == (WORKS, "")
     assert found["GRPOConfig(per_device_train_batch_size=1)"] == (WORKS, "")
     assert "own generator" in found["GRPOConfig(use_vllm=True)"][1]
 

@@ -10,7 +10,7 @@ import pytest
 import trl
 
 from compat_tests.tiny import tiny_tokenizer
-from trl_jax.rollout.tools import Toolbox, Tools
+from trl_jax.rollout.tools import Calls, Tools
 from trl_jax.trainer.shared.response_templates import response_template
 from trl_jax.trainer.shared.tools import tools_of
 
@@ -63,7 +63,7 @@ def tokenizer_of(form):
 
 def tools(form="json", **limits):
     limits = {"most_turns": None, "longest": 200, "positions": None} | limits
-    return tools_of([add, echo], tokenizer_of(form), {}, **limits)
+    return tools_of([add, echo], None, tokenizer_of(form), {}, **limits)
 
 
 def call(name, **arguments):
@@ -102,7 +102,7 @@ def test_a_call_is_answered_and_the_model_goes_on(form):
     assert first == {"role": "assistant", "content": "", "tool_calls": [call("add", a=1, b=2)]}
     assert answer == {"role": "tool", "name": "add", "content": "3"} and last["content"] == "Three."
     assert written.metrics == {"tools/call_frequency": 1.0, "tools/failure_frequency": 0.0}
-    assert made.toolbox.metrics(1)["tools/call_frequency"] == 0.0  # those of the next completions
+    assert made.calls.metrics(1)["tools/call_frequency"] == 0.0  # those of the next completions
 
 
 @pytest.mark.parametrize("limits", [{"longest": 60}, {"positions": 75}, {"most_turns": 0}])
@@ -127,15 +127,16 @@ def test_turns_are_counted():
 
 def test_what_goes_wrong_is_an_answer():
     """Those of async functions come last, as in TRL."""
-    box = Toolbox({"add": add, "echo": echo})
+    calls, functions = Calls(), {"add": add, "echo": echo}
     other = {"type": "web", "name": "search"}
-    answers = box.answers([call("echo", word="so"), call("add", a=1), call("none"), call("echo", word="bad"), other])
+    asked = [call("echo", word="so"), call("add", a=1), call("none"), call("echo", word="bad"), other]
+    answers = calls.answers(asked, functions)
     assert [message["name"] for message in answers] == ["add", "none", "search", "echo", "echo"]
     assert "missing 1 required positional argument" in answers[0]["content"]
     wanted = ["Tool none not found.", "Unsupported tool call type: web"]
     assert [message["content"] for message in answers[1:3]] == [str({"error": text}) for text in wanted]
     assert [message["content"] for message in answers[3:]] == ["so", str({"error": "not that"})]
-    assert box.metrics(2) == {"tools/call_frequency": 2.5, "tools/failure_frequency": pytest.approx(0.8)}
+    assert calls.metrics(2) == {"tools/call_frequency": 2.5, "tools/failure_frequency": pytest.approx(0.8)}
 
 
 def test_prompts_name_the_functions():
@@ -147,7 +148,7 @@ def test_a_template_that_depends_on_what_follows_is_exchanged():
     """As Qwen3's, which leaves thoughts out of all turns but the last."""
     words = tokenizer_of("json")
     words.chat_template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
-    made, options = tools_of([add], words, {"x": 1}, most_turns=None, longest=9, positions=None)
+    made, options = tools_of([add], None, words, {"x": 1}, most_turns=None, longest=9, positions=None)
     assert options["x"] == made.template_options["x"] == 1
     assert options["chat_template"] == made.template_options["chat_template"] != words.chat_template
 
@@ -166,7 +167,7 @@ def test_what_cannot_be_called_is_refused(functions, template, error, text):
     words = tokenizer_of("json")
     words.chat_template = FORMS.get(template, template)
     with pytest.raises(error, match=text):
-        tools_of(functions, words, {}, most_turns=None, longest=9, positions=None)
+        tools_of(functions, None, words, {}, most_turns=None, longest=9, positions=None)
 
 
 def test_another_form_of_calls_says_what_to_set():

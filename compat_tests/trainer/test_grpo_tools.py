@@ -1,4 +1,4 @@
-"""Tools in whole runs beside TRL's: messages, tokens and each logged number."""
+"""Tools and environments in whole runs beside TRL's: messages, tokens and each logged number."""
 
 from __future__ import annotations
 
@@ -30,15 +30,56 @@ CONFIG = BASE | {
 ROWS = [{"prompt": [{"role": "user", "content": f"What is {i} and {i}?"}]} for i in range(6)]
 
 
+class Shop:
+    """Sells."""
+
+    def reset(self, **row):
+        self.bought, self.row = 0, row
+        return " You have 3."
+
+    def buy(self, what: str) -> str:
+        """Buy a thing.
+
+        Args:
+            what: the thing.
+        """
+        self.bought += 1
+        return f"one {what}"
+
+    async def get_reward(self):
+        return float(self.bought)
+
+
+class Library:
+    """Knows."""
+
+    def reset(self, prompt, **row):
+        self.asked = prompt[-1]["content"]
+
+    def look(self) -> str:
+        """Look around."""
+        return self.asked
+
+
+VISITS = [
+    '<tool_call>{"name": "buy", "arguments": {"what": "pen"}}</tool_call>' + END,
+    '<tool_call>{"name": "look", "arguments": {}}</tool_call>' + END,
+    CALLS["json"] + END,
+    "No." + END,
+]
+
+
 class Runs:
     """A run of either package; the first turn of each completion is given, the others are drawn."""
 
     def __init__(self, folder, out, monkeypatch):
         self.folder, self.out, self.monkeypatch, self.seen = folder, out, monkeypatch, []
+        self.texts, self.rows, self.options = FIRST, ROWS, {"tools": [add, echo]}
 
-    def reward(self, completions, completion_ids, **columns):
+    def reward(self, prompts, completions, completion_ids, environments=(), **columns):
         ids = [list(map(int, own)) for own in completion_ids]
-        self.seen.append(list(zip(completions, ids, strict=True)))
+        kinds = [type(environment).__name__ for environment in environments] or [None] * len(ids)
+        self.seen.append(list(zip(completions, ids, prompts, kinds, strict=True)))
         return [float(len(ids) % 7) for ids in completion_ids]
 
     def made(self, package, **options):
@@ -47,11 +88,11 @@ class Runs:
         if package is trl:
             words.response_template = response_template(words)
         return package.GRPOTrainer(
-            str(self.folder), self.reward, args, Dataset.from_list(ROWS), processing_class=words, **options
+            str(self.folder), self.reward, args, Dataset.from_list(self.rows), processing_class=words, **options
         )
 
     def ours(self):
-        trainer, first = self.made(trl_jax, tools=[add, echo]), self.first()
+        trainer, first = self.made(trl_jax, **self.options), self.first()
         complete = PolicyWriter.complete
 
         def given(writer, ids, group):
@@ -62,7 +103,7 @@ class Runs:
 
     def theirs(self):
         torch.set_num_threads(1)
-        trainer, first, turns = self.made(trl, tools=[add, echo]), self.first(), []
+        trainer, first, turns = self.made(trl, **self.options), self.first(), []
         generate = trainer._generate_single_turn
 
         def given(ids, *rest, **options):
@@ -74,7 +115,7 @@ class Runs:
 
     def first(self):
         words = tokenizer_of("json")
-        return [words(text)["input_ids"] for text in FIRST]
+        return [words(text)["input_ids"] for text in self.texts]
 
     def trained(self, trainer):
         self.seen = []
@@ -90,10 +131,35 @@ def runs(checkpoint, tmp_path, monkeypatch):
 
 def test_a_run_is_trls(runs):
     (seen, logs), (wanted, numbers) = runs.ours(), runs.theirs()
-    assert seen == wanted and [len(messages) for messages, _ in seen[0]] == [3, 1, 4, 1]
+    assert seen == wanted and [len(messages) for messages, *_ in seen[0]] == [3, 1, 4, 1]
     for own, other in zip(logs, numbers, strict=True):
         assert other["tools/call_frequency"] == 1.0 and other["tools/failure_frequency"] == 0.25
         assert_same(own, other, same_order=True)
+
+
+def test_environments_are_trls(runs):
+    """Two kinds, of which one judges itself; a group of completions has one prompt, a generation may have two."""
+    kinds = {"shop": Shop, "library": Library}
+    runs.rows = [row | {"environment": list(kinds)[number % 2]} for number, row in enumerate(ROWS)]
+    runs.texts, runs.options = VISITS, {"tools": [add], "environment_factory": kinds}
+    (seen, logs), (wanted, numbers) = runs.ours(), runs.theirs()
+    assert seen == wanted
+    told = {kind: prompt[-1]["content"] for of_one in seen for _, _, prompt, kind in of_one}
+    assert told["Shop"].endswith(" You have 3.") and "have" not in told["Library"]
+    for own, other in zip(logs, numbers, strict=True):
+        assert "rewards/Shop/mean" in other and other["tools/call_frequency"] == 0.75
+        assert_same(own, other, same_order=True)
+
+
+@pytest.mark.parametrize(("rows", "factory", "text"), [
+    (ROWS, {"shop": Shop}, "^Example has `environment=None`, which is not among .*: \\['shop'\\]"),
+    (ROWS, Runs, "must define a callable `reset`"),
+])  # fmt: skip
+def test_environments_that_are_not_there(runs, rows, factory, text):
+    runs.rows = rows
+    given = (lambda: Runs(None, None, None)) if factory is Runs else factory
+    with pytest.raises(ValueError, match=text):
+        runs.made(trl_jax, environment_factory=given).train()
 
 
 def test_what_tools_do_not_go_with(runs):

@@ -16,6 +16,7 @@ from trl_jax.tasks.policy import PolicyTask
 
 Ids = Sequence[Sequence[int]]
 Logps = Sequence[np.ndarray]
+Row = dict[str, Any]
 
 
 class Rewards(Protocol):
@@ -56,6 +57,7 @@ class Rollout:
     saw_tokens: told how many tokens were read and written in training; gives those of the whole run.
     table: shows and writes completions with their rewards; None does not.
     tell: says to whoever looks on what is being done.
+    begin: rows -> rows with what completions need that act in environments.
     start: begins a call and returns a function that waits for what it gives: log-probabilities are computed while
         completions are judged. Reward functions stay in this thread, which some need for signals of their own.
     """
@@ -70,6 +72,7 @@ class Rollout:
     start: Callable[[Callable[[], Any]], Callable[[], Any]]
     table: CompletionsLog | None = None
     tell: Callable[[str], None] = lambda text: None
+    begin: Callable[[Sequence[Row]], Sequence[Row]] = lambda rows: rows
     collected: dict[str, Collected] = field(default_factory=lambda: {"train": Collected(), "eval": Collected()})
 
     def make(self, rows: Sequence[dict[str, Any]], group: int, mode: str) -> Experience:
@@ -78,6 +81,7 @@ class Rollout:
         Args:
             mode: "train" or "eval": where metrics are collected.
         """
+        rows = self.begin(rows)
         metrics, prompts = self.collected[mode], [row["prompt"] for row in rows]
         made = self.writer.write(prompts, group)
         ids, written, lengths = made.prompt_ids, made.completion_ids, [int(own.sum()) for own in made.by_model]

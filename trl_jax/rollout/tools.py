@@ -1,4 +1,5 @@
-"""Completions in turns: the model calls functions, reads what they answer, and goes on. TRL's `tools` of GRPO."""
+"""Completions in turns: the model calls functions, reads what they answer, and goes on. TRL's `tools` and
+`environment_factory` of GRPO."""
 
 from __future__ import annotations
 
@@ -10,19 +11,22 @@ import numpy as np
 
 from trl_jax.data.rows.prompts import parsed_message
 from trl_jax.rollout.coroutines import EventLoop, is_async
+from trl_jax.rollout.environments import Environments, methods_of
 from trl_jax.rollout.written import Written
 
 Message = dict[str, Any]
+Functions = Mapping[str, Callable[..., Any]]
 
 
 @dataclass
 class Turns:
     """A completion that is being written.
 
-    prompt: its token ids. tokens: those behind it, answers of tools among them. by_model: of each of these, whether the
-    model wrote it. messages: the model's and the tools', in turn.
+    functions: which the model may call, by name. prompt: its token ids. tokens: those behind it, answers among them.
+    by_model: of each of these, whether the model wrote it. messages: the model's and the tools', in turn.
     """
 
+    functions: Functions
     prompt: list[int]
     tokens: list[int]
     by_model: list[bool]
@@ -43,27 +47,23 @@ class Turns:
 
 
 @dataclass
-class Toolbox:
-    """Functions that a model calls by name, and how often it did and failed.
+class Calls:
+    """Calls functions for a model, and counts how often it did and failed."""
 
-    functions: by name; async ones of a message run beside each other.
-    """
-
-    functions: Mapping[str, Callable[..., Any]]
     calls: int = 0
     failures: int = 0
     _loop: EventLoop = field(default_factory=EventLoop)
 
-    def answers(self, calls: Sequence[Any]) -> list[Message]:
-        """A message for each call of a model's message, those of async functions last. What goes wrong is an answer,
-        too."""
+    def answers(self, calls: Sequence[Any], functions: Functions) -> list[Message]:
+        """A message for each call of a model's message, those of async functions last, which run beside each other.
+        What goes wrong is an answer, too."""
         done: list[tuple[str, Any]] = []
         waiting: list[tuple[str, Coroutine]] = []
         for call in calls:
             self.calls += 1
             name = _name(call)
             try:
-                function = self._function(call, name)
+                function = _called(call, name, functions)
                 result = function(**call["function"]["arguments"])
                 (waiting if is_async(function) else done).append((name, result))
             except Exception as error:  # whatever a script's own function raises
@@ -80,13 +80,6 @@ class Toolbox:
         failed = np.float32(failures) / np.float32(calls) if calls else 0.0
         return {"tools/call_frequency": float(frequency), "tools/failure_frequency": float(failed)}
 
-    def _function(self, call: Any, name: str) -> Callable[..., Any]:
-        if call.get("type", "function") != "function":
-            raise ValueError(f"Unsupported tool call type: {call['type']}")
-        if name not in self.functions:
-            raise ValueError(f"Tool {name} not found.")
-        return self.functions[name]
-
     def _failed(self, error: Exception) -> dict[str, str]:
         self.failures += 1
         return {"error": str(error)}
@@ -96,17 +89,27 @@ class Toolbox:
 class Tools:
     """How completions go on behind calls of tools.
 
+    functions: by name. environments: whose methods are tools of the completions in them; None: there are none.
     template_options: further arguments of the chat template. most_turns: in which tools are called; None: any number.
     longest: tokens of a completion, answers included. positions: what a text has fewer tokens than before a turn; None:
     any number.
     """
 
-    toolbox: Toolbox
+    functions: Functions
+    environments: Environments | None
     tokenizer: Any
     template_options: Mapping[str, Any]
     most_turns: int | None
     longest: int
     positions: int | None
+    calls: Calls = field(default_factory=Calls)
+
+    @property
+    def of_each(self) -> list[Functions] | None:
+        """The functions of each completion of the rows that were begun last; None where they are the same of all."""
+        if self.environments is None:
+            return None
+        return [self.functions | by_name(methods_of(environment)) for environment in self.environments.current]
 
     def completed(
         self, prompt_ids: Sequence[list[int]], completion_ids: Sequence[np.ndarray], complete: Callable
@@ -117,8 +120,9 @@ class Tools:
             completion_ids: the first turn of each.
             complete: token ids -> the model's next tokens, int32 arrays.
         """
-        first = zip(prompt_ids, completion_ids, strict=True)
-        every = [self._begun(list(prompt), own.tolist()) for prompt, own in first]
+        functions = self.of_each or [self.functions] * len(completion_ids)
+        first = zip(functions, prompt_ids, completion_ids, strict=True)
+        every = [self._begun(of_one, list(prompt), own.tolist()) for of_one, prompt, own in first]
         waiting, turn = [turns for turns in every if turns.calls], 0
         while waiting and (self.most_turns is None or turn < self.most_turns):
             waiting = [turns for turns in waiting if self._answer(turns)]
@@ -126,23 +130,23 @@ class Tools:
                 texts = [turns.prompt + turns.tokens for turns in waiting]
                 for turns, text, tokens in zip(waiting, texts, complete(texts), strict=True):
                     tokens = tokens[: self.longest - len(turns.tokens)].tolist()
-                    turns.written(tokens, self._message(tokens, text) if tokens else None)
+                    turns.written(tokens, self._message(turns.functions, tokens, text) if tokens else None)
             waiting, turn = [turns for turns in waiting if turns.calls], turn + 1
         ids = [np.asarray(turns.tokens, np.int32) for turns in every]
         by_model = [np.asarray(turns.by_model, bool) for turns in every]
         messages = [turns.messages for turns in every]
-        return Written(prompt_ids, ids, by_model, messages=messages, metrics=self.toolbox.metrics(len(every)))
+        return Written(prompt_ids, ids, by_model, messages=messages, metrics=self.calls.metrics(len(every)))
 
-    def _begun(self, prompt: list[int], tokens: list[int]) -> Turns:
-        return Turns(prompt, tokens, [True] * len(tokens), [self._message(tokens, prompt)])
+    def _begun(self, functions: Functions, prompt: list[int], tokens: list[int]) -> Turns:
+        return Turns(functions, prompt, tokens, [True] * len(tokens), [self._message(functions, tokens, prompt)])
 
-    def _message(self, tokens: list[int], before: list[int]) -> Message:
-        return parsed_message(tokens, before, self.tokenizer, list(self.toolbox.functions.values()))
+    def _message(self, functions: Functions, tokens: list[int], before: list[int]) -> Message:
+        return parsed_message(tokens, before, self.tokenizer, list(functions.values()))
 
     def _answer(self, turns: Turns) -> bool:
         """Call the tools of the last message; whether there is room for what they answer. Without, the completion ends
         where it called them."""
-        answers = self.toolbox.answers(turns.calls)
+        answers = self.calls.answers(turns.calls, turns.functions)
         tokens = self._tokens_of(answers)
         length = len(turns.tokens) + len(tokens)
         if length > self.longest or (self.positions is not None and len(turns.prompt) + length >= self.positions):
@@ -168,6 +172,19 @@ class Tools:
     def _rendered(self, talk: list[Message], **options: Any) -> list[int]:
         options |= {"tokenize": True, "return_dict": False, **self.template_options}
         return list(self.tokenizer.apply_chat_template(talk, **options))
+
+
+def by_name(functions: Sequence[Callable]) -> dict[str, Callable]:
+    """Functions by the names that a model calls them by."""
+    return {function.__name__: function for function in functions}
+
+
+def _called(call: Any, name: str, functions: Functions) -> Callable[..., Any]:
+    if call.get("type", "function") != "function":
+        raise ValueError(f"Unsupported tool call type: {call['type']}")
+    if name not in functions:
+        raise ValueError(f"Tool {name} not found.")
+    return functions[name]
 
 
 def _name(call: Any) -> str:

@@ -90,6 +90,7 @@ def rollout_steps(
     writer = PolicyWriter(run, parts, streams[own_rank(run.shards) if alone else 0], line, alone)
     writer = RankWriter(writer, streams) if alone else writer
     rewards = RankRewards(parts.rewards) if several() else parts.rewards
+    environments = None if parts.sampling.tools is None else parts.sampling.tools.environments
     rollout = Rollout(
         run.task,
         writer,
@@ -101,6 +102,7 @@ def rollout_steps(
         at_once if several() else in_a_thread,  # processes compute together, in one order
         parts.table if is_first() else None,
         line,
+        **({} if environments is None else {"begin": environments.begin}),
     )
     sampler = partial(_sampler, run, parts.shuffle)
     return RolloutSteps(
@@ -169,14 +171,23 @@ class PolicyWriter:
                 'as in [{"role": "user", "content": "..."}].'
             )
         ids = self.prompt_ids(prompts)
-        completions = self.complete(ids, group)
+        alike = all(own == ids[place - place % group] for place, own in enumerate(ids))  # not of every environment
+        completions = self.complete(ids, group if alike else 1)
         if tools is not None:
             return tools.completed(ids, completions, partial(self.complete, group=1))
         return Written(ids, completions, all_written(completions))
 
     def prompt_ids(self, prompts: list) -> list[list[int]]:
         sampling = self._sampling
-        options = {"template_options": sampling.template_options, "max_prompt_length": sampling.max_prompt_length}
+        own = None if sampling.tools is None else sampling.tools.of_each
+        if own is None:
+            return self._rendered(prompts, sampling.template_options)
+        tools = [list(functions.values()) or None for functions in own]
+        each = zip(prompts, tools, strict=True)
+        return [self._rendered([prompt], sampling.template_options | {"tools": some})[0] for prompt, some in each]
+
+    def _rendered(self, prompts: list, template_options: dict[str, Any]) -> list[list[int]]:
+        options = {"template_options": template_options, "max_prompt_length": self._sampling.max_prompt_length}
         return rows.prompt_ids(prompts, self._run.processing_class, **options)
 
     def complete(self, prompt_ids: Ids, group: int) -> list[np.ndarray]:

@@ -15,13 +15,13 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.losses.policy_gradient import PolicyLoss
 from trl_jax.rollout.completions.repo import CompletionsRepo
 from trl_jax.rollout.entropy import EntropyBonus
+from trl_jax.rollout.environments import Environments
 from trl_jax.rollout.tools import Tools
 from trl_jax.run.state import RunState
 from trl_jax.tasks.grpo import GrpoTask
 from trl_jax.trainer.grpo_config import GRPOConfig
 from trl_jax.trainer.shared.old_keywords import accepting_old_keywords, as_config
 from trl_jax.trainer.shared.policy_attributes import argument
-from trl_jax.trainer.shared.refusals import refuse
 from trl_jax.trainer.shared.tools import tools_of
 from trl_jax.trainer.shared.with_rollout import TrainerWithRollout
 
@@ -63,7 +63,9 @@ class GRPOTrainer(TrainerWithRollout):
             from; other keys go to the reward functions.
         tools: functions that the model may call in its completions, by name; their annotations and docstrings say how.
             What they return, or raise, is the next message, which is not learned from, and the model goes on.
-        environment_factory: refused.
+        environment_factory: makes an environment; or a dict of such, by the names in the rows' column `environment`.
+            Each completion acts in one of its own, whose methods are tools; `reset(**row)` begins it, and what that
+            returns stands behind the prompt; `get_reward()`, if there is one, is a reward function more.
     """
 
     _name, _tag_names = "GRPO", ["trl", "grpo"]
@@ -92,17 +94,18 @@ class GRPOTrainer(TrainerWithRollout):
         peft_config: Any = None,
         tools: list[Callable] | None = None,
         rollout_func: Callable | None = None,
-        environment_factory: Any = None,
+        environment_factory: Callable[[], Any] | dict[str, Callable[[], Any]] | None = None,
     ):
-        refuse(environment_factory=environment_factory)
         self.rollout_func, self.tools = rollout_func, list(tools or ())
-        if self.tools and rollout_func is not None:
-            raise ValueError("tools= beside a rollout_func, which writes the completions: pass one of the two.")
+        if (self.tools or environment_factory is not None) and rollout_func is not None:
+            what = "tools=" if self.tools else "environment_factory="
+            raise ValueError(f"{what} beside a rollout_func, which writes the completions: pass one of the two.")
+        environments = None if environment_factory is None else Environments(environment_factory)
         args = None if args is None else as_config(args, GRPOConfig)
         super().__init__(
             model, reward_funcs, reward_processing_classes, args=args, train_dataset=train_dataset,
             eval_dataset=eval_dataset, processing_class=processing_class, callbacks=callbacks, optimizers=optimizers,
-            quantization_config=quantization_config, peft_config=peft_config,
+            quantization_config=quantization_config, peft_config=peft_config, environments=environments,
         )  # fmt: skip
         if self.args.cast_lm_head_to_fp32 and any(
             path.startswith("lm_head.") and ".lora_" in path for path in self._run.model.arrays
@@ -145,10 +148,10 @@ class GRPOTrainer(TrainerWithRollout):
 
     def _tools(self, run: RunState) -> tuple[Tools | None, dict[str, Any]]:
         args = run.args
-        if not self.tools:
+        if not self.tools and self._environments is None:
             return super()._tools(run)
         return tools_of(
-            self.tools, run.processing_class, args.chat_template_kwargs or {},
+            self.tools, self._environments, run.processing_class, args.chat_template_kwargs or {},
             most_turns=args.max_tool_calling_iterations, longest=args.max_completion_length,
             positions=getattr(run.model.config.get_text_config(), "max_position_embeddings", None),
         )  # fmt: skip

@@ -17,7 +17,6 @@ from trl_jax.core.arguments.renamed import RENAMED, way_out
 from trl_jax.core.arguments.values import show
 from trl_jax.core.trainers import TRAINERS, TrainerNames
 from trl_jax.trainer.not_built import NEAR
-from trl_jax.trainer.shared.refusals import INSTEAD
 
 
 class Finding(NamedTuple):
@@ -114,11 +113,9 @@ def _of_trainer(call: Call, names: TrainerNames) -> Iterator[Finding]:
     trainer = names.load_trainer()
     known, old = inspect.signature(trainer.__init__).parameters, getattr(trainer, "_old_arguments", {})
     of_config = {field.name for field in fields(names.load_config())}
-    for name, value in call.arguments.items():
+    for name in call.arguments:
         what = f"{call.name}({name}=...)"
-        if name in known and name in INSTEAD and value is not None:
-            yield Finding(call.line, what, "refused", INSTEAD[name])
-        elif name in old:
+        if name in old:
             yield Finding(call.line, what, "changed", f"An old name: {old[name]}")
         elif name in known:
             yield Finding(call.line, what, "works")

@@ -114,18 +114,11 @@ def check_set(
         )
 
 
-_TURNS = (
-    "Leave it out, and pass tools=, or a rollout_func that takes the turns and gives their tokens, with an env_mask."
-)
-INSTEAD = {"environment_factory": _TURNS}  # by the argument
-
-
 def refuse(**given: Any) -> None:
     """Raises ValueError for an argument that is not None and has no meaning here."""
     for name, value in given.items():
         if value is not None:
-            instead = INSTEAD.get(name, "Leave it out.")
-            raise ValueError(f"{name}={value!r} is not in this release of trl_jax. {instead}")
+            raise ValueError(f"{name}={value!r} is not in this release of trl_jax. Leave it out.")
 
 
 _INSTEAD_OF_COLLATOR = {

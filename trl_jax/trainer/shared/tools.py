@@ -1,4 +1,5 @@
-"""The functions that a script lets its model call: checked, and with how the tokenizer tells calls from text."""
+"""The functions and environments that a script lets its model act by: checked, and with how the tokenizer tells calls
+from text."""
 
 from __future__ import annotations
 
@@ -11,12 +12,14 @@ from trl_jax.data.rows.templates.tool_calls import (
     template_for_training,
 )
 from trl_jax.engine.devices.processes import several
-from trl_jax.rollout.tools import Toolbox, Tools
+from trl_jax.rollout.environments import Environments, methods_of
+from trl_jax.rollout.tools import Tools
 from trl_jax.trainer.shared.response_templates import response_template
 
 
 def tools_of(
     functions: Sequence[Callable],
+    environments: Environments | None,
     tokenizer: Any,
     template_options: Mapping[str, Any],
     *,
@@ -27,6 +30,7 @@ def tools_of(
     """The tools of a run, and the further arguments of the chat template with which prompts are rendered.
 
     Args:
+        environments: whose methods are tools, too; None: there are none.
         tokenizer: gets a `response_template`, if it has none.
         most_turns, longest, positions: as of `Tools`.
 
@@ -35,7 +39,9 @@ def tools_of(
         ValueError: two tools have one name; several processes; a chat template that shows no calls or answers, or
             writes calls in a form that is not known.
     """
-    toolbox = Toolbox(_by_name(functions))
+    found = _checked(functions)
+    for environment in () if environments is None else environments.probes:
+        _checked([*functions, *methods_of(environment)])
     if several():
         raise ValueError("tools= with several processes is not in this release of trl_jax. Start a single one.")
     if not supports_tool_calling(tokenizer):
@@ -48,11 +54,11 @@ def tools_of(
     options = dict(template_options)
     if not is_chat_template_prefix_preserving(tokenizer):
         options["chat_template"] = template_for_training(tokenizer)
-    tools = Tools(toolbox, tokenizer, options, most_turns, longest, positions)
-    return tools, options | {"tools": list(toolbox.functions.values())}
+    tools = Tools(found, environments, tokenizer, options, most_turns, longest, positions)
+    return tools, options if environments is not None else options | {"tools": list(found.values())}
 
 
-def _by_name(functions: Sequence[Callable]) -> dict[str, Callable]:
+def _checked(functions: Sequence[Callable]) -> dict[str, Callable]:
     from transformers.utils import get_json_schema
 
     found: dict[str, Callable] = {}

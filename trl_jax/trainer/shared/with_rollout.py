@@ -15,6 +15,7 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.rollout.completions.log import CompletionsLog, trackers
 from trl_jax.rollout.completions.repo import CompletionsRepo
 from trl_jax.rollout.entropy import EntropyBonus
+from trl_jax.rollout.environments import Environments
 from trl_jax.rollout.rewards.arguments import reward_functions
 from trl_jax.rollout.tools import Tools
 from trl_jax.run import construction
@@ -36,12 +37,27 @@ class TrainerWithRollout(PolicyAttributes):
     """
 
     def __init__(
-        self, model: Any, reward_funcs: Any, reward_processing_classes: Any, *, peft_config: Any, **arguments: Any
+        self,
+        model: Any,
+        reward_funcs: Any,
+        reward_processing_classes: Any,
+        *,
+        peft_config: Any,
+        environments: Environments | None = None,
+        **arguments: Any,
     ):
-        """`arguments` are those of `BaseTrainer`."""
+        """
+        Args:
+            environments: that completions act in, of which some judge themselves; None: there are none.
+            arguments: those of `BaseTrainer`.
+        """
         functions = () if reward_funcs is None else reward_funcs
         self.reward_funcs = list(functions) if isinstance(functions, list | tuple) else [functions]
         self._reward_processing_classes, self._fresh_adapter = reward_processing_classes, peft_config is not None
+        self._environments, self._own_rewards = environments, [] if environments is None else environments.rewards
+        self.reward_funcs += self._own_rewards
+        if isinstance(reward_processing_classes, list | tuple):
+            self._reward_processing_classes = [*reward_processing_classes, *(None for _ in self._own_rewards)]
         made = {"reference": self._attach_reference, "rollout": self._rollout}
         super().__init__(model, peft_config=peft_config, **made, **arguments)
         balance_experts(self._run, self.args.router_aux_loss_coef)
@@ -98,7 +114,7 @@ class TrainerWithRollout(PolicyAttributes):
         if rollout_func is None:
             check_generates(run.model)
         rewards = reward_functions(
-            self.reward_funcs, self._reward_processing_classes, weights=args.reward_weights,
+            self.reward_funcs, self._reward_processing_classes, weights=self._reward_weights(),
             trainer_state=lambda: run.state, timeout=args.reward_timeout, template_options=args.chat_template_kwargs,
             model_init_kwargs=args.model_init_kwargs, trust_remote_code=args.trust_remote_code, seed=args.seed,
         )  # fmt: skip
@@ -136,6 +152,11 @@ class TrainerWithRollout(PolicyAttributes):
         """The script's own way from prompts to completions, where it has one."""
         return None
 
+    def _reward_weights(self) -> tuple[float, ...] | None:
+        """Those of the arguments; environments that judge themselves weigh 1."""
+        given = self.args.reward_weights
+        return None if given is None else (*given, *(1.0 for _ in self._own_rewards))
+
     def _of_any_policy(self) -> dict[str, Any]:
         """The fields of a task that GRPO and RLOO share."""
         args = self.args
@@ -146,13 +167,12 @@ class TrainerWithRollout(PolicyAttributes):
             iterations=args.num_iterations,
             accumulation=args.gradient_accumulation_steps,
         )
-        weights = None if args.reward_weights is None else tuple(args.reward_weights)
         return {
             "num_generations": args.num_generations,
             "num_generations_eval": args.num_generations_eval or args.num_generations,
             "temperature": args.temperature,
             "beta": args.beta,
-            "reward_weights": weights,
+            "reward_weights": self._reward_weights(),
             "cycle": cycle,
         }
 
