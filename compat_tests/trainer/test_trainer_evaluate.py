@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from transformers import TrainerCallback
 
 import trl_jax
 from compat_tests.parity.marks import assert_same_entry, timeless
@@ -207,3 +208,24 @@ def test_drop_last_costs_an_evaluation_no_pair(folder, tmp_path):
     assert ours.evaluate()["eval_loss"] == pytest.approx(theirs.evaluate()["eval_loss"], abs=1e-5)
     assert ours.predict(table(10)).predictions.shape == (20, 1)
     assert ours.predict(stream(10)).predictions.shape == (20, 1)
+
+
+def test_what_is_added_to_a_log_is_returned_too_as_in_trl(folder, tmp_path):
+    """By the trainer, which counts tokens, and by callbacks; the one that prints takes total_flos out."""
+
+    class Adds(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **rest):
+            logs["own"] = len(state.log_history)
+
+    found = []
+    for package in (trl_jax, pytest.importorskip("trl")):
+        config = {"max_steps": 2, "include_num_input_tokens_seen": "all", "per_device_eval_batch_size": 4}
+        trainer = make(
+            package, folder, tmp_path / package.__name__, config=config, eval_dataset=table(4), callbacks=[Adds()]
+        )
+        found.append([timeless(metrics) for metrics in (trainer.train().metrics, trainer.evaluate())])
+    for mine, other in zip(*found, strict=True):
+        assert mine.keys() == other.keys() and {"own", "num_input_tokens_seen"} < mine.keys()
+        assert [mine[name] for name in ("own", "num_input_tokens_seen")] == [
+            other[name] for name in ("own", "num_input_tokens_seen")
+        ]

@@ -56,7 +56,8 @@ def finish_trackers(handler: CallbackHandler) -> None:
 
 
 def log(run: RunState, logs: dict[str, Any], start_time: float | None = None) -> None:
-    """Append `logs` to `state.log_history` with the epoch and step, and pass them to the callbacks.
+    """Append `logs` to `state.log_history` with the epoch and step, and pass them to the callbacks. What is added, by
+    callbacks too, is put into `logs`, as transformers' Trainer does: evaluate() and train() return it.
 
     Args:
         start_time: of the training, by time.time(): how many tokens it has read a second is then logged, too, where
@@ -64,9 +65,9 @@ def log(run: RunState, logs: dict[str, Any], start_time: float | None = None) ->
     """
     state = run.state
     if state.epoch is not None:
-        logs = {**logs, "epoch": state.epoch}
+        logs["epoch"] = state.epoch
     if run.args.include_num_input_tokens_seen != "no":
-        logs = {**logs, "num_input_tokens_seen": state.num_input_tokens_seen}
+        logs["num_input_tokens_seen"] = state.num_input_tokens_seen
         if start_time is not None:
             seconds, read = time.time() - start_time, state.num_input_tokens_seen - run.progress.input_tokens_before
             logs["train_runtime"] = round(seconds, 4)
