@@ -97,6 +97,7 @@ def test_prompts_of_a_queue_that_cross(both):
     """Long prompts that come and go: the run ends, each completion is there, and is finite."""
     ours, _ = both
     lengths = (8, 60, 9, 10, 39, 11, 70, 12, 13)
-    done = ours.generate_batch([batch((n,))["input_ids"][0].tolist() for n in lengths], max_new_tokens=20, batch_size=2)
+    prompts = [batch((n,))["input_ids"][0].tolist() for n in lengths]
+    done = ours.generate_batch(prompts, max_new_tokens=20, batch_size=2, eos_token_id=None)
     assert len(done) == 9 and all(len(one.generated_tokens) == 20 for one in done.values())
     assert np.isfinite([one.logprobs for one in done.values()]).all()
