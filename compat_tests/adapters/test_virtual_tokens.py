@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -13,6 +16,8 @@ from datasets import Dataset
 from safetensors.numpy import load_file
 
 import trl_jax
+from compat_tests.adapters.virtual_meshes import losses
+from compat_tests.dryrun.planned import LENGTH, alike
 from compat_tests.effort import usual
 from compat_tests.mesh.rank import rows_of
 from compat_tests.parity.dpo_cases import SMALL
@@ -193,6 +198,16 @@ def test_numbers_do_not_depend_on_the_layout_and_each_document_has_its_own(name,
         np.testing.assert_allclose(found[layout], found["padded"], atol=1e-5)
 
 
+def test_a_prefix_trains_where_layers_are_computed_twice(checkpoint, tmp_path):
+    found = []
+    for twice in (False, True):
+        options = {"max_steps": 1, "eval_strategy": "no", "gradient_checkpointing": twice}
+        made = trainer(trl_jax, "prefix", checkpoint(**SMALL), tmp_path, **options)
+        made.train()
+        found.append([steps_of(made.state.log_history)[0][key] for key in ("loss", "grad_norm")])
+    np.testing.assert_allclose(found[1], found[0], atol=1e-5)
+
+
 @usual("SFT-drawn", "DPO-mlp")
 @pytest.mark.parametrize(("kind", "name"), [("SFT", "drawn"), ("SFT", "prefix"), ("DPO", "mlp"), ("KTO", "zero")])
 def test_predictions_are_logits_of_the_texts(kind, name, checkpoint, tmp_path):
@@ -274,8 +289,6 @@ REFUSED = {
 
 @pytest.mark.parametrize("text", REFUSED)
 def test_what_no_virtual_tokens_can_be_is_refused_by_field(text, checkpoint, tmp_path):
-    import re
-
     kind, fields = REFUSED[text]
     width = json.loads((Path(checkpoint(**SMALL)) / "config.json").read_text())["hidden_size"]
     with pytest.raises(ValueError, match=re.escape(text.replace("16", str(width)))):
@@ -351,3 +364,48 @@ def test_each_familys_numbers_are_those_of_transformers(family, kind, checkpoint
 
 def load_with(folder, config):
     return find_checkpoint(str(folder), head="lm").load_adapted(config, 5)
+
+
+@usual("prefix")
+@pytest.mark.parametrize("name", ["drawn", "prefix"])
+def test_a_plan_is_that_of_a_run(name, checkpoint, tmp_path):
+    row = {"input_ids": [1] * LENGTH, "labels": [1] * LENGTH}
+    config = config_of(trl_jax, name, None)
+    (tmp_path / "out").mkdir()
+    weights = Path(checkpoint(**SMALL))
+    found = alike(weights, tmp_path / "out", kind=trl_jax.SFTTrainer, row=row, adapter=config, bf16=False)
+    made = load_with(weights, config)
+    assert (found.trained, found.parameters) == (made.num_parameters(only_trainable=True), made.num_parameters())
+
+
+@usual("prefix")
+@pytest.mark.parametrize("name", ["mlp", "prefix"])
+def test_completions_of_the_policy_begin_behind_them(name, checkpoint, tmp_path):
+    """What GRPO measures of completions is what the model says of them; its reference reads them without."""
+    made, folder = [], checkpoint(**SMALL)
+    options = {"max_steps": 2, "num_generations": 4, "max_completion_length": 6, "beta": 0.1, "num_iterations": 2}
+    args = trl_jax.GRPOConfig(str(tmp_path), **BASE | options | {"per_device_train_batch_size": 8})
+    prompts = Dataset.from_list([{"prompt": row["text"][:20]} for row in text_rows(8)])
+
+    def reward(completion_ids, **others):
+        made.extend(completion_ids)
+        return [float(len(set(ids))) for ids in completion_ids]
+
+    config = config_of(trl_jax, name, folder)
+    run = trl_jax.GRPOTrainer(str(folder), reward, args=args, train_dataset=prompts, peft_config=config)
+    run.train()
+    logs = [entry for entry in run.state.log_history if "loss" in entry]
+    assert made and logs[0]["kl"] > 1e-4 and logs[0]["loss"] == pytest.approx(0.1 * logs[0]["kl"], abs=1e-5)
+    assert all(entry["grad_norm"] > 0 for entry in logs) and logs[1]["kl"] != logs[0]["kl"]
+
+
+@usual("fsdp:2-prefix")
+@pytest.mark.parametrize("name", ["drawn", "mlp", "prefix"])
+@pytest.mark.parametrize("mesh", ["data:2", "fsdp:2", "tensor:2", "sequence:2"])
+def test_two_devices_do_what_one_does(mesh, name, checkpoint, tmp_path):
+    given = [str(checkpoint(**SMALL)), str(tmp_path), name]
+    command = [sys.executable, "-m", "compat_tests.adapters.virtual_meshes", *given, mesh]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("losses")]
+    np.testing.assert_allclose([float(loss) for loss in line.split()[1:]], losses(*given, None), atol=1e-5)
