@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from compat_tests.parity.reference import BASE
 from compat_tests.parity.test_dpo_curve import assert_same
 from compat_tests.tiny import text_rows
 from trl_jax.hub.find import find_checkpoint
+from trl_jax.nn.virtual_tokens import Lstm
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
@@ -87,7 +89,7 @@ def runs(checkpoint, tmp_path_factory):
     return of
 
 
-@usual("text", "mlp", "lstm", "prefix")
+@usual("text", "mlp", "prefix")
 @pytest.mark.parametrize("name", CASES)
 def test_the_curve_and_the_adapter_are_trls(name, runs):
     (ours, mine), (theirs, other) = runs(trl_jax, name), runs(trl, name)
@@ -99,9 +101,37 @@ def test_the_curve_and_the_adapter_are_trls(name, runs):
     np.testing.assert_allclose(found["prompt_embeddings"], wanted["prompt_embeddings"], atol=1e-4)
     assert (mine / "adapter_config.json").read_text() == (other / "adapter_config.json").read_text()
     assert ours.get_num_trainable_parameters() == theirs.get_num_trainable_parameters()
+    names = [name for name, parameter in theirs.model.named_parameters() if parameter.requires_grad]
+    assert [name for name, _ in ours.model.named_parameters()] == names == ours.model.names()
 
 
-@usual("mlp", "prefix")
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_memory_of_vectors_is_torchs(layers):
+    """Values and gradients of P-tuning's LSTM."""
+    made = {"num_transformer_submodules": 1, "token_dim": 6, "num_virtual_tokens": 4, "encoder_hidden_size": 5}
+    kind = {"encoder_reparameterization_type": "LSTM", "encoder_num_layers": layers}
+    torch.manual_seed(1)
+    theirs = peft.PromptEncoder(peft.PromptEncoderConfig(**made, **kind))
+    arrays = {name: jnp.asarray(value.detach().numpy()) for name, value in theirs.named_parameters()}
+    ours, weight = Lstm(4, 6, 5, layers), np.arange(24, dtype=np.float32).reshape(4, 6)
+    assert {name: array.shape for name, array in arrays.items()} == ours.shapes
+    wanted = theirs(torch.arange(4)[None])[0]
+    np.testing.assert_allclose(ours(arrays), wanted.detach().numpy(), atol=1e-6)
+    (wanted * torch.tensor(weight)).sum().backward()
+    for name, gradient in jax.grad(lambda own: jnp.sum(ours(own) * weight))(arrays).items():
+        wanted = theirs.get_parameter(name).grad.numpy()
+        np.testing.assert_allclose(gradient, wanted, atol=1e-4, err_msg=name)
+
+
+def test_dropout_between_the_layers_of_a_memory(checkpoint):
+    config = {"encoder_reparameterization_type": "LSTM", "encoder_dropout": 0.5, "num_virtual_tokens": 4}
+    model = load_with(checkpoint(**SMALL), trl_jax.PromptEncoderConfig(**config))
+    maker, arrays = model.backend.maker, {path.partition(".")[2]: array for path, array in model.params.items()}
+    still, dropped, other = (maker(arrays, key) for key in (None, jax.random.key(1), jax.random.key(2)))
+    assert model.backend.drops_out and np.abs(dropped - other).max() > 1e-3 and np.abs(dropped - still).max() > 1e-3
+
+
+@usual("prefix")
 @pytest.mark.parametrize("name", ["drawn", "mlp", "prefix", "projected"])
 def test_peft_reads_it_and_computes_and_writes_what_we_do(name, runs):
     """Completions are those of whole passes: PEFT's cached ones are not, with transformers 5.24 (differences.md)."""
@@ -130,7 +160,7 @@ def test_peft_reads_it_and_computes_and_writes_what_we_do(name, runs):
         ours.merge_and_unload()
 
 
-@usual("mlp", "prefix")
+@usual("mlp")
 @pytest.mark.parametrize("name", ["drawn", "mlp", "prefix", "projected"])
 def test_it_goes_on_bit_for_bit_and_further_from_its_folder(name, checkpoint, tmp_path):
     """TRL makes a new network of P-tuning when it resumes, for PEFT saves none; here its arrays lie beside the
@@ -180,7 +210,7 @@ def test_a_checkpoint_of_trls_is_gone_on_with(checkpoint, tmp_path):
 LAYOUTS = ("padded", "packed", "shared")
 
 
-@usual("drawn", "prefix")
+@usual("drawn")
 @pytest.mark.parametrize("name", ["drawn", "lstm", "prefix"])
 def test_numbers_do_not_depend_on_the_layout_and_each_document_has_its_own(name, checkpoint, tmp_path):
     options = {"packing": True, "max_length": 40, "max_steps": 2, "eval_strategy": "no"}
