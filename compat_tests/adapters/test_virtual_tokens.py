@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,6 +17,8 @@ from datasets import Dataset
 from safetensors.numpy import load_file
 
 import trl_jax
+from compat_tests.adapters.virtual_meshes import losses
+from compat_tests.dryrun.planned import LENGTH, alike
 from compat_tests.effort import usual
 from compat_tests.mesh.rank import rows_of
 from compat_tests.parity.dpo_cases import SMALL
@@ -21,6 +27,7 @@ from compat_tests.parity.reference import BASE
 from compat_tests.parity.test_dpo_curve import assert_same
 from compat_tests.tiny import text_rows
 from trl_jax.hub.find import find_checkpoint
+from trl_jax.nn.virtual_tokens import Lstm
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
@@ -82,7 +89,7 @@ def runs(checkpoint, tmp_path_factory):
     return of
 
 
-@usual("text", "mlp", "lstm", "prefix")
+@usual("text", "mlp", "prefix")
 @pytest.mark.parametrize("name", CASES)
 def test_the_curve_and_the_adapter_are_trls(name, runs):
     (ours, mine), (theirs, other) = runs(trl_jax, name), runs(trl, name)
@@ -94,9 +101,37 @@ def test_the_curve_and_the_adapter_are_trls(name, runs):
     np.testing.assert_allclose(found["prompt_embeddings"], wanted["prompt_embeddings"], atol=1e-4)
     assert (mine / "adapter_config.json").read_text() == (other / "adapter_config.json").read_text()
     assert ours.get_num_trainable_parameters() == theirs.get_num_trainable_parameters()
+    names = [name for name, parameter in theirs.model.named_parameters() if parameter.requires_grad]
+    assert [name for name, _ in ours.model.named_parameters()] == names == ours.model.names()
 
 
-@usual("mlp", "prefix")
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_memory_of_vectors_is_torchs(layers):
+    """Values and gradients of P-tuning's LSTM."""
+    made = {"num_transformer_submodules": 1, "token_dim": 6, "num_virtual_tokens": 4, "encoder_hidden_size": 5}
+    kind = {"encoder_reparameterization_type": "LSTM", "encoder_num_layers": layers}
+    torch.manual_seed(1)
+    theirs = peft.PromptEncoder(peft.PromptEncoderConfig(**made, **kind))
+    arrays = {name: jnp.asarray(value.detach().numpy()) for name, value in theirs.named_parameters()}
+    ours, weight = Lstm(4, 6, 5, layers), np.arange(24, dtype=np.float32).reshape(4, 6)
+    assert {name: array.shape for name, array in arrays.items()} == ours.shapes
+    wanted = theirs(torch.arange(4)[None])[0]
+    np.testing.assert_allclose(ours(arrays), wanted.detach().numpy(), atol=1e-6)
+    (wanted * torch.tensor(weight)).sum().backward()
+    for name, gradient in jax.grad(lambda own: jnp.sum(ours(own) * weight))(arrays).items():
+        wanted = theirs.get_parameter(name).grad.numpy()
+        np.testing.assert_allclose(gradient, wanted, atol=1e-4, err_msg=name)
+
+
+def test_dropout_between_the_layers_of_a_memory(checkpoint):
+    config = {"encoder_reparameterization_type": "LSTM", "encoder_dropout": 0.5, "num_virtual_tokens": 4}
+    model = load_with(checkpoint(**SMALL), trl_jax.PromptEncoderConfig(**config))
+    maker, arrays = model.backend.maker, {path.partition(".")[2]: array for path, array in model.params.items()}
+    still, dropped, other = (maker(arrays, key) for key in (None, jax.random.key(1), jax.random.key(2)))
+    assert model.backend.drops_out and np.abs(dropped - other).max() > 1e-3 and np.abs(dropped - still).max() > 1e-3
+
+
+@usual("prefix")
 @pytest.mark.parametrize("name", ["drawn", "mlp", "prefix", "projected"])
 def test_peft_reads_it_and_computes_and_writes_what_we_do(name, runs):
     """Completions are those of whole passes: PEFT's cached ones are not, with transformers 5.24 (differences.md)."""
@@ -125,7 +160,7 @@ def test_peft_reads_it_and_computes_and_writes_what_we_do(name, runs):
         ours.merge_and_unload()
 
 
-@usual("mlp", "prefix")
+@usual("mlp")
 @pytest.mark.parametrize("name", ["drawn", "mlp", "prefix", "projected"])
 def test_it_goes_on_bit_for_bit_and_further_from_its_folder(name, checkpoint, tmp_path):
     """TRL makes a new network of P-tuning when it resumes, for PEFT saves none; here its arrays lie beside the
@@ -175,7 +210,7 @@ def test_a_checkpoint_of_trls_is_gone_on_with(checkpoint, tmp_path):
 LAYOUTS = ("padded", "packed", "shared")
 
 
-@usual("drawn", "prefix")
+@usual("drawn")
 @pytest.mark.parametrize("name", ["drawn", "lstm", "prefix"])
 def test_numbers_do_not_depend_on_the_layout_and_each_document_has_its_own(name, checkpoint, tmp_path):
     options = {"packing": True, "max_length": 40, "max_steps": 2, "eval_strategy": "no"}
@@ -191,6 +226,16 @@ def test_numbers_do_not_depend_on_the_layout_and_each_document_has_its_own(name,
         assert step.num_tokens == np.count_nonzero(step.arrays.router_token_count) - virtual
     for layout in LAYOUTS[1:]:
         np.testing.assert_allclose(found[layout], found["padded"], atol=1e-5)
+
+
+def test_a_prefix_trains_where_layers_are_computed_twice(checkpoint, tmp_path):
+    found = []
+    for twice in (False, True):
+        options = {"max_steps": 1, "eval_strategy": "no", "gradient_checkpointing": twice}
+        made = trainer(trl_jax, "prefix", checkpoint(**SMALL), tmp_path, **options)
+        made.train()
+        found.append([steps_of(made.state.log_history)[0][key] for key in ("loss", "grad_norm")])
+    np.testing.assert_allclose(found[1], found[0], atol=1e-5)
 
 
 @usual("SFT-drawn", "DPO-mlp")
@@ -274,8 +319,6 @@ REFUSED = {
 
 @pytest.mark.parametrize("text", REFUSED)
 def test_what_no_virtual_tokens_can_be_is_refused_by_field(text, checkpoint, tmp_path):
-    import re
-
     kind, fields = REFUSED[text]
     width = json.loads((Path(checkpoint(**SMALL)) / "config.json").read_text())["hidden_size"]
     with pytest.raises(ValueError, match=re.escape(text.replace("16", str(width)))):
@@ -351,3 +394,48 @@ def test_each_familys_numbers_are_those_of_transformers(family, kind, checkpoint
 
 def load_with(folder, config):
     return find_checkpoint(str(folder), head="lm").load_adapted(config, 5)
+
+
+@usual("prefix")
+@pytest.mark.parametrize("name", ["drawn", "prefix"])
+def test_a_plan_is_that_of_a_run(name, checkpoint, tmp_path):
+    row = {"input_ids": [1] * LENGTH, "labels": [1] * LENGTH}
+    config = config_of(trl_jax, name, None)
+    (tmp_path / "out").mkdir()
+    weights = Path(checkpoint(**SMALL))
+    found = alike(weights, tmp_path / "out", kind=trl_jax.SFTTrainer, row=row, adapter=config, bf16=False)
+    made = load_with(weights, config)
+    assert (found.trained, found.parameters) == (made.num_parameters(only_trainable=True), made.num_parameters())
+
+
+@usual("prefix")
+@pytest.mark.parametrize("name", ["mlp", "prefix"])
+def test_completions_of_the_policy_begin_behind_them(name, checkpoint, tmp_path):
+    """What GRPO measures of completions is what the model says of them; its reference reads them without."""
+    made, folder = [], checkpoint(**SMALL)
+    options = {"max_steps": 2, "num_generations": 4, "max_completion_length": 6, "beta": 0.1, "num_iterations": 2}
+    args = trl_jax.GRPOConfig(str(tmp_path), **BASE | options | {"per_device_train_batch_size": 8})
+    prompts = Dataset.from_list([{"prompt": row["text"][:20]} for row in text_rows(8)])
+
+    def reward(completion_ids, **others):
+        made.extend(completion_ids)
+        return [float(len(set(ids))) for ids in completion_ids]
+
+    config = config_of(trl_jax, name, folder)
+    run = trl_jax.GRPOTrainer(str(folder), reward, args=args, train_dataset=prompts, peft_config=config)
+    run.train()
+    logs = [entry for entry in run.state.log_history if "loss" in entry]
+    assert made and logs[0]["kl"] > 1e-4 and logs[0]["loss"] == pytest.approx(0.1 * logs[0]["kl"], abs=1e-5)
+    assert all(entry["grad_norm"] > 0 for entry in logs) and logs[1]["kl"] != logs[0]["kl"]
+
+
+@usual("fsdp:2-prefix")
+@pytest.mark.parametrize("name", ["drawn", "mlp", "prefix"])
+@pytest.mark.parametrize("mesh", ["data:2", "fsdp:2", "tensor:2", "sequence:2"])
+def test_two_devices_do_what_one_does(mesh, name, checkpoint, tmp_path):
+    given = [str(checkpoint(**SMALL)), str(tmp_path), name]
+    command = [sys.executable, "-m", "compat_tests.adapters.virtual_meshes", *given, mesh]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("losses")]
+    np.testing.assert_allclose([float(loss) for loss in line.split()[1:]], losses(*given, None), atol=1e-5)

@@ -91,7 +91,7 @@ def most_new_tokens(run: RunState) -> int:
 
 def sizes(run: RunState, *, evaluates: bool) -> list[Size]:
     """The generation of training and, where there is one, that of an evaluation's batch."""
-    task, prompt_length = run.task, run.rollout.rollout.writer.longest
+    task, prompt_length = run.task, run.virtual.count + run.rollout.rollout.writer.longest
     groups = [(task.cycle.prompts, task.num_generations)]
     if evaluates:
         group = task.num_generations_eval

@@ -99,6 +99,10 @@ class Backend(abc.ABC):
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
         """Each tensor under its name on disk, float32."""
 
+    def named(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
+        """Each parameter under its name in PyTorch, float32: by default that on disk."""
+        return self.on_disk(params)
+
     def torch_param_layout(self) -> TorchParamLayout:
         """The places in torch's tensors of the arrays that train."""
         return TorchParamLayout()

@@ -112,14 +112,15 @@ class TransformersModelApi:
     model_tags: list[str] | None = None
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Each parameter under its name on disk. Values are copies: to change them, change `params`."""
-        for name, values in self.backend.on_disk(self.readable):
+        """Each parameter under its name on disk, of virtual tokens under peft's. Values are copies: to change them,
+        change `params`."""
+        for name, values in self.backend.named(self.readable):
             parameter = np.array(values).view(Parameter)
             parameter._model, parameter._name = self, name
             yield name, parameter
 
     def names(self) -> list[str]:
-        """The names of the parameters on disk."""
+        """The names of the parameters."""
         return list(self.backend.locations(self.params))
 
     def set_trainable(self, *names: str, trainable: bool) -> None:

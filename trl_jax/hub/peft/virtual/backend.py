@@ -15,6 +15,7 @@ from trl_jax.core.printable import brief, listed
 from trl_jax.core.torch_param_layout import TorchParamLayout
 from trl_jax.core.virtual_tokens import VirtualTokens
 from trl_jax.hub.formats.safetensors import open_tensors
+from trl_jax.hub.freezing import Locations
 from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft.backend import AdaptedBackend
 from trl_jax.hub.peft.lora_config import PICKLED, WEIGHTS, no_adapter
@@ -65,6 +66,13 @@ class VirtualBackend(AdaptedBackend):
         if writes:
             save_file(arrays, folder / ENCODER, metadata={"format": "pt"})
 
+    def locations(self, params: dict[str, jax.Array]) -> Locations:
+        return {_named(path): [] for path in self.shapes}
+
+    def named(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
+        """Of the arrays that train, which are not those on disk, under peft's names."""
+        return ((_named(path), np.asarray(params[path], np.float32)) for path in self.shapes)
+
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
         arrays = {path.removeprefix(PREFIX): jnp.asarray(params[path], jnp.float32) for path in self.shapes}
         yield VECTORS, self._vectors(arrays)
@@ -85,6 +93,10 @@ class VirtualBackend(AdaptedBackend):
                 "time. Copy both from one place, or take the first away, and the vectors are read as they are."
             )
         return {PREFIX + name: owned(array) for name, array in arrays.items()}
+
+
+def _named(path: str) -> str:
+    return f"{PREFIX}default.{path.removeprefix(PREFIX)}"
 
 
 def _read(folder: Path, shape: tuple[int, int]) -> np.ndarray:
