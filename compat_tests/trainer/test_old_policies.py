@@ -102,7 +102,8 @@ def test_a_function_of_texts(folders, tmp_path):
     seen = []
     options = {"processing_class": None, "train_dataset": Dataset.from_list(prompt_rows(8))}
     args = old_config(tmp_path, total_episodes=8, num_sample_generations=0)
-    trainer = trl_jax.RLOOTrainer(config=args, policy=folders[0], reward_model=of_texts, **options)
+    names = {"policy": folders[0], "ref_policy": folders[0]}  # one name, read twice
+    trainer = trl_jax.RLOOTrainer(config=args, **names, reward_model=of_texts, **options)
     trainer.train()
     asks = [row["prompt"] for row in prompt_rows(8)]
     assert len(seen) == 8 and all(any(text.startswith(ask) for ask in asks) for text in seen)

@@ -83,23 +83,13 @@ def _take_our_adapters(module: ModuleType) -> None:
 
     @functools.wraps(plain)
     def get_peft_model(model: Any, peft_config: Any, *args: Any, **options: Any) -> Any:
-        return plain(model, _as_pefts(peft_config), *args, **options)
+        from trl_jax.hub.torch.objects import as_pefts  # and much with it
+
+        return plain(model, as_pefts(peft_config), *args, **options)
 
     module.get_peft_model = get_peft_model
     if "get_peft_model" in vars(package := sys.modules.get("peft", module)):
         package.get_peft_model = get_peft_model
-
-
-def _as_pefts(config: Any) -> Any:
-    from trl_jax.hub.peft.lora_config import LoraConfig
-
-    if not isinstance(config, LoraConfig):
-        return config
-    theirs = sys.modules["peft"].LoraConfig
-
-    known = inspect.signature(theirs).parameters
-    usual = vars(LoraConfig())
-    return theirs(**{name: value for name, value in vars(config).items() if name in known and value != usual[name]})
 
 
 # A module's name -> what is done to it after it was imported.

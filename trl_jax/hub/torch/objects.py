@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import inspect
 import logging
 import sys
 import tempfile
@@ -303,3 +304,13 @@ def _as_loaded(backend: Backend, params: dict, config: Any, kind: type) -> dict[
     with tempfile.TemporaryDirectory(prefix="trl-jax-") as folder:
         backend.save(Path(folder), params, config)
         return kind.from_pretrained(folder).state_dict()
+
+
+def as_pefts(config: Any) -> Any:
+    """A LoraConfig of ours as peft's; any other config as it is."""
+    if not isinstance(config, LoraConfig):
+        return config
+    from peft import LoraConfig as Theirs
+
+    known, usual = inspect.signature(Theirs).parameters, vars(LoraConfig())
+    return Theirs(**{name: value for name, value in vars(config).items() if name in known and value != usual[name]})

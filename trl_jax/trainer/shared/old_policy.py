@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 from transformers import TrainingArguments
@@ -46,7 +47,8 @@ def modern_policy(trainer: Any, args: tuple, given: dict[str, Any]) -> dict[str,
     collator, reference = kept.pop("data_collator", None), kept.pop("ref_policy", None)
     if type(collator).__name__ != "DataCollatorWithPadding":
         check_collator(collator, ())
-    if reference is not None and reference is kept.get("model"):
+    by_name = isinstance(reference, str | os.PathLike)  # which is read twice
+    if reference is not None and not by_name and reference is kept.get("model"):
         raise ValueError(
             "`policy` and `ref_policy` cannot be the same object. Leave ref_policy out: the model as it is before "
             "training is then the reference."
