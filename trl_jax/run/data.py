@@ -24,6 +24,7 @@ from trl_jax.run import layout_choice
 from trl_jax.run.first_lines import tell
 from trl_jax.run.state import RunState
 from trl_jax.tasks.policy import PolicyTask
+from trl_jax.tasks.sft import SftTask
 
 logger = logging.getLogger(__name__)
 _FEW_ROWS = 1_000  # are tokenised before processes have started
@@ -153,6 +154,7 @@ def step_layout(run: RunState, plan: LayoutPlan | None = None, *, training: bool
         by_micro_batch=_by_micro_batch(run),
         shards=run.shards,
         divided=not user_loss,
+        padding_free=isinstance(run.task, SftTask) and run.task.padding_free,
     )
 
 
