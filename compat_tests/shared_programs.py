@@ -50,8 +50,8 @@ HOST_OF_OURS = HOST | frozenset("""
 """.split())  # fmt: skip
 # Fields of a task that make rows, or what is learned of them.
 HOST_OF_TASK = frozenset("""
-    row_options eval_packing max_length max_prompt_length truncation_mode num_generations num_generations_eval
-    reward_weights cycle scale_rewards multi_objective_aggregation
+    row_options eval_packing padding_free max_length max_prompt_length truncation_mode num_generations
+    num_generations_eval reward_weights cycle scale_rewards multi_objective_aggregation
 """.split())
 # Fields of a run that no step is traced from, and those that the key has in another form.
 HOST_OF_RUN = frozenset("""

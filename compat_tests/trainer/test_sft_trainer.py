@@ -14,7 +14,7 @@ from datasets import Dataset
 from transformers import TrainingArguments
 
 import trl_jax
-from compat_tests.effort import thorough, usual
+from compat_tests.effort import thorough, usual, usually
 from compat_tests.parity.reference import BASE, read_weights
 from compat_tests.tiny import text_rows, tiny_tokenizer
 from compat_tests.trainer.trainers import FACTS
@@ -294,3 +294,21 @@ def test_tokens_that_a_chat_template_brings_train_beside_an_adapter_as_in_trl(ki
         assert logits is None or np.abs(np.asarray(again(ids).logits) - logits).max() < 1e-4
     trainer.train()  # the last one is ours: what it trained goes into torch's model again
     assert kind != "torch" or model.lm_head.out_features == trainer.model.vocab_size == 576
+
+
+PADDING_FREE = {
+    "padding_free": {"padding_free": True, "max_length": None},
+    "packed": {"packing": True, "max_length": 40},
+    "wrapped": {"packing": True, "packing_strategy": "wrapped", "max_length": 40},
+}
+
+
+@pytest.mark.parametrize("name", usually(lambda name: name == "padding_free", PADDING_FREE))
+def test_tokens_that_were_read_are_counted_as_in_trl_where_texts_lie_end_to_end(name, folder, tmp_path):
+    seen = []
+    for package in (trl_jax, pytest.importorskip("trl")):
+        config = {"max_steps": 2, "pad_to_multiple_of": None, "include_num_input_tokens_seen": "all"}
+        trainer = make(package, folder, tmp_path / package.__name__, config=config | PADDING_FREE[name])
+        trainer.train()
+        seen.append(trainer.state.num_input_tokens_seen)
+    assert seen[0] == seen[1] > 40

@@ -38,7 +38,7 @@ class StepBatch(NamedTuple):
     num_micro_batches, num_examples, num_tokens: of real ones, without padding. num_texts: of each example.
     num_primary_tokens: of them those of texts that count (`Example.num_primary_texts`).
     num_targets: of the examples together, those that a mean over tokens is divided by.
-    num_padded_tokens: the same as TRL computes them: each row of a micro-batch as long as its longest.
+    num_padded_tokens: the same as TRL computes them: each row of a micro-batch as long as its longest, or end to end.
     num_places: tokens that are computed on here, padding included.
     rows: the index of each example. passes: those that are in each pass.
     rows_digest: of a stream's examples from the first of the epoch to the last of this batch.
@@ -90,6 +90,7 @@ class StepLayout:
         divided: False lays examples out for one device, whatever `shards`.
         trains: whether the batches are those of steps, whose means over tokens are as transformers counts them
             (`Example.num_counted_targets`); in an evaluation they are over all targets.
+        padding_free: whether TRL's collator lays the texts of a micro-batch end to end: it then pads all as one.
     """
 
     batch_size: int
@@ -104,6 +105,7 @@ class StepLayout:
     shards: int = 1
     divided: bool = True
     trains: bool = True
+    padding_free: bool = False
 
     def step(self, group: Sequence[Sequence[IndexedExample]], number: int) -> StepBatch:
         """The arrays of a step, and counts.
@@ -131,7 +133,7 @@ class StepLayout:
             num_tokens=sum(sum(example.lengths) for batch in examples for example in batch),
             num_primary_tokens=sum(map(sum, lengths)),
             num_targets=sum(map(self._targets, examples)),
-            num_padded_tokens=sum(len(texts) * self._trl_length(max(texts)) for texts in lengths if texts),
+            num_padded_tokens=sum(map(self._trl_tokens, lengths)),
             num_places=arrays.tokens.size,
             rows=rows,
             passes=[[row for row, at in zip(rows, pass_of, strict=True) if at == p] for p in range(passes)],
@@ -187,6 +189,12 @@ class StepLayout:
         if self.views is not None:
             return examples if passes == 1 else 2 * examples
         return None if shards == 1 else room(examples, self.accumulation)
+
+    def _trl_tokens(self, lengths: list[int]) -> int:
+        """The tokens of TRL's batch of texts of these lengths."""
+        if self.padding_free or not lengths:
+            return self._trl_length(sum(lengths))
+        return len(lengths) * self._trl_length(max(lengths))
 
     def _trl_length(self, longest: int) -> int:
         """The row length of TRL's collator, which has no buckets."""

@@ -27,6 +27,7 @@ from trl_jax.run import layout_choice
 from trl_jax.run.first_lines import tell
 from trl_jax.run.state import RunState
 from trl_jax.tasks.policy import PolicyTask
+from trl_jax.tasks.sft import SftTask
 
 logger = logging.getLogger(__name__)
 _FEW_ROWS = 1_000  # are tokenised before processes have started
@@ -174,6 +175,7 @@ def step_layout(run: RunState, plan: LayoutPlan | None = None, *, training: bool
         shards=run.shards,
         divided=not user_loss,
         trains=training,
+        padding_free=isinstance(run.task, SftTask) and run.task.padding_free,
     )
 
 

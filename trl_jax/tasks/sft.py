@@ -31,12 +31,14 @@ class SftTask(TokenTask):
     label_smoothing_factor: of "nll".
     row_options: how rows become examples, further arguments of `data.rows.sft.prepare`.
     eval_packing: whether sets other than the training set are packed; None as that.
+    padding_free: whether TRL would lay the texts of a micro-batch end to end, as it does with packed documents.
     """
 
     loss_type: Literal["nll", "dft"] = "nll"
     label_smoothing_factor: float = 0.0
     row_options: Mapping[str, Any] = field(default_factory=dict)
     eval_packing: bool | None = None
+    padding_free: bool = False
 
     head: ClassVar[Literal["lm"]] = "lm"
     axis: ClassVar[Literal["text"]] = "text"

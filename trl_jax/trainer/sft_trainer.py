@@ -127,7 +127,11 @@ class SFTTrainer(BaseTrainer):
         options["formatting_func"] = self._formatting_func
         if isinstance(self.data_collator, DataCollatorForCompletionOnlyLM):
             options["answer_marks"] = self.data_collator.marks
-        return SftTask(args.loss_type, self._label_smoothing, options, args.eval_packing)
+        return SftTask(args.loss_type, self._label_smoothing, options, args.eval_packing, _is_padding_free(args))
+
+
+def _is_padding_free(args: SFTConfig) -> bool:
+    return args.padding_free or (args.packing and args.packing_strategy != "wrapped")
 
 
 def _skips(args: SFTConfig) -> bool:
@@ -136,8 +140,7 @@ def _skips(args: SFTConfig) -> bool:
 
 def _check_together(args: SFTConfig, data_collator: Any, compute_loss_func: Any) -> None:
     """Raise ValueError for arguments that do not go together."""
-    packs_documents = args.packing and args.packing_strategy != "wrapped"
-    if data_collator is not None and (args.padding_free or packs_documents):
+    if data_collator is not None and _is_padding_free(args):
         raise ValueError("Passing a custom data collator is not supported when using padding-free.")
     if args.packing and isinstance(data_collator, DataCollatorForCompletionOnlyLM):
         raise ValueError(
