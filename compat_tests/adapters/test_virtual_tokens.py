@@ -27,6 +27,9 @@ from compat_tests.parity.reference import BASE
 from compat_tests.parity.test_dpo_curve import assert_same
 from compat_tests.tiny import text_rows
 from trl_jax.hub.find import find_checkpoint
+from trl_jax.hub.native_backend import NativeBackend
+from trl_jax.hub.peft.virtual.adapted import virtual_backend
+from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.nn.virtual_tokens import Lstm
 
 torch = pytest.importorskip("torch")
@@ -439,3 +442,25 @@ def test_two_devices_do_what_one_does(mesh, name, checkpoint, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     [line] = [line for line in done.stdout.splitlines() if line.startswith("losses")]
     np.testing.assert_allclose([float(loss) for loss in line.split()[1:]], losses(*given, None), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["PromptTuning", "PrefixTuning"])
+def test_before_a_frozen_model_in_few_bits(kind, checkpoint):
+    """Vectors that are sampled are those of the table as it is held."""
+    fields = {"prompt_tuning_init": "SAMPLE_VOCAB"} if kind == "PromptTuning" else {}
+    found = find_checkpoint(str(checkpoint(**SMALL)), head="lm", dtype="bfloat16")
+    config = getattr(trl_jax, f"{kind}Config")(num_virtual_tokens=4, **fields)
+    halves = found.load_adapted(config, 5)
+    few = found.load_adapted(config, 5, quantization=trl_jax.BitsAndBytesConfig(load_in_4bit=True))
+    assert halves.frozen["decoder.embed.weight.codes"].dtype == jnp.uint16
+    assert few.frozen["decoder.layers.attention.q.weight.codes"].dtype == jnp.uint8
+    vectors = dict(halves.backend.on_disk(halves.params))["prompt_embeddings"]
+    if fields:
+        table = np.asarray(halves.backend.weight(halves.arrays, "decoder.embed.weight"))
+        assert all((table == vector).all(axis=1).any() for vector in vectors)
+    plain = NativeBackend(few.backend.base.source)  # the same numbers as floats
+    twin = PreTrainedModel(
+        few.params, virtual_backend(plain, config, None), few.config, few.folder, "twin",
+        few.backend.base.weights(few.frozen),
+    )  # fmt: skip
+    np.testing.assert_allclose(np.asarray(few(IDS).logits), np.asarray(twin(IDS).logits), atol=1e-4)
