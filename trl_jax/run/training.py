@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,6 @@ from trl_jax.engine.loop import Loop
 from trl_jax.engine.nonfinite_guard import PATIENCE, NonFiniteGuard
 from trl_jax.engine.optimizers.optimizer import Optimizer
 from trl_jax.engine.prefetch import AsNeeded, Prefetched
-from trl_jax.hub.freezing import check_unfrozen
 from trl_jax.hub.torch.objects import give_back
 from trl_jax.run.arguments.optimizer_choice import LearningRate, OptimizerChoice
 from trl_jax.run.arguments.param_groups import GROUPS, ShownOptimizer
@@ -48,34 +47,11 @@ from trl_jax.run.output.hub_push import HubPublisher, sweep_stages
 from trl_jax.run.output.resuming import resume, weights_of
 from trl_jax.run.reports import speed_metrics, task_metrics
 from trl_jax.run.state import RunState
+from trl_jax.run.step.changes import Changes
 from trl_jax.run.step.precompile import compiling_ahead
 from trl_jax.run.step.train_step import TrainStep, optimizer_of
 
 logger = logging.getLogger(__name__)
-
-
-class MadeOf(NamedTuple):
-    """The parts of a step that a callback may change.
-
-    frozen: names on disk of the parameters that a script has frozen.
-    """
-
-    loss: Any
-    max_grad_norm: float | None
-    frozen: frozenset[str]
-    accumulation: int
-
-    @classmethod
-    def now(cls, run: RunState) -> MadeOf:
-        args = run.args
-        return cls(
-            run.task, args.max_grad_norm, frozenset(run.model.frozen_names), args.gradient_accumulation_steps
-        )
-
-    def changed_since(self, before: MadeOf) -> str:
-        """The differences, in words."""
-        words = "the loss", "max_grad_norm", "what is frozen", "gradient_accumulation_steps"
-        return " and ".join(word for word, then, now in zip(words, before, self, strict=True) if then != now)
 
 
 class Training:
@@ -103,7 +79,6 @@ class Training:
         self._checkpointer, self._publisher, self._torch_model = checkpointer, publisher, torch_model
         self._choose, self.choice = choose, choose()
         self.optimizer: Optimizer | None = None
-        self._made_of: MadeOf | None = None  # of the last step
 
     def train(self, resume_from: str | bool | None) -> TrainOutput:
         """Train to the end, alone in output_dir, heeding signals; smaller batches where auto_find_batch_size asks."""
@@ -131,39 +106,11 @@ class Training:
         """The result of create_optimizer, in the form of the step."""
         return optimizer_of(self._run, self._hooks.create_optimizer(), self.choice)
 
-    def _renewed(self) -> Optimizer | None:
-        """The optimizer of a step that is made anew, where a callback has changed what the last one was made of; None
-        where nothing has changed.
-
-        Raises:
-            ValueError: the optimizer would have another state, or steps another layout.
-        """
-        run = self._run
-        self._hooks.settle_task()
-        found, before = MadeOf.now(run), self._made_of
-        if found == before:
-            return None
-        self._made_of = found
-        if found.accumulation != before.accumulation:
-            raise ValueError(
-                f"gradient_accumulation_steps was changed from {before.accumulation} to {found.accumulation} while the "
-                "run trains, and its steps are laid out. Change it between calls of train()."
-            )
-        check_unfrozen(before.frozen - found.frozen)
-        logger.warning(
-            "After step %d, %s was changed: the step is compiled again, as it is after every such change.",
-            run.state.global_step,
-            found.changed_since(before),
-        )
-        tx = self.made_optimizer()
-        if jax.tree.structure(jax.eval_shape(tx.init, run.model.params)) != jax.tree.structure(
-            run.progress.optimizer_state
-        ):
-            raise ValueError(
-                f"max_grad_norm was changed from {before.max_grad_norm} to {found.max_grad_norm} while the run trains, "
-                "and the optimizer's state has no place for that. Let a large max_grad_norm stand for none."
-            )
-        self._show(tx)
+    def _renewed(self, changed: Changes) -> Optimizer | None:
+        """The optimizer of a step that is made anew, which is shown then; None where nothing has changed."""
+        tx = changed()
+        if tx is not None:
+            self._show(tx)
         return tx
 
     def _show(self, tx: Optimizer) -> None:
@@ -240,10 +187,10 @@ class Training:
         run.events.handler.train_dataloader = batches
         steps = batches if run.rollout is not None else steps_of(batches, "get_train_dataloader")
         tell_layout(run, step_layout(run, training=True).layout, reason_of_layout(run))  # unless a survey has
-        step, self._made_of = train_step.made(tx), MadeOf.now(run)
+        step, changed = train_step.made(tx), Changes(run, self._hooks.settle_task, self.made_optimizer)
         place = None if "compute_loss" in run.overridden else train_step.placed
         tell = partial(tell_compilation, run, steps)
-        advance = train_step.advancer(step, tx, checkpointer.saver.check, tell, self._renewed)
+        advance = train_step.advancer(step, tx, checkpointer.saver.check, tell, partial(self._renewed, changed))
         # Scripts' own `log` may be older than its second argument.
         began = () if run.args.include_num_input_tokens_seen == "no" else (time.time(),)
         patience = 1 if "underflow_overflow" in str(run.args.debug) else PATIENCE
