@@ -80,7 +80,7 @@ def install() -> None:
     from trl_jax.run.evaluation.logits import LogitsEvaluation
     from trl_jax.run.evaluation.whole_batch import WholeBatchEvaluation
     from trl_jax.run.model import precompute
-    from trl_jax.run.rollouts import CompletionLogps
+    from trl_jax.run.rollouts.logps import CompletionLogps
     from trl_jax.run.step import train_step
     from trl_jax.trainer import base_trainer
 

@@ -26,8 +26,9 @@ ALLOWED = {
     "hub/heads.py": {"reward"},  # TRL's errors for a checkpoint with another head than a score
     "hub/torch/objects.py": {"reward"},  # the same, of a torch model
     "nn/rope.py": {"pair", "pairs"},  # of channels
-    "run/rank_rollouts.py": {"reward", "rewards"},
-    "run/rollouts.py": {"rewards"},  # of completions that a run writes itself
+    "run/rollouts/ranks.py": {"reward", "rewards"},
+    "run/rollouts/parts.py": {"reward", "rewards"},
+    "run/rollouts/steps.py": {"rewards"},
     "dryrun/made_completions.py": {"reward"},
     "scripts/plan/__init__.py": {"reward", "rewards"},  # flags that name what scores completions
     "scripts/plan/parser.py": {"reward", "rewards"},

@@ -74,7 +74,7 @@ def train(trainer: str, folder: Path, out: Path, began: int) -> None:
 
     from trl_jax.engine.checkpoints import checkpoint
     from trl_jax.rollout.rewards.functions import RewardFunctions
-    from trl_jax.run.rollouts import PolicyWriter
+    from trl_jax.run.rollouts.writer import PolicyWriter
 
     def tell(what: str) -> None:
         os.write(began, what.encode())

@@ -13,7 +13,7 @@ from compat_tests.parity import golden, grpo_cases, reference
 from compat_tests.parity.grpo_cases import GRPO, RLOO, prompt_rows
 from compat_tests.parity.marks import assert_same_weights, timeless
 from compat_tests.parity.sketch import gap
-from trl_jax.run.rollouts import PolicyWriter
+from trl_jax.run.rollouts.writer import PolicyWriter
 from trl_jax.tasks import grpo
 
 # Each loss is held to TRL's by losses/test_policy_gradient.py, each kind of layer by its family's tokens, and a chat by
@@ -162,7 +162,7 @@ def without_the_last_token(self, prompt_ids, group):
 MUTANTS = [
     ("default", "trl_jax.rollout.source.RolloutSteps._generated", no_permutation, "tokens were drawn"),
     ("default", "trl_jax.rollout.source.BASE_SEED_WORDS", 0, "tokens were drawn"),
-    ("default", "trl_jax.run.rollouts.PolicyWriter.complete", without_the_last_token, "tokens were drawn"),
+    ("default", "trl_jax.run.rollouts.writer.PolicyWriter.complete", without_the_last_token, "tokens were drawn"),
     ("epochs", "trl_jax.rollout.sampler.RepeatSampler.next_epoch", the_same_order_each_epoch, "tokens were drawn"),
     ("default", "trl_jax.tasks.grpo.group_advantages", a_little_smaller, "ours|drawn"),
     ("reference", "trl_jax.tasks.grpo.token_weights", one_token_more, "ours|drawn"),

@@ -22,7 +22,7 @@ from compat_tests.parity.reference import BASE, read_weights
 from compat_tests.trainer.trainers import FACTS
 from trl_jax import GRPOTrainer, RLOOTrainer
 from trl_jax.rollout.rollout_func import written_by
-from trl_jax.run.rollouts import CompletionLogps
+from trl_jax.run.rollouts.logps import CompletionLogps
 
 CONFIG = {
     "max_steps": 1, "learning_rate": 3e-3, "num_generations": 4, "max_completion_length": 6, "pad_to_multiple_of": None,

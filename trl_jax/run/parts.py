@@ -16,7 +16,8 @@ from trl_jax.run.hooks import TrainerHooks
 from trl_jax.run.output.checkpointing import Checkpointer
 from trl_jax.run.output.hub_push import HubPublisher
 from trl_jax.run.output.model_files import arguments_text
-from trl_jax.run.rollouts import RolloutParts, rollout_steps
+from trl_jax.run.rollouts.parts import RolloutParts
+from trl_jax.run.rollouts.steps import rollout_steps
 from trl_jax.run.state import RunState
 from trl_jax.run.step.forward import Forward
 from trl_jax.run.step.train_step import TrainStep

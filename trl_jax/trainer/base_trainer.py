@@ -22,7 +22,7 @@ from trl_jax.run.arguments.base_config import BaseConfig
 from trl_jax.run.arguments.optimizer_choice import choose
 from trl_jax.run.evaluation.predictions import check_compute_metrics
 from trl_jax.run.model import loading as model_loading
-from trl_jax.run.rollouts import RolloutParts
+from trl_jax.run.rollouts.parts import RolloutParts
 from trl_jax.run.state import RunState
 from trl_jax.run.step.train_step import default_optimizer
 from trl_jax.run.user_loss.bound_model import BoundModel

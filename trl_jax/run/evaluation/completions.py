@@ -21,7 +21,7 @@ from trl_jax.rollout.source import BASE_SEED_WORDS, RolloutSteps
 from trl_jax.run import data
 from trl_jax.run.evaluation.evaluation import MetricHooks
 from trl_jax.run.reports import speed_metrics
-from trl_jax.run.rollouts import CommonNumbers, row_of
+from trl_jax.run.rollouts.steps import CommonNumbers, row_of
 from trl_jax.run.state import RunState
 from trl_jax.run.step.forward import Forward
 

@@ -22,7 +22,7 @@ from trl_jax.run.hooks import TrainerHooks
 from trl_jax.run.model import loading as model_loading
 from trl_jax.run.output.hub_push import HubPublisher
 from trl_jax.run.parts import assemble
-from trl_jax.run.rollouts import RolloutParts
+from trl_jax.run.rollouts.parts import RolloutParts
 from trl_jax.run.state import RunState
 from trl_jax.run.step.rng import check_noise
 from trl_jax.run.user_loss.bound_model import script_values

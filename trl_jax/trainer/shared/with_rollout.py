@@ -22,7 +22,7 @@ from trl_jax.run import construction
 from trl_jax.run.model import loading as model_loading
 from trl_jax.run.model.reference import ReferenceModel, Sync, check_sync, given, initial_policy
 from trl_jax.run.model.routers import balance_experts
-from trl_jax.run.rollouts import RolloutParts, Sampling
+from trl_jax.run.rollouts.parts import RolloutParts, Sampling
 from trl_jax.run.state import RunState
 from trl_jax.tasks.policy import Cycle
 from trl_jax.trainer.shared.policy_attributes import PolicyAttributes
