@@ -77,8 +77,8 @@ def batches(layout):
 @lru_cache(maxsize=1)
 def pass_of(model, gradients, dtype, max_length):
     """(params, batch) -> the loss of a micro-batch, or that and its gradients; compiled once a shape."""
-    args, task = SimpleNamespace(max_length=max_length), SimpleNamespace(head="score")
-    state = {"model": model, "args": args, "task": task, "reference": None, "router_aux_loss_coef": 0.0}
+    task = SimpleNamespace(head="score")
+    state = {"model": model, "max_tokens": max_length, "task": task, "reference": None, "router_aux_loss_coef": 0.0}
     forward = Forward(SimpleNamespace(**state))
 
     def loss(params, batch):
