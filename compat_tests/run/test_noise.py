@@ -12,6 +12,7 @@ import pytest
 import trl_jax
 from compat_tests.effort import thorough
 from compat_tests.trainer.trainers import FACTS, make, table
+from trl_jax.core.virtual_tokens import VirtualTokens
 from trl_jax.run.step.rng import check_noise, random_options, run_key
 from trl_jax.run.user_loss.bound_model import BoundModel
 
@@ -65,7 +66,7 @@ def asked(**how):
     return SimpleNamespace(**({"disable_dropout": True, "neftune_noise_alpha": None, "seed": 1} | how))
 
 
-CALM, DRAWS = (SimpleNamespace(draws_experts=draws) for draws in (False, True))
+CALM, DRAWS = (SimpleNamespace(draws_experts=draws, virtual=VirtualTokens()) for draws in (False, True))
 
 
 def options(backend, key, multiple=None, **how):

@@ -48,6 +48,8 @@ def _functions(model: Any) -> Iterator[str]:
 
 def _gradient_hooks(model: Any) -> Iterator[str]:
     for name, parameter in model.named_parameters():
+        if name.startswith("prompt_encoder."):
+            continue  # where peft has hooks of its own
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             yield f"the gradient of {name} has a hook"
 

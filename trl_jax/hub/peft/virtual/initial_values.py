@@ -50,7 +50,7 @@ def _ids_of(config: PromptTuningConfig) -> np.ndarray:
 
     options: dict[str, Any] = dict(config.tokenizer_kwargs or {})
     options.pop("trust_remote_code", None)  # as in PEFT: whoever wrote a config does not run code
-    tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_name_or_path, **options)
+    tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_name_or_path, trust_remote_code=False, **options)
     ids = tokenizer(config.prompt_tuning_init_text)["input_ids"]
     if not ids:
         text = brief(config.prompt_tuning_init_text)
