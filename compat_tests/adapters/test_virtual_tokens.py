@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 import trl_jax
 from compat_tests.adapters.virtual_meshes import losses
 from compat_tests.dryrun.planned import LENGTH, alike
-from compat_tests.effort import usual
+from compat_tests.effort import only_thorough, usual
 from compat_tests.mesh.rank import rows_of
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.marks import steps_of
@@ -108,6 +108,7 @@ def test_the_curve_and_the_adapter_are_trls(name, runs):
     assert [name for name, _ in ours.model.named_parameters()] == names == ours.model.names()
 
 
+@usual("1")
 @pytest.mark.parametrize("layers", [1, 3])
 def test_a_memory_of_vectors_is_torchs(layers):
     """Values and gradients of P-tuning's LSTM."""
@@ -126,6 +127,7 @@ def test_a_memory_of_vectors_is_torchs(layers):
         np.testing.assert_allclose(gradient, wanted, atol=1e-4, err_msg=name)
 
 
+@only_thorough
 def test_dropout_between_the_layers_of_a_memory(checkpoint):
     config = {"encoder_reparameterization_type": "LSTM", "encoder_dropout": 0.5, "num_virtual_tokens": 4}
     model = load_with(checkpoint(**SMALL), trl_jax.PromptEncoderConfig(**config))
@@ -399,7 +401,7 @@ def load_with(folder, config):
     return find_checkpoint(str(folder), head="lm").load_adapted(config, 5)
 
 
-@usual("prefix")
+@only_thorough
 @pytest.mark.parametrize("name", ["drawn", "prefix"])
 def test_a_plan_is_that_of_a_run(name, checkpoint, tmp_path):
     row = {"input_ids": [1] * LENGTH, "labels": [1] * LENGTH}
@@ -432,7 +434,7 @@ def test_completions_of_the_policy_begin_behind_them(name, checkpoint, tmp_path)
     assert all(entry["grad_norm"] > 0 for entry in logs) and logs[1]["kl"] != logs[0]["kl"]
 
 
-@usual("fsdp:2-prefix")
+@only_thorough
 @pytest.mark.parametrize("name", ["drawn", "mlp", "prefix"])
 @pytest.mark.parametrize("mesh", ["data:2", "fsdp:2", "tensor:2", "sequence:2"])
 def test_two_devices_do_what_one_does(mesh, name, checkpoint, tmp_path):

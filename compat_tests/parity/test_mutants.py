@@ -112,20 +112,11 @@ def test_computing_in_bfloat16_is_noticed(runs, monkeypatch):
 
 
 def test_a_wrong_rate_is_noticed_even_where_the_log_tells_the_right_one(runs, monkeypatch):
-    from trl_jax.engine import loop
+    from trl_jax.run.arguments.optimizer_choice import LearningRate
 
-    monkeypatch.setattr(loop.Loop, "_step", _step_at_a_rate_one_percent_lower(loop.Loop._step))
+    taken = LearningRate.taken
+    monkeypatch.setattr(LearningRate, "taken", lambda self, groups: 0.99 * taken(self, groups))
     assert_noticed(runs, "plain", match="step 2, loss")
-
-
-def _step_at_a_rate_one_percent_lower(step):
-    def lower(self, batch):
-        right = self.advance
-        self.advance = lambda batch, rate: right(batch, 0.99 * rate)
-        step(self, batch)
-        self.advance = right
-
-    return lower
 
 
 def assert_noticed(runs, case: str, match: str = "apart") -> None:
