@@ -196,6 +196,7 @@ def test_what_it_warns_of(model, tmp_path, caplog, rows, config, words):
     make(trl_jax, model, tmp_path, config, train_dataset=table(**rows), eval_dataset=table(8))
     warned = (record for record in caplog.records if record.levelno >= logging.WARNING)
     told = [record.getMessage() for record in warned if record.name.startswith("trl_jax")]
+    told = [text for text in told if not text.startswith("The tokenized prompt is not a prefix")]  # told once
     assert len(told) == len(words) and all(part in text for part, text in zip(words, told, strict=True))
 
 
