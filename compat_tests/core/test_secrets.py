@@ -80,16 +80,16 @@ def test_ordinary_texts(text):
     assert scrubbed(text) == text and masked(text) is text
 
 
-def test_a_secret_that_was_read_is_found_anywhere(monkeypatch):
+def test_a_secret_that_was_read_is_found_anywhere(monkeypatch, tmp_path):
     learn({"hub_token": "plainly secret-1", "deeper": json.dumps([{"password": "another + secret"}])})
     assert scrubbed("say plainly secret-1") == "say <HUB_TOKEN>"
     assert scrubbed("x another%20%2B%20secret y") == "x <PASSWORD> y"
     assert masked({"run_name": "of plainly secret-1"}) == {"run_name": "of <HUB_TOKEN>"}
     monkeypatch.setenv("SOME_API_KEY", "in-the-environment\n")
     assert scrubbed("x in-the-environment y") == "x <SOME_API_KEY> y"
-    monkeypatch.setenv("PWD", "/home/somebody/work")  # the shell's folder, no password
-    monkeypatch.setenv("OLDPWD", "/home/somebody/before")
-    told = "The model is in /home/somebody/work/out, no longer in /home/somebody/before."
+    monkeypatch.setenv("PWD", str(tmp_path / "now"))  # the shell's folder, no password
+    monkeypatch.setenv("OLDPWD", str(tmp_path / "before"))
+    told = f"The model is in {tmp_path / 'now' / 'out'}, no longer in {tmp_path / 'before'}."
     assert scrubbed(told) == told
     learn({"token": "a"})  # shorter than any that is looked for
     assert scrubbed("an apple") == "an apple"

@@ -115,7 +115,7 @@ def run_loop(
         batches=_Batches(rows, args.gradient_accumulation_steps, empty_from),
         num_epochs=run.num_epochs,
         micro_batches_per_epoch=run.micro_batches_per_epoch,
-        advance=lambda batch, rate: {
+        advance=lambda batch: {
             "loss": np.float32(events.state.global_step),
             "grad_norm": np.float32(1.0),
             "updated": np.bool_(True),

@@ -15,7 +15,7 @@ from trl_jax.core.trainers import TRAINERS
 COMMANDS = {command: names.summary for command, names in TRAINERS.items()} | {
     "check": "read a TRL script, and say what of it works",
     "compare": "a script's first steps under TRL and under trl_jax, side by side",
-    "plan": "will my run fit on this TPU? Compiles its step for devices you do not have",
+    "plan": "will my run fit on these devices? Compiles its step for devices you do not have",
     "generate": "complete the prompts of a file with a language model",
     "chat": "talk to a language model",
     "score": "score the answers of a file with a reward model",

@@ -40,8 +40,8 @@ class Loop:
         events: the callbacks, with args, state and control.
         batches: set_epoch, then iterate; items have `num_micro_batches`, `num_examples`, `rows` and `rows_digest`.
         num_epochs, micro_batches_per_epoch: the run's length, and the unit of an epoch's fractions.
-        advance: (batch, learning rate) -> the metrics of one optimizer step, still on the device.
-        learning_rate: finished steps -> rate of the next one.
+        advance: batch -> the metrics of one optimizer step, still on the device.
+        learning_rate: finished steps -> rate of the next one, as it is logged.
         report: (logs, metrics of the steps since the last report, as NumPy) -> None.
         evaluate: runs the evaluation and returns its metrics.
         save: writes a checkpoint from which another loop resumes at this `progress`.
@@ -54,7 +54,7 @@ class Loop:
     batches: Batches
     num_epochs: int
     micro_batches_per_epoch: int
-    advance: Callable[[Any, float], Metrics]
+    advance: Callable[[Any], Metrics]
     learning_rate: Callable[[int], float]
     report: Callable[[dict[str, float], list[dict[str, np.ndarray]]], None]
     evaluate: Callable[[], dict[str, float]]
@@ -161,7 +161,7 @@ class Loop:
         events.fire("on_step_begin")
         progress.learning_rate = self.learning_rate(events.state.global_step)
         self._between_steps = False
-        metrics = self.advance(batch, progress.learning_rate)
+        metrics = self.advance(batch)
         for _ in range(batch.num_micro_batches - 1):
             events.fire("on_substep_end")
         events.fire("on_pre_optimizer_step")

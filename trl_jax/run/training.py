@@ -201,7 +201,7 @@ class Training:
             else Prefetched(steps, place, lambda: loop.leave_if_asked()),
             num_epochs=length.num_epochs,
             micro_batches_per_epoch=length.micro_batches_per_epoch,
-            advance=lambda batch, _: advance(batch, checkpointer.lr_scheduler.taken(GROUPS)),
+            advance=lambda batch: advance(batch, checkpointer.lr_scheduler.taken(GROUPS)),
             learning_rate=checkpointer.lr_scheduler,
             report=lambda logs, since: self._hooks.log(logs | self._measured(since), *began),
             evaluate=self._evaluate,

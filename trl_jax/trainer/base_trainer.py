@@ -55,6 +55,7 @@ class BaseTrainer(Setup, Evaluating):
     _collator_class: ClassVar[type | None] = None  # whose pad_to_multiple_of is taken; others are refused
     _older_collators: ClassVar[tuple[type, ...]] = ()  # of early TRL, that are taken, too
     _tokenizer_sides: ClassVar[Mapping[str, str] | None] = None  # on which one loaded with the model pads and cuts
+    _old_arguments: ClassVar[Mapping[str, str]] = {}  # of earlier forms of the constructor: what to write today
     _data_collator: Any = None
     _compute_loss_func: Callable | None = None
     compute_loss_func = Settled(

@@ -111,7 +111,7 @@ def _of_unknown_value(call: Call, name: str, config: type) -> Finding:
 
 def _of_trainer(call: Call, names: TrainerNames) -> Iterator[Finding]:
     trainer = names.load_trainer()
-    known, old = inspect.signature(trainer.__init__).parameters, getattr(trainer, "_old_arguments", {})
+    known, old = inspect.signature(trainer.__init__).parameters, trainer._old_arguments
     of_config = {field.name for field in fields(names.load_config())}
     for name in call.arguments:
         what = f"{call.name}({name}=...)"

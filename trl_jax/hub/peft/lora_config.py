@@ -31,14 +31,8 @@ class TaskType(str, Enum):  # noqa: UP042 - PEFT's own is such a mixture, and fo
 
 
 @dataclass
-class LoraConfig:
-    """PEFT's fields, defaults and order. Options without effect here are refused when the model gets the adapter.
-
-    r, lora_alpha: the rank, and the scale before it is divided by the rank (`use_rslora`: by its root).
-    target_modules: names, ends of names, a regular expression of whole names, or "all-linear".
-    modules_to_save: ends of names of modules that train whole; the head is one in any case.
-    rank_pattern, alpha_pattern: regular expressions of the ends of names -> another rank or alpha.
-    """
+class PeftConfig:
+    """The fields that PEFT's configs have in common, which come first."""
 
     task_type: str | TaskType | None = None
     peft_type: str | None = None
@@ -47,6 +41,18 @@ class LoraConfig:
     base_model_name_or_path: str | None = None
     revision: str | None = None
     inference_mode: bool = False
+
+
+@dataclass
+class LoraConfig(PeftConfig):
+    """PEFT's fields, defaults and order. Options without effect here are refused when the model gets the adapter.
+
+    r, lora_alpha: the rank, and the scale before it is divided by the rank (`use_rslora`: by its root).
+    target_modules: names, ends of names, a regular expression of whole names, or "all-linear".
+    modules_to_save: ends of names of modules that train whole; the head is one in any case.
+    rank_pattern, alpha_pattern: regular expressions of the ends of names -> another rank or alpha.
+    """
+
     r: int = 8
     target_modules: list[str] | set[str] | str | None = None
     exclude_modules: list[str] | set[str] | str | None = None

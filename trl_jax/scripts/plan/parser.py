@@ -59,7 +59,7 @@ class PlanParser(TrlParser):
         super().__init__(kinds, prog=prog)
         self.usage = "%(prog)s --model_name_or_path MODEL --topology v5e:4x4\n       [--config FILE.yaml] [flags]"
         self.description = (
-            "Will my run fit on this TPU? For example:\n\n"
+            "Will my run fit on these devices? For example:\n\n"
             "  trl-jax plan --model_name_or_path meta-llama/Llama-3.1-8B --topology v5e:4x4 \\\n"
             "      --fsdp full_shard --max_length 1024 --per_device_train_batch_size 1\n\n"
             "The training step is compiled for devices you do not have, from config.json alone: memory, collectives, a "

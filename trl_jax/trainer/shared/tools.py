@@ -43,7 +43,10 @@ def tools_of(
     for environment in () if environments is None else environments.probes:
         _checked([*functions, *methods_of(environment)])
     if several():
-        raise ValueError("tools= with several processes is not in this release of trl_jax. Start a single one.")
+        raise ValueError(
+            "tools= and environment_factory= with several processes are not in this release of trl_jax. Start a "
+            "single one."
+        )
     if not supports_tool_calling(tokenizer):
         raise ValueError(
             "The provided chat template does not support tool calling. The template must be able to render a full "

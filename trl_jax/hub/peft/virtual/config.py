@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from trl_jax.core.printable import brief
-from trl_jax.hub.peft.lora_config import PEFT, TaskType, read_config_of, task_of, write_config
+from trl_jax.hub.peft.lora_config import PEFT, PeftConfig, read_config_of, task_of, write_config
 
 VECTORS = "prompt_embeddings"  # PEFT's name of the vectors in an adapter's file
 ENCODER = "prompt_encoder.safetensors"  # the arrays that they are made of, which PEFT does not save
@@ -30,20 +30,13 @@ class PromptEncoderReparameterizationType(str, Enum):  # noqa: UP042
 
 
 @dataclass
-class PromptLearningConfig:
+class PromptLearningConfig(PeftConfig):
     """The fields that all kinds of virtual tokens have. Sizes of the model that are None are taken from it.
 
     num_virtual_tokens: how many stand before each text.
     token_dim: channels of a virtual token.
     """
 
-    task_type: str | TaskType | None = None
-    peft_type: str | None = None
-    auto_mapping: dict | None = None
-    peft_version: str | None = None
-    base_model_name_or_path: str | None = None
-    revision: str | None = None
-    inference_mode: bool = False
     num_virtual_tokens: int | None = None
     token_dim: int | None = None
     num_transformer_submodules: int | None = None
