@@ -55,6 +55,8 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from trl_jax.trainer.callbacks import RichProgressCallback
     from trl_jax.trainer.collators.constant_length import ConstantLengthDataset
     from trl_jax.trainer.collators.older import DataCollatorForCompletionOnlyLM, RewardDataCollatorWithPadding
+    from trl_jax.trainer.distillation_config import DistillationConfig
+    from trl_jax.trainer.distillation_trainer import DistillationTrainer
     from trl_jax.trainer.dpo_config import DPOConfig
     from trl_jax.trainer.dpo_trainer import DPOTrainer
     from trl_jax.trainer.grpo_config import GRPOConfig

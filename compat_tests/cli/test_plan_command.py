@@ -93,6 +93,7 @@ def test_every_argument_has_a_part_in_a_plan_or_is_told_to_have_none(checkpoint,
         off_policy_mask_threshold reward_weights sapo_temperature_neg sapo_temperature_pos steps_per_generation
         temperature top_entropy_quantile total_episodes use_adaptive_entropy use_bias_correction_kl
         vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos
+        teacher_model_init_kwargs teacher_model_name_or_path teacher_model_revision
     """
     tables = [names.load_config().argument_table for names in TRAINERS.values()]
     known = {name for table in tables for name, line in table.items() if line.kind in ("native", "mapped")}

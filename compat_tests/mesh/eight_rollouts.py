@@ -1,5 +1,5 @@
-"""GRPO and RLOO on meshes of simulated CPU devices: they train, evaluate, save and go on, and the same seed gives the
-same completions on each of them."""
+"""Runs that write their own rows on meshes of simulated CPU devices: they train, evaluate, save and go on, and the same
+seed gives the same completions on each of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ from compat_tests.effort import only_thorough, thorough  # noqa: E402
 from compat_tests.parity.dpo_cases import SMALL  # noqa: E402
 from compat_tests.parity.grpo_cases import length_reward, prompt_rows, vowels  # noqa: E402
 from compat_tests.parity.reference import BASE  # noqa: E402
-from trl_jax import AutoModelForCausalLM, GRPOConfig, GRPOTrainer, RLOOTrainer  # noqa: E402
+from trl_jax import (  # noqa: E402
+    AutoModelForCausalLM,
+    DistillationConfig,
+    DistillationTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    RLOOTrainer,
+)
 from trl_jax.generation import weights  # noqa: E402
 
 ROWS = 16  # of a micro-batch, on all devices together
@@ -127,6 +134,27 @@ def test_a_run_goes_on_to_the_bit(kind, mesh, make, tmp_path):
     assert len(seen) == 2 and more == seen[1:]
     jax.tree.map(np.testing.assert_array_equal, whole.model.params, again.model.params)
     assert history(whole) == history(again)
+
+
+def test_a_student_and_its_teacher_are_divided(checkpoint, tmp_path):
+    """The same completions and divergences as on two devices that have half of each model. Their widths differ, so
+    that their layers are divided in other ways."""
+    rows, found = Dataset.from_list(prompt_rows(20)), []
+    for mesh, shards in (("tensor:2", 1), ("data:2,fsdp:2,tensor:2", 4)):
+        sizes = {f"per_device_{split}_batch_size": ROWS // shards for split in ("train", "eval")}
+        options = CONFIG | {"max_steps": 1, "eval_steps": 1, "beta": 0.3, "gradient_accumulation_steps": 1} | sizes
+        for name in ("num_generations", "num_iterations", "num_generations_eval"):
+            del options[name]
+        args = DistillationConfig(str(tmp_path), mesh_shape=mesh, **BASE | options)
+        folders = (str(checkpoint(**SMALL | {"hidden_size": size})) for size in (32, 64))
+        trainer = DistillationTrainer(*folders, args, rows, rows.take(5))
+        trainer.train()
+        found.append(history(trainer))
+        divided = trainer.parts.run.reference.arrays["reference.decoder.embed.weight"]
+        assert divided.addressable_shards[0].data.nbytes == divided.nbytes // (2 * min(shards, 2))
+    for name in ("loss", "grad_norm", "entropy", "completions/mean_length"):
+        assert found[0][0][name] == pytest.approx(found[1][0][name], rel=1e-5), name
+    assert all(np.isfinite(log["eval_loss"]) for logs in found for log in logs if "eval_loss" in log)
 
 
 @only_thorough

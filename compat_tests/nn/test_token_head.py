@@ -12,7 +12,7 @@ import torch
 
 from compat_tests.effort import usually
 from trl_jax.core.token_outputs import TokenOutputs
-from trl_jax.nn import token_head
+from trl_jax.nn import head_chunks
 from trl_jax.nn.token_head import token_outputs
 
 VOCABULARY, WIDTH, ROWS = 90, 12, 64
@@ -25,8 +25,8 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def chunks_of_64(monkeypatch):
-    monkeypatch.setattr(token_head, "_LOGITS", {"cpu": ROWS * VOCABULARY})
-    monkeypatch.setattr(token_head, "_FEWEST", {"cpu": ROWS})
+    monkeypatch.setattr(head_chunks, "LOGITS", {"cpu": ROWS * VOCABULARY})
+    monkeypatch.setattr(head_chunks, "FEWEST", {"cpu": ROWS})
 
 
 def drawn(places, real, seed=0):

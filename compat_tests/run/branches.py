@@ -18,6 +18,7 @@ from trl_jax.losses.sums import at_reads, of_texts, real_examples, summed
 from trl_jax.run import construction
 from trl_jax.run.model.reference import given
 from trl_jax.tasks import Columns, Example, Extras, joined
+from trl_jax.tasks.task import TokenTask
 
 TEMPERATURE, KL, ENTROPY = 0.7, 0.1, 0.05
 MODEL = {"head": "causal", "num_hidden_layers": 2}
@@ -26,7 +27,7 @@ MOST = 12  # tokens of a branch
 
 
 @dataclass(frozen=True)
-class BranchesTask:
+class BranchesTask(TokenTask):
     """The clipped ratio to `old_logps` times the advantage, less a bonus of entropy, and a divergence from the
     reference; an example has one text and a weight of its own."""
 

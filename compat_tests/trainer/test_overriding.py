@@ -12,9 +12,12 @@ import trl_jax
 from compat_tests.parity.reference import BASE
 from compat_tests.trainer.trainers import FACTS, make, table
 
-KINDS = ("RewardTrainer", "SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
+KINDS = (
+    "RewardTrainer", "SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer", "DistillationTrainer",
+)  # fmt: skip
+WRITERS = ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer")
 REFUSED = dict.fromkeys(("DPOTrainer", "KTOTrainer"), {"compute_loss", "prediction_step"})  # that others call
-REFUSED |= dict.fromkeys(("GRPOTrainer", "RLOOTrainer"), {"compute_loss", "prediction_step", "get_train_dataloader"})
+REFUSED |= dict.fromkeys(WRITERS, {"compute_loss", "prediction_step", "get_train_dataloader"})
 CALLED = frozenset(
     "_save_checkpoint compute_loss create_model_card create_optimizer evaluate get_eval_dataloader get_test_dataloader "
     "get_train_dataloader init_hf_repo log prediction_step push_to_hub save_model".split()
@@ -69,6 +72,22 @@ OF_POLICIES = {
 def test_what_a_script_writes_in_the_place_of_a_policys_method_is_said(kind, name):
     with pytest.raises(TypeError, match=rf"Own overrides {name}, which trl_jax never calls\. .*{OF_POLICIES[name]}"):
         type("Own", (getattr(trl_jax, kind),), {name: lambda self: None})
+
+
+OF_STUDENTS = {
+    "_compute_loss": "choose beta",
+    "compute_loss": "choose beta",
+    "_get_last_hidden_state": "choose beta",
+    "_generate": "generation_kwargs",
+    "_tokenize_prompts": "train_dataset.map",
+}
+
+
+@pytest.mark.parametrize("name", OF_STUDENTS)
+def test_what_a_script_writes_in_the_place_of_a_students_method_is_said(name):
+    text = rf"Own overrides {name}, which trl_jax never calls\. .*{OF_STUDENTS[name]}"
+    with pytest.raises(TypeError, match=text):
+        type("Own", (trl_jax.DistillationTrainer,), {name: lambda self: None})
 
 
 def test_a_name_that_trl_does_not_know_is_the_scripts():

@@ -13,6 +13,7 @@ TENSOR, SEQUENCE = "tensor", "sequence"
 # (path of a stacked parameter, the part of one layer's that a device holds) -> all of that layer's.
 Gather = Callable[[str, Any], Any]
 _gather: ContextVar[Gather | None] = ContextVar("gather", default=None)
+_model: ContextVar[str] = ContextVar("model", default="")
 
 
 @contextlib.contextmanager
@@ -24,6 +25,21 @@ def layers_gathered_by(gather: Gather) -> Iterator[None]:
         yield
     finally:
         _gather.reset(token)
+
+
+@contextlib.contextmanager
+def layers_of(prefix: str) -> Iterator[None]:
+    """Set while another of a step's models is traced, the paths of whose own parameters begin with `prefix`."""
+    token = _model.set(prefix)
+    try:
+        yield
+    finally:
+        _model.reset(token)
+
+
+def model_prefix() -> str:
+    """The one that is set; "" for the model that trains."""
+    return _model.get()
 
 
 def layer_gather() -> Gather | None:

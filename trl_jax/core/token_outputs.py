@@ -1,4 +1,4 @@
-"""The outputs of a language model's head at the places that are read. Arrays are of NumPy or JAX."""
+"""Numbers of a language model's logits at the places that are read. Arrays are of NumPy or JAX."""
 
 from __future__ import annotations
 
@@ -22,3 +22,14 @@ class TokenOutputs(NamedTuple):
     correct: Any
     mean_logits: Any = None
     log_sum_sq_probs: Any = None
+
+
+class Divergences(NamedTuple):
+    """Float32 `[N]` each, of every read; zeros where there is no target.
+
+    divergence: of the model's distribution from another model's, in nats.
+    entropy: of the model's, in nats; without a gradient.
+    """
+
+    divergence: Any
+    entropy: Any

@@ -46,6 +46,10 @@ _TABLE = (
     TrainerNames("kto", "KTOTrainer", "KTOConfig", "rows", "train a language model on answers that are good or bad"),
     TrainerNames("grpo", "GRPOTrainer", "GRPOConfig", "prompts", "train a language model by rewards it earns"),
     TrainerNames("rloo", "RLOOTrainer", "RLOOConfig", "prompts", "the same, by REINFORCE leave-one-out"),
+    TrainerNames(
+        "distillation", "DistillationTrainer", "DistillationConfig", "prompts",
+        "train a language model to predict as a larger one does, on its own answers",
+    ),
 )
 TRAINERS: dict[str, TrainerNames] = {names.command: names for names in _TABLE}
 DEFAULT = "reward"  # of `trl-jax plan`

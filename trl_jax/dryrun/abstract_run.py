@@ -17,7 +17,7 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.run.arguments.base_config import BaseConfig
 from trl_jax.run.arguments.jax_arguments import Device
 from trl_jax.run.state import RunState
-from trl_jax.tasks.policy import PolicyTask
+from trl_jax.tasks.rollout import RolloutTask
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.base_trainer import BaseTrainer
 
@@ -73,6 +73,8 @@ def planned(args: BaseConfig, topology: Topology, output_dir: str) -> PlannedCon
     args.__class__ = type("PlannedConfig", (PlannedConfig, type(args)), target)
     quiet = {"output_dir": output_dir, "report_to": [], "push_to_hub": False, "use_cpu": False}
     quiet |= {"save_strategy": SaveStrategy.NO, "load_best_model_at_end": False, "model_init_kwargs": None}
+    if "teacher_model_init_kwargs" in vars(args):
+        quiet |= {"teacher_model_init_kwargs": None}
     if "log_completions" in vars(args):
         quiet |= {"log_completions": False, "log_completions_hub_repo": None}
     for name, value in quiet.items():
@@ -97,8 +99,17 @@ class Rows(NamedTuple):
     tokenizer: Any = None
 
 
-def trainer_of(kind: type[BaseTrainer], model: PreTrainedModel, args: PlannedConfig, rows: Rows) -> BaseTrainer:
+def trainer_of(
+    kind: type[BaseTrainer],
+    model: PreTrainedModel,
+    args: PlannedConfig,
+    rows: Rows,
+    teacher: PreTrainedModel | None = None,
+) -> BaseTrainer:
     """Build the trainer of the run.
+
+    Args:
+        teacher: of a student; None where the trainer takes none.
 
     Raises:
         ValueError: rows.train and what bounds texts are both None, the trainer refuses the arguments, or it computes
@@ -116,7 +127,7 @@ def trainer_of(kind: type[BaseTrainer], model: PreTrainedModel, args: PlannedCon
         train_dataset=rows.train,
         eval_dataset=rows.test if evaluates(args) else None,
         processing_class=rows.tokenizer,
-        **(made_completions.further_arguments(args) if writes else {}),
+        **(made_completions.further_arguments(args, teacher) if writes else {}),
     )
     if writes:
         made_completions.with_longest_completions(trainer, made_up=made_up)
@@ -125,7 +136,7 @@ def trainer_of(kind: type[BaseTrainer], model: PreTrainedModel, args: PlannedCon
     return trainer
 
 
-def _prompts(task: PolicyTask, args: PlannedConfig) -> Rows:
+def _prompts(task: RolloutTask, args: PlannedConfig) -> Rows:
     """As many prompts as a generation takes, and as an evaluation's batch does."""
     evaluated = args.per_device_eval_batch_size * args.data_parallel_size // task.num_generations_eval
     counts = (task.cycle.prompts, max(1, evaluated))

@@ -11,9 +11,10 @@ import numpy as np
 from datasets import Dataset
 
 from trl_jax.dryrun.generation import Size
-from trl_jax.rollout.rollout import Ids, Logps
+from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.rollout.judge import Logps
 from trl_jax.rollout.source import RolloutSteps
-from trl_jax.rollout.written import Written, all_written
+from trl_jax.rollout.written import Ids, Written, all_written
 from trl_jax.run.arguments.base_config import BaseConfig
 from trl_jax.run.state import RunState
 from trl_jax.trainer.base_trainer import BaseTrainer
@@ -43,8 +44,10 @@ class LongestWriter:
         return prompts
 
 
-def further_arguments(args: BaseConfig) -> dict[str, Any]:
-    """The trainer's reward functions, as many as there are weights of them; each gives 0."""
+def further_arguments(args: BaseConfig, teacher: PreTrainedModel | None) -> dict[str, Any]:
+    """The trainer's teacher, or its reward functions, as many as there are weights of them; each gives 0."""
+    if "reward_weights" not in vars(args):
+        return {"teacher_model": teacher}
 
     def nothing(completions: list, **columns: Any) -> list[float]:
         del columns
@@ -80,7 +83,8 @@ def with_longest_completions(trainer: BaseTrainer, *, made_up: bool) -> LongestW
     source, args = run.rollout, run.args
     ids_of = partial(_longest_ids, args.max_prompt_length) if made_up else source.rollout.writer.prompt_ids
     writer = LongestWriter(ids_of, most_new_tokens(run))
-    source.rollout = replace(source.rollout, writer=writer, logps=_no_logps, table=None)
+    judge = None if source.rollout.judge is None else replace(source.rollout.judge, logps=_no_logps)
+    source.rollout = replace(source.rollout, writer=writer, judge=judge, table=None)
     return writer
 
 

@@ -150,7 +150,8 @@ class Run:
     base weights, if any.
 
     trainer: the class of the trainer; None takes the one of trl_jax's whose arguments are planned. scorer: a model
-    that scores completions. generation: one of a language model that is trained on other rows.
+    that scores completions. teacher: whose distributions a student learns. generation: one of a language model that is
+    trained on other rows.
     """
 
     checkpoint: Checkpoint
@@ -159,6 +160,7 @@ class Run:
     quantization: BitsAndBytesConfig | None = None
     trainer: type[BaseTrainer] | None = None
     scorer: Checkpoint | None = None
+    teacher: Checkpoint | None = None
     generation: Size | None = None
 
 
@@ -176,7 +178,8 @@ def plan(run: Run, args: BaseConfig, topology: Topology, *, compiles: bool = Tru
     with tempfile.TemporaryDirectory() as folder:
         planned = abstract_run.planned(args, topology, folder)
         model = outlined(run.checkpoint, planned, run.adapter, run.quantization)
-        trainer = abstract_run.trainer_of(kind, model, planned, run.rows)
+        teacher = None if run.teacher is None else outlined(run.teacher, planned, None, None)
+        trainer = abstract_run.trainer_of(kind, model, planned, run.rows, teacher)
         survey = trace.batches(trainer)
     why, tx = no_compiler(topology) if compiles else "nothing was compiled", trainer.parts.training.made_optimizer()
     arguments, compiles = trace.step_arguments(trainer, tx, survey.largest), why is None
@@ -187,7 +190,8 @@ def plan(run: Run, args: BaseConfig, topology: Topology, *, compiles: bool = Tru
             break
     further = {"evaluation": evaluation, "scorer": _held(run.scorer)}
     reference = trainer.parts.run.reference
-    if reference is not None and not trainer.parts.run.task.compared:
+    task = trainer.parts.run.task
+    if reference is not None and not (task.compared or task.compares_distributions):
         further["unread"] = step_memory.on_device({path: arguments.frozen[path] for path in reference.arrays})
     sizes = [] if run.generation is None else [run.generation]
     if trainer.parts.run.rollout is not None:

@@ -140,10 +140,11 @@ class NativeBackend(Backend):
                 continue
             array = arrays[path]
             tensor, _ = entry.tensors(array.shape)[0]
-            array = array.astype(self.source.dtypes.get(tensor, self.source.dtype))
-            if path in bits and array.dtype.name in HALVES:
-                forms[path] = Format(array.dtype.name, array.shape[-2:])
-                path, array = f"{path}.codes", jax.lax.bitcast_convert_type(array, jnp.uint16)
+            kind = jnp.dtype(self.source.dtypes.get(tensor, self.source.dtype))
+            array = _of(array, lambda one, kind=kind: one.astype(kind))
+            if path in bits and kind.name in HALVES:
+                forms[path] = Format(kind.name, array.shape[-2:])
+                path, array = f"{path}.codes", _of(array, lambda one: jax.lax.bitcast_convert_type(one, jnp.uint16))
             held[path] = array
         return held, NativeBackend(self.source, forms)
 
@@ -170,6 +171,11 @@ class NativeBackend(Backend):
         params = self.weights(params) if self.formats else params
         for tensor, entries in entries_of(params, self.source).items():
             yield tensor, read_tensor(params, entries)
+
+
+def _of(array: jax.Array | jax.ShapeDtypeStruct, do: Callable) -> jax.Array | jax.ShapeDtypeStruct:
+    """Done to an array, or to the shape of one."""
+    return jax.eval_shape(do, array) if isinstance(array, jax.ShapeDtypeStruct) else do(array)
 
 
 def heads_of(config: NativeConfig) -> dict[str, int]:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from trl_jax.core.layer_gather import layers_gathered_by
+from trl_jax.core.layer_gather import layers_gathered_by, model_prefix
 from trl_jax.mesh.sharding import BATCH
 
 
@@ -49,15 +49,12 @@ class Parts:
         return array if path in self._stacked else _gathered(array, self.own[path], self.tensor[path])
 
     def _whole_layer(self, path: str, array: jax.Array) -> jax.Array:
-        """One layer's of the stacked parameter at `path` in a model, whichever of the step's models that is."""
-        stacks = [stack for stack in self._stacked if stack == path or stack.endswith(f".{path}")]
-        specs = {(self.own[stack][1:], self.tensor[stack][1:]) for stack in stacks}
-        if not specs:  # an adapter's, which came whole
-            return array
-        if len(specs) > 1:
-            raise ValueError(f"{' and '.join(stacks)} are divided differently; a layer cannot tell which it has.")
-        [(own, tensor)] = specs
-        return _gathered(array, PartitionSpec(*own), PartitionSpec(*tensor))
+        """One layer's of the stacked parameter at `path` in the model that is traced: its own, or one that it shares
+        with the model that trains."""
+        for stack in (model_prefix() + path, path):
+            if stack in self._stacked:
+                return _gathered(array, *(PartitionSpec(*spec[stack][1:]) for spec in (self.own, self.tensor)))
+        return array  # an adapter's, which came whole
 
 
 def only(axes: tuple[str, ...], spec: PartitionSpec) -> PartitionSpec:

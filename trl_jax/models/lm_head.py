@@ -10,6 +10,7 @@ from trl_jax.core.token_outputs import TokenOutputs
 from trl_jax.models.arch import Arch
 from trl_jax.models.decoder import Decoder
 from trl_jax.models.model import Model
+from trl_jax.nn.head_inputs import HeadInputs
 from trl_jax.nn.linear import stored
 from trl_jax.nn.lora import Lora
 from trl_jax.nn.quantized import Quantized
@@ -44,14 +45,19 @@ class LmHead(nnx.Module):
             table: the tokens' `[V, D]`, for a tied head.
             temperature: divides the logits, after all else.
         """
+        inputs = self.inputs(hidden, table)
+        facts = {"bias": inputs.bias, "scale": inputs.scale, "softcap": inputs.softcap, "temperature": temperature}
+        if targets is None:
+            return head_logits(inputs.hidden, inputs.weight, **facts)
+        return token_outputs(inputs.hidden, inputs.weight, targets, **facts)
+
+    def inputs(self, hidden: jax.Array, table: nnx.Param | Quantized) -> HeadInputs:
+        """The arrays that logits are made of, an adapter's part in them; arguments as in the call."""
         weight = stored(table if self.weight is None else self.weight)
         bias = None if self.bias is None else self.bias[...]
         if self.lora is not None:
             hidden, weight, bias = self.lora.joined(hidden, weight, bias)
-        facts = {"bias": bias, "scale": self.scale, "softcap": self.softcap, "temperature": temperature}
-        if targets is None:
-            return head_logits(hidden, weight, **facts)
-        return token_outputs(hidden, weight, targets, **facts)
+        return HeadInputs(hidden, weight, bias, self.scale, self.softcap)
 
 
 class CausalLm(Model):
@@ -72,3 +78,6 @@ class CausalLm(Model):
     ) -> TokenOutputs | jax.Array:
         del dropout_key  # its head has none
         return self.lm_head(hidden.astype(dtype), self.decoder.embed.weight, targets, temperature)
+
+    def head_inputs(self, hidden: jax.Array, dtype: jnp.dtype) -> HeadInputs:
+        return self.lm_head.inputs(hidden.astype(dtype), self.decoder.embed.weight)

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from trl_jax.nn.head_inputs import HeadInputs
+
 
 class Model(nnx.Module):
     """A trunk gives the hidden states of the tokens that are read, its head makes results of them.
@@ -32,10 +34,11 @@ class Model(nnx.Module):
         dropout_key: jax.Array | None = None,
         temperature: float = 1.0,
         head_dtype: jnp.dtype | None = None,
+        before_head: bool = False,
         **options: Any,
     ) -> Any:
         """The outputs of the head: of a score head `[N]`; of a language model's head `TokenOutputs` where there are
-        targets, else logits `[N, V]`.
+        targets, else logits `[N, V]`, or `HeadInputs`.
 
         Args:
             tokens, positions: int32 `[R, T]`.
@@ -45,6 +48,7 @@ class Model(nnx.Module):
             dropout_key: turns dropout on, at the rates in the config.
             temperature: divides the logits of a language model's head; a score head has none.
             head_dtype: what a language model's head computes in; None: `dtype`.
+            before_head: give what a language model's head makes logits of, and compute none.
             options: the trunk's others. With `router_token_count`, `[R, T]`, a model with experts gives beside its
                 outputs the `RouterSums` over those tokens.
         """
@@ -53,7 +57,10 @@ class Model(nnx.Module):
         hidden, *sums = hidden if isinstance(hidden, tuple) else (hidden,)
         if head_dtype is not None:
             hidden, dtype = hidden.astype(dtype), head_dtype
-        outputs = self.outputs(hidden, targets, dtype, dropout_key, temperature)
+        if before_head:
+            outputs = self.head_inputs(hidden, dtype)
+        else:
+            outputs = self.outputs(hidden, targets, dtype, dropout_key, temperature)
         return (outputs, *sums) if sums else outputs
 
     @abc.abstractmethod
@@ -66,3 +73,7 @@ class Model(nnx.Module):
         temperature: float,
     ) -> Any:
         """The outputs of the head for hidden states `[N, D]`; arguments as in the call."""
+
+    def head_inputs(self, hidden: jax.Array, dtype: jnp.dtype) -> HeadInputs:
+        """The inputs that the head makes logits of, in this dtype; TypeError of a head that makes none."""
+        raise TypeError(f"A {type(self).__name__} has no logits over a vocabulary.")

@@ -11,7 +11,7 @@ from trl_jax.data.example import IGNORED, Context, Example
 from trl_jax.data.extras import Extras
 from trl_jax.data.layout.sharded import by_shard
 from trl_jax.rollout.experience import Completed, Experience
-from trl_jax.tasks.policy import PolicyTask
+from trl_jax.tasks.rollout import RolloutTask
 
 
 def example_of(
@@ -36,7 +36,7 @@ def example_of(
 
 
 def step_examples(
-    task: PolicyTask,
+    task: RolloutTask,
     parts: Sequence[Sequence[Completed]],
     generations: Sequence[Experience],
     part: float,
@@ -67,7 +67,7 @@ def step_examples(
     return groups
 
 
-def _with_numbers(task: PolicyTask, row: Completed, weight: float, numbers: Mapping[str, float]) -> Example:
+def _with_numbers(task: RolloutTask, row: Completed, weight: float, numbers: Mapping[str, float]) -> Example:
     own, of_tokens = task.numbers(row)
     numbers = {**own, "token_weight": weight, **numbers}
     return example_of(row.prompt, row.completion, row.completion_mask, numbers, of_tokens)

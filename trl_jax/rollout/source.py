@@ -16,7 +16,7 @@ from trl_jax.rollout.experience import Completed, Experience
 from trl_jax.rollout.metrics import Collected
 from trl_jax.rollout.rollout import Rollout
 from trl_jax.rollout.sampler import Sampler
-from trl_jax.tasks.policy import Cycle
+from trl_jax.tasks.rollout import Cycle
 
 BASE_SEED_WORDS = 2  # that a pass of torch's loader over the data takes, for workers' seeds
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+Ids = Sequence[Sequence[int]]
+
 
 @dataclass(frozen=True)
 class Written:

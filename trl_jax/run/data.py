@@ -26,7 +26,7 @@ from trl_jax.mesh.arrays import distributed
 from trl_jax.run import layout_choice
 from trl_jax.run.first_lines import tell
 from trl_jax.run.state import RunState
-from trl_jax.tasks.policy import PolicyTask
+from trl_jax.tasks.rollout import RolloutTask
 from trl_jax.tasks.sft import SftTask
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def _forked_processes(run: RunState, dataset: Any, name: str) -> int | None:
 def length_of(run: RunState) -> RunLength:
     """The length of the run, by its arguments and its training set."""
     args = run.args
-    if isinstance(run.task, PolicyTask):
+    if isinstance(run.task, RolloutTask):
         rows = run.train_dataset
         micro_batches = run.task.cycle.micro_batches(len(rows)) if isinstance(rows, Dataset) else None
         lengths = {"epochs": args.num_train_epochs, "max_steps": args.max_steps, "drop_last": False}
@@ -144,7 +144,7 @@ def only_pass(run: RunState, arrays: Batch) -> Batch:
 
 def reason_of_layout(run: RunState) -> str:
     """Why the run's layout, without a survey of lengths, is another than asked for; "" where it is not."""
-    options = {"striped": _striped(run), "branches": isinstance(run.task, PolicyTask)}
+    options = {"striped": _striped(run), "branches": isinstance(run.task, RolloutTask)}
     return layout_choice.exact_layout(run.args, run.model.backend, **options)[1]
 
 
@@ -159,7 +159,7 @@ def step_layout(run: RunState, plan: LayoutPlan | None = None, *, training: bool
     if user_loss:
         plan = LayoutPlan("padded")  # scripts get rows
     elif plan is None:
-        branches = isinstance(run.task, PolicyTask)
+        branches = isinstance(run.task, RolloutTask)
         options = {"striped": _striped(run), "branches": branches, "compares": run.compares}
         plan = layout_choice.unplanned(args, run.model.backend, **options)
     return StepLayout(

@@ -12,6 +12,7 @@ from datasets import Dataset, IterableDataset
 from trl_jax.core.token_outputs import TokenOutputs
 from trl_jax.data.example import Columns, Example, LossBatch
 from trl_jax.data.layout.batch import Batch
+from trl_jax.nn.head_inputs import HeadInputs
 
 Sums = dict[str, jax.Array]
 
@@ -112,6 +113,8 @@ class TokenTask(Task, Protocol):
         in one pass. Otherwise a pass may have examples of any micro-batches of the step.
     num_tokens_after: the metric behind which `num_tokens` is logged, as in TRL.
     predicts_first: whether the first token of a text is a target, too, where virtual tokens stand before it.
+    compares_distributions: whether what it needs of a pass is of both distributions over the vocabulary, the model's
+        and the reference's: `of_distributions` takes the place of `of_pass`, and the reference is there.
     """
 
     head: Literal["lm"]
@@ -122,8 +125,8 @@ class TokenTask(Task, Protocol):
     by_micro_batch: bool
     num_tokens_after: str
     predicts_first: bool = False
+    compares_distributions: bool = False
 
-    @abc.abstractmethod
     def of_pass(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
         """The numbers of a pass that `loss` needs of the model, by name, float32 `[X]` or `[N]` by `axis`.
 
@@ -131,3 +134,14 @@ class TokenTask(Task, Protocol):
             outputs: of each read, of the policy or of the reference.
             batch: the pass; `losses.sums.of_texts` sums over the reads of each of its texts.
         """
+        raise NotImplementedError
+
+    def of_distributions(
+        self, student: HeadInputs, teacher: HeadInputs, targets: jax.Array, batch: Batch
+    ) -> dict[str, jax.Array]:
+        """The same, of what the head of the model and that of the reference make logits of.
+
+        Args:
+            targets: int32 `[N]`, the id that each read predicts, -1 for none.
+        """
+        raise NotImplementedError

@@ -26,7 +26,7 @@ from trl_jax.run.rollouts.parts import RolloutParts
 from trl_jax.run.state import RunState
 from trl_jax.run.step.train_step import default_optimizer
 from trl_jax.run.user_loss.bound_model import BoundModel
-from trl_jax.tasks.policy import check_changes
+from trl_jax.tasks.rollout import check_changes
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.shared.evaluating import Evaluating
 from trl_jax.trainer.shared.kept_arguments import Settled, check_kept, check_same_rows, warn_of_changes

@@ -166,9 +166,7 @@ class GRPOConfig(BaseConfig):
     entropy_target: float = field(
         default=0.2, metadata={"help": "Mean entropy of tokens in nats, up to which the bonus counts."}
     )
-    max_tool_calling_iterations: int | None = field(
-        default=None, metadata={"help": "Most turns in which tools are called. Unset, any number."}
-    )
+    max_tool_calling_iterations: int | None = shared("max_tool_calling_iterations", None)
     vllm_importance_sampling_correction: bool = field(
         default=True, metadata={"help": "With use_vllm: multiply losses by the ratio of policy and sampler."}
     )

@@ -16,14 +16,11 @@ from trl_jax.losses.policy_gradient import PolicyLoss
 from trl_jax.rollout.completions.repo import CompletionsRepo
 from trl_jax.rollout.entropy import EntropyBonus
 from trl_jax.rollout.environments import Environments
-from trl_jax.rollout.tools import Tools
-from trl_jax.run.state import RunState
 from trl_jax.tasks.grpo import GrpoTask
 from trl_jax.trainer.grpo_config import GRPOConfig
 from trl_jax.trainer.shared.old_keywords import accepting_old_keywords, as_config
-from trl_jax.trainer.shared.policy_attributes import argument
-from trl_jax.trainer.shared.tools import tools_of
-from trl_jax.trainer.shared.with_rollout import TrainerWithRollout
+from trl_jax.trainer.shared.rollout_attributes import argument
+from trl_jax.trainer.shared.with_rewards import TrainerWithRewards
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +31,7 @@ _OF_THE_LOSS = (
 )  # fmt: skip
 
 
-class GRPOTrainer(TrainerWithRollout):
+class GRPOTrainer(TrainerWithRewards):
     """Trains a language model on completions that it writes itself, by their rewards relative to the other completions
     of the same prompt (DeepSeekMath, https://huggingface.co/papers/2402.03300), and by the losses that grew out of it.
 
@@ -145,16 +142,6 @@ class GRPOTrainer(TrainerWithRollout):
 
     def _rollout_func(self) -> Callable[[list], Mapping[str, Any]] | None:
         return None if self.rollout_func is None else partial(_with_trainer, self)
-
-    def _tools(self, run: RunState) -> tuple[Tools | None, dict[str, Any]]:
-        args = run.args
-        if not self.tools and self._environments is None:
-            return super()._tools(run)
-        return tools_of(
-            self.tools, self._environments, run.processing_class, args.chat_template_kwargs or {},
-            most_turns=args.max_tool_calling_iterations, longest=args.max_completion_length,
-            positions=getattr(run.model.config.get_text_config(), "max_position_embeddings", None),
-        )  # fmt: skip
 
     def _bonus(self) -> EntropyBonus | None:
         args = self.args

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 _REWARDED = "GRPOTrainer or RLOOTrainer, which train on completions that the model writes"
 _PAIRS = "DPOTrainer, which trains on preference pairs"
-_DISTILLED = "SFTTrainer, on rows that the teacher wrote"
+_DISTILLED = "DistillationTrainer, where the student writes, or SFTTrainer on rows that the teacher wrote"
 _JUDGE = "AutoModelForSequenceClassification with a trained reward model, as `trl-jax score` does"
 _VALUE = "GRPOTrainer or RLOOTrainer, which need no value head"
 _CALLBACK = "a TrainerCallback of the script's own, which gets the model as kwargs['model']"
@@ -30,9 +30,8 @@ NEAR: dict[str, str] = {
     "BCOTrainer": "KTOTrainer, which trains on answers that are good or bad",
     "CPOConfig": _PAIRS, "CPOTrainer": _PAIRS, "DPODataCollatorWithPadding": _PAIRS, "ORPOConfig": _PAIRS,
     "ORPOTrainer": _PAIRS,
-    "DistillationConfig": _DISTILLED, "DistillationTrainer": _DISTILLED, "GKDConfig": _DISTILLED,
-    "GKDTrainer": _DISTILLED, "GOLDConfig": _DISTILLED, "GOLDTrainer": _DISTILLED, "MiniLLMConfig": _DISTILLED,
-    "MiniLLMTrainer": _DISTILLED,
+    "GKDConfig": _DISTILLED, "GKDTrainer": _DISTILLED, "GOLDConfig": _DISTILLED, "GOLDTrainer": _DISTILLED,
+    "MiniLLMConfig": _DISTILLED, "MiniLLMTrainer": _DISTILLED,
     "IterativeSFTConfig": "SFTTrainer", "IterativeSFTTrainer": "SFTTrainer",
     "PRMConfig": "RewardTrainer, which scores whole answers", "PRMTrainer": "RewardTrainer, which scores whole answers",
     "BEMACallback": _CALLBACK, "LogCompletionsCallback": _CALLBACK, "MergeModelCallback": _CALLBACK,

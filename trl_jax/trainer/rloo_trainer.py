@@ -14,11 +14,11 @@ from trl_jax.tasks.rloo import RlooTask
 from trl_jax.trainer.rloo_config import RLOOConfig
 from trl_jax.trainer.shared.old_keywords import accepting_old_keywords, as_config, tell
 from trl_jax.trainer.shared.old_policy import OLD_ARGUMENTS, modern_policy
-from trl_jax.trainer.shared.policy_attributes import argument
-from trl_jax.trainer.shared.with_rollout import TrainerWithRollout
+from trl_jax.trainer.shared.rollout_attributes import argument
+from trl_jax.trainer.shared.with_rewards import TrainerWithRewards
 
 
-class RLOOTrainer(TrainerWithRollout):
+class RLOOTrainer(TrainerWithRewards):
     """Trains a language model on completions that it writes itself, by their rewards over the mean of those of the
     prompt's other completions (https://huggingface.co/papers/2402.14740).
 

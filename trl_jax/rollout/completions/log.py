@@ -24,7 +24,7 @@ class CompletionsLog:
     """The last completions, those of training and those of evaluations apart.
 
     Attributes:
-        names: of the reward functions.
+        names: of the reward functions; None where completions are not judged.
         size: how many completions are kept.
         num_to_print: how many of them are shown, drawn at random; None: all.
         unique_prompts: trackers get each prompt once.
@@ -33,7 +33,7 @@ class CompletionsLog:
         repo: gets each file; None where they stay here.
     """
 
-    names: Sequence[str]
+    names: Sequence[str] | None
     size: int
     num_to_print: int | None = None
     unique_prompts: bool = False
@@ -50,35 +50,37 @@ class CompletionsLog:
         mode: Mode,
         prompts: list,
         completions: list,
-        rewards: np.ndarray,
-        advantages: np.ndarray,
+        rewards: np.ndarray | None = None,
+        advantages: np.ndarray | None = None,
         extra: Mapping[str, list] | None = None,
     ) -> None:
         """Keep the completions of a generation.
 
         Args:
-            rewards: `[B, F]`. advantages: `[B]`.
+            rewards: `[B, F]`. advantages: `[B]`. None of both where completions are not judged.
             extra: further columns, of `log_extra`; generations may have different ones.
         """
         further = dict(extra or {})
         for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-            judged = dict(zip(self.names, rewards[number].tolist(), strict=True))
-            own = {name: values[number] for name, values in further.items()}
-            parts = {"rewards": judged, "extra": own, "advantage": float(advantages[number])}
-            self._rows[mode].append({"prompt": prompt, "completion": completion, **parts})
+            row = {"prompt": prompt, "completion": completion}
+            row["extra"] = {name: values[number] for name, values in further.items()}
+            if self.names is not None:
+                row["rewards"] = dict(zip(self.names, rewards[number].tolist(), strict=True))
+                row["advantage"] = float(advantages[number])
+            self._rows[mode].append(row)
 
     def table(self, mode: Mode, step: int) -> dict[str, list]:
         """The columns in TRL's order: step, prompt, completion, each reward, each further column, advantage. A further
         column is None where a generation had none of it."""
-        rows = self._rows[mode]
+        rows, judged = self._rows[mode], self.names is not None
         found = dict.fromkeys(name for row in rows for name in row["extra"])
         return {
             "step": [step] * len(rows),
             "prompt": [row["prompt"] for row in rows],
             "completion": [row["completion"] for row in rows],
-            **{name: [row["rewards"][name] for row in rows] for name in self.names},
+            **{name: [row["rewards"][name] for row in rows] for name in self.names or ()},
             **{name: [row["extra"].get(name) for row in rows] for name in found},
-            "advantage": [row["advantage"] for row in rows],
+            **({"advantage": [row["advantage"] for row in rows]} if judged else {}),
         }
 
     def log(self, mode: Mode, step: int) -> None:
@@ -86,7 +88,7 @@ class CompletionsLog:
         table = self.table(mode, step)
         if not table["step"]:
             return
-        print_completions(table, self.names, step, self.num_to_print)
+        print_completions(table, self.names or (), step, self.num_to_print)
         frame = pd.DataFrame(table)
         if self.folder is not None:
             self._write(frame, mode, step)

@@ -19,7 +19,8 @@ def print_completions(
     """Print a table where rich is installed.
 
     Args:
-        table: columns of equal length: step, prompt, completion, one for each of `rewards`, further ones, advantage.
+        table: columns of equal length: step, prompt, completion, one for each of `rewards`, further ones, advantage
+            where there is one.
         num_samples: how many rows, drawn at random; None or more than there are: all, in order.
     """
     if importlib.util.find_spec("rich") is None or num_samples == 0:
@@ -35,7 +36,9 @@ def print_completions(
     shown.add_column("Completion", style="bright_green")
     for name in rewards:
         shown.add_column(printable(name), style="bold cyan", justify="right")
-    shown.add_column("Advantage", style="bold magenta", justify="right")
+    measured = [*rewards, *(name for name in ("advantage",) if name in table)]
+    if "advantage" in table:
+        shown.add_column("Advantage", style="bold magenta", justify="right")
     for name in extra:
         shown.add_column(printable(name), style="bright_white")
 
@@ -43,7 +46,7 @@ def print_completions(
         return Text.assemble(*((printable(text), _STYLES[kind]) for text, kind in _pieces(value)))
 
     for row in _drawn(len(table["prompt"]), num_samples, step):
-        numbers = [f"{table[name][row]:.2f}" for name in (*rewards, "advantage")]
+        numbers = [f"{table[name][row]:.2f}" for name in measured]
         texts = [cell(table[name][row]) for name in ("prompt", "completion")]
         shown.add_row(*texts, *numbers, *(cell(table[name][row]) for name in extra))
         shown.add_section()

@@ -246,7 +246,13 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
 
 
 def _unshared(value: Any) -> Any:
-    return {key: _unshared(entry) for key, entry in value.items()} if isinstance(value, dict) else value
+    """A copy of dictionaries, in which the config of a quantization is one, too."""
+    if not isinstance(value, dict):
+        return value
+    entries = {key: _unshared(entry) for key, entry in value.items()}
+    if hasattr(config := entries.get("quantization_config"), "to_dict"):
+        entries["quantization_config"] = config.to_dict()
+    return entries
 
 
 def check_output_dir(output_dir: str) -> None:

@@ -32,6 +32,7 @@ _HELP = {
     "epsilon": "How far below 1 the ratio of new and old policy counts.",
     "epsilon_high": "How far above 1 it counts. Unset, as epsilon.",
     "mask_truncated_completions": "Leave completions out of the loss that were cut at max_completion_length.",
+    "max_tool_calling_iterations": "Most turns in which tools are called. Unset, any number.",
     "log_completions": "Show completions in a table, and keep them.",
     "log_multimodal": "Accepted without effect.",
     "num_completions_to_print": "Completions in the table that is shown. Unset, all.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,19 +54,25 @@ def tokenizer_folder(checkpoint: Checkpoint | PreTrainedModel) -> Path:
 
 
 def find(
-    model: str | PreTrainedModel, args: BaseConfig, head: HeadName, *, dtype: str = "float32"
+    model: str | PreTrainedModel,
+    args: BaseConfig,
+    head: HeadName,
+    *,
+    dtype: str = "float32",
+    init_kwargs: Mapping[str, Any] | None = None,
 ) -> Checkpoint | PreTrainedModel:
     """Find the checkpoint of that name or folder, without reading its weights; a model is returned as it is.
 
     Args:
-        dtype: unless `model_init_kwargs` says another.
+        dtype: unless `init_kwargs` says another.
+        init_kwargs: of from_pretrained; None: the arguments' `model_init_kwargs`.
     """
     if isinstance(model, PreTrainedModel):
         _check_head(model, head)
         if args.model_init_kwargs is not None:
             logger.warning("model_init_kwargs has no effect: the model is loaded already.")
         return model
-    options = {"dtype": dtype, **(args.model_init_kwargs or {})}
+    options = {"dtype": dtype, **((args.model_init_kwargs if init_kwargs is None else init_kwargs) or {})}
     options.pop("quantization_config", None)
     if args.trust_remote_code:
         options.setdefault("trust_remote_code", True)
@@ -201,6 +208,29 @@ def load_reference(model: Any, args: BaseConfig, argument: str = "ref_model") ->
     with told_of(argument):
         found = find(name_or_ours, args, "lm", dtype="auto")
         return found if isinstance(found, PreTrainedModel) else _loaded(found, args, as_stored=True)
+
+
+def load_teacher(
+    model: Any, args: BaseConfig, init_kwargs: Mapping[str, Any] | None, revision: str | None
+) -> PreTrainedModel:
+    """The same of the argument `teacher_model`, with arguments of from_pretrained of its own.
+
+    Raises:
+        ValueError: there are some, and the model is loaded already.
+    """
+    if init_kwargs is not None and not isinstance(model, str | os.PathLike):
+        raise ValueError(
+            "You passed teacher_model_init_kwargs to the config, but your teacher_model is already instantiated."
+        )
+    if not isinstance(model, str | os.PathLike):
+        return load_reference(model, args, "teacher_model")
+    given = {"revision": revision, **(init_kwargs or {})}
+    kwargs = {name: value for name, value in given.items() if value is not None}
+    with told_of("teacher_model"):
+        found = find(os.fspath(model), args, "lm", dtype="auto", init_kwargs=kwargs)
+        if "quantization_config" in kwargs:
+            found = replace(found, quantization=as_quantization(kwargs["quantization_config"]))
+        return _loaded(found, args, as_stored=True)
 
 
 def outlined(

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from trl_jax.core.layer_gather import layers_of
 from trl_jax.core.printable import brief
 from trl_jax.data.layout.batch import Batch
 from trl_jax.hub.backend import Backend
@@ -104,7 +105,8 @@ class ReferenceModel:
         if self.dtype is not None and options["dtype"] == jnp.float32:
             options["dtype"] = jnp.dtype(self.dtype)
         model = merge(self.backend.graph, jax.lax.stop_gradient(arrays))
-        return jax.lax.stop_gradient(model(batch.tokens, batch.positions, batch.reads, **options))
+        with layers_of(PREFIX):
+            return jax.lax.stop_gradient(model(batch.tokens, batch.positions, batch.reads, **options))
 
 
 @partial(jax.jit, donate_argnums=0)

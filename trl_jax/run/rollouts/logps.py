@@ -13,7 +13,8 @@ from trl_jax.data.step_layout import IndexedExample
 from trl_jax.engine.devices.spmd import ShardedStep
 from trl_jax.mesh.arrays import fetched
 from trl_jax.rollout.examples import example_of
-from trl_jax.rollout.rollout import Ids, Logps
+from trl_jax.rollout.judge import Logps
+from trl_jax.rollout.written import Ids
 from trl_jax.run import data
 from trl_jax.run.state import RunState
 from trl_jax.run.step.forward import Forward

@@ -8,7 +8,7 @@ from typing import Any
 
 from trl_jax.rollout.completions.log import CompletionsLog
 from trl_jax.rollout.entropy import EntropyBonus
-from trl_jax.rollout.rollout import Rewards
+from trl_jax.rollout.judge import Rewards
 from trl_jax.rollout.tools import Tools
 
 
@@ -39,13 +39,14 @@ class Sampling:
 class RolloutParts:
     """The part of a rollout that its trainer decides.
 
+    rewards: the reward functions; None: completions are not judged.
     shuffle: whether prompts come in another order each epoch.
     bonus: the coefficient of the entropy bonus; None without one.
     rollout_func: prompts -> completions, as `written_by` takes it; None: the policy completes them.
     """
 
     sampling: Sampling
-    rewards: Rewards
+    rewards: Rewards | None
     drops_truncated: bool
     shuffle: bool
     bonus: EntropyBonus | None

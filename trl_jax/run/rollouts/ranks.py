@@ -19,8 +19,8 @@ from trl_jax.engine.devices.processes import of_each_process
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.mesh.arrays import fetched
 from trl_jax.rollout.rewards.functions import RewardFunctions
-from trl_jax.rollout.rollout import Ids, Writer
-from trl_jax.rollout.written import Written
+from trl_jax.rollout.rollout import Writer
+from trl_jax.rollout.written import Ids, Written
 
 
 def own_rank(ranks: int) -> int:
@@ -61,6 +61,9 @@ class RankWriter:
 
     def completions(self, prompts: list, prompt_ids: Ids, completion_ids: Ids) -> list:
         return self.inner.completions(prompts, prompt_ids, completion_ids)
+
+    def decoded(self, ids: Ids) -> list[str]:
+        return self.inner.decoded(ids)
 
 
 def joined(parts: Sequence[Written]) -> Written:

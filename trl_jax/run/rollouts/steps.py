@@ -16,6 +16,7 @@ from trl_jax.engine.devices.spmd import ShardedStep
 from trl_jax.hub.generating.complete import exact_draws
 from trl_jax.rollout.examples import step_examples
 from trl_jax.rollout.experience import Completed, Experience
+from trl_jax.rollout.judge import Judge, Rewards
 from trl_jax.rollout.rollout import Rollout
 from trl_jax.rollout.sampler import RepeatSampler, Sampler, StreamSampler
 from trl_jax.rollout.source import RolloutSteps
@@ -39,17 +40,14 @@ def rollout_steps(
     alone = several() and (parts.rollout_func is not None or exact_draws(args.compute_dtype))
     writer = PolicyWriter(run, parts, streams[own_rank(run.shards) if alone else 0], line, alone)
     writer = RankWriter(writer, streams) if alone else writer
-    rewards = RankRewards(parts.rewards) if several() else parts.rewards
     environments = None if parts.sampling.tools is None else parts.sampling.tools.environments
+    logps = CompletionLogps(run, forward, sharded_step)
     rollout = Rollout(
-        run.task,
         writer,
-        rewards,
-        CompletionLogps(run, forward, sharded_step),
+        None if parts.rewards is None else _judge(run, parts.rewards, logps, line),
         frozenset({*parts.sampling.ends, run.processing_class.pad_token_id}),
         parts.drops_truncated,
         lambda tokens: _seen(run, tokens),
-        at_once if several() else in_a_thread,  # processes compute together, in one order
         parts.table if is_first() else None,
         line,
         **({} if environments is None else {"begin": environments.begin}),
@@ -59,6 +57,12 @@ def rollout_steps(
         rollout, cycle, lambda index: row_of(run, run.train_dataset, index), sampler(), StepMaker(run), streams,
         parts.bonus, sampler,
     )  # fmt: skip
+
+
+def _judge(run: RunState, rewards: Rewards, logps: CompletionLogps, line: ProgressLine) -> Judge:
+    if several():  # processes compute together, in one order
+        return Judge(run.task, RankRewards(rewards), logps, at_once, line)
+    return Judge(run.task, rewards, logps, in_a_thread, line)
 
 
 def _sampler(run: RunState, shuffle: bool) -> Sampler:

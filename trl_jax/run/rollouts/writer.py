@@ -12,9 +12,8 @@ from trl_jax.core.printable import brief
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.data.rows import prompts as rows
 from trl_jax.hub.generating.complete import complete
-from trl_jax.rollout.rollout import Ids
 from trl_jax.rollout.rollout_func import written_by
-from trl_jax.rollout.written import Written, all_written
+from trl_jax.rollout.written import Ids, Written, all_written
 from trl_jax.run.progress_line import GenerationProgress, ProgressLine
 from trl_jax.run.rollouts.parts import RolloutParts
 from trl_jax.run.rollouts.ranks import local_copy
@@ -72,6 +71,9 @@ class PolicyWriter:
             model = local_copy(run.model, jax.numpy.asarray) if self._alone else run.model
             out = complete(model, prompt_ids[::group], options, **how)
         return [tokens[:length] for tokens, length in zip(out.tokens, out.lengths, strict=True)]
+
+    def decoded(self, ids: Ids) -> list[str]:
+        return self._run.processing_class.batch_decode(ids, skip_special_tokens=True)
 
     def completions(self, prompts: list, prompt_ids: Ids, completion_ids: Ids) -> list:
         known = prompt_ids if self._sampling.parses_messages else None

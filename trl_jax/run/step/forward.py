@@ -52,6 +52,9 @@ class Forward:
         if run.router_aux_loss_coef:
             outputs, router_sums = outputs
             sums[AUX_LOSS] = jnp.broadcast_to(load_balancing_loss(router_sums), batch.lengths.shape)
+        if run.task.compares_distributions:
+            beside = reference.outputs(compared, batch, **common, **_windows(reference.backend, max_tokens))
+            return sums | run.task.of_distributions(outputs, beside, batch.targets, batch)
         sums |= run.task.of_pass(outputs, batch)
         if reference is None or not run.task.compared:
             return sums
@@ -89,6 +92,8 @@ class Forward:
             return options
         if self._run.args.cast_lm_head_to_fp32:
             options["head_dtype"] = jnp.dtype("float32")
+        if task.compares_distributions:
+            return options | {"before_head": True}
         return options | {"targets": batch.targets, "temperature": task.temperature}
 
     def loss(

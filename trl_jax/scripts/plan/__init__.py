@@ -106,6 +106,7 @@ def _run_of(
     from trl_jax.dryrun.abstract_run import Rows, evaluates, planned, task_of
     from trl_jax.dryrun.plan import Run
     from trl_jax.run.model.loading import find, quantization_of, tokenizer_folder
+    from trl_jax.scripts.distillation import teacher_init_kwargs
     from trl_jax.scripts.reward_sources import RewardSources
     from trl_jax.scripts.training import check_flags, datasets_of, model_init_kwargs, split_of
     from trl_jax.trainer.utils import get_peft_config, get_quantization_config
@@ -123,6 +124,9 @@ def _run_of(
     scorer = script_args.reward_model_name_or_path if isinstance(script_args, RewardSources) else None
     if scorer is not None:
         run = replace(run, scorer=find(scorer, args, "score"))
+    if "teacher_model_name_or_path" in vars(args):
+        kwargs = teacher_init_kwargs(args, model_args)
+        run = replace(run, teacher=find(args.teacher_model_name_or_path, args, "lm", dtype="auto", init_kwargs=kwargs))
     if not has_rows:
         return run
     code = training_args.trust_remote_code

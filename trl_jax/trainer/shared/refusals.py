@@ -22,6 +22,10 @@ _POLICY_LOSS = (
     "The step is one compiled function, and a loss of the script's own is not in this release of trl_jax for GRPO and "
     "RLOO: choose loss_type and the arguments beside it (GRPOConfig), or say it by the rewards."
 )
+_TEACHERS_LOSS = (
+    "The step is one compiled function, and a loss of the script's own is not in this release of trl_jax for "
+    "distillation: choose beta, and say by temperature how soft the distributions are."
+)
 _OWN_REWARDS = (
     "Write a reward function: it gets prompts, completions, completion_ids and all columns of the rows, log_metric and "
     "log_extra, and its numbers are weighed by reward_weights."
@@ -67,20 +71,33 @@ NEVER_READ = {
     "_train_batch_size": "Say per_device_train_batch_size in the arguments.",
     "_signature_columns": "Leave columns out of the rows, by remove_columns.",
 }
-_WITH_ROLLOUT = {_OWN_DATA: _OWN_PROMPTS, _OWN_LOSS: _POLICY_LOSS}
-NEVER_CALLED_WITH_ROLLOUT = {name: _WITH_ROLLOUT.get(instead, instead) for name, instead in NEVER_CALLED.items()} | {
-    name: instead
-    for names, instead in (
+
+
+def _with_rollout(own_loss: str, own_completions: str, *further: tuple[str, str]) -> dict[str, str]:
+    """Those of a trainer that writes completions; `further` are (names, what a script does instead)."""
+    instead = {_OWN_DATA: _OWN_PROMPTS, _OWN_LOSS: own_loss}
+    of_all = (
         ("get_train_dataloader", _OWN_PROMPTS),
-        ("compute_loss prediction_step _compute_loss _get_per_token_logps_and_entropies get_high_entropy_mask "
-         "get_off_policy_mask get_gamma_weights", _POLICY_LOSS),
-        ("_calculate_rewards _log_completion_extra _log_metric", _OWN_REWARDS),
+        ("compute_loss prediction_step _compute_loss", own_loss),
         ("_generate _generate_single_turn _generate_and_score_completions _tool_call_loop _get_tool_suffix_ids",
-         _OWN_COMPLETIONS),
+         own_completions),
         ("_tokenize_prompts", _OWN_TEXTS),
-    )
-    for name in names.split()
-}  # fmt: skip
+    )  # fmt: skip
+    table = {name: instead.get(found, found) for name, found in NEVER_CALLED.items()}
+    return table | {name: found for names, found in (*of_all, *further) for name in names.split()}
+
+
+NEVER_CALLED_WITH_REWARDS = _with_rollout(
+    _POLICY_LOSS,
+    _OWN_COMPLETIONS,
+    ("_get_per_token_logps_and_entropies get_high_entropy_mask get_off_policy_mask get_gamma_weights", _POLICY_LOSS),
+    ("_calculate_rewards _log_completion_extra _log_metric", _OWN_REWARDS),
+)
+NEVER_CALLED_WITH_TEACHER = _with_rollout(
+    _TEACHERS_LOSS,
+    "Say how completions are sampled by generation_kwargs.",
+    ("_get_last_hidden_state", _TEACHERS_LOSS),
+)
 
 
 def names_of_script(cls: type) -> frozenset[str]:

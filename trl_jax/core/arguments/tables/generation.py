@@ -1,5 +1,5 @@
-"""How the fields are handled that the configs of trainers share that write their own completions: GRPOConfig and
-RLOOConfig."""
+"""How the fields are handled that the configs of trainers share which write their own completions: `WRITING` of all,
+and `GENERATION` of those that judge them, GRPOConfig and RLOOConfig."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def whole_groups_only(algorithm: str) -> dict[str, Handling]:
     return fields("auto_find_batch_size", "native", rule=rule)
 
 
-GENERATION: dict[str, Handling] = {
+WRITING: dict[str, Handling] = {
     **BASE,
     **fields("disable_dropout", "native"),
     **{name: COMMON[name] for name in ("chat_template_path", "pad_to_multiple_of")},
@@ -108,15 +108,10 @@ GENERATION: dict[str, Handling] = {
               rule=BASE["data_seed"].rule),
     **fields("dataloader_drop_last", "silent", "prompts that do not fill a generation are always left out"),
     **fields("remove_unused_columns", "native"),
-    **fields("router_aux_loss_coef", "native", rule=rules.number(0, optional=True, most=rules.MOST_FLOAT32)),
     # Prompts and completions
-    **fields("num_generations", "native", rule=rules.whole(1, most=rules.MOST_EXAMPLES)),
-    **fields("num_generations_eval", "native", rule=rules.whole(1, optional=True, most=rules.MOST_EXAMPLES)),
     **fields("max_completion_length", "native", rule=rules.whole(1, most=rules.MOST_STEPS)),
     **fields("max_prompt_length", "native", rule=rules.whole(1, optional=True)),
-    **fields("shuffle_dataset mask_truncated_completions", "native"),
-    **fields("generation_batch_size", "native", rule=rules.whole(1, optional=True, most=rules.MOST_EXAMPLES)),
-    **fields("steps_per_generation", "native", rule=rules.whole(1, optional=True, most=rules.MOST_MICRO_BATCHES)),
+    **fields("shuffle_dataset", "native"),
     **fields("chat_template_kwargs", "native", rule=rules.a_dict),
     # Sampling
     # As in TRL, None is what the model's generation_config has, then transformers' own default.
@@ -130,13 +125,27 @@ GENERATION: dict[str, Handling] = {
     **fields("ds3_gather_for_generation", "warned", f"{_OWN_ENGINE}, which gathers a layer at a time."),
     **fields("use_vllm", "mapped", f"{_OWN_ENGINE}, in this process; no server is asked, and what configures vLLM "
               "has no effect."),
-    **fields("use_transformers_continuous_batching", "mapped", f"{_OWN_ENGINE}."),
-    **fields("use_transformers_paged transformers_continuous_batching_config", "silent", _OWN_ENGINE),
     **fields("vllm_mode", "silent", _OWN_ENGINE, rule=rules.one_of("server", "colocate")),
     **fields("vllm_model_impl vllm_enable_sleep_mode vllm_server_base_url vllm_server_host vllm_server_port "
               "vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization vllm_max_model_length "
               "vllm_tensor_parallel_size", "silent", _OWN_ENGINE),
     **fields("vllm_structured_outputs_regex", "refused", "completions are not held to a pattern; leave it out."),
+    # Completions that are shown
+    **fields("log_completions log_unique_prompts", "native"),
+    **fields("num_completions_to_print", "native", rule=rules.whole(0, optional=True)),
+}  # fmt: skip
+GENERATION: dict[str, Handling] = {
+    **WRITING,
+    **fields("router_aux_loss_coef", "native", rule=rules.number(0, optional=True, most=rules.MOST_FLOAT32)),
+    # Generations, and the steps that they are for
+    **fields("num_generations", "native", rule=rules.whole(1, most=rules.MOST_EXAMPLES)),
+    **fields("num_generations_eval", "native", rule=rules.whole(1, optional=True, most=rules.MOST_EXAMPLES)),
+    **fields("generation_batch_size", "native", rule=rules.whole(1, optional=True, most=rules.MOST_EXAMPLES)),
+    **fields("steps_per_generation", "native", rule=rules.whole(1, optional=True, most=rules.MOST_MICRO_BATCHES)),
+    **fields("use_transformers_continuous_batching", "mapped", f"{_OWN_ENGINE}."),
+    **fields("use_transformers_paged transformers_continuous_batching_config", "silent", _OWN_ENGINE),
+    **fields("log_multimodal", "silent", "completions are texts"),
+    **fields("mask_truncated_completions", "native"),
     # The loss and the reference
     **fields("reward_weights", "native", rule=_weights),
     **fields("reward_timeout", "native", rule=_above(0, math.inf, optional=True)),
@@ -146,8 +155,4 @@ GENERATION: dict[str, Handling] = {
     **fields("sync_ref_model", "native"),
     **fields("ref_model_mixup_alpha", "native", rule=mixup_alpha),
     **fields("ref_model_sync_steps", "native", rule=rules.whole(1)),
-    # Completions that are shown
-    **fields("log_completions log_unique_prompts", "native"),
-    **fields("log_multimodal", "silent", "completions are texts"),
-    **fields("num_completions_to_print", "native", rule=rules.whole(0, optional=True)),
 }  # fmt: skip

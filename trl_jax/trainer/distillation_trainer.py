@@ -1,0 +1,119 @@
+"""On-policy distillation: TRL's DistillationTrainer on JAX."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+from transformers.trainer_callback import TrainerCallback
+
+from trl_jax.hub.native_backend import NativeBackend
+from trl_jax.hub.peft.backend import LoraBackend
+from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.run import construction
+from trl_jax.run.model import loading as model_loading
+from trl_jax.run.model.reference import given
+from trl_jax.run.state import RunState
+from trl_jax.tasks.distillation import DistillationTask
+from trl_jax.trainer.distillation_config import DistillationConfig
+from trl_jax.trainer.shared.old_keywords import accepting_old_keywords, as_config
+from trl_jax.trainer.shared.refusals import NEVER_CALLED_WITH_TEACHER
+from trl_jax.trainer.shared.rollout_attributes import argument
+from trl_jax.trainer.shared.with_rollout import TrainerWithRollout
+
+
+class DistillationTrainer(TrainerWithRollout):
+    """Trains a language model, the student, to predict each token of completions that it writes itself as another one,
+    the teacher, does (On-Policy Distillation of Language Models, https://huggingface.co/papers/2306.13649).
+
+    The arguments are TRL's, in TRL's order.
+
+    Args:
+        model: the student: a checkpoint's folder or Hub name, or what `trl_jax.AutoModelForCausalLM` loaded, or a torch
+            model of transformers, which has the trained weights after `train()`.
+        teacher_model: the same of the teacher, whose vocabulary is the student's. It is held as it is stored.
+        args: a DistillationConfig; None means `DistillationConfig("<model>-Distillation")`.
+        train_dataset: rows with a `prompt`, a text or messages.
+        eval_dataset: the same, or a dict of them.
+        processing_class: the tokenizer; loaded with the student if None.
+        callbacks: transformers' callbacks, besides the default ones.
+        optimizers: an optax transformation with its rate, and None or a function of the step.
+        quantization_config: the student's weights beside an adapter are held in 4 or 8 bits.
+        peft_config: a LoraConfig of ours or of peft's.
+        tools: functions that the student may call in its completions, by name; their annotations and docstrings say
+            how. What they return, or raise, is the next message, which is not learned from, and the student goes on.
+    """
+
+    _name, _tag_names = "Distillation", ["trl", "distillation"]
+    _paper = (
+        "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes",
+        "2306.13649",
+    )
+    config_class, _never_called = DistillationConfig, NEVER_CALLED_WITH_TEACHER
+    max_tool_calling_iterations = argument("max_tool_calling_iterations")
+
+    @accepting_old_keywords()
+    def __init__(
+        self,
+        model: str | os.PathLike | PreTrainedModel,
+        teacher_model: str | os.PathLike | PreTrainedModel | None = None,
+        args: DistillationConfig | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None = None,
+        processing_class: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: list[Callable] | None = None,
+    ):
+        if teacher_model is None:
+            raise ValueError(
+                "teacher_model is missing: pass a checkpoint's folder or Hub name, or a loaded model, of the student's "
+                "vocabulary. args.teacher_model_name_or_path is read by the command `trl-jax distillation` alone."
+            )
+        self.tools, self._teacher = list(tools or ()), teacher_model
+        if any(inspect.iscoroutinefunction(tool) for tool in self.tools):
+            raise ValueError(
+                "Async tools are not yet supported by `DistillationTrainer`. Pass synchronous tools."
+            )
+        super().__init__(
+            model, args=None if args is None else as_config(args, DistillationConfig), train_dataset=train_dataset,
+            eval_dataset=eval_dataset, processing_class=processing_class, callbacks=callbacks, optimizers=optimizers,
+            quantization_config=quantization_config, peft_config=peft_config,
+        )  # fmt: skip
+
+    @property
+    def teacher_model(self) -> PreTrainedModel:
+        """The teacher, with the student's tokenizer."""
+        return self._run.reference.as_model(self._run.model)
+
+    def make_task(self) -> DistillationTask:
+        return DistillationTask(**self._of_any_rollout(), beta=self.args.beta)
+
+    def _attach_reference(self, run: RunState) -> None:
+        args = run.args
+        if not isinstance(run.model.backend, NativeBackend | LoraBackend):
+            raise ValueError(
+                "Prompt-learning PEFT methods (PromptTuning, PrefixTuning, P-Tuning) are not supported. Use a "
+                "weight-based adapter such as LoRA instead."
+            )
+        loaded = model_loading.load_teacher(
+            self._teacher, args, args.teacher_model_init_kwargs, args.teacher_model_revision
+        )
+        own, found = (model.config.get_text_config().vocab_size for model in (run.model, loaded))
+        if own != found:
+            raise ValueError(
+                f"The student model has vocab_size {own} but the teacher model has vocab_size {found}. Distillation "
+                "compares the teacher's full next-token distribution, which requires a shared vocabulary. Use a "
+                "teacher with the same vocab_size."
+            )
+        if not isinstance(loaded.backend, NativeBackend | LoraBackend):
+            raise ValueError(
+                f"teacher_model runs on the {loaded.backend.name} backend, whose logits cannot be compared a chunk of "
+                "tokens at a time: wanted a family that trl_jax computes itself (docs/models lists them)."
+            )
+        construction.attach_reference(run, given(loaded, run.vocab_size, as_bits=run.sharding_plan is None))

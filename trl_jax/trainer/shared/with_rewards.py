@@ -1,0 +1,102 @@
+"""The base of trainers that learn from the rewards of completions which the policy writes itself: GRPO and RLOO."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trl_jax.hub.peft.backend import AdaptedBackend
+from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.rollout.environments import Environments
+from trl_jax.rollout.rewards.arguments import reward_functions
+from trl_jax.rollout.rewards.functions import RewardFunctions
+from trl_jax.run import construction
+from trl_jax.run.model import loading as model_loading
+from trl_jax.run.model.reference import ReferenceModel, Sync, check_sync, given, initial_policy
+from trl_jax.run.state import RunState
+from trl_jax.trainer.shared.policy_attributes import PolicyAttributes
+from trl_jax.trainer.shared.refusals import NEVER_CALLED_WITH_REWARDS
+
+
+class TrainerWithRewards(PolicyAttributes):
+    """A trainer that judges completions by reward functions, and holds the policy near a reference if it is to.
+
+    Attributes:
+        reward_func_names: the reward functions' names in metrics.
+    """
+
+    _given_reference: Any = None  # RLOOTrainer(ref_policy=...)
+    _never_called = NEVER_CALLED_WITH_REWARDS
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any,
+        reward_processing_classes: Any,
+        *,
+        peft_config: Any,
+        environments: Environments | None = None,
+        **arguments: Any,
+    ):
+        """
+        Args:
+            environments: that completions act in, of which some judge themselves; None: there are none.
+            arguments: those of `BaseTrainer`.
+        """
+        functions = () if reward_funcs is None else reward_funcs
+        self.reward_funcs = list(functions) if isinstance(functions, list | tuple) else [functions]
+        self._reward_processing_classes, self._fresh_adapter = reward_processing_classes, peft_config is not None
+        self._environments, self._own_rewards = environments, [] if environments is None else environments.rewards
+        self.reward_funcs += self._own_rewards
+        if isinstance(reward_processing_classes, list | tuple):
+            self._reward_processing_classes = [*reward_processing_classes, *(None for _ in self._own_rewards)]
+        super().__init__(model, peft_config=peft_config, **arguments)
+
+    @property
+    def ref_model(self) -> PreTrainedModel | None:
+        """The reference as it is now; None where beta is 0, and of an adapter: it is the model under it."""
+        model, reference = self._run.model, self._run.reference
+        if reference is None or (self._given_reference is None and isinstance(model.backend, AdaptedBackend)):
+            return None
+        return reference.as_model(model)
+
+    def _attach_reference(self, run: RunState) -> None:
+        args = run.args
+        if not args.beta:
+            if args.sync_ref_model:
+                raise ValueError(
+                    "You passed `sync_ref_model=True` while `beta=0.0`, which means the reference model is not used "
+                    "during training: there is nothing to synchronize. Please set `sync_ref_model=False`, or set "
+                    "`beta` to a non-zero value."
+                )
+            return
+        reference = self._reference(run)
+        if args.sync_ref_model:
+            check_sync(run.model)
+            sync = Sync(args.ref_model_mixup_alpha, args.ref_model_sync_steps)
+            reference = reference.following(sync, run.model.arrays)
+        construction.attach_reference(run, reference)
+
+    def _reference(self, run: RunState) -> ReferenceModel:
+        if self._given_reference is None:
+            return initial_policy(run.model, fresh_adapter=self._fresh_adapter)
+        as_bits = run.sharding_plan is None and not run.args.sync_ref_model
+        return given(model_loading.load_reference(self._given_reference, run.args), run.vocab_size, as_bits=as_bits)
+
+    def _rewards(self, run: RunState) -> RewardFunctions:
+        args = run.args
+        rewards = reward_functions(
+            self.reward_funcs, self._reward_processing_classes, weights=self._reward_weights(),
+            trainer_state=lambda: run.state, timeout=args.reward_timeout, template_options=args.chat_template_kwargs,
+            model_init_kwargs=args.model_init_kwargs, trust_remote_code=args.trust_remote_code, seed=args.seed,
+        )  # fmt: skip
+        self.reward_func_names, self.reward_processing_classes = list(rewards.names), rewards.tokenizers
+        return rewards
+
+    def _reward_weights(self) -> tuple[float, ...] | None:
+        """Those of the arguments; environments that judge themselves weigh 1."""
+        given = self.args.reward_weights
+        return None if given is None else (*given, *(1.0 for _ in self._own_rewards))
+
+    def _of_any_policy(self) -> dict[str, Any]:
+        """The fields of a task that GRPO and RLOO share."""
+        return self._of_any_rollout() | {"beta": self.args.beta, "reward_weights": self._reward_weights()}
