@@ -22,6 +22,7 @@ from compat_tests.bench import common
 
 MODELS = {
     "small": {"layers": 8, "width": 256, "vocab_size": 2000},
+    "medium": {"layers": 12, "width": 512, "vocab_size": 2000},
     "windowed": {"layers": 12, "width": 256, "vocab_size": 2000, "windows": ((128,) * 5 + (None,)) * 2},
     "smollm2": {"layers": 30, "width": 576, "vocab_size": 49152, "head": 64, "group": 3, "inner": 1536},
 }

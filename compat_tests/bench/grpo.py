@@ -1,4 +1,5 @@
-"""How fast trl_jax takes whole steps of GRPO, writing, judging and training, against TRL with transformers' generate.
+"""How fast trl_jax takes whole steps of GRPO or distillation, writing, judging and training, against TRL with
+transformers' generate.
 
 Live trainers take turns, as in `dpo`. Prompts are random letters, a token each, all of one length; completions end at
 `--completion` tokens but where an end is drawn. TRL tuned has no gradient checkpointing. The ratio is that of tokens a
@@ -30,10 +31,13 @@ def main() -> None:
         os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "compiled")
         common.build_tokenizer(folder / "model", [], vocab_size=0)
         common.build_llama(folder / "model", **generate.MODELS[args.model])
+        if args.trainer == "Distillation":
+            common.build_llama(folder / "teacher", **generate.MODELS[args.teacher])
         started, stop = [], args.warm_up + args.steps
         for name in args.arms:
             side, arguments = ARMS[name]
-            work = (side, folder / "model", args.prompt, _config(name, args, folder) | arguments, args.segment, stop)
+            config = _config(name, args, folder) | arguments
+            work = (side, args.trainer, folder, args.prompt, config, args.segment, stop)
             started.append(lanes.start(name, take, *work))
         lanes.race(started, stop // args.segment)
         found = lanes.table(started, args)
@@ -43,6 +47,8 @@ def main() -> None:
 
 def _arguments() -> Any:
     options = common.parser(__doc__)
+    options.add_argument("--trainer", choices=("GRPO", "Distillation"), default="GRPO")
+    options.add_argument("--teacher", choices=generate.MODELS, default="medium", help="of distillation")
     options.add_argument("--model", choices=generate.MODELS, default="small")
     options.add_argument("--prompts", type=int, default=8, help="of a step")
     options.add_argument("--completions", type=int, default=8, help="of each prompt")
@@ -55,26 +61,30 @@ def _arguments() -> Any:
 
 
 def _config(name: str, args: Any, folder: Path) -> dict[str, Any]:
-    return {
+    of_grpo = {"num_generations": args.completions} if args.trainer == "GRPO" else {}
+    return of_grpo | {
         "output_dir": str(folder / name), "per_device_train_batch_size": args.prompts * args.completions,
-        "num_generations": args.completions, "max_completion_length": args.completion,
+        "max_completion_length": args.completion,
         "max_steps": args.warm_up + args.steps, "bf16": False, "use_cpu": True, "report_to": "none",
         "save_strategy": "no", "disable_tqdm": True, "logging_steps": args.segment,
     }  # fmt: skip
 
 
-def take(pipe: Connection, side: str, model: Path, length: int, config: dict, segment: int, stop: int) -> None:
+def take(
+    pipe: Connection, side: str, kind: str, folder: Path, length: int, config: dict, segment: int, stop: int
+) -> None:
     """Build the trainer, say so, then train as `turns.train` does."""
     package = turns.package_of(side)
     compiling = turns.count_compilation() if side == "trl_jax" else []
-    steps = config["max_steps"] * config["per_device_train_batch_size"] // config["num_generations"]
-    trainer = package.GRPOTrainer(
-        model=str(model),
-        reward_funcs=variety,
-        args=package.GRPOConfig(**config),
-        train_dataset=prompts(steps, length),
+    count = config["max_steps"] * config["per_device_train_batch_size"] // config.get("num_generations", 1)
+    learned = {"reward_funcs": variety} if kind == "GRPO" else {"teacher_model": str(folder / "teacher")}
+    trainer = getattr(package, f"{kind}Trainer")(
+        model=str(folder / "model"),
+        args=getattr(package, f"{kind}Config")(**config),
+        train_dataset=prompts(count, length),
+        **learned,
     )
-    turns.train(pipe, trainer, side, segment, stop, {"prompts": steps}, compiling)
+    turns.train(pipe, trainer, side, segment, stop, {"prompts": count}, compiling)
 
 
 def prompts(count: int, length: int) -> Any:

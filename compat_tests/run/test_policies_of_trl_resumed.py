@@ -1,4 +1,4 @@
-"""Checkpoints of TRL's GRPOTrainer and RLOOTrainer, taken up here: the next completions and steps are TRL's."""
+"""Checkpoints of TRL's trainers that write completions, taken up here: the next completions and steps are TRL's."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from datasets import Dataset
 
 import trl_jax
+from compat_tests.parity.distillation_cases import TEACHER
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.grpo_cases import STEPS, length_reward, prompt_rows
 from compat_tests.parity.reference import BASE
@@ -49,6 +50,21 @@ def test_the_next_completions_and_steps_are_trls(kind, config, checkpoint, tmp_p
         with caplog.at_level(logging.WARNING, logger="trl_jax"):
             again, _ = steps(trl_jax, kind, folder, tmp_path / "again", str(saved), **config)
         assert "completions are drawn anew" in caplog.text and again != seen
+
+
+def test_a_students_next_steps_are_trls_in_the_second_epoch_too(checkpoint, tmp_path):
+    trl, found = pytest.importorskip("trl"), {}
+    models, rows = (str(checkpoint(**shape)) for shape in (SMALL, TEACHER)), Dataset.from_list(prompt_rows(20))
+    student, teacher = models
+    for package, name, resume in ((trl, "theirs", None), (trl_jax, "ours", str(tmp_path / "theirs" / "checkpoint-3"))):
+        config = BASE | STEPS | {"max_steps": 5, "save_strategy": "steps", "save_steps": 3}  # two steps an epoch
+        args = package.DistillationConfig(str(tmp_path / name), **config)
+        trainer = package.DistillationTrainer(student, teacher, args, rows)
+        trainer.train(resume_from_checkpoint=resume)
+        found[name] = [log for log in trainer.state.log_history if "loss" in log]
+    assert len(found["ours"]) == 5
+    for mine, other in zip(found["ours"][3:], found["theirs"][3:], strict=True):
+        assert_same(mine, other, same_order=True)
 
 
 @pytest.mark.parametrize("drawn", [0, 1, 623, 624, 625, 2000])
