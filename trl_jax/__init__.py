@@ -12,6 +12,7 @@ from trl_jax.core.trainers import WHERE
 
 if TYPE_CHECKING:  # what type checkers and editors see
     from trl_jax.chat_template_utils import (
+        add_response_schema,
         clone_chat_template,
         get_training_chat_template,
         setup_chat_format,
@@ -52,7 +53,7 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from trl_jax.scripts.quiet import init_zero_verbose
     from trl_jax.scripts.utils import ScriptArguments, TrlParser
     from trl_jax.trainer.base_trainer import BaseTrainer
-    from trl_jax.trainer.callbacks import RichProgressCallback
+    from trl_jax.trainer.callbacks import BEMACallback, LogCompletionsCallback, RichProgressCallback
     from trl_jax.trainer.collators.constant_length import ConstantLengthDataset
     from trl_jax.trainer.collators.older import DataCollatorForCompletionOnlyLM, RewardDataCollatorWithPadding
     from trl_jax.trainer.distillation_config import DistillationConfig
@@ -87,12 +88,14 @@ _WHERE = WHERE | {
     "AutoModelForSequenceClassification": "trl_jax.hub.auto",
     "AutoPeftModelForCausalLM": "trl_jax.hub.auto_peft",
     "AutoPeftModelForSequenceClassification": "trl_jax.hub.auto_peft",
+    "BEMACallback": "trl_jax.trainer.callbacks",
     "BaseConfig": "trl_jax.run.arguments.base_config",
     "BaseTrainer": "trl_jax.trainer.base_trainer",
     "BitsAndBytesConfig": "trl_jax.hub.peft.quantization",
     "ConstantLengthDataset": "trl_jax.trainer.collators.constant_length",
     "DataCollatorForCompletionOnlyLM": "trl_jax.trainer.collators.older",
     "DatasetMixtureConfig": "trl_jax.scripts.mixture",
+    "LogCompletionsCallback": "trl_jax.trainer.callbacks",
     "LoraConfig": "trl_jax.hub.peft.lora_config",
     "ModelConfig": "trl_jax.trainer.model_config",
     "PreTrainedModel": "trl_jax.hub.pretrained",
@@ -106,6 +109,7 @@ _WHERE = WHERE | {
     "ScriptArguments": "trl_jax.scripts.utils",
     "TaskType": "trl_jax.hub.peft.lora_config",
     "TrlParser": "trl_jax.scripts.utils",
+    "add_response_schema": "trl_jax.chat_template_utils",
     "apply_chat_template": "trl_jax.data_utils",
     "clone_chat_template": "trl_jax.chat_template_utils",
     "compute_accuracy": "trl_jax.trainer.utils",

@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 from trl_jax.data.rows.special_tokens import clone_into
+from trl_jax.data.rows.templates.response_templates import response_template
 from trl_jax.data.rows.templates.tool_calls import (
     is_chat_template_prefix_preserving as is_chat_template_prefix_preserving,
 )
@@ -86,6 +87,18 @@ def setup_chat_format(
             config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
             config.pad_token_id = tokenizer.pad_token_id
     return model, tokenizer
+
+
+def add_response_schema(processing_class: Any) -> Any:
+    """Give a tokenizer the `response_template` that goes with its chat template, by which its `parse_response` tells
+    calls of tools from text; of a processor, its tokenizer gets it. Returns the same object.
+
+    Raises:
+        ValueError: the template writes calls in a form that is not known.
+    """
+    tokenizer = vars(processing_class).get("tokenizer", processing_class)
+    tokenizer.response_template = response_template(processing_class)
+    return processing_class
 
 
 def get_training_chat_template(processing_class: Any = None, tokenizer: Any = None) -> str | None:

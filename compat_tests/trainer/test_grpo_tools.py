@@ -13,8 +13,8 @@ from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.reference import BASE
 from compat_tests.parity.test_grpo_curve import assert_same
 from compat_tests.rollout.test_tools import CALLS, END, add, echo, tokenizer_of
+from trl_jax.data.rows.templates.response_templates import response_template
 from trl_jax.run.rollouts.writer import PolicyWriter
-from trl_jax.trainer.shared.response_templates import response_template
 
 FIRST = [  # turns that a model of two layers would not write
     CALLS["json"] + END,

@@ -9,10 +9,12 @@ from trl_jax.hub.torch.models_aside import leave_models_aside
 leave_models_aside()  # before a trainer imports transformers' callbacks
 
 _WHERE = WHERE | {
+    "BEMACallback": "trl_jax.trainer.callbacks",
     "ConstantLengthDataset": "trl_jax.trainer.collators.constant_length",
     "DataCollatorForCompletionOnlyLM": "trl_jax.trainer.collators.older",
     "DataCollatorForLanguageModeling": "trl_jax.trainer.collators.padded",
     "DataCollatorForPreference": "trl_jax.trainer.collators.padded",
+    "LogCompletionsCallback": "trl_jax.trainer.callbacks",
     "ModelConfig": "trl_jax.trainer.model_config",
     "RewardDataCollatorWithPadding": "trl_jax.trainer.collators.older",
     "RichProgressCallback": "trl_jax.trainer.callbacks",

@@ -34,10 +34,9 @@ NEAR: dict[str, str] = {
     "MiniLLMConfig": _DISTILLED, "MiniLLMTrainer": _DISTILLED,
     "IterativeSFTConfig": "SFTTrainer", "IterativeSFTTrainer": "SFTTrainer",
     "PRMConfig": "RewardTrainer, which scores whole answers", "PRMTrainer": "RewardTrainer, which scores whole answers",
-    "BEMACallback": _CALLBACK, "LogCompletionsCallback": _CALLBACK, "MergeModelCallback": _CALLBACK,
-    "MergeConfig": _CALLBACK, "WeaveCallback": _CALLBACK, "WinRateCallback": _CALLBACK,
+    "MergeModelCallback": _CALLBACK, "MergeConfig": _CALLBACK, "WeaveCallback": _CALLBACK, "WinRateCallback": _CALLBACK,
     "SyncRefModelCallback": "DPOConfig(sync_ref_model=True), GRPOConfig too",
-    "add_response_schema": "", "DataCollatorForChatML": "SFTConfig(assistant_only_loss=True) with rows of 'messages'",
+    "DataCollatorForChatML": "SFTConfig(assistant_only_loss=True) with rows of 'messages'",
 }  # fmt: skip
 
 

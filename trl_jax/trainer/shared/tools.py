@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from trl_jax.data.rows.templates.response_templates import response_template
 from trl_jax.data.rows.templates.tool_calls import (
     is_chat_template_prefix_preserving,
     supports_tool_calling,
@@ -14,7 +15,6 @@ from trl_jax.data.rows.templates.tool_calls import (
 from trl_jax.engine.devices.processes import several
 from trl_jax.rollout.environments import Environments, methods_of
 from trl_jax.rollout.tools import Tools
-from trl_jax.trainer.shared.response_templates import response_template
 
 
 def tools_of(

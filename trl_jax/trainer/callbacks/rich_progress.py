@@ -1,4 +1,4 @@
-"""Callbacks that TRL has beside transformers' own."""
+"""Progress of a run drawn by rich."""
 
 from __future__ import annotations
 

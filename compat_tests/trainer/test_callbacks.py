@@ -1,0 +1,101 @@
+"""TRL's callbacks: the moving average is that of the weights of each step, and prompts are completed on the way."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from datasets import Dataset
+
+import trl_jax
+from compat_tests.parity.dpo_cases import SMALL
+from compat_tests.parity.grpo_cases import prompt_rows
+from compat_tests.parity.reference import BASE, read_weights
+from trl_jax import BEMACallback, LogCompletionsCallback, LoraConfig, SFTConfig, SFTTrainer
+
+CONFIG = {"max_steps": 7, "save_strategy": "steps", "save_steps": 1, "learning_rate": 3e-3, "pad_to_multiple_of": None}
+AVERAGE = {"update_freq": 2, "update_after": 1, "ema_power": 0.4, "bias_power": 0.3, "lag": 3, "multiplier": 0.5}
+
+
+@pytest.fixture
+def make(checkpoint, tmp_path):
+    def made(rows=None, **given):
+        config = given.pop("config", {})
+        args = SFTConfig(str(tmp_path / given.pop("out", "out")), **BASE | CONFIG | config)
+        rows = rows or [{"text": row["prompt"]} for row in prompt_rows(20)]
+        return SFTTrainer(str(checkpoint(**SMALL)), args, train_dataset=Dataset.from_list(rows), **given)
+
+    return made
+
+
+def expected(folders) -> dict[str, np.ndarray]:
+    """By the paper's formula, in float64, of the weights after each step."""
+    steps = {step: read_weights(folder) for step, folder in folders.items()}
+    begin = average = {name: array.astype(float) for name, array in steps[AVERAGE["update_after"]].items()}
+    for step in (3, 5, 7):
+        age = AVERAGE["lag"] + AVERAGE["multiplier"] * step
+        beta, alpha = age ** -AVERAGE["ema_power"], age ** -AVERAGE["bias_power"]
+        average = {name: (1 - beta) * average[name] + beta * now for name, now in steps[step].items()}
+        corrected = {name: average[name] + alpha * (now - begin[name]) for name, now in steps[step].items()}
+    return corrected
+
+
+def test_the_average_is_that_of_the_papers_formula(make):
+    trainer = make(callbacks=[BEMACallback(**AVERAGE)])
+    trainer.train()
+    out = trainer.args.output_dir
+    wanted = expected({step: f"{out}/checkpoint-{step}" for step in range(1, 8)})
+    found, last = read_weights(f"{out}/bema"), read_weights(f"{out}/checkpoint-7")
+    assert found.keys() == wanted.keys() == last.keys()
+    for name, array in found.items():
+        np.testing.assert_allclose(array, wanted[name], rtol=1e-5, atol=1e-6)
+    assert max(np.abs(found[name] - last[name]).max() for name in found) > 1e-3
+
+
+def test_the_run_is_as_without_and_an_adapter_is_averaged_alone(make):
+    config = {"max_steps": 2, "save_strategy": "no"}
+    plain, averaged = make(config=config), make(config=config, callbacks=[BEMACallback(update_freq=1)])
+    lora = LoraConfig(r=2, target_modules=["q_proj"])
+    adapted = make(config=config, callbacks=[BEMACallback(update_freq=1)], peft_config=lora, out="adapted")
+    for trainer in (plain, averaged, adapted):
+        trainer.train()
+    losses = [[log["loss"] for log in one.state.log_history if "loss" in log] for one in (plain, averaged)]
+    assert losses[0] == losses[1]
+    names = read_weights(f"{adapted.args.output_dir}/bema")
+    assert names and all(".lora_" in name for name in names)
+
+
+def test_prompts_are_completed_and_given_to_trackers(make, monkeypatch):
+    given = []
+    monkeypatch.setattr("trl_jax.trainer.callbacks.completions.trackers", lambda names: [given.append])
+    comet = SimpleNamespace(log_table=lambda **table: given.append(table))
+    monkeypatch.setitem(sys.modules, "comet_ml", SimpleNamespace(get_running_experiment=lambda: comet))
+    rows = [{"prompt": row["prompt"], "completion": " Yes."} for row in prompt_rows(8)]
+    config = {"max_steps": 4, "save_strategy": "no", "eval_strategy": "steps", "eval_steps": 2}
+    trainer = make(rows, config=config, eval_dataset=Dataset.from_list(rows))
+    trainer.add_callback(LogCompletionsCallback(trainer, num_prompts=5))
+    monkeypatch.setattr(trainer.args, "report_to", ["comet_ml"])
+    monkeypatch.setattr(trainer.model.generation_config, "max_new_tokens", 6)
+    trainer.train()
+    tables = [table for table in given if not isinstance(table, dict)]
+    assert [len(table) for table in tables] == [5, 10] and len(given) == 4
+    last = tables[-1]
+    assert list(last.columns) == ["step", "prompt", "completion"] and list(last["step"]) == ["2"] * 5 + ["4"] * 5
+    assert list(last["prompt"][:5]) == [row["prompt"] for row in rows[:5]]
+    ids = trainer.processing_class([rows[0]["prompt"]], return_tensors="np")
+    again = trainer.model.generate(**ids)[0, ids["input_ids"].shape[1] :]
+    assert last["completion"].iloc[5] == trainer.processing_class.decode(again, skip_special_tokens=True)
+    with pytest.raises(ValueError, match="Trainer must have an evaluation dataset"):
+        LogCompletionsCallback(make())
+
+
+def test_a_tokenizer_is_given_how_its_calls_are_read():
+    from compat_tests.rollout.test_tools import CALLS, tokenizer_of
+
+    tokenizer = tokenizer_of("json")
+    tokenizer.response_template = None
+    assert trl_jax.add_response_schema(tokenizer) is tokenizer
+    found = tokenizer.parse_response(CALLS["json"], prefix="<|im_start|>assistant\n")
+    assert found["tool_calls"][0]["function"]["name"] == "add"
