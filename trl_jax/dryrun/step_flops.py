@@ -68,16 +68,17 @@ def flops(maps: Sequence[Map], batch: Batch, arch: Any, *, causal: bool, remat: 
     return forward + (9 if remat else 7) * attended // 2
 
 
-def reference_flops(maps: Sequence[Map], batch: Batch, arch: Any, *, causal: bool) -> int:
+def reference_flops(maps: Sequence[Map], batch: Batch, arch: Any, *, causal: bool, heads: int = 1) -> int:
     """FLOPs of a reference's forward pass with its head over the batch of a step, on all devices together.
 
     Args:
         maps, arch, causal: the reference's.
+        heads: how often its head is computed.
     """
     times = sum(each.size for each in maps)
     layers = 2 * times * math.prod(batch.tokens.shape) + _attention_flops(batch, arch, causal)
     layers += _recurrent_flops(batch, arch)
-    return layers + 2 * _targets(batch) * arch.vocab_size * arch.head_inputs
+    return layers + 2 * heads * _targets(batch) * arch.vocab_size * arch.head_inputs
 
 
 def _attention_flops(batch: Batch, arch: Any, causal: bool) -> int:

@@ -166,7 +166,8 @@ def reference_flops_of(trainer: BaseTrainer, batch: Batch) -> int:
         return 0
     backend = trainer.parts.run.reference.backend
     arch = _source(backend).config.arch
-    return reference_flops(_maps(backend, ()), batch, arch, causal=backend.causal)
+    heads = 2 if trainer.parts.run.task.compares_distributions else 1  # in the backward pass again
+    return reference_flops(_maps(backend, ()), batch, arch, causal=backend.causal, heads=heads)
 
 
 @contextmanager
