@@ -81,7 +81,7 @@ def ours(trained: bool, hidden: Any, weight: Any, targets: Any) -> Any:
     import jax
     import jax.numpy as jnp
 
-    from trl_jax.nn.token_head import token_outputs
+    from trl_jax.nn.head.outputs import token_outputs
 
     def loss(hidden, weight):
         return -jnp.sum(token_outputs(hidden, weight, targets).logps)

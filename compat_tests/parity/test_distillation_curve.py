@@ -13,7 +13,7 @@ from compat_tests.parity.distillation_cases import CASES
 from compat_tests.parity.grpo_cases import prompt_rows
 from compat_tests.parity.sketch import gap
 from compat_tests.parity.test_grpo_curve import WEIGHTS, assert_same_runs
-from trl_jax.nn import divergence
+from trl_jax.nn.head import divergence
 from trl_jax.rollout.source import RolloutSteps
 from trl_jax.run.rollouts.writer import PolicyWriter
 

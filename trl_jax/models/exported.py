@@ -13,7 +13,7 @@ from trl_jax.core.token_outputs import TokenOutputs
 from trl_jax.models.pooling import valid_tokens
 from trl_jax.nn.aten.program import Program
 from trl_jax.nn.aten.run import run
-from trl_jax.nn.token_logits import outputs_of_logits, tempered
+from trl_jax.nn.head.logits import outputs_of_logits, tempered
 
 
 class Programs(Protocol):

@@ -10,12 +10,12 @@ from trl_jax.core.token_outputs import TokenOutputs
 from trl_jax.models.arch import Arch
 from trl_jax.models.decoder import Decoder
 from trl_jax.models.model import Model
-from trl_jax.nn.head_inputs import HeadInputs
+from trl_jax.nn.head.inputs import HeadInputs
+from trl_jax.nn.head.logits import head_logits
+from trl_jax.nn.head.outputs import token_outputs
 from trl_jax.nn.linear import stored
 from trl_jax.nn.lora import Lora
 from trl_jax.nn.quantized import Quantized
-from trl_jax.nn.token_head import token_outputs
-from trl_jax.nn.token_logits import head_logits
 
 
 class LmHead(nnx.Module):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from trl_jax.nn.head_inputs import HeadInputs
+from trl_jax.nn.head.inputs import HeadInputs
 
 
 class Model(nnx.Module):

@@ -13,8 +13,8 @@ import numpy as np
 from trl_jax.data.example import LossBatch
 from trl_jax.data.layout.batch import Batch
 from trl_jax.losses.sums import of_texts, real_examples, summed
-from trl_jax.nn.divergence import divergences
-from trl_jax.nn.head_inputs import HeadInputs
+from trl_jax.nn.head.divergence import divergences
+from trl_jax.nn.head.inputs import HeadInputs
 from trl_jax.tasks.metrics import joined
 from trl_jax.tasks.rollout import RolloutTask
 
@@ -25,7 +25,7 @@ _SUMS = ("entropy", "targets")
 class DistillationTask(RolloutTask):
     """TRL's on-policy distillation (GKD, https://huggingface.co/papers/2306.13649). The run's reference is the teacher.
 
-    beta: of the generalised Jensen-Shannon divergence, `nn.divergence.divergences`.
+    beta: of the generalised Jensen-Shannon divergence, `nn.head.divergence.divergences`.
     """
 
     beta: float = 1.0

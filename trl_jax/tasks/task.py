@@ -12,7 +12,7 @@ from datasets import Dataset, IterableDataset
 from trl_jax.core.token_outputs import TokenOutputs
 from trl_jax.data.example import Columns, Example, LossBatch
 from trl_jax.data.layout.batch import Batch
-from trl_jax.nn.head_inputs import HeadInputs
+from trl_jax.nn.head.inputs import HeadInputs
 
 Sums = dict[str, jax.Array]
 

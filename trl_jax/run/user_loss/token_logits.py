@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from trl_jax.data.example import IGNORED, LossBatch
 from trl_jax.data.extras import Extras
-from trl_jax.nn.token_logits import outputs_of_logits
+from trl_jax.nn.head.logits import outputs_of_logits
 from trl_jax.tasks.task import TokenTask
 
 

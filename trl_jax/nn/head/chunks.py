@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from trl_jax.nn.head.logits import rounded, tempered
 from trl_jax.nn.platform import platform
-from trl_jax.nn.token_logits import rounded, tempered
 
 # Numbers of a chunk, and the fewest rows: the weight's gradient is read and written once a chunk, which has to have
 # rows enough to outweigh that, and more of them where products are quick. A CPU is faster with numbers that its caches

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from trl_jax.core.token_outputs import TokenOutputs
-from trl_jax.nn.head_chunks import Head, Yes, chunk_rows, column, differentiated, divided, gradients, product
+from trl_jax.nn.head.chunks import Head, Yes, chunk_rows, column, differentiated, divided, gradients, product
 
 
 def token_outputs(

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from trl_jax.core.token_outputs import Divergences
-from trl_jax.nn.head_chunks import Head, Yes, chunk_rows, column, differentiated, gradients
-from trl_jax.nn.head_inputs import HeadInputs
+from trl_jax.nn.head.chunks import Head, Yes, chunk_rows, column, differentiated, gradients
+from trl_jax.nn.head.inputs import HeadInputs
 
 
 def divergences(

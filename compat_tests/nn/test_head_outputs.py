@@ -12,8 +12,8 @@ import torch
 
 from compat_tests.effort import usually
 from trl_jax.core.token_outputs import TokenOutputs
-from trl_jax.nn import head_chunks
-from trl_jax.nn.token_head import token_outputs
+from trl_jax.nn.head import chunks
+from trl_jax.nn.head.outputs import token_outputs
 
 VOCABULARY, WIDTH, ROWS = 90, 12, 64
 NAMES = TokenOutputs._fields
@@ -25,8 +25,8 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def chunks_of_64(monkeypatch):
-    monkeypatch.setattr(head_chunks, "LOGITS", {"cpu": ROWS * VOCABULARY})
-    monkeypatch.setattr(head_chunks, "FEWEST", {"cpu": ROWS})
+    monkeypatch.setattr(chunks, "LOGITS", {"cpu": ROWS * VOCABULARY})
+    monkeypatch.setattr(chunks, "FEWEST", {"cpu": ROWS})
 
 
 def drawn(places, real, seed=0):
