@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from dataclasses import replace
 from functools import partial, partialmethod
 
 HEARTBEAT = 10  # seconds, a third of what users wait
@@ -43,16 +44,19 @@ def main(whose: str, folder: str, out: str, given: dict) -> None:
                 json.dump(found.logs, file)
 
 
-def policy_run(whose: str, folder: str, rows: list[dict], out: str, *, trainer: str, eval_rows=None, of=None, **config):
-    """A run of GRPO or RLOO.
+def policy_run(
+    whose: str, folder: str, rows: list[dict], out: str, *, trainer: str,
+    eval_rows=None, of=None, teacher=None, **config,
+):  # fmt: skip
+    """A run of GRPO, RLOO or distillation.
 
     Args:
         eval_rows: how many prompts are completed in evaluations. of: the folder, beside `out`, that this run and all
-            that come after it go on from.
+            that come after it go on from. teacher: its folder, in distillation.
     """
     import importlib
 
-    from compat_tests.parity import grpo_cases
+    from compat_tests.parity import distillation_cases, grpo_cases
 
     if whose == "trl":
         import torch
@@ -63,6 +67,10 @@ def policy_run(whose: str, folder: str, rows: list[dict], out: str, *, trainer: 
     if of is not None:
         kind, place = getattr(package, f"{trainer}Trainer"), os.path.join(os.path.dirname(out), of)
         kind.train = partialmethod(kind.train, resume_from_checkpoint=place)
+    if trainer == "Distillation":
+        found = distillation_cases.run(package, folder, teacher, rows, out, eval_rows=evaluated, **config)
+        first = os.environ.get("RANK", os.environ.get("JAX_PROCESS_ID")) == "0"
+        return found if first else replace(found, facts={})  # which writes the files
     return grpo_cases.run(package, trainer, folder, rows, out, eval_rows=evaluated, **config)
 
 
@@ -74,7 +82,7 @@ def rows_of(trainer: str, count: int) -> list[dict]:
 
     if trainer == "Reward":
         return preference_rows(count, margin=True)
-    if trainer in ("GRPO", "RLOO"):
+    if trainer in ("GRPO", "RLOO", "Distillation"):
         return prompt_rows(count)
     return {"SFT": text_rows, "DPO": preference_rows, "KTO": kto_rows}[trainer](count, kind="prompt")
 
