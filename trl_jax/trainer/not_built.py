@@ -33,6 +33,8 @@ NEAR: dict[str, str] = {
     "DistillationConfig": _DISTILLED, "DistillationTrainer": _DISTILLED, "GKDConfig": _DISTILLED,
     "GKDTrainer": _DISTILLED, "GOLDConfig": _DISTILLED, "GOLDTrainer": _DISTILLED, "MiniLLMConfig": _DISTILLED,
     "MiniLLMTrainer": _DISTILLED,
+    "LengthSampler": "max_completion_length of GRPOConfig or RLOOConfig",
+    "PPODecorators": "nothing, for JAX frees memory by itself: leave it out",
     "IterativeSFTConfig": "SFTTrainer", "IterativeSFTTrainer": "SFTTrainer",
     "PRMConfig": "RewardTrainer, which scores whole answers", "PRMTrainer": "RewardTrainer, which scores whole answers",
     "BEMACallback": _CALLBACK, "LogCompletionsCallback": _CALLBACK, "MergeModelCallback": _CALLBACK,
