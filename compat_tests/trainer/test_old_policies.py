@@ -65,6 +65,7 @@ def test_a_policy_its_reference_and_a_reward_model(folders, tmp_path):
     )
     # 16 completions a generation in 2 steps, each twice; 30 completions are 2 generations.
     assert (args.generation_batch_size, args.steps_per_generation, args.max_steps) == (16, 4, 8)
+    assert trainer.policy is trainer.model
     trainer.ref_model.save_pretrained(tmp_path / "reference")
     held = read_weights(tmp_path / "reference")["model.embed_tokens.weight"]
     assert np.array_equal(held, reference.get_input_embeddings().weight.detach().numpy())
