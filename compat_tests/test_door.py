@@ -7,6 +7,7 @@ import importlib
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,10 @@ def test_a_script_that_mentions_a_trainer_of_trls_and_never_uses_it_goes_on():
         ORPOConfig("out", beta=0.1)
     with pytest.raises(NotImplementedError, match=said):
         HfArgumentParser(ORPOConfig)
+    mine = dataclass(type("Mine", (ORPOConfig,), {"__annotations__": {"beta": float}, "beta": 0.1}))
+    for use in (lambda: mine("out"), lambda: HfArgumentParser(mine)):
+        with pytest.raises(NotImplementedError, match=said):
+            use()
     own = type("Mine", (ORPOTrainer,), {})
     with pytest.raises(NotImplementedError, match="^ORPOTrainer of TRL's"):
         own.from_pretrained("model")

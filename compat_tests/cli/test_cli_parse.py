@@ -186,6 +186,7 @@ OLD = [
     (["--no_cuda"], "use_cpu", True),
     (["--push_to_hub_model_id", "a/b"], "hub_model_id", "a/b"),
     (["--warmup_ratio", "0.1", "--warmup_steps", "3", "--no_cuda"], "warmup_steps", 3),  # steps always won
+    (["--warmup_ratio", "0.1", "--warmup_steps", "0"], "warmup_steps", 0.1),  # unless there were none
 ]
 
 

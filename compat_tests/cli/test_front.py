@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from compat_tests.effort import only_thorough
+from compat_tests.tiny import tiny_tokenizer
 from trl_jax.cli.adjusted import ADJUSTMENTS
 from trl_jax.hub.peft.lora_config import LoraConfig
 
@@ -191,6 +192,7 @@ CELLS = """
 import transformers
 from transformers import TrainingArguments
 from compat_tests.effort import only_thorough
+from compat_tests.tiny import tiny_tokenizer
 import trl_jax
 trl_jax.load_ipython_extension(None)  # what %load_ext trl_jax calls
 trl_jax.install()
@@ -221,3 +223,13 @@ def test_peft_takes_what_get_peft_config_returns():
         made = module.get_peft_model("model", given)
         assert module.get_peft_model("model", made) is made
     assert isinstance(made, peft.LoraConfig) and (made.r, made.target_modules) == (4, {"q_proj"})
+
+
+def test_tokenizers_have_their_former_methods():
+    tokenizer = tiny_tokenizer()
+    tokenizer.__class__ = type("Own", (type(tokenizer),), {})
+    ADJUSTMENTS["transformers.tokenization_utils_base"](SimpleNamespace(PreTrainedTokenizerBase=type(tokenizer)))
+    padded = {"padding": "max_length", "max_length": 16}
+    assert tokenizer.encode_plus("bread", "soup", **padded).data == tokenizer("bread", "soup", **padded).data
+    texts = ["bread", "soup and bread"]
+    assert tokenizer.batch_encode_plus(texts, padding=True).data == tokenizer(texts, padding=True).data

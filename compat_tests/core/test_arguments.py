@@ -487,6 +487,8 @@ def test_a_deepspeed_file_that_agrees_is_read_and_the_rest_of_it_warned_of(tmp_p
     ({"warmup_ratio": 0.1}, {"warmup_steps": 0.1}, {},
      ["warmup_ratio is an old name: use warmup_steps: a number below 1 is a ratio."]),
     ({"warmup_ratio": 0.1, "warmup_steps": 5}, {"warmup_steps": 5}, {}, []),
+    ({"warmup_ratio": 0.1, "warmup_steps": 0}, {"warmup_steps": 0.1}, {},
+     ["warmup_ratio is an old name: use warmup_steps: a number below 1 is a ratio."]),
     ({"no_cuda": True}, {"use_cpu": True}, {}, ["no_cuda is an old name: use use_cpu."]),
     ({"group_by_length": True}, {"train_sampling_strategy": "group_by_length"}, {},
      ["group_by_length is an old name: use train_sampling_strategy."]),

@@ -65,6 +65,7 @@ def test_a_policy_its_reference_and_a_reward_model(folders, tmp_path):
     )
     # 16 completions a generation in 2 steps, each twice; 30 completions are 2 generations.
     assert (args.generation_batch_size, args.steps_per_generation, args.max_steps) == (16, 4, 8)
+    assert trainer.policy is trainer.model
     trainer.ref_model.save_pretrained(tmp_path / "reference")
     held = read_weights(tmp_path / "reference")["model.embed_tokens.weight"]
     assert np.array_equal(held, reference.get_input_embeddings().weight.detach().numpy())
@@ -149,6 +150,8 @@ def test_tokens_that_are_no_text_are_named(checkpoint):
     rows = as_prompts(Dataset.from_dict({"input_ids": [[pad, pad, *ids], [*ids, pad]], "lengths": [1, 2]}), "train",
                       tokenizer)  # fmt: skip
     assert rows[:] == {"lengths": [1, 2], "prompt": ["How do I bake?"] * 2}
+    as_dicts = Dataset.from_list([{"input_ids": {"input_ids": ids, "attention_mask": [1] * len(ids)}}])
+    assert as_prompts(as_dicts, "train", tokenizer)[:] == {"prompt": ["How do I bake?"]}
     with pytest.raises(ValueError, match="^train_dataset: the input_ids of row 1, .* are not the tokens of this text"):
         as_prompts(Dataset.from_dict({"input_ids": [ids, ids[1:]]}), "train", tokenizer)
 

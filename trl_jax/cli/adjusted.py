@@ -77,6 +77,18 @@ def _arguments(module: ModuleType) -> None:
     _let_arguments_be_old(module)
 
 
+def _let_tokenizers_encode(module: ModuleType) -> None:
+    """Give tokenizers `encode_plus` and `batch_encode_plus` again, which transformers 5 no longer has: to call the
+    tokenizer was always the same."""
+
+    def encode(self, text: Any, *args: Any, **options: Any) -> Any:
+        return self(text, *args, **options)
+
+    for name in ("encode_plus", "batch_encode_plus"):
+        if name not in vars(module.PreTrainedTokenizerBase):
+            setattr(module.PreTrainedTokenizerBase, name, encode)
+
+
 def _take_our_adapters(module: ModuleType) -> None:
     """Let `peft.get_peft_model` take a LoraConfig of ours, as `trl.get_peft_config` returns it."""
     plain = module.get_peft_model
@@ -99,6 +111,7 @@ ADJUSTMENTS: dict[str, Callable[[ModuleType], None]] = {
     "transformers.hf_argparser": _let_flags_be_old,
     "transformers.modeling_utils": lambda module: gpu_words.load_anywhere(module.PreTrainedModel),
     "transformers.models.auto.auto_factory": lambda module: gpu_words.load_anywhere(module._BaseAutoModelClass),
+    "transformers.tokenization_utils_base": _let_tokenizers_encode,
     "transformers.training_args": _arguments,
     "transformers.utils": gpu_words.answer_bf16,
 }

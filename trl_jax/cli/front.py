@@ -22,6 +22,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "trl.chat_template_utils": ("trl_jax.chat_template_utils",),
     "trl.commands": (),
     "trl.commands.cli_utils": ("trl_jax.scripts.utils",),
+    "trl.core": (),
     "trl.data_utils": ("trl_jax.data_utils",),
     "trl.extras": (),
     "trl.extras.dataset_formatting": ("trl_jax.trainer.dataset_formatting",),

@@ -5,6 +5,8 @@ Scripts import them beside others, and many never use them.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from inspect import Signature
 from typing import Any, NoReturn
 
 _REWARDED = "GRPOTrainer or RLOOTrainer, which train on completions that the model writes"
@@ -32,6 +34,8 @@ NEAR: dict[str, str] = {
     "ORPOTrainer": _PAIRS,
     "GKDConfig": _DISTILLED, "GKDTrainer": _DISTILLED, "GOLDConfig": _DISTILLED, "GOLDTrainer": _DISTILLED,
     "MiniLLMConfig": _DISTILLED, "MiniLLMTrainer": _DISTILLED,
+    "LengthSampler": "max_completion_length of GRPOConfig or RLOOConfig",
+    "PPODecorators": "nothing, for JAX frees memory by itself: leave it out",
     "IterativeSFTConfig": "SFTTrainer", "IterativeSFTTrainer": "SFTTrainer",
     "PRMConfig": "RewardTrainer, which scores whole answers", "PRMTrainer": "RewardTrainer, which scores whole answers",
     "MergeModelCallback": _CALLBACK, "MergeConfig": _CALLBACK, "WeaveCallback": _CALLBACK, "WinRateCallback": _CALLBACK,
@@ -47,7 +51,7 @@ class _NotBuilt(type):
         raise NotImplementedError(_sentence(cls))
 
     def __getattr__(cls, name: str) -> NoReturn:
-        if name.startswith("__") and name != "__dataclass_fields__":  # which parsers of arguments ask for
+        if name.startswith("__"):
             raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
         raise NotImplementedError(_sentence(cls))
 
@@ -59,5 +63,7 @@ def _sentence(cls: type) -> str:
 
 
 def placeholder(name: str) -> type:
-    """A class of that name whose use raises NotImplementedError; subclasses of it, too."""
-    return _NotBuilt(name, (), {"__module__": __name__})
+    """A class of that name whose use raises NotImplementedError; subclasses of it, too. Those of configs may be
+    dataclasses, as recipes define them for all trainers at once."""
+    kind = _NotBuilt(name, (), {"__module__": __name__, "__signature__": Signature()})  # which a dataclass asks for
+    return dataclass(kind) if name.endswith("Config") else kind

@@ -69,6 +69,11 @@ class RLOOTrainer(TrainerWithRewards):
         )
         return [*functions, judge], None if tokenizers == [None] else [*tokenizers, None]
 
+    @property
+    def policy(self) -> Any:
+        """The model, by its name up to TRL 0.21."""
+        return self.model
+
     def generate_completions(self, sampling: bool = False) -> None:
         """Deprecated, of TRL up to 0.21: evaluates, where there are rows for it.
 

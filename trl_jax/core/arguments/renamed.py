@@ -135,8 +135,8 @@ def _modern(name: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] |
     """The argument by today's name; None where it has no effect."""
     if name == "save_safetensors" and value is False:
         raise TypeError("save_safetensors=False: pickled weights are not written. Leave it out.")
-    if name == "warmup_ratio" and given.get("warmup_steps"):
-        return None  # steps always won
+    if name == "warmup_ratio" and "warmup_steps" in given:  # steps won, unless there were none
+        return None if float(given["warmup_steps"] or 0) else {"warmup_steps": value}
     if name in _SAME:
         new = _SAME[name]
         if new in given:

@@ -37,7 +37,8 @@ def modern_flags(flags: list[str], known: Iterable[str]) -> tuple[list[str], dic
     if not old:
         return kept, {}, []
     now, environment, notes = translated(given | {name: _value(words) for name, words in old.items()}, known)
-    new = [text for name, value in now.items() if name not in given for text in (f"--{name}", _text(value))]
+    changed = {name: value for name, value in now.items() if name not in given or value != given[name]}
+    new = [text for name, value in changed.items() for text in (f"--{name}", _text(value))]
     return kept + new, environment, notes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from datasets import Dataset, IterableDataset
@@ -33,7 +34,10 @@ def as_prompts(dataset: Any, name: str, tokenizer: Any) -> Any:
 
 
 def _with_prompt(row: dict[str, Any], number: int, tokenizer: Any, name: str) -> dict[str, str]:
-    ids = _without_pads(list(row["input_ids"]), tokenizer.pad_token_id)
+    given = row["input_ids"]
+    if isinstance(given, Mapping):  # what apply_chat_template returns since transformers 5
+        given = given["input_ids"]
+    ids = _without_pads(list(given), tokenizer.pad_token_id)
     found = tokenizer("")["input_ids"]  # what the tokenizer adds to every text
     begins = found[:1] if found and ids[:1] == found[:1] == [tokenizer.bos_token_id] else []
     text = tokenizer.decode(ids[len(begins) :], skip_special_tokens=False, clean_up_tokenization_spaces=False)
