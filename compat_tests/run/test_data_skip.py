@@ -1,5 +1,4 @@
-"""`ignore_data_skip`: a resumed run begins the epoch that is under way again, as TRL's does, and passes over one that is
-over."""
+"""`ignore_data_skip`: a resumed run begins the epoch that is under way again, as in TRL; one that is over stays so."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ OF = {"GRPO": STEPS | {"num_generations": 4}, "SFT": {"max_length": 64}}
 
 
 def taken_up_again(package, kind, folder, out, step, rows, last):
-    """The logs of a run that goes on behind `step` to the `last`, with other rows; and the prompts that it completes."""
+    """The logs of a run that goes on behind `step` to the `last`, with other rows; and what prompts it completes."""
     seen = []
 
     def look(prompts, completions, **columns):
