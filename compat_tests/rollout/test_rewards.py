@@ -204,6 +204,8 @@ def test_an_exception_keeps_its_kind_and_says_where(function):
      "prompt-completion pair). Make sure the reward function returns exactly one reward per completion."),
     (None, TypeError, "The reward function 'bad' returned rewards=None: wanted a list of 4 rewards, numbers or None."),
     (0.5, TypeError, "The reward function 'bad' returned rewards=0.5: wanted a list of 4 rewards, numbers or None."),
+    (["1.0", 1, 2, 3], TypeError,
+     "The reward function 'bad' returned rewards=['1.0', 1, 2, 3]: wanted numbers or None."),
     (["a", 1, 2, 3], TypeError,
      "The reward function 'bad' returned rewards=['a', 1, 2, 3]: wanted numbers or None."),
 ])  # fmt: skip

@@ -59,6 +59,8 @@ def test_a_second_run_begins_anew():
     first = list(epochs(made, 2))
     made.begin()
     assert list(epochs(made, 2)) == first
+    made.begin(1)
+    assert list(epochs(made, 1)) == first[len(first) // 2 :]
 
 
 def of_stream(rows, chunk, repeats, seed=None):
@@ -106,3 +108,5 @@ def test_a_stream_goes_on_from_any_place(rows, chunk, repeats):
         assert gone == whole
     made.begin()
     assert list(given(made, 3)) == whole
+    made.begin(2)
+    assert list(given(made, 1)) == whole[len(whole) // 3 * 2 :]

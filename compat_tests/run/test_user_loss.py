@@ -341,7 +341,7 @@ def test_callbacks_are_handed_what_transformers_hands_them(folder, tmp_path):
     trainer.train()
     seen = noted.seen
     assert seen["model"] is trainer.model and seen["processing_class"] is trainer.processing_class
-    assert seen["lr_scheduler"].get_last_lr() == [0.0]  # the next step's, as in TRL
+    assert seen["lr_scheduler"].get_last_lr() == [0.0, 0.0]  # the next step's, as in TRL
     assert seen["optimizer"] is trainer.optimizer and len(seen["train_dataloader"]) == 4
 
 

@@ -224,7 +224,7 @@ def test_groups_of_parameters_have_the_rate_of_the_next_step():
         decayed["lr"] = 7
     steps.finished = 2
     decayed["lr"], other["lr"] = 7, 7
-    assert rates.taken(2) == 7 and rates.get_last_lr() == [pytest.approx(0.3)]
+    assert rates.taken(2) == 7 and rates.get_last_lr() == [pytest.approx(0.3)] * 2
     with pytest.raises(ValueError, match=r"param_groups\[1\]\['weight_decay'\] was set.*in the arguments"):
         other["weight_decay"] = 0.1
     with pytest.raises(AttributeError, match="lr_scheduler.base_lrs was set, which no step reads"):

@@ -17,8 +17,8 @@ class Sampler(Protocol):
 
     num_chunks: int | None  # of an epoch; None: nobody knows
 
-    def begin(self) -> None:
-        """Before the first epoch."""
+    def begin(self, epoch: int = 0) -> None:
+        """Before this epoch."""
 
     def next_epoch(self) -> None: ...
 
@@ -51,9 +51,10 @@ class RepeatSampler:
         self.num_chunks = rows // chunk
         self.begin()
 
-    def begin(self) -> None:
-        """Before the first epoch."""
+    def begin(self, epoch: int = 0) -> None:
         self._stream = TorchGenerator(self._seed)
+        for _ in range(epoch):
+            self.next_epoch()
         self._order, self._given = np.zeros(0, np.int64), 0
 
     def next_epoch(self) -> None:
@@ -97,8 +98,8 @@ class StreamSampler:
         self._stream, self._size, self._repeats = stream, chunk, repeats
         self.begin()
 
-    def begin(self) -> None:
-        self._epoch, self._chunks, self._given = -1, 0, 0
+    def begin(self, epoch: int = 0) -> None:
+        self._epoch, self._chunks, self._given = epoch - 1, 0, 0
         self._rows: Iterator[dict[str, Any]] = iter(())
         self._chunk: list[dict[str, Any]] = []
 

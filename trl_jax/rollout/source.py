@@ -62,6 +62,11 @@ class RolloutSteps:
             self.sampler = self.make_sampler()
         self.sampler.begin()
 
+    def begin_epoch_again(self, epoch: int) -> None:
+        """Let `set_epoch(epoch)` begin that epoch with the prompts that there are now, and its first step write."""
+        self.buffer, self.num_micro_batches, self.epoch = None, 0, epoch - 1
+        self.sampler.begin(epoch)
+
     def set_epoch(self, epoch: int, skip: int = 0, skipped_digest: int | None = None) -> None:
         """Begin an epoch; the one that was restored goes on where it was, so `skip` is known."""
         del skip, skipped_digest

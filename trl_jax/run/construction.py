@@ -15,11 +15,13 @@ from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging as transformers_logging
 
 from trl_jax.core.printable import brief
+from trl_jax.core.seed import set_seed
 from trl_jax.data.rows import special_tokens
 from trl_jax.data.rows.tokenizer import load_tokenizer
 from trl_jax.engine.devices.processes import is_first, several
 from trl_jax.hub.find import Checkpoint
 from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.hub.torch.random_state import seed_if_imported
 from trl_jax.mesh.arrays import Fetched
 from trl_jax.run.arguments.base_config import BaseConfig
 from trl_jax.run.devices import check_division, sharding_plan_of
@@ -174,6 +176,18 @@ def set_log_level(level: int, *, asked: bool) -> None:
     show_lines(level, asked=asked)
     if not ours.hasHandlers():
         ours.addHandler(logging.StreamHandler())
+
+
+def seed_script(args: BaseConfig, *, apart: bool) -> None:
+    """Seed what functions of a script draw from, as transformers' Trainer does when it is made: `random`, NumPy, the
+    process's stream of tokens and, where it is imported, torch. No step draws from these.
+
+    Args:
+        apart: whether each process has numbers of its own.
+    """
+    seed = args.seed + (jax.process_index() if apart else 0)
+    set_seed(seed)
+    seed_if_imported(seed)
 
 
 def warn_of_idle_devices(args: BaseConfig) -> None:

@@ -32,8 +32,8 @@ from trl_jax.engine.nonfinite_guard import PATIENCE, NonFiniteGuard
 from trl_jax.engine.optimizers.optimizer import Optimizer
 from trl_jax.engine.prefetch import AsNeeded, Prefetched
 from trl_jax.hub.torch.objects import give_back
-from trl_jax.run.arguments.optimizer_choice import LearningRate, OptimizerChoice
-from trl_jax.run.arguments.param_groups import GROUPS, ShownOptimizer
+from trl_jax.run.arguments.optimizer_choice import GROUPS, LearningRate, OptimizerChoice
+from trl_jax.run.arguments.param_groups import ShownOptimizer
 from trl_jax.run.callbacks import begin_state
 from trl_jax.run.data import length_of, reason_of_layout, step_layout
 from trl_jax.run.dataloaders import steps_of

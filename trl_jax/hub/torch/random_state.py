@@ -1,7 +1,8 @@
-"""The place in torch's stream of random numbers that transformers' Trainer keeps in a checkpoint."""
+"""torch's stream of random numbers: its place that transformers' Trainer keeps in a checkpoint, and its seed."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,14 @@ def random_state(checkpoint: Path, rank: int, ranks: int) -> GeneratorState | No
 
     with safe_globals():
         return place_of(torch.load(path, weights_only=True)["cpu"].numpy())
+
+
+def seed_if_imported(seed: int) -> None:
+    """Seed torch's generators where a script has imported torch, and may draw from them."""
+    if "torch" in sys.modules:
+        import torch
+
+        torch.manual_seed(seed)
 
 
 def place_of(state: np.ndarray) -> GeneratorState:

@@ -202,11 +202,17 @@ def _checked(name: str, found: Any, completions: int) -> np.ndarray:
             "prompt-completion pair). Make sure the reward function returns exactly one reward per completion."
         )
     try:
-        return np.asarray([np.nan if value is None else float(value) for value in values], np.float32)
+        return np.asarray([_number(value) for value in values], np.float32)
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"The reward function {name!r} returned {show('rewards', values)}: wanted numbers or None."
         ) from error
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, (str, bytes)):  # also one that spells a number
+        raise TypeError("a text")
+    return np.nan if value is None else float(value)
 
 
 @contextlib.contextmanager

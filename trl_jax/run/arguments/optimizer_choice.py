@@ -22,6 +22,7 @@ _CLASSES = {
     "Adafactor": "adafactor", "Lion": "lion_32bit",
 }  # fmt: skip
 _KERNELS = ("fused", "foreach", "capturable", "differentiable", "maximize", "is_paged", "optim_bits")
+GROUPS = 2  # of parameters in transformers' optimizers: those whose weights decay, and the others
 _SHOW = "optimizers=(optax.adamw(1e-4), None)"
 
 
@@ -158,8 +159,8 @@ class LearningRate:
         return self._rate(step)
 
     def get_last_lr(self) -> list[float]:
-        """The learning rate of the next step, as that of transformers' Trainer after a step."""
-        return [self._rate(self._finished())]
+        """The learning rate of the next step, of each group, as that of transformers' Trainer after a step."""
+        return [self._rate(self._finished())] * GROUPS
 
     def of_group(self, number: int) -> float:
         """The rate of a group of parameters in the next step."""

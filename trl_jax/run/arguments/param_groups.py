@@ -6,9 +6,7 @@ from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 from trl_jax.engine.optimizers.optimizer import Hyperparameters, Optimizer
-from trl_jax.run.arguments.optimizer_choice import LearningRate, OptimizerChoice
-
-GROUPS = 2  # transformers': of parameters whose weights decay, and of the others
+from trl_jax.run.arguments.optimizer_choice import GROUPS, LearningRate, OptimizerChoice
 
 
 class ShownOptimizer(Optimizer):

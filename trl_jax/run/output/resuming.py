@@ -59,9 +59,9 @@ def resume(run: RunState, checkpointer: Checkpointer, point: ResumePoint, length
     if point.manifest is not None:
         _log_libraries(folder, point.manifest["libraries"])
     progress.stop_training = reached or (progress.stop_training and point.state.max_steps == length.max_steps)
-    if args.ignore_data_skip and not progress.stop_training:
-        progress.examples, progress.rows_digest = 0, None
     progress.micro_batches = math.ceil(progress.examples / run.micro_batch_examples)
+    if args.ignore_data_skip and not progress.stop_training:
+        _begin_epoch_again(run, progress, length)
     _restore_state(run, point)
     logger.warning("Resuming from %s: step %d of %d.", folder, point.state.global_step, length.max_steps)
     return progress
@@ -82,6 +82,15 @@ def weights_of(run: RunState, folder: Path) -> dict[str, jax.Array]:
             "Resume with the model the run began with."
         )
     return params if plan is None else plan.placed(params)
+
+
+def _begin_epoch_again(run: RunState, progress: Progress, length: RunLength) -> None:
+    """Skip no rows of the epoch that is under way; one of which none are left is over."""
+    if progress.micro_batches >= length.micro_batches_per_epoch:
+        return
+    progress.examples, progress.micro_batches, progress.rows_digest = 0, 0, None
+    if run.rollout is not None:
+        run.rollout.begin_epoch_again(progress.epoch)
 
 
 def _of_transformers(run: RunState, point: ResumePoint, params: dict, tx: Any) -> tuple[dict, Any, Progress]:

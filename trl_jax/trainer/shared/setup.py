@@ -150,6 +150,7 @@ class Setup(Surface):
         construction.divide(run)
         if reference is not None:
             reference(run)
+        construction.seed_script(args, apart=rollout is not None)
         run.events = events_of(run, callbacks)
         begin_state(run)
         own_rows = None if rollout is None else rollout(run)

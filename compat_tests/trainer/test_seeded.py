@@ -1,0 +1,68 @@
+"""What a script's own functions draw is seeded by the trainer, as in TRL; what a run draws is its own."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from datasets import Dataset
+
+import trl_jax
+from compat_tests.mesh.rank import rows_of
+from compat_tests.parity.dpo_cases import SMALL
+from compat_tests.parity.grpo_cases import STEPS, prompt_rows
+from compat_tests.parity.reference import BASE
+from compat_tests.trainer.trainers import FACTS
+
+
+def draws():
+    return random.random(), float(np.random.rand())
+
+
+@pytest.mark.parametrize("kind", ["SFT", "Reward"])
+def test_a_script_draws_what_it_draws_beside_trls_trainer(kind, checkpoint, tmp_path):
+    trl, found = pytest.importorskip("trl"), []
+    for package in (trl, trl_jax):
+        draws()  # other states
+        args = getattr(package, f"{kind}Config")(str(tmp_path), seed=7, **BASE)
+        model = str(checkpoint(**FACTS if kind == "Reward" else SMALL))
+        getattr(package, f"{kind}Trainer")(model, args=args, train_dataset=Dataset.from_list(rows_of(kind, 4)))
+        found.append([draws(), draws()])
+    assert found[0] == found[1]
+
+
+def trained(package, folder, out, reward):
+    args = package.GRPOConfig(str(out), **BASE | STEPS | {"num_generations": 4, "max_steps": 2})
+    trainer = package.GRPOTrainer(str(folder), reward, args, Dataset.from_list(prompt_rows(8)))
+    trainer.train()
+    return [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log]
+
+
+def test_a_reward_function_draws_what_it_draws_in_trls_run(checkpoint, tmp_path):
+    trl, found = pytest.importorskip("trl"), []
+
+    def dice(completions, **columns):
+        found.append(draws())
+        return [sum(draws()) for _ in completions]
+
+    theirs, ours = (trained(package, checkpoint(**SMALL), tmp_path, dice) for package in (trl, trl_jax))
+    assert found[:2] == found[2:]
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+
+
+def test_torchs_draws_repeat_and_leave_a_run_as_it_is(checkpoint, tmp_path):
+    torch, seen = pytest.importorskip("torch"), []
+
+    def dice(completions, **columns):
+        seen.append(completions)
+        return torch.rand(len(completions))
+
+    def no_dice(completions, **columns):
+        seen.append(completions)
+        return [0.0] * len(completions)
+
+    folder = checkpoint(**SMALL)
+    assert trained(trl_jax, folder, tmp_path, dice) == trained(trl_jax, folder, tmp_path, dice)
+    trained(trl_jax, folder, tmp_path, no_dice)
+    assert seen[0] == seen[2] == seen[4] and seen[1] == seen[3]
