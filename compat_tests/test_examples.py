@@ -56,6 +56,17 @@ def test_fine_tuning_learns(tmp_path):
 
 
 @only_thorough
+def test_a_student_learns_what_its_teacher_knows(tmp_path):
+    shown = run(ROOT / "examples" / "distillation.py", "--output_dir", tmp_path)
+    first, last = map(float, re.search(r"went from (\d\.\d+) to (\d\.\d+)\.", shown).groups())
+    known, before, after = map(float, re.search(
+        r"teacher (\d\.\d+); student (\d\.\d+), and now (\d\.\d+)\.", shown
+    ).groups())  # fmt: skip
+    assert last < 0.3 * first and before < 0.25 and known > 0.8 and after > 0.5
+    assert (tmp_path / "divergence.svg").read_text().startswith("<svg")
+
+
+@only_thorough
 def test_preferences_are_learned(tmp_path):
     shown = run(ROOT / "examples" / "dpo.py", "--output_dir", tmp_path)
     assert int(re.search(r"^(\d) of 4 answers are right\.$", shown, flags=re.M)[1]) >= 3

@@ -75,13 +75,14 @@ def is_sorted(completions, **columns) -> list[float]:
     return [float(len(digits) == 3 and digits == sorted(set(DIGITS) & set(digits))) for digits in said]
 
 
-def fine_tuned(train: list[dict], out: Path, seed: int) -> Path:
-    """Where a model is that answers with three digits."""
-    start = tiny_model.build(out / "start", [*texts(train), " ".join(DIGITS)], seed=seed)
+def fine_tuned(train: list[dict], out: Path, seed: int, *, in_order: bool = False, **shape: int) -> Path:
+    """Where a model is that answers with three digits, which rise where they are `in_order`."""
+    start = tiny_model.build(out / "start", [*texts(train), " ".join(DIGITS)], seed=seed, **shape)
     drawn = random.Random(seed)
     rows = []
     for row in train * 40:
-        answer = " ".join(drawn.sample(DIGITS, 3))
+        digits = drawn.sample(DIGITS, 3)
+        answer = " ".join(sorted(digits) if in_order else digits)
         rows.append({"prompt": row["prompt"], "completion": [{"role": "assistant", "content": answer}]})
     args = SFTConfig(
         str(out), num_train_epochs=8, seed=seed, learning_rate=3e-3, warmup_steps=20, per_device_train_batch_size=16,

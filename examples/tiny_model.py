@@ -44,15 +44,16 @@ CONFIG = {
 }
 
 
-def build(folder: str | Path, texts: Iterable[str], vocab_size: int = 1024, seed: int = 0) -> Path:
-    """Write tokenizer, config.json and model.safetensors into `folder`; the tokenizer learns from `texts`."""
+def build(folder: str | Path, texts: Iterable[str], vocab_size: int = 1024, seed: int = 0, **shape: int) -> Path:
+    """Write tokenizer, config.json and model.safetensors into `folder`; the tokenizer learns from `texts`. `shape`:
+    entries of CONFIG that are other ones."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(texts, vocab_size)
     tokenizer.save_pretrained(folder)
     ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(token)
            for name, token in [("pad", PAD), ("bos", BOS), ("eos", EOS)]}
-    config = CONFIG | ids | {"vocab_size": len(tokenizer)}
+    config = CONFIG | shape | ids | {"vocab_size": len(tokenizer)}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     save_file(draw_weights(config, seed), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
