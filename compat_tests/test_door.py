@@ -142,6 +142,19 @@ def test_no_name_is_both_here_and_a_placeholder():
     assert not NEAR.keys() & set(trl_jax.__all__)
 
 
+@pytest.mark.parametrize(("module", "name"), [
+    ("data_utils", "is_conversational"), ("chat_template_utils", "clone_chat_template"), ("trainer", "SFTTrainer"),
+    ("rewards", "think_format_reward"),
+])  # fmt: skip
+def test_trls_modules_are_attributes(module, name):
+    assert getattr(trl_jax.__getattr__(module), name).__name__ == name
+
+
+def test_every_name_of_trls_door_is_here():
+    trl = pytest.importorskip("trl")
+    assert {name for name in trl.__all__ if not hasattr(trl_jax, name)} <= {"models"}  # a package of ours, once loaded
+
+
 def test_an_unknown_name():
     with pytest.raises(AttributeError, match="^module 'trl_jax' has no attribute 'RewardTrainr'$"):
         _ = trl_jax.RewardTrainr

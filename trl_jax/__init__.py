@@ -5,6 +5,7 @@ Importing this module loads nothing: every name is fetched when it is first used
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from trl_jax.core.lazy import fetching
@@ -140,6 +141,7 @@ _WHERE = WHERE | {
     "token_logps_and_entropies": "trl_jax.hub.token_logps",
     "unpair_preference_dataset": "trl_jax.data_utils",
 }
+_MODULES = ("chat_template_utils", "data_utils", "rewards", "scripts", "trainer")  # that TRL's name as attributes
 __all__ = sorted(_WHERE)
 
 _fetch = fetching(__name__, _WHERE)
@@ -150,6 +152,8 @@ def __getattr__(name: str) -> Any:
         from trl_jax.hub.auto import class_of_family
 
         return class_of_family(name)
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name[:1] != "_" and name not in _WHERE:
         from trl_jax.trainer.not_built import NEAR, placeholder
 
