@@ -60,16 +60,16 @@ def test_the_names_of_all_trainers_are_ours(tmp_path):
 
 
 THEIRS = """
-import trl, trl.trainer.distillation_config
-from trl import DistillationConfig
+import trl, trl.trainer.base_trainer
+from trl import WeaveCallback
 from trl.trainer.utils import pad
 from trl.experimental.orpo import ORPOConfig
 import trl.import_utils as own, trl.generation as another
 own.is_vllm_available = another.nothing = lambda: False
 from trl.trainer.utils import SIMPLE_CHAT_TEMPLATE
 from trl.commands.cli_utils import TrlParser
-assert DistillationConfig.__module__ == "trl.trainer.distillation_config" and pad.__module__ == "trl.trainer.utils"
-print(trl.trainer.distillation_config.DistillationConfig is DistillationConfig)
+assert WeaveCallback.__module__ == "trl.trainer.callbacks" and pad.__module__ == "trl.trainer.utils"
+print(trl.trainer.base_trainer._BaseTrainer.__module__ == "trl.trainer.base_trainer")
 """
 
 
@@ -87,8 +87,8 @@ find = PathFinder.find_spec
 PathFinder.find_spec = classmethod(lambda cls, name, *a: None if name.split(".")[0] == "trl" else find(name, *a))
 import trl
 print(trl.__version__, trl.RewardConfig.__module__)
-others = "from trl import RewardTrainr", "import trl.trainer.distillation_trainer", "from trl.trainer.utils import pad"
-for line in ("from trl import DistillationTrainer; DistillationTrainer()", *others):
+others = "from trl import RewardTrainr", "import trl.trainer.base_trainer", "from trl.trainer.utils import pad"
+for line in ("from trl import GKDTrainer; GKDTrainer()", *others):
     try:
         exec(line)
     except (ImportError, NotImplementedError) as error:
@@ -101,9 +101,9 @@ def test_where_trl_is_not_installed_a_missing_name_says_so(tmp_path):
     done = run(tmp_path, MISSING)
     assert done.stdout.splitlines() == [
         "1.16.0 trl_jax.trainer.reward_config",
-        "NotImplementedError DistillationTrainer of TRL's is not built in trl_jax. Near it: SFTTrainer, on ro",
+        "NotImplementedError GKDTrainer of TRL's is not built in trl_jax. Near it: DistillationTrainer, where",
         "ImportError trl has no RewardTrainr in trl_jax, and trl is not installed. Near it: RewardTra",
-        "ModuleNotFoundError trl.trainer.distillation_trainer is not part of trl_jax, and trl is not installe",
+        "ModuleNotFoundError trl.trainer.base_trainer is not part of trl_jax, and trl is not installed. trl_j",
         "ImportError trl.trainer.utils has no pad in trl_jax, and trl is not installed. Near it: no n",
     ], done.stderr
 
