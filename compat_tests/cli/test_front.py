@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from compat_tests.effort import only_thorough
 from compat_tests.tiny import tiny_tokenizer
 from trl_jax.cli.adjusted import ADJUSTMENTS
+from trl_jax.cli.front import FrontModule
 from trl_jax.hub.peft.lora_config import LoraConfig
 
 ROOT = str(Path(__file__).parents[2])
@@ -223,6 +225,38 @@ def test_peft_takes_what_get_peft_config_returns():
         made = module.get_peft_model("model", given)
         assert module.get_peft_model("model", made) is made
     assert isinstance(made, peft.LoraConfig) and (made.r, made.target_modules) == (4, {"q_proj"})
+
+
+OLD_PLACES = [
+    ("trl.trainer.utils", "DataCollatorForCompletionOnlyLM"),
+    ("trl.trainer.utils", "RewardDataCollatorWithPadding"),
+    ("trl.trainer.utils", "ConstantLengthDataset"),
+    ("trl.trainer.utils", "SIMPLE_CHAT_TEMPLATE"),
+    ("trl.commands.cli_utils", "init_zero_verbose"),
+]
+
+
+@pytest.mark.parametrize(("module", "name"), OLD_PLACES)
+def test_names_are_where_scripts_of_2024_import_them(module, name):
+    ours = module.replace("trl.commands.cli_utils", "trl.scripts.utils").replace("trl.", "trl_jax.")
+    assert getattr(FrontModule(module), name) is getattr(importlib.import_module(ours), name)
+
+
+def test_the_data_of_scripts_of_2024():
+    module, words = FrontModule("trl.commands.cli_utils"), ["--sanity_check", "--dataset_name", "pairs.jsonl"]
+    [args] = module.TrlParser(module.DPOScriptArguments).parse_args_into_dataclasses(words)
+    assert (args.sanity_check, args.dataset_name, args.dataset_test_split) == (True, "pairs.jsonl", "test")
+    rows = "timdettmers/openassistant-guanaco"
+    assert module.SFTScriptArguments() == module.SFTScriptArguments(rows, gradient_checkpointing_use_reentrant=False)
+    truth = FrontModule("trl.env_utils").strtobool
+    assert truth("1") is truth("Yes") is True and truth("0") is truth("OFF") is False
+    with pytest.raises(ValueError, match="^Invalid truth value 'maybe': wanted yes or no"):
+        truth("maybe")
+
+
+def test_a_name_of_trl_core_says_what_stands_for_it():
+    with pytest.raises(NotImplementedError, match="^LengthSampler of TRL's .* Near it: max_completion_length of GRPO"):
+        FrontModule("trl.core").LengthSampler(2, 4)
 
 
 def test_tokenizers_have_their_former_methods():

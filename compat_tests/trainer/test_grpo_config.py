@@ -19,6 +19,7 @@ OWN = {"batch_layout": "auto", "remat_policy": "auto", "mesh_shape": None, "coor
        "num_processes": None, "process_id": None, "max_prompt_length": None, "reward_timeout": None,
        "chat_template_path": None}  # fmt: skip
 OLD = dict.fromkeys(("missing_eos_penalty", "total_episodes", "reward_model_path", "sft_model_path"))  # of RLOOConfig
+OLD["sanity_check"] = False
 BOTH = pytest.mark.parametrize("kind", [GRPOConfig, RLOOConfig])
 ALGORITHMS = {GRPOConfig: "GRPO", RLOOConfig: "RLOO"}
 
@@ -233,11 +234,13 @@ def test_names_of_earlier_releases(kind, old, new, value):
 def test_how_generations_were_cut_and_ended(tmp_path):
     line = "--output_dir out --per_device_train_batch_size 4 --gradient_accumulation_steps 3 --num_mini_batches 2 "
     line += "--stop_token_id 7 --total_episodes 25 --num_ppo_epochs 4 --missing_eos_penalty 1.0 --sft_model_path mine "
-    line += "--no_remove_unused_columns"  # a flag of transformers' parser where the default is True, as it was
+    # --no_remove_unused_columns is a flag of transformers' parser where the default is True, as it was.
+    line += "--sanity_check --no_remove_unused_columns"
     [args] = TrlParser((RLOOConfig,)).parse_args_and_config(line.split())
     assert (args.steps_per_generation, args.generation_batch_size) == (6, 24)
     assert args.max_steps == 2 * 2 * 4  # 2 generations, each of 2 steps, taken 4 times
     assert args.generation_kwargs == {"eos_token_id": 7} and args.sft_model_path == "mine"
+    assert args.sanity_check is True and RLOOConfig("out").sanity_check is False
 
 
 @pytest.mark.parametrize(("given", "text"), [

@@ -21,9 +21,10 @@ MODULES: dict[str, tuple[str, ...]] = {
     "trl": ("trl_jax",),
     "trl.chat_template_utils": ("trl_jax.chat_template_utils",),
     "trl.commands": (),
-    "trl.commands.cli_utils": ("trl_jax.scripts.utils",),
+    "trl.commands.cli_utils": ("trl_jax.scripts.utils", "trl_jax.scripts.old_arguments"),
     "trl.core": (),
     "trl.data_utils": ("trl_jax.data_utils",),
+    "trl.env_utils": ("trl_jax.scripts.old_arguments",),
     "trl.extras": (),
     "trl.extras.dataset_formatting": ("trl_jax.trainer.dataset_formatting",),
     "trl.rewards": ("trl_jax.rewards",),
@@ -32,7 +33,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "trl.trainer": ("trl_jax.trainer",),
     "trl.trainer.callbacks": ("trl_jax.trainer.callbacks",),
     "trl.trainer.model_config": ("trl_jax.trainer.model_config",),
-    "trl.trainer.utils": ("trl_jax.trainer.utils", "trl_jax.trainer.old_templates"),
+    "trl.trainer.utils": ("trl_jax.trainer.utils", "trl_jax.trainer.old_templates", "trl_jax.trainer"),
     **{ours.replace("trl_jax", "trl"): (ours,) for ours in WHERE.values()},
 }
 _PACKAGES = ("trl", "trl.commands", "trl.extras", "trl.scripts", "trl.trainer")

@@ -1,8 +1,29 @@
 """ModelConfig: the flags of a training script that say which model, and how to adapt it."""
 
+import functools
+import warnings
 from dataclasses import dataclass, field
+from typing import Any
+
+from trl_jax.core.arguments.renamed import translated
 
 
+def _taking_torch_dtype(kind: type) -> type:
+    """Let the constructor take `torch_dtype`, the earlier name of `dtype`."""
+    plain = kind.__init__
+
+    @functools.wraps(plain)
+    def init(self, *args: Any, **given: Any) -> None:
+        if "torch_dtype" in given:
+            given, _, notes = translated(given, kind.__dataclass_fields__)
+            warnings.warn(notes[0], FutureWarning, stacklevel=2)
+        plain(self, *args, **given)
+
+    kind.__init__ = init
+    return kind
+
+
+@_taking_torch_dtype
 @dataclass
 class ModelConfig:
     """TRL's fields, defaults and order. Whether a flag can be honoured is said by the script that reads it.

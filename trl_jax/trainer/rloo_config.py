@@ -51,7 +51,7 @@ class RLOOConfig(BaseConfig):
         reward_timeout: seconds that an asynchronous reward function may take; None: any. Not in TRL.
         missing_eos_penalty, total_episodes: deprecated, of TRL up to 0.21: what is taken off the reward of a completion
             that does not end, and how many completions are written in all, from which max_steps is made.
-        reward_model_path, sft_model_path: deprecated; read by scripts alone.
+        reward_model_path, sft_model_path, sanity_check: deprecated; read by scripts alone.
     """
 
     argument_table = RLOO
@@ -142,6 +142,7 @@ class RLOOConfig(BaseConfig):
     total_episodes: int | None = old_fields.total_episodes()
     reward_model_path: str | None = old_fields.path("the reward model")
     sft_model_path: str | None = old_fields.path("the policy")
+    sanity_check: bool = old_fields.sanity_check()
 
     def __post_init__(self):
         old_fields.warn(self, self._frames_to_caller())

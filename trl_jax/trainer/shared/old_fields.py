@@ -34,6 +34,11 @@ def path(of: str) -> Any:
     return field(default=None, kw_only=True, metadata={"help": text})
 
 
+def sanity_check() -> Any:
+    text = "Deprecated: whether a script takes few rows; the trainer does not read it."
+    return field(default=False, kw_only=True, metadata={"help": text})
+
+
 def warn(args: OldArguments, stacklevel: int) -> None:
     """Warn of those that are set.
 

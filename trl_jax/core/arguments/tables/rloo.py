@@ -44,5 +44,5 @@ RLOO: dict[str, Handling] = {
     # Of TRL up to 0.21
     **fields("missing_eos_penalty", "native", rule=_beside_weights),
     **fields("total_episodes", "native", rule=rules.whole(1, optional=True)),
-    **fields("reward_model_path sft_model_path", "silent"),
+    **fields("reward_model_path sft_model_path sanity_check", "silent"),
 }
