@@ -118,6 +118,15 @@ def assert_equal(dataset, tokenizer, **options):
     assert wanted and found == wanted
 
 
+def test_a_text_beside_takes_no_answers_end(tokenizer):
+    """TRL's answers end without a token where the rows have another text, which is not read."""
+    rows = [row | {"text": "a text"} for row in FORMS["completion"]]
+    plain = columns(ours(Dataset.from_list(FORMS["completion"]), tokenizer))
+    assert columns(ours(Dataset.from_list(rows), tokenizer)) == plain
+    without = columns(theirs(Dataset.from_list(rows), tokenizer))
+    assert [row["input_ids"] + [tokenizer.eos_token_id] for row in without] == [row["input_ids"] for row in plain]
+
+
 @pytest.mark.parametrize("streaming", [False, True], ids=["table", "stream"])
 @pytest.mark.parametrize(
     "limits",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import random
 import types
 
 import huggingface_hub
@@ -103,6 +104,13 @@ def test_it_is_shown_as_in_trl(capsys, monkeypatch):
     table = {"step": [42, 42], "prompt": prompts, "completion": completions, **rewards, **extra}
     print_completions(table | {"advantage": advantages}, NAMES, 42)
     assert capsys.readouterr().out == wanted and "add(a=1, b=1)" in wanted
+    for seed in range(4):  # the same row, of the generator that both draw from
+        random.seed(seed)
+        utils.print_prompt_completions_sample(prompts, completions, rewards, advantages, 42, 1, extra)
+        wanted = capsys.readouterr().out
+        random.seed(seed)
+        print_completions(table | {"advantage": advantages}, NAMES, 42, 1)
+        assert capsys.readouterr().out == wanted and wanted.count("│") > 5
 
 
 def test_some_of_them_are_drawn(capsys):

@@ -91,6 +91,15 @@ def test_a_completion_ends_where_generation_kwargs_say_so(kind, make):
     assert trainer.processing_class.eos_token_id in trainer.parts.run.rollout.rollout.ends
 
 
+def test_top_k_of_a_script_for_vllm(make):
+    logs = []
+    for top_k in (-1, 0, 5):
+        trainer = make(top_k=top_k, use_vllm=True, max_steps=1)
+        trainer.train()
+        logs.append([trainer.state.log_history[0][name] for name in ("reward", "grad_norm", "num_tokens")])
+    assert logs[0] == logs[1] != logs[2]
+
+
 # Attributes
 
 

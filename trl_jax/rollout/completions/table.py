@@ -45,7 +45,7 @@ def print_completions(
     def cell(value: Any) -> Text:
         return Text.assemble(*((printable(text), _STYLES[kind]) for text, kind in _pieces(value)))
 
-    for row in _drawn(len(table["prompt"]), num_samples, step):
+    for row in _drawn(len(table["prompt"]), num_samples):
         numbers = [f"{table[name][row]:.2f}" for name in measured]
         texts = [cell(table[name][row]) for name in ("prompt", "completion")]
         shown.add_row(*texts, *numbers, *(cell(table[name][row]) for name in extra))
@@ -53,10 +53,11 @@ def print_completions(
     Console().print(Panel(shown, expand=False, title=f"Step {step}", border_style="bold white"))
 
 
-def _drawn(rows: int, num_samples: int | None, step: int) -> Sequence[int]:
+def _drawn(rows: int, num_samples: int | None) -> Sequence[int]:
+    """From Python's global generator, as in TRL."""
     if num_samples is None or num_samples >= rows:
         return range(rows)
-    return random.Random(step).sample(range(rows), num_samples)
+    return random.sample(range(rows), num_samples)
 
 
 def _pieces(value: Any) -> Iterator[tuple[str, str]]:

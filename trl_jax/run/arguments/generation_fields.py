@@ -20,7 +20,7 @@ _HELP = {
     "steps_per_generation": "Micro-batches that they are divided into. Unset, gradient_accumulation_steps.",
     "temperature": "Logits are divided by it, when tokens are sampled and in the loss.",
     "top_p": "Sample of the likeliest tokens that have this probability together.",
-    "top_k": "Sample of so many of the likeliest tokens; 0, of all.",
+    "top_k": "Sample of so many of the likeliest tokens; 0 or, as vLLM has it, -1: of all.",
     "min_p": "Sample of tokens that have this share of the likeliest one's probability.",
     "generation_kwargs": "More fields of transformers' GenerationConfig, as a dict or JSON; they win.",
     "chat_template_kwargs": "Arguments of the chat template, as a dict or JSON.",

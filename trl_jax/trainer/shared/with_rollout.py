@@ -145,6 +145,7 @@ def _options(run: RunState) -> dict[str, Any]:
     """The fields of the GenerationConfig that completions are sampled with."""
     args, words = run.args, run.processing_class
     options = {name: vars(args)[name] for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+    options["top_k"] = 0 if args.top_k == -1 else args.top_k
     ids = {"eos_token_id": _eos_token_ids(run), "pad_token_id": words.pad_token_id, "bos_token_id": words.bos_token_id}
     options |= {"max_new_tokens": args.max_completion_length, "do_sample": True} | ids
     options |= args.generation_kwargs or {}

@@ -1,4 +1,5 @@
-"""`ignore_data_skip`: a resumed run begins the epoch that is under way again, as in TRL; one that is over stays so."""
+"""Runs that are taken up again, beside TRL's: with `ignore_data_skip`, which begins an epoch again, and for longer than
+they were meant to be."""
 
 from __future__ import annotations
 
@@ -55,3 +56,40 @@ def test_behind_an_epoch_the_next_one_begins_with_prompts_that_there_are(rows, c
     logs, seen = taken_up_again(trl_jax, "GRPO", checkpoint(**SMALL), tmp_path, 4, prompt_rows(20)[-rows:], 6)
     assert [log["step"] for log in logs] == [1, 2, 3, 4, 5, 6] and logs[4]["epoch"] == 1 + 1 / (rows // 2)
     assert {prompt for prompts in seen for prompt in prompts} <= {row["prompt"] for row in prompt_rows(20)[-rows:]}
+
+
+def sft(package, folder, out, **config):
+    """A trainer whose rate falls to 0, saved at each step."""
+    args = package.SFTConfig(str(out), **CONFIG | OF["SFT"] | {"lr_scheduler_type": "linear"} | config)
+    return package.SFTTrainer(str(folder), args=args, train_dataset=Dataset.from_list(ROWS["SFT"]))
+
+
+def rates(trainer):
+    return [log["learning_rate"] for log in trainer.state.log_history if "learning_rate" in log]
+
+
+def test_a_run_that_is_made_longer_goes_on_at_the_longer_ones_rate(checkpoint, tmp_path):
+    """TRL takes its first step at the rate of the shorter one's end, which is 0; and a run that is over goes on."""
+    trl, folder, found = pytest.importorskip("trl"), checkpoint(**SMALL), []
+    for package in (trl, trl_jax):
+        out = tmp_path / package.__name__
+        sft(package, folder, out, max_steps=2).train()
+        over, longer = (sft(package, folder, out, max_steps=steps) for steps in (2, 4))
+        longer.train(resume_from_checkpoint=str(out / "checkpoint-2"))
+        over.train(resume_from_checkpoint=str(out / "checkpoint-2"))
+        found.append((rates(longer), over.state.global_step))
+    peak, (theirs, ours) = CONFIG["learning_rate"], found
+    assert theirs == ([peak, peak / 2, 0.0, peak / 4], 3)
+    assert ours == ([peak, peak / 2, peak / 2, peak / 4], 2)
+
+
+def test_another_rate_counts_in_a_second_run(checkpoint, tmp_path):
+    """TRL's optimizer has that of the first."""
+    trl, found = pytest.importorskip("trl"), []
+    for package in (trl, trl_jax):
+        trainer = sft(package, checkpoint(**SMALL), tmp_path, max_steps=2, save_strategy="no")
+        trainer.train()
+        trainer.args.learning_rate = 0.01
+        trainer.train()
+        found.append(rates(trainer)[-2:])
+    assert found == [[CONFIG["learning_rate"], CONFIG["learning_rate"] / 2], [0.01, 0.005]]
