@@ -26,7 +26,7 @@ from trl_jax.run.rollouts.parts import RolloutParts, Sampling
 from trl_jax.run.state import RunState
 from trl_jax.tasks.policy import Cycle
 from trl_jax.trainer.shared.policy_attributes import PolicyAttributes
-from trl_jax.trainer.shared.refusals import NEVER_CALLED_WITH_ROLLOUT
+from trl_jax.trainer.shared.refusals import NEVER_CALLED_WITH_ROLLOUT, ONCE_CALLED_WITH_ROLLOUT
 
 
 class TrainerWithRollout(PolicyAttributes):
@@ -66,7 +66,7 @@ class TrainerWithRollout(PolicyAttributes):
     _given_reference: Any = None  # RLOOTrainer(ref_policy=...)
     _writes_completions: ClassVar[bool] = True
     _parses_messages: ClassVar[bool] = True
-    _never_called = NEVER_CALLED_WITH_ROLLOUT
+    _never_called, _once_called = NEVER_CALLED_WITH_ROLLOUT, ONCE_CALLED_WITH_ROLLOUT
 
     @property
     def ref_model(self) -> PreTrainedModel | None:
