@@ -30,7 +30,10 @@ def untimed(log):
 
 def in_torch(base):
     class Margin(base):
+        modes = set()
+
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            self.modes.add("train" if model.training else "eval")
             outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], use_cache=False)
             chosen, rejected = torch.chunk(outputs.logits.squeeze(-1), 2)
             loss = -logsigmoid(chosen - rejected - 0.3).mean() + 0.1 * (chosen + rejected).square().mean()
@@ -43,7 +46,10 @@ def in_torch(base):
 
 
 class InJax(trl_jax.RewardTrainer):
+    modes = set()
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        self.modes.add("train" if model.training else "eval")
         outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
         chosen, rejected = jnp.split(outputs.logits[:, 0], 2)
         loss = -jax.nn.log_sigmoid(chosen - rejected - 0.3).mean() + 0.1 * jnp.square(chosen + rejected).mean()
@@ -66,6 +72,7 @@ def test_a_loss_in_torch_is_the_run_of_the_same_in_jax_and_in_trl(folder, tmp_pa
     trl = pytest.importorskip("trl")
     trainer, found = run(trl_jax, in_torch(trl_jax.RewardTrainer), folder, tmp_path / "torch")
     wanted = run(trl_jax, InJax, folder, tmp_path / "jax")[1]
+    assert trainer.modes == InJax.modes == {"train", "eval"}
     for log, other in zip(found, wanted, strict=True):
         assert list(log) == list(other) and untimed(log) == pytest.approx(untimed(other), rel=1e-5, abs=1e-6)
     assert trainer.last > 0

@@ -54,6 +54,19 @@ def test_a_loss_of_the_script_is_refused_where_only_loss_types_are(kind, name):
         type("Own", (getattr(trl_jax, kind),), {name: lambda self: None})
 
 
+ONCE = [
+    ("DPOTrainer", "dpo_loss", "choose a loss_type"), ("KTOTrainer", "kto_loss", "choose a loss_type"),
+    ("DPOTrainer", "tokenize_row", "train_dataset.map"), ("SFTTrainer", "_prepare_packed_dataloader", "map"),
+    ("GRPOTrainer", "_get_per_token_logps", "choose loss_type"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "name", "instead"), ONCE)
+def test_what_trls_trainers_called_once_is_refused_too(kind, name, instead):
+    with pytest.raises(TypeError, match=rf"Own overrides {name}, which trl_jax never calls\. .*{instead}"):
+        type("Own", (getattr(trl_jax, kind),), {name: lambda self: None})
+
+
 OF_POLICIES = {
     "_calculate_rewards": "Write a reward function",
     "_compute_loss": "choose loss_type",

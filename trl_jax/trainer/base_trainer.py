@@ -72,7 +72,7 @@ class BaseTrainer(Setup, Evaluating):
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        check_overridden(cls, cls._never_called)
+        check_overridden(cls, {**cls._never_called, **cls._once_called})
 
     @abc.abstractmethod
     def make_task(self) -> Task:

@@ -56,8 +56,8 @@ class Outputs:
 class BoundModel:
     """The model with the parameters of this step, to be called on rows padded on the right.
 
-    `outputs` and `aux_losses` are those of every call, in order; arguments that are `ignored` change nothing. Other
-    attributes are the trainer's model's.
+    `outputs` and `aux_losses` are those of every call, in order; arguments that are `ignored` change nothing;
+    `training` is False in an evaluation, as torch has it. Other attributes are the trainer's model's.
     """
 
     ignored = frozenset({"return_dict", "use_cache"})
@@ -73,6 +73,7 @@ class BoundModel:
         ignored: frozenset[str] = frozenset(),
         head: HeadName = "score",
         aux_loss_weight: Any = None,
+        training: bool = False,
     ):
         """
         Args:
@@ -85,7 +86,7 @@ class BoundModel:
         self._options = {"dtype": jnp.dtype(dtype), "remat": remat}
         self._ignored = self.ignored | ignored
         self.config, self.outputs, self._head = model.config, [], head
-        self.aux_losses, self.aux_loss_weight = [], aux_loss_weight
+        self.aux_losses, self.aux_loss_weight, self.training = [], aux_loss_weight, training
 
     def __call__(
         self,
@@ -217,6 +218,7 @@ class UserLoss:
         key: jax.Array | None = None,
         pass_weight: Any = 1.0,
         first_call: int = 0,
+        training: bool = False,
     ) -> BoundModel:
         """The model with these parameters, for one batch of `inputs`.
 
@@ -238,6 +240,7 @@ class UserLoss:
             ignored=frozenset(inputs),
             head=self._run.task.head,
             aux_loss_weight=aux_loss_weight(self._run, pass_weight),
+            training=training,
         )
 
     def sums(self, bound: BoundModel, inputs: dict[str, Any]) -> dict[str, jax.Array]:

@@ -34,13 +34,14 @@ class TorchModel:
         the arrays that JAX computed.
     """
 
-    def __init__(self, compute: Callable, model: Any, known: frozenset[str]):
+    def __init__(self, compute: Callable, model: Any, known: frozenset[str], training: bool):
         """
         Args:
             compute: `(kind of call, arrays, number of the call) -> (outputs by name, the way back)`.
             known: the names that a call may pass, with or without effect.
+            training: False in an evaluation.
         """
-        self._compute, self._model, self._known = compute, model, known
+        self._compute, self._model, self._known, self.training = compute, model, known, training
         self.leaves, self.backwards, self.outputs = [], [], []
 
     def __call__(self, input_ids: Any = None, attention_mask: Any = None, **others: Any) -> TorchOutputs:
@@ -95,7 +96,7 @@ class TorchLoss:
         def compute(kind: str, arrays: dict, call: int) -> tuple[dict, Any]:
             return self._both(params, frozen, inputs, arrays, key, pass_weight, kind=kind, call=call, **options)
 
-        model = self._model(compute, inputs)
+        model = self._model(compute, inputs, training=True)
         loss = self._loss(model, inputs, num_items)
         if not (loss.requires_grad and model.leaves):
             raise TypeError("compute_loss returned a tensor without a gradient: wanted a loss of model(...).logits.")
@@ -110,18 +111,18 @@ class TorchLoss:
         def compute(kind: str, arrays: dict, call: int) -> tuple[dict, None]:
             return self._forward(params, {}, inputs, arrays, None, 1.0, kind=kind, call=call, dtype=dtype), None
 
-        model = self._model(compute, inputs)
+        model = self._model(compute, inputs, training=False)
         with losses.without_gradient():
             loss = self._loss(model, inputs, None)
         outputs = [_of_texts(found, self._run.task.head) for found in model.outputs]
         found = jnp.concatenate(outputs) if outputs else jnp.zeros(len(inputs["input_ids"]))
         return self._sums(model.outputs, inputs) | {"loss": jnp.float32(loss.item())}, found
 
-    def _model(self, compute: Callable, inputs: dict) -> TorchModel:
+    def _model(self, compute: Callable, inputs: dict, training: bool) -> TorchModel:
         known = frozenset(inputs) | BoundModel.ignored
         if self._run.task.head == "lm":
             known |= {"labels", "num_items_in_batch"}
-        return TorchModel(compute, self._run.model, known)
+        return TorchModel(compute, self._run.model, known, training)
 
     def _loss(self, model: TorchModel, inputs: dict, num_items: Any) -> Any:
         """The script's loss, a tensor of one number."""

@@ -78,9 +78,8 @@ class UserLossStep:
     ) -> tuple:
         del values  # read from the trainer while this is traced; other values are another program
         args = self._run.args
-        bound = self._user_loss.bound(
-            frozen | params, inputs, dtype=args.compute_dtype, remat=args.remats[-1], key=key, pass_weight=pass_weight
-        )
+        options = {"dtype": args.compute_dtype, "remat": args.remats[-1], "key": key, "pass_weight": pass_weight}
+        bound = self._user_loss.bound(frozen | params, inputs, training=True, **options)
         return self._user_loss(bound, inputs, state, num_items)
 
 

@@ -9,7 +9,7 @@ from transformers.trainer_utils import PredictionOutput
 
 from trl_jax.run.evaluation.evaluation import MetricHooks
 from trl_jax.run.user_loss.bound_model import BoundModel
-from trl_jax.trainer.shared.refusals import NEVER_CALLED, NEVER_READ, refuse
+from trl_jax.trainer.shared.refusals import NEVER_CALLED, NEVER_READ, ONCE_CALLED, refuse
 from trl_jax.trainer.shared.surface import Surface
 
 
@@ -21,6 +21,7 @@ class Evaluating(Surface):
     """
 
     _never_called: ClassVar[Mapping[str, str]] = NEVER_CALLED  # methods of TRL's that a script may not override
+    _once_called: ClassVar[Mapping[str, str]] = ONCE_CALLED  # the same of earlier releases
     _never_read: ClassVar[Mapping[str, str]] = NEVER_READ  # attributes of TRL's that a script may not set
     _settle_task: Callable[[], None]  # of `BaseTrainer`
     compute_loss: Callable  # of `BaseTrainer`, or a script's own

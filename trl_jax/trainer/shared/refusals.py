@@ -65,6 +65,19 @@ NEVER_CALLED_WITH_REFERENCE = {
     ("compute_loss", "prediction_step", "_compute_loss", "_compute_kl_logps", "compute_ref_log_probs",
      "_precompute_ref_logps"), _LOSS_TYPE,
 )  # fmt: skip
+# Methods that TRL's trainers had once and called on themselves: a script that overrides one would train without it.
+_OWN_ROWS = "Prepare the rows beforehand, by train_dataset.map."
+ONCE_CALLED = dict.fromkeys(("_prepare_non_packed_dataloader", "_prepare_packed_dataloader"), _OWN_ROWS)
+ONCE_CALLED_WITH_REFERENCE = {
+    name: instead
+    for names, instead in (
+        ("dpo_loss kto_loss get_batch_loss_metrics get_batch_logps concatenated_forward compute_reference_log_probs "
+         "compute_kl_logps", _LOSS_TYPE),
+        ("concatenated_inputs tokenize_row process_row build_tokenized_answer", _OWN_ROWS),
+    )
+    for name in names.split()
+}  # fmt: skip
+ONCE_CALLED_WITH_REWARDS = {"_get_per_token_logps": _POLICY_LOSS}
 # Attributes of TRL's trainers that decide what is trained, and that a script may set there.
 NEVER_READ = {
     "neftune_noise_alpha": "Say neftune_noise_alpha in the arguments.",

@@ -16,7 +16,7 @@ from trl_jax.run.model.reference import ReferenceModel, Sync, check_sync, given,
 from trl_jax.run.model.routers import balance_experts
 from trl_jax.run.state import RunState
 from trl_jax.trainer.base_trainer import BaseTrainer
-from trl_jax.trainer.shared.refusals import NEVER_CALLED_WITH_REFERENCE, check_lengths
+from trl_jax.trainer.shared.refusals import NEVER_CALLED_WITH_REFERENCE, ONCE_CALLED_WITH_REFERENCE, check_lengths
 
 
 class TrainerWithReference(BaseTrainer):
@@ -24,7 +24,7 @@ class TrainerWithReference(BaseTrainer):
     columns of numbers: they are computed in the step, or before training with `precompute_ref_log_probs`.
     """
 
-    _never_called = NEVER_CALLED_WITH_REFERENCE
+    _never_called, _once_called = NEVER_CALLED_WITH_REFERENCE, ONCE_CALLED_WITH_REFERENCE
     _changes_logps: ClassVar[tuple[str, ...]] = ()  # attributes by which a text's log-probability is another
 
     def __init__(self, model: Any, ref_model: Any, *, peft_config: Any, **arguments: Any):

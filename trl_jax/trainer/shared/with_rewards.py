@@ -14,7 +14,7 @@ from trl_jax.run.model import loading as model_loading
 from trl_jax.run.model.reference import ReferenceModel, Sync, check_sync, given, initial_policy
 from trl_jax.run.state import RunState
 from trl_jax.trainer.shared.policy_attributes import PolicyAttributes
-from trl_jax.trainer.shared.refusals import NEVER_CALLED_WITH_REWARDS
+from trl_jax.trainer.shared.refusals import NEVER_CALLED_WITH_REWARDS, ONCE_CALLED_WITH_REWARDS
 
 
 class TrainerWithRewards(PolicyAttributes):
@@ -25,7 +25,7 @@ class TrainerWithRewards(PolicyAttributes):
     """
 
     _given_reference: Any = None  # RLOOTrainer(ref_policy=...)
-    _never_called = NEVER_CALLED_WITH_REWARDS
+    _never_called, _once_called = NEVER_CALLED_WITH_REWARDS, ONCE_CALLED_WITH_REWARDS
 
     def __init__(
         self,
