@@ -1,9 +1,11 @@
-"""What a script writes into `trainer.model.config` is in the config.json that is saved, as TRL's is."""
+"""What a script writes into a model's config: it is in the config.json that is saved, as TRL's is, and changes nothing
+of how torch made the model."""
 
 from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 from datasets import Dataset
 
@@ -11,7 +13,9 @@ import trl_jax
 from compat_tests.mesh.rank import rows_of
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.reference import BASE
+from compat_tests.tiny import text_rows
 from compat_tests.trainer.trainers import FACTS
+from trl_jax.hub.torch.objects import as_checkpoint
 
 EDITS = {"bos_token_id": 7, "max_position_embeddings": 99, "of_the_script": {"a": [1, "b"]}, "id2label": {0: "good"}}
 
@@ -50,3 +54,43 @@ def test_a_torch_model_and_the_trainers_share_a_config(checkpoint, tmp_path):
     model.config.of_the_script = 3
     trainer.save_model()
     assert json.loads((tmp_path / "config.json").read_text())["of_the_script"] == 3
+
+
+PADLESS = SMALL | {"tokenizer": {"pad": None, "chat_template": True}}
+PADDED = SMALL | {"tokenizer": {"pad": "</s>", "chat_template": True}}
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize(("facts", "named"), [(PADLESS, True), (PADDED, False)])
+def test_a_pad_token_that_a_torch_model_got_later_trains_like_any_other(facts, named, adapter, checkpoint, tmp_path):
+    trl, transformers = pytest.importorskip("trl"), pytest.importorskip("transformers")
+    folder, found = checkpoint(**facts), []
+    for package in (trl, trl_jax):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+        words = transformers.AutoTokenizer.from_pretrained(folder)
+        words.pad_token = words.eos_token  # which ends each turn
+        model.config.pad_token_id = words.pad_token_id if named else None
+        if adapter:
+            peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
+            torch.manual_seed(0)
+            given = {"target_modules": ["q_proj", "embed_tokens"], "task_type": "CAUSAL_LM"}
+            model = peft.get_peft_model(model, peft.LoraConfig(r=4, init_lora_weights=False, **given))
+        args = package.SFTConfig(str(tmp_path), **BASE | {"max_steps": 1})
+        rows = Dataset.from_list(text_rows(4, "chat"))
+        trainer = package.SFTTrainer(model, args=args, train_dataset=rows, processing_class=words)
+        trainer.train()
+        found.append(trainer.state.log_history[0]["grad_norm"])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_positions_of_an_encoder_are_counted_from_the_pad_token_it_was_made_with(checkpoint):
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    folder = checkpoint("roberta", head="classifier")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = [[5, 9, 11, 7]]
+    with torch.no_grad():
+        wanted = model(torch.tensor(ids)).logits.numpy()
+    model.config.pad_token_id = 9
+    with as_checkpoint(model, "score", dropout=False) as found:
+        scores = found.load(0)(ids, [[1, 1, 1, 1]]).logits
+    np.testing.assert_allclose(scores, wanted, atol=1e-5)

@@ -70,14 +70,27 @@ def as_checkpoint(model: Any, head: HeadName, *, dropout: bool = True) -> Iterat
     name = name_of(model)
     with as_folder(model, head, dropout=dropout) as folder, _errors_naming(name, folder):
         checkpoint = replace(find_checkpoint(str(folder), head=head, dtype="auto"), name=name)
+        base = model.get_base_model() if is_adapted(model) else model
+        checkpoint = _with_untrained_row(checkpoint, base)
         if is_adapted(model):
             adapter = folder / ADAPTER_FOLDER
             config = read_adapter_config(adapter)
             config = begun(config) if isinstance(config, LoraConfig) else config
             positions = positions_beside(checkpoint.max_positions, config)
             checkpoint = replace(checkpoint, adapter=adapter, lora=config, max_positions=positions)
-        base = model.get_base_model() if is_adapted(model) else model
         yield replace(checkpoint, quantization=quantization_of(base))
+
+
+def _with_untrained_row(checkpoint: Checkpoint, base: Any) -> Checkpoint:
+    """The row of the embedding that never trains is the one with which it was made: of a pad token that a script has
+    named in the config since, torch knows nothing."""
+    if checkpoint.native is None:
+        return checkpoint
+    import torch
+
+    tables = (one for one in base.get_input_embeddings().modules() if isinstance(one, torch.nn.Embedding))
+    arch = replace(checkpoint.native.arch, padding_idx=next(tables).padding_idx)
+    return replace(checkpoint, native=replace(checkpoint.native, arch=arch), max_positions=arch.max_positions)
 
 
 def name_of(model: Any) -> str:
