@@ -10,6 +10,7 @@ import pytest
 from datasets import Dataset, IterableDataset
 
 import trl_jax
+from compat_tests.effort import thorough
 from compat_tests.parity.distillation_cases import TEACHER
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.grpo_cases import prompt_rows
@@ -105,7 +106,9 @@ def test_equal_models_have_nothing_to_learn(make, checkpoint):
     assert abs(loss) < 1e-5 and grad_norm < 1e-4
 
 
-@pytest.mark.parametrize("kwargs", [{"dtype": "bfloat16"}, {"quantization_config": trl_jax.BitsAndBytesConfig(True)}])
+@pytest.mark.parametrize(
+    "kwargs", [thorough({"dtype": "bfloat16"}), {"quantization_config": trl_jax.BitsAndBytesConfig(load_in_8bit=True)}]
+)
 def test_a_teacher_is_held_in_few_bits(kwargs, make):
     whole = make(config={"max_steps": 1})
     few = make(config={"max_steps": 1, "teacher_model_init_kwargs": kwargs})
@@ -158,7 +161,7 @@ def test_a_run_goes_on_to_the_bit(make):
 
 def test_rows_are_laid_out_in_any_way(make):
     found = []
-    for layout in ("padded", "packed", "shared"):
+    for layout in ("padded", "shared"):
         trainer = make(config={"batch_layout": layout, "max_steps": 2, "gradient_accumulation_steps": 2})
         trainer.train()
         found.append(numbers(trainer, "loss", "grad_norm", "entropy"))
