@@ -228,5 +228,10 @@ def test_scripts_of_other_people_are_counted():
     rows = re.findall(r"^\| (reward|SFT|DPO|KTO|GRPO|RLOO) \| .* \| (.*) \| (.*) \|$", text, re.MULTILINE)
     as_it_is, with_trl = (sum(row[at].startswith(word) for row in rows) for at, word in ((1, "as it is"), (2, "runs,")))
     assert f"{as_it_is} of {len(rows)} run as they are" in text and with_trl == 12 and "TRL runs twelve to" in text
+    by_style = r"^\| (\d+) (?:reward|SFT|DPO|KTO|GRPO|RLOO) \| .* \| (\d+) \| (\d*) ?\| (\d*) ?\|$"
+    more = re.findall(by_style, text, re.MULTILINE)
+    counts = [[int(number or 0) for number in row] for row in more]
+    assert len(counts) == 6 and all(row[0] == sum(row[1:]) for row in counts)
+    assert f"Another {sum(row[0] for row in counts)}," in text and len(rows) + sum(row[0] for row in counts) == 103
     of_each = [row[0] for row in rows]
     assert min(of_each.count(name) for name in set(of_each)) >= 5
