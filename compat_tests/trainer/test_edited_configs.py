@@ -94,3 +94,33 @@ def test_positions_of_an_encoder_are_counted_from_the_pad_token_it_was_made_with
     with as_checkpoint(model, "score", dropout=False) as found:
         scores = found.load(0)(ids, [[1, 1, 1, 1]]).logits
     np.testing.assert_allclose(scores, wanted, atol=1e-5)
+
+
+IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
+OTHER_WORDS = {
+    "another end": lambda words, config: setattr(words, "eos_token", "Ġbread"),
+    "another beginning": lambda words, config: setattr(words, "bos_token", "Ġsoup"),
+    "several ends": lambda words, config: setattr(config, "eos_token_id", [300, 301]),
+}
+
+
+@pytest.mark.parametrize("kind", ["SFT", "Reward"])
+@pytest.mark.parametrize("change", OTHER_WORDS)
+def test_training_writes_the_tokenizers_special_tokens_into_the_configs(kind, change, checkpoint, tmp_path, caplog):
+    trl, transformers = pytest.importorskip("trl"), pytest.importorskip("transformers")
+    folder, found = checkpoint(**FACTS if kind == "Reward" else SMALL), []
+    auto = transformers.AutoModelForSequenceClassification if kind == "Reward" else transformers.AutoModelForCausalLM
+    for package in (trl, trl_jax):
+        model, out = auto.from_pretrained(folder, dtype="float32"), tmp_path / package.__name__
+        words = transformers.AutoTokenizer.from_pretrained(folder)
+        OTHER_WORDS[change](words, model.config)
+        args = getattr(package, f"{kind}Config")(str(out), **BASE | {"max_steps": 1})
+        rows = Dataset.from_list(rows_of(kind, 4))
+        trainer = getattr(package, f"{kind}Trainer")(model, args=args, train_dataset=rows, processing_class=words)
+        trainer.train()
+        trainer.save_model()
+        files = [json.loads(path.read_text()) for path in sorted(out.glob("*config.json")) if "tok" not in path.name]
+        found.append([[file.get(name) for name in IDS] for file in files])
+        found[-1].append([vars(model.config).get(name) for name in IDS])
+    assert found[0] == found[1] and len(found[0]) == (2 if kind == "Reward" else 3)
+    assert "The tokenizer has new PAD/BOS/EOS tokens" in caplog.text

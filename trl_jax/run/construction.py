@@ -123,6 +123,23 @@ def settle_model(run: RunState, tags: list[str], torch_model: Any) -> None:
             special_tokens.settle_generation(one.generation_config, run.processing_class, eos=eos)
 
 
+def align_model(run: RunState, torch_model: Any) -> None:
+    """Write the tokenizer's special tokens into the configs of a model that is about to train, and of torch's model, if
+    one was passed."""
+    updated = {}
+    for one in (run.model, torch_model):
+        if one is not None:
+            ends = one.generation_config if run.task.head == "lm" else None
+            updated |= special_tokens.align(one.config, ends, run.processing_class)
+    if updated:
+        logger.warning(
+            "The tokenizer has new PAD/BOS/EOS tokens that differ from the model config and generation config. "
+            "The model config and generation config were aligned accordingly, being updated with the tokenizer's "
+            "values. Updated tokens: %s.",
+            updated,
+        )
+
+
 def divide(run: RunState) -> None:
     """Distribute the model's arrays over the mesh of the arguments, if there is one."""
     run.sharding_plan = sharding_plan_of(run.args)

@@ -35,6 +35,7 @@ from trl_jax.hub.torch.objects import give_back
 from trl_jax.run.arguments.optimizer_choice import GROUPS, LearningRate, OptimizerChoice
 from trl_jax.run.arguments.param_groups import ShownOptimizer
 from trl_jax.run.callbacks import begin_state
+from trl_jax.run.construction import align_model
 from trl_jax.run.data import length_of, reason_of_layout, step_layout
 from trl_jax.run.dataloaders import steps_of
 from trl_jax.run.first_lines import tell_compilation, tell_layout, tell_model, tell_trained
@@ -83,6 +84,7 @@ class Training:
     def train(self, resume_from: str | bool | None) -> TrainOutput:
         """Train to the end, alone in output_dir, heeding signals; smaller batches where auto_find_batch_size asks."""
         args = self._run.args
+        align_model(self._run, self._torch_model)
         interrupts = self._run.progress.interrupts = Interrupts()
         saves = args.save_strategy != SaveStrategy.NO
         promise = "saving a checkpoint and leaving" if saves else "leaving without a checkpoint (save_strategy='no')"

@@ -160,6 +160,39 @@ def settle_generation(config: Any, tokenizer: Any, *, eos: bool) -> None:
         config.eos_token_id = [tokenizer.eos_token_id, *others]
 
 
+def align(config: Any, generation_config: Any, tokenizer: Any) -> dict[str, int]:
+    """Let a model's configs name the special tokens that the tokenizer has, as transformers' Trainer does before it
+    trains. An EOS token is put before those of a list, and ends texts beside those that did in a generation.
+
+    Args:
+        generation_config: None for a model that does not generate.
+
+    Returns:
+        The ids that were new.
+    """
+    text, updated = config.get_text_config(), {}
+    known, generating = text.to_dict(), {} if generation_config is None else generation_config.to_dict()
+    for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
+        own = getattr(tokenizer, name)
+        found, ends = _as_list(known.get(name)), _as_list(generating.get(name))
+        if own is None or (own in found and (generation_config is None or own in ends)):
+            continue
+        updated[name], several = own, name == "eos_token_id"
+        listed = several and isinstance(known.get(name), list)
+        setattr(text, name, _first(own, found) if listed else own)
+        if generation_config is not None:
+            setattr(generation_config, name, _first(own, ends) if several else own)
+    return updated
+
+
+def _as_list(ids: int | list[int] | None) -> list[int]:
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+
+def _first(own: int, others: list[int]) -> list[int]:
+    return [own, *(other for other in others if other != own)]
+
+
 def check_pad(tokenizer: Any, vocab_size: int) -> None:
     """Raise ValueError where the model has no embedding for the pad token."""
     if tokenizer.pad_token_id >= vocab_size:
