@@ -262,3 +262,22 @@ def test_what_a_subclass_sets_before_the_constructor_is_overwritten_as_in_trl(ch
     rows = Dataset.from_list(rows_of("KTO", 4))
     trainer = Own(str(checkpoint(**SMALL)), args=trl_jax.KTOConfig(str(tmp_path), **BASE), train_dataset=rows)
     assert trainer.beta == trainer.args.beta == 0.1
+
+
+def test_a_scripts_log_may_ask_whether_the_model_is_in_training(checkpoint, tmp_path):
+    seen = []
+
+    class Own(trl_jax.KTOTrainer):
+        def log(self, logs, start_time=None):
+            seen.append((self.model.training, any(name.startswith("eval_") for name in logs)))
+            super().log(logs, start_time)
+
+    rows = Dataset.from_list(rows_of("KTO", 8))
+    config = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
+    trainer = Own(str(checkpoint(**SMALL)), args=trl_jax.KTOConfig(str(tmp_path), **BASE | config), train_dataset=rows,
+                  eval_dataset=rows)  # fmt: skip
+    assert trainer.model.training is False
+    trainer.train()
+    assert seen == [(True, False), (False, True)] * 2 + [(True, False)] and trainer.model.training
+    trainer.evaluate()
+    assert seen[-1] == (False, True)

@@ -201,11 +201,14 @@ class TransformersModelApi:
         new = [tags] if isinstance(tags, str) else list(tags)
         self.model_tags = list(dict.fromkeys([*(self.model_tags or []), *new]))
 
+    training: bool = False  # for scripts that ask: whether dropout is on is decided where the model is called
+
     def eval(self) -> Any:
-        """Itself: whether dropout is on is decided where the model is called."""
-        return self
+        return self.train(False)
 
     def train(self, mode: bool = True) -> Any:
+        """Say whether the model is in training, for scripts that ask `model.training`; returns itself."""
+        self.training = mode
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:

@@ -215,6 +215,7 @@ class Training:
             progress=progress,
         )
         run.progress.in_train = True
+        run.model.train()
         try:
             with (
                 checkpointer.saver.settled(),

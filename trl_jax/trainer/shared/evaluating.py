@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from transformers.trainer_utils import PredictionOutput
@@ -52,12 +53,22 @@ class Evaluating(Surface):
         return self._evaluate_one(dataset, metric_key_prefix)
 
     def _evaluate_one(self, dataset: Any, prefix: str) -> dict[str, float]:
-        metrics = self.parts.evaluator.evaluate(self.get_eval_dataloader(dataset), prefix, self._metric_hooks())
-        self.log(metrics)
-        if self.state.epoch is not None:
-            metrics["epoch"] = self.state.epoch
-        self._run.events.fire("on_evaluate", metrics)
+        with self._model_at_rest():
+            metrics = self.parts.evaluator.evaluate(self.get_eval_dataloader(dataset), prefix, self._metric_hooks())
+            self.log(metrics)
+            if self.state.epoch is not None:
+                metrics["epoch"] = self.state.epoch
+            self._run.events.fire("on_evaluate", metrics)
         return metrics
+
+    @contextlib.contextmanager
+    def _model_at_rest(self) -> Iterator[None]:
+        """`model.training` is False meanwhile, as scripts' methods that are called on the way may ask."""
+        self._run.model.eval()
+        try:
+            yield
+        finally:
+            self._run.model.train(self._run.progress.in_train)
 
     def _metric_hooks(self) -> MetricHooks:
         return MetricHooks(self.compute_metrics, self.preprocess_logits_for_metrics)
@@ -74,7 +85,9 @@ class Evaluating(Surface):
         refuse(ignore_keys=ignore_keys)
         self._settle_task()
         prepared = self.prepare_dataset(test_dataset, "test", bounded=False)
-        return self.parts.evaluator.predict(self.get_test_dataloader(prepared), metric_key_prefix, self._metric_hooks())
+        loader = self.get_test_dataloader(prepared)
+        with self._model_at_rest():
+            return self.parts.evaluator.predict(loader, metric_key_prefix, self._metric_hooks())
 
     def prediction_step(
         self,
