@@ -10,13 +10,14 @@ own loss or optimizer, and under THOROUGH=1, where nothing is shared.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -67,6 +68,7 @@ _HOST = (
 )  # fmt: skip
 
 _shared: OrderedDict[Any, Any] = OrderedDict()
+_alone: list[bool] = []  # not empty while trainers that are made share nothing
 _patches: weakref.WeakSet = weakref.WeakSet()
 _default_optimizers: OrderedDict[int, Any] = OrderedDict()  # by id; they are kept, so that no other gets it
 
@@ -95,6 +97,16 @@ def install() -> None:
     _after(CompletionLogps, "__init__", _share_attribute("_of"))
     train_step.TrainStep.compiled = _sharing(train_step.TrainStep.compiled)
     precompute._compiled = _sharing_precomputation(precompute._compiled)
+
+
+@contextlib.contextmanager
+def nothing_shared() -> Iterator[None]:
+    """For tests that change the task of a trainer that is there: a program is traced from the first one's."""
+    _alone.append(True)
+    try:
+        yield
+    finally:
+        _alone.pop()
 
 
 def _after(kind: type, name: str, then: Callable) -> None:
@@ -158,8 +170,14 @@ def _sharing_precomputation(compiled: Callable) -> Callable:
 
 
 def _share_evaluation(evaluator: Any, _: None) -> None:
-    own = evaluator._outputs, evaluator._measure
-    evaluator._outputs, evaluator._measure = _shared_or(lambda: own, evaluator._run, "evaluation")
+    def make() -> tuple:
+        held = copy.copy(evaluator)  # whose task stays, whatever a test does to the trainer
+        held._run = copy.copy(evaluator._run)
+        held._forward = type(evaluator._forward)(held._run)
+        held.compile_anew()
+        return held._outputs, held._measure
+
+    evaluator._outputs, evaluator._measure = _shared_or(make, evaluator._run, "evaluation")
 
 
 def _share_attribute(name: str) -> Callable:
@@ -187,7 +205,7 @@ def _shared_or(make: Callable[[], Any], run: Any, *more: Any) -> Any:
 
 def _key(run: Any, *more: Any) -> Any:
     """All that a program is traced from; None where that cannot be told, or is patched."""
-    if run.model.trainable_masks or run.own_loss or _is_patched():
+    if run.model.trainable_masks or run.own_loss or _is_patched() or _alone:
         return None
     reference, backends = None, [run.model.backend]
     if run.reference is not None:

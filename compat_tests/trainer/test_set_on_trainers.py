@@ -13,6 +13,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 import trl_jax
+from compat_tests import shared_programs
 from compat_tests.effort import usually
 from compat_tests.mesh.rank import rows_of
 from compat_tests.parity.dpo_cases import SMALL
@@ -25,6 +26,12 @@ from trl_jax.run.arguments.param_groups import ShownOptimizer
 from trl_jax.trainer.shared.kept_arguments import Kept, Settled
 
 KINDS = ("Reward", "SFT", "DPO", "KTO")
+
+
+@pytest.fixture(autouse=True)
+def nothing_shared():
+    with shared_programs.nothing_shared():
+        yield
 
 
 class After(TrainerCallback):
