@@ -148,7 +148,7 @@ def test_refused(name):
     ("accelerator_config", {"split_batches": False}), ("accelerator_config", "{}"),
     ("lr_scheduler_kwargs", "{}"), ("gradient_checkpointing_kwargs", {"use_reentrant": False}),
     ("activation_checkpointing_kwargs", '{"use_reentrant": true}'), ("max_grad_norm", None),
-    ("max_grad_norm", 0), ("pad_to_multiple_of", "None"), ("pad_to_multiple_of", "64"),
+    ("max_grad_norm", 0), ("max_grad_norm", -1), ("pad_to_multiple_of", "None"), ("pad_to_multiple_of", "64"),
     ("pad_to_multiple_of", 8), ("max_length", None), ("model_init_kwargs", '{"dtype": "bfloat16"}'),
     ("dataset_num_proc", 0), ("save_total_limit", 0), ("torch_compile", True), ("use_cache", True),
     ("eval_accumulation_steps", 4), ("local_rank", 0), ("ddp_find_unused_parameters", False),

@@ -104,3 +104,13 @@ def test_written_arguments_keep_special_tokens_and_name_dtypes(folder, tmp_path)
 def test_a_path_is_as_good_as_its_name(folder, tmp_path):
     args = trl_jax.RewardConfig(str(tmp_path), report_to="none", use_cpu=True)
     assert trl_jax.RewardTrainer(folder, args, train_dataset=table(4)).model.name_or_path == str(folder)
+
+
+def test_a_gradient_norm_below_zero_bounds_nothing(folder, tmp_path):
+    found = []
+    for most in (-1.0, 0.0, 0.01):
+        config = {"max_steps": 2, "max_grad_norm": most, "optim": "sgd", "learning_rate": 0.01}
+        trainer = make(trl_jax, folder, tmp_path / str(most), config=config)
+        trainer.train()
+        found.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert found[0] == found[1] != found[2]

@@ -151,7 +151,8 @@ def default_optimizer(run: RunState, choice: OptimizerChoice) -> Any:
         for path, tensor in backend.tensors.items()
     }
     warmup = args.get_warmup_steps(length_of(run).max_steps)
-    return choice.make(decayed, backend.torch_param_layout(), args.max_grad_norm, warmup)
+    most = max(args.max_grad_norm or 0.0, 0.0)  # as in transformers, a norm below 0 bounds nothing
+    return choice.make(decayed, backend.torch_param_layout(), most, warmup)
 
 
 def optimizer_of(run: RunState, made: Any, choice: OptimizerChoice) -> Optimizer:

@@ -33,7 +33,7 @@ BASE: dict[str, Handling] = {
     **fields("train_sampling_strategy", "native", rule=rules.one_of(*SUPPORTED["train_sampling_strategy"])),
     **fields("learning_rate weight_decay adam_epsilon", "native", rule=rules.number(0, most=rules.MOST_FLOAT32)),
     **fields("adam_beta1 adam_beta2", "native", rule=optimizer_rules.beta),
-    **fields("max_grad_norm", "native", rule=rules.number(0, optional=True)),
+    **fields("max_grad_norm", "native", rule=rules.number(-rules.MOST_FLOAT32, optional=True)),
     **fields("warmup_steps", "native", rule=rules.bounded(rules.MOST_STEPS)),
     **fields("optim_target_modules", "refused", "it belongs to GaLore and APOLLO; leave it out."),
     **fields("lr_scheduler_kwargs", "native", rule=optimizer_rules.scheduler_kwargs),
