@@ -170,14 +170,8 @@ def _sharing_precomputation(compiled: Callable) -> Callable:
 
 
 def _share_evaluation(evaluator: Any, _: None) -> None:
-    def make() -> tuple:
-        held = copy.copy(evaluator)  # whose task stays, whatever a test does to the trainer
-        held._run = copy.copy(evaluator._run)
-        held._forward = type(evaluator._forward)(held._run)
-        held.compile_anew()
-        return held._outputs, held._measure
-
-    evaluator._outputs, evaluator._measure = _shared_or(make, evaluator._run, "evaluation")
+    own = evaluator._outputs, evaluator._measure
+    evaluator._outputs, evaluator._measure = _shared_or(lambda: own, evaluator._run, "evaluation")
 
 
 def _share_attribute(name: str) -> Callable:

@@ -78,7 +78,7 @@ def test_small_arrays_are_read_and_written_without_compiling(tmp_path, caplog):
 
 def test_arrays_that_are_read_are_no_views_of_files_and_can_be_donated():
     values = np.arange(4096, dtype=np.float32)
-    array = owned(values)
+    array = jax.block_until_ready(owned(values))
     values[0] = 7.0
     assert array[0] == 0.0
     donated = jax.jit(lambda array: array + 1.0, donate_argnums=0)(array)

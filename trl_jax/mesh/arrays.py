@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 
 def owned(values: np.ndarray | jax.Array, device: jax.Device | None = None) -> jax.Array:
-    """An array with memory of its own on a device, so that it can be donated. `jnp.array` would compile the copy, one
-    for each shape."""
+    """An array with memory of its own on a device, so that it can be donated; until it is ready, `values` may not
+    change. `jnp.array` would compile the copy, one for each shape."""
     return jax.device_put(jax.device_put(values, device), may_alias=False)
 
 
