@@ -22,6 +22,7 @@ def folder(tmp_path, monkeypatch):
     """The current folder, with prompts in it."""
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompt_rows(8)))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("trl_jax.dryrun.compiler.prepare", lambda place: None)  # this process's JAX has begun
     return tmp_path
 
 
@@ -44,8 +45,7 @@ def test_without_a_teacher_the_flag_is_named(checkpoint, capsys):
         assert "Set it with `--teacher_model_name_or_path`" in capsys.readouterr().err
 
 
-def test_a_plan_has_the_teacher(checkpoint, folder, monkeypatch):
-    monkeypatch.setattr("trl_jax.dryrun.compiler.prepare", lambda place: None)  # this process's JAX has begun
+def test_a_plan_has_the_teacher(checkpoint, folder):
     models = {"model_name_or_path": checkpoint(**SMALL), "teacher_model_name_or_path": checkpoint(**TEACHER)}
     found = []
     for dtype in ("float32", "bfloat16"):
