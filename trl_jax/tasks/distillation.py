@@ -14,7 +14,7 @@ from trl_jax.data.example import LossBatch
 from trl_jax.data.layout.batch import Batch
 from trl_jax.losses.sums import of_texts, real_examples, summed
 from trl_jax.nn.head.divergence import divergences
-from trl_jax.nn.head.inputs import HeadInputs
+from trl_jax.nn.head.inputs import Distributions
 from trl_jax.tasks.metrics import joined
 from trl_jax.tasks.rollout import RolloutTask
 
@@ -36,12 +36,10 @@ class DistillationTask(RolloutTask):
     by_micro_batch: ClassVar[bool] = False
     compares_distributions: ClassVar[bool] = True
 
-    def of_distributions(
-        self, student: HeadInputs, teacher: HeadInputs, targets: jax.Array, batch: Batch
-    ) -> dict[str, jax.Array]:
+    def of_pass(self, outputs: Distributions, batch: Batch) -> dict[str, jax.Array]:
         """Sums over the tokens of each completion that are learned from, `[X]`: of divergences, of the student's
         entropies, and their number."""
-        found = divergences(student, teacher, targets, beta=self.beta, temperature=self.temperature)
+        found = divergences(*outputs, beta=self.beta, temperature=self.temperature)
         values = found._asdict() | {"targets": jnp.ones(len(batch.text))}
         return {name: of_texts(value, batch.text, len(batch.weight)) for name, value in values.items()}
 

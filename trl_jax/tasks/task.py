@@ -12,7 +12,7 @@ from datasets import Dataset, IterableDataset
 from trl_jax.core.token_outputs import TokenOutputs
 from trl_jax.data.example import Columns, Example, LossBatch
 from trl_jax.data.layout.batch import Batch
-from trl_jax.nn.head.inputs import HeadInputs
+from trl_jax.nn.head.inputs import Distributions
 
 Sums = dict[str, jax.Array]
 
@@ -113,8 +113,8 @@ class TokenTask(Task, Protocol):
         in one pass. Otherwise a pass may have examples of any micro-batches of the step.
     num_tokens_after: the metric behind which `num_tokens` is logged, as in TRL.
     predicts_first: whether the first token of a text is a target, too, where virtual tokens stand before it.
-    compares_distributions: whether what it needs of a pass is of both distributions over the vocabulary, the model's
-        and the reference's: `of_distributions` takes the place of `of_pass`, and the reference is there.
+    compares_distributions: whether it needs both distributions over the vocabulary, the model's and the reference's,
+        which is there then: `of_pass` gets them.
     """
 
     head: Literal["lm"]
@@ -127,21 +127,12 @@ class TokenTask(Task, Protocol):
     predicts_first: bool = False
     compares_distributions: bool = False
 
-    def of_pass(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
+    @abc.abstractmethod
+    def of_pass(self, outputs: TokenOutputs | Distributions, batch: Batch) -> dict[str, jax.Array]:
         """The numbers of a pass that `loss` needs of the model, by name, float32 `[X]` or `[N]` by `axis`.
 
         Args:
-            outputs: of each read, of the policy or of the reference.
+            outputs: of each read, of the policy or of the reference; where the task `compares_distributions`, those of
+                both.
             batch: the pass; `losses.sums.of_texts` sums over the reads of each of its texts.
         """
-        raise NotImplementedError
-
-    def of_distributions(
-        self, student: HeadInputs, teacher: HeadInputs, targets: jax.Array, batch: Batch
-    ) -> dict[str, jax.Array]:
-        """The same, of what the head of the model and that of the reference make logits of.
-
-        Args:
-            targets: int32 `[N]`, the id that each read predicts, -1 for none.
-        """
-        raise NotImplementedError

@@ -112,9 +112,7 @@ def _divergences(compared, hidden, weight, bias, teacher, targets):
 
 
 def _forward(compared, *primals):
-    hidden, weight, bias, teacher, targets = jax.tree.map(
-        lambda primal: primal.value, primals, is_leaf=lambda leaf: hasattr(leaf, "perturbed")
-    )
+    hidden, weight, bias, teacher, targets = jax.tree.map(lambda primal: primal.value, primals)
     saved = _Saved((hidden, weight, bias), teacher, targets, differentiated(primals[:3]))
     return _divergences(compared, hidden, weight, bias, teacher, targets), saved
 

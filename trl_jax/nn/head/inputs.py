@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -22,3 +22,15 @@ class HeadInputs:
     bias: Any = None
     scale: float = field(default=1.0, metadata={"static": True})
     softcap: float | None = field(default=None, metadata={"static": True})
+
+
+class Distributions(NamedTuple):
+    """Those of two models over the next token, at the same N places.
+
+    model, reference: what their heads make logits of. targets: int32 `[N]`, the id that each place predicts, -1 for
+    none.
+    """
+
+    model: HeadInputs
+    reference: HeadInputs
+    targets: jax.Array

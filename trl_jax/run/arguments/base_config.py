@@ -250,7 +250,8 @@ def _unshared(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     entries = {key: _unshared(entry) for key, entry in value.items()}
-    if hasattr(config := entries.get("quantization_config"), "to_dict"):
+    config = entries.get("quantization_config")
+    if config is not None and not isinstance(config, dict):
         entries["quantization_config"] = config.to_dict()
     return entries
 

@@ -12,6 +12,7 @@ from trl_jax.data.layout.batch import Batch, without_virtual
 from trl_jax.hub.backend import Backend
 from trl_jax.losses.load_balancing import load_balancing_loss
 from trl_jax.models.functional import merge
+from trl_jax.nn.head.inputs import Distributions
 from trl_jax.run.model.reference import PREFIX
 from trl_jax.run.state import RunState
 from trl_jax.run.step.rng import random_options
@@ -54,7 +55,7 @@ class Forward:
             sums[AUX_LOSS] = jnp.broadcast_to(load_balancing_loss(router_sums), batch.lengths.shape)
         if run.task.compares_distributions:
             beside = reference.outputs(compared, batch, **common, **_windows(reference.backend, max_tokens))
-            return sums | run.task.of_distributions(outputs, beside, batch.targets, batch)
+            return sums | run.task.of_pass(Distributions(outputs, beside, batch.targets), batch)
         sums |= run.task.of_pass(outputs, batch)
         if reference is None or not run.task.compared:
             return sums

@@ -7,19 +7,16 @@ from typing import Any, ClassVar
 
 from datasets import Dataset
 
-from trl_jax.hub.peft.backend import AdaptedBackend
-from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.run import construction
-from trl_jax.run.model import loading as model_loading
 from trl_jax.run.model.precompute import precomputed
-from trl_jax.run.model.reference import ReferenceModel, Sync, check_sync, given, initial_policy
 from trl_jax.run.model.routers import balance_experts
 from trl_jax.run.state import RunState
 from trl_jax.trainer.base_trainer import BaseTrainer
+from trl_jax.trainer.shared.held_reference import HeldReference
 from trl_jax.trainer.shared.refusals import NEVER_CALLED_WITH_REFERENCE, ONCE_CALLED_WITH_REFERENCE, check_lengths
 
 
-class TrainerWithReference(BaseTrainer):
+class TrainerWithReference(HeldReference, BaseTrainer):
     """A trainer of language models whose task has the reference's log-probabilities, of every text, as the optional
     columns of numbers: they are computed in the step, or before training with `precompute_ref_log_probs`.
     """
@@ -41,29 +38,9 @@ class TrainerWithReference(BaseTrainer):
             self._precompute()
         balance_experts(self._run, self.args.router_aux_loss_coef)
 
-    @property
-    def ref_model(self) -> PreTrainedModel | None:
-        """The reference as it is now; None where it is not in memory as a model of its own: with
-        `precompute_ref_log_probs`, and of an adapter, whose reference is the model under it."""
-        model, reference = self._run.model, self._run.reference
-        if reference is None or (self._given_reference is None and isinstance(model.backend, AdaptedBackend)):
-            return None
-        return reference.as_model(model)
-
     def _attach_reference(self, run: RunState) -> None:
         if not run.args.precompute_ref_log_probs:
-            reference = self._reference(run)
-            if run.args.sync_ref_model:
-                check_sync(run.model)
-                sync = Sync(run.args.ref_model_mixup_alpha, run.args.ref_model_sync_steps)
-                reference = reference.following(sync, run.model.arrays)
-            construction.attach_reference(run, reference)
-
-    def _reference(self, run: RunState) -> ReferenceModel:
-        if self._given_reference is None:
-            return initial_policy(run.model, fresh_adapter=self._fresh_adapter)
-        as_bits = run.sharding_plan is None and not run.args.sync_ref_model
-        return given(model_loading.load_reference(self._given_reference, run.args), run.vocab_size, as_bits=as_bits)
+            self._hold_reference(run)
 
     def _precompute(self) -> None:
         """Give all datasets the reference's log-probabilities; later ones get them when they are prepared."""

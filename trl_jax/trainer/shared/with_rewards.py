@@ -4,27 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from trl_jax.hub.peft.backend import AdaptedBackend
-from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.rollout.environments import Environments
 from trl_jax.rollout.rewards.arguments import reward_functions
 from trl_jax.rollout.rewards.functions import RewardFunctions
-from trl_jax.run import construction
-from trl_jax.run.model import loading as model_loading
-from trl_jax.run.model.reference import ReferenceModel, Sync, check_sync, given, initial_policy
 from trl_jax.run.state import RunState
+from trl_jax.trainer.shared.held_reference import HeldReference
 from trl_jax.trainer.shared.policy_attributes import PolicyAttributes
 from trl_jax.trainer.shared.refusals import NEVER_CALLED_WITH_REWARDS, ONCE_CALLED_WITH_REWARDS
 
 
-class TrainerWithRewards(PolicyAttributes):
+class TrainerWithRewards(HeldReference, PolicyAttributes):
     """A trainer that judges completions by reward functions, and holds the policy near a reference if it is to.
 
     Attributes:
         reward_func_names: the reward functions' names in metrics.
     """
 
-    _given_reference: Any = None  # RLOOTrainer(ref_policy=...)
     _never_called, _once_called = NEVER_CALLED_WITH_REWARDS, ONCE_CALLED_WITH_REWARDS
 
     def __init__(
@@ -51,14 +46,6 @@ class TrainerWithRewards(PolicyAttributes):
             self._reward_processing_classes = [*reward_processing_classes, *(None for _ in self._own_rewards)]
         super().__init__(model, peft_config=peft_config, **arguments)
 
-    @property
-    def ref_model(self) -> PreTrainedModel | None:
-        """The reference as it is now; None where beta is 0, and of an adapter: it is the model under it."""
-        model, reference = self._run.model, self._run.reference
-        if reference is None or (self._given_reference is None and isinstance(model.backend, AdaptedBackend)):
-            return None
-        return reference.as_model(model)
-
     def _attach_reference(self, run: RunState) -> None:
         args = run.args
         if not args.beta:
@@ -69,18 +56,7 @@ class TrainerWithRewards(PolicyAttributes):
                     "`beta` to a non-zero value."
                 )
             return
-        reference = self._reference(run)
-        if args.sync_ref_model:
-            check_sync(run.model)
-            sync = Sync(args.ref_model_mixup_alpha, args.ref_model_sync_steps)
-            reference = reference.following(sync, run.model.arrays)
-        construction.attach_reference(run, reference)
-
-    def _reference(self, run: RunState) -> ReferenceModel:
-        if self._given_reference is None:
-            return initial_policy(run.model, fresh_adapter=self._fresh_adapter)
-        as_bits = run.sharding_plan is None and not run.args.sync_ref_model
-        return given(model_loading.load_reference(self._given_reference, run.args), run.vocab_size, as_bits=as_bits)
+        self._hold_reference(run)
 
     def _rewards(self, run: RunState) -> RewardFunctions:
         args = run.args
