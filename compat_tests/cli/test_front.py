@@ -63,7 +63,8 @@ def test_the_names_of_all_trainers_are_ours(tmp_path):
 
 THEIRS = """
 import trl, trl.trainer.base_trainer
-from trl import WeaveCallback
+from trl import WeaveCallback, add_response_schema
+assert add_response_schema.__module__ == "trl.chat_template_utils"  # which knows more templates than ours
 from trl.trainer.utils import pad
 from trl.experimental.orpo import ORPOConfig
 import trl.import_utils as own, trl.generation as another

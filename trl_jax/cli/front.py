@@ -37,6 +37,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     **{ours.replace("trl_jax", "trl"): (ours,) for ours in WHERE.values()},
 }
 _PACKAGES = ("trl", "trl.commands", "trl.extras", "trl.scripts", "trl.trainer")
+_RATHER_THEIRS = {"add_response_schema"}  # names of ours of which the installed trl's does more: it knows more templates
 _FOLLOWED = "1.16.0"  # the release of TRL whose surface this is
 _IN_CHILDREN = Path(__file__).parent / "children"
 
@@ -91,7 +92,8 @@ class FrontModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name == "__version__" and self.__name__ == "trl" and _real_spec("trl") is None:
             return _FOLLOWED
-        value = self._ours(name) if not name.startswith("__") else _NOWHERE
+        theirs = name.startswith("__") or (name in _RATHER_THEIRS and _real_spec("trl") is not None)
+        value = _NOWHERE if theirs else self._ours(name)
         if value is _NOWHERE:
             value = self._theirs(name)
         setattr(self, name, value)
