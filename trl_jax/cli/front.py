@@ -37,7 +37,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     **{ours.replace("trl_jax", "trl"): (ours,) for ours in WHERE.values()},
 }
 _PACKAGES = ("trl", "trl.commands", "trl.extras", "trl.scripts", "trl.trainer")
-_RATHER_THEIRS = {"add_response_schema"}  # names of ours of which the installed trl's does more: it knows more templates
+_RATHER_THEIRS = {"add_response_schema"}  # ours knows fewer templates than the installed trl's
 _FOLLOWED = "1.16.0"  # the release of TRL whose surface this is
 _IN_CHILDREN = Path(__file__).parent / "children"
 
