@@ -102,7 +102,7 @@ def table(lanes: Sequence[Lane], args: Any, other_steps: Sequence[str] = ()) -> 
         other_steps: the arms whose steps are of other rows.
     """
     base, warm = lanes[0], args.warm_up // args.segment
-    rates = {lane.name: _rates(lane, warm) for lane in lanes}
+    rates = {lane.name: rates_of(lane, warm) for lane in lanes}
     return [
         {
             "arm": lane.name,
@@ -120,7 +120,7 @@ def table(lanes: Sequence[Lane], args: Any, other_steps: Sequence[str] = ()) -> 
     ]
 
 
-def _rates(lane: Lane, warm: int) -> list[float]:
+def rates_of(lane: Lane, warm: int) -> list[float]:
     """Tokens of text a second of each measured segment, by the trainer's own count."""
     totals = [entry["num_tokens"] for entry in lane.facts["logs"]]
     tokens = [after - before for before, after in zip([0, *totals], totals, strict=False)]

@@ -47,7 +47,7 @@ def train(
     Args:
         compiling: of `count_compilation`.
     """
-    timer = clock(pipe, segment, stop, settle if side == "trl_jax" else lambda model: None)
+    timer = clock(pipe, segment, stop, settle if side == "trl_jax" else _settle_torch)
     trainer.add_callback(timer)
     silence(trainer)
     pipe.send(facts)
@@ -59,6 +59,7 @@ def train(
             "first step s": timer.first_step,
             "compile s": sum(compiling) if side == "trl_jax" else None,
             "peak MB": common.memory(),
+            "device GB": _device_peak(side) / 1e9,
         }
     )
 
@@ -187,6 +188,24 @@ def settle(model: Any) -> None:
     import jax
 
     jax.block_until_ready(model.params)
+
+
+def _settle_torch(model: Any) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _device_peak(side: str) -> int:
+    """Bytes that arrays had at most on the GPU; 0 on a CPU."""
+    if side == "trl_jax":
+        import jax
+
+        return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+    import torch
+
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
 
 
 def silence(trainer: Any) -> None:

@@ -20,13 +20,14 @@ from trl_jax.nn.dropout import Dropout
 QUICKLY = {"xla_backend_optimization_level": 0}
 
 
-def formula(q, k, v, scale, seen):
-    """Softmax attention row by row and head by head; `seen` [R, T, S]."""
-    k, v = (np.repeat(x.astype(np.float64), q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-    scores = np.einsum("rthc,rshc->rhts", q.astype(np.float64), k) * scale
-    scores = np.where(seen[:, None], scores, -np.inf)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return np.einsum("rhts,rshc->rthc", weights / weights.sum(axis=-1, keepdims=True), v)
+def formula(q, k, v, scale, seen, xp=np):
+    """Softmax attention row by row and head by head, in NumPy in float64 or in jax.numpy; `seen` [R, T, S]."""
+    q, k, v = (x if xp is jnp else x.astype(np.float64) for x in (q, k, v))
+    k, v = (xp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    scores = xp.einsum("rthc,rshc->rhts", q, k) * scale
+    scores = xp.where(seen[:, None], scores, -np.inf)
+    weights = xp.exp(scores - scores.max(axis=-1, keepdims=True))
+    return xp.einsum("rhts,rshc->rthc", weights / weights.sum(axis=-1, keepdims=True), v)
 
 
 def drawn(length, rows=2, heads=4, key_heads=2, channels=8):
@@ -148,7 +149,7 @@ def hopper(monkeypatch):
 
     monkeypatch.setattr("trl_jax.nn.attention.attend.platform", lambda: "gpu")
     monkeypatch.setattr(cudnn, "platform", lambda: "gpu")
-    monkeypatch.setattr(cudnn, "_capable", lambda: True)
+    monkeypatch.setattr(cudnn, "_capability", lambda: 9.0)
     monkeypatch.setattr(kernels, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(kernels, "check_compute_capability", lambda *wanted: True)
     monkeypatch.setattr(kernels, "is_cuda_compute_capability_equal", lambda *wanted: False)
@@ -193,6 +194,73 @@ def test_gpus_read_the_texts_of_packed_rows_as_rows(hopper):
     program = traced.lower(lowering_platforms=("cuda",)).as_text().replace("\\22", '"')
     assert "fmhaSoftmax(" in program and "fmhaSoftmaxBackward(" in program and '"PADDING_CAUSAL"' in program
     assert "stablehlo.gather" in program and "scatter" not in program
+
+
+TEXTS = [[(0, 100), (130, 61)], [(5, 3), (70, 122)]]  # where the texts of two packed rows begin, and their tokens
+
+
+def of_texts(length, longest):
+    """Packed rows of TEXTS, their numbers in another order than their places; and which text each token is of."""
+    places, view = np.full((2, 3, longest), length, np.int32), np.full((2, 2, length), 3 * longest, np.int32)
+    first, end, text = (np.full((2, length), value, np.int32) for value in (length, length, -1))
+    for row, texts in enumerate(TEXTS):
+        for number, (start, count) in zip((2, 0), texts, strict=True):
+            at = np.arange(start, start + count)
+            places[row, number, :count], view[row, 0, at] = at, number * longest + np.arange(count)
+            first[row, at], end[row, at], text[row, at] = start, at + 1, number
+    return Packed(first, end, np.ones_like(first), None, RowView(places, view)), text
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="older releases of JAX do not say where texts lie")
+def test_gpus_read_texts_that_share_nothing_where_they_lie(hopper):
+    shapes = [jax.ShapeDtypeStruct((2, 192, heads, 64), jnp.bfloat16) for heads in (4, 2, 2)]
+
+    def total(q, k, v, packed):
+        return attend(q, k, v, AttentionInputs(0.5, packed=packed)).astype(jnp.float32).sum()
+
+    traced = jax.jit(jax.grad(total, argnums=(0, 1, 2))).trace(*shapes, of_texts(192, 128)[0])
+    program = traced.lower(lowering_platforms=("cuda",)).as_text().replace("\\22", '"')
+    assert "fmhaSoftmax(" in program and "fmhaSoftmaxBackward(" in program and '"max_seg_per_batch": 3' in program
+    assert "x128x4x64xbf16" not in program  # as rows of one text each
+
+
+def test_the_kernel_is_told_where_texts_lie(monkeypatch):
+    """Formula and gradients by a stand-in that reads what cuDNN is told, and leaves NaN wherever it writes nothing."""
+
+    def told(q, k, v, bias, mask, sizes, _, starts, __, *, scale, mask_type):
+        assert mask_type == "causal to the end of texts" and starts.shape[1] == sizes.shape[1] + 1
+        at = jnp.arange(q.shape[1])
+        inside = (at >= starts[:, :-1, None]) & (at < (starts[:, :-1] + sizes)[..., None]) & (sizes > 0)[..., None]
+        number = jnp.where(inside.any(axis=1), inside.argmax(axis=1), -1)  # [R, T]
+        seen = (number[:, :, None] == number[:, None]) & np.tril(np.ones((192, 192), bool))
+        return jnp.where((number >= 0)[..., None, None], formula(q, k, v, scale, seen, jnp), jnp.nan)
+
+    kernel = SimpleNamespace(
+        dot_product_attention=told, MaskType=SimpleNamespace(PADDING_CAUSAL="causal to the end of texts")
+    )
+    monkeypatch.setattr(cudnn, "_packing", lambda: kernel)
+    packed, text = of_texts(192, 128)
+    q, k, v = drawn(192)
+    seen = (text[:, :, None] == text[:, None]) & np.tril(np.ones((192, 192), bool))
+    inside = (text >= 0)[..., None, None]
+
+    def total(attend, q, k, v):
+        out = attend(q, k, v)
+        return jnp.sum(jnp.sin(out)), out
+
+    def wanted(q, k, v):
+        return jnp.where(inside, formula(q, k, v, 0.3, seen, jnp), 0)
+
+    for scale in (0.3, jnp.float32(0.3)):
+        def ours(q, k, v, scale=scale):
+            return cudnn.attend_cudnn_packed(q, k, v, packed, scale=scale)
+
+        found, expected = (
+            jax.grad(functools.partial(total, attend), argnums=(0, 1, 2), has_aux=True)(q, k, v)
+            for attend in (ours, wanted)
+        )
+        for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(mine, theirs, atol=3e-6)
 
 
 @pytest.mark.parametrize(

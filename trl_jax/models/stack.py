@@ -12,17 +12,17 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from trl_jax.core.layer_gather import layer_gather
+from trl_jax.nn.attention import cudnn
 from trl_jax.nn.attention.key_ranges import SAVED
 from trl_jax.nn.attention.striped import Striped
 from trl_jax.nn.rope import Rope, rope_angles
 
 _NO_WINDOW = np.iinfo(np.int32).max
-_PRODUCTS = jax.checkpoint_policies.save_from_both_policies(
-    jax.checkpoint_policies.dots_with_no_batch_dims_saveable, jax.checkpoint_policies.save_only_these_names(SAVED)
-)
-
-
 _INPUT, _KEEPS = "layer_input", jax.checkpoint_policies
+_PRODUCTS = _KEEPS.save_from_both_policies(
+    _KEEPS.dots_with_no_batch_dims_saveable,
+    _KEEPS.save_from_both_policies(_KEEPS.save_only_these_names(SAVED), cudnn.keeps),
+)
 # The values of a layer that are kept for the backward pass, by how it is recomputed.
 _KEPT = {
     False: _PRODUCTS,

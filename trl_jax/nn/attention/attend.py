@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from trl_jax.nn.attention import cudnn
 from trl_jax.nn.attention.cached import attend_cached
 from trl_jax.nn.attention.inputs import AttentionInputs
 from trl_jax.nn.attention.key_ranges import SAVED
@@ -52,6 +53,9 @@ def attend(
         return _as_wide(attend_packed, q_RTHC, k_RSKC, v_RSKC, inputs, softcap=softcap, sinks=sinks)
     if platform() == "tpu" and causal:
         return _as_wide(attend_by_text, q_RTHC, k_RSKC, v_RSKC, inputs, softcap=softcap, sinks=sinks)
+    plain = causal and softcap is None and sinks is None and inputs.window is None and inputs.striped is None
+    if plain and v_RSKC.shape == k_RSKC.shape and cudnn.attends_packed(q_RTHC, packed):
+        return cudnn.attend_cudnn_packed(q_RTHC, k_RSKC, v_RSKC, packed, scale=inputs.scale)
     return _attend_as_rows(q_RTHC, k_RSKC, v_RSKC, inputs, causal=causal, softcap=softcap, sinks=sinks)
 
 

@@ -1,19 +1,32 @@
-"""Attention on padded rows on NVIDIA GPUs: cuDNN's flash attention."""
+"""Attention on NVIDIA GPUs by cuDNN's flash attention: on padded rows, and on packed rows whose texts share nothing."""
 
 from __future__ import annotations
+
+import importlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from trl_jax.core.packed import Packed
 from trl_jax.nn.platform import platform
 
-_AMPERE = 8.0  # the least compute capability that it runs on
+_AMPERE, _HOPPER = 8.0, 9.0  # the least compute capabilities that it runs on, on padded rows and on packed ones
+_PACKS = (0, 11, 2)  # the first release of JAX that is known to tell it where texts lie if heads share keys
+_CALL = "jax._src.cudnn.fused_attention_stablehlo"  # jax.nn's own call of it does not say where texts lie
 
 
 def attends(q_RTHC: jax.Array) -> bool:
     """Whether the GPUs that there are have it for these queries."""
     _, length, _, channels = q_RTHC.shape
-    return takes(channels, q_RTHC.dtype) and length % 2 == 0 and platform() == "gpu" and _capable()
+    return takes(channels, q_RTHC.dtype) and length % 2 == 0 and platform() == "gpu" and _capability() >= _AMPERE
+
+
+def attends_packed(q_RTHC: jax.Array, packed: Packed) -> bool:
+    """Whether they have it for these queries along packed rows: of several texts, each of whose tokens lie in order."""
+    apart = packed.prompt is None and packed.context is None and packed.texts.places.shape[1] > 1
+    here = takes(q_RTHC.shape[-1], q_RTHC.dtype) and platform() == "gpu" and _capability() >= _HOPPER
+    return apart and here and _packing() is not None
 
 
 def takes(channels: int, dtype: jnp.dtype | str) -> bool:
@@ -21,9 +34,20 @@ def takes(channels: int, dtype: jnp.dtype | str) -> bool:
     return jnp.dtype(dtype) == jnp.bfloat16 and channels % 8 == 0 and channels <= 128
 
 
-def _capable() -> bool:
+def _capability() -> float:
+    """0.0 of a GPU that is none of NVIDIA's."""
     major, _, minor = jax.local_devices(backend="gpu")[0].compute_capability.partition(".")  # AMD's is no number
-    return major.isdecimal() and float(f"{major}.{minor or 0}") >= _AMPERE
+    return float(f"{major}.{minor or 0}") if major.isdecimal() else 0.0
+
+
+def _packing() -> Any:
+    """JAX's call that takes packed rows; None where this release has none that is known to be right."""
+    if jax.__version_info__ < _PACKS:
+        return None
+    try:
+        return importlib.import_module(_CALL)
+    except ImportError:
+        return None
 
 
 def attend_cudnn(
@@ -44,3 +68,33 @@ def attend_cudnn(
     return jax.nn.dot_product_attention(
         q_RTHC, k_RTKC, v_RTKC, scale=scale, is_causal=True, implementation="cudnn", **within
     )
+
+
+def attend_cudnn_packed(
+    q_RTHC: jax.Array, k_RTKC: jax.Array, v_RTKC: jax.Array, packed: Packed, *, scale: float | jax.Array
+) -> jax.Array:
+    """Causal attention within each text of packed rows, `[R, T, H, C]`; zeros where there is no text.
+
+    What lies between texts is neither read nor written, gradients neither: it is masked on both sides.
+    """
+    call, length = _packing(), q_RTHC.shape[1]
+    places = packed.texts.places
+    starts, lengths = places[:, :, 0], jnp.sum(places < length, axis=2, dtype=jnp.int32)
+    order = jnp.argsort(starts, axis=1)
+    starts, lengths = (jnp.take_along_axis(y, order, axis=1) for y in (starts, lengths))
+    sizes, offsets = (jnp.where(lengths > 0, y, -1).astype(jnp.int32) for y in (lengths, starts))
+    offsets = jnp.pad(offsets, ((0, 0), (0, 1)), constant_values=-1)
+    inside = (packed.first < length)[..., None, None]
+    if isinstance(scale, jax.Array):
+        q_RTHC, scale = (q_RTHC * scale).astype(q_RTHC.dtype), 1.0
+    qkv = (jnp.where(inside, y, 0) for y in (q_RTHC, k_RTKC, v_RTKC))
+    out = call.dot_product_attention(
+        *qkv, None, None, sizes, sizes, offsets, offsets, scale=scale, mask_type=call.MaskType.PADDING_CAUSAL
+    )
+    return jnp.where(inside, out, 0)
+
+
+def keeps(primitive: Any, *inputs: Any, **options: Any) -> bool:
+    """A checkpoint policy: the results along packed rows, with the sums that the backward pass wants of them. Those of
+    padded rows are larger than the rest of a layer together."""
+    return primitive.name.startswith("dot_product_attention_fwd") and inputs[6].ndim == 2  # offsets of texts
