@@ -11,7 +11,6 @@ own loss or optimizer, and under THOROUGH=1, where nothing is shared.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import os
@@ -57,7 +56,7 @@ HOST_OF_TASK = frozenset("""
 # Fields of a run that no step is traced from, and those that the key has in another form.
 HOST_OF_RUN = frozenset("""
     args task batch_size model reference rollout sharding_plan processing_class train_dataset eval_dataset events
-    finish_rows progress vocab_size max_positions
+    finish_rows progress vocab_size max_positions ended
 """.split())
 _TRACED = ("trl_jax", "jax", "flax", "optax", "numpy")
 # Rooms and files that only the host goes through: patched, they leave every program as it is.
@@ -161,9 +160,8 @@ def _sharing(compiled: Callable) -> Callable:
 
 def _sharing_precomputation(compiled: Callable) -> Callable:
     @functools.wraps(compiled)
-    def shared(run, forward):
-        held = copy.copy(run)  # afterwards the run has no reference, and another one may trace another shape
-        made = _shared_or(lambda: compiled(held, type(forward)(held)).func, run, "reference")
+    def shared(run):
+        made = _shared_or(lambda: compiled(run).func, run, "reference")
         return functools.partial(made, run.arrays)
 
     return shared

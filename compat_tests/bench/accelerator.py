@@ -10,9 +10,10 @@ lora      the same with LoRA on all maps of Llama-3.1-8B, whose weights are bflo
 grpo      8 completions of at most 128 tokens of each of 8 prompts of 256, and the step on them
 
 TRL tuned and trl_jax tuned have no gradient checkpointing; "text by text" lays the texts of packed rows out as rows for
-attention alone, as on GPUs before Hopper. Model FLOPs are 6 for each weight of a map and token of text (4 where only an
-adapter trains) and attention's on half of the square; their share of what the GPU can do is `MFU`. One more segment of
-trl_jax is profiled, if `--traces` names a folder: its dearest kernels go there.
+attention alone, as on GPUs before Hopper; "layer by layer" writes completions as those of small models on CPUs. Model
+FLOPs are 6 for each weight of a map and token of text (4 where only an adapter trains) and attention's on half of the
+square; their share of what the GPU can do is `MFU`. One more segment of trl_jax is profiled, if `--traces` names a
+folder: its dearest kernels go there.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ from compat_tests.bench import accelerator_turns, common, lanes
 
 _TUNED = {"gradient_checkpointing": False}
 ARMS = {
-    "TRL as it comes": ("trl", {}),
-    "TRL tuned": ("trl", _TUNED),
-    "trl_jax as it comes": ("trl_jax", {}),
-    "trl_jax tuned": ("trl_jax", _TUNED),
-    "trl_jax text by text": ("trl_jax", {}),
+    "TRL as it comes": ("trl", {}, None),
+    "TRL tuned": ("trl", _TUNED, None),
+    "trl_jax as it comes": ("trl_jax", {}, None),
+    "trl_jax tuned": ("trl_jax", _TUNED, None),
+    "trl_jax text by text": ("trl_jax", {}, accelerator_turns.text_by_text),
+    "trl_jax layer by layer": ("trl_jax", {}, accelerator_turns.layer_by_layer),
 }
 
 
@@ -74,11 +76,11 @@ def _started(arms: list[tuple[str, str]], args: Any, models: dict, folder: Path)
     waiting = []
     for work, name in arms:
         here, there = get_context("spawn").Pipe()
-        side, config = ARMS[name]
+        side, config, change = ARMS[name]
         config = config | {"output_dir": str(folder / f"{work} {name}")}
         trace = None if args.traces is None or side == "trl" else args.traces / f"{work} {name}.json"
         model, turns = models[accelerator_turns.WORKS[work].model], args.warm_up + args.turns + 1
-        told = (there, side, work, model, turns, args, config, "text by text" not in name, trace)
+        told = (there, side, work, model, turns, args, config, change, trace)
         get_context("spawn").Process(target=accelerator_turns.take, args=told, daemon=True).start()
         there.close()
         waiting.append((f"{work}: {name}", here))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -67,17 +68,17 @@ def build_model(folder: Path, data: Path, kind: str) -> None:
 
 
 def take(
-    pipe: Connection, side: str, name: str, model: Path, turns: int, options: Any, config: dict, packs: bool,
-    trace: Path | None,
+    pipe: Connection, side: str, name: str, model: Path, turns: int, options: Any, config: dict,
+    change: Callable[[], None] | None, trace: Path | None,
 ) -> None:  # fmt: skip
     """Build the trainer and say so, then train; the last segment is profiled if `trace` names a file.
 
     Args:
         name: of the work. turns: in all. options: of the benchmark. config: of the arm.
-        packs: whether attention may go along packed rows.
+        change: what makes the package another one for this arm; None leaves it as it is.
     """
     try:
-        _take(pipe, side, name, model, turns, options, config, packs, trace)
+        _take(pipe, side, name, model, turns, options, config, change, trace)
     except BaseException:
         import traceback
 
@@ -85,15 +86,25 @@ def take(
         raise
 
 
-def _take(pipe, side, name, model, count, options, config, packs, trace):
+def text_by_text() -> None:
+    from trl_jax.nn.attention import cudnn
+
+    cudnn._packing = lambda: None
+
+
+def layer_by_layer() -> None:
+    from trl_jax.generation import weights
+
+    weights.decodes_by_layer = lambda arrays, shards, platform: shards is None
+
+
+def _take(pipe, side, name, model, count, options, config, change, trace):
     if side == "trl_jax" and name != "lora":  # PEFT's configuration imports torch
         common.hide_torch()
     package, work = __import__(side), WORKS[name]
     compiling = turns.count_compilation() if side == "trl_jax" else []
-    if not packs:
-        from trl_jax.nn.attention import cudnn
-
-        cudnn._packing = lambda: None
+    if change is not None:
+        change()
     stop = count * work.segment
     config = config | {
         "max_steps": stop, "logging_steps": work.segment, "report_to": "none", "save_strategy": "no",

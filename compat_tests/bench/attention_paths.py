@@ -39,6 +39,7 @@ def main() -> None:
             for kind in ("float32", "bfloat16"):
                 facts = {"what": name, "path": path, "kind": kind}
                 found.append(facts | _compared(args, how, path, kind, exact[path == "packed"]))
+                print(found[-1], flush=True)
     common.show(found)
     common.write_json(args.json, {"options": vars(args), "rows": found})
 

@@ -36,7 +36,7 @@ def main() -> None:
         for case in args.cases:
             for kind in ("float32", "bfloat16"):
                 rows += _apart(case, kind, args, Path(scratch))
-    common.show(rows)
+                common.show(rows)
     common.write_json(args.json, {"options": vars(args), "rows": rows})
 
 

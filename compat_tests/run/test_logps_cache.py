@@ -129,8 +129,8 @@ def test_a_run_that_ended_early_is_gone_on_with(model, cache, computed, tmp_path
         path.unlink()
     compiled, calls = precompute._compiled, []
 
-    def ends(run, forward):
-        compute = compiled(run, forward)
+    def ends(run):
+        compute = compiled(run)
 
         def computing(batch):
             calls.append(batch)

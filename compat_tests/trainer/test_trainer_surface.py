@@ -41,6 +41,9 @@ def test_the_constructors_arguments_are_trls():
         "get_test_dataloader",
         "is_world_process_zero",
         "is_local_process_zero",
+        "get_learning_rates",
+        "get_total_train_batch_size",
+        "num_examples",
     ],
 )
 def test_a_methods_arguments_are_trls(method):
@@ -166,3 +169,19 @@ def test_methods_that_a_script_sets_on_its_trainer_are_called(folder, tmp_path):
         setattr(trainer, name, lambda *a, name=name, method=method, **k: (called.append(name), method(*a, **k))[1])
     trainer.train()
     assert set(called) == {"log", "create_optimizer", "get_train_dataloader"}
+
+
+def test_figures_that_scripts_ask_for(folder, tmp_path):
+    trl, found = pytest.importorskip("trl"), {}
+    config = {"gradient_accumulation_steps": 2, "max_steps": 1, "learning_rate": 3e-4, "lr_scheduler_type": "constant"}
+    for package in (trl_jax, trl):
+        trainer = make(package, folder, tmp_path / package.__name__, config=config, eval_dataset=table(5))
+        with pytest.raises(ValueError, match="optimizer"):
+            trainer.get_learning_rates()
+        trainer.train()
+        loaders = trainer.get_train_dataloader(), trainer.get_eval_dataloader(), range(3)
+        found[package.__name__] = (
+            trainer.get_learning_rates(), [trainer.num_examples(loader) for loader in loaders],
+            trainer.get_total_train_batch_size(trainer.args),
+        )  # fmt: skip
+    assert found["trl_jax"] == found["trl"] == ([3e-4, 3e-4], [16, 5, 12], 8)

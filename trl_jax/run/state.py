@@ -24,6 +24,8 @@ from trl_jax.run.model.reference import ReferenceModel
 from trl_jax.tasks.task import Task
 
 OWN_LOSS = frozenset({"compute_loss", "prediction_step"})  # methods by which a script computes on a batch itself
+# Of a run that is assembled, what the trainer's properties may still set, and nobody else.
+SETTABLE = frozenset("model args task processing_class train_dataset eval_dataset pad_to_multiple_of".split())
 
 
 @dataclass
@@ -53,8 +55,8 @@ class RunProgress:
 
 @dataclass
 class RunState:
-    """The set-up that the parts of a run share. The constructor of a trainer fills it in, `run.parts.assemble` ends
-    that; afterwards a script may set what the trainer shows of it, and train() changes `progress`.
+    """The set-up that the parts of a run share. The constructor of a trainer fills it in, and `freeze` ends that:
+    afterwards a script may set what the trainer shows of it (SETTABLE), and train() changes `progress`.
 
     args, task: how to train, and what to learn.
     overridden: names that a script's own subclass of the trainer defines.
@@ -67,9 +69,10 @@ class RunState:
     rollout: makes the rows of a run that writes them itself; None where they are a dataset's.
     reference: the model that the policy is compared with, in tasks that have one and do not know it beforehand.
     router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts; 0.0 adds none.
-    finish_rows: adds columns that the model computes to a prepared dataset of this name; None while the trainer is
-        constructed, and where there are none.
+    finish_rows: adds columns that the model computes to a prepared dataset of this name; None before the model is
+        there, and where there are none.
     progress: what train() changes.
+    ended: whether the set-up has.
     """
 
     args: BaseConfig
@@ -90,6 +93,16 @@ class RunState:
     router_aux_loss_coef: float = 0.0
     finish_rows: Callable[[Any, str], Any] | None = None
     progress: RunProgress = field(default_factory=RunProgress)
+    ended: bool = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if vars(self).get("ended") and name not in SETTABLE:
+            raise AttributeError(f"The run is assembled, and {name} of it is set no more.")
+        super().__setattr__(name, value)
+
+    def freeze(self) -> None:
+        """End the set-up."""
+        self.ended = True
 
     @property
     def state(self) -> TrainerState:

@@ -111,13 +111,15 @@ class SFTTrainer(BaseTrainer):
             compute_metrics, callbacks, optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics,
             quantization_config, peft_config, compute_loss_func=compute_loss_func,
         )  # fmt: skip
-        balance_experts(self._run, self.args.router_aux_loss_coef, in_config=True)
         if self.aux_loss_enabled and compute_loss_func is not None:
             logger.warning(
                 "compute_loss_func is the whole loss, as in TRL: the load-balancing loss of this mixture of experts is "
                 "logged and not added. Add router_aux_loss_coef * outputs.aux_loss yourself, or pass "
                 "router_aux_loss_coef=0.0."
             )
+
+    def _balance_experts(self) -> None:
+        balance_experts(self._run, self.args.router_aux_loss_coef, in_config=True)
 
     def make_task(self) -> SftTask:
         args = self.args

@@ -18,14 +18,14 @@ class AtReference:
     where the reference moves: they are compared until they have."""
 
     def __init__(self, run: RunState):
-        self._run, self._reference, self._parted = run, run.reference, False
+        self._run, self._compared, self._parted = run, None, False  # the arrays of the reference that were compared
 
     def __call__(self) -> bool:
         run = self._run
         if run.reference is None:
             return False
-        if run.reference is not self._reference:
-            self._reference, self._parted = run.reference, False
+        if run.reference.arrays is not self._compared:
+            self._compared, self._parted = run.reference.arrays, False
         if not self._parted:
             with run.on_device():
                 self._parted = not _is_reference(run)

@@ -25,7 +25,6 @@ from trl_jax.run.step.forward import Forward
 
 def precomputed(
     run: RunState,
-    forward: Forward,
     dataset: Any,
     columns: tuple[str, ...],
     *,
@@ -62,20 +61,18 @@ def precomputed(
         hidden = run.args.disable_tqdm or bool(os.environ.get("TQDM_DISABLE"))
         words = f"Computing reference log probs for {name} dataset"
         with tqdm(total=len(dataset), initial=int(cache.known.sum()), desc=words, disable=hidden) as progress:
-            _compute(run, forward, dataset, cache, batch_size, progress)
+            _compute(run, dataset, cache, batch_size, progress)
     return _with_columns(dataset, columns, cache.values)
 
 
-def _compute(
-    run: RunState, forward: Forward, dataset: Dataset, cache: LogpsCache, batch_size: int, progress: tqdm
-) -> None:
+def _compute(run: RunState, dataset: Dataset, cache: LogpsCache, batch_size: int, progress: tqdm) -> None:
     """Put those that are missing into the cache; where it raises, those that were computed are kept.
 
     A chunk with a missing row is computed whole, in the shapes that it has when nothing is known: so what is gone on
     with is, bit for bit, what was never broken off.
     """
     virtual = run.reference.backend.virtual
-    compute, loader = _compiled(run, forward), data.loader(run, dataset, training=False, virtual=virtual)
+    compute, loader = _compiled(run), data.loader(run, dataset, training=False, virtual=virtual)
     chunks = EvalChunks(loader.laid_out(batch_size=batch_size), sort=run.model.backend.batch_invariant)
     try:
         with run.on_device():
@@ -106,8 +103,9 @@ def _with_columns(dataset: Dataset, columns: tuple[str, ...], found: np.ndarray)
     return dataset
 
 
-def _compiled(run: RunState, forward: Forward) -> Callable[[Batch], jax.Array]:
+def _compiled(run: RunState) -> Callable[[Batch], jax.Array]:
     """A pass's arrays -> the reference's log-probabilities of its texts, `[X]` or `[shards, X]`."""
+    forward = Forward(run)
 
     def of_pass(arrays: dict, batch: Batch) -> jax.Array:
         return forward.of_reference(arrays, jax.tree.map(lambda leaf: leaf[0], batch))["logps"]

@@ -35,9 +35,9 @@ class Sync(NamedTuple):
     steps: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class ReferenceModel:
-    """A model whose arrays are its own, or those of the policy that do not train.
+    """A model whose arrays are its own, or those of the policy that do not train. Only its arrays change.
 
     backend: computes it.
     config: transformers' object, of its checkpoint.
@@ -54,16 +54,16 @@ class ReferenceModel:
     sync: Sync | None = None
     dtype: str | None = None
 
-    def after(self, step: int, policy: dict[str, jax.Array]) -> ReferenceModel:
-        """The reference of the steps behind this one; where it moves, its arrays are given away.
+    def follow(self, step: int, policy: dict[str, jax.Array]) -> None:
+        """Follow the policy where it is time to; the arrays before are then given away.
 
         Args:
             policy: the policy's arrays by path, after the step.
         """
         if self.sync is None or step % self.sync.steps:
-            return self
+            return
         policy = {path: policy[path.removeprefix(PREFIX)] for path in self.arrays}
-        return replace(self, arrays=_mixed(self.arrays, policy, self.sync.mixup_alpha))
+        self.arrays = _mixed(self.arrays, policy, self.sync.mixup_alpha)
 
     def following(self, sync: Sync, policy: dict[str, Any]) -> ReferenceModel:
         """The same, which follows the policy.

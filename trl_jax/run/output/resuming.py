@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +127,7 @@ def _resume_reference(run: RunState, saved: SavedProgress) -> None:
         return
     arrays, plan = run.reference.arrays, run.sharding_plan
     places = None if plan is None else plan.params(arrays)
-    run.reference = replace(run.reference, arrays=saved.tree("reference", arrays, places))
+    run.reference.arrays = saved.tree("reference", arrays, places)
 
 
 def _restore_state(run: RunState, point: ResumePoint) -> None:

@@ -107,7 +107,7 @@ class TrainStep:
             )
             compilation.done(shape)
             if run.reference is not None:
-                run.reference = run.reference.after(run.state.global_step + 1, run.model.arrays)
+                run.reference.follow(run.state.global_step + 1, run.model.arrays)
             if run.rollout is not None:
                 run.rollout.stepped(metrics)
             run.progress.tokens_seen += batch.num_primary_tokens

@@ -153,12 +153,17 @@ class Setup(Surface):
         construction.seed_script(args, apart=rollout is not None)
         run.events = events_of(run, callbacks)
         begin_state(run)
+        self._balance_experts()
         own_rows = None if rollout is None else rollout(run)
         self.parts = assemble(run, self._hooks(), self._publisher, choose, torch_model, own_rows)
+        run.freeze()
         run.events.fire("on_init_end")
         check_noise(args, run.model.backend)
         layout_choice.check_layout(args, run.model.backend, compares=run.compares)
         check_offloading(args, run.model.backend)
+
+    def _balance_experts(self) -> None:
+        """Let the run add the load-balancing loss of a mixture of experts, in trainers whose argument weighs it."""
 
     def _hooks(self) -> TrainerHooks:
         """Methods as they are when they are called: a script may set others on the trainer at any time."""

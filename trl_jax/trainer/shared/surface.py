@@ -98,6 +98,27 @@ class Surface(abc.ABC):
         """The schedule of the last train(); None before it."""
         return self.parts.checkpointer.lr_scheduler
 
+    def get_learning_rates(self) -> list[float]:
+        """The rate of each of the optimizer's groups.
+
+        Raises:
+            ValueError: there is no optimizer before train().
+        """
+        if self.optimizer is None:
+            raise ValueError("There is no optimizer before train(), so there are no learning rates yet.")
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Examples of an optimizer step, on all devices together; `args` are the trainer's own."""
+        return self._run.step_examples
+
+    def num_examples(self, dataloader: Any) -> int:
+        """Rows of a dataloader's dataset; of a stream, as many as its batches have at most."""
+        try:
+            return len(dataloader.dataset)
+        except (AttributeError, TypeError):
+            return len(dataloader) * self.args.per_device_train_batch_size
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Put `logs` into `state.log_history` with the epoch and step, and hand them to the callbacks; with the speed
         since `start_time`, of time.time(), where `include_num_input_tokens_seen` counts tokens."""

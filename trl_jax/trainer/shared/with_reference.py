@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any, ClassVar
 
@@ -36,10 +37,14 @@ class TrainerWithReference(HeldReference, BaseTrainer):
         check_lengths(self.data_collator, self.args)
         if self.args.precompute_ref_log_probs:
             self._precompute()
+
+    def _balance_experts(self) -> None:
         balance_experts(self._run, self.args.router_aux_loss_coef)
 
     def _attach_reference(self, run: RunState) -> None:
-        if not run.args.precompute_ref_log_probs:
+        if run.args.precompute_ref_log_probs:
+            run.finish_rows = self._with_reference
+        else:
             self._hold_reference(run)
 
     def _precompute(self) -> None:
@@ -50,7 +55,6 @@ class TrainerWithReference(HeldReference, BaseTrainer):
             run.eval_dataset = {name: self._with_reference(part, name) for name, part in run.eval_dataset.items()}
         elif run.eval_dataset is not None:
             run.eval_dataset = self._with_reference(run.eval_dataset, "eval")
-        run.finish_rows = self._with_reference
 
     def _with_reference(self, dataset: Dataset, name: str) -> Dataset:
         run, args, reference = self._run, self.args, self._reference(self._run)
@@ -63,10 +67,8 @@ class TrainerWithReference(HeldReference, BaseTrainer):
             )
         own = args.per_device_train_batch_size if name == "train" else args.per_device_eval_batch_size
         batch_size, columns = args.precompute_ref_batch_size or own, run.task.columns.optional
-        construction.attach_reference(run, reference)
-        try:
-            facts = {name: getattr(self, name) for name in self._changes_logps}
-            options = {"batch_size": batch_size, "name": name, "facts": facts}
-            return precomputed(run, self.parts.forward, dataset, columns, **options)
-        finally:
-            run.reference = None
+        comparing = dataclasses.replace(run, ended=False)  # a set-up of its own, whose passes have the reference
+        construction.attach_reference(comparing, reference)
+        facts = {name: getattr(self, name) for name in self._changes_logps}
+        options = {"batch_size": batch_size, "name": name, "facts": facts}
+        return precomputed(comparing, dataset, columns, **options)

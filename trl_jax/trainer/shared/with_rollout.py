@@ -41,6 +41,8 @@ class TrainerWithRollout(RolloutAttributes):
     def __init__(self, model: Any, **arguments: Any):
         """`arguments` are those of `BaseTrainer`."""
         super().__init__(model, reference=self._attach_reference, rollout=self._rollout, **arguments)
+
+    def _balance_experts(self) -> None:
         balance_experts(self._run, self.args.router_aux_loss_coef)
 
     def get_train_dataloader(self) -> Any:
