@@ -8,7 +8,7 @@ import pytest
 
 from compat_tests.effort import only_thorough
 from compat_tests.tiny import tiny_model
-from trl_jax.cli.compare import SIDES, run
+from trl_jax.cli.compare import SIDES, make_parser, run
 from trl_jax.cli.compare.verdict import Record, differences, first_difference, picture, report
 from trl_jax.cli.main import main
 
@@ -47,6 +47,29 @@ def test_a_script_under_both(tmp_path, capsys):
     assert theirs.logs[0].keys() == ours.logs[0].keys() >= {"loss", "grad_norm", "entropy", "num_tokens"}
     assert (tmp_path / "both.svg").read_text().count("<polyline") == 4
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "steps", "flags"),
+    [
+        ("--steps 3 s.py --lr 1", 3, "--lr 1"),
+        ("s.py --steps 3 --lr 1", 3, "--lr 1"),
+        ("--json b.json s.py --steps=4 --picture p.svg", 4, ""),
+        ("s.py --lr 1 --steps 3", 10, "--lr 1 --steps 3"),
+        ("s.py --steps 3 -- --steps 5", 3, "--steps 5"),
+        ("s.py -- --steps 5", 10, "--steps 5"),
+    ],
+)
+def test_its_own_flags_stand_before_the_script_or_right_behind_it(line, steps, flags):
+    (args,) = make_parser().parse_args_and_config(line.split())
+    assert (args.script, args.steps, args.flags) == ("s.py", steps, flags.split())
+    assert args.json == ("b.json" if "b.json" in line else None)
+
+
+def test_a_flag_without_its_value(capsys):
+    with pytest.raises(SystemExit):
+        make_parser().parse_args_and_config(["s.py", "--steps"])
+    assert "--steps: expected one argument" in capsys.readouterr().err
 
 
 WRITTEN = """

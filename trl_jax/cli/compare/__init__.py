@@ -14,11 +14,21 @@ from trl_jax.cli.compare.verdict import Record, picture, report
 from trl_jax.core.files.whole_file import write_whole
 
 SIDES = ("trl", "trl_jax")
+_OWN = ("--steps", "--json", "--picture")
 
 
 class Parser(argparse.ArgumentParser):
     def parse_args_and_config(self, argv: list[str]) -> tuple[argparse.Namespace]:
-        return (self.parse_args(argv),)
+        """Its own flags may stand right behind the script, too, before the script's; `--` ends them."""
+        end = argv.index("--") if "--" in argv else len(argv)
+        args = self.parse_args(argv[:end])
+        while args.flags and args.flags[0].partition("=")[0] in _OWN:
+            count = 1 if "=" in args.flags[0] else 2
+            if len(args.flags) < count:
+                self.error(f"argument {args.flags[0]}: expected one argument")
+            args = self.parse_args([*args.flags[:count], args.script, *args.flags[count:]], args)
+        args.flags += argv[end + 1 :]
+        return (args,)
 
 
 def make_parser(prog: str | None = None) -> Parser:
@@ -26,8 +36,9 @@ def make_parser(prog: str | None = None) -> Parser:
         prog=prog,
         description="Run the first steps of a TRL script under TRL and under trl_jax, with the same seed, and show how "
         "far their numbers are apart, how long a step takes, and how much memory.",
-        epilog="Flags of the script stand behind it. Nothing is saved, evaluated, tracked or pushed: output_dir is a "
-        "temporary folder. The script ends after those steps of its first train().",
+        epilog="Flags of the script stand behind it, after those of this command or after `--`. Nothing is saved, "
+        "evaluated, tracked or pushed: output_dir is a temporary folder. The script ends after those steps of its "
+        "first train().",
     )
     parser.add_argument("--steps", type=int, default=10, help="optimizer steps (default: 10)")
     parser.add_argument("--json", metavar="FILE", help="write all numbers there")
