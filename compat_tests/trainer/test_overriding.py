@@ -11,6 +11,7 @@ import pytest
 import trl_jax
 from compat_tests.parity.reference import BASE
 from compat_tests.trainer.trainers import FACTS, make, table
+from trl_jax.core.called_by_name import answer_by_name
 
 KINDS = (
     "RewardTrainer", "SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer", "DistillationTrainer",
@@ -143,3 +144,58 @@ def test_what_may_be_overridden_is_called(checkpoint, tmp_path, monkeypatch):
 def test_a_checkpoint_out_of_turn_is_refused(checkpoint, tmp_path):
     with pytest.raises(RuntimeError, match="_save_checkpoint is called by train"):
         make(trl_jax, checkpoint(**FACTS), tmp_path)._save_checkpoint(None, None)
+
+
+@pytest.fixture(scope="module")
+def by_name(checkpoint, tmp_path_factory):
+    """(a trainer whose class calls methods of transformers' by name, transformers' Trainer)"""
+    transformers = pytest.importorskip("transformers.trainer")
+
+    class Own(trl_jax.RewardTrainer):
+        def evaluate(self, *args, **kwargs):
+            return transformers.Trainer.evaluate(self, *args, **kwargs)
+
+        def log(self, logs, start_time=None):
+            transformers.Trainer.log(self, logs | {"mine": 1.0}, start_time)
+
+        def save_model(self, output_dir=None, _internal_call=False):
+            transformers.Trainer.save_model(self, output_dir, _internal_call)
+
+    package = SimpleNamespace(RewardTrainer=Own, RewardConfig=trl_jax.RewardConfig)
+    out, config = tmp_path_factory.mktemp("out"), {"max_steps": 1}
+    trainer = make(package, checkpoint(**FACTS), out, config=config, eval_dataset=table(8))
+    return trainer, transformers.Trainer
+
+
+def test_transformers_methods_called_by_name_are_ours(by_name, tmp_path):
+    trainer, kind = by_name
+    trainer.train()
+    metrics = trainer.evaluate()
+    assert metrics["eval_loss"] == trl_jax.RewardTrainer.evaluate(trainer)["eval_loss"] > 0
+    assert all(entry["mine"] == 1.0 for entry in trainer.state.log_history) and len(trainer.state.log_history) == 4
+    assert kind.predict(trainer, trainer.eval_dataset).metrics["test_loss"] == metrics["eval_loss"]
+    trainer.save_model(str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / "model.safetensors").is_file()
+
+
+def test_those_that_our_trainers_lack_are_refused_with_what_to_write(by_name):
+    trainer, kind = by_name
+    with pytest.raises(TypeError, match=r"Trainer.evaluation_loop was called with a Own; .*Override eval"):
+        kind.evaluation_loop(trainer, None, "")
+    with pytest.raises(TypeError, match=r"^transformers.Trainer.get_optimizer_group was called with a Own; .*Leave it"):
+        kind.get_optimizer_group(trainer)
+    with pytest.raises(TypeError, match=r"called by name with a Own of trl_jax\. Import it before"):
+        trainer._memory_tracker  # noqa: B018
+
+
+def test_of_other_trainers_nothing_changes():
+    class Trainer:
+        def evaluate(self, *args, **kwargs):
+            return self, args, kwargs
+
+    plain = Trainer.evaluate
+    answer_by_name(Trainer)
+    answer_by_name(Trainer)
+    assert Trainer.evaluate.__wrapped__ is plain and inspect.signature(Trainer.evaluate) == inspect.signature(plain)
+    own = Trainer()
+    assert own.evaluate(1, a=2) == (own, (1,), {"a": 2})

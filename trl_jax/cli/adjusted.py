@@ -16,6 +16,7 @@ from typing import Any
 
 from trl_jax.core.arguments.renamed import translated
 from trl_jax.core.arguments.renamed_flags import modern_flags
+from trl_jax.core.called_by_name import answer_by_name
 from trl_jax.hub.torch import gpu_words
 
 
@@ -112,6 +113,7 @@ ADJUSTMENTS: dict[str, Callable[[ModuleType], None]] = {
     "transformers.modeling_utils": lambda module: gpu_words.load_anywhere(module.PreTrainedModel),
     "transformers.models.auto.auto_factory": lambda module: gpu_words.load_anywhere(module._BaseAutoModelClass),
     "transformers.tokenization_utils_base": _let_tokenizers_encode,
+    "transformers.trainer": lambda module: answer_by_name(module.Trainer),
     "transformers.training_args": _arguments,
     "transformers.utils": gpu_words.answer_bf16,
 }

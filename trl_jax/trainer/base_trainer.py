@@ -12,6 +12,7 @@ from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
+from trl_jax.core.called_by_name import answer_if_loaded
 from trl_jax.data.rows.checks import check_type
 from trl_jax.engine.checkpoints.progress import Progress
 from trl_jax.engine.devices.compilation import keep_compilations
@@ -73,6 +74,7 @@ class BaseTrainer(Setup, Evaluating):
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         check_overridden(cls, {**cls._never_called, **cls._once_called})
+        answer_if_loaded()
 
     @abc.abstractmethod
     def make_task(self) -> Task:
